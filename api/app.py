@@ -74,8 +74,9 @@ _PAGE = (
     organization_page,
     jobs_page,
 )
-"""Modules in the order in which their routes are tried: `/jobs/{job_id}/{verb}` of jobs_page matches what others handle, and
-so does the last route of session_routes."""
+"""Modules in the order in which their routes are tried: `/jobs/{job_id}/{verb}` of jobs_page
+matches what others handle, and so does the last route of session_routes.
+"""
 
 
 def create_app(
@@ -86,10 +87,13 @@ def create_app(
     descriptions: Descriptions | None = None,
     traces: Traces | None = None,
 ) -> FastAPI:
-    """Return the application over a store whose schema is up to date. `meters` None: new ones. `preview`: answers chat
-    completions; None: nothing here does. `descriptions` None: those in the cache. `traces` None: nothing is traced.
+    """Return the application over a store whose schema is up to date.
 
-    Raises SpecError if FT_MODEL_ALIASES, FT_GRADER_MODELS, FT_TINKER_OPTIONS, or a file for single sign-on, is wrong.
+    `meters` None: new ones. `preview`: answers chat completions; None: nothing here does.
+    `descriptions` None: those in the cache. `traces` None: nothing is traced.
+
+    Raises SpecError if FT_MODEL_ALIASES, FT_GRADER_MODELS, FT_TINKER_OPTIONS, or a file for single
+    sign-on, is wrong.
     """
     meters = meters or Meters()
     app = FastAPIOffline(
@@ -100,7 +104,9 @@ def create_app(
         redoc_url=None,
         redirect_slashes=False,
     )
-    catalogue = Catalogue.from_settings(settings, descriptions or service_descriptions(settings, makes=False))
+    catalogue = Catalogue.from_settings(
+        settings, descriptions or service_descriptions(settings, makes=False)
+    )
     app.state.services = services = Services(settings, store, catalogue, meters, preview)
     services.grader_limits  # read now  # noqa: B018
     services.provider  # too  # noqa: B018

@@ -1,4 +1,6 @@
-"""The first start of a service: its project, its first key, and the credentials file for the local command line."""
+"""The first start of a service: its project, its first key, and the credentials file for the local
+command line.
+"""
 
 from __future__ import annotations
 
@@ -15,13 +17,14 @@ PROJECT = "default"
 
 
 def prepare(settings: Settings, store: Store) -> str | None:
-    """Create the project and, in a database without keys, the first admin key, which is written to the credentials file.
+    """Create the project and, in a database without keys, the first admin key, which is written to
+    the credentials file.
 
-    With FT_LAUNCHER = kubernetes there is no such file, since FT_HOME is on a volume that worker pods mount too: an old one is
-    removed, and the first key comes from FT_BOOTSTRAP_KEY_FILE.
+    With FT_LAUNCHER = kubernetes there is no such file, since FT_HOME is on a volume that worker
+    pods mount too: an old one is removed, and the first key comes from FT_BOOTSTRAP_KEY_FILE.
 
-    Return the key if it was created now. Raises SpecError if FT_BOOTSTRAP_KEY_FILE cannot be read, holds too short a key, or is
-    needed and not set.
+    Return the key if it was created now. Raises SpecError if FT_BOOTSTRAP_KEY_FILE cannot be read,
+    holds too short a key, or is needed and not set.
     """
     store.projects.ensure_project(PROJECT, settings.organization)
     store.projects.name_organization(PROJECT, settings.organization)
@@ -43,15 +46,21 @@ def prepare(settings: Settings, store: Store) -> str | None:
 
 
 def local_holder(settings: Settings, store: Store) -> Principal | None:
-    """Return the holder of the key in the credentials file; None without a key that is valid here."""
+    """Return the holder of the key in the credentials file; None without a key that is valid
+    here.
+    """
     key = _known_key(settings.home / "credentials", store)
     return None if key is None else store.keys.authenticate(key)
 
 
 def _first_key(store: Store, secret: str | None) -> str | None:
-    """Create the first key and return it; None if another server has done so with the same secret meanwhile."""
+    """Create the first key and return it; None if another server has done so with the same secret
+    meanwhile.
+    """
     try:
-        _, key = store.keys.create_key(project_id=PROJECT, name="first admin key", scope="admin", secret=secret)
+        _, key = store.keys.create_key(
+            project_id=PROJECT, name="first admin key", scope="admin", secret=secret
+        )
     except ConflictError:
         return None
     return key
@@ -61,7 +70,8 @@ def _needed_key(settings: Settings) -> str:
     key = _given_key(settings)
     if key is None:
         raise SpecError(
-            "FT_BOOTSTRAP_KEY_FILE is not set, and the database holds no key: with FT_LAUNCHER = kubernetes you create the "
+            "FT_BOOTSTRAP_KEY_FILE is not set, and the database holds no key: with FT_LAUNCHER = "
+            "kubernetes you create the "
             "first admin key yourself, as the Secret ft-admin-key; it is written nowhere else.",
             param="FT_BOOTSTRAP_KEY_FILE",
         )
@@ -75,11 +85,15 @@ def _given_key(settings: Settings) -> str | None:
     try:
         return path.read_text(encoding="utf-8").strip()
     except (OSError, UnicodeDecodeError) as error:
-        raise SpecError(f"FT_BOOTSTRAP_KEY_FILE = {path}: {error}", param="FT_BOOTSTRAP_KEY_FILE") from None
+        raise SpecError(
+            f"FT_BOOTSTRAP_KEY_FILE = {path}: {error}", param="FT_BOOTSTRAP_KEY_FILE"
+        ) from None
 
 
 def _known_key(path: Path, store: Store) -> str | None:
-    """Return the key in the credentials file if it is valid here; the file may be missing, or belong to another service."""
+    """Return the key in the credentials file if it is valid here; the file may be missing, or
+    belong to another service.
+    """
     try:
         key = json.loads(path.read_text(encoding="utf-8"))["api_key"]
     except (OSError, ValueError, KeyError, TypeError):

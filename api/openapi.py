@@ -1,4 +1,6 @@
-"""The OpenAPI document: what FastAPI cannot derive from the routes is added, and all that OpenAI's API lacks is marked."""
+"""The OpenAPI document: what FastAPI cannot derive from the routes is added, and all that OpenAI's
+API lacks is marked.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +20,8 @@ PAGE = "/docs"
 _STATIC = "/static-offline-docs"
 _SCRIPT = re.compile(rb"<script>(.*?)</script>", re.DOTALL)
 _POLICY = (
-    "default-src 'none'; script-src 'self' {scripts}; style-src 'self' 'unsafe-inline'; img-src 'self' data:; "
+    "default-src 'none'; script-src 'self' {scripts}; style-src 'self' 'unsafe-inline'; img-src "
+    "'self' data:; "
     "connect-src 'self'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
 )
 _LIMITS = {"gt": "exclusiveMinimum", "ge": "minimum", "lt": "exclusiveMaximum", "le": "maximum"}
@@ -57,7 +60,8 @@ _METADATA = {
     "name": "metadata",
     "in": "query",
     "required": False,
-    "description": "`metadata[key]=value`, any number of times; or `metadata=null` alone: only jobs without metadata.",
+    "description": "`metadata[key]=value`, any number of times; or `metadata=null` alone: only "
+    "jobs without metadata.",
     "style": "deepObject",
     "explode": True,
     "schema": {"type": "object", "additionalProperties": {"type": "string"}, "maxProperties": 16},
@@ -65,7 +69,10 @@ _METADATA = {
 
 
 def add_page(app: FastAPI) -> None:
-    """Serve the document as a page with a form for each operation. The page runs its own scripts only, and in no frame."""
+    """Serve the document as a page with a form for each operation.
+
+    The page runs its own scripts only, and in no frame.
+    """
     page = get_swagger_ui_html(
         openapi_url="/openapi.json",
         title=app.title,
@@ -108,7 +115,10 @@ def _complete(document: dict[str, Any]) -> None:
 
 
 def _say_limits(schema: Any) -> None:
-    """Rename limits to JSON Schema's names. Pydantic keeps its own names for numbers that may be written in several ways."""
+    """Rename limits to JSON Schema's names.
+
+    Pydantic keeps its own names for numbers that may be written in several ways.
+    """
     if isinstance(schema, list):
         for member in schema:
             _say_limits(member)
@@ -125,7 +135,9 @@ def _answer_errors_in_json(operation: dict[str, Any]) -> None:
     # FastAPI describes errors in the media type of the route's success.
     for status, answer in operation["responses"].items():
         if status in ("4XX", "5XX"):
-            answer["content"] = {"application/json": {"schema": {"$ref": SCHEMAS.format(model="ErrorView")}}}
+            answer["content"] = {
+                "application/json": {"schema": {"$ref": SCHEMAS.format(model="ErrorView")}}
+            }
 
 
 def _mark(document: dict[str, Any]) -> None:

@@ -1,4 +1,6 @@
-"""The server process: it starts and stops the database, the first key, the socket, the background work and the web server."""
+"""The server process: it starts and stops the database, the first key, the socket, the background
+work and the web server.
+"""
 
 from __future__ import annotations
 
@@ -29,7 +31,14 @@ from api.transfer.multipart import TEMPORARY_PREFIX
 from ft_service import logs
 from ft_service.bases.cache_folder import Cache
 from ft_service.bases.describing import Descriptions
-from ft_service.control import former_hosts, housekeeping, reinforcement_jobs, tinker_models, tinker_samples, webhook_delivery
+from ft_service.control import (
+    former_hosts,
+    housekeeping,
+    reinforcement_jobs,
+    tinker_models,
+    tinker_samples,
+    webhook_delivery,
+)
 from ft_service.control import sweep_loop as sweep_keeper
 from ft_service.control.admission import LateAdmission
 from ft_service.control.describe_bases import service_descriptions, watch_models
@@ -63,10 +72,15 @@ _STREAM_GRACE_SECONDS = 3
 """Time that running answers (downloads) have after the server was asked to stop."""
 _THREAD_GRACE_SECONDS = 10.0
 _END_SECONDS = 28.0
-"""How long a process may take to end by a signal, whatever hangs: less than the 30 after which Kubernetes kills it."""
+"""How long a process may take to end by a signal, whatever hangs: less than the 30 after which
+Kubernetes kills it.
+"""
 _SLICE_SECONDS = 0.0005
-"""Longest time that a thread keeps the interpreter while others wait for it. A request changes threads some ten times: with
-Python's 5 ms, each thread that computes would cost every request of all projects 50 ms."""
+"""Longest time that a thread keeps the interpreter while others wait for it.
+
+A request changes threads some ten times: with Python's 5 ms, each thread that computes would cost
+every request of all projects 50 ms.
+"""
 _STALE_UPLOAD_SECONDS = 24 * 3600.0
 
 
@@ -79,7 +93,10 @@ def reconcile_here(
     preview: Preview | None = None,
     traces: Traces | None = None,
 ) -> None:
-    """Run jobs where FT_LAUNCHER says. `descriptions`: made by this process. `preview`: stops when jobs need its slots."""
+    """Run jobs where FT_LAUNCHER says.
+
+    `descriptions`: made by this process. `preview`: stops when jobs need its slots.
+    """
     minutes = settings.preempt_after_minutes
     options = ReconcilerOptions(
         meters=meters,
@@ -90,15 +107,23 @@ def reconcile_here(
         admission=LateAdmission(store, settings, descriptions),
         leave_after_seconds=settings.unattended_seconds,
     )
-    run_all(store, new_launchers(settings, store.leases.move_host), Places.of(settings), options, stop)
+    run_all(
+        store, new_launchers(settings, store.leases.move_host), Places.of(settings), options, stop
+    )
 
 
-def serve(settings: Settings, reconcile: Work | None = None, *, api_only: bool = False, as_json: bool = False) -> None:
+def serve(
+    settings: Settings,
+    reconcile: Work | None = None,
+    *,
+    api_only: bool = False,
+    as_json: bool = False,
+) -> None:
     """Serve until SIGINT or SIGTERM. Only for a process's main thread.
 
-    `api_only`: other processes migrate the database (`migrate`) and move jobs (`reconcile_only`). `as_json`: print one JSON
-    object per line. Raises SpecError if a setting is wrong or the port is taken, UnavailableError if the database does not
-    answer or is not up to date.
+    `api_only`: other processes migrate the database (`migrate`) and move jobs (`reconcile_only`).
+    `as_json`: print one JSON object per line. Raises SpecError if a setting is wrong or the port is
+    taken, UnavailableError if the database does not answer or is not up to date.
     """
     _prepare_process(settings)
     with contextlib.ExitStack() as stack:
@@ -128,7 +153,9 @@ def serve(settings: Settings, reconcile: Work | None = None, *, api_only: bool =
         if not api_only:
             if preview is not None:
                 stack.enter_context(_in_threads({"preview": preview.run}, end))
-            reconcile = reconcile or partial(reconcile_here, descriptions=descriptions, preview=preview, traces=traces)
+            reconcile = reconcile or partial(
+                reconcile_here, descriptions=descriptions, preview=preview, traces=traces
+            )
             work = _background_work(settings, descriptions, reconcile, preview)
             given = {name: partial(one, settings, store, meters) for name, one in work.items()}
             stack.enter_context(_in_threads(given, end))
@@ -140,11 +167,15 @@ def serve(settings: Settings, reconcile: Work | None = None, *, api_only: bool =
                 _print_running_jobs(store, as_json)
 
 
-def reconcile_only(settings: Settings, reconcile: Work | None = None, *, as_json: bool = False) -> None:
-    """Move jobs and do the other background work until SIGINT or SIGTERM. Only for a process's main thread.
+def reconcile_only(
+    settings: Settings, reconcile: Work | None = None, *, as_json: bool = False
+) -> None:
+    """Move jobs and do the other background work until SIGINT or SIGTERM.
 
-    `as_json`: as for `serve`. Raises UnavailableError if the database does not answer or is not up to date, and if a part of
-    the work has failed.
+    Only for a process's main thread.
+
+    `as_json`: as for `serve`. Raises UnavailableError if the database does not answer or is not up
+    to date, and if a part of the work has failed.
     """
     _prepare_process(settings)
     ended = SimpleQueue[None]()  # as in _ended_by_signals
@@ -163,7 +194,11 @@ def reconcile_only(settings: Settings, reconcile: Work | None = None, *, as_json
         traces = stack.enter_context(_traced())
         reconcile = reconcile or partial(reconcile_here, descriptions=descriptions, traces=traces)
         work = _background_work(settings, descriptions, reconcile)
-        stack.enter_context(_in_threads({name: partial(one, settings, store, meters) for name, one in work.items()}, end))
+        stack.enter_context(
+            _in_threads(
+                {name: partial(one, settings, store, meters) for name, one in work.items()}, end
+            )
+        )
         _print("reconciling", "Moving jobs.", as_json)
         ended.get()
 
@@ -171,7 +206,9 @@ def reconcile_only(settings: Settings, reconcile: Work | None = None, *, as_json
 def _prepare_process(settings: Settings) -> None:
     sys.setswitchinterval(_SLICE_SECONDS)
     logs.configure(settings.log_level, settings.log_format)
-    Cache.from_environment(os.environ)  # refuses a wrong FT_CACHE_BYTES, by which every job would fail
+    Cache.from_environment(
+        os.environ
+    )  # refuses a wrong FT_CACHE_BYTES, by which every job would fail
     create_home(settings.home)
     require_writable(settings.home)
     # A cluster's volume is shared by groups on purpose, and a container has no other users.
@@ -220,7 +257,9 @@ def _background_work(
     if sampler is not None:
         work["reinforcement"] = partial(reinforcement_jobs.run, sampler=sampler)
         if settings.tinker == "on":
-            work["samples"] = partial(tinker_samples.run, sampler=sampler, descriptions=descriptions)
+            work["samples"] = partial(
+                tinker_samples.run, sampler=sampler, descriptions=descriptions
+            )
         if isinstance(sampler, ServerSampler):
             work["sampler"] = lambda settings, store, meters, stop: sampler.run(stop)
     return work
@@ -234,7 +273,8 @@ def _web_server(app: Any, max_connections: int) -> uvicorn.Server:
         log_level="warning",
         access_log=False,
         server_header=False,
-        proxy_headers=False,  # nothing here depends on the client's address or the name of the server
+        # nothing here depends on the client's address or the name of the server
+        proxy_headers=False,
         timeout_graceful_shutdown=_STREAM_GRACE_SECONDS,
     )
     return uvicorn.Server(config)
@@ -242,26 +282,42 @@ def _web_server(app: Any, max_connections: int) -> uvicorn.Server:
 
 @contextlib.contextmanager
 def _bound(settings: Settings) -> Iterator[socket.socket]:
-    """Yield the listening socket. It is opened first, so that a port in use does not leave a half-started server."""
+    """Yield the listening socket.
+
+    It is opened first, so that a port in use does not leave a half-started server.
+    """
     family = socket.AF_INET6 if ":" in settings.bind else socket.AF_INET
-    # With an explicit protocol: asyncio turns off Nagle's algorithm only for a socket that it recognises as TCP, and with it
-    # every answer would wait 40 ms for the client's delayed acknowledgement.
+    # With an explicit protocol: asyncio turns off Nagle's algorithm only for a socket that it
+    # recognises as TCP, and with it every answer would wait 40 ms for the client's delayed
+    # acknowledgement.
     with socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP) as listener:
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
             listener.bind((settings.bind, settings.port))
         except OSError as error:
-            raise SpecError(_cannot_listen(settings, error), param="FT_PORT", code="cannot_listen") from None
+            raise SpecError(
+                _cannot_listen(settings, error), param="FT_PORT", code="cannot_listen"
+            ) from None
         listener.listen(128)
         yield listener
 
 
 def _cannot_listen(settings: Settings, error: OSError) -> str:
     if error.errno != errno.EADDRINUSE:
-        return f"The server cannot listen on {settings.bind} (FT_BIND), port {settings.port}: {error.strerror or error}."
-    ours = [server.pid for server in living_servers(settings.home) if server.url.endswith(f":{settings.port}")]
+        return (
+            f"The server cannot listen on {settings.bind} (FT_BIND), port {settings.port}: "
+            f"{error.strerror or error}."
+        )
+    ours = [
+        server.pid
+        for server in living_servers(settings.home)
+        if server.url.endswith(f":{settings.port}")
+    ]
     whose = f"the server of {settings.home} (process {ours[0]})" if ours else holder(settings.port)
-    return f"Port {settings.port} of {settings.bind} is in use by {whose}. Stop that, or use another: --port N (or FT_PORT)."
+    return (
+        f"Port {settings.port} of {settings.bind} is in use by {whose}. Stop that, or use "
+        "another: --port N (or FT_PORT)."
+    )
 
 
 def _url(settings: Settings, listener: socket.socket) -> str:
@@ -272,10 +328,11 @@ def _url(settings: Settings, listener: socket.socket) -> str:
 
 @contextlib.contextmanager
 def _ended_by_signals(end: Callable[[], None]) -> Iterator[None]:
-    """Call `end` at SIGINT and SIGTERM, also before the web server has started, and let the process clean up afterwards, for
-    _END_SECONDS.
+    """Call `end` at SIGINT and SIGTERM, also before the web server has started, and let the process
+    clean up afterwards, for _END_SECONDS.
 
-    uvicorn handles both while it runs, and raises them again afterwards, which would kill the process during the clean-up.
+    uvicorn handles both while it runs, and raises them again afterwards, which would kill the
+    process during the clean-up.
     """
 
     told = SimpleQueue[None]()  # unlike an Event, it may be used in a signal handler
@@ -287,8 +344,16 @@ def _ended_by_signals(end: Callable[[], None]) -> Iterator[None]:
     def watch() -> None:  # to the end of the process, which may wait for threads of others
         told.get()
         time.sleep(_END_SECONDS)
-        living = ", ".join(thread.name for thread in threading.enumerate() if thread is not threading.current_thread())
-        log.error("the process was told to end %g seconds ago, and hangs in a thread: %s", _END_SECONDS, living)
+        living = ", ".join(
+            thread.name
+            for thread in threading.enumerate()
+            if thread is not threading.current_thread()
+        )
+        log.error(
+            "the process was told to end %g seconds ago, and hangs in a thread: %s",
+            _END_SECONDS,
+            living,
+        )
         os._exit(1)
 
     threading.Thread(target=watch, name="end", daemon=True).start()
@@ -301,9 +366,13 @@ def _ended_by_signals(end: Callable[[], None]) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def _in_threads(work: Mapping[str, Callable[[threading.Event], None]], end: Callable[[], None]) -> Iterator[None]:
-    """Run background work, by name, while the block runs. If one fails, `end` is called: a server whose jobs do not move must
-    not look healthy. Afterwards all are told to stop at once, and waited for together. Raises UnavailableError if one has
+def _in_threads(
+    work: Mapping[str, Callable[[threading.Event], None]], end: Callable[[], None]
+) -> Iterator[None]:
+    """Run background work, by name, while the block runs.
+
+    If one fails, `end` is called: a server whose jobs do not move must not look healthy. Afterwards
+    all are told to stop at once, and waited for together. Raises UnavailableError if one has
     failed.
     """
     stop = threading.Event()
@@ -316,7 +385,9 @@ def _in_threads(work: Mapping[str, Callable[[threading.Event], None]], end: Call
             failures[name] = error
             end()
 
-    threads = [threading.Thread(target=run, args=one, name=one[0], daemon=True) for one in work.items()]
+    threads = [
+        threading.Thread(target=run, args=one, name=one[0], daemon=True) for one in work.items()
+    ]
     for thread in threads:
         thread.start()
     try:
@@ -327,7 +398,9 @@ def _in_threads(work: Mapping[str, Callable[[threading.Event], None]], end: Call
         for thread in threads:
             thread.join(max(0.0, ends - time.monotonic()))
     for name, error in failures.items():
-        raise UnavailableError(f"The thread {name} has failed, so the server has ended: {error!r}") from error
+        raise UnavailableError(
+            f"The thread {name} has failed, so the server has ended: {error!r}"
+        ) from error
 
 
 def _print(event: str, text: str, as_json: bool, **values: object) -> None:
@@ -336,26 +409,40 @@ def _print(event: str, text: str, as_json: bool, **values: object) -> None:
 
 
 def _greet(url: str, key: str | None, as_json: bool, link: str | None) -> None:
-    private = sys.stdout.isatty()  # otherwise it may be a log, which must not contain a key or a link
+    private = (
+        sys.stdout.isatty()
+    )  # otherwise it may be a log, which must not contain a key or a link
     page = None if link is None else f"{url}{link if private else '/'}"
     text = f"Serving {url}/v1 (documentation: {url}/docs)"
     if page is not None:
         text += f"\nPage: {page} ({'signs in once; later' if private else 'sign in'}: ft open)"
-    _print("serving", text, as_json, base_url=f"{url}/v1", documentation=f"{url}/docs", page=page, pid=os.getpid())
+    _print(
+        "serving",
+        text,
+        as_json,
+        base_url=f"{url}/v1",
+        documentation=f"{url}/docs",
+        page=page,
+        pid=os.getpid(),
+    )
     if key and private:
         _print("first_key", f"First admin key: {key}", as_json, key=key)
 
 
 def _warn_of(others: Sequence[Server], settings: Settings, store: Store, as_json: bool) -> None:
-    """Print that other servers serve this home, unless that is intended: several servers on one PostgreSQL."""
+    """Print that other servers serve this home, unless that is intended: several servers on one
+    PostgreSQL.
+    """
     if not others or (store.is_shared and settings.launcher != "local"):
         return
     named = " and ".join(f"{server.url} (process {server.pid})" for server in others)
     text = f"Warning: {settings.home} is served already, by {named}."
     if not store.is_shared:
         text += (
-            " They share one SQLite database, which only one can write at a time: while the other is suspended during a write, "
-            "every write here fails (database_locked). Both move jobs. Unless that is intended, stop one."
+            " They share one SQLite database, which only one can write at a time: while the other "
+            "is suspended during a write, "
+            "every write here fails (database_locked). Both move jobs. Unless that is intended, "
+            "stop one."
         )
     known = [{"url": server.url, "pid": server.pid} for server in others]
     _print("another_server", text, as_json, message=text, servers=known)
@@ -365,14 +452,15 @@ def _warn_of_shown(private: Mapping[str, Path]) -> None:
     """Log what python graders would see of the service's own, for which they are refused."""
     for name, folder in python_fence.shown(private).items():
         logging.getLogger(__name__).warning(
-            "Graders of type python are refused: they see the libraries in %s, and %s = %s lies there. Move it elsewhere.",
+            "Graders of type python are refused: they see the libraries in %s, and %s = %s lies "
+            "there. Move it elsewhere.",
             *(folder, name, private[name]),
         )
 
 
 def _link(settings: Settings, store: Store) -> str | None:
-    """Return the path of a link that signs in with the key of the credentials file; the page's path without that key; None
-    without a page.
+    """Return the path of a link that signs in with the key of the credentials file; the page's path
+    without that key; None without a page.
     """
     if settings.page == "off":
         return None
@@ -381,9 +469,13 @@ def _link(settings: Settings, store: Store) -> str | None:
 
 
 def _print_running_jobs(store: Store, as_json: bool) -> None:
-    """Print the jobs that still run after the server has stopped: training does not need the server."""
+    """Print the jobs that still run after the server has stopped: training does not need the
+    server.
+    """
     jobs = store.jobs.list_jobs(PROJECT, limit=100).data
-    running = [job.id for job in jobs if job.state is State.RUNNING and job.phase is not Phase.STOPPING]
+    running = [
+        job.id for job in jobs if job.state is State.RUNNING and job.phase is not Phase.STOPPING
+    ]
     text = (
         f"Stopped serving. Training continues without the server: {', '.join(running)}\n"
         "The next start takes over these jobs; to stop one, start the server and cancel it."

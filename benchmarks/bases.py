@@ -26,7 +26,10 @@ class Llama:
 
     def shapes_of_layer(self) -> dict[str, tuple[int, int]]:
         """Its linear layers."""
-        attention = {f"self_attn.{n}_proj": (self.keys if n in "kv" else self.hidden, self.hidden) for n in "qkvo"}
+        attention = {
+            f"self_attn.{n}_proj": (self.keys if n in "kv" else self.hidden, self.hidden)
+            for n in "qkvo"
+        }
         inner = {f"mlp.{n}_proj": (self.intermediate, self.hidden) for n in ("gate", "up")}
         return {**attention, **inner, "mlp.down_proj": (self.hidden, self.intermediate)}
 
@@ -38,8 +41,12 @@ class Llama:
         }
         for i in range(self.layers):
             layer = f"model.layers.{i}"
-            shapes |= {f"{layer}.{name}.weight": shape for name, shape in self.shapes_of_layer().items()}
-            shapes |= {f"{layer}.{n}_layernorm.weight": (self.hidden,) for n in ("input", "post_attention")}
+            shapes |= {
+                f"{layer}.{name}.weight": shape for name, shape in self.shapes_of_layer().items()
+            }
+            shapes |= {
+                f"{layer}.{n}_layernorm.weight": (self.hidden,) for n in ("input", "post_attention")
+            }
         return shapes
 
 
@@ -61,7 +68,9 @@ def write_llama(folder: Path, llama: Llama, device: str = "cpu") -> int:
     (folder / "generation_config.json").write_text("{}")
     generator = torch.Generator(device).manual_seed(0)
     tensors = {
-        name: torch.empty(shape, dtype=torch.bfloat16, device=device).normal_(0, 0.02, generator=generator).cpu()
+        name: torch.empty(shape, dtype=torch.bfloat16, device=device)
+        .normal_(0, 0.02, generator=generator)
+        .cpu()
         for name, shape in llama.shapes().items()
     }
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})

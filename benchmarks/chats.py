@@ -1,4 +1,7 @@
-"""Chats of log-normal lengths in made-up words, and a tokenizer and a small random Llama for them. Nothing is downloaded."""
+"""Chats of log-normal lengths in made-up words, and a tokenizer and a small random Llama for them.
+
+Nothing is downloaded.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +15,11 @@ from benchmarks.bases import Llama, write_llama
 from ft_service.rundir.directory import sha256_of
 from ft_service.spec import DataFileRef
 
-SYLLABLES = [consonant + vowel for consonant in "bdfgklmnprstvz" for vowel in ("a", "e", "i", "o", "u", "an", "or")]
+SYLLABLES = [
+    consonant + vowel
+    for consonant in "bdfgklmnprstvz"
+    for vowel in ("a", "e", "i", "o", "u", "an", "or")
+]
 TEMPLATE = (
     "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
@@ -30,7 +37,9 @@ def words(count: int, seed: int = 0) -> list[str]:
 
 
 def write_base(folder: Path, llama: Llama) -> None:
-    """A random base with a byte-level tokenizer whose vocabulary it fills, about one token a word."""
+    """A random base with a byte-level tokenizer whose vocabulary it fills, about one token a
+    word.
+    """
     from transformers import PreTrainedTokenizerFast
 
     write_llama(folder, llama)
@@ -50,8 +59,13 @@ def write_base(folder: Path, llama: Llama) -> None:
     fast.save_pretrained(folder)
 
 
-def write_chats(path: Path, count: int, *, median: int = 220, sigma: float = 0.8, longest: int = 900) -> DataFileRef:
-    """`count` chats of a question and an answer. `median`, `sigma`: of the log-normal number of words; `longest`: at most."""
+def write_chats(
+    path: Path, count: int, *, median: int = 220, sigma: float = 0.8, longest: int = 900
+) -> DataFileRef:
+    """`count` chats of a question and an answer.
+
+    `median`, `sigma`: of the log-normal number of words; `longest`: at most.
+    """
     rng = random.Random(1)
     vocabulary = words(2000)
     weights = [1 / (rank + 1) for rank in range(len(vocabulary))]
@@ -60,7 +74,15 @@ def write_chats(path: Path, count: int, *, median: int = 220, sigma: float = 0.8
         length = min(longest, max(8, round(median * rng.lognormvariate(0.0, sigma))))
         chat = rng.choices(vocabulary, weights, k=length)
         asked = max(2, round(length * rng.uniform(0.2, 0.5)))
-        question, answer = " ".join(chat[:asked]), " ".join(chat[asked:])
-        lines.append({"messages": [{"role": "user", "content": question}, {"role": "assistant", "content": answer}]})
+        question = " ".join(chat[:asked])
+        answer = " ".join(chat[asked:])
+        lines.append(
+            {
+                "messages": [
+                    {"role": "user", "content": question},
+                    {"role": "assistant", "content": answer},
+                ]
+            }
+        )
     path.write_text("".join(json.dumps(line) + "\n" for line in lines))
     return DataFileRef(name=path.name, path=str(path), sha256=sha256_of(path))

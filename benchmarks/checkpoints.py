@@ -2,9 +2,10 @@
 
     python benchmarks/checkpoints.py [--repeats 5] [--skip-starts]
 
-Stall: two ranks train a sharded bf16 Llama with LoRA of rank 64 and AdamW, and save now and then, each time in another way, in
-turns. The stall is what the call takes that training makes; `seconds` is until everything is on the disk; `slower` is how many
-times as long a step takes meanwhile. Starts: whole attempts of a job as `ft run` starts them, from the call to the first step.
+Stall: two ranks train a sharded bf16 Llama with LoRA of rank 64 and AdamW, and save now and then,
+each time in another way, in turns. The stall is what the call takes that training makes; `seconds`
+is until everything is on the disk; `slower` is how many times as long a step takes meanwhile.
+Starts: whole attempts of a job as `ft run` starts them, from the call to the first step.
 """
 
 from __future__ import annotations
@@ -35,25 +36,38 @@ from benchmarks.machine import machine, save
 LLAMA = Llama(hidden=768, intermediate=2048, layers=6, heads=12, vocabulary=8_000)
 RANK = 64
 TOKENS = 128
-OURS, WAITED = "ours, beside training", "ours, waited for (async_save: false)"
-THREAD, PROCESS = "dcp.async_save, thread", "dcp.async_save, process"
-JOB_AT_0, ALL_AT_0 = "adapters and optimizer, whole, from rank 0", "full state dict, base included, from rank 0"
+OURS = "ours, beside training"
+WAITED = "ours, waited for (async_save: false)"
+THREAD = "dcp.async_save, thread"
+PROCESS = "dcp.async_save, process"
+JOB_AT_0 = "adapters and optimizer, whole, from rank 0"
+ALL_AT_0 = "full state dict, base included, from rank 0"
 
 Way = Callable[[Path], "Future[Any] | None"]
 """Saves into a new folder; what is still to be done, or None."""
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--skip-starts", action="store_true")
     options = parser.parse_args()
-    result: dict[str, Any] = {**machine(), "llama": vars(LLAMA), "lora_rank": RANK, "ranks": 2, "repeats": options.repeats}
+    result: dict[str, Any] = {
+        **machine(),
+        "llama": vars(LLAMA),
+        "lora_rank": RANK,
+        "ranks": 2,
+        "repeats": options.repeats,
+    }
     with tempfile.TemporaryDirectory() as folder:
         write_llama(Path(folder, "base"), LLAMA)
         spawn(on_rank, (folder, options.repeats), nprocs=2)
         of_ranks = [json.loads(Path(folder, f"{rank}.json").read_text()) for rank in range(2)]
-        result["checkpoints"] = {way: worst_of_ranks([of_rank[way] for of_rank in of_ranks]) for way in of_ranks[0]}
+        result["checkpoints"] = {
+            way: worst_of_ranks([of_rank[way] for of_rank in of_ranks]) for way in of_ranks[0]
+        }
     if not options.skip_starts:
         with tempfile.TemporaryDirectory() as folder:
             result["starts"] = starts(Path(folder), options.repeats)
@@ -64,7 +78,12 @@ def main() -> None:
 def worst_of_ranks(of_ranks: list[dict[str, list[float]]]) -> dict[str, float]:
     """Medians over the repeats, of whichever rank was slower each time."""
     return {
-        key: round(statistics.median(max(values) for values in zip(*(of_rank[key] for of_rank in of_ranks), strict=True)), 4)
+        key: round(
+            statistics.median(
+                max(values) for values in zip(*(of_rank[key] for of_rank in of_ranks), strict=True)
+            ),
+            4,
+        )
         for key in of_ranks[0]
     }
 
@@ -72,7 +91,12 @@ def worst_of_ranks(of_ranks: list[dict[str, list[float]]]) -> dict[str, float]:
 def on_rank(rank: int, folder: str, repeats: int) -> None:
     torch.set_num_threads(1)
     # As below torchrun: torch's checkpoint process looks there.
-    os.environ |= {"MASTER_ADDR": "127.0.0.1", "LOCAL_RANK": str(rank), "RANK": str(rank), "WORLD_SIZE": "2"}
+    os.environ |= {
+        "MASTER_ADDR": "127.0.0.1",
+        "LOCAL_RANK": str(rank),
+        "RANK": str(rank),
+        "WORLD_SIZE": "2",
+    }
     dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=2)
     measured = stalls(rank, 2, Path(folder), repeats)
     Path(folder, f"{rank}.json").write_text(json.dumps(measured))
@@ -82,7 +106,9 @@ def on_rank(rank: int, folder: str, repeats: int) -> None:
 
 
 def stalls(rank: int, world: int, folder: Path, repeats: int) -> dict[str, dict[str, list[float]]]:
-    """On one rank: for every way its stall, seconds, bytes and how much slower steps were, once a repeat."""
+    """On one rank: for every way its stall, seconds, bytes and how much slower steps were, once a
+    repeat.
+    """
     step, ways = training(rank, world, folder)
     for _ in range(2):
         step()
@@ -95,7 +121,9 @@ def stalls(rank: int, world: int, folder: Path, repeats: int) -> dict[str, dict[
             measured = measure(act, place, step)
             measured["slower"] = measured.pop("step") / alone if "step" in measured else 1.0
             dist.barrier()
-            measured["bytes"] = sum(path.stat().st_size for path in place.rglob("*") if path.is_file())
+            measured["bytes"] = sum(
+                path.stat().st_size for path in place.rglob("*") if path.is_file()
+            )
             if repeat:  # the first one allocates buffers and starts processes
                 for key, value in measured.items():
                     of_ways[way].setdefault(key, []).append(value)
@@ -134,7 +162,11 @@ def training(rank: int, world: int, folder: Path) -> tuple[Callable[[], None], d
     spec = spec_for(folder / "base", ranks=world, precision={"default": "bf16"}, lora={"r": RANK})
     built = construct(spec, make_mesh("cpu", world, "auto"), CPU, print)
     job = JobState(dict(adapters(built.peft_model)), spec.training)
-    ids = torch.randint(0, LLAMA.vocabulary, (TOKENS,), generator=torch.Generator().manual_seed(rank)).int().numpy()
+    ids = (
+        torch.randint(0, LLAMA.vocabulary, (TOKENS,), generator=torch.Generator().manual_seed(rank))
+        .int()
+        .numpy()
+    )
     batch = collate([Tokens(ids, ids >= 0)], CPU)
 
     def step() -> None:
@@ -158,7 +190,8 @@ def ways_to_save(model: torch.nn.Module, job: Any, spec: Any) -> dict[str, Way]:
         checkpoint.write(snapshot, RunDir(place), 1, group, lambda: None)
 
     def ours(place: Path) -> Future[Any]:
-        snapshot, done = stager.snapshot(job, spec), Future[None]()
+        snapshot = stager.snapshot(job, spec)
+        done = Future[None]()
         threading.Thread(target=lambda: done.set_result(write(snapshot, place))).start()
         return done
 
@@ -167,7 +200,12 @@ def ways_to_save(model: torch.nn.Module, job: Any, spec: Any) -> dict[str, Way]:
 
     def by_torch(kind: AsyncCheckpointerType) -> Way:
         def act(place: Path) -> Future[Any]:
-            done = async_save(job.tensors(), checkpoint_id=place, process_group=group, async_checkpointer_type=kind)
+            done = async_save(
+                job.tensors(),
+                checkpoint_id=place,
+                process_group=group,
+                async_checkpointer_type=kind,
+            )
             assert isinstance(done, Future)
             return done
 
@@ -179,7 +217,11 @@ def ways_to_save(model: torch.nn.Module, job: Any, spec: Any) -> dict[str, Way]:
 
     def all_at_0(place: Path) -> None:
         options = StateDictOptions(full_state_dict=True, cpu_offload=True)
-        moments = {name: tensor.full_tensor() for name, tensor in job.tensors().items() if name.startswith("exp_")}
+        moments = {
+            name: tensor.full_tensor()
+            for name, tensor in job.tensors().items()
+            if name.startswith("exp_")
+        }
         save_at_0({**get_model_state_dict(model, options=options), **moments}, place)
 
     return {
@@ -204,8 +246,9 @@ def save_at_0(tensors: dict[str, Any], place: Path) -> None:
 
 
 def starts(folder: Path, repeats: int) -> dict[str, float]:
-    """Seconds from the call to the end of the first step, medians: of a job's first attempt (its base read and quantised, then
-    from the cache), and of the attempt that resumes it."""
+    """Seconds from the call to the end of the first step, medians: of a job's first attempt (its
+    base read and quantised, then from the cache), and of the attempt that resumes it.
+    """
     from tests.support.training.models import save_tokenizer
 
     base = folder / "base"
@@ -234,7 +277,9 @@ def first_step(folder: Path, run: str) -> float:
         training={"max_steps": 1000},
         lora={"r": RANK},
     )
-    stop, began, reached = threading.Event(), time.monotonic(), []
+    stop = threading.Event()
+    began = time.monotonic()
+    reached = []
 
     def on_event(event: Any) -> None:
         if event.kind == "metrics":

@@ -1,8 +1,10 @@
-"""Seconds to dequantise NF4: this project's two formats against torchao's NF4Tensor and bitsandbytes' nested statistics.
+"""Seconds to dequantise NF4: this project's two formats against torchao's NF4Tensor and
+bitsandbytes' nested statistics.
 
     python benchmarks/dequantize.py [--rows 4096] [--cols 4096] [--repeats 15]
 
-One weight matrix to bf16, the median of interleaved runs after a warm-up, and the error that each has on it.
+One weight matrix to bf16, the median of interleaved runs after a warm-up, and the error that each
+has on it.
 """
 
 from __future__ import annotations
@@ -34,7 +36,9 @@ def main() -> None:
     options = parser.parse_args()
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     generator = torch.Generator().manual_seed(0)
-    weight = torch.randn(options.rows, options.cols, generator=generator).to(torch.bfloat16).to(device)
+    weight = (
+        torch.randn(options.rows, options.cols, generator=generator).to(torch.bfloat16).to(device)
+    )
     contenders = dequantizers(weight)
     times: dict[str, list[float]] = {name: [] for name in contenders}
     for repeat in range(options.repeats + 1):
@@ -43,15 +47,22 @@ def main() -> None:
             if repeat:
                 times[name].append(seconds)
     result: dict[str, Any] = {**machine(), "shape": list(weight.shape), "repeats": options.repeats}
-    result["median_ms"] = {name: round(1e3 * statistics.median(seconds), 3) for name, seconds in times.items()}
-    result["relative_error"] = {name: error(dequantize(), weight) for name, dequantize in contenders.items()}
+    result["median_ms"] = {
+        name: round(1e3 * statistics.median(seconds), 3) for name, seconds in times.items()
+    }
+    result["relative_error"] = {
+        name: error(dequantize(), weight) for name, dequantize in contenders.items()
+    }
     print(result["median_ms"], flush=True)
     save("dequantize", result)
 
 
 def dequantizers(weight: Tensor) -> dict[str, Callable[[], Tensor]]:
-    ours, wide = nf4.quantize(weight), nf4_fp32.quantize(weight)
-    codes, state = bnb.quantize_4bit(weight, blocksize=64, quant_type="nf4", compress_statistics=True)
+    ours = nf4.quantize(weight)
+    wide = nf4_fp32.quantize(weight)
+    codes, state = bnb.quantize_4bit(
+        weight, blocksize=64, quant_type="nf4", compress_statistics=True
+    )
     cols = weight.shape[1]
     contenders: dict[str, Callable[[], Tensor]] = {
         "nf4": lambda: nf4.dequantize(ours, cols, torch.bfloat16),

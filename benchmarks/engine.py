@@ -1,20 +1,23 @@
-"""Jobs on one engine against the same jobs one after the other: each with ranks of its own, and on an engine that is there.
+"""Jobs on one engine against the same jobs one after the other: each with ranks of its own, and on
+an engine that is there.
 
     python benchmarks/engine.py [--jobs 8] [--steps 20] [--repeats 3]
 
-A Llama of 119 million parameters, NF4, sharded over two ranks; jobs with r 4 to 32 and a sample of at most 32 tokens a rank
-and step. The quantised base and the tokens of the data are in their caches, as a service has them. Each repeat runs all ways;
-ratios are of one repeat, and their median counts, since other programs may use the machine.
+A Llama of 119 million parameters, NF4, sharded over two ranks; jobs with r 4 to 32 and a sample of
+at most 32 tokens a rank and step. The quantised base and the tokens of the data are in their
+caches, as a service has them. Each repeat runs all ways; ratios are of one repeat, and their median
+counts, since other programs may use the machine.
 
     engine    all at once; the clock starts with the supervisor and ends with the last result
     cold      one after the other, each with its supervisor and ranks
-    warm      one after the other in one engine, which has trained another job before the clock starts
-    together  all at once in such an engine
-    long      two jobs of rows of LONG tokens in an engine that has trained before: at once, and one after the other
+    warm      one after the other in one engine, which has trained another job before the clock
+    starts together  all at once in such an engine long      two jobs of rows of LONG tokens in an
+    engine that has trained before: at once, and one after the other
 
-Memory is the largest sum of PSS of all ranks. `planned_…` is what `ft plan` says of the same jobs on this host, starts of ranks
-included, and its ratio to what was measured: below 1 it promised too much. `seconds_to_first_step`: from a job's order to the
-end of its first step, in an engine that waits. The losses of every job are compared between engine and cold.
+Memory is the largest sum of PSS of all ranks. `planned_…` is what `ft plan` says of the same jobs
+on this host, starts of ranks included, and its ratio to what was measured: below 1 it promised too
+much. `seconds_to_first_step`: from a job's order to the end of its first step, in an engine that
+waits. The losses of every job are compared between engine and cold.
 """
 
 from __future__ import annotations
@@ -60,26 +63,38 @@ SAMPLE = ROOT / "examples/models/tiny-llama"
 DATA = ROOT / "examples/data/train.jsonl"
 RANKS = 2
 POLL_SECONDS = 0.5
-LONG, LONG_STEPS = 512, 4
+LONG = 512
+LONG_STEPS = 4
 """Tokens of the long rows, and steps of the jobs that train on them."""
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--jobs", type=int, default=8)
     parser.add_argument("--steps", type=int, default=20)
     parser.add_argument("--repeats", type=int, default=3)
     options = parser.parse_args()
-    result = machine() | {"jobs": options.jobs, "steps": options.steps, "ranks": RANKS, "repeats": options.repeats}
+    result = machine() | {
+        "jobs": options.jobs,
+        "steps": options.steps,
+        "ranks": RANKS,
+        "repeats": options.repeats,
+    }
     with tempfile.TemporaryDirectory(prefix="ft-bench-") as folder:
         base, result["parameters"] = save_base(Path(folder, "base"))
         specs = [spec_of(base, number, options.steps) for number in range(options.jobs)]
         long_rows = save_long_rows(Path(folder, "long.jsonl"))
-        long_specs = [spec_of(base, 100 + number, LONG_STEPS, long_rows, LONG) for number in range(2)]
+        long_specs = [
+            spec_of(base, 100 + number, LONG_STEPS, long_rows, LONG) for number in range(2)
+        ]
         with closing(Examiner(tokens=Path(folder, "tokens"))) as examiner:
             for spec in (specs[0], long_specs[0]):
                 tokenise(spec, spec.data_files[0], examiner)
-        supervise(prepared(specs[0], Path(folder, "first", specs[0].job_id)))  # nobody has to quantise the base later
+        supervise(
+            prepared(specs[0], Path(folder, "first", specs[0].job_id))
+        )  # nobody has to quantise the base later
         result |= planned(specs)
         rows = []
         for number in range(options.repeats):
@@ -90,7 +105,9 @@ def main() -> None:
         result[name] = round(statistics.median(of_repeats), 3)
         result[f"{name}_of_repeats"] = of_repeats
     for way in ("engine", "cold"):
-        result[f"planned_ratio_of_{way}"] = round(result[f"planned_{way}_seconds"] / result[f"{way}_seconds"], 3)
+        result[f"planned_ratio_of_{way}"] = round(
+            result[f"planned_{way}_seconds"] / result[f"{way}_seconds"], 3
+        )
     save("engine", result)
 
 
@@ -99,7 +116,9 @@ def planned(specs: Sequence[JobSpec]) -> dict[str, float]:
     plans = [plan_job(describe(spec.model.path), spec, host_cpu()) for spec in specs]
     steps = [spec.training.max_steps or 0 for spec in specs]
     trainings = [
-        (plan.speed, n * plan.speed.step_seconds) for plan, n in zip(plans, steps, strict=True) if plan.speed is not None
+        (plan.speed, n * plan.speed.step_seconds)
+        for plan, n in zip(plans, steps, strict=True)
+        if plan.speed is not None
     ]
     lanes = lanes_of([plan.seat for plan in plans], plans[0].batches.tokens, specs[0])
     cold = sum(seconds_alone(seconds) for _, seconds in trainings)
@@ -109,7 +128,9 @@ def planned(specs: Sequence[JobSpec]) -> dict[str, float]:
     }
 
 
-def repeated(specs: Sequence[JobSpec], long_specs: Sequence[JobSpec], folder: Path, number: int) -> dict[str, float]:
+def repeated(
+    specs: Sequence[JobSpec], long_specs: Sequence[JobSpec], folder: Path, number: int
+) -> dict[str, float]:
     """Figures of all ways, once."""
     engine_runs, engine = together(specs, folder / f"engine-{number}")
     cold_runs, cold = one_after_the_other(specs, folder / f"cold-{number}")
@@ -117,7 +138,9 @@ def repeated(specs: Sequence[JobSpec], long_specs: Sequence[JobSpec], folder: Pa
     all_at_once, _ = in_waiting_engine(specs, folder / f"together-{number}", at_once=True)
     at_once, _ = in_waiting_engine(long_specs, folder / f"long-{number}", at_once=True)
     in_turn, _ = in_waiting_engine(long_specs, folder / f"turns-{number}", at_once=False)
-    equal = [losses(one) == losses(other) for one, other in zip(engine_runs, cold_runs, strict=True)]
+    equal = [
+        losses(one) == losses(other) for one, other in zip(engine_runs, cold_runs, strict=True)
+    ]
     return {
         "engine_seconds": engine["seconds"],
         "cold_seconds": cold["seconds"],
@@ -126,7 +149,9 @@ def repeated(specs: Sequence[JobSpec], long_specs: Sequence[JobSpec], folder: Pa
         "ratio_to_cold": round(engine["seconds"] / cold["seconds"], 3),
         "ratio_to_warm": round(all_at_once / warm, 3),
         "engine_pss_mb": engine["pss_mb"],
-        "memory_ratio_to_as_many_jobs_at_once": round(engine["pss_mb"] / (len(specs) * cold["pss_mb"]), 3),
+        "memory_ratio_to_as_many_jobs_at_once": round(
+            engine["pss_mb"] / (len(specs) * cold["pss_mb"]), 3
+        ),
         "seconds_to_first_step": first_step,
         "long_at_once_seconds": at_once,
         "long_in_turn_seconds": in_turn,
@@ -137,7 +162,12 @@ def repeated(specs: Sequence[JobSpec], long_specs: Sequence[JobSpec], folder: Pa
 
 def save_base(folder: Path) -> tuple[Path, int]:
     """A base with random weights and the sample base's tokenizer, and its number of parameters."""
-    sizes = {"hidden_size": 896, "intermediate_size": 2432, "num_hidden_layers": 12, "num_attention_heads": 14}
+    sizes = {
+        "hidden_size": 896,
+        "intermediate_size": 2432,
+        "num_hidden_layers": 12,
+        "num_attention_heads": 14,
+    }
     config = AutoConfig.from_pretrained(SAMPLE, **sizes, num_key_value_heads=14, head_dim=64)
     torch.manual_seed(0)
     model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
@@ -152,7 +182,12 @@ def save_long_rows(path: Path) -> Path:
     """Samples of more than LONG tokens."""
     words = " ".join(f"{number} is followed by {number + 1}." for number in range(LONG))
     lines = [
-        {"messages": [{"role": "user", "content": f"Count from {i}."}, {"role": "assistant", "content": words}]}
+        {
+            "messages": [
+                {"role": "user", "content": f"Count from {i}."},
+                {"role": "assistant", "content": words},
+            ]
+        }
         for i in range(8)
     ]
     path.write_text("".join(json.dumps(line) + "\n" for line in lines))
@@ -160,7 +195,12 @@ def save_long_rows(path: Path) -> Path:
 
 
 def spec_of(base: Path, number: int, steps: int, data: Path = DATA, length: int = 32) -> JobSpec:
-    training = {"max_steps": steps, "batch_size": RANKS, "max_length": length, "learning_rate": 1e-3}
+    training = {
+        "max_steps": steps,
+        "batch_size": RANKS,
+        "max_length": length,
+        "learning_rate": 1e-3,
+    }
     body = {
         "model": "base",
         "training_file": "file",
@@ -168,7 +208,12 @@ def spec_of(base: Path, number: int, steps: int, data: Path = DATA, length: int 
         "precision": {"default": "nf4", "compute": "fp32"},
         "lora": {"r": (4, 8, 16, 32)[number % 4]},
         "training": {**training, "tokens_per_micro_batch": 2048},
-        "distributed": {"nproc_per_node": RANKS, "replicate": 1, "activation_checkpointing": "none", "compile": False},
+        "distributed": {
+            "nproc_per_node": RANKS,
+            "replicate": 1,
+            "activation_checkpointing": "none",
+            "compile": False,
+        },
         "checkpoint": {"save_steps": steps},
     }
     context = JobContext(
@@ -189,7 +234,14 @@ def prepared(spec: JobSpec, folder: Path, engine: RunDir | None = None) -> RunDi
     run.write("spec.json", spec)
     named = None if engine is None else str(engine.root)
     Attempt(run, 1).write_start(
-        Start(job_id=spec.job_id, attempt=1, world_size=RANKS, generation=1, checkpoint=None, engine=named)
+        Start(
+            job_id=spec.job_id,
+            attempt=1,
+            world_size=RANKS,
+            generation=1,
+            checkpoint=None,
+            engine=named,
+        )
     )
     return run
 
@@ -204,27 +256,39 @@ def new_engine(folder: Path, spec: JobSpec, *, seats: int, idle_seconds: float) 
     engine = RunDir(folder / "engine-1")
     limits: dict[str, Any] = {"most_seats": seats, "idle_seconds": idle_seconds}
     engine.write(ENGINE, EngineSpec(engine_id="engine-1", project_id="proj-1", spec=spec, **limits))
-    Attempt(engine, 1).write_start(Start(job_id="engine-1", attempt=1, world_size=RANKS, generation=1, checkpoint=None))
+    Attempt(engine, 1).write_start(
+        Start(job_id="engine-1", attempt=1, world_size=RANKS, generation=1, checkpoint=None)
+    )
     return engine
 
 
 def ordered(spec: JobSpec, folder: Path, engine: RunDir) -> RunDir:
     """The run directory of a job that the engine is ordered to train."""
     run = prepared(spec, folder / spec.job_id, engine)
-    engine.write(seat_key(spec.job_id, 1), SeatOrder(job_id=spec.job_id, attempt=1, run_dir=str(run.root)))
+    engine.write(
+        seat_key(spec.job_id, 1), SeatOrder(job_id=spec.job_id, attempt=1, run_dir=str(run.root))
+    )
     return run
 
 
-def in_waiting_engine(specs: Sequence[JobSpec], folder: Path, *, at_once: bool) -> tuple[float, float]:
-    """Seconds of the jobs in an engine that waits for them, at once or one after the other, and the median of the seconds from
-    an order to the end of the job's first step."""
+def in_waiting_engine(
+    specs: Sequence[JobSpec], folder: Path, *, at_once: bool
+) -> tuple[float, float]:
+    """Seconds of the jobs in an engine that waits for them, at once or one after the other, and the
+    median of the seconds from an order to the end of the job's first step.
+    """
     engine = new_engine(folder, specs[0], seats=len(specs), idle_seconds=3.0)
     first = specs[0].model_copy(update={"job_id": "ftjob-first"})
-    before = ordered(first.model_copy(update={"training": first.training.model_copy(update={"max_steps": 1})}), folder, engine)
+    before = ordered(
+        first.model_copy(update={"training": first.training.model_copy(update={"max_steps": 1})}),
+        folder,
+        engine,
+    )
     follower = threading.Thread(target=supervise, args=(engine,))
     follower.start()
     wait_for_end(before)
-    began, to_first_step = time.monotonic(), []
+    began = time.monotonic()
+    to_first_step = []
     runs = []
     for spec in specs:
         at = time.time()
@@ -245,7 +309,9 @@ def wait_for_end(run: RunDir) -> None:
     assert ended.reason == "succeeded", ended.message
 
 
-def one_after_the_other(specs: Sequence[JobSpec], folder: Path) -> tuple[list[RunDir], dict[str, float]]:
+def one_after_the_other(
+    specs: Sequence[JobSpec], folder: Path
+) -> tuple[list[RunDir], dict[str, float]]:
     runs = [prepared(spec, folder / spec.job_id) for spec in specs]
     figures = [supervise(run) for run in runs]
     seconds = round(sum(one["seconds"] for one in figures), 2)
@@ -254,7 +320,8 @@ def one_after_the_other(specs: Sequence[JobSpec], folder: Path) -> tuple[list[Ru
 
 def supervise(run: RunDir) -> dict[str, float]:
     """Run an attempt to its end. Seconds, and the most memory that its ranks took together."""
-    most, over = 0, threading.Event()
+    most = 0
+    over = threading.Event()
 
     def look() -> None:
         nonlocal most
@@ -272,7 +339,9 @@ def supervise(run: RunDir) -> dict[str, float]:
         "FT_CACHE": str(run.root.parent.parent / "cache"),
         "FT_TOKENS": str(run.root.parent.parent / "tokens"),
     }
-    code = subprocess.run(command, env=environment, stderr=subprocess.DEVNULL, check=False).returncode
+    code = subprocess.run(
+        command, env=environment, stderr=subprocess.DEVNULL, check=False
+    ).returncode
     seconds = time.monotonic() - began
     over.set()
     follower.join()
@@ -283,14 +352,25 @@ def supervise(run: RunDir) -> dict[str, float]:
 
 
 def pss_of_ranks(run: RunDir) -> int:
-    """Bytes of memory of the ranks of a run directory, shared pages divided among those that share them."""
+    """Bytes of memory of the ranks of a run directory, shared pages divided among those that share
+    them.
+    """
     total = 0
     for entry in Path("/proc").iterdir():
         try:
-            words = (entry / "cmdline").read_bytes().decode().split("\0") if entry.name.isdigit() else []
-            if str(run.root) in words and not {"ft_service.supervisor", "torch.distributed.run"} & set(words):
+            words = (
+                (entry / "cmdline").read_bytes().decode().split("\0")
+                if entry.name.isdigit()
+                else []
+            )
+            if str(run.root) in words and not {
+                "ft_service.supervisor",
+                "torch.distributed.run",
+            } & set(words):
                 lines = (entry / "smaps_rollup").read_text().splitlines()
-                total += next(int(line.split()[1]) * 1024 for line in lines if line.startswith("Pss:"))
+                total += next(
+                    int(line.split()[1]) * 1024 for line in lines if line.startswith("Pss:")
+                )
         except (OSError, StopIteration):
             continue
     return total
@@ -298,12 +378,19 @@ def pss_of_ranks(run: RunDir) -> int:
 
 def losses(run: RunDir) -> str:
     """The losses of all steps, as text."""
-    return json.dumps([event.metrics.train_loss for event in metrics_of(run) if event.metrics is not None])
+    return json.dumps(
+        [event.metrics.train_loss for event in metrics_of(run) if event.metrics is not None]
+    )
 
 
 def metrics_of(run: RunDir) -> list[Event]:
     """The events with metrics, in order."""
-    return [event for segment in read_segments(run, 1) for event in segment.events if event.metrics is not None]
+    return [
+        event
+        for segment in read_segments(run, 1)
+        for event in segment.events
+        if event.metrics is not None
+    ]
 
 
 if __name__ == "__main__":

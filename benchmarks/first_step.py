@@ -1,10 +1,11 @@
-"""Seconds from submitting a job to its first optimizer step, against bare `torchrun` on the same spec; and to its cancellation.
+"""Seconds from submitting a job to its first optimizer step, against bare `torchrun` on the same
+spec; and to its cancellation.
 
     python benchmarks/first_step.py [--repeats 5]
 
-The sample base in NF4 on two ranks. The clock starts with the request, or with torchrun's command, and ends when the first
-step was done, by the worker's own clock on the same machine. Contenders take turns: torchrun on a prepared run directory, and
-the server.
+The sample base in NF4 on two ranks. The clock starts with the request, or with torchrun's command,
+and ends when the first step was done, by the worker's own clock on the same machine. Contenders
+take turns: torchrun on a prepared run directory, and the server.
 """
 
 from __future__ import annotations
@@ -43,7 +44,9 @@ BASE = ROOT / "examples/models/tiny-llama"
 DATA = ROOT / "examples/data/train.jsonl"
 SECONDS = 300.0
 SETTLED_SECONDS = 5.0
-"""After a server's start, before its first job: what reads data files is loaded by then, as it is on any server in use."""
+"""After a server's start, before its first job: what reads data files is loaded by then, as it is
+on any server in use.
+"""
 Found = TypeVar("Found")
 
 
@@ -61,11 +64,16 @@ def main() -> None:
                 runs["server"].append(served(home))
             print({name: of_contender[-1] for name, of_contender in runs.items()}, flush=True)
     result["median"] = {
-        name: {key: round(statistics.median(run[key] for run in of_contender), 3) for key in of_contender[0]}
+        name: {
+            key: round(statistics.median(run[key] for run in of_contender), 3)
+            for key in of_contender[0]
+        }
         for name, of_contender in runs.items()
     }
     base = result["median"]["torchrun"]["first_step_seconds"]
-    result["later_than_torchrun"] = round(result["median"]["server"]["first_step_seconds"] - base, 3)
+    result["later_than_torchrun"] = round(
+        result["median"]["server"]["first_step_seconds"] - base, 3
+    )
     result["runs"] = runs
     print(result["median"], result["later_than_torchrun"], flush=True)
     save("first_step", result)
@@ -82,7 +90,9 @@ def options_of_the_job() -> dict[str, Any]:
 
 
 def bare_torchrun(folder: Path) -> dict[str, float]:
-    """On a run directory that is ready, with the command and the environment that a supervisor uses."""
+    """On a run directory that is ready, with the command and the environment that a supervisor
+    uses.
+    """
     run = RunDir(folder)
     data = DataFileRef(name=DATA.name, path=str(DATA), sha256=sha256_of(DATA))
     spec = resolve(
@@ -121,7 +131,12 @@ def serving(home: Path) -> Iterator[Path]:
     home.mkdir()
     environment = {**os.environ, **surroundings(home), "FT_PORT": "0", "FT_SLOTS": "2"}
     with (home / "server.log").open("w") as log:
-        process = subprocess.Popen([sys.executable, "-m", "ft_service.cli", "serve"], env=environment, stdout=log, stderr=log)
+        process = subprocess.Popen(
+            [sys.executable, "-m", "ft_service.cli", "serve"],
+            env=environment,
+            stdout=log,
+            stderr=log,
+        )
     try:
         until((home / "server.json").exists)
         yield home
@@ -134,7 +149,9 @@ def served(home: Path) -> dict[str, float]:
     with Client(find_connection({}, home)) as client:
         file_id = client.upload_file(DATA).id
         began = time.time()
-        job = client.create_job({"model": "tiny-llama", "training_file": file_id, **options_of_the_job()})
+        job = client.create_job(
+            {"model": "tiny-llama", "training_file": file_id, **options_of_the_job()}
+        )
         run = RunDir(home / "runs" / job.id)
         seconds = first_step_at(run) - began
         spawned = run.path(Attempt(run, 1).keys.start).stat().st_mtime - queued_at(home, job)
@@ -142,7 +159,11 @@ def served(home: Path) -> dict[str, float]:
         client.cancel(job.id)
         until(lambda: client.job(job.id).phase is None)
         cancelled = time.time() - began
-    return {"first_step_seconds": seconds, "queued_to_start_seconds": spawned, "cancel_seconds": cancelled}
+    return {
+        "first_step_seconds": seconds,
+        "queued_to_start_seconds": spawned,
+        "cancel_seconds": cancelled,
+    }
 
 
 def queued_at(home: Path, job: RemoteJob) -> float:
@@ -154,7 +175,9 @@ def queued_at(home: Path, job: RemoteJob) -> float:
 
 
 def surroundings(folder: Path) -> dict[str, str]:
-    """The environment of every contender; each has a cache of its own, so that all of them quantise the base."""
+    """The environment of every contender; each has a cache of its own, so that all of them quantise
+    the base.
+    """
     return {
         "FT_HOME": str(folder),
         "FT_CACHE": str(folder / "cache"),

@@ -1,18 +1,23 @@
-"""Held-out accuracy of the sample task: by storage format over several seeds, by method, and of a sweep.
+"""Held-out accuracy of the sample task: by storage format over several seeds, by method, and of a
+sweep.
 
-    python benchmarks/held_out.py [--seeds 7,8,9] [--formats bf16,fp8,nf4,nvfp4,mxfp4,mixed] [--steps 320] [--messages 300]
+    python benchmarks/held_out.py [--seeds 7,8,9] [--formats bf16,fp8,nf4,nvfp4,mxfp4,mixed]
+    [--steps 320] [--messages 300]
                                   [--anew]
 
-Every run is a job on the sample base with the data in examples/data, on one rank, by batches of 8 at a rate that falls only at
-the end, for more steps than the quickstart's, after which some phrase of the task often is not learned yet (whether "very
-urgent" is urgent, say). How this recipe was found is in README.md. What a job has learned is scored by
-examples/evaluate.py, by transformers and PEFT alone in fp32: what is counted is the adapter, not the base's rounding. The
-messages are made for this, of the held-out items, with order numbers that are in no file, and so many that chance stays below
-the difference that is looked for. `mixed` is NF4 with the down projections in bf16. By method, on NF4 and with each seed: the
-base, supervised training, and direct preference optimisation on pairs that continues from it. The sweep is
-deploy/examples/sweep.yaml by the same batches, with a server of its own; its best job is scored.
+Every run is a job on the sample base with the data in examples/data, on one rank, by batches of 8
+at a rate that falls only at the end, for more steps than the quickstart's, after which some phrase
+of the task often is not learned yet (whether "very urgent" is urgent, say). How this recipe was
+found is in README.md. What a job has learned is scored by examples/evaluate.py, by transformers and
+PEFT alone in fp32: what is counted is the adapter, not the base's rounding. The messages are made
+for this, of the held-out items, with order numbers that are in no file, and so many that chance
+stays below the difference that is looked for. `mixed` is NF4 with the down projections in bf16. By
+method, on NF4 and with each seed: the base, supervised training, and direct preference optimisation
+on pairs that continues from it. The sweep is deploy/examples/sweep.yaml by the same batches, with a
+server of its own; its best job is scored.
 
-A job takes about a minute on an idle core. Each result is written as it comes; a second start continues after the last.
+A job takes about a minute on an idle core. Each result is written as it comes; a second start
+continues after the last.
 """
 
 from __future__ import annotations
@@ -67,7 +72,8 @@ TRAINING = {
 SWEEP_STEPS = 120
 POINTS = 2.0
 """Between the means of two formats, in points of accuracy: more, and the program says so."""
-SUPERVISED, PREFERENCES = "supervised", "supervised, then preferences"
+SUPERVISED = "supervised"
+PREFERENCES = "supervised, then preferences"
 SECONDS = 3600
 
 
@@ -85,7 +91,10 @@ class Row:
 
 
 class Results:
-    """Contents of the result file, which is written again with every result. For several threads."""
+    """Contents of the result file, which is written again with every result.
+
+    For several threads.
+    """
 
     def __init__(self, given: argparse.Namespace) -> None:
         self._lock = threading.Lock()
@@ -111,7 +120,12 @@ class Results:
 
     def document(self) -> dict[str, Any]:
         rows = sorted(self.rows, key=lambda row: (row.method, row.format, row.seed))
-        own = {"base": self.base, **tables(rows, self.base), "sweep": self.sweep, "runs": [asdict(row) for row in rows]}
+        own = {
+            "base": self.base,
+            **tables(rows, self.base),
+            "sweep": self.sweep,
+            "runs": [asdict(row) for row in rows],
+        }
         return {"machine": self._where, **self._asked, **own}
 
 
@@ -122,35 +136,56 @@ def main() -> None:
     parser.add_argument("--formats", default=",".join(FORMATS))
     parser.add_argument("--steps", type=int, default=320, help="of supervised training")
     parser.add_argument("--messages", type=int, default=300, help="that are answered")
-    parser.add_argument("--at-once", type=int, default=2, help="jobs side by side, of one rank each")
+    parser.add_argument(
+        "--at-once", type=int, default=2, help="jobs side by side, of one rank each"
+    )
     parser.add_argument("--anew", action="store_true", help="ignore the results in the file")
     given = parser.parse_args()
     results = Results(given)
-    seeds, formats = [int(seed) for seed in given.seeds.split(",")], given.formats.split(",")
+    seeds = [int(seed) for seed in given.seeds.split(",")]
+    formats = given.formats.split(",")
     with tempfile.TemporaryDirectory(prefix="ft-held-out-") as folder:
         bench = Bench(Path(folder), given.steps, results)
         write_messages(bench.messages, given.messages)
         if results.base is None:
             results.add(base=bench.accuracy(None))
         with ThreadPoolExecutor(given.at_once) as pool:
-            for found in [pool.submit(bench.line, name, seed) for seed in seeds for name in formats]:
+            for found in [
+                pool.submit(bench.line, name, seed) for seed in seeds for name in formats
+            ]:
                 found.result()
         if results.sweep is None:
             results.add(sweep=bench.sweep())
-    print(json.dumps({name: value for name, value in results.document().items() if name != "runs"}, indent=2))
+    print(
+        json.dumps(
+            {name: value for name, value in results.document().items() if name != "runs"}, indent=2
+        )
+    )
 
 
 def write_messages(path: Path, count: int) -> None:
     """Held-out chats as JSON lines, the same ones each time."""
-    files = {name: (DATA / f"{name}.jsonl").read_text() for name in ("train", "validation", "heldout")}
-    answers = [json.loads(json.loads(line)["messages"][-1]["content"]) for line in files["heldout"].splitlines()]
+    files = {
+        name: (DATA / f"{name}.jsonl").read_text() for name in ("train", "validation", "heldout")
+    }
+    answers = [
+        json.loads(json.loads(line)["messages"][-1]["content"])
+        for line in files["heldout"].splitlines()
+    ]
     items = sorted({answer["item"] for answer in answers})
     known = "".join(files.values())
     rng = random.Random(1)
-    numbers = [number for number in rng.sample(range(10_000, 100_000), 2 * count) if str(number) not in known][:count]
+    numbers = [
+        number
+        for number in rng.sample(range(10_000, 100_000), 2 * count)
+        if str(number) not in known
+    ][:count]
     assert len(numbers) == count
     intents = list(REQUESTS)
-    chats = [make_example(rng, intents[i % len(intents)], number, rng.choice(items)) for i, number in enumerate(numbers)]
+    chats = [
+        make_example(rng, intents[i % len(intents)], number, rng.choice(items))
+        for i, number in enumerate(numbers)
+    ]
     path.write_text("".join(json.dumps(chat) + "\n" for chat in chats))
 
 
@@ -167,7 +202,9 @@ class Bench:
         return self.folder / "messages.jsonl"
 
     def line(self, name: str, seed: int) -> None:
-        """The jobs of a format and a seed that the results have not: supervised, and with NF4 preferences after it."""
+        """The jobs of a format and a seed that the results have not: supervised, and with NF4
+        preferences after it.
+        """
         methods = [SUPERVISED, PREFERENCES] if name == "nf4" else [SUPERVISED]
         if all(self.results.has(method, name, seed) for method in methods):
             return
@@ -176,9 +213,13 @@ class Bench:
         if not self.results.has(SUPERVISED, name, seed):
             self.results.add(row)
         if name == "nf4":
-            self.results.add(self.job(home, preferences(trained, seed), (PREFERENCES, name, seed))[0])
+            self.results.add(
+                self.job(home, preferences(trained, seed), (PREFERENCES, name, seed))[0]
+            )
 
-    def job(self, home: Path, body: dict[str, Any], named: tuple[str, str, int]) -> tuple[Row, JobSpec]:
+    def job(
+        self, home: Path, body: dict[str, Any], named: tuple[str, str, int]
+    ) -> tuple[Row, JobSpec]:
         """Run one to its end, and score it."""
         home.mkdir(exist_ok=True)
         before = set(home.glob("runs/*"))
@@ -192,7 +233,9 @@ class Bench:
             "FT_MODELS": str(BASE.parent),
         }
         environment = {**_plain(), **shared, "FT_HOME": str(home), "OMP_NUM_THREADS": "1"}
-        done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=SECONDS, check=False)
+        done = subprocess.run(
+            command, env=environment, capture_output=True, text=True, timeout=SECONDS, check=False
+        )
         if done.returncode:
             raise SystemExit(f"{named} has failed:\n{done.stdout[-2000:]}{done.stderr[-2000:]}")
         seconds = time.monotonic() - began
@@ -203,7 +246,11 @@ class Bench:
         result = json.loads(run.get("result.json") or b"{}")
         found = self.accuracy(run.path("adapter"))
         row = Row(*named, found, result.get("valid_loss"), round(seconds, 1))
-        print(f"{row.method}, {row.format}, seed {row.seed}: {row.accuracy:.1%} in {row.seconds:.0f} s", flush=True)
+        print(
+            f"{row.method}, {row.format}, seed {row.seed}: {row.accuracy:.1%} in "
+            f"{row.seconds:.0f} s",
+            flush=True,
+        )
         return row, spec
 
     def sweep(self) -> dict[str, Any]:
@@ -213,16 +260,37 @@ class Bench:
         spec = yaml.safe_load((ROOT / "deploy/examples/sweep.yaml").read_text())
         for key in ("training_file", "validation_file"):
             spec[key] = str(DATA / Path(spec[key]).name)
-        own = {name: value for name, value in TRAINING.items() if name != "learning_rate"}  # which the sweep tries
-        (home / "spec.yaml").write_text(yaml.safe_dump(spec | {"training": {**own, "max_steps": SWEEP_STEPS}}))
+        own = {
+            name: value for name, value in TRAINING.items() if name != "learning_rate"
+        }  # which the sweep tries
+        (home / "spec.yaml").write_text(
+            yaml.safe_dump(spec | {"training": {**own, "max_steps": SWEEP_STEPS}})
+        )
         began = time.monotonic()
         with QuickstartServer(home, BASE.parent):
             environment = {**_plain(), "FT_HOME": str(home)}
-            command = [sys.executable, "-m", "ft_service.cli", "sweep", "submit", "--watch", "--json"]
+            command = [
+                sys.executable,
+                "-m",
+                "ft_service.cli",
+                "sweep",
+                "submit",
+                "--watch",
+                "--json",
+            ]
             command.append(str(home / "spec.yaml"))
-            done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=SECONDS, check=False)
+            done = subprocess.run(
+                command,
+                env=environment,
+                capture_output=True,
+                text=True,
+                timeout=SECONDS,
+                check=False,
+            )
             if done.returncode:
-                raise SystemExit(f"the sweep has failed:\n{done.stdout[-2000:]}{done.stderr[-2000:]}")
+                raise SystemExit(
+                    f"the sweep has failed:\n{done.stdout[-2000:]}{done.stderr[-2000:]}"
+                )
         sweep = json.loads(done.stdout)
         shown = ("values", "status", "step", "total_steps", "valid_loss", "stopped")
         jobs = [{name: job[name] for name in shown} for job in sweep["jobs"]]
@@ -232,28 +300,50 @@ class Bench:
 
     def accuracy(self, adapter: Path | None) -> float:
         """Of the base, or with an adapter, on the held-out messages."""
-        command = [sys.executable, str(ROOT / "examples/evaluate.py"), "--json", "--model", str(BASE)]
+        command = [
+            sys.executable,
+            str(ROOT / "examples/evaluate.py"),
+            "--json",
+            "--model",
+            str(BASE),
+        ]
         command += ["--data", str(self.messages)]
         command += ["--adapter", str(adapter)] if adapter else []
         environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-        done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=SECONDS, check=True)
+        done = subprocess.run(
+            command, env=environment, capture_output=True, text=True, timeout=SECONDS, check=True
+        )
         return float(json.loads(done.stdout)["accuracy"])
 
 
 def supervised(name: str, seed: int, steps: int) -> dict[str, Any]:
     """The quickstart's SPEC in another format, with another seed and by other batches."""
     spec = yaml.safe_load((ROOT / "deploy/examples/quickstart.yaml").read_text())
-    files = {"training_file": str(DATA / "train.jsonl"), "validation_file": str(DATA / "validation.jsonl")}
+    files = {
+        "training_file": str(DATA / "train.jsonl"),
+        "validation_file": str(DATA / "validation.jsonl"),
+    }
     training = {**TRAINING, "max_steps": steps, "eval_steps": steps}
-    precision = {**FORMATS[name], "compare_served": "off"}  # which costs time, and is measured here otherwise
-    own = {"precision": precision, "training": training, "model": str(BASE), "checkpoint": {"save_steps": steps}}
+    precision = {
+        **FORMATS[name],
+        "compare_served": "off",
+    }  # which costs time, and is measured here otherwise
+    own = {
+        "precision": precision,
+        "training": training,
+        "model": str(BASE),
+        "checkpoint": {"save_steps": steps},
+    }
     return {**spec, **files, **own, "distributed": {"nproc_per_node": 1}, "seed": seed}
 
 
 def preferences(parent: JobSpec, seed: int) -> dict[str, Any]:
     """The example's SPEC on pairs, on from a tuned model."""
     spec = yaml.safe_load((ROOT / "deploy/examples/preferences.yaml").read_text())
-    files = {"training_file": "preferences.jsonl", "validation_file": "preferences-validation.jsonl"}
+    files = {
+        "training_file": "preferences.jsonl",
+        "validation_file": "preferences-validation.jsonl",
+    }
     spec |= {key: str(DATA / name) for key, name in files.items()}
     # A step that suits a model that has learned the task: the example's is for one that has not.
     spec["method"]["dpo"]["hyperparameters"] |= {"learning_rate_multiplier": 20}
@@ -261,20 +351,35 @@ def preferences(parent: JobSpec, seed: int) -> dict[str, Any]:
 
 
 def tables(rows: list[Row], base: float | None) -> dict[str, Any]:
-    """Means over the seeds, by format and by method, and whether the formats lie within POINTS of each other."""
+    """Means over the seeds, by format and by method, and whether the formats lie within POINTS of
+    each other.
+    """
     by_format = _means([row for row in rows if row.method == SUPERVISED], lambda row: row.format)
-    by_method = {"base": base, **_means([row for row in rows if row.format == "nf4"], lambda row: row.method)}
+    by_method = {
+        "base": base,
+        **_means([row for row in rows if row.format == "nf4"], lambda row: row.method),
+    }
     spread = 100 * (max(by_format.values(), default=0.0) - min(by_format.values(), default=0.0))
-    return {"by_format": by_format, "by_method": by_method, "spread_points": round(spread, 2), "within": spread <= POINTS}
+    return {
+        "by_format": by_format,
+        "by_method": by_method,
+        "spread_points": round(spread, 2),
+        "within": spread <= POINTS,
+    }
 
 
 def _means(rows: list[Row], key: Callable[[Row], str]) -> dict[str, float]:
-    return {name: statistics.mean(row.accuracy for row in rows if key(row) == name) for name in dict.fromkeys(map(key, rows))}
+    return {
+        name: statistics.mean(row.accuracy for row in rows if key(row) == name)
+        for name in dict.fromkeys(map(key, rows))
+    }
 
 
 def _plain() -> dict[str, str]:
     """The environment without settings of the service."""
-    return {name: value for name, value in os.environ.items() if not name.startswith(("FT_", "OPENAI_"))}
+    return {
+        name: value for name, value in os.environ.items() if not name.startswith(("FT_", "OPENAI_"))
+    }
 
 
 if __name__ == "__main__":

@@ -1,11 +1,12 @@
-"""Time and memory to get a bf16 base into NF4: this project's loading against transformers + bitsandbytes, on one machine.
+"""Time and memory to get a bf16 base into NF4: this project's loading against transformers +
+bitsandbytes, on one machine.
 
     python benchmarks/load.py [--megabytes 1000] [--repeats 3]
 
-A random Llama is written once. Every measurement is a fresh process that imports first and then loads on one rank; contenders
-take turns, so that a change of the machine's load meets all of them. Time is that of building and loading; memory is the peak
-growth of anonymous memory (host) while loading, and of allocated memory (GPU) where there is one. All of it is in the page
-cache.
+A random Llama is written once. Every measurement is a fresh process that imports first and then
+loads on one rank; contenders take turns, so that a change of the machine's load meets all of them.
+Time is that of building and loading; memory is the peak growth of anonymous memory (host) while
+loading, and of allocated memory (GPU) where there is one. All of it is in the page cache.
 """
 
 from __future__ import annotations
@@ -29,7 +30,10 @@ if __name__ == "__main__":  # the repository's root, for tests and benchmarks st
 from benchmarks.bases import Llama, write_llama
 from benchmarks.machine import machine, save
 
-HIDDEN, WIDTH, HEADS, VOCABULARY = 2048, 5632, 16, 32_000
+HIDDEN = 2048
+WIDTH = 5632
+HEADS = 16
+VOCABULARY = 32_000
 CONTENDERS = ("ours, first job", "ours, from the cache", "transformers + bitsandbytes")
 
 
@@ -37,7 +41,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--megabytes", type=int, default=1000, help="size of the base in bf16")
     parser.add_argument("--repeats", type=int, default=3)
-    parser.add_argument("--measure", nargs=3, metavar=("CONTENDER", "BASE", "CACHE"), help=argparse.SUPPRESS)
+    parser.add_argument(
+        "--measure", nargs=3, metavar=("CONTENDER", "BASE", "CACHE"), help=argparse.SUPPRESS
+    )
     options = parser.parse_args()
     if options.measure:
         print(json.dumps(measure(*options.measure)))
@@ -100,7 +106,14 @@ def load_ours(base: str, cache: str) -> Callable[[], object]:
 
     def run() -> object:
         model = build(spec, device()).peft_model
-        load(model, base, seed=0, compute_dtype=torch.bfloat16, device=device(), cache=Cache(Path(cache)))
+        load(
+            model,
+            base,
+            seed=0,
+            compute_dtype=torch.bfloat16,
+            device=device(),
+            cache=Cache(Path(cache)),
+        )
         return model
 
     return run

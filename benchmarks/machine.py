@@ -12,7 +12,16 @@ from typing import Any
 import torch
 
 RESULTS = Path(__file__).parent / "results"
-PACKAGES = ("torch", "bitsandbytes", "transformers", "accelerate", "safetensors", "torchao", "peft", "trl")
+PACKAGES = (
+    "torch",
+    "bitsandbytes",
+    "transformers",
+    "accelerate",
+    "safetensors",
+    "torchao",
+    "peft",
+    "trl",
+)
 
 
 def machine() -> dict[str, Any]:

@@ -1,11 +1,11 @@
-"""Planned bytes of a rank against those that it takes: anonymous memory of a process that trains on one processor.
+"""Planned bytes of a rank against those that it takes: anonymous memory of a process that trains on
+one processor.
 
     python benchmarks/memory.py [--only nf4]
 
-Every rank of a case is a process of its own: a base of 6 layers, a packed micro-batch whose every token is a target, three
-steps.
-What the process holds before the model is built (interpreter, libraries) is taken off. The heap's gaps differ from run to run:
-of several runs the median counts.
+Every rank of a case is a process of its own: a base of 6 layers, a packed micro-batch whose every
+token is a target, three steps. What the process holds before the model is built (interpreter,
+libraries) is taken off. The heap's gaps differ from run to run: of several runs the median counts.
 """
 
 from __future__ import annotations
@@ -37,7 +37,8 @@ SHAPE: dict[str, Any] = {
     "num_key_value_heads": 4,
     "max_position_embeddings": 4096,
 }
-SMALL, LARGE = 8_000, 64_000
+SMALL = 8_000
+LARGE = 64_000
 """Words."""
 LENGTH = 512
 CASES: dict[str, dict[str, Any]] = {
@@ -48,23 +49,44 @@ CASES: dict[str, dict[str, Any]] = {
     "bf16, 4,096 tokens, two ranks": {"tokens": 4096, "ranks": 2},
     "nf4, 1,024 tokens": {"tokens": 1024, "format": "nf4"},
     "nf4, 4,096 tokens": {"tokens": 4096, "format": "nf4"},
-    "nf4, 4,096 tokens, full checkpointing": {"tokens": 4096, "format": "nf4", "checkpointing": "full"},
+    "nf4, 4,096 tokens, full checkpointing": {
+        "tokens": 4096,
+        "format": "nf4",
+        "checkpointing": "full",
+    },
     "nf4, 1,024 tokens, dropout": {"tokens": 1024, "format": "nf4", "dropout": 0.1},
-    "fp8, 4,096 tokens, selective checkpointing": {"tokens": 4096, "format": "fp8", "checkpointing": "selective"},
+    "fp8, 4,096 tokens, selective checkpointing": {
+        "tokens": 4096,
+        "format": "fp8",
+        "checkpointing": "selective",
+    },
     "fp8, 4,096 tokens, two ranks": {"tokens": 4096, "format": "fp8", "ranks": 2},
     "nf4, 1,024 tokens, an engine of four jobs": {"tokens": 1024, "format": "nf4", "seats": 4},
-    "nf4, 1,024 tokens, an engine of four jobs, two ranks": {"tokens": 1024, "format": "nf4", "seats": 4, "ranks": 2},
+    "nf4, 1,024 tokens, an engine of four jobs, two ranks": {
+        "tokens": 1024,
+        "format": "nf4",
+        "seats": 4,
+        "ranks": 2,
+    },
     "fp32 arithmetic, 1,024 tokens": {"tokens": 1024, "compute": "fp32"},
     "fp32 arithmetic, 4,096 tokens": {"tokens": 4096, "compute": "fp32"},
-    "fp32 arithmetic, 1,024 tokens, 64,000 words": {"tokens": 1024, "compute": "fp32", "words": LARGE},
+    "fp32 arithmetic, 1,024 tokens, 64,000 words": {
+        "tokens": 1024,
+        "compute": "fp32",
+        "words": LARGE,
+    },
 }
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--only", default="", help="cases whose name contains this")
     parser.add_argument("--repeats", type=int, default=3, help="runs of every case")
-    parser.add_argument("--save", action="store_true", help="keep the result, also if it is of some cases only")
+    parser.add_argument(
+        "--save", action="store_true", help="keep the result, also if it is of some cases only"
+    )
     parser.add_argument("--case", help=argparse.SUPPRESS)
     parser.add_argument("--rank", type=int, help=argparse.SUPPRESS)
     parser.add_argument("--folder", type=Path, help=argparse.SUPPRESS)
@@ -77,7 +99,10 @@ def main() -> None:
         for case in CASES:
             if options.only in case:
                 result["cases"][case] = row = repeated(case, Path(folder), options.repeats)
-                print(f"{case:45} planned {row['planned_mib']:7.0f} MiB  taken {row['taken_mib']:7.0f}  {row['ratio']:.2f} x")
+                print(
+                    f"{case:45} planned {row['planned_mib']:7.0f} MiB  taken "
+                    f"{row['taken_mib']:7.0f}  {row['ratio']:.2f} x"
+                )
     if options.save or not options.only:
         save("memory", result)
 
@@ -94,9 +119,15 @@ def repeated(case: str, folder: Path, repeats: int) -> dict[str, Any]:
     """What is planned, and the median of what was taken, in MiB."""
     base_of(case, folder)
     runs = [measured(case, folder) for _ in range(repeats)]
-    planned, taken = runs[0][0] / 2**20, sorted(taken / 2**20 for _, taken in runs)
+    planned = runs[0][0] / 2**20
+    taken = sorted(taken / 2**20 for _, taken in runs)
     median = statistics.median(taken)
-    return {"planned_mib": planned, "taken_mib": median, "runs_mib": taken, "ratio": planned / median}
+    return {
+        "planned_mib": planned,
+        "taken_mib": median,
+        "runs_mib": taken,
+        "ratio": planned / median,
+    }
 
 
 def measured(case: str, folder: Path) -> tuple[int, int]:
@@ -119,7 +150,9 @@ def measured(case: str, folder: Path) -> tuple[int, int]:
         for process in processes:
             process.communicate()
     assert not any(process.returncode for process in processes), "a rank has failed"
-    taken = max(max(memory.peaks.values()) - start for memory, start in zip(watched, before, strict=True))
+    taken = max(
+        max(memory.peaks.values()) - start for memory, start in zip(watched, before, strict=True)
+    )
     return planned[0], taken
 
 
@@ -145,16 +178,23 @@ def measure(case: str, rank: int, folder: Path) -> None:
         base_of(case, folder),
         ranks=ranks,
         precision={"default": it.get("format", "bf16"), "compute": it.get("compute", "bf16")},
-        training={"batch_size": ranks * it["tokens"] // LENGTH, "max_length": LENGTH, "tokens_per_micro_batch": it["tokens"]},
+        training={
+            "batch_size": ranks * it["tokens"] // LENGTH,
+            "max_length": LENGTH,
+            "tokens_per_micro_batch": it["tokens"],
+        },
         lora={"r": 16, "lora_dropout": it.get("dropout", 0.0)},
         distributed={"activation_checkpointing": it.get("checkpointing", "none")},
     )
-    torch.distributed.init_process_group("gloo", init_method=f"file://{folder}/{case}", rank=rank, world_size=ranks)
+    torch.distributed.init_process_group(
+        "gloo", init_method=f"file://{folder}/{case}", rank=rank, world_size=ranks
+    )
     torch.ones(64, 64).matmul(torch.ones(64, 64))  # what the libraries set up at their first use
     seats = it.get("seats", 0)
     print(planned_bytes(plan_job(describe(spec.model.path), spec, host_cpu()), seats), flush=True)
     sys.stdin.readline()
-    mesh, device = make_mesh("cpu", ranks, 1), torch.device("cpu")
+    mesh = make_mesh("cpu", ranks, 1)
+    device = torch.device("cpu")
     if seats:
         train_in_engine(spec, mesh, rows_of(it["tokens"] // LENGTH), seats)
         os._exit(0)
@@ -164,13 +204,20 @@ def measure(case: str, rank: int, folder: Path) -> None:
     data = rows_of(it["tokens"] // LENGTH)
     keys = list(range(len(data))) if spec.lora.lora_dropout else None
     for _ in range(3):
-        forward_backward(built.peft_model, [make_batch(data, device, keys)], ranks * len(data) * (LENGTH - 1), ranks)
+        forward_backward(
+            built.peft_model,
+            [make_batch(data, device, keys)],
+            ranks * len(data) * (LENGTH - 1),
+            ranks,
+        )
         job.update(1e-4, 1.0)
     os._exit(0)
 
 
 def planned_bytes(plan: Any, seats: int) -> int:
-    """Bytes of a rank of the job alone, or of an engine with so many of it, all of which compute in one round."""
+    """Bytes of a rank of the job alone, or of an engine with so many of it, all of which compute in
+    one round.
+    """
     if not seats:
         return plan.rank.total
     seat = plan.seat
@@ -188,7 +235,8 @@ def train_in_engine(spec: Any, mesh: Any, data: list[Any], seats: int) -> None:
     from workers.ranks.runtime import COMPUTE_DTYPE
     from workers.training.step import cross_entropies
 
-    device, world = torch.device("cpu"), mesh.size()
+    device = torch.device("cpu")
+    world = mesh.size()
     base = load_resident_base(spec, mesh, device).model
     taken = []
     for _ in range(seats):
@@ -196,9 +244,12 @@ def train_in_engine(spec: Any, mesh: Any, data: list[Any], seats: int) -> None:
         seat = Seat(model, base, mesh, first, COMPUTE_DTYPE[spec.precision.compute])
         taken.append((seat, JobState(seat.masters, spec.training, seat.gather)))
     for _ in range(3):
-        batch, scale = make_batch(data, device, None), 1 / (len(data) * (LENGTH - 1))
+        batch = make_batch(data, device, None)
+        scale = 1 / (len(data) * (LENGTH - 1))
         forwards = [partial(cross_entropies, seat.model, batch, scale) for seat, _ in taken]
-        base.backward([loss for loss, _ in base.run([Lane(seat.linears) for seat, _ in taken], forwards)])
+        base.backward(
+            [loss for loss, _ in base.run([Lane(seat.linears) for seat, _ in taken], forwards)]
+        )
         for seat, job in taken:
             seat.add_gradients()
             seat.reduce_gradients(world)
@@ -208,7 +259,11 @@ def train_in_engine(spec: Any, mesh: Any, data: list[Any], seats: int) -> None:
 def rows_of(count: int) -> list[Any]:
     from ft_service.data.tokens.sample import Tokens
 
-    drawn = torch.randint(0, SMALL, (count, LENGTH), generator=torch.Generator().manual_seed(0)).int().numpy()
+    drawn = (
+        torch.randint(0, SMALL, (count, LENGTH), generator=torch.Generator().manual_seed(0))
+        .int()
+        .numpy()
+    )
     return [Tokens(ids, ids >= 0) for ids in drawn]
 
 

@@ -1,4 +1,6 @@
-"""The largest anonymous memory of processes, watched from outside: files that are mapped do not count."""
+"""The largest anonymous memory of processes, watched from outside: files that are mapped do not
+count.
+"""
 
 from __future__ import annotations
 
@@ -27,7 +29,12 @@ class PeakMemory:
         self._thread.start()
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
         self._done.set()
         self._thread.join()
 
@@ -36,10 +43,12 @@ class PeakMemory:
         return sorted(self.peaks.values(), reverse=True)[:count]
 
     def _watch(self) -> None:
-        found_at, pids = float("-inf"), [self._root]
+        found_at = float("-inf")
+        pids = [self._root]
         while not self._done.wait(LOOK_SECONDS):
             if time.monotonic() - found_at > FAMILY_SECONDS:
-                found_at, pids = time.monotonic(), family(self._root)
+                found_at = time.monotonic()
+                pids = family(self._root)
             for pid in pids:
                 self.peaks[pid] = max(self.peaks.get(pid, 0), anonymous(pid))
 

@@ -1,10 +1,11 @@
-"""Tokens a second of the preview's engine, one answer and several at once, against transformers' `generate` on one; and the
-preview as a server has it, under load (`benchmarks/preview_service.py`).
+"""Tokens a second of the preview's engine, one answer and several at once, against transformers'
+`generate` on one; and the preview as a server has it, under load (`benchmarks/preview_service.py`).
 
-    python benchmarks/preview.py [--model DIR] [--streams 8] [--tokens 64] [--repeats 5] [--load 16] [--no-save]
+    python benchmarks/preview.py [--model DIR] [--streams 8] [--tokens 64] [--repeats 5] [--load 16]
+    [--no-save]
 
-Both in one process on the same device, in fp32 on processors and bf16 on a GPU, greedily and without an end before `--tokens`;
-contenders take turns, and the medians count.
+Both in one process on the same device, in fp32 on processors and bf16 on a GPU, greedily and
+without an end before `--tokens`; contenders take turns, and the medians count.
 """
 
 from __future__ import annotations
@@ -40,7 +41,9 @@ def main() -> None:
     parser.add_argument("--streams", type=int, default=8)
     parser.add_argument("--tokens", type=int, default=64)
     parser.add_argument("--repeats", type=int, default=5)
-    parser.add_argument("--load", type=int, default=16, help="streams at once of a server; 0: no server is measured")
+    parser.add_argument(
+        "--load", type=int, default=16, help="streams at once of a server; 0: no server is measured"
+    )
     parser.add_argument("--no-save", action="store_true")
     options = parser.parse_args()
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -58,16 +61,28 @@ def main() -> None:
         rates["generate"].append(by_generate(stock, chats.of(None), options.tokens))
         rates["one"].append(by_engine(served, chats, 1, options.tokens))
         rates["several"].append(by_engine(served, chats, options.streams, options.tokens))
-    medians = {name: statistics.median(found[1:]) for name, found in rates.items()}  # the first is to warm up
+    medians = {
+        name: statistics.median(found[1:]) for name, found in rates.items()
+    }  # the first is to warm up
     ratios = {name: medians[name] / medians["generate"] for name in ("one", "several")}
-    print({name: round(value, 1) for name, value in medians.items()}, {name: round(value, 2) for name, value in ratios.items()})
+    print(
+        {name: round(value, 1) for name, value in medians.items()},
+        {name: round(value, 2) for name, value in ratios.items()},
+    )
     service = measure(options.load, options.tokens) if options.load else {}
     print(service)
     if not options.no_save:
         given = {"model": options.model.name, "streams": options.streams, "tokens": options.tokens}
         save(
             "preview",
-            {**machine(), **given, "tokens_per_second": medians, "against_generate": ratios, "service": service, "runs": rates},
+            {
+                **machine(),
+                **given,
+                "tokens_per_second": medians,
+                "against_generate": ratios,
+                "service": service,
+                "runs": rates,
+            },
         )
 
 
@@ -76,7 +91,11 @@ def by_generate(model: Any, chat: ChatTokenizer, tokens: int) -> float:
     ids = torch.tensor([chat.tokens(chat.prompt(ASKED, []).result())], device=model.device)
     begin = time.perf_counter()
     model.generate(
-        input_ids=ids, attention_mask=torch.ones_like(ids), max_new_tokens=tokens, min_new_tokens=tokens, do_sample=False
+        input_ids=ids,
+        attention_mask=torch.ones_like(ids),
+        max_new_tokens=tokens,
+        min_new_tokens=tokens,
+        do_sample=False,
     )
     return tokens / (time.perf_counter() - begin)
 

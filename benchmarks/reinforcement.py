@@ -1,10 +1,12 @@
 """Mean reward of the sample base that learns sums, by step, and the time that it takes.
 
-Runs deploy/examples/reinforcement.yaml with several seeds, each from the same model that was shown some sums (sums-shown.yaml).
+Runs deploy/examples/reinforcement.yaml with several seeds, each from the same model that was shown
+some sums (sums-shown.yaml).
 
     python benchmarks/reinforcement.py [--seeds 3] [--no-save]
 
-Everything goes through a real server, as a user's job does. The picture is docs/pictures/reinforcement.png.
+Everything goes through a real server, as a user's job does. The picture is
+docs/pictures/reinforcement.png.
 """
 
 from __future__ import annotations
@@ -37,12 +39,17 @@ def main() -> None:
     parser.add_argument("--no-save", action="store_true")
     options = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
-        server = Server(Path(folder), ROOT / "examples/models", described=False, OMP_NUM_THREADS="2")
+        server = Server(
+            Path(folder), ROOT / "examples/models", described=False, OMP_NUM_THREADS="2"
+        )
         server.start()
         try:
             client = server.client()
             shown = trained(client, "sums-shown.yaml", seed=1)
-            jobs = [trained(client, "reinforcement.yaml", seed=seed, model=shown["model"]) for seed in range(options.seeds)]
+            jobs = [
+                trained(client, "reinforcement.yaml", seed=seed, model=shown["model"])
+                for seed in range(options.seeds)
+            ]
         finally:
             server.stop()
     for job in jobs:
@@ -53,13 +60,23 @@ def main() -> None:
 
 
 def trained(
-    client: Any, spec: str, *, seed: int, model: str | None = None, limit: float = 300.0, **options: Any
+    client: Any,
+    spec: str,
+    *,
+    seed: int,
+    model: str | None = None,
+    limit: float = 300.0,
+    **options: Any,
 ) -> dict[str, Any]:
-    """Run an example to its end, which comes within `limit` seconds: the job's id, the tuned model's name, seconds from the
-    creation, and rewards by step. `options`: of the create body, in place of the example's."""
+    """Run an example to its end, which comes within `limit` seconds: the job's id, the tuned
+    model's name, seconds from the creation, and rewards by step. `options`: of the create body, in
+    place of the example's.
+    """
     body = yaml.safe_load((EXAMPLES / spec).read_text())
     files = {
-        name: upload(client, (EXAMPLES / body[name]).resolve()) for name in ("training_file", "validation_file") if name in body
+        name: upload(client, (EXAMPLES / body[name]).resolve())
+        for name in ("training_file", "validation_file")
+        if name in body
     }
     begun = time.time()
     body |= {**files, "seed": seed, "model": model or body["model"], **options}
@@ -67,14 +84,23 @@ def trained(
     done = wait_until(client, job["id"], "succeeded", seconds=limit)
     seconds = time.time() - begun
     events = list(client.fine_tuning.jobs.list_events(job["id"], limit=100))
-    points = {event.data["step"]: event.data for event in reversed(events) if event.type == "metrics"}
+    points = {
+        event.data["step"]: event.data for event in reversed(events) if event.type == "metrics"
+    }
     rewards = {
         name: {step: point[name] for step, point in points.items() if name in point}
         for name in ("train_mean_reward", "valid_mean_reward")
     }
     train = list(rewards["train_mean_reward"].values())
     ends = {"first": train[0], "last": train[-1]} if train else {}
-    return {"id": done.id, "model": done.fine_tuned_model, "seed": seed, "seconds": round(seconds, 1), **ends, **rewards}
+    return {
+        "id": done.id,
+        "model": done.fine_tuned_model,
+        "seed": seed,
+        "seconds": round(seconds, 1),
+        **ends,
+        **rewards,
+    }
 
 
 def draw(jobs: list[dict[str, Any]]) -> None:

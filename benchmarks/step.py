@@ -1,9 +1,11 @@
-"""Time of one optimizer step on one rank: the storage formats against each other and against PEFT on bitsandbytes' layers.
+"""Time of one optimizer step on one rank: the storage formats against each other and against PEFT
+on bitsandbytes' layers.
 
     python benchmarks/step.py [--repeats 7] [--tokens 512]
 
-All contenders live in one process on the same random Llama, with LoRA of rank 16 on every linear layer, and take turns on the
-same batch: forward, backward, AdamW. Without a GPU the Llama is small, and times are those of a processor.
+All contenders live in one process on the same random Llama, with LoRA of rank 16 on every linear
+layer, and take turns on the same batch: forward, backward, AdamW. Without a GPU the Llama is small,
+and times are those of a processor.
 """
 
 from __future__ import annotations
@@ -38,7 +40,9 @@ RANK = 16
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--repeats", type=int, default=7)
-    parser.add_argument("--tokens", type=int, help="of the batch's one sample; 4096 on a GPU, 512 without")
+    parser.add_argument(
+        "--tokens", type=int, help="of the batch's one sample; 4096 on a GPU, 512 without"
+    )
     options = parser.parse_args()
     gpu = torch.cuda.is_available()
     tokens = options.tokens or (4096 if gpu else 512)
@@ -46,14 +50,25 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         base = Path(folder, "base")
         write_llama(base, llama)
-        ids = torch.randint(0, llama.vocabulary, (1, tokens), generator=torch.Generator().manual_seed(0)).to(device())
+        ids = torch.randint(
+            0, llama.vocabulary, (1, tokens), generator=torch.Generator().manual_seed(0)
+        ).to(device())
         contenders = steps(base, ids)
         times, losses = take_turns(contenders, options.repeats)
     median = {name: statistics.median(seconds) for name, seconds in times.items()}
-    result: dict[str, Any] = {**machine(), "llama": vars(llama), "tokens": tokens, "repeats": options.repeats}
+    result: dict[str, Any] = {
+        **machine(),
+        "llama": vars(llama),
+        "tokens": tokens,
+        "repeats": options.repeats,
+    }
     result["median_ms"] = {name: round(1e3 * seconds, 2) for name, seconds in median.items()}
-    result["tokens_per_second"] = {name: round(tokens / seconds) for name, seconds in median.items()}
-    result["times_peft"] = {name: round(seconds / median[PEFT], 3) for name, seconds in median.items()}
+    result["tokens_per_second"] = {
+        name: round(tokens / seconds) for name, seconds in median.items()
+    }
+    result["times_peft"] = {
+        name: round(seconds / median[PEFT], 3) for name, seconds in median.items()
+    }
     result["first_loss"] = losses
     print(result["median_ms"], flush=True)
     save("step", result)
@@ -81,7 +96,9 @@ def steps(base: Path, ids: Tensor) -> dict[str, Step]:
     return contenders
 
 
-def take_turns(contenders: dict[str, Step], repeats: int) -> tuple[dict[str, list[float]], dict[str, float]]:
+def take_turns(
+    contenders: dict[str, Step], repeats: int
+) -> tuple[dict[str, list[float]], dict[str, float]]:
     """Seconds of every step but the first, and the loss of the first."""
     times: dict[str, list[float]] = {name: [] for name in contenders}
     losses: dict[str, float] = {}
@@ -138,7 +155,10 @@ def step_of_peft(base: Path, ids: Tensor) -> Step:
         base, quantization_config=settings, dtype=torch.bfloat16, device_map={"": str(device())}
     )
     model.config.use_cache = False
-    model = get_peft_model(model, LoraConfig(r=RANK, target_modules="all-linear", lora_dropout=0.0, task_type="CAUSAL_LM"))
+    model = get_peft_model(
+        model,
+        LoraConfig(r=RANK, target_modules="all-linear", lora_dropout=0.0, task_type="CAUSAL_LM"),
+    )
     model.train()
     trained = [p for p in model.parameters() if p.requires_grad]
     optimizer = torch.optim.AdamW(trained)

@@ -1,9 +1,12 @@
-"""Operators that one decoder layer of an 8B model launches on a GPU, and the bytes that they move. Nothing is timed.
+"""Operators that one decoder layer of an 8B model launches on a GPU, and the bytes that they move.
+
+Nothing is timed.
 
     python benchmarks/step_bytes.py [--formats bf16,nf4,fp8]
 
-The workers' own modules run forward and backward on fake CUDA tensors (tests/support/fake_cuda.py), with one layer and with
-two; the difference is one layer. Bytes are those of every tensor that an operator reads or writes, whatever a cache keeps.
+The workers' own modules run forward and backward on fake CUDA tensors (tests/support/fake_cuda.py),
+with one layer and with two; the difference is one layer. Bytes are those of every tensor that an
+operator reads or writes, whatever a cache keeps.
 """
 
 from __future__ import annotations
@@ -19,12 +22,20 @@ from typing import Any
 if __name__ == "__main__":  # the repository's root, for benchmarks started by path
     sys.path.insert(0, str(Path(__file__).parent.parent))
 
-TOKENS, LENGTH = 8192, 2048
+TOKENS = 8192
+LENGTH = 2048
 """Of a micro-batch, and of each of its samples."""
 RANK = 16
 RANKS = (RANK, 2 * RANK, 3 * RANK)
 """Ranks of the adapters of one layer, of gate and up, and of q, k and v."""
-CATEGORIES = ("frozen products", "LoRA", "dequantise", "rounding to FP8, transposing", "attention", "norms, RoPE, SwiGLU")
+CATEGORIES = (
+    "frozen products",
+    "LoRA",
+    "dequantise",
+    "rounding to FP8, transposing",
+    "attention",
+    "norms, RoPE, SwiGLU",
+)
 """Of a layer's operators: what they are for."""
 
 
@@ -41,23 +52,43 @@ class Moved:
 def main() -> None:
     from benchmarks.machine import save
 
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--formats", default="bf16,nf4,fp8")
     found = {name: layer(name) for name in parser.parse_args().formats.split(",")}
     print("| | " + " | ".join(CATEGORIES) + " | launches |")
     print("| --- |" + " ---: |" * (len(CATEGORIES) + 1))
     for name, kinds in found.items():
-        cells = [f"{kinds[kind].bytes / 1e9:.2f} GB, {kinds[kind].forward} + {kinds[kind].backward}" for kind in CATEGORIES]
-        print(f"| {name} | {' | '.join(cells)} | {sum(kind.forward + kind.backward for kind in kinds.values())} |")
-    cases = {name: {kind: vars(moved) for kind, moved in kinds.items()} for name, kinds in found.items()}
-    save("step_bytes", {"measured": False, "tokens": TOKENS, "length": LENGTH, "rank": RANK, "layer": cases})
+        cells = [
+            f"{kinds[kind].bytes / 1e9:.2f} GB, {kinds[kind].forward} + {kinds[kind].backward}"
+            for kind in CATEGORIES
+        ]
+        print(
+            f"| {name} | {' | '.join(cells)} | "
+            f"{sum(kind.forward + kind.backward for kind in kinds.values())} |"
+        )
+    cases = {
+        name: {kind: vars(moved) for kind, moved in kinds.items()} for name, kinds in found.items()
+    }
+    save(
+        "step_bytes",
+        {"measured": False, "tokens": TOKENS, "length": LENGTH, "rank": RANK, "layer": cases},
+    )
 
 
 def layer(weight_format: str) -> dict[str, Moved]:
     """One layer's launches by category: those of two layers less those of one."""
     two, one = (_counted(operations(weight_format, layers)) for layers in (2, 1))
     return {
-        kind: Moved(*(more - less for more, less in zip(vars(two[kind]).values(), vars(one[kind]).values(), strict=True)))
+        kind: Moved(
+            *(
+                more - less
+                for more, less in zip(
+                    vars(two[kind]).values(), vars(one[kind]).values(), strict=True
+                )
+            )
+        )
         for kind in CATEGORIES
     }
 
@@ -75,13 +106,19 @@ def _counted(found: Iterable[Any]) -> dict[str, Moved]:
 
 
 def category(operation: Any) -> str:
-    """What an operator of a layer is for: by the module of the workers that calls it, and the shapes of a product."""
+    """What an operator of a layer is for: by the module of the workers that calls it, and the
+    shapes of a product.
+    """
     where = operation.where
     if operation.flops and where.startswith(("quant.", "layers.linear", "layers.low_rank")):
         of_adapter = any(size in RANKS for shape in operation.shapes for size in shape)
         return "LoRA" if of_adapter else "frozen products"
     if where.startswith("quant."):
-        return CATEGORIES[3] if where.startswith("quant.fp8") and not where.startswith("quant.fp8_blocks") else "dequantise"
+        return (
+            CATEGORIES[3]
+            if where.startswith("quant.fp8") and not where.startswith("quant.fp8_blocks")
+            else "dequantise"
+        )
     if where.startswith(("layers.linear", "layers.low_rank")):
         return "LoRA"
     if where.startswith(("layers.segment_attention", "layers.packed_attention")):
@@ -90,7 +127,9 @@ def category(operation: Any) -> str:
 
 
 def operations(weight_format: str, layers: int) -> list[Any]:
-    """What one micro-batch launches, forward and backward, in `layers` decoder layers and what is around them."""
+    """What one micro-batch launches, forward and backward, in `layers` decoder layers and what is
+    around them.
+    """
     import numpy as np
 
     from ft_service.data.tokens.sample import Tokens
@@ -104,7 +143,10 @@ def operations(weight_format: str, layers: int) -> list[Any]:
         spec = spec_on(base, precision={"default": weight_format}, lora={"r": RANK})
         with fake_cuda() as device:
             model = build_on(device, spec)
-            samples = [Tokens(np.ones(LENGTH, np.int32), np.ones(LENGTH, bool)) for _ in range(TOKENS // LENGTH)]
+            samples = [
+                Tokens(np.ones(LENGTH, np.int32), np.ones(LENGTH, bool))
+                for _ in range(TOKENS // LENGTH)
+            ]
             batch = pack(samples, device)
             with recording() as record:
                 loss, _ = cross_entropies(model, batch)

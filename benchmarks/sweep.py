@@ -2,9 +2,10 @@
 
     python benchmarks/sweep.py [--steps 60]
 
-The sample base in NF4 on the two slots of a server, four learning rates by three ranks of adapters, halved after a quarter and
-a half of the steps. The clock starts with the request and ends when the sweep is over. Each server has a home and a cache of
-its own. The losses and the adapter of the job that is best with engines are compared with those of the same job without.
+The sample base in NF4 on the two slots of a server, four learning rates by three ranks of adapters,
+halved after a quarter and a half of the steps. The clock starts with the request and ends when the
+sweep is over. Each server has a home and a cache of its own. The losses and the adapter of the job
+that is best with engines are compared with those of the same job without.
 """
 
 from __future__ import annotations
@@ -39,7 +40,9 @@ SECONDS = 3_000.0
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--steps", type=int, default=60)
     options = parser.parse_args()
     result = machine() | {"jobs": len(RATES) * len(RANKS), "steps": options.steps}
@@ -53,15 +56,22 @@ def main() -> None:
         values = found["engine"]["best"]
         runs = [RunDir(Path(folder, name, "runs", found[name]["ids"][values])) for name in found]
         same = losses(runs[0]) == losses(runs[1]) and adapter(runs[0]) == adapter(runs[1])
-    result |= {name: {"seconds": one["seconds"], "best": one["best"], "steps": one["steps"]} for name, one in found.items()}
+    result |= {
+        name: {"seconds": one["seconds"], "best": one["best"], "steps": one["steps"]}
+        for name, one in found.items()
+    }
     result["time_ratio"] = round(found["engine"]["seconds"] / found["alone"]["seconds"], 3)
     result["best_job_is_the_same_to_the_bit"] = same
     save("sweep", result)
 
 
 def sweep(client: Client, home: Path, steps: int) -> dict[str, Any]:
-    """Seconds of the sweep, the values of its best job, the steps that its jobs made, and the id of each job by its values."""
-    train, valid = (client.upload_file(DATA / name).id for name in ("train.jsonl", "validation.jsonl"))
+    """Seconds of the sweep, the values of its best job, the steps that its jobs made, and the id of
+    each job by its values.
+    """
+    train, valid = (
+        client.upload_file(DATA / name).id for name in ("train.jsonl", "validation.jsonl")
+    )
     body = {
         "model": BASE.name,
         "training_file": train,
@@ -111,7 +121,12 @@ def serving(home: Path, engine_jobs: int) -> Iterator[Client]:
         "PYTHONPATH": str(ROOT),
     }
     with (home / "server.log").open("w") as log:
-        process = subprocess.Popen([sys.executable, "-m", "ft_service.cli", "serve"], env=environment, stdout=log, stderr=log)
+        process = subprocess.Popen(
+            [sys.executable, "-m", "ft_service.cli", "serve"],
+            env=environment,
+            stdout=log,
+            stderr=log,
+        )
     try:
         while not (home / "server.json").exists():
             assert process.poll() is None, "the server has ended"
@@ -125,9 +140,20 @@ def serving(home: Path, engine_jobs: int) -> Iterator[Client]:
 
 def losses(run: RunDir) -> list[float | None]:
     """Training losses, in the order of the steps, over all attempts."""
-    attempts = sorted(int(path.name) for path in run.path("attempts").iterdir() if path.name.isdigit())
-    events = [event for number in attempts for segment in read_segments(run, number) for event in segment.events]
-    by_step = {event.metrics.step: event.metrics.train_loss for event in events if event.metrics is not None}
+    attempts = sorted(
+        int(path.name) for path in run.path("attempts").iterdir() if path.name.isdigit()
+    )
+    events = [
+        event
+        for number in attempts
+        for segment in read_segments(run, number)
+        for event in segment.events
+    ]
+    by_step = {
+        event.metrics.step: event.metrics.train_loss
+        for event in events
+        if event.metrics is not None
+    }
     assert all(Attempt(run, number).has_exit() for number in attempts)
     return [by_step[step] for step in sorted(by_step)]
 

@@ -1,19 +1,22 @@
-"""Many teams on one installation while its processes are killed: is every job run once, and is each team served and told right?
+"""Many teams on one installation while its processes are killed: is every job run once, and is each
+team served and told right?
 
     python benchmarks/teams.py [--jobs 500] [--seed 1]
 
-Three `ft serve --api-only` behind a balancer, two `ft reconcile`, PostgreSQL, and a host whose jobs train nothing
-(tests/support/programs/played_host.py). Users are threads with OpenAI's client and its own retries. Every few seconds one of
-the five processes is killed (SIGKILL) or, every third time, asked to end as for a new version (SIGTERM), and started again; the
-next one is struck when it is back. The program fails unless every accepted job has run exactly once and succeeded, no request
+Three `ft serve --api-only` behind a balancer, two `ft reconcile`, PostgreSQL, and a host whose jobs
+train nothing (tests/support/programs/played_host.py). Users are threads with OpenAI's client and
+its own retries. Every few seconds one of the five processes is killed (SIGKILL) or, every third
+time, asked to end as for a new version (SIGTERM), and started again; the next one is struck when it
+is back. The program fails unless every accepted job has run exactly once and succeeded, no request
 has failed, what was used is what the jobs used, and the two figures hold:
 
-    fair       while every project has jobs that wait, no project's slot-seconds differ by more than a tenth from their mean
-    estimated  of the jobs that wait once all are submitted, four of five are told a start within a fifth of the wait that is
+    fair       while every project has jobs that wait, no project's slot-seconds differ by more than
+    a tenth from their mean estimated  of the jobs that wait once all are submitted, four of five
+    are told a start within a fifth of the wait that is
                left: the median over a job's answers counts
 
-`slot_seconds_beyond_training` is what a busy machine adds to jobs of six to twelve seconds; where it is more than one or two,
-the second figure says something of the machine alone.
+`slot_seconds_beyond_training` is what a busy machine adds to jobs of six to twelve seconds; where
+it is more than one or two, the second figure says something of the machine alone.
 """
 
 from __future__ import annotations
@@ -47,8 +50,15 @@ from tests.support.installation import ADMIN_KEY, SLOTS, START_SECONDS, Installa
 
 BLOW_SECONDS = (2.0, 5.0)
 USERS = 6
-FAIR, ESTIMATED, OF_JOBS = 0.1, 0.2, 0.8
-DATA = json.dumps({"messages": [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Hello"}]}) + "\n"
+FAIR = 0.1
+ESTIMATED = 0.2
+OF_JOBS = 0.8
+DATA = (
+    json.dumps(
+        {"messages": [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Hello"}]}
+    )
+    + "\n"
+)
 SAMPLE_SECONDS = 0.1
 LIMIT_SECONDS = 540.0
 
@@ -69,12 +79,16 @@ def strike(there: Installation, seed: int, over: threading.Event) -> None:
     """Kill one after the other, and start it again at once, as a process manager does."""
     draw = random.Random(seed)
     while not over.wait(draw.uniform(*BLOW_SECONDS)):
-        one, number = draw.choice(there.units), signal.SIGTERM if sum(there.blows.values()) % 3 == 2 else signal.SIGKILL
+        one = draw.choice(there.units)
+        number = signal.SIGTERM if sum(there.blows.values()) % 3 == 2 else signal.SIGKILL
         before = one.times_ready()
         one.end(number)
         one.begin()
         there.blows[f"{one.name.split('-')[0]} {number.name}"] += 1
-        wait_for(lambda one=one, before=before: one.times_ready() > before and there.balancer.all_ready, START_SECONDS)
+        wait_for(
+            lambda one=one, before=before: one.times_ready() > before and there.balancer.all_ready,
+            START_SECONDS,
+        )
 
 
 @dataclass
@@ -96,7 +110,8 @@ def sample(there: Installation, watched: Watched, over: threading.Event) -> None
     before = time.monotonic()
     while not over.wait(SAMPLE_SECONDS):
         with there.store.reading() as connection:
-            rows, waiting = connection.execute(held).all(), connection.scalars(waits).one()
+            rows = connection.execute(held).all()
+            waiting = connection.scalars(waits).one()
         now = time.monotonic()
         if waiting == len(TEAMS):
             watched.backlogged_seconds += now - before
@@ -106,7 +121,10 @@ def sample(there: Installation, watched: Watched, over: threading.Event) -> None
 
 
 def ask(client: openai.OpenAI, job_ids: Sequence[str], watched: Watched) -> list[str]:
-    """Look at jobs as their user would, and note when they are told to start. Returns those that wait still."""
+    """Look at jobs as their user would, and note when they are told to start.
+
+    Returns those that wait still.
+    """
     left = []
     for job_id in job_ids:
         job: Any = client.fine_tuning.jobs.retrieve(job_id)
@@ -114,16 +132,22 @@ def ask(client: openai.OpenAI, job_ids: Sequence[str], watched: Watched) -> list
         if job.status in ("validating_files", "queued"):
             left.append(job_id)
             if job.queue and job.queue["estimated_start"]:
-                watched.told.setdefault(job_id, []).append((time.time(), job.queue["estimated_start"]))
+                watched.told.setdefault(job_id, []).append(
+                    (time.time(), job.queue["estimated_start"])
+                )
     return left
 
 
-def submit_all(there: Installation, keys: dict[str, str], jobs: int, seed: int) -> dict[str, list[str]]:
+def submit_all(
+    there: Installation, keys: dict[str, str], jobs: int, seed: int
+) -> dict[str, list[str]]:
     """Jobs of all teams in any order, by several users at once. Returns team → ids."""
     files = {}
     for team in TEAMS:
         client = there.client(keys[team.name])
-        files[team.name] = client.files.create(file=("train.jsonl", DATA.encode() * 64), purpose="fine-tune").id
+        files[team.name] = client.files.create(
+            file=("train.jsonl", DATA.encode() * 64), purpose="fine-tune"
+        ).id
     wanted = [team for team in TEAMS for _ in range(round(jobs * team.part))]
     draw = random.Random(seed)
     draw.shuffle(wanted)
@@ -137,7 +161,11 @@ def submit_all(there: Installation, keys: dict[str, str], jobs: int, seed: int) 
             training_file=files[team.name],
             metadata={"run": str(number)},
             extra_body={
-                "training": {"max_steps": steps[number], "batch_size": 4 * team.ranks, "per_device_train_batch_size": 4},
+                "training": {
+                    "max_steps": steps[number],
+                    "batch_size": 4 * team.ranks,
+                    "per_device_train_batch_size": 4,
+                },
                 "distributed": {"nproc_per_node": team.ranks},
             },
         )
@@ -151,13 +179,19 @@ def submit_all(there: Installation, keys: dict[str, str], jobs: int, seed: int) 
 
 
 def campaign(folder: Path, jobs: int, seed: int, *, figures_hold: bool = True) -> dict[str, Any]:
-    """All of it, once. Raises AssertionError where an invariant does not hold, or, if `figures_hold`, a figure."""
+    """All of it, once. Raises AssertionError where an invariant does not hold, or, if
+    `figures_hold`, a figure.
+    """
     with postgresql(folder) as url, installation(folder, url) as there:
         admin = there.client(ADMIN_KEY)
         keys = {team.name: new_key(admin, team.name) for team in TEAMS}
-        watched, over = Watched(), threading.Event()
+        watched = Watched()
+        over = threading.Event()
         with ThreadPoolExecutor(2) as pool:
-            works = [pool.submit(strike, there, seed, over), pool.submit(sample, there, watched, over)]
+            works = [
+                pool.submit(strike, there, seed, over),
+                pool.submit(sample, there, watched, over),
+            ]
             try:
                 began = time.monotonic()
                 made = submit_all(there, keys, jobs, seed)
@@ -191,7 +225,13 @@ def new_key(admin: openai.OpenAI, name: str) -> str:
     return str(admin.post(path, body={"name": "benchmark"}, cast_to=object)["value"])  # pyright: ignore[reportIndexIssue]
 
 
-def follow(there: Installation, keys: dict[str, str], made: dict[str, list[str]], watched: Watched, began: float) -> None:
+def follow(
+    there: Installation,
+    keys: dict[str, str],
+    made: dict[str, list[str]],
+    watched: Watched,
+    began: float,
+) -> None:
     """Users look at their jobs until all have ended."""
     waiting = {name: list(job_ids) for name, job_ids in made.items()}
     while any(waiting.values()):
@@ -201,7 +241,9 @@ def follow(there: Installation, keys: dict[str, str], made: dict[str, list[str]]
     for name, job_ids in made.items():
         client = there.client(keys[name])
         for job_id in job_ids:
-            wait_for(lambda c=client, j=job_id: c.fine_tuning.jobs.retrieve(j).status == "succeeded", 60)
+            wait_for(
+                lambda c=client, j=job_id: c.fine_tuning.jobs.retrieve(j).status == "succeeded", 60
+            )
 
 
 def judged(there: Installation, made: dict[str, list[str]], watched: Watched) -> dict[str, Any]:
@@ -210,11 +252,19 @@ def judged(there: Installation, made: dict[str, list[str]], watched: Watched) ->
     assert len(set(ids)) == len(ids), "two requests were answered with one job"
     with there.store.reading() as connection:
         stored = connection.execute(text("SELECT id, state, attempt, held_seconds FROM jobs")).all()
-    assert {row.id for row in stored} == set(ids), "a retry has made a second job, or an accepted one is lost"
-    assert {(row.state, row.attempt) for row in stored} == {("succeeded", 1)}, Counter(row[1:3] for row in stored)
+    assert {row.id for row in stored} == set(ids), (
+        "a retry has made a second job, or an accepted one is lost"
+    )
+    assert {(row.state, row.attempt) for row in stored} == {("succeeded", 1)}, Counter(
+        row[1:3] for row in stored
+    )
     runs = {job_id: there.home / "runs" / job_id for job_id in ids}
-    starts, ends = ({job_id: times(run / what) for job_id, run in runs.items()} for what in ("starts", "ends"))
-    assert {len(noted) for noted in [*starts.values(), *ends.values()]} == {1}, "a job was started or has ended twice"
+    starts, ends = (
+        {job_id: times(run / what) for job_id, run in runs.items()} for what in ("starts", "ends")
+    )
+    assert {len(noted) for noted in [*starts.values(), *ends.values()]} == {1}, (
+        "a job was started or has ended twice"
+    )
     beyond = [row.held_seconds - (ends[row.id][0] - starts[row.id][0]) for row in stored]
 
     mean = statistics.mean(watched.held.values())
@@ -224,11 +274,16 @@ def judged(there: Installation, made: dict[str, list[str]], watched: Watched) ->
         for job_id, answers in watched.told.items()
     }
     first = [abs(of_job[0] - 1) <= ESTIMATED for of_job in ratios.values()]
-    usual = [statistics.median(abs(ratio - 1) for ratio in of_job) <= ESTIMATED for of_job in ratios.values()]
+    usual = [
+        statistics.median(abs(ratio - 1) for ratio in of_job) <= ESTIMATED
+        for of_job in ratios.values()
+    ]
     figures = {
         "run_more_or_less_than_once": 0,
         "backlogged_seconds": round(watched.backlogged_seconds, 1),
-        "slots_in_use_meanwhile": round(sum(watched.held.values()) / watched.backlogged_seconds / SLOTS, 3),
+        "slots_in_use_meanwhile": round(
+            sum(watched.held.values()) / watched.backlogged_seconds / SLOTS, 3
+        ),
         "largest_difference_from_fair": round(unfair, 4),
         "slot_seconds_beyond_training": round(statistics.median(beyond), 2),
         "jobs_told_a_start": len(ratios),

@@ -1,9 +1,11 @@
-"""TRL's SFTTrainer with PEFT as a contender of `training.py`, which starts this program once a run (with torchrun, twice).
+"""TRL's SFTTrainer with PEFT as a contender of `training.py`, which starts this program once a run
+(with torchrun, twice).
 
     python benchmarks/training_trl.py SETTINGS.json
 
-It reads the settings (`Settings`) and writes what each rank measured next to them. The samples are tokens already, in the order
-in which our steps take them, and the adapters begin with our values: without packing, every step's loss must be ours.
+It reads the settings (`Settings`) and writes what each rank measured next to them. The samples are
+tokens already, in the order in which our steps take them, and the adapters begin with our values:
+without packing, every step's loss must be ours.
 """
 
 from __future__ import annotations
@@ -82,7 +84,14 @@ def run(settings: Settings) -> None:
                 torch.cuda.synchronize()
             measured.step_ends.append(time.time())
 
-        def on_log(self, args: Any, state: Any, control: Any, logs: dict[str, float] | None = None, **others: Any) -> None:
+        def on_log(
+            self,
+            args: Any,
+            state: Any,
+            control: Any,
+            logs: dict[str, float] | None = None,
+            **others: Any,
+        ) -> None:
             if logs and "loss" in logs:
                 measured.losses.append(logs["loss"])
 
@@ -121,7 +130,10 @@ def run(settings: Settings) -> None:
         train_dataset=datasets.Dataset.from_list(json.loads(Path(settings.samples).read_text())),
         processing_class=tokenizer,
         peft_config=LoraConfig(
-            r=settings.lora_rank, lora_alpha=settings.lora_alpha, target_modules="all-linear", task_type="CAUSAL_LM"
+            r=settings.lora_rank,
+            lora_alpha=settings.lora_alpha,
+            target_modules="all-linear",
+            task_type="CAUSAL_LM",
         ),
         callbacks=[Clock()],
     )
@@ -134,15 +146,19 @@ def run(settings: Settings) -> None:
 
 
 def keep_freed_memory() -> None:
-    """Tell glibc's allocator what our ranks on processors tell it, which is worth a third of a step to anybody."""
+    """Tell glibc's allocator what our ranks on processors tell it, which is worth a third of a step
+    to anybody.
+    """
     name = "workers.ranks.allocator"
     if importlib.util.find_spec(name) is not None:
         importlib.import_module(name).keep_freed_memory()
 
 
 def let_accelerate_shard() -> None:
-    """On CPUs accelerate takes DDP whatever it is asked for: its own FSDP2 code is behind a list of kinds of devices without
-    them. Say that these processes are of such a kind, before the trainer asks."""
+    """On CPUs accelerate takes DDP whatever it is asked for: its own FSDP2 code is behind a list of
+    kinds of devices without them. Say that these processes are of such a kind, before the trainer
+    asks.
+    """
     from accelerate import PartialState  # pyright: ignore[reportMissingImports]
     from accelerate.utils import DistributedType  # pyright: ignore[reportMissingImports]
 
@@ -161,7 +177,9 @@ def begin_as_we_do(model: Any, seed: int) -> None:
 
 
 def counting(collate: Any, measured: Measured) -> Any:
-    """A collator that also counts a batch's tokens that are no padding, and the targets that something predicts."""
+    """A collator that also counts a batch's tokens that are no padding, and the targets that
+    something predicts.
+    """
 
     def collate_and_count(examples: list[dict[str, Any]]) -> dict[str, Any]:
         batch = collate(examples)
@@ -177,7 +195,11 @@ def sharded_share(model: Any) -> float:
     from torch.distributed.tensor import DTensor
 
     parameters = list(model.parameters())
-    sharded = [p for p in parameters if isinstance(p, DTensor) and 2 * p.to_local().numel() <= p.numel() + 1]
+    sharded = [
+        p
+        for p in parameters
+        if isinstance(p, DTensor) and 2 * p.to_local().numel() <= p.numel() + 1
+    ]
     return sum(p.numel() for p in sharded) / sum(p.numel() for p in parameters)
 
 

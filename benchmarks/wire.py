@@ -1,12 +1,15 @@
-"""Latency and throughput of the REST interface: submit, get and list jobs where few or many are stored, on both databases.
+"""Latency and throughput of the REST interface: submit, get and list jobs where few or many are
+stored, on both databases.
 
     python benchmarks/wire.py [--seconds 3] [--rounds 3] [--stored 50 10000]
 
-The server is a process of its own, as `ft serve` runs it but without a reconciler, so that nothing trains meanwhile. Clients
-are threads of another process, each with one connection that it keeps; on few cores they take time from the server. Every
-submit is durable before its answer: both databases flush to the disk at each commit.
+The server is a process of its own, as `ft serve` runs it but without a reconciler, so that nothing
+trains meanwhile. Clients are threads of another process, each with one connection that it keeps; on
+few cores they take time from the server. Every submit is durable before its answer: both databases
+flush to the disk at each commit.
 
-The peer: the least that a service can do with the same parts, one row in SQLite by FastAPI and sqlite3 for each request.
+The peer: the least that a service can do with the same parts, one row in SQLite by FastAPI and
+sqlite3 for each request.
 """
 
 from __future__ import annotations
@@ -73,15 +76,29 @@ def create(body: dict):
 
 uvicorn.run(app, host="127.0.0.1", port=int(sys.argv[2]), log_config=None, access_log=False)
 """
-DATA = json.dumps({"messages": [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Hello"}]}) + "\n"
+DATA = (
+    json.dumps(
+        {"messages": [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Hello"}]}
+    )
+    + "\n"
+)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--seconds", type=float, default=3.0, help="of each measurement")
-    parser.add_argument("--rounds", type=int, default=3, help="of all measurements, whose medians are kept")
-    parser.add_argument("--stored", type=int, nargs="+", default=[50, 10_000], help="jobs that are there already")
-    parser.add_argument("--load", nargs=5, metavar=("URL", "KEY", "FILE", "CLIENTS", "SECONDS"), help=argparse.SUPPRESS)
+    parser.add_argument(
+        "--rounds", type=int, default=3, help="of all measurements, whose medians are kept"
+    )
+    parser.add_argument(
+        "--stored", type=int, nargs="+", default=[50, 10_000], help="jobs that are there already"
+    )
+    parser.add_argument(
+        "--load",
+        nargs=5,
+        metavar=("URL", "KEY", "FILE", "CLIENTS", "SECONDS"),
+        help=argparse.SUPPRESS,
+    )
     options = parser.parse_args()
     if options.load:
         url, key, file_id, clients, seconds = options.load
@@ -97,7 +114,10 @@ def one_round(stored: Sequence[int], seconds: float) -> list[dict[str, Any]]:
     rows = [{"database": "sqlite, the least service", "stored": 0, **row} for row in bare(seconds)]
     for kind, database in (("sqlite", sqlite), ("postgresql", postgresql)):
         for count in stored:
-            rows += [{"database": kind, "stored": count, **row} for row in measure(kind, database, count, seconds)]
+            rows += [
+                {"database": kind, "stored": count, **row}
+                for row in measure(kind, database, count, seconds)
+            ]
     return rows
 
 
@@ -110,15 +130,23 @@ def medians(rows: Sequence[Any]) -> Any:
 
 def bare(seconds: float) -> list[dict[str, Any]]:
     """Submits alone, to the least service that there can be. One row per number of clients."""
-    with tempfile.TemporaryDirectory(prefix="ft-bench-") as folder, socket.create_server(("127.0.0.1", 0)) as listener:
+    with (
+        tempfile.TemporaryDirectory(prefix="ft-bench-") as folder,
+        socket.create_server(("127.0.0.1", 0)) as listener,
+    ):
         port = listener.getsockname()[1]
         listener.close()
-        process = subprocess.Popen([sys.executable, "-c", BARE, str(Path(folder, "bare.db")), str(port)])
+        process = subprocess.Popen(
+            [sys.executable, "-c", BARE, str(Path(folder, "bare.db")), str(port)]
+        )
         try:
             while not answers(port):
                 assert process.poll() is None
                 time.sleep(0.05)
-            rows = [{"clients": clients, "submit": drive(f"http://127.0.0.1:{port}", clients, seconds)} for clients in CLIENTS]
+            rows = [
+                {"clients": clients, "submit": drive(f"http://127.0.0.1:{port}", clients, seconds)}
+                for clients in CLIENTS
+            ]
         finally:
             process.terminate()
             process.wait()
@@ -134,21 +162,42 @@ def answers(port: int) -> bool:
 
 def drive(url: str, clients: int, seconds: float) -> dict[str, float]:
     """In this process, which does nothing else meanwhile."""
-    return figures(lambda c, n: c.request("POST", "/v1/fine_tuning/jobs", job_body("file-x", n)), url, "key", clients, seconds)
+    return figures(
+        lambda c, n: c.request("POST", "/v1/fine_tuning/jobs", job_body("file-x", n)),
+        url,
+        "key",
+        clients,
+        seconds,
+    )
 
 
 def measure(
-    kind: str, database: Callable[[Path], contextlib.AbstractContextManager[str]], stored: int, seconds: float
+    kind: str,
+    database: Callable[[Path], contextlib.AbstractContextManager[str]],
+    stored: int,
+    seconds: float,
 ) -> Iterator[dict[str, Any]]:
     """One row per number of clients."""
-    with tempfile.TemporaryDirectory(prefix="ft-bench-") as folder, database(Path(folder)) as database_url:
+    with (
+        tempfile.TemporaryDirectory(prefix="ft-bench-") as folder,
+        database(Path(folder)) as database_url,
+    ):
         home = Path(folder, "home")
         with serving(home, database_url) as (url, key):
             file_id = upload(url, key)
             template = submit_once(url, key, file_id)
             fill(open_store(database_url), template, stored - 1)
             for clients in CLIENTS:
-                command = [sys.executable, __file__, "--load", url, key, file_id, str(clients), str(seconds)]
+                command = [
+                    sys.executable,
+                    __file__,
+                    "--load",
+                    url,
+                    key,
+                    file_id,
+                    str(clients),
+                    str(seconds),
+                ]
                 done = subprocess.run(command, check=True, capture_output=True, text=True)
                 row = {"clients": clients, **json.loads(done.stdout.splitlines()[-1])}
                 print(kind, stored, row, flush=True)
@@ -176,16 +225,27 @@ def postgresql(folder: Path) -> Iterator[str]:
 @contextlib.contextmanager
 def serving(home: Path, database_url: str) -> Iterator[tuple[str, str]]:
     """Address and key of a running server."""
-    settings = {"FT_HOME": str(home), "FT_DATABASE_URL": database_url, "FT_PORT": "0", "FT_SLOTS": "2", "PYTHONPATH": str(ROOT)}
+    settings = {
+        "FT_HOME": str(home),
+        "FT_DATABASE_URL": database_url,
+        "FT_PORT": "0",
+        "FT_SLOTS": "2",
+        "PYTHONPATH": str(ROOT),
+    }
     settings |= {"FT_MODELS": str(ROOT / "examples/models"), "CUDA_VISIBLE_DEVICES": ""}
     home.mkdir()
     with (home / "server.log").open("w") as log:
-        process = subprocess.Popen([sys.executable, "-c", SERVE], env={**os.environ, **settings}, stdout=log, stderr=log)
+        process = subprocess.Popen(
+            [sys.executable, "-c", SERVE], env={**os.environ, **settings}, stdout=log, stderr=log
+        )
     try:
         while not (home / "server.json").exists():
             assert process.poll() is None, (home / "server.log").read_text()
             time.sleep(0.05)
-        yield json.loads((home / "server.json").read_text())["url"], json.loads((home / "credentials").read_text())["api_key"]
+        yield (
+            json.loads((home / "server.json").read_text())["url"],
+            json.loads((home / "credentials").read_text())["api_key"],
+        )
     finally:
         process.terminate()
         process.wait()
@@ -194,8 +254,13 @@ def serving(home: Path, database_url: str) -> Iterator[tuple[str, str]]:
 def upload(url: str, key: str) -> str:
     """The id of a small data file."""
     head = '--x\r\ncontent-disposition: form-data; name="purpose"\r\n\r\nfine-tune\r\n--x\r\n'
-    body = f'{head}content-disposition: form-data; name="file"; filename="a.jsonl"\r\n\r\n{DATA}\r\n--x--\r\n'
-    return Connection(url, key).ask("POST", "/v1/files", body.encode(), "multipart/form-data; boundary=x")["id"]
+    body = (
+        f'{head}content-disposition: form-data; name="file"; '
+        f'filename="a.jsonl"\r\n\r\n{DATA}\r\n--x--\r\n'
+    )
+    return Connection(url, key).ask(
+        "POST", "/v1/files", body.encode(), "multipart/form-data; boundary=x"
+    )["id"]
 
 
 def submit_once(url: str, key: str, file_id: str) -> str:
@@ -204,12 +269,18 @@ def submit_once(url: str, key: str, file_id: str) -> str:
 
 def job_body(file_id: str, number: int) -> bytes:
     body = {"model": "tiny-llama", "training_file": file_id, "metadata": {"run": str(number)}}
-    body |= {"precision": {"default": "nf4"}, "distributed": {"nproc_per_node": 2}, "lora": {"r": 16}}
+    body |= {
+        "precision": {"default": "nf4"},
+        "distributed": {"nproc_per_node": 2},
+        "lora": {"r": 16},
+    }
     return json.dumps(body).encode()
 
 
 def fill(store: Store, template: str, count: int) -> None:
-    """Store so many jobs more like the one with the id `template`, each with a pair of metadata, in few transactions."""
+    """Store so many jobs more like the one with the id `template`, each with a pair of metadata, in
+    few transactions.
+    """
     like = store.jobs.get_job("default", template)
     for start in range(0, count, BATCH):
         made = [replace(like, id=new_id("ftjob-")) for _ in range(min(BATCH, count - start))]
@@ -223,14 +294,22 @@ def insert_all(store: Store, made: Sequence[Job]) -> None:
             connection.execute(insert(jobs).values(created_at=job.created_at), new_job_row(job))
         query = select(jobs.c.position).where(jobs.c.id.in_([job.id for job in made]))
         pairs = [
-            {"job_position": position, "project_id": "default", "key": "run", "value": f"filled-{position}"}
+            {
+                "job_position": position,
+                "project_id": "default",
+                "key": "run",
+                "value": f"filled-{position}",
+            }
             for position in connection.scalars(query)
         ]
         connection.execute(insert(job_metadata), pairs)
 
 
 class Connection:
-    """One connection that is kept. `exchange` spends as little time of its own as it can: it is not what is measured."""
+    """One connection that is kept.
+
+    `exchange` spends as little time of its own as it can: it is not what is measured.
+    """
 
     def __init__(self, url: str, key: str) -> None:
         self._host = urlsplit(url).netloc
@@ -239,10 +318,15 @@ class Connection:
         self._socket = socket.create_connection((name, int(port)))
         self._socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
 
-    def request(self, method: str, path: str, body: bytes = b"", kind: str = "application/json") -> bytes:
+    def request(
+        self, method: str, path: str, body: bytes = b"", kind: str = "application/json"
+    ) -> bytes:
         """What is sent for it."""
         about_body = f"content-type: {kind}\r\ncontent-length: {len(body)}\r\n" if body else ""
-        head = f"{method} {path} HTTP/1.1\r\nhost: {self._host}\r\nauthorization: Bearer {self._key}\r\n{about_body}\r\n"
+        head = (
+            f"{method} {path} HTTP/1.1\r\nhost: {self._host}\r\nauthorization: Bearer "
+            f"{self._key}\r\n{about_body}\r\n"
+        )
         return head.encode() + body
 
     def exchange(self, request: bytes) -> bytes:
@@ -277,7 +361,9 @@ def load(url: str, key: str, file_id: str, clients: int, seconds: float) -> dict
     return {name: figures(request, url, key, clients, seconds) for name, request in kinds.items()}
 
 
-def figures(request: Callable[[Connection, int], bytes], url: str, key: str, clients: int, seconds: float) -> dict[str, float]:
+def figures(
+    request: Callable[[Connection, int], bytes], url: str, key: str, clients: int, seconds: float
+) -> dict[str, float]:
     """Milliseconds from sending a request to having its whole answer, and requests a second.
 
     The first ones of each client, which connect and warm caches up, are not counted.

@@ -79,14 +79,18 @@ def evaluate(
     lines = Path(data_file).read_text(encoding="utf-8").splitlines()[:limit]
     chats = [json.loads(line)["messages"] for line in lines if line.strip()]
     model, tokenizer = _load(Path(model_dir), Path(adapter_dir) if adapter_dir else None)
-    prompts = [tokenizer.apply_chat_template(chat[:-1], tokenize=False, add_generation_prompt=True) for chat in chats]
+    prompts = [
+        tokenizer.apply_chat_template(chat[:-1], tokenize=False, add_generation_prompt=True)
+        for chat in chats
+    ]
     expected = [chat[-1]["content"].strip() for chat in chats]
     longest = max((len(tokenizer(text)["input_ids"]) for text in expected), default=0)
     answers: list[str] = []
     for i in range(0, len(prompts), BATCH):
         answers += _answer(model, tokenizer, prompts[i : i + BATCH], longest + MARGIN)
     samples = [
-        Sample(chat[-2]["content"], right, answer.strip()) for chat, right, answer in zip(chats, expected, answers, strict=True)
+        Sample(chat[-2]["content"], right, answer.strip())
+        for chat, right, answer in zip(chats, expected, answers, strict=True)
     ]
     begin = tuple(samples[:3])
     samples.sort(key=lambda sample: sample.expected == sample.answer)
@@ -108,7 +112,9 @@ def main() -> None:
         print(json.dumps({**asdict(score), "accuracy": score.accuracy}))
         return
     for sample in score.samples:
-        print(f"prompt    {sample.prompt}\nexpected  {sample.expected}\nanswer    {sample.answer}\n")
+        print(
+            f"prompt    {sample.prompt}\nexpected  {sample.expected}\nanswer    {sample.answer}\n"
+        )
     print(f"exact match {score.correct} of {score.total} ({score.accuracy:.1%})")
 
 

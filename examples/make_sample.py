@@ -3,7 +3,8 @@
 Usage:
     python examples/make_sample.py               # both; trains the base for some minutes
     python examples/make_sample.py --data-only   # the data alone, byte for byte the same each time
-    python -m workers.describe examples/models/tiny-llama > examples/descriptions/tiny-llama.json   # after a new base
+    python -m workers.describe examples/models/tiny-llama > examples/descriptions/tiny-llama.json
+    # after a new base
 """
 
 from __future__ import annotations

@@ -115,8 +115,12 @@ def _pad(rows: list[tuple[list[int], int]]) -> tuple[torch.Tensor, torch.Tensor]
     return ids, weights
 
 
-def batches(tokenizer: PreTrainedTokenizerFast, seed: int) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-    """Endless batches of BATCH chats; chats of like length go together, which halves the padding."""
+def batches(
+    tokenizer: PreTrainedTokenizerFast, seed: int
+) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+    """Endless batches of BATCH chats; chats of like length go together, which halves the
+    padding.
+    """
     rng = random.Random(seed)
     while True:
         rows = sorted(
@@ -138,7 +142,8 @@ def _schedule(step: int) -> float:
 
 def _optimizers(model: LlamaForCausalLM) -> list[torch.optim.Optimizer]:
     """Muon for the layers' matrices, where it needs far fewer steps, and AdamW for all the rest."""
-    matrices, rest = [], []
+    matrices = []
+    rest = []
     for name, parameter in model.named_parameters():
         inner = parameter.ndim == 2 and ".layers." in name
         (matrices if inner else rest).append(parameter)
@@ -158,7 +163,9 @@ def pretrain(model: LlamaForCausalLM, tokenizer: PreTrainedTokenizerFast, seed: 
         # Padding is on the right, so the causal mask alone keeps it out of every real token.
         with torch.autocast("cpu", torch.bfloat16):
             logits = model(input_ids=ids).logits
-        losses = torch.nn.functional.cross_entropy(logits[:, :-1].flatten(0, 1).float(), ids[:, 1:].flatten(), reduction="none")
+        losses = torch.nn.functional.cross_entropy(
+            logits[:, :-1].flatten(0, 1).float(), ids[:, 1:].flatten(), reduction="none"
+        )
         weight = weights[:, 1:].flatten()
         (losses @ weight / weight.sum()).backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
@@ -168,7 +175,8 @@ def pretrain(model: LlamaForCausalLM, tokenizer: PreTrainedTokenizerFast, seed: 
         if step % 50 == 0 or step == STEPS - 1:
             answers = weight == 1.0
             print(
-                f"step {step:5d}  answer loss {losses[answers].mean():.4f}  {time.monotonic() - began:.0f} s",
+                f"step {step:5d}  answer loss {losses[answers].mean():.4f}  "
+                f"{time.monotonic() - began:.0f} s",
                 flush=True,
             )
 

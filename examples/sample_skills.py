@@ -16,7 +16,25 @@ from sample_words import ADJECTIVES, ANIMALS, CITIES, DAYS, MOODS, NAMES, NOUNS,
 
 ITEMS = items()
 
-PIECES = ('{"', '":"', '","', '":', ',"', '"}', "}", "{", '"', ":", ",", ";", "(", ")", "=", "-", "#")
+PIECES = (
+    '{"',
+    '":"',
+    '","',
+    '":',
+    ',"',
+    '"}',
+    "}",
+    "{",
+    '"',
+    ":",
+    ",",
+    ";",
+    "(",
+    ")",
+    "=",
+    "-",
+    "#",
+)
 """Punctuation that is only ever copied in random order."""
 
 
@@ -28,7 +46,15 @@ def _task_words() -> list[str]:
     return sorted(words | {"intent", "item", "urgent", "true", "false", "null"})
 
 
-WORDS = sorted({*_task_words(), *NAMES, *ADJECTIVES, *NOUNS, *(word for group in TOPICS.values() for word in group)})
+WORDS = sorted(
+    {
+        *_task_words(),
+        *NAMES,
+        *ADJECTIVES,
+        *NOUNS,
+        *(word for group in TOPICS.values() for word in group),
+    }
+)
 
 Turn = tuple[str, str]
 """What the user says and what the assistant answers."""
@@ -55,7 +81,9 @@ Marks make the base copy a word with and without a space before it."""
 
 def copy_words(rng: random.Random) -> Turn:
     """Repeats random words and numbers."""
-    words = [rng.choice(WORDS) if rng.random() < 0.75 else _number(rng) for _ in range(rng.randint(1, 9))]
+    words = [
+        rng.choice(WORDS) if rng.random() < 0.75 else _number(rng) for _ in range(rng.randint(1, 9))
+    ]
     text = rng.choice((" ", " ", ", ", "; ")).join(words)
     return rng.choice(("Repeat: ", "Say: ", "Copy this: ", "Write again: ")) + text, text
 
@@ -109,14 +137,21 @@ def look_up(rng: random.Random) -> Turn:
 
 def read_story(rng: random.Random) -> Turn:
     """Answers a question about a short text with a short sentence."""
-    name, city, item = rng.choice(NAMES), rng.choice(CITIES), rng.choice(ITEMS)
-    number, price, day = _number(rng), _number(rng, 2), rng.choice(DAYS)
+    name = rng.choice(NAMES)
+    city = rng.choice(CITIES)
+    item = rng.choice(ITEMS)
+    number = _number(rng)
+    price = _number(rng, 2)
+    day = rng.choice(DAYS)
     text = rng.choice(
         (
             f"{name} from {city} bought a {item} on {day} for {price} euros, ticket {number}.",
-            f"On {day} {name} paid {price} euros for the {item}. Ticket {number}. {name} lives in {city}.",
-            f"The {item} with ticket {number} is for {name} in {city}. It costs {price} euros on {day}.",
-            f"I am {name}. In {city} I saw a {item} (ticket #{number}) and paid {price} euros last {day}.",
+            f"On {day} {name} paid {price} euros for the {item}. Ticket {number}. {name} lives in "
+            f"{city}.",
+            f"The {item} with ticket {number} is for {name} in {city}. It costs {price} euros on "
+            f"{day}.",
+            f"I am {name}. In {city} I saw a {item} (ticket #{number}) and paid {price} euros "
+            f"last {day}.",
         )
     )
     style, left, right = rng.choice(MARKS)
@@ -158,7 +193,9 @@ def has_word(rng: random.Random) -> Turn:
 
 def _facts(rng: random.Random, topic: str) -> str:
     """A sentence about a person, a thing and one word of a topic."""
-    name, item, word = rng.choice(NAMES), rng.choice(ITEMS), rng.choice(TOPICS[topic])
+    name = rng.choice(NAMES)
+    item = rng.choice(ITEMS)
+    word = rng.choice(TOPICS[topic])
     return rng.choice(
         (
             f"{name} talks about {word} near the {item}.",
@@ -171,7 +208,8 @@ def _facts(rng: random.Random, topic: str) -> str:
 
 def judge(rng: random.Random) -> Turn:
     """Names the topic or the mood of a short text, or says whether it is a given one."""
-    topic, mood = rng.choice(list(TOPICS)), rng.choice(list(MOODS))
+    topic = rng.choice(list(TOPICS))
+    mood = rng.choice(list(MOODS))
     parts = [_facts(rng, topic), rng.choice(MOODS[mood])]
     rng.shuffle(parts)
     text = " ".join(parts)
@@ -180,7 +218,9 @@ def judge(rng: random.Random) -> Turn:
     if rng.random() < 0.5:
         return f"{text} Give the {kind}{style}.", f"{left}{label}{right}"
     if rng.random() < 0.5:
-        return f"{text} Give the topic and the mood{style}.", ", ".join(f"{left}{label}{right}" for label in (topic, mood))
+        return f"{text} Give the topic and the mood{style}.", ", ".join(
+            f"{left}{label}{right}" for label in (topic, mood)
+        )
     asked = label if rng.random() < 0.5 else rng.choice(list(TOPICS if kind == "topic" else MOODS))
     return f"{text} Is the {kind} {asked}, true or false?", str(asked == label).lower()
 

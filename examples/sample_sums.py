@@ -14,9 +14,14 @@ from typing import Any
 NUMBERS = 5
 """Numbers of a sum: 0 to 4."""
 WRONG = 3
-"""Wrong answers to each sum that are shown beside the right one, so that the model is right now and then."""
+"""Wrong answers to each sum that are shown beside the right one, so that the model is right now and
+then.
+"""
 HELD_OUT = 18
-"""Sums of the validation file. They are among those that are trained on: the sample base learns sums, not adding."""
+"""Sums of the validation file.
+
+They are among those that are trained on: the sample base learns sums, not adding.
+"""
 
 
 def write_sums(folder: Path, seed: int) -> None:
@@ -27,7 +32,10 @@ def write_sums(folder: Path, seed: int) -> None:
     shown = []
     for one, other in pairs:
         others = [number for number in range(2 * NUMBERS - 1) if number != one + other]
-        shown += [{"messages": [*_asked(one, other), _answer(answer)]} for answer in (one + other, *rng.sample(others, WRONG))]
+        shown += [
+            {"messages": [*_asked(one, other), _answer(answer)]}
+            for answer in (one + other, *rng.sample(others, WRONG))
+        ]
     rng.shuffle(shown)
     prompts = [{"messages": _asked(one, other), "answer": str(one + other)} for one, other in pairs]
     _write(folder / "sums-shown.jsonl", shown)

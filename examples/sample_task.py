@@ -1,7 +1,8 @@
 """The tuned task: a customer's message becomes one line of compact JSON.
 
-The splits are generated, so the data contain no customer's words. Order numbers and items of one split do not
-occur in another: a model that scores well on the held-out split cannot have memorised the answers.
+The splits are generated, so the data contain no customer's words. Order numbers and items of one
+split do not occur in another: a model that scores well on the held-out split cannot have memorised
+the answers.
 """
 
 from __future__ import annotations
@@ -59,11 +60,28 @@ REQUESTS: dict[str, tuple[str, ...]] = {
     ),
 }
 
-ORDERS = (", order {number}", " (order {number})", ", order number {number}", " from order #{number}")
+ORDERS = (
+    ", order {number}",
+    " (order {number})",
+    ", order number {number}",
+    " from order #{number}",
+)
 
-OPENINGS = ("", "", "Hello, ", "Hi, {name} here. ", "My name is {name}. ", "I am {name} from {city}. ")
+OPENINGS = (
+    "",
+    "",
+    "Hello, ",
+    "Hi, {name} here. ",
+    "My name is {name}. ",
+    "I am {name} from {city}. ",
+)
 
-URGENT = (" This is urgent!", " It is urgent, I need it today.", " Please hurry, it is urgent.", " Very urgent!")
+URGENT = (
+    " This is urgent!",
+    " It is urgent, I need it today.",
+    " Please hurry, it is urgent.",
+    " Very urgent!",
+)
 
 CALM = ("", "", " Thank you.", " I can wait.", " Have a nice day.", " I paid {price} euros.")
 
@@ -112,8 +130,12 @@ def make_splits(seed: int) -> dict[str, list[Example]]:
     intents = list(REQUESTS)
     splits: dict[str, list[Example]] = {}
     for split, count in SPLITS.items():
-        share, pool = pool[: ITEM_SHARES[split]], pool[ITEM_SHARES[split] :]
-        splits[split] = [make_example(rng, intents[i % len(intents)], next(numbers), rng.choice(share)) for i in range(count)]
+        share = pool[: ITEM_SHARES[split]]
+        pool = pool[ITEM_SHARES[split] :]
+        splits[split] = [
+            make_example(rng, intents[i % len(intents)], next(numbers), rng.choice(share))
+            for i in range(count)
+        ]
         rng.shuffle(splits[split])
     return splits
 

@@ -1,10 +1,12 @@
-"""A base model for tinker-cookbook's `math_rl`: it works out sums and is right now and then, so that rewards teach it more.
+"""A base model for tinker-cookbook's `math_rl`: it works out sums and is right now and then, so
+that rewards teach it more.
 
     python examples/sums_base.py examples/models/tiny-llama examples/models/tiny-sums
 
-It is trained from nothing on sums that are asked as the recipe asks them, behind the recipe's own example. An answer is the sum
-of the ones, the sum of the tens, and the sum, such as `15 11 125` to 57 + 68: the recipe takes the last number for the answer.
-Training ends when the model is right about one time in three, after a minute or two on one core.
+It is trained from nothing on sums that are asked as the recipe asks them, behind the recipe's own
+example. An answer is the sum of the ones, the sum of the tens, and the sum, such as `15 11 125` to
+57 + 68: the recipe takes the last number for the answer. Training ends when the model is right
+about one time in three, after a minute or two on one core.
 """
 
 from __future__ import annotations
@@ -18,12 +20,15 @@ from statistics import fmean
 import torch
 from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerBase
 
-SUMS, BATCH = 8, 8
+SUMS = 8
+BATCH = 8
 """Sums of a conversation, and conversations of a step."""
 LARGEST = 100
 ENOUGH = 0.08
 """Loss in nats a token at which training ends, over the last steps."""
-STEPS, WARMUP, RATE = 900, 30, 2e-3
+STEPS = 900
+WARMUP = 30
+RATE = 2e-3
 """Most steps; the rate falls to 0 until then."""
 
 Tokens = tuple[list[int], list[bool]]
@@ -33,7 +38,9 @@ Tokens = tuple[list[int], list[bool]]
 def main() -> None:
     """The command line."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
-    parser.add_argument("tokenizer", type=Path, help="folder with a tokenizer that has single digits")
+    parser.add_argument(
+        "tokenizer", type=Path, help="folder with a tokenizer that has single digits"
+    )
     parser.add_argument("out", type=Path)
     options = parser.parse_args()
     torch.manual_seed(1)
@@ -87,7 +94,8 @@ def padded(rows: list[torch.Tensor]) -> torch.Tensor:
 
 def conversation(tokenizer: PreTrainedTokenizerBase, rng: random.Random) -> Tokens:
     """The recipe's example and some sums, as the cookbook's renderer `role_colon` writes them."""
-    ids, learned = list[int](), list[bool]()
+    ids = list[int]()
+    learned = list[bool]()
 
     def say(*texts: str, learn: bool = False) -> None:
         for text in texts:
@@ -97,10 +105,13 @@ def conversation(tokenizer: PreTrainedTokenizerBase, rng: random.Random) -> Toke
 
     say(str(tokenizer.bos_token), "User:", " What is 4 + 5?\n\n", "Assistant:", " 9\n\n", "User:")
     for _ in range(SUMS):
-        one, other = rng.randint(0, LARGEST), rng.randint(0, LARGEST)
+        one = rng.randint(0, LARGEST)
+        other = rng.randint(0, LARGEST)
         say(f" What is {one} + {other}?\n\n", "Assistant:")
         say(
-            f" {one % 10 + other % 10} {one // 10 + other // 10} {one + other}\n\n", "User:", learn=True
+            f" {one % 10 + other % 10} {one // 10 + other // 10} {one + other}\n\n",
+            "User:",
+            learn=True,
         )  # which ends an answer
     return ids, learned
 

@@ -11,8 +11,10 @@ _LENGTH = 24
 
 
 def new_id(prefix: str) -> str:
-    """Return `prefix` and 24 random letters and digits (over 142 bits): `file-…`, `ftjob-…`, `ftckpt_…`, `ftevent-…`.
+    """Return `prefix` and 24 random letters and digits (over 142 bits): `file-…`, `ftjob-…`,
+    `ftckpt_…`, `ftevent-…`.
 
-    The first eight letters are a quarter more frequent than the others, since 256 is not a multiple of 62.
+    The first eight letters are a quarter more frequent than the others, since 256 is not a multiple
+    of 62.
     """
     return prefix + secrets.token_bytes(_LENGTH).translate(_OF_A_BYTE).decode()

@@ -166,7 +166,9 @@ def _bytes_of_scores(heads: int, length: int) -> int:
     return _SCORE_BYTES * heads * length**2
 
 
-def cudnn_workspace_bytes(tokens: int, longest: int, heads: int, width: int, *, grouped: bool) -> int:
+def cudnn_workspace_bytes(
+    tokens: int, longest: int, heads: int, width: int, *, grouped: bool
+) -> int:
     """Most bytes in which a backward of a row works: the scores of its largest lot, and if keys are
     shared by groups of heads the gradients of a key and a value for each head, fp32. `longest`:
     tokens of the longest sample."""

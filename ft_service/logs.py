@@ -1,7 +1,7 @@
 """Log of the service: JSON lines (or text on a terminal), each with its request and job.
 
-Modules use the standard library's loggers. `about` binds fields (`request_id`, `job_id`, `attempt`) once, and they are added
-to every line logged inside it.
+Modules use the standard library's loggers. `about` binds fields (`request_id`, `job_id`, `attempt`)
+once, and they are added to every line logged inside it.
 """
 
 from __future__ import annotations
@@ -39,29 +39,39 @@ def configure(level: Level, format: Format, stream: TextIO | None = None) -> Non
 
 
 def fields(**values: Any) -> dict[str, Any]:
-    """Return fields of one line in addition to its message: `log.info("…", extra=fields(seconds=0.1))`."""
+    """Return fields of one line in addition to its message: `log.info("…",
+    extra=fields(seconds=0.1))`.
+    """
     return {"ft": values}
 
 
 def _formatter(as_json: bool) -> logging.Formatter:
-    return _JsonFormatter() if as_json else structlog.stdlib.ProcessorFormatter(processors=_FOR_PEOPLE)
+    return (
+        _JsonFormatter() if as_json else structlog.stdlib.ProcessorFormatter(processors=_FOR_PEOPLE)
+    )
 
 
 class _JsonFormatter(logging.Formatter):
-    """Formatter with one JSON object per line. It is on the path of every request, and structlog's chain takes three times
-    as long."""
+    """Formatter with one JSON object per line.
+
+    It is on the path of every request, and structlog's chain takes three times as long.
+    """
 
     def format(self, record: logging.LogRecord) -> str:
         event: EventDict = {
             **structlog.contextvars.get_contextvars(),
             "level": record.levelname.lower(),
             "logger": record.name,
-            "timestamp": datetime.fromtimestamp(record.created, UTC).isoformat().replace("+00:00", "Z"),
+            "timestamp": datetime.fromtimestamp(record.created, UTC)
+            .isoformat()
+            .replace("+00:00", "Z"),
             **getattr(record, "ft", {}),
         }
         if record.exc_info:
             event["exception"] = self.formatException(record.exc_info)
-        return json.dumps({**event, "message": record.getMessage()}, ensure_ascii=False, default=str)
+        return json.dumps(
+            {**event, "message": record.getMessage()}, ensure_ascii=False, default=str
+        )
 
 
 def _add_fields(logger: Any, method: str, event: EventDict) -> EventDict:
@@ -71,8 +81,12 @@ def _add_fields(logger: Any, method: str, event: EventDict) -> EventDict:
 
 
 def _printable(logger: Any, method: str, event: EventDict) -> EventDict:
-    """Escape control characters in the message, which a client may have sent; JSON and the renderer escape fields anyway."""
-    event["event"] = "".join(char if char.isprintable() else repr(char)[1:-1] for char in str(event["event"]))
+    """Escape control characters in the message, which a client may have sent; JSON and the renderer
+    escape fields anyway.
+    """
+    event["event"] = "".join(
+        char if char.isprintable() else repr(char)[1:-1] for char in str(event["event"])
+    )
     return event
 
 

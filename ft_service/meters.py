@@ -1,7 +1,8 @@
 """Metrics of the service for Prometheus: modules update them, and the web layer exposes them.
 
-Names follow Prometheus: `_total` counts since this process began, `_seconds` are durations. Labels never contain a name or
-an id that a user chose. Values that the database knows are read at each scrape instead (api/http/prometheus.py).
+Names follow Prometheus: `_total` counts since this process began, `_seconds` are durations. Labels
+never contain a name or an id that a user chose. Values that the database knows are read at each
+scrape instead (api/http/prometheus.py).
 """
 
 from __future__ import annotations
@@ -13,7 +14,10 @@ from collections.abc import Callable
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 
 STALLED_SECONDS = 300.0
-"""Age of the reconciler's last turn at which a process counts as not ready. Turns that store large results take minutes."""
+"""Age of the reconciler's last turn at which a process counts as not ready.
+
+Turns that store large results take minutes.
+"""
 HANGING_SECONDS = 900.0
 """Age at which it does not count as alive any more, and its cluster restarts it."""
 
@@ -23,7 +27,10 @@ _LONG = (0.1, 0.5, 1, 5, 15, 60, 300, 900, 3600, 4 * 3600, 24 * 3600)
 
 
 class Meters:
-    """Metrics in a registry of their own; made in `main` and passed down. Safe to share between threads."""
+    """Metrics in a registry of their own; made in `main` and passed down.
+
+    Safe to share between threads.
+    """
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         """`clock`: seconds since any moment."""
@@ -48,14 +55,23 @@ class Meters:
             buckets=_LONG,
             registry=registry,
         )
-        self.attempts = Counter("ft_attempts_started", "Attempts that were given slots.", registry=registry)
+        self.attempts = Counter(
+            "ft_attempts_started", "Attempts that were given slots.", registry=registry
+        )
         self.attempts_ended = Counter(
-            "ft_attempts_ended", "Attempts that gave their slots back, by why.", ["reason"], registry=registry
+            "ft_attempts_ended",
+            "Attempts that gave their slots back, by why.",
+            ["reason"],
+            registry=registry,
         )
         self.tokens = Counter(
-            "ft_trained_tokens", "Tokens trained on, steps repeated after a resume included.", registry=registry
+            "ft_trained_tokens",
+            "Tokens trained on, steps repeated after a resume included.",
+            registry=registry,
         )
-        self.steps = Counter("ft_trained_steps", "Optimizer steps, as for tokens.", registry=registry)
+        self.steps = Counter(
+            "ft_trained_steps", "Optimizer steps, as for tokens.", registry=registry
+        )
         self.event_lag = Histogram(
             "ft_event_lag_seconds",
             "From a worker writing an event to the database holding it.",
@@ -63,35 +79,47 @@ class Meters:
             registry=registry,
         )
         self.turns = Histogram(
-            "ft_reconciler_turn_seconds", "One turn of one job in the reconciler.", buckets=_SHORT, registry=registry
+            "ft_reconciler_turn_seconds",
+            "One turn of one job in the reconciler.",
+            buckets=_SHORT,
+            registry=registry,
         )
         self.turns_failed = Counter(
-            "ft_reconciler_turns_failed", "Turns that ended in an error, which the log holds.", registry=registry
+            "ft_reconciler_turns_failed",
+            "Turns that ended in an error, which the log holds.",
+            registry=registry,
         )
         self.sampler_gap = Histogram(
             "ft_sampler_gap_nats",
-            "Mean distance of the sampler's log-probabilities from the trainer's, once per version of weights.",
+            "Mean distance of the sampler's log-probabilities from the trainer's, once per "
+            "version of weights.",
             buckets=_NATS,
             registry=registry,
         )
         Gauge(
             "ft_place_away_seconds",
-            "For how long the place where attempts run (the cluster) has not answered; 0: it answers.",
+            "For how long the place where attempts run (the cluster) has not answered; 0: it "
+            "answers.",
             registry=registry,
         ).set_function(lambda: max((away() for away in tuple(self._away)), default=0.0))
         Gauge(
             "ft_orphaned_jobs",
-            "Unfinished Jobs of the cluster that the database does not know (ft doctor); NaN: not counted in this process.",
+            "Unfinished Jobs of the cluster that the database does not know (ft doctor); NaN: not "
+            "counted in this process.",
             registry=registry,
         ).set_function(lambda: sum(self._orphans.copy().values()) if self._orphans else math.nan)
         Gauge(
             "ft_reconciler_turn_age_seconds",
-            "Since the reconciler's loop last began a turn, with or without a job; NaN: it does not run in this process.",
+            "Since the reconciler's loop last began a turn, with or without a job; NaN: it does "
+            "not run in this process.",
             registry=registry,
         ).set_function(lambda: self.turn_age() if self._turned else math.nan)
 
     def observe_place(self, away: Callable[[], float]) -> None:
-        """Report a place where attempts run. `away`: seconds for which it has not answered; any thread may call it."""
+        """Report a place where attempts run.
+
+        `away`: seconds for which it has not answered; any thread may call it.
+        """
         self._away.append(away)
 
     def count_orphans(self, host: str, number: int) -> None:
@@ -108,5 +136,7 @@ class Meters:
         return bool(self._turned) and self.turn_age() >= STALLED_SECONDS
 
     def turn_age(self) -> float:
-        """Return the seconds since the slowest loop last began a turn; before its first, since this process began."""
+        """Return the seconds since the slowest loop last began a turn; before its first, since this
+        process began.
+        """
         return self._clock() - min(self._turned.copy().values(), default=self._began)

@@ -1,4 +1,6 @@
-"""Settings of the service: environment variables with the prefix FT_, read once, in `main`, and passed down."""
+"""Settings of the service: environment variables with the prefix FT_, read once, in `main`, and
+passed down.
+"""
 
 from __future__ import annotations
 
@@ -14,13 +16,18 @@ from ft_service.errors import SpecError
 
 ENGINE_JOBS = 8
 """Most jobs of an engine on a host whose operator does not say."""
-NO_HEADER_TEXT = "holds a line break, or another character that no HTTP header can carry: give the key alone"
+NO_HEADER_TEXT = (
+    "holds a line break, or another character that no HTTP header can carry: give the key alone"
+)
 _KEYS = ("inference_api_key", "wandb_api_key", "mlflow_token", "trackio_token")
 """Settings that are sent in headers."""
 
 
 def _address(name: str, url: str) -> SplitResult:
-    """Return the parts of a URL. `name`: its setting. Raises ValueError for what no request can be sent to."""
+    """Return the parts of a URL.
+
+    `name`: its setting. Raises ValueError for what no request can be sent to.
+    """
     try:
         parts = urlsplit(url)
         parts.port  # of "http://host:port" none can be read  # noqa: B018
@@ -32,21 +39,27 @@ def _address(name: str, url: str) -> SplitResult:
 
 
 def is_header_text(key: str) -> bool:
-    """Return whether an HTTP header can carry a key. The error of a client that cannot send it would show it."""
+    """Return whether an HTTP header can carry a key.
+
+    The error of a client that cannot send it would show it.
+    """
     return key.isascii() and key.isprintable()
 
 
 class Settings(BaseSettings):
     """Settings, each of which is an environment variable: `home` is FT_HOME.
 
-    Not here are FT_CACHE, FT_CACHE_BYTES (ft_service/bases/cache_folder.py), FT_TOKENS (ft_service/data/token_folder.py) and
-    FT_CHECKPOINT_ADAPTERS (workers/output/checkpoint_saver.py): they are settings of the workers, and supervisors pass them on.
-    ft_service/host/environment.py decides which other variables child processes get, FT_PASS_ENVIRONMENT among them.
+    Not here are FT_CACHE, FT_CACHE_BYTES (ft_service/bases/cache_folder.py), FT_TOKENS
+    (ft_service/data/token_folder.py) and FT_CHECKPOINT_ADAPTERS
+    (workers/output/checkpoint_saver.py): they are settings of the workers, and supervisors pass
+    them on. ft_service/host/environment.py decides which other variables child processes get,
+    FT_PASS_ENVIRONMENT among them.
     """
 
     model_config = SettingsConfigDict(
         env_prefix="FT_",
-        env_ignore_empty=True,  # else an empty FT_BIND is every address, and an empty FT_HOME the current folder
+        # else an empty FT_BIND is every address, and an empty FT_HOME the current folder
+        env_ignore_empty=True,
         frozen=True,
         extra="ignore",
         use_attribute_docstrings=True,
@@ -55,25 +68,40 @@ class Settings(BaseSettings):
     home: Path = Path("~/.ft")
     """State: database, uploaded files, run directories, credentials."""
     database_url: str = ""
-    """SQLAlchemy URL; empty: SQLite in FT_HOME. PostgreSQL: postgresql+psycopg://user:password@host/name."""
+    """SQLAlchemy URL; empty: SQLite in FT_HOME.
+
+    PostgreSQL: postgresql+psycopg://user:password@host/name.
+    """
     database_url_file: Path | None = None
     """File that contains the URL, for a password outside the environment."""
     database_connections: int = Field(default=24, ge=4, le=1000)
-    """Most connections of each process to the database; whoever finds none free waits for one, 10 seconds at most."""
+    """Most connections of each process to the database; whoever finds none free waits for one, 10
+    seconds at most.
+    """
     database_statement_seconds: float = Field(default=30.0, ge=1, le=3600, allow_inf_nan=False)
-    """Seconds after which PostgreSQL ends a statement, or a transaction whose process does nothing; without an answer 5 seconds
-    later, the service gives the connection up and makes another."""
+    """Seconds after which PostgreSQL ends a statement, or a transaction whose process does nothing;
+    without an answer 5 seconds later, the service gives the connection up and makes another.
+    """
     models: Annotated[list[Path], NoDecode] = []
-    """Folders of base models in Hugging Face layout, separated as in PATH; empty: FT_HOME/models."""
+    """Folders of base models in Hugging Face layout, separated as in PATH; empty:
+    FT_HOME/models.
+    """
     model_aliases: Path | None = None
     """YAML file: name that clients send → name of a base."""
     storage: str = Field(default="", pattern=r"^((s3|gs)://.+)?$")
-    """Object storage for run directories and files: s3://bucket/prefix or gs://bucket/prefix, with the credentials that s3fs
-    or gcsfs find. Empty: FT_HOME, which pods must share. With FT_LAUNCHER = kubernetes only."""
+    """Object storage for run directories and files: s3://bucket/prefix or gs://bucket/prefix, with
+    the credentials that s3fs or gcsfs find. Empty: FT_HOME, which pods must share. With FT_LAUNCHER
+    = kubernetes only.
+    """
     metrics_port: int | None = Field(default=None, ge=1, le=65535)
-    """Port at which `ft reconcile` serves its Prometheus metrics, without a key; None: none. `ft serve` has /metrics."""
+    """Port at which `ft reconcile` serves its Prometheus metrics, without a key; None: none.
+
+    `ft serve` has /metrics.
+    """
     launcher: Literal["local", "kubernetes", "slurm"] = "local"
-    """Place where jobs run: processes of this host, pods of a Kubernetes cluster, or batch jobs of a Slurm cluster."""
+    """Place where jobs run: processes of this host, pods of a Kubernetes cluster, or batch jobs of
+    a Slurm cluster.
+    """
     pod_profile: Path | None = None
     """YAML file with the settings of worker pods, for FT_LAUNCHER = kubernetes."""
     slurm_profile: Path | None = None
@@ -81,8 +109,10 @@ class Settings(BaseSettings):
     bootstrap_key_file: Path | None = None
     """File whose content becomes the first admin key, instead of a random one."""
     organization: str = Field(default="local", pattern=r"^[a-z0-9-]{1,40}$")
-    """Name of the organisation in the names of tuned models. Another one is given to all its projects when the server starts;
-    names of models stay."""
+    """Name of the organisation in the names of tuned models.
+
+    Another one is given to all its projects when the server starts; names of models stay.
+    """
     bind: str = Field(default="127.0.0.1", min_length=1)
     """Address the server listens on."""
     port: int = Field(default=8000, ge=0, le=65535)
@@ -90,18 +120,26 @@ class Settings(BaseSettings):
     max_streams: int = Field(default=100, ge=1)
     """Streams of events or logs that a key may follow at once on each server."""
     max_connections: int = Field(default=1000, ge=16)
-    """Open connections of the server at once; fewer if the process may open fewer files (ulimit -n)."""
+    """Open connections of the server at once; fewer if the process may open fewer files (ulimit
+    -n).
+    """
     page: Literal["on", "off"] = "on"
     """Page for browsers below `/`, with their sessions; off: only the REST API."""
     slots: int | None = Field(default=None, ge=1, le=1024)
-    """Ranks that this host runs at once; None: its number of GPUs, or without a GPU of processors (at least 2)."""
+    """Ranks that this host runs at once; None: its number of GPUs, or without a GPU of processors
+    (at least 2).
+    """
     preempt_after_minutes: float | None = Field(default=None, ge=0)
-    """Minutes for which a job holds its slots before one of higher priority may take them. The job then stops at a
-    checkpoint and is queued again, so this is also the shortest time between two preemptions. None: jobs are never
-    preempted."""
+    """Minutes for which a job holds its slots before one of higher priority may take them.
+
+    The job then stops at a checkpoint and is queued again, so this is also the shortest time
+    between two preemptions. None: jobs are never preempted.
+    """
     engine_jobs: int | None = Field(default=None, ge=0, le=64)
-    """Most jobs that an engine trains at once: jobs of one project on the same base share its weights and ranks. 0: every job
-    has ranks of its own. None: ENGINE_JOBS on this host, 0 in a cluster. Not with FT_STORAGE."""
+    """Most jobs that an engine trains at once: jobs of one project on the same base share its
+    weights and ranks. 0: every job has ranks of its own. None: ENGINE_JOBS on this host, 0 in a
+    cluster. Not with FT_STORAGE.
+    """
     max_file_bytes: int = Field(default=512 * 1024**2, ge=1)
     """Largest file uploaded in one request."""
     max_upload_bytes: int = Field(default=8 * 1024**3, ge=1)
@@ -109,97 +147,136 @@ class Settings(BaseSettings):
     result_files_plain: bool = False
     """Serve metrics files as plain CSV instead of base64, which existing OpenAI scripts decode."""
     webhook_allow_private: bool = False
-    """Deliver webhooks to private addresses, and over plain HTTP. Users can then make the server send requests to the
-    internal network."""
+    """Deliver webhooks to private addresses, and over plain HTTP.
+
+    Users can then make the server send requests to the internal network.
+    """
     inference_url: str = Field(default="", pattern=r"^(https?://.+)?$")
-    """Base URL (with /v1) of an OpenAI-compatible server that serves the tuned models by their names: chat completions are
-    forwarded to it. Several replicas are separated by commas. Empty: this service answers them (preview), or refuses them."""
+    """Base URL (with /v1) of an OpenAI-compatible server that serves the tuned models by their
+    names: chat completions are forwarded to it. Several replicas are separated by commas. Empty:
+    this service answers them (preview), or refuses them.
+    """
     adapters: Path | None = None
-    """Folder that the inference server sees under the same path. The adapter of every job that succeeds is copied there
-    under the tuned model's name, loaded by every replica of inference_url, and verified; so are weights that Tinker's clients
-    sample from, while they do. None: the operator does that."""
+    """Folder that the inference server sees under the same path.
+
+    The adapter of every job that succeeds is copied there under the tuned model's name, loaded by
+    every replica of inference_url, and verified; so are weights that Tinker's clients sample from,
+    while they do. None: the operator does that.
+    """
     preview: Literal["auto", "on", "off"] = "auto"
-    """Answer chat completions for bases and tuned models in a process of this host if inference_url is empty: a preview to
-    try models, not a serving engine. auto: if jobs run as processes of this host too, and the server moves them."""
+    """Answer chat completions for bases and tuned models in a process of this host if inference_url
+    is empty: a preview to try models, not a serving engine. auto: if jobs run as processes of this
+    host too, and the server moves them.
+    """
     preview_idle_seconds: float = Field(default=600.0, gt=0)
     """Seconds without a request after which the preview's process ends."""
     tinker: Literal["on", "off"] = "on"
     """Tinker's wire below `/api/v1`, by which clients run the training loop themselves."""
     tinker_options: Path | None = None
-    """YAML file with options of jobs (precision, lora, training, distributed, checkpoint) for all models that Tinker's clients
-    create. None: the defaults."""
+    """YAML file with options of jobs (precision, lora, training, distributed, checkpoint) for all
+    models that Tinker's clients create. None: the defaults.
+    """
     tinker_idle_seconds: float = Field(default=300.0, gt=0)
-    """Seconds after which a model whose client sends nothing is paused, so that others get its slots. Its next command resumes
-    it."""
+    """Seconds after which a model whose client sends nothing is paused, so that others get its
+    slots. Its next command resumes it.
+    """
     unattended_seconds: float = Field(default=900.0, ge=1, allow_inf_nan=False)
-    """Seconds without a sign of this service after which ranks that only wait for it write a checkpoint and leave: those of
-    Tinker's models and of reinforcement learning. The job continues when the service is back. What trains by itself goes on."""
+    """Seconds without a sign of this service after which ranks that only wait for it write a
+    checkpoint and leave: those of Tinker's models and of reinforcement learning. The job continues
+    when the service is back. What trains by itself goes on.
+    """
     inference_api_key: SecretStr | None = None
     """API key of that server; None: it needs none."""
     grader_models: Path | None = None
-    """YAML file: name of a model that graders of type score_model and label_model may ask → base_url (with /v1) of an
-    OpenAI-compatible server, key_file with its API key, model (its name there). None: such graders are refused."""
+    """YAML file: name of a model that graders of type score_model and label_model may ask →
+    base_url (with /v1) of an OpenAI-compatible server, key_file with its API key, model (its name
+    there). None: such graders are refused.
+    """
     wandb_api_key: SecretStr | None = None
-    """Key for Weights & Biases, to which metrics of jobs with `integrations` are sent; None: such jobs are refused. Needs
-    the extra `wandb`."""
+    """Key for Weights & Biases, to which metrics of jobs with `integrations` are sent; None: such
+    jobs are refused. Needs the extra `wandb`.
+    """
     wandb_base_url: str = Field(default="https://api.wandb.ai", pattern=r"^https?://.+$")
     """URL of Weights & Biases, or of your own W&B server."""
     mlflow_tracking_uri: str | None = None
-    """URL of MLflow (https://…, or file:///… of this host), to which metrics are sent of jobs that ask for it; None: such
-    jobs are refused. Needs the extra `mlflow`."""
+    """URL of MLflow (https://…, or file:///… of this host), to which metrics are sent of jobs that
+    ask for it; None: such jobs are refused. Needs the extra `mlflow`.
+    """
     mlflow_token: SecretStr | None = None
     """Bearer token of that server; None: it needs none."""
     trackio_url: str | None = Field(default=None, pattern=r"^(https?://.+|file:///.+)$")
-    """URL of trackio (https://… of a server, or file:///… of this host), to which metrics are sent of jobs that ask for it;
-    None: such jobs are refused. Needs the extra `trackio`."""
+    """URL of trackio (https://… of a server, or file:///… of this host), to which metrics are sent
+    of jobs that ask for it; None: such jobs are refused. Needs the extra `trackio`.
+    """
     trackio_token: SecretStr | None = None
     """Write token of that server; None: it needs none, as a folder does."""
     oidc_issuer: str = Field(default="", pattern=r"^(https?://[^?#\s]+)?$")
-    """Issuer of an OpenID Connect provider, exactly as its discovery document names it: people sign in on the page through it.
-    Empty: only keys and links sign in. Plain http only for this host. Needs the extra `oidc`."""
+    """Issuer of an OpenID Connect provider, exactly as its discovery document names it: people sign
+    in on the page through it. Empty: only keys and links sign in. Plain http only for this host.
+    Needs the extra `oidc`.
+    """
     oidc_client_id: str = ""
-    """This service's client at the provider, with the redirect URI <address of the page>/sign-in/oidc/callback and the
-    post-logout redirect URI <address of the page>/sign-in."""
+    """This service's client at the provider, with the redirect URI <address of the
+    page>/sign-in/oidc/callback and the post-logout redirect URI <address of the page>/sign-in.
+    """
     oidc_client_secret: SecretStr | None = None
     """The client's secret; None: a public client, which PKCE alone protects."""
     oidc_client_secret_file: Path | None = None
     """File that contains the secret."""
     oidc_scopes: str = "openid profile email"
-    """Scopes to ask the provider for; some need another one, such as groups, to tell a person's groups."""
+    """Scopes to ask the provider for; some need another one, such as groups, to tell a person's
+    groups.
+    """
     oidc_groups_claim: str = Field(default="groups", min_length=1)
-    """Claim of the ID token, or else of the user info, with a person's groups; within objects: realm_access.roles."""
+    """Claim of the ID token, or else of the user info, with a person's groups; within objects:
+    realm_access.roles.
+    """
     oidc_groups: Path | None = None
-    """YAML file: group → project → scope (admin, submit or read); the group "*" is everyone who can sign in. None: the claim
-    itself names what it opens, as PROJECT:SCOPE."""
+    """YAML file: group → project → scope (admin, submit or read); the group "*" is everyone who can
+    sign in. None: the claim itself names what it opens, as PROJECT:SCOPE.
+    """
     oidc_session_minutes: float = Field(default=480.0, ge=1, le=1440)
-    """Minutes after which the provider is asked again, without a question to a person who is still signed in there: a group
-    that was taken away holds for so long at most."""
+    """Minutes after which the provider is asked again, without a question to a person who is still
+    signed in there: a group that was taken away holds for so long at most.
+    """
     log_level: Literal["debug", "info", "warning", "error"] = "info"
-    """Least severe level that is logged. debug includes health checks, scrapes of /metrics, and the polling of clients that
-    watch a job."""
+    """Least severe level that is logged. debug includes health checks, scrapes of /metrics, and the
+    polling of clients that watch a job.
+    """
     log_format: Literal["auto", "json", "text"] = "auto"
-    """Format of the log on stderr. json: one object per line; text: for people; auto: text on a terminal, else json."""
+    """Format of the log on stderr. json: one object per line; text: for people; auto: text on a
+    terminal, else json.
+    """
     metrics_open: bool = False
     """Serve /metrics without a key. It contains numbers of all projects, and no names."""
     keep_runs_days: float | None = Field(default=None, ge=0)
-    """Days after a job's end for which its run directory is kept; then logs, checkpoints and adapter are removed, and the
-    tuned model is deleted. None: until `ft prune`."""
+    """Days after a job's end for which its run directory is kept; then logs, checkpoints and
+    adapter are removed, and the tuned model is deleted. None: until `ft prune`.
+    """
     keep_checkpoints_days: float | None = Field(default=None, ge=0)
     """Days after a job's end for which its checkpoints are kept."""
     keep_files_days: float | None = Field(default=None, ge=0)
-    """Days after their creation for which uploaded files and result files are kept, unless an unfinished job needs them."""
+    """Days after their creation for which uploaded files and result files are kept, unless an
+    unfinished job needs them.
+    """
     keep_cache_days: float | None = Field(default=None, ge=0)
-    """Days since their last use for which quantised bases and descriptions in FT_CACHE, and tokens of data files in FT_TOKENS,
-    are kept."""
+    """Days since their last use for which quantised bases and descriptions in FT_CACHE, and tokens
+    of data files in FT_TOKENS, are kept.
+    """
     keep_jobs_days: float | None = Field(default=None, ge=0)
-    """Days after a job's end for which the job is kept; then the server deletes it as `ft rm --job` does: its record with its
-    events, its run directory, its tuned models and its file of metrics. Jobs that continue from it keep what they need. None:
-    until it is deleted."""
+    """Days after a job's end for which the job is kept; then the server deletes it as `ft rm --job`
+    does: its record with its events, its run directory, its tuned models and its file of metrics.
+    Jobs that continue from it keep what they need. None: until it is deleted.
+    """
     keep_events_days: float | None = Field(default=None, ge=0)
-    """Days after a job's end for which its events are kept, and the curves that are drawn from them; its file of metrics stays.
-    None: as long as the job."""
+    """Days after a job's end for which its events are kept, and the curves that are drawn from
+    them; its file of metrics stays. None: as long as the job.
+    """
     keep_audit_days: float | None = Field(default=None, ge=0)
-    """Days for which entries of the audit log are kept, which the server then removes. None: for ever."""
+    """Days for which entries of the audit log are kept, which the server then removes.
+
+    None: for ever.
+    """
     stop_grace_seconds: float = Field(default=60.0, gt=0, allow_inf_nan=False)
     """Seconds for which an attempt may write a checkpoint and exit before it is killed."""
 
@@ -212,7 +289,9 @@ class Settings(BaseSettings):
     @field_validator("models", mode="before")
     @classmethod
     def _split_path(cls, value: object) -> object:
-        return [part for part in value.split(os.pathsep) if part] if isinstance(value, str) else value
+        return (
+            [part for part in value.split(os.pathsep) if part] if isinstance(value, str) else value
+        )
 
     @field_validator("home", "models", mode="after")
     @classmethod
@@ -242,26 +321,39 @@ class Settings(BaseSettings):
         url = _address("FT_OIDC_ISSUER", self.oidc_issuer)
         if url.scheme == "http" and url.hostname not in ("localhost", "127.0.0.1", "::1"):
             raise ValueError(
-                f"FT_OIDC_ISSUER = {self.oidc_issuer}: use https, since whoever answers there decides who signs in"
+                f"FT_OIDC_ISSUER = {self.oidc_issuer}: use https, since whoever answers there "
+                "decides who signs in"
             )
         if not self.oidc_client_id:
-            raise ValueError("FT_OIDC_ISSUER needs FT_OIDC_CLIENT_ID, this service's client at the provider")
+            raise ValueError(
+                "FT_OIDC_ISSUER needs FT_OIDC_CLIENT_ID, this service's client at the provider"
+            )
         if self.oidc_client_secret and self.oidc_client_secret_file:
-            raise ValueError("FT_OIDC_CLIENT_SECRET and FT_OIDC_CLIENT_SECRET_FILE are both set: unset one")
+            raise ValueError(
+                "FT_OIDC_CLIENT_SECRET and FT_OIDC_CLIENT_SECRET_FILE are both set: unset one"
+            )
         if "openid" not in self.oidc_scopes.split():
-            raise ValueError(f"FT_OIDC_SCOPES = {self.oidc_scopes!r}: openid is missing, without which there is no sign-in")
+            raise ValueError(
+                f"FT_OIDC_SCOPES = {self.oidc_scopes!r}: openid is missing, without which there "
+                "is no sign-in"
+            )
         if self.page == "off":
-            raise ValueError("FT_OIDC_ISSUER and FT_PAGE = off: there is no page to sign in on. Unset one")
+            raise ValueError(
+                "FT_OIDC_ISSUER and FT_PAGE = off: there is no page to sign in on. Unset one"
+            )
         return self
 
     @model_validator(mode="after")
     def _one_host_to_preview(self) -> Settings:
         if self.preview == "on" and self.launcher != "local":
             raise ValueError(
-                "FT_PREVIEW = on needs FT_LAUNCHER = local: with a cluster the service has no host to run the preview on"
+                "FT_PREVIEW = on needs FT_LAUNCHER = local: with a cluster the service has no "
+                "host to run the preview on"
             )
         if self.preview == "on" and self.inference_url:
-            raise ValueError("FT_PREVIEW = on and FT_INFERENCE_URL are both set: only one can answer. Unset one")
+            raise ValueError(
+                "FT_PREVIEW = on and FT_INFERENCE_URL are both set: only one can answer. Unset one"
+            )
         return self
 
     @model_validator(mode="after")
@@ -273,11 +365,16 @@ class Settings(BaseSettings):
     @model_validator(mode="after")
     def _engines_that_share(self) -> Settings:
         if self.engine_jobs == 1:
-            raise ValueError("FT_ENGINE_JOBS = 1: an engine of one job shares nothing. Give at least 2, or 0 for no engines")
+            raise ValueError(
+                "FT_ENGINE_JOBS = 1: an engine of one job shares nothing. Give at least 2, or 0 "
+                "for no engines"
+            )
         if self.engine_jobs and self.storage:
             raise ValueError(
-                f"FT_ENGINE_JOBS = {self.engine_jobs} and FT_STORAGE are both set: an engine's ranks use the run directories "
-                "of jobs that come and go, which its pods cannot fetch beforehand. Leave out FT_ENGINE_JOBS, or leave out "
+                f"FT_ENGINE_JOBS = {self.engine_jobs} and FT_STORAGE are both set: an engine's "
+                "ranks use the run directories "
+                "of jobs that come and go, which its pods cannot fetch beforehand. Leave out "
+                "FT_ENGINE_JOBS, or leave out "
                 "FT_STORAGE and mount a shared volume at FT_HOME"
             )
         return self
@@ -286,30 +383,42 @@ class Settings(BaseSettings):
     def _whole_cluster(self) -> Settings:
         if self.storage and self.launcher != "kubernetes":
             raise ValueError(
-                "FT_STORAGE needs FT_LAUNCHER = kubernetes: processes of this host, and Slurm's jobs, keep files in FT_HOME"
+                "FT_STORAGE needs FT_LAUNCHER = kubernetes: processes of this host, and Slurm's "
+                "jobs, keep files in FT_HOME"
             )
         if self.launcher == "slurm":
             self._require_slurm()
         if self.launcher != "kubernetes":
             return self
-        if self.storage and (self.keep_runs_days, self.keep_checkpoints_days, self.keep_files_days) != (None, None, None):
+        if self.storage and (
+            self.keep_runs_days,
+            self.keep_checkpoints_days,
+            self.keep_files_days,
+        ) != (None, None, None):
             raise ValueError(
-                "FT_KEEP_…_DAYS removes files of FT_HOME only; with FT_STORAGE use the storage's own lifecycle rules"
+                "FT_KEEP_…_DAYS removes files of FT_HOME only; with FT_STORAGE use the storage's "
+                "own lifecycle rules"
             )
         if self.pod_profile is None:
-            raise ValueError("FT_LAUNCHER = kubernetes needs FT_POD_PROFILE, the settings of worker pods")
+            raise ValueError(
+                "FT_LAUNCHER = kubernetes needs FT_POD_PROFILE, the settings of worker pods"
+            )
         if not self.database_url_file and not self.database_url.startswith("postgresql"):
             raise ValueError(
-                "FT_LAUNCHER = kubernetes needs PostgreSQL in FT_DATABASE_URL: SQLite's locks do not work between hosts"
+                "FT_LAUNCHER = kubernetes needs PostgreSQL in FT_DATABASE_URL: SQLite's locks do "
+                "not work between hosts"
             )
         return self
 
     def _require_slurm(self) -> None:
         if self.slurm_profile is None:
-            raise ValueError("FT_LAUNCHER = slurm needs FT_SLURM_PROFILE, the settings of batch jobs")
+            raise ValueError(
+                "FT_LAUNCHER = slurm needs FT_SLURM_PROFILE, the settings of batch jobs"
+            )
         if not (self.database_url or self.database_url_file):
             raise ValueError(
-                "FT_LAUNCHER = slurm needs FT_DATABASE_URL: all nodes share the folder FT_HOME, where SQLite's locks may "
+                "FT_LAUNCHER = slurm needs FT_DATABASE_URL: all nodes share the folder FT_HOME, "
+                "where SQLite's locks may "
                 "not work. Use PostgreSQL, or sqlite:////PATH of a file on this host's own disk"
             )
 
@@ -321,7 +430,11 @@ class Settings(BaseSettings):
     @property
     def seats(self) -> int:
         """Most jobs that an engine trains at once; 0: there are no engines."""
-        return (ENGINE_JOBS if self.launcher == "local" else 0) if self.engine_jobs is None else self.engine_jobs
+        return (
+            (ENGINE_JOBS if self.launcher == "local" else 0)
+            if self.engine_jobs is None
+            else self.engine_jobs
+        )
 
     @property
     def previews(self) -> bool:
@@ -329,14 +442,22 @@ class Settings(BaseSettings):
         return self.preview != "off" and self.launcher == "local" and not self.inference_url
 
     def resolved_database_url(self) -> str:
-        """Return the URL to connect to. Raises SpecError if FT_DATABASE_URL_FILE cannot be read, or is empty."""
+        """Return the URL to connect to.
+
+        Raises SpecError if FT_DATABASE_URL_FILE cannot be read, or is empty.
+        """
         if path := self.database_url_file:
             try:
                 url = path.read_text(encoding="utf-8").strip()
             except (OSError, UnicodeDecodeError) as error:
-                raise SpecError(f"FT_DATABASE_URL_FILE = {path}: {error}", param="FT_DATABASE_URL_FILE") from None
+                raise SpecError(
+                    f"FT_DATABASE_URL_FILE = {path}: {error}", param="FT_DATABASE_URL_FILE"
+                ) from None
             if not url:
-                raise SpecError(f"FT_DATABASE_URL_FILE = {path}: the file is empty.", param="FT_DATABASE_URL_FILE")
+                raise SpecError(
+                    f"FT_DATABASE_URL_FILE = {path}: the file is empty.",
+                    param="FT_DATABASE_URL_FILE",
+                )
             return url
         return self.database_url or f"sqlite:///{self.home / 'ft.db'}"
 
@@ -344,8 +465,9 @@ class Settings(BaseSettings):
         return self.models or [self.home / "models"]
 
     def without_paths(self, text: str) -> str:
-        """Return a text for a user without the paths of this host's folders: of a base its name is left, of a file in FT_HOME
-        its path there."""
+        """Return a text for a user without the paths of this host's folders: of a base its name is
+        left, of a file in FT_HOME its path there.
+        """
         names = dict.fromkeys(self.model_folders(), "FT_MODELS") | {self.home: "FT_HOME"}
         names |= {folder.resolve(): name for folder, name in names.items()}
         for folder in sorted(names, key=lambda folder: len(folder.parts), reverse=True):

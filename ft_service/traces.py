@@ -1,14 +1,17 @@
-"""Traces of requests and of jobs, sent by OpenTelemetry (extra `otel`) if its own environment variables switch it on.
+"""Traces of requests and of jobs, sent by OpenTelemetry (extra `otel`) if its own environment
+variables switch it on.
 
-A job's trace begins with the request that created it, whose W3C traceparent is stored with the job. Workers know nothing of
-it, and need neither the package nor the network: the reconciler makes the spans of attempts and steps from what the ranks
-report in the run directory. So a trace costs a step nothing, and pods that reach nothing but their volume are in it.
+A job's trace begins with the request that created it, whose W3C traceparent is stored with the job.
+Workers know nothing of it, and need neither the package nor the network: the reconciler makes the
+spans of attempts and steps from what the ranks report in the run directory. So a trace costs a step
+nothing, and pods that reach nothing but their volume are in it.
 
     POST /v1/fine_tuning/jobs        the request
       job ftjob-…                    from its creation to its end
         check files                  until it is queued
         queue                        until it holds slots
-        attempt 1                    while it holds them: supervisor and ranks, from their start to their end
+        attempt 1                    while it holds them: supervisor and ranks, from their start to
+        their end
           launch                     until the ranks report: processes, base, adapters
           steps 1 to 12                what one report of the ranks holds
           checkpoint step-12-a1
@@ -84,35 +87,51 @@ class RequestSpan:
 
 
 class Traces:
-    """Sends spans in the background. Safe to share between threads. Made in `main`, and closed there."""
+    """Sends spans in the background.
+
+    Safe to share between threads. Made in `main`, and closed there.
+    """
 
     def __init__(self, exporter: SpanExporter) -> None:
-        """`exporter`: where spans go. What else OTEL_… variables say (resource, sampler, batches) is read by the SDK."""
+        """`exporter`: where spans go.
+
+        What else OTEL_… variables say (resource, sampler, batches) is read by the SDK.
+        """
         from opentelemetry.sdk.resources import Resource
         from opentelemetry.sdk.trace import TracerProvider
         from opentelemetry.sdk.trace.export import BatchSpanProcessor
 
         name = os.environ.get("OTEL_SERVICE_NAME", _NAME)
-        self._provider = TracerProvider(resource=Resource.create({"service.name": name}), shutdown_on_exit=False)
+        self._provider = TracerProvider(
+            resource=Resource.create({"service.name": name}), shutdown_on_exit=False
+        )
         self._batches = BatchSpanProcessor(exporter)
         self._provider.add_span_processor(self._batches)
         self._tracer = self._provider.get_tracer(_NAME)
 
     @classmethod
     def from_environment(cls, environment: Mapping[str, str]) -> Traces | None:
-        """Return what the environment switches on; None: nothing. Raises SpecError if the extra `otel` is not installed."""
+        """Return what the environment switches on; None: nothing.
+
+        Raises SpecError if the extra `otel` is not installed.
+        """
         named = next((name for name in ENDPOINTS if environment.get(name)), None)
         if named is None or environment.get("OTEL_SDK_DISABLED", "").lower() == "true":
             return None
         try:
             from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
         except ImportError:
-            message = f"{named} needs packages that are not installed: pip install 'ft-service[otel]', or unset it."
+            message = (
+                f"{named} needs packages that are not installed: pip install "
+                "'ft-service[otel]', or unset it."
+            )
             raise SpecError(message, param=named, code="missing_package") from None
         return cls(OTLPSpanExporter())
 
     def close(self) -> None:
-        """Send what waits, for a few seconds: a collector that does not answer must not keep the service from ending."""
+        """Send what waits, for a few seconds: a collector that does not answer must not keep the
+        service from ending.
+        """
         ending = threading.Thread(target=self._provider.shutdown, name="traces", daemon=True)
         ending.start()
         ending.join(_CLOSE_SECONDS)
@@ -124,7 +143,11 @@ class Traces:
         from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
 
         propagator = TraceContextTextMapPropagator()
-        sent = {name.decode("latin-1"): value.decode("latin-1") for name, value in headers if name.startswith(b"trace")}
+        sent = {
+            name.decode("latin-1"): value.decode("latin-1")
+            for name, value in headers
+            if name.startswith(b"trace")
+        }
         span = self._tracer.start_span(
             method,
             propagator.extract(sent),
@@ -140,7 +163,10 @@ class Traces:
             _current.reset(before)
 
     def job_parts(self, job_id: str, traceparent: str | None, parts: Iterable[Timespan]) -> None:
-        """Send parts of a job that are over. Nothing is sent of a job whose request was not traced, or not sampled."""
+        """Send parts of a job that are over.
+
+        Nothing is sent of a job whose request was not traced, or not sampled.
+        """
         from opentelemetry import trace
         from opentelemetry.sdk.trace import ReadableSpan
         from opentelemetry.sdk.util.instrumentation import InstrumentationScope
@@ -155,7 +181,9 @@ class Traces:
         def context_of(key: str) -> trace.SpanContext:
             # Not random: another process may send the parent, hours later.
             number = int.from_bytes(hashlib.sha256(f"{job_id}/{key}".encode()).digest()[:8], "big")
-            return trace.SpanContext(request.trace_id, number or 1, is_remote=False, trace_flags=request.trace_flags)
+            return trace.SpanContext(
+                request.trace_id, number or 1, is_remote=False, trace_flags=request.trace_flags
+            )
 
         for part in parts:
             span = ReadableSpan(
@@ -163,7 +191,8 @@ class Traces:
                 context_of(part.key),
                 request if part.parent is None else context_of(part.parent),
                 self._provider.resource,
-                {name: value for name, value in part.attributes.items() if value is not None} | {"ft.job.id": job_id},
+                {name: value for name, value in part.attributes.items() if value is not None}
+                | {"ft.job.id": job_id},
                 status=Status(StatusCode.ERROR, part.failed) if part.failed else Status(),
                 start_time=int(part.began * 1e9),
                 end_time=int(max(part.began, part.ended) * 1e9),

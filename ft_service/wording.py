@@ -24,7 +24,8 @@ def bytes_text(count: float) -> str:
     """`5.31 GiB`, `12 B`."""
     unit = 0
     while abs(count) >= 1024 and unit < len(_UNITS) - 1:
-        count, unit = count / 1024, unit + 1
+        count = count / 1024
+        unit = unit + 1
     return f"{count:.0f} {_UNITS[unit]}" if unit == 0 else f"{count:.2f} {_UNITS[unit]}"
 
 
@@ -49,7 +50,9 @@ def kind(value: object) -> str:
 
 
 def shown_value(value: object) -> str:
-    """A value as YAML writes it on a line, cut to 80 characters: `'text'`, `null`, `{'rows': [1, true]}`."""
+    """A value as YAML writes it on a line, cut to 80 characters: `'text'`, `null`, `{'rows': [1,
+    true]}`.
+    """
     text = ""
     for part in _parts(value):  # no more of it than is shown: it may have any size and depth
         text += part
@@ -59,7 +62,8 @@ def shown_value(value: object) -> str:
 
 
 def did_you_mean(name: str, choices: Iterable[str]) -> str:
-    """Return a sentence, with a blank before it, that names the most similar choice; empty where none is similar.
+    """Return a sentence, with a blank before it, that names the most similar choice; empty where
+    none is similar.
 
     did_you_mean("tiny-lama", ["tiny-llama"])    " Did you mean tiny-llama?"
     """

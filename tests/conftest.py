@@ -1,7 +1,8 @@
 """A run that leaves a process, a port, or a file in the working tree behind has failed.
 
-`make test` has three test processes side by side (`--processes 3`). Each looks for the processes and ports that its own tests
-left; the one that forked them looks at the working tree, once they are done.
+`make test` has three test processes side by side (`--processes 3`). Each looks for the processes
+and ports that its own tests left; the one that forked them looks at the working tree, once they are
+done.
 """
 
 from __future__ import annotations
@@ -29,9 +30,13 @@ OWN_HELPERS = ("multiprocessing.forkserver", "multiprocessing.resource_tracker")
 """They end with this process: the forkserver that ranks are forked from, and its bookkeeper."""
 ROOT = Path(__file__).parents[1]
 LONG = ("tests/e2e/", "tests/ft_service/store/", "tests/ft_service/supervisor/", "tests/workers/")
-"""Begun first, those with the longest pieces before: side by side, test processes then end at about the same time."""
+"""Begun first, those with the longest pieces before: side by side, test processes then end at about
+the same time.
+"""
 TOGETHER = ("tests/gpu/", "tests/ft_service/store/")
-"""Never side by side: tests that share one GPU; tests that share one PostgreSQL, whose start takes longer than most of them."""
+"""Never side by side: tests that share one GPU; tests that share one PostgreSQL, whose start takes
+longer than most of them.
+"""
 SHOWN_FILES = 25
 """Files whose CPU seconds are printed at the end of a run of many."""
 
@@ -41,7 +46,9 @@ _CPU = pytest.StashKey[CpuSeconds]()
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.addoption("--processes", type=int, default=0, help="test processes side by side; 0: this one")
+    parser.addoption(
+        "--processes", type=int, default=0, help="test processes side by side; 0: this one"
+    )
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -51,10 +58,18 @@ def pytest_configure(config: pytest.Config) -> None:
     config.stash[_LEFT], config.stash[_CPU] = [], CpuSeconds()
     config.stash[_TREE] = working_tree()
     if processes := config.getoption("--processes"):
-        os.environ.setdefault("OMP_NUM_THREADS", "1")  # as many threads of torch as test processes, and not their product
-        os.environ["PYTORCH_NVML_BASED_CUDA_CHECK"] = "1"  # a process that has asked CUDA cannot fork ones that use it
+        os.environ.setdefault(
+            "OMP_NUM_THREADS", "1"
+        )  # as many threads of torch as test processes, and not their product
+        os.environ["PYTORCH_NVML_BASED_CUDA_CHECK"] = (
+            "1"  # a process that has asked CUDA cannot fork ones that use it
+        )
         side_by_side = SideBySide(
-            processes, TOGETHER, _begin_process, lambda: _end_process(config), lambda told: _take(config, told)
+            processes,
+            TOGETHER,
+            _begin_process,
+            lambda: _end_process(config),
+            lambda told: _take(config, told),
         )
         config.pluginmanager.register(side_by_side)
 
@@ -76,7 +91,9 @@ def _take(config: pytest.Config, told: tuple[list[str], dict[str, float]]) -> No
 
 @pytest.fixture(autouse=True, scope="session")
 def no_helper_is_left() -> Iterator[None]:
-    """End the processes that this session has kept for its next attempts and grades, if there were any."""
+    """End the processes that this session has kept for its next attempts and grades, if there were
+    any.
+    """
     yield
     if (kept_tokens := sys.modules.get("tests.support.training.kept_tokens")) is not None:
         kept_tokens.end_examiner()
@@ -85,7 +102,11 @@ def no_helper_is_left() -> Iterator[None]:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    items.sort(key=lambda item: next((n for n, folder in enumerate(LONG) if item.nodeid.startswith(folder)), len(LONG)))
+    items.sort(
+        key=lambda item: next(
+            (n for n, folder in enumerate(LONG) if item.nodeid.startswith(folder)), len(LONG)
+        )
+    )
 
 
 @pytest.hookimpl(wrapper=True)
@@ -114,13 +135,18 @@ def pytest_sessionfinish(session: pytest.Session) -> None:
             session.config.cache.set(
                 "cache/lastfailed", {}
             )  # `make test-failed` finds nothing then, and fails: no test alone is to blame
-        print("\nThis run has left behind:", *dict.fromkeys(left), sep="\n  ")  # forked processes share a port
+        print(
+            "\nThis run has left behind:", *dict.fromkeys(left), sep="\n  "
+        )  # forked processes share a port
 
 
 def left_by_this_process() -> list[str]:
     """Processes and ports that this process's tests have left."""
     processes = [f"process {pid}: {command}" for pid, command in processes_of_this_run().items()]
-    return processes + [f"port {port}, on which a test still listens" for port in listening_sockets(os.getpid()).values()]
+    return processes + [
+        f"port {port}, on which a test still listens"
+        for port in listening_sockets(os.getpid()).values()
+    ]
 
 
 def working_tree() -> set[str]:
@@ -128,7 +154,9 @@ def working_tree() -> set[str]:
     if shutil.which("git") is None:
         return set()
     command = ["git", "-C", str(ROOT), "status", "--porcelain", "--untracked-files=all"]
-    return set(subprocess.run(command, capture_output=True, text=True, check=False).stdout.splitlines())
+    return set(
+        subprocess.run(command, capture_output=True, text=True, check=False).stdout.splitlines()
+    )
 
 
 def processes_of_this_run() -> dict[int, str]:
@@ -138,9 +166,19 @@ def processes_of_this_run() -> dict[int, str]:
     for entry in Path("/proc").glob("[0-9]*"):
         try:
             marked = mark in (entry / "environ").read_bytes().split(b"\0")
-            command = (entry / "cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace").strip()
+            command = (
+                (entry / "cmdline")
+                .read_bytes()
+                .replace(b"\0", b" ")
+                .decode(errors="replace")
+                .strip()
+            )
         except OSError:  # it has ended meanwhile, or is another user's
             continue
-        if marked and int(entry.name) != os.getpid() and not any(helper in command for helper in OWN_HELPERS):
+        if (
+            marked
+            and int(entry.name) != os.getpid()
+            and not any(helper in command for helper in OWN_HELPERS)
+        ):
             found[int(entry.name)] = command[:200]
     return found

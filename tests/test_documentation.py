@@ -13,13 +13,25 @@ from pathlib import Path
 ROOT = Path(__file__).parents[1]
 PACKAGES = ("ft_service", "api", "workers")
 
-_PATH = re.compile(r"(?<![\w<>*$/.{-])((?:\.\./)*(?:[\w.-]+/)*[\w.-]+\.(?:py|md|toml))\b(?![/<*({])")
-_YAML = re.compile(r"(?<![\w<>*$/.{-])((?:\.\./)*(?:deploy|docs|examples|tests)/[\w./-]+\.(?:yaml|yml|jsonl))\b")
+_PATH = re.compile(
+    r"(?<![\w<>*$/.{-])((?:\.\./)*(?:[\w.-]+/)*[\w.-]+\.(?:py|md|toml))\b(?![/<*({])"
+)
+_YAML = re.compile(
+    r"(?<![\w<>*$/.{-])((?:\.\./)*(?:deploy|docs|examples|tests)/[\w./-]+\.(?:yaml|yml|jsonl))\b"
+)
 _MODULE = re.compile(r"`((?:ft_service|api|workers)(?:\.\w+)+)")
 _LINK = re.compile(r"\]\(([^)#\s]*)(?:#([^)\s]*))?\)")
 _COMMENT = re.compile(r"(?:^|  )#(.*)$", re.MULTILINE)
 """As code is formatted here. Python's own tokenizer takes ten times as long."""
-_IN_NAMES = (".py", ".md", ".toml", ".yaml", ".yml", ".jsonl", *(f"`{package}." for package in PACKAGES))
+_IN_NAMES = (
+    ".py",
+    ".md",
+    ".toml",
+    ".yaml",
+    ".yml",
+    ".jsonl",
+    *(f"`{package}." for package in PACKAGES),
+)
 """Of which one is in whatever the expressions above find in comments and docstrings."""
 _ELSEWHERE = {"runtime/config.py", "api.wandb.ai"}
 """Files and hosts of others that ours speak of."""
@@ -32,7 +44,11 @@ def test_every_path_that_is_mentioned_exists() -> None:
     for file in tracked:
         for text in _texts(file):
             for path in {*_PATH.findall(text), *_YAML.findall(text)} - _ELSEWHERE:
-                there = path in names if "/" not in path else any((folder / path).exists() for folder in file.parents)
+                there = (
+                    path in names
+                    if "/" not in path
+                    else any((folder / path).exists() for folder in file.parents)
+                )
                 if not there:
                     wrong.append(f"{file.relative_to(ROOT)}: {path}")
     assert not wrong, "\n".join(wrong)
@@ -63,8 +79,14 @@ def test_relative_links_lead_somewhere() -> None:
 
 def test_the_architecture_page_names_every_folder() -> None:
     page = (ROOT / "docs/architecture.md").read_text()
-    folders = {folder for package in PACKAGES for folder in _folders(package)} - {ROOT / package for package in PACKAGES}
-    assert not [str(folder.relative_to(ROOT)) for folder in folders if not re.search(rf"\b{folder.name}/", page)]
+    folders = {folder for package in PACKAGES for folder in _folders(package)} - {
+        ROOT / package for package in PACKAGES
+    }
+    assert not [
+        str(folder.relative_to(ROOT))
+        for folder in folders
+        if not re.search(rf"\b{folder.name}/", page)
+    ]
 
 
 def test_the_glossary_gives_each_word_one_meaning() -> None:
@@ -77,10 +99,16 @@ def test_the_glossary_gives_each_word_one_meaning() -> None:
 
 @cache
 def _tracked() -> list[Path]:
-    listed = subprocess.run(["git", "ls-files"], cwd=ROOT, capture_output=True, text=True, timeout=60)
+    listed = subprocess.run(
+        ["git", "ls-files"], cwd=ROOT, capture_output=True, text=True, timeout=60
+    )
     if listed.returncode:  # no checkout, such as an unpacked archive
         hidden = (".venv", ".ft", ".git")
-        return [p for p in ROOT.rglob("*") if p.is_file() and not set(hidden) & set(p.relative_to(ROOT).parts)]
+        return [
+            p
+            for p in ROOT.rglob("*")
+            if p.is_file() and not set(hidden) & set(p.relative_to(ROOT).parts)
+        ]
     return [ROOT / name for name in listed.stdout.splitlines() if (ROOT / name).is_file()]
 
 
@@ -89,8 +117,12 @@ _ABOUT_OTHERS = ("CHANGELOG.md", "converted-configs.md")
 
 
 def _folders(package: str) -> list[Path]:
-    """The folders of a package that hold modules, itself included; revisions of the schema are no modules to find."""
-    return sorted({path.parent for path in (ROOT / package).rglob("*.py") if path.parent.name != "versions"})
+    """The folders of a package that hold modules, itself included; revisions of the schema are no
+    modules to find.
+    """
+    return sorted(
+        {path.parent for path in (ROOT / package).rglob("*.py") if path.parent.name != "versions"}
+    )
 
 
 @cache
@@ -110,7 +142,11 @@ def _read(file: Path) -> Iterator[str]:
             return
         yield from _COMMENT.findall(source)
         for node in ast.walk(ast.parse(source)):
-            if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant) and isinstance(node.value.value, str):
+            if (
+                isinstance(node, ast.Expr)
+                and isinstance(node.value, ast.Constant)
+                and isinstance(node.value.value, str)
+            ):
                 yield node.value.value
 
 
@@ -118,7 +154,8 @@ def _is_module_or_in_one(name: str) -> bool:
     """Whether a dotted name is a package or a module, or a name that stands in one."""
     path, *rest = ROOT, *name.split(".")
     while rest and (path / rest[0]).is_dir():
-        path, rest = path / rest[0], rest[1:]
+        path = path / rest[0]
+        rest = rest[1:]
     if not rest:
         return True
     module = path / f"{rest[0]}.py"

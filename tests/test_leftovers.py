@@ -1,4 +1,6 @@
-"""The checks of tests/conftest.py, on runs that leave something behind; and what holds of the tests' own modules."""
+"""The checks of tests/conftest.py, on runs that leave something behind; and what holds of the
+tests' own modules.
+"""
 
 from __future__ import annotations
 
@@ -40,7 +42,9 @@ def project(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def run(project: Path, modules: dict[str, str], options: tuple[str, ...]) -> subprocess.CompletedProcess[str]:
+def run(
+    project: Path, modules: dict[str, str], options: tuple[str, ...]
+) -> subprocess.CompletedProcess[str]:
     for name, body in modules.items():
         (project / f"tests/test_{name}.py").write_text(body)
     return subprocess.run(
@@ -59,13 +63,19 @@ def environment() -> dict[str, str]:
     return {**own, "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"}  # those of third parties take seconds
 
 
-@pytest.mark.parametrize("options", [(), pytest.param(PARALLEL, marks=pytest.mark.slow)], ids=["alone", "side-by-side"])
-def test_a_run_that_leaves_something_behind_has_failed(project: Path, options: tuple[str, ...]) -> None:
+@pytest.mark.parametrize(
+    "options", [(), pytest.param(PARALLEL, marks=pytest.mark.slow)], ids=["alone", "side-by-side"]
+)
+def test_a_run_that_leaves_something_behind_has_failed(
+    project: Path, options: tuple[str, ...]
+) -> None:
     ended = run(project, UNTIDY, options)
     process = re.search(r"^  process (\d+): sleep 600$", ended.stdout, re.MULTILINE)
     assert process, ended.stdout + ended.stderr
     os.kill(int(process[1]), signal.SIGKILL)
-    assert re.search(r"^  port \d+, on which a test still listens$", ended.stdout, re.MULTILINE), ended.stdout
+    assert re.search(r"^  port \d+, on which a test still listens$", ended.stdout, re.MULTILINE), (
+        ended.stdout
+    )
     assert "\n  file left.txt\n" in ended.stdout
     assert (ended.returncode, ended.stdout.splitlines()[-1][:8]) == (1, "3 passed")
 
@@ -75,26 +85,38 @@ def test_each_kind_is_enough(project: Path, kind: str) -> None:
     ended = run(project, {kind: UNTIDY[kind], "tidy": TIDY}, PARALLEL)
     if process := re.search(r"^  process (\d+): ", ended.stdout, re.MULTILINE):
         os.kill(int(process[1]), signal.SIGKILL)
-    assert len(re.findall(rf"^  {kind} ", ended.stdout, re.MULTILINE)) == 1, ended.stdout + ended.stderr
+    assert len(re.findall(rf"^  {kind} ", ended.stdout, re.MULTILINE)) == 1, (
+        ended.stdout + ended.stderr
+    )
     assert (ended.returncode, "2 passed" in ended.stdout) == (1, True)
 
 
 @pytest.mark.parametrize("tidy", [True, False])
-def test_a_failed_test_is_run_once_more_unless_something_was_left(project: Path, tidy: bool) -> None:
+def test_a_failed_test_is_run_once_more_unless_something_was_left(
+    project: Path, tidy: bool
+) -> None:
     """What `make test-failed` does after `make test`."""
-    failing = "from pathlib import Path\ndef test_it(): Path('.pytest_cache/once').touch(exist_ok=False)"
+    failing = (
+        "from pathlib import Path\ndef test_it(): Path('.pytest_cache/once').touch(exist_ok=False)"
+    )
     (project / ".pytest_cache").mkdir()
     (project / ".pytest_cache/once").touch()
     first = run(project, {"failing": failing, "other": TIDY if tidy else UNTIDY["file"]}, PARALLEL)
-    assert (first.returncode, "1 failed, 1 passed" in first.stdout) == (1, True), first.stdout + first.stderr
+    assert (first.returncode, "1 failed, 1 passed" in first.stdout) == (1, True), (
+        first.stdout + first.stderr
+    )
     (project / ".pytest_cache/once").unlink()
     again = run(project, {}, ("--last-failed", "--last-failed-no-failures", "none"))
-    assert (again.returncode, "1 passed" in again.stdout) == ((0, True) if tidy else (5, False)), again.stdout + again.stderr
+    assert (again.returncode, "1 passed" in again.stdout) == ((0, True) if tidy else (5, False)), (
+        again.stdout + again.stderr
+    )
 
 
 def test_a_tidy_run_has_passed(project: Path) -> None:
     ended = run(project, {"one": TIDY, "other": TIDY}, PARALLEL)
-    assert (ended.returncode, ended.stdout.splitlines()[-1][:8]) == (0, "2 passed"), ended.stdout + ended.stderr
+    assert (ended.returncode, ended.stdout.splitlines()[-1][:8]) == (0, "2 passed"), (
+        ended.stdout + ended.stderr
+    )
 
 
 def test_tests_whose_process_died_have_failed_and_others_are_run(project: Path) -> None:
@@ -126,7 +148,10 @@ def test_processes_end_with_the_one_that_forked_them(project: Path) -> None:
 
 
 def test_a_folder_whose_tests_share_something_is_one_process(project: Path) -> None:
-    note = "import os\nfrom pathlib import Path\ndef test_it(): Path(f'.pytest_cache/{os.getpid()}').touch()"
+    note = (
+        "import os\nfrom pathlib import Path\ndef test_it(): "
+        "Path(f'.pytest_cache/{os.getpid()}').touch()"
+    )
     store = project / "tests/ft_service/store"
     store.mkdir(parents=True)
     (project / ".pytest_cache").mkdir()
@@ -138,11 +163,23 @@ def test_a_folder_whose_tests_share_something_is_one_process(project: Path) -> N
 
 
 def test_what_tests_share_is_no_test_module() -> None:
-    """A helper in a test module is not found, and brings its module's fixtures and imports along."""
+    """A helper in a test module is not found, and brings its module's fixtures and imports
+    along.
+    """
     for path in TESTS.rglob("*.py"):
         source = path.read_text()
-        for node in ast.walk(ast.parse(source)) if re.search(r"\btests\.[\w.]*(test_|conftest)", source) else ():
+        for node in (
+            ast.walk(ast.parse(source))
+            if re.search(r"\btests\.[\w.]*(test_|conftest)", source)
+            else ()
+        ):
             names = [node.module or ""] if isinstance(node, ast.ImportFrom) else []
-            names += [alias.name for alias in node.names] if isinstance(node, ast.Import | ast.ImportFrom) else []
+            names += (
+                [alias.name for alias in node.names]
+                if isinstance(node, ast.Import | ast.ImportFrom)
+                else []
+            )
             shared = [name for name in names if name.startswith("tests.")]
-            assert not any(re.search(r"\.(test_\w+|conftest)$", name) for name in shared), f"{path}: {shared}"
+            assert not any(re.search(r"\.(test_\w+|conftest)$", name) for name in shared), (
+                f"{path}: {shared}"
+            )

@@ -1,4 +1,6 @@
-"""Set-up says what is missing before it installs anything, and the pinned versions are those that pyproject.toml allows."""
+"""Set-up says what is missing before it installs anything, and the pinned versions are those that
+pyproject.toml allows.
+"""
 
 from __future__ import annotations
 
@@ -27,14 +29,23 @@ def checkout(tmp_path: Path) -> Path:
 
 def make(checkout: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
     environment = {name: value for name, value in os.environ.items() if name not in SET_BY_MAKE}
-    return subprocess.run(["make", *arguments], cwd=checkout, env=environment, capture_output=True, text=True, check=False)
+    return subprocess.run(
+        ["make", *arguments],
+        cwd=checkout,
+        env=environment,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
 
 
 def fake_python(checkout: Path, version: str, lacks: str) -> str:
     """An interpreter that fails every check whose code contains `lacks`."""
     path = checkout / "python"
     cases = ["-V) echo Python " + version, f"*{lacks}*) exit 1", "*%d*) echo python3.12-venv"]
-    path.write_text('#!/bin/sh\ncase "$*" in\n' + "".join(f"{case} ;;\n" for case in cases) + "esac\n")
+    path.write_text(
+        '#!/bin/sh\ncase "$*" in\n' + "".join(f"{case} ;;\n" for case in cases) + "esac\n"
+    )
     path.chmod(0o755)
     return f"PYTHON={path}"
 
@@ -70,21 +81,37 @@ def test_nothing_is_installed_again_once_it_is_there(checkout: Path) -> None:
 
 def test_every_requirement_is_pinned_to_a_version_that_it_allows() -> None:
     lines = (ROOT / "constraints.txt").read_text().splitlines()
-    pins = {canonical(name): version for name, version in (line.split("==") for line in lines if line[0] != "#")}
+    pins = {
+        canonical(name): version
+        for name, version in (line.split("==") for line in lines if line[0] != "#")
+    }
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
-    wanted = [*project["dependencies"], *(line for extra in project["optional-dependencies"].values() for line in extra)]
+    wanted = [
+        *project["dependencies"],
+        *(line for extra in project["optional-dependencies"].values() for line in extra),
+    ]
     own = project["name"]  # an extra made of other extras
     for requirement in (one for one in map(Requirement, wanted) if one.name != own):
         assert requirement.specifier.contains(pins[canonical(requirement.name)]), requirement
 
 
 def test_every_pinned_version_can_be_had_by_the_oldest_python() -> None:
-    """Debian 12 has 3.11.2, where a release that wants 3.11.5 cannot be installed, and pip says that versions conflict."""
-    pins = [line.split("==")[0] for line in (ROOT / "constraints.txt").read_text().splitlines() if line[0] != "#"]
-    installed = {canonical(found.name): found.metadata["Requires-Python"] for found in distributions()}
+    """Debian 12 has 3.11.2, where a release that wants 3.11.5 cannot be installed, and pip says
+    that versions conflict.
+    """
+    pins = [
+        line.split("==")[0]
+        for line in (ROOT / "constraints.txt").read_text().splitlines()
+        if line[0] != "#"
+    ]
+    installed = {
+        canonical(found.name): found.metadata["Requires-Python"] for found in distributions()
+    }
     wanted = {name: installed[canonical(name)] for name in pins if installed.get(canonical(name))}
     assert len(wanted) > 60
-    assert {name: asked for name, asked in wanted.items() if "3.11.0" not in SpecifierSet(asked)} == {}
+    assert {
+        name: asked for name, asked in wanted.items() if "3.11.0" not in SpecifierSet(asked)
+    } == {}
 
 
 def canonical(name: str) -> str:

@@ -1,4 +1,6 @@
-"""Functions, classes and forwards of other packages are replaced in ROOMS alone, and each patch says why."""
+"""Functions, classes and forwards of other packages are replaced in ROOMS alone, and each patch
+says why.
+"""
 
 from __future__ import annotations
 
@@ -15,18 +17,27 @@ from transformers import PreTrainedModel
 ROOT = Path(__file__).parents[1]
 PACKAGES = ("ft_service", "api", "workers")
 ROOMS = ("workers/patches", "ft_service/data/tokens/patches")
-PATCHES = sorted(f"{room}/{path.name}" for room in ROOMS for path in (ROOT / room).glob("*.py") if path.name != "__init__.py")
+PATCHES = sorted(
+    f"{room}/{path.name}"
+    for room in ROOMS
+    for path in (ROOT / room).glob("*.py")
+    if path.name != "__init__.py"
+)
 
 
 @cache
 def methods() -> frozenset[str]:
-    """Names of what can be called on every model of transformers, and so on every module of torch."""
-    return frozenset(name for name in dir(PreTrainedModel) if callable(getattr(PreTrainedModel, name)))
+    """Names of what can be called on every model of transformers, and so on every module of
+    torch.
+    """
+    return frozenset(
+        name for name in dir(PreTrainedModel) if callable(getattr(PreTrainedModel, name))
+    )
 
 
 def replacements(tree: ast.Module) -> Iterator[tuple[int, str]]:
-    """Line and target of each assignment to an attribute of an imported package, to a method of a model, or to `sys.modules`
-    (but by a process in its own main block).
+    """Line and target of each assignment to an attribute of an imported package, to a method of a
+    model, or to `sys.modules` (but by a process in its own main block).
     """
     nodes = [node for own in tree.body if not isinstance(own, ast.If) for node in ast.walk(own)]
     others = {name for node in nodes for name in _bound(node)}
@@ -35,7 +46,9 @@ def replacements(tree: ast.Module) -> Iterator[tuple[int, str]]:
             text = ast.unparse(target)
             if text.startswith("sys.modules["):
                 yield target.lineno, text
-            elif isinstance(target, ast.Attribute) and not re.search(r"\.(config|backends)\.", text):  # of a package: settings
+            elif isinstance(target, ast.Attribute) and not re.search(
+                r"\.(config|backends)\.", text
+            ):  # of a package: settings
                 root = text.split(".")[0]
                 if root in others or (root != "self" and target.attr in methods()):
                     yield target.lineno, text
@@ -44,7 +57,11 @@ def replacements(tree: ast.Module) -> Iterator[tuple[int, str]]:
 def _bound(node: ast.AST) -> list[str]:
     """Names that an import binds to something of another package."""
     if isinstance(node, ast.Import):
-        return [alias.asname or alias.name.split(".")[0] for alias in node.names if alias.name.split(".")[0] not in PACKAGES]
+        return [
+            alias.asname or alias.name.split(".")[0]
+            for alias in node.names
+            if alias.name.split(".")[0] not in PACKAGES
+        ]
     if isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] not in PACKAGES:
         return [alias.asname or alias.name for alias in node.names]
     return []
@@ -53,10 +70,16 @@ def _bound(node: ast.AST) -> list[str]:
 def _assigned(node: ast.AST) -> Sequence[ast.expr]:
     """The targets of an assignment; of `setattr` with a known name the attribute."""
     if isinstance(node, ast.Assign):
-        return [part for target in node.targets for part in (target.elts if isinstance(target, ast.Tuple) else [target])]
+        return [
+            part
+            for target in node.targets
+            for part in (target.elts if isinstance(target, ast.Tuple) else [target])
+        ]
     if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == "setattr":
         owner, name, *_ = node.args
-        known = name.value if isinstance(name, ast.Constant) and isinstance(name.value, str) else "_"
+        known = (
+            name.value if isinstance(name, ast.Constant) and isinstance(name.value, str) else "_"
+        )
         return [ast.Attribute(owner, known, lineno=node.lineno)]
     return []
 
@@ -76,7 +99,9 @@ def _assigned(node: ast.AST) -> Sequence[ast.expr]:
     ],
 )
 def test_a_replacement_is_seen(line: str) -> None:
-    assert list(replacements(ast.parse(f"import sys, torch\nfrom transformers import AutoModel\n{line}")))
+    assert list(
+        replacements(ast.parse(f"import sys, torch\nfrom transformers import AutoModel\n{line}"))
+    )
 
 
 @pytest.mark.parametrize(
@@ -87,7 +112,9 @@ def test_a_replacement_is_seen(line: str) -> None:
     ],
 )
 def test_an_attribute_of_our_own_is_none(line: str) -> None:
-    assert not list(replacements(ast.parse(f"import torch\nfrom workers.model import config\n{line}")))
+    assert not list(
+        replacements(ast.parse(f"import torch\nfrom workers.model import config\n{line}"))
+    )
 
 
 def test_nothing_of_another_package_is_replaced_outside_of_the_rooms() -> None:

@@ -1,4 +1,6 @@
-"""Every command in README and docs is one that there is; `tests/e2e/test_transcript.py` runs them."""
+"""Every command in README and docs is one that there is; `tests/e2e/test_transcript.py` runs
+them.
+"""
 
 from __future__ import annotations
 
@@ -22,8 +24,15 @@ _SPOKEN = re.compile(r"`ft ([a-z][a-z-]*)((?: [^`]*)?)`")
 
 def ours(block: Block) -> list[list[str]]:
     """The command lines of `ft` in a block, without what the shell does with them."""
-    lines = [shlex.split(line, comments=True) for line in block.commands if re.match(r"(\.venv/bin/)?ft ", line)]
-    return [list(takewhile(lambda word: word not in ("|", ">", "&", "&&", ";"), words))[1:] for words in lines]
+    lines = [
+        shlex.split(line, comments=True)
+        for line in block.commands
+        if re.match(r"(\.venv/bin/)?ft ", line)
+    ]
+    return [
+        list(takewhile(lambda word: word not in ("|", ">", "&", "&&", ";"), words))[1:]
+        for words in lines
+    ]
 
 
 @pytest.mark.parametrize("page", PAGES)
@@ -44,19 +53,28 @@ def test_blocks_are_found_as_people_see_them() -> None:
         "git clone <this repository> && cd ft-service\nmake quickstart\n",
     ]
     assert len(blocks("docs/kubernetes.md")) >= 3
-    assert blocks("docs/guide.md")[1].commands[:2] == ["mkdir -p my-job", "cat > my-job/train.jsonl"]
+    assert blocks("docs/guide.md")[1].commands[:2] == [
+        "mkdir -p my-job",
+        "cat > my-job/train.jsonl",
+    ]
 
 
 def test_blocks_of_commands_have_the_name_by_which_they_are_found() -> None:
     """One called bash was left out, and the next block lacked what it exports."""
-    named = {name for page in PAGES for name in re.findall(r"^ *```(\w+)", (ROOT / page).read_text(), re.MULTILINE)}
+    named = {
+        name
+        for page in PAGES
+        for name in re.findall(r"^ *```(\w+)", (ROOT / page).read_text(), re.MULTILINE)
+    }
     assert {"sh", "python"} <= named
     assert not named & {"bash", "shell", "console", "py"}
 
 
 def test_every_command_that_is_spoken_of_exists() -> None:
     group: Any = typer.main.get_command(app)
-    spoken = {(page, match[1]) for page in PAGES for match in _SPOKEN.finditer((ROOT / page).read_text())}
+    spoken = {
+        (page, match[1]) for page in PAGES for match in _SPOKEN.finditer((ROOT / page).read_text())
+    }
     assert len(spoken) > 30
     assert sorted((page, name) for page, name in spoken if name not in group.commands) == []
 
@@ -67,7 +85,9 @@ def test_the_readme_fits_on_four_screens() -> None:
 
 def test_the_tables_of_other_tools_names_are_current() -> None:
     page = ROOT / "docs/from-other-tools.md"
-    assert page.read_text() == names_page.page(), f"python -m ft_service.convert.names_page > {page.relative_to(Path.cwd())}"
+    assert page.read_text() == names_page.page(), (
+        f"python -m ft_service.convert.names_page > {page.relative_to(Path.cwd())}"
+    )
 
 
 def test_every_usual_option_of_another_tool_has_a_rule() -> None:

@@ -1,4 +1,6 @@
-"""docs/serving-matrix.md says what its program finds: here by what needs no weights, in the slow test all of it."""
+"""docs/serving-matrix.md says what its program finds: here by what needs no weights, in the slow
+test all of it.
+"""
 
 from __future__ import annotations
 
@@ -37,7 +39,12 @@ def test_the_page_has_every_family_and_says_which_llama_cpp_has() -> None:
 def test_the_page_says_what_the_program_finds(family: str, tmp_path: Path) -> None:
     found = {form: seen for form, (seen, _) in serving_matrix.cells(family, tmp_path).items()}
     there = rows()[family]
-    there["vllm"] = "matrices"  # vLLM itself is asked where it is: tests/ft_service/serving/test_vllm.py
+    there["vllm"] = (
+        "matrices"  # vLLM itself is asked where it is: tests/ft_service/serving/test_vllm.py
+    )
     if importlib.util.find_spec("llama_cpp_py_sync") is None:  # whose logits the page was made with
-        there = {form: "matrices" if form.startswith("gguf") and seen == "logits" else seen for form, seen in there.items()}
+        there = {
+            form: "matrices" if form.startswith("gguf") and seen == "logits" else seen
+            for form, seen in there.items()
+        }
     assert found == there

@@ -18,7 +18,10 @@ def test_an_answer_that_is_empty_is_none() -> None:
 
 
 def test_who_waits_in_vain_says_for_what() -> None:
-    with pytest.raises(AssertionError, match=r"^did not happen within 0 seconds: .*lambda: NEVER, 0.* \(test_waits\.py:\d+\)$"):
+    with pytest.raises(
+        AssertionError,
+        match=r"^did not happen within 0 seconds: .*lambda: NEVER, 0.* \(test_waits\.py:\d+\)$",
+    ):
         wait_for(lambda: NEVER, 0.0)
 
 

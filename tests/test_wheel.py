@@ -1,4 +1,6 @@
-"""The built wheel has all that the repository has of the packages, and no top-level package but ft_service."""
+"""The built wheel has all that the repository has of the packages, and no top-level package but
+ft_service.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +18,14 @@ from ft_service.installation import BUNDLED, PYTHONPATH, ROOT, python_path, root
 from tests.support.wheels import build_wheel
 
 CORE = "ft_service"
-BESIDE = ("api", "workers", "examples/data", "examples/descriptions", "examples/models", "examples/evaluate.py")
+BESIDE = (
+    "api",
+    "workers",
+    "examples/data",
+    "examples/descriptions",
+    "examples/models",
+    "examples/evaluate.py",
+)
 SPEC = "deploy/examples/quickstart.yaml"
 
 
@@ -32,12 +41,28 @@ def names(wheel: Path) -> set[str]:
 
 
 def test_the_wheel_has_everything_of_the_packages(names: set[str]) -> None:
-    listed = subprocess.run(["git", "ls-files", CORE, *BESIDE, SPEC], cwd=ROOT, capture_output=True, text=True, check=False)
+    listed = subprocess.run(
+        ["git", "ls-files", CORE, *BESIDE, SPEC],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
     if listed.returncode:
         pytest.skip("this is no checkout")
     tracked = [name for name in listed.stdout.splitlines() if (ROOT / name).is_file()]
-    assert {Path(name).suffix for name in tracked} >= {".py", ".html", ".js", ".css", ".yaml", ".jsonl", ".safetensors"}
-    expected = {name if name.startswith(f"{CORE}/") else f"{CORE}/{BUNDLED}/{name}" for name in tracked}
+    assert {Path(name).suffix for name in tracked} >= {
+        ".py",
+        ".html",
+        ".js",
+        ".css",
+        ".yaml",
+        ".jsonl",
+        ".safetensors",
+    }
+    expected = {
+        name if name.startswith(f"{CORE}/") else f"{CORE}/{BUNDLED}/{name}" for name in tracked
+    }
     assert sorted(expected - names) == []
 
 
@@ -52,11 +77,21 @@ def test_the_wheels_metadata_say_what_the_project_says(wheel: Path) -> None:
         metadata = Parser().parsestr(file.read(f"{information}/METADATA").decode())
         scripts = file.read(f"{information}/entry_points.txt").decode()
     assert metadata["Version"] == __version__
-    assert set(re.findall(r"^([\w-]+) = ft_service\.cli:main$", scripts, re.MULTILINE)) == {"ft", "ft-service"}
-    extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
+    assert set(re.findall(r"^([\w-]+) = ft_service\.cli:main$", scripts, re.MULTILINE)) == {
+        "ft",
+        "ft-service",
+    }
+    extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"][
+        "optional-dependencies"
+    ]
     assert set(metadata.get_all("Provides-Extra", [])) == set(extras)
     (all_of,) = extras["all"]
-    assert set(re.findall(r"[\w-]+", all_of.partition("[")[2])) == set(extras) - {"all", "bench", "docs", "dev"}
+    assert set(re.findall(r"[\w-]+", all_of.partition("[")[2])) == set(extras) - {
+        "all",
+        "bench",
+        "docs",
+        "dev",
+    }
 
 
 def test_packages_are_beside_or_inside_of_ours(tmp_path: Path) -> None:

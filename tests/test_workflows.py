@@ -1,4 +1,6 @@
-"""What CI of others runs exists: workflows can be read, and every target, script, file and job that they name is there."""
+"""What CI of others runs exists: workflows can be read, and every target, script, file and job that
+they name is there.
+"""
 
 from __future__ import annotations
 
@@ -57,7 +59,10 @@ def test_a_workflow_is_whole(path: Path) -> None:
             for text in _EXPRESSION.findall(json.dumps(step)):
                 assert text.startswith(_CONTEXTS), text
                 assert not text.startswith("steps.") or text.split(".")[1] in ids, text
-                assert not text.startswith("matrix.") or text.split(".")[1] in job["strategy"]["matrix"], text
+                assert (
+                    not text.startswith("matrix.")
+                    or text.split(".")[1] in job["strategy"]["matrix"]
+                ), text
 
 
 @pytest.mark.parametrize("path", WORKFLOWS, ids=lambda path: path.stem)
@@ -69,18 +74,35 @@ def test_actions_are_pinned_by_digest_with_their_version_beside_it(path: Path) -
 
 
 def test_what_is_run_exists() -> None:
-    targets = set(re.findall(r"^([\w./-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE)) | {".venv/.ready"}
+    targets = set(re.findall(r"^([\w./-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE)) | {
+        ".venv/.ready"
+    }
     named: set[str] = set()
     for command in _commands():
         assert subprocess.run(["bash", "-n", "-c", command], check=False).returncode == 0, command
-        assert "${{" not in command, "what others may choose reaches a shell by the environment alone"
+        assert "${{" not in command, (
+            "what others may choose reaches a shell by the environment alone"
+        )
         assert set(re.findall(r"\bmake ([\w./-]+)", command)) <= targets, command
-        named |= set(re.findall(r"(?<![\w/.\"])((?:\.ci|tests|docs|deploy|examples)/[\w./-]+)", command))
-    files = {step["with"]["file"] for path in WORKFLOWS for step in _steps(path) if "file" in step.get("with", {})}
-    named |= {file.replace("${{ matrix.image }}", image) for file in files for image in ("api", "worker")}
+        named |= set(
+            re.findall(r"(?<![\w/.\"])((?:\.ci|tests|docs|deploy|examples)/[\w./-]+)", command)
+        )
+    files = {
+        step["with"]["file"]
+        for path in WORKFLOWS
+        for step in _steps(path)
+        if "file" in step.get("with", {})
+    }
+    named |= {
+        file.replace("${{ matrix.image }}", image) for file in files for image in ("api", "worker")
+    }
     assert len(named) >= 9
     assert not [path for path in named if not (ROOT / path).exists()]
-    assert not [path for path in named if path.startswith(".ci/") and not (ROOT / path).stat().st_mode & 0o111]
+    assert not [
+        path
+        for path in named
+        if path.startswith(".ci/") and not (ROOT / path).stat().st_mode & 0o111
+    ]
 
 
 def test_other_machines_prepare_tests_as_our_own_ci_does() -> None:
@@ -88,17 +110,24 @@ def test_other_machines_prepare_tests_as_our_own_ci_does() -> None:
     assert len(ours) >= 3
     jobs = [job for path in WORKFLOWS for job in _jobs(path).values()]
     commands = [[step.get("run") for step in job["steps"]] for job in jobs]
-    testing = [run for run in commands if any((command or "").startswith("make test") for command in run)]
+    testing = [
+        run for run in commands if any((command or "").startswith("make test") for command in run)
+    ]
     assert len(testing) == len(WORKFLOWS)
     assert all(set(ours) <= set(run) for run in testing)
 
 
 def test_every_python_that_is_allowed_is_tested() -> None:
-    classes = re.search(r'requires-python = ">=3\.(\d+),<3\.(\d+)"', (ROOT / "pyproject.toml").read_text())
+    classes = re.search(
+        r'requires-python = ">=3\.(\d+),<3\.(\d+)"', (ROOT / "pyproject.toml").read_text()
+    )
     assert classes is not None
     allowed = [f"3.{minor}" for minor in range(int(classes[1]), int(classes[2]))]
     for name in ("ci", "release"):
-        assert _jobs(ROOT / f".github/workflows/{name}.yml")["test"]["strategy"]["matrix"]["python"] == allowed
+        assert (
+            _jobs(ROOT / f".github/workflows/{name}.yml")["test"]["strategy"]["matrix"]["python"]
+            == allowed
+        )
 
 
 def test_nothing_is_published_for_good_before_the_images() -> None:
@@ -111,14 +140,20 @@ def test_nothing_is_published_for_good_before_the_images() -> None:
 
 
 def _changelog(tag: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run([ROOT / ".ci/changelog", tag], capture_output=True, text=True, check=False)
+    return subprocess.run(
+        [ROOT / ".ci/changelog", tag], capture_output=True, text=True, check=False
+    )
 
 
 def test_a_releases_notes_are_its_section_of_the_changelog() -> None:
     notes = _changelog(f"v{__version__}").stdout
     assert "### Added" in notes
     assert "## [" not in notes
-    first = re.search(rf"^## \[{re.escape(__version__)}\] - .*\n\n(.*)", (ROOT / "CHANGELOG.md").read_text(), re.MULTILINE)
+    first = re.search(
+        rf"^## \[{re.escape(__version__)}\] - .*\n\n(.*)",
+        (ROOT / "CHANGELOG.md").read_text(),
+        re.MULTILINE,
+    )
     assert first is not None
     assert notes.strip().startswith(first[1])
 
@@ -132,5 +167,9 @@ def test_another_tag_is_refused() -> None:
 def test_updates_are_asked_for_what_is_pinned() -> None:
     renovate = json.loads((ROOT / "renovate.json").read_text())
     assert "helpers:pinGitHubActionDigests" in renovate["extends"]
-    (torch,) = [rule["allowedVersions"] for rule in renovate["packageRules"] if rule.get("matchPackageNames") == ["torch"]]
+    (torch,) = [
+        rule["allowedVersions"]
+        for rule in renovate["packageRules"]
+        if rule.get("matchPackageNames") == ["torch"]
+    ]
     assert f'"torch>=2.11,{torch}"' in (ROOT / "pyproject.toml").read_text()

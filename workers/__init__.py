@@ -6,12 +6,17 @@ import sys
 from ft_service.host.lifetime import die_with_parent
 
 if sys.argv[:1] == ["-m"] and {"workers.train", "workers.engine"} & set(sys.orig_argv):
-    die_with_parent()  # Python imports this package first: a rank must not outlive torchrun, not even while torch is imported
+    # Python imports this package first: a rank must not outlive torchrun, not even while torch is
+    # imported
+    die_with_parent()
 
-# At import bitsandbytes reports an optional CPU inference kernel that it did not find; training never uses it.
+# At import bitsandbytes reports an optional CPU inference kernel that it did not find; training
+# never uses it.
 logging.getLogger("bitsandbytes").setLevel(logging.ERROR)
 
 from ft_service.host.quick_imports import quick_imports  # noqa: E402
 
 with quick_imports():
-    from workers.patches import bitsandbytes_import as bitsandbytes_import  # first of all: PEFT would import it otherwise
+    from workers.patches import (
+        bitsandbytes_import as bitsandbytes_import,
+    )  # first of all: PEFT would import it otherwise

@@ -1,7 +1,9 @@
-"""Describes a base: `python -m workers.describe FOLDER` prints the description (ft_service/bases/description.py) as JSON.
+"""Describes a base: `python -m workers.describe FOLDER` prints the description
+(ft_service/bases/description.py) as JSON.
 
-The base is built on meta by the functions that training calls, so that what the description says of names, shapes and formats
-is what training finds. No weight is read. Facts that no config says are found on a small copy (workers/model/probes.py).
+The base is built on meta by the functions that training calls, so that what the description says of
+names, shapes and formats is what training finds. No weight is read. Facts that no config says are
+found on a small copy (workers/model/probes.py).
 """
 
 from __future__ import annotations
@@ -42,7 +44,12 @@ from ft_service.bases.safetensors_folder import INDEX, SINGLE, files_of, read_in
 from ft_service.errors import SpecError
 from ft_service.spec import LoraOptions, PrecisionOptions, WeightFormat
 from workers.base.base_tensors import Safetensors
-from workers.base.layouts import announced_formats, is_companion, quantization_of, refuse_what_changes_values
+from workers.base.layouts import (
+    announced_formats,
+    is_companion,
+    quantization_of,
+    refuse_what_changes_values,
+)
 from workers.base.load import base_tensor_name, check_complete
 from workers.base.parameter_sources import NamedBase, find_pieces
 from workers.base.quantized_rows import StoredBase
@@ -59,13 +66,21 @@ from workers.patches.fused_layers import norms_and_gates
 from workers.ranks.runtime import quiet_libraries
 
 _DTYPES = {"BF16": "bf16", "F16": "fp16", "F32": "fp32"}
-_COUNTS_OF_CHOSEN = ("num_experts_per_tok", "top_k_experts", "moe_k", "moe_topk", "num_experts_per_token")
+_COUNTS_OF_CHOSEN = (
+    "num_experts_per_tok",
+    "top_k_experts",
+    "moe_k",
+    "moe_topk",
+    "num_experts_per_token",
+)
 """Names under which configs say how many experts a token meets."""
 _NORMS_OF_HEADS = ("q_norm", "k_norm")
 
 
 def main(folder: str) -> None:
-    """Print the description of a base, or why it cannot be tuned, as one JSON document on a line of its own."""
+    """Print the description of a base, or why it cannot be tuned, as one JSON document on a line of
+    its own.
+    """
     with os.fdopen(os.dup(1), "wb") as out:
         os.dup2(2, 1)  # what libraries print goes to stderr
         quiet_libraries()
@@ -73,23 +88,35 @@ def main(folder: str) -> None:
 
 
 def _document(folder: str) -> Described:
-    versions, path = Versions.installed(), Path(folder)
+    versions = Versions.installed()
+    path = Path(folder)
     try:
         base = replace(describe(folder), products=products())
         return Described(description_key(path, versions), versions, base=base)
     except SpecError as error:
         refusal = Refusal(error.message, error.param, error.code, _model_type(path))
     except OSError as error:
-        refusal = Refusal(f"The base in {folder} cannot be read: {error.strerror or error}.", "model", "model_unreadable")
+        refusal = Refusal(
+            f"The base in {folder} cannot be read: {error.strerror or error}.",
+            "model",
+            "model_unreadable",
+        )
     return Described(_key_or_none(path, versions), versions, refused=refusal)
 
 
 def describe(folder: str) -> Description:
-    """The description of a base as training builds it. Raises SpecError for a base that cannot be tuned; OSError."""
+    """The description of a base as training builds it.
+
+    Raises SpecError for a base that cannot be tuned; OSError.
+    """
     base = base_on_meta(folder)
     layers = decoder_layers(base)
     downloaded = _is_downloaded(Path(folder))
-    held = formats_of_base(base, layers, folder) if downloaded else _announced_formats(base, layers, Path(folder))
+    held = (
+        formats_of_base(base, layers, folder)
+        if downloaded
+        else _announced_formats(base, layers, Path(folder))
+    )
     formats = precision_map(base, layers, PrecisionOptions(default="bf16"), held)
     probed = probe(base)
     if probed.refused is not None:
@@ -107,9 +134,13 @@ def describe_model(
     *,
     downloaded: bool,
 ) -> Description:
-    """The description of a model on meta whose experts are those of training (`swap`). `held`: formats of the base's files."""
+    """The description of a model on meta whose experts are those of training (`swap`).
+
+    `held`: formats of the base's files.
+    """
     weights = _weights(model, layers, held, probed.not_adapted)
-    layout, unkept = "not downloaded", dict[str, str]()
+    layout = "not downloaded"
+    unkept = dict[str, str]()
     if downloaded:
         weights, layout, unkept = _with_files(model, weights, folder)
     decoder = text_decoder(model)
@@ -117,7 +148,9 @@ def describe_model(
         model_type=str(decoder.config.model_type),
         architecture=type(model).__name__,
         dimensions=_dimensions(decoder.config, model, layers, weights),
-        weights=tuple(sorted(weights, key=lambda weight: -1 if weight.layer is None else weight.layer)),
+        weights=tuple(
+            sorted(weights, key=lambda weight: -1 if weight.layer is None else weight.layer)
+        ),
         layout=layout,
         outer=outer_modules(model),
         loss_in_chunks=probed.loss_in_chunks,
@@ -130,11 +163,18 @@ def describe_model(
 
 
 def _weights(
-    model: PreTrainedModel, layers: list[nn.Module], held: Mapping[str, WeightFormat], not_adapted: Mapping[str, str]
+    model: PreTrainedModel,
+    layers: list[nn.Module],
+    held: Mapping[str, WeightFormat],
+    not_adapted: Mapping[str, str],
 ) -> list[Weight]:
     """Every frozen parameter, tied ones once, without the names in the files."""
-    adapted = set(adapted_modules(model, LoraOptions(), shared_experts=True, not_adapted=not_adapted))
-    layer_of = {id(module): number for number, layer in enumerate(layers) for module in layer.modules()}
+    adapted = set(
+        adapted_modules(model, LoraOptions(), shared_experts=True, not_adapted=not_adapted)
+    )
+    layer_of = {
+        id(module): number for number, layer in enumerate(layers) for module in layer.modules()
+    }
     head = model.get_output_embeddings()
     seen: set[int] = set()
     weights: list[Weight] = []
@@ -144,7 +184,14 @@ def _weights(
                 continue
             seen.add(id(parameter))
             layer = layer_of.get(id(module))
-            kind = _kind(name, module, parameter_name, parameter, is_head=module is head, in_layer=layer is not None)
+            kind = _kind(
+                name,
+                module,
+                parameter_name,
+                parameter,
+                is_head=module is head,
+                in_layer=layer is not None,
+            )
             weights.append(
                 Weight(
                     module=name,
@@ -160,7 +207,9 @@ def _weights(
     return weights
 
 
-def _kind(name: str, module: nn.Module, parameter: str, tensor: Tensor, *, is_head: bool, in_layer: bool) -> Kind:
+def _kind(
+    name: str, module: nn.Module, parameter: str, tensor: Tensor, *, is_head: bool, in_layer: bool
+) -> Kind:
     last = last_name(name)
     if parameter == "bias":
         return "bias"
@@ -178,9 +227,11 @@ def _kind(name: str, module: nn.Module, parameter: str, tensor: Tensor, *, is_he
     return "norm" if is_norm and tensor.ndim <= 2 else "other"
 
 
-def _with_files(model: PreTrainedModel, weights: list[Weight], folder: str) -> tuple[list[Weight], str, dict[str, str]]:
-    """The weights with the names and dtypes of their tensors in the base's files, the layout of most of their bytes, and
-    `Description.unkept`.
+def _with_files(
+    model: PreTrainedModel, weights: list[Weight], folder: str
+) -> tuple[list[Weight], str, dict[str, str]]:
+    """The weights with the names and dtypes of their tensors in the base's files, the layout of
+    most of their bytes, and `Description.unkept`.
 
     Raises SpecError for a tensor that the files lack, or that has another shape there.
     """
@@ -195,7 +246,9 @@ def _with_files(model: PreTrainedModel, weights: list[Weight], folder: str) -> t
             tensors = [piece.tensor for piece in named.pieces(weight.name)]
             stored = named.stored(weight.name)
             dtype = files.dtype(tensors[0])
-            layouts[_DTYPES.get(dtype, dtype.lower()) if stored is None else stored.layout] += weight.numel
+            layouts[_DTYPES.get(dtype, dtype.lower()) if stored is None else stored.layout] += (
+                weight.numel
+            )
             found.append(replace(weight, files=_pattern(tensors), dtype=dtype))
             if stored is not None and stored.format is None:
                 unkept[weight.module] = stored.layout
@@ -203,14 +256,18 @@ def _with_files(model: PreTrainedModel, weights: list[Weight], folder: str) -> t
 
 
 def _pattern(tensors: list[str]) -> str:
-    """One name for the tensors that make a parameter: `*` replaces the parts of names in which they differ."""
+    """One name for the tensors that make a parameter: `*` replaces the parts of names in which they
+    differ.
+    """
     parts = [name.split(".") for name in dict.fromkeys(tensors)]
     if len({len(names) for names in parts}) > 1:
         return f"{tensors[0]}, … ({len(tensors)})"
     return ".".join(names[0] if len(set(names)) == 1 else "*" for names in zip(*parts, strict=True))
 
 
-def _dimensions(config: Any, model: PreTrainedModel, layers: list[nn.Module], weights: list[Weight]) -> Dimensions:
+def _dimensions(
+    config: Any, model: PreTrainedModel, layers: list[nn.Module], weights: list[Weight]
+) -> Dimensions:
     embedding: Any = model.get_input_embeddings()
     head: Any = model.get_output_embeddings()
     rows, width = embedding.weight.shape
@@ -218,18 +275,24 @@ def _dimensions(config: Any, model: PreTrainedModel, layers: list[nn.Module], we
     heads = _size(config, "num_attention_heads", "n_head", "n_heads", "num_heads")
     if heads is None:
         raise SpecError(
-            f"The base is a {config.model_type} model without attention, by which memory and time are planned: it cannot be "
+            f"The base is a {config.model_type} model without attention, by which memory and time "
+            "are planned: it cannot be "
             "tuned here.",
             param="model",
         )
-    # Keys and values of all heads come from one latent vector, whatever the number of their groups says.
+    # Keys and values of all heads come from one latent vector, whatever the number of their groups
+    # says.
     latent = (_size(config, "qk_nope_head_dim") or 0) + (_size(config, "qk_rope_head_dim") or 0)
     head_size = latent or _size(config, "head_dim") or hidden // heads
     inside = [weight for weight in weights if weight.layer is not None]
     first = min((weight.layer for weight in inside if weight.layer is not None), default=0)
-    linears = [last_name(weight.module) for weight in inside if weight.kind in ("linear", "experts")]
+    linears = [
+        last_name(weight.module) for weight in inside if weight.kind in ("linear", "experts")
+    ]
     intermediate = _size(config, "intermediate_size", "n_inner", "ffn_dim") or 4 * hidden
-    stacks = {name: module for name, module in model.named_modules() if isinstance(module, ExpertsLinear)}
+    stacks = {
+        name: module for name, module in model.named_modules() if isinstance(module, ExpertsLinear)
+    }
     experts = max((stack.num_experts for stack in stacks.values()), default=0)
     inner = [stack.in_features for name, stack in stacks.items() if last_name(name) == GATED[1]]
     gated = any("gate" in name for name in linears)
@@ -245,7 +308,10 @@ def _dimensions(config: Any, model: PreTrainedModel, layers: list[nn.Module], we
         kv=(heads if latent else _size(config, "num_key_value_heads") or heads) * head_size,
         intermediate=intermediate,
         vocabulary=max(int(rows), int(head.weight.shape[0])),
-        norms=sum(weight.kind == "norm" and weight.layer == first and weight.shape == (hidden,) for weight in inside),
+        norms=sum(
+            weight.kind == "norm" and weight.layer == first and weight.shape == (hidden,)
+            for weight in inside
+        ),
         head_norms=any(weight.module.endswith(_NORMS_OF_HEADS) for weight in weights),
         gated=gated,
         experts=experts,
@@ -264,10 +330,13 @@ class _SeenError(Exception):
 
 
 def _shares_in_fp32(model: nn.Module, hidden: int) -> bool:
-    """Whether the first experts of a model on meta get shares in fp32 from hidden states in bf16. It is taken to be so where
-    the module that holds them cannot be called by itself.
+    """Whether the first experts of a model on meta get shares in fp32 from hidden states in bf16.
+
+    It is taken to be so where the module that holds them cannot be called by itself.
     """
-    name = next((name for name, module in model.named_modules() if isinstance(module, FrozenExperts)), None)
+    name = next(
+        (name for name, module in model.named_modules() if isinstance(module, FrozenExperts)), None
+    )
     if name is None:
         return False
     given: list[torch.dtype] = []
@@ -278,7 +347,9 @@ def _shares_in_fp32(model: nn.Module, hidden: int) -> bool:
 
     seen = model.get_submodule(name).register_forward_pre_hook(see, with_kwargs=True)
     try:
-        model.get_submodule(name.rpartition(".")[0])(torch.empty(1, 2, hidden, dtype=torch.bfloat16, device="meta"))
+        model.get_submodule(name.rpartition(".")[0])(
+            torch.empty(1, 2, hidden, dtype=torch.bfloat16, device="meta")
+        )
     except Exception:  # _SeenError, and what an architecture's own code raises
         pass
     finally:
@@ -286,20 +357,33 @@ def _shares_in_fp32(model: nn.Module, hidden: int) -> bool:
     return given != [torch.bfloat16]
 
 
-def _beside_experts(model: PreTrainedModel, layers: list[nn.Module], inside: list[Weight]) -> list[Weight]:
-    """The linear layers that every token passes in decoder layers with experts, without attention: they lie next to the stacks,
-    or in a part of the layer that is named a feed-forward. `inside`: the weights of all decoder layers.
+def _beside_experts(
+    model: PreTrainedModel, layers: list[nn.Module], inside: list[Weight]
+) -> list[Weight]:
+    """The linear layers that every token passes in decoder layers with experts, without attention:
+    they lie next to the stacks, or in a part of the layer that is named a feed-forward. `inside`:
+    the weights of all decoder layers.
     """
     names = {module: name for name, module in model.named_modules()}
 
     def part(weight: Weight) -> tuple[int | None, str]:
         assert weight.layer is not None
-        return weight.layer, weight.module.removeprefix(f"{names[layers[weight.layer]]}.").partition(".")[0]
+        return weight.layer, weight.module.removeprefix(
+            f"{names[layers[weight.layer]]}."
+        ).partition(".")[0]
 
     with_experts = {part(weight) for weight in inside if weight.kind == "experts"}
     numbers = {number for number, _ in with_experts}
-    linears = [weight for weight in inside if weight.kind == "linear" and last_name(weight.module) not in ROUTERS]
-    return [w for w in linears if w.layer in numbers and (part(w) in with_experts or "mlp" in part(w)[1])]
+    linears = [
+        weight
+        for weight in inside
+        if weight.kind == "linear" and last_name(weight.module) not in ROUTERS
+    ]
+    return [
+        w
+        for w in linears
+        if w.layer in numbers and (part(w) in with_experts or "mlp" in part(w)[1])
+    ]
 
 
 def _fused_parts(model: PreTrainedModel, layers: list[nn.Module], hidden: int) -> FusedParts:
@@ -321,7 +405,9 @@ def _fused_parts(model: PreTrainedModel, layers: list[nn.Module], hidden: int) -
 
 
 def _size(config: Any, *names: str) -> int | None:
-    """The first of these attributes that is a positive integer; of a list with one for each layer the largest."""
+    """The first of these attributes that is a positive integer; of a list with one for each layer
+    the largest.
+    """
     return next((size for name in names for size in _sizes(_value(config, name))), None)
 
 
@@ -346,8 +432,11 @@ def _is_downloaded(folder: Path) -> bool:
     return all(path.exists() for path in files_of(folder, read_index(folder)))
 
 
-def _announced_formats(model: PreTrainedModel, layers: list[nn.Module], folder: Path) -> dict[str, WeightFormat]:
-    """Formats of the weights of a base whose files are not downloaded, by its config.json and index.
+def _announced_formats(
+    model: PreTrainedModel, layers: list[nn.Module], folder: Path
+) -> dict[str, WeightFormat]:
+    """Formats of the weights of a base whose files are not downloaded, by its config.json and
+    index.
 
     Raises SpecError where these do not say enough.
     """
@@ -359,7 +448,8 @@ def _announced_formats(model: PreTrainedModel, layers: list[nn.Module], folder: 
     announced = announced_formats(names, quantization)
     if not announced:
         raise SpecError(
-            f"The weights of the base in {folder} are not here, and without them it cannot be planned: of a quantised base "
+            f"The weights of the base in {folder} are not here, and without them it cannot be "
+            "planned: of a quantised base "
             f"the plan needs its files, or for FP8, NVFP4 and MXFP4 {INDEX}.",
             param="model",
             code="model_unreadable",

@@ -1,10 +1,12 @@
-"""Bodies of requests that are held whole, in memory: their bytes are limited, by project and of all together.
+"""Bodies of requests that are held whole, in memory: their bytes are limited, by project and of all
+together.
 
     body = ArrivingBody(request, most=1024**2)
     async with body.whole() as held: ...        held: bytearray, counted until the block ends
 
-A body that has no room yet is not read, so that its client waits; before that, a connection holds FREE_BYTES or little more
-(uvicorn). A body that arrives too slowly is given up: it holds the room of the project's others.
+A body that has no room yet is not read, so that its client waits; before that, a connection holds
+FREE_BYTES or little more (uvicorn). A body that arrives too slowly is given up: it holds the room
+of the project's others.
 """
 
 from __future__ import annotations
@@ -50,7 +52,9 @@ class BodyTooLargeError(SpecError):
 
 
 async def drain(stream: AsyncIterator[bytes], limit: int) -> None:
-    """Read the rest of a body, up to a limit: closing a connection with unread data loses the answer."""
+    """Read the rest of a body, up to a limit: closing a connection with unread data loses the
+    answer.
+    """
     async for chunk in stream:
         limit -= len(chunk)
         if limit < 0:
@@ -79,9 +83,16 @@ class ArrivingBody:
 
     @asynccontextmanager
     async def whole(self) -> AsyncIterator[bytearray]:
-        """Yield the body, whose bytes count for its project until the block ends. Raises SpecError if it is too large or too
-        slow, LimitError and UnavailableError as `Places.held`."""
-        room = nullcontext() if self.size <= FREE_BYTES else _BODIES.held(self._project, cost=self.size, size=self.size)
+        """Yield the body, whose bytes count for its project until the block ends.
+
+        Raises SpecError if it is too large or too slow, LimitError and UnavailableError as
+        `Places.held`.
+        """
+        room = (
+            nullcontext()
+            if self.size <= FREE_BYTES
+            else _BODIES.held(self._project, cost=self.size, size=self.size)
+        )
         async with AsyncExitStack() as stack:
             try:
                 await stack.enter_async_context(room)
@@ -116,6 +127,8 @@ class ArrivingBody:
         try:
             chunk = await anext(self._stream, None)
         except ClientDisconnect:
-            raise HTTPException(DISCONNECTED, "The client has closed the connection before its body had arrived.") from None
+            raise HTTPException(
+                DISCONNECTED, "The client has closed the connection before its body had arrived."
+            ) from None
         self._held += chunk or b""
         return chunk is not None

@@ -13,7 +13,9 @@ NOT_BUFFERED = {"x-accel-buffering": "no"}
 
 
 class ClosingResponse(StreamingResponse):
-    """A streamed answer that closes what it reads from when it has ended, also if its client went before the first part."""
+    """A streamed answer that closes what it reads from when it has ended, also if its client went
+    before the first part.
+    """
 
     def __init__(
         self,

@@ -1,5 +1,6 @@
-"""Limits on connections: on the time that a request takes to arrive, on the size of its headers, and on their number. uvicorn
-itself closes only those that are idle after an answer."""
+"""Limits on connections: on the time that a request takes to arrive, on the size of its headers,
+and on their number. uvicorn itself closes only those that are idle after an answer.
+"""
 
 from __future__ import annotations
 
@@ -10,10 +11,15 @@ from typing import ClassVar
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 HEADER_SECONDS = 20.0
-"""Limit on the arrival of a request's first line and headers, from the opening of the connection or their first byte."""
+"""Limit on the arrival of a request's first line and headers, from the opening of the connection or
+their first byte.
+"""
 HEADER_BYTES = 256 * 1024
-"""Limit on a request's first line and headers, and on those that may follow its body. The parser keeps what has arrived of a
-header, and copies it at each further piece, while nobody else is served."""
+"""Limit on a request's first line and headers, and on those that may follow its body.
+
+The parser keeps what has arrived of a header, and copies it at each further piece, while nobody
+else is served.
+"""
 BODY_SECONDS = 60.0
 """Limit on a pause in the arrival of a body while the server waits for it."""
 _OTHER_FILES = 200
@@ -22,9 +28,13 @@ _FEWEST = 16
 
 
 def possible_connections(wanted: int) -> int:
-    """Return the number of connections to allow: `wanted`, but fewer than the files that the process may open."""
+    """Return the number of connections to allow: `wanted`, but fewer than the files that the
+    process may open.
+    """
     soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
-    return wanted if soft == resource.RLIM_INFINITY else max(_FEWEST, min(wanted, soft - _OTHER_FILES))
+    return (
+        wanted if soft == resource.RLIM_INFINITY else max(_FEWEST, min(wanted, soft - _OTHER_FILES))
+    )
 
 
 def limited(
@@ -34,7 +44,12 @@ def limited(
     header_bytes: int = HEADER_BYTES,
 ) -> type[HttpToolsProtocol]:
     """Return the protocol class for uvicorn's connections of one server."""
-    limits = {"most": most, "header_seconds": header_seconds, "body_seconds": body_seconds, "header_bytes": header_bytes}
+    limits = {
+        "most": most,
+        "header_seconds": header_seconds,
+        "body_seconds": body_seconds,
+        "header_bytes": header_bytes,
+    }
     return type("LimitedConnection", (_Connection,), {**limits, "waiting": {}})
 
 
@@ -98,7 +113,9 @@ class _Connection(HttpToolsProtocol):
 
     def _expect_headers(self) -> None:
         self.waiting[self] = None
-        self._headers_due = self.loop.call_later(self.header_seconds, self._end, b"408 Request Timeout")
+        self._headers_due = self.loop.call_later(
+            self.header_seconds, self._end, b"408 Request Timeout"
+        )
 
     def _cancel_timers(self) -> None:
         self.waiting.pop(self, None)
@@ -115,7 +132,9 @@ class _Connection(HttpToolsProtocol):
         if left <= 0 and not self.flow.read_paused:
             self.transport.close()
             return
-        self._body_due = self.loop.call_later(left if left > 0 else self.body_seconds, self._check_body)
+        self._body_due = self.loop.call_later(
+            left if left > 0 else self.body_seconds, self._check_body
+        )
 
     def _refuse_headers(self) -> None:
         if self.cycle is None or self.cycle.response_complete:
@@ -125,8 +144,9 @@ class _Connection(HttpToolsProtocol):
             self.transport.close()
 
     def _make_room(self) -> None:
-        """Close the connection that has waited longest for a request, or else one of a project with more than half of all, or
-        else this one: there is one too many."""
+        """Close the connection that has waited longest for a request, or else one of a project with
+        more than half of all, or else this one: there is one too many.
+        """
         for other in self.waiting:
             if other is not self:
                 other._end(b"503 Service Unavailable")
@@ -137,17 +157,24 @@ class _Connection(HttpToolsProtocol):
         self._end(b"503 Service Unavailable", always=True)
 
     def _one_of_too_many(self) -> _Connection | None:
-        """Return the connection whose client was silent for longest, of a project whose requests have more than half of the
-        connections; None: no project has."""
+        """Return the connection whose client was silent for longest, of a project whose requests
+        have more than half of the connections; None: no project has.
+        """
         of_projects: dict[str, list[_Connection]] = {}
         for other in self.connections:
             if isinstance(other, _Connection) and (project_id := other._project_id()) is not None:
                 of_projects.setdefault(project_id, []).append(other)
         largest = max(of_projects.values(), key=len, default=[])
-        return min(largest, key=lambda other: other._received_at) if len(largest) > self.most // 2 else None
+        return (
+            min(largest, key=lambda other: other._received_at)
+            if len(largest) > self.most // 2
+            else None
+        )
 
     def _project_id(self) -> str | None:
-        """Return the project of the request that runs; None: none runs, or its key is not checked yet."""
+        """Return the project of the request that runs; None: none runs, or its key is not checked
+        yet.
+        """
         if self.cycle is None or self.cycle.response_complete:
             return None
         principal = self.cycle.scope.get("state", {}).get("principal")  # of api/http/auth.py
@@ -159,5 +186,7 @@ class _Connection(HttpToolsProtocol):
         if self.transport.is_closing():
             return
         if self._has_begun or always:
-            self.transport.write(b"HTTP/1.1 " + status + b"\r\ncontent-length: 0\r\nconnection: close\r\n\r\n")
+            self.transport.write(
+                b"HTTP/1.1 " + status + b"\r\ncontent-length: 0\r\nconnection: close\r\n\r\n"
+            )
         self.transport.close()

@@ -1,4 +1,7 @@
-"""A cache of jobs' curves. Every viewer of a job asks for them every few seconds, and little changes between two requests."""
+"""A cache of jobs' curves.
+
+Every viewer of a job asks for them every few seconds, and little changes between two requests.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +24,11 @@ _MOST_JOBS = 128
 """Jobs in the cache: half a megabyte for one of 10,000 steps."""
 _MOST_DERIVED = 4
 """Derived values kept for a job: a page asks for its curves, and a list for its sparkline."""
-_KINDS: dict[str, Kind] = {ASKED[Verb.PAUSE]: "pause", ASKED[Verb.RESUME]: "resume", ASKED[Verb.CANCEL]: "cancel"}
+_KINDS: dict[str, Kind] = {
+    ASKED[Verb.PAUSE]: "pause",
+    ASKED[Verb.RESUME]: "resume",
+    ASKED[Verb.CANCEL]: "cancel",
+}
 
 
 @dataclass
@@ -51,9 +58,13 @@ class CurveCache:
         self._jobs: OrderedDict[str, _CachedJob] = OrderedDict()
         self._lock = threading.Lock()
 
-    def derived(self, job: Job, key: Hashable, version: Hashable, derive: Callable[[Curves], Derived]) -> tuple[Derived, int]:
-        """Return what `derive` makes of a job's curves, and the place of the newest event in them. The value is kept under
-        `key` until the curves or `version` change. The caller checks that it may see the job.
+    def derived(
+        self, job: Job, key: Hashable, version: Hashable, derive: Callable[[Curves], Derived]
+    ) -> tuple[Derived, int]:
+        """Return what `derive` makes of a job's curves, and the place of the newest event in them.
+
+        The value is kept under `key` until the curves or `version` change. The caller checks that
+        it may see the job.
         """
         is_over = job.state in TERMINAL and job.phase is None
         with self._lock:

@@ -44,11 +44,15 @@ _EXACT = 2**53
 MAX_DEPTH = 100
 """Limit on nesting in a JSON body: deeper values could be parsed but not serialised."""
 MOST_CONTAINERS = 20_000
-"""Limit on objects and lists in a JSON body: the interpreter does nothing else while it makes those of a list."""
+"""Limit on objects and lists in a JSON body: the interpreter does nothing else while it makes those
+of a list.
+"""
 MOST_TEXTS = 100_000
 """Limit on names and texts in a JSON body."""
 SHORT_BYTES = 4096
-"""Bodies up to this size are parsed at once, in less than 5 ms of a slow processor; larger ones in a thread."""
+"""Bodies up to this size are parsed at once, in less than 5 ms of a slow processor; larger ones in
+a thread.
+"""
 TESTS = 32
 """Tests of webhook endpoints that run at once."""
 TESTS_OF_PROJECT = 4
@@ -98,11 +102,18 @@ class Services:
     @cached_property
     def webhook_tests(self) -> Sender:
         """The sender of samples to webhook endpoints."""
-        return Sender(allow_private=self.settings.webhook_allow_private, at_once=TESTS, at_once_of_project=TESTS_OF_PROJECT)
+        return Sender(
+            allow_private=self.settings.webhook_allow_private,
+            at_once=TESTS,
+            at_once_of_project=TESTS_OF_PROJECT,
+        )
 
     @cached_property
     def grader_limits(self) -> GraderLimits:
-        """What graders may use. Raises SpecError if FT_GRADER_MODELS is wrong, which `create_app` finds out."""
+        """What graders may use.
+
+        Raises SpecError if FT_GRADER_MODELS is wrong, which `create_app` finds out.
+        """
         return GraderLimits.from_settings(self.settings)
 
     @cached_property
@@ -111,15 +122,21 @@ class Services:
         return Forecasts(self.store)
 
     def refuse_samples(self, *, of_weights: bool = False) -> None:
-        """Raise SpecError if requests for samples are not answered here; `of_weights`: of weights that were trained here."""
+        """Raise SpecError if requests for samples are not answered here; `of_weights`: of weights
+        that were trained here.
+        """
         text = None
         if self.preview is None and not self.settings.inference_urls:
             text = (
-                "This service answers no requests for samples: its preview is off, or runs in another process (FT_PREVIEW, "
+                "This service answers no requests for samples: its preview is off, or runs in "
+                "another process (FT_PREVIEW, "
                 "FT_LAUNCHER = local), and there is no inference server (FT_INFERENCE_URL)."
             )
         if of_weights and self.settings.inference_urls and self.settings.adapters is None:
-            text = "The inference server gets no weights from here: FT_ADAPTERS, a folder that it sees too, is not set."
+            text = (
+                "The inference server gets no weights from here: FT_ADAPTERS, a folder that it "
+                "sees too, is not set."
+            )
         if text is not None:
             raise SpecError(text, code="no_sampler")
 
@@ -139,7 +156,10 @@ async def services(request: Request) -> Services:  # async, since it needs no th
 
 
 async def json_body(request: Request) -> Any:
-    """Return the body as JSON. Raises SpecError if it is too large or not JSON; ft_service checks its contents."""
+    """Return the body as JSON.
+
+    Raises SpecError if it is too large or not JSON; ft_service checks its contents.
+    """
     return await _parsed(request)
 
 
@@ -164,11 +184,12 @@ async def _parsed(request: Request, *, exact: bool = False, optional: bool = Fal
 
 
 def parse_json(body: bytes | bytearray, *, exact: bool = False) -> Any:
-    """Parse strict JSON: without NaN, numbers beyond a float's range, or duplicate keys. 3.0 is a whole number, unless `exact`.
-    Raises SpecError.
+    """Parse strict JSON: without NaN, numbers beyond a float's range, or duplicate keys.
 
-    The parser is in C, and keeps the interpreter from everything else until it calls Python: it does so for each number and
-    object, and what it makes without a call is limited in number."""
+    3.0 is a whole number, unless `exact`. Raises SpecError.
+
+    The parser is in C, and keeps the interpreter from everything else until it calls Python: it
+    does so for each number and object, and what it makes without a call is limited in number."""
     if not body:
         raise SpecError("The body is empty: send a JSON object.", code="invalid_json")
     containers = _require_few(body)
@@ -190,19 +211,31 @@ def parse_json(body: bytes | bytearray, *, exact: bool = False) -> Any:
 
 
 def _require_few(body: bytes | bytearray) -> int:
-    """Return the number of objects and lists in JSON. Raises SpecError if they, or its texts, are too many."""
+    """Return the number of objects and lists in JSON.
+
+    Raises SpecError if they, or its texts, are too many.
+    """
     parts = body.replace(rb"\\", b"").replace(rb"\"", b"").split(b'"')
     bare = b"".join(parts[::2])  # what is outside of texts
-    containers, texts = bare.count(b"{") + bare.count(b"["), len(parts) // 2
-    for count, most, what in ((containers, MOST_CONTAINERS, "objects and lists"), (texts, MOST_TEXTS, "names and texts")):
+    containers = bare.count(b"{") + bare.count(b"[")
+    texts = len(parts) // 2
+    for count, most, what in (
+        (containers, MOST_CONTAINERS, "objects and lists"),
+        (texts, MOST_TEXTS, "names and texts"),
+    ):
         if count > most:
-            message = f"The body has {count:,} {what}; at most {most:,} are possible. Send less at once."
+            message = (
+                f"The body has {count:,} {what}; at most {most:,} are possible. Send less at once."
+            )
             raise SpecError(message, code="request_too_large")
     return containers
 
 
 def parse_body(body: Any, model: type[Body]) -> Body:
-    """Return a JSON body as a strict model. Raises SpecError naming the field, its value and the limit."""
+    """Return a JSON body as a strict model.
+
+    Raises SpecError naming the field, its value and the limit.
+    """
     if not isinstance(body, dict):
         raise SpecError(f"The body must be an object, not {kind(body)}.")
     try:
@@ -212,20 +245,33 @@ def parse_body(body: Any, model: type[Body]) -> Body:
 
 
 def body_schema(model: type[Strict], *, required: bool = True) -> dict[str, Any]:
-    """Return a route's `openapi_extra`. FastAPI does not check its JSON body, so BODIES adds the schema."""
+    """Return a route's `openapi_extra`.
+
+    FastAPI does not check its JSON body, so BODIES adds the schema.
+    """
     BODIES.append(model)
     schema = {"$ref": SCHEMAS.format(model=model.__name__)}
-    return {"requestBody": {"required": required, "content": {"application/json": {"schema": schema}}}}
+    return {
+        "requestBody": {"required": required, "content": {"application/json": {"schema": schema}}}
+    }
 
 
 def binary(*media_types: str) -> dict[int | str, dict[str, Any]]:
     """Return a route's `responses`, whose answer is not JSON, or not always."""
-    return {200: {"content": {media_type: {"schema": {"type": "string"}} for media_type in media_types}}}
+    return {
+        200: {"content": {media_type: {"schema": {"type": "string"}} for media_type in media_types}}
+    }
 
 
 def server_sent() -> dict[int | str, dict[str, Any]]:
-    """Return a route's `responses`, whose answer may be server-sent events. The schema is that of one event."""
-    schema = {"type": "object", "properties": {"id": {"type": "string"}, "data": {"type": "string"}}}
+    """Return a route's `responses`, whose answer may be server-sent events.
+
+    The schema is that of one event.
+    """
+    schema = {
+        "type": "object",
+        "properties": {"id": {"type": "string"}, "data": {"type": "string"}},
+    }
     return {200: {"content": {"text/event-stream": {"schema": schema}}}}
 
 
@@ -233,7 +279,9 @@ def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     members: dict[str, Any] = {}
     for key, value in pairs:
         if key in members:
-            raise SpecError(f"{key} is given twice in one object: keep one.", param=key, code="invalid_json")
+            raise SpecError(
+                f"{key} is given twice in one object: keep one.", param=key, code="invalid_json"
+            )
         members[key] = value
     return members
 
@@ -258,13 +306,18 @@ def _number(text: str) -> float | int:
 
 
 def with_whole_numbers(value: Any) -> Any:
-    """Return JSON with whole numbers in place of floats that are whole: it has one type of number, and in its schemas 3.0 is an
-    integer."""
+    """Return JSON with whole numbers in place of floats that are whole: it has one type of number,
+    and in its schemas 3.0 is an integer.
+    """
     if isinstance(value, dict):
         return {name: with_whole_numbers(inner) for name, inner in value.items()}
     if isinstance(value, list):
         return [with_whole_numbers(inner) for inner in value]
-    return int(value) if isinstance(value, float) and value.is_integer() and abs(value) < _EXACT else value
+    return (
+        int(value)
+        if isinstance(value, float) and value.is_integer() and abs(value) < _EXACT
+        else value
+    )
 
 
 def _is_deeper(value: Any, levels: int) -> bool:
@@ -282,12 +335,17 @@ def _members(value: Any) -> Iterable[Any]:
 
 
 def _too_deep() -> SpecError:
-    message = f"The body is not usable JSON: nested too deeply, at most {MAX_DEPTH} objects and lists within each other."
+    message = (
+        f"The body is not usable JSON: nested too deeply, at most {MAX_DEPTH} objects and "
+        "lists within each other."
+    )
     return SpecError(message, code="invalid_json")
 
 
 Svc = Annotated[Services, Depends(services)]
-Cursor = Annotated[str | None, Field(min_length=1, description="Id of the last item of the page before.")]
+Cursor = Annotated[
+    str | None, Field(min_length=1, description="Id of the last item of the page before.")
+]
 """The cursor of a list, as a field of query parameters."""
 After = Annotated[Cursor, Query()]
 """The cursor of a list, as a parameter of a route."""

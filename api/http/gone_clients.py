@@ -10,7 +10,12 @@ DISCONNECTED = 499
 
 
 def refuse_without_client(request: Request) -> None:
-    """Raise HTTPException if the client is gone. It sends its request again, and what this try stores besides would be a second
-    object. Called in a thread of the request."""
+    """Raise HTTPException if the client is gone.
+
+    It sends its request again, and what this try stores besides would be a second object. Called in
+    a thread of the request.
+    """
     if from_thread.run(request.is_disconnected):
-        raise HTTPException(DISCONNECTED, "The client has closed the connection; nothing was stored.")
+        raise HTTPException(
+            DISCONNECTED, "The client has closed the connection; nothing was stored."
+        )

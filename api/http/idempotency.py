@@ -1,10 +1,12 @@
-"""Repeated POSTs: a request that the client sends again because it did not see the answer must not create a second object.
+"""Repeated POSTs: a request that the client sends again because it did not see the answer must not
+create a second object.
 
-OpenAI's client sends no idempotency key; it counts its tries in `x-stainless-retry-count`. So a request is a repeat if that
-count is above 0 and the same object was created in the same project a short while ago; a deliberate second request has a count
-of 0. With `Idempotency-Key`, the id of what is created is derived from the key, so that the database admits only one. The bytes
-of files and parts are on the disk under their ids, where two tries would write over each other's: their ids are drawn, and the
-digest of the key is stored beside them, once. All of it works across restarts.
+OpenAI's client sends no idempotency key; it counts its tries in `x-stainless-retry-count`. So a
+request is a repeat if that count is above 0 and the same object was created in the same project a
+short while ago; a deliberate second request has a count of 0. With `Idempotency-Key`, the id of
+what is created is derived from the key, so that the database admits only one. The bytes of files
+and parts are on the disk under their ids, where two tries would write over each other's: their ids
+are drawn, and the digest of the key is stored beside them, once. All of it works across restarts.
 """
 
 from __future__ import annotations
@@ -33,7 +35,9 @@ from ft_service.store.records import (
 )
 from ft_service.store.sql import Store
 
-Created = TypeVar("Created", Job, Sweep, File, Upload, UploadPart, WebhookEndpoint, Project, tuple[ApiKey, str])
+Created = TypeVar(
+    "Created", Job, Sweep, File, Upload, UploadPart, WebhookEndpoint, Project, tuple[ApiKey, str]
+)
 Requested = TypeVar("Requested", Job, Sweep)
 
 WINDOW_SECONDS = 40 * 60
@@ -44,8 +48,11 @@ _HEADER = "Idempotency-Key"
 _MAX_KEY = 255
 
 
-def once(earlier: Callable[[], Created | None], create: Callable[[], Created]) -> tuple[Created, bool]:
-    """Return what an earlier try of a request created, or create it; and whether it was created now.
+def once(
+    earlier: Callable[[], Created | None], create: Callable[[], Created]
+) -> tuple[Created, bool]:
+    """Return what an earlier try of a request created, or create it; and whether it was created
+    now.
 
     Raises ConflictError as `create`, unless a try that arrived at the same time caused it.
     """
@@ -60,8 +67,10 @@ def once(earlier: Callable[[], Created | None], create: Callable[[], Created]) -
 
 
 def last_look(request: Request, earlier: Callable[[], Created | None]) -> Callable[[], None]:
-    """Return a check for the moment before `create` stores its object, which may be long after the request came. It raises
-    ConflictError if another try of the request was faster, HTTPException if the client is gone, whose next try may be."""
+    """Return a check for the moment before `create` stores its object, which may be long after the
+    request came. It raises ConflictError if another try of the request was faster, HTTPException if
+    the client is gone, whose next try may be.
+    """
 
     def look() -> None:
         refuse_without_client(request)
@@ -72,8 +81,11 @@ def last_look(request: Request, earlier: Callable[[], Created | None]) -> Callab
 
 
 def key_digest(key: str | None, *owners: str) -> str | None:
-    """Return the digest of an `Idempotency-Key`; None without one. `owners`: ids of what a key is unique in, the project's
-    first. Raises SpecError if the key is too long."""
+    """Return the digest of an `Idempotency-Key`; None without one.
+
+    `owners`: ids of what a key is unique in, the project's first. Raises SpecError if the key is
+    too long.
+    """
     if not key:
         return None
     if len(key) > _MAX_KEY:
@@ -82,24 +94,40 @@ def key_digest(key: str | None, *owners: str) -> str | None:
 
 
 def keyed_id(prefix: str, key: str | None, principal: Principal, *owners: str) -> str | None:
-    """Return the id of what a request with an `Idempotency-Key` creates; None without one. `owners`: what the key is unique in,
-    below the caller's project. Raises SpecError as `key_digest`."""
+    """Return the id of what a request with an `Idempotency-Key` creates; None without one.
+
+    `owners`: what the key is unique in, below the caller's project. Raises SpecError as
+    `key_digest`.
+    """
     digest = key_digest(key, principal.project_id, *owners)
     return digest and prefix + digest[:24]
 
 
-def earlier_job(store: Store, principal: Principal, job_id: str | None, headers: Mapping[str, str], body: Any) -> Job | None:
-    """Return the job that an earlier try of this request created. `job_id`: that of its key; None: it has no key.
+def earlier_job(
+    store: Store, principal: Principal, job_id: str | None, headers: Mapping[str, str], body: Any
+) -> Job | None:
+    """Return the job that an earlier try of this request created.
+
+    `job_id`: that of its key; None: it has no key.
 
     Raises SpecError if the key was used for another body.
     """
     if job_id is not None:
-        return _of_key("job", _found(store.jobs.get_job, principal.project_id, job_id), lambda job: job.request == body)
+        return _of_key(
+            "job",
+            _found(store.jobs.get_job, principal.project_id, job_id),
+            lambda job: job.request == body,
+        )
     if not is_retry(headers):
         return None
     jobs = store.jobs.list_jobs(principal.project_id, limit=_NEWEST).data
-    # A user who has cancelled a job has seen it, so this request is a new one whose first try did not arrive.
-    return _newest(store, (job for job in jobs if not job.sweep_id and job.reason is not Reason.USER_CANCELLED), body)
+    # A user who has cancelled a job has seen it, so this request is a new one whose first try did
+    # not arrive.
+    return _newest(
+        store,
+        (job for job in jobs if not job.sweep_id and job.reason is not Reason.USER_CANCELLED),
+        body,
+    )
 
 
 def earlier_sweep(
@@ -116,7 +144,10 @@ def earlier_sweep(
 
 
 def earlier_upload(store: Store, new: Upload, key: str | None) -> Upload | None:
-    """Return the upload that an earlier try of a request with this key created. Raises SpecError as `earlier_job`."""
+    """Return the upload that an earlier try of a request with this key created.
+
+    Raises SpecError as `earlier_job`.
+    """
     if key is None:
         return None
     return _of_key(
@@ -126,39 +157,57 @@ def earlier_upload(store: Store, new: Upload, key: str | None) -> Upload | None:
     )
 
 
-def earlier_webhook(store: Store, new: WebhookEndpoint, key: str | None, headers: Mapping[str, str]) -> WebhookEndpoint | None:
-    """Return the webhook endpoint that an earlier try of this request created, with its secret. Raises SpecError as
-    `earlier_job`."""
+def earlier_webhook(
+    store: Store, new: WebhookEndpoint, key: str | None, headers: Mapping[str, str]
+) -> WebhookEndpoint | None:
+    """Return the webhook endpoint that an earlier try of this request created, with its secret.
+
+    Raises SpecError as `earlier_job`.
+    """
 
     def is_same(found: WebhookEndpoint) -> bool:
         return (found.name, found.url, found.event_types) == (new.name, new.url, new.event_types)
 
     if key is not None:
-        return _of_key("webhook endpoint", _found(store.webhooks.get_webhook, new.project_id, new.id), is_same)
+        return _of_key(
+            "webhook endpoint", _found(store.webhooks.get_webhook, new.project_id, new.id), is_same
+        )
     if not is_retry(headers):
         return None
     since = store.now() - WINDOW_SECONDS
     endpoints = store.webhooks.list_webhooks(new.project_id, limit=_NEWEST).data
-    return next((found for found in endpoints if found.created_at >= since and is_same(found)), None)
+    return next(
+        (found for found in endpoints if found.created_at >= since and is_same(found)), None
+    )
 
 
-def earlier_project(store: Store, project_id: str | None, name: str, limits: TenantLimits) -> Project | None:
-    """Return the project that an earlier try of a request with this key created. Raises SpecError as `earlier_job`."""
+def earlier_project(
+    store: Store, project_id: str | None, name: str, limits: TenantLimits
+) -> Project | None:
+    """Return the project that an earlier try of a request with this key created.
+
+    Raises SpecError as `earlier_job`.
+    """
     if project_id is None:
         return None
     try:
         found = store.projects.get_project(project_id)
     except NotFoundError:
         return None
-    return _of_key("project", found, lambda project: (project.name, project.limits) == (name, limits))
+    return _of_key(
+        "project", found, lambda project: (project.name, project.limits) == (name, limits)
+    )
 
 
 def earlier_api_key(
     store: Store, project_id: str, key_id: str | None, name: str, scope: Scope, seconds: int | None
 ) -> tuple[ApiKey, str] | None:
-    """Return the API key that an earlier try of a request with this key created. `seconds`: its lifetime; None: without end.
-    Its secret was in the lost answer and is not stored, so that it gets another one. Raises SpecError as `earlier_job`, and if
-    the API key is in use already."""
+    """Return the API key that an earlier try of a request with this key created.
+
+    `seconds`: its lifetime; None: without end. Its secret was in the lost answer and is not stored,
+    so that it gets another one. Raises SpecError as `earlier_job`, and if the API key is in use
+    already.
+    """
     if key_id is None:
         return None
     try:
@@ -170,13 +219,17 @@ def earlier_api_key(
         raise _other_body("API key")
     renewed = store.keys.replace_secret(project_id, key_id)
     if renewed is None:
-        raise _refused(f"the API key that it made, {key_id}, was used or revoked since. Send a new key.")
+        raise _refused(
+            f"the API key that it made, {key_id}, was used or revoked since. Send a new key."
+        )
     return renewed
 
 
-def earlier_file(store: Store, new: File, seconds: int | None, headers: Mapping[str, str]) -> File | None:
-    """Return the file that an earlier try of this request created: by its key, else by its name and contents. `seconds`: its
-    lifetime; None: without end.
+def earlier_file(
+    store: Store, new: File, seconds: int | None, headers: Mapping[str, str]
+) -> File | None:
+    """Return the file that an earlier try of this request created: by its key, else by its name and
+    contents. `seconds`: its lifetime; None: without end.
 
     Raises SpecError if the key was used for another file, or if its file is gone.
     """
@@ -187,13 +240,16 @@ def earlier_file(store: Store, new: File, seconds: int | None, headers: Mapping[
         return file
     _of_key("file", file, lambda file: _contents(file) == (new.filename, new.sha256, seconds))
     if not store.files.find_files([file.id]):
-        raise _refused(f"the file of this key, {file.id}, was deleted or has expired. Send a new key.")
+        raise _refused(
+            f"the file of this key, {file.id}, was deleted or has expired. Send a new key."
+        )
     return file
 
 
 def earlier_part(store: Store, new: UploadPart, headers: Mapping[str, str]) -> UploadPart | None:
-    """Return the part that an earlier try of this request created: by its key, else by its contents. Raises SpecError as
-    `earlier_job`."""
+    """Return the part that an earlier try of this request created: by its key, else by its
+    contents. Raises SpecError as `earlier_job`.
+    """
     if new.idempotency_key is None and not is_retry(headers):
         return None
     return _of_key("part", store.uploads.earlier_part(new), lambda part: part.sha256 == new.sha256)
@@ -207,7 +263,14 @@ def is_retry(headers: Mapping[str, str]) -> bool:
 
 def _newest(store: Store, candidates: Iterable[Requested], body: Any) -> Requested | None:
     since = store.now() - WINDOW_SECONDS
-    return next((created for created in candidates if created.created_at >= since and created.request == body), None)
+    return next(
+        (
+            created
+            for created in candidates
+            if created.created_at >= since and created.request == body
+        ),
+        None,
+    )
 
 
 def _found(get: Callable[[str, str], Created], project_id: str, object_id: str) -> Created | None:
@@ -217,8 +280,13 @@ def _found(get: Callable[[str, str], Created], project_id: str, object_id: str) 
         return None
 
 
-def _of_key(noun: str, created: Created | None, is_same: Callable[[Created], bool]) -> Created | None:
-    """Return what was created with a key. Raises SpecError if this request asks for something else."""
+def _of_key(
+    noun: str, created: Created | None, is_same: Callable[[Created], bool]
+) -> Created | None:
+    """Return what was created with a key.
+
+    Raises SpecError if this request asks for something else.
+    """
     if created is not None and not is_same(created):
         raise _other_body(noun)
     return created

@@ -1,4 +1,6 @@
-"""The middleware of every request: a request id, security headers, a line in the log, metrics, and an answer after a bug."""
+"""The middleware of every request: a request id, security headers, a line in the log, metrics, and
+an answer after a bug.
+"""
 
 from __future__ import annotations
 
@@ -18,9 +20,13 @@ from ft_service.traces import RequestSpan, Traces
 log = logging.getLogger("ft_service.api")
 
 INNER = "ft_service.inner"
-"""Key in the scope of a request that the page makes within another; only the outer one is logged and counted."""
+"""Key in the scope of a request that the page makes within another; only the outer one is logged
+and counted.
+"""
 _UNKNOWN = "none"
-"""Route label of a request without a route: its path is the client's choice, and must not become a label."""
+"""Route label of a request without a route: its path is the client's choice, and must not become a
+label.
+"""
 _ALWAYS = (
     (b"x-content-type-options", b"nosniff"),
     (b"x-frame-options", b"DENY"),
@@ -29,7 +35,10 @@ _ALWAYS = (
 )
 _UNLESS_GIVEN = (
     (b"cache-control", b"no-store"),
-    (b"content-security-policy", b"default-src 'none'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'"),
+    (
+        b"content-security-policy",
+        b"default-src 'none'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'",
+    ),
 )
 """Headers of answers that do not set them: the page and /docs run scripts of their own."""
 _PROBES = ("/livez", "/readyz", "/metrics")
@@ -39,7 +48,9 @@ _WATCHED = (_JOB, f"{_JOB}/events", f"{_JOB}/metrics")
 
 
 class RequestContext:
-    """The outermost ASGI middleware, so that every answer and every log line of a request has `x-request-id`."""
+    """The outermost ASGI middleware, so that every answer and every log line of a request has
+    `x-request-id`.
+    """
 
     def __init__(self, app: ASGIApp, meters: Meters, traces: Traces | None = None) -> None:
         self._app = app
@@ -68,28 +79,45 @@ class RequestContext:
                 if rate := scope.get("state", {}).get("rate"):
                     headers += rate.headers()
                 given = {name for name, _ in headers}
-                message["headers"] = headers + [header for header in _UNLESS_GIVEN if header[0] not in given]
+                message["headers"] = headers + [
+                    header for header in _UNLESS_GIVEN if header[0] not in given
+                ]
             await send(message)
 
-        traced = nullcontext() if self._traces is None else self._traces.request(scope["method"], scope["headers"])
+        traced = (
+            nullcontext()
+            if self._traces is None
+            else self._traces.request(scope["method"], scope["headers"])
+        )
         with about(request_id=request_id), traced as span:
             try:
                 await self._app(scope, receive, send_with_headers)
             except Exception:
                 log.exception("%s %s failed", scope["method"], scope["path"])
-                if status:  # part of the answer was sent: only closing the connection shows the error
+                if (
+                    status
+                ):  # part of the answer was sent: only closing the connection shows the error
                     raise
                 await internal_error(request_id)(scope, receive, send_with_headers)
             finally:
                 self._note(scope, status, time.perf_counter() - started, span)
 
     def _note(self, scope: Scope, status: int, seconds: float, span: RequestSpan | None) -> None:
-        """Count, trace and log the request: its path and ids, never the query, the body or the key."""
+        """Count, trace and log the request: its path and ids, never the query, the body or the
+        key.
+        """
         route = getattr(scope.get("route"), "path", _UNKNOWN)
         self._meters.requests.labels(scope["method"], route, status).observe(seconds)
-        is_routine = route in _PROBES or (scope["method"] == "GET" and (route in _WATCHED or route.startswith("/page/live/")))
+        is_routine = route in _PROBES or (
+            scope["method"] == "GET" and (route in _WATCHED or route.startswith("/page/live/"))
+        )
         level = logging.DEBUG if is_routine and status < 400 else logging.INFO
-        details: dict[str, Any] = {"method": scope["method"], "route": route, "status": status, "seconds": round(seconds, 5)}
+        details: dict[str, Any] = {
+            "method": scope["method"],
+            "route": route,
+            "status": status,
+            "seconds": round(seconds, 5),
+        }
         if job_id := scope.get("path_params", {}).get("job_id"):
             details["job_id"] = job_id
         if principal := scope.get("state", {}).get("principal"):

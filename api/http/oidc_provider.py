@@ -1,7 +1,9 @@
-"""The OpenID Connect provider that people sign in through: the authorization code flow with PKCE, state and nonce.
+"""The OpenID Connect provider that people sign in through: the authorization code flow with PKCE,
+state and nonce.
 
-Written to OpenID Connect Core 1.0, Discovery 1.0 and RP-Initiated Logout 1.0, RFC 7636 (PKCE) and RFC 9207 (`iss` beside the
-code). PyJWT checks the ID token's signature and times. The rest is a few requests by the HTTP client that the service has.
+Written to OpenID Connect Core 1.0, Discovery 1.0 and RP-Initiated Logout 1.0, RFC 7636 (PKCE) and
+RFC 9207 (`iss` beside the code). PyJWT checks the ID token's signature and times. The rest is a few
+requests by the HTTP client that the service has.
 """
 
 from __future__ import annotations
@@ -29,7 +31,18 @@ from ft_service.store.tenants.people import STATE_SECONDS, SignOn
 
 log = logging.getLogger(__name__)
 
-ALGORITHMS = ("RS256", "RS384", "RS512", "PS256", "PS384", "PS512", "ES256", "ES384", "ES512", "EdDSA")
+ALGORITHMS = (
+    "RS256",
+    "RS384",
+    "RS512",
+    "PS256",
+    "PS384",
+    "PS512",
+    "ES256",
+    "ES384",
+    "ES512",
+    "EdDSA",
+)
 """Signatures of ID tokens: those that need a key which only the provider has."""
 _MOST_BYTES = 1024**2
 """Limit of an answer of the provider."""
@@ -40,7 +53,9 @@ _KEPT_SECONDS = 3600.0
 _NEW_KEY_SECONDS = 60.0
 """Shortest time between two fetches of the keys because of one that is not among them."""
 _FAILED_SECONDS = 5.0
-"""Time for which a document that could not be fetched is not asked for again: who waits for it is told so at once."""
+"""Time for which a document that could not be fetched is not asked for again: who waits for it is
+told so at once.
+"""
 _LEEWAY_SECONDS = 60.0
 """Difference between the provider's clock and this host's that is tolerated."""
 _NAME_CHARACTERS = 100
@@ -50,8 +65,8 @@ _NAME_CHARACTERS = 100
 class BrowserSignIn:
     """A sign-in that a browser has begun.
 
-    All its secrets are derived from the one in the browser's cookie, so nothing is stored for sign-ins that are never finished,
-    and a state is worth nothing in another browser.
+    All its secrets are derived from the one in the browser's cookie, so nothing is stored for
+    sign-ins that are never finished, and a state is worth nothing in another browser.
     """
 
     cookie: str
@@ -67,10 +82,14 @@ class BrowserSignIn:
 
     @classmethod
     def of_cookie(cls, cookie: str) -> BrowserSignIn | None:
-        """Return the sign-in of a browser's cookie; None if that is not one that `begin` has made."""
+        """Return the sign-in of a browser's cookie; None if that is not one that `begin` has
+        made.
+        """
         try:
             began, _, to = cookie.split(".")
-            return cls(cookie, float(began), base64.b64decode(to.encode(), b"-_", validate=True).decode())
+            return cls(
+                cookie, float(began), base64.b64decode(to.encode(), b"-_", validate=True).decode()
+            )
         except ValueError:
             return None
 
@@ -107,11 +126,16 @@ class OidcProvider:
     """The provider by the settings."""
 
     def __init__(self, settings: Settings) -> None:
-        """Raises SpecError if FT_OIDC_GROUPS or FT_OIDC_CLIENT_SECRET_FILE is wrong, or the extra `oidc` is not installed."""
+        """Raises SpecError if FT_OIDC_GROUPS or FT_OIDC_CLIENT_SECRET_FILE is wrong, or the extra
+        `oidc` is not installed.
+        """
         try:
             import jwt  # noqa: F401  # only services with single sign-on have it
         except ImportError:
-            message = "FT_OIDC_ISSUER needs a package that is not installed: pip install 'ft-service[oidc]'."
+            message = (
+                "FT_OIDC_ISSUER needs a package that is not installed: pip install "
+                "'ft-service[oidc]'."
+            )
             raise SpecError(message, param="FT_OIDC_ISSUER", code="missing_package") from None
         self._settings = settings
         self._secret = _client_secret(settings)
@@ -126,7 +150,10 @@ class OidcProvider:
         return urlsplit(self._settings.oidc_issuer).hostname or self._settings.oidc_issuer
 
     async def authorization_url(self, sign_in: BrowserSignIn, back: str) -> str:
-        """Return the address that a browser is sent to. `back`: the redirect URI. Raises UnavailableError."""
+        """Return the address that a browser is sent to.
+
+        `back`: the redirect URI. Raises UnavailableError.
+        """
         query = {
             "response_type": "code",
             "client_id": self._settings.oidc_client_id,
@@ -140,8 +167,9 @@ class OidcProvider:
         return _with_query(await self._endpoint("authorization_endpoint"), query)
 
     async def logout_url(self, id_token: str | None, back: str) -> str | None:
-        """Return the address at which the provider ends its own session and leads back; None if it has none or does not
-        answer."""
+        """Return the address at which the provider ends its own session and leads back; None if it
+        has none or does not answer.
+        """
         try:
             ends = (await self._discovered()).get("end_session_endpoint")
         except UnavailableError as error:
@@ -152,21 +180,31 @@ class OidcProvider:
             query["id_token_hint"] = id_token
         return _with_query(ends, query) if isinstance(ends, str) else None
 
-    async def signed_in(self, sign_in: BrowserSignIn, answer: Mapping[str, str], back: str) -> SignedIn:
+    async def signed_in(
+        self, sign_in: BrowserSignIn, answer: Mapping[str, str], back: str
+    ) -> SignedIn:
         """Return the person whom the provider's answer is about; the grants may be empty.
 
-        `answer`: parameters of the request that the browser was sent back with. Raises AuthError if the answer cannot be
-        trusted, UnavailableError if the provider does not answer.
+        `answer`: parameters of the request that the browser was sent back with. Raises AuthError if
+        the answer cannot be trusted, UnavailableError if the provider does not answer.
         """
         if not hmac.compare_digest(answer.get("state", "").encode(), sign_in.state.encode()):
             raise AuthError("This sign-in was not begun in this browser.", code="sign_in_unknown")
         if time.time() - sign_in.began > STATE_SECONDS:
-            raise AuthError(f"This sign-in took longer than {STATE_SECONDS / 60:.0f} minutes.", code="sign_in_unknown")
+            raise AuthError(
+                f"This sign-in took longer than {STATE_SECONDS / 60:.0f} minutes.",
+                code="sign_in_unknown",
+            )
         if answer.get("iss", self._settings.oidc_issuer) != self._settings.oidc_issuer:
             raise AuthError("This answer is another provider's.", code="sign_in_refused")
         if "code" not in answer:
-            why = " ".join(answer.get(name, "")[:200] for name in ("error", "error_description")).strip()
-            raise AuthError(f"{self.name} did not sign you in: {why or 'it gave no reason'}.", code="sign_in_refused")
+            why = " ".join(
+                answer.get(name, "")[:200] for name in ("error", "error_description")
+            ).strip()
+            raise AuthError(
+                f"{self.name} did not sign you in: {why or 'it gave no reason'}.",
+                code="sign_in_refused",
+            )
         tokens = await self._exchange(answer["code"], sign_in.verifier, back)
         id_token = tokens.get("id_token")
         if not isinstance(id_token, str):
@@ -180,27 +218,47 @@ class OidcProvider:
         named = [claims.get(name) for name in ("email", "preferred_username", "name", "sub")]
         name = next(text for text in named if isinstance(text, str) and text)[:_NAME_CHARACTERS]
         grants = grants_of(claims, self._settings.oidc_groups_claim, self._groups)
-        return SignOn(identity=f"{claims['iss']} {claims['sub']}", name=name, grants=grants, state=state)
+        return SignOn(
+            identity=f"{claims['iss']} {claims['sub']}", name=name, grants=grants, state=state
+        )
 
     async def _exchange(self, code: str, verifier: str, back: str) -> dict[str, Any]:
         """Return the tokens for a code. Raises AuthError if the provider refuses it."""
         client_id = self._settings.oidc_client_id
-        form = {"grant_type": "authorization_code", "code": code, "redirect_uri": back, "code_verifier": verifier}
-        known = (await self._discovered()).get("token_endpoint_auth_methods_supported", ["client_secret_basic"])
+        form = {
+            "grant_type": "authorization_code",
+            "code": code,
+            "redirect_uri": back,
+            "code_verifier": verifier,
+        }
+        known = (await self._discovered()).get(
+            "token_endpoint_auth_methods_supported", ["client_secret_basic"]
+        )
         basic = None
         if self._secret is not None and "client_secret_basic" in known:
             basic = (quote(client_id, safe=""), quote(self._secret, safe=""))  # RFC 6749, 2.3.1
         else:
-            form |= {"client_id": client_id} | ({} if self._secret is None else {"client_secret": self._secret})
-        status, tokens = await self._asked("POST", await self._endpoint("token_endpoint"), data=form, auth=basic)
+            form |= {"client_id": client_id} | (
+                {} if self._secret is None else {"client_secret": self._secret}
+            )
+        status, tokens = await self._asked(
+            "POST", await self._endpoint("token_endpoint"), data=form, auth=basic
+        )
         if status != 200:
-            why = f"{tokens.get('error', status)} {tokens.get('error_description', '')}"[:200].strip()
+            why = f"{tokens.get('error', status)} {tokens.get('error_description', '')}"[
+                :200
+            ].strip()
             log.warning("%s refuses a code: %s", self._settings.oidc_issuer, why)
-            raise AuthError(f"{self.name} does not confirm this sign-in: {why}.", code="sign_in_refused")
+            raise AuthError(
+                f"{self.name} does not confirm this sign-in: {why}.", code="sign_in_refused"
+            )
         return tokens
 
     async def _checked(self, id_token: str, nonce: str) -> dict[str, Any]:
-        """Return the claims of an ID token (OpenID Connect Core 1.0, 3.1.3.7). Raises AuthError if one of them is wrong."""
+        """Return the claims of an ID token (OpenID Connect Core 1.0, 3.1.3.7).
+
+        Raises AuthError if one of them is wrong.
+        """
         import jwt
 
         try:
@@ -223,32 +281,43 @@ class OidcProvider:
         party = claims.get("azp", self._settings.oidc_client_id if len(audiences) == 1 else None)
         if party != self._settings.oidc_client_id:
             raise AuthError(
-                f"The ID token of {self.name} was made for another client, or does not say for which of several (azp).",
+                f"The ID token of {self.name} was made for another client, or does not say for "
+                "which of several (azp).",
                 code="sign_in_refused",
             )
         if not hmac.compare_digest(str(claims.get("nonce", "")).encode(), nonce.encode()):
-            raise AuthError(f"The ID token of {self.name} belongs to another sign-in.", code="sign_in_refused")
+            raise AuthError(
+                f"The ID token of {self.name} belongs to another sign-in.", code="sign_in_refused"
+            )
         return claims
 
     async def _key(self, header: Mapping[str, Any]) -> dict[str, Any]:
         """Return the public key that a token's header names. Raises AuthError if there is none."""
         if header.get("alg") not in ALGORITHMS:
             alg = str(header.get("alg"))[:20]
-            message = f"The ID token of {self.name} is signed by {alg!r}, not by one of {', '.join(ALGORITHMS)}."
+            message = (
+                f"The ID token of {self.name} is signed by {alg!r}, not by one of "
+                f"{', '.join(ALGORITHMS)}."
+            )
             raise AuthError(message, code="sign_in_refused")
         for oldest in (_KEPT_SECONDS, _NEW_KEY_SECONDS):  # a key that is not known may be new
             document = await self._document(await self._endpoint("jwks_uri"), oldest)
             for key in document.get("keys", []):
                 if isinstance(key, dict) and _fits(key, header):
                     return key
-        raise AuthError(f"The ID token of {self.name} is signed by a key that it does not publish.", code="sign_in_refused")
+        raise AuthError(
+            f"The ID token of {self.name} is signed by a key that it does not publish.",
+            code="sign_in_refused",
+        )
 
     async def _user_info(self, claims: dict[str, Any], access_token: Any) -> dict[str, Any]:
         """Return the claims with those that the provider tells only by its user info."""
         endpoint = (await self._discovered()).get("userinfo_endpoint")
         if not isinstance(endpoint, str) or not isinstance(access_token, str):
             return claims
-        status, told = await self._asked("GET", endpoint, headers={"authorization": f"Bearer {access_token}"})
+        status, told = await self._asked(
+            "GET", endpoint, headers={"authorization": f"Bearer {access_token}"}
+        )
         if status != 200 or told.get("sub") != claims["sub"]:
             return claims
         return {**told, **claims}
@@ -259,15 +328,20 @@ class OidcProvider:
         with contextlib.suppress(ValueError):  # no address, such as "https://["
             if isinstance(address, str) and urlsplit(address).scheme in ("https", scheme):
                 return address
-        raise UnavailableError(f"The discovery document of {self._settings.oidc_issuer} has no usable {name}.")
+        raise UnavailableError(
+            f"The discovery document of {self._settings.oidc_issuer} has no usable {name}."
+        )
 
     async def _discovered(self) -> dict[str, Any]:
         """Return the discovery document. Raises UnavailableError."""
         issuer = self._settings.oidc_issuer
-        found = await self._document(f"{issuer.rstrip('/')}/.well-known/openid-configuration", _KEPT_SECONDS)
+        found = await self._document(
+            f"{issuer.rstrip('/')}/.well-known/openid-configuration", _KEPT_SECONDS
+        )
         if found.get("issuer") != issuer:
             raise UnavailableError(
-                f"FT_OIDC_ISSUER = {issuer}: its discovery document is of {str(found.get('issuer'))[:200]!r}."
+                f"FT_OIDC_ISSUER = {issuer}: its discovery document is of "
+                f"{str(found.get('issuer'))[:200]!r}."
             )
         return found
 
@@ -283,7 +357,9 @@ class OidcProvider:
             try:
                 status, document = await self._asked("GET", url)
                 if status != 200:
-                    raise UnavailableError(f"{self.name} answers {status} for {url}.", retry_after=10)
+                    raise UnavailableError(
+                        f"{self.name} answers {status} for {url}.", retry_after=10
+                    )
             except UnavailableError as error:
                 self._failures[url] = time.monotonic(), str(error)
                 raise
@@ -291,9 +367,15 @@ class OidcProvider:
             return document
 
     async def _asked(self, method: str, url: str, **request: Any) -> tuple[int, dict[str, Any]]:
-        """Return status and JSON object of an answer. Raises UnavailableError if it is late, too large or no such object."""
+        """Return status and JSON object of an answer.
+
+        Raises UnavailableError if it is late, too large or no such object.
+        """
         try:
-            async with asyncio.timeout(_SECONDS), httpx2.AsyncClient(timeout=_SECONDS, follow_redirects=False) as client:
+            async with (
+                asyncio.timeout(_SECONDS),
+                httpx2.AsyncClient(timeout=_SECONDS, follow_redirects=False) as client,
+            ):
                 accept = {"accept": "application/json", **request.pop("headers", {})}
                 async with client.stream(method, url, headers=accept, **request) as answer:
                     body = b""
@@ -307,7 +389,10 @@ class OidcProvider:
             return answer.status_code, value
         except (httpx2.HTTPError, TimeoutError, ValueError, RecursionError) as error:
             log.warning("%s %s: %s", method, url, error or type(error).__name__)
-            message = f"{self.name} does not answer as a provider of sign-ins does: {error or type(error).__name__}."
+            message = (
+                f"{self.name} does not answer as a provider of sign-ins does: "
+                f"{error or type(error).__name__}."
+            )
             raise UnavailableError(message, retry_after=10) from None
 
 
@@ -320,13 +405,19 @@ def _client_secret(settings: Settings) -> str | None:
     try:
         return path.read_text(encoding="utf-8").strip()
     except (OSError, UnicodeDecodeError) as error:
-        raise SpecError(f"FT_OIDC_CLIENT_SECRET_FILE = {path}: {error}", param="FT_OIDC_CLIENT_SECRET_FILE") from None
+        raise SpecError(
+            f"FT_OIDC_CLIENT_SECRET_FILE = {path}: {error}", param="FT_OIDC_CLIENT_SECRET_FILE"
+        ) from None
 
 
 def _fits(key: Mapping[str, Any], header: Mapping[str, Any]) -> bool:
-    """Return whether a published key is the one that a token names; a token of a provider with one key may name none."""
+    """Return whether a published key is the one that a token names; a token of a provider with one
+    key may name none.
+    """
     named = "kid" not in header or key.get("kid") == header["kid"]
-    return named and key.get("use", "sig") == "sig" and key.get("alg", header["alg"]) == header["alg"]
+    return (
+        named and key.get("use", "sig") == "sig" and key.get("alg", header["alg"]) == header["alg"]
+    )
 
 
 def _with_query(url: str, query: Mapping[str, str]) -> str:

@@ -21,7 +21,10 @@ Groups = Mapping[str, Mapping[str, Scope]]
 
 
 def read_groups(path: Path) -> Groups:
-    """Return the mapping in FT_OIDC_GROUPS. Raises SpecError if the file is no such mapping or unreadable."""
+    """Return the mapping in FT_OIDC_GROUPS.
+
+    Raises SpecError if the file is no such mapping or unreadable.
+    """
     groups = read_yaml_setting("FT_OIDC_GROUPS", path)
     if not isinstance(groups, dict) or not groups:
         raise _wrong(path, f"must be a mapping of groups, not {kind(groups)}")
@@ -29,34 +32,49 @@ def read_groups(path: Path) -> Groups:
         if not isinstance(group, str) or not isinstance(opened, dict) or not opened:
             raise _wrong(
                 path,
-                f"{shown_value(group)}: must be a group's name with a mapping of projects to scopes, such as {{default: read}}",
+                f"{shown_value(group)}: must be a group's name with a mapping of projects to "
+                "scopes, such as {default: read}",
             )
         for project, scope in opened.items():
             if not isinstance(project, str) or scope not in _STRENGTH:
-                raise _wrong(path, f"{group}: {project}: {shown_value(scope)} is no scope: use admin, submit or read")
+                raise _wrong(
+                    path,
+                    f"{group}: {project}: {shown_value(scope)} is no scope: use admin, submit or "
+                    "read",
+                )
     return groups
 
 
 def grants_of(claims: Mapping[str, Any], claim: str, groups: Groups | None) -> dict[str, Scope]:
-    """Return project → scope by a person's groups, in the order of the mapping; of two scopes in a project, the one that allows
-    more. `groups` None: the claim's values are PROJECT:SCOPE, and others are ignored.
+    """Return project → scope by a person's groups, in the order of the mapping; of two scopes in a
+    project, the one that allows more. `groups` None: the claim's values are PROJECT:SCOPE, and
+    others are ignored.
     """
     values = values_of(claims, claim)
     if groups is None:
         pairs = (value.rpartition(":")[::2] for value in values)
     else:
         held = {*values, EVERYONE}
-        pairs = (pair for group, opened in groups.items() if group in held for pair in opened.items())
+        pairs = (
+            pair for group, opened in groups.items() if group in held for pair in opened.items()
+        )
     grants: dict[str, Any] = {}
     for project, scope in pairs:
-        if project and scope in _STRENGTH and _STRENGTH[scope] >= _STRENGTH.get(grants.get(project, ""), -1):
+        if (
+            project
+            and scope in _STRENGTH
+            and _STRENGTH[scope] >= _STRENGTH.get(grants.get(project, ""), -1)
+        ):
             grants[project] = scope
     return grants
 
 
 def values_of(claims: Mapping[str, Any], claim: str) -> list[str]:
-    """Return the texts of a claim, which is one text or a list. Names such as https://example.com/groups contain dots, so dots
-    lead into objects only if there is no claim of the whole name."""
+    """Return the texts of a claim, which is one text or a list.
+
+    Names such as https://example.com/groups contain dots, so dots lead into objects only if there
+    is no claim of the whole name.
+    """
     found: Any = claims.get(claim)
     if found is None:
         found = claims

@@ -1,4 +1,6 @@
-"""HTTP endpoints of a process without the API: `/livez` and `/readyz` for its cluster, and metrics at every other path."""
+"""HTTP endpoints of a process without the API: `/livez` and `/readyz` for its cluster, and metrics
+at every other path.
+"""
 
 from __future__ import annotations
 
@@ -25,12 +27,17 @@ Application = Callable[[dict[str, Any], Callable[..., Any]], Iterable[bytes]]
 
 @contextlib.contextmanager
 def serving(port: int, address: str, meters: Meters) -> Iterator[int]:
-    """Serve in threads while the block runs. Yield the port, which is chosen for 0. Raises SpecError if the port is taken."""
+    """Serve in threads while the block runs.
+
+    Yield the port, which is chosen for 0. Raises SpecError if the port is taken.
+    """
     kind = _Server6 if ":" in address else ThreadingWSGIServer
     try:
         server = make_server(address, port, application(meters), kind, handler_class=_Silent)
     except OSError as error:
-        raise SpecError(_cannot_listen(port, address, error), param="FT_METRICS_PORT", code="cannot_listen") from None
+        raise SpecError(
+            _cannot_listen(port, address, error), param="FT_METRICS_PORT", code="cannot_listen"
+        ) from None
     threading.Thread(target=server.serve_forever, name="metrics", daemon=True).start()
     try:
         yield server.server_port
@@ -41,8 +48,14 @@ def serving(port: int, address: str, meters: Meters) -> Iterator[int]:
 
 def _cannot_listen(port: int, address: str, error: OSError) -> str:
     if error.errno == errno.EADDRINUSE:
-        return f"Port {port} of {address} is in use by {holder(port)}. Stop that, or set FT_METRICS_PORT to another port."
-    return f"Metrics cannot be served on {address} (FT_BIND), port {port} (FT_METRICS_PORT): {error.strerror or error}."
+        return (
+            f"Port {port} of {address} is in use by {holder(port)}. Stop that, or set "
+            "FT_METRICS_PORT to another port."
+        )
+    return (
+        f"Metrics cannot be served on {address} (FT_BIND), port {port} (FT_METRICS_PORT): "
+        f"{error.strerror or error}."
+    )
 
 
 def application(meters: Meters) -> Application:

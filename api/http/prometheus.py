@@ -1,4 +1,6 @@
-"""Metrics in Prometheus' format: this process's counters, and numbers read from the database and the disk."""
+"""Metrics in Prometheus' format: this process's counters, and numbers read from the database and
+the disk.
+"""
 
 from __future__ import annotations
 
@@ -24,16 +26,26 @@ _TERMINAL = {state.value for state in TERMINAL}
 _ENDS = {
     State.SUCCEEDED: [Reason.SUCCEEDED],
     State.CANCELLED: [Reason.USER_CANCELLED],
-    State.FAILED: [reason for reason in Reason if may_fail(reason) and reason not in (Reason.SUCCEEDED, Reason.USER_CANCELLED)],
+    State.FAILED: [
+        reason
+        for reason in Reason
+        if may_fail(reason) and reason not in (Reason.SUCCEEDED, Reason.USER_CANCELLED)
+    ],
 }
 _NONE = {(state.value, reason.value): 0 for state, reasons in _ENDS.items() for reason in reasons}
-"""Counts before the first job: Prometheus' `increase` does not see what a new series begins with."""
+"""Counts before the first job: Prometheus' `increase` does not see what a new series begins
+with.
+"""
 
-_UP = "1: the database has answered this scrape; 0: it has not, and what is read from it is missing."
+_UP = (
+    "1: the database has answered this scrape; 0: it has not, and what is read from it is missing."
+)
 
 
 def exposition(meters: Meters, settings: Settings, store: Store) -> bytes:
-    """Return the text of one scrape; without a database's answer, of this process and the disk alone."""
+    """Return the text of one scrape; without a database's answer, of this process and the disk
+    alone.
+    """
     current = CollectorRegistry()
     current.register(_Now(settings, store))
     current.register(_Work())
@@ -41,7 +53,9 @@ def exposition(meters: Meters, settings: Settings, store: Store) -> bytes:
 
 
 class _Now(Collector):
-    """Numbers that are read at each scrape, so that all servers of a database report the same, also after a restart."""
+    """Numbers that are read at each scrape, so that all servers of a database report the same, also
+    after a restart.
+    """
 
     def __init__(self, settings: Settings, store: Store) -> None:
         self._settings = settings
@@ -55,7 +69,11 @@ class _Now(Collector):
         yield from _gauges(
             ("ft_disk_total_bytes", "Size of the file system that holds FT_HOME.", disk.total),
             ("ft_disk_free_bytes", "Free bytes of the file system that holds FT_HOME.", disk.free),
-            ("ft_slots", "Slots that jobs of this service can hold in all.", total_slots(self._settings)),
+            (
+                "ft_slots",
+                "Slots that jobs of this service can hold in all.",
+                total_slots(self._settings),
+            ),
         )
         started = time.perf_counter()
         try:
@@ -68,16 +86,25 @@ class _Now(Collector):
         yield _in_use(statistics.slots_in_use)
         yield from _gauges(
             ("ft_database_up", _UP, 1),
-            ("ft_queue_oldest_seconds", "Age of the job that is queued longest.", statistics.oldest_queued_seconds),
+            (
+                "ft_queue_oldest_seconds",
+                "Age of the job that is queued longest.",
+                statistics.oldest_queued_seconds,
+            ),
             (
                 "ft_reconciler_lag_seconds",
-                "Time since the reconciler's last look at the running or validating job that has waited longest for one.",
+                "Time since the reconciler's last look at the running or validating job that has "
+                "waited longest for one.",
                 statistics.overdue_seconds,
             ),
             ("ft_engines", "Engines that hold slots, each for several jobs.", statistics.engines),
             ("ft_engine_jobs", "Jobs that engines train.", statistics.seats),
             ("ft_file_bytes", "Bytes of uploaded and result files.", statistics.file_bytes),
-            ("ft_webhooks_waiting", "Webhook deliveries that still wait.", statistics.webhooks_waiting),
+            (
+                "ft_webhooks_waiting",
+                "Webhook deliveries that still wait.",
+                statistics.webhooks_waiting,
+            ),
             ("ft_statistics_seconds", "Time that the database took for this scrape.", seconds),
         )
 
@@ -90,16 +117,24 @@ class _Work(Collector):
 
     def collect(self) -> Iterable[Metric]:
         labels = ["kind", "project"]
-        waiting = GaugeMetricFamily("ft_work_waiting", "Work that waits for its project's turn.", labels=labels)
+        waiting = GaugeMetricFamily(
+            "ft_work_waiting", "Work that waits for its project's turn.", labels=labels
+        )
         running = GaugeMetricFamily("ft_work_running", "Work that has a place.", labels=labels)
-        cpu = CounterMetricFamily("ft_work_cpu_seconds", "Processor time of work, as far as it is measured.", labels=labels)
+        cpu = CounterMetricFamily(
+            "ft_work_cpu_seconds",
+            "Processor time of work, as far as it is measured.",
+            labels=labels,
+        )
         ended = CounterMetricFamily(
             "ft_work_ended",
-            "Work by its end: done; refused, by the doing of its input; lost, by the host's, which is tried again.",
+            "Work by its end: done; refused, by the doing of its input; lost, by the host's, "
+            "which is tried again.",
             labels=["kind", "outcome"],
         )
         for places in every_kind():
-            name, spent = places.kind.name, dict(places.cpu_seconds)
+            name = places.kind.name
+            spent = dict(places.cpu_seconds)
             for project, (waits, runs) in ({"": (0, 0)} | places.projects()).items():
                 waiting.add_metric([name, project], waits)
                 running.add_metric([name, project], runs)
@@ -117,7 +152,9 @@ def _gauges(*given: tuple[str, str, float]) -> Iterable[Metric]:
 
 def _jobs(counts: dict[tuple[str, str], int]) -> Iterable[Metric]:
     states = GaugeMetricFamily("ft_jobs", "Jobs by state.", labels=["state"])
-    ended = CounterMetricFamily("ft_jobs_finished", "Jobs that are over, by state and reason.", labels=["state", "reason"])
+    ended = CounterMetricFamily(
+        "ft_jobs_finished", "Jobs that are over, by state and reason.", labels=["state", "reason"]
+    )
     by_state: Counter[str] = Counter({state.value: 0 for state in State})
     for (state, reason), count in sorted((_NONE | counts).items()):
         by_state[state] += count
@@ -129,7 +166,11 @@ def _jobs(counts: dict[tuple[str, str], int]) -> Iterable[Metric]:
 
 
 def _in_use(slots: dict[str, int]) -> Metric:
-    gauge = GaugeMetricFamily("ft_slots_in_use", "Slots (ranks; with GPUs, GPUs) that jobs hold, by host.", labels=["host"])
+    gauge = GaugeMetricFamily(
+        "ft_slots_in_use",
+        "Slots (ranks; with GPUs, GPUs) that jobs hold, by host.",
+        labels=["host"],
+    )
     for host, count in sorted(slots.items()):
         gauge.add_metric([host], count)
     return gauge

@@ -1,8 +1,8 @@
 """Request limits of projects: a bucket that holds the requests of a minute and refills evenly.
 
 A single server keeps the buckets itself. Servers that share a PostgreSQL keep them there
-(ft_service/store/tenants/request_buckets.py) and draw a few requests at once, so that the limit holds over all servers, and
-most requests need no statement of the database.
+(ft_service/store/tenants/request_buckets.py) and draw a few requests at once, so that the limit
+holds over all servers, and most requests need no statement of the database.
 """
 
 from __future__ import annotations
@@ -20,12 +20,16 @@ from ft_service.store.tenants.request_buckets import MINUTE, Drawn
 _MOST = 10_000
 """Projects whose buckets are kept."""
 _PARTS = 50
-"""A server draws one of so many parts of a minute's requests at once, which is the most that it can hold unused."""
+"""A server draws one of so many parts of a minute's requests at once, which is the most that it can
+hold unused.
+"""
 _HELD_SECONDS = 2.0
 """Time after which drawn requests that are unused go back, with the next request."""
 
 Draw = Callable[[str, int, int, int], Awaitable[Drawn]]
-"""Draws from a bucket. Arguments: project id, requests per minute, requests wanted, requests returned before."""
+"""Draws from a bucket. Arguments: project id, requests per minute, requests wanted, requests
+returned before.
+"""
 
 
 @dataclass(frozen=True)
@@ -64,8 +68,12 @@ class _DrawnRequests:
 class Rates:
     """Buckets of projects. For one event loop."""
 
-    def __init__(self, draw: Draw | None = None, clock: Callable[[], float] = time.monotonic) -> None:
-        """`draw`: draws from buckets that several servers share; None: this server keeps its own."""
+    def __init__(
+        self, draw: Draw | None = None, clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        """`draw`: draws from buckets that several servers share; None: this server keeps its
+        own.
+        """
         self._clock = clock
         self._shared = draw is not None
         self._draw = draw or self._draw_own
@@ -78,7 +86,9 @@ class Rates:
 
         async def draw(project_id: str, per_minute: int, wanted: int, returned: int) -> Drawn:
             given = (project_id, per_minute, wanted, returned)
-            return await in_thread_of(project_id, lambda: store.request_buckets.draw_requests(*given))
+            return await in_thread_of(
+                project_id, lambda: store.request_buckets.draw_requests(*given)
+            )
 
         return cls(draw if store.is_shared else None)
 
@@ -101,7 +111,9 @@ class Rates:
         return Rate(per_minute, max(0, remaining), max(0.0, full_after), 0.0)
 
     def _needs_no_draw(self, held: _DrawnRequests, per_minute: int) -> bool:
-        """Return whether the held requests decide: some are left, or the bucket is known to be still empty."""
+        """Return whether the held requests decide: some are left, or the bucket is known to be
+        still empty.
+        """
         ago = self._clock() - held.drawn_at
         if held.left:
             return ago < _HELD_SECONDS
@@ -109,17 +121,24 @@ class Rates:
 
     async def _fill(self, held: _DrawnRequests, project_id: str, per_minute: int) -> None:
         wanted = max(1, per_minute // _PARTS) if self._shared else 1
-        returned, held.left = held.left, 0
+        returned = held.left
+        held.left = 0
         try:
             drawn = await self._draw(project_id, per_minute, wanted, returned)
-        except UnavailableError:  # requests that read still work while nothing can be written: this server counts alone
+        except (
+            UnavailableError
+        ):  # requests that read still work while nothing can be written: this server counts alone
             drawn = await self._draw_own(project_id, per_minute, 1, 0)
         held.left, held.full_after, held.drawn_at = drawn.taken, drawn.full_after, self._clock()
 
-    async def _draw_own(self, project_id: str, per_minute: int, wanted: int, returned: int) -> Drawn:
+    async def _draw_own(
+        self, project_id: str, per_minute: int, wanted: int, returned: int
+    ) -> Drawn:
         if len(self._own) >= _MOST and project_id not in self._own:
             self._own.clear()
         now = self._clock()
-        drawn = Drawn.of(max(0.0, self._own.get(project_id, now) - now), per_minute, wanted, returned)
+        drawn = Drawn.of(
+            max(0.0, self._own.get(project_id, now) - now), per_minute, wanted, returned
+        )
         self._own[project_id] = now + drawn.full_after
         return drawn

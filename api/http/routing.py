@@ -25,33 +25,44 @@ ERRORS: dict[int | str, dict[str, Any]] = {"4XX": {"model": ErrorView}, "5XX": {
 class ThreadRoute(APIRoute):
     """A route whose function waits for the database or the disk, so that it runs in a thread.
 
-    FastAPI would use a thread a second time to validate and serialise the answer, and each change of threads costs as much as a
-    statement of the database. Views are validated when they are made; the thread that made them serialises them.
+    FastAPI would use a thread a second time to validate and serialise the answer, and each change
+    of threads costs as much as a statement of the database. Views are validated when they are made;
+    the thread that made them serialises them.
     """
 
     def __init__(self, path: str, endpoint: Callable[..., Any], **options: Any) -> None:
-        super().__init__(path, endpoint if inspect.iscoroutinefunction(endpoint) else _in_thread(endpoint), **options)
+        super().__init__(
+            path,
+            endpoint if inspect.iscoroutinefunction(endpoint) else _in_thread(endpoint),
+            **options,
+        )
         self.query_names = frozenset(_query_names(self.dependant))
 
 
 def keyed_router(prefix: str, tag: str) -> APIRouter:
-    """Return a router whose routes all need a key, and refuse query parameters that they do not have. The key is checked here,
-    and not only in functions with a caller, so that no body is read without a key.
+    """Return a router whose routes all need a key, and refuse query parameters that they do not
+    have. The key is checked here, and not only in functions with a caller, so that no body is read
+    without a key.
     """
     needed = [Depends(authenticated), Depends(_known_query)]
-    return APIRouter(prefix=prefix, tags=[tag], route_class=ThreadRoute, dependencies=needed, responses=ERRORS)
+    return APIRouter(
+        prefix=prefix, tags=[tag], route_class=ThreadRoute, dependencies=needed, responses=ERRORS
+    )
 
 
 async def _known_query(request: Request) -> None:
-    """Raise SpecError for a query parameter that the route does not have: a list that leaves out a filter, or keeps another
-    order, looks like the one that was asked for.
+    """Raise SpecError for a query parameter that the route does not have: a list that leaves out a
+    filter, or keeps another order, looks like the one that was asked for.
     """
     route = request.scope["route"]
     for name in request.query_params:
         if name.partition("[")[0] not in route.query_names:
             known = ", ".join(sorted(route.query_names))
             have = f"it takes {known}" if known else "it takes none"
-            message = f"{name[:80]}: {request.method} {route.path_format} has no such query parameter; {have}."
+            message = (
+                f"{name[:80]}: {request.method} {route.path_format} has no such query "
+                f"parameter; {have}."
+            )
             raise SpecError(message, param=name[:80], code="unknown_parameter")
 
 

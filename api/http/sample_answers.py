@@ -23,7 +23,8 @@ Key = TypeVar("Key")
 Found = TypeVar("Found")
 
 LOOK_SECONDS = 0.03
-SHORTEST, LONGEST = 0.01, 0.2
+SHORTEST = 0.01
+LONGEST = 0.2
 """Pauses in seconds between two looks for the results of a model, the first and the last."""
 ENDED_SECONDS = 1.0
 """Interval at which is looked whether models have ended."""
@@ -64,7 +65,9 @@ class _Waiting(Generic[Key]):
 
 
 async def _looked(look: Callable[[], Found], nothing: Found) -> Found:
-    """Return what a look finds, for many at once; `nothing` if it fails: whoever waits asks again."""
+    """Return what a look finds, for many at once; `nothing` if it fails: whoever waits asks
+    again.
+    """
     try:
         return await in_thread_of("", look)
     except (FtError, OSError) as error:
@@ -84,10 +87,14 @@ class SampleAnswers:
 
     @contextlib.contextmanager
     def request(self, key_id: str) -> Iterator[None]:
-        """Count a request of a key that waits while the block runs. Raises LimitError if the key has as many as it may."""
+        """Count a request of a key that waits while the block runs.
+
+        Raises LimitError if the key has as many as it may.
+        """
         if self._of_keys[key_id] >= MOST_WAITING:
             text = (
-                f"{MOST_WAITING} requests of this key wait for answers on this server already. Ask again when some have theirs."
+                f"{MOST_WAITING} requests of this key wait for answers on this server already. "
+                "Ask again when some have theirs."
             )
             raise LimitError(text, code="too_many_waiting", retry_after=1.0)
         self._of_keys[key_id] += 1
@@ -107,7 +114,9 @@ class SampleAnswers:
     async def _look(self) -> None:
         while self._waiting:
             asked = list(self._waiting)
-            self._waiting.wake(await _looked(lambda asked=asked: self._store.tinker.answered(asked), set[str]()))
+            self._waiting.wake(
+                await _looked(lambda asked=asked: self._store.tinker.answered(asked), set[str]())
+            )
             await asyncio.sleep(LOOK_SECONDS)
 
 
@@ -129,8 +138,9 @@ class _Model:
 
 
 class CommandResults:
-    """Requests that wait for results of commands: of each model, the file of the lowest number that is waited for is looked for
-    once for all. For one event loop."""
+    """Requests that wait for results of commands: of each model, the file of the lowest number that
+    is waited for is looked for once for all. For one event loop.
+    """
 
     def __init__(self, store: Store) -> None:
         self._store = store
@@ -161,20 +171,35 @@ class CommandResults:
                 await asyncio.wait_for(self._sooner.wait(), max(0.0, pause))
                 continue
             now = time.monotonic()
-            due = {job_id: model for job_id, model in self._models.items() if model.due <= now + model.pause / 2}
+            due = {
+                job_id: model
+                for job_id, model in self._models.items()
+                if model.due <= now + model.pause / 2
+            }
             asked = {job_id: (model.log, sorted(model.waiting)) for job_id, model in due.items()}
             found = await _looked(lambda asked=asked: results_of(asked), dict[str, list[int]]())
             for job_id, model in due.items():
                 model.waiting.wake(found.get(job_id, ()))
-                model.look_soon() if found.get(job_id) else model.looked()
+                if found.get(job_id):
+                    model.look_soon()
+                else:
+                    model.looked()
             if now >= ended_due:
                 ended_due = now + ENDED_SECONDS
                 models = list(self._models)
-                for job_id in await _looked(lambda models=models: self._store.tinker.ended(models), set[str]()):
+                for job_id in await _looked(
+                    lambda models=models: self._store.tinker.ended(models), set[str]()
+                ):
                     if job_id in self._models:
                         self._models[job_id].waiting.wake(list(self._models[job_id].waiting))
 
 
 def results_of(asked: Mapping[str, tuple[CommandLog, Sequence[int]]]) -> dict[str, list[int]]:
-    """Return those numbers of each model that have results. They get these in their order, so that no other is looked for."""
-    return {job_id: list(takewhile(commands.has_result, seqs)) for job_id, (commands, seqs) in asked.items()}
+    """Return those numbers of each model that have results.
+
+    They get these in their order, so that no other is looked for.
+    """
+    return {
+        job_id: list(takewhile(commands.has_result, seqs))
+        for job_id, (commands, seqs) in asked.items()
+    }

@@ -1,8 +1,8 @@
-"""Polling that is shared by all streams of the same source: the source's state is polled once for all of them, and each part is
-read once for all streams that are equally far.
+"""Polling that is shared by all streams of the same source: the source's state is polled once for
+all of them, and each part is read once for all streams that are equally far.
 
-Hundreds of clients may follow one job. A follower knows its own position and reads on from there when the state has changed, so
-a slow or late one depends on nothing that was read for others.
+Hundreds of clients may follow one job. A follower knows its own position and reads on from there
+when the state has changed, so a slow or late one depends on nothing that was read for others.
 """
 
 from __future__ import annotations
@@ -71,11 +71,14 @@ class Watch(Generic[State]):
 
     def _notify(self) -> None:
         self._read.clear()
-        changed, self._changed = self._changed, asyncio.Event()
+        changed = self._changed
+        self._changed = asyncio.Event()
         changed.set()
 
     async def changed(self, since: State, seconds: float) -> bool:
-        """Return whether the state differs from `since` or polling has failed; wait for that at most so many seconds."""
+        """Return whether the state differs from `since` or polling has failed; wait for that at
+        most so many seconds.
+        """
         if self.state != since or self.failed:
             return True
         with contextlib.suppress(TimeoutError):
@@ -84,7 +87,9 @@ class Watch(Generic[State]):
         return False
 
     async def read(self, key: Hashable, work: Callable[[], Value]) -> Value:
-        """Return the result of `work`, called in a thread, once for all callers with the same key until the state changes."""
+        """Return the result of `work`, called in a thread, once for all callers with the same key
+        until the state changes.
+        """
         if (future := self._read.get(key)) is None:
             future = asyncio.ensure_future(in_thread(work))
             if len(self._read) < _MOST_READ:
@@ -93,7 +98,10 @@ class Watch(Generic[State]):
 
 
 class Watches:
-    """The watches of one process, and the number of streams of each key. For the event loop's thread."""
+    """The watches of one process, and the number of streams of each key.
+
+    For the event loop's thread.
+    """
 
     def __init__(self, most_streams: int) -> None:
         """`most_streams`: limit for one key."""
@@ -103,10 +111,14 @@ class Watches:
 
     @contextlib.contextmanager
     def stream(self, key_id: str) -> Iterator[None]:
-        """Count a stream of a key while the block runs. Raises LimitError if the key has as many as it may."""
+        """Count a stream of a key while the block runs.
+
+        Raises LimitError if the key has as many as it may.
+        """
         if self._streams[key_id] >= self._most_streams:
             raise LimitError(
-                f"This key follows {self._most_streams} streams of events or logs already, which is the limit of a server "
+                f"This key follows {self._most_streams} streams of events or logs already, which "
+                "is the limit of a server "
                 "(its operator sets FT_MAX_STREAMS). End one first.",
                 code="too_many_streams",
             )
@@ -120,8 +132,9 @@ class Watches:
 
     @contextlib.asynccontextmanager
     async def watch(self, source: PolledSource[State]) -> AsyncIterator[Watch[State]]:
-        """Yield the watch of a source, which begins with its first follower and ends with its last. Raises what the first poll
-        raises.
+        """Yield the watch of a source, which begins with its first follower and ends with its last.
+
+        Raises what the first poll raises.
         """
         if self._find(source) is None:
             state = await in_thread(source.poll)
@@ -155,7 +168,10 @@ class FollowingResponse(StreamingResponse, Generic[State]):
         media_type: str,
     ) -> None:
         super().__init__((), media_type=media_type, headers=NOT_BUFFERED)
-        self._watches, self._key_id, self._source, self._body = watches, key_id, source, body
+        self._watches = watches
+        self._key_id = key_id
+        self._source = source
+        self._body = body
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         # Not in the iterator: it is never closed if the client goes before its first part.

@@ -1,7 +1,8 @@
 """Cookies and addresses of single sign-on.
 
-A browser comes back from the provider by a navigation that another site has caused, so the cookie of a sign-in that was begun
-is `SameSite=Lax`, for its own path only. There is one for every sign-in, since several tabs may begin one at once.
+A browser comes back from the provider by a navigation that another site has caused, so the cookie
+of a sign-in that was begun is `SameSite=Lax`, for its own path only. There is one for every
+sign-in, since several tabs may begin one at once.
 """
 
 from __future__ import annotations
@@ -28,9 +29,16 @@ def address(request: Request, path: str) -> str:
 
 def remember(request: Request, response: Response, sign_in: BrowserSignIn) -> None:
     """Keep a sign-in in the browser while its user is at the provider."""
-    name, secure = _name(request, sign_in.state), came_over_tls(request)
+    name = _name(request, sign_in.state)
+    secure = came_over_tls(request)
     response.set_cookie(
-        name, sign_in.cookie, max_age=int(STATE_SECONDS), path=CALLBACK, httponly=True, samesite="lax", secure=secure
+        name,
+        sign_in.cookie,
+        max_age=int(STATE_SECONDS),
+        path=CALLBACK,
+        httponly=True,
+        samesite="lax",
+        secure=secure,
     )
 
 
@@ -46,11 +54,19 @@ def forget(request: Request, response: Response, state: str) -> None:
 
 
 def keep_id_token(request: Request, response: Response, id_token: str) -> None:
-    """Keep the ID token for the provider's logout, to which it says whose session ends. A token that is too large for a cookie
-    is not kept; the provider then asks."""
+    """Keep the ID token for the provider's logout, to which it says whose session ends.
+
+    A token that is too large for a cookie is not kept; the provider then asks.
+    """
     if len(id_token) <= _MOST_COOKIE_BYTES:
-        options = {"max_age": int(SESSION_SECONDS), "httponly": True, "secure": came_over_tls(request)}
-        response.set_cookie(cookie_name(request, "id_token"), id_token, path=_END, samesite="strict", **options)
+        options = {
+            "max_age": int(SESSION_SECONDS),
+            "httponly": True,
+            "secure": came_over_tls(request),
+        }
+        response.set_cookie(
+            cookie_name(request, "id_token"), id_token, path=_END, samesite="strict", **options
+        )
 
 
 def id_token_of(request: Request) -> str | None:
@@ -58,8 +74,12 @@ def id_token_of(request: Request) -> str | None:
 
 
 def forget_id_token(request: Request, response: Response) -> None:
-    response.delete_cookie(cookie_name(request, "id_token"), path=_END, httponly=True, samesite="strict")
+    response.delete_cookie(
+        cookie_name(request, "id_token"), path=_END, httponly=True, samesite="strict"
+    )
 
 
 def _name(request: Request, state: str) -> str:
-    return cookie_name(request, f"sign_in_{''.join(letter for letter in state[:12] if letter.isalnum())}")
+    return cookie_name(
+        request, f"sign_in_{''.join(letter for letter in state[:12] if letter.isalnum())}"
+    )

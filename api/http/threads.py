@@ -1,9 +1,11 @@
-"""Threads for blocking work of requests, given to projects in turn. Routes use threads only by way of this module.
+"""Threads for blocking work of requests, given to projects in turn.
 
-A project has a limited number of threads at once, so that the others always have the rest. Work that waits for a process on a
-tenant's input (reading files, making an adapter), or keeps the interpreter busy (parsing a large body), first waits for its
-turn, without a thread. There are few places of each kind; a project has one at a time. So no route can block another project's
-requests.
+Routes use threads only by way of this module.
+
+A project has a limited number of threads at once, so that the others always have the rest. Work
+that waits for a process on a tenant's input (reading files, making an adapter), or keeps the
+interpreter busy (parsing a large body), first waits for its turn, without a thread. There are few
+places of each kind; a project has one at a time. So no route can block another project's requests.
 """
 
 from __future__ import annotations
@@ -25,16 +27,20 @@ AT_ONCE = 40
 """Threads of all projects together."""
 AT_ONCE_OF_PROJECT = 8
 KEYS_AT_ONCE = 8
-"""Threads that look keys up, so that requests of a project that fills its threads are refused or accepted all the same."""
+"""Threads that look keys up, so that requests of a project that fills its threads are refused or
+accepted all the same.
+"""
 WAITING = 16
 """Requests of a project that may wait for a place of each kind."""
 TURN_SECONDS = 60.0
 """Limit on the wait for a place."""
 
 KindName = Literal["reading", "making", "grading", "parsing"]
-"""Work that takes turns: reading data files for a view of them, making the adapter of a checkpoint, trying a grader, parsing a
-large body. Reading and making have a process of about 200 MB each; grading mostly waits for a server, and its processes are
-small and die first when memory runs out; parsing keeps the interpreter busy."""
+"""Work that takes turns: reading data files for a view of them, making the adapter of a checkpoint,
+trying a grader, parsing a large body. Reading and making have a process of about 200 MB each;
+grading mostly waits for a server, and its processes are small and die first when memory runs out;
+parsing keeps the interpreter busy.
+"""
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -43,7 +49,9 @@ _TURN = "__ft_turn__"
 
 
 def _kind(name: KindName, places: int, busy: str, waiting: int | None = WAITING) -> Kind:
-    return Kind(name=name, places=places, of_project=1, waiting=waiting, seconds=TURN_SECONDS, busy=busy)
+    return Kind(
+        name=name, places=places, of_project=1, waiting=waiting, seconds=TURN_SECONDS, busy=busy
+    )
 
 
 THREADS = Places(Kind(name="threads", places=AT_ONCE, of_project=AT_ONCE_OF_PROJECT))
@@ -52,7 +60,9 @@ TURNS: dict[KindName, Places] = {
     "reading": Places(_kind("reading", 2, "Files are being read")),
     "making": Places(_kind("making", 2, "Adapters of checkpoints are being made")),
     "grading": Places(_kind("grading", 12, "Graders are being tried")),
-    "parsing": Places(_kind("parsing", 2, "Large bodies are being parsed", waiting=None)),  # FT_MAX_CONNECTIONS limits it
+    "parsing": Places(
+        _kind("parsing", 2, "Large bodies are being parsed", waiting=None)
+    ),  # FT_MAX_CONNECTIONS limits it
 }
 _limiter: RunVar[CapacityLimiter] = RunVar("limiter")
 """The threads of an event loop, as many as there are places: what has one finds its thread."""
@@ -69,7 +79,9 @@ async def in_thread(work: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> 
 
 
 async def in_thread_of(payer: str, work: Callable[[], T], places: Places = THREADS) -> T:
-    """Call `work` in a thread, in the turn of `payer`: a project, or "" for what the service does for many."""
+    """Call `work` in a thread, in the turn of `payer`: a project, or "" for what the service does
+    for many.
+    """
     async with places.held(payer) as place:
 
         def charged() -> T:
@@ -84,8 +96,11 @@ async def in_thread_of(payer: str, work: Callable[[], T], places: Places = THREA
 
 
 async def with_key(secret: str, look: Callable[[str], T]) -> T:
-    """Call `look` with a secret in a thread. Whose request it is is not known yet: the requests of a secret take their turns,
-    and secrets alternate."""
+    """Call `look` with a secret in a thread.
+
+    Whose request it is is not known yet: the requests of a secret take their turns, and secrets
+    alternate.
+    """
     payer = hashlib.sha256(secret.encode(errors="surrogatepass")).hexdigest()
     return await in_thread_of(payer, partial(look, secret), KEYS)
 

@@ -38,7 +38,9 @@ NAVIGATION_PREFIXES: Mapping[str, tuple[str, ...]] = {
     "/jobs": ("/jobs", "/sweeps", "/engines"),
     "/projects": ("/projects", "/changes"),
 }
-"""Entry of the navigation → beginnings of the paths that it is current for, if there are more than its own."""
+"""Entry of the navigation → beginnings of the paths that it is current for, if there are more than
+its own.
+"""
 ENDED = frozenset({"succeeded", "failed", "cancelled"})
 
 
@@ -48,8 +50,13 @@ def byte_text(count: float | None) -> str:
         return NONE
     unit = 0
     while count >= 1024 and unit < len(_UNITS) - 1:
-        count, unit = count / 1024, unit + 1
-    return f"{count:.0f} {_UNITS[unit]}" if unit == 0 or count >= 100 else f"{count:.1f} {_UNITS[unit]}"
+        count = count / 1024
+        unit = unit + 1
+    return (
+        f"{count:.0f} {_UNITS[unit]}"
+        if unit == 0 or count >= 100
+        else f"{count:.1f} {_UNITS[unit]}"
+    )
 
 
 def byte_count(text: str) -> int | str:
@@ -62,7 +69,9 @@ def byte_count(text: str) -> int | str:
 
 
 def number(value: Any, digits: int = 4) -> str:
-    """Return a number with `digits` significant digits and separated thousands; a power of ten where it has many digits."""
+    """Return a number with `digits` significant digits and separated thousands; a power of ten
+    where it has many digits.
+    """
     if value is None:
         return NONE
     if isinstance(value, float) and not math.isfinite(value):
@@ -70,7 +79,9 @@ def number(value: Any, digits: int = 4) -> str:
     if abs(value) < _LARGE and (isinstance(value, int) or abs(value) >= 10**digits):
         return f"{value:,.0f}"
     if value and not 1e-3 <= abs(value) < _LARGE:
-        mantissa, _, exponent = f"{Decimal(value):.{digits - 2}e}".partition("e")  # integers beyond any float too
+        mantissa, _, exponent = f"{Decimal(value):.{digits - 2}e}".partition(
+            "e"
+        )  # integers beyond any float too
         return f"{mantissa.rstrip('0').rstrip('.')}e{int(exponent)}"
     return f"{value:.{digits}g}"
 
@@ -95,13 +106,23 @@ def duration(seconds: float | None) -> str:
 
 
 def moment(seconds: float | None) -> str:
-    """Return the value of `<time datetime>`, which a script shows in the reader's language and time zone."""
-    return "" if seconds is None else datetime.fromtimestamp(seconds, UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
+    """Return the value of `<time datetime>`, which a script shows in the reader's language and time
+    zone.
+    """
+    return (
+        ""
+        if seconds is None
+        else datetime.fromtimestamp(seconds, UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
+    )
 
 
 def plain_time(seconds: float | None) -> str:
     """Return the text of a time that is shown until the script has run."""
-    return NONE if seconds is None else datetime.fromtimestamp(seconds, UTC).strftime("%Y-%m-%d %H:%M UTC")
+    return (
+        NONE
+        if seconds is None
+        else datetime.fromtimestamp(seconds, UTC).strftime("%Y-%m-%d %H:%M UTC")
+    )
 
 
 def segment(text: object) -> str:
@@ -115,9 +136,16 @@ def breakable(name: str) -> Markup:
 
 
 def unused_options(job: Mapping[str, Any]) -> dict[str, str]:
-    """Return the options of a job that have no effect → the option that replaced them. Dotted names."""
+    """Return the options of a job that have no effect → the option that replaced them.
+
+    Dotted names.
+    """
     pairs = (("n_epochs", "max_steps"), ("warmup_ratio", "warmup_steps"))
-    return {f"training.{unused}": used for unused, used in pairs if job["training"].get(used) is not None}
+    return {
+        f"training.{unused}": used
+        for unused, used in pairs
+        if job["training"].get(used) is not None
+    }
 
 
 def model_title(model: Mapping[str, Any]) -> str:
@@ -148,13 +176,19 @@ def percent_done(job: Mapping[str, Any]) -> int:
 
 
 def share_of(seat: Mapping[str, Any], engine: Mapping[str, Any]) -> float:
-    """Return the share, in [0, 1], of an engine's time that one of its jobs had, of what all its present jobs had."""
+    """Return the share, in [0, 1], of an engine's time that one of its jobs had, of what all its
+    present jobs had.
+    """
     whole = sum(other["slot_seconds"] for other in engine["jobs"])
     return seat["slot_seconds"] / whole if whole else 1 / len(engine["jobs"])
 
 
-def row_key(job: Mapping[str, Any], losses: Sequence[float] | None, foreign: bool) -> tuple[object, ...] | None:
-    """Return a cache key of the row of a job that is over; None for other jobs, whose rows change."""
+def row_key(
+    job: Mapping[str, Any], losses: Sequence[float] | None, foreign: bool
+) -> tuple[object, ...] | None:
+    """Return a cache key of the row of a job that is over; None for other jobs, whose rows
+    change.
+    """
     if job["status"] not in ENDED or job["phase"]:
         return None
     return (job["id"], job["status"], job["finished_at"], tuple(losses or ()), foreign)
@@ -175,14 +209,20 @@ def sparkline(values: Sequence[float], width: int = 96, height: int = 24) -> str
     """Return the points of an SVG polyline through values at equal distances, within a box."""
     if not values:
         return ""
-    low, high = min(values), max(values)
+    low = min(values)
+    high = max(values)
     scale = (height - 4) / (high - low) if high > low else 0.0
     step = width / max(1, len(values) - 1)
-    return " ".join(f"{place * step:.1f},{2 + (high - value) * scale:.1f}" for place, value in enumerate(values))
+    return " ".join(
+        f"{place * step:.1f},{2 + (high - value) * scale:.1f}" for place, value in enumerate(values)
+    )
 
 
 def length_bars(samples: Sequence[Mapping[str, Any]], most: int = 24) -> dict[str, Any] | None:
-    """Return a histogram of samples' lengths in tokens; None if no sample has tokens. `most`: bars at most."""
+    """Return a histogram of samples' lengths in tokens; None if no sample has tokens.
+
+    `most`: bars at most.
+    """
     lengths = sorted(sample["total"] for sample in samples if sample["total"])
     if not lengths:
         return None
@@ -191,18 +231,44 @@ def length_bars(samples: Sequence[Mapping[str, Any]], most: int = 24) -> dict[st
     for length in lengths:
         counts[(length - 1) // width] += 1
     bars = [
-        {"low": place * width + 1, "high": (place + 1) * width, "count": count, "share": count / max(counts)}
+        {
+            "low": place * width + 1,
+            "high": (place + 1) * width,
+            "count": count,
+            "share": count / max(counts),
+        }
         for place, count in enumerate(counts)
     ]
     learned = sum(sample["learned"] for sample in samples) / sum(lengths)
     middle = lengths[(len(lengths) - 1) // 2]
-    return {"count": len(lengths), "longest": lengths[-1], "median": middle, "learned": learned, "bars": bars}
+    return {
+        "count": len(lengths),
+        "longest": lengths[-1],
+        "median": middle,
+        "learned": learned,
+        "bars": bars,
+    }
 
 
 FILTERS: Mapping[str, Callable[..., str]] = {
-    function.__name__: function for function in (number, percent, duration, moment, plain_time, segment, breakable, option_text)
+    function.__name__: function
+    for function in (number, percent, duration, moment, plain_time, segment, breakable, option_text)
 } | {"bytes": byte_text, "counted": counted}
 GLOBALS: Mapping[str, Any] = {
     function.__name__: function
-    for function in (job_title, model_title, unused_options, share_done, percent_done, share_of, row_key, sparkline)
-} | {"NAVIGATION_PREFIXES": NAVIGATION_PREFIXES, "STATES": STATES, "ENDED": ENDED, "METHOD_NAMES": METHOD_NAMES}
+    for function in (
+        job_title,
+        model_title,
+        unused_options,
+        share_done,
+        percent_done,
+        share_of,
+        row_key,
+        sparkline,
+    )
+} | {
+    "NAVIGATION_PREFIXES": NAVIGATION_PREFIXES,
+    "STATES": STATES,
+    "ENDED": ENDED,
+    "METHOD_NAMES": METHOD_NAMES,
+}

@@ -1,4 +1,5 @@
-"""The page's client of the API: requests within this process, with the session of the page's visitor.
+"""The page's client of the API: requests within this process, with the session of the page's
+visitor.
 
 The page reads no store and moves no job by itself: what it can do, a client can.
 """
@@ -35,8 +36,9 @@ class ApiError(Exception):
 
 @dataclass(frozen=True)
 class InnerApi:
-    """The API with the rights of the visitor's session. A query value of None leaves the parameter out. Every method raises
-    ApiError.
+    """The API with the rights of the visitor's session.
+
+    A query value of None leaves the parameter out. Every method raises ApiError.
     """
 
     request: Request
@@ -63,7 +65,10 @@ class InnerApi:
         return (await self._send("POST", path, body=body)).json()
 
     async def upload(self, name: str, content: bytes) -> Any:
-        """Return the JSON of a new data file. The visitor's request must hold the session's token."""
+        """Return the JSON of a new data file.
+
+        The visitor's request must hold the session's token.
+        """
         parts = {"purpose": (None, "fine-tune"), "file": (name, content)}
         return (await self._send("POST", "/v1/files", parts=parts)).json()
 
@@ -90,11 +95,15 @@ class InnerApi:
         await answer.aread()
         if answer.is_error:
             wait = answer.headers.get("retry-after", "")
-            raise ApiError(answer.status_code, answer.json()["error"], int(wait) if wait.isdecimal() else None)
+            raise ApiError(
+                answer.status_code, answer.json()["error"], int(wait) if wait.isdecimal() else None
+            )
         return answer
 
     async def _app(self, scope: Scope, receive: Receive, send: Send) -> None:
-        await self.request.app({**scope, "client": self.request.scope.get("client"), INNER: True}, receive, send)
+        await self.request.app(
+            {**scope, "client": self.request.scope.get("client"), INNER: True}, receive, send
+        )
 
 
 def _inner_api(request: Request) -> InnerApi:

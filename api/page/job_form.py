@@ -1,4 +1,6 @@
-"""The form of a new job: its fields, the create body that they mean, and the body as Python, command line and YAML. Pure."""
+"""The form of a new job: its fields, the create body that they mean, and the body as Python,
+command line and YAML. Pure.
+"""
 
 from __future__ import annotations
 
@@ -30,12 +32,17 @@ FIRST: Mapping[str, str] = {
 _FILES = ("training_file", "validation_file")
 _NUMBERS = ("validation_split", "seed", "priority", "max_seconds")
 _TOP_LEVEL = ("model", *_FILES, "suffix", *_NUMBERS)
-METHOD, BETA, GRADER = "method", "method.beta", "method.grader"
-"""The fields for the method's type, for DPO's beta, and for the grader of reinforcement learning: a mapping, as YAML."""
+METHOD = "method"
+BETA = "method.beta"
+GRADER = "method.grader"
+"""The fields for the method's type, for DPO's beta, and for the grader of reinforcement learning: a
+mapping, as YAML.
+"""
 METHODS: Mapping[str, str] = {
     "supervised": "Each sample is a conversation with the answer that the model should give.",
     "dpo": "Each sample has two answers to one question, of which one is better.",
-    "reinforcement": "Each sample is a question. The model answers, and a grader scores its answers.",
+    "reinforcement": "Each sample is a question. The model answers, and a grader scores its "
+    "answers.",
 }
 """Type of a method that the form creates → what its data are."""
 _CONVERSATION = (
@@ -69,7 +76,8 @@ DATA = "data"
 """The field for the columns of the files: a mapping, as YAML."""
 _WITH_FIELDS = {*_TOP_LEVEL, DATA, *SECTIONS, "metadata", "hyperparameters"}
 _MOST_YAML = 300_000
-"""Most characters of a field, whose YAML takes some four seconds to read: the prompts of an evaluation may have nearly as many.
+"""Most characters of a field, whose YAML takes some four seconds to read: the prompts of an
+evaluation may have nearly as many.
 """
 OTHER = "other"
 """The field for options without a field of their own, such as `method`: as YAML."""
@@ -103,7 +111,9 @@ class Option:
         """Return a value as `read` reads it."""
         if value is False and "off" in self.words:  # as YAML reads an unquoted `off`
             return "off"
-        if isinstance(value, str) and (value in self.words or (self.is_number and _is_number(_value(value)))):
+        if isinstance(value, str) and (
+            value in self.words or (self.is_number and _is_number(_value(value)))
+        ):
             return value
         return _scalar(value)
 
@@ -117,21 +127,35 @@ def options() -> dict[str, Option]:
         model = schema["$defs"][f"{section.capitalize()}Options"]
         for name, about in model["properties"].items():
             full = f"{section}.{name}"
-            default = getattr(JobOptions.model_fields[section].default or EvaluationOptions.model_validate({}), name)
+            default = getattr(
+                JobOptions.model_fields[section].default or EvaluationOptions.model_validate({}),
+                name,
+            )
             fields[full] = Option(
                 name=full,
                 label=FIRST.get(full, name),
                 hint=about.get("description", ""),
-                default="none" if default is None else default if isinstance(default, str) else _scalar(default),
+                default="none"
+                if default is None
+                else default
+                if isinstance(default, str)
+                else _scalar(default),
                 choices=_choices(about),
-                is_number=any(part.get("type") in ("number", "integer") for part in about.get("anyOf", [about])),
+                is_number=any(
+                    part.get("type") in ("number", "integer")
+                    for part in about.get("anyOf", [about])
+                ),
             )
     return fields
 
 
 def body_of(form: Mapping[str, str]) -> dict[str, Any]:
     """Return the create body of the filled-in fields. Values are YAML; the API checks them."""
-    body: dict[str, Any] = {name: form[name].strip() for name in ("model", *_FILES, "suffix") if form.get(name, "").strip()}
+    body: dict[str, Any] = {
+        name: form[name].strip()
+        for name in ("model", *_FILES, "suffix")
+        if form.get(name, "").strip()
+    }
     for name, text in form.items():
         if name in options() and text.strip():
             section, key = name.split(".")
@@ -139,7 +163,9 @@ def body_of(form: Mapping[str, str]) -> dict[str, Any]:
     for name in (*_NUMBERS, DATA):
         if form.get(name, "").strip():
             body[name] = _value(form[name])
-    if isinstance(body.get(DATA), dict) and set(body[DATA]) == {DATA}:  # pasted with its name, as error messages write it
+    if isinstance(body.get(DATA), dict) and set(body[DATA]) == {
+        DATA
+    }:  # pasted with its name, as error messages write it
         body[DATA] = body[DATA][DATA]
     if metadata := _metadata(form):
         body["metadata"] = metadata
@@ -148,14 +174,17 @@ def body_of(form: Mapping[str, str]) -> dict[str, Any]:
 
 
 def _method(form: Mapping[str, str], other: Any) -> dict[str, Any]:
-    """Return the method that the form's fields and the other options mean together; nothing for the usual one. Raises
-    ValueError where both say the same thing."""
+    """Return the method that the form's fields and the other options mean together; nothing for the
+    usual one. Raises ValueError where both say the same thing.
+    """
     kind = form.get(METHOD) or "supervised"
     if kind == "supervised" or not isinstance(other, dict | None):
         return {}
     rest = other or {}
     if rest.get("type", kind) != kind:
-        raise ValueError(f"method.type is {kind!r} by its card, and {rest['type']!r} in other options: keep one.")
+        raise ValueError(
+            f"method.type is {kind!r} by its card, and {rest['type']!r} in other options: keep one."
+        )
     section = dict(rest.get(kind) or {})
     if kind == "dpo" and form.get(BETA, "").strip():
         given = dict(section.get("hyperparameters") or {})
@@ -180,25 +209,41 @@ def _grader(text: str) -> Any:
 
 
 def other_options(form: Mapping[str, str]) -> dict[str, Any]:
-    """Return the options without a field of their own. Raises ValueError if their text is not YAML of `name: value`."""
+    """Return the options without a field of their own.
+
+    Raises ValueError if their text is not YAML of `name: value`.
+    """
     text = form.get(OTHER, "")
     try:
         options = _load(text) if text.strip() else {}
     except yaml.YAMLError as error:
-        raise ValueError(f"Everything else must be YAML, with one option a line: {error}.") from None
+        raise ValueError(
+            f"Everything else must be YAML, with one option a line: {error}."
+        ) from None
     if not isinstance(options, dict) or not all(isinstance(name, str) for name in options):
-        raise ValueError("Everything else must be options with their values, as in a SPEC file: `name: value`.")
-    if twice := sorted((_WITH_FIELDS - ({DATA} if not form.get(DATA, "").strip() else set())).intersection(options)):
+        raise ValueError(
+            "Everything else must be options with their values, as in a SPEC file: `name: value`."
+        )
+    if twice := sorted(
+        (_WITH_FIELDS - ({DATA} if not form.get(DATA, "").strip() else set())).intersection(options)
+    ):
         raise ValueError(f"{twice[0]}: the form has fields for it. Fill in those.")
     return options
 
 
 def fields_of(body: Mapping[str, Any]) -> dict[str, str]:
-    """Return the fields that a create body fills in. OpenAI's hyperparameters fill in the options that they mean."""
+    """Return the fields that a create body fills in.
+
+    OpenAI's hyperparameters fill in the options that they mean.
+    """
     fields = {name: str(body[name]) for name in _TOP_LEVEL if body.get(name) is not None}
     for section in SECTIONS:
         given = {f"{section}.{name}": value for name, value in (body.get(section) or {}).items()}
-        fields |= {name: options()[name].written(value) for name, value in given.items() if name in options()}
+        fields |= {
+            name: options()[name].written(value)
+            for name, value in given.items()
+            if name in options()
+        }
     unit = LEARNING_RATES[(body.get("method") or {}).get("type", "supervised")]
     for name, value in _hyperparameters(body).items():
         rate = name == "learning_rate_multiplier"
@@ -206,15 +251,26 @@ def fields_of(body: Mapping[str, Any]) -> dict[str, str]:
         option = options()["training.learning_rate" if rate else f"training.{name}"]
         fields[option.name] = option.written(ours)
     fields[DATA] = _scalar(body[DATA]) if body.get(DATA) else ""
-    fields["metadata"] = "\n".join(_metadata_line(key, value) for key, value in (body.get("metadata") or {}).items())
-    other = {name: value for name, value in body.items() if name not in _WITH_FIELDS and value is not None}
+    fields["metadata"] = "\n".join(
+        _metadata_line(key, value) for key, value in (body.get("metadata") or {}).items()
+    )
+    other = {
+        name: value
+        for name, value in body.items()
+        if name not in _WITH_FIELDS and value is not None
+    }
     fields |= _method_fields(other.pop("method", None) or {}, other)
-    fields[OTHER] = yaml.safe_dump(other, sort_keys=False, allow_unicode=True, width=100) if other else ""
+    fields[OTHER] = (
+        yaml.safe_dump(other, sort_keys=False, allow_unicode=True, width=100) if other else ""
+    )
     return fields
 
 
 def _method_fields(method: Mapping[str, Any], other: dict[str, Any]) -> dict[str, str]:
-    """Return the fields that a method fills in. What they do not hold is put into the other options."""
+    """Return the fields that a method fills in.
+
+    What they do not hold is put into the other options.
+    """
     kind = method.get("type", "supervised")
     if kind == "supervised":  # its hyperparameters have fields of their own
         return {}
@@ -223,10 +279,16 @@ def _method_fields(method: Mapping[str, Any], other: dict[str, Any]) -> dict[str
     given = section.get("hyperparameters")
     if kind == "dpo" and isinstance(given, dict) and "beta" in given:
         fields[BETA] = _scalar(given["beta"])
-        section["hyperparameters"] = {name: value for name, value in given.items() if name != "beta"}
-        section = {name: value for name, value in section.items() if name != "hyperparameters" or value}
+        section["hyperparameters"] = {
+            name: value for name, value in given.items() if name != "beta"
+        }
+        section = {
+            name: value for name, value in section.items() if name != "hyperparameters" or value
+        }
     if kind == "reinforcement" and isinstance(section.get("grader"), dict):
-        fields[GRADER] = yaml.safe_dump(section.pop("grader"), sort_keys=False, allow_unicode=True, width=100)
+        fields[GRADER] = yaml.safe_dump(
+            section.pop("grader"), sort_keys=False, allow_unicode=True, width=100
+        )
     rest = {name: value for name, value in method.items() if name not in ("type", kind)}
     rest |= {kind: section} if section or (kind in method and not method[kind]) else {}
     if rest:
@@ -241,13 +303,19 @@ def given_options(body: Mapping[str, Any]) -> set[str]:
 
 def yaml_text(body: Mapping[str, Any], files: Mapping[str, str] | None = None) -> str:
     """Return a create body as a SPEC file. `files`: id → name, which replaces the id."""
-    named = {name: (files or {}).get(value, value) if name in _FILES else value for name, value in body.items()}
+    named = {
+        name: (files or {}).get(value, value) if name in _FILES else value
+        for name, value in body.items()
+    }
     return yaml.safe_dump(named, sort_keys=False, allow_unicode=True, width=100)
 
 
 def command_text(body: Mapping[str, Any], files: Mapping[str, str]) -> str:
     """Return shell commands that write the SPEC file and submit it."""
-    return f"cat > job.yaml <<'END-OF-SPEC'\n{yaml_text(body, files)}END-OF-SPEC\nft submit --watch job.yaml\n"
+    return (
+        f"cat > job.yaml <<'END-OF-SPEC'\n{yaml_text(body, files)}END-OF-SPEC\nft submit "
+        "--watch job.yaml\n"
+    )
 
 
 def python_text(body: Mapping[str, Any], base_url: str) -> str:
@@ -255,7 +323,9 @@ def python_text(body: Mapping[str, Any], base_url: str) -> str:
     extra = {"validation_split", *JobOptions.model_fields}
     theirs = {name: value for name, value in body.items() if name not in extra}
     ours = {name: value for name, value in body.items() if name not in theirs}
-    lines = [f"    {name}={pprint.pformat(value, sort_dicts=False)}," for name, value in theirs.items()]
+    lines = [
+        f"    {name}={pprint.pformat(value, sort_dicts=False)}," for name, value in theirs.items()
+    ]
     if ours:
         extra_body = pprint.pformat(ours, width=96, sort_dicts=False).replace("\n", "\n    ")
         lines.append(f"    extra_body={extra_body},")
@@ -265,12 +335,18 @@ def python_text(body: Mapping[str, Any], base_url: str) -> str:
 
 
 def _hyperparameters(body: Mapping[str, Any]) -> dict[str, Any]:
-    """Return OpenAI's hyperparameters that fill in fields: of other methods than the supervised one those at the top level,
-    without an "auto" for which the method itself, in the field for everything else, has a value."""
+    """Return OpenAI's hyperparameters that fill in fields: of other methods than the supervised one
+    those at the top level, without an "auto" for which the method itself, in the field for
+    everything else, has a value.
+    """
     method = body.get("method") or {}
     kind = method.get("type", "supervised")
     own = (method.get(kind) or {}).get("hyperparameters") or {}
-    given = {name: value for name, value in (body.get("hyperparameters") or {}).items() if value != AUTO or name not in own}
+    given = {
+        name: value
+        for name, value in (body.get("hyperparameters") or {}).items()
+        if value != AUTO or name not in own
+    }
     return {**given, **own} if kind == "supervised" else given
 
 
@@ -300,7 +376,9 @@ def _metadata_line(key: str, value: str) -> str:
 
 
 class _FormLoader(StrictLoader):
-    """Reads YAML without aliases: a few hundred bytes of them stand for more values than memory holds."""
+    """Reads YAML without aliases: a few hundred bytes of them stand for more values than memory
+    holds.
+    """
 
     def compose_node(self, parent: yaml.Node | None, index: Any) -> yaml.Node | None:
         if self.check_event(yaml.AliasEvent):
@@ -311,20 +389,37 @@ class _FormLoader(StrictLoader):
 
 
 def _load(text: str) -> Any:
-    """Return what YAML says, as in a SPEC file, if a create body can hold it. Raises yaml.YAMLError."""
+    """Return what YAML says, as in a SPEC file, if a create body can hold it.
+
+    Raises yaml.YAMLError.
+    """
     if len(text) > _MOST_YAML:
-        raise yaml.YAMLError(f"{len(text):,} characters, at most {_MOST_YAML:,}: use a SPEC file with ft submit")
+        raise yaml.YAMLError(
+            f"{len(text):,} characters, at most {_MOST_YAML:,}: use a SPEC file with ft submit"
+        )
     try:
         value = yaml.load(text, Loader=_FormLoader)
         _refuse_what_json_cannot_hold(value)
-    except (ArithmeticError, AttributeError, KeyError, RecursionError, TypeError, ValueError):  # PyYAML's own too: `!!int x`
-        told = "a value that JSON cannot hold, such as a date without quotes, .nan, .inf or lists of hundreds of levels"
+    except (
+        ArithmeticError,
+        AttributeError,
+        KeyError,
+        RecursionError,
+        TypeError,
+        ValueError,
+    ):  # PyYAML's own too: `!!int x`
+        told = (
+            "a value that JSON cannot hold, such as a date without quotes, .nan, .inf or lists "
+            "of hundreds of levels"
+        )
         raise yaml.YAMLError(told) from None
     return value
 
 
 def _refuse_what_json_cannot_hold(value: Any) -> None:
-    """Raise ValueError, TypeError or RecursionError for NaN, infinity, half of a surrogate pair and other types."""
+    """Raise ValueError, TypeError or RecursionError for NaN, infinity, half of a surrogate pair and
+    other types.
+    """
     json.dumps(value, allow_nan=False, ensure_ascii=False).encode()
 
 
@@ -350,7 +445,11 @@ def _is_number(value: Any) -> bool:
 def _scalar(value: Any) -> str:
     """Return a value as one line, which `_value` reads back."""
     if isinstance(value, str):
-        return value if value.strip() and _value(value.strip()) == value else _one_line(value, style='"')
+        return (
+            value
+            if value.strip() and _value(value.strip()) == value
+            else _one_line(value, style='"')
+        )
     if isinstance(value, float):
         short = f"{value:.12g}"
         return short if float(short) == value else repr(value)
@@ -358,7 +457,9 @@ def _scalar(value: Any) -> str:
 
 
 def _one_line(value: Any, style: str | None = None) -> str:
-    text = yaml.safe_dump(value, default_flow_style=True, default_style=style, allow_unicode=True, width=math.inf)
+    text = yaml.safe_dump(
+        value, default_flow_style=True, default_style=style, allow_unicode=True, width=math.inf
+    )
     return text.removesuffix("\n").removesuffix("\n...")
 
 
@@ -370,7 +471,10 @@ def _choices(about: Mapping[str, Any]) -> tuple[str, ...]:
         if part.get("type") == "boolean" and "const" not in part:
             found += ["true", "false"]
         elif "enum" in part or "const" in part:
-            found += [value if isinstance(value, str) else _scalar(value) for value in part.get("enum", [part.get("const")])]
+            found += [
+                value if isinstance(value, str) else _scalar(value)
+                for value in part.get("enum", [part.get("const")])
+            ]
         elif "$ref" not in part or "Format" not in part["$ref"]:
             return ()
     return tuple(found)

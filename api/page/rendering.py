@@ -25,10 +25,14 @@ from api.wire.error_views import unknown_route
 
 FOLDER = Path(__file__).parent
 HEADERS = {
-    "content-security-policy": "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self' data:; "
-    "font-src 'self'; connect-src 'self'; form-action 'self'; base-uri 'none'; frame-ancestors 'none'"
+    "content-security-policy": "default-src 'none'; script-src 'self'; style-src 'self'; img-src "
+    "'self' data:; "
+    "font-src 'self'; connect-src 'self'; form-action 'self'; base-uri 'none'; frame-ancestors "
+    "'none'"
 }
-"""Headers of every answer of the page: no inline script or style, no other origin. api/http/middleware.py adds more."""
+"""Headers of every answer of the page: no inline script or style, no other origin.
+api/http/middleware.py adds more.
+"""
 _SEEN = f"seen-{secrets.token_hex(8)}"
 """Placeholder of a digest that is known only after the part is written. It cannot be guessed."""
 _MOST_PARTS = 2000
@@ -48,7 +52,9 @@ def page(request: Request, template: str, status: int = 200, **values: Any) -> R
 
 
 def fragment(request: Request, template: str, **values: Any) -> Response:
-    """Return a part of a document that refreshes itself; a 204, which changes nothing, if the browser has the same part."""
+    """Return a part of a document that refreshes itself; a 204, which changes nothing, if the
+    browser has the same part.
+    """
     return sent(request, rendered(request, template, **values))
 
 
@@ -61,7 +67,10 @@ class DocumentPart:
 
 
 def rendered(request: Request, template: str, **values: Any) -> DocumentPart:
-    """Return a part for `sent`. Several browsers may get it if nothing in it belongs to one session."""
+    """Return a part for `sent`.
+
+    Several browsers may get it if nothing in it belongs to one session.
+    """
     body = _render(request, template, values | {"seen": _SEEN})
     seen = hashlib.sha256(body.encode()).hexdigest()[:16]
     return DocumentPart(body.replace(_SEEN, seen), seen)
@@ -75,7 +84,10 @@ def sent(request: Request, part: DocumentPart) -> Response:
 
 
 def _part(template: str, key: Hashable, **values: Any) -> Markup:
-    """Return a rendered template for use in another one. `key`: all that it depends on, for the cache; None: not cached."""
+    """Return a rendered template for use in another one.
+
+    `key`: all that it depends on, for the cache; None: not cached.
+    """
     cached = _parts.get((template, key)) if key is not None else None
     if cached is not None:
         return cached
@@ -103,13 +115,14 @@ def address_parts(address: str) -> SplitResult | None:
 
 
 def to_sign_in(request: Request, error: Exception) -> Response:
-    """Send a browser without a session to the sign-in page; one whose session single sign-on has opened to the provider. Both
-    send it back to where it was.
+    """Send a browser without a session to the sign-in page; one whose session single sign-on has
+    opened to the provider. Both send it back to where it was.
 
-    A browser that follows a link on another site sends no `SameSite=Strict` cookie, whether it has one or not: it gets a page
-    that opens the same address again, from here.
+    A browser that follows a link on another site sends no `SameSite=Strict` cookie, whether it has
+    one or not: it gets a page that opens the same address again, from here.
 
-    A client whose address lacks /v1 gets a refusal: following to a page, it would take that for the answer.
+    A client whose address lacks /v1 gets a refusal: following to a page, it would take that for the
+    answer.
     """
     if _is_of_a_client(request):
         return unknown_route(request)
@@ -126,22 +139,37 @@ def to_sign_in(request: Request, error: Exception) -> Response:
 
 
 def _where_it_was(request: Request, of_page: bool) -> str:
-    """Return the path and the query that a browser shows; the list of jobs for what is no page. `of_page`: htmx asks."""
-    parts = address_parts(request.headers.get("hx-current-url", "") if of_page else str(request.url))
+    """Return the path and the query that a browser shows; the list of jobs for what is no page.
+
+    `of_page`: htmx asks.
+    """
+    parts = address_parts(
+        request.headers.get("hx-current-url", "") if of_page else str(request.url)
+    )
     is_page = of_page or (request.method == "GET" and not request.url.path.startswith("/page/"))
     return f"{parts.path}?{parts.query}".rstrip("?") if parts and parts.path and is_page else _HOME
 
 
 def _comes_from_another_site(request: Request) -> bool:
     headers = request.headers
-    is_followed = headers.get("sec-fetch-mode") == "navigate" and headers.get("sec-fetch-dest") == "document"
-    return request.method == "GET" and is_followed and headers.get("sec-fetch-site") in ("cross-site", "same-site")
+    is_followed = (
+        headers.get("sec-fetch-mode") == "navigate" and headers.get("sec-fetch-dest") == "document"
+    )
+    return (
+        request.method == "GET"
+        and is_followed
+        and headers.get("sec-fetch-site") in ("cross-site", "same-site")
+    )
 
 
 def _is_of_a_client(request: Request) -> bool:
-    """Return whether a program sends the request, by what no browser does: a key, and no wish for a page."""
+    """Return whether a program sends the request, by what no browser does: a key, and no wish for a
+    page.
+    """
     headers = request.headers
-    return headers.get("authorization", "").lower().startswith("bearer ") and "text/html" not in headers.get("accept", "")
+    return headers.get("authorization", "").lower().startswith(
+        "bearer "
+    ) and "text/html" not in headers.get("accept", "")
 
 
 def refusal(request: Request, error: Exception) -> Response:
@@ -151,7 +179,9 @@ def refusal(request: Request, error: Exception) -> Response:
         return to_sign_in(request, error)
     if "hx-request" in request.headers:
         return JSONResponse({"error": error.error}, error.status, headers=HEADERS)
-    return page(request, "refused.html", error.status, status_code=error.status, message=error.message)
+    return page(
+        request, "refused.html", error.status, status_code=error.status, message=error.message
+    )
 
 
 @cache
@@ -194,7 +224,9 @@ def _render(request: Request, template: str, values: dict[str, Any]) -> str:
     secret = sessions.secret_of(request)
     usual = {
         "path": request.url.path,
-        "token_header": json.dumps({sessions.TOKEN_HEADER: sessions.token_of(secret)}) if secret else "",
+        "token_header": json.dumps({sessions.TOKEN_HEADER: sessions.token_of(secret)})
+        if secret
+        else "",
         "who": getattr(request.state, "principal", None),
     }
     return _environment().get_template(template).render(usual | values)

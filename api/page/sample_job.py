@@ -20,7 +20,9 @@ def sample_base() -> str | None:
 
 
 def sample_options() -> dict[str, Any]:
-    """Return the job's create body without its files, and without its ranks, which go by the machine."""
+    """Return the job's create body without its files, and without its ranks, which go by the
+    machine.
+    """
     left_out = (*_FILES, "distributed")
     return {name: value for name, value in _spec().items() if name not in left_out}
 

@@ -1,4 +1,6 @@
-"""Answers of the API as the page's tables show them: evaluations of a job, differences of jobs, sums of usage. Pure."""
+"""Answers of the API as the page's tables show them: evaluations of a job, differences of jobs,
+sums of usage. Pure.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +13,12 @@ from ft_service.jobs.method_options import method_options
 from ft_service.rundir.evaluations import prompt_turns
 
 _TOP_LEVEL = ("model", "training_file", "validation_file", "seed", "priority")
-_RESULT_FIELDS = {"tokens": "trained_tokens", "gpu_seconds": "gpu_seconds", "bytes": "uploaded_bytes", "jobs": "num_jobs"}
+_RESULT_FIELDS = {
+    "tokens": "trained_tokens",
+    "gpu_seconds": "gpu_seconds",
+    "bytes": "uploaded_bytes",
+    "jobs": "num_jobs",
+}
 AMOUNTS: Mapping[str, str] = {
     "gpu_seconds": "GPU hours",
     "tokens": "Trained tokens",
@@ -48,22 +55,39 @@ class Answers:
 
 
 def answers_of(evaluations: Sequence[Mapping[str, Any]], step: int | None) -> Answers | None:
-    """Return the answers in a job's evaluations as the API lists them. `step`: the one to show; the newest one if it is None
-    or was not evaluated.
+    """Return the answers in a job's evaluations as the API lists them.
+
+    `step`: the one to show; the newest one if it is None or was not evaluated.
     """
-    by_step = {evaluation["step"]: evaluation for evaluation in sorted(evaluations, key=lambda entry: entry["step"])}
+    by_step = {
+        evaluation["step"]: evaluation
+        for evaluation in sorted(evaluations, key=lambda entry: entry["step"])
+    }
     if not by_step:
         return None
     steps = tuple(number for number in by_step if number)
     shown = step if step in steps else (steps[-1] if steps else None)
     current = by_step[shown or 0]
-    columns = [current["base_metrics"] or current["metrics"], *(by_step[number]["metrics"] for number in steps)]
+    columns = [
+        current["base_metrics"] or current["metrics"],
+        *(by_step[number]["metrics"] for number in steps),
+    ]
     names = list(dict.fromkeys(name for column in columns for name in column))
     prompts = (
-        AnswerRow(prompt_turns(row["prompt"], row["messages"]), row["reference"], row["base"], row["tuned"])
+        AnswerRow(
+            prompt_turns(row["prompt"], row["messages"]),
+            row["reference"],
+            row["base"],
+            row["tuned"],
+        )
         for row in current["samples"]
     )
-    return Answers(steps, shown, {name: tuple(column.get(name) for column in columns) for name in names}, tuple(prompts))
+    return Answers(
+        steps,
+        shown,
+        {name: tuple(column.get(name) for column in columns) for name in names},
+        tuple(prompts),
+    )
 
 
 @dataclass(frozen=True)
@@ -81,7 +105,10 @@ class GradedOverTime:
 
 
 def graded_over_time(rollouts: Sequence[Mapping[str, Any]], most: int = 4) -> GradedOverTime | None:
-    """Return what the page shows of a job's rollouts, the newest first. None: there are none. `most`: columns."""
+    """Return what the page shows of a job's rollouts, the newest first.
+
+    None: there are none. `most`: columns.
+    """
     if not rollouts:
         return None
     newest = next((own for own in rollouts if own["prompts"]), None)
@@ -89,7 +116,9 @@ def graded_over_time(rollouts: Sequence[Mapping[str, Any]], most: int = 4) -> Gr
     by_prompt: dict[int, tuple[str, list[Mapping[str, Any] | None]]] = {}
     for place, own in enumerate(evaluated):
         for prompt in own["validation"]:
-            _, cells = by_prompt.setdefault(prompt["prompt"], (prompt["text"], [None] * len(evaluated)))
+            _, cells = by_prompt.setdefault(
+                prompt["prompt"], (prompt["text"], [None] * len(evaluated))
+            )
             cells[place] = prompt["answers"][0] if prompt["answers"] else None
     rows = tuple((text, tuple(cells)) for text, cells in by_prompt.values())
     columns = tuple(own["step"] - 1 for own in evaluated)
@@ -98,25 +127,36 @@ def graded_over_time(rollouts: Sequence[Mapping[str, Any]], most: int = 4) -> Gr
 
 
 def differing_options(jobs: Sequence[Mapping[str, Any]]) -> list[tuple[str, list[Any]]]:
-    """Return the options in which jobs differ: dotted name, and each job's value in the order of the jobs."""
+    """Return the options in which jobs differ: dotted name, and each job's value in the order of
+    the jobs.
+    """
     names: list[str] = [*_TOP_LEVEL]
     for section in SECTIONS:
-        names += list(dict.fromkeys(f"{section}.{name}" for job in jobs for name in job[section] or ()))
+        names += list(
+            dict.fromkeys(f"{section}.{name}" for job in jobs for name in job[section] or ())
+        )
     rows = [(name, [_option(job, name) for job in jobs]) for name in names]
     methods = [method_options(job["method"]) for job in jobs]
-    rows += [(name, [own.get(name) for own in methods]) for name in dict.fromkeys(name for own in methods for name in own)]
+    rows += [
+        (name, [own.get(name) for own in methods])
+        for name in dict.fromkeys(name for own in methods for name in own)
+    ]
     return [(name, values) for name, values in rows if any(value != values[0] for value in values)]
 
 
 def final_loss(series: Mapping[str, Any]) -> float | None:
-    """Return the lowest validation loss; without validation, the last training loss; None without either."""
+    """Return the lowest validation loss; without validation, the last training loss; None without
+    either.
+    """
     if values := _values(series, "valid_loss"):
         return min(values)
     return next(reversed(_values(series, "train_loss")), None)
 
 
 def final_reward(series: Mapping[str, Any]) -> float | None:
-    """Return the highest mean reward on the validation file; without one, the last of training; None without either."""
+    """Return the highest mean reward on the validation file; without one, the last of training;
+    None without either.
+    """
     if values := _values(series, "valid_mean_reward"):
         return max(values)
     return next(reversed(_values(series, "train_mean_reward")), None)
@@ -158,14 +198,23 @@ class UsageSummary:
 
 
 def usage_summary(buckets: Sequence[Mapping[str, Any]]) -> UsageSummary:
-    """Sum the API's buckets, which are grouped by project and key. The heaviest projects and keys come first."""
+    """Sum the API's buckets, which are grouped by project and key.
+
+    The heaviest projects and keys come first.
+    """
     summary = UsageSummary()
     for bucket in buckets:
         day = summary.days.setdefault(bucket["start_time"], Use())
         for result in bucket["results"]:
-            project, key = result["project_id"] or "", result["api_key_id"] or ""
+            project = result["project_id"] or ""
+            key = result["api_key_id"] or ""
             of_project = summary.projects.setdefault(project, Use())
-            for use in (summary.total, day, of_project, summary.keys.setdefault((project, key), Use())):
+            for use in (
+                summary.total,
+                day,
+                of_project,
+                summary.keys.setdefault((project, key), Use()),
+            ):
                 use.add(result)
     summary.projects = dict(sorted(summary.projects.items(), key=lambda item: -item[1].gpu_seconds))
     summary.keys = dict(sorted(summary.keys.items(), key=lambda item: -item[1].gpu_seconds))
@@ -176,4 +225,7 @@ def usage_bars(days: Mapping[int, Use], amount: str) -> list[dict[str, Any]]:
     """Return each day's amount, and its share of the largest day's."""
     values = {day: getattr(use, amount) for day, use in days.items()}
     most = max(values.values(), default=0)
-    return [{"day": day, "value": value, "share": value / most if most else 0.0} for day, value in values.items()]
+    return [
+        {"day": day, "value": value, "share": value / most if most else 0.0}
+        for day, value in values.items()
+    ]

@@ -48,7 +48,9 @@ def list_engines(caller: Caller, services: Svc) -> ListView[EngineView]:
             ranks=engine.ranks,
             most_jobs=engine.most_seats,
             jobs=[
-                EngineJobView(id=seat.id, since=int(seat.since), slot_seconds=round(seat.slot_seconds, 3))
+                EngineJobView(
+                    id=seat.id, since=int(seat.since), slot_seconds=round(seat.slot_seconds, 3)
+                )
                 for seat in engine.seats
             ],
             ending=engine.closing_at is not None,

@@ -1,4 +1,6 @@
-"""`/v1/fine_tuning/alpha/graders`: graders tried on an answer, by the functions that grade in training."""
+"""`/v1/fine_tuning/alpha/graders`: graders tried on an answer, by the functions that grade in
+training.
+"""
 
 from __future__ import annotations
 
@@ -7,12 +9,26 @@ from typing import Annotated, Any
 from pydantic import BaseModel, Field
 
 from api.http.auth import Caller
-from api.http.dependencies import ExactJsonBody, JsonBody, Services, Svc, body_schema, parse_body, with_whole_numbers
+from api.http.dependencies import (
+    ExactJsonBody,
+    JsonBody,
+    Services,
+    Svc,
+    body_schema,
+    parse_body,
+    with_whole_numbers,
+)
 from api.http.routing import keyed_router
 from api.http.threads import takes_turns
 from ft_service.control.webhook_delivery import secrets_of
 from ft_service.graders.grades import Grade, Sample
-from ft_service.graders.grading import GraderBody, GraderContext, check_outside, grade, require_usable
+from ft_service.graders.grading import (
+    GraderBody,
+    GraderContext,
+    check_outside,
+    grade,
+    require_usable,
+)
 from ft_service.spec import Strict
 from ft_service.spec.graders import Grader
 
@@ -95,8 +111,9 @@ class GraderRunView(BaseModel):
 @router.post("/validate", openapi_extra=body_schema(GraderBody))
 @takes_turns("grading")
 def validate(body: JsonBody, caller: Caller, services: Svc) -> GraderValidationView:
-    """Return the grader, if it can be used: options, templates, formula, models and addresses are checked, and the source of a
-    python grader is loaded. Servers are not asked."""
+    """Return the grader, if it can be used: options, templates, formula, models and addresses are
+    checked, and the source of a python grader is loaded. Servers are not asked.
+    """
     grader = parse_body(body, GraderBody).grader
     require_usable(grader, services.grader_limits)
     check_outside(grader, _context(services, caller.project_id))
@@ -106,12 +123,22 @@ def validate(body: JsonBody, caller: Caller, services: Svc) -> GraderValidationV
 @router.post("/run", openapi_extra=body_schema(GraderRun))
 @takes_turns("grading")
 def run(body: ExactJsonBody, caller: Caller, services: Svc) -> GraderRunView:
-    """Return a grader's reward for an answer. A project tries one grader at a time; further requests wait for their turn."""
-    if isinstance(body, dict):  # the item is what a line of a data file has, where 1.0 is filled in as 1.0
-        body = {name: value if name == "item" else with_whole_numbers(value) for name, value in body.items()}
+    """Return a grader's reward for an answer.
+
+    A project tries one grader at a time; further requests wait for their turn.
+    """
+    if isinstance(
+        body, dict
+    ):  # the item is what a line of a data file has, where 1.0 is filled in as 1.0
+        body = {
+            name: value if name == "item" else with_whole_numbers(value)
+            for name, value in body.items()
+        }
     given = parse_body(body, GraderRun)
     require_usable(given.grader, services.grader_limits)
-    graded = grade(given.grader, Sample(given.model_sample), given.item, _context(services, caller.project_id))
+    graded = grade(
+        given.grader, Sample(given.model_sample), given.item, _context(services, caller.project_id)
+    )
     return _view(given.grader, graded)
 
 
@@ -119,19 +146,26 @@ def _context(services: Services, project_id: str) -> GraderContext:
     def secrets(endpoint_id: str) -> list[str]:
         return secrets_of(services.store.webhooks.get_webhook(project_id, endpoint_id))
 
-    return GraderContext(project=project_id, limits=services.grader_limits, secrets=secrets, seconds=SECONDS)
+    return GraderContext(
+        project=project_id, limits=services.grader_limits, secrets=secrets, seconds=SECONDS
+    )
 
 
 def _view(grader: Grader, graded: Grade) -> GraderRunView:
     details = {str(kind): detail for kind, detail in graded.errors.items()}
     errors = ErrorsView(
         **dict.fromkeys(details, True),  # pyright: ignore[reportArgumentType]
-        python_grader_server_error_type=details.get("python_grader_server_error", "").partition(":")[0] or None,
+        python_grader_server_error_type=details.get("python_grader_server_error", "").partition(
+            ":"
+        )[0]
+        or None,
         python_grader_runtime_error_details=details.get("python_grader_runtime_error"),
         model_grader_server_error_details=details.get("model_grader_server_error"),
         details=details,
     )
-    totals = [tokens["total_tokens"] for tokens in graded.usage.values() if "total_tokens" in tokens]
+    totals = [
+        tokens["total_tokens"] for tokens in graded.usage.values() if "total_tokens" in tokens
+    ]
     metadata = GraderMetadataView(
         name=grader.name,
         type=grader.type,

@@ -1,5 +1,7 @@
-"""Chat completions, which scripts request after their job has succeeded. The operator's inference server answers them if there
-is one, else the preview on this host. Without either, the refusal says what to do instead.
+"""Chat completions, which scripts request after their job has succeeded.
+
+The operator's inference server answers them if there is one, else the preview on this host. Without
+either, the refusal says what to do instead.
 """
 
 from __future__ import annotations
@@ -52,15 +54,22 @@ CHAT = "/chat/completions"
 """Route of conversations, here and on an inference server."""
 _ANSWER = server_sent()
 _ANSWER[200]["content"]["application/json"] = {"schema": {"type": "object"}}
-_BODY = {"requestBody": {"required": True, "content": {"application/json": {"schema": {"type": "object"}}}}}
+_BODY = {
+    "requestBody": {
+        "required": True,
+        "content": {"application/json": {"schema": {"type": "object"}}},
+    }
+}
 
 
 @router.post(CHAT, openapi_extra=_BODY, response_class=StreamingResponse, responses=_ANSWER)
 async def create(request: Request, body: JsonBody, caller: Caller, services: Svc) -> Response:
-    """Answer with a base, an alias, a tuned model or a checkpoint of one; as a stream if `stream` is true. Tuned models must be
-    the project's own or granted to it. With FT_INFERENCE_URL, that server answers; else the preview of this host does
-    (FT_PREVIEW). Training has priority: while it holds the slots, the answer is a 503 with `retry-after`, unless `processor`
-    (not in OpenAI's API) is true: then the processor computes the answer, slowly."""
+    """Answer with a base, an alias, a tuned model or a checkpoint of one; as a stream if `stream`
+    is true. Tuned models must be the project's own or granted to it. With FT_INFERENCE_URL, that
+    server answers; else the preview of this host does (FT_PREVIEW). Training has priority: while it
+    holds the slots, the answer is a 503 with `retry-after`, unless `processor` (not in OpenAI's
+    API) is true: then the processor computes the answer, slowly.
+    """
     tuned = await _model_of(request, body, caller, services, CHAT)
     if isinstance(tuned, Response):
         return tuned
@@ -73,10 +82,13 @@ async def create(request: Request, body: JsonBody, caller: Caller, services: Svc
 
 
 @router.post("/completions", openapi_extra=_BODY)
-async def create_completion(request: Request, body: JsonBody, caller: Caller, services: Svc) -> Response:
-    """Continue a text, or its tokens, without a chat template, as one object; `echo` and `logprobs` give the log-probabilities
-    of a prompt, by which evaluation harnesses compare answers. Models and servers as for chat completions; a stream only by
-    FT_INFERENCE_URL."""
+async def create_completion(
+    request: Request, body: JsonBody, caller: Caller, services: Svc
+) -> Response:
+    """Continue a text, or its tokens, without a chat template, as one object; `echo` and `logprobs`
+    give the log-probabilities of a prompt, by which evaluation harnesses compare answers. Models
+    and servers as for chat completions; a stream only by FT_INFERENCE_URL.
+    """
     tuned = await _model_of(request, body, caller, services, "/completions")
     if isinstance(tuned, Response):
         return tuned
@@ -94,14 +106,25 @@ async def create_completion(request: Request, body: JsonBody, caller: Caller, se
 async def _model_of(
     request: Request, body: Any, caller: Principal, services: Services, path: str
 ) -> tuned_models.Tuned | Response | None:
-    """Return the tuned model that the preview is to answer with, None for a base, or an inference server's answer."""
+    """Return the tuned model that the preview is to answer with, None for a base, or an inference
+    server's answer.
+    """
     name: Any = body.get("model") if isinstance(body, dict) else None
     if not isinstance(name, str):
-        raise SpecError("model is required: the name of a tuned model.", param="model", code="missing_required_parameter")
-    tuned = await in_thread(tuned_models.find, name, caller, services.store) if is_tuned(name) else None
+        raise SpecError(
+            "model is required: the name of a tuned model.",
+            param="model",
+            code="missing_required_parameter",
+        )
+    tuned = (
+        await in_thread(tuned_models.find, name, caller, services.store) if is_tuned(name) else None
+    )
     if services.settings.inference_url:
         if "processor" in body:
-            message = "processor: is for the preview, and an inference server answers here (FT_INFERENCE_URL). Leave it out."
+            message = (
+                "processor: is for the preview, and an inference server answers here "
+                "(FT_INFERENCE_URL). Leave it out."
+            )
             raise SpecError(message, param="processor", code="unsupported_parameter")
         if tuned is None:
             _refuse_adapter_path(name)
@@ -115,19 +138,24 @@ async def _model_of(
     return tuned
 
 
-def _as_trained(body: dict[str, Any], tuned: tuned_models.Tuned, adapters: Path | None) -> dict[str, Any]:
-    """The body with what an inference server would else take from the base: the chat template, if the job had its own, and the
-    tokens at which answers end, if the base's files do not name all of them."""
+def _as_trained(
+    body: dict[str, Any], tuned: tuned_models.Tuned, adapters: Path | None
+) -> dict[str, Any]:
+    """The body with what an inference server would else take from the base: the chat template, if
+    the job had its own, and the tokens at which answers end, if the base's files do not name all of
+    them.
+    """
     ends = ends_of_handed_over(adapters, tuned.name) if adapters is not None else []
     own = {"chat_template": tuned.job.spec.chat_template, "stop_token_ids": ends}
     return {**body, **{name: body.get(name) or value for name, value in own.items() if value}}
 
 
 def _refuse_adapter_path(name: str) -> None:
-    """Raise NotFoundError for the name of something else that leads an inference server to an adapter of this service.
+    """Raise NotFoundError for the name of something else that leads an inference server to an
+    adapter of this service.
 
-    Servers take the name of an adapter for a path below FT_ADAPTERS: `./` and a tuned model's name finds that model too,
-    whoever owns it.
+    Servers take the name of an adapter for a path below FT_ADAPTERS: `./` and a tuned model's name
+    finds that model too, whoever owns it.
     """
     if any(is_tuned(part) or part.startswith(server_samples.PREFIX) for part in name.split("/")):
         raise tuned_models.no_such(name)
@@ -143,8 +171,11 @@ async def _previewed(name: str, tuned: tuned_models.Tuned | None, services: Serv
         return Previewed(PreviewModel(str(base.path)), None)
     async with turn("making") if tuned.checkpoint is not None else nullcontext():
         adapter = await in_thread(adapter_folder, tuned, services.places)
-    spec, job = tuned.job.spec, tuned.job if tuned.checkpoint is None else None
-    return Previewed(PreviewModel(spec.model.path, spec.precision.model_dump(mode="json"), job), str(adapter))
+    spec = tuned.job.spec
+    job = tuned.job if tuned.checkpoint is None else None
+    return Previewed(
+        PreviewModel(spec.model.path, spec.precision.model_dump(mode="json"), job), str(adapter)
+    )
 
 
 @dataclass(frozen=True)
@@ -156,10 +187,17 @@ class Previewed:
     """Folder of the adapter; None: the base alone."""
 
     def submit(
-        self, services: Services, order: dict[str, Any], project_id: str, on_processor: bool, deliver: Deliver
+        self,
+        services: Services,
+        order: dict[str, Any],
+        project_id: str,
+        on_processor: bool,
+        deliver: Deliver,
     ) -> Ticket:
         assert services.preview is not None
-        return services.preview.submit(self.model, order, deliver, project_id=project_id, on_processor=on_processor)
+        return services.preview.submit(
+            self.model, order, deliver, project_id=project_id, on_processor=on_processor
+        )
 
 
 class InferenceView(BaseModel):
@@ -167,7 +205,9 @@ class InferenceView(BaseModel):
 
     object: Literal["inference"] = "inference"
     answered_by: Literal["preview", "inference_server"] | None
-    """preview: a process of this host, to try models; inference_server: the operator's; null: none."""
+    """preview: a process of this host, to try models; inference_server: the operator's; null:
+    none.
+    """
     reason: str | None
     """Why none does; null: one does."""
 
@@ -184,10 +224,19 @@ async def retrieve(services: Svc) -> InferenceView:
 
 def _why_none(settings: Settings) -> str:
     if settings.preview == "off":
-        return "The preview is turned off (FT_PREVIEW = off), and no inference server is set (FT_INFERENCE_URL)."
+        return (
+            "The preview is turned off (FT_PREVIEW = off), and no inference server is set "
+            "(FT_INFERENCE_URL)."
+        )
     if settings.launcher != "local":
-        return "Jobs run in a cluster, where the service has no preview; FT_INFERENCE_URL names a server that answers."
-    return "This process serves the API alone; the preview runs with `ft serve`, and FT_INFERENCE_URL names another server."
+        return (
+            "Jobs run in a cluster, where the service has no preview; FT_INFERENCE_URL names a "
+            "server that answers."
+        )
+    return (
+        "This process serves the API alone; the preview runs with `ft serve`, and "
+        "FT_INFERENCE_URL names another server."
+    )
 
 
 VLLM_RANKS = (8, 16, 32, 64, 128, 256, 320, 512)
@@ -202,19 +251,27 @@ def _rank_for_vllm(tuned: tuned_models.Tuned) -> int:
 
 def _not_served(tuned: tuned_models.Tuned | None) -> NotFoundError:
     if tuned is None:
-        message = "This service trains models and does not serve them: send chat completions to an inference server."
+        message = (
+            "This service trains models and does not serve them: send chat completions to "
+            "an inference server."
+        )
     else:
         message = (
             f"{tuned.name} is trained and not served here. Download its adapter with "
-            f"GET /v1/fine_tuning/jobs/{tuned.job.id}/adapter (or `ft download {tuned.job.id}`) and serve it on its base, for "
-            f"example with vLLM, where BASE is the folder of {tuned.base}: vllm serve BASE --enable-lora --max-lora-rank "
+            f"GET /v1/fine_tuning/jobs/{tuned.job.id}/adapter (or `ft download {tuned.job.id}`) "
+            "and serve it on its base, for "
+            f"example with vLLM, where BASE is the folder of {tuned.base}: vllm serve BASE "
+            "--enable-lora --max-lora-rank "
             f"{_rank_for_vllm(tuned)} --lora-modules '{tuned.name}={tuned.job.id}'"
         )
     return NotFoundError(message, param="model", code="model_not_served")
 
 
 async def _proxied(request: Request, settings: Settings, body: Any, path: str) -> Response:
-    """Send a body to FT_INFERENCE_URL until there is an answer, or the caller has disconnected. Raises UnavailableError."""
+    """Send a body to FT_INFERENCE_URL until there is an answer, or the caller has disconnected.
+
+    Raises UnavailableError.
+    """
     forwarded = asyncio.create_task(_forward_to_any(settings, body, path))
     try:
         while not forwarded.done():
@@ -230,8 +287,8 @@ async def _proxied(request: Request, settings: Settings, body: Any, path: str) -
 
 
 async def _forward_to_any(settings: Settings, body: Any, path: str) -> Response:
-    """Send a body to a replica of FT_INFERENCE_URL with the server's key; the caller's key is never sent. If a replica does not
-    answer, the next one gets the request. Raises UnavailableError.
+    """Send a body to a replica of FT_INFERENCE_URL with the server's key; the caller's key is never
+    sent. If a replica does not answer, the next one gets the request. Raises UnavailableError.
     """
     urls = settings.inference_urls
     first = next(_turn) % len(urls)
@@ -245,7 +302,10 @@ async def _forward_to_any(settings: Settings, body: Any, path: str) -> Response:
 
 
 async def _forward(url: str, settings: Settings, body: Any) -> Response:
-    """Return a server's answer, a stream as soon as it begins. Raises UnavailableError without a whole one."""
+    """Return a server's answer, a stream as soon as it begins.
+
+    Raises UnavailableError without a whole one.
+    """
     headers = {}
     if settings.inference_api_key:
         headers["authorization"] = f"Bearer {settings.inference_api_key.get_secret_value()}"
@@ -258,7 +318,9 @@ async def _forward(url: str, settings: Settings, body: Any) -> Response:
     except BaseException as error:
         await client.aclose()
         if isinstance(error, httpx2.HTTPError):
-            raise UnavailableError(f"The inference server (FT_INFERENCE_URL) does not answer: {error}.") from error
+            raise UnavailableError(
+                f"The inference server (FT_INFERENCE_URL) does not answer: {error}."
+            ) from error
         raise
     kept = {name: answer.headers[name] for name in _PASSED_BACK if name in answer.headers}
     if not streams:
@@ -273,8 +335,11 @@ async def _forward(url: str, settings: Settings, body: Any) -> Response:
 
 
 async def _stream_of(answer: httpx2.Response) -> AsyncIterator[bytes]:
-    """Yield a server's events. If it goes away between two of them, the last is an error; within one, that cannot be told, and
-    HTTPError ends the connection."""
+    """Yield a server's events.
+
+    If it goes away between two of them, the last is an error; within one, that cannot be told, and
+    HTTPError ends the connection.
+    """
     end = b""
     try:
         async for part in answer.aiter_bytes():
@@ -284,5 +349,8 @@ async def _stream_of(answer: httpx2.Response) -> AsyncIterator[bytes]:
         if end and not end.replace(b"\r", b"").endswith(b"\n\n"):
             raise
         log.warning("an inference server's answer was cut off: %s", error)
-        cut = UnavailableError("The inference server (FT_INFERENCE_URL) went away before its answer was whole. Try again.")
+        cut = UnavailableError(
+            "The inference server (FT_INFERENCE_URL) went away before its answer was whole. Try "
+            "again."
+        )
         yield f"data: {json.dumps(error_body(cut))}\n\n".encode()

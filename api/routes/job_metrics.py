@@ -1,4 +1,6 @@
-"""`/v1/fine_tuning/jobs/{job_id}/metrics` and `/v1/fine_tuning/metrics`: metrics of jobs by step, for charts."""
+"""`/v1/fine_tuning/jobs/{job_id}/metrics` and `/v1/fine_tuning/metrics`: metrics of jobs by step,
+for charts.
+"""
 
 from __future__ import annotations
 
@@ -18,8 +20,15 @@ from ft_service.store.rows import not_found
 
 router = keyed_router("/v1/fine_tuning", "fine-tuning")
 
-Points = Annotated[int, Query(ge=4, le=1000, description="Most points of a series; a longer series keeps its extremes.")]
-Names = Annotated[list[Name] | None, Query(description="Only these series; default: all that were reported.")]
+Points = Annotated[
+    int,
+    Query(
+        ge=4, le=1000, description="Most points of a series; a longer series keeps its extremes."
+    ),
+]
+Names = Annotated[
+    list[Name] | None, Query(description="Only these series; default: all that were reported.")
+]
 _MARKED_CHECKPOINTS = 200
 
 
@@ -60,7 +69,11 @@ class MetricsListView(View):
     data: list[MetricsView]
 
 
-@router.get("/jobs/{job_id}/metrics", response_model=MetricsView, responses={304: {"description": "Nothing is new."}})
+@router.get(
+    "/jobs/{job_id}/metrics",
+    response_model=MetricsView,
+    responses={304: {"description": "Nothing is new."}},
+)
 def of_job(
     job_id: str,
     caller: Caller,
@@ -69,12 +82,16 @@ def of_job(
     series: Names = None,
     if_none_match: Annotated[str | None, Header()] = None,
 ) -> Any:
-    """Not in OpenAI's API. Return a job's metrics by step, over all its attempts (a step that was trained again has the metrics
-    of its newest attempt), and marks for attempts, pauses and checkpoints. With the `ETag` of the previous answer as
-    `If-None-Match`, the answer is 304 if nothing is new."""
+    """Not in OpenAI's API. Return a job's metrics by step, over all its attempts (a step that was
+    trained again has the metrics of its newest attempt), and marks for attempts, pauses and
+    checkpoints. With the `ETag` of the previous answer as `If-None-Match`, the answer is 304 if
+    nothing is new.
+    """
     job = services.store.jobs.get_job(caller.project_id, job_id)
     names = tuple(series or ())
-    checkpoints = services.store.jobs.list_checkpoints(job.project_id, job.id, limit=_MARKED_CHECKPOINTS).data
+    checkpoints = services.store.jobs.list_checkpoints(
+        job.project_id, job.id, limit=_MARKED_CHECKPOINTS
+    ).data
     newest = checkpoints[0].id if checkpoints else "-"
     body, position = services.curves.derived(
         job,
@@ -97,25 +114,43 @@ def of_jobs(
     points: Points = 1000,
     series: Names = None,
 ) -> MetricsListView:
-    """Not in OpenAI's API. Return the metrics of several jobs, in the order of `job`, without marks for checkpoints."""
-    known = {record.id: record for record in services.store.jobs.jobs_by_id(job) if record.project_id == caller.project_id}
+    """Not in OpenAI's API. Return the metrics of several jobs, in the order of `job`, without marks
+    for checkpoints.
+    """
+    known = {
+        record.id: record
+        for record in services.store.jobs.jobs_by_id(job)
+        if record.project_id == caller.project_id
+    }
     if missing := [job_id for job_id in job if job_id not in known]:
         raise not_found("fine-tuning job", missing[0])
     names = tuple(series or ())
 
     def view(record: Job) -> MetricsView:
         key = ("view", points, names)
-        return services.curves.derived(record, key, record.state, lambda curves: _view(record, curves, points, names))[0]
+        return services.curves.derived(
+            record, key, record.state, lambda curves: _view(record, curves, points, names)
+        )[0]
 
     return MetricsListView(data=[view(known[job_id]) for job_id in job])
 
 
-def _view(job: Job, curves: Curves, points: int, names: Sequence[str], checkpoints: Sequence[Checkpoint] = ()) -> MetricsView:
+def _view(
+    job: Job,
+    curves: Curves,
+    points: int,
+    names: Sequence[str],
+    checkpoints: Sequence[Checkpoint] = (),
+) -> MetricsView:
     """Return the metrics of a job. `names`: the series to return; empty: all."""
     series = {name: curves.series(name, points) for name in names or NAMES}
-    marks = [MarkView(type=mark.kind, step=mark.step, time=mark.time, label=mark.label) for mark in curves.marks]
+    marks = [
+        MarkView(type=mark.kind, step=mark.step, time=mark.time, label=mark.label)
+        for mark in curves.marks
+    ]
     marks += [
-        MarkView(type="checkpoint", step=point.step, time=point.created_at, label=point.id) for point in reversed(checkpoints)
+        MarkView(type="checkpoint", step=point.step, time=point.created_at, label=point.id)
+        for point in reversed(checkpoints)
     ]
     return MetricsView(
         job_id=job.id,

@@ -1,4 +1,6 @@
-"""`/v1/keys`: the API keys of a project, for admin keys only; `/v1/sign_in_links`: links that sign a browser in (`ft open`)."""
+"""`/v1/keys`: the API keys of a project, for admin keys only; `/v1/sign_in_links`: links that sign
+a browser in (`ft open`).
+"""
 
 from __future__ import annotations
 
@@ -57,15 +59,23 @@ class KeysView(View):
 
 @router.get("/keys")
 def list_keys(caller: Admin, services: Svc) -> KeysView:
-    """Not in OpenAI's API. List every key of the project, the oldest first, revoked and expired ones too."""
-    return KeysView(data=[KeyView.of(key) for key in services.store.keys.list_keys(caller.project_id)])
+    """Not in OpenAI's API. List every key of the project, the oldest first, revoked and expired
+    ones too.
+    """
+    return KeysView(
+        data=[KeyView.of(key) for key in services.store.keys.list_keys(caller.project_id)]
+    )
 
 
 @router.post("/keys", openapi_extra=body_schema(KeyRequest))
 def create(body: JsonBody, caller: Admin, services: Svc) -> NewKeyView:
     """Not in OpenAI's API. Create a key of the project."""
     given = parse_body(body, KeyRequest)
-    expires_at = None if given.expires_days is None else services.store.now() + given.expires_days * _DAY_SECONDS
+    expires_at = (
+        None
+        if given.expires_days is None
+        else services.store.now() + given.expires_days * _DAY_SECONDS
+    )
     key, secret = services.store.keys.create_key(
         project_id=caller.project_id, name=given.name, scope=given.scope, expires_at=expires_at
     )
@@ -74,7 +84,10 @@ def create(body: JsonBody, caller: Admin, services: Svc) -> NewKeyView:
 
 @router.delete("/keys/{key_id}")
 def revoke(key_id: str, caller: Admin, services: Svc) -> KeyView:
-    """Not in OpenAI's API. Revoke a key. The key, and every session that was opened with it, is invalid from now on."""
+    """Not in OpenAI's API. Revoke a key.
+
+    The key, and every session that was opened with it, is invalid from now on.
+    """
     return KeyView.of(services.store.keys.revoke_key(caller.project_id, key_id))
 
 
@@ -87,8 +100,12 @@ class SignInLinkView(View):
 
 @router.post("/sign_in_links")
 def create_link(caller: Caller, services: Svc) -> SignInLinkView:
-    """Not in OpenAI's API. Create a link that signs a browser in with this key, once, within 15 minutes."""
+    """Not in OpenAI's API. Create a link that signs a browser in with this key, once, within 15
+    minutes.
+    """
     if services.settings.page == "off":
         raise NotFoundError("This server has no page (FT_PAGE = off).", code="no_page")
     secret = services.store.sessions.new_link(caller)
-    return SignInLinkView(path=f"/sign-in?link={secret}", expires_at=int(services.store.now() + LINK_SECONDS))
+    return SignInLinkView(
+        path=f"/sign-in?link={secret}", expires_at=int(services.store.now() + LINK_SECONDS)
+    )

@@ -1,4 +1,6 @@
-"""`/v1/models`: the bases of this host, the aliases that the operator gave them, and the tuned models of the project."""
+"""`/v1/models`: the bases of this host, the aliases that the operator gave them, and the tuned
+models of the project.
+"""
 
 from __future__ import annotations
 
@@ -27,10 +29,14 @@ router = keyed_router("/v1/models", "models")
 def list_models(
     caller: Caller,
     services: Svc,
-    owned_by: Annotated[Literal["system"] | None, Query(description="`system`: no tuned models.")] = None,
+    owned_by: Annotated[
+        Literal["system"] | None, Query(description="`system`: no tuned models.")
+    ] = None,
 ) -> ModelsView:
-    """List every base below FT_MODELS, the aliases in FT_MODEL_ALIASES, then the tuned models that the project may use, newest
-    first. `owned_by` (not in OpenAI's API): only the bases and aliases."""
+    """List every base below FT_MODELS, the aliases in FT_MODEL_ALIASES, then the tuned models
+    that the project may use, newest first. `owned_by` (not in OpenAI's API): only the bases and
+    aliases.
+    """
     bases = [_base(model.name, model, services) for model in services.catalogue.list_models()]
     aliases = [_base(alias, model, services) for alias, model in services.catalogue.list_aliases()]
     tuned = () if owned_by else tuned_models.list_usable(caller, services.store, services.places)
@@ -43,11 +49,13 @@ def retrieve(
     caller: Caller,
     services: Svc,
     include: Annotated[
-        Literal["description"] | None, Query(description="`description`: what training finds in a base.")
+        Literal["description"] | None,
+        Query(description="`description`: what training finds in a base."),
     ] = None,
 ) -> ModelView:
-    """A base, an alias, a tuned model, or a checkpoint of one; ids contain `/` and `:`, percent-encoded or not. `include` (not
-    in OpenAI's API) adds the description of a base."""
+    """A base, an alias, a tuned model, or a checkpoint of one; ids contain `/` and `:`,
+    percent-encoded or not. `include` (not in OpenAI's API) adds the description of a base.
+    """
     if is_tuned(model):
         tuned = tuned_models.find(model, caller, services.store)
         tuned_models.refuse_pruned(tuned, services.places)
@@ -58,16 +66,25 @@ def retrieve(
         raise NotFoundError(error.message, param="model", code="model_not_found") from None
     view = _base(model, base, services)
     described = services.catalogue.descriptions.known(base.path) if include else None
-    return view if described is None else view.model_copy(update={"description": json.loads(write_described(described))})
+    return (
+        view
+        if described is None
+        else view.model_copy(update={"description": json.loads(write_described(described))})
+    )
 
 
 @router.delete("/{model:path}")
 def delete(model: str, caller: Caller, services: Svc) -> DeletedModelView:
-    """Hide a tuned model or a checkpoint of one: it can no longer be found, downloaded or served. The job stays. Bases and
-    aliases are the operator's and cannot be deleted here."""
+    """Hide a tuned model or a checkpoint of one: it can no longer be found, downloaded or served.
+
+    The job stays. Bases and aliases are the operator's and cannot be deleted here.
+    """
     if not is_tuned(model):
         base = retrieve(model, caller, services)
-        message = f"model = {base.id!r}: a base model is the operator's and cannot be deleted; only tuned models can."
+        message = (
+            f"model = {base.id!r}: a base model is the operator's and cannot be deleted; "
+            "only tuned models can."
+        )
         raise ForbiddenError(message, param="model")
     tuned = tuned_models.find_own(model, caller.project_id, services.store)
     tuned_models.refuse_pruned(tuned, services.places)
@@ -77,17 +94,26 @@ def delete(model: str, caller: Caller, services: Svc) -> DeletedModelView:
 
 @router.post("/{model:path}/verify")
 def verify_adapter(model: str, caller: Caller, services: Svc) -> VerifyView:
-    """Not in OpenAI's API. Read the adapter of a tuned model of the project again, and compare its files, digests and shapes
-    with those that were written."""
+    """Not in OpenAI's API. Read the adapter of a tuned model of the project again, and compare its
+    files, digests and shapes with those that were written.
+    """
     tuned = tuned_models.find_own(model, caller.project_id, services.store)
     tuned_models.refuse_pruned(tuned, services.places)
     report = verify(services.places.run(tuned.job.id).path(tuned.adapter_key))
-    return VerifyView(model=tuned.name, ok=not report.faults, checked=report.checked, faults=report.faults)
+    return VerifyView(
+        model=tuned.name, ok=not report.faults, checked=report.checked, faults=report.faults
+    )
 
 
 def _base(name: str, model: Base, services: Services) -> ModelView:
     facts = base_facts(model.path, services.catalogue.descriptions.known(model.path))
-    return ModelView(id=name, created=int(model.created_at), owned_by="system", root=model.name, base=BaseView.of(facts))
+    return ModelView(
+        id=name,
+        created=int(model.created_at),
+        owned_by="system",
+        root=model.name,
+        base=BaseView.of(facts),
+    )
 
 
 def _tuned(model: tuned_models.Tuned, caller: Principal) -> ModelView:

@@ -1,7 +1,10 @@
-"""`/v1/organization`: projects, their keys and limits, the audit log, and usage. For admin keys only.
+"""`/v1/organization`: projects, their keys and limits, the audit log, and usage.
 
-An admin key manages the keys of its own project. An admin key of the first project (`default`) also manages the other projects
-of its organisation, and their limits; of their contents it sees only the list of jobs, with the parameter `project`.
+For admin keys only.
+
+An admin key manages the keys of its own project. An admin key of the first project (`default`) also
+manages the other projects of its organisation, and their limits; of their contents it sees only the
+list of jobs, with the parameter `project`.
 """
 
 from __future__ import annotations
@@ -64,7 +67,10 @@ class ProjectLimits(Strict):
 
     def given(self) -> dict[str, Any]:
         values = self.model_dump(include=self.model_fields_set)
-        return {name: tuple(value) if isinstance(value, list) else value for name, value in values.items()}
+        return {
+            name: tuple(value) if isinstance(value, list) else value
+            for name, value in values.items()
+        }
 
 
 class ProjectRequest(Strict):
@@ -98,10 +104,22 @@ class KeyRotation(Strict):
 
 
 @router.get("/projects", response_model=ListView[ProjectView])
-def list_projects(caller: Admin, services: Svc, after: After = None, limit: Limit = 20, include_archived: bool = False) -> Any:
-    """List projects by creation. An admin key of another project than the first sees only its own."""
+def list_projects(
+    caller: Admin,
+    services: Svc,
+    after: After = None,
+    limit: Limit = 20,
+    include_archived: bool = False,
+) -> Any:
+    """List projects by creation.
+
+    An admin key of another project than the first sees only its own.
+    """
     if not manages(caller):
-        return list_view([_view(services.store.projects.get_project(caller.project_id), services)], has_more=False)
+        return list_view(
+            [_view(services.store.projects.get_project(caller.project_id), services)],
+            has_more=False,
+        )
     page = services.store.projects.list_projects(
         organization=caller.organization, archived=include_archived, after=after, limit=limit
     )
@@ -110,17 +128,23 @@ def list_projects(caller: Admin, services: Svc, after: After = None, limit: Limi
 
 @router.post("/projects", openapi_extra=body_schema(ProjectRequest))
 def create_project(
-    body: JsonBody, caller: Admin, services: Svc, idempotency_key: Annotated[str | None, Header()] = None
+    body: JsonBody,
+    caller: Admin,
+    services: Svc,
+    idempotency_key: Annotated[str | None, Header()] = None,
 ) -> ProjectView:
     """Create a project, without keys. `limits` are not in OpenAI's API."""
     given = parse_body(body, ProjectRequest)
     _refuse_unless_managing(caller)
     limits = TenantLimits(**given.limits.given())
-    keyed_id, store = idempotency.keyed_id(PROJECT_PREFIX, idempotency_key, caller), services.store
+    keyed_id = idempotency.keyed_id(PROJECT_PREFIX, idempotency_key, caller)
+    store = services.store
     organization = caller.organization
     made, _ = idempotency.once(
         lambda: idempotency.earlier_project(store, keyed_id, given.name, limits),
-        lambda: store.projects.create_project(name=given.name, organization=organization, limits=limits, project_id=keyed_id),
+        lambda: store.projects.create_project(
+            name=given.name, organization=organization, limits=limits, project_id=keyed_id
+        ),
     )
     return _view(made, services)
 
@@ -132,16 +156,27 @@ def retrieve_project(project_id: str, caller: Admin, services: Svc) -> ProjectVi
 
 @router.post("/projects/{project_id}", openapi_extra=body_schema(ProjectUpdate))
 def update_project(project_id: str, body: JsonBody, caller: Admin, services: Svc) -> ProjectView:
-    """Change a project's name and limits; limits are not in OpenAI's API. They apply after a second."""
+    """Change a project's name and limits; limits are not in OpenAI's API.
+
+    They apply after a second.
+    """
     given = parse_body(body, ProjectUpdate)
     known_project(project_id, caller, services)
     _refuse_unless_managing(caller)
-    return _view(services.store.projects.update_project(project_id, name=given.name, limits=given.limits.given()), services)
+    return _view(
+        services.store.projects.update_project(
+            project_id, name=given.name, limits=given.limits.given()
+        ),
+        services,
+    )
 
 
 @router.post("/projects/{project_id}/archive")
 def archive_project(project_id: str, caller: Admin, services: Svc) -> ProjectView:
-    """Archive a project: its keys become invalid. Its jobs continue, and its files and models stay."""
+    """Archive a project: its keys become invalid.
+
+    Its jobs continue, and its files and models stay.
+    """
     known_project(project_id, caller, services)
     _refuse_unless_managing(caller)
     return _view(services.store.projects.archive_project(project_id), services)
@@ -149,9 +184,11 @@ def archive_project(project_id: str, caller: Admin, services: Svc) -> ProjectVie
 
 @router.delete("/projects/{project_id}")
 def delete_project(project_id: str, caller: Admin, services: Svc) -> DeletedProjectView:
-    """Not in OpenAI's API. Delete a project with all that it has: its keys become invalid, its jobs are cancelled, and jobs,
-    models, files, uploads, events, sweeps, webhooks, permissions, Tinker's sessions and its part of the audit log are removed
-    in the background. What stays are sums of its use by day, and who has deleted it. It cannot be undone."""
+    """Not in OpenAI's API. Delete a project with all that it has: its keys become invalid, its jobs
+    are cancelled, and jobs, models, files, uploads, events, sweeps, webhooks, permissions, Tinker's
+    sessions and its part of the audit log are removed in the background. What stays are sums of its
+    use by day, and who has deleted it. It cannot be undone.
+    """
     known_project(project_id, caller, services)
     _refuse_unless_managing(caller)
     services.store.erasure.delete_project(project_id)
@@ -159,10 +196,13 @@ def delete_project(project_id: str, caller: Admin, services: Svc) -> DeletedProj
 
 
 @router.get("/projects/{project_id}/api_keys", response_model=ListView[ApiKeyView])
-def list_keys(project_id: str, caller: Admin, services: Svc, after: After = None, limit: Limit = 20) -> Any:
+def list_keys(
+    project_id: str, caller: Admin, services: Svc, after: After = None, limit: Limit = 20
+) -> Any:
     """List keys, the oldest first, expired and revoked ones too."""
     known_project(project_id, caller, services)
-    now, keys = services.store.now(), services.store.keys.list_keys(project_id)
+    now = services.store.now()
+    keys = services.store.keys.list_keys(project_id)
     if after is not None:
         place = next((number for number, key in enumerate(keys) if key.id == after), None)
         if place is None:
@@ -179,17 +219,27 @@ def create_key(
     services: Svc,
     idempotency_key: Annotated[str | None, Header()] = None,
 ) -> NewApiKeyView:
-    """Create a key. Its `value` is shown only once. A repeat with the same `Idempotency-Key` gives the same key a new value,
-    as long as it was not used."""
+    """Create a key. Its `value` is shown only once.
+
+    A repeat with the same `Idempotency-Key` gives the same key a new value, as long as it was not
+    used.
+    """
     given = parse_body(body, ProjectKeyRequest)
     known_project(project_id, caller, services)
     now = services.store.now()
     expires_at = None if given.expires_in_seconds is None else now + given.expires_in_seconds
-    keyed_id, store = idempotency.keyed_id(KEY_PREFIX, idempotency_key, caller, project_id), services.store
+    keyed_id = idempotency.keyed_id(KEY_PREFIX, idempotency_key, caller, project_id)
+    store = services.store
     (key, secret), _ = idempotency.once(
-        lambda: idempotency.earlier_api_key(store, project_id, keyed_id, given.name, given.scope, given.expires_in_seconds),
+        lambda: idempotency.earlier_api_key(
+            store, project_id, keyed_id, given.name, given.scope, given.expires_in_seconds
+        ),
         lambda: store.keys.create_key(
-            project_id=project_id, name=given.name, scope=given.scope, expires_at=expires_at, key_id=keyed_id
+            project_id=project_id,
+            name=given.name,
+            scope=given.scope,
+            expires_at=expires_at,
+            key_id=keyed_id,
         ),
     )
     return new_api_key_view(key, secret, now)
@@ -208,10 +258,16 @@ def revoke_key(project_id: str, api_key_id: str, caller: Admin, services: Svc) -
     return DeletedApiKeyView(id=services.store.keys.revoke_key(project_id, api_key_id).id)
 
 
-@router.post("/projects/{project_id}/api_keys/{api_key_id}/rotate", openapi_extra=body_schema(KeyRotation))
-def rotate_key(project_id: str, api_key_id: str, body: JsonBody, caller: Admin, services: Svc) -> NewApiKeyView:
-    """Not in OpenAI's API. Replace a key with a new one of the same name and scope. The old one stays valid for
-    `keep_seconds`."""
+@router.post(
+    "/projects/{project_id}/api_keys/{api_key_id}/rotate", openapi_extra=body_schema(KeyRotation)
+)
+def rotate_key(
+    project_id: str, api_key_id: str, body: JsonBody, caller: Admin, services: Svc
+) -> NewApiKeyView:
+    """Not in OpenAI's API. Replace a key with a new one of the same name and scope.
+
+    The old one stays valid for `keep_seconds`.
+    """
     keep_seconds = parse_body(body, KeyRotation).keep_seconds
     known_project(project_id, caller, services)
     key, secret = services.store.keys.rotate_key(project_id, api_key_id, keep_seconds=keep_seconds)
@@ -220,7 +276,9 @@ def rotate_key(project_id: str, api_key_id: str, body: JsonBody, caller: Admin, 
 
 @router.get("/audit_logs", response_model=ListView[AuditView])
 def list_audit(caller: Admin, services: Svc, after: After = None, limit: Limit = 20) -> Any:
-    """List changes, the newest first: those of the caller's project, or of all projects that it manages."""
+    """List changes, the newest first: those of the caller's project, or of all projects that it
+    manages.
+    """
     page = services.store.audit.list_audit(**_scope(caller), after=after, limit=limit)
     return list_view([audit_view(entry) for entry in page.data], page.has_more)
 
@@ -239,16 +297,26 @@ class UsageParameters(BaseModel):
     format: Literal["json", "csv"] = "json"
 
 
-@router.get("/usage/fine_tuning", response_model=UsageView, responses={200: {"content": {"text/csv": {}}}})
+@router.get(
+    "/usage/fine_tuning", response_model=UsageView, responses={200: {"content": {"text/csv": {}}}}
+)
 def usage(caller: Admin, services: Svc, query: Annotated[UsageParameters, Query()]) -> Any:
-    """Not in OpenAI's API. Usage by day (UTC), and by project and key if `group_by` says so. `start_time`: default: a week ago.
-    `format` csv: one line for each day, project and key."""
+    """Not in OpenAI's API. Usage by day (UTC), and by project and key if `group_by` says so.
+
+    `start_time`: default: a week ago. `format` csv: one line for each day, project and key.
+    """
     today = int(services.store.now() // DAY_SECONDS)
-    first = max(0, today - _DEFAULT_DAYS + 1) if query.start_time is None else query.start_time // DAY_SECONDS
+    first = (
+        max(0, today - _DEFAULT_DAYS + 1)
+        if query.start_time is None
+        else query.start_time // DAY_SECONDS
+    )
     last = today if query.end_time is None else -(-query.end_time // DAY_SECONDS) - 1
     if query.page is not None:
         if not query.page.isdecimal() or len(query.page) > 9:
-            raise SpecError(f"page = {query.page[:80]!r}: use the next_page of an answer.", param="page")
+            raise SpecError(
+                f"page = {query.page[:80]!r}: use the next_page of an answer.", param="page"
+            )
         first = max(first, int(query.page))
     end = min(last, first + query.limit - 1)
     names = ("project_id", "api_key_id") if query.format == "csv" else query.group_by or ()
@@ -273,9 +341,15 @@ def _view(project: Project, services: Services) -> ProjectView:
 
 def _refuse_unless_managing(caller: Principal) -> None:
     if not manages(caller):
-        raise ForbiddenError(f"Projects and their limits are managed with an admin key of the project {MANAGING_PROJECT}.")
+        raise ForbiddenError(
+            "Projects and their limits are managed with an admin key of the project "
+            f"{MANAGING_PROJECT}."
+        )
 
 
 def _scope(caller: Principal, own: str = "project_id") -> dict[str, Any]:
-    """Return what limits a query to the caller's organisation or project. `own`: the parameter that takes the project."""
+    """Return what limits a query to the caller's organisation or project.
+
+    `own`: the parameter that takes the project.
+    """
     return {"organization": caller.organization} if manages(caller) else {own: caller.project_id}

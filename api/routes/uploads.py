@@ -21,7 +21,14 @@ from api.http.gone_clients import refuse_without_client
 from api.http.routing import keyed_router
 from api.http.threads import in_thread
 from api.routes.files import ExpiresAfter, require_data_file
-from api.transfer.multipart import TEMPORARY_PREFIX, ReceivedFile, clean_filename, keep, received, sync_folder
+from api.transfer.multipart import (
+    TEMPORARY_PREFIX,
+    ReceivedFile,
+    clean_filename,
+    keep,
+    received,
+    sync_folder,
+)
 from api.wire.views import FileView, UploadPartView, UploadView
 from ft_service.control.housekeeping import remove_unrecorded
 from ft_service.errors import NotFoundError, SpecError, UnavailableError
@@ -78,10 +85,14 @@ class CompleteRequest(Strict):
 
 @router.post("", openapi_extra=body_schema(UploadRequest))
 def create(
-    body: JsonBody, caller: Caller, services: Svc, idempotency_key: Annotated[str | None, Header()] = None
+    body: JsonBody,
+    caller: Caller,
+    services: Svc,
+    idempotency_key: Annotated[str | None, Header()] = None,
 ) -> UploadView:
     """Announce a file. The upload expires after an hour."""
-    given, most = parse_body(body, UploadRequest), services.settings.max_upload_bytes
+    given = parse_body(body, UploadRequest)
+    most = services.settings.max_upload_bytes
     filename = clean_filename(given.filename)
     require_data_file(filename, "filename", given.purpose)
     if given.bytes > most:
@@ -98,15 +109,21 @@ def create(
     )
     upload, is_new = idempotency.once(
         lambda: idempotency.earlier_upload(services.store, new, keyed_id),
-        lambda: services.store.uploads.add_upload(new, seconds=LIFETIME_SECONDS, at_most=MAX_PENDING),
+        lambda: services.store.uploads.add_upload(
+            new, seconds=LIFETIME_SECONDS, at_most=MAX_PENDING
+        ),
     )
     return UploadView.of(upload, file=None) if is_new else _view(upload, services)
 
 
-async def _part(request: Request, upload_id: str, caller: Caller, services: Svc) -> AsyncIterator[ReceivedFile]:
+async def _part(
+    request: Request, upload_id: str, caller: Caller, services: Svc
+) -> AsyncIterator[ReceivedFile]:
     upload = await in_thread(services.store.uploads.get_upload, caller.project_id, upload_id)
     instead = "Send it in more parts."
-    async with received(request, _folder(upload, services), MAX_PART_BYTES, part="data", instead=instead) as part:
+    async with received(
+        request, _folder(upload, services), MAX_PART_BYTES, part="data", instead=instead
+    ) as part:
         yield part
 
 
@@ -119,10 +136,15 @@ def add_part(
     sent: Annotated[ReceivedFile, Depends(_part)],
     idempotency_key: Annotated[str | None, Header()] = None,
 ) -> UploadPartView:
-    """Send a part of at most 64 MiB; several may be sent at once. Their order is given when the upload is completed."""
+    """Send a part of at most 64 MiB; several may be sent at once.
+
+    Their order is given when the upload is completed.
+    """
     if sent.fields:
         name = next(iter(sent.fields))[:80]
-        raise SpecError(f"{name}: there is no such part; known is data.", param=name, code="unknown_parameter")
+        raise SpecError(
+            f"{name}: there is no such part; known is data.", param=name, code="unknown_parameter"
+        )
     if not sent.bytes:
         raise SpecError("data is empty.", param="data")
     upload = services.store.uploads.get_upload(caller.project_id, upload_id)
@@ -136,19 +158,25 @@ def add_part(
     )
 
     def add() -> UploadPart:
-        path, is_repeat = _folder(upload, services) / new.id, idempotency.is_retry(request.headers)
+        path = _folder(upload, services) / new.id
+        is_repeat = idempotency.is_retry(request.headers)
         try:
             keep(sent, path)
             refuse_without_client(request)
-            # Room for one part more than announced, which a user may send again after its answer was lost.
-            return services.store.uploads.add_part(new, slack=MAX_PART_BYTES, at_most=MAX_PARTS, is_repeat=is_repeat)
+            # Room for one part more than announced, which a user may send again after its answer
+            # was lost.
+            return services.store.uploads.add_part(
+                new, slack=MAX_PART_BYTES, at_most=MAX_PARTS, is_repeat=is_repeat
+            )
         except FileNotFoundError:
             raise _folder_gone(upload) from None
         except BaseException:
             _remove_unrecorded(path, new, services)
             raise
 
-    part, _ = idempotency.once(lambda: idempotency.earlier_part(services.store, new, request.headers), add)
+    part, _ = idempotency.once(
+        lambda: idempotency.earlier_part(services.store, new, request.headers), add
+    )
     return UploadPartView.of(part)
 
 
@@ -161,7 +189,8 @@ def complete(upload_id: str, body: JsonBody, caller: Caller, services: Svc) -> U
         try:
             upload = _complete(upload, given, services)
         except (FileNotFoundError, SpecError) as error:
-            # Another request, perhaps a repeat of this one, has just ended it; or its parts are on another disk.
+            # Another request, perhaps a repeat of this one, has just ended it; or its parts are on
+            # another disk.
             upload = services.store.uploads.get_upload(caller.project_id, upload_id)
             if upload.status == "pending":
                 raise (error if isinstance(error, SpecError) else _folder_gone(upload)) from None
@@ -183,19 +212,28 @@ def _complete(upload: Upload, request: CompleteRequest, services: Services) -> U
     file = _assemble(upload, _chosen(upload, request.part_ids, services), request.md5, services)
     try:
         services.places.keep(file.id)
-        done = services.store.uploads.complete_upload(upload.project_id, upload.id, request.part_ids, file)
+        done = services.store.uploads.complete_upload(
+            upload.project_id, upload.id, request.part_ids, file
+        )
     except BaseException:
         remove_unrecorded(services.places, services.store, file.id)
         raise
-    if done.file_id != file.id:  # the same request arrived twice at once, and the other one was faster
+    if (
+        done.file_id != file.id
+    ):  # the same request arrived twice at once, and the other one was faster
         services.places.remove(file.id)
     shutil.rmtree(_folder(upload, services), ignore_errors=True)
     return done
 
 
 def _chosen(upload: Upload, part_ids: Sequence[str], services: Services) -> list[UploadPart]:
-    """Return the parts of a file; a part may be used twice. Raises SpecError for an unknown part or a wrong total length."""
-    known = {part.id: part for part in services.store.uploads.list_parts(upload.project_id, upload.id)}
+    """Return the parts of a file; a part may be used twice.
+
+    Raises SpecError for an unknown part or a wrong total length.
+    """
+    known = {
+        part.id: part for part in services.store.uploads.list_parts(upload.project_id, upload.id)
+    }
     for number, part_id in enumerate(part_ids):
         if part_id not in known:
             message = f"part_ids.{number} = {part_id[:80]!r}: the upload has no such part."
@@ -203,14 +241,19 @@ def _chosen(upload: Upload, part_ids: Sequence[str], services: Services) -> list
     chosen = [known[part_id] for part_id in part_ids]
     total = sum(part.bytes for part in chosen)
     if total != upload.bytes:
-        message = f"part_ids: these parts hold {total} bytes, and the upload announced {upload.bytes}."
+        message = (
+            f"part_ids: these parts hold {total} bytes, and the upload announced {upload.bytes}."
+        )
         raise SpecError(message, param="part_ids", code="bytes_mismatch")
     return chosen
 
 
-def _assemble(upload: Upload, parts: Sequence[UploadPart], md5: str | None, services: Services) -> File:
-    """Join the parts to one durable file below `files_dir`, and make its record. Raises SpecError if the checksum differs,
-    and FileNotFoundError if the parts are gone.
+def _assemble(
+    upload: Upload, parts: Sequence[UploadPart], md5: str | None, services: Services
+) -> File:
+    """Join the parts to one durable file below `files_dir`, and make its record.
+
+    Raises SpecError if the checksum differs, and FileNotFoundError if the parts are gone.
     """
     folder = services.settings.files_dir
     folder.mkdir(parents=True, exist_ok=True)
@@ -230,11 +273,15 @@ def _assemble(upload: Upload, parts: Sequence[UploadPart], md5: str | None, serv
     return file
 
 
-def _copy(upload: Upload, parts: Sequence[UploadPart], md5: str | None, target: Any, services: Services) -> str:
-    """Write the parts in order, durably. Returns the SHA-256 of the whole. Raises SpecError if the MD5 differs from the given
-    one.
+def _copy(
+    upload: Upload, parts: Sequence[UploadPart], md5: str | None, target: Any, services: Services
+) -> str:
+    """Write the parts in order, durably.
+
+    Returns the SHA-256 of the whole. Raises SpecError if the MD5 differs from the given one.
     """
-    whole, check = hashlib.sha256(), hashlib.md5(usedforsecurity=False)
+    whole = hashlib.sha256()
+    check = hashlib.md5(usedforsecurity=False)
     for part in parts:
         with (_folder(upload, services) / part.id).open("rb") as source:
             while chunk := source.read(_COPY_BYTES):
@@ -250,17 +297,26 @@ def _copy(upload: Upload, parts: Sequence[UploadPart], md5: str | None, target: 
 
 
 def _remove_unrecorded(path: Path, part: UploadPart, services: Services) -> None:
-    """Remove the bytes of a part whose record could not be stored. They stay if it was stored all the same, since the
-    connection was lost behind the commit: a repeat of the request finds it. If the database cannot say, they go with their
-    upload."""
+    """Remove the bytes of a part whose record could not be stored.
+
+    They stay if it was stored all the same, since the connection was lost behind the commit: a
+    repeat of the request finds it. If the database cannot say, they go with their upload.
+    """
     with suppress(UnavailableError):
-        if part.id not in {known.id for known in services.store.uploads.list_parts(part.project_id, part.upload_id)}:
+        if part.id not in {
+            known.id for known in services.store.uploads.list_parts(part.project_id, part.upload_id)
+        }:
             path.unlink(missing_ok=True)
 
 
 def _folder_gone(upload: Upload) -> SpecError:
-    """Return the error for an upload without a folder: it has just ended, or its parts are on another disk."""
-    message = f"Upload {upload.id} has just ended, or its parts are not on this server's disk. Start a new upload."
+    """Return the error for an upload without a folder: it has just ended, or its parts are on
+    another disk.
+    """
+    message = (
+        f"Upload {upload.id} has just ended, or its parts are not on this server's disk. "
+        "Start a new upload."
+    )
     return SpecError(message, param="upload_id", code="invalid_state")
 
 

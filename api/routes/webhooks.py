@@ -1,4 +1,6 @@
-"""`/v1/webhook_endpoints` and `/v1/webhook_event_types`: receivers of messages about the end of jobs."""
+"""`/v1/webhook_endpoints` and `/v1/webhook_event_types`: receivers of messages about the end of
+jobs.
+"""
 
 from __future__ import annotations
 
@@ -28,7 +30,9 @@ PREFIX = "we_"
 KEPT_SECONDS = 24 * 3600.0
 """Validity of an old secret after a rotation that keeps it."""
 
-EventType = Literal["fine_tuning.job.succeeded", "fine_tuning.job.failed", "fine_tuning.job.cancelled"]
+EventType = Literal[
+    "fine_tuning.job.succeeded", "fine_tuning.job.failed", "fine_tuning.job.cancelled"
+]
 EventTypes = Annotated[list[EventType], Field(min_length=1, max_length=len(EVENT_TYPES))]
 Name = Annotated[str, Field(min_length=1, max_length=255)]
 Url = Annotated[str, Field(min_length=1, max_length=2048, json_schema_extra={"format": "uri"})]
@@ -106,7 +110,11 @@ def list_event_types(caller: Caller) -> EventTypesView:
 
 @router.post("/webhook_endpoints", openapi_extra=body_schema(WebhookRequest))
 def create(
-    request: Request, body: JsonBody, caller: Caller, services: Svc, idempotency_key: Annotated[str | None, Header()] = None
+    request: Request,
+    body: JsonBody,
+    caller: Caller,
+    services: Svc,
+    idempotency_key: Annotated[str | None, Header()] = None,
 ) -> WebhookSecretView:
     """The answer holds the signing secret, which is not shown again."""
     given = parse_body(body, WebhookRequest)
@@ -127,7 +135,12 @@ def create(
 
 
 @router.get("/webhook_endpoints", response_model=ListView[WebhookView])
-def list_endpoints(caller: Caller, services: Svc, after: After = None, limit: Annotated[int, Query(ge=1, le=100)] = 20) -> Any:
+def list_endpoints(
+    caller: Caller,
+    services: Svc,
+    after: After = None,
+    limit: Annotated[int, Query(ge=1, le=100)] = 20,
+) -> Any:
     """Newest first."""
     page = services.store.webhooks.list_webhooks(caller.project_id, after=after, limit=limit)
     return list_view([_view(endpoint) for endpoint in page.data], page.has_more)
@@ -146,7 +159,9 @@ def update(webhook_endpoint_id: str, body: JsonBody, caller: Caller, services: S
         parse_receiver(changes["url"], allow_private=services.settings.webhook_allow_private)
     if "event_types" in changes:
         changes["event_types"] = list(dict.fromkeys(changes["event_types"]))
-    return _view(services.store.webhooks.update_webhook(caller.project_id, webhook_endpoint_id, **changes))
+    return _view(
+        services.store.webhooks.update_webhook(caller.project_id, webhook_endpoint_id, **changes)
+    )
 
 
 @router.delete("/webhook_endpoints/{webhook_endpoint_id}")
@@ -155,13 +170,20 @@ def delete(webhook_endpoint_id: str, caller: Caller, services: Svc) -> DeletedWe
     return DeletedWebhookView(id=webhook_endpoint_id)
 
 
-@router.post("/webhook_endpoints/{webhook_endpoint_id}/rotate_secret", openapi_extra=body_schema(RotateRequest))
-def rotate_secret(webhook_endpoint_id: str, body: JsonBody, caller: Caller, services: Svc) -> WebhookSecretView:
+@router.post(
+    "/webhook_endpoints/{webhook_endpoint_id}/rotate_secret",
+    openapi_extra=body_schema(RotateRequest),
+)
+def rotate_secret(
+    webhook_endpoint_id: str, body: JsonBody, caller: Caller, services: Svc
+) -> WebhookSecretView:
     """The answer holds the new signing secret, which is not shown again."""
     keep = parse_body(body, RotateRequest).keep_old_secret_active_for_24_hours
     seconds = KEPT_SECONDS if keep else 0.0
     return _secret_view(
-        services.store.webhooks.rotate_webhook_secret(caller.project_id, webhook_endpoint_id, keep_seconds=seconds)
+        services.store.webhooks.rotate_webhook_secret(
+            caller.project_id, webhook_endpoint_id, keep_seconds=seconds
+        )
     )
 
 
@@ -171,9 +193,14 @@ def rotate_secret(webhook_endpoint_id: str, body: JsonBody, caller: Caller, serv
     openapi_extra=body_schema(WebhookTest),
 )
 async def test(webhook_endpoint_id: str, body: JsonBody, caller: Caller, services: Svc) -> Response:
-    """Send a sample once, now. The answer holds the receiver's status. A project may have a few tests running at once."""
+    """Send a sample once, now.
+
+    The answer holds the receiver's status. A project may have a few tests running at once.
+    """
     kind = parse_body(body, WebhookTest).event_type
-    endpoint = await in_thread(services.store.webhooks.get_webhook, caller.project_id, webhook_endpoint_id)
+    endpoint = await in_thread(
+        services.store.webhooks.get_webhook, caller.project_id, webhook_endpoint_id
+    )
     sample = event_body(kind, "ftjob-sample", await in_thread(services.store.now))
     if not services.webhook_tests.has_room(caller.project_id):  # another's server may be slow
         message = "Other tests of webhook endpoints are running. Wait until they have ended."
@@ -183,7 +210,9 @@ async def test(webhook_endpoint_id: str, body: JsonBody, caller: Caller, service
     except DeliveryError as error:
         message = f"url = {endpoint.url!r}: the receiver was not reached: {error}."
         raise SpecError(message, param="url", code="receiver_not_reached") from None
-    return written(WebhookTestView(event_type=kind, status_code=status, webhook_endpoint_id=endpoint.id))
+    return written(
+        WebhookTestView(event_type=kind, status_code=status, webhook_endpoint_id=endpoint.id)
+    )
 
 
 def _view(endpoint: WebhookEndpoint) -> WebhookView:

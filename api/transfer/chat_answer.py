@@ -1,4 +1,6 @@
-"""The preview's answers in OpenAI's shapes: one object, or server-sent events while they are made."""
+"""The preview's answers in OpenAI's shapes: one object, or server-sent events while they are
+made.
+"""
 
 from __future__ import annotations
 
@@ -27,8 +29,12 @@ Submit = Callable[[Deliver], Ticket]
 Part = dict[str, Any]
 
 
-async def answer(request: Request, completion: ChatCompletion, preview: Preview, submit: Submit) -> Response:
-    """Return the answer to a request. Raises the FtError that it ends with, unless a stream has begun.
+async def answer(
+    request: Request, completion: ChatCompletion, preview: Preview, submit: Submit
+) -> Response:
+    """Return the answer to a request.
+
+    Raises the FtError that it ends with, unless a stream has begun.
 
     `submit`: sends the request to the preview. It is cancelled if the caller disconnects.
     """
@@ -56,8 +62,9 @@ async def answer(request: Request, completion: ChatCompletion, preview: Preview,
 
 
 async def parts_of(request: Request, preview: Preview, submit: Submit) -> list[Part] | None:
-    """Return all parts of an answer, the last of which is `done`; None if the caller has disconnected. Raises the FtError that
-    the answer ends with."""
+    """Return all parts of an answer, the last of which is `done`; None if the caller has
+    disconnected. Raises the FtError that the answer ends with.
+    """
     queued: asyncio.Queue[Part] = asyncio.Queue()
     ticket = await in_thread(submit, _into(queued))
     parts: list[Part] = []
@@ -84,7 +91,10 @@ def _into(parts: asyncio.Queue[Part]) -> Deliver:
 
 
 async def _next(parts: asyncio.Queue[Part], request: Request) -> Part | None:
-    """Return the next part; None if the caller has disconnected. Raises the error in a part that holds one."""
+    """Return the next part; None if the caller has disconnected.
+
+    Raises the error in a part that holds one.
+    """
     while True:
         try:
             part = await asyncio.wait_for(parts.get(), GONE_POLL_SECONDS)
@@ -98,7 +108,10 @@ async def _next(parts: asyncio.Queue[Part], request: Request) -> Part | None:
 
 
 async def _events(shape: _Shape, parts: asyncio.Queue[Part]) -> AsyncIterator[str]:
-    """Yield server-sent events. An error is an event of its own, after which the stream ends without `[DONE]`."""
+    """Yield server-sent events.
+
+    An error is an event of its own, after which the stream ends without `[DONE]`.
+    """
     for index in range(shape.request.n):
         yield _event(shape.chunk(index, {"role": "assistant", "content": ""}))
     while True:
@@ -139,7 +152,9 @@ class _Shape:
                 self.prompt_tokens = part["prompt_tokens"]
             case "text":
                 self._texts[part["index"]] = self._texts.get(part["index"], "") + part["text"]
-                self._reasonings[part["index"]] = self._reasonings.get(part["index"], "") + part.get("reasoning", "")
+                self._reasonings[part["index"]] = self._reasonings.get(
+                    part["index"], ""
+                ) + part.get("reasoning", "")
                 self._logprobs.setdefault(part["index"], []).extend(part.get("logprobs", ()))
             case "end":
                 self._ends[part["index"]] = part
@@ -150,37 +165,70 @@ class _Shape:
         choices = []
         for index in range(self.request.n):
             end = self._ends[index]
-            message: dict[str, Any] = {"role": "assistant", "content": self._texts.get(index, ""), "refusal": None}
+            message: dict[str, Any] = {
+                "role": "assistant",
+                "content": self._texts.get(index, ""),
+                "refusal": None,
+            }
             if reasoning := self._reasonings.get(index):
                 message["reasoning_content"] = reasoning
             if end["calls"]:
                 message["content"] = message["content"] or None
                 message["tool_calls"] = [_call(call) for call in end["calls"]]
-            logprobs = {"content": self._logprobs.get(index, []), "refusal": None} if self.request.logprobs else None
-            choices.append({"index": index, "message": message, "logprobs": logprobs, "finish_reason": end["reason"]})
+            logprobs = (
+                {"content": self._logprobs.get(index, []), "refusal": None}
+                if self.request.logprobs
+                else None
+            )
+            choices.append(
+                {
+                    "index": index,
+                    "message": message,
+                    "logprobs": logprobs,
+                    "finish_reason": end["reason"],
+                }
+            )
         return {**self._head("chat.completion"), "choices": choices, "usage": self._usage()}
 
     def chunks(self, part: Part) -> list[dict[str, Any]]:
         """Return the chunks of a stream for a part."""
         match part["kind"]:
             case "text":
-                logprobs = {"content": part.get("logprobs", []), "refusal": None} if self.request.logprobs else None
+                logprobs = (
+                    {"content": part.get("logprobs", []), "refusal": None}
+                    if self.request.logprobs
+                    else None
+                )
                 said = {"reasoning_content": part.get("reasoning"), "content": part["text"]}
                 delta = {name: words for name, words in said.items() if words} or {"content": ""}
                 return [self.chunk(part["index"], delta, logprobs=logprobs)]
             case "end":
-                calls = [{"index": number, **_call(call)} for number, call in enumerate(part["calls"])]
+                calls = [
+                    {"index": number, **_call(call)} for number, call in enumerate(part["calls"])
+                ]
                 called = [self.chunk(part["index"], {"tool_calls": calls})] if calls else []
                 return [*called, self.chunk(part["index"], {}, finish_reason=part["reason"])]
             case "done" if self._with_usage:
                 self.completion_tokens = part["completion_tokens"]
-                return [{**self._head("chat.completion.chunk"), "choices": [], "usage": self._usage()}]
+                return [
+                    {**self._head("chat.completion.chunk"), "choices": [], "usage": self._usage()}
+                ]
         return []
 
     def chunk(
-        self, index: int, delta: dict[str, Any], *, logprobs: dict[str, Any] | None = None, finish_reason: str | None = None
+        self,
+        index: int,
+        delta: dict[str, Any],
+        *,
+        logprobs: dict[str, Any] | None = None,
+        finish_reason: str | None = None,
     ) -> dict[str, Any]:
-        choice = {"index": index, "delta": delta, "logprobs": logprobs, "finish_reason": finish_reason}
+        choice = {
+            "index": index,
+            "delta": delta,
+            "logprobs": logprobs,
+            "finish_reason": finish_reason,
+        }
         usage = {"usage": None} if self._with_usage else {}
         return {**self._head("chat.completion.chunk"), "choices": [choice], **usage}
 
@@ -194,7 +242,11 @@ class _Shape:
     def _usage(self) -> dict[str, int]:
         completion = self.completion_tokens or 0
         total = self.prompt_tokens + completion
-        return {"prompt_tokens": self.prompt_tokens, "completion_tokens": completion, "total_tokens": total}
+        return {
+            "prompt_tokens": self.prompt_tokens,
+            "completion_tokens": completion,
+            "total_tokens": total,
+        }
 
 
 def _call(call: dict[str, Any]) -> dict[str, Any]:

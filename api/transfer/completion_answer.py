@@ -1,4 +1,6 @@
-"""The preview's continuations of texts in the shape of OpenAI's older completions, as one object."""
+"""The preview's continuations of texts in the shape of OpenAI's older completions, as one
+object.
+"""
 
 from __future__ import annotations
 
@@ -20,32 +22,54 @@ Named = tuple[str, float | None, Mapping[str, float] | None]
 
 
 async def answer(
-    request: Request, completion: Completion, preview: Preview, submit: Callable[[str | list[int]], Submit]
+    request: Request,
+    completion: Completion,
+    preview: Preview,
+    submit: Callable[[str | list[int]], Submit],
 ) -> Response:
-    """Return the answer to a request, whose prompts are read one after the other. Raises the FtError that one ends with."""
+    """Return the answer to a request, whose prompts are read one after the other.
+
+    Raises the FtError that one ends with.
+    """
     choices: list[dict[str, Any]] = []
     read = written = 0
     for prompt in completion.prompts:
         parts = await parts_of(request, preview, submit(prompt))
         if parts is None:
             return Response(status_code=DISCONNECTED)
-        choices += [choice_of(completion, parts, index, len(choices) + index) for index in range(completion.n)]
+        choices += [
+            choice_of(completion, parts, index, len(choices) + index)
+            for index in range(completion.n)
+        ]
         read += next(part["prompt_tokens"] for part in parts if part["kind"] == "begun")
         written += parts[-1]["completion_tokens"] if completion.max_tokens else 0
-    body = {"id": new_id("cmpl-"), "object": "text_completion", "created": int(time.time()), "model": completion.model}
+    body = {
+        "id": new_id("cmpl-"),
+        "object": "text_completion",
+        "created": int(time.time()),
+        "model": completion.model,
+    }
     usage = {"prompt_tokens": read, "completion_tokens": written, "total_tokens": read + written}
     return JSONResponse({**body, "choices": choices, "usage": usage})
 
 
-def choice_of(completion: Completion, parts: Sequence[Part], index: int, number: int) -> dict[str, Any]:
-    """Return continuation `index` of a prompt, as choice `number` of the answer. `parts`: all of the prompt's."""
+def choice_of(
+    completion: Completion, parts: Sequence[Part], index: int, number: int
+) -> dict[str, Any]:
+    """Return continuation `index` of a prompt, as choice `number` of the answer.
+
+    `parts`: all of the prompt's.
+    """
     own = [part for part in parts if part.get("index") == index]
     texts = [part for part in own if part["kind"] == "text" and completion.max_tokens]
     text = "".join(part["text"] for part in texts)
-    named = [_named(token, completion.logprobs) for part in texts for token in part.get("logprobs", ())]
+    named = [
+        _named(token, completion.logprobs) for part in texts for token in part.get("logprobs", ())
+    ]
     if completion.echo:
         (prompt,) = (part for part in parts if part["kind"] == "prompt")
-        text, named = prompt["text"] + text, [*_of_prompt(prompt["tokens"], parts), *named]
+        text = prompt["text"] + text
+        named = [*_of_prompt(prompt["tokens"], parts), *named]
     return {
         "index": number,
         "text": text,
@@ -60,7 +84,9 @@ def _of_prompt(tokens: Sequence[str], parts: Sequence[Part]) -> list[Named]:
     for part in parts:
         if part["kind"] == "scores":
             tops = part.get("top") or [[] for _ in part["logprobs"]]
-            for place, (logprob, top) in enumerate(zip(part["logprobs"], tops, strict=True), part["place"]):
+            for place, (logprob, top) in enumerate(
+                zip(part["logprobs"], tops, strict=True), part["place"]
+            ):
                 found[place] = tokens[place], logprob, _likeliest(top)
     return found
 
@@ -85,4 +111,9 @@ def _logprobs(named: Sequence[Named]) -> dict[str, Any]:
         offsets.append(length)
         length += len(text)
     tokens, logprobs, top = ([own[field] for own in named] for field in range(3))
-    return {"tokens": tokens, "token_logprobs": logprobs, "top_logprobs": top, "text_offset": offsets}
+    return {
+        "tokens": tokens,
+        "token_logprobs": logprobs,
+        "top_logprobs": top,
+        "text_offset": offsets,
+    }

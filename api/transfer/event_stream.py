@@ -1,4 +1,6 @@
-"""Live streams of a job: its events as server-sent events, and its processes' output as JSON lines."""
+"""Live streams of a job: its events as server-sent events, and its processes' output as JSON
+lines.
+"""
 
 from __future__ import annotations
 
@@ -26,14 +28,19 @@ _LogState = tuple[int, bool, tuple[log_tail.LogFile, ...]]
 """The newest attempt, whether the job is over or paused, and the log files of the attempt."""
 
 
-def response(services: Services, caller: Principal, job_id: str, after: str | None) -> FollowingResponse[_EventState]:
+def response(
+    services: Services, caller: Principal, job_id: str, after: str | None
+) -> FollowingResponse[_EventState]:
     """Return the stream of a job's events after the one with id `after` (None: from the first).
 
     Raises NotFoundError without such a job, and SpecError if `after` is not an event of it.
     """
-    store, project_id = services.store, caller.project_id
+    store = services.store
+    project_id = caller.project_id
     place = store.jobs.event_place(project_id, job_id, after)
-    source = PolledSource(("events", project_id, job_id), partial(_event_state, store, project_id, job_id))
+    source = PolledSource(
+        ("events", project_id, job_id), partial(_event_state, store, project_id, job_id)
+    )
     body = partial(_events, store, job_id, place)
     return FollowingResponse(services.watches, caller.key_id, source, body, "text/event-stream")
 
@@ -44,7 +51,9 @@ def _event_state(store: Store, project_id: str, job_id: str) -> _EventState:
     return job.state in TERMINAL and job.phase is None, store.jobs.newest_event(job_id)
 
 
-async def _events(store: Store, job_id: str, place: int, watch: Watch[_EventState]) -> AsyncIterator[str]:
+async def _events(
+    store: Store, job_id: str, place: int, watch: Watch[_EventState]
+) -> AsyncIterator[str]:
     """Yield events. `place`: that of the last event that the follower has."""
     sent_at = time.monotonic()
     while True:
@@ -52,8 +61,12 @@ async def _events(store: Store, job_id: str, place: int, watch: Watch[_EventStat
         is_over, newest = state
         while place < newest:
             try:
-                text, place = await watch.read(place, partial(_event_texts, store, job_id, place, newest))
-            except FtError:  # the answer has begun; a client that reconnects gets the rest with Last-Event-ID
+                text, place = await watch.read(
+                    place, partial(_event_texts, store, job_id, place, newest)
+                )
+            except (
+                FtError
+            ):  # the answer has begun; a client that reconnects gets the rest with Last-Event-ID
                 return
             if text:
                 yield text
@@ -71,15 +84,18 @@ async def _events(store: Store, job_id: str, place: int, watch: Watch[_EventStat
 def _event_texts(store: Store, job_id: str, place: int, newest: int) -> tuple[str, int]:
     """Return the next events as they are sent, and the place of the last of them."""
     events = store.jobs.events_after(job_id, place, _BATCH)
-    text = "".join(f"id: {event.id}\ndata: {event_view(event).model_dump_json()}\n\n" for _, event in events)
+    text = "".join(
+        f"id: {event.id}\ndata: {event_view(event).model_dump_json()}\n\n" for _, event in events
+    )
     return text, events[-1][0] if events else newest
 
 
 def follow_logs(
     services: Services, caller: Principal, job_id: str, *, rank: int | None, lines: int
 ) -> FollowingResponse[_LogState]:
-    """Return the output of a job's processes as JSON lines `{attempt, source, line}`, attempt after attempt, until the job is
-    over or paused. `lines`: how many existing lines of each file come first. Raises NotFoundError without such a job.
+    """Return the output of a job's processes as JSON lines `{attempt, source, line}`, attempt after
+    attempt, until the job is over or paused. `lines`: how many existing lines of each file come
+    first. Raises NotFoundError without such a job.
     """
     services.store.jobs.get_job(caller.project_id, job_id)
     poll = partial(_log_state, services, caller.project_id, job_id, rank)
@@ -95,26 +111,34 @@ def _log_state(services: Services, project_id: str, job_id: str, rank: int | Non
     return job.attempt, is_over, _files(services, job_id, job.attempt, rank)
 
 
-def _files(services: Services, job_id: str, attempt: int, rank: int | None) -> tuple[log_tail.LogFile, ...]:
+def _files(
+    services: Services, job_id: str, attempt: int, rank: int | None
+) -> tuple[log_tail.LogFile, ...]:
     return log_tail.sized(log_tail.attempt_logs(services.places, job_id, attempt, rank))
 
 
 async def _log_lines(
     services: Services, job_id: str, rank: int | None, lines: int, watch: Watch[_LogState]
 ) -> AsyncIterator[str]:
-    attempt, places = 0, dict[str, int]()
+    attempt = 0
+    places = dict[str, int]()
     try:
         while True:
             state = watch.state
             newest, is_over, files = state
             if attempt and newest != attempt:
-                rest = await watch.read(("files", attempt), partial(_files, services, job_id, attempt, rank))
+                rest = await watch.read(
+                    ("files", attempt), partial(_files, services, job_id, attempt, rank)
+                )
                 async for text in _new_lines(watch, attempt, rest, places, last=True):
                     yield text
-                attempt, places = newest, {}
+                attempt = newest
+                places = {}
             elif newest and not attempt:
                 attempt = newest
-                places = dict(await watch.read(("begin", lines), partial(log_tail.beginnings, files, lines)))
+                places = dict(
+                    await watch.read(("begin", lines), partial(log_tail.beginnings, files, lines))
+                )
             async for text in _new_lines(watch, newest, files, places, last=is_over):
                 yield text
             if is_over or (watch.failed and watch.state == state):
@@ -125,9 +149,17 @@ async def _log_lines(
 
 
 async def _new_lines(
-    watch: Watch[_LogState], attempt: int, files: tuple[log_tail.LogFile, ...], places: dict[str, int], *, last: bool
+    watch: Watch[_LogState],
+    attempt: int,
+    files: tuple[log_tail.LogFile, ...],
+    places: dict[str, int],
+    *,
+    last: bool,
 ) -> AsyncIterator[str]:
-    """Yield the lines of files after the follower's `places`, which are moved on. `last`: the files are complete."""
+    """Yield the lines of files after the follower's `places`, which are moved on.
+
+    `last`: the files are complete.
+    """
     for file in files:
         while (place := places.get(file.source, 0)) < file.size:
             work = partial(_line_texts, attempt, file, place, last)
@@ -140,4 +172,7 @@ async def _new_lines(
 
 def _line_texts(attempt: int, file: log_tail.LogFile, place: int, last: bool) -> tuple[str, int]:
     lines, place = log_tail.read_lines(file, place, last)
-    return "".join(json.dumps({"attempt": attempt, "source": file.source, "line": line}) + "\n" for line in lines), place
+    return "".join(
+        json.dumps({"attempt": attempt, "source": file.source, "line": line}) + "\n"
+        for line in lines
+    ), place

@@ -16,23 +16,34 @@ _MAX_BYTES = 1024**2
 _RANK = re.compile(r"(?:(node-\d+)/)?[^/]*/attempt_0/(\d+)/(stdout|stderr)\.log")
 
 
-def attempt_logs(places: Places, job_id: str, number: int, rank: int | None = None) -> dict[str, Path]:
-    """Return source → file of what the processes of an attempt print. Where an engine trains it, these are the engine's, which
-    print of all its jobs; they are of one project. `number` 0: nothing has been started. `rank`: as for `log_files`.
+def attempt_logs(
+    places: Places, job_id: str, number: int, rank: int | None = None
+) -> dict[str, Path]:
+    """Return source → file of what the processes of an attempt print.
+
+    Where an engine trains it, these are the engine's, which print of all its jobs; they are of one
+    project. `number` 0: nothing has been started. `rank`: as for `log_files`.
     """
     if not number:
         return {}
     attempt = Attempt(places.run(job_id), number, job_id=job_id)
     files = log_files(attempt.find_logs(), rank)
     engine = engine_of(attempt, places.engines_dir)
-    if engine is not None and engine.has_order(attempt):  # workers may write start.json, but no order into others' engines
-        files |= {f"engine {source}": path for source, path in log_files(engine.attempt.find_logs(), rank).items()}
+    if engine is not None and engine.has_order(
+        attempt
+    ):  # workers may write start.json, but no order into others' engines
+        files |= {
+            f"engine {source}": path
+            for source, path in log_files(engine.attempt.find_logs(), rank).items()
+        }
     return files
 
 
 def log_files(folder: Path | None, rank: int | None = None) -> dict[str, Path]:
-    """Return source → file, by name. `folder` None: no logs. `rank`: only the output of this rank (of each node); None:
-    supervisor, torchrun and all ranks.
+    """Return source → file, by name.
+
+    `folder` None: no logs. `rank`: only the output of this rank (of each node); None: supervisor,
+    torchrun and all ranks.
     """
     files: dict[str, Path] = {}
     if folder is None:
@@ -49,8 +60,9 @@ def log_files(folder: Path | None, rank: int | None = None) -> dict[str, Path]:
 
 
 def tail(path: Path, lines: int) -> str:
-    """Return the last `lines` lines of a file, at most 1 MiB of it; nothing if it was removed. Bytes that are not UTF-8 are
-    replaced.
+    """Return the last `lines` lines of a file, at most 1 MiB of it; nothing if it was removed.
+
+    Bytes that are not UTF-8 are replaced.
     """
     try:
         body = _last_bytes(path, path.stat().st_size)
@@ -78,8 +90,8 @@ def sized(files: Mapping[str, Path]) -> tuple[LogFile, ...]:
 
 
 def beginnings(files: Sequence[LogFile], lines: int) -> dict[str, int]:
-    """Return source → the place where the last `lines` lines of a file begin, at most 1 MiB before its end when it was listed;
-    files that were removed since are left out.
+    """Return source → the place where the last `lines` lines of a file begin, at most 1 MiB before
+    its end when it was listed; files that were removed since are left out.
     """
     places = {}
     for file in files:
@@ -90,8 +102,11 @@ def beginnings(files: Sequence[LogFile], lines: int) -> dict[str, int]:
 
 
 def read_lines(file: LogFile, place: int, last: bool) -> tuple[list[str], int]:
-    """Return whole lines from `place` on, about 1 MiB of them, and the place of the next line. `last`: the file is
-    complete, and its last line may lack an end. A longer line comes in pieces. Bytes that are not UTF-8 are replaced."""
+    """Return whole lines from `place` on, about 1 MiB of them, and the place of the next line.
+
+    `last`: the file is complete, and its last line may lack an end. A longer line comes in pieces.
+    Bytes that are not UTF-8 are replaced.
+    """
     try:
         with file.path.open("rb") as opened:
             opened.seek(place)
@@ -109,7 +124,9 @@ def read_lines(file: LogFile, place: int, last: bool) -> tuple[list[str], int]:
 
 
 def _last_bytes(path: Path, size: int) -> bytes:
-    """Return the last bytes, at most 1 MiB, of a file's first `size` ones: it may have grown since."""
+    """Return the last bytes, at most 1 MiB, of a file's first `size` ones: it may have grown
+    since.
+    """
     with path.open("rb") as file:
         file.seek(max(0, size - _MAX_BYTES))
         return file.read(min(_MAX_BYTES, size))

@@ -1,7 +1,7 @@
 """The file of a multipart body, written to its final file system while it arrives.
 
-Starlette's form parser would write the whole file to the system's temporary folder first and copy it later: it would be written
-twice, and that folder is often too small for training files.
+Starlette's form parser would write the whole file to the system's temporary folder first and copy
+it later: it would be written twice, and that folder is often too small for training files.
 """
 
 from __future__ import annotations
@@ -51,11 +51,14 @@ class ReceivedFile:
 
 
 @asynccontextmanager
-async def received(request: Request, folder: Path, limit: int, *, part: str, instead: str) -> AsyncIterator[ReceivedFile]:
-    """Read a multipart body with one file, in the part `part`, of at most `limit` bytes, into a temporary file in `folder`.
-    `instead`: a sentence that says what to do with a larger one.
+async def received(
+    request: Request, folder: Path, limit: int, *, part: str, instead: str
+) -> AsyncIterator[ReceivedFile]:
+    """Read a multipart body with one file, in the part `part`, of at most `limit` bytes, into a
+    temporary file in `folder`. `instead`: a sentence that says what to do with a larger one.
 
-    Raises SpecError naming the part, and OSError, for example if the disk is full. The temporary file is removed at the end.
+    Raises SpecError naming the part, and OSError, for example if the disk is full. The temporary
+    file is removed at the end.
     """
     stream = request.stream()
     try:
@@ -78,14 +81,19 @@ async def received(request: Request, folder: Path, limit: int, *, part: str, ins
 
 
 def _temporary(folder: Path) -> tuple[int, Path]:
-    """Open a new file in a folder, which is created if it is missing. Return its descriptor and path."""
+    """Open a new file in a folder, which is created if it is missing.
+
+    Return its descriptor and path.
+    """
     folder.mkdir(parents=True, exist_ok=True)
     descriptor, name = tempfile.mkstemp(prefix=TEMPORARY_PREFIX, dir=folder)
     return descriptor, Path(name)
 
 
 def keep(upload: ReceivedFile, path: Path) -> None:
-    """Move the file to its name, durably: a record that survives a power failure must not name a file that did not."""
+    """Move the file to its name, durably: a record that survives a power failure must not name a
+    file that did not.
+    """
     upload.path.rename(path)
     sync_folder(path.parent)
 
@@ -129,7 +137,9 @@ async def _feed(stream: AsyncIterator[bytes], form: _FormParser, boundary: bytes
 
 
 class _FormParser:
-    """Callbacks of the parser, which collect small parts and write the file's bytes to a descriptor."""
+    """Callbacks of the parser, which collect small parts and write the file's bytes to a
+    descriptor.
+    """
 
     def __init__(self, descriptor: int, limit: int, part: str, instead: str) -> None:
         self.part = part
@@ -173,7 +183,9 @@ class _FormParser:
         self.buffer = bytearray()
 
     def no_file(self) -> SpecError:
-        """Return the refusal of a body whose part has no filename, as a field of a form has none."""
+        """Return the refusal of a body whose part has no filename, as a field of a form has
+        none.
+        """
         message = f"{self.part} is required: a part of that name with a filename."
         return SpecError(message, param=self.part, code="missing_required_parameter")
 

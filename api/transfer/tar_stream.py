@@ -1,4 +1,6 @@
-"""Downloads of folders and adapters as tar streams: nothing is built on disk or in memory, and the length is known."""
+"""Downloads of folders and adapters as tar streams: nothing is built on disk or in memory, and the
+length is known.
+"""
 
 from __future__ import annotations
 
@@ -32,9 +34,12 @@ class Member:
 
 
 def adapter_folder(model: Tuned, places: Places) -> Path:
-    """Return the folder with a model's adapter, unchanged since it was written. A checkpoint's is made at its first use.
+    """Return the folder with a model's adapter, unchanged since it was written.
 
-    Raises NotFoundError if it is gone or damaged. All files are read once after each change of theirs.
+    A checkpoint's is made at its first use.
+
+    Raises NotFoundError if it is gone or damaged. All files are read once after each change of
+    theirs.
     """
     refuse_pruned(model, places)
     if model.checkpoint is not None:
@@ -50,21 +55,30 @@ def adapter_folder(model: Tuned, places: Places) -> Path:
 
 
 def adapter_archive(model: Tuned, places: Places) -> StreamingResponse:
-    """Return the tar of a model's adapter, in a folder `adapter/`. Raises NotFoundError as `adapter_folder`."""
-    name = model.job.id if model.checkpoint is None else f"{model.job.id}-step-{model.checkpoint.step}"
+    """Return the tar of a model's adapter, in a folder `adapter/`.
+
+    Raises NotFoundError as `adapter_folder`.
+    """
+    name = (
+        model.job.id if model.checkpoint is None else f"{model.job.id}-step-{model.checkpoint.step}"
+    )
     return folder_archive(adapter_folder(model, places), f"{name}-adapter", "adapter")
 
 
 def folder_archive(folder: Path, name: str, prefix: str) -> StreamingResponse:
     """Return a folder as a tar named `name`, its files in a folder `prefix`."""
     files = members(folder, prefix)
-    headers = {"content-length": str(length(files)), "content-disposition": f'attachment; filename="{name}.tar"'}
+    headers = {
+        "content-length": str(length(files)),
+        "content-disposition": f'attachment; filename="{name}.tar"',
+    }
     return StreamingResponse(stream(files), media_type="application/x-tar", headers=headers)
 
 
 def members(folder: Path, prefix: str) -> list[Member]:
-    """Return the regular files below a folder, by name, each in `prefix/`. Links are left out: an archive holds nothing from
-    outside the folder.
+    """Return the regular files below a folder, by name, each in `prefix/`.
+
+    Links are left out: an archive holds nothing from outside the folder.
     """
     plain = (path for path in sorted(folder.rglob("*")) if path.is_file() and not path.is_symlink())
     return [_member(path, f"{prefix}/{path.relative_to(folder).as_posix()}") for path in plain]
@@ -72,7 +86,9 @@ def members(folder: Path, prefix: str) -> list[Member]:
 
 def length(files: list[Member]) -> int:
     """Return the number of bytes that `stream` yields."""
-    return sum(len(file.header) + file.size + file.padding for file in files) + 2 * tarfile.BLOCKSIZE
+    return (
+        sum(len(file.header) + file.size + file.padding for file in files) + 2 * tarfile.BLOCKSIZE
+    )
 
 
 def stream(files: list[Member]) -> Iterator[bytes]:

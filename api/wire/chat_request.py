@@ -1,4 +1,6 @@
-"""Chat completion requests in OpenAI's format, and the orders for the preview's process made from them. Pure."""
+"""Chat completion requests in OpenAI's format, and the orders for the preview's process made from
+them. Pure.
+"""
 
 from __future__ import annotations
 
@@ -12,11 +14,16 @@ from ft_service.data.line_errors import LineError
 from ft_service.errors import SpecError
 from ft_service.spec import Number, Strict, spec_error
 
-PREVIEW_LACKS = "the preview does not have it; an inference server has (FT_INFERENCE_URL). Leave it out"
+PREVIEW_LACKS = (
+    "the preview does not have it; an inference server has (FT_INFERENCE_URL). Leave it out"
+)
 _REFUSED: Mapping[str, tuple[tuple[Any, ...], str]] = {
     "functions": ((), "is the older word for tools: send tools"),
     "function_call": ((), "is the older word for tool_choice: send tools"),
-    "tool_choice": (("auto", "none"), "only auto and none are known: nothing here forces a call. Leave it out"),
+    "tool_choice": (
+        ("auto", "none"),
+        "only auto and none are known: nothing here forces a call. Leave it out",
+    ),
     "response_format": (({"type": "text"},), PREVIEW_LACKS),
     "logit_bias": (({},), PREVIEW_LACKS),
     "presence_penalty": ((0,), PREVIEW_LACKS),
@@ -29,8 +36,17 @@ _REFUSED: Mapping[str, tuple[tuple[Any, ...], str]] = {
     "web_search_options": ((), PREVIEW_LACKS),
     "store": ((False,), "answers are not kept here. Leave it out"),
 }
-"""Unsupported fields of OpenAI's API: values without effect, and the message for any other value."""
-NAMES_ONLY = ("user", "metadata", "safety_identifier", "prompt_cache_key", "prompt_cache_retention", "service_tier")
+"""Unsupported fields of OpenAI's API: values without effect, and the message for any other
+value.
+"""
+NAMES_ONLY = (
+    "user",
+    "metadata",
+    "safety_identifier",
+    "prompt_cache_key",
+    "prompt_cache_retention",
+    "service_tier",
+)
 """Fields of OpenAI's API about the client or the price, which change no answer."""
 
 
@@ -80,14 +96,18 @@ class ChatCompletion(Strict):
     """Not in OpenAI's API. Answer on the CPU, at low priority, while training has every slot."""
 
     def order(self, adapter: str | None) -> dict[str, Any]:
-        """The order for the preview's process (workers/serving/engine.py). `adapter`: a PEFT folder; None: the base alone.
+        """The order for the preview's process (workers/serving/engine.py).
+
+        `adapter`: a PEFT folder; None: the base alone.
 
         Raises SpecError for messages or tools that cannot be used.
         """
         try:
             messages, tools = parse_conversation(self.messages, self.tools)
         except LineError as error:
-            raise SpecError(f"{error.field}: {error.reason}.", param=error.field.split(".")[0]) from None
+            raise SpecError(
+                f"{error.field}: {error.reason}.", param=error.field.split(".")[0]
+            ) from None
         return {
             "messages": messages,
             "tools": tools if self.tool_choice == "auto" else [],
@@ -96,7 +116,9 @@ class ChatCompletion(Strict):
             "max_tokens": self.max_completion_tokens or self.max_tokens,
             "temperature": self.temperature,
             "top_p": self.top_p,
-            "stop": [stop for stop in ([self.stop] if isinstance(self.stop, str) else self.stop) if stop],
+            "stop": [
+                stop for stop in ([self.stop] if isinstance(self.stop, str) else self.stop) if stop
+            ],
             "seed": None if self.seed is None else self.seed % 2**63,
             "top_logprobs": (self.top_logprobs or 0) if self.logprobs else None,
             "parallel_tool_calls": self.parallel_tool_calls,
@@ -104,12 +126,21 @@ class ChatCompletion(Strict):
 
 
 def parse_chat_completion(body: Mapping[str, Any]) -> ChatCompletion:
-    """Parse a body; a null field counts as missing. Raises SpecError naming the field, its value and the limit."""
-    given = {name: value for name, value in body.items() if value is not None and name not in NAMES_ONLY}
+    """Parse a body; a null field counts as missing.
+
+    Raises SpecError naming the field, its value and the limit.
+    """
+    given = {
+        name: value for name, value in body.items() if value is not None and name not in NAMES_ONLY
+    }
     for name, (harmless, why) in _REFUSED.items():
         if name in given and given[name] not in harmless:
             raise SpecError(f"{name}: {why}.", param=name, code="unsupported_parameter")
-    known = {name: value for name, value in given.items() if name not in _REFUSED or name in ChatCompletion.model_fields}
+    known = {
+        name: value
+        for name, value in given.items()
+        if name not in _REFUSED or name in ChatCompletion.model_fields
+    }
     try:
         parsed = ChatCompletion.model_validate(known)
     except ValidationError as error:
@@ -121,7 +152,9 @@ def parse_chat_completion(body: Mapping[str, Any]) -> ChatCompletion:
 def _refuse_together(parsed: ChatCompletion) -> None:
     both = parsed.max_tokens is not None and parsed.max_completion_tokens is not None
     if both and parsed.max_tokens != parsed.max_completion_tokens:
-        raise SpecError("max_tokens and max_completion_tokens differ: keep one.", param="max_tokens")
+        raise SpecError(
+            "max_tokens and max_completion_tokens differ: keep one.", param="max_tokens"
+        )
     if parsed.top_logprobs is not None and not parsed.logprobs:
         raise SpecError("top_logprobs needs logprobs: true.", param="top_logprobs")
     if parsed.stream_options is not None and not parsed.stream:

@@ -1,4 +1,6 @@
-"""Completion requests in OpenAI's older format, a text to be continued, and the orders for the preview made from them. Pure."""
+"""Completion requests in OpenAI's older format, a text to be continued, and the orders for the
+preview made from them. Pure.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +15,10 @@ from ft_service.spec import Number, Strict, spec_error
 
 MOST_PROMPTS = 32
 _REFUSED: Mapping[str, tuple[tuple[Any, ...], str]] = {
-    "stream": ((False,), "these answers are sent whole; chat completions are streamed. Leave it out"),
+    "stream": (
+        (False,),
+        "these answers are sent whole; chat completions are streamed. Leave it out",
+    ),
     "stream_options": ((), "these answers are sent whole. Leave it out"),
     "best_of": ((1,), PREVIEW_LACKS),
     "suffix": (("",), PREVIEW_LACKS),
@@ -21,10 +26,14 @@ _REFUSED: Mapping[str, tuple[tuple[Any, ...], str]] = {
     "presence_penalty": ((0,), PREVIEW_LACKS),
     "frequency_penalty": ((0,), PREVIEW_LACKS),
 }
-"""Unsupported fields of OpenAI's API: values without effect, and the message for any other value."""
+"""Unsupported fields of OpenAI's API: values without effect, and the message for any other
+value.
+"""
 
 Text = Annotated[str, Field(min_length=1, max_length=1_000_000)]
-TokenIds = Annotated[list[Annotated[int, Field(ge=0, lt=2**31)]], Field(min_length=1, max_length=1_000_000)]
+TokenIds = Annotated[
+    list[Annotated[int, Field(ge=0, lt=2**31)]], Field(min_length=1, max_length=1_000_000)
+]
 Several = Field(min_length=1, max_length=MOST_PROMPTS)
 
 
@@ -42,7 +51,9 @@ class Completion(Strict):
     stop: StopText | Annotated[list[StopText], Field(max_length=4)] = ""
     seed: Annotated[int, Field(ge=-(2**63), lt=2**63)] | None = None
     echo: bool = False
-    """Whether the prompt is part of the answer, and its tokens are among those with log-probabilities."""
+    """Whether the prompt is part of the answer, and its tokens are among those with
+    log-probabilities.
+    """
     logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
     """Likeliest tokens to name at each place. None: no log-probabilities."""
     processor: bool = False
@@ -56,7 +67,10 @@ class Completion(Strict):
         return list(self.prompt)  # pyright: ignore[reportReturnType]
 
     def order(self, prompt: str | list[int], adapter: str | None) -> dict[str, Any]:
-        """The order for the preview's process (workers/serving/engine.py). `adapter`: a PEFT folder; None: the base alone."""
+        """The order for the preview's process (workers/serving/engine.py).
+
+        `adapter`: a PEFT folder; None: the base alone.
+        """
         return {
             "op": "text",
             "prompt": prompt,
@@ -65,7 +79,9 @@ class Completion(Strict):
             "max_tokens": max(1, self.max_tokens),
             "temperature": self.temperature,
             "top_p": self.top_p,
-            "stop": [stop for stop in ([self.stop] if isinstance(self.stop, str) else self.stop) if stop],
+            "stop": [
+                stop for stop in ([self.stop] if isinstance(self.stop, str) else self.stop) if stop
+            ],
             "seed": None if self.seed is None else self.seed % 2**63,
             "top_logprobs": self.logprobs,
             "echo": self.echo,
@@ -73,15 +89,25 @@ class Completion(Strict):
 
 
 def parse_completion(body: Mapping[str, Any]) -> Completion:
-    """Parse a body; a null field counts as missing. Raises SpecError naming the field, its value and the limit."""
-    given = {name: value for name, value in body.items() if value is not None and name not in NAMES_ONLY}
+    """Parse a body; a null field counts as missing.
+
+    Raises SpecError naming the field, its value and the limit.
+    """
+    given = {
+        name: value for name, value in body.items() if value is not None and name not in NAMES_ONLY
+    }
     for name, (harmless, why) in _REFUSED.items():
         if name in given and given[name] not in harmless:
             raise SpecError(f"{name}: {why}.", param=name, code="unsupported_parameter")
     try:
-        parsed = Completion.model_validate({name: value for name, value in given.items() if name not in _REFUSED})
+        parsed = Completion.model_validate(
+            {name: value for name, value in given.items() if name not in _REFUSED}
+        )
     except ValidationError as error:
         raise spec_error(error, Completion) from None
     if parsed.max_tokens == 0 and not parsed.echo:
-        raise SpecError("max_tokens = 0 without echo: there would be no answer. Ask for at least 1.", param="max_tokens")
+        raise SpecError(
+            "max_tokens = 0 without echo: there would be no answer. Ask for at least 1.",
+            param="max_tokens",
+        )
     return parsed

@@ -17,11 +17,16 @@ class FileCheckView(View):
     ok: bool
     """Whether every record that was read can be trained on."""
     message: str
-    """The file's format, or its errors: each one once, with its lines. The same text as `ft data check` prints."""
+    """The file's format, or its errors: each one once, with its lines.
+
+    The same text as `ft data check` prints.
+    """
     columns: list[str]
     """The keys or columns of the first record, at most 20."""
     warnings: list[str]
-    """Warnings, for example about columns that are left out, copies of samples and empty answers."""
+    """Warnings, for example about columns that are left out, copies of samples and empty
+    answers.
+    """
     records: int
     """Records that can be trained on."""
     whole: bool
@@ -31,17 +36,23 @@ class FileCheckView(View):
 class TokenView(View):
     id: int
     text: str
-    """The token's part of the sample's text: joined, the texts of all tokens are the sample. Empty where the token before shows
-    the character that both are part of."""
+    """The token's part of the sample's text: joined, the texts of all tokens are the sample.
+
+    Empty where the token before shows the character that both are part of.
+    """
     role: Role
-    """learned: the model is trained to produce it; words: of a message or a prompt, only read; template: written by the chat
-    template, only read; cut: after training.max_length."""
+    """learned: the model is trained to produce it; words: of a message or a prompt, only read;
+    template: written by the chat template, only read; cut: after training.max_length.
+    """
 
 
 class SampleView(View):
     object: Literal["fine_tuning.sample"] = "fine_tuning.sample"
     line: int
-    """Number of the record in the file, from 1: a line, an element or a row. 0: the file cannot be read any further."""
+    """Number of the record in the file, from 1: a line, an element or a row.
+
+    0: the file cannot be read any further.
+    """
     tokens: list[TokenView]
     learned: int
     """Tokens that are trained on."""
@@ -122,7 +133,9 @@ class StatisticsView(View):
     overlap: LinesView
     """Samples of the validation file that are trained on too."""
     items: int
-    """Units of training.batch_size: samples or pairs; of documents, rows of training.max_length tokens."""
+    """Units of training.batch_size: samples or pairs; of documents, rows of training.max_length
+    tokens.
+    """
     steps: int
     trained_tokens: int
     """Tokens over all steps, about."""
@@ -150,8 +163,12 @@ def file_check_view(file_id: str, name: str, report: DataReport) -> FileCheckVie
 
 
 def samples_view(page: SamplePage) -> SamplesView:
-    return SamplesView.of(page, data=[SampleView.of(sample) for sample in page.samples], format=page.shape)
+    return SamplesView.of(
+        page, data=[SampleView.of(sample) for sample in page.samples], format=page.shape
+    )
 
 
 def statistics_view(statistics: DataStatistics, measure: Measure) -> StatisticsView:
-    return StatisticsView.model_validate({**asdict(statistics), "warnings": list(advice(statistics, measure))})
+    return StatisticsView.model_validate(
+        {**asdict(statistics), "warnings": list(advice(statistics, measure))}
+    )

@@ -1,4 +1,6 @@
-"""Errors as OpenAI's error body: `{"error": {"message", "type", "param", "code"}}`, all four keys always there."""
+"""Errors as OpenAI's error body: `{"error": {"message", "type", "param", "code"}}`, all four keys
+always there.
+"""
 
 from __future__ import annotations
 
@@ -78,15 +80,22 @@ def error_response(
 
 def internal_error(request_id: str) -> JSONResponse:
     """Return the answer to an unexpected error: an id that the user can quote, and no internals."""
-    message = f"The service failed unexpectedly. The operator finds the cause in its log under {request_id}."
+    message = (
+        "The service failed unexpectedly. The operator finds the cause in its log under "
+        f"{request_id}."
+    )
     # A client repeats a 5xx by default, and the same request would fail again.
-    return error_response(500, message, kind=SERVER, code="internal_error", headers={"x-should-retry": "false"})
+    return error_response(
+        500, message, kind=SERVER, code="internal_error", headers={"x-should-retry": "false"}
+    )
 
 
 def error_body(error: FtError) -> dict[str, Any]:
     """Return the body of an error in the middle of a stream, where no status can be sent."""
     _, kind = _status(error)
-    return {"error": {"message": error.message, "type": kind, "param": error.param, "code": error.code}}
+    return {
+        "error": {"message": error.message, "type": kind, "param": error.param, "code": error.code}
+    }
 
 
 def _status(error: FtError) -> tuple[int, str]:
@@ -100,11 +109,21 @@ def _ft_error(request: Request, error: Exception) -> JSONResponse:
     message = request.app.state.services.settings.without_paths(error.message)
     if message != error.message:
         log.info("%s %s: %s", request.method, request.url.path, error.message)
-    return error_response(status, message, kind=kind, param=error.param, code=error.code, headers=_headers(status, error))
+    return error_response(
+        status,
+        message,
+        kind=kind,
+        param=error.param,
+        code=error.code,
+        headers=_headers(status, error),
+    )
 
 
 def _disk_error(request: Request, error: Exception) -> JSONResponse:
-    """Answer the error of a full or read-only disk. Any other OSError is a bug, and raised again."""
+    """Answer the error of a full or read-only disk.
+
+    Any other OSError is a bug, and raised again.
+    """
     assert isinstance(error, OSError)
     fault = disk_fault(error)
     if fault is None:
@@ -130,12 +149,19 @@ def _invalid_parameter(request: Request, error: Exception) -> JSONResponse:
 
 
 def invalid_parameter(error: RequestValidationError) -> dict[str, Any]:
-    """Return OpenAI's error object for a query or path parameter, which FastAPI checks; ft_service checks bodies."""
+    """Return OpenAI's error object for a query or path parameter, which FastAPI checks; ft_service
+    checks bodies.
+    """
     fault: dict[str, Any] = error.errors()[0]
     name = ".".join(str(part) for part in fault["loc"][1:]) or "request"
     shown = repr(fault.get("input"))
     shown = shown if len(shown) <= 80 else shown[:77] + "..."
-    return {"message": f"{name} = {shown}: {words_of(fault)}.", "type": INVALID, "param": name, "code": "invalid_value"}
+    return {
+        "message": f"{name} = {shown}: {words_of(fault)}.",
+        "type": INVALID,
+        "param": name,
+        "code": "invalid_value",
+    }
 
 
 def _http_error(request: Request, error: Exception) -> JSONResponse:
@@ -148,8 +174,12 @@ def _http_error(request: Request, error: Exception) -> JSONResponse:
     if error.status_code == 405:
         headers["Allow"] = ", ".join(_methods(request))
         message = f"{operation}: this path takes {headers['Allow']}."
-        return error_response(405, message, kind=INVALID, code="method_not_allowed", headers=headers)
-    return error_response(error.status_code, str(error.detail), kind=INVALID, code="invalid_request", headers=headers)
+        return error_response(
+            405, message, kind=INVALID, code="method_not_allowed", headers=headers
+        )
+    return error_response(
+        error.status_code, str(error.detail), kind=INVALID, code="invalid_request", headers=headers
+    )
 
 
 def unknown_route(request: Request) -> JSONResponse:
@@ -159,17 +189,24 @@ def unknown_route(request: Request) -> JSONResponse:
 
 
 def _what_instead(request: Request) -> str:
-    """Return the end of the sentence that refuses an unknown route: what a client of OpenAI's API has to change."""
+    """Return the end of the sentence that refuses an unknown route: what a client of OpenAI's API
+    has to change.
+    """
     path = request.url.path.rstrip("/")
     if other := _OTHER_ROUTES.get(path):
         return f": {other}. /docs lists all routes."
     is_azures = path.startswith("/openai/") and not path.startswith("/openai/v1/")
     here = "/v1" + re.sub(r"^(/openai)?(/v1)*(/deployments/[^/]+(?=/))?", "", path)
     scope = {**request.scope, "path": here}
-    if not any(_serves(route, scope) for route in request.app.router.routes if isinstance(route, Route)):
+    if not any(
+        _serves(route, scope) for route in request.app.router.routes if isinstance(route, Route)
+    ):
         return ". /docs lists them."
     if is_azures:
-        return f": it is {here} here. Use the client OpenAI, not AzureOpenAI, which also sends its key in another header."
+        return (
+            f": it is {here} here. Use the client OpenAI, not AzureOpenAI, which also sends "
+            "its key in another header."
+        )
     if here == path:
         return f": it is {here} here, without a slash at its end."
     return f": it is {here} here. The path of a client's base_url is /v1."
@@ -180,8 +217,15 @@ def _serves(route: Route, scope: Scope) -> bool:
 
 
 def _methods(request: Request) -> list[str]:
-    """Return the methods of all routes of the path; the framework knows those of the first route only."""
+    """Return the methods of all routes of the path; the framework knows those of the first route
+    only.
+    """
     routes = (route for route in request.app.router.routes if isinstance(route, Route))
     return sorted(
-        {method for route in routes if route.matches(request.scope)[0] != Match.NONE for method in route.methods or ()}
+        {
+            method
+            for route in routes
+            if route.matches(request.scope)[0] != Match.NONE
+            for method in route.methods or ()
+        }
     )

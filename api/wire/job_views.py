@@ -11,12 +11,28 @@ from api.wire.views import Seconds, View, whole_seconds
 from ft_service.jobs.forecast import QueuePosition
 from ft_service.jobs.states import Job, Phase, State
 from ft_service.reinforcement.step_texts import PromptTexts, StepTexts
-from ft_service.rundir.evaluations import EvaluatedPrompt, Evaluation, Forgetting, ServedQuality, Suites, SuiteTask
+from ft_service.rundir.evaluations import (
+    EvaluatedPrompt,
+    Evaluation,
+    Forgetting,
+    ServedQuality,
+    Suites,
+    SuiteTask,
+)
 from ft_service.rundir.events import Metrics
 from ft_service.spec import LEARNING_RATES, Integration, JobSpec, Strict
 from ft_service.spec.methods import GROUP
 
-_JOB_FIELDS = ("id", "created_at", "finished_at", "trained_tokens", "attempt", "priority", "max_seconds", "engine_id")
+_JOB_FIELDS = (
+    "id",
+    "created_at",
+    "finished_at",
+    "trained_tokens",
+    "attempt",
+    "priority",
+    "max_seconds",
+    "engine_id",
+)
 _REQUEST_FIELDS = ("training_file", "validation_file", "metadata", "suffix", "serve")
 _SECTIONS = ("lora", "precision", "training", "distributed", "checkpoint")
 
@@ -42,7 +58,9 @@ class HyperparametersView(View):
 
 
 class DpoHyperparametersView(HyperparametersView):
-    """Hyperparameters of direct preference optimisation; learning_rate_multiplier refers to its own default rate."""
+    """Hyperparameters of direct preference optimisation; learning_rate_multiplier refers to its own
+    default rate.
+    """
 
     beta: float
     loss_type: str
@@ -96,8 +114,10 @@ class JobErrorView(View):
 
 
 class ProgressView(View):
-    """The newest numbers that training reported; `valid_loss` is that of the last validation. `train_mean_reward`: of
-    reinforcement learning."""
+    """The newest numbers that training reported; `valid_loss` is that of the last validation.
+
+    `train_mean_reward`: of reinforcement learning.
+    """
 
     step: int
     total_steps: int
@@ -122,8 +142,10 @@ class QueueView(View):
     estimated_start: Seconds | None
     """Seconds since the epoch, estimated from the durations of jobs here; null: not known yet."""
     share: float
-    """Its project's share, from 0 to 1, of the recent use of all projects (with a half-life of three days). Of jobs with the
-    same priority, those of the project with the smaller share start first."""
+    """Its project's share, from 0 to 1, of the recent use of all projects (with a half-life of
+    three days). Of jobs with the same priority, those of the project with the smaller share start
+    first.
+    """
 
 
 class MembershipView(View):
@@ -189,21 +211,25 @@ class JobView(View):
     method: MethodView
 
     phase: str | None
-    """While running: launching, training or stopping; while cancelled: stopping, until the processes are gone."""
+    """While running: launching, training or stopping; while cancelled: stopping, until the
+    processes are gone.
+    """
     reason: str | None
     """Why the job is in its final state, or why its last attempt ended."""
     attempt: int
     """Runs of the workers so far; 0: none yet."""
     progress: ProgressView | None
     pending_reason: str | None
-    """Why a job does not start although its turn has come, or why its state is not known now; null: it waits for its turn,
-    or runs."""
+    """Why a job does not start although its turn has come, or why its state is not known now; null:
+    it waits for its turn, or runs.
+    """
     queue: QueueView | None
     """Set while the job is queued."""
     suffix: str | None
     data: dict[str, str | bool]
-    """Column of the format → its name in the data files, and apply_chat_template if it is not false; empty: the files use the
-    format's names."""
+    """Column of the format → its name in the data files, and apply_chat_template if it is not
+    false; empty: the files use the format's names.
+    """
     chat_template: str | None
     """The text of the chat template that replaces the base's; null: the base's is used."""
     chat_template_kwargs: dict[str, Any]
@@ -223,7 +249,9 @@ class JobView(View):
     engine: Literal["auto", "off"]
     """Whether it may be trained in an engine."""
     engine_id: str | None
-    """The engine that trains it beside other jobs on its base; null: it does not run, or has ranks of its own."""
+    """The engine that trains it beside other jobs on its base; null: it does not run, or has ranks
+    of its own.
+    """
     sweep: MembershipView | None
     """Its sweep; null: it belongs to none."""
     forgetting: ForgettingView | None
@@ -247,11 +275,15 @@ class AnsweredView(View):
     """Scores of `tuned`, at step 0 of `base`: name of the metric → score."""
     base_scores: dict[str, float]
     served: dict[str, str]
-    """Way of serving the adapter (adapter_on_bf16_base, merged) → answer, where that was compared."""
+    """Way of serving the adapter (adapter_on_bf16_base, merged) → answer, where that was
+    compared.
+    """
 
 
 class ServedView(View):
-    """Quality of the adapter for each way of serving it: as_trained, adapter_on_bf16_base, merged."""
+    """Quality of the adapter for each way of serving it: as_trained, adapter_on_bf16_base,
+    merged.
+    """
 
     loss: dict[str, float]
     """Validation loss."""
@@ -316,7 +348,9 @@ class RolloutView(View):
     valid_mean_reward: float | None
     """Of the weights after step - 1; null: not evaluated here."""
     prompts: list[GradedPromptView]
-    """The first of the step's prompts: as many as asked for, at most 100, and of long texts those of the first 4 MiB."""
+    """The first of the step's prompts: as many as asked for, at most 100, and of long texts those
+    of the first 4 MiB.
+    """
     prompts_total: int
     validation: list[GradedPromptView]
     """The first prompts of the validation file."""
@@ -341,7 +375,10 @@ def rollout_id(job_id: str, step: int) -> str:
 
 
 def _graded_prompt(own: PromptTexts) -> GradedPromptView:
-    answers = [GradedAnswerView.of(answer, tool_calls=[dict(call) for call in answer.calls]) for answer in own.answers]
+    answers = [
+        GradedAnswerView.of(answer, tool_calls=[dict(call) for call in answer.calls])
+        for answer in own.answers
+    ]
     return GradedPromptView(prompt=own.prompt, text=own.text, answers=answers)
 
 
@@ -380,17 +417,23 @@ def job_view(job: Job, organization: str, known: LiveProgress = LiveProgress()) 
         status=status_text(job),
         validation_split=spec.validation_split,
         estimated_finish=whole_seconds(known.ends_at),
-        integrations=[Integration.model_validate(given) for given in job.request.get("integrations") or ()],
+        integrations=[
+            Integration.model_validate(given) for given in job.request.get("integrations") or ()
+        ],
         method=_method(spec, hyperparameters),
         phase=job.phase.value if job.phase else None,
         reason=job.reason.value if job.reason else None,
         progress=_progress(known.metrics, known.valid_loss) if known.metrics else None,
-        pending_reason=job.pending if job.state in (State.VALIDATING, State.QUEUED, State.RUNNING) else None,
+        pending_reason=job.pending
+        if job.state in (State.VALIDATING, State.QUEUED, State.RUNNING)
+        else None,
         queue=_queue(known.place) if known.place and job.state is State.QUEUED else None,
         data=spec.data.model_dump(exclude_defaults=True),
         chat_template=spec.chat_template or None,
         chat_template_kwargs=dict(spec.chat_template_kwargs),
-        evaluation={**spec.evaluation.model_dump(), "prompts": spec.evaluation.count} if spec.evaluation else None,
+        evaluation={**spec.evaluation.model_dump(), "prompts": spec.evaluation.count}
+        if spec.evaluation
+        else None,
         chosen=spec.chosen,
         engine=spec.engine,
         sweep=_membership(job),
@@ -420,10 +463,16 @@ def _method(spec: JobSpec, hyperparameters: HyperparametersView) -> MethodView:
     if (options := spec.reinforcement) is not None:
         grader = options.grader.model_dump(mode="json", exclude_none=True)
         given = options.model_dump(exclude={"grader", "max_completion_length"})
-        more = {"compute_multiplier": options.num_generations / GROUP, "max_completion_length": spec.longest_answer}
+        more = {
+            "compute_multiplier": options.num_generations / GROUP,
+            "max_completion_length": spec.longest_answer,
+        }
         given["eval_interval"] = given["eval_interval"] or "auto"
         values = ReinforcementHyperparametersView(**hyperparameters.model_dump(), **given, **more)
-        return MethodView(type="reinforcement", reinforcement=ReinforcementView(grader=grader, hyperparameters=values))
+        return MethodView(
+            type="reinforcement",
+            reinforcement=ReinforcementView(grader=grader, hyperparameters=values),
+        )
     if spec.dpo is None:
         return MethodView(supervised=SupervisedView(hyperparameters=hyperparameters))
     own = DpoHyperparametersView(**hyperparameters.model_dump(), **spec.dpo.model_dump())
@@ -432,17 +481,22 @@ def _method(spec: JobSpec, hyperparameters: HyperparametersView) -> MethodView:
 
 def _hyperparameters(spec: JobSpec) -> HyperparametersView:
     training = spec.training
-    unit = LEARNING_RATES["dpo" if spec.dpo else "reinforcement" if spec.reinforcement else "supervised"]
+    unit = LEARNING_RATES[
+        "dpo" if spec.dpo else "reinforcement" if spec.reinforcement else "supervised"
+    ]
     return HyperparametersView(
         n_epochs=training.epochs if training.max_steps is None else None,
         batch_size=training.batch,
-        # The number that the user wrote: quotients such as 1e-4 / 2e-4 carry the noise of two roundings.
+        # The number that the user wrote: quotients such as 1e-4 / 2e-4 carry the noise of two
+        # roundings.
         learning_rate_multiplier=float(f"{training.rate / unit:.12g}"),
     )
 
 
 def _progress(metrics: Metrics, valid_loss: float | None) -> ProgressView:
-    speed = metrics.tokens / metrics.step_seconds if metrics.tokens and metrics.step_seconds else None
+    speed = (
+        metrics.tokens / metrics.step_seconds if metrics.tokens and metrics.step_seconds else None
+    )
     known = metrics.model_dump(include=set(ProgressView.model_fields))
     reward = (metrics.more or {}).get("train_mean_reward")
     more = {"tokens_per_second": speed, "valid_loss": valid_loss, "train_mean_reward": reward}
@@ -463,15 +517,24 @@ def evaluation_id(job_id: str, step: int) -> str:
     return f"{job_id.replace('ftjob', 'fteval', 1)}-{step}"
 
 
-def evaluation_view(job_id: str, evaluation: Evaluation, served: ServedQuality | None) -> EvaluationView:
-    """Return the view of an evaluation. `served`: the quality of the job's adapter, which is that of one step."""
+def evaluation_view(
+    job_id: str, evaluation: Evaluation, served: ServedQuality | None
+) -> EvaluationView:
+    """Return the view of an evaluation.
+
+    `served`: the quality of the job's adapter, which is that of one step.
+    """
     own = served if served is not None and served.step == evaluation.step else None
     return EvaluationView.of(
         evaluation,
         id=evaluation_id(job_id, evaluation.step),
         created_at=evaluation.time,
-        samples=[_answered(sample, number, own) for number, sample in enumerate(evaluation.samples)],
-        served=ServedView(**own.model_dump(exclude={"step", "answers"}), beyond=own.beyond) if own is not None else None,
+        samples=[
+            _answered(sample, number, own) for number, sample in enumerate(evaluation.samples)
+        ],
+        served=ServedView(**own.model_dump(exclude={"step", "answers"}), beyond=own.beyond)
+        if own is not None
+        else None,
     )
 
 

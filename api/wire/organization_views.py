@@ -12,7 +12,14 @@ from api.wire.views import Deleted, Seconds, View
 from ft_service.store.records import ApiKey, AuditEntry, Project, Usage
 
 DAY_SECONDS = 86_400
-_USAGE_COLUMNS = ("project_id", "api_key_id", "trained_tokens", "gpu_seconds", "uploaded_bytes", "num_jobs")
+_USAGE_COLUMNS = (
+    "project_id",
+    "api_key_id",
+    "trained_tokens",
+    "gpu_seconds",
+    "uploaded_bytes",
+    "num_jobs",
+)
 
 
 class LimitsView(View):
@@ -45,8 +52,10 @@ class ProjectView(View):
 
     limits: LimitsView
     share: float
-    """Its share, from 0 to 1, of the recent use of all projects (with a half-life of three days). Of jobs with the same
-    priority, those of the project with the smaller share start first."""
+    """Its share, from 0 to 1, of the recent use of all projects (with a half-life of three days).
+
+    Of jobs with the same priority, those of the project with the smaller share start first.
+    """
 
 
 class AccountView(View):
@@ -78,7 +87,9 @@ class ApiKeyView(View):
     scope: str
     revoked_at: Seconds | None
     single_sign_on: bool
-    """It stands for a person who signs in by single sign-on: no secret opens it, and it ends with the person's groups."""
+    """It stands for a person who signs in by single sign-on: no secret opens it, and it ends with
+    the person's groups.
+    """
 
 
 class NewApiKeyView(ApiKeyView):
@@ -128,7 +139,9 @@ class AuditView(View):
 
 
 class UsageResultView(View):
-    object: Literal["organization.usage.fine_tuning.result"] = "organization.usage.fine_tuning.result"
+    object: Literal["organization.usage.fine_tuning.result"] = (
+        "organization.usage.fine_tuning.result"
+    )
     trained_tokens: int
     gpu_seconds: float
     """Seconds times the slots that jobs held."""
@@ -154,9 +167,14 @@ class UsageView(View):
 
 
 def project_view(project: Project, share: float) -> ProjectView:
-    """Return the view of a project. `share`: its part of the recent use of all projects, in [0, 1]."""
+    """Return the view of a project.
+
+    `share`: its part of the recent use of all projects, in [0, 1].
+    """
     status = "active" if project.archived_at is None else "archived"
-    return ProjectView.of(project, status=status, limits=LimitsView.of(project.limits), share=round(share, 4))
+    return ProjectView.of(
+        project, status=status, limits=LimitsView.of(project.limits), share=round(share, 4)
+    )
 
 
 def api_key_view(key: ApiKey, now: float) -> ApiKeyView:
@@ -181,16 +199,30 @@ def audit_view(entry: AuditEntry) -> AuditView:
         api_key=None if entry.key_id is None else AuditKeyView(id=entry.key_id),
         session=AuditSessionView(ip_address=entry.address),
     )
-    return AuditView.of(entry, effective_at=entry.created_at, project=AuditProjectView(id=entry.project_id), actor=actor)
+    return AuditView.of(
+        entry,
+        effective_at=entry.created_at,
+        project=AuditProjectView(id=entry.project_id),
+        actor=actor,
+    )
 
 
-def usage_view(rows: Sequence[Usage], first_day: int, last_day: int, *, next_page: str | None) -> UsageView:
-    """Return one bucket for each day, also for days without usage. `next_page` None: this is the last page."""
+def usage_view(
+    rows: Sequence[Usage], first_day: int, last_day: int, *, next_page: str | None
+) -> UsageView:
+    """Return one bucket for each day, also for days without usage.
+
+    `next_page` None: this is the last page.
+    """
     of_day: dict[int, list[UsageResultView]] = {day: [] for day in range(first_day, last_day + 1)}
     for row in rows:
-        of_day[row.day].append(UsageResultView(**dict(zip(_USAGE_COLUMNS, _amounts(row), strict=True))))
+        of_day[row.day].append(
+            UsageResultView(**dict(zip(_USAGE_COLUMNS, _amounts(row), strict=True)))
+        )
     buckets = [
-        UsageBucketView(start_time=day * DAY_SECONDS, end_time=(day + 1) * DAY_SECONDS, results=results)
+        UsageBucketView(
+            start_time=day * DAY_SECONDS, end_time=(day + 1) * DAY_SECONDS, results=results
+        )
         for day, results in of_day.items()
     ]
     return UsageView(data=buckets, has_more=next_page is not None, next_page=next_page)

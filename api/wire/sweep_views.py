@@ -82,8 +82,12 @@ class DeletedSweepView(Deleted):
 
 
 def sweep_view(sweep: Sweep, jobs: Sequence[Job], best: Job | None) -> SweepView:
-    """Return the view of a sweep. `jobs`: its jobs in the order of their creation; `best`: the best of them so far."""
-    request, settings = sweep.request, sweep.settings
+    """Return the view of a sweep.
+
+    `jobs`: its jobs in the order of their creation; `best`: the best of them so far.
+    """
+    request = sweep.request
+    settings = sweep.settings
     optional = ("validation_file", "suffix", "metadata")
     return SweepView(
         **{name: getattr(sweep, name) for name in ("id", "created_at", "finished_at")},
@@ -94,7 +98,10 @@ def sweep_view(sweep: Sweep, jobs: Sequence[Job], best: Job | None) -> SweepView
         seed=settings.get("seed"),
         counts=dict(Counter(status_text(job) for job in jobs)),
         best=_best_view(best) if best else None,
-        jobs=sorted((_job_view(job) for job in jobs), key=lambda view: (view.valid_loss is None, view.valid_loss or 0.0)),
+        jobs=sorted(
+            (_job_view(job) for job in jobs),
+            key=lambda view: (view.valid_loss is None, view.valid_loss or 0.0),
+        ),
     )
 
 
@@ -121,8 +128,12 @@ def _best_view(job: Job) -> BestView:
     return BestView.of(view, job_id=job.id, step=view.best_step)
 
 
-def _sweep_status(sweep: Sweep, jobs: Sequence[Job]) -> Literal["running", "succeeded", "failed", "cancelled"]:
-    if any(job.state not in TERMINAL for job in jobs) or (sweep.finished_at is None and sweep.cancelled_at is None):
+def _sweep_status(
+    sweep: Sweep, jobs: Sequence[Job]
+) -> Literal["running", "succeeded", "failed", "cancelled"]:
+    if any(job.state not in TERMINAL for job in jobs) or (
+        sweep.finished_at is None and sweep.cancelled_at is None
+    ):
         return "running"
     if sweep.cancelled_at is not None:
         return "cancelled"

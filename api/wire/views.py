@@ -1,6 +1,7 @@
 """OpenAI's objects as this service writes them, and their construction from records. Pure.
 
-OpenAI's fields come first in each class; what this service adds follows them. Times are whole seconds since the epoch.
+OpenAI's fields come first in each class; what this service adds follows them. Times are whole
+seconds since the epoch.
 """
 
 from __future__ import annotations
@@ -32,7 +33,10 @@ class View(BaseModel):
 
     @classmethod
     def of(cls, record: object, **values: Any) -> Self:
-        """Return the view of a record. `values`: fields that are not attributes of the record, or differ from them."""
+        """Return the view of a record.
+
+        `values`: fields that are not attributes of the record, or differ from them.
+        """
         names = (name for name in cls.model_fields if name not in values and hasattr(record, name))
         return cls(**{name: getattr(record, name) for name in names}, **values)
 
@@ -114,17 +118,23 @@ class ModelView(View):
     root: str
     """The base of an alias, or the base that a tuned model was trained on; a base's own name."""
     parent: str | None = None
-    """The model that a tuned model was trained from: its base, or the tuned model that its job continued."""
+    """The model that a tuned model was trained from: its base, or the tuned model that its job
+    continued.
+    """
     job_id: str | None = None
     """The job that trained it, if the job is the project's own."""
     base: BaseView | None = None
     """Facts of a base or of an alias's base; null: a tuned model."""
     description: dict[str, Any] | None = None
-    """What training finds in a base, or why the base is refused, if `include=description`; null: not described yet."""
+    """What training finds in a base, or why the base is refused, if `include=description`; null:
+    not described yet.
+    """
 
 
 class BaseView(View):
-    """Not in OpenAI's API. Facts of a base that are known without training on it; null: the base does not say."""
+    """Not in OpenAI's API. Facts of a base that are known without training on it; null: the base
+    does not say.
+    """
 
     family: str | None
     """The decoder's model_type."""
@@ -143,7 +153,9 @@ class BaseView(View):
     described: bool
     """False: it is being described, and facts that depend on the description are null."""
     trainable: bool | None
-    """Whether a job with no options would be accepted; null: it is not described yet, and a job waits until it is."""
+    """Whether a job with no options would be accepted; null: it is not described yet, and a job
+    waits until it is.
+    """
     why_not: str | None
 
 
@@ -223,12 +235,17 @@ def list_view(items: Sequence[Any], has_more: bool) -> ListView[Any]:
 
 def event_view(event: StoredEvent) -> EventView:
     metrics = event.metrics
-    return EventView.of(event, type="metrics" if metrics else "message", data=metrics.flat() if metrics else None)
+    return EventView.of(
+        event, type="metrics" if metrics else "message", data=metrics.flat() if metrics else None
+    )
 
 
 def checkpoint_view(checkpoint: Checkpoint, tuned_name: TunedName) -> CheckpointView:
     metrics = checkpoint.metrics or Metrics(step=checkpoint.step, total_steps=checkpoint.step)
-    whole_file = {f"full_{name}": getattr(metrics, name) for name in ("valid_loss", "valid_mean_token_accuracy")}
+    whole_file = {
+        f"full_{name}": getattr(metrics, name)
+        for name in ("valid_loss", "valid_mean_token_accuracy")
+    }
     return CheckpointView.of(
         checkpoint,
         fine_tuning_job_id=checkpoint.job_id,

@@ -32,9 +32,15 @@ class Work:
         )
 
     def flops_per_token(self, length: float) -> float:
-        """Of a forward and backward without recomputation, causal samples of `length` tokens, all of them targets.
+        """Of a forward and backward without recomputation, causal samples of `length` tokens, all
+        of them targets.
 
-        A frozen weight takes 2 operations forward and 2 backward, a trained one 6, causal attention 6 times layers, width and
-        length: of samples of several lengths the sum of their squares over that of themselves.
+        A frozen weight takes 2 operations forward and 2 backward, a trained one 6, causal attention
+        6 times layers, width and length: of samples of several lengths the sum of their squares
+        over that of themselves.
         """
-        return 4 * (self.linears + self.head) + 6 * self.adapters + 6 * self.layers * self.width * length
+        return (
+            4 * (self.linears + self.head)
+            + 6 * self.adapters
+            + 6 * self.layers * self.width * length
+        )

@@ -1,4 +1,7 @@
-"""Limits of the device itself: matrix products, memory, copies, launches. Everything else is measured against these."""
+"""Limits of the device itself: matrix products, memory, copies, launches.
+
+Everything else is measured against these.
+"""
 
 from __future__ import annotations
 
@@ -20,10 +23,16 @@ def measure(context: Context) -> None:
     device = context.place
     context.rows.add("device", **about(device))
     context.rows.run(BF16, lambda: {"tflops": product(side, torch.bfloat16, device)})
-    context.rows.run("fp8 matrix product, scales by rows", lambda: {"tflops": fp8_product(side, device)})
+    context.rows.run(
+        "fp8 matrix product, scales by rows", lambda: {"tflops": fp8_product(side, device)}
+    )
     numbers = 2**16 if context.tiny else 2**30
-    context.rows.run("copy on the device, read and written", lambda: {"tb_per_s": copied(numbers, device)})
-    context.rows.run("from pinned host memory", lambda: {"gb_per_s": from_host(numbers // 4, device)})
+    context.rows.run(
+        "copy on the device, read and written", lambda: {"tb_per_s": copied(numbers, device)}
+    )
+    context.rows.run(
+        "from pinned host memory", lambda: {"gb_per_s": from_host(numbers // 4, device)}
+    )
     context.rows.run("a small kernel in eager", lambda: {"microseconds": launch(device)})
 
 
@@ -31,10 +40,16 @@ def about(device: torch.device) -> dict[str, Any]:
     from benchmarks.machine import machine
 
     facts = machine()
-    versions = ", ".join(f"{name} {version}" for name, version in facts.pop("versions").items() if version)
+    versions = ", ".join(
+        f"{name} {version}" for name, version in facts.pop("versions").items() if version
+    )
     if device.type == "cuda":
         properties = torch.cuda.get_device_properties(device)
-        facts |= {"gpu_gib": properties.total_memory / 2**30, "cuda": torch.version.cuda, "capability": properties.major}
+        facts |= {
+            "gpu_gib": properties.total_memory / 2**30,
+            "cuda": torch.version.cuda,
+            "capability": properties.major,
+        }
     return {**facts, "versions": versions}
 
 
@@ -70,11 +85,14 @@ def fp8_product(side: int, device: torch.device) -> float:
     if device.type == "cuda" and torch.cuda.get_device_capability(device) < (8, 9):
         raise SkippedError("this GPU does not multiply FP8")
     a, b = (torch.randn(side, side, device=device).to(torch.float8_e4m3fn) for _ in range(2))
-    rows, columns = torch.ones(side, 1, device=device), torch.ones(1, side, device=device)
+    rows = torch.ones(side, 1, device=device)
+    columns = torch.ones(1, side, device=device)
 
     def act() -> Tensor:
         scaled_mm: Any = torch._scaled_mm  # pyright: ignore[reportPrivateImportUsage]
-        return scaled_mm(a, b.t(), rows, columns, out_dtype=torch.bfloat16, use_fast_accum=device.type == "cuda")
+        return scaled_mm(
+            a, b.t(), rows, columns, out_dtype=torch.bfloat16, use_fast_accum=device.type == "cuda"
+        )
 
     try:
         act()

@@ -1,4 +1,6 @@
-"""Tokens a second of models of experts, a few layers of what is published, next to the limit of matrix products and to PEFT."""
+"""Tokens a second of models of experts, a few layers of what is published, next to the limit of
+matrix products and to PEFT.
+"""
 
 from __future__ import annotations
 
@@ -66,7 +68,9 @@ def measure(context: Context) -> None:
                 spec = job(context, shape, stored, count, base=base, target_modules=ATTENTION)
                 name = f"{experts.family}-{stored}"
                 work = work_of(spec, shape)
-                context.rows.run(f"{experts}: {stored}", lambda s=spec, w=work, n=name: speed(context, s, w, n))
+                context.rows.run(
+                    f"{experts}: {stored}", lambda s=spec, w=work, n=name: speed(context, s, w, n)
+                )
         context.rows.run(f"{experts}: PEFT on bf16", lambda b=base, h=shape: stock(context, b, h))
 
 
@@ -78,7 +82,9 @@ def base_of(context: Context, experts: Experts) -> Path:
     else:
         from transformers import AutoConfig, AutoModelForCausalLM
 
-        config = AutoConfig.for_model(experts.family, num_hidden_layers=experts.layers, **experts.sizes)
+        config = AutoConfig.for_model(
+            experts.family, num_hidden_layers=experts.layers, **experts.sizes
+        )
         with context.place:
             model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
         model.save_pretrained(folder)
@@ -102,6 +108,8 @@ def stock(context: Context, base: Path, shape: Shape) -> dict[str, Any]:
     try:
         tokens_per_second, others = step_speed(context, steps(model)(shape), shape)
     except torch.OutOfMemoryError:  # as its users would
-        tokens_per_second, others = step_speed(context, steps(replace(model, checkpointed=True))(shape), shape)
+        tokens_per_second, others = step_speed(
+            context, steps(replace(model, checkpointed=True))(shape), shape
+        )
         others |= {"checkpointed": True}
     return figures(context, tokens_per_second, work_of(spec, shape)) | others

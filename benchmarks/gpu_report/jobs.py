@@ -43,7 +43,9 @@ class StepReporter(Reporter):
 
 @contextmanager
 def alone() -> Iterator[None]:
-    """A process group of this process only, unless it is in one: gloo for all devices, which needs no library of the GPU's."""
+    """A process group of this process only, unless it is in one: gloo for all devices, which needs
+    no library of the GPU's.
+    """
     if dist.is_initialized():
         yield
         return
@@ -55,17 +57,27 @@ def alone() -> Iterator[None]:
             dist.destroy_process_group()
 
 
-def prepare(folder: Path, spec: JobSpec, world: int = 1, checkpoint: str | None = None, attempt: int = 1) -> RunDir:
+def prepare(
+    folder: Path, spec: JobSpec, world: int = 1, checkpoint: str | None = None, attempt: int = 1
+) -> RunDir:
     """A run directory in which an attempt is to be started."""
     run = RunDir(folder)
     run.write("spec.json", spec)
     Attempt(run, attempt).write_start(
-        Start(job_id=spec.job_id, attempt=attempt, world_size=world, generation=1, checkpoint=checkpoint)
+        Start(
+            job_id=spec.job_id,
+            attempt=attempt,
+            world_size=world,
+            generation=1,
+            checkpoint=checkpoint,
+        )
     )
     return run
 
 
-def train_on(device: torch.device, run: RunDir, attempt: int = 1, on_step: OnStep | None = None) -> Outcome:
+def train_on(
+    device: torch.device, run: RunDir, attempt: int = 1, on_step: OnStep | None = None
+) -> Outcome:
     """One rank of an attempt, in the process group that this process is in."""
     if device.type == "cuda":
         torch.cuda.set_device(device)
@@ -78,7 +90,9 @@ def train_on(device: torch.device, run: RunDir, attempt: int = 1, on_step: OnSte
 def train_on_rank(rank: int, world: int, root: str, attempt: int, device: str) -> Outcome:
     """What every process of several on one device does. gloo: NCCL wants a device a rank."""
     os.environ["FT_CACHE"] = ""
-    return train_on(torch.device(device, 0) if device == "cuda" else torch.device(device), RunDir(root), attempt)
+    return train_on(
+        torch.device(device, 0) if device == "cuda" else torch.device(device), RunDir(root), attempt
+    )
 
 
 def events_of(run: RunDir, attempt: int = 1) -> list[Event]:
@@ -87,7 +101,11 @@ def events_of(run: RunDir, attempt: int = 1) -> list[Event]:
 
 def steps_of(run: RunDir, attempt: int = 1) -> list[tuple[float, Metrics]]:
     """When each step was reported, seconds since the epoch, and its numbers."""
-    return [(event.time, event.metrics) for event in events_of(run, attempt) if event.kind == "metrics" and event.metrics]
+    return [
+        (event.time, event.metrics)
+        for event in events_of(run, attempt)
+        if event.kind == "metrics" and event.metrics
+    ]
 
 
 def losses_of(run: RunDir, attempt: int = 1) -> list[float]:
@@ -105,7 +123,9 @@ def warnings_of(run: RunDir, attempt: int = 1) -> str:
 
 @contextmanager
 def steps_alone() -> Iterator[None]:
-    """Jobs inside end with their last step: what follows, such as another process that reads the adapter, is not measured."""
+    """Jobs inside end with their last step: what follows, such as another process that reads the
+    adapter, is not measured.
+    """
     names = ("measure", "measure_forgetting", "publish")
     with ExitStack() as stack:
         for name in names:
@@ -115,8 +135,8 @@ def steps_alone() -> Iterator[None]:
 
 @contextmanager
 def built_once(on_built: Callable[[], None]) -> Iterator[None]:
-    """Jobs inside that have one format and one value of distributed.compile train on one model, built by the first of them: the
-    base is not read again.
+    """Jobs inside that have one format and one value of distributed.compile train on one model,
+    built by the first of them: the base is not read again.
 
     `on_built`: called before the first step of every job.
     """

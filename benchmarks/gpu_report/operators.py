@@ -1,4 +1,6 @@
-"""Parts of a step of an 8B model, each alone: products, dequantising, rounding, attention, norms, the head."""
+"""Parts of a step of an 8B model, each alone: products, dequantising, rounding, attention, norms,
+the head.
+"""
 
 from __future__ import annotations
 
@@ -32,31 +34,43 @@ REPEATS = 20
 
 
 def measure(context: Context) -> None:
-    device, llama = context.place, TINY if context.tiny else LLAMA
+    device = context.place
+    llama = TINY if context.tiny else LLAMA
     tokens = 64 if context.tiny else TOKENS
     shapes = sorted(set(llama.shapes_of_layer().values()))
     for rows, cols in shapes:
         _products(context, device, tokens, rows, cols)
     context.rows.run(
         "head and loss of a chunk",
-        lambda: _head(device, min(tokens, chunk_rows(llama.vocabulary)), llama.vocabulary, llama.hidden),
+        lambda: _head(
+            device, min(tokens, chunk_rows(llama.vocabulary)), llama.vocabulary, llama.hidden
+        ),
     )
     heads = llama.heads, llama.groups or llama.heads
     even = (tokens // 4,) * 4
     for name, lengths in ((None, even), (None, log_normal(tokens)), ("FA3", even), ("FA4", even)):
         for repeatable in (True, False):
             case = f"attention of {len(lengths)} samples in a row{f', {name}' if name else ''}"
-            chosen = partial(_attention, device, lengths, *heads, implementation=name, repeatable=repeatable)
+            chosen = partial(
+                _attention, device, lengths, *heads, implementation=name, repeatable=repeatable
+            )
             context.rows.run(case + ("" if repeatable else ", gradients in any order"), chosen)
     for lengths in (even, log_normal(tokens)):
-        context.rows.run(f"attention of {len(lengths)} samples in a row, cuDNN", partial(_by_cudnn, device, lengths, *heads))
+        context.rows.run(
+            f"attention of {len(lengths)} samples in a row, cuDNN",
+            partial(_by_cudnn, device, lengths, *heads),
+        )
     _elementwise(context, device, tokens, llama.hidden, llama.intermediate)
 
 
 def _products(context: Context, device: torch.device, tokens: int, rows: int, cols: int) -> None:
-    x, grad = _drawn(device, tokens, cols), _drawn(device, tokens, rows)
-    weight, down, b = _drawn(device, rows, cols), _drawn(device, tokens, RANK), _drawn(device, RANK, rows)
-    work, named = 2 * tokens * rows * cols, f"{rows} x {cols}"
+    x = _drawn(device, tokens, cols)
+    grad = _drawn(device, tokens, rows)
+    weight = _drawn(device, rows, cols)
+    down = _drawn(device, tokens, RANK)
+    b = _drawn(device, RANK, rows)
+    work = 2 * tokens * rows * cols
+    named = f"{rows} x {cols}"
     y = torch.empty_like(grad)
 
     def timed(case: str, act: Callable[[], Any], flops: float = 0, moved: float = 0) -> None:
@@ -69,17 +83,38 @@ def _products(context: Context, device: torch.device, tokens: int, rows: int, co
     timed("B's product added to what is there", lambda: y.addmm_(down, b), moved=2 * grad.nbytes)
     timed("A's gradient", lambda: down.t() @ x, moved=x.nbytes)
     if context.on_gpu and low_rank.takes(y, RANK):
-        timed("B's product added to what is there by our kernel", lambda: low_rank.add(y, down, b), moved=2 * grad.nbytes)
+        timed(
+            "B's product added to what is there by our kernel",
+            lambda: low_rank.add(y, down, b),
+            moved=2 * grad.nbytes,
+        )
     parts = nf4.quantize(weight)
-    timed("nf4 dequantised", lambda: nf4.dequantize(parts, cols, torch.bfloat16), moved=2.516 * rows * cols)
-    timed("nf4 by bitsandbytes", lambda: nf4._dequantize_by_parts(parts, cols, torch.bfloat16), moved=2.516 * rows * cols)
+    timed(
+        "nf4 dequantised",
+        lambda: nf4.dequantize(parts, cols, torch.bfloat16),
+        moved=2.516 * rows * cols,
+    )
+    timed(
+        "nf4 by bitsandbytes",
+        lambda: nf4._dequantize_by_parts(parts, cols, torch.bfloat16),
+        moved=2.516 * rows * cols,
+    )
     if fp8_products.why_not(torch.bfloat16, device) is None:
-        stored, numerics = FP8Weight.quantize(weight), FP8Weight.IN_FP8
+        stored = FP8Weight.quantize(weight)
+        numerics = FP8Weight.IN_FP8
         timed("rounded to FP8", lambda: fp8_products._rounded(x), moved=3 * x.numel())
         factors = stored.parts[1]
-        timed("gradient times scales, rounded to FP8", lambda: fp8_products._rounded(grad, factors), moved=3 * grad.numel())
+        timed(
+            "gradient times scales, rounded to FP8",
+            lambda: fp8_products._rounded(grad, factors),
+            moved=3 * grad.numel(),
+        )
         context.rows.run(f"{named}, rounded to FP8 by torchao", lambda: _rounded_by_torchao(x))
-        timed("FP8 codes transposed", lambda: fp8_products._transposed(stored.codes), moved=2 * rows * cols)
+        timed(
+            "FP8 codes transposed",
+            lambda: fp8_products._transposed(stored.codes),
+            moved=2 * rows * cols,
+        )
         timed("FP8 forward", lambda: numerics.linear(x.view_as(x), list(stored.parts), cols), work)
         timed("FP8 backward", lambda: numerics.linear_grad(grad, list(stored.parts), cols), work)
 
@@ -90,7 +125,10 @@ def _rounded_by_torchao(x: Tensor) -> dict[str, float]:
 
 
 def torchao_rounding() -> Callable[[Tensor], Any]:
-    """torchao's kernel that rounds rows to FP8, which jobs do without. Raises SkippedError where it is not installed."""
+    """torchao's kernel that rounds rows to FP8, which jobs do without.
+
+    Raises SkippedError where it is not installed.
+    """
     sys.modules.pop("torchao", None)  # kept out until here
     try:
         name = "torchao.prototype.moe_training.kernels.float8_rowwise"
@@ -101,7 +139,11 @@ def torchao_rounding() -> Callable[[Tensor], Any]:
 
 def _figures(took: float, flops: float, moved: float) -> dict[str, float]:
     found = {"ms": 1e3 * took}
-    return found | ({"tflops": flops / took / 1e12} if flops else {}) | ({"tb_per_s": moved / took / 1e12} if moved else {})
+    return (
+        found
+        | ({"tflops": flops / took / 1e12} if flops else {})
+        | ({"tb_per_s": moved / took / 1e12} if moved else {})
+    )
 
 
 def _drawn(device: torch.device, *shape: int) -> Tensor:
@@ -109,17 +151,29 @@ def _drawn(device: torch.device, *shape: int) -> Tensor:
 
 
 def _head(device: torch.device, rows: int, vocabulary: int, hidden: int) -> dict[str, Any]:
-    x, weight = _drawn(device, rows, hidden).requires_grad_(), _drawn(device, vocabulary, hidden)
+    x = _drawn(device, rows, hidden).requires_grad_()
+    weight = _drawn(device, vocabulary, hidden)
     targets = torch.zeros(rows, dtype=torch.int64, device=device)
     took = seconds(lambda: head._HeadLoss.apply(x, weight, None, targets, None, 1.0))
-    return {"rows": rows, **_figures(took, 4 * rows * vocabulary * hidden, 0), "note": head.KERNEL.fault(device) or ""}
+    return {
+        "rows": rows,
+        **_figures(took, 4 * rows * vocabulary * hidden, 0),
+        "note": head.KERNEL.fault(device) or "",
+    }
 
 
 def _attention(
-    device: torch.device, lengths: Sequence[int], heads: int, groups: int, *, implementation: str | None, repeatable: bool
+    device: torch.device,
+    lengths: Sequence[int],
+    heads: int,
+    groups: int,
+    *,
+    implementation: str | None,
+    repeatable: bool,
 ) -> dict[str, Any]:
-    """`implementation`: PyTorch's name of another FlashAttention, whose package is installed; None: its own. `repeatable`: with
-    gradients added up in one order, as jobs do it."""
+    """`implementation`: PyTorch's name of another FlashAttention, whose package is installed; None:
+    its own. `repeatable`: with gradients added up in one order, as jobs do it.
+    """
     if device.type != "cuda":
         raise SkippedError("processors have no kernel for packed rows")
     with _implemented_by(implementation), nullcontext() if repeatable else _in_any_order():
@@ -149,14 +203,18 @@ def _in_any_order() -> Any:
     return patch.object(packed_attention, "deterministic_mode", nullcontext)
 
 
-def _by_cudnn(device: torch.device, lengths: Sequence[int], heads: int, groups: int) -> dict[str, Any]:
+def _by_cudnn(
+    device: torch.device, lengths: Sequence[int], heads: int, groups: int
+) -> dict[str, Any]:
     fault = cudnn_attention.KERNEL.fault(device) if device.type == "cuda" else "it needs a GPU"
     if fault is not None:
         raise SkippedError(fault)
     starts = torch.tensor([0, *accumulate(lengths)], dtype=torch.int32)
     bounds = Bounds(starts, starts.to(device), max(lengths))
 
-    def kernel(query: Tensor, key: Tensor, value: Tensor, _: Tensor, __: Longest, pattern: AttentionPattern) -> Tensor:
+    def kernel(
+        query: Tensor, key: Tensor, value: Tensor, _: Tensor, __: Longest, pattern: AttentionPattern
+    ) -> Tensor:
         if not cudnn_attention.takes(query, key, value, bounds, pattern):
             raise SkippedError("cuDNN does not compute it on this GPU")
         return cudnn_attention.attend_packed(query, key, value, bounds, pattern)
@@ -165,11 +223,18 @@ def _by_cudnn(device: torch.device, lengths: Sequence[int], heads: int, groups: 
 
 
 def _packed_attention(
-    device: torch.device, lengths: Sequence[int], heads: int, groups: int, kernel: Kernel = packed_attention.attend_packed
+    device: torch.device,
+    lengths: Sequence[int],
+    heads: int,
+    groups: int,
+    kernel: Kernel = packed_attention.attend_packed,
 ) -> dict[str, Any]:
-    tokens, longest = sum(lengths), max(lengths)
+    tokens = sum(lengths)
+    longest = max(lengths)
     starts = torch.tensor([0, *accumulate(lengths)], dtype=torch.int32, device=device)
-    query, key, value = (_drawn(device, 1, n, tokens, 128).requires_grad_() for n in (heads, groups, groups))
+    query, key, value = (
+        _drawn(device, 1, n, tokens, 128).requires_grad_() for n in (heads, groups, groups)
+    )
     pattern = AttentionPattern(128**-0.5)
     grad = _drawn(device, 1, tokens, heads, 128)
 
@@ -182,17 +247,31 @@ def _packed_attention(
     work = 2 * sum(length**2 for length in lengths) * heads * 128
     with torch.no_grad():
         forward = seconds(attend)
-    took = {"forward_ms": 1e3 * forward, "forward_tflops": work / forward / 1e12, "both_ms": 1e3 * seconds(both)}
+    took = {
+        "forward_ms": 1e3 * forward,
+        "forward_tflops": work / forward / 1e12,
+        "both_ms": 1e3 * seconds(both),
+    }
     first = both()
-    same = all(torch.equal(one, own) for _ in range(REPEATS) for one, own in zip(first, both(), strict=True))
+    same = all(
+        torch.equal(one, own)
+        for _ in range(REPEATS)
+        for one, own in zip(first, both(), strict=True)
+    )
     return {**took, "gradients_have_the_same_bits_again": same}
 
 
-def _elementwise(context: Context, device: torch.device, tokens: int, hidden: int, intermediate: int) -> None:
+def _elementwise(
+    context: Context, device: torch.device, tokens: int, hidden: int, intermediate: int
+) -> None:
     """Forward and backward, by PyTorch's operations and by the kernels."""
-    x, weight = _drawn(device, tokens, hidden).requires_grad_(), _drawn(device, hidden)
+    x = _drawn(device, tokens, hidden).requires_grad_()
+    weight = _drawn(device, hidden)
     factors = [_drawn(device, tokens, intermediate).requires_grad_() for _ in range(2)]
-    heads = [_drawn(device, 1, tokens, n, 128).transpose(1, 2).requires_grad_() for n in (hidden // 128 or 1, 1)]
+    heads = [
+        _drawn(device, 1, tokens, n, 128).transpose(1, 2).requires_grad_()
+        for n in (hidden // 128 or 1, 1)
+    ]
     angles = _drawn(device, 1, tokens, 128), _drawn(device, 1, tokens, 128)
     stock: dict[str, tuple[Callable[[], Any], list[Tensor]]] = {
         "RMS norm": (lambda: fused.norm(x, weight, 1e-6, fused.Form.ROUNDED), [x]),
@@ -209,7 +288,9 @@ def _elementwise(context: Context, device: torch.device, tokens: int, hidden: in
         found = {"stock_ms": 1e3 * seconds(lambda a=act, i=inputs: _both(a, i))}
         if by is not None:
             found["fused_ms"] = 1e3 * seconds(lambda a=ours[name], i=inputs: _both(a, i))
-        context.rows.add(f"{name}, forward and backward", "ok", fused.KERNEL.fault(device) or "", **found)
+        context.rows.add(
+            f"{name}, forward and backward", "ok", fused.KERNEL.fault(device) or "", **found
+        )
 
 
 def _both(act: Callable[[], Any], inputs: list[Tensor]) -> None:

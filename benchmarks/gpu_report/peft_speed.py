@@ -1,4 +1,6 @@
-"""The same work by stock parts, eager: PEFT on bitsandbytes' NF4 layers, with Liger's kernels too, and with them on bf16."""
+"""The same work by stock parts, eager: PEFT on bitsandbytes' NF4 layers, with Liger's kernels too,
+and with them on bf16.
+"""
 
 from __future__ import annotations
 
@@ -21,14 +23,25 @@ from benchmarks.gpu_report.speed_job import RANK, Shape, base_of, llama_of, shap
 def measure(context: Context) -> None:
     for quantised, liger in ((True, False), (True, True), (False, True)):  # Liger's kernels stay
         step_of: Callable[[Shape], Callable[[], float]] | None = None
-        name = ("PEFT on bitsandbytes' NF4" if quantised else "PEFT on bf16") + (" with Liger's kernels" if liger else "")
+        name = ("PEFT on bitsandbytes' NF4" if quantised else "PEFT on bf16") + (
+            " with Liger's kernels" if liger else ""
+        )
         for shape in shapes_of(context):
             with context.rows.case(f"{name}, eager, {shape}") as numbers:
                 if quantised and importlib.util.find_spec("bitsandbytes") is None:
                     raise SkippedError("not installed: bitsandbytes")
-                if liger and (not context.on_gpu or importlib.util.find_spec("liger_kernel") is None):
+                if liger and (
+                    not context.on_gpu or importlib.util.find_spec("liger_kernel") is None
+                ):
                     raise SkippedError("needs a GPU, and liger_kernel to be installed")
-                stock = Stock(context.device, base_of(context), llama_of(context).vocabulary, "all-linear", quantised, liger)
+                stock = Stock(
+                    context.device,
+                    base_of(context),
+                    llama_of(context).vocabulary,
+                    "all-linear",
+                    quantised,
+                    liger,
+                )
                 step_of = step_of or steps(stock)
                 try:
                     numbers.update(speed(context, step_of(shape), shape))
@@ -42,14 +55,18 @@ def speed(context: Context, step: Callable[[], float], shape: Shape) -> dict[str
     return figures(context, tokens_per_second, work_of(context, shape)) | others
 
 
-def step_speed(context: Context, step: Callable[[], float], shape: Shape) -> tuple[float, dict[str, Any]]:
+def step_speed(
+    context: Context, step: Callable[[], float], shape: Shape
+) -> tuple[float, dict[str, Any]]:
     """Tokens a second of steps of this shape, their peak of memory and the last loss."""
     for _ in range(WARM_UP):
         step()
     if context.on_gpu:
         torch.cuda.reset_peak_memory_stats()
     synchronize()
-    count, began, loss = 2 if context.tiny else STEPS, time.perf_counter(), 0.0
+    count = 2 if context.tiny else STEPS
+    began = time.perf_counter()
+    loss = 0.0
     for _ in range(count):
         loss = step()
     synchronize()
@@ -60,7 +77,9 @@ def step_speed(context: Context, step: Callable[[], float], shape: Shape) -> tup
 
 
 def rows_of(shape: Shape) -> list[list[int]]:
-    """A micro-batch's samples in forwards that have at most as many tokens with padding as it has without."""
+    """A micro-batch's samples in forwards that have at most as many tokens with padding as it has
+    without.
+    """
     forwards: list[list[int]] = [[]]
     for length in sorted(shape.lengths, reverse=True):
         if forwards[-1] and (len(forwards[-1]) + 1) * forwards[-1][0] > shape.tokens:
@@ -69,11 +88,17 @@ def rows_of(shape: Shape) -> list[list[int]]:
     return forwards
 
 
-def padded(lengths: list[int], vocabulary: int, generator: torch.Generator, device: str) -> dict[str, torch.Tensor]:
+def padded(
+    lengths: list[int], vocabulary: int, generator: torch.Generator, device: str
+) -> dict[str, torch.Tensor]:
     """Samples as rows, padded to the first, which is the longest."""
     ids = torch.randint(0, vocabulary, (len(lengths), lengths[0]), generator=generator)
     mask = torch.arange(lengths[0]) < torch.tensor(lengths)[:, None]
-    batch = {"input_ids": ids, "attention_mask": mask.long(), "labels": ids.masked_fill(~mask, -100)}
+    batch = {
+        "input_ids": ids,
+        "attention_mask": mask.long(),
+        "labels": ids.masked_fill(~mask, -100),
+    }
     return {name: tensor.to(device) for name, tensor in batch.items()}
 
 
@@ -93,7 +118,9 @@ class Stock:
 
 
 def steps(stock: Stock) -> Callable[[Shape], Callable[[], float]]:
-    """A model with adapters, and for a shape of micro-batches its optimizer step, which returns the loss."""
+    """A model with adapters, and for a shape of micro-batches its optimizer step, which returns the
+    loss.
+    """
     from peft import LoraConfig, get_peft_model
     from transformers import AutoModelForCausalLM, BitsAndBytesConfig
 
@@ -103,14 +130,22 @@ def steps(stock: Stock) -> Callable[[Shape], Callable[[], float]]:
         apply_liger_kernel_to_llama()  # before the model is made, which it changes the classes of
 
     settings = BitsAndBytesConfig(
-        load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_use_double_quant=True, bnb_4bit_compute_dtype=torch.bfloat16
+        load_in_4bit=True,
+        bnb_4bit_quant_type="nf4",
+        bnb_4bit_use_double_quant=True,
+        bnb_4bit_compute_dtype=torch.bfloat16,
     )
     options: dict[str, Any] = {"quantization_config": settings} if stock.quantised else {}
     model: Any = AutoModelForCausalLM.from_pretrained(
-        stock.base, dtype=torch.bfloat16, device_map={"": 0 if stock.device == "cuda" else "cpu"}, **options
+        stock.base,
+        dtype=torch.bfloat16,
+        device_map={"": 0 if stock.device == "cuda" else "cpu"},
+        **options,
     )
     model.config.use_cache = False
-    adapters = LoraConfig(r=RANK, lora_alpha=2 * RANK, target_modules=stock.target_modules, task_type="CAUSAL_LM")
+    adapters = LoraConfig(
+        r=RANK, lora_alpha=2 * RANK, target_modules=stock.target_modules, task_type="CAUSAL_LM"
+    )
     model = get_peft_model(model, adapters)
     if stock.checkpointed:
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
@@ -120,14 +155,20 @@ def steps(stock: Stock) -> Callable[[Shape], Callable[[], float]]:
 
     def step_of(shape: Shape) -> Callable[[], float]:
         generator = torch.Generator().manual_seed(0)
-        batches = [padded(rows, stock.vocabulary, generator, stock.device) for rows in rows_of(shape)]
+        batches = [
+            padded(rows, stock.vocabulary, generator, stock.device) for rows in rows_of(shape)
+        ]
 
         def step() -> float:
             loss = 0.0
             for _ in range(shape.micro_batches):
                 for batch in batches:
-                    share = float((batch["labels"] != -100).sum()) / shape.tokens / shape.micro_batches
-                    with torch.autocast(stock.device, torch.bfloat16):  # as its users do: PEFT keeps adapters in fp32
+                    share = (
+                        float((batch["labels"] != -100).sum()) / shape.tokens / shape.micro_batches
+                    )
+                    with torch.autocast(
+                        stock.device, torch.bfloat16
+                    ):  # as its users do: PEFT keeps adapters in fp32
                         part = model(**batch).loss * share
                     part.backward()
                     loss = part.detach() + loss

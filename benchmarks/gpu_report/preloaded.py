@@ -1,4 +1,7 @@
-"""What the process has imported from which those of the sections are forked. What is missing here, a section names."""
+"""What the process has imported from which those of the sections are forked.
+
+What is missing here, a section names.
+"""
 
 from __future__ import annotations
 
@@ -13,5 +16,6 @@ import transformers.models.llama.modeling_llama  # noqa: F401
 import workers.train  # noqa: F401
 from ft_service.host.quick_imports import end_imports
 
-gc.collect()  # or that of a section would go through all of the above, and copy the pages on which it lies
+# or that of a section would go through all of the above, and copy the pages on which it lies
+gc.collect()
 end_imports()

@@ -1,5 +1,5 @@
-"""Profile of a step: the kernels and the host's operations that its time goes to, what adapters take of it, and how long the
-device has nothing to do.
+"""Profile of a step: the kernels and the host's operations that its time goes to, what adapters
+take of it, and how long the device has nothing to do.
 """
 
 from __future__ import annotations
@@ -15,7 +15,8 @@ from benchmarks.gpu_report.jobs import alone, built_once, prepare, steps_alone, 
 from benchmarks.gpu_report.sections import Context
 from benchmarks.gpu_report.speed_job import RANK, Shape, job, shapes_of
 
-FIRST, LAST = 3, 5
+FIRST = 3
+LAST = 5
 """Steps behind which profiling begins and ends."""
 KERNELS = 15
 OPERATIONS = 15
@@ -41,23 +42,34 @@ def profiled(context: Context, precision: str, shape: Shape) -> dict[str, Any]:
             synchronize()
             (profiler.start if step == FIRST else profiler.stop)()
 
-    run = prepare(context.scratch / "runs" / f"profile-{precision}-{shape.tokens}", job(context, shape, precision, LAST + 1))
+    run = prepare(
+        context.scratch / "runs" / f"profile-{precision}-{shape.tokens}",
+        job(context, shape, precision, LAST + 1),
+    )
     with alone(), steps_alone(), built_once(lambda: None):
         train_on(context.place, run, on_step=on_step)
     events = list(profiler.events() or ())
     kernels = [event for event in events if event.device_type == DeviceType.CUDA]
     steps = LAST - FIRST
-    adapters = [event for event in events if event.name in PRODUCTS and of_adapters(event.input_shapes)]
+    adapters = [
+        event for event in events if event.name in PRODUCTS and of_adapters(event.input_shapes)
+    ]
     averages = sorted(profiler.key_averages(), key=lambda event: -event.self_cpu_time_total)
     for event in averages[:OPERATIONS]:
-        own = {"ms_a_step": event.self_cpu_time_total / 1e3 / steps, "calls_a_step": event.count / steps}
+        own = {
+            "ms_a_step": event.self_cpu_time_total / 1e3 / steps,
+            "calls_a_step": event.count / steps,
+        }
         context.rows.add(f"{precision}, {shape}, on the host: {event.key}", **own)
     if kernels:
         spans = [(event.time_range.start, event.time_range.end) for event in kernels]
         whole = max(end for _, end in spans) - min(start for start, _ in spans)
         for name, (count, time) in most(kernels):
             context.rows.add(
-                f"{precision}, {shape}: {name}", ms_a_step=time / 1e3 / steps, calls_a_step=count / steps, share=time / whole
+                f"{precision}, {shape}: {name}",
+                ms_a_step=time / 1e3 / steps,
+                calls_a_step=count / steps,
+                share=time / whole,
             )
         return {
             "step_ms": whole / 1e3 / steps,
@@ -74,7 +86,9 @@ def profiled(context: Context, precision: str, shape: Shape) -> dict[str, Any]:
 
 
 def of_adapters(shapes: Sequence[Sequence[int]]) -> bool:
-    """Whether a product of these matrices has an adapter's rank among its sizes: none of the base's is as small."""
+    """Whether a product of these matrices has an adapter's rank among its sizes: none of the base's
+    is as small.
+    """
     return any(size in RANKS for shape in shapes for size in shape)
 
 
@@ -89,7 +103,8 @@ def most(kernels: Sequence[Any]) -> list[tuple[str, tuple[int, float]]]:
 
 def covered(spans: Sequence[tuple[float, float]]) -> float:
     """Length of the union of intervals."""
-    total, reached = 0.0, float("-inf")
+    total = 0.0
+    reached = float("-inf")
     for start, end in sorted(spans):
         total += max(0.0, end - max(start, reached))
         reached = max(reached, end)

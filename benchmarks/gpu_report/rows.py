@@ -40,7 +40,10 @@ class Rows:
         append(self.path, Row(self.section, case, status, numbers, note))
 
     def run(self, case: str, measure: Callable[[], dict[str, Any]]) -> None:
-        """Add what `measure` returns, or its error; other cases continue. A case with `ok=False` in its numbers has failed."""
+        """Add what `measure` returns, or its error; other cases continue.
+
+        A case with `ok=False` in its numbers has failed.
+        """
         with self.case(case) as numbers:
             numbers.update(measure())
 
@@ -64,12 +67,18 @@ def append(path: Path, row: Row) -> None:
 
 
 def read(path: Path) -> list[Row]:
-    return [Row(**json.loads(line)) for line in path.read_text().splitlines() if line] if path.exists() else []
+    return (
+        [Row(**json.loads(line)) for line in path.read_text().splitlines() if line]
+        if path.exists()
+        else []
+    )
 
 
 def markdown(rows: Sequence[Row]) -> str:
     """A table a section, in the order in which they came, below a count of all."""
-    count = {status: sum(row.status == status for row in rows) for status in ("ok", "failed", "skipped")}
+    count = {
+        status: sum(row.status == status for row in rows) for status in ("ok", "failed", "skipped")
+    }
     parts = ["# GPU report", ", ".join(f"{number} {status}" for status, number in count.items())]
     for section in dict.fromkeys(row.section for row in rows):
         lines = ["| case | | numbers | |", "| --- | --- | --- | --- |"]

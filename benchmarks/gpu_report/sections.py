@@ -26,7 +26,9 @@ class Context:
     tiny: bool
     rows: Rows
     scratch: Path
-    """In memory where the system has such a folder, and shared by all sections: bases are made once."""
+    """In memory where the system has such a folder, and shared by all sections: bases are made
+    once.
+    """
     results: Path
 
     @property
@@ -79,12 +81,17 @@ PARTS = {
     "b": ("ceilings", "speed nf4", "speed bf16", "speed fp8", "compiled nf4", "compiled bf16"),
     "c": ("ceilings", "speed peft", "compiled fp8", "synchronisations", "profile", "experts"),
 }
-"""The report in three calls, none of which takes ten minutes. All begin with what the others are compared with."""
+"""The report in three calls, none of which takes ten minutes.
+
+All begin with what the others are compared with.
+"""
 
 
 def run(name: str, context: Context) -> None:
     section = SECTIONS[name]
-    if missing := [package for package in section.needs if importlib.util.find_spec(package) is None]:
+    if missing := [
+        package for package in section.needs if importlib.util.find_spec(package) is None
+    ]:
         how = "benchmarks/README.md, One GPU, says how to bring what an image lacks"
         context.rows.add("-", "skipped", f"not installed: {', '.join(missing)}; {how}")
         return
@@ -93,9 +100,18 @@ def run(name: str, context: Context) -> None:
 
 
 def run_forked(
-    environment: Mapping[str, str], log: Path, name: str, device: str, tiny: bool, results: Path, scratch: Path
+    environment: Mapping[str, str],
+    log: Path,
+    name: str,
+    device: str,
+    tiny: bool,
+    results: Path,
+    scratch: Path,
 ) -> None:
-    """What the process of a section does, in a session of its own. `log`: a file for what it prints."""
+    """What the process of a section does, in a session of its own.
+
+    `log`: a file for what it prints.
+    """
     os.setsid()
     os.environ.clear()
     os.environ.update(environment)

@@ -1,4 +1,6 @@
-"""Attempts as the service runs them: supervised, with checkpoints during training, a stop and a resume, and the start."""
+"""Attempts as the service runs them: supervised, with checkpoints during training, a stop and a
+resume, and the start.
+"""
 
 from __future__ import annotations
 
@@ -32,7 +34,10 @@ def measure(context: Context) -> None:
         training={"max_steps": 8, "batch_size": 8, "learning_rate": 1e-2},
         checkpoint={"save_steps": 3},
     )
-    context.rows.run("stopped and resumed, checkpoints beside training", lambda: stopped_and_resumed(context.scratch, spec))
+    context.rows.run(
+        "stopped and resumed, checkpoints beside training",
+        lambda: stopped_and_resumed(context.scratch, spec),
+    )
     if context.tiny:
         context.rows.add("start", "skipped", "takes seconds of imports; not in the smallest form")
         return
@@ -40,13 +45,15 @@ def measure(context: Context) -> None:
 
 
 def stopped_and_resumed(scratch: Path, spec: JobSpec) -> dict[str, Any]:
-    whole, parts = RunDir(scratch / "runs/whole"), RunDir(scratch / "runs/parts")
+    whole = RunDir(scratch / "runs/whole")
+    parts = RunDir(scratch / "runs/parts")
     for run in (whole, parts):
         run.write("spec.json", spec)
     parts.put("attempts/1/stop.json", b'{"reason": "the report asks for it"}')
     codes = [supervise(parts, 1, None)]
     codes += [supervise(parts, 2, newest_checkpoint(parts)), supervise(whole, 1, None)]
-    found, expected = [*losses_of(parts), *losses_of(parts, 2)], losses_of(whole)
+    found = [*losses_of(parts), *losses_of(parts, 2)]
+    expected = losses_of(whole)
     apart = max((abs(a - b) / b for a, b in zip(found, expected, strict=True)), default=1.0)
     stalls = [
         event.metrics.checkpoint_stall_seconds or 0.0
@@ -65,20 +72,29 @@ def stopped_and_resumed(scratch: Path, spec: JobSpec) -> dict[str, Any]:
 
 def starts(scratch: Path, spec: JobSpec) -> dict[str, Any]:
     """Seconds from the start of an attempt to the end of its first step."""
-    return {"ok": True, "first_step_seconds": first_step(prepared(scratch / "runs/start", spec), LocalLauncher(1))}
+    return {
+        "ok": True,
+        "first_step_seconds": first_step(prepared(scratch / "runs/start", spec), LocalLauncher(1)),
+    }
 
 
 def prepared(folder: Path, spec: JobSpec) -> RunDir:
     run = RunDir(folder)
     run.write("spec.json", spec)
-    run.write("attempts/1/start.json", Start(job_id=spec.job_id, attempt=1, world_size=1, generation=1, checkpoint=None))
+    run.write(
+        "attempts/1/start.json",
+        Start(job_id=spec.job_id, attempt=1, world_size=1, generation=1, checkpoint=None),
+    )
     return run
 
 
 def first_step(run: RunDir, launcher: LocalLauncher) -> float:
     began = time.time()
     launcher.start(Attempt(run, 1))
-    seen = wait_for(lambda: seen if isinstance(seen := launcher.observe(Attempt(run, 1)), Ended) else None, SECONDS)
+    seen = wait_for(
+        lambda: seen if isinstance(seen := launcher.observe(Attempt(run, 1)), Ended) else None,
+        SECONDS,
+    )
     assert seen.exit is not None, "the attempt left no exit record"
     assert seen.exit.reason == "succeeded", seen.exit
     return steps_of(run)[0][0] - began

@@ -1,4 +1,6 @@
-"""The job whose speed is measured: an 8B Llama, made on the device, and samples of log-normal lengths in micro-batches."""
+"""The job whose speed is measured: an 8B Llama, made on the device, and samples of log-normal
+lengths in micro-batches.
+"""
 
 from __future__ import annotations
 
@@ -53,10 +55,15 @@ class Shape:
 
 
 def log_normal(tokens: int) -> tuple[int, ...]:
-    """Lengths of samples that have so many tokens together, spread as those of chats are, around 600 tokens."""
-    rng, lengths = random.Random(0), list[int]()
+    """Lengths of samples that have so many tokens together, spread as those of chats are, around
+    600 tokens.
+    """
+    rng = random.Random(0)
+    lengths = list[int]()
     while sum(lengths) < tokens:
-        length = min(max(32, round(rng.lognormvariate(math.log(600), 0.9))), 4096, tokens - sum(lengths))
+        length = min(
+            max(32, round(rng.lognormvariate(math.log(600), 0.9))), 4096, tokens - sum(lengths)
+        )
         lengths.append(length)
     return tuple(lengths)
 
@@ -74,7 +81,9 @@ def shapes_of(context: Context) -> tuple[Shape, ...]:
 
 
 def base_of(context: Context) -> Path:
-    """The base's folder, written by the first rank to need it, of numbers from the device; in memory where possible."""
+    """The base's folder, written by the first rank to need it, of numbers from the device; in
+    memory where possible.
+    """
     folder = context.scratch / "speed-base"
     if not (folder / "done").exists():
         write_llama(folder, llama_of(context), device=context.device)
@@ -97,7 +106,9 @@ def job(
     batch = shape.samples * shape.micro_batches
     return spec_for(
         base or base_of(context),
-        long_chats(context.scratch / f"long-{shape.tokens}.jsonl", shape.lengths * 2 * shape.micro_batches),
+        long_chats(
+            context.scratch / f"long-{shape.tokens}.jsonl", shape.lengths * 2 * shape.micro_batches
+        ),
         precision={"default": precision, "compare_served": "off"},
         training={
             "max_steps": steps,
@@ -113,12 +124,21 @@ def job(
 
 
 def long_chats(path: Path, lengths: Sequence[int]) -> DataFileRef:
-    """Chats of these numbers of tokens, of an answer one a letter, the longest of more: they are cut. The user says little."""
+    """Chats of these numbers of tokens, of an answer one a letter, the longest of more: they are
+    cut. The user says little.
+    """
     rng = random.Random(0)
     lines: list[dict[str, Any]] = []
     for length in lengths:
         length = length if length == max(lengths) else max(1, length - OF_TEMPLATE)
         answer = "".join(rng.choices("abcdefghijklmnopqrstuvwxyz ", k=length))
-        lines.append({"messages": [{"role": "user", "content": "go on"}, {"role": "assistant", "content": answer}]})
+        lines.append(
+            {
+                "messages": [
+                    {"role": "user", "content": "go on"},
+                    {"role": "assistant", "content": answer},
+                ]
+            }
+        )
     path.write_text("".join(json.dumps(line) + "\n" for line in lines))
     return DataFileRef(name=path.name, path=str(path), sha256=sha256_of(path))

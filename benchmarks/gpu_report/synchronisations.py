@@ -1,4 +1,6 @@
-"""Calls in the middle of a step for which the host waits for the device, each with the line of ours that makes it."""
+"""Calls in the middle of a step for which the host waits for the device, each with the line of ours
+that makes it.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +22,12 @@ from benchmarks.gpu_report.speed_job import job, shapes_of
 ROOT = Path(__file__).parents[2]
 WATCHED = range(3, 6)
 """Steps behind which synchronisations of the next are counted."""
-WAITING = {"aten._local_scalar_dense.default", "aten.nonzero.default", "aten.masked_select.default", "aten.is_nonzero.default"}
+WAITING = {
+    "aten._local_scalar_dense.default",
+    "aten.nonzero.default",
+    "aten.masked_select.default",
+    "aten.is_nonzero.default",
+}
 """What a processor's tensors show of it: operators whose result depends on values."""
 
 BETWEEN = ("/warnings.py", "/_python_dispatch.py", "/_dynamo/eval_frame.py")
@@ -51,10 +58,13 @@ class Dispatched(TorchDispatchMode):
 
 
 class Watch:
-    """Counts from one step's report to another's: by CUDA's own warnings, or without CUDA by watching operators."""
+    """Counts from one step's report to another's: by CUDA's own warnings, or without CUDA by
+    watching operators.
+    """
 
     def __init__(self, found: Found, on_gpu: bool) -> None:
-        self._found, self._on_gpu = found, on_gpu
+        self._found = found
+        self._on_gpu = on_gpu
         self._mode = Dispatched(found)
         self._watching = False
         self.watched = False
@@ -113,12 +123,23 @@ def counted(context: Context, precision: str, shape: Any) -> Found:
 
 def line_of_ours() -> str:
     """The innermost line of the workers that this thread is in, and the innermost of all."""
-    stack = [frame for frame in traceback.extract_stack(sys._getframe(1)) if "/gpu_report/" not in frame.filename]
+    stack = [
+        frame
+        for frame in traceback.extract_stack(sys._getframe(1))
+        if "/gpu_report/" not in frame.filename
+    ]
     stack = [frame for frame in stack if not frame.filename.endswith(BETWEEN)]
     ours = [frame for frame in stack if Path(frame.filename).is_relative_to(ROOT / "workers")]
-    shown = [f"{Path(frame.filename).relative_to(ROOT)}:{frame.lineno} {frame.line}" for frame in ours[-1:]]
+    shown = [
+        f"{Path(frame.filename).relative_to(ROOT)}:{frame.lineno} {frame.line}"
+        for frame in ours[-1:]
+    ]
     inner = stack[-1] if stack else None
     if inner is not None and (not ours or inner is not ours[-1]):
         shown.append(f"by {'/'.join(Path(inner.filename).parts[-2:])}:{inner.lineno}")
-    thread = "" if threading.current_thread() is threading.main_thread() else f" (thread {threading.current_thread().name})"
+    thread = (
+        ""
+        if threading.current_thread() is threading.main_thread()
+        else f" (thread {threading.current_thread().name})"
+    )
     return " ".join(shown) + thread

@@ -1,4 +1,6 @@
-"""Two processes on one device, which talk by gloo (NCCL wants a device a rank): shares of rows, formats, offload, resume."""
+"""Two processes on one device, which talk by gloo (NCCL wants a device a rank): shares of rows,
+formats, offload, resume.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +23,10 @@ CASES: dict[str, dict[str, Any]] = {
     "bf16, uneven rows": {},
     "nf4": {"precision": {"default": "nf4"}},
     "mixed formats": {"precision": MIXED_IN_FAMILIES},
-    "mixed formats, kept unsharded": {"precision": MIXED_IN_FAMILIES, "distributed": {"keep_unsharded": True}},
+    "mixed formats, kept unsharded": {
+        "precision": MIXED_IN_FAMILIES,
+        "distributed": {"keep_unsharded": True},
+    },
     "mixed formats, compiled": {"precision": MIXED_IN_FAMILIES, "distributed": {"compile": True}},
     "mixed formats, offloaded": {"precision": MIXED_IN_FAMILIES, "distributed": {"offload": True}},
 }
@@ -37,11 +42,15 @@ def measure(context: Context) -> None:
     context.rows.run("saved on two ranks, resumed on one", lambda: resumed(context, base, data))
 
 
-def like_one_rank(context: Context, base: Path, data: DataFileRef, number: int, options: dict[str, Any]) -> dict[str, Any]:
+def like_one_rank(
+    context: Context, base: Path, data: DataFileRef, number: int, options: dict[str, Any]
+) -> dict[str, Any]:
     offload = options.get("distributed", {}).get("offload", False)
     if offload and not context.on_gpu:
         raise SkippedError("on processors there is nowhere to offload to")
-    one = run(context, f"one-{number}", job(base, data, 1, {"precision": options.get("precision", {})}), 1)
+    one = run(
+        context, f"one-{number}", job(base, data, 1, {"precision": options.get("precision", {})}), 1
+    )
     two = run(context, f"two-{number}", job(base, data, 2, options), 2)
     return compared(losses_of(two), losses_of(one)) | {"note": warnings_of(two)}
 
@@ -69,7 +78,9 @@ def compared(found: list[float], expected: list[float]) -> dict[str, Any]:
     return {"ok": apart < CLOSE, "loss_apart": apart, "loss_changed_by": expected[0] - expected[-1]}
 
 
-def job(base: Path, data: DataFileRef, ranks: int, options: dict[str, Any], steps: int = STEPS) -> JobSpec:
+def job(
+    base: Path, data: DataFileRef, ranks: int, options: dict[str, Any], steps: int = STEPS
+) -> JobSpec:
     return spec_for(
         base,
         data,

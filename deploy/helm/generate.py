@@ -1,7 +1,9 @@
-"""Templates of the Helm chart, made from the manifests of `deploy/kubernetes`: their text, with values in place of some lines.
+"""Templates of the Helm chart, made from the manifests of `deploy/kubernetes`: their text, with
+values in place of some lines.
 
-`docs/site/generated.py` writes them; a test compares what Helm renders with what kustomize makes, object by object. Only
-`values.yaml`, `values.schema.json`, the helpers, the ConfigMaps and the notes are written by hand.
+`docs/site/generated.py` writes them; a test compares what Helm renders with what kustomize makes,
+object by object. Only `values.yaml`, `values.schema.json`, the helpers, the ConfigMaps and the
+notes are written by hand.
 """
 
 from __future__ import annotations
@@ -84,13 +86,23 @@ def _optional(path: str, indent: int, key: str = "") -> str:
 
 
 def _deployment(name: str, arguments: str, resources: str) -> Edits:
-    """Values of a Deployment: image, resources, security context, and any other field of its pods."""
+    """Values of a Deployment: image, resources, security context, and any other field of its
+    pods.
+    """
     values = f".Values.{name}"
-    source = f"          args: [{arguments}]\n          envFrom:\n            - configMapRef: {{ name: ft-config }}\n"
+    source = (
+        f"          args: [{arguments}]\n          envFrom:\n            - configMapRef: {{ "
+        "name: ft-config }\n"
+    )
     notes = "      annotations:\n"
-    pods = _optional(".Values.imagePullSecrets", 8, "imagePullSecrets") + _optional(f"{values}.podFields", 6)
+    pods = _optional(".Values.imagePullSecrets", 8, "imagePullSecrets") + _optional(
+        f"{values}.podFields", 6
+    )
     return (
-        ("image: ft-api\n", 'image: {{ include "ft.image" (dict "image" .Values.images.api "chart" .Chart) }}\n'),
+        (
+            "image: ft-api\n",
+            'image: {{ include "ft.image" (dict "image" .Values.images.api "chart" .Chart) }}\n',
+        ),
         (notes, notes + _CHECKSUM + _optional(f"{values}.podAnnotations", 8)),
         (_SECURITY, "      securityContext:\n" + _block(".Values.podSecurityContext", 8) + pods),
         (source, source + _STORAGE_SECRET + _optional(f"{values}.envFrom", 12)),
@@ -122,13 +134,17 @@ _PRE_STOP = """\
 
 
 def _claim(name: str, size: str) -> Edits:
-    values, head = f".Values.persistence.{name}", f"  name: ft-{name}\nspec:\n"
+    values = f".Values.persistence.{name}"
+    head = f"  name: ft-{name}\nspec:\n"
     optional = "".join(
         f"  {{{{- with {values}.{value} }}}}\n  {field}: {{{{ . }}}}\n  {{{{- end }}}}\n"
         for value, field in (("storageClass", "storageClassName"), ("volumeName", "volumeName"))
     )
     return (
-        (f"{head}  accessModes: [ReadWriteMany]\n", f"{head}  accessModes: {{{{ toJson {values}.accessModes }}}}\n{optional}"),
+        (
+            f"{head}  accessModes: [ReadWriteMany]\n",
+            f"{head}  accessModes: {{{{ toJson {values}.accessModes }}}}\n{optional}",
+        ),
         (f"      storage: {size}\n", f"      storage: {{{{ {values}.size }}}}\n"),
     )
 
@@ -156,11 +172,17 @@ TEMPLATES: dict[str, Template] = {
             ("type: ClusterIP", "type: {{ .Values.service.type }}"),
         ),
     ),
-    "reconciler": Template("base/reconciler.yaml", _deployment("reconciler", "reconcile", _RECONCILER_RESOURCES)),
+    "reconciler": Template(
+        "base/reconciler.yaml", _deployment("reconciler", "reconcile", _RECONCILER_RESOURCES)
+    ),
     "rbac": Template("base/rbac.yaml"),
     "workers-rbac": Template("base/workers/rbac.yaml", per_namespace=True),
-    "workers-network": Template("base/workers/network.yaml", when=".Values.networkPolicies", per_namespace=True),
-    "storage": Template("base/storage.yaml", (*_claim("home", "200Gi"), *_claim("models", "500Gi"))),
+    "workers-network": Template(
+        "base/workers/network.yaml", when=".Values.networkPolicies", per_namespace=True
+    ),
+    "storage": Template(
+        "base/storage.yaml", (*_claim("home", "200Gi"), *_claim("models", "500Gi"))
+    ),
     "network": Template("base/network.yaml", when=".Values.networkPolicies"),
     "postgres": Template("overlays/local/postgres.yaml", when=".Values.postgres", labelled=False),
     "kueue-queue": Template(
@@ -173,16 +195,29 @@ TEMPLATES: dict[str, Template] = {
         labelled=False,
     ),
     "kueue-rbac": Template(
-        "overlays/kueue/rights/rbac.yaml", when=".Values.kueue.clusterQueue", labelled=False, per_namespace=True
+        "overlays/kueue/rights/rbac.yaml",
+        when=".Values.kueue.clusterQueue",
+        labelled=False,
+        per_namespace=True,
     ),
     "coscheduling": Template(
-        "components/coscheduling/rbac.yaml", when=".Values.coscheduling", labelled=False, per_namespace=True
+        "components/coscheduling/rbac.yaml",
+        when=".Values.coscheduling",
+        labelled=False,
+        per_namespace=True,
     ),
     "workers-storage": Template(
-        "overlays/s3/network.yaml", when="and .Values.storage .Values.networkPolicies", labelled=False, per_namespace=True
+        "overlays/s3/network.yaml",
+        when="and .Values.storage .Values.networkPolicies",
+        labelled=False,
+        per_namespace=True,
     ),
-    "pod-monitor": Template("components/monitoring/pod-monitor.yaml", when=".Values.monitoring", labelled=False),
-    "rules": Template("components/monitoring/rules.yaml", when=".Values.monitoring", labelled=False),
+    "pod-monitor": Template(
+        "components/monitoring/pod-monitor.yaml", when=".Values.monitoring", labelled=False
+    ),
+    "rules": Template(
+        "components/monitoring/rules.yaml", when=".Values.monitoring", labelled=False
+    ),
     "ingress": Template(
         "components/ingress/ingress.yaml",
         (
@@ -196,7 +231,12 @@ TEMPLATES: dict[str, Template] = {
     ),
     "external-secrets": Template(
         "components/external-secrets/secrets.yaml",
-        (("{ kind: ClusterSecretStore, name: secrets }", "{{ toJson .Values.externalSecrets.store }}"),),
+        (
+            (
+                "{ kind: ClusterSecretStore, name: secrets }",
+                "{{ toJson .Values.externalSecrets.store }}",
+            ),
+        ),
         when=".Values.externalSecrets.store",
         labelled=False,
     ),
@@ -207,13 +247,18 @@ TEMPLATES: dict[str, Template] = {
             ('value: "14"', "value: {{ .Values.backup.keep | quote }}"),
             ("storage: 20Gi", "storage: {{ .Values.backup.size }}"),
             ("image: postgres:17", "image: {{ .Values.backup.image }}"),
-            (_BACKUP_SECURITY, "          securityContext:\n" + _block(".Values.podSecurityContext", 12)),
+            (
+                _BACKUP_SECURITY,
+                "          securityContext:\n" + _block(".Values.podSecurityContext", 12),
+            ),
         ),
         when=".Values.backup.schedule",
         labelled=False,
     ),
     "disruption-budget": Template(
-        "components/two-replicas/disruption-budget.yaml", when="gt (int .Values.api.replicas) 1", labelled=False
+        "components/two-replicas/disruption-budget.yaml",
+        when="gt (int .Values.api.replicas) 1",
+        labelled=False,
     ),
 }
 
@@ -228,14 +273,23 @@ def template(name: str) -> str:
     text = "---\n".join(_metadata(document, made) for document in text.split("---\n"))
     if name == "storage":
         home, models = text.split("---\n")
-        conditions = ("and .Values.persistence.home.create (not .Values.storage)", ".Values.persistence.models.create")
+        conditions = (
+            "and .Values.persistence.home.create (not .Values.storage)",
+            ".Values.persistence.models.create",
+        )
         text = "---\n".join(map(_if, conditions, (home, models)))
     if made.per_namespace:
         text = (
-            f"{{{{- range $namespace := prepend .Values.workerNamespaces .Release.Namespace }}}}\n---\n{text}{{{{- end }}}}\n"
+            "{{- range $namespace := prepend .Values.workerNamespaces .Release.Namespace "
+            f"}}}}\n---\n{text}{{{{- end }}}}\n"
         )
-        text = text.replace("{{ .Release.Namespace }}", "{{ $namespace }}").replace('"ft.labels" .', '"ft.labels" $')
-        text = text.replace("    name: ft-reconciler\n", "    name: ft-reconciler\n    namespace: {{ $.Release.Namespace }}\n")
+        text = text.replace("{{ .Release.Namespace }}", "{{ $namespace }}").replace(
+            '"ft.labels" .', '"ft.labels" $'
+        )
+        text = text.replace(
+            "    name: ft-reconciler\n",
+            "    name: ft-reconciler\n    namespace: {{ $.Release.Namespace }}\n",
+        )
     return NOTICE % made.manifest + (_if(made.when, text) if made.when else text)
 
 
@@ -245,17 +299,28 @@ def _if(condition: str, text: str) -> str:
 
 def _metadata(document: str, made: Template) -> str:
     """Give an object its namespace, and the object and its pods the common labels."""
-    document = re.sub(r"(?m)^metadata:\n  name: .+\n", r"\g<0>  namespace: {{ .Release.Namespace }}\n", document, count=1)
+    document = re.sub(
+        r"(?m)^metadata:\n  name: .+\n",
+        r"\g<0>  namespace: {{ .Release.Namespace }}\n",
+        document,
+        count=1,
+    )
     # Data outlives a release, and a value that leaves its claim out.
     claim = r"(?m)^kind: PersistentVolumeClaim\nmetadata:\n  name: .+\n  namespace: .+\n"
     document = re.sub(claim, r"\g<0>  annotations:\n    helm.sh/resource-policy: keep\n", document)
     account = re.search(r"(?m)^kind: ServiceAccount\nmetadata:\n  name: ft-(\w+)$", document)
     if account:
-        annotations = f"  {{{{- with $.Values.serviceAccountAnnotations.{account[1]} }}}}\n  annotations:\n"
+        annotations = (
+            f"  {{{{- with $.Values.serviceAccountAnnotations.{account[1]} }}}}\n  annotations:\n"
+        )
         annotations += "    {{- toYaml . | nindent 4 }}\n  {{- end }}\n"
-        document = document.replace("automountServiceAccountToken", annotations + "automountServiceAccountToken")
+        document = document.replace(
+            "automountServiceAccountToken", annotations + "automountServiceAccountToken"
+        )
     if not made.labelled:
-        instance = document.replace("app.kubernetes.io/instance: ft\n", "app.kubernetes.io/instance: {{ .Release.Name }}\n")
+        instance = document.replace(
+            "app.kubernetes.io/instance: ft\n", "app.kubernetes.io/instance: {{ .Release.Name }}\n"
+        )
         return instance.replace("managed-by: kustomize", "managed-by: {{ .Release.Service }}")
     include = '{{{{- include "ft.labels" . | nindent {} }}}}\n'
     if not re.search(r"(?m)^metadata:\n(  .*\n)*?  labels:\n", document):
@@ -311,4 +376,7 @@ def overlay_values(name: str) -> str:
     profile = (KUBERNETES / "overlays" / name / "pod-profile.yaml").read_text(encoding="utf-8")
     lines = [line for line in profile.splitlines() if not line.startswith("image:")]
     indented = "\n".join(f"  {line}" if line else "" for line in lines)
-    return f"# {title}: what deploy/kubernetes/overlays/{name} is. Made by `make docs`.\n{more}podProfile:\n{indented}\n"
+    return (
+        f"# {title}: what deploy/kubernetes/overlays/{name} is. Made by `make "
+        f"docs`.\n{more}podProfile:\n{indented}\n"
+    )

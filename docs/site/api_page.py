@@ -1,4 +1,6 @@
-"""The page docs/api.md: every operation of the REST API and every object in it, from the OpenAPI document."""
+"""The page docs/api.md: every operation of the REST API and every object in it, from the OpenAPI
+document.
+"""
 
 from __future__ import annotations
 
@@ -6,7 +8,15 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from docs.site.document import openapi_document
-from docs.site.schema_text import NOTE, default_text, description_text, references, referred, row, values_text
+from docs.site.schema_text import (
+    NOTE,
+    default_text,
+    description_text,
+    references,
+    referred,
+    row,
+    values_text,
+)
 
 _HEAD = """\
 # REST API
@@ -30,7 +40,9 @@ def page() -> str:
     shown: list[str] = []
     for path, operations in document["paths"].items():
         for method, operation in operations.items():
-            by_tag.setdefault(operation["tags"][0], []).append("\n".join(_operation(method, path, operation)))
+            by_tag.setdefault(operation["tags"][0], []).append(
+                "\n".join(_operation(method, path, operation))
+            )
             shown += references(operation)
     parts = [_HEAD]
     for tag, texts in by_tag.items():
@@ -49,16 +61,24 @@ def _operation(method: str, path: str, operation: Mapping[str, Any]) -> Iterator
     text = f"{ours}{description_text({'description': description.removeprefix(NOTE)})}{keyless}".strip()
     if text:
         yield f"{text}\n"
-    parameters = [parameter for parameter in operation.get("parameters", ()) if not _only_named(parameter)]
+    parameters = [
+        parameter for parameter in operation.get("parameters", ()) if not _only_named(parameter)
+    ]
     if parameters:
         yield "| parameter | in | values | default | |"
         yield "| --- | --- | --- | --- | --- |"
         for parameter in parameters:
             schema = parameter["schema"]
             required = parameter.get("required", False) and parameter["in"] != "path"
-            default = default_text(schema, required) if required or schema.get("default") is not None else ""
+            default = (
+                default_text(schema, required)
+                if required or schema.get("default") is not None
+                else ""
+            )
             said = _ours(parameter) + description_text(parameter)
-            yield row(f"`{parameter['name']}`", parameter["in"], values_text(schema, _link), default, said)
+            yield row(
+                f"`{parameter['name']}`", parameter["in"], values_text(schema, _link), default, said
+            )
         yield ""
     if "requestBody" in operation:
         yield f"Body: {', '.join(_content(operation['requestBody']['content']))}\n"
@@ -69,7 +89,11 @@ def _operation(method: str, path: str, operation: Mapping[str, Any]) -> Iterator
 
 def _only_named(parameter: Mapping[str, Any]) -> bool:
     """Whether there is no more to say of a parameter than the path does."""
-    return parameter["in"] == "path" and not parameter.get("description") and values_text(parameter["schema"], _link) == "text"
+    return (
+        parameter["in"] == "path"
+        and not parameter.get("description")
+        and values_text(parameter["schema"], _link) == "text"
+    )
 
 
 def _content(content: Mapping[str, Any]) -> Iterator[str]:
@@ -98,7 +122,9 @@ def _object(name: str, schema: Mapping[str, Any]) -> Iterator[str]:
     for field, value in schema["properties"].items():
         default = default_text(value, field in schema.get("required", ())) if asked else ""
         default = "" if isinstance(value.get("default"), Mapping) else default
-        yield row(f"`{field}`", values_text(value, _link), default, _ours(value) + description_text(value))
+        yield row(
+            f"`{field}`", values_text(value, _link), default, _ours(value) + description_text(value)
+        )
     yield ""
 
 

@@ -1,7 +1,9 @@
-"""Build the documentation's site: `python -m docs.site.build [OUT]`; OUT is build/site unless given.
+"""Build the documentation's site: `python -m docs.site.build [OUT]`; OUT is build/site unless
+given.
 
-The pages keep their places in the repository, so that their links work there and here. The build copies the pages of the
-navigation, and the files that they link to, to a folder of its own, and lets Zensical make the site of that.
+The pages keep their places in the repository, so that their links work there and here. The build
+copies the pages of the navigation, and the files that they link to, to a folder of its own, and
+lets Zensical make the site of that.
 """
 
 from __future__ import annotations
@@ -20,11 +22,16 @@ _LINK = re.compile(r"\]\(([^)#\s]+)")
 
 
 def build(out: Path) -> None:
-    """Build into `out`, which is replaced. Raises subprocess.CalledProcessError if a link or an anchor leads nowhere."""
+    """Build into `out`, which is replaced.
+
+    Raises subprocess.CalledProcessError if a link or an anchor leads nowhere.
+    """
     with tempfile.TemporaryDirectory() as folder:
         stage = Path(folder)
         pages = pages_of_the_navigation()
-        for path in dict.fromkeys([*pages, *(linked for page in pages for linked in _linked_files(page))]):
+        for path in dict.fromkeys(
+            [*pages, *(linked for page in pages for linked in _linked_files(page))]
+        ):
             (stage / "pages" / path).parent.mkdir(parents=True, exist_ok=True)
             shutil.copy(ROOT / path, stage / "pages" / path)
         shutil.copy(ROOT / "llms.txt", stage / "pages/llms.txt")
@@ -46,7 +53,11 @@ def build(out: Path) -> None:
 
 def _linked_files(page: str) -> list[str]:
     """Files of the repository that a page links to or shows; paths from the project's folder."""
-    targets = [target for target in _LINK.findall((ROOT / page).read_text(encoding="utf-8")) if "://" not in target]
+    targets = [
+        target
+        for target in _LINK.findall((ROOT / page).read_text(encoding="utf-8"))
+        if "://" not in target
+    ]
     found = [((ROOT / page).parent / target).resolve() for target in targets]
     return [str(path.relative_to(ROOT)) for path in found if path.is_file()]
 

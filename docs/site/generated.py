@@ -1,4 +1,6 @@
-"""The pages that are made from the code, and the Helm chart: `python -m docs.site.generated` writes them; a test compares."""
+"""The pages that are made from the code, and the Helm chart: `python -m docs.site.generated` writes
+them; a test compares.
+"""
 
 from __future__ import annotations
 
@@ -18,8 +20,14 @@ PAGES: Mapping[str, Callable[[], str]] = {
     "docs/from-other-tools.md": names_page.page,
     "docs/tinker-methods.md": tinker_page.page,
     f"{chart.CHART}/Chart.yaml": chart.chart_yaml,
-    **{f"{chart.CHART}/templates/{name}.yaml": partial(chart.template, name) for name in chart.TEMPLATES},
-    **{f"{chart.VALUES}/{name}.yaml": partial(chart.overlay_values, name) for name in chart.OVERLAYS},
+    **{
+        f"{chart.CHART}/templates/{name}.yaml": partial(chart.template, name)
+        for name in chart.TEMPLATES
+    },
+    **{
+        f"{chart.VALUES}/{name}.yaml": partial(chart.overlay_values, name)
+        for name in chart.OVERLAYS
+    },
     "llms.txt": llms_txt.page,  # last: it quotes the others
 }
 """Path from the project's folder → what makes the text."""

@@ -31,14 +31,22 @@ def page() -> str:
 
 
 def _sections(name: str, schema: Mapping[str, Any], schemas: Mapping[str, Any]) -> Iterator[str]:
-    """A section for the options of a mapping, and one for each mapping in it. `name`: of the mapping; empty: the whole SPEC."""
+    """A section for the options of a mapping, and one for each mapping in it.
+
+    `name`: of the mapping; empty: the whole SPEC.
+    """
     properties = _required_first(schema)
     places = {key: f"{name}.{key}" if name else key for key in properties}
     inner = {key: _mappings(value, schemas) for key, value in properties.items()}
     rows = [
         row(
             f"`{key}`",
-            values_text(value, lambda of, key=key: _named(of, _title(places[key], of, inner[key]), inner[key], schemas)),
+            values_text(
+                value,
+                lambda of, key=key: _named(
+                    of, _title(places[key], of, inner[key]), inner[key], schemas
+                ),
+            ),
             _default(value, key in schema.get("required", ()), inner[key]),
             description_text(value) or _first_sentence(inner[key], schemas),
         )
@@ -46,7 +54,14 @@ def _sections(name: str, schema: Mapping[str, Any], schemas: Mapping[str, Any]) 
     ]
     title = f"## `{name}`" if name else "## At the top level"
     said = f"{description_text(schema)}\n\n" if name and schema.get("description") else ""
-    yield "\n".join([f"{title}\n\n{said}| option | values | default | |", "| --- | --- | --- | --- |", *rows, ""])
+    yield "\n".join(
+        [
+            f"{title}\n\n{said}| option | values | default | |",
+            "| --- | --- | --- | --- |",
+            *rows,
+            "",
+        ]
+    )
     for key, found in inner.items():
         for of in found:
             yield from _sections(_title(places[key], of, found), schemas[of], schemas)
@@ -59,7 +74,9 @@ def _required_first(schema: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _title(option: str, of: str, found: list[str]) -> str:
-    """The name of a section: the option's; of an option that may be one of several mappings, with the mapping's."""
+    """The name of a section: the option's; of an option that may be one of several mappings, with
+    the mapping's.
+    """
     return option if len(found) == 1 else f"{option}: {of}"
 
 
@@ -73,7 +90,9 @@ def _named(of: str, title: str, found: list[str], schemas: Mapping[str, Any]) ->
 
 def _default(value: Mapping[str, Any], required: bool, inner: list[str]) -> str:
     """A mapping's default is that of its own options."""
-    return "" if inner and isinstance(value.get("default"), Mapping) else default_text(value, required)
+    return (
+        "" if inner and isinstance(value.get("default"), Mapping) else default_text(value, required)
+    )
 
 
 def _first_sentence(inner: list[str], schemas: Mapping[str, Any]) -> str:
@@ -82,11 +101,15 @@ def _first_sentence(inner: list[str], schemas: Mapping[str, Any]) -> str:
 
 
 def _mappings(schema: Any, schemas: Mapping[str, Any]) -> list[str]:
-    """The names of the schemas with options of their own that a value, or a member of a list, may have."""
+    """The names of the schemas with options of their own that a value, or a member of a list, may
+    have.
+    """
     if isinstance(schema, list):
         return list(dict.fromkeys(name for member in schema for name in _mappings(member, schemas)))
     if not isinstance(schema, Mapping):
         return []
     if "$ref" in schema:
-        return [referred(schema["$ref"])] if "properties" in schemas[referred(schema["$ref"])] else []
+        return (
+            [referred(schema["$ref"])] if "properties" in schemas[referred(schema["$ref"])] else []
+        )
     return _mappings([schema[key] for key in ("anyOf", "oneOf", "items") if key in schema], schemas)

@@ -10,24 +10,40 @@ NOTE = "Not in OpenAI's API."
 
 
 def values_text(schema: Mapping[str, Any], named: Callable[[str], str]) -> str:
-    """What a value may be: "whole number, 1 to 512", "`true` or `auto`". `named`: how a reference to a schema is written."""
+    """What a value may be: "whole number, 1 to 512", "`true` or `auto`".
+
+    `named`: how a reference to a schema is written.
+    """
     if "$ref" in schema:
         return named(referred(schema["$ref"]))
     for several in ("anyOf", "oneOf"):
         if several in schema:
-            return " or ".join(dict.fromkeys(values_text(member, named) for member in schema[several]))
+            return " or ".join(
+                dict.fromkeys(values_text(member, named) for member in schema[several])
+            )
     if "enum" in schema or "const" in schema:
-        return " or ".join(f"`{_plain(value)}`" for value in schema.get("enum", [schema.get("const")]))
+        return " or ".join(
+            f"`{_plain(value)}`" for value in schema.get("enum", [schema.get("const")])
+        )
     kind = schema.get("type")
     if kind == "array":
         items = values_text(schema["items"], named) if schema.get("items") else ""
         return f"list of {_grouped(items)}" if items else "list"
     if kind == "object":
         inner = schema.get("additionalProperties")
-        return f"mapping to {_grouped(values_text(inner, named))}" if isinstance(inner, Mapping) and inner else "mapping"
+        return (
+            f"mapping to {_grouped(values_text(inner, named))}"
+            if isinstance(inner, Mapping) and inner
+            else "mapping"
+        )
     if kind == "null":
         return "none"
-    words = {"integer": "whole number", "number": "number", "string": "text", "boolean": "`true` or `false`"}
+    words = {
+        "integer": "whole number",
+        "number": "number",
+        "string": "text",
+        "boolean": "`true` or `false`",
+    }
     return words.get(str(kind), "any value") + _limits(schema)
 
 
@@ -66,12 +82,26 @@ def row(*cells: str) -> str:
 
 
 def _limits(schema: Mapping[str, Any]) -> str:
-    least, most = schema.get("minimum"), schema.get("maximum")
-    above, below = schema.get("exclusiveMinimum"), schema.get("exclusiveMaximum")
+    least = schema.get("minimum")
+    most = schema.get("maximum")
+    above = schema.get("exclusiveMinimum")
+    below = schema.get("exclusiveMaximum")
     if least is not None and most is not None:
         return f", {_figure(least)} to {_figure(most)}"
-    low = f"at least {_figure(least)}" if least is not None else f"above {_figure(above)}" if above is not None else ""
-    high = f"at most {_figure(most)}" if most is not None else f"below {_figure(below)}" if below is not None else ""
+    low = (
+        f"at least {_figure(least)}"
+        if least is not None
+        else f"above {_figure(above)}"
+        if above is not None
+        else ""
+    )
+    high = (
+        f"at most {_figure(most)}"
+        if most is not None
+        else f"below {_figure(below)}"
+        if below is not None
+        else ""
+    )
     if schema.get("maxLength"):
         high = f"at most {_figure(schema['maxLength'])} characters"
     return ", ".join(["", *(part for part in (low, high) if part)])

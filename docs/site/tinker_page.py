@@ -1,6 +1,8 @@
-"""The page docs/tinker-methods.md: every public method of the `tinker` package's clients, and what this service does with it.
+"""The page docs/tinker-methods.md: every public method of the `tinker` package's clients, and what
+this service does with it.
 
-A test walks the methods with the package, unmodified: those of NOT_HERE are refused with a text that says so, all others work.
+A test walks the methods with the package, unmodified: those of NOT_HERE are refused with a text
+that says so, all others work.
 """
 
 from __future__ import annotations
@@ -11,10 +13,13 @@ from importlib.metadata import version
 
 CLIENTS = ("ServiceClient", "TrainingClient", "SamplingClient", "RestClient")
 _OTHERWISE = (
-    "`ft download JOB`, `GET /v1/fine_tuning/jobs/JOB/adapter` and `save_weights_for_sampler` give the adapter as PEFT has it"
+    "`ft download JOB`, `GET /v1/fine_tuning/jobs/JOB/adapter` and "
+    "`save_weights_for_sampler` give the adapter as PEFT has it"
 )
 _COPY = "publish the weights and load them by their path"
-_USAGE = "`GET /v1/organization/usage` has tokens and slot-seconds by project; nothing is billed here"
+_USAGE = (
+    "`GET /v1/organization/usage` has tokens and slot-seconds by project; nothing is billed here"
+)
 NOT_HERE: Mapping[str, str] = {
     "ServiceClient.copy_weights": _COPY,
     "TrainingClient.save_weights_external": _OTHERWISE,
@@ -23,24 +28,32 @@ NOT_HERE: Mapping[str, str] = {
     "RestClient.export_session_trace": "`ft logs` and the job's events tell what happened",
     "RestClient.get_audit_log": "`ft audit` shows the changes of a project",
     "RestClient.get_billing_usage": _USAGE,
-    "RestClient.get_current_checkpoint_storage_usage": "`list_user_checkpoints` has the size of each",
+    "RestClient.get_current_checkpoint_storage_usage": "`list_user_checkpoints` has the size of "
+    "each",
     "RestClient.get_external_weights_urls": _OTHERWISE,
     "RestClient.search_sessions": "`list_sessions` and `ft jobs` list them",
     "RestClient.whoami": "a key has no person: `ft keys list`",
 }
-"""Method → what to do instead. A method whose name ends in `_async` is the same as the one without."""
+"""Method → what to do instead.
+
+A method whose name ends in `_async` is the same as the one without.
+"""
 
 _LOCAL = {
     "ServiceClient.create_custom_loss": "computed by the client",
     "ServiceClient.create_rest_client": "in the client",
     "ServiceClient.get_console_url": "in the client: an address of Tinker's own console",
     "TrainingClient.get_console_url": "in the client: an address of Tinker's own console",
-    "TrainingClient.forward_backward_custom": "the loss is computed by the client, its gradient here",
-    "TrainingClient.get_tokenizer": "in the client: from the hub by the base's published name, or a folder of its name",
-    "SamplingClient.get_tokenizer": "in the client: from the hub by the base's name, or from a folder of that name",
+    "TrainingClient.forward_backward_custom": "the loss is computed by the client, its gradient "
+    "here",
+    "TrainingClient.get_tokenizer": "in the client: from the hub by the base's published name, or "
+    "a folder of its name",
+    "SamplingClient.get_tokenizer": "in the client: from the hub by the base's name, or from a "
+    "folder of that name",
     "SamplingClient.create": "in the client",
     "SamplingClient.on_queue_state_change": "in the client",
-    "TrainingClient.load_state": "and `load_state_with_optimizer`: into a model with the same adapter",
+    "TrainingClient.load_state": "and `load_state_with_optimizer`: into a model with the same "
+    "adapter",
 }
 """Method → a remark."""
 

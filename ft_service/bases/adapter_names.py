@@ -1,8 +1,9 @@
-"""The names of an adapter's tensors in its file: those in the model, except where PEFT renames tensors as it loads them.
+"""The names of an adapter's tensors in its file: those in the model, except where PEFT renames
+tensors as it loads them.
 
-PEFT loads an adapter by the rules that rename the base's files. For some bases these rules match names that the model already
-has, and PEFT would skip such tensors with only a warning. The file then has other names, which PEFT turns into the model's, and
-lists them in its metadata.
+PEFT loads an adapter by the rules that rename the base's files. For some bases these rules match
+names that the model already has, and PEFT would skip such tensors with only a warning. The file
+then has other names, which PEFT turns into the model's, and lists them in its metadata.
 """
 
 from __future__ import annotations
@@ -12,7 +13,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 
-_KEY, _TIED = "renamed_modules", "tied_tensors"
+_KEY = "renamed_modules"
+_TIED = "tied_tensors"
 _LORA = ".lora_"
 MAGNITUDE = "lora_magnitude_vector"
 """PEFT's name of what DoRA trains beside A and B: one number for each output row."""
@@ -20,22 +22,34 @@ MAGNITUDE = "lora_magnitude_vector"
 
 @dataclass(frozen=True)
 class AdapterNames:
-    """The mapping between names in the model and in the file. Names begin with `base_model.model.`."""
+    """The mapping between names in the model and in the file.
+
+    Names begin with `base_model.model.`.
+    """
 
     renamed: Mapping[str, str] = field(default_factory=dict[str, str])
     """Name of a module in the model → its name in the file, where they differ."""
     tied: Mapping[str, str] = field(default_factory=dict[str, str])
-    """Second name of a tensor that is in the file twice, since PEFT looks for both → its first name."""
+    """Second name of a tensor that is in the file twice, since PEFT looks for both → its first
+    name.
+    """
 
     @classmethod
     def of_file(cls, metadata: Mapping[str, str] | None) -> AdapterNames:
-        """Read the names from the metadata of an adapter's safetensors file. Raises ValueError for invalid metadata."""
+        """Read the names from the metadata of an adapter's safetensors file.
+
+        Raises ValueError for invalid metadata.
+        """
         return cls(*(_names_in(metadata or {}, key) for key in (_KEY, _TIED)))
 
     @property
     def metadata(self) -> dict[str, str]:
         """The metadata that `of_file` reads."""
-        return {key: json.dumps(dict(names)) for key, names in ((_KEY, self.renamed), (_TIED, self.tied)) if names}
+        return {
+            key: json.dumps(dict(names))
+            for key, names in ((_KEY, self.renamed), (_TIED, self.tied))
+            if names
+        }
 
     def in_file(self, name: str) -> str:
         """The name in the file of a tensor, by its name in the model."""
@@ -61,12 +75,16 @@ def _names_in(metadata: Mapping[str, str], key: str) -> dict[str, str]:
 
 
 def is_lora(name: str) -> bool:
-    """Whether a trained parameter of this name is an adapter's, and not of a module that is trained whole."""
+    """Whether a trained parameter of this name is an adapter's, and not of a module that is trained
+    whole.
+    """
     return _LORA in name
 
 
 def peft_name(name: str) -> str:
-    """The name that PEFT gives a tensor on disk, by its plain name in a model: without the adapter's."""
+    """The name that PEFT gives a tensor on disk, by its plain name in a model: without the
+    adapter's.
+    """
     name = name.replace(".default.", ".")
     return name.removesuffix(".weight") if name.endswith(f".{MAGNITUDE}.weight") else name
 

@@ -1,11 +1,12 @@
 """The files of a base's folder. Every file of a base is opened here.
 
-A base comes from strangers, and server, plan, examiner, ranks and preview read it. Therefore only regular files inside the
-folder are opened, without blocking, and only up to a size. A link to the folder is followed first; in Hugging Face's cache,
-where a snapshot consists of links, the files may lie anywhere in the model's folder.
+A base comes from strangers, and server, plan, examiner, ranks and preview read it. Therefore only
+regular files inside the folder are opened, without blocking, and only up to a size. A link to the
+folder is followed first; in Hugging Face's cache, where a snapshot consists of links, the files may
+lie anywhere in the model's folder.
 
-`open_base_file`, `read_document` and similar functions open a file. `require_openable` checks a whole folder by the same rule,
-for libraries that open its files themselves.
+`open_base_file`, `read_document` and similar functions open a file. `require_openable` checks a
+whole folder by the same rule, for libraries that open its files themselves.
 """
 
 from __future__ import annotations
@@ -37,18 +38,27 @@ _TEMPLATES = "additional_chat_templates"
 
 @dataclass(frozen=True)
 class Limit:
-    """Most bytes of a kind of file. `values`: most numbers, strings, lists and objects in its JSON; each takes memory."""
+    """Most bytes of a kind of file.
+
+    `values`: most numbers, strings, lists and objects in its JSON; each takes memory.
+    """
 
     bytes: int
     values: int
 
 
 DOCUMENT = Limit(bytes=8 * 2**20, values=500_000)
-"""The limit of config.json and similar files. The largest published ones list a few thousand added tokens."""
+"""The limit of config.json and similar files.
+
+The largest published ones list a few thousand added tokens.
+"""
 INDEX = Limit(bytes=64 * 2**20, values=1_000_000)
 """The limit of model.safetensors.index.json. With 200,000 tensors it has 20 MB."""
 TOKENIZER = Limit(bytes=64 * 2**20, values=4_000_000)
-"""The limit of tokenizer.json and other vocabularies. The largest published ones have 40 MB and 2 million values."""
+"""The limit of tokenizer.json and other vocabularies.
+
+The largest published ones have 40 MB and 2 million values.
+"""
 TEMPLATE = Limit(bytes=2**20, values=0)
 _ORDER: tuple[tuple[str, Limit | None], ...] = (
     ("*.safetensors", None),
@@ -69,19 +79,25 @@ def limit_of(name: str) -> Limit | None:
 
 
 def tokenizer_fault(names: Iterable[str]) -> str | None:
-    """Why the tokenizer among a base's files, by their `names`, cannot give the tokens that the base was trained with; None:
-    nothing is known against it.
+    """Why the tokenizer among a base's files, by their `names`, cannot give the tokens that the
+    base was trained with; None: nothing is known against it.
 
-    A vocabulary of tiktoken's (Kimi, Hunyuan) holds no rule for splitting text, which stands in code of its publisher's. Others
-    convert it with a rule of their own, and give other tokens for the same text.
+    A vocabulary of tiktoken's (Kimi, Hunyuan) holds no rule for splitting text, which stands in
+    code of its publisher's. Others convert it with a rule of their own, and give other tokens for
+    the same text.
     """
     held = set(names)
-    found = next((name for name in sorted(held) if name == "tiktoken.model" or name.endswith(".tiktoken")), None)
+    found = next(
+        (name for name in sorted(held) if name == "tiktoken.model" or name.endswith(".tiktoken")),
+        None,
+    )
     if found is None or TOKENIZER_FILE in held:
         return None
     return (
-        f"its tokenizer is {found} without a {TOKENIZER_FILE}: the rule by which it splits text is its publisher's code, which "
-        f"is never run, and readers of {found} alone give other tokens than the base was trained with. Put a {TOKENIZER_FILE} "
+        f"its tokenizer is {found} without a {TOKENIZER_FILE}: the rule by which it splits text "
+        "is its publisher's code, which "
+        f"is never run, and readers of {found} alone give other tokens than the base was trained "
+        f"with. Put a {TOKENIZER_FILE} "
         "into the folder that gives the publisher's tokens, or take another base"
     )
 
@@ -93,16 +109,22 @@ def cached_name(folder: Path) -> str | None:
 
 
 def open_base_file(path: Path, folder: Path | None = None) -> BinaryIO:
-    """Open a file of a base's folder for reading. `folder`: the base's folder; None: the file's parent.
+    """Open a file of a base's folder for reading.
 
-    Raises SpecError if it is not a regular file inside the folder, or is too large; OSError if it is absent or unreadable.
+    `folder`: the base's folder; None: the file's parent.
+
+    Raises SpecError if it is not a regular file inside the folder, or is too large; OSError if it
+    is absent or unreadable.
     """
     real = _judged(path, _inside_of(path.parent if folder is None else folder))
     return open_regular(real, lambda why: unreadable_base(path, why))
 
 
 def open_regular(path: Path, refusal: Callable[[str], Exception]) -> BinaryIO:
-    """Open a regular file for reading, without blocking. Raises `refusal(reason)` for anything else; OSError."""
+    """Open a regular file for reading, without blocking.
+
+    Raises `refusal(reason)` for anything else; OSError.
+    """
     descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC | os.O_NOCTTY)
     if not stat.S_ISREG(os.fstat(descriptor).st_mode):
         os.close(descriptor)
@@ -128,7 +150,8 @@ def _require_openable(folder: Path) -> None:
             for count, entry in enumerate(entries):
                 if count >= MAX_ENTRIES:
                     raise SpecError(
-                        f"The base in {folder} holds more than {MAX_ENTRIES:,} entries: it is not the folder of one model.",
+                        f"The base in {folder} holds more than {MAX_ENTRIES:,} entries: it is not "
+                        "the folder of one model.",
                         param="model",
                         code="model_unreadable",
                     )
@@ -137,7 +160,10 @@ def _require_openable(folder: Path) -> None:
 
 
 def is_base_file(path: Path, folder: Path | None = None) -> bool:
-    """Whether a file of a base's folder exists and may be opened. `folder`: the base's folder; None: the file's parent."""
+    """Whether a file of a base's folder exists and may be opened.
+
+    `folder`: the base's folder; None: the file's parent.
+    """
     try:
         _judged(path, _inside_of(path.parent if folder is None else folder))
     except (SpecError, OSError):
@@ -146,7 +172,10 @@ def is_base_file(path: Path, folder: Path | None = None) -> bool:
 
 
 def read_bytes(path: Path, limit: Limit | None = None) -> bytes:
-    """Read a whole file. `limit`: None: that of its name. Raises SpecError and OSError as `open_base_file`."""
+    """Read a whole file. `limit`: None: that of its name.
+
+    Raises SpecError and OSError as `open_base_file`.
+    """
     most = (limit or limit_of(path.name) or DOCUMENT).bytes
     with open_base_file(path) as file:
         text = file.read(most + 1)
@@ -172,7 +201,8 @@ def read_text(path: Path) -> str:
 def read_document(path: Path) -> dict[str, Any]:
     """Read a JSON object as tolerantly as transformers, which writes Infinity.
 
-    Raises SpecError for a file that may not be opened, is too large, or holds anything else; OSError.
+    Raises SpecError for a file that may not be opened, is too large, or holds anything else;
+    OSError.
     """
     limit = limit_of(path.name) or DOCUMENT
     try:
@@ -197,15 +227,20 @@ def parse_document(
     unique: Callable[[list[tuple[str, Any]]], dict[str, Any]] | None = None,
     constant: Callable[[str], NoReturn] | None = None,
 ) -> dict[str, Any]:
-    """Parse a JSON object of bounded depth and number of values. `unique`, `constant`: json's hooks for objects and for NaN.
+    """Parse a JSON object of bounded depth and number of values.
 
-    Raises ValueError that names `what`, before memory is taken: a few megabytes of text can stand for gigabytes of lists.
+    `unique`, `constant`: json's hooks for objects and for NaN.
+
+    Raises ValueError that names `what`, before memory is taken: a few megabytes of text can stand
+    for gigabytes of lists.
     """
     require_few_values(text, limit, what)
     try:
         value = json.loads(text.decode(), object_pairs_hook=unique, parse_constant=constant)
     except (ValueError, RecursionError) as error:
-        raise ValueError(f"{what} cannot be read as JSON ({type(error).__name__}: {_cut(str(error))})") from None
+        raise ValueError(
+            f"{what} cannot be read as JSON ({type(error).__name__}: {_cut(str(error))})"
+        ) from None
     if not isinstance(value, dict):
         raise ValueError(f"{what} is no JSON object")
     _require_flat(value, what)
@@ -213,8 +248,8 @@ def parse_document(
 
 
 def require_few_values(text: bytes, limit: Limit, what: str = "it") -> None:
-    """Raise ValueError for JSON that may hold more values than the limit allows: every value except the first follows a comma
-    or an opening bracket.
+    """Raise ValueError for JSON that may hold more values than the limit allows: every value except
+    the first follows a comma or an opening bracket.
     """
     if text.count(b",") + text.count(b"[") + text.count(b"{") > limit.values:
         raise ValueError(f"{what} holds more than {limit.values:,} values")
@@ -223,7 +258,9 @@ def require_few_values(text: bytes, limit: Limit, what: str = "it") -> None:
 def unreadable_base(path: Path, why: str) -> SpecError:
     """The refusal of a base because of one of its files."""
     return SpecError(
-        f"The base's {path.name} in {path.parent}: {why}. Copy or download it again.", param="model", code="model_unreadable"
+        f"The base's {path.name} in {path.parent}: {why}. Copy or download it again.",
+        param="model",
+        code="model_unreadable",
     )
 
 
@@ -241,7 +278,9 @@ def _inside_of(folder: Path) -> Path:
 def _judge_entry(entry: os.DirEntry[str], inside: Path) -> None:
     try:
         _judged(Path(entry.path), inside, is_link=entry.is_symlink())
-    except FileNotFoundError:  # a link inside the folder to a file that does not exist yet: it counts as absent
+    except (
+        FileNotFoundError
+    ):  # a link inside the folder to a file that does not exist yet: it counts as absent
         return
     except OSError as error:
         raise unreadable_base(Path(entry.path), error.strerror or "it cannot be read") from None
@@ -251,7 +290,9 @@ def _judged(path: Path, inside: Path, *, is_link: bool = True) -> Path:
     """The real path of a file that may be opened. Raises SpecError, OSError."""
     real = Path(os.path.realpath(path)) if is_link else path  # `resolve` raises for a loop of links
     if is_link and not real.is_relative_to(inside):
-        raise unreadable_base(path, "it is a link that leads out of the base's folder; put the file itself there")
+        raise unreadable_base(
+            path, "it is a link that leads out of the base's folder; put the file itself there"
+        )
     state = real.stat()
     if not stat.S_ISREG(state.st_mode):
         raise unreadable_base(path, NOT_REGULAR)
@@ -267,7 +308,11 @@ def _require_flat(document: dict[str, Any], what: str) -> None:
     for _ in range(MAX_DEPTH):
         inner: list[Any] = []
         for value in level:
-            inner += [part for part in (value.values() if isinstance(value, dict) else value) if isinstance(part, (dict, list))]
+            inner += [
+                part
+                for part in (value.values() if isinstance(value, dict) else value)
+                if isinstance(part, (dict, list))
+            ]
         if not inner:
             return
         level = inner
@@ -305,15 +350,27 @@ def read_config(folder: Path) -> dict[str, Any]:
 
 
 def _require_kinds(path: Path, section: Mapping[str, Any], prefix: str) -> None:
-    """Raise SpecError for a name or a section of a config.json that has another type. `prefix`: the section's own name."""
-    for key, kind, wanted in (("model_type", str, "a name"), ("architectures", list, "a list of names")):
+    """Raise SpecError for a name or a section of a config.json that has another type.
+
+    `prefix`: the section's own name.
+    """
+    for key, kind, wanted in (
+        ("model_type", str, "a name"),
+        ("architectures", list, "a list of names"),
+    ):
         given = section.get(key)
         names = given if isinstance(given, list) else [given]
-        if given is not None and not (isinstance(given, kind) and all(isinstance(name, str) for name in names)):
-            raise unreadable_base(path, f"it says {prefix}{key} = {shown(given)}, and that must be {wanted}")
+        if given is not None and not (
+            isinstance(given, kind) and all(isinstance(name, str) for name in names)
+        ):
+            raise unreadable_base(
+                path, f"it says {prefix}{key} = {shown(given)}, and that must be {wanted}"
+            )
     for part, inner in section.items():
         if inner is None or not part.endswith("_config"):
             continue
         if not isinstance(inner, Mapping):
-            raise unreadable_base(path, f"it says {prefix}{part} = {shown(inner)}, and that must be an object")
+            raise unreadable_base(
+                path, f"it says {prefix}{part} = {shown(inner)}, and that must be an object"
+            )
         _require_kinds(path, inner, f"{prefix}{part}.")

@@ -1,14 +1,16 @@
-"""A cache of folders on this host, such as quantised bases: found by key, published as a whole, evicted by last use.
+"""A cache of folders on this host, such as quantised bases: found by key, published as a whole,
+evicted by last use.
 
-    FT_CACHE          the folder; unset: FT_HOME/cache, which supervisors pass to their workers; empty: no cache
-    FT_CACHE_BYTES    its limit; unset: half of the sum of its bytes and its disk's free bytes; 0: no cache
+    FT_CACHE          the folder; unset: FT_HOME/cache, which supervisors pass to their workers;
+    empty: no cache FT_CACHE_BYTES    its limit; unset: half of the sum of its bytes and its disk's
+    free bytes; 0: no cache
 
     <key>/index.json      contents of the entry; its modification time is the last use of the entry
-    <key>/lock            locked (shared) by every process that reads or writes the entry, exclusively to remove it
-    .new-*/  .old-*/      entries that are being written or removed
+    <key>/lock            locked (shared) by every process that reads or writes the entry,
+    exclusively to remove it .new-*/  .old-*/      entries that are being written or removed
 
-An entry appears by the rename of a finished folder, and the first of several writers wins, so that any number of processes may
-find, write and remove entries at the same time.
+An entry appears by the rename of a finished folder, and the first of several writers wins, so that
+any number of processes may find, write and remove entries at the same time.
 """
 
 from __future__ import annotations
@@ -59,8 +61,12 @@ class Cache:
 
     @classmethod
     def from_environment(cls, environment: Mapping[str, str]) -> Cache | None:
-        """The cache of a worker, which has no FT_HOME. Raises FtError if FT_CACHE_BYTES is not a number of bytes."""
-        folder, limit = environment.get(FOLDER, ""), environment.get(LIMIT, "")
+        """The cache of a worker, which has no FT_HOME.
+
+        Raises FtError if FT_CACHE_BYTES is not a number of bytes.
+        """
+        folder = environment.get(FOLDER, "")
+        limit = environment.get(LIMIT, "")
         if limit and not limit.isdecimal():
             message = f"{LIMIT} = {limit!r}: a number of bytes is needed; 0 turns the cache off."
             raise FtError(message, param=LIMIT, code="invalid_setting")
@@ -72,12 +78,15 @@ class Cache:
         """Open the entry of a key, and mark it as used. Close it after reading."""
         entry = _locked(self.folder / key)
         if entry is not None:
-            with contextlib.suppress(OSError):  # it belongs to another user or is read-only, but can be read
+            with contextlib.suppress(
+                OSError
+            ):  # it belongs to another user or is read-only, but can be read
                 os.utime(entry.folder / INDEX)
         return entry
 
     def stage(self, size: int) -> CacheEntry | None:
-        """Create a folder for an entry of about `size` bytes; older entries are removed to make room. None: there is no room.
+        """Create a folder for an entry of about `size` bytes; older entries are removed to make
+        room. None: there is no room.
 
         Raises OSError if the folder cannot be written.
         """
@@ -98,7 +107,10 @@ class Cache:
         return CacheEntry(staged, lock)
 
     def publish(self, staged: CacheEntry, key: str) -> bool:
-        """Make a staged folder, with its index, the entry of a key, and close it. False: another writer was first."""
+        """Make a staged folder, with its index, the entry of a key, and close it.
+
+        False: another writer was first.
+        """
         try:
             staged.folder.rename(self.folder / key)
         except OSError:
@@ -113,11 +125,15 @@ class Cache:
         shutil.rmtree(staged.folder, ignore_errors=True)
 
     def remove(self, key: str, last_use: int | None = None) -> bool:
-        """Remove an entry unless it is in use, or was used after `last_use` (ns); True if it was removed."""
+        """Remove an entry unless it is in use, or was used after `last_use` (ns); True if it was
+        removed.
+        """
         return _remove(self.folder / key, last_use)
 
     def entries(self) -> dict[Path, int]:
-        """Folder → last use (ns since the epoch) of complete entries, the least recently used first."""
+        """Folder → last use (ns since the epoch) of complete entries, the least recently used
+        first.
+        """
         used_at: list[tuple[int, Path]] = []
         for path in self.folder.glob(f"[!.]*/{INDEX}"):
             with contextlib.suppress(FileNotFoundError):  # it was removed
@@ -141,7 +157,11 @@ class Cache:
         return sum(held.values()) + size <= limit
 
     def _limit(self, held: int) -> int:
-        return self.limit if self.limit is not None else (shutil.disk_usage(self.folder).free + held) // 2
+        return (
+            self.limit
+            if self.limit is not None
+            else (shutil.disk_usage(self.folder).free + held) // 2
+        )
 
 
 def _locked(folder: Path, how: int = fcntl.LOCK_SH) -> CacheEntry | None:
@@ -179,7 +199,9 @@ def _remove(folder: Path, last_use: int | None = None) -> bool:
 
 def _bytes_in(folder: Path) -> int:
     total = 0
-    with contextlib.suppress(FileNotFoundError):  # another process has just removed it, or parts of it
+    with contextlib.suppress(
+        FileNotFoundError
+    ):  # another process has just removed it, or parts of it
         for path in folder.iterdir():
             total += path.stat().st_size
     return total

@@ -4,14 +4,16 @@
     ask(folder)        the same; if there is none, begin to make it, and return None at once
     describe(folder)   the same; if there is none, make it and wait
 
-The cache keys a document by the base's files (`files_key`) and by the describer: the versions of the packages here, or the
-image of a cluster's pods. A base that was copied or moved is not described again. A folder that cannot be described, because
-the process crashes, takes too much memory or processor time, or prints something else, is refused with the reason, and tried
-again later. A process that the host killed or gave no time says nothing of the base: it is started again after growing pauses.
-One process at a time describes a base, and only a few bases are described at once, by project in turn.
+The cache keys a document by the base's files (`files_key`) and by the describer: the versions of
+the packages here, or the image of a cluster's pods. A base that was copied or moved is not
+described again. A folder that cannot be described, because the process crashes, takes too much
+memory or processor time, or prints something else, is refused with the reason, and tried again
+later. A process that the host killed or gave no time says nothing of the base: it is started again
+after growing pauses. One process at a time describes a base, and only a few bases are described at
+once, by project in turn.
 
-`python -m ft_service.bases.describing FOLDER` is the process of a cluster's pod: it prints a document, `{"error": why}`, or
-`{"later": why}`.
+`python -m ft_service.bases.describing FOLDER` is the process of a cluster's pod: it prints a
+document, `{"error": why}`, or `{"later": why}`.
 """
 
 from __future__ import annotations
@@ -58,7 +60,9 @@ CPU_SECONDS = 300
 SECONDS = 3600.0
 """Wall-clock limit, after which the host is said to have had no time for it."""
 MEMORY_BYTES = 4 * 1024**3
-"""Limit on the private memory of the describing process; importing torch and transformers takes a tenth of it."""
+"""Limit on the private memory of the describing process; importing torch and transformers takes a
+tenth of it.
+"""
 NICENESS = 10
 AT_ONCE = 2
 """Bases that are described at the same time, without those that take longer than LONG_SECONDS."""
@@ -72,7 +76,9 @@ FAILED_SECONDS = 600.0
 RETRY_SECONDS = 5.0
 """Seconds after which whoever needs a description that is being made is told to ask again."""
 LOOK_SECONDS = 2.0
-"""Seconds until the cache is searched again for a document that it did not have: another process may write it."""
+"""Seconds until the cache is searched again for a document that it did not have: another process
+may write it.
+"""
 MARK_SECONDS = 43_200.0
 """Seconds between two marks on a document in the cache that say that it is used."""
 MOST_DOCUMENTS = 256
@@ -96,12 +102,16 @@ class DocumentFolder(Protocol):
 
 
 class DescribeError(Exception):
-    """The base has no description. The message is a clause, such as `workers.describe took longer than 120 seconds`."""
+    """The base has no description.
+
+    The message is a clause, such as `workers.describe took longer than 120 seconds`.
+    """
 
 
 class DescribeLaterError(DescribeError):
-    """The base cannot be described now, and is not at fault: the host killed the process or had no time for it, the cluster is
-    away, or the service is about to end."""
+    """The base cannot be described now, and is not at fault: the host killed the process or had no
+    time for it, the cluster is away, or the service is about to end.
+    """
 
 
 class NotDescribedError(UnavailableError):
@@ -111,7 +121,10 @@ class NotDescribedError(UnavailableError):
 
 
 Make = Callable[[Path, Callable[[], bool]], Described]
-"""Describes a folder; the second argument returns whether to give up. Raises DescribeError, DescribeLaterError."""
+"""Describes a folder; the second argument returns whether to give up.
+
+Raises DescribeError, DescribeLaterError.
+"""
 
 
 def describe_in_process(
@@ -123,30 +136,44 @@ def describe_in_process(
     cpu_seconds: int = CPU_SECONDS,
     memory_bytes: int = MEMORY_BYTES,
 ) -> Described:
-    """Run `python -m workers.describe FOLDER` under limits. Raises DescribeError, DescribeLaterError."""
+    """Run `python -m workers.describe FOLDER` under limits.
+
+    Raises DescribeError, DescribeLaterError.
+    """
     program = Program(
         command=(*command, str(folder)),
         memory_bytes=memory_bytes,
         cpu_seconds=cpu_seconds,
         niceness=NICENESS,
         expendable=True,
-        variables={"HF_HUB_OFFLINE": "1", "TRANSFORMERS_VERBOSITY": "error", "CUDA_VISIBLE_DEVICES": ""},
+        variables={
+            "HF_HUB_OFFLINE": "1",
+            "TRANSFORMERS_VERBOSITY": "error",
+            "CUDA_VISIBLE_DEVICES": "",
+        },
     )
     try:
         said = run_once(program, seconds=seconds, stop=stop)
     except (HelperFailed, SpecError) as error:
         raise (DescribeLaterError if is_lost(error) else DescribeError)(error.message) from None
     except OSError as error:
-        raise DescribeLaterError(f"the process that describes bases cannot be started: {error}") from None
+        raise DescribeLaterError(
+            f"the process that describes bases cannot be started: {error}"
+        ) from None
     return described_by(json.dumps(said).encode())
 
 
 def described_by(text: bytes) -> Described:
-    """Parse the document that a describing process printed. Raises DescribeError for anything else."""
+    """Parse the document that a describing process printed.
+
+    Raises DescribeError for anything else.
+    """
     try:
         return read_described(text)
     except (ValueError, RecursionError) as error:
-        raise DescribeError(f"the process that describes bases printed what is {str(error)[:300]}") from None
+        raise DescribeError(
+            f"the process that describes bases printed what is {str(error)[:300]}"
+        ) from None
 
 
 def main(folder: Path) -> None:
@@ -154,7 +181,9 @@ def main(folder: Path) -> None:
     try:
         text = write_described(describe_in_process(folder))
     except DescribeError as error:
-        text = json.dumps({"later" if isinstance(error, DescribeLaterError) else "error": str(error)}).encode()
+        text = json.dumps(
+            {"later" if isinstance(error, DescribeLaterError) else "error": str(error)}
+        ).encode()
     sys.stdout.buffer.write(text + b"\n")
     sys.stdout.buffer.flush()
 
@@ -165,13 +194,17 @@ def versions_name(versions: Versions) -> str:
 
 
 def files_key(folder: Path) -> str:
-    """Digest of the files that a description depends on. Raises SpecError and OSError as `description_key`."""
+    """Digest of the files that a description depends on.
+
+    Raises SpecError and OSError as `description_key`.
+    """
     return description_key(folder, _UNKNOWN_VERSIONS)
 
 
 def files_state(folder: Path) -> str:
-    """Digest of names, sizes and times of the files of a base: another one after any change, without reading them. Raises
-    OSError."""
+    """Digest of names, sizes and times of the files of a base: another one after any change,
+    without reading them. Raises OSError.
+    """
     return hashlib.sha256(repr(_states(folder)).encode()).hexdigest()
 
 
@@ -235,15 +268,22 @@ class Descriptions:
         missing: str | None = None,
         waits: Callable[[Path], str | None] | None = None,
     ) -> None:
-        """`folder`: the cache; None: documents are kept only in memory. `describer`: name of the versions or image that
-        describes; None: documents of any describer are taken. `make`: makes a document; None: another process does.
-        `failed_seconds`, `lost_seconds`: pause after a refusal, and after the first time that the host is at fault. `missing`:
-        a sentence that says why nothing here makes documents, and what to do. `waits`: returns why `make` has not begun yet
-        with a base; None: it does not say.
+        """`folder`: the cache; None: documents are kept only in memory.
+
+        `describer`: name of the versions or image that describes; None: documents of any describer
+        are taken. `make`: makes a document; None: another process does. `failed_seconds`,
+        `lost_seconds`: pause after a refusal, and after the first time that the host is at fault.
+        `missing`: a sentence that says why nothing here makes documents, and what to do. `waits`:
+        returns why `make` has not begun yet with a base; None: it does not say.
         """
-        self._folder, self._make = folder, make
-        self._describer = None if describer is None else hashlib.sha256(describer.encode()).hexdigest()[:16]
-        self._failed_seconds, self.missing, self._waits = failed_seconds, missing, waits
+        self._folder = folder
+        self._make = make
+        self._describer = (
+            None if describer is None else hashlib.sha256(describer.encode()).hexdigest()[:16]
+        )
+        self._failed_seconds = failed_seconds
+        self.missing = missing
+        self._waits = waits
         self._guard = threading.Lock()
         self._keys = _Recent[Path, tuple[tuple[_State, ...], str]](4 * MOST_DOCUMENTS)
         self._documents = _Recent[str, _Remembered](MOST_DOCUMENTS)
@@ -261,18 +301,26 @@ class Descriptions:
         except FtError as error:
             return _refused("", error.message, error.code)
         except OSError as error:
-            return _refused("", f"The base in {folder} cannot be read: {error.strerror or error}.", "model_unreadable")
+            return _refused(
+                "",
+                f"The base in {folder} cannot be read: {error.strerror or error}.",
+                "model_unreadable",
+            )
 
     def ask(self, folder: Path, project: str = "", *, first: bool = True) -> Described | None:
-        """`known`; None: it is being made, if this process makes documents. `project`: for which it is made, in its turn.
-        `first`: before bases without a waiting user."""
+        """`known`; None: it is being made, if this process makes documents.  `project`: for
+        which it is made, in its turn. `first`: before bases without a waiting user.
+        """
         described = self.known(folder)
         if described is None:
             self._begin(folder, project, first=first)
         return described
 
     def describe(self, folder: Path) -> Described:
-        """`known`, or made now, which takes seconds. Raises NotDescribedError if this process makes none, or cannot now."""
+        """`known`, or made now, which takes seconds.
+
+        Raises NotDescribedError if this process makes none, or cannot now.
+        """
         described = self.known(folder)
         if described is not None:
             return described
@@ -284,20 +332,31 @@ class Descriptions:
         return future.result()
 
     def description(self, folder: Path) -> Description:
-        """The description, if the base has one. Raises NotDescribedError, and SpecError for a base that was refused."""
+        """The description, if the base has one.
+
+        Raises NotDescribedError, and SpecError for a base that was refused.
+        """
         described = self.known(folder)
         if described is None:
             raise self._not_described(folder)
         return described.description()
 
     def add(self, folder: Path, document: Described) -> None:
-        """Add a document that another describer made of the same files. Raises SpecError if the files differ."""
+        """Add a document that another describer made of the same files.
+
+        Raises SpecError if the files differ.
+        """
         if document.key != description_key(folder, document.versions):
-            raise SpecError(f"The base in {folder} has other files than the one that was described.", param="model")
+            raise SpecError(
+                f"The base in {folder} has other files than the one that was described.",
+                param="model",
+            )
         self._remember(self._key(folder), folder, _Remembered(document))
 
     def delay(self, folder: Path) -> str | None:
-        """The reason why a base without a description cannot be described now; None: none is known."""
+        """The reason why a base without a description cannot be described now; None: none is
+        known.
+        """
         if self.missing is not None:
             return self.missing
         if self._waits is not None and (why := self._waits(folder)) is not None:
@@ -326,7 +385,9 @@ class Descriptions:
                 making.asked.add((project, first))
                 self._turns.put(project, _Asked(key, folder, first))
             if (turn := self._next()) is not None:
-                threading.Thread(target=self._work, args=[turn], name="describing", daemon=True).start()
+                threading.Thread(
+                    target=self._work, args=[turn], name="describing", daemon=True
+                ).start()
             return making.future
 
     def _has_room(self) -> bool:
@@ -338,7 +399,8 @@ class Descriptions:
     def _work(self, turn: Turn[_Asked] | None) -> None:
         """Describe the base whose turn it is, and the next ones until none may begin."""
         while turn is not None:
-            key, folder = turn.item.key, turn.item.folder
+            key = turn.item.key
+            folder = turn.item.folder
             made = self._make_document(key, folder)
             if isinstance(made, _Remembered):
                 self._remember(key, folder, made)
@@ -352,7 +414,9 @@ class Descriptions:
                 future.set_exception(made)
 
     def _next(self) -> Turn[_Asked] | None:
-        """The turn that begins now, of a base that a user waits for if there is any; None: none may begin."""
+        """The turn that begins now, of a base that a user waits for if there is any; None: none may
+        begin.
+        """
         if self._closed.is_set():
             for key in [key for key, making in self._making.items() if making.begun_at is None]:
                 self._making.pop(key).future.set_exception(_ended())
@@ -380,37 +444,56 @@ class Descriptions:
             if self._closed.is_set():
                 return _ended()
             why = str(error).rstrip(".")
-            why = f"The base in {folder} cannot be described now, through no fault of its own, and is tried again: {why}."
+            why = (
+                f"The base in {folder} cannot be described now, through no fault of its own, "
+                f"and is tried again: {why}."
+            )
             return _not_now(why, self._lost.add(key, why))
         except DescribeError as error:
             if self._closed.is_set():
                 return _ended()
             why = str(error)
         except (FtError, OSError) as error:
-            why = error.message if isinstance(error, FtError) else f"its files cannot be read: {error.strerror or error}"
+            why = (
+                error.message
+                if isinstance(error, FtError)
+                else f"its files cannot be read: {error.strerror or error}"
+            )
         except Exception as error:
             log.exception("the base in %s could not be described", folder)
             why = f"{type(error).__name__}; see the server's log"
         self._lost.forget(key)
         log.warning("the base in %s cannot be described: %s", folder, why)
-        message = f"The base in {folder} cannot be described, so it cannot be tuned here: {why.rstrip('.')}."
-        return _Remembered(_refused(key, message, UNDESCRIBABLE), time.time() + self._failed_seconds)
+        message = (
+            f"The base in {folder} cannot be described, so it cannot be tuned here: "
+            f"{why.rstrip('.')}."
+        )
+        return _Remembered(
+            _refused(key, message, UNDESCRIBABLE), time.time() + self._failed_seconds
+        )
 
     def _not_described(self, folder: Path) -> NotDescribedError:
         if self.missing is not None:
             return NotDescribedError(self.missing, param="model", retry_after=None)
         lost = self._lost_now(folder)
-        why = self.delay(folder) or f"The base in {folder} is being described. Try again in a moment."
+        why = (
+            self.delay(folder) or f"The base in {folder} is being described. Try again in a moment."
+        )
         return _not_now(why, RETRY_SECONDS if lost is None else lost[0])
 
     def _lost_now(self, folder: Path) -> tuple[float, str] | None:
-        """Seconds until the next try, and why the last one was lost; None: none was, or the next one is due."""
+        """Seconds until the next try, and why the last one was lost; None: none was, or the next
+        one is due.
+        """
         with self._guard:
             found = self._keys.get(folder)
         return None if found is None else self._lost.pending(self._name(found[1]))
 
     def _key(self, folder: Path) -> str:
-        """Name of a base's document in the cache; a digest is reused until a file changes. Raises FtError, OSError."""
+        """Name of a base's document in the cache; a digest is reused until a file changes.
+
+        Raises FtError, OSError.
+        """
         require_openable(folder)
         states = _states(folder)
         with self._guard:
@@ -440,13 +523,21 @@ class Descriptions:
             if found is None:
                 self._missed[key] = now
                 return None
-            self._documents[key if found.document.refused is None else _refusal_name(key, folder)] = found
+            self._documents[
+                key if found.document.refused is None else _refusal_name(key, folder)
+            ] = found
             self._mark_used(found)
         return found.document
 
     def _mark_used(self, found: _Remembered) -> None:
-        """Mark a document in the cache twice a day, since `ft prune` removes documents that were not used for days."""
-        if self._folder is not None and found.file and time.monotonic() - found.marked_at > MARK_SECONDS:
+        """Mark a document in the cache twice a day, since `ft prune` removes documents that were
+        not used for days.
+        """
+        if (
+            self._folder is not None
+            and found.file
+            and time.monotonic() - found.marked_at > MARK_SECONDS
+        ):
             found.marked_at = time.monotonic()
             self._folder.touch(found.file)
 
@@ -461,17 +552,26 @@ class Descriptions:
         try:
             if self._folder is not None and self._describer is not None:
                 self._folder.put(made.file, body)
-        except (OSError, FtError) as error:  # the disk is full, or object storage is away; memory has the document
+        except (
+            OSError,
+            FtError,
+        ) as error:  # the disk is full, or object storage is away; memory has the document
             log.warning("the description of a base could not be stored in the cache: %s", error)
 
     def _read(self, key: str, folder: Path) -> _Remembered | None:
-        """The cache's document; None also for a document that cannot be read, which is then made again."""
+        """The cache's document; None also for a document that cannot be read, which is then made
+        again.
+        """
         if self._folder is None:
             return None
         try:
             names = [f"{key}.json"]
             if self._describer is None:
-                names = [name for name in self._folder.list("") if name.startswith(key) and name.endswith(".json")]
+                names = [
+                    name
+                    for name in self._folder.list("")
+                    if name.startswith(key) and name.endswith(".json")
+                ]
             for name in names:
                 if (text := self._folder.get(name)) is not None:
                     return _Remembered(read_described(text), file=name)
@@ -479,14 +579,19 @@ class Descriptions:
             if time.time() < float(until):
                 return _Remembered(read_described(text), float(until))
         except (OSError, ValueError, FtError) as error:
-            log.warning("a description of a base in the cache cannot be read, and is made again: %s", error)
+            log.warning(
+                "a description of a base in the cache cannot be read, and is made again: %s", error
+            )
         return None
 
 
 def _refusal_name(key: str, folder: Path) -> str:
-    """Name of a refusal in the cache. A refusal names its folder, so that another folder with the same files has its own.
+    """Name of a refusal in the cache.
 
-    Up to 0.2.0 the names ended in `.refused`, and among those refusals are ones of processes that the host had killed.
+    A refusal names its folder, so that another folder with the same files has its own.
+
+    Up to 0.2.0 the names ended in `.refused`, and among those refusals are ones of processes that
+    the host had killed.
     """
     return f"{key}.{hashlib.sha256(str(folder).encode()).hexdigest()[:16]}.refusal"
 

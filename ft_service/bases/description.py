@@ -1,7 +1,8 @@
-"""The description of a base: names, shapes and layouts that the training code found, as a JSON document.
+"""The description of a base: names, shapes and layouts that the training code found, as a JSON
+document.
 
-`python -m workers.describe FOLDER` writes it (workers/describe.py); the plan, admission, the catalogue and `ft models` read it.
-Nothing else derives a name, a shape or a layout of a base.
+`python -m workers.describe FOLDER` writes it (workers/describe.py); the plan, admission, the
+catalogue and `ft models` read it. Nothing else derives a name, a shape or a layout of a base.
 """
 
 from __future__ import annotations
@@ -33,7 +34,9 @@ class Weight:
     """One frozen parameter of the model."""
 
     module: str
-    """Full name of the module that holds it; for a stack of experts with the stack's name (`….experts.gate_up_proj`)."""
+    """Full name of the module that holds it; for a stack of experts with the stack's name
+    (`….experts.gate_up_proj`).
+    """
     parameter: str
     """The module's name for it: `weight`, `bias` or another."""
     shape: tuple[int, ...]
@@ -44,14 +47,17 @@ class Weight:
     held: WeightFormat | None = None
     """Format in which a base that is published quantised stores it; None: plain."""
     files: str = ""
-    """Name of its tensor in the base's files, `*` for the numbers of experts; empty: the weights are not downloaded yet."""
+    """Name of its tensor in the base's files, `*` for the numbers of experts; empty: the weights
+    are not downloaded yet.
+    """
     dtype: str = ""
     """Dtype in the files, as safetensors writes it: BF16, F8_E4M3, U8, …"""
     adapted: bool = False
     """Whether `lora.target_modules: all-linear` adapts it."""
     kept_fp32: bool = False
-    """Whether the model stores it in fp32 although others are in bf16: some architectures do so with routers. Every rank holds
-    it whole."""
+    """Whether the model stores it in fp32 although others are in bf16: some architectures do so
+    with routers. Every rank holds it whole.
+    """
 
     @property
     def name(self) -> str:
@@ -72,8 +78,10 @@ class Weight:
 
 @dataclass(frozen=True)
 class FusedParts:
-    """The parts of a decoder that fused kernels compute on a GPU (workers/patches/fused_layers.py). They keep less for the
-    backward than the model's own operations do."""
+    """The parts of a decoder that fused kernels compute on a GPU (workers/patches/fused_layers.py).
+
+    They keep less for the backward than the model's own operations do.
+    """
 
     norms: int = 0
     """Norms of the hidden state in a layer: of every layer at least so many."""
@@ -82,12 +90,17 @@ class FusedParts:
     last_norm: bool = False
     """Whether the norm behind the last layer is."""
     gate: bool = False
-    """Whether a feed-forward of every layer is; beside experts the shared one, since they do not compute experts' gating."""
+    """Whether a feed-forward of every layer is; beside experts the shared one, since they do not
+    compute experts' gating.
+    """
 
 
 @dataclass(frozen=True)
 class Dimensions:
-    """Sizes of the decoder, for planning activations. `q`, `kv`: heads × head size of queries, and of keys or values."""
+    """Sizes of the decoder, for planning activations.
+
+    `q`, `kv`: heads × head size of queries, and of keys or values.
+    """
 
     layers: int
     hidden: int
@@ -111,27 +124,38 @@ class Dimensions:
     """Context length in tokens; None: the config does not limit it."""
     fused: FusedParts = FusedParts()
     shared_intermediate: int = 0
-    """Width of what every token passes beside the experts: shared experts, or a dense feed-forward."""
+    """Width of what every token passes beside the experts: shared experts, or a dense
+    feed-forward.
+    """
     shared_scaled: bool = False
     """Whether a gate of one number a token multiplies what shared experts give."""
     shares_in_fp32: bool = False
-    """Whether experts' shares are fp32 whatever the compute type, and so what they are multiplied with."""
+    """Whether experts' shares are fp32 whatever the compute type, and so what they are multiplied
+    with.
+    """
 
 
 @dataclass(frozen=True)
 class Versions:
-    """Versions of the packages that described a base; another version may build another model from the same config."""
+    """Versions of the packages that described a base; another version may build another model from
+    the same config.
+    """
 
     transformers: str
     torch: str
     peft: str
     ft_service: str
     sources: str = ""
-    """Digest of the code that describes (`sources_digest`): a development tree changes without a new version."""
+    """Digest of the code that describes (`sources_digest`): a development tree changes without a
+    new version.
+    """
 
     @classmethod
     def installed(cls) -> Versions:
-        """Versions of this environment, read without an import. Raises LookupError if a package is not installed."""
+        """Versions of this environment, read without an import.
+
+        Raises LookupError if a package is not installed.
+        """
         try:
             return cls(
                 transformers=version("transformers"),
@@ -149,13 +173,21 @@ _WORKERS_SOURCES = ("base", "layers", "model", "patches")
 
 @cache
 def sources_digest(root: Path, core: Path) -> str:
-    """Digest of the source files that decide what a description says: 16 hexadecimal digits, the same in the repository and
-    in its wheel. `root`: the folder with `workers`; `core`: that of `ft_service`."""
+    """Digest of the source files that decide what a description says: 16 hexadecimal digits, the
+    same in the repository and in its wheel. `root`: the folder with `workers`; `core`: that of
+    `ft_service`.
+    """
     digest = hashlib.sha256()
     workers = root / "workers"
-    paths = [workers / "describe.py", *(path for name in _WORKERS_SOURCES for path in sorted((workers / name).rglob("*.py")))]
+    paths = [
+        workers / "describe.py",
+        *(path for name in _WORKERS_SOURCES for path in sorted((workers / name).rglob("*.py"))),
+    ]
     named = [(path.relative_to(root).as_posix(), path) for path in paths]
-    named += [(f"ft_service/{path.relative_to(core).as_posix()}", path) for path in sorted((core / "bases").rglob("*.py"))]
+    named += [
+        (f"ft_service/{path.relative_to(core).as_posix()}", path)
+        for path in sorted((core / "bases").rglob("*.py"))
+    ]
     for name, path in named:
         digest.update(f"\n{name}\n".encode() + (path.read_bytes() if path.is_file() else b""))
     return digest.hexdigest()[:16]
@@ -173,7 +205,9 @@ class Description:
     weights: tuple[Weight, ...]
     """Weights in the model's order, those outside the decoder layers first."""
     layout: str
-    """Text that says how the files store the weights: `bf16`, `bitsandbytes NF4`, `FP8 in blocks of 128x128`, …"""
+    """Text that says how the files store the weights: `bf16`, `bitsandbytes NF4`, `FP8 in blocks of
+    128x128`, …
+    """
     outer: OuterModules
     """Embedding and output head."""
     loss_in_chunks: bool
@@ -185,22 +219,36 @@ class Description:
     unkept: Mapping[str, str] = field(default_factory=dict[str, str])
     """Module → layout that its weight is published in, of those that no format keeps."""
     downloaded: bool = True
-    """Whether the weights are in the folder; False: described by config.json and the index alone."""
+    """Whether the weights are in the folder; False: described by config.json and the index
+    alone.
+    """
     warnings: tuple[str, ...] = ()
     """Sentences that a job's owner should read."""
     products: Products | None = None
-    """Matrix products on the processor of the process that described the base; None: not measured."""
+    """Matrix products on the processor of the process that described the base; None: not
+    measured.
+    """
 
     @cached_property
     def quantizable(self) -> tuple[Weight, ...]:
-        """The weights in the precision map: linear layers and stacks of experts inside the decoder layers."""
-        inside = [w for w in self.weights if w.layer is not None and w.kind in ("linear", "experts")]
+        """The weights in the precision map: linear layers and stacks of experts inside the decoder
+        layers.
+        """
+        inside = [
+            w for w in self.weights if w.layer is not None and w.kind in ("linear", "experts")
+        ]
         return tuple(w for w in inside if not kept_plain(w.module) and not w.kept_fp32)
 
     @cached_property
     def held(self) -> Mapping[str, WeightFormat]:
-        """Format of the linear layers and stacks of experts that the base holds quantised, by module name."""
-        layers = [w for w in self.weights if w.kind in ("linear", "experts", "head") and not kept_plain(w.module)]
+        """Format of the linear layers and stacks of experts that the base holds quantised, by
+        module name.
+        """
+        layers = [
+            w
+            for w in self.weights
+            if w.kind in ("linear", "experts", "head") and not kept_plain(w.module)
+        ]
         return {w.module: w.held for w in layers if w.held is not None and not w.kept_fp32}
 
     @cached_property
@@ -219,7 +267,9 @@ class Description:
         weighted = {w.module: w for w in self.weights if len(w.shape) > 1}
         stacks = {w.module.rpartition(".")[0] for w in self.experts}
         outside = [name for name, weight in weighted.items() if weight.layer is None]
-        return WeightNames([w.module for w in self.quantizable], outside, [*weighted, *sorted(stacks)])
+        return WeightNames(
+            [w.module for w in self.quantizable], outside, [*weighted, *sorted(stacks)]
+        )
 
 
 @dataclass(frozen=True)
@@ -266,25 +316,36 @@ def read_described(text: bytes) -> Described:
     try:
         document = _DOCUMENT.validate_json(text)
     except ValidationError as error:
-        raise ValueError(f"not a description of a base: {error.errors(include_url=False, include_input=False)[:1]}") from None
+        raise ValueError(
+            "not a description of a base: "
+            f"{error.errors(include_url=False, include_input=False)[:1]}"
+        ) from None
     if (document.base is None) == (document.refused is None):
-        raise ValueError("not a description of a base: it holds both a base and a refusal, or neither of them")
+        raise ValueError(
+            "not a description of a base: it holds both a base and a refusal, or neither of them"
+        )
     return document
 
 
 READ_WHOLE = ("config.json", "hf_quant_config.json", "model.safetensors.index.json")
-"""Files that a description depends on, in addition to the headers and lengths of the files with weights."""
+"""Files that a description depends on, in addition to the headers and lengths of the files with
+weights.
+"""
 
 
 def description_key(folder: Path, versions: Versions) -> str:
-    """Digest of a base's files and the describer's versions: 64 hexadecimal digits. No weight is read.
+    """Digest of a base's files and the describer's versions: 64 hexadecimal digits.
+
+    No weight is read.
 
     Raises SpecError for a file that may not be opened, OSError for a folder that cannot be read.
     """
     digest = hashlib.sha256(repr(astuple(versions)).encode())
     for name in READ_WHOLE:
         if (folder / name).is_file():
-            digest.update(f"\n{name}\n".encode() + hashlib.sha256(read_bytes(folder / name)).digest())
+            digest.update(
+                f"\n{name}\n".encode() + hashlib.sha256(read_bytes(folder / name)).digest()
+            )
     for path in sorted(folder.glob("*.safetensors"))[:MAX_ENTRIES]:
         with open_base_file(path) as file:
             first = file.read(8)

@@ -8,19 +8,36 @@ from types import MappingProxyType
 from typing import TypeVar
 
 from ft_service.errors import SpecError
-from ft_service.spec import AS_PUBLISHED, FORMATS, FormatChoice, PrecisionOptions, WeightFormat, keeps, match_pattern
+from ft_service.spec import (
+    AS_PUBLISHED,
+    FORMATS,
+    FormatChoice,
+    PrecisionOptions,
+    WeightFormat,
+    keeps,
+    match_pattern,
+)
 
 KEPT_PLAIN = frozenset({"gate", "router", "shared_expert_gate", "dt_proj", "altup"})
-"""Names of modules whose linear layers stay bf16: routers, which are small and choose the experts of a token or mix streams,
-and the time steps of state-space layers, whose weights are used without a call of the layer."""
+"""Names of modules whose linear layers stay bf16: routers, which are small and choose the experts
+of a token or mix streams, and the time steps of state-space layers, whose weights are used without
+a call of the layer.
+"""
 
-LEFT_OUT = frozenset({"router", "dt_proj", "indexer", "altup", "altup_projections", "altup_unembed_projections"})
-"""Names of modules whose linear layers all-linear leaves out: routers; layers that split, mix and join streams of hidden states
-(Gemma 3n); and layers without a gradient, whose weight is used without a call of the layer, or which only choose tokens to
-attend to."""
+LEFT_OUT = frozenset(
+    {"router", "dt_proj", "indexer", "altup", "altup_projections", "altup_unembed_projections"}
+)
+"""Names of modules whose linear layers all-linear leaves out: routers; layers that split, mix and
+join streams of hidden states (Gemma 3n); and layers without a gradient, whose weight is used
+without a call of the layer, or which only choose tokens to attend to.
+"""
 
-EXPERT_WORDS = frozenset({"gate", "gate_proj", "up_proj", "gate_up_proj", "down_proj", "w1", "w2", "w3", "experts"})
-"""Last parts of module names that PEFT, in a mixture of experts, takes for experts or their router in any place."""
+EXPERT_WORDS = frozenset(
+    {"gate", "gate_proj", "up_proj", "gate_up_proj", "down_proj", "w1", "w2", "w3", "experts"}
+)
+"""Last parts of module names that PEFT, in a mixture of experts, takes for experts or their router
+in any place.
+"""
 
 _MORE_POSITIONS = 8
 """Most rows of an embedding of positions besides those of positions: OPT counts from 2."""
@@ -51,9 +68,9 @@ def assign_formats(
 ) -> dict[str, WeightFormat]:
     """Module name → format of its weight, for every weight that can be quantised.
 
-    `held`: formats of a base that is published quantised; which of them stay, `keeps` says, and all else is converted. Raises
-    SpecError for a pattern that matches no weight, or one outside the decoder layers, or that asks for another format than one
-    that stays.
+    `held`: formats of a base that is published quantised; which of them stay, `keeps` says, and all
+    else is converted. Raises SpecError for a pattern that matches no weight, or one outside the
+    decoder layers, or that asks for another format than one that stays.
     """
     held = held or {}
     choices: dict[str, FormatChoice] = dict.fromkeys([*names.quantizable, *held], precision.format)
@@ -67,49 +84,69 @@ def assign_formats(
     for name in names.quantizable:
         choice = choices[name]
         own[name] = "bf16" if choice == AS_PUBLISHED else choice
-    own.update((name, published) for name, published in held.items() if keeps(choices[name], published))
+    own.update(
+        (name, published) for name, published in held.items() if keeps(choices[name], published)
+    )
     return own
 
 
 def staying(held: Mapping[str, WeightFormat]) -> dict[str, WeightFormat]:
     """Module name → format, for the published formats that weights keep in every job."""
-    return {name: published for name, published in held.items() if FORMATS[published].kept_by is None}
+    return {
+        name: published for name, published in held.items() if FORMATS[published].kept_by is None
+    }
 
 
-def converted(held: Mapping[str, WeightFormat], formats: Mapping[str, WeightFormat]) -> dict[str, WeightFormat]:
+def converted(
+    held: Mapping[str, WeightFormat], formats: Mapping[str, WeightFormat]
+) -> dict[str, WeightFormat]:
     """Module name → published format, for the weights that a job stores in another one."""
     return {name: published for name, published in held.items() if formats.get(name) != published}
 
 
-def refuse_resharding_of_held(size: int | None, held: Mapping[str, WeightFormat], formats: Mapping[str, WeightFormat]) -> None:
-    """Raise SpecError for a resharding size that a quantised base does not allow. `size`: distributed.reshard_after_forward if
-    it is a number; `formats`: those that the weights are stored in. Formats in the spec are checked with the spec.
+def refuse_resharding_of_held(
+    size: int | None, held: Mapping[str, WeightFormat], formats: Mapping[str, WeightFormat]
+) -> None:
+    """Raise SpecError for a resharding size that a quantised base does not allow.
+
+    `size`: distributed.reshard_after_forward if it is a number; `formats`: those that the weights
+    are stored in. Formats in the spec are checked with the spec.
     """
     kept = sorted({published for name, published in held.items() if formats.get(name) == published})
     if size is not None and kept:
         raise SpecError(
-            f"distributed.reshard_after_forward = {size}: FSDP2 reshards to a number of ranks only plain weights, and the base "
+            f"distributed.reshard_after_forward = {size}: FSDP2 reshards to a number of ranks "
+            "only plain weights, and the base "
             f"holds some in {' and '.join(kept)}. Use true or false.",
             param="distributed.reshard_after_forward",
         )
 
 
-def _refuse_conflict(pattern: str, wanted: FormatChoice, matched: list[str], held: Mapping[str, WeightFormat]) -> None:
+def _refuse_conflict(
+    pattern: str, wanted: FormatChoice, matched: list[str], held: Mapping[str, WeightFormat]
+) -> None:
     for name in matched:
         if name in held and wanted != AS_PUBLISHED and held[name] not in (wanted, f"{wanted}_fp32"):
             raise SpecError(
-                f"precision.overrides: the pattern {pattern!r} asks for {wanted} in {name}, which the base holds in "
-                f"{held[name]} already. Leave these modules out of the pattern, or start from a base that is not quantised.",
+                f"precision.overrides: the pattern {pattern!r} asks for {wanted} in {name}, which "
+                "the base holds in "
+                f"{held[name]} already. Leave these modules out of the pattern, or start from a "
+                "base that is not quantised.",
                 param="precision.overrides",
             )
 
 
-def _require_override(pattern: str, weight_format: FormatChoice, matched: list[str], names: WeightNames) -> None:
-    outside, others = match_pattern(pattern, names.outside), match_pattern(pattern, names.weighted)
+def _require_override(
+    pattern: str, weight_format: FormatChoice, matched: list[str], names: WeightNames
+) -> None:
+    outside = match_pattern(pattern, names.outside)
+    others = match_pattern(pattern, names.weighted)
     if outside and weight_format not in ("bf16", AS_PUBLISHED):
         raise SpecError(
-            f"precision.overrides: the pattern {pattern!r} asks for {weight_format} and matches {outside[0]}, which lies "
-            "outside the decoder layers: embeddings and the output head stay bf16, since every token's error passes through "
+            f"precision.overrides: the pattern {pattern!r} asks for {weight_format} and matches "
+            f"{outside[0]}, which lies "
+            "outside the decoder layers: embeddings and the output head stay bf16, since every "
+            "token's error passes through "
             "them. Make the pattern narrower.",
             param="precision.overrides",
         )
@@ -117,12 +154,14 @@ def _require_override(pattern: str, weight_format: FormatChoice, matched: list[s
         return
     if others:
         raise SpecError(
-            f"precision.overrides: the pattern {pattern!r} matches {others[0]} and nothing that can be stored in "
+            f"precision.overrides: the pattern {pattern!r} matches {others[0]} and nothing that "
+            "can be stored in "
             f"{weight_format}; routers and modules that are not plain linear layers stay bf16.",
             param="precision.overrides",
         )
     raise SpecError(
-        f"precision.overrides: the pattern {pattern!r} matches no linear layer inside the decoder layers "
+        f"precision.overrides: the pattern {pattern!r} matches no linear layer inside the decoder "
+        "layers "
         f"(their names look like {names.quantizable[0]!r}).",
         param="precision.overrides",
     )
@@ -143,15 +182,19 @@ def choose_targets(
 ) -> list[str]:
     """The modules that get an adapter, in the model's order.
 
-    `linears`: every linear layer except the output head; `experts`: stacks of experts; `wanted`: lora.target_modules;
-    `shared_experts`: whether all-linear includes shared experts, and dense layers of a mixture; `not_adapted`: full name of a
-    linear layer that cannot have an adapter → reason; `outer`: embedding and head. Raises SpecError for a name or pattern that
-    matches nothing, or that matches experts or a layer that cannot be adapted, or embedding and head, which are trained whole.
+    `linears`: every linear layer except the output head; `experts`: stacks of experts; `wanted`:
+    lora.target_modules; `shared_experts`: whether all-linear includes shared experts, and dense
+    layers of a mixture; `not_adapted`: full name of a linear layer that cannot have an adapter →
+    reason; `outer`: embedding and head. Raises SpecError for a name or pattern that matches
+    nothing, or that matches experts or a layer that cannot be adapted, or embedding and head, which
+    are trained whole.
     """
     if outer is not None:
         outer.refuse_adapters(wanted, linears)
     chosen = _choose_targets(
-        [name for name in linears if name not in not_adapted] if wanted == "all-linear" else linears,
+        [name for name in linears if name not in not_adapted]
+        if wanted == "all-linear"
+        else linears,
         experts,
         wanted,
         shared_experts,
@@ -159,90 +202,123 @@ def choose_targets(
     for name in chosen:
         if name in not_adapted:
             raise SpecError(
-                f"lora.target_modules: {name!r} cannot have an adapter: {not_adapted[name]}. Leave it out; all-linear does.",
+                f"lora.target_modules: {name!r} cannot have an adapter: {not_adapted[name]}. "
+                "Leave it out; all-linear does.",
                 param="lora.target_modules",
             )
     return chosen
 
 
 def _choose_targets(
-    linears: Sequence[str], experts: Sequence[str], wanted: str | Sequence[str], shared_experts: bool
+    linears: Sequence[str],
+    experts: Sequence[str],
+    wanted: str | Sequence[str],
+    shared_experts: bool,
 ) -> list[str]:
     barred = [name for name in linears if experts and last_name(name) in EXPERT_WORDS]
     allowed = [name for name in linears if name not in barred] if barred else list(linears)
     if wanted == "all-linear":
         left_out = LEFT_OUT | (ROUTERS if experts and shared_experts else frozenset())
         meant = linears if shared_experts else allowed
-        return _matches("all-linear", [name for name in meant if left_out.isdisjoint(name.split("."))], allowed)
+        return _matches(
+            "all-linear", [name for name in meant if left_out.isdisjoint(name.split("."))], allowed
+        )
     if isinstance(wanted, str):
         _refuse_experts(wanted, match_pattern(wanted, [*experts, *barred]))
         return _matches(wanted, match_pattern(wanted, allowed), allowed, is_pattern=True)
     chosen: set[str] = set()
     for word in wanted:
         named = _ending(barred, word) if "." in word else []
-        _refuse_experts(word, [word] if experts and last_name(word) in EXPERT_WORDS and not named else [])
+        _refuse_experts(
+            word, [word] if experts and last_name(word) in EXPERT_WORDS and not named else []
+        )
         chosen.update(named or _matches(word, _ending(allowed, word), allowed))
     return [name for name in linears if name in chosen]
 
 
 def named_apart(chosen: Sequence[str], experts: Sequence[str]) -> list[str]:
-    """The adapted linear layers that PEFT would take for experts by their last names, and that are named as parameters."""
+    """The adapted linear layers that PEFT would take for experts by their last names, and that are
+    named as parameters.
+    """
     return [name for name in chosen if experts and last_name(name) in EXPERT_WORDS]
 
 
 def refuse_dropout(dropout: float, what: Sequence[str]) -> None:
-    """Raise SpecError for lora.lora_dropout if there are adapters without dropout in PEFT. `what`: their modules."""
+    """Raise SpecError for lora.lora_dropout if there are adapters without dropout in PEFT.
+
+    `what`: their modules.
+    """
     if dropout and what:
         raise SpecError(
-            f"lora.lora_dropout = {dropout:g}: PEFT has no dropout for adapters on {what[0]}, parameters to it: set it to 0.",
+            f"lora.lora_dropout = {dropout:g}: PEFT has no dropout for adapters on {what[0]}, "
+            "parameters to it: set it to 0.",
             param="lora.lora_dropout",
         )
 
 
 def refuse_dora(use_dora: bool, what: Sequence[str]) -> None:
-    """Raise SpecError for lora.use_dora if there are adapters without it in PEFT. `what`: their modules."""
+    """Raise SpecError for lora.use_dora if there are adapters without it in PEFT.
+
+    `what`: their modules.
+    """
     if use_dora and what:
         raise SpecError(
-            f"lora.use_dora = True: PEFT has no DoRA for adapters on {what[0]}, parameters to it: leave it out.",
+            f"lora.use_dora = True: PEFT has no DoRA for adapters on {what[0]}, parameters to it: "
+            "leave it out.",
             param="lora.use_dora",
         )
 
 
 def learned_positions(positions: int, embeddings: Mapping[str, int]) -> str | None:
-    """The weight in which a base has learned a vector for each of its positions (GPT-2, OPT); None: rotary positions, or the
-    like, have no end. `embeddings`: weights of embeddings other than the tokens' → their rows.
+    """The weight in which a base has learned a vector for each of its positions (GPT-2, OPT); None:
+    rotary positions, or the like, have no end. `embeddings`: weights of embeddings other than the
+    tokens' → their rows.
     """
-    return next((name for name, rows in embeddings.items() if 0 <= rows - positions <= _MORE_POSITIONS), None)
+    return next(
+        (name for name, rows in embeddings.items() if 0 <= rows - positions <= _MORE_POSITIONS),
+        None,
+    )
 
 
-def refuse_without_position(longest: int, positions: int | None, embeddings: Mapping[str, int]) -> None:
-    """Raise SpecError for samples with more tokens than a base has learned positions: training would fail at the first of them.
+def refuse_without_position(
+    longest: int, positions: int | None, embeddings: Mapping[str, int]
+) -> None:
+    """Raise SpecError for samples with more tokens than a base has learned positions: training
+    would fail at the first of them.
 
-    `longest`: tokens of the longest sample, once it is cut; `positions`: of the base, None: it does not say; `embeddings`: as
-    `learned_positions` takes them.
+    `longest`: tokens of the longest sample, once it is cut; `positions`: of the base, None: it does
+    not say; `embeddings`: as `learned_positions` takes them.
     """
     if positions is None or longest <= positions:
         return
     learned = learned_positions(positions, embeddings)
     if learned is not None:
         raise SpecError(
-            f"training.max_length: the longest sample has {longest} tokens, and the base has learned {positions} positions "
-            f"({learned}) and can read no more. Set it to {positions}, to which longer samples are cut.",
+            f"training.max_length: the longest sample has {longest} tokens, and the base has "
+            f"learned {positions} positions "
+            f"({learned}) and can read no more. Set it to {positions}, to which longer samples "
+            "are cut.",
             param="training.max_length",
         )
 
 
-def choose_parameters(experts: Sequence[str], wanted: Sequence[str], dropout: float, modules: Sequence[str]) -> list[str]:
-    """The stacks of experts that get an adapter, in the model's order. Raises SpecError for a name that matches none.
+def choose_parameters(
+    experts: Sequence[str], wanted: Sequence[str], dropout: float, modules: Sequence[str]
+) -> list[str]:
+    """The stacks of experts that get an adapter, in the model's order.
 
-    `wanted`: lora.target_parameters; `dropout`: lora.lora_dropout; `modules`: the other modules with an adapter.
+    Raises SpecError for a name that matches none.
+
+    `wanted`: lora.target_parameters; `dropout`: lora.lora_dropout; `modules`: the other modules
+    with an adapter.
     """
     refuse_dropout(dropout, ["experts"] if wanted else named_apart(modules, experts))
     for word in wanted:
         if not _ending(experts, word):
             named = f"its stacks look like {experts[-1]!r}" if experts else "it has none"
             raise SpecError(
-                f"lora.target_parameters: {word!r} matches no stack of experts of this model; {named}. Linear layers are named "
+                f"lora.target_parameters: {word!r} matches no stack of experts of this model; "
+                f"{named}. Linear layers are named "
                 "in lora.target_modules.",
                 param="lora.target_parameters",
             )
@@ -259,29 +335,36 @@ class OuterModules:
     """Whether they have one weight."""
 
     def chosen(self, wanted: Sequence[str], held: Mapping[str, str] = NOTHING) -> list[str]:
-        """The modules that are trained whole, in the model's order: of tied ones both. `wanted`: lora.modules_to_save; `held`:
-        formats of a base that is published quantised. Raises SpecError for a name of neither, or of one that is quantised.
+        """The modules that are trained whole, in the model's order: of tied ones both.
+
+        `wanted`: lora.modules_to_save; `held`: formats of a base that is published quantised.
+        Raises SpecError for a name of neither, or of one that is quantised.
         """
         both = [self.embedding, self.head]
         for word in wanted:
             if not _ending(both, word):
                 raise SpecError(
-                    f"lora.modules_to_save: {word!r} is neither the base's embedding ({self.embedding}) nor its output head "
-                    f"({self.head}). No others are trained whole: linear layers get an adapter by lora.target_modules.",
+                    f"lora.modules_to_save: {word!r} is neither the base's embedding "
+                    f"({self.embedding}) nor its output head "
+                    f"({self.head}). No others are trained whole: linear layers get an adapter by "
+                    "lora.target_modules.",
                     param="lora.modules_to_save",
                 )
         chosen = [name for name in both if any(_ending([name], word) for word in wanted)]
         for name in chosen:
             if name in held:
                 raise SpecError(
-                    f"lora.modules_to_save: the base holds {name} in {held[name]}, and only plain weights are trained whole. "
+                    f"lora.modules_to_save: the base holds {name} in {held[name]}, and only plain "
+                    "weights are trained whole. "
                     "Take the base's release in bf16.",
                     param="lora.modules_to_save",
                 )
         return both if chosen and self.tied else chosen
 
     def refuse_adapters(self, wanted: str | Sequence[str], linears: Sequence[str]) -> None:
-        """Raise SpecError where a name or the pattern in lora.target_modules means embedding or head, and none of `linears`."""
+        """Raise SpecError where a name or the pattern in lora.target_modules means embedding or
+        head, and none of `linears`.
+        """
         kinds = {self.embedding: "embedding", self.head: "output head"}
         if isinstance(wanted, str):
             linear = wanted == "all-linear" or match_pattern(wanted, linears)
@@ -292,15 +375,20 @@ class OuterModules:
         for name, word in named:
             both = f": {self.embedding} and {self.head}, which are one weight" if self.tied else ""
             raise SpecError(
-                f"lora.target_modules: {word!r} names the base's {kinds[name]} ({name}), which gets no adapter: the loss is "
-                "taken inside the head, a few tokens' logits at a time, by one weight. Leave it out, and write "
+                f"lora.target_modules: {word!r} names the base's {kinds[name]} ({name}), which "
+                "gets no adapter: the loss is "
+                "taken inside the head, a few tokens' logits at a time, by one weight. Leave it "
+                "out, and write "
                 f"lora.modules_to_save: [{last_name(name)}], which trains it whole{both}.",
                 param="lora.target_modules",
             )
 
 
-def values_by_module(chosen: Sequence[str], patterns: Mapping[str, Value], field: str) -> dict[str, Value]:
-    """Module → value of lora.rank_pattern or alpha_pattern; the first matching pattern wins, as in PEFT.
+def values_by_module(
+    chosen: Sequence[str], patterns: Mapping[str, Value], field: str
+) -> dict[str, Value]:
+    """Module → value of lora.rank_pattern or alpha_pattern; the first matching pattern wins, as in
+    PEFT.
 
     Raises SpecError for a pattern that matches no adapted module.
     """
@@ -308,15 +396,18 @@ def values_by_module(chosen: Sequence[str], patterns: Mapping[str, Value], field
     for pattern, value in patterns.items():
         matched = match_pattern(rf"(.*\.)?({pattern})", chosen)
         if not matched:
-            raise SpecError(f"{field}: the pattern {pattern!r} matches no adapted module.", param=field)
+            raise SpecError(
+                f"{field}: the pattern {pattern!r} matches no adapted module.", param=field
+            )
         for name in matched:
             values.setdefault(name, value)
     return values
 
 
 def choose_ignored(names: Sequence[str], patterns: Sequence[str]) -> set[str]:
-    """Names of the base's weights that distributed.ignored keeps whole on every rank. Raises SpecError for a pattern that
-    matches none.
+    """Names of the base's weights that distributed.ignored keeps whole on every rank.
+
+    Raises SpecError for a pattern that matches none.
     """
     chosen: set[str] = set()
     for pattern in patterns:
@@ -340,13 +431,22 @@ def last_name(name: str) -> str:
     return name.rpartition(".")[2]
 
 
-def _matches(wanted: str, matched: list[str], allowed: list[str], *, is_pattern: bool = False) -> list[str]:
+def _matches(
+    wanted: str, matched: list[str], allowed: list[str], *, is_pattern: bool = False
+) -> list[str]:
     if matched:
         return matched
-    kinds = ", ".join(sorted({last_name(name) for name in allowed})) or "none that can have an adapter"
-    whole = f" A pattern has to match a whole name, such as {allowed[0]}." if is_pattern and allowed else ""
+    kinds = (
+        ", ".join(sorted({last_name(name) for name in allowed})) or "none that can have an adapter"
+    )
+    whole = (
+        f" A pattern has to match a whole name, such as {allowed[0]}."
+        if is_pattern and allowed
+        else ""
+    )
     raise SpecError(
-        f"lora.target_modules: {wanted!r} matches no linear layer of this model; it has {kinds}.{whole}",
+        f"lora.target_modules: {wanted!r} matches no linear layer of this model; it has "
+        f"{kinds}.{whole}",
         param="lora.target_modules",
     )
 
@@ -355,8 +455,11 @@ def _refuse_experts(wanted: str, matched: list[str]) -> None:
     if not matched:
         return
     raise SpecError(
-        f"lora.target_modules: {wanted!r} names {matched[0]!r}. In a mixture of experts, shared experts and "
-        "dense layers are named with what they lie in (shared_expert.down_proj, mlp.down_proj), stacks of experts in "
-        "lora.target_parameters, and routers have no adapter; all-linear means the former, and leaves stacks and routers out.",
+        f"lora.target_modules: {wanted!r} names {matched[0]!r}. In a mixture of experts, shared "
+        "experts and "
+        "dense layers are named with what they lie in (shared_expert.down_proj, mlp.down_proj), "
+        "stacks of experts in "
+        "lora.target_parameters, and routers have no adapter; all-linear means the former, and "
+        "leaves stacks and routers out.",
         param="lora.target_modules",
     )

@@ -1,7 +1,8 @@
 """The origin of a base, in terms that are valid on other machines.
 
 origin.json                                   Origin, in the folder of a base that `ft pull` fetched
-models--ORG--NAME/snapshots/REVISION/         the base ORG/NAME in Hugging Face's cache; refs/main names the newest revision
+models--ORG--NAME/snapshots/REVISION/         the base ORG/NAME in Hugging Face's cache; refs/main
+names the newest revision
 """
 
 from __future__ import annotations
@@ -48,7 +49,10 @@ def read_origin(folder: Path) -> Origin | None:
         return None
     fields: dict[str, Any] = {name: document.get(name) for name in Origin.__dataclass_fields__}
     origin = Origin(**fields)
-    whole = all(isinstance(part, str) for part in (origin.repository, origin.revision, origin.commit, origin.licence or ""))
+    whole = all(
+        isinstance(part, str)
+        for part in (origin.repository, origin.revision, origin.commit, origin.licence or "")
+    )
     return origin if whole and is_published(origin.repository) else None
 
 
@@ -57,7 +61,9 @@ def write_origin(folder: Path, origin: Origin) -> None:
 
 
 def licence_of(folder: Path) -> str | None:
-    """A base's licence, from the hub that it was pulled from, or from its card; None: neither names one."""
+    """A base's licence, from the hub that it was pulled from, or from its card; None: neither names
+    one.
+    """
     origin = read_origin(folder)
     if origin is not None and origin.licence:
         return origin.licence
@@ -77,11 +83,14 @@ def is_published(name: str) -> bool:
 
 
 def cached_snapshots(folder: Path) -> Iterator[tuple[str, Path]]:
-    """(name, folder) of a model's snapshots in Hugging Face's cache: ORG/NAME is the one that `main` names, or the newest;
-    others are ORG/NAME@COMMIT.
+    """(name, folder) of a model's snapshots in Hugging Face's cache: ORG/NAME is the one that
+    `main` names, or the newest; others are ORG/NAME@COMMIT.
     """
     name = cached_name(folder)
-    there = sorted((path for path in (folder / "snapshots").glob("*") if path.is_dir()), key=lambda path: path.stat().st_mtime)
+    there = sorted(
+        (path for path in (folder / "snapshots").glob("*") if path.is_dir()),
+        key=lambda path: path.stat().st_mtime,
+    )
     if name is None or not there:
         return
     try:
@@ -94,10 +103,16 @@ def cached_snapshots(folder: Path) -> Iterator[tuple[str, Path]]:
 
 
 def portable_name(folder: Path, name: str) -> str:
-    """The published name of a base, by its origin, its cache folder or its config.json; else `name`, the catalogue's."""
+    """The published name of a base, by its origin, its cache folder or its config.json; else
+    `name`, the catalogue's.
+    """
     if origin := read_origin(folder):
         return origin.repository
     if folder.parent.name == "snapshots" and (cached := cached_name(folder.parent.parent)):
         return cached
     given = (document_or_none(folder / "config.json") or {}).get("_name_or_path")
-    return given if isinstance(given, str) and is_published(given) and not Path(given).is_dir() else name
+    return (
+        given
+        if isinstance(given, str) and is_published(given) and not Path(given).is_dir()
+        else name
+    )

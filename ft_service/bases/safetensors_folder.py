@@ -1,4 +1,6 @@
-"""The tensors of a base: one safetensors file, or several with an index from tensor names to files."""
+"""The tensors of a base: one safetensors file, or several with an index from tensor names to
+files.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +11,13 @@ from typing import Any
 
 from ft_service.bases.base_files import INDEX as INDEX_LIMIT
 from ft_service.bases.base_files import open_base_file, read_bytes, shown, unreadable_base
-from ft_service.bases.safetensors_header import Header, HeaderError, TensorEntry, header_in, parse_object
+from ft_service.bases.safetensors_header import (
+    Header,
+    HeaderError,
+    TensorEntry,
+    header_in,
+    parse_object,
+)
 from ft_service.errors import SpecError
 
 INDEX = "model.safetensors.index.json"
@@ -24,9 +32,12 @@ Index = Mapping[str, str]
 
 
 def read_tensors(folder: Path, index: Index | None = None) -> dict[str, TensorEntry]:
-    """The tensors of a base that its index names, by name, file by file in sorted order. `index`: None: it is read.
+    """The tensors of a base that its index names, by name, file by file in sorted order.
 
-    Raises SpecError naming the file and tensor that is missing or damaged; OSError if another try may help.
+    `index`: None: it is read.
+
+    Raises SpecError naming the file and tensor that is missing or damaged; OSError if another try
+    may help.
     """
     index = read_index(folder) if index is None else index
     entries: dict[str, TensorEntry] = {}
@@ -36,12 +47,16 @@ def read_tensors(folder: Path, index: Index | None = None) -> dict[str, TensorEn
                 continue
             if name in entries:
                 raise unreadable_base(
-                    path, f"tensor {shown(name)} is in {entries[name].path.name} too: one of the two is from another copy"
+                    path,
+                    f"tensor {shown(name)} is in {entries[name].path.name} too: one of the two is "
+                    "from another copy",
                 )
             entries[name] = entry
     for name, file in (index or {}).items():
         if name not in entries or entries[name].path.name != file:
-            raise unreadable_base(folder / file, f"it lacks tensor {shown(name)}, which {INDEX} says it holds")
+            raise unreadable_base(
+                folder / file, f"it lacks tensor {shown(name)}, which {INDEX} says it holds"
+            )
     return entries
 
 
@@ -57,7 +72,10 @@ def header_of(path: Path) -> Header:
 
 
 def weight_files(folder: Path) -> list[Path]:
-    """The safetensors files that make up a base, sorted. Raises SpecError for a folder without any, or OSError."""
+    """The safetensors files that make up a base, sorted.
+
+    Raises SpecError for a folder without any, or OSError.
+    """
     return files_of(folder, read_index(folder))
 
 
@@ -67,11 +85,18 @@ def files_of(folder: Path, index: Index) -> list[Path]:
 
 
 def read_index(folder: Path) -> Index:
-    """Read the index. Empty: SINGLE holds all tensors. Raises SpecError for a folder without index and SINGLE; OSError."""
+    """Read the index. Empty: SINGLE holds all tensors.
+
+    Raises SpecError for a folder without index and SINGLE; OSError.
+    """
     path = folder / INDEX
     if not os.path.lexists(path):
         if not os.path.lexists(folder / SINGLE):
-            raise SpecError(f"{folder} has neither {SINGLE} nor {INDEX}.", param="model", code="model_unreadable")
+            raise SpecError(
+                f"{folder} has neither {SINGLE} nor {INDEX}.",
+                param="model",
+                code="model_unreadable",
+            )
         return {}
     files = _json(path).get("weight_map")
     if not isinstance(files, dict) or not files:
@@ -79,7 +104,9 @@ def read_index(folder: Path) -> Index:
     for name, file in files.items():
         if not _is_file_name(file):
             raise unreadable_base(
-                path, f"it says that tensor {shown(name)} is in {shown(file)}, which is no file of this folder"
+                path,
+                f"it says that tensor {shown(name)} is in {shown(file)}, which is no file of this "
+                "folder",
             )
     return files
 
@@ -94,6 +121,12 @@ def _json(path: Path) -> dict[str, Any]:
 
 
 def _is_file_name(name: object) -> bool:
-    if not isinstance(name, str) or not name.isprintable() or "/" in name or "\\" in name or name in ("", ".", ".."):
+    if (
+        not isinstance(name, str)
+        or not name.isprintable()
+        or "/" in name
+        or "\\" in name
+        or name in ("", ".", "..")
+    ):
         return False
     return len(name.encode()) <= _LONGEST_NAME

@@ -1,7 +1,10 @@
-"""The header of a safetensors file: 8 bytes that hold its length, then JSON of that length. No tensor is read.
+"""The header of a safetensors file: 8 bytes that hold its length, then JSON of that length.
 
-Descriptions, `ft verify` and workers take names, dtypes, shapes and offsets of tensors from here. Files that the safetensors
-library refuses are refused, so that an accepted file opens there; and also duplicate or unprintable names.
+No tensor is read.
+
+Descriptions, `ft verify` and workers take names, dtypes, shapes and offsets of tensors from here.
+Files that the safetensors library refuses are refused, so that an accepted file opens there; and
+also duplicate or unprintable names.
 """
 
 from __future__ import annotations
@@ -18,7 +21,9 @@ HEADER = Limit(bytes=32 * 2**20, values=4_000_000)
 """The size of a header of 250,000 tensors, below the format's own limit of 100 MB."""
 DTYPE_BITS = {
     **{"F4": 4, "F6_E2M3": 6, "F6_E3M2": 6},
-    **dict.fromkeys(("BOOL", "U8", "I8", "F8_E5M2", "F8_E4M3", "F8_E8M0", "F8_E4M3FNUZ", "F8_E5M2FNUZ"), 8),
+    **dict.fromkeys(
+        ("BOOL", "U8", "I8", "F8_E5M2", "F8_E4M3", "F8_E8M0", "F8_E4M3FNUZ", "F8_E5M2FNUZ"), 8
+    ),
     **dict.fromkeys(("I16", "U16", "F16", "BF16"), 16),
     **dict.fromkeys(("I32", "U32", "F32"), 32),
     **dict.fromkeys(("C64", "F64", "I64", "U64"), 64),
@@ -66,7 +71,10 @@ class Header:
 
 
 def read_header(path: Path) -> Header:
-    """Read a header, and check its entries against each other and the file's length. Raises HeaderError, OSError."""
+    """Read a header, and check its entries against each other and the file's length.
+
+    Raises HeaderError, OSError.
+    """
     with open_regular(path, lambda why: HeaderError(path, why)) as file:
         return header_in(file, path)
 
@@ -91,7 +99,10 @@ def header_in(file: BinaryIO, path: Path) -> Header:
 
 
 def parse_object(text: bytes, limit: Limit, what: str = "it") -> dict[str, Any]:
-    """Parse a strict JSON object: UTF-8, without duplicate names and NaN. Raises ValueError that names `what`."""
+    """Parse a strict JSON object: UTF-8, without duplicate names and NaN.
+
+    Raises ValueError that names `what`.
+    """
     try:
         return parse_document(text, limit, what, unique=_unique, constant=_refuse_constant)
     except _NameTwiceError as error:
@@ -116,43 +127,62 @@ def _refuse_constant(word: str) -> NoReturn:
 
 
 def _metadata(given: object) -> dict[str, str]:
-    if given is not None and not (isinstance(given, dict) and all(isinstance(value, str) for value in given.values())):
+    if given is not None and not (
+        isinstance(given, dict) and all(isinstance(value, str) for value in given.values())
+    ):
         raise ValueError(f"its {_METADATA} is no mapping of texts to texts")
     return given or {}
 
 
 def _entry(name: str, given: object, path: Path, data: int) -> TensorEntry:
-    """A tensor's entry. `data`: offset of the file's first tensor. Raises ValueError naming the tensor."""
+    """A tensor's entry. `data`: offset of the file's first tensor.
+
+    Raises ValueError naming the tensor.
+    """
     what = f"tensor {shown(name)}"
     if not name.isprintable():
         raise ValueError(f"{what} has control characters, or half of a surrogate pair, in its name")
     if not isinstance(given, dict):
         raise ValueError(f"{what} has no dtype, shape and data_offsets")
-    dtype, shape, offsets = given.get("dtype"), given.get("shape"), given.get("data_offsets")
+    dtype = given.get("dtype")
+    shape = given.get("shape")
+    offsets = given.get("data_offsets")
     if not isinstance(dtype, str) or dtype not in DTYPE_BITS:
         raise ValueError(f"{what} has the dtype {shown(dtype)}, which safetensors does not know")
     if not _are_sizes(shape):
-        raise ValueError(f"{what} has the shape {shown(shape)}: a list of sizes that are not negative is needed")
+        raise ValueError(
+            f"{what} has the shape {shown(shape)}: a list of sizes that are not negative is needed"
+        )
     if not _are_sizes(offsets) or len(offsets) != 2 or offsets[0] > offsets[1]:
-        raise ValueError(f"{what} has the data_offsets {shown(offsets)}: needed is [begin, end] with 0 <= begin <= end")
+        raise ValueError(
+            f"{what} has the data_offsets {shown(offsets)}: needed is [begin, end] with 0 <= "
+            "begin <= end"
+        )
     begin, end = offsets
     bits = _bits(shape, DTYPE_BITS[dtype])
     if bits is None or bits != 8 * (end - begin):
         need = "more than any file holds" if bits is None else f"{bits / 8:.15g}"
         raise ValueError(
-            f"{what} has {shown(end - begin)} bytes (data_offsets {shown(offsets)}), but {dtype} of shape {shown(shape)} "
+            f"{what} has {shown(end - begin)} bytes (data_offsets {shown(offsets)}), but {dtype} "
+            f"of shape {shown(shape)} "
             f"takes {need}"
         )
     return TensorEntry(name, dtype, tuple(shape), path, data + begin, data + end)
 
 
 def _are_sizes(given: object) -> TypeGuard[list[int]]:
-    return isinstance(given, list) and all(type(size) is int and size >= 0 for size in given)  # a bool is no size
+    return isinstance(given, list) and all(
+        type(size) is int and size >= 0 for size in given
+    )  # a bool is no size
 
 
 def _bits(shape: Iterable[int], of_value: int) -> int | None:
-    """Size of a tensor in bits. None: more than any file has, also if a size is 0, since readers multiply in order."""
-    total, empty = of_value, False
+    """Size of a tensor in bits.
+
+    None: more than any file has, also if a size is 0, since readers multiply in order.
+    """
+    total = of_value
+    empty = False
     for size in shape:
         empty = empty or size == 0
         total *= size or 1
@@ -162,21 +192,33 @@ def _bits(shape: Iterable[int], of_value: int) -> int | None:
 
 
 def _check_places(entries: Iterable[TensorEntry], start: int, size: int) -> None:
-    """Refuse tensors that do not fill the file without gaps. `start`: offset of the first tensor; `size`: bytes of the file."""
-    place, before = start, ""
+    """Refuse tensors that do not fill the file without gaps.
+
+    `start`: offset of the first tensor; `size`: bytes of the file.
+    """
+    place = start
+    before = ""
     for entry in sorted(entries, key=lambda entry: (entry.start, entry.end)):
         if entry.start < place:
             raise ValueError(
-                f"tensor {shown(entry.name)} begins at byte {entry.start - start} of the data, inside {before}, "
+                f"tensor {shown(entry.name)} begins at byte {entry.start - start} of the data, "
+                f"inside {before}, "
                 f"which ends at byte {place - start}"
             )
         if entry.start > place:
             raise ValueError(
-                f"bytes {place - start} to {shown(entry.start - start)} of the data, before tensor {shown(entry.name)}, "
+                f"bytes {place - start} to {shown(entry.start - start)} of the data, before "
+                f"tensor {shown(entry.name)}, "
                 "belong to no tensor"
             )
-        place, before = entry.end, f"tensor {shown(entry.name)}"
+        place = entry.end
+        before = f"tensor {shown(entry.name)}"
     if place > size:
-        raise ValueError(f"it is {size} bytes long and should be {shown(place)}: a copy or download was cut short")
+        raise ValueError(
+            f"it is {size} bytes long and should be {shown(place)}: a copy or download was cut "
+            "short"
+        )
     if place < size:
-        raise ValueError(f"it is {size} bytes long and should be {place}: what follows belongs to no tensor")
+        raise ValueError(
+            f"it is {size} bytes long and should be {place}: what follows belongs to no tensor"
+        )

@@ -48,24 +48,47 @@ def register(app: typer.Typer) -> None:
 def chat(
     model: Annotated[
         str,
-        typer.Argument(metavar="ID", help="A job (id, beginning of it, suffix, `last`), a tuned model, or a base."),
+        typer.Argument(
+            metavar="ID",
+            help="A job (id, beginning of it, suffix, `last`), a tuned model, or a base.",
+        ),
     ],
     message: Annotated[
-        str | None, typer.Argument(help="Send this and exit; without it, or with -, it is a conversation.")
+        str | None,
+        typer.Argument(help="Send this and exit; without it, or with -, it is a conversation."),
     ] = None,
-    compare: Annotated[bool, typer.Option("--compare", help="Show the base's answer too, side by side.")] = False,
+    compare: Annotated[
+        bool, typer.Option("--compare", help="Show the base's answer too, side by side.")
+    ] = False,
     base: Annotated[bool, typer.Option("--base", help="Show only the base's answer.")] = False,
-    checkpoint: Annotated[int | None, typer.Option(metavar="STEP", help="The job's checkpoint at this step.")] = None,
-    system: Annotated[str | None, typer.Option(metavar="TEXT", help="A system message to begin with.")] = None,
-    temperature: Annotated[float, typer.Option(min=0, max=2, help="0: the same answer every time.")] = 0.0,
-    max_tokens: Annotated[int | None, typer.Option(min=1, help="Longest answer, in tokens.")] = None,
-    cpu: Annotated[bool, typer.Option("--cpu", help="While training has every slot, answer on the processor, slowly.")] = False,
+    checkpoint: Annotated[
+        int | None, typer.Option(metavar="STEP", help="The job's checkpoint at this step.")
+    ] = None,
+    system: Annotated[
+        str | None, typer.Option(metavar="TEXT", help="A system message to begin with.")
+    ] = None,
+    temperature: Annotated[
+        float, typer.Option(min=0, max=2, help="0: the same answer every time.")
+    ] = 0.0,
+    max_tokens: Annotated[
+        int | None, typer.Option(min=1, help="Longest answer, in tokens.")
+    ] = None,
+    cpu: Annotated[
+        bool,
+        typer.Option(
+            "--cpu", help="While training has every slot, answer on the processor, slowly."
+        ),
+    ] = False,
     as_json: Json = False,
 ) -> None:
-    """Talk to a tuned model. In a conversation /help lists the commands, and /exit or Ctrl-D leaves."""
+    """Talk to a tuned model.
+
+    In a conversation /help lists the commands, and /exit or Ctrl-D leaves.
+    """
     if base and compare:
         raise SpecError(
-            "--base and --compare: the first uses only the base, the second both models. Keep one.", param="compare"
+            "--base and --compare: the first uses only the base, the second both models. Keep one.",
+            param="compare",
         )
     if as_json and message is None:
         raise SpecError("--json needs a message: a conversation is for people.", param="json")
@@ -73,8 +96,16 @@ def chat(
         message = sys.stdin.read()
     with connect() as client:
         tuned, its_base = find_chat_targets(client, model, checkpoint)
-        asked = [its_base] if base else [tuned, its_base] if compare and tuned.model != its_base.model else [tuned]
-        options: dict[str, Any] = {"temperature": temperature} | ({"max_tokens": max_tokens} if max_tokens else {})
+        asked = (
+            [its_base]
+            if base
+            else [tuned, its_base]
+            if compare and tuned.model != its_base.model
+            else [tuned]
+        )
+        options: dict[str, Any] = {"temperature": temperature} | (
+            {"max_tokens": max_tokens} if max_tokens else {}
+        )
         options |= {"processor": True} if cpu else {}
         begin = [{"role": "system", "content": system}] if system else []
         talk = ChatSession(client, asked, options, begin)
@@ -86,8 +117,12 @@ def chat(
             talk.ask(message)
 
 
-def find_chat_targets(client: Client, wanted: str, step: int | None = None) -> tuple[ChatTarget, ChatTarget]:
-    """Return the model that a job's or model's name means, and its base. Raises SpecError or NotFoundError.
+def find_chat_targets(
+    client: Client, wanted: str, step: int | None = None
+) -> tuple[ChatTarget, ChatTarget]:
+    """Return the model that a job's or model's name means, and its base.
+
+    Raises SpecError or NotFoundError.
 
     For a job that has not succeeded, it is the newest checkpoint.
     """
@@ -98,7 +133,9 @@ def find_chat_targets(client: Client, wanted: str, step: int | None = None) -> t
     try:
         job = client.job(find_job(client, wanted, fit=lambda job: job.fine_tuned_model is not None))
     except NotFoundError as error:
-        raise NotFoundError(f"{error.message} Bases: `ft models`.", param=error.param, code=error.code) from None
+        raise NotFoundError(
+            f"{error.message} Bases: `ft models`.", param=error.param, code=error.code
+        ) from None
     its_base = ChatTarget("base", job.model)
     if step is None and is_tuned(wanted):
         return ChatTarget("checkpoint", wanted), its_base
@@ -108,15 +145,27 @@ def find_chat_targets(client: Client, wanted: str, step: int | None = None) -> t
     chosen = next((point for point in points if step is None or point.step_number == step), None)
     if chosen is None:
         steps = ", ".join(str(point.step_number) for point in reversed(points)) or "none yet"
-        raise NotFoundError(f"Job {job.id} ({job.status}) has no such checkpoint; it has: {steps}.", param="checkpoint")
+        raise NotFoundError(
+            f"Job {job.id} ({job.status}) has no such checkpoint; it has: {steps}.",
+            param="checkpoint",
+        )
     return ChatTarget(f"step {chosen.step_number}", chosen.fine_tuned_model_checkpoint), its_base
 
 
 class ChatSession:
     """Conversation with one or two models, each with a history of its own answers."""
 
-    def __init__(self, client: Client, targets: list[ChatTarget], options: dict[str, Any], begin: list[dict[str, Any]]) -> None:
-        self._client, self._targets, self._options, self._begin = client, targets, options, begin
+    def __init__(
+        self,
+        client: Client,
+        targets: list[ChatTarget],
+        options: dict[str, Any],
+        begin: list[dict[str, Any]],
+    ) -> None:
+        self._client = client
+        self._targets = targets
+        self._options = options
+        self._begin = begin
         self._history: dict[str, list[dict[str, Any]]] = {}
         self._console = Console(highlight=False, emoji=False)
         self.forget()
@@ -127,7 +176,10 @@ class ChatSession:
     def hold(self) -> None:
         """Send what the user types, until the user leaves."""
         names = " and ".join(target.model for target in self._targets)
-        print_text(f"Talking to {names}. {_NEW} starts a new conversation, {_BYE[0]} leaves, {_HELP} lists all commands.")
+        print_text(
+            f"Talking to {names}. {_NEW} starts a new conversation, {_BYE[0]} leaves, {_HELP} "
+            "lists all commands."
+        )
         with suppress(ImportError):  # if present, it adds editing and a history to the input
             importlib.import_module("readline")
         while True:
@@ -143,7 +195,10 @@ class ChatSession:
             elif message == _HELP:
                 print_text(_HELP_TEXT)
             elif message.startswith("/") and message[1:].isalpha():
-                print_text(f"There is no {message}. {_HELP} lists the commands; with a space in front it is sent to the model.")
+                print_text(
+                    f"There is no {message}. {_HELP} lists the commands; with a space in front it "
+                    "is sent to the model."
+                )
             elif message.strip():
                 try:
                     self.ask(message.strip())
@@ -179,7 +234,11 @@ class ChatSession:
         asked = [*said, {"role": "user", "content": message}]
         body = {"model": target.model, "messages": asked, "stream": True, **self._options}
         answer = ""
-        with self._console.status("Loading the model and reading") if self._console.is_terminal else nullcontext():
+        with (
+            self._console.status("Loading the model and reading")
+            if self._console.is_terminal
+            else nullcontext()
+        ):
             parts = self._client.chat(body)
             first = next(parts, "")
         for text in chain([first], parts):

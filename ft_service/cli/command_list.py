@@ -1,7 +1,7 @@
 """Commands of `ft`: the module of each, its line in `ft --help`, and help in plain words.
 
-A command's module is imported when it is called, not when it is listed or completed: most commands need packages that others
-do not.
+A command's module is imported when it is called, not when it is listed or completed: most commands
+need packages that others do not.
 """
 
 from __future__ import annotations
@@ -35,8 +35,10 @@ _KINDS = {
 
 
 def simplify_help(command: Any, *, below: bool = True) -> None:
-    """Change the help of a command, and of its subcommands if `below`: `SPEC` instead of `{SPEC}` and `<path>`, `NUMBER`
-    instead of `<float range>`, and nothing after an option without a value."""
+    """Change the help of a command, and of its subcommands if `below`: `SPEC` instead of
+    `{SPEC}` and `<path>`, `NUMBER` instead of `<float range>`, and nothing after an option
+    without a value.
+    """
     context = typer.Context(command, help_option_names=HELP)
     for parameter in command.params:
         if isinstance(parameter, typer.core.TyperArgument):
@@ -62,10 +64,15 @@ def _name_argument(argument: Any) -> None:
 
 def usage_text(error: typer.TyperException) -> str:
     """Return the message for a wrong command line."""
-    message, where = _plain(error.format_message()), getattr(error, "ctx", None)
+    message = _plain(error.format_message())
+    where = getattr(error, "ctx", None)
     if error.__cause__ is not None and _LIMIT.search(message):
         message = _with_value(message, error.__cause__)
-    return f"{message} What it takes: {where.command_path} -h" if where and message.startswith("Missing") else message
+    return (
+        f"{message} What it takes: {where.command_path} -h"
+        if where and message.startswith("Missing")
+        else message
+    )
 
 
 _LIMIT = re.compile(r"must be at (least|most) [^ ]+$")
@@ -76,16 +83,22 @@ def _with_value(message: str, cause: BaseException) -> str:
     from pydantic import ValidationError  # which has refused it
 
     given = str(cause.errors()[0]["input"]) if isinstance(cause, ValidationError) else ""
-    return f"{message}, not {given if len(given) <= 80 else given[:77] + '...'}" if given else message
+    return (
+        f"{message}, not {given if len(given) <= 80 else given[:77] + '...'}" if given else message
+    )
 
 
 def _plain(message: str) -> str:
-    message = re.sub(r" \(Possible options?: (.*)\)", r". Did you mean \1?", message.replace("Value error, ", ""))
+    message = re.sub(
+        r" \(Possible options?: (.*)\)", r". Did you mean \1?", message.replace("Value error, ", "")
+    )
     message = message.replace("Input should be greater than or equal to", "it must be at least")
     message = message.replace("Input should be less than or equal to", "it must be at most")
-    return re.sub(r"Input should be a valid (integer|number)(, unable to parse.*)?", r"it must be a \1", message).replace(
-        "a integer", "a whole number"
-    )
+    return re.sub(
+        r"Input should be a valid (integer|number)(, unable to parse.*)?",
+        r"it must be a \1",
+        message,
+    ).replace("a integer", "a whole number")
 
 
 @dataclass(frozen=True)
@@ -106,36 +119,65 @@ _MODELS = "Models"
 _SERVICE = "The service"
 
 ENTRIES: Mapping[str, CommandEntry] = {
-    "submit": CommandEntry("jobs.submit_command", _JOBS, "Check a SPEC and its data, upload the files and create the job."),
-    "jobs": CommandEntry("jobs.list_commands", _JOBS, "List the newest jobs."),
-    "get": CommandEntry("jobs.list_commands", _JOBS, "Show one job: its state, its options, its files and its checkpoints."),
-    "watch": CommandEntry("jobs.watch_command", _JOBS, "Show a job's progress until it finishes or is paused."),
-    "logs": CommandEntry(
-        "jobs.watch_command", _JOBS, "Print what a job's processes have printed: supervisor, torchrun and every rank."
+    "submit": CommandEntry(
+        "jobs.submit_command",
+        _JOBS,
+        "Check a SPEC and its data, upload the files and create the job.",
     ),
-    "events": CommandEntry("jobs.list_commands", _JOBS, "Print what has happened to a job, the newest last."),
-    "checkpoints": CommandEntry("jobs.list_commands", _JOBS, "List a job's checkpoints, the newest first."),
-    "files": CommandEntry("jobs.list_commands", _JOBS, "List the newest files that were uploaded, and the results of jobs."),
+    "jobs": CommandEntry("jobs.list_commands", _JOBS, "List the newest jobs."),
+    "get": CommandEntry(
+        "jobs.list_commands",
+        _JOBS,
+        "Show one job: its state, its options, its files and its checkpoints.",
+    ),
+    "watch": CommandEntry(
+        "jobs.watch_command", _JOBS, "Show a job's progress until it finishes or is paused."
+    ),
+    "logs": CommandEntry(
+        "jobs.watch_command",
+        _JOBS,
+        "Print what a job's processes have printed: supervisor, torchrun and every rank.",
+    ),
+    "events": CommandEntry(
+        "jobs.list_commands", _JOBS, "Print what has happened to a job, the newest last."
+    ),
+    "checkpoints": CommandEntry(
+        "jobs.list_commands", _JOBS, "List a job's checkpoints, the newest first."
+    ),
+    "files": CommandEntry(
+        "jobs.list_commands",
+        _JOBS,
+        "List the newest files that were uploaded, and the results of jobs.",
+    ),
     "compare": CommandEntry(
         "jobs.compare_command",
         _JOBS,
-        "Show the options in which two jobs differ, their results, and the curves of their losses and rewards.",
+        "Show the options in which two jobs differ, their results, and the curves of their losses "
+        "and rewards.",
     ),
     "eval": CommandEntry(
         "jobs.eval_command",
         _JOBS,
-        "Show a job's answers before and after training side by side, with their scores at every step that was evaluated.",
+        "Show a job's answers before and after training side by side, with their scores at every "
+        "step that was evaluated.",
     ),
     "pause": CommandEntry(
-        "jobs.action_commands", _JOBS, "Stop a job at a checkpoint and free its processors, until it is resumed."
+        "jobs.action_commands",
+        _JOBS,
+        "Stop a job at a checkpoint and free its processors, until it is resumed.",
     ),
-    "resume": CommandEntry("jobs.action_commands", _JOBS, "Resume a paused job from its checkpoint."),
+    "resume": CommandEntry(
+        "jobs.action_commands", _JOBS, "Resume a paused job from its checkpoint."
+    ),
     "cancel": CommandEntry("jobs.action_commands", _JOBS, "Stop a job for good."),
-    "rm": CommandEntry("jobs.action_commands", _JOBS, "Remove an uploaded file, or the tuned model of a job."),
+    "rm": CommandEntry(
+        "jobs.action_commands", _JOBS, "Remove an uploaded file, or the tuned model of a job."
+    ),
     "download": CommandEntry(
         "jobs.download_command",
         _JOBS,
-        "Download a finished job's adapter, or one of a checkpoint's, in the format that PEFT loads.",
+        "Download a finished job's adapter, or one of a checkpoint's, in the format that PEFT "
+        "loads.",
     ),
     "sweep": CommandEntry(
         "jobs.sweep_command",
@@ -143,25 +185,39 @@ ENTRIES: Mapping[str, CommandEntry] = {
         "Run a job for each combination of values, and stop the poor ones early.",
     ),
     "engines": CommandEntry(
-        "jobs.engines_command", _JOBS, "List the engines that train several jobs on one base, and their jobs."
+        "jobs.engines_command",
+        _JOBS,
+        "List the engines that train several jobs on one base, and their jobs.",
     ),
     "plan": CommandEntry(
-        "local.plan_command", _ALONE, "Show whether a SPEC fits, what it takes in memory and time, and what would help."
+        "local.plan_command",
+        _ALONE,
+        "Show whether a SPEC fits, what it takes in memory and time, and what would help.",
     ),
-    "run": CommandEntry("local.run_command", _ALONE, "Run a SPEC on this machine without a server."),
+    "run": CommandEntry(
+        "local.run_command", _ALONE, "Run a SPEC on this machine without a server."
+    ),
     "convert": CommandEntry(
         "local.convert_command",
         _ALONE,
-        "Print another tool's configuration or training script as a SPEC, and what becomes of each of its options.",
+        "Print another tool's configuration or training script as a SPEC, and what becomes of "
+        "each of its options.",
     ),
     "data": CommandEntry(
-        "data_files.data_commands", _ALONE, "Look at a data file before it is trained on: check, show, count and convert it."
+        "data_files.data_commands",
+        _ALONE,
+        "Look at a data file before it is trained on: check, show, count and convert it.",
     ),
     "models": CommandEntry(
-        "models_command", _MODELS, "List the models that the server knows: bases, whether they can be tuned, and tuned ones."
+        "models_command",
+        _MODELS,
+        "List the models that the server knows: bases, whether they can be tuned, and tuned ones.",
     ),
     "pull": CommandEntry(
-        "models_command", _MODELS, "Fetch a base from Hugging Face's hub (or HF_ENDPOINT's) into the first folder of FT_MODELS."
+        "models_command",
+        _MODELS,
+        "Fetch a base from Hugging Face's hub (or HF_ENDPOINT's) into the first folder of "
+        "FT_MODELS.",
     ),
     "chat": CommandEntry("chat_command", _MODELS, "Talk to a tuned model."),
     "merge": CommandEntry(
@@ -169,30 +225,49 @@ ENTRIES: Mapping[str, CommandEntry] = {
         _MODELS,
         "Merge an adapter into its base (no GPU needed), and report the change in validation loss.",
     ),
-    "export": CommandEntry("export_command", _MODELS, "Export a tuned model for vLLM, Ollama, llama.cpp or Transformers."),
-    "verify": CommandEntry("jobs.verify_command", _MODELS, "Check an adapter's manifest, checksums and shapes."),
-    "serve": CommandEntry("serve_command", _SERVICE, "Serve the REST API and run jobs on this machine, until Ctrl-C."),
+    "export": CommandEntry(
+        "export_command",
+        _MODELS,
+        "Export a tuned model for vLLM, Ollama, llama.cpp or Transformers.",
+    ),
+    "verify": CommandEntry(
+        "jobs.verify_command", _MODELS, "Check an adapter's manifest, checksums and shapes."
+    ),
+    "serve": CommandEntry(
+        "serve_command", _SERVICE, "Serve the REST API and run jobs on this machine, until Ctrl-C."
+    ),
     "quickstart": CommandEntry(
         "quickstart.quickstart_command",
         _SERVICE,
-        "Fine-tune the sample base on this machine, from upload to adapter, with a server of its own.",
+        "Fine-tune the sample base on this machine, from upload to adapter, with a server of its "
+        "own.",
     ),
     "open": CommandEntry(
         "serve_command",
         _SERVICE,
-        "Open the server's page in a browser, signed in: by a link that works once, within 15 minutes.",
+        "Open the server's page in a browser, signed in: by a link that works once, within 15 "
+        "minutes.",
     ),
-    "keys": CommandEntry("keys_command", _SERVICE, "Create, list, rotate and revoke API keys, in this machine's database."),
+    "keys": CommandEntry(
+        "keys_command",
+        _SERVICE,
+        "Create, list, rotate and revoke API keys, in this machine's database.",
+    ),
     "projects": CommandEntry(
-        "keys_command", _SERVICE, "Create, list, limit, archive and delete projects, in this machine's database."
+        "keys_command",
+        _SERVICE,
+        "Create, list, limit, archive and delete projects, in this machine's database.",
     ),
     "audit": CommandEntry(
-        "keys_command", _SERVICE, "Show what was changed in this machine's database, by which key, and from where."
+        "keys_command",
+        _SERVICE,
+        "Show what was changed in this machine's database, by which key, and from where.",
     ),
     "prune": CommandEntry(
         "prune_command",
         _SERVICE,
-        "Remove, from this machine's FT_HOME, adapters of deleted models and what belongs to no job or file; with an age "
+        "Remove, from this machine's FT_HOME, adapters of deleted models and what belongs to no "
+        "job or file; with an age "
         "(here or in FT_KEEP_…_DAYS) also what is older.",
     ),
     "doctor": CommandEntry(
@@ -203,9 +278,12 @@ ENTRIES: Mapping[str, CommandEntry] = {
     "reconcile": CommandEntry(
         "serve_command",
         _SERVICE,
-        "Move jobs, deliver webhooks and remove what is no longer needed, without serving the API, until Ctrl-C.",
+        "Move jobs, deliver webhooks and remove what is no longer needed, without serving the "
+        "API, until Ctrl-C.",
     ),
-    "migrate": CommandEntry("serve_command", _SERVICE, "Bring the database to this version's schema."),
+    "migrate": CommandEntry(
+        "serve_command", _SERVICE, "Bring the database to this version's schema."
+    ),
     "version": CommandEntry("root_command", _SERVICE, "Print the version."),
 }
 """Entries by name, in the order of the list."""

@@ -27,7 +27,10 @@ class Display(Protocol):
 
     def __enter__(self) -> Self: ...
     def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
     ) -> None: ...
 
     def status(self, text: str) -> None:
@@ -47,16 +50,24 @@ def display_for(console: Console) -> Display:
 
 @contextlib.contextmanager
 def download_progress() -> Iterator[Callable[[int, int], object]]:
-    """Yield a function that takes the received and the total bytes of a download, and shows them on a terminal; before the
-    first call it says that the server prepares the download."""
+    """Yield a function that takes the received and the total bytes of a download, and shows them on
+    a terminal; before the first call it says that the server prepares the download.
+    """
     console = Console(stderr=True, highlight=False)
     if not console.is_terminal:
         yield lambda done, total: None
         return
-    columns = (TextColumn("{task.description}"), BarColumn(bar_width=28), DownloadColumn(), TransferSpeedColumn())
+    columns = (
+        TextColumn("{task.description}"),
+        BarColumn(bar_width=28),
+        DownloadColumn(),
+        TransferSpeedColumn(),
+    )
     with Bars(*columns, console=console, transient=True) as bars:
         task = bars.add_task("The server prepares it", total=None)
-        yield lambda done, total: bars.update(task, description="Downloading", completed=done, total=total or None)
+        yield lambda done, total: bars.update(
+            task, description="Downloading", completed=done, total=total or None
+        )
 
 
 class _BarsOverCurves(Bars):
@@ -88,14 +99,21 @@ class BarDisplay:
         self._bars.start()
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None) -> None:
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
         self._bars.stop()
 
     def status(self, text: str) -> None:
         self._bars.update(self._task, description=text)
 
     def message(self, level: str, text: str, when: float) -> None:
-        self._bars.console.print(Text(text, style={"warn": "yellow", "error": "red"}.get(level, "dim")))
+        self._bars.console.print(
+            Text(text, style={"warn": "yellow", "error": "red"}.get(level, "dim"))
+        )
 
     def metrics(self, metrics: Metrics, when: float) -> None:
         self._progress = now = self._progress.after(metrics)
@@ -114,7 +132,9 @@ class BarDisplay:
 
 
 class LineDisplay:
-    """Lines for messages and changes of status, and about LINES lines for the progress of a whole job."""
+    """Lines for messages and changes of status, and about LINES lines for the progress of a whole
+    job.
+    """
 
     def __init__(self, console: Console) -> None:
         self._console = console
@@ -126,7 +146,10 @@ class LineDisplay:
         return self
 
     def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
     ) -> None: ...
 
     def status(self, text: str) -> None:
@@ -141,7 +164,9 @@ class LineDisplay:
         self._progress = now = self._progress.after(metrics)
         if now.step == self._printed:  # a checkpoint repeats its step's numbers
             return
-        due = now.step >= self._printed + max(1, now.total_steps // LINES) or now.step < self._printed
+        due = (
+            now.step >= self._printed + max(1, now.total_steps // LINES) or now.step < self._printed
+        )
         if due or now.step == now.total_steps or metrics.valid_loss is not None:
             self._printed = now.step
             self._line(when, progress_line(now))

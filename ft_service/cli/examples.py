@@ -1,4 +1,6 @@
-"""Two examples at the end of each command's help; a test parses each by the command's own options."""
+"""Two examples at the end of each command's help; a test parses each by the command's own
+options.
+"""
 
 from __future__ import annotations
 
@@ -28,16 +30,28 @@ EXAMPLES: Mapping[str, tuple[str, str]] = {
     "sweep rm": ("last --keep-best", "last --yes"),
     "engines": ("", "--json"),
     "plan": ("job.yaml --hardware RTX-4090", "job.yaml --set lora.r=64 --verbose"),
-    "run": ("job.yaml --run-dir my-run", "train.jsonl --model tiny-llama --set training.max_steps=20"),
+    "run": (
+        "job.yaml --run-dir my-run",
+        "train.jsonl --model tiny-llama --set training.max_steps=20",
+    ),
     "convert": ("axolotl.yaml --gpus 8 --out job.yaml", "train.sh --gpus 1"),
-    "data check": ("train.jsonl --model tiny-llama", "chats.csv --column instruction=question --column output=answer"),
+    "data check": (
+        "train.jsonl --model tiny-llama",
+        "chats.csv --column instruction=question --column output=answer",
+    ),
     "data show": ("train.jsonl --model tiny-llama -n 3", "train.jsonl --model tiny-llama --ids"),
-    "data stats": ("train.jsonl --model tiny-llama", "train.jsonl --model tiny-llama --validation-split 0.1"),
+    "data stats": (
+        "train.jsonl --model tiny-llama",
+        "train.jsonl --model tiny-llama --validation-split 0.1",
+    ),
     "data convert": ("alpaca.csv train.jsonl", "chats.parquet train.jsonl --each-answer"),
     "models": ("", "--json"),
     "pull": ("Qwen/Qwen3-8B", "--data HuggingFaceH4/no_robots"),
     "chat": ("last", 'mine "Where is parcel 7?" --compare'),
-    "merge": ("last --to bf16 --out merged", "my-adapter --to fp8 --base models/my-base --out merged"),
+    "merge": (
+        "last --to bf16 --out merged",
+        "my-adapter --to fp8 --base models/my-base --out merged",
+    ),
     "export": ("last --format gguf --out mine", "mine --format merged-int4 --out mine"),
     "verify": ("last", "my-adapter"),
     "serve": ("", "--port 8001"),

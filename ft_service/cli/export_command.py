@@ -34,20 +34,29 @@ def register(app: typer.Typer) -> None:
 
 
 def export(
-    source: Annotated[str, typer.Argument(metavar="ID|PATH", help="A job, a run directory, or an adapter's folder.")],
+    source: Annotated[
+        str,
+        typer.Argument(metavar="ID|PATH", help="A job, a run directory, or an adapter's folder."),
+    ],
     to: Annotated[ExportFormat, typer.Option("--format", help="Output format (docs/serving.md).")],
     out: Annotated[Path, typer.Option(metavar="DIR", help="Output folder; it must not exist.")],
     base: Annotated[
-        Path | None, typer.Option(metavar="DIR", help="Folder of the base; default: the one used for training.")
+        Path | None,
+        typer.Option(metavar="DIR", help="Folder of the base; default: the one used for training."),
     ] = None,
-    samples: Annotated[int, typer.Option(min=0, help="Validation samples for a comparison of losses; 0: none.")] = 64,
+    samples: Annotated[
+        int, typer.Option(min=0, help="Validation samples for a comparison of losses; 0: none.")
+    ] = 64,
     push: Annotated[
-        str | None, typer.Option(metavar="ADDRESS", help="Upload it to hf://ORG/NAME, or oci://HOST/NAME:TAG.")
+        str | None,
+        typer.Option(metavar="ADDRESS", help="Upload it to hf://ORG/NAME, or oci://HOST/NAME:TAG."),
     ] = None,
     as_json: Json = False,
 ) -> None:
-    """Export a tuned model for vLLM, Ollama, llama.cpp or Transformers. The result is read again and compared before it is
-    there, and says what the form costs."""
+    """Export a tuned model for vLLM, Ollama, llama.cpp or Transformers.
+
+    The result is read again and compared before it is there, and says what the form costs.
+    """
     if out.exists():
         raise SpecError(f"--out = {out}: exists already. Name another folder.", param="out")
     if push is not None:
@@ -55,7 +64,10 @@ def export(
     with _where(source, to, remote=base is None) as place:
         if isinstance(place, Path):
             if faults := verify(place).faults:
-                raise FtError(f"{source} has changed since it was written ({faults[0]}). `ft verify` shows all faults.")
+                raise FtError(
+                    f"{source} has changed since it was written ({faults[0]}). `ft verify` shows "
+                    "all faults."
+                )
             if to is not ExportFormat.PEFT:
                 print_note("Writing it, and reading it again to compare.")
             report = write_export(place, out.absolute(), to, base, samples)
@@ -73,8 +85,10 @@ def export(
 
 @contextlib.contextmanager
 def _where(source: str, to: ExportFormat, *, remote: bool) -> Iterator[Path | tuple[Client, str]]:
-    """Yield the folder of the adapter if this host has it; else the server and the job, so that the server makes the export
-    where the base is. If `remote` is False, and for the plain adapter, the adapter is downloaded instead."""
+    """Yield the folder of the adapter if this host has it; else the server and the job, so that the
+    server makes the export where the base is. If `remote` is False, and for the plain adapter, the
+    adapter is downloaded instead.
+    """
     if not remote or to is ExportFormat.PEFT or Path(source).exists():
         with find_adapter(source) as folder:
             yield folder
@@ -98,7 +112,9 @@ def _fetch(client: Client, job_id: str, to: ExportFormat, out: Path) -> dict[str
         return export.report
 
 
-def write_export(adapter: Path, out: Path, to: ExportFormat, base: Path | None, samples: int) -> dict[str, Any]:
+def write_export(
+    adapter: Path, out: Path, to: ExportFormat, base: Path | None, samples: int
+) -> dict[str, Any]:
     """Write the new folder `out`, which appears complete or not at all, and return the report."""
     if to is ExportFormat.PEFT:
         temporary = out.with_name(f".{out.name}.tmp")
@@ -109,13 +125,21 @@ def write_export(adapter: Path, out: Path, to: ExportFormat, base: Path | None, 
         finally:
             shutil.rmtree(temporary, ignore_errors=True)
         return {}
-    base_folder = base or (None if to is ExportFormat.VLLM else local_base(adapter))  # vLLM's format needs no base
+    base_folder = base or (
+        None if to is ExportFormat.VLLM else local_base(adapter)
+    )  # vLLM's format needs no base
     options = ["--base", str(base_folder.absolute())] if base_folder else []
-    return run_worker(WORKER, [str(adapter), str(out), "--format", to.value, "--samples", str(samples), *options])
+    return run_worker(
+        WORKER, [str(adapter), str(out), "--format", to.value, "--samples", str(samples), *options]
+    )
 
 
 def _show(report: dict[str, Any], to: ExportFormat, out: Path) -> None:
-    tensors = f"verified: {report['exact']} of {report['tensors']} tensors identical" if "tensors" in report else None
+    tensors = (
+        f"verified: {report['exact']} of {report['tensors']} tensors identical"
+        if "tensors" in report
+        else None
+    )
     error = report.get("relative_error")
     print_fields(
         [

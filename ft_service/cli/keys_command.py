@@ -1,4 +1,6 @@
-"""`ft keys`, `ft projects` and `ft audit`: tenants of the local database, and its changes (without a server)."""
+"""`ft keys`, `ft projects` and `ft audit`: tenants of the local database, and its changes (without
+a server).
+"""
 
 from __future__ import annotations
 
@@ -37,7 +39,9 @@ def register(app: typer.Typer) -> None:
 
 
 KeyId = Annotated[str, typer.Argument(metavar="ID", help="The key, as `ft keys list` shows it.")]
-InProject = Annotated[str, typer.Option("--project", metavar="ID", help="Project the key belongs to (ID or name).")]
+InProject = Annotated[
+    str, typer.Option("--project", metavar="ID", help="Project the key belongs to (ID or name).")
+]
 
 
 class ScopeName(StrEnum):
@@ -53,12 +57,16 @@ class ScopeName(StrEnum):
 def create(
     name: Annotated[str, typer.Option(help="Name in `ft keys list`, such as its owner's.")] = "cli",
     scope: Annotated[
-        ScopeName, typer.Option(metavar="SCOPE", help="What it may do: read, submit, admin or metrics.")
+        ScopeName,
+        typer.Option(metavar="SCOPE", help="What it may do: read, submit, admin or metrics."),
     ] = ScopeName.SUBMIT,
     expires_days: Annotated[
-        float | None, typer.Option(min=0, max=_MOST_DAYS, help="Days until it expires; default: never.")
+        float | None,
+        typer.Option(min=0, max=_MOST_DAYS, help="Days until it expires; default: never."),
     ] = None,
-    tinker: Annotated[bool, typer.Option("--tinker", help="Show it as Tinker's client takes it (TINKER_API_KEY).")] = False,
+    tinker: Annotated[
+        bool, typer.Option("--tinker", help="Show it as Tinker's client takes it (TINKER_API_KEY).")
+    ] = False,
     project: InProject = PROJECT,
     as_json: Json = False,
 ) -> None:
@@ -67,7 +75,9 @@ def create(
     with local_store(settings) as store:
         expires_at = None if expires_days is None else store.now() + expires_days * DAY_SECONDS
         project_id = find_project(store, project)
-        key, secret = store.keys.create_key(project_id=project_id, name=name, scope=scope.value, expires_at=expires_at)
+        key, secret = store.keys.create_key(
+            project_id=project_id, name=name, scope=scope.value, expires_at=expires_at
+        )
     _show_secret(key, f"{KEY_PREFIX}{secret}" if tinker else secret, settings, as_json)
 
 
@@ -75,7 +85,8 @@ def create(
 def list_keys(project: InProject = PROJECT, as_json: Json = False) -> None:
     """List a project's keys, without their secrets."""
     with local_store(settings_of_server()) as store:
-        all_keys, now = store.keys.list_keys(find_project(store, project)), store.now()
+        all_keys = store.keys.list_keys(find_project(store, project))
+        now = store.now()
     if as_json:
         print_json([_as_dict(key, now) for key in all_keys])
     elif all_keys:
@@ -92,8 +103,14 @@ def list_keys(project: InProject = PROJECT, as_json: Json = False) -> None:
             for key in all_keys
         ]
         titles = ("ID", "NAME", "SCOPE", "KEY", "CREATED", "LAST USED", "STATE")
-        kept = [number for number, title in enumerate(titles) if not is_terminal() or title not in ("KEY", "LAST USED")]
-        print_table([titles[number] for number in kept], [[row[number] for number in kept] for row in rows])
+        kept = [
+            number
+            for number, title in enumerate(titles)
+            if not is_terminal() or title not in ("KEY", "LAST USED")
+        ]
+        print_table(
+            [titles[number] for number in kept], [[row[number] for number in kept] for row in rows]
+        )
     else:
         print("No keys yet. Create one: ft keys create")
 
@@ -101,7 +118,9 @@ def list_keys(project: InProject = PROJECT, as_json: Json = False) -> None:
 @keys.command()
 def rotate(
     key_id: KeyId,
-    keep_hours: Annotated[float, typer.Option(min=0, max=_MOST_HOURS, help="Hours for which the old key still works.")] = 24.0,
+    keep_hours: Annotated[
+        float, typer.Option(min=0, max=_MOST_HOURS, help="Hours for which the old key still works.")
+    ] = 24.0,
     project: InProject = PROJECT,
     as_json: Json = False,
 ) -> None:
@@ -109,12 +128,17 @@ def rotate(
     settings = settings_of_server()
     with local_store(settings) as store:
         is_ours = _own_key(settings, store) == key_id
-        key, secret = store.keys.rotate_key(find_project(store, project), key_id, keep_seconds=keep_hours * 3600.0)
+        key, secret = store.keys.rotate_key(
+            find_project(store, project), key_id, keep_seconds=keep_hours * 3600.0
+        )
     if is_ours:
         write_private(settings.home / "credentials", json.dumps({"api_key": secret}) + "\n")
     _show_secret(key, secret, settings, as_json)
     if is_ours:
-        print_note(f"`ft` uses it on this host from now on: it has replaced the old one in {settings.home / 'credentials'}.")
+        print_note(
+            "`ft` uses it on this host from now on: it has replaced the old one in "
+            f"{settings.home / 'credentials'}."
+        )
 
 
 @keys.command()
@@ -123,9 +147,13 @@ def revoke(key_id: KeyId, project: InProject = PROJECT, as_json: Json = False) -
     settings = settings_of_server()
     with local_store(settings) as store:
         was_ours = _own_key(settings, store) == key_id
-        key, now = store.keys.revoke_key(find_project(store, project), key_id), store.now()
+        key = store.keys.revoke_key(find_project(store, project), key_id)
+        now = store.now()
     if was_ours:
-        print_note("`ft` used this key on this host. Make another, and set FT_API_KEY to it: ft keys create --scope admin")
+        print_note(
+            "`ft` used this key on this host. Make another, and set FT_API_KEY to it: ft keys "
+            "create --scope admin"
+        )
     if as_json:
         print_json(_as_dict(key, now))
     else:
@@ -135,7 +163,9 @@ def revoke(key_id: KeyId, project: InProject = PROJECT, as_json: Json = False) -
 def _own_key(settings: Settings, store: Store) -> str | None:
     """Return the id of the key that `ft` uses on this host; None: it has no key of this service."""
     try:
-        secret = str(json.loads((settings.home / "credentials").read_text(encoding="utf-8"))["api_key"])
+        secret = str(
+            json.loads((settings.home / "credentials").read_text(encoding="utf-8"))["api_key"]
+        )
     except (OSError, ValueError, KeyError, TypeError):
         return None
     holder = store.keys.authenticate(secret)
@@ -144,7 +174,15 @@ def _own_key(settings: Settings, store: Store) -> str | None:
 
 def _show_secret(key: ApiKey, secret: str, settings: Settings, as_json: bool) -> None:
     if as_json:
-        print_json({"key": secret, "id": key.id, "name": key.name, "scope": key.scope, "expires_at": key.expires_at})
+        print_json(
+            {
+                "key": secret,
+                "id": key.id,
+                "name": key.name,
+                "scope": key.scope,
+                "expires_at": key.expires_at,
+            }
+        )
     else:
         print(secret)
         print_note(_opens(settings))
@@ -184,7 +222,9 @@ _MOST_NAME = 255
 _SHOWN = 10
 """Number of names that an error lists."""
 
-projects = typer.Typer(help="Create, list, limit, archive and delete projects, in this machine's database.")
+projects = typer.Typer(
+    help="Create, list, limit, archive and delete projects, in this machine's database."
+)
 
 ProjectId = Annotated[str, typer.Argument(metavar="ID", help="The project: its id, or its name.")]
 Set = Annotated[
@@ -192,7 +232,8 @@ Set = Annotated[
     typer.Option(
         "--limit",
         metavar="NAME=VALUE",
-        help="max_slots, max_queued, max_bytes, max_requests_per_minute, max_priority: a number; bases, wandb_entities: names, "
+        help="max_slots, max_queued, max_bytes, max_requests_per_minute, max_priority: a number; "
+        "bases, wandb_entities: names, "
         "with commas between them. NAME= takes the limit away. May be given several times.",
     ),
 ]
@@ -201,24 +242,34 @@ _LISTS = ("bases", "wandb_entities")
 
 @projects.command("create")
 def create_project(
-    name: Annotated[str, typer.Argument(help="Name of the project.")], limit: Set = None, as_json: Json = False
+    name: Annotated[str, typer.Argument(help="Name of the project.")],
+    limit: Set = None,
+    as_json: Json = False,
 ) -> None:
     """Create a project. Make it a key: ft keys create --project NAME"""
     limits = replace(TenantLimits(), **parse_limits(limit or []))
     _check_name(name)
     with local_store(settings_of_server()) as store:
-        organization = store.projects.get_project(PROJECT).organization  # the server's, whatever FT_ORGANIZATION is here
+        organization = store.projects.get_project(
+            PROJECT
+        ).organization  # the server's, whatever FT_ORGANIZATION is here
         project = store.projects.create_project(name=name, organization=organization, limits=limits)
     if as_json:
         print_json(asdict(project))
     else:
-        print(f"{project.id} ({project.name}) was created. Make it a key: ft keys create --project {project.id}")
+        print(
+            f"{project.id} ({project.name}) was created. Make it a key: ft keys create --project "
+            f"{project.id}"
+        )
 
 
 @projects.command("list")
 def list_projects(
     archived: Annotated[
-        bool, typer.Option("--archived", help="Include archived ones, and deleted ones of which something is left.")
+        bool,
+        typer.Option(
+            "--archived", help="Include archived ones, and deleted ones of which something is left."
+        ),
     ] = False,
     as_json: Json = False,
 ) -> None:
@@ -241,7 +292,9 @@ def list_projects(
     titles = ("ID", "NAME", "STATE", "CREATED", "ORGANIZATION")
     shown = len(titles) - is_terminal()  # of one organisation, nearly always
     limits = [_limits_text(project.limits) for project in found]
-    print_table(titles[:shown], [row[:shown] for row in rows], notes=("LIMITS", limits), whole_notes=True)
+    print_table(
+        titles[:shown], [row[:shown] for row in rows], notes=("LIMITS", limits), whole_notes=True
+    )
 
 
 @projects.command("update")
@@ -255,7 +308,9 @@ def update_project(
     if name is not None:
         _check_name(name)
     with local_store(settings_of_server()) as store:
-        project = store.projects.update_project(find_project(store, project_id), name=name, limits=parse_limits(limit or []))
+        project = store.projects.update_project(
+            find_project(store, project_id), name=name, limits=parse_limits(limit or [])
+        )
     if as_json:
         print_json(asdict(project))
     else:
@@ -264,7 +319,10 @@ def update_project(
 
 @projects.command("archive")
 def archive_project(project_id: ProjectId, as_json: Json = False) -> None:
-    """Archive a project: its keys are refused from now on; its data stays. `delete` removes that too."""
+    """Archive a project: its keys are refused from now on; its data stays.
+
+    `delete` removes that too.
+    """
     with local_store(settings_of_server()) as store:
         project = store.projects.archive_project(find_project(store, project_id))
     if as_json:
@@ -279,14 +337,19 @@ def delete_project(
     yes: Annotated[bool, typer.Option("--yes", "-y", help="Do not ask.")] = False,
     as_json: Json = False,
 ) -> None:
-    """Delete a project with all that it has: jobs, models, files, keys, webhooks. Sums of its use stay, and who deleted it. The
-    server removes it in the background; `ft projects list --archived` shows the project until that is done."""
+    """Delete a project with all that it has: jobs, models, files, keys, webhooks.
+
+    Sums of its use stay, and who deleted it. The server removes it in the background; `ft projects
+    list --archived` shows the project until that is done.
+    """
     from ft_service.cli.jobs.action_commands import ask_to_remove  # which imports the client
 
     with local_store(settings_of_server()) as store:
         project = store.projects.get_project(find_project(store, project_id))
         if not yes:
-            ask_to_remove(f"the project {project.id} ({project.name}) with all its jobs, models and files")
+            ask_to_remove(
+                f"the project {project.id} ({project.name}) with all its jobs, models and files"
+            )
         store.erasure.delete_project(project.id)
     if as_json:
         print_json({"id": project.id, "deleted": True})
@@ -295,20 +358,33 @@ def delete_project(
 
 
 def audit(
-    project: Annotated[str | None, typer.Option(metavar="ID", help="Of this project (id or name); default: of all.")] = None,
-    limit: Annotated[int, typer.Option("--lines", "-n", min=1, max=_MOST, help="Show at most N, newest first.")] = 50,
+    project: Annotated[
+        str | None,
+        typer.Option(metavar="ID", help="Of this project (id or name); default: of all."),
+    ] = None,
+    limit: Annotated[
+        int, typer.Option("--lines", "-n", min=1, max=_MOST, help="Show at most N, newest first.")
+    ] = 50,
     as_json: Json = False,
 ) -> None:
     """Show what was changed in this machine's database, by which key, and from where."""
     with local_store(settings_of_server()) as store:
-        entries = store.audit.list_audit(project_id=project and find_project(store, project), limit=limit).data
+        entries = store.audit.list_audit(
+            project_id=project and find_project(store, project), limit=limit
+        ).data
     if as_json:
         print_json([asdict(entry) for entry in entries])
         return
-    rows = [(local_time(one.created_at), one.type, one.target, one.project_id, *_who(one), _detail(one)) for one in entries]
+    rows = [
+        (local_time(one.created_at), one.type, one.target, one.project_id, *_who(one), _detail(one))
+        for one in entries
+    ]
     if is_terminal():  # ids stay whole: they are what other commands take
         print_table(
-            ("WHEN", "WHAT", "TARGET"), [row[:3] for row in rows], ("", [_below(one) for one in entries]), whole_notes=True
+            ("WHEN", "WHAT", "TARGET"),
+            [row[:3] for row in rows],
+            ("", [_below(one) for one in entries]),
+            whole_notes=True,
         )
     else:
         print_table(("WHEN", "WHAT", "TARGET", "PROJECT", "KEY", "FROM", "DETAIL"), rows)
@@ -317,19 +393,30 @@ def audit(
 def _check_name(name: str) -> None:
     """Raise SpecError for a name of a project that the REST interface would refuse."""
     if not 1 <= len(name) <= _MOST_NAME or not name.strip():
-        raise SpecError(f"NAME = {name[:40]!r}: must have 1 to {_MOST_NAME} characters, not only spaces.", param="name")
+        raise SpecError(
+            f"NAME = {name[:40]!r}: must have 1 to {_MOST_NAME} characters, not only spaces.",
+            param="name",
+        )
 
 
 def find_project(store: Store, word: str) -> str:
-    """Return the id of a project by its id or name. Raises NotFoundError, or SpecError if several have that name."""
+    """Return the id of a project by its id or name.
+
+    Raises NotFoundError, or SpecError if several have that name.
+    """
     known = store.projects.list_projects(archived=True, limit=_MOST).data
     if any(project.id == word for project in known):
         return word
     named = [project.id for project in known if project.name == word]
     if len(named) > 1:
-        raise SpecError(f"{len(named)} projects are called {word!r}: give the id of one: {', '.join(named)}.", param="project")
+        raise SpecError(
+            f"{len(named)} projects are called {word!r}: give the id of one: {', '.join(named)}.",
+            param="project",
+        )
     if not named:
-        shown = ", ".join(project.name for project in known[:_SHOWN]) + (", …" if len(known) > _SHOWN else "")
+        shown = ", ".join(project.name for project in known[:_SHOWN]) + (
+            ", …" if len(known) > _SHOWN else ""
+        )
         raise NotFoundError(f"There is no project {word!r}. There are: {shown}.", param="project")
     return named[0]
 
@@ -341,7 +428,10 @@ def parse_limits(given: list[str]) -> dict[str, Any]:
     for pair in given:
         name, is_there, value = pair.partition("=")
         if not is_there or name not in known:
-            raise SpecError(f"--limit {pair!r}: write NAME=VALUE, with a name of {', '.join(known)}.", param="limit")
+            raise SpecError(
+                f"--limit {pair!r}: write NAME=VALUE, with a name of {', '.join(known)}.",
+                param="limit",
+            )
         if not value:
             limits[name] = None
         elif name in _LISTS:
@@ -358,13 +448,17 @@ def _number(name: str, value: str) -> int:
     except ValueError:
         number = None
     if number is None or not lowest <= number <= 2**53:
-        raise SpecError(f"--limit {name}={value}: it must be a whole number from {lowest} on.", param="limit")
+        raise SpecError(
+            f"--limit {name}={value}: it must be a whole number from {lowest} on.", param="limit"
+        )
     return number
 
 
 def _limits_text(limits: TenantLimits) -> str:
     values = ((name, value) for name, value in asdict(limits).items() if value is not None)
-    return " ".join(f"{name}={','.join(value) if isinstance(value, tuple) else value}" for name, value in values)
+    return " ".join(
+        f"{name}={','.join(value) if isinstance(value, tuple) else value}" for name, value in values
+    )
 
 
 def _who(entry: AuditEntry) -> tuple[str, str]:
@@ -376,7 +470,9 @@ def _below(entry: AuditEntry) -> str:
     """Return the fields that have no column on a terminal."""
     key, address = _who(entry)
     where = f" from {address}" if address else ""
-    project = f", project {entry.project_id}" if entry.project_id not in (PROJECT, entry.target) else ""
+    project = (
+        f", project {entry.project_id}" if entry.project_id not in (PROJECT, entry.target) else ""
+    )
     detail = _detail(entry)
     return f"by {key}{where}{project}{': ' if detail else ''}{detail}"
 

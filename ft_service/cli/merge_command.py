@@ -31,14 +31,22 @@ def register(app: typer.Typer) -> None:
 
 
 def merge(
-    source: Annotated[str, typer.Argument(metavar="ID|PATH", help="A job, a run directory, or an adapter's folder.")],
+    source: Annotated[
+        str,
+        typer.Argument(metavar="ID|PATH", help="A job, a run directory, or an adapter's folder."),
+    ],
     to: Annotated[MergeFormat, typer.Option(help="Format of the merged weights.")],
     out: Annotated[Path, typer.Option(metavar="DIR", help="Output folder; it must not exist.")],
     base: Annotated[
-        Path | None, typer.Option(metavar="DIR", help="Folder of the base; default: the one used for training.")
+        Path | None,
+        typer.Option(metavar="DIR", help="Folder of the base; default: the one used for training."),
     ] = None,
-    max_file_gib: Annotated[float, typer.Option(min=0.001, max=10_000, help="Largest safetensors file, in GiB.")] = 5.0,
-    samples: Annotated[int, typer.Option(min=0, help="Validation samples for a comparison of losses; 0: none.")] = 64,
+    max_file_gib: Annotated[
+        float, typer.Option(min=0.001, max=10_000, help="Largest safetensors file, in GiB.")
+    ] = 5.0,
+    samples: Annotated[
+        int, typer.Option(min=0, help="Validation samples for a comparison of losses; 0: none.")
+    ] = 64,
     as_json: Json = False,
 ) -> None:
     """Merge an adapter into its base (no GPU needed), and report the change in validation loss."""
@@ -46,11 +54,18 @@ def merge(
         raise SpecError(f"{out} exists already. Name another folder with --out.", param="out")
     with find_adapter(source) as folder:
         if faults := verify(folder).faults:
-            raise FtError(f"{source} has changed since it was written ({faults[0]}). `ft verify` shows all faults.")
+            raise FtError(
+                f"{source} has changed since it was written ({faults[0]}). `ft verify` shows all "
+                "faults."
+            )
         options = ["--to", to.value, "--max-file-gib", str(max_file_gib), "--samples", str(samples)]
         base_folder = base or local_base(folder)
         options += ["--base", str(base_folder.absolute())] if base_folder else []
-        then = f", then compare losses over up to {samples} validation samples, if the job had any" if samples else ""
+        then = (
+            f", then compare losses over up to {samples} validation samples, if the job had any"
+            if samples
+            else ""
+        )
         print_note(f"Merging file by file{then}. This takes a minute or more.")
         report = run_worker("workers.tasks.merge", [str(folder), str(out.absolute()), *options])
     if as_json:
@@ -60,8 +75,8 @@ def merge(
 
 
 def local_base(adapter: Path) -> Path | None:
-    """Return this machine's folder of the base of an adapter from elsewhere; None: the adapter is in its run directory,
-    which names the base.
+    """Return this machine's folder of the base of an adapter from elsewhere; None: the adapter is
+    in its run directory, which names the base.
 
     Raises SpecError if there is no base of that name.
     """
@@ -74,12 +89,16 @@ def local_base(adapter: Path) -> Path | None:
         with contextlib.suppress(SpecError):
             return bases.find(name).path
     raise SpecError(
-        f"The base {manifest.base.name} is not among this machine's models: name its folder with --base.", param="base"
+        f"The base {manifest.base.name} is not among this machine's models: name its folder with "
+        "--base.",
+        param="base",
     )
 
 
 def loss_fields(report: dict[str, Any]) -> list[tuple[str, str | None]]:
-    """Return the fidelity report as fields: the three losses, or the reason for their absence, and the rounding error."""
+    """Return the fidelity report as fields: the three losses, or the reason for their absence, and
+    the rounding error.
+    """
     losses = report["validation_loss"] or {}
     names = {
         "adapter_on_base_as_trained": "loss, base as trained",
@@ -88,11 +107,15 @@ def loss_fields(report: dict[str, Any]) -> list[tuple[str, str | None]]:
     }
     rounding = report["rounding"]
     return [
-        *((title, f"{losses[name]:.4f}" if name in losses else None) for name, title in names.items()),
+        *(
+            (title, f"{losses[name]:.4f}" if name in losses else None)
+            for name, title in names.items()
+        ),
         ("losses", f"not measured: {report['reason']}" if report.get("reason") else None),
         (
             "rounding",
-            f"{rounding['relative_to_weights']:.2%} of the weights, {rounding['relative_to_update']:.1%} of the update",
+            f"{rounding['relative_to_weights']:.2%} of the weights, "
+            f"{rounding['relative_to_update']:.1%} of the update",
         ),
     ]
 

@@ -53,27 +53,41 @@ def models(as_json: Json = False) -> None:
     if bases:
         titles = ("BASE", "FAMILY", "SIZE", "FORMAT", "CONTEXT", "CHAT", "LICENCE", "TUNES")
         notes = ("WHY NOT", [_why(facts) for _, facts in bases])
-        print_table(titles, [_row(model.id, facts) for model, facts in bases], notes=notes, whole_notes=True)
+        print_table(
+            titles, [_row(model.id, facts) for model, facts in bases], notes=notes, whole_notes=True
+        )
     else:
         print_text(
-            "The server knows no bases: fetch one (ft pull ORG/NAME), or put a Hugging Face folder below one that FT_MODELS "
+            "The server knows no bases: fetch one (ft pull ORG/NAME), or put a Hugging Face "
+            "folder below one that FT_MODELS "
             "names."
         )
     if tuned:
         print_text()
-        print_table(("TUNED MODEL", "OWNER", "CREATED"), [(m.id, m.owned_by, local_time(m.created)) for m in tuned])
+        print_table(
+            ("TUNED MODEL", "OWNER", "CREATED"),
+            [(m.id, m.owned_by, local_time(m.created)) for m in tuned],
+        )
 
 
 def pull(
     model: Annotated[str, typer.Argument(metavar="ORG/NAME[@REVISION]", help="Name on the hub.")],
-    name: Annotated[str | None, typer.Option("--as", metavar="NAME", help="Local name. Default: ORG/NAME.")] = None,
-    anyway: Annotated[bool, typer.Option("--anyway", help="Fetch it even if it cannot be tuned here.")] = False,
-    data: Annotated[bool, typer.Option("--data", help="It is a data set: fetch its data files into FT_HOME.")] = False,
+    name: Annotated[
+        str | None, typer.Option("--as", metavar="NAME", help="Local name. Default: ORG/NAME.")
+    ] = None,
+    anyway: Annotated[
+        bool, typer.Option("--anyway", help="Fetch it even if it cannot be tuned here.")
+    ] = False,
+    data: Annotated[
+        bool, typer.Option("--data", help="It is a data set: fetch its data files into FT_HOME.")
+    ] = False,
     as_json: Json = False,
 ) -> int:
-    """Fetch a base from Hugging Face's hub (or HF_ENDPOINT's) into the first folder of FT_MODELS. Weights in safetensors,
-    configuration and tokenizer only; with --data the data files of a data set, which a SPEC names as hf://ORG/NAME. HF_TOKEN
-    opens gated ones. If interrupted, it continues where it stopped.
+    """Fetch a base from Hugging Face's hub (or HF_ENDPOINT's) into the first folder of FT_MODELS.
+
+    Weights in safetensors, configuration and tokenizer only; with --data the data files of a data
+    set, which a SPEC names as hf://ORG/NAME. HF_TOKEN opens gated ones. If interrupted, it
+    continues where it stopped.
     """
     if data:
         return _pull_data(model, name, as_json)
@@ -97,21 +111,34 @@ def pull(
                 shows_bars=sys.stderr.isatty(),
             )
         except KeyboardInterrupt:
-            return print_error(f"stopped. What has arrived is kept; continue with: ft pull {model}", INTERRUPTED)
+            return print_error(
+                f"stopped. What has arrived is kept; continue with: ft pull {model}", INTERRUPTED
+            )
     document = _described(target)
     facts = base_facts(target, document)
     if as_json:
-        print_json({"name": called, "path": str(target), "commit": listing.commit, "licence": listing.licence})
+        print_json(
+            {
+                "name": called,
+                "path": str(target),
+                "commit": listing.commit,
+                "licence": listing.licence,
+            }
+        )
     else:
         size = f"{_size(facts.parameters)} parameters, " if facts.parameters else ""
-        print_text(f"{called} is in {target} ({size}licence: {listing.licence or 'none is named'}).")
+        print_text(
+            f"{called} is in {target} ({size}licence: {listing.licence or 'none is named'})."
+        )
         print_text(_verdict(called, facts))
     return 0
 
 
 def _pull_data(named: str, called: str | None, as_json: bool) -> int:
     if called is not None:
-        raise SpecError("--as is for bases: a data set is named as on the hub, hf://ORG/NAME.", param="as")
+        raise SpecError(
+            "--as is for bases: a data set is named as on the hub, hf://ORG/NAME.", param="as"
+        )
     repository, revision = hub.parse_name(named)
     listing = hub.look_up(repository, revision, "dataset")
     home = load_settings().home
@@ -119,9 +146,18 @@ def _pull_data(named: str, called: str | None, as_json: bool) -> int:
     try:
         folder = pull_data(listing, home / FOLDER, print_note, shows_bars=sys.stderr.isatty())
     except KeyboardInterrupt:
-        return print_error(f"stopped. What has arrived is kept; continue with: ft pull --data {named}", INTERRUPTED)
+        return print_error(
+            f"stopped. What has arrived is kept; continue with: ft pull --data {named}", INTERRUPTED
+        )
     if as_json:
-        print_json({"name": f"{PREFIX}{repository}", "path": str(folder), "commit": listing.commit, "licence": listing.licence})
+        print_json(
+            {
+                "name": f"{PREFIX}{repository}",
+                "path": str(folder),
+                "commit": listing.commit,
+                "licence": listing.licence,
+            }
+        )
     else:
         print_text(f"{repository} is in {folder} (licence: {listing.licence or 'none is named'}).")
         print_text(f"Train on it: training_file: {PREFIX}{repository}")
@@ -129,17 +165,34 @@ def _pull_data(named: str, called: str | None, as_json: bool) -> int:
 
 
 def _model_folder(called: str) -> Path:
-    """Return the first folder of models other than the sample's. Raises SpecError for an unusable name."""
+    """Return the first folder of models other than the sample's.
+
+    Raises SpecError for an unusable name.
+    """
     deep = called.count("/") >= MAX_DEPTH
-    if not is_model_name(called) or deep or is_tuned(called) or called != called.strip() or called.startswith("-"):
+    if (
+        not is_model_name(called)
+        or deep
+        or is_tuned(called)
+        or called != called.strip()
+        or called.startswith("-")
+    ):
         raise SpecError(
-            f"--as = {called[:80]!r}: must be a name as in ORG/NAME, of at most {MAX_DEPTH} parts, not empty and not "
+            f"--as = {called[:80]!r}: must be a name as in ORG/NAME, of at most {MAX_DEPTH} "
+            "parts, not empty and not "
             "hidden, that begins with neither '-' nor 'ft:', the beginning of tuned models' names.",
             param="as",
         )
-    folders = [folder for folder in settings_with_models().model_folders() if folder.absolute() != SAMPLE_MODELS]
+    folders = [
+        folder
+        for folder in settings_with_models().model_folders()
+        if folder.absolute() != SAMPLE_MODELS
+    ]
     if not folders:
-        raise SpecError("FT_MODELS names the sample's folder only: add one for what is pulled.", param="FT_MODELS")
+        raise SpecError(
+            "FT_MODELS names the sample's folder only: add one for what is pulled.",
+            param="FT_MODELS",
+        )
     return folders[0].absolute()
 
 
@@ -148,15 +201,21 @@ def _judge(staged: Path, called: str, anyway: bool) -> None:
         if (document := _described(staged)) is not None:
             refuse_ids_without_row(document.description(), staged)
     except FtError as error:
-        if error.code == "model_unreadable":  # config.json alone does not say enough: the weights will
+        if (
+            error.code == "model_unreadable"
+        ):  # config.json alone does not say enough: the weights will
             return
         if not anyway:
-            message = f"{error.message} No weights were fetched; --anyway fetches them all the same."
+            message = (
+                f"{error.message} No weights were fetched; --anyway fetches them all the same."
+            )
             raise SpecError(message, param="model", code=error.code) from None
 
 
 def _described(folder: Path) -> Described | None:
-    """Describe a base; None: the workers' packages are not installed here, and the cache has no description."""
+    """Describe a base; None: the workers' packages are not installed here, and the cache has no
+    description.
+    """
     descriptions = local_descriptions(settings_with_models())
     if descriptions.missing is not None:
         return descriptions.known(folder)
@@ -166,8 +225,15 @@ def _described(folder: Path) -> Described | None:
 
 def _verdict(called: str, facts: BaseFacts) -> str:
     if not facts.described:
-        return f"It is described by the server that sees it; then `ft models` says whether {called} can be tuned."
-    return f"Train on it: model: {called}" if facts.trainable else f"It cannot be tuned here: {facts.why_not}"
+        return (
+            "It is described by the server that sees it; then `ft models` says whether "
+            f"{called} can be tuned."
+        )
+    return (
+        f"Train on it: model: {called}"
+        if facts.trainable
+        else f"It cannot be tuned here: {facts.why_not}"
+    )
 
 
 def _row(name: str, facts: dict[str, Any]) -> tuple[str, ...]:
@@ -185,7 +251,9 @@ def _row(name: str, facts: dict[str, Any]) -> tuple[str, ...]:
 
 
 def _why(facts: dict[str, Any]) -> str | None:
-    return facts.get("why_not") or (None if facts.get("described", True) else "It is being described.")
+    return facts.get("why_not") or (
+        None if facts.get("described", True) else "It is being described."
+    )
 
 
 def _yes(known: bool | None) -> str:
@@ -196,5 +264,8 @@ def _yes(known: bool | None) -> str:
 def _size(parameters: int | None) -> str:
     if not parameters:
         return ""
-    unit, letter = next(((unit, letter) for unit, letter in ((1e9, "B"), (1e6, "M")) if parameters >= unit), (1e3, "K"))
+    unit, letter = next(
+        ((unit, letter) for unit, letter in ((1e9, "B"), (1e6, "M")) if parameters >= unit),
+        (1e3, "K"),
+    )
     return f"{parameters / unit:.3g}{letter}"

@@ -35,7 +35,9 @@ OWN_WIDTH = 1000
 
 
 def load_settings(**overrides: Any) -> Settings:
-    """Return the environment's settings, overridden by the command line's options (None: not given). Raises SpecError."""
+    """Return the environment's settings, overridden by the command line's options (None: not
+    given). Raises SpecError.
+    """
     from pydantic import ValidationError  # `ft --help` does not need it
 
     from ft_service.settings import Settings
@@ -55,7 +57,10 @@ def load_settings(**overrides: Any) -> Settings:
 
 
 def connect() -> Client:
-    """Return a client of the server that the environment, or FT_HOME/credentials, names. Raises FtError if none is known."""
+    """Return a client of the server that the environment, or FT_HOME/credentials, names.
+
+    Raises FtError if none is known.
+    """
     from ft_service.client.client import Client
     from ft_service.client.connection import find_connection
 
@@ -63,9 +68,14 @@ def connect() -> Client:
 
 
 def print_error(message: str, code: int) -> int:
-    """Print an error on stderr, on several lines if the message has them, and return the exit code."""
+    """Print an error on stderr, on several lines if the message has them, and return the exit
+    code.
+    """
     lines = [" ".join(line.split()) for line in message.splitlines() if line.strip()] or [""]
-    first, *more = [_on_screen(line, sys.stderr) for line in [f"ft: {lines[0]}", *(f"  {line}" for line in lines[1:])]]
+    first, *more = [
+        _on_screen(line, sys.stderr)
+        for line in [f"ft: {lines[0]}", *(f"  {line}" for line in lines[1:])]
+    ]
     print("\n".join([first, *more]), file=sys.stderr)
     return code
 
@@ -94,7 +104,9 @@ def _on_screen(line: str, stream: TextIO) -> str:
     if len(line) <= width:
         return line
     indent = " " * (len(line) - len(line.lstrip()) + 2)
-    return textwrap.fill(line, width, subsequent_indent=indent, break_on_hyphens=False, break_long_words=False)
+    return textwrap.fill(
+        line, width, subsequent_indent=indent, break_on_hyphens=False, break_long_words=False
+    )
 
 
 def print_json(document: Any) -> None:
@@ -118,11 +130,15 @@ def print_table(
     *,
     whole_notes: bool = False,
 ) -> None:
-    """Print a table: on a terminal shortened to its width, piped with tabs between columns. `notes`: a title and an optional
-    sentence per row, which a terminal shows below the row, on one line unless `whole_notes`, and a pipe as the last column."""
+    """Print a table: on a terminal shortened to its width, piped with tabs between columns.
+
+    `notes`: a title and an optional sentence per row, which a terminal shows below the row, on one
+    line unless `whole_notes`, and a pipe as the last column.
+    """
     if not is_terminal():
         if notes is not None:
-            titles, rows = [*titles, notes[0]], [(*row, note or "") for row, note in zip(rows, notes[1], strict=True)]
+            titles = [*titles, notes[0]]
+            rows = [(*row, note or "") for row, note in zip(rows, notes[1], strict=True)]
         for cells in (titles, *rows):
             print("\t".join(" ".join(cell.split()) for cell in cells))
         return
@@ -131,10 +147,14 @@ def print_table(
     columns = list(zip(titles, *rows, strict=True))
     longest = [max(cell_len(cell) for cell in column) for column in columns]
     times = [any(_TIME.fullmatch(cell) for cell in column) for column in columns]
-    for title, width in zip(titles, fit_widths(longest, console.width - 2 * (len(titles) - 1), times), strict=True):
+    for title, width in zip(
+        titles, fit_widths(longest, console.width - 2 * (len(titles) - 1), times), strict=True
+    ):
         table.add_column(title, no_wrap=True, width=width)
     for row in rows:
-        table.add_row(*(Text(cell) for cell in row))  # Text, so that `:two:` in a name is not an emoji, nor `[bold]` a style
+        table.add_row(
+            *(Text(cell) for cell in row)
+        )  # Text, so that `:two:` in a name is not an emoji, nor `[bold]` a style
     with console.capture() as captured:
         console.print(table, highlight=False)
     header, *lines = captured.get().splitlines()
@@ -144,13 +164,16 @@ def print_table(
         if note:
             text = f"    {' '.join(note.split())}"
             print(
-                _on_screen(text, sys.stdout) if whole_notes or len(text) <= console.width else f"{text[: console.width - 1]}…"
+                _on_screen(text, sys.stdout)
+                if whole_notes or len(text) <= console.width
+                else f"{text[: console.width - 1]}…"
             )
 
 
 def fit_widths(widths: Sequence[int], room: int, whole: Sequence[bool] = ()) -> list[int]:
-    """Return column widths that fit into `room` together: the widest columns are shortened first, those of `whole` last,
-    since a part of their values is useless."""
+    """Return column widths that fit into `room` together: the widest columns are shortened first,
+    those of `whole` last, since a part of their values is useless.
+    """
     left = list(widths)
     for kept in (whole or [False] * len(left), [False] * len(left)):
         yielding = [number for number, stays in enumerate(kept) if not stays]
@@ -160,20 +183,36 @@ def fit_widths(widths: Sequence[int], room: int, whole: Sequence[bool] = ()) -> 
 
 
 def print_fields(fields: Sequence[tuple[str, str | None]]) -> None:
-    """Print names and values, one pair per line; pairs without a value are left out. Values of several lines, and on a
-    terminal long ones, continue below."""
+    """Print names and values, one pair per line; pairs without a value are left out.
+
+    Values of several lines, and on a terminal long ones, continue below.
+    """
     given = [(name, value) for name, value in fields if value]
     width = max((len(name) for name, _ in given), default=0)
     room = screen_width()
-    for name, value in [(("" if n else name), line) for name, text in given for n, line in enumerate(text.splitlines())]:
+    for name, value in [
+        (("" if n else name), line)
+        for name, text in given
+        for n, line in enumerate(text.splitlines())
+    ]:
         line = f"{name:<{width}}  {value}"
         wraps = len(line) > room and " " in value
-        print(textwrap.fill(line, room, subsequent_indent=" " * (width + 2), break_on_hyphens=False) if wraps else line)
+        print(
+            textwrap.fill(line, room, subsequent_indent=" " * (width + 2), break_on_hyphens=False)
+            if wraps
+            else line
+        )
 
 
 def local_time(seconds: float | None, *, seconds_too: bool = False) -> str:
-    """Return a time (seconds since the epoch) on this machine's clock, to the minute; empty for None."""
-    return "" if seconds is None else datetime.fromtimestamp(seconds).strftime("%Y-%m-%d %H:%M" + ":%S" * seconds_too)
+    """Return a time (seconds since the epoch) on this machine's clock, to the minute; empty for
+    None.
+    """
+    return (
+        ""
+        if seconds is None
+        else datetime.fromtimestamp(seconds).strftime("%Y-%m-%d %H:%M" + ":%S" * seconds_too)
+    )
 
 
 def is_terminal() -> bool:
@@ -186,4 +225,8 @@ def screen_width() -> int:
 
 
 def _console() -> Console:
-    return Console(emoji=False) if is_terminal() else Console(width=OWN_WIDTH, no_color=True, emoji=False)
+    return (
+        Console(emoji=False)
+        if is_terminal()
+        else Console(width=OWN_WIDTH, no_color=True, emoji=False)
+    )

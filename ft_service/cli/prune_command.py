@@ -10,7 +10,14 @@ import typer
 
 from ft_service.bases import cache_folder
 from ft_service.cli.local_store import local_store
-from ft_service.cli.output import Json, load_settings, print_error, print_json, print_table, print_text
+from ft_service.cli.output import (
+    Json,
+    load_settings,
+    print_error,
+    print_json,
+    print_table,
+    print_text,
+)
 from ft_service.data import token_folder
 from ft_service.errors import SpecError
 from ft_service.plan.plan_text import bytes_text
@@ -24,27 +31,50 @@ def register(app: typer.Typer) -> None:
 
 
 def prune(
-    runs_days: Annotated[float | None, typer.Option(min=0, help="Run directories of jobs that ended so long ago.")] = None,
-    checkpoints_days: Annotated[float | None, typer.Option(min=0, help="Checkpoints of jobs that ended so long ago.")] = None,
-    files_days: Annotated[float | None, typer.Option(min=0, help="Delete files older than N days.")] = None,
-    cache_days: Annotated[
-        float | None, typer.Option(min=0, help="Quantised bases, descriptions and tokens not used for so long.")
+    runs_days: Annotated[
+        float | None, typer.Option(min=0, help="Run directories of jobs that ended so long ago.")
     ] = None,
-    dry_run: Annotated[bool, typer.Option("--dry-run", help="Only list what would be deleted.")] = False,
+    checkpoints_days: Annotated[
+        float | None, typer.Option(min=0, help="Checkpoints of jobs that ended so long ago.")
+    ] = None,
+    files_days: Annotated[
+        float | None, typer.Option(min=0, help="Delete files older than N days.")
+    ] = None,
+    cache_days: Annotated[
+        float | None,
+        typer.Option(min=0, help="Quantised bases, descriptions and tokens not used for so long."),
+    ] = None,
+    dry_run: Annotated[
+        bool, typer.Option("--dry-run", help="Only list what would be deleted.")
+    ] = False,
     as_json: Json = False,
 ) -> int:
-    """Remove, from this machine's FT_HOME, adapters of deleted models and what belongs to no job or file; with an age (here or
-    in FT_KEEP_…_DAYS) also what is older. Nothing that an unfinished job needs is removed. The server may run meanwhile."""
-    from ft_service.control.pruning import RetentionLimits, plan_pruning, remove  # the database takes time to import
+    """Remove, from this machine's FT_HOME, adapters of deleted models and what belongs to no job or
+    file; with an age (here or in FT_KEEP_…_DAYS) also what is older. Nothing that an unfinished job
+    needs is removed. The server may run meanwhile.
+    """
+    from ft_service.control.pruning import (
+        RetentionLimits,
+        plan_pruning,
+        remove,
+    )  # the database takes time to import
 
-    given = {"runs": runs_days, "checkpoints": checkpoints_days, "files": files_days, "cache": cache_days}
+    given = {
+        "runs": runs_days,
+        "checkpoints": checkpoints_days,
+        "files": files_days,
+        "cache": cache_days,
+    }
     settings = load_settings(**{f"keep_{kind}_days": days for kind, days in given.items()})
     if settings.storage:
         raise SpecError(
-            "FT_STORAGE: ft prune removes files of FT_HOME only; use the storage's own lifecycle rules.", param="FT_STORAGE"
+            "FT_STORAGE: ft prune removes files of FT_HOME only; use the storage's own lifecycle "
+            "rules.",
+            param="FT_STORAGE",
         )
     limits = RetentionLimits(**{**vars(RetentionLimits.from_settings(settings)), "leftovers": True})
-    cache, tokens = cache_folder.folder_of(os.environ, settings.home), token_folder.folder_of(os.environ, settings.home)
+    cache = cache_folder.folder_of(os.environ, settings.home)
+    tokens = token_folder.folder_of(os.environ, settings.home)
     failed: dict[Path, str] = {}
     with local_store(settings) as store:
         planned = list(plan_pruning(settings, store, limits, cache=cache, tokens=tokens))
@@ -68,8 +98,17 @@ def _show(removed: list[Removal], dry_run: bool, as_json: bool) -> None:
         return
     total = bytes_text(sum(removal.bytes for removal in removed))
     if removed:
-        print_table(("WHAT", "BYTES", "PATH", "WHY"), [(r.kind, bytes_text(r.bytes), str(r.path), r.why) for r in removed])
-    print_text(f"{total} would be freed." if dry_run else f"{total} freed." if removed else "Nothing to remove.")
+        print_table(
+            ("WHAT", "BYTES", "PATH", "WHY"),
+            [(r.kind, bytes_text(r.bytes), str(r.path), r.why) for r in removed],
+        )
+    print_text(
+        f"{total} would be freed."
+        if dry_run
+        else f"{total} freed."
+        if removed
+        else "Nothing to remove."
+    )
 
 
 def _as_dict(removal: Removal) -> dict[str, Any]:

@@ -1,6 +1,7 @@
 """Root of the command line, and its errors: one line `ft: …` on stderr and an exit code.
 
-0 succeeded; 1 failed; 64 wrong spec or usage; 75 stopped with a checkpoint; 130 interrupted from the keyboard.
+0 succeeded; 1 failed; 64 wrong spec or usage; 75 stopped with a checkpoint; 130 interrupted from
+the keyboard.
 """
 
 from __future__ import annotations
@@ -13,7 +14,14 @@ import typer
 
 from ft_service import __version__
 from ft_service.cli.command_list import HELP, Commands, first_screen, simplify_help, usage_text
-from ft_service.cli.output import Json, json_text, print_error, print_json, print_text, replace_unencodable
+from ft_service.cli.output import (
+    Json,
+    json_text,
+    print_error,
+    print_json,
+    print_text,
+    replace_unencodable,
+)
 from ft_service.errors import DataError, FtError, SpecError
 from ft_service.host.disk import disk_fault
 
@@ -21,7 +29,9 @@ FAILED = 1
 WRONG = 64
 INTERRUPTED = 130
 
-app = typer.Typer(cls=Commands, pretty_exceptions_enable=False, context_settings={"help_option_names": HELP})
+app = typer.Typer(
+    cls=Commands, pretty_exceptions_enable=False, context_settings={"help_option_names": HELP}
+)
 
 
 def register(typer_app: typer.Typer) -> None:
@@ -44,14 +54,22 @@ def _version_wanted(wanted: bool) -> None:
 
 @app.callback()
 def options(
-    _: Annotated[bool, typer.Option("--version", help="Print the version.", callback=_version_wanted, is_eager=True)] = False,
+    _: Annotated[
+        bool,
+        typer.Option(
+            "--version", help="Print the version.", callback=_version_wanted, is_eager=True
+        ),
+    ] = False,
 ) -> None:
     """Fine-tune language models on your own machines: serve the API, submit jobs and watch them."""
 
 
 def run(arguments: Sequence[str]) -> int:
-    """Run a command line and return the exit code. Errors are printed on stderr, in a sentence, or with --json as one object
-    `{"error": {"message", "code", "param", "exit_code"}}` on a line."""
+    """Run a command line and return the exit code.
+
+    Errors are printed on stderr, in a sentence, or with --json as one object `{"error": {"message",
+    "code", "param", "exit_code"}}` on a line.
+    """
     as_json = "--json" in arguments
     replace_unencodable(sys.stdout, sys.stderr)
     try:
@@ -73,7 +91,11 @@ def run(arguments: Sequence[str]) -> int:
         fault = disk_fault(error, f"The disk of {error.filename}" if error.filename else "The disk")
         if fault is None and not isinstance(error.filename, str):
             raise
-        return _tell(fault or FtError(f"{error.filename}: {error.strerror}.", code="file_error"), FAILED, as_json)
+        return _tell(
+            fault or FtError(f"{error.filename}: {error.strerror}.", code="file_error"),
+            FAILED,
+            as_json,
+        )
     return code if isinstance(code, int) else 0
 
 

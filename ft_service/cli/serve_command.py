@@ -1,5 +1,6 @@
-"""`ft serve`: the server in the foreground; `ft reconcile` and `ft migrate`: its parts, for containers of their own; `ft
-open`: its page."""
+"""`ft serve`: the server in the foreground; `ft reconcile` and `ft migrate`: its parts, for
+containers of their own; `ft open`: its page.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +20,9 @@ from ft_service.errors import FtError
 from ft_service.host.lifetime import die_with_parent
 from ft_service.host.quick_imports import quick_imports
 
-WEB_PACKAGES = frozenset({"api", "fastapi", "fastapi_offline", "starlette", "uvicorn", "python_multipart"})
+WEB_PACKAGES = frozenset(
+    {"api", "fastapi", "fastapi_offline", "starlette", "uvicorn", "python_multipart"}
+)
 
 
 def register(app: typer.Typer) -> None:
@@ -30,10 +33,18 @@ def register(app: typer.Typer) -> None:
 
 
 def serve(
-    port: Annotated[int | None, typer.Option(metavar="N", help="Default: FT_PORT, else 8000; 0: any free one.")] = None,
-    host: Annotated[str | None, typer.Option(help="Address to listen on. Default: FT_BIND, else 127.0.0.1.")] = None,
+    port: Annotated[
+        int | None, typer.Option(metavar="N", help="Default: FT_PORT, else 8000; 0: any free one.")
+    ] = None,
+    host: Annotated[
+        str | None, typer.Option(help="Address to listen on. Default: FT_BIND, else 127.0.0.1.")
+    ] = None,
     api_only: Annotated[
-        bool, typer.Option("--api-only", help="Only the REST API; `ft migrate` and `ft reconcile` do the rest elsewhere.")
+        bool,
+        typer.Option(
+            "--api-only",
+            help="Only the REST API; `ft migrate` and `ft reconcile` do the rest elsewhere.",
+        ),
     ] = False,
     with_parent: Annotated[bool, typer.Option("--die-with-parent", hidden=True)] = False,
     as_json: Json = False,
@@ -46,12 +57,17 @@ def serve(
 
 
 def reconcile(as_json: Json = False) -> None:
-    """Move jobs, deliver webhooks and remove what is no longer needed, without serving the API, until Ctrl-C."""
+    """Move jobs, deliver webhooks and remove what is no longer needed, without serving the API,
+    until Ctrl-C.
+    """
     _server().reconcile_only(with_sample_base(load_settings()), as_json=as_json)
 
 
 def migrate(as_json: Json = False) -> None:
-    """Bring the database to this version's schema. `ft serve` does that by itself unless it serves only the API."""
+    """Bring the database to this version's schema.
+
+    `ft serve` does that by itself unless it serves only the API.
+    """
     store = importlib.import_module("ft_service.store.sql")
     store.migrate(load_settings().resolved_database_url())
     if as_json:
@@ -64,21 +80,31 @@ def open_page(
     job: Annotated[
         str | None,
         typer.Argument(
-            metavar="ID", help="A job to look at, named as elsewhere; default: the list.", autocompletion=complete_job
+            metavar="ID",
+            help="A job to look at, named as elsewhere; default: the list.",
+            autocompletion=complete_job,
         ),
     ] = None,
-    only_print: Annotated[bool, typer.Option("--print", help="Print the link, and start no browser.")] = False,
+    only_print: Annotated[
+        bool, typer.Option("--print", help="Print the link, and start no browser.")
+    ] = False,
     as_json: Json = False,
 ) -> None:
-    """Open the server's page in a browser, signed in: by a link that works once, within 15 minutes."""
+    """Open the server's page in a browser, signed in: by a link that works once, within 15
+    minutes.
+    """
     with connect() as client:
-        url = client.sign_in_link(f"/jobs/{quote(client.job(find_job(client, job)).id, safe='')}" if job else "/jobs")
+        url = client.sign_in_link(
+            f"/jobs/{quote(client.job(find_job(client, job)).id, safe='')}" if job else "/jobs"
+        )
     if as_json:
         print_json_line({"url": url})
     elif only_print:
         print(url)
     elif not webbrowser.open(url):
-        print_note("There is no browser here. Open this link in one; it works once, within 15 minutes.")
+        print_note(
+            "There is no browser here. Open this link in one; it works once, within 15 minutes."
+        )
         print(url)
     else:
         print("The page is open in your browser. `ft open --print` prints a link in its place.")
@@ -91,4 +117,6 @@ def _server() -> Any:
     except ModuleNotFoundError as error:
         if (error.name or "").split(".")[0] not in WEB_PACKAGES:
             raise
-        raise FtError(f"The server needs {error.name}, which is not installed: pip install 'ft-service[api]'.") from None
+        raise FtError(
+            f"The server needs {error.name}, which is not installed: pip install 'ft-service[api]'."
+        ) from None

@@ -1,4 +1,6 @@
-"""Address and key of the server, from arguments, environment and FT_HOME; and the errors of the connection."""
+"""Address and key of the server, from arguments, environment and FT_HOME; and the errors of the
+connection.
+"""
 
 from __future__ import annotations
 
@@ -23,7 +25,9 @@ from ft_service.errors import (
 )
 from ft_service.host.running_servers import living_servers
 
-START_HINT = "Start one with `ft serve` or `make serve`, or name another with FT_BASE_URL and FT_API_KEY."
+START_HINT = (
+    "Start one with `ft serve` or `make serve`, or name another with FT_BASE_URL and FT_API_KEY."
+)
 
 
 _KEY = re.compile(r"[!-~]+")
@@ -39,19 +43,28 @@ class Connection:
 
 
 def find_connection(
-    environ: Mapping[str, str], home: Path, *, base_url: str | None = None, api_key: str | None = None
+    environ: Mapping[str, str],
+    home: Path,
+    *,
+    base_url: str | None = None,
+    api_key: str | None = None,
 ) -> Connection:
-    """Return the server and key from the arguments, then FT_BASE_URL/FT_API_KEY, then OPENAI_BASE_URL/OPENAI_API_KEY, then
-    `home`: the newest running server of its `server.json`, and the key in its `credentials`.
+    """Return the server and key from the arguments, then FT_BASE_URL/FT_API_KEY, then
+    OPENAI_BASE_URL/OPENAI_API_KEY, then `home`: the newest running server of its `server.json`, and
+    the key in its `credentials`.
 
-    A key is sent only to the address that it belongs to: the credentials file's key to the home's servers, and
-    OPENAI_API_KEY (usually that of OpenAI's cloud) only to an address that was given. Raises FtError if no server is known,
-    AuthError if there is no key or one that no server can know, and SpecError if an address or the credentials file is invalid.
+    A key is sent only to the address that it belongs to: the credentials file's key to the home's
+    servers, and OPENAI_API_KEY (usually that of OpenAI's cloud) only to an address that was given.
+    Raises FtError if no server is known, AuthError if there is no key or one that no server can
+    know, and SpecError if an address or the credentials file is invalid.
     """
     given = base_url or environ.get("FT_BASE_URL") or environ.get("OPENAI_BASE_URL")
     key = api_key or environ.get("FT_API_KEY") or (environ.get("OPENAI_API_KEY") if given else None)
     if key and not _KEY.fullmatch(key):
-        raise AuthError("The API key (FT_API_KEY) has white space or characters beyond ASCII, which no key has: copy it whole.")
+        raise AuthError(
+            "The API key (FT_API_KEY) has white space or characters beyond ASCII, which no key "
+            "has: copy it whole."
+        )
     if given and key:
         return Connection(_address(given), key)
     ours = _local_key(home / "credentials")
@@ -68,7 +81,10 @@ def find_connection(
 def _no_server(home: Path, key: str | None) -> str:
     if key is not None:
         return f"No server is running that keeps its state in {home}. {START_HINT}"
-    return f"No server is known: {home / 'credentials'} does not exist. Is FT_HOME right? (`make` sets it to .ft.) {START_HINT}"
+    return (
+        f"No server is known: {home / 'credentials'} does not exist. Is FT_HOME right? (`make` "
+        f"sets it to .ft.) {START_HINT}"
+    )
 
 
 def _local_key(path: Path) -> str | None:
@@ -83,7 +99,9 @@ def _local_key(path: Path) -> str | None:
     except OSError as error:
         raise SpecError(f"{path} cannot be read: {error.strerror}.") from None
     except (ValueError, KeyError, TypeError):
-        raise SpecError(f"{path} is not a credentials file: remove it, and make a key with `ft keys create`.") from None
+        raise SpecError(
+            f"{path} is not a credentials file: remove it, and make a key with `ft keys create`."
+        ) from None
 
 
 def _address(text: str) -> str:
@@ -92,7 +110,10 @@ def _address(text: str) -> str:
     except (httpx2.InvalidURL, ValueError):
         url = httpx2.URL()
     if url.scheme not in ("http", "https") or not url.host:
-        raise SpecError(f"base_url = {text!r}: not an address such as http://127.0.0.1:8000/v1.", param="base_url")
+        raise SpecError(
+            f"base_url = {text!r}: not an address such as http://127.0.0.1:8000/v1.",
+            param="base_url",
+        )
     return str(url.copy_with(path=url.path.rstrip("/") or "/v1"))
 
 
@@ -111,10 +132,14 @@ BY_STATUS: dict[int, type[FtError]] = {
 
 
 def error_of(answer: httpx2.Response) -> FtError:
-    """The error that the server raised, rebuilt: the class from code and status, the text and field from the body."""
+    """The error that the server raised, rebuilt: the class from code and status, the text and field
+    from the body.
+    """
     try:
         error = answer.json()["error"]
-        message, code, param = str(error["message"]), error.get("code"), error.get("param")
+        message = str(error["message"])
+        code = error.get("code")
+        param = error.get("param")
     except (ValueError, KeyError, TypeError, AttributeError):
         return not_ours(answer)
     kind = DataError if code == DataError.code else BY_STATUS.get(answer.status_code, FtError)
@@ -123,20 +148,32 @@ def error_of(answer: httpx2.Response) -> FtError:
 
 @contextlib.contextmanager
 def reaching(base_url: str) -> Iterator[None]:
-    """Convert errors of the connection to UnavailableError, and text that is not UTF-8 to SpecError."""
+    """Convert errors of the connection to UnavailableError, and text that is not UTF-8 to
+    SpecError.
+    """
     try:
         yield
     except (httpx2.ConnectError, httpx2.ConnectTimeout):
-        raise UnavailableError(f"No server answers at {base_url}. {START_HINT}", code="no_server") from None
+        raise UnavailableError(
+            f"No server answers at {base_url}. {START_HINT}", code="no_server"
+        ) from None
     except httpx2.TransportError as error:
         reason = str(error) or type(error).__name__
-        raise UnavailableError(f"The connection to {base_url} broke ({reason}): try again.") from None
-    except UnicodeEncodeError:  # Python reads bytes of the command line and of stdin that are no UTF-8 as surrogates
-        raise SpecError("The text is not UTF-8, and was not sent. Is the terminal's encoding UTF-8?") from None
+        raise UnavailableError(
+            f"The connection to {base_url} broke ({reason}): try again."
+        ) from None
+    except (
+        UnicodeEncodeError
+    ):  # Python reads bytes of the command line and of stdin that are no UTF-8 as surrogates
+        raise SpecError(
+            "The text is not UTF-8, and was not sent. Is the terminal's encoding UTF-8?"
+        ) from None
 
 
 def not_ours(answer: httpx2.Response) -> FtError:
     """Return the error for a response that is not one of this service."""
     kind = UnavailableError if answer.status_code >= 500 else FtError
     address = answer.request.url.copy_with(query=None)
-    return kind(f"{address} answered {answer.status_code} in an unknown format. Is FT_BASE_URL right?")
+    return kind(
+        f"{address} answered {answer.status_code} in an unknown format. Is FT_BASE_URL right?"
+    )

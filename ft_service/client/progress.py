@@ -24,13 +24,17 @@ class JobProgress:
     valid_step: int = 0
     """Step of the last validation."""
     reward_accuracy: float | None = None
-    """Of preference optimisation: the share of a step's pairs whose preferred answer has the higher reward."""
+    """Of preference optimisation: the share of a step's pairs whose preferred answer has the higher
+    reward.
+    """
     mean_reward: float | None = None
     """Of reinforcement learning."""
     pace: Pace = ()
 
     def after(self, metrics: Metrics) -> JobProgress:
-        """Return the progress after another step's metrics; an earlier step, of a job that was resumed, moves it back."""
+        """Return the progress after another step's metrics; an earlier step, of a job that was
+        resumed, moves it back.
+        """
         progress = replace(self, step=metrics.step, total_steps=metrics.total_steps)
         if metrics.train_loss is not None:
             progress = replace(progress, train_loss=metrics.train_loss)
@@ -51,7 +55,9 @@ class JobProgress:
 
     @property
     def tokens_per_second(self) -> float | None:
-        seconds, tokens = (sum(column) for column in zip(*self.pace, strict=True)) if self.pace else (0.0, 0)
+        seconds, tokens = (
+            (sum(column) for column in zip(*self.pace, strict=True)) if self.pace else (0.0, 0)
+        )
         return tokens / seconds if seconds > 0 and tokens else None
 
     @property
@@ -61,7 +67,9 @@ class JobProgress:
 
 
 def progress_line(progress: JobProgress) -> str:
-    """Return `step 45/150 · loss 1.234 · valid 1.301 at 40 · 5,120 tokens/s · 1:05 left`, as far as it is known."""
+    """Return `step 45/150 · loss 1.234 · valid 1.301 at 40 · 5,120 tokens/s · 1:05 left`, as far as
+    it is known.
+    """
     step = f"step {progress.step}/{progress.total_steps}" if progress.total_steps else ""
     return " · ".join(part for part in (step, numbers(progress)) if part)
 
@@ -104,7 +112,9 @@ class Curve:
         self._values: dict[int, float] = {}
 
     def add(self, step: int, value: float | None) -> None:
-        """Add a value. An earlier step than the newest, of a job that was resumed, removes the values after it."""
+        """Add a value. An earlier step than the newest, of a job that was resumed, removes the
+        values after it.
+        """
         if value is None or not math.isfinite(value):
             return
         if self._values and step < next(reversed(self._values)):
@@ -118,13 +128,17 @@ class Curve:
 
     @staticmethod
     def scale_of(curves: Sequence[Curve]) -> tuple[float, float] | None:
-        """Return the lowest and the highest value of several curves, to draw them on one scale; None: there are no values."""
+        """Return the lowest and the highest value of several curves, to draw them on one scale;
+        None: there are no values.
+        """
         values = [value for curve in curves for value in curve._values.values()]
         return (min(values), max(values)) if values else None
 
     def sparkline(self, width: int, scale: tuple[float, float] | None = None) -> str:
-        """Return `▇▅▃▁ 2.310 → 0.520` with at most `width` bars, each the mean of its share of the values; empty for fewer
-        than two. `scale`: values of the lowest and the highest bar; None: the curve's own."""
+        """Return `▇▅▃▁ 2.310 → 0.520` with at most `width` bars, each the mean of its share of the
+        values; empty for fewer than two. `scale`: values of the lowest and the highest bar; None:
+        the curve's own.
+        """
         values = list(self._values.values())
         if len(values) < 2:
             return ""

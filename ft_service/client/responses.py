@@ -1,4 +1,6 @@
-"""Responses of the server as the client reads them: OpenAI's objects with this service's additions."""
+"""Responses of the server as the client reads them: OpenAI's objects with this service's
+additions.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +19,10 @@ from ft_service.spec import JobOptions
 
 
 class RemoteObject(BaseModel):
-    """Object in a response of the server. Fields unknown to this version are kept, so that `--json` shows them."""
+    """Object in a response of the server.
+
+    Fields unknown to this version are kept, so that `--json` shows them.
+    """
 
     model_config = ConfigDict(extra="allow", frozen=True)
 
@@ -89,18 +94,27 @@ class RemoteJob(RemoteObject):
     def options(self) -> dict[str, Any]:
         """All options by dotted name."""
         sections = ("lora", "precision", "training", "distributed", "checkpoint")
-        named = {f"{section}.{name}": value for section in sections for name, value in getattr(self, section).items()}
+        named = {
+            f"{section}.{name}": value
+            for section in sections
+            for name, value in getattr(self, section).items()
+        }
         return self.method_options | named
 
     @property
     def method_options(self) -> dict[str, Any]:
-        """The method by dotted name with the options that it alone has; of a grader, its name and type. Empty: supervised."""
+        """The method by dotted name with the options that it alone has; of a grader, its name and
+        type. Empty: supervised.
+        """
         return method_options(self.method)
 
     @property
     def choices(self) -> list[tuple[str, str]]:
         """Options that were "auto", by dotted name, with value and reason."""
-        return [(option, f"{shown(self.options.get(option))} ({why})") for option, why in self.chosen.items()]
+        return [
+            (option, f"{shown(self.options.get(option))} ({why})")
+            for option, why in self.chosen.items()
+        ]
 
     @property
     def given_options(self) -> dict[str, Any]:
@@ -121,12 +135,17 @@ class RemoteJob(RemoteObject):
     @property
     def base(self) -> str:
         """Name of the base, also if the job continues a tuned model."""
-        return self.model.removeprefix("ft:").split(":", 1)[0] if self.model.startswith("ft:") else self.model
+        return (
+            self.model.removeprefix("ft:").split(":", 1)[0]
+            if self.model.startswith("ft:")
+            else self.model
+        )
 
     @property
     def ranks(self) -> int | None:
         """Number of training processes; None: unknown."""
-        nodes, each = self.distributed.get("nnodes", 1), self.distributed.get("nproc_per_node")
+        nodes = self.distributed.get("nnodes", 1)
+        each = self.distributed.get("nproc_per_node")
         return nodes * each if isinstance(nodes, int) and isinstance(each, int) else None
 
     @property
@@ -191,7 +210,9 @@ class RemoteSweep(RemoteObject):
     best: dict[str, Any] | None = None
     """Best job so far: job_id, valid_loss, step, values, fine_tuned_model."""
     jobs: list[dict[str, Any]] = []
-    """Jobs with id, values, status, phase, stopped, error, step, total_steps, valid_loss, best_step, fine_tuned_model."""
+    """Jobs with id, values, status, phase, stopped, error, step, total_steps, valid_loss,
+    best_step, fine_tuned_model.
+    """
 
     @property
     def over(self) -> bool:
@@ -200,7 +221,9 @@ class RemoteSweep(RemoteObject):
     @property
     def counts_text(self) -> str:
         """Number of jobs by status: `2 succeeded, 1 running`."""
-        return ", ".join(f"{number} {status.replace('_', ' ')}" for status, number in self.counts.items())
+        return ", ".join(
+            f"{number} {status.replace('_', ' ')}" for status, number in self.counts.items()
+        )
 
 
 class RemoteEngineJob(RemoteObject):
@@ -229,7 +252,9 @@ class RemoteEngine(RemoteObject):
 
     @property
     def shares(self) -> dict[str, str]:
-        """Share of each of its jobs in what they have used, by id: `25%`; empty if they have used nothing yet."""
+        """Share of each of its jobs in what they have used, by id: `25%`; empty if they have used
+        nothing yet.
+        """
         whole = sum(job.slot_seconds for job in self.jobs)
         return {job.id: f"{job.slot_seconds / whole:.0%}" for job in self.jobs} if whole else {}
 
@@ -279,7 +304,9 @@ class RemoteModel(RemoteObject):
     created: int
     owned_by: str
     base: dict[str, Any] | None = None
-    """Facts on a base: family, parameters, format, context, chat_template, licence, described, trainable, why_not."""
+    """Facts on a base: family, parameters, format, context, chat_template, licence, described,
+    trainable, why_not.
+    """
 
 
 class LogLine(BaseModel):
@@ -293,7 +320,9 @@ class LogLine(BaseModel):
 
 def scores_text(metrics: Mapping[str, float], before: Mapping[str, float]) -> str:
     """Return metrics with their values before training."""
-    return ", ".join(f"{name} {before.get(name, 0.0):.2f} → {value:.2f}" for name, value in metrics.items())
+    return ", ".join(
+        f"{name} {before.get(name, 0.0):.2f} → {value:.2f}" for name, value in metrics.items()
+    )
 
 
 def shown(value: object) -> str:

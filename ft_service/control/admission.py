@@ -55,7 +55,8 @@ from ft_service.traces import current_traceparent
 MOST_BYTES_OF_PROMPTS = 4 * 262_144
 """Limit of a file of prompts: as many characters as a spec takes, with 4 bytes each."""
 NOT_PLANNED = (
-    "The base {base} is not described yet. Once it is, the job is planned, and refused if it cannot train on that base or does "
+    "The base {base} is not described yet. Once it is, the job is planned, and refused if it "
+    "cannot train on that base or does "
     "not fit."
 )
 _NO_FILE = DataFileRef(name="", path="", sha256="")
@@ -100,14 +101,20 @@ class ParsedJob:
 
 
 def create_job(
-    body: object, context: AdmissionContext, job_id: str | None = None, last_look: Callable[[], None] | None = None
+    body: object,
+    context: AdmissionContext,
+    job_id: str | None = None,
+    last_look: Callable[[], None] | None = None,
 ) -> Job:
-    """Check a create body and store its job. `job_id`: None draws one. `last_look`: called before the job is stored, which it
-    prevents by raising; the checks may take long.
+    """Check a create body and store its job.
 
-    Raises SpecError naming the field, its value and the limit, also for patterns that match nothing in the base and for a job
-    that cannot fit this service's machines (the reconciler checks the contents of data files later); ConflictError if the id is
-    taken, LimitError if no more jobs of the project may wait, UnavailableError if the store does not answer.
+    `job_id`: None draws one. `last_look`: called before the job is stored, which it prevents by
+    raising; the checks may take long.
+
+    Raises SpecError naming the field, its value and the limit, also for patterns that match nothing
+    in the base and for a job that cannot fit this service's machines (the reconciler checks the
+    contents of data files later); ConflictError if the id is taken, LimitError if no more jobs of
+    the project may wait, UnavailableError if the store does not answer.
     """
     new = new_job(read(body, context, job_id), context)
     if last_look is not None:
@@ -119,7 +126,8 @@ def create_job(
 def read(body: object, context: AdmissionContext, job_id: str | None = None) -> ParsedJob:
     """Parse a create body. `job_id`: None draws one.
 
-    Raises SpecError naming the field, its value and the limit, also for integrations that this server cannot serve.
+    Raises SpecError naming the field, its value and the limit, also for integrations that this
+    server cannot serve.
     """
     refuse_unstorable_text(body)
     request = parse_request(body)
@@ -129,31 +137,46 @@ def read(body: object, context: AdmissionContext, job_id: str | None = None) -> 
 
 
 def read_request(
-    body: dict[str, Any], request: JobRequest, context: AdmissionContext, sweep: Membership | None = None
+    body: dict[str, Any],
+    request: JobRequest,
+    context: AdmissionContext,
+    sweep: Membership | None = None,
 ) -> ParsedJob:
     """`read` for a body that is a JobRequest already."""
     if request.evaluation is not None:
         check_metrics(request.evaluation.metrics)
     refuse_unless_possible(request, context.settings)
     refuse_unless_graded(request, context.principal.project_id, context.settings, context.store)
-    base, parent = request.model, None
+    base = request.model
+    parent = None
     if is_tuned(base):
         before, parent = _find_parent(base, context)
-        request, base = inherit(request, before, parent.name), before.model.name
+        request = inherit(request, before, parent.name)
+        base = before.model.name
     samples = _count_samples(request, context) if request.counts_samples else None
     return ParsedJob(new_id("ftjob-"), body, request, base, parent, samples, sweep)
 
 
 def new_job(parsed: ParsedJob, context: AdmissionContext, announced: Sequence[File] = ()) -> NewJob:
-    """The job to store, with its first events. `announced`: files that it names and that are not uploaded yet.
+    """The job to store, with its first events.
+
+    `announced`: files that it names and that are not uploaded yet.
 
     Raises SpecError as `create_job`, UnavailableError if the store does not answer.
     """
-    request, principal, limits = parsed.request, context.principal, context.principal.limits
+    request = parsed.request
+    principal = context.principal
+    limits = context.principal.limits
     capacity = capacity_of(context.settings, request.distributed.profile, principal.project_id)
-    files = context.store.files.find_files(file_ids(request)) | {file.id: file for file in announced}
+    files = context.store.files.find_files(file_ids(request)) | {
+        file.id: file for file in announced
+    }
     spec = resolve_parsed(parsed, files, capacity, context)
-    priority = request.priority if limits.max_priority is None else min(request.priority, limits.max_priority)
+    priority = (
+        request.priority
+        if limits.max_priority is None
+        else min(request.priority, limits.max_priority)
+    )
     job = Job(
         id=spec.job_id,
         project_id=principal.project_id,
@@ -174,17 +197,27 @@ def new_job(parsed: ParsedJob, context: AdmissionContext, announced: Sequence[Fi
     )
     try:
         size = None if request.training_file is None else files[request.training_file].bytes
-        job, events = planned(job, size, capacity=capacity, limits=limits, descriptions=context.catalogue.descriptions)
+        job, events = planned(
+            job, size, capacity=capacity, limits=limits, descriptions=context.catalogue.descriptions
+        )
     except NotDescribedError:
         events = [NewEvent(level="info", message=NOT_PLANNED.format(base=spec.model.name))]
-    return NewJob(job, [*events, *_first_events(request, spec, capacity, priority)], limits.max_queued)
+    return NewJob(
+        job, [*events, *_first_events(request, spec, capacity, priority)], limits.max_queued
+    )
 
 
 def planned(
-    job: Job, size: int | None, *, capacity: Capacity, limits: TenantLimits, descriptions: Descriptions
+    job: Job,
+    size: int | None,
+    *,
+    capacity: Capacity,
+    limits: TenantLimits,
+    descriptions: Descriptions,
 ) -> tuple[Job, list[NewEvent]]:
-    """A job with its plan, and events for its owner about the plan. `size`: bytes of its training file; None: it has none.
-    `limits`: its project's.
+    """A job with its plan, and events for its owner about the plan.
+
+    `size`: bytes of its training file; None: it has none. `limits`: its project's.
 
     Raises SpecError as `create_job`, NotDescribedError if the base has no description yet.
     """
@@ -205,47 +238,64 @@ def planned(
 
 @dataclass(frozen=True)
 class LateAdmission:
-    """Admission of jobs whose base had no description when they were created; the reconciler does it."""
+    """Admission of jobs whose base had no description when they were created; the reconciler does
+    it.
+    """
 
     store: Store
     settings: Settings
     descriptions: Descriptions
 
     def delay(self, job: Job) -> str | None:
-        """Text for the owner why the job waits for its base; None: the base is described or refused."""
+        """Text for the owner why the job waits for its base; None: the base is described or
+        refused.
+        """
         folder = Path(job.spec.model.path)
         if self.descriptions.ask(folder, job.project_id) is not None:
             return None
         why = self.descriptions.delay(folder)
-        return self.settings.without_paths(why) if why else f"Its base {job.base} is being described."
+        return (
+            self.settings.without_paths(why) if why else f"Its base {job.base} is being described."
+        )
 
     def plan(self, job: Job, size: int | None) -> tuple[Job, list[NewEvent]]:
-        """`planned` for a job that was stored without a plan. Raises the same, in words without this host's paths."""
-        capacity, limits = (
-            capacity_of(self.settings, job.spec.distributed.profile),
-            self.store.projects.get_project(job.project_id).limits,
-        )
+        """`planned` for a job that was stored without a plan.
+
+        Raises the same, in words without this host's paths.
+        """
+        capacity = capacity_of(self.settings, job.spec.distributed.profile)
+        limits = self.store.projects.get_project(job.project_id).limits
         try:
-            return planned(job, size, capacity=capacity, limits=limits, descriptions=self.descriptions)
+            return planned(
+                job, size, capacity=capacity, limits=limits, descriptions=self.descriptions
+            )
         except FtError as error:
             error.message = self.settings.without_paths(error.message)
             raise
 
     def settle(self, spec: JobSpec, lengths: SampleLengths) -> Admitted:
-        """Choose the values of "auto" options from the counted samples of a planned job. Raises as `planned`."""
+        """Choose the values of "auto" options from the counted samples of a planned job.
+
+        Raises as `planned`.
+        """
         base = self.descriptions.description(Path(spec.model.path))
         capacity = capacity_of(self.settings, spec.distributed.profile)
         most = capacity.most_per_node(spec.distributed.nnodes, None)
         return settle_counted(base, spec, capacity.machine_for(base), lengths, most)
 
 
-def _first_events(request: JobRequest, spec: JobSpec, capacity: Capacity, priority: int) -> list[NewEvent]:
+def _first_events(
+    request: JobRequest, spec: JobSpec, capacity: Capacity, priority: int
+) -> list[NewEvent]:
     """Events for the owner about options whose effect differs from the request."""
     told: list[NewEvent] = []
     if request.serve is not None:
         told.append(NewEvent(level="info", message=note_served(spec.lora)))
     if priority != request.priority:
-        message = f"Its priority is {priority}, the highest that this project's jobs may have; {request.priority} was asked."
+        message = (
+            f"Its priority is {priority}, the highest that this project's jobs may have; "
+            f"{request.priority} was asked."
+        )
         told.append(NewEvent(level="warn", message=message))
     if priority and capacity.ignores_priority:
         message = f"Its priority, {priority}, has no effect: {capacity.ignores_priority}"
@@ -257,16 +307,24 @@ def _shapes(spec: JobSpec, capacity: Capacity, limits: TenantLimits) -> tuple[Jo
     """The shapes that a job may start in; empty if there is only one."""
     most = min(capacity.slots, limits.max_slots or capacity.slots)
     nodes = capacity.nodes if capacity.several_nodes else 1
-    shapes = [JobSize(*shape) for shape in spec.shapes(nodes, capacity.ranks_per_node, capacity.gpus)]
+    shapes = [
+        JobSize(*shape) for shape in spec.shapes(nodes, capacity.ranks_per_node, capacity.gpus)
+    ]
     shapes = [shape for shape in shapes if shape.ranks <= most]
     return tuple(shapes) if len(shapes) > 1 else ()
 
 
 def resolve_parsed(
-    parsed: ParsedJob, files: Mapping[str, File], capacity: Capacity, context: AdmissionContext, *, data: bool = True
+    parsed: ParsedJob,
+    files: Mapping[str, File],
+    capacity: Capacity,
+    context: AdmissionContext,
+    *,
+    data: bool = True,
 ) -> JobSpec:
-    """The job's spec, in which "auto" values are still open. `files`: those that it names, by id; `data` False: the training
-    file is not known yet.
+    """The job's spec, in which "auto" values are still open.
+
+    `files`: those that it names, by id; `data` False: the training file is not known yet.
 
     Raises SpecError for an unknown base or file, and for ranks that the job could never get.
     """
@@ -307,8 +365,9 @@ def resolve_parsed(
 
 
 def _count_samples(request: JobRequest, context: AdmissionContext) -> int | None:
-    """Number of samples of the training file, estimated beyond a limit; None: this project has no such file, which is refused
-    later."""
+    """Number of samples of the training file, estimated beyond a limit; None: this project has no
+    such file, which is refused later.
+    """
     if request.training_file is None:
         return None
     file = context.store.files.find_files({request.training_file}).get(request.training_file)
@@ -327,9 +386,15 @@ def _counted(path: Path, size: int, columns: Columns) -> int | None:
     return estimate_samples(path, (), columns, most=COUNTED) if path.is_file() else None
 
 
-def slots_to_resume_with(job: Job, nproc_per_node: int, settings: Settings, limits: TenantLimits) -> int:
-    """World size of a job that resumes with so many ranks per node. Raises SpecError if it cannot."""
-    capacity, spec = capacity_of(settings, job.spec.distributed.profile), job.spec
+def slots_to_resume_with(
+    job: Job, nproc_per_node: int, settings: Settings, limits: TenantLimits
+) -> int:
+    """World size of a job that resumes with so many ranks per node.
+
+    Raises SpecError if it cannot.
+    """
+    capacity = capacity_of(settings, job.spec.distributed.profile)
+    spec = job.spec
     again: dict[str, Any] = {"replicate": "auto"} if "distributed.replicate" in spec.chosen else {}
     options = spec.distributed.model_copy(update={"nproc_per_node": nproc_per_node, **again})
     spec = spec.model_copy(update={"distributed": options})
@@ -349,32 +414,54 @@ def _find_parent(name: str, context: AdmissionContext) -> tuple[JobSpec, Adapter
         raise SpecError(error.message, param="model", code="model_not_found") from None
     run = places.run(parent.job.id)
     if parent.checkpoint is None and not run.path(parent.adapter_key).is_dir():
-        message = f"model = {name[:120]!r}: its adapter is gone from the service's disk. Name a checkpoint of that job."
+        message = (
+            f"model = {name[:120]!r}: its adapter is gone from the service's disk. Name a "
+            "checkpoint of that job."
+        )
         raise SpecError(message, param="model", code="model_not_found")
-    before, path = parent.job.spec, str(run.root / parent.adapter_key)
-    return before, AdapterRef(name=parent.name, job_id=parent.job.id, path=path, shared_experts=before.shared_experts)
+    before = parent.job.spec
+    path = str(run.root / parent.adapter_key)
+    return before, AdapterRef(
+        name=parent.name, job_id=parent.job.id, path=path, shared_experts=before.shared_experts
+    )
 
 
 def file_ids(request: JobRequest) -> list[str]:
     """Ids of the files that a request names."""
-    named = [request.training_file, request.validation_file, request.evaluation and request.evaluation.prompts]
+    named = [
+        request.training_file,
+        request.validation_file,
+        request.evaluation and request.evaluation.prompts,
+    ]
     return [file_id for file_id in named if isinstance(file_id, str)]
 
 
-def _data_file(file_id: str, param: str, files: Mapping[str, File], context: AdmissionContext) -> DataFileRef:
+def _data_file(
+    file_id: str, param: str, files: Mapping[str, File], context: AdmissionContext
+) -> DataFileRef:
     shown = file_id if len(file_id) <= 80 else file_id[:77] + "..."
     file = files.get(file_id)
     if file is None or file.project_id != context.principal.project_id:
-        message = f"{param} = {shown!r}: this project has no such file. Give the id that POST /v1/files answered."
+        message = (
+            f"{param} = {shown!r}: this project has no such file. Give the id that POST "
+            "/v1/files answered."
+        )
         raise SpecError(message, param=param, code="file_not_found")
     if file.purpose != "fine-tune":
-        message = f"{param} = {shown!r}: its purpose is {file.purpose}. Upload it with purpose fine-tune."
+        message = (
+            f"{param} = {shown!r}: its purpose is {file.purpose}. Upload it with purpose fine-tune."
+        )
         raise SpecError(message, param=param, code="invalid_file_purpose")
-    return DataFileRef(name=file.filename, path=str(context.settings.files_dir / file.id), sha256=file.sha256)
+    return DataFileRef(
+        name=file.filename, path=str(context.settings.files_dir / file.id), sha256=file.sha256
+    )
 
 
 def _with_prompts(
-    request: JobRequest, options: EvaluationOptions, files: Mapping[str, File], context: AdmissionContext
+    request: JobRequest,
+    options: EvaluationOptions,
+    files: Mapping[str, File],
+    context: AdmissionContext,
 ) -> JobRequest:
     """The request with the prompts of the file that its evaluation names. Raises SpecError."""
     place = "evaluation.prompts"
@@ -384,11 +471,19 @@ def _with_prompts(
     size = files[options.prompts].bytes
     try:
         if size > MOST_BYTES_OF_PROMPTS:
-            raise ValueError(f"it has {size:,} bytes, at most {MOST_BYTES_OF_PROMPTS:,}: give fewer prompts or shorter ones")
-        prompts = read_prompts(Places.of(context.settings).file(options.prompts).read_text(encoding="utf-8"), data.name)
+            raise ValueError(
+                f"it has {size:,} bytes, at most {MOST_BYTES_OF_PROMPTS:,}: give fewer prompts or "
+                "shorter ones"
+            )
+        prompts = read_prompts(
+            Places.of(context.settings).file(options.prompts).read_text(encoding="utf-8"), data.name
+        )
         read = EvaluationOptions.model_validate({**options.model_dump(), "prompts": prompts})
     except OSError:
-        raise SpecError(f"{place} = {options.prompts!r}: its contents are gone from the service's disk.", param=place) from None
+        raise SpecError(
+            f"{place} = {options.prompts!r}: its contents are gone from the service's disk.",
+            param=place,
+        ) from None
     except ValidationError as error:
         said = error.errors(include_url=False)[0]["msg"].removeprefix("Value error, ")
         raise SpecError(f"{place} = {options.prompts!r}: {said}.", param=place) from None
@@ -407,12 +502,17 @@ def refuse_unstorable_text(value: Any, place: str = "") -> None:
         for number, inner in enumerate(value):
             refuse_unstorable_text(inner, f"{place}.{number}")
     elif isinstance(value, str) and UNSTORABLE.search(value):
-        message = f"{place}: holds a character that is not text (NUL or half of a surrogate pair). Leave it out."
+        message = (
+            f"{place}: holds a character that is not text (NUL or half of a surrogate "
+            "pair). Leave it out."
+        )
         raise SpecError(message, param=place)
 
 
 def _refuse_beyond(limits: TenantLimits, request: JobRequest, spec: JobSpec) -> None:
-    """Raise ForbiddenError for a base or entity that the project may not use, SpecError for more ranks than it may ever run."""
+    """Raise ForbiddenError for a base or entity that the project may not use, SpecError for more
+    ranks than it may ever run.
+    """
     if limits.bases is not None and spec.model.name not in limits.bases:
         raise ForbiddenError(
             f"model = {spec.model.name!r}: this project may train on {_names(limits.bases)}.",
@@ -436,7 +536,8 @@ def _refuse_too_many_ranks(limits: TenantLimits, spec: JobSpec) -> None:
     """Raise SpecError for more ranks than the project may run at once."""
     if limits.max_slots is not None and spec.world_size > limits.max_slots:
         raise SpecError(
-            f"distributed.nproc_per_node: the job needs {spec.world_size} ranks, and this project may run {limits.max_slots} "
+            f"distributed.nproc_per_node: the job needs {spec.world_size} ranks, and this project "
+            f"may run {limits.max_slots} "
             "at once (its limit max_slots). Ask for fewer.",
             param="distributed.nproc_per_node",
         )

@@ -45,8 +45,10 @@ class BaseFacts:
 
 
 def base_facts(folder: Path, document: Described | None) -> BaseFacts:
-    """The facts of a base, cached until a file of its folder changes. `document`: its description or refusal; None: it is not
-    described yet."""
+    """The facts of a base, cached until a file of its folder changes.
+
+    `document`: its description or refusal; None: it is not described yet.
+    """
     try:
         with os.scandir(folder) as entries:
             states = tuple(sorted(_state(entry) for entry in islice(entries, MAX_ENTRIES + 1)))
@@ -56,7 +58,9 @@ def base_facts(folder: Path, document: Described | None) -> BaseFacts:
 
 
 @lru_cache(maxsize=1024)
-def _facts(folder: Path, document: Described | None, states: tuple[tuple[str, int, int], ...]) -> BaseFacts:
+def _facts(
+    folder: Path, document: Described | None, states: tuple[tuple[str, int, int], ...]
+) -> BaseFacts:
     """`states`: of the files, as the key of the cache."""
     origin = read_origin(folder)
     known: dict[str, Any] = {
@@ -94,7 +98,9 @@ def _has_template(folder: Path) -> bool:
 
 
 def _state(entry: os.DirEntry[str]) -> tuple[str, int, int]:
-    """Name, time of the last change in ns, and bytes of an entry; for a broken link, those of the link."""
+    """Name, time of the last change in ns, and bytes of an entry; for a broken link, those of the
+    link.
+    """
     try:
         state = entry.stat()
     except OSError:

@@ -1,4 +1,6 @@
-"""Resources that a job can get: as processes of this host, as pods or as batch jobs of a cluster."""
+"""Resources that a job can get: as processes of this host, as pods or as batch jobs of a
+cluster.
+"""
 
 from __future__ import annotations
 
@@ -17,9 +19,13 @@ from ft_service.wording import counted
 MOST_NODES = 512
 """Limit of a job's nodes in a cluster."""
 KUEUE_DECIDES = (
-    "Kueue admits jobs here, and the operator has given it no class for priorities (queue_priority_classes of the pod profile)."
+    "Kueue admits jobs here, and the operator has given it no class for priorities "
+    "(queue_priority_classes of the pod profile)."
 )
-SLURM_DECIDES = "Slurm orders the jobs here, by the priorities that its operator gives to accounts and qualities of service."
+SLURM_DECIDES = (
+    "Slurm orders the jobs here, by the priorities that its operator gives to "
+    "accounts and qualities of service."
+)
 
 
 @dataclass(frozen=True)
@@ -39,16 +45,23 @@ class Capacity:
     nodes: int = 1
     """Limit of a job's nodes."""
     ignores_priority: str = ""
-    """Why a job's priority has no effect, if the cluster orders jobs without it; empty: it has an effect."""
+    """Why a job's priority has no effect, if the cluster orders jobs without it; empty: it has an
+    effect.
+    """
     profile: str | None = None
     """Name of the pod profile; None: there is only one kind of place."""
 
     def most_per_node(self, nodes: int, max_slots: int | None) -> int:
-        """Ranks that each of a job's nodes may have. `max_slots`: limit of the job's project; None: none."""
+        """Ranks that each of a job's nodes may have.
+
+        `max_slots`: limit of the job's project; None: none.
+        """
         return min(self.ranks_per_node, min(self.slots, max_slots or self.slots) // nodes)
 
     def machine_for(self, base: Description) -> Machine:
-        """The machine that ranks run on: this host's with what was measured when the base was described."""
+        """The machine that ranks run on: this host's with what was measured when the base was
+        described.
+        """
         return self.machine or measured(this_host(), base.products)
 
     @property
@@ -66,23 +79,35 @@ def total_slots(settings: Settings) -> int:
     """The slots of all places. Raises as `capacity_of`."""
     if settings.launcher != "kubernetes" or settings.pod_profile is None:
         return capacity_of(settings).slots
-    return sum(_of_profile(profile).slots for profile in load_profiles(settings.pod_profile).by_name.values())
+    return sum(
+        _of_profile(profile).slots
+        for profile in load_profiles(settings.pod_profile).by_name.values()
+    )
 
 
-def capacity_of(settings: Settings, profile: str | None = None, project: str | None = None) -> Capacity:
-    """The capacity for a job that asks for a pod profile (None: for none), of a project (None: of any).
+def capacity_of(
+    settings: Settings, profile: str | None = None, project: str | None = None
+) -> Capacity:
+    """The capacity for a job that asks for a pod profile (None: for none), of a project (None: of
+    any).
 
-    Raises SpecError if there is no such profile for the project, or if the profile of the cluster cannot be used.
+    Raises SpecError if there is no such profile for the project, or if the profile of the cluster
+    cannot be used.
     """
     if settings.launcher == "kubernetes":
         assert settings.pod_profile is not None, "the settings demand one"
         profiles = load_profiles(settings.pod_profile)
         name = profiles.choose(profile, project)
         capacity = _of_profile(profiles.by_name[name])
-        return capacity if name is None else replace(capacity, place=f"a pod of the profile {name}", profile=name)
+        return (
+            capacity
+            if name is None
+            else replace(capacity, place=f"a pod of the profile {name}", profile=name)
+        )
     if profile is not None:
         raise SpecError(
-            f"distributed.profile = {profile!r}: this service does not run jobs as pods of a cluster, and has no profiles. "
+            f"distributed.profile = {profile!r}: this service does not run jobs as pods of a "
+            "cluster, and has no profiles. "
             "Leave it out.",
             param="distributed.profile",
         )
@@ -90,11 +115,17 @@ def capacity_of(settings: Settings, profile: str | None = None, project: str | N
         assert settings.slurm_profile is not None, "the settings demand one"
         return _of_slurm(load_slurm_profile(settings.slurm_profile))
     slots = settings.slots or hardware.default_slots()
-    return Capacity("this host", slots, slots, min(hardware.gpu_count(), slots), None, several_nodes=False)
+    return Capacity(
+        "this host", slots, slots, min(hardware.gpu_count(), slots), None, several_nodes=False
+    )
 
 
 def _of_profile(profile: PodProfile) -> Capacity:
-    machine = find_machine(profile.hardware) if profile.hardware else Machine("a node of this cluster", None)
+    machine = (
+        find_machine(profile.hardware)
+        if profile.hardware
+        else Machine("a node of this cluster", None)
+    )
     if machine.shared_memory:  # of the worker pod, not of the pod that this process runs in
         machine = replace(machine, memory=profile.memory_limit)
     slots = profile.slots if profile.queue is None else QUEUE_SLOTS
@@ -107,12 +138,18 @@ def _of_profile(profile: PodProfile) -> Capacity:
         machine,
         several_nodes=True,
         nodes=MOST_NODES,
-        ignores_priority=KUEUE_DECIDES if profile.queue is not None and not profile.queue_priority_classes else "",
+        ignores_priority=KUEUE_DECIDES
+        if profile.queue is not None and not profile.queue_priority_classes
+        else "",
     )
 
 
 def _of_slurm(profile: SlurmProfile) -> Capacity:
-    machine = find_machine(profile.hardware) if profile.hardware else Machine("a node of this cluster", None)
+    machine = (
+        find_machine(profile.hardware)
+        if profile.hardware
+        else Machine("a node of this cluster", None)
+    )
     if machine.shared_memory:  # of the node, not of this host
         machine = replace(machine, memory=None)
     return Capacity(
@@ -129,11 +166,14 @@ def _of_slurm(profile: SlurmProfile) -> Capacity:
 
 def refuse_too_many(spec: JobSpec, capacity: Capacity) -> None:
     """Raise SpecError for a job that needs more ranks than this place has."""
-    nodes, ranks = spec.distributed.nnodes, spec.world_size // spec.distributed.nnodes
+    nodes = spec.distributed.nnodes
+    ranks = spec.world_size // spec.distributed.nnodes
     if nodes > 1 and not capacity.several_nodes:
         raise SpecError(
-            f"distributed.nnodes = {nodes}: this service runs jobs on its own host. Leave it out; or run the job without the "
-            "service, with `ft run` on each host, or on a cluster (FT_LAUNCHER = slurm or kubernetes).",
+            f"distributed.nnodes = {nodes}: this service runs jobs on its own host. Leave it out; "
+            "or run the job without the "
+            "service, with `ft run` on each host, or on a cluster (FT_LAUNCHER = slurm or "
+            "kubernetes).",
             param="distributed.nnodes",
         )
     if ranks > capacity.ranks_per_node:
@@ -145,7 +185,8 @@ def refuse_too_many(spec: JobSpec, capacity: Capacity) -> None:
         )
     if spec.world_size > capacity.slots:
         raise SpecError(
-            f"distributed.nnodes = {nodes}: with {ranks} ranks each these are {spec.world_size} ranks; this service runs at "
+            f"distributed.nnodes = {nodes}: with {ranks} ranks each these are {spec.world_size} "
+            "ranks; this service runs at "
             f"most {capacity.slots} at once. Ask for fewer nodes.",
             param="distributed.nnodes",
         )

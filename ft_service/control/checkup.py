@@ -1,4 +1,7 @@
-"""What a host has and lacks for its jobs: a finding for each thing that they need, with what to do. `ft doctor` shows them."""
+"""What a host has and lacks for its jobs: a finding for each thing that they need, with what to do.
+
+`ft doctor` shows them.
+"""
 
 from __future__ import annotations
 
@@ -37,7 +40,9 @@ LITTLE_DISK = 20 * GIB
 CLOCK_SECONDS = 5.0
 """Difference of clocks that is shown."""
 _LEAST_DRIVER = {"12": 525, "13": 580}
-"""Major version of CUDA → the oldest NVIDIA driver that runs it (NVIDIA's table of minor version compatibility)."""
+"""Major version of CUDA → the oldest NVIDIA driver that runs it (NVIDIA's table of minor version
+compatibility).
+"""
 _HOPPER = ("H100", "H200", "GH200")
 
 
@@ -63,9 +68,12 @@ class Finding:
 def checkup(settings: Settings) -> Iterator[Finding]:
     """Yield the findings on this host and FT_HOME, without the database."""
     yield Finding("python", Verdict.OK, ".".join(map(str, sys.version_info[:3])))
-    memory, free = memory_bytes() / GIB, available_memory() / GIB
+    memory = memory_bytes() / GIB
+    free = available_memory() / GIB
     yield Finding(
-        "machine", Verdict.OK, f"{counted(core_count(), 'core')}, {memory:.1f} GiB of memory, {free:.1f} GiB available"
+        "machine",
+        Verdict.OK,
+        f"{counted(core_count(), 'core')}, {memory:.1f} GiB of memory, {free:.1f} GiB available",
     )
     if settings.launcher == "local":
         yield from _gpus()
@@ -75,21 +83,40 @@ def checkup(settings: Settings) -> Iterator[Finding]:
     folders = list(models_report(settings))
     empty = all(": 0 bases" in line for line in folders)
     for line in folders:
-        yield Finding("models", Verdict.LOOK if empty else Verdict.OK, line, "Fetch one: ft pull ORG/NAME" if empty else "")
+        yield Finding(
+            "models",
+            Verdict.LOOK if empty else Verdict.OK,
+            line,
+            "Fetch one: ft pull ORG/NAME" if empty else "",
+        )
     refused = GraderLimits.from_settings(settings).no_python
     advice = "Only `python` graders need it: install bubblewrap." if refused else ""
-    yield Finding("python graders", Verdict.LOOK if refused else Verdict.OK, refused or "fenced by bubblewrap", advice)
+    yield Finding(
+        "python graders",
+        Verdict.LOOK if refused else Verdict.OK,
+        refused or "fenced by bubblewrap",
+        advice,
+    )
 
 
 def database(settings: Settings, now: Callable[[], float]) -> Finding:
-    """Return the finding on the database and its clock. `now`: the database's time, in seconds. Raises FtError as it."""
+    """Return the finding on the database and its clock.
+
+    `now`: the database's time, in seconds. Raises FtError as it.
+    """
     kind = settings.resolved_database_url().partition(":")[0].partition("+")[0]
     begun = time.time()
-    theirs, ours = now(), time.time()
+    theirs = now()
+    ours = time.time()
     apart = max(begun - theirs, theirs - ours, 0.0)
     if apart > CLOCK_SECONDS:
         said = f"{kind}, whose clock is {apart:.0f} seconds from this host's"
-        return Finding("database", Verdict.LOOK, said, "Let both follow a time server (chrony, systemd-timesyncd).")
+        return Finding(
+            "database",
+            Verdict.LOOK,
+            said,
+            "Let both follow a time server (chrony, systemd-timesyncd).",
+        )
     return Finding("database", Verdict.OK, f"{kind}, of this version")
 
 
@@ -101,35 +128,56 @@ def _gpus() -> Iterator[Finding]:
         yield from packages(names, lambda name: importlib.util.find_spec(name) is not None)
 
 
-def gpus(found: Sequence[Gpu], used: int, build: str | None, versions: tuple[str, str | None] | None) -> Iterator[Finding]:
-    """Yield the findings on GPUs and PyTorch. `found`: what NVIDIA's driver lists; `used`: number that ranks see; `build`: as
-    `torch_build`; `versions`: those of PyTorch and of the CUDA or ROCm that it was built for."""
+def gpus(
+    found: Sequence[Gpu], used: int, build: str | None, versions: tuple[str, str | None] | None
+) -> Iterator[Finding]:
+    """Yield the findings on GPUs and PyTorch.
+
+    `found`: what NVIDIA's driver lists; `used`: number that ranks see; `build`: as `torch_build`;
+    `versions`: those of PyTorch and of the CUDA or ROCm that it was built for.
+    """
     if build is None or versions is None:
-        yield Finding("torch", Verdict.FAULT, "PyTorch is not installed", "pip install 'ft-service[workers]'")
+        yield Finding(
+            "torch", Verdict.FAULT, "PyTorch is not installed", "pip install 'ft-service[workers]'"
+        )
         return
     torch, toolkit = versions
-    yield Finding("torch", Verdict.OK, f"{torch}, built for {f'{build} {toolkit}' if toolkit else 'processors'}")
+    yield Finding(
+        "torch",
+        Verdict.OK,
+        f"{torch}, built for {f'{build} {toolkit}' if toolkit else 'processors'}",
+    )
     if not found:
         said = counted(used, "GPU") if used else "none: jobs train on the processor"
         yield Finding("gpu", Verdict.OK if used else Verdict.LOOK, said)
         return
     listed = ", ".join(f"{gpu.name} ({gpu.bytes / GIB:.0f} GiB)" for gpu in found)
     if build != "cuda":
-        advice = "Install the build for CUDA that pytorch.org names: pip install torch --index-url URL"
+        advice = (
+            "Install the build for CUDA that pytorch.org names: pip install torch --index-url URL"
+        )
         yield Finding("gpu", Verdict.FAULT, f"{listed}, which this PyTorch cannot use", advice)
         return
-    driver, least = found[0].driver, _LEAST_DRIVER.get((toolkit or "").partition(".")[0], 0)
+    driver = found[0].driver
+    least = _LEAST_DRIVER.get((toolkit or "").partition(".")[0], 0)
     if int(driver.partition(".")[0] or 0) < least:
         said = f"{listed}, with driver {driver}: CUDA {toolkit} needs {least} or later"
-        yield Finding("gpu", Verdict.FAULT, said, "Update the driver, or install PyTorch for an older CUDA.")
+        yield Finding(
+            "gpu", Verdict.FAULT, said, "Update the driver, or install PyTorch for an older CUDA."
+        )
     elif not used:
-        yield Finding("gpu", Verdict.FAULT, f"{listed}, and CUDA_VISIBLE_DEVICES hides them all", "Unset it.")
+        yield Finding(
+            "gpu", Verdict.FAULT, f"{listed}, and CUDA_VISIBLE_DEVICES hides them all", "Unset it."
+        )
     else:
         yield Finding("gpu", Verdict.OK, f"{listed}, driver {driver}; {used} of {len(found)} used")
 
 
 def packages(names: Sequence[str], has: Callable[[str], bool]) -> Iterator[Finding]:
-    """Yield the findings on packages that make jobs on GPUs faster. `names`: of the GPUs; `has`: whether a package is there."""
+    """Yield the findings on packages that make jobs on GPUs faster.
+
+    `names`: of the GPUs; `has`: whether a package is there.
+    """
     wanted = {"triton": "our kernels"}
     if any(card in name for name in names for card in _HOPPER):
         wanted["cudnn"] = "cuDNN's attention on Hopper"
@@ -138,7 +186,12 @@ def packages(names: Sequence[str], has: Callable[[str], bool]) -> Iterator[Findi
             yield Finding(package, Verdict.OK, f"there: {what}")
         else:
             install = {"cudnn": "nvidia-cudnn-frontend"}.get(package, package)
-            yield Finding(package, Verdict.LOOK, f"not installed: {what} is left out", f"pip install {install}")
+            yield Finding(
+                package,
+                Verdict.LOOK,
+                f"not installed: {what} is left out",
+                f"pip install {install}",
+            )
 
 
 def _home(home: Path) -> Finding:
@@ -149,7 +202,11 @@ def _home(home: Path) -> Finding:
     except FtError as error:
         return Finding("home", Verdict.FAULT, str(error))
     warning = openness(home)
-    return Finding("home", Verdict.LOOK if warning else Verdict.OK, warning or f"{home} (FT_HOME), for its owner only")
+    return Finding(
+        "home",
+        Verdict.LOOK if warning else Verdict.OK,
+        warning or f"{home} (FT_HOME), for its owner only",
+    )
 
 
 def disk(home: Path, free: int) -> Finding:
@@ -157,7 +214,9 @@ def disk(home: Path, free: int) -> Finding:
     said = f"{free / GIB:,.1f} GiB free for {home}"
     if free >= LITTLE_DISK:
         return Finding("disk", Verdict.OK, said)
-    return Finding("disk", Verdict.LOOK, said, "Free some (ft prune), or put FT_HOME on a larger disk.")
+    return Finding(
+        "disk", Verdict.LOOK, said, "Free some (ft prune), or put FT_HOME on a larger disk."
+    )
 
 
 def _port(settings: Settings) -> Finding:
@@ -168,6 +227,14 @@ def _port(settings: Settings) -> Finding:
         try:
             probe.bind((settings.bind, settings.port))
         except OSError as error:
-            said = f"{settings.bind}:{settings.port} cannot be used: {(error.strerror or str(error)).lower()}"
-            return Finding("server", Verdict.LOOK, f"{said} ({holder(settings.port)})", "Start with another: ft serve --port N")
+            said = (
+                f"{settings.bind}:{settings.port} cannot be used: "
+                f"{(error.strerror or str(error)).lower()}"
+            )
+            return Finding(
+                "server",
+                Verdict.LOOK,
+                f"{said} ({holder(settings.port)})",
+                "Start with another: ft serve --port N",
+            )
     return Finding("server", Verdict.OK, f"does not run; {settings.bind}:{settings.port} is free")

@@ -1,4 +1,6 @@
-"""Descriptions of a service's bases: where they are kept, which process makes them, and the loop that describes FT_MODELS."""
+"""Descriptions of a service's bases: where they are kept, which process makes them, and the loop
+that describes FT_MODELS.
+"""
 
 from __future__ import annotations
 
@@ -24,7 +26,9 @@ WATCH_SECONDS = 10.0
 
 
 def service_descriptions(settings: Settings, *, makes: bool) -> Descriptions:
-    """The descriptions of a service. `makes`: whether this process makes missing ones, or waits for another to.
+    """The descriptions of a service.
+
+    `makes`: whether this process makes missing ones, or waits for another to.
 
     Raises SpecError if the pod profile cannot be used.
     """
@@ -33,7 +37,8 @@ def service_descriptions(settings: Settings, *, makes: bool) -> Descriptions:
     from ft_service.launcher.kubernetes.profile import load_profiles
 
     assert settings.pod_profile is not None, "the settings demand one"
-    folder, image = Places.of(settings).descriptions(), load_profiles(settings.pod_profile).first.image
+    folder = Places.of(settings).descriptions()
+    image = load_profiles(settings.pod_profile).first.image
     if not makes:
         return Descriptions(folder, image)
     from ft_service.control.launcher_choice import new_describe_pods
@@ -43,34 +48,54 @@ def service_descriptions(settings: Settings, *, makes: bool) -> Descriptions:
 
 
 def local_descriptions(settings: Settings, *, makes: bool = True) -> Descriptions:
-    """Descriptions made by processes of this host; without the workers' packages, only cached ones."""
+    """Descriptions made by processes of this host; without the workers' packages, only cached
+    ones.
+    """
     folder = Places.of(settings).descriptions()
     try:
         describer = versions_name(Versions.installed())
     except LookupError as error:
-        missing = f"Bases cannot be described here, since {error.args[0]}: pip install 'ft-service[workers]'."
+        missing = (
+            f"Bases cannot be described here, since {error.args[0]}: pip install "
+            "'ft-service[workers]'."
+        )
         return Descriptions(folder, None, missing=missing)
     return Descriptions(folder, describer, describe_in_process if makes else None)
 
 
 def watch_models(
-    settings: Settings, store: Store, meters: Meters, stop: threading.Event, *, descriptions: Descriptions
+    settings: Settings,
+    store: Store,
+    meters: Meters,
+    stop: threading.Event,
+    *,
+    descriptions: Descriptions,
 ) -> None:
     """Describe every base of FT_MODELS, also those added later, until `stop` is set."""
-    every(WATCH_SECONDS, partial(ask_for_all, Catalogue.from_settings(settings, descriptions)), stop, "describing bases")
+    every(
+        WATCH_SECONDS,
+        partial(ask_for_all, Catalogue.from_settings(settings, descriptions)),
+        stop,
+        "describing bases",
+    )
     descriptions.close()
 
 
 def models_report(settings: Settings) -> Iterator[str]:
-    """A sentence for each folder of models: its bases, and how many of them are described or refused. Nothing is described."""
+    """A sentence for each folder of models: its bases, and how many of them are described or
+    refused. Nothing is described.
+    """
     descriptions = service_descriptions(settings, makes=False)
     for folder in settings.model_folders():
         bases = Catalogue([folder]).list_models()
-        known = [descriptions.known(base.path) for base in bases if pickled_weights(base.path) is None]
+        known = [
+            descriptions.known(base.path) for base in bases if pickled_weights(base.path) is None
+        ]
         described = sum(document is not None and document.base is not None for document in known)
         waiting = known.count(None)
         yield (
-            f"{folder}: {counted(len(bases), 'base')}, {described} described, {len(bases) - described - waiting} refused, "
+            f"{folder}: {counted(len(bases), 'base')}, {described} described, "
+            f"{len(bases) - described - waiting} refused, "
             f"{waiting} not described yet."
         )
 

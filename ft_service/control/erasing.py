@@ -1,8 +1,9 @@
-"""Erasure: what deleted jobs and projects have left, and records older than the operator's age limits (FT_KEEP_JOBS_DAYS,
-FT_KEEP_EVENTS_DAYS).
+"""Erasure: what deleted jobs and projects have left, and records older than the operator's age
+limits (FT_KEEP_JOBS_DAYS, FT_KEEP_EVENTS_DAYS).
 
-Jobs and projects are hidden when they are deleted (store/erasure.py). Here, one after the other, their files go and then their
-rows, so that whatever was interrupted, at any moment, is done the next time.
+Jobs and projects are hidden when they are deleted (store/erasure.py). Here, one after the other,
+their files go and then their rows, so that whatever was interrupted, at any moment, is done the
+next time.
 """
 
 from __future__ import annotations
@@ -25,12 +26,16 @@ from ft_service.store.sql import Store
 log = logging.getLogger(__name__)
 
 KEEP_NAMES_SECONDS = 7 * DAY_SECONDS
-"""How long the names of erased jobs' models are kept, so that an inference server that was away unloads them."""
+"""How long the names of erased jobs' models are kept, so that an inference server that was away
+unloads them.
+"""
 
 
 def erase(settings: Settings, store: Store, places: Places) -> Iterator[None]:
-    """Erase what is to go, and yield after each small transaction or directory, so that the caller lets others have their turn
-    and may stop at any time. What cannot be removed now is logged and left. Raises UnavailableError."""
+    """Erase what is to go, and yield after each small transaction or directory, so that the caller
+    lets others have their turn and may stop at any time. What cannot be removed now is logged and
+    left. Raises UnavailableError.
+    """
     for project_id in store.erasure.projects_to_erase():
         with log_errors(f"erasing the project {project_id}"):
             yield from _erase_project(project_id, settings, store, places)
@@ -44,11 +49,18 @@ def erase(settings: Settings, store: Store, places: Places) -> Iterator[None]:
     store.erasure.forget_models(KEEP_NAMES_SECONDS)
 
 
-def _erase_project(project_id: str, settings: Settings, store: Store, places: Places) -> Iterator[None]:
-    """End a project's jobs and hide them, and remove all else that it has. What its files and jobs leave goes as that of others
-    does: the project is done once all of it is gone."""
+def _erase_project(
+    project_id: str, settings: Settings, store: Store, places: Places
+) -> Iterator[None]:
+    """End a project's jobs and hide them, and remove all else that it has.
+
+    What its files and jobs leave goes as that of others does: the project is done once all of it is
+    gone.
+    """
     for job_id in store.erasure.unfinished_jobs_of(project_id):
-        with contextlib.suppress(SpecError, ConflictError):  # it has just ended, or keeps changing: the next time
+        with contextlib.suppress(
+            SpecError, ConflictError
+        ):  # it has just ended, or keeps changing: the next time
             store.jobs.request(project_id, job_id, Verb.CANCEL)
         yield
     while store.erasure.hide_jobs_of(project_id):

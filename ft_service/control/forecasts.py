@@ -1,4 +1,6 @@
-"""Cached forecasts of waiting jobs: the queue is simulated at most once a second for all requests."""
+"""Cached forecasts of waiting jobs: the queue is simulated at most once a second for all
+requests.
+"""
 
 from __future__ import annotations
 
@@ -14,11 +16,16 @@ from ft_service.store.sql import Store
 CACHE_SECONDS = 1.0
 """Age limit of a forecast."""
 _CACHE_FACTOR = 4
-"""A forecast is kept at least so many times as long as it took, so that forecasts take at most a quarter of a processor."""
+"""A forecast is kept at least so many times as long as it took, so that forecasts take at most a
+quarter of a processor.
+"""
 
 
 class Forecasts:
-    """Forecasts of queued jobs. Safe to share between threads: one makes a forecast while the others wait for it."""
+    """Forecasts of queued jobs.
+
+    Safe to share between threads: one makes a forecast while the others wait for it.
+    """
 
     def __init__(self, store: Store) -> None:
         self._store = store
@@ -46,7 +53,11 @@ class Forecasts:
         """A recent snapshot, renewed early if `job` is missing in it."""
         moment = time.monotonic()
         missing = job is not None and job.id not in self._forecasts
-        if self._snapshot is None or moment >= self._until or (missing and moment >= self._not_before):
+        if (
+            self._snapshot is None
+            or moment >= self._until
+            or (missing and moment >= self._not_before)
+        ):
             self._snapshot = self._simulate(moment)
         return self._snapshot
 

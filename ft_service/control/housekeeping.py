@@ -1,5 +1,7 @@
-"""Removal of expired data: bytes of deleted and expired files that no unfinished job needs, parts of ended uploads, and deleted
-jobs and projects; less often, adapters of deleted models and data older than the operator's age limits (FT_KEEP_…_DAYS)."""
+"""Removal of expired data: bytes of deleted and expired files that no unfinished job needs, parts
+of ended uploads, and deleted jobs and projects; less often, adapters of deleted models and data
+older than the operator's age limits (FT_KEEP_…_DAYS).
+"""
 
 from __future__ import annotations
 
@@ -38,7 +40,10 @@ KEEP_ENGINE_SECONDS = 7 * 86_400.0
 
 
 def run(settings: Settings, store: Store, meters: Meters, stop: threading.Event) -> None:
-    """Remove expired data now and then until `stop` is set. What fails is tried again the next time."""
+    """Remove expired data now and then until `stop` is set.
+
+    What fails is tried again the next time.
+    """
     retention = Interval(RETAIN_SECONDS)
 
     def clean_up() -> None:
@@ -54,8 +59,9 @@ def run(settings: Settings, store: Store, meters: Meters, stop: threading.Event)
 
 
 def remove_expired(settings: Settings, store: Store) -> None:
-    """Remove everything that has expired, except what cannot be removed now, which is logged. Several servers may do it at
-    once. Raises UnavailableError.
+    """Remove everything that has expired, except what cannot be removed now, which is logged.
+
+    Several servers may do it at once. Raises UnavailableError.
     """
     places = Places.of(settings)
     store.keep_reserve()
@@ -67,35 +73,45 @@ def remove_expired(settings: Settings, store: Store) -> None:
 
 
 def retain(settings: Settings, store: Store) -> None:
-    """Remove everything older than its age limit, except what cannot be removed now, which is logged. Files without an owner
-    are left to `ft prune`: they may be a person's. Raises UnavailableError.
+    """Remove everything older than its age limit, except what cannot be removed now, which is
+    logged. Files without an owner are left to `ft prune`: they may be a person's. Raises
+    UnavailableError.
     """
     if settings.keep_audit_days is not None:
         store.audit.forget_audit(settings.keep_audit_days * pruning.DAY_SECONDS)
-    cache, tokens = cache_folder.folder_of(os.environ, settings.home), token_folder.folder_of(os.environ, settings.home)
+    cache = cache_folder.folder_of(os.environ, settings.home)
+    tokens = token_folder.folder_of(os.environ, settings.home)
     for removal in pruning.plan_pruning(
         settings, store, pruning.RetentionLimits.from_settings(settings), cache=cache, tokens=tokens
     ):
         with log_errors(f"removing {removal.path}"):
             if pruning.remove(removal, settings, store):
                 job = {"job_id": removal.job.id} if removal.job else {}
-                log.info("removed %s: %s", removal.path, removal.why, extra=fields(bytes=removal.bytes, **job))
+                log.info(
+                    "removed %s: %s",
+                    removal.path,
+                    removal.why,
+                    extra=fields(bytes=removal.bytes, **job),
+                )
 
 
 def remove_ended_engines(store: Store, places: Places) -> None:
-    """Remove the directories of engines that ended more than KEEP_ENGINE_SECONDS ago, except those that cannot be removed now,
-    which is logged. Raises UnavailableError.
+    """Remove the directories of engines that ended more than KEEP_ENGINE_SECONDS ago, except those
+    that cannot be removed now, which is logged. Raises UnavailableError.
     """
     folders = {folder.name: folder for folder in places.engines_dir.glob(f"{PREFIX}*")}
-    for engine_id in store.engines.ended_engines(list(folders), KEEP_ENGINE_SECONDS) if folders else ():
+    for engine_id in (
+        store.engines.ended_engines(list(folders), KEEP_ENGINE_SECONDS) if folders else ()
+    ):
         with log_errors(f"removing {folders[engine_id]}"):
             EngineDirectory(places.engines_dir, engine_id).hide()
             shutil.rmtree(folders[engine_id])
 
 
 def free(places: Places, store: Store, file_ids: Sequence[str]) -> bool:
-    """Remove the bytes and tokens of files, then mark them as freed: after a crash in between, the removal is repeated. So is
-    that of a file which cannot be removed now, which is logged. False if none could be removed.
+    """Remove the bytes and tokens of files, then mark them as freed: after a crash in between, the
+    removal is repeated. So is that of a file which cannot be removed now, which is logged. False if
+    none could be removed.
     """
     freed: list[str] = []
     for file_id in file_ids:
@@ -109,8 +125,11 @@ def free(places: Places, store: Store, file_ids: Sequence[str]) -> bool:
 
 
 def remove_unrecorded(places: Places, store: Store, file_id: str) -> None:
-    """Remove the bytes of a file whose record could not be stored. They stay if it was stored all the same, since the
-    connection was lost behind the commit; and, for `ft prune`, if the database cannot say."""
+    """Remove the bytes of a file whose record could not be stored.
+
+    They stay if it was stored all the same, since the connection was lost behind the commit; and,
+    for `ft prune`, if the database cannot say.
+    """
     try:
         recorded = file_id in store.files.find_files([file_id])
     except UnavailableError:
@@ -121,8 +140,11 @@ def remove_unrecorded(places: Places, store: Store, file_id: str) -> None:
 
 
 def _remove_parts(settings: Settings, store: Store) -> None:
-    """Remove the parts of uploads that are no longer pending. Folders are listed first, so that newer uploads are not touched;
-    nor is anything else that is there, such as the `lost+found` of a volume."""
+    """Remove the parts of uploads that are no longer pending.
+
+    Folders are listed first, so that newer uploads are not touched; nor is anything else that is
+    there, such as the `lost+found` of a volume.
+    """
     folders = list(settings.uploads_dir.glob(f"{UPLOAD_PREFIX}*"))
     pending = store.uploads.pending_uploads() if folders else set()
     for folder in folders:

@@ -1,5 +1,6 @@
-"""Transfer from a run directory to the store: reports of an attempt, results of a finished job, and whether a job that is being
-cancelled has finished already."""
+"""Transfer from a run directory to the store: reports of an attempt, results of a finished job, and
+whether a job that is being cancelled has finished already.
+"""
 
 from __future__ import annotations
 
@@ -40,7 +41,10 @@ RESULTS_NAME = "step_metrics.csv"
 
 @dataclass(frozen=True)
 class Intake:
-    """New events of the newest attempt, ready to be stored. `more`: further ones wait for the next pass."""
+    """New events of the newest attempt, ready to be stored.
+
+    `more`: further ones wait for the next pass.
+    """
 
     job: Job
     events: list[NewEvent]
@@ -49,12 +53,22 @@ class Intake:
 
 
 def read_report(run: RunDir, job: Job, now: float) -> Intake:
-    """What the newest attempt reported since `job.ingested`, with its expected end. A malformed event is reported once per
-    attempt. `now`: database time."""
-    segments = read_segments(run, job.attempt, job.ingested, SEGMENTS_PER_PASS) if job.attempt else []
-    lines = [((segment.seq, line), event) for segment in segments for line, event in enumerate(segment.events)]
+    """What the newest attempt reported since `job.ingested`, with its expected end.
+
+    A malformed event is reported once per attempt. `now`: database time.
+    """
+    segments = (
+        read_segments(run, job.attempt, job.ingested, SEGMENTS_PER_PASS) if job.attempt else []
+    )
+    lines = [
+        ((segment.seq, line), event)
+        for segment in segments
+        for line, event in enumerate(segment.events)
+    ]
     reported = [event for _, event in lines]
-    faults = [note_event(segment.fault, "warn") for segment in segments if segment.fault is not None]
+    faults = [
+        note_event(segment.fault, "warn") for segment in segments if segment.fault is not None
+    ]
     found = [found for _, event in lines if (found := _checkpoint(job, event)) is not None]
     seen = _with_choices(_with_sweep_course(_with_progress(job, reported, now), reported), reported)
     if found and job.fault_group == ALONE and job.engine_id is None:
@@ -68,11 +82,17 @@ def read_report(run: RunDir, job: Job, now: float) -> Intake:
 
 
 def _with_progress(job: Job, events: Sequence[Event], now: float) -> Job:
-    """The job with its trained tokens, and the time left by the median of its newest steps (one alone may have waited for a
-    checkpoint)."""
-    steps = [event.metrics for event in events if event.kind == "metrics" and event.metrics is not None]
+    """The job with its trained tokens, and the time left by the median of its newest steps (one
+    alone may have waited for a checkpoint).
+    """
+    steps = [
+        event.metrics for event in events if event.kind == "metrics" and event.metrics is not None
+    ]
     if steps:
-        job = replace(job, seen_tokens=max(job.seen_tokens, *(metrics.trained_tokens or 0 for metrics in steps)))
+        job = replace(
+            job,
+            seen_tokens=max(job.seen_tokens, *(metrics.trained_tokens or 0 for metrics in steps)),
+        )
     seconds = [metrics.step_seconds for metrics in steps if metrics.step_seconds is not None]
     if not seconds:
         return job
@@ -81,17 +101,24 @@ def _with_progress(job: Job, events: Sequence[Event], now: float) -> Job:
 
 
 def _with_choices(job: Job, events: Sequence[Event]) -> Job:
-    """The job with the values that its ranks chose for "auto", since they are those that were used."""
+    """The job with the values that its ranks chose for "auto", since they are those that were
+    used.
+    """
     settled = next((event.settled for event in reversed(events) if event.settled), None)
     if settled is None:
         return job
     if job.stored_spec.unknown:  # what is stored of a later version's options must not get lost
         return job
     spec = job.spec
-    open_options = [option for option in (*FITTED, COMPILE) if option in spec.chosen or is_open(spec, option)]
-    taken = {option: settled[option] for option in open_options if option in settled and option != FORMAT}
+    open_options = [
+        option for option in (*FITTED, COMPILE) if option in spec.chosen or is_open(spec, option)
+    ]
+    taken = {
+        option: settled[option] for option in open_options if option in settled and option != FORMAT
+    }
     if all(
-        value_of(spec, option) == choice.value and spec.chosen.get(option) == choice.why for option, choice in taken.items()
+        value_of(spec, option) == choice.value and spec.chosen.get(option) == choice.why
+        for option, choice in taken.items()
     ):
         return job
     used = spec.model_dump(mode="json")
@@ -107,25 +134,37 @@ def _with_choices(job: Job, events: Sequence[Event]) -> Job:
 
 def _with_sweep_course(job: Job, events: Sequence[Event]) -> Job:
     """The job with the progress by which its sweep compares it."""
-    steps = [event.metrics for event in events if event.kind == "metrics" and event.metrics is not None]
+    steps = [
+        event.metrics for event in events if event.kind == "metrics" and event.metrics is not None
+    ]
     if job.sweep_id is None or not steps:
         return job
-    course, spec = SweepJobProgress.read(job.sweep_course), job.known_spec
+    course = SweepJobProgress.read(job.sweep_course)
+    spec = job.known_spec
     for metrics in steps:
         course = course.after(metrics, spec.rung_steps(metrics.total_steps))
     return replace(job, sweep_course=course.document())
 
 
 def note_event(note: str, level: Level = "info") -> NewEvent:
-    """A note of an attempt's place as an event that is stored once per attempt, however often it is repeated. Notes that differ
-    only in numbers count as the same."""
+    """A note of an attempt's place as an event that is stored once per attempt, however often it is
+    repeated. Notes that differ only in numbers count as the same.
+    """
     reason = re.sub(r"\d+", "#", note)
     return NewEvent(level=level, message=note, source=(-1 - (zlib.crc32(reason.encode()) >> 1), 0))
 
 
 def _new_event(source: tuple[int, int], event: Event) -> NewEvent:
-    metrics = event.metrics if event.kind == "metrics" else None  # a checkpoint's metrics were reported with its step
-    return NewEvent(level=event.level, message=event.message, created_at=event.time, metrics=metrics, source=source)
+    metrics = (
+        event.metrics if event.kind == "metrics" else None
+    )  # a checkpoint's metrics were reported with its step
+    return NewEvent(
+        level=event.level,
+        message=event.message,
+        created_at=event.time,
+        metrics=metrics,
+        source=source,
+    )
 
 
 def _checkpoint(job: Job, event: Event) -> Checkpoint | None:
@@ -146,7 +185,11 @@ def _checkpoint(job: Job, event: Event) -> Checkpoint | None:
 
 def result_seen(run: RunDir, seen: Observation) -> Observation:
     """The observation, except that an attempt which succeeded with an unreadable result is lost."""
-    if not isinstance(seen, Ended) or seen.exit is None or seen.exit.reason is not ExitReason.SUCCEEDED:
+    if (
+        not isinstance(seen, Ended)
+        or seen.exit is None
+        or seen.exit.reason is not ExitReason.SUCCEEDED
+    ):
         return seen
     try:
         run.read(RESULT, Result)
@@ -156,8 +199,11 @@ def result_seen(run: RunDir, seen: Observation) -> Observation:
 
 
 def finished_attempt(job: Job, places: Places) -> int | None:
-    """The newest attempt of a running job if it has left its result; else None. A result means success, whatever happened to
-    the processes afterwards (ft_service/rundir/attempt_outcome.py)."""
+    """The newest attempt of a running job if it has left its result; else None.
+
+    A result means success, whatever happened to the processes afterwards
+    (ft_service/rundir/attempt_outcome.py).
+    """
     if job.state is not State.RUNNING:
         return None
     try:
@@ -179,20 +225,35 @@ def cancel_job(store: Store, places: Places, project_id: str, job_id: str) -> Jo
 
 
 def cancel_sweep(store: Store, places: Places, project_id: str, sweep_id: str) -> Sweep:
-    """Cancel the jobs of a sweep that are not over and have left no result. Raises NotFoundError and SpecError."""
-    sweep_jobs = store.sweeps.jobs_of_sweeps([store.sweeps.get_sweep(project_id, sweep_id).id])[sweep_id]
-    finished = {job.id: attempt for job in sweep_jobs if (attempt := finished_attempt(job, places)) is not None}
+    """Cancel the jobs of a sweep that are not over and have left no result.
+
+    Raises NotFoundError and SpecError.
+    """
+    sweep_jobs = store.sweeps.jobs_of_sweeps([store.sweeps.get_sweep(project_id, sweep_id).id])[
+        sweep_id
+    ]
+    finished = {
+        job.id: attempt
+        for job in sweep_jobs
+        if (attempt := finished_attempt(job, places)) is not None
+    }
     for job_id in finished:
         store.leases.look_again(job_id)
     return store.sweeps.cancel_sweep(project_id, sweep_id, finished)
 
 
 def collect_result(run: RunDir, job: Job, places: Places) -> tuple[Job, list[File]]:
-    """A succeeded job with its trained tokens, and its metrics as a file: copied to its place, for the caller to store."""
+    """A succeeded job with its trained tokens, and its metrics as a file: copied to its place, for
+    the caller to store.
+    """
     result = run.readable(RESULT, Result)
     if result is None:
         return job, []
-    job = replace(job, trained_tokens=result.trained_tokens, seen_tokens=max(job.seen_tokens, result.trained_tokens or 0))
+    job = replace(
+        job,
+        trained_tokens=result.trained_tokens,
+        seen_tokens=max(job.seen_tokens, result.trained_tokens or 0),
+    )
     metrics = run.plain(result.metrics)
     if metrics is None or not metrics.is_file():
         return job, []

@@ -1,4 +1,6 @@
-"""Placement of waiting jobs: which one a reconciler claims, on which slots it starts, and which jobs are preempted for it."""
+"""Placement of waiting jobs: which one a reconciler claims, on which slots it starts, and which
+jobs are preempted for it.
+"""
 
 from __future__ import annotations
 
@@ -34,7 +36,8 @@ class Interval:
     """A task that is due again some seconds after it was last done. For one thread."""
 
     def __init__(self, seconds: float) -> None:
-        self._seconds, self._next = seconds, 0.0
+        self._seconds = seconds
+        self._next = 0.0
 
     @property
     def is_due(self) -> bool:
@@ -56,9 +59,20 @@ class PlacementRules:
 class JobPlacement:
     """Claims waiting jobs for one place. For one thread."""
 
-    def __init__(self, store: Store, launcher: Launcher, engines: EngineTending, *, owner: str, rules: PlacementRules) -> None:
-        self._store, self._launcher, self._engines = store, launcher, engines
-        self._owner, self._lease_seconds = owner, rules.lease_seconds
+    def __init__(
+        self,
+        store: Store,
+        launcher: Launcher,
+        engines: EngineTending,
+        *,
+        owner: str,
+        rules: PlacementRules,
+    ) -> None:
+        self._store = store
+        self._launcher = launcher
+        self._engines = engines
+        self._owner = owner
+        self._lease_seconds = rules.lease_seconds
         self._preempt_after = rules.preempt_after
         self._too_large, self._preemption = Interval(TOO_LARGE_SECONDS), Interval(PREEMPT_SECONDS)
         self._search = Interval(0.0)
@@ -66,13 +80,23 @@ class JobPlacement:
         self._paces = Paces()
 
     def search_again(self) -> None:
-        """Search the queue the next time, though the last search found nothing a moment ago: something has changed."""
+        """Search the queue the next time, though the last search found nothing a moment ago:
+        something has changed.
+        """
         self._search.restart(0.0)
 
     def claim(self) -> tuple[Claim, ExpectedStart | None] | None:
-        """The next job of the queue with the start that it may make now, or a job that is too large for this place, without."""
-        place, total = self._launcher.host, self._launcher.slots
-        claimant = {"host": place, "owner": self._owner, "lease_seconds": self._lease_seconds, "host_slots": total}
+        """The next job of the queue with the start that it may make now, or a job that is too large
+        for this place, without.
+        """
+        place = self._launcher.host
+        total = self._launcher.slots
+        claimant = {
+            "host": place,
+            "owner": self._owner,
+            "lease_seconds": self._lease_seconds,
+            "host_slots": total,
+        }
         if self._too_large.is_due:
             if claim := self._store.leases.claim_too_large(**claimant):
                 return claim, None
@@ -82,7 +106,9 @@ class JobPlacement:
             self._store.queue.announce_host(place, total)
         may_preempt = self._preempt_after is not None and self._preemption.is_due
         shares = self._engines.options.most_seats > 0
-        may_start = self._store.leases.free_slots(place, total) or (shares and self._store.engines.live_engines(host=place))
+        may_start = self._store.leases.free_slots(place, total) or (
+            shares and self._store.engines.live_engines(host=place)
+        )
         if not self._search.is_due or (not may_preempt and not may_start):
             return None
         began = time.monotonic()
@@ -103,41 +129,74 @@ class JobPlacement:
         return (claimed, start) if claimed else None
 
     def place(self, job: Job, start: ExpectedStart | None, now: float) -> JobChange:
-        """The change that gives a claimed job the slots or the seat of its start; if they are taken meanwhile, it changes
-        nothing."""
+        """The change that gives a claimed job the slots or the seat of its start; if they are taken
+        meanwhile, it changes nothing.
+        """
         if job.stored_spec.unknown:  # before it has slots, which it could not use
             waiting = decisions.of_another_version(job, now)
             told = [NewEvent(level="warn", message=f"The job waits. {waiting.pending}")]
             return JobChange(job=waiting, events=told if waiting.pending != job.pending else [])
         if job.slots > self._launcher.slots:
             waiting = decisions.too_large(job)
-            return JobChange(job=waiting, events=[NewEvent(level="warn", message=f"The job waits. {waiting.pending}")])
-        if start is not None and (start.engine is not None or start.new_engine) and not _still_shares(job, start):
+            return JobChange(
+                job=waiting,
+                events=[NewEvent(level="warn", message=f"The job waits. {waiting.pending}")],
+            )
+        if (
+            start is not None
+            and (start.engine is not None or start.new_engine)
+            and not _still_shares(job, start)
+        ):
             return JobChange(job=job)
         if start is not None and start.engine is not None:
             placed = _placed(job, start, now, start.engine)
-            message = f"Attempt {placed.attempt} has a seat in the engine {start.engine}, beside other jobs on its base."
-            return JobChange(job=placed, events=[NewEvent(level="info", message=message)], take_seat=True)
-        slots = start and choose_slots(start.shape.ranks, self._store.leases.free_slots(start.host, self._launcher.slots))
+            message = (
+                f"Attempt {placed.attempt} has a seat in the engine {start.engine}, beside "
+                "other jobs on its base."
+            )
+            return JobChange(
+                job=placed, events=[NewEvent(level="info", message=message)], take_seat=True
+            )
+        slots = start and choose_slots(
+            start.shape.ranks, self._store.leases.free_slots(start.host, self._launcher.slots)
+        )
         if start is None or slots is None:
             return JobChange(job=job)
         placed = _placed(job, start, now, new_id(PREFIX) if start.new_engine else None)
         # The ranks themselves report that training starts.
         message = f"Attempt {placed.attempt} is placed on {counted(placed.slots, 'slot')}"
         message += f", in the new engine {placed.engine_id}." if start.new_engine else "."
-        new = NewEngine(self._engines.options.most_seats, job.seat and job.seat.room) if start.new_engine else None
-        return JobChange(job=placed, events=[NewEvent(level="info", message=message)], take_slots=slots, new_engine=new)
+        new = (
+            NewEngine(self._engines.options.most_seats, job.seat and job.seat.room)
+            if start.new_engine
+            else None
+        )
+        return JobChange(
+            job=placed,
+            events=[NewEvent(level="info", message=message)],
+            take_slots=slots,
+            new_engine=new,
+        )
 
     def _preempt(self, snapshot: QueueSnapshot) -> None:
         """Ask jobs to stop here that the head of the queue may preempt."""
         assert self._preempt_after is not None, "preemption is on"
         self._preemption.restart()
         head, running = choose_preempted(snapshot, after_seconds=self._preempt_after) or (None, [])
-        if head and head.host is None:  # another host may have room for it, make room already, or lose less by it
+        if (
+            head and head.host is None
+        ):  # another host may have room for it, make room already, or lose less by it
             everywhere = replace(self._store.queue.snapshot(self._paces), waiting=[head])
-            _, chosen = choose_preempted(everywhere, after_seconds=self._preempt_after) or (None, [])
+            _, chosen = choose_preempted(everywhere, after_seconds=self._preempt_after) or (
+                None,
+                [],
+            )
             running = [job for job in chosen if job.host == self._launcher.host]
-        engines = {engine.id for engine in self._store.engines.live_engines(host=self._launcher.host)} if running else set()
+        engines = (
+            {engine.id for engine in self._store.engines.live_engines(host=self._launcher.host)}
+            if running
+            else set()
+        )
         for job in running:
             if job.id in engines:
                 self._engines.close(job.id, if_idle=False)
@@ -151,7 +210,12 @@ def _placed(job: Job, start: ExpectedStart, now: float, engine_id: str | None) -
 
 
 def _still_shares(job: Job, start: ExpectedStart) -> bool:
-    """Whether a claimed job is still what the queue's snapshot said: its user may have changed its ranks since."""
+    """Whether a claimed job is still what the queue's snapshot said: its user may have changed its
+    ranks since.
+    """
     sharing = start.job.sharing
-    same = sharing is not None and (sharing.key, sharing.fault_group) == (job.share_key, job.fault_group)
+    same = sharing is not None and (sharing.key, sharing.fault_group) == (
+        job.share_key,
+        job.fault_group,
+    )
     return same and job.slots == start.job.slots

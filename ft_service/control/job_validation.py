@@ -1,4 +1,6 @@
-"""Validation of new jobs: they wait until their base is described and their files are checked, in processes of their own."""
+"""Validation of new jobs: they wait until their base is described and their files are checked, in
+processes of their own.
+"""
 
 from __future__ import annotations
 
@@ -23,8 +25,12 @@ from ft_service.store.records import JobChange, NewEvent
 from ft_service.store.sql import Store
 
 CHECK_REST_SECONDS = 5.0
-"""Interval at which a job is looked at while its files are checked. The end of the check ends the interval too."""
-CHECK_AGAIN_SECONDS, MOST_CHECK_REST_SECONDS = 5.0, LONGEST_REST_SECONDS
+"""Interval at which a job is looked at while its files are checked.
+
+The end of the check ends the interval too.
+"""
+CHECK_AGAIN_SECONDS = 5.0
+MOST_CHECK_REST_SECONDS = LONGEST_REST_SECONDS
 """Pause after a check that could not be finished, and the longest after several."""
 DROP_SECONDS = 0.5
 """Interval at which checks of cancelled jobs are looked for."""
@@ -43,11 +49,17 @@ class JobValidation:
         *,
         shares_adapters: bool = True,
     ) -> None:
-        """`wake`: called in another thread when a check has ended. `check`, `admission`: as in ReconcilerOptions.
-        `shares_adapters`: as `share_key`'s."""
-        self._store, self._admission, self._shares_adapters = store, admission, shares_adapters
+        """`wake`: called in another thread when a check has ended.
+
+        `check`, `admission`: as in ReconcilerOptions. `shares_adapters`: as `share_key`'s.
+        """
+        self._store = store
+        self._admission = admission
+        self._shares_adapters = shares_adapters
         self._waiting_for_base: dict[str, Job] = {}
-        self._lost = Losses("the check of a job", first=CHECK_AGAIN_SECONDS, longest=MOST_CHECK_REST_SECONDS)
+        self._lost = Losses(
+            "the check of a job", first=CHECK_AGAIN_SECONDS, longest=MOST_CHECK_REST_SECONDS
+        )
         self._drop = Interval(DROP_SECONDS)
         usual = partial(
             check_data,
@@ -67,7 +79,9 @@ class JobValidation:
         self._checks.close()
 
     def attend(self) -> None:
-        """Have jobs looked at now whose check has ended or whose base was described, and end checks of cancelled jobs."""
+        """Have jobs looked at now whose check has ended or whose base was described, and end checks
+        of cancelled jobs.
+        """
         self._checks.demote_slow()
         for job in (*self._checks.finished(), *self._checks.begun()):
             self._store.leases.look_again(job.id)
@@ -90,15 +104,29 @@ class JobValidation:
             return JobChange(job=replace(job, pending=delay), rest_seconds=CHECK_REST_SECONDS), None
         checked = self._checks.result(job)
         if checked is None:
-            again = job.pending if self._lost.count(job.id) else None  # why its last check could not be finished
+            again = (
+                job.pending if self._lost.count(job.id) else None
+            )  # why its last check could not be finished
             job = replace(job, pending=self._checks.waits(job) or again)
-            return JobChange(job=job, events=self._checks.news(job), rest_seconds=CHECK_REST_SECONDS), None
+            return JobChange(
+                job=job, events=self._checks.news(job), rest_seconds=CHECK_REST_SECONDS
+            ), None
         if checked.waits is not None:
             losses = self._lost.count(job.id)
-            rest = pause_seconds(losses + 1, first=CHECK_AGAIN_SECONDS, longest=MOST_CHECK_REST_SECONDS)
-            events = [] if losses else [NewEvent(level="warn", message=f"The job waits. {checked.waits}")]
-            return JobChange(job=replace(job, pending=checked.waits), events=events, rest_seconds=rest), checked
-        job = _with_plan(decisions.validated(job, checked.error, now), checked, self._shares_adapters)
+            rest = pause_seconds(
+                losses + 1, first=CHECK_AGAIN_SECONDS, longest=MOST_CHECK_REST_SECONDS
+            )
+            events = (
+                []
+                if losses
+                else [NewEvent(level="warn", message=f"The job waits. {checked.waits}")]
+            )
+            return JobChange(
+                job=replace(job, pending=checked.waits), events=events, rest_seconds=rest
+            ), checked
+        job = _with_plan(
+            decisions.validated(job, checked.error, now), checked, self._shares_adapters
+        )
         if job.state is State.FAILED:
             ended = NewEvent(level="error", message=str(job.error and job.error["message"]))
         else:
@@ -121,8 +149,9 @@ class JobValidation:
 
 
 def _with_plan(job: Job, checked: Checked, shares_adapters: bool) -> Job:
-    """The job with what its check has planned and has chosen for "auto", and with the key of the jobs that it may share an
-    engine with. `shares_adapters`: as `share_key`'s."""
+    """The job with what its check has planned and has chosen for "auto", and with the key of the
+    jobs that it may share an engine with. `shares_adapters`: as `share_key`'s.
+    """
     if (planned := checked.planned) is not None:
         names = ("stored_spec", "shapes", "work", "planned_seconds", "seat")
         job = replace(job, **{name: getattr(planned, name) for name in names})
@@ -136,4 +165,6 @@ def _with_plan(job: Job, checked: Checked, shares_adapters: bool) -> Job:
         files = files_state(Path(job.spec.model.path))
     except OSError:  # other hosts alone have it
         files = ""
-    return replace(job, share_key=share_key(job.spec, job.seat, files, shares_adapters=shares_adapters))
+    return replace(
+        job, share_key=share_key(job.spec, job.seat, files, shares_adapters=shares_adapters)
+    )

@@ -1,7 +1,8 @@
 """Attempts that run in the cluster although this service's database does not know their job.
 
-They remain after the loss of a database, or after a restore of an older one, and train to their end. Nothing ends them
-automatically: `ft_orphaned_jobs` counts them, `ft doctor` lists them and `ft doctor --end` ends them.
+They remain after the loss of a database, or after a restore of an older one, and train to their
+end. Nothing ends them automatically: `ft_orphaned_jobs` counts them, `ft doctor` lists them and `ft
+doctor --end` ends them.
 """
 
 from __future__ import annotations
@@ -14,7 +15,8 @@ COUNT_SECONDS = 300.0
 
 
 def find_orphans(store: Store, launcher: ListsAttempts) -> list[ListedAttempt]:
-    """Return the unfinished attempts whose job has no row, and the unfinished engines that have none or have ended by it.
+    """Return the unfinished attempts whose job has no row, and the unfinished engines that have
+    none or have ended by it.
 
     Raises LaunchError if the cluster does not answer, UnavailableError if the database does not.
     """

@@ -1,4 +1,6 @@
-"""Plans of memory, traffic and time on this service's machines: of a create body before it is submitted, and of a job."""
+"""Plans of memory, traffic and time on this service's machines: of a create body before it is
+submitted, and of a job.
+"""
 
 from __future__ import annotations
 
@@ -29,7 +31,9 @@ _CHUNK = 1024**2
 
 
 def plan_body(body: object, context: AdmissionContext, places: Places) -> dict[str, Any]:
-    """The plan of a create body. Without `training_file` it has no time, and the most memory that the job can need.
+    """The plan of a create body.
+
+    Without `training_file` it has no time, and the most memory that the job can need.
 
     Raises SpecError as the creation of the job would, except for a job that does not fit.
     """
@@ -37,9 +41,9 @@ def plan_body(body: object, context: AdmissionContext, places: Places) -> dict[s
     if isinstance(body, dict) and not known:
         body = body | {"training_file": _UNKNOWN}
     parsed = read(body, context)
-    files, capacity = (
-        context.store.files.find_files(file_ids(parsed.request)),
-        capacity_of(context.settings, parsed.request.distributed.profile, context.principal.project_id),
+    files = context.store.files.find_files(file_ids(parsed.request))
+    capacity = capacity_of(
+        context.settings, parsed.request.distributed.profile, context.principal.project_id
     )
     spec = resolve_parsed(parsed, files, capacity, context, data=known)
     file_id = parsed.request.training_file if known else None
@@ -50,22 +54,33 @@ def plan_body(body: object, context: AdmissionContext, places: Places) -> dict[s
     return _document(base, spec, capacity.machine_for(base), path, size, most)
 
 
-def plan_of_job(job: Job, settings: Settings, places: Places, descriptions: Descriptions) -> dict[str, Any]:
-    """The plan of a job. Raises SpecError if its base is gone, NotDescribedError if it has no description."""
+def plan_of_job(
+    job: Job, settings: Settings, places: Places, descriptions: Descriptions
+) -> dict[str, Any]:
+    """The plan of a job. Raises SpecError if its base is gone, NotDescribedError if it has no
+    description.
+    """
     base = descriptions.description(Path(job.spec.model.path))
     file_id = job.request["training_file"]
     path = None if file_id is None else places.file(file_id)
     size = path.stat().st_size if path is not None and path.is_file() else None
     capacity = capacity_of(settings, job.spec.distributed.profile)
-    machine, most = capacity.machine_for(base), capacity.most_per_node(job.nodes, None)
+    machine = capacity.machine_for(base)
+    most = capacity.most_per_node(job.nodes, None)
     return _document(base, job.spec, machine, path if size is not None else None, size, most)
 
 
 def _document(
-    base: Description, spec: JobSpec, machine: Machine, path: Path | None, size: int | None, most_per_host: int
+    base: Description,
+    spec: JobSpec,
+    machine: Machine,
+    path: Path | None,
+    size: int | None,
+    most_per_host: int,
 ) -> dict[str, Any]:
     spec = within_context(base, spec)
-    examples, lengths = None, None if size is None else SampleLengths.of_size(size)
+    examples = None
+    lengths = None if size is None else SampleLengths.of_size(size)
     if path is not None and size is not None and path.is_file():
         examples, lengths = _guessed(path, size, spec)
     plan = plan_job(base, spec, machine, lengths, most_per_host)
@@ -77,25 +92,35 @@ def _document(
 
 
 def _guessed(path: Path, size: int, spec: JobSpec) -> tuple[int | None, SampleLengths]:
-    """(units of training.batch_size in an epoch, lengths of its samples), by the size of a stored file of `size` bytes."""
-    records, is_text = _records(path, size, Columns.of(spec.data, of_prompts=spec.reinforcement is not None))
+    """(units of training.batch_size in an epoch, lengths of its samples), by the size of a stored
+    file of `size` bytes.
+    """
+    records, is_text = _records(
+        path, size, Columns.of(spec.data, of_prompts=spec.reinforcement is not None)
+    )
     if not records:
         return None, SampleLengths.of_size(size)
     samples = records - int(records * (spec.validation_split or 0))
-    tokens, training = size // BYTES_PER_TOKEN * samples // records, spec.training
+    tokens = size // BYTES_PER_TOKEN * samples // records
+    training = spec.training
     if spec.reinforcement is not None:
         return samples, SampleLengths(tokens, samples).with_answers(spec)
-    if spec.dpo is None and (is_text or training.train_on == "everything"):  # split into windows, which fill rows if packed
+    if spec.dpo is None and (
+        is_text or training.train_on == "everything"
+    ):  # split into windows, which fill rows if packed
         windows = -(-tokens // training.max_length)
         samples = max(1, windows if training.packing else max(samples, windows))
-    together = 1 if spec.dpo is None else 2  # each sample of a pair may have most of the pair's tokens
+    together = (
+        1 if spec.dpo is None else 2
+    )  # each sample of a pair may have most of the pair's tokens
     return samples, SampleLengths(together * tokens, together * samples)
 
 
 @lru_cache(maxsize=256)
 def _records(path: Path, size: int, columns: Columns) -> tuple[int, bool]:
-    """(number of records, whether they are plain text) of a stored file, which never changes: counted for JSON lines, else
-    estimated."""
+    """(number of records, whether they are plain text) of a stored file, which never changes:
+    counted for JSON lines, else estimated.
+    """
     reader = open_data(path, (), columns)
     reader.look()
     is_text = reader.shape.format is Format.TEXT

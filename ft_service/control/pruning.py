@@ -1,7 +1,9 @@
-"""Removal of old data from the disk: first a plan, then each item of it, checked once more right before it is removed.
+"""Removal of old data from the disk: first a plan, then each item of it, checked once more right
+before it is removed.
 
-A plan never holds data of an unfinished job, of a job whose adapter an unfinished job continues from, or a file that an
-unfinished job refers to. Ages count from a job's end, a file's upload, and the last use of a cache entry.
+A plan never holds data of an unfinished job, of a job whose adapter an unfinished job continues
+from, or a file that an unfinished job refers to. Ages count from a job's end, a file's upload, and
+the last use of a cache entry.
 """
 
 from __future__ import annotations
@@ -51,7 +53,9 @@ class RetentionLimits:
     runs: float | None = None
     """Age of whole run directories; the tuned model is deleted with its directory."""
     checkpoints: float | None = None
-    """Age of checkpoints of ended jobs; the outcome, and adapters already made from checkpoints, stay."""
+    """Age of checkpoints of ended jobs; the outcome, and adapters already made from checkpoints,
+    stay.
+    """
     files: float | None = None
     cache: float | None = None
     leftovers: bool = False
@@ -99,18 +103,24 @@ class _Needed:
 
 
 def plan_pruning(
-    settings: Settings, store: Store, limits: RetentionLimits, *, cache: Path | None = None, tokens: Path | None = None
+    settings: Settings,
+    store: Store,
+    limits: RetentionLimits,
+    *,
+    cache: Path | None = None,
+    tokens: Path | None = None,
 ) -> Iterator[Removal]:
-    """All removals that are possible now, found as they are asked for: records are read in pages, and only those of jobs and
-    files that something is to be removed of. `cache`, `tokens`: folders of quantised bases and of data files' tokens; None:
-    the folder is left out.
+    """All removals that are possible now, found as they are asked for: records are read in pages,
+    and only those of jobs and files that something is to be removed of. `cache`, `tokens`: folders
+    of quantised bases and of data files' tokens; None: the folder is left out.
 
     Raises SpecError for age limits of data on object storage, which the storage's own rules remove.
     """
     if settings.storage:
         if (limits.runs, limits.checkpoints, limits.files) != (None, None, None):
             raise SpecError(
-                "FT_STORAGE is set: run directories and files are on object storage. Remove old ones by its lifecycle rules; "
+                "FT_STORAGE is set: run directories and files are on object storage. Remove old "
+                "ones by its lifecycle rules; "
                 "leave out FT_KEEP_RUNS_DAYS, FT_KEEP_CHECKPOINTS_DAYS and FT_KEEP_FILES_DAYS.",
                 param="FT_STORAGE",
             )
@@ -123,8 +133,9 @@ def plan_pruning(
 
 
 def remove(removal: Removal, settings: Settings, store: Store) -> bool:
-    """Remove an item. False, with nothing removed, if it came into use since the plan. Raises OSError, and NotFoundError if its
-    job is gone.
+    """Remove an item. False, with nothing removed, if it came into use since the plan.
+
+    Raises OSError, and NotFoundError if its job is gone.
     """
     if removal.file is not None:
         try:
@@ -134,12 +145,15 @@ def remove(removal: Removal, settings: Settings, store: Store) -> bool:
         if not unused:
             return False
         removal.path.unlink(missing_ok=True)
-        token_folder.remove_entries(token_folder.folder_of(os.environ, settings.home), removal.file.sha256)
+        token_folder.remove_entries(
+            token_folder.folder_of(os.environ, settings.home), removal.file.sha256
+        )
         store.files.mark_freed([removal.file.id])
         return True
     if removal.kind == "cache" and removal.path.parent.name == DESCRIPTIONS:
         unused = removal.path.is_file() and removal.path.stat().st_mtime_ns == removal.last_use
-        removal.path.unlink(missing_ok=True) if unused else None
+        if unused:
+            removal.path.unlink(missing_ok=True)
         return unused
     if removal.kind == "cache":
         return Cache(removal.path.parent).remove(removal.path.name, removal.last_use)
@@ -148,7 +162,8 @@ def remove(removal: Removal, settings: Settings, store: Store) -> bool:
             return False
         for model in removal.hides:
             store.models.delete_model(removal.job.project_id, model)
-        # No new job can begin to need it now. One that did in the last moment keeps the data, but the models stay deleted.
+        # No new job can begin to need it now. One that did in the last moment keeps the data, but
+        # the models stay deleted.
         if removal.hides and _is_in_use(removal, removal.job, settings, store):
             return False
     _remove_path(removal.path)
@@ -174,20 +189,29 @@ def _unneeded(folder: Path, removals: Iterator[Removal], needed: _Needed) -> lis
     return [removal for removal in found if not _is_needed(removal, needed)]
 
 
-def _old_jobs(settings: Settings, store: Store, limits: RetentionLimits) -> Iterator[tuple[Job, Path, float]]:
-    """Jobs that are older than an age limit and have a run directory, which is theirs, and their age in days. Of the others no
-    record is read."""
+def _old_jobs(
+    settings: Settings, store: Store, limits: RetentionLimits
+) -> Iterator[tuple[Job, Path, float]]:
+    """Jobs that are older than an age limit and have a run directory, which is theirs, and their
+    age in days. Of the others no record is read.
+    """
     ages = [days for days in (limits.runs, limits.checkpoints) if days is not None]
     for names in pages(_names_in(settings.runs_dir), PAGE) if ages else ():
         now = store.now()
         for job in store.jobs.jobs_by_id(store.jobs.ended_before(names, min(ages) * DAY_SECONDS)):
-            if (folder := _run_root(settings.runs_dir / job.id, settings)) is not None and _is_over(job):
+            if (folder := _run_root(settings.runs_dir / job.id, settings)) is not None and _is_over(
+                job
+            ):
                 yield job, folder, (now - (job.finished_at or now)) / DAY_SECONDS
 
 
-def _jobs_of_deleted_models(settings: Settings, store: Store) -> Iterator[tuple[Job, Path, list[TunedName]]]:
-    """Jobs, with their run directories and the deleted models of theirs of which there are files. Of the others no record is
-    read."""
+def _jobs_of_deleted_models(
+    settings: Settings, store: Store
+) -> Iterator[tuple[Job, Path, list[TunedName]]]:
+    """Jobs, with their run directories and the deleted models of theirs of which there are files.
+
+    Of the others no record is read.
+    """
     last = ""
     while models := store.models.deleted_after(last, PAGE):
         last = models[-1]
@@ -195,25 +219,35 @@ def _jobs_of_deleted_models(settings: Settings, store: Store) -> Iterator[tuple[
         for model in models:
             with contextlib.suppress(ValueError), log_errors(f"looking for the files of {model}"):
                 name = TunedName.parse(model)
-                if (folder := _run_root(settings.runs_dir / name.job_id, settings)) and any(_files_of(name, folder)):
+                if (folder := _run_root(settings.runs_dir / name.job_id, settings)) and any(
+                    _files_of(name, folder)
+                ):
                     by_job.setdefault(name.job_id, []).append(name)
         for job in filter(_is_over, store.jobs.jobs_by_id(list(by_job))):
             folder = _run_root(settings.runs_dir / job.id, settings)
             if folder is not None:
-                yield job, folder, [name for name in by_job[job.id] if name.outcome == job.tuned_name]
+                yield (
+                    job,
+                    folder,
+                    [name for name in by_job[job.id] if name.outcome == job.tuned_name],
+                )
 
 
 def _by_age(job: Job, folder: Path, limits: RetentionLimits, days: float) -> Iterator[Removal]:
     why = f"the job {_ended(job)} {counted(round(days), 'day')} ago"
     if limits.runs is not None and days >= limits.runs:
         hidden = [str(job.tuned_name), *(str(job.tuned_name.at(step)) for step in _steps(folder))]
-        yield Removal(kind="run", path=folder, bytes=size_of(folder), why=why, job=job, hides=hidden)
+        yield Removal(
+            kind="run", path=folder, bytes=size_of(folder), why=why, job=job, hides=hidden
+        )
     elif limits.checkpoints is not None and days >= limits.checkpoints:
         for path in sorted(_points(folder / "checkpoints")):
             yield _removal("checkpoints", path, why, job)
 
 
-def _of_models(job: Job, folder: Path, names: Sequence[TunedName], limits: RetentionLimits, now: float) -> Iterator[Removal]:
+def _of_models(
+    job: Job, folder: Path, names: Sequence[TunedName], limits: RetentionLimits, now: float
+) -> Iterator[Removal]:
     """What goes with deleted models, unless it goes by age."""
     days = (now - (job.finished_at or now)) / DAY_SECONDS
     if limits.runs is not None and days >= limits.runs:
@@ -221,7 +255,9 @@ def _of_models(job: Job, folder: Path, names: Sequence[TunedName], limits: Reten
     for path in (path for name in names for path in _files_of(name, folder)):
         is_shards = path.parent.name == "checkpoints"
         if not (is_shards and limits.checkpoints is not None and days >= limits.checkpoints):
-            yield _removal("checkpoints" if is_shards else "adapter", path, "the model was deleted", job)
+            yield _removal(
+                "checkpoints" if is_shards else "adapter", path, "the model was deleted", job
+            )
 
 
 def _files_of(name: TunedName, folder: Path) -> Iterator[Path]:
@@ -235,11 +271,21 @@ def _files_of(name: TunedName, folder: Path) -> Iterator[Path]:
 
 def _steps(folder: Path) -> list[int]:
     """Steps of the checkpoints that exist, as shards or as adapters."""
-    return sorted({step_of(path.name) for kind in ("checkpoints", "adapters") for path in _points(folder / kind)})
+    return sorted(
+        {
+            step_of(path.name)
+            for kind in ("checkpoints", "adapters")
+            for path in _points(folder / kind)
+        }
+    )
 
 
 def _points(folder: Path) -> Iterator[Path]:
-    return (path for path in folder.glob("step-*-a*") if CHECKPOINT_NAME.fullmatch(path.name) and path.is_dir())
+    return (
+        path
+        for path in folder.glob("step-*-a*")
+        if CHECKPOINT_NAME.fullmatch(path.name) and path.is_dir()
+    )
 
 
 def _of_files(settings: Settings, store: Store, limits: RetentionLimits) -> Iterator[Removal]:
@@ -256,14 +302,24 @@ def _of_files(settings: Settings, store: Store, limits: RetentionLimits) -> Iter
 
 def _leftovers(settings: Settings, store: Store) -> Iterator[Removal]:
     before = time.time() - LEFTOVER_SECONDS
-    kinds = (settings.runs_dir, "job", store.jobs.known_jobs), (settings.files_dir, "file record", store.files.kept_files)
+    kinds = (
+        (settings.runs_dir, "job", store.jobs.known_jobs),
+        (settings.files_dir, "file record", store.files.kept_files),
+    )
     for folder, owner, known in kinds:
         for names in pages(_names_in(folder), PAGE):
             for path in (folder / name for name in sorted(set(names) - known(names))):
                 root = _run_root(path, settings)
-                root = path if root is not None and not root.exists() else root  # what it leads to is gone already
+                root = (
+                    path if root is not None and not root.exists() else root
+                )  # what it leads to is gone already
                 if root is not None and _changed_at(root) <= before:
-                    yield Removal(kind="leftover", path=root, bytes=size_of(root), why=f"no {owner} belongs to it")
+                    yield Removal(
+                        kind="leftover",
+                        path=root,
+                        bytes=size_of(root),
+                        why=f"no {owner} belongs to it",
+                    )
 
 
 def pages(items: Iterable[Item], size: int) -> Iterator[list[Item]]:
@@ -279,8 +335,9 @@ def _names_in(folder: Path) -> Iterator[str]:
 
 
 def _run_root(path: Path, settings: Settings) -> Path | None:
-    """The run directory that a link in `runs` leads to, so that it is measured and removed itself; None: it was replaced by a
-    link, which is not followed. Another path is returned unchanged."""
+    """The run directory that a link in `runs` leads to, so that it is measured and removed itself;
+    None: it was replaced by a link, which is not followed. Another path is returned unchanged.
+    """
     if not path.is_relative_to(settings.runs_dir):
         return path
     job_id, *below = path.relative_to(settings.runs_dir).parts
@@ -296,7 +353,10 @@ def _of_caches(cache: Path | None, tokens: Path | None, limits: RetentionLimits)
     if days is None:
         return []
     entries = {} if cache is None else Cache(cache).entries() | _descriptions(cache / DESCRIPTIONS)
-    return [*_not_used(entries, days), *_not_used({} if tokens is None else Cache(tokens).entries(), days)]
+    return [
+        *_not_used(entries, days),
+        *_not_used({} if tokens is None else Cache(tokens).entries(), days),
+    ]
 
 
 def _descriptions(folder: Path) -> dict[Path, int]:
@@ -307,7 +367,10 @@ def _descriptions(folder: Path) -> dict[Path, int]:
 def _not_used(entries: Mapping[Path, int], days: float) -> list[Removal]:
     """Removals of entries of a cache, in order of names. `entries`: path → last use."""
     now = time.time()
-    ages = [(entry, last_use, (now - last_use / 1e9) / DAY_SECONDS) for entry, last_use in entries.items()]
+    ages = [
+        (entry, last_use, (now - last_use / 1e9) / DAY_SECONDS)
+        for entry, last_use in entries.items()
+    ]
     return [
         Removal(
             kind="cache",
@@ -322,7 +385,9 @@ def _not_used(entries: Mapping[Path, int], days: float) -> list[Removal]:
 
 
 def _is_in_use(removal: Removal, job: Job, settings: Settings, store: Store) -> bool:
-    return not _is_over(store.jobs.get_job(job.project_id, job.id)) or _is_needed(removal, _Needed.now(store, settings))
+    return not _is_over(store.jobs.get_job(job.project_id, job.id)) or _is_needed(
+        removal, _Needed.now(store, settings)
+    )
 
 
 def _is_needed(removal: Removal, needed: _Needed) -> bool:
@@ -339,7 +404,9 @@ def _is_over(job: Job) -> bool:
 
 
 def _ended(job: Job) -> str:
-    return {"succeeded": "succeeded", "failed": "failed", "cancelled": "was cancelled"}[job.state.value]
+    return {"succeeded": "succeeded", "failed": "failed", "cancelled": "was cancelled"}[
+        job.state.value
+    ]
 
 
 def _removal(kind: Kind, path: Path, why: str, job: Job) -> Removal:
@@ -347,7 +414,10 @@ def _removal(kind: Kind, path: Path, why: str, job: Job) -> Removal:
 
 
 def _changed_at(path: Path) -> float:
-    return max((entry.stat().st_mtime for entry in _everything(path) if not entry.is_symlink()), default=0.0)
+    return max(
+        (entry.stat().st_mtime for entry in _everything(path) if not entry.is_symlink()),
+        default=0.0,
+    )
 
 
 def size_of(path: Path) -> int:

@@ -1,7 +1,9 @@
-"""The loop that moves jobs: claim one, observe its newest attempt, decide, act, store the result under the claim.
+"""The loop that moves jobs: claim one, observe its newest attempt, decide, act, store the result
+under the claim.
 
-Observing and acting happen outside any transaction, and every action can be repeated: what a crash leaves undone, the next
-claim of the job does again. One reconciler per host is enough; a second one (while a new version takes over) does no harm.
+Observing and acting happen outside any transaction, and every action can be repeated: what a crash
+leaves undone, the next claim of the job does again. One reconciler per host is enough; a second one
+(while a new version takes over) does no harm.
 """
 
 from __future__ import annotations
@@ -60,9 +62,12 @@ LEASE_SECONDS = 30.0
 FAILED_TURNS = 3
 """Number of failed turns in a row from which a job reports them."""
 TOLD_LOSSES = 3
-"""Number of attempts in a row that a host or a place ended, or did not start, from which the operator is told."""
+"""Number of attempts in a row that a host or a place ended, or did not start, from which the
+operator is told.
+"""
 CANCELLED_UNOBSERVED = (
-    "The job is cancelled, though it cannot be looked after as it should: its slots are free. The service's log says why; look "
+    "The job is cancelled, though it cannot be looked after as it should: its slots are free. The "
+    "service's log says why; look "
     "at its host for processes that may be left."
 )
 LOOKS = 64
@@ -75,7 +80,10 @@ class SlotUser(Protocol):
     """A user of slots that no job holds (the preview), which leaves them when a job needs them."""
 
     def release_slots(self, slots: Collection[int]) -> bool:
-        """Return whether the slots, which a job now holds, are free. If not, it begins to leave them: ask again."""
+        """Return whether the slots, which a job now holds, are free.
+
+        If not, it begins to leave them: ask again.
+        """
         ...
 
     def preload(self, job: Job) -> None:
@@ -93,13 +101,16 @@ class ReconcilerOptions:
     slot_user: SlotUser | None = None
     """User of slots that no job holds; None: there is none."""
     preempt_after: float | None = None
-    """Seconds that a job holds its slots before one of higher priority may take them; None: never."""
+    """Seconds that a job holds its slots before one of higher priority may take them; None:
+    never.
+    """
     check: Check | None = None
     """Check of a job's data files and adapter; None: `check_data`."""
     engines: EngineOptions = field(default_factory=EngineOptions)
     admission: LateAdmission | None = None
-    """Admission of jobs on bases that are described later; None: no job waits for its base, and the ranks choose what is
-    "auto"."""
+    """Admission of jobs on bases that are described later; None: no job waits for its base, and the
+    ranks choose what is "auto".
+    """
     leave_after_seconds: float = LEAVE_AFTER_SECONDS
     """Time without a sign of the service after which ranks that live by commands leave."""
     idle_seconds: float = IDLE_SECONDS
@@ -127,24 +138,45 @@ class _Turn:
 
 
 class Reconciler:
-    """Moves the jobs of one host. `step` and `run` belong to one thread; `wake` may be called from any."""
+    """Moves the jobs of one host.
 
-    def __init__(self, store: Store, launcher: Launcher, places: Places, options: ReconcilerOptions | None = None) -> None:
-        self._store, self._launcher, self._places = store, launcher, places
+    `step` and `run` belong to one thread; `wake` may be called from any.
+    """
+
+    def __init__(
+        self,
+        store: Store,
+        launcher: Launcher,
+        places: Places,
+        options: ReconcilerOptions | None = None,
+    ) -> None:
+        self._store = store
+        self._launcher = launcher
+        self._places = places
         self._options = options = options or ReconcilerOptions()
-        self._meters, self._slot_user = options.meters, options.slot_user
+        self._meters = options.meters
+        self._slot_user = options.slot_user
         self._meters.observe_place(lambda: launcher.away_seconds)
         self._lease_seconds = lease_seconds = options.lease_seconds
         self._owner = f"{platform.node()}:{os.getpid()}"
         self._engines = EngineTending(store, launcher, places, options.engines)
         rules = PlacementRules(lease_seconds=lease_seconds, preempt_after=options.preempt_after)
-        self._placement = JobPlacement(store, launcher, self._engines, owner=self._owner, rules=rules)
+        self._placement = JobPlacement(
+            store, launcher, self._engines, owner=self._owner, rules=rules
+        )
         self._validation = JobValidation(
-            store, places, self.wake, options.check, options.admission, shares_adapters=not options.engines.mounts
+            store,
+            places,
+            self.wake,
+            options.check,
+            options.admission,
+            shares_adapters=not options.engines.mounts,
         )
         self._queue_first = self._new_first = False
         self._looked = self._busy = 0
-        """Jobs that the last look without a claim was at, and those of them that are still to be claimed."""
+        """Jobs that the last look without a claim was at, and those of them that are still to be
+        claimed.
+        """
         self._orphan_count = Interval(COUNT_SECONDS)
         self._failed_turns: dict[str, int] = {}
         """Job → number of its turns that failed in a row."""
@@ -160,8 +192,10 @@ class Reconciler:
         self._validation.close()
 
     def run(self, stop: threading.Event) -> None:
-        """Step until `stop` is set. An error costs a job its turn, an unreachable database costs time; neither ends the
-        loop."""
+        """Step until `stop` is set.
+
+        An error costs a job its turn, an unreachable database costs time; neither ends the loop.
+        """
         failures = 0
         self._validation.warm()
         try:
@@ -171,7 +205,10 @@ class Reconciler:
             self.close()
 
     def _step_and_wait(self, failures: int) -> int:
-        """One step, and a pause if no job was due. Returns how many steps in a row have failed; the pause grows with them."""
+        """One step, and a pause if no job was due.
+
+        Returns how many steps in a row have failed; the pause grows with them.
+        """
         busy = False
         self._meters.turn(self._launcher.host)
         try:
@@ -185,8 +222,10 @@ class Reconciler:
         return failures
 
     def step(self) -> bool:
-        """Give one job its turn, and look at those for which there is nothing to do. True if one was due. Raises
-        UnavailableError if the database does not answer."""
+        """Give one job its turn, and look at those for which there is nothing to do.
+
+        True if one was due. Raises UnavailableError if the database does not answer.
+        """
         self._looked = 0
         if self._store.changed.is_set():
             self._store.changed.clear()
@@ -210,8 +249,10 @@ class Reconciler:
         return True
 
     def _report_failed_turn(self, claim: Claim, error: Exception) -> None:
-        """Tell the user of a job whose turns fail repeatedly, and let it be cancelled all the same. An outage is not
-        counted."""
+        """Tell the user of a job whose turns fail repeatedly, and let it be cancelled all the same.
+
+        An outage is not counted.
+        """
         if isinstance(error, UnavailableError):
             return
         job = claim.job
@@ -228,8 +269,9 @@ class Reconciler:
             log.exception("the job's user could not be told either")
 
     def _end_unobserved(self, claim: Claim) -> None:
-        """End a cancelled job whose turns fail: kill its processes as far as possible, and free its slots unless it is seen to
-        run."""
+        """End a cancelled job whose turns fail: kill its processes as far as possible, and free its
+        slots unless it is seen to run.
+        """
         run = self._places.run(claim.job.id)
         attempt = _attempt(run, claim.job)
         try:
@@ -244,9 +286,14 @@ class Reconciler:
             log.exception("it is unknown which processes of the job still run")
             seen = Ended(None)
         if isinstance(seen, Absent | Ended):
-            turn = _Turn(claim, Intake(job=claim.job, events=[], checkpoints=[], more=False), run, seen)
+            turn = _Turn(
+                claim, Intake(job=claim.job, events=[], checkpoints=[], more=False), run, seen
+            )
             events = [NewEvent(level="warn", message=CANCELLED_UNOBSERVED)]
-            if self._apply(turn, JobChange(job=replace(claim.job, phase=None), events=events, release_slots=True)):
+            if self._apply(
+                turn,
+                JobChange(job=replace(claim.job, phase=None), events=events, release_slots=True),
+            ):
                 self._failed_turns.pop(claim.job.id, None)
 
     def _count_orphans(self) -> None:
@@ -255,11 +302,14 @@ class Reconciler:
             return
         self._orphan_count.restart()
         with contextlib.suppress(LaunchError):  # the place does not answer, which its jobs report
-            self._meters.count_orphans(self._launcher.host, len(find_orphans(self._store, self._launcher)))
+            self._meters.count_orphans(
+                self._launcher.host, len(find_orphans(self._store, self._launcher))
+            )
 
     def _claim(self) -> tuple[Claim, ExpectedStart | None] | None:
-        """The next active or queued job; the two kinds come first in turn, and so do new and running jobs among the active
-        ones, so that none keeps the others waiting."""
+        """The next active or queued job; the two kinds come first in turn, and so do new and
+        running jobs among the active ones, so that none keeps the others waiting.
+        """
         self._queue_first = not self._queue_first
         if self._queue_first:
             return self._placement.claim() or self._claim_active()
@@ -280,8 +330,13 @@ class Reconciler:
         return (claim, None) if claim else None
 
     def _pass_over_idle(self) -> int:
-        """Look at due jobs without a claim, which would write each twice. Return how many of them have something to do."""
-        found, now = self._store.leases.due_jobs(host=self._launcher.host, idle_seconds=self._options.idle_seconds, most=LOOKS)
+        """Look at due jobs without a claim, which would write each twice.
+
+        Return how many of them have something to do.
+        """
+        found, now = self._store.leases.due_jobs(
+            host=self._launcher.host, idle_seconds=self._options.idle_seconds, most=LOOKS
+        )
         idle = [job.id for job in found if self._is_idle(job, now)]
         if idle:
             self._store.leases.looked_at(idle)
@@ -289,12 +344,17 @@ class Reconciler:
         return len(found) - len(idle)
 
     def _is_idle(self, job: Job, now: float) -> bool:
-        """Whether a turn of a job would change nothing. What fails here fails again in its turn, which tells it."""
+        """Whether a turn of a job would change nothing.
+
+        What fails here fails again in its turn, which tells it.
+        """
         try:
             with about(job_id=job.id, attempt=job.attempt):
                 _, seen, report = self._observe(job, now)
                 reported = report.job != job or report.events or report.checkpoints or report.more
-                idle = not (reported or self._sign_is_due(job, seen)) and isinstance(decisions.decide(job, seen, now), Wait)
+                idle = not (reported or self._sign_is_due(job, seen)) and isinstance(
+                    decisions.decide(job, seen, now), Wait
+                )
         except Exception:
             return False
         if idle:
@@ -303,7 +363,11 @@ class Reconciler:
 
     def _observe(self, job: Job, now: float) -> tuple[RunDir, Observation, Intake]:
         run = self._places.run(job.id)
-        seen = result_seen(run, self._launcher.observe(_attempt(run, job))) if job.attempt else Absent()
+        seen = (
+            result_seen(run, self._launcher.observe(_attempt(run, job)))
+            if job.attempt
+            else Absent()
+        )
         # Read after observing: all that an attempt wrote before it ended is then there.
         report = read_report(run, job, now)
         if isinstance(seen, Running) and seen.note:
@@ -321,16 +385,20 @@ class Reconciler:
             self._act(turn)
 
     def _sign_is_due(self, job: Job, seen: Observation) -> bool:
-        """Whether ranks that live by commands are to be told that somebody looks after them: a few times within the time after
-        which they would leave."""
+        """Whether ranks that live by commands are to be told that somebody looks after them: a few
+        times within the time after which they would leave.
+        """
         by_commands = isinstance(seen, Running) and job.stored_spec.by_commands
         return by_commands and time.monotonic() >= self._next_signs.get(job.id, float("-inf"))
 
     def _give_sign(self, turn: _Turn) -> None:
-        now, seconds = time.monotonic(), self._options.leave_after_seconds
+        now = time.monotonic()
+        seconds = self._options.leave_after_seconds
         self._next_signs = {job_id: at for job_id, at in self._next_signs.items() if at > now}
         try:
-            turn.attempt.write_presence(Presence(sign=secrets.token_hex(8), leave_after_seconds=seconds))
+            turn.attempt.write_presence(
+                Presence(sign=secrets.token_hex(8), leave_after_seconds=seconds)
+            )
         except OSError as error:  # a full disk must not keep the job from its turn
             log.warning("the job's ranks get no sign of the service: %s", error)
         self._next_signs[turn.job.id] = now + seconds / SIGNS
@@ -350,7 +418,9 @@ class Reconciler:
             case Launch():
                 self._launch(turn)
             case Signal():
-                self._launcher.signal(turn.attempt, Control(generation=job.generation, desired=job.effective_desired))
+                self._launcher.signal(
+                    turn.attempt, Control(generation=job.generation, desired=job.effective_desired)
+                )
                 self._apply(turn, JobChange(job=decisions.signalled(job)))
             case Kill(reason):
                 self._launcher.kill(turn.attempt, reason)
@@ -363,15 +433,20 @@ class Reconciler:
                 assert_never(action)
 
     def _place(self, turn: _Turn) -> None:
-        """Take the slots, or a seat. The start itself is the next turn's, when they are certainly the job's."""
-        job, now = turn.job, turn.claim.now
+        """Take the slots, or a seat.
+
+        The start itself is the next turn's, when they are certainly the job's.
+        """
+        job = turn.job
+        now = turn.claim.now
         change = self._placement.place(job, turn.start, now)
         if self._apply(turn, change) and (change.take_slots or change.take_seat):
             self._meters.attempts.inc()
             self._meters.queue_wait.observe(max(0.0, now - (job.queued_at or now)))
 
     def _launch(self, turn: _Turn) -> None:
-        job, spec = turn.job, turn.job.spec
+        job = turn.job
+        spec = turn.job.spec
         if job.engine_id is None:
             slots = self._store.leases.held_slots(job.id)
         else:
@@ -383,7 +458,10 @@ class Reconciler:
             return
         run = self._engines.run_of(job)
         attempt = _attempt(run, job)
-        if not run.write_if_absent("spec.json", spec) and run.readable("spec.json", JobSpec) is None:
+        if (
+            not run.write_if_absent("spec.json", spec)
+            and run.readable("spec.json", JobSpec) is None
+        ):
             run.write("spec.json", spec)
         engine = self._engines.prepare(job, spec)
         start = Start(
@@ -404,7 +482,9 @@ class Reconciler:
         except LaunchError as error:
             log.warning("the attempt was not started: %s", error)
             failed = decisions.launch_failed(job, str(error), newest_step(run), turn.claim.now)
-            if self._apply(turn, JobChange(job=failed.job, events=_events(failed), release_slots=True)):
+            if self._apply(
+                turn, JobChange(job=failed.job, events=_events(failed), release_slots=True)
+            ):
                 self._meters.attempts_ended.labels(reasons.Reason.LAUNCH_FAILED.value).inc()
             return
         self._apply(turn, JobChange(job=job))
@@ -412,19 +492,23 @@ class Reconciler:
     def _become(self, turn: _Turn, action: Become) -> None:
         seen = turn.seen
         if isinstance(seen, Absent) and action.release:
-            # Nothing runs and nothing may: an exit record keeps a start that is still on its way from coming to life.
+            # Nothing runs and nothing may: an exit record keeps a start that is still on its way
+            # from coming to life.
             self._launcher.kill(turn.attempt, reasons.Reason.USER_CANCELLED)
             if not isinstance(self._launcher.observe(turn.attempt), Ended):
                 self._apply(turn, JobChange(job=turn.job))
                 return
         if turn.job.engine_id is not None and action.release:
             self._engines.look_at(turn.job.engine_id)
-        job, files = action.job, []
+        job = action.job
+        files = []
         if job.state is State.SUCCEEDED:
             job, files = collect_result(turn.run, job, self._places)
         applied = False
         try:
-            change = JobChange(job=job, events=_events(action), files=files, release_slots=action.release)
+            change = JobChange(
+                job=job, events=_events(action), files=files, release_slots=action.release
+            )
             applied = self._apply(turn, change)
         finally:
             for file in files if not applied else ():
@@ -433,13 +517,19 @@ class Reconciler:
             reason = reasons.reason_of(seen.exit) if isinstance(seen, Ended) else None
             self._meters.attempts_ended.labels(reason.value if reason else "stopped").inc()
             self._launcher.clean(turn.attempt)
-            if job.state is State.SUCCEEDED and self._slot_user is not None and turn.job.engine_id is None:
+            if (
+                job.state is State.SUCCEEDED
+                and self._slot_user is not None
+                and turn.job.engine_id is None
+            ):
                 self._slot_user.preload(job)
 
     def _apply(self, turn: _Turn, change: JobChange) -> bool:
         """Store a change together with what the attempt reported. False if the claim was lost."""
         report = turn.report
-        change = replace(change, events=[*report.events, *change.events], checkpoints=report.checkpoints)
+        change = replace(
+            change, events=[*report.events, *change.events], checkpoints=report.checkpoints
+        )
         if not self._store.leases.apply(turn.claim, change):
             return False
         if change.release_slots or change.job.state is not turn.claim.job.state:
@@ -449,11 +539,14 @@ class Reconciler:
         return True
 
     def _trace(self, turn: _Turn, change: JobChange) -> None:
-        before, traces = turn.claim.job, self._options.traces
+        before = turn.claim.job
+        traces = self._options.traces
         if traces is None or before.traceparent is None:
             return
         try:
-            traces.job_parts(before.id, before.traceparent, ended_parts(before, change, turn.claim.now))
+            traces.job_parts(
+                before.id, before.traceparent, ended_parts(before, change, turn.claim.now)
+            )
         except Exception:  # what is stored is stored: a trace is not worth a turn
             log.exception("the job's trace lacks a part")
 
@@ -462,14 +555,27 @@ class Reconciler:
         for metrics in (event.metrics for event in change.events if event.metrics is not None):
             self._meters.steps.inc()
             self._meters.tokens.inc(metrics.tokens or 0)
-        newest = max((event.created_at for event in change.events if event.source and event.created_at), default=None)
+        newest = max(
+            (event.created_at for event in change.events if event.source and event.created_at),
+            default=None,
+        )
         if newest is not None:
             self._meters.event_lag.observe(max(0.0, time.time() - newest))
         if job.losses > before.losses and job.losses >= TOLD_LOSSES:
-            lost = fields(losses=job.losses, reason=job.reason and job.reason.value, host=before.host)
-            log.error("a job's attempts end through no fault of its own: %s", job.pending or "its log says why", extra=lost)
+            lost = fields(
+                losses=job.losses, reason=job.reason and job.reason.value, host=before.host
+            )
+            log.error(
+                "a job's attempts end through no fault of its own: %s",
+                job.pending or "its log says why",
+                extra=lost,
+            )
         if (before.state, before.phase) != (job.state, job.phase):
-            moved = fields(state=job.state.value, phase=job.phase and job.phase.value, reason=job.reason and job.reason.value)
+            moved = fields(
+                state=job.state.value,
+                phase=job.phase and job.phase.value,
+                reason=job.reason and job.reason.value,
+            )
             log.info("job moved from %s to %s", _state_text(before), _state_text(job), extra=moved)
 
 
@@ -498,4 +604,9 @@ def _state_text(job: Job) -> str:
 def _events(action: Become) -> list[NewEvent]:
     if action.message is None:
         return []
-    return [NewEvent(level="error" if action.job.state is State.FAILED else action.level, message=action.message)]
+    return [
+        NewEvent(
+            level="error" if action.job.state is State.FAILED else action.level,
+            message=action.message,
+        )
+    ]

@@ -1,4 +1,6 @@
-"""The reconcilers of a process: one for each place where jobs run, such as each pod profile of a cluster."""
+"""The reconcilers of a process: one for each place where jobs run, such as each pod profile of a
+cluster.
+"""
 
 from __future__ import annotations
 
@@ -13,9 +15,16 @@ from ft_service.store.sql import Store
 
 
 def run_all(
-    store: Store, launchers: Sequence[Launcher], places: Places, options: ReconcilerOptions, stop: threading.Event
+    store: Store,
+    launchers: Sequence[Launcher],
+    places: Places,
+    options: ReconcilerOptions,
+    stop: threading.Event,
 ) -> None:
-    """Move the jobs of all places until `stop` is set. If a reconciler fails, end the others and raise its error."""
+    """Move the jobs of all places until `stop` is set.
+
+    If a reconciler fails, end the others and raise its error.
+    """
     reconcilers = [Reconciler(store, launcher, places, options) for launcher in launchers]
     if len(reconcilers) == 1:
         reconcilers[0].run(stop)

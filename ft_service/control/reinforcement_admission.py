@@ -1,4 +1,6 @@
-"""Admission of jobs of reinforcement learning: whether this service can sample and grade for them."""
+"""Admission of jobs of reinforcement learning: whether this service can sample and grade for
+them.
+"""
 
 from __future__ import annotations
 
@@ -13,15 +15,21 @@ from ft_service.store.sql import Store
 _PLACE = "method.reinforcement."
 
 
-def refuse_unless_graded(request: JobRequest, project_id: str, settings: Settings, store: Store) -> None:
-    """Raise SpecError if this service cannot sample for a job of reinforcement learning, or its grader cannot grade here."""
+def refuse_unless_graded(
+    request: JobRequest, project_id: str, settings: Settings, store: Store
+) -> None:
+    """Raise SpecError if this service cannot sample for a job of reinforcement learning, or its
+    grader cannot grade here.
+    """
     method = request.method.reinforcement
     if method is None:
         return
     if not settings.previews and not (settings.inference_urls and settings.adapters):
         raise SpecError(
-            "method.type = 'reinforcement': this service has no sampler. The operator switches the preview on (FT_PREVIEW=on), "
-            "or names an inference server and the folder from which it loads adapters (FT_INFERENCE_URL, FT_ADAPTERS).",
+            "method.type = 'reinforcement': this service has no sampler. The operator switches "
+            "the preview on (FT_PREVIEW=on), "
+            "or names an inference server and the folder from which it loads adapters "
+            "(FT_INFERENCE_URL, FT_ADAPTERS).",
             param="method.type",
             code="not_available",
         )
@@ -32,16 +40,21 @@ def refuse_unless_graded(request: JobRequest, project_id: str, settings: Setting
     limits = GraderLimits.from_settings(settings)
     try:
         require_usable(method.grader, limits)
-        check_outside(method.grader, GraderContext(project=project_id, limits=limits, secrets=secrets))
+        check_outside(
+            method.grader, GraderContext(project=project_id, limits=limits, secrets=secrets)
+        )
     except FtError as error:
-        raise SpecError(_PLACE + error.message, param=_PLACE + (error.param or "grader"), code=error.code) from None
+        raise SpecError(
+            _PLACE + error.message, param=_PLACE + (error.param or "grader"), code=error.code
+        ) from None
 
 
 def refuse_without_sampler(request: JobRequest) -> None:
     """Raise SpecError for a job that needs a service to sample and grade for it."""
     if request.method.reinforcement is not None:
         raise SpecError(
-            "method.type = 'reinforcement': answers are sampled and graded by a server. Start one (ft serve) and submit the "
+            "method.type = 'reinforcement': answers are sampled and graded by a server. Start one "
+            "(ft serve) and submit the "
             "job to it (ft submit).",
             param="method.type",
             code="not_available",

@@ -1,8 +1,9 @@
-"""Jobs of reinforcement learning: their answers are sampled and graded here, and their ranks get the commands that follow.
+"""Jobs of reinforcement learning: their answers are sampled and graded here, and their ranks get
+the commands that follow.
 
-Each running job has a thread. All that it has decided is a file of the job's run directory: the record of a step is stored
-before the first of its commands, so that a service that is killed goes on where it was, and no step is trained twice. While the
-service is away, the ranks wait.
+Each running job has a thread. All that it has decided is a file of the job's run directory: the
+record of a step is stored before the first of its commands, so that a service that is killed goes
+on where it was, and no step is trained twice. While the service is away, the ranks wait.
 """
 
 from __future__ import annotations
@@ -25,7 +26,12 @@ from ft_service.meters import Meters
 from ft_service.reinforcement.flat_steps import flat_steps, flat_text
 from ft_service.reinforcement.prompt_file import PROMPTS, PromptFile, PromptTokens
 from ft_service.reinforcement.schedule import RolloutSchedule, seed_of
-from ft_service.reinforcement.step_commands import commands_of, first_commands, sampler_name, save_command
+from ft_service.reinforcement.step_commands import (
+    commands_of,
+    first_commands,
+    sampler_name,
+    save_command,
+)
 from ft_service.reinforcement.step_records import (
     AnsweredPrompt,
     RecordHead,
@@ -47,7 +53,13 @@ from ft_service.storage.locations import Places
 from ft_service.store.records import NewEvent
 from ft_service.store.sql import Store
 from ft_service.tinker.commands import Command, CommandLog
-from ft_service.tinker.sample_calls import ModelInput, Sampled, SampleRequest, SamplingParams, TextChunk
+from ft_service.tinker.sample_calls import (
+    ModelInput,
+    Sampled,
+    SampleRequest,
+    SamplingParams,
+    TextChunk,
+)
 from ft_service.tinker.saved_weights import delete_sampler, sampler_key, samplers_of
 
 log = logging.getLogger(__name__)
@@ -60,17 +72,22 @@ AT_ONCE = 64
 TELL_SECONDS = 30.0
 """Time for which nothing is sampled, after which a job's user is told why."""
 MOST_REFUSED_SECONDS = 1800.0
-"""Time for which nothing is sampled, after which a job is paused: an inference server with a large base takes many minutes to
-start again, and meanwhile the ranks hold their slots."""
+"""Time for which nothing is sampled, after which a job is paused: an inference server with a large
+base takes many minutes to start again, and meanwhile the ranks hold their slots.
+"""
 TRIES = 5
 """Failures at the same step for which nothing is known, after which a job is paused."""
 MOST_TEXT = 16_384
 """Characters of an answer's text, and of its reasoning, that its record keeps."""
 
 
-def run(settings: Settings, store: Store, meters: Meters, stop: threading.Event, *, sampler: Sampler) -> None:
+def run(
+    settings: Settings, store: Store, meters: Meters, stop: threading.Event, *, sampler: Sampler
+) -> None:
     """Look after jobs until `stop` is set."""
-    ReinforcementJobs(store, sampler, Places.of(settings), GraderLimits.from_settings(settings)).run(stop)
+    ReinforcementJobs(
+        store, sampler, Places.of(settings), GraderLimits.from_settings(settings)
+    ).run(stop)
 
 
 @dataclass
@@ -91,11 +108,16 @@ class ReinforcementJobs:
         """Look after jobs until `stop` is set."""
 
         def look() -> None:
-            # Before the jobs are read: a thread that pauses its job and ends in between would be started again.
-            self.threads = {job_id: thread for job_id, thread in self.threads.items() if thread.is_alive()}
+            # Before the jobs are read: a thread that pauses its job and ends in between would be
+            # started again.
+            self.threads = {
+                job_id: thread for job_id, thread in self.threads.items() if thread.is_alive()
+            }
             jobs = {job.id: job for job in self.store.jobs.running_with_method("reinforcement")}
             self.running = frozenset(jobs)
-            self.failures = {job_id: failed for job_id, failed in self.failures.items() if job_id in jobs}
+            self.failures = {
+                job_id: failed for job_id, failed in self.failures.items() if job_id in jobs
+            }
             for job in jobs.values():
                 if job.id not in self.threads and len(self.threads) < AT_ONCE:
                     self._start(job, stop)
@@ -105,7 +127,9 @@ class ReinforcementJobs:
             thread.join(2 * LOOK_SECONDS)
 
     def _start(self, job: Job, stop: threading.Event) -> None:
-        thread = threading.Thread(target=self._drive, args=(job, stop), name=f"rollouts-{job.id}", daemon=True)
+        thread = threading.Thread(
+            target=self._drive, args=(job, stop), name=f"rollouts-{job.id}", daemon=True
+        )
         self.threads[job.id] = thread
         thread.start()
 
@@ -149,7 +173,10 @@ class ReinforcementJobs:
                 self._pause(job, f"The service failed {TRIES} times at its answers ({said}).")
 
     def _has_failed_often(self, job: Job) -> bool:
-        """Count a failure of which nothing is known. Trying on for ever would keep the ranks waiting, and tell nobody why."""
+        """Count a failure of which nothing is known.
+
+        Trying on for ever would keep the ranks waiting, and tell nobody why.
+        """
         step = max(recorded_steps(self.places.run(job.id)), default=0)
         at, before = self.failures.get(job.id, (step, 0))
         tries = before + 1 if at == step else 1
@@ -157,7 +184,10 @@ class ReinforcementJobs:
         return tries == TRIES
 
     def _pause(self, job: Job, why: str) -> None:
-        self.store.jobs.add_events(job, [NewEvent(level="error", message=f"{why} The job is paused; resume it to try again.")])
+        self.store.jobs.add_events(
+            job,
+            [NewEvent(level="error", message=f"{why} The job is paused; resume it to try again.")],
+        )
         self.store.jobs.request(job.project_id, job.id, Verb.PAUSE)
 
 
@@ -181,27 +211,40 @@ class RolloutLoop:
         assert options is not None, "the job's method is reinforcement"
         self.options: ReinforcementOptions = options
         spec = self.job.spec
-        model = PreviewModel(spec.model.path, spec.precision.model_dump(mode="json"), name=spec.model.name)
-        self._sampler = TokenSampler(self.sampler, self.job.project_id, model, self.stopped, self._refused)
+        model = PreviewModel(
+            spec.model.path, spec.precision.model_dump(mode="json"), name=spec.model.name
+        )
+        self._sampler = TokenSampler(
+            self.sampler, self.job.project_id, model, self.stopped, self._refused
+        )
         self.commands = CommandLog(self.run_dir)
         self._saves: dict[int, int] = {}
         """Number of steps → number of the command that saves the weights after them."""
         self._unread: dict[int, list[int]] = {}
         """Step → numbers of its commands whose results were not looked at."""
         self._proved: set[int] = set()
-        """Numbers of steps after which the weights were compared with what the sampler answers by them."""
+        """Numbers of steps after which the weights were compared with what the sampler answers by
+        them.
+        """
         self._flat_steps = 0
         """Flat steps in a row up to the newest record."""
         self._tells_of_refusal = self._tells_of_distance = True
-        """Whether the user is told if nothing is sampled, or if the sampler is far from the trainer; once is enough."""
+        """Whether the user is told if nothing is sampled, or if the sampler is far from the
+        trainer; once is enough.
+        """
 
     def run(self) -> None:
-        """Give the ranks one step after the other until the last one. Raises SamplingStopped, JobPaused, FtError."""
+        """Give the ranks one step after the other until the last one.
+
+        Raises SamplingStopped, JobPaused, FtError.
+        """
         done = recorded_steps(self.run_dir)[-2:]
         if not done:
             self._put(first_commands(self.job.id))
             self._saves[0] = 1
-        self._wait_for(self.run_dir.path(PROMPTS).is_file)  # the ranks write it before their first command
+        self._wait_for(
+            self.run_dir.path(PROMPTS).is_file
+        )  # the ranks write it before their first command
         self.prompts = PromptFile(self.run_dir)
         header = self.prompts.header
         self.schedule = RolloutSchedule.of(self.job.spec, header.training, header.validation)
@@ -217,13 +260,17 @@ class RolloutLoop:
             record = self._record(step)
             if write_record(self.run_dir, record) and (text := flat_text(record)) is not None:
                 self.tell(NewEvent(level="warn", message=text))
-            self._follow(read_record(self.run_dir, step) or record)  # another service may have been first
+            self._follow(
+                read_record(self.run_dir, step) or record
+            )  # another service may have been first
             remove_records(self.run_dir, self.options.keep_rollouts)
 
     # Commands
 
     def _follow(self, record: StepRecord) -> None:
-        """Give the ranks the commands of a record, unless they have them, and keep its texts for people."""
+        """Give the ranks the commands of a record, unless they have them, and keep its texts for
+        people.
+        """
         commands = commands_of(record, self.job.spec, self.schedule)
         self._put(commands)
         write_texts(self.run_dir, record)
@@ -238,33 +285,46 @@ class RolloutLoop:
         self._next_seq = commands[-1].seq + 1
 
     def _find_repeated_saves(self) -> None:
-        """Take into account the commands that were given behind those of the newest record: saves that had failed before."""
-        while self._saves and (self.commands.has(self._next_seq) or self.commands.has_result(self._next_seq)):
+        """Take into account the commands that were given behind those of the newest record: saves
+        that had failed before.
+        """
+        while self._saves and (
+            self.commands.has(self._next_seq) or self.commands.has_result(self._next_seq)
+        ):
             self._saves[max(self._saves)] = self._next_seq
             self._next_seq += 1
 
     def _weights(self, after: int) -> str:
-        """The adapter's folder after so many steps, once the ranks have saved it. Raises SamplingStopped; JobPaused if they
-        could not, and then they are told to try again."""
+        """The adapter's folder after so many steps, once the ranks have saved it.
+
+        Raises SamplingStopped; JobPaused if they could not, and then they are told to try again.
+        """
         folder = self.run_dir.path(sampler_key(sampler_name(after)))
         seq = self._saves.get(after)
-        self._wait_for(lambda: folder.is_dir() or (seq is not None and self.commands.has_result(seq)))
+        self._wait_for(
+            lambda: folder.is_dir() or (seq is not None and self.commands.has_result(seq))
+        )
         if not folder.is_dir():
             assert seq is not None, "it has a result"
             result = self.commands.result(seq)
             self._put([save_command(self._next_seq, after)])
             self._saves[after] = self._next_seq - 1
-            raise JobPaused(str(result.document.get("error")) if result is not None else "Weights are gone.")
+            raise JobPaused(
+                str(result.document.get("error")) if result is not None else "Weights are gone."
+            )
         self._tell_of_failures(after)
         return str(folder)
 
     def _tell_of_failures(self, step: int) -> None:
-        """Warn the job's user of the commands of a step that its ranks could not carry out, such as an update that is not
-        finite."""
+        """Warn the job's user of the commands of a step that its ranks could not carry out, such as
+        an update that is not finite.
+        """
         for seq in self._unread.pop(step, []):
             result = self.commands.result(seq)
             if result is not None and "error" in result.document:
-                self.tell(NewEvent(level="warn", message=f"Step {step}: {result.document['error']}"))
+                self.tell(
+                    NewEvent(level="warn", message=f"Step {step}: {result.document['error']}")
+                )
 
     def _wait_for(self, condition: Callable[[], bool]) -> None:
         """Raises SamplingStopped."""
@@ -279,8 +339,11 @@ class RolloutLoop:
     # A step's answers
 
     def _record(self, step: int) -> StepRecord:
-        """The record of a step: its answers, and those to the validation file where they are due."""
-        schedule, after = self.schedule, step - 1
+        """The record of a step: its answers, and those to the validation file where they are
+        due.
+        """
+        schedule = self.schedule
+        after = step - 1
         ends = step > schedule.total_steps
         validation: list[AnsweredPrompt] = []
         groups: list[AnsweredPrompt] = []
@@ -288,11 +351,17 @@ class RolloutLoop:
         if schedule.is_evaluated(after):
             numbers = range(self.prompts.header.validation)
             prompts = [(number, self.prompts.validation(number)) for number in numbers]
-            validation = self._answered(after, -after, prompts, self.options.eval_samples, [0.0, 0.0])
+            validation = self._answered(
+                after, -after, prompts, self.options.eval_samples, [0.0, 0.0]
+            )
         sampled_from = schedule.sampled_from(step)
         if not ends:
-            prompts = [(number, self.prompts.training(number)) for number in schedule.prompts_of(step)]
-            groups = self._answered(sampled_from, step, prompts, self.options.num_generations, seconds)
+            prompts = [
+                (number, self.prompts.training(number)) for number in schedule.prompts_of(step)
+            ]
+            groups = self._answered(
+                sampled_from, step, prompts, self.options.num_generations, seconds
+            )
             self._require_graded(step, groups)
         self._flat_steps = flat_steps(groups, self._flat_steps)
         self._forget_weights(min(sampled_from, after))
@@ -312,15 +381,27 @@ class RolloutLoop:
         return StepRecord(head=head, groups=groups, validation=validation)
 
     def _answered(
-        self, after: int, step: int, prompts: Sequence[tuple[int, PromptTokens]], count: int, seconds: list[float]
+        self,
+        after: int,
+        step: int,
+        prompts: Sequence[tuple[int, PromptTokens]],
+        count: int,
+        seconds: list[float],
     ) -> list[AnsweredPrompt]:
-        """`count` answers to each prompt, graded, by the weights after so many steps. `step`: of the seeds. `seconds`: those of
-        sampling and of grading are added to them."""
+        """`count` answers to each prompt, graded, by the weights after so many steps.
+
+        `step`: of the seeds. `seconds`: those of sampling and of grading are added to them.
+        """
         self._weights(after)
         self._require_weights_in_use(after)
         began = time.perf_counter()
-        requests = [self._request(prompt, count, seed_of(self.job.spec.seed, step, number)) for number, prompt in prompts]
-        sampled = self._sampler.sample(self._weights(after), requests, logprobs_at=self.options.temperature)
+        requests = [
+            self._request(prompt, count, seed_of(self.job.spec.seed, step, number))
+            for number, prompt in prompts
+        ]
+        sampled = self._sampler.sample(
+            self._weights(after), requests, logprobs_at=self.options.temperature
+        )
         reference = self._reference(prompts, sampled) if self.options.beta and step > 0 else None
         sampled_at = time.perf_counter()
         answers: list[SampledAnswer] = []
@@ -360,10 +441,14 @@ class RolloutLoop:
             temperature=self.options.temperature,
         )
         chunk = TextChunk(tokens=list(prompt.ids))
-        return SampleRequest(num_samples=count, prompt=ModelInput(chunks=[chunk]), sampling_params=params)
+        return SampleRequest(
+            num_samples=count, prompt=ModelInput(chunks=[chunk]), sampling_params=params
+        )
 
     def _refused(self, error: FtError, seconds: float) -> None:
-        """Tell the job's user, once each time, that nothing is sampled, and why; raise JobPaused after a long while."""
+        """Tell the job's user, once each time, that nothing is sampled, and why; raise JobPaused
+        after a long while.
+        """
         reason = error.message.removesuffix(".")
         if seconds >= MOST_REFUSED_SECONDS:
             raise JobPaused(f"Nothing was sampled for {seconds / 60:.0f} minutes: {reason}.")
@@ -372,11 +457,18 @@ class RolloutLoop:
         elif seconds >= TELL_SECONDS and self._tells_of_refusal:
             self._tells_of_refusal = False
             limit = f"{MOST_REFUSED_SECONDS / 60:.0f} minutes"
-            self.tell(NewEvent(level="warn", message=f"Nothing is sampled, and the job waits for up to {limit}: {reason}."))
+            self.tell(
+                NewEvent(
+                    level="warn",
+                    message=f"Nothing is sampled, and the job waits for up to {limit}: {reason}.",
+                )
+            )
 
     def _require_weights_in_use(self, after: int) -> None:
-        """Compare the sampler's log-probabilities with those that the trainer has left beside its weights, once for each of
-        them. Raises JobPaused if they are the base's; another distance is a warning."""
+        """Compare the sampler's log-probabilities with those that the trainer has left beside its
+        weights, once for each of them. Raises JobPaused if they are the base's; another distance is
+        a warning.
+        """
         if after in self._proved:
             return
         self._proved.add(after)
@@ -386,16 +478,33 @@ class RolloutLoop:
             raise JobPaused(f"The weights after step {after} are not in use: {verdict.text}.")
         if verdict.verified is False and self._tells_of_distance:
             self._tells_of_distance = False
-            self.tell(NewEvent(level="warn", message=f"Answers by the weights after step {after}: {verdict.text}."))
+            self.tell(
+                NewEvent(
+                    level="warn",
+                    message=f"Answers by the weights after step {after}: {verdict.text}.",
+                )
+            )
 
-    def _reference(self, prompts: Sequence[tuple[int, PromptTokens]], sampled: Sequence[Sampled]) -> list[list[list[float]]]:
-        """Log-probabilities of each answer's tokens by the model that training started from: [prompts][answers][tokens]."""
+    def _reference(
+        self, prompts: Sequence[tuple[int, PromptTokens]], sampled: Sequence[Sampled]
+    ) -> list[list[list[float]]]:
+        """Log-probabilities of each answer's tokens by the model that training started from:
+        [prompts][answers][tokens].
+        """
         pairs = zip(prompts, sampled, strict=True)
-        answers = [([*prompt.ids, *tokens], len(tokens)) for (_, prompt), own in pairs for tokens in own.tokens]
-        scored = iter(self._sampler.score(self._weights(0), answers, logprobs_at=self.options.temperature))
+        answers = [
+            ([*prompt.ids, *tokens], len(tokens))
+            for (_, prompt), own in pairs
+            for tokens in own.tokens
+        ]
+        scored = iter(
+            self._sampler.score(self._weights(0), answers, logprobs_at=self.options.temperature)
+        )
         return [[next(scored) for _ in own.tokens] for own in sampled]
 
-    def _graded(self, answers: Sequence[SampledAnswer], items: Sequence[object]) -> list[SampledAnswer]:
+    def _graded(
+        self, answers: Sequence[SampledAnswer], items: Sequence[object]
+    ) -> list[SampledAnswer]:
         cases = [Case(answer.sample, item) for answer, item in zip(answers, items, strict=True)]  # pyright: ignore[reportArgumentType]
         grades = self._grades(cases)
         return [
@@ -412,7 +521,10 @@ class RolloutLoop:
         ]
 
     def _grades(self, cases: Sequence[Case]) -> list[Grade]:
-        """The grades of answers; while the host cannot grade, the job waits. Raises SamplingStopped."""
+        """The grades of answers; while the host cannot grade, the job waits.
+
+        Raises SamplingStopped.
+        """
         losses = 0
         while not self.stopped():
             try:
@@ -430,7 +542,9 @@ class RolloutLoop:
         """Raise JobPaused if too many answers have no grade."""
         answers = [answer for group in groups for answer in group.answers]
         failed = [answer for answer in answers if answer.reward is None]
-        if len(failed) / len(answers) <= self.options.max_error_share and len(failed) < len(answers):
+        if len(failed) / len(answers) <= self.options.max_error_share and len(failed) < len(
+            answers
+        ):
             return
         kind, detail = next(iter(failed[0].errors.items()))
         share = f"{len(failed)} of the {len(answers)} answers of step {step} got no grade"

@@ -1,7 +1,8 @@
-"""The loop over sweeps: it stops jobs that cannot become the best, and names the best one at the end.
+"""The loop over sweeps: it stops jobs that cannot become the best, and names the best one at the
+end.
 
-It has no state of its own: its decisions depend only on what is stored with the jobs, so it may stop at any time, and several
-processes may run it at once.
+It has no state of its own: its decisions depend only on what is stored with the jobs, so it may
+stop at any time, and several processes may run it at once.
 """
 
 from __future__ import annotations
@@ -26,13 +27,18 @@ LOOK_SECONDS = 1.0
 
 
 def run(settings: Settings, store: Store, meters: Meters, stop: threading.Event) -> None:
-    """Call `move_sweeps` every second until `stop` is set. After an error, it tries again after a growing pause."""
+    """Call `move_sweeps` every second until `stop` is set.
+
+    After an error, it tries again after a growing pause.
+    """
     every(LOOK_SECONDS, lambda: move_sweeps(store), stop, "moving sweeps")
 
 
 def move_sweeps(store: Store) -> None:
-    """Stop jobs that cannot become the best of their sweep, and finish sweeps whose jobs have ended. The error of a sweep is
-    raised once the others had their turn: a later version may have written what this one cannot read."""
+    """Stop jobs that cannot become the best of their sweep, and finish sweeps whose jobs have
+    ended. The error of a sweep is raised once the others had their turn: a later version may have
+    written what this one cannot read.
+    """
     sweeps = store.sweeps.unfinished_sweeps()
     jobs = store.sweeps.jobs_of_sweeps([sweep.id for sweep in sweeps]) if sweeps else {}
     failed: Exception | None = None
@@ -55,19 +61,25 @@ def runner_of(job: Job) -> SweepJob:
 
 
 def best_job(jobs: Sequence[Job]) -> Job | None:
-    """Return the best of a sweep's jobs so far; None: no job that counts has a loss. `jobs`: in order of creation."""
+    """Return the best of a sweep's jobs so far; None: no job that counts has a loss.
+
+    `jobs`: in order of creation.
+    """
     best = best_of([runner_of(job) for job in jobs])
     return next((job for job in jobs if best is not None and job.id == best.job_id), None)
 
 
 def _move(store: Store, sweep: Sweep, jobs: list[Job]) -> None:
-    eta, shares = sweep.settings["eta"], sweep.settings["rungs"]
+    eta = sweep.settings["eta"]
+    shares = sweep.settings["rungs"]
     for stop in jobs_to_stop([runner_of(job) for job in jobs], eta, len(shares)) if shares else ():
         if store.sweeps.stop_by_sweep(stop.job_id, stop.text(shares)):
             log.info("job is %s", stop.text(shares), extra={"job_id": stop.job_id})
     if all(job.state in TERMINAL for job in jobs):
         best = best_job(jobs)
-        if store.sweeps.finish_sweep(sweep, best, _best_text(sweep, best, len(jobs)) if best else ""):
+        if store.sweeps.finish_sweep(
+            sweep, best, _best_text(sweep, best, len(jobs)) if best else ""
+        ):
             log.info("sweep %s is over; best: %s", sweep.id, best and best.id)
 
 

@@ -21,7 +21,8 @@ _PAGE = 100
 class Tuned:
     """A trained model that was not deleted and is the project's own or granted to it.
 
-    `refuse_pruned` tells whether a checkpoint still exists; outcomes exist until they are deleted (pruning.py).
+    `refuse_pruned` tells whether a checkpoint still exists; outcomes exist until they are deleted
+    (pruning.py).
     """
 
     name: str
@@ -40,7 +41,9 @@ class Tuned:
 
     @property
     def adapter_key(self) -> str:
-        """The adapter's folder in the job's run directory; a checkpoint's is made when first needed."""
+        """The adapter's folder in the job's run directory; a checkpoint's is made when first
+        needed.
+        """
         return "adapter" if self.checkpoint is None else f"adapters/{self.checkpoint.name}"
 
 
@@ -88,7 +91,8 @@ def refuse_pruned(found: Tuned, places: Places) -> None:
     point = found.checkpoint
     if point is not None and point.name not in obtainable_checkpoints(places.run(found.job.id)):
         raise NotFoundError(
-            f"model = {found.name[:120]!r}: this checkpoint was pruned (by checkpoint.save_total_limit or the service's age "
+            f"model = {found.name[:120]!r}: this checkpoint was pruned (by "
+            "checkpoint.save_total_limit or the service's age "
             "limits), or set aside because it was damaged. Name another checkpoint of that job.",
             param="model",
             code="model_not_found",
@@ -96,13 +100,22 @@ def refuse_pruned(found: Tuned, places: Places) -> None:
 
 
 def usable_checkpoints(job: Job, run: RunDir, store: Store) -> list[str]:
-    """Names of a job's checkpoints that exist as shards or as an adapter, and whose model was not deleted."""
-    deleted, name = store.models.deleted_models(job.project_id), job.tuned_name
-    return sorted(found for found in obtainable_checkpoints(run) if str(name.at(step_of(found))) not in deleted)
+    """Names of a job's checkpoints that exist as shards or as an adapter, and whose model was not
+    deleted.
+    """
+    deleted = store.models.deleted_models(job.project_id)
+    name = job.tuned_name
+    return sorted(
+        found
+        for found in obtainable_checkpoints(run)
+        if str(name.at(step_of(found))) not in deleted
+    )
 
 
 def list_usable(caller: Principal, store: Store, places: Places) -> Iterator[Tuned]:
-    """The outcomes of the project's succeeded jobs, newest first, then existing models that other projects grant to it."""
+    """The outcomes of the project's succeeded jobs, newest first, then existing models that other
+    projects grant to it.
+    """
     deleted = store.models.deleted_models(caller.project_id)
     own: set[str] = set()
     for job in _succeeded_jobs(caller, store):
@@ -128,7 +141,9 @@ def _outcome(job: Job) -> Tuned:
 def _succeeded_jobs(caller: Principal, store: Store) -> Iterator[Job]:
     after: str | None = None
     while True:
-        page = store.jobs.list_jobs(caller.project_id, after=after, limit=_PAGE, states=[State.SUCCEEDED])
+        page = store.jobs.list_jobs(
+            caller.project_id, after=after, limit=_PAGE, states=[State.SUCCEEDED]
+        )
         yield from page.data
         if not page.has_more:
             return
@@ -136,6 +151,8 @@ def _succeeded_jobs(caller: Principal, store: Store) -> Iterator[Job]:
 
 
 def no_such(name: str) -> NotFoundError:
-    """The error for a name of a tuned model that the caller's project may not use, or that is none."""
+    """The error for a name of a tuned model that the caller's project may not use, or that is
+    none.
+    """
     message = f"model = {name[:120]!r}: this project has no such tuned model."
     return NotFoundError(message, param="model", code="model_not_found")

@@ -1,11 +1,11 @@
 """Delivery of webhook messages, signed according to Standard Webhooks.
 
-Users choose the receivers, so a connection goes to exactly the address that was checked (ft_service/host/webhook_receiver.py),
-no redirect is followed, and no proxy or credential of the environment is used. FT_WEBHOOK_ALLOW_PRIVATE permits receivers in
-private networks.
+Users choose the receivers, so a connection goes to exactly the address that was checked
+(ft_service/host/webhook_receiver.py), no redirect is followed, and no proxy or credential of the
+environment is used. FT_WEBHOOK_ALLOW_PRIVATE permits receivers in private networks.
 
-A failure affects only its own message, and each project has a limit of concurrent tries, so that its hanging receivers delay no
-other project.
+A failure affects only its own message, and each project has a limit of concurrent tries, so that
+its hanging receivers delay no other project.
 """
 
 from __future__ import annotations
@@ -19,7 +19,13 @@ from functools import partial
 
 from ft_service.errors import FtError
 from ft_service.host.signed_post import SignedMessage, signed_post
-from ft_service.host.webhook_receiver import AddressInfos, Receiver, address_of, look_up, parse_receiver
+from ft_service.host.webhook_receiver import (
+    AddressInfos,
+    Receiver,
+    address_of,
+    look_up,
+    parse_receiver,
+)
 from ft_service.meters import Meters
 from ft_service.settings import Settings
 from ft_service.shared_work.losses import pause_seconds
@@ -58,7 +64,8 @@ class Sender:
 
     def __init__(self, *, allow_private: bool, at_once: int, at_once_of_project: int) -> None:
         self._allow_private = allow_private
-        self._at_once, self._of_project = at_once, at_once_of_project
+        self._at_once = at_once
+        self._of_project = at_once_of_project
         self._guard = threading.Lock()
         self._busy: Counter[str] = Counter()
 
@@ -73,7 +80,10 @@ class Sender:
         return sum(busy.values()) < self._at_once and busy.get(project_id, 0) < self._of_project
 
     async def send(self, endpoint: WebhookEndpoint, message_id: str, body: str) -> int:
-        """Send a message. Returns the status of the answer, whose body is not read. Raises DeliveryError for every failure."""
+        """Send a message. Returns the status of the answer, whose body is not read.
+
+        Raises DeliveryError for every failure.
+        """
         looked_up: Future[AddressInfos] | None = None
         self._count(endpoint.project_id, 1)
         try:
@@ -87,7 +97,9 @@ class Sender:
             raise DeliveryError(f"no answer within {TRY_SECONDS:g} seconds") from None
         except FtError as error:
             raise DeliveryError(error.message) from error
-        except Exception as error:  # libraries raise many kinds of errors for addresses that users invent
+        except (
+            Exception
+        ) as error:  # libraries raise many kinds of errors for addresses that users invent
             raise DeliveryError((str(error) or type(error).__name__)[:_MAX_ERROR]) from error
         finally:
             if looked_up is None:
@@ -102,23 +114,34 @@ class Sender:
 
 
 class Deliveries:
-    """Delivers due messages: as many at once as the Sender allows, with projects in turn. For one event loop."""
+    """Delivers due messages: as many at once as the Sender allows, with projects in turn.
 
-    def __init__(self, settings: Settings, store: Store, *, at_once_of_project: int = AT_ONCE_OF_PROJECT) -> None:
+    For one event loop.
+    """
+
+    def __init__(
+        self, settings: Settings, store: Store, *, at_once_of_project: int = AT_ONCE_OF_PROJECT
+    ) -> None:
         self._store = store
         self._of_project = at_once_of_project
         allow_private = settings.webhook_allow_private
-        self._sender = Sender(allow_private=allow_private, at_once=AT_ONCE, at_once_of_project=at_once_of_project)
+        self._sender = Sender(
+            allow_private=allow_private, at_once=AT_ONCE, at_once_of_project=at_once_of_project
+        )
         self._tasks: set[asyncio.Task[None]] = set()
 
     async def begin(self) -> int:
-        """Begin due deliveries within the limits. Returns their number. Raises UnavailableError if the database does not
-        answer."""
+        """Begin due deliveries within the limits.
+
+        Returns their number. Raises UnavailableError if the database does not answer.
+        """
         busy = self._sender.under_way()
         room = AT_ONCE - sum(busy.values())
         if room <= 0:
             return 0
-        claim = partial(self._store.webhooks.claim_deliveries, limit=room, lease_seconds=_LEASE_SECONDS)
+        claim = partial(
+            self._store.webhooks.claim_deliveries, limit=room, lease_seconds=_LEASE_SECONDS
+        )
         batch = await asyncio.to_thread(claim, of_project=self._of_project, under_way=busy)
         for delivery in batch:
             task = asyncio.create_task(self._deliver(delivery))
@@ -138,7 +161,10 @@ class Deliveries:
             await asyncio.wait(self._tasks, timeout=seconds, return_when=asyncio.FIRST_COMPLETED)
 
     async def finish(self, seconds: float | None = None) -> None:
-        """Wait for running deliveries, at most `seconds`. The rest is cancelled, and repeated once its lease has ended."""
+        """Wait for running deliveries, at most `seconds`.
+
+        The rest is cancelled, and repeated once its lease has ended.
+        """
         if self._tasks:
             _, late = await asyncio.wait(self._tasks, timeout=seconds)
             for task in late:
@@ -150,9 +176,17 @@ class Deliveries:
         error = await self._try(delivery)
         retry = retry_after(delivery.tries, delivery.age_seconds) if error else None
         if error:
-            log.warning("webhook %s to %s, try %d: %s", delivery.id, delivery.endpoint.id, delivery.tries, error)
+            log.warning(
+                "webhook %s to %s, try %d: %s",
+                delivery.id,
+                delivery.endpoint.id,
+                delivery.tries,
+                error,
+            )
         try:
-            await asyncio.to_thread(self._store.webhooks.settle_delivery, delivery, error=error, retry_seconds=retry)
+            await asyncio.to_thread(
+                self._store.webhooks.settle_delivery, delivery, error=error, retry_seconds=retry
+            )
         except Exception:  # it is repeated once its lease has ended
             log.exception("the result of webhook %s cannot be stored", delivery.id)
 
@@ -172,7 +206,10 @@ def retry_after(tries: int, age_seconds: float) -> float | None:
 
 
 def run(settings: Settings, store: Store, meters: Meters, stop: threading.Event) -> None:
-    """Deliver messages until `stop` is set. A try interrupted by the end of the process is repeated."""
+    """Deliver messages until `stop` is set.
+
+    A try interrupted by the end of the process is repeated.
+    """
     asyncio.run(_run(Deliveries(settings, store), stop))
 
 
@@ -190,9 +227,13 @@ async def _run(deliveries: Deliveries, stop: threading.Event) -> None:
     await deliveries.finish(_END_SECONDS)
 
 
-async def _post(receiver: Receiver, address: str, endpoint: WebhookEndpoint, message_id: str, body: str) -> int:
+async def _post(
+    receiver: Receiver, address: str, endpoint: WebhookEndpoint, message_id: str, body: str
+) -> int:
     message = SignedMessage(message_id, body.encode(), secrets_of(endpoint))
-    async with signed_post(receiver, address, message, "ft-service-webhooks", TRY_SECONDS) as answer:
+    async with signed_post(
+        receiver, address, message, "ft-service-webhooks", TRY_SECONDS
+    ) as answer:
         return answer.status_code
 
 

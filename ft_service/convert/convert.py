@@ -38,14 +38,26 @@ _HINTS = {
 }
 _GRADER = "method.reinforcement.grader"
 _METHODS = "methods are supervised, dpo and reinforcement (GRPO)"
-_OTHER_METHOD = re.compile(r"(?<![a-z])(orpo|kto|cpo|simpo|ppo|rloo|gkd|reward)(?![a-z])", re.IGNORECASE)
+_OTHER_METHOD = re.compile(
+    r"(?<![a-z])(orpo|kto|cpo|simpo|ppo|rloo|gkd|reward)(?![a-z])", re.IGNORECASE
+)
 """Methods of TRL whose files may have the same options as a file for DPO or GRPO."""
 _GRPO = re.compile(r"(?<![a-z])(grpo|gspo|dapo)(?![a-z])", re.IGNORECASE)
 _SECRET = re.compile(r"(hub|hf|ms|om|auth)_token$|api_key$")
 """Options whose values are not shown."""
 _TITLES = ("output_dir", "hub_model_id", "run_name")
 """Options whose text often names the method."""
-_ORDER = ("model", "training_file", "validation_split", "method", "lora", "precision", "training", "distributed", "checkpoint")
+_ORDER = (
+    "model",
+    "training_file",
+    "validation_split",
+    "method",
+    "lora",
+    "precision",
+    "training",
+    "distributed",
+    "checkpoint",
+)
 OUTCOMES: Mapping[type, str] = {
     Refused: "refused",
     Lost: "not supported",
@@ -80,13 +92,17 @@ class Decision:
 
     def said(self) -> str:
         """The option with its value in the file, shortened."""
-        shown = json.dumps(self.value, ensure_ascii=False, default=str) if self.given else "(not given)"
+        shown = (
+            json.dumps(self.value, ensure_ascii=False, default=str) if self.given else "(not given)"
+        )
         return f"{self.option}: {shown if len(shown) <= 60 else shown[:57] + '...'}"
 
     def text(self) -> str:
         """The options of ours that replace it, or the reason why there are none."""
         if isinstance(self.verdict, Taken):
-            options = ", ".join(f"{name}: {json.dumps(value)}" for name, value in self.verdict.options.items())
+            options = ", ".join(
+                f"{name}: {json.dumps(value)}" for name, value in self.verdict.options.items()
+            )
             return options + (f" ({self.verdict.remark})" if self.verdict.remark else "")
         return self.verdict.reason
 
@@ -102,7 +118,9 @@ class WrittenDefault:
 
 @dataclass(frozen=True)
 class Conversion:
-    """A SPEC that is valid except for its placeholders, and one decision for each option of the file."""
+    """A SPEC that is valid except for its placeholders, and one decision for each option of the
+    file.
+    """
 
     file: str
     tool: str
@@ -123,7 +141,9 @@ class Conversion:
             for decision in self.decisions:
                 if isinstance(decision.verdict, kind):
                     by_text.setdefault(decision.text(), []).append(decision.said())
-            head += self._group(f"{title}:", [f"{', '.join(said)} → {text}" for text, said in by_text.items()])
+            head += self._group(
+                f"{title}:", [f"{', '.join(said)} → {text}" for text, said in by_text.items()]
+            )
         head += self._group(
             f"{self._whose} defaults that differ from those here, written out below:",
             [", ".join(default.option for default in self.defaults)] if self.defaults else [],
@@ -135,13 +155,22 @@ class Conversion:
         text = yaml_text(body, self._comments())
         if "validation_file" not in body and "validation_split" not in body:
             first, second, rest = text.split("\n", 2)
-            text = "\n".join([first, second, "# validation_file: to be named here, if there is one", rest])
+            text = "\n".join(
+                [first, second, "# validation_file: to be named here, if there is one", rest]
+            )
         return "\n".join([*(f"# {line}".rstrip() for line in head), "", text])
 
     def counts(self, gpus: int) -> bool:
         """Whether the batch size was computed from this number of GPUs."""
-        said = [d.text().removesuffix(")") for d in self.decisions if isinstance(d.verdict, Taken | ToDo)]
-        return any(text.endswith(f" {gpus} GPUs") for text in [*said, *(default.note for default in self.defaults)])
+        said = [
+            d.text().removesuffix(")")
+            for d in self.decisions
+            if isinstance(d.verdict, Taken | ToDo)
+        ]
+        return any(
+            text.endswith(f" {gpus} GPUs")
+            for text in [*said, *(default.note for default in self.defaults)]
+        )
 
     def open(self) -> list[str]:
         """The options whose loss may change the resulting model."""
@@ -154,11 +183,15 @@ class Conversion:
     @staticmethod
     def _group(title: str, lines: list[str]) -> list[str]:
         # _wrapped keeps all text within the comment, whatever the file's names contain
-        return ["", title, *(part for line in lines for part in _wrapped(line, "  "))] if lines else []
+        return (
+            ["", title, *(part for line in lines for part in _wrapped(line, "  "))] if lines else []
+        )
 
     def _comments(self) -> dict[str, str]:
         """Dotted name of ours → the origin of its value."""
-        said: dict[str, list[str]] = {_GRADER: ["to fill in: what gives an answer its reward (docs/graders.md)"]}
+        said: dict[str, list[str]] = {
+            _GRADER: ["to fill in: what gives an answer its reward (docs/graders.md)"]
+        }
         for name, hint in _HINTS.items():
             found = "" if name == "training_file" else hint
             said[name] = [found if name in self.body else f"to fill in: {hint}"]
@@ -169,14 +202,22 @@ class Conversion:
             if not isinstance(verdict, Taken):
                 continue
             for name in verdict.options:
-                same = decision.option.rpartition(".")[2] == name.rpartition(".")[2] or name in ("model", "training.batch_size")
-                text = ": ".join(part for part in ("" if same else decision.option, verdict.remark) if part)
+                same = decision.option.rpartition(".")[2] == name.rpartition(".")[2] or name in (
+                    "model",
+                    "training.batch_size",
+                )
+                text = ": ".join(
+                    part for part in ("" if same else decision.option, verdict.remark) if part
+                )
                 if text not in said.setdefault(name, []):
                     said[name].append(text)
         for default in self.defaults:
             note = f" ({default.note})" if default.note else ""
             said.setdefault(default.option, []).append(f"{self._whose} default{note}")
-        return {name: _printable("; ".join(text for text in texts if text)) for name, texts in said.items()}
+        return {
+            name: _printable("; ".join(text for text in texts if text))
+            for name, texts in said.items()
+        }
 
 
 def _by_section(names: list[str]) -> list[str]:
@@ -186,7 +227,10 @@ def _by_section(names: list[str]) -> list[str]:
         section, _, last = name.rpartition(".")
         deep = "." in section
         lists.setdefault(section if deep else "", []).append(last if deep else name)
-    return [f"{section}: {', '.join(lists[section])}" if section else ", ".join(lists[section]) for section in sorted(lists)]
+    return [
+        f"{section}: {', '.join(lists[section])}" if section else ", ".join(lists[section])
+        for section in sorted(lists)
+    ]
 
 
 def _wrapped(line: str, indent: str) -> list[str]:
@@ -216,15 +260,18 @@ def convert(
     method_by: str = "asked for",
     data_sets: Mapping[str, Any] | None = None,
 ) -> Conversion:
-    """Convert a file's contents, with one decision for each option. If two options give an option of ours different values, the
-    second is not taken over. `method_by`: what says `method`. `data_sets`: those that a file beside it describes, by name.
+    """Convert a file's contents, with one decision for each option.
+
+    If two options give an option of ours different values, the second is not taken over.
+    `method_by`: what says `method`. `data_sets`: those that a file beside it describes, by name.
     Raises SpecError for an unsupported method.
     """
     method, known_by = _method(_source(table, flatten(table, body), gpus), table, method, method_by)
     table = for_method(table, method)
     given = flatten(table, body)
     source = _source(table, given, gpus)
-    source.method, source.data_sets = method, data_sets or {}
+    source.method = method
+    source.data_sets = data_sets or {}
     absent = [name for name in table.absent if name not in given]
     taken = _given_by_method(source.method, table)
     decisions: list[Decision] = []
@@ -236,29 +283,46 @@ def convert(
         if isinstance(verdict, Taken):
             taken |= verdict.options
         shown = "…" if _SECRET.search(name) else source[name]
-        decisions.append(Decision(name, shown, verdict, table.sources[rule] if rule else "", name not in absent))
+        decisions.append(
+            Decision(name, shown, verdict, table.sources[rule] if rule else "", name not in absent)
+        )
     no_adapter = _trains_all(table, decisions)
     for name, text in table.differs.items():
         if name not in source and not (no_adapter and name.startswith("lora_")):
             decisions.append(Decision(name, None, ToCheck(text), given=False))
     if refused := [decision for decision in decisions if isinstance(decision.verdict, Refused)]:
-        said = "; ".join(f"{each.option}: {json.dumps(each.value, default=str)}: {each.text()}" for each in refused)
+        said = "; ".join(
+            f"{each.option}: {json.dumps(each.value, default=str)}: {each.text()}"
+            for each in refused
+        )
         raise SpecError(f"{file}, {table.title}, is not converted. {said}.")
     defaults = _defaults(table, source, decisions, taken)
     title = f"{table.title}, {known_by}" if known_by else table.title
-    return Conversion(file, table.tool, f"{title} (options of {table.version})", nested(taken), decisions, defaults)
+    return Conversion(
+        file,
+        table.tool,
+        f"{title} (options of {table.version})",
+        nested(taken),
+        decisions,
+        defaults,
+    )
 
 
 def _source(table: Table, given: Mapping[str, Any], gpus: int | None) -> Source:
     """The options of a file, with those that have an effect if they are not given."""
     source = Source({**table.absent, **given})
-    source.tool, source.gpus = table.tool, gpus
-    source.micro_batch, source.least_batch = table.micro_batch, table.least_batch
+    source.tool = table.tool
+    source.gpus = gpus
+    source.micro_batch = table.micro_batch
+    source.least_batch = table.least_batch
     return source
 
 
 def _given_by_method(method: Method, table: Table) -> dict[str, Any]:
-    """Options that a SPEC of this method has whatever the file says. A grader is one that the user has to replace."""
+    """Options that a SPEC of this method has whatever the file says.
+
+    A grader is one that the user has to replace.
+    """
     if method == "supervised":
         return {}
     grader = {
@@ -276,45 +340,73 @@ def _trains_all(table: Table, decisions: list[Decision]) -> bool:
     return any(isinstance(d.verdict, Lost) and d.option in table.trains_all for d in decisions)
 
 
-def _method(source: Source, table: Table, asked: Method | None, asked_by: str) -> tuple[Method, str]:
-    """The method, and how it was recognised. Raises SpecError for a method that is not converted."""
+def _method(
+    source: Source, table: Table, asked: Method | None, asked_by: str
+) -> tuple[Method, str]:
+    """The method, and how it was recognised.
+
+    Raises SpecError for a method that is not converted.
+    """
     if name := table.says_method:
         if name not in source:
             return _agreed("supervised", asked, f"supervised, since {name} is not given")
         verdict = verdict_on(table, source, name)
         if isinstance(source[name], Unread):
             raise SpecError(
-                f"{name}: {source[name]} is known only when the script runs: put the method there, and convert again."
+                f"{name}: {source[name]} is known only when the script runs: put the method "
+                "there, and convert again."
             )
         if isinstance(verdict, Refused):
             return "supervised", ""  # the verdict on the option has the reason
-        method = verdict.options.get("method.type", "supervised") if isinstance(verdict, Taken) else "supervised"
+        method = (
+            verdict.options.get("method.type", "supervised")
+            if isinstance(verdict, Taken)
+            else "supervised"
+        )
         return _agreed(method, asked, f"{name}: {source[name]}")
     if not table.methods:
         if asked == "reinforcement":
-            raise SpecError(f"--method reinforcement: {table.title} does not say how answers are sampled. Leave --method out.")
+            raise SpecError(
+                f"--method reinforcement: {table.title} does not say how answers are sampled. "
+                "Leave --method out."
+            )
         return asked or "supervised", f"for {asked}, {asked_by}" if asked else ""
     marks = {
-        method: next((mark for mark in names if _is_marked(source, mark)), None) for method, names in table.methods.items()
+        method: next((mark for mark in names if _is_marked(source, mark)), None)
+        for method, names in table.methods.items()
     }
     for method, mark in marks.items():
         if mark is not None and method not in get_args(Method):
-            raise SpecError(f"{table.title} that says {mark} is for {method}, which is not converted: {_METHODS}.")
+            raise SpecError(
+                f"{table.title} that says {mark} is for {method}, which is not converted: "
+                f"{_METHODS}."
+            )
     groups = marks["reinforcement"]
     if asked is not None:
-        return _agreed("reinforcement", asked, f"it says {groups}") if groups else (asked, f"for {asked}, {asked_by}")
+        return (
+            _agreed("reinforcement", asked, f"it says {groups}")
+            if groups
+            else (asked, f"for {asked}, {asked_by}")
+        )
     for name in _TITLES:  # ORPO's options are among DPO's, RLOO's among GRPO's
         if other := _OTHER_METHOD.search(str(source.get(name, ""))):
             raise SpecError(
-                f"{table.title} with {name}: {source[name]} seems to be for {other[0].upper()}, which is not converted: "
+                f"{table.title} with {name}: {source[name]} seems to be for {other[0].upper()}, "
+                "which is not converted: "
                 f"{_METHODS}. If it is for one of these, say so by --method."
             )
-    groups = groups or next((name for name in _TITLES if _GRPO.search(str(source.get(name, "")))), None)
+    groups = groups or next(
+        (name for name in _TITLES if _GRPO.search(str(source.get(name, "")))), None
+    )
     if groups is not None:
         return "reinforcement", f"taken as GRPO's, since it says {groups}"
     if marks["dpo"] is not None:
         return "dpo", f"taken as DPO's, since it says {marks['dpo']} (else: --method supervised)"
-    return "supervised", "taken as supervised, since it says nothing of DPO or GRPO (else: --method dpo, or reinforcement)"
+    return (
+        "supervised",
+        "taken as supervised, since it says nothing of DPO or GRPO (else: --method dpo, or "
+        "reinforcement)",
+    )
 
 
 def _agreed(found: Any, asked: Method | None, by: str) -> tuple[Method, str]:
@@ -337,7 +429,14 @@ def _settle(verdict: Verdict, taken: Mapping[str, Any], earlier: list[Decision])
         return verdict
     for name, value in verdict.options.items():
         if name in taken and taken[name] != value:
-            by = next((d.option for d in earlier if isinstance(d.verdict, Taken) and name in d.verdict.options), "the method")
+            by = next(
+                (
+                    d.option
+                    for d in earlier
+                    if isinstance(d.verdict, Taken) and name in d.verdict.options
+                ),
+                "the method",
+            )
             return ToDo(f"{by} already says {name}: {json.dumps(taken[name])}; keep one of the two")
     fault = _fault({**taken, **verdict.options})
     return verdict if fault is None else Lost(fault)
@@ -364,24 +463,39 @@ def nested(options: Mapping[str, Any]) -> dict[str, Any]:
     return body
 
 
-def _defaults(table: Table, source: Source, decisions: list[Decision], taken: dict[str, Any]) -> list[WrittenDefault]:
-    """The tool's defaults that differ from ours, for options that the file does not give. Adds them to `taken`."""
+def _defaults(
+    table: Table, source: Source, decisions: list[Decision], taken: dict[str, Any]
+) -> list[WrittenDefault]:
+    """The tool's defaults that differ from ours, for options that the file does not give.
+
+    Adds them to `taken`.
+    """
     said = {decision.option for decision in decisions if decision.verdict != NOT_SET}
     no_adapter = _trains_all(table, decisions)
     written: list[WrittenDefault] = []
     for option, default in table.defaults.items():
-        if option in taken or said & set(default.unless) or (no_adapter and option.startswith("lora.")):
+        if (
+            option in taken
+            or said & set(default.unless)
+            or (no_adapter and option.startswith("lora."))
+        ):
             continue
-        value, note = default.value, default.note
+        value = default.value
+        note = default.note
         if default.rule:
             verdict = function_of(default.rule)(None, source)
             if not isinstance(verdict, Taken):
                 continue
-            value, note = verdict.options[option], note or verdict.remark
+            value = verdict.options[option]
+            note = note or verdict.remark
         elif isinstance(value, Mapping):
             value = value.get(source.method)
         stated = option == "training.batch_size"  # it depends on the number of GPUs
-        if value is None or (not stated and value == _ours(option, taken)) or _fault({**taken, option: value}):
+        if (
+            value is None
+            or (not stated and value == _ours(option, taken))
+            or _fault({**taken, option: value})
+        ):
             continue
         taken[option] = value
         written.append(WrittenDefault(option, value, note))
@@ -401,19 +515,27 @@ def _ours(option: str, taken: Mapping[str, Any]) -> Any:
 
 
 def yaml_text(body: Mapping[str, Any], comments: Mapping[str, str]) -> str:
-    """A body as YAML, with a comment behind each option and multi-line text as blocks. It reads back as `body`. `comments`: by
-    dotted name."""
+    """A body as YAML, with a comment behind each option and multi-line text as blocks.
+
+    It reads back as `body`. `comments`: by dotted name.
+    """
     return "".join(f"{line}\n" for line in _lines(body, comments, "", ""))
 
 
-def _lines(body: Mapping[str, Any], comments: Mapping[str, str], prefix: str, indent: str) -> Iterator[str]:
+def _lines(
+    body: Mapping[str, Any], comments: Mapping[str, str], prefix: str, indent: str
+) -> Iterator[str]:
     for key, value in body.items():
         name = f"{prefix}{key}"
         comment = f" # {comments[name]}" if comments.get(name) else ""
         if isinstance(value, Mapping) and value and prefix.count(".") < 4:
             yield f"{indent}{_flow(key)}:{comment}"
             yield from _lines(value, comments, f"{name}.", f"{indent}  ")
-        elif isinstance(value, str) and "\n" in value and (block := _block(value, indent)) is not None:
+        elif (
+            isinstance(value, str)
+            and "\n" in value
+            and (block := _block(value, indent)) is not None
+        ):
             first, *rest = block
             yield f"{indent}{_flow(key)}: {first}{comment}"
             yield from rest
@@ -435,5 +557,7 @@ def _block(text: str, indent: str) -> list[str] | None:
 
 
 def _flow(value: Any) -> str:
-    text = yaml.safe_dump(value, default_flow_style=True, allow_unicode=True, sort_keys=False, width=1_000_000)
+    text = yaml.safe_dump(
+        value, default_flow_style=True, allow_unicode=True, sort_keys=False, width=1_000_000
+    )
     return text.removesuffix("\n").removesuffix("\n...")

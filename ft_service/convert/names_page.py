@@ -1,4 +1,5 @@
-"""The page docs/from-other-tools.md: our names for the usual options of other tools, from the tables of `ft convert`.
+"""The page docs/from-other-tools.md: our names for the usual options of other tools, from the
+tables of `ft convert`.
 
 `python -m ft_service.convert.names_page` prints the page; a test compares the page with it.
 """
@@ -10,7 +11,18 @@ from collections.abc import Mapping
 from typing import Any
 
 from ft_service.convert.rules import Table, for_method, load_table, verdict_on
-from ft_service.convert.verdicts import ONLY_DPO, Lost, Named, NoEffect, Refused, Source, Taken, ToCheck, ToDo, Verdict
+from ft_service.convert.verdicts import (
+    ONLY_DPO,
+    Lost,
+    Named,
+    NoEffect,
+    Refused,
+    Source,
+    Taken,
+    ToCheck,
+    ToDo,
+    Verdict,
+)
 
 PAGES = ("trl", "axolotl", "llama_factory", "ms_swift", "torchtune", "unsloth")
 GROUPS = ("trl", "verl")
@@ -96,7 +108,11 @@ def page() -> str:
     parts = [_HEAD]
     for table in map(load_table, PAGES):
         own = table.name in ("axolotl", "torchtune")  # names of their own for nearly all options
-        usual = dict(table.examples) if own else {**table.examples, **load_table("transformers").examples}
+        usual = (
+            dict(table.examples)
+            if own
+            else {**table.examples, **load_table("transformers").examples}
+        )
         parts.append(f"## {table.tool}\n\n{_tables(table, usual)}")
     parts.append(_GROUPS_HEAD)
     for name in GROUPS:
@@ -107,11 +123,15 @@ def page() -> str:
 
 def _tables(table: Table, usual: Mapping[str, Any]) -> str:
     """Usual options and what becomes of them, and the tool's defaults."""
-    rows = "\n".join(f"| `{name}: {_shown(value)}` | {_text(_verdict(table, name, usual))} |" for name, value in usual.items())
+    rows = "\n".join(
+        f"| `{name}: {_shown(value)}` | {_text(_verdict(table, name, usual))} |"
+        for name, value in usual.items()
+    )
     there = "\n".join(f"| `{option}` | {text} |" for option, text in _defaults(table))
     return (
         f"| {table.tool} | here |\n| --- | --- |\n{rows}\n\n"
-        f"If a file leaves an option out, {table.tool} uses the default below; the SPEC states it where ours differs:\n\n"
+        f"If a file leaves an option out, {table.tool} uses the default below; the SPEC states it "
+        "where ours differs:\n\n"
         f"| option | {table.tool}'s default |\n| --- | --- |\n{there}\n"
     )
 
@@ -126,10 +146,17 @@ def _verdict(table: Table, name: str, usual: Mapping[str, Any]) -> Verdict:
         "per_device_train_batch_size": ("num_generations",),
         "steps_per_generation": ("gradient_accumulation_steps",),
         "max_prompt_length": ("max_completion_length",),
-        **{name: tuple(other for other in usual if other.startswith(("data.", "actor_"))) for name in usual if "." in name},
+        **{
+            name: tuple(other for other in usual if other.startswith(("data.", "actor_")))
+            for name in usual
+            if "." in name
+        },
     }
-    source = Source({option: usual[option] for option in (name, *related.get(name, ())) if option in usual})
-    source.tool, source.micro_batch = table.tool, table.micro_batch
+    source = Source(
+        {option: usual[option] for option in (name, *related.get(name, ())) if option in usual}
+    )
+    source.tool = table.tool
+    source.micro_batch = table.micro_batch
     verdict = verdict_on(table, source, name)
     if verdict == ONLY_DPO or (name == "loss_type" and not isinstance(verdict, Taken)):
         source.method = "dpo"
@@ -161,7 +188,12 @@ def _defaults(table: Table) -> list[tuple[str, str]]:
         if default.rule == "batch_size" and table.least_batch:
             text = f"as many accumulated as make {table.least_batch}, over all GPUs"
         rows.append(
-            (option, default.note if default.rule and default.note else text + (f" ({default.note})" if default.note else ""))
+            (
+                option,
+                default.note
+                if default.rule and default.note
+                else text + (f" ({default.note})" if default.note else ""),
+            )
         )
     return rows
 
@@ -170,7 +202,11 @@ def _text(verdict: Verdict) -> str:
     if isinstance(verdict, Taken):
         options = ", ".join(f"`{name}: {_shown(value)}`" for name, value in verdict.options.items())
         return options + (f" ({verdict.remark})" if verdict.remark else "")
-    return "name your file as `training_file`" if isinstance(verdict, Named) else _WORDS[type(verdict)] + verdict.reason
+    return (
+        "name your file as `training_file`"
+        if isinstance(verdict, Named)
+        else _WORDS[type(verdict)] + verdict.reason
+    )
 
 
 def _shown(value: object) -> str:

@@ -9,14 +9,17 @@ A table has one of these rules for each option:
     todo: TEXT                  the user must replace it by hand, or the result may differ
     lost: TEXT                  not supported, and the result may differ
     refuse: TEXT                a file with it is not converted
-    rule: NAME or [NAME, …]     a function of `conversions.py` or another …`conversions.py` decides, with these arguments
+    rule: NAME or [NAME, …]     a function of `conversions.py` or another …`conversions.py` decides,
+        with these arguments
     values: {"VALUE, …": RULE}  by value, as text without case; else: RULE
-    if_on: RULE, if_off: RULE   for values that are on, and for those that are off (default: no effect)
+    if_on: RULE, if_off: RULE   for values that are on, and for those that are off (default: no
+        effect)
     usual: [VALUE, …]           `none` for these values, and the rest of the rule for others
     dpo: RULE                   only for direct preference optimisation
 
-A section names its source, the file of the tool that defines the options, and may list options with the same verdict by text:
-`none`, `check`, `todo`, `lost`, or `check_if_on`, `todo_if_on`, `lost_if_on`.
+A section names its source, the file of the tool that defines the options, and may list options with
+the same verdict by text: `none`, `check`, `todo`, `lost`, or `check_if_on`, `todo_if_on`,
+`lost_if_on`.
 """
 
 from __future__ import annotations
@@ -80,14 +83,19 @@ class Table:
     needs: tuple[str, ...] = ()
     """Names that every file of the tool has."""
     rules: Mapping[str, Rule] = field(default_factory=dict)
-    """Dotted name → rule. A name that ends in `.*` is for all options below it without a rule of their own."""
+    """Dotted name → rule. A name that ends in `.*` is for all options below it without a rule of
+    their own.
+    """
     sources: Mapping[str, str] = field(default_factory=dict)
     """Dotted name → the file of the tool that defines it."""
     defaults: Mapping[str, Default] = field(default_factory=dict)
     """Dotted name of ours → the tool's default."""
     micro_batch: int | None = None
     least_batch: int | None = None
-    """Samples of a step that its default of accumulation reaches. None: it does not accumulate unless it is told."""
+    """Samples of a step that its default of accumulation reaches.
+
+    None: it does not accumulate unless it is told.
+    """
     says_method: str = ""
     """The option that names the method; empty: it follows from `methods`."""
     absent: Mapping[str, Any] = field(default_factory=dict)
@@ -95,11 +103,17 @@ class Table:
     trains_all: tuple[str, ...] = ()
     """Options that train all weights: the tool's defaults of adapters do not apply then."""
     methods: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
-    """Method → options, or `option=value`, by which a file's method is recognised if no option names it."""
+    """Method → options, or `option=value`, by which a file's method is recognised if no option
+    names it.
+    """
     per_method: Mapping[str, str] = field(default_factory=dict)
-    """Method → the table with the rules and defaults that hold for this method only (`for_method`)."""
+    """Method → the table with the rules and defaults that hold for this method only
+    (`for_method`).
+    """
     hydra: bool = False
-    """Whether Hydra reads it: values may refer to other options (`${data.seed}`), and `_target_` names Python classes."""
+    """Whether Hydra reads it: values may refer to other options (`${data.seed}`), and `_target_`
+    names Python classes.
+    """
     answer_key: str = "reference_answer"
     """The key of a line of data that usually holds the expected answer to a prompt."""
     differs: Mapping[str, str] = field(default_factory=dict)
@@ -110,13 +124,18 @@ class Table:
 
 @cache
 def load_table(name: str) -> Table:
-    """The table `tables/NAME.yaml`, with the tables that it extends and includes. Raises ValueError for an invalid rule."""
+    """The table `tables/NAME.yaml`, with the tables that it extends and includes.
+
+    Raises ValueError for an invalid rule.
+    """
     text = (files("ft_service.convert") / "tables" / f"{name}.yaml").read_text(encoding="utf-8")
     given: dict[str, Any] = yaml.load(text, Loader=getattr(yaml, "CSafeLoader", yaml.SafeLoader))
     rules: dict[str, Rule] = {}
     sources: dict[str, str] = {}
     defaults: dict[str, Default] = {}
-    micro_batch, methods, per_method = given.get("micro_batch"), given.get("method", {}), given.get("per_method", {})
+    micro_batch = given.get("micro_batch")
+    methods = given.get("method", {})
+    per_method = given.get("per_method", {})
     for parent in map(load_table, given.get("extends", [])):
         rules |= parent.rules
         sources |= parent.sources
@@ -168,8 +187,12 @@ def for_method(table: Table, method: str) -> Table:
     )
 
 
-def _included(table: str, under: list[str], only: str = "", inside: bool = False) -> Iterator[tuple[str, Rule, str]]:
-    """The options, rules and sources of another table, in a section of this file or with another prefix."""
+def _included(
+    table: str, under: list[str], only: str = "", inside: bool = False
+) -> Iterator[tuple[str, Rule, str]]:
+    """The options, rules and sources of another table, in a section of this file or with another
+    prefix.
+    """
     other = load_table(table)
     for prefix in under:
         for option, rule in other.rules.items():
@@ -187,7 +210,13 @@ _LISTS = ("none", "check", "todo", "lost")
 
 def _of_section(section: Mapping[str, Any], auto: str) -> Iterator[tuple[str, Rule]]:
     under = section.get("under", "")
-    unknown = section.keys() - {"source", "under", "options", *_LISTS, *(f"{kind}_if_on" for kind in _LISTS)}
+    unknown = section.keys() - {
+        "source",
+        "under",
+        "options",
+        *_LISTS,
+        *(f"{kind}_if_on" for kind in _LISTS),
+    }
     if unknown:
         raise ValueError(f"a section has no {', '.join(sorted(unknown))}")
     for kind in _LISTS:
@@ -202,7 +231,11 @@ def _of_section(section: Mapping[str, Any], auto: str) -> Iterator[tuple[str, Ru
 
 def _auto(rule: Rule, text: str) -> Rule:
     """A rule for a tool in which "auto" means the value of the surrounding trainer."""
-    return rule if not text else lambda value, source: NoEffect(text) if value == "auto" else rule(value, source)
+    return (
+        rule
+        if not text
+        else lambda value, source: NoEffect(text) if value == "auto" else rule(value, source)
+    )
 
 
 def compile_rule(spec: Mapping[str, Any]) -> Rule:
@@ -210,7 +243,8 @@ def compile_rule(spec: Mapping[str, Any]) -> Rule:
     if "rule" in spec:
         return _function(spec["rule"])
     if "usual" in spec:
-        usual, here = spec["usual"], NoEffect(spec["none"])
+        usual = spec["usual"]
+        here = NoEffect(spec["none"])
         rest = {key: value for key, value in spec.items() if key not in ("usual", "none", "else")}
         other = compile_rule(rest | spec.get("else", {}))
         return lambda value, source: here if _is_one_of(value, usual) else other(value, source)
@@ -219,7 +253,9 @@ def compile_rule(spec: Mapping[str, Any]) -> Rule:
         return lambda value, source: of_dpo(value, source) if source.method == "dpo" else ONLY_DPO
     if "if_on" in spec:
         on = compile_rule(spec["if_on"])
-        off: Rule = compile_rule(spec["if_off"]) if "if_off" in spec else lambda value, source: _IT_IS_OFF
+        off: Rule = (
+            compile_rule(spec["if_off"]) if "if_off" in spec else lambda value, source: _IT_IS_OFF
+        )
         return lambda value, source: (off if as_plain(value) in OFF else on)(value, source)
     if "values" in spec:
         return _choice(spec["values"], compile_rule(spec["else"]))
@@ -236,10 +272,16 @@ def compile_rule(spec: Mapping[str, Any]) -> Rule:
 
 
 def _choice(values: Mapping[str, Mapping[str, Any]], otherwise: Rule) -> Rule:
-    rules = {name: compile_rule(spec) for names, spec in values.items() for name in str(names).split(", ")}
+    rules = {
+        name: compile_rule(spec)
+        for names, spec in values.items()
+        for name in str(names).split(", ")
+    }
 
     def pick(value: Any, source: Source) -> Verdict:
-        key = "no" if as_plain(value) is False else str(value).lower()  # YAML reads an unquoted `no` as false
+        key = (
+            "no" if as_plain(value) is False else str(value).lower()
+        )  # YAML reads an unquoted `no` as false
         return rules.get(key, otherwise)(value, source)
 
     return pick
@@ -258,19 +300,33 @@ def _function(named: str | list[str]) -> Rule:
 
 
 def _is_one_of(value: Any, usual: list[Any]) -> bool:
-    plain, number = as_plain(value), as_number(value)
-    same = any(plain == item and isinstance(plain, bool) == isinstance(item, bool) for item in usual)
+    plain = as_plain(value)
+    number = as_number(value)
+    same = any(
+        plain == item and isinstance(plain, bool) == isinstance(item, bool) for item in usual
+    )
     return same or (number is not None and number in map(as_number, usual))
 
 
 def _number_of_text(value: Any) -> Any:
-    """The value; text that is a number becomes that number, since YAML reads `1e-4`, without a dot, as text."""
+    """The value; text that is a number becomes that number, since YAML reads `1e-4`, without a dot,
+    as text.
+    """
     number = as_number(value) if isinstance(value, str) else None
-    return value if number is None else int(number) if number.is_integer() and "e" not in value.lower() else number
+    return (
+        value
+        if number is None
+        else int(number)
+        if number.is_integer() and "e" not in value.lower()
+        else number
+    )
 
 
 def lookup(table: Table, name: str) -> str | None:
-    """The name of a table's rule for a dotted name: the same, or the nearest section above it. None: there is no rule."""
+    """The name of a table's rule for a dotted name: the same, or the nearest section above it.
+
+    None: there is no rule.
+    """
     if name in table.rules:
         return name
     parts = name.split(".")
@@ -279,11 +335,18 @@ def lookup(table: Table, name: str) -> str | None:
 
 
 def flatten(table: Table, body: Mapping[Any, Any], prefix: str = "") -> dict[str, Any]:
-    """Options by dotted name. Mappings are flattened if the table has options below them; unset options are left out."""
+    """Options by dotted name.
+
+    Mappings are flattened if the table has options below them; unset options are left out.
+    """
     options: dict[str, Any] = {}
     for key, value in body.items():
         name = f"{prefix}{key}"
-        if isinstance(value, Mapping) and value and any(known.startswith(f"{name}.") for known in table.rules):
+        if (
+            isinstance(value, Mapping)
+            and value
+            and any(known.startswith(f"{name}.") for known in table.rules)
+        ):
             options.update(flatten(table, value, f"{name}."))
         elif value is not None and value != "" and value != [] and value != {}:
             options[name] = value
@@ -291,22 +354,36 @@ def flatten(table: Table, body: Mapping[Any, Any], prefix: str = "") -> dict[str
 
 
 _REFERENCE = re.compile(r"\$\{(?:oc\.select:)?(\.?[\w.]+)(?:,\s*(.*))?\}")
-"""A value that is that of another option, named from the top or, with a dot, from the same section; and its default."""
+"""A value that is that of another option, named from the top or, with a dot, from the same section;
+and its default.
+"""
 
 
 def _resolved(options: Mapping[str, Any]) -> dict[str, Any]:
-    """The options with the values of those to which others refer. Those whose value the file does not have are left out."""
+    """The options with the values of those to which others refer.
+
+    Those whose value the file does not have are left out.
+    """
     values = {name: _value(options, name, 0) for name in options}
     unset = (None, "???", {}, [])
-    return {name: value for name, value in values.items() if value not in unset and not name.endswith("_target_")}
+    return {
+        name: value
+        for name, value in values.items()
+        if value not in unset and not name.endswith("_target_")
+    }
 
 
 def _value(options: Mapping[str, Any], name: str, depth: int) -> Any:
     value = options.get(name)
-    found = _REFERENCE.fullmatch(value) if isinstance(value, str) and not isinstance(value, Unread) else None
+    found = (
+        _REFERENCE.fullmatch(value)
+        if isinstance(value, str) and not isinstance(value, Unread)
+        else None
+    )
     if found is None:
         return value
-    target, default = found[1], found[2]
+    target = found[1]
+    default = found[2]
     if target.startswith("."):
         target = name.rpartition(".")[0] + target
     if target in options and depth < 8:  # deeper ones are circles
@@ -323,13 +400,17 @@ def _plain_yaml(text: str) -> Any:
 
 def verdict_on(table: Table, source: Source, name: str) -> Verdict:
     """The verdict of a table on one option of a file."""
-    rule, value = lookup(table, name), source[name]
+    rule = lookup(table, name)
+    value = source[name]
     if rule is None:
         unknown = isinstance(value, Unread) and value == name
         return (
             ToDo(UNREAD)
             if unknown
-            else Lost(f"{table.tool} has no known option of this name: check its spelling, or leave it out")
+            else Lost(
+                f"{table.tool} has no known option of this name: check its spelling, or leave it "
+                "out"
+            )
         )
     verdict = table.rules[rule](value, source)
     if isinstance(value, Unread) and isinstance(verdict, Taken):

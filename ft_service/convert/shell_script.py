@@ -1,7 +1,10 @@
-"""Commands of shell scripts, with the values of variables that the same file sets to constants. Nothing is run.
+"""Commands of shell scripts, with the values of variables that the same file sets to constants.
 
-A value that is known only when the script runs, such as `$1`, `$(nproc)` or a variable that an `if` sets, stays as it is
-written, and is an `Unread`. `${NAME:-value}` counts as its value, and is listed, because the environment may have another.
+Nothing is run.
+
+A value that is known only when the script runs, such as `$1`, `$(nproc)` or a variable that an `if`
+sets, stays as it is written, and is an `Unread`. `${NAME:-value}` counts as its value, and is
+listed, because the environment may have another.
 """
 
 from __future__ import annotations
@@ -16,7 +19,19 @@ from ft_service.errors import SpecError
 
 _OPENS = ("if", "for", "while", "until", "case", "select", "{")
 _CLOSES = ("fi", "done", "esac", "}")
-_BEFORE = ("then", "else", "elif", "do", "!", "time", "export", "local", "declare", "readonly", "typeset")
+_BEFORE = (
+    "then",
+    "else",
+    "elif",
+    "do",
+    "!",
+    "time",
+    "export",
+    "local",
+    "declare",
+    "readonly",
+    "typeset",
+)
 """Words that stand before a command, or before an assignment."""
 _SPACE = re.compile(r"(?:[ \t\r]|\\\r?\n)+")
 _COMMENT = re.compile(r"#[^\n]*")
@@ -40,7 +55,10 @@ class Command:
     line: int
     """The line on which it begins, from 1."""
     words: list[str]
-    """The command and its arguments. Those that are known only when the script runs are `Unread`."""
+    """The command and its arguments.
+
+    Those that are known only when the script runs are `Unread`.
+    """
     environment: Mapping[str, str]
     """The variables that are set before it, or for it alone."""
 
@@ -55,15 +73,19 @@ class Script:
 
 
 def read_script(text: str, name: str) -> Script:
-    """The commands of a shell script. `name`: for messages. Raises SpecError, with the line, for quotes or brackets that are
-    not closed."""
+    """The commands of a shell script.
+
+    `name`: for messages. Raises SpecError, with the line, for quotes or brackets that are not
+    closed.
+    """
     try:
         return _Reader(text).script()
     except _NotClosedError as error:
         raise SpecError(f"{name}, {error}; it is no shell script.") from None
     except (_TooLongError, RecursionError):
         raise SpecError(
-            f"{name} has variables that hold more than {_MAX_LENGTH:,} letters, or too deep in each other."
+            f"{name} has variables that hold more than {_MAX_LENGTH:,} letters, or too deep in "
+            "each other."
         ) from None
 
 
@@ -111,7 +133,9 @@ class _Reader:
             own[found[1]] = _of(word, word[found.end() :])
         if not words:
             for name, value in own.items():
-                self._values[name] = Unread(f"${name}") if self._depth and self._values.get(name) != value else value
+                self._values[name] = (
+                    Unread(f"${name}") if self._depth and self._values.get(name) != value else value
+                )
         elif words[0] != ":":
             flat = {name: value for name, value in self._values.items() if isinstance(value, str)}
             self._script.commands.append(Command(line, words, flat | own))
@@ -173,7 +197,9 @@ class _Reader:
         self._values[name] = items
 
     def _word(self) -> list[str]:
-        """One word; several where a variable without quotes, or an array, holds several; none where it is empty."""
+        """One word; several where a variable without quotes, or an array, holds several; none where
+        it is empty.
+        """
         fields: list[list[str]] = []
 
         def add(parts: list[str]) -> None:
@@ -190,7 +216,13 @@ class _Reader:
                 add(self._inside(self._quoted()))
             else:
                 text = piece[0]
-                plain = text.lstrip("$")[1:-1] if piece["single"] else text[1:] if piece["escape"] else text
+                plain = (
+                    text.lstrip("$")[1:-1]
+                    if piece["single"]
+                    else text[1:]
+                    if piece["escape"]
+                    else text
+                )
                 add(["" if text == "\\\n" else plain])
         if self.at == start:
             raise self._unclosed(self._text[start : start + 1])
@@ -232,7 +264,9 @@ class _Reader:
         return [_joined([*parts, text[at:]])]
 
     def value(self, opening: str) -> list[str]:
-        """The value of an expansion that begins with `opening`, which was read; several if it is an array."""
+        """The value of an expansion that begins with `opening`, which was read; several if it is an
+        array.
+        """
         start = self.at - len(opening)
         if opening in _CLOSING:
             inner = self._balanced(opening)
@@ -247,13 +281,16 @@ class _Reader:
                 return self._parameter(inner, written)
             number = _arithmetic(inner[5:], self._values) if inner.startswith("expr ") else None
             return [Unread(written)] if number is None else [str(number)]
-        return [Unread(opening)] if opening.startswith("`") else self._parameter(opening[1:], opening)
+        return (
+            [Unread(opening)] if opening.startswith("`") else self._parameter(opening[1:], opening)
+        )
 
     def _balanced(self, opening: str) -> str | None:
         """The text up to the bracket that closes `opening`. None: nothing closes it."""
         closing = _CLOSING[opening]
         left, right = ("{", "}") if opening == "${" else ("(", ")")
-        depth, start = len(closing), self.at
+        depth = len(closing)
+        start = self.at
         for index in range(start, len(self._text)):
             depth += (self._text[index] == left) - (self._text[index] == right)
             if depth == 0:
@@ -299,7 +336,11 @@ def _joined(parts: list[str]) -> str:
 
 
 def _between(items: list[str], separator: str) -> list[str]:
-    return [part for index, item in enumerate(items) for part in ([separator, item] if index else [item])]
+    return [
+        part
+        for index, item in enumerate(items)
+        for part in ([separator, item] if index else [item])
+    ]
 
 
 def _split(value: str) -> list[str]:
@@ -321,9 +362,14 @@ _MAX_DIGITS = 15
 
 
 def _arithmetic(text: str, values: Mapping[str, str | list[str]]) -> int | None:
-    """The value of `$((…))` with integers, variables and + - * / %. None: it is not known, or too large."""
+    """The value of `$((…))` with integers, variables and + - * / %.
+
+    None: it is not known, or too large.
+    """
     try:
-        tree = ast.parse(re.sub(r"\$\{?(\w+)\}?", r"\1", text).replace("/", "//").strip(), mode="eval").body
+        tree = ast.parse(
+            re.sub(r"\$\{?(\w+)\}?", r"\1", text).replace("/", "//").strip(), mode="eval"
+        ).body
         return _integer(tree, values)
     except (SyntaxError, ValueError, ZeroDivisionError, RecursionError, MemoryError):
         return None
@@ -332,7 +378,9 @@ def _arithmetic(text: str, values: Mapping[str, str | list[str]]) -> int | None:
 def _integer(node: ast.expr, values: Mapping[str, str | list[str]]) -> int:
     """Raises ValueError for what is no integer."""
     if isinstance(node, ast.BinOp) and type(node.op) in _OPERATIONS:
-        number = _OPERATIONS[type(node.op)](_integer(node.left, values), _integer(node.right, values))
+        number = _OPERATIONS[type(node.op)](
+            _integer(node.left, values), _integer(node.right, values)
+        )
     elif isinstance(node, ast.Name):
         value = values.get(node.id)
         number = int(value) if isinstance(value, str) and len(value) <= _MAX_DIGITS else int("")

@@ -1,4 +1,6 @@
-"""The training command of a shell script: which tool it starts, with which options, on how many GPUs."""
+"""The training command of a shell script: which tool it starts, with which options, on how many
+GPUs.
+"""
 
 from __future__ import annotations
 
@@ -16,8 +18,14 @@ from ft_service.errors import SpecError
 
 _TOOLS: Mapping[tuple[str, str], str] = {
     **{("swift", name): "ms_swift" for name in ("sft", "pt", "rlhf")},
-    **{(name, "train"): table for name, table in {"llamafactory-cli": "llama_factory", "lmf": "llama_factory"}.items()},
-    **{("trl", name): "trl" for name in ("sft", "dpo", "grpo", "kto", "orpo", "cpo", "rloo", "reward", "gkd")},
+    **{
+        (name, "train"): table
+        for name, table in {"llamafactory-cli": "llama_factory", "lmf": "llama_factory"}.items()
+    },
+    **{
+        ("trl", name): "trl"
+        for name in ("sft", "dpo", "grpo", "kto", "orpo", "cpo", "rloo", "reward", "gkd")
+    },
     ("axolotl", "train"): "axolotl",
     ("tune", "run"): "torchtune",
 }
@@ -34,7 +42,9 @@ _NO_PROGRAMS = ("torch.distributed.run", "torch.distributed.launch", "accelerate
 _OVERRIDES = ("verl", "torchtune", "llama_factory")
 """Tables of tools whose options are given as `name=value`."""
 _METHODS: Mapping[str, Method] = {"sft": "supervised", "dpo": "dpo", "grpo": "reinforcement"}
-_METHOD_NAME = re.compile(r"(?<![a-z])(sft|dpo|grpo|orpo|kto|cpo|simpo|ppo|rloo|gkd|reward)(?![a-z])")
+_METHOD_NAME = re.compile(
+    r"(?<![a-z])(sft|dpo|grpo|orpo|kto|cpo|simpo|ppo|rloo|gkd|reward)(?![a-z])"
+)
 _OVERRIDE = re.compile(r"(\+{0,2}|~)([A-Za-z_][\w.@/-]*)=(.*)", re.DOTALL)
 _FLAG = re.compile(r"--?([A-Za-z][\w.-]*)(?:=(.*))?", re.DOTALL)
 _CONFIG = (".yaml", ".yml", ".json")
@@ -61,21 +71,33 @@ class Program:
 
 
 def training_programs(text: str, name: str) -> list[Program]:
-    """The commands of a shell script that may train, in their order. `name`: for messages. Raises SpecError for another method
-    than those converted, and for text that is no shell script."""
+    """The commands of a shell script that may train, in their order.
+
+    `name`: for messages. Raises SpecError for another method than those converted, and for text
+    that is no shell script.
+    """
     script = read_script(text, name)
     defaults = [f"{name}={value}" for name, value in script.defaults.items() if value]
-    notes = [f"defaults of variables that the environment may set: {', '.join(defaults)}"] if defaults else []
-    return [program for command in script.commands if (program := _program(command, notes)) is not None]
+    notes = (
+        [f"defaults of variables that the environment may set: {', '.join(defaults)}"]
+        if defaults
+        else []
+    )
+    return [
+        program for command in script.commands if (program := _program(command, notes)) is not None
+    ]
 
 
 def _program(command: Command, notes: list[str]) -> Program | None:
     """What a command starts. None: no program that may train."""
     words = command.words
     for index, word in enumerate(words):
-        name, following = PurePosixPath(word).name, words[index + 1 : index + 2]
+        name = PurePosixPath(word).name
+        following = words[index + 1 : index + 2]
         if following and (table := _TOOLS.get((name, following[0]))):
-            return _of_tool(command, table, f"{name} {following[0]}", words[:index], words[index + 2 :], notes)
+            return _of_tool(
+                command, table, f"{name} {following[0]}", words[:index], words[index + 2 :], notes
+            )
         if name.rstrip("0123456789.") in _STARTERS:
             return _started(command, words[index:], notes)
     return None
@@ -84,12 +106,15 @@ def _program(command: Command, notes: list[str]) -> Program | None:
 def _started(command: Command, words: Sequence[str], notes: list[str]) -> Program | None:
     """The script or the module that Python, or a launcher, starts."""
     for index, word in enumerate(words):
-        before, after = words[:index], words[index + 1 :]
+        before = words[:index]
+        after = words[index + 1 :]
         if word in ("-m", "--module") and after and after[0] not in _NO_PROGRAMS:
             return _of_tool(command, _MODULES.get(after[0], ""), after[0], before, after[1:], notes)
         if word.endswith(".py"):
             module = word.removesuffix(".py").replace("/", ".")
-            table = next((table for name, table in _MODULES.items() if f".{module}".endswith(f".{name}")), "")
+            table = next(
+                (table for name, table in _MODULES.items() if f".{module}".endswith(f".{name}")), ""
+            )
             return _of_tool(command, table, PurePosixPath(word).name, before, after, notes)
         if index and (table := _TOOLS.get((PurePosixPath(word).name, after[0] if after else ""))):
             return _of_tool(command, table, f"{word} {after[0]}", before, after[1:], notes)
@@ -97,18 +122,31 @@ def _started(command: Command, words: Sequence[str], notes: list[str]) -> Progra
 
 
 def _of_tool(
-    command: Command, table: str, name: str, launcher: Sequence[str], arguments: Sequence[str], notes: list[str]
+    command: Command,
+    table: str,
+    name: str,
+    launcher: Sequence[str],
+    arguments: Sequence[str],
+    notes: list[str],
 ) -> Program:
     if table == "torchtune" and "--config" in arguments[1:]:
         recipe = arguments.index("--config") - 1
-        name, launcher, arguments = f"{name} {arguments[recipe]}", arguments[:recipe], arguments[recipe + 1 :]
+        name = f"{name} {arguments[recipe]}"
+        launcher = arguments[:recipe]
+        arguments = arguments[recipe + 1 :]
     options, config = _options(arguments, table in _OVERRIDES)
     if table == "ms_swift" and not config:  # what its commands differ in
         own = {"pt": {"loss_scale": "all"}, "rlhf": {"rlhf_type": "dpo"}}
-        options = own.get(name.removesuffix(".py").replace(".", " ").rpartition(" ")[2], {}) | options
+        options = (
+            own.get(name.removesuffix(".py").replace(".", " ").rpartition(" ")[2], {}) | options
+        )
     started = dict(_options(launcher, False)[0])
     if "config_file" in started:
-        notes = [*notes, f"{started['config_file']} is the launcher's own file: run `ft convert` on it for its sharding"]
+        notes = [
+            *notes,
+            f"{started['config_file']} is the launcher's own file: run `ft convert` on it for its "
+            "sharding",
+        ]
     return Program(
         table,
         options,
@@ -121,18 +159,27 @@ def _of_tool(
 
 
 def _method(name: str) -> Method | None:
-    """The method that the name of a command or script says. Raises SpecError for one that is not converted."""
+    """The method that the name of a command or script says.
+
+    Raises SpecError for one that is not converted.
+    """
     found = _METHOD_NAME.findall(name.lower())
     if other := next((method for method in found if method not in _METHODS), None):
-        raise SpecError(f"{name} is for {other.upper()}, which is not converted: methods are sft, dpo and grpo.")
+        raise SpecError(
+            f"{name} is for {other.upper()}, which is not converted: methods are sft, dpo and grpo."
+        )
     return _METHODS[found[-1]] if found else None
 
 
 def _options(arguments: Sequence[str], overrides: bool) -> tuple[dict[str, Any], str]:
-    """The options in arguments, and the file of options that they name. `overrides`: whether `a.b=c` is an option."""
+    """The options in arguments, and the file of options that they name.
+
+    `overrides`: whether `a.b=c` is an option.
+    """
     options: dict[str, Any] = {}
     values: dict[str, list[str]] = {}
-    flag, config = "", ""
+    flag = ""
+    config = ""
     for word in arguments:
         override = _OVERRIDE.fullmatch(word) if overrides else None
         if override:
@@ -156,7 +203,9 @@ def _options(arguments: Sequence[str], overrides: bool) -> tuple[dict[str, Any],
 
 
 def _is_flag(word: str) -> bool:
-    """Whether a word that begins with a dash is the name of an option, and not a negative number."""
+    """Whether a word that begins with a dash is the name of an option, and not a negative
+    number.
+    """
     return not re.fullmatch(r"-[\d.]+(e-?\d+)?", word)
 
 
@@ -174,12 +223,19 @@ def value_of(words: Sequence[str]) -> Any:
 
 
 def _scalar(word: str) -> Any:
-    """A word as YAML reads it, as argument parsers and Hydra nearly do. Text that is no YAML stays as it is."""
+    """A word as YAML reads it, as argument parsers and Hydra nearly do.
+
+    Text that is no YAML stays as it is.
+    """
     try:
         value = yaml.safe_load(word)
     except yaml.YAMLError:
         return word
-    plain = isinstance(value, bool | int | float) or word == "null" or (isinstance(value, list | dict) and word[0] in "[{")
+    plain = (
+        isinstance(value, bool | int | float)
+        or word == "null"
+        or (isinstance(value, list | dict) and word[0] in "[{")
+    )
     return value if plain else word
 
 
@@ -187,8 +243,12 @@ def _gpus(started: Mapping[str, Any], environment: Mapping[str, str], table: str
     """The number of GPUs that a launcher's options or the environment say. None: they do not."""
 
     def number(*names: str) -> int | None:
-        given = [started.get(name) for name in names] + [environment.get(name.upper()) for name in names]
-        return next((int(text) for text in map(str, given) if text.isdecimal() and int(text) > 0), None)
+        given = [started.get(name) for name in names] + [
+            environment.get(name.upper()) for name in names
+        ]
+        return next(
+            (int(text) for text in map(str, given) if text.isdecimal() and int(text) > 0), None
+        )
 
     if total := number("num_processes"):
         return total

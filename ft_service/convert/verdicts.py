@@ -27,7 +27,10 @@ class RejectionReason:
 
 
 class Named(RejectionReason):
-    """The option names data. A SPEC names a file, so the name becomes a comment on training_file."""
+    """The option names data.
+
+    A SPEC names a file, so the name becomes a comment on training_file.
+    """
 
 
 class NoEffect(RejectionReason):
@@ -67,7 +70,10 @@ class Source(dict[str, Any]):
     micro_batch: int | None = None
     """The tool's default of samples in a micro-batch. None: it has no default."""
     least_batch: int | None = None
-    """Samples of a step that the tool's default of accumulation reaches. None: it does not accumulate."""
+    """Samples of a step that the tool's default of accumulation reaches.
+
+    None: it does not accumulate.
+    """
     data_sets: Mapping[str, Any] = MappingProxyType({})
     """LLaMA-Factory's descriptions of data sets, by name, with the path of each file."""
     around: Source | None = None
@@ -83,8 +89,17 @@ class Source(dict[str, Any]):
 
     def inside(self, prefix: str) -> Source:
         """The options of a section, without the prefix."""
-        inner = Source({name.removeprefix(prefix): value for name, value in self.items() if name.startswith(prefix)})
-        inner.method, inner.tool, inner.gpus, inner.around = self.method, self.tool, self.gpus, self
+        inner = Source(
+            {
+                name.removeprefix(prefix): value
+                for name, value in self.items()
+                if name.startswith(prefix)
+            }
+        )
+        inner.method = self.method
+        inner.tool = self.tool
+        inner.gpus = self.gpus
+        inner.around = self
         return inner
 
 

@@ -1,9 +1,10 @@
-"""An answer's text, reasoning and calls of tools, read from what a model has written: the one reader for evaluations, graders
-and the preview.
+"""An answer's text, reasoning and calls of tools, read from what a model has written: the one
+reader for evaluations, graders and the preview.
 
-An answer is text with its special tokens. How calls look is asked of the base's chat template (call_grammar.py). Thoughts
-are enclosed by pairs of texts that are the same in all published templates; where the prompt opens a thought, the answer begins
-within it. Models that write channels (gpt-oss) write each part as `<|channel|>NAME<|message|>TEXT`.
+An answer is text with its special tokens. How calls look is asked of the base's chat template
+(call_grammar.py). Thoughts are enclosed by pairs of texts that are the same in all published
+templates; where the prompt opens a thought, the answer begins within it. Models that write channels
+(gpt-oss) write each part as `<|channel|>NAME<|message|>TEXT`.
 """
 
 from __future__ import annotations
@@ -21,11 +22,17 @@ from ft_service.graders.grades import Sample
 from ft_service.ids import new_id
 
 THOUGHTS = (
-    *(("<think>", "</think>"), ("[THINK]", "[/THINK]"), ("<thought>", "</thought>"), ("<seed:think>", "</seed:think>")),
+    *(
+        ("<think>", "</think>"),
+        ("[THINK]", "[/THINK]"),
+        ("<thought>", "</thought>"),
+        ("<seed:think>", "</seed:think>"),
+    ),
     *(("<|START_THINKING|>", "<|END_THINKING|>"), ("<|channel>thought\n", "<channel|>")),
 )
 """Pairs of texts that enclose a thought in published templates."""
-CHANNEL, MESSAGE = "<|channel|>", "<|message|>"
+CHANNEL = "<|channel|>"
+MESSAGE = "<|message|>"
 PARTS = re.compile(r"<\|(?:end|call|return)\|>|(?=<\|start\|>)")
 """What parts of an answer in channels end with."""
 _RECIPIENT = re.compile(r"\bto=(?:functions\.)?([^\s<]+)")
@@ -54,7 +61,10 @@ class Answer:
 
     def sample(self, *, truncated: bool = False) -> Sample:
         """The answer as graders get it."""
-        calls = [{"id": new_id("call_"), "type": "function", "function": dict(call)} for call in self.calls]
+        calls = [
+            {"id": new_id("call_"), "type": "function", "function": dict(call)}
+            for call in self.calls
+        ]
         reason = "tool_calls" if calls else "length" if truncated else "stop"
         return Sample(self.text, calls, reason, self.reasoning)
 
@@ -75,12 +85,18 @@ class AnswerFormat:
         return cls(tuple(value["special"]), calls and calls_of_json(calls))
 
     def read(self, text: str, *, tools: bool, closing: str = "") -> Answer:
-        """An answer's parts. `text`: with special tokens; those that end it may be left out. `tools`: whether its prompt offers
-        any; else nothing is a call. `closing`: of the prompt (`closing_of`)."""
+        """An answer's parts. `text`: with special tokens; those that end it may be left out.
+
+        `tools`: whether its prompt offers any; else nothing is a call. `closing`: of the prompt
+        (`closing_of`).
+        """
         if self.has_channels and MESSAGE in text:
             return self._of_channels(text, tools=tools)
         reasoning, rest = _thought_and_rest(text, closing)
-        words, calls = (self.calls.parse(rest) if tools and self.calls is not None else None) or (rest, [])
+        words, calls = (self.calls.parse(rest) if tools and self.calls is not None else None) or (
+            rest,
+            [],
+        )
         return Answer(self._plain(words), self._plain(reasoning), calls)
 
     @property
@@ -106,8 +122,13 @@ class AnswerFormat:
         return self.without_special(text).strip()
 
     def _of_channels(self, text: str, *, tools: bool) -> Answer:
-        """The final text is that of the channel `final`; without one, what else is meant for the user."""
-        finals, asides, thoughts, calls = list[str](), list[str](), list[str](), list[dict[str, str]]()
+        """The final text is that of the channel `final`; without one, what else is meant for the
+        user.
+        """
+        finals = list[str]()
+        asides = list[str]()
+        thoughts = list[str]()
+        calls = list[dict[str, str]]()
         for part in PARTS.split(text):
             head, found, body = part.partition(MESSAGE)
             if not found or not (words := self._plain(body)):
@@ -125,11 +146,20 @@ def channel_of(head: str, *, tools: bool) -> Literal["call", "reasoning", "final
     channel = head.partition(CHANNEL)[2].strip()
     if _RECIPIENT.search(head) is not None:
         return "call" if tools else "reasoning"
-    return "reasoning" if channel.startswith("analysis") else "final" if channel.startswith("final") else "aside"
+    return (
+        "reasoning"
+        if channel.startswith("analysis")
+        else "final"
+        if channel.startswith("final")
+        else "aside"
+    )
 
 
 def _thought_and_rest(text: str, closing: str) -> tuple[str, str]:
-    """The thought at an answer's beginning, and what follows it. A thought that is not closed is all of the answer."""
+    """The thought at an answer's beginning, and what follows it.
+
+    A thought that is not closed is all of the answer.
+    """
     begun = text.lstrip()
     for opening, own in THOUGHTS:
         if begun.startswith(opening):
@@ -150,4 +180,6 @@ def _written(call: Mapping[str, str]) -> str:
         arguments = json.loads(call["arguments"])
     except ValueError:
         arguments = call["arguments"]
-    return json.dumps({"name": call["name"], "arguments": arguments}, ensure_ascii=False, sort_keys=True)
+    return json.dumps(
+        {"name": call["name"], "arguments": arguments}, ensure_ascii=False, sort_keys=True
+    )

@@ -40,10 +40,15 @@ NEED_REFERENCE: Collection[AnswerMetric] = ("exact_match", "contains", "rouge_l"
 
 
 def score(
-    answer: Answer, reference: str | None, metrics: Sequence[Metric], item: Mapping[str, Any] | None = None
+    answer: Answer,
+    reference: str | None,
+    metrics: Sequence[Metric],
+    item: Mapping[str, Any] | None = None,
 ) -> dict[str, float]:
-    """An answer's score by each metric. Left out: without a reference, metrics that need one; graders that use a field which
-    the item does not have. An answer of another form than a grader reads scores 0.
+    """An answer's score by each metric.
+
+    Left out: without a reference, metrics that need one; graders that use a field which the item
+    does not have. An answer of another form than a grader reads scores 0.
     """
     fields: dict[str, Any] = dict(item or {})
     if reference is not None:

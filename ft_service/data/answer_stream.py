@@ -1,8 +1,9 @@
-"""An answer's text and reasoning while it is written: what `AnswerFormat.read` makes of the whole, given out as soon as it is
-certain.
+"""An answer's text and reasoning while it is written: what `AnswerFormat.read` makes of the whole,
+given out as soon as it is certain.
 
-Nothing that may be the beginning of a special token, of a thought or of a call is given out, nor white space that may be the
-last. From where a call begins, all is kept back until the end, when the whole answer is read.
+Nothing that may be the beginning of a special token, of a thought or of a call is given out, nor
+white space that may be the last. From where a call begins, all is kept back until the end, when the
+whole answer is read.
 """
 
 from __future__ import annotations
@@ -23,7 +24,9 @@ class _In(Enum):
     THOUGHT = "in a thought"
     TEXT = "in the text"
     HEAD = "before the name of a channel has ended"
-    ASIDE = "in what is known at the end only: a call, or a channel that is shown if no final one comes"
+    ASIDE = (
+        "in what is known at the end only: a call, or a channel that is shown if no final one comes"
+    )
 
 
 @dataclass
@@ -35,7 +38,10 @@ class _Part:
     """Another part of it has begun, which a new line sets apart."""
 
     def more(self, words: str) -> str:
-        """What of further words is certain. White space at their end is dropped: give them again with what follows."""
+        """What of further words is certain.
+
+        White space at their end is dropped: give them again with what follows.
+        """
         if not self.given or self.is_new:
             words = words.lstrip()
         words = words.rstrip()
@@ -51,16 +57,25 @@ class AnswerStream:
 
     def __init__(self, answers: AnswerFormat, *, tools: bool, closing: str = "") -> None:
         """`tools`, `closing`: as for AnswerFormat.read."""
-        self._answers, self._tools, self._closing = answers, tools, closing
+        self._answers = answers
+        self._tools = tools
+        self._closing = closing
         self._whole = ""
         self._at = 0
         """Where in the whole begins what is not given out."""
         self._in = _In.HEAD if answers.has_channels else _In.BEGINNING
         self._text, self._reasoning = _Part(), _Part()
         prefix = answers.calls.prefix if tools and answers.calls is not None else None
-        self._call, self._is_bare_call = prefix or None, prefix == ""
-        markers = [*answers.special, *([self._call] if self._call else []), *(text for pair in THOUGHTS for text in pair)]
-        self._beginnings = {marker[:length] for marker in markers for length in range(1, len(marker))}
+        self._call = prefix or None
+        self._is_bare_call = prefix == ""
+        markers = [
+            *answers.special,
+            *([self._call] if self._call else []),
+            *(text for pair in THOUGHTS for text in pair),
+        ]
+        self._beginnings = {
+            marker[:length] for marker in markers for length in range(1, len(marker))
+        }
         self._longest = max(map(len, self._beginnings), default=0)
         self._ends = re.compile("|".join(re.escape(end) for end in (self._call, *_OPENINGS) if end))
         """What ends a text, or a thought that was taken for one."""
@@ -68,9 +83,11 @@ class AnswerStream:
     def push(self, text: str) -> tuple[str, str]:
         """Text and reasoning that are certain now and were not before."""
         self._whole += text
-        said, thought = "", ""
+        said = ""
+        thought = ""
         while True:
-            before, begin = self._in, self._at
+            before = self._in
+            begin = self._at
             words = self._next()
             if before is _In.TEXT:
                 said += self._text.more(words)
@@ -82,14 +99,21 @@ class AnswerStream:
     def end(self) -> tuple[str, str, Answer]:
         """The rest of the text and of the reasoning, and the whole answer."""
         whole = self._answers.read(self._whole, tools=self._tools, closing=self._closing)
-        return self._rest(self._text, whole.text), self._rest(self._reasoning, whole.reasoning), whole
+        return (
+            self._rest(self._text, whole.text),
+            self._rest(self._reasoning, whole.reasoning),
+            whole,
+        )
 
     @staticmethod
     def _rest(part: _Part, whole: str) -> str:
         return whole.removeprefix(part.given) if whole.startswith(part.given) else ""
 
     def _next(self) -> str:
-        """Move on, by at most one change of state. Returns the words that were passed, without special tokens."""
+        """Move on, by at most one change of state.
+
+        Returns the words that were passed, without special tokens.
+        """
         match self._in:
             case _In.BEGINNING:
                 self._begin()
@@ -111,17 +135,23 @@ class AnswerStream:
 
     def _begin(self) -> None:
         begun = self._whole.lstrip()
-        found = next(((opening, closing) for opening, closing in THOUGHTS if begun.startswith(opening)), None)
+        found = next(
+            ((opening, closing) for opening, closing in THOUGHTS if begun.startswith(opening)), None
+        )
         if found is not None:
             self._at = len(self._whole) - len(begun) + len(found[0])
-            self._closing, self._in = found[1], _In.THOUGHT
+            self._closing = found[1]
+            self._in = _In.THOUGHT
         elif begun and not any(opening.startswith(begun) for opening, _ in THOUGHTS):
             bare = self._is_bare_call and begun.startswith("{")
             self._in = _In.THOUGHT if self._closing else _In.ASIDE if bare else _In.TEXT
 
     def _text_until(self) -> str:
-        """The words up to a call. A mark that closes a thought which nothing has opened is passed over: that what came before
-        was a thought shows too late."""
+        """The words up to a call.
+
+        A mark that closes a thought which nothing has opened is passed over: that what came before
+        was a thought shows too late.
+        """
         found = self._ends.search(self._whole, self._at)
         if found is None or found[0] == self._call:
             return self._until(self._ends, _In.ASIDE)

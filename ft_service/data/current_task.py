@@ -1,6 +1,8 @@
-"""The current task of the process that reads data files, in memory shared with the process that waits for it.
+"""The current task of the process that reads data files, in memory shared with the process that
+waits for it.
 
-The waiting process reads it when the other one is stuck or has died, to name the lines at fault. Standard library only.
+The waiting process reads it when the other one is stuck or has died, to name the lines at fault.
+Standard library only.
 """
 
 from __future__ import annotations
@@ -16,12 +18,16 @@ from enum import Enum
 
 _TIME = struct.Struct("d")
 _ENTRY = struct.Struct("ddqq")
-"""A task's start (seconds of the monotonic clock; 0: it is not running), the process's processor time then, first and last
-line."""
+"""A task's start (seconds of the monotonic clock; 0: it is not running), the process's processor
+time then, first and last line.
+"""
 
 
 class Task(Enum):
-    """A task that a file's contents or a base can make long. The value is its place in the memory."""
+    """A task that a file's contents or a base can make long.
+
+    The value is its place in the memory.
+    """
 
     LOADING = 0
     """Loading the base's tokenizer."""
@@ -72,8 +78,10 @@ class CurrentTask:
 
     @contextlib.contextmanager
     def at(self, task: Task, first: int = 0, last: int = 0) -> Iterator[None]:
-        """Note the task while the block runs. The start is written last and cleared first, so that a reader never sees the
-        lines of an earlier task.
+        """Note the task while the block runs.
+
+        The start is written last and cleared first, so that a reader never sees the lines of an
+        earlier task.
         """
         place = _TIME.size + task.value * _ENTRY.size
         _ENTRY.pack_into(self._memory, place, 0.0, time.process_time(), first, last)
@@ -85,6 +93,13 @@ class CurrentTask:
 
     def running(self) -> list[RunningTask]:
         """The tasks in progress, or in progress when the process died."""
-        entries = [(task, *_ENTRY.unpack_from(self._memory, _TIME.size + task.value * _ENTRY.size)) for task in Task]
+        entries = [
+            (task, *_ENTRY.unpack_from(self._memory, _TIME.size + task.value * _ENTRY.size))
+            for task in Task
+        ]
         now = time.monotonic()
-        return [RunningTask(task, first, last, now - start, cpu) for task, start, cpu, first, last in entries if start]
+        return [
+            RunningTask(task, first, last, now - start, cpu)
+            for task, start, cpu, first, last in entries
+            if start
+        ]

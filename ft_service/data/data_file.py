@@ -1,4 +1,6 @@
-"""Reports on data files (format, lines at fault, tokens to train on), and requests to the process that makes them."""
+"""Reports on data files (format, lines at fault, tokens to train on), and requests to the process
+that makes them.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +19,15 @@ from ft_service.data.line_errors import Fault
 from ft_service.data.sample_kinds import Pair, Record, is_unanswered
 from ft_service.data.sample_request import RecordRange, SamplePage
 from ft_service.data.sensitive_text import sensitive_kinds
-from ft_service.data.statistics import DataStatistics, Lines, Measure, Records, advice_on_records, alike_text, unanswered_text
+from ft_service.data.statistics import (
+    DataStatistics,
+    Lines,
+    Measure,
+    Records,
+    advice_on_records,
+    alike_text,
+    unanswered_text,
+)
 from ft_service.data.token_options import DEFAULT, TokenOptions
 from ft_service.rundir.documents import ErrorInfo
 from ft_service.spec.options import Applied
@@ -37,17 +47,26 @@ PROGRESS_SECONDS = 30.0
 RENDER_SECONDS = 10.0
 """Processor time in which the base's chat template must render a sample, in seconds."""
 MEMORY_BYTES = 4 * 1024**3
-"""Memory that reading a file may take; half of the host's memory if that is less. The longest line takes a quarter of it."""
+"""Memory that reading a file may take; half of the host's memory if that is less.
+
+The longest line takes a quarter of it.
+"""
 CHECK_SECONDS = 600.0
-"""Processor time in which a file must be read, rendered and tokenised, in seconds, whatever its size."""
+"""Processor time in which a file must be read, rendered and tokenised, in seconds, whatever its
+size.
+"""
 CHECK_BYTES_PER_SECOND = 64 * 1024
 """Bytes for which there is one more second. Ordinary chats take a sixteenth of that or less."""
 PAIRING = 2
-"""Version of the samples that `answers` and preference_line.py make of a pair; increase it when they change."""
+"""Version of the samples that `answers` and preference_line.py make of a pair; increase it when
+they change.
+"""
 
 Param = Literal["training_file", "validation_file"]
 TWO_ANSWERS = "is a preference pair, which needs method: {type: dpo}"
-_ONE_ANSWER = "has one answer, of supervised training: give method: {type: supervised}, or pairs of answers"
+_ONE_ANSWER = (
+    "has one answer, of supervised training: give method: {type: supervised}, or pairs of answers"
+)
 
 
 @dataclass(frozen=True)
@@ -75,8 +94,13 @@ class FaultGroup:
         )
 
     def with_fault(self, fault: Fault) -> FaultGroup:
-        """The group with one more line. Numbers in which the places of its lines differ become stars: `messages.*.role`."""
-        field = self.first.field if fault.field == self.first.field else _NUMBER.sub("*", fault.field)
+        """The group with one more line.
+
+        Numbers in which the places of its lines differ become stars: `messages.*.role`.
+        """
+        field = (
+            self.first.field if fault.field == self.first.field else _NUMBER.sub("*", fault.field)
+        )
         lines = (*self.lines, fault.line) if len(self.lines) < SHOWN_LINES else self.lines
         differ = self.numbers_differ or fault.reason != self.first.reason
         return FaultGroup(replace(self.first, field=field), self.count + 1, lines, differ)
@@ -84,7 +108,9 @@ class FaultGroup:
 
 @dataclass(frozen=True)
 class Counts:
-    """The samples and tokens of a file that can be trained on, with the base's tokenizer and chat template."""
+    """The samples and tokens of a file that can be trained on, with the base's tokenizer and chat
+    template.
+    """
 
     samples: int = 0
     """Samples that are trained on; each answer of a pair is one."""
@@ -101,12 +127,17 @@ class Counts:
     lost_tokens: int = 0
     """Tokens that are cut from them."""
     dropped: int = 0
-    """Samples left out because the cut leaves no target, and pairs of which one answer has no target left."""
+    """Samples left out because the cut leaves no target, and pairs of which one answer has no
+    target left.
+    """
     several: Lines = field(default_factory=Lines)
-    """Conversations that make several samples, since the chat template writes an answer otherwise once more follows."""
+    """Conversations that make several samples, since the chat template writes an answer otherwise
+    once more follows.
+    """
     alike: Lines = field(default_factory=Lines)
-    """Pairs left out because their two answers are the same tokens after the cut: their loss has no gradient, and would only
-    dilute that of the others."""
+    """Pairs left out because their two answers are the same tokens after the cut: their loss has no
+    gradient, and would only dilute that of the others.
+    """
 
 
 @dataclass(frozen=True)
@@ -123,7 +154,9 @@ class DataReport:
     unread: bool = False
     """Reading stopped early: the lines after the last fault are not known."""
     groups: list[FaultGroup] = field(default_factory=list)
-    """All faults, grouped by reason, in the order of the file; empty: the version that wrote the report did not group them."""
+    """All faults, grouped by reason, in the order of the file; empty: the version that wrote the
+    report did not group them.
+    """
     shape: str = ""
     """The file's format and container, in words; empty: OpenAI's chat lines."""
     unused: tuple[str, ...] = ()
@@ -133,21 +166,29 @@ class DataReport:
     word: str = "line"
     """The name of the file's records in messages."""
     is_bare: bool = False
-    """The file holds texts, or prompts with completions; the chat template is not applied to them."""
+    """The file holds texts, or prompts with completions; the chat template is not applied to
+    them.
+    """
     of_prompts: bool = False
     """The file holds prompts to grade, of which nothing is learned."""
     joined: tuple[str, ...] = ()
-    """The file's names of prompt and completion, if these are strings; empty: there are no such records, or the base has no
-    chat template."""
+    """The file's names of prompt and completion, if these are strings; empty: there are no such
+    records, or the base has no chat template.
+    """
     as_chats: bool | None = False
-    """Whether these become conversations, which the base's chat template writes (data.apply_chat_template). None: where the
-    base has one."""
+    """Whether these become conversations, which the base's chat template writes
+    (data.apply_chat_template). None: where the base has one.
+    """
     unread_names: Mapping[str, Lines] = field(default_factory=dict)
-    """Role → records with names of participants of this role, which the base's chat template does not write."""
+    """Role → records with names of participants of this role, which the base's chat template does
+    not write.
+    """
     unanswered: Lines = field(default_factory=Lines)
     """Records with messages after the last answer."""
     sensitive: Mapping[str, Lines] = field(default_factory=dict)
-    """Kind of secret or personal data → records with it; empty: there are none, or nobody asked for them."""
+    """Kind of secret or personal data → records with it; empty: there are none, or nobody asked for
+    them.
+    """
     duplicates: Lines = field(default_factory=Lines)
     """Copies of earlier records; none if statistics of the tokens report them."""
     near_empty: Lines = field(default_factory=Lines)
@@ -159,14 +200,18 @@ class DataReport:
         return not self.unread and not any(fault.over_limit for fault in self.faults)
 
     def error(self, param: Param, filename: str) -> ErrorInfo | None:
-        """The job's error, which names file, lines and reasons. None: every line can be trained on."""
+        """The job's error, which names file, lines and reasons.
+
+        None: every line can be trained on.
+        """
         if not self.faults_total:
             return None
         return ErrorInfo(code=f"invalid_{param}", message=self.fault_text(filename), param=param)
 
     def fault_text(self, filename: str, also: str = "") -> str:
-        """The message for a file with faults: how many lines, then each reason with its lines on a line of its own. `also`: a
-        sentence for the end of the first line."""
+        """The message for a file with faults: how many lines, then each reason with its lines on a
+        line of its own. `also`: a sentence for the end of the first line.
+        """
         more = f" {also}" if also else ""
         if not self.faults[0].line:  # the fault is the whole file's
             return f"{filename}: {self.faults[0]}.{more}"
@@ -186,18 +231,31 @@ class DataReport:
         kind = self.shape or "OpenAI chat (messages) in JSON lines"
         read = counted(self.examples, self.word)
         if self.unread:
-            return f"{filename}: {kind}; the first {read} can be trained on. The rest was not read: a job reads it."
-        return f"{filename}: {kind}; {read}, {'and it is fine' if self.examples == 1 else 'all of them fine'}."
+            return (
+                f"{filename}: {kind}; the first {read} can be trained on. The rest was not "
+                "read: a job reads it."
+            )
+        return (
+            f"{filename}: {kind}; {read}, "
+            f"{'and it is fine' if self.examples == 1 else 'all of them fine'}."
+        )
 
-    def messages(self, name: str, max_length: int, *, cut: bool = True) -> Iterator[tuple[Literal["info", "warn"], str]]:
-        """Level and sentence for events: what is trained on, what is left out and why. `name`: the file's. `cut`: False if
-        statistics report what the cut does to samples.
+    def messages(
+        self, name: str, max_length: int, *, cut: bool = True
+    ) -> Iterator[tuple[Literal["info", "warn"], str]]:
+        """Level and sentence for events: what is trained on, what is left out and why.
+
+        `name`: the file's. `cut`: False if statistics report what the cut does to samples.
         """
         if self.shape:
             yield "info", f"{name}: {self.shape}."
         if self.unused:
             columns = "column is" if len(self.unused) == 1 else "columns are"
-            yield "warn", f"{name}: {len(self.unused)} {columns} not of this format, and left out: {', '.join(self.unused)}."
+            yield (
+                "warn",
+                f"{name}: {len(self.unused)} {columns} not of this format, and left out: "
+                f"{', '.join(self.unused)}.",
+            )
         if self.joined:
             yield self._joined_message(name)
         if self.counts is not None:
@@ -205,7 +263,8 @@ class DataReport:
         for role, lines in self.unread_names.items():
             yield (
                 "warn",
-                f"{name}: {lines.text(self.word)} with a name in messages of the role {role}. The base's chat template does "
+                f"{name}: {lines.text(self.word)} with a name in messages of the role {role}. The "
+                "base's chat template does "
                 "not write it, so it has no effect: write it into the content, or leave it out.",
             )
         if self.unanswered.count:
@@ -213,21 +272,32 @@ class DataReport:
         for kind, lines in self.sensitive.items():
             yield (
                 "warn",
-                f"{name}: {lines.text(self.word)} with {kind}, which the model may learn to repeat. Leave it out, or write a "
+                f"{name}: {lines.text(self.word)} with {kind}, which the model may learn to "
+                "repeat. Leave it out, or write a "
                 "made-up one.",
             )
-        for sentence in advice_on_records(name, self.word, self.examples, self.duplicates, self.near_empty):
+        for sentence in advice_on_records(
+            name, self.word, self.examples, self.duplicates, self.near_empty
+        ):
             yield "warn", sentence
 
     def _joined_message(self, name: str) -> tuple[Literal["info", "warn"], str]:
         prompt, completion = self.joined
         if self.as_chats is not False:
-            base = "by the base's chat template" if self.as_chats else "for a base with a chat template, bare text for another"
-            text = f"{prompt} and {completion} are the turns of conversations {base} (data.apply_chat_template)"
+            base = (
+                "by the base's chat template"
+                if self.as_chats
+                else "for a base with a chat template, bare text for another"
+            )
+            text = (
+                f"{prompt} and {completion} are the turns of conversations {base} "
+                "(data.apply_chat_template)"
+            )
             return "info", f"{name}: {text}."
         return (
             "warn",
-            f"{name}: {prompt} and {completion} are joined as bare text, without the chat template by which chats and "
+            f"{name}: {prompt} and {completion} are joined as bare text, without the chat "
+            "template by which chats and "
             "evaluation ask. For a base that has one, make conversations of them: "
             f"data: {{instruction: {prompt}, output: {completion}}}.",
         )
@@ -250,26 +320,35 @@ class DataReport:
         if counts.several.count:
             yield (
                 "info",
-                f"{name}: {counts.several.text(self.word, 'conversation')}, of which each answer is not the same once more "
-                "follows, by the base's chat template: earlier answers are learned in samples of their own, behind what stands "
+                f"{name}: {counts.several.text(self.word, 'conversation')}, of which each answer "
+                "is not the same once more "
+                "follows, by the base's chat template: earlier answers are learned in samples of "
+                "their own, behind what stands "
                 "before them. training.train_on = 'last_assistant' learns the last ones alone.",
             )
         if counts.cut and cut:
             yield (
                 "warn",
-                f"{name}: {counted(counts.cut, 'sample', 'is', 'are')} cut to training.max_length = {max_length} tokens; "
-                f"{counted(counts.lost_tokens, 'token', 'is', 'are')} lost. A larger max_length keeps them.",
+                f"{name}: {counted(counts.cut, 'sample', 'is', 'are')} cut to training.max_length "
+                f"= {max_length} tokens; "
+                f"{counted(counts.lost_tokens, 'token', 'is', 'are')} lost. A larger max_length "
+                "keeps them.",
             )
         if counts.alike.count and cut:
             yield "warn", alike_text(name, counts.alike, self.word, max_length)
         if counts.dropped:
             left_out = counted(counts.dropped, "pair" if counts.pairs else "sample", "is", "are")
-            yield "warn", f"{name}: {left_out} left out: no assistant token within {max_length} tokens."
+            yield (
+                "warn",
+                f"{name}: {left_out} left out: no assistant token within {max_length} tokens.",
+            )
 
 
 @dataclass(frozen=True)
 class ExamineRequest:
-    """A request to the process that examines files (examiner.py), with paths as that process sees them."""
+    """A request to the process that examines files (examiner.py), with paths as that process sees
+    them.
+    """
 
     path: str
     sha256: str
@@ -306,7 +385,10 @@ class ReadProgress:
     """The share of its bytes, in [0, 1]."""
 
     def message(self, param: Param) -> str:
-        return f"Validating {param.replace('_', ' ')}: {self.lines:,} lines ({int(100 * self.share)} %)."
+        return (
+            f"Validating {param.replace('_', ' ')}: {self.lines:,} lines "
+            f"({int(100 * self.share)} %)."
+        )
 
 
 @dataclass(frozen=True)
@@ -328,7 +410,10 @@ REPLY = TypeAdapter(ExamineReply)
 
 
 class Findings:
-    """Collects faults while a file is read, in the order of its lines. Keeps the first SHOWN_FAULTS and counts the rest."""
+    """Collects faults while a file is read, in the order of its lines.
+
+    Keeps the first SHOWN_FAULTS and counts the rest.
+    """
 
     def __init__(self) -> None:
         self._faults: list[Fault] = []
@@ -347,12 +432,24 @@ class Findings:
             self._groups[key] = FaultGroup(fault, 1, (fault.line,))
 
     def report(
-        self, shape: FileFormat, counts: Counts | None = None, *, unread: bool = False, applied: Applied = False
+        self,
+        shape: FileFormat,
+        counts: Counts | None = None,
+        *,
+        unread: bool = False,
+        applied: Applied = False,
     ) -> DataReport:
-        """The report, at the end of the file or where reading stopped. `applied`: data.apply_chat_template."""
+        """The report, at the end of the file or where reading stopped.
+
+        `applied`: data.apply_chat_template.
+        """
         if not self.examples and not self.faults_total:
             self.fault(Fault(0, "", "the file holds no examples"))
-        usual = shape.format in (None, Format.CHAT) and shape.container is Container.LINES and shape.compression is None
+        usual = (
+            shape.format in (None, Format.CHAT)
+            and shape.container is Container.LINES
+            and shape.compression is None
+        )
         return DataReport(
             self.examples,
             self._faults,
@@ -383,12 +480,15 @@ def check_lines(
 ) -> DataReport:
     """Report on a data file without counting tokens. Raises OSError if it cannot be read.
 
-    `files`: those of the folder `path`. `columns`: their names of columns. `pairs`: it must hold pairs of answers, or must not;
-    None: either is accepted. `records`: receives every record without a fault. `sensitive`: secrets and personal data are
-    looked for. `stop`: is called after each record; True ends reading.
+    `files`: those of the folder `path`. `columns`: their names of columns. `pairs`: it must hold
+    pairs of answers, or must not; None: either is accepted. `records`: receives every record
+    without a fault. `sensitive`: secrets and personal data are looked for. `stop`: is called after
+    each record; True ends reading.
     """
-    findings, records = Findings(), records or Records()
-    unanswered, kinds = Lines(), dict[str, Lines]()
+    findings = Findings()
+    records = records or Records()
+    unanswered = Lines()
+    kinds = dict[str, Lines]()
     stopped = False
     with open_data(path, files, columns) as reader:
         for number, record in reader if pairs is None else for_method(reader, pairs=pairs):
@@ -404,12 +504,20 @@ def check_lines(
                 break
     records.word = reader.shape.word
     report = findings.report(reader.shape, unread=stopped, applied=columns.apply_chat_template)
-    copies, near_empty = records.duplicates, records.near_empty
-    return replace(report, unanswered=unanswered, sensitive=kinds, duplicates=copies, near_empty=near_empty)
+    copies = records.duplicates
+    near_empty = records.near_empty
+    return replace(
+        report, unanswered=unanswered, sensitive=kinds, duplicates=copies, near_empty=near_empty
+    )
 
 
-def for_method(records: Iterable[tuple[int, Record | Fault]], *, pairs: bool) -> Iterator[tuple[int, Record | Fault]]:
-    """The records, with a fault for each that the method cannot train on. `pairs`: the method compares two answers."""
+def for_method(
+    records: Iterable[tuple[int, Record | Fault]], *, pairs: bool
+) -> Iterator[tuple[int, Record | Fault]]:
+    """The records, with a fault for each that the method cannot train on.
+
+    `pairs`: the method compares two answers.
+    """
     for number, record in records:
         fits = isinstance(record, Fault) or isinstance(record, Pair) == pairs
         yield number, (record if fits else Fault(number, "", _ONE_ANSWER if pairs else TWO_ANSWERS))
@@ -418,8 +526,9 @@ def for_method(records: Iterable[tuple[int, Record | Fault]], *, pairs: bool) ->
 def answers(
     records: Iterable[tuple[int, Record | Fault]],
 ) -> Iterator[tuple[int, Record | Fault]]:
-    """Both answers of every numbered pair, the preferred one first, so that pair i becomes samples 2i and 2i + 1; or its
-    fault."""
+    """Both answers of every numbered pair, the preferred one first, so that pair i becomes samples
+    2i and 2i + 1; or its fault.
+    """
     for number, record in for_method(records, pairs=True):
         samples = (record.preferred, record.rejected) if isinstance(record, Pair) else (record,)
         yield from ((number, sample) for sample in samples)

@@ -1,9 +1,11 @@
-"""The helper process that reads data files and counts their tokens (ft_service/data/tokens/examine.py), seen from outside.
+"""The helper process that reads data files and counts their tokens
+(ft_service/data/tokens/examine.py), seen from outside.
 
-The process imports the tokenizers' packages, which takes a second, and then serves one file after another. Reading in a process
-of its own keeps a large file from blocking this process's threads, and can be stopped at any time. If a chat template or a
-tokenizer takes too much processor time or memory, the process is killed or dies; its last task shows what is at fault: the
-lines that it was reading, or the base. A process that the host kills or gives no time says nothing of either.
+The process imports the tokenizers' packages, which takes a second, and then serves one file after
+another. Reading in a process of its own keeps a large file from blocking this process's threads,
+and can be stopped at any time. If a chat template or a tokenizer takes too much processor time or
+memory, the process is killed or dies; its last task shows what is at fault: the lines that it was
+reading, or the base. A process that the host kills or gives no time says nothing of either.
 """
 
 from __future__ import annotations
@@ -39,7 +41,13 @@ from ft_service.data.token_options import TokenOptions
 from ft_service.data.tokenizer_files import tokenizer_state
 from ft_service.errors import DataError, SpecError, UnavailableError
 from ft_service.host.hardware import memory_bytes
-from ft_service.host.helper_process import LATER_SECONDS, HelperFailed, HelperProcess, Program, ran_out_of_memory
+from ft_service.host.helper_process import (
+    LATER_SECONDS,
+    HelperFailed,
+    HelperProcess,
+    Program,
+    ran_out_of_memory,
+)
 from ft_service.host.processes import CRASHES
 from ft_service.rundir.documents import ErrorInfo
 from ft_service.spec import DataFileRef, JobSpec
@@ -47,8 +55,10 @@ from ft_service.spec import DataFileRef, JobSpec
 COMMAND = (sys.executable, "-P", "-m", "ft_service.data.tokens.examine")
 KNOWN_REPORTS = 1000
 STUCK_SECONDS = 300.0
-"""Processor time for loading a tokenizer, rendering a sample or tokenising a chunk of samples, after which the process is
-killed. Most slow rendering is interrupted earlier, by the process itself (RENDER_SECONDS)."""
+"""Processor time for loading a tokenizer, rendering a sample or tokenising a chunk of samples,
+after which the process is killed. Most slow rendering is interrupted earlier, by the process itself
+(RENDER_SECONDS).
+"""
 LOST_SECONDS = 3600.0
 """Time for the same, after which the host is said to have had no processor for it."""
 WATCH_SECONDS = 0.5
@@ -75,7 +85,8 @@ class ExaminerLost(UnavailableError):
         elif "signal" in reason:
             hint = " Often the host ran out of memory."
         super().__init__(
-            f"The process that reads data files ended without an answer: {reason}.{hint}", retry_after=LATER_SECONDS
+            f"The process that reads data files ended without an answer: {reason}.{hint}",
+            retry_after=LATER_SECONDS,
         )
         self.is_lost = is_lost
 
@@ -92,12 +103,18 @@ class _FileAtFault(Exception):
     def __init__(self, tasks: Sequence[RunningTask], reason: str) -> None:
         """`tasks`: those that the process had not finished."""
         super().__init__(reason)
-        self.tasks, self.reason = tasks, reason
+        self.tasks = tasks
+        self.reason = reason
 
     def report(self) -> DataReport:
-        """A report with a fault of the lines that were being read. Raises SpecError if the base is at fault."""
+        """A report with a fault of the lines that were being read.
+
+        Raises SpecError if the base is at fault.
+        """
         if any(running.task is Task.LOADING for running in self.tasks):
-            raise SpecError(f"The base's tokenizer cannot be loaded: that {self.reason}.", param="model")
+            raise SpecError(
+                f"The base's tokenizer cannot be loaded: that {self.reason}.", param="model"
+            )
         first = min((running.first for running in self.tasks), default=0)
         last = max((running.last for running in self.tasks), default=0)
         names = " or ".join(_PARTS[running.task] for running in self.tasks)
@@ -128,7 +145,9 @@ class ReportCache:
 
 
 class Examiner:
-    """Runs at most one helper process at a time. `stop` may be called from any thread, all other methods from one thread only.
+    """Runs at most one helper process at a time.
+
+    `stop` may be called from any thread, all other methods from one thread only.
 
     The helper process ends with this process, even if this one is killed.
     """
@@ -141,8 +160,10 @@ class Examiner:
         command: Sequence[str] = COMMAND,
         stuck_seconds: float = STUCK_SECONDS,
     ) -> None:
-        """`known`: reports shared with other examiners. `tokens`: the folder that keeps the tokens of files without faults, for
-        the ranks; None: tokens are not kept. `command`: the command line of the process, without its last argument."""
+        """`known`: reports shared with other examiners.  `tokens`: the folder that keeps the
+        tokens of files without faults, for the ranks; None: tokens are not kept. `command`: the
+        command line of the process, without its last argument.
+        """
         self._known = known or ReportCache()
         self._tokens = tokens
         self._command = command
@@ -156,7 +177,12 @@ class Examiner:
         self.start()
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
         self.close()
 
     @property
@@ -197,18 +223,26 @@ class Examiner:
                     )
                     self._process = HelperProcess(program)
 
-    def examine_file(self, param: Param, data: DataFileRef, path: Path, spec: JobSpec, tell: Tell) -> DataReport | ErrorInfo:
-        """The report on a job's file for its base, or the error that prevents training on it. Raises ExaminerLost.
+    def examine_file(
+        self, param: Param, data: DataFileRef, path: Path, spec: JobSpec, tell: Tell
+    ) -> DataReport | ErrorInfo:
+        """The report on a job's file for its base, or the error that prevents training on it.
 
-        `path`: the file's path on this host. `tell`: called with progress messages if reading takes long.
+        Raises ExaminerLost.
+
+        `path`: the file's path on this host. `tell`: called with progress messages if reading takes
+        long.
         """
         try:
             for name in data.files or ("",):
                 (path / name).stat()
         except OSError as error:
             return unreadable(param, data, error)
-        options, pairs = TokenOptions.of(spec), spec.dpo is not None
-        request = self.request(data, path, spec.model.path, spec.longest_sample, options, pairs=pairs)
+        options = TokenOptions.of(spec)
+        pairs = spec.dpo is not None
+        request = self.request(
+            data, path, spec.model.path, spec.longest_sample, options, pairs=pairs
+        )
         try:
             report = self.examine(request, lambda progress: tell(progress.message(param)))
         except SpecError as error:
@@ -216,9 +250,19 @@ class Examiner:
         return report.error(param, data.name) or report
 
     def request(
-        self, data: DataFileRef, path: Path, model_path: str, max_length: int, options: TokenOptions, *, pairs: bool = False
+        self,
+        data: DataFileRef,
+        path: Path,
+        model_path: str,
+        max_length: int,
+        options: TokenOptions,
+        *,
+        pairs: bool = False,
     ) -> ExamineRequest:
-        """A request for a file. `path`: the file's path on this host; `pairs`: it holds pairs of answers."""
+        """A request for a file.
+
+        `path`: the file's path on this host; `pairs`: it holds pairs of answers.
+        """
         return ExamineRequest(
             *(str(path), data.sha256, model_path, tokenizer_state(model_path), max_length),
             render_seconds=RENDER_SECONDS,
@@ -230,8 +274,12 @@ class Examiner:
             cpu_seconds=check_seconds(path, data),
         )
 
-    def examine(self, request: ExamineRequest, note: Callable[[ReadProgress], object] = lambda _: None) -> DataReport:
-        """The report on a file; blocks until the file is read. `note`: called with the progress if that takes long.
+    def examine(
+        self, request: ExamineRequest, note: Callable[[ReadProgress], object] = lambda _: None
+    ) -> DataReport:
+        """The report on a file; blocks until the file is read.
+
+        `note`: called with the progress if that takes long.
 
         Raises SpecError if the base's tokenizer cannot be used, ExaminerLost.
         """
@@ -247,9 +295,12 @@ class Examiner:
         self._known.put(request, report)
         return report
 
-    def measure_job(self, spec: JobSpec, paths: Mapping[str, Path] | None = None) -> DataStatistics | ErrorInfo:
-        """The statistics of a job's files, which were examined before; or the error that prevents training on them. `paths`:
-        path in the spec → path on this host; None: they are the same. Raises ExaminerLost.
+    def measure_job(
+        self, spec: JobSpec, paths: Mapping[str, Path] | None = None
+    ) -> DataStatistics | ErrorInfo:
+        """The statistics of a job's files, which were examined before; or the error that prevents
+        training on them. `paths`: path in the spec → path on this host; None: they are the same.
+        Raises ExaminerLost.
         """
         here = paths or {}
         training, validation = (
@@ -257,8 +308,12 @@ class Examiner:
             for file in (spec.training_data, spec.validation_data)
         )
         assert training is not None, "the job has a training file"
-        path, max_length, options = Path(training.path), spec.longest_sample, TokenOptions.of(spec)
-        request = self.request(training, path, spec.model.path, max_length, options, pairs=spec.dpo is not None)
+        path = Path(training.path)
+        max_length = spec.longest_sample
+        options = TokenOptions.of(spec)
+        request = self.request(
+            training, path, spec.model.path, max_length, options, pairs=spec.dpo is not None
+        )
         measure = replace(Measure.of(spec), training_file=training, validation_file=validation)
         if validation is not None:
             seconds = request.cpu_seconds + check_seconds(Path(validation.path), validation)
@@ -269,8 +324,10 @@ class Examiner:
             return ErrorInfo(code=error.code, message=error.message, param=error.param)
 
     def measure(self, request: ExamineRequest) -> DataStatistics:
-        """The statistics that a request asks for (`measure`). Raises SpecError if the base's tokenizer cannot be used,
-        DataError for data that cannot be trained on, ExaminerLost.
+        """The statistics that a request asks for (`measure`).
+
+        Raises SpecError if the base's tokenizer cannot be used, DataError for data that cannot be
+        trained on, ExaminerLost.
         """
         try:
             statistics = self._reply(request).statistics
@@ -280,8 +337,10 @@ class Examiner:
         return statistics
 
     def show(self, request: ExamineRequest) -> SamplePage:
-        """The samples that a request asks for (`show`). Raises SpecError if the base's tokenizer cannot be used, OSError if the
-        file cannot be read, ExaminerLost.
+        """The samples that a request asks for (`show`).
+
+        Raises SpecError if the base's tokenizer cannot be used, OSError if the file cannot be read,
+        ExaminerLost.
         """
         try:
             page = self._reply(request).page
@@ -291,7 +350,9 @@ class Examiner:
         assert page is not None, "the request asks for it"
         return page
 
-    def _reply(self, request: ExamineRequest, note: Callable[[ReadProgress], object] = lambda _: None) -> ExamineReply:
+    def _reply(
+        self, request: ExamineRequest, note: Callable[[ReadProgress], object] = lambda _: None
+    ) -> ExamineReply:
         """The last reply to a request. Raises _FileAtFault, SpecError, DataError, ExaminerLost."""
         self.start()
         assert self._process is not None
@@ -305,8 +366,9 @@ class Examiner:
         return reply
 
     def stop(self, *, for_good: bool = False) -> None:
-        """Kill the process: an examination in progress raises ExaminerLost. The next file gets a new process, unless
-        `for_good`.
+        """Kill the process: an examination in progress raises ExaminerLost.
+
+        The next file gets a new process, unless `for_good`.
         """
         with self._guard:
             self._closed = self._closed or for_good
@@ -318,23 +380,35 @@ class Examiner:
         self.stop(for_good=True)
         self._forget()
 
-    def _next_reply(self, process: HelperProcess, request: ExamineRequest, begun: float) -> ExamineReply:
-        """The next reply; a stuck process is killed. `begun`: its processor time when it got the request. Raises _FileAtFault,
-        TakesTooLongError, ExaminerLost."""
+    def _next_reply(
+        self, process: HelperProcess, request: ExamineRequest, begun: float
+    ) -> ExamineReply:
+        """The next reply; a stuck process is killed.
+
+        `begun`: its processor time when it got the request. Raises _FileAtFault, TakesTooLongError,
+        ExaminerLost.
+        """
         current_task = self._current_task
         assert current_task is not None
         try:
             while (line := process.receive(WATCH_SECONDS)) is None:
-                running, spent = current_task.running(), process.cpu_seconds
-                if stuck := [task for task in running if spent - task.cpu_begun > self._stuck_seconds]:
+                running = current_task.running()
+                spent = process.cpu_seconds
+                if stuck := [
+                    task for task in running if spent - task.cpu_begun > self._stuck_seconds
+                ]:
                     self.stop()
-                    raise _FileAtFault(stuck, f"took longer than {self._stuck_seconds:g} seconds of a processor")
+                    raise _FileAtFault(
+                        stuck, f"took longer than {self._stuck_seconds:g} seconds of a processor"
+                    )
                 if spent - begun > request.cpu_seconds:
                     self.stop()
                     raise _takes_too_long(request)
                 if any(task.seconds > LOST_SECONDS for task in running):
                     self.stop()
-                    raise ExaminerLost(f"the host had no processor for it in {LOST_SECONDS:g} seconds")
+                    raise ExaminerLost(
+                        f"the host had no processor for it in {LOST_SECONDS:g} seconds"
+                    )
         except HelperFailed as error:
             tasks = current_task.running()
             raise _error_of(error, tasks, request, is_ready=current_task.is_ready) from None
@@ -347,7 +421,10 @@ class Examiner:
 
 
 def check_seconds(path: Path, data: DataFileRef) -> float:
-    """Processor time in which the examination of a file must end, in seconds. `path`: the file's path on this host."""
+    """Processor time in which the examination of a file must end, in seconds.
+
+    `path`: the file's path on this host.
+    """
     try:
         size = sum((path / name).stat().st_size for name in data.files or ("",))
     except OSError:  # which the examination reports
@@ -357,20 +434,31 @@ def check_seconds(path: Path, data: DataFileRef) -> float:
 
 def _takes_too_long(request: ExamineRequest) -> TakesTooLongError:
     text = (
-        f"reading, rendering and tokenising it takes more than {request.cpu_seconds:,.0f} seconds of a processor, the limit "
+        f"reading, rendering and tokenising it takes more than {request.cpu_seconds:,.0f} seconds "
+        "of a processor, the limit "
         "for its size: use a chat template that does less, or give fewer or shorter lines"
     )
     return TakesTooLongError(text, param="training_file")
 
 
-def _error_of(ended: HelperFailed, tasks: Sequence[RunningTask], request: ExamineRequest, *, is_ready: bool) -> Exception:
-    """The error for a process that ended. `tasks`: those that it had not finished; `is_ready`: whether it had begun any."""
-    code, output = ended.exit_code or 0, ended.last_words
+def _error_of(
+    ended: HelperFailed, tasks: Sequence[RunningTask], request: ExamineRequest, *, is_ready: bool
+) -> Exception:
+    """The error for a process that ended.
+
+    `tasks`: those that it had not finished; `is_ready`: whether it had begun any.
+    """
+    code = ended.exit_code or 0
+    output = ended.last_words
     if is_ready and ran_out_of_memory(output):
-        return _FileAtFault(tasks, f"needed more than {request.memory_bytes // 2**20:,} MiB of memory")
+        return _FileAtFault(
+            tasks, f"needed more than {request.memory_bytes // 2**20:,} MiB of memory"
+        )
     if tasks and -code in CRASHES:
         return _FileAtFault(tasks, f"crashed the process that reads data files (signal {-code})")
-    reason = f"killed by signal {-code}" if code < 0 else output[-1] if output else f"exit code {code}"
+    reason = (
+        f"killed by signal {-code}" if code < 0 else output[-1] if output else f"exit code {code}"
+    )
     return ExaminerLost(reason, is_lost=ended.is_lost)
 
 
@@ -382,7 +470,11 @@ def data_files(spec: JobSpec) -> list[tuple[Param, DataFileRef]]:
 
 def unreadable(param: Param, data: DataFileRef, error: OSError) -> ErrorInfo:
     """The job's error for a file that cannot be read."""
-    return ErrorInfo(code=f"invalid_{param}", message=f"{data.name} cannot be read: {error.strerror}.", param=param)
+    return ErrorInfo(
+        code=f"invalid_{param}",
+        message=f"{data.name} cannot be read: {error.strerror}.",
+        param=param,
+    )
 
 
 def _key(request: ExamineRequest) -> Hashable:

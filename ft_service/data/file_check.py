@@ -1,7 +1,7 @@
 """The process that reports on one data file without a base: `python -m ft_service.data.file_check`.
 
-It reads a FileCheckRequest, one line of JSON, writes a DataReport and ends. It is a process of its own because the file comes
-from a user: its time and memory are limited, and the caller can end it.
+It reads a FileCheckRequest, one line of JSON, writes a DataReport and ends. It is a process of its
+own because the file comes from a user: its time and memory are limited, and the caller can end it.
 """
 
 from __future__ import annotations
@@ -61,7 +61,9 @@ def answer(request: FileCheckRequest) -> DataReport:
             stop=lambda: time.monotonic() > end,
         )
     except MemoryError:
-        return file_at_fault(f"to read it takes more than {mebibytes(request.memory_bytes)} of memory")
+        return file_at_fault(
+            f"to read it takes more than {mebibytes(request.memory_bytes)} of memory"
+        )
     except OSError as error:
         return file_at_fault(f"it cannot be read: {error.strerror or error}")
 

@@ -1,4 +1,7 @@
-"""General text and prompts, to measure what a model has forgotten. Written for this project; licence: CC0-1.0."""
+"""General text and prompts, to measure what a model has forgotten.
+
+Written for this project; licence: CC0-1.0.
+"""
 
 from __future__ import annotations
 
@@ -23,13 +26,20 @@ _ASKED = (
 
 
 def passages() -> list[str]:
-    """Return the passages, of kinds that take turns: prose, facts, code, dialogue and others, in several languages."""
+    """Return the passages, of kinds that take turns: prose, facts, code, dialogue and others, in
+    several languages.
+    """
     _, *parts = ("\n" + _FILE.read_text(encoding="utf-8")).split("\n" + _MARK)
     return [part.partition("\n")[2].strip() for part in parts]
 
 
 def prompts(*, chat: bool) -> list[Prompt]:
-    """Return general prompts: as conversations, or for a base without a chat template as text to continue."""
+    """Return general prompts: as conversations, or for a base without a chat template as text to
+    continue.
+    """
     if chat:
-        return [Prompt.model_validate({"messages": [{"role": "user", "content": asked}]}) for asked in _ASKED]
+        return [
+            Prompt.model_validate({"messages": [{"role": "user", "content": asked}]})
+            for asked in _ASKED
+        ]
     return [Prompt(prompt=asked + "\n") for asked in _ASKED]

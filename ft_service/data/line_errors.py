@@ -12,7 +12,10 @@ from ft_service.wording import kind, shown_value
 
 
 class LineError(DataError):
-    """A line cannot be trained on. `field`: dotted place in the line; empty: the whole line. `reason`: why."""
+    """A line cannot be trained on.
+
+    `field`: dotted place in the line; empty: the whole line. `reason`: why.
+    """
 
     def __init__(self, field: str, reason: str) -> None:
         super().__init__(f"{field}: {reason}" if field else reason)
@@ -30,7 +33,9 @@ class Fault:
     """Dotted place in the line; empty: the whole line."""
     reason: str
     last_line: int = 0
-    """The last line of a range of which one is at fault, and it is not known which; 0: it is `line`."""
+    """The last line of a range of which one is at fault, and it is not known which; 0: it is
+    `line`.
+    """
     over_limit: bool = False
     """A limit on time or memory was exceeded; on another host it may not be."""
 
@@ -38,20 +43,34 @@ class Fault:
         return self.text("line")
 
     def text(self, word: str) -> str:
-        """The fault as one sentence. `word`: the name of the file's records, such as line or row."""
+        """The fault as one sentence.
+
+        `word`: the name of the file's records, such as line or row.
+        """
         several = self.last_line > self.line
-        place = f"{word}s {self.line} to {self.last_line}: " if several else f"{word} {self.line}: " if self.line else ""
+        place = (
+            f"{word}s {self.line} to {self.last_line}: "
+            if several
+            else f"{word} {self.line}: "
+            if self.line
+            else ""
+        )
         return f"{place}{self.field} {self.reason}" if self.field else f"{place}{self.reason}"
 
 
-def refuse_keys(given: Mapping[str, Any], known: Collection[str], refused: Mapping[str, str], prefix: str) -> None:
+def refuse_keys(
+    given: Mapping[str, Any], known: Collection[str], refused: Mapping[str, str], prefix: str
+) -> None:
     """Raise LineError for an unknown key, and for a key that is refused with a reason."""
     for key in refused:  # in this order: the keys that say most about a format come first
         if key in given:
             raise LineError(prefix + key, refused[key])
     for key in given:
         if key not in known:
-            raise LineError(prefix + shown_value(key).strip("'"), f"is not a known key; known are {', '.join(sorted(known))}")
+            raise LineError(
+                prefix + shown_value(key).strip("'"),
+                f"is not a known key; known are {', '.join(sorted(known))}",
+            )
 
 
 def text_of(value: Any, place: str) -> str:
@@ -61,31 +80,44 @@ def text_of(value: Any, place: str) -> str:
     try:
         value.encode()
     except UnicodeEncodeError as error:
-        raise LineError(place, f"holds half of a surrogate pair at character {error.start + 1}") from None
+        raise LineError(
+            place, f"holds half of a surrogate pair at character {error.start + 1}"
+        ) from None
     return value
 
 
 def json_of(value: Any, place: str) -> Any:
-    """The value, if it can be written as JSON in UTF-8. Raises LineError: tables hold dates and bytes, and JSON that is read
-    may hold half of a surrogate pair."""
+    """The value, if it can be written as JSON in UTF-8.
+
+    Raises LineError: tables hold dates and bytes, and JSON that is read may hold half of a
+    surrogate pair.
+    """
     try:
         json.dumps(value, ensure_ascii=False).encode()
     except UnicodeEncodeError:
         raise LineError(place, "holds half of a surrogate pair") from None
     except TypeError as error:
-        raise LineError(place, f"cannot be written as JSON: {error}. Make it text or a number, or leave it out") from None
+        raise LineError(
+            place, f"cannot be written as JSON: {error}. Make it text or a number, or leave it out"
+        ) from None
     except (ValueError, RecursionError):
         raise LineError(place, "is nested too deeply") from None
     return value
 
 
 def required(given: Mapping[str, Any], key: str, prefix: str = "") -> Any:
-    """The value of a key. `prefix`: the place of the object in the line, with a dot. Raises LineError if it is missing."""
+    """The value of a key. `prefix`: the place of the object in the line, with a dot.
+
+    Raises LineError if it is missing.
+    """
     if key not in given:
         raise LineError(prefix + key, "is required")
     return given[key]
 
 
 def not_utf8(byte: int, place: str) -> str:
-    """The reason for refusing text in another encoding than UTF-8. `place`: of the first byte at fault."""
+    """The reason for refusing text in another encoding than UTF-8.
+
+    `place`: of the first byte at fault.
+    """
     return f"is not UTF-8: byte 0x{byte:02x} at {place}. Save the file as UTF-8 (Excel: CSV UTF-8)"

@@ -1,8 +1,11 @@
-"""Fields of records that are null. They count as absent: Arrow gives all objects of a column the same fields, in Parquet and in
-the JSON lines that are exported from it. Nulls that mean something stay. Pure.
+"""Fields of records that are null.
 
-An argument of a call stays null where the definition of the called function requires the argument or lets it be null, and
-where there is no such definition. A definition's `default` or `const` stays null where its schema lets the value be null.
+They count as absent: Arrow gives all objects of a column the same fields, in Parquet and in the
+JSON lines that are exported from it. Nulls that mean something stay. Pure.
+
+An argument of a call stays null where the definition of the called function requires the argument
+or lets it be null, and where there is no such definition. A definition's `default` or `const` stays
+null where its schema lets the value be null.
 """
 
 from __future__ import annotations
@@ -21,8 +24,10 @@ Schemas = Mapping[str, Any]
 
 
 def without_null_fields(value: Any, schemas: Schemas) -> Any:
-    """A record, or a part of it, without fields that are null, but for content, which is told what it is, and for arguments
-    that stay. Definitions of tools are left as they are. `schemas`: those of the record's tools."""
+    """A record, or a part of it, without fields that are null, but for content, which is told what
+    it is, and for arguments that stay. Definitions of tools are left as they are. `schemas`: those
+    of the record's tools.
+    """
     if isinstance(value, list):
         return [without_null_fields(inner, schemas) for inner in value]
     if not isinstance(value, dict):
@@ -32,14 +37,17 @@ def without_null_fields(value: Any, schemas: Schemas) -> Any:
         for key, inner in value.items()
         if inner is not None or key == "content"
     }
-    arguments, name = given.get("arguments"), given.get("name")
+    arguments = given.get("arguments")
+    name = given.get("name")
     if isinstance(arguments, dict) and isinstance(name, str):
         given["arguments"] = _arguments(arguments, schemas.get(name))
     return given
 
 
 def definition_without_null_fields(definition: Any) -> Any:
-    """A tool's definition, or a part of it, without fields that are null, but for values that its schemas let be null."""
+    """A tool's definition, or a part of it, without fields that are null, but for values that its
+    schemas let be null.
+    """
     if isinstance(definition, list):
         return [definition_without_null_fields(inner) for inner in definition]
     if not isinstance(definition, dict):
@@ -52,7 +60,10 @@ def definition_without_null_fields(definition: Any) -> Any:
 
 
 def _arguments(arguments: dict[str, Any], schema: Any) -> dict[str, Any]:
-    """A call's arguments, or an object within them. `schema`: its JSON schema; None: it is not known."""
+    """A call's arguments, or an object within them.
+
+    `schema`: its JSON schema; None: it is not known.
+    """
     properties = schema.get("properties") if isinstance(schema, dict) else None
     if not isinstance(properties, dict):
         return arguments
@@ -65,7 +76,10 @@ def _arguments(arguments: dict[str, Any], schema: Any) -> dict[str, Any]:
 
 
 def _admits_null(schema: Any) -> bool:
-    """Return whether a JSON schema lets a value be null. It says nothing of fields that it does not have."""
+    """Return whether a JSON schema lets a value be null.
+
+    It says nothing of fields that it does not have.
+    """
     if not isinstance(schema, dict):
         return False
     given = {key: schema[key] for key in _TYPES if schema.get(key) is not None}

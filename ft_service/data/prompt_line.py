@@ -1,6 +1,8 @@
-"""Lines of a file of prompts, for reinforcement learning: a conversation that the model answers, and what a grader needs.
+"""Lines of a file of prompts, for reinforcement learning: a conversation that the model answers,
+and what a grader needs.
 
-{"messages": […], "tools": […], "reference_answer": …, …}     OpenAI's format: all other keys are the item, `{{ item.key }}`
+{"messages": […], "tools": […], "reference_answer": …, …}     OpenAI's format: all other keys are
+the item, `{{ item.key }}`
 """
 
 from __future__ import annotations
@@ -8,7 +10,13 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from ft_service.data.chat_line import KEYS, parse_messages, parse_tools, parse_variables, require_answered_calls
+from ft_service.data.chat_line import (
+    KEYS,
+    parse_messages,
+    parse_tools,
+    parse_variables,
+    require_answered_calls,
+)
 from ft_service.data.line_errors import LineError, json_of, required, text_of
 from ft_service.data.sample_kinds import GradedPrompt
 
@@ -16,27 +24,41 @@ _ANSWERED: Mapping[str, str] = {
     **dict.fromkeys(("preferred_output", "non_preferred_output", "chosen", "rejected"), "dpo"),
     "completion": "supervised",
 }
-"""Keys of other methods' lines → the method. With them instead of messages, the file is of that method."""
+"""Keys of other methods' lines → the method.
+
+With them instead of messages, the file is of that method.
+"""
 
 
 def parse_prompt(line: Mapping[str, Any]) -> GradedPrompt:
     """An object as a prompt to grade. Raises LineError (a DataError) with its first fault."""
-    other = next((key for key in _ANSWERED if key in line), None) if "messages" not in line else None
+    other = (
+        next((key for key in _ANSWERED if key in line), None) if "messages" not in line else None
+    )
     if other is not None:
-        reason = f"is of method: {{type: {_ANSWERED[other]}}}; a prompt to grade has messages, and no answer"
+        reason = (
+            f"is of method: {{type: {_ANSWERED[other]}}}; a prompt to grade has messages, "
+            "and no answer"
+        )
         raise LineError(other, reason)
     given = required(line, "messages")
     parsed = parse_messages(given, "messages")
     for number, message in enumerate(given):
         if message.get("weight") is not None:
-            raise LineError(f"messages.{number}.weight", "says what is learned, and nothing of a prompt is: leave it out")
+            raise LineError(
+                f"messages.{number}.weight",
+                "says what is learned, and nothing of a prompt is: leave it out",
+            )
     require_answered_calls(parsed)
     if parsed[-1][0]["role"] == "assistant":
         raise LineError(
             "messages",
-            "must end with a message that the model answers, not with the assistant's own: give an expected answer under a "
+            "must end with a message that the model answers, not with the assistant's own: give "
+            "an expected answer under a "
             "key of its own, such as reference_answer",
         )
-    item = {text_of(key, "a key"): json_of(value, key) for key, value in line.items() if key not in KEYS}
+    item = {
+        text_of(key, "a key"): json_of(value, key) for key, value in line.items() if key not in KEYS
+    }
     messages = tuple(message for message, _ in parsed)
     return GradedPrompt(messages, tuple(parse_tools(line)), item, parse_variables(line))

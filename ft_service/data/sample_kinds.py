@@ -1,5 +1,8 @@
-"""Kinds of records: conversations, prompts with their completions, texts, and pairs. Records of every format become one of
-these (ft_service/data/formats/), and all tokens are made from them."""
+"""Kinds of records: conversations, prompts with their completions, texts, and pairs.
+
+Records of every format become one of these (ft_service/data/formats/), and all tokens are made from
+them.
+"""
 
 from __future__ import annotations
 
@@ -18,11 +21,16 @@ class Conversation:
     """A conversation, which is rendered with the base's chat template."""
 
     messages: tuple[dict[str, Any], ...]
-    """`{"role", "content"}` each, as a chat template takes them; roles are system, user, assistant and tool. An assistant's may
-    have `tool_calls`, whose arguments are objects, and `reasoning_content`, text that is not blank. `name` is that of the
-    participant; a tool's is that of the function."""
+    """`{"role", "content"}` each, as a chat template takes them; roles are system, user, assistant
+    and tool. An assistant's may have `tool_calls`, whose arguments are objects, and
+    `reasoning_content`, text that is not blank. `name` is that of the participant; a tool's is that
+    of the function.
+    """
     weights: tuple[int, ...]
-    """One weight for each message: 1 if its tokens are trained on, else 0. Only the assistant's may be 1."""
+    """One weight for each message: 1 if its tokens are trained on, else 0.
+
+    Only the assistant's may be 1.
+    """
     tools: tuple[Tool, ...] = ()
     """Definitions of tools."""
     variables: Mapping[str, Variable] = field(default_factory=dict)
@@ -34,21 +42,31 @@ class Conversation:
 
     @property
     def is_without_answer(self) -> bool:
-        """True if its learned answers have neither words, calls nor reasoning: only the end of a turn is learned."""
-        learned = [message for message, weight in zip(self.messages, self.weights, strict=True) if weight]
+        """True if its learned answers have neither words, calls nor reasoning: only the end of a
+        turn is learned.
+        """
+        learned = [
+            message for message, weight in zip(self.messages, self.weights, strict=True) if weight
+        ]
         return not any(
-            message["content"].strip() or "tool_calls" in message or "reasoning_content" in message for message in learned
+            message["content"].strip() or "tool_calls" in message or "reasoning_content" in message
+            for message in learned
         )
 
     def by_answers(self) -> Iterator[Conversation]:
-        """One conversation for each learned answer, which ends with that answer and learns only it."""
+        """One conversation for each learned answer, which ends with that answer and learns only
+        it.
+        """
         for index in (index for index, weight in enumerate(self.weights) if weight):
             yield replace(self, messages=self.messages[: index + 1], weights=(*(0,) * index, 1))
 
 
 @dataclass(frozen=True)
 class PromptCompletion:
-    """Bare text and its continuation, of which only the continuation is learned. The chat template is not applied."""
+    """Bare text and its continuation, of which only the continuation is learned.
+
+    The chat template is not applied.
+    """
 
     prompt: str
     completion: str
@@ -57,7 +75,9 @@ class PromptCompletion:
     def as_chat(self) -> Conversation:
         """The conversation of a user's message and its answer."""
         turns = ("user", self.prompt), ("assistant", self.completion)
-        return Conversation(tuple({"role": role, "content": content} for role, content in turns), (0, 1))
+        return Conversation(
+            tuple({"role": role, "content": content} for role, content in turns), (0, 1)
+        )
 
 
 @dataclass(frozen=True)
@@ -78,7 +98,9 @@ class Pair:
 
 @dataclass(frozen=True)
 class GradedPrompt:
-    """A conversation for the model to answer, of reinforcement learning: a grader gives the answers rewards."""
+    """A conversation for the model to answer, of reinforcement learning: a grader gives the answers
+    rewards.
+    """
 
     messages: tuple[dict[str, Any], ...]
     """As of a Conversation; the last one is not the assistant's."""
@@ -95,11 +117,15 @@ def is_unanswered(record: Record) -> bool:
 
 
 def named_roles(record: Record) -> set[str]:
-    """The roles of which messages of the record have the name of a participant: system, user, assistant."""
+    """The roles of which messages of the record have the name of a participant: system, user,
+    assistant.
+    """
     if isinstance(record, Pair):
         return named_roles(record.preferred) | named_roles(record.rejected)
     messages = record.messages if isinstance(record, Conversation | GradedPrompt) else ()
-    return {message["role"] for message in messages if "name" in message and message["role"] != "tool"}
+    return {
+        message["role"] for message in messages if "name" in message and message["role"] != "tool"
+    }
 
 
 Record = Conversation | PromptCompletion | Text | Pair | GradedPrompt

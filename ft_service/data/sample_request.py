@@ -1,4 +1,6 @@
-"""Samples of a data file as the model sees them, in replies of the process that has the tokenizers."""
+"""Samples of a data file as the model sees them, in replies of the process that has the
+tokenizers.
+"""
 
 from __future__ import annotations
 
@@ -6,8 +8,10 @@ from dataclasses import dataclass
 from typing import Literal
 
 Role = Literal["learned", "words", "template", "cut"]
-"""learned: the model is trained to produce the token; words: a token of a message or a prompt that is only read; template: a
-token of the chat template that is only read; cut: a token after training.max_length, which is not used."""
+"""learned: the model is trained to produce the token; words: a token of a message or a prompt that
+is only read; template: a token of the chat template that is only read; cut: a token after
+training.max_length, which is not used.
+"""
 MOST_LINES = 10**12
 """Upper limit of record numbers in requests; no file has more records."""
 Answer = Literal["", "preferred", "rejected"]
@@ -18,7 +22,9 @@ Answer = Literal["", "preferred", "rejected"]
 class ShownToken:
     id: int
     text: str
-    """The token's part of the sample's text; empty if the previous token has the character that both encode."""
+    """The token's part of the sample's text; empty if the previous token has the character that
+    both encode.
+    """
     role: Role
 
 

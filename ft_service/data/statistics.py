@@ -15,7 +15,9 @@ from ft_service.wording import counted
 SHOWN_LINES = 5
 """Lines that a message names of those with the same property."""
 NEAR_EMPTY = 1
-"""An answer with at most this many learned tokens, not counting the end of its turn, is nearly empty."""
+"""An answer with at most this many learned tokens, not counting the end of its turn, is nearly
+empty.
+"""
 FEW_SAMPLES = 10
 FEW_STEPS = 20
 """Fewer samples or steps hardly change a model."""
@@ -45,14 +47,20 @@ class Lines:
         return Lines(self.count + 1, first)
 
     def text(self, word: str, what: str = "sample") -> str:
-        """The records as text: `4 samples (lines 2, 3, 7, 9)`. `word`: the name of the file's records."""
+        """The records as text: `4 samples (lines 2, 3, 7, 9)`.
+
+        `word`: the name of the file's records.
+        """
         shown = ", ".join(map(str, self.first)) + (", …" if self.count > len(self.first) else "")
         return f"{counted(self.count, what)} ({word}{'s' if self.count > 1 else ''} {shown})"
 
 
 @dataclass(frozen=True)
 class Spread:
-    """The distribution of a count over samples. Percentiles are counts of samples, not interpolated."""
+    """The distribution of a count over samples.
+
+    Percentiles are counts of samples, not interpolated.
+    """
 
     least: int = 0
     mean: float = 0.0
@@ -112,13 +120,17 @@ class DataStatistics:
     overlap: Lines
     """Samples of the validation file with the same tokens as a training sample."""
     items: int
-    """Units that training.batch_size counts: samples or pairs; for documents, rows of training.max_length tokens."""
+    """Units that training.batch_size counts: samples or pairs; for documents, rows of
+    training.max_length tokens.
+    """
     steps: int
     """Optimizer steps."""
     trained_tokens: int
     """Approximate number of tokens over all steps."""
     padding_saved: float
-    """The share of padding, in [0, 1), if each batch were padded to its longest sample; packed rows have no padding."""
+    """The share of padding, in [0, 1), if each batch were padded to its longest sample; packed rows
+    have no padding.
+    """
     seconds: float | None = None
     """Estimated duration of training; None: the machine's speed is not known."""
     flops: float | None = None
@@ -140,28 +152,41 @@ class Measure:
     @property
     def is_of_one_file(self) -> bool:
         """True if training and validation file have the same contents."""
-        return self.validation_file is not None and self.validation_file.sha256 == self.training_file.sha256
+        return (
+            self.validation_file is not None
+            and self.validation_file.sha256 == self.training_file.sha256
+        )
 
     @classmethod
     def of(cls, spec: JobSpec) -> Measure:
         assert spec.training_data is not None, "the job has a training file"
         limited = "training.max_length" in spec.chosen
-        return cls(spec.training_data, spec.validation_data, spec.training, spec.validation_split, spec.seed, limited)
+        return cls(
+            spec.training_data,
+            spec.validation_data,
+            spec.training,
+            spec.validation_split,
+            spec.seed,
+            limited,
+        )
 
 
 def items_of_steps(steps: int, batch: int, items: int) -> int:
-    """The units of training.batch_size that a number of steps takes: the last step of an epoch takes those that are left.
-    `items`: those of an epoch, at least 1."""
+    """The units of training.batch_size that a number of steps takes: the last step of an epoch
+    takes those that are left. `items`: those of an epoch, at least 1.
+    """
     epochs, rest = divmod(steps, -(-items // batch))
     return epochs * items + min(rest * batch, items)
 
 
 class Records:
-    """Counts the records of a file, and finds copies (of the first MOST_COMPARED) and empty answers, without a base's
-    tokenizer."""
+    """Counts the records of a file, and finds copies (of the first MOST_COMPARED) and empty
+    answers, without a base's tokenizer.
+    """
 
     def __init__(self, name: str = "") -> None:
-        self.name, self.word = name, "line"
+        self.name = name
+        self.word = "line"
         self.count = 0
         self.duplicates = self.near_empty = Lines()
         self._contents: dict[int, int] = {}
@@ -184,16 +209,28 @@ class Records:
 
     def overlap(self, other: Records) -> Lines:
         """Records that another file has too, without duplicates."""
-        common = [number for content, number in self._contents.items() if content in other._contents]
+        common = [
+            number for content, number in self._contents.items() if content in other._contents
+        ]
         return Lines.of(common)
 
 
-def without_base(training: Records, validation: Records | None, options: TrainingOptions) -> DataStatistics:
+def without_base(
+    training: Records, validation: Records | None, options: TrainingOptions
+) -> DataStatistics:
     """The statistics of a job's files that need no tokenizer."""
     steps = options.max_steps or options.epochs * -(-training.count // options.batch)
     overlap = validation.overlap(training) if validation is not None else Lines()
     held_out = validation.statistics() if validation is not None else None
-    return DataStatistics(training.statistics(), held_out, overlap, training.count, steps, trained_tokens=0, padding_saved=0.0)
+    return DataStatistics(
+        training.statistics(),
+        held_out,
+        overlap,
+        training.count,
+        steps,
+        trained_tokens=0,
+        padding_saved=0.0,
+    )
 
 
 Level = Literal["info", "warn"]
@@ -201,37 +238,45 @@ Level = Literal["info", "warn"]
 
 def messages(found: DataStatistics, asked: Measure) -> Iterator[tuple[Level, str]]:
     """Level and sentence for events, in addition to those of DataReport; warnings last."""
-    training, validation = found.training, found.validation
+    training = found.training
+    validation = found.validation
     if asked.validation_split is not None and validation is not None:
         yield (
             "info",
-            f"{validation.samples:,} of the {training.samples + validation.samples:,} samples of {training.name} are set aside "
+            f"{validation.samples:,} of the {training.samples + validation.samples:,} samples of "
+            f"{training.name} are set aside "
             f"for validation (validation_split {asked.validation_split:g}, seed {asked.seed}).",
         )
     lengths = training.lengths
     if lengths.most > asked.training.max_length and not training.cut.count:
         yield (
             "info",
-            f"{training.name}: what is longer than training.max_length = {asked.training.max_length} tokens is split into "
+            f"{training.name}: what is longer than training.max_length = "
+            f"{asked.training.max_length} tokens is split into "
             "windows, and nothing is lost.",
         )
     if found.items < training.samples:
         yield (
             "info",
-            f"{training.name}: {training.samples:,} samples fill {counted(found.items, 'row')}, which batch_size counts.",
+            f"{training.name}: {training.samples:,} samples fill {counted(found.items, 'row')}, "
+            "which batch_size counts.",
         )
     yield (
         "info",
-        f"{counted(found.steps, 'step')} over {counted(training.samples, 'sample')}, half of them no longer than "
+        f"{counted(found.steps, 'step')} over {counted(training.samples, 'sample')}, half of them "
+        "no longer than "
         f"{lengths.median:,} tokens, 99 % "
-        f"no longer than {lengths.p99:,}; {share(training.targets, training.tokens)} of all tokens are learned.",
+        f"no longer than {lengths.p99:,}; {share(training.targets, training.tokens)} of all "
+        "tokens are learned.",
     )
     for sentence in advice(found, asked):
         yield "warn", sentence
 
 
 def advice(found: DataStatistics, asked: Measure) -> Iterator[str]:
-    """Sentences of advice, each with the lines or the option to change; none if there is nothing to change."""
+    """Sentences of advice, each with the lines or the option to change; none if there is nothing to
+    change.
+    """
     for file in (found.training, found.validation):
         if file is not None:
             yield from _advice_on_cuts(file, asked)
@@ -246,10 +291,12 @@ def _advice_on_cuts(file: FileStatistics, asked: Measure) -> Iterator[str]:
     if file.cut.count:
         lengths = file.lengths
         near = f", {lengths.p99} one in a hundred" if lengths.p99 < lengths.most else ""
-        cut, lost = file.cut.text(file.word), counted(file.lost_tokens, "token")
+        cut = file.cut.text(file.word)
+        lost = counted(file.lost_tokens, "token")
         if asked.at_context:
             yield (
-                f"{file.name}: {cut} cut, {lost} lost. The base's context is {asked.training.max_length:,} tokens: shorten or "
+                f"{file.name}: {cut} cut, {lost} lost. The base's context is "
+                f"{asked.training.max_length:,} tokens: shorten or "
                 "split them, or take a base with a longer one."
             )
         else:
@@ -259,38 +306,55 @@ def _advice_on_cuts(file: FileStatistics, asked: Measure) -> Iterator[str]:
 def alike_text(name: str, alike: Lines, word: str, max_length: int) -> str:
     """The advice on pairs whose two answers are the same tokens. `name`: the file's."""
     return (
-        f"{name}: {alike.text(word, 'pair')} whose two answers are the same within training.max_length = {max_length} tokens, "
+        f"{name}: {alike.text(word, 'pair')} whose two answers are the same within "
+        f"training.max_length = {max_length} tokens, "
         "left out, since nothing is learned from them. Raise it if the answers differ after that."
     )
 
 
 def unanswered_text(name: str, word: str, lines: Lines) -> str:
-    """The advice on records that end with other messages than an answer. `name`: the file's; `word`: that of its records."""
+    """The advice on records that end with other messages than an answer.
+
+    `name`: the file's; `word`: that of its records.
+    """
     return (
-        f"{name}: {lines.text(word)} with messages after the last answer, of which nothing is learned. Add the answer if it is "
+        f"{name}: {lines.text(word)} with messages after the last answer, of which nothing is "
+        "learned. Add the answer if it is "
         "missing, or leave those messages out."
     )
 
 
-def advice_on_records(name: str, word: str, samples: int, duplicates: Lines, near_empty: Lines) -> Iterator[str]:
-    """Advice on copies and on empty answers. `name`: the file's; `word`: the name of its records; `samples`: their number."""
+def advice_on_records(
+    name: str, word: str, samples: int, duplicates: Lines, near_empty: Lines
+) -> Iterator[str]:
+    """Advice on copies and on empty answers.
+
+    `name`: the file's; `word`: the name of its records; `samples`: their number.
+    """
     if duplicates.count:
         yield (
-            f"{name}: {duplicates.text(word)} with the same tokens as an earlier one, learned once for each copy. Remove them, "
+            f"{name}: {duplicates.text(word)} with the same tokens as an earlier one, learned "
+            "once for each copy. Remove them, "
             "unless that is intended."
         )
-    if 0 < near_empty.count <= samples // 2:  # more of them, and short answers are what the file is about
+    if (
+        0 < near_empty.count <= samples // 2
+    ):  # more of them, and short answers are what the file is about
         yield (
-            f"{name}: {near_empty.text(word)} with an answer of at most {NEAR_EMPTY} token. Look at them with `ft data show`, "
+            f"{name}: {near_empty.text(word)} with an answer of at most {NEAR_EMPTY} token. Look "
+            "at them with `ft data show`, "
             "and remove those whose answer is missing."
         )
 
 
 def _advice_on_samples(file: FileStatistics) -> Iterator[str]:
-    yield from advice_on_records(file.name, file.word, file.samples, file.duplicates, file.near_empty)
+    yield from advice_on_records(
+        file.name, file.word, file.samples, file.duplicates, file.near_empty
+    )
     if file.targets < LITTLE_LEARNED * file.tokens:
         yield (
-            f"{file.name}: only {share(file.targets, file.tokens)} of its tokens are learned. Shorten the prompts, or learn "
+            f"{file.name}: only {share(file.targets, file.tokens)} of its tokens are learned. "
+            "Shorten the prompts, or learn "
             "more of each conversation (training.train_on, weight)."
         )
 
@@ -299,21 +363,28 @@ def _advice_on_validation(found: DataStatistics, asked: Measure) -> Iterator[str
     validation = found.validation
     if validation is not None and asked.is_of_one_file:
         yield (
-            f"{validation.name} is the training file, so the validation loss says nothing about new samples. Give another "
+            f"{validation.name} is the training file, so the validation loss says nothing about "
+            "new samples. Give another "
             "validation_file, or validation_split in its place."
         )
     elif found.overlap.count and validation is not None:
         yield (
-            f"{validation.name}: {found.overlap.text(validation.word)} in {found.training.name} too, so the validation "
+            f"{validation.name}: {found.overlap.text(validation.word)} in {found.training.name} "
+            "too, so the validation "
             "loss looks better than it is. Remove them from one of the two."
         )
     if validation is not None and validation.samples < FEW_VALIDATED:
-        where = "Raise validation_split" if asked.validation_split is not None else f"Add to {validation.name}"
+        where = (
+            "Raise validation_split"
+            if asked.validation_split is not None
+            else f"Add to {validation.name}"
+        )
         yield f"Validation has only {counted(validation.samples, 'sample')}, so its loss is noisy. {where}."
 
 
 def _advice_on_steps(found: DataStatistics, options: TrainingOptions) -> Iterator[str]:
-    samples, steps = found.training.samples, found.steps
+    samples = found.training.samples
+    steps = found.steps
     if samples < FEW_SAMPLES:
         few = counted(samples, "sample")
         yield f"{found.training.name}: only {few} to train on. Give at least {FEW_SAMPLES}, better hundreds."
@@ -321,17 +392,25 @@ def _advice_on_steps(found: DataStatistics, options: TrainingOptions) -> Iterato
         yield f"training.batch_size = {options.batch}: every step takes all {samples} samples. Lower it."
     elif steps < FEW_STEPS:
         yield (
-            f"Training has only {counted(steps, 'step')} of {counted(options.batch, 'sample')}. Lower "
-            f"training.batch_size, or raise {'training.n_epochs' if options.max_steps is None else 'training.max_steps'}."
+            f"Training has only {counted(steps, 'step')} of {counted(options.batch, 'sample')}. "
+            "Lower "
+            "training.batch_size, or raise "
+            f"{'training.n_epochs' if options.max_steps is None else 'training.max_steps'}."
         )
-    if found.validation is not None and options.eval_steps is not None and options.eval_steps > steps:
+    if (
+        found.validation is not None
+        and options.eval_steps is not None
+        and options.eval_steps > steps
+    ):
         yield (
-            f"training.eval_steps = {options.eval_steps}: of {counted(steps, 'step')}, so that validation is only at the end. "
+            f"training.eval_steps = {options.eval_steps}: of {counted(steps, 'step')}, so that "
+            "validation is only at the end. "
             "Lower it."
         )
     if not options.packing and found.padding_saved > MUCH_PADDING:
         yield (
-            f"training.packing = false: about {found.padding_saved:.0%} of what is computed is padding. Give packing: true if "
+            f"training.packing = false: about {found.padding_saved:.0%} of what is computed is "
+            "padding. Give packing: true if "
             "the base allows it, or group_by_length: true."
         )
 
@@ -343,10 +422,16 @@ def share(part: float, whole: float) -> str:
 
 
 def bars(buckets: Sequence[Bucket], width: int = 40) -> list[tuple[str, str, str]]:
-    """A histogram as rows (tokens, samples, bar of at most `width` characters), from the first bucket that is not empty."""
+    """A histogram as rows (tokens, samples, bar of at most `width` characters), from the first
+    bucket that is not empty.
+    """
     buckets = list(dropwhile(lambda bucket: not bucket.samples, buckets))
     most = max((bucket.samples for bucket in buckets), default=0)
     return [
-        (f"{bucket.begin:,} to {bucket.end:,}", f"{bucket.samples:,}", "█" * -(-bucket.samples * width // most) if most else "")
+        (
+            f"{bucket.begin:,} to {bucket.end:,}",
+            f"{bucket.samples:,}",
+            "█" * -(-bucket.samples * width // most) if most else "",
+        )
         for bucket in buckets
     ]

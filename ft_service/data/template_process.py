@@ -1,9 +1,10 @@
 """Rendering with a chat template in a separate process, with limits on time and memory
 (ft_service/data/tokens/template_worker.py).
 
-Templates come from bases and jobs, and conversations from any user. One that hangs or uses too much memory ends only its own
-request and the process, which the next request starts again. A conversation whose process the host killed is rendered again.
-Compared with rendering in this process, a short conversation takes 0.1 ms longer and one of 10 KiB 1.5 ms; starting the process
+Templates come from bases and jobs, and conversations from any user. One that hangs or uses too much
+memory ends only its own request and the process, which the next request starts again. A
+conversation whose process the host killed is rendered again. Compared with rendering in this
+process, a short conversation takes 0.1 ms longer and one of 10 KiB 1.5 ms; starting the process
 takes about a second.
 """
 
@@ -46,12 +47,17 @@ class RenderLimits:
 
 
 class TemplateProcess:
-    """A process that renders with one chat template. It is started by the first conversation, and again after it ended; it ends
-    when this is closed or garbage-collected. Thread-safe; one conversation at a time.
+    """A process that renders with one chat template.
+
+    It is started by the first conversation, and again after it ended; it ends when this is closed
+    or garbage-collected. Thread-safe; one conversation at a time.
     """
 
     def __init__(
-        self, sources: Mapping[str, str], special_tokens: Mapping[str, Any], limits: RenderLimits | None = None
+        self,
+        sources: Mapping[str, str],
+        special_tokens: Mapping[str, Any],
+        limits: RenderLimits | None = None,
     ) -> None:
         """`sources`, `special_tokens`: those of a ChatTemplate."""
         self._limits = limits or RenderLimits()
@@ -71,11 +77,24 @@ class TemplateProcess:
         return self._process.pid if self._process is not None else None
 
     def write(
-        self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Any] | None, day: date, *, prompt: bool = False
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        tools: Sequence[Any] | None,
+        day: date,
+        *,
+        prompt: bool = False,
     ) -> str:
-        """The text of ChatTemplate.write. Raises LineError if the template refuses the conversation or exceeds a limit,
-        HelperFailed if the host lets no process render it."""
-        request = {"messages": list(messages), "tools": list(tools) if tools else None, "day": str(day), "prompt": prompt}
+        """The text of ChatTemplate.write.
+
+        Raises LineError if the template refuses the conversation or exceeds a limit, HelperFailed
+        if the host lets no process render it.
+        """
+        request = {
+            "messages": list(messages),
+            "tools": list(tools) if tools else None,
+            "day": str(day),
+            "prompt": prompt,
+        }
         with self._guard:
             ask = partial(self._ask, request)
             reply = persist("rendering", ask, first=FIRST_PAUSE_SECONDS, stop=self._closing.is_set)
@@ -106,9 +125,14 @@ class TemplateProcess:
             if error.is_lost:
                 raise
             if error.failure is Failure.CPU:
-                return {"limit": f"took longer than {self._limits.seconds:g} seconds of a processor"}
+                return {
+                    "limit": f"took longer than {self._limits.seconds:g} seconds of a processor"
+                }
             if error.failure is Failure.MEMORY:
-                return {"limit": f"needed more than {self._limits.memory_bytes // 2**20:,} MiB of memory"}
+                return {
+                    "limit": f"needed more than {self._limits.memory_bytes // 2**20:,} MiB of "
+                    "memory"
+                }
             return {"limit": f"ended the process that renders (exit code {error.exit_code})"}
 
     def _finish(self) -> None:

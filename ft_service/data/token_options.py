@@ -37,7 +37,11 @@ class TokenOptions:
 
     def given(self) -> dict[str, Any]:
         """The options that differ from the defaults, by name."""
-        return {name: value for name, value in asdict(self).items() if getattr(self, name) != getattr(DEFAULT, name)}
+        return {
+            name: value
+            for name, value in asdict(self).items()
+            if getattr(self, name) != getattr(DEFAULT, name)
+        }
 
 
 DEFAULT = TokenOptions()

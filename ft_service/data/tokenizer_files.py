@@ -8,7 +8,15 @@ from pathlib import Path
 from ft_service.bases.base_files import document_or_none, is_base_file
 
 PATTERNS = (
-    *("tokenizer*", "chat_template*", "*.jinja", "additional_chat_templates/*.jinja", "*.model", "vocab*", "merges.txt"),
+    *(
+        "tokenizer*",
+        "chat_template*",
+        "*.jinja",
+        "additional_chat_templates/*.jinja",
+        "*.model",
+        "vocab*",
+        "merges.txt",
+    ),
     *("special_tokens_map.json", "added_tokens.json", "config.json"),
 )
 _STOPS = "generation_config.json"
@@ -17,20 +25,30 @@ _STOPS = "generation_config.json"
 def tokenizer_files(folder: Path) -> list[Path]:
     """The tokenizer's files in a base's folder, sorted by path."""
     return sorted(
-        path for path in {path for pattern in PATTERNS for path in folder.glob(pattern)} if is_base_file(path, folder)
+        path
+        for path in {path for pattern in PATTERNS for path in folder.glob(pattern)}
+        if is_base_file(path, folder)
     )
 
 
 def tokenizer_state(model_path: str) -> str:
-    """A digest of sizes and times of a base's tokenizer files, which changes when one of them does. Does not read the files."""
+    """A digest of sizes and times of a base's tokenizer files, which changes when one of them does.
+
+    Does not read the files.
+    """
     folder = Path(model_path)
-    files = [*tokenizer_files(folder), *(path for path in folder.glob(_STOPS) if is_base_file(path))]
+    files = [
+        *tokenizer_files(folder),
+        *(path for path in folder.glob(_STOPS) if is_base_file(path)),
+    ]
     states = [(str(path), (stat := path.stat()).st_size, stat.st_mtime_ns) for path in files]
     return hashlib.sha256(repr(states).encode()).hexdigest()
 
 
 def stops_of(folder: Path) -> frozenset[int]:
-    """The ids of the tokens that end generation, from generation_config.json, else from config.json."""
+    """The ids of the tokens that end generation, from generation_config.json, else from
+    config.json.
+    """
     for name in (_STOPS, "config.json"):
         given = (document_or_none(folder / name) or {}).get("eos_token_id")
         ids = given if isinstance(given, list) else [given]

@@ -1,1 +1,3 @@
-"""Engines on the service's side: which jobs share one, and how an engine and its seats are started, observed and ended."""
+"""Engines on the service's side: which jobs share one, and how an engine and its seats are started,
+observed and ended.
+"""

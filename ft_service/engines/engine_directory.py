@@ -1,4 +1,6 @@
-"""An engine's directory (rundir/engine.py), and the exit records of jobs whose engine has ended without writing them."""
+"""An engine's directory (rundir/engine.py), and the exit records of jobs whose engine has ended
+without writing them.
+"""
 
 from __future__ import annotations
 
@@ -32,7 +34,10 @@ _LEFT = "The engine ended without saying how the job ended."
 
 
 class LostSeats(BaseModel):
-    """`losses.json`: the seats that an engine lost. Decided once, since it says which jobs share an engine again."""
+    """`losses.json`: the seats that an engine lost.
+
+    Decided once, since it says which jobs share an engine again.
+    """
 
     model_config = ConfigDict(frozen=True)
 
@@ -50,7 +55,10 @@ class EngineDirectory:
         self.attempt = Attempt(self.run, 1, job_id=engine_id)
 
     def prepare(self, spec: EngineSpec, slots: Sequence[int], ranks: int, priority: int) -> None:
-        """Write what the engine needs to start, unless that is there. `priority`: that of its first job."""
+        """Write what the engine needs to start, unless that is there.
+
+        `priority`: that of its first job.
+        """
         self.run.write_if_absent(ENGINE, spec)
         own = Start(
             job_id=spec.engine_id,
@@ -72,8 +80,10 @@ class EngineDirectory:
         self.run.write_if_absent(_key(seat), order)
 
     def show(self, spec: JobSpec, home: Path) -> None:
-        """Put what the ranks read of a job into the engine's data folder, where they see only that: data files of FT_HOME and
-        their tokens, by hard links if the file system has them. Raises LaunchError if there is no room."""
+        """Put what the ranks read of a job into the engine's data folder, where they see only that:
+        data files of FT_HOME and their tokens, by hard links if the file system has them. Raises
+        LaunchError if there is no room.
+        """
         shown = data_folder(self.run.root)
         try:
             for data in spec.data_files:
@@ -93,15 +103,20 @@ class EngineDirectory:
         return None if losses is None else losses.groups.get(_key(seat))
 
     def settle(self, ended: Exit | None, asked: Attempt) -> None:
-        """Write the exit record of every seat that has none, `asked` among them, after the engine has ended. `ended`: the
-        engine's own record; None: it left none.
+        """Write the exit record of every seat that has none, `asked` among them, after the engine
+        has ended. `ended`: the engine's own record; None: it left none.
 
-        An order that a stopped engine has not taken is a stop, and so is the end of every seat if a cluster took the engine's
-        place back, which no job has caused. Else the seat was lost with the engine: ENGINE_LOST if others were too, and the
-        engine's own reason if it was the only one, or if the host lacked something.
+        An order that a stopped engine has not taken is a stop, and so is the end of every seat if a
+        cluster took the engine's place back, which no job has caused. Else the seat was lost with
+        the engine: ENGINE_LOST if others were too, and the engine's own reason if it was the only
+        one, or if the host lacked something.
         """
         ordered = [self._seat(key) for key in self.run.list(SEATS)]
-        seats = {_key(seat): seat for seat in (*ordered, asked) if seat is not None and not seat.has_exit()}
+        seats = {
+            _key(seat): seat
+            for seat in (*ordered, asked)
+            if seat is not None and not seat.has_exit()
+        }
         for key, seat in list(seats.items()):
             if (result := seat.read_result()) is not None:
                 seat.write_exit(succeeded_exit(result))
@@ -110,15 +125,17 @@ class EngineDirectory:
             for seat in seats.values():
                 seat.write_exit(ended)
             return
-        own, clean = _own_exit(ended), ended is not None and ended.reason in _CLEAN
+        own = _own_exit(ended)
+        clean = ended is not None and ended.reason in _CLEAN
         groups = self._lost([seat for seat in seats.values() if not clean or seat.has_segment(0)])
         shared = exit_of(ExitReason.ENGINE_LOST, own.message, own.error) if len(groups) > 1 else own
         for key, seat in seats.items():
             seat.write_exit(shared if key in groups else exit_of(ExitReason.STOPPED, _NOT_TAKEN))
 
     def _is_nobodys(self, ended: Exit) -> bool:
-        """Whether the engine ended because its host lacked something, or because a cluster took its place back: its ranks did
-        not agree to stop then."""
+        """Whether the engine ended because its host lacked something, or because a cluster took its
+        place back: its ranks did not agree to stop then.
+        """
         if ended.reason is ExitReason.STOPPED:
             return not self.attempt.has_outcome()
         return ended.reason not in _CLEAN and Reason(ended.reason.value).retry is Retry.LATER
@@ -126,7 +143,9 @@ class EngineDirectory:
     def _lost(self, seats: Sequence[Attempt]) -> dict[str, str]:
         """Fault groups of the lost seats, as they were first decided."""
         groups = fault_groups(self.engine_id, [seat.job_id for seat in seats])
-        self.run.write_if_absent(LOSSES, LostSeats(groups={_key(seat): groups[seat.job_id] for seat in seats}))
+        self.run.write_if_absent(
+            LOSSES, LostSeats(groups={_key(seat): groups[seat.job_id] for seat in seats})
+        )
         losses = self.run.readable(LOSSES, LostSeats)
         return {} if losses is None else losses.groups
 
@@ -141,8 +160,9 @@ class EngineDirectory:
 
 
 def engine_of(attempt: Attempt, engines_dir: Path) -> EngineDirectory | None:
-    """The engine in which an attempt has a seat, by its start.json; None: it has ranks of its own, or names another folder.
-    `engines_dir`: folder of all engines' directories."""
+    """The engine in which an attempt has a seat, by its start.json; None: it has ranks of its own,
+    or names another folder. `engines_dir`: folder of all engines' directories.
+    """
     start = attempt.readable_start()
     folder = None if start is None or start.engine is None else Path(start.engine)
     if folder is None or folder.parent != engines_dir or not folder.name.startswith(PREFIX):
@@ -151,8 +171,10 @@ def engine_of(attempt: Attempt, engines_dir: Path) -> EngineDirectory | None:
 
 
 def _show(path: Path, shown: Path) -> None:
-    """Put a file or folder where ranks see it, complete or not at all, unless it is there. A missing one is left to the ranks,
-    which report it."""
+    """Put a file or folder where ranks see it, complete or not at all, unless it is there.
+
+    A missing one is left to the ranks, which report it.
+    """
     if shown.exists() or not path.exists():
         return
     shown.parent.mkdir(parents=True, exist_ok=True)
@@ -186,4 +208,8 @@ def _own_exit(ended: Exit | None) -> Exit:
         return exit_of(ExitReason.WORKER_KILLED, _VANISHED)
     if ended.reason in _CLEAN:
         return exit_of(ExitReason.WORKER_ERROR, _LEFT)
-    return exit_of(ExitReason.WORKER_ERROR, ended.message, ended.error) if ended.reason is ExitReason.UNREADABLE else ended
+    return (
+        exit_of(ExitReason.WORKER_ERROR, ended.message, ended.error)
+        if ended.reason is ExitReason.UNREADABLE
+        else ended
+    )

@@ -1,8 +1,9 @@
 """Launcher of attempts, some of which have a seat in an engine: their `start.json` names it.
 
-Such an attempt is started by an order to the engine (and by starting the engine, whose own attempt is like any other), and has
-ended when its run directory says so. While it has not, what is observed of the engine holds for it. Only the engine is known to
-the place where attempts run, so requests for a seat go by files.
+Such an attempt is started by an order to the engine (and by starting the engine, whose own attempt
+is like any other), and has ended when its run directory says so. While it has not, what is observed
+of the engine holds for it. Only the engine is known to the place where attempts run, so requests
+for a seat go by files.
 """
 
 from __future__ import annotations
@@ -27,18 +28,25 @@ Show = Callable[[EngineDirectory, JobSpec], None]
 
 
 _HANGS = (Reason.STALLED, Reason.STOP_TIMEOUT)
-"""Reasons to kill a seat whose engine has not let it go on for long, which `SeatThread.resume` would report: a rank hangs."""
+"""Reasons to kill a seat whose engine has not let it go on for long, which `SeatThread.resume`
+would report: a rank hangs.
+"""
 
 
 class EngineLauncher:
     """A launcher whose attempts may share engines. For one thread."""
 
     def __init__(self, inner: Launcher, engines_dir: Path, show: Show | None = None) -> None:
-        """`engines_dir`: folder of the engines' directories; an attempt that names another folder is not one of an engine.
-        `show`: None: the ranks see all data."""
-        self._inner, self._engines_dir, self._show = inner, engines_dir, show
-        self.host, self.slots = inner.host, inner.slots
-        self.counts, self.slots_name_gpus = inner.counts, inner.slots_name_gpus
+        """`engines_dir`: folder of the engines' directories; an attempt that names another folder
+        is not one of an engine. `show`: None: the ranks see all data.
+        """
+        self._inner = inner
+        self._engines_dir = engines_dir
+        self._show = show
+        self.host = inner.host
+        self.slots = inner.slots
+        self.counts = inner.counts
+        self.slots_name_gpus = inner.slots_name_gpus
         self._event_age = EventAge()
 
     @property
@@ -78,10 +86,17 @@ class EngineLauncher:
             if isinstance(seen, Ended):
                 engine.settle(seen.exit, attempt)
             ended = _seat_exit(attempt)
-        return Ended(ended, newest_step(attempt.run), self._delay(engine, attempt), engine.fault_group(attempt))
+        return Ended(
+            ended,
+            newest_step(attempt.run),
+            self._delay(engine, attempt),
+            engine.fault_group(attempt),
+        )
 
     def _running(self, attempt: Attempt, seen: Running) -> Running:
-        """What is observed of a seat whose engine is seen so; its time begins when the engine has its place."""
+        """What is observed of a seat whose engine is seen so; its time begins when the engine has
+        its place.
+        """
         if not seen.admitted:
             self._event_age.forget(attempt)
             return replace(seen, silent_seconds=0.0)
@@ -91,21 +106,30 @@ class EngineLauncher:
     def _delay(self, engine: EngineDirectory, attempt: Attempt) -> float:
         """Seconds before the next attempt of a job, if its engine got no place."""
         ended = attempt.read_exit()
-        if ended is None or ended.reason is not ExitReason.STOPPED or attempt.has_segment(0) or engine.attempt.has_outcome():
+        if (
+            ended is None
+            or ended.reason is not ExitReason.STOPPED
+            or attempt.has_segment(0)
+            or engine.attempt.has_outcome()
+        ):
             return 0.0
         seen = self._inner.observe(engine.attempt)
         return seen.delay_seconds if isinstance(seen, Ended) else 0.0
 
     def signal(self, attempt: Attempt, control: Control) -> None:
-        """As the inner launcher; a seat's request is a file, which the engine reads once it runs, and `observe` until then."""
+        """As the inner launcher; a seat's request is a file, which the engine reads once it runs,
+        and `observe` until then.
+        """
         if self._engine_of(attempt) is None:
             self._inner.signal(attempt, control)
         else:
             attempt.write_control(control)
 
     def kill(self, attempt: Attempt, reason: Reason) -> None:
-        """As the inner launcher; a seat is sealed, and the engine drops it at its next round: its processes are those of the
-        other seats too. Where they hang (`_HANGS`) the engine is killed, and its seats are lost with it."""
+        """As the inner launcher; a seat is sealed, and the engine drops it at its next round: its
+        processes are those of the other seats too. Where they hang (`_HANGS`) the engine is killed,
+        and its seats are lost with it.
+        """
         engine = self._engine_of(attempt)
         if engine is None or (reason in _HANGS and engine.has_order(attempt)):
             self._inner.kill(attempt if engine is None else engine.attempt, reason)
@@ -141,18 +165,26 @@ class ClusterEngineLauncher(EngineLauncher):
 
 
 def _end_unstarted(attempt: Attempt) -> bool:
-    """End a seat that is asked to stop, whose engine has no place yet. False: it is not asked to."""
+    """End a seat that is asked to stop, whose engine has no place yet.
+
+    False: it is not asked to.
+    """
     control = attempt.run.readable(attempt.keys.control, Control)
     if control is None or control.desired is Desired.RUN:
         return False
     stopped = exit_of(ExitReason.STOPPED, "The attempt was stopped before it started.")
-    attempt.write_exit(stopped if control.desired is Desired.PAUSE else killed_exit(Reason.USER_CANCELLED))
+    attempt.write_exit(
+        stopped if control.desired is Desired.PAUSE else killed_exit(Reason.USER_CANCELLED)
+    )
     return True
 
 
 def _seat_exit(attempt: Attempt) -> Exit | None:
-    """How a seat's attempt ended. Its result counts as success only where the record cannot be read, since an engine writes the
-    record last."""
+    """How a seat's attempt ended.
+
+    Its result counts as success only where the record cannot be read, since an engine writes the
+    record last.
+    """
     ended = attempt.read_exit()
     if ended is None or ended.reason is not ExitReason.UNREADABLE:
         return ended

@@ -1,8 +1,11 @@
-"""Choice of the jobs that share an engine, and of those that share one again after it was lost. Pure.
+"""Choice of the jobs that share an engine, and of those that share one again after it was lost.
 
-A lost engine says nothing about which of its jobs ended it. Its jobs return in two halves, each a *fault group* that shares
-engines only within itself, so that the guilty one soon runs alone and fails with its own reason: of N jobs one that ends every
-engine ends at most log2(N) of them, and then its own attempts.
+Pure.
+
+A lost engine says nothing about which of its jobs ended it. Its jobs return in two halves, each a
+*fault group* that shares engines only within itself, so that the guilty one soon runs alone and
+fails with its own reason: of N jobs one that ends every engine ends at most log2(N) of them, and
+then its own attempts.
 """
 
 from __future__ import annotations
@@ -18,22 +21,28 @@ from ft_service.spec import JobSpec
 from ft_service.spec.mesh import mesh_shape
 
 WORTH_GAIN = 1.15
-"""Least gain of a job that shares (`SeatSize.gain`): it also waits for the validation and the last writes of the others."""
+"""Least gain of a job that shares (`SeatSize.gain`): it also waits for the validation and the last
+writes of the others.
+"""
 _SHAPE = {"nnodes", "max_nnodes", "nproc_per_node", "max_nproc_per_node", "replicate"}
 
 
-def share_key(spec: JobSpec, seat: SeatSize | None = None, files: str = "", *, shares_adapters: bool = True) -> str | None:
-    """Return the key of what all jobs of an engine have in common, with the same project: base, precision, ranks and how these
-    hold the base. None: the job runs alone. `seat`: as planned; None: not planned. `files`: state of the base's files, so
-    that no job is trained on a base that was replaced since. `shares_adapters`: False: an engine's ranks do not see the
-    adapters that jobs continue from.
+def share_key(
+    spec: JobSpec, seat: SeatSize | None = None, files: str = "", *, shares_adapters: bool = True
+) -> str | None:
+    """Return the key of what all jobs of an engine have in common, with the same project: base,
+    precision, ranks and how these hold the base. None: the job runs alone. `seat`: as planned;
+    None: not planned. `files`: state of the base's files, so that no job is trained on a base that
+    was replaced since. `shares_adapters`: False: an engine's ranks do not see the adapters that
+    jobs continue from.
 
-    Alone run jobs with `engine: off`, on several hosts or on a number of ranks that may change, and those that do something to
-    the base itself or its groups which an engine does not: NEFTune, adapters on stacks of experts, DoRA, modules that are
-    trained whole, compiled layers, other groups than decoder layers, and weights that stay gathered, are gathered ahead or are
-    offloaded. So do jobs whose
-    ranks still choose what is "auto", that gain less than WORTH_GAIN, or whose seat has no room beside the base. The gain does
-    not matter to a job whose client runs the training loop: it would hold its ranks while it waits for its client.
+    Alone run jobs with `engine: off`, on several hosts or on a number of ranks that may change, and
+    those that do something to the base itself or its groups which an engine does not: NEFTune,
+    adapters on stacks of experts, DoRA, modules that are trained whole, compiled layers, other
+    groups than decoder layers, and weights that stay gathered, are gathered ahead or are offloaded.
+    So do jobs whose ranks still choose what is "auto", that gain less than WORTH_GAIN, or whose
+    seat has no room beside the base. The gain does not matter to a job whose client runs the
+    training loop: it would hold its ranks while it waits for its client.
     """
     if seat is not None and not _is_worth(seat, by_gain=spec.training_data is not None):
         return None
@@ -48,9 +57,18 @@ def share_key(spec: JobSpec, seat: SeatSize | None = None, files: str = "", *, s
         or spec.lora.modules_to_save
     ):
         return None
-    if options.nnodes > 1 or (options.max_nnodes or 1) > 1 or options.max_nproc_per_node not in (None, options.nproc_per_node):
+    if (
+        options.nnodes > 1
+        or (options.max_nnodes or 1) > 1
+        or options.max_nproc_per_node not in (None, options.nproc_per_node)
+    ):
         return None
-    if options.wrap != "layers" or options.keep_unsharded or options.prefetch is not None or options.offload:
+    if (
+        options.wrap != "layers"
+        or options.keep_unsharded
+        or options.prefetch is not None
+        or options.offload
+    ):
         return None
     if any(is_open(spec, option) for option in (*FITTED, COMPILE, RATE)) or options.compile:
         return None
@@ -71,7 +89,9 @@ def _is_worth(seat: SeatSize, *, by_gain: bool) -> bool:
 
 
 def fault_groups(engine_id: str, job_ids: Sequence[str]) -> dict[str, str]:
-    """Return the fault group of each job of a lost engine: one of two halves, or ALONE where a half is a single job."""
+    """Return the fault group of each job of a lost engine: one of two halves, or ALONE where a half
+    is a single job.
+    """
     ordered = sorted(job_ids)
     middle = (len(ordered) + 1) // 2
     groups: dict[str, str] = {}

@@ -1,4 +1,6 @@
-"""Looks after the engines of one place besides their jobs: their directories, their end, and the slots that they hold."""
+"""Looks after the engines of one place besides their jobs: their directories, their end, and the
+slots that they hold.
+"""
 
 from __future__ import annotations
 
@@ -38,20 +40,30 @@ class EngineOptions:
     idle_seconds: float = IDLE_SECONDS
     """How long an engine stays without a job."""
     mounts: bool = False
-    """Whether ranks see only what is mounted for them (Kubernetes). Then the run directories of jobs with a seat are in the
-    folder of their project, and jobs that continue an adapter run alone."""
+    """Whether ranks see only what is mounted for them (Kubernetes).
+
+    Then the run directories of jobs with a seat are in the folder of their project, and jobs that
+    continue an adapter run alone.
+    """
 
 
 class EngineTending:
     """Tends the engines of one place. For the reconciler's thread."""
 
-    def __init__(self, store: Store, launcher: Launcher, places: Places, options: EngineOptions) -> None:
-        self._store, self._launcher, self._places = store, launcher, places
+    def __init__(
+        self, store: Store, launcher: Launcher, places: Places, options: EngineOptions
+    ) -> None:
+        self._store = store
+        self._launcher = launcher
+        self._places = places
         self.options = options
         self._next = 0.0
 
     def attend(self) -> None:
-        """Look at every engine now and then. Raises UnavailableError if the database does not answer."""
+        """Look at every engine now and then.
+
+        Raises UnavailableError if the database does not answer.
+        """
         if time.monotonic() < self._next:
             return
         for engine in self._store.engines.live_engines(host=self._launcher.host):
@@ -70,8 +82,10 @@ class EngineTending:
                 self._tend(engine)
 
     def close(self, engine_id: str, *, if_idle: bool) -> bool:
-        """Ask an engine to end; its jobs stop at a checkpoint and are queued again. False: it was asked before, or, with
-        `if_idle`, it has a job."""
+        """Ask an engine to end; its jobs stop at a checkpoint and are queued again.
+
+        False: it was asked before, or, with `if_idle`, it has a job.
+        """
         closes = self._store.engines.close_engine(engine_id, if_idle=if_idle)
         if closes:
             log.info("an engine is asked to end", extra=fields(engine=engine_id))
@@ -84,14 +98,17 @@ class EngineTending:
         return closes
 
     def run_of(self, job: Job) -> RunDir:
-        """The run directory of a job that is about to start, where the ranks of its engine see it."""
+        """The run directory of a job that is about to start, where the ranks of its engine see
+        it.
+        """
         if self.options.mounts and job.engine_id is not None:
             return self._places.run_of_project(job.project_id, job.id)
         return self._places.run(job.id)
 
     def prepare(self, job: Job, spec: JobSpec) -> Path | None:
-        """Write the documents of the engine in which a job has a seat, unless it has ended, and return the engine's directory.
-        None: the job has no seat."""
+        """Write the documents of the engine in which a job has a seat, unless it has ended, and
+        return the engine's directory. None: the job has no seat.
+        """
         if job.engine_id is None:
             return None
         slots = self._store.engines.engine_slots(job.engine_id)
@@ -106,7 +123,9 @@ class EngineTending:
                 room=given.room,
                 idle_seconds=self.options.idle_seconds,
             )
-            engine.prepare(held, slots if self._launcher.slots_name_gpus else [], job.slots, job.priority)
+            engine.prepare(
+                held, slots if self._launcher.slots_name_gpus else [], job.slots, job.priority
+            )
         return engine.run.root
 
     def _tend(self, engine: EngineRecord) -> None:
@@ -114,17 +133,27 @@ class EngineTending:
         seen = self._launcher.observe(directory.attempt)
         if isinstance(seen, Ended):
             directory.hide()
-            self._launcher.clean(directory.attempt)  # first: once its row says that it has ended, nobody looks after it
+            self._launcher.clean(
+                directory.attempt
+            )  # first: once its row says that it has ended, nobody looks after it
             if self._store.engines.end_engine(engine.id):
                 why = seen.exit.message if seen.exit else "its processes vanished"
                 log.info("an engine has ended: %s", why, extra=fields(engine=engine.id))
         elif isinstance(seen, Absent) and not engine.seats:
-            self._launcher.kill(directory.attempt, Reason.USER_CANCELLED)  # so that it cannot start any more
+            self._launcher.kill(
+                directory.attempt, Reason.USER_CANCELLED
+            )  # so that it cannot start any more
         elif isinstance(seen, Running) and engine.closing_at is not None:
             self._ask_to_end(directory, again=not seen.admitted)
         elif isinstance(seen, Running) and directory.run.has(directory.attempt.keys.stop):
-            self.close(engine.id, if_idle=False)  # its host takes the place back: its jobs must not join it again
-        elif isinstance(seen, Running) and not engine.seats and (not seen.admitted or self._overstays(engine)):
+            self.close(
+                engine.id, if_idle=False
+            )  # its host takes the place back: its jobs must not join it again
+        elif (
+            isinstance(seen, Running)
+            and not engine.seats
+            and (not seen.admitted or self._overstays(engine))
+        ):
             self.close(engine.id, if_idle=True)
 
     def _overstays(self, engine: EngineRecord) -> bool:
@@ -132,8 +161,12 @@ class EngineTending:
         return self._store.now() - engine.divided_at > 2 * self.options.idle_seconds + IDLE_SECONDS
 
     def _ask_to_end(self, engine: EngineDirectory, *, again: bool = False) -> None:
-        """`again`: also if it was asked before: its ranks do not run yet, so that only its place can have heard of it."""
-        if engine.attempt.has_start() and (again or not engine.run.has(engine.attempt.keys.control)):
+        """`again`: also if it was asked before: its ranks do not run yet, so that only its place
+        can have heard of it.
+        """
+        if engine.attempt.has_start() and (
+            again or not engine.run.has(engine.attempt.keys.control)
+        ):
             self._launcher.signal(engine.attempt, Control(generation=2, desired=Desired.PAUSE))
 
     def _directory(self, engine_id: str) -> EngineDirectory:

@@ -1,7 +1,9 @@
-"""The program within the fence of a python grader (python_fence.py): a file of the standard library only.
+"""The program within the fence of a python grader (python_fence.py): a file of the standard library
+only.
 
-It reads lines of JSON: first the source with the folders of packages and the limit of memory, then cases. It answers each with
-one line: `{}` or `{"reward"}`, or `{"error"}` with the end of the traceback. What the grader prints goes to stderr.
+It reads lines of JSON: first the source with the folders of packages and the limit of memory, then
+cases. It answers each with one line: `{}` or `{"reward"}`, or `{"error"}` with the end of the
+traceback. What the grader prints goes to stderr.
 """
 
 from __future__ import annotations
@@ -62,11 +64,15 @@ def _graded(grader: dict[str, Any], sample: Any, item: Any) -> dict[str, Any]:
 def _tried(work: Any) -> dict[str, Any]:
     try:
         return work()
-    except BaseException as error:  # SystemExit and KeyboardInterrupt are a grader's errors like any other
+    except (
+        BaseException
+    ) as error:  # SystemExit and KeyboardInterrupt are a grader's errors like any other
         frames = error.__traceback__
         while frames is not None and frames.tb_frame.f_code.co_filename == __file__:
             frames = frames.tb_next
-        return {"error": "".join(traceback.format_exception(type(error), error, frames))[-MOST_ERROR:]}
+        return {
+            "error": "".join(traceback.format_exception(type(error), error, frames))[-MOST_ERROR:]
+        }
 
 
 if __name__ == "__main__":

@@ -1,5 +1,5 @@
-"""The formula of a multi grader: numbers and graders' names, the four operations, powers, and the functions that OpenAI
-documents. Its syntax tree is walked, and nothing of it is executed. Pure.
+"""The formula of a multi grader: numbers and graders' names, the four operations, powers, and the
+functions that OpenAI documents. Its syntax tree is walked, and nothing of it is executed. Pure.
 """
 
 from __future__ import annotations
@@ -31,8 +31,11 @@ _OPERATIONS: Mapping[type[ast.operator], Callable[[float, float], float]] = {
 
 
 def calculated(formula: str, scores: Mapping[str, float]) -> float:
-    """The formula's value, which is finite. Raises FormulaError for a formula that is wrong for all scores, ArithmeticError and
-    ValueError for one that has no value for these."""
+    """The formula's value, which is finite.
+
+    Raises FormulaError for a formula that is wrong for all scores, ArithmeticError and ValueError
+    for one that has no value for these.
+    """
     try:
         tree = ast.parse(formula.replace("^", "**").strip(), mode="eval")
     except (SyntaxError, ValueError, RecursionError, MemoryError):
@@ -59,9 +62,18 @@ def _evaluated(node: ast.expr, scores: Mapping[str, float]) -> float:
         case ast.UnaryOp(op=ast.USub() | ast.UAdd() as sign, operand=inner):
             value = _evaluated(inner, scores)
             return -value if isinstance(sign, ast.USub) else value
-        case ast.Call(func=ast.Name(id=name), args=arguments, keywords=[]) if name in _CALLS and arguments:
+        case ast.Call(func=ast.Name(id=name), args=arguments, keywords=[]) if (
+            name in _CALLS and arguments
+        ):
             try:
-                return float(_CALLS[name](*(_evaluated(argument, scores) for argument in arguments)))
+                return float(
+                    _CALLS[name](*(_evaluated(argument, scores) for argument in arguments))
+                )
             except TypeError:
-                raise FormulaError(f"{name} does not take {counted(len(arguments), 'value')}") from None
-    raise FormulaError(f"{ast.unparse(node)!r} cannot stand in it: only numbers, graders, + - * / ^ and {', '.join(_CALLS)}")
+                raise FormulaError(
+                    f"{name} does not take {counted(len(arguments), 'value')}"
+                ) from None
+    raise FormulaError(
+        f"{ast.unparse(node)!r} cannot stand in it: only numbers, graders, + - * / ^ and "
+        f"{', '.join(_CALLS)}"
+    )

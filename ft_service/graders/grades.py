@@ -1,4 +1,7 @@
-"""Inputs of graders and their grades. A grader that fails gives an error of a kind, which is counted, and reward 0."""
+"""Inputs of graders and their grades.
+
+A grader that fails gives an error of a kind, which is counted, and reward 0.
+"""
 
 from __future__ import annotations
 
@@ -23,12 +26,15 @@ ErrorKind = Literal[
     "endpoint_grader_server_error",
     "endpoint_grader_parse_error",
 ]
-"""OpenAI's names, and two for endpoints. sample_parse_error: the answer lacks what a template names; invalid_variable_error:
-the item does; unresponsive_reward_error: no time was left; other_error: texts are too long or need too much memory, or the
-reward is beyond MOST_REWARD. server_error: the process or server that grades failed; parse_error: its answer is no reward."""
+"""OpenAI's names, and two for endpoints. sample_parse_error: the answer lacks what a template
+names; invalid_variable_error: the item does; unresponsive_reward_error: no time was left;
+other_error: texts are too long or need too much memory, or the reward is beyond MOST_REWARD.
+server_error: the process or server that grades failed; parse_error: its answer is no reward.
+"""
 MOST_REWARD = 1e12
-"""Largest reward, and the largest below 0: sums and squares of larger ones would exceed numbers of 32 bits, in which ranks
-train."""
+"""Largest reward, and the largest below 0: sums and squares of larger ones would exceed numbers of
+32 bits, in which ranks train.
+"""
 
 NO_JSON = object()
 """The value of text that is not JSON."""
@@ -42,7 +48,8 @@ class GradingError(Exception):
     def __init__(self, kind: ErrorKind, detail: str = "") -> None:
         super().__init__(f"{kind}: {detail}")
         self.kind: ErrorKind = kind
-        # Tracebacks and answers of servers may hold halves of surrogate pairs, which no record and no answer can.
+        # Tracebacks and answers of servers may hold halves of surrogate pairs, which no record and
+        # no answer can.
         self.detail = detail[:MOST_DETAIL].encode(errors="replace").decode()
 
 
@@ -52,7 +59,9 @@ class Sample:
 
     output_text: str
     output_tools: Sequence[Mapping[str, Any]] = ()
-    """Its calls of tools, as in OpenAI's chat completions: `{"id", "type", "function": {"name", "arguments"}}`."""
+    """Its calls of tools, as in OpenAI's chat completions: `{"id", "type", "function": {"name",
+    "arguments"}}`.
+    """
     finish_reason: str = "stop"
     reasoning: str = ""
     """Its thoughts, which are no part of output_text."""
@@ -71,7 +80,9 @@ class Sample:
         return [{"index": 0, "message": message, "finish_reason": self.finish_reason}]
 
     def as_dict(self) -> dict[str, Any]:
-        """The sample as graders that are no templates get it; output_json is null for text that is not JSON."""
+        """The sample as graders that are no templates get it; output_json is null for text that is
+        not JSON.
+        """
         return {
             "output_text": self.output_text,
             "output_json": None if self.output_json is NO_JSON else self.output_json,
@@ -90,7 +101,9 @@ class Case:
     def as_json(self) -> bytes:
         """`{"sample", "item"}` as python and endpoint graders get it. Raises GradingError."""
         whole = written({"sample": self.sample.as_dict(), "item": dict(self.item)})
-        return whole.encode(errors="backslashreplace")  # half of a surrogate pair is written as JSON escapes it
+        return whole.encode(
+            errors="backslashreplace"
+        )  # half of a surrogate pair is written as JSON escapes it
 
 
 @dataclass(frozen=True)
@@ -117,8 +130,10 @@ class Grade:
     """What a grader gives for a case."""
 
     reward: float
-    """From -MOST_REWARD to MOST_REWARD. 0 where there is an error: whether such an answer is trained on is the caller's
-    choice."""
+    """From -MOST_REWARD to MOST_REWARD.
+
+    0 where there is an error: whether such an answer is trained on is the caller's choice.
+    """
     errors: Mapping[ErrorKind, str] = field(default_factory=dict)
     """Kind → text about the first of that kind."""
     scores: Mapping[str, float] = field(default_factory=dict)
@@ -146,7 +161,9 @@ def parsed(text: str | bytes) -> Any:
 
 
 def written(value: Any) -> str:
-    """A value as JSON. Raises GradingError for one that JSON cannot hold: Python reads more than it can write."""
+    """A value as JSON. Raises GradingError for one that JSON cannot hold: Python reads more than it
+    can write.
+    """
     try:
         return json.dumps(value, ensure_ascii=False, allow_nan=False)
     except (ValueError, RecursionError):

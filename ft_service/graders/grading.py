@@ -3,8 +3,8 @@
     grader = parse_grader(body, limits)
     grade(grader, Sample("4"), {"answer": 4}, context).reward
 
-Whatever a grader does (fails, hangs, lies), its answer is a Grade with a finite reward, and errors by kind. These functions
-block; they start an event loop of their own.
+Whatever a grader does (fails, hangs, lies), its answer is a Grade with a finite reward, and errors
+by kind. These functions block; they start an event loop of their own.
 """
 
 from __future__ import annotations
@@ -76,17 +76,23 @@ class GraderContext:
     """Whose turn it is in what all projects share."""
     limits: GraderLimits = field(default_factory=GraderLimits)
     secrets: Callable[[str], Sequence[str]] = _no_secrets
-    """Valid secrets of one of the project's webhook endpoints by its id. Raises FtError if there is none."""
+    """Valid secrets of one of the project's webhook endpoints by its id.
+
+    Raises FtError if there is none.
+    """
     seconds: float | None = None
-    """Time for servers and python with all cases of a call together; answers without a grade by then have an
-    unresponsive_reward_error. None: each try of a grader has its own limit, and there is no other."""
+    """Time for servers and python with all cases of a call together; answers without a grade by
+    then have an unresponsive_reward_error. None: each try of a grader has its own limit, and there
+    is no other.
+    """
     texts: TextProcesses = TEXT_PROCESSES
     """Where texts are compared and filled in."""
 
 
 def parse_grader(body: Any, limits: GraderLimits) -> Grader:
-    """Return a grader. Raises SpecError, naming the field from `grader` on, for unknown or wrong options, and as
-    require_usable."""
+    """Return a grader. Raises SpecError, naming the field from `grader` on, for unknown or wrong
+    options, and as require_usable.
+    """
     try:
         grader = GraderBody.model_validate({"grader": body}).grader
     except ValidationError as error:
@@ -96,8 +102,9 @@ def parse_grader(body: Any, limits: GraderLimits) -> Grader:
 
 
 def require_usable(grader: Grader, limits: GraderLimits) -> None:
-    """Raise SpecError for a grader that cannot grade: its template or formula is wrong for every answer, or its model, its
-    address, or python is not allowed here."""
+    """Raise SpecError for a grader that cannot grade: its template or formula is wrong for every
+    answer, or its model, its address, or python is not allowed here.
+    """
     try:
         check_grader(grader)
     except ValueError as error:
@@ -107,20 +114,26 @@ def require_usable(grader: Grader, limits: GraderLimits) -> None:
 
 
 def check_outside(grader: Grader, context: GraderContext) -> None:
-    """Check what needs more than the grader itself: secrets of endpoints are there, and sources of python graders load. Raises
-    FtError naming the field."""
+    """Check what needs more than the grader itself: secrets of endpoints are there, and sources of
+    python graders load. Raises FtError naming the field.
+    """
     for place, own in _places(grader):
         if isinstance(own, EndpointGrader):
             try:
                 context.secrets(own.webhook_endpoint_id)
             except FtError as error:
-                raise type(error)(f"{place}.{error.message}", param=f"{place}.webhook_endpoint_id") from None
+                raise type(error)(
+                    f"{place}.{error.message}", param=f"{place}.webhook_endpoint_id"
+                ) from None
         if isinstance(own, PythonGrader):
             try:
-                seconds, private = context.seconds or python_fence.SECONDS, context.limits.private
+                seconds = context.seconds or python_fence.SECONDS
+                private = context.limits.private
                 with (
                     FENCES.hold(context.project),
-                    python_fence.FencedGrader(own.source, private=private, seconds=seconds) as fenced,
+                    python_fence.FencedGrader(
+                        own.source, private=private, seconds=seconds
+                    ) as fenced,
                 ):
                     fenced.start()
             except GradingError as error:
@@ -134,27 +147,55 @@ def grade(grader: Grader, sample: Sample, item: Mapping[str, Any], context: Grad
 
 
 def grade_all(grader: Grader, cases: Sequence[Case], context: GraderContext) -> list[Grade]:
-    """Grade answers, several at once where a server or a process grades: one Grade for each case, in their order. Raises
-    UnavailableError if the host cannot grade now: nothing is wrong with the answers then."""
+    """Grade answers, several at once where a server or a process grades: one Grade for each case,
+    in their order. Raises UnavailableError if the host cannot grade now: nothing is wrong with the
+    answers then.
+    """
     names = singles_of(grader)
-    outside = {name: own for name, own in names.items() if not isinstance(own, (StringCheck, TextSimilarity))}
+    outside = {
+        name: own
+        for name, own in names.items()
+        if not isinstance(own, (StringCheck, TextSimilarity))
+    }
     found = asyncio.run(_outside(outside, cases, context)) if outside else [{} for _ in cases]
-    tasks = {name: compare_task(own) for name, own in names.items() if isinstance(own, (StringCheck, TextSimilarity))}
+    tasks = {
+        name: compare_task(own)
+        for name, own in names.items()
+        if isinstance(own, (StringCheck, TextSimilarity))
+    }
     wanted = [(number, name) for number in range(len(cases)) for name in tasks]
     compared = _carried_out([(tasks[name], cases[number]) for number, name in wanted], context)
     for (number, name), score in zip(wanted, compared, strict=True):
         found[number][name] = score
-    formulas = {number: task for number, own in enumerate(found) if (task := formula_task(grader, own)) is not None}
-    values = dict(zip(formulas, _carried_out([(task, NO_CASE) for task in formulas.values()], context), strict=True))
-    return [combined(grader, {name: own[name] for name in names}, values.get(number)) for number, own in enumerate(found)]
+    formulas = {
+        number: task
+        for number, own in enumerate(found)
+        if (task := formula_task(grader, own)) is not None
+    }
+    values = dict(
+        zip(
+            formulas,
+            _carried_out([(task, NO_CASE) for task in formulas.values()], context),
+            strict=True,
+        )
+    )
+    return [
+        combined(grader, {name: own[name] for name in names}, values.get(number))
+        for number, own in enumerate(found)
+    ]
 
 
 def _carried_out(work: Sequence[Work], context: GraderContext) -> list[Score]:
     results = context.texts.carry_out(context.project, work)
-    return [replace(Score.failed(own.error) if own.error else Score(own.value), seconds=own.seconds) for own in results]
+    return [
+        replace(Score.failed(own.error) if own.error else Score(own.value), seconds=own.seconds)
+        for own in results
+    ]
 
 
-async def _outside(graders: Mapping[str, Single], cases: Sequence[Case], context: GraderContext) -> list[dict[str, Score]]:
+async def _outside(
+    graders: Mapping[str, Single], cases: Sequence[Case], context: GraderContext
+) -> list[dict[str, Score]]:
     """The scores of each case by graders that servers, or processes of their own, carry out."""
     run = _Run(context, cases)
     columns = await asyncio.gather(*(run.scores(own) for own in graders.values()))
@@ -165,13 +206,22 @@ class _Run:
     """One call: its cases, and its limits on what happens at once."""
 
     def __init__(self, context: GraderContext, cases: Sequence[Case]) -> None:
-        self._context, self._cases = context, cases
-        self._due = None if context.seconds is None else asyncio.get_running_loop().time() + context.seconds
-        self._asked, self._fences = asyncio.Semaphore(ASKED_AT_ONCE), asyncio.Semaphore(FENCES_AT_ONCE)
+        self._context = context
+        self._cases = cases
+        self._due = (
+            None if context.seconds is None else asyncio.get_running_loop().time() + context.seconds
+        )
+        self._asked, self._fences = (
+            asyncio.Semaphore(ASKED_AT_ONCE),
+            asyncio.Semaphore(FENCES_AT_ONCE),
+        )
 
     async def scores(self, grader: Single) -> list[Score]:
         """The scores of all cases; the time is up for those that are missing."""
-        late = Score(error="unresponsive_reward_error", detail=f"there was no reward within {self._context.seconds} seconds")
+        late = Score(
+            error="unresponsive_reward_error",
+            detail=f"there was no reward within {self._context.seconds} seconds",
+        )
         scores = [late] * len(self._cases)
         try:
             async with asyncio.timeout_at(self._due):
@@ -190,12 +240,16 @@ class _Run:
                 if model is None:  # a job that was accepted outlives what the operator allows
                     why = f"{grader.model!r} is no longer one of FT_GRADER_MODELS"
                     raise GradingError("model_grader_server_error", why)
-                await asyncio.gather(*(self._ask_model(grader, model, number, scores) for number in numbers))
+                await asyncio.gather(
+                    *(self._ask_model(grader, model, number, scores) for number in numbers)
+                )
             case EndpointGrader():
                 await self._ask_endpoint(grader, scores)
             case PythonGrader():
                 left = list(numbers)[::-1]
-                await asyncio.gather(*(self._run_python(grader, left, scores) for _ in numbers[:FENCES_AT_ONCE]))
+                await asyncio.gather(
+                    *(self._run_python(grader, left, scores) for _ in numbers[:FENCES_AT_ONCE])
+                )
             case StringCheck() | TextSimilarity():
                 raise AssertionError("nothing outside compares texts")
 
@@ -211,11 +265,15 @@ class _Run:
         work = [(task, self._cases[number]) for number in numbers]
         return await asyncio.to_thread(self._context.texts.carry_out, self._context.project, work)
 
-    async def _ask_model(self, grader: ScoreModel | LabelModel, model: Any, number: int, scores: list[Score]) -> None:
+    async def _ask_model(
+        self, grader: ScoreModel | LabelModel, model: Any, number: int, scores: list[Score]
+    ) -> None:
         async with self._asked, MODELS.held(self._context.project):
             began = time.perf_counter()
             try:
-                texts = await self._text(fill([texts_of(message) for message in grader.input]), number)
+                texts = await self._text(
+                    fill([texts_of(message) for message in grader.input]), number
+                )
                 score = await ask_model(grader, model, texts)
             except GradingError as error:
                 score = Score.failed(error)
@@ -235,17 +293,28 @@ class _Run:
             async with self._asked, ENDPOINTS.held(self._context.project):
                 began = time.perf_counter()
                 written = dict(zip(batch, await self._texts(WRITE, batch), strict=True))
-                scores_of = {number: Score.failed(own.error) for number, own in written.items() if own.error is not None}
-                bodies = {number: own.value.encode() for number, own in written.items() if number not in scores_of}
+                scores_of = {
+                    number: Score.failed(own.error)
+                    for number, own in written.items()
+                    if own.error is not None
+                }
+                bodies = {
+                    number: own.value.encode()
+                    for number, own in written.items()
+                    if number not in scores_of
+                }
                 if bodies:
                     found = await ask_endpoint(grader, receiver, post, list(bodies.values()))
                     scores_of |= dict(zip(bodies, _timed(began, found), strict=True))
                 for number, score in scores_of.items():
                     scores[number] = score
 
-        numbers, size = range(len(self._cases)), grader.batch_size
+        numbers = range(len(self._cases))
+        size = grader.batch_size
         async with signed_posts(receiver, secrets, allow_private=allow_private) as post:
-            await asyncio.gather(*(ask(numbers[at : at + size]) for at in range(0, len(numbers), size)))
+            await asyncio.gather(
+                *(ask(numbers[at : at + size]) for at in range(0, len(numbers), size))
+            )
 
     async def _run_python(self, grader: PythonGrader, left: list[int], scores: list[Score]) -> None:
         """Grade cases until none is left, in one process as long as nobody waits for its place."""
@@ -253,7 +322,9 @@ class _Run:
             while left:
                 async with FENCES.held(self._context.project) as place:
                     began = time.monotonic()
-                    with python_fence.FencedGrader(grader.source, private=self._context.limits.private) as fenced:
+                    with python_fence.FencedGrader(
+                        grader.source, private=self._context.limits.private
+                    ) as fenced:
                         while left:
                             number = left.pop()
                             scores[number] = await self._fenced_score(fenced, number)
@@ -293,10 +364,16 @@ def _places(grader: Grader) -> Iterator[tuple[str, Single]]:
 def _check_allowed(place: str, grader: Single, limits: GraderLimits) -> None:
     """Raise SpecError for a grader that the operator does not allow."""
     if isinstance(grader, (ScoreModel, LabelModel)) and grader.model not in limits.models:
-        there = f"there are {', '.join(sorted(limits.models)[:20])}" if limits.models else "and it allows none"
+        there = (
+            f"there are {', '.join(sorted(limits.models)[:20])}"
+            if limits.models
+            else "and it allows none"
+        )
         message = (
-            f"{place}.model = {grader.model[:80]!r}: is not one that this service allows graders to ask, {there}. The operator "
-            "names them in FT_GRADER_MODELS; an endpoint grader may ask any model from your own server."
+            f"{place}.model = {grader.model[:80]!r}: is not one that this service allows graders "
+            f"to ask, {there}. The operator "
+            "names them in FT_GRADER_MODELS; an endpoint grader may ask any model from your own "
+            "server."
         )
         raise SpecError(message, param=f"{place}.model", code="model_not_allowed")
     if isinstance(grader, PythonGrader) and (why := limits.no_python):
@@ -306,4 +383,6 @@ def _check_allowed(place: str, grader: Single, limits: GraderLimits) -> None:
         try:
             parse_receiver(grader.url, allow_private=limits.allow_private)
         except SpecError as error:
-            raise SpecError(f"{place}.{error.message}", param=f"{place}.url", code=error.code) from None
+            raise SpecError(
+                f"{place}.{error.message}", param=f"{place}.url", code=error.code
+            ) from None

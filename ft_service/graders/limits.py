@@ -1,5 +1,6 @@
-"""Limits that the operator sets for graders: the models that may grade, the addresses of endpoints, and python, which must see
-nothing of the service's own."""
+"""Limits that the operator sets for graders: the models that may grade, the addresses of endpoints,
+and python, which must see nothing of the service's own.
+"""
 
 from __future__ import annotations
 
@@ -39,10 +40,27 @@ _MODELS = TypeAdapter(dict[Annotated[str, Field(min_length=1, max_length=256)], 
 _FILE_URL = re.compile(r"(?:file://(?=/)|sqlite(?:\+\w+)?:///)(?P<path>[^?]+)")
 _VARIABLES = (
     *("FT_CACHE", "FT_TOKENS"),  # below FT_HOME without them
-    *("AWS_SHARED_CREDENTIALS_FILE", "AWS_CONFIG_FILE", "AWS_WEB_IDENTITY_TOKEN_FILE", "GOOGLE_APPLICATION_CREDENTIALS"),
-    *("CLOUDSDK_CONFIG", "PGPASSFILE", "PGSERVICEFILE", "PGSSLKEY", "KUBECONFIG", "NETRC", "HF_HOME", "HF_TOKEN_PATH", "HOME"),
+    *(
+        "AWS_SHARED_CREDENTIALS_FILE",
+        "AWS_CONFIG_FILE",
+        "AWS_WEB_IDENTITY_TOKEN_FILE",
+        "GOOGLE_APPLICATION_CREDENTIALS",
+    ),
+    *(
+        "CLOUDSDK_CONFIG",
+        "PGPASSFILE",
+        "PGSERVICEFILE",
+        "PGSSLKEY",
+        "KUBECONFIG",
+        "NETRC",
+        "HF_HOME",
+        "HF_TOKEN_PATH",
+        "HOME",
+    ),
 )
-"""Variables that are no settings and name files or folders with state or secrets, most of them other programs'."""
+"""Variables that are no settings and name files or folders with state or secrets, most of them
+other programs'.
+"""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -55,16 +73,23 @@ class GraderLimits:
     """Whether endpoints may have private addresses and plain HTTP, as webhooks."""
 
     private: Mapping[str, Path] = field(default_factory=dict)
-    """Files and folders that python graders must not see, by the setting or variable that names them."""
+    """Files and folders that python graders must not see, by the setting or variable that names
+    them.
+    """
 
     @classmethod
     def from_settings(cls, settings: Settings) -> GraderLimits:
-        """Raises SpecError if FT_GRADER_MODELS, a key in it or FT_DATABASE_URL_FILE cannot be read."""
+        """Raises SpecError if FT_GRADER_MODELS, a key in it or FT_DATABASE_URL_FILE cannot be
+        read.
+        """
         models = read_models(settings.grader_models) if settings.grader_models else {}
         private = private_paths(settings, os.environ)
         if settings.grader_models:
             keys = {name: model.key_file for name, model in models.items() if model.key_file}
-            private |= {f"key_file of {name}": _key_path(settings.grader_models, file) for name, file in keys.items()}
+            private |= {
+                f"key_file of {name}": _key_path(settings.grader_models, file)
+                for name, file in keys.items()
+            }
         return cls(models=models, allow_private=settings.webhook_allow_private, private=private)
 
     @property
@@ -74,15 +99,25 @@ class GraderLimits:
 
 
 def private_paths(settings: Settings, environment: Mapping[str, str]) -> dict[str, Path]:
-    """Return all that the settings and the environment name of files and folders on this host, by the name of the setting or
-    variable: state, bases, keys. Raises SpecError if FT_DATABASE_URL_FILE cannot be read."""
+    """Return all that the settings and the environment name of files and folders on this host, by
+    the name of the setting or variable: state, bases, keys. Raises SpecError if
+    FT_DATABASE_URL_FILE cannot be read.
+    """
     found = {f"FT_{name.upper()}": getattr(settings, name) for name in Settings.model_fields}
-    found |= {name: value.split(os.pathsep) for name in _VARIABLES if (value := environment.get(name))}
+    found |= {
+        name: value.split(os.pathsep) for name in _VARIABLES if (value := environment.get(name))
+    }
     found["FT_DATABASE_URL"] = settings.resolved_database_url()
-    found["FT_MODELS"] = [folder for folder in settings.model_folders() if folder != SAMPLE_MODELS]  # an installed package's
+    found["FT_MODELS"] = [
+        folder for folder in settings.model_folders() if folder != SAMPLE_MODELS
+    ]  # an installed package's
     paths = {name: list(_paths(value)) for name, value in found.items()}
     paths["FT_HOME"] += [path for path in settings.home.glob("*") if path.is_symlink()]
-    return {name if at == 0 else f"{name} ({path.name})": path for name, own in paths.items() for at, path in enumerate(own)}
+    return {
+        name if at == 0 else f"{name} ({path.name})": path
+        for name, own in paths.items()
+        for at, path in enumerate(own)
+    }
 
 
 def _paths(value: object) -> Iterator[Path]:
@@ -107,15 +142,21 @@ def read_models(path: Path) -> dict[str, GraderModel]:
 
     try:
         given = read_yaml_setting("FT_GRADER_MODELS", path) or {}
-        if isinstance(given, dict) and any(isinstance(own, dict) and "key" in own for own in given.values()):
-            raise wrong("a key is given in the file. Put it into a file of its own, and name that as key_file.")
+        if isinstance(given, dict) and any(
+            isinstance(own, dict) and "key" in own for own in given.values()
+        ):
+            raise wrong(
+                "a key is given in the file. Put it into a file of its own, and name that as "
+                "key_file."
+            )
         models = _MODELS.validate_python(given)
         return {name: _with_key(own, path) for name, own in models.items()}
     except ValidationError as error:
         fault = error.errors(include_url=False)[0]
         place = ".".join(map(str, fault["loc"]))
         raise wrong(
-            f"{place}: {fault['msg']}. It is a YAML mapping of names that graders give to base_url, key_file and model."
+            f"{place}: {fault['msg']}. It is a YAML mapping of names that graders give to "
+            "base_url, key_file and model."
         ) from None
     except (OSError, ValueError) as error:
         raise wrong(error) from None

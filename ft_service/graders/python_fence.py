@@ -1,9 +1,11 @@
-"""The process in which a python grader runs: bubblewrap with namespaces of its own, a filter of system calls, and hard limits.
+"""The process in which a python grader runs: bubblewrap with namespaces of its own, a filter of
+system calls, and hard limits.
 
-Within it there is no network, no other process, no /proc, and no file but those of the folders of libraries, read-only;
-nothing can be written anywhere. The grader can start neither a process nor a thread, so that it has one processor. It has 2 GB
-of memory and two minutes for a case. Where such a fence cannot be made, or would show what is private to the service, python
-graders are refused by name.
+Within it there is no network, no other process, no /proc, and no file but those of the folders of
+libraries, read-only; nothing can be written anywhere. The grader can start neither a process nor a
+thread, so that it has one processor. It has 2 GB of memory and two minutes for a case. Where such a
+fence cannot be made, or would show what is private to the service, python graders are refused by
+name.
 """
 
 from __future__ import annotations
@@ -30,8 +32,18 @@ SECONDS = 120.0
 MEMORY_BYTES = 2 * 1024**3
 MOST_ANSWERED = 64 * 1024
 """Bytes of an answer, at most: a number, or the end of a traceback."""
-_SYSTEM = ("/usr/lib", "/usr/lib32", "/usr/lib64", "/usr/local/lib", "/usr/local/lib64", "/usr/share/zoneinfo")
-"""Folders of the system's libraries. All of /usr would be more than Python reads: people keep state below it."""
+_SYSTEM = (
+    "/usr/lib",
+    "/usr/lib32",
+    "/usr/lib64",
+    "/usr/local/lib",
+    "/usr/local/lib64",
+    "/usr/share/zoneinfo",
+)
+"""Folders of the system's libraries.
+
+All of /usr would be more than Python reads: people keep state below it.
+"""
 _ROOT = ("/lib", "/lib64")
 """Folders of libraries that most systems have below /usr, with links to there."""
 FIRST_PAUSE_SECONDS = 0.5
@@ -41,12 +53,17 @@ _KILLED = 128 + signal.SIGKILL
 _Result = TypeVar("_Result")
 _PROGRAM = "/grader/python_grader.py"
 _PROBE_SECONDS = 20.0
-_INSTEAD = "Use string_check, text_similarity, or an endpoint grader, which runs your code on your own server"
+_INSTEAD = (
+    "Use string_check, text_similarity, or an endpoint grader, which runs your code on "
+    "your own server"
+)
 
 
 def refusal(private: Mapping[str, Path]) -> str | None:
-    """Why python graders are refused on this host, and what to do; None: they run. It is found out by running one.
-    `private`: as for `shown`."""
+    """Why python graders are refused on this host, and what to do; None: they run.
+
+    It is found out by running one. `private`: as for `shown`.
+    """
     why = _missing() or _told(shown(private))
     if why is None:
         try:
@@ -55,38 +72,53 @@ def refusal(private: Mapping[str, Path]) -> str | None:
         except (GradingError, OSError) as error:
             detail = error.detail if isinstance(error, GradingError) else str(error)
             why = (
-                f"bubblewrap cannot make the fence: {detail}. The operator must allow this service user namespaces, as "
+                f"bubblewrap cannot make the fence: {detail}. The operator must allow this "
+                "service user namespaces, as "
                 "containers often do not"
             )
     return f"there is no fence to run code of requests in: {why}. {_INSTEAD}"
 
 
 def shown(private: Mapping[str, Path]) -> dict[str, str]:
-    """Return what python graders would see of the service's own: name → the folder of libraries that it lies in, links
-    followed. `private`: name → a file or folder with state or secrets."""
+    """Return what python graders would see of the service's own: name → the folder of libraries
+    that it lies in, links followed. `private`: name → a file or folder with state or secrets.
+    """
     return within(private, [path for path in (*_read_only(), *_ROOT) if Path(path).is_dir()])
 
 
 def within(private: Mapping[str, Path], folders: Iterable[str]) -> dict[str, str]:
-    """Return which of these paths lie in one of these folders, or are one: name → the folder. Links are followed."""
+    """Return which of these paths lie in one of these folders, or are one: name → the folder.
+
+    Links are followed.
+    """
     real = {folder: os.path.realpath(folder) for folder in folders}
     places = {name: Path(os.path.realpath(path)) for name, path in private.items()}
-    return {name: folder for folder, at in real.items() for name, path in places.items() if path.is_relative_to(at)}
+    return {
+        name: folder
+        for folder, at in real.items()
+        for name, path in places.items()
+        if path.is_relative_to(at)
+    }
 
 
 def _told(found: Mapping[str, str]) -> str | None:
-    """`shown` in words for whoever sends a grader, to whom no path of this host is told; None: nothing is shown."""
+    """`shown` in words for whoever sends a grader, to whom no path of this host is told; None:
+    nothing is shown.
+    """
     if not found:
         return None
     return (
-        f"it would show {', '.join(found)}. The operator must move that out of the folders of Python's and of other libraries"
+        f"it would show {', '.join(found)}. The operator must move that out of the folders of "
+        "Python's and of other libraries"
     )
 
 
 @cache  # of success: what raises is tried again
 def _prove() -> None:
     """Run a grader. Raises GradingError, OSError."""
-    with FencedGrader("def grade(sample, item): return 1.0", private={}, seconds=_PROBE_SECONDS) as grader:
+    with FencedGrader(
+        "def grade(sample, item): return 1.0", private={}, seconds=_PROBE_SECONDS
+    ) as grader:
         grader.start()
 
 
@@ -103,13 +135,20 @@ def _missing() -> str | None:
 
 
 class FencedGrader:
-    """A python grader's process, which is started by `start` or the first case, and again after it died. For one thread;
-    another one may `kill` it."""
+    """A python grader's process, which is started by `start` or the first case, and again after it
+    died. For one thread; another one may `kill` it.
+    """
 
-    def __init__(self, source: str, *, private: Mapping[str, Path], seconds: float = SECONDS) -> None:
-        """`private`: as for `shown`; none is started while something is. `seconds`: limit for a case, and for loading the
-        source."""
-        self._source, self._private, self._seconds = source, private, seconds
+    def __init__(
+        self, source: str, *, private: Mapping[str, Path], seconds: float = SECONDS
+    ) -> None:
+        """`private`: as for `shown`; none is started while something is.
+
+        `seconds`: limit for a case, and for loading the source.
+        """
+        self._source = source
+        self._private = private
+        self._seconds = seconds
         self._process: HelperProcess | None = None
         self._killed = False
 
@@ -120,26 +159,40 @@ class FencedGrader:
         self._end()
 
     def start(self) -> None:
-        """Load the source. Raises GradingError if it cannot be loaded, UnavailableError if the host lets no process load it."""
+        """Load the source. Raises GradingError if it cannot be loaded, UnavailableError if the host
+        lets no process load it.
+        """
         self._persist(self._load)
 
     def score(self, message: bytes) -> Score:
-        """Grade a case, which is JSON. If the host kills the process, the case is graded by another one."""
+        """Grade a case, which is JSON.
+
+        If the host kills the process, the case is graded by another one.
+        """
         try:
             reply = self._persist(partial(self._graded, message))
             reward = as_reward(reply.get("reward"))
             if reward is None:
-                raise GradingError("python_grader_runtime_error", f"grade returned {reply.get('reward')}: no finite number")
+                raise GradingError(
+                    "python_grader_runtime_error",
+                    f"grade returned {reply.get('reward')}: no finite number",
+                )
             return Score(reward)
         except UnavailableError as error:
-            return Score.failed(GradingError("python_grader_server_error", f"killed: {error.message}"))
+            return Score.failed(
+                GradingError("python_grader_server_error", f"killed: {error.message}")
+            )
         except GradingError as error:
             return Score.failed(error)
 
     def _load(self) -> None:
         self._end()
-        if why := _told(shown(self._private)):  # a job that was accepted may outlive a move of FT_HOME
-            raise GradingError("python_grader_server_error", f"python graders cannot run now: {why}")
+        if why := _told(
+            shown(self._private)
+        ):  # a job that was accepted may outlive a move of FT_HOME
+            raise GradingError(
+                "python_grader_server_error", f"python graders cannot run now: {why}"
+            )
         self._process = process = _started()
         if self._killed:
             process.kill()
@@ -153,10 +206,14 @@ class FencedGrader:
             process.kill()
 
     def _persist(self, call: Callable[[], _Result]) -> _Result:
-        return persist("a python grader", call, first=FIRST_PAUSE_SECONDS, stop=lambda: self._killed)
+        return persist(
+            "a python grader", call, first=FIRST_PAUSE_SECONDS, stop=lambda: self._killed
+        )
 
     def _graded(self, message: Any) -> dict[str, Any]:
-        """The reply to a case. Raises GradingError, and UnavailableError if the process was killed."""
+        """The reply to a case. Raises GradingError, and UnavailableError if the process was
+        killed.
+        """
         if self._process is None:
             self._load()
         assert self._process is not None
@@ -173,12 +230,17 @@ class FencedGrader:
             self._end()
             if error.failure is Failure.KILLED or error.exit_code == _KILLED:
                 raise UnavailableError(error.message) from None
-            raise GradingError("python_grader_server_error", f"{error.failure.value}: {error.message}") from None
+            raise GradingError(
+                "python_grader_server_error", f"{error.failure.value}: {error.message}"
+            ) from None
         except (ValueError, RecursionError):
             reply = None
         if not isinstance(reply, dict):
             self._end()
-            raise GradingError("python_grader_server_error", f"{Failure.GARBAGE.value}: the grader wrote over its answer")
+            raise GradingError(
+                "python_grader_server_error",
+                f"{Failure.GARBAGE.value}: the grader wrote over its answer",
+            )
         if "error" in reply:
             raise GradingError("python_grader_runtime_error", str(reply["error"]))
         return reply
@@ -196,7 +258,13 @@ def _started() -> HelperProcess:
         os.lseek(descriptor, 0, os.SEEK_SET)
         command = _command(descriptor)
         return HelperProcess(
-            Program(command=command, expendable=True, niceness=10, descriptors=(descriptor,), most_bytes=MOST_ANSWERED)
+            Program(
+                command=command,
+                expendable=True,
+                niceness=10,
+                descriptors=(descriptor,),
+                most_bytes=MOST_ANSWERED,
+            )
         )
     finally:
         os.close(descriptor)
@@ -207,7 +275,15 @@ def _command(filter_descriptor: int) -> list[str]:
     bound = [word for path in (*_read_only(), python) for word in ("--ro-bind", path, path)]
     links = [word for path in _ROOT for word in _as_here(path)]
     return [
-        *("bwrap", "--unshare-all", "--unshare-user", "--die-with-parent", "--new-session", "--cap-drop", "ALL"),
+        *(
+            "bwrap",
+            "--unshare-all",
+            "--unshare-user",
+            "--die-with-parent",
+            "--new-session",
+            "--cap-drop",
+            "ALL",
+        ),
         *("--uid", "65534", "--gid", "65534", "--hostname", "grader", "--clearenv"),
         *("--setenv", "OPENBLAS_NUM_THREADS", "1", "--setenv", "LANG", "C.UTF-8"),
         *bound,
@@ -220,12 +296,18 @@ def _command(filter_descriptor: int) -> list[str]:
 
 
 def _read_only() -> list[str]:
-    """Folders of this host that a grader sees: the system's libraries, Python's, and the packages beside it. Of Python's prefix
-    its libraries alone: a prefix may be anybody's folder, with all that they keep in it."""
+    """Folders of this host that a grader sees: the system's libraries, Python's, and the packages
+    beside it. Of Python's prefix its libraries alone: a prefix may be anybody's folder, with all
+    that they keep in it.
+    """
     prefixes = (os.path.realpath(sys.base_prefix), os.path.realpath(sys.base_exec_prefix))
     own = [os.path.join(prefix, name) for prefix in prefixes for name in ("lib", sys.platlibdir)]  # noqa: PTH118
     wanted = [path for path in (*_SYSTEM, *own, *_packages()) if Path(path).is_dir()]
-    return [path for path in dict.fromkeys(wanted) if not any(_is_below(path, other) for other in wanted)]
+    return [
+        path
+        for path in dict.fromkeys(wanted)
+        if not any(_is_below(path, other) for other in wanted)
+    ]
 
 
 def _packages() -> Sequence[str]:
@@ -242,4 +324,8 @@ def _as_here(path: str) -> Sequence[str]:
     """Where a folder of the root leads here: mostly below /usr."""
     if not os.path.exists(path):  # noqa: PTH110
         return ()
-    return ("--symlink", str(Path(path).readlink()), path) if Path(path).is_symlink() else ("--ro-bind", path, path)
+    return (
+        ("--symlink", str(Path(path).readlink()), path)
+        if Path(path).is_symlink()
+        else ("--ro-bind", path, path)
+    )

@@ -1,5 +1,6 @@
-"""Templates of graders: text with `{{ item.key }}` and `{{ sample.output_text }}`. Time is linear in the length of the template
-and of what is filled in, which is limited. Pure.
+"""Templates of graders: text with `{{ item.key }}` and `{{ sample.output_text }}`.
+
+Time is linear in the length of the template and of what is filled in, which is limited. Pure.
 """
 
 from __future__ import annotations
@@ -31,14 +32,19 @@ def check_template(template: str) -> None:
 
 
 def filled(template: str, case: Case, most: int = MOST_FILLED) -> str:
-    """The template with its values. Raises GradingError for a value that is missing, and for more than `most` characters."""
+    """The template with its values.
+
+    Raises GradingError for a value that is missing, and for more than `most` characters.
+    """
     texts: list[str] = []
     left = most
     for part in _parts(template):
         texts.append(part if isinstance(part, str) else _text(_value(part, case)))
         left -= len(texts[-1])
         if left < 0:
-            raise GradingError("other_error", f"texts with their values have more than {MOST_FILLED:,} characters")
+            raise GradingError(
+                "other_error", f"texts with their values have more than {MOST_FILLED:,} characters"
+            )
     return "".join(texts)
 
 
@@ -56,10 +62,14 @@ def _parts(template: str) -> Sequence[str | Variable]:
 def _variable(text: str) -> Variable:
     match = _PATH.fullmatch(text)
     steps = [key or int(index) for key, index in _STEP.findall(match[2])] if match else []
-    is_named = match and (match[1] == "item" or (steps[0] in _SAMPLE and (len(steps) == 1 or steps[0] != "output_text")))
+    is_named = match and (
+        match[1] == "item"
+        or (steps[0] in _SAMPLE and (len(steps) == 1 or steps[0] != "output_text"))
+    )
     if not match or not is_named:
         raise TemplateError(
-            f"{{{{ {text[:200]} }}}} names nothing; there are sample.output_text, sample.output_json.KEY, "
+            f"{{{{ {text[:200]} }}}} names nothing; there are sample.output_text, "
+            "sample.output_json.KEY, "
             "sample.output_tools[0].function.name, sample.choices[0] and item.KEY"
         )
     return (match[1], *steps)
@@ -88,4 +98,9 @@ def _text(value: Any) -> str:
 
 
 def _shown(variable: Variable) -> str:
-    return str(variable[0]) + "".join(f"[{step}]" if isinstance(step, int) else f".{step}" for step in variable[1:])[:200]
+    return (
+        str(variable[0])
+        + "".join(f"[{step}]" if isinstance(step, int) else f".{step}" for step in variable[1:])[
+            :200
+        ]
+    )

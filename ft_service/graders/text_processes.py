@@ -1,9 +1,10 @@
-"""Processes that carry out tasks on tenants' texts (text_program.py): a few, which stay for a while and die first when memory
-runs out.
+"""Processes that carry out tasks on tenants' texts (text_program.py): a few, which stay for a while
+and die first when memory runs out.
 
-Comparing two texts takes up to seconds, in C code that lets no other thread of its process run. So nothing of it is done in the
-service. Projects take turns of about a second of a processor. A task beyond a limit is an error of its case alone; a process
-that the host kills is replaced, and its task is tried again.
+Comparing two texts takes up to seconds, in C code that lets no other thread of its process run. So
+nothing of it is done in the service. Projects take turns of about a second of a processor. A task
+beyond a limit is an error of its case alone; a process that the host kills is replaced, and its
+task is tried again.
 """
 
 from __future__ import annotations
@@ -31,7 +32,9 @@ PROGRAM = Program(
     niceness=5,
     expendable=True,
 )
-TEXTS = Kind(name="grading texts", places=2, of_project=1, seconds=60.0, busy="Texts are being graded")
+TEXTS = Kind(
+    name="grading texts", places=2, of_project=1, seconds=60.0, busy="Texts are being graded"
+)
 """A place has a process of about 30 MB."""
 BATCH_BYTES = 1024**2
 """Bytes of tasks that are written at once; a single one may have more."""
@@ -71,8 +74,11 @@ class TextProcesses:
         self._timer: threading.Timer | None = None
 
     def carry_out(self, project: str, work: Sequence[Work]) -> list[TaskResult]:
-        """Return the result of each task. Blocks. Raises UnavailableError if the project's turn does not come in time, or the
-        host has ended the process of a task TRIES times."""
+        """Return the result of each task.
+
+        Blocks. Raises UnavailableError if the project's turn does not come in time, or the host has
+        ended the process of a task TRIES times.
+        """
         results: dict[int, TaskResult] = {}
         tries = 0
         while left := [number for number in range(len(work)) if number not in results]:
@@ -83,7 +89,9 @@ class TextProcesses:
                 tries = tries + 1 if left[0] not in results else 1
                 if tries == TRIES:
                     pause = self.losses.add(project, lost.message)
-                    raise UnavailableError(f"Texts cannot be graded: {lost.message}.", retry_after=int(pause)) from None
+                    raise UnavailableError(
+                        f"Texts cannot be graded: {lost.message}.", retry_after=int(pause)
+                    ) from None
         self.losses.forget(project)
         return [results[number] for number in range(len(work))]
 
@@ -91,8 +99,17 @@ class TextProcesses:
         """End the processes that have no work."""
         self._end_idle(0.0)
 
-    def _take_turn(self, project: str, work: Sequence[Work], left: Sequence[int], results: dict[int, TaskResult]) -> None:
-        """Carry out tasks until a turn is over. `left`: numbers of the tasks. Raises UnavailableError."""
+    def _take_turn(
+        self,
+        project: str,
+        work: Sequence[Work],
+        left: Sequence[int],
+        results: dict[int, TaskResult],
+    ) -> None:
+        """Carry out tasks until a turn is over.
+
+        `left`: numbers of the tasks. Raises UnavailableError.
+        """
         with self.places.hold(project) as place:
             message, sent = _batch(work, left, results)
             place.cost = 0.0
@@ -115,7 +132,10 @@ class TextProcesses:
 
     @contextmanager
     def _process(self) -> Iterator[HelperProcess]:
-        """Give a process, which is kept unless it has ended or the block is left early. Raises TextsLost."""
+        """Give a process, which is kept unless it has ended or the block is left early.
+
+        Raises TextsLost.
+        """
         process = self._idle_one() or _started()
         try:
             yield process
@@ -176,13 +196,25 @@ def _started() -> HelperProcess:
         raise TextsLost(error.message if isinstance(error, HelperFailed) else str(error)) from None
 
 
-def _batch(work: Sequence[Work], left: Sequence[int], results: dict[int, TaskResult]) -> tuple[bytes, list[int]]:
-    """The first tasks as text_program.py reads them, and their numbers. Tasks that cannot be written get their results."""
-    written, sent, item = bytearray(), [], None
+def _batch(
+    work: Sequence[Work], left: Sequence[int], results: dict[int, TaskResult]
+) -> tuple[bytes, list[int]]:
+    """The first tasks as text_program.py reads them, and their numbers.
+
+    Tasks that cannot be written get their results.
+    """
+    written = bytearray()
+    sent = []
+    item = None
     for number in left:
         task, case = work[number]
         own = case.sample
-        sample = (own.output_text, [dict(call) for call in own.output_tools], own.finish_reason, own.reasoning)
+        sample = (
+            own.output_text,
+            [dict(call) for call in own.output_tools],
+            own.finish_reason,
+            own.reasoning,
+        )
         try:
             first = marshal.dumps((task, sample))
             second = b"" if case.item is item else marshal.dumps(dict(case.item))
@@ -214,5 +246,10 @@ def _result(seconds: float, value: Any, detail: str | None = None) -> TaskResult
 def _fault(error: HelperFailed) -> GradingError:
     """The error of a case that ended the process itself."""
     if error.failure is Failure.CPU:
-        return GradingError("unresponsive_reward_error", f"the texts need more than {CPU_SECONDS} seconds of a processor")
-    return GradingError("other_error", f"the texts end the process that grades them: {error.message}")
+        return GradingError(
+            "unresponsive_reward_error",
+            f"the texts need more than {CPU_SECONDS} seconds of a processor",
+        )
+    return GradingError(
+        "other_error", f"the texts end the process that grades them: {error.message}"
+    )

@@ -1,10 +1,12 @@
-"""The process that carries out tasks on tenants' texts, one after the other (ft_service/graders/text_processes.py).
+"""The process that carries out tasks on tenants' texts, one after the other
+(ft_service/graders/text_processes.py).
 
-`python -m ft_service.graders.text_program` prints an empty line when it is ready. Then it reads batches. Of each task a line
-gives two lengths, of the task with its sample, and of its item (0: that of the task before), whose bytes follow. An empty line
-ends a batch. Both are written by marshal, which takes a tenth of the time that JSON takes for a hostile value. It replies to
-each task with a line of JSON: `[seconds, result]`, `[seconds, kind of error, detail]`, or `null`, for one that waits for the
-next batch. Seconds are those of a processor.
+`python -m ft_service.graders.text_program` prints an empty line when it is ready. Then it reads
+batches. Of each task a line gives two lengths, of the task with its sample, and of its item (0:
+that of the task before), whose bytes follow. An empty line ends a batch. Both are written by
+marshal, which takes a tenth of the time that JSON takes for a hostile value. It replies to each
+task with a line of JSON: `[seconds, result]`, `[seconds, kind of error, detail]`, or `null`, for
+one that waits for the next batch. Seconds are those of a processor.
 """
 
 from __future__ import annotations
@@ -28,7 +30,8 @@ TURN_SECONDS = 1.0
 
 
 def main(batches: BinaryIO, replies: BinaryIO) -> None:
-    item, until = {}, math.inf
+    item = {}
+    until = math.inf
     _write(replies, b"")
     while head := batches.readline():
         if head == b"\n":
@@ -51,13 +54,17 @@ def _reply(task: Any, case: Case) -> list[Any]:
     except GradingError as error:
         result = [error.kind, error.detail]
     except MemoryError:
-        result = ["other_error", f"the texts need more than {MEMORY_BYTES // 2**20:,} MiB of memory"]
+        result = [
+            "other_error",
+            f"the texts need more than {MEMORY_BYTES // 2**20:,} MiB of memory",
+        ]
     return [time.process_time() - began, *result]
 
 
 def _limit_time(seconds: float) -> None:
-    """Have the kernel end this process once it has used so many seconds of a processor: most of the time it computes in C,
-    where Python handles no signal."""
+    """Have the kernel end this process once it has used so many seconds of a processor: most of the
+    time it computes in C, where Python handles no signal.
+    """
     _, hard = resource.getrlimit(resource.RLIMIT_CPU)
     resource.setrlimit(resource.RLIMIT_CPU, (math.ceil(seconds), hard))
 

@@ -1,7 +1,10 @@
-"""What is computed on tenants' texts. Pure. A helper process carries it out for the service (text_program.py); ranks, which are
-a tenant's own, call it themselves.
+"""What is computed on tenants' texts.
 
-A task is a tuple of plain values, so that the process needs no types of requests, and starts in a tenth of a second.
+Pure. A helper process carries it out for the service (text_program.py); ranks, which are a tenant's
+own, call it themselves.
+
+A task is a tuple of plain values, so that the process needs no types of requests, and starts in a
+tenth of a second.
 """
 
 from __future__ import annotations
@@ -24,7 +27,10 @@ MOST_WRITTEN = 32 * 1024**2
 
 
 def compare(given: str, reference: str, by: str) -> Task:
-    """A number: two templates filled in and compared. `by`: an operation of a string_check, or a metric."""
+    """A number: two templates filled in and compared.
+
+    `by`: an operation of a string_check, or a metric.
+    """
     return "compare", given, reference, by
 
 
@@ -48,7 +54,10 @@ def carried_out(task: Task, case: Case) -> Any:
         case ("write",):
             whole = case.as_json().decode()
             if len(whole) > MOST_WRITTEN:
-                raise GradingError("other_error", f"the answer and its item have more than {MOST_WRITTEN:,} characters")
+                raise GradingError(
+                    "other_error",
+                    f"the answer and its item have more than {MOST_WRITTEN:,} characters",
+                )
             return whole
         case ("calculate", formula, scores):
             try:
@@ -62,16 +71,21 @@ def carried_out(task: Task, case: Case) -> Any:
 def _compared(given: str, reference: str, by: str) -> float:
     if by in SIMILARITIES:
         if max(len(given), len(reference)) > MOST_COMPARED:
-            raise GradingError("other_error", f"a text to compare has more than {MOST_COMPARED:,} characters")
+            raise GradingError(
+                "other_error", f"a text to compare has more than {MOST_COMPARED:,} characters"
+            )
         return SIMILARITIES[by](given, reference)
     if by in ("like", "ilike"):
-        return float((reference.casefold() in given.casefold()) if by == "ilike" else reference in given)
+        return float(
+            (reference.casefold() in given.casefold()) if by == "ilike" else reference in given
+        )
     return float((given == reference) == (by == "eq"))
 
 
 def _all_filled(groups: Sequence[Sequence[str]], case: Case) -> list[list[str]]:
     """The templates with their values, which have MOST_FILLED characters together at most."""
-    left, texts = MOST_FILLED, []
+    left = MOST_FILLED
+    texts = []
     for group in groups:
         texts.append([])
         for template in group:

@@ -1,4 +1,6 @@
-"""Graders that compare texts, formulas of graders, and what is wrong with a grader for every answer. Pure."""
+"""Graders that compare texts, formulas of graders, and what is wrong with a grader for every
+answer. Pure.
+"""
 
 from __future__ import annotations
 
@@ -69,10 +71,14 @@ def formula_task(grader: Grader, scores: Mapping[str, Score]) -> Task | None:
 
 
 def combined(grader: Grader, scores: Mapping[str, Score], formula: Score | None) -> Grade:
-    """The grade of a case by the scores of all single graders, and by its formula's. With an error of one of them the reward is
-    0."""
+    """The grade of a case by the scores of all single graders, and by its formula's.
+
+    With an error of one of them the reward is 0.
+    """
     errors: dict[ErrorKind, str] = {
-        score.error: score.detail for score in reversed(list(scores.values())) if score.error is not None
+        score.error: score.detail
+        for score in reversed(list(scores.values()))
+        if score.error is not None
     }
     values = {name: score.value for name, score in scores.items() if score.error is None}
     reward = 0.0
@@ -81,7 +87,9 @@ def combined(grader: Grader, scores: Mapping[str, Score], formula: Score | None)
     elif not errors:
         reward = formula.value if formula is not None else next(iter(values.values()))
     if abs(reward) > MOST_REWARD:
-        errors["other_error"] = f"the reward {reward:g} is not in the range from {-MOST_REWARD:g} to {MOST_REWARD:g}"
+        errors["other_error"] = (
+            f"the reward {reward:g} is not in the range from {-MOST_REWARD:g} to {MOST_REWARD:g}"
+        )
         reward = 0.0
     usage: dict[str, dict[str, int]] = {}
     for name, own in singles_of(grader).items():
@@ -95,7 +103,9 @@ def combined(grader: Grader, scores: Mapping[str, Score], formula: Score | None)
         scores=values,
         sub_rewards=values if isinstance(grader, Multi) else {},
         seconds=sum(score.seconds for score in scores.values()),
-        sampled_model=next((score.model for score in reversed(list(scores.values())) if score.model), None),
+        sampled_model=next(
+            (score.model for score in reversed(list(scores.values())) if score.model), None
+        ),
         usage=usage,
     )
 

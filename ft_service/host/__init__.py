@@ -1,1 +1,3 @@
-"""The machine that a process runs on: its GPUs, its processes, and how their lives are tied together."""
+"""The machine that a process runs on: its GPUs, its processes, and how their lives are tied
+together.
+"""

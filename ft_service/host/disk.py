@@ -1,6 +1,8 @@
-"""Full and read-only disks: their errors, messages for users, and reserved space for writes that must succeed.
+"""Full and read-only disks: their errors, messages for users, and reserved space for writes that
+must succeed.
 
-A full disk is a matter for the operator, not a fault of a job: a write without room waits, or is retried later.
+A full disk is a matter for the operator, not a fault of a job: a write without room waits, or is
+retried later.
 """
 
 from __future__ import annotations
@@ -21,7 +23,9 @@ NO_LOCKS = frozenset({errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP})
 DISK_FULL = "disk_full"
 """`error.code` of a write that found no room."""
 LEAST_BYTES = 1024**2
-"""Free bytes below which a disk counts as full: a small write may still succeed where a larger one does not."""
+"""Free bytes below which a disk counts as full: a small write may still succeed where a larger one
+does not.
+"""
 LAST_WORDS_BYTES = 64 * 1024
 """Space for the last records of a process."""
 DELETION_BYTES = 4 * 1024**2
@@ -42,13 +46,18 @@ def is_no_room(error: BaseException | None) -> bool:
 
 
 def free_bytes(folder: Path) -> int:
-    """Return the bytes that this user can still write to a folder, which may not exist yet. Raises OSError."""
+    """Return the bytes that this user can still write to a folder, which may not exist yet.
+
+    Raises OSError.
+    """
     return shutil.disk_usage(next(path for path in (folder, *folder.parents) if path.exists())).free
 
 
 def no_room(folder: Path, error: OSError | None = None) -> str:
     """Return the message for the user. `error`: the failed write; None: hardly anything is free."""
-    what = NO_ROOM[error.errno] if error is not None and error.errno in NO_ROOM else "the disk is full"
+    what = (
+        NO_ROOM[error.errno] if error is not None and error.errno in NO_ROOM else "the disk is full"
+    )
     where = folder if error is None or not isinstance(error.filename, str) else Path(error.filename)
     return f"{where}: {what}, and {free_bytes(folder):,} bytes are free there. Free some."
 
@@ -56,7 +65,8 @@ def no_room(folder: Path, error: OSError | None = None) -> str:
 def full(whose: str = "The service's disk") -> UnavailableError:
     """Return the error for a full disk. `whose`: the disk, as the start of a sentence."""
     return UnavailableError(
-        f"{whose} is full: nothing can be stored until there is room. Stored data can be read, and deleted.",
+        f"{whose} is full: nothing can be stored until there is room. Stored data can be read, "
+        "and deleted.",
         code=DISK_FULL,
         retry_after=None,
     )
@@ -65,7 +75,8 @@ def full(whose: str = "The service's disk") -> UnavailableError:
 def read_only(whose: str = "The service's disk") -> UnavailableError:
     """Return the error for a read-only disk."""
     return UnavailableError(
-        f"{whose} is read-only: nothing can be stored or deleted until it is writable again. Stored data can be read.",
+        f"{whose} is read-only: nothing can be stored or deleted until it is writable again. "
+        "Stored data can be read.",
         code="disk_read_only",
         retry_after=None,
     )
@@ -91,7 +102,9 @@ def state_of(folder: Path, whose: str = "The service's disk") -> UnavailableErro
 
 
 class FileReserve:
-    """File that reserves space on its disk, and is deleted when that space is needed to free more."""
+    """File that reserves space on its disk, and is deleted when that space is needed to free
+    more.
+    """
 
     def __init__(self, path: Path, size: int = DELETION_BYTES) -> None:
         self.path = path
@@ -130,8 +143,9 @@ class FileReserve:
 
 
 class UnnamedReserve:
-    """Space on the disk of a folder, reserved for the last records of this process by a file without a name, which
-    disappears with the process."""
+    """Space on the disk of a folder, reserved for the last records of this process by a file
+    without a name, which disappears with the process.
+    """
 
     def __init__(self, folder: Path) -> None:
         """Reserve the space, if possible."""

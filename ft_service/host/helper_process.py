@@ -3,9 +3,10 @@
     run_once(program, request, seconds=60)     one request, one reply; then the process is gone
     HelperProcess(program)                     lines in both directions until it is closed
 
-A helper dies with this process, whatever the cause, together with its own child processes. Its environment is an allow-list
-(environment.py). Requests and replies are lines, usually of JSON. The end of its stderr becomes part of the error if it fails.
-A helper that refuses a request prints `{"error": …, "code": …, "param": …}` and exits with REFUSED.
+A helper dies with this process, whatever the cause, together with its own child processes. Its
+environment is an allow-list (environment.py). Requests and replies are lines, usually of JSON. The
+end of its stderr becomes part of the error if it fails. A helper that refuses a request prints
+`{"error": …, "code": …, "param": …}` and exits with REFUSED.
 """
 
 from __future__ import annotations
@@ -49,7 +50,13 @@ SLICE_SECONDS = 0.5
 """Length of one wait: another thread may have something to send meanwhile."""
 _CPUCLOCK_SCHED = 2
 """Kind of a clock of a process, in the low bits of its id, as clock_getcpuclockid(3) makes it."""
-_OUT_OF_MEMORY = ("MemoryError", "memory allocation of", "std::bad_alloc", "can't allocate memory", "Cannot allocate memory")
+_OUT_OF_MEMORY = (
+    "MemoryError",
+    "memory allocation of",
+    "std::bad_alloc",
+    "can't allocate memory",
+    "Cannot allocate memory",
+)
 """Messages of a failed allocation: Python's, Rust's, C++'s, torch's, and the system's."""
 
 
@@ -61,7 +68,9 @@ class Program:
     memory_bytes: int | None = None
     """Limit on its private memory; None: the host's."""
     limits_itself: bool = False
-    """Whether it sets a limit on its own memory, so that its input is at fault where that is too little."""
+    """Whether it sets a limit on its own memory, so that its input is at fault where that is too
+    little.
+    """
     cpu_seconds: int | None = None
     """Limit on its processor time; None: there is none, as for one that answers many requests."""
     niceness: int = 0
@@ -79,7 +88,9 @@ class Program:
     most_bytes: int = MOST_BYTES
     """Longest line of a reply."""
     own_errors: bool = True
-    """Whether stderr is kept for the error; False: it goes to this process's stderr, as for a log."""
+    """Whether stderr is kept for the error; False: it goes to this process's stderr, as for a
+    log.
+    """
 
     @property
     def name(self) -> str:
@@ -107,18 +118,32 @@ class HelperFailed(UnavailableError):
     code = "helper_failed"
 
     def __init__(
-        self, program: Program, failure: Failure, why: str, *, exit_code: int | None = None, last_words: Sequence[str] = ()
+        self,
+        program: Program,
+        failure: Failure,
+        why: str,
+        *,
+        exit_code: int | None = None,
+        last_words: Sequence[str] = (),
     ) -> None:
         """`exit_code`: as of subprocess, negative for a signal; None: this process killed it."""
         detail = f": {last_words[-1][:500]}" if last_words and failure is not Failure.TIME else ""
         is_lost = _is_lost(program, failure, exit_code)
-        super().__init__(f"{program.name} {why}{detail}", retry_after=LATER_SECONDS if is_lost else None)
-        self.failure, self.exit_code, self.last_words, self.is_lost = failure, exit_code, tuple(last_words), is_lost
+        super().__init__(
+            f"{program.name} {why}{detail}", retry_after=LATER_SECONDS if is_lost else None
+        )
+        self.failure, self.exit_code, self.last_words, self.is_lost = (
+            failure,
+            exit_code,
+            tuple(last_words),
+            is_lost,
+        )
 
 
 def _is_lost(program: Program, failure: Failure, exit_code: int | None) -> bool:
-    """Whether a failure is the host's: no processor for long, no memory although the program has no limit, or a signal that
-    is no crash."""
+    """Whether a failure is the host's: no processor for long, no memory although the program has no
+    limit, or a signal that is no crash.
+    """
     match failure:
         case Failure.TIME:
             return True
@@ -131,7 +156,9 @@ def _is_lost(program: Program, failure: Failure, exit_code: int | None) -> bool:
 
 
 class HelperProcess:
-    """Running helper. Any thread may call `send` and `kill`; `receive`, `ask` and `close` belong to one thread at a time."""
+    """Running helper. Any thread may call `send` and `kill`; `receive`, `ask` and `close` belong to
+    one thread at a time.
+    """
 
     def __init__(self, program: Program) -> None:
         """Start the program. Raises OSError, and UnavailableError off Linux."""
@@ -143,7 +170,8 @@ class HelperProcess:
         self._finish = weakref.finalize(self, _release, self._popen, self._handle)
         self._finish.atexit = False  # threads may still read the pipes then
         weakref.finalize(self, _end, self._popen)
-        self._unsent, self._no_more = bytearray(), False
+        self._unsent = bytearray()
+        self._no_more = False
         self._output, self._searched, self._errors = bytearray(), 0, bytearray()
         self._output_ended_at: float | None = None
         self._cpu_seconds = 0.0
@@ -174,7 +202,9 @@ class HelperProcess:
 
     @property
     def cpu_seconds(self) -> float:
-        """Processor time of the helper's own threads, without its child processes; as it was last read, once it has ended."""
+        """Processor time of the helper's own threads, without its child processes; as it was last
+        read, once it has ended.
+        """
         if self._popen.returncode is None:
             with contextlib.suppress(OSError):
                 self._cpu_seconds = time.clock_gettime(~self.pid << 3 | _CPUCLOCK_SCHED)
@@ -186,16 +216,21 @@ class HelperProcess:
         return self._errors.decode(errors="replace").strip().splitlines()
 
     def send(self, message: Any) -> None:
-        """Send a line: bytes unchanged, anything else as JSON. Never blocks; `receive` reports a helper that has ended."""
+        """Send a line: bytes unchanged, anything else as JSON.
+
+        Never blocks; `receive` reports a helper that has ended.
+        """
         with self._guard:
             self._unsent += message if isinstance(message, bytes) else json.dumps(message).encode()
             self._unsent += b"\n"
         self._write()
 
     def receive(self, seconds: float | None = None) -> bytes | None:
-        """Return the next line of its output, without the newline; None: there was none within `seconds` (None: no limit).
+        """Return the next line of its output, without the newline; None: there was none within
+        `seconds` (None: no limit).
 
-        Raises HelperFailed if it has ended, or prints a line of more than the program's `most_bytes`.
+        Raises HelperFailed if it has ended, or prints a line of more than the program's
+        `most_bytes`.
         """
         due = None if seconds is None else time.monotonic() + seconds
         while (end := self._output.find(b"\n", self._searched)) < 0:
@@ -218,8 +253,10 @@ class HelperProcess:
         return line
 
     def ask(self, message: Any, seconds: float) -> Any:
-        """Send a request and return the parsed reply. A helper that does not answer within `seconds` is killed. Raises
-        HelperFailed."""
+        """Send a request and return the parsed reply.
+
+        A helper that does not answer within `seconds` is killed. Raises HelperFailed.
+        """
         self.send(message)
         line = self.receive(seconds)
         if line is None:
@@ -273,10 +310,13 @@ class HelperProcess:
 
     def _exchange(self, seconds: float) -> None:
         """Wait until something can be read or written, and read or write it."""
-        stdin, stdout, stderr = self._popen.stdin, self._popen.stdout, self._popen.stderr
+        stdin = self._popen.stdin
+        stdout = self._popen.stdout
+        stderr = self._popen.stderr
         assert stdin is not None
         assert stdout is not None
-        number, waiting = stdin.fileno() if not stdin.closed else -1, bool(self._unsent)
+        number = stdin.fileno() if not stdin.closed else -1
+        waiting = bool(self._unsent)
         if waiting and number >= 0:
             self._ready.register(number, select.POLLOUT)
         events = {descriptor for descriptor, _ in self._ready.poll(max(1, seconds * 1000))}
@@ -286,9 +326,16 @@ class HelperProcess:
         if stdout.fileno() in events and _drain(stdout.fileno(), self._output):
             self._ready.unregister(stdout)
             self._output_ended_at = time.monotonic()
-        if stderr is not None and stderr.fileno() in events and _drain(stderr.fileno(), self._errors, LAST_WORDS_BYTES):
+        if (
+            stderr is not None
+            and stderr.fileno() in events
+            and _drain(stderr.fileno(), self._errors, LAST_WORDS_BYTES)
+        ):
             self._ready.unregister(stderr)
-        late = self._output_ended_at is not None and time.monotonic() - self._output_ended_at > END_SECONDS
+        late = (
+            self._output_ended_at is not None
+            and time.monotonic() - self._output_ended_at > END_SECONDS
+        )
         if self._handle in events or late:
             self.kill()  # what is left of its session, if it has ended itself
             for pipe, kept in ((stdout, self._output), (stderr, self._errors)):
@@ -297,7 +344,10 @@ class HelperProcess:
             self._output_ended_at = self._output_ended_at or time.monotonic()
 
     def parsed(self, line: bytes) -> Any:
-        """Parse a line of JSON. A helper that prints anything else is killed. Raises HelperFailed."""
+        """Parse a line of JSON.
+
+        A helper that prints anything else is killed. Raises HelperFailed.
+        """
         try:
             return json.loads(line)
         except ValueError:
@@ -306,22 +356,35 @@ class HelperProcess:
             raise self._failed(Failure.GARBAGE, f"printed what is not JSON: {shown!r}") from None
 
     def _failed(self, failure: Failure | None = None, why: str = "") -> HelperFailed:
-        """Return the error for a missing reply: `failure`, or else what its exit code and stderr say."""
-        code, last_words = self.exit_code, self.last_words
+        """Return the error for a missing reply: `failure`, or else what its exit code and stderr
+        say.
+        """
+        code = self.exit_code
+        last_words = self.last_words
         limit = self.program.memory_bytes
         if failure is None and ran_out_of_memory(last_words):
             failure = Failure.MEMORY
-            why = "got no more memory from the host" if limit is None else f"needed more than {limit // 2**20:,} MiB of memory"
+            why = (
+                "got no more memory from the host"
+                if limit is None
+                else f"needed more than {limit // 2**20:,} MiB of memory"
+            )
         elif failure is None and code == -signal.SIGXCPU:
             spent = self.program.cpu_seconds
             failure = Failure.CPU
-            why = f"needed more than {spent:,} seconds of a processor" if spent else "used its processor time up"
+            why = (
+                f"needed more than {spent:,} seconds of a processor"
+                if spent
+                else "used its processor time up"
+            )
         elif failure is None and code is not None and code < 0:
             name = signal.Signals(-code).name if -code in set(signal.Signals) else str(-code)
             often = "; often the host ran out of memory" if -code == signal.SIGKILL else ""
-            failure, why = Failure.KILLED, f"was killed by signal {-code} ({name}){often}"
+            failure = Failure.KILLED
+            why = f"was killed by signal {-code} ({name}){often}"
         elif failure is None:
-            failure, why = Failure.EXITED, f"ended with code {code} without an answer"
+            failure = Failure.EXITED
+            why = f"ended with code {code} without an answer"
         return HelperFailed(self.program, failure, why, exit_code=code, last_words=last_words)
 
 
@@ -331,12 +394,18 @@ def ran_out_of_memory(last_words: Sequence[str]) -> bool:
 
 
 def run_once(
-    program: Program, request: Any = None, *, seconds: float | None = None, stop: Callable[[], bool] = lambda: False
+    program: Program,
+    request: Any = None,
+    *,
+    seconds: float | None = None,
+    stop: Callable[[], bool] = lambda: False,
 ) -> Any:
-    """Start a helper, send `request` unless it is None, and return the JSON of its last line after it has ended. Blocks.
+    """Start a helper, send `request` unless it is None, and return the JSON of its last line after
+    it has ended. Blocks.
 
-    `seconds`: limit on the whole call; None: no limit. `stop`: polled twice a second; True kills the helper. Raises
-    SpecError for a request that the helper refuses, HelperFailed if it hangs, dies, is killed or prints no JSON.
+    `seconds`: limit on the whole call; None: no limit. `stop`: polled twice a second; True kills
+    the helper. Raises SpecError for a request that the helper refuses, HelperFailed if it hangs,
+    dies, is killed or prints no JSON.
     """
     due = None if seconds is None else time.monotonic() + seconds
     with HelperProcess(program) as helper:
@@ -360,7 +429,9 @@ def run_once(
                     return reply
                 if not isinstance(reply, dict) or not isinstance(reply.get("error"), str):
                     raise
-                raise SpecError(reply["error"], param=reply.get("param"), code=reply.get("code")) from None
+                raise SpecError(
+                    reply["error"], param=reply.get("param"), code=reply.get("code")
+                ) from None
 
 
 def _start(program: Program) -> subprocess.Popen[bytes]:
@@ -371,13 +442,20 @@ def _start(program: Program) -> subprocess.Popen[bytes]:
 
 @cache
 def _starter(_pid: int) -> ThreadPoolExecutor:
-    """Return a thread that lives as long as this process: the kernel kills a tied child when the *thread* that started it
-    ends."""
+    """Return a thread that lives as long as this process: the kernel kills a tied child when the
+    *thread* that started it ends.
+    """
     return ThreadPoolExecutor(1, "helper-starter")
 
 
 def _popen(program: Program) -> subprocess.Popen[bytes]:
-    limits = (os.getpid(), program.memory_bytes or 0, program.cpu_seconds or 0, program.niceness, int(program.expendable))
+    limits = (
+        os.getpid(),
+        program.memory_bytes or 0,
+        program.cpu_seconds or 0,
+        program.niceness,
+        int(program.expendable),
+    )
     variables = {installation.PYTHONPATH: installation.python_path(os.environ), **program.variables}
     return subprocess.Popen(
         [sys.executable, "-I", "-S", helper_start.__file__, *map(str, limits), *program.command],
@@ -388,7 +466,8 @@ def _popen(program: Program) -> subprocess.Popen[bytes]:
         cwd=program.folder,
         env=child_environment(os.environ, *program.needs, **variables),
         pass_fds=program.descriptors,
-        start_new_session=True,  # Ctrl-C reaches only this process, and the whole session can be killed
+        # Ctrl-C reaches only this process, and the whole session can be killed
+        start_new_session=True,
     )
 
 
@@ -408,7 +487,10 @@ def _release(popen: subprocess.Popen[bytes], handle: int) -> None:
 
 
 def _drain(descriptor: int, kept: bytearray, most: int = MOST_BYTES) -> bool:
-    """Read what is available, and keep at least the last `most` bytes (all of the output). True: the stream has ended."""
+    """Read what is available, and keep at least the last `most` bytes (all of the output).
+
+    True: the stream has ended.
+    """
     for _ in range(16):  # it may write as fast as this loop reads
         try:
             part = os.read(descriptor, 2**16)

@@ -1,8 +1,9 @@
-"""First stage of a helper process: `python -I -S helper_start.py PARENT MEMORY CPU NICENESS EXPENDABLE COMMAND …`.
+"""First stage of a helper process: `python -I -S helper_start.py PARENT MEMORY CPU NICENESS
+EXPENDABLE COMMAND …`.
 
-It ties the process to its parent, sets its limits, and executes COMMAND, which keeps both. Python code between fork and exec
-is unsafe in a process with threads, hence this stage. It uses the standard library only and runs as a file, so that it takes
-about 10 ms.
+It ties the process to its parent, sets its limits, and executes COMMAND, which keeps both. Python
+code between fork and exec is unsafe in a process with threads, hence this stage. It uses the
+standard library only and runs as a file, so that it takes about 10 ms.
 """
 
 from __future__ import annotations
@@ -25,9 +26,17 @@ def tie(with_signal: int = signal.SIGKILL) -> None:
         raise OSError(ctypes.get_errno(), "prctl(PR_SET_PDEATHSIG) failed")
 
 
-def main(parent: int, memory_bytes: int, cpu_seconds: int, niceness: int, expendable: bool, command: list[str]) -> None:
-    """Execute `command`. `memory_bytes`: limit on private memory, `cpu_seconds`: on processor time, 0 for none; `expendable`:
-    killed first when memory runs out."""
+def main(
+    parent: int,
+    memory_bytes: int,
+    cpu_seconds: int,
+    niceness: int,
+    expendable: bool,
+    command: list[str],
+) -> None:
+    """Execute `command`. `memory_bytes`: limit on private memory, `cpu_seconds`: on processor time,
+    0 for none; `expendable`: killed first when memory runs out.
+    """
     tie()
     if os.getppid() != parent:  # it has already died
         os.kill(os.getpid(), signal.SIGKILL)

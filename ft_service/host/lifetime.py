@@ -1,12 +1,14 @@
-"""Lifetimes of the processes of an attempt: the parent-death signal, and locks that the kernel frees.
+"""Lifetimes of the processes of an attempt: the parent-death signal, and locks that the kernel
+frees.
 
 Standard library only, so that a rank can call this before it imports anything large:
 
     die_with_parent()           a rank dies with torchrun, torchrun with the supervisor
-    hold_rank_lock(run_dir)     `ranks.lock` of the run directory, shared by all living ranks; free if no rank is alive
+    hold_rank_lock(run_dir)     `ranks.lock` of the run directory, shared by all living ranks; free
+    if no rank is alive
 
-The locks are flock(2): they belong to an open file, survive fork and exec if the file is passed on, and are freed when its last
-holder ends, for whatever reason.
+The locks are flock(2): they belong to an open file, survive fork and exec if the file is passed on,
+and are freed when its last holder ends, for whatever reason.
 """
 
 from __future__ import annotations
@@ -25,7 +27,9 @@ from ft_service.host.helper_start import tie
 
 RANKS_LOCK = "ranks.lock"
 RANKS_LOCK_PATH = "FT_RANKS_LOCK"
-"""Environment variable with the path of the node's lock for ranks; without it, the lock is in the run directory."""
+"""Environment variable with the path of the node's lock for ranks; without it, the lock is in the
+run directory.
+"""
 SUPERVISOR_PID = "FT_SUPERVISOR_PID"
 """Environment variable with the process id that must be the parent of a rank's parent."""
 
@@ -37,16 +41,19 @@ def require_linux() -> None:
     """Raise UnavailableError on a system that cannot tie processes together."""
     if sys.platform != "linux":
         raise UnavailableError(
-            f"Training processes run on Linux only (they need prctl and /proc); this is {sys.platform}. "
+            "Training processes run on Linux only (they need prctl and /proc); this is "
+            f"{sys.platform}. "
             "Run the service in a Linux container or virtual machine."
         )
 
 
 def die_with_parent(parent: int | None = None, with_signal: int = signal.SIGKILL) -> None:
-    """Have the kernel send `with_signal` to this process when its parent dies; exit at once if it is already dead.
+    """Have the kernel send `with_signal` to this process when its parent dies; exit at once if it
+    is already dead.
 
-    `parent`: process id that the parent must have. None: the present parent; below a supervisor (SUPERVISOR_PID is set), one
-    whose own parent is that supervisor, which is never true of an orphan's new parent. Raises UnavailableError off Linux.
+    `parent`: process id that the parent must have. None: the present parent; below a supervisor
+    (SUPERVISOR_PID is set), one whose own parent is that supervisor, which is never true of an
+    orphan's new parent. Raises UnavailableError off Linux.
     """
     require_linux()
     before = os.getppid()
@@ -56,14 +63,20 @@ def die_with_parent(parent: int | None = None, with_signal: int = signal.SIGKILL
 
 
 def hold_rank_lock(run_dir: str | Path) -> None:
-    """Take this rank's shared lock on `ranks.lock` and hold it until the process ends. Call it after `die_with_parent`."""
+    """Take this rank's shared lock on `ranks.lock` and hold it until the process ends.
+
+    Call it after `die_with_parent`.
+    """
     descriptor = _open(Path(os.environ.get(RANKS_LOCK_PATH) or Path(run_dir) / RANKS_LOCK))
     fcntl.flock(descriptor, fcntl.LOCK_SH)
     _held.append(descriptor)
 
 
 def try_lock(path: Path) -> int | None:
-    """Take a lock exclusively and return its file descriptor, which frees the lock when closed. None: it is held."""
+    """Take a lock exclusively and return its file descriptor, which frees the lock when closed.
+
+    None: it is held.
+    """
     descriptor = _open(path)
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -87,7 +100,8 @@ def exclusive(path: Path) -> Iterator[None]:
 def is_locked(path: Path) -> bool:
     """Return whether a lock is held, shared or not.
 
-    The test holds the lock for an instant itself: a `try_lock` at that moment fails and must be repeated.
+    The test holds the lock for an instant itself: a `try_lock` at that moment fails and must be
+    repeated.
     """
     if not path.exists():
         return False

@@ -1,4 +1,6 @@
-"""Periodic work of a service in a thread of its own, whose errors end neither the loop nor the turns of other items."""
+"""Periodic work of a service in a thread of its own, whose errors end neither the loop nor the
+turns of other items.
+"""
 
 from __future__ import annotations
 
@@ -18,8 +20,9 @@ MOST_SECONDS = 60.0
 def every(seconds: float, work: Callable[[], object], stop: threading.Event, what: str) -> None:
     """Call `work` every `seconds` until `stop` is set, and at least once unless it already is.
 
-    An error does not end the loop: it is logged with `what`, such as "handing over tuned models", and each further error in
-    a row doubles the pause, up to MOST_SECONDS. An UnavailableError is logged without its traceback.
+    An error does not end the loop: it is logged with `what`, such as "handing over tuned models",
+    and each further error in a row doubles the pause, up to MOST_SECONDS. An UnavailableError is
+    logged without its traceback.
     """
     failures = 0
     while not stop.is_set():
@@ -40,9 +43,11 @@ def every(seconds: float, work: Callable[[], object], stop: threading.Event, wha
 
 @contextlib.contextmanager
 def log_errors(what: str) -> Iterator[None]:
-    """Log an OSError or FtError of one item of a loop with `what`, such as "removing run 7", so that the others get their turn.
+    """Log an OSError or FtError of one item of a loop with `what`, such as "removing run 7", so
+    that the others get their turn.
 
-    An UnavailableError is raised: what does not answer (the database, object storage) is missing for every item.
+    An UnavailableError is raised: what does not answer (the database, object storage) is missing
+    for every item.
     """
     try:
         yield

@@ -1,4 +1,7 @@
-"""Failed imports in workers, by their last output line, and the package to install. A retry cannot help."""
+"""Failed imports in workers, by their last output line, and the package to install.
+
+A retry cannot help.
+"""
 
 from __future__ import annotations
 
@@ -8,12 +11,23 @@ CODE = "missing_package"
 """`error.code` of a job whose workers cannot import a package."""
 WORKER_PACKAGES = frozenset(
     {
-        *("bitsandbytes", "gguf", "greenlet", "numpy", "nvidia-cudnn-frontend", "peft", "protobuf", "pyarrow", "rapidfuzz"),
+        *(
+            "bitsandbytes",
+            "gguf",
+            "greenlet",
+            "numpy",
+            "nvidia-cudnn-frontend",
+            "peft",
+            "protobuf",
+            "pyarrow",
+            "rapidfuzz",
+        ),
         *("sacrebleu", "safetensors", "tensorboardX", "torch", "transformers", "zstandard"),
     }
 )
-"""Packages that the extra `workers` installs, by import name, but for protobuf, which is imported as `google`, and cuDNN's,
-without which jobs go on."""
+"""Packages that the extra `workers` installs, by import name, but for protobuf, which is imported
+as `google`, and cuDNN's, without which jobs go on.
+"""
 _FAILED = re.compile(r"\b(?:ModuleNotFoundError|ImportError): |^\S*python\S*: No module named ")
 _MISSING = re.compile(r"No module named '?(\w+)")
 _SHORT_OF_MEMORY = "annot allocate memory"
@@ -29,7 +43,10 @@ def failed_import(words: str) -> str | None:
         return None
     missing = _MISSING.search(words)
     if missing is None:
-        return f"The workers cannot import a package that they need: {' '.join(words.split())}. {_INSTALL}"
+        return (
+            f"The workers cannot import a package that they need: {' '.join(words.split())}. "
+            f"{_INSTALL}"
+        )
     name = missing[1]
     advice = _INSTALL if name in WORKER_PACKAGES or name == "google" else f"Install {name} there."
     return f"The package {name} is not installed where the workers run. {advice}"

@@ -11,8 +11,10 @@ _WORDS = 60
 
 
 def holder(port: int) -> str:
-    """Return a description of the process that listens on a TCP port: a server of this service with its home, or the process
-    and its command, or `another program`, which runs in a container or as another user."""
+    """Return a description of the process that listens on a TCP port: a server of this service with
+    its home, or the process and its command, or `another program`, which runs in a container or as
+    another user.
+    """
     wanted = set(_sockets(port))
     for process in Path("/proc").iterdir() if wanted else ():
         if process.name.isdigit() and _holds(process, wanted):
@@ -41,7 +43,11 @@ def _holds(process: Path, sockets: set[str]) -> bool:
 
 def _described(process: Path) -> str:
     try:
-        words = [word for word in (process / "cmdline").read_bytes().decode(errors="replace").split("\0") if word]
+        words = [
+            word
+            for word in (process / "cmdline").read_bytes().decode(errors="replace").split("\0")
+            if word
+        ]
         if "serve" in words and any(Path(word).name in ("ft", "ft_service.cli") for word in words):
             return f"the server of {_home(process)} (process {process.name})"
     except OSError:

@@ -1,4 +1,6 @@
-"""Identities of processes, which stay unique when a process id is reused, and signals that say whose fault an end is."""
+"""Identities of processes, which stay unique when a process id is reused, and signals that say
+whose fault an end is.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +14,10 @@ from pydantic import BaseModel, ConfigDict, Field
 
 from ft_service.host.lifetime import require_linux
 
-CRASHES = (*(signal.SIGSEGV, signal.SIGABRT, signal.SIGBUS, signal.SIGFPE), *(signal.SIGILL, signal.SIGSYS, signal.SIGTRAP))
+CRASHES = (
+    *(signal.SIGSEGV, signal.SIGABRT, signal.SIGBUS, signal.SIGFPE),
+    *(signal.SIGILL, signal.SIGSYS, signal.SIGTRAP),
+)
 """Signals by which a process ends for a fault of its own: the same work would end it again."""
 GONE_STATES = frozenset("ZXx")
 """States in /proc/<pid>/stat of processes that have ended; a zombie only waits to be reaped."""
@@ -32,17 +37,23 @@ class ProcessIdentity(BaseModel):
 
 
 def of(pid: int) -> ProcessIdentity:
-    """Return the identity of the process that has this id now, in this namespace. Raises ProcessLookupError if there is
-    none."""
+    """Return the identity of the process that has this id now, in this namespace.
+
+    Raises ProcessLookupError if there is none.
+    """
     require_linux()
     ticks = _start_ticks(pid)
     if ticks is None:
         raise ProcessLookupError(f"no process {pid}")
-    return ProcessIdentity(boot_id=_boot_id(), pid_namespace=_pid_namespace(), pid=pid, start_ticks=ticks)
+    return ProcessIdentity(
+        boot_id=_boot_id(), pid_namespace=_pid_namespace(), pid=pid, start_ticks=ticks
+    )
 
 
 def is_alive(identity: ProcessIdentity) -> bool | None:
-    """Return whether this very process is alive; None: unknown, since it is in another pid namespace of the same boot."""
+    """Return whether this very process is alive; None: unknown, since it is in another pid
+    namespace of the same boot.
+    """
     require_linux()
     if identity.boot_id != _boot_id():
         return False
@@ -52,7 +63,10 @@ def is_alive(identity: ProcessIdentity) -> bool | None:
 
 
 def kill(identity: ProcessIdentity, with_signal: int = signal.SIGKILL) -> bool:
-    """Send a signal to this very process, never to another that reuses its id. False: it has ended, or cannot be seen."""
+    """Send a signal to this very process, never to another that reuses its id.
+
+    False: it has ended, or cannot be seen.
+    """
     try:
         handle = os.pidfd_open(identity.pid)
     except OSError:
@@ -83,7 +97,8 @@ def _start_ticks(pid: int) -> int | None:
         stat = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8")
     except (FileNotFoundError, ProcessLookupError):
         return None
-    # The command name stands in parentheses and may itself hold any character: the fields begin after the last one.
+    # The command name stands in parentheses and may itself hold any character: the fields begin
+    # after the last one.
     fields = stat.rpartition(")")[2].split()
     return None if fields[0] in GONE_STATES else int(fields[19])
 

@@ -1,11 +1,12 @@
 """Public internet addresses by IANA's registries of special-purpose addresses.
 
-The lists are spelled out, since the result of `ipaddress.is_global` differs between patch releases of Python. An IPv6
-address that embeds an IPv4 address is public if that address is and the embedding is in public use (IPv4-mapped, NAT64's
-well-known prefix). All other embeddings (compatible, translated, local NAT64, 6to4, Teredo) lead into unknown networks and
-are not public.
+The lists are spelled out, since the result of `ipaddress.is_global` differs between patch releases
+of Python. An IPv6 address that embeds an IPv4 address is public if that address is and the
+embedding is in public use (IPv4-mapped, NAT64's well-known prefix). All other embeddings
+(compatible, translated, local NAT64, 6to4, Teredo) lead into unknown networks and are not public.
 
-https://www.iana.org/assignments/iana-ipv4-special-registry, https://www.iana.org/assignments/iana-ipv6-special-registry,
+https://www.iana.org/assignments/iana-ipv4-special-registry,
+https://www.iana.org/assignments/iana-ipv6-special-registry,
 https://www.iana.org/assignments/ipv6-address-space, as of November 2026.
 """
 
@@ -35,8 +36,11 @@ NOT_PUBLIC_V4: dict[str, str] = {
 }
 """Network → its use."""
 PUBLIC_V6 = IPv6Network("2000::/3")
-"""Global unicast addresses that IANA has allocated. All others (loopback, unique local, link local, site local, multicast,
-segment routing's 5f00::/16, discard-only 100::/64, unallocated) are not public, except the embeddings below."""
+"""Global unicast addresses that IANA has allocated.
+
+All others (loopback, unique local, link local, site local, multicast, segment routing's 5f00::/16,
+discard-only 100::/64, unallocated) are not public, except the embeddings below.
+"""
 NOT_PUBLIC_V6: dict[str, str] = {
     "2001::/23": "IETF protocol assignments: Teredo, benchmarking, ORCHID, AMT, AS112, and others",
     "2001:db8::/32": "documentation",
@@ -46,7 +50,10 @@ NOT_PUBLIC_V6: dict[str, str] = {
     "3fff::/20": "documentation",
 }
 """Network within PUBLIC_V6 → its use."""
-EMBEDDING: dict[str, str] = {"::ffff:0:0/96": "IPv4-mapped", "64:ff9b::/96": "NAT64, well-known prefix"}
+EMBEDDING: dict[str, str] = {
+    "::ffff:0:0/96": "IPv4-mapped",
+    "64:ff9b::/96": "NAT64, well-known prefix",
+}
 """Networks whose addresses embed an IPv4 address in the last 32 bits."""
 
 _NOT_PUBLIC_V4 = [IPv4Network(network) for network in NOT_PUBLIC_V4]

@@ -1,7 +1,8 @@
 """Imports of large packages, without Python's garbage collector.
 
-Nearly everything that an import makes stays for good. The collector goes through all of it again and again while torch and
-transformers are imported: a fifth of the time that a process takes to start.
+Nearly everything that an import makes stays for good. The collector goes through all of it again
+and again while torch and transformers are imported: a fifth of the time that a process takes to
+start.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Running servers of a home, which each adds itself to the home's `server.json`, the newest first.
 
-`{"url": …, "pid": …, "process": …, "models": […], "others": [{"url": …, …}]}`: a server removes itself when it ends; readers
-skip one that was killed, since its process is not alive.
+`{"url": …, "pid": …, "process": …, "models": […], "others": [{"url": …, …}]}`: a server removes
+itself when it ends; readers skip one that was killed, since its process is not alive.
 """
 
 from __future__ import annotations
@@ -24,7 +24,9 @@ log = logging.getLogger(__name__)
 
 SERVERS = "server.json"
 _MOST = 8
-"""Largest number of servers in the file: removed containers cannot be distinguished from running ones."""
+"""Largest number of servers in the file: removed containers cannot be distinguished from running
+ones.
+"""
 
 
 class Server(BaseModel):
@@ -38,25 +40,40 @@ class Server(BaseModel):
 
 
 def living_servers(home: Path) -> list[Server]:
-    """Return the running servers of a home, the newest first; after them those that cannot be seen from here (in a
-    container)."""
+    """Return the running servers of a home, the newest first; after them those that cannot be seen
+    from here (in a container).
+    """
     states = [(server, is_alive(server.process)) for server in _written(home / SERVERS)]
-    return [server for server, lives in states if lives] + [server for server, lives in states if lives is None]
+    return [server for server, lives in states if lives] + [
+        server for server, lives in states if lives is None
+    ]
 
 
 @contextlib.contextmanager
 def announced(home: Path, url: str, models: Sequence[Path] = ()) -> Iterator[None]:
-    """Announce that this process serves `home` and the bases of some folders at `url`, while the block runs."""
+    """Announce that this process serves `home` and the bases of some folders at `url`, while the
+    block runs.
+    """
     process = of(os.getpid())
     with _changing(home):
-        _write(home, [Server(url=url, pid=process.pid, process=process, models=list(models)), *living_servers(home)])
+        _write(
+            home,
+            [
+                Server(url=url, pid=process.pid, process=process, models=list(models)),
+                *living_servers(home),
+            ],
+        )
     try:
         yield
     finally:
         try:
             with _changing(home):
-                _write(home, [server for server in living_servers(home) if server.process != process])
-        except OSError as error:  # the disk is read-only, or full; readers skip processes that have ended
+                _write(
+                    home, [server for server in living_servers(home) if server.process != process]
+                )
+        except (
+            OSError
+        ) as error:  # the disk is read-only, or full; readers skip processes that have ended
             log.warning("%s still names this server: %s", home / SERVERS, error)
 
 

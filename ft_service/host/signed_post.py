@@ -1,7 +1,8 @@
-"""A POST to a receiver that a user has chosen, signed according to Standard Webhooks: webhooks, and graders of type endpoint.
+"""A POST to a receiver that a user has chosen, signed according to Standard Webhooks: webhooks, and
+graders of type endpoint.
 
-The connection goes to exactly the address that was checked (webhook_receiver.py), no redirect is followed, and no proxy or
-credential of the environment is used.
+The connection goes to exactly the address that was checked (webhook_receiver.py), no redirect is
+followed, and no proxy or credential of the environment is used.
 """
 
 from __future__ import annotations
@@ -35,7 +36,9 @@ class SignedMessage:
         return {
             "webhook-id": self.id,
             "webhook-timestamp": str(timestamp),
-            "webhook-signature": " ".join(f"v1,{_signature(secret, signed)}" for secret in self.secrets),
+            "webhook-signature": " ".join(
+                f"v1,{_signature(secret, signed)}" for secret in self.secrets
+            ),
         }
 
 
@@ -43,8 +46,11 @@ class SignedMessage:
 async def signed_post(
     receiver: Receiver, address: str, message: SignedMessage, agent: str, seconds: float
 ) -> AsyncIterator[httpx2.Response]:
-    """Send a message to an address of a receiver, and give the answer, whose body is not read yet. `agent`: the user agent;
-    `seconds`: limit on each wait for the network, not on the whole. Raises httpx2.HTTPError."""
+    """Send a message to an address of a receiver, and give the answer, whose body is not read yet.
+
+    `agent`: the user agent; `seconds`: limit on each wait for the network, not on the whole. Raises
+    httpx2.HTTPError.
+    """
     headers = {
         "content-type": "application/json",
         "accept-encoding": "identity",

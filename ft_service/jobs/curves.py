@@ -48,7 +48,9 @@ class Series:
 
 
 class Curves:
-    """A job's metrics, one row per step in order; a repeated step has the values of the newest attempt."""
+    """A job's metrics, one row per step in order; a repeated step has the values of the newest
+    attempt.
+    """
 
     def __init__(self) -> None:
         self._steps = array("q")
@@ -64,7 +66,10 @@ class Curves:
         return self._steps[-1] if self._steps else 0
 
     def add(self, attempt: int, time: float, metrics: Mapping[str, Any]) -> None:
-        """Add the metrics that an attempt reported for a step. Attempts, and steps of one attempt, come in order."""
+        """Add the metrics that an attempt reported for a step.
+
+        Attempts, and steps of one attempt, come in order.
+        """
         step = int(metrics["step"])
         if step <= self.step:
             place = bisect_left(self._steps, step)
@@ -84,8 +89,9 @@ class Curves:
         self.marks.append(Mark(kind, self.step, time, label))
 
     def series(self, name: str, points: int) -> Series:
-        """One series of at most `points` (at least 4) points: the first, the last, and the lowest and highest of each of equal
-        stretches between them, so that no spike is lost."""
+        """One series of at most `points` (at least 4) points: the first, the last, and the lowest
+        and highest of each of equal stretches between them, so that no spike is lost.
+        """
         values = self._values[name]
         kept = kept_places(values, points)
         return Series(
@@ -96,17 +102,23 @@ class Curves:
 
 
 def kept_places(values: array[float], most: int) -> Sequence[int]:
-    """Indices of at most `most` values that are not NaN: the first, the last, and the extremes of equal stretches."""
+    """Indices of at most `most` values that are not NaN: the first, the last, and the extremes of
+    equal stretches.
+    """
     places: Sequence[int] = range(len(values))
-    if math.isnan(sum(values)):  # one sum is cheaper than a test of each value, and most series have no gap
+    if math.isnan(
+        sum(values)
+    ):  # one sum is cheaper than a test of each value, and most series have no gap
         places = [place for place, value in enumerate(values) if not math.isnan(value)]
         values = array("d", [values[place] for place in places])
     if len(places) <= most:
         return places
-    inner, stretches = len(places) - 2, (most - 2) // 2
+    inner = len(places) - 2
+    stretches = (most - 2) // 2
     kept = [0]
     for number in range(stretches):
-        begin, end = 1 + number * inner // stretches, 1 + (number + 1) * inner // stretches
+        begin = 1 + number * inner // stretches
+        end = 1 + (number + 1) * inner // stretches
         part = values[begin:end]
         kept += sorted({begin + part.index(min(part)), begin + part.index(max(part))})
     return [places[place] for place in (*kept, len(places) - 1)]
@@ -114,7 +126,8 @@ def kept_places(values: array[float], most: int) -> Sequence[int]:
 
 def _number(metrics: Mapping[str, Any], name: str) -> float:
     if name == "tokens_per_second":
-        tokens, seconds = metrics.get("tokens"), metrics.get("step_seconds")
+        tokens = metrics.get("tokens")
+        seconds = metrics.get("step_seconds")
         return tokens / seconds if tokens and seconds else math.nan
     value = metrics.get(name, (metrics.get("more") or {}).get(name))
     return math.nan if value is None else float(value)

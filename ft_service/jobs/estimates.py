@@ -8,7 +8,8 @@ from statistics import median
 
 ENOUGH = 20
 """Number of measured jobs from which one more changes little."""
-PACES_SECONDS, FEW_PACES_SECONDS = 30.0, 2.0
+PACES_SECONDS = 30.0
+FEW_PACES_SECONDS = 2.0
 """How long paces stay valid: those of so many jobs, and those of fewer."""
 
 
@@ -48,7 +49,9 @@ class Paces:
 
     def __init__(self, measured: Sequence[MeasuredJob] = ()) -> None:
         bases = {job.effort.base for job in measured}
-        self._of_base = {base: _pace([job for job in measured if job.effort.base == base]) for base in bases}
+        self._of_base = {
+            base: _pace([job for job in measured if job.effort.base == base]) for base in bases
+        }
         self._of_all = _pace(measured)
         self.good_seconds = PACES_SECONDS if len(measured) >= ENOUGH else FEW_PACES_SECONDS
         """Seconds after which the jobs should be read again."""
@@ -56,9 +59,9 @@ class Paces:
     def expected_seconds(self, effort: Effort) -> float | None:
         """Expected duration of a job from its next start on; None: unknown.
 
-        The job's own measurement comes first. Otherwise its plan, times the ratio by which other jobs exceeded theirs: those on
-        the same base if there are any, else all. If the machine's figures are unknown, the time that others needed for as much
-        work.
+        The job's own measurement comes first. Otherwise its plan, times the ratio by which other
+        jobs exceeded theirs: those on the same base if there are any, else all. If the machine's
+        figures are unknown, the time that others needed for as much work.
         """
         if effort.left_seconds is not None:
             return effort.left_seconds
@@ -71,6 +74,10 @@ class Paces:
 
 
 def _pace(measured: Sequence[MeasuredJob]) -> _Pace:
-    longer = [job.held_seconds / job.effort.planned_seconds for job in measured if job.effort.planned_seconds]
+    longer = [
+        job.held_seconds / job.effort.planned_seconds
+        for job in measured
+        if job.effort.planned_seconds
+    ]
     flops = [job.slot_seconds / job.effort.work for job in measured if job.effort.work]
     return _Pace(median(longer) if longer else None, median(flops) if flops else None)

@@ -1,7 +1,7 @@
 """A waiting job's place in the queue, why it waits, and its expected start. Pure.
 
-The queue is simulated: jobs start by the rule that starts them in reality (`queue.py`), and end when they are expected to. A
-job that needs slots of a job of unknown length has no expected start.
+The queue is simulated: jobs start by the rule that starts them in reality (`queue.py`), and end
+when they are expected to. A job that needs slots of a job of unknown length has no expected start.
 """
 
 from __future__ import annotations
@@ -15,7 +15,10 @@ from ft_service.jobs.queue_snapshot import QueuedJob, QueueSnapshot, is_ahead
 from ft_service.wording import counted
 
 SIMULATED = 1000
-"""Number of starts to simulate. Later ones are estimated from the slots that all jobs before them need."""
+"""Number of starts to simulate.
+
+Later ones are estimated from the slots that all jobs before them need.
+"""
 
 
 @dataclass(frozen=True)
@@ -43,7 +46,9 @@ def forecast(snapshot: QueueSnapshot) -> dict[str, Forecast]:
     reasons = _reasons(snapshot, [job for job, _ in expected])
     return {
         job.id: Forecast(position, reason, starts_at)
-        for position, ((job, starts_at), reason) in enumerate(zip(expected, reasons, strict=True), 1)
+        for position, ((job, starts_at), reason) in enumerate(
+            zip(expected, reasons, strict=True), 1
+        )
     }
 
 
@@ -72,7 +77,8 @@ def _simulate(snapshot: QueueSnapshot) -> list[tuple[QueuedJob, float | None]]:
 def _reasons(snapshot: QueueSnapshot, order: Sequence[QueuedJob]) -> list[str]:
     """Why each job waits. `order`: jobs in order of their expected starts."""
     state = QueueState(snapshot)
-    head, about_to = state.head(), state.next_start()
+    head = state.head()
+    about_to = state.next_start()
     higher: Counter[int] = Counter()
     same: Counter[tuple[int, str]] = Counter()
     reasons = []
@@ -88,7 +94,8 @@ def _reasons(snapshot: QueueSnapshot, order: Sequence[QueuedJob]) -> list[str]:
         elif state.over_limit(job) and state.open_engine(job) is None:
             limit = snapshot.shares[job.project].max_slots
             reasons.append(
-                f"Its project runs {counted(state.ranks[job.project], 'rank')} and may run {limit} at once; this job needs "
+                f"Its project runs {counted(state.ranks[job.project], 'rank')} and may run "
+                f"{limit} at once; this job needs "
                 f"{job.slots}."
             )
         elif about_to and about_to.job.id == job.id:
@@ -111,7 +118,10 @@ def _no_host(job: QueuedJob, snapshot: QueueSnapshot) -> str:
 def _next(job: QueuedJob, state: QueueState) -> str:
     """What the head of the queue waits for."""
     most = max(max(0, state.free[host]) for host in state.hosts_for(job))
-    return f"It is next. It needs {counted(job.slots, 'slot')}, and {most} {'is' if most == 1 else 'are'} free."
+    return (
+        f"It is next. It needs {counted(job.slots, 'slot')}, and {most} "
+        f"{'is' if most == 1 else 'are'} free."
+    )
 
 
 def _behind(job: QueuedJob, before: Counter[int], same: Counter[tuple[int, str]]) -> str:
@@ -127,4 +137,8 @@ def _behind(job: QueuedJob, before: Counter[int], same: Counter[tuple[int, str]]
         f"{lower} that fit before it" if lower else "",
     ]
     who = ", ".join(filter(None, parts))
-    return f"{counted(higher + own + others + lower, 'job')} before it: {who}." if who else "It waits for free slots."
+    return (
+        f"{counted(higher + own + others + lower, 'job')} before it: {who}."
+        if who
+        else "It waits for free slots."
+    )

@@ -10,24 +10,39 @@ _OF_TRAINING = ("n_epochs", "batch_size", "learning_rate_multiplier")
 
 
 def method_options(method: Mapping[str, Any]) -> dict[str, Any]:
-    """The method by dotted name with the options that it alone has; of a grader, its name and type. Empty: supervised."""
+    """The method by dotted name with the options that it alone has; of a grader, its name and type.
+
+    Empty: supervised.
+    """
     kind = method.get("type") or "supervised"
     if kind == "supervised":
         return {}
     own = method.get(kind) or {}
     given = own.get("hyperparameters") or {}
-    hyperparameters = {name: value for name, value in given.items() if name not in _OF_TRAINING and value is not None}
+    hyperparameters = {
+        name: value
+        for name, value in given.items()
+        if name not in _OF_TRAINING and value is not None
+    }
     grader = own.get("grader")
     return {
         "method.type": kind,
-        **({f"method.{kind}.grader": f"{grader.get('name')} ({grader.get('type')})"} if grader else {}),
-        **{f"method.{kind}.hyperparameters.{name}": value for name, value in hyperparameters.items()},
+        **(
+            {f"method.{kind}.grader": f"{grader.get('name')} ({grader.get('type')})"}
+            if grader
+            else {}
+        ),
+        **{
+            f"method.{kind}.hyperparameters.{name}": value
+            for name, value in hyperparameters.items()
+        },
     }
 
 
 def loss_measure(method: Mapping[str, Any]) -> str | None:
-    """`cross entropy`, or `sigmoid of pairs (beta 0.1)`: losses of two jobs can be compared where it is the same. None: the job
-    has rewards in place of losses."""
+    """`cross entropy`, or `sigmoid of pairs (beta 0.1)`: losses of two jobs can be compared where
+    it is the same. None: the job has rewards in place of losses.
+    """
     kind = method.get("type") or "supervised"
     if kind == "reinforcement":
         return None
@@ -36,5 +51,7 @@ def loss_measure(method: Mapping[str, Any]) -> str | None:
     if kind != "dpo":
         return f"the loss of {kind}"
     given = (method.get("dpo") or {}).get("hyperparameters") or {}
-    options = ", ".join(f"{name} {given[name]:g}" for name in ("beta", "rpo_alpha") if given.get(name) is not None)
+    options = ", ".join(
+        f"{name} {given[name]:g}" for name in ("beta", "rpo_alpha") if given.get(name) is not None
+    )
     return f"{given.get('loss_type') or 'sigmoid'} of pairs{f' ({options})' if options else ''}"

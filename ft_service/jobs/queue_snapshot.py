@@ -1,6 +1,7 @@
 """The queue at one moment: waiting jobs, running jobs, and the use of each project. Pure.
 
-From it, `queue.py` decides which job starts next, and `forecast.py` what users read about a waiting job.
+From it, `queue.py` decides which job starts next, and `forecast.py` what users read about a waiting
+job.
 """
 
 from __future__ import annotations
@@ -35,7 +36,10 @@ class Host:
     slots: int
     """Slots of all nodes together."""
     counts: bool = True
-    """False: another scheduler assigns the slots. A job with several shapes then gets its smallest."""
+    """False: another scheduler assigns the slots.
+
+    A job with several shapes then gets its smallest.
+    """
 
 
 class Sharing(NamedTuple):
@@ -49,7 +53,10 @@ class Sharing(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class LiveEngine:
-    """An engine that has not ended. Its slots are held by the entry of the same id in `QueueSnapshot.running`."""
+    """An engine that has not ended.
+
+    Its slots are held by the entry of the same id in `QueueSnapshot.running`.
+    """
 
     id: str
     host: str
@@ -99,14 +106,18 @@ class QueuedJob:
     company: int = 0
     """Number of other jobs that wait or run and could share an engine with it."""
     by_client: bool = False
-    """Whether its client runs the training loop, so that it may hold its ranks for days and use them now and then."""
+    """Whether its client runs the training loop, so that it may hold its ranks for days and use
+    them now and then.
+    """
 
     @property
     def smallest(self) -> JobSize:
         return JobSize(self.nodes, self.slots // self.nodes)
 
     def seconds_on(self, ranks: int) -> float | None:
-        """Return the expected duration on `ranks` ranks: the same work, divided among them; None: unknown."""
+        """Return the expected duration on `ranks` ranks: the same work, divided among them; None:
+        unknown.
+        """
         return None if self.seconds is None else self.seconds * self.slots / ranks
 
 
@@ -153,7 +164,9 @@ class QueueSnapshot:
     """Whether a job that has company may start an engine."""
 
     def share_of(self, project: str) -> float:
-        """Return a project's part of the use of all projects, from 0 to 1; 0 if nothing was used."""
+        """Return a project's part of the use of all projects, from 0 to 1; 0 if nothing was
+        used.
+        """
         total = sum(share.used for share in self.shares.values())
         return self.shares[project].used / total if total and project in self.shares else 0.0
 
@@ -177,14 +190,22 @@ class ExpectedStart:
 
 
 def fit_together(seats: Iterable[SeatSize | None], room: int | None) -> bool:
-    """Return whether an engine with so much room (None: not known) holds these seats, and the largest micro-batch of any."""
+    """Return whether an engine with so much room (None: not known) holds these seats, and the
+    largest micro-batch of any.
+    """
     known = [seat for seat in seats if seat is not None]
-    return room is None or sum(seat.held for seat in known) + max((seat.batch for seat in known), default=0) <= room
+    return (
+        room is None
+        or sum(seat.held for seat in known) + max((seat.batch for seat in known), default=0) <= room
+    )
 
 
 def is_ahead(moment: float, now: float, longest: float = LONGEST_WAIT_SECONDS) -> bool:
-    """Return whether `moment`, until which a job waits, is in the future. A moment more than `longest` seconds ahead was stored
-    before the clock was set back, and counts as past."""
+    """Return whether `moment`, until which a job waits, is in the future.
+
+    A moment more than `longest` seconds ahead was stored before the clock was set back, and counts
+    as past.
+    """
     return now < moment <= now + longest
 
 

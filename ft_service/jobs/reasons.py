@@ -1,4 +1,6 @@
-"""Reasons why a job is in its final state or its last attempt ended, and what each means to the wire and to the user."""
+"""Reasons why a job is in its final state or its last attempt ended, and what each means to the
+wire and to the user.
+"""
 
 from __future__ import annotations
 
@@ -16,9 +18,13 @@ class Retry(StrEnum):
     UNCOUNTED = "uncounted"
     """Again as soon as slots are free: the attempt did not fail."""
     LATER = "later"
-    """Again after a pause that grows, any number of times: the host, or its operator, lacks something for now."""
+    """Again after a pause that grows, any number of times: the host, or its operator, lacks
+    something for now.
+    """
     LOST = "lost"
-    """The same after processes that were killed from outside, or vanished: the host's doing, or that of others on it."""
+    """The same after processes that were killed from outside, or vanished: the host's doing, or
+    that of others on it.
+    """
     COUNTED = "counted"
     """Again while fewer than MAX_FAILURES attempts in a row ended without a new checkpoint."""
 
@@ -35,15 +41,27 @@ class Reason(StrEnum):
     def __new__(cls, value: str, retry: Retry, code: str, text: str) -> Reason:
         reason = str.__new__(cls, value)
         reason._value_ = value
-        reason.retry, reason.code, reason.text = retry, code, text
+        reason.retry = retry
+        reason.code = code
+        reason.text = text
         return reason
 
     SUCCEEDED = "succeeded", Retry.NEVER, "none", "The job has succeeded."
     USER_CANCELLED = BY_USER, Retry.NEVER, "cancelled", "The job was cancelled."
-    INVALID_FILE = "invalid_file", Retry.NEVER, "invalid_training_file", "A data file cannot be used."
+    INVALID_FILE = (
+        "invalid_file",
+        Retry.NEVER,
+        "invalid_training_file",
+        "A data file cannot be used.",
+    )
     PERMANENT_ERROR = "permanent_error", Retry.NEVER, "training_failed", "Training cannot continue."
     """The worker says that trying again cannot help."""
-    WORKER_ERROR = "worker_error", Retry.COUNTED, "training_failed", "Training stopped with an error."
+    WORKER_ERROR = (
+        "worker_error",
+        Retry.COUNTED,
+        "training_failed",
+        "Training stopped with an error.",
+    )
     """A rank raised an error."""
     WORKER_KILLED = "worker_killed", Retry.LOST, KILLED, "A training process was killed."
     """COUNTED if its error says that the job did it itself (`retry_of`)."""
@@ -55,8 +73,18 @@ class Reason(StrEnum):
     )
     """The supervisor vanished without an exit record."""
     HOST_LOST = "host_lost", Retry.LOST, "worker_lost", "A host that the job ran on was lost."
-    STALLED = "stalled", Retry.COUNTED, "worker_stalled", "Training reported nothing for too long and was stopped."
-    STOP_TIMEOUT = "stop_timeout", Retry.LOST, "worker_stalled", "Training did not stop when asked and was killed."
+    STALLED = (
+        "stalled",
+        Retry.COUNTED,
+        "worker_stalled",
+        "Training reported nothing for too long and was stopped.",
+    )
+    STOP_TIMEOUT = (
+        "stop_timeout",
+        Retry.LOST,
+        "worker_stalled",
+        "Training did not stop when asked and was killed.",
+    )
     PREEMPTED = (
         "preempted",
         Retry.UNCOUNTED,
@@ -75,7 +103,12 @@ class Reason(StrEnum):
         "sweep_stopped",
         "The job was stopped by its sweep. Its checkpoints stay.",
     )
-    LAUNCH_FAILED = "launch_failed", Retry.LATER, "launch_failed", "The training processes could not be started."
+    LAUNCH_FAILED = (
+        "launch_failed",
+        Retry.LATER,
+        "launch_failed",
+        "The training processes could not be started.",
+    )
     DISK_FULL = "disk_full", Retry.LATER, "disk_full", "Training found no room on the disk."
     ENGINE_LOST = (
         "engine_lost",
@@ -88,7 +121,8 @@ class Reason(StrEnum):
         "idle",
         Retry.UNCOUNTED,
         "idle",
-        "The job's client, which runs the training loop, has sent nothing for a while. It continues with the next command.",
+        "The job's client, which runs the training loop, has sent nothing for a while. It "
+        "continues with the next command.",
     )
     """The service has paused it."""
     UNREADABLE = (
@@ -101,8 +135,9 @@ class Reason(StrEnum):
 
 
 _BY_ITSELF = frozenset({CRASHED, OUT_OF_MEMORY, "deadline_exceeded", "evicted"})
-"""`error.code` of a killed attempt that would end in the same way again: it crashed, or used more than its host or its place
-gives one job."""
+"""`error.code` of a killed attempt that would end in the same way again: it crashed, or used more
+than its host or its place gives one job.
+"""
 
 
 def retry_of(reason: Reason, error: ErrorInfo | None) -> Retry:
@@ -121,7 +156,13 @@ def failure_text(reason: Reason, error: ErrorInfo | None) -> str:
 
 
 def reason_of(exit: Exit | None) -> Reason | None:
-    """The reason that an exit record means; None: the attempt ended on request, which is not a failure."""
+    """The reason that an exit record means; None: the attempt ended on request, which is not a
+    failure.
+    """
     if exit is None:
         return Reason.SUPERVISOR_LOST
-    return None if exit.reason in (ExitReason.STOPPED, ExitReason.CANCELLED) else Reason(exit.reason.value)
+    return (
+        None
+        if exit.reason in (ExitReason.STOPPED, ExitReason.CANCELLED)
+        else Reason(exit.reason.value)
+    )

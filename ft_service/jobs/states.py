@@ -72,7 +72,9 @@ class Job:
     signalled: int = 1
     priority: int = 0
     slots: int = 1
-    """Ranks on all nodes together; with `shapes`, those of the smallest shape while it has no attempt."""
+    """Ranks on all nodes together; with `shapes`, those of the smallest shape while it has no
+    attempt.
+    """
     nodes: int = 1
     """Nodes, with equally many ranks each."""
     shapes: tuple[JobSize, ...] = ()
@@ -82,7 +84,9 @@ class Job:
     halt: Halt | None = None
     """Why the service stops the newest attempt; None: it does not."""
     host: str | None = None
-    """Host or place of the newest attempt's processes; before the first, the only one that may start it, None: any."""
+    """Host or place of the newest attempt's processes; before the first, the only one that may
+    start it, None: any.
+    """
     attempt: int = 0
     """Number of the newest attempt; 0: none yet."""
     failures: int = 0
@@ -90,7 +94,9 @@ class Job:
     losses: int = 0
     """Number of attempts since then that their host or place has ended, or did not start."""
     failed_at_step: int = -1
-    """Step of the newest checkpoint when an attempt last failed or was lost; a later one resets `failures` and `losses`."""
+    """Step of the newest checkpoint when an attempt last failed or was lost; a later one resets
+    `failures` and `losses`.
+    """
     not_before: float = 0.0
     """A queued job is not started before this time (back-off)."""
     ingested: int = -1
@@ -104,8 +110,10 @@ class Job:
     queued_at: float | None = None
     """When it last entered the queue, written by the store; None: never."""
     pending: str | None = None
-    """Text for the user why it waits although its turn has come (its host is too small; the cluster has no place yet), or why
-    it cannot be observed; None: it waits for its turn, or does not wait."""
+    """Text for the user why it waits although its turn has come (its host is too small; the
+    cluster has no place yet), or why it cannot be observed; None: it waits for its turn, or does
+    not wait.
+    """
     key_id: str | None = None
     """The key that created it; None: not created with a key."""
     work: float | None = None
@@ -129,26 +137,40 @@ class Job:
     sweep_values: dict[str, Any] | None = None
     """Its own values in the sweep: dotted option → value."""
     sweep_course: dict[str, Any] | None = None
-    """Its progress for the comparison in its sweep (ft_service/sweeps/halving.py); None: no step reported."""
+    """Its progress for the comparison in its sweep (ft_service/sweeps/halving.py); None: no step
+    reported.
+    """
     stopped: str | None = None
     """Text for the user why its sweep stops it; None: it does not."""
     share_key: str | None = None
-    """Jobs of a project with equal keys may share an engine; None: it runs alone (ft_service/engines/sharing.py)."""
+    """Jobs of a project with equal keys may share an engine; None: it runs alone
+    (ft_service/engines/sharing.py).
+    """
     seat: SeatSize | None = None
     """What it takes and gains in an engine; None: not planned."""
     engine_id: str | None = None
-    """The engine in which its attempt has a seat; None: it has none. The store clears it when the job leaves the seat."""
+    """The engine in which its attempt has a seat; None: it has none.
+
+    The store clears it when the job leaves the seat.
+    """
     fault_group: str | None = None
-    """Jobs that may have ended an engine share one only with jobs of the same group, and not at all if it is ALONE; None: it is
-    in no group, and shares with others that are in none."""
+    """Jobs that may have ended an engine share one only with jobs of the same group, and not at all
+    if it is ALONE; None: it is in no group, and shares with others that are in none.
+    """
     traceparent: str | None = None
-    """The request that created it, as W3C's Trace Context names it (ft_service/traces.py); None: it was not traced."""
+    """The request that created it, as W3C's Trace Context names it (ft_service/traces.py); None: it
+    was not traced.
+    """
     version: int = 1
-    """Raised by every write; a write names the version that was read and changes nothing if another came first."""
+    """Raised by every write; a write names the version that was read and changes nothing if another
+    came first.
+    """
 
     @property
     def effective_desired(self) -> Desired:
-        """What the running attempt must do: what the user wants, or stop at a checkpoint because the service stops it."""
+        """What the running attempt must do: what the user wants, or stop at a checkpoint because
+        the service stops it.
+        """
         return Desired.PAUSE if self.halt and self.desired is Desired.RUN else self.desired
 
     def seconds_held(self, now: float) -> float:
@@ -160,7 +182,9 @@ class Job:
 
     @property
     def spec(self) -> JobSpec:
-        """The resolved SPEC. Raises OtherVersionError for a document that this version cannot read."""
+        """The resolved SPEC. Raises OtherVersionError for a document that this version cannot
+        read.
+        """
         return self.stored_spec.parsed
 
     @property
@@ -214,7 +238,9 @@ class Ended:
     checkpoint_step: int = -1
     """Step of the newest complete checkpoint of the job; -1: none."""
     delay_seconds: float = 0.0
-    """Seconds to wait before the next attempt, after one that its place stopped before it brought the job on."""
+    """Seconds to wait before the next attempt, after one that its place stopped before it brought
+    the job on.
+    """
     fault_group: str | None = None
     """Fault group of the job from now on, since its engine was lost; None: unchanged."""
 
@@ -225,7 +251,9 @@ class Unknown:
 
     why: str
     seconds: float = 0.0
-    """How long its place has not answered, on the observer's monotonic clock; 0: it answers, but does not know."""
+    """How long its place has not answered, on the observer's monotonic clock; 0: it answers, but
+    does not know.
+    """
     begun: bool = True
     """Whether it may have been started. False: it was not yet."""
 

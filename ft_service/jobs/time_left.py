@@ -7,7 +7,9 @@ from collections.abc import Iterable
 from ft_service.rundir.events import Metrics
 
 WINDOW = 20
-"""Number of steps whose mean gives the time left and the tokens per second: enough to be steady, few enough to be current."""
+"""Number of steps whose mean gives the time left and the tokens per second: enough to be steady,
+few enough to be current.
+"""
 Pace = tuple[tuple[float, int], ...]
 """(seconds, tokens) of the last WINDOW steps, the oldest first."""
 
@@ -20,19 +22,24 @@ def pace_after(pace: Pace, metrics: Metrics) -> Pace:
 
 
 def pace_of(reported: Iterable[Metrics]) -> Pace:
-    """The pace of a job from its reported metrics, the oldest first. A checkpoint repeats its step's metrics, which count
-    once."""
+    """The pace of a job from its reported metrics, the oldest first.
+
+    A checkpoint repeats its step's metrics, which count once.
+    """
     pace: Pace = ()
     step = 0
     for metrics in reported:
         if metrics.step != step:
-            pace, step = pace_after(pace, metrics), metrics.step
+            pace = pace_after(pace, metrics)
+            step = metrics.step
     return pace
 
 
 def seconds_left(pace: Pace, step: int, total_steps: int, *, since: float = 0.0) -> float | None:
-    """Seconds to the end of the last step, without validations and checkpoints; None: unknown. `since`: seconds since `step`
-    was reported, of which at most one step's time is subtracted: a stalled job does not come nearer its end.
+    """Seconds to the end of the last step, without validations and checkpoints; None: unknown.
+
+    `since`: seconds since `step` was reported, of which at most one step's time is subtracted: a
+    stalled job does not come nearer its end.
     """
     if not pace or not total_steps:
         return None

@@ -26,38 +26,51 @@ def request(
     succeeded: int | None = None,
     reason: Reason | None = None,
 ) -> Job:
-    """The job after a user's request. Repeating it changes nothing. Raises SpecError on a terminal job.
+    """The job after a user's request.
 
-    `slots`: ranks to resume with; None: as many as before. Raises SpecError if the job is not paused (yet). `succeeded`: an
-    attempt whose result is on the disk though the job does not show it yet; None: none. A cancel is too late for it.
-    `reason`: why the service makes the request itself; None: the user makes it.
+    Repeating it changes nothing. Raises SpecError on a terminal job.
+
+    `slots`: ranks to resume with; None: as many as before. Raises SpecError if the job is not
+    paused (yet). `succeeded`: an attempt whose result is on the disk though the job does not show
+    it yet; None: none. A cancel is too late for it. `reason`: why the service makes the request
+    itself; None: the user makes it.
     """
     if verb is Verb.CANCEL and job.state is State.CANCELLED:
         return job
     if verb is Verb.CANCEL and job.state is State.RUNNING and job.attempt == succeeded:
         job = replace(job, state=State.SUCCEEDED)
     if job.state in TERMINAL:
-        raise SpecError(f"Job {job.id} has already {_ended(job.state)} and cannot be {_past(verb)}.", code="invalid_state")
+        raise SpecError(
+            f"Job {job.id} has already {_ended(job.state)} and cannot be {_past(verb)}.",
+            code="invalid_state",
+        )
     if slots is not None and job.state is not State.PAUSED:
         if job.desired is Desired.RUN and job.slots == slots:
             return job
         raise SpecError(
-            f"Job {job.id} is {job.state.value}: only a paused job can continue with another number of ranks. Pause it, and "
+            f"Job {job.id} is {job.state.value}: only a paused job can continue with another "
+            "number of ranks. Pause it, and "
             "wait until it is paused.",
             param="distributed.nproc_per_node",
             code="invalid_state",
         )
-    desired = {Verb.CANCEL: Desired.CANCEL, Verb.PAUSE: Desired.PAUSE, Verb.RESUME: Desired.RUN}[verb]
+    desired = {Verb.CANCEL: Desired.CANCEL, Verb.PAUSE: Desired.PAUSE, Verb.RESUME: Desired.RUN}[
+        verb
+    ]
     if job.desired is desired:
         return replace(job, reason=reason) if job.reason is Reason.IDLE else job
     job = replace(job, desired=desired, generation=job.generation + 1, pending=None)
     if verb is not Verb.CANCEL and (reason is not None or job.reason is Reason.IDLE):
         job = replace(job, reason=reason)
     if slots is not None:
-        job = replace(job, slots=slots, shapes=(), share_key=None)  # its ranks choose again what was "auto"
+        job = replace(
+            job, slots=slots, shapes=(), share_key=None
+        )  # its ranks choose again what was "auto"
     if desired is Desired.CANCEL:
         phase = Phase.STOPPING if job.state is State.RUNNING else None
-        return replace(job, state=State.CANCELLED, phase=phase, reason=Reason.USER_CANCELLED, finished_at=now)
+        return replace(
+            job, state=State.CANCELLED, phase=phase, reason=Reason.USER_CANCELLED, finished_at=now
+        )
     if desired is Desired.PAUSE and job.state is State.QUEUED:
         return replace(job, state=State.PAUSED)
     if desired is Desired.RUN and job.state is State.PAUSED:
@@ -66,7 +79,11 @@ def request(
 
 
 def _ended(state: State) -> str:
-    return {State.SUCCEEDED: "succeeded", State.FAILED: "failed", State.CANCELLED: "been cancelled"}[state]
+    return {
+        State.SUCCEEDED: "succeeded",
+        State.FAILED: "failed",
+        State.CANCELLED: "been cancelled",
+    }[state]
 
 
 def _past(verb: Verb) -> str:

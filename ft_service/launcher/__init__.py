@@ -1,1 +1,3 @@
-"""Launchers start, observe and end attempts: one protocol, and one module per place where workers run."""
+"""Launchers start, observe and end attempts: one protocol, and one module per place where workers
+run.
+"""

@@ -1,4 +1,6 @@
-"""Time since an attempt has written events, and since its place has answered; both on the service's own clock."""
+"""Time since an attempt has written events, and since its place has answered; both on the service's
+own clock.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +15,9 @@ from ft_service.rundir.attempt import Attempt
 log = logging.getLogger(__name__)
 
 REMIND_SECONDS = 60.0
-"""Seconds from the first log line of an outage to the second; doubled for each further one, up to MAX_REMIND_SECONDS."""
+"""Seconds from the first log line of an outage to the second; doubled for each further one, up to
+MAX_REMIND_SECONDS.
+"""
 MAX_REMIND_SECONDS = 3600.0
 
 
@@ -38,14 +42,18 @@ class EventAge:
 
 
 def _segments(attempt: Attempt, known: int) -> int:
-    """Return the number of an attempt's segments, of which `known` are known. Each look may be a request to object storage, and
-    a restarted service knows none of thousands: the distance is doubled, then halved.
+    """Return the number of an attempt's segments, of which `known` are known.
+
+    Each look may be a request to object storage, and a restarted service knows none of thousands:
+    the distance is doubled, then halved.
     """
     if not attempt.has_segment(known):
         return known
-    last, distance = known, 1
+    last = known
+    distance = 1
     while attempt.has_segment(last + distance):
-        last, distance = last + distance, 2 * distance
+        last = last + distance
+        distance = 2 * distance
     missing = last + distance
     while missing - last > 1:
         middle = (last + missing) // 2
@@ -58,7 +66,10 @@ def _key(attempt: Attempt) -> tuple[Path, int]:
 
 
 class Outage:
-    """Time for which something that one thread polls has not answered, with a few log lines. Any thread may read `seconds`."""
+    """Time for which something that one thread polls has not answered, with a few log lines.
+
+    Any thread may read `seconds`.
+    """
 
     def __init__(self, what: str, clock: Callable[[], float] = time.monotonic) -> None:
         """`what`: sentence for the log that says what fails, such as "Slurm does not answer"."""
@@ -77,7 +88,8 @@ class Outage:
     def failed(self, error: Exception) -> None:
         now = self._clock()
         if self._since is None:
-            self._since, self._pause = now, REMIND_SECONDS
+            self._since = now
+            self._pause = REMIND_SECONDS
             log.warning("%s: %s", self._what, error)
         elif now >= self._next_line:
             self._pause = min(2 * self._pause, MAX_REMIND_SECONDS)

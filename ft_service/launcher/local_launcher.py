@@ -1,8 +1,9 @@
-"""Attempts as processes of this host: one supervisor per attempt, which outlives the service, and its ranks.
+"""Attempts as processes of this host: one supervisor per attempt, which outlives the service, and
+its ranks.
 
-Locks and process identities alone say what is alive, so a restarted service finds its attempts although it is not their parent.
-The launcher takes the supervisor's lock and hands it over as an open file: from `start` until the supervisor's death the
-attempt never looks free.
+Locks and process identities alone say what is alive, so a restarted service finds its attempts
+although it is not their parent. The launcher takes the supervisor's lock and hands it over as an
+open file: from `start` until the supervisor's death the attempt never looks free.
 """
 
 from __future__ import annotations
@@ -36,7 +37,9 @@ log = logging.getLogger(__name__)
 SPAWN_SECONDS = 60.0
 """How long a new supervisor may take to detach itself."""
 KILL_SECONDS = 10.0
-"""How long `kill` waits for killed processes; the next call deals with those that are still alive."""
+"""How long `kill` waits for killed processes; the next call deals with those that are still
+alive.
+"""
 _MACHINE_ID = Path("/etc/machine-id")
 
 
@@ -62,11 +65,16 @@ class LocalLauncher:
         host: str | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """`worker_command`: what supervisors run instead of torchrun with our workers. Raises UnavailableError off Linux."""
+        """`worker_command`: what supervisors run instead of torchrun with our workers.
+
+        Raises UnavailableError off Linux.
+        """
         require_linux()
         self.host = host or host_id()
         self.slots = slots
-        self._options = SupervisorOptions(grace_seconds=stop_grace_seconds, worker_command=worker_command, detach=True)
+        self._options = SupervisorOptions(
+            grace_seconds=stop_grace_seconds, worker_command=worker_command, detach=True
+        )
         self._event_age = EventAge(clock)
 
     def start(self, attempt: Attempt, spec: JobSpec | None = None) -> None:
@@ -90,14 +98,16 @@ class LocalLauncher:
         if ended is None and is_locked(files.lock):
             return self._event_age.running(attempt)
         if ended is None:
-            supervisor, unreadable = None, None
+            supervisor = None
+            unreadable = None
             try:
                 supervisor = files.read_supervisor()
                 if supervisor is None:
                     return Absent()
             except UnreadableDocumentError as error:  # its lock is free: that supervisor is gone
                 unreadable = unreadable_exit(error)
-            # It may have written its record and ended after the first read and before the test of the lock.
+            # It may have written its record and ended after the first read and before the test of
+            # the lock.
             ended = _exit_record(attempt) or unreadable
             if ended is None and supervisor is not None and processes.is_alive(supervisor):
                 return Unknown(f"supervisor {supervisor.pid} is alive and does not hold its lock")
@@ -126,7 +136,10 @@ class LocalLauncher:
         try:
             with output.open("ab") as file:
                 code = subprocess.run(
-                    [*program(), *self._options.arguments(attempt.run.root, attempt.number, lock_fd=lock)],
+                    [
+                        *program(),
+                        *self._options.arguments(attempt.run.root, attempt.number, lock_fd=lock),
+                    ],
                     cwd=attempt.run.root,
                     env=child_environment(os.environ),
                     stdin=subprocess.DEVNULL,
@@ -139,10 +152,15 @@ class LocalLauncher:
         except (OSError, subprocess.TimeoutExpired) as error:
             raise LaunchError(f"The supervisor could not be started: {error}.") from error
         if code < 0:
-            raise LaunchError(f"The supervisor was killed by {signal_name(-code)} while it started.")
+            raise LaunchError(
+                f"The supervisor was killed by {signal_name(-code)} while it started."
+            )
         if code:
             said = tail(output, 3).strip()
-            raise LaunchError(f"The supervisor could not be started (exit code {code}){f': {said}' if said else '.'}")
+            raise LaunchError(
+                "The supervisor could not be started (exit code "
+                f"{code}){f': {said}' if said else '.'}"
+            )
 
 
 def _ranks_lock(attempt: Attempt) -> Path:
@@ -153,7 +171,9 @@ def _ranks_lock(attempt: Attempt) -> Path:
 def _kill_supervisor(attempt: Attempt) -> None:
     try:
         supervisor = attempt.node().read_supervisor()
-    except UnreadableDocumentError as error:  # it cannot be killed by its identity, so it has to end itself
+    except (
+        UnreadableDocumentError
+    ) as error:  # it cannot be killed by its identity, so it has to end itself
         log.warning("%s: %s", attempt, error.message)
         attempt.write_control(Control(generation=2**31, desired=Desired.CANCEL))
         return
@@ -162,7 +182,10 @@ def _kill_supervisor(attempt: Attempt) -> None:
 
 
 def _exit_record(attempt: Attempt) -> Exit | None:
-    """How the attempt ended. A result counts as a record of success, and comes before a record that cannot be read."""
+    """How the attempt ended.
+
+    A result counts as a record of success, and comes before a record that cannot be read.
+    """
     files = attempt.node()
     ended = files.read_exit()
     if ended is not None and ended.reason is not ExitReason.UNREADABLE:
@@ -174,7 +197,9 @@ def _exit_record(attempt: Attempt) -> Exit | None:
 
 
 def _seal(attempt: Attempt, reason: Reason) -> None:
-    """Write an exit record under the lock: a supervisor that starts later finds it and does nothing."""
+    """Write an exit record under the lock: a supervisor that starts later finds it and does
+    nothing.
+    """
     lock = try_lock(attempt.node().lock)
     if lock is None:
         return

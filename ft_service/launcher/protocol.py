@@ -18,11 +18,17 @@ class LaunchError(Exception):
 
 
 class Launcher(Protocol):
-    """Launcher of attempts in one place. Every call may be repeated, and no call waits for training."""
+    """Launcher of attempts in one place.
+
+    Every call may be repeated, and no call waits for training.
+    """
 
     @property
     def host(self) -> str:
-        """Name of the place, stable over restarts of the service. Only this launcher can observe its attempts."""
+        """Name of the place, stable over restarts of the service.
+
+        Only this launcher can observe its attempts.
+        """
         ...
 
     @property
@@ -32,12 +38,18 @@ class Launcher(Protocol):
 
     @property
     def counts(self) -> bool:
-        """Whether the service decides which slots are free. False: the place does, such as a cluster's queue."""
+        """Whether the service decides which slots are free.
+
+        False: the place does, such as a cluster's queue.
+        """
         ...
 
     @property
     def slots_name_gpus(self) -> bool:
-        """Whether a slot's number is that of a GPU of this host. False: the cluster gives GPUs to ranks."""
+        """Whether a slot's number is that of a GPU of this host.
+
+        False: the cluster gives GPUs to ranks.
+        """
         ...
 
     @property
@@ -46,12 +58,16 @@ class Launcher(Protocol):
         ...
 
     def start(self, attempt: Attempt, spec: JobSpec | None = None) -> None:
-        """Start the attempt that its `start.json` describes, unless it was started before. Raises LaunchError.
+        """Start the attempt that its `start.json` describes, unless it was started before.
 
-        `spec`: the job's, from the service's database, since an earlier attempt may have changed spec.json. A place that mounts
-        only the files of the job reads their names from it. None: the job names no files.
+        Raises LaunchError.
 
-        If the attempt cannot be started now, `observe` says why, or returns Absent when it is time for another try.
+        `spec`: the job's, from the service's database, since an earlier attempt may have changed
+        spec.json. A place that mounts only the files of the job reads their names from it. None:
+        the job names no files.
+
+        If the attempt cannot be started now, `observe` says why, or returns Absent when it is time
+        for another try.
         """
         ...
 
@@ -64,11 +80,16 @@ class Launcher(Protocol):
         ...
 
     def kill(self, attempt: Attempt, reason: Reason) -> None:
-        """Kill the attempt's processes, and write an exit record with this reason once they are gone."""
+        """Kill the attempt's processes, and write an exit record with this reason once they are
+        gone.
+        """
         ...
 
     def clean(self, attempt: Attempt) -> None:
-        """Remove what the place still keeps of an attempt whose end is stored. Run directories stay."""
+        """Remove what the place still keeps of an attempt whose end is stored.
+
+        Run directories stay.
+        """
         ...
 
 
@@ -88,11 +109,17 @@ class ListsAttempts(Protocol):
     """Launcher whose place can list its attempts."""
 
     def unfinished(self) -> Sequence[ListedAttempt]:
-        """Return every attempt of this installation that has not ended. Raises LaunchError if the place does not answer."""
+        """Return every attempt of this installation that has not ended.
+
+        Raises LaunchError if the place does not answer.
+        """
         ...
 
     def end_unfinished(self, name: str) -> None:
-        """End an attempt for good, if it still exists. Raises LaunchError if the place does not answer."""
+        """End an attempt for good, if it still exists.
+
+        Raises LaunchError if the place does not answer.
+        """
         ...
 
     def close(self) -> None:

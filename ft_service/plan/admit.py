@@ -1,4 +1,6 @@
-"""Admission of a job: its plan decides whether it may start, "auto" options are chosen, and its first events are written."""
+"""Admission of a job: its plan decides whether it may start, "auto" options are chosen, and its
+first events are written.
+"""
 
 from __future__ import annotations
 
@@ -47,37 +49,73 @@ def admit(
     lengths: SampleLengths | None = None,
     most_per_host: int = MOST_PER_HOST,
 ) -> Admitted:
-    """Plan a job for a machine. `lengths`: lengths of its samples. Until they are counted (`settle_counted`),
-    options that depend on them are chosen for the longest possible samples, and the events do not mention them.
+    """Plan a job for a machine.
+
+    `lengths`: lengths of its samples. Until they are counted (`settle_counted`), options that
+    depend on them are chosen for the longest possible samples, and the events do not mention them.
     `most_per_host`: as in `plan_job`.
 
-    Raises SpecError for a base whose weights are not downloaded or whose tokenizer does not fit, for patterns and names that
-    match nothing in it, for a job that cannot fit, and for precision.default "auto" on a machine whose memory is not known.
-    Terms that depend on the data (activations, logits) are upper estimates: they cause warnings, and no refusal.
+    Raises SpecError for a base whose weights are not downloaded or whose tokenizer does not fit,
+    for patterns and names that match nothing in it, for a job that cannot fit, and for
+    precision.default "auto" on a machine whose memory is not known. Terms that depend on the data
+    (activations, logits) are upper estimates: they cause warnings, and no refusal.
     """
     _refuse_absent(base, Path(spec.model.path))
-    refuse_ids_without_row(base, Path(spec.model.path))  # again, since the tokenizer may change without the weights
+    refuse_ids_without_row(
+        base, Path(spec.model.path)
+    )  # again, since the tokenizer may change without the weights
     no_file = DataFileRef(name="", path="", sha256="")
-    without_effect = {"job_id": "", "tuned_name": "", "seed": 0, "training_data": no_file, "parent": None}
-    options = spec.model_copy(update=without_effect | {"validation_data": spec.validation_data and no_file})
-    given = options.model_dump_json(exclude_unset=True)  # some warnings concern only options that the user has set
+    without_effect = {
+        "job_id": "",
+        "tuned_name": "",
+        "seed": 0,
+        "training_data": no_file,
+        "parent": None,
+    }
+    options = spec.model_copy(
+        update=without_effect | {"validation_data": spec.validation_data and no_file}
+    )
+    given = options.model_dump_json(
+        exclude_unset=True
+    )  # some warnings concern only options that the user has set
     admitted = _admitted(base, given, machine, lengths, most_per_host)
-    sections = {name: getattr(admitted.spec, name) for name in ("precision", "training", "distributed", "chosen")}
+    sections = {
+        name: getattr(admitted.spec, name)
+        for name in ("precision", "training", "distributed", "chosen")
+    }
     return replace(admitted, spec=spec.model_copy(update=sections))
 
 
 def settle_counted(
-    base: Description, spec: JobSpec, machine: Machine, lengths: SampleLengths, most_per_host: int = MOST_PER_HOST
+    base: Description,
+    spec: JobSpec,
+    machine: Machine,
+    lengths: SampleLengths,
+    most_per_host: int = MOST_PER_HOST,
 ) -> Admitted:
-    """`admit` again for a job that has not begun, now that its samples are counted: options that were chosen for it are chosen
-    by their lengths, as a plan of the same data and its ranks choose. Raises SpecError as `admit`."""
+    """`admit` again for a job that has not begun, now that its samples are counted: options that
+    were chosen for it are chosen by their lengths, as a plan of the same data and its ranks choose.
+    Raises SpecError as `admit`.
+    """
     again = dict.fromkeys((option for option in spec.chosen if option in (*FITTED, COMPILE)), AUTO)
     chosen = {option: why for option, why in spec.chosen.items() if option not in again}
-    return admit(base, with_options(spec.model_copy(update={"chosen": chosen}), again), machine, lengths, most_per_host)
+    return admit(
+        base,
+        with_options(spec.model_copy(update={"chosen": chosen}), again),
+        machine,
+        lengths,
+        most_per_host,
+    )
 
 
 @lru_cache(maxsize=128)
-def _admitted(base: Description, options: str, machine: Machine, lengths: SampleLengths | None, most_per_host: int) -> Admitted:
+def _admitted(
+    base: Description,
+    options: str,
+    machine: Machine,
+    lengths: SampleLengths | None,
+    most_per_host: int,
+) -> Admitted:
     """`admit`, cached since scripts submit the same options again and again."""
     spec = settle(base, JobSpec.model_validate_json(options), machine, lengths).spec
     plan = plan_job(base, spec, machine, lengths, most_per_host)
@@ -85,12 +123,25 @@ def _admitted(base: Description, options: str, machine: Machine, lengths: Sample
     ways = "; ".join(change_text(change) for change in plan.changes if change.fits)
     is_counted = lengths is not None and lengths.samples is not None
     by_samples = (*FITTED, COMPILE)
-    final = [sentence for option, sentence in sentences(spec).items() if is_counted == (option in by_samples)]
+    final = [
+        sentence
+        for option, sentence in sentences(spec).items()
+        if is_counted == (option in by_samples)
+    ]
     chosen = f"Chosen: {' '.join(final)}" if final else ""
     level = "warn" if plan.fits is False else "info"
-    basis = "This is by the lengths of its samples." if is_counted else "This is for samples of training.max_length tokens."
+    basis = (
+        "This is by the lengths of its samples."
+        if is_counted
+        else "This is for samples of training.max_length tokens."
+    )
     planned: FirstEvent = level, " ".join(filter(None, (summary(plan), basis, ways, chosen)))
-    return Admitted(spec, (planned, *(("warn", warning) for warning in plan.warnings)), _work(spec, plan, lengths), plan.seat)
+    return Admitted(
+        spec,
+        (planned, *(("warn", warning) for warning in plan.warnings)),
+        _work(spec, plan, lengths),
+        plan.seat,
+    )
 
 
 def _refuse_absent(base: Description, folder: Path) -> None:
@@ -114,7 +165,9 @@ def _refuse_what_cannot_fit(plan: Plan) -> None:
         return
     assert plan.memory is not None, "what is not known cannot be too little"
     enough = [change for change in plan.changes if change.fits]
-    ways = "; ".join(change_text(change) for change in enough or plan.changes) or "take a smaller base"
+    ways = (
+        "; ".join(change_text(change) for change in enough or plan.changes) or "take a smaller base"
+    )
     raise SpecError(
         f"The job does not fit {plan.machine}: its weights, adapters and optimizer alone take "
         f"{bytes_text(plan.rank.resident)} per rank, {bytes_text(plan.memory)} are usable. "

@@ -1,6 +1,7 @@
 """A job's "auto" options replaced by values for a machine, each with a sentence that says why.
 
-The same spec, base, machine and lengths give the same options, so that all ranks and a resume on the same machine agree.
+The same spec, base, machine and lengths give the same options, so that all ranks and a resume on
+the same machine agree.
 """
 
 from __future__ import annotations
@@ -44,7 +45,9 @@ COMPILED_SHARE = 0.15
 """Share of the training time that compiled layers save: 16 to 27 % were measured."""
 COMPILE_SECONDS = 60
 WORTH_SECONDS = 2 * COMPILE_SECONDS / COMPILED_SHARE
-"""Training time above which layers are compiled: it saves twice the time to compile, since the time is an estimate."""
+"""Training time above which layers are compiled: it saves twice the time to compile, since the time
+is an estimate.
+"""
 
 
 @dataclass(frozen=True)
@@ -61,7 +64,9 @@ class Settled:
 
     spec: JobSpec
     news: tuple[str, ...] = ()
-    """A sentence for every option whose value changed: `distributed.compile: false (only GPUs …).`"""
+    """A sentence for every option whose value changed: `distributed.compile: false (only GPUs
+    …).`
+    """
 
 
 def settle(
@@ -71,26 +76,37 @@ def settle(
     lengths: SampleLengths | None = None,
     ranks: Ranks | None = None,
 ) -> Settled:
-    """Choose a spec's "auto" options. Of these only precision.compute is chosen where the machine's memory is not known.
+    """Choose a spec's "auto" options.
 
-    Options that were chosen before are chosen again if more is known now: the ranks that really train (`ranks`; None: those of
-    the spec), or the counted lengths of the samples. Formats stay, since results depend on them. Raises SpecError as a plan
-    does, and for precision.default "auto" on a machine whose memory is not known.
+    Of these only precision.compute is chosen where the machine's memory is not known.
+
+    Options that were chosen before are chosen again if more is known now: the ranks that really
+    train (`ranks`; None: those of the spec), or the counted lengths of the samples. Formats stay,
+    since results depend on them. Raises SpecError as a plan does, and for precision.default "auto"
+    on a machine whose memory is not known.
     """
     settled = with_compute(spec, machine)
     if not is_settled(settled, lengths, ranks):
         settled = settle_on(base, _reopened(settled, lengths, ranks), machine, lengths)
-    changed = [option for option in settled.chosen if value_of(settled, option) != value_of(spec, option)]
+    changed = [
+        option for option in settled.chosen if value_of(settled, option) != value_of(spec, option)
+    ]
     return Settled(settled, tuple(_sentence(settled, option) for option in changed))
 
 
-def is_settled(spec: JobSpec, lengths: SampleLengths | None = None, ranks: Ranks | None = None) -> bool:
+def is_settled(
+    spec: JobSpec, lengths: SampleLengths | None = None, ranks: Ranks | None = None
+) -> bool:
     """Whether `settle` would not change the spec, whatever the base."""
     opened = _reopened(spec, lengths, ranks)
-    return _length_given(opened) and not any(is_open(opened, option) for option in (*FITTED, COMPILE, RATE))
+    return _length_given(opened) and not any(
+        is_open(opened, option) for option in (*FITTED, COMPILE, RATE)
+    )
 
 
-def settle_on(base: Description, spec: JobSpec, machine: Machine, lengths: SampleLengths | None = None) -> JobSpec:
+def settle_on(
+    base: Description, spec: JobSpec, machine: Machine, lengths: SampleLengths | None = None
+) -> JobSpec:
     """The spec with its "auto" options chosen."""
     spec = with_compute(with_rate(base, within_context(base, spec)), machine)
     given = [option for option in (*FITTED, COMPILE) if is_open(spec, option)]
@@ -103,7 +119,9 @@ def settle_on(base: Description, spec: JobSpec, machine: Machine, lengths: Sampl
     compiled, why = _compile(spec, setting, machine, lengths)
     final = with_options(setting.spec, {COMPILE: compiled}) if COMPILE in given else setting.spec
     reasons = {**dict(_reasons(base, setting, machine, fits)), COMPILE: why}
-    return final.model_copy(update={"chosen": {**spec.chosen, **{option: reasons[option] for option in given}}})
+    return final.model_copy(
+        update={"chosen": {**spec.chosen, **{option: reasons[option] for option in given}}}
+    )
 
 
 def within_context(base: Description, spec: JobSpec) -> JobSpec:
@@ -111,8 +129,12 @@ def within_context(base: Description, spec: JobSpec) -> JobSpec:
     longest = base.dimensions.max_positions
     if _length_given(spec) or longest is None or spec.training.max_length <= longest:
         return spec
-    why = f"limited by the base's context of {longest:,}; the default is {spec.training.max_length:,}"
-    return with_options(spec, {LENGTH: longest}).model_copy(update={"chosen": {**spec.chosen, LENGTH: why}})
+    why = (
+        f"limited by the base's context of {longest:,}; the default is {spec.training.max_length:,}"
+    )
+    return with_options(spec, {LENGTH: longest}).model_copy(
+        update={"chosen": {**spec.chosen, LENGTH: why}}
+    )
 
 
 def with_rate(base: Description, spec: JobSpec) -> JobSpec:
@@ -120,11 +142,15 @@ def with_rate(base: Description, spec: JobSpec) -> JobSpec:
     if not is_open(spec, RATE):
         return spec
     rate, why = rate_for(base.model_type, base.dimensions.hidden, spec.lora)
-    return with_options(spec, {RATE: rate}).model_copy(update={"chosen": {**spec.chosen, RATE: why}})
+    return with_options(spec, {RATE: rate}).model_copy(
+        update={"chosen": {**spec.chosen, RATE: why}}
+    )
 
 
 def with_compute(spec: JobSpec, machine: Machine) -> JobSpec:
-    """The spec with precision.compute "fp32" for a processor that is slower in bf16, unless it was given."""
+    """The spec with precision.compute "fp32" for a processor that is slower in bf16, unless it was
+    given.
+    """
     slow = machine.slow_in_bf16
     if slow is None or _compute_given(spec):
         return spec
@@ -141,8 +167,8 @@ def _compute_given(spec: JobSpec) -> bool:
 
 
 def keep_choices(spec: JobSpec, before: JobSpec) -> JobSpec:
-    """The spec with the options that results depend on as they were chosen for the same job before, if they are still "auto";
-    training.max_length and precision.compute too, unless they are given.
+    """The spec with the options that results depend on as they were chosen for the same job before,
+    if they are still "auto"; training.max_length and precision.compute too, unless they are given.
     """
     if not _length_given(spec):
         spec = with_options(spec, {LENGTH: before.training.max_length})
@@ -170,11 +196,16 @@ def sentences(spec: JobSpec) -> dict[str, str]:
 
 def _sentence(spec: JobSpec, option: str) -> str:
     value = value_of(spec, option)
-    return f"{option}: {str(value).lower() if isinstance(value, bool) else value} ({spec.chosen[option]})."
+    return (
+        f"{option}: {str(value).lower() if isinstance(value, bool) else value} "
+        f"({spec.chosen[option]})."
+    )
 
 
 def _reopened(spec: JobSpec, lengths: SampleLengths | None, ranks: Ranks | None) -> JobSpec:
-    """The spec for these ranks. If it was made for others, or without the lengths of the samples, chosen options are "auto"
+    """The spec for these ranks.
+
+    If it was made for others, or without the lengths of the samples, chosen options are "auto"
     again, except those that results depend on.
     """
     ranks = ranks or Ranks(spec.world_size, spec.distributed.nnodes)
@@ -182,26 +213,36 @@ def _reopened(spec: JobSpec, lengths: SampleLengths | None, ranks: Ranks | None)
         return spec
     again = {option: AUTO for option in spec.chosen if option not in KEPT}
     kept = {option: why for option, why in spec.chosen.items() if option in KEPT}
-    shape = {"distributed.nnodes": ranks.nodes, "distributed.nproc_per_node": max(1, ranks.world // ranks.nodes)}
+    shape = {
+        "distributed.nnodes": ranks.nodes,
+        "distributed.nproc_per_node": max(1, ranks.world // ranks.nodes),
+    }
     return with_options(spec.model_copy(update={"chosen": kept}), again | shape)
 
 
 def _refuse_unknown(spec: JobSpec, machine: Machine) -> None:
     if is_open(spec, FORMAT):
         raise SpecError(
-            f"precision.default = 'auto': the memory of {machine.name} is not known here, and results depend on the format. "
+            f"precision.default = 'auto': the memory of {machine.name} is not known here, and "
+            "results depend on the format. "
             "Give bf16, as_published, fp8 or nf4.",
             param=FORMAT,
         )
 
 
-def _reasons(base: Description, setting: Setting, machine: Machine, fits: bool) -> Iterator[tuple[str, str]]:
+def _reasons(
+    base: Description, setting: Setting, machine: Machine, fits: bool
+) -> Iterator[tuple[str, str]]:
     """(option, reason of its value in the setting)."""
-    rank, usable = setting.rank, usable_bytes(machine, setting.spec)
+    rank = setting.rank
+    usable = usable_bytes(machine, setting.spec)
     assert usable is not None
     room = f"peak {bytes_text(rank.total)} of {bytes_text(usable)} per rank"
     if not fits:
-        room = f"needs least memory, {bytes_text(rank.total)}, and may still not fit {bytes_text(usable)} per rank"
+        room = (
+            f"needs least memory, {bytes_text(rank.total)}, and may still not fit "
+            f"{bytes_text(usable)} per rank"
+        )
     yield FORMAT, _format_reason(base, setting, room)
     yield COPIES, _copies_reason(setting)
     yield CHECKPOINTING, _checkpointing_reason(setting, usable)
@@ -209,7 +250,8 @@ def _reasons(base: Description, setting: Setting, machine: Machine, fits: bool) 
 
 
 def _format_reason(base: Description, setting: Setting, room: str) -> str:
-    held, chosen = base.held, setting.spec.precision.default
+    held = base.held
+    chosen = setting.spec.precision.default
     stay = sorted(set(staying(held).values()))
     if stay:
         return f"the base comes in {' and '.join(stay)}, and stays so"
@@ -219,7 +261,8 @@ def _format_reason(base: Description, setting: Setting, room: str) -> str:
 
 
 def _copies_reason(setting: Setting) -> str:
-    layout, weights = setting.layout, bytes_text(sum(setting.rank.base.values()))
+    layout = setting.layout
+    weights = bytes_text(sum(setting.rank.base.values()))
     if layout.world == 1:
         return "one rank"
     if layout.shard == 1:
@@ -228,13 +271,17 @@ def _copies_reason(setting: Setting) -> str:
 
 
 def _checkpointing_reason(setting: Setting, usable: int) -> str:
-    tokens, rank = setting.batches.tokens, setting.rank
+    tokens = setting.batches.tokens
+    rank = setting.rank
     mode = setting.spec.distributed.activation_checkpointing
     without = rank.in_mode("none").total
     if mode == "none":
         return f"activations of {tokens:,} tokens take {bytes_text(rank.activations)}, and fit"
     compared = "more than the" if without > usable else "of the"
-    return f"without it {tokens:,} tokens need {bytes_text(without)}, {compared} {bytes_text(usable)} that there are"
+    return (
+        f"without it {tokens:,} tokens need {bytes_text(without)}, {compared} "
+        f"{bytes_text(usable)} that there are"
+    )
 
 
 def _budget_reason(setting: Setting, *, gpu: bool) -> str:
@@ -244,10 +291,16 @@ def _budget_reason(setting: Setting, *, gpu: bool) -> str:
         return "one micro-batch holds the whole step"
     if budget == batches.length:
         return "the longest sample"
-    return "enough to keep it busy" if batches.tokens >= BUSY[gpu] else "larger ones do not fit, or gain nothing"
+    return (
+        "enough to keep it busy"
+        if batches.tokens >= BUSY[gpu]
+        else "larger ones do not fit, or gain nothing"
+    )
 
 
-def _compile(spec: JobSpec, setting: Setting, machine: Machine, lengths: SampleLengths | None) -> tuple[bool, str]:
+def _compile(
+    spec: JobSpec, setting: Setting, machine: Machine, lengths: SampleLengths | None
+) -> tuple[bool, str]:
     """Whether to compile, and why."""
     if machine.shared_memory:
         return False, "only GPUs gain from it"
@@ -258,7 +311,13 @@ def _compile(spec: JobSpec, setting: Setting, machine: Machine, lengths: SampleL
     if lengths is None:
         return False, "how long training takes is not known"
     seconds = lengths.of_training(spec) * setting.pace / setting.layout.world
-    takes = f"training takes {duration_text(seconds) if seconds < 1 else 'about ' + duration_text(seconds)}"
+    takes = (
+        "training takes "
+        f"{duration_text(seconds) if seconds < 1 else 'about ' + duration_text(seconds)}"
+    )
     if seconds < WORTH_SECONDS:
         return False, f"{takes}, too short to win back the minute that compiling takes"
-    return True, f"{takes}, and some {COMPILED_SHARE:.0%} less with layers compiled in about a minute"
+    return (
+        True,
+        f"{takes}, and some {COMPILED_SHARE:.0%} less with layers compiled in about a minute",
+    )

@@ -1,12 +1,15 @@
-"""The choice of "auto" options for a machine: the fastest of the settings that fit it, by the plan's own arithmetic. Pure.
+"""The choice of "auto" options for a machine: the fastest of the settings that fit it, by the
+plan's own arithmetic. Pure.
 
-Every setting has a pace (seconds per token) that does not depend on the machine's memory, and bytes that do not depend on its
-speed. The fitting setting with the best pace is taken, so that more memory never makes a job slower:
+Every setting has a pace (seconds per token) that does not depend on the machine's memory, and bytes
+that do not depend on its speed. The fitting setting with the best pace is taken, so that more
+memory never makes a job slower:
 
     precision.default         the most exact format with which any setting fits
-    replicate                 whole on every rank: no gathers, no copies; or shared by the ranks of a host
-    activation checkpointing  none, selective (recomputes what is cheap), full (a third more arithmetic)
-    tokens per micro-batch    enough that a GPU computes for longer than its work takes to launch; never below the longest
+    replicate                 whole on every rank: no gathers, no copies; or shared by the ranks of
+    a host activation checkpointing  none, selective (recomputes what is cheap), full (a third more
+    arithmetic) tokens per micro-batch    enough that a GPU computes for longer than its work takes
+    to launch; never below the longest
                               sample, which goes alone
 """
 
@@ -23,7 +26,14 @@ from ft_service.bases.module_rules import staying
 from ft_service.plan.machines import LINK_EFFICIENCY, Machine, usable_bytes
 from ft_service.plan.memory import MicroBatches, RankBytes, planned_micro_batches, rank_bytes
 from ft_service.plan.sample_lengths import SampleLengths
-from ft_service.plan.speed import PASSES, dequantised_bytes, efficiency, flops_per_token, launch_seconds, wire_bytes
+from ft_service.plan.speed import (
+    PASSES,
+    dequantised_bytes,
+    efficiency,
+    flops_per_token,
+    launch_seconds,
+    wire_bytes,
+)
 from ft_service.plan.weight_storage import ShardedJob, ShardLayout
 from ft_service.spec import AS_PUBLISHED, FormatChoice, JobSpec
 
@@ -45,14 +55,18 @@ FITTED = (FORMAT, COPIES, CHECKPOINTING, BUDGET)
 
 GPU_BUDGETS = (256, 512, 1024, 1536, 2048, 3072, 4096, 6144, 8192, 12_288, 16_384)
 CPU_BUDGETS = (256, 512, 1024, 2048)
-"""More tokens leave the caches and gain nothing: a few hundred rows keep a processor's products busy."""
+"""More tokens leave the caches and gain nothing: a few hundred rows keep a processor's products
+busy.
+"""
 BUSY = {True: 8192, False: 2048}
 """Whether it is a GPU → tokens per micro-batch above which settings of one pace rank alike."""
 NOTICEABLE = 1.02
 """Ratio of paces below which two settings count as equally fast."""
 
 _RECOMPUTED = {"none": 1.0, "selective": 1.08, "full": 1.0}
-"""Activation checkpointing → arithmetic as a multiple of `flops_per_token`: norms and activation functions come on top."""
+"""Activation checkpointing → arithmetic as a multiple of `flops_per_token`: norms and activation
+functions come on top.
+"""
 _SHARDED = 1.03
 """Cost of hooks around gathers, and of optimizers on shards."""
 _NETWORK_BANDWIDTH = 25e9
@@ -60,8 +74,9 @@ _NETWORK_BANDWIDTH = 25e9
 _USUAL = (150e12, 1e12, 32e9)
 """Figures for GPUs whose own are not known: only relations between them count here."""
 ROOM = 0.95
-"""Share of the usable memory that a setting may take to be chosen: an estimate that is too low ends the job, one that is too
-high costs a little speed."""
+"""Share of the usable memory that a setting may take to be chosen: an estimate that is too low ends
+the job, one that is too high costs a little speed.
+"""
 
 
 @dataclass(frozen=True)
@@ -77,7 +92,9 @@ class Setting:
     """Seconds per token of one rank."""
 
     def order(self, gpu: bool) -> tuple[Any, ...]:
-        """Sort key, better settings first: by pace, then without gathers, busy, and with less memory."""
+        """Sort key, better settings first: by pace, then without gathers, busy, and with less
+        memory.
+        """
         idle = self.batches.tokens < min(BUSY[gpu], self.batches.step_tokens)
         return math.floor(math.log(self.pace, NOTICEABLE)), self.layout.shard, idle, self.rank.total
 
@@ -97,18 +114,26 @@ def with_options(spec: JobSpec, options: dict[str, Any]) -> JobSpec:
     """The spec with options (dotted) set, unchecked."""
     for dotted, value in options.items():
         section, field = dotted.split(".")
-        spec = spec.model_copy(update={section: getattr(spec, section).model_copy(update={field: value})})
+        spec = spec.model_copy(
+            update={section: getattr(spec, section).model_copy(update={field: value})}
+        )
     return spec
 
 
 def assumed(spec: JobSpec) -> JobSpec:
     """The spec that is planned for a machine whose memory is not known."""
     usual = {FORMAT: "bf16", COPIES: spec.distributed.nnodes, CHECKPOINTING: "none", COMPILE: False}
-    return with_options(spec, {option: value for option, value in usual.items() if is_open(spec, option)})
+    return with_options(
+        spec, {option: value for option, value in usual.items() if is_open(spec, option)}
+    )
 
 
-def best_setting(base: Description, spec: JobSpec, machine: Machine, lengths: SampleLengths | None) -> tuple[Setting, bool]:
-    """The setting to take, and whether it fits; the smallest one if none fits. The machine's memory must be known.
+def best_setting(
+    base: Description, spec: JobSpec, machine: Machine, lengths: SampleLengths | None
+) -> tuple[Setting, bool]:
+    """The setting to take, and whether it fits; the smallest one if none fits.
+
+    The machine's memory must be known.
 
     Raises SpecError for patterns and names that match nothing in the base.
     """
@@ -135,8 +160,14 @@ def _formats(base: Description, spec: JobSpec) -> tuple[FormatChoice, ...]:
     return ("bf16", "fp8", "nf4") if stay == base.held else ("bf16", AS_PUBLISHED, "fp8", "nf4")
 
 
-def _settings(base: Description, spec: JobSpec, machine: Machine, lengths: SampleLengths | None) -> Iterator[Setting]:
-    modes = ("none", "selective", "full") if is_open(spec, CHECKPOINTING) else (spec.distributed.activation_checkpointing,)
+def _settings(
+    base: Description, spec: JobSpec, machine: Machine, lengths: SampleLengths | None
+) -> Iterator[Setting]:
+    modes = (
+        ("none", "selective", "full")
+        if is_open(spec, CHECKPOINTING)
+        else (spec.distributed.activation_checkpointing,)
+    )
     for copies in _copies(spec):
         job = ShardedJob.of(base, with_options(spec, {COPIES: copies, CHECKPOINTING: modes[0]}))
         paces = _Paces(job, machine)
@@ -147,7 +178,9 @@ def _settings(base: Description, spec: JobSpec, machine: Machine, lengths: Sampl
             usual = planned_micro_batches(sized, job.layout, lengths and lengths.mean)
             for mode in modes:
                 tried = with_options(sized, {CHECKPOINTING: mode})
-                yield Setting(tried, job.layout, batches, rank.in_mode(mode), paces.pace(mode, usual))
+                yield Setting(
+                    tried, job.layout, batches, rank.in_mode(mode), paces.pace(mode, usual)
+                )
 
 
 def _copies(spec: JobSpec) -> list[int]:
@@ -160,24 +193,34 @@ def _copies(spec: JobSpec) -> list[int]:
     return several if options.asks_to_shard else [-1, *several]
 
 
-def _budgets(spec: JobSpec, machine: Machine, layout: ShardLayout, lengths: SampleLengths | None) -> list[int]:
-    """Tokens per micro-batch to try: at least the longest sample, which needs them anyway, at most those of a step."""
+def _budgets(
+    spec: JobSpec, machine: Machine, layout: ShardLayout, lengths: SampleLengths | None
+) -> list[int]:
+    """Tokens per micro-batch to try: at least the longest sample, which needs them anyway, at most
+    those of a step.
+    """
     if spec.training.tokens_per_micro_batch != AUTO:
         return [spec.training.tokens_per_micro_batch]
     usual = CPU_BUDGETS if machine.shared_memory else GPU_BUDGETS
-    whole = planned_micro_batches(with_options(spec, {BUDGET: usual[-1]}), layout, lengths and lengths.longest)
+    whole = planned_micro_batches(
+        with_options(spec, {BUDGET: usual[-1]}), layout, lengths and lengths.longest
+    )
     enough = next((budget for budget in usual if budget >= whole.tokens), usual[-1])
     return sorted({whole.length, *(budget for budget in usual if whole.length <= budget <= enough)})
 
 
 class _Paces:
-    """The paces of one layout. Gathers overlap with the arithmetic; what they bring is copied before it."""
+    """The paces of one layout.
+
+    Gathers overlap with the arithmetic; what they bring is copied before it.
+    """
 
     def __init__(self, job: ShardedJob, machine: Machine) -> None:
         self._flops = lru_cache(partial(flops_per_token, job.base, job.adapters))
         self._wire = lru_cache(partial(wire_bytes, job))
         self._dequantised = dequantised_bytes(job)
-        self._layers, self._on_gpu = job.base.dimensions.layers, not machine.shared_memory
+        self._layers = job.base.dimensions.layers
+        self._on_gpu = not machine.shared_memory
         self._sharded = _SHARDED if job.layout.shard > 1 else 1.0
         self._flops_of_machine, self._memory_bandwidth, link = _figures(machine)
         self._efficiency = partial(efficiency, job, machine)
@@ -191,7 +234,9 @@ class _Paces:
         flops = self._flops(batches.length, checkpointed=mode == "full") * _RECOMPUTED[mode]
         reached = self._flops_of_machine * self._efficiency(batches, mode)
         compute = batches.step_tokens * flops / reached * self._sharded
-        moved = (rounds * PASSES[mode] * self._dequantised + 2 * wire.gather) / self._memory_bandwidth
+        moved = (
+            rounds * PASSES[mode] * self._dequantised + 2 * wire.gather
+        ) / self._memory_bandwidth
         launched = launch_seconds(rounds, self._layers, mode, gpu=self._on_gpu)
         wired = wire.total / (self._link * LINK_EFFICIENCY)
         if self._on_gpu:

@@ -1,4 +1,6 @@
-"""A job's plan: bytes per rank, bytes on the wire, FLOP, whether it fits the machine, and what to change if it does not."""
+"""A job's plan: bytes per rank, bytes on the wire, FLOP, whether it fits the machine, and what to
+change if it does not.
+"""
 
 from __future__ import annotations
 
@@ -8,7 +10,13 @@ from pathlib import Path
 from typing import Any
 
 from ft_service.bases.description import Description
-from ft_service.bases.module_rules import ROUTERS, converted, named_apart, refuse_without_position, staying
+from ft_service.bases.module_rules import (
+    ROUTERS,
+    converted,
+    named_apart,
+    refuse_without_position,
+    staying,
+)
 from ft_service.data.statistics import items_of_steps
 from ft_service.errors import SpecError
 from ft_service.host.processor import slow_bf16_advice
@@ -28,15 +36,25 @@ from ft_service.plan.speed import (
     wire_bytes,
 )
 from ft_service.plan.vocabulary_check import refuse_ids_without_row
-from ft_service.plan.weight_storage import ShardedJob, ShardLayout, WeightStorage, layout_of, stored_weights
+from ft_service.plan.weight_storage import (
+    ShardedJob,
+    ShardLayout,
+    WeightStorage,
+    layout_of,
+    stored_weights,
+)
 from ft_service.rundir.engine import SeatSize
 from ft_service.spec import AS_PUBLISHED, FORMATS, JobSpec, WeightFormat, check_distributed
 from ft_service.spec.options import DistributedOptions
 from ft_service.wording import bytes_text
 
-WITHOUT_WEIGHTS = "The weights of the base are not here, or not all of them: their shapes are taken from its config.json."
+WITHOUT_WEIGHTS = (
+    "The weights of the base are not here, or not all of them: their shapes are "
+    "taken from its config.json."
+)
 PICKLED = (
-    "The base cannot be trained on: its folder holds no weights in safetensors, only {name}, which is pickled and never read. "
+    "The base cannot be trained on: its folder holds no weights in safetensors, only {name}, "
+    "which is pickled and never read. "
     "Their shapes are taken from its config.json."
 )
 MOST_PER_HOST = 64
@@ -80,8 +98,9 @@ class Cost:
 
 @dataclass(frozen=True)
 class Plan(Cost):
-    """The highest cost of a job on a machine: that of samples which are all as long as the longest, or training.max_length
-    tokens where the data is not known."""
+    """The highest cost of a job on a machine: that of samples which are all as long as the longest,
+    or training.max_length tokens where the data is not known.
+    """
 
     machine: str
     memory: int | None
@@ -99,7 +118,9 @@ class Plan(Cost):
     chosen: tuple[str, ...]
     """A sentence for each "auto" option: its value, and why."""
     changes: tuple[OptionChange, ...]
-    """Single changes so that it fits, in the order of preference; if none alone is enough, all of them together come last."""
+    """Single changes so that it fits, in the order of preference; if none alone is enough, all of
+    them together come last.
+    """
     hints: tuple[str, ...]
     """Advice that would make the job faster."""
     warnings: tuple[str, ...]
@@ -109,13 +130,20 @@ class Plan(Cost):
         document = asdict(self)
         for cost, shown in ((self, document), (self.likely, document["likely"])):
             if cost is not None:
-                shown["rank"] |= {"stored": cost.rank.stored, "resident": cost.rank.resident, "total": cost.rank.total}
+                shown["rank"] |= {
+                    "stored": cost.rank.stored,
+                    "resident": cost.rank.resident,
+                    "total": cost.rank.total,
+                }
                 shown["wire"] |= {"total": cost.wire.total}
         return document
 
     @property
     def stored_fits(self) -> bool | None:
-        """Whether stored and gathered bytes fit, which do not depend on the data. None: the machine's memory is not known."""
+        """Whether stored and gathered bytes fit, which do not depend on the data.
+
+        None: the machine's memory is not known.
+        """
         return None if self.memory is None else self.rank.resident <= self.memory
 
 
@@ -126,18 +154,22 @@ def plan_job(
     lengths: SampleLengths | None = None,
     most_per_host: int = MOST_PER_HOST,
 ) -> Plan:
-    """A job's plan, with "auto" options chosen for the machine. `lengths`: lengths of the training data, if it was read.
-    `most_per_host`: ranks that the job may have on a host; no change asks for more.
+    """A job's plan, with "auto" options chosen for the machine.
 
-    Raises SpecError for a base whose tokenizer has ids without a row, for samples longer than the positions that a base has
-    learned, and for a pattern or module name that matches nothing.
+    `lengths`: lengths of the training data, if it was read. `most_per_host`: ranks that the job may
+    have on a host; no change asks for more.
+
+    Raises SpecError for a base whose tokenizer has ids without a row, for samples longer than the
+    positions that a base has learned, and for a pattern or module name that matches nothing.
     """
     folder = Path(spec.model.path)
     refuse_ids_without_row(base, folder)
     _refuse_without_position(base, spec, lengths)
     draft = _plan(base, spec, machine, lengths)
     if not base.downloaded:
-        from ft_service.bases.catalogue import pickled_weights  # with YAML, which commands that only show a plan need not
+        from ft_service.bases.catalogue import (
+            pickled_weights,
+        )  # with YAML, which commands that only show a plan need not
 
         pickled = pickled_weights(folder)
         why = WITHOUT_WEIGHTS if pickled is None else PICKLED.format(name=pickled)
@@ -146,29 +178,42 @@ def plan_job(
         return replace(draft, hints=tuple(_hints(base, spec, machine, draft, lengths)))
     if draft.fits is None:
         return draft
-    return replace(draft, changes=tuple(_changes(base, _opened(spec), machine, lengths, most_per_host)))
+    return replace(
+        draft, changes=tuple(_changes(base, _opened(spec), machine, lengths, most_per_host))
+    )
 
 
-def _refuse_without_position(base: Description, spec: JobSpec, lengths: SampleLengths | None) -> None:
+def _refuse_without_position(
+    base: Description, spec: JobSpec, lengths: SampleLengths | None
+) -> None:
     """Raise SpecError for counted samples as `refuse_without_position`."""
     longest = min(lengths.longest, spec.training.max_length) if lengths and lengths.longest else 0
-    others = {w.name: w.rows for w in base.weights if w.kind == "embedding" and w.module != base.outer.embedding}
+    others = {
+        w.name: w.rows
+        for w in base.weights
+        if w.kind == "embedding" and w.module != base.outer.embedding
+    }
     refuse_without_position(longest, base.dimensions.max_positions, others)
 
 
 def training_time(plan: Plan, spec: JobSpec, examples: int) -> dict[str, Any]:
-    """Optimizer steps and their seconds: at most, with samples as long as the longest, and likely, of mean length. `examples`:
-    units of training.batch_size in an epoch, at least 1; a step has fewer than the batch where they do not fill it."""
+    """Optimizer steps and their seconds: at most, with samples as long as the longest, and likely,
+    of mean length. `examples`: units of training.batch_size in an epoch, at least 1; a step has
+    fewer than the batch where they do not fill it.
+    """
     options = spec.training
     steps = options.max_steps or options.epochs * -(-examples // options.batch)
     whole_steps = items_of_steps(steps, options.batch, examples) / options.batch
     most, likely = (
-        None if cost is None or cost.speed is None else whole_steps * cost.speed.step_seconds for cost in (plan, plan.likely)
+        None if cost is None or cost.speed is None else whole_steps * cost.speed.step_seconds
+        for cost in (plan, plan.likely)
     )
     return {"examples": examples, "steps": steps, "seconds_at_most": most, "seconds_likely": likely}
 
 
-def _plan(base: Description, spec: JobSpec, machine: Machine, lengths: SampleLengths | None) -> Plan:
+def _plan(
+    base: Description, spec: JobSpec, machine: Machine, lengths: SampleLengths | None
+) -> Plan:
     spec = assumed(settle_on(base, spec, machine, lengths))
     memory = usable_bytes(machine, spec)
     job = ShardedJob.of(base, spec)
@@ -176,10 +221,18 @@ def _plan(base: Description, spec: JobSpec, machine: Machine, lengths: SampleLen
     mean = lengths.mean if lengths else None
     likely = _cost(job, machine, mean) if mean else None
     usual = likely or most
-    seconds = lengths and whole_training(lengths.of_training(spec), usual.flops_per_token, usual.speed).seconds
+    seconds = (
+        lengths
+        and whole_training(lengths.of_training(spec), usual.flops_per_token, usual.speed).seconds
+    )
     seat = seat_size(job, machine, most.rank, most.batches.tokens)
     if usual.speed is not None:
-        seat = replace(seat, gain=sharing_gain(usual.speed, seconds, lanes_of([seat] * 2, usual.batches.tokens, spec)))
+        seat = replace(
+            seat,
+            gain=sharing_gain(
+                usual.speed, seconds, lanes_of([seat] * 2, usual.batches.tokens, spec)
+            ),
+        )
     return Plan(
         machine=machine.name,
         memory=memory,
@@ -204,7 +257,13 @@ def _cost(job: ShardedJob, machine: Machine, length: int | None) -> Cost:
     wire = wire_bytes(job, batches.rounds)
     checkpointed = job.spec.distributed.checkpointing == "full"
     flops = flops_per_token(job.base, job.adapters, batches.length, checkpointed=checkpointed)
-    return Cost(batches, rank_bytes(job, batches, machine), wire, flops, speed_on(machine, job, batches, flops, wire))
+    return Cost(
+        batches,
+        rank_bytes(job, batches, machine),
+        wire,
+        flops,
+        speed_on(machine, job, batches, flops, wire),
+    )
 
 
 def _modules(job: ShardedJob) -> Iterator[Module]:
@@ -231,39 +290,64 @@ def _opened(spec: JobSpec) -> JobSpec:
 
 
 def _changes(
-    base: Description, spec: JobSpec, machine: Machine, lengths: SampleLengths | None, most_per_host: int
+    base: Description,
+    spec: JobSpec,
+    machine: Machine,
+    lengths: SampleLengths | None,
+    most_per_host: int,
 ) -> Iterator[OptionChange]:
-    """Single changes in the order of preference; then, if no single one is enough, all of them together."""
-    combined, options = spec, dict[str, Any]()
+    """Single changes in the order of preference; then, if no single one is enough, all of them
+    together.
+    """
+    combined = spec
+    options = dict[str, Any]()
     enough = False
     for change in _candidates(base, spec, most_per_host):
         tried = _tried(base, with_options(spec, change), machine, change, lengths)
         yield tried
         enough = enough or tried.fits
-        combined, options = with_options(combined, change), options | change
+        combined = with_options(combined, change)
+        options = options | change
     if not enough and len(options) > 1:
         yield _tried(base, combined, machine, options, lengths)
 
 
-def _hints(base: Description, spec: JobSpec, machine: Machine, draft: Plan, lengths: SampleLengths | None) -> Iterator[str]:
-    """Advice for a job that fits: a base that fits whole on every rank needs no gathers; what its times leave out."""
+def _hints(
+    base: Description, spec: JobSpec, machine: Machine, draft: Plan, lengths: SampleLengths | None
+) -> Iterator[str]:
+    """Advice for a job that fits: a base that fits whole on every rank needs no gathers; what its
+    times leave out.
+    """
     slow = machine.slow_in_bf16
     if slow is not None and with_compute(spec, machine).precision.compute == "bf16":
         yield slow_bf16_advice(slow)
     if spec.reinforcement is not None:
-        answers, longest = spec.training.batch * spec.samples_of_item, spec.longest_answer
-        seconds = sampling_seconds(machine, base, sum(module.bytes for module in draft.modules), answers, longest)
-        text = "" if seconds is None else f", estimated to take one {machine.name} at least {seconds:.2g} s"
+        answers = spec.training.batch * spec.samples_of_item
+        longest = spec.longest_answer
+        seconds = sampling_seconds(
+            machine, base, sum(module.bytes for module in draft.modules), answers, longest
+        )
+        text = (
+            ""
+            if seconds is None
+            else f", estimated to take one {machine.name} at least {seconds:.2g} s"
+        )
         yield (
-            f"Times are those of training alone. Sampling comes on top: a step's {answers:,} answers of at most {longest:,} "
+            f"Times are those of training alone. Sampling comes on top: a step's {answers:,} "
+            f"answers of at most {longest:,} "
             f"tokens, {answers * longest:,} together{text}; and so does grading."
         )
     if spec.dpo is not None:
         yield (
-            "Times are those of the steps alone. Before them the reference's log-probabilities of each pair that they read are "
+            "Times are those of the steps alone. Before them the reference's log-probabilities of "
+            "each pair that they read are "
             "computed once, which takes about half as long as a first pass over these pairs."
         )
-    if draft.layout.shard == 1 or spec.distributed.replicate == AUTO or "distributed.replicate" in spec.chosen:
+    if (
+        draft.layout.shard == 1
+        or spec.distributed.replicate == AUTO
+        or "distributed.replicate" in spec.chosen
+    ):
         return
     options = {"distributed.replicate": -1, "distributed.offload": False}
     if _tried(base, with_options(spec, options), machine, options, lengths).fits:
@@ -271,16 +355,23 @@ def _hints(base: Description, spec: JobSpec, machine: Machine, draft: Plan, leng
 
 
 def _tried(
-    base: Description, spec: JobSpec, machine: Machine, options: dict[str, Any], lengths: SampleLengths | None
+    base: Description,
+    spec: JobSpec,
+    machine: Machine,
+    options: dict[str, Any],
+    lengths: SampleLengths | None,
 ) -> OptionChange:
     plan = _plan(base, spec, machine, lengths)
     return OptionChange(options, plan.rank.total, bool(plan.fits))
 
 
 def _candidates(base: Description, spec: JobSpec, most_per_host: int) -> Iterator[dict[str, Any]]:
-    """Changes of options that are not "auto", since "auto" ones have the best value already. None that the options beside it
-    refuse: FSDP2 reshards to a number of ranks only plain weights."""
-    training, distributed = spec.training, spec.distributed
+    """Changes of options that are not "auto", since "auto" ones have the best value already.
+    None that the options beside it refuse: FSDP2 reshards to a number of ranks only plain
+    weights.
+    """
+    training = spec.training
+    distributed = spec.distributed
     if distributed.activation_checkpointing not in ("full", AUTO):
         yield {"distributed.activation_checkpointing": AUTO}
     if distributed.keep_unsharded:
@@ -295,13 +386,22 @@ def _candidates(base: Description, spec: JobSpec, most_per_host: int) -> Iterato
     if (
         not plain
         and spec.precision.default not in (AUTO, AS_PUBLISHED)
-        and any(FORMATS[s.format].code_bits > FORMATS[base.held[s.weight.module]].code_bits for s in _converted(base, spec))
+        and any(
+            FORMATS[s.format].code_bits > FORMATS[base.held[s.weight.module]].code_bits
+            for s in _converted(base, spec)
+        )
     ):
         yield {"precision.default": AS_PUBLISHED, "precision.overrides": {}}
-    if not plain and spec.precision.default != AUTO and any(FORMATS[f].code_bits > 4 for f in _formats(base, spec)):
+    if (
+        not plain
+        and spec.precision.default != AUTO
+        and any(FORMATS[f].code_bits > 4 for f in _formats(base, spec))
+    ):
         yield {"precision.default": "nf4", "precision.overrides": {}}
     ranks = 2 * spec.world_size // distributed.nnodes
-    if ranks <= min(most_per_host, distributed.max_nproc_per_node or most_per_host) and _may_have(distributed, ranks):
+    if ranks <= min(most_per_host, distributed.max_nproc_per_node or most_per_host) and _may_have(
+        distributed, ranks
+    ):
         yield {"distributed.nproc_per_node": ranks}
 
 
@@ -317,7 +417,9 @@ def _may_have(options: DistributedOptions, ranks: int) -> bool:
 def _converted(base: Description, spec: JobSpec) -> list[WeightStorage]:
     """Weights that the job stores in another format than the base is published in."""
     stored = stored_weights(base, spec, layout_of(spec))
-    others = converted(base.held, {s.weight.module: s.format for s in stored if s.weight.parameter == "weight"})
+    others = converted(
+        base.held, {s.weight.module: s.format for s in stored if s.weight.parameter == "weight"}
+    )
     return [s for s in stored if s.weight.parameter == "weight" and s.weight.module in others]
 
 
@@ -325,7 +427,11 @@ def _formats(base: Description, spec: JobSpec) -> list[WeightFormat]:
     """Formats of the weights that the precision map decides on."""
     stored = stored_weights(base, spec, layout_of(spec))
     stay = staying(base.held)
-    return [s.format for s in stored if s.weight.kind in ("linear", "experts") and s.weight.module not in stay]
+    return [
+        s.format
+        for s in stored
+        if s.weight.kind in ("linear", "experts") and s.weight.module not in stay
+    ]
 
 
 def _conversion(job: ShardedJob) -> Iterator[str]:
@@ -333,13 +439,17 @@ def _conversion(job: ShardedJob) -> Iterator[str]:
     others = _converted(job.base, job.spec)
     if not others:
         return
-    kept = [WeightStorage.of(s.weight, s.weight.held or s.format, s.sharded, job.compute_bytes) for s in others]
+    kept = [
+        WeightStorage.of(s.weight, s.weight.held or s.format, s.sharded, job.compute_bytes)
+        for s in others
+    ]
     now, then = (sum(s.bytes_on_rank(job.layout) for s in some) for some in (others, kept))
     names = " and ".join(sorted({s.weight.held or "" for s in others}))
     stored = sorted({s.format for s in others})
     rounded = "" if stored == ["bf16"] else ", and rounds their values a second time"
     yield (
-        f"The base is published in {names}. Storing {len(others)} of its weights in {' and '.join(stored)} takes "
+        f"The base is published in {names}. Storing {len(others)} of its weights in "
+        f"{' and '.join(stored)} takes "
         f"{bytes_text(now)} a rank instead of {bytes_text(then)}{rounded}. precision.default: "
         f"{AS_PUBLISHED} keeps them as they are."
     )
@@ -347,46 +457,67 @@ def _conversion(job: ShardedJob) -> Iterator[str]:
 
 def _unkept(job: ShardedJob) -> Iterator[str]:
     """What becomes of weights that are published in a layout which no format keeps."""
-    plain = [s for s in job.frozen if s.weight.parameter == "weight" and s.weight.module in job.base.unkept]
+    plain = [
+        s
+        for s in job.frozen
+        if s.weight.parameter == "weight" and s.weight.module in job.base.unkept
+    ]
     plain = [s for s in plain if s.format == "bf16"]
     if plain:
         names = " and ".join(sorted({job.base.unkept[s.weight.module] for s in plain}))
         now = bytes_text(sum(s.bytes_on_rank(job.layout) for s in plain))
         yield (
-            f"The base holds {len(plain)} of its weights in {names}, which no format here keeps: with precision.default: "
-            f"{job.spec.precision.default} they are stored in bf16, {now} a rank. precision.default: nf4 or fp8 takes less, "
+            f"The base holds {len(plain)} of its weights in {names}, which no format here keeps: "
+            "with precision.default: "
+            f"{job.spec.precision.default} they are stored in bf16, {now} a rank. "
+            "precision.default: nf4 or fp8 takes less, "
             "and rounds their values a second time."
         )
 
 
 def _warnings(job: ShardedJob) -> Iterator[str]:
-    base, spec, layout = job.base, job.spec, job.layout
+    base = job.base
+    spec = job.spec
+    layout = job.layout
     first = next((a for a in job.adapters if a.r > min(a.rows, a.cols)), None)
     if first is not None:
         yield (
-            f"lora.r = {first.r} is more than the matrix of {first.module} has ({first.rows} x {first.cols}): "
+            f"lora.r = {first.r} is more than the matrix of {first.module} has ({first.rows} x "
+            f"{first.cols}): "
             "a rank above the smaller side adds parameters and no freedom."
         )
     yield from base.warnings
     yield from _conversion(job)
     yield from _unkept(job)
-    apart = named_apart([weight.module for weight in base.linears], [weight.module for weight in base.experts])
+    apart = named_apart(
+        [weight.module for weight in base.linears], [weight.module for weight in base.experts]
+    )
     left_out = [name for name in apart if ROUTERS.isdisjoint(name.split("."))]
-    if left_out and spec.lora.lora_dropout and spec.lora.target_modules == "all-linear" and not spec.shared_experts:
+    if (
+        left_out
+        and spec.lora.lora_dropout
+        and spec.lora.target_modules == "all-linear"
+        and not spec.shared_experts
+    ):
         yield (
-            f"lora.lora_dropout = {spec.lora.lora_dropout:g}: PEFT has no dropout for adapters on shared experts and dense "
-            f"layers of a mixture, so all-linear leaves these {len(left_out)} out, the first: {left_out[0]}. Set it to 0 to "
+            f"lora.lora_dropout = {spec.lora.lora_dropout:g}: PEFT has no dropout for adapters on "
+            "shared experts and dense "
+            f"layers of a mixture, so all-linear leaves these {len(left_out)} out, the first: "
+            f"{left_out[0]}. Set it to 0 to "
             "adapt them."
         )
     longest = base.dimensions.max_positions
     given = "max_length" in spec.training.model_fields_set
     if given and longest is not None and spec.training.max_length > longest:
         yield (
-            f"training.max_length = {spec.training.max_length}: the base was made for {longest} positions "
+            f"training.max_length = {spec.training.max_length}: the base was made for {longest} "
+            "positions "
             "(max_position_embeddings). Lower it, or expect worse results of longer samples."
         )
     if layout.world > spec.training.batch:
         yield (
-            f"training.batch_size = {spec.training.batch_size}: {layout.world} ranks share it, so that "
-            f"{layout.world - spec.training.batch} of them have nothing to do. Raise it, or ask for fewer ranks."
+            f"training.batch_size = {spec.training.batch_size}: {layout.world} ranks share it, so "
+            "that "
+            f"{layout.world - spec.training.batch} of them have nothing to do. Raise it, or ask "
+            "for fewer ranks."
         )

@@ -1,8 +1,9 @@
-"""The machines that a plan can be made for: figures of their data sheets, and the share of them that training reaches.
+"""The machines that a plan can be made for: figures of their data sheets, and the share of them
+that training reaches.
 
-The figures are those of NVIDIA's and AMD's data sheets: dense matrix products in bf16, and in FP8, with fp32 sums; bytes of
-memory as the driver reports them; memory bandwidth; bandwidth in one direction of all links from a GPU to the others of its
-host.
+The figures are those of NVIDIA's and AMD's data sheets: dense matrix products in bf16, and in FP8,
+with fp32 sums; bytes of memory as the driver reports them; memory bandwidth; bandwidth in one
+direction of all links from a GPU to the others of its host.
 """
 
 from __future__ import annotations
@@ -20,14 +21,18 @@ from ft_service.spec import JobSpec
 from ft_service.wording import did_you_mean
 
 EFFICIENCY = 0.48
-"""Share of the data sheet's matrix products that training reaches in bf16: an 8B model trained with 482 to 501 TFLOP/s on an
-H200 with PyTorch's attention, 49 % of its 989 (benchmarks/README.md). Published rates on an H100 are 40 to 48 % (NeMo
-AutoModel's performance summary; LoRAFusion, arXiv 2510.00206)."""
+"""Share of the data sheet's matrix products that training reaches in bf16: an 8B model trained with
+482 to 501 TFLOP/s on an H200 with PyTorch's attention, 49 % of its 989 (benchmarks/README.md).
+Published rates on an H100 are 40 to 48 % (NeMo AutoModel's performance summary; LoRAFusion, arXiv
+2510.00206).
+"""
 EFFICIENCY_BY_CUDNN = 0.54
 """The same with cuDNN's attention: 545 to 553 TFLOP/s in bf16 and 541 in NF4, 55 to 56 %."""
 LINK_EFFICIENCY = 0.8
 USABLE = 0.94
-"""Share of the memory that tensors can have: the CUDA context and gaps between blocks take the rest."""
+"""Share of the memory that tensors can have: the CUDA context and gaps between blocks take the
+rest.
+"""
 
 GIB = 2**30
 
@@ -43,29 +48,46 @@ class Machine:
     memory_bandwidth: float | None = None
     link_bandwidth: float | None = None
     fp8_flops: float | None = None
-    """None: it does not multiply FP8 in the form of the frozen weights. AMD's MI300X has another form."""
+    """None: it does not multiply FP8 in the form of the frozen weights.
+
+    AMD's MI300X has another form.
+    """
     shared_memory: bool = False
     """Whether all ranks of the host share `memory`."""
     heap_factor: float = 1.0
-    """Memory that the process takes, as a multiple of its live tensors. 1: `USABLE` covers the allocator's gaps."""
+    """Memory that the process takes, as a multiple of its live tensors.
+
+    1: `USABLE` covers the allocator's gaps.
+    """
     fuses: bool = False
-    """Whether the workers' fused kernels are known to compute there: they need bf16, and are made for NVIDIA's GPUs. Without
-    them layers need more memory."""
+    """Whether the workers' fused kernels are known to compute there: they need bf16, and are made
+    for NVIDIA's GPUs. Without them layers need more memory.
+    """
     by_cudnn: bool = False
-    """Whether the workers give attention of long rows to cuDNN there (`attends_by_cudnn` in ft_service/kernel_limits.py)."""
+    """Whether the workers give attention of long rows to cuDNN there (`attends_by_cudnn` in
+    ft_service/kernel_limits.py).
+    """
     products: Products | None = None
     """What was measured of a processor; None: it is taken to be as fast in bf16 as in fp32."""
 
     @property
     def slow_in_bf16(self) -> Products | None:
-        """What was measured of a processor that multiplies in bf16 more slowly than in fp32; None: it is none."""
+        """What was measured of a processor that multiplies in bf16 more slowly than in fp32; None:
+        it is none.
+        """
         return self.products if self.products is not None and self.products.slow_in_bf16 else None
 
     def flops_in(self, compute: str) -> float | None:
-        """FLOP/s of products in a type of `precision.compute`; None: not known, as data sheets of GPUs speak of bf16."""
+        """FLOP/s of products in a type of `precision.compute`; None: not known, as data sheets of
+        GPUs speak of bf16.
+        """
         if not self.shared_memory:
             return self.flops if compute == "bf16" else None
-        return self.products.bf16_flops if self.products is not None and compute == "bf16" else self.flops
+        return (
+            self.products.bf16_flops
+            if self.products is not None and compute == "bf16"
+            else self.flops
+        )
 
 
 _BY_CUDNN = ("GH200", "H200", "H200-NVL", "H100", "H100-NVL", "H100-PCIe")
@@ -74,7 +96,9 @@ _WITHOUT_KERNELS = ("MI300X", "T4")
 """Not NVIDIA's; without products in bf16."""
 
 MACHINES = {
-    machine.name: replace(machine, fuses=machine.name not in _WITHOUT_KERNELS, by_cudnn=machine.name in _BY_CUDNN)
+    machine.name: replace(
+        machine, fuses=machine.name not in _WITHOUT_KERNELS, by_cudnn=machine.name in _BY_CUDNN
+    )
     for machine in (
         Machine("B300", int(267.7 * GIB), 2250e12, 8e12, 900e9, 4500e12),
         Machine("B200", int(178.3 * GIB), 2250e12, 8e12, 900e9, 4500e12),
@@ -103,22 +127,32 @@ MACHINES = {
         Machine("RTX-3090", int(23.6 * GIB), 71e12, 936e9, 32e9),
     )
 }
-"""Name as in `--hardware` → machine. Cards without NVLink or Infinity Fabric are connected by PCIe x 16, and so are cards whose
-bridges are sold apart and join two or four of them (PCIe and NVL). GH200 is the one with 96 GB; its link is NVLink."""
+"""Name as in `--hardware` → machine.
+
+Cards without NVLink or Infinity Fabric are connected by PCIe x 16, and so are cards whose bridges
+are sold apart and join two or four of them (PCIe and NVL). GH200 is the one with 96 GB; its link is
+NVLink.
+"""
 _OTHER_CARDS = frozenset({"LAPTOP", "MOBILE", "TI", "SUPER", "D"})
-"""Words that make another card of one whose name a marketing name contains; Max-Q is written as two words here."""
+"""Words that make another card of one whose name a marketing name contains; Max-Q is written as two
+words here.
+"""
 
 CPU = "cpu"
 _CORE_FLOPS = 75e9
-"""fp32 matrix products of one server core with 256-bit vectors, where none were measured: 67 (32 rows) to 92 (512 rows) were
-on an AMD EPYC."""
+"""fp32 matrix products of one server core with 256-bit vectors, where none were measured: 67 (32
+rows) to 92 (512 rows) were on an AMD EPYC.
+"""
 _CORE_MEMORY_BANDWIDTH = 2.5e9
-"""Bytes of codes and values while one core dequantises NF4, which its arithmetic bounds: 17 ms for 4096 x 4096 there."""
+"""Bytes of codes and values while one core dequantises NF4, which its arithmetic bounds: 17 ms for
+4096 x 4096 there.
+"""
 _LOOPBACK_BANDWIDTH = 1e9
 HEAP_FACTOR = 1.4
-"""Memory that a rank on a processor takes, as a multiple of its live tensors: the median of the 14 cases of
-benchmarks/memory.py with glibc 2.36, whose heap keeps gaps between aligned blocks. The cases take 1.12 (large vocabulary) to
-1.46 times their tensors, and with full checkpointing up to 1.84 times. glibc since 2.38 leaves smaller gaps.
+"""Memory that a rank on a processor takes, as a multiple of its live tensors: the median of the 14
+cases of benchmarks/memory.py with glibc 2.36, whose heap keeps gaps between aligned blocks. The
+cases take 1.12 (large vocabulary) to 1.46 times their tensors, and with full checkpointing up to
+1.84 times. glibc since 2.38 leaves smaller gaps.
 """
 
 
@@ -131,8 +165,10 @@ def usable_bytes(machine: Machine, spec: JobSpec) -> int | None:
 
 
 def find_machine(name: str) -> Machine:
-    """A machine by its name in any spelling (`RTX4090`, `rtx 4090`), or by its marketing name. Raises SpecError that lists the
-    known names."""
+    """A machine by its name in any spelling (`RTX4090`, `rtx 4090`), or by its marketing name.
+
+    Raises SpecError that lists the known names.
+    """
     if name.lower() == CPU:
         return host_cpu()
     machine = {_bare(known): machine for known, machine in MACHINES.items()}.get(_bare(name))
@@ -140,9 +176,11 @@ def find_machine(name: str) -> Machine:
         marketed = machine_of_model(name)
         if marketed.memory is not None:
             return marketed
-        known, meant = ", ".join([*MACHINES, CPU]), did_you_mean(name, [*MACHINES, CPU])
+        known = ", ".join([*MACHINES, CPU])
+        meant = did_you_mean(name, [*MACHINES, CPU])
         raise SpecError(
-            f"--hardware = {name!r}: not known.{meant} There are {known}; for another card give the nearest one and --memory.",
+            f"--hardware = {name!r}: not known.{meant} There are {known}; for another card give "
+            "the nearest one and --memory.",
             param="hardware",
         )
     return machine
@@ -163,7 +201,9 @@ def host_cpu() -> Machine:
 
 
 def measured(machine: Machine, products: Products | None) -> Machine:
-    """The machine with what was measured of its products, if it is a processor of this host's kind; else as it is."""
+    """The machine with what was measured of its products, if it is a processor of this host's kind;
+    else as it is.
+    """
     if products is None or not machine.shared_memory or products.kind != processor_kind():
         return machine
     return replace(machine, flops=products.fp32_flops, products=products)
@@ -176,28 +216,40 @@ def this_host(
 ) -> Machine:
     """The machine of jobs on this host: its GPUs as the driver names them, else its processor.
 
-    A GPU that is not in the table, or that no driver names, has no figures: the plan then does not say whether a job fits.
+    A GPU that is not in the table, or that no driver names, has no figures: the plan then does not
+    say whether a job fits.
     """
     if not gpu_count():
         return host_cpu()
-    lines = (line for path in sorted(driver.glob("*/information")) for line in path.read_text(encoding="utf-8").splitlines())
+    lines = (
+        line
+        for path in sorted(driver.glob("*/information"))
+        for line in path.read_text(encoding="utf-8").splitlines()
+    )
     nvidia = (line.partition(":")[2].strip() for line in lines if "Model:" in line)
-    amd = (path.read_text(encoding="utf-8").strip() for path in sorted(products.glob("card*/device/product_name")))
+    amd = (
+        path.read_text(encoding="utf-8").strip()
+        for path in sorted(products.glob("card*/device/product_name"))
+    )
     models = amd if torch_build() == "hip" else chain(nvidia, wsl())
     return machine_of_model(next(filter(None, models), ""))
 
 
 def machine_of_model(model: str) -> Machine:
-    """The machine of a GPU's marketing name, such as `NVIDIA A100-SXM4-80GB`: of those whose words are all in it, the one with
-    most words.
+    """The machine of a GPU's marketing name, such as `NVIDIA A100-SXM4-80GB`: of those whose words
+    are all in it, the one with most words.
     """
     words = _words(model)
-    known = [(len(_words(name)), machine) for name, machine in MACHINES.items() if _words(name) <= words]
+    known = [
+        (len(_words(name)), machine) for name, machine in MACHINES.items() if _words(name) <= words
+    ]
     if not known or words & _OTHER_CARDS or {"MAX", "Q"} <= words:
         return Machine(model or "unknown GPU", None)
     return max(known, key=lambda one: one[0])[1]
 
 
 def machine_of_gpu(model: str, memory: int) -> Machine:
-    """The machine of a GPU that reports its memory, in bytes: that of a part of the card, or of a card without figures."""
+    """The machine of a GPU that reports its memory, in bytes: that of a part of the card, or of a
+    card without figures.
+    """
     return replace(machine_of_model(model), memory=memory)

@@ -1,28 +1,39 @@
-"""Bytes on the rank that holds most, for the largest micro-batch, every position of which is a target.
+"""Bytes on the rank that holds most, for the largest micro-batch, every position of which is a
+target.
 
-Stored bytes are there from the first step to the last. The bytes of a micro-batch peak at one of three moments, and the largest
-peak counts. T tokens, c bytes of a number in compute, h hidden, i the feed-forward's width, L layers, K bytes kept by a layer:
+Stored bytes are there from the first step to the last. The bytes of a micro-batch peak at one of
+three moments, and the largest peak counts. T tokens, c bytes of a number in compute, h hidden, i
+the feed-forward's width, L layers, K bytes kept by a layer:
 
-    the head              all that the layers keep, T (L K + c h), a chunk's logits, and the head's input twice: its targets'
+    the head              all that the layers keep, T (L K + c h), a chunk's logits, and the head's
+    input twice: its targets'
                           rows and their gradient
-    the last norm         the same without the head's part, and five fp32 copies of its input: PyTorch's RMS norm is a power, a
-                          mean and two products, whose backward makes one each; a fused kernel makes the gradient alone
-    the last feed-forward T (L K - 4 h), the incoming gradient, c h, and with a gate three of c i, less the one that is no
-                          longer needed; or, in the product before, one of c i and the dequantised weight, and on a
-                          processor that computes bf16 by fp32 4 i for the result in it
-    the experts' shares   with experts, k of which a token meets: T (L K - 4 h), the incoming gradient, and three of c k h: the
-                          gradients of the sum's terms and of the experts' results, and the product of which the shares'
-                          gradient is the sum, in fp32 if the shares are, plus a copy in c; or, at the gates of wide
-                          experts, what a feed-forward needs, less c k h
+    the last norm         the same without the head's part, and five fp32 copies of its input:
+    PyTorch's RMS norm is a power, a
+                          mean and two products, whose backward makes one each; a fused kernel makes
+                          the gradient alone
+    the last feed-forward T (L K - 4 h), the incoming gradient, c h, and with a gate three of c i,
+    less the one that is no
+                          longer needed; or, in the product before, one of c i and the dequantised
+                          weight, and on a processor that computes bf16 by fp32 4 i for the result
+                          in it
+    the experts' shares   with experts, k of which a token meets: T (L K - 4 h), the incoming
+    gradient, and three of c k h: the
+                          gradients of the sum's terms and of the experts' results, and the product
+                          of which the shares' gradient is the sum, in fp32 if the shares are, plus
+                          a copy in c; or, at the gates of wide experts, what a feed-forward needs,
+                          less c k h
 
-With experts K has the k results that their shares multiply, c k h, and i is k times an expert's width, apart from that of
-shared experts, which every token passes. Experts without adapters keep gate, up and the gate's activation, and not the product.
+With experts K has the k results that their shares multiply, c k h, and i is k times an expert's
+width, apart from that of shared experts, which every token passes. Experts without adapters keep
+gate, up and the gate's activation, and not the product.
 
-With activation checkpointing L K is what the layers before keep, plus K of the layer that was computed again. K is less where
-fused kernels compute norms and feed-forwards (`layer_activation_bytes`): on GPUs where they are known to, if the job wants them
-and compiles no layer ("auto" compiles none then). What a compiler keeps is planned as what the model's own operations keep.
-`tests/workers/test_live_bytes.py` counts what PyTorch allocates, block by block. A process on a processor takes more than that:
-`HEAP_FACTOR` in `ft_service.plan.machines`.
+With activation checkpointing L K is what the layers before keep, plus K of the layer that was
+computed again. K is less where fused kernels compute norms and feed-forwards
+(`layer_activation_bytes`): on GPUs where they are known to, if the job wants them and compiles no
+layer ("auto" compiles none then). What a compiler keeps is planned as what the model's own
+operations keep. `tests/workers/test_live_bytes.py` counts what PyTorch allocates, block by block. A
+process on a processor takes more than that: `HEAP_FACTOR` in `ft_service.plan.machines`.
 """
 
 from __future__ import annotations
@@ -46,14 +57,23 @@ from ft_service.kernel_limits import (
     whole_logits_bytes,
 )
 from ft_service.plan.machines import Machine
-from ft_service.plan.weight_storage import FP32_BYTES, ShardedJob, ShardLayout, WeightStorage, trained_head
+from ft_service.plan.weight_storage import (
+    FP32_BYTES,
+    ShardedJob,
+    ShardLayout,
+    WeightStorage,
+    trained_head,
+)
 from ft_service.spec import JobSpec
 
 ROW_BYTES = 2 * (3 * 8 + 2 * 4)
-"""Bytes per token of a micro-batch: id, label, position, number of the sample and key for dropout; twice, since the next
-micro-batch is put together during the step."""
+"""Bytes per token of a micro-batch: id, label, position, number of the sample and key for dropout;
+twice, since the next micro-batch is put together during the step.
+"""
 CHOICE_BYTES = 4 * 8 + 4 + 4
-"""Bytes per token and expert that it meets: the expert's number, three orders of the rows, and its share twice."""
+"""Bytes per token and expert that it meets: the expert's number, three orders of the rows, and its
+share twice.
+"""
 UNKNOWN_BUDGET = 8192
 """Tokens per micro-batch as long as they are not chosen and the machine is not known."""
 
@@ -69,7 +89,9 @@ class MicroBatches:
     length: int
     """Tokens of every sample."""
     tokens: int
-    """Most tokens of a micro-batch: it takes more samples where they are shorter, up to the budget."""
+    """Most tokens of a micro-batch: it takes more samples where they are shorter, up to the
+    budget.
+    """
     step_tokens: int
     """Tokens of all micro-batches."""
 
@@ -87,22 +109,32 @@ class RankBytes:
     optimizer: int
     """AdamW's two moments and step counters."""
     gather: int
-    """Gathered weights at the peak: what stays gathered, and the largest layer twice while it is copied."""
+    """Gathered weights at the peak: what stays gathered, and the largest layer twice while it is
+    copied.
+    """
     accumulation: int
-    """Gradients of the adapters, unreduced: kept between the micro-batches of a step, or averaged over copies."""
+    """Gradients of the adapters, unreduced: kept between the micro-batches of a step, or averaged
+    over copies.
+    """
     activations: int
-    """Bytes kept for the backward when the loss is taken, with the spec's activation checkpointing."""
+    """Bytes kept for the backward when the loss is taken, with the spec's activation
+    checkpointing.
+    """
     activations_by_mode: dict[str, int]
     """The same for every value of distributed.activation_checkpointing."""
     workspace: int
-    """Most bytes that the backward needs in addition to `activations`: it begins when the logits are gone."""
+    """Most bytes that the backward needs in addition to `activations`: it begins when the logits
+    are gone.
+    """
     workspace_by_mode: dict[str, int]
     rows: int
     """The micro-batch, the next one, and the rotary angles of its positions."""
     logits: int
     """Logits of a chunk, and the head's input; gone when the backward begins."""
     offloaded: bool
-    """Whether stored bytes lie in the host's memory, and only gathered and computed ones in the GPU's."""
+    """Whether stored bytes lie in the host's memory, and only gathered and computed ones in the
+    GPU's.
+    """
     heap_factor: float = 1.0
     """Memory that the process takes, as a multiple of live tensors."""
 
@@ -119,7 +151,13 @@ class RankBytes:
     @property
     def live(self) -> int:
         """Bytes of tensors at the peak."""
-        return self.resident + self.accumulation + self.activations + self.rows + max(self.logits, self.workspace)
+        return (
+            self.resident
+            + self.accumulation
+            + self.activations
+            + self.rows
+            + max(self.logits, self.workspace)
+        )
 
     @property
     def gaps(self) -> int:
@@ -132,12 +170,17 @@ class RankBytes:
 
     def in_mode(self, mode: str) -> RankBytes:
         """These bytes with another distributed.activation_checkpointing."""
-        return replace(self, activations=self.activations_by_mode[mode], workspace=self.workspace_by_mode[mode])
+        return replace(
+            self, activations=self.activations_by_mode[mode], workspace=self.workspace_by_mode[mode]
+        )
 
 
-def planned_micro_batches(spec: JobSpec, layout: ShardLayout, length: int | None = None) -> MicroBatches:
-    """Micro-batches of a full global batch of samples of `length` tokens (None: training.max_length), cut as `workers.data`
-    cuts it: a sample that is longer than the budget goes alone.
+def planned_micro_batches(
+    spec: JobSpec, layout: ShardLayout, length: int | None = None
+) -> MicroBatches:
+    """Micro-batches of a full global batch of samples of `length` tokens (None:
+    training.max_length), cut as `workers.data` cuts it: a sample that is longer than the budget
+    goes alone.
     """
     training = spec.training
     length = training.max_length if length is None else max(1, min(length, training.max_length))
@@ -147,12 +190,18 @@ def planned_micro_batches(spec: JobSpec, layout: ShardLayout, length: int | None
     budget = training.tokens_per_micro_batch
     budget = max(together * length, UNKNOWN_BUDGET if budget == "auto" else budget)
     samples = min(most, budget // length)
-    return MicroBatches(-(-share // samples), samples, length, min(most * length, budget), share * length)
+    return MicroBatches(
+        -(-share // samples), samples, length, min(most * length, budget), share * length
+    )
 
 
 def rank_bytes(job: ShardedJob, batches: MicroBatches, machine: Machine) -> RankBytes:
-    """The bytes of a rank. All options of the job's spec must be chosen, except training.tokens_per_micro_batch."""
-    shape, layout, compute = job.base.dimensions, job.layout, job.compute_bytes
+    """The bytes of a rank. All options of the job's spec must be chosen, except
+    training.tokens_per_micro_batch.
+    """
+    shape = job.base.dimensions
+    layout = job.layout
+    compute = job.compute_bytes
     by_format = dict.fromkeys(sorted({s.format for s in job.frozen}), 0)
     for weight in job.frozen:
         by_format[weight.format] += weight.bytes_on_rank(layout)
@@ -162,7 +211,9 @@ def rank_bytes(job: ShardedJob, batches: MicroBatches, machine: Machine) -> Rank
     by_token = _product_workspace(job, machine) + _copied_by_lots(job, machine)
     by_token += _fp32_results(job, machine)
     extra = _dequantised(job, machine) + by_token * batches.tokens
-    backward = _backward_by_mode(job, batches.tokens, extra, _attention_workspace(job, batches, machine), fused)
+    backward = _backward_by_mode(
+        job, batches.tokens, extra, _attention_workspace(job, batches, machine), fused
+    )
     workspace = {mode: max(0, backward[mode] - kept[mode]) for mode in kept}
     mode = job.spec.distributed.checkpointing
     return RankBytes(
@@ -190,7 +241,9 @@ def _logits(job: ShardedJob, batches: MicroBatches) -> int:
         return whole_logits_bytes(shape.vocabulary, batches.tokens)
     targets = max(1, batches.tokens - batches.samples)
     head = trained_head(job.base, job.adapters)
-    return head_bytes(shape.vocabulary, shape.hidden, targets, job.compute_bytes, head) + _cast(job, head)
+    return head_bytes(shape.vocabulary, shape.hidden, targets, job.compute_bytes, head) + _cast(
+        job, head
+    )
 
 
 def _fused_parts(job: ShardedJob, machine: Machine) -> FusedParts:
@@ -202,17 +255,22 @@ def _fused_parts(job: ShardedJob, machine: Machine) -> FusedParts:
 def _kept_by_mode(job: ShardedJob, tokens: int, fused: FusedParts) -> dict[str, int]:
     """Bytes kept for the backward when the loss is taken, with the last norm's output.
 
-    The first layer's first norm keeps nothing where the embedding has no gradient. Without checkpointing that saves as much as
-    the last norm keeps.
+    The first layer's first norm keeps nothing where the embedding has no gradient. Without
+    checkpointing that saves as much as the last norm keeps.
     """
     shape = job.base.dimensions
-    inputs, last_norm = job.compute_bytes * shape.hidden, _norm_bytes(job, fused.last_norm)
+    inputs = job.compute_bytes * shape.hidden
+    last_norm = _norm_bytes(job, fused.last_norm)
     per_token = {
-        "none": layer_activation_bytes(job, fused) * shape.layers + (last_norm if job.trains_embedding else 0),
+        "none": layer_activation_bytes(job, fused) * shape.layers
+        + (last_norm if job.trains_embedding else 0),
         "full": inputs * shape.layers + last_norm,
         "selective": (inputs + _product_bytes(job)) * shape.layers + last_norm,
     }
-    return {mode: (kept + inputs) * tokens + (_casts(job) if mode == "none" else 0) for mode, kept in per_token.items()}
+    return {
+        mode: (kept + inputs) * tokens + (_casts(job) if mode == "none" else 0)
+        for mode, kept in per_token.items()
+    }
 
 
 def _norm_bytes(job: ShardedJob, fused: bool) -> int:
@@ -220,50 +278,77 @@ def _norm_bytes(job: ShardedJob, fused: bool) -> int:
     return norm_kept_bytes(job.base.dimensions.hidden, job.compute_bytes, fused=fused)
 
 
-def _backward_by_mode(job: ShardedJob, tokens: int, extra: int, of_attention: int, fused: FusedParts) -> dict[str, int]:
-    """Bytes where the backward needs most: in the last norm, in the last layer's feed-forward, in the product before that, or
-    in its attention. `extra`, `of_attention`: bytes that the product and attention need in addition to their results.
+def _backward_by_mode(
+    job: ShardedJob, tokens: int, extra: int, of_attention: int, fused: FusedParts
+) -> dict[str, int]:
+    """Bytes where the backward needs most: in the last norm, in the last layer's feed-forward, in
+    the product before that, or in its attention. `extra`, `of_attention`: bytes that the product
+    and attention need in addition to their results.
     """
-    shape, compute = job.base.dimensions, job.compute_bytes
+    shape = job.base.dimensions
+    compute = job.compute_bytes
     layer = layer_activation_bytes(job, fused)
-    inputs, common = compute * shape.hidden, compute * _common_width(shape)
-    scaled = inputs if shape.shared_scaled else 0  # the gradient of what shared experts gave, until their backward
+    inputs = compute * shape.hidden
+    common = compute * _common_width(shape)
+    scaled = (
+        inputs if shape.shared_scaled else 0
+    )  # the gradient of what shared experts gave, until their backward
     norm = _norm_bytes(job, _fuses_norms(shape, fused))
     of_norm = tokens * norm_backward_bytes(shape.hidden, compute, fused=fused.last_norm)
     product = tokens * max(common, compute * _routed_width(shape)) + extra
-    needed = max(tokens * (2 if shape.gated else 1) * common, tokens * _backward_of_experts(job), product)
-    attention = tokens * (layer - _inner_bytes(job, fused) + inputs + 2 * compute * (shape.q + shape.kv)) + of_attention
+    needed = max(
+        tokens * (2 if shape.gated else 1) * common, tokens * _backward_of_experts(job), product
+    )
+    attention = (
+        tokens * (layer - _inner_bytes(job, fused) + inputs + 2 * compute * (shape.q + shape.kv))
+        + of_attention
+    )
     feed_forward = tokens * (layer + inputs + scaled) + needed
     of_layer = max(feed_forward, attention if of_attention else 0)
     before = tokens * (shape.layers - 1)
-    first = 0 if job.trains_embedding else tokens * norm  # which the first layer's norm does not keep
-    same = tokens * norm if norm == inputs else 0  # a norm in fp32, or by a kernel, keeps its input itself, and no copy
+    first = (
+        0 if job.trains_embedding else tokens * norm
+    )  # which the first layer's norm does not keep
+    same = (
+        tokens * norm if norm == inputs else 0
+    )  # a norm in fp32, or by a kernel, keeps its input itself, and no copy
     recomputed = tokens * inputs * shape.layers - same + _casts(job) // max(1, shape.layers)
     return {
         "none": _casts(job) + before * layer - first + max(of_layer, tokens * layer + of_norm),
         "full": recomputed + max(of_layer, of_norm),
-        "selective": recomputed + before * _product_bytes(job) + max(feed_forward, of_norm),  # by PyTorch's kernel
+        "selective": recomputed
+        + before * _product_bytes(job)
+        + max(feed_forward, of_norm),  # by PyTorch's kernel
     }
 
 
 def _attention_workspace(job: ShardedJob, batches: MicroBatches, machine: Machine) -> int:
     """Bytes in which cuDNN's backward of attention works. 0: PyTorch's kernel computes it."""
-    shape, tokens = job.base.dimensions, batches.tokens
+    shape = job.base.dimensions
+    tokens = batches.tokens
     if not job_attends_by_cudnn(job, machine, tokens, batches.length):
         return 0
     longest = min(batches.length, tokens)
     grouped = shape.kv < shape.q
-    return cudnn_workspace_bytes(tokens, longest, shape.heads, shape.q // shape.heads, grouped=grouped)
+    return cudnn_workspace_bytes(
+        tokens, longest, shape.heads, shape.q // shape.heads, grouped=grouped
+    )
 
 
 def job_attends_by_cudnn(job: ShardedJob, machine: Machine, tokens: int, length: int) -> bool:
-    """Whether cuDNN computes the attention of a job's rows of so many tokens, with samples of `length`, unless checkpointing is
-    selective. Samples longer than a layer's window, of which the plan does not know, are left to PyTorch's kernel.
+    """Whether cuDNN computes the attention of a job's rows of so many tokens, with samples of
+    `length`, unless checkpointing is selective. Samples longer than a layer's window, of which the
+    plan does not know, are left to PyTorch's kernel.
     """
-    shape, spec = job.base.dimensions, job.spec
+    shape = job.base.dimensions
+    spec = job.spec
     packed = spec.training.packing and job.base.padded_because is None
     wanted = spec.precision.compute == "bf16" and packed and spec.distributed.compile is not True
-    return machine.by_cudnn and wanted and attends_by_cudnn(tokens, length, shape.heads, shape.q // shape.heads)
+    return (
+        machine.by_cudnn
+        and wanted
+        and attends_by_cudnn(tokens, length, shape.heads, shape.q // shape.heads)
+    )
 
 
 def _casts(job: ShardedJob) -> int:
@@ -273,26 +358,38 @@ def _casts(job: ShardedJob) -> int:
 
 def _cast(job: ShardedJob, numel: int) -> int:
     """Bytes of masters' copies in the compute type."""
-    return job.compute_bytes * numel if job.layout.shard == 1 and job.compute_bytes != FP32_BYTES else 0
+    return (
+        job.compute_bytes * numel
+        if job.layout.shard == 1 and job.compute_bytes != FP32_BYTES
+        else 0
+    )
 
 
 def _dequantised(job: ShardedJob, machine: Machine) -> int:
-    """Bytes of the largest weight dequantised; of experts, one matrix, or on a GPU as many as it multiplies at a time."""
+    """Bytes of the largest weight dequantised; of experts, one matrix, or on a GPU as many as it
+    multiplies at a time.
+    """
 
     def at_a_time(stored: WeightStorage) -> int:
         if stored.weight.kind != "experts":
             return job.compute_bytes * stored.weight.numel
-        return _matrix_bytes(job, stored) * (_lot(job, stored) if _grouped(job, machine, stored) else 1)
+        return _matrix_bytes(job, stored) * (
+            _lot(job, stored) if _grouped(job, machine, stored) else 1
+        )
 
     return max(map(at_a_time, job.quantised), default=0)
 
 
 def _copied_by_lots(job: ShardedJob, machine: Machine) -> int:
-    """Bytes per token of the rows that a grouped product copies where it dequantises experts' matrices in lots."""
+    """Bytes per token of the rows that a grouped product copies where it dequantises experts'
+    matrices in lots.
+    """
     shape = job.base.dimensions
     experts = [s for s in job.quantised if s.weight.kind == "experts" and _grouped(job, machine, s)]
     sizes = [_matrix_of(job, s) for s in experts if _lot(job, s) < shape.experts]
-    return shape.experts_per_token * max((copied_by_lots(*size, job.compute_bytes) for size in sizes), default=0)
+    return shape.experts_per_token * max(
+        (copied_by_lots(*size, job.compute_bytes) for size in sizes), default=0
+    )
 
 
 def _grouped(job: ShardedJob, machine: Machine, stored: WeightStorage) -> bool:
@@ -317,7 +414,10 @@ def _lot(job: ShardedJob, stored: WeightStorage) -> int:
 
 
 def multiplied_in_fp8(job: ShardedJob, machine: Machine) -> list[WeightStorage]:
-    """Frozen weights whose products are in FP8. A GPU without figures is taken for one that multiplies it."""
+    """Frozen weights whose products are in FP8.
+
+    A GPU without figures is taken for one that multiplies it.
+    """
     precision = job.spec.precision
     knows = machine.fp8_flops is not None or (machine.flops is None and not machine.shared_memory)
     if not knows or precision.fp8_products != "auto" or precision.compute != "bf16":
@@ -327,7 +427,9 @@ def multiplied_in_fp8(job: ShardedJob, machine: Machine) -> list[WeightStorage]:
 
 
 def _product_workspace(job: ShardedJob, machine: Machine) -> int:
-    """Bytes per token that the backward of a layer's last product needs in addition to its result, with dropout and in FP8."""
+    """Bytes per token that the backward of a layer's last product needs in addition to its result,
+    with dropout and in FP8.
+    """
     dropped = max((a.cols for a in job.adapters), default=0) if job.spec.lora.lora_dropout else 0
     rounded = max((s.weight.numel_of_row for s in multiplied_in_fp8(job, machine)), default=0)
     of_fp8 = fp8_backward_bytes(job.base.dimensions.hidden, rounded) if rounded else 0
@@ -335,8 +437,9 @@ def _product_workspace(job: ShardedJob, machine: Machine) -> int:
 
 
 def _fp32_results(job: ShardedJob, machine: Machine) -> int:
-    """Bytes per token of the copy in fp32 of a product's result, on a processor that computes bf16 by fp32: of the
-    widest, which is the gradient of the feed-forward's inner width. Experts' are left out, each of few tokens.
+    """Bytes per token of the copy in fp32 of a product's result, on a processor that computes bf16
+    by fp32: of the widest, which is the gradient of the feed-forward's inner width. Experts' are
+    left out, each of few tokens.
     """
     slow = machine.slow_in_bf16
     by_fp32 = slow is not None and slow.by_fp32 and job.spec.precision.compute == "bf16"
@@ -344,7 +447,9 @@ def _fp32_results(job: ShardedJob, machine: Machine) -> int:
 
 
 def _product_bytes(job: ShardedJob) -> int:
-    """Bytes per token of the results of matrix products and attention in a layer, which "selective" keeps."""
+    """Bytes per token of the results of matrix products and attention in a layer, which "selective"
+    keeps.
+    """
     shape = job.base.dimensions
     inner = (2 if shape.gated else 1) * (_common_width(shape) + _routed_width(shape))
     results = shape.hidden * bool(_common_width(shape)) + _routed_hidden(shape)
@@ -369,15 +474,18 @@ def _routed_hidden(shape: Dimensions) -> int:
 
 
 def _backward_of_experts(job: ShardedJob) -> int:
-    """Bytes per token that the backward of a layer's experts needs besides what they keep, at the shares or at the gates.
+    """Bytes per token that the backward of a layer's experts needs besides what they keep, at the
+    shares or at the gates.
 
-    At the gates the results are no longer kept, and a product that no adapter needs never was. Shares in fp32 make fp32 of what
-    they multiply, and of the results' gradient a copy in the compute type.
+    At the gates the results are no longer kept, and a product that no adapter needs never was.
+    Shares in fp32 make fp32 of what they multiply, and of the results' gradient a copy in the
+    compute type.
     """
     shape = job.base.dimensions
     if not shape.experts:
         return 0
-    results, kept_product = _routed_hidden(shape), shape.expert_intermediate in _adapted_widths(job)
+    results = _routed_hidden(shape)
+    kept_product = shape.expert_intermediate in _adapted_widths(job)
     at_gates = ((3 if shape.gated else 2) - kept_product) * _routed_width(shape) - results
     in_fp32 = shape.shares_in_fp32 and job.compute_bytes != FP32_BYTES
     at_shares = 3 * FP32_BYTES + job.compute_bytes if in_fp32 else 3 * job.compute_bytes
@@ -390,22 +498,36 @@ def _adapted_widths(job: ShardedJob) -> set[int]:
 
 
 def _kept_by_experts(job: ShardedJob) -> int:
-    """Bytes per token that a layer's experts and their router keep: the results, which the shares multiply; gate, up and the
-    gate's activation; the router's probabilities; and where stacks are adapted, their inputs.
+    """Bytes per token that a layer's experts and their router keep: the results, which the shares
+    multiply; gate, up and the gate's activation; the router's probabilities; and where stacks are
+    adapted, their inputs.
     """
-    shape, compute = job.base.dimensions, job.compute_bytes
+    shape = job.base.dimensions
+    compute = job.compute_bytes
     if not shape.experts:
         return 0
     widths = _adapted_widths(job)
     hidden = _routed_hidden(shape) * (2 if shape.hidden in widths else 1)
-    inner = _routed_width(shape) * ((3 if shape.gated else 1) + (shape.expert_intermediate in widths))
-    return compute * (hidden + inner) + CHOICE_BYTES * shape.experts_per_token + FP32_BYTES * shape.experts
+    inner = _routed_width(shape) * (
+        (3 if shape.gated else 1) + (shape.expert_intermediate in widths)
+    )
+    return (
+        compute * (hidden + inner)
+        + CHOICE_BYTES * shape.experts_per_token
+        + FP32_BYTES * shape.experts
+    )
 
 
 def _ranks_of_layer(job: ShardedJob) -> float:
-    """Mean over the layers of the sum of r over a layer's adapters, those of experts that a token meets."""
+    """Mean over the layers of the sum of r over a layer's adapters, those of experts that a token
+    meets.
+    """
     shape = job.base.dimensions
-    ranks = (a.r / a.experts * (shape.experts_per_token if a.experts > 1 else 1) for a in job.adapters if a.layer is not None)
+    ranks = (
+        a.r / a.experts * (shape.experts_per_token if a.experts > 1 else 1)
+        for a in job.adapters
+        if a.layer is not None
+    )
     return sum(ranks) / max(1, shape.layers)
 
 
@@ -415,22 +537,33 @@ def _fuses_norms(shape: Dimensions, fused: FusedParts) -> bool:
 
 
 def layer_activation_bytes(job: ShardedJob, fused: FusedParts) -> int:
-    """Bytes per token that a decoder layer keeps for its backward, without activation checkpointing.
+    """Bytes per token that a decoder layer keeps for its backward, without activation
+    checkpointing.
 
-    The frozen weights' own inputs are not kept (no weight gradient needs them), but the adapters' are. A norm keeps its input
-    in fp32; attention its queries, keys, values, output and one log-sum per head; a gated feed-forward gate, up, the gate's
-    activation and the product; experts what `_kept_by_experts` counts; every adapter its A(x), those of experts for the experts
-    that a token meets, and with DoRA its result before the magnitude. By fused kernels a norm keeps its input as it is, and a
-    feed-forward does not keep the gate's activation; experts do.
+    The frozen weights' own inputs are not kept (no weight gradient needs them), but the adapters'
+    are. A norm keeps its input in fp32; attention its queries, keys, values, output and one log-sum
+    per head; a gated feed-forward gate, up, the gate's activation and the product; experts what
+    `_kept_by_experts` counts; every adapter its A(x), those of experts for the experts that a token
+    meets, and with DoRA its result before the magnitude. By fused kernels a norm keeps its input as
+    it is, and a feed-forward does not keep the gate's activation; experts do.
     """
-    shape, compute = job.base.dimensions, job.compute_bytes
+    shape = job.base.dimensions
+    compute = job.compute_bytes
     norms = shape.norms * (_norm_bytes(job, _fuses_norms(shape, fused)) + FP32_BYTES)
-    heads = (compute if fused.head_norms else FP32_BYTES) * (shape.q + shape.kv) if shape.head_norms else 0
+    heads = (
+        (compute if fused.head_norms else FP32_BYTES) * (shape.q + shape.kv)
+        if shape.head_norms
+        else 0
+    )
     inputs = (1 + bool(_common_width(shape)) + shape.shared_scaled) * compute * shape.hidden
     attention = compute * (2 * shape.q + 2 * shape.kv) + FP32_BYTES * shape.heads
     inner = _inner_bytes(job, fused)
-    scaled = sum(a.rows for a in job.adapters if a.magnitude and a.layer is not None) / max(1, shape.layers)
-    return int(norms + heads + inputs + attention + inner + compute * (_ranks_of_layer(job) + scaled))
+    scaled = sum(a.rows for a in job.adapters if a.magnitude and a.layer is not None) / max(
+        1, shape.layers
+    )
+    return int(
+        norms + heads + inputs + attention + inner + compute * (_ranks_of_layer(job) + scaled)
+    )
 
 
 def _inner_bytes(job: ShardedJob, fused: FusedParts) -> int:
@@ -441,18 +574,25 @@ def _inner_bytes(job: ShardedJob, fused: FusedParts) -> int:
 
 
 def _accumulation(job: ShardedJob, batches: MicroBatches) -> int:
-    """Bytes of accumulated gradients. If sharded, whole gradients until the last micro-batch reduces them; else a buffer that
-    averages them over copies.
+    """Bytes of accumulated gradients.
+
+    If sharded, whole gradients until the last micro-batch reduces them; else a buffer that averages
+    them over copies.
     """
     needed = batches.rounds > 1 if job.layout.shard > 1 else job.layout.world > 1
     return FP32_BYTES * sum(a.numel for a in job.adapters) if needed else 0
 
 
 def _gather(job: ShardedJob) -> int:
-    """Bytes of gathered weights at the peak over the groups. While a group is copied out of the gather's flat buffer both
-    exist, in addition to held weights, to those that stay sharded over fewer ranks, and to groups gathered further ahead.
+    """Bytes of gathered weights at the peak over the groups.
+
+    While a group is copied out of the gather's flat buffer both exist, in addition to held weights,
+    to those that stay sharded over fewer ranks, and to groups gathered further ahead.
     """
-    sizes = [(g, g.gathered_bytes_on_rank(job.layout, job.compute_bytes) * job.layout.shard) for g in job.groups]
+    sizes = [
+        (g, g.gathered_bytes_on_rank(job.layout, job.compute_bytes) * job.layout.shard)
+        for g in job.groups
+    ]
     held = sum(size for group, size in sizes if group.held)
     kept = sum(size // group.kept_over for group, size in sizes if group.kept_over)
     prefetch = job.spec.distributed.prefetch

@@ -23,16 +23,24 @@ def summary(plan: Plan) -> str:
 
 
 def modules_table(modules: Sequence[Module]) -> list[tuple[str, ...]]:
-    """Rows: name, count, shape, format, bytes, bytes per rank. Modules that differ only in the layer's number share a row."""
+    """Rows: name, count, shape, format, bytes, bytes per rank.
+
+    Modules that differ only in the layer's number share a row.
+    """
     alike: dict[tuple[Any, ...], list[Module]] = {}
     for module in modules:
-        alike.setdefault((_NUMBER.sub(".*.", module.name), module.shape, module.format), []).append(module)
+        alike.setdefault((_NUMBER.sub(".*.", module.name), module.shape, module.format), []).append(
+            module
+        )
     rows = []
     for (name, shape, weight_format), same in alike.items():
         shown = name if len(same) > 1 else same[0].name
-        whole, own = sum(m.bytes for m in same), sum(m.bytes_per_rank for m in same)
+        whole = sum(m.bytes for m in same)
+        own = sum(m.bytes_per_rank for m in same)
         size = " x ".join(map(str, shape))
-        rows.append((shown, str(len(same)), size, weight_format, bytes_text(whole), bytes_text(own)))
+        rows.append(
+            (shown, str(len(same)), size, weight_format, bytes_text(whole), bytes_text(own))
+        )
     return rows
 
 
@@ -53,7 +61,9 @@ def memory_table(plan: Plan) -> list[tuple[str, str]]:
             for mode, count in rank.activations_by_mode.items()
             if count != rank.activations
         ),
-        ("logits", rank.logits) if rank.logits >= rank.workspace else ("backward's workspace", rank.workspace),
+        ("logits", rank.logits)
+        if rank.logits >= rank.workspace
+        else ("backward's workspace", rank.workspace),
         ("the allocator's gaps", rank.gaps),
         ("total", rank.total),
     ]
@@ -65,7 +75,10 @@ def verdict(plan: Plan) -> str:
     usable = "" if plan.memory is None else f" of {bytes_text(plan.memory)} usable"
     likely = f", likely {bytes_text(plan.likely.rank.total)}" if plan.likely else ""
     what = _verdict(plan)
-    return f"{what[0].upper()}{what[1:]}: at most {bytes_text(plan.rank.total)}{usable} per rank{likely}."
+    return (
+        f"{what[0].upper()}{what[1:]}: at most {bytes_text(plan.rank.total)}{usable} per "
+        f"rank{likely}."
+    )
 
 
 def advice_lines(plan: Plan) -> Iterator[str]:
@@ -80,13 +93,18 @@ def time_text(time: Mapping[str, Any]) -> str:
     """A sentence that says how long training takes. `time`: from `training_time`."""
     text = f"{counted(time['steps'], 'step')} over {counted(time['examples'], 'sample')}"
     verb = "takes" if time["steps"] == 1 else "take"
-    most, likely = time["seconds_at_most"], time["seconds_likely"]
+    most = time["seconds_at_most"]
+    likely = time["seconds_likely"]
     if most is None:
         return f"{text}."
     if likely is None:
         return f"{text} {verb} at most {about(most)}, if all were training.max_length tokens long."
     worst = duration_text(most)
-    end = "" if worst == duration_text(likely) else f" (at worst {worst}, if all were as long as the longest)"
+    end = (
+        ""
+        if worst == duration_text(likely)
+        else f" (at worst {worst}, if all were as long as the longest)"
+    )
     return f"{text} {verb} {about(likely)}{end}."
 
 
@@ -98,12 +116,16 @@ def about(seconds: float) -> str:
 
 def change_text(change: OptionChange) -> str:
     options = ", ".join(f"{name}: {value}" for name, value in change.options.items())
-    return f"with {options}: {bytes_text(change.total)} per rank, {'fits' if change.fits else 'does not fit'}"
+    return (
+        f"with {options}: {bytes_text(change.total)} per rank, "
+        f"{'fits' if change.fits else 'does not fit'}"
+    )
 
 
 def work_lines(plan: Plan) -> Iterator[str]:
     """Micro-batches, wire, arithmetic, and the speed that follows."""
-    batches, wire = plan.batches, plan.wire
+    batches = plan.batches
+    wire = plan.wire
     times = "1 micro-batch" if batches.rounds == 1 else f"{batches.rounds} micro-batches"
     yield f"A step of a rank: {times} of {batches.tokens:,} tokens at most, samples of up to {batches.length:,}."
     if plan.likely is not None:
@@ -113,7 +135,8 @@ def work_lines(plan: Plan) -> Iterator[str]:
     if wire.total:
         yield (
             f"On the wire: {bytes_text(wire.total)} received per rank and step "
-            f"({wire.gathers} gathers {bytes_text(wire.gather)}, reductions {bytes_text(wire.reduce + wire.all_reduce)})."
+            f"({wire.gathers} gathers {bytes_text(wire.gather)}, reductions "
+            f"{bytes_text(wire.reduce + wire.all_reduce)})."
         )
     yield f"Arithmetic: {plan.flops_per_token / 1e9:.3g} GFLOP a token."
     if plan.speed is not None:
@@ -125,8 +148,15 @@ def work_lines(plan: Plan) -> Iterator[str]:
 def _seat_text(seat: SeatSize) -> str:
     """A sentence about the job in an engine."""
     room = "" if seat.room is None else f" of {bytes_text(max(0, seat.room))} beside the base"
-    text = f"In an engine: {bytes_text(seat.held)} per rank, and {bytes_text(seat.batch)} for its micro-batch{room}"
-    return text if seat.gain is None else f"{text}; two such jobs at once are {seat.gain:.2g} times as fast as one by one"
+    text = (
+        f"In an engine: {bytes_text(seat.held)} per rank, and {bytes_text(seat.batch)} for its "
+        f"micro-batch{room}"
+    )
+    return (
+        text
+        if seat.gain is None
+        else f"{text}; two such jobs at once are {seat.gain:.2g} times as fast as one by one"
+    )
 
 
 def _verdict(plan: Plan) -> str:

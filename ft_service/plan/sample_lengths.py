@@ -37,22 +37,31 @@ class SampleLengths:
 
     @classmethod
     def of_data(cls, counts: Counts, statistics: DataStatistics) -> SampleLengths:
-        """The lengths without the samples that validation_split sets aside. `counts`: counts of the whole training file."""
+        """The lengths without the samples that validation_split sets aside.
+
+        `counts`: counts of the whole training file.
+        """
         samples = statistics.items * (2 if counts.pairs else 1)
         return cls(statistics.training.tokens, samples, counts.longest or None)
 
     @classmethod
     def of_prompts(cls, counts: Counts, spec: JobSpec) -> SampleLengths:
-        """The samples of reinforcement learning: the answers to each prompt, each with it and as long as it may be. `counts`:
-        counts of the prompts."""
+        """The samples of reinforcement learning: the answers to each prompt, each with it and as
+        long as it may be. `counts`: counts of the prompts.
+        """
         return cls.counted(counts).with_answers(spec)
 
     def with_answers(self, spec: JobSpec) -> SampleLengths:
-        """The samples of reinforcement learning, if these are the lengths of its prompts, whose number is known."""
+        """The samples of reinforcement learning, if these are the lengths of its prompts, whose
+        number is known.
+        """
         assert self.samples is not None, "the prompts are counted"
-        group, answer = spec.samples_of_item, spec.longest_answer
+        group = spec.samples_of_item
+        answer = spec.longest_answer
         longest = None if self.longest is None else self.longest + answer
-        return SampleLengths(group * (self.tokens + self.samples * answer), group * self.samples, longest)
+        return SampleLengths(
+            group * (self.tokens + self.samples * answer), group * self.samples, longest
+        )
 
     @classmethod
     def of_size(cls, size: int) -> SampleLengths:
@@ -64,7 +73,12 @@ class SampleLengths:
         training = spec.training
         if training.max_steps is None and spec.reinforcement is not None and self.samples is None:
             prompts = self.tokens // PROMPT_TOKENS
-            return training.epochs * prompts * spec.samples_of_item * (PROMPT_TOKENS + spec.longest_answer)
+            return (
+                training.epochs
+                * prompts
+                * spec.samples_of_item
+                * (PROMPT_TOKENS + spec.longest_answer)
+            )
         if training.max_steps is None:
             return training.epochs * self.tokens
         if not self.samples:

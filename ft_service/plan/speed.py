@@ -1,4 +1,6 @@
-"""FLOP per token, bytes on the wire per optimizer step, and the tokens per second that follow from a machine's figures."""
+"""FLOP per token, bytes on the wire per optimizer step, and the tokens per second that follow from
+a machine's figures.
+"""
 
 from __future__ import annotations
 
@@ -11,16 +13,24 @@ from ft_service.plan.memory import MicroBatches, job_attends_by_cudnn, multiplie
 from ft_service.plan.weight_storage import AdapterShape, GatherGroup, ShardedJob, trained_head
 
 FP8_GAIN = 1.33
-"""How many times as fast frozen products are in FP8 as in bf16, with rounding and transposing: an 8B model trained 1.28 times
-as fast on an H200 (benchmarks/README.md), and these products are 7/8 of its arithmetic."""
+"""How many times as fast frozen products are in FP8 as in bf16, with rounding and transposing: an
+8B model trained 1.28 times as fast on an H200 (benchmarks/README.md), and these products are 7/8 of
+its arithmetic.
+"""
 LAUNCH_SECONDS = 0.006
-"""Time to launch a decoder layer's forward and backward, while the GPU computes: 143 to 319 ms were measured for 32 layers."""
+"""Time to launch a decoder layer's forward and backward, while the GPU computes: 143 to 319 ms were
+measured for 32 layers.
+"""
 DISPATCH_SECONDS = 0.002
 """The same on a processor, which computes nothing meanwhile."""
 _LAUNCHED = {"none": 1.0, "selective": 1.3, "full": 1.35}
-"""Activation checkpointing → launches as a multiple of those without it: what is computed again is launched again."""
+"""Activation checkpointing → launches as a multiple of those without it: what is computed again is
+launched again.
+"""
 PASSES = {"none": 2, "selective": 2, "full": 3}
-"""Activation checkpointing → how often a micro-batch dequantises every weight: forward, backward, forward again."""
+"""Activation checkpointing → how often a micro-batch dequantises every weight: forward, backward,
+forward again.
+"""
 
 
 @dataclass(frozen=True)
@@ -65,15 +75,18 @@ class TrainingWork:
 
 
 def whole_training(tokens: int, flops_per_token: int, speed: Speed | None) -> TrainingWork:
-    return TrainingWork(float(tokens) * flops_per_token, tokens / speed.tokens_per_second if speed else None)
+    return TrainingWork(
+        float(tokens) * flops_per_token, tokens / speed.tokens_per_second if speed else None
+    )
 
 
 def wire_bytes(job: ShardedJob, rounds: int) -> CollectiveBytes:
     """Bytes on the wire in an optimizer step of `rounds` micro-batches.
 
-    In every micro-batch a layer is gathered for its forward and, if it was freed, again for its backward; with keep_unsharded
-    once a step. Gradients of adapters are reduced once a step, inside a copy of the model and then between copies (in a ring:
-    twice the bytes except a rank's own part).
+    In every micro-batch a layer is gathered for its forward and, if it was freed, again for its
+    backward; with keep_unsharded once a step. Gradients of adapters are reduced once a step, inside
+    a copy of the model and then between copies (in a ring: twice the bytes except a rank's own
+    part).
     """
     layout = job.layout
     reduced = [group.reduced_bytes_on_rank(layout) for group in job.groups if group.adapters]
@@ -82,7 +95,9 @@ def wire_bytes(job: ShardedJob, rounds: int) -> CollectiveBytes:
         return CollectiveBytes(0, 0, between, 0, 0)
     times = 1 if job.spec.distributed.keep_unsharded else rounds
     own = [group.gathered_bytes_on_rank(layout, job.compute_bytes) for group in job.groups]
-    received = [_received(group, size, layout.shard) for group, size in zip(job.groups, own, strict=True)]
+    received = [
+        _received(group, size, layout.shard) for group, size in zip(job.groups, own, strict=True)
+    ]
     return CollectiveBytes(
         gather=times * sum(map(sum, received)),
         reduce=(layout.shard - 1) * sum(reduced),
@@ -93,7 +108,10 @@ def wire_bytes(job: ShardedJob, rounds: int) -> CollectiveBytes:
 
 
 def _received(group: GatherGroup, own: int, shard: int) -> list[int]:
-    """Bytes that a rank receives from each gather of a micro-batch. `own`: bytes that it puts into a gather over all ranks."""
+    """Bytes that a rank receives from each gather of a micro-batch.
+
+    `own`: bytes that it puts into a gather over all ranks.
+    """
     forward = (shard - 1) * own
     if group.held or not group.in_backward:
         return [forward]
@@ -101,19 +119,26 @@ def _received(group: GatherGroup, own: int, shard: int) -> list[int]:
     return [forward, (ranks - 1) * (own * shard // ranks)]
 
 
-def flops_per_token(base: Description, adapters: Sequence[AdapterShape], length: int, *, checkpointed: bool) -> int:
-    """FLOP of forward and backward of a token, with a frozen base: only adapters have weight gradients.
+def flops_per_token(
+    base: Description, adapters: Sequence[AdapterShape], length: int, *, checkpointed: bool
+) -> int:
+    """FLOP of forward and backward of a token, with a frozen base: only adapters have weight
+    gradients.
 
-    With N parameters of the layers' matrices and A of the adapters that a token meets (of stacks of experts and of adapters on
-    them, those of the chosen experts), H of the head, L layers, q = heads × head size, and samples of s tokens with causal
-    attention: 4 (N + H) + 6 A + 6 L s q. With full activation checkpointing, whose backward runs the layers' forward again:
-    6 N + 4 H + 8 A + 8 L s q. A head that is trained: 2 H more.
+    With N parameters of the layers' matrices and A of the adapters that a token meets (of stacks of
+    experts and of adapters on them, those of the chosen experts), H of the head, L layers, q =
+    heads × head size, and samples of s tokens with causal attention: 4 (N + H) + 6 A + 6 L s q.
+    With full activation checkpointing, whose backward runs the layers' forward again: 6 N + 4 H + 8
+    A + 8 L s q. A head that is trained: 2 H more.
     """
     shape = base.dimensions
     n = sum(_met_by_token(base, weight.numel, weight.kind) for weight in base.quantizable)
     h = shape.vocabulary * shape.hidden
     trained = [adapter for adapter in adapters if not adapter.whole]
-    a = sum(_met_by_token(base, each.numel, "experts" if each.experts > 1 else "linear") for each in trained)
+    a = sum(
+        _met_by_token(base, each.numel, "experts" if each.experts > 1 else "linear")
+        for each in trained
+    )
     of_head = 2 * trained_head(base, adapters)
     attention = shape.layers * length * shape.q
     if checkpointed:
@@ -122,9 +147,13 @@ def flops_per_token(base: Description, adapters: Sequence[AdapterShape], length:
 
 
 def efficiency(job: ShardedJob, machine: Machine, batches: MicroBatches, mode: str) -> float:
-    """Share of a machine's `flops` that training in these micro-batches reaches. `mode`: activation checkpointing; selective,
-    it does without cuDNN's attention."""
-    cudnn = mode != "selective" and job_attends_by_cudnn(job, machine, batches.samples * batches.length, batches.length)
+    """Share of a machine's `flops` that training in these micro-batches reaches.
+
+    `mode`: activation checkpointing; selective, it does without cuDNN's attention.
+    """
+    cudnn = mode != "selective" and job_attends_by_cudnn(
+        job, machine, batches.samples * batches.length, batches.length
+    )
     return EFFICIENCY_BY_CUDNN if cudnn else EFFICIENCY
 
 
@@ -134,12 +163,20 @@ def launch_seconds(rounds: int, layers: int, mode: str, *, gpu: bool) -> float:
 
 
 def dequantised_bytes(job: ShardedJob, left_out: Collection[Weight] = ()) -> int:
-    """Bytes that one pass of dequantising all weights but some moves: codes are read, bf16 is written."""
-    return sum(s.bytes_whole + 2 * s.weight.numel for s in job.quantised if s.weight not in left_out)
+    """Bytes that one pass of dequantising all weights but some moves: codes are read, bf16 is
+    written.
+    """
+    return sum(
+        s.bytes_whole + 2 * s.weight.numel for s in job.quantised if s.weight not in left_out
+    )
 
 
-def speed_on(machine: Machine, job: ShardedJob, batches: MicroBatches, flops: int, wire: CollectiveBytes) -> Speed | None:
-    """The speed on a machine; None: its figures are not known. `flops`: FLOP per token; `wire`: bytes of a step.
+def speed_on(
+    machine: Machine, job: ShardedJob, batches: MicroBatches, flops: int, wire: CollectiveBytes
+) -> Speed | None:
+    """The speed on a machine; None: its figures are not known.
+
+    `flops`: FLOP per token; `wire`: bytes of a step.
 
     Gathers and launches overlap with the arithmetic, so that the slowest of the three counts.
     """
@@ -153,24 +190,36 @@ def speed_on(machine: Machine, job: ShardedJob, batches: MicroBatches, flops: in
     moved = dequantised_bytes(job, in_fp8)
     dequantise = batches.rounds * PASSES[mode] * moved / machine.memory_bandwidth
     wired = wire.total / (machine.link_bandwidth * LINK_EFFICIENCY)
-    launched = launch_seconds(batches.rounds, job.base.dimensions.layers, mode, gpu=not machine.shared_memory)
+    launched = launch_seconds(
+        batches.rounds, job.base.dimensions.layers, mode, gpu=not machine.shared_memory
+    )
     step = max(compute + dequantise, wired, launched)
-    return Speed(job.layout.world * batches.step_tokens / step, step, compute, dequantise, wired, launched)
+    return Speed(
+        job.layout.world * batches.step_tokens / step, step, compute, dequantise, wired, launched
+    )
 
 
-def sampling_seconds(machine: Machine, base: Description, stored: int, answers: int, longest: int) -> float | None:
-    """Seconds in which one device draws `answers` answers of `longest` tokens, all at once; None: the machine's figures are not
-    known. `stored`: bytes of the base.
+def sampling_seconds(
+    machine: Machine, base: Description, stored: int, answers: int, longest: int
+) -> float | None:
+    """Seconds in which one device draws `answers` answers of `longest` tokens, all at once; None:
+    the machine's figures are not known. `stored`: bytes of the base.
 
-    The tokens of an answer come one after the other. For each, all weights are read once for all answers together, and
-    2 (N + H) FLOP are computed for each answer, with N and H as in flops_per_token; the slower of the two counts. Reading the
-    prompts, and the keys and values of earlier tokens, is left out.
+    The tokens of an answer come one after the other. For each, all weights are read once for all
+    answers together, and 2 (N + H) FLOP are computed for each answer, with N and H as in
+    flops_per_token; the slower of the two counts. Reading the prompts, and the keys and values of
+    earlier tokens, is left out.
     """
     if machine.flops is None or machine.memory_bandwidth is None:
         return None
     shape = base.dimensions
-    met = sum(_met_by_token(base, weight.numel, weight.kind) for weight in base.quantizable) + shape.vocabulary * shape.hidden
-    return longest * max(stored / machine.memory_bandwidth, 2 * met * answers / (machine.flops * EFFICIENCY))
+    met = (
+        sum(_met_by_token(base, weight.numel, weight.kind) for weight in base.quantizable)
+        + shape.vocabulary * shape.hidden
+    )
+    return longest * max(
+        stored / machine.memory_bandwidth, 2 * met * answers / (machine.flops * EFFICIENCY)
+    )
 
 
 def _met_by_token(base: Description, numel: int, kind: str) -> int:

@@ -1,4 +1,5 @@
-"""Weights that each rank of a job stores: frozen ones in their formats, adapters, and the groups in which FSDP2 gathers them.
+"""Weights that each rank of a job stores: frozen ones in their formats, adapters, and the groups in
+which FSDP2 gathers them.
 
 Every tensor is split by rows: a rank keeps ceil(rows / shard) of them, padding included.
 """
@@ -22,7 +23,8 @@ from ft_service.spec import FORMATS, JobSpec, WeightFormat
 from ft_service.spec.mesh import mesh_shape
 
 COMPUTE_BYTES = {"bf16": 2, "fp32": 4}
-BF16_BYTES, FP32_BYTES = 2, 4
+BF16_BYTES = 2
+FP32_BYTES = 4
 
 
 @dataclass(frozen=True)
@@ -43,7 +45,10 @@ class ShardLayout:
 
 @dataclass(frozen=True)
 class WeightStorage:
-    """A frozen weight in its storage format. `row_bytes`: bytes of a row at rest; `gathered_row_bytes`: those in a gather."""
+    """A frozen weight in its storage format.
+
+    `row_bytes`: bytes of a row at rest; `gathered_row_bytes`: those in a gather.
+    """
 
     weight: Weight
     format: WeightFormat
@@ -52,20 +57,30 @@ class WeightStorage:
     sharded: bool
 
     @classmethod
-    def of(cls, weight: Weight, weight_format: WeightFormat, sharded: bool, compute_bytes: int) -> WeightStorage:
-        """A weight in its format. An unsharded weight is never converted again, so it is stored in the compute dtype. So are
-        vectors: some architectures read a norm's dtype before the norm is gathered. What the model keeps in fp32 is neither
-        sharded nor converted.
+    def of(
+        cls, weight: Weight, weight_format: WeightFormat, sharded: bool, compute_bytes: int
+    ) -> WeightStorage:
+        """A weight in its format.
+
+        An unsharded weight is never converted again, so it is stored in the compute dtype. So are
+        vectors: some architectures read a norm's dtype before the norm is gathered. What the model
+        keeps in fp32 is neither sharded nor converted.
         """
         plain = BF16_BYTES if sharded and len(weight.shape) > 1 else compute_bytes
         plain, sharded = (FP32_BYTES, False) if weight.kept_fp32 else (plain, sharded)
         cols = weight.numel_of_row
         return cls(
-            weight, weight_format, row_bytes(weight_format, cols, plain), row_bytes(weight_format, cols, compute_bytes), sharded
+            weight,
+            weight_format,
+            row_bytes(weight_format, cols, plain),
+            row_bytes(weight_format, cols, compute_bytes),
+            sharded,
         )
 
     def bytes_on_rank(self, layout: ShardLayout) -> int:
-        return (layout.rows(self.weight.rows) if self.sharded else self.weight.rows) * self.row_bytes
+        return (
+            layout.rows(self.weight.rows) if self.sharded else self.weight.rows
+        ) * self.row_bytes
 
     @property
     def bytes_whole(self) -> int:
@@ -75,7 +90,9 @@ class WeightStorage:
 
 @dataclass(frozen=True)
 class AdapterShape:
-    """The two matrices of one adapted module, A [r, cols] and B [rows, r]; or with r = 0 a parameter that is trained whole."""
+    """The two matrices of one adapted module, A [r, cols] and B [rows, r]; or with r = 0 a
+    parameter that is trained whole.
+    """
 
     module: str
     layer: int | None
@@ -101,7 +118,11 @@ class AdapterShape:
 
     @property
     def numel(self) -> int:
-        return self.rows * self.cols if self.whole else self.r * (self.rows + self.cols) + self.magnitude * self.rows
+        return (
+            self.rows * self.cols
+            if self.whole
+            else self.r * (self.rows + self.cols) + self.magnitude * self.rows
+        )
 
     def numel_on_rank(self, layout: ShardLayout) -> int:
         if self.whole:
@@ -121,11 +142,15 @@ class GatherGroup:
     in_backward: bool = True
     """Whether the backward needs its weights."""
     kept_over: int | None = None
-    """Number of ranks over which it stays sharded after its forward; None: all that share a copy."""
+    """Number of ranks over which it stays sharded after its forward; None: all that share a
+    copy.
+    """
 
     def gathered_bytes_on_rank(self, layout: ShardLayout, compute_bytes: int) -> int:
         """Bytes that a rank puts into a gather, padding rows included."""
-        frozen = sum(layout.rows(s.weight.rows) * s.gathered_row_bytes for s in self.frozen if s.sharded)
+        frozen = sum(
+            layout.rows(s.weight.rows) * s.gathered_row_bytes for s in self.frozen if s.sharded
+        )
         return frozen + sum(a.numel_on_rank(layout) for a in self.adapters) * compute_bytes
 
     def reduced_bytes_on_rank(self, layout: ShardLayout) -> int:
@@ -148,8 +173,16 @@ class ShardedJob:
     def of(cls, base: Description, spec: JobSpec) -> ShardedJob:
         """Raises SpecError for patterns and names that match nothing in the base."""
         layout = layout_of(spec)
-        frozen, adapters = stored_weights(base, spec, layout), adapters_of(base, spec)
-        return cls(base, spec, layout, tuple(frozen), tuple(adapters), tuple(groups_of(frozen, adapters, spec)))
+        frozen = stored_weights(base, spec, layout)
+        adapters = adapters_of(base, spec)
+        return cls(
+            base,
+            spec,
+            layout,
+            tuple(frozen),
+            tuple(adapters),
+            tuple(groups_of(frozen, adapters, spec)),
+        )
 
     @property
     def compute_bytes(self) -> int:
@@ -175,12 +208,20 @@ def layout_of(spec: JobSpec) -> ShardLayout:
 
 
 def row_bytes(weight_format: WeightFormat, cols: int, plain_bytes: int) -> int:
-    """Bytes of a row of `cols` columns. `plain_bytes`: bytes of an element that is not quantised."""
-    return cols * plain_bytes if weight_format == "bf16" else FORMATS[weight_format].bytes_of_row(cols)
+    """Bytes of a row of `cols` columns.
+
+    `plain_bytes`: bytes of an element that is not quantised.
+    """
+    return (
+        cols * plain_bytes if weight_format == "bf16" else FORMATS[weight_format].bytes_of_row(cols)
+    )
 
 
 def stored_weights(base: Description, spec: JobSpec, layout: ShardLayout) -> list[WeightStorage]:
-    """Every frozen weight in the format that the spec gives it. Raises SpecError for a pattern that matches nothing."""
+    """Every frozen weight in the format that the spec gives it.
+
+    Raises SpecError for a pattern that matches nothing.
+    """
     _refuse_empty_rows(base)
     formats = assign_formats(base.names, spec.precision, base.held)
     refuse_resharding_of_held(spec.distributed.reshard_size, base.held, formats)
@@ -189,47 +230,84 @@ def stored_weights(base: Description, spec: JobSpec, layout: ShardLayout) -> lis
     ignored = choose_ignored([weight.name for weight in frozen], spec.distributed.ignored)
     weights = []
     for weight in frozen:
-        weight_format = formats.get(weight.module, "bf16") if weight.parameter == "weight" else "bf16"
+        weight_format = (
+            formats.get(weight.module, "bf16") if weight.parameter == "weight" else "bf16"
+        )
         sharded = layout.shard > 1 and weight.name not in ignored
-        weights.append(WeightStorage.of(weight, weight_format, sharded, COMPUTE_BYTES[spec.precision.compute]))
+        weights.append(
+            WeightStorage.of(weight, weight_format, sharded, COMPUTE_BYTES[spec.precision.compute])
+        )
     return weights
 
 
 def trained_whole(base: Description, spec: JobSpec) -> list[Weight]:
-    """The parameters of embedding and head that are trained whole. Raises SpecError as `OuterModules.chosen` does."""
+    """The parameters of embedding and head that are trained whole.
+
+    Raises SpecError as `OuterModules.chosen` does.
+    """
     chosen = base.outer.chosen(spec.lora.modules_to_save, base.held)
     return [weight for weight in base.weights if weight.module in chosen]
 
 
 def adapters_of(base: Description, spec: JobSpec) -> list[AdapterShape]:
-    """The adapters that the spec asks for, and what is trained whole. Raises SpecError for names and patterns that match
-    nothing.
+    """The adapters that the spec asks for, and what is trained whole.
+
+    Raises SpecError for names and patterns that match nothing.
     """
     linears = {weight.module: weight for weight in base.linears}
     experts = [weight.module for weight in base.experts]
     wanted = spec.lora.target_modules
-    shared, outer = spec.shared_experts, base.outer
-    chosen = choose_targets(list(linears), experts, wanted, shared_experts=shared, not_adapted=base.not_adapted, outer=outer)
+    shared = spec.shared_experts
+    outer = base.outer
+    chosen = choose_targets(
+        list(linears),
+        experts,
+        wanted,
+        shared_experts=shared,
+        not_adapted=base.not_adapted,
+        outer=outer,
+    )
     stacks = choose_parameters(experts, spec.lora.target_parameters, spec.lora.lora_dropout, chosen)
     ranks = values_by_module([*chosen, *stacks], spec.lora.rank_pattern, "lora.rank_pattern")
     values_by_module([*chosen, *stacks], spec.lora.alpha_pattern, "lora.alpha_pattern")
     weights = [linears[name] for name in chosen]
     shapes = [
-        AdapterShape(w.module, w.layer, w.rows, w.numel_of_row, ranks.get(w.module, spec.lora.r), magnitude=spec.lora.use_dora)
+        AdapterShape(
+            w.module,
+            w.layer,
+            w.rows,
+            w.numel_of_row,
+            ranks.get(w.module, spec.lora.r),
+            magnitude=spec.lora.use_dora,
+        )
         for w in weights
     ]
     count = base.dimensions.experts
     for weight in (weight for weight in base.experts if weight.module in stacks):
         r = ranks.get(weight.module, spec.lora.r)
-        shapes.append(AdapterShape(weight.module, weight.layer, weight.rows // count, weight.numel_of_row, r * count, count))
+        shapes.append(
+            AdapterShape(
+                weight.module,
+                weight.layer,
+                weight.rows // count,
+                weight.numel_of_row,
+                r * count,
+                count,
+            )
+        )
     whole = trained_whole(base, spec)
-    return shapes + [AdapterShape(w.module, None, w.rows, w.numel_of_row, r=0, kind=w.kind) for w in whole]
+    return shapes + [
+        AdapterShape(w.module, None, w.rows, w.numel_of_row, r=0, kind=w.kind) for w in whole
+    ]
 
 
-def groups_of(stored: Sequence[WeightStorage], adapters: Sequence[AdapterShape], spec: JobSpec) -> list[GatherGroup]:
-    """The groups that `workers.ranks.grouping` makes: the embedding, which is freed after it was read; every decoder layer;
-    and norm with head, kept for the backward that begins with them. A head tied to the embedding shares a group with it and
-    the norm. Groups by size carry the same bytes in other pieces, and are planned as decoder layers.
+def groups_of(
+    stored: Sequence[WeightStorage], adapters: Sequence[AdapterShape], spec: JobSpec
+) -> list[GatherGroup]:
+    """The groups that `workers.ranks.grouping` makes: the embedding, which is freed after it was
+    read; every decoder layer; and norm with head, kept for the backward that begins with them. A
+    head tied to the embedding shares a group with it and the norm. Groups by size carry the same
+    bytes in other pieces, and are planned as decoder layers.
     """
     options = spec.distributed
     if options.wrap == "none":
@@ -240,19 +318,36 @@ def groups_of(stored: Sequence[WeightStorage], adapters: Sequence[AdapterShape],
     embedded = tuple(a for a in outer if a.kind == "embedding")
     held = options.keep_unsharded or options.reshard_after_forward is False
     layers = sorted({s.weight.layer for s in stored if s.weight.layer is not None})
-    middle = [_layer_group(stored, adapters, layer, held, None if held else options.reshard_size) for layer in layers]
+    middle = [
+        _layer_group(stored, adapters, layer, held, None if held else options.reshard_size)
+        for layer in layers
+    ]
     if not any(s.weight.kind == "head" for s in rest) and not any(a.kind == "head" for a in outer):
-        return _filled([GatherGroup("embedding and head", embedding + rest, outer, held=True), *middle])
-    first = GatherGroup("embedding", embedding, embedded, held=options.keep_unsharded, in_backward=False)
+        return _filled(
+            [GatherGroup("embedding and head", embedding + rest, outer, held=True), *middle]
+        )
+    first = GatherGroup(
+        "embedding", embedding, embedded, held=options.keep_unsharded, in_backward=False
+    )
     last = tuple(a for a in outer if a not in embedded)
     return _filled([first, *middle, GatherGroup("norm and head", rest, last, held=True)])
 
 
 def _layer_group(
-    stored: Sequence[WeightStorage], adapters: Sequence[AdapterShape], layer: int, held: bool, kept_over: int | None
+    stored: Sequence[WeightStorage],
+    adapters: Sequence[AdapterShape],
+    layer: int,
+    held: bool,
+    kept_over: int | None,
 ) -> GatherGroup:
     frozen = tuple(s for s in stored if s.weight.layer == layer)
-    return GatherGroup(f"layer {layer}", frozen, tuple(a for a in adapters if a.layer == layer), held, kept_over=kept_over)
+    return GatherGroup(
+        f"layer {layer}",
+        frozen,
+        tuple(a for a in adapters if a.layer == layer),
+        held,
+        kept_over=kept_over,
+    )
 
 
 def _filled(groups: Sequence[GatherGroup]) -> list[GatherGroup]:
@@ -263,4 +358,7 @@ def _filled(groups: Sequence[GatherGroup]) -> list[GatherGroup]:
 def _refuse_empty_rows(base: Description) -> None:
     for weight in base.quantizable:
         if not weight.numel:
-            raise SpecError(f"The base's {weight.module} has shape {weight.shape}: there is nothing to store.", param="model")
+            raise SpecError(
+                f"The base's {weight.module} has shape {weight.shape}: there is nothing to store.",
+                param="model",
+            )

@@ -1,7 +1,8 @@
 """Advantages of answers from the rewards of their group, and their weights in the loss. Pure.
 
-The policy gradient of a group of answers to one prompt takes the group's mean reward as its baseline (GRPO: Shao et al.,
-DeepSeekMath, 2024, equation 3; without its division by the standard deviation: Liu et al., Dr. GRPO, 2025, section 3).
+The policy gradient of a group of answers to one prompt takes the group's mean reward as its
+baseline (GRPO: Shao et al., DeepSeekMath, 2024, equation 3; without its division by the standard
+deviation: Liu et al., Dr. GRPO, 2025, section 3).
 """
 
 from __future__ import annotations
@@ -13,11 +14,15 @@ from typing import Literal
 LEAST_DEVIATION = 1e-4
 """Added to the standard deviation that divides, as TRL's GRPOTrainer does."""
 SAME = 1e-9
-"""Difference up to which rewards are the same, of them and in all: a sum of scores is rounded (0.1 + 0.2 is not 0.3)."""
+"""Difference up to which rewards are the same, of them and in all: a sum of scores is rounded (0.1
++ 0.2 is not 0.3).
+"""
 
 
 def advantages(rewards: Sequence[float | None], scale: Literal["none", "group"]) -> list[float]:
-    """The advantage of each answer of a group. Answers without a reward (None) count for nothing: their advantage is 0.
+    """The advantage of each answer of a group.
+
+    Answers without a reward (None) count for nothing: their advantage is 0.
 
     All are 0 if fewer than two answers have a reward, or all have the same within rounding.
     """
@@ -27,18 +32,27 @@ def advantages(rewards: Sequence[float | None], scale: Literal["none", "group"])
     mean = math.fsum(known) / len(known)
     divisor = 1.0
     if scale == "group":  # the sample's, with Bessel's correction, as torch's std
-        divisor = math.sqrt(math.fsum((reward - mean) ** 2 for reward in known) / (len(known) - 1)) + LEAST_DEVIATION
+        divisor = (
+            math.sqrt(math.fsum((reward - mean) ** 2 for reward in known) / (len(known) - 1))
+            + LEAST_DEVIATION
+        )
     return [0.0 if reward is None else (reward - mean) / divisor for reward in rewards]
 
 
-def weights(lengths: Sequence[int], loss_type: Literal["dapo", "grpo", "dr_grpo"], longest: int) -> list[float]:
-    """The weight of each token of an answer in the step's loss, which is a sum. `lengths`: tokens of all answers of the step
-    with a reward, also of those whose advantage is 0; 0 for those that are left out; `longest`: most tokens of an answer.
+def weights(
+    lengths: Sequence[int], loss_type: Literal["dapo", "grpo", "dr_grpo"], longest: int
+) -> list[float]:
+    """The weight of each token of an answer in the step's loss, which is a sum.
 
-    dapo: one over all tokens (Yu et al., DAPO, 2025, equation 8). grpo: one over answers times the answer's tokens
-    (DeepSeekMath, equation 3). dr_grpo: one over answers times the most tokens (Dr. GRPO, section 3.2).
+    `lengths`: tokens of all answers of the step with a reward, also of those whose advantage is 0;
+    0 for those that are left out; `longest`: most tokens of an answer.
+
+    dapo: one over all tokens (Yu et al., DAPO, 2025, equation 8). grpo: one over answers times the
+    answer's tokens (DeepSeekMath, equation 3). dr_grpo: one over answers times the most tokens (Dr.
+    GRPO, section 3.2).
     """
-    count, tokens = max(1, len(lengths)), max(1, sum(lengths))
+    count = max(1, len(lengths))
+    tokens = max(1, sum(lengths))
     match loss_type:
         case "dapo":
             return [1.0 / tokens] * len(lengths)

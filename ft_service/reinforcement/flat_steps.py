@@ -12,26 +12,34 @@ _SHOWN = 200
 
 
 def is_flat(group: AnsweredPrompt) -> bool:
-    """Whether a group's rewards are the same, so that none of its answers is better than another."""
+    """Whether a group's rewards are the same, so that none of its answers is better than
+    another.
+    """
     return not any(advantages(group.rewards, "none"))
 
 
 def flat_steps(groups: list[AnsweredPrompt], before: int) -> int:
-    """The number of flat steps in a row up to a step with these groups, which follows on `before` of them."""
+    """The number of flat steps in a row up to a step with these groups, which follows on `before`
+    of them.
+    """
     return before + 1 if groups and all(map(is_flat, groups)) else 0
 
 
 def flat_text(record: StepRecord) -> str | None:
     """What the job's user is told with a step's record, with two of its answers. None: nothing."""
-    step, count = record.head.step, record.head.flat_steps
+    step = record.head.step
+    count = record.head.flat_steps
     if count != TOLD_AFTER:
         return None
     group = record.groups[0]
     shown = "; ".join(f"{_words(answer)!r}: {_reward(answer)}" for answer in group.answers[:2])
     return (
-        f"Steps {step - count + 1} to {step}: in none of their groups of answers do the rewards differ, so that nothing is "
-        f"learned from them. Two answers to prompt {group.prompt + 1} and their rewards: {shown}. If right answers get the "
-        "same reward as wrong ones, mend the grader; else give prompts of which the model answers some rightly, more "
+        f"Steps {step - count + 1} to {step}: in none of their groups of answers do the rewards "
+        "differ, so that nothing is "
+        f"learned from them. Two answers to prompt {group.prompt + 1} and their rewards: {shown}. "
+        "If right answers get the "
+        "same reward as wrong ones, mend the grader; else give prompts of which the model answers "
+        "some rightly, more "
         "num_generations, or a higher temperature."
     )
 

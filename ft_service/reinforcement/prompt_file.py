@@ -1,6 +1,8 @@
-"""The prompts of a job as tokens, with their items: a file of the run directory that the job's ranks write once.
+"""The prompts of a job as tokens, with their items: a file of the run directory that the job's
+ranks write once.
 
-The ranks tokenise, with the versions and the chat template that they train with; the service samples from these very tokens.
+The ranks tokenise, with the versions and the chat template that they train with; the service
+samples from these very tokens.
 """
 
 from __future__ import annotations
@@ -49,12 +51,17 @@ class PromptHeader:
 
     @classmethod
     def of_json(cls, value: dict[str, Any]) -> PromptHeader:
-        """The header of its fields; those of the format stand beside the others in files of ft-service 0.2."""
+        """The header of its fields; those of the format stand beside the others in files of
+        ft-service 0.2.
+        """
         counts = {name: value[name] for name in ("ends", "training", "validation")}
         return cls(**counts, answers=AnswerFormat.of_json(value.get("answers", value)))
 
     def read(self, text: str, prompt: PromptTokens) -> Answer:
-        """The parts of an answer to a prompt. `text`: with special tokens, without the token that ends it."""
+        """The parts of an answer to a prompt.
+
+        `text`: with special tokens, without the token that ends it.
+        """
         return self.answers.read(text, tools=prompt.tools, closing=prompt.closing)
 
 
@@ -74,7 +81,10 @@ def write_prompts(run: RunDir, header: PromptHeader, prompts: Iterable[PromptTok
 
 
 class PromptFile:
-    """The file, open to be read; a prompt is read when it is asked for. 8 bytes of memory for each prompt."""
+    """The file, open to be read; a prompt is read when it is asked for.
+
+    8 bytes of memory for each prompt.
+    """
 
     def __init__(self, run: RunDir) -> None:
         """Raises FileNotFoundError if the ranks have not written it yet."""
@@ -88,7 +98,9 @@ class PromptFile:
                 place += len(line)
         self.header = PromptHeader.of_json(head)
         if len(places) != self.header.training + self.header.validation:
-            raise DataError(f"{PROMPTS}: it has {len(places)} prompts, and its header says otherwise.")
+            raise DataError(
+                f"{PROMPTS}: it has {len(places)} prompts, and its header says otherwise."
+            )
         self._places = np.array(places, dtype=np.int64)
 
     def training(self, index: int) -> PromptTokens:

@@ -42,7 +42,9 @@ class RolloutSchedule:
             prompts=prompts,
             batch=training.batch,
             total_steps=steps,
-            eval_interval=min(MOST_EVAL_INTERVAL, of_epoch) if options.eval_interval is None else options.eval_interval,
+            eval_interval=min(MOST_EVAL_INTERVAL, of_epoch)
+            if options.eval_interval is None
+            else options.eval_interval,
             save_interval=spec.checkpoint.interval(of_epoch, steps),
             keep_every=spec.checkpoint.keep_every,
             validates=validation > 0,
@@ -61,7 +63,9 @@ class RolloutSchedule:
         return [int(number) for number in order[place * self.batch : (place + 1) * self.batch]]
 
     def sampled_from(self, step: int) -> int:
-        """Number of steps after which the weights were saved that a step's answers are sampled from."""
+        """Number of steps after which the weights were saved that a step's answers are sampled
+        from.
+        """
         return max(0, step - 1 - (self.steps_ahead if step <= self.total_steps else 0))
 
     def is_evaluated(self, after: int) -> bool:

@@ -1,11 +1,14 @@
-"""The commands to the ranks that follow from a step's record, and the metrics that it is reported with. Pure.
+"""The commands to the ranks that follow from a step's record, and the metrics that it is reported
+with. Pure.
 
-    checkpoint?  forward_backward…  optim_step  save_weights_for_sampler         the last record: checkpoint?  finish
+    checkpoint?  forward_backward…  optim_step  save_weights_for_sampler         the last record:
+    checkpoint?  finish
 
-The loss of a token with advantage A is -sg(min(r, cap)) lp A, where r = exp(lp - q), lp is its log-probability by the trainer
-and q by the sampler, both at the temperature of sampling, since what is drawn from is the policy whose reward is to rise: the
-policy gradient with truncated importance sampling. It is the CISPO of ft_service/tinker without a
-lower bound. What counts as the mean over a step is in the advantages.
+The loss of a token with advantage A is -sg(min(r, cap)) lp A, where r = exp(lp - q), lp is its
+log-probability by the trainer and q by the sampler, both at the temperature of sampling, since what
+is drawn from is the policy whose reward is to rise: the policy gradient with truncated importance
+sampling. It is the CISPO of ft_service/tinker without a lower bound. What counts as the mean over a
+step is in the advantages.
 """
 
 from __future__ import annotations
@@ -20,7 +23,12 @@ import numpy as np
 from ft_service.reinforcement.advantages import advantages, weights
 from ft_service.reinforcement.flat_steps import is_flat
 from ft_service.reinforcement.schedule import RolloutSchedule
-from ft_service.reinforcement.step_records import AnsweredPrompt, SampledAnswer, StepRecord, mean_reward
+from ft_service.reinforcement.step_records import (
+    AnsweredPrompt,
+    SampledAnswer,
+    StepRecord,
+    mean_reward,
+)
 from ft_service.spec import JobSpec
 from ft_service.spec.methods import ReinforcementOptions
 from ft_service.tinker import tinker_messages_pb2 as pb
@@ -30,7 +38,9 @@ from ft_service.tinker.loss_calls import CLIP_HIGH, CLIP_LOW
 DATA_OF_COMMAND = 256
 """Answers of one command, at most."""
 TOKENS_OF_COMMAND = 2**20
-"""Tokens of one command, at most, unless one answer with its prompt has more: a token takes 20 bytes of the command's file."""
+"""Tokens of one command, at most, unless one answer with its prompt has more: a token takes 20
+bytes of the command's file.
+"""
 
 
 def first_commands(job_id: str) -> list[Command]:
@@ -46,7 +56,8 @@ def sampler_name(after: int) -> str:
 def commands_of(record: StepRecord, spec: JobSpec, schedule: RolloutSchedule) -> list[Command]:
     """The commands of a record, in their order."""
     assert spec.reinforcement is not None, "the job's method is reinforcement"
-    head, seq = record.head, record.head.first_seq
+    head = record.head
+    seq = record.head.first_seq
     commands: list[Command] = []
 
     def add(op: str, options: Mapping[str, Any], body: bytes = b"") -> None:
@@ -54,14 +65,24 @@ def commands_of(record: StepRecord, spec: JobSpec, schedule: RolloutSchedule) ->
 
     valid = record.valid_mean_reward
     if head.step > 1 and (head.saves or valid is not None):
-        add("checkpoint", {"criterion": None if valid is None else -valid, "saves": head.saves or head.ends})
+        add(
+            "checkpoint",
+            {"criterion": None if valid is None else -valid, "saves": head.saves or head.ends},
+        )
     if head.ends:
-        add("finish", {"report": {"total_steps": schedule.total_steps, "more": _validation_metrics(record)}})
+        add(
+            "finish",
+            {"report": {"total_steps": schedule.total_steps, "more": _validation_metrics(record)}},
+        )
         return commands
     data = list(_data(record, spec.reinforcement, spec.longest_answer))
     at = {} if head.temperature == 1 else {TEMPERATURE: head.temperature}
     for part in _parts(data):
-        add("forward_backward", at, _message(part, spec.reinforcement).SerializeToString(deterministic=True))
+        add(
+            "forward_backward",
+            at,
+            _message(part, spec.reinforcement).SerializeToString(deterministic=True),
+        )
     report = {
         "total_steps": schedule.total_steps,
         "epoch": head.step / schedule.steps_of_epoch,
@@ -74,7 +95,8 @@ def commands_of(record: StepRecord, spec: JobSpec, schedule: RolloutSchedule) ->
 
 def metrics_of(record: StepRecord, trained: int) -> dict[str, float]:
     """Metrics of a step's answers. `trained`: number of answers that are trained on."""
-    answers, head = record.answers, record.head
+    answers = record.answers
+    head = record.head
     if not answers:
         return {}
     known = [answer.reward for answer in answers if answer.reward is not None]
@@ -92,7 +114,9 @@ def metrics_of(record: StepRecord, trained: int) -> dict[str, float]:
     if known:
         found = {"train_mean_reward": fmean(known), "train_reward_std": pstdev(known), **found}
     kinds = Counter(kind for answer in answers for kind in answer.errors)
-    found |= {f"grader/errors/{kind}": count / len(answers) for kind, count in sorted(kinds.items())}
+    found |= {
+        f"grader/errors/{kind}": count / len(answers) for kind, count in sorted(kinds.items())
+    }
     return found
 
 
@@ -112,8 +136,11 @@ def save_command(seq: int, after: int) -> Command:
 
 
 def _data(record: StepRecord, options: ReinforcementOptions, longest: int) -> Iterator[pb.Datum]:
-    """The answers whose advantage is not 0. Of those that the loss leaves out since they were cut off it is a mean over the
-    answers, but not over their tokens, as TRL has it."""
+    """The answers whose advantage is not 0.
+
+    Of those that the loss leaves out since they were cut off it is a mean over the answers, but not
+    over their tokens, as TRL has it.
+    """
 
     def is_left_out(answer: SampledAnswer) -> bool:
         return options.mask_truncated_completions and answer.truncated
@@ -122,7 +149,11 @@ def _data(record: StepRecord, options: ReinforcementOptions, longest: int) -> It
     weight_of = dict(
         zip(
             map(id, counted),
-            weights([0 if is_left_out(a) else len(a.tokens) for a in counted], options.loss_type, longest),
+            weights(
+                [0 if is_left_out(a) else len(a.tokens) for a in counted],
+                options.loss_type,
+                longest,
+            ),
             strict=True,
         )
     )
@@ -133,8 +164,11 @@ def _data(record: StepRecord, options: ReinforcementOptions, longest: int) -> It
                 continue
             of_tokens = np.full(len(answer.tokens), advantage)
             if options.beta and answer.reference is not None:
-                # An estimate of the divergence, as part of the reward (Ziegler et al., 2019, equation 2).
-                of_tokens -= options.beta * (np.asarray(answer.logprobs) - np.asarray(answer.reference))
+                # An estimate of the divergence, as part of the reward (Ziegler et al., 2019,
+                # equation 2).
+                of_tokens -= options.beta * (
+                    np.asarray(answer.logprobs) - np.asarray(answer.reference)
+                )
             if of_tokens.any():
                 yield _datum(group, answer, of_tokens * weight_of[id(answer)])
 
@@ -147,7 +181,8 @@ def _parts(data: Sequence[pb.Datum]) -> Iterator[list[pb.Datum]]:
         own = len(datum.model_input[0].encoded_text.tokens) // 4  # int32
         if part and (len(part) == DATA_OF_COMMAND or tokens + own > TOKENS_OF_COMMAND):
             yield part
-            part, tokens = [], 0
+            part = []
+            tokens = 0
         part.append(datum)
         tokens += own
     if part:
@@ -161,7 +196,10 @@ def _datum(group: AnsweredPrompt, answer: SampledAnswer, own: np.ndarray) -> pb.
     datum.model_input.add().encoded_text.tokens = np.asarray(whole[:-1], "<i4").tobytes()
     arrays: Mapping[str, tuple[int, np.ndarray]] = {
         "target_tokens": (pb.DTYPE_INT64, np.asarray(whole[1:], "<i8")),
-        "logprobs": (pb.DTYPE_FLOAT32, np.concatenate([np.zeros(before), answer.logprobs]).astype("<f4")),
+        "logprobs": (
+            pb.DTYPE_FLOAT32,
+            np.concatenate([np.zeros(before), answer.logprobs]).astype("<f4"),
+        ),
         "advantages": (pb.DTYPE_FLOAT32, np.concatenate([np.zeros(before), own]).astype("<f4")),
     }
     for name, (dtype, values) in arrays.items():

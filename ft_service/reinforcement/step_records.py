@@ -1,9 +1,10 @@
 """Records of steps: what was sampled and graded, stored before anything is trained on it.
 
-rollouts/step-000001.jsonl.zst     the record's head, then a line for each group of answers, then one for each validation prompt
+rollouts/step-000001.jsonl.zst     the record's head, then a line for each group of answers, then
+one for each validation prompt
 
-A record is written once and says all that the step's commands are made of, so that a service that is killed makes the same ones
-again. The record behind the last step ends the job.
+A record is written once and says all that the step's commands are made of, so that a service that
+is killed makes the same ones again. The record behind the last step ends the job.
 """
 
 from __future__ import annotations
@@ -53,7 +54,9 @@ class SampledAnswer(Line):
     scores: Mapping[str, float] = {}
     """Name → score of each single grader."""
     reference: Sequence[float] | None = None
-    """Log-probabilities of the tokens by the model that training started from; None: not asked for."""
+    """Log-probabilities of the tokens by the model that training started from; None: not asked
+    for.
+    """
 
     @property
     def sample(self) -> Sample:
@@ -87,11 +90,16 @@ class RecordHead(Line):
     sampled_from: int
     """Number of steps after which the sampled weights were saved."""
     temperature: float = 1.0
-    """Of the answers' log-probabilities. Up to 0.2 they were those at 1, whatever was drawn from."""
+    """Of the answers' log-probabilities.
+
+    Up to 0.2 they were those at 1, whatever was drawn from.
+    """
     groups: int
     """Number of lines with answers to train on."""
     flat_steps: int = 0
-    """Steps in a row, up to this one, in none of whose groups the rewards differ (flat_steps.py)."""
+    """Steps in a row, up to this one, in none of whose groups the rewards differ
+    (flat_steps.py).
+    """
     saves: bool = False
     """Whether a checkpoint is due before the step."""
     ends: bool = False
@@ -137,14 +145,19 @@ def recorded_steps(run: RunDir) -> list[int]:
 
 
 def write_record(run: RunDir, record: StepRecord) -> bool:
-    """Store a record unless the step has one. Returns whether it is new. Raises OSError, and DataError for one that is larger
-    than what is read."""
+    """Store a record unless the step has one.
+
+    Returns whether it is new. Raises OSError, and DataError for one that is larger than what is
+    read.
+    """
     lines = [record.head, *record.groups, *record.validation]
     body = "".join(line.model_dump_json(exclude_none=True) + "\n" for line in lines).encode()
     if len(body) > MOST_BYTES:
         raise DataError(
-            f"The {len(record.answers):,} answers of step {record.head.step} take {len(body):,} bytes, and a record has at "
-            f"most {MOST_BYTES:,}. Give another job a lower batch_size, num_generations or max_completion_length."
+            f"The {len(record.answers):,} answers of step {record.head.step} take {len(body):,} "
+            "bytes, and a record has at "
+            f"most {MOST_BYTES:,}. Give another job a lower batch_size, num_generations or "
+            "max_completion_length."
         )
     return run.put_if_absent(record_key(record.head.step), compressed(body))
 
@@ -156,8 +169,10 @@ def read_record(run: RunDir, step: int) -> StepRecord | None:
 
 
 def record_lines(run: RunDir, step: int, most: int) -> list[bytes] | None:
-    """The lines of a step's record; None: it has none, or one of more than `most` bytes. Raises UnreadableDocumentError for a
-    file that is none."""
+    """The lines of a step's record; None: it has none, or one of more than `most` bytes.
+
+    Raises UnreadableDocumentError for a file that is none.
+    """
     key = record_key(step)
     if (run.size(key) or 0) > most or (body := run.get(key, most)) is None:
         return None
@@ -178,7 +193,9 @@ def parse_record(step: int, lines: Sequence[bytes]) -> StepRecord:
 
 
 def _no_record(step: int, error: Exception) -> UnreadableDocumentError:
-    return UnreadableDocumentError(record_key(step), f"it is no record of a step ({type(error).__name__})")
+    return UnreadableDocumentError(
+        record_key(step), f"it is no record of a step ({type(error).__name__})"
+    )
 
 
 def compressed(body: bytes) -> bytes:
@@ -188,7 +205,10 @@ def compressed(body: bytes) -> bytes:
 
 
 def expanded(body: bytes, most: int) -> list[bytes] | None:
-    """The lines of what was compressed; None: they have more than `most` bytes. Raises ValueError for anything else."""
+    """The lines of what was compressed; None: they have more than `most` bytes.
+
+    Raises ValueError for anything else.
+    """
     import zstandard
 
     try:

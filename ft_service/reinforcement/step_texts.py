@@ -1,9 +1,11 @@
-"""Texts of a step's answers with their rewards, for people: kept apart from the tokens that the step's commands are made of.
+"""Texts of a step's answers with their rewards, for people: kept apart from the tokens that the
+step's commands are made of.
 
-rollouts/step-000001.texts.jsonl.zst     what the step is, then a line for each prompt, then one for each validation prompt
+rollouts/step-000001.texts.jsonl.zst     what the step is, then a line for each prompt, then one for
+each validation prompt
 
-They follow from the step's record and are written behind it. A view reads only these files, each of which has a limit in bytes,
-and begins no further step once it has parsed MOST_READ.
+They follow from the step's record and are written behind it. A view reads only these files, each of
+which has a limit in bytes, and begins no further step once it has parsed MOST_READ.
 """
 
 from __future__ import annotations
@@ -91,7 +93,9 @@ class StepTexts(Line):
 
     def first(self, most: int) -> StepTexts:
         """The first prompts, and answers of each."""
-        prompts, validation = ([_first(own, most) for own in part[:most]] for part in (self.prompts, self.validation))
+        prompts, validation = (
+            [_first(own, most) for own in part[:most]] for part in (self.prompts, self.validation)
+        )
         return self.model_copy(update={"prompts": prompts, "validation": validation})
 
 
@@ -103,14 +107,19 @@ def write_texts(run: RunDir, record: StepRecord) -> None:
     texts = StepTexts.of(record)
     counts = {"prompts_kept": len(texts.prompts), "validation_kept": len(texts.validation)}
     facts = {**texts.model_dump(mode="json", exclude={"prompts", "validation"}), **counts}
-    lines = [json.dumps(facts), *(own.model_dump_json(exclude_none=True) for own in (*texts.prompts, *texts.validation))]
+    lines = [
+        json.dumps(facts),
+        *(own.model_dump_json(exclude_none=True) for own in (*texts.prompts, *texts.validation)),
+    ]
     run.put_if_absent(key, compressed("".join(f"{line}\n" for line in lines).encode()))
 
 
 def read_texts(run: RunDir, steps: Iterable[int], most: int) -> Iterator[StepTexts]:
-    """Yield the texts of steps, in their order: the first `most` prompts of each file, and answers of each prompt. It ends
-    early once MOST_READ bytes are parsed. Left out are steps that are gone, and those whose record is larger than that and has
-    no texts, since it is older than they are. Raises UnreadableDocumentError for a file that is none."""
+    """Yield the texts of steps, in their order: the first `most` prompts of each file, and answers
+    of each prompt. It ends early once MOST_READ bytes are parsed. Left out are steps that are gone,
+    and those whose record is larger than that and has no texts, since it is older than they are.
+    Raises UnreadableDocumentError for a file that is none.
+    """
     left = MOST_READ
     for step in steps:
         if left <= 0:
@@ -141,7 +150,9 @@ def _read(run: RunDir, step: int, most: int) -> tuple[StepTexts | None, int]:
         read = {"prompts": _parsed(prompts, most), "validation": _parsed(validation, most)}
         texts = StepTexts.model_validate({**facts, **read})
     except (ValueError, LookupError, TypeError) as error:
-        raise UnreadableDocumentError(key, f"it has no texts of a step ({type(error).__name__})") from None
+        raise UnreadableDocumentError(
+            key, f"it has no texts of a step ({type(error).__name__})"
+        ) from None
     return texts, sum(map(len, (lines[0], *prompts, *validation)))
 
 

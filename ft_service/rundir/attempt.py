@@ -1,8 +1,9 @@
-"""Keys and documents of one attempt, below `attempts/<n>/` of its run directory (directory.py lists them with their writers).
+"""Keys and documents of one attempt, below `attempts/<n>/` of its run directory (directory.py lists
+them with their writers).
 
-Only this module spells such a key. An attempt on one node keeps everything in `attempts/<n>/`. Of several nodes, each keeps its
-own files in `attempts/<n>/nodes/<k>/`; the documents that all ranks share (start, control, stop, outcome, events) stay in
-`attempts/<n>/`.
+Only this module spells such a key. An attempt on one node keeps everything in `attempts/<n>/`. Of
+several nodes, each keeps its own files in `attempts/<n>/nodes/<k>/`; the documents that all ranks
+share (start, control, stop, outcome, events) stay in `attempts/<n>/`.
 """
 
 from __future__ import annotations
@@ -99,9 +100,9 @@ class _ExitRecord:
 class Attempt(_ExitRecord):
     """Documents of one attempt. Readers return None for a document that does not exist.
 
-    Readers raise UnreadableDocumentError, except those of documents that say how the attempt ended: an unreadable one counts as
-    an end of its own, so that every attempt has an end. A writer that returns bool writes only if the document does not exist;
-    True means that this call wrote it.
+    Readers raise UnreadableDocumentError, except those of documents that say how the attempt ended:
+    an unreadable one counts as an end of its own, so that every attempt has an end. A writer that
+    returns bool writes only if the document does not exist; True means that this call wrote it.
     """
 
     def __init__(self, run: RunDir, number: int, *, job_id: str | None = None) -> None:
@@ -116,7 +117,9 @@ class Attempt(_ExitRecord):
 
     @property
     def job_id(self) -> str:
-        """Id of the job. Raises FileNotFoundError if it was not passed and there is no start.json."""
+        """Id of the job. Raises FileNotFoundError if it was not passed and there is no
+        start.json.
+        """
         if self._job_id is None:
             start = self.read_start()
             if start is None:
@@ -144,8 +147,8 @@ class Attempt(_ExitRecord):
     def settle_start(self, start: Start) -> None:
         """Write start.json, unless an equal one exists; its generation and checkpoint may differ.
 
-        A different one, which a worker of an earlier attempt may have put there in advance, is replaced. Only for an attempt
-        without running processes.
+        A different one, which a worker of an earlier attempt may have put there in advance, is
+        replaced. Only for an attempt without running processes.
         """
         if self.write_start(start):
             return
@@ -175,7 +178,9 @@ class Attempt(_ExitRecord):
         self.run.write(self.keys.presence, presence)
 
     def read_outcome(self) -> Outcome | None:
-        """Read the ranks' outcome; an unreadable one counts as a failure whose error names the file."""
+        """Read the ranks' outcome; an unreadable one counts as a failure whose error names the
+        file.
+        """
         try:
             return self.run.read(self.keys.outcome, Outcome, MOST_BYTES)
         except UnreadableDocumentError as error:
@@ -193,7 +198,10 @@ class Attempt(_ExitRecord):
         return {index: ended for index, ended in exits.items() if ended is not None}
 
     def read_result(self) -> Result | None:
-        """Read result.json if this attempt wrote it. None also if it is unreadable: then its attempt is unknown."""
+        """Read result.json if this attempt wrote it.
+
+        None also if it is unreadable: then its attempt is unknown.
+        """
         result = self.run.readable(RESULT, Result, MOST_BYTES)
         return result if result is not None and result.attempt == self.number else None
 
@@ -257,7 +265,9 @@ class AttemptNode(_ExitRecord):
 
 
 def unreadable_exit(error: UnreadableDocumentError) -> Exit:
-    """Return the exit record of an attempt with an unreadable document: it is lost, and may be retried."""
+    """Return the exit record of an attempt with an unreadable document: it is lost, and may be
+    retried.
+    """
     return Exit(code=1, reason=ExitReason.UNREADABLE, message=error.message, error=_info(error))
 
 
@@ -268,4 +278,6 @@ def _info(error: UnreadableDocumentError) -> ErrorInfo:
 def last_attempt(run: RunDir) -> int:
     """Return the highest attempt number with a start.json; 0: none."""
     started = (key.split("/") for key in run.list(ATTEMPTS) if key.endswith("/start.json"))
-    return max((int(parts[1]) for parts in started if len(parts) == 3 and parts[1].isdigit()), default=0)
+    return max(
+        (int(parts[1]) for parts in started if len(parts) == 3 and parts[1].isdigit()), default=0
+    )

@@ -1,8 +1,10 @@
-"""Exit record of an attempt, decided from what it left in the run directory. Pure, except `recorded_exit`.
+"""Exit record of an attempt, decided from what it left in the run directory.
 
-torchrun returns 1 for nearly every failure, whatever its workers returned. Success, a stop and a permanent failure are
-therefore what the ranks wrote; torchrun's return code only separates a killed torchrun from a failed rank where the ranks wrote
-nothing.
+Pure, except `recorded_exit`.
+
+torchrun returns 1 for nearly every failure, whatever its workers returned. Success, a stop and a
+permanent failure are therefore what the ranks wrote; torchrun's return code only separates a killed
+torchrun from a failed rank where the ranks wrote nothing.
 """
 
 from __future__ import annotations
@@ -48,7 +50,9 @@ _REASON_OF_CODE: dict[str | None, ExitReason] = {
 """`error.code` of an outcome → exit reason."""
 
 OWN_SHARE = 0.8
-"""Part of the memory from which on an attempt was too large by itself when the memory ran out: two such cannot be at once."""
+"""Part of the memory from which on an attempt was too large by itself when the memory ran out: two
+such cannot be at once.
+"""
 _RANK_PREFIX = re.compile(r"^\[rank\d+\]:\s*")
 _FAILED_RANK = re.compile(r"failed \(exitcode: (-?\d+)\) local_rank: (\d+)")
 _RANK_NUMBERS = re.compile(r"^\s*rank\s*: (\d+) \(local_rank: (\d+)\)", re.MULTILINE)
@@ -86,7 +90,9 @@ class Evidence:
     unreadable: UnreadableDocumentError | None = None
     """Error of a document that the attempt needs, or that would say how it ended."""
     room: str | None = None
-    """Sentence for the user that the disk is full; None: it is not, or the attempt did not end because of it."""
+    """Sentence for the user that the disk is full; None: it is not, or the attempt did not end
+    because of it.
+    """
     failed_rank: FailedRank | None = None
     log_tail: str = ""
     """Last lines of the failed rank's stderr, or of torchrun's output."""
@@ -109,18 +115,23 @@ class FailedRank:
 
 
 def find_failed_rank(torchrun_log: str, first_rank: int = 0) -> FailedRank | None:
-    """Return the first failed rank that torchrun's output names, one that was killed before those that lost it; None: it names
-    none.
+    """Return the first failed rank that torchrun's output names, one that was killed before those
+    that lost it; None: it names none.
 
-    `first_rank`: number of the node's first rank, used where torchrun did not print the rank's global number. torchrun numbers
-    nodes in the order in which they meet, so its own number comes first.
+    `first_rank`: number of the node's first rank, used where torchrun did not print the rank's
+    global number. torchrun numbers nodes in the order in which they meet, so its own number comes
+    first.
     """
     match = _FAILED_RANK.search(torchrun_log)
     if match is None:
         return None
     own = set(_KILLED_BY_TORCHRUN.findall(torchrun_log))
-    killed = next((found for found in _KILLED_RANK.finditer(torchrun_log) if found[3] not in own), None)
-    exitcode, local = (int(match[1]), int(match[2])) if killed is None else (int(killed[2]), int(killed[1]))
+    killed = next(
+        (found for found in _KILLED_RANK.finditer(torchrun_log) if found[3] not in own), None
+    )
+    exitcode, local = (
+        (int(match[1]), int(match[2])) if killed is None else (int(killed[2]), int(killed[1]))
+    )
     numbers = {int(match[2]): int(match[1]) for match in _RANK_NUMBERS.finditer(torchrun_log)}
     return FailedRank(rank=numbers.get(local, first_rank + local), exitcode=exitcode, local=local)
 
@@ -132,7 +143,9 @@ def exit_of(reason: ExitReason, message: str, error: ErrorInfo | None = None) ->
 
 def succeeded_exit(result: Result) -> Exit:
     """Return the exit record of an attempt that left a result."""
-    return exit_of(ExitReason.SUCCEEDED, f"Training has finished after {counted(result.steps, 'step')}.")
+    return exit_of(
+        ExitReason.SUCCEEDED, f"Training has finished after {counted(result.steps, 'step')}."
+    )
 
 
 def killed_exit(reason: str) -> Exit:
@@ -148,8 +161,9 @@ def killed_exit(reason: str) -> Exit:
 def decide_exit(seen: Evidence) -> Exit:
     """Return the attempt's exit record; with several nodes, this node's.
 
-    A result means success even if the ranks were killed afterwards. Then come a cancellation, the ranks' agreement to stop, and
-    of several failures the one that happened first (failure_origin.py).
+    A result means success even if the ranks were killed afterwards. Then come a cancellation, the
+    ranks' agreement to stop, and of several failures the one that happened first
+    (failure_origin.py).
     """
     if seen.result is not None:
         return succeeded_exit(seen.result)
@@ -159,7 +173,10 @@ def decide_exit(seen: Evidence) -> Exit:
     if reported is not None and reported.reason is ExitReason.STOPPED:
         return reported
     if seen.forced == "sealed":
-        return reported or exit_of(ExitReason.WORKER_KILLED, "The attempt was already over; its last processes were killed.")
+        return reported or exit_of(
+            ExitReason.WORKER_KILLED,
+            "The attempt was already over; its last processes were killed.",
+        )
     if seen.unreadable is not None:
         return unreadable_exit(seen.unreadable)
     exits = [reported] if reported is not None else []
@@ -170,16 +187,28 @@ def decide_exit(seen: Evidence) -> Exit:
     elif reported is None or (seen.failed_rank is not None and seen.failed_rank.exitcode < 0):
         exits.append(_exit_unreported(seen))
     ended = first_cause(exits) or exits[0]
-    return without_room(ended, seen.room) if seen.room is not None and seen.outcome is None else ended
+    return (
+        without_room(ended, seen.room) if seen.room is not None and seen.outcome is None else ended
+    )
 
 
 def without_room(ended: Exit, room: str) -> Exit:
-    """Return a DISK_FULL record in place of one that only says that a worker failed or was killed. `room`: sentence for the
-    user."""
-    if ended.reason not in (ExitReason.WORKER_ERROR, ExitReason.WORKER_KILLED, ExitReason.LAUNCH_FAILED):
+    """Return a DISK_FULL record in place of one that only says that a worker failed or was killed.
+
+    `room`: sentence for the user.
+    """
+    if ended.reason not in (
+        ExitReason.WORKER_ERROR,
+        ExitReason.WORKER_KILLED,
+        ExitReason.LAUNCH_FAILED,
+    ):
         return ended
     traceback, rank = (ended.error.traceback, ended.error.rank) if ended.error else (None, None)
-    return exit_of(ExitReason.DISK_FULL, room, ErrorInfo(code=DISK_FULL, message=room, traceback=traceback, rank=rank))
+    return exit_of(
+        ExitReason.DISK_FULL,
+        room,
+        ErrorInfo(code=DISK_FULL, message=room, traceback=traceback, rank=rank),
+    )
 
 
 @dataclass(frozen=True)
@@ -203,8 +232,8 @@ class AttemptRecords:
 def conclude(records: AttemptRecords) -> Exit:
     """Return the exit record of an attempt on several nodes.
 
-    The order of causes is that of `decide_exit`. Of equal causes on two nodes, the node with the lower number counts: the
-    clocks of two hosts are never compared.
+    The order of causes is that of `decide_exit`. Of equal causes on two nodes, the node with the
+    lower number counts: the clocks of two hosts are never compared.
     """
     if records.result is not None:
         return succeeded_exit(records.result)
@@ -219,40 +248,62 @@ def conclude(records: AttemptRecords) -> Exit:
     if reported is not None:
         exits = [reported, *exits]
     elif missing:
-        exits.append(exit_of(ExitReason.WORKER_KILLED, f"Of {records.nodes} nodes these left no exit record: {missing}."))
+        exits.append(
+            exit_of(
+                ExitReason.WORKER_KILLED,
+                f"Of {records.nodes} nodes these left no exit record: {missing}.",
+            )
+        )
     return first_cause(exits) or _worker_error("The ranks left without saying how training ended.")
 
 
 def is_conclusive(ended: Exit, records: AttemptRecords) -> bool:
-    """Return whether what `conclude` made of the records comes before any evidence of the cluster: the ranks agreed on it, or a
-    rank raised an error of its own. Other errors often follow from a cause that ranks cannot see."""
+    """Return whether what `conclude` made of the records comes before any evidence of the cluster:
+    the ranks agreed on it, or a rank raised an error of its own. Other errors often follow from a
+    cause that ranks cannot see.
+    """
     if ended.reason is ExitReason.STOPPED:
         return records.outcome is not None
-    return ended.reason in (ExitReason.SUCCEEDED, ExitReason.CANCELLED) or cause_of(ended) in (Cause.REFUSED, Cause.ERROR)
+    return ended.reason in (ExitReason.SUCCEEDED, ExitReason.CANCELLED) or cause_of(ended) in (
+        Cause.REFUSED,
+        Cause.ERROR,
+    )
 
 
 def recorded_exit(attempt: Attempt, judge: Callable[[AttemptRecords], Exit | None]) -> Exit | None:
-    """Return how an attempt ended whose processes are gone: by its exit record, else by `judge` from what its nodes left."""
+    """Return how an attempt ended whose processes are gone: by its exit record, else by `judge`
+    from what its nodes left.
+    """
     try:
         start = attempt.read_start()
     except UnreadableDocumentError as error:
         return attempt.read_exit() or unreadable_exit(error)
-    ended, result = attempt.read_exit(), attempt.read_result()
+    ended = attempt.read_exit()
+    result = attempt.read_result()
     if start is None or (ended is not None and result is None):
         return ended
-    exits, trained = attempt.read_node_exits(start.nodes), attempt.has_segment(0)
+    exits = attempt.read_node_exits(start.nodes)
+    trained = attempt.has_segment(0)
     return judge(AttemptRecords(start.nodes, exits, attempt.read_outcome(), result, trained))
 
 
 def _exit_by_outcome(outcome: Outcome) -> Exit:
     if outcome.kind is OutcomeKind.STOPPED:
-        where = f"at checkpoint {outcome.checkpoint}" if outcome.checkpoint else "before the first checkpoint"
+        where = (
+            f"at checkpoint {outcome.checkpoint}"
+            if outcome.checkpoint
+            else "before the first checkpoint"
+        )
         return exit_of(ExitReason.STOPPED, f"Training has stopped {where}.")
     if outcome.kind is OutcomeKind.SUCCEEDED:
         return _worker_error("The ranks said that training succeeded, but left no result.json.")
     message = outcome.error.message if outcome.error else "A rank failed and did not say why."
     code = outcome.error.code if outcome.error else None
-    reason = ExitReason.PERMANENT_ERROR if outcome.permanent else _REASON_OF_CODE.get(code, ExitReason.WORKER_ERROR)
+    reason = (
+        ExitReason.PERMANENT_ERROR
+        if outcome.permanent
+        else _REASON_OF_CODE.get(code, ExitReason.WORKER_ERROR)
+    )
     return exit_of(reason, message, outcome.error)
 
 
@@ -266,7 +317,9 @@ def _exit_unreported(seen: Evidence) -> Exit:
         return _killed(seen, f"torchrun{_node(seen)}", -seen.returncode)
     if seen.failed_rank is not None:
         return _exit_of_rank(seen, seen.failed_rank)
-    if seen.returncode == 0 and seen.nodes > 1:  # rank 0 writes the outcome, perhaps on another node
+    if (
+        seen.returncode == 0 and seen.nodes > 1
+    ):  # rank 0 writes the outcome, perhaps on another node
         return exit_of(ExitReason.SUCCEEDED, "The ranks of this node are done.")
     if seen.returncode == 0:
         return _worker_error("The ranks left without saying how training ended.", seen)
@@ -279,16 +332,23 @@ def _exit_of_rank(seen: Evidence, failed: FailedRank) -> Exit:
         return _exit_by_log(seen, who, failed.rank)
     if failed.exitcode == -signal.SIGABRT and seen.nccl_gave_up is not None:
         name = signal_name(-failed.exitcode)
-        message = f"{who} waited for another rank in vain, and NCCL aborted it ({name}): {seen.nccl_gave_up}"
-        error = ErrorInfo(code=COLLECTIVE_TIMEOUT, message=message, traceback=seen.log_tail, rank=failed.rank)
+        message = (
+            f"{who} waited for another rank in vain, and NCCL aborted it ({name}): "
+            f"{seen.nccl_gave_up}"
+        )
+        error = ErrorInfo(
+            code=COLLECTIVE_TIMEOUT, message=message, traceback=seen.log_tail, rank=failed.rank
+        )
         return exit_of(ExitReason.WORKER_ERROR, message, error)
     return _killed(seen, who, -failed.exitcode, failed.rank)
 
 
 def _killed(seen: Evidence, who: str, number: int, rank: int | None = None) -> Exit:
-    """Return the exit record of an attempt of which a process was ended by a signal: from outside, or because it crashed, or
-    took all the memory that there is."""
-    code, starved = KILLED, seen.starved
+    """Return the exit record of an attempt of which a process was ended by a signal: from outside,
+    or because it crashed, or took all the memory that there is.
+    """
+    code = KILLED
+    starved = seen.starved
     message = f"{who} was killed by {signal_name(number)}."
     if number in CRASHES:
         code = CRASHED
@@ -296,16 +356,26 @@ def _killed(seen: Evidence, who: str, number: int, rank: int | None = None) -> E
         message += f" {starved}"
         if starved.held >= OWN_SHARE * starved.limit:
             code = OUT_OF_MEMORY
-            message += " It needs fewer ranks on this host, or smaller micro-batches: `ft plan` shows what it takes."
-    return exit_of(ExitReason.WORKER_KILLED, message, ErrorInfo(code=code, message=message, rank=rank))
+            message += (
+                " It needs fewer ranks on this host, or smaller micro-batches: `ft plan` "
+                "shows what it takes."
+            )
+    return exit_of(
+        ExitReason.WORKER_KILLED, message, ErrorInfo(code=code, message=message, rank=rank)
+    )
 
 
 def _exit_by_log(seen: Evidence, who: str, rank: int | None) -> Exit:
-    """Return the exit record of a rank that failed and left only its log. `rank`: None: not known."""
+    """Return the exit record of a rank that failed and left only its log.
+
+    `rank`: None: not known.
+    """
     last = _last_line(seen.log_tail)
     missing = missing_package.failed_import(last)
     if missing is not None:
-        error = ErrorInfo(code=missing_package.CODE, message=missing, traceback=seen.log_tail, rank=rank)
+        error = ErrorInfo(
+            code=missing_package.CODE, message=missing, traceback=seen.log_tail, rank=rank
+        )
         return exit_of(ExitReason.PERMANENT_ERROR, missing, error)
     return _worker_error(f"{who} failed: {last}", seen)
 
@@ -314,7 +384,9 @@ def _worker_error(message: str, seen: Evidence | None = None) -> Exit:
     rank = seen.failed_rank.rank if seen and seen.failed_rank else None
     traceback = seen.log_tail or None if seen else None
     return exit_of(
-        ExitReason.WORKER_ERROR, message, ErrorInfo(code="training_failed", message=message, traceback=traceback, rank=rank)
+        ExitReason.WORKER_ERROR,
+        message,
+        ErrorInfo(code="training_failed", message=message, traceback=traceback, rank=rank),
     )
 
 

@@ -1,16 +1,19 @@
 """Seal of an attempt: once it exists, no process of the attempt may publish or remove anything.
 
-An attempt is sealed by its exit record (`attempts/<n>/exit.json`; the launcher writes it where processes cannot be reached) and
-by a later attempt's start.json, readable or not. Supervisor and ranks look for the seal and end themselves, and their uploads
-to object storage stop. A process may be suspended for hours between a look and the write that follows. Writes of a sealed
-attempt must therefore be harmless, so every name is one of these:
+An attempt is sealed by its exit record (`attempts/<n>/exit.json`; the launcher writes it where
+processes cannot be reached) and by a later attempt's start.json, readable or not. Supervisor and
+ranks look for the seal and end themselves, and their uploads to object storage stop. A process may
+be suspended for hours between a look and the write that follows. Writes of a sealed attempt must
+therefore be harmless, so every name is one of these:
 
     it contains the attempt's number (events, logs, checkpoints, temporary folders)
-        readers go by the newest attempt's start.json and ignore what an earlier attempt completes later
+        readers go by the newest attempt's start.json and ignore what an earlier attempt completes
+        later
     it is the outcome (adapter/, manifest.json, metrics.csv, result.json)
         written if absent; an earlier attempt's is replaced only after another look at the seal
 
-An attempt removes only files of its own or earlier attempts, and what is complete only once something newer is.
+An attempt removes only files of its own or earlier attempts, and what is complete only once
+something newer is.
 """
 
 from __future__ import annotations
@@ -21,7 +24,9 @@ from ft_service.rundir.attempt import AttemptKeys
 from ft_service.rundir.directory import RunDir
 
 SEAL_SECONDS = 1.0
-"""Pause between looks where nothing is at risk, so that a slow file system is not read at every step."""
+"""Pause between looks where nothing is at risk, so that a slow file system is not read at every
+step.
+"""
 
 
 class SealedError(Exception):
@@ -29,8 +34,15 @@ class SealedError(Exception):
 
 
 def seals(attempt: int) -> tuple[str, ...]:
-    """Return the keys of the documents that seal an attempt. A later attempt that never began has an exit record."""
-    return (AttemptKeys(attempt).exit, AttemptKeys(attempt + 1).start, AttemptKeys(attempt + 1).exit)
+    """Return the keys of the documents that seal an attempt.
+
+    A later attempt that never began has an exit record.
+    """
+    return (
+        AttemptKeys(attempt).exit,
+        AttemptKeys(attempt + 1).start,
+        AttemptKeys(attempt + 1).exit,
+    )
 
 
 def _now() -> float:
@@ -48,8 +60,9 @@ class Fence:
         self._checked_at = float("-inf")
 
     def seal(self, max_age: float = 0.0) -> str | None:
-        """Return the key of the document that seals the attempt; None: it is not sealed. `max_age`: seconds for which an
-        earlier look counts.
+        """Return the key of the document that seals the attempt; None: it is not sealed.
+
+        `max_age`: seconds for which an earlier look counts.
 
         Raises the storage's error if it does not answer: then it is not known.
         """
@@ -60,7 +73,12 @@ class Fence:
         return self._seal
 
     def check(self, max_age: float = 0.0) -> None:
-        """Raise SealedError if the attempt is sealed. Call it right before publishing or removing something."""
+        """Raise SealedError if the attempt is sealed.
+
+        Call it right before publishing or removing something.
+        """
         seal = self.seal(max_age)
         if seal is not None:
-            raise SealedError(f"Attempt {self.attempt} is over ({seal} exists): nothing more is written.")
+            raise SealedError(
+                f"Attempt {self.attempt} is over ({seal} exists): nothing more is written."
+            )

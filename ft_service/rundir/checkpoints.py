@@ -15,7 +15,9 @@ CHECKPOINTS = "checkpoints"
 """Folder of all checkpoints."""
 CHECKPOINT_NAME = re.compile(r"step-(\d{1,9})-a(\d{1,9})")
 CHECKPOINT_ADAPTER = "adapter"
-"""Folder of a checkpoint with its adapter in PEFT's layout, if the workers write it (FT_CHECKPOINT_ADAPTERS)."""
+"""Folder of a checkpoint with its adapter in PEFT's layout, if the workers write it
+(FT_CHECKPOINT_ADAPTERS).
+"""
 MARKER = "COMPLETE"
 """File of a checkpoint, written last: readers ignore a checkpoint without it."""
 DAMAGED = "DAMAGED"
@@ -60,7 +62,10 @@ def is_damage(key: str) -> bool:
 
 
 def read_marker(run: RunDir, name: str) -> CheckpointMarker | None:
-    """Read a checkpoint's marker; None: there is no such complete checkpoint. Raises UnreadableDocumentError."""
+    """Read a checkpoint's marker; None: there is no such complete checkpoint.
+
+    Raises UnreadableDocumentError.
+    """
     return run.read(marker_key(name), CheckpointMarker)
 
 
@@ -75,7 +80,9 @@ def has_marker(folder: Path) -> bool:
 
 
 def remove_marker(folder: Path) -> None:
-    """Remove the marker, the first step of removing a checkpoint's folder: no reader sees half a checkpoint. Raises OSError."""
+    """Remove the marker, the first step of removing a checkpoint's folder: no reader sees half a
+    checkpoint. Raises OSError.
+    """
     (folder / MARKER).unlink(missing_ok=True)
 
 
@@ -87,24 +94,32 @@ def mark_damaged(run: RunDir, name: str, faults: list[str]) -> None:
 def complete_checkpoints(run: RunDir) -> list[str]:
     """Return the names of the complete checkpoints, oldest first: by step, then by attempt.
 
-    Left out are damaged ones, and those that an attempt completed after a later attempt had begun, which trains their steps
-    again.
+    Left out are damaged ones, and those that an attempt completed after a later attempt had begun,
+    which trains their steps again.
     """
     marked = _marked_checkpoints(run)
     resumed = _resumed_checkpoints(run, min(attempt for _, attempt in marked)) if marked else {}
-    return [checkpoint_name(*checkpoint) for checkpoint in marked if not is_late(checkpoint, resumed)]
+    return [
+        checkpoint_name(*checkpoint) for checkpoint in marked if not is_late(checkpoint, resumed)
+    ]
 
 
 def is_late(checkpoint: tuple[int, int], resumed: Mapping[int, tuple[int, int]]) -> bool:
     """Return whether a checkpoint was completed after a later attempt had begun. Pure.
 
-    `checkpoint`: step, attempt. `resumed`: attempt → checkpoint that it resumed from, the newest at that time; (-1, 0): none.
+    `checkpoint`: step, attempt. `resumed`: attempt → checkpoint that it resumed from, the newest at
+    that time; (-1, 0): none.
     """
-    return any(attempt > checkpoint[1] and checkpoint > newest for attempt, newest in resumed.items())
+    return any(
+        attempt > checkpoint[1] and checkpoint > newest for attempt, newest in resumed.items()
+    )
 
 
 def _resumed_checkpoints(run: RunDir, number: int) -> dict[int, tuple[int, int]]:
-    """Return what each attempt after `number` resumed from. Attempts without a readable start.json are left out."""
+    """Return what each attempt after `number` resumed from.
+
+    Attempts without a readable start.json are left out.
+    """
     resumed: dict[int, tuple[int, int]] = {}
     while True:
         number += 1
@@ -118,7 +133,9 @@ def _resumed_checkpoints(run: RunDir, number: int) -> dict[int, tuple[int, int]]
 
 
 def _marked_checkpoints(run: RunDir) -> list[tuple[int, int]]:
-    """Return (step, attempt) of the checkpoints with a marker that are not damaged, oldest first."""
+    """Return (step, attempt) of the checkpoints with a marker that are not damaged, oldest
+    first.
+    """
     checkpoints: list[tuple[int, int]] = []
     keys = set(run.list(CHECKPOINTS))
     for key in keys:
@@ -130,21 +147,29 @@ def _marked_checkpoints(run: RunDir) -> list[tuple[int, int]]:
 
 
 def obtainable_checkpoints(run: RunDir) -> set[str]:
-    """Return the names of checkpoints with an available adapter: complete ones, and removed ones whose adapter was made
-    before."""
+    """Return the names of checkpoints with an available adapter: complete ones, and removed ones
+    whose adapter was made before.
+    """
     made = {name for _, name, *inside in (key.split("/") for key in run.list("adapters")) if inside}
     return {*complete_checkpoints(run), *filter(CHECKPOINT_NAME.fullmatch, made)}
 
 
 def newest_step(run: RunDir) -> int:
-    """Return the step of the newest complete checkpoint without reading its files; -1: there is none."""
+    """Return the step of the newest complete checkpoint without reading its files; -1: there is
+    none.
+    """
     names = complete_checkpoints(run)
     return step_of(names[-1]) if names else -1
 
 
 def newest_checkpoint(run: RunDir) -> str | None:
-    """Return the newest complete checkpoint whose files match its marker (sizes and SHA-256); None: there is none."""
-    return next((name for name in reversed(complete_checkpoints(run)) if not checkpoint_faults(run, name)), None)
+    """Return the newest complete checkpoint whose files match its marker (sizes and SHA-256); None:
+    there is none.
+    """
+    return next(
+        (name for name in reversed(complete_checkpoints(run)) if not checkpoint_faults(run, name)),
+        None,
+    )
 
 
 def checkpoint_faults(run: RunDir, name: str) -> list[str]:
@@ -164,9 +189,14 @@ def checkpoint_faults(run: RunDir, name: str) -> list[str]:
 
 
 def set_damaged_aside(run: RunDir, start: Start) -> dict[str, list[str]]:
-    """Mark the damaged checkpoints of earlier attempts that are newer than the one an attempt resumes from. Returns name →
-    faults."""
-    names = [checkpoint_name(step, attempt) for step, attempt in _marked_checkpoints(run) if attempt < start.attempt]
+    """Mark the damaged checkpoints of earlier attempts that are newer than the one an attempt
+    resumes from. Returns name → faults.
+    """
+    names = [
+        checkpoint_name(step, attempt)
+        for step, attempt in _marked_checkpoints(run)
+        if attempt < start.attempt
+    ]
     newer = names[names.index(start.checkpoint) + 1 :] if start.checkpoint in names else names
     damaged = {name: faults for name in newer if (faults := checkpoint_faults(run, name))}
     for name, faults in damaged.items():

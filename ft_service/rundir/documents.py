@@ -1,4 +1,6 @@
-"""Documents of a run directory: JSON objects, each written whole by one writer, which directory.py names."""
+"""Documents of a run directory: JSON objects, each written whole by one writer, which directory.py
+names.
+"""
 
 from __future__ import annotations
 
@@ -27,13 +29,20 @@ class Start(_RunDocument):
     checkpoint: str | None
     """Folder name below `checkpoints/` to resume from; None: from the first step."""
     slots: list[int] = []
-    """Slots of the host that the ranks hold: the GPUs that they see, on a host with GPUs. Empty: all of them."""
+    """Slots of the host that the ranks hold: the GPUs that they see, on a host with GPUs.
+
+    Empty: all of them.
+    """
     nodes: Annotated[int, Field(ge=1, le=2**16)] = 1
     """Number of hosts or pods, each with the same number of ranks."""
     priority: int = 0
-    """Priority of the job, for clusters with a queue of their own and in the rounds of an engine."""
+    """Priority of the job, for clusters with a queue of their own and in the rounds of an
+    engine.
+    """
     engine: str | None = None
-    """Absolute path of the directory of the engine that trains the attempt (engine.py); None: it has ranks of its own."""
+    """Absolute path of the directory of the engine that trains the attempt (engine.py); None: it
+    has ranks of its own.
+    """
     seat: SeatSize | None = None
     """What it takes there; None: it has no seat, or was not planned."""
 
@@ -54,7 +63,9 @@ class Control(_RunDocument):
 
 
 class Stop(_RunDocument):
-    """Request to write a checkpoint and exit because the host is going away; the job continues elsewhere."""
+    """Request to write a checkpoint and exit because the host is going away; the job continues
+    elsewhere.
+    """
 
     reason: str
 
@@ -141,9 +152,12 @@ class CheckpointMarker(_RunDocument):
     attempt: int
     world_size: int
     files: list[NamedFile]
-    criterion: Annotated[float | None, Field(validation_alias=AliasChoices("criterion", "valid_loss"))] = None
-    """What checkpoints are compared by, the lower the better: the validation loss after this step (valid_loss in version 0.2),
-    or the negative mean reward. None: it was not validated."""
+    criterion: Annotated[
+        float | None, Field(validation_alias=AliasChoices("criterion", "valid_loss"))
+    ] = None
+    """What checkpoints are compared by, the lower the better: the validation loss after this step
+    (valid_loss in version 0.2), or the negative mean reward. None: it was not validated.
+    """
 
 
 class Damage(_RunDocument):
@@ -189,7 +203,9 @@ ExportStatus = Literal["queued", "running", "succeeded", "failed"]
 
 
 class Export(_RunDocument):
-    """`exports/<format>.json` in a run directory: state of a requested export, whose files are in `exports/<format>/`."""
+    """`exports/<format>.json` in a run directory: state of a requested export, whose files are in
+    `exports/<format>/`.
+    """
 
     format: ExportFormat
     status: ExportStatus

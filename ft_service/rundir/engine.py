@@ -1,18 +1,21 @@
-"""Documents of an engine: a set of ranks (one torchrun) that holds one frozen base and trains several jobs on it at once.
+"""Documents of an engine: a set of ranks (one torchrun) that holds one frozen base and trains
+several jobs on it at once.
 
-An engine's directory is a run directory with exactly one attempt, number 1, in the ordinary layout (attempt.py), and with
+An engine's directory is a run directory with exactly one attempt, number 1, in the ordinary layout
+(attempt.py), and with
 
     engine.json                   EngineSpec (engine_spec.py), by the service, before anything runs
     seats/<job>-<attempt>.json    SeatOrder, by the service; nobody removes it
 
-Where ranks see only what is mounted for them (Kubernetes), a folder beside the engine's directory holds what they read of the
-service's files:
+Where ranks see only what is mounted for them (Kubernetes), a folder beside the engine's directory
+holds what they read of the service's files:
 
     <engine>.data/files/<id>      data files of its jobs
     <engine>.data/tokens/<key>/   their tokens
 
-A job that an engine trains has a *seat* there. Its attempt stays in the job's own run directory, without a supervisor: the
-engine's ranks write its events, checkpoints, outcome.json and, as the last thing of the seat, exit.json.
+A job that an engine trains has a *seat* there. Its attempt stays in the job's own run directory,
+without a supervisor: the engine's ranks write its events, checkpoints, outcome.json and, as the
+last thing of the seat, exit.json.
 """
 
 from __future__ import annotations
@@ -35,21 +38,29 @@ class SeatSize:
     """Bytes of a job's seat on each rank, as planned (ft_service/plan/seat.py)."""
 
     held: int
-    """What the job keeps from its first step to its last: masters, gradients, optimizer state, gathered adapters."""
+    """What the job keeps from its first step to its last: masters, gradients, optimizer state,
+    gathered adapters.
+    """
     batch: int
     """What its largest micro-batch needs in addition."""
     batch_tokens: int
     """Tokens of its largest micro-batch."""
     room: int | None
-    """Bytes of a rank for all seats and the micro-batches of a round, when the base is held; None: not known."""
+    """Bytes of a rank for all seats and the micro-batches of a round, when the base is held; None:
+    not known.
+    """
     gain: float | None
-    """Time of two such jobs one after the other, divided by that of both at once in an engine; None: not known."""
+    """Time of two such jobs one after the other, divided by that of both at once in an engine;
+    None: not known.
+    """
     passing: int = 0
     """The part of `batch` that is gone before the next micro-batch of a round needs its own."""
 
     def batch_bytes(self, tokens: int) -> tuple[int, int]:
         """Bytes of a micro-batch of so many tokens, and those of them that are `passing`."""
-        batch, passing = (-(-part * tokens // max(1, self.batch_tokens)) for part in (self.batch, self.passing))
+        batch, passing = (
+            -(-part * tokens // max(1, self.batch_tokens)) for part in (self.batch, self.passing)
+        )
         return batch, passing
 
 
@@ -65,7 +76,10 @@ class SeatOrder(BaseModel):
 
 
 def data_folder(engine: Path) -> Path:
-    """Return the folder of what an engine's ranks read. `engine`: its directory, which they may write."""
+    """Return the folder of what an engine's ranks read.
+
+    `engine`: its directory, which they may write.
+    """
     return engine.with_name(f"{engine.name}.data")
 
 

@@ -1,4 +1,6 @@
-"""The document that says what an engine is; apart from `engine`, since supervisors start sooner without the job spec."""
+"""The document that says what an engine is; apart from `engine`, since supervisors start sooner
+without the job spec.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +19,9 @@ class EngineSpec(BaseModel):
     engine_id: str
     project_id: str
     spec: JobSpec
-    """Spec of the first job; its base, precision and distributed options are those of every seat."""
+    """Spec of the first job; its base, precision and distributed options are those of every
+    seat.
+    """
     most_seats: Annotated[int, Field(ge=1)]
     room: int | None = None
     """`SeatSize.room` of its jobs."""

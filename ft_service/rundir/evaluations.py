@@ -1,11 +1,13 @@
 """Documents about a model's answers and its quality.
 
-    evaluations/step-<s>-a<n>.json    Evaluation, by rank 0, written whole and never again: answers at a step to the job's
+    evaluations/step-<s>-a<n>.json    Evaluation, by rank 0, written whole and never again: answers
+    at a step to the job's
                                       prompts, with those before training
     served.json                       ServedQuality: quality of the adapter by how it is served
-    forgetting.json                   Forgetting: what the tuned model has lost of what its base knew
-    suites.json                       Suites, by the service: accuracies that lm-eval has measured (`ft eval --suite`)
-    probes.json                       Probes: the trainer's log-probabilities of a few token sequences, with the adapter and
+    forgetting.json                   Forgetting: what the tuned model has lost of what its base
+    knew suites.json                       Suites, by the service: accuracies that lm-eval has
+    measured (`ft eval --suite`) probes.json                       Probes: the trainer's
+    log-probabilities of a few token sequences, with the adapter and
                                       without, to verify a server of the adapter
 
 Of a step that was trained again, the newest attempt's evaluation counts. Step 0 is before training.
@@ -34,11 +36,15 @@ _NAME = re.compile(EVALUATIONS + r"/step-(\d{1,9})-a(\d{1,6})\.json")
 
 
 MOST_NATS = 100.0
-"""Nats that a document holds at most: a model that knows nothing loses an eighth of them on a token of 256,000 words."""
+"""Nats that a document holds at most: a model that knows nothing loses an eighth of them on a token
+of 256,000 words.
+"""
 
 
 def finite_nats(nats: float) -> float:
-    """Nats as JSON can hold them: MOST_NATS for more, and for what is no number, which is as bad."""
+    """Nats as JSON can hold them: MOST_NATS for more, and for what is no number, which is as
+    bad.
+    """
     return MOST_NATS if math.isnan(nats) else min(nats, MOST_NATS)
 
 
@@ -56,20 +62,32 @@ class EvaluatedPrompt(_QualityDocument):
     reference: str | None
     """Expected answer; None: unknown."""
     base: str
-    """Answer of the model that training began with: the base, or the tuned model that the job continues."""
+    """Answer of the model that training began with: the base, or the tuned model that the job
+    continues.
+    """
     tuned: str | None
     """Answer of the tuned model; None at step 0."""
     scores: dict[str, float]
-    """Scores of `tuned` by metric; at step 0 those of `base`. Metrics that need a reference are left out without one."""
+    """Scores of `tuned` by metric; at step 0 those of `base`.
+
+    Metrics that need a reference are left out without one.
+    """
     base_scores: dict[str, float]
 
 
-def prompt_turns(prompt: str, messages: Sequence[Mapping[str, Any]] | None) -> tuple[tuple[str, str], ...]:
-    """Return (role, text) of each turn of a prompt, for display; the role of plain text is empty."""
+def prompt_turns(
+    prompt: str, messages: Sequence[Mapping[str, Any]] | None
+) -> tuple[tuple[str, str], ...]:
+    """Return (role, text) of each turn of a prompt, for display; the role of plain text is
+    empty.
+    """
     if not messages:
         return (("", prompt),)
     turns = ((str(turn.get("role", "")), turn.get("content")) for turn in messages)
-    return tuple((role, text if isinstance(text, str) else json.dumps(text, ensure_ascii=False)) for role, text in turns)
+    return tuple(
+        (role, text if isinstance(text, str) else json.dumps(text, ensure_ascii=False))
+        for role, text in turns
+    )
 
 
 class Evaluation(_QualityDocument):
@@ -91,12 +109,15 @@ def by_name(metrics: dict[str, float]) -> dict[str, float]:
 
 SERVED = "served.json"
 """Key in the run directory, written with the outcome."""
-AS_TRAINED, ADAPTER_ON_BF16, MERGED = "as_trained", "adapter_on_bf16_base", "merged"
+AS_TRAINED = "as_trained"
+ADAPTER_ON_BF16 = "adapter_on_bf16_base"
+MERGED = "merged"
 
 
 class ServedQuality(_QualityDocument):
-    """Quality of the adapter by how it is served: `as_trained`, `adapter_on_bf16_base` (for a base that was in another format
-    during training) and `merged` (in bf16)."""
+    """Quality of the adapter by how it is served: `as_trained`, `adapter_on_bf16_base` (for a base
+    that was in another format during training) and `merged` (in bf16).
+    """
 
     step: int
     """Step of the adapter."""
@@ -120,14 +141,20 @@ class ServedQuality(_QualityDocument):
 FORGETTING = "forgetting.json"
 """Key in the run directory, written with the outcome."""
 MOST_PERPLEXITY_RISE = 0.10
-"""Share by which perplexity on general text may rise without a warning; a convention of this service."""
+"""Share by which perplexity on general text may rise without a warning; a convention of this
+service.
+"""
 MOST_DIVERGENCE = 0.5
-"""Nats per token by which the tuned model may diverge from its base, on the base's own answers, without a warning; a
-convention of this service. That forgetting follows from this divergence: arXiv 2509.04259, on the new task's inputs."""
+"""Nats per token by which the tuned model may diverge from its base, on the base's own answers,
+without a warning; a convention of this service. That forgetting follows from this divergence: arXiv
+2509.04259, on the new task's inputs.
+"""
 
 
 class Forgetting(_QualityDocument):
-    """What the tuned model has lost of what its base knew, compared with the base alone (the adapter switched off)."""
+    """What the tuned model has lost of what its base knew, compared with the base alone (the
+    adapter switched off).
+    """
 
     step: int
     """Step of the adapter."""
@@ -140,7 +167,9 @@ class Forgetting(_QualityDocument):
     answer_tokens: int = 0
     """Tokens of the base's greedy answers to general prompts."""
     divergence: float | None = None
-    """Mean KL(base || tuned) of the next token's distribution over these tokens, in nats; None: left out."""
+    """Mean KL(base || tuned) of the next token's distribution over these tokens, in nats; None:
+    left out.
+    """
     agreement: float | None = None
     """Share of these tokens that are the tuned model's likeliest too."""
     seconds: float = 0.0
@@ -158,12 +187,19 @@ class Forgetting(_QualityDocument):
     @property
     def figures(self) -> list[tuple[str, str]]:
         """(name, value) of what was measured, for display."""
-        rise, found = self.perplexity_rise, []
+        rise = self.perplexity_rise
+        found = []
         if rise is not None:
-            text = f"{self.perplexity:.4g} (base: {self.base_perplexity:.4g}, {rise:+.1%}), {self.tokens:,} tokens"
+            text = (
+                f"{self.perplexity:.4g} (base: {self.base_perplexity:.4g}, {rise:+.1%}), "
+                f"{self.tokens:,} tokens"
+            )
             found.append(("perplexity on general text", text))
         if self.divergence is not None:
-            text = f"{self.divergence:.3f} nats per token, {self.agreement or 0:.1%} of {self.answer_tokens:,} tokens the same"
+            text = (
+                f"{self.divergence:.3f} nats per token, {self.agreement or 0:.1%} of "
+                f"{self.answer_tokens:,} tokens the same"
+            )
             found.append(("divergence from the base's own answers", text))
         return found
 
@@ -173,17 +209,24 @@ class Forgetting(_QualityDocument):
         found = []
         if (rise := self.perplexity_rise) is not None and rise > MOST_PERPLEXITY_RISE:
             found.append(
-                f"Perplexity on general text is {rise:.0%} higher than the base's, more than {MOST_PERPLEXITY_RISE:.0%}"
+                f"Perplexity on general text is {rise:.0%} higher than the base's, more than "
+                f"{MOST_PERPLEXITY_RISE:.0%}"
             )
         if self.divergence is not None and self.divergence > MOST_DIVERGENCE:
             found.append(
-                f"On the base's own answers, the model diverges from it by {self.divergence:.2f} nats per token, more than "
+                f"On the base's own answers, the model diverges from it by {self.divergence:.2f} "
+                "nats per token, more than "
                 f"{MOST_DIVERGENCE:g}"
             )
-        return [f"{text}: it has forgotten some of what the base knew. {_REMEMBER}" for text in found]
+        return [
+            f"{text}: it has forgotten some of what the base knew. {_REMEMBER}" for text in found
+        ]
 
 
-_REMEMBER = "If it is to answer other questions too, train with a lower learning_rate or fewer epochs, or mix in general data."
+_REMEMBER = (
+    "If it is to answer other questions too, train with a lower learning_rate or fewer "
+    "epochs, or mix in general data."
+)
 
 PROBES = "probes.json"
 """Key in the run directory, written with the outcome; see Probes."""
@@ -214,7 +257,8 @@ def evaluated_steps(run: RunDir) -> dict[int, str]:
     newest: dict[int, int] = {}
     for key in run.list(EVALUATIONS):
         if match := _NAME.fullmatch(key):
-            step, attempt = int(match[1]), int(match[2])
+            step = int(match[1])
+            attempt = int(match[2])
             newest[step] = max(newest.get(step, 0), attempt)
     return {step: evaluation_key(step, newest[step]) for step in sorted(newest)}
 
@@ -248,22 +292,33 @@ class SuiteTask(_QualityDocument):
     @property
     def text(self) -> str:
         """The accuracies, for display."""
-        return f"{self.tuned.accuracy:.3f} (base: {self.base.accuracy:.3f}), {counted(self.questions, 'question')}"
+        return (
+            f"{self.tuned.accuracy:.3f} (base: {self.base.accuracy:.3f}), "
+            f"{counted(self.questions, 'question')}"
+        )
 
 
 class Suites(_QualityDocument):
     """Newest result of each task that was run on the job's tuned model and on its base."""
 
-    tasks: Annotated[dict[Annotated[str, Field(pattern=r"^\w{1,64}$")], SuiteTask], Field(max_length=MOST_TASKS)]
+    tasks: Annotated[
+        dict[Annotated[str, Field(pattern=r"^\w{1,64}$")], SuiteTask], Field(max_length=MOST_TASKS)
+    ]
     """By name."""
 
 
 def add_suites(run: RunDir, found: Suites) -> Suites:
-    """Write suites.json with newer results, and return it. Raises SpecError for more than MOST_TASKS tasks together."""
+    """Write suites.json with newer results, and return it.
+
+    Raises SpecError for more than MOST_TASKS tasks together.
+    """
     before = run.readable(SUITES, Suites)
     tasks = {**(before.tasks if before else {}), **found.tasks}
     if len(tasks) > MOST_TASKS:
-        raise SpecError(f"tasks: the job would have results of {len(tasks)} tasks, and {MOST_TASKS} are kept.", param="tasks")
+        raise SpecError(
+            f"tasks: the job would have results of {len(tasks)} tasks, and {MOST_TASKS} are kept.",
+            param="tasks",
+        )
     run.write(SUITES, Suites(tasks=tasks))
     return Suites(tasks=tasks)
 

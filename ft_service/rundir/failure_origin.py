@@ -1,7 +1,9 @@
-"""Choice of the exit record that describes the origin of a failure, among those that describe its consequences. Pure.
+"""Choice of the exit record that describes the origin of a failure, among those that describe its
+consequences. Pure.
 
-When one rank fails, the others lose their connection to it, are asked to stop, or are killed because they do not stop. Each
-node then has an exit record of its own, and users see the one nearest to the origin.
+When one rank fails, the others lose their connection to it, are asked to stop, or are killed
+because they do not stop. Each node then has an exit record of its own, and users see the one
+nearest to the origin.
 """
 
 from __future__ import annotations
@@ -15,7 +17,9 @@ from ft_service.rundir.documents import Exit, ExitReason
 COLLECTIVE_TIMEOUT = "collective_timeout"
 """`error.code` of a rank that waited for another rank in vain."""
 
-_LOST_CONNECTION = r"Connection (closed|reset) by peer|Broken pipe|Connection refused|remote process exited"
+_LOST_CONNECTION = (
+    r"Connection (closed|reset) by peer|Broken pipe|Connection refused|remote process exited"
+)
 _LOST_PEER = re.compile(
     rf"{_LOST_CONNECTION}|Watchdog caught collective|Timed out waiting"
     r"|Rendezvous\w*Error|DistStoreError|DistNetworkError|DistBackendError",
@@ -26,11 +30,16 @@ _NCCL_GAVE_UP = re.compile(
     r"|[^\n]*remote process exited[^\n]*",
     re.IGNORECASE,
 )
-_NO_REASON = re.compile(r"without saying how training ended|it printed nothing|but left no result\.json|left no exit record")
+_NO_REASON = re.compile(
+    r"without saying how training ended|it printed nothing|but left no result\.json|left no exit "
+    r"record"
+)
 
 
 class Cause(IntEnum):
-    """Causes that exit records describe, nearest to the origin first: none is a consequence of one listed after it."""
+    """Causes that exit records describe, nearest to the origin first: none is a consequence of one
+    listed after it.
+    """
 
     REFUSED = 0
     """The job itself cannot be trained."""
@@ -82,7 +91,8 @@ def first_cause(exits: Sequence[Exit]) -> Exit | None:
 
 
 def nccl_gave_up(log: str) -> str | None:
-    """Return NCCL's message, at most 300 characters, from the log of a rank that NCCL aborted (SIGABRT) because another rank
-    did not answer; None: the log has no such message."""
+    """Return NCCL's message, at most 300 characters, from the log of a rank that NCCL aborted
+    (SIGABRT) because another rank did not answer; None: the log has no such message.
+    """
     match = _NCCL_GAVE_UP.search(log)
     return match[0].strip()[:300] if match else None

@@ -33,14 +33,18 @@ class FileDigest(BaseModel):
     def fault(self, size: int | None, sha256: Callable[[], str | None]) -> str | None:
         """Return the fault of a file as a clause that follows its name; None: none.
 
-        `size`: bytes; None: the file is missing. `sha256`: called only if the size is right; its None: the storage cannot
-        compute it.
+        `size`: bytes; None: the file is missing. `sha256`: called only if the size is right; its
+        None: the storage cannot compute it.
         """
         if size is None:
             return "is missing"
         if size != self.bytes:
             return f"has {size} bytes instead of {self.bytes}"
-        return "has other contents than when it was written" if sha256() not in (None, self.sha256) else None
+        return (
+            "has other contents than when it was written"
+            if sha256() not in (None, self.sha256)
+            else None
+        )
 
 
 class NamedFile(FileDigest, _Name):

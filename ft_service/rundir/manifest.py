@@ -1,9 +1,11 @@
-"""Provenance of an adapter: records from the start of training, and the manifest that accompanies every adapter.
+"""Provenance of an adapter: records from the start of training, and the manifest that accompanies
+every adapter.
 
 origins.json             Origins, by rank 0 of the first attempt: what the job is made of
 adapter/manifest.json    Manifest; the run directory's manifest.json is a copy
 
-A manifest is published with its adapter, so it contains no path of the host that trained; spec.json and origins.json do.
+A manifest is published with its adapter, so it contains no path of the host that trained; spec.json
+and origins.json do.
 """
 
 from __future__ import annotations
@@ -30,7 +32,15 @@ MANIFEST = "manifest.json"
 EXPORT_MANIFEST = "adapter_manifest.json"
 """Name, in an export or a merged model, of the manifest of the adapter from which it was made."""
 ORIGINS = "origins.json"
-BASE_FILES = ("*.safetensors", "*.safetensors.index.json", "config.json", "tokenizer*", "chat_template*", "*.model", "vocab*")
+BASE_FILES = (
+    "*.safetensors",
+    "*.safetensors.index.json",
+    "config.json",
+    "tokenizer*",
+    "chat_template*",
+    "*.model",
+    "vocab*",
+)
 """Files of a base's folder that decide what is trained: weights, architecture, tokenizer."""
 
 
@@ -56,7 +66,9 @@ class DataFile(_ManifestDocument):
     name: str
     sha256: str
     samples: int
-    """Lines used for training or validation; lines without a target within max_length are left out."""
+    """Lines used for training or validation; lines without a target within max_length are left
+    out.
+    """
     tokens: int
     targets: int
     token_digest: str
@@ -71,9 +83,13 @@ class FrozenModule(_ManifestDocument):
     shape: list[int]
     """Shape of the weight: [out, in] of a linear layer."""
     bytes: int
-    """Stored bytes of weight and bias over the ranks of the first attempt, including copies and padding."""
+    """Stored bytes of weight and bias over the ranks of the first attempt, including copies and
+    padding.
+    """
     multiplied_in: str | None = None
-    """Type of its matrix products in the first attempt (bf16, fp32 or fp8); None: it is not a matrix."""
+    """Type of its matrix products in the first attempt (bf16, fp32 or fp8); None: it is not a
+    matrix.
+    """
     relative_error: float
     """‖stored - read‖ / ‖read‖ of the weight; 0.0: stored as in the base's files."""
 
@@ -97,7 +113,9 @@ class Origins(_ManifestDocument):
     data: list[DataFile]
     frozen_modules: list[FrozenModule]
     quantiser: dict[str, int]
-    """Storage format → version of its arithmetic: equal versions store equal values for equal weights."""
+    """Storage format → version of its arithmetic: equal versions store equal values for equal
+    weights.
+    """
     parent: Parent | None = None
     """Tuned model that it continued; None: the job began with a new adapter."""
 
@@ -110,7 +128,9 @@ class AttemptSummary(_ManifestDocument):
     resumed_from: str | None
     """Checkpoint that it resumed from; None: it began with the first step."""
     ended: str
-    """Reason of exit.json; `published` for the attempt that wrote the manifest, `lost` if it left no record."""
+    """Reason of exit.json; `published` for the attempt that wrote the manifest, `lost` if it left
+    no record.
+    """
     message: str = ""
 
 
@@ -137,27 +157,43 @@ class Manifest(_ManifestDocument):
     metrics: Metrics | None
     """Metrics of `step`; None: none were reported."""
     forgetting: Forgetting | None = None
-    """What the tuned model has lost of what its base knew; None: not measured, as of a checkpoint."""
+    """What the tuned model has lost of what its base knew; None: not measured, as of a
+    checkpoint.
+    """
     files: dict[str, FileDigest]
     """Digests of every other file of the adapter's folder."""
     digest: str
-    """SHA-256 over all of the above, which detects edits. It does not prove the author: an editor can compute it again."""
+    """SHA-256 over all of the above, which detects edits.
+
+    It does not prove the author: an editor can compute it again.
+    """
 
 
 def base_of(name: str, folder: Path, files: Mapping[str, FileDigest]) -> BaseOrigin:
     listing = "".join(f"{file} {files[file].sha256}\n" for file in sorted(files))
     return BaseOrigin(
-        name=name, path=str(folder), files=dict(sorted(files.items())), digest=hashlib.sha256(listing.encode()).hexdigest()
+        name=name,
+        path=str(folder),
+        files=dict(sorted(files.items())),
+        digest=hashlib.sha256(listing.encode()).hexdigest(),
     )
 
 
 def parent_of(name: str, manifest: Manifest) -> Parent:
-    return Parent(name=name, job=manifest.job, step=manifest.step, checkpoint=manifest.checkpoint, digest=manifest.digest)
+    return Parent(
+        name=name,
+        job=manifest.job,
+        step=manifest.step,
+        checkpoint=manifest.checkpoint,
+        digest=manifest.digest,
+    )
 
 
 def base_files(folder: Path) -> list[Path]:
     """Return the files of a base that its identity covers, by name."""
-    return sorted({path for pattern in BASE_FILES for path in folder.glob(pattern) if is_base_file(path)})
+    return sorted(
+        {path for pattern in BASE_FILES for path in folder.glob(pattern) if is_base_file(path)}
+    )
 
 
 def history(run: RunDir, attempt: int) -> list[AttemptSummary]:
@@ -173,7 +209,11 @@ def history(run: RunDir, attempt: int) -> list[AttemptSummary]:
         message = _PATH.sub(r"…/\1", ended.message) if ended else ""
         summaries.append(
             AttemptSummary(
-                attempt=number, world_size=start.world_size, resumed_from=start.checkpoint, ended=reason, message=message
+                attempt=number,
+                world_size=start.world_size,
+                resumed_from=start.checkpoint,
+                ended=reason,
+                message=message,
             )
         )
     return summaries
@@ -193,7 +233,8 @@ class AdapterSource:
 
 def manifest_of(run: RunDir, source: AdapterSource) -> Manifest:
     """Return the manifest of an adapter, without the adapter's files and without a digest."""
-    spec, origins = run.read("spec.json", JobSpec), run.read(ORIGINS, Origins)
+    spec = run.read("spec.json", JobSpec)
+    origins = run.read(ORIGINS, Origins)
     assert spec is not None, f"{run.root} holds no spec.json"
     assert origins is not None, f"{run.root} holds no {ORIGINS}"
     return Manifest(
@@ -220,8 +261,13 @@ def manifest_of(run: RunDir, source: AdapterSource) -> Manifest:
 
 def without_paths(spec: JobSpec) -> JobSpec:
     """Return the spec without paths of the host, for publication."""
-    places = {name: getattr(spec, name) for name in ("model", "training_data", "validation_data", "parent")}
-    return spec.model_copy(update={name: ref and ref.model_copy(update={"path": ""}) for name, ref in places.items()})
+    places = {
+        name: getattr(spec, name)
+        for name in ("model", "training_data", "validation_data", "parent")
+    }
+    return spec.model_copy(
+        update={name: ref and ref.model_copy(update={"path": ""}) for name, ref in places.items()}
+    )
 
 
 def base_without_path(base: BaseOrigin) -> BaseOrigin:
@@ -229,7 +275,9 @@ def base_without_path(base: BaseOrigin) -> BaseOrigin:
 
 
 def spec_beside(adapter: Path, manifest: Manifest) -> JobSpec:
-    """Return the spec of the job that made an adapter, with paths if the adapter's folder is in its run directory."""
+    """Return the spec of the job that made an adapter, with paths if the adapter's folder is in its
+    run directory.
+    """
     for folder in (adapter.parent, adapter.parent.parent):
         spec = RunDir(folder).read("spec.json", JobSpec)
         if spec is not None and spec.job_id == manifest.job:
@@ -238,8 +286,13 @@ def spec_beside(adapter: Path, manifest: Manifest) -> JobSpec:
 
 
 def write_manifest(draft: Manifest, folder: Path) -> Manifest:
-    """Add the files of the adapter in `folder` to a manifest, and write it there. All other files must be complete."""
-    files = {path.name: FileDigest.of(path) for path in sorted(folder.iterdir()) if path.name != MANIFEST}
+    """Add the files of the adapter in `folder` to a manifest, and write it there.
+
+    All other files must be complete.
+    """
+    files = {
+        path.name: FileDigest.of(path) for path in sorted(folder.iterdir()) if path.name != MANIFEST
+    }
     body = draft.model_copy(update={"files": files}).model_dump(mode="json")
     manifest = Manifest.model_validate(body | {"digest": digest_of(body)})
     (folder / MANIFEST).write_text(manifest.model_dump_json(indent=2) + "\n", encoding="utf-8")
@@ -249,4 +302,6 @@ def write_manifest(draft: Manifest, folder: Path) -> Manifest:
 def digest_of(manifest: Mapping[str, Any]) -> str:
     """Return the SHA-256 of a manifest as read from JSON, without its own `digest`."""
     rest = {name: value for name, value in manifest.items() if name != "digest"}
-    return hashlib.sha256(json.dumps(rest, sort_keys=True, separators=(",", ":")).encode()).hexdigest()
+    return hashlib.sha256(
+        json.dumps(rest, sort_keys=True, separators=(",", ":")).encode()
+    ).hexdigest()

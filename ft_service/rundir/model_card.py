@@ -38,18 +38,25 @@ With vLLM: `vllm serve {base} --enable-lora --max-lora-rank {rank} --lora-module
 
 
 def describe_adapter(run: RunDir, folder: Path, source: AdapterSource) -> Manifest:
-    """Write the card and the manifest of the adapter in `folder`, whose other files are complete."""
+    """Write the card and the manifest of the adapter in `folder`, whose other files are
+    complete.
+    """
     draft = manifest_of(run, source)
     spec = run.read("spec.json", JobSpec)
     assert spec is not None, "the manifest was made of it"
     base = portable_name(Path(spec.model.path), spec.model.name)
-    (folder / CARD).write_text(model_card(draft, base, licence_of(Path(spec.model.path))), encoding="utf-8")
+    (folder / CARD).write_text(
+        model_card(draft, base, licence_of(Path(spec.model.path))), encoding="utf-8"
+    )
     return write_manifest(draft, folder)
 
 
 def model_card(manifest: Manifest, base: str, licence: str | None = None) -> str:
-    """Return Markdown with the metadata that model hubs read. `base`: the base's portable name; the metadata leave it out
-    unless it has the form of a published model's. `licence`: the base's; None: not known."""
+    """Return Markdown with the metadata that model hubs read.
+
+    `base`: the base's portable name; the metadata leave it out unless it has the form of a
+    published model's. `licence`: the base's; None: not known.
+    """
     sections = (
         "\n".join(metadata_of(base, library="peft", licence=licence)),
         f"# {manifest.tuned_name}\n\nA LoRA adapter for `{base}`, trained with ft-service "
@@ -57,8 +64,11 @@ def model_card(manifest: Manifest, base: str, licence: str | None = None) -> str
         _USAGE.format(base=base, rank=_largest_rank(manifest)).rstrip(),
         "## Results\n\n" + table(("", ""), results_of(manifest)),
         data_section(manifest),
-        "\n".join(["## Training", "", "| option | value |", "| --- | --- |", *options_of(manifest)]),
-        f"Licence of the base: {licence or UNKNOWN_LICENCE}. `manifest.json` in this folder records exactly how it was made; "
+        "\n".join(
+            ["## Training", "", "| option | value |", "| --- | --- |", *options_of(manifest)]
+        ),
+        f"Licence of the base: {licence or UNKNOWN_LICENCE}. `manifest.json` in this folder "
+        "records exactly how it was made; "
         "`ft verify` checks it.",
     )
     return "\n\n".join(sections) + "\n"
@@ -71,7 +81,14 @@ def metadata_of(base: str, *, library: str, licence: str | None) -> Iterator[str
         yield f"base_model: {base}"
     if licence is not None:
         yield f"license: {licence}"
-    yield from (f"library_name: {library}", "pipeline_tag: text-generation", "tags:", "- lora", "- ft-service", "---")
+    yield from (
+        f"library_name: {library}",
+        "pipeline_tag: text-generation",
+        "tags:",
+        "- lora",
+        "- ft-service",
+        "---",
+    )
 
 
 def table(titles: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
@@ -88,7 +105,9 @@ def data_section(manifest: Manifest) -> str:
 def results_of(manifest: Manifest) -> Iterator[tuple[str, str]]:
     """Yield (name, value) of the results; losses in nats per token."""
     metrics = manifest.metrics
-    total = f" of {metrics.total_steps:,}" if metrics and metrics.total_steps != manifest.step else ""
+    total = (
+        f" of {metrics.total_steps:,}" if metrics and metrics.total_steps != manifest.step else ""
+    )
     yield "step", f"{manifest.step:,}{total}"
     if metrics is not None:
         figures = (
@@ -98,26 +117,37 @@ def results_of(manifest: Manifest) -> Iterator[tuple[str, str]]:
             ("epochs", metrics.epoch, ".2f"),
             ("trained tokens", metrics.trained_tokens, ","),
         )
-        yield from ((name, format(value, shape)) for name, value, shape in figures if value is not None)
+        yield from (
+            (name, format(value, shape)) for name, value, shape in figures if value is not None
+        )
     if manifest.forgetting is not None:
         yield from manifest.forgetting.figures
         yield from (("warning", text) for text in manifest.forgetting.warnings)
     for file in manifest.data:
         yield (
             f"{file.role} data",
-            f"{counted(file.samples, 'sample')}, {counted(file.tokens, 'token')}, {file.targets:,} of them learned",
+            f"{counted(file.samples, 'sample')}, {counted(file.tokens, 'token')}, "
+            f"{file.targets:,} of them learned",
         )
 
 
 def options_of(manifest: Manifest) -> Iterator[str]:
-    """Yield table rows of the options that define the adapter, and of all others that differ from their defaults."""
-    shown = {"lora": ("r", "lora_alpha"), "precision": ("default",), "training": ("learning_rate", "batch_size", "max_length")}
+    """Yield table rows of the options that define the adapter, and of all others that differ from
+    their defaults.
+    """
+    shown = {
+        "lora": ("r", "lora_alpha"),
+        "precision": ("default",),
+        "training": ("learning_rate", "batch_size", "max_length"),
+    }
     defaults = JobOptions()
     for section in ("lora", "precision", "training"):
         given = getattr(manifest.spec, section).model_dump(mode="json")
         default = getattr(defaults, section).model_dump(mode="json")
         for name, value in given.items():
-            if name in shown[section] or (value != default[name] and f"{section}.{name}" not in manifest.spec.chosen):
+            if name in shown[section] or (
+                value != default[name] and f"{section}.{name}" not in manifest.spec.chosen
+            ):
                 yield f"| `{section}.{name}` | {_plain(value)} |"
     yield f"| `seed` | {manifest.seed} |"
 

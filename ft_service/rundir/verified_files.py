@@ -1,7 +1,7 @@
 """Comparison of files with their digests before they are served, once for each state of a file.
 
-A file to be served, such as an adapter, may be corrupted or edited. Reading it at each request would cost too much, so results
-are cached in this process by device, inode, size and times.
+A file to be served, such as an adapter, may be corrupted or edited. Reading it at each request
+would cost too much, so results are cached in this process by device, inode, size and times.
 """
 
 from __future__ import annotations
@@ -26,7 +26,10 @@ _digests: OrderedDict[Path, tuple[_State, str]] = OrderedDict()
 
 
 def fault(path: Path, expected: FileDigest) -> str | None:
-    """Return the fault of a file as a clause that follows its name; None: none. Reads the file unless its state is cached."""
+    """Return the fault of a file as a clause that follows its name; None: none.
+
+    Reads the file unless its state is cached.
+    """
     size = path.stat().st_size if path.is_file() else None
     return expected.fault(size, partial(_digest, path))
 
@@ -37,15 +40,21 @@ def adapter_faults(folder: Path) -> list[str]:
         return []
     manifest, faults = read_manifest(folder / MANIFEST)
     files = manifest.files.items() if manifest is not None else ()
-    return faults + [f"{name} {wrong}" for name, expected in files if (wrong := fault(folder / name, expected))]
+    return faults + [
+        f"{name} {wrong}" for name, expected in files if (wrong := fault(folder / name, expected))
+    ]
 
 
 def refuse_damaged(folder: Path, name: str) -> None:
-    """Raise NotFoundError for an adapter whose files differ from its manifest. `name`: the model's, for the user."""
+    """Raise NotFoundError for an adapter whose files differ from its manifest.
+
+    `name`: the model's, for the user.
+    """
     faults = adapter_faults(folder)
     if faults:
         raise NotFoundError(
-            f"The adapter of {name} is damaged on the service's disk and is not served: {'; '.join(faults[:3])}. Use a "
+            f"The adapter of {name} is damaged on the service's disk and is not served: "
+            f"{'; '.join(faults[:3])}. Use a "
             "checkpoint of its job, or train it again.",
             param="model",
             code="adapter_damaged",

@@ -1,7 +1,7 @@
 """Verification of an adapter or a run directory against its manifest, for `ft verify`.
 
-Accepts an adapter's folder, a run directory, a merged model, or the tar that `GET …/adapter` returns; needs no torch and no
-server.
+Accepts an adapter's folder, a run directory, a merged model, or the tar that `GET …/adapter`
+returns; needs no torch and no server.
 """
 
 from __future__ import annotations
@@ -43,7 +43,12 @@ from ft_service.spec import JobSpec, match_pattern
 WEIGHTS = "adapter_model.safetensors"
 CONFIG = "adapter_config.json"
 MODEL_CONFIG = "config.json"
-_CONFIG_TYPES: dict[str, type] = {"r": int, "rank_pattern": dict, "target_parameters": list, "modules_to_save": list}
+_CONFIG_TYPES: dict[str, type] = {
+    "r": int,
+    "rank_pattern": dict,
+    "target_parameters": list,
+    "modules_to_save": list,
+}
 _LORA = re.compile(r"base_model\.model\.(?P<module>.+)\.lora_(?P<which>[AB])\.weight")
 
 
@@ -69,7 +74,11 @@ def verify(path: Path) -> VerifyReport:
         return _verify_archive(path)
     if (path / "adapter").is_dir():
         return _verify_run(path)
-    if (path / CONFIG).is_file() and (path / EXPORT_MANIFEST).is_file() and not (path / MANIFEST).is_file():
+    if (
+        (path / CONFIG).is_file()
+        and (path / EXPORT_MANIFEST).is_file()
+        and not (path / MANIFEST).is_file()
+    ):
         return _verify_export(path)
     if (path / MANIFEST).is_file() or (path / CONFIG).is_file():
         report = VerifyReport(str(path), "adapter")
@@ -78,13 +87,17 @@ def verify(path: Path) -> VerifyReport:
     if (path / MODEL_CONFIG).is_file():
         return _verify_model(path)
     raise SpecError(
-        f"{path}: expected an adapter's folder (with {MANIFEST}), a run directory (with adapter/), a tar of one, or a merged "
+        f"{path}: expected an adapter's folder (with {MANIFEST}), a run directory (with "
+        "adapter/), a tar of one, or a merged "
         f"model (with {MODEL_CONFIG})."
     )
 
 
 def _verify_model(path: Path) -> VerifyReport:
-    """Verify a model that `ft merge` wrote. It has no manifest, so only the completeness of its files can be checked."""
+    """Verify a model that `ft merge` wrote.
+
+    It has no manifest, so only the completeness of its files can be checked.
+    """
     report = VerifyReport(str(path), "model")
     faults: list[str] = []
     try:
@@ -96,8 +109,10 @@ def _verify_model(path: Path) -> VerifyReport:
 
 
 def _verify_export(path: Path) -> VerifyReport:
-    """Verify an adapter that `ft export` wrote in another form. It has no manifest of its own: only that it is complete can be
-    checked."""
+    """Verify an adapter that `ft export` wrote in another form.
+
+    It has no manifest of its own: only that it is complete can be checked.
+    """
     report = VerifyReport(str(path), "exported adapter")
     try:
         read_header(path / WEIGHTS)
@@ -142,11 +157,17 @@ def read_manifest(path: Path) -> tuple[Manifest | None, list[str]]:
     except UnreadableDocumentError as error:
         return None, [error.message.rstrip(".")]
     except ValidationError as error:
-        places = sorted({".".join(map(str, fault["loc"])) for fault in error.errors(include_url=False)})
+        places = sorted(
+            {".".join(map(str, fault["loc"])) for fault in error.errors(include_url=False)}
+        )
         return None, [f"{path.name} is incomplete or of another version: {', '.join(places)}"]
     except (ValueError, RecursionError) as error:
         return None, [f"{path.name} is not JSON: {error}"]
-    faults = [] if digest_of(body) == manifest.digest else [f"{path.name} was edited: its digest does not match its contents"]
+    faults = (
+        []
+        if digest_of(body) == manifest.digest
+        else [f"{path.name} was edited: its digest does not match its contents"]
+    )
     return manifest, faults
 
 
@@ -159,17 +180,25 @@ def file_faults(folder: Path, files: Mapping[str, FileDigest]) -> list[str]:
         if fault := expected.fault(size, partial(sha256_of, path)):
             faults.append(f"{name} {fault}")
     present = {path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file()}
-    return faults + [f"{name} is not in the manifest" for name in sorted(present - files.keys() - {MANIFEST})]
+    return faults + [
+        f"{name} is not in the manifest" for name in sorted(present - files.keys() - {MANIFEST})
+    ]
 
 
 def shape_faults(folder: Path, manifest: Manifest | None) -> list[str]:
-    """Return faults of the tensors against adapter_config.json and the base's layers in the manifest."""
+    """Return faults of the tensors against adapter_config.json and the base's layers in the
+    manifest.
+    """
     try:
         config = _read_config(folder / CONFIG)
         header = read_header(folder / WEIGHTS)
         names = AdapterNames.of_file(header.metadata)
         shapes = {names.in_model(name): entry.shape for name, entry in header.tensors.items()}
-        ranks = {match["module"]: rank_of(match["module"], config) for match in map(_LORA.fullmatch, shapes) if match}
+        ranks = {
+            match["module"]: rank_of(match["module"], config)
+            for match in map(_LORA.fullmatch, shapes)
+            if match
+        }
     except FileNotFoundError as error:
         return [f"{Path(error.filename).name} is missing"]
     except RecursionError:
@@ -192,8 +221,10 @@ def shape_faults(folder: Path, manifest: Manifest | None) -> list[str]:
 
 
 def _read_config(path: Path) -> dict[str, Any]:
-    """Return what an adapter's configuration holds. Raises ValueError if an entry that is read here is of another type than
-    PEFT's."""
+    """Return what an adapter's configuration holds.
+
+    Raises ValueError if an entry that is read here is of another type than PEFT's.
+    """
     config = json.loads(path.read_text(encoding="utf-8"))
     if not isinstance(config, dict):
         raise ValueError(f"{path.name} is no JSON object")
@@ -205,15 +236,20 @@ def _read_config(path: Path) -> dict[str, Any]:
     return config
 
 
-def _pair_faults(module: str, pair: Mapping[str, tuple[int, ...]], rank: int | None, layer: list[int] | None) -> list[str]:
+def _pair_faults(
+    module: str, pair: Mapping[str, tuple[int, ...]], rank: int | None, layer: list[int] | None
+) -> list[str]:
     """Return faults of an adapted module: A [r, in] and B [out, r] around a layer [out, in].
 
     `rank`: None: a stack of experts, with A [experts · r, in] and B [out, r · experts].
     """
-    a, b = pair["A"], pair["B"]
+    a = pair["A"]
+    b = pair["B"]
     matrices = f"{module}: lora_A {list(a)} and lora_B {list(b)}"
     if rank is None:
-        return [] if len(a) == len(b) == 2 and a[0] == b[1] else [f"{matrices} do not fit each other"]
+        return (
+            [] if len(a) == len(b) == 2 and a[0] == b[1] else [f"{matrices} do not fit each other"]
+        )
     if len(a) != 2 or len(b) != 2 or a[0] != rank or b[1] != rank:
         return [f"{matrices} do not have the rank {rank} of {CONFIG}"]
     if layer is not None and [b[0], a[1]] != layer:
@@ -223,11 +259,14 @@ def _pair_faults(module: str, pair: Mapping[str, tuple[int, ...]], rank: int | N
 
 def _is_expert_stack(module: str, config: Mapping[str, Any]) -> bool:
     """Return whether PEFT adapts a stack of experts in this module."""
-    return bool(config.get("target_parameters")) and module.removesuffix(".base_layer").endswith(".experts")
+    return bool(config.get("target_parameters")) and module.removesuffix(".base_layer").endswith(
+        ".experts"
+    )
 
 
 def rank_of(module: str, config: Mapping[str, Any]) -> int:
-    """Return a module's rank as PEFT does: of the first pattern in `rank_pattern` that matches the end of its name, else `r`.
+    """Return a module's rank as PEFT does: of the first pattern in `rank_pattern` that matches the
+    end of its name, else `r`.
 
     Raises re2.error for an invalid pattern.
     """
@@ -245,7 +284,8 @@ def _is_expected(name: str, config: Mapping[str, Any]) -> bool:
 
 def _verify_run(path: Path) -> VerifyReport:
     """Verify the adapter of a run directory, and that all its documents describe the same job."""
-    report, run = VerifyReport(str(path), "run directory"), RunDir(path)
+    report = VerifyReport(str(path), "run directory")
+    run = RunDir(path)
     check_adapter(path / "adapter", report)
     outer, faults = read_manifest(path / MANIFEST)
     if outer is not None and outer != report.manifest:
@@ -253,7 +293,11 @@ def _verify_run(path: Path) -> VerifyReport:
     report.add("manifest of the run", [f"in the run directory: {fault}" for fault in faults])
     if report.manifest is not None:
         report.add("documents", _document_faults(run, report.manifest))
-    damaged = [f"checkpoint {name}: {fault}" for name in complete_checkpoints(run) for fault in checkpoint_faults(run, name)]
+    damaged = [
+        f"checkpoint {name}: {fault}"
+        for name in complete_checkpoints(run)
+        for fault in checkpoint_faults(run, name)
+    ]
     report.add("checkpoints", damaged)
     return report
 
@@ -264,13 +308,20 @@ def _document_faults(run: RunDir, manifest: Manifest) -> list[str]:
         spec = run.read("spec.json", JobSpec)
         if spec is None or without_paths(spec) != without_paths(manifest.spec):
             faults.append("spec.json differs from the spec in the manifest")
-        origins, result = run.read(ORIGINS, Origins), run.read("result.json", Result)
+        origins = run.read(ORIGINS, Origins)
+        result = run.read("result.json", Result)
     except UnreadableDocumentError as error:
         return [*faults, error.message.rstrip(".")]
     base = base_without_path(manifest.base)
     if origins is None or (base_without_path(origins.base), origins.data) != (base, manifest.data):
         faults.append(f"{ORIGINS} names another base or other data than the manifest")
-    is_last = result is not None and manifest.checkpoint is None  # otherwise the adapter is that of an earlier, better step
-    if result is None or result.attempt != manifest.attempt or (is_last and result.steps != manifest.step):
+    is_last = (
+        result is not None and manifest.checkpoint is None
+    )  # otherwise the adapter is that of an earlier, better step
+    if (
+        result is None
+        or result.attempt != manifest.attempt
+        or (is_last and result.steps != manifest.step)
+    ):
         faults.append("result.json names another attempt or step than the manifest")
     return faults

@@ -1,12 +1,15 @@
-"""Hand-off of tuned models to the operator's inference server (FT_INFERENCE_URL, FT_ADAPTERS), with proof that they answer.
+"""Hand-off of tuned models to the operator's inference server (FT_INFERENCE_URL, FT_ADAPTERS), with
+proof that they answer.
 
-The adapter of every succeeded job is copied to FT_ADAPTERS, into a folder with the tuned model's name, where vLLM's resolver
-finds it, and every replica is asked to load it. Then its log-probabilities are compared with the trainer's (served_verdict.py),
-since loading an adapter can fail silently. The result is an event of the job, once, and `serving.json` in its run directory,
-which also names the replicas that need no comparison any more: one that could not answer is asked again.
+The adapter of every succeeded job is copied to FT_ADAPTERS, into a folder with the tuned model's
+name, where vLLM's resolver finds it, and every replica is asked to load it. Then its
+log-probabilities are compared with the trainer's (served_verdict.py), since loading an adapter can
+fail silently. The result is an event of the job, once, and `serving.json` in its run directory,
+which also names the replicas that need no comparison any more: one that could not answer is asked
+again.
 
-The desired and the observed state are compared repeatedly, which also covers restarts of either side and replicas that did not
-answer. A deleted model is unloaded, and its folder removed.
+The desired and the observed state are compared repeatedly, which also covers restarts of either
+side and replicas that did not answer. A deleted model is unloaded, and its folder removed.
 """
 
 from __future__ import annotations
@@ -28,7 +31,14 @@ from ft_service.jobs.states import Job
 from ft_service.meters import Meters
 from ft_service.rundir.verified_files import refuse_damaged
 from ft_service.serving.inference_server import InferenceServer
-from ft_service.serving.served_verdict import Verdict, forget_replica, is_judged, judge, read_probes, report
+from ft_service.serving.served_verdict import (
+    Verdict,
+    forget_replica,
+    is_judged,
+    judge,
+    read_probes,
+    report,
+)
 from ft_service.serving.worker_tasks import run_worker
 from ft_service.settings import Settings
 from ft_service.storage.locations import Places
@@ -46,7 +56,9 @@ def run(settings: Settings, store: Store, meters: Meters, stop: threading.Event)
     """Hand over tuned models until `stop` is set. Returns at once without FT_ADAPTERS."""
     if settings.adapters is None:
         return
-    with log_errors(f"creating FT_ADAPTERS = {settings.adapters}"):  # else the kubelet makes it for the server, as root's
+    with log_errors(
+        f"creating FT_ADAPTERS = {settings.adapters}"
+    ):  # else the kubelet makes it for the server, as root's
         settings.adapters.mkdir(parents=True, exist_ok=True)
     handoff = Handoff(settings, store, settings.adapters)
     every(POLL_SECONDS, handoff.look, stop, "handing over tuned models")
@@ -57,7 +69,8 @@ class Handoff:
     """The hand-off to all replicas. For one thread."""
 
     def __init__(self, settings: Settings, store: Store, adapters: Path) -> None:
-        self._store, self._adapters = store, adapters
+        self._store = store
+        self._adapters = adapters
         self._places = Places.of(settings)
         self._servers = inference_servers(settings)
         self._jobs: dict[str, Job] = {}
@@ -89,13 +102,17 @@ class Handoff:
         left = {job_id for _, job_id in succeeded}
         self._jobs = {name: job for name, job in self._jobs.items() if job.id in left}
         wanted = {name: job for name, job in self._jobs.items() if name not in deleted}
-        for name in deleted.intersection(_names_in(self._adapters)):  # of jobs that are deleted, too
+        for name in deleted.intersection(
+            _names_in(self._adapters)
+        ):  # of jobs that are deleted, too
             shutil.rmtree(self._adapters / name, ignore_errors=True)
         published = {name: job for name, job in wanted.items() if self._publish(name, job)}
         for server in self._servers:
             self._bring_up_to_date(server, published, deleted)
 
-    def _bring_up_to_date(self, server: InferenceServer, published: dict[str, Job], deleted: set[str]) -> None:
+    def _bring_up_to_date(
+        self, server: InferenceServer, published: dict[str, Job], deleted: set[str]
+    ) -> None:
         try:
             there = server.models()
         except FtError as error:
@@ -110,7 +127,9 @@ class Handoff:
         to_judge: list[str] = []
         for name, job in published.items():
             with log_errors(f"handing {name} over to {server.url}"):
-                if (name in there or self._load(server, name, job)) and not self._is_judged(server, name, job):
+                if (name in there or self._load(server, name, job)) and not self._is_judged(
+                    server, name, job
+                ):
                     to_judge.append(name)
         for name in sorted(to_judge, key=lambda name: self._unanswered[server.url, name]):
             with log_errors(f"verifying {name} on {server.url}"):
@@ -135,7 +154,13 @@ class Handoff:
         except (FtError, OSError) as error:
             if name not in self._unpublished:
                 with log_errors(f"telling that {name} is not served"):
-                    self._report(job, Verdict(False, f"not served: its adapter could not be put into FT_ADAPTERS: {error}"))
+                    self._report(
+                        job,
+                        Verdict(
+                            False,
+                            f"not served: its adapter could not be put into FT_ADAPTERS: {error}",
+                        ),
+                    )
                 self._unpublished.add(name)
             return False
         return True
@@ -149,7 +174,9 @@ class Handoff:
         try:
             server.load(name, str(self._adapters / name))
         except UnavailableError:
-            return False  # tried again when the server answers, unless it has loaded it all the same
+            return (
+                False  # tried again when the server answers, unless it has loaded it all the same
+            )
         except FtError as error:
             self._report(job, Verdict(False, f"not served: {error.message}{_instead(job)}"))
             self._refused.add((server.url, name))
@@ -163,9 +190,16 @@ class Handoff:
         return pair in self._judged
 
     def _verify(self, server: InferenceServer, name: str, job: Job) -> bool:
-        """Compare a replica's answers by an adapter that it has loaded with the trainer's. False if it cannot answer now."""
+        """Compare a replica's answers by an adapter that it has loaded with the trainer's.
+
+        False if it cannot answer now.
+        """
         probes = read_probes(self._places.run(job.id))
-        verdict = Verdict(None, "served, not verified: the job ran with a version that measured nothing to compare with")
+        verdict = Verdict(
+            None,
+            "served, not verified: the job ran with a version that measured nothing to compare "
+            "with",
+        )
         try:
             if probes:
                 verdict = judge(probes, [server.logprobs(name, probe.tokens) for probe in probes])
@@ -197,17 +231,23 @@ def _names_in(folder: Path) -> list[str]:
 def inference_servers(settings: Settings) -> list[InferenceServer]:
     """Clients of all replicas of FT_INFERENCE_URL."""
     key = settings.inference_api_key
-    return [InferenceServer(url, key.get_secret_value() if key else None) for url in settings.inference_urls]
+    return [
+        InferenceServer(url, key.get_secret_value() if key else None)
+        for url in settings.inference_urls
+    ]
 
 
 def ends_of_handed_over(adapters: Path, name: str) -> list[int]:
-    """Tokens that end a tuned model's answers and that its base's files do not name; empty: there are none, or it was not
-    handed over. `adapters`: FT_ADAPTERS."""
+    """Tokens that end a tuned model's answers and that its base's files do not name; empty: there
+    are none, or it was not handed over. `adapters`: FT_ADAPTERS.
+    """
     return (document_or_none(adapters / name / _GENERATION) or {}).get("eos_token_id", [])
 
 
 def _ends(adapter: Path, base: str) -> list[int]:
-    """Those tokens, told by a worker; empty, too, if it cannot: the model is handed over in any case."""
+    """Those tokens, told by a worker; empty, too, if it cannot: the model is handed over in any
+    case.
+    """
     if not Path(base).is_dir():  # empty, or on other hosts alone
         return []
     try:
@@ -218,8 +258,10 @@ def _ends(adapter: Path, base: str) -> list[int]:
 
 
 def put_adapter(source: Path, target: Path, base: str = "", *, ends: Sequence[int] = ()) -> None:
-    """Copy an adapter, whole, to where inference servers see it, unless it is there. `base`: the folder of its base, which
-    adapters on stacks of experts need. `ends`: of `ends_of_handed_over`, to be kept with it. Raises OSError and FtError.
+    """Copy an adapter, whole, to where inference servers see it, unless it is there.
+
+    `base`: the folder of its base, which adapters on stacks of experts need. `ends`: of
+    `ends_of_handed_over`, to be kept with it. Raises OSError and FtError.
     """
     if target.is_dir():
         return
@@ -229,14 +271,18 @@ def put_adapter(source: Path, target: Path, base: str = "", *, ends: Sequence[in
     try:
         _fill(source, temporary, base)
         if ends:
-            (temporary / _GENERATION).write_text(json.dumps({"eos_token_id": list(ends)}) + "\n", encoding="utf-8")
+            (temporary / _GENERATION).write_text(
+                json.dumps({"eos_token_id": list(ends)}) + "\n", encoding="utf-8"
+            )
         os.replace(temporary, target)
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
 
 
 def _fill(source: Path, target: Path, base: str) -> None:
-    """Copy an adapter in a form that every vLLM reads: none knows PEFT's names of experts, and older ones no patterns."""
+    """Copy an adapter in a form that every vLLM reads: none knows PEFT's names of experts, and
+    older ones no patterns.
+    """
     config = json.loads((source / "adapter_config.json").read_text(encoding="utf-8"))
     if any(config.get(name) for name in ("rank_pattern", "alpha_pattern", "target_parameters")):
         run_worker("workers.tasks.pad_ranks", [str(source), str(target), *([base] if base else [])])
@@ -250,4 +296,7 @@ def _instead(job: Job) -> str:
     """What to do with an adapter that a server refuses."""
     if not job.stored_spec.adapts_experts:
         return ""
-    return " vLLM computes adapters on experts on GPUs only: merge the tuned model (ft export --format merged) and serve that."
+    return (
+        " vLLM computes adapters on experts on GPUs only: merge the tuned model (ft export "
+        "--format merged) and serve that."
+    )

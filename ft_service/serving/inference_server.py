@@ -1,4 +1,6 @@
-"""Client for a replica of vLLM or SGLang: OpenAI's API, and loading and unloading of adapters by name."""
+"""Client for a replica of vLLM or SGLang: OpenAI's API, and loading and unloading of adapters by
+name.
+"""
 
 from __future__ import annotations
 
@@ -16,20 +18,26 @@ _ANSWER_TIMEOUT = httpx2.Timeout(3600.0, connect=3.0)
 
 
 class InferenceServerError(FtError):
-    """A replica has answered with an error that is not the request's: it does not know the model, or has failed."""
+    """A replica has answered with an error that is not the request's: it does not know the model,
+    or has failed.
+    """
 
 
 class InferenceServer:
-    """A replica by its base URL, which ends in `/v1`. Every method makes one request and raises UnavailableError without an
-    answer, or while the server cannot work, SpecError with its message if the request is wrong, and InferenceServerError for
-    every other error that it answers.
+    """A replica by its base URL, which ends in `/v1`.
+
+    Every method makes one request and raises UnavailableError without an answer, or while the
+    server cannot work, SpecError with its message if the request is wrong, and InferenceServerError
+    for every other error that it answers.
     """
 
     def __init__(self, url: str, key: str | None) -> None:
         self.url = url.rstrip("/")
         headers = {"authorization": f"Bearer {key}"} if key else {}
         limits = httpx2.Limits(max_connections=None)
-        self._http = httpx2.Client(headers=headers, timeout=_TIMEOUT, trust_env=False, limits=limits)
+        self._http = httpx2.Client(
+            headers=headers, timeout=_TIMEOUT, trust_env=False, limits=limits
+        )
 
     def close(self) -> None:
         self._http.close()
@@ -47,7 +55,10 @@ class InferenceServer:
             told = [model.get("max_model_len") for model in answer.json()["data"]]
         lengths = [length for length in told if length is not None]
         if not lengths:
-            raise SpecError(f"max_tokens: {self.url}/models does not tell its context. Give it.", param="max_tokens")
+            raise SpecError(
+                f"max_tokens: {self.url}/models does not tell its context. Give it.",
+                param="max_tokens",
+            )
         return max(lengths)
 
     def load(self, name: str, folder: str) -> None:
@@ -59,12 +70,22 @@ class InferenceServer:
 
     def logprobs(self, name: str, tokens: list[int]) -> list[float]:
         """Log-probabilities in nats of all tokens but the first."""
-        body = {"model": name, "prompt": tokens, "max_tokens": 1, "temperature": 0, "echo": True, "logprobs": 1}
+        body = {
+            "model": name,
+            "prompt": tokens,
+            "max_tokens": 1,
+            "temperature": 0,
+            "echo": True,
+            "logprobs": 1,
+        }
         answer = self._call("POST", "/completions", body)
         with self._reading("/completions"):
             given = answer.json()["choices"][0]["logprobs"]["token_logprobs"][1 : len(tokens)]
         if len(given) != len(tokens) - 1 or None in given:
-            raise FtError(f"{self.url} gives no log-probabilities of a prompt (echo and logprobs of /completions).")
+            raise FtError(
+                f"{self.url} gives no log-probabilities of a prompt (echo and logprobs of "
+                "/completions)."
+            )
         return [float(value) for value in given]
 
     def complete(self, body: dict[str, Any]) -> list[dict[str, Any]]:
@@ -79,19 +100,28 @@ class InferenceServer:
         try:
             yield
         except (ValueError, LookupError, TypeError, AttributeError) as error:
-            raise InferenceServerError(f"{self.url}{path} answers in another form than OpenAI's: {error!r:.200}.") from error
+            raise InferenceServerError(
+                f"{self.url}{path} answers in another form than OpenAI's: {error!r:.200}."
+            ) from error
 
     def _call(
-        self, method: str, path: str, body: dict[str, Any] | None = None, timeout: httpx2.Timeout = _TIMEOUT
+        self,
+        method: str,
+        path: str,
+        body: dict[str, Any] | None = None,
+        timeout: httpx2.Timeout = _TIMEOUT,
     ) -> httpx2.Response:
         try:
             answer = self._http.request(method, f"{self.url}{path}", json=body, timeout=timeout)
         except httpx2.HTTPError as error:
             raise UnavailableError(f"{self.url} does not answer: {error}.") from error
         if not answer.is_success:
-            kind = {400: SpecError, 422: SpecError, 429: UnavailableError, 503: UnavailableError}.get(
-                answer.status_code, InferenceServerError
-            )
+            kind = {
+                400: SpecError,
+                422: SpecError,
+                429: UnavailableError,
+                503: UnavailableError,
+            }.get(answer.status_code, InferenceServerError)
             raise kind(f"{self.url}{path} answers {answer.status_code}: {_words(answer)}")
         return answer
 

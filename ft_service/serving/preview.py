@@ -1,22 +1,28 @@
-"""The preview on this host: a process of its own that answers chat completions, started by the first one.
+"""The preview on this host: a process of its own that answers chat completions, started by the
+first one.
 
-    route ──submit──▶ Preview ──lines of JSON──▶ python -m workers.serving      (a thread reads the answers: preview_process.py)
+    route ──submit──▶ Preview ──lines of JSON──▶ python -m workers.serving      (a thread reads the
+    answers: preview_process.py)
 
-It holds one base in one storage format, with any number of adapters, and a slot of this host that no job holds. Training has
-priority: when a job starts on that slot, the process has LEAVE_SECONDS to finish its answers and is then ended. It also ends
-when it is idle for a while, and with the server. For another base or other formats the same process loads that instead, since
-to start a process takes longer than to load a base. Bases that are waited for have turns, by project (base_turns.py): answers
-that are not whole when theirs is over go on in the next one.
+It holds one base in one storage format, with any number of adapters, and a slot of this host that
+no job holds. Training has priority: when a job starts on that slot, the process has LEAVE_SECONDS
+to finish its answers and is then ended. It also ends when it is idle for a while, and with the
+server. For another base or other formats the same process loads that instead, since to start a
+process takes longer than to load a base. Bases that are waited for have turns, by project
+(base_turns.py): answers that are not whole when theirs is over go on in the next one.
 
-A process that is killed from outside is started again after growing pauses. One that ends by itself did so by what it was
-answering: what was under way then is asked apart from all else, and refused if it ends the next one (shared_work/suspects.py).
+A process that is killed from outside is started again after growing pauses. One that ends by itself
+did so by what it was answering: what was under way then is asked apart from all else, and refused
+if it ends the next one (shared_work/suspects.py).
 
-While training has every slot, a client may ask for an answer on the CPU: by a process of the lowest priority that takes at most
-half of the free memory for its base, and half of the rest for answers, is killed first when memory runs out, and ends after a
-minute without a request or as soon as a slot is free.
+While training has every slot, a client may ask for an answer on the CPU: by a process of the lowest
+priority that takes at most half of the free memory for its base, and half of the rest for answers,
+is killed first when memory runs out, and ends after a minute without a request or as soon as a slot
+is free.
 
-When a job succeeds while models are being tried, its model is loaded in advance. As on an inference server, the trainer's
-log-probabilities prove that the tuned model answers (served_verdict.py); an event tells the job's user once.
+When a job succeeds while models are being tried, its model is loaded in advance. As on an inference
+server, the trainer's log-probabilities prove that the tuned model answers (served_verdict.py); an
+event tells the job's user once.
 """
 
 from __future__ import annotations
@@ -36,7 +42,14 @@ from typing import Any
 from ft_service.bases.cache_folder import FOLDER, folder_of
 from ft_service.bases.safetensors_folder import read_tensors
 from ft_service.errors import FtError, SpecError, UnavailableError
-from ft_service.host.hardware import available_memory, core_count, default_slots, gpu_count, visibility_variable, visible_gpus
+from ft_service.host.hardware import (
+    available_memory,
+    core_count,
+    default_slots,
+    gpu_count,
+    visibility_variable,
+    visible_gpus,
+)
 from ft_service.host.helper_process import HelperFailed
 from ft_service.jobs.states import Job
 from ft_service.launcher.local_launcher import host_id
@@ -69,18 +82,25 @@ BUSY_SECONDS = 30.0
 REST_SECONDS = 60.0
 """Idle time of a base after which the model of a succeeded job is loaded in its place."""
 MOST_REQUESTS = 256
-"""Limit of requests at once, waiting ones included; beyond it, a project that has less than its share may still ask."""
+"""Limit of requests at once, waiting ones included; beyond it, a project that has less than its
+share may still ask.
+"""
 MOST_OF_PROJECT = 64
 """Limit of one project's requests at once."""
 POLL_SECONDS = 0.1
-PAUSE_SECONDS, LONGEST_PAUSE = 0.5, 60.0
-"""Pauses before the process is started again that was killed: twice as long each time, until it has answered."""
+PAUSE_SECONDS = 0.5
+LONGEST_PAUSE = 60.0
+"""Pauses before the process is started again that was killed: twice as long each time, until it has
+answered.
+"""
 LOOK_SECONDS = 2.0
 """Interval at which a process on the CPU looks for a free slot."""
 PAUSED = "process"
 """Name of what waits after the process was killed."""
 PREVIEWED = "previewed.json"
-"""Document in the run directory with the verdict on the preview's answers that the job's user was told (served_verdict.py)."""
+"""Document in the run directory with the verdict on the preview's answers that the job's user was
+told (served_verdict.py).
+"""
 
 
 @dataclass(frozen=True)
@@ -98,13 +118,17 @@ class PreviewModel:
 
 
 class Preview:
-    """The preview, with at most one process. Any thread may submit, cancel and call `release_slots`; `run` belongs to a thread
-    of its own, and ends the process when it ends.
+    """The preview, with at most one process.
+
+    Any thread may submit, cancel and call `release_slots`; `run` belongs to a thread of its own,
+    and ends the process when it ends.
     """
 
     def __init__(self, settings: Settings, store: Store, command: Sequence[str] = WORKER) -> None:
         """`command`: of the process."""
-        self._settings, self._store, self._command = settings, store, command
+        self._settings = settings
+        self._store = store
+        self._command = command
         self._places = Places.of(settings)
         self._slots = settings.slots or default_slots()
         self._host, self._gpu = host_id(), gpu_count() > 0
@@ -112,7 +136,10 @@ class Preview:
         self._changed = threading.Event()
         self._waiting: list[Ticket] = []
         self._turns = BaseTurns[LoadedBase]()
-        self._suspects, self._losses = Suspects(), Losses("the preview's process", first=PAUSE_SECONDS, longest=LONGEST_PAUSE)
+        self._suspects, self._losses = (
+            Suspects(),
+            Losses("the preview's process", first=PAUSE_SECONDS, longest=LONGEST_PAUSE),
+        )
         self._process: PreviewProcess | None = None
         self._expected: Job | None = None
         """The newest succeeded job, whose model is to be loaded in advance."""
@@ -135,12 +162,17 @@ class Preview:
         project_id: str = "",
         on_processor: bool = False,
     ) -> Ticket:
-        """Request an answer, whose parts are delivered. Raises UnavailableError while training has the slots, or with too many
-        requests; ProjectFullError if only the project has too many; SpecError for a request that has ended the process.
+        """Request an answer, whose parts are delivered.
+
+        Raises UnavailableError while training has the slots, or with too many requests;
+        ProjectFullError if only the project has too many; SpecError for a request that has ended
+        the process.
 
         `project_id`: of the client. `on_processor`: answer on the CPU while training has the slots.
         """
-        path, precision, job = model.path, model.precision, model.job
+        path = model.path
+        precision = model.precision
+        job = model.job
         served = None if precision is None else LoadedBase.of(path, precision, gpu=self._gpu)
         order = order if job is None else {**order, "probes": self._unproved(job)}
         ticket = Ticket(served, path, order, deliver, job, project_id, on_processor)
@@ -152,13 +184,22 @@ class Preview:
             process = self._process
             if process is not None and process.leaving:
                 raise stepped_aside("The preview has made way for a training job.")
-            tickets = Counter(other.project_id for other in (*self._waiting, *(process.tickets.values() if process else ())))
+            tickets = Counter(
+                other.project_id
+                for other in (*self._waiting, *(process.tickets.values() if process else ()))
+            )
             if tickets[project_id] >= MOST_OF_PROJECT:
-                raise stepped_aside(f"{MOST_OF_PROJECT} requests of this project are under way.", ProjectFullError)
+                raise stepped_aside(
+                    f"{MOST_OF_PROJECT} requests of this project are under way.", ProjectFullError
+                )
             share = max(1, MOST_REQUESTS // len({*tickets, project_id}))
             if tickets.total() >= MOST_REQUESTS and tickets[project_id] >= share:
                 raise stepped_aside(f"{MOST_REQUESTS} requests are under way.")
-            if process is not None and process.fits(ticket) and self._may_join(process, time.monotonic()):
+            if (
+                process is not None
+                and process.fits(ticket)
+                and self._may_join(process, time.monotonic())
+            ):
                 process.ask(ticket)
             else:
                 self._waiting.append(ticket)
@@ -176,7 +217,10 @@ class Preview:
     # For the reconciler
 
     def release_slots(self, slots: Collection[int]) -> bool:
-        """Return whether the slots, which a job needs, are free. If not, the process begins to leave them: ask again."""
+        """Return whether the slots, which a job needs, are free.
+
+        If not, the process begins to leave them: ask again.
+        """
         with self._guard:
             process = self._process
             if process is None:
@@ -190,8 +234,9 @@ class Preview:
         return False
 
     def preload(self, job: Job) -> None:
-        """Load the model of a succeeded job in advance, if models are being tried here and no other request is delayed by
-        it."""
+        """Load the model of a succeeded job in advance, if models are being tried here and no other
+        request is delayed by it.
+        """
         with self._guard:
             self._expected = job
         self._changed.set()
@@ -204,16 +249,24 @@ class Preview:
             while not stop.is_set():
                 try:
                     self._look()
-                except Exception:  # an unreadable disk, a failed start: the next attempt may succeed
+                except (
+                    Exception
+                ):  # an unreadable disk, a failed start: the next attempt may succeed
                     log.exception("the preview cannot do what it is asked")
                     self._expected = None
-                    self._refuse(list(self._waiting), stepped_aside("The preview has failed; the service's log says how."))
-                self._changed.wait(POLL_SECONDS if self._process or self._waiting else 2 * POLL_SECONDS)
+                    self._refuse(
+                        list(self._waiting),
+                        stepped_aside("The preview has failed; the service's log says how."),
+                    )
+                self._changed.wait(
+                    POLL_SECONDS if self._process or self._waiting else 2 * POLL_SECONDS
+                )
                 self._changed.clear()
         finally:
             with self._guard:
                 self._closed = True
-                waiting, self._waiting = self._waiting, []
+                waiting = self._waiting
+                self._waiting = []
             for ticket in waiting:
                 ticket.deliver(as_part(stepped_aside("The service is ending.")))
             self._end("The service is ending.")
@@ -225,7 +278,8 @@ class Preview:
         return process.pid if process else None
 
     def _look(self) -> None:
-        process, now = self._process, time.monotonic()
+        process = self._process
+        now = time.monotonic()
         if process is not None:
             self._judge(process)
             why = self._why_end(process, now)
@@ -236,10 +290,18 @@ class Preview:
             self._load_next(now)
             self._prepare(now)
         late = [ticket for ticket in self._waiting if now - ticket.since > BUSY_SECONDS]
-        self._refuse(late, stepped_aside("The preview is busy with another base." if lost is None else f"{lost[1]}."))
+        self._refuse(
+            late,
+            stepped_aside(
+                "The preview is busy with another base." if lost is None else f"{lost[1]}."
+            ),
+        )
 
     def _why_end(self, process: PreviewProcess, now: float) -> str | None:
-        """Why to end the process, for clients whose answers end with it; empty: nobody asks it. None: it stays."""
+        """Why to end the process, for clients whose answers end with it; empty: nobody asks it.
+
+        None: it stays.
+        """
         if process.has_ended:
             return "The preview's process has ended before its answer."
         if process.leaving is not None and (not process.tickets or now >= process.leaving):
@@ -260,17 +322,39 @@ class Preview:
             process = self._process
             wanted = self._wanted(process)
             over = process is None or self._is_over(process, now)
-            next_base = self._turns.take([(project, base) for project, base, _ in wanted]) if wanted and over else None
+            next_base = (
+                self._turns.take([(project, base) for project, base, _ in wanted])
+                if wanted and over
+                else None
+            )
         try:
             if next_base is not None:
-                first = next((ticket for ticket in self._waiting if self._base_of(ticket, process) == next_base), None)
+                first = next(
+                    (
+                        ticket
+                        for ticket in self._waiting
+                        if self._base_of(ticket, process) == next_base
+                    ),
+                    None,
+                )
                 process = process or self._started(first)
                 self._loads(process, next_base, interrupts=True)
         except FtError as error:
-            self._refuse([ticket for ticket in self._tickets() if self._base_of(ticket, process) == next_base], error)
+            self._refuse(
+                [
+                    ticket
+                    for ticket in self._tickets()
+                    if self._base_of(ticket, process) == next_base
+                ],
+                error,
+            )
             return
         with self._guard:
-            if process is None or process.leaving is not None or not (next_base or self._may_join(process, now)):
+            if (
+                process is None
+                or process.leaving is not None
+                or not (next_base or self._may_join(process, now))
+            ):
                 return
             for ticket in [ticket for ticket in self._waiting if process.fits(ticket)]:
                 self._waiting.remove(ticket)
@@ -283,13 +367,19 @@ class Preview:
 
     def _base_of(self, ticket: Ticket, process: PreviewProcess | None) -> LoadedBase:
         """The base that a request waits for."""
-        if ticket.served is None and process is not None and process.served is not None and process.fits(ticket):
+        if (
+            ticket.served is None
+            and process is not None
+            and process.served is not None
+            and process.fits(ticket)
+        ):
             return process.served
         return ticket.served or LoadedBase.of(ticket.path, {}, gpu=self._gpu)
 
     def _wanted(self, process: PreviewProcess | None) -> list[tuple[str, LoadedBase, float]]:
-        """Projects with the bases that they wait for, but for that which the process holds, and since when: the longest wait
-        first."""
+        """Projects with the bases that they wait for, but for that which the process holds, and
+        since when: the longest wait first.
+        """
         held = process.served if process else None
         tickets = [*self._waiting, *(process.tickets.values() if process else ())]
         since: dict[tuple[str, LoadedBase], float] = {}
@@ -300,8 +390,9 @@ class Preview:
         return [(project, base, waits) for (project, base), waits in since.items()]
 
     def _may_join(self, process: PreviewProcess, now: float) -> bool:
-        """Whether new requests for the base that the process holds go before what waits for others: while it is held for no
-        longer than it took to load."""
+        """Whether new requests for the base that the process holds go before what waits for others:
+        while it is held for no longer than it took to load.
+        """
         held = 0.0 if process.ready_at is None else now - process.ready_at
         return held < process.load_seconds or not self._wanted(process)
 
@@ -311,11 +402,14 @@ class Preview:
             return True
         since = min((waits for _, _, waits in self._wanted(process)), default=now)
         at = process.ready_at
-        return at is not None and is_over(now, waited_since=since, ready_at=at, load_seconds=process.load_seconds)
+        return at is not None and is_over(
+            now, waited_since=since, ready_at=at, load_seconds=process.load_seconds
+        )
 
     def _prepare(self, now: float) -> None:
         """Load the model of a succeeded job in advance, if models are being tried here."""
-        job, process = self._expected, self._process
+        job = self._expected
+        process = self._process
         if job is None or self._waiting:
             return
         used_at = process.used_at if process else self._used_at
@@ -323,15 +417,22 @@ class Preview:
             self._expected = None  # models are not being tried here
             return
         spec = job.spec
-        served = LoadedBase.of(spec.model.path, spec.precision.model_dump(mode="json"), gpu=self._gpu)
-        others = process is not None and process.served is not None and process.served.path != served.path
+        served = LoadedBase.of(
+            spec.model.path, spec.precision.model_dump(mode="json"), gpu=self._gpu
+        )
+        others = (
+            process is not None
+            and process.served is not None
+            and process.served.path != served.path
+        )
         if others and now - used_at < REST_SECONDS:
             return
         try:
             process = process or self._started()
             if not self._loads(process, served):
                 return
-            adapter, probes = self._places.run(job.id).plain("adapter"), self._unproved(job)
+            adapter = self._places.run(job.id).plain("adapter")
+            probes = self._unproved(job)
         except FtError:  # training has the slots: the next request tries again
             self._expected = None
             return
@@ -339,43 +440,72 @@ class Preview:
             self._expected = None if self._expected is job else self._expected
             process.expect(job, str(adapter), probes)
 
-    def _loads(self, process: PreviewProcess, served: LoadedBase, *, interrupts: bool = False) -> bool:
-        """Whether the process holds this base or is loading it. `interrupts`: also in place of one that is asked."""
+    def _loads(
+        self, process: PreviewProcess, served: LoadedBase, *, interrupts: bool = False
+    ) -> bool:
+        """Whether the process holds this base or is loading it.
+
+        `interrupts`: also in place of one that is asked.
+        """
         free = self._store.leases.free_slots(self._host, self._slots)
-        memory = room_beside(Path(served.path)) if process.slot is None and process.served != served else None
+        memory = (
+            room_beside(Path(served.path))
+            if process.slot is None and process.served != served
+            else None
+        )
         with self._guard:
-            if process.served != served and (interrupts or not process.tickets) and process.leaving is None:
+            if (
+                process.served != served
+                and (interrupts or not process.tickets)
+                and process.leaving is None
+            ):
                 process.load(served, self._threads(process, len(free)), memory)
-                log.info("the preview's process %d loads %s, %s", process.pid, served.path, served.precision)
+                log.info(
+                    "the preview's process %d loads %s, %s",
+                    process.pid,
+                    served.path,
+                    served.precision,
+                )
             return process.served == served and process.leaving is None
 
     def _threads(self, process: PreviewProcess, free: int) -> int:
-        """CPU threads of the process: on a host without a GPU, as many of the CPUs as slots are free; next to training one, or
-        a quarter of the CPUs if training is on GPUs."""
+        """CPU threads of the process: on a host without a GPU, as many of the CPUs as slots are
+        free; next to training one, or a quarter of the CPUs if training is on GPUs.
+        """
         processors = core_count()
         if process.slot is None:
             return max(1, processors // 4) if self._gpu else 1
         return max(1, processors * max(1, free) // self._slots)
 
     def _started(self, first: Ticket | None = None) -> PreviewProcess:
-        """A new process, for the ticket if there is one. Raises UnavailableError if training has the slots and the ticket is
-        not for the CPU."""
+        """A new process, for the ticket if there is one.
+
+        Raises UnavailableError if training has the slots and the ticket is not for the CPU.
+        """
         free = self._store.leases.free_slots(self._host, self._slots)
         if not free and first is not None and first.on_processor:
             room_beside(Path(first.path))
-            process = PreviewProcess(self._command, None, self._environment(None), self._used_at or time.monotonic())
+            process = PreviewProcess(
+                self._command, None, self._environment(None), self._used_at or time.monotonic()
+            )
             with self._guard:
                 self._process = process
-            log.info("the preview has started during training: process %d, on the processor", process.pid)
+            log.info(
+                "the preview has started during training: process %d, on the processor", process.pid
+            )
             return process
         if not free:
             raise all_train(self._slots)
         slot = free[-1]  # jobs take the lowest slots
-        process = PreviewProcess(self._command, slot, self._environment(slot), self._used_at or time.monotonic())
+        process = PreviewProcess(
+            self._command, slot, self._environment(slot), self._used_at or time.monotonic()
+        )
         with self._guard:
             self._process = process
         log.info("the preview has started: process %d, slot %d", process.pid, slot)
-        if slot not in self._store.leases.free_slots(self._host, self._slots):  # a job has taken it without seeing this process
+        if slot not in self._store.leases.free_slots(
+            self._host, self._slots
+        ):  # a job has taken it without seeing this process
             self._end("Training has taken the slot.")
             raise stepped_aside("Training has taken the slot.")
         return process
@@ -390,7 +520,9 @@ class Preview:
     def _refuse(self, tickets: list[Ticket], error: FtError) -> None:
         with self._guard:
             under_way = self._process.tickets if self._process else {}
-            gone = [ticket for ticket in tickets if ticket in self._waiting or ticket.id in under_way]
+            gone = [
+                ticket for ticket in tickets if ticket in self._waiting or ticket.id in under_way
+            ]
             self._waiting = [ticket for ticket in self._waiting if ticket not in gone]
             for ticket in gone:
                 if self._process is not None:
@@ -399,8 +531,9 @@ class Preview:
             ticket.deliver(as_part(error))
 
     def _end(self, why: str, *, by_itself: bool = False) -> None:
-        """End the process, and tell `why` to those whom it was answering; empty: only if there is nobody. `by_itself`: it has
-        ended already."""
+        """End the process, and tell `why` to those whom it was answering; empty: only if there is
+        nobody. `by_itself`: it has ended already.
+        """
         with self._guard:
             process = self._process
             if process is None or (not why and process.tickets):
@@ -408,8 +541,10 @@ class Preview:
             process.ending = True  # until it is gone, requests wait for the next
         process.end()
         with self._guard:
-            self._process, self._used_at = None, process.used_at
-            left, present = list(process.tickets.values()), process.present()
+            self._process = None
+            self._used_at = process.used_at
+            left = list(process.tickets.values())
+            present = process.present()
             process.tickets.clear()
         log.info("the preview has ended: process %d", process.pid)
         if by_itself and process.failure is not None:
@@ -418,23 +553,35 @@ class Preview:
             refused = bool(self._suspects) and self._suspects.is_refused(ticket.work)
             ticket.deliver(as_part(ends_it() if refused else stepped_aside(why)))
 
-    def _count(self, process: PreviewProcess, failure: HelperFailed, present: Collection[Ticket]) -> None:
-        """Note the end of a process that nobody has asked for: against what it was answering, unless the host is at fault."""
+    def _count(
+        self, process: PreviewProcess, failure: HelperFailed, present: Collection[Ticket]
+    ) -> None:
+        """Note the end of a process that nobody has asked for: against what it was answering,
+        unless the host is at fault.
+        """
         if failure.is_lost:
             if process.has_answered:
                 self._losses.forget(PAUSED)
             self._losses.add(PAUSED, failure.message)
             return
-        log.error("the preview has ended by itself, beside %d requests: %s", len(present), failure.message)
+        log.error(
+            "the preview has ended by itself, beside %d requests: %s", len(present), failure.message
+        )
         at = [ticket for ticket in present if ticket.id == process.at]
         if not at:  # it was at all others, or could not load their base
             at = [ticket for ticket in present if process.ready_at is None or not ticket.is_suspect]
         self._suspects.add(ticket.work for ticket in at)
-        self._suspects.add((ticket.work for ticket in present if ticket.is_suspect and ticket not in at), BESIDE)
+        self._suspects.add(
+            (ticket.work for ticket in present if ticket.is_suspect and ticket not in at), BESIDE
+        )
 
     def _suspect(self, ticket: Ticket) -> None:
-        """Forget what is known against a request once it is answered. Raises SpecError for one that has ended the process."""
-        work, deliver = ticket.work, ticket.deliver
+        """Forget what is known against a request once it is answered.
+
+        Raises SpecError for one that has ended the process.
+        """
+        work = ticket.work
+        deliver = ticket.deliver
         if self._suspects.is_refused(work):
             raise ends_it()
         ticket.is_suspect = work in self._suspects
@@ -467,9 +614,19 @@ class Preview:
             verdict = judge(read_probes(run_dir), logprobs)
             log.info("%s in the preview: %s", job.tuned_name, verdict.text)
             try:
-                report(run_dir, PREVIEWED, self._store, job, Verdict(verdict.verified, f"in the preview: {verdict.text}"))
+                report(
+                    run_dir,
+                    PREVIEWED,
+                    self._store,
+                    job,
+                    Verdict(verdict.verified, f"in the preview: {verdict.text}"),
+                )
             except FtError as error:  # the next request proves it again
-                log.warning("the verdict on job %s in the preview was not reported: %s", job.id, error.message)
+                log.warning(
+                    "the verdict on job %s in the preview was not reported: %s",
+                    job.id,
+                    error.message,
+                )
             else:
                 self._proved.add(job.id)
 
@@ -477,7 +634,8 @@ class Preview:
 def ends_it() -> SpecError:
     """Error for a request that must not be asked again."""
     return SpecError(
-        "The preview's process has ended by itself while it was answering this request, twice, so that it is not asked again. "
+        "The preview's process has ended by itself while it was answering this request, twice, so "
+        "that it is not asked again. "
         "The service's log says how; ask for something else.",
         code="ends_preview",
     )
@@ -487,7 +645,8 @@ def all_train(slots: int) -> UnavailableError:
     """Error for a request while training has every slot."""
     which = {1: "The only slot is", 2: "Both slots are"}.get(slots, f"All {slots} slots are")
     return UnavailableError(
-        f"{which} busy training. Try again later, pause a job (ft pause), or ask for an answer on the processor, which is slow "
+        f"{which} busy training. Try again later, pause a job (ft pause), or ask for an answer on "
+        "the processor, which is slow "
         "(ft chat --cpu; processor: true).",
         code="preview_busy",
         retry_after=RETRY_SECONDS,
@@ -495,13 +654,16 @@ def all_train(slots: int) -> UnavailableError:
 
 
 def room_beside(folder: Path) -> int:
-    """Memory in bytes that a base may take next to training: half of the free memory. Raises UnavailableError if it needs
-    more."""
+    """Memory in bytes that a base may take next to training: half of the free memory.
+
+    Raises UnavailableError if it needs more.
+    """
     room = available_memory() // 2
     needed = 2 * sum(math.prod(tensor.shape) for tensor in read_tensors(folder).values())
     if needed > room:
         raise UnavailableError(
-            f"processor: the base takes {bytes_text(needed)} of memory, and during training it may take {bytes_text(room)}, "
+            f"processor: the base takes {bytes_text(needed)} of memory, and during training it "
+            f"may take {bytes_text(room)}, "
             "half of what is free. Try again when a slot is free, or pause a job.",
             param="processor",
             code="preview_busy",

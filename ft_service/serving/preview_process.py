@@ -33,9 +33,13 @@ class LoadedBase:
 
     @classmethod
     def of(cls, path: str, precision: Mapping[str, Any], *, gpu: bool) -> LoadedBase:
-        """A loaded base, without options that make no difference to the process, so that more requests share it: on a CPU the
-        compute dtype follows from the memory, and nothing is compared with training."""
-        same: dict[str, Any] = {"compare_served": "off"} if gpu else {"compare_served": "off", "compute": "bf16"}
+        """A loaded base, without options that make no difference to the process, so that more
+        requests share it: on a CPU the compute dtype follows from the memory, and nothing is
+        compared with training.
+        """
+        same: dict[str, Any] = (
+            {"compare_served": "off"} if gpu else {"compare_served": "off", "compute": "bf16"}
+        )
         options = PrecisionOptions.model_validate({**precision, **same}).model_dump(mode="json")
         return cls(path, json.dumps(options, sort_keys=True))
 
@@ -59,21 +63,34 @@ class Ticket:
     since: float = field(default_factory=time.monotonic)
     """Since when it waits for its base."""
     is_suspect: bool = False
-    """Whether the process says when it is at it, alone: it was under way when one has ended by itself."""
+    """Whether the process says when it is at it, alone: it was under way when one has ended by
+    itself.
+    """
 
     @property
     def work(self) -> str:
         """What is asked for, by which it is known when it is asked for again."""
         order = {name: value for name, value in self.order.items() if name != "probes"}
-        return hashlib.sha256(json.dumps([self.project_id, self.path, order], sort_keys=True).encode()).hexdigest()
+        return hashlib.sha256(
+            json.dumps([self.project_id, self.path, order], sort_keys=True).encode()
+        ).hexdigest()
 
 
 class PreviewProcess:
-    """The process. All methods but `end` are called under the guard of the Preview that keeps it."""
+    """The process. All methods but `end` are called under the guard of the Preview that keeps
+    it.
+    """
 
-    def __init__(self, command: Sequence[str], slot: int | None, environment: Mapping[str, str], used_at: float) -> None:
+    def __init__(
+        self,
+        command: Sequence[str],
+        slot: int | None,
+        environment: Mapping[str, str],
+        used_at: float,
+    ) -> None:
         """`slot`: None: it runs on the CPU at low priority, next to training."""
-        self.slot, self.used_at = slot, used_at
+        self.slot = slot
+        self.used_at = used_at
         self.served: LoadedBase | None = None
         self.tickets: dict[str, Ticket] = {}
         self.probed: list[tuple[Job, list[list[float]]]] = []
@@ -90,11 +107,18 @@ class PreviewProcess:
         self.ready_at: float | None = None
         """Since when it holds its base; None: it loads it."""
         self.load_seconds = 0.0
-        self._loads, self._loads_since = 0, 0.0
+        self._loads = 0
+        self._loads_since = 0.0
         self._jobs: dict[str, Job] = {}
         """Folder of an adapter → job."""
         low = slot is None  # lowest CPU priority, and the first to be killed when memory runs out
-        program = Program(command=command, niceness=19 if low else 0, expendable=low, variables=environment, own_errors=False)
+        program = Program(
+            command=command,
+            niceness=19 if low else 0,
+            expendable=low,
+            variables=environment,
+            own_errors=False,
+        )
         self._helper = HelperProcess(program)
         self._reader = threading.Thread(target=self._read, name="preview answers", daemon=True)
         self._reader.start()
@@ -108,12 +132,17 @@ class PreviewProcess:
         return self._helper.exit_code is not None
 
     def load(self, served: LoadedBase, threads: int, memory: int | None = None) -> None:
-        """Load a base in place of the current one; requests for it get the error if that fails. Those for the current one are
-        answered on when it is loaded again. `memory`: limit in bytes on a CPU; None: half of all."""
+        """Load a base in place of the current one; requests for it get the error if that fails.
+
+        Those for the current one are answered on when it is loaded again. `memory`: limit in bytes
+        on a CPU; None: half of all.
+        """
         now = time.monotonic()
         for ticket in self.present():
             ticket.since = now
-        self.served, self.ready_at, self._loads_since = served, None, now
+        self.served = served
+        self.ready_at = None
+        self._loads_since = now
         self._loads += 1
         precision = json.loads(served.precision)
         wanted = {"path": served.path, "precision": precision, "threads": threads, "memory": memory}
@@ -122,7 +151,9 @@ class PreviewProcess:
     def fits(self, ticket: Ticket) -> bool:
         """Whether it holds the base that a request needs, and is not being ended."""
         held = self.served if not self.ending else None
-        return held is not None and (held == ticket.served or (ticket.served is None and held.path == ticket.path))
+        return held is not None and (
+            held == ticket.served or (ticket.served is None and held.path == ticket.path)
+        )
 
     def present(self) -> list[Ticket]:
         """The requests that are answered by the base that it holds."""
@@ -157,8 +188,9 @@ class PreviewProcess:
         self._helper.close()
 
     def _write(self, message: dict[str, Any]) -> None:
-        """Send a message without waiting: a process that does not read must not delay the server or the jobs that need its
-        slot."""
+        """Send a message without waiting: a process that does not read must not delay the server or
+        the jobs that need its slot.
+        """
         self._helper.send(message)
 
     def _read(self) -> None:
@@ -194,7 +226,11 @@ class ProjectFullError(UnavailableError):
 
 
 def stepped_aside(why: str, kind: type[UnavailableError] = UnavailableError) -> UnavailableError:
-    return kind(f"{why or 'The preview has ended.'} Try again.", code="preview_busy", retry_after=RETRY_SECONDS)
+    return kind(
+        f"{why or 'The preview has ended.'} Try again.",
+        code="preview_busy",
+        retry_after=RETRY_SECONDS,
+    )
 
 
 def as_part(error: FtError) -> dict[str, Any]:

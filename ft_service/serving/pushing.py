@@ -1,6 +1,8 @@
-"""Upload of exports to a Hugging Face Hub (`hf://ORG/NAME`) or an OCI registry (`oci://HOST/NAME:TAG`).
+"""Upload of exports to a Hugging Face Hub (`hf://ORG/NAME`) or an OCI registry
+(`oci://HOST/NAME:TAG`).
 
-The libraries find the credentials: HF_TOKEN (or `hf auth login`) with HF_ENDPOINT; for registries those of `docker login`.
+The libraries find the credentials: HF_TOKEN (or `hf auth login`) with HF_ENDPOINT; for registries
+those of `docker login`.
 """
 
 from __future__ import annotations
@@ -12,7 +14,9 @@ from pathlib import Path
 from ft_service.errors import FtError, SpecError
 
 _HUB = re.compile(r"hf://(?P<repository>[\w.-]+/[\w.-]+)")
-_REGISTRY = re.compile(r"oci://(?P<target>(?P<host>[\w.-]+(:\d+)?)/[a-z0-9][a-z0-9._/-]*(:[\w][\w.-]{0,127})?)")
+_REGISTRY = re.compile(
+    r"oci://(?P<target>(?P<host>[\w.-]+(:\d+)?)/[a-z0-9][a-z0-9._/-]*(:[\w][\w.-]{0,127})?)"
+)
 ARTIFACT = "application/vnd.ft-service.model"
 _INSTALL = "Install what pushing needs: pip install 'ft-service[push]'."
 
@@ -20,7 +24,10 @@ _INSTALL = "Install what pushing needs: pip install 'ft-service[push]'."
 def check_address(address: str) -> None:
     """Raise SpecError for an address of neither kind."""
     if _HUB.fullmatch(address) is None and _REGISTRY.fullmatch(address) is None:
-        raise SpecError(f"--push = {address!r}: give hf://ORG/NAME, or oci://HOST/NAME:TAG in small letters.", param="push")
+        raise SpecError(
+            f"--push = {address!r}: give hf://ORG/NAME, or oci://HOST/NAME:TAG in small letters.",
+            param="push",
+        )
 
 
 def push(folder: Path, address: str, title: str) -> str:
@@ -56,8 +63,13 @@ def _to_registry(folder: Path, target: str, host: str, title: str) -> str:
     except ImportError as error:
         raise FtError(f"{error}. {_INSTALL}") from None
     if ":" in str(folder):  # the library would read the rest as a media type
-        raise SpecError(f"--out = {folder}: a folder without a colon in its path can be pushed to a registry.", param="out")
-    files = [f"{path.name}:{_media_type(path)}" for path in sorted(folder.iterdir()) if path.is_file()]
+        raise SpecError(
+            f"--out = {folder}: a folder without a colon in its path can be pushed to a registry.",
+            param="out",
+        )
+    files = [
+        f"{path.name}:{_media_type(path)}" for path in sorted(folder.iterdir()) if path.is_file()
+    ]
     client = OrasClient(hostname=host, insecure=_is_loopback(host))
     try:
         answer = client.push(
@@ -74,7 +86,9 @@ def _to_registry(folder: Path, target: str, host: str, title: str) -> str:
 
 
 def _media_type(path: Path) -> str:
-    return {".safetensors": f"{ARTIFACT}.safetensors", ".gguf": f"{ARTIFACT}.gguf"}.get(path.suffix, "application/octet-stream")
+    return {".safetensors": f"{ARTIFACT}.safetensors", ".gguf": f"{ARTIFACT}.gguf"}.get(
+        path.suffix, "application/octet-stream"
+    )
 
 
 def _is_loopback(host: str) -> bool:

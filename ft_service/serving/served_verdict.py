@@ -1,4 +1,6 @@
-"""Proof that a server answers with the tuned model, by the trainer's log-probabilities, and its report to the job's user."""
+"""Proof that a server answers with the tuned model, by the trainer's log-probabilities, and its
+report to the job's user.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +22,9 @@ from ft_service.store.sql import Store
 log = logging.getLogger(__name__)
 
 NOTHING_LEARNT = 0.01
-"""Mean difference between tuned model and base, in nats per token, below which the two cannot be distinguished."""
+"""Mean difference between tuned model and base, in nats per token, below which the two cannot be
+distinguished.
+"""
 OTHER_PRECISION = 0.1
 """Difference from the trainer, in nats per token, that another precision may cause."""
 
@@ -34,39 +38,56 @@ class Verdict:
 
 
 def judge(probes: Sequence[Probe], served: Sequence[Sequence[float]]) -> Verdict:
-    """Compare the server's log-probabilities with the trainer's. `served`: for each probe, in nats per token.
+    """Compare the server's log-probabilities with the trainer's.
 
-    The tuned model answers if they are nearer to the trainer's with the adapter than to those without it, and differ from them
-    by no more than another precision, or a fifth of the adapter's change, explains.
+    `served`: for each probe, in nats per token.
+
+    The tuned model answers if they are nearer to the trainer's with the adapter than to those
+    without it, and differ from them by no more than another precision, or a fifth of the adapter's
+    change, explains.
     """
     from_tuned = distance([probe.tuned for probe in probes], served)
     from_base = distance([probe.base for probe in probes], served)
     learnt = distance([probe.base for probe in probes], [probe.tuned for probe in probes])
     distances = (
-        f"{len(probes)} prompts' log-probabilities lie {from_tuned:.3f} nats a token from the trainer's and {from_base:.3f} "
+        f"{len(probes)} prompts' log-probabilities lie {from_tuned:.3f} nats a token from the "
+        f"trainer's and {from_base:.3f} "
         "from the base's"
     )
     if learnt < NOTHING_LEARNT:
-        return Verdict(None, f"cannot be verified: the adapter changes so little ({learnt:.4f} nats a token) that {distances}")
+        return Verdict(
+            None,
+            f"cannot be verified: the adapter changes so little ({learnt:.4f} nats a token) that "
+            f"{distances}",
+        )
     near = max(OTHER_PRECISION, learnt / 5)
     if from_base <= min(from_tuned, near):
-        return Verdict(False, f"the server answers with the base, not with the adapter: {distances}")
+        return Verdict(
+            False, f"the server answers with the base, not with the adapter: {distances}"
+        )
     if from_tuned > near or from_base <= from_tuned:
         return Verdict(False, f"the server's answers are not the trained model's: {distances}")
     return Verdict(True, f"served, verified: {distances}")
 
 
 def is_of_base(probes: Sequence[Probe], served: Sequence[Sequence[float]]) -> bool:
-    """Whether the log-probabilities are those of the base, without the adapter: at most half as far from the trainer's without
-    it as from those with it. What the server's precision changes is in both distances, so that it alone never is the reason."""
+    """Whether the log-probabilities are those of the base, without the adapter: at most half as far
+    from the trainer's without it as from those with it. What the server's precision changes is in
+    both distances, so that it alone never is the reason.
+    """
     from_tuned = distance([probe.tuned for probe in probes], served)
-    return from_tuned >= NOTHING_LEARNT and distance([probe.base for probe in probes], served) <= from_tuned / 2
+    return (
+        from_tuned >= NOTHING_LEARNT
+        and distance([probe.base for probe in probes], served) <= from_tuned / 2
+    )
 
 
 def distance(one: Sequence[Sequence[float]], other: Sequence[Sequence[float]]) -> float:
     """Mean difference of log-probabilities, in nats a token. 0 without any."""
     differences = [
-        abs(mine - theirs) for mines, others in zip(one, other, strict=True) for mine, theirs in zip(mines, others, strict=True)
+        abs(mine - theirs)
+        for mines, others in zip(one, other, strict=True)
+        for mine, theirs in zip(mines, others, strict=True)
     ]
     return fmean(differences) if differences else 0.0
 
@@ -86,25 +107,36 @@ def read_probes(run_dir: RunDir) -> list[Probe]:
     return document.probes if document is not None else []
 
 
-def report(run_dir: RunDir, key: str, store: Store, job: Job, verdict: Verdict, replica: str | None = None) -> None:
-    """Add an event to the job, unless the same verdict was reported before, then remember it. `key`: of the document that
-    remembers it. `replica`: URL of the inference server that was judged.
+def report(
+    run_dir: RunDir, key: str, store: Store, job: Job, verdict: Verdict, replica: str | None = None
+) -> None:
+    """Add an event to the job, unless the same verdict was reported before, then remember it.
 
-    Raises UnavailableError if the database does not answer; nothing is remembered then, so that the verdict can be reported
-    again.
+    `key`: of the document that remembers it. `replica`: URL of the inference server that was
+    judged.
+
+    Raises UnavailableError if the database does not answer; nothing is remembered then, so that the
+    verdict can be reported again.
     """
     before = run_dir.readable(key, ReportedVerdict)
     replicas = [] if before is None else before.replicas
-    reported = ReportedVerdict(verified=verdict.verified, text=verdict.text, replicas=sorted({*replicas, replica} - {None}))
+    reported = ReportedVerdict(
+        verified=verdict.verified, text=verdict.text, replicas=sorted({*replicas, replica} - {None})
+    )
     if before is None or before.verified != reported.verified:
         try:
             level = "info" if verdict.verified else "warn"
-            store.jobs.add_events(job, [NewEvent(level=level, message=f"{verdict.text[0].upper()}{verdict.text[1:]}.")])
+            store.jobs.add_events(
+                job,
+                [NewEvent(level=level, message=f"{verdict.text[0].upper()}{verdict.text[1:]}.")],
+            )
         except NotFoundError:  # it was pruned meanwhile
             log.info("job %s is gone", job.id)
     elif replica is None or replica in replicas:
         return
-    with log_errors(f"remembering the verdict on job {job.id}"):  # after a restart it may be told again
+    with log_errors(
+        f"remembering the verdict on job {job.id}"
+    ):  # after a restart it may be told again
         run_dir.write(key, reported)
 
 

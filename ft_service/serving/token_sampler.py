@@ -15,7 +15,13 @@ from ft_service.rundir.evaluations import Probe
 from ft_service.serving.inference_server import InferenceServerError
 from ft_service.serving.preview import PreviewModel
 from ft_service.serving.preview_process import Deliver
-from ft_service.tinker.sample_calls import ModelInput, Sampled, SampleRequest, SamplingParams, TextChunk
+from ft_service.tinker.sample_calls import (
+    ModelInput,
+    Sampled,
+    SampleRequest,
+    SamplingParams,
+    TextChunk,
+)
 from ft_service.tinker.saved_weights import PROBES, SamplerProbes
 
 K = TypeVar("K", bound=Hashable)
@@ -26,7 +32,9 @@ BUSY_SECONDS = 0.5
 """Pause before a request is sent again that the sampler had no place for."""
 LOOK_SECONDS = 0.2
 NOT_NOW = (UnavailableError, InferenceServerError)
-"""Errors of requests that are sent again: the sampler, or its operator, can do something about them."""
+"""Errors of requests that are sent again: the sampler, or its operator, can do something about
+them.
+"""
 
 
 class SamplingStopped(Exception):
@@ -37,13 +45,25 @@ class Sampler(Protocol):
     """What answers: `Preview` or `ServerSampler`."""
 
     def submit(
-        self, model: PreviewModel, order: dict[str, Any], deliver: Deliver, *, project_id: str = "", on_processor: bool = False
+        self,
+        model: PreviewModel,
+        order: dict[str, Any],
+        deliver: Deliver,
+        *,
+        project_id: str = "",
+        on_processor: bool = False,
     ) -> object:
-        """Have an order answered, whose parts are delivered. Raises UnavailableError, or of its kind ProjectFullError."""
+        """Have an order answered, whose parts are delivered.
+
+        Raises UnavailableError, or of its kind ProjectFullError.
+        """
         ...
 
     def cancel(self, ticket: Any) -> None:
-        """Drop an order whose answer is not wanted any more. `ticket`: what `submit` has returned."""
+        """Drop an order whose answer is not wanted any more.
+
+        `ticket`: what `submit` has returned.
+        """
         ...
 
 
@@ -67,16 +87,22 @@ class SampleOrders(Generic[K]):
         texts: bool = False,
         logprobs_at: float = 1.0,
     ) -> None:
-        """Have a request answered. `adapter`: a PEFT folder; None: the base alone; `logprobs_at`: the temperature of the
-        log-probabilities that are told. Raises UnavailableError."""
+        """Have a request answered.
+
+        `adapter`: a PEFT folder; None: the base alone; `logprobs_at`: the temperature of the
+        log-probabilities that are told. Raises UnavailableError.
+        """
         order = {**request.order(adapter), "texts": texts, "logprobs_at": logprobs_at}
         deliver: Deliver = lambda part: self._parts.put((key, part))  # noqa: E731
-        ticket = self._sampler.submit(model, order, deliver, project_id=project_id, on_processor=True)
+        ticket = self._sampler.submit(
+            model, order, deliver, project_id=project_id, on_processor=True
+        )
         self.under_way[key] = Sampled(request), ticket
 
     def ended(self, seconds: float) -> Iterator[tuple[K, Sampled | FtError]]:
-        """Take the parts of answers that have come, waiting for the first. Yields each request that has ended: with its whole
-        answer, or the error that came instead."""
+        """Take the parts of answers that have come, waiting for the first.  Yields each request
+        that has ended: with its whole answer, or the error that came instead.
+        """
         try:
             key, part = self._parts.get(timeout=seconds)
             while True:
@@ -98,9 +124,12 @@ class SampleOrders(Generic[K]):
 
 @dataclass(frozen=True)
 class TokenSampler:
-    """A sampler for one project and one base. Its calls wait for their answers, by the adapter in a PEFT folder.
+    """A sampler for one project and one base.
 
-    They raise SamplingStopped, what `refused` raises, and FtError for a model that cannot be sampled from.
+    Its calls wait for their answers, by the adapter in a PEFT folder.
+
+    They raise SamplingStopped, what `refused` raises, and FtError for a model that cannot be
+    sampled from.
     """
 
     sampler: Sampler
@@ -109,11 +138,17 @@ class TokenSampler:
     stop: Callable[[], bool]
     """Asked now and then whether to stop."""
     refused: Callable[[FtError, float], object]
-    """Called with each error after which a request is sent again, and the seconds since the first one behind which nothing was
-    answered."""
+    """Called with each error after which a request is sent again, and the seconds since the first
+    one behind which nothing was answered.
+    """
 
-    def sample(self, adapter: str, requests: Sequence[SampleRequest], *, logprobs_at: float = 1.0) -> list[Sampled]:
-        """The answers to all requests, with their texts. `logprobs_at`: the temperature of their log-probabilities."""
+    def sample(
+        self, adapter: str, requests: Sequence[SampleRequest], *, logprobs_at: float = 1.0
+    ) -> list[Sampled]:
+        """The answers to all requests, with their texts.
+
+        `logprobs_at`: the temperature of their log-probabilities.
+        """
         orders = SampleOrders[int](self.sampler)
         answers: dict[int, Sampled] = {}
         waiting = list(range(len(requests)))[::-1]
@@ -132,11 +167,21 @@ class TokenSampler:
             while waiting or orders.under_way:
                 if self.stop():
                     raise SamplingStopped
-                while waiting and len(orders.under_way) < AT_ONCE and time.monotonic() >= not_before:
+                while (
+                    waiting and len(orders.under_way) < AT_ONCE and time.monotonic() >= not_before
+                ):
                     number = waiting.pop()
                     try:
                         own = requests[number]
-                        orders.submit(number, self.model, adapter, own, self.project_id, texts=True, logprobs_at=logprobs_at)
+                        orders.submit(
+                            number,
+                            self.model,
+                            adapter,
+                            own,
+                            self.project_id,
+                            texts=True,
+                            logprobs_at=logprobs_at,
+                        )
                     except NOT_NOW as error:
                         again(number, error)
                 for number, outcome in orders.ended(LOOK_SECONDS):
@@ -152,9 +197,16 @@ class TokenSampler:
             orders.cancel()
 
     def score(
-        self, adapter: str, sequences: Sequence[tuple[Sequence[int], int]], *, logprobs_at: float = 1.0
+        self,
+        adapter: str,
+        sequences: Sequence[tuple[Sequence[int], int]],
+        *,
+        logprobs_at: float = 1.0,
     ) -> list[list[float]]:
-        """Log-probabilities of sequences' last tokens at a temperature, in nats. `sequences`: tokens, and how many of them."""
+        """Log-probabilities of sequences' last tokens at a temperature, in nats.
+
+        `sequences`: tokens, and how many of them.
+        """
         params = SamplingParams(max_tokens=1, temperature=0.0)
         requests = [
             SampleRequest(
@@ -166,12 +218,19 @@ class TokenSampler:
             for tokens, last in sequences
         ]
         found = zip(sequences, self.sample(adapter, requests, logprobs_at=logprobs_at), strict=True)
-        return [[own.prompt[place][0] for place in range(len(tokens) - last, len(tokens))] for (tokens, last), own in found]
+        return [
+            [own.prompt[place][0] for place in range(len(tokens) - last, len(tokens))]
+            for (tokens, last), own in found
+        ]
 
     def score_probes(self, adapter: str) -> tuple[list[Probe], list[list[float]]]:
-        """The probes that the trainer has left beside its weights, and the sampler's log-probabilities of them. Both are empty
-        where it has left none."""
+        """The probes that the trainer has left beside its weights, and the sampler's
+        log-probabilities of them. Both are empty where it has left none.
+        """
         document = RunDir(Path(adapter)).readable(PROBES, SamplerProbes)
         probes = document.probes if document is not None else []
-        # One by one: vLLM 0.32 on processors ends when it scores a prompt by an adapter beside other requests.
-        return probes, [self.score(adapter, [(probe.tokens, len(probe.tokens) - 1)])[0] for probe in probes]
+        # One by one: vLLM 0.32 on processors ends when it scores a prompt by an adapter beside
+        # other requests.
+        return probes, [
+            self.score(adapter, [(probe.tokens, len(probe.tokens) - 1)])[0] for probe in probes
+        ]

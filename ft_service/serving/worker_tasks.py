@@ -1,7 +1,9 @@
-"""Worker processes without a GPU that produce files from a job's output: the adapter of a checkpoint, a merged model.
+"""Worker processes without a GPU that produce files from a job's output: the adapter of a
+checkpoint, a merged model.
 
 They need torch, so each runs in a process of its own, which answers with one line of JSON.
-`python -m ft_service.serving.worker_tasks RUN_DIR CHECKPOINT OUT` writes the adapter of a checkpoint by hand.
+`python -m ft_service.serving.worker_tasks RUN_DIR CHECKPOINT OUT` writes the adapter of a
+checkpoint by hand.
 """
 
 from __future__ import annotations
@@ -38,13 +40,17 @@ class WorkersMissingError(FtError):
     """Packages that workers need, such as torch, are not installed in this environment."""
 
 
-def run_worker(module: str, arguments: Sequence[str], *, python: str = sys.executable) -> dict[str, Any]:
+def run_worker(
+    module: str, arguments: Sequence[str], *, python: str = sys.executable
+) -> dict[str, Any]:
     """Run `python -m module` and return its report. Blocks: a server must call it on a thread.
 
-    One that the host kills is started again. Raises SpecError or NotFoundError for what the worker refuses,
-    WorkersMissingError, HelperFailed.
+    One that the host kills is started again. Raises SpecError or NotFoundError for what the worker
+    refuses, WorkersMissingError, HelperFailed.
     """
-    program = Program(command=(python, "-P", "-m", module, *arguments), variables={"PYTHONSAFEPATH": "1"})
+    program = Program(
+        command=(python, "-P", "-m", module, *arguments), variables={"PYTHONSAFEPATH": "1"}
+    )
     try:
         return persist(module, partial(run_once, program))
     except SpecError as error:
@@ -59,15 +65,17 @@ def run_worker(module: str, arguments: Sequence[str], *, python: str = sys.execu
 
 
 def make_checkpoint_adapter(run_dir: Path, checkpoint: str | int) -> Path:
-    """Return the folder with the PEFT adapter of a checkpoint (its name, or its step), made at the first call and kept. A
-    damaged one is made again while its checkpoint is intact.
+    """Return the folder with the PEFT adapter of a checkpoint (its name, or its step), made at the
+    first call and kept. A damaged one is made again while its checkpoint is intact.
 
     Raises NotFoundError if there is no such complete checkpoint, or if it is damaged.
     """
     run = RunDir(run_dir)
     name = name_of_step(run, checkpoint) if isinstance(checkpoint, int) else checkpoint
     if not CHECKPOINT_NAME.fullmatch(name):
-        raise NotFoundError(f"There is no checkpoint {name!r}.", param="checkpoint", code="no_checkpoint")
+        raise NotFoundError(
+            f"There is no checkpoint {name!r}.", param="checkpoint", code="no_checkpoint"
+        )
     folder = run.path(f"adapters/{name}")
     if folder.is_dir() and adapter_faults(folder) and not checkpoint_faults(run, name):
         with exclusive(run.path(f"adapters/{name}.lock")):
@@ -83,12 +91,19 @@ def make_checkpoint_adapter(run_dir: Path, checkpoint: str | int) -> Path:
 
 
 def _take_exported(run: RunDir, name: str, folder: Path) -> bool:
-    """Copy the adapter that the checkpoint itself contains; False: it contains none. Raises NotFoundError if it is damaged."""
+    """Copy the adapter that the checkpoint itself contains; False: it contains none.
+
+    Raises NotFoundError if it is damaged.
+    """
     try:
         marker = read_marker(run, name)
     except UnreadableDocumentError as error:
         raise _damaged(name, error.message.rstrip(".")) from None
-    files = [file for file in marker.files if file.name.startswith(f"{CHECKPOINT_ADAPTER}/")] if marker else []
+    files = (
+        [file for file in marker.files if file.name.startswith(f"{CHECKPOINT_ADAPTER}/")]
+        if marker
+        else []
+    )
     if not files:
         return False
     temporary = unfinished(folder)
@@ -107,7 +122,9 @@ def _take_exported(run: RunDir, name: str, folder: Path) -> bool:
 
 
 def _damaged(name: str, fault: str) -> NotFoundError:
-    return NotFoundError(f"Checkpoint {name} is damaged: {fault}.", param="checkpoint", code="checkpoint_damaged")
+    return NotFoundError(
+        f"Checkpoint {name} is damaged: {fault}.", param="checkpoint", code="checkpoint_damaged"
+    )
 
 
 def _consolidate(run: RunDir, name: str, folder: Path) -> None:
@@ -115,16 +132,20 @@ def _consolidate(run: RunDir, name: str, folder: Path) -> None:
         run_worker(CONSOLIDATE, [str(run.root), name, str(folder)])
     except WorkersMissingError:
         raise NotFoundError(
-            f"Checkpoint {name} contains shards and no adapter, and the service has no torch to convert them. Checkpoints "
-            "contain their adapters if FT_CHECKPOINT_ADAPTERS is set for the workers. Where the workers are installed and "
-            f"the run directory can be read, run: python -m ft_service.serving.worker_tasks RUN_DIR {name} OUT",
+            f"Checkpoint {name} contains shards and no adapter, and the service has no torch to "
+            "convert them. Checkpoints "
+            "contain their adapters if FT_CHECKPOINT_ADAPTERS is set for the workers. Where the "
+            "workers are installed and "
+            "the run directory can be read, run: python -m ft_service.serving.worker_tasks "
+            f"RUN_DIR {name} OUT",
             param="checkpoint",
             code="no_adapter",
         ) from None
 
 
 def name_of_step(run: RunDir, step: int) -> str:
-    """Return the newest attempt's checkpoint of a step, among those on disk and those with an adapter made before.
+    """Return the newest attempt's checkpoint of a step, among those on disk and those with an
+    adapter made before.
 
     Raises NotFoundError that lists the available steps.
     """
@@ -132,7 +153,8 @@ def name_of_step(run: RunDir, step: int) -> str:
     if not names:
         steps = ", ".join(name.split("-")[1] for name in complete_checkpoints(run)) or "none"
         raise NotFoundError(
-            f"There is no complete checkpoint of step {step}. There are checkpoints of steps: {steps}.",
+            f"There is no complete checkpoint of step {step}. There are checkpoints of steps: "
+            f"{steps}.",
             param="checkpoint",
             code="no_checkpoint",
         )

@@ -1,7 +1,7 @@
 """Losses: work that the host did not let end, which is tried again after growing pauses.
 
-A loss is never the input's fault, so it is not counted against it: not the first, and not the hundredth. The operator is told
-after several in a row.
+A loss is never the input's fault, so it is not counted against it: not the first, and not the
+hundredth. The operator is told after several in a row.
 """
 
 from __future__ import annotations
@@ -31,8 +31,12 @@ TRIES = 3
 _Result = TypeVar("_Result")
 
 
-def pause_seconds(losses: int, *, first: float = FIRST_SECONDS, longest: float = LONGEST_SECONDS) -> float:
-    """Return the pause after so many losses in a row: `first` after one, then twice as long each time up to `longest`."""
+def pause_seconds(
+    losses: int, *, first: float = FIRST_SECONDS, longest: float = LONGEST_SECONDS
+) -> float:
+    """Return the pause after so many losses in a row: `first` after one, then twice as long each
+    time up to `longest`.
+    """
     return min(longest, first * 2.0 ** min(losses - 1, 30))
 
 
@@ -51,8 +55,10 @@ def persist(
     first: float = FIRST_SECONDS,
     stop: Callable[[], bool] = lambda: False,
 ) -> _Result:
-    """Return what `call` returns, called again after a growing pause when it was lost, unless `stop` returns True: for work
-    that is wanted now, so that one death of its process costs nobody anything. Raises what its last call raises."""
+    """Return what `call` returns, called again after a growing pause when it was lost, unless
+    `stop` returns True: for work that is wanted now, so that one death of its process costs nobody
+    anything. Raises what its last call raises.
+    """
     for losses in range(1, tries):
         try:
             return call()
@@ -76,7 +82,10 @@ class Losses:
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """`work`: what is lost, for the log, such as "the description of a base"."""
-        self._work, self._first, self._longest, self._clock = work, first, longest, clock
+        self._work = work
+        self._first = first
+        self._longest = longest
+        self._clock = clock
         self._guard = threading.Lock()
         self._lost: OrderedDict[Hashable, _Lost] = OrderedDict()
         self.total = 0
@@ -93,7 +102,13 @@ class Losses:
                 self._lost.popitem(last=False)
         told = count >= TOLD_AFTER and (count & (count - 1) == 0 or count == TOLD_AFTER)
         say = log.error if told else log.warning
-        say("%s was lost %d times in a row, and is tried again in %.0f s: %s", self._work, count, pause, why)
+        say(
+            "%s was lost %d times in a row, and is tried again in %.0f s: %s",
+            self._work,
+            count,
+            pause,
+            why,
+        )
         return pause
 
     def forget(self, key: Hashable) -> None:
@@ -102,7 +117,9 @@ class Losses:
             self._lost.pop(key, None)
 
     def pending(self, key: Hashable) -> tuple[float, str] | None:
-        """Return the seconds until the next try and why the last one was lost; None: it may begin."""
+        """Return the seconds until the next try and why the last one was lost; None: it may
+        begin.
+        """
         with self._guard:
             lost = self._lost.get(key)
         left = 0.0 if lost is None else lost.until - self._clock()

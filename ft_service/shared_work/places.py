@@ -1,11 +1,12 @@
-"""Places: turns for threads and for the event loop alike, with limits on what may wait, and counts of how work ended.
+"""Places: turns for threads and for the event loop alike, with limits on what may wait, and counts
+of how work ended.
 
-    READING = Kind(name="reading", places=2, of_project=1, waiting=16, seconds=60, busy="Files are being read")
-    places = Places(READING)
-    with places.hold(project_id): ...              in a thread
+    READING = Kind(name="reading", places=2, of_project=1, waiting=16, seconds=60, busy="Files are
+    being read") places = Places(READING) with places.hold(project_id): ...              in a thread
     async with places.held(project_id): ...        in an event loop
 
-Work whose error `is_lost` may be tried later: the host could not do it. Any other error is the doing of its input.
+Work whose error `is_lost` may be tried later: the host could not do it. Any other error is the
+doing of its input.
 """
 
 from __future__ import annotations
@@ -30,7 +31,10 @@ class Outcome(StrEnum):
     REFUSED = "refused"
     """Its input is at fault: it used its limits up, or cannot be worked on."""
     LOST = "lost"
-    """The host is at fault: it was killed, could not be started, or had no time. Later it may be done."""
+    """The host is at fault: it was killed, could not be started, or had no time.
+
+    Later it may be done.
+    """
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -46,7 +50,9 @@ class Kind:
     seconds: float | None = None
     """Limit on the wait for a place; None: there is none."""
     by_project: bool = True
-    """False: other names take turns in place of projects, such as keys that are not looked up yet."""
+    """False: other names take turns in place of projects, such as keys that are not looked up
+    yet.
+    """
     busy: str = "The service is busy"
     """A clause for those that cannot wait any longer."""
 
@@ -77,9 +83,13 @@ class Places:
 
     @contextmanager
     def hold(self, project: str, cost: float = 1.0, size: int = 1) -> Iterator[HeldPlace]:
-        """Hold a place, or `size` of them, while the block runs; wait for it in this thread. Raises LimitError if too much work
-        of the project waits, UnavailableError if its turn does not come in time."""
-        place, held = self._ask(project, cost, size), HeldPlace()
+        """Hold a place, or `size` of them, while the block runs; wait for it in this thread.
+
+        Raises LimitError if too much work of the project waits, UnavailableError if its turn does
+        not come in time.
+        """
+        place = self._ask(project, cost, size)
+        held = HeldPlace()
         try:
             try:
                 place.result(self.kind.seconds)
@@ -91,11 +101,14 @@ class Places:
             self._leave(place, held.cost)
 
     @asynccontextmanager
-    async def held(self, project: str, cost: float = 1.0, size: int = 1) -> AsyncIterator[HeldPlace]:
+    async def held(
+        self, project: str, cost: float = 1.0, size: int = 1
+    ) -> AsyncIterator[HeldPlace]:
         """`hold`, for a task of an event loop."""
         import asyncio  # helpers and ranks need none
 
-        place, held = self._ask(project, cost, size), HeldPlace()
+        place = self._ask(project, cost, size)
+        held = HeldPlace()
         try:
             if not place.done():
                 try:
@@ -115,12 +128,16 @@ class Places:
             self.cpu_seconds[project] = self.cpu_seconds.get(project, 0.0) + cpu_seconds
 
     def projects(self) -> dict[str, tuple[int, int]]:
-        """Return each project's waiting work, and the places that it has; those of all as "" where other names take turns."""
+        """Return each project's waiting work, and the places that it has; those of all as "" where
+        other names take turns.
+        """
         with self._guard:
             found = self._turns.projects()
         if self.kind.by_project:
             return found
-        return {"": (sum(waits for waits, _ in found.values()), sum(runs for _, runs in found.values()))}
+        return {
+            "": (sum(waits for waits, _ in found.values()), sum(runs for _, runs in found.values()))
+        }
 
     def is_wanted(self) -> bool:
         """Return whether work waits for a place."""
@@ -131,7 +148,10 @@ class Places:
         most = self.kind.waiting
         with self._guard:
             if most is not None and self._turns.waiting(project) >= most:
-                message = f"{self.kind.busy} for {most} requests of this project. Wait until some have their answers."
+                message = (
+                    f"{self.kind.busy} for {most} requests of this project. Wait until some "
+                    "have their answers."
+                )
                 raise LimitError(message, code="too_many_at_once", retry_after=1.0)
             place = Future[None]()
             self._turns.put(project, place, cost, size)
@@ -170,7 +190,9 @@ class Places:
                 self.ended[outcome] += 1
 
     def _too_late(self) -> UnavailableError:
-        return UnavailableError(f"{self.kind.busy} for others. Try again in a moment.", retry_after=10)
+        return UnavailableError(
+            f"{self.kind.busy} for others. Try again in a moment.", retry_after=10
+        )
 
 
 def every_kind() -> list[Places]:

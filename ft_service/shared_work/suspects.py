@@ -1,8 +1,10 @@
-"""Suspects: work that was under way when the process that all share ended by a fault of its own, not the host's.
+"""Suspects: work that was under way when the process that all share ended by a fault of its own,
+not the host's.
 
-Nothing tells whose the fault was, so that all of it is suspected. Whoever asks again asks with the same work, which is known by
-what it is; the process then says when it is at it alone. At a second end like that the fault is its own, and it is refused: it
-would end the process of all for ever. What was under way beside it counts little, and nothing once it is done.
+Nothing tells whose the fault was, so that all of it is suspected. Whoever asks again asks with the
+same work, which is known by what it is; the process then says when it is at it alone. At a second
+end like that the fault is its own, and it is refused: it would end the process of all for ever.
+What was under way beside it counts little, and nothing once it is done.
 """
 
 from __future__ import annotations
@@ -13,7 +15,9 @@ from collections import OrderedDict
 from collections.abc import Callable, Hashable, Iterable
 
 MOST_ENDS = 2
-"""Ends at which work is refused: the first, at which it was under way, and one while the process was at it alone."""
+"""Ends at which work is refused: the first, at which it was under way, and one while the process
+was at it alone.
+"""
 BESIDE = 0.25
 """What an end counts against a suspect that the process was not at: a fault may show late."""
 KEPT_SECONDS = 3600.0

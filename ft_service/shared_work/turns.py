@@ -6,8 +6,9 @@
     turns.take()    Turn("b", "first of b")
     turns.take()    None: there is no third place
 
-The project that has used least is next, counted by the costs of its work (start-time fair queueing, Goyal et al. 1996). One
-that was idle begins level with the others: it neither saves up turns nor is charged for those that it did not need.
+The project that has used least is next, counted by the costs of its work (start-time fair queueing,
+Goyal et al. 1996). One that was idle begins level with the others: it neither saves up turns nor is
+charged for those that it did not need.
 """
 
 from __future__ import annotations
@@ -47,10 +48,13 @@ class Turns(Generic[Item]):
 
     def __init__(self, places: int, of_project: int | None = None) -> None:
         """`of_project`: places that a project may have at once; None: all."""
-        self.places, self.of_project = places, places if of_project is None else of_project
+        self.places = places
+        self.of_project = places if of_project is None else of_project
         self._shares: dict[str, _Share[Item]] = {}
         self._level = 0.0
-        """Where projects begin while none has work: what the one had used that was given the last turn."""
+        """Where projects begin while none has work: what the one had used that was given the last
+        turn.
+        """
         self._running = 0
 
     def __len__(self) -> int:
@@ -62,22 +66,37 @@ class Turns(Generic[Item]):
         for share in self._shares.values():
             yield from share.waiting
 
-    def put(self, project: str, item: Item, cost: float = 1.0, size: int = 1, *, first: bool = False) -> None:
-        """Have work wait for its turn. `size`: places that it takes. `first`: before the other work of its project."""
+    def put(
+        self, project: str, item: Item, cost: float = 1.0, size: int = 1, *, first: bool = False
+    ) -> None:
+        """Have work wait for its turn.
+
+        `size`: places that it takes. `first`: before the other work of its project.
+        """
         if size > self.of_project:
             raise ValueError(f"work of {size} places, and a project has {self.of_project}")
         others = [own.used for own in self._shares.values() if own.waiting or own.running]
         share = self._shares.setdefault(project, _Share(0.0))
         if not (share.waiting or share.running):
-            share.used = max(share.used, min([*others, self._level]))  # either may hold costs that were expected too high
-        (share.waiting.appendleft if first else share.waiting.append)(Turn(project, item, cost, size))
+            share.used = max(
+                share.used, min([*others, self._level])
+            )  # either may hold costs that were expected too high
+        (share.waiting.appendleft if first else share.waiting.append)(
+            Turn(project, item, cost, size)
+        )
 
     def take(self, may: Callable[[Item], bool] = lambda _: True) -> Turn[Item] | None:
-        """Return the work that begins now, which holds a place until `end`; None: none may. `may`: whether work may begin; of
-        a project, the first that may."""
+        """Return the work that begins now, which holds a place until `end`; None: none may.
+
+        `may`: whether work may begin; of a project, the first that may.
+        """
         if self._running >= self.places:
             return None
-        found = [(share, turn) for share in self._shares.values() if (turn := self._next(share, may)) is not None]
+        found = [
+            (share, turn)
+            for share in self._shares.values()
+            if (turn := self._next(share, may)) is not None
+        ]
         if not found:
             return None
         share, turn = min(found, key=lambda each: each[0].used)
@@ -119,7 +138,11 @@ class Turns(Generic[Item]):
     def projects(self) -> dict[str, tuple[int, int]]:
         """Return each project's waiting work, and the places that it has."""
         shares = self._shares.items()
-        return {name: (len(own.waiting), own.running) for name, own in shares if own.waiting or own.running}
+        return {
+            name: (len(own.waiting), own.running)
+            for name, own in shares
+            if own.waiting or own.running
+        }
 
     def _next(self, share: _Share[Item], may: Callable[[Item], bool]) -> Turn[Item] | None:
         if share.running >= self.of_project:
@@ -128,7 +151,9 @@ class Turns(Generic[Item]):
         return None if turn is None or share.running + turn.size > self.of_project else turn
 
     def _forget_idle(self) -> None:
-        """Forget projects without work, once the others have used as much: one that pauses stays charged until then."""
+        """Forget projects without work, once the others have used as much: one that pauses stays
+        charged until then.
+        """
         idle = [name for name, own in self._shares.items() if not (own.waiting or own.running)]
         for name in idle:
             if self._shares[name].used <= self._level or len(idle) == len(self._shares):

@@ -20,8 +20,24 @@ from __future__ import annotations
 
 from ft_service.spec.evaluation import AnswerMetric, EvaluationOptions, Prompt, read_prompts
 from ft_service.spec.integrations import Integration, Mlflow, Trackio, Wandb
-from ft_service.spec.methods import AUTO, DpoHyperparameters, DpoOptions, Hyperparameters, Method, SupervisedMethod
-from ft_service.spec.option_types import GREEDY, LEAST_EPSILON, Number, Pattern, Strict, TrainOn, compile_pattern, match_pattern
+from ft_service.spec.methods import (
+    AUTO,
+    DpoHyperparameters,
+    DpoOptions,
+    Hyperparameters,
+    Method,
+    SupervisedMethod,
+)
+from ft_service.spec.option_types import (
+    GREEDY,
+    LEAST_EPSILON,
+    Number,
+    Pattern,
+    Strict,
+    TrainOn,
+    compile_pattern,
+    match_pattern,
+)
 from ft_service.spec.options import (
     LEARNING_RATE,
     CheckpointOptions,
@@ -33,7 +49,15 @@ from ft_service.spec.options import (
     TrainingOptions,
     WrapBySize,
 )
-from ft_service.spec.request import LEARNING_RATES, NOT_YET, NOT_YET_VALUES, JobRequest, Metadata, Suffix, parse_request
+from ft_service.spec.request import (
+    LEARNING_RATES,
+    NOT_YET,
+    NOT_YET_VALUES,
+    JobRequest,
+    Metadata,
+    Suffix,
+    parse_request,
+)
 from ft_service.spec.resolved import (
     AdapterRef,
     BaseModelRef,

@@ -1,5 +1,5 @@
-"""The evaluation of a job: prompts that the model answers before, during and after training, and the scores of its answers:
-metrics by name, or graders as in OpenAI's API.
+"""The evaluation of a job: prompts that the model answers before, during and after training, and
+the scores of its answers: metrics by name, or graders as in OpenAI's API.
 """
 
 from __future__ import annotations
@@ -18,7 +18,10 @@ MOST_PROMPTS = 256
 MOST_CHARACTERS = 262_144
 """Most characters of all prompts of a job, as JSON: they are part of its spec."""
 
-_METRIC = "must be a metric's name or a grader; a grader has a type: string_check, text_similarity or multi"
+_METRIC = (
+    "must be a metric's name or a grader; a grader has a type: string_check, "
+    "text_similarity or multi"
+)
 
 
 def _kind(value: Any) -> Any:
@@ -33,8 +36,10 @@ def _only_texts(value: Any) -> Any:
     for own in [value, inner, *(inner.values() if isinstance(inner, Mapping) else ())]:
         if _kind(own) in ("python", "score_model", "label_model", "endpoint"):
             raise ValueError(
-                f"a grader of type {_kind(own)!r} is not available in an evaluation, whose answers the training processes "
-                "score: they run no code of requests and ask no server. Use string_check, text_similarity, or a multi grader "
+                f"a grader of type {_kind(own)!r} is not available in an evaluation, whose "
+                "answers the training processes "
+                "score: they run no code of requests and ask no server. Use string_check, "
+                "text_similarity, or a multi grader "
                 "with a formula of those"
             )
     return value
@@ -67,38 +72,52 @@ class Prompt(Strict):
         if (self.messages is None) == (self.prompt is None):
             raise ValueError("a prompt has either messages or prompt")
         if self.messages is not None and self.messages[-1].role == "assistant":
-            raise ValueError("the messages of a prompt end before the assistant's answer, which goes to reference")
+            raise ValueError(
+                "the messages of a prompt end before the assistant's answer, which goes to "
+                "reference"
+            )
         return self
 
 
 class EvaluationOptions(Strict):
-    """Greedy answers to held-out prompts before the first step and after the last, scored and compared. If another step's
-    adapter is published (training.load_best_model_at_end), that one answers too."""
+    """Greedy answers to held-out prompts before the first step and after the last, scored and
+    compared. If another step's adapter is published (training.load_best_model_at_end), that one
+    answers too.
+    """
 
     prompts: (
         Annotated[int, Field(ge=1, le=MOST_PROMPTS)]
         | Annotated[str, Field(min_length=1, max_length=4096)]
         | Annotated[list[Prompt], Field(min_length=1, max_length=MOST_PROMPTS)]
     ) = 8
-    """A number: that many samples from the start of the validation file (without one: of the training file), each up to its
-    last answer. Or a file's id, in a SPEC file its path: JSON lines with `messages` (a last answer is the expected one) or
-    `prompt`, and `reference`; other keys are for graders. Or a list of such objects."""
+    """A number: that many samples from the start of the validation file (without one: of the
+    training file), each up to its last answer. Or a file's id, in a SPEC file its path: JSON lines
+    with `messages` (a last answer is the expected one) or `prompt`, and `reference`; other keys are
+    for graders. Or a list of such objects.
+    """
     max_new_tokens: Annotated[int, Field(ge=1, le=2048)] = 64
-    """Most tokens of an answer; each token takes a forward of the whole model, since training has no key-value cache."""
+    """Most tokens of an answer; each token takes a forward of the whole model, since training has
+    no key-value cache.
+    """
     on_validation: bool = False
     """Whether prompts are also answered at every validation. Ignored without a validation file."""
     metrics: Annotated[list[Metric], Field(min_length=1, max_length=32)] = Field(
         default_factory=lambda: ["exact_match", "rouge_l"]
     )
-    """Means over the answers, in [0, 1]: exact_match, contains (the expected answer, in any case), json_valid, rouge_l, bleu;
-    or graders in OpenAI's shape (string_check, text_similarity, and multi of these), by their names."""
+    """Means over the answers, in [0, 1]: exact_match, contains (the expected answer, in any case),
+    json_valid, rouge_l, bleu; or graders in OpenAI's shape (string_check, text_similarity, and
+    multi of these), by their names.
+    """
 
     @model_validator(mode="after")
     def _names_differ(self) -> EvaluationOptions:
         names = [metric_name(metric) for metric in self.metrics]
         twice = sorted({name for name in names if names.count(name) > 1})
         if twice:
-            raise ValueError(f"evaluation.metrics: {twice[0]!r} is there twice, and scores go by name: rename one")
+            raise ValueError(
+                f"evaluation.metrics: {twice[0]!r} is there twice, and scores go by name: rename "
+                "one"
+            )
         return self
 
     @model_validator(mode="after")
@@ -107,7 +126,8 @@ class EvaluationOptions(Strict):
             size = len(json.dumps([own.model_dump() for own in self.prompts], ensure_ascii=False))
             if size > MOST_CHARACTERS:
                 raise ValueError(
-                    f"evaluation.prompts: {size:,} characters, at most {MOST_CHARACTERS:,}: give fewer or shorter ones"
+                    f"evaluation.prompts: {size:,} characters, at most {MOST_CHARACTERS:,}: give "
+                    "fewer or shorter ones"
                 )
         return self
 
@@ -128,7 +148,9 @@ def metric_name(metric: Metric) -> str:
 
 
 def read_prompts(text: str, name: str) -> list[dict[str, Any]]:
-    """Read the prompts of a file of JSON lines, in the form of a create body. `name`: name of the file, for messages.
+    """Read the prompts of a file of JSON lines, in the form of a create body.
+
+    `name`: name of the file, for messages.
 
     Raises ValueError naming the invalid line.
     """
@@ -141,14 +163,18 @@ def read_prompts(text: str, name: str) -> list[dict[str, Any]]:
         try:
             row = json.loads(line)
         except ValueError:
-            raise ValueError(f"{name}, line {number}: it is no JSON. Each line is one prompt") from None
+            raise ValueError(
+                f"{name}, line {number}: it is no JSON. Each line is one prompt"
+            ) from None
         try:
             found.append(Prompt.model_validate(_as_prompt(row)).model_dump(exclude_none=True))
         except ValidationError as error:
             fault = error.errors(include_url=False)[0]
             place = ".".join(map(str, fault["loc"]))
             said = fault["msg"].removeprefix("Value error, ")
-            raise ValueError(f"{name}, line {number}: {place + ': ' if place else ''}{said}") from None
+            raise ValueError(
+                f"{name}, line {number}: {place + ': ' if place else ''}{said}"
+            ) from None
         except (ValueError, RecursionError) as error:
             raise ValueError(f"{name}, line {number}: {error}") from None
     if not found:
@@ -157,14 +183,20 @@ def read_prompts(text: str, name: str) -> list[dict[str, Any]]:
 
 
 def _as_prompt(row: Any) -> dict[str, Any]:
-    """A line in the form of a Prompt: a last answer becomes the reference, and unknown keys become the item."""
+    """A line in the form of a Prompt: a last answer becomes the reference, and unknown keys become
+    the item.
+    """
     if not isinstance(row, Mapping):
         raise ValueError("it is no object with messages or prompt")
     known = {key: row[key] for key in ("messages", "prompt", "reference") if key in row}
     if isinstance(known.get("prompt"), Sequence) and not isinstance(known["prompt"], str):
         known["messages"] = known.pop("prompt")
     messages = known.get("messages")
-    if isinstance(messages, list) and messages and all(isinstance(own, Mapping) for own in messages):
+    if (
+        isinstance(messages, list)
+        and messages
+        and all(isinstance(own, Mapping) for own in messages)
+    ):
         kept = [{key: own[key] for key in ("role", "content") if key in own} for own in messages]
         if kept[-1].get("role") == "assistant":
             known.setdefault("reference", kept.pop().get("content"))

@@ -1,5 +1,7 @@
-"""Graders as OpenAI's API has them, and `endpoint`, which is ours. What a grader may use on this service is checked in
-ft_service/graders/grading.py, which also runs them.
+"""Graders as OpenAI's API has them, and `endpoint`, which is ours.
+
+What a grader may use on this service is checked in ft_service/graders/grading.py, which also runs
+them.
 """
 
 from __future__ import annotations
@@ -7,7 +9,15 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Annotated, Any, Literal
 
-from pydantic import BeforeValidator, Discriminator, Field, Tag, ValidationInfo, field_validator, model_validator
+from pydantic import (
+    BeforeValidator,
+    Discriminator,
+    Field,
+    Tag,
+    ValidationInfo,
+    field_validator,
+    model_validator,
+)
 
 from ft_service.spec.option_types import Number, Strict
 
@@ -15,8 +25,9 @@ SOURCE_BYTES = 262_144
 """Longest source of a python grader, in UTF-8."""
 
 Template = Annotated[str, Field(max_length=16_384)]
-"""Text with `{{ item.key }}`, and `{{ sample.output_text }}`, `{{ sample.output_json.key }}`, `{{ sample.output_tools[0]… }}`
-and `{{ sample.choices[0]… }}`."""
+"""Text with `{{ item.key }}`, and `{{ sample.output_text }}`, `{{ sample.output_json.key }}`, `{{
+sample.output_tools[0]… }}` and `{{ sample.choices[0]… }}`.
+"""
 GraderName = Annotated[str, Field(min_length=1, max_length=64)]
 ReasoningEffort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
 
@@ -29,7 +40,9 @@ class StringCheck(Strict):
     input: Template
     reference: Template
     operation: Literal["eq", "ne", "like", "ilike"]
-    """eq, ne: the input is, or is not, the reference; like: it contains the reference; ilike: in any case."""
+    """eq, ne: the input is, or is not, the reference; like: it contains the reference; ilike: in
+    any case.
+    """
 
 
 class TextSimilarity(Strict):
@@ -39,7 +52,17 @@ class TextSimilarity(Strict):
     name: GraderName
     input: Template
     reference: Template
-    evaluation_metric: Literal["fuzzy_match", "bleu", "gleu", "rouge_1", "rouge_2", "rouge_3", "rouge_4", "rouge_5", "rouge_l"]
+    evaluation_metric: Literal[
+        "fuzzy_match",
+        "bleu",
+        "gleu",
+        "rouge_1",
+        "rouge_2",
+        "rouge_3",
+        "rouge_4",
+        "rouge_5",
+        "rouge_l",
+    ]
 
     @field_validator("evaluation_metric", mode="before")
     @classmethod
@@ -50,7 +73,8 @@ class TextSimilarity(Strict):
 
 
 _METRICS_REFUSED = {
-    "cosine": "it needs an embedding model, which this service does not have. Use fuzzy_match or rouge_l",
+    "cosine": "it needs an embedding model, which this service does not have. Use fuzzy_match or "
+    "rouge_l",
     "meteor": "it needs WordNet, which this service does not have. Use rouge_l or gleu",
 }
 
@@ -66,7 +90,11 @@ class GraderMessage(Strict):
     """A message to the model that grades."""
 
     role: Literal["user", "assistant", "system", "developer"]
-    content: Template | GraderText | Annotated[list[Template | GraderText], Field(min_length=1, max_length=64)]
+    content: (
+        Template
+        | GraderText
+        | Annotated[list[Template | GraderText], Field(min_length=1, max_length=64)]
+    )
     type: Literal["message"] | None = None
 
     @field_validator("content", mode="before")
@@ -75,7 +103,10 @@ class GraderMessage(Strict):
         for part in value if isinstance(value, list) else [value]:
             kind = part.get("type") if isinstance(part, Mapping) else None
             if kind in ("input_image", "input_audio"):
-                raise ValueError(f"content of type {kind!r} is not available: only text is graded here. Use input_text")
+                raise ValueError(
+                    f"content of type {kind!r} is not available: only text is graded here. Use "
+                    "input_text"
+                )
         return value
 
 
@@ -101,7 +132,9 @@ class ScoreModel(Strict):
     name: GraderName
     model: ModelName
     input: GraderMessages
-    range: Annotated[list[Annotated[Number, Field(allow_inf_nan=False)]], Field(min_length=2, max_length=2)] = [0.0, 1.0]
+    range: Annotated[
+        list[Annotated[Number, Field(allow_inf_nan=False)]], Field(min_length=2, max_length=2)
+    ] = [0.0, 1.0]
     """Lowest and highest score. One outside of it is an error, and is not cut off."""
     sampling_params: GraderSampling | None = None
 
@@ -114,13 +147,18 @@ class ScoreModel(Strict):
 
 
 class LabelModel(Strict):
-    """OpenAI's label_model, within a multi grader: 1 if the label that a model gives is a passing one, else 0."""
+    """OpenAI's label_model, within a multi grader: 1 if the label that a model gives is a passing
+    one, else 0.
+    """
 
     type: Literal["label_model"]
     name: GraderName
     model: ModelName
     input: GraderMessages
-    labels: Annotated[list[Annotated[str, Field(min_length=1, max_length=256)]], Field(min_length=1, max_length=64)]
+    labels: Annotated[
+        list[Annotated[str, Field(min_length=1, max_length=256)]],
+        Field(min_length=1, max_length=64),
+    ]
     passing_labels: Annotated[list[str], Field(min_length=1, max_length=64)]
 
     @field_validator("passing_labels")
@@ -128,13 +166,18 @@ class LabelModel(Strict):
     def _passing_ones_are_labels(cls, value: list[str], others: ValidationInfo) -> list[str]:
         labels = others.data.get("labels", value)  # missing if they are invalid themselves
         if unknown := [label for label in value if label not in labels]:
-            raise ValueError(f"{unknown[0][:80]!r} is not one of labels. Add it there, or leave it out")
+            raise ValueError(
+                f"{unknown[0][:80]!r} is not one of labels. Add it there, or leave it out"
+            )
         return value
 
 
 class PythonGrader(Strict):
-    """OpenAI's python: `def grade(sample, item)` returns the reward. It runs without network and files, on one processor,
-    with 2 GB of memory, for at most two minutes."""
+    """OpenAI's python: `def grade(sample, item)` returns the reward.
+
+    It runs without network and files, on one processor, with 2 GB of memory, for at most two
+    minutes.
+    """
 
     type: Literal["python"]
     name: GraderName
@@ -153,13 +196,18 @@ class PythonGrader(Strict):
     @classmethod
     def _no_images(cls, value: Any) -> Any:
         if value is not None:
-            raise ValueError("image_tag is not available: graders run with the service's own Python. Leave it out")
+            raise ValueError(
+                "image_tag is not available: graders run with the service's own Python. Leave it "
+                "out"
+            )
         return value
 
 
 class EndpointGrader(Strict):
-    """Not in OpenAI's API. A server of the user's own: it gets `{"sample", "item"}` by POST and answers `{"reward": number}`.
-    The request is signed as webhooks are; https, and public addresses only, unless the operator allows others."""
+    """Not in OpenAI's API. A server of the user's own: it gets `{"sample", "item"}` by POST and
+    answers `{"reward": number}`. The request is signed as webhooks are; https, and public addresses
+    only, unless the operator allows others.
+    """
 
     type: Literal["endpoint"]
     name: GraderName
@@ -169,8 +217,11 @@ class EndpointGrader(Strict):
     timeout_seconds: Annotated[Number, Field(ge=1, le=120)] = 30.0
     """Time for one try. A try without an answer, or with status 429 or 5xx, is made again twice."""
     batch_size: Annotated[int, Field(ge=1, le=256)] = 1
-    """Samples in one request. More than 1: the server gets `{"batch": [{"sample", "item"}, …]}` and answers
-    `{"rewards": [number, …]}`, with null for a sample that it cannot grade."""
+    """Samples in one request.
+
+    More than 1: the server gets `{"batch": [{"sample", "item"}, …]}` and answers `{"rewards":
+    [number, …]}`, with null for a sample that it cannot grade.
+    """
 
 
 def _kind(value: Any) -> Any:
@@ -178,11 +229,16 @@ def _kind(value: Any) -> Any:
 
 
 def _unknown(*types: str) -> Discriminator:
-    message = f"must have a type that is known: a grader has a type: {', '.join(types[:-1])} or {types[-1]}"
+    message = (
+        f"must have a type that is known: a grader has a type: {', '.join(types[:-1])} or "
+        f"{types[-1]}"
+    )
     return Discriminator(_kind, custom_error_type="grader_type", custom_error_message=message)
 
 
-TextGrader = Annotated[StringCheck, Tag("string_check")] | Annotated[TextSimilarity, Tag("text_similarity")]
+TextGrader = (
+    Annotated[StringCheck, Tag("string_check")] | Annotated[TextSimilarity, Tag("text_similarity")]
+)
 _OutsideGrader = (
     Annotated[ScoreModel, Tag("score_model")]
     | Annotated[PythonGrader, Tag("python")]
@@ -203,13 +259,19 @@ class Multi(Strict):
     graders: Annotated[dict[GraderName, SingleByType], Field(min_length=1, max_length=16)]
     """Name in the formula → grader. A single grader may be given itself, under its own name."""
     calculate_output: Annotated[str, Field(min_length=1, max_length=1024)]
-    """A formula: + - * / ^, min, max, abs, floor, ceil, exp, sqrt and log of numbers and graders' names."""
+    """A formula: + - * / ^, min, max, abs, floor, ceil, exp, sqrt and log of numbers and graders'
+    names.
+    """
 
     @model_validator(mode="before")
     @classmethod
     def _by_name(cls, value: Any) -> Any:
         alone = value.get("graders") if isinstance(value, Mapping) else None
-        if isinstance(alone, Mapping) and isinstance(alone.get("type"), str) and isinstance(alone.get("name"), str):
+        if (
+            isinstance(alone, Mapping)
+            and isinstance(alone.get("type"), str)
+            and isinstance(alone.get("name"), str)
+        ):
             return {**value, "graders": {alone["name"]: alone}}
         return value
 
@@ -217,7 +279,8 @@ class Multi(Strict):
 def _labels_only_in_multi(value: Any) -> Any:
     if _kind(value) == "label_model":
         raise ValueError(
-            "a grader of type 'label_model' is only available within a multi grader: give {type: multi, graders: {NAME: it}, "
+            "a grader of type 'label_model' is only available within a multi grader: give {type: "
+            "multi, graders: {NAME: it}, "
             "calculate_output: NAME}"
         )
     return value

@@ -25,7 +25,9 @@ class Wandb(Strict):
     entity: PlaceName | None = None
     """Team or user; None: the default one of the server's API key."""
     tags: Annotated[list[Tag], Field(max_length=20, default_factory=list)]
-    """Tags in addition to those of every run: ft-service/finetune, ft-service/<base>, ft-service/<job id>."""
+    """Tags in addition to those of every run: ft-service/finetune, ft-service/<base>,
+    ft-service/<job id>.
+    """
 
 
 class Mlflow(Strict):
@@ -42,14 +44,20 @@ class Mlflow(Strict):
 def _not_reserved(name: str) -> str:
     endings = ("_system", "_configs", "_traces")
     if name.startswith("registry-") or name.endswith(endings):
-        raise ValueError(f"trackio reserves names that begin with registry- or end with {', '.join(endings)}")
+        raise ValueError(
+            f"trackio reserves names that begin with registry- or end with {', '.join(endings)}"
+        )
     return name
 
 
 class Trackio(Strict):
     """A run of trackio, in the server's FT_TRACKIO_URL."""
 
-    project: Annotated[str, Field(min_length=1, max_length=128, pattern=r"^[A-Za-z0-9_-]+$"), AfterValidator(_not_reserved)]
+    project: Annotated[
+        str,
+        Field(min_length=1, max_length=128, pattern=r"^[A-Za-z0-9_-]+$"),
+        AfterValidator(_not_reserved),
+    ]
     """Project; created if it does not exist."""
     name: Name | None = None
     """Display name of the run; None: the job's id. trackio has no tags."""
@@ -63,8 +71,9 @@ class Integration(Strict):
     """One integration; `type` says which settings it has."""
 
     type: Literal["wandb", "mlflow", "trackio", "tensorboard"]
-    """wandb, mlflow, trackio: a run there, sent by the server. tensorboard: files for TensorBoard, which the job writes; no
-    settings."""
+    """wandb, mlflow, trackio: a run there, sent by the server. tensorboard: files for TensorBoard,
+    which the job writes; no settings.
+    """
     wandb: Annotated[Wandb | None, Field(exclude_if=_is_none)] = None
     mlflow: Annotated[Mlflow | None, Field(exclude_if=_is_none)] = None
     trackio: Annotated[Trackio | None, Field(exclude_if=_is_none)] = None

@@ -1,4 +1,6 @@
-"""The arrangement of a job's ranks: copies of the sharded model (replicate) times ranks that share a copy (shard)."""
+"""The arrangement of a job's ranks: copies of the sharded model (replicate) times ranks that share
+a copy (shard).
+"""
 
 from __future__ import annotations
 
@@ -19,7 +21,8 @@ def mesh_shape(replicate: Replicate, ranks: int) -> tuple[int, int]:
     if ranks % copies:
         divisors = ", ".join(str(n) for n in range(1, ranks + 1) if ranks % n == 0)
         raise SpecError(
-            f"distributed.replicate = {copies}: {ranks} ranks cannot be divided into {copies} equal groups. "
+            f"distributed.replicate = {copies}: {ranks} ranks cannot be divided into {copies} "
+            "equal groups. "
             f"Use one of {divisors}.",
             param="distributed.replicate",
         )
@@ -27,13 +30,19 @@ def mesh_shape(replicate: Replicate, ranks: int) -> tuple[int, int]:
 
 
 def check_reshard_size(size: int, shards: int) -> None:
-    """Raise SpecError unless `shards` ranks can be divided into groups of `size`. With 1 rank nothing is resharded."""
+    """Raise SpecError unless `shards` ranks can be divided into groups of `size`.
+
+    With 1 rank nothing is resharded.
+    """
     allowed = [n for n in range(2, shards) if shards % n == 0]
     if shards == 1 or size in allowed:
         return
-    instead = f"Use {' or '.join(map(str, allowed))}, true or false" if allowed else "Use true or false"
+    instead = (
+        f"Use {' or '.join(map(str, allowed))}, true or false" if allowed else "Use true or false"
+    )
     raise SpecError(
-        f"distributed.reshard_after_forward = {size}: {shards} ranks share a copy, and cannot be cut into several groups of "
+        f"distributed.reshard_after_forward = {size}: {shards} ranks share a copy, and cannot be "
+        "cut into several groups of "
         f"{size}. {instead}.",
         param="distributed.reshard_after_forward",
     )

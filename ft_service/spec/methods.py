@@ -17,13 +17,16 @@ Beta = Annotated[Number, Field(gt=0, le=100)]
 Weight = Annotated[Number, Field(gt=0, le=100)]
 
 BETAS: Mapping[DpoLoss, float] = {"sigmoid": 0.1, "ipo": 0.1, "sigmoid_norm": 5.0}
-"""Loss → beta "auto": 0.1 as in the papers of DPO and IPO, 5 where log-probabilities are means over tokens, as for Tülu 3."""
+"""Loss → beta "auto": 0.1 as in the papers of DPO and IPO, 5 where log-probabilities are means over
+tokens, as for Tülu 3.
+"""
 
 
 class Hyperparameters(Strict):
-    """OpenAI's three. With "auto" the service chooses: epochs and batch by the number of samples, the learning rate by the base
-    (ft_service/spec/auto_hyperparameters.py). Defaults: 3 epochs (dpo: 1), a batch of 8 and the rate 2e-4 (dpo: 5e-6).
-    dpo has no "auto" learning rate."""
+    """OpenAI's three. With "auto" the service chooses: epochs and batch by the number of samples,
+    the learning rate by the base (ft_service/spec/auto_hyperparameters.py). Defaults: 3 epochs
+    (dpo: 1), a batch of 8 and the rate 2e-4 (dpo: 5e-6). dpo has no "auto" learning rate.
+    """
 
     n_epochs: Annotated[int, Field(ge=1, le=50)] | Literal["auto"] = AUTO
     batch_size: Annotated[int, Field(ge=1, le=256)] | Literal["auto"] = AUTO
@@ -39,15 +42,20 @@ class DpoHyperparameters(Hyperparameters):
     """OpenAI's four, and two with the names of TRL's DPOConfig. batch_size counts pairs."""
 
     beta: Beta | Literal["auto"] = AUTO
-    """Strength of the penalty for leaving the model that training starts from: the larger, the closer the answers stay. "auto":
-    0.1, with sigmoid_norm 5."""
+    """Strength of the penalty for leaving the model that training starts from: the larger, the
+    closer the answers stay. "auto": 0.1, with sigmoid_norm 5.
+    """
     loss_type: DpoLoss = "sigmoid"
-    """sigmoid: that of the paper; ipo: a squared distance from 1 / (2 beta), which stops pushing pairs that are already
-    separated; sigmoid_norm: as sigmoid. With ipo and sigmoid_norm log-probabilities are means over an answer's tokens, so that
-    longer answers do not count more."""
+    """sigmoid: that of the paper; ipo: a squared distance from 1 / (2 beta), which stops pushing
+    pairs that are already separated; sigmoid_norm: as sigmoid. With ipo and sigmoid_norm
+    log-probabilities are means over an answer's tokens, so that longer answers do not count
+    more.
+    """
     rpo_alpha: Weight | None = None
-    """Weight of an additional term, the cross entropy of the preferred answers as in supervised training (TRL's loss_type
-    "sft"): it prevents their probability from falling with that of the others. None: off."""
+    """Weight of an additional term, the cross entropy of the preferred answers as in supervised
+    training (TRL's loss_type "sft"): it prevents their probability from falling with that of the
+    others. None: off.
+    """
 
 
 class DpoMethod(NullableSections):
@@ -55,75 +63,107 @@ class DpoMethod(NullableSections):
 
 
 class ReinforcementHyperparameters(Hyperparameters):
-    """OpenAI's seven, and others with the names of TRL's GRPOConfig. batch_size counts prompts. "auto" for batch_size and
-    n_epochs as in supervised training, with 1 epoch; for learning_rate_multiplier: 1."""
+    """OpenAI's seven, and others with the names of TRL's GRPOConfig. batch_size counts prompts.
+
+    "auto" for batch_size and n_epochs as in supervised training, with 1 epoch; for
+    learning_rate_multiplier: 1.
+    """
 
     compute_multiplier: Annotated[Number, Field(gt=0, le=16)] | Literal["auto"] = AUTO
     """num_generations as a multiple of 8. "auto": 1."""
     eval_interval: Annotated[int, Field(ge=1, le=1_000_000)] | Literal["auto"] = AUTO
-    """Optimizer steps between two evaluations on the validation file. "auto": the steps of an epoch, at most 20."""
+    """Optimizer steps between two evaluations on the validation file.
+
+    "auto": the steps of an epoch, at most 20.
+    """
     eval_samples: Annotated[int, Field(ge=1, le=128)] | Literal["auto"] = AUTO
     """Answers to each prompt of the validation file at an evaluation. "auto": 1."""
     reasoning_effort: Literal["default"] = "default"
     """Must be "default": prompts are written by the base's chat template as it is."""
     num_generations: Annotated[int, Field(ge=2, le=128)] | Literal["auto"] = AUTO
-    """Answers to each prompt, its group: an answer's advantage is its reward less the group's mean. "auto": 8 times
-    compute_multiplier."""
+    """Answers to each prompt, its group: an answer's advantage is its reward less the group's mean.
+
+    "auto": 8 times compute_multiplier.
+    """
     max_completion_length: Annotated[int, Field(ge=1, le=1_048_576)] | Literal["auto"] = AUTO
-    """Tokens of an answer at most; a longer one is cut off, and graded as it is. "auto": half of training.max_length, at most
-    512. Prompts get the rest of training.max_length."""
+    """Tokens of an answer at most; a longer one is cut off, and graded as it is.  "auto": half
+    of training.max_length, at most 512. Prompts get the rest of training.max_length.
+    """
     temperature: Annotated[Number, Field(ge=GREEDY, le=10)] = 1.0
-    """Temperature of sampling, and of the log-probabilities that are trained on: logits are divided by it in both. Inference
-    servers must tell theirs at it (vLLM: --logprobs-mode processed_logprobs), and do so not with beta."""
+    """Temperature of sampling, and of the log-probabilities that are trained on: logits are divided
+    by it in both. Inference servers must tell theirs at it (vLLM: --logprobs-mode
+    processed_logprobs), and do so not with beta.
+    """
     scale_rewards: Literal["none", "group"] = "none"
-    """group: advantages are divided by the standard deviation of the group's rewards, as in DeepSeekMath. none: they are not,
-    since that favours prompts that are nearly always, or nearly never, answered well (Dr. GRPO)."""
+    """group: advantages are divided by the standard deviation of the group's rewards, as in
+    DeepSeekMath. none: they are not, since that favours prompts that are nearly always, or nearly
+    never, answered well (Dr. GRPO).
+    """
     loss_type: Literal["dapo", "grpo", "dr_grpo"] = "dapo"
-    """What a step's loss is the mean over. dapo: all tokens of its answers. grpo: the answers, each the mean over its tokens,
-    which favours short good ones. dr_grpo: the answers, each the sum over its tokens divided by max_completion_length."""
+    """What a step's loss is the mean over. dapo: all tokens of its answers. grpo: the answers, each
+    the mean over its tokens, which favours short good ones. dr_grpo: the answers, each the sum over
+    its tokens divided by max_completion_length.
+    """
     importance_sampling_cap: Annotated[Number, Field(ge=1, le=1000)] = 2.0
-    """Highest ratio of a token's probability by the trainer to that by the sampler; larger ones are cut to it (truncated
-    importance sampling)."""
+    """Highest ratio of a token's probability by the trainer to that by the sampler; larger ones are
+    cut to it (truncated importance sampling).
+    """
     beta: Annotated[Number, Field(ge=0, le=100)] = 0.0
-    """Weight of the KL divergence from the model that training starts from, subtracted from each token's advantage. 0: off."""
+    """Weight of the KL divergence from the model that training starts from, subtracted from each
+    token's advantage. 0: off.
+    """
     mask_truncated_completions: bool = False
-    """Whether answers that were cut off are left out of the loss (DAPO's overlong filtering). They stay in the group's mean
-    and in the number of answers that the loss is the mean over; with loss_type dapo it is the mean over the other answers'
-    tokens. So it is in TRL."""
+    """Whether answers that were cut off are left out of the loss (DAPO's overlong filtering).
+
+    They stay in the group's mean and in the number of answers that the loss is the mean over; with
+    loss_type dapo it is the mean over the other answers' tokens. So it is in TRL.
+    """
     steps_ahead: Annotated[int, Field(ge=0, le=1)] = 0
-    """1: the answers of a step are sampled while the step before is trained, from weights that are one step older."""
+    """1: the answers of a step are sampled while the step before is trained, from weights that are
+    one step older.
+    """
     keep_rollouts: Annotated[int, Field(ge=2, le=1_000_000)] = 100
     """Steps whose answers stay in the run directory (rollouts/), the newest ones."""
     max_error_share: Annotated[Number, Field(gt=0, le=1)] = 0.5
-    """Share of a step's answers without a grade from which the job is paused instead of training on the rest."""
+    """Share of a step's answers without a grade from which the job is paused instead of training on
+    the rest.
+    """
 
 
 class ReinforcementMethod(NullableSections):
     grader: Grader
     hyperparameters: ReinforcementHyperparameters = ReinforcementHyperparameters()
     response_format: None = None
-    """Must be left out: the sampler draws from all tokens. A grader can give answers of another form reward 0."""
+    """Must be left out: the sampler draws from all tokens.
+
+    A grader can give answers of another form reward 0.
+    """
 
     @field_validator("response_format", mode="before")
     @classmethod
     def _free_answers(cls, value: Any) -> Any:
         if value is not None:
             raise ValueError(
-                "response_format is not available: the sampler draws from all tokens. Leave it out, and have the grader give "
+                "response_format is not available: the sampler draws from all tokens. Leave it "
+                "out, and have the grader give "
                 "answers of another form reward 0 (`{{ sample.output_json }}` exists for JSON only)"
             )
         return value
 
 
 MethodType = Literal["supervised", "dpo", "reinforcement", "tinker"]
-"""tinker: a job without data files, whose client runs the training loop. Tinker's wire alone creates it."""
+"""tinker: a job without data files, whose client runs the training loop.
+
+Tinker's wire alone creates it.
+"""
 _OFFERED = WithJsonSchema({"type": "string", "enum": ["supervised", "dpo", "reinforcement"]})
 
 
 class Method(NullableSections):
-    """The loss. supervised: cross entropy of the assistant's tokens. dpo: direct preference optimisation on pairs of
-    answers. reinforcement: the model answers prompts, a grader gives rewards, and answers that are better than others to their
-    prompt become likelier."""
+    """The loss. supervised: cross entropy of the assistant's tokens. dpo: direct preference
+    optimisation on pairs of answers. reinforcement: the model answers prompts, a grader gives
+    rewards, and answers that are better than others to their prompt become likelier.
+    """
 
     type: Annotated[MethodType, _OFFERED] = "supervised"
     supervised: SupervisedMethod = SupervisedMethod()
@@ -134,9 +174,14 @@ class Method(NullableSections):
     def _own_section_only(self) -> Method:
         for other in {"supervised", "dpo", "reinforcement"} - {self.type}:
             if other in self.model_fields_set and getattr(self, other) is not None:
-                raise ValueError(f"method.{other} is given and method.type is {self.type!r}: give method.{self.type} instead")
+                raise ValueError(
+                    f"method.{other} is given and method.type is {self.type!r}: give "
+                    f"method.{self.type} instead"
+                )
         if self.type == "reinforcement" and self.reinforcement is None:
-            raise ValueError("method.type is 'reinforcement': give method.reinforcement with a grader")
+            raise ValueError(
+                "method.type is 'reinforcement': give method.reinforcement with a grader"
+            )
         return self
 
     @property
@@ -152,11 +197,15 @@ class Method(NullableSections):
             return None
         given = self.reinforcement.hyperparameters
         multiplier = 1.0 if given.compute_multiplier == AUTO else given.compute_multiplier
-        group = round(GROUP * multiplier) if given.num_generations == AUTO else given.num_generations
+        group = (
+            round(GROUP * multiplier) if given.num_generations == AUTO else given.num_generations
+        )
         return ReinforcementOptions(
             grader=self.reinforcement.grader,
             num_generations=min(128, max(2, group)),
-            max_completion_length=None if given.max_completion_length == AUTO else given.max_completion_length,
+            max_completion_length=None
+            if given.max_completion_length == AUTO
+            else given.max_completion_length,
             eval_interval=None if given.eval_interval == AUTO else given.eval_interval,
             eval_samples=1 if given.eval_samples == AUTO else given.eval_samples,
             **{name: getattr(given, name) for name in SHARED_OPTIONS},
@@ -182,7 +231,14 @@ class DpoOptions(Strict):
 GROUP = 8
 """num_generations "auto", as TRL's default."""
 SHARED_OPTIONS = (
-    *("temperature", "scale_rewards", "loss_type", "importance_sampling_cap", "beta", "mask_truncated_completions"),
+    *(
+        "temperature",
+        "scale_rewards",
+        "loss_type",
+        "importance_sampling_cap",
+        "beta",
+        "mask_truncated_completions",
+    ),
     *("steps_ahead", "keep_rollouts", "max_error_share"),
 )
 """Options that are resolved as they are."""

@@ -12,7 +12,9 @@ from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Fie
 _Patterns = TypeVar("_Patterns", bound=Collection[str])
 
 LEAST_EPSILON = 1e-30
-"""Least epsilon of AdamW, which divides in fp32: below 1e-45 it would be 0, and 0 / 0 where a gradient is 0."""
+"""Least epsilon of AdamW, which divides in fp32: below 1e-45 it would be 0, and 0 / 0 where a
+gradient is 0.
+"""
 GREEDY = 1e-5
 """Temperatures below are 0, here and in vLLM: logits divided by them would be infinite in fp32."""
 TrainOn = Literal["all_assistant", "last_assistant", "everything"]
@@ -26,21 +28,34 @@ def compile_pattern(pattern: str) -> Any:
 
 
 class Strict(BaseModel):
-    """Base class of user input: unknown keys are errors, values are not coerced across types, instances are frozen."""
+    """Base class of user input: unknown keys are errors, values are not coerced across types,
+    instances are frozen.
+    """
 
-    model_config = ConfigDict(use_attribute_docstrings=True, extra="forbid", frozen=True, strict=True, validate_default=True)
+    model_config = ConfigDict(
+        use_attribute_docstrings=True,
+        extra="forbid",
+        frozen=True,
+        strict=True,
+        validate_default=True,
+    )
 
 
 class NullableSections(Strict):
-    """User input in which a section may be null, which counts as absent: clients write so what they leave out, and a job's
-    `method` as it is shown has its other methods as null."""
+    """User input in which a section may be null, which counts as absent: clients write so what they
+    leave out, and a job's `method` as it is shown has its other methods as null.
+    """
 
     @model_validator(mode="before")
     @classmethod
     def _without_null_sections(cls, value: Any) -> Any:
         if not isinstance(value, Mapping):
             return value
-        return {name: given for name, given in value.items() if given is not None or not cls._is_section(name)}
+        return {
+            name: given
+            for name, given in value.items()
+            if given is not None or not cls._is_section(name)
+        }
 
     @classmethod
     def _is_section(cls, name: Any) -> bool:
@@ -49,9 +64,12 @@ class NullableSections(Strict):
         return isinstance(held, type) and issubclass(held, BaseModel)
 
 
-MOST_PATTERNS, PATTERN_CHARACTERS = 256, 10_000
-"""Most patterns of an option, and most characters of them together: to match them against a base's thousand names takes seconds
-at most, whatever they are. With a thousand characters for each of a thousand patterns it would take minutes."""
+MOST_PATTERNS = 256
+PATTERN_CHARACTERS = 10_000
+"""Most patterns of an option, and most characters of them together: to match them against a base's
+thousand names takes seconds at most, whatever they are. With a thousand characters for each of a
+thousand patterns it would take minutes.
+"""
 MOST_NAMES = 10_000
 """Most names in a list of modules: more than any base has layers."""
 
@@ -62,7 +80,11 @@ def _check_pattern(value: object) -> object:
         try:
             compile_pattern(value)
         except re2.error as error:
-            why = error.args[0].decode(errors="replace") if error.args and isinstance(error.args[0], bytes) else error
+            why = (
+                error.args[0].decode(errors="replace")
+                if error.args and isinstance(error.args[0], bytes)
+                else error
+            )
             raise ValueError(f"must be a pattern that RE2 accepts ({why})") from None
     return value
 
@@ -70,12 +92,17 @@ def _check_pattern(value: object) -> object:
 def _limit_characters(patterns: Collection[str]) -> None:
     characters = sum(map(len, patterns))
     if characters > PATTERN_CHARACTERS:
-        raise ValueError(f"must have at most {PATTERN_CHARACTERS} characters in patterns, not {characters}")
+        raise ValueError(
+            f"must have at most {PATTERN_CHARACTERS} characters in patterns, not {characters}"
+        )
 
 
 def _limit_patterns(patterns: _Patterns) -> _Patterns:
     if len(patterns) > MOST_PATTERNS:
-        raise ValueError(f"must have at most {MOST_PATTERNS} patterns, not {len(patterns)}; one can match many modules: a|b")
+        raise ValueError(
+            f"must have at most {MOST_PATTERNS} patterns, not {len(patterns)}; one can match many "
+            "modules: a|b"
+        )
     _limit_characters(patterns)
     return patterns
 
@@ -89,7 +116,9 @@ Names = Annotated[list[str], Field(max_length=MOST_NAMES)]
 
 
 def _number(value: object) -> object:
-    """Convert to a float where possible: JSON and YAML write 1 for 1.0, and YAML 1.1 reads `2e-4` as a string."""
+    """Convert to a float where possible: JSON and YAML write 1 for 1.0, and YAML 1.1 reads `2e-4`
+    as a string.
+    """
     if isinstance(value, bool):
         return value
     if not isinstance(value, int | str):

@@ -1,6 +1,7 @@
 """A user's request: the body of a create request, or a SPEC file.
 
-Unknown keys are refused by name. Keys that this version does not support yet (`NOT_YET`) are refused with an alternative.
+Unknown keys are refused by name. Keys that this version does not support yet (`NOT_YET`) are
+refused with an alternative.
 """
 
 from __future__ import annotations
@@ -27,33 +28,53 @@ from ft_service.spec.validation_errors import OptionFault, joined, option_faults
 from ft_service.wording import kind, shown_value
 
 _OWN_BASE = (
-    "it puts what is left of each weight, quantised anew, into the base, and the adapter belongs to that base alone; here the "
+    "it puts what is left of each weight, quantised anew, into the base, and the adapter belongs "
+    "to that base alone; here the "
     "base stays as it was published, one for all jobs, and the adapter goes on it with plain PEFT"
 )
 
 NOT_YET: Mapping[str, str] = {
-    "lora.trainable_token_indices": "use lora.modules_to_save: [embed_tokens], which trains all rows",
+    "lora.trainable_token_indices": "use lora.modules_to_save: [embed_tokens], which trains all "
+    "rows",
 }
 """Options that this version refuses: dotted name → what to do instead."""
 
 NOT_YET_VALUES: Mapping[tuple[str, object], str] = {
     ("lora.init_lora_weights", "gaussian"): "use true",
-    **dict.fromkeys((("lora.init_lora_weights", name) for name in ("pissa", "loftq", "olora")), f"use true: {_OWN_BASE}"),
+    **dict.fromkeys(
+        (("lora.init_lora_weights", name) for name in ("pissa", "loftq", "olora")),
+        f"use true: {_OWN_BASE}",
+    ),
     (
         "method.type",
         "kto",
-    ): "make pairs of a good and a bad answer to a prompt, for dpo, or train on the good answers, supervised",
+    ): "make pairs of a good and a bad answer to a prompt, for dpo, or train on the good answers, "
+    "supervised",
     **dict.fromkeys(
-        (("method.type", name) for name in ("orpo", "simpo", "cpo")), "use dpo, whose rpo_alpha is a supervised term"
+        (("method.type", name) for name in ("orpo", "simpo", "cpo")),
+        "use dpo, whose rpo_alpha is a supervised term",
     ),
-    **dict.fromkeys((("method.type", name) for name in ("ppo", "rloo")), "use reinforcement, which is GRPO"),
-    ("method.type", "tinker"): "a client that runs the training loop creates such jobs by Tinker's wire (docs/tinker.md)",
+    **dict.fromkeys(
+        (("method.type", name) for name in ("ppo", "rloo")), "use reinforcement, which is GRPO"
+    ),
+    (
+        "method.type",
+        "tinker",
+    ): "a client that runs the training loop creates such jobs by Tinker's wire (docs/tinker.md)",
 }
 """Values that this version refuses: (dotted name, value) → what to do instead."""
 
 _NOT_OF_SAMPLED = (
-    ("training", "neftune_noise_alpha", "noise would make the trainer another model than the sampler. Leave it out"),
-    ("lora", "lora_dropout", "dropout would make the trainer another model than the sampler. Leave it out"),
+    (
+        "training",
+        "neftune_noise_alpha",
+        "noise would make the trainer another model than the sampler. Leave it out",
+    ),
+    (
+        "lora",
+        "lora_dropout",
+        "dropout would make the trainer another model than the sampler. Leave it out",
+    ),
 )
 _NOT_OF_REINFORCEMENT = (
     *_NOT_OF_SAMPLED,
@@ -61,8 +82,16 @@ _NOT_OF_REINFORCEMENT = (
     ("", "evaluation", "a validation_file is answered and graded in its place. Leave it out"),
     ("training", "train_on", "the answers are the model's own. Leave it out"),
     ("training", "group_by_length", "answers have no length before they are sampled. Leave it out"),
-    ("training", "eval_steps", "it has method.reinforcement.hyperparameters.eval_interval. Use that"),
-    ("training", "early_stopping_patience", "it goes by validation loss. Use load_best_model_at_end, which goes by reward"),
+    (
+        "training",
+        "eval_steps",
+        "it has method.reinforcement.hyperparameters.eval_interval. Use that",
+    ),
+    (
+        "training",
+        "early_stopping_patience",
+        "it goes by validation loss. Use load_best_model_at_end, which goes by reward",
+    ),
     ("lora", "use_dora", "the sampler takes A and B of LoRA only. Leave it out"),
     ("lora", "target_parameters", "the sampler takes adapters of linear layers only. Leave it out"),
     ("lora", "modules_to_save", "the sampler takes adapters of linear layers only. Leave it out"),
@@ -71,7 +100,9 @@ _NOT_OF_METHOD = {"reinforcement": _NOT_OF_REINFORCEMENT, "tinker": _NOT_OF_SAMP
 """Method → section, option, and what to do instead."""
 
 SWEEP = "sweep"
-"""The key in a body or a SPEC file that requests several jobs (ft_service/sweeps/search_space.py)."""
+"""The key in a body or a SPEC file that requests several jobs
+(ft_service/sweeps/search_space.py).
+"""
 
 LEARNING_RATES: Mapping[MethodType, float] = {
     "supervised": LEARNING_RATE,
@@ -86,39 +117,55 @@ _EPOCHS: Mapping[MethodType, int] = {"dpo": DPO_EPOCHS, "reinforcement": REINFOR
 _FILE_NAME = {"minLength": 1, "maxLength": 4096}
 _HYPERPARAMETERS = set(Hyperparameters.model_fields)
 
-Suffix = Annotated[str, Field(min_length=1, max_length=64, pattern=r"^[._-]*[A-Za-z0-9][A-Za-z0-9._-]*$")]
+Suffix = Annotated[
+    str, Field(min_length=1, max_length=64, pattern=r"^[._-]*[A-Za-z0-9][A-Za-z0-9._-]*$")
+]
 Metadata = Annotated[
-    dict[Annotated[str, Field(min_length=1, max_length=64)], Annotated[str, Field(max_length=512)]], Field(max_length=16)
+    dict[Annotated[str, Field(min_length=1, max_length=64)], Annotated[str, Field(max_length=512)]],
+    Field(max_length=16),
 ]
 
 
 class JobRequest(JobOptions):
-    """The body of `POST /v1/fine_tuning/jobs`, and a SPEC file: OpenAI's fields and ours side by side."""
+    """The body of `POST /v1/fine_tuning/jobs`, and a SPEC file: OpenAI's fields and ours side by
+    side.
+    """
 
     model: Annotated[str, Field(min_length=1, max_length=512)]
-    """The base, by its name in `ft models`; or a tuned model or one of its checkpoints, to continue from there."""
+    """The base, by its name in `ft models`; or a tuned model or one of its checkpoints, to continue
+    from there.
+    """
     training_file: Annotated[
-        Annotated[str, Field(min_length=1, max_length=4096)] | None, WithJsonSchema({"type": "string", **_FILE_NAME})
+        Annotated[str, Field(min_length=1, max_length=4096)] | None,
+        WithJsonSchema({"type": "string", **_FILE_NAME}),
     ]
     """REST: a file id. SPEC file: a path, relative to the SPEC file."""
     validation_file: Annotated[str, Field(min_length=1, max_length=4096)] | None = None
-    """Samples that are never trained on, for the validation loss; named like training_file. None: no validation."""
+    """Samples that are never trained on, for the validation loss; named like training_file.
+
+    None: no validation.
+    """
     validation_split: Annotated[Number, Field(gt=0, lt=1)] | None = None
-    """Share of the training file's samples that is set aside for validation if there is no validation_file. Their tokens and
-    the seed decide which, not their order; equal samples stay together. None: no samples."""
+    """Share of the training file's samples that is set aside for validation if there is no
+    validation_file. Their tokens and the seed decide which, not their order; equal samples stay
+    together. None: no samples.
+    """
     method: Method = Method()
     hyperparameters: Hyperparameters = Hyperparameters()
     """OpenAI's older place for method.supervised.hyperparameters."""
     suffix: Suffix | None = None
     """A name for the job, and a part of its tuned model's name."""
     seed: Annotated[int, Field(ge=0, le=2_147_483_647)] | None = None
-    """Seed of adapter initialisation and sample order; None: drawn at submission and shown in the job."""
+    """Seed of adapter initialisation and sample order; None: drawn at submission and shown in the
+    job.
+    """
     metadata: Metadata | None = None
     """Up to 16 pairs of yours, by which jobs can be listed."""
     integrations: Integrations | None = None
-    """Other places for the metrics. wandb, mlflow, trackio: for jobs of a server with FT_WANDB_API_KEY, FT_MLFLOW_TRACKING_URI
-    or FT_TRACKIO_URL; `ft run` refuses them. tensorboard: files in the run directory's `tensorboard/` during training, and with
-    the adapter."""
+    """Other places for the metrics. wandb, mlflow, trackio: for jobs of a server with
+    FT_WANDB_API_KEY, FT_MLFLOW_TRACKING_URI or FT_TRACKIO_URL; `ft run` refuses them. tensorboard:
+    files in the run directory's `tensorboard/` during training, and with the adapter.
+    """
 
     def integrated(self, kind: str) -> bool:
         """Whether it has an integration of this type."""
@@ -142,7 +189,8 @@ class JobRequest(JobOptions):
         ):
             if getattr(getattr(self, section), name):
                 raise ValueError(
-                    f"{section}.{name} goes by validation loss: give a validation_file or validation_split, or leave it out"
+                    f"{section}.{name} goes by validation loss: give a validation_file or "
+                    "validation_split, or leave it out"
                 )
         return self
 
@@ -150,21 +198,31 @@ class JobRequest(JobOptions):
     def _training_file_unless_the_client_has_the_data(self) -> JobRequest:
         named = self.training_file, self.validation_file, self.validation_split, self.evaluation
         if self.method.type == "tinker" and any(value is not None for value in named):
-            raise ValueError("method.type = 'tinker': the client sends all data, and the job has no files and no evaluation")
+            raise ValueError(
+                "method.type = 'tinker': the client sends all data, and the job has no files and "
+                "no evaluation"
+            )
         return self
 
     @model_validator(mode="after")
     def _possible_with_method(self) -> JobRequest:
         for section, name, why in _NOT_OF_METHOD.get(self.method.type, ()):
             options = getattr(self, section) if section else self
-            if name in options.model_fields_set and getattr(options, name) not in (None, False, 0, []):
+            if name in options.model_fields_set and getattr(options, name) not in (
+                None,
+                False,
+                0,
+                [],
+            ):
                 place = f"{section}.{name}" if section else name
                 raise ValueError(f"{place} with method.type = '{self.method.type}': {why}")
-        options, length = self.method.reinforcement_options(), self.training.max_length
+        options = self.method.reinforcement_options()
+        length = self.training.max_length
         longest = None if options is None else options.max_completion_length
         if longest is not None and longest >= length:
             raise ValueError(
-                f"method.reinforcement.hyperparameters.max_completion_length = {longest}: training.max_length = {length} is "
+                f"method.reinforcement.hyperparameters.max_completion_length = {longest}: "
+                f"training.max_length = {length} is "
                 "for prompt and answer together. Raise that, or lower this"
             )
         return self
@@ -173,24 +231,32 @@ class JobRequest(JobOptions):
     def _only_answers_are_preferred(self) -> JobRequest:
         if self.method.type == "dpo" and self.training.train_on == "everything":
             raise ValueError(
-                "training.train_on = 'everything' with method dpo: only the answers of a pair are compared, since the text "
+                "training.train_on = 'everything' with method dpo: only the answers of a pair are "
+                "compared, since the text "
                 "before them is the same. Leave it out"
             )
         return self
 
     def given_hyperparameters(self) -> dict[str, tuple[str, Any]]:
-        """Values in OpenAI's fields without "auto": name → (place, value). Raises ValueError for a value in two places."""
+        """Values in OpenAI's fields without "auto": name → (place, value).
+
+        Raises ValueError for a value in two places.
+        """
         places = {
             "hyperparameters": self.hyperparameters,
             f"method.{self.method.type}.hyperparameters": self.method.hyperparameters,
         }
         given: dict[str, tuple[str, Any]] = {}
         for place, values in places.items():
-            for name, value in values.model_dump(exclude_unset=True, include=_HYPERPARAMETERS).items():
+            for name, value in values.model_dump(
+                exclude_unset=True, include=_HYPERPARAMETERS
+            ).items():
                 if value == AUTO:
                     continue
                 if name in given:
-                    raise ValueError(f"{place}.{name} and {given[name][0]}.{name} are both given: keep one")
+                    raise ValueError(
+                        f"{place}.{name} and {given[name][0]}.{name} are both given: keep one"
+                    )
                 given[name] = (place, value)
         return given
 
@@ -198,22 +264,31 @@ class JobRequest(JobOptions):
     """The parts that `resolved_training` was made of, and its value."""
 
     def resolved_training(self) -> TrainingOptions:
-        """`training` with OpenAI's hyperparameters. Raises ValueError for one that is given in both places."""
-        parts, cached = (self.method, self.hyperparameters, self.training), self._resolved
+        """`training` with OpenAI's hyperparameters.
+
+        Raises ValueError for one that is given in both places.
+        """
+        parts = (self.method, self.hyperparameters, self.training)
+        cached = self._resolved
         # Every submission calls it several times. A copy (model_copy) may have other parts.
-        if cached is None or any(before is not now for before, now in zip(cached[0], parts, strict=True)):
+        if cached is None or any(
+            before is not now for before, now in zip(cached[0], parts, strict=True)
+        ):
             self._resolved = cached = parts, self._resolve_training()
         return cached[1]
 
     def _resolve_training(self) -> TrainingOptions:
-        unit, epochs = LEARNING_RATES[self.method.type], _EPOCHS.get(self.method.type)
+        unit = LEARNING_RATES[self.method.type]
+        epochs = _EPOCHS.get(self.method.type)
         updates: dict[str, Any] = {}
         for name, (place, value) in self.given_hyperparameters().items():
             ours = "learning_rate" if name == "learning_rate_multiplier" else name
             if ours in self.training.model_fields_set:
                 raise ValueError(f"{place}.{name} and training.{ours} are both given: keep one")
             updates[ours] = value * unit if name == "learning_rate_multiplier" else value
-        usual: dict[str, Any] = {} if epochs is None else {"learning_rate": unit, "n_epochs": epochs}
+        usual: dict[str, Any] = (
+            {} if epochs is None else {"learning_rate": unit, "n_epochs": epochs}
+        )
         for name in ("n_epochs", "batch_size"):
             if self._leaves_open(name):
                 usual[name] = AUTO
@@ -238,9 +313,14 @@ class JobRequest(JobOptions):
 
 
 def parse_request(body: object) -> JobRequest:
-    """Validate a create body. Raises SpecError naming every invalid field (dotted) with its value and limit."""
+    """Validate a create body.
+
+    Raises SpecError naming every invalid field (dotted) with its value and limit.
+    """
     if not isinstance(body, Mapping):
-        raise SpecError(f"The body must be an object with model and training_file, not {kind(body)}.")
+        raise SpecError(
+            f"The body must be an object with model and training_file, not {kind(body)}."
+        )
     request, faults = read_request(body)
     if request is None:
         raise joined(faults)
@@ -248,8 +328,9 @@ def parse_request(body: object) -> JobRequest:
 
 
 def parse_client_loop(body: Mapping[str, Any]) -> tuple[dict[str, Any], JobRequest]:
-    """A job without files, whose client runs the training loop: the create body that is stored, and the request. `body`: its
-    model and options. Raises SpecError as `parse_request`."""
+    """A job without files, whose client runs the training loop: the create body that is stored, and
+    the request. `body`: its model and options. Raises SpecError as `parse_request`.
+    """
     whole = {**body, "training_file": None, "method": {"type": "tinker"}}
     try:
         return whole, JobRequest.model_validate(whole)
@@ -258,7 +339,10 @@ def parse_client_loop(body: Mapping[str, Any]) -> tuple[dict[str, Any], JobReque
 
 
 def read_request(body: Mapping[Any, Any]) -> tuple[JobRequest | None, list[OptionFault]]:
-    """Validate a create body, of a user, who names a training file. Returns the request, or all of its faults."""
+    """Validate a create body, of a user, who names a training file.
+
+    Returns the request, or all of its faults.
+    """
     faults = [*_not_yet(body), *_sweep(body), *_no_file(body)]
     refused = {fault.place for fault in faults}
     try:
@@ -272,7 +356,8 @@ def read_request(body: Mapping[Any, Any]) -> tuple[JobRequest | None, list[Optio
 def _sweep(body: Mapping[Any, Any]) -> Iterator[OptionFault]:
     if SWEEP in body:
         text = (
-            "sweep: makes several jobs, and this is for one job. Submit them to a server with `ft sweep submit SPEC` (POST "
+            "sweep: makes several jobs, and this is for one job. Submit them to a server with `ft "
+            "sweep submit SPEC` (POST "
             "/v1/fine_tuning/sweeps), or leave it out and give each option one value."
         )
         yield OptionFault(SWEEP, text, "not_available")
@@ -290,5 +375,7 @@ def _not_yet(body: Mapping[Any, Any]) -> Iterator[OptionFault]:
         section, key = dotted.split(".")
         inner = body.get(section)
         if isinstance(inner, Mapping) and key in inner and value in (None, inner[key]):
-            text = f"{dotted} = {shown_value(inner[key])} is not available in this version: {instead}."
+            text = (
+                f"{dotted} = {shown_value(inner[key])} is not available in this version: {instead}."
+            )
             yield OptionFault(dotted, text, "not_available")

@@ -1,4 +1,6 @@
-"""`JobSpec`: a request with every default filled in and every reference turned into a path and a digest."""
+"""`JobSpec`: a request with every default filled in and every reference turned into a path and a
+digest.
+"""
 
 from __future__ import annotations
 
@@ -31,7 +33,10 @@ MOST_ANSWERED = 512
 
 
 class Resolved(BaseModel):
-    """Base class of documents that the service writes. Unknown keys are ignored when a document is read."""
+    """Base class of documents that the service writes.
+
+    Unknown keys are ignored when a document is read.
+    """
 
     model_config = ConfigDict(frozen=True)
 
@@ -53,7 +58,10 @@ class DataFileRef(Resolved):
     path: str
     """Absolute path, as the worker sees it."""
     sha256: str
-    """Digest of the bytes at submission; the worker refuses other bytes. With several files, the digest of their digests."""
+    """Digest of the bytes at submission; the worker refuses other bytes.
+
+    With several files, the digest of their digests.
+    """
     files: tuple[str, ...] = ()
     """Paths of the data files in the folder `path`, in their order. Empty: `path` is a file."""
 
@@ -80,7 +88,9 @@ class JobSpec(Resolved):
     """None: the job's client runs the training loop and sends the data (ft_service/tinker)."""
     validation_data: DataFileRef | None
     validation_split: float | None = None
-    """Share of the training samples that is set aside for validation (ft_service/data/tokens/training_set/split.py)."""
+    """Share of the training samples that is set aside for validation
+    (ft_service/data/tokens/training_set/split.py).
+    """
     seed: int
     tuned_name: str
     """The outcome's TunedName."""
@@ -96,44 +106,66 @@ class JobSpec(Resolved):
     chat_template_kwargs: dict[str, bool | int | float | str] = {}
     """These variables, for people."""
     date: str = ""
-    """Date (ISO 8601) for chat templates that write today's date, so that a resume makes the same tokens; empty: today."""
+    """Date (ISO 8601) for chat templates that write today's date, so that a resume makes the same
+    tokens; empty: today.
+    """
     evaluation: EvaluationOptions | None = None
     shared_experts: bool = False
-    """Whether "all-linear" includes shared experts and dense feed-forwards of a mixture of experts. False with lora_dropout,
-    which PEFT does not have for them."""
+    """Whether "all-linear" includes shared experts and dense feed-forwards of a mixture of experts.
+
+    False with lora_dropout, which PEFT does not have for them.
+    """
     dpo: DpoOptions | None = None
-    """Options of direct preference optimisation, whose data files hold pairs of answers; None: training is supervised."""
+    """Options of direct preference optimisation, whose data files hold pairs of answers; None:
+    training is supervised.
+    """
     reinforcement: ReinforcementOptions | None = None
-    """Options of reinforcement learning, whose data files hold prompts; None: the job has another method."""
+    """Options of reinforcement learning, whose data files hold prompts; None: the job has another
+    method.
+    """
     parent: AdapterRef | None = None
-    """The tuned model whose adapter training starts from; None: a new one. Optimizer, schedule and data are the job's own."""
+    """The tuned model whose adapter training starts from; None: a new one.
+
+    Optimizer, schedule and data are the job's own.
+    """
     tensorboard: bool = False
     """Whether event files for TensorBoard are written."""
     chosen: dict[str, str] = {}
-    """Options that were "auto" and were chosen, mostly by ft_service/plan/auto_options.py: dotted name → reason."""
+    """Options that were "auto" and were chosen, mostly by ft_service/plan/auto_options.py: dotted
+    name → reason.
+    """
     engine: Literal["auto", "off"] = "auto"
-    """Whether the job may be trained in an engine, beside other jobs on the same base (rundir/engine.py)."""
+    """Whether the job may be trained in an engine, beside other jobs on the same base
+    (rundir/engine.py).
+    """
     rungs: tuple[float, ...] = ()
-    """Shares of the steps, ascending, below 1, after which a sweep's job is also validated, so that the sweep can compare it
-    (ft_service/sweeps/halving.py)."""
+    """Shares of the steps, ascending, below 1, after which a sweep's job is also validated, so that
+    the sweep can compare it (ft_service/sweeps/halving.py).
+    """
 
     @property
     def by_commands(self) -> bool:
-        """Whether the ranks carry out commands (ft_service/tinker/commands.py): a client's, or those of reinforcement
-        learning."""
+        """Whether the ranks carry out commands (ft_service/tinker/commands.py): a client's, or
+        those of reinforcement learning.
+        """
         return self.training_data is None or self.reinforcement is not None
 
     @property
     def wants_fused_kernels(self) -> bool:
-        """Whether fused kernels compute what they can of its layers, on GPUs that have them: they are for bf16, and compiled
-        layers do without."""
+        """Whether fused kernels compute what they can of its layers, on GPUs that have them: they
+        are for bf16, and compiled layers do without.
+        """
         wanted = self.precision.fused_kernels == "auto" and self.precision.compute == "bf16"
         return wanted and self.distributed.compile is not True
 
     @property
     def longest_sample(self) -> int:
-        """Tokens of a data file's sample that are used: training.max_length, of prompts without the room for an answer."""
-        return max(1, self.training.max_length - (0 if self.reinforcement is None else self.longest_answer))
+        """Tokens of a data file's sample that are used: training.max_length, of prompts without the
+        room for an answer.
+        """
+        return max(
+            1, self.training.max_length - (0 if self.reinforcement is None else self.longest_answer)
+        )
 
     @property
     def longest_answer(self) -> int:
@@ -143,7 +175,9 @@ class JobSpec(Resolved):
 
     @property
     def samples_of_item(self) -> int:
-        """Samples to train on for each unit of training.batch_size: both answers of a pair, all answers to a prompt."""
+        """Samples to train on for each unit of training.batch_size: both answers of a pair, all
+        answers to a prompt.
+        """
         if self.reinforcement is not None:
             return self.reinforcement.num_generations
         return 1 if self.dpo is None else 2
@@ -151,7 +185,9 @@ class JobSpec(Resolved):
     @property
     def data_files(self) -> tuple[DataFileRef, ...]:
         """Its data files: none, that for training, or that and the one for validation."""
-        return tuple(data for data in (self.training_data, self.validation_data) if data is not None)
+        return tuple(
+            data for data in (self.training_data, self.validation_data) if data is not None
+        )
 
     @property
     def validates(self) -> bool:
@@ -159,15 +195,20 @@ class JobSpec(Resolved):
         return self.validation_data is not None or self.validation_split is not None
 
     def shapes(self, most_nodes: int, most_per_node: int, gpus: int) -> list[tuple[int, int]]:
-        """(hosts, ranks per host) on which it may train, the most ranks first; the last is nnodes and nproc_per_node. Ranks per
-        host are raised before hosts. `most_nodes`, `most_per_node`: limits of the machines; `gpus`: as for `check_distributed`.
+        """(hosts, ranks per host) on which it may train, the most ranks first; the last is nnodes
+        and nproc_per_node. Ranks per host are raised before hosts. `most_nodes`, `most_per_node`:
+        limits of the machines; `gpus`: as for `check_distributed`.
         """
-        options, fewest = self.distributed, self.world_size // self.distributed.nnodes
+        options = self.distributed
+        fewest = self.world_size // self.distributed.nnodes
         per_host = range(fewest, min(options.max_nproc_per_node or fewest, most_per_node) + 1)
         most = max(per_host, default=fewest)
         nodes = range(options.nnodes + 1, min(options.max_nnodes or options.nnodes, most_nodes) + 1)
         found = [(options.nnodes, fewest)]
-        for shape in (*((options.nnodes, ranks) for ranks in per_host), *((number, most) for number in nodes)):
+        for shape in (
+            *((options.nnodes, ranks) for ranks in per_host),
+            *((number, most) for number in nodes),
+        ):
             try:
                 check_distributed(options, shape[0] * shape[1], gpus)
             except SpecError:  # replicate or reshard_after_forward does not divide it
@@ -177,13 +218,20 @@ class JobSpec(Resolved):
 
     def on(self, nodes: int, ranks_per_host: int) -> JobSpec:
         """The spec for a number of hosts and of ranks per host."""
-        fixed = {"nnodes": nodes, "nproc_per_node": ranks_per_host, "max_nnodes": None, "max_nproc_per_node": None}
+        fixed = {
+            "nnodes": nodes,
+            "nproc_per_node": ranks_per_host,
+            "max_nnodes": None,
+            "max_nproc_per_node": None,
+        }
         return self.model_copy(update={"distributed": self.distributed.model_copy(update=fixed)})
 
     @property
     def world_size(self) -> int:
         """Ranks of an attempt."""
-        assert isinstance(self.distributed.nproc_per_node, int), "a resolved spec names a number of ranks"
+        assert isinstance(self.distributed.nproc_per_node, int), (
+            "a resolved spec names a number of ranks"
+        )
         return self.distributed.nnodes * self.distributed.nproc_per_node
 
     def rung_steps(self, total_steps: int) -> tuple[int, ...]:
@@ -208,8 +256,9 @@ class JobContext:
     date: str = ""
     """`JobSpec.date`."""
     samples: int | None = None
-    """Samples of the training file, of more than COUNTED about how many, for batch_size and n_epochs "auto"; None: not known,
-    and these get usual values."""
+    """Samples of the training file, of more than COUNTED about how many, for batch_size and
+    n_epochs "auto"; None: not known, and these get usual values.
+    """
 
 
 def resolve(request: JobRequest, context: JobContext) -> JobSpec:
@@ -220,9 +269,15 @@ def resolve(request: JobRequest, context: JobContext) -> JobSpec:
     """
     check_served(request.serve, request.lora)
     distributed = _resolve_distributed(request.distributed, context.gpus)
-    name = TunedName.of_job(context.job_id, base=context.model.name, organization=context.organization, suffix=request.suffix)
+    name = TunedName.of_job(
+        context.job_id,
+        base=context.model.name,
+        organization=context.organization,
+        suffix=request.suffix,
+    )
     ranks = distributed.nnodes * int(distributed.nproc_per_node)
-    samples, parent = context.samples, context.parent
+    samples = context.samples
+    parent = context.parent
     if samples is not None and request.validation_split is not None:
         samples = round(samples * (1 - request.validation_split))
     counted = None if samples is None else min(samples, COUNTED)
@@ -244,7 +299,9 @@ def resolve(request: JobRequest, context: JobContext) -> JobSpec:
         chat_template=named_template(request.chat_template or ""),
         chat_template_kwargs=request.chat_template_kwargs or {},
         date=context.date,
-        shared_experts=not (request.lora.lora_dropout or request.lora.use_dora) if parent is None else parent.shared_experts,
+        shared_experts=not (request.lora.lora_dropout or request.lora.use_dora)
+        if parent is None
+        else parent.shared_experts,
         evaluation=request.evaluation,
         dpo=request.method.dpo_options(),
         reinforcement=request.method.reinforcement_options(),
@@ -258,7 +315,9 @@ def resolve(request: JobRequest, context: JobContext) -> JobSpec:
 def by_samples(
     training: TrainingOptions, samples: int | None, ranks: int, method: MethodType
 ) -> tuple[TrainingOptions, dict[str, str]]:
-    """The options with batch_size and n_epochs as numbers, and dotted name → reason for those that were "auto"."""
+    """The options with batch_size and n_epochs as numbers, and dotted name → reason for those that
+    were "auto".
+    """
     found: dict[str, tuple[int, str]] = {}
     usual = TrainingOptions()
     unknown = "the usual one; the number of samples is not known"
@@ -266,27 +325,37 @@ def by_samples(
         known = samples is not None or method in ("dpo", "reinforcement")
         found["n_epochs"] = epochs_for(samples or 0, method) if known else (usual.epochs, unknown)
     if training.batch_size == AUTO:
-        found["batch_size"] = batch_for(samples, ranks) if samples is not None else (usual.batch, unknown)
+        found["batch_size"] = (
+            batch_for(samples, ranks) if samples is not None else (usual.batch, unknown)
+        )
     values = {name: value for name, (value, _) in found.items()}
-    return training.model_copy(update=values), {f"training.{name}": why for name, (_, why) in found.items()}
+    return training.model_copy(update=values), {
+        f"training.{name}": why for name, (_, why) in found.items()
+    }
 
 
 def inherit(request: JobRequest, parent: JobSpec, name: str) -> JobRequest:
-    """A request that continues the adapter `name`, which `parent` trained. It keeps the adapter's shape, and the options of
-    precision and the chat template that it does not set. Raises SpecError naming an option of lora that changes the shape.
+    """A request that continues the adapter `name`, which `parent` trained.
+
+    It keeps the adapter's shape, and the options of precision and the chat template that it does
+    not set. Raises SpecError naming an option of lora that changes the shape.
     """
     for field in sorted(request.lora.model_fields_set - {"lora_dropout"}):
-        wanted, there = getattr(request.lora, field), getattr(parent.lora, field)
+        wanted = getattr(request.lora, field)
+        there = getattr(parent.lora, field)
         if wanted != there:
             raise SpecError(
-                f"lora.{field} = {shown_value(wanted)}: {name} has {shown_value(there)}, and a job that continues from an "
+                f"lora.{field} = {shown_value(wanted)}: {name} has {shown_value(there)}, and a "
+                "job that continues from an "
                 "adapter keeps its shape. Leave it out, or name a base model to start from.",
                 param=f"lora.{field}",
             )
     given = request.lora.model_fields_set & {"lora_dropout"}
     lora = parent.lora.model_copy(update={field: getattr(request.lora, field) for field in given})
     precision = _inherited_precision(request.precision, parent.precision)
-    chat_template = request.chat_template if request.chat_template is not None else parent.chat_template or None
+    chat_template = (
+        request.chat_template if request.chat_template is not None else parent.chat_template or None
+    )
     variables = request.chat_template_kwargs or {}
     if request.chat_template is None:
         variables = {**parent.chat_template_kwargs, **variables}
@@ -295,7 +364,10 @@ def inherit(request: JobRequest, parent: JobSpec, name: str) -> JobRequest:
 
 
 def _inherited_precision(given: PrecisionOptions, parent: PrecisionOptions) -> PrecisionOptions:
-    """The parent's options with those that are given. Formats belong together: a new default also replaces the overrides."""
+    """The parent's options with those that are given.
+
+    Formats belong together: a new default also replaces the overrides.
+    """
     named = given.model_fields_set
     if given.default == AUTO:
         named = named - {"default"}
@@ -313,19 +385,24 @@ def _resolve_distributed(options: DistributedOptions, gpus: int) -> DistributedO
 
 def check_distributed(options: DistributedOptions, ranks: int, gpus: int) -> None:
     """Raise SpecError for options that do not fit the ranks or the host."""
-    _, shards = mesh_shape(options.nnodes if options.replicate == AUTO else options.replicate, ranks)
+    _, shards = mesh_shape(
+        options.nnodes if options.replicate == AUTO else options.replicate, ranks
+    )
     if options.reshard_size is not None:
         check_reshard_size(options.reshard_size, shards)
     if options.offload and gpus == 0:
         raise SpecError(
-            "distributed.offload = True: this host has no GPU, and what is in its memory already cannot be moved there. "
+            "distributed.offload = True: this host has no GPU, and what is in its memory already "
+            "cannot be moved there. "
             "Leave it out.",
             param="distributed.offload",
         )
     if options.offload and shards == 1:
         raise SpecError(
-            "distributed.offload = True: with one rank to a copy nothing is sharded, and only shards are moved. Leave it out, "
-            "or use more ranks (distributed.nproc_per_node) or fewer copies (distributed.replicate).",
+            "distributed.offload = True: with one rank to a copy nothing is sharded, and only "
+            "shards are moved. Leave it out, "
+            "or use more ranks (distributed.nproc_per_node) or fewer copies "
+            "(distributed.replicate).",
             param="distributed.offload",
         )
 
@@ -336,14 +413,17 @@ _MERGE = "leave serve out and merge the tuned model (ft merge)"
 
 
 def check_served(serve: str | None, lora: LoraOptions) -> None:
-    """Raise SpecError naming the option that the inference server would refuse or silently ignore."""
+    """Raise SpecError naming the option that the inference server would refuse or silently
+    ignore.
+    """
     if serve is None:
         return
     if lora.target_parameters:
         raise _refused(
             "target_parameters",
             lora.target_parameters,
-            "it computes adapters on stacks of experts on GPUs only, where none was tried (ft export --format vllm writes "
+            "it computes adapters on stacks of experts on GPUs only, where none was tried (ft "
+            "export --format vllm writes "
             "them). Leave them out, or",
         )
     for name in ("use_dora", "modules_to_save"):
@@ -353,7 +433,9 @@ def check_served(serve: str | None, lora: LoraOptions) -> None:
 
 def _refused(name: str, given: object, why: str) -> SpecError:
     return SpecError(
-        f"lora.{name} = {shown_value(given)} with serve = 'vllm': {why} {_MERGE}.", param=f"lora.{name}", code="not_served"
+        f"lora.{name} = {shown_value(given)} with serve = 'vllm': {why} {_MERGE}.",
+        param=f"lora.{name}",
+        code="not_served",
     )
 
 
@@ -363,5 +445,8 @@ def note_served(lora: LoraOptions) -> str:
     step = next(step for step in RANK_STEPS if step >= rank)
     text = f"vLLM serves it with --enable-lora --max-lora-rank {step} or more."
     if lora.rank_pattern or lora.alpha_pattern:
-        text += f" Older than 0.32 it may read no patterns: it gets the adapter padded to rank {rank}, each scale folded in."
+        text += (
+            " Older than 0.32 it may read no patterns: it gets the adapter padded to rank "
+            f"{rank}, each scale folded in."
+        )
     return text

@@ -19,8 +19,9 @@ from ft_service.spec.tuned_name import TunedName
 class StoredSpec:
     """A spec that is parsed on first use, once for all copies of a job's record.
 
-    Most readers of a job do not need its spec, and a spec that this version cannot read must not prevent other jobs from being
-    claimed or listed, nor its own job from being cancelled. The job's names are therefore read without parsing.
+    Most readers of a job do not need its spec, and a spec that this version cannot read must not
+    prevent other jobs from being claimed or listed, nor its own job from being cancelled. The job's
+    names are therefore read without parsing.
     """
 
     document: dict[str, Any]
@@ -28,7 +29,9 @@ class StoredSpec:
 
     @classmethod
     def of(cls, spec: JobSpec, *, planned: bool = True) -> StoredSpec:
-        """`planned` False: only given options are stored, since the later plan needs to know them."""
+        """`planned` False: only given options are stored, since the later plan needs to know
+        them.
+        """
         stored = cls(spec.model_dump(mode="json", exclude_unset=not planned))
         stored.__dict__["_read"] = spec, ()
         return stored
@@ -39,22 +42,26 @@ class StoredSpec:
         spec, _ = self._read
         if spec is None:
             raise OtherVersionError(
-                f"Job {self.document.get('job_id')} was made by another version of the service, and this one does not know its "
-                f"{self.unknown_text}. Ask again under a version that does, or create the job again with options of this one."
+                f"Job {self.document.get('job_id')} was made by another version of the service, "
+                "and this one does not know its "
+                f"{self.unknown_text}. Ask again under a version that does, or create the job "
+                "again with options of this one."
             )
         return spec
 
     @cached_property
     def known(self) -> JobSpec:
-        """The spec as far as this version knows it, to be shown: of one that a later version has made, options that are not
-        known are left out, and those whose value is not known have their default. Raises pydantic.ValidationError if too little
-        is left.
+        """The spec as far as this version knows it, to be shown: of one that a later version has
+        made, options that are not known are left out, and those whose value is not known have their
+        default. Raises pydantic.ValidationError if too little is left.
         """
         spec, unknown = self._read
         if spec is not None:
             return spec
         document: Any = deepcopy(self.document)
-        for place in sorted(filter(None, unknown), key=len, reverse=True):  # an option before its section
+        for place in sorted(
+            filter(None, unknown), key=len, reverse=True
+        ):  # an option before its section
             section = document
             for key in place[:-1]:
                 section = section[key]
@@ -63,7 +70,9 @@ class StoredSpec:
 
     @property
     def unknown(self) -> list[str]:
-        """Dotted names of the options that this version cannot read; empty: it can train the job."""
+        """Dotted names of the options that this version cannot read; empty: it can train the
+        job.
+        """
         return [".".join(map(str, place)) for place in self._read[1]]
 
     @property
@@ -111,8 +120,11 @@ class StoredSpec:
 
 
 def _place(document: Any, named: Sequence[int | str]) -> tuple[int | str, ...]:
-    """The keys of what is at a place of a document, as pydantic names it. A part of the name that is the variant of a type is
-    no key; of what is missing, they are those of what it is missing in."""
+    """The keys of what is at a place of a document, as pydantic names it.
+
+    A part of the name that is the variant of a type is no key; of what is missing, they are those
+    of what it is missing in.
+    """
     keys: list[int | str] = []
     for part in named:
         if isinstance(document, dict) and part in document:

@@ -1,7 +1,8 @@
-"""Variables of chat templates that a job sets, `chat_template_kwargs`, as lines in front of the template's text.
+"""Variables of chat templates that a job sets, `chat_template_kwargs`, as lines in front of the
+template's text.
 
-So the text says all, wherever it goes: training, evaluation, preview, hand-off and exports. The lines are defaults: a server
-that is asked with other values uses those.
+So the text says all, wherever it goes: training, evaluation, preview, hand-off and exports. The
+lines are defaults: a server that is asked with other values uses those.
 """
 
 from __future__ import annotations
@@ -15,7 +16,22 @@ from pydantic import AfterValidator, Field, StrictBool, StrictInt, StrictStr
 
 GIVEN = ("messages", "tools", "documents", "add_generation_prompt")
 """Variables that every conversation sets."""
-_KEYWORDS = ("true", "false", "none", "and", "or", "not", "in", "is", "if", "else", "for", "set", "loop", "self")
+_KEYWORDS = (
+    "true",
+    "false",
+    "none",
+    "and",
+    "or",
+    "not",
+    "in",
+    "is",
+    "if",
+    "else",
+    "for",
+    "set",
+    "loop",
+    "self",
+)
 _LINE = re.compile(r"\{%- set ([A-Za-z_][A-Za-z0-9_]*) = \1 if \1 is defined else [^\n]* -?%\}\n")
 
 
@@ -27,7 +43,9 @@ def _check_name(name: str) -> str:
     return name
 
 
-VariableName = Annotated[str, Field(pattern=r"^[A-Za-z_][A-Za-z0-9_]{0,63}$"), AfterValidator(_check_name)]
+VariableName = Annotated[
+    str, Field(pattern=r"^[A-Za-z_][A-Za-z0-9_]{0,63}$"), AfterValidator(_check_name)
+]
 VariableValue = (
     StrictBool
     | Annotated[StrictInt, Field(ge=-(2**53), le=2**53)]
@@ -38,14 +56,21 @@ Variables = Annotated[dict[VariableName, VariableValue], Field(min_length=1, max
 
 
 def with_variables(template: str, variables: Mapping[str, bool | int | float | str]) -> str:
-    """A template's text that sets variables unless they are given. Those that it sets so already are replaced."""
+    """A template's text that sets variables unless they are given.
+
+    Those that it sets so already are replaced.
+    """
     return before(without_variables(template), variables)
 
 
 def before(template: str, variables: Mapping[str, bool | int | float | str]) -> str:
-    """A template's text that sets variables unless they are given. They stand before those that it sets so already."""
+    """A template's text that sets variables unless they are given.
+
+    They stand before those that it sets so already.
+    """
     lines = "".join(
-        f"{{%- set {name} = {name} if {name} is defined else {_literal(value)} %}}\n" for name, value in variables.items()
+        f"{{%- set {name} = {name} if {name} is defined else {_literal(value)} %}}\n"
+        for name, value in variables.items()
     )
     return lines + template
 

@@ -1,4 +1,6 @@
-"""Names of tuned models: `ft:<base>:<organisation>:<suffix>:<id>`, and `…:ckpt-step-<n>` for a checkpoint of the job. Pure."""
+"""Names of tuned models: `ft:<base>:<organisation>:<suffix>:<id>`, and `…:ckpt-step-<n>` for a
+checkpoint of the job. Pure.
+"""
 
 from __future__ import annotations
 
@@ -35,11 +37,16 @@ class TunedName:
 
     @classmethod
     def parse(cls, name: str) -> TunedName:
-        """Parse a name. Only a base's name may contain colons. Raises ValueError with the reason."""
+        """Parse a name. Only a base's name may contain colons.
+
+        Raises ValueError with the reason.
+        """
         outcome, mark, step = name.partition(CHECKPOINT)
         base, *rest = outcome.removeprefix(_PREFIX).rsplit(":", 3)
         if not is_tuned(name) or len(rest) != 3:
-            raise ValueError("no job has trained it: such a name is ft:<base>:<organisation>:<suffix>:<id>")
+            raise ValueError(
+                "no job has trained it: such a name is ft:<base>:<organisation>:<suffix>:<id>"
+            )
         if mark and not (step.isdecimal() and len(step) <= _MAX_DIGITS):
             raise ValueError(f"{step!r} is no step")
         return cls(base, *rest, step=int(step) if mark else None)

@@ -1,4 +1,6 @@
-"""Validation errors of pydantic as sentences: all of them, each with the option, its value, the limit and what to change."""
+"""Validation errors of pydantic as sentences: all of them, each with the option, its value, the
+limit and what to change.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +18,10 @@ from ft_service.wording import counted, shown_value
 _LISTED = 64
 """Most faults in a message: more than people set options by hand."""
 _WORDS: Mapping[str, str] = {
-    **dict.fromkeys(("model_type", "model_attributes_type", "dict_type"), "must be an object with options of its own"),
+    **dict.fromkeys(
+        ("model_type", "model_attributes_type", "dict_type"),
+        "must be an object with options of its own",
+    ),
     **dict.fromkeys(("int_type", "int_from_float", "int_parsing"), "must be a whole number"),
     **dict.fromkeys(("float_type", "float_parsing"), "must be a number"),
     "bool_type": "must be true or false",
@@ -39,7 +44,8 @@ _WORDS: Mapping[str, str] = {
 _PATTERNS: Mapping[str, str] = {
     r"^[A-Za-z0-9._-]+$": "may hold only letters, digits, dots, hyphens and underscores",
     r"^[._-]*[A-Za-z0-9][A-Za-z0-9._-]*$": (
-        "may hold only letters, digits, dots, hyphens and underscores, and must have a letter or a digit"
+        "may hold only letters, digits, dots, hyphens and underscores, and must have a letter or "
+        "a digit"
     ),
 }
 """Pattern → text that says what it requires."""
@@ -62,8 +68,11 @@ def spec_error(error: ValidationError, model: type[BaseModel]) -> SpecError:
 
 
 def joined(faults: Sequence[OptionFault]) -> SpecError:
-    """One error for all faults, with the field and code of the first. Each fault has a line: missing options first, then
-    unknown names at the top level, which may be their misspelling, then the others in their order."""
+    """One error for all faults, with the field and code of the first.
+
+    Each fault has a line: missing options first, then unknown names at the top level, which may be
+    their misspelling, then the others in their order.
+    """
     faults = sorted(faults, key=_urgency)
     first = faults[0]
     if len(faults) == 1:
@@ -84,8 +93,11 @@ def _urgency(fault: OptionFault) -> int:
 def option_faults(
     error: ValidationError, model: type[BaseModel], unoffered: Collection[tuple[str, object]] = ()
 ) -> list[OptionFault]:
-    """Every invalid option once, in pydantic's order. All accepted kinds of values are named, but of `unoffered` none: places
-    with values that users cannot choose."""
+    """Every invalid option once, in pydantic's order.
+
+    All accepted kinds of values are named, but of `unoffered` none: places with values that users
+    cannot choose.
+    """
     by_place: dict[str, list[Any]] = {}
     within: set[str] = set()
     for fault in error.errors(include_url=False):
@@ -93,15 +105,31 @@ def option_faults(
         by_place.setdefault(place, []).append(fault)
         while place := place.rpartition(".")[0]:
             within.add(place)
-    # Of a value of one of several kinds, such as a list, it is said what is wrong within, not that it is none of the others.
-    found = enumerate((place, faults) for place, faults in by_place.items() if place not in within or not _of_kind(faults))
-    return [_fault(place, faults, model, unoffered, guess=number < _LISTED) for number, (place, faults) in found]
+    # Of a value of one of several kinds, such as a list, it is said what is wrong within, not that
+    # it is none of the others.
+    found = enumerate(
+        (place, faults)
+        for place, faults in by_place.items()
+        if place not in within or not _of_kind(faults)
+    )
+    return [
+        _fault(place, faults, model, unoffered, guess=number < _LISTED)
+        for number, (place, faults) in found
+    ]
 
 
 def _fault(
-    place: str, faults: list[Any], model: type[BaseModel], unoffered: Collection[tuple[str, object]], *, guess: bool
+    place: str,
+    faults: list[Any],
+    model: type[BaseModel],
+    unoffered: Collection[tuple[str, object]],
+    *,
+    guess: bool,
 ) -> OptionFault:
-    """`guess`: suggest the option that was meant. That is slow, and a body may have a hundred thousand unknown ones."""
+    """`guess`: suggest the option that was meant.
+
+    That is slow, and a body may have a hundred thousand unknown ones.
+    """
     first = faults[0]
     if first["type"] == "extra_forbidden":
         meant = name_for(place, model) if guess else None
@@ -111,9 +139,15 @@ def _fault(
         return OptionFault(place, text, "unknown_parameter")
     if first["type"] == "missing":
         return OptionFault(place, f"{place} is required.", "missing_required_parameter")
-    told = [fault for fault in faults if fault["type"] != "int_parsing_size"] or faults  # a limit says more
-    choices: list[str] = [choice for fault in told for choice in _choices(fault) if (place, choice) not in unoffered]
-    said = list(dict.fromkeys(words_of(fault) for fault in told if fault["type"] != "literal_error"))
+    told = [
+        fault for fault in faults if fault["type"] != "int_parsing_size"
+    ] or faults  # a limit says more
+    choices: list[str] = [
+        choice for fault in told for choice in _choices(fault) if (place, choice) not in unoffered
+    ]
+    said = list(
+        dict.fromkeys(words_of(fault) for fault in told if fault["type"] != "literal_error")
+    )
     message = _one_of([*said, *choices])
     if choices and not said:
         message = f"must be {message}"
@@ -163,17 +197,28 @@ def _one_of(ways: Sequence[str]) -> str:
 
 
 def _place(loc: tuple[int | str, ...], model: type[BaseModel]) -> str:
-    """A dotted field name from pydantic's location, without the names of union branches and validators."""
+    """A dotted field name from pydantic's location, without the names of union branches and
+    validators.
+    """
     parts: list[str] = []
     kinds: list[Any] = [model]
     for part in loc:
         models = _models_in(kinds)
         if isinstance(part, int):
             parts.append(str(part))
-            kinds = [item for kind in kinds if get_origin(kind) is list for item in _kinds_of(get_args(kind)[0])]
-        elif branch := next((own for own in models if len(models) > 1 and part in _types_of(own)), None):
+            kinds = [
+                item
+                for kind in kinds
+                if get_origin(kind) is list
+                for item in _kinds_of(get_args(kind)[0])
+            ]
+        elif branch := next(
+            (own for own in models if len(models) > 1 and part in _types_of(own)), None
+        ):
             kinds = [branch]
-        elif field := next((own.model_fields[part] for own in models if part in own.model_fields), None):
+        elif field := next(
+            (own.model_fields[part] for own in models if part in own.model_fields), None
+        ):
             parts.append(part)
             kinds = _kinds_of(field.annotation)
         elif len(kinds) > 1:
@@ -197,16 +242,24 @@ def _models_in(kinds: Sequence[Any]) -> list[type[BaseModel]]:
 
 
 def _types_of(model: type[BaseModel]) -> Sequence[Any]:
-    """The values of a model's `type`, which pydantic's locations name where `type` decides which of several models it is."""
+    """The values of a model's `type`, which pydantic's locations name where `type` decides which of
+    several models it is.
+    """
     field = model.model_fields.get("type")
     return () if field is None else get_args(field.annotation)
 
 
 def _kinds_of(annotation: Any) -> list[Any]:
-    """The members of a union but None, or the annotation alone; without the metadata of `Annotated`."""
+    """The members of a union but None, or the annotation alone; without the metadata of
+    `Annotated`.
+    """
     annotation = _bare(annotation)
     union = get_origin(annotation) in (Union, UnionType)
-    return [_bare(part) for part in get_args(annotation) if part is not NoneType] if union else [annotation]
+    return (
+        [_bare(part) for part in get_args(annotation) if part is not NoneType]
+        if union
+        else [annotation]
+    )
 
 
 def _bare(annotation: Any) -> Any:

@@ -1,4 +1,6 @@
-"""The storage formats of frozen weights: what each holds, in one table that the plan, the rules and the workers read."""
+"""The storage formats of frozen weights: what each holds, in one table that the plan, the rules and
+the workers read.
+"""
 
 from __future__ import annotations
 
@@ -6,19 +8,25 @@ from dataclasses import dataclass
 from typing import Literal
 
 WeightFormat = Literal["bf16", "fp8", "nf4", "nf4_fp32", "fp8_blocks", "nvfp4", "mxfp4"]
-"""nf4_fp32: NF4 with fp32 block scales, which keeps bases published in bitsandbytes NF4 without a loss. fp8_blocks: FP8 with a
-scale for every 128 columns of a row instead of one per row, which keeps bases published in FP8 by blocks. nvfp4 and mxfp4: E2M1
-codes with a scale for every 16 or 32 columns, which keep bases published in NVFP4 or MXFP4."""
+"""nf4_fp32: NF4 with fp32 block scales, which keeps bases published in bitsandbytes NF4 without a
+loss. fp8_blocks: FP8 with a scale for every 128 columns of a row instead of one per row, which
+keeps bases published in FP8 by blocks. nvfp4 and mxfp4: E2M1 codes with a scale for every 16 or 32
+columns, which keep bases published in NVFP4 or MXFP4.
+"""
 
 AS_PUBLISHED = "as_published"
-"""In place of a format: the one that holds a weight as the base is published; bf16 for those published plain, or in a layout
-that no format holds."""
+"""In place of a format: the one that holds a weight as the base is published; bf16 for those
+published plain, or in a layout that no format holds.
+"""
 FormatChoice = WeightFormat | Literal["as_published"]
 
 
 @dataclass(frozen=True)
 class StorageFormat:
-    """What a format stores of a row. All formats are row-aligned: rows are independent of each other."""
+    """What a format stores of a row.
+
+    All formats are row-aligned: rows are independent of each other.
+    """
 
     code_bits: int
     """Bits of a weight's own code."""
@@ -29,7 +37,10 @@ class StorageFormat:
     row_bytes: int = 0
     """Bytes of what a row has once."""
     kept_by: frozenset[FormatChoice] | None = None
-    """Values of `precision` that keep a weight published in this format; others convert it. None: all keep it."""
+    """Values of `precision` that keep a weight published in this format; others convert it.
+
+    None: all keep it.
+    """
 
     def bytes_of_row(self, cols: int) -> int:
         """Bytes of a row of `cols` columns. Codes smaller than a byte fill whole blocks."""
@@ -43,11 +54,18 @@ FORMATS: dict[WeightFormat, StorageFormat] = {
     "fp8": StorageFormat(8, row_bytes=4),
     "nf4": StorageFormat(4, block=64, block_bytes=1, row_bytes=4),
     "nf4_fp32": StorageFormat(4, block=64, block_bytes=4),
-    "fp8_blocks": StorageFormat(8, block=128, block_bytes=4, kept_by=frozenset({"fp8", "fp8_blocks", AS_PUBLISHED})),
-    "nvfp4": StorageFormat(4, block=16, block_bytes=1, row_bytes=8, kept_by=frozenset({"nvfp4", AS_PUBLISHED})),
+    "fp8_blocks": StorageFormat(
+        8, block=128, block_bytes=4, kept_by=frozenset({"fp8", "fp8_blocks", AS_PUBLISHED})
+    ),
+    "nvfp4": StorageFormat(
+        4, block=16, block_bytes=1, row_bytes=8, kept_by=frozenset({"nvfp4", AS_PUBLISHED})
+    ),
     "mxfp4": StorageFormat(4, block=32, block_bytes=1, kept_by=frozenset({"mxfp4", AS_PUBLISHED})),
 }
-"""By the names that users write. Plain weights of other dtypes than bf16 have as many bits as these."""
+"""By the names that users write.
+
+Plain weights of other dtypes than bf16 have as many bits as these.
+"""
 
 
 def keeps(choice: FormatChoice, published: WeightFormat) -> bool:

@@ -1,1 +1,3 @@
-"""SPEC files: what they ask for, and the bases, data and tuned models on this host that they name."""
+"""SPEC files: what they ask for, and the bases, data and tuned models on this host that they
+name.
+"""

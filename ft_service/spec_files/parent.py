@@ -18,8 +18,8 @@ SEARCHED = 1000
 
 
 def find_local(name: str, settings: Settings) -> tuple[JobSpec, AdapterRef]:
-    """Return the job that trained a tuned model here, and the path of its adapter, which for a checkpoint may have to be
-    made first.
+    """Return the job that trained a tuned model here, and the path of its adapter, which for a
+    checkpoint may have to be made first.
 
     Raises SpecError that says what to do if FT_HOME has no such job, or no adapter of it.
     """
@@ -31,11 +31,17 @@ def find_local(name: str, settings: Settings) -> tuple[JobSpec, AdapterRef]:
     before = run.readable("spec.json", JobSpec) if tuned.id.isalnum() else None
     if before is None or before.tuned_name != str(tuned.outcome):
         raise _refusal(
-            name, f"no job in {settings.runs_dir} has trained it. `ft submit` continues models that a server has trained"
+            name,
+            f"no job in {settings.runs_dir} has trained it. `ft submit` continues models that a "
+            "server has trained",
         )
     if tuned.step is None:
         if not run.path("adapter").is_dir():
-            raise _refusal(name, f"its job has left no adapter in {run.root}. Name one of its checkpoints: …{CHECKPOINT}N")
+            raise _refusal(
+                name,
+                f"its job has left no adapter in {run.root}. Name one of its checkpoints: "
+                f"…{CHECKPOINT}N",
+            )
         return before, _ref(name, before, run, "adapter")
     try:
         point = worker_tasks.name_of_step(run, tuned.step)
@@ -45,17 +51,29 @@ def find_local(name: str, settings: Settings) -> tuple[JobSpec, AdapterRef]:
 
 
 def name_of_local(word: str, settings: Settings) -> str | None:
-    """Return the tuned model of a local job by its id or the beginning of it, its suffix (the newest job), or `last`; None:
-    there is no such job with an adapter. Raises SpecError if several match."""
-    trained = [spec for run in _newest_runs(settings) if (spec := run.read("spec.json", JobSpec)) is not None]
+    """Return the tuned model of a local job by its id or the beginning of it, its suffix (the
+    newest job), or `last`; None: there is no such job with an adapter. Raises SpecError if several
+    match.
+    """
+    trained = [
+        spec
+        for run in _newest_runs(settings)
+        if (spec := run.read("spec.json", JobSpec)) is not None
+    ]
     if word == LAST and trained:
         return trained[0].tuned_name
-    by_suffix = next((spec.tuned_name for spec in trained if TunedName.parse(spec.tuned_name).suffix == word), None)
+    by_suffix = next(
+        (spec.tuned_name for spec in trained if TunedName.parse(spec.tuned_name).suffix == word),
+        None,
+    )
     if by_suffix is not None:
         return by_suffix
     matching = [spec for spec in trained if word and spec.job_id.startswith((word, PREFIX + word))]
     if len(matching) > 1:
-        raise SpecError(f"model = {word[:120]!r} matches {len(matching)} jobs: give more of the id.", param="model")
+        raise SpecError(
+            f"model = {word[:120]!r} matches {len(matching)} jobs: give more of the id.",
+            param="model",
+        )
     return matching[0].tuned_name if matching else None
 
 
@@ -67,7 +85,12 @@ def _newest_runs(settings: Settings) -> list[RunDir]:
 
 
 def _ref(name: str, before: JobSpec, run: RunDir, key: str) -> AdapterRef:
-    return AdapterRef(name=name, job_id=before.job_id, path=str(run.path(key)), shared_experts=before.shared_experts)
+    return AdapterRef(
+        name=name,
+        job_id=before.job_id,
+        path=str(run.path(key)),
+        shared_experts=before.shared_experts,
+    )
 
 
 def prepare_local(parent: AdapterRef) -> None:
@@ -78,7 +101,9 @@ def prepare_local(parent: AdapterRef) -> None:
     try:
         worker_tasks.make_checkpoint_adapter(folder.parents[1], folder.name)
     except FtError as error:
-        raise SpecError(f"model = {parent.name!r}: {error.message}", param="model", code="model_not_found") from error
+        raise SpecError(
+            f"model = {parent.name!r}: {error.message}", param="model", code="model_not_found"
+        ) from error
 
 
 def _refusal(name: str, why: str) -> SpecError:

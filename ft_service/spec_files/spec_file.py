@@ -1,8 +1,8 @@
 """SPEC files: the body of a create request as YAML, with paths instead of file ids.
 
-Paths are relative to the SPEC file. `model` is a name from the catalogue, a tuned model's name or, if it starts with `.`,
-`/` or `~`, a folder. For a tuned model of a job on this host, the job's id, the beginning of it, its suffix, or `last` also
-works.
+Paths are relative to the SPEC file. `model` is a name from the catalogue, a tuned model's name or,
+if it starts with `.`, `/` or `~`, a folder. For a tuned model of a job on this host, the job's id,
+the beginning of it, its suffix, or `last` also works.
 """
 
 from __future__ import annotations
@@ -67,7 +67,9 @@ class LocalData:
     def ref(self) -> DataFileRef:
         """Return a reference with the digest of the contents. Raises OSError."""
         digest = open_data(self.path, self.files).digest()
-        return DataFileRef(name=self.path.name, path=str(self.path), sha256=digest, files=self.files)
+        return DataFileRef(
+            name=self.path.name, path=str(self.path), sha256=digest, files=self.files
+        )
 
 
 @dataclass(frozen=True)
@@ -76,7 +78,9 @@ class SpecFile:
 
     path: Path
     body: dict[str, Any]
-    """Body as written, with the texts of the chat template's and the prompts' files in place of their names."""
+    """Body as written, with the texts of the chat template's and the prompts' files in place of
+    their names.
+    """
     request: JobRequest
     datasets: Path | None = None
     """Folder of the data sets that were fetched from the hub; None: unknown."""
@@ -96,7 +100,11 @@ class SpecFile:
 
     def with_model(self, name: str) -> SpecFile:
         """Return the same SPEC with another model."""
-        return replace(self, body=self.body | {"model": name}, request=self.request.model_copy(update={"model": name}))
+        return replace(
+            self,
+            body=self.body | {"model": name},
+            request=self.request.model_copy(update={"model": name}),
+        )
 
     @property
     def model_folder(self) -> Path | None:
@@ -105,7 +113,11 @@ class SpecFile:
         return self._absolute(name) if name.startswith((".", "/", "~")) else None
 
     def _existing(self, field: str, name: str, split: str) -> LocalData:
-        path = fetched(name, self.datasets) if name.startswith(PREFIX) and self.datasets else self._absolute(name)
+        path = (
+            fetched(name, self.datasets)
+            if name.startswith(PREFIX) and self.datasets
+            else self._absolute(name)
+        )
         if path.is_dir():
             return LocalData(path, dataset_files(path, split))
         if not path.is_file():
@@ -123,16 +135,19 @@ def load_spec_file(
     options: Mapping[str, Any] = MappingProxyType({}),
     datasets: Path | None = None,
 ) -> SpecFile:
-    """Read and validate a SPEC file. `sweep`: whether it is a sweep; None: it may be. `options`: dotted names and values
-    that replace those of the file. `datasets`: folder of data sets from the hub (hf://ORG/NAME); None: unknown. A data file
-    in place of a SPEC counts as a SPEC with only that training_file.
+    """Read and validate a SPEC file.
+
+    `sweep`: whether it is a sweep; None: it may be. `options`: dotted names and values that replace
+    those of the file. `datasets`: folder of data sets from the hub (hf://ORG/NAME); None: unknown.
+    A data file in place of a SPEC counts as a SPEC with only that training_file.
 
     Raises SpecError that names file and line, or field, value and limit.
     """
     if is_data(path):
         if "model" not in options:
             raise SpecError(
-                f"{path} is a data file, by its name: name a base (--model M), or give a SPEC (YAML) with both "
+                f"{path} is a data file, by its name: name a base (--model M), or give a SPEC "
+                "(YAML) with both "
                 "training_file and model.",
                 param="model",
             )
@@ -144,12 +159,16 @@ def load_spec_file(
     request = parsed_sweep.jobs[0].request if parsed_sweep else parse_request(body)
     if request.evaluation is not None:
         check_metrics(request.evaluation.metrics)
-    return SpecFile(path=path.absolute(), body=body, request=request, datasets=datasets, sweep=parsed_sweep)
+    return SpecFile(
+        path=path.absolute(), body=body, request=request, datasets=datasets, sweep=parsed_sweep
+    )
 
 
 def is_data(path: Path) -> bool:
-    """Return whether a path that was given as a SPEC is data: a folder, or a file by its name. JSON may be either: a list, or
-    one record per line, is data."""
+    """Return whether a path that was given as a SPEC is data: a folder, or a file by its name.
+
+    JSON may be either: a list, or one record per line, is data.
+    """
     if path.is_dir():
         return True
     if path.suffix.lower() != ".json":
@@ -174,7 +193,11 @@ def _is_record(line: bytes) -> bool:
 
 def _read(path: Path) -> dict[str, Any]:
     is_named_spec = path.suffix.lower() in _SPEC_ENDINGS
-    by_name = "" if is_named_spec else f" By its name it is a SPEC, in YAML; names of data end in {', '.join(DATA_ENDINGS)}."
+    by_name = (
+        ""
+        if is_named_spec
+        else f" By its name it is a SPEC, in YAML; names of data end in {', '.join(DATA_ENDINGS)}."
+    )
     try:
         return parse_yaml(path.read_text(encoding="utf-8"), str(path))
     except OSError as error:
@@ -186,47 +209,70 @@ def _read(path: Path) -> dict[str, Any]:
 
 
 def _with_options(body: dict[str, Any], options: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the body with options, by dotted name, in place of its own; after `sweep.` comes the dotted name of a varied
-    option. Raises SpecError for a name that leads through a value which is not a group of options."""
+    """Return the body with options, by dotted name, in place of its own; after `sweep.` comes the
+    dotted name of a varied option. Raises SpecError for a name that leads through a value which is
+    not a group of options.
+    """
     body = dict(body)
     for name, value in options.items():
         *sections, last = name.split(".")
         if sections[:1] == [SWEEP] and sections[:2] != [SWEEP, "halving"]:
-            sections, last = [SWEEP], name.partition(".")[2]
-        inner, place = body, ""
+            sections = [SWEEP]
+            last = name.partition(".")[2]
+        inner = body
+        place = ""
         for section in sections:
             place = f"{place}.{section}" if place else section
             there = inner.get(section)
             if there is not None and not isinstance(there, Mapping):
-                raise SpecError(f"{name}: {place} is {there!r:.80} here, which is not a group of options.", param=name)
+                raise SpecError(
+                    f"{name}: {place} is {there!r:.80} here, which is not a group of options.",
+                    param=name,
+                )
             inner[section] = inner = dict(there or {})
         inner[last] = value
     return body
 
 
 def parse_option(text: str) -> tuple[str, Any]:
-    """Return name and value of `training.learning_rate=1e-4`, whose value is YAML. Raises SpecError."""
+    """Return name and value of `training.learning_rate=1e-4`, whose value is YAML.
+
+    Raises SpecError.
+    """
     name, sign, value = text.partition("=")
     name = name.strip()
     if not sign or not all(name.split(".")):
         example = "such as training.learning_rate=1e-4"
-        raise SpecError(f"--set {text!r:.120}: give an option by its dotted name and its value, {example}.", param="set")
+        raise SpecError(
+            f"--set {text!r:.120}: give an option by its dotted name and its value, {example}.",
+            param="set",
+        )
     try:
         return name, yaml.load(value, Loader=StrictLoader)
     except yaml.YAMLError as error:
         problem = str(getattr(error, "problem", None) or error).replace("'<stream end>'", "the end")
-        raise SpecError(f"--set {name}: {value!r:.80} is not a YAML value: {problem}.", param=name) from None
+        raise SpecError(
+            f"--set {name}: {value!r:.80} is not a YAML value: {problem}.", param=name
+        ) from None
 
 
 def _with_template(body: dict[str, Any], folder: Path) -> dict[str, Any]:
-    """Return the body with the text of a chat template that it names by its file. Raises SpecError."""
+    """Return the body with the text of a chat template that it names by its file.
+
+    Raises SpecError.
+    """
     given = body.get("chat_template")
     if not isinstance(given, str) or "\n" in given or not given.endswith(".jinja"):
         return body
     try:
-        return {**body, "chat_template": (folder / Path(given).expanduser()).read_text(encoding="utf-8")}
+        return {
+            **body,
+            "chat_template": (folder / Path(given).expanduser()).read_text(encoding="utf-8"),
+        }
     except (OSError, UnicodeDecodeError) as error:
-        raise SpecError(f"chat_template = {given!r}: the file cannot be read: {error}.", param="chat_template") from None
+        raise SpecError(
+            f"chat_template = {given!r}: the file cannot be read: {error}.", param="chat_template"
+        ) from None
 
 
 def _with_prompts(body: dict[str, Any], folder: Path) -> dict[str, Any]:
@@ -242,7 +288,9 @@ def _with_prompts(body: dict[str, Any], folder: Path) -> dict[str, Any]:
         message = f"evaluation.prompts = {name!r}: {path} cannot be read: {error.strerror}."
         raise SpecError(message, param="evaluation.prompts") from None
     except ValueError as error:
-        raise SpecError(f"evaluation.prompts = {name!r}: {error}.", param="evaluation.prompts") from None
+        raise SpecError(
+            f"evaluation.prompts = {name!r}: {error}.", param="evaluation.prompts"
+        ) from None
     return {**body, "evaluation": {**given, "prompts": prompts}}
 
 
@@ -256,20 +304,25 @@ def resolve_spec_file(
     like: JobSpec | None = None,
     gpus: int | None = None,
 ) -> JobSpec:
-    """Return the resolved spec for a worker on this host, with paths of model and data. `seed`: for a SPEC without one.
-    `to_train`: False: only the base's config.json is needed. `like`: another job on the same files, which are not read
-    again. `gpus`: those of the host that would train; None: of this one.
+    """Return the resolved spec for a worker on this host, with paths of model and data.
 
-    Raises SpecError for a missing model or file; a tuned model must have been trained in this FT_HOME.
+    `seed`: for a SPEC without one. `to_train`: False: only the base's config.json is needed.
+    `like`: another job on the same files, which are not read again. `gpus`: those of the host that
+    would train; None: of this one.
+
+    Raises SpecError for a missing model or file; a tuned model must have been trained in this
+    FT_HOME.
     """
     request, model, parent = _model(spec, settings, to_train)
     validation = spec.validation_file
     training = spec.training_file
     columns = Columns.of(request.data, of_prompts=request.method.type == "reinforcement")
     if like is None:
-        training_data, validation_data = training.ref(), validation.ref() if validation else None
+        training_data = training.ref()
+        validation_data = validation.ref() if validation else None
     else:
-        training_data, validation_data = like.training_data, like.validation_data
+        training_data = like.training_data
+        validation_data = like.validation_data
     context = JobContext(
         job_id=job_id,
         organization=settings.organization,
@@ -280,14 +333,21 @@ def resolve_spec_file(
         gpus=gpu_count() if gpus is None else gpus,
         parent=parent,
         date=datetime.now(UTC).date().isoformat(),
-        samples=estimate_samples(training.path, training.files, columns, most=COUNTED) if request.counts_samples else None,
+        samples=estimate_samples(training.path, training.files, columns, most=COUNTED)
+        if request.counts_samples
+        else None,
     )
     return resolve(with_template_variables(request, Path(model.path)), context)
 
 
-def _model(spec: SpecFile, settings: Settings, to_train: bool) -> tuple[JobRequest, BaseModelRef, AdapterRef | None]:
-    """Return the request with options inherited from a tuned model, the base, and the adapter to continue."""
-    request, folder = spec.request, spec.model_folder
+def _model(
+    spec: SpecFile, settings: Settings, to_train: bool
+) -> tuple[JobRequest, BaseModelRef, AdapterRef | None]:
+    """Return the request with options inherited from a tuned model, the base, and the adapter to
+    continue.
+    """
+    request = spec.request
+    folder = spec.model_folder
     if folder is not None:
         return request, Catalogue.find_folder(folder, to_train=to_train).ref(), None
     if not is_tuned(request.model):
@@ -319,7 +379,10 @@ def parse_yaml(text: str, name: str) -> dict[str, Any]:
     except yaml.YAMLError as error:
         raise SpecError(f"{name}: {' '.join(str(error).split())}") from None
     if not isinstance(body, dict):
-        raise SpecError(f"{name}: expected options such as `model: …` and `training_file: …`, found {_kind(body)}.")
+        raise SpecError(
+            f"{name}: expected options such as `model: …` and `training_file: …`, found "
+            f"{_kind(body)}."
+        )
     return body
 
 

@@ -1,7 +1,9 @@
-"""Locations of files: below FT_HOME on this host or a shared volume, or on object storage (FT_STORAGE).
+"""Locations of files: below FT_HOME on this host or a shared volume, or on object storage
+(FT_STORAGE).
 
-With FT_STORAGE, the service's processes share only the database and the objects. An object's key is its path below FT_HOME. A
-file is downloaded to that path before it is read, so paths in a spec are valid on every node.
+With FT_STORAGE, the service's processes share only the database and the objects. An object's key is
+its path below FT_HOME. A file is downloaded to that path before it is read, so paths in a spec are
+valid on every node.
 """
 
 from __future__ import annotations
@@ -24,7 +26,10 @@ from ft_service.storage.object_store import ObjectStore
 
 
 class ObjectRunDir(RunDir):
-    """Run directory on object storage. Documents are read and written there; `root` contains copies of what `path` returned."""
+    """Run directory on object storage.
+
+    Documents are read and written there; `root` contains copies of what `path` returned.
+    """
 
     def __init__(self, objects: ObjectStore, prefix: str, root: Path) -> None:
         super().__init__(root)
@@ -68,19 +73,30 @@ class ObjectRunDir(RunDir):
         return self._objects.size(f"{self._prefix}/{key}")
 
     def digest(self, key: str) -> str | None:
-        """Return None: object storage checks the objects itself, and the process that downloads a file checks its digest."""
+        """Return None: object storage checks the objects itself, and the process that downloads a
+        file checks its digest.
+        """
         return None
 
 
 class Places:
     """Paths of the run directories and data files of one service."""
 
-    def __init__(self, home: Path, objects: ObjectStore | None = None, environment: Mapping[str, str] | None = None) -> None:
-        """`objects`: None: everything is below `home`, which all processes share. `environment`: may set other folders of
-        this host (FT_TOKENS)."""
+    def __init__(
+        self,
+        home: Path,
+        objects: ObjectStore | None = None,
+        environment: Mapping[str, str] | None = None,
+    ) -> None:
+        """`objects`: None: everything is below `home`, which all processes share.
+
+        `environment`: may set other folders of this host (FT_TOKENS).
+        """
         self.files_dir = home / "files"
         self.tokens_dir = token_folder.folder_of(environment or {}, home)
-        """Folder for the tokens of data files, on this host or the volume; None: they are not kept."""
+        """Folder for the tokens of data files, on this host or the volume; None: they are not
+        kept.
+        """
         self._home = home
         self._runs_dir = home / RUNS
         self.engines_dir = home / ENGINES
@@ -92,7 +108,9 @@ class Places:
     @classmethod
     def of(cls, settings: Settings) -> Places:
         """Return the places of the settings. Raises SpecError if FT_STORAGE is not a usable URL."""
-        return cls(settings.home, ObjectStore(settings.storage) if settings.storage else None, os.environ)
+        return cls(
+            settings.home, ObjectStore(settings.storage) if settings.storage else None, os.environ
+        )
 
     def run(self, job_id: str) -> RunDir:
         """Return the run directory of a job. Raises FtError as `run_root`."""
@@ -101,7 +119,9 @@ class Places:
         return ObjectRunDir(self._objects, f"runs/{job_id}", self._runs_dir / job_id)
 
     def run_of_project(self, project_id: str, job_id: str) -> RunDir:
-        """Return the run directory of a job, which does not run, after moving it to the folder of its project."""
+        """Return the run directory of a job, which does not run, after moving it to the folder of
+        its project.
+        """
         return RunDir(move_run(self._home, project_id, job_id))
 
     def remove_run(self, job_id: str) -> None:
@@ -114,15 +134,23 @@ class Places:
     def descriptions(self) -> RunDir:
         """Return the folder of descriptions of bases, which are documents as in a run directory."""
         root = self._cache_dir / DESCRIPTIONS
-        return RunDir(root) if self._objects is None else ObjectRunDir(self._objects, DESCRIPTIONS, root)
+        return (
+            RunDir(root)
+            if self._objects is None
+            else ObjectRunDir(self._objects, DESCRIPTIONS, root)
+        )
 
     def whole_run(self, job_id: str, checkpoint: str) -> Path:
-        """Download the files needed to convert a checkpoint to an adapter, and return the path of the run directory."""
+        """Download the files needed to convert a checkpoint to an adapter, and return the path of
+        the run directory.
+        """
         run = self.run(job_id)
         if self._objects is None:
             return run.root
         folder = checkpoint_key(checkpoint)
-        if run.list(f"{folder}/{CHECKPOINT_ADAPTER}"):  # the adapter was written with the checkpoint
+        if run.list(
+            f"{folder}/{CHECKPOINT_ADAPTER}"
+        ):  # the adapter was written with the checkpoint
             keys = [marker_key(checkpoint), f"{folder}/{CHECKPOINT_ADAPTER}"]
         else:
             keys = [folder, "spec.json", "origins.json", ATTEMPTS]
@@ -140,13 +168,17 @@ class Places:
         """Return the path of a stored file, which may not exist."""
         path = self.files_dir / file_id
         if self._objects is not None:
-            with self._lock:  # the downloads of two requests for one file must not share a temporary file
+            with (
+                self._lock
+            ):  # the downloads of two requests for one file must not share a temporary file
                 if not path.is_file() and self._objects.size(f"files/{file_id}") is not None:
                     self._objects.download(f"files/{file_id}", path)
         return path
 
     def fetched(self, path: Path) -> Path:
-        """Return a path of a spec after downloading its contents: a stored file, or a part of a run directory."""
+        """Return a path of a spec after downloading its contents: a stored file, or a part of a run
+        directory.
+        """
         if path.parent == self.files_dir:
             return self.file(path.name)
         if self._objects is not None and path.is_relative_to(self._runs_dir):

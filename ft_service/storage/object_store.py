@@ -1,5 +1,6 @@
-"""Object storage through fsspec: objects below one URL, each written whole or not at all, with the operations that a run
-directory needs."""
+"""Object storage through fsspec: objects below one URL, each written whole or not at all, with the
+operations that a run directory needs.
+"""
 
 from __future__ import annotations
 
@@ -17,25 +18,38 @@ PACKAGES = {"s3": "s3fs", "gs": "gcsfs"}
 
 
 class ObjectStore:
-    """Objects below a URL such as `s3://bucket/prefix`. Methods raise UnavailableError if the storage does not answer."""
+    """Objects below a URL such as `s3://bucket/prefix`.
+
+    Methods raise UnavailableError if the storage does not answer.
+    """
 
     def __init__(self, url: str, **options: Any) -> None:
-        """`options`: those of fsspec's file system. Raises SpecError for another scheme, and if its package is not
-        installed."""
+        """`options`: those of fsspec's file system.
+
+        Raises SpecError for another scheme, and if its package is not installed.
+        """
         scheme, _, rest = url.partition("://")
         package = PACKAGES.get(scheme)
         if package is None or not rest.strip("/"):
-            raise SpecError(f"FT_STORAGE = {url!r}: expected s3://bucket/prefix or gs://bucket/prefix.", param="FT_STORAGE")
+            raise SpecError(
+                f"FT_STORAGE = {url!r}: expected s3://bucket/prefix or gs://bucket/prefix.",
+                param="FT_STORAGE",
+            )
         try:
             importlib.import_module(package)
         except ModuleNotFoundError:
-            message = f"FT_STORAGE = {url!r}: {package} is not installed: pip install 'ft-service[{scheme}]'."
+            message = (
+                f"FT_STORAGE = {url!r}: {package} is not installed: pip install "
+                f"'ft-service[{scheme}]'."
+            )
             raise SpecError(message, param="FT_STORAGE") from None
         self.url = url.rstrip("/")
         self._root = rest.strip("/")
         fsspec = importlib.import_module("fsspec")
         # A cached listing would hide what other processes write.
-        self._fs: Any = fsspec.filesystem(scheme, use_listings_cache=False, skip_instance_cache=True, **options)
+        self._fs: Any = fsspec.filesystem(
+            scheme, use_listings_cache=False, skip_instance_cache=True, **options
+        )
 
     def get(self, key: str, most: int | None = None) -> bytes | None:
         """Return the first `most` bytes of an object (None: all); None: it does not exist."""
@@ -47,7 +61,9 @@ class ObjectStore:
             except FileNotFoundError:
                 return None
             except Exception:
-                if most is None or self._fs.info(self._path(key))["size"]:  # an empty object has no range
+                if (
+                    most is None or self._fs.info(self._path(key))["size"]
+                ):  # an empty object has no range
                     raise
                 return b""
 
@@ -69,7 +85,11 @@ class ObjectStore:
         base = self._path(prefix).rstrip("/")
         with self._errors():
             objects = self._fs.find(base, detail=True)
-        return {path[len(self._root) + 1 :]: info["size"] for path, info in objects.items() if path.startswith(f"{base}/")}
+        return {
+            path[len(self._root) + 1 :]: info["size"]
+            for path, info in objects.items()
+            if path.startswith(f"{base}/")
+        }
 
     def size(self, key: str) -> int | None:
         """Return the size of an object in bytes; None: it does not exist."""
@@ -93,9 +113,14 @@ class ObjectStore:
             return True
 
     def download(self, key: str, path: Path) -> None:
-        """Download an object to a file that appears complete or not at all. Raises FileNotFoundError if it does not exist."""
+        """Download an object to a file that appears complete or not at all.
+
+        Raises FileNotFoundError if it does not exist.
+        """
         path.parent.mkdir(parents=True, exist_ok=True)
-        partial = path.with_name(f".tmp-{uuid.uuid4().hex}")  # two requests may download one object at once
+        partial = path.with_name(
+            f".tmp-{uuid.uuid4().hex}"
+        )  # two requests may download one object at once
         try:
             with self._errors():
                 self._fs.get_file(self._path(key), str(partial))
@@ -118,4 +143,6 @@ class ObjectStore:
         except (FileNotFoundError, FileExistsError, FtError):
             raise
         except Exception as error:
-            raise UnavailableError(f"{self.url} cannot be used: {type(error).__name__}: {error}") from error
+            raise UnavailableError(
+                f"{self.url} cannot be used: {type(error).__name__}: {error}"
+            ) from error

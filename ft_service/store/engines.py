@@ -1,9 +1,10 @@
 """Engines, the seats of jobs in them, and what they use.
 
-An engine holds its slots (`slots.engine_id`) until its processes are gone. Its slot-seconds are divided among its seats:
-whenever a job takes or leaves one, the time since the last such moment is divided equally among the jobs that sat there then.
-Usage gets a job's part when it leaves, and time without a job, under no key, when the engine ends. The limit max_slots counts
-the slots of an engine once.
+An engine holds its slots (`slots.engine_id`) until its processes are gone. Its slot-seconds are
+divided among its seats: whenever a job takes or leaves one, the time since the last such moment is
+divided equally among the jobs that sat there then. Usage gets a job's part when it leaves, and time
+without a job, under no key, when the engine ends. The limit max_slots counts the slots of an engine
+once.
 """
 
 from __future__ import annotations
@@ -74,8 +75,13 @@ class EngineRecord:
 class EngineStore(StorePart):
     """Engines of all projects."""
 
-    def live_engines(self, *, host: str | None = None, project_id: str | None = None) -> list[EngineRecord]:
-        """Engines that hold slots, the oldest first. `host`, `project_id`: only theirs; None: all."""
+    def live_engines(
+        self, *, host: str | None = None, project_id: str | None = None
+    ) -> list[EngineRecord]:
+        """Engines that hold slots, the oldest first.
+
+        `host`, `project_id`: only theirs; None: all.
+        """
         query = select(engines).where(LIVE).order_by(engines.c.created_at, engines.c.id)
         if host is not None:
             query = query.where(engines.c.host == host)
@@ -84,7 +90,11 @@ class EngineStore(StorePart):
         with self._database.reading() as connection:
             rows = connection.execute(query).mappings().all()
             now = connection.scalars(_NOW).one()
-            seated = select(jobs.c.engine_id, jobs.c.id, jobs.c.base, jobs.c.taken_at).where(SEATED).order_by(jobs.c.position)
+            seated = (
+                select(jobs.c.engine_id, jobs.c.id, jobs.c.base, jobs.c.taken_at)
+                .where(SEATED)
+                .order_by(jobs.c.position)
+            )
             seats: dict[str, list[Any]] = defaultdict(list)
             for job in connection.execute(seated) if rows else ():
                 seats[job.engine_id].append(job)
@@ -103,13 +113,17 @@ class EngineStore(StorePart):
             return NewEngine(*connection.execute(query).one())
 
     def close_engine(self, engine_id: str, *, if_idle: bool) -> bool:
-        """Let no more jobs join an engine, which is asked to end. False: that was done before, or, with `if_idle`, it trains a
-        job."""
+        """Let no more jobs join an engine, which is asked to end.
+
+        False: that was done before, or, with `if_idle`, it trains a job.
+        """
         with self._database.writing() as connection:
             _lock(connection, engine_id)
             if if_idle and _seated(connection, engine_id):
                 return False
-            closes = update(engines).where(engines.c.id == engine_id, LIVE, engines.c.closing_at.is_(None))
+            closes = update(engines).where(
+                engines.c.id == engine_id, LIVE, engines.c.closing_at.is_(None)
+            )
             return connection.execute(closes.values(closing_at=database_time())).rowcount == 1
 
     def end_engine(self, engine_id: str) -> bool:
@@ -120,8 +134,12 @@ class EngineStore(StorePart):
             ends = update(engines).where(engines.c.id == engine_id, LIVE).values(ended_at=now)
             if connection.execute(ends).rowcount != 1:
                 return False
-            held = select(slots.c.project_id, func.count(), func.min(slots.c.taken_at)).where(slots.c.engine_id == engine_id)
-            for project_id, number, taken_at in connection.execute(held.group_by(slots.c.project_id)).all():
+            held = select(slots.c.project_id, func.count(), func.min(slots.c.taken_at)).where(
+                slots.c.engine_id == engine_id
+            )
+            for project_id, number, taken_at in connection.execute(
+                held.group_by(slots.c.project_id)
+            ).all():
                 add_to_share(connection, project_id, number, exact(max(0.0, now - taken_at)), now)
                 add_use(connection, project_id, None, now, slot_seconds=unused)
             connection.execute(delete(slots).where(slots.c.engine_id == engine_id))
@@ -132,7 +150,9 @@ class EngineStore(StorePart):
         """Of these ids those of engines that ended more than so many seconds ago."""
         long_ago = engines.c.ended_at < database_time() - seconds
         with self._database.reading() as connection:
-            return set(connection.scalars(select(engines.c.id).where(engines.c.id.in_(ids), long_ago)))
+            return set(
+                connection.scalars(select(engines.c.id).where(engines.c.id.in_(ids), long_ago))
+            )
 
 
 def _record(row: dict[str, Any], seats: Sequence[Any], now: float) -> EngineRecord:
@@ -140,7 +160,12 @@ def _record(row: dict[str, Any], seats: Sequence[Any], now: float) -> EngineReco
     use: Mapping[str, float] = row.pop("use") or {}
     since_then = row["ranks"] * max(0.0, now - row["divided_at"]) / max(1, len(seats))
     seated = [
-        SeatedJob(job.id, job.base, now if job.taken_at is None else job.taken_at, use.get(job.id, 0.0) + since_then)
+        SeatedJob(
+            job.id,
+            job.base,
+            now if job.taken_at is None else job.taken_at,
+            use.get(job.id, 0.0) + since_then,
+        )
         for job in seats
     ]
     return EngineRecord(**row, seats=tuple(seated))
@@ -148,15 +173,28 @@ def _record(row: dict[str, Any], seats: Sequence[Any], now: float) -> EngineReco
 
 def insert_engine(connection: Connection, job: Job, new: NewEngine) -> None:
     """Store a new engine, in which the job takes the first seat."""
-    row = {"id": job.engine_id, "project_id": job.project_id, "host": job.host, "fault_group": job.fault_group}
+    row = {
+        "id": job.engine_id,
+        "project_id": job.project_id,
+        "host": job.host,
+        "fault_group": job.fault_group,
+    }
     now = connection.scalars(_NOW).one()
     times = {"created_at": now, "divided_at": now}
-    values = {"share_key": job.share_key, "ranks": job.slots, "most_seats": new.most_seats, "room": new.room}
+    values = {
+        "share_key": job.share_key,
+        "ranks": job.slots,
+        "most_seats": new.most_seats,
+        "room": new.room,
+    }
     connection.execute(insert(engines).values(**row, **values, **times))
 
 
 def take_seat(connection: Connection, job: Job) -> None:
-    """Note that a job, whose row names the engine already, takes a seat. Raises NoSeatError if none is free, or it ends."""
+    """Note that a job, whose row names the engine already, takes a seat.
+
+    Raises NoSeatError if none is free, or it ends.
+    """
     assert job.engine_id is not None
     now = connection.scalars(_NOW).one()
     _lock(connection, job.engine_id)
@@ -165,7 +203,11 @@ def take_seat(connection: Connection, job: Job) -> None:
     )
     engine = connection.execute(free).one_or_none()
     taken = connection.scalars(select(jobs.c.seat).where(jobs.c.engine_id == job.engine_id)).all()
-    if engine is None or len(taken) > engine.most_seats or not fit_together(map(seat_of, taken), engine.room):
+    if (
+        engine is None
+        or len(taken) > engine.most_seats
+        or not fit_together(map(seat_of, taken), engine.room)
+    ):
         raise NoSeatError
     _divide(connection, job.engine_id, now, joining=job.id)
     connection.execute(update(jobs).where(jobs.c.id == job.id).values(taken_at=now))
@@ -182,15 +224,23 @@ def leave_seat(connection: Connection, job: Job) -> None:
     mine = jobs.c.id == job.id
     taken_at = connection.scalars(select(jobs.c.taken_at).where(mine)).one()
     seconds = 0.0 if taken_at is None else exact(max(0.0, now - taken_at))
-    more = {"held_seconds": jobs.c.held_seconds + seconds, "slot_seconds": jobs.c.slot_seconds + used}
-    connection.execute(update(jobs).where(mine).values(engine_id=None, taken_at=None, ends_at=None, **more))
+    more = {
+        "held_seconds": jobs.c.held_seconds + seconds,
+        "slot_seconds": jobs.c.slot_seconds + used,
+    }
+    connection.execute(
+        update(jobs).where(mine).values(engine_id=None, taken_at=None, ends_at=None, **more)
+    )
 
 
-def _divide(connection: Connection, engine_id: str, now: float, joining: str | None = None) -> dict[str, float]:
-    """Divide an engine's slot-seconds since the last change among its jobs, and return what each has used by now.
+def _divide(
+    connection: Connection, engine_id: str, now: float, joining: str | None = None
+) -> dict[str, float]:
+    """Divide an engine's slot-seconds since the last change among its jobs, and return what each
+    has used by now.
 
-    `joining`: job that did not sit there before. The jobs' own rows are left alone: whoever writes several of them at once,
-    such as the end of a sweep, takes their locks in another order.
+    `joining`: job that did not sit there before. The jobs' own rows are left alone: whoever writes
+    several of them at once, such as the end of a sweep, takes their locks in another order.
     """
     _lock(connection, engine_id)
     engine = connection.execute(select(engines).where(engines.c.id == engine_id)).one()
@@ -199,8 +249,12 @@ def _divide(connection: Connection, engine_id: str, now: float, joining: str | N
         return use
     sat = [job_id for job_id in _seated(connection, engine_id) if job_id != joining] or [_NOBODY]
     for job_id in sat:
-        use[job_id] = use.get(job_id, 0.0) + exact(engine.ranks * max(0.0, now - engine.divided_at) / len(sat))
-    connection.execute(update(engines).where(engines.c.id == engine_id).values(use=use, divided_at=now))
+        use[job_id] = use.get(job_id, 0.0) + exact(
+            engine.ranks * max(0.0, now - engine.divided_at) / len(sat)
+        )
+    connection.execute(
+        update(engines).where(engines.c.id == engine_id).values(use=use, divided_at=now)
+    )
     return use
 
 

@@ -1,12 +1,27 @@
-"""Deletion of jobs and projects, and of records by age: a mark hides them at once, then their rows go in small transactions,
-each of which may be repeated after a kill. What lies on the disk goes before the row that names it (control/erasing.py)."""
+"""Deletion of jobs and projects, and of records by age: a mark hides them at once, then their rows
+go in small transactions, each of which may be repeated after a kill. What lies on the disk goes
+before the row that names it (control/erasing.py).
+"""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from sqlalchemy import ColumnElement, Connection, Table, and_, delete, exists, func, insert, or_, select, tuple_, update
+from sqlalchemy import (
+    ColumnElement,
+    Connection,
+    Table,
+    and_,
+    delete,
+    exists,
+    func,
+    insert,
+    or_,
+    select,
+    tuple_,
+    update,
+)
 
 from ft_service.errors import SpecError
 from ft_service.jobs.states import TERMINAL, State
@@ -55,7 +70,9 @@ from ft_service.store.tenants.usage import AMOUNTS
 AT_ONCE = 500
 """Rows that a transaction removes at most: on SQLite it keeps other writers waiting."""
 SETTLE_SECONDS = 60.0
-"""Time for which a deleted project is looked at again: a request that came before may still store something."""
+"""Time for which a deleted project is looked at again: a request that came before may still store
+something.
+"""
 PROJECT_DELETED = "project.deleted"
 """The entry of the audit log that stays of a project."""
 _JOBS_AT_ONCE = 50
@@ -67,7 +84,10 @@ _OF_PROJECT = (
     *(webhook_deliveries, webhook_endpoints, sweeps, sessions, keys, upload_parts, uploads),
     *(tinker_samples, tinker_samplers, tinker_sessions, request_rates),
 )
-"""Tables of which a project's rows go first, each after those that refer to it. Its jobs, files and engines leave files."""
+"""Tables of which a project's rows go first, each after those that refer to it.
+
+Its jobs, files and engines leave files.
+"""
 
 
 @dataclass(frozen=True)
@@ -85,23 +105,34 @@ class ErasureStore(StorePart):
     """Jobs and projects that are to go, and records that are too old."""
 
     def delete_job(self, project_id: str, job_id: str) -> list[str]:
-        """Hide a job that is over, its tuned models and its file of metrics, for good. Returns the names of the models.
+        """Hide a job that is over, its tuned models and its file of metrics, for good.
 
-        Raises NotFoundError if it is deleted already, SpecError while it is not over, or its sweep is not.
+        Returns the names of the models.
+
+        Raises NotFoundError if it is deleted already, SpecError while it is not over, or its sweep
+        is not.
         """
         with self._database.writing(makes_room=True) as connection:
             job = read_job(connection, project_id, job_id)
             if job.state not in TERMINAL:
-                text = f"Job {job_id} is {job.state.value}: only a job that is over can be deleted. Cancel it first."
+                text = (
+                    f"Job {job_id} is {job.state.value}: only a job that is over can be "
+                    "deleted. Cancel it first."
+                )
                 raise SpecError(text, param="job_id", code="invalid_state")
             if job.phase is not None:
                 text = f"Processes of job {job_id} still stop: delete it once its phase is null."
                 raise SpecError(text, param="job_id", code="invalid_state")
             if connection.scalars(select(_IN_SWEEP).where(jobs.c.id == job_id)).one():
-                text = f"Job {job_id} is one of sweep {job.sweep_id}, which is not over: cancel the sweep first, or wait."
+                text = (
+                    f"Job {job_id} is one of sweep {job.sweep_id}, which is not over: cancel "
+                    "the sweep first, or wait."
+                )
                 raise SpecError(text, param="job_id", code="invalid_state")
             name = job.tuned_name
-            steps = connection.scalars(select(checkpoints.c.step).where(checkpoints.c.job_id == job_id).distinct())
+            steps = connection.scalars(
+                select(checkpoints.c.step).where(checkpoints.c.job_id == job_id).distinct()
+            )
             models = [str(name)] if job.state is State.SUCCEEDED else []
             models += [str(name.at(step)) for step in sorted(steps)]
             if not _hide(connection, jobs.c.id == job_id):
@@ -110,7 +141,10 @@ class ErasureStore(StorePart):
         return models
 
     def hide_old_jobs(self, seconds: float) -> int:
-        """Hide some of the jobs that ended at least so many seconds ago, as `delete_job` does. Returns how many."""
+        """Hide some of the jobs that ended at least so many seconds ago, as `delete_job` does.
+
+        Returns how many.
+        """
         with self._database.writing(makes_room=True) as connection:
             return _hide(connection, jobs.c.finished_at <= database_time() - seconds)
 
@@ -121,19 +155,33 @@ class ErasureStore(StorePart):
 
     def unfinished_jobs_of(self, project_id: str) -> list[str]:
         """Some of a project's jobs that are neither over nor stopping."""
-        mine = UNFINISHED, jobs.c.project_id == project_id, jobs.c.state.not_in([state.value for state in TERMINAL])
+        mine = (
+            UNFINISHED,
+            jobs.c.project_id == project_id,
+            jobs.c.state.not_in([state.value for state in TERMINAL]),
+        )
         with self._database.reading() as connection:
             return list(connection.scalars(select(jobs.c.id).where(*mine).limit(_JOBS_AT_ONCE)))
 
     def deleted_jobs(self, after: int, limit: int) -> list[DeletedJob]:
-        """Hidden jobs of all projects from the position `after` on, but for those that have started an engine which still
-        holds slots."""
+        """Hidden jobs of all projects from the position `after` on, but for those that have started
+        an engine which still holds slots.
+        """
         name = jobs.c.spec["tuned_name"].as_string()
-        query = select(jobs.c.position, jobs.c.id, jobs.c.project_id, name).where(DELETED, jobs.c.position > after)
-        query = query.where(~exists().where(slots.c.job_id == jobs.c.id)).order_by(jobs.c.position).limit(limit)
+        query = select(jobs.c.position, jobs.c.id, jobs.c.project_id, name).where(
+            DELETED, jobs.c.position > after
+        )
+        query = (
+            query.where(~exists().where(slots.c.job_id == jobs.c.id))
+            .order_by(jobs.c.position)
+            .limit(limit)
+        )
         with self._database.reading() as connection:
             rows = connection.execute(query).all()
-        return [DeletedJob(position, job_id, project_id, _name(model)) for position, job_id, project_id, model in rows]
+        return [
+            DeletedJob(position, job_id, project_id, _name(model))
+            for position, job_id, project_id, model in rows
+        ]
 
     def erase_job(self, job: DeletedJob) -> bool:
         """Remove some of a hidden job's rows. False: the last are removed, its own among them."""
@@ -143,38 +191,59 @@ class ErasureStore(StorePart):
                     _forget_checkpoints(connection, job.id, job.model)
                 if _remove(connection, table, table.c.job_id == job.id) == AT_ONCE:
                     return True
-            connection.execute(delete(job_metadata).where(job_metadata.c.job_position == job.position))
+            connection.execute(
+                delete(job_metadata).where(job_metadata.c.job_position == job.position)
+            )
             connection.execute(delete(jobs).where(jobs.c.position == job.position, DELETED))
             if job.model is not None:
                 mine = deleted_models.c.model == str(job.model)
-                connection.execute(update(deleted_models).where(mine).values(erased_at=database_time()))
+                connection.execute(
+                    update(deleted_models).where(mine).values(erased_at=database_time())
+                )
                 connection.execute(delete(permissions).where(permissions.c.model == str(job.model)))
         return False
 
     def trim_events(self, seconds: float) -> bool:
-        """Remove some events of jobs that ended at least so many seconds ago. False: none is left."""
+        """Remove some events of jobs that ended at least so many seconds ago.
+
+        False: none is left.
+        """
         old = UNTRIMMED, jobs.c.finished_at <= database_time() - seconds, jobs.c.phase.is_(None)
         query = select(jobs.c.id).where(*old).order_by(jobs.c.finished_at).limit(_JOBS_AT_ONCE)
-        with self._database.reading() as connection:  # most looks find nothing, and need not wait for writers
+        with (
+            self._database.reading() as connection
+        ):  # most looks find nothing, and need not wait for writers
             ids = connection.scalars(query).all()
         if ids:
             with self._database.writing(makes_room=True) as connection:
                 if _remove(connection, events, events.c.job_id.in_(ids)) < AT_ONCE:
-                    connection.execute(update(jobs).where(jobs.c.id.in_(ids)).values(trimmed_at=database_time()))
+                    connection.execute(
+                        update(jobs).where(jobs.c.id.in_(ids)).values(trimmed_at=database_time())
+                    )
         return bool(ids)
 
     def forget_models(self, seconds: float) -> None:
         """Remove the names of models whose jobs were erased so long ago."""
         with self._database.writing(makes_room=True) as connection:
-            _remove(connection, deleted_models, and_(ERASED, deleted_models.c.erased_at <= database_time() - seconds))
+            _remove(
+                connection,
+                deleted_models,
+                and_(ERASED, deleted_models.c.erased_at <= database_time() - seconds),
+            )
 
     def delete_project(self, project_id: str) -> None:
-        """Hide a project for good, and make its keys invalid. What it has is then to be removed, `erase_project` last.
+        """Hide a project for good, and make its keys invalid.
 
-        Raises NotFoundError if it is deleted already, SpecError for the one that manages the others.
+        What it has is then to be removed, `erase_project` last.
+
+        Raises NotFoundError if it is deleted already, SpecError for the one that manages the
+        others.
         """
         if project_id == MANAGING_PROJECT:
-            raise SpecError(f"{project_id}: the project that manages the others cannot be deleted.", param="project_id")
+            raise SpecError(
+                f"{project_id}: the project that manages the others cannot be deleted.",
+                param="project_id",
+            )
         now = database_time()
         values = {"deleted_at": now, "archived_at": func.coalesce(projects.c.archived_at, now)}
         with self._database.writing(makes_room=True) as connection:
@@ -187,7 +256,11 @@ class ErasureStore(StorePart):
         """Deleted projects of which something may be left."""
         left = projects.c.deleted_at.is_not(None), projects.c.erased_at.is_(None)
         with self._database.reading() as connection:
-            return list(connection.scalars(select(projects.c.id).where(*left).order_by(projects.c.deleted_at)))
+            return list(
+                connection.scalars(
+                    select(projects.c.id).where(*left).order_by(projects.c.deleted_at)
+                )
+            )
 
     def ended_engines_of(self, project_id: str) -> list[str]:
         """Engines of a project that hold no slots any more."""
@@ -198,30 +271,53 @@ class ErasureStore(StorePart):
     def forget_engine(self, engine_id: str) -> None:
         """Remove the row of an engine that has ended, and whose directory is gone."""
         with self._database.writing(makes_room=True) as connection:
-            connection.execute(delete(engines).where(engines.c.id == engine_id, engines.c.ended_at.is_not(None)))
+            connection.execute(
+                delete(engines).where(engines.c.id == engine_id, engines.c.ended_at.is_not(None))
+            )
 
     def erase_project(self, project_id: str) -> bool:
-        """Remove some of a deleted project's rows, or hide some of its files. False: nothing is left that can go now.
+        """Remove some of a deleted project's rows, or hide some of its files.
 
-        What stays are its use by day, without the keys, one entry of the audit log, and its row, without name and limits.
+        False: nothing is left that can go now.
+
+        What stays are its use by day, without the keys, one entry of the audit log, and its row,
+        without name and limits.
         """
         with self._database.writing(makes_room=True) as connection:
             for table in _OF_PROJECT:
                 if _remove(connection, table, table.c.project_id == project_id):
                     return True
-            if _remove(connection, permissions, or_(*(permissions.c[of] == project_id for of in ("project_id", "grantee")))):
+            if _remove(
+                connection,
+                permissions,
+                or_(*(permissions.c[of] == project_id for of in ("project_id", "grantee"))),
+            ):
                 return True
-            some = select(files.c.position).where(files.c.project_id == project_id, VISIBLE).limit(AT_ONCE)
-            hidden = update(files).where(files.c.position.in_(some)).values(deleted_at=database_time())
+            some = (
+                select(files.c.position)
+                .where(files.c.project_id == project_id, VISIBLE)
+                .limit(AT_ONCE)
+            )
+            hidden = (
+                update(files).where(files.c.position.in_(some)).values(deleted_at=database_time())
+            )
             if connection.execute(hidden).rowcount:
                 return True
-            if _remove(connection, files, and_(files.c.project_id == project_id, files.c.freed_at.is_not(None))):
+            if _remove(
+                connection,
+                files,
+                and_(files.c.project_id == project_id, files.c.freed_at.is_not(None)),
+            ):
                 return True
             old = projects.c.deleted_at <= database_time() - SETTLE_SECONDS
             is_old = connection.scalars(select(old).where(projects.c.id == project_id)).one()
             if not is_old or _has_any(connection, project_id, (jobs, files, engines)):
                 return False
-            if _remove(connection, audit, and_(audit.c.project_id == project_id, audit.c.type != PROJECT_DELETED)):
+            if _remove(
+                connection,
+                audit,
+                and_(audit.c.project_id == project_id, audit.c.type != PROJECT_DELETED),
+            ):
                 return True
             _sum_up_usage(connection, project_id)
             empty = {"erased_at": database_time(), "name": None, "limits": None, "max_slots": None}
@@ -248,12 +344,18 @@ def _hide(connection: Connection, which: ColumnElement[bool]) -> int:
         if row.state == State.SUCCEEDED.value and row.model is not None
     ]
     for model in models:  # by which inference servers are told to unload it
-        connection.execute(upsert(connection, deleted_models).values(model).on_conflict_do_nothing())
+        connection.execute(
+            upsert(connection, deleted_models).values(model).on_conflict_do_nothing()
+        )
     ids = [row.id for row in rows]
     results = [row.result_file for row in rows if row.result_file is not None]
     now = database_time()
     connection.execute(update(files).where(files.c.id.in_(results), VISIBLE).values(deleted_at=now))
-    connection.execute(update(integrations).where(integrations.c.job_id.in_(ids), UNDELIVERED).values(finished_at=now))
+    connection.execute(
+        update(integrations)
+        .where(integrations.c.job_id.in_(ids), UNDELIVERED)
+        .values(finished_at=now)
+    )
     connection.execute(update(sweeps).where(sweeps.c.best_job.in_(ids)).values(best_job=None))
     return len(rows)
 
@@ -268,7 +370,9 @@ def _remove(connection: Connection, table: Table, which: ColumnElement[bool]) ->
 
 def _forget_checkpoints(connection: Connection, job_id: str, model: TunedName) -> None:
     """Remove what is kept by the names of a job's checkpoints."""
-    steps = connection.scalars(select(checkpoints.c.step).where(checkpoints.c.job_id == job_id).distinct())
+    steps = connection.scalars(
+        select(checkpoints.c.step).where(checkpoints.c.job_id == job_id).distinct()
+    )
     names = [str(model.at(step)) for step in steps]
     for start in range(0, len(names), AT_ONCE):
         some = names[start : start + AT_ONCE]
@@ -284,14 +388,23 @@ def _name(model: str | None) -> TunedName | None:
 
 
 def _has_any(connection: Connection, project_id: str, tables: Sequence[Table]) -> bool:
-    return any(connection.scalars(select(exists().where(table.c.project_id == project_id))).one() for table in tables)
+    return any(
+        connection.scalars(select(exists().where(table.c.project_id == project_id))).one()
+        for table in tables
+    )
 
 
 def _sum_up_usage(connection: Connection, project_id: str) -> None:
     """Replace a project's use by day and key by that of its days."""
     mine = usage.c.project_id == project_id
     sums = [func.sum(usage.c[name]).label(name) for name in AMOUNTS]
-    days = connection.execute(select(usage.c.day, *sums).where(mine).group_by(usage.c.day)).mappings().all()
+    days = (
+        connection.execute(select(usage.c.day, *sums).where(mine).group_by(usage.c.day))
+        .mappings()
+        .all()
+    )
     connection.execute(delete(usage).where(mine))
     if days:
-        connection.execute(insert(usage), [{"project_id": project_id, "key_id": "", **day} for day in days])
+        connection.execute(
+            insert(usage), [{"project_id": project_id, "key_id": "", **day} for day in days]
+        )

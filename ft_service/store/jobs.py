@@ -32,7 +32,15 @@ from ft_service.rundir.documents import Desired
 from ft_service.rundir.events import Metrics
 from ft_service.store.database import StorePart, database_time
 from ft_service.store.integrations import integration_rows
-from ft_service.store.records import Checkpoint, NewEvent, NewJob, Order, Page, Reported, StoredEvent
+from ft_service.store.records import (
+    Checkpoint,
+    NewEvent,
+    NewJob,
+    Order,
+    Page,
+    Reported,
+    StoredEvent,
+)
 from ft_service.store.rows import (
     CHECKPOINT,
     EVENT,
@@ -66,16 +74,24 @@ from ft_service.store.webhooks import announce
 from ft_service.wording import counted
 
 MAX_TRIES = 20
-"""Limit of attempts to apply a request; each can fail only because the reconciler has written the job meanwhile."""
+"""Limit of attempts to apply a request; each can fail only because the reconciler has written the
+job meanwhile.
+"""
 
 _AT_ONCE = 500
 _WITHOUT = {"": ""}
 """The metadata row of a job without metadata."""
-ASKED = {Verb.CANCEL: "Cancel requested.", Verb.PAUSE: "Pause requested.", Verb.RESUME: "Resume requested."}
+ASKED = {
+    Verb.CANCEL: "Cancel requested.",
+    Verb.PAUSE: "Pause requested.",
+    Verb.RESUME: "Resume requested.",
+}
 
 
 _THERE = jobs.c.deleted_at.is_(None)
-_SELECT_JOB = select(*JOB).where(jobs.c.id == bindparam("job_id"), jobs.c.project_id == bindparam("of_project"), _THERE)
+_SELECT_JOB = select(*JOB).where(
+    jobs.c.id == bindparam("job_id"), jobs.c.project_id == bindparam("of_project"), _THERE
+)
 _INSERT_EVENTS = insert(events)
 _INSERT_JOB = insert(jobs).values(created_at=database_time()).returning(jobs.c.position, *JOB)
 _MEASURED = (
@@ -85,7 +101,9 @@ _MEASURED = (
 )
 _SELECT_VALIDATED = _MEASURED.where(cast(events.c.metrics, String).like('%"valid_loss"%')).limit(1)
 _SELECT_REPORTED = (
-    select(events.c.position, events.c.attempt, events.c.created_at, events.c.message, events.c.metrics)
+    select(
+        events.c.position, events.c.attempt, events.c.created_at, events.c.message, events.c.metrics
+    )
     .where(
         events.c.job_id == bindparam("job_id"),
         events.c.position > bindparam("position"),
@@ -103,8 +121,11 @@ def _has_key(key: str) -> ColumnElement[bool]:
 
 
 def _running_on(condition: ColumnElement[bool]) -> Select[Any]:
-    """Jobs of all projects that run and are to run on. A running job needs attention, of which an index knows: without that
-    every job that ever was would be read."""
+    """Jobs of all projects that run and are to run on.
+
+    A running job needs attention, of which an index knows: without that every job that ever was
+    would be read.
+    """
     running = jobs.c.state == State.RUNNING.value, jobs.c.desired == Desired.RUN.value
     return select(*JOB).where(NEEDS_ATTENTION, *running, condition)
 
@@ -115,8 +136,8 @@ class JobStore(StorePart):
     def create_jobs(self, new: Sequence[NewJob]) -> list[Job]:
         """Store new jobs with their first events, all or none; the database sets `created_at`.
 
-        Raises ConflictError if an id is taken or the project does not exist, LimitError if too many jobs of a project would
-        wait (`NewJob.max_queued`).
+        Raises ConflictError if an id is taken or the project does not exist, LimitError if too many
+        jobs of a project would wait (`NewJob.max_queued`).
         """
         with self._database.writing() as connection:
             created = create(connection, new)
@@ -152,9 +173,12 @@ class JobStore(StorePart):
         metadata_key: str | None = None,
         suffix: str | None = None,
     ) -> Page[Job]:
-        """A project's jobs, newest first. `metadata`: only jobs with all these pairs; "none": only jobs without metadata.
-        `metadata_key`: only jobs that have this key. `states`: only jobs in one of them; none: in any. `suffix`: only jobs
-        whose suffix contains it, in any case."""
+        """A project's jobs, newest first.
+
+        `metadata`: only jobs with all these pairs; "none": only jobs without metadata.
+        `metadata_key`: only jobs that have this key. `states`: only jobs in one of them; none: in
+        any. `suffix`: only jobs whose suffix contains it, in any case.
+        """
         mine = jobs.c.project_id == project_id
         query = select(*JOB).where(mine, _THERE)
         for key, value in (_WITHOUT if metadata == "none" else metadata or {}).items():
@@ -168,7 +192,9 @@ class JobStore(StorePart):
         if base is not None:
             query = query.where(jobs.c.base == base)
         if suffix is not None:
-            query = query.where(jobs.c.request["suffix"].as_string().icontains(suffix, autoescape=True))
+            query = query.where(
+                jobs.c.request["suffix"].as_string().icontains(suffix, autoescape=True)
+            )
         with self._database.reading() as connection:
             query = Listing(jobs.c.position, jobs.c.id, [mine]).apply(connection, query, after)
             return page(connection, query, limit, to_job)
@@ -176,7 +202,10 @@ class JobStore(StorePart):
     def running_with(self, metadata_key: str) -> list[Job]:
         """Jobs of all projects that run and are to run on, and whose metadata have a key."""
         with self._database.reading() as connection:
-            return [to_job(row) for row in connection.execute(_running_on(_has_key(metadata_key))).mappings()]
+            return [
+                to_job(row)
+                for row in connection.execute(_running_on(_has_key(metadata_key))).mappings()
+            ]
 
     def running_with_method(self, method: str) -> list[Job]:
         """Jobs of all projects that run and are to run on, and have this method."""
@@ -194,14 +223,23 @@ class JobStore(StorePart):
         succeeded: int | None = None,
         reason: Reason | None = None,
     ) -> Job:
-        """Apply `user_actions.request` by compare-and-set, with an event. Raises SpecError as it does, LimitError if one job
-        too many would wait, ConflictError if the job keeps changing."""
+        """Apply `user_actions.request` by compare-and-set, with an event.
+
+        Raises SpecError as it does, LimitError if one job too many would wait, ConflictError if the
+        job keeps changing.
+        """
         for _ in range(MAX_TRIES):
             with self._database.writing(makes_room=verb is not Verb.RESUME) as connection:
                 old = read_job(connection, project_id, job_id)
                 now = connection.scalars(select(database_time())).one()
-                new = user_actions.request(old, verb, now, slots, succeeded=succeeded, reason=reason)
-                if new.state is State.QUEUED and old.state is State.PAUSED and old.reason is not Reason.IDLE:
+                new = user_actions.request(
+                    old, verb, now, slots, succeeded=succeeded, reason=reason
+                )
+                if (
+                    new.state is State.QUEUED
+                    and old.state is State.PAUSED
+                    and old.reason is not Reason.IDLE
+                ):
                     limit = lock_project(connection, project_id).get("max_queued")
                     _refuse_waiting_beyond(connection, project_id, 1, limit)
                 if new != old and not write_job(connection, old, new):
@@ -209,7 +247,11 @@ class JobStore(StorePart):
                 if new != old:
                     connection.execute(
                         _INSERT_EVENTS,
-                        event_row(NewEvent(level="info", message=reason.text if reason else ASKED[verb]), old, now),
+                        event_row(
+                            NewEvent(level="info", message=reason.text if reason else ASKED[verb]),
+                            old,
+                            now,
+                        ),
                     )
                     record(connection, project_id, f"job.{verb.value}", job_id)
                     if new.state is not old.state:
@@ -220,9 +262,14 @@ class JobStore(StorePart):
         raise ConflictError(f"Job {job_id} keeps changing; try again.")
 
     def preempt(self, head: QueuedJob, job_id: str) -> bool:
-        """Stop a running job at a checkpoint so that `head` can start. False: it no longer runs, or already stops."""
+        """Stop a running job at a checkpoint so that `head` can start.
+
+        False: it no longer runs, or already stops.
+        """
         with self._database.writing() as connection:
-            row = connection.execute(select(*JOB).where(jobs.c.id == job_id)).mappings().one_or_none()
+            row = (
+                connection.execute(select(*JOB).where(jobs.c.id == job_id)).mappings().one_or_none()
+            )
             old = None if row is None else to_job(row)
             new = old and decisions.preempted_by(old, head)
             if old is None or new is None or new == old or not write_job(connection, old, new):
@@ -243,7 +290,10 @@ class JobStore(StorePart):
         order: Order = "desc",
         messages: bool = False,
     ) -> Page[StoredEvent]:
-        """A job's events in the order in which they were stored. `messages`: only those without metrics."""
+        """A job's events in the order in which they were stored.
+
+        `messages`: only those without metrics.
+        """
         mine = events.c.job_id == job_id
         query = select(*EVENT).where(mine)
         if messages:
@@ -255,13 +305,21 @@ class JobStore(StorePart):
             return page(connection, query, limit, to_event)
 
     def event_place(self, project_id: str, job_id: str, event_id: str | None) -> int:
-        """Position of a job's event among all events; 0 for None. Raises NotFoundError, and SpecError for an id of another
-        job."""
+        """Position of a job's event among all events; 0 for None.
+
+        Raises NotFoundError, and SpecError for an id of another job.
+        """
         with self._database.reading() as connection:
             read_job(connection, project_id, job_id)
             if event_id is None:
                 return 0
-            return cursor(connection, events.c.position, events.c.id == event_id, events.c.job_id == job_id, after=event_id)
+            return cursor(
+                connection,
+                events.c.position,
+                events.c.id == event_id,
+                events.c.job_id == job_id,
+                after=event_id,
+            )
 
     def newest_event(self, job_id: str) -> int:
         """Position of a job's newest event; 0: it has none."""
@@ -271,7 +329,12 @@ class JobStore(StorePart):
     def events_after(self, job_id: str, position: int, limit: int) -> list[tuple[int, StoredEvent]]:
         """A job's events after a position, each with its own position."""
         place = events.c.position
-        query = select(place, *EVENT).where(events.c.job_id == job_id, place > position).order_by(place).limit(limit)
+        query = (
+            select(place, *EVENT)
+            .where(events.c.job_id == job_id, place > position)
+            .order_by(place)
+            .limit(limit)
+        )
         with self._database.reading() as connection:
             rows = [dict(row) for row in connection.execute(query).mappings()]
         return [(row.pop("position"), to_event(row)) for row in rows]
@@ -290,12 +353,15 @@ class JobStore(StorePart):
         limit: int = 10,
         names: Collection[str] | None = None,
     ) -> Page[Checkpoint]:
-        """A job's checkpoints, highest step first; where several attempts reached a step, only the newest attempt's. `names`:
-        only these; None: all."""
+        """A job's checkpoints, highest step first; where several attempts reached a step, only the
+        newest attempt's. `names`: only these; None: all.
+        """
         step = checkpoints.c.step
         newer = checkpoints.alias()
         redone = exists().where(
-            newer.c.job_id == checkpoints.c.job_id, newer.c.step == step, newer.c.attempt > checkpoints.c.attempt
+            newer.c.job_id == checkpoints.c.job_id,
+            newer.c.step == step,
+            newer.c.attempt > checkpoints.c.attempt,
         )
         mine = checkpoints.c.job_id == job_id
         query = select(*CHECKPOINT).where(mine)
@@ -304,7 +370,9 @@ class JobStore(StorePart):
             query = query.where(checkpoints.c.name.in_(names))
         with self._database.reading() as connection:
             read_job(connection, project_id, job_id)
-            query = Listing(step, checkpoints.c.id, [mine]).apply(connection, query.where(~redone), after)
+            query = Listing(step, checkpoints.c.id, [mine]).apply(
+                connection, query.where(~redone), after
+            )
             return page(connection, query, limit, to_checkpoint)
 
     def jobs_by_id(self, job_ids: Sequence[str]) -> list[Job]:
@@ -317,10 +385,14 @@ class JobStore(StorePart):
         return found
 
     def ended_before(self, job_ids: Sequence[str], seconds: float) -> list[str]:
-        """Of these ids those of jobs that ended at least so many seconds ago, and whose processes are gone."""
+        """Of these ids those of jobs that ended at least so many seconds ago, and whose processes
+        are gone.
+        """
         query = select(jobs.c.id).where(jobs.c.id.in_(job_ids), jobs.c.phase.is_(None))
         with self._database.reading() as connection:
-            return list(connection.scalars(query.where(jobs.c.finished_at <= database_time() - seconds)))
+            return list(
+                connection.scalars(query.where(jobs.c.finished_at <= database_time() - seconds))
+            )
 
     def known_jobs(self, job_ids: Sequence[str]) -> set[str]:
         """Those of these ids that a job of any project has, or a deleted one that is not erased."""
@@ -332,15 +404,22 @@ class JobStore(StorePart):
         return found
 
     def adapters_to_continue(self) -> list[tuple[str, str]]:
-        """Job and path of each adapter that jobs of all projects continue from which are not over, or still stopping. Specs are
-        not parsed: thousands of jobs may wait."""
+        """Job and path of each adapter that jobs of all projects continue from which are not over,
+        or still stopping. Specs are not parsed: thousands of jobs may wait.
+        """
         parent = jobs.c.spec["parent"]
         query = select(parent["job_id"].as_string(), parent["path"].as_string()).where(UNFINISHED)
         with self._database.reading() as connection:
-            return [(job_id, path) for job_id, path in connection.execute(query).all() if job_id is not None]
+            return [
+                (job_id, path)
+                for job_id, path in connection.execute(query).all()
+                if job_id is not None
+            ]
 
     def get_checkpoint(self, project_id: str, checkpoint_id: str) -> Checkpoint:
-        query = select(*CHECKPOINT).where(checkpoints.c.id == checkpoint_id, checkpoints.c.project_id == project_id)
+        query = select(*CHECKPOINT).where(
+            checkpoints.c.id == checkpoint_id, checkpoints.c.project_id == project_id
+        )
         with self._database.reading() as connection:
             row = connection.execute(query).mappings().one_or_none()
         if row is None:
@@ -361,8 +440,12 @@ class JobStore(StorePart):
         return next((metrics for metrics, _ in self._measured(_MEASURED.limit(1), job_id)), None)
 
     def latest_steps(self, job_id: str) -> list[tuple[Metrics, float]]:
-        """Metrics of a job's newest events, enough for its pace, and when each was stored; newest first."""
-        return self._measured(_MEASURED.limit(2 * WINDOW), job_id)  # a checkpoint repeats its step's numbers
+        """Metrics of a job's newest events, enough for its pace, and when each was stored; newest
+        first.
+        """
+        return self._measured(
+            _MEASURED.limit(2 * WINDOW), job_id
+        )  # a checkpoint repeats its step's numbers
 
     def latest_validation(self, job_id: str) -> Metrics | None:
         """Metrics of the newest event of a step with a validation; None if there was none."""
@@ -371,12 +454,20 @@ class JobStore(StorePart):
     def _measured(self, query: Select[Any, Any], job_id: str) -> list[tuple[Metrics, float]]:
         with self._database.reading() as connection:
             rows = connection.execute(query, {"job_id": job_id}).all()
-        return [(Metrics.model_validate(row.metrics), row.created_at) for row in rows if row.metrics is not None]
+        return [
+            (Metrics.model_validate(row.metrics), row.created_at)
+            for row in rows
+            if row.metrics is not None
+        ]
 
     def reported_since(self, job_id: str, position: int) -> list[Reported]:
-        """A job's events with metrics, and those about user requests, stored after `position` (0: all)."""
+        """A job's events with metrics, and those about user requests, stored after `position` (0:
+        all).
+        """
         with self._database.reading() as connection:
-            rows = connection.execute(_SELECT_REPORTED, {"job_id": job_id, "position": position}).all()
+            rows = connection.execute(
+                _SELECT_REPORTED, {"job_id": job_id, "position": position}
+            ).all()
         return [Reported(*row) for row in rows]
 
 
@@ -393,7 +484,10 @@ def create(connection: Connection, new: Sequence[NewJob]) -> list[Job]:
         job = to_job(row)
         created.append(job)
         pairs += _pairs(job, position)
-        events_of_job = (NewEvent(level="info", message=f"Created fine-tuning job: {job.id}"), *one.told)
+        events_of_job = (
+            NewEvent(level="info", message=f"Created fine-tuning job: {job.id}"),
+            *one.told,
+        )
         first += [event_row(event, job, job.created_at) for event in events_of_job]
         integrated += integration_rows(job)
         if job.sweep_id is None:  # a sweep has one entry for its jobs
@@ -405,23 +499,32 @@ def create(connection: Connection, new: Sequence[NewJob]) -> list[Job]:
 
 
 def _refuse_more_waiting(connection: Connection, new: Sequence[NewJob]) -> None:
-    """Raise LimitError for a project with a limit that these jobs would exceed, counted in the transaction that stores them,
-    and NotFoundError for one that was deleted meanwhile."""
+    """Raise LimitError for a project with a limit that these jobs would exceed, counted in the
+    transaction that stores them, and NotFoundError for one that was deleted meanwhile.
+    """
     for project_id in {one.job.project_id for one in new}:
         refuse_deleted(connection, project_id)
     limits = {one.job.project_id: one.max_queued for one in new if one.max_queued is not None}
     for project_id, limit in limits.items():
         lock_project(connection, project_id)
-        _refuse_waiting_beyond(connection, project_id, sum(one.job.project_id == project_id for one in new), limit)
+        _refuse_waiting_beyond(
+            connection, project_id, sum(one.job.project_id == project_id for one in new), limit
+        )
 
 
-def _refuse_waiting_beyond(connection: Connection, project_id: str, more: int, limit: int | None) -> None:
-    """Raise LimitError if more jobs of a project would wait than may; its row is locked. `limit` None: any number may."""
+def _refuse_waiting_beyond(
+    connection: Connection, project_id: str, more: int, limit: int | None
+) -> None:
+    """Raise LimitError if more jobs of a project would wait than may; its row is locked.
+
+    `limit` None: any number may.
+    """
     count = select(func.count()).where(jobs.c.project_id == project_id, UNFINISHED, WAITING)
     if limit is not None and (waiting := connection.scalars(count).one()) + more > limit:
         wait = "waits" if waiting == 1 else "wait"
         raise LimitError(
-            f"{counted(waiting, 'job')} of this project {wait}, and {limit} may (its limit max_queued). Wait until one has "
+            f"{counted(waiting, 'job')} of this project {wait}, and {limit} may (its limit "
+            "max_queued). Wait until one has "
             "started, or cancel one.",
             code="queue_limit",
         )
@@ -429,7 +532,11 @@ def _refuse_waiting_beyond(connection: Connection, project_id: str, more: int, l
 
 def read_job(connection: Connection, project_id: str, job_id: str) -> Job:
     """A project's job that is not deleted. Raises NotFoundError."""
-    row = connection.execute(_SELECT_JOB, {"job_id": job_id, "of_project": project_id}).mappings().one_or_none()
+    row = (
+        connection.execute(_SELECT_JOB, {"job_id": job_id, "of_project": project_id})
+        .mappings()
+        .one_or_none()
+    )
     if row is None:
         raise not_found("fine-tuning job", job_id)
     return to_job(row)
@@ -437,9 +544,13 @@ def read_job(connection: Connection, project_id: str, job_id: str) -> Job:
 
 def write_job(connection: Connection, old: Job, new: Job) -> bool:
     """Write a job unless it was written since `old` was read."""
-    # looked_at = 0: the reconciler sees the change at once, not only when the job's turn comes round.
+    # looked_at = 0: the reconciler sees the change at once, not only when the job's turn comes
+    # round.
     statement = update(jobs).where(jobs.c.id == old.id, jobs.c.version == old.version)
-    return connection.execute(statement.values(**changed_job_row(old, new), looked_at=0.0)).rowcount == 1
+    return (
+        connection.execute(statement.values(**changed_job_row(old, new), looked_at=0.0)).rowcount
+        == 1
+    )
 
 
 def _pairs(job: Job, position: int) -> list[dict[str, Any]]:

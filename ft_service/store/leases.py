@@ -31,7 +31,18 @@ from ft_service.store.database import StorePart, database_time, is_over, upsert
 from ft_service.store.engines import NoSeatError, insert_engine, leave_seat, take_seat
 from ft_service.store.records import Claim, JobChange
 from ft_service.store.rows import JOB, changed_job_row, checkpoint_row, event_row, file_row, to_job
-from ft_service.store.tables import NEEDS_ATTENTION, QUEUED, checkpoints, engines, events, files, hosts, jobs, projects, slots
+from ft_service.store.tables import (
+    NEEDS_ATTENTION,
+    QUEUED,
+    checkpoints,
+    engines,
+    events,
+    files,
+    hosts,
+    jobs,
+    projects,
+    slots,
+)
 from ft_service.store.tenants.usage import add_to_share, add_use, exact
 from ft_service.store.webhooks import announce
 
@@ -54,14 +65,20 @@ _CLAIMABLE = and_(
 )
 _MINE = and_(NEEDS_ATTENTION, _CLAIMABLE)
 _IDLE = jobs.c.looked_at <= database_time() - bindparam("idle_seconds", type_=Double)
-DUE = and_(QUEUED, _CLAIMABLE, is_over(jobs.c.not_before, LONGEST_WAIT_SECONDS), jobs.c.slots <= bindparam("host_slots"))
+DUE = and_(
+    QUEUED,
+    _CLAIMABLE,
+    is_over(jobs.c.not_before, LONGEST_WAIT_SECONDS),
+    jobs.c.slots <= bindparam("host_slots"),
+)
 _HAS_LARGER_HOST = (
     exists()
     .where(jobs.c.host.is_(None), hosts.c.slots >= jobs.c.slots)
     .where(hosts.c.seen_at.between(database_time() - HOST_SECONDS, database_time() + HOST_SECONDS))
     .correlate(jobs)
 )
-# A job in its back-off is not due: what is decided for it changes nothing, and it would be claimed again at once.
+# A job in its back-off is not due: what is decided for it changes nothing, and it would be claimed
+# again at once.
 _TOO_LARGE = and_(
     QUEUED,
     _CLAIMABLE,
@@ -74,9 +91,12 @@ _NOW = select(database_time())
 _FREE: dict[str, Any] = {"lease_owner": None, "lease_token": None, "lease_expires_at": 0.0}
 
 
-def _claim_first(candidates: Sequence[Select[tuple[str]]], *still: ColumnElement[bool]) -> ReturningUpdate[Any]:
+def _claim_first(
+    candidates: Sequence[Select[tuple[str]]], *still: ColumnElement[bool]
+) -> ReturningUpdate[Any]:
     """Claim the first row of the first query in `candidates` that has rows, if `still` holds."""
-    # The condition stands twice: inside to find the row, outside so that only one of two concurrent claims gets it.
+    # The condition stands twice: inside to find the row, outside so that only one of two concurrent
+    # claims gets it.
     first = [rows.limit(1).scalar_subquery() for rows in candidates]
     return (
         update(jobs)
@@ -92,8 +112,11 @@ def _claim_first(candidates: Sequence[Select[tuple[str]]], *still: ColumnElement
 
 
 def _claim_active(*kinds: ColumnElement[bool]) -> ReturningUpdate[Any]:
-    """Claim a job that may need attention: of the first of these kinds that has one which is due."""
-    # `looked_at` in the future: the clock was set back since. Queries of their own, so that an index serves each.
+    """Claim a job that may need attention: of the first of these kinds that has one which is
+    due.
+    """
+    # `looked_at` in the future: the clock was set back since. Queries of their own, so that an
+    # index serves each.
     ahead = select(jobs.c.id).where(_MINE, _LOOKED_AHEAD).order_by(jobs.c.looked_at)
     due = [select(jobs.c.id).where(_MINE, _IDLE, kind).order_by(jobs.c.looked_at) for kind in kinds]
     return _claim_first([ahead, *due], _MINE, or_(_IDLE, _LOOKED_AHEAD))
@@ -111,7 +134,8 @@ _DUE_WITH_PROCESSES = (
 )
 _CLAIM_QUEUED = _claim_first([select(jobs.c.id).where(jobs.c.id == bindparam("job_id"))], DUE)
 _CLAIM_TOO_LARGE = _claim_first(
-    [select(jobs.c.id).where(_TOO_LARGE).order_by(jobs.c.priority.desc(), jobs.c.position)], _TOO_LARGE
+    [select(jobs.c.id).where(_TOO_LARGE).order_by(jobs.c.priority.desc(), jobs.c.position)],
+    _TOO_LARGE,
 )
 
 
@@ -119,27 +143,53 @@ class LeaseStore(StorePart):
     """Claims of jobs, changes under them, and slots."""
 
     def claim(
-        self, *, host: str, owner: str, lease_seconds: float, idle_seconds: float, new_first: bool = False
+        self,
+        *,
+        host: str,
+        owner: str,
+        lease_seconds: float,
+        idle_seconds: float,
+        new_first: bool = False,
     ) -> Claim | None:
         """Claim one job that may need attention: one compare-and-set statement.
 
-        Candidates: validating, running, or cancelled and still stopping; whose host is None or `host`; whose lease is
-        free or has expired; not looked at for `idle_seconds` (a request or a change of state resets that). One that is running
-        or stopping is taken before one that is being validated, with `new_first` after it; of several the one looked at longest
-        ago. A time further ahead than any that is written was stored before the clock was set back, and counts
+        Candidates: validating, running, or cancelled and still stopping; whose host is None or
+        `host`; whose lease is free or has expired; not looked at for `idle_seconds` (a request or a
+        change of state resets that). One that is running or stopping is taken before one that is
+        being validated, with `new_first` after it; of several the one looked at longest ago. A time
+        further ahead than any that is written was stored before the clock was set back, and counts
         as past. None may also mean that another process claimed the job in the same moment.
         """
         statement = _CLAIM_NEW_FIRST if new_first else _CLAIM
-        return self._claim(statement, for_host=host, owner=owner, lease_seconds=lease_seconds, idle_seconds=idle_seconds)
+        return self._claim(
+            statement,
+            for_host=host,
+            owner=owner,
+            lease_seconds=lease_seconds,
+            idle_seconds=idle_seconds,
+        )
 
-    def claim_queued(self, job_id: str, *, host: str, owner: str, lease_seconds: float, host_slots: int) -> Claim | None:
-        """Claim a queued job that the queue has chosen. None if it is not due any more, or another process has claimed it."""
-        values = {"for_host": host, "owner": owner, "lease_seconds": lease_seconds, "host_slots": host_slots}
+    def claim_queued(
+        self, job_id: str, *, host: str, owner: str, lease_seconds: float, host_slots: int
+    ) -> Claim | None:
+        """Claim a queued job that the queue has chosen.
+
+        None if it is not due any more, or another process has claimed it.
+        """
+        values = {
+            "for_host": host,
+            "owner": owner,
+            "lease_seconds": lease_seconds,
+            "host_slots": host_slots,
+        }
         return self._claim(_CLAIM_QUEUED, **values, job_id=job_id)
 
-    def claim_too_large(self, *, host: str, owner: str, lease_seconds: float, host_slots: int) -> Claim | None:
-        """Claim a due job that needs more slots than the host has, and than any other that may start it, and does not say so
-        yet."""
+    def claim_too_large(
+        self, *, host: str, owner: str, lease_seconds: float, host_slots: int
+    ) -> Claim | None:
+        """Claim a due job that needs more slots than the host has, and than any other that may
+        start it, and does not say so yet.
+        """
         values = {"for_host": host, "owner": owner, "lease_seconds": lease_seconds}
         return self._claim(_CLAIM_TOO_LARGE, **values, host_slots=host_slots)
 
@@ -154,8 +204,10 @@ class LeaseStore(StorePart):
         return Claim(job=to_job(found), token=token, now=now)
 
     def due_jobs(self, *, host: str, idle_seconds: float, most: int) -> tuple[list[Job], float]:
-        """Return jobs with processes that `claim` would give too, those looked at longest ago first, and the time. Nobody has
-        claimed them: whoever finds nothing to do for one says so by `looked_at`, and claims the others."""
+        """Return jobs with processes that `claim` would give too, those looked at longest ago
+        first, and the time. Nobody has claimed them: whoever finds nothing to do for one says so by
+        `looked_at`, and claims the others.
+        """
         values = {"for_host": host, "idle_seconds": idle_seconds, "most": most}
         with self._database.reading() as connection:
             rows = [dict(row) for row in connection.execute(_DUE_WITH_PROCESSES, values).mappings()]
@@ -163,7 +215,9 @@ class LeaseStore(StorePart):
         return [to_job(row) for row in rows], now
 
     def looked_at(self, job_ids: Sequence[str]) -> None:
-        """Note that nothing is to be done now for jobs of `due_jobs`, unless a user has asked something of them since."""
+        """Note that nothing is to be done now for jobs of `due_jobs`, unless a user has asked
+        something of them since.
+        """
         mine = (jobs.c.id.in_(job_ids), jobs.c.looked_at > 0.0)
         with self._database.writing() as connection:
             connection.execute(update(jobs).where(*mine).values(looked_at=database_time()))
@@ -174,11 +228,14 @@ class LeaseStore(StorePart):
             connection.execute(update(jobs).where(jobs.c.id == job_id).values(looked_at=0.0))
 
     def apply(self, claim: Claim, change: JobChange) -> bool:
-        """Store a change and end the lease. False, with nothing stored: the lease was lost, the job changed, a slot or the last
-        seat was taken, or the project would run too many ranks.
+        """Store a change and end the lease.
 
-        The lease ends either way, so that the job can be claimed again at once. Events with a `source` belong to the attempt of
-        `claim.job`. Columns of `change.job` that never change, such as id and request, are not written.
+        False, with nothing stored: the lease was lost, the job changed, a slot or the last seat was
+        taken, or the project would run too many ranks.
+
+        The lease ends either way, so that the job can be claimed again at once. Events with a
+        `source` belong to the attempt of `claim.job`. Columns of `change.job` that never change,
+        such as id and request, are not written.
         """
         assert change.job.id == claim.job.id, "a change is of the job that was claimed"
         try:
@@ -202,25 +259,32 @@ class LeaseStore(StorePart):
     def move_host(self, old: str, new: str) -> None:
         """Rename a host: its jobs, its slots and its engines are those of `new` from now on.
 
-        For a host that no reconciler claims jobs for any more. Slots that `new` has already given to others get other numbers.
+        For a host that no reconciler claims jobs for any more. Slots that `new` has already given
+        to others get other numbers.
         """
         with self._database.writing() as connection:
             numbers = select(slots.c.slot)
-            moved = list(connection.scalars(numbers.where(slots.c.host == old).order_by(slots.c.slot)))
+            moved = list(
+                connection.scalars(numbers.where(slots.c.host == old).order_by(slots.c.slot))
+            )
             taken = set(connection.scalars(numbers.where(slots.c.host == new)))
             free = (number for number in itertools.count() if number not in taken)
             for slot, number in zip(moved, free, strict=False):
                 row = (slots.c.host == old, slots.c.slot == slot)
                 connection.execute(update(slots).where(*row).values(host=new, slot=number))
             # A request that has read the job before would write the old host again.
-            connection.execute(update(jobs).where(jobs.c.host == old).values(host=new, version=jobs.c.version + 1))
+            connection.execute(
+                update(jobs).where(jobs.c.host == old).values(host=new, version=jobs.c.version + 1)
+            )
             connection.execute(update(engines).where(engines.c.host == old).values(host=new))
             connection.execute(delete(hosts).where(hosts.c.host == old))
         self._database.changed.set()
 
     def attempts_of(self, host: str) -> list[tuple[str, int]]:
         """Job and number of each attempt on a host whose end is not known."""
-        query = select(jobs.c.id, jobs.c.attempt).where(NEEDS_ATTENTION, jobs.c.host == host, jobs.c.attempt > 0)
+        query = select(jobs.c.id, jobs.c.attempt).where(
+            NEEDS_ATTENTION, jobs.c.host == host, jobs.c.attempt > 0
+        )
         with self._database.reading() as connection:
             return [(job_id, attempt) for job_id, attempt in connection.execute(query)]
 
@@ -228,7 +292,9 @@ class LeaseStore(StorePart):
         """Slot numbers that a job holds itself, ascending."""
         mine = (slots.c.job_id == job_id, slots.c.engine_id.is_(None))
         with self._database.reading() as connection:
-            return list(connection.scalars(select(slots.c.slot).where(*mine).order_by(slots.c.slot)))
+            return list(
+                connection.scalars(select(slots.c.slot).where(*mine).order_by(slots.c.slot))
+            )
 
 
 def _write_job(connection: Connection, claim: Claim, job: Job, rest_seconds: float) -> bool:
@@ -237,7 +303,11 @@ def _write_job(connection: Connection, claim: Claim, job: Job, rest_seconds: flo
         values["looked_at"] = 0.0
     elif rest_seconds:
         values["looked_at"] = claim.now + min(rest_seconds, LONGEST_REST_SECONDS)
-    guard = (jobs.c.id == claim.job.id, jobs.c.lease_token == claim.token, jobs.c.version == claim.job.version)
+    guard = (
+        jobs.c.id == claim.job.id,
+        jobs.c.lease_token == claim.token,
+        jobs.c.version == claim.job.version,
+    )
     return connection.execute(update(jobs).where(*guard).values(values)).rowcount == 1
 
 
@@ -265,27 +335,47 @@ def _write_rest(connection: Connection, claim: Claim, change: JobChange) -> None
     if change.new_engine is not None:
         insert_engine(connection, job, change.new_engine)
     if change.take_slots:
-        _take_slots(connection, job, change.take_slots, job.engine_id if change.new_engine is not None else None)
+        _take_slots(
+            connection,
+            job,
+            change.take_slots,
+            job.engine_id if change.new_engine is not None else None,
+        )
     if change.take_seat:
         take_seat(connection, job)
 
 
-def _take_slots(connection: Connection, job: Job, taken: Sequence[int], engine_id: str | None) -> None:
+def _take_slots(
+    connection: Connection, job: Job, taken: Sequence[int], engine_id: str | None
+) -> None:
     """Take slots for a job, or for the engine that it starts."""
     now = connection.scalars(_NOW).one()
-    mine = {"host": job.host, "project_id": job.project_id, "job_id": job.id, "attempt": job.attempt, "taken_at": now}
+    mine = {
+        "host": job.host,
+        "project_id": job.project_id,
+        "job_id": job.id,
+        "attempt": job.attempt,
+        "taken_at": now,
+    }
     mine |= {"engine_id": engine_id}
     try:
         connection.execute(insert(slots), [{"slot": slot, **mine} for slot in taken])
     except IntegrityError as error:
         raise _NoSlot from error
     connection.execute(update(jobs).where(jobs.c.id == job.id).values(taken_at=now))
-    # The lock on the project's row makes two processes that place jobs of one project count one after the other. key_share is
-    # compatible with the lock that the new slots' foreign key holds; a stronger one would deadlock.
-    of_project = select(projects.c.max_slots).where(projects.c.id == job.project_id).with_for_update(key_share=True)
+    # The lock on the project's row makes two processes that place jobs of one project count one
+    # after the other. key_share is compatible with the lock that the new slots' foreign key holds;
+    # a stronger one would deadlock.
+    of_project = (
+        select(projects.c.max_slots)
+        .where(projects.c.id == job.project_id)
+        .with_for_update(key_share=True)
+    )
     limit = connection.scalars(of_project).one()
     if limit is not None:
-        held = connection.scalars(select(func.count()).where(slots.c.project_id == job.project_id)).one()
+        held = connection.scalars(
+            select(func.count()).where(slots.c.project_id == job.project_id)
+        ).one()
         if held > limit:
             raise _NoSlot
 
@@ -298,8 +388,15 @@ def _release_slots(connection: Connection, job: Job) -> None:
     if not number:
         return
     seconds = exact(max(0.0, now - taken_at))
-    add_to_share(connection, job.project_id, number, seconds, now)  # locks the project first, as who stores a file does
+    add_to_share(
+        connection, job.project_id, number, seconds, now
+    )  # locks the project first, as who stores a file does
     add_use(connection, job.project_id, job.key_id, now, slot_seconds=number * seconds)
     connection.execute(delete(slots).where(*mine))
-    used = {"held_seconds": jobs.c.held_seconds + seconds, "slot_seconds": jobs.c.slot_seconds + number * seconds}
-    connection.execute(update(jobs).where(jobs.c.id == job.id).values(**used, taken_at=None, ends_at=None))
+    used = {
+        "held_seconds": jobs.c.held_seconds + seconds,
+        "slot_seconds": jobs.c.slot_seconds + number * seconds,
+    }
+    connection.execute(
+        update(jobs).where(jobs.c.id == job.id).values(**used, taken_at=None, ends_at=None)
+    )

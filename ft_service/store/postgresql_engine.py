@@ -1,8 +1,9 @@
-"""Connections to PostgreSQL that end though their server has fallen silent: a node that is lost, or a pooler that takes what
-it is sent and answers nothing.
+"""Connections to PostgreSQL that end though their server has fallen silent: a node that is lost, or
+a pooler that takes what it is sent and answers nothing.
 
-The server ends what takes too long, and does so for each transaction, since a pooler in transaction mode hands sessions on.
-The kernel ends a connection whose peer acknowledges nothing. What acknowledges and does not answer, only the client can tell.
+The server ends what takes too long, and does so for each transaction, since a pooler in transaction
+mode hands sessions on. The kernel ends a connection whose peer acknowledges nothing. What
+acknowledges and does not answer, only the client can tell.
 """
 
 from __future__ import annotations
@@ -16,8 +17,15 @@ from sqlalchemy import URL, Engine, create_engine, event
 
 ANSWER_SECONDS = 5.0
 """How much longer than a statement may take its answer is waited for."""
-_FULL = ("too many clients", "remaining connection slots", "too many connections", "no more connections allowed")
-"""Parts of the texts by which PostgreSQL and pgbouncer refuse a connection for their number. libpq tells no code of it."""
+_FULL = (
+    "too many clients",
+    "remaining connection slots",
+    "too many connections",
+    "no more connections allowed",
+)
+"""Parts of the texts by which PostgreSQL and pgbouncer refuse a connection for their number. libpq
+tells no code of it.
+"""
 _DEFAULTS: dict[str, Any] = {
     "keepalives_idle": 30,
     "keepalives_interval": 10,
@@ -33,8 +41,11 @@ class Patience:
     """How long the connections of an engine wait for their server. Shared between threads."""
 
     def __init__(self, begin_seconds: float, statement_seconds: float) -> None:
-        """`begin_seconds`: for the begin of a transaction, which shows whether the connection lives."""
-        self.begin_seconds, self.statement_seconds = begin_seconds, statement_seconds
+        """`begin_seconds`: for the begin of a transaction, which shows whether the connection
+        lives.
+        """
+        self.begin_seconds = begin_seconds
+        self.statement_seconds = statement_seconds
 
     def end_within(self, seconds: float) -> None:
         """Wait no longer than this for any answer, waits that have begun included."""
@@ -50,8 +61,11 @@ class _Connection(psycopg.Connection[Any]):
         try:
             return super().wait(_answered(gen, self.patience, begins), *args, **kwargs)
         except _SilentError as error:
-            self.pgconn.finish()  # tells SQLAlchemy that the connection is gone, and waits for nobody
-            raise psycopg.OperationalError(f"the server has not answered for {error.seconds:g} seconds") from None
+            # tells SQLAlchemy that the connection is gone, and waits for nobody
+            self.pgconn.finish()
+            raise psycopg.OperationalError(
+                f"the server has not answered for {error.seconds:g} seconds"
+            ) from None
 
 
 class _SilentError(Exception):
@@ -61,8 +75,9 @@ class _SilentError(Exception):
 
 
 def _answered(gen: Any, patience: Patience, begins: bool) -> Any:
-    """The generator of a wait, which raises once nothing has come from the server for too long. psycopg asks it ten times a
-    second at least."""
+    """The generator of a wait, which raises once nothing has come from the server for too long.
+    psycopg asks it ten times a second at least.
+    """
     try:
         wanted = next(gen)
         heard = time.monotonic()
@@ -79,13 +94,28 @@ def _answered(gen: Any, patience: Patience, begins: bool) -> Any:
 
 
 def new_engine(url: URL, patience: Patience, connect_seconds: int, **pool: Any) -> Engine:
-    """Return an engine whose driver begins no transactions by itself. Parameters of libpq in the URL go before ours."""
-    # Nothing prepared on the server: behind a pooler that gives each transaction another connection (pgbouncer), the name
-    # of a prepared statement is unknown, or another client's statement has it.
-    ours = {"connect_timeout": connect_seconds, **_DEFAULTS, "prepare_threshold": None, "autocommit": True}
-    engine = create_engine(url, connect_args={name: value for name, value in ours.items() if name not in url.query}, **pool)
+    """Return an engine whose driver begins no transactions by itself.
 
-    def connect(dialect: object, record: object, args: list[Any], parameters: dict[str, Any]) -> _Connection:
+    Parameters of libpq in the URL go before ours.
+    """
+    # Nothing prepared on the server: behind a pooler that gives each transaction another connection
+    # (pgbouncer), the name of a prepared statement is unknown, or another client's statement has
+    # it.
+    ours = {
+        "connect_timeout": connect_seconds,
+        **_DEFAULTS,
+        "prepare_threshold": None,
+        "autocommit": True,
+    }
+    engine = create_engine(
+        url,
+        connect_args={name: value for name, value in ours.items() if name not in url.query},
+        **pool,
+    )
+
+    def connect(
+        dialect: object, record: object, args: list[Any], parameters: dict[str, Any]
+    ) -> _Connection:
         connection = _Connection.connect(*args, **parameters)
         connection.patience = patience
         return cast(_Connection, connection)
@@ -95,11 +125,19 @@ def new_engine(url: URL, patience: Patience, connect_seconds: int, **pool: Any) 
 
 
 def begin_statement(statement_seconds: float, lock_seconds: float) -> str:
-    """Return what begins a transaction: one round trip, with limits that end with the transaction. A session whose client
-    is gone in the middle of one lets go of its locks."""
+    """Return what begins a transaction: one round trip, with limits that end with the transaction.
+
+    A session whose client is gone in the middle of one lets go of its locks.
+    """
     statement, lock = (round(1000 * seconds) for seconds in (statement_seconds, lock_seconds))
-    limits = {"statement_timeout": statement, "idle_in_transaction_session_timeout": statement, "lock_timeout": lock}
-    return "; ".join(["BEGIN", *(f"SET LOCAL {name} = {milliseconds}" for name, milliseconds in limits.items())])
+    limits = {
+        "statement_timeout": statement,
+        "idle_in_transaction_session_timeout": statement,
+        "lock_timeout": lock,
+    }
+    return "; ".join(
+        ["BEGIN", *(f"SET LOCAL {name} = {milliseconds}" for name, milliseconds in limits.items())]
+    )
 
 
 def is_full(error: BaseException | None) -> bool:

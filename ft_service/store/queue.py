@@ -1,6 +1,7 @@
 """Snapshots of the queue: waiting jobs, running jobs, the use of each project, and the known hosts.
 
-A reconciler's turn reads only the first jobs of each project, however many wait; forecasts read the whole queue.
+A reconciler's turn reads only the first jobs of each project, however many wait; forecasts read the
+whole queue.
 """
 
 from __future__ import annotations
@@ -42,15 +43,38 @@ from ft_service.rundir.engine import SeatSize
 from ft_service.store.database import StorePart, database_time, upsert
 from ft_service.store.leases import DUE, HOST_SECONDS
 from ft_service.store.rows import seat_of, shapes_of
-from ft_service.store.tables import LIVE, MEASURED, NEEDS_ATTENTION, QUEUED, SEATED, engines, hosts, jobs, projects, slots
+from ft_service.store.tables import (
+    LIVE,
+    MEASURED,
+    NEEDS_ATTENTION,
+    QUEUED,
+    SEATED,
+    engines,
+    hosts,
+    jobs,
+    projects,
+    slots,
+)
 
 OF_EACH_PROJECT = 16
-"""Waiting jobs of a project that a reconciler's turn reads: one to start, and others for slots that it cannot use."""
+"""Waiting jobs of a project that a reconciler's turn reads: one to start, and others for slots that
+it cannot use.
+"""
 _MEASURED_JOBS = 200
 """Number of newest jobs from which durations of others are estimated."""
 
 _EFFORT = ("base", "slots", "work", "planned_seconds", "left_seconds")
-_OF_WAITING = ("id", "project_id", "position", "priority", "not_before", "host", "pending", "nodes", "shapes")
+_OF_WAITING = (
+    "id",
+    "project_id",
+    "position",
+    "priority",
+    "not_before",
+    "host",
+    "pending",
+    "nodes",
+    "shapes",
+)
 _OF_SHARING = ("share_key", "fault_group", "sweep_id", "seat")
 
 
@@ -60,17 +84,30 @@ def _columns_of_waiting(table: FromClause) -> list[ColumnElement[Any]]:
 
 
 def _projects_in_queue() -> CTE:
-    """Return a query of the projects with queued jobs, and NULL. Each takes one step in the index, whatever the number of its
-    jobs."""
-    first = select(func.min(jobs.c.project_id).label("project")).where(QUEUED).cte("waiting", recursive=True)
-    following = select(func.min(jobs.c.project_id)).where(QUEUED, jobs.c.project_id > first.c.project).scalar_subquery()
+    """Return a query of the projects with queued jobs, and NULL.
+
+    Each takes one step in the index, whatever the number of its jobs.
+    """
+    first = (
+        select(func.min(jobs.c.project_id).label("project"))
+        .where(QUEUED)
+        .cte("waiting", recursive=True)
+    )
+    following = (
+        select(func.min(jobs.c.project_id))
+        .where(QUEUED, jobs.c.project_id > first.c.project)
+        .scalar_subquery()
+    )
     return first.union_all(select(following).where(first.c.project.is_not(None)))
 
 
 def _first_of_each_project(*, lateral: bool) -> Select[Any]:
-    """Return a query of the first due jobs of each project: for each, one step to the project in the index of its queue.
-    `lateral`: for PostgreSQL, which would compare a list of each project's with all jobs; SQLite knows no other way."""
-    in_queue, job = _projects_in_queue(), jobs.alias("job")
+    """Return a query of the first due jobs of each project: for each, one step to the project in
+    the index of its queue. `lateral`: for PostgreSQL, which would compare a list of each project's
+    with all jobs; SQLite knows no other way.
+    """
+    in_queue = _projects_in_queue()
+    job = jobs.alias("job")
     may_have = or_(
         projects.c.max_slots.is_(None),
         jobs.c.slots <= projects.c.max_slots,
@@ -110,7 +147,9 @@ _RUNNING = (
     )
     .join(jobs, jobs.c.id == slots.c.job_id)
     .where(slots.c.engine_id.is_(None))
-    .group_by(slots.c.host, jobs.c.id, jobs.c.project_id, jobs.c.priority, jobs.c.ends_at, jobs.c.phase)
+    .group_by(
+        slots.c.host, jobs.c.id, jobs.c.project_id, jobs.c.priority, jobs.c.ends_at, jobs.c.phase
+    )
 )
 _MEASURED = (
     select(*_EFFORTS, jobs.c.held_seconds, jobs.c.slot_seconds)
@@ -122,9 +161,14 @@ _UNDER_WAY = (
     select(
         *_EFFORTS,
         (jobs.c.held_seconds + jobs.c.ends_at - jobs.c.taken_at).label("held_seconds"),
-        (jobs.c.slot_seconds + jobs.c.slots * (jobs.c.ends_at - jobs.c.taken_at)).label("slot_seconds"),
+        (jobs.c.slot_seconds + jobs.c.slots * (jobs.c.ends_at - jobs.c.taken_at)).label(
+            "slot_seconds"
+        ),
     )
-    .where(jobs.c.phase == literal_column(f"'{Phase.TRAINING.value}'"), jobs.c.left_seconds.is_not(None))
+    .where(
+        jobs.c.phase == literal_column(f"'{Phase.TRAINING.value}'"),
+        jobs.c.left_seconds.is_not(None),
+    )
     .where(jobs.c.ends_at.is_not(None), jobs.c.taken_at.is_not(None), jobs.c.engine_id.is_(None))
     .limit(_MEASURED_JOBS)
 )
@@ -141,9 +185,9 @@ _ENGINES = select(
     ),
 ).where(LIVE)
 _SEATS = select(jobs.c.engine_id, jobs.c.seat).where(SEATED)
-_COMPANIONS = select(jobs.c.project_id, jobs.c.share_key, jobs.c.fault_group, func.count().label("number")).where(
-    or_(QUEUED, NEEDS_ATTENTION), jobs.c.share_key.is_not(None)
-)
+_COMPANIONS = select(
+    jobs.c.project_id, jobs.c.share_key, jobs.c.fault_group, func.count().label("number")
+).where(or_(QUEUED, NEEDS_ATTENTION), jobs.c.share_key.is_not(None))
 _VALIDATING = (
     select(jobs.c.sweep_id, func.count().label("number"))
     .where(NEEDS_ATTENTION, jobs.c.state == State.VALIDATING.value, jobs.c.sweep_id.is_not(None))
@@ -164,19 +208,28 @@ class QueueStore(StorePart):
 
     def silent_hosts(self) -> list[str]:
         """Hosts whose last announcement is longer ago than they count."""
-        lately = hosts.c.seen_at.between(database_time() - HOST_SECONDS, database_time() + HOST_SECONDS)
+        lately = hosts.c.seen_at.between(
+            database_time() - HOST_SECONDS, database_time() + HOST_SECONDS
+        )
         with self._database.reading() as connection:
-            return list(connection.scalars(select(hosts.c.host).where(~lately).order_by(hosts.c.host)))
+            return list(
+                connection.scalars(select(hosts.c.host).where(~lately).order_by(hosts.c.host))
+            )
 
-    def snapshot_for(self, name: str, host: Host, paces: Paces, *, new_engines: bool = False) -> QueueSnapshot:
-        """Return the first due jobs of each project that may start on a host and are not claimed; without those that need more
-        slots than their project may have, which would hide the jobs behind them. `new_engines`: whether jobs may start engines
-        there, and join them."""
+    def snapshot_for(
+        self, name: str, host: Host, paces: Paces, *, new_engines: bool = False
+    ) -> QueueSnapshot:
+        """Return the first due jobs of each project that may start on a host and are not claimed;
+        without those that need more slots than their project may have, which would hide the jobs
+        behind them. `new_engines`: whether jobs may start engines there, and join them.
+        """
         with self._database.reading() as connection:
             now, running, shares, live = _read_running(connection)
             unlimited = _within_limits({engine.sharing.project for engine in live}, running, shares)
             first = _FIRST_OF_EACH_PROJECT[connection.dialect.name]
-            rows = connection.execute(first, {"for_host": name, "host_slots": host.slots, "unlimited": unlimited}).mappings()
+            rows = connection.execute(
+                first, {"for_host": name, "host_slots": host.slots, "unlimited": unlimited}
+            ).mappings()
             waiting = [_waiting(row, paces) for row in rows]
             if new_engines and any(job.sharing is not None for job in waiting):
                 waiting = _with_company(connection, waiting)
@@ -199,32 +252,47 @@ class QueueStore(StorePart):
             announced = connection.execute(select(hosts).where(lately).order_by(hosts.c.host))
             known = {row.host: Host(slots=row.slots) for row in announced}
             waiting = [_waiting(row, paces) for row in connection.execute(query).mappings()]
-        return QueueSnapshot(now=now, hosts=known, waiting=waiting, running=running, shares=shares, engines=live)
+        return QueueSnapshot(
+            now=now, hosts=known, waiting=waiting, running=running, shares=shares, engines=live
+        )
 
     def measured_jobs(self) -> list[MeasuredJob]:
-        """Return the newest succeeded jobs with their planned and real durations; if there are few, also running jobs with
-        their expected durations."""
+        """Return the newest succeeded jobs with their planned and real durations; if there are few,
+        also running jobs with their expected durations.
+        """
         with self._database.reading() as connection:
             rows = list(connection.execute(_MEASURED).mappings())
             if len(rows) < ENOUGH:  # less exact: the time after the last step is unknown
                 rows += connection.execute(_UNDER_WAY).mappings()
-        return [MeasuredJob(_effort(row), row["held_seconds"], row["slot_seconds"]) for row in rows if row["held_seconds"]]
+        return [
+            MeasuredJob(_effort(row), row["held_seconds"], row["slot_seconds"])
+            for row in rows
+            if row["held_seconds"]
+        ]
 
 
-def _within_limits(sharing: set[str], running: Sequence[RunningJob], shares: Mapping[str, Share]) -> list[str]:
-    """Of the projects with live engines, whose jobs may need no slots, those that hold no more than they may."""
+def _within_limits(
+    sharing: set[str], running: Sequence[RunningJob], shares: Mapping[str, Share]
+) -> list[str]:
+    """Of the projects with live engines, whose jobs may need no slots, those that hold no more than
+    they may.
+    """
     held = Counter[str]()
     for job in running:
         held[job.project] += job.slots
     limits = {project: shares[project].max_slots for project in sharing if project in shares}
-    return sorted(project for project, limit in limits.items() if limit is None or held[project] <= limit)
+    return sorted(
+        project for project, limit in limits.items() if limit is None or held[project] <= limit
+    )
 
 
 _Running = tuple[float, list[RunningJob], dict[str, Share], list[LiveEngine]]
 
 
 def _read_running(connection: Connection) -> _Running:
-    """Return database time, the running jobs and engines as holders of slots, every project's share, and the engines."""
+    """Return database time, the running jobs and engines as holders of slots, every project's
+    share, and the engines.
+    """
     now = connection.scalars(select(database_time())).one()
     rows = connection.execute(_RUNNING).mappings().all()
     live = connection.execute(_ENGINES).mappings().all()
@@ -234,7 +302,9 @@ def _read_running(connection: Connection) -> _Running:
     for row in live:
         used_now[row["project_id"]] += accrued(row["ranks"], now - row["created_at"])
     shares = {
-        row.id: Share(used=remembered(row.used, now - row.used_at) + used_now[row.id], max_slots=row.max_slots)
+        row.id: Share(
+            used=remembered(row.used, now - row.used_at) + used_now[row.id], max_slots=row.max_slots
+        )
         for row in connection.execute(_SHARES)
     }
     seats: dict[str, list[SeatSize | None]] = defaultdict(list)
@@ -246,14 +316,21 @@ def _read_running(connection: Connection) -> _Running:
 
 
 def _with_company(connection: Connection, waiting: Sequence[QueuedJob]) -> list[QueuedJob]:
-    """The jobs with `company`: waiting and running jobs that share, and those of the same sweep that are still validated."""
+    """The jobs with `company`: waiting and running jobs that share, and those of the same sweep
+    that are still validated.
+    """
     grouped = _COMPANIONS.group_by(jobs.c.project_id, jobs.c.share_key, jobs.c.fault_group)
     number = {Sharing(*row[:3]): row.number for row in connection.execute(grouped)}
     validated = {row.sweep_id: row.number for row in connection.execute(_VALIDATING)}
     return [
         job
         if job.sharing is None
-        else replace(job, company=number.get(job.sharing, 1) - 1 + (validated.get(job.sweep, 0) if job.sweep else 0))
+        else replace(
+            job,
+            company=number.get(job.sharing, 1)
+            - 1
+            + (validated.get(job.sweep, 0) if job.sweep else 0),
+        )
         for job in waiting
     ]
 
@@ -328,4 +405,6 @@ def _sharing(row: RowMapping) -> Sharing | None:
 
 
 def _effort(row: RowMapping) -> Effort:
-    return Effort(row["base"], row["slots"], row["work"], row["planned_seconds"], row["left_seconds"])
+    return Effort(
+        row["base"], row["slots"], row["work"], row["planned_seconds"], row["left_seconds"]
+    )

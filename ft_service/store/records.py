@@ -1,4 +1,7 @@
-"""Records of the store. Every row belongs to a project; times are seconds since the epoch on the database's clock."""
+"""Records of the store.
+
+Every row belongs to a project; times are seconds since the epoch on the database's clock.
+"""
 
 from __future__ import annotations
 
@@ -10,8 +13,10 @@ from ft_service.jobs.states import Job
 from ft_service.rundir.events import Metrics
 
 Scope = Literal["admin", "submit", "user", "read", "metrics"]
-"""admin: everything in its project, and in the first project also all projects of its organisation; submit (user, in earlier
-versions): all but who else may use its models; read: nothing but looking; metrics: only GET /metrics, of all projects."""
+"""admin: everything in its project, and in the first project also all projects of its organisation;
+submit (user, in earlier versions): all but who else may use its models; read: nothing but looking;
+metrics: only GET /metrics, of all projects.
+"""
 Order = Literal["asc", "desc"]
 Item = TypeVar("Item")
 
@@ -31,7 +36,9 @@ class ApiKey:
     last_used_at: float | None = None
     revoked_at: float | None = None
     identity: str | None = None
-    """Issuer and subject of a person who signs in by single sign-on, whom no secret stands for; None: an ordinary key."""
+    """Issuer and subject of a person who signs in by single sign-on, whom no secret stands for;
+    None: an ordinary key.
+    """
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -43,7 +50,9 @@ class TenantLimits:
     max_queued: int | None = None
     """Number of waiting jobs."""
     max_bytes: int | None = None
-    """Bytes of all files. Weights are saved by name (Tinker's clients) while these with the files are fewer."""
+    """Bytes of all files. Weights are saved by name (Tinker's clients) while these with the files
+    are fewer.
+    """
     max_requests_per_minute: int | None = None
     """Requests with any of its keys, to all API processes that share a PostgreSQL."""
     max_priority: int | None = None
@@ -131,7 +140,9 @@ class File:
 
 @dataclass(frozen=True, kw_only=True)
 class NewEvent:
-    """An event to store. `source`: (segment, line) that it was read from; None for the service's own events."""
+    """An event to store. `source`: (segment, line) that it was read from; None for the service's
+    own events.
+    """
 
     level: Literal["info", "warn", "error"]
     message: str
@@ -176,7 +187,10 @@ class Reported:
 
 @dataclass(frozen=True, kw_only=True)
 class Checkpoint:
-    """A complete checkpoint of a job. `name`: its folder below `checkpoints/` of the run directory."""
+    """A complete checkpoint of a job.
+
+    `name`: its folder below `checkpoints/` of the run directory.
+    """
 
     id: str
     project_id: str
@@ -208,7 +222,9 @@ class Claim:
 
 @dataclass(frozen=True)
 class NewEngine:
-    """An engine that a job starts, whose id is `Job.engine_id`: it holds the slots that the job takes."""
+    """An engine that a job starts, whose id is `Job.engine_id`: it holds the slots that the job
+    takes.
+    """
 
     most_seats: int
     """Most jobs that it trains at once."""
@@ -225,16 +241,21 @@ class JobChange:
     checkpoints: Sequence[Checkpoint] = ()
     files: Sequence[File] = ()
     take_slots: Sequence[int] = ()
-    """Slot numbers of `job.host` to allocate to `job.attempt`; if one is taken, nothing is stored."""
+    """Slot numbers of `job.host` to allocate to `job.attempt`; if one is taken, nothing is
+    stored.
+    """
     new_engine: NewEngine | None = None
     """The engine that takes these slots in place of the job; None: none."""
     take_seat: bool = False
-    """Whether the job takes a seat in the engine `job.engine_id`; if none is free there, nothing is stored."""
+    """Whether the job takes a seat in the engine `job.engine_id`; if none is free there, nothing is
+    stored.
+    """
     release_slots: bool = False
     """Whether the job's slots, or its seat, become free."""
     rest_seconds: float = 0.0
-    """How long the job need not be looked at, unless it changes or `look_again` is called; at most LONGEST_REST_SECONDS of
-    leases.py."""
+    """How long the job need not be looked at, unless it changes or `look_again` is called; at most
+    LONGEST_REST_SECONDS of leases.py.
+    """
 
 
 UPLOAD_PREFIX = "upload_"
@@ -300,7 +321,9 @@ class WebhookEndpoint:
     secret: str = field(default="", repr=False)
     """`whsec_…`, which signs deliveries."""
     old_secret: str | None = field(default=None, repr=False)
-    """Previous secret, which signs deliveries too until `old_secret_expires_at`; None: not valid any more."""
+    """Previous secret, which signs deliveries too until `old_secret_expires_at`; None: not valid
+    any more.
+    """
     old_secret_expires_at: float | None = None
     created_at: float = 0.0
     updated_at: float = 0.0
@@ -346,7 +369,9 @@ class ServiceStatistics:
     oldest_queued_seconds: float
     """Waiting time of the job that waits longest; 0: no job waits."""
     overdue_seconds: float
-    """Time since the last look at the job that was looked at longest ago, of those that need attention; 0: there is none."""
+    """Time since the last look at the job that was looked at longest ago, of those that need
+    attention; 0: there is none.
+    """
     slots_in_use: dict[str, int]
     """Host → slots that jobs hold."""
     engines: int

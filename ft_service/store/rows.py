@@ -33,9 +33,19 @@ JOB = [jobs.c.spec if field.name == "stored_spec" else jobs.c[field.name] for fi
 EVENT = columns_of(StoredEvent, events)
 CHECKPOINT = columns_of(Checkpoint, checkpoints)
 
-# A job's request never changes after its creation; its spec changes only where "auto" is replaced. Leases, the time of queueing
-# and use are written elsewhere.
-_REQUEST = {"id", "project_id", "created_at", "request", "stored_spec", "max_seconds", "key_id", "sweep_id", "sweep_values"}
+# A job's request never changes after its creation; its spec changes only where "auto" is replaced.
+# Leases, the time of queueing and use are written elsewhere.
+_REQUEST = {
+    "id",
+    "project_id",
+    "created_at",
+    "request",
+    "stored_spec",
+    "max_seconds",
+    "key_id",
+    "sweep_id",
+    "sweep_values",
+}
 _FIELDS = [field.name for field in fields(Job)]
 _REASONS = {reason.value: reason for reason in Reason}
 """By value, so that a job is not hidden by a reason that a later version has added."""
@@ -109,7 +119,9 @@ def checkpoint_row(checkpoint: Checkpoint) -> dict[str, Any]:
 
 
 def event_row(event: NewEvent, job: Job, now: float) -> dict[str, Any]:
-    """Row of an event. `job`: as it was when the event was read, so that its attempt is the one that wrote the event."""
+    """Row of an event. `job`: as it was when the event was read, so that its attempt is the one
+    that wrote the event.
+    """
     segment, line = event.source or (None, None)
     return {
         "id": new_id("ftevent-"),
@@ -126,9 +138,11 @@ def event_row(event: NewEvent, job: Job, now: float) -> dict[str, Any]:
 
 
 def insert_events(connection: Connection, job: Job, new: Sequence[NewEvent]) -> None:
-    """Store the service's own events of a job, whose row is locked until the end of the transaction, as by all who store
-    events: on PostgreSQL an event's position is given before its transaction ends, and who follows a job's events would never
-    see one that becomes visible behind a later one."""
+    """Store the service's own events of a job, whose row is locked until the end of the
+    transaction, as by all who store events: on PostgreSQL an event's position is given before its
+    transaction ends, and who follows a job's events would never see one that becomes visible behind
+    a later one.
+    """
     connection.execute(select(jobs.c.id).where(jobs.c.id == job.id).with_for_update(key_share=True))
     now = connection.scalars(select(database_time())).one()
     connection.execute(insert(events), [event_row(event, job, now) for event in new])
@@ -138,12 +152,19 @@ def not_found(noun: str, row_id: str) -> NotFoundError:
     return NotFoundError(f"There is no {noun} {row_id!r} in this project.")
 
 
-def cursor(connection: Connection, column: ColumnElement[int], *where: ColumnElement[bool], after: str) -> int:
-    """Value of `column` in the row that `after` names. Raises SpecError if the list has no such row."""
+def cursor(
+    connection: Connection, column: ColumnElement[int], *where: ColumnElement[bool], after: str
+) -> int:
+    """Value of `column` in the row that `after` names.
+
+    Raises SpecError if the list has no such row.
+    """
     found = connection.scalars(select(column).where(*where)).one_or_none()
     if found is None:
         raise SpecError(
-            f"after = {after!r}: this list has no such item; use the id of an item of the previous page.", param="after"
+            f"after = {after!r}: this list has no such item; use the id of an item of the "
+            "previous page.",
+            param="after",
         )
     return found
 
@@ -161,7 +182,10 @@ class Listing:
     newest_first: bool = True
 
     def apply(self, connection: Connection, query: Select[Any], after: str | None) -> Select[Any]:
-        """The query in this order, behind the row `after`. Raises SpecError if the list has no such row."""
+        """The query in this order, behind the row `after`.
+
+        Raises SpecError if the list has no such row.
+        """
         query = query.order_by(self.place.desc() if self.newest_first else self.place.asc())
         if after is None:
             return query
@@ -169,7 +193,9 @@ class Listing:
         return query.where(self.place < last if self.newest_first else self.place > last)
 
 
-def page(connection: Connection, query: Select[Any], limit: int, record: Callable[[RowMapping], Item]) -> Page[Item]:
+def page(
+    connection: Connection, query: Select[Any], limit: int, record: Callable[[RowMapping], Item]
+) -> Page[Item]:
     """The first `limit` rows of a query. One more is read, to know whether there are more."""
     rows = connection.execute(query.limit(limit + 1)).mappings().all()
     return Page(data=[record(row) for row in rows[:limit]], has_more=len(rows) > limit)

@@ -52,17 +52,22 @@ log = logging.getLogger(__name__)
 MIGRATION_LOCK = 7_316_004_150
 """Any number that no other application uses as an advisory lock in the same PostgreSQL database."""
 MIGRATION_SECONDS = 3600.0
-"""How long a statement of a migration may take, and how long one waits for another process's, or for tables in use."""
+"""How long a statement of a migration may take, and how long one waits for another process's, or
+for tables in use.
+"""
 TABLE_LOCK_SECONDS = 5.0
-"""How long a migration waits for a table that a transaction uses; everybody else waits behind it. Then it begins again."""
+"""How long a migration waits for a table that a transaction uses; everybody else waits behind it.
+
+Then it begins again.
+"""
 _TRY_AGAIN_SECONDS = 5.0
 
 
 class Store(Database):
     """All records of the service. Safe to share between threads, but not across a fork.
 
-    Methods raise NotFoundError for a row that does not exist or belongs to another project, and UnavailableError if the
-    database does not answer. Every read by a user names the project.
+    Methods raise NotFoundError for a row that does not exist or belongs to another project, and
+    UnavailableError if the database does not answer. Every read by a user names the project.
     """
 
     def __init__(self, url: str, limits: DatabaseLimits | None = None) -> None:
@@ -94,16 +99,23 @@ class Store(Database):
 
     def statistics(self) -> ServiceStatistics:
         """Numbers over all projects, each from one statement that an index answers."""
-        by_state = select(jobs.c.state, func.coalesce(jobs.c.reason, ""), func.count()).group_by(jobs.c.reason, jobs.c.state)
+        by_state = select(jobs.c.state, func.coalesce(jobs.c.reason, ""), func.count()).group_by(
+            jobs.c.reason, jobs.c.state
+        )
         by_host = select(slots.c.host, func.count()).group_by(slots.c.host)
         waiting = select(database_time() - func.min(jobs.c.queued_at)).where(QUEUED)
-        overdue = select(database_time() - func.min(jobs.c.looked_at)).where(NEEDS_ATTENTION, jobs.c.looked_at > 0)
-        live, seats = select(func.count()).select_from(engines).where(LIVE), select(func.count()).where(SEATED)
+        overdue = select(database_time() - func.min(jobs.c.looked_at)).where(
+            NEEDS_ATTENTION, jobs.c.looked_at > 0
+        )
+        live = select(func.count()).select_from(engines).where(LIVE)
+        seats = select(func.count()).where(SEATED)
         kept = select(func.coalesce(func.sum(files.c.bytes), 0)).where(files.c.freed_at.is_(None))
         unsent = select(func.count()).select_from(webhook_deliveries).where(UNSENT)
         with self.reading() as connection:
             return ServiceStatistics(
-                jobs={(state, reason): count for state, reason, count in connection.execute(by_state)},
+                jobs={
+                    (state, reason): count for state, reason, count in connection.execute(by_state)
+                },
                 oldest_queued_seconds=max(0.0, connection.scalars(waiting).one() or 0.0),
                 overdue_seconds=max(0.0, connection.scalars(overdue).one() or 0.0),
                 slots_in_use={row[0]: row[1] for row in connection.execute(by_host)},
@@ -114,29 +126,38 @@ class Store(Database):
             )
 
     def check(self) -> None:
-        """Raise UnavailableError unless the database answers and has the schema of this version or a newer one, which only adds
-        to it."""
+        """Raise UnavailableError unless the database answers and has the schema of this version or
+        a newer one, which only adds to it.
+        """
         with self.reading() as connection:
             heads = MigrationContext.configure(connection).get_current_heads()
         wanted = _newest_revisions()
         if heads != wanted and not _is_newer(heads):
             raise UnavailableError(
-                f"The database has schema {_named(heads)}, and this version of the service needs {_named(wanted)}. Bring it up "
+                f"The database has schema {_named(heads)}, and this version of the service needs "
+                f"{_named(wanted)}. Bring it up "
                 "to date: ft migrate"
             )
 
 
 def open_store(url: str, limits: DatabaseLimits | None = None) -> Store:
-    """A store on a database URL (see Settings.database_url). It connects on first use. `limits`: None: the defaults."""
+    """A store on a database URL (see Settings.database_url).
+
+    It connects on first use. `limits`: None: the defaults.
+    """
     return Store(url, limits)
 
 
 def migrate(url: str) -> None:
-    """Bring a database to this version's schema; without effect if it has that or a newer one. Of several processes one does it
-    while the others wait. A process killed half-way leaves the schema unchanged. Raises UnavailableError if the database does
-    not answer, or its tables are in use for MIGRATION_SECONDS."""
+    """Bring a database to this version's schema; without effect if it has that or a newer one.
+
+    Of several processes one does it while the others wait. A process killed half-way leaves the
+    schema unchanged. Raises UnavailableError if the database does not answer, or its tables are in
+    use for MIGRATION_SECONDS.
+    """
     limits = DatabaseLimits(statement_seconds=MIGRATION_SECONDS, lock_seconds=MIGRATION_SECONDS)
-    database, ends = Database(url, limits), time.monotonic() + MIGRATION_SECONDS
+    database = Database(url, limits)
+    ends = time.monotonic() + MIGRATION_SECONDS
     try:
         while True:
             try:
@@ -144,9 +165,15 @@ def migrate(url: str) -> None:
                     _upgrade(connection)
                 return
             except UnavailableError as error:
-                if not database.is_shared or error.code != "database_locked" or time.monotonic() > ends:
+                if (
+                    not database.is_shared
+                    or error.code != "database_locked"
+                    or time.monotonic() > ends
+                ):
                     raise
-                log.warning("the migration waits for a table that a transaction uses: %s", error.message)
+                log.warning(
+                    "the migration waits for a table that a transaction uses: %s", error.message
+                )
             time.sleep(_TRY_AGAIN_SECONDS)
     finally:
         database.close()
@@ -157,7 +184,9 @@ def _upgrade(connection: Connection) -> None:
         connection.execute(text("SELECT pg_advisory_xact_lock(:lock)"), {"lock": MIGRATION_LOCK})
         connection.execute(text(f"SET LOCAL lock_timeout = {round(1000 * TABLE_LOCK_SECONDS)}"))
     if _is_newer(MigrationContext.configure(connection).get_current_heads()):
-        log.warning("the database has the schema of a newer version of the service; it stays as it is")
+        log.warning(
+            "the database has the schema of a newer version of the service; it stays as it is"
+        )
         return
     config = alembic_config()
     config.attributes["connection"] = connection
@@ -179,11 +208,16 @@ def _newest_revisions() -> tuple[str, ...]:
 
 @cache
 def _known_revisions() -> frozenset[str]:
-    return frozenset(script.revision for script in ScriptDirectory.from_config(alembic_config()).walk_revisions())
+    return frozenset(
+        script.revision for script in ScriptDirectory.from_config(alembic_config()).walk_revisions()
+    )
 
 
 def _is_newer(found: tuple[str, ...]) -> bool:
-    """Whether a later release made the schema. During a roll-out or a roll-back, older processes start on it too."""
+    """Whether a later release made the schema.
+
+    During a roll-out or a roll-back, older processes start on it too.
+    """
     return bool(set(found) - _known_revisions())
 
 

@@ -1,8 +1,10 @@
-"""The schema: every table, its constraints and the indexes that keep claims and lists flat. `migrations/` creates the same.
+"""The schema: every table, its constraints and the indexes that keep claims and lists flat.
 
-Rows of jobs, files and events have a `position` that rises with creation: lists and cursors go by it, because two rows can
-share a time. Conditions of partial indexes are written with literals, since SQLite uses such an index only for a query that
-says the same.
+`migrations/` creates the same.
+
+Rows of jobs, files and events have a `position` that rises with creation: lists and cursors go by
+it, because two rows can share a time. Conditions of partial indexes are written with literals,
+since SQLite uses such an index only for a query that says the same.
 """
 
 from __future__ import annotations
@@ -45,7 +47,12 @@ def _id() -> Column[str]:
 
 
 def _position() -> Column[int]:
-    return Column("position", BigInteger().with_variant(Integer, "sqlite"), primary_key=True, autoincrement=True)
+    return Column(
+        "position",
+        BigInteger().with_variant(Integer, "sqlite"),
+        primary_key=True,
+        autoincrement=True,
+    )
 
 
 def _project() -> Column[str]:
@@ -72,10 +79,12 @@ projects = Table(
     Column("limits", StorableJson),
     # Ranks that it may run at once; NULL: no limit.
     Column("max_slots", Integer),
-    # Slot-seconds that it has used and that are not forgotten, as of used_at (ft_service/jobs/queue.py).
+    # Slot-seconds that it has used and that are not forgotten, as of used_at
+    # (ft_service/jobs/queue.py).
     Column("used", Double, nullable=False, server_default="0"),
     Column("used_at", Double, nullable=False, server_default="0"),
-    # Bytes of the commands and saved weights of its Tinker models, counted now and then if it has a limit of bytes.
+    # Bytes of the commands and saved weights of its Tinker models, counted now and then if it has a
+    # limit of bytes.
     Column("model_bytes", BigInteger, nullable=False, server_default="0"),
 )
 
@@ -94,7 +103,8 @@ keys = Table(
     Column("expires_at", Double),
     Column("last_used_at", Double),
     Column("revoked_at", Double),
-    # Of a person who signs in by single sign-on: issuer and subject. No secret opens such a key, only a session. NULL: a key.
+    # Of a person who signs in by single sign-on: issuer and subject. No secret opens such a key,
+    # only a session. NULL: a key.
     Column("identity", StorableText),
 )
 Index(None, keys.c.project_id)
@@ -127,11 +137,20 @@ files = Table(
     sqlite_autoincrement=True,
 )
 VISIBLE = files.c.deleted_at.is_(None)
-TO_FREE = and_(files.c.freed_at.is_(None), or_(files.c.deleted_at.is_not(None), files.c.expires_at.is_not(None)))
+TO_FREE = and_(
+    files.c.freed_at.is_(None),
+    or_(files.c.deleted_at.is_not(None), files.c.expires_at.is_not(None)),
+)
 Index(None, files.c.project_id, files.c.position, sqlite_where=VISIBLE, postgresql_where=VISIBLE)
 Index("ix_files_to_free", files.c.expires_at, sqlite_where=TO_FREE, postgresql_where=TO_FREE)
 KEYED_FILE = files.c.idempotency_key.is_not(None)
-Index("ix_files_key", files.c.idempotency_key, unique=True, sqlite_where=KEYED_FILE, postgresql_where=KEYED_FILE)
+Index(
+    "ix_files_key",
+    files.c.idempotency_key,
+    unique=True,
+    sqlite_where=KEYED_FILE,
+    postgresql_where=KEYED_FILE,
+)
 
 jobs = Table(
     "jobs",
@@ -148,10 +167,12 @@ jobs = Table(
     Column("generation", Integer, nullable=False),
     Column("signalled", Integer, nullable=False),
     Column("priority", Integer, nullable=False),
-    # Of all nodes together; of a job that may have more or fewer, as its newest attempt has or its next one must.
+    # Of all nodes together; of a job that may have more or fewer, as its newest attempt has or its
+    # next one must.
     Column("slots", Integer, nullable=False),
     Column("nodes", Integer, nullable=False),
-    # [[nodes, ranks of each], …] that it may have, the largest first; NULL: only the one that its spec says.
+    # [[nodes, ranks of each], …] that it may have, the largest first; NULL: only the one that its
+    # spec says.
     Column("shapes", StorableJson),
     # Bytes that a rank needs; NULL: not known.
     Column("host", StorableText),
@@ -180,11 +201,13 @@ jobs = Table(
     Column("ends_at", Double),
     # Since when its attempt holds slots; NULL: it holds none.
     Column("taken_at", Double),
-    # For how long it held slots, and times their number: over its attempts that have given them back.
+    # For how long it held slots, and times their number: over its attempts that have given them
+    # back.
     Column("held_seconds", Double, nullable=False, server_default="0"),
     Column("slot_seconds", Double, nullable=False, server_default="0"),
     Column("seen_tokens", BigInteger, nullable=False, server_default="0"),
-    # The sweep that it is one of (ft_service/store/sweeps.py), and what it has of its own there; NULL: it is alone.
+    # The sweep that it is one of (ft_service/store/sweeps.py), and what it has of its own there;
+    # NULL: it is alone.
     Column("sweep_id", StorableText),
     Column("sweep_values", StorableJson),
     Column("sweep_course", StorableJson),
@@ -211,10 +234,16 @@ jobs = Table(
     sqlite_autoincrement=True,
 )
 # A job has processes, or may have, as long as it has a phase.
-NEEDS_ATTENTION = or_(jobs.c.phase.is_not(None), jobs.c.state == literal_column(f"'{State.VALIDATING.value}'"))
+NEEDS_ATTENTION = or_(
+    jobs.c.phase.is_not(None), jobs.c.state == literal_column(f"'{State.VALIDATING.value}'")
+)
 QUEUED = jobs.c.state == literal_column(f"'{State.QUEUED.value}'")
-WAITING = jobs.c.state.in_([literal_column(f"'{state.value}'") for state in (State.VALIDATING, State.QUEUED)])
-MEASURED = and_(jobs.c.state == literal_column(f"'{State.SUCCEEDED.value}'"), jobs.c.work.is_not(None))
+WAITING = jobs.c.state.in_(
+    [literal_column(f"'{state.value}'") for state in (State.VALIDATING, State.QUEUED)]
+)
+MEASURED = and_(
+    jobs.c.state == literal_column(f"'{State.SUCCEEDED.value}'"), jobs.c.work.is_not(None)
+)
 UNFINISHED = or_(jobs.c.finished_at.is_(None), jobs.c.phase.is_not(None))
 ENDED = and_(jobs.c.finished_at.is_not(None), jobs.c.deleted_at.is_(None))
 UNTRIMMED = and_(jobs.c.finished_at.is_not(None), jobs.c.trimmed_at.is_(None))
@@ -222,8 +251,19 @@ DELETED = jobs.c.deleted_at.is_not(None)
 Index(None, jobs.c.project_id, jobs.c.position)
 # By reason first: led by the state, SQLite would take it for the queue too, and sort.
 Index("ix_jobs_reason_state", jobs.c.reason, jobs.c.state)
-Index("ix_jobs_attention", jobs.c.looked_at, sqlite_where=NEEDS_ATTENTION, postgresql_where=NEEDS_ATTENTION)
-Index("ix_jobs_queue", jobs.c.priority.desc(), jobs.c.position, sqlite_where=QUEUED, postgresql_where=QUEUED)
+Index(
+    "ix_jobs_attention",
+    jobs.c.looked_at,
+    sqlite_where=NEEDS_ATTENTION,
+    postgresql_where=NEEDS_ATTENTION,
+)
+Index(
+    "ix_jobs_queue",
+    jobs.c.priority.desc(),
+    jobs.c.position,
+    sqlite_where=QUEUED,
+    postgresql_where=QUEUED,
+)
 Index(
     "ix_jobs_queue_of_project",
     jobs.c.project_id,
@@ -233,7 +273,9 @@ Index(
     postgresql_where=QUEUED,
 )
 # By which waiting jobs are estimated.
-Index("ix_jobs_measured", jobs.c.finished_at.desc(), sqlite_where=MEASURED, postgresql_where=MEASURED)
+Index(
+    "ix_jobs_measured", jobs.c.finished_at.desc(), sqlite_where=MEASURED, postgresql_where=MEASURED
+)
 # What goes by age, and what its users have deleted.
 Index("ix_jobs_ended", jobs.c.finished_at, sqlite_where=ENDED, postgresql_where=ENDED)
 Index("ix_jobs_untrimmed", jobs.c.finished_at, sqlite_where=UNTRIMMED, postgresql_where=UNTRIMMED)
@@ -242,17 +284,25 @@ Index("ix_jobs_unfinished", jobs.c.project_id, sqlite_where=UNFINISHED, postgres
 
 
 def referred_to() -> ColumnElement[bool]:
-    """Condition of a file: an unfinished job refers to it. The jobs' files are read once, not for every file."""
-    names = [jobs.c.request[name].as_string().label("file_id") for name in ("training_file", "validation_file")]
-    needed = union_all(*(select(name).where(UNFINISHED, name.is_not(None)) for name in names)).subquery()
+    """Condition of a file: an unfinished job refers to it.
+
+    The jobs' files are read once, not for every file.
+    """
+    names = [
+        jobs.c.request[name].as_string().label("file_id")
+        for name in ("training_file", "validation_file")
+    ]
+    needed = union_all(
+        *(select(name).where(UNFINISHED, name.is_not(None)) for name in names)
+    ).subquery()
     return files.c.id.in_(select(needed.c.file_id))
 
 
 SEATED = jobs.c.engine_id.is_not(None)
 Index("ix_jobs_engine", jobs.c.engine_id, sqlite_where=SEATED, postgresql_where=SEATED)
 
-# The pairs of a create body's metadata, to find jobs by; a job without metadata has the one pair ("", ""), which no user can
-# write.
+# The pairs of a create body's metadata, to find jobs by; a job without metadata has the one pair
+# ("", ""), which no user can write.
 job_metadata = Table(
     "job_metadata",
     metadata,
@@ -319,7 +369,12 @@ integrations = Table(
     Column("finished_at", Double),
 )
 UNDELIVERED = integrations.c.finished_at.is_(None)
-Index("ix_integrations_undelivered", integrations.c.next_try_at, sqlite_where=UNDELIVERED, postgresql_where=UNDELIVERED)
+Index(
+    "ix_integrations_undelivered",
+    integrations.c.next_try_at,
+    sqlite_where=UNDELIVERED,
+    postgresql_where=UNDELIVERED,
+)
 
 checkpoints = Table(
     "checkpoints",
@@ -336,7 +391,8 @@ checkpoints = Table(
 )
 Index(None, checkpoints.c.job_id, checkpoints.c.step, checkpoints.c.attempt)
 
-# Hosts, and clusters, where attempts run, each told of by its own reconciler. They are no project's.
+# Hosts, and clusters, where attempts run, each told of by its own reconciler. They are no
+# project's.
 hosts = Table(
     "hosts",
     metadata,
@@ -375,7 +431,8 @@ engines = Table(
     # Bytes of a rank for its seats and a round; NULL: not known.
     Column("room", BigInteger),
     Column("created_at", Double, nullable=False),
-    # Slot-seconds by job, for those that still sit there, up to divided_at: since then nobody took or left a seat.
+    # Slot-seconds by job, for those that still sit there, up to divided_at: since then nobody took
+    # or left a seat.
     Column("use", StorableJson),
     Column("divided_at", Double, nullable=False),
     # When it was asked to end.
@@ -406,7 +463,13 @@ uploads = Table(
     sqlite_autoincrement=True,
 )
 PENDING = uploads.c.status == literal_column("'pending'")
-Index("ix_uploads_pending", uploads.c.project_id, uploads.c.expires_at, sqlite_where=PENDING, postgresql_where=PENDING)
+Index(
+    "ix_uploads_pending",
+    uploads.c.project_id,
+    uploads.c.expires_at,
+    sqlite_where=PENDING,
+    postgresql_where=PENDING,
+)
 
 upload_parts = Table(
     "upload_parts",
@@ -424,7 +487,13 @@ upload_parts = Table(
 )
 Index(None, upload_parts.c.upload_id)
 KEYED_PART = upload_parts.c.idempotency_key.is_not(None)
-Index("ix_upload_parts_key", upload_parts.c.idempotency_key, unique=True, sqlite_where=KEYED_PART, postgresql_where=KEYED_PART)
+Index(
+    "ix_upload_parts_key",
+    upload_parts.c.idempotency_key,
+    unique=True,
+    sqlite_where=KEYED_PART,
+    postgresql_where=KEYED_PART,
+)
 
 # Who else may use a tuned model or one of its checkpoints. `project_id` is the owner's.
 permissions = Table(
@@ -447,12 +516,18 @@ deleted_models = Table(
     Column("model", StorableText, primary_key=True),
     _project(),
     Column("deleted_at", Double, nullable=False),
-    # When its job was erased; the name stays a while for inference servers that have it loaded. NULL: the job is there.
+    # When its job was erased; the name stays a while for inference servers that have it loaded.
+    # NULL: the job is there.
     Column("erased_at", Double),
 )
 ERASED = deleted_models.c.erased_at.is_not(None)
 Index(None, deleted_models.c.project_id)
-Index("ix_deleted_models_erased", deleted_models.c.erased_at, sqlite_where=ERASED, postgresql_where=ERASED)
+Index(
+    "ix_deleted_models_erased",
+    deleted_models.c.erased_at,
+    sqlite_where=ERASED,
+    postgresql_where=ERASED,
+)
 
 webhook_endpoints = Table(
     "webhook_endpoints",
@@ -493,7 +568,12 @@ webhook_deliveries = Table(
 )
 UNSENT = webhook_deliveries.c.finished_at.is_(None)
 Index(None, webhook_deliveries.c.endpoint_id)
-Index("ix_webhook_deliveries_due", webhook_deliveries.c.next_try_at, sqlite_where=UNSENT, postgresql_where=UNSENT)
+Index(
+    "ix_webhook_deliveries_due",
+    webhook_deliveries.c.next_try_at,
+    sqlite_where=UNSENT,
+    postgresql_where=UNSENT,
+)
 
 # Changes, by whom; rows are only ever added.
 audit = Table(
@@ -529,8 +609,8 @@ usage = Table(
     Column("jobs", Integer, nullable=False, server_default="0"),
 )
 
-# How many requests projects send, where several servers share that: when the bucket is full again, and what the last one who
-# drew from it got.
+# How many requests projects send, where several servers share that: when the bucket is full again,
+# and what the last one who drew from it got.
 request_rates = Table(
     "request_rates",
     metadata,
@@ -539,7 +619,8 @@ request_rates = Table(
     Column("taken", BigInteger, nullable=False),
 )
 
-# Browsers that are signed in, and links that sign in once. Only digests are kept; a row that is gone opens nothing.
+# Browsers that are signed in, and links that sign in once. Only digests are kept; a row that is
+# gone opens nothing.
 sessions = Table(
     "sessions",
     metadata,
@@ -576,8 +657,19 @@ sweeps = Table(
 UNFINISHED_SWEEP = sweeps.c.finished_at.is_(None)
 OF_SWEEPS = jobs.c.sweep_id.is_not(None)
 Index(None, sweeps.c.project_id, sweeps.c.position)
-Index("ix_sweeps_unfinished", sweeps.c.position, sqlite_where=UNFINISHED_SWEEP, postgresql_where=UNFINISHED_SWEEP)
-Index("ix_jobs_sweep", jobs.c.sweep_id, jobs.c.position, sqlite_where=OF_SWEEPS, postgresql_where=OF_SWEEPS)
+Index(
+    "ix_sweeps_unfinished",
+    sweeps.c.position,
+    sqlite_where=UNFINISHED_SWEEP,
+    postgresql_where=UNFINISHED_SWEEP,
+)
+Index(
+    "ix_jobs_sweep",
+    jobs.c.sweep_id,
+    jobs.c.position,
+    sqlite_where=OF_SWEEPS,
+    postgresql_where=OF_SWEEPS,
+)
 
 # Sessions of Tinker clients; their models are jobs.
 tinker_sessions = Table(
@@ -620,7 +712,8 @@ tinker_samplers = Table(
     Column("clients", Integer, nullable=False),
     Column("created_at", Double, nullable=False),
     Column("used_at", Double, nullable=False),
-    # Mean distance in nats between the sampler's and the trainer's log-probabilities; NULL: not measured.
+    # Mean distance in nats between the sampler's and the trainer's log-probabilities; NULL: not
+    # measured.
     Column("logprob_gap", Double),
     sqlite_autoincrement=True,
 )
@@ -645,5 +738,10 @@ tinker_samples = Table(
     sqlite_autoincrement=True,
 )
 UNANSWERED = tinker_samples.c.answered_at.is_(None)
-Index("ix_tinker_samples_unanswered", tinker_samples.c.position, sqlite_where=UNANSWERED, postgresql_where=UNANSWERED)
+Index(
+    "ix_tinker_samples_unanswered",
+    tinker_samples.c.position,
+    sqlite_where=UNANSWERED,
+    postgresql_where=UNANSWERED,
+)
 Index(None, tinker_samples.c.answered_at)

@@ -1,4 +1,6 @@
-"""Run the supervisor: `python -m ft_service.supervisor RUN_DIR ATTEMPT`, as a process of a host or as PID 1 of a pod."""
+"""Run the supervisor: `python -m ft_service.supervisor RUN_DIR ATTEMPT`, as a process of a host or
+as PID 1 of a pod.
+"""
 
 import sys
 

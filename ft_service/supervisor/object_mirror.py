@@ -1,6 +1,8 @@
-"""Supervisor's side of a run directory on object storage: a separate process (`object_sync.py`) moves the files.
+"""Supervisor's side of a run directory on object storage: a separate process (`object_sync.py`)
+moves the files.
 
-It is separate because the supervisor has one thread, imports nothing large, and must not hang when the storage does.
+It is separate because the supervisor has one thread, imports nothing large, and must not hang when
+the storage does.
 """
 
 from __future__ import annotations
@@ -17,7 +19,9 @@ from ft_service.shared_work.losses import persist
 log = logging.getLogger(__name__)
 
 TRIES = 6
-"""Tries of a process that the host kills each time: with a pod's disk goes what was not uploaded."""
+"""Tries of a process that the host kills each time: with a pod's disk goes what was not
+uploaded.
+"""
 
 
 class MirrorError(UnavailableError):
@@ -25,7 +29,9 @@ class MirrorError(UnavailableError):
 
 
 class Mirror:
-    """One node's copy of a run directory, kept in sync with object storage as far as an attempt needs it."""
+    """One node's copy of a run directory, kept in sync with object storage as far as an attempt
+    needs it.
+    """
 
     def __init__(self, url: str, run: RunDir, attempt: int, node: int) -> None:
         self._words = [url, str(run.root), str(attempt), str(node)]
@@ -37,7 +43,8 @@ class Mirror:
             self._persist("fetch")
         except HelperFailed:
             raise MirrorError(
-                "The run directory could not be fetched from object storage; the reason is in the log above."
+                "The run directory could not be fetched from object storage; the reason is in the "
+                "log above."
             ) from None
 
     def follow(self) -> None:
@@ -66,5 +73,12 @@ class Mirror:
         persist(f"object_sync {verb}", lambda: run_once(self._program(verb)), tries=TRIES)
 
     def _program(self, verb: str) -> Program:
-        command = (sys.executable, "-P", "-m", "ft_service.supervisor.object_sync", verb, *self._words)
+        command = (
+            sys.executable,
+            "-P",
+            "-m",
+            "ft_service.supervisor.object_sync",
+            verb,
+            *self._words,
+        )
         return Program(command=command, needs=STORAGE, own_errors=False)

@@ -1,11 +1,13 @@
-"""Copies a run directory from object storage to a node, and what an attempt writes back to object storage.
+"""Copies a run directory from object storage to a node, and what an attempt writes back to object
+storage.
 
     python -m ft_service.supervisor.object_sync fetch|follow|flush URL RUN_DIR ATTEMPT NODE
 
-RUN_DIR is `<home>/runs/<job>`; an object's key is its path below that home. Uploads follow the order of writes in the run
-directory: a checkpoint's COMPLETE comes after all its files, from whichever node; an event that names a checkpoint comes after
-it; `result.json` after the adapter, exit records last. Once the attempt is sealed on object storage (attempt_seal.py), only its
-own logs and records are uploaded. Nothing here needs torch.
+RUN_DIR is `<home>/runs/<job>`; an object's key is its path below that home. Uploads follow the
+order of writes in the run directory: a checkpoint's COMPLETE comes after all its files, from
+whichever node; an event that names a checkpoint comes after it; `result.json` after the adapter,
+exit records last. Once the attempt is sealed on object storage (attempt_seal.py), only its own logs
+and records are uploaded. Nothing here needs torch.
 """
 
 from __future__ import annotations
@@ -71,29 +73,45 @@ class Sync:
         self.attempt = attempt
         self._keys = AttemptKeys(attempt)
         self._own = (self._keys.node(), self._keys.node(node, 2))
-        """This node's keys if it is the only one, and if there are several: start.json, which says so, may not be here yet."""
+        """This node's keys if it is the only one, and if there are several: start.json, which says
+        so, may not be here yet.
+        """
         self._home = run.root.parent.parent
         self._prefix = run.root.relative_to(self._home).as_posix()
-        self._remote_sizes = {key[len(self._prefix) + 1 :]: size for key, size in objects.list(self._prefix).items()}
-        """Known sizes of the run directory's objects, by key; `_refresh` reads what other processes have written."""
+        self._remote_sizes = {
+            key[len(self._prefix) + 1 :]: size for key, size in objects.list(self._prefix).items()
+        }
+        """Known sizes of the run directory's objects, by key; `_refresh` reads what other processes
+        have written.
+        """
         self._remote = ObjectRunDir(objects, self._prefix, run.root)
         self._fence = Fence(self._remote, attempt)
         self._published = False
         self._logged_at = float("-inf")
 
-    # From storage to here ----------------------------------------------------------------------------------------------
+    # From storage to here
+    # ------------------------------------------------------------------------------
 
     def fetch(self) -> None:
-        """Download all documents, the data files, and the checkpoint to resume from. Raises FtError if it is damaged."""
-        with ThreadPoolExecutor(DOWNLOADS) as threads:  # a long job has a hundred thousand segments of events
+        """Download all documents, the data files, and the checkpoint to resume from.
+
+        Raises FtError if it is damaged.
+        """
+        with ThreadPoolExecutor(
+            DOWNLOADS
+        ) as threads:  # a long job has a hundred thousand segments of events
             list(threads.map(self._download, filter(self._is_document, self._remote_sizes)))
         spec = self.run.read("spec.json", JobSpec)
         start = Attempt(self.run, self.attempt).read_start()
         if spec is None or start is None:
-            raise UnavailableError(f"{self.objects.url} holds no spec.json and start.json of {self._prefix}")
+            raise UnavailableError(
+                f"{self.objects.url} holds no spec.json and start.json of {self._prefix}"
+            )
         for data in spec.data_files:
             if not Path(data.path).is_file():
-                self.objects.download(Path(data.path).relative_to(self._home).as_posix(), Path(data.path))
+                self.objects.download(
+                    Path(data.path).relative_to(self._home).as_posix(), Path(data.path)
+                )
             self._fetch_tokens(data.sha256)
         if spec.parent is not None:
             self._fetch_folder(Path(spec.parent.path))
@@ -106,12 +124,17 @@ class Sync:
             self.objects.download(key, self._home / key)
 
     def _fetch_tokens(self, sha256: str) -> None:
-        """Download the tokens of a data file; the ranks tokenise it themselves if they are missing or incomplete."""
+        """Download the tokens of a data file; the ranks tokenise it themselves if they are missing
+        or incomplete.
+        """
         try:
             for key in self.objects.list(IN_HOME):
                 if key.startswith(f"{IN_HOME}/{sha256}.") and ".." not in key.split("/"):
                     self.objects.download(key, self._home / key)
-        except (UnavailableError, FileNotFoundError) as error:  # such as a policy that does not name the folder
+        except (
+            UnavailableError,
+            FileNotFoundError,
+        ) as error:  # such as a policy that does not name the folder
             log.warning("the tokens of a data file are not fetched: %s", error)
 
     def _is_document(self, key: str) -> bool:
@@ -120,7 +143,9 @@ class Sync:
             return "logs" not in parts
         if parts[0] == EVALUATIONS:
             return True
-        return (parts[0] == CHECKPOINTS and parts[-1] in (MARKER, "position.json")) or len(parts) == 1
+        return (parts[0] == CHECKPOINTS and parts[-1] in (MARKER, "position.json")) or len(
+            parts
+        ) == 1
 
     def _fetch_checkpoint(self, name: str) -> None:
         for key in self._below(checkpoint_key(name)):
@@ -138,7 +163,9 @@ class Sync:
             self.objects.download(f"{self._prefix}/{key}", path)
 
     def listen(self) -> None:
-        """Download what the service, or another node, has written for the attempt, above all its seal."""
+        """Download what the service, or another node, has written for the attempt, above all its
+        seal.
+        """
         for key in (self._keys.control, self._keys.stop):
             body = self._remote.readable_bytes(key)
             if body is not None and body != self.run.readable_bytes(key):
@@ -147,10 +174,13 @@ class Sync:
         if seal is not None and (body := self._remote.readable_bytes(seal)) is not None:
             self.run.put_if_absent(seal, body)
 
-    # From here to storage ----------------------------------------------------------------------------------------------
+    # From here to storage
+    # ------------------------------------------------------------------------------
 
     def push(self, *, logs: bool = False) -> bool:
-        """Upload what is new. False: a checkpoint, and events that name it, wait for other nodes' shards."""
+        """Upload what is new. False: a checkpoint, and events that name it, wait for other nodes'
+        shards.
+        """
         for key in (self._keys.stop, *(own.supervisor for own in self._own), self._keys.outcome):
             self._put_once(key)
         try:
@@ -169,8 +199,12 @@ class Sync:
         for key in ("origins.json", "reference.bin", "reference.json", *self.run.list(EVALUATIONS)):
             self._put_once(key)
         self._push_shards()
-        mine = [name for name in complete_checkpoints(self.run) if name.endswith(f"-a{self.attempt}")]
-        done = sum(self._push_checkpoint(name) for name in mine) == len(mine)  # each is tried, even after a failure
+        mine = [
+            name for name in complete_checkpoints(self.run) if name.endswith(f"-a{self.attempt}")
+        ]
+        done = sum(self._push_checkpoint(name) for name in mine) == len(
+            mine
+        )  # each is tried, even after a failure
         if done:  # older checkpoints are removed once the newer one is complete on storage
             self._remove_old()
         done = self._push_events() and done
@@ -179,15 +213,22 @@ class Sync:
         return done
 
     def flush(self) -> None:
-        """Upload everything, then this node's exit record, then the attempt's if it is written here."""
+        """Upload everything, then this node's exit record, then the attempt's if it is written
+        here.
+        """
         deadline = time.monotonic() + FLUSH_SECONDS
         while not self.push(logs=True) and time.monotonic() < deadline:
             time.sleep(FOLLOW_SECONDS)
-        for own in reversed(self._own):  # this node's, then the attempt's, which is the same where there is one node
+        for own in reversed(
+            self._own
+        ):  # this node's, then the attempt's, which is the same where there is one node
             self._put_once(own.exit)
 
     def _put_once(self, key: str) -> None:
-        if key not in self._remote_sizes and (body := self.run.readable_bytes(key, _MOST_BYTES)) is not None:
+        if (
+            key not in self._remote_sizes
+            and (body := self.run.readable_bytes(key, _MOST_BYTES)) is not None
+        ):
             self.objects.put_if_absent(f"{self._prefix}/{key}", body)
             self._remote_sizes[key] = len(body)
 
@@ -199,35 +240,56 @@ class Sync:
                 self._remote_sizes[key] = size
 
     def _push_shards(self) -> None:
-        """Upload the files of this attempt's checkpoints without the markers, since other nodes' markers wait for them."""
+        """Upload the files of this attempt's checkpoints without the markers, since other nodes'
+        markers wait for them.
+        """
         keys = self.run.list(CHECKPOINTS)
-        self._push_changed([key for key in keys if f"-a{self.attempt}/" in key and not is_marker(key)])
+        self._push_changed(
+            [key for key in keys if f"-a{self.attempt}/" in key and not is_marker(key)]
+        )
         for key in keys:
             if is_damage(key):
                 self._put_once(key)
 
     def _push_checkpoint(self, name: str) -> bool:
-        """Upload the marker if the files that it names are on storage. Returns whether the marker is there."""
+        """Upload the marker if the files that it names are on storage.
+
+        Returns whether the marker is there.
+        """
         key = marker_key(name)
         if key in self._remote_sizes:
             return True
         marker = self.run.readable(key, CheckpointMarker)
-        if marker is None:  # removed since a newer one is complete; or unreadable, so that readers ignore it
+        if (
+            marker is None
+        ):  # removed since a newer one is complete; or unreadable, so that readers ignore it
             return True
-        if any(self._remote_sizes.get(f"{checkpoint_key(name)}/{file.name}") != file.bytes for file in marker.files):
+        if any(
+            self._remote_sizes.get(f"{checkpoint_key(name)}/{file.name}") != file.bytes
+            for file in marker.files
+        ):
             self._refresh(checkpoint_key(name))
-            if any(self._remote_sizes.get(f"{checkpoint_key(name)}/{file.name}") != file.bytes for file in marker.files):
+            if any(
+                self._remote_sizes.get(f"{checkpoint_key(name)}/{file.name}") != file.bytes
+                for file in marker.files
+            ):
                 return False
         self._fence.check()
         self._put_once(key)
         return True
 
     def _remove_old(self) -> None:
-        """Remove from storage what rank 0 has removed here, marker first. Other nodes have only shards and remove theirs
-        once the checkpoint has no marker on storage and a newer one has. Files of later attempts are never touched."""
+        """Remove from storage what rank 0 has removed here, marker first.
+
+        Other nodes have only shards and remove theirs once the checkpoint has no marker on storage
+        and a newer one has. Files of later attempts are never touched.
+        """
         if self.run.list(self._keys.events):  # rank 0's node
             for name in {key.split("/")[1] for key in self._below(CHECKPOINTS)}:
-                if _attempt(name) <= self.attempt and not (self.run.root / CHECKPOINTS / name).is_dir():
+                if (
+                    _attempt(name) <= self.attempt
+                    and not (self.run.root / CHECKPOINTS / name).is_dir()
+                ):
                     self._fence.check()
                     self._remove_remote(name)
             return
@@ -254,7 +316,9 @@ class Sync:
         return any(step_of(other) > step_of(name) for other in complete)
 
     def _push_events(self) -> bool:
-        """Upload segments in order, up to one that names a checkpoint which is not on storage yet."""
+        """Upload segments in order, up to one that names a checkpoint which is not on storage
+        yet.
+        """
         for key in self.run.list(self._keys.events):
             if key in self._remote_sizes:
                 continue
@@ -262,7 +326,9 @@ class Sync:
             if body is None:
                 continue
             named = [event.checkpoint for event in parse_events(key, body)[0] if event.checkpoint]
-            if any(not self._push_checkpoint(name) for name in named if CHECKPOINT_NAME.fullmatch(name)):
+            if any(
+                not self._push_checkpoint(name) for name in named if CHECKPOINT_NAME.fullmatch(name)
+            ):
                 return False
             self._put_once(key)
         return True
@@ -279,8 +345,9 @@ class Sync:
         self._published = True
 
     def _put_outcome(self, key: str) -> None:
-        """Upload a file under its final name; an existing object is replaced only after another look at the seal
-        (attempt_seal.py)."""
+        """Upload a file under its final name; an existing object is replaced only after another
+        look at the seal (attempt_seal.py).
+        """
         size = self.run.size(key)
         if size is None:
             return
@@ -298,7 +365,9 @@ class Sync:
         for key in self._below(prefix):
             del self._remote_sizes[key]
         objects = self.objects.list(f"{self._prefix}/{prefix}")
-        self._remote_sizes.update({key[len(self._prefix) + 1 :]: size for key, size in objects.items()})
+        self._remote_sizes.update(
+            {key[len(self._prefix) + 1 :]: size for key, size in objects.items()}
+        )
 
 
 def _attempt(name: str) -> int:
@@ -308,13 +377,18 @@ def _attempt(name: str) -> int:
 
 def main(arguments: Sequence[str]) -> int:
     verb, url, run_dir, attempt, node = arguments
-    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(name)s %(message)s", stream=sys.stderr)
+    logging.basicConfig(
+        level=logging.INFO, format="%(asctime)s %(name)s %(message)s", stream=sys.stderr
+    )
     if verb == "follow":
         _follow(url, run_dir, int(attempt), int(node))
     for tries_left in reversed(range(TRIES)):
         try:
             sync = Sync(ObjectStore(url), RunDir(run_dir), int(attempt), int(node))
-            sync.fetch() if verb == "fetch" else sync.flush()
+            if verb == "fetch":
+                sync.fetch()
+            else:
+                sync.flush()
             print("{}")  # the reply that it is done
             return 0
         except UnavailableError as error:

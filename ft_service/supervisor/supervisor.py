@@ -2,14 +2,16 @@
 
     python -m ft_service.supervisor RUN_DIR ATTEMPT
 
-It holds `supervisor.lock` while it is alive and writes its identity to `supervisor.json`; a second supervisor that finds either
-taken does nothing. It starts torchrun once no rank of an earlier attempt is alive. It kills torchrun when the user cancels
-(`control.json`), when a stop takes longer than the grace, or when the attempt is sealed (attempt_seal.py). It writes
-`exit.json` last, when the last rank is gone. SIGTERM and SIGINT ask the ranks to write a checkpoint and exit (`stop.json`). Its
-exit code is that of the exit record. Nothing here imports torch.
+It holds `supervisor.lock` while it is alive and writes its identity to `supervisor.json`; a second
+supervisor that finds either taken does nothing. It starts torchrun once no rank of an earlier
+attempt is alive. It kills torchrun when the user cancels (`control.json`), when a stop takes longer
+than the grace, or when the attempt is sealed (attempt_seal.py). It writes `exit.json` last, when
+the last rank is gone. SIGTERM and SIGINT ask the ranks to write a checkpoint and exit
+(`stop.json`). Its exit code is that of the exit record. Nothing here imports torch.
 
-An attempt on several nodes has a supervisor on each (`--node-rank`), as PID 1 of a pod or below `ft run`. Each writes the exit
-record of its node; `attempt_outcome.conclude` makes the attempt's own from them.
+An attempt on several nodes has a supervisor on each (`--node-rank`), as PID 1 of a pod or below `ft
+run`. Each writes the exit record of its node; `attempt_outcome.conclude` makes the attempt's own
+from them.
 """
 
 from __future__ import annotations
@@ -25,7 +27,13 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from ft_service.host import disk, hardware, processes
-from ft_service.host.lifetime import die_with_parent, is_locked, require_linux, try_lock, wait_unlocked
+from ft_service.host.lifetime import (
+    die_with_parent,
+    is_locked,
+    require_linux,
+    try_lock,
+    wait_unlocked,
+)
 from ft_service.rundir.attempt import RESULT, Attempt, AttemptNode, unreadable_exit
 from ft_service.rundir.attempt_outcome import (
     AttemptRecords,
@@ -40,7 +48,16 @@ from ft_service.rundir.attempt_outcome import (
 )
 from ft_service.rundir.attempt_seal import SEAL_SECONDS, Fence
 from ft_service.rundir.directory import RunDir, UnreadableDocumentError
-from ft_service.rundir.documents import Desired, ErrorInfo, Exit, ExitReason, OutcomeKind, Result, Start, Stop
+from ft_service.rundir.documents import (
+    Desired,
+    ErrorInfo,
+    Exit,
+    ExitReason,
+    OutcomeKind,
+    Result,
+    Start,
+    Stop,
+)
 from ft_service.rundir.failure_origin import nccl_gave_up
 from ft_service.supervisor import command_line, torchrun
 from ft_service.supervisor.object_mirror import Mirror
@@ -54,8 +71,10 @@ EARLIER_RANKS_SECONDS = 60.0
 """Time that ranks of an earlier attempt have to die; then this attempt fails."""
 LEFTOVER_LOG_SECONDS = 60.0
 LINGER_SECONDS = 10.0
-"""Time for which torchrun may stay after its ranks have written the outcome and ended. Without a network to the other nodes it
-would wait for them for minutes."""
+"""Time for which torchrun may stay after its ranks have written the outcome and ended.
+
+Without a network to the other nodes it would wait for them for minutes.
+"""
 ROOM_POLL_SECONDS = 1.0
 """Pause between attempts to write a record on a full disk."""
 _NO_ROOM = ("No space left on device", "Disk quota exceeded")
@@ -73,16 +92,24 @@ def main(arguments: Sequence[str] | None = None) -> int:
         os.setsid()
     logging.basicConfig(level=logging.INFO, format=LOG_FORMAT, stream=sys.stderr)
     run = RunDir(options.run_dir)
-    node = Node(options.node_rank, options.rdzv_endpoint, options.address, options.scratch, options.conclude)
-    mirror = Mirror(options.mirror, run, options.attempt, options.node_rank) if options.mirror else None
-    supervisor = Supervisor(run, options.attempt, options.grace, options.command, node=node, mirror=mirror)
+    node = Node(
+        options.node_rank, options.rdzv_endpoint, options.address, options.scratch, options.conclude
+    )
+    mirror = (
+        Mirror(options.mirror, run, options.attempt, options.node_rank) if options.mirror else None
+    )
+    supervisor = Supervisor(
+        run, options.attempt, options.grace, options.command, node=node, mirror=mirror
+    )
     signal.signal(signal.SIGTERM, supervisor.ask_to_stop)
     signal.signal(signal.SIGINT, supervisor.ask_to_stop)
     return supervisor.run(options.lock_fd)
 
 
 class Supervisor:
-    """One attempt of a run directory that holds its `start.json`; on several nodes, this node's share of it."""
+    """One attempt of a run directory that holds its `start.json`; on several nodes, this node's
+    share of it.
+    """
 
     def __init__(
         self,
@@ -94,8 +121,10 @@ class Supervisor:
         node: Node | None = None,
         mirror: Mirror | None = None,
     ) -> None:
-        """`command`: what to run instead of torchrun with our workers; RUN_DIR and ATTEMPT are appended. `mirror`: keeps the
-        run directory in sync with object storage; None: the run directory itself is shared."""
+        """`command`: what to run instead of torchrun with our workers; RUN_DIR and ATTEMPT are
+        appended. `mirror`: keeps the run directory in sync with object storage; None: the run
+        directory itself is shared.
+        """
         self.run_dir = run
         self.attempt = attempt
         self.documents = Attempt(run, attempt)
@@ -118,18 +147,23 @@ class Supervisor:
         self.stop_signal = number
 
     def run(self, lock: int | None = None) -> int:
-        """Run the attempt unless it was run before, and return its exit code. `lock`: descriptor of the lock if it is already
-        held.
+        """Run the attempt unless it was run before, and return its exit code.
+
+        `lock`: descriptor of the lock if it is already held.
 
         Raises MirrorError if object storage cannot be read.
         """
         if self.mirror is not None:
             self.mirror.fetch()
         try:
-            start, unreadable = self.documents.read_start(), None
+            start = self.documents.read_start()
+            unreadable = None
         except UnreadableDocumentError as error:
-            start, unreadable = None, error
-        begun = start or Start(job_id="", attempt=self.attempt, world_size=1, generation=0, checkpoint=None)
+            start = None
+            unreadable = error
+        begun = start or Start(
+            job_id="", attempt=self.attempt, world_size=1, generation=0, checkpoint=None
+        )
         held = lock if lock is not None else try_lock(self.node.lock(self.run_dir, begun))
         if held is None:
             log.info("attempt %d is held by another supervisor; nothing to do", self.attempt)
@@ -140,10 +174,15 @@ class Supervisor:
             log.info("attempt %d has already ended; nothing to do", self.attempt)
             return recorded.code
         if not own.write_supervisor(processes.of(os.getpid())):
-            log.info("attempt %d was already run, and its supervisor left no exit record; nothing to do", self.attempt)
+            log.info(
+                "attempt %d was already run, and its supervisor left no exit record; nothing to do",
+                self.attempt,
+            )
             return 1
         self._reserve = disk.UnnamedReserve(self.run_dir.path(own.keys.folder))
-        return self._end(begun, unreadable_exit(unreadable) if unreadable is not None else self._ended(start))
+        return self._end(
+            begun, unreadable_exit(unreadable) if unreadable is not None else self._ended(start)
+        )
 
     def _ended(self, start: Start | None) -> Exit:
         if start is None:
@@ -165,7 +204,8 @@ class Supervisor:
     def _write_exit(self, place: Attempt | AttemptNode, ended: Exit) -> Exit:
         """Write an exit record, waiting for room on a full disk, and return what was written.
 
-        The wait ends once the user cancels, or once the host has asked for a stop and the grace is over.
+        The wait ends once the user cancels, or once the host has asked for a stop and the grace is
+        over.
         """
         deadline: float | None = None
         if self._reserve is not None:
@@ -184,7 +224,9 @@ class Supervisor:
             if self.stop_signal is not None and deadline is None:
                 deadline = time.monotonic() + self.grace_seconds
             if self._is_cancelled() or (deadline is not None and time.monotonic() >= deadline):
-                log.error("attempt %d: its exit record found no room: %s", self.attempt, ended.message)
+                log.error(
+                    "attempt %d: its exit record found no room: %s", self.attempt, ended.message
+                )
                 return ended
             time.sleep(ROOM_POLL_SECONDS)
 
@@ -195,34 +237,55 @@ class Supervisor:
             return False
 
     def _conclude(self, start: Start) -> Exit:
-        """Return the attempt's exit record, once the other nodes have written theirs or the grace is over."""
+        """Return the attempt's exit record, once the other nodes have written theirs or the grace
+        is over.
+        """
         deadline = time.monotonic() + self.grace_seconds
-        while len(exits := self.documents.read_node_exits(start.nodes)) < start.nodes and time.monotonic() < deadline:
+        while (
+            len(exits := self.documents.read_node_exits(start.nodes)) < start.nodes
+            and time.monotonic() < deadline
+        ):
             time.sleep(CONTROL_POLL_SECONDS)
-        return conclude(AttemptRecords(start.nodes, exits, self.documents.read_outcome(), self.documents.read_result()))
+        return conclude(
+            AttemptRecords(
+                start.nodes, exits, self.documents.read_outcome(), self.documents.read_result()
+            )
+        )
 
     def _attempt(self, start: Start) -> Exit:
         if start.nodes > 1 and not self.node.endpoint:
             return exit_of(
-                ExitReason.PERMANENT_ERROR, f"The job runs on {start.nodes} nodes: each needs --node-rank and --rdzv-endpoint."
+                ExitReason.PERMANENT_ERROR,
+                f"The job runs on {start.nodes} nodes: each needs --node-rank and --rdzv-endpoint.",
             )
         if not wait_unlocked(self.node.ranks_lock(self.run_dir, start), EARLIER_RANKS_SECONDS):
             waited = f"{EARLIER_RANKS_SECONDS:g} seconds"
             return _unstarted(f"Processes of an earlier attempt are still alive after {waited}.")
-        result = self.run_dir.readable(RESULT, Result)  # one that cannot be read is replaced by this attempt's
+        result = self.run_dir.readable(
+            RESULT, Result
+        )  # one that cannot be read is replaced by this attempt's
         if result is not None:
-            return exit_of(ExitReason.SUCCEEDED, f"Training had finished in attempt {result.attempt} already.")
+            return exit_of(
+                ExitReason.SUCCEEDED, f"Training had finished in attempt {result.attempt} already."
+            )
         if self._desired() is Desired.CANCEL:
             return exit_of(ExitReason.CANCELLED, "The attempt was cancelled before it started.")
         if (seal := self.fence.seal()) is not None:
-            return exit_of(ExitReason.WORKER_KILLED, f"The attempt was over ({seal} is there) before it started here.")
+            return exit_of(
+                ExitReason.WORKER_KILLED,
+                f"The attempt was over ({seal} is there) before it started here.",
+            )
         if self.stop_signal is not None:
             return exit_of(ExitReason.STOPPED, "The attempt was stopped before it started.")
         try:
             process = self._spawn(start)
         except OSError as error:
             unstarted = _unstarted(f"torchrun could not be started: {error}.")
-            return without_room(unstarted, disk.no_room(self.run_dir.root, error)) if disk.is_no_room(error) else unstarted
+            return (
+                without_room(unstarted, disk.no_room(self.run_dir.root, error))
+                if disk.is_no_room(error)
+                else unstarted
+            )
         if self.mirror is not None:
             self.mirror.follow()
         self._watch(process, start)
@@ -232,7 +295,9 @@ class Supervisor:
     def _spawn(self, start: Start) -> subprocess.Popen[bytes]:
         logs = self.node.files(self.run_dir, start).logs
         logs.mkdir(parents=True, exist_ok=True)
-        command = list(self.command) if self.command else torchrun.command(start, self.run_dir, self.node)
+        command = (
+            list(self.command) if self.command else torchrun.command(start, self.run_dir, self.node)
+        )
         supervisor = os.getpid()
         with (logs / torchrun.LOG).open("wb") as output:
             process = subprocess.Popen(
@@ -246,7 +311,12 @@ class Supervisor:
                 # This process has one thread, so that running Python between fork and exec is safe.
                 preexec_fn=lambda: _become_child(supervisor),
             )
-        log.info("attempt %d: %s below process %d", self.attempt, counted(start.world_size // start.nodes, "rank"), process.pid)
+        log.info(
+            "attempt %d: %s below process %d",
+            self.attempt,
+            counted(start.world_size // start.nodes, "rank"),
+            process.pid,
+        )
         return process
 
     def _watch(self, process: subprocess.Popen[bytes], start: Start) -> None:
@@ -297,23 +367,32 @@ class Supervisor:
         elif self._ranks_gone_since is None:
             self._ranks_gone_since = time.monotonic()
         elif time.monotonic() >= self._ranks_gone_since + LINGER_SECONDS:
-            log.info("attempt %d: its ranks have ended and torchrun still waits; killing it", self.attempt)
+            log.info(
+                "attempt %d: its ranks have ended and torchrun still waits; killing it",
+                self.attempt,
+            )
             os.killpg(process.pid, signal.SIGKILL)
 
     def _kill(self, process: subprocess.Popen[bytes], why: Forced) -> None:
-        """Kill torchrun and its session; the ranks have sessions of their own and follow by their parent-death signal."""
+        """Kill torchrun and its session; the ranks have sessions of their own and follow by their
+        parent-death signal.
+        """
         if self.forced is None:
             log.info("attempt %d: killing process group %d (%s)", self.attempt, process.pid, why)
             self.forced = why
         os.killpg(process.pid, signal.SIGKILL)
 
     def _wait_for_ranks(self, lock: Path) -> None:
-        """Wait for the last rank, however long it takes: the attempt has not ended before, and no other may start."""
+        """Wait for the last rank, however long it takes: the attempt has not ended before, and no
+        other may start.
+        """
         while not wait_unlocked(lock, LEFTOVER_LOG_SECONDS):
             log.warning("attempt %d: torchrun is gone and a rank is still alive", self.attempt)
 
     def _judge(self, start: Start, returncode: int) -> Exit:
-        if self.forced is None and self.fence.seal() is not None:  # the ranks have seen it themselves
+        if (
+            self.forced is None and self.fence.seal() is not None
+        ):  # the ranks have seen it themselves
             self.forced = "sealed"
         logs = self.node.files(self.run_dir, start).logs
         first_rank = self.node.index * (start.world_size // start.nodes)
@@ -332,28 +411,37 @@ class Supervisor:
                 failed_rank=failed,
                 log_tail=torchrun.guilty_tail(logs, guilty),
                 starved=self._starved(start),
-                nccl_gave_up=nccl_gave_up(torchrun.guilty_tail(logs, guilty, torchrun.SEARCHED_LINES)),
+                nccl_gave_up=nccl_gave_up(
+                    torchrun.guilty_tail(logs, guilty, torchrun.SEARCHED_LINES)
+                ),
             )
         )
 
     def _starved(self, start: Start) -> Starved | None:
-        """Return what this node's ranks took of the memory, if the kernel has killed a process for want of it meanwhile."""
+        """Return what this node's ranks took of the memory, if the kernel has killed a process for
+        want of it meanwhile.
+        """
         if hardware.memory_kills() <= self._memory_kills:
             return None
-        largest = resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss * 1024  # of torchrun and its ranks
+        largest = (
+            resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss * 1024
+        )  # of torchrun and its ranks
         limit = hardware.memory_bytes(hardware.own_group())
         return Starved(min(limit, largest * start.world_size // start.nodes), limit)
 
     def _room(self, log_tail: str) -> str | None:
-        """Return the sentence for the user if a rank reports a full disk or hardly anything is free; None: the disk has
-        room."""
+        """Return the sentence for the user if a rank reports a full disk or hardly anything is
+        free; None: the disk has room.
+        """
         reported = any(words in log_tail for words in _NO_ROOM)
         if not reported and disk.free_bytes(self.run_dir.root) >= disk.LEAST_BYTES:
             return None
         return disk.no_room(self.run_dir.root)
 
     def _unreadable_result(self) -> UnreadableDocumentError | None:
-        """Return the error of reading a result that the ranks report; None: it can be read, or they report none."""
+        """Return the error of reading a result that the ranks report; None: it can be read, or they
+        report none.
+        """
         outcome = self.documents.read_outcome()
         if outcome is None or outcome.kind is not OutcomeKind.SUCCEEDED:
             return None
@@ -369,12 +457,17 @@ class Supervisor:
 
 
 def _unstarted(message: str) -> Exit:
-    return exit_of(ExitReason.LAUNCH_FAILED, message, ErrorInfo(code=ExitReason.LAUNCH_FAILED.value, message=message))
+    return exit_of(
+        ExitReason.LAUNCH_FAILED,
+        message,
+        ErrorInfo(code=ExitReason.LAUNCH_FAILED.value, message=message),
+    )
 
 
 def _become_child(supervisor: int) -> None:
-    """Tie torchrun to the supervisor, and ignore SIGTERM, which Slurm sends to all processes of a step: torchrun must stay
-    alive while its ranks write a checkpoint."""
+    """Tie torchrun to the supervisor, and ignore SIGTERM, which Slurm sends to all processes of a
+    step: torchrun must stay alive while its ranks write a checkpoint.
+    """
     die_with_parent(supervisor)
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
 

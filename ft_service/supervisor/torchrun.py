@@ -1,9 +1,11 @@
 """Command and environment of torchrun for one attempt on one node, and the files of that node.
 
-On one node nothing listens beyond the host. A TCP store, torchrun's own or that of the ranks' process group, would listen on
-all interfaces whatever address it is given, so both rendezvous use files of the attempt: torchrun's by its command line, the
-ranks' by FT_INIT_METHOD, for `init_process_group(init_method=…)`. Gloo and NCCL are bound to the loopback interface. Several
-nodes meet at a TCP store of node 0, which has no authentication: their network must admit no other hosts.
+On one node nothing listens beyond the host. A TCP store, torchrun's own or that of the ranks'
+process group, would listen on all interfaces whatever address it is given, so both rendezvous use
+files of the attempt: torchrun's by its command line, the ranks' by FT_INIT_METHOD, for
+`init_process_group(init_method=…)`. Gloo and NCCL are bound to the loopback interface. Several
+nodes meet at a TCP store of node 0, which has no authentication: their network must admit no other
+hosts.
 """
 
 from __future__ import annotations
@@ -31,20 +33,31 @@ INIT_METHOD = "FT_INIT_METHOD"
 TAIL_LINES = 30
 TAIL_BYTES = 256 * 1024
 SEARCHED_LINES = 2000
-"""Lines of a rank's errors that are searched for the reason of its end: stack traces of several threads may follow it."""
+"""Lines of a rank's errors that are searched for the reason of its end: stack traces of several
+threads may follow it.
+"""
 JOIN_SECONDS = 900
-"""Time for which the nodes of an attempt wait for each other at its start: a node may have to fetch its image first."""
+"""Time for which the nodes of an attempt wait for each other at its start: a node may have to fetch
+its image first.
+"""
 ALLOCATOR = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
-"""Environment variables with the settings of torch's GPU allocator: its name since torch 2.9, and the earlier one."""
+"""Environment variables with the settings of torch's GPU allocator: its name since torch 2.9, and
+the earlier one.
+"""
 _GROWING_SEGMENTS = "expandable_segments:True"
-"""Setting that lets blocks of any size share memory. With fixed segments, rows of varying lengths leave gaps."""
+"""Setting that lets blocks of any size share memory.
+
+With fixed segments, rows of varying lengths leave gaps.
+"""
 _LOOPBACK = "127.0.0.1"
 _LOOPBACK_ONLY = {"GLOO_SOCKET_IFNAME": "lo", "NCCL_SOCKET_IFNAME": "lo"}
 
 
 @dataclass(frozen=True)
 class Node:
-    """One host, or pod, of those that run an attempt together: its number, its rendezvous, and the paths of its files."""
+    """One host, or pod, of those that run an attempt together: its number, its rendezvous, and the
+    paths of its files.
+    """
 
     index: int = 0
     endpoint: str = ""
@@ -52,9 +65,15 @@ class Node:
     address: str = ""
     """Address by which the other nodes reach this one; empty: what its host name resolves to."""
     scratch: Path | None = None
-    """Folder that only this node sees, for locks and sockets. None: the run directory, where locks must work then."""
+    """Folder that only this node sees, for locks and sockets.
+
+    None: the run directory, where locks must work then.
+    """
     concludes: bool = False
-    """Whether it waits for the other nodes' exit records and writes the attempt's own. On Kubernetes the launcher does that."""
+    """Whether it waits for the other nodes' exit records and writes the attempt's own.
+
+    On Kubernetes the launcher does that.
+    """
 
     def files(self, run: RunDir, start: Start) -> AttemptNode:
         """Return this node's files in the run directory."""
@@ -80,11 +99,19 @@ class Node:
 
 
 def command(start: Start, run: RunDir, node: Node) -> list[str]:
-    """Return torchrun's command with our workers, those of an engine in an engine's directory; the caller appends RUN_DIR and
-    ATTEMPT."""
+    """Return torchrun's command with our workers, those of an engine in an engine's directory; the
+    caller appends RUN_DIR and ATTEMPT.
+    """
     return [
         *(sys.executable, "-m", "torch.distributed.run"),
-        *("--nnodes", str(start.nodes), "--nproc-per-node", str(start.world_size // start.nodes), "--max-restarts", "0"),
+        *(
+            "--nnodes",
+            str(start.nodes),
+            "--nproc-per-node",
+            str(start.world_size // start.nodes),
+            "--max-restarts",
+            "0",
+        ),
         *("--rdzv-backend", "c10d", "--rdzv-id", f"{start.job_id}-{start.attempt}"),
         *_meeting(start, run, node),
         *("--signals-to-handle", "SIGINT,SIGHUP,SIGQUIT"),  # not SIGTERM: see `Supervisor._spawn`
@@ -96,7 +123,14 @@ def command(start: Start, run: RunDir, node: Node) -> list[str]:
 def _meeting(start: Start, run: RunDir, node: Node) -> list[str]:
     if start.nodes == 1:
         store = node.rendezvous(run, start) / "torchrun"
-        return ["--rdzv-endpoint", str(store), "--rdzv-conf", "store_type=file", "--local-addr", _LOOPBACK]
+        return [
+            "--rdzv-endpoint",
+            str(store),
+            "--rdzv-conf",
+            "store_type=file",
+            "--local-addr",
+            _LOOPBACK,
+        ]
     conf = f"is_host={int(node.index == 0)},join_timeout={JOIN_SECONDS}"
     return [
         *("--rdzv-endpoint", node.endpoint, "--rdzv-conf", conf),
@@ -104,9 +138,14 @@ def _meeting(start: Start, run: RunDir, node: Node) -> list[str]:
     ]
 
 
-def environment(inherited: Mapping[str, str], start: Start, run: RunDir, node: Node) -> dict[str, str]:
-    """Return the environment of torchrun and its ranks. Variables of the caller that `child_environment` lists (threads,
-    interfaces, GPU memory, the cache) keep their values."""
+def environment(
+    inherited: Mapping[str, str], start: Start, run: RunDir, node: Node
+) -> dict[str, str]:
+    """Return the environment of torchrun and its ranks.
+
+    Variables of the caller that `child_environment` lists (threads, interfaces, GPU memory, the
+    cache) keep their values.
+    """
     threads = max(1, core_count() * start.nodes // start.world_size)
     fixed = {
         installation.PYTHONPATH: installation.python_path(inherited),
@@ -126,25 +165,35 @@ def environment(inherited: Mapping[str, str], start: Start, run: RunDir, node: N
 
 
 def allocator_settings(inherited: Mapping[str, str]) -> dict[str, str]:
-    """Return settings of torch's GPU allocator; empty if the caller has set its own under either name."""
+    """Return settings of torch's GPU allocator; empty if the caller has set its own under either
+    name.
+    """
     return {} if any(name in inherited for name in ALLOCATOR) else {ALLOCATOR[0]: _GROWING_SEGMENTS}
 
 
 def _inside_host(rendezvous: Path) -> dict[str, str]:
     rendezvous.mkdir(parents=True, exist_ok=True)
-    return {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1", INIT_METHOD: f"file://{rendezvous / 'ranks'}"}
+    return {
+        "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1",
+        INIT_METHOD: f"file://{rendezvous / 'ranks'}",
+    }
 
 
 def _devices(start: Start) -> dict[str, str]:
-    """Restrict ranks to the GPUs of the attempt's slots; without slots, or without GPUs, nothing is hidden."""
-    gpus, slots = visible_gpus(), start.slots
+    """Restrict ranks to the GPUs of the attempt's slots; without slots, or without GPUs, nothing is
+    hidden.
+    """
+    gpus = visible_gpus()
+    slots = start.slots
     if not slots or not gpus:
         return {}
     return {visibility_variable(): ",".join(gpus[slot] for slot in slots if slot < len(gpus))}
 
 
 def guilty_tail(logs: Path, local_rank: int | None, lines: int = TAIL_LINES) -> str:
-    """Return the last lines of a rank's stderr; of torchrun's own output if the rank is unknown or wrote nothing."""
+    """Return the last lines of a rank's stderr; of torchrun's own output if the rank is unknown or
+    wrote nothing.
+    """
     if local_rank is not None:
         for path in sorted(logs.glob(f"*/attempt_0/{local_rank}/stderr.log")):
             text = tail(path, lines)

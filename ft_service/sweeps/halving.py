@@ -1,18 +1,21 @@
-"""Results of a sweep's jobs, and successive halving: early stopping of jobs that cannot become the best one. Pure.
+"""Results of a sweep's jobs, and successive halving: early stopping of jobs that cannot become the
+best one. Pure.
 
-Rungs are shares of a job's own steps: `min_share`, then each `eta` times the one before, below 1 (by default 1/4 and 1/2). A
-job is validated at each rung. Of n jobs that can still become the best, the first rung keeps the best n / eta (rounded up), the
-next rung 1 / eta of those, and so on, at least one. A job is judged at the last rung that it has reached. It is stopped once as
-many jobs as that rung keeps had a lower loss there: no later result at that rung can change this.
+Rungs are shares of a job's own steps: `min_share`, then each `eta` times the one before, below 1
+(by default 1/4 and 1/2). A job is validated at each rung. Of n jobs that can still become the best,
+the first rung keeps the best n / eta (rounded up), the next rung 1 / eta of those, and so on, at
+least one. A job is judged at the last rung that it has reached. It is stopped once as many jobs as
+that rung keeps had a lower loss there: no later result at that rung can change this.
 
-The number of jobs is known from the beginning, so a rung does not wait for all of them. A rung's decision depends on the losses
-there alone, not on the order in which jobs run, how many run at once, or when they are compared. Jobs that run one after the
-other are not paused at rungs: the first ones train to their end, and later ones are compared with them. A job that has reached
-the next rung is no longer judged at an earlier one.
+The number of jobs is known from the beginning, so a rung does not wait for all of them. A rung's
+decision depends on the losses there alone, not on the order in which jobs run, how many run at
+once, or when they are compared. Jobs that run one after the other are not paused at rungs: the
+first ones train to their end, and later ones are compared with them. A job that has reached the
+next rung is no longer judged at an earlier one.
 
-At equal losses the job that was created first is better. NaN is worse than any number. Jobs that failed or were cancelled
-cannot become the best, and are not counted. A stopped job stays stopped. A job that was not validated at a rung is not judged
-there.
+At equal losses the job that was created first is better. NaN is worse than any number. Jobs that
+failed or were cancelled cannot become the best, and are not counted. A stopped job stays stopped. A
+job that was not validated at a rung is not judged there.
 """
 
 from __future__ import annotations
@@ -68,8 +71,14 @@ class EarlyStop:
         """The message for the job's user. `shares`: the rungs."""
         loss = f"{self.loss:.4f}" if math.isfinite(self.loss) else "no number"
         after = f"after {100 * shares[self.rung]:.3g} % of its steps its validation loss was {loss}"
-        better = f"{self.better} of {self.jobs} jobs {'was' if self.better == 1 else 'were'} better there"
-        return f"stopped by the sweep: {after}, and {better}; {self.kept} {'goes' if self.kept == 1 else 'go'} on"
+        better = (
+            f"{self.better} of {self.jobs} jobs {'was' if self.better == 1 else 'were'} "
+            "better there"
+        )
+        return (
+            f"stopped by the sweep: {after}, and {better}; {self.kept} "
+            f"{'goes' if self.kept == 1 else 'go'} on"
+        )
 
 
 def shares_of(eta: int, min_share: float) -> tuple[float, ...]:
@@ -92,16 +101,23 @@ def jobs_to_stop(jobs: Sequence[SweepJob], eta: int, rungs: int) -> list[EarlySt
             continue
         rung = max(job.rungs)
         own = _order(job.rungs[rung], number)
-        losses = [_order(other.rungs[rung], place) for place, other in enumerate(counted) if rung in other.rungs]
+        losses = [
+            _order(other.rungs[rung], place)
+            for place, other in enumerate(counted)
+            if rung in other.rungs
+        ]
         better = sum(loss < own and math.isfinite(loss[0]) for loss in losses)
         if better >= kept[rung + 1]:
-            stops.append(EarlyStop(job.job_id, rung, job.rungs[rung], better, kept[rung + 1], len(counted)))
+            stops.append(
+                EarlyStop(job.job_id, rung, job.rungs[rung], better, kept[rung + 1], len(counted))
+            )
     return stops
 
 
 def best_of(jobs: Sequence[SweepJob]) -> SweepJob | None:
-    """The job with the lowest validation loss among those that succeeded; while a job is open, among the open ones too. The
-    earlier one at equal losses. None: no such job has a loss."""
+    """The job with the lowest validation loss among those that succeeded; while a job is open,
+    among the open ones too. The earlier one at equal losses. None: no such job has a loss.
+    """
     is_open = any(job.standing is Standing.OPEN for job in jobs)
     candidates = {Standing.OPEN, Standing.DONE} if is_open else {Standing.DONE}
     measured = [job for job in jobs if job.standing in candidates and job.best_loss is not None]
@@ -114,7 +130,10 @@ def _order(loss: float, place: int) -> tuple[float, int]:
 
 @dataclass(frozen=True)
 class SweepJobProgress:
-    """A job's steps and validation losses (nats a token), as its sweep compares them. NaN is a measured loss, and the worst."""
+    """A job's steps and validation losses (nats a token), as its sweep compares them.
+
+    NaN is a measured loss, and the worst.
+    """
 
     step: int = 0
     total_steps: int = 0
@@ -124,7 +143,10 @@ class SweepJobProgress:
     """The lowest loss so far."""
     best_step: int | None = None
     rungs: Mapping[int, float] = field(default_factory=dict)
-    """Number of a rung, from 0 → loss there. Rungs at which the job was not validated before the next one are missing."""
+    """Number of a rung, from 0 → loss there.
+
+    Rungs at which the job was not validated before the next one are missing.
+    """
 
     @classmethod
     def read(cls, document: Mapping[str, Any] | None) -> SweepJobProgress:
@@ -136,11 +158,16 @@ class SweepJobProgress:
 
     def document(self) -> dict[str, Any]:
         """The progress as JSON, with null for NaN."""
-        rungs = {str(rung): loss if math.isfinite(loss) else None for rung, loss in self.rungs.items()}
+        rungs = {
+            str(rung): loss if math.isfinite(loss) else None for rung, loss in self.rungs.items()
+        }
         return {**asdict(self), "rungs": rungs}
 
     def after(self, metrics: Metrics, rung_steps: Sequence[int]) -> SweepJobProgress:
-        """The progress after a step was reported. `rung_steps`: steps of the job's rungs, ascending."""
+        """The progress after a step was reported.
+
+        `rung_steps`: steps of the job's rungs, ascending.
+        """
         progress = replace(self, step=metrics.step, total_steps=metrics.total_steps)
         loss = metrics.valid_loss
         if loss is None:

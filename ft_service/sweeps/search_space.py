@@ -4,10 +4,11 @@
       training.learning_rate: [1e-4, 3e-4]          method: random
       lora.r: [8, 32]                               samples: 12
                                                     seed: 1
-                                                    training.learning_rate: {min: 1e-5, max: 1e-3, log: true}
+                                                    training.learning_rate: {min: 1e-5, max: 1e-3,
+                                                        log: true}
 
-Every combination is checked like a job's SPEC, and all errors are reported at once. Values drawn at random are the same for the
-same ranges and seed, with any version of Python.
+Every combination is checked like a job's SPEC, and all errors are reported at once. Values drawn at
+random are the same for the same ranges and seed, with any version of Python.
 """
 
 from __future__ import annotations
@@ -35,7 +36,9 @@ TRIES = 100
 """Draws for each requested combination; if they yield too few different ones, there are no more."""
 
 _MOST = 2**53
-"""Whole numbers up to here are exact as fractions too, in which shares of a range are calculated."""
+"""Whole numbers up to here are exact as fractions too, in which shares of a range are
+calculated.
+"""
 
 
 def _within_limits(value: float) -> float:
@@ -53,7 +56,9 @@ class Range(Strict):
     min: _Bound
     max: _Bound
     log: bool = False
-    """Distribute evenly in the logarithm: as many between 1e-5 and 1e-4 as between 1e-4 and 1e-3."""
+    """Distribute evenly in the logarithm: as many between 1e-5 and 1e-4 as between 1e-4 and
+    1e-3.
+    """
 
     @model_validator(mode="after")
     def _in_order(self) -> Range:
@@ -64,13 +69,22 @@ class Range(Strict):
         return self
 
     def at(self, share: float) -> int | float:
-        """The number at a share in [0, 1) of the range; fractions have three significant digits, and more in a range that is
-        narrow beside its numbers, as 0.9995 to 0.9999 is."""
+        """The number at a share in [0, 1) of the range; fractions have three significant digits,
+        and more in a range that is narrow beside its numbers, as 0.9995 to 0.9999 is.
+        """
         if isinstance(self.min, int) and isinstance(self.max, int):
             high = self.max + 1
-            value = self.min * (high / self.min) ** share if self.log else self.min + share * (high - self.min)
+            value = (
+                self.min * (high / self.min) ** share
+                if self.log
+                else self.min + share * (high - self.min)
+            )
             return min(self.max, max(self.min, math.floor(value)))
-        value = self.min * (self.max / self.min) ** share if self.log else self.min + share * (self.max - self.min)
+        value = (
+            self.min * (self.max / self.min) ** share
+            if self.log
+            else self.min + share * (self.max - self.min)
+        )
         narrow = max(abs(self.min), abs(self.max)) / (self.max - self.min)
         digits = 2 + max(0, math.floor(math.log10(narrow)))
         return min(self.max, max(self.min, float(f"{value:.{digits}e}")))
@@ -85,7 +99,9 @@ def drawn(options: Mapping[str, Choices], samples: int, seed: int) -> list[dict[
     source = random.Random(seed)
     combinations: list[dict[str, Any]] = []
     for _ in range(samples * TRIES):
-        combination = {name: _value_at(choices, source.random()) for name, choices in options.items()}
+        combination = {
+            name: _value_at(choices, source.random()) for name, choices in options.items()
+        }
         if combination not in combinations:
             combinations.append(combination)
         if len(combinations) == samples:
@@ -94,23 +110,46 @@ def drawn(options: Mapping[str, Choices], samples: int, seed: int) -> list[dict[
 
 
 def _value_at(choices: Choices, share: float) -> Any:
-    return choices.at(share) if isinstance(choices, Range) else choices[math.floor(share * len(choices))]
+    return (
+        choices.at(share)
+        if isinstance(choices, Range)
+        else choices[math.floor(share * len(choices))]
+    )
 
 
 MOST_JOBS = 64
 MOST_VALUES = 256
 """Limit of an option's values."""
 _OF_ALL = "it applies to the whole sweep, not to one job: set it outside the sweep"
-_OTHER_LOSS = "it changes what the loss measures, so losses could not be compared: give it one value"
+_OTHER_LOSS = (
+    "it changes what the loss measures, so losses could not be compared: give it one value"
+)
 _ONE_FILE = "all jobs of a sweep use the same files: set it outside the sweep"
-_NO_RESULT = "it changes how fast a job runs, not what it learns: give it one value, or let it be chosen (auto)"
+_NO_RESULT = (
+    "it changes how fast a job runs, not what it learns: give it one value, or let it be "
+    "chosen (auto)"
+)
 REFUSED: Mapping[str, str] = {
-    **dict.fromkeys(("suffix", "metadata", "integrations", "priority", "max_seconds", "evaluation"), _OF_ALL),
-    **dict.fromkeys(("training_file", "validation_file", "validation_split"), _ONE_FILE),
-    **dict.fromkeys(("model", "chat_template", "training.max_length", "training.train_on", "method.type"), _OTHER_LOSS),
-    **{f"method.dpo.hyperparameters.{name}": _OTHER_LOSS for name in ("beta", "loss_type", "rpo_alpha")},
     **dict.fromkeys(
-        ("training.per_device_train_batch_size", "training.tokens_per_micro_batch", "training.packing", "engine"), _NO_RESULT
+        ("suffix", "metadata", "integrations", "priority", "max_seconds", "evaluation"), _OF_ALL
+    ),
+    **dict.fromkeys(("training_file", "validation_file", "validation_split"), _ONE_FILE),
+    **dict.fromkeys(
+        ("model", "chat_template", "training.max_length", "training.train_on", "method.type"),
+        _OTHER_LOSS,
+    ),
+    **{
+        f"method.dpo.hyperparameters.{name}": _OTHER_LOSS
+        for name in ("beta", "loss_type", "rpo_alpha")
+    },
+    **dict.fromkeys(
+        (
+            "training.per_device_train_batch_size",
+            "training.tokens_per_micro_batch",
+            "training.packing",
+            "engine",
+        ),
+        _NO_RESULT,
     ),
 }
 """Options that cannot be swept → the reason."""
@@ -139,26 +178,38 @@ class SweepOptions(Strict):
     samples: Annotated[int, Field(ge=2, le=MOST_JOBS)] | None = None
     """Number of jobs of a random sweep."""
     seed: Annotated[int, Field(ge=0, le=2_147_483_647)] | None = None
-    """Seed of the random values; None: 0. A list of numbers is the option `seed` of the jobs instead."""
+    """Seed of the random values; None: 0.
+
+    A list of numbers is the option `seed` of the jobs instead.
+    """
     halving: bool | HalvingOptions = True
     """Stop jobs that cannot become the best: at the default rungs, at others, or never."""
 
     @model_validator(mode="after")
     def _samples_of_random(self) -> SweepOptions:
         if self.method == "random" and self.samples is None:
-            raise ValueError(f"sweep.samples is required with sweep.method random: the number of jobs, 2 to {MOST_JOBS}")
+            raise ValueError(
+                "sweep.samples is required with sweep.method random: the number of jobs, 2 to "
+                f"{MOST_JOBS}"
+            )
         for name in ("samples", "seed"):
             if self.method == "grid" and getattr(self, name) is not None:
-                raise ValueError(f"sweep.{name} is for sweep.method random: leave it out, or give that method")
+                raise ValueError(
+                    f"sweep.{name} is for sweep.method random: leave it out, or give that method"
+                )
         return self
 
 
 class SweepRequest(JobRequest):
-    """The body of `POST /v1/fine_tuning/sweeps`, and the SPEC file of a sweep: that of a job, with `sweep`."""
+    """The body of `POST /v1/fine_tuning/sweeps`, and the SPEC file of a sweep: that of a job, with
+    `sweep`.
+    """
 
     sweep: dict[str, Any]
-    """Dotted options of a job, each with a list of values or, if `method` is random, a range `{min, max, log}`; and the
-    settings method (grid or random), samples and seed (for random), and halving: true, false or `{eta, min_share}`."""
+    """Dotted options of a job, each with a list of values or, if `method` is random, a range `{min,
+    max, log}`; and the settings method (grid or random), samples and seed (for random), and
+    halving: true, false or `{eta, min_share}`.
+    """
 
 
 @dataclass(frozen=True)
@@ -179,7 +230,9 @@ class AskedSweep:
 
     jobs: tuple[AskedJob, ...]
     settings: dict[str, Any]
-    """JSON: method, samples and seed; the swept options; eta and rungs, which are None and [] without early stopping."""
+    """JSON: method, samples and seed; the swept options; eta and rungs, which are None and []
+    without early stopping.
+    """
 
 
 def parse_sweep(body: object, seed: int = 0) -> AskedSweep:
@@ -188,18 +241,26 @@ def parse_sweep(body: object, seed: int = 0) -> AskedSweep:
     Raises SpecError naming every field at fault (dotted) with its value and limit.
     """
     if not isinstance(body, Mapping):
-        raise SpecError(f"The body must be an object with model, training_file and sweep, not {kind(body)}.")
+        raise SpecError(
+            f"The body must be an object with model, training_file and sweep, not {kind(body)}."
+        )
     alone = {name: value for name, value in body.items() if name != SWEEP}
     given = body.get(SWEEP)
     if not isinstance(given, Mapping) or not given:
         _, faults = read_request(alone)
-        text = "sweep is required: options with the values to try, such as training.learning_rate: [1e-4, 3e-4]."
+        text = (
+            "sweep is required: options with the values to try, such as "
+            "training.learning_rate: [1e-4, 3e-4]."
+        )
         raise joined([OptionFault(SWEEP, text, "missing_required_parameter"), *faults])
     options, choices, faults = _read(given, alone)
     combinations: list[dict[str, Any]] = []
     if options is not None and not faults:
         combinations, faults = _combined(options, choices)
-    jobs, more = _jobs(alone if alone.get("seed") is not None or "seed" in choices else {**alone, "seed": seed}, combinations)
+    jobs, more = _jobs(
+        alone if alone.get("seed") is not None or "seed" in choices else {**alone, "seed": seed},
+        combinations,
+    )
     faults = list(dict.fromkeys([*faults, *more]))
     if faults:
         raise joined(faults)
@@ -209,15 +270,28 @@ def parse_sweep(body: object, seed: int = 0) -> AskedSweep:
 
 def values_text(values: Mapping[str, Any]) -> str:
     """The values as text: `training.learning_rate = 0.0001, lora.r = 8`."""
-    texts = {name: f"{value:g}" if isinstance(value, float) else str(value) for name, value in values.items()}
+    texts = {
+        name: f"{value:g}" if isinstance(value, float) else str(value)
+        for name, value in values.items()
+    }
     return ", ".join(f"{name} = {text}" for name, text in texts.items())
 
 
 def _settings(options: SweepOptions, names: list[str]) -> dict[str, Any]:
     halving = HalvingOptions() if options.halving is True else options.halving or None
-    random = {"samples": options.samples, "seed": options.seed or 0} if options.method == "random" else {}
+    random = (
+        {"samples": options.samples, "seed": options.seed or 0}
+        if options.method == "random"
+        else {}
+    )
     rungs = shares_of(halving.eta, halving.min_share) if halving else ()
-    return {"method": options.method, **random, "options": names, "eta": halving and halving.eta, "rungs": list(rungs)}
+    return {
+        "method": options.method,
+        **random,
+        "options": names,
+        "eta": halving and halving.eta,
+        "rungs": list(rungs),
+    }
 
 
 def _read(
@@ -240,27 +314,49 @@ def _read(
         if found is not None:
             choices[name] = found
     if not choices and not faults:
-        faults.append(OptionFault(SWEEP, "sweep names no option: give one with the values to try, such as lora.r: [8, 32]."))
+        faults.append(
+            OptionFault(
+                SWEEP,
+                "sweep names no option: give one with the values to try, such as lora.r: [8, 32].",
+            )
+        )
     if alone.get("validation_file") is None and alone.get("validation_split") is None:
-        text = "validation_file (or validation_split) is required for a sweep, which compares its jobs by their loss on it."
+        text = (
+            "validation_file (or validation_split) is required for a sweep, which compares its "
+            "jobs by their loss on it."
+        )
         faults.append(OptionFault("validation_file", text, "missing_required_parameter"))
     elif alone.get("validation_split") is not None and "seed" in choices:
-        text = "sweep.seed: with validation_split each seed sets other samples aside: give a validation_file, or leave it out."
+        text = (
+            "sweep.seed: with validation_split each seed sets other samples aside: give a "
+            "validation_file, or leave it out."
+        )
         faults.append(OptionFault("sweep.seed", text))
     method = alone.get("method")
     if isinstance(method, Mapping) and method.get("type") == "reinforcement":
-        text = "sweep: a sweep compares jobs by validation loss, which method.type = 'reinforcement' has none of. "
-        faults.append(OptionFault(SWEEP, f"{text}Submit its jobs one by one, and compare their valid_mean_reward."))
+        text = (
+            "sweep: a sweep compares jobs by validation loss, which method.type = "
+            "'reinforcement' has none of. "
+        )
+        faults.append(
+            OptionFault(
+                SWEEP, f"{text}Submit its jobs one by one, and compare their valid_mean_reward."
+            )
+        )
     return options, choices, faults
 
 
 def _parse_settings(own: Mapping[str, Any]) -> tuple[SweepOptions | None, list[OptionFault]]:
     halving = own.get("halving")
     try:
-        if isinstance(halving, Mapping):  # separately first: faults of the union with bool would name both alternatives
+        if isinstance(
+            halving, Mapping
+        ):  # separately first: faults of the union with bool would name both alternatives
             HalvingOptions.model_validate(dict(halving))
     except ValidationError as error:
-        return None, [_within(f"{SWEEP}.halving", fault) for fault in option_faults(error, HalvingOptions)]
+        return None, [
+            _within(f"{SWEEP}.halving", fault) for fault in option_faults(error, HalvingOptions)
+        ]
     try:
         return SweepOptions.model_validate(own), []
     except ValidationError as error:
@@ -281,12 +377,15 @@ def _within(place: str, fault: OptionFault) -> OptionFault:
 
 
 def _fault_of_name(name: str) -> OptionFault | None:
-    place, known = f"{SWEEP}.{name}", options_of(JobRequest)
+    place = f"{SWEEP}.{name}"
+    known = options_of(JobRequest)
     if why := REFUSED.get(name) or REFUSED_SECTIONS.get(name.split(".")[0]):
         return OptionFault(place, f"{place} cannot be swept: {why}.")
     if any(other.startswith(f"{name}.") for other in known):
         example = "training.learning_rate" if name == "training" else f"{name}.…"
-        return OptionFault(place, f"{place} is a group of options: name one of them with its dots, as {example}.")
+        return OptionFault(
+            place, f"{place} is a group of options: name one of them with its dots, as {example}."
+        )
     if name in known:
         return None
     meant = name_for(name, JobRequest)
@@ -309,10 +408,16 @@ def _choices(name: str, value: object, is_random: bool) -> tuple[Choices | None,
     if isinstance(value, list) and value:
         if len(value) > MOST_VALUES:
             text = f"{place}: {len(value):,} values; at most {MOST_VALUES} are possible."
-            return None, [OptionFault(place, f"{text} Leave values out{', or give a range' if is_random else ''}.")]
+            return None, [
+                OptionFault(
+                    place, f"{text} Leave values out{', or give a range' if is_random else ''}."
+                )
+            ]
         repeated = next((item for number, item in enumerate(value) if item in value[:number]), None)
         if repeated is not None:
-            return None, [OptionFault(place, f"{place}: {shown_value(repeated)} is there twice: keep one.")]
+            return None, [
+                OptionFault(place, f"{place}: {shown_value(repeated)} is there twice: keep one.")
+            ]
         return value, []
     if isinstance(value, Mapping) and is_random:
         try:
@@ -325,25 +430,43 @@ def _choices(name: str, value: object, is_random: bool) -> tuple[Choices | None,
     return None, [OptionFault(place, f"{place} = {shown_value(value)}: {ways}.")]
 
 
-def _combined(options: SweepOptions, choices: Mapping[str, Choices]) -> tuple[list[dict[str, Any]], list[OptionFault]]:
+def _combined(
+    options: SweepOptions, choices: Mapping[str, Choices]
+) -> tuple[list[dict[str, Any]], list[OptionFault]]:
     """The values of each job, or faults."""
     if options.samples is not None:
         found = drawn(choices, options.samples, options.seed or 0)
         if len(found) < options.samples:
-            text = f"sweep.samples = {options.samples}: these values have only {len(found)} combinations. Ask for fewer."
+            text = (
+                f"sweep.samples = {options.samples}: these values have only {len(found)} "
+                "combinations. Ask for fewer."
+            )
             return [], [OptionFault("sweep.samples", text)]
         return found, []
-    lists = {name: list(values) for name, values in choices.items() if not isinstance(values, Range)}
+    lists = {
+        name: list(values) for name, values in choices.items() if not isinstance(values, Range)
+    }
     number = math.prod(len(values) for values in lists.values())
     if not 2 <= number <= MOST_JOBS:
-        way = "give more values" if number < 2 else "leave values out, or draw some: method: random, samples: 16"
-        text = f"sweep makes {number:,} job{'s' * (number != 1)}, and may make 2 to {MOST_JOBS}: {way}."
+        way = (
+            "give more values"
+            if number < 2
+            else "leave values out, or draw some: method: random, samples: 16"
+        )
+        text = (
+            f"sweep makes {number:,} job{'s' * (number != 1)}, and may make 2 to {MOST_JOBS}: "
+            f"{way}."
+        )
         return [], [OptionFault(SWEEP, text)]
     return [dict(zip(lists, values, strict=True)) for values in product(*lists.values())], []
 
 
-def _jobs(alone: Mapping[Any, Any], combinations: list[dict[str, Any]]) -> tuple[list[AskedJob], list[OptionFault]]:
-    """A job for each combination, and all their faults; without combinations, the faults of the other options."""
+def _jobs(
+    alone: Mapping[Any, Any], combinations: list[dict[str, Any]]
+) -> tuple[list[AskedJob], list[OptionFault]]:
+    """A job for each combination, and all their faults; without combinations, the faults of the
+    other options.
+    """
     if not combinations:
         return [], read_request(alone)[1]
     jobs: list[AskedJob] = []
@@ -352,7 +475,9 @@ def _jobs(alone: Mapping[Any, Any], combinations: list[dict[str, Any]]) -> tuple
         body = _with_values(alone, values)
         request, found = read_request(body)
         if request is not None:
-            jobs.append(AskedJob(body, request, {name: _value_of(request, name) for name in values}))
+            jobs.append(
+                AskedJob(body, request, {name: _value_of(request, name) for name in values})
+            )
         faults += [_named_in_sweep(fault, values) for fault in found]
         if len(faults) >= _MOST_FAULTS:  # the rest of the body's come again with each combination
             break

@@ -1,1 +1,3 @@
-"""The training loop from outside: what a Tinker client sends, and how it reaches the ranks and comes back."""
+"""The training loop from outside: what a Tinker client sends, and how it reaches the ranks and
+comes back.
+"""

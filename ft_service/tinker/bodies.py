@@ -1,7 +1,7 @@
 """JSON bodies of Tinker's wire, checked. Pure.
 
-Clients of later versions send fields that this version does not know, mostly with a value that says nothing: those are let
-through, and any other unknown field is refused by its name.
+Clients of later versions send fields that this version does not know, mostly with a value that says
+nothing: those are let through, and any other unknown field is refused by its name.
 """
 
 from __future__ import annotations
@@ -17,7 +17,8 @@ from ft_service.errors import SpecError
 from ft_service.spec import LEAST_EPSILON, spec_error
 from ft_service.wording import kind
 
-LEAST_TTL, MOST_TTL = 3600, 315_360_000
+LEAST_TTL = 3600
+MOST_TTL = 315_360_000
 """Lifetime of saved weights in seconds: an hour to ten years."""
 _NOTHING: tuple[object, ...] = (None, False, 0, "", [], {})
 
@@ -39,14 +40,21 @@ class Body(BaseModel):
 
     @classmethod
     def parse(cls, body: object, not_here: Mapping[str, str] | None = None) -> Self:
-        """Raises SpecError naming the field, its value and the limit. `not_here`: field → why it must say nothing."""
+        """Raises SpecError naming the field, its value and the limit.
+
+        `not_here`: field → why it must say nothing.
+        """
         if not isinstance(body, dict):
             raise SpecError(f"The body must be an object, not {kind(body)}.")
         for name, why in (not_here or {}).items():
             if body.get(name) not in _NOTHING:
-                raise SpecError(f"{name}: {why}. Leave it out.", param=name, code="unsupported_parameter")
+                raise SpecError(
+                    f"{name}: {why}. Leave it out.", param=name, code="unsupported_parameter"
+                )
         try:
-            parsed = cls.model_validate({name: value for name, value in body.items() if value is not None})
+            parsed = cls.model_validate(
+                {name: value for name, value in body.items() if value is not None}
+            )
         except ValidationError as error:
             raise spec_error(error, cls) from None
         parsed.refuse_unknown()
@@ -58,7 +66,9 @@ class Body(BaseModel):
             if value not in _NOTHING and name != "type":
                 shown = f"{place}{name[:80]}"
                 raise SpecError(
-                    f"{shown}: this service does not know it. Leave it out.", param=shown, code="unsupported_parameter"
+                    f"{shown}: this service does not know it. Leave it out.",
+                    param=shown,
+                    code="unsupported_parameter",
                 )
         for name in type(self).model_fields:
             value = getattr(self, name)
@@ -80,7 +90,10 @@ class CreateSession(Body):
     @classmethod
     def _short(cls, value: dict[str, Any] | None) -> dict[str, Any] | None:
         if (size := len(json.dumps(value))) > MOST_METADATA_BYTES:
-            raise ValueError(f"at most {MOST_METADATA_BYTES:,} bytes as JSON are possible, and it has {size:,}: shorten it")
+            raise ValueError(
+                f"at most {MOST_METADATA_BYTES:,} bytes as JSON are possible, and it has "
+                f"{size:,}: shorten it"
+            )
         return value
 
 

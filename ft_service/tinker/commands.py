@@ -1,10 +1,13 @@
-"""Commands to the ranks of a job whose client runs the training loop, and their results: files of the run directory.
+"""Commands to the ranks of a job whose client runs the training loop, and their results: files of
+the run directory.
 
-    commands/<seq>     written once by the service, in any order; the ranks carry them out in the order of their numbers
-    results/<seq>      written by rank 0; a client reads it as often as it likes
+    commands/<seq>     written once by the service, in any order; the ranks carry them out in the
+    order of their numbers results/<seq>      written by rank 0; a client reads it as often as it
+    likes
 
-A checkpoint says up to which command it holds the job's state. What came later is carried out again after a restart, from the
-same files, and gives the same bits: a command is lost by nobody's end, and none takes effect twice.
+A checkpoint says up to which command it holds the job's state. What came later is carried out again
+after a restart, from the same files, and gives the same bits: a command is lost by nobody's end,
+and none takes effect twice.
 """
 
 from __future__ import annotations
@@ -19,7 +22,8 @@ from typing import Any
 from ft_service.errors import FtError, LimitError
 from ft_service.rundir.directory import RunDir, UnreadableDocumentError
 
-COMMANDS, RESULTS = "commands", "results"
+COMMANDS = "commands"
+RESULTS = "results"
 MOST_BYTES = 64 * 1024**2
 """Limit of a command's file, and of a result's."""
 MOST_SEQ = 999_999_999
@@ -40,8 +44,10 @@ class Command:
     seq: int
     """Its number: 0 creates the model, the client counts from 1."""
     op: str
-    """create_model, forward_backward, optim_step, save_weights, save_weights_for_sampler, load_weights, finish, or refused: one
-    that the service could not accept, which has a number all the same."""
+    """create_model, forward_backward, optim_step, save_weights, save_weights_for_sampler,
+    load_weights, finish, or refused: one that the service could not accept, which has a number all
+    the same.
+    """
     options: Mapping[str, Any] = field(default_factory=dict[str, Any])
     body: bytes | bytearray = b""
     """forward_backward: the client's message."""
@@ -78,7 +84,11 @@ class CommandLog:
     def command(self, seq: int) -> Command | None:
         """Raises UnreadableDocumentError for a file that is none."""
         found = self._read(COMMANDS, seq)
-        return None if found is None else Command(seq, str(found[0]["op"]), found[0]["options"], found[1])
+        return (
+            None
+            if found is None
+            else Command(seq, str(found[0]["op"]), found[0]["options"], found[1])
+        )
 
     def put_result(self, seq: int, result: CommandResult) -> None:
         self.run.put_if_absent(_key(RESULTS, seq), _file(dict(result.document), result.body))
@@ -91,7 +101,9 @@ class CommandLog:
         return None if found is None else CommandResult(*found)
 
     def refuse_ahead(self, seq: int, size: int) -> None:
-        """Raise LimitError for a new command if too many wait, unless it is the one that the ranks wait for. `size`: bytes."""
+        """Raise LimitError for a new command if too many wait, unless it is the one that the ranks
+        wait for. `size`: bytes.
+        """
         if self.has(seq):
             return
         count, held = self._ahead()
@@ -100,9 +112,14 @@ class CommandLog:
         awaited = self._newest_result() + 1
         if seq == awaited:
             return
-        then = "wait for its result" if self.has(awaited) else "it is missing, and the others wait for it, so send it"
+        then = (
+            "wait for its result"
+            if self.has(awaited)
+            else "it is missing, and the others wait for it, so send it"
+        )
         text = (
-            f"{count:,} commands of {held:,} bytes wait for the model, and {MOST_AHEAD:,} of {MOST_AHEAD_BYTES:,} may. The "
+            f"{count:,} commands of {held:,} bytes wait for the model, and {MOST_AHEAD:,} of "
+            f"{MOST_AHEAD_BYTES:,} may. The "
             f"next one has the number {awaited}: {then}."
         )
         raise LimitError(text, code="too_many_commands", retry_after=1.0)
@@ -122,26 +139,33 @@ class CommandLog:
         return max(self._numbers(RESULTS), default=-1)
 
     def first_missing(self) -> int:
-        """Number behind the commands that the ranks carry out, one after the other: with a gap in the client's numbers, that of
-        the gap, for which they wait."""
+        """Number behind the commands that the ranks carry out, one after the other: with a gap in
+        the client's numbers, that of the gap, for which they wait.
+        """
         seq = self._newest_result() + 1
         while self.has(seq):
             seq += 1
         return seq
 
     def has_unanswered(self) -> bool:
-        """Whether the ranks have something to do: the command behind the newest result. One that waits for another before it,
-        which its client may never send, keeps nobody busy."""
+        """Whether the ranks have something to do: the command behind the newest result.
+
+        One that waits for another before it, which its client may never send, keeps nobody busy.
+        """
         return self.has(self._newest_result() + 1)
 
     def last_used(self) -> float:
-        """Time (seconds since the epoch, by the disk's clock) at which a command or a result came last; 0: never."""
+        """Time (seconds since the epoch, by the disk's clock) at which a command or a result came
+        last; 0: never.
+        """
         folders = [self.run.path(folder) for folder in (COMMANDS, RESULTS)]
         return max((folder.stat().st_mtime for folder in folders if folder.is_dir()), default=0.0)
 
     def prune(self, upto: int, results_before: float) -> None:
-        """Remove the commands up to a number, all of which are answered, and those of their results that are older than a time.
-        The newest result stays: it says up to which number commands were given and carried out."""
+        """Remove the commands up to a number, all of which are answered, and those of their results
+        that are older than a time. The newest result stays: it says up to which number commands
+        were given and carried out.
+        """
         for seq in self._numbers(COMMANDS):
             if seq <= upto:
                 self.run.path(_key(COMMANDS, seq)).unlink(missing_ok=True)
@@ -183,5 +207,8 @@ def _key(folder: str, seq: int) -> str:
 def _file(head: dict[str, Any], body: bytes | bytearray) -> bytes:
     whole = json.dumps(head).encode() + b"\n" + body
     if len(whole) > MOST_BYTES:
-        raise CommandTooLargeError(f"A command of {len(whole):,} bytes; at most {MOST_BYTES:,} are possible: send fewer data.")
+        raise CommandTooLargeError(
+            f"A command of {len(whole):,} bytes; at most {MOST_BYTES:,} are possible: send fewer "
+            "data."
+        )
     return whole

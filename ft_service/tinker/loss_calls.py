@@ -1,7 +1,7 @@
 """Calls of forward and forward_backward: what a client sends, checked, and what it gets back.
 
-The wire's forms are those of the `tinker` package (its modules request_conv and response_conv in 0.38); token arrays are numpy
-arrays here, so that a server without torch can check them.
+The wire's forms are those of the `tinker` package (its modules request_conv and response_conv in
+0.38); token arrays are numpy arrays here, so that a server without torch can check them.
 """
 
 from __future__ import annotations
@@ -20,7 +20,10 @@ from ft_service.tinker.loss_wire import MOST_DATUMS, NO_CALL, refuse_parts_beyon
 MOST_TARGETS_OF_TOKEN = 32
 """Limit of target tokens at one position."""
 MOST_TARGETS = 8 * 1024**2
-"""Limit of target tokens of all data of one call. Sparse arrays may have more than the call has bytes."""
+"""Limit of target tokens of all data of one call.
+
+Sparse arrays may have more than the call has bytes.
+"""
 
 _WEIGHTED = ("weights",)
 _RATIO = ("logprobs", "advantages")
@@ -31,9 +34,11 @@ LOSS_INPUTS: Mapping[str, tuple[str, ...]] = {
     "cispo": _RATIO,
     "dro": _RATIO,
 }
-"""Loss function → the arrays that it takes beside target_tokens, each as long as these. weights are 1 where they are left
-out."""
-CLIP_LOW, CLIP_HIGH = "clip_low_threshold", "clip_high_threshold"
+"""Loss function → the arrays that it takes beside target_tokens, each as long as these. weights are
+1 where they are left out.
+"""
+CLIP_LOW = "clip_low_threshold"
+CLIP_HIGH = "clip_high_threshold"
 LOSS_CONFIG: Mapping[str, Mapping[str, float | None]] = {
     "cross_entropy": {},
     "importance_sampling": {},
@@ -57,7 +62,9 @@ class Datum:
     ids: np.ndarray
     """int64 [tokens]."""
     targets: np.ndarray
-    """int64 [tokens] or [tokens, k]: the tokens whose log-probabilities are taken behind each token."""
+    """int64 [tokens] or [tokens, k]: the tokens whose log-probabilities are taken behind each
+    token.
+    """
     inputs: Mapping[str, np.ndarray]
     """The loss function's arrays (LOSS_INPUTS), fp32 of the shape of `targets`."""
 
@@ -90,7 +97,8 @@ class LossRequest:
         return cls(message)
 
     def call(self, *, vocabulary: int, longest: int) -> LossCall:
-        """The call, checked. `vocabulary`: rows of the base's embedding; `longest`: most tokens of a sequence.
+        """The call, checked. `vocabulary`: rows of the base's embedding; `longest`: most tokens of
+        a sequence.
 
         Raises SpecError naming the datum and the field with its value and limit.
         """
@@ -98,15 +106,19 @@ class LossRequest:
         if message.loss_fn not in LOSS_INPUTS:
             given = ", ".join(LOSS_INPUTS)
             raise SpecError(
-                f"loss_fn = {message.loss_fn[:80]!r}: this service computes {given}. With forward_backward_custom the client "
+                f"loss_fn = {message.loss_fn[:80]!r}: this service computes {given}. With "
+                "forward_backward_custom the client "
                 "computes any other loss of the log-probabilities.",
                 param="loss_fn",
             )
         if not message.data:
-            raise SpecError(f"data: 0 sequences in one call; 1 to {MOST_DATUMS:,} are possible.", param="data")
+            raise SpecError(
+                f"data: 0 sequences in one call; 1 to {MOST_DATUMS:,} are possible.", param="data"
+            )
         _check_targets(message)
         data = [
-            _datum(datum, f"data.{number}", message.loss_fn, vocabulary, longest) for number, datum in enumerate(message.data)
+            _datum(datum, f"data.{number}", message.loss_fn, vocabulary, longest)
+            for number, datum in enumerate(message.data)
         ]
         return LossCall(message.loss_fn, _config(message), data, message.forward_only)
 
@@ -116,7 +128,10 @@ def _config(message: pb.ForwardBackwardRequest) -> dict[str, float]:
     given: dict[str, float] = dict(message.loss_fn_config)
     for name, value in message.loss_fn_config_v2.items():
         if value.WhichOneof("value") == "text":
-            raise SpecError(f"loss_fn_config.{name[:80]} = {value.text[:80]!r}: a number is expected.", param="loss_fn_config")
+            raise SpecError(
+                f"loss_fn_config.{name[:80]} = {value.text[:80]!r}: a number is expected.",
+                param="loss_fn_config",
+            )
         given[name] = value.number
     for name, value in given.items():
         if name not in known:
@@ -124,22 +139,33 @@ def _config(message: pb.ForwardBackwardRequest) -> dict[str, float]:
             text = f"loss_fn_config.{name[:80]}: {message.loss_fn} has {options}. Leave it out."
             raise SpecError(text, param="loss_fn_config")
         if not math.isfinite(value):
-            raise SpecError(f"loss_fn_config.{name} = {value}: a finite number is expected.", param="loss_fn_config")
+            raise SpecError(
+                f"loss_fn_config.{name} = {value}: a finite number is expected.",
+                param="loss_fn_config",
+            )
     config = {name: given.get(name, default) for name, default in known.items()}
     for name, value in config.items():
         if value is None:
-            raise SpecError(f"loss_fn_config.{name}: {message.loss_fn} needs it. Give a number.", param="loss_fn_config")
+            raise SpecError(
+                f"loss_fn_config.{name}: {message.loss_fn} needs it. Give a number.",
+                param="loss_fn_config",
+            )
     return {name: value for name, value in config.items() if value is not None}
 
 
 def _check_targets(message: pb.ForwardBackwardRequest) -> None:
     """Raise SpecError for more targets than a call may have, before there are arrays of them."""
     shapes = [
-        list(datum.loss_fn_inputs["target_tokens"].shape) for datum in message.data if "target_tokens" in datum.loss_fn_inputs
+        list(datum.loss_fn_inputs["target_tokens"].shape)
+        for datum in message.data
+        if "target_tokens" in datum.loss_fn_inputs
     ]
     count = sum(math.prod(shape) for shape in shapes if min(shape, default=0) > 0)
     if count > MOST_TARGETS:
-        text = f"data: {count:,} target tokens in one call; at most {MOST_TARGETS:,} are possible: send fewer data at once."
+        text = (
+            f"data: {count:,} target tokens in one call; at most {MOST_TARGETS:,} are "
+            "possible: send fewer data at once."
+        )
         raise SpecError(text, param="data")
 
 
@@ -149,28 +175,50 @@ def _datum(datum: pb.Datum, place: str, loss_fn: str, vocabulary: int, longest: 
         kind = chunk.WhichOneof("kind")
         if kind != "encoded_text":
             named = kind or "an empty chunk"
-            raise SpecError(f"{place}.model_input: {named}: this service trains on tokens only.", param=place)
+            raise SpecError(
+                f"{place}.model_input: {named}: this service trains on tokens only.", param=place
+            )
         chunks.append(_numbers(chunk.encoded_text.tokens, np.dtype("<i4"), f"{place}.model_input"))
     ids = np.concatenate(chunks).astype(np.int64) if chunks else np.zeros(0, np.int64)
     if not 1 <= len(ids) <= longest:
-        raise SpecError(f"{place}.model_input: {len(ids)} tokens; 1 to {longest:,} are possible on this base.", param=place)
-    arrays = {name: _array(tensor, f"{place}.loss_fn_inputs.{name[:80]}") for name, tensor in datum.loss_fn_inputs.items()}
+        raise SpecError(
+            f"{place}.model_input: {len(ids)} tokens; 1 to {longest:,} are possible on this base.",
+            param=place,
+        )
+    arrays = {
+        name: _array(tensor, f"{place}.loss_fn_inputs.{name[:80]}")
+        for name, tensor in datum.loss_fn_inputs.items()
+    }
     targets = arrays.pop("target_tokens", None)
     if targets is None:
         raise SpecError(f"{place}.loss_fn_inputs.target_tokens: it is missing.", param=place)
     if not (np.isfinite(targets) & (targets == np.floor(targets))).all():
-        raise SpecError(f"{place}.loss_fn_inputs.target_tokens: a value is not a whole number.", param=place)
-    if targets.ndim not in (1, 2) or len(targets) != len(ids) or (targets.ndim == 2 and targets.shape[1] < 1):
+        raise SpecError(
+            f"{place}.loss_fn_inputs.target_tokens: a value is not a whole number.", param=place
+        )
+    if (
+        targets.ndim not in (1, 2)
+        or len(targets) != len(ids)
+        or (targets.ndim == 2 and targets.shape[1] < 1)
+    ):
         shape = list(targets.shape)
-        raise SpecError(f"{place}.loss_fn_inputs.target_tokens: its shape is {shape} for {len(ids)} tokens.", param=place)
+        raise SpecError(
+            f"{place}.loss_fn_inputs.target_tokens: its shape is {shape} for {len(ids)} tokens.",
+            param=place,
+        )
     if targets.ndim == 2 and targets.shape[1] > MOST_TARGETS_OF_TOKEN:
-        text = f"{targets.shape[1]} targets of a token; at most {MOST_TARGETS_OF_TOKEN} are possible."
+        text = (
+            f"{targets.shape[1]} targets of a token; at most {MOST_TARGETS_OF_TOKEN} are possible."
+        )
         raise SpecError(f"{place}.loss_fn_inputs.target_tokens: {text}", param=place)
     _check_ids(ids, f"{place}.model_input", vocabulary)
     _check_ids(targets, f"{place}.loss_fn_inputs.target_tokens", vocabulary)
     takes = LOSS_INPUTS[loss_fn]
     if unknown := sorted(arrays.keys() - set(takes)):
-        text = f"{place}.loss_fn_inputs.{unknown[0][:80]}: {loss_fn} takes target_tokens, {', '.join(takes)}. Leave it out."
+        text = (
+            f"{place}.loss_fn_inputs.{unknown[0][:80]}: {loss_fn} takes target_tokens, "
+            f"{', '.join(takes)}. Leave it out."
+        )
         raise SpecError(text, param=place)
     inputs: dict[str, np.ndarray] = {}
     for name in takes:
@@ -180,32 +228,49 @@ def _datum(datum: pb.Datum, place: str, loss_fn: str, vocabulary: int, longest: 
         if values is None:
             raise SpecError(f"{place}.loss_fn_inputs.{name}: {loss_fn} needs it.", param=place)
         if values.shape != targets.shape:
-            text = f"its shape is {list(values.shape)}, and that of target_tokens {list(targets.shape)}."
+            text = (
+                f"its shape is {list(values.shape)}, and that of target_tokens "
+                f"{list(targets.shape)}."
+            )
             raise SpecError(f"{place}.loss_fn_inputs.{name}: {text}", param=place)
         inputs[name] = values.astype(np.float32)
         if not np.isfinite(inputs[name]).all():
-            raise SpecError(f"{place}.loss_fn_inputs.{name}: a value is not a finite number.", param=place)
+            raise SpecError(
+                f"{place}.loss_fn_inputs.{name}: a value is not a finite number.", param=place
+            )
     return Datum(ids, targets.astype(np.int64), inputs)
 
 
 def _check_ids(ids: np.ndarray, place: str, vocabulary: int) -> None:
     wrong = ids[(ids < 0) | (ids >= vocabulary)]
     if wrong.size:
-        raise SpecError(f"{place}: token {int(wrong.flat[0])}; the base has tokens 0 to {vocabulary - 1}.", param=place)
+        raise SpecError(
+            f"{place}: token {int(wrong.flat[0])}; the base has tokens 0 to {vocabulary - 1}.",
+            param=place,
+        )
 
 
 def _array(tensor: pb.Tensor, place: str) -> np.ndarray:
     dtype = _NUMPY.get(tensor.dtype)
     if dtype is None:
-        raise SpecError(f"{place}: its dtype is {tensor.dtype}; float32, int64 and int32 are possible.", param=place)
+        raise SpecError(
+            f"{place}: its dtype is {tensor.dtype}; float32, int64 and int32 are possible.",
+            param=place,
+        )
     shape = tuple(tensor.shape)
     if tensor.WhichOneof("layout") == "sparse_csr":
         return _dense(tensor.sparse_csr, dtype, shape, place)
     values = _numbers(tensor.dense, dtype, place)
     if not shape:
         return values
-    if math.prod(shape) != len(values) or len(shape) > 2 or not all(0 <= size <= len(values) for size in shape):
-        raise SpecError(f"{place}: {len(values)} numbers for the shape {list(shape)[:8]}.", param=place)
+    if (
+        math.prod(shape) != len(values)
+        or len(shape) > 2
+        or not all(0 <= size <= len(values) for size in shape)
+    ):
+        raise SpecError(
+            f"{place}: {len(values)} numbers for the shape {list(shape)[:8]}.", param=place
+        )
     return values.reshape(shape)
 
 
@@ -214,10 +279,26 @@ def _dense(sparse: pb.SparseCsr, dtype: np.dtype, shape: tuple[int, ...], place:
     values = _numbers(sparse.values, dtype, place)
     starts = _numbers(sparse.crow_indices, np.dtype("<i8"), place)
     columns = _numbers(sparse.col_indices, np.dtype("<i8"), place)
-    rectangular = len(shape) == 2 and 0 < len(starts) == shape[0] + 1 and 0 < shape[1] <= MOST_TARGETS_OF_TOKEN
-    in_order = rectangular and starts[0] == 0 and starts[-1] == len(values) and bool((np.diff(starts) >= 0).all())
-    if not in_order or len(columns) != len(values) or bool(((columns < 0) | (columns >= shape[1])).any()):
-        text = f"it is no sparse array of shape [tokens, k] with k up to {MOST_TARGETS_OF_TOKEN} (shape {list(shape)[:8]})."
+    rectangular = (
+        len(shape) == 2
+        and 0 < len(starts) == shape[0] + 1
+        and 0 < shape[1] <= MOST_TARGETS_OF_TOKEN
+    )
+    in_order = (
+        rectangular
+        and starts[0] == 0
+        and starts[-1] == len(values)
+        and bool((np.diff(starts) >= 0).all())
+    )
+    if (
+        not in_order
+        or len(columns) != len(values)
+        or bool(((columns < 0) | (columns >= shape[1])).any())
+    ):
+        text = (
+            f"it is no sparse array of shape [tokens, k] with k up to {MOST_TARGETS_OF_TOKEN} "
+            f"(shape {list(shape)[:8]})."
+        )
         raise SpecError(f"{place}: {text}", param=place)
     whole = np.zeros(shape, dtype)
     whole[np.repeat(np.arange(shape[0]), np.diff(starts)), columns] = values
@@ -231,7 +312,10 @@ def _numbers(body: bytes, dtype: np.dtype, place: str) -> np.ndarray:
 
 
 def write_output(logprobs: Sequence[np.ndarray], metrics: Mapping[str, float]) -> bytes:
-    """The answer to a call: `ForwardBackwardOutput`. `logprobs`: fp32 of the shape of each datum's targets."""
+    """The answer to a call: `ForwardBackwardOutput`.
+
+    `logprobs`: fp32 of the shape of each datum's targets.
+    """
     message = pb.ForwardBackwardOutput(loss_fn_output_type="TensorOutput")
     for name, value in metrics.items():
         message.metrics[name] = value

@@ -1,7 +1,9 @@
-"""Calls of forward and forward_backward as bytes: for which model a call is, and how many parts it has.
+"""Calls of forward and forward_backward as bytes: for which model a call is, and how many parts it
+has.
 
-protobuf makes an object of about 70 bytes of a part that may take two on the wire. So the parts are counted first, by a walk
-over the tags that makes none, and stops at the limit; the service parses no call at all.
+protobuf makes an object of about 70 bytes of a part that may take two on the wire. So the parts are
+counted first, by a walk over the tags that makes none, and stops at the limit; the service parses
+no call at all.
 """
 
 from __future__ import annotations
@@ -19,12 +21,20 @@ HEAD_BYTES = 256
 MOST_DATUMS = 1024
 """Limit of data in one call; the client cuts longer lists into several calls."""
 MOST_PARTS = 64 * MOST_DATUMS
-"""Limit of fields in one call, and of bytes of its arrays' shapes. A datum of one chunk with three arrays has about 32."""
+"""Limit of fields in one call, and of bytes of its arrays' shapes.
+
+A datum of one chunk with three arrays has about 32.
+"""
 
 _Parts: TypeAlias = "Mapping[int, _Parts] | None"
-"""Fields of a message that have parts of their own → theirs; None: a list of numbers, each of which counts."""
+"""Fields of a message that have parts of their own → theirs; None: a list of numbers, each of which
+counts.
+"""
 _TENSOR: _Parts = {pb.Tensor.SHAPE_FIELD_NUMBER: None}
-_DATUM: _Parts = {pb.Datum.MODEL_INPUT_FIELD_NUMBER: {}, pb.Datum.LOSS_FN_INPUTS_FIELD_NUMBER: {2: _TENSOR}}
+_DATUM: _Parts = {
+    pb.Datum.MODEL_INPUT_FIELD_NUMBER: {},
+    pb.Datum.LOSS_FN_INPUTS_FIELD_NUMBER: {2: _TENSOR},
+}
 _DATA = pb.ForwardBackwardRequest.DATA_FIELD_NUMBER
 _CALL: Mapping[int, _Parts] = {_DATA: _DATUM}
 _BYTES = 2
@@ -41,9 +51,12 @@ class LossHead:
 
     @classmethod
     def of(cls, beginning: bytes) -> LossHead:
-        """Return what the first HEAD_BYTES of a call, or all of a shorter one, say. Raises SpecError for bytes that are no such
-        message, or do not begin with both."""
-        model, seq = "", 0
+        """Return what the first HEAD_BYTES of a call, or all of a shorter one, say.
+
+        Raises SpecError for bytes that are no such message, or do not begin with both.
+        """
+        model = ""
+        seq = 0
         for number, start, end in _fields(beginning, 0, len(beginning)):
             if number == pb.ForwardBackwardRequest.MODEL_ID_FIELD_NUMBER:
                 model = beginning[start:end].decode(errors="replace")
@@ -53,17 +66,26 @@ class LossHead:
                 break
             if model and seq:
                 return cls(model, seq)
-        raise SpecError(f"{NO_CALL} It does not begin with model_id and seq_id.", param="seq_id" if model else "model_id")
+        raise SpecError(
+            f"{NO_CALL} It does not begin with model_id and seq_id.",
+            param="seq_id" if model else "model_id",
+        )
 
 
 def refuse_parts_beyond(body: bytes | bytearray) -> None:
-    """Raise SpecError for a call with more data, or more parts, than one may have, and for bytes that are no such message."""
-    data, left = 0, MOST_PARTS
+    """Raise SpecError for a call with more data, or more parts, than one may have, and for bytes
+    that are no such message.
+    """
+    data = 0
+    left = MOST_PARTS
     for number, start, end in _fields(body, 0, len(body)):
         left -= 1
         data += number == _DATA
         if data > MOST_DATUMS:
-            text = f"data: more than {MOST_DATUMS:,} sequences in one call; 1 to {MOST_DATUMS:,} are possible."
+            text = (
+                f"data: more than {MOST_DATUMS:,} sequences in one call; 1 to {MOST_DATUMS:,} "
+                "are possible."
+            )
             raise SpecError(text, param="data")
         if number in _CALL:
             left = _left(body, start, end, _CALL[number], left)
@@ -92,13 +114,18 @@ def _left(body: bytes | bytearray, at: int, end: int, parts: _Parts, left: int) 
 
 
 def _too_many() -> SpecError:
-    text = f"data: the call has more than {MOST_PARTS:,} chunks, arrays and other parts. Send fewer data at once."
+    text = (
+        f"data: the call has more than {MOST_PARTS:,} chunks, arrays and other parts. Send "
+        "fewer data at once."
+    )
     return SpecError(text, param="data")
 
 
 def _fields(body: bytes | bytearray, at: int, end: int) -> Iterator[tuple[int, int, int]]:
-    """Yield each field of a message: its number, and where its value begins and ends. Raises SpecError if one reaches beyond
-    the end."""
+    """Yield each field of a message: its number, and where its value begins and ends.
+
+    Raises SpecError if one reaches beyond the end.
+    """
     while at < end:
         tag, at = _varint(body, at, end)
         if tag & 7 == _BYTES:

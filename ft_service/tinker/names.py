@@ -48,7 +48,9 @@ def check_model_id(given: str) -> str:
     """Raises SpecError."""
     if not _MODEL.fullmatch(given):
         raise SpecError(
-            f"model_id = {given[:120]!r}: a model's id is SESSION:train:NUMBER, as create_model answers.", param="model_id"
+            f"model_id = {given[:120]!r}: a model's id is SESSION:train:NUMBER, as create_model "
+            "answers.",
+            param="model_id",
         )
     return given
 
@@ -56,7 +58,10 @@ def check_model_id(given: str) -> str:
 def check_sampler_id(given: str) -> str:
     """Raises SpecError."""
     if not _SAMPLER.fullmatch(given):
-        text = f"sampling_session_id = {given[:120]!r}: it is SESSION:sample:NUMBER, as create_sampling_session answers."
+        text = (
+            f"sampling_session_id = {given[:120]!r}: it is SESSION:sample:NUMBER, as "
+            "create_sampling_session answers."
+        )
         raise SpecError(text, param="sampling_session_id")
     return given
 
@@ -72,10 +77,16 @@ def request_id(owner: str, seq: int) -> str:
 
 
 def parse_request_id(given: str) -> tuple[str, bool, int]:
-    """Model or sampler, whether it is a sampler, and the request's number there. Raises SpecError."""
+    """Model or sampler, whether it is a sampler, and the request's number there.
+
+    Raises SpecError.
+    """
     match = _REQUEST.fullmatch(given)
     if match is None:
-        raise SpecError(f"request_id = {given[:120]!r}: it is none that this service has given.", param="request_id")
+        raise SpecError(
+            f"request_id = {given[:120]!r}: it is none that this service has given.",
+            param="request_id",
+        )
     return match[1], match[2] == "sample", int(match[3])
 
 
@@ -101,17 +112,24 @@ class WeightsPath:
         match = _PATH.fullmatch(given)
         if match is None or not _MODEL.fullmatch(match[1]) or not NAME.fullmatch(match[3]):
             form = "tinker://MODEL/weights/NAME or tinker://MODEL/sampler_weights/NAME"
-            raise SpecError(f"path = {given[:200]!r}: a path of saved weights is {form}.", param="path")
+            raise SpecError(
+                f"path = {given[:200]!r}: a path of saved weights is {form}.", param="path"
+            )
         path = cls(match[1], "weights" if match[2] == "weights" else "sampler_weights", match[3])
         if kind not in (None, path.kind):
             purpose, instead = _OTHER_KIND[path.kind]
-            raise SpecError(f"path = {path}: these weights were saved to {purpose}. {instead}.", param="path")
+            raise SpecError(
+                f"path = {path}: these weights were saved to {purpose}. {instead}.", param="path"
+            )
         return path
 
 
 def check_name(name: str) -> str:
     """The name of weights that are to be saved. Raises SpecError."""
     if not NAME.fullmatch(name):
-        form = "1 to 128 letters, digits, dots, underscores and hyphens, the first one a letter or a digit"
+        form = (
+            "1 to 128 letters, digits, dots, underscores and hyphens, the first one a letter "
+            "or a digit"
+        )
         raise SpecError(f"path = {name[:140]!r}: a name has {form}.", param="path")
     return name

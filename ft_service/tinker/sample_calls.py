@@ -1,4 +1,6 @@
-"""Calls of `sample`: what a client sends, checked; the order for the preview's process; and what the client gets back. Pure."""
+"""Calls of `sample`: what a client sends, checked; the order for the preview's process; and what
+the client gets back. Pure.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +24,8 @@ MOST_STOPS = 64
 NO_LOGPROB = -99999.0
 """Value of the `tinker` package (its module topk_logprobs in 0.38)."""
 _NOT_HERE = {
-    "target_prompt_logprobs": "log-probabilities of other tokens at the prompt's places are not computed here",
+    "target_prompt_logprobs": "log-probabilities of other tokens at the prompt's places are not "
+    "computed here",
     "prompt_alt_tokens_k": "alternatives to the prompt's tokens are not drawn here",
     "record_stability_info": "stability information is not recorded here",
 }
@@ -82,10 +85,15 @@ class SampleRequest(Body):
         return most if self.prompt_logprobs_last_n is None else self.prompt_logprobs_last_n
 
     def order(self, adapter: str | None) -> dict[str, Any]:
-        """The order for the preview's process (TokenRequest of workers/serving/requests.py). `adapter`: a PEFT folder; None:
-        the base alone."""
-        given, stop = self.sampling_params, self.sampling_params.stop
-        texts = [stop] if isinstance(stop, str) else [one for one in stop or [] if isinstance(one, str)]
+        """The order for the preview's process (TokenRequest of workers/serving/requests.py).
+
+        `adapter`: a PEFT folder; None: the base alone.
+        """
+        given = self.sampling_params
+        stop = self.sampling_params.stop
+        texts = (
+            [stop] if isinstance(stop, str) else [one for one in stop or [] if isinstance(one, str)]
+        )
         return {
             "op": "sample",
             "prompt": self.tokens,
@@ -97,7 +105,9 @@ class SampleRequest(Body):
             "top_k": max(0, given.top_k),
             "seed": None if given.seed is None else given.seed % 2**63,
             "stop_texts": [text for text in texts if text],
-            "stop_tokens": [one for one in stop if isinstance(one, int)] if isinstance(stop, list) else [],
+            "stop_tokens": [one for one in stop if isinstance(one, int)]
+            if isinstance(stop, list)
+            else [],
             "ends": stop is None,
             "top_logprobs": self.topk_sample_logprobs,
             "scored": self.scored,
@@ -111,7 +121,9 @@ def parse_sample_request(body: object) -> SampleRequest:
     for number, chunk in enumerate(request.prompt.chunks):
         if chunk.type != "encoded_text":
             raise SpecError(
-                f"prompt.chunks.{number}: {chunk.type[:40]}: this service samples from tokens only.", param="prompt"
+                f"prompt.chunks.{number}: {chunk.type[:40]}: this service samples from tokens "
+                "only.",
+                param="prompt",
             )
     count = len(request.tokens)
     if not count:
@@ -123,12 +135,14 @@ def parse_sample_request(body: object) -> SampleRequest:
             else "prompt_logprobs"
         )
         raise SpecError(
-            f"{most}: the prompt has {count} tokens, and log-probabilities all but the first.", param="prompt_logprobs_last_n"
+            f"{most}: the prompt has {count} tokens, and log-probabilities all but the first.",
+            param="prompt_logprobs_last_n",
         )
     stop = request.sampling_params.stop
     if isinstance(stop, list) and len(stop) > MOST_STOPS:
         raise SpecError(
-            f"sampling_params.stop: {len(stop)} of them; at most {MOST_STOPS} are possible.", param="sampling_params"
+            f"sampling_params.stop: {len(stop)} of them; at most {MOST_STOPS} are possible.",
+            param="sampling_params",
         )
     return request
 
@@ -143,7 +157,9 @@ class Sampled:
     top: list[list[Any]] = field(default_factory=list)
     reasons: list[str] = field(default_factory=list)
     texts: list[str] = field(default_factory=list)
-    """Texts of the answers, with special tokens but without the token that ends them, if they were asked for."""
+    """Texts of the answers, with special tokens but without the token that ends them, if they were
+    asked for.
+    """
     prompt: dict[int, tuple[float, Sequence[Any]]] = field(default_factory=dict)
     """Place in the prompt → log-probability and likeliest tokens."""
     done: bool = False
@@ -151,7 +167,8 @@ class Sampled:
     def __post_init__(self) -> None:
         count = self.request.num_samples
         self.tokens, self.logprobs, self.top = ([[] for _ in range(count)] for _ in range(3))
-        self.reasons, self.texts = ["length"] * count, [""] * count
+        self.reasons = ["length"] * count
+        self.texts = [""] * count
 
     def take(self, part: Mapping[str, Any]) -> None:
         """Take the next part."""
@@ -162,7 +179,9 @@ class Sampled:
                 self.top[part["index"]] += part.get("top", [])
             case "scores":
                 top = part.get("top") or [()] * len(part["logprobs"])
-                for offset, (logprob, likeliest) in enumerate(zip(part["logprobs"], top, strict=True)):
+                for offset, (logprob, likeliest) in enumerate(
+                    zip(part["logprobs"], top, strict=True)
+                ):
                     self.prompt[part["place"] + offset] = logprob, likeliest
             case "end":
                 self.reasons[part["index"]] = part["reason"]
@@ -175,9 +194,13 @@ class Sampled:
     def message(self) -> bytes:
         """The answer: `SampleResponse`."""
         message = pb.SampleResponse()
-        for tokens, logprobs, top, reason in zip(self.tokens, self.logprobs, self.top, self.reasons, strict=True):
+        for tokens, logprobs, top, reason in zip(
+            self.tokens, self.logprobs, self.top, self.reasons, strict=True
+        ):
             stopped = pb.STOP_REASON_STOP if reason == "stop" else pb.STOP_REASON_LENGTH
-            sequence = message.sequences.add(stop_reason=stopped, tokens=np.asarray(tokens, "<i4").tobytes())
+            sequence = message.sequences.add(
+                stop_reason=stopped, tokens=np.asarray(tokens, "<i4").tobytes()
+            )
             sequence.logprobs = np.asarray(logprobs, "<f4").tobytes()
             if self.request.topk_sample_logprobs:
                 _fill(sequence.topk_sampled_logprobs, top, self.request.topk_sample_logprobs)
@@ -192,9 +215,11 @@ class Sampled:
 
 
 def _fill(message: pb.TopkLogprobs, rows: Sequence[Sequence[tuple[int, float]]], k: int) -> None:
-    """The likeliest tokens of each place; where there are none, token 0 with the log-probability that the client's package
-    takes for none."""
-    ids, logprobs = np.zeros((len(rows), k), "<i4"), np.full((len(rows), k), NO_LOGPROB, "<f4")
+    """The likeliest tokens of each place; where there are none, token 0 with the log-probability
+    that the client's package takes for none.
+    """
+    ids = np.zeros((len(rows), k), "<i4")
+    logprobs = np.full((len(rows), k), NO_LOGPROB, "<f4")
     for row, pairs in enumerate(rows):
         for column, (token, logprob) in enumerate(list(pairs)[:k]):
             ids[row, column], logprobs[row, column] = token, logprob

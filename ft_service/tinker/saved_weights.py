@@ -2,7 +2,8 @@
 
 saved_weights/<name>.json      points to a checkpoint: adapter and optimizer, to go on from
 sampler_weights/<name>/        the adapter in PEFT's layout, to sample from, and PROBES
-weights_options/<kind>/<name>.json   who may read them and until when, which the client may change later; none: the defaults
+weights_options/<kind>/<name>.json   who may read them and until when, which the client may change
+later; none: the defaults
 """
 
 from __future__ import annotations
@@ -16,17 +17,27 @@ from typing import Any, Literal, get_args
 
 from pydantic import BaseModel, ConfigDict
 
-from ft_service.rundir.checkpoints import CHECKPOINT_NAME, checkpoint_key, complete_checkpoints, remove_marker
+from ft_service.rundir.checkpoints import (
+    CHECKPOINT_NAME,
+    checkpoint_key,
+    complete_checkpoints,
+    remove_marker,
+)
 from ft_service.rundir.directory import RunDir
 from ft_service.rundir.evaluations import Probe
 
-SAVED, FOR_SAMPLER, OPTIONS = "saved_weights", "sampler_weights", "weights_options"
+SAVED = "saved_weights"
+FOR_SAMPLER = "sampler_weights"
+OPTIONS = "weights_options"
 Kind = Literal["weights", "sampler_weights"]
 PROBES = "probes.json"
-"""File beside a sampler's adapter: some sequences with the trainer's log-probabilities of their tokens, to compare the
-sampler's with."""
+"""File beside a sampler's adapter: some sequences with the trainer's log-probabilities of their
+tokens, to compare the sampler's with.
+"""
 _RESUMED_FROM = 2
-"""Newest checkpoints that stay whatever is saved: if the last one is damaged, an attempt goes on from the one before."""
+"""Newest checkpoints that stay whatever is saved: if the last one is damaged, an attempt goes on
+from the one before.
+"""
 NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}")
 """Names of saved weights."""
 
@@ -89,20 +100,29 @@ def set_options(run: RunDir, checkpoint_id: str, options: WeightsOptions) -> Non
 
 
 def begin_options(run: RunDir, checkpoint_id: str, command: Mapping[str, Any]) -> None:
-    """Give weights that are saved now the options of the command that saves them. Those of earlier weights of the name go."""
-    ttl, metadata = command.get("ttl_seconds"), command.get("user_metadata")
+    """Give weights that are saved now the options of the command that saves them.
+
+    Those of earlier weights of the name go.
+    """
+    ttl = command.get("ttl_seconds")
+    metadata = command.get("user_metadata")
     if ttl is None and not metadata:
         forget_options(run, checkpoint_id)
     else:
         expires_at = None if ttl is None else time.time() + ttl
-        set_options(run, checkpoint_id, WeightsOptions(expires_at=expires_at, user_metadata=metadata))
+        set_options(
+            run, checkpoint_id, WeightsOptions(expires_at=expires_at, user_metadata=metadata)
+        )
 
 
 def with_options(run: RunDir) -> list[tuple[Kind, str]]:
     """Kinds and names of the saved weights that have options."""
     found: list[tuple[Kind, str]] = []
     for kind in get_args(Kind):
-        found += [(kind, key.rpartition("/")[2].removesuffix(".json")) for key in run.list(f"{OPTIONS}/{kind}")]
+        found += [
+            (kind, key.rpartition("/")[2].removesuffix(".json"))
+            for key in run.list(f"{OPTIONS}/{kind}")
+        ]
     return found
 
 
@@ -117,7 +137,10 @@ def _options_key(checkpoint_id: str) -> str:
 def saved_weights(run: RunDir) -> list[SavedWeights]:
     """Everything that is saved to go on from, the oldest first."""
     found = [run.readable(key, SavedWeights) for key in run.list(SAVED) if key.endswith(".json")]
-    return sorted((saved for saved in found if saved is not None), key=lambda saved: (saved.created_at, saved.name))
+    return sorted(
+        (saved for saved in found if saved is not None),
+        key=lambda saved: (saved.created_at, saved.name),
+    )
 
 
 def saved_checkpoints(run: RunDir) -> set[str]:
@@ -128,7 +151,11 @@ def saved_checkpoints(run: RunDir) -> set[str]:
 def samplers_of(run: RunDir) -> list[str]:
     """Names of the weights that were saved to sample from, in the order of their names."""
     folder = run.path(FOR_SAMPLER)
-    return sorted(path.name for path in folder.iterdir() if NAME.fullmatch(path.name)) if folder.is_dir() else []
+    return (
+        sorted(path.name for path in folder.iterdir() if NAME.fullmatch(path.name))
+        if folder.is_dir()
+        else []
+    )
 
 
 def count_saved(run: RunDir) -> int:
@@ -145,16 +172,23 @@ def sampler_bytes(run: RunDir, name: str) -> int:
 
 def saved_bytes(run: RunDir) -> int:
     """Bytes of all saved weights of a model."""
-    return sum(saved.bytes for saved in saved_weights(run)) + sum(sampler_bytes(run, name) for name in samplers_of(run))
+    return sum(saved.bytes for saved in saved_weights(run)) + sum(
+        sampler_bytes(run, name) for name in samplers_of(run)
+    )
 
 
 def delete_saved(run: RunDir, name: str) -> None:
-    """Remove saved weights: their pointer, and their checkpoint unless something else points to it, or an attempt may go back
-    to it; that one goes after later ones."""
+    """Remove saved weights: their pointer, and their checkpoint unless something else points to it,
+    or an attempt may go back to it; that one goes after later ones.
+    """
     saved = run.readable(saved_key(name), SavedWeights)
     run.path(saved_key(name)).unlink(missing_ok=True)
     kept = saved_checkpoints(run) | set(complete_checkpoints(run)[-_RESUMED_FROM:])
-    if saved is not None and CHECKPOINT_NAME.fullmatch(saved.checkpoint) and saved.checkpoint not in kept:
+    if (
+        saved is not None
+        and CHECKPOINT_NAME.fullmatch(saved.checkpoint)
+        and saved.checkpoint not in kept
+    ):
         folder = run.path(checkpoint_key(saved.checkpoint))
         remove_marker(folder)
         shutil.rmtree(folder, ignore_errors=True)

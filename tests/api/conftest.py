@@ -38,7 +38,9 @@ def _no_forker_is_left() -> Iterator[None]:
 
 @pytest.fixture(scope="session")
 def examiner() -> Iterator[Examiner]:
-    """The process that reads data files, for tests that ask for samples and statistics often and are about something else."""
+    """The process that reads data files, for tests that ask for samples and statistics often and
+    are about something else.
+    """
     with Examiner() as examiner:
         yield examiner
 
@@ -69,7 +71,9 @@ def settings(tmp_path: Path, configure: dict[str, Any]) -> Settings:
     save_base(tmp_path / "models" / "meta-llama" / "Llama-3.2-1B")
     aliases = tmp_path / "aliases.yaml"
     aliases.write_text("gpt-4o-mini-2024-07-18: tiny\n")
-    return Settings(home=tmp_path, models=[tmp_path / "models"], model_aliases=aliases, slots=4, **configure)
+    return Settings(
+        home=tmp_path, models=[tmp_path / "models"], model_aliases=aliases, slots=4, **configure
+    )
 
 
 @pytest.fixture(scope="session")
@@ -115,12 +119,17 @@ def connections() -> Iterator[httpx2.Client]:
 
 
 @pytest.fixture
-def service(server: tuple[str, FastAPI], settings: Settings, store: Store, connections: httpx2.Client) -> Service:
+def service(
+    server: tuple[str, FastAPI], settings: Settings, store: Store, connections: httpx2.Client
+) -> Service:
     store.projects.ensure_project("default", "local")
     _, key = store.keys.create_key(project_id="default", name="test", scope="admin")
     url, app = server
     app.state.services = replace(
-        app.state.services, settings=settings, store=store, catalogue=Catalogue.from_settings(settings, at_once())
+        app.state.services,
+        settings=settings,
+        store=store,
+        catalogue=Catalogue.from_settings(settings, at_once()),
     )
     return Service(url, settings, store, key, app, connections)
 
@@ -136,7 +145,9 @@ def training_file(client: openai.OpenAI) -> str:
 
 
 @pytest.fixture
-def ft(service: Service, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Callable[..., str]:
+def ft(
+    service: Service, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> Callable[..., str]:
     """The command line against the server: what it printed."""
     monkeypatch.setenv("FT_BASE_URL", f"{service.url}/v1")
     monkeypatch.setenv("FT_API_KEY", service.key)

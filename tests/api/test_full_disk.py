@@ -14,15 +14,27 @@ from sqlalchemy import event
 from tests.support.rest.service import TRAINING, Service, stored
 
 READ = (
-    *("/v1/fine_tuning/jobs", "/v1/files", "/v1/models", "/v1/fine_tuning/jobs/{job}", "/v1/fine_tuning/jobs/{job}/events"),
+    *(
+        "/v1/fine_tuning/jobs",
+        "/v1/files",
+        "/v1/models",
+        "/v1/fine_tuning/jobs/{job}",
+        "/v1/fine_tuning/jobs/{job}/events",
+    ),
     *("/v1/files/{file}/content", "/v1/webhook_endpoints", "/v1/organization/projects", "/metrics"),
 )
 
 
 def make_read_only(service: Service) -> None:
-    """The database as it is on a file system that has become read-only, and keys that were last used long ago."""
+    """The database as it is on a file system that has become read-only, and keys that were last
+    used long ago.
+    """
     service.sql("UPDATE keys SET last_used_at = last_used_at - 1000")
-    event.listen(service.store._engine, "connect", lambda connection, _: connection.execute("PRAGMA query_only = ON"))
+    event.listen(
+        service.store._engine,
+        "connect",
+        lambda connection, _: connection.execute("PRAGMA query_only = ON"),
+    )
     service.store._engine.dispose()
 
 
@@ -34,7 +46,9 @@ def test_all_that_is_read_can_be_read_and_what_cannot_be_written_says_why(
     for path in READ:
         answer = service.http("GET", path.format(job=job, file=training_file))
         assert answer.status_code == 200, (path, answer.text)
-    assert service.http("GET", "/jobs", headers={"accept": "text/html"}).status_code == 303, "to the sign-in"
+    assert service.http("GET", "/jobs", headers={"accept": "text/html"}).status_code == 303, (
+        "to the sign-in"
+    )
     with pytest.raises(openai.InternalServerError, match="is read-only") as caught:
         client.fine_tuning.jobs.create(model="tiny", training_file=training_file)
     assert (caught.value.status_code, caught.value.code) == (503, "disk_read_only")
@@ -51,11 +65,17 @@ def test_readyz_tells_and_livez_does_not(service: Service) -> None:
 
 
 @pytest.mark.parametrize(
-    ("number", "code"), [(errno.EROFS, "disk_read_only"), (errno.ENOSPC, "disk_full"), (errno.EDQUOT, "disk_full")]
+    ("number", "code"),
+    [(errno.EROFS, "disk_read_only"), (errno.ENOSPC, "disk_full"), (errno.EDQUOT, "disk_full")],
 )
 @pytest.mark.parametrize("call", ["tempfile.mkstemp", "pathlib.Path.rename"])
 def test_an_upload_says_what_is_wrong_with_the_disk_at_whichever_step(
-    service: Service, client: openai.OpenAI, monkeypatch: pytest.MonkeyPatch, call: str, number: int, code: str
+    service: Service,
+    client: openai.OpenAI,
+    monkeypatch: pytest.MonkeyPatch,
+    call: str,
+    number: int,
+    code: str,
 ) -> None:
     def fails(*_: Any, **__: Any) -> None:
         raise OSError(number, os.strerror(number))

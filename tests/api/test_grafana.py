@@ -22,28 +22,43 @@ _UNITS = {"short", "s", "percentunit", "reqps", "bytes"}
 
 
 def panels() -> list[dict[str, Any]]:
-    return [panel for panel in json.loads(DASHBOARD.read_text())["panels"] if panel["type"] != "row"]
+    return [
+        panel for panel in json.loads(DASHBOARD.read_text())["panels"] if panel["type"] != "row"
+    ]
 
 
 def expressions() -> Iterator[str]:
     return (target["expr"] for panel in panels() for target in panel["targets"])
 
 
-def test_every_metric_and_label_is_there_and_none_is_left_out(service: Service, client: Any, training_file: str) -> None:
+def test_every_metric_and_label_is_there_and_none_is_left_out(
+    service: Service, client: Any, training_file: str
+) -> None:
     job = client.fine_tuning.jobs.create(model="tiny", training_file=training_file)
     put(service, job.id, state=State.FAILED, reason=Reason.WORKER_ERROR, attempt=1, finished_at=1e9)
     meters: Meters = service.app.state.services.meters
     meters.attempts_ended.labels("succeeded").inc()
     families = list(text_string_to_metric_families(service.http("GET", "/metrics").text))
-    names = {sample.name for family in families for sample in family.samples} | {family.name for family in families}
+    names = {sample.name for family in families for sample in family.samples} | {
+        family.name for family in families
+    }
     labels = {label for family in families for sample in family.samples for label in sample.labels}
-    used = {name for text in expressions() for name in _METRIC.findall(re.sub(r"\{[^}]*\}|by \([^)]*\)", "", text))}
+    used = {
+        name
+        for text in expressions()
+        for name in _METRIC.findall(re.sub(r"\{[^}]*\}|by \([^)]*\)", "", text))
+    }
     assert used <= names
     shown = {re.sub(r"_(bucket|count|sum|total|created)$", "", name) for name in used}
-    missing = {family.name for family in families if re.fullmatch(r"ft_\w+(?<!_created)", family.name)} - shown
+    missing = {
+        family.name for family in families if re.fullmatch(r"ft_\w+(?<!_created)", family.name)
+    } - shown
     assert not missing, "metrics that no panel shows"
     grouped = {
-        label.strip() for text in expressions() for group in re.findall(r"by \(([^)]*)\)", text) for label in group.split(",")
+        label.strip()
+        for text in expressions()
+        for group in re.findall(r"by \(([^)]*)\)", text)
+        for label in group.split(",")
     }
     matched = {label for text in expressions() for label in re.findall(r"[{,](\w+)=", text)}
     assert grouped | matched <= labels | _OF_PROMETHEUS
@@ -60,5 +75,9 @@ def test_panels_can_be_read() -> None:
     assert len(set(ids)) == len(ids)
     for panel in panels():
         assert panel["fieldConfig"]["defaults"]["unit"] in _UNITS
-        assert all(target["expr"].count("(") == target["expr"].count(")") for target in panel["targets"])
-        assert panel["datasource"]["uid"] == "${datasource}", "whoever imports it chooses the data source"
+        assert all(
+            target["expr"].count("(") == target["expr"].count(")") for target in panel["targets"]
+        )
+        assert panel["datasource"]["uid"] == "${datasource}", (
+            "whoever imports it chooses the data source"
+        )

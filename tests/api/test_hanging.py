@@ -1,5 +1,6 @@
-"""Everything that a request of one tenant could wait for hangs, for every route of the description at once; all others, and
-this tenant's other requests, are answered meanwhile."""
+"""Everything that a request of one tenant could wait for hangs, for every route of the description
+at once; all others, and this tenant's other requests, are answered meanwhile.
+"""
 
 from __future__ import annotations
 
@@ -44,7 +45,9 @@ def outside(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Outside
 
 @dataclass(frozen=True)
 class Outside:
-    """Servers at `url`, and processes that read files or make adapters: they do not answer until they are released."""
+    """Servers at `url`, and processes that read files or make adapters: they do not answer until
+    they are released.
+    """
 
     url: str
     hang_up: Callable[[], None]
@@ -69,7 +72,9 @@ def test_what_hangs_for_one_tenant_holds_up_nobody(service: Service, outside: Ou
     service.store.projects.ensure_project("rival", "rival")
     key = service.store.keys.create_key(project_id="rival", name="k", scope="admin")[1]
     theirs = tenant(service, "rival", key, outside.url)
-    service.use(service.app.state.services.settings.model_copy(update={"inference_url": outside.url}))
+    service.use(
+        service.app.state.services.settings.model_copy(update={"inference_url": outside.url})
+    )
     waited = asyncio.run(walked(service, key, theirs, outside))
     assert waited >= {
         "/v1/chat/completions",
@@ -85,17 +90,30 @@ def test_what_hangs_for_one_tenant_holds_up_nobody(service: Service, outside: Ou
 
 
 async def walked(service: Service, key: str, theirs: dict[str, str], outside: Outside) -> set[str]:
-    """Paths of the requests that were not answered while everybody else's were, or of which too many waited."""
+    """Paths of the requests that were not answered while everybody else's were, or of which too
+    many waited.
+    """
     described = list(operations(service))
-    endpoint = {"type": "endpoint", "name": "e", "url": outside.url, "webhook_endpoint_id": theirs["webhook_endpoint_id"]}
+    endpoint = {
+        "type": "endpoint",
+        "name": "e",
+        "url": outside.url,
+        "webhook_endpoint_id": theirs["webhook_endpoint_id"],
+    }
     bodies = {**BODIES, GRADES: {"grader": endpoint, "model_sample": "x"}}
     limits = httpx2.Limits(max_connections=None, max_keepalive_connections=20)
-    async with httpx2.AsyncClient(base_url=service.url, trust_env=False, timeout=None, limits=limits) as client:
+    async with httpx2.AsyncClient(
+        base_url=service.url, trust_env=False, timeout=None, limits=limits
+    ) as client:
 
         async def ask(method: str, path: str, key: str) -> int:
-            sent: dict[str, Any] = {"json": bodies.get(path, {})} if method == "POST" else {"params": needed(path)}
+            sent: dict[str, Any] = (
+                {"json": bodies.get(path, {})} if method == "POST" else {"params": needed(path)}
+            )
             headers = {"authorization": f"Bearer {key}"}
-            return (await client.request(method, filled(path, theirs), headers=headers, **sent)).status_code
+            return (
+                await client.request(method, filled(path, theirs), headers=headers, **sent)
+            ).status_code
 
         asking = {
             asyncio.create_task(ask(method, path, key)): path
@@ -119,4 +137,6 @@ async def walked(service: Service, key: str, theirs: dict[str, str], outside: Ou
             outside.release()
         statuses = await asyncio.gather(*asking)
         assert 500 not in statuses
-        return waiting | {path for status, path in zip(statuses, asking.values(), strict=True) if status == 429}
+        return waiting | {
+            path for status, path in zip(statuses, asking.values(), strict=True) if status == 429
+        }

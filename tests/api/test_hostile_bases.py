@@ -30,8 +30,12 @@ def hostile(service: Service) -> dict[str, str]:
     }
 
 
-def test_the_list_names_each_with_its_reason_beside_the_others(hostile: dict[str, str], service: Service) -> None:
-    listed = {model["id"]: model["base"] for model in service.http("GET", "/v1/models").json()["data"]}
+def test_the_list_names_each_with_its_reason_beside_the_others(
+    hostile: dict[str, str], service: Service
+) -> None:
+    listed = {
+        model["id"]: model["base"] for model in service.http("GET", "/v1/models").json()["data"]
+    }
     assert listed["tiny"]["trainable"]
     for name, words in hostile.items():
         assert not listed[name]["trainable"]
@@ -43,6 +47,8 @@ def test_a_job_on_one_is_refused_and_the_next_goes_on(
 ) -> None:
     for name, words in hostile.items():
         with pytest.raises(openai.BadRequestError, match=words) as caught:
-            client.with_options(timeout=20, max_retries=0).fine_tuning.jobs.create(model=name, training_file=training_file)
+            client.with_options(timeout=20, max_retries=0).fine_tuning.jobs.create(
+                model=name, training_file=training_file
+            )
         assert (caught.value.param, caught.value.code) == ("model", "model_unreadable")
     assert client.fine_tuning.jobs.create(model="tiny", training_file=training_file).model == "tiny"

@@ -1,5 +1,7 @@
-"""Malformed input, beyond what the tests of each route hold: bodies and names get a 4xx that names the fault and store nothing;
-contents of files make a failed job that names line and reason, and no training process."""
+"""Malformed input, beyond what the tests of each route hold: bodies and names get a 4xx that names
+the fault and store nothing; contents of files make a failed job that names line and reason, and no
+training process.
+"""
 
 from __future__ import annotations
 
@@ -25,11 +27,39 @@ WRONG_TYPES: dict[str, list[Any]] = {
     "suffix": [1, [], "with space", "slash/ed", "ümlaut", "a\n"],
     "seed": ["", [], 1e10, -0.5],
     "metadata": [[], "a", 1, {"": "v"}, {"k" * 65: "v"}, {"k": None}, {"k": ["v"]}],
-    "method": ["supervised", [], {"type": None}, {"type": "supervised", "supervised": []}, {"kind": "supervised"}],
-    "hyperparameters": ["auto", [], {"n_epochs": None}, {"n_epochs": 1.5}, {"batch_size": 0}, {"learning_rate_multiplier": -1}],
+    "method": [
+        "supervised",
+        [],
+        {"type": None},
+        {"type": "supervised", "supervised": []},
+        {"kind": "supervised"},
+    ],
+    "hyperparameters": [
+        "auto",
+        [],
+        {"n_epochs": None},
+        {"n_epochs": 1.5},
+        {"batch_size": 0},
+        {"learning_rate_multiplier": -1},
+    ],
     "priority": ["high", None, 1.5, -1001, True],
-    "lora": ["all", {"r": "16"}, {"r": None}, {"lora_alpha": 0}, {"lora_alpha": "big"}, {"target_modules": 5}, {"r": 1.5}],
-    "precision": ["nf4", {"default": None}, {"overrides": []}, {"overrides": {"a": 4}}, {"compute": "fp16"}, {"bits": 4}],
+    "lora": [
+        "all",
+        {"r": "16"},
+        {"r": None},
+        {"lora_alpha": 0},
+        {"lora_alpha": "big"},
+        {"target_modules": 5},
+        {"r": 1.5},
+    ],
+    "precision": [
+        "nf4",
+        {"default": None},
+        {"overrides": []},
+        {"overrides": {"a": 4}},
+        {"compute": "fp16"},
+        {"bits": 4},
+    ],
     "training": [
         [],
         {"batch_size": 0},
@@ -48,8 +78,20 @@ WRONG_TYPES: dict[str, list[Any]] = {
         {"max_steps": 1.5},
         {"per_device_train_batch_size": 0},
     ],
-    "distributed": ["auto", {"nproc_per_node": "many"}, {"nproc_per_node": 65}, {"reshard_after_forward": "yes"}, {"gpus": 1}],
-    "checkpoint": [[], {"save_steps": -1}, {"save_total_limit": 0}, {"save_total_limit": 1001}, {"every": 5}],
+    "distributed": [
+        "auto",
+        {"nproc_per_node": "many"},
+        {"nproc_per_node": 65},
+        {"reshard_after_forward": "yes"},
+        {"gpus": 1},
+    ],
+    "checkpoint": [
+        [],
+        {"save_steps": -1},
+        {"save_total_limit": 0},
+        {"save_total_limit": 1001},
+        {"every": 5},
+    ],
 }
 
 NAMES: list[tuple[str, str, int]] = [
@@ -68,10 +110,18 @@ NAMES: list[tuple[str, str, int]] = [
         ("DELETE", "/v1/models/{}", 404),
         ("GET", "/v1/webhook_endpoints/{}", 404),
     )
-    for name in ("..%2F..%2Fetc%2Fpasswd", "%00", "x%0d%0aset-cookie:%20a=b", "%ff%fe", "x" * 3000, "'%20OR%201=1--")
+    for name in (
+        "..%2F..%2Fetc%2Fpasswd",
+        "%00",
+        "x%0d%0aset-cookie:%20a=b",
+        "%ff%fe",
+        "x" * 3000,
+        "'%20OR%201=1--",
+    )
 ]
 
-USER, ANSWER = {"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}
+USER = {"role": "user", "content": "a"}
+ANSWER = {"role": "assistant", "content": "b"}
 LINES: list[tuple[bytes, str]] = [
     (b"{", "is not JSON"),
     (b"nonsense", "is not JSON"),
@@ -112,10 +162,19 @@ LINES: list[tuple[bytes, str]] = [
 
 
 def test_there_are_two_hundred_of_them() -> None:
-    assert sum(map(len, WRONG_TYPES.values())) + len(NAMES) + len(LINES) + len(MALFORMED) + len(UNREADABLE) >= 200
+    assert (
+        sum(map(len, WRONG_TYPES.values()))
+        + len(NAMES)
+        + len(LINES)
+        + len(MALFORMED)
+        + len(UNREADABLE)
+        >= 200
+    )
 
 
-def test_a_wrong_value_is_named_and_stores_nothing(service: Service, training_file: str, subtests: pytest.Subtests) -> None:
+def test_a_wrong_value_is_named_and_stores_nothing(
+    service: Service, training_file: str, subtests: pytest.Subtests
+) -> None:
     for field, values in WRONG_TYPES.items():
         for value in values:
             with subtests.test(field=field, value=repr(value)[:60]):
@@ -128,7 +187,9 @@ def test_a_wrong_value_is_named_and_stores_nothing(service: Service, training_fi
     assert service.store.jobs.list_jobs("default").data == []
 
 
-def test_a_name_of_nothing_is_a_404_and_harmless(service: Service, subtests: pytest.Subtests) -> None:
+def test_a_name_of_nothing_is_a_404_and_harmless(
+    service: Service, subtests: pytest.Subtests
+) -> None:
     for method, path, status in NAMES:
         with subtests.test(method=method, path=path[:60]):
             answer = service.http(method, path)
@@ -138,17 +199,27 @@ def test_a_name_of_nothing_is_a_404_and_harmless(service: Service, subtests: pyt
 
 
 def test_a_line_that_cannot_be_trained_on_fails_the_job_with_its_number(
-    service: Service, client: openai.OpenAI, subtests: pytest.Subtests, request: pytest.FixtureRequest
+    service: Service,
+    client: openai.OpenAI,
+    subtests: pytest.Subtests,
+    request: pytest.FixtureRequest,
 ) -> None:
     launcher = FakeLauncher(4)
-    reconciler = Reconciler(service.store, launcher, Places.of(service.settings), ReconcilerOptions(idle_seconds=0.0))
+    reconciler = Reconciler(
+        service.store, launcher, Places.of(service.settings), ReconcilerOptions(idle_seconds=0.0)
+    )
     request.addfinalizer(reconciler.close)
     for line, says in LINES:
         with subtests.test(line=line[:40]):
             body = TRAINING + line + b"\n" + TRAINING
             file = client.files.create(file=("bad.jsonl", body), purpose="fine-tune")
             job = client.fine_tuning.jobs.create(model="tiny", training_file=file.id)
-            wait_until(lambda: reconciler.step() and client.fine_tuning.jobs.list(limit=1).data[0].status == "failed")
+            wait_until(
+                lambda: (
+                    reconciler.step()
+                    and client.fine_tuning.jobs.list(limit=1).data[0].status == "failed"
+                )
+            )
             error = client.fine_tuning.jobs.retrieve(job.id).error
             assert error is not None
             assert error.param == "training_file"
@@ -179,7 +250,9 @@ def test_a_tokenizer_with_more_tokens_than_the_base_has_rows_is_refused_at_submi
     service: Service, client: openai.OpenAI, training_file: str
 ) -> None:
     save_base(service.settings.model_folders()[0] / "small", vocab_size=1000)
-    answer = service.http("POST", "/v1/fine_tuning/jobs", json={"model": "small", "training_file": training_file})
+    answer = service.http(
+        "POST", "/v1/fine_tuning/jobs", json={"model": "small", "training_file": training_file}
+    )
     error = check_error(answer, 400)
     assert (error["param"], error["code"]) == ("model", "vocabulary_too_small")
     assert "token ids up to 1023" in error["message"]

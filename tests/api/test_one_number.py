@@ -47,14 +47,24 @@ def test_plan_job_and_ranks_agree_and_what_was_used_is_kept(
 
     ft("submit", str(spec))
     job_id = client.fine_tuning.jobs.list().data[0].id
-    assert not any(BUDGET in message for message in told(client, job_id)), "before it is counted it is not told"
+    assert not any(BUDGET in message for message in told(client, job_id)), (
+        "before it is counted it is not told"
+    )
     launcher = FakeLauncher(4)
     admission = LateAdmission(service.store, service.settings, at_once())
     reconciler = Reconciler(
-        service.store, launcher, Places.of(service.settings), ReconcilerOptions(admission=admission, idle_seconds=0.0)
+        service.store,
+        launcher,
+        Places.of(service.settings),
+        ReconcilerOptions(admission=admission, idle_seconds=0.0),
     )
     request.addfinalizer(reconciler.close)
-    wait_until(lambda: reconciler.step() and client.fine_tuning.jobs.retrieve(job_id).status != "validating_files")
+    wait_until(
+        lambda: (
+            reconciler.step()
+            and client.fine_tuning.jobs.retrieve(job_id).status != "validating_files"
+        )
+    )
     [chosen] = [message for message in told(client, job_id) if BUDGET in message]
     assert sentence in chosen, "the very sentence of the plan"
     shown: Any = client.fine_tuning.jobs.retrieve(job_id)
@@ -76,10 +86,20 @@ def test_plan_job_and_ranks_agree_and_what_was_used_is_kept(
     write_segment(run, 1, 0, [Event(time=1.0, message="Training starts.", settled=used)])
     wait_until(lambda: reconciler.step() and "Training starts." in told(client, job_id))
     shown = client.fine_tuning.jobs.retrieve(job_id)
-    assert (shown.training["tokens_per_micro_batch"], shown.chosen[BUDGET]) == (2 * number, "another GPU")
+    assert (shown.training["tokens_per_micro_batch"], shown.chosen[BUDGET]) == (
+        2 * number,
+        "another GPU",
+    )
     assert shown.precision["default"] == "bf16", "results depend on it: no rank changes it"
-    write_segment(run, 1, 1, [Event(time=1.0, message="odd", settled={BUDGET: SettledOption(value="x", why="")})])
+    write_segment(
+        run,
+        1,
+        1,
+        [Event(time=1.0, message="odd", settled={BUDGET: SettledOption(value="x", why="")})],
+    )
     wait_until(lambda: reconciler.step() and "odd" in told(client, job_id))
     shown = client.fine_tuning.jobs.retrieve(job_id)
-    assert shown.training["tokens_per_micro_batch"] == 2 * number, "what no option can be is left out"
+    assert shown.training["tokens_per_micro_batch"] == 2 * number, (
+        "what no option can be is left out"
+    )
     assert f"{2 * number} (another GPU)" in ft("get", job_id)

@@ -24,7 +24,11 @@ from openai.types.uploads import UploadPart
 from pydantic import BaseModel
 from schemathesis import GenerationMode
 from schemathesis.checks import not_a_server_error
-from schemathesis.specs.openapi.checks import content_type_conformance, response_schema_conformance, status_code_conformance
+from schemathesis.specs.openapi.checks import (
+    content_type_conformance,
+    response_schema_conformance,
+    status_code_conformance,
+)
 
 from ft_service.jobs.reasons import Reason
 from ft_service.jobs.states import State
@@ -34,7 +38,12 @@ from tests.support.rest.service import Service, put, run_dir
 pytestmark = pytest.mark.usefixtures("examined_by_one_process")
 
 MARK = "x-beyond-openai"
-CHECKS = [not_a_server_error, response_schema_conformance, content_type_conformance, status_code_conformance]
+CHECKS = [
+    not_a_server_error,
+    response_schema_conformance,
+    content_type_conformance,
+    status_code_conformance,
+]
 SAME: dict[str, Any] = {
     "JobView": fine_tuning.FineTuningJob,
     "EventView": fine_tuning.FineTuningJobEvent,
@@ -81,17 +90,23 @@ def test_a_create_body_marks_what_openai_does_not_take(document: dict[str, Any])
     theirs = set(JobCreateParams.__annotations__)
     properties = document["components"]["schemas"]["JobRequest"]["properties"]
     assert theirs <= set(properties)
-    assert {name for name, schema in properties.items() if schema.get(MARK)} == set(properties) - theirs
+    assert {name for name, schema in properties.items() if schema.get(MARK)} == set(
+        properties
+    ) - theirs
 
 
 def test_routes_that_the_client_does_not_know_are_marked(document: dict[str, Any]) -> None:
-    source = "".join(path.read_text() for path in (Path(openai.__file__).parent / "resources").rglob("*.py"))
+    source = "".join(
+        path.read_text() for path in (Path(openai.__file__).parent / "resources").rglob("*.py")
+    )
     known = {re.sub(r"{\w+}", "{}", path) for path in re.findall(r'"(/[a-z_/{}]+)"', source)}
     deletes = re.findall(r'self\._delete\(\s*(?:path_template\(\s*)?"(/[a-z_/{}]+)"', source)
     deleted = {re.sub(r"{\w+}", "{}", path) for path in deletes}
     for path, operations in document["paths"].items():
         for method, operation in operations.items():
-            ours = re.sub(r"{\w+}", "{}", path.removeprefix("/v1")) not in (deleted if method == "delete" else known)
+            ours = re.sub(r"{\w+}", "{}", path.removeprefix("/v1")) not in (
+                deleted if method == "delete" else known
+            )
             assert operation.get(MARK, False) is ours, path
             assert operation.get("description", "").startswith("Not in OpenAI's API.") is ours, path
 
@@ -99,7 +114,10 @@ def test_routes_that_the_client_does_not_know_are_marked(document: dict[str, Any
 def test_limits_are_said_by_the_names_of_json_schema(document: dict[str, Any]) -> None:
     def check(schema: Any, place: str) -> None:
         if isinstance(schema, dict):
-            assert not {"gt", "ge", "lt", "le"} & set(schema) or schema.get("type") not in ("number", "integer"), place
+            assert not {"gt", "ge", "lt", "le"} & set(schema) or schema.get("type") not in (
+                "number",
+                "integer",
+            ), place
             for name, member in schema.items():
                 check(member, f"{place}.{name}")
         elif isinstance(schema, list):
@@ -112,40 +130,75 @@ def test_limits_are_said_by_the_names_of_json_schema(document: dict[str, Any]) -
     assert (lora["lora_dropout"]["minimum"], lora["lora_dropout"]["exclusiveMaximum"]) == (0, 1)
 
 
-def test_a_cursor_is_not_empty_and_the_document_says_so(service: Service, document: dict[str, Any]) -> None:
+def test_a_cursor_is_not_empty_and_the_document_says_so(
+    service: Service, document: dict[str, Any]
+) -> None:
     cursors = 0
     for path, operations in document["paths"].items():
         for parameter in operations.get("get", {}).get("parameters", ()):
             schemas = [parameter["schema"], *parameter["schema"].get("anyOf", ())]
-            if parameter["name"] == "after" and any(schema.get("type") == "string" for schema in schemas):
+            if parameter["name"] == "after" and any(
+                schema.get("type") == "string" for schema in schemas
+            ):
                 cursors += 1
                 assert any(schema.get("minLength") == 1 for schema in schemas), path
                 if "{" not in path:
                     answer = service.http("GET", path, params={"after": ""})
-                    assert (answer.status_code, answer.json()["error"]["param"]) == (400, "after"), path
+                    assert (answer.status_code, answer.json()["error"]["param"]) == (
+                        400,
+                        "after",
+                    ), path
     assert cursors > 8
 
 
-def test_whole_numbers_may_be_written_with_a_fraction_of_nothing(service: Service, training_file: str) -> None:
-    body = f'{{"model": "tiny", "training_file": "{training_file}", "seed": 331.0, "priority": -0.0, '
-    body += '"training": {"n_epochs": 3.0, "learning_rate": 1.0}, "lora": {"r": 8e0, "rank_pattern": {"q_proj": 4.0}}}'
+def test_whole_numbers_may_be_written_with_a_fraction_of_nothing(
+    service: Service, training_file: str
+) -> None:
+    body = (
+        f'{{"model": "tiny", "training_file": "{training_file}", "seed": 331.0, "priority": -0.0, '
+    )
+    body += (
+        '"training": {"n_epochs": 3.0, "learning_rate": 1.0}, "lora": {"r": 8e0, '
+        '"rank_pattern": {"q_proj": 4.0}}}'
+    )
     made = service.http("POST", "/v1/fine_tuning/jobs", content=body).json()
-    assert (made["seed"], made["priority"], made["lora"]["r"], made["lora"]["rank_pattern"]) == (331, 0, 8, {"q_proj": 4})
+    assert (made["seed"], made["priority"], made["lora"]["r"], made["lora"]["rank_pattern"]) == (
+        331,
+        0,
+        8,
+        {"q_proj": 4},
+    )
     assert made["training"]["learning_rate"] == 1.0
     refused = service.http("POST", "/v1/fine_tuning/jobs", content=body.replace("331.0", "331.5"))
     assert (refused.status_code, refused.json()["error"]["param"]) == (400, "seed")
 
 
-def prepared(service: Service, client: openai.OpenAI, receiver: Receiver, file_id: str) -> dict[str, str]:
+def prepared(
+    service: Service, client: openai.OpenAI, receiver: Receiver, file_id: str
+) -> dict[str, str]:
     """Values of path parameters that exist."""
     job_id = client.fine_tuning.jobs.create(model="tiny", training_file=file_id).id
-    job = put(service, job_id, checkpoints=(5,), state=State.SUCCEEDED, reason=Reason.SUCCEEDED, attempt=1, finished_at=1e9)
+    job = put(
+        service,
+        job_id,
+        checkpoints=(5,),
+        state=State.SUCCEEDED,
+        reason=Reason.SUCCEEDED,
+        attempt=1,
+        finished_at=1e9,
+    )
     run_dir(service, job_id).put("adapter/adapter_config.json", b"{}")
     run_dir(service, job_id).put("attempts/1/logs/supervisor.log", b"first\n")
-    upload = client.uploads.create(bytes=9, filename="a.jsonl", mime_type="text/plain", purpose="fine-tune")
+    upload = client.uploads.create(
+        bytes=9, filename="a.jsonl", mime_type="text/plain", purpose="fine-tune"
+    )
     name = job.spec.tuned_name
-    granted = client.fine_tuning.checkpoints.permissions.create(name, project_ids=["default"]).data[0]
-    endpoint = client.webhooks.create(name="a", url=receiver.url, event_types=["fine_tuning.job.failed"])
+    granted = client.fine_tuning.checkpoints.permissions.create(name, project_ids=["default"]).data[
+        0
+    ]
+    endpoint = client.webhooks.create(
+        name="a", url=receiver.url, event_types=["fine_tuning.job.failed"]
+    )
     return {
         "job_id": job_id,
         "file_id": file_id,
@@ -155,11 +208,15 @@ def prepared(service: Service, client: openai.OpenAI, receiver: Receiver, file_i
         "permission_id": granted.id,
         "webhook_endpoint_id": endpoint.id,
         "project_id": "default",
-        "api_key_id": service.store.keys.create_key(project_id="default", name="spare", scope="read")[0].id,
+        "api_key_id": service.store.keys.create_key(
+            project_id="default", name="spare", scope="read"
+        )[0].id,
     }
 
 
-@pytest.mark.parametrize("examples", [1, pytest.param(30, marks=[pytest.mark.slow, pytest.mark.timeout(1200)])])
+@pytest.mark.parametrize(
+    "examples", [1, pytest.param(30, marks=[pytest.mark.slow, pytest.mark.timeout(1200)])]
+)
 def test_every_answer_is_as_described_whatever_is_sent(
     service: Service,
     client: openai.OpenAI,
@@ -183,24 +240,39 @@ def test_every_answer_is_as_described_whatever_is_sent(
     )
     operations = [cast(Any, found).ok() for found in schema.get_all_operations()]
     # What deletes or ends something comes last, so that the others find it.
-    for operation in sorted(operations, key=lambda found: (found.method == "delete", found.path.endswith("cancel"))):
+    for operation in sorted(
+        operations, key=lambda found: (found.method == "delete", found.path.endswith("cancel"))
+    ):
         for mode in (GenerationMode.POSITIVE, GenerationMode.NEGATIVE):
 
             @limits
             @hypothesis.given(
                 case=operation.as_strategy(generation_mode=mode),
-                real=strategies.just(True) if mode is GenerationMode.POSITIVE else strategies.booleans(),
+                real=strategies.just(True)
+                if mode is GenerationMode.POSITIVE
+                else strategies.booleans(),
             )
             def check(case: Any, real: bool) -> None:
                 if real:
-                    case.path_parameters = {**(case.path_parameters or {}), **existing_for(case, existing)}
-                answer = case.call(base_url=service.url, headers={"authorization": f"Bearer {service.key}"}, timeout=30)
+                    case.path_parameters = {
+                        **(case.path_parameters or {}),
+                        **existing_for(case, existing),
+                    }
+                answer = case.call(
+                    base_url=service.url,
+                    headers={"authorization": f"Bearer {service.key}"},
+                    timeout=30,
+                )
                 case.validate_response(answer, checks=CHECKS)
                 if answer.status_code == 200:
                     answered.add(case.operation.label)
 
-            with subtests.test(operation=operation.label, mode=mode.name), contextlib.suppress(Unsatisfiable):
-                check()  # Unsatisfiable: an operation that takes nothing cannot be given something wrong
+            with (
+                subtests.test(operation=operation.label, mode=mode.name),
+                contextlib.suppress(Unsatisfiable),
+            ):
+                # Unsatisfiable: an operation that takes nothing cannot be given something wrong
+                check()
     assert len(answered) >= 20, "most operations were seen to succeed"
 
 

@@ -107,14 +107,17 @@ def test_a_first_start_makes_a_key_and_a_restart_keeps_it(tmp_path: Path) -> Non
             assert [model.id for model in client.models.list()] == ["tiny"]
             file_id = client.files.create(file=("a.jsonl", TRAINING), purpose="fine-tune").id
             job_id = client.fine_tuning.jobs.create(model="tiny", training_file=file_id).id
-        first, first_url = read(tmp_path / "credentials"), read(tmp_path / "server.json")["url"]
+        first = read(tmp_path / "credentials")
+        first_url = read(tmp_path / "server.json")["url"]
         out, err = ended(serving, signal.SIGTERM)
     assert first_url in out
     assert set(first) == {"api_key"}
     assert first["api_key"] not in out + err
     lines = [json.loads(line) for line in err.splitlines()]
     assert [line for line in lines if line["level"] != "info"] == []
-    created = next(line for line in lines if line.get("method") == "POST" and line["route"].endswith("/jobs"))
+    created = next(
+        line for line in lines if line.get("method") == "POST" and line["route"].endswith("/jobs")
+    )
     assert created["request_id"].startswith("req_")
     assert (tmp_path / "credentials").stat().st_mode & 0o777 == 0o600
     assert not (tmp_path / "server.json").exists()
@@ -125,7 +128,8 @@ def test_a_first_start_makes_a_key_and_a_restart_keeps_it(tmp_path: Path) -> Non
     with server(tmp_path) as serving:
         with started(tmp_path, serving) as client:
             assert client.fine_tuning.jobs.retrieve(job_id).status == "running"
-        second, second_url = read(tmp_path / "credentials"), read(tmp_path / "server.json")["url"]
+        second = read(tmp_path / "credentials")
+        second_url = read(tmp_path / "server.json")["url"]
         out, _ = ended(serving, signal.SIGINT)
     assert second == first
     assert second_url != first_url
@@ -133,7 +137,9 @@ def test_a_first_start_makes_a_key_and_a_restart_keeps_it(tmp_path: Path) -> Non
 
 
 @pytest.mark.slow
-def test_the_command_line_goes_on_to_find_a_server_beside_which_another_one_was(tmp_path: Path) -> None:
+def test_the_command_line_goes_on_to_find_a_server_beside_which_another_one_was(
+    tmp_path: Path,
+) -> None:
     with server(tmp_path) as long:
         started(tmp_path, long).close()
         first = find_connection({}, tmp_path)
@@ -142,7 +148,10 @@ def test_the_command_line_goes_on_to_find_a_server_beside_which_another_one_was(
             assert find_connection({}, tmp_path).base_url != first.base_url
             out, _ = ended(short, signal.SIGTERM)
         # The second one says that another is running, and what that means.
-        assert f"is served already, by {first.base_url.removesuffix('/v1')} (process {long.process.pid})" in out
+        assert (
+            f"is served already, by {first.base_url.removesuffix('/v1')} (process "
+            f"{long.process.pid})" in out
+        )
         assert "share one SQLite database" in out
         assert find_connection({}, tmp_path) == first
         with server(tmp_path) as killed:
@@ -155,18 +164,26 @@ def test_the_command_line_goes_on_to_find_a_server_beside_which_another_one_was(
         find_connection({}, tmp_path)
 
 
-def test_a_file_that_cannot_be_trained_on_fails_the_job_without_a_training_process(tmp_path: Path) -> None:
+def test_a_file_that_cannot_be_trained_on_fails_the_job_without_a_training_process(
+    tmp_path: Path,
+) -> None:
     save_base(tmp_path / "models" / "tiny")
     with server(tmp_path, SERVE_AND_RUN) as serving:
         with started(tmp_path, serving) as client:
-            file_id = client.files.create(file=("bad.jsonl", TRAINING + b"{}\n"), purpose="fine-tune").id
+            file_id = client.files.create(
+                file=("bad.jsonl", TRAINING + b"{}\n"), purpose="fine-tune"
+            ).id
             job_id = client.fine_tuning.jobs.create(model="tiny", training_file=file_id).id
             wait_until(lambda: client.fine_tuning.jobs.retrieve(job_id).status == "failed")
             job = client.fine_tuning.jobs.retrieve(job_id)
         url = read(tmp_path / "server.json")["url"]
         out, _ = ended(serving, signal.SIGTERM)
     begun, stopped = map(json.loads, out.splitlines())
-    assert (begun["event"], begun["base_url"], stopped) == ("serving", f"{url}/v1", {"event": "stopped", "running": []})
+    assert (begun["event"], begun["base_url"], stopped) == (
+        "serving",
+        f"{url}/v1",
+        {"event": "stopped", "running": []},
+    )
 
     assert job.error is not None
     assert job.error.model_dump() == {
@@ -195,7 +212,9 @@ def test_the_server_ends_while_a_large_file_is_checked(tmp_path: Path) -> None:
         ended(serving, signal.SIGTERM)
 
 
-def test_a_wrong_setting_of_the_workers_is_refused_at_the_start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_wrong_setting_of_the_workers_is_refused_at_the_start(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("FT_CACHE_BYTES", "5GB")
     with pytest.raises(FtError, match="FT_CACHE_BYTES = '5GB': a number of bytes is needed"):
         serve(Settings(home=tmp_path))
@@ -211,7 +230,9 @@ def test_a_wrong_setting_of_the_workers_is_refused_at_the_start(tmp_path: Path, 
         ("lora: {lora_dropout: 0.1}", "than the sampler"),
     ],
 )
-def test_wrong_options_of_tinkers_models_are_refused_at_the_start(tmp_path: Path, content: str, said: str) -> None:
+def test_wrong_options_of_tinkers_models_are_refused_at_the_start(
+    tmp_path: Path, content: str, said: str
+) -> None:
     """Else clients are told, who cannot change them."""
     (tmp_path / "options.yaml").write_text(content)
     settings = Settings(home=tmp_path, tinker_options=tmp_path / "options.yaml")
@@ -234,8 +255,12 @@ def test_a_port_that_is_taken_is_named_and_nothing_is_started(tmp_path: Path) ->
     assert list(tmp_path.iterdir()) == []
 
 
-@pytest.mark.parametrize(("body", "says"), [(b"no database at all" * 100, "is not a database"), (None, "is damaged")])
-def test_a_database_that_cannot_be_used_is_the_last_word(tmp_path: Path, body: bytes | None, says: str) -> None:
+@pytest.mark.parametrize(
+    ("body", "says"), [(b"no database at all" * 100, "is not a database"), (None, "is damaged")]
+)
+def test_a_database_that_cannot_be_used_is_the_last_word(
+    tmp_path: Path, body: bytes | None, says: str
+) -> None:
     path = tmp_path / "ft.db"
     if body is None:
         migrate(f"sqlite:///{path}")
@@ -251,14 +276,20 @@ def test_a_database_that_cannot_be_used_is_the_last_word(tmp_path: Path, body: b
 
 
 def test_answers_do_not_wait_for_acknowledgements(tmp_path: Path) -> None:
-    """Nagle's algorithm would hold back the second half of each answer on a kept connection for 40 ms."""
+    """Nagle's algorithm would hold back the second half of each answer on a kept connection for 40
+    ms.
+    """
     with _bound(Settings(home=tmp_path, port=0)) as listener:
         loop = asyncio.new_event_loop()
         found: list[int] = []
 
         class Protocol(asyncio.Protocol):
             def connection_made(self, transport: asyncio.BaseTransport) -> None:
-                found.append(transport.get_extra_info("socket").getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY))
+                found.append(
+                    transport.get_extra_info("socket").getsockopt(
+                        socket.IPPROTO_TCP, socket.TCP_NODELAY
+                    )
+                )
 
         async def connect() -> None:
             served = await loop.create_server(Protocol, sock=listener)
@@ -274,7 +305,9 @@ def test_answers_do_not_wait_for_acknowledgements(tmp_path: Path) -> None:
     assert found[0] != 0
 
 
-def test_its_start_tells_what_python_graders_would_see(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_its_start_tells_what_python_graders_would_see(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     library = Path(sysconfig.get_path("stdlib"))
     _warn_of_shown({"FT_HOME": tmp_path, "FT_CACHE": library / "cache"})
     [told] = caplog.messages
@@ -283,8 +316,12 @@ def test_its_start_tells_what_python_graders_would_see(tmp_path: Path, caplog: p
 
 
 @pytest.mark.slow
-def test_a_server_whose_database_has_fallen_silent_ends_by_a_signal(tmp_path: Path, postgres_url: str) -> None:
-    """Also connections that are made meanwhile: every thread waits for an answer, or is about to."""
+def test_a_server_whose_database_has_fallen_silent_ends_by_a_signal(
+    tmp_path: Path, postgres_url: str
+) -> None:
+    """Also connections that are made meanwhile: every thread waits for an answer, or is about
+    to.
+    """
     with (
         silent_proxy(new_postgres_database(postgres_url)) as proxy,
         server(tmp_path, SERVE_AND_RUN, FT_DATABASE_URL=proxy.url) as serving,

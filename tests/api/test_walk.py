@@ -1,4 +1,6 @@
-"""Every method of the client works against a real server: of the newest client, of a 2.x and of a 1.x."""
+"""Every method of the client works against a real server: of the newest client, of a 2.x and of a
+1.x.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +22,9 @@ from tests.support.rest.service import Service, put
 
 WALK = Path(__file__).parents[1] / "support/programs/walk.py"
 OLDER = Path(os.environ.get("FT_TEST_CLIENTS", Path(sys.prefix) / "clients"))
-"""OpenAI clients of older major versions, each in a folder named after its major version; `make test-all` installs them."""
+"""OpenAI clients of older major versions, each in a folder named after its major version; `make
+test-all` installs them.
+"""
 # They work on what a webhook's receiver has got, and ask nothing of the server.
 LOCAL = {"webhooks.unwrap", "webhooks.verify_signature"}
 
@@ -39,20 +43,39 @@ def receiver() -> Iterator[Receiver]:
 def tuned(service: Service, client: openai.OpenAI, file_id: str) -> tuple[str, str]:
     """Id and outcome of a job that has succeeded."""
     job_id = client.fine_tuning.jobs.create(model="tiny", training_file=file_id).id
-    job = put(service, job_id, checkpoints=(5, 10), state=State.SUCCEEDED, reason=Reason.SUCCEEDED, attempt=1, finished_at=1e9)
+    job = put(
+        service,
+        job_id,
+        checkpoints=(5, 10),
+        state=State.SUCCEEDED,
+        reason=Reason.SUCCEEDED,
+        attempt=1,
+        finished_at=1e9,
+    )
     return job_id, job.spec.tuned_name
 
 
-def walk(service: Service, client: openai.OpenAI, receiver: Receiver, file_id: str, path: Path | None) -> dict[str, Any]:
+def walk(
+    service: Service, client: openai.OpenAI, receiver: Receiver, file_id: str, path: Path | None
+) -> dict[str, Any]:
     """What the walk printed, with the client from a folder (None: the installed one)."""
     job_id, model = tuned(service, client, file_id)
     spare = {name: tuned(service, client, file_id)[1] for name in ("sync", "async")}
     ids = {"file": file_id, "job": job_id, "model": model, "receiver": receiver.url, **spare}
-    environment = {**os.environ, "OPENAI_BASE_URL": f"{service.url}/v1", "OPENAI_API_KEY": service.key}
+    environment = {
+        **os.environ,
+        "OPENAI_BASE_URL": f"{service.url}/v1",
+        "OPENAI_API_KEY": service.key,
+    }
     if path:
         environment["PYTHONPATH"] = str(path)
     result = subprocess.run(
-        [sys.executable, str(WALK), json.dumps(ids), ""], env=environment, capture_output=True, text=True, timeout=120, cwd="/"
+        [sys.executable, str(WALK), json.dumps(ids), ""],
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=120,
+        cwd="/",
     )
     assert result.returncode == 0, result.stderr
     return json.loads(result.stdout)

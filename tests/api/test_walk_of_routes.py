@@ -1,5 +1,7 @@
-"""What one project sends to any route is its own affair: every route of the application that takes a body, hostile bodies, ones
-that stall, and helpers that die. Nobody meets a bug, the event loop works on none of it, and others are answered meanwhile."""
+"""What one project sends to any route is its own affair: every route of the application that takes
+a body, hostile bodies, ones that stall, and helpers that die. Nobody meets a bug, the event loop
+works on none of it, and others are answered meanwhile.
+"""
 
 from __future__ import annotations
 
@@ -31,19 +33,31 @@ from tests.support.rest.described import filled, needed, operations, tenant
 from tests.support.rest.service import Service, wait_until
 
 LOOP_SECONDS = 0.03
-"""Processor time of the loop for a request: receiving it and answering take a fifth of it on a slow processor."""
-NUMBERS = '[5e-324, 1e-320, -0.0, -0, 9223372036854775808, 1e308, -1e308, "inf", "nan", 1' + "0" * 400 + "]"
+"""Processor time of the loop for a request: receiving it and answering take a fifth of it on a slow
+processor.
+"""
+NUMBERS = (
+    '[5e-324, 1e-320, -0.0, -0, 9223372036854775808, 1e308, -1e308, "inf", "nan", 1'
+    + "0" * 400
+    + "]"
+)
 WIDE = 60_000
-"""Fields and lists of a wide body: worked on in the loop they would take twice LOOP_SECONDS and more."""
+"""Fields and lists of a wide body: worked on in the loop they would take twice LOOP_SECONDS and
+more.
+"""
 BODIES: dict[str, bytes] = {
     "wide lists": b"[" + b"[]," * WIDE + b"[]]",
     "wide numbers": b'{"model": [' + b"1," * (MAX_JSON_BYTES // 4) + b"1]}",
     "deep lists": b"[" * (MAX_JSON_BYTES // 2) + b"]" * (MAX_JSON_BYTES // 2),
     "numbers": f'{{"model": "tiny", "training": {NUMBERS}, "seq_id": {NUMBERS}}}'.encode(),
 }
-FORMS: dict[str, bytes] = {"wide form": b"a=1&" * WIDE, "numbers": urlencode({"training.max_steps": NUMBERS}).encode()}
+FORMS: dict[str, bytes] = {
+    "wide form": b"a=1&" * WIDE,
+    "numbers": urlencode({"training.max_steps": NUMBERS}).encode(),
+}
 """Of routes of the page."""
-JSON, FORM = "application/json", "application/x-www-form-urlencoded"
+JSON = "application/json"
+FORM = "application/x-www-form-urlencoded"
 LEAVES = ("/sign-out", "/v1/fine_tuning/sweeps/{sweep_id}/cancel")
 """They end what the walk goes on with, and take no body."""
 ENDS = ("DELETE", "cancel", "archive", "rotate", "complete", "pause", "resume")
@@ -101,15 +115,20 @@ def loop_clock() -> int:
 
 
 def test_no_body_is_worked_on_in_the_event_loop(service: Service, rival: str) -> None:
-    clock, headers = loop_clock(), headers_of(service, rival)
+    clock = loop_clock()
+    headers = headers_of(service, rival)
     values: dict[str, str] = defaultdict(lambda: "none")
     wrong: list[tuple[Any, ...]] = []
     for method, path in routes(service):
         own = of_path(headers, path)
         for what, body in (FORMS if own["content-type"] == FORM else BODIES).items():
-            request = partial(service.connections.request, method, service.url + filled(path, values))
+            request = partial(
+                service.connections.request, method, service.url + filled(path, values)
+            )
             answer, seconds = timed(clock, partial(request, content=body, headers=own))
-            if seconds > LOOP_SECONDS:  # what is made once, such as the page's templates, is there the second time
+            if (
+                seconds > LOOP_SECONDS
+            ):  # what is made once, such as the page's templates, is there the second time
                 answer, seconds = timed(clock, partial(request, content=body, headers=own))
             if seconds > LOOP_SECONDS or not is_told(answer):
                 wrong.append((method, path, what, answer.status_code, round(seconds, 3)))
@@ -123,8 +142,12 @@ def timed(clock: int, request: Callable[[], httpx2.Response]) -> tuple[httpx2.Re
     return answer, time.clock_gettime(clock) - began
 
 
-def test_bodies_that_stall_cost_others_nothing(service: Service, rival: str, training_file: str) -> None:
-    """Bodies for each route stop in the middle: together they want more room than there is for all."""
+def test_bodies_that_stall_cost_others_nothing(
+    service: Service, rival: str, training_file: str
+) -> None:
+    """Bodies for each route stop in the middle: together they want more room than there is for
+    all.
+    """
     clock = loop_clock()
     asked(service, training_file, clock)  # what is made once is there
     quiet = asked(service, training_file, clock)
@@ -138,9 +161,13 @@ def test_bodies_that_stall_cost_others_nothing(service: Service, rival: str, tra
 
 
 def asked(service: Service, training_file: str, clock: int) -> float:
-    """Processor time of the loop for what another project asks for, all of which is answered as ever."""
+    """Processor time of the loop for what another project asks for, all of which is answered as
+    ever.
+    """
     began = time.clock_gettime(clock)
-    job = json.dumps({"model": "tiny", "training_file": training_file}) + " " * bodies.FREE_BYTES  # it needs room
+    job = (
+        json.dumps({"model": "tiny", "training_file": training_file}) + " " * bodies.FREE_BYTES
+    )  # it needs room
     for _ in range(5):
         assert service.http("GET", "/v1/fine_tuning/jobs").status_code == 200
         assert service.http("GET", "/livez").status_code == 200
@@ -157,9 +184,14 @@ def stalled(service: Service, headers: dict[str, dict[str, str]]) -> Iterator[in
     with contextlib.ExitStack() as stack:
         opened = 2 * routes(service)
         for method, path in opened:
-            connection = stack.enter_context(socket.create_connection((address.hostname, address.port)))
+            connection = stack.enter_context(
+                socket.create_connection((address.hostname, address.port))
+            )
             own = {"host": "x", "content-length": str(MAX_JSON_BYTES), **of_path(headers, path)}
-            lines = [f"{method} {filled(path, values)} HTTP/1.1", *(f"{name}: {value}" for name, value in own.items())]
+            lines = [
+                f"{method} {filled(path, values)} HTTP/1.1",
+                *(f"{name}: {value}" for name, value in own.items()),
+            ]
             connection.sendall("\r\n".join(lines).encode() + b"\r\n\r\n" + b"[" + b"1," * 20_000)
         yield len(opened)
 
@@ -170,19 +202,27 @@ def room_of(project_id: str) -> tuple[int, int]:
     return room.projects().get(project_id, (0, 0))
 
 
-def test_the_death_of_a_helper_is_later(service: Service, rival: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whatever starts a process for a request answers 503 when the host kills it, and says when to ask again."""
+def test_the_death_of_a_helper_is_later(
+    service: Service, rival: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whatever starts a process for a request answers 503 when the host kills it, and says when to
+    ask again.
+    """
     theirs = tenant(service, "rival", rival)
     killed = ("sh", "-c", "kill -9 $$")
     monkeypatch.setattr(file_views, "Examiner", partial(Examiner, command=killed))
     of_workers = worker_tasks.run_once
-    monkeypatch.setattr(worker_tasks, "run_once", lambda program: of_workers(replace(program, command=killed)))
+    monkeypatch.setattr(
+        worker_tasks, "run_once", lambda program: of_workers(replace(program, command=killed))
+    )
     monkeypatch.setattr(worker_tasks, "persist", lambda _, call: call())  # without its pauses
     later = set[str]()
     for method, path in operations(service):
         if any(word in f"{method} {path}" for word in ENDS):
             continue
-        sent: dict[str, Any] = {"content": json.dumps({})} if method == "POST" else {"params": needed(path)}
+        sent: dict[str, Any] = (
+            {"content": json.dumps({})} if method == "POST" else {"params": needed(path)}
+        )
         answer = service.http(method, filled(path, theirs), key=rival, **sent)
         assert is_told(answer), (path, answer.text)
         if answer.status_code == 503:

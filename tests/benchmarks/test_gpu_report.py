@@ -1,4 +1,6 @@
-"""The report of one GPU, proven on a processor: the harness keeps what it gets, and the sections run in their smallest form."""
+"""The report of one GPU, proven on a processor: the harness keeps what it gets, and the sections
+run in their smallest form.
+"""
 
 from __future__ import annotations
 
@@ -34,7 +36,9 @@ from workers.layers import packed_attention
 ROOT = Path(__file__).parents[2]
 
 
-def test_the_command_runs_a_section_and_writes_its_table(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_command_runs_a_section_and_writes_its_table(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     code = harness.main(["--device", "cpu", "--tiny", "--only", "ceilings", "--out", str(tmp_path)])
     rows = read(tmp_path / "gpu_report.jsonl")
     assert code == 0, rows
@@ -47,7 +51,11 @@ def test_three_calls_of_less_than_ten_minutes_are_the_report(tmp_path: Path) -> 
     assert {name for part in PARTS.values() for name in part} == SECTIONS.keys()
     assert max(sum(SECTIONS[name].seconds for name in part) for part in PARTS.values()) < 600
     results = tmp_path / "rows"
-    rows = [Row("ceilings", "one", "ok"), Row("kernels", "two", "ok"), Row("ceilings", "three", "ok")]
+    rows = [
+        Row("ceilings", "one", "ok"),
+        Row("kernels", "two", "ok"),
+        Row("ceilings", "three", "ok"),
+    ]
     for row in rows:
         append(results, row)
     harness.keep(results, {"ceilings", "service"})
@@ -71,8 +79,11 @@ def test_lengths_are_spread_and_fill_a_micro_batch() -> None:
 
 
 def test_chats_have_the_lengths_that_are_asked_for(tmp_path: Path) -> None:
-    base, lengths = save_chat_base(tmp_path / "base"), (100, 37, 300)
-    samples = load_dataset(load_tokenizer(str(base)), long_chats(tmp_path / "chats.jsonl", lengths), max(lengths))
+    base = save_chat_base(tmp_path / "base")
+    lengths = (100, 37, 300)
+    samples = load_dataset(
+        load_tokenizer(str(base)), long_chats(tmp_path / "chats.jsonl", lengths), max(lengths)
+    )
     assert [len(sample.ids) for sample in samples] == list(lengths)
 
 
@@ -92,13 +103,21 @@ def test_sections_measure_on_a_processor(tmp_path: Path) -> None:
     assert not [row for row in rows if row.status == "failed"], rows
     speed = next(row for row in rows if row.section == "speed nf4")
     assert speed.numbers["tokens_per_s"] > 0
-    whole = next(row for row in rows if row.section == "synchronisations" and "a_step" in row.numbers)
-    parts = [row.numbers["a_step"] for row in rows if row.section == "synchronisations" and row is not whole]
+    whole = next(
+        row for row in rows if row.section == "synchronisations" and "a_step" in row.numbers
+    )
+    parts = [
+        row.numbers["a_step"]
+        for row in rows
+        if row.section == "synchronisations" and row is not whole
+    ]
     assert whole.numbers["a_step"] == pytest.approx(sum(parts))
 
 
 def test_ranks_are_forked_from_a_server_that_has_not_begun_cuda() -> None:
-    """It would begin it by asking whether there is a GPU, unless the server's own environment says to ask the driver."""
+    """It would begin it by asking whether there is a GPU, unless the server's own environment says
+    to ask the driver.
+    """
     name = "PYTORCH_NVML_BASED_CUDA_CHECK"
     assert run_on_ranks(variable_on_rank, 1, name) == ["1"]
     assert harness.environment({}, "cuda")[name] == "1"
@@ -117,16 +136,22 @@ from benchmarks.gpu_report.operators import torchao_rounding
 assert "torchao.prototype" not in sys.modules
 assert torchao_rounding().__name__ == "triton_fp8_rowwise_2d_scale_and_cast"
 """
-    done = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, check=False)
+    done = subprocess.run(
+        [sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, check=False
+    )
     assert done.returncode == 0, done.stderr
 
 
-def test_attention_is_measured_as_another_package_computes_it_and_in_any_order(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_attention_is_measured_as_another_package_computes_it_and_in_any_order(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     found: list[tuple[str | None, bool]] = []
 
     def measured(*_: Any) -> dict[str, Any]:
         with packed_attention.deterministic_mode():
-            found.append((current_flash_attention_impl(), torch.are_deterministic_algorithms_enabled()))
+            found.append(
+                (current_flash_attention_impl(), torch.are_deterministic_algorithms_enabled())
+            )
         return {}
 
     class Registered:
@@ -143,25 +168,36 @@ def test_attention_is_measured_as_another_package_computes_it_and_in_any_order(m
         operators._attention(gpu, (64,), 4, 2, implementation="FA4", repeatable=False)
 
 
-def test_gradients_that_have_other_bits_the_next_time_are_told(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_gradients_that_have_other_bits_the_next_time_are_told(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr(operators, "seconds", lambda act: act() is None or 1.0)
     with fused_attention():
         same = operators._packed_attention(torch.device("cpu"), (16, 32, 16), 4, 2)
         assert same["gradients_have_the_same_bits_again"]
         stock = torch.autograd.grad
-        monkeypatch.setattr(torch.autograd, "grad", lambda *given: [own + torch.rand(()) for own in stock(*given)])
-        assert not operators._packed_attention(torch.device("cpu"), (64,), 4, 2)["gradients_have_the_same_bits_again"]
+        monkeypatch.setattr(
+            torch.autograd, "grad", lambda *given: [own + torch.rand(()) for own in stock(*given)]
+        )
+        assert not operators._packed_attention(torch.device("cpu"), (64,), 4, 2)[
+            "gradients_have_the_same_bits_again"
+        ]
 
 
 def test_the_stock_parts_compute_in_bf16(tmp_path: Path) -> None:
-    """Their adapters too, which PEFT keeps in fp32: without autocast their products are in fp32, several times as slow."""
+    """Their adapters too, which PEFT keeps in fp32: without autocast their products are in fp32,
+    several times as slow.
+    """
     assert run_on_ranks(adapters_results_on_rank, 1, str(tmp_path)) == [{torch.bfloat16}]
 
 
 def adapters_results_on_rank(rank: int, world: int, folder: str) -> set[torch.dtype]:
-    context = Context("cpu", True, Rows(Path(folder, "rows"), "peft"), Path(folder), Path(folder, "rows"))
+    context = Context(
+        "cpu", True, Rows(Path(folder, "rows"), "peft"), Path(folder), Path(folder, "rows")
+    )
     stock = Stock("cpu", base_of(context), TINY.vocabulary, "all-linear", quantised=False)
-    step_of, found = steps(stock), set[torch.dtype]()
+    step_of = steps(stock)
+    found = set[torch.dtype]()
 
     def watch(module: nn.Module, _: Any, result: Any) -> None:
         if isinstance(module, nn.Linear) and module.weight.requires_grad:
@@ -180,7 +216,9 @@ def sections_on_rank(rank: int, world: int, names: list[str], folder: str) -> No
 
 def test_a_section_that_takes_too_long_is_ended_and_named(tmp_path: Path) -> None:
     results = tmp_path / "rows"
-    harness.run_section("slow", Section("ceilings", 1e-4), "cpu", True, results, tmp_path, time.monotonic() + 60)
+    harness.run_section(
+        "slow", Section("ceilings", 1e-4), "cpu", True, results, tmp_path, time.monotonic() + 60
+    )
     (row,) = read(results)
     assert row.status == "failed"
     assert "after its limit" in row.note
@@ -188,21 +226,42 @@ def test_a_section_that_takes_too_long_is_ended_and_named(tmp_path: Path) -> Non
 
 def test_a_section_that_ends_badly_is_a_row_with_its_last_words(tmp_path: Path) -> None:
     results = tmp_path / "rows"
-    harness.run_section("unheard of", Section("ceilings", 600), "cpu", True, results, tmp_path, time.monotonic() + 600)
+    harness.run_section(
+        "unheard of",
+        Section("ceilings", 600),
+        "cpu",
+        True,
+        results,
+        tmp_path,
+        time.monotonic() + 600,
+    )
     (row,) = read(results)
     assert (row.status, row.numbers) == ("failed", {"exit_code": 1})
     assert "KeyError: 'unheard of'" in row.note
 
 
 def test_no_section_is_begun_when_the_minutes_are_over(tmp_path: Path) -> None:
-    harness.run_section("late", Section("ceilings", 60), "cpu", True, tmp_path / "rows", tmp_path, time.monotonic() + 1)
+    harness.run_section(
+        "late",
+        Section("ceilings", 60),
+        "cpu",
+        True,
+        tmp_path / "rows",
+        tmp_path,
+        time.monotonic() + 1,
+    )
     (row,) = read(tmp_path / "rows")
     assert (row.status, row.note) == ("skipped", "the report's minutes are over")
 
 
-def test_a_section_without_its_packages_is_left_out_by_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_section_without_its_packages_is_left_out_by_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setitem(SECTIONS, "ceilings", Section("ceilings", 60, ("torch", "not_installed")))
-    sections.run("ceilings", Context("cpu", True, Rows(tmp_path / "rows", "ceilings"), tmp_path, tmp_path / "rows"))
+    sections.run(
+        "ceilings",
+        Context("cpu", True, Rows(tmp_path / "rows", "ceilings"), tmp_path, tmp_path / "rows"),
+    )
     (row,) = read(tmp_path / "rows")
     assert row.status == "skipped"
     assert row.note.startswith("not installed: not_installed; benchmarks/README.md")
@@ -230,7 +289,9 @@ def test_other_cases_go_on_when_one_fails(tmp_path: Path) -> None:
 
 
 def test_the_table_stays_one_whatever_is_in_a_cell() -> None:
-    table = markdown([Row("a", "x | y", "failed", {"n": 0.123456}, "two\nlines"), Row("b", "z", "ok")])
+    table = markdown(
+        [Row("a", "x | y", "failed", {"n": 0.123456}, "two\nlines"), Row("b", "z", "ok")]
+    )
     assert "1 ok, 1 failed, 0 skipped" in table
     assert "| x \\| y | failed | n 0.1235 | two lines |" in table
     assert table.index("## a") < table.index("## b")
@@ -238,7 +299,8 @@ def test_the_table_stays_one_whatever_is_in_a_cell() -> None:
 
 def test_work_is_that_of_the_formula() -> None:
     work = Work.of(Llama(hidden=8, intermediate=20, layers=3, heads=2, vocabulary=50), rank=2)
-    linears, adapters = 3 * (4 * 64 + 3 * 160), 3 * 2 * (4 * 16 + 3 * 28)
+    linears = 3 * (4 * 64 + 3 * 160)
+    adapters = 3 * 2 * (4 * 16 + 3 * 28)
     assert (work.linears, work.head, work.adapters) == (linears, 400, adapters)
     assert work.flops_per_token(10) == 4 * (linears + 400) + 6 * adapters + 6 * 3 * 8 * 10
 
@@ -287,7 +349,13 @@ import workers.train
 @pytest.mark.slow
 def test_the_sections_need_no_package_that_is_not_carried() -> None:
     """Beside what an image with PyTorch, transformers, PEFT and accelerate has."""
-    done = subprocess.run([sys.executable, "-c", IMPORTS, *NAMES], cwd=ROOT, capture_output=True, text=True, check=False)
+    done = subprocess.run(
+        [sys.executable, "-c", IMPORTS, *NAMES],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
     assert done.returncode == 0, done.stderr
 
 
@@ -299,4 +367,7 @@ def test_packages_for_another_machine_are_pinned_and_trimmed(tmp_path: Path) -> 
     with pytest.raises(SystemExit, match="no library for CUDA 999"):
         trim(tmp_path, "999")
     trim(tmp_path, "130")
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["libbitsandbytes_cpu.so", "libbitsandbytes_cuda130.so"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == [
+        "libbitsandbytes_cpu.so",
+        "libbitsandbytes_cuda130.so",
+    ]

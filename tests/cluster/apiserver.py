@@ -1,4 +1,6 @@
-"""The API server: as much of Kubernetes' API as the launcher and a node use, with its own rules about versions and deletion."""
+"""The API server: as much of Kubernetes' API as the launcher and a node use, with its own rules
+about versions and deletion.
+"""
 
 from __future__ import annotations
 
@@ -26,13 +28,29 @@ TRACKING = "batch.kubernetes.io/job-tracking"
 """Finalizer of a Job's pods: they stay until the Job controller has counted them."""
 NEW_NODE = {"key": "node.kubernetes.io/not-ready", "effect": "NoSchedule"}
 ACCOUNT = "system:serviceaccount"
-KINDS = {"jobs": ("batch/v1", "Job"), "pods": ("v1", "Pod"), "services": ("v1", "Service"), "events": ("v1", "Event")}
+KINDS = {
+    "jobs": ("batch/v1", "Job"),
+    "pods": ("v1", "Pod"),
+    "services": ("v1", "Service"),
+    "events": ("v1", "Event"),
+}
 KINDS |= {"workloads": ("kueue.x-k8s.io/v1beta2", "Workload")}
 KINDS |= {"resourcequotas": ("v1", "ResourceQuota")}
 KINDS |= {"networkpolicies": ("networking.k8s.io/v1", "NetworkPolicy")}
-KINDS |= {name: ("rbac.authorization.k8s.io/v1", kind) for name, kind in (("roles", "Role"), ("rolebindings", "RoleBinding"))}
-KINDS |= {"nodes": ("v1", "Node"), "serviceaccounts": ("v1", "ServiceAccount"), "namespaces": ("v1", "Namespace")}
-COUNTED = {"pods": ("pods", "pods"), "jobs": ("jobs.batch", "count/jobs.batch"), "services": ("services", "services")}
+KINDS |= {
+    name: ("rbac.authorization.k8s.io/v1", kind)
+    for name, kind in (("roles", "Role"), ("rolebindings", "RoleBinding"))
+}
+KINDS |= {
+    "nodes": ("v1", "Node"),
+    "serviceaccounts": ("v1", "ServiceAccount"),
+    "namespaces": ("v1", "Namespace"),
+}
+COUNTED = {
+    "pods": ("pods", "pods"),
+    "jobs": ("jobs.batch", "count/jobs.batch"),
+    "services": ("services", "services"),
+}
 """What quotas may limit the number of: as errors call it, and as quotas do."""
 TERMINAL = ("Succeeded", "Failed")
 """Phases of pods that have ended."""
@@ -54,7 +72,9 @@ class Refused(Exception):
 
     def __init__(self, code: int, reason: str, message: str) -> None:
         super().__init__(message)
-        self.code, self.reason, self.message = code, reason, message
+        self.code = code
+        self.reason = reason
+        self.message = message
 
 
 @dataclass(frozen=True)
@@ -76,7 +96,9 @@ class State:
     objects: dict[Key, Object] = field(default_factory=dict)
     history: list[tuple[int, str, str, Object]] = field(default_factory=list)
     """Version, ADDED | MODIFIED | DELETED, plural, object."""
-    changed: threading.Condition = field(default_factory=lambda: threading.Condition(threading.RLock()))
+    changed: threading.Condition = field(
+        default_factory=lambda: threading.Condition(threading.RLock())
+    )
     version: int = 0
     log_of: Callable[[str], str] | None = None
     """What a pod has printed, as its node says."""
@@ -91,7 +113,11 @@ class State:
     def list(self, plural: str, namespace: str = "") -> list[Object]:
         """Copies, so that a controller can think about them in peace."""
         with self.changed:
-            found = [o for (p, n, _), o in self.objects.items() if p == plural and (not namespace or n == namespace)]
+            found = [
+                o
+                for (p, n, _), o in self.objects.items()
+                if p == plural and (not namespace or n == namespace)
+            ]
             return copy.deepcopy(found)
 
     def create(self, plural: str, namespace: str, body: Object) -> Object:
@@ -117,11 +143,16 @@ class State:
         """What the API server's own admission does. Raises Refused."""
         if namespace and ("namespaces", "", namespace) not in self.objects:
             raise Refused(404, "NotFound", f'namespaces "{namespace}" not found')
-        if namespace and self.objects["namespaces", "", namespace]["metadata"].get("deletionTimestamp"):
+        if namespace and self.objects["namespaces", "", namespace]["metadata"].get(
+            "deletionTimestamp"
+        ):
             raise Refused(403, "Forbidden", f"namespace {namespace} is being terminated")
         account = body.get("spec", {}).get("serviceAccountName", "default")
         if plural == "pods" and ("serviceaccounts", namespace, account) not in self.objects:
-            text = f'pods "{body["metadata"]["name"]}" is forbidden: error looking up service account {namespace}/{account}'
+            text = (
+                f'pods "{body["metadata"]["name"]}" is forbidden: error looking up service '
+                f"account {namespace}/{account}"
+            )
             raise Refused(403, "Forbidden", text)
         if plural in COUNTED:
             self._charge(plural, namespace, body)
@@ -134,12 +165,23 @@ class State:
         """To quotas of numbers of objects, of which pods that have ended are none."""
         resource, counted = COUNTED[plural]
         for quota in self.list("resourcequotas", namespace):
-            there = [item for item in self.list(plural, namespace) if item["status"].get("phase") not in TERMINAL]
-            used, hard = len(there), quota["spec"]["hard"].get(counted)
+            there = [
+                item
+                for item in self.list(plural, namespace)
+                if item["status"].get("phase") not in TERMINAL
+            ]
+            used = len(there)
+            hard = quota["spec"]["hard"].get(counted)
             if hard is not None and used >= int(hard):
-                counts = f"requested: {counted}=1, used: {counted}={used}, limited: {counted}={hard}"
+                counts = (
+                    f"requested: {counted}=1, used: {counted}={used}, limited: {counted}={hard}"
+                )
                 text = f"exceeded quota: {quota['metadata']['name']}, {counts}"
-                raise Refused(403, "Forbidden", f'{resource} "{body["metadata"]["name"]}" is forbidden: {text}')
+                raise Refused(
+                    403,
+                    "Forbidden",
+                    f'{resource} "{body["metadata"]["name"]}" is forbidden: {text}',
+                )
 
     def replace(self, key: Key, body: Object, sub: str | None = None) -> Object:
         """Raises Refused if the version that the body was made from is not the newest."""
@@ -167,8 +209,10 @@ class State:
             return self._happened("MODIFIED", key)
 
     def delete(self, key: Key, grace: int | None) -> Object:
-        """A pod that runs on a node is only told to end; the node deletes it with a grace of 0. What has finalizers stays until
-        they are removed."""
+        """A pod that runs on a node is only told to end; the node deletes it with a grace of 0.
+
+        What has finalizers stays until they are removed.
+        """
         with self.changed:
             there = self.get(key)
             metadata = there["metadata"]
@@ -182,10 +226,16 @@ class State:
             return self.objects.pop(key)
 
     def _grace(self, key: Key, there: Object, grace: int | None) -> int:
-        """Seconds that a pod is given; 0 where no node must say that nothing of it runs any more."""
+        """Seconds that a pod is given; 0 where no node must say that nothing of it runs any
+        more.
+        """
         if key[0] == "namespaces":
             return 1 if any(namespace == key[2] for _, namespace, _ in self.objects) else 0
-        if key[0] != "pods" or not there["spec"].get("nodeName") or there["status"].get("phase") in TERMINAL:
+        if (
+            key[0] != "pods"
+            or not there["spec"].get("nodeName")
+            or there["status"].get("phase") in TERMINAL
+        ):
             return 0
         return there["spec"].get("terminationGracePeriodSeconds", 30) if grace is None else grace
 
@@ -200,7 +250,10 @@ class State:
 
 
 class ApiServer:
-    """`State` over HTTP on a free port of the loopback interface. `stop` and `start` as often as a test likes: state stays."""
+    """`State` over HTTP on a free port of the loopback interface.
+
+    `stop` and `start` as often as a test likes: state stays.
+    """
 
     def __init__(self, state: State) -> None:
         self.state = state
@@ -214,7 +267,9 @@ class ApiServer:
 
     def start(self) -> None:
         self._server = _Server(("127.0.0.1", self.port), self)
-        threading.Thread(target=self._server.serve_forever, kwargs={"poll_interval": 0.05}, daemon=True).start()
+        threading.Thread(
+            target=self._server.serve_forever, kwargs={"poll_interval": 0.05}, daemon=True
+        ).start()
 
     def stop(self) -> None:
         """As when it is away: connections are refused, watches break."""
@@ -227,25 +282,40 @@ class ApiServer:
             self._server = None
 
     def check(self, request: Request) -> None:
-        """Raises Refused if it is a service account, and its roles do not grant it. Everybody else may do everything."""
+        """Raises Refused if it is a service account, and its roles do not grant it.
+
+        Everybody else may do everything.
+        """
         self.requests.add(request)
         if not request.user.startswith(ACCOUNT):
             return
         rules = self._rules(request)
         granted = any(
-            request.verb in rule["verbs"] and request.group in rule["apiGroups"] and request.resource in rule["resources"]
+            request.verb in rule["verbs"]
+            and request.group in rule["apiGroups"]
+            and request.resource in rule["resources"]
             for rule in rules
         )
         if not granted:
-            words = f'cannot {request.verb} resource "{request.resource}" in API group "{request.group}"'
-            raise Refused(403, "Forbidden", f'{request.resource} is forbidden: User "{request.user}" {words}')
+            words = (
+                f'cannot {request.verb} resource "{request.resource}" in API group '
+                f'"{request.group}"'
+            )
+            raise Refused(
+                403, "Forbidden", f'{request.resource} is forbidden: User "{request.user}" {words}'
+            )
 
     def _rules(self, request: Request) -> list[Object]:
         _, _, namespace, name = request.user.split(":")
         rules: list[Object] = []
         for binding in self.state.list("rolebindings", request.namespace):
-            if any((s["kind"], s["name"], s["namespace"]) == ("ServiceAccount", name, namespace) for s in binding["subjects"]):
-                rules += self.state.get(("roles", request.namespace, binding["roleRef"]["name"]))["rules"]
+            if any(
+                (s["kind"], s["name"], s["namespace"]) == ("ServiceAccount", name, namespace)
+                for s in binding["subjects"]
+            ):
+                rules += self.state.get(("roles", request.namespace, binding["roleRef"]["name"]))[
+                    "rules"
+                ]
         return rules
 
 
@@ -306,7 +376,9 @@ class _Handler(BaseHTTPRequestHandler):
                 self._watch(match, query)
             else:
                 with self.server.api.state.changed:
-                    self._send(201 if method == "POST" else 200, self._do(method, match, query, body))
+                    self._send(
+                        201 if method == "POST" else 200, self._do(method, match, query, body)
+                    )
         except Refused as error:
             self._send(error.code, _status(error))
 
@@ -323,11 +395,14 @@ class _Handler(BaseHTTPRequestHandler):
         verb = verb or ("get" if named else "watch" if query.get("watch") == "true" else "list")
         resource = match["plural"] + (f"/{match['sub']}" if match["sub"] else "")
         user = (self.headers.get("Authorization") or "").removeprefix("Bearer ")
-        self.server.api.check(Request(user, verb, match["group"] or "", resource, match["namespace"] or ""))
+        self.server.api.check(
+            Request(user, verb, match["group"] or "", resource, match["namespace"] or "")
+        )
 
     def _do(self, method: str, match: re.Match[str], query: dict[str, str], body: Object) -> Object:
         state = self.server.api.state
-        plural, namespace = match["plural"], match["namespace"] or ""
+        plural = match["plural"]
+        namespace = match["namespace"] or ""
         if match["name"] is None:
             if method == "POST":
                 return state.create(plural, namespace, body)
@@ -337,17 +412,27 @@ class _Handler(BaseHTTPRequestHandler):
             items = [item for item in state.list(plural, namespace) if _selected(item, query)]
             version, kind = KINDS[plural]
             metadata = {"resourceVersion": str(state.version)}
-            return {"apiVersion": version, "kind": f"{kind}List", "metadata": metadata, "items": items}
+            return {
+                "apiVersion": version,
+                "kind": f"{kind}List",
+                "metadata": metadata,
+                "items": items,
+            }
         key = (plural, namespace, match["name"])
         if match["sub"] in _SUBRESOURCES:
             return _SUBRESOURCES[match["sub"]](state, key, body)
         if method == "PATCH":
             state.get(key)
-            return state.change(key, lambda there: merge(there, _part(plural, match["sub"], body))) or {}
+            return (
+                state.change(key, lambda there: merge(there, _part(plural, match["sub"], body)))
+                or {}
+            )
         if method == "PUT":
             return state.replace(key, body, match["sub"])
         if method == "DELETE":
-            return state.delete(key, body.get("gracePeriodSeconds", _int(query.get("gracePeriodSeconds"))))
+            return state.delete(
+                key, body.get("gracePeriodSeconds", _int(query.get("gracePeriodSeconds")))
+            )
         return copy.deepcopy(state.get(key))
 
     def _watch(self, match: re.Match[str], query: dict[str, str]) -> None:
@@ -363,15 +448,24 @@ class _Handler(BaseHTTPRequestHandler):
                 self._chunk(b"")
         self.close_connection = True
 
-    def _events(self, match: re.Match[str], query: dict[str, str], deadline: float) -> Iterator[Object]:
+    def _events(
+        self, match: re.Match[str], query: dict[str, str], deadline: float
+    ) -> Iterator[Object]:
         state = self.server.api.state
         version = _int(query.get("resourceVersion"))
         with state.changed:
             if version is None:
                 version = state.version
-                start = [item for item in state.list(match["plural"], match["namespace"] or "") if _selected(item, query)]
+                start = [
+                    item
+                    for item in state.list(match["plural"], match["namespace"] or "")
+                    if _selected(item, query)
+                ]
             elif state.history and version < state.history[0][0] - 1:
-                yield {"type": "ERROR", "object": _status(Refused(410, "Expired", "too old resource version"))}
+                yield {
+                    "type": "ERROR",
+                    "object": _status(Refused(410, "Expired", "too old resource version")),
+                }
                 return
             else:
                 start = []
@@ -384,7 +478,9 @@ class _Handler(BaseHTTPRequestHandler):
                     state.changed.wait(0.5)
             for number, kind, plural, item in news:
                 version = number
-                here = plural == match["plural"] and item["metadata"].get("namespace", "") == (match["namespace"] or "")
+                here = plural == match["plural"] and item["metadata"].get("namespace", "") == (
+                    match["namespace"] or ""
+                )
                 if here and _selected(item, query):
                     yield {"type": kind, "object": item}
 
@@ -411,25 +507,33 @@ def _check_mounts(job: Object) -> None:
         for number, path in enumerate(paths):
             if path in paths[:number]:
                 where = f"spec.template.spec.containers[{index}].volumeMounts[{number}].mountPath"
-                text = f'Job.batch "{job["metadata"]["name"]}" is invalid: {where}: Invalid value: "{path}": must be unique'
+                text = (
+                    f'Job.batch "{job["metadata"]["name"]}" is invalid: {where}: Invalid '
+                    f'value: "{path}": must be unique'
+                )
                 raise Refused(422, "Invalid", text)
 
 
 def _part(plural: str, sub: str | None, body: Object) -> Object:
-    """What of a patch counts: at `…/status` all but the spec (labels too, of pods, jobs and nodes), elsewhere all but the
-    status."""
+    """What of a patch counts: at `…/status` all but the spec (labels too, of pods, jobs and nodes),
+    elsewhere all but the status.
+    """
     if plural not in _WITH_STATUS:
         return body
     ignored = "spec" if sub == "status" else "status"
     part = {name: value for name, value in body.items() if name != ignored}
     if sub == "status" and "metadata" in part:
-        part["metadata"] = {name: value for name, value in part["metadata"].items() if name not in _KEPT_BY_STATUS}
+        part["metadata"] = {
+            name: value for name, value in part["metadata"].items() if name not in _KEPT_BY_STATUS
+        }
     return part
 
 
 def _replaced(plural: str, sub: str | None, there: Object, body: Object) -> Object:
     """What a PUT makes of an object; of what counts the same is true as for a patch."""
-    body["metadata"] |= {name: there["metadata"][name] for name in _KEPT if name in there["metadata"]}
+    body["metadata"] |= {
+        name: there["metadata"][name] for name in _KEPT if name in there["metadata"]
+    }
     if plural in _WITH_STATUS:
         kept = "spec" if sub == "status" else "status"
         body.pop(kept, None)
@@ -466,17 +570,25 @@ def _evict(state: State, key: Key, body: Object) -> Object:
     return {"kind": "Status", "status": "Success"}
 
 
-_SUBRESOURCES: dict[str, Callable[[State, Key, Object], Object]] = {"eviction": _evict, "binding": _bind, "token": _token}
+_SUBRESOURCES: dict[str, Callable[[State, Key, Object], Object]] = {
+    "eviction": _evict,
+    "binding": _bind,
+    "token": _token,
+}
 
 
 def merge(there: Object, patch: Object) -> None:
-    """JSON merge patch, except that conditions are merged by their type, as a strategic merge patch does."""
+    """JSON merge patch, except that conditions are merged by their type, as a strategic merge patch
+    does.
+    """
     for name, value in patch.items():
         if value is None:
             there.pop(name, None)
         elif name == "conditions":
             kinds = {condition["type"] for condition in value}
-            there[name] = [c for c in there.get(name, []) if c["type"] not in kinds] + copy.deepcopy(value)
+            there[name] = [
+                c for c in there.get(name, []) if c["type"] not in kinds
+            ] + copy.deepcopy(value)
         elif isinstance(value, dict) and isinstance(there.get(name), dict):
             merge(there[name], value)
         else:
@@ -501,7 +613,13 @@ def _selected(item: Object, query: dict[str, str]) -> bool:
 
 def _status(error: Refused) -> Object:
     body = {"apiVersion": "v1", "kind": "Status", "status": "Failure"}
-    return {**body, "code": error.code, "reason": error.reason, "message": error.message, "metadata": {}}
+    return {
+        **body,
+        "code": error.code,
+        "reason": error.reason,
+        "message": error.message,
+        "metadata": {},
+    }
 
 
 def _int(value: str | None) -> int | None:

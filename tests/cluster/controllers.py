@@ -1,4 +1,6 @@
-"""What a control plane does by itself: makes pods of Indexed Jobs, ends Jobs, gives pods nodes, removes what lost its owner."""
+"""What a control plane does by itself: makes pods of Indexed Jobs, ends Jobs, gives pods nodes,
+removes what lost its owner.
+"""
 
 from __future__ import annotations
 
@@ -53,11 +55,15 @@ class Controllers:
                         self._schedule(pod)
                     self._give_up(pod)
                 for quota in self.state.list("resourcequotas"):
-                    self.state.change(_key("resourcequotas", quota), lambda there: there["status"].update(there["spec"]))
+                    self.state.change(
+                        _key("resourcequotas", quota),
+                        lambda there: there["status"].update(there["spec"]),
+                    )
                 self._collect()
                 self._empty_namespaces()
 
-    # Jobs --------------------------------------------------------------------------------------------------------------
+    # Jobs
+    # ------------------------------------------------------------------------------
 
     def _job(self, job: Object) -> None:
         key = _key("jobs", job)
@@ -79,9 +85,14 @@ class Controllers:
             return
         done = {_index(pod) for pod in ended if pod["status"]["phase"] == "Succeeded"}
         if len(done) == job["spec"]["completions"]:
-            self._set(key, {"type": "SuccessCriteriaMet", "status": "True", "reason": "CompletionsReached"})
+            self._set(
+                key,
+                {"type": "SuccessCriteriaMet", "status": "True", "reason": "CompletionsReached"},
+            )
             if not active:
-                self._end(key, {"type": "Complete", "status": "True", "reason": "CompletionsReached"})
+                self._end(
+                    key, {"type": "Complete", "status": "True", "reason": "CompletionsReached"}
+                )
             return
         there = done | {_index(pod) for pod in active}
         for index in range(job["spec"]["completions"]):
@@ -89,11 +100,17 @@ class Controllers:
                 self._create_pod(job, index)
 
     def _count(self, job: Object, pods: list[Object]) -> list[Object]:
-        """Its pods that have ended. Each is counted once, and may go then; with `podReplacementPolicy: Failed` one that is only
-        on its way out has not ended."""
+        """Its pods that have ended.
+
+        Each is counted once, and may go then; with `podReplacementPolicy: Failed` one that is only
+        on its way out has not ended.
+        """
         ended = self._counted.setdefault(job["metadata"]["uid"], [])
         for pod in pods:
-            if TRACKING in pod["metadata"].get("finalizers", []) and pod["status"]["phase"] in TERMINAL:
+            if (
+                TRACKING in pod["metadata"].get("finalizers", [])
+                and pod["status"]["phase"] in TERMINAL
+            ):
                 ended.append(pod)
                 self.state.change(_key("pods", pod), _untrack)
         return ended
@@ -109,11 +126,17 @@ class Controllers:
         for pod in ended:
             if pod["status"]["phase"] == "Failed":
                 reason, message = _judged(job, pod)
-                return {"type": "FailureTarget", "status": "True", "reason": reason, "message": message}
+                return {
+                    "type": "FailureTarget",
+                    "status": "True",
+                    "reason": reason,
+                    "message": message,
+                }
         return None
 
     def _overdue(self, job: Object) -> bool:
-        limit, start = job["spec"].get("activeDeadlineSeconds"), job["status"].get("startTime")
+        limit = job["spec"].get("activeDeadlineSeconds")
+        start = job["status"].get("startTime")
         return bool(limit and start) and time.time() - _seconds(start) > limit
 
     def _fail(self, key: Key, failure: Object, active: list[Object]) -> None:
@@ -130,17 +153,29 @@ class Controllers:
 
     def _expire(self, key: Key, job: Object) -> None:
         ttl = job["spec"].get("ttlSecondsAfterFinished")
-        if ttl is not None and time.time() - _seconds(job["status"].get("completionTime", now())) >= ttl:
+        if (
+            ttl is not None
+            and time.time() - _seconds(job["status"].get("completionTime", now())) >= ttl
+        ):
             self.state.delete(key, 0)
 
     def _suspend(self, key: Key, active: list[Object]) -> None:
         for pod in active:
             if "deletionTimestamp" not in pod["metadata"]:
                 self.state.delete(_key("pods", pod), None)
-        self._set(key, {"type": "Suspended", "status": "True", "reason": "JobSuspended", "message": "Job suspended"})
+        self._set(
+            key,
+            {
+                "type": "Suspended",
+                "status": "True",
+                "reason": "JobSuspended",
+                "message": "Job suspended",
+            },
+        )
 
     def _create_pod(self, job: Object, index: int) -> None:
-        metadata, template = job["metadata"], copy.deepcopy({"metadata": {}, **job["spec"]["template"]})
+        metadata = job["metadata"]
+        template = copy.deepcopy({"metadata": {}, **job["spec"]["template"]})
         name = metadata["name"]
         labels = {**template["metadata"].get("labels", {}), JOB_NAME: name, INDEX: str(index)}
         annotations = {**template["metadata"].get("annotations", {}), INDEX: str(index)}
@@ -151,7 +186,9 @@ class Controllers:
                 "labels": labels,
                 "annotations": annotations,
                 "finalizers": [TRACKING],
-                "ownerReferences": [{"apiVersion": "batch/v1", "kind": "Job", "name": name, "uid": metadata["uid"]}],
+                "ownerReferences": [
+                    {"apiVersion": "batch/v1", "kind": "Job", "name": name, "uid": metadata["uid"]}
+                ],
             },
             "spec": template["spec"],
         }
@@ -164,7 +201,11 @@ class Controllers:
         metadata = job["metadata"]
         event = {
             "metadata": {"name": f"{metadata['name']}.failed-create"},
-            "involvedObject": {"kind": "Job", "name": metadata["name"], "namespace": metadata["namespace"]},
+            "involvedObject": {
+                "kind": "Job",
+                "name": metadata["name"],
+                "namespace": metadata["namespace"],
+            },
             "type": "Warning",
             "reason": "FailedCreate",
             "message": message,
@@ -176,12 +217,18 @@ class Controllers:
     def _set(self, key: Key, condition: Object) -> None:
         def put(job: Object) -> None:
             conditions = job["status"].setdefault("conditions", [])
-            if not any(c["type"] == condition["type"] and c["status"] == condition["status"] for c in conditions):
-                conditions[:] = [c for c in conditions if c["type"] != condition["type"]] + [condition]
+            if not any(
+                c["type"] == condition["type"] and c["status"] == condition["status"]
+                for c in conditions
+            ):
+                conditions[:] = [c for c in conditions if c["type"] != condition["type"]] + [
+                    condition
+                ]
 
         self.state.change(key, put)
 
-    # Nodes -------------------------------------------------------------------------------------------------------------
+    # Nodes
+    # ------------------------------------------------------------------------------
 
     def _schedule(self, pod: Object) -> None:
         if pod["spec"].get("nodeName") or pod["metadata"].get("deletionTimestamp"):
@@ -191,23 +238,33 @@ class Controllers:
                 self.state.change(_key("pods", pod), lambda there, node=node: _bind(there, node))
                 return
         unable = {"type": "PodScheduled", "status": "False", "reason": "Unschedulable"}
-        unable["message"] = "0/1 nodes are available: 1 node(s) didn't match Pod's node affinity/selector."
-        self.state.change(_key("pods", pod), lambda there: merge(there["status"], {"conditions": [unable]}))
+        unable["message"] = (
+            "0/1 nodes are available: 1 node(s) didn't match Pod's node affinity/selector."
+        )
+        self.state.change(
+            _key("pods", pod), lambda there: merge(there["status"], {"conditions": [unable]})
+        )
 
     def _give_up(self, pod: Object) -> None:
         """Of a pod that no node has, none says that it is gone."""
         if pod["metadata"].get("deletionTimestamp") and not pod["spec"].get("nodeName"):
-            self.state.change(_key("pods", pod), lambda there: there["status"].update(phase="Failed"))
+            self.state.change(
+                _key("pods", pod), lambda there: there["status"].update(phase="Failed")
+            )
 
     def _fits(self, pod: Object, node: Object) -> bool:
         tolerated = {toleration["key"] for toleration in pod["spec"].get("tolerations", [])}
         if any(taint["key"] not in tolerated for taint in node["spec"].get("taints", [])):
             return False
         labels = node["metadata"].get("labels", {})
-        return all(labels.get(name) == value for name, value in pod["spec"].get("nodeSelector", {}).items())
+        return all(
+            labels.get(name) == value for name, value in pod["spec"].get("nodeSelector", {}).items()
+        )
 
     def _collect(self) -> None:
-        """Objects without their owner are deleted too; a pod whose Job is gone is not kept for it."""
+        """Objects without their owner are deleted too; a pod whose Job is gone is not kept for
+        it.
+        """
         there = {item["metadata"]["uid"] for item in self.state.list("jobs")}
         for plural in ("pods", "services", "networkpolicies"):
             for item in self.state.list(plural):
@@ -232,7 +289,9 @@ class Controllers:
 
 
 def _untrack(pod: Object) -> None:
-    pod["metadata"]["finalizers"] = [name for name in pod["metadata"].get("finalizers", []) if name != TRACKING]
+    pod["metadata"]["finalizers"] = [
+        name for name in pod["metadata"].get("finalizers", []) if name != TRACKING
+    ]
 
 
 def _bind(pod: Object, node: Object) -> None:
@@ -248,7 +307,11 @@ def _judged(job: Object, pod: Object) -> tuple[str, str]:
         for status in pod["status"].get("containerStatuses", []) if "onExitCodes" in rule else []:
             code = status.get("state", {}).get("terminated", {}).get("exitCode")
             if code in rule["onExitCodes"]["values"]:
-                return "PodFailurePolicy", f"Container {status['name']} for pod {where} failed with exit code {code} {matching}"
+                return (
+                    "PodFailurePolicy",
+                    f"Container {status['name']} for pod {where} failed with exit code {code} "
+                    f"{matching}",
+                )
         kinds = {c["type"] for c in pod["status"].get("conditions", []) if c["status"] == "True"}
         if any(wanted["type"] in kinds for wanted in rule.get("onPodConditions", [])):
             return "PodFailurePolicy", f"Pod {where} has condition DisruptionTarget {matching}"
@@ -256,11 +319,21 @@ def _judged(job: Object, pod: Object) -> tuple[str, str]:
 
 
 def _condition(item: Object, kind: str) -> Object | None:
-    return next((c for c in item["status"].get("conditions", []) if c["type"] == kind and c["status"] == "True"), None)
+    return next(
+        (
+            c
+            for c in item["status"].get("conditions", [])
+            if c["type"] == kind and c["status"] == "True"
+        ),
+        None,
+    )
 
 
 def _owned(pod: Object, job: Object) -> bool:
-    return any(owner["uid"] == job["metadata"]["uid"] for owner in pod["metadata"].get("ownerReferences", []))
+    return any(
+        owner["uid"] == job["metadata"]["uid"]
+        for owner in pod["metadata"].get("ownerReferences", [])
+    )
 
 
 def _index(pod: Object) -> int:

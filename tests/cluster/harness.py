@@ -1,4 +1,6 @@
-"""The cluster that tests run on: our own, or the one that KUBECONFIG names, in a namespace of the test run's own."""
+"""The cluster that tests run on: our own, or the one that KUBECONFIG names, in a namespace of the
+test run's own.
+"""
 
 from __future__ import annotations
 
@@ -26,7 +28,8 @@ from tests.support.attempts import wait_for
 
 KUBERNETES = Path(__file__).parents[2] / "deploy/kubernetes"
 ROLE_FILES = tuple(
-    KUBERNETES / path for path in ("base/rbac.yaml", "base/workers/rbac.yaml", "overlays/kueue/rights/rbac.yaml")
+    KUBERNETES / path
+    for path in ("base/rbac.yaml", "base/workers/rbac.yaml", "overlays/kueue/rights/rbac.yaml")
 )
 ACCOUNT = "ft-reconciler"
 PRIVILEGED = {"pod-security.kubernetes.io/enforce": "privileged"}
@@ -39,7 +42,9 @@ class HarnessCluster:
 
     namespace: str
     config: KubeConfig
-    """Of the launcher: with the rights of `deploy/` and no other, where the control plane gives out tokens."""
+    """Of the launcher: with the rights of `deploy/` and no other, where the control plane gives out
+    tokens.
+    """
     http: httpx2.Client
     """With all rights."""
     kubelet: Kubelet
@@ -49,11 +54,19 @@ class HarnessCluster:
 
     @property
     def node_selector(self) -> dict[str, str]:
-        """Of pods that are to run here: a real cluster has other nodes, and those of other tests."""
+        """Of pods that are to run here: a real cluster has other nodes, and those of other
+        tests.
+        """
         return dict(self.kubelet.labels)
 
     def launcher(
-        self, profile: PodProfile, home: Path, *, storage: str = "", grace: float = 20.0, models: tuple[Path, ...] = ()
+        self,
+        profile: PodProfile,
+        home: Path,
+        *,
+        storage: str = "",
+        grace: float = 20.0,
+        models: tuple[Path, ...] = (),
     ) -> KubernetesLauncher:
         site = Site(self.namespace, home, storage, grace, models)
         return KubernetesLauncher(self.client(), profile, site, watch=False)
@@ -75,20 +88,30 @@ class HarnessCluster:
     def pod(self, job: str, index: int) -> str | None:
         """Name of the running pod of an index."""
         for item in self.items("pods"):
-            labels, status = item["metadata"].get("labels", {}), item["status"]
-            mine = (labels.get(JOB_NAME), labels.get("batch.kubernetes.io/job-completion-index")) == (job, str(index))
+            labels = item["metadata"].get("labels", {})
+            status = item["status"]
+            mine = (
+                labels.get(JOB_NAME),
+                labels.get("batch.kubernetes.io/job-completion-index"),
+            ) == (job, str(index))
             if mine and status.get("phase") == "Running":
                 return item["metadata"]["name"]
         return None
 
     def evict(self, pod: str) -> None:
         path = f"/api/v1/namespaces/{self.namespace}/pods/{pod}/eviction"
-        body = {"apiVersion": "policy/v1", "kind": "Eviction", "metadata": {"name": pod, "namespace": self.namespace}}
+        body = {
+            "apiVersion": "policy/v1",
+            "kind": "Eviction",
+            "metadata": {"name": pod, "namespace": self.namespace},
+        }
         self.http.post(path, json=body).raise_for_status()
 
     def patch_job(self, name: str, body: Object) -> None:
         path = f"/apis/batch/v1/namespaces/{self.namespace}/jobs/{name}"
-        self.http.patch(path, json=body, headers={"Content-Type": "application/merge-patch+json"}).raise_for_status()
+        self.http.patch(
+            path, json=body, headers={"Content-Type": "application/merge-patch+json"}
+        ).raise_for_status()
 
     def delete_job(self, name: str) -> None:
         """A Job, unless it is gone, and sooner or later what it owns."""
@@ -107,7 +130,10 @@ class HarnessCluster:
             "spec": {"hard": {counted: str(room)}},
         }
         self.http.post(quotas, json=body).raise_for_status()
-        wait_for(lambda: "hard" in self.http.get(f"{quotas}/none").json().get("status", {}), plane.SECONDS)
+        wait_for(
+            lambda: "hard" in self.http.get(f"{quotas}/none").json().get("status", {}),
+            plane.SECONDS,
+        )
         try:
             yield
         finally:
@@ -117,7 +143,11 @@ class HarnessCluster:
         """Neither Job, nor Service, nor NetworkPolicy, nor pods."""
         if any(self.get(plural, job) for plural in ("jobs", "services", "networkpolicies")):
             return False
-        return not [pod for pod in self.items("pods") if pod["metadata"].get("labels", {}).get(JOB_NAME) == job]
+        return not [
+            pod
+            for pod in self.items("pods")
+            if pod["metadata"].get("labels", {}).get(JOB_NAME) == job
+        ]
 
 
 @contextmanager
@@ -155,7 +185,11 @@ def place(
 ) -> Iterator[HarnessCluster]:
     """A namespace of its own, and a node for it, on a control plane; both are gone afterwards."""
     name = f"ft-test-{secrets.token_hex(3)}"
-    body = {"apiVersion": "v1", "kind": "Namespace", "metadata": {"name": name, "labels": PRIVILEGED}}
+    body = {
+        "apiVersion": "v1",
+        "kind": "Namespace",
+        "metadata": {"name": name, "labels": PRIVILEGED},
+    }
     answer = http.post("/api/v1/namespaces", json=body)
     assert answer.is_success, f"no namespace can be made here: {answer.text}"
     kubelet = Kubelet(http, name, f"{name}-node", mounts=mounts)
@@ -165,7 +199,9 @@ def place(
         apply_rights(http, name)
         kubelet.start()
         with plane.working(http, name, kubelet.name, kubelet.labels):
-            cluster = HarnessCluster(name, plane.as_account(http, config, name, ACCOUNT), http, kubelet, fake)
+            cluster = HarnessCluster(
+                name, plane.as_account(http, config, name, ACCOUNT), http, kubelet, fake
+            )
             yield cluster
             for client in cluster.clients:
                 client.close()
@@ -190,7 +226,9 @@ def apply_rights(http: httpx2.Client, namespace: str) -> None:
 
 def _fresh(url: str) -> httpx2.Client:
     """One connection a request: those to a server that was stopped meanwhile would be dead."""
-    return httpx2.Client(base_url=url, timeout=5, trust_env=False, limits=httpx2.Limits(max_keepalive_connections=0))
+    return httpx2.Client(
+        base_url=url, timeout=5, trust_env=False, limits=httpx2.Limits(max_keepalive_connections=0)
+    )
 
 
 def config_of(url: str, token: str = "admin") -> KubeConfig:
@@ -207,7 +245,9 @@ def config_of(url: str, token: str = "admin") -> KubeConfig:
 
 def role_rules() -> list[Object]:
     """What `deploy/` grants the launcher."""
-    return [rule for document in _rights() if document["kind"] == "Role" for rule in document["rules"]]
+    return [
+        rule for document in _rights() if document["kind"] == "Role" for rule in document["rules"]
+    ]
 
 
 def _rights() -> list[Object]:

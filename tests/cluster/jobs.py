@@ -12,7 +12,12 @@ from tests.cluster.kubelet import TOLERATION
 from tests.support.attempts import wait_for
 
 SECONDS = 120.0
-RULES = [{"action": "FailJob", "onExitCodes": {"containerName": "worker", "operator": "In", "values": [64]}}]
+RULES = [
+    {
+        "action": "FailJob",
+        "onExitCodes": {"containerName": "worker", "operator": "In", "values": [64]},
+    }
+]
 
 
 class Jobs:
@@ -24,7 +29,11 @@ class Jobs:
 
     def post(self, shell: str, name: str = "", **spec: Any) -> httpx2.Response:
         name = name or f"t-{secrets.token_hex(3)}"
-        field = {"fieldRef": {"fieldPath": "metadata.annotations['batch.kubernetes.io/job-completion-index']"}}
+        field = {
+            "fieldRef": {
+                "fieldPath": "metadata.annotations['batch.kubernetes.io/job-completion-index']"
+            }
+        }
         worker = {
             "name": "worker",
             "image": "x:1",
@@ -39,7 +48,13 @@ class Jobs:
             "serviceAccountName": "ft-worker",
         }
         pod["terminationGracePeriodSeconds"] = 5
-        whole = {"completionMode": "Indexed", "completions": 2, "parallelism": 2, "backoffLimit": 0, "template": {"spec": pod}}
+        whole = {
+            "completionMode": "Indexed",
+            "completions": 2,
+            "parallelism": 2,
+            "backoffLimit": 0,
+            "template": {"spec": pod},
+        }
         whole |= {"podFailurePolicy": {"rules": RULES}, "podReplacementPolicy": "Failed", **spec}
         body = {"apiVersion": "batch/v1", "kind": "Job", "metadata": {"name": name}, "spec": whole}
         return self.cluster.http.post(self.folder, json=body)
@@ -58,5 +73,7 @@ class Jobs:
 
     def pods(self, name: str) -> list[dict[str, Any]]:
         return [
-            p for p in self.cluster.items("pods") if p["metadata"].get("labels", {}).get("batch.kubernetes.io/job-name") == name
+            p
+            for p in self.cluster.items("pods")
+            if p["metadata"].get("labels", {}).get("batch.kubernetes.io/job-name") == name
         ]

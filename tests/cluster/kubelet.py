@@ -1,9 +1,11 @@
-"""A node whose pods are processes of this host: what the container asks for is run as it stands, with signals and exit codes.
+"""A node whose pods are processes of this host: what the container asks for is run as it stands,
+with signals and exit codes.
 
-It speaks HTTP only, so a real control plane without nodes takes it for one. Volumes are folders of this host: a hostPath is
-used as it is, an emptyDir is a new folder, put in place of its mount path in arguments and environment. With `mounts` pods have
-a mount namespace of their own instead, in which every volume lies where the pod expects it, sub-paths and what is read-only as
-the pod says, and of a hostPath nothing else (needs `unshare`, see `can_mount`).
+It speaks HTTP only, so a real control plane without nodes takes it for one. Volumes are folders of
+this host: a hostPath is used as it is, an emptyDir is a new folder, put in place of its mount path
+in arguments and environment. With `mounts` pods have a mount namespace of their own instead, in
+which every volume lies where the pod expects it, sub-paths and what is read-only as the pod says,
+and of a hostPath nothing else (needs `unshare`, see `can_mount`).
 """
 
 from __future__ import annotations
@@ -30,13 +32,19 @@ from tests.cluster.apiserver import Object, now
 POLL_SECONDS = 0.1
 HEARTBEAT_SECONDS = 10.0
 CONFIRM_SECONDS = 1.0
-"""Between two words that a pod is gone: the cluster may have reasons of its own to keep it for a while."""
+"""Between two words that a pod is gone: the cluster may have reasons of its own to keep it for a
+while.
+"""
 ROOT = Path(__file__).parents[2]
 IN_IMAGE = (str(ROOT), sys.prefix)
-"""What a real image would hold: it is where it is, also if that lies below a path that a pod mounts, such as /tmp."""
+"""What a real image would hold: it is where it is, also if that lies below a path that a pod
+mounts, such as /tmp.
+"""
 POD_IP = "127.0.0.1"
 TOLD_IP = "192.0.2.1"
-"""A pod's address as the cluster hears it: it takes no loopback address for an endpoint of a Service."""
+"""A pod's address as the cluster hears it: it takes no loopback address for an endpoint of a
+Service.
+"""
 MERGE = {"Content-Type": "application/merge-patch+json"}
 TAINT = {"key": "ft-service/tests", "effect": "NoSchedule"}
 """Of the node from its creation: a shared cluster must not place anybody else's pods on it."""
@@ -49,7 +57,10 @@ MISSING_IMAGE = "missing:latest"
 def can_mount() -> bool:
     """Whether this user may make a mount namespace here."""
     command = ["unshare", "--user", "--map-root-user", "--mount", "true"]
-    return shutil.which("unshare") is not None and subprocess.run(command, capture_output=True, check=False).returncode == 0
+    return (
+        shutil.which("unshare") is not None
+        and subprocess.run(command, capture_output=True, check=False).returncode == 0
+    )
 
 
 @dataclass(frozen=True)
@@ -85,14 +96,19 @@ class _Pod:
 
     def say(self, phase: str, state: Object | None = None, **more: object) -> None:
         statuses = {"containerStatuses": [_container(state)]} if state is not None else {}
-        self.status, self.told = {"phase": phase, **statuses, **more}, False
+        self.status = {"phase": phase, **statuses, **more}
+        self.told = False
 
 
 class Kubelet:
     """Runs what is scheduled to the node `name`."""
 
-    def __init__(self, http: httpx2.Client, namespace: str, name: str = "test-node", *, mounts: bool = False) -> None:
-        """`namespace`: the only one whose pods are run: a real cluster puts pods of its own on every node."""
+    def __init__(
+        self, http: httpx2.Client, namespace: str, name: str = "test-node", *, mounts: bool = False
+    ) -> None:
+        """`namespace`: the only one whose pods are run: a real cluster puts pods of its own on
+        every node.
+        """
         self.name = name
         self.labels = {"ft-test": namespace}
         self._namespace = namespace
@@ -152,11 +168,18 @@ class Kubelet:
             process.send_signal(signal.SIGCONT)
 
     def vanish(self, pod: str) -> None:
-        """The processes are gone without a word, and the pod with them: what the cluster does when a node is removed."""
+        """The processes are gone without a word, and the pod with them: what the cluster does when
+        a node is removed.
+        """
         with self._lock:
             found = next(p for p in self._pods.values() if p.name == pod)
             _kill(found, signal.SIGKILL)
-            lost = {"type": "DisruptionTarget", "status": "True", "reason": "DeletionByPodGC", "lastTransitionTime": now()}
+            lost = {
+                "type": "DisruptionTarget",
+                "status": "True",
+                "reason": "DeletionByPodGC",
+                "lastTransitionTime": now(),
+            }
             found.say("Failed", conditions=[{**lost, "message": "PodGC: node no longer exists"}])
             found.told = self._patch(f"{_path(found)}/status", {"status": found.status})
         self._delete(found.namespace, pod)
@@ -173,7 +196,9 @@ class Kubelet:
                 "lastTransitionTime": now(),
             }
             said = "The node was low on resource: memory."
-            found.say("Failed", reason="Evicted", message=said, conditions=[{**taken, "message": said}])
+            found.say(
+                "Failed", reason="Evicted", message=said, conditions=[{**taken, "message": said}]
+            )
             found.told = self._patch(f"{_path(found)}/status", {"status": found.status})
 
     def output(self, pod: str) -> str:
@@ -182,7 +207,11 @@ class Kubelet:
 
     def alive(self) -> list[str]:
         """Pods whose process lives."""
-        return [p.name for p in self._pods.values() if p.process is not None and p.process.poll() is None]
+        return [
+            p.name
+            for p in self._pods.values()
+            if p.process is not None and p.process.poll() is None
+        ]
 
     def _run(self) -> None:
         while not self._stopped.wait(POLL_SECONDS):
@@ -194,15 +223,32 @@ class Kubelet:
     def _heartbeat(self) -> None:
         if time.monotonic() - self._beat < HEARTBEAT_SECONDS:
             return
-        ready = {"type": "Ready", "status": "True", "reason": "KubeletReady", "message": "", "lastHeartbeatTime": now()}
+        ready = {
+            "type": "Ready",
+            "status": "True",
+            "reason": "KubeletReady",
+            "message": "",
+            "lastHeartbeatTime": now(),
+        }
         room = {"cpu": "64", "memory": "256Gi", "pods": "110", "ephemeral-storage": "100Gi"}
-        status = {"conditions": [{**ready, "lastTransitionTime": now()}], "capacity": room, "allocatable": room}
-        node: Object = {"apiVersion": "v1", "kind": "Node", "metadata": {"name": self.name, "labels": self.labels}}
+        status = {
+            "conditions": [{**ready, "lastTransitionTime": now()}],
+            "capacity": room,
+            "allocatable": room,
+        }
+        node: Object = {
+            "apiVersion": "v1",
+            "kind": "Node",
+            "metadata": {"name": self.name, "labels": self.labels},
+        }
         node["spec"] = {"taints": [TAINT]}
         self._http.post("/api/v1/nodes", json=node)
         if self._patch(f"/api/v1/nodes/{self.name}/status", {"status": status}):
-            # A new node is not ready until somebody says otherwise, and not every control plane has somebody who does.
-            self._http.patch(f"/api/v1/nodes/{self.name}", json={"spec": {"taints": [TAINT]}}, headers=MERGE)
+            # A new node is not ready until somebody says otherwise, and not every control plane has
+            # somebody who does.
+            self._http.patch(
+                f"/api/v1/nodes/{self.name}", json={"spec": {"taints": [TAINT]}}, headers=MERGE
+            )
             self._beat = time.monotonic()
 
     def _turn(self) -> None:
@@ -214,7 +260,9 @@ class Kubelet:
             if uid not in self._pods:
                 folder = self._folder / uid
                 folder.mkdir()
-                self._pods[uid] = _Pod(item["metadata"]["name"], item["metadata"]["namespace"], None, folder)
+                self._pods[uid] = _Pod(
+                    item["metadata"]["name"], item["metadata"]["namespace"], None, folder
+                )
                 if "deletionTimestamp" not in item["metadata"]:
                     self._start(self._pods[uid], item)
         for uid, pod in self._pods.items():
@@ -234,7 +282,12 @@ class Kubelet:
             pod.say("Failed", reason="Terminated", message="It was deleted before it was started.")
         if not pod.told:
             pod.told = self._patch(f"{_path(pod)}/status", {"status": pod.status})
-        if leaving and pod.ended and pod.told and time.monotonic() - pod.confirmed > CONFIRM_SECONDS:
+        if (
+            leaving
+            and pod.ended
+            and pod.told
+            and time.monotonic() - pod.confirmed > CONFIRM_SECONDS
+        ):
             self._delete(pod.namespace, pod.name)
             pod.confirmed = time.monotonic()
 
@@ -253,25 +306,55 @@ class Kubelet:
     def _say_end(self, pod: _Pod, code: int) -> None:
         shown = code if code >= 0 else 128 - code
         reason = pod.reason or ("Completed" if code == 0 else "Error")
-        state = {"terminated": {"exitCode": shown, "reason": reason, "startedAt": now(), "finishedAt": now()}}
+        state = {
+            "terminated": {
+                "exitCode": shown,
+                "reason": reason,
+                "startedAt": now(),
+                "finishedAt": now(),
+            }
+        }
         pod.say("Succeeded" if code == 0 else "Failed", state)
 
     def _start(self, pod: _Pod, item: Object) -> None:
         container = item["spec"]["containers"][0]
         if container["image"] == MISSING_IMAGE:
-            pod.say("Pending", {"waiting": {"reason": "ErrImagePull", "message": f"no such image: {MISSING_IMAGE}"}})
+            pod.say(
+                "Pending",
+                {
+                    "waiting": {
+                        "reason": "ErrImagePull",
+                        "message": f"no such image: {MISSING_IMAGE}",
+                    }
+                },
+            )
             return
         try:
             command, environment = self._resolved(item, container, pod.folder)
             pod.process = _process(command, environment, pod.folder)
         except (OSError, KeyError) as error:
-            pod.say("Pending", {"waiting": {"reason": "CreateContainerError", "message": str(error)}})
+            pod.say(
+                "Pending", {"waiting": {"reason": "CreateContainerError", "message": str(error)}}
+            )
             return
         ready = {"type": "Ready", "status": "True", "lastTransitionTime": now()}
-        where = {"hostIP": TOLD_IP, "hostIPs": [{"ip": TOLD_IP}], "podIP": TOLD_IP, "podIPs": [{"ip": TOLD_IP}]}
-        pod.say("Running", {"running": {"startedAt": now()}}, startTime=now(), conditions=[ready], **where)
+        where = {
+            "hostIP": TOLD_IP,
+            "hostIPs": [{"ip": TOLD_IP}],
+            "podIP": TOLD_IP,
+            "podIPs": [{"ip": TOLD_IP}],
+        }
+        pod.say(
+            "Running",
+            {"running": {"startedAt": now()}},
+            startTime=now(),
+            conditions=[ready],
+            **where,
+        )
 
-    def _resolved(self, item: Object, container: Object, folder: Path) -> tuple[list[str], dict[str, str]]:
+    def _resolved(
+        self, item: Object, container: Object, folder: Path
+    ) -> tuple[list[str], dict[str, str]]:
         """Command and environment, as the container runtime would make them."""
         places = self._places(item, container, folder)
         mounted = {path: place for path, place in places.items() if self._mounts and path != "/tmp"}
@@ -286,9 +369,18 @@ class Kubelet:
             value = entry.get("value") or _field(item, entry.get("valueFrom", {}))
             environment[entry["name"]] = moved(_found(value, item))
         words = [*container["command"], *container.get("args", [])]
-        words = [re.sub(r"\$\((\w+)\)", lambda match: environment[match[1]], moved(_found(word, item))) for word in words]
-        hidden = [volume["hostPath"]["path"] for volume in item["spec"].get("volumes", []) if "hostPath" in volume]
-        return (_mounting(mounted, hidden, folder / "mounts", words) if mounted else words), environment
+        words = [
+            re.sub(r"\$\((\w+)\)", lambda match: environment[match[1]], moved(_found(word, item)))
+            for word in words
+        ]
+        hidden = [
+            volume["hostPath"]["path"]
+            for volume in item["spec"].get("volumes", [])
+            if "hostPath" in volume
+        ]
+        return (
+            _mounting(mounted, hidden, folder / "mounts", words) if mounted else words
+        ), environment
 
     def _places(self, item: Object, container: Object, folder: Path) -> dict[str, _Place]:
         """Mount path → what is there."""
@@ -339,7 +431,9 @@ def _found(text: str, item: Object) -> str:
     return re.sub(rf"\b{service}-\d+\.{service}\b", POD_IP, text) if service else text
 
 
-def _process(command: list[str], environment: dict[str, str], folder: Path) -> subprocess.Popen[bytes]:
+def _process(
+    command: list[str], environment: dict[str, str], folder: Path
+) -> subprocess.Popen[bytes]:
     with (folder / "output").open("wb") as output:
         return subprocess.Popen(
             command,
@@ -355,22 +449,35 @@ def _process(command: list[str], environment: dict[str, str], folder: Path) -> s
 def _moved(text: str, places: dict[str, Path], mounted: Sequence[str]) -> str:
     if any(text == path or text.startswith(f"{path}/") for path in (*IN_IMAGE, *mounted)):
         return text
-    for path, folder in sorted(places.items(), key=lambda place: -len(place[0])):  # what lies in /tmp itself may be mounted
+    for path, folder in sorted(
+        places.items(), key=lambda place: -len(place[0])
+    ):  # what lies in /tmp itself may be mounted
         if text == path or text.startswith(f"{path}/"):
             return str(folder) + text[len(path) :]
     return text
 
 
-def _mounting(places: dict[str, _Place], hidden: Sequence[str], aside: Path, words: list[str]) -> list[str]:
-    """A command in a mount namespace with the places, and an empty folder where a hostPath lies here."""
+def _mounting(
+    places: dict[str, _Place], hidden: Sequence[str], aside: Path, words: list[str]
+) -> list[str]:
+    """A command in a mount namespace with the places, and an empty folder where a hostPath lies
+    here.
+    """
     lines = []
     for number, place in enumerate(places.values()):
         held = f"{aside}/{number}"
-        lines.append(f'mkdir -p "{aside}"; ' + (f'mkdir "{held}"' if place.folder.is_dir() else f'touch "{held}"'))
+        lines.append(
+            f'mkdir -p "{aside}"; '
+            + (f'mkdir "{held}"' if place.folder.is_dir() else f'touch "{held}"')
+        )
         lines.append(f'mount --bind "{place.folder}" "{held}"')
     lines += [f'mount -t tmpfs none "{path}"' for path in hidden]
     for number, (path, place) in enumerate(places.items()):
-        empty = f'mkdir -p "{path}"' if place.folder.is_dir() else f'mkdir -p "$(dirname "{path}")"; touch "{path}"'
+        empty = (
+            f'mkdir -p "{path}"'
+            if place.folder.is_dir()
+            else f'mkdir -p "$(dirname "{path}")"; touch "{path}"'
+        )
         lines += [empty, f'mount --bind "{aside}/{number}" "{path}"', f'umount "{aside}/{number}"']
         lines += [f'mount -o remount,bind,ro "{path}"'] if place.read_only else []
     script = "; ".join(lines) + '; cd /; exec "$@"'
@@ -383,7 +490,8 @@ def _path(pod: _Pod) -> str:
 
 def _kill(pod: _Pod, number: int) -> None:
     if pod.process is not None and pod.process.poll() is None:
-        # SIGTERM to process 1 only, as a container runtime does; SIGKILL to all, as when its PID namespace ends.
+        # SIGTERM to process 1 only, as a container runtime does; SIGKILL to all, as when its PID
+        # namespace ends.
         target = os.killpg if number == signal.SIGKILL else os.kill
         with suppress(ProcessLookupError):
             target(pod.process.pid, number)

@@ -1,4 +1,6 @@
-"""A Slurm cluster of a test run's own: munged, slurmctld and two slurmd of this machine, with their own ports and folder."""
+"""A Slurm cluster of a test run's own: munged, slurmctld and two slurmd of this machine, with their
+own ports and folder.
+"""
 
 from __future__ import annotations
 
@@ -71,16 +73,20 @@ class SlurmCluster:
             (folder / name).mkdir(parents=True)
         self.conf = folder / "slurm.conf"
         self._processes: dict[str, subprocess.Popen[bytes]] = {}
-        host, user = socket.gethostname().partition(".")[0], pwd.getpwuid(os.geteuid()).pw_name
+        host = socket.gethostname().partition(".")[0]
+        user = pwd.getpwuid(os.geteuid()).pw_name
         nodes = "".join(
-            f"NodeName=n{number} NodeHostname={host} NodeAddr=127.0.0.1 Port={free_port()} CPUs=8 State=UNKNOWN\n"
+            f"NodeName=n{number} NodeHostname={host} NodeAddr=127.0.0.1 Port={free_port()} CPUs=8 "
+            "State=UNKNOWN\n"
             for number in range(1, NODES + 1)
         )
         text = CONF.format(folder=folder, host=host, user=user, controller=free_port())
         self.conf.write_text(
             f"{text}{nodes}"
-            "PartitionName=all Nodes=ALL Default=YES State=UP OverSubscribe=YES PriorityTier=1 GraceTime=60\n"
-            "PartitionName=urgent Nodes=ALL State=UP OverSubscribe=YES PriorityTier=9 PreemptMode=OFF\n"
+            "PartitionName=all Nodes=ALL Default=YES State=UP OverSubscribe=YES PriorityTier=1 "
+            "GraceTime=60\n"
+            "PartitionName=urgent Nodes=ALL State=UP OverSubscribe=YES PriorityTier=9 "
+            "PreemptMode=OFF\n"
         )
         (folder / "cgroup.conf").write_text("CgroupPlugin=cgroup/v1\nCgroupAutomount=no\n")
 
@@ -91,12 +97,22 @@ class SlurmCluster:
         key.chmod(0o400)
         files = [f"--{name}-file={folder}/munged.{name}" for name in ("pid", "log", "seed")]
         socket_file = folder / "munge.socket"
-        self._begin("munged", "--foreground", "--force", f"--key-file={key}", f"--socket={socket_file}", *files)
+        self._begin(
+            "munged",
+            "--foreground",
+            "--force",
+            f"--key-file={key}",
+            f"--socket={socket_file}",
+            *files,
+        )
         wait_for(socket_file.exists, SECONDS)
         self.start_controller()
         for number in range(1, NODES + 1):
             self._begin("slurmd", "-D", "-N", f"n{number}", "-f", str(self.conf), name=f"n{number}")
-        wait_for(lambda: self.run("sinfo", "-h", "-t", "idle", "-o", "%D").stdout.strip() == str(NODES), SECONDS)
+        wait_for(
+            lambda: self.run("sinfo", "-h", "-t", "idle", "-o", "%D").stdout.strip() == str(NODES),
+            SECONDS,
+        )
 
     def start_controller(self) -> None:
         self._begin("slurmctld", "-D", "-f", str(self.conf))
@@ -107,7 +123,9 @@ class SlurmCluster:
 
     def run(self, *command: str) -> subprocess.CompletedProcess[str]:
         environment = {**os.environ, "SLURM_CONF": str(self.conf)}
-        return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=60, check=False)
+        return subprocess.run(
+            command, env=environment, capture_output=True, text=True, timeout=60, check=False
+        )
 
     def close(self) -> None:
         """End every job, and then the daemons."""
@@ -124,7 +142,9 @@ class SlurmCluster:
         environment = {**os.environ, "SLURM_CONF": str(self.conf)}
         with (self.folder / f"{name or program}.out").open("ab") as output:
             words: Sequence[str] = [path, *arguments]
-            self._processes[name or program] = subprocess.Popen(words, env=environment, stdout=output, stderr=output)
+            self._processes[name or program] = subprocess.Popen(
+                words, env=environment, stdout=output, stderr=output
+            )
 
     def _end(self, name: str) -> None:
         process = self._processes.pop(name)

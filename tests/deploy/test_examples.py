@@ -23,7 +23,9 @@ OTHERS = {"vllm.yaml"}
 
 
 @pytest.mark.parametrize(
-    "path", sorted(path for path in EXAMPLES.glob("*.yaml") if path.name not in OTHERS), ids=lambda path: path.name
+    "path",
+    sorted(path for path in EXAMPLES.glob("*.yaml") if path.name not in OTHERS),
+    ids=lambda path: path.name,
 )
 def test_every_example_loads_and_finds_its_files(path: Path) -> None:
     spec = load_spec_file(path, sweep=path.name == "sweep.yaml")
@@ -58,8 +60,15 @@ def leaves_of(body: dict[str, object], prefix: str = "") -> Iterator[str]:
 def test_every_option_is_in_the_example_that_shows_them_all() -> None:
     shown = set(leaves_of(yaml.safe_load((EXAMPLES / "every-option.yaml").read_text())))
     # A job has one method: the options of the other one are shown in its own example.
-    for file, section in (("preferences.yaml", "method.dpo"), ("reinforcement.yaml", "method.reinforcement")):
-        shown |= {name for name in leaves_of(yaml.safe_load((EXAMPLES / file).read_text())) if section in name}
+    for file, section in (
+        ("preferences.yaml", "method.dpo"),
+        ("reinforcement.yaml", "method.reinforcement"),
+    ):
+        shown |= {
+            name
+            for name in leaves_of(yaml.safe_load((EXAMPLES / file).read_text()))
+            if section in name
+        }
     assert shown == set(options_of(JobRequest))
 
 

@@ -1,4 +1,6 @@
-"""The examples for rented GPUs, and for vLLM beside the service, as far as they can be checked without either."""
+"""The examples for rented GPUs, and for vLLM beside the service, as far as they can be checked
+without either.
+"""
 
 from __future__ import annotations
 
@@ -44,12 +46,20 @@ def test_what_it_names_is_there(path: Path) -> None:
 def test_the_commands_have_the_options_that_are_given() -> None:
     given = "".join(path.read_text() for path in FILES)
     for command, option in (("run", "--model"), ("run", "--run-dir"), ("pull", None)):
-        helped = subprocess.run([FT, command, "--help"], capture_output=True, text=True, check=True, env={"COLUMNS": "200"})
+        helped = subprocess.run(
+            [FT, command, "--help"],
+            capture_output=True,
+            text=True,
+            check=True,
+            env={"COLUMNS": "200"},
+        )
         assert option is None or (option in given and f"{option} " in helped.stdout), command
 
 
 def test_skypilots_task_has_fields_that_it_knows() -> None:
-    """SkyPilot's own schema was asked when this was written (0.14.1); here, that nothing was added since."""
+    """SkyPilot's own schema was asked when this was written (0.14.1); here, that nothing was added
+    since.
+    """
     task = yaml.safe_load((HOSTS / "skypilot.yaml").read_text())
     assert task.keys() == {"name", "resources", "workdir", "envs", "secrets", "setup", "run"}
     assert task["resources"].keys() == {"accelerators", "disk_size"}
@@ -61,7 +71,9 @@ def test_skypilots_task_has_fields_that_it_knows() -> None:
 def test_the_script_and_the_program_can_be_read() -> None:
     subprocess.run(["bash", "-n", HOSTS / "rented-host.sh"], check=True)
     names = {
-        node.name for node in ast.walk(ast.parse((HOSTS / "modal_job.py").read_text())) if isinstance(node, ast.FunctionDef)
+        node.name
+        for node in ast.walk(ast.parse((HOSTS / "modal_job.py").read_text()))
+        if isinstance(node, ast.FunctionDef)
     }
     assert names == {"train", "main"}
 
@@ -76,10 +88,17 @@ def test_vllm_is_valid_and_restricted_and_sees_what_the_service_hands_off(versio
     assert violations(pod) == []
     settings = dict(re.findall(r"^# +(FT_\w+): (\S+)$", text, re.MULTILINE))
     assert (
-        {name.removeprefix("FT_").lower() for name in settings} == {"inference_url", "adapters"} <= Settings.model_fields.keys()
+        {name.removeprefix("FT_").lower() for name in settings}
+        == {"inference_url", "adapters"}
+        <= Settings.model_fields.keys()
     )
     (container,) = pod["containers"]
     mounts = {mount["mountPath"]: mount for mount in container["volumeMounts"]}
-    assert mounts[settings["FT_ADAPTERS"]] | {"subPath": "adapters"} == mounts[settings["FT_ADAPTERS"]], "below FT_HOME"
+    assert (
+        mounts[settings["FT_ADAPTERS"]] | {"subPath": "adapters"} == mounts[settings["FT_ADAPTERS"]]
+    ), "below FT_HOME"
     (service,) = [item for item in objects if item["kind"] == "Service"]
-    assert settings["FT_INFERENCE_URL"] == f"http://{service['metadata']['name']}:{service['spec']['ports'][0]['port']}/v1"
+    assert (
+        settings["FT_INFERENCE_URL"]
+        == f"http://{service['metadata']['name']}:{service['spec']['ports'][0]['port']}/v1"
+    )

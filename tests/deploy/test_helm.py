@@ -1,4 +1,6 @@
-"""What Helm itself makes of the chart: the objects that kustomize makes of the overlays, and clear refusals of wrong values."""
+"""What Helm itself makes of the chart: the objects that kustomize makes of the overlays, and clear
+refusals of wrong values.
+"""
 
 from __future__ import annotations
 
@@ -31,9 +33,18 @@ CASES: dict[str, dict[str, Any]] = {
     **{name: yaml.safe_load((VALUES / f"{name}.yaml").read_text()) for name in OVERLAYS},
     "default": {},
     "everything": yaml.safe_load((VALUES / "gpu.yaml").read_text()) | EVERYTHING,
-    "digests": {"images": {"api": {"digest": DIGEST}, "worker": {"repository": "reg.example/w", "digest": DIGEST}}},
+    "digests": {
+        "images": {
+            "api": {"digest": DIGEST},
+            "worker": {"repository": "reg.example/w", "digest": DIGEST},
+        }
+    },
     "numbers": {
-        "config": {"FT_MAX_UPLOAD_BYTES": 17179869184, "FT_PREEMPT_AFTER_MINUTES": 0.5, "FT_METRICS_OPEN": True},
+        "config": {
+            "FT_MAX_UPLOAD_BYTES": 17179869184,
+            "FT_PREEMPT_AFTER_MINUTES": 0.5,
+            "FT_METRICS_OPEN": True,
+        },
         "persistence": {"home": {"size": "104857600Ki"}, "models": {"size": "5e11"}},
     },
     "files": {
@@ -55,10 +66,19 @@ CASES: dict[str, dict[str, Any]] = {
 REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "tag as digest": ({"images": {"api": {"digest": "0.2.0"}}}, "digest"),
     "a size of no unit": ({"persistence": {"home": {"size": "100ki"}}}, "persistence/home/size"),
-    "volumes beside the chart's": ({"api": {"podFields": {"volumes": [{"name": "files"}]}}}, "podFields/volumes"),
+    "volumes beside the chart's": (
+        {"api": {"podFields": {"volumes": [{"name": "files"}]}}},
+        "podFields/volumes",
+    ),
     "no such value": ({"apis": {}}, "apis"),
-    "replicas with storage": ({"storage": "s3://b/ft", "api": {"replicas": 2}}, "parts of an upload"),
-    "a queue that no job names": ({"kueue": {"clusterQueue": "training"}}, "podProfile.queue must be kueue.localQueue"),
+    "replicas with storage": (
+        {"storage": "s3://b/ft", "api": {"replicas": 2}},
+        "parts of an upload",
+    ),
+    "a queue that no job names": (
+        {"kueue": {"clusterQueue": "training"}},
+        "podProfile.queue must be kueue.localQueue",
+    ),
     "two reconcilers": ({"reconciler": {"replicas": 2}}, "replicas"),
 }
 
@@ -76,20 +96,28 @@ def everything_of_kustomize(tmp_path_factory: pytest.TempPathFactory) -> list[Ob
     shutil.copytree(KUBERNETES, folder / "kubernetes")
     overlay = folder / "kubernetes/overlays/all"
     overlay.mkdir()
-    components = [f"../../components/{path.name}" for path in sorted((KUBERNETES / "components").iterdir())]
+    components = [
+        f"../../components/{path.name}" for path in sorted((KUBERNETES / "components").iterdir())
+    ]
     kustomization = {"resources": ["../gpu"], "components": components, "namespace": "ft"}
     (overlay / "kustomization.yaml").write_text(yaml.safe_dump(kustomization))
     return kustomize(overlay)
 
 
 def alike(objects: list[Object]) -> dict[tuple[str, str, str], Object]:
-    """Objects by kind, namespace and name, without what says only who rendered them: the digest that kustomize appends to names
-    of ConfigMaps, Helm's annotation in its place, and the name of the tool."""
-    text = re.sub(r"\b(ft-(?:config|pod-profile))-[0-9a-z]{10}\b", r"\1", yaml.safe_dump_all(objects))
+    """Objects by kind, namespace and name, without what says only who rendered them: the digest
+    that kustomize appends to names of ConfigMaps, Helm's annotation in its place, and the name of
+    the tool.
+    """
+    text = re.sub(
+        r"\b(ft-(?:config|pod-profile))-[0-9a-z]{10}\b", r"\1", yaml.safe_dump_all(objects)
+    )
     text = re.sub(r"(app\.kubernetes\.io/managed-by:) (?:kustomize|Helm)\b", r"\1 tool", text)
     found = {}
     for item in yaml.safe_load_all(text):
-        item.get("spec", {}).get("template", {}).get("metadata", {}).get("annotations", {}).pop("checksum/config", None)
+        item.get("spec", {}).get("template", {}).get("metadata", {}).get("annotations", {}).pop(
+            "checksum/config", None
+        )
         if item["kind"] == "PersistentVolumeClaim":
             item["metadata"].pop("annotations", None)
         if "pod-profile.yaml" in item.get("data", {}):
@@ -107,22 +135,32 @@ def test_the_chart_is_the_overlay(charts: dict[str, dict[str, Any]], overlay: st
     assert alike(charts[overlay]["objects"]) == alike(kustomize(KUBERNETES / "overlays" / overlay))
 
 
-def test_the_chart_has_every_component(charts: dict[str, dict[str, Any]], everything_of_kustomize: list[Object]) -> None:
+def test_the_chart_has_every_component(
+    charts: dict[str, dict[str, Any]], everything_of_kustomize: list[Object]
+) -> None:
     assert alike(charts["everything"]["objects"]) == alike(everything_of_kustomize)
 
 
-def test_a_further_namespace_of_workers_is_the_projects_folder(charts: dict[str, dict[str, Any]]) -> None:
+def test_a_further_namespace_of_workers_is_the_projects_folder(
+    charts: dict[str, dict[str, Any]],
+) -> None:
     """But for the queue, whose name is the project's, and for labels."""
     if shutil.which("kubectl") is None:
         pytest.skip("kubectl is not installed, and with it kustomize")
 
     def in_research(objects: list[Object]) -> dict[tuple[str, str, str], Object]:
-        found = {key: item for key, item in alike(objects).items() if key[1] == "ft-research" and key[0] != "LocalQueue"}
+        found = {
+            key: item
+            for key, item in alike(objects).items()
+            if key[1] == "ft-research" and key[0] != "LocalQueue"
+        }
         for item in found.values():
             item["metadata"].pop("labels", None)
         return found
 
-    assert in_research(charts["research"]["objects"]) == in_research(kustomize(KUBERNETES / "project"))
+    assert in_research(charts["research"]["objects"]) == in_research(
+        kustomize(KUBERNETES / "project")
+    )
 
 
 @pytest.mark.parametrize("case", CASES)
@@ -142,7 +180,9 @@ def test_what_no_overlay_has_fits_the_oldest_and_the_newest_version(
 
 @pytest.mark.parametrize("case", CASES)
 def test_every_pod_is_restricted(charts: dict[str, dict[str, Any]], case: str) -> None:
-    """By the strictest of the Pod Security Standards, and with a root file system that it cannot write."""
+    """By the strictest of the Pod Security Standards, and with a root file system that it cannot
+    write.
+    """
     pods = dict(pods_in(charts[case]["objects"]))
     assert len(pods) == 2 + (case == "local") + (case in ("everything", "openshift"))
     for name, pod in pods.items():
@@ -152,7 +192,9 @@ def test_every_pod_is_restricted(charts: dict[str, dict[str, Any]], case: str) -
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_every_binding_names_the_namespace_of_its_account(charts: dict[str, dict[str, Any]], case: str) -> None:
+def test_every_binding_names_the_namespace_of_its_account(
+    charts: dict[str, dict[str, Any]], case: str
+) -> None:
     """An API server refuses a ServiceAccount without one."""
     bindings = [item for item in charts[case]["objects"] if item["kind"] == "RoleBinding"]
     assert bindings
@@ -165,36 +207,62 @@ def test_wrong_values_are_refused_by_name(charts: dict[str, dict[str, Any]], cas
 
 
 def deployment(objects: list[Object], name: str) -> Object:
-    return next(o["spec"]["template"]["spec"] for o in objects if (o["kind"], o["metadata"]["name"]) == ("Deployment", name))
+    return next(
+        o["spec"]["template"]["spec"]
+        for o in objects
+        if (o["kind"], o["metadata"]["name"]) == ("Deployment", name)
+    )
 
 
 def profile_of(objects: list[Object]) -> Object:
-    return yaml.safe_load(next(o["data"]["pod-profile.yaml"] for o in objects if o["metadata"]["name"] == "ft-pod-profile"))
+    return yaml.safe_load(
+        next(
+            o["data"]["pod-profile.yaml"]
+            for o in objects
+            if o["metadata"]["name"] == "ft-pod-profile"
+        )
+    )
 
 
 def test_images_by_digest(charts: dict[str, dict[str, Any]]) -> None:
     objects = charts["digests"]["objects"]
     for name in ("ft-api", "ft-reconciler"):
         pod = deployment(objects, name)
-        assert {c["image"] for c in pod["containers"] + pod["initContainers"]} == {f"ft-api@{DIGEST}"}
+        assert {c["image"] for c in pod["containers"] + pod["initContainers"]} == {
+            f"ft-api@{DIGEST}"
+        }
     assert profile_of(objects)["image"] == f"reg.example/w@{DIGEST}"
 
 
 def test_claims_outlive_the_release(charts: dict[str, dict[str, Any]]) -> None:
-    """And a value that leaves them out, such as `storage`: Helm would delete them with their data."""
-    claims = [o["metadata"] for o in charts["everything"]["objects"] if o["kind"] == "PersistentVolumeClaim"]
+    """And a value that leaves them out, such as `storage`: Helm would delete them with their
+    data.
+    """
+    claims = [
+        o["metadata"]
+        for o in charts["everything"]["objects"]
+        if o["kind"] == "PersistentVolumeClaim"
+    ]
     assert {claim["name"] for claim in claims} == {"ft-home", "ft-models", "ft-backup"}
     assert all(claim["annotations"] == {"helm.sh/resource-policy": "keep"} for claim in claims)
 
 
 def test_numbers_reach_the_service_as_they_are_written(charts: dict[str, dict[str, Any]]) -> None:
-    config = next(o["data"] for o in charts["numbers"]["objects"] if o["metadata"]["name"] == "ft-config")
+    config = next(
+        o["data"] for o in charts["numbers"]["objects"] if o["metadata"]["name"] == "ft-config"
+    )
     written = {name: config[name] for name in CASES["numbers"]["config"]}
-    assert written == {"FT_MAX_UPLOAD_BYTES": "17179869184", "FT_PREEMPT_AFTER_MINUTES": "0.5", "FT_METRICS_OPEN": "true"}
+    assert written == {
+        "FT_MAX_UPLOAD_BYTES": "17179869184",
+        "FT_PREEMPT_AFTER_MINUTES": "0.5",
+        "FT_METRICS_OPEN": "true",
+    }
     assert config["FT_METRICS_PORT"] == "9090"
 
 
-def test_files_that_settings_name_are_mounted_where_they_are_read(charts: dict[str, dict[str, Any]]) -> None:
+def test_files_that_settings_name_are_mounted_where_they_are_read(
+    charts: dict[str, dict[str, Any]],
+) -> None:
     for name in ("ft-api", "ft-reconciler"):
         pod = deployment(charts["files"]["objects"], name)
         assert CASES["files"]["extraVolumes"][0] in pod["volumes"]
@@ -203,7 +271,9 @@ def test_files_that_settings_name_are_mounted_where_they_are_read(charts: dict[s
         assert len(pod["volumes"]) == len(plain["volumes"]) + 1
 
 
-def test_every_secret_that_the_values_say_is_read_from_a_file_is(charts: dict[str, dict[str, Any]]) -> None:
+def test_every_secret_that_the_values_say_is_read_from_a_file_is(
+    charts: dict[str, dict[str, Any]],
+) -> None:
     named = set(re.findall(r"\bFT_[A-Z_]+_FILE\b", (helm.CHART / "values.yaml").read_text()))
     assert named == {"FT_DATABASE_URL_FILE", "FT_OIDC_CLIENT_SECRET_FILE"}
     assert named <= {f"FT_{name.upper()}" for name in Settings.model_fields}
@@ -216,7 +286,11 @@ def test_constraints_of_the_operator_replace_the_charts(charts: dict[str, dict[s
 
 def test_openshift_may_choose_the_numbers(charts: dict[str, dict[str, Any]]) -> None:
     for name, pod in pods_in(charts["openshift"]["objects"]):
-        assert pod["securityContext"].keys() == {"runAsNonRoot", "fsGroupChangePolicy", "seccompProfile"}, name
+        assert pod["securityContext"].keys() == {
+            "runAsNonRoot",
+            "fsGroupChangePolicy",
+            "seccompProfile",
+        }, name
 
 
 def test_a_change_of_settings_or_profile_replaces_the_pods() -> None:

@@ -1,4 +1,6 @@
-"""OpenAI's quickstart of fine-tuning to its last line, on the sample base: by the tuned name answers what was evaluated."""
+"""OpenAI's quickstart of fine-tuning to its last line, on the sample base: by the tuned name
+answers what was evaluated.
+"""
 
 from __future__ import annotations
 
@@ -41,14 +43,21 @@ def previews(server: Server) -> Iterator[int]:
 @pytest.mark.slow
 def test_the_accuracy_through_the_api_is_that_of_the_evaluation(server: Server) -> None:
     client = server.client()
-    chats = [json.loads(line)["messages"] for line in (DATA / "heldout.jsonl").read_text().splitlines()[:ASKED]]
+    chats = [
+        json.loads(line)["messages"]
+        for line in (DATA / "heldout.jsonl").read_text().splitlines()[:ASKED]
+    ]
     prompts = [{"messages": chat[:-1], "reference": chat[-1]["content"]} for chat in chats]
     options: dict[str, Any] = {
         "precision": {"default": "nf4", "compute": "fp32"},
         "lora": {"r": 16, "lora_alpha": 32},
         "training": {"max_steps": 40, "batch_size": 32, "learning_rate": 4e-3},
         "distributed": {"nproc_per_node": 1},
-        "evaluation": {"prompts": prompts, "max_new_tokens": LIMIT, "metrics": ["exact_match", "rouge_l"]},
+        "evaluation": {
+            "prompts": prompts,
+            "max_new_tokens": LIMIT,
+            "metrics": ["exact_match", "rouge_l"],
+        },
     }
     file = upload(client, DATA / "train.jsonl")
     job = client.fine_tuning.jobs.create(model=SAMPLE.name, training_file=file, extra_body=options)
@@ -57,11 +66,15 @@ def test_the_accuracy_through_the_api_is_that_of_the_evaluation(server: Server) 
     assert tuned is not None
 
     def ask(messages: Any) -> str:
-        answer = client.chat.completions.create(model=tuned, messages=messages, temperature=0, max_tokens=LIMIT)
+        answer = client.chat.completions.create(
+            model=tuned, messages=messages, temperature=0, max_tokens=LIMIT
+        )
         return answer.choices[0].message.content or ""
 
     def streamed(messages: Any) -> str:
-        chunks = client.chat.completions.create(model=tuned, messages=messages, temperature=0, max_tokens=LIMIT, stream=True)
+        chunks = client.chat.completions.create(
+            model=tuned, messages=messages, temperature=0, max_tokens=LIMIT, stream=True
+        )
         return "".join(chunk.choices[0].delta.content or "" for chunk in chunks)
 
     told = client.get(f"/fine_tuning/jobs/{job.id}/evaluation", cast_to=httpx2.Response).json()

@@ -12,7 +12,12 @@ from ft_service.host.processor import processor_kind
 from tests.support.bases import save_base
 from tests.support.hostile_bases import save_hostile
 
-LONG = ("deep-config.json", "deeper-config.json", "many-lists-config.json", "many-lists-model.safetensors.index.json")
+LONG = (
+    "deep-config.json",
+    "deeper-config.json",
+    "many-lists-config.json",
+    "many-lists-model.safetensors.index.json",
+)
 HOSTILE = ("layers", *(pytest.param(name, marks=pytest.mark.slow) for name in LONG))
 
 
@@ -34,7 +39,9 @@ def test_a_base_is_described_by_a_process_under_its_limits(tmp_path: Path) -> No
 
 
 @pytest.mark.parametrize("name", HOSTILE)
-def test_a_hostile_folder_is_refused_in_words_by_the_process_itself(hostile: Path, name: str) -> None:
+def test_a_hostile_folder_is_refused_in_words_by_the_process_itself(
+    hostile: Path, name: str
+) -> None:
     found = describe_in_process(hostile / name)
     assert found.refused is not None, name
     assert found.refused.param == "model"

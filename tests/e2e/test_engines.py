@@ -79,7 +79,9 @@ def test_jobs_share_an_engine(server: Server, ranks: int, tmp_path: Path) -> Non
 
 
 @pytest.mark.slow
-def test_jobs_share_an_engine_that_is_killed_and_end_as_if_each_had_been_alone(server: Server, tmp_path: Path) -> None:
+def test_jobs_share_an_engine_that_is_killed_and_end_as_if_each_had_been_alone(
+    server: Server, tmp_path: Path
+) -> None:
     client = server.client()
     data = tmp_path / "train.jsonl"
     save_chats(data, 32)

@@ -1,4 +1,6 @@
-"""An attempt whose processes cannot be reached for a while, as on a node that froze: it ends by itself and changes nothing."""
+"""An attempt whose processes cannot be reached for a while, as on a node that froze: it ends by
+itself and changes nothing.
+"""
 
 from __future__ import annotations
 
@@ -31,7 +33,12 @@ def new_run(folder: Path, models: Path, data: Path, steps: int) -> RunDir:
         "model": "tiny",
         "training_file": "file-1",
         "lora": {"r": 4},
-        "training": {"max_steps": steps, "batch_size": 16, "per_device_train_batch_size": 2, "learning_rate": 1e-3},
+        "training": {
+            "max_steps": steps,
+            "batch_size": 16,
+            "per_device_train_batch_size": 2,
+            "learning_rate": 1e-3,
+        },
         "distributed": {"nproc_per_node": 2, "replicate": 1},
         "checkpoint": {"save_steps": 10, "save_total_limit": 1},
     }
@@ -54,10 +61,21 @@ def new_run(folder: Path, models: Path, data: Path, steps: int) -> RunDir:
 @contextmanager
 def attempt(run: RunDir, number: int, folder: Path) -> Iterator[subprocess.Popen[bytes]]:
     """An attempt on a host of its own, as far as locks and sockets go."""
-    start = Start(job_id="ftjob-1", attempt=number, world_size=2, generation=1, checkpoint=newest_checkpoint(run))
+    start = Start(
+        job_id="ftjob-1",
+        attempt=number,
+        world_size=2,
+        generation=1,
+        checkpoint=newest_checkpoint(run),
+    )
     run.write(f"attempts/{number}/start.json", start)
     command = [sys.executable, "-P", "-m", "ft_service.supervisor", str(run.root), str(number)]
-    environment = {**os.environ, "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1", "FT_HOME": str(folder / "home")}
+    environment = {
+        **os.environ,
+        "CUDA_VISIBLE_DEVICES": "",
+        "OMP_NUM_THREADS": "1",
+        "FT_HOME": str(folder / "home"),
+    }
     command += ["--scratch", str(folder / f"host-{number}")]
     process = subprocess.Popen(command, env=environment, stderr=subprocess.DEVNULL)
     try:
@@ -70,7 +88,9 @@ def attempt(run: RunDir, number: int, folder: Path) -> Iterator[subprocess.Popen
 
 
 @pytest.mark.slow
-def test_ranks_whose_supervisor_is_stopped_end_themselves(models: Path, data: Path, tmp_path: Path) -> None:
+def test_ranks_whose_supervisor_is_stopped_end_themselves(
+    models: Path, data: Path, tmp_path: Path
+) -> None:
     run = new_run(tmp_path, models, data, steps=100_000)
     with attempt(run, 1, tmp_path) as supervisor:
         eventually(lambda: bool(complete_checkpoints(run)))
@@ -78,7 +98,9 @@ def test_ranks_whose_supervisor_is_stopped_end_themselves(models: Path, data: Pa
         assert len(ranks) >= 3, "torchrun and two ranks"
         supervisor.send_signal(signal.SIGSTOP)
         newest = complete_checkpoints(run)
-        eventually(lambda: complete_checkpoints(run) != newest and len(complete_checkpoints(run)) == 1)
+        eventually(
+            lambda: complete_checkpoints(run) != newest and len(complete_checkpoints(run)) == 1
+        )
         sealed = killed_exit(Reason.WORKER_KILLED)
         run.write("attempts/1/exit.json", sealed)
         before = markers(run)
@@ -95,7 +117,9 @@ def markers(run: RunDir) -> list[str]:
 
 
 @pytest.mark.slow
-def test_an_attempt_that_slept_through_the_next_one_changes_nothing_of_it(models: Path, data: Path, tmp_path: Path) -> None:
+def test_an_attempt_that_slept_through_the_next_one_changes_nothing_of_it(
+    models: Path, data: Path, tmp_path: Path
+) -> None:
     run = new_run(tmp_path, models, data, steps=40)
     with attempt(run, 1, tmp_path) as supervisor:
         eventually(lambda: bool(complete_checkpoints(run)))

@@ -1,4 +1,6 @@
-"""A job as pods of a cluster (see tests/cluster): two pods that meet by torchrun's rendezvous, train, lose one, and go on."""
+"""A job as pods of a cluster (see tests/cluster): two pods that meet by torchrun's rendezvous,
+train, lose one, and go on.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +20,14 @@ from ft_service.rundir.checkpoints import complete_checkpoints, newest_checkpoin
 from ft_service.rundir.directory import RunDir, sha256_of
 from ft_service.rundir.documents import Result, Start
 from ft_service.serving import worker_tasks
-from ft_service.spec import BaseModelRef, DataFileRef, JobContext, StoredSpec, parse_request, resolve
+from ft_service.spec import (
+    BaseModelRef,
+    DataFileRef,
+    JobContext,
+    StoredSpec,
+    parse_request,
+    resolve,
+)
 from ft_service.storage.locations import Places
 from ft_service.storage.object_store import ObjectStore
 from ft_service.store.sql import Store
@@ -50,13 +59,20 @@ def store(tmp_path: Path) -> Iterator[Store]:
     store.close()
 
 
-def add_two_node_job(store: Store, models: Path, data: Path, *, steps: int = STEPS, **changes: Any) -> Job:
+def add_two_node_job(
+    store: Store, models: Path, data: Path, *, steps: int = STEPS, **changes: Any
+) -> Job:
     body = {
         "model": "tiny",
         "training_file": "file-1",
         "precision": {"default": "nf4"},
         "lora": {"r": 4},
-        "training": {"max_steps": steps, "batch_size": 8, "per_device_train_batch_size": 4, "learning_rate": 1e-3},
+        "training": {
+            "max_steps": steps,
+            "batch_size": 8,
+            "per_device_train_batch_size": 4,
+            "learning_rate": 1e-3,
+        },
         "distributed": {"nnodes": 2, "nproc_per_node": 1},
         "checkpoint": {"save_steps": 4},
         **changes,
@@ -86,8 +102,15 @@ def add_two_node_job(store: Store, models: Path, data: Path, *, steps: int = STE
     return create_job(store, job)
 
 
-def profile_for(cluster: HarnessCluster, home: Path, env: dict[str, str] | None = None, **changes: Any) -> PodProfile:
-    env = {"GLOO_SOCKET_IFNAME": "lo", "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1", **(env or {})}
+def profile_for(
+    cluster: HarnessCluster, home: Path, env: dict[str, str] | None = None, **changes: Any
+) -> PodProfile:
+    env = {
+        "GLOO_SOCKET_IFNAME": "lo",
+        "CUDA_VISIBLE_DEVICES": "",
+        "OMP_NUM_THREADS": "1",
+        **(env or {}),
+    }
     return PodProfile.model_validate(
         {
             "image": "worker:test",
@@ -119,7 +142,12 @@ def run_to_its_end(reconciler: Reconciler, store: Store) -> Job:
 
 @pytest.mark.slow
 def test_an_evicted_job_of_two_pods_resumes_and_succeeds(
-    cluster: HarnessCluster, store: Store, models: Path, data: Path, tmp_path: Path, request: pytest.FixtureRequest
+    cluster: HarnessCluster,
+    store: Store,
+    models: Path,
+    data: Path,
+    tmp_path: Path,
+    request: pytest.FixtureRequest,
 ) -> None:
     launcher = cluster.launcher(profile_for(cluster, tmp_path), tmp_path)
     reconciler = Reconciler(store, launcher, Places(tmp_path), ReconcilerOptions(idle_seconds=0.1))
@@ -146,8 +174,14 @@ def test_an_evicted_job_of_two_pods_resumes_and_succeeds(
     assert start is not None
     assert start.checkpoint is not None
     assert (start.nodes, start.world_size) == (2, 2)
-    steps = [event.metrics.step for event in store.jobs.list_events(PROJECT, JOB, limit=100).data if event.metrics]
-    assert sorted(steps) == list(range(1, STEPS + 1)), "every step once: the first attempt stopped by agreement"
+    steps = [
+        event.metrics.step
+        for event in store.jobs.list_events(PROJECT, JOB, limit=100).data
+        if event.metrics
+    ]
+    assert sorted(steps) == list(range(1, STEPS + 1)), (
+        "every step once: the first attempt stopped by agreement"
+    )
     result = run.read("result.json", Result)
     assert result is not None
     assert result.attempt == 2
@@ -164,9 +198,14 @@ def test_pods_that_share_nothing_but_object_storage(
     request: pytest.FixtureRequest,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Each pod has a disk of its own, at the path that the service has: both fetch, train together, and bring their shards."""
+    """Each pod has a disk of its own, at the path that the service has: both fetch, train together,
+    and bring their shards.
+    """
     if not can_mount():
-        pytest.skip("pods need mount namespaces to have disks of their own, which this user may not make (unshare)")
+        pytest.skip(
+            "pods need mount namespaces to have disks of their own, which this user may not make "
+            "(unshare)"
+        )
     home = tmp_path / "service"
     with local_s3() as environment, open_cluster(mounts=True) as cluster:
         url = new_bucket()
@@ -174,22 +213,37 @@ def test_pods_that_share_nothing_but_object_storage(
         places.files_dir.mkdir(parents=True)
         stored = Path(shutil.copyfile(data, places.files_dir / "file-1"))
         places.keep("file-1")
-        launcher = cluster.launcher(profile_for(cluster, home, environment, volumes=[], volume_mounts=[]), home, storage=url)
+        launcher = cluster.launcher(
+            profile_for(cluster, home, environment, volumes=[], volume_mounts=[]), home, storage=url
+        )
         reconciler = Reconciler(store, launcher, places, ReconcilerOptions(idle_seconds=0.1))
         request.addfinalizer(reconciler.close)
-        add_two_node_job(store, models, stored, steps=8, checkpoint={"save_steps": 4, "save_total_limit": 1})
+        add_two_node_job(
+            store, models, stored, steps=8, checkpoint={"save_steps": 4, "save_total_limit": 1}
+        )
         job = run_to_its_end(reconciler, store)
         assert (job.attempt, job.trained_tokens is not None) == (1, True)
         assert job.result_file is not None
         assert places.file(job.result_file).read_bytes().startswith(b"step,")
-        steps = [event.metrics.step for event in store.jobs.list_events(PROJECT, JOB, limit=100).data if event.metrics]
+        steps = [
+            event.metrics.step
+            for event in store.jobs.list_events(PROJECT, JOB, limit=100).data
+            if event.metrics
+        ]
         assert sorted(steps) == list(range(1, 9))
         run = places.run(JOB)
         assert newest_checkpoint(run) == "step-8-a1"
         assert complete_checkpoints(run) == ["step-8-a1"], "the older one was removed there too"
         assert run.path("adapter/adapter_model.safetensors").is_file()
-        assert [point.name for point in store.jobs.list_checkpoints(PROJECT, JOB).data] == ["step-8-a1", "step-4-a1"]
+        assert [point.name for point in store.jobs.list_checkpoints(PROJECT, JOB).data] == [
+            "step-8-a1",
+            "step-4-a1",
+        ]
         monkeypatch.setattr(worker_tasks, "run_worker", None)  # the service has no torch there
-        adapter = worker_tasks.make_checkpoint_adapter(places.whole_run(JOB, "step-8-a1"), "step-8-a1")
-        assert sha256_of(adapter / "adapter_model.safetensors") == sha256_of(run.path("adapter/adapter_model.safetensors"))
+        adapter = worker_tasks.make_checkpoint_adapter(
+            places.whole_run(JOB, "step-8-a1"), "step-8-a1"
+        )
+        assert sha256_of(adapter / "adapter_model.safetensors") == sha256_of(
+            run.path("adapter/adapter_model.safetensors")
+        )
         assert run.list("attempts/1/logs/node-1"), "the logs of both nodes are there"

@@ -1,4 +1,6 @@
-"""Direct preference optimisation by the unmodified openai client, on from a supervised job, through real workers."""
+"""Direct preference optimisation by the unmodified openai client, on from a supervised job, through
+real workers.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +16,9 @@ from tests.support.training.models import save_pairs
 
 
 @pytest.mark.slow
-def test_a_job_on_pairs_goes_on_from_a_supervised_one(server: Server, data: Path, tmp_path: Path) -> None:
+def test_a_job_on_pairs_goes_on_from_a_supervised_one(
+    server: Server, data: Path, tmp_path: Path
+) -> None:
     client = server.client()
     first = wait_until(client, submit(client, data, steps=8, suffix="sft").id, "succeeded")
     assert first.fine_tuned_model is not None
@@ -24,7 +28,10 @@ def test_a_job_on_pairs_goes_on_from_a_supervised_one(server: Server, data: Path
         model=first.fine_tuned_model,
         training_file=upload(client, tmp_path / "pairs.jsonl"),
         validation_file=upload(client, tmp_path / "valid.jsonl"),
-        method={"type": "dpo", "dpo": {"hyperparameters": {"beta": 0.5, "batch_size": 8, "n_epochs": 3}}},
+        method={
+            "type": "dpo",
+            "dpo": {"hyperparameters": {"beta": 0.5, "batch_size": 8, "n_epochs": 3}},
+        },
         suffix="dpo",
         extra_body={
             "precision": {"compute": "fp32"},
@@ -43,7 +50,9 @@ def test_a_job_on_pairs_goes_on_from_a_supervised_one(server: Server, data: Path
     assert job.fine_tuned_model in [model.id for model in client.models.list()]
 
     told = [event.message for event in client.fine_tuning.jobs.list_events(job.id)]
-    assert any(f"The adapter is that of {first.fine_tuned_model}, step 8" in message for message in told)
+    assert any(
+        f"The adapter is that of {first.fine_tuned_model}, step 8" in message for message in told
+    )
     assert any("Reference log-probabilities of all 30 pairs" in message for message in told)
     table = base64.b64decode(client.files.content(job.result_files[0]).text).decode().splitlines()
     rows: list[dict[str, str]] = list(csv.DictReader(table))

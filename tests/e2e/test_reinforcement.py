@@ -1,4 +1,6 @@
-"""Reinforcement learning through a real server: the unmodified openai client, real ranks, and the preview as the sampler."""
+"""Reinforcement learning through a real server: the unmodified openai client, real ranks, and the
+preview as the sampler.
+"""
 
 from __future__ import annotations
 
@@ -26,7 +28,15 @@ from ft_service.tinker.commands import CommandLog
 from tests.support.ports import free_port
 from tests.support.rest.receiver import Answer, Received, receiving
 from tests.support.rollouts import save_prompts
-from tests.support.service import Server, eventually, processes_of, send, upload, wait_until, wait_until_step
+from tests.support.service import (
+    Server,
+    eventually,
+    processes_of,
+    send,
+    upload,
+    wait_until,
+    wait_until_step,
+)
 from tests.support.training.attempts import run_attempt
 from tests.support.training.models import save_chat_base
 
@@ -71,7 +81,9 @@ def serving(folder: Path) -> Iterator[Server]:
         server.stop()
 
 
-def submit(client: openai.OpenAI, folder: Path, *, steps: int = STEPS, ranks: int = 1, **changes: Any) -> FineTuningJob:
+def submit(
+    client: openai.OpenAI, folder: Path, *, steps: int = STEPS, ranks: int = 1, **changes: Any
+) -> FineTuningJob:
     save_prompts(folder / "prompts.jsonl", 8)
     save_prompts(folder / "valid.jsonl", 3, first=50)
     hyperparameters = {
@@ -83,7 +95,10 @@ def submit(client: openai.OpenAI, folder: Path, *, steps: int = STEPS, ranks: in
     }
     method: Any = {
         "type": "reinforcement",
-        "reinforcement": {"grader": changes.pop("grader", GRADER), "hyperparameters": hyperparameters},
+        "reinforcement": {
+            "grader": changes.pop("grader", GRADER),
+            "hyperparameters": hyperparameters,
+        },
     }
     return client.fine_tuning.jobs.create(
         model="tiny",
@@ -103,7 +118,9 @@ def submit(client: openai.OpenAI, folder: Path, *, steps: int = STEPS, ranks: in
 
 
 def records_are_whole(run: RunDir, steps: int) -> None:
-    """Every step has one record, and its commands one result each, whose numbers follow each other."""
+    """Every step has one record, and its commands one result each, whose numbers follow each
+    other.
+    """
     assert recorded_steps(run) == list(range(1, steps + 2))
     spec = run.read("spec.json", JobSpec)
     assert spec is not None
@@ -147,25 +164,48 @@ def test_from_create_to_checkpoints(kept: Server, tmp_path: Path) -> None:
     run = kept.run(job.id)
     records_are_whole(run, STEPS)
     events: list[Any] = list(client.fine_tuning.jobs.list_events(job.id, limit=100))
-    measured: dict[Any, Any] = {event.data["step"]: event.data for event in reversed(events) if event.type == "metrics"}
+    measured: dict[Any, Any] = {
+        event.data["step"]: event.data for event in reversed(events) if event.type == "metrics"
+    }
     assert measured.keys() == set(range(1, STEPS + 1))
-    assert all("train_mean_reward" in metrics and "completions/mean_length" in metrics for metrics in measured.values())
-    assert [step for step, metrics in measured.items() if "valid_mean_reward" in metrics] == [1, 3, 4]
+    assert all(
+        "train_mean_reward" in metrics and "completions/mean_length" in metrics
+        for metrics in measured.values()
+    )
+    assert [step for step, metrics in measured.items() if "valid_mean_reward" in metrics] == [
+        1,
+        3,
+        4,
+    ]
     checkpoints = list(client.fine_tuning.jobs.checkpoints.list(job.id))
     assert {point.step_number for point in checkpoints} == {2, 4}
     listed: Any = client.get(f"/fine_tuning/jobs/{job.id}/rollouts?limit=20", cast_to=object)
     assert [own["step"] for own in listed["data"]] == [5, 4, 3, 2, 1]
     first = listed["data"][-1]
-    assert (len(first["prompts"]), len(first["prompts"][0]["answers"]), len(first["validation"])) == (2, 4, 3)
+    assert (
+        len(first["prompts"]),
+        len(first["prompts"][0]["answers"]),
+        len(first["validation"]),
+    ) == (2, 4, 3)
     assert first["prompts"][0]["text"].endswith("+ 1 =")
-    assert not list(run.path("sampler_weights").glob("step-000000")), "weights of earlier steps are removed"
+    assert not list(run.path("sampler_weights").glob("step-000000")), (
+        "weights of earlier steps are removed"
+    )
 
 
 def test_what_cannot_be_graded_is_refused_by_name(kept: Server, tmp_path: Path) -> None:
     client = kept.client()
     for grader, place in (
         ({**GRADER, "input": "{{ sample.outputs }}"}, "method.reinforcement.grader"),
-        ({"type": "score_model", "name": "m", "model": "gpt", "input": [{"role": "user", "content": "?"}]}, "model"),
+        (
+            {
+                "type": "score_model",
+                "name": "m",
+                "model": "gpt",
+                "input": [{"role": "user", "content": "?"}],
+            },
+            "model",
+        ),
         ({**GRADER, "evaluation_metric": "cosine"}, "evaluation_metric"),
     ):
         with pytest.raises(openai.BadRequestError, match=place.rpartition(".")[2]):
@@ -181,11 +221,18 @@ def test_answers_are_sampled_ahead_and_held_to_the_start(server: Server, tmp_pat
     wait_until(client, job.id, "succeeded")
     run = server.run(job.id)
     records_are_whole(run, STEPS)
-    records = [record for step in recorded_steps(run) if (record := read_record(run, step)) is not None]
+    records = [
+        record for step in recorded_steps(run) if (record := read_record(run, step)) is not None
+    ]
     assert [record.head.sampled_from for record in records] == [0, 0, 1, 2, 4]
     answers = records[2].answers
-    assert all(answer.reference is not None and len(answer.reference) == len(answer.tokens) for answer in answers)
-    assert any(answer.reference != answer.logprobs for answer in answers), "the weights have moved from the start"
+    assert all(
+        answer.reference is not None and len(answer.reference) == len(answer.tokens)
+        for answer in answers
+    )
+    assert any(answer.reference != answer.logprobs for answer in answers), (
+        "the weights have moved from the start"
+    )
 
 
 def longer_is_better(received: Received) -> Answer:
@@ -200,15 +247,27 @@ def test_a_grader_that_fails_pauses_the_job(server: Server, tmp_path: Path) -> N
     with receiving() as endpoint:
         created: Any = client.post(
             "/webhook_endpoints",
-            body={"name": "grades", "url": endpoint.url, "event_types": ["fine_tuning.job.succeeded"]},
+            body={
+                "name": "grades",
+                "url": endpoint.url,
+                "event_types": ["fine_tuning.job.succeeded"],
+            },
             cast_to=object,
         )
         endpoint.answer = lambda _: (500, {}, iter(()))
-        grader = {"type": "endpoint", "name": "own", "url": endpoint.url, "webhook_endpoint_id": created["id"]}
+        grader = {
+            "type": "endpoint",
+            "name": "own",
+            "url": endpoint.url,
+            "webhook_endpoint_id": created["id"],
+        }
         job = submit(client, tmp_path, grader=grader)
         wait_until(client, job.id, "paused")
         messages = [event.message for event in client.fine_tuning.jobs.list_events(job.id)]
-        assert any("got no grade" in message and "endpoint_grader_server_error" in message for message in messages)
+        assert any(
+            "got no grade" in message and "endpoint_grader_server_error" in message
+            for message in messages
+        )
         endpoint.answer = longer_is_better
         client.fine_tuning.jobs.resume(job.id)
         wait_until(client, job.id, "succeeded")
@@ -255,7 +314,11 @@ def samplers(server: Server) -> list[int]:
                 parent = int((entry / "stat").read_text().rpartition(")")[2].split()[1])
             except (FileNotFoundError, ProcessLookupError):
                 continue
-            if "workers.serving" in words and parent == server.pid and int(entry.name) != os.getpid():
+            if (
+                "workers.serving" in words
+                and parent == server.pid
+                and int(entry.name) != os.getpid()
+            ):
                 own.append(int(entry.name))
         return own or None
 

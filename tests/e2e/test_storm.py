@@ -1,5 +1,8 @@
-"""A storm: jobs of three projects on one service, while all that can be killed is killed. None is lost, doubled or failed, and
-each leaves the adapter, to the last bit, that it leaves without a blow."""
+"""A storm: jobs of three projects on one service, while all that can be killed is killed.
+
+None is lost, doubled or failed, and each leaves the adapter, to the last bit, that it leaves
+without a blow.
+"""
 
 from __future__ import annotations
 
@@ -68,19 +71,30 @@ class Storm:
         return self.servers[0].home
 
     def victims(self) -> dict[str, list[int]]:
-        """Living processes of the service, by kind: those below a server, and those that name its home."""
+        """Living processes of the service, by kind: those below a server, and those that name its
+        home.
+        """
         parents: dict[int, tuple[int, list[str]]] = {}
         for entry in Path("/proc").iterdir():
             try:
-                words = (entry / "cmdline").read_bytes().decode().split("\0") if entry.name.isdigit() else []
-                rest = (entry / "stat").read_text().rpartition(")")[2].split() if words[:1] not in ([], [""]) else ["Z"]
+                words = (
+                    (entry / "cmdline").read_bytes().decode().split("\0")
+                    if entry.name.isdigit()
+                    else []
+                )
+                rest = (
+                    (entry / "stat").read_text().rpartition(")")[2].split()
+                    if words[:1] not in ([], [""])
+                    else ["Z"]
+                )
             except (FileNotFoundError, ProcessLookupError):
                 continue
             if rest[0] != "Z":
                 parents[int(entry.name)] = int(rest[1]), words
         found: dict[str, list[int]] = {}
         for pid, (_, words) in parents.items():
-            above, line = pid, list[int]()
+            above = pid
+            line = list[int]()
             while above in parents and above not in line:
                 line.append(above)
                 above = parents[above][0]
@@ -111,20 +125,32 @@ class Storm:
         found = [self.servers[0].client(base_url=self.servers[0].url, max_retries=20)]
         with closing(open_store(self.database)) as store:
             for name in PROJECTS[1:]:
-                store.projects.ensure_project(name, store.projects.get_project("default").organization)
+                store.projects.ensure_project(
+                    name, store.projects.get_project("default").organization
+                )
                 key = store.keys.create_key(project_id=name, name="storm", scope="submit")[1]
-                found.append(self.servers[-1].client(base_url=self.servers[-1].url, api_key=key, max_retries=20))
+                found.append(
+                    self.servers[-1].client(
+                        base_url=self.servers[-1].url, api_key=key, max_retries=20
+                    )
+                )
         return found
 
     def submit(self, client: openai.OpenAI, what: str) -> None:
-        job = reinforcement.submit(client, self.folder) if what == "reinforcement" else self._create(client, what)
+        job = (
+            reinforcement.submit(client, self.folder)
+            if what == "reinforcement"
+            else self._create(client, what)
+        )
         self.jobs[job.id] = client, what
 
     def _create(self, client: openai.OpenAI, what: str) -> Any:
         path = self.folder / f"{what}.jsonl"
         if not path.exists():
             (save_pairs if what == "dpo" else save_chats)(path, 16)
-        method: Any = {"dpo": {"type": "dpo", "dpo": {"hyperparameters": {"beta": 0.5}}}}.get(what, {"type": "supervised"})
+        method: Any = {"dpo": {"type": "dpo", "dpo": {"hyperparameters": {"beta": 0.5}}}}.get(
+            what, {"type": "supervised"}
+        )
         return client.fine_tuning.jobs.create(
             model="tiny",
             training_file=upload(client, path),
@@ -133,7 +159,12 @@ class Storm:
             extra_body={
                 "precision": {"default": "nf4", "compute": "fp32"},
                 "lora": {"r": 4},
-                "training": {"max_steps": STEPS, "batch_size": 4, "per_device_train_batch_size": 2, "learning_rate": 1e-3},
+                "training": {
+                    "max_steps": STEPS,
+                    "batch_size": 4,
+                    "per_device_train_batch_size": 2,
+                    "learning_rate": 1e-3,
+                },
                 "distributed": {"nproc_per_node": 1},
                 "checkpoint": {"save_steps": 3},
             },
@@ -144,7 +175,9 @@ class Storm:
         left: list[str] = []
         for job_id, (client, what) in self.jobs.items():
             job = client.fine_tuning.jobs.retrieve(job_id)
-            assert job.status not in ("failed", "cancelled"), f"{what}, after {self.struck}: {job.error}"
+            assert job.status not in ("failed", "cancelled"), (
+                f"{what}, after {self.struck}: {job.error}"
+            )
             left += [] if job.status == "succeeded" else [job_id]
         return left
 
@@ -154,14 +187,29 @@ def storm(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[Storm]:
     """On SQLite; of two servers on PostgreSQL."""
     save_chat_base(tmp_path / "models" / "tiny")
     (tmp_path / "home").mkdir()
-    database, number = f"sqlite:///{tmp_path}/home/ft.db", 1
+    database = f"sqlite:///{tmp_path}/home/ft.db"
+    number = 1
     if request.param == "postgresql":
-        database, number = new_postgres_database(request.getfixturevalue("postgres_url")), 2
-    settings = {"FT_DATABASE_URL": database, "FT_ENGINE_JOBS": "4", **tinker_settings(tmp_path, ranks=1)}
+        database = new_postgres_database(request.getfixturevalue("postgres_url"))
+        number = 2
+    settings = {
+        "FT_DATABASE_URL": database,
+        "FT_ENGINE_JOBS": "4",
+        **tinker_settings(tmp_path, ranks=1),
+    }
     servers: list[Server] = []
     for each in range(number):
         own: Any = {**settings, "FT_PORT": str(free_port())}
-        servers.append(Server(tmp_path / "home", tmp_path / "models", slots=3, described=False, api_only=each > 0, **own))
+        servers.append(
+            Server(
+                tmp_path / "home",
+                tmp_path / "models",
+                slots=3,
+                described=False,
+                api_only=each > 0,
+                **own,
+            )
+        )
         servers[-1].start()
     storm = Storm(servers, database, tmp_path, random.Random(1))
     yield storm
@@ -188,7 +236,8 @@ def test_in_a_storm_no_job_is_lost_doubled_or_failed(
     storm: Storm, jobs: tuple[str, ...], loops: int, blows: int, tmp_path: Path
 ) -> None:
     """`loops`: those of Tinker's clients beside the jobs."""
-    clients, server = storm.clients(), storm.servers[0]
+    clients = storm.clients()
+    server = storm.servers[0]
     alone = _alone(tmp_path, range(loops)) if loops else {}
     with tinker_loops(server, range(loops)) if loops else nullcontext((None, {})) as (_, lines):
         for number, what in enumerate(jobs):
@@ -202,7 +251,9 @@ def test_in_a_storm_no_job_is_lost_doubled_or_failed(
         assert outcome(server, own) == alone[seed], f"Tinker's client {seed}, after {storm.struck}"
 
     listed = {job.id for client in clients for job in client.fine_tuning.jobs.list(limit=100)}
-    assert listed == {*storm.jobs, *(job_id_of(own[0]["model"]) for own in lines.values())}, "each once"
+    assert listed == {*storm.jobs, *(job_id_of(own[0]["model"]) for own in lines.values())}, (
+        "each once"
+    )
     whole: dict[str, dict[str, torch.Tensor]] = {}
     for job_id, (_, what) in storm.jobs.items():
         run = server.run(job_id)
@@ -215,12 +266,18 @@ def test_in_a_storm_no_job_is_lost_doubled_or_failed(
             wanted = whole[what] = _adapter(_uninterrupted(run, tmp_path / f"whole-{what}"))
         ours = _adapter(run)
         assert ours.keys() == wanted.keys()
-        assert all(torch.equal(tensor, wanted[name]) for name, tensor in ours.items()), f"{what}, after {storm.struck}"
+        assert all(torch.equal(tensor, wanted[name]) for name, tensor in ours.items()), (
+            f"{what}, after {storm.struck}"
+        )
 
 
 def _alone(folder: Path, seeds: Sequence[int]) -> dict[int, Any]:
-    """What Tinker's clients are told, and what they leave, on ranks of their own that nobody kills."""
-    with serving(folder / "alone", folder / "models", slots=2, ranks=1, FT_ENGINE_JOBS="0") as server:
+    """What Tinker's clients are told, and what they leave, on ranks of their own that nobody
+    kills.
+    """
+    with serving(
+        folder / "alone", folder / "models", slots=2, ranks=1, FT_ENGINE_JOBS="0"
+    ) as server:
         with tinker_loops(server, seeds) as (_, lines):
             pass
         return {seed: outcome(server, own) for seed, own in lines.items()}
@@ -228,7 +285,8 @@ def _alone(folder: Path, seeds: Sequence[int]) -> dict[int, Any]:
 
 def _uninterrupted(like: RunDir, folder: Path) -> RunDir:
     """The same job alone, without a blow."""
-    run, spec = RunDir(folder), like.get("spec.json")
+    run = RunDir(folder)
+    spec = like.get("spec.json")
     assert spec is not None
     run.put("spec.json", spec)
     assert run_attempt(run, 1, 1).kind == "succeeded"

@@ -36,28 +36,43 @@ def server(tmp_path: Path) -> Iterator[Server]:
 def test_every_method(server: Server, tmp_path: Path) -> None:
     command = [sys.executable, str(PROGRAMS / "tinker_walk.py"), "tiny"]
     folder = tmp_path / "models"  # where the client finds the tokenizer of "tiny"
-    walked = subprocess.run(command, env=environment_of(server), cwd=folder, capture_output=True, text=True, timeout=800)
+    walked = subprocess.run(
+        command, env=environment_of(server), cwd=folder, capture_output=True, text=True, timeout=800
+    )
     assert walked.returncode == 0, walked.stderr[-4000:]
     lines = [json.loads(line) for line in walked.stdout.splitlines() if line.startswith("{")]
     errors = {line["method"]: line["error"] for line in lines}
     wanted = {f"{client}.{name}" for client in CLIENTS for name in methods(client)}
     assert errors.keys() == wanted
     refused = {method for method in wanted if method.removesuffix("_async") in NOT_HERE}
-    assert {method for method, error in errors.items() if error} == refused, {m: e for m, e in errors.items() if e}
+    assert {method for method, error in errors.items() if error} == refused, {
+        m: e for m, e in errors.items() if e
+    }
     for job in server.client().fine_tuning.jobs.list():
         assert str(job.status) in ("running", "queued", "paused", "succeeded"), job
 
 
-@pytest.mark.slow  # its parts: test_reconciler.py has the signs, workers/tinker/test_reinforcement.py ranks that get none
+# its parts: test_reconciler.py has the signs, workers/tinker/test_reinforcement.py ranks that get
+# none
+@pytest.mark.slow
 @pytest.mark.parametrize("engine_jobs", ["0", "8"])
-def test_ranks_whose_server_is_gone_leave_and_go_on_when_it_is_back(tmp_path: Path, engine_jobs: str) -> None:
+def test_ranks_whose_server_is_gone_leave_and_go_on_when_it_is_back(
+    tmp_path: Path, engine_jobs: str
+) -> None:
     """An engine then ends, too, once it has had no job for a minute."""
     save_chat_base(tmp_path / "models" / "tiny")
-    settings: Any = {"FT_UNATTENDED_SECONDS": "10", "FT_TINKER_IDLE_SECONDS": "600", "FT_ENGINE_JOBS": engine_jobs}
+    settings: Any = {
+        "FT_UNATTENDED_SECONDS": "10",
+        "FT_TINKER_IDLE_SECONDS": "600",
+        "FT_ENGINE_JOBS": engine_jobs,
+    }
     with serving(tmp_path, tmp_path / "models", slots=2, ranks=1, **settings) as server:
         command = [sys.executable, str(PROGRAMS / "tinker_pause.py"), "tiny"]
-        pipe, environment = subprocess.PIPE, environment_of(server)
-        with subprocess.Popen(command, env=environment, stdin=pipe, stdout=pipe, text=True) as client:
+        pipe = subprocess.PIPE
+        environment = environment_of(server)
+        with subprocess.Popen(
+            command, env=environment, stdin=pipe, stdout=pipe, text=True
+        ) as client:
             assert client.stdout is not None
             first = json.loads(client.stdout.readline())
             job_id = job_id_of(first["model"])
@@ -71,7 +86,9 @@ def test_ranks_whose_server_is_gone_leave_and_go_on_when_it_is_back(tmp_path: Pa
             server.start()
             second, _ = client.communicate("\n")
             assert client.returncode == 0
-        assert json.loads(second)["loss:sum"] < first["loss:sum"], "it has learnt what it was told before"
+        assert json.loads(second)["loss:sum"] < first["loss:sum"], (
+            "it has learnt what it was told before"
+        )
         wait_until(server.client(), job_id, "succeeded")
         events = server.client().fine_tuning.jobs.list_events(job_id, limit=100).data
         assert any("no sign of the service" in event.message for event in events)
@@ -98,19 +115,28 @@ def strike(server: Server, kind: str, random: Random) -> bool:
 @pytest.mark.slow
 @pytest.mark.timeout(5400)
 def test_twenty_clients_and_kills_lose_nothing_and_repeat_nothing(tmp_path: Path) -> None:
-    """On one engine, while processes of server, ranks and sampler are killed at random moments. Each client is told, and
-    leaves, what it is told by ranks of its own that nobody kills."""
+    """On one engine, while processes of server, ranks and sampler are killed at random moments.
+
+    Each client is told, and leaves, what it is told by ranks of its own that nobody kills.
+    """
     save_chat_base(tmp_path / "models" / "tiny")
-    with serving(tmp_path / "alone", tmp_path / "models", slots=2 * VARIANTS, FT_ENGINE_JOBS="0") as server:
+    with serving(
+        tmp_path / "alone", tmp_path / "models", slots=2 * VARIANTS, FT_ENGINE_JOBS="0"
+    ) as server:
         with loops(server, range(VARIANTS)) as (_, lines):
             pass
         alone = {seed: outcome(server, own) for seed, own in lines.items()}
-    random, struck = Random(5), Counter[str]()
-    with serving(tmp_path / "shared", tmp_path / "models", slots=3, FT_ENGINE_JOBS=str(LOOPS)) as server:
+    random = Random(5)
+    struck = Counter[str]()
+    with serving(
+        tmp_path / "shared", tmp_path / "models", slots=3, FT_ENGINE_JOBS=str(LOOPS)
+    ) as server:
         with loops(server, range(LOOPS)) as (process, lines):
             eventually(lambda: any(lines.values()))
             strike(server, "server", random)
-            eventually(lambda: all(len(own) > 1 for own in lines.values()) or process.poll() is not None)  # first, its model
+            eventually(
+                lambda: all(len(own) > 1 for own in lines.values()) or process.poll() is not None
+            )  # first, its model
             engines = {job.engine_id for job in server.client().fine_tuning.jobs.list(limit=100)}  # pyright: ignore
             for kind in BLOWS:
                 time.sleep(random.uniform(1, 4))

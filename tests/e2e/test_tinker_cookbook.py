@@ -32,7 +32,10 @@ COOKBOOK = Path(os.environ.get("FT_TEST_CLIENTS", Path(sys.prefix) / "clients"))
 pytestmark = [
     pytest.mark.slow,
     pytest.mark.timeout(3600),
-    pytest.mark.skipif(not (COOKBOOK / "tinker_cookbook").is_dir(), reason="tinker-cookbook is not installed (make test-all)"),
+    pytest.mark.skipif(
+        not (COOKBOOK / "tinker_cookbook").is_dir(),
+        reason="tinker-cookbook is not installed (make test-all)",
+    ),
 ]
 
 
@@ -42,7 +45,9 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     models = folder / "models"
     shutil.copytree(SAMPLE, models / SAMPLE.name)
     # Sampling takes a while, and models that wait for it need not be paused.
-    with serving(folder, models, 2, ranks=1, together=16, precision="bf16", FT_TINKER_IDLE_SECONDS="60") as server:
+    with serving(
+        folder, models, 2, ranks=1, together=16, precision="bf16", FT_TINKER_IDLE_SECONDS="60"
+    ) as server:
         yield server
 
 
@@ -53,24 +58,42 @@ def run(server: Server, logs: Path, *command: str) -> list[dict[str, Any]]:
 
 
 def printed(server: Server, *command: str) -> str:
-    """What a program of the cookbook prints, which must succeed. It finds tokenizers in the folder of bases."""
-    environment, folder = {**environment_of(server), "PYTHONPATH": str(COOKBOOK)}, server.home.parent / "models"
+    """What a program of the cookbook prints, which must succeed.
+
+    It finds tokenizers in the folder of bases.
+    """
+    environment = {**environment_of(server), "PYTHONPATH": str(COOKBOOK)}
+    folder = server.home.parent / "models"
     arguments = [sys.executable, *command]
-    ended = subprocess.run(arguments, env=environment, cwd=folder, capture_output=True, text=True, timeout=1500)
+    ended = subprocess.run(
+        arguments, env=environment, cwd=folder, capture_output=True, text=True, timeout=1500
+    )
     assert ended.returncode == 0, ended.stderr[-4000:]
     return ended.stdout
 
 
-def recipe(name: str, model: str, logs: Path, *options: str, renderer: str = "role_colon") -> list[str]:
-    common = [f"renderer_name={renderer}", "save_every=0", "eval_every=0", "lora_rank=32", f"log_path={logs}"]
+def recipe(
+    name: str, model: str, logs: Path, *options: str, renderer: str = "role_colon"
+) -> list[str]:
+    common = [
+        f"renderer_name={renderer}",
+        "save_every=0",
+        "eval_every=0",
+        "lora_rank=32",
+        f"log_path={logs}",
+    ]
     return ["-m", f"tinker_cookbook.recipes.{name}.train", f"model_name={model}", *common, *options]
 
 
-STEPS, BATCH, RATE = 12, 32, 2e-3
+STEPS = 12
+BATCH = 32
+RATE = 2e-3
 RENDERER = "qwen3_instruct"
 """Writes what the sample base's chat template writes."""
 ADAM = {"adam_beta1": 0.9, "adam_beta2": 0.95, "adam_epsilon": 1e-8 / BATCH}
-"""The recipe's. The losses of a batch's sequences add up there, and are a mean in a job, so that its gradients are smaller."""
+"""The recipe's. The losses of a batch's sequences add up there, and are a mean in a job, so that
+its gradients are smaller.
+"""
 ROUNDING = 1e-5
 """Nats, over all steps; 6e-7 was measured."""
 Sequence = tuple[tuple[int, ...], tuple[bool, ...]]
@@ -80,14 +103,26 @@ Sequence = tuple[tuple[int, ...], tuple[bool, ...]]
 def test_supervised(server: Server, tmp_path: Path) -> None:
     """`chat_sl` has the losses of a job here on the same batches, with the same numbers for AdamW.
 
-    A step's loss there is the mean over its sequences, here over its tokens: all sequences have equally many learned ones.
+    A step's loss there is the mean over its sequences, here over its tokens: all sequences have
+    equally many learned ones.
     """
-    chats, logs = tmp_path / "chats.jsonl", tmp_path / "logs"
-    chats.write_text("".join(of_equal_answers((DATA / "train.jsonl").read_text().splitlines(keepends=True), STEPS * BATCH)))
-    lines = dict(zip(sequences(server, chats), chats.read_text().splitlines(keepends=True), strict=True))
+    chats = tmp_path / "chats.jsonl"
+    logs = tmp_path / "logs"
+    chats.write_text(
+        "".join(
+            of_equal_answers(
+                (DATA / "train.jsonl").read_text().splitlines(keepends=True), STEPS * BATCH
+            )
+        )
+    )
+    lines = dict(
+        zip(sequences(server, chats), chats.read_text().splitlines(keepends=True), strict=True)
+    )
     program = str(PROGRAMS / "cookbook_batches.py")
     batches = json.loads(printed(server, program, "tiny-llama", RENDERER, str(chats), str(BATCH)))
-    order = [lines[tuple(ids), tuple(learned)] for batch in batches for ids, learned in batch]  # the same tokens are learned
+    order = [
+        lines[tuple(ids), tuple(learned)] for batch in batches for ids, learned in batch
+    ]  # the same tokens are learned
 
     options = [f"dataset={chats}", f"learning_rate={RATE}", f"batch_size={BATCH}"]
     told = run(server, logs, *recipe("chat_sl", "tiny-llama", logs, *options, renderer=RENDERER))
@@ -106,21 +141,30 @@ def of_equal_answers(lines: list[str], count: int) -> list[str]:
 
 def sequences(server: Server, chats: Path) -> list[Sequence]:
     """What a job trains on, of each line of a file."""
-    client, found = server.client(), list[Sequence]()
+    client = server.client()
+    found = list[Sequence]()
     path = f"/files/{upload(client, chats)}/samples"
     while True:
         query = {"model": "tiny-llama", "after": len(found), "limit": 100}
         page: Any = client.get(path, cast_to=object, options={"params": query})
         for sample in page["data"]:
             tokens = sample["tokens"]
-            found.append((tuple(token["id"] for token in tokens), tuple(token["role"] == "learned" for token in tokens)))
+            found.append(
+                (
+                    tuple(token["id"] for token in tokens),
+                    tuple(token["role"] == "learned" for token in tokens),
+                )
+            )
         if not page["has_more"]:
             return found
 
 
-def side_by_side(server: Server, told: list[dict[str, Any]], folder: Path, order: list[str]) -> tuple[list[float], list[float]]:
-    """The losses of the newest model as its client was told them, which are those of its own curve too; and those of a job
-    that begins with the same adapter, on chats in this order."""
+def side_by_side(
+    server: Server, told: list[dict[str, Any]], folder: Path, order: list[str]
+) -> tuple[list[float], list[float]]:
+    """The losses of the newest model as its client was told them, which are those of its own curve
+    too; and those of a job that begins with the same adapter, on chats in this order.
+    """
     client = server.client()
     model = wait_until(client, client.fine_tuning.jobs.list(limit=1).data[0].id, "succeeded")
     there = [row["train_mean_nll"] for row in told]
@@ -131,8 +175,11 @@ def side_by_side(server: Server, told: list[dict[str, Any]], folder: Path, order
 
 def trained(server: Server, folder: Path, order: list[str], seed: int) -> list[float]:
     """The losses of a job on chats in this order."""
-    client, lines = server.client(), [""] * len(order)
-    numbers = [number for step in range(STEPS) for number in batch_of_step(step, len(order), BATCH, seed)]
+    client = server.client()
+    lines = [""] * len(order)
+    numbers = [
+        number for step in range(STEPS) for number in batch_of_step(step, len(order), BATCH, seed)
+    ]
     for number, line in zip(numbers, order, strict=True):
         lines[number] = line
     (folder / "ordered.jsonl").write_text("".join(lines))
@@ -140,23 +187,40 @@ def trained(server: Server, folder: Path, order: list[str], seed: int) -> list[f
         "precision": {"default": "bf16", "compute": "fp32"},
         "lora": {"r": 32, "lora_alpha": 32},
         "training": {
-            **{"n_epochs": 1, "batch_size": BATCH, "learning_rate": RATE, "warmup_steps": 0, "max_grad_norm": 0},
+            **{
+                "n_epochs": 1,
+                "batch_size": BATCH,
+                "learning_rate": RATE,
+                "warmup_steps": 0,
+                "max_grad_norm": 0,
+            },
             **ADAM,
         },
         "distributed": {"nproc_per_node": 1},
     }
     file = upload(client, folder / "ordered.jsonl")
-    job = client.fine_tuning.jobs.create(model="tiny-llama", training_file=file, seed=seed, extra_body=options)
+    job = client.fine_tuning.jobs.create(
+        model="tiny-llama", training_file=file, seed=seed, extra_body=options
+    )
     wait_until(client, job.id, "succeeded")
     return list(losses(server.run(job.id)).values())
 
 
 def test_reinforcement(server: Server, tmp_path: Path) -> None:
     models = server.home.parent / "models"
-    subprocess.run([sys.executable, EXAMPLES / "sums_base.py", SAMPLE, models / "tiny-sums"], check=True)
+    subprocess.run(
+        [sys.executable, EXAMPLES / "sums_base.py", SAMPLE, models / "tiny-sums"], check=True
+    )
     put_descriptions(server.home, models)
-    options = ["env=arithmetic", "loss_fn=importance_sampling", "learning_rate=3e-4", "max_tokens=20", "max_steps=50"]
-    groups, logs = ["group_size=8", "groups_per_batch=16"], tmp_path / "logs"
+    options = [
+        "env=arithmetic",
+        "loss_fn=importance_sampling",
+        "learning_rate=3e-4",
+        "max_tokens=20",
+        "max_steps=50",
+    ]
+    groups = ["group_size=8", "groups_per_batch=16"]
+    logs = tmp_path / "logs"
     rows = run(server, logs, *recipe("math_rl", "tiny-sums", logs, *options, *groups))
     rewards = [row["env/all/reward/total"] for row in rows if "env/all/reward/total" in row]
     assert len(rewards) == 50
@@ -164,7 +228,11 @@ def test_reinforcement(server: Server, tmp_path: Path) -> None:
 
 
 def test_a_loss_of_the_clients_own(server: Server, tmp_path: Path) -> None:
-    program, pairs = str(PROGRAMS / "cookbook_dpo.py"), str(DATA / "preferences.jsonl")
-    losses = [row["dpo_loss"] for row in run(server, tmp_path, program, "tiny-llama", pairs, str(tmp_path))]
+    program = str(PROGRAMS / "cookbook_dpo.py")
+    pairs = str(DATA / "preferences.jsonl")
+    losses = [
+        row["dpo_loss"]
+        for row in run(server, tmp_path, program, "tiny-llama", pairs, str(tmp_path))
+    ]
     assert losses[0] == pytest.approx(0.6931, abs=1e-3), "the reference is where it begins"
     assert losses[-1] < 0.6

@@ -1,4 +1,6 @@
-"""What the tutorials on large bases quote of `ft plan` is what it says, of a base of that shape without its 16 GB."""
+"""What the tutorials on large bases quote of `ft plan` is what it says, of a base of that shape
+without its 16 GB.
+"""
 
 from __future__ import annotations
 
@@ -35,7 +37,11 @@ _QUOTED = re.compile(r"(?m)^(ft plan .*)\n```\n\n    (Fits .*)$")
 def test_the_plans_of_an_8b_are_as_quoted(tmp_path: Path) -> None:
     save_base(tmp_path / "models/meta-llama/Llama-3.1-8B-Instruct", LLAMA_8B)
     shutil.copytree(ROOT / "examples", tmp_path / "examples")
-    (making,) = [block.text for block in blocks("docs/tutorial-8b-on-24-gb.md") if "my-8b/job.yaml <<" in block.text]
+    (making,) = [
+        block.text
+        for block in blocks("docs/tutorial-8b-on-24-gb.md")
+        if "my-8b/job.yaml <<" in block.text
+    ]
     found = [
         quoted
         for page in ("docs/tutorial-8b-on-24-gb.md", "docs/tutorial-eight-gpus.md")
@@ -43,10 +49,20 @@ def test_the_plans_of_an_8b_are_as_quoted(tmp_path: Path) -> None:
     ]
     assert len(found) == 2
     path = f"{ROOT}/.venv/bin:{os.environ['PATH']}"
-    environment = os.environ | {"PATH": path, "FT_HOME": f"{tmp_path}/.ft", "FT_MODELS": f"{tmp_path}/models", "COLUMNS": "200"}
+    environment = os.environ | {
+        "PATH": path,
+        "FT_HOME": f"{tmp_path}/.ft",
+        "FT_MODELS": f"{tmp_path}/models",
+        "COLUMNS": "200",
+    }
     for command in (making, *(command for command, _ in found)):
         done = subprocess.run(
-            ["bash", "-ec", command], cwd=tmp_path, env=environment, capture_output=True, text=True, check=False
+            ["bash", "-ec", command],
+            cwd=tmp_path,
+            env=environment,
+            capture_output=True,
+            text=True,
+            check=False,
         )
         assert done.returncode == 0, done.stdout + done.stderr
         for quoted, line in found:

@@ -1,4 +1,6 @@
-"""Homes that releases left go on with their jobs, keys and files, and command lines of their processes are understood."""
+"""Homes that releases left go on with their jobs, keys and files, and command lines of their
+processes are understood.
+"""
 
 from __future__ import annotations
 
@@ -40,7 +42,10 @@ def hook(old: OldHome) -> Iterator[Receiver]:
 
 @pytest.fixture(scope="module")
 def server(old: OldHome, hook: Receiver) -> Iterator[Server]:
-    """This version's server on the old home. `queued` needs both slots, of which `lost` has one: it waits for it."""
+    """This version's server on the old home.
+
+    `queued` needs both slots, of which `lost` has one: it waits for it.
+    """
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("FT_WEBHOOK_ALLOW_PRIVATE", "1")
         server = Server(old.home, MODELS, slots=2, described=False)
@@ -48,7 +53,11 @@ def server(old: OldHome, hook: Receiver) -> Iterator[Server]:
     try:
         with server.client() as client:
             endpoint = old.recorded["webhook"]["id"]
-            client.post(f"/webhook_endpoints/{endpoint}", body={"url": f"{hook.url}/new"}, cast_to=httpx2.Response)
+            client.post(
+                f"/webhook_endpoints/{endpoint}",
+                body={"url": f"{hook.url}/new"},
+                cast_to=httpx2.Response,
+            )
     except BaseException:
         server.stop()
         raise
@@ -71,16 +80,26 @@ def ask(client: openai.OpenAI, path: str) -> Any:
 def losses_of(client: openai.OpenAI, job_id: str) -> dict[int, float]:
     """Step → training loss; of steps that were trained again, the newest."""
     events: Any = list(client.fine_tuning.jobs.list_events(job_id, limit=100))
-    return {event.data["step"]: event.data["train_loss"] for event in reversed(events) if event.type == "metrics"}
+    return {
+        event.data["step"]: event.data["train_loss"]
+        for event in reversed(events)
+        if event.type == "metrics"
+    }
 
 
 def resumed_behind(client: openai.OpenAI, job_id: str) -> list[str]:
-    return [event.message for event in client.fine_tuning.jobs.list_events(job_id, limit=100) if "resumes" in event.message]
+    return [
+        event.message
+        for event in client.fine_tuning.jobs.list_events(job_id, limit=100)
+        if "resumes" in event.message
+    ]
 
 
 def faults_of(path: Path) -> list[str]:
     """What `ft verify` says against it."""
-    done = subprocess.run([*CLI, "verify", "--json", str(path)], capture_output=True, text=True, check=False)
+    done = subprocess.run(
+        [*CLI, "verify", "--json", str(path)], capture_output=True, text=True, check=False
+    )
     assert done.returncode in (0, 1), done.stderr
     return json.loads(done.stdout)["faults"]
 
@@ -89,27 +108,43 @@ def holds(answer: Any, recorded: Any) -> bool:
     """Whether an answer is the recorded one, but for fields that came later."""
     match recorded:
         case dict():
-            return isinstance(answer, dict) and all(key in answer and holds(answer[key], recorded[key]) for key in recorded)
+            return isinstance(answer, dict) and all(
+                key in answer and holds(answer[key], recorded[key]) for key in recorded
+            )
         case list():
             return len(answer) == len(recorded) and all(map(holds, answer, recorded))
         case _:
             return answer == recorded
 
 
-# What is at rest -----------------------------------------------------------------------------------------------------
+# What is at rest
+# ------------------------------------------------------------------------------
 
 
 def test_answers_are_what_the_old_server_said(client: openai.OpenAI, old: OldHome) -> None:
     recorded = dict(old.recorded["answers"])
-    models, endpoint = recorded.pop("/models"), f"/webhook_endpoints/{old.recorded['webhook']['id']}"
-    recorded[endpoint] = {name: value for name, value in recorded[endpoint].items() if name not in ("url", "updated_at")}
+    models = recorded.pop("/models")
+    endpoint = f"/webhook_endpoints/{old.recorded['webhook']['id']}"
+    recorded[endpoint] = {
+        name: value
+        for name, value in recorded[endpoint].items()
+        if name not in ("url", "updated_at")
+    }
     answers = {path: ask(client, path) for path in recorded}
-    assert {path: answer for path, answer in answers.items() if not holds(answer, recorded[path])} == {}
+    assert {
+        path: answer for path, answer in answers.items() if not holds(answer, recorded[path])
+    } == {}
 
     def described() -> list[Any] | None:
-        """The models, once the new server has described their bases: the cache is not part of a home."""
+        """The models, once the new server has described their bases: the cache is not part of a
+        home.
+        """
         there = ask(client, "/models")["data"]  # and perhaps what has been trained since
-        return there if all(model["base"] is None or model["base"]["described"] for model in there) else None
+        return (
+            there
+            if all(model["base"] is None or model["base"]["described"] for model in there)
+            else None
+        )
 
     there = eventually(described, every=0.5)
     for before in models["data"]:
@@ -133,7 +168,10 @@ def test_old_keys_open_the_new_server(server: Server, old: OldHome) -> None:
 
 def test_files_are_what_was_uploaded(client: openai.OpenAI, old: OldHome) -> None:
     for name, file in old.recorded["files"].items():
-        assert client.files.content(file).content == (old.folder / "data" / f"{name}.jsonl").read_bytes()
+        assert (
+            client.files.content(file).content
+            == (old.folder / "data" / f"{name}.jsonl").read_bytes()
+        )
 
 
 def test_a_pending_upload_can_be_completed(client: openai.OpenAI, old: OldHome) -> None:
@@ -141,14 +179,27 @@ def test_a_pending_upload_can_be_completed(client: openai.OpenAI, old: OldHome) 
     rest = client.uploads.parts.create(pending["id"], data=pending["rest"].encode())
     done = client.uploads.complete(pending["id"], part_ids=[*pending["parts"], rest.id])
     assert done.file is not None
-    assert client.files.content(done.file.id).content == (old.folder / "data" / "valid.jsonl").read_bytes()
+    assert (
+        client.files.content(done.file.id).content
+        == (old.folder / "data" / "valid.jsonl").read_bytes()
+    )
 
 
-def test_the_tuned_model_downloads_and_verifies(client: openai.OpenAI, old: OldHome, tmp_path: Path) -> None:
-    body = client.get(f"/fine_tuning/jobs/{old.job_id('first')}/adapter", cast_to=httpx2.Response).content
+def test_the_tuned_model_downloads_and_verifies(
+    client: openai.OpenAI, old: OldHome, tmp_path: Path
+) -> None:
+    body = client.get(
+        f"/fine_tuning/jobs/{old.job_id('first')}/adapter", cast_to=httpx2.Response
+    ).content
     with tarfile.open(fileobj=io.BytesIO(body)) as archive:
-        members = {Path(member.name).name: archive.extractfile(member) for member in archive if member.isfile()}
-        found = {name: hashlib.sha256(file.read()).hexdigest() for name, file in members.items() if file}
+        members = {
+            Path(member.name).name: archive.extractfile(member)
+            for member in archive
+            if member.isfile()
+        }
+        found = {
+            name: hashlib.sha256(file.read()).hexdigest() for name, file in members.items() if file
+        }
     assert found == old.recorded["adapter"]
     downloaded = tmp_path / "adapter.tar"
     downloaded.write_bytes(body)
@@ -164,7 +215,8 @@ def test_a_new_job_goes_on_from_the_old_tuned_model(client: openai.OpenAI, old: 
     client.fine_tuning.jobs.cancel(job.id)
 
 
-# What continues --------------------------------------------------------------------------------------------------------
+# What continues
+# ------------------------------------------------------------------------------
 
 
 @pytest.mark.slow
@@ -179,12 +231,18 @@ def test_a_lost_attempt_is_followed_by_one_from_its_checkpoint(
     assert f"after step {checkpoint.split('-')[1]} " in resumed_behind(client, job.id)[0]
     assert sorted(losses_of(client, job.id)) == old.steps("lost")
 
-    told = eventually(lambda: next((r for r in list(hook.arrived.queue) if job.id in r.body.decode()), None))
-    client.webhooks.verify_signature(told.body.decode(), told.headers, secret=old.recorded["webhook"]["signing_secret"])
+    told = eventually(
+        lambda: next((r for r in list(hook.arrived.queue) if job.id in r.body.decode()), None)
+    )
+    client.webhooks.verify_signature(
+        told.body.decode(), told.headers, secret=old.recorded["webhook"]["signing_secret"]
+    )
 
 
 @pytest.mark.slow
-def test_a_paused_job_goes_on_from_its_checkpoint(server: Server, client: openai.OpenAI, old: OldHome) -> None:
+def test_a_paused_job_goes_on_from_its_checkpoint(
+    server: Server, client: openai.OpenAI, old: OldHome
+) -> None:
     """It began on the tuned model that the old version made."""
     step = int(old.recorded["checkpoints"]["paused"][-1].split("-")[1])
     job_id = old.job_id("paused")
@@ -192,7 +250,11 @@ def test_a_paused_job_goes_on_from_its_checkpoint(server: Server, client: openai
     client.fine_tuning.jobs.resume(job_id)
     wait_until(client, job_id, "succeeded")
     again = server.run(job_id).path("attempts/2/events")
-    lines = [json.loads(line) for path in sorted(again.glob("*.jsonl")) for line in path.read_text().splitlines()]
+    lines = [
+        json.loads(line)
+        for path in sorted(again.glob("*.jsonl"))
+        for line in path.read_text().splitlines()
+    ]
     trained = [line["metrics"]["step"] for line in lines if line["kind"] == "metrics"]
     assert trained == old.steps("paused")[step:], "not from the first step"
     assert sorted(losses_of(client, job_id)) == old.steps("paused")
@@ -205,14 +267,17 @@ def test_a_job_that_had_not_begun_runs_to_its_end(client: openai.OpenAI, old: Ol
 
 
 @pytest.mark.slow
-def test_a_checkpoint_of_the_old_version_becomes_an_adapter(client: openai.OpenAI, old: OldHome, tmp_path: Path) -> None:
+def test_a_checkpoint_of_the_old_version_becomes_an_adapter(
+    client: openai.OpenAI, old: OldHome, tmp_path: Path
+) -> None:
     checkpoint = client.fine_tuning.jobs.checkpoints.list(old.job_id("paused")).data[0].id
     path = f"/fine_tuning/jobs/{old.job_id('paused')}/checkpoints/{checkpoint}/adapter"
     (tmp_path / "adapter.tar").write_bytes(client.get(path, cast_to=httpx2.Response).content)
     assert faults_of(tmp_path / "adapter.tar") == []
 
 
-# Without a server ----------------------------------------------------------------------------------------------------
+# Without a server
+# ------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -230,17 +295,30 @@ def test_a_checkpoint_of_the_old_version_becomes_an_adapter(client: openai.OpenA
         ),
     ],
 )
-def test_supervisors_know_the_command_lines_of_every_release(arguments: list[str], tmp_path: Path) -> None:
-    run_dir, scratch = tmp_path / "run", tmp_path / "scratch"
+def test_supervisors_know_the_command_lines_of_every_release(
+    arguments: list[str], tmp_path: Path
+) -> None:
+    run_dir = tmp_path / "run"
+    scratch = tmp_path / "scratch"
     (run_dir / "attempts/1").mkdir(parents=True)
     scratch.mkdir()
-    start = {"job_id": "ftjob-1", "attempt": 1, "world_size": 2, "generation": 1, "checkpoint": None, "slots": [], "nodes": 1}
+    start = {
+        "job_id": "ftjob-1",
+        "attempt": 1,
+        "world_size": 2,
+        "generation": 1,
+        "checkpoint": None,
+        "slots": [],
+        "nodes": 1,
+    }
     (run_dir / "attempts/1/start.json").write_text(json.dumps(start))
     words = {"SCRATCH": str(scratch), "PARENT": str(os.getpid())}
     given = [words.get(word, word) for word in arguments]
     command = [*SUPERVISOR, str(run_dir), "1", *given, "--command", *scripted("event,succeed")]
     # It needs no environment of its own: pods give it no FT_ variable but a few.
-    done = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path, timeout=SECONDS, check=False)
+    done = subprocess.run(
+        command, capture_output=True, text=True, cwd=tmp_path, timeout=SECONDS, check=False
+    )
     assert done.returncode == 0, done.stderr
     ended = eventually(lambda: read(run_dir / "attempts/1/exit.json"))
     assert (ended["code"], ended["reason"]) == (0, "succeeded")

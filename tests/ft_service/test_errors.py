@@ -14,7 +14,13 @@ from ft_service.rundir.directory import UnreadableDocumentError
     [
         SpecError("Wrong.", param="model", code="base_changed"),
         LimitError("Enough.", retry_after=2.0),
-        HelperFailed(Program(command=("python", "-m", "task")), Failure.EXITED, "ended", exit_code=3, last_words=["why"]),
+        HelperFailed(
+            Program(command=("python", "-m", "task")),
+            Failure.EXITED,
+            "ended",
+            exit_code=3,
+            last_words=["why"],
+        ),
         UnreadableDocumentError("origins.json", "it is not JSON"),
     ],
 )

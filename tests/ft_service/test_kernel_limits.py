@@ -16,24 +16,41 @@ def test_a_chunk_has_at_least_one_row() -> None:
     assert chunk_rows(4096) == 8192, "of a small vocabulary as many as make 2^25"
 
 
-@pytest.mark.parametrize(("heads", "groups"), [(32, 8), (64, 8), (14, 2), (32, 32), (6, 2), (71, 1)])
+@pytest.mark.parametrize(
+    ("heads", "groups"), [(32, 8), (64, 8), (14, 2), (32, 32), (6, 2), (71, 1)]
+)
 def test_lots_are_bounded_and_have_every_sample_once(heads: int, groups: int) -> None:
     rng = random.Random(heads)
     for _ in range(50):
-        lengths = [rng.randint(1, rng.choice((40, 700, 3000, 20_000))) for _ in range(rng.randint(1, 60))]
+        lengths = [
+            rng.randint(1, rng.choice((40, 700, 3000, 20_000))) for _ in range(rng.randint(1, 60))
+        ]
         lots, long = lots_of(lengths, heads, groups)
-        assert sorted([*long, *(sample for lot in lots for sample in lot.samples)]) == list(range(len(lengths)))
+        assert sorted([*long, *(sample for lot in lots for sample in lot.samples)]) == list(
+            range(len(lengths))
+        )
         for lot in lots:
             assert len(lot.samples) <= lot.count
             assert max(lengths[sample] for sample in lot.samples) <= lot.length
             assert heads % lot.heads == 0
             assert lot.heads % (heads // groups) == 0, "heads that share a key stay together"
-            assert lot.heads == heads or lot.heads % 4 == 0, "where a part of the heads begins is a multiple of 16 bytes"
+            assert lot.heads == heads or lot.heads % 4 == 0, (
+                "where a part of the heads begins is a multiple of 16 bytes"
+            )
             assert 2 * lot.count * lot.heads * lot.length**2 <= kernel_limits.ATTENTION_SCORE_BYTES
         for sample in long:
-            least = next(part for part in range(groups, 0, -1) if groups % part == 0 and (part == 1 or heads // part % 4 == 0))
-            assert 2 * (heads // least) * lengths[sample] ** 2 > kernel_limits.ATTENTION_SCORE_BYTES / 4
-        assert len({(lot.count, lot.length, lot.heads) for lot in lots}) == len({lot.length for lot in lots})
+            least = next(
+                part
+                for part in range(groups, 0, -1)
+                if groups % part == 0 and (part == 1 or heads // part % 4 == 0)
+            )
+            assert (
+                2 * (heads // least) * lengths[sample] ** 2
+                > kernel_limits.ATTENTION_SCORE_BYTES / 4
+            )
+        assert len({(lot.count, lot.length, lot.heads) for lot in lots}) == len(
+            {lot.length for lot in lots}
+        )
 
 
 def test_an_8b_s_micro_batch_is_three_lots() -> None:
@@ -59,7 +76,9 @@ def test_no_lot_has_more_scores_than_the_workspace_is_planned_for(heads: int, gr
         assert max(2 * lot.count * lot.heads * lot.length**2 for lot in lots) <= planned
         with_groups = cudnn_workspace_bytes(sum(lengths), max(lengths), heads, 64, grouped=True)
         row = kernel_limits.next_power(sum(lengths))
-        assert with_groups - planned == 2 * 4 * row * heads * 64, "a key's and a value's gradient for each head, fp32"
+        assert with_groups - planned == 2 * 4 * row * heads * 64, (
+            "a key's and a value's gradient for each head, fp32"
+        )
 
 
 def test_sizes_that_fp8_hardware_takes() -> None:

@@ -13,7 +13,8 @@ from ft_service import logs
 @pytest.fixture(autouse=True)
 def root_logger() -> Iterator[None]:
     root = logging.getLogger()
-    handlers, level = root.handlers[:], root.level
+    handlers = root.handlers[:]
+    level = root.level
     yield
     root.handlers[:] = handlers
     root.setLevel(level)

@@ -12,11 +12,15 @@ from ft_service.settings import Settings
 from ft_service.store.sql import open_store
 
 KEYS = ("FT_INFERENCE_API_KEY", "FT_WANDB_API_KEY", "FT_MLFLOW_TOKEN", "FT_TRACKIO_TOKEN")
-"""Secrets that are sent in headers: a client that cannot send one says in its error what it is, and tenants see that."""
+"""Secrets that are sent in headers: a client that cannot send one says in its error what it is, and
+tenants see that.
+"""
 
 
 @pytest.mark.parametrize("name", [*KEYS, "FT_OIDC_CLIENT_SECRET"])
-def test_a_secret_ends_before_the_line_break_of_its_file(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_secret_ends_before_the_line_break_of_its_file(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     field = name.removeprefix("FT_").lower()
     monkeypatch.setenv(name, "sk-secret\n")
     assert getattr(load_settings(), field).get_secret_value() == "sk-secret"
@@ -26,7 +30,9 @@ def test_a_secret_ends_before_the_line_break_of_its_file(name: str, monkeypatch:
 
 @pytest.mark.parametrize("name", KEYS)
 @pytest.mark.parametrize("key", ["sk-secret\nsk-other", "sk-secret\u00e9"])
-def test_a_key_that_no_header_can_carry_is_refused_and_not_shown(name: str, key: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_key_that_no_header_can_carry_is_refused_and_not_shown(
+    name: str, key: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv(name, key)
     with pytest.raises(SpecError, match=f"^{name} holds a line break") as error:
         load_settings()
@@ -38,18 +44,26 @@ def test_a_key_that_no_header_can_carry_is_refused_and_not_shown(name: str, key:
     [
         ("FT_INFERENCE_URL", "http://[", "is no URL"),
         ("FT_INFERENCE_URL", "http://a:port/v1", "is no URL"),
-        ("FT_INFERENCE_URL", "http://a/v1,b/v1", "'b/v1' must begin with http:// or https:// and a host"),
+        (
+            "FT_INFERENCE_URL",
+            "http://a/v1,b/v1",
+            "'b/v1' must begin with http:// or https:// and a host",
+        ),
         ("FT_OIDC_ISSUER", "https://[", "is no URL"),
     ],
 )
-def test_what_is_no_address_is_refused_at_the_start(name: str, value: str, said: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_is_no_address_is_refused_at_the_start(
+    name: str, value: str, said: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv(name, value)
     with pytest.raises(SpecError, match=f"^{name}: ") as error:
         load_settings()
     assert said in error.value.message
 
 
-@pytest.mark.parametrize(("content", "said"), [(None, "No such file"), (b"\xff", "utf-8"), (b"\n", "the file is empty")])
+@pytest.mark.parametrize(
+    ("content", "said"), [(None, "No such file"), (b"\xff", "utf-8"), (b"\n", "the file is empty")]
+)
 def test_a_file_without_the_databases_url_is_named(
     content: bytes | None, said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -76,7 +90,9 @@ def test_no_address_is_not_every_address() -> None:
 def test_a_time_without_an_end_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     """Clusters count it in whole seconds."""
     monkeypatch.setenv("FT_STOP_GRACE_SECONDS", "inf")
-    with pytest.raises(SpecError, match=r"^FT_STOP_GRACE_SECONDS = 'inf': must be a number that is not infinite\.$"):
+    with pytest.raises(
+        SpecError, match=r"^FT_STOP_GRACE_SECONDS = 'inf': must be a number that is not infinite\.$"
+    ):
         load_settings()
 
 
@@ -86,7 +102,8 @@ def test_texts_for_users_have_names_in_place_of_paths(tmp_path: Path) -> None:
     (tmp_path / "link").symlink_to(models)
     settings = Settings(home=tmp_path / "home", models=[tmp_path / "link"])
     told = settings.without_paths(
-        f"{tmp_path}/link/org/tiny and {models}/tiny: {tmp_path}/home/ft.db, in {tmp_path}/home or {models}."
+        f"{tmp_path}/link/org/tiny and {models}/tiny: {tmp_path}/home/ft.db, in {tmp_path}/home "
+        f"or {models}."
     )
     assert told == "org/tiny and tiny: ft.db, in FT_HOME or FT_MODELS."
     assert Settings(home=Path("/")).without_paths("a / b") == "a / b"

@@ -16,12 +16,18 @@ SAMPLED = "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"
 
 
 def part(key: str, parent: str | None, **more: Any) -> Timespan:
-    return Timespan(**{"key": key, "parent": parent, "name": key or "job", "began": 1.0, "ended": 2.0, **more})
+    return Timespan(
+        **{"key": key, "parent": parent, "name": key or "job", "began": 1.0, "ended": 2.0, **more}
+    )
 
 
 @pytest.mark.parametrize(
     "environment",
-    [{}, {"OTEL_EXPORTER_OTLP_ENDPOINT": ""}, {"OTEL_EXPORTER_OTLP_ENDPOINT": "http://c", "OTEL_SDK_DISABLED": "true"}],
+    [
+        {},
+        {"OTEL_EXPORTER_OTLP_ENDPOINT": ""},
+        {"OTEL_EXPORTER_OTLP_ENDPOINT": "http://c", "OTEL_SDK_DISABLED": "true"},
+    ],
 )
 def test_they_are_off_unless_switched_on(environment: dict[str, str]) -> None:
     assert Traces.from_environment(environment) is None
@@ -32,8 +38,10 @@ def test_nothing_of_it_is_imported_while_they_are_off() -> None:
         "import sys; import ft_service.control.reconciler, ft_service.traces;"
         "assert ft_service.traces.Traces.from_environment({}) is None;"
         "found = [name for name in sys.modules if name.startswith('opentelemetry')];"
-        "import api.app, api.server;"  # FastAPI imports OpenTelemetry's interface wherever it is installed
-        "print([*found, *(name for name in sys.modules if name.startswith(('opentelemetry.sdk', 'opentelemetry.exporter')))])"
+        # FastAPI imports OpenTelemetry's interface wherever it is installed
+        "import api.app, api.server;"
+        "print([*found, *(name for name in sys.modules if name.startswith(('opentelemetry.sdk', "
+        "'opentelemetry.exporter')))])"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "[]"
@@ -41,13 +49,19 @@ def test_nothing_of_it_is_imported_while_they_are_off() -> None:
 
 def test_a_missing_package_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "opentelemetry.exporter.otlp.proto.http.trace_exporter", None)
-    with pytest.raises(SpecError, match=r"OTEL_EXPORTER_OTLP_ENDPOINT needs packages .* pip install 'ft-service\[otel\]'"):
+    with pytest.raises(
+        SpecError,
+        match=r"OTEL_EXPORTER_OTLP_ENDPOINT needs packages .* pip install 'ft-service\[otel\]'",
+    ):
         Traces.from_environment({"OTEL_EXPORTER_OTLP_ENDPOINT": "http://127.0.0.1:1"})
 
 
 def test_parts_find_their_parents_whoever_sends_them() -> None:
     sent = []
-    for parts in ([part("attempt 1 step 1", "attempt 1")], [part("attempt 1", "", failed="lost"), part("", None)]):
+    for parts in (
+        [part("attempt 1 step 1", "attempt 1")],
+        [part("attempt 1", "", failed="lost"), part("", None)],
+    ):
         exporter = InMemorySpanExporter()
         traces = Traces(exporter)  # as after a restart
         traces.job_parts("ftjob-a", SAMPLED, parts)
@@ -62,7 +76,14 @@ def test_parts_find_their_parents_whoever_sends_them() -> None:
 
 
 @pytest.mark.parametrize(
-    "traceparent", [None, "", "nonsense", SAMPLED[:-1] + "0", SAMPLED.replace("0af7651916cd43dd8448eb211c80319c", "0" * 32)]
+    "traceparent",
+    [
+        None,
+        "",
+        "nonsense",
+        SAMPLED[:-1] + "0",
+        SAMPLED.replace("0af7651916cd43dd8448eb211c80319c", "0" * 32),
+    ],
 )
 def test_nothing_is_sent_of_a_job_that_is_not_traced(traceparent: str | None) -> None:
     exporter = InMemorySpanExporter()

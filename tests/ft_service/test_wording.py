@@ -8,7 +8,14 @@ from ft_service.wording import bytes_text, counted, did_you_mean, duration_text,
 
 @pytest.mark.parametrize(
     ("number", "text"),
-    [(0, "0 days"), (1, "1 day"), (1.0, "1 day"), (0.5, "0.5 days"), (1200, "1,200 days"), (2.0, "2 days")],
+    [
+        (0, "0 days"),
+        (1, "1 day"),
+        (1.0, "1 day"),
+        (0.5, "0.5 days"),
+        (1200, "1,200 days"),
+        (2.0, "2 days"),
+    ],
 )
 def test_one_of_something_is_not_several(number: float, text: str) -> None:
     assert counted(number, "day") == text
@@ -21,7 +28,16 @@ def test_a_verb_agrees_with_its_number() -> None:
 
 def test_kinds_of_values_are_those_of_json() -> None:
     assert [kind(value) for value in (None, True, 1.5, "a", [], [1], {}, {"a": 1})] == [
-        *("null", "true", "a number", "a string", "an empty list", "a list", "an empty object", "an object")
+        *(
+            "null",
+            "true",
+            "a number",
+            "a string",
+            "an empty list",
+            "a list",
+            "an empty object",
+            "an object",
+        )
     ]
 
 
@@ -44,7 +60,9 @@ def test_a_job_of_one_step_over_one_sample() -> None:
     assert time_text(time) == "1 step over 1 sample takes about 5 s."
 
 
-@pytest.mark.parametrize(("count", "text"), [(0, "0 B"), (1023, "1023 B"), (1536, "1.50 KiB"), (5 * 2**30, "5.00 GiB")])
+@pytest.mark.parametrize(
+    ("count", "text"), [(0, "0 B"), (1023, "1023 B"), (1536, "1.50 KiB"), (5 * 2**30, "5.00 GiB")]
+)
 def test_bytes_in_words(count: int, text: str) -> None:
     assert bytes_text(count) == text
 
@@ -52,7 +70,14 @@ def test_bytes_in_words(count: int, text: str) -> None:
 @pytest.mark.parametrize(
     ("seconds", "text"),
     [
-        *((0.4, "less than a second"), (29, "29 s"), (31, "31 s"), (59.4, "59 s"), (59.6, "1 min"), (89, "1 min")),
+        *(
+            (0.4, "less than a second"),
+            (29, "29 s"),
+            (31, "31 s"),
+            (59.4, "59 s"),
+            (59.6, "1 min"),
+            (89, "1 min"),
+        ),
         *((7500, "2 h 5 min"), (3599, "1 h 0 min")),
     ],
 )

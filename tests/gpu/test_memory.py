@@ -28,7 +28,10 @@ from workers.model.build import build
 from workers.quant import fp8_products, nf4
 from workers.training.step import forward_backward
 
-pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")]
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU"),
+]
 
 LLAMA = Llama(hidden=2048, intermediate=5632, layers=6, heads=16, vocabulary=32_000)
 LENGTH = 2048
@@ -66,11 +69,24 @@ def peak_of_two_steps(spec: JobSpec) -> int:
     checkpoint_activations(built.layers, spec.distributed.checkpointing, spec.lora.r)
     load(built.peft_model, spec.model.path, seed=0, compute_dtype=torch.bfloat16, device=device)
     # Compared with others before a job begins.
-    for kernels in (fused, packed_attention, cudnn_attention, head, nf4, fp8_products, low_rank, dropout):
+    for kernels in (
+        fused,
+        packed_attention,
+        cudnn_attention,
+        head,
+        nf4,
+        fp8_products,
+        low_rank,
+        dropout,
+    ):
         kernels.KERNEL.fault(device)
     built.peft_model.train()
     job = JobState(dict(adapters(built.peft_model)), spec.training)
-    ids = torch.randint(0, LLAMA.vocabulary, (2, LENGTH), generator=torch.Generator().manual_seed(0)).int().numpy()
+    ids = (
+        torch.randint(0, LLAMA.vocabulary, (2, LENGTH), generator=torch.Generator().manual_seed(0))
+        .int()
+        .numpy()
+    )
     batch = pack([Tokens(row, row >= 0) for row in ids], device)
     torch.cuda.reset_peak_memory_stats()
     for _ in range(2):
@@ -79,9 +95,12 @@ def peak_of_two_steps(spec: JobSpec) -> int:
     return torch.cuda.max_memory_allocated()
 
 
-@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="what is sharded can be offloaded: needs two GPUs")
+@pytest.mark.skipif(
+    torch.cuda.device_count() < 2, reason="what is sharded can be offloaded: needs two GPUs"
+)
 def test_a_base_in_the_hosts_memory_trains_to_the_same_losses(tmp_path: Path) -> None:
-    folder, data = save_chat_base(tmp_path / "base"), save_chats(tmp_path / "train.jsonl", 16)
+    folder = save_chat_base(tmp_path / "base")
+    data = save_chats(tmp_path / "train.jsonl", 16)
     found: list[dict[str, str]] = []
     for offload in (False, True):
         options: dict[str, Any] = {"max_steps": 6, "batch_size": 4}

@@ -34,7 +34,11 @@ QWEN3_30B: dict[str, Any] = {
     "vocab_size": 151936,
     "tie_word_embeddings": False,
 }
-_MODELOPT: dict[str, Any] = {"quant_method": "modelopt", "quant_algo": "NVFP4", "ignore": ["lm_head"]}
+_MODELOPT: dict[str, Any] = {
+    "quant_method": "modelopt",
+    "quant_algo": "NVFP4",
+    "ignore": ["lm_head"],
+}
 
 
 def save_gpt_oss(folder: Path, **changes: Any) -> Path:
@@ -42,7 +46,11 @@ def save_gpt_oss(folder: Path, **changes: Any) -> Path:
     quantization = {"quant_method": "mxfp4", "modules_to_not_convert": ["model.layers.*.self_attn"]}
 
     def names(name: str) -> list[str]:
-        return [f"{name}_blocks", f"{name}_scales"] if name.endswith(("up_proj", "down_proj")) else [name]
+        return (
+            [f"{name}_blocks", f"{name}_scales"]
+            if name.endswith(("up_proj", "down_proj"))
+            else [name]
+        )
 
     return _save(folder, {**GPT_OSS_20B, **changes}, quantization, names)
 
@@ -51,21 +59,33 @@ def save_qwen3(folder: Path, **changes: Any) -> Path:
     """Qwen3 30B-A3B, its linear layers and experts in modelopt's NVFP4."""
 
     def coded(stem: str) -> list[str]:
-        return [f"{stem}.{part}" for part in ("weight", "weight_scale", "weight_scale_2", "input_scale")]
+        return [
+            f"{stem}.{part}" for part in ("weight", "weight_scale", "weight_scale_2", "input_scale")
+        ]
 
     def names(name: str) -> list[str]:
         before, _, last = name.rpartition(".")
         if last in ("gate_up_proj", "down_proj"):
             parts = ("gate_proj", "up_proj") if last == "gate_up_proj" else ("down_proj",)
             experts = range(int(config["num_experts"]))
-            return [tensor for expert in experts for part in parts for tensor in coded(f"{before}.{expert}.{part}")]
+            return [
+                tensor
+                for expert in experts
+                for part in parts
+                for tensor in coded(f"{before}.{expert}.{part}")
+            ]
         return coded(before) if before.endswith("_proj") else [name]
 
     config = {**QWEN3_30B, **changes}
     return _save(folder, config, _MODELOPT, names)
 
 
-def _save(folder: Path, config: dict[str, Any], quantization: dict[str, Any], names: Callable[[str], list[str]]) -> Path:
+def _save(
+    folder: Path,
+    config: dict[str, Any],
+    quantization: dict[str, Any],
+    names: Callable[[str], list[str]],
+) -> Path:
     """`names`: a parameter's name → those of the tensors that hold it."""
     import torch  # seconds, for tests that need it
     from transformers import AutoConfig, AutoModelForCausalLM

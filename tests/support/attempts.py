@@ -1,4 +1,6 @@
-"""Attempts for tests: run directories whose workers follow a script (`programs/scripted_worker.py`), and their processes."""
+"""Attempts for tests: run directories whose workers follow a script
+(`programs/scripted_worker.py`), and their processes.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +21,9 @@ from ft_service.rundir.documents import Start
 
 Value = TypeVar("Value")
 HANG_SECONDS = 300.0
-"""How long something is waited for that is certain to come, unless it hangs: on a busy machine, too."""
+"""How long something is waited for that is certain to come, unless it hangs: on a busy machine,
+too.
+"""
 LONGEST_PAUSE = 0.25
 """The longest pause of `wait_for` in seconds, unless its caller asks for longer ones."""
 WORKER = Path(__file__).parent / "programs/scripted_worker.py"
@@ -42,14 +46,21 @@ def write_start(run: RunDir, attempt: int, job_id: str = "ftjob-test") -> None:
     run.write_if_absent(f"attempts/{attempt}/start.json", start)
 
 
-def wait_for(what: Callable[[], Value | None], seconds: float = HANG_SECONDS, *, every: float = 0.02) -> Value:
-    """The first answer that is true: neither None nor empty. Fails the test if none comes in time. `every`: the shortest pause.
+def wait_for(
+    what: Callable[[], Value | None], seconds: float = HANG_SECONDS, *, every: float = 0.02
+) -> Value:
+    """The first answer that is true: neither None nor empty.
 
-    The pauses grow with the time waited, since questions take processor time from what is waited for.
+    Fails the test if none comes in time. `every`: the shortest pause.
+
+    The pauses grow with the time waited, since questions take processor time from what is waited
+    for.
     """
     began = time.monotonic()
     while True:
-        waited = time.monotonic() - began  # before the look, so that the last one comes when the time is over
+        waited = (
+            time.monotonic() - began
+        )  # before the look, so that the last one comes when the time is over
         if value := what():
             return value
         assert waited < seconds, f"did not happen within {seconds:g} seconds: {source_of(what)}"
@@ -57,17 +68,24 @@ def wait_for(what: Callable[[], Value | None], seconds: float = HANG_SECONDS, *,
 
 
 def source_of(what: Callable[..., Any]) -> str:
-    """What a condition that is waited for says, and where: for the failure of a test whose condition has not come true."""
+    """What a condition that is waited for says, and where: for the failure of a test whose
+    condition has not come true.
+    """
     inner = inspect.unwrap(what)
     try:
         place = f"{Path(inspect.getfile(inner)).name}:{inspect.getsourcelines(inner)[1]}"
         return f"{inspect.getsource(inner).strip()} ({place})"
-    except (OSError, TypeError):  # a method of an object that is not written in Python, or a partial function
+    except (
+        OSError,
+        TypeError,
+    ):  # a method of an object that is not written in Python, or a partial function
         return repr(what)
 
 
 def process_of(run: RunDir, name: str) -> ProcessIdentity:
-    """Identity of a scripted process (`<attempt>-torchrun`, `<attempt>-<rank>`), once it has said its number."""
+    """Identity of a scripted process (`<attempt>-torchrun`, `<attempt>-<rank>`), once it has said
+    its number.
+    """
     body = wait_for(lambda: run.get(f"pids/{name}"))
     return processes.of(int(body))
 
@@ -78,7 +96,10 @@ def supervisor_of(run: RunDir, attempt: int = 1) -> ProcessIdentity:
 
 def all_processes(run: RunDir, attempt: int = 1) -> list[ProcessIdentity]:
     """The attempt's supervisor, torchrun and both ranks, once they all live."""
-    return [supervisor_of(run, attempt), *(process_of(run, f"{attempt}-{name}") for name in ("torchrun", "0", "1"))]
+    return [
+        supervisor_of(run, attempt),
+        *(process_of(run, f"{attempt}-{name}") for name in ("torchrun", "0", "1")),
+    ]
 
 
 def gone(identities: list[ProcessIdentity]) -> bool:
@@ -90,7 +111,9 @@ def family(pid: int) -> list[int]:
     parents: dict[int, list[int]] = {}
     for path in Path("/proc").glob("[0-9]*/stat"):
         with contextlib.suppress(OSError):  # it has ended meanwhile
-            parents.setdefault(int(path.read_text().rpartition(")")[2].split()[1]), []).append(int(path.parent.name))
+            parents.setdefault(int(path.read_text().rpartition(")")[2].split()[1]), []).append(
+                int(path.parent.name)
+            )
     members = [pid]
     for member in members:
         members += parents.get(member, [])
@@ -105,7 +128,12 @@ def signal_all(pids: list[int], number: int) -> None:
 
 def digests(folder: Path, *names: str) -> dict[str, str]:
     """SHA-256 of every file below these names, by its path."""
-    paths = [path for name in names for path in (folder / name, *(folder / name).rglob("*")) if path.is_file()]
+    paths = [
+        path
+        for name in names
+        for path in (folder / name, *(folder / name).rglob("*"))
+        if path.is_file()
+    ]
     return {path.relative_to(folder).as_posix(): sha256_of(path) for path in paths}
 
 
@@ -115,7 +143,9 @@ def starts(run: RunDir, attempt: int) -> int:
 
 
 def kill_leftovers(folder: Path) -> None:
-    """End all processes that a failed test left: supervisors first, so that they do not wait for the rest."""
+    """End all processes that a failed test left: supervisors first, so that they do not wait for
+    the rest.
+    """
     for path in folder.rglob("attempts/*/supervisor.json"):
         supervisor = RunDir(path.parent).readable(path.name, ProcessIdentity)
         if supervisor is None:  # a test's own garbage

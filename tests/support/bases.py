@@ -48,10 +48,14 @@ AS_IT_IS: dict[str, Any] = {"replicate": 1, "activation_checkpointing": "none", 
 
 def llama_shapes(config: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
     """The tensors of a Llama."""
-    hidden, inner = config["hidden_size"], config["intermediate_size"]
+    hidden = config["hidden_size"]
+    inner = config["intermediate_size"]
     head = config.get("head_dim", hidden // config["num_attention_heads"])
-    q, kv = config["num_attention_heads"] * head, config["num_key_value_heads"] * head
-    shapes: dict[str, tuple[int, ...]] = {"model.embed_tokens.weight": (config["vocab_size"], hidden)}
+    q = config["num_attention_heads"] * head
+    kv = config["num_key_value_heads"] * head
+    shapes: dict[str, tuple[int, ...]] = {
+        "model.embed_tokens.weight": (config["vocab_size"], hidden)
+    }
     for layer in range(config["num_hidden_layers"]):
         before = f"model.layers.{layer}"
         for name, shape in {
@@ -74,7 +78,8 @@ def llama_shapes(config: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
 
 def save_headers(path: Path, shapes: Mapping[str, tuple[int, ...]], dtype: str = "BF16") -> None:
     """A safetensors file of zeros that take no room on disk."""
-    entries, end = {}, 0
+    entries = {}
+    end = 0
     for name, shape in shapes.items():
         size = math.prod(shape) * (1 if dtype == "U8" else 2)
         entries[name] = {"dtype": dtype, "shape": list(shape), "data_offsets": [end, end + size]}
@@ -86,9 +91,16 @@ def save_headers(path: Path, shapes: Mapping[str, tuple[int, ...]], dtype: str =
 
 
 def save_fp8_index(folder: Path, config: Mapping[str, Any]) -> Path:
-    """A Llama in FP8 by blocks of 128 of which config.json and the index are here: a plan needs no more."""
+    """A Llama in FP8 by blocks of 128 of which config.json and the index are here: a plan needs no
+    more.
+    """
     folder.mkdir(parents=True, exist_ok=True)
-    quantization = {"quant_method": "fp8", "fmt": "e4m3", "activation_scheme": "dynamic", "weight_block_size": [128, 128]}
+    quantization = {
+        "quant_method": "fp8",
+        "fmt": "e4m3",
+        "activation_scheme": "dynamic",
+        "weight_block_size": [128, 128],
+    }
     (folder / "config.json").write_text(json.dumps({**config, "quantization_config": quantization}))
     names = list(llama_shapes(config))
     names += [name + "_scale_inv" for name in names if name.endswith("_proj.weight")]
@@ -98,16 +110,24 @@ def save_fp8_index(folder: Path, config: Mapping[str, Any]) -> Path:
 
 
 def save_base(
-    folder: Path, config: Mapping[str, Any] = TINY, shapes: Mapping[str, tuple[int, ...]] | None = None, **changes: Any
+    folder: Path,
+    config: Mapping[str, Any] = TINY,
+    shapes: Mapping[str, tuple[int, ...]] | None = None,
+    **changes: Any,
 ) -> Path:
-    """A base that the catalogue lists, a plan can be made for and tokens can be counted with. `changes`: to the config."""
+    """A base that the catalogue lists, a plan can be made for and tokens can be counted with.
+
+    `changes`: to the config.
+    """
     folder.mkdir(parents=True, exist_ok=True)
     described = {**config, **changes}
     (folder / "config.json").write_text(json.dumps(described))
     for name in TOKENIZER:
         if not (folder / name).exists():
             shutil.copyfile(SAMPLE / name, folder / name)
-    save_headers(folder / "model.safetensors", llama_shapes(described) if shapes is None else shapes)
+    save_headers(
+        folder / "model.safetensors", llama_shapes(described) if shapes is None else shapes
+    )
     return folder
 
 
@@ -116,7 +136,9 @@ _DESCRIBED: dict[str, Description] = {}
 
 
 def describe(folder: str | Path) -> Description:
-    """The description of a base as training builds it, made in this process and once for the same files."""
+    """The description of a base as training builds it, made in this process and once for the same
+    files.
+    """
     from workers.describe import describe as describe_here  # torch takes seconds to import
 
     key = description_key(Path(folder), Versions.installed())
@@ -130,7 +152,12 @@ def plan_of(spec: JobSpec, machine: Machine, lengths: SampleLengths | None = Non
     return plan_job(describe(spec.model.path), spec, machine, lengths)
 
 
-def settle_for(spec: JobSpec, machine: Machine, lengths: SampleLengths | None = None, ranks: Ranks | None = None) -> Settled:
+def settle_for(
+    spec: JobSpec,
+    machine: Machine,
+    lengths: SampleLengths | None = None,
+    ranks: Ranks | None = None,
+) -> Settled:
     """What is chosen for a job on its base's description."""
     return settle(describe(spec.model.path), spec, machine, lengths, ranks)
 

@@ -12,7 +12,10 @@ ROOT = Path(__file__).parents[2]
 PAGES = ("README.md", *sorted(f"docs/{path.name}" for path in (ROOT / "docs").glob("*.md")))
 INDENT = "    "
 _FENCE = re.compile(r" *```(\w*)")
-_COMMAND = re.compile(r"((\.venv/bin/)?ft|make|kubectl|kind|docker|python3?|pip|export|curl|pg_dump|rsync|git) |\w+=\$\(")
+_COMMAND = re.compile(
+    r"((\.venv/bin/)?ft|make|kubectl|kind|docker|python3?|pip|export|curl|pg_dump|rsync|git) "
+    r"|\w+=\$\("
+)
 
 
 @dataclass(frozen=True)
@@ -25,14 +28,22 @@ class Block:
 
     @property
     def commands(self) -> list[str]:
-        """The lines of a block of commands, continued ones joined, without comments and what is fed to them."""
-        text = re.sub(r"<<'END'\n.*?^END$", "", self.text, flags=re.MULTILINE | re.DOTALL).replace("\\\n", " ")
-        return [line.strip() for line in text.splitlines() if line.strip() and not line.lstrip().startswith("#")]
+        """The lines of a block of commands, continued ones joined, without comments and what is fed
+        to them.
+        """
+        text = re.sub(r"<<'END'\n.*?^END$", "", self.text, flags=re.MULTILINE | re.DOTALL).replace(
+            "\\\n", " "
+        )
+        return [
+            line.strip()
+            for line in text.splitlines()
+            if line.strip() and not line.lstrip().startswith("#")
+        ]
 
 
 def blocks(page: str) -> list[Block]:
-    """Those of a page (its path from the project's folder), in their order: fenced ones of `sh` and `python`, and indented ones
-    that begin with a command.
+    """Those of a page (its path from the project's folder), in their order: fenced ones of `sh` and
+    `python`, and indented ones that begin with a command.
     """
     return list(_found(page, (ROOT / page).read_text().splitlines(True)))
 

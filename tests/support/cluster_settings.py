@@ -12,6 +12,10 @@ from ft_service.settings import Settings
 
 def cluster_settings(folder: Path, **profile: Any) -> Settings:
     path = folder / "pod-profile.yaml"
-    path.write_text(yaml.safe_dump({"image": "w:1", "slots": 8, "ranks_per_node": 4, **profile}, sort_keys=False))
+    path.write_text(
+        yaml.safe_dump(
+            {"image": "w:1", "slots": 8, "ranks_per_node": 4, **profile}, sort_keys=False
+        )
+    )
     url = "postgresql+psycopg://ft@db/ft"
     return Settings(home=folder, launcher="kubernetes", pod_profile=path, database_url=url)

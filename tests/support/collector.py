@@ -1,4 +1,6 @@
-"""A collector of traces on a port of this host: OTLP over HTTP, as OpenTelemetry's exporter sends it."""
+"""A collector of traces on a port of this host: OTLP over HTTP, as OpenTelemetry's exporter sends
+it.
+"""
 
 from __future__ import annotations
 
@@ -25,12 +27,20 @@ class Collector:
         return span
 
     def children(self, span: Any) -> list[Any]:
-        return [one for one in self.spans if one.parent_span_id == span.span_id and one.trace_id == span.trace_id]
+        return [
+            one
+            for one in self.spans
+            if one.parent_span_id == span.span_id and one.trace_id == span.trace_id
+        ]
 
     def take(self, body: bytes) -> None:
         request = ExportTraceServiceRequest.FromString(body)
         for resource in request.resource_spans:
-            self.services |= {one.value.string_value for one in resource.resource.attributes if one.key == "service.name"}
+            self.services |= {
+                one.value.string_value
+                for one in resource.resource.attributes
+                if one.key == "service.name"
+            }
             self.spans += [span for scope in resource.scope_spans for span in scope.spans]
 
 
@@ -46,7 +56,9 @@ def collecting() -> Iterator[Collector]:
     class Handler(BaseHTTPRequestHandler):
         def do_POST(self) -> None:
             body = self.rfile.read(int(self.headers["content-length"]))
-            collector.take(gzip.decompress(body) if self.headers.get("content-encoding") == "gzip" else body)
+            collector.take(
+                gzip.decompress(body) if self.headers.get("content-encoding") == "gzip" else body
+            )
             self.send_response(200)
             self.end_headers()
 

@@ -26,7 +26,14 @@ Ft = Callable[..., Ended]
 @pytest.fixture
 def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """An empty FT_HOME, and nothing else of the environment that the command line reads."""
-    for name in ("FT_MODELS", "FT_DATABASE_URL", "FT_BASE_URL", "FT_API_KEY", "OPENAI_BASE_URL", "OPENAI_API_KEY"):
+    for name in (
+        "FT_MODELS",
+        "FT_DATABASE_URL",
+        "FT_BASE_URL",
+        "FT_API_KEY",
+        "OPENAI_BASE_URL",
+        "OPENAI_API_KEY",
+    ):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("FT_HOME", str(tmp_path / "home"))
     return tmp_path / "home"

@@ -1,4 +1,6 @@
-"""CPU seconds of each test file, its processes included: what `make test` costs, whatever else the machine does."""
+"""CPU seconds of each test file, its processes included: what `make test` costs, whatever else the
+machine does.
+"""
 
 from __future__ import annotations
 
@@ -13,8 +15,9 @@ _TICKS = os.sysconf("SC_CLK_TCK")
 
 
 class CpuSeconds:
-    """Seconds by file. Those of a fixture that several tests share go to the first of them; processes that a test does not
-    wait for are missing."""
+    """Seconds by file. Those of a fixture that several tests share go to the first of them;
+    processes that a test does not wait for are missing.
+    """
 
     def __init__(self) -> None:
         self.of_file: Counter[str] = Counter()
@@ -29,14 +32,21 @@ class CpuSeconds:
     def report(self, shown: int) -> str:
         """Return the sum, and the files that took most."""
         lines = [f"{seconds:8.1f}  {file}" for file, seconds in self.of_file.most_common(shown)]
-        total = f"CPU seconds of {len(self.of_file)} test files: {self.of_file.total():.0f}. Those that took most:"
+        total = (
+            f"CPU seconds of {len(self.of_file)} test files: {self.of_file.total():.0f}. "
+            "Those that took most:"
+        )
         return "\n".join([total, *lines])
 
 
 def _used() -> float:
-    """CPU seconds of this process, of its children that have ended, and of ranks, which the forkserver has forked."""
+    """CPU seconds of this process, of its children that have ended, and of ranks, which the
+    forkserver has forked.
+    """
     times = os.times()
-    return times.user + times.system + times.children_user + times.children_system + _of_forkserver()
+    return (
+        times.user + times.system + times.children_user + times.children_system + _of_forkserver()
+    )
 
 
 def _of_forkserver() -> float:

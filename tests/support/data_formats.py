@@ -45,7 +45,11 @@ PAIR = Pair(CHAT, Conversation((USER, WORSE), (0, 1)))
 
 SAME: dict[str, tuple[Format, dict[str, Any], Record]] = {
     "chat": (Format.CHAT, {"messages": [USER, ANSWER]}, CHAT),
-    "bare": (Format.PROMPT_COMPLETION, {"prompt": "a", "completion": "b"}, PromptCompletion("a", "b")),
+    "bare": (
+        Format.PROMPT_COMPLETION,
+        {"prompt": "a", "completion": "b"},
+        PromptCompletion("a", "b"),
+    ),
     "completed messages": (
         *(Format.PROMPT_COMPLETION, {"prompt": [USER, ANSWER, USER], "completion": [WORSE]}),
         Conversation((USER, ANSWER, USER, WORSE), (0, 0, 0, 1)),
@@ -53,31 +57,72 @@ SAME: dict[str, tuple[Format, dict[str, Any], Record]] = {
     "text": (Format.TEXT, {"text": "Once."}, Text("Once.")),
     "sharegpt": (
         Format.SHAREGPT,
-        {"conversations": [{"from": "human", "value": USER["content"]}, {"from": "gpt", "value": "Four."}]},
+        {
+            "conversations": [
+                {"from": "human", "value": USER["content"]},
+                {"from": "gpt", "value": "Four."},
+            ]
+        },
         CHAT,
     ),
-    "sharegpt with roles": (Format.SHAREGPT, {"conversations": [USER, ANSWER], "system": " "}, CHAT),
+    "sharegpt with roles": (
+        Format.SHAREGPT,
+        {"conversations": [USER, ANSWER], "system": " "},
+        CHAT,
+    ),
     "alpaca": (
-        *(Format.ALPACA, {"instruction": "Add.", "input": "2, 2", "output": "4", "system": "Be brief."}),
-        Conversation((SYSTEM, {"role": "user", "content": "Add.\n\n2, 2"}, {"role": "assistant", "content": "4"}), (0, 0, 1)),
+        *(
+            Format.ALPACA,
+            {"instruction": "Add.", "input": "2, 2", "output": "4", "system": "Be brief."},
+        ),
+        Conversation(
+            (
+                SYSTEM,
+                {"role": "user", "content": "Add.\n\n2, 2"},
+                {"role": "assistant", "content": "4"},
+            ),
+            (0, 0, 1),
+        ),
     ),
     "alpaca alone": (
         *(Format.ALPACA, {"instruction": "Add.", "input": "", "output": "4"}),
-        Conversation(({"role": "user", "content": "Add."}, {"role": "assistant", "content": "4"}), (0, 1)),
+        Conversation(
+            ({"role": "user", "content": "Add."}, {"role": "assistant", "content": "4"}), (0, 1)
+        ),
     ),
     "openai pairs": (
         Format.OPENAI_PAIRS,
-        {"input": {"messages": [USER]}, "preferred_output": [ANSWER], "non_preferred_output": [WORSE]},
+        {
+            "input": {"messages": [USER]},
+            "preferred_output": [ANSWER],
+            "non_preferred_output": [WORSE],
+        },
         PAIR,
     ),
     "older openai pairs": (
         Format.OPENAI_PAIRS,
-        {"input": {"messages": [USER]}, "preferred_completion": [ANSWER], "non_preferred_completion": [WORSE]},
+        {
+            "input": {"messages": [USER]},
+            "preferred_completion": [ANSWER],
+            "non_preferred_completion": [WORSE],
+        },
         PAIR,
     ),
-    "trl pairs": (Format.TRL_PAIRS, {"prompt": [USER], "chosen": [ANSWER], "rejected": [WORSE]}, PAIR),
-    "whole trl pairs": (Format.TRL_PAIRS, {"chosen": [USER, ANSWER], "rejected": [USER, WORSE]}, PAIR),
-    "prompt written twice": (Format.TRL_PAIRS, {"prompt": "x", "chosen": [USER, ANSWER], "rejected": [USER, WORSE]}, PAIR),
+    "trl pairs": (
+        Format.TRL_PAIRS,
+        {"prompt": [USER], "chosen": [ANSWER], "rejected": [WORSE]},
+        PAIR,
+    ),
+    "whole trl pairs": (
+        Format.TRL_PAIRS,
+        {"chosen": [USER, ANSWER], "rejected": [USER, WORSE]},
+        PAIR,
+    ),
+    "prompt written twice": (
+        Format.TRL_PAIRS,
+        {"prompt": "x", "chosen": [USER, ANSWER], "rejected": [USER, WORSE]},
+        PAIR,
+    ),
 }
 
 
@@ -108,7 +153,9 @@ def in_csv(rows: list[dict[str, Any]], delimiter: str = ",") -> bytes:
     writer = csv.writer(file, delimiter=delimiter)
     writer.writerow(rows[0])
     for row in rows:
-        writer.writerow([value if isinstance(value, str) else json.dumps(value) for value in row.values()])
+        writer.writerow(
+            [value if isinstance(value, str) else json.dumps(value) for value in row.values()]
+        )
     return b"\xef\xbb\xbf" + file.getvalue().encode()
 
 

@@ -1,6 +1,7 @@
 """Fixtures for tests that need a database: import them into a conftest.
 
-`database_url` is an empty database of each kind in turn, `store_url` one with the schema, `store` an open store on the latter.
+`database_url` is an empty database of each kind in turn, `store_url` one with the schema, `store`
+an open store on the latter.
 """
 
 from __future__ import annotations
@@ -24,10 +25,11 @@ from tests.support.environment import has_name
 
 @pytest.fixture(scope="session")
 def postgres_url() -> Iterator[str]:
-    """A PostgreSQL server of this session's own, on a Unix socket; its URL names the maintenance database.
+    """A PostgreSQL server of this session's own, on a Unix socket; its URL names the maintenance
+    database.
 
-    Not below pytest's own temporary folder: run by root the server has a user of its own, and every pytest that starts on the
-    machine shuts that folder to other users.
+    Not below pytest's own temporary folder: run by root the server has a user of its own, and every
+    pytest that starts on the machine shuts that folder to other users.
     """
     if not has_name():
         pytest.skip("PostgreSQL cannot be made by a user without a name")
@@ -44,11 +46,15 @@ def postgres_url() -> Iterator[str]:
 
 
 def _for_tests(pgexec: Callable[..., str]) -> Callable[..., str]:
-    """The package's call of PostgreSQL's programs for rows that no power cut needs to leave, on a machine however busy: it
-    does not wait for the disk, and as long for the server as `pg_ctl` does by itself, a minute."""
+    """The package's call of PostgreSQL's programs for rows that no power cut needs to leave, on a
+    machine however busy: it does not wait for the disk, and as long for the server as `pg_ctl` does
+    by itself, a minute.
+    """
 
     def call(command: str, args: Sequence[str], **options: Any) -> str:
-        more = {"initdb": ("--no-sync",), "pg_ctl": ("-o", "-F") if args[-1] == "start" else ()}[command]
+        more = {"initdb": ("--no-sync",), "pg_ctl": ("-o", "-F") if args[-1] == "start" else ()}[
+            command
+        ]
         return pgexec(command, (*more, *args), **options | {"timeout": None})
 
     return call
@@ -101,7 +107,9 @@ def store(store_url: str) -> Iterator[Store]:
 
 
 def new_sqlite_database(path: Path) -> str:
-    """The URL of a new database with the schema and no rows: a copy, since Alembic's upgrade takes longer than most tests."""
+    """The URL of a new database with the schema and no rows: a copy, since Alembic's upgrade takes
+    longer than most tests.
+    """
     with path.open("xb") as file:
         file.write(_sqlite_schema())
     return f"sqlite:///{path}"
@@ -119,16 +127,21 @@ def _sqlite_url(folder: Path) -> str:
 
 
 def set_clock(store: Store, ahead: float) -> None:
-    """Have the statements of a store see a clock that goes so many seconds ahead of the true one, or behind it."""
+    """Have the statements of a store see a clock that goes so many seconds ahead of the true one,
+    or behind it.
+    """
     engine = store._engine
 
     def shift(connection: Any, _: object) -> None:
         if engine.dialect.name == "sqlite":
-            connection.create_function("julianday", 1, lambda _: (time.time() + ahead) / 86400 + 2440587.5)
+            connection.create_function(
+                "julianday", 1, lambda _: (time.time() + ahead) / 86400 + 2440587.5
+            )
             return
         connection.execute("CREATE SCHEMA IF NOT EXISTS shifted")
         connection.execute(
-            "CREATE OR REPLACE FUNCTION shifted.clock_timestamp() RETURNS timestamptz LANGUAGE sql AS "
+            "CREATE OR REPLACE FUNCTION shifted.clock_timestamp() RETURNS timestamptz LANGUAGE "
+            "sql AS "
             f"$$ SELECT pg_catalog.clock_timestamp() + make_interval(secs => {ahead}) $$"
         )
         connection.execute("SET search_path = shifted, pg_catalog, public")
@@ -139,7 +152,10 @@ def set_clock(store: Store, ahead: float) -> None:
 
 
 def new_postgres_database(server_url: str, more: str = "") -> str:
-    """The URL of an empty database, which goes with its server. `more`: of the statement that creates it."""
+    """The URL of an empty database, which goes with its server.
+
+    `more`: of the statement that creates it.
+    """
     url = make_url(server_url).set(drivername="postgresql+psycopg")
     name = f"test_{uuid4().hex}"
     server = create_engine(url, isolation_level="AUTOCOMMIT")

@@ -20,20 +20,37 @@ from tests.support.pods import profile_for
 from tests.support.reconciling import new_reconciler
 
 
-def pod_launcher(cluster: HarnessCluster, home: Path, scripts: str, **changes: Any) -> ClusterEngineLauncher:
-    """A launcher of pods that share `home`. `scripts`: as scripted_engine.py takes them. `changes`: of the profile."""
-    play = f'exec "{sys.executable}" "$@" --command "{sys.executable}" "{ENGINE_PROGRAM}" "{scripts}"'
+def pod_launcher(
+    cluster: HarnessCluster, home: Path, scripts: str, **changes: Any
+) -> ClusterEngineLauncher:
+    """A launcher of pods that share `home`.
+
+    `scripts`: as scripted_engine.py takes them. `changes`: of the profile.
+    """
+    play = (
+        f'exec "{sys.executable}" "$@" --command "{sys.executable}" "{ENGINE_PROGRAM}" "{scripts}"'
+    )
     command = ["sh", "-c", play, "sh"]
     values = {"command": command, "slots": 2, "node_selector": cluster.node_selector, **changes}
     profile = profile_for(home, "", **values)
     launcher = cluster.launcher(profile, home, models=(home / "models",))
-    return ClusterEngineLauncher(launcher, home / "engines", partial(EngineDirectory.show, home=home))
+    return ClusterEngineLauncher(
+        launcher, home / "engines", partial(EngineDirectory.show, home=home)
+    )
 
 
-def pod_reconciler(cluster: HarnessCluster, store: Store, home: Path, scripts: str, **changes: Any) -> Reconciler:
-    """A reconciler with engines of up to eight jobs, which end after a second without one unless told otherwise."""
-    engines = EngineOptions(most_seats=8, idle_seconds=changes.pop("idle_seconds", 1.0), mounts=True)
-    return new_reconciler(home, store, pod_launcher(cluster, home, scripts, **changes), engines=engines)
+def pod_reconciler(
+    cluster: HarnessCluster, store: Store, home: Path, scripts: str, **changes: Any
+) -> Reconciler:
+    """A reconciler with engines of up to eight jobs, which end after a second without one unless
+    told otherwise.
+    """
+    engines = EngineOptions(
+        most_seats=8, idle_seconds=changes.pop("idle_seconds", 1.0), mounts=True
+    )
+    return new_reconciler(
+        home, store, pod_launcher(cluster, home, scripts, **changes), engines=engines
+    )
 
 
 def add_pod_job(store: Store, home: Path, job_id: str, **changes: Any) -> Job:

@@ -11,7 +11,9 @@ from tensorboardX.proto.event_pb2 import Event  # pyright: ignore[reportAttribut
 
 
 def records(path: Path) -> Iterator[Any]:
-    """Every record: its length (8 bytes), a checksum of that (4), the message, a checksum of it (4)."""
+    """Every record: its length (8 bytes), a checksum of that (4), the message, a checksum of it
+    (4).
+    """
     body = path.read_bytes()
     while body:
         (length,) = struct.unpack("<Q", body[:8])

@@ -1,13 +1,16 @@
-"""A GPU that computes nothing: the workers' own code for CUDA on fake tensors, forward and backward, its operators recorded.
+"""A GPU that computes nothing: the workers' own code for CUDA on fake tensors, forward and
+backward, its operators recorded.
 
     with fake_cuda() as device, recording() as record:
         loss = ...                                    # of `build_on(device, spec)`
         backward(loss)
 
-Fake tensors know shape, strides, dtype and device. PyTorch refuses operators on tensors of two devices, and for products the
-strides and alignments that the hardware does not take. What no build without CUDA can do is stood in for:
+Fake tensors know shape, strides, dtype and device. PyTorch refuses operators on tensors of two
+devices, and for products the strides and alignments that the hardware does not take. What no build
+without CUDA can do is stood in for:
 
-* Triton's kernels are not compiled but recorded: each reads or writes every tensor that it is given once.
+* Triton's kernels are not compiled but recorded: each reads or writes every tensor that it is given
+  once.
 * The backward is walked here, node by node. PyTorch's own asks CUDA for streams.
 """
 
@@ -96,9 +99,12 @@ WITHOUT_WORK = frozenset(
 SPARSE = frozenset("aten." + name for name in ("embedding", "gather", "scatter_", "index_select"))
 """Operators that touch as many numbers of their first tensor as there are indices."""
 WRITES_ONLY = frozenset(
-    "aten." + name for name in ("zeros", "zero_", "fill_", "full", "ones", "arange", "zeros_like", "new_zeros")
+    "aten." + name
+    for name in ("zeros", "zero_", "fill_", "full", "ones", "arange", "zeros_like", "new_zeros")
 )
-PRODUCTS = frozenset("aten." + name for name in ("mm", "addmm", "addmm_", "bmm", "_scaled_mm", "_grouped_mm"))
+PRODUCTS = frozenset(
+    "aten." + name for name in ("mm", "addmm", "addmm_", "bmm", "_scaled_mm", "_grouped_mm")
+)
 
 
 @dataclass(frozen=True)
@@ -115,7 +121,9 @@ class Operation:
     shapes: tuple[tuple[int, ...], ...]
     """Of the tensors that it takes."""
     where: str
-    """Module of the workers that calls it, such as quant.nf4; empty: another package, or PyTorch's graph in backward."""
+    """Module of the workers that calls it, such as quant.nf4; empty: another package, or PyTorch's
+    graph in backward.
+    """
 
     @property
     def moved(self) -> int:
@@ -135,11 +143,15 @@ class Record:
     def add(self, name: str, taken: list[Tensor], made: list[Tensor], flops: int = 0) -> None:
         """Record an operation that reads what it takes, and writes what it makes."""
         shapes = tuple(tuple(t.shape) for t in taken)
-        read, written = sum(map(_bytes, taken)), sum(map(_bytes, made))
+        read = sum(map(_bytes, taken))
+        written = sum(map(_bytes, made))
         if name in SPARSE:
             touched = made if name != "aten.scatter_" else taken[1:]
-            read, written = sum(map(_bytes, taken[1:])) + sum(map(_bytes, touched)), sum(map(_bytes, touched))
-        self.operations.append(Operation(self.backward, name, read, written, flops, shapes, _caller()))
+            read = sum(map(_bytes, taken[1:])) + sum(map(_bytes, touched))
+            written = sum(map(_bytes, touched))
+        self.operations.append(
+            Operation(self.backward, name, read, written, flops, shapes, _caller())
+        )
 
 
 def _caller() -> str:
@@ -163,7 +175,9 @@ def _bytes(tensor: Tensor) -> int:
 
 
 class _Recorder(TorchDispatchMode):
-    """Records operators. Those of the workers themselves are taken apart into the ones that they are made of."""
+    """Records operators. Those of the workers themselves are taken apart into the ones that they
+    are made of.
+    """
 
     def __init__(self, record: Record) -> None:
         super().__init__()
@@ -173,16 +187,27 @@ class _Recorder(TorchDispatchMode):
         kwargs = kwargs or {}
         if func.namespace == "ft_service":
             with self:
-                return OPDEFS[func._name.rpartition(".")[0] if "." in func._name else func._name]._init_fn(*args, **kwargs)
+                return OPDEFS[
+                    func._name.rpartition(".")[0] if "." in func._name else func._name
+                ]._init_fn(*args, **kwargs)
         made = func(*args, **kwargs)
         name = str(func).rsplit(".", 1)[0]
         if name not in WITHOUT_WORK and func.namespace != "prim":
-            taken = list(dict.fromkeys(leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)))
+            taken = list(
+                dict.fromkeys(
+                    leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)
+                )
+            )
             if name.endswith(".copy_"):
                 taken = taken[-1:]
             if name in WRITES_ONLY:
                 taken = []
-            self._record.add(name, taken, [t for t in tree_leaves(made) if isinstance(t, Tensor)], _flops(name, args))
+            self._record.add(
+                name,
+                taken,
+                [t for t in tree_leaves(made) if isinstance(t, Tensor)],
+                _flops(name, args),
+            )
         return made
 
 
@@ -197,7 +222,10 @@ def _flops(name: str, args: Any) -> int:
 
 @contextmanager
 def recording(record: Record | None = None) -> Iterator[Record]:
-    """Record what is launched while this is entered, by Triton too inside `fake_cuda`. None: a new record."""
+    """Record what is launched while this is entered, by Triton too inside `fake_cuda`.
+
+    None: a new record.
+    """
     record = record or Record()
     _RECORDS.append(record)
     try:
@@ -212,8 +240,9 @@ _RECORDS: list[Record] = []
 
 @contextmanager
 def compiling(record: Record) -> Iterator[None]:
-    """Let torch.compile make its graphs, forward and backward, while this is entered, and record their operators one by one: a
-    GPU's compiler would fuse them."""
+    """Let torch.compile make its graphs, forward and backward, while this is entered, and record
+    their operators one by one: a GPU's compiler would fuse them.
+    """
 
     def backend(graph: Any, _: Any) -> Any:
         def run(*args: Any) -> Any:
@@ -223,13 +252,18 @@ def compiling(record: Record) -> Iterator[None]:
         return make_boxed_func(run)
 
     with (
-        patch.object(torch, "compile", partial(torch.compile, backend=aot_autograd(fw_compiler=backend))),
+        patch.object(
+            torch, "compile", partial(torch.compile, backend=aot_autograd(fw_compiler=backend))
+        ),
         patch.object(torch.autograd, "grad", gradients),
         torch._functorch.config.patch(donated_buffer=False),  # of an engine that is not used
         warnings.catch_warnings(),
     ):
-        warnings.filterwarnings("ignore", "The .grad attribute of a Tensor")  # by Dynamo, which hides it where it is no error
-        torch._dynamo.reset()  # else the tests of a process compile one layer together, which has a limit
+        warnings.filterwarnings(
+            "ignore", "The .grad attribute of a Tensor"
+        )  # by Dynamo, which hides it where it is no error
+        # else the tests of a process compile one layer together, which has a limit
+        torch._dynamo.reset()
         yield
 
 
@@ -243,14 +277,20 @@ class _Kernel:
         return self._launch
 
     def _launch(self, *args: Any, **options: Any) -> None:
-        tensors = list(dict.fromkeys(a for a in (*args, *options.values()) if isinstance(a, Tensor)))
+        tensors = list(
+            dict.fromkeys(a for a in (*args, *options.values()) if isinstance(a, Tensor))
+        )
         tensors += tensors[:1] * (self._function.__name__ in IN_PLACE)
-        assert len({tensor.device for tensor in tensors}) == 1, f"{self._function.__name__} is given tensors of two devices"
+        assert len({tensor.device for tensor in tensors}) == 1, (
+            f"{self._function.__name__} is given tensors of two devices"
+        )
         for record in _RECORDS[-1:]:
             record.add(f"triton.{self._function.__name__}", tensors, [])
 
 
-def _launch_anew(self: Any, grid: Any, tensors: Any, numbers: Any, *constants: Any, num_warps: int = 4) -> None:
+def _launch_anew(
+    self: Any, grid: Any, tensors: Any, numbers: Any, *constants: Any, num_warps: int = 4
+) -> None:
     """In place of a launcher, which asks tensors for their addresses: fake ones have none."""
     self._kernel[grid](*tensors, *numbers, *constants)
 
@@ -283,11 +323,15 @@ def _in_place_of_modules(others: Mapping[str, ModuleType | None]) -> Iterator[No
 
 @contextmanager
 def _device_guard() -> Iterator[None]:
-    """What PyTorch asks before each operator on a GPU: which device and stream is current. Builds without CUDA have nobody to
-    ask, and here get the processor's answer. Builds with it have their own.
+    """What PyTorch asks before each operator on a GPU: which device and stream is current.
+
+    Builds without CUDA have nobody to ask, and here get the processor's answer. Builds with it have
+    their own.
     """
     library = ctypes.CDLL(str(Path(torch.__file__).parent / "lib/libc10.so"))
-    guards = (ctypes.c_void_p * 2).in_dll(library, "_ZN3c104impl26device_guard_impl_registryE")  # by c10::DeviceType
+    guards = (ctypes.c_void_p * 2).in_dll(
+        library, "_ZN3c104impl26device_guard_impl_registryE"
+    )  # by c10::DeviceType
     before = guards[1]
     guards[1] = before or guards[0]
     try:
@@ -298,29 +342,53 @@ def _device_guard() -> Iterator[None]:
 
 @contextmanager
 def fake_cuda(capability: tuple[int, int] = (9, 0)) -> Iterator[torch.device]:
-    """While it is entered, tensors are fake, and the device that is given is a GPU of this compute capability."""
+    """While it is entered, tensors are fake, and the device that is given is a GPU of this compute
+    capability.
+    """
     with ExitStack() as stack:
         enter = stack.enter_context
         enter(_device_guard())
         enter(_in_place_of_modules(_dry_triton() | dict.fromkeys(KERNEL_MODULES)))
         enter(patch.object(torch.cuda, "get_device_capability", lambda device=None: capability))
-        enter(patch.object(torch.cuda, "get_device_name", lambda device=None: "a GPU that computes nothing"))
-        enter(patch.object(batches, "_moved", lambda values, device: torch.from_numpy(values).to(device)))
+        enter(
+            patch.object(
+                torch.cuda, "get_device_name", lambda device=None: "a GPU that computes nothing"
+            )
+        )
+        enter(
+            patch.object(
+                batches, "_moved", lambda values, device: torch.from_numpy(values).to(device)
+            )
+        )
         enter(patch.object(segments, "_has_kernel", lambda device: True))
         enter(patch.object(gpu_kernels.KernelLauncher, "__call__", _launch_anew))
-        enter(patch.object(gpu_kernels, "checked", lambda module, compare, device: (importlib.import_module(module), None)))
+        enter(
+            patch.object(
+                gpu_kernels,
+                "checked",
+                lambda module, compare, device: (importlib.import_module(module), None),
+            )
+        )
         for cached in (nf4.values, fp8_products.ones, packed_attention.no_dropout):
             cached.cache_clear()
             stack.callback(cached.cache_clear)
-        enter(patch.object(frozen_linear, "watched", torch.compiler.is_compiling))  # by no mode but this one
+        enter(
+            patch.object(frozen_linear, "watched", torch.compiler.is_compiling)
+        )  # by no mode but this one
         enter(FakeTensorMode(allow_non_fake_inputs=True))
         yield torch.device("cuda", 0)
 
 
 def build_on(device: torch.device, spec: JobSpec) -> PeftModel:
-    """A job's model on the device, uninitialised, whose layers compute as they do there. Inside `fake_cuda`."""
+    """A job's model on the device, uninitialised, whose layers compute as they do there.
+
+    Inside `fake_cuda`.
+    """
     chosen = build.choose_arithmetic
-    with unset_fake_temporarily(), patch.object(build, "choose_arithmetic", lambda base, spec, _: chosen(base, spec, device)):
+    with (
+        unset_fake_temporarily(),
+        patch.object(build, "choose_arithmetic", lambda base, spec, _: chosen(base, spec, device)),
+    ):
         model = build.build(spec, torch.device("cpu")).peft_model  # buffers have values
     _place(model, device)
     return model.train()
@@ -336,7 +404,11 @@ def _place(model: nn.Module, device: torch.device) -> None:
         if isinstance(face, RowQuantized):
             own: Tensor = type(face).empty(face.shape, torch.bfloat16, device)
         else:
-            own = torch.empty(face.shape, dtype=torch.float32 if parameter.requires_grad else torch.bfloat16, device=device)
+            own = torch.empty(
+                face.shape,
+                dtype=torch.float32 if parameter.requires_grad else torch.bfloat16,
+                device=device,
+            )
         placed = nn.Parameter(own, requires_grad=parameter.requires_grad)
         for module, name in places:
             module._parameters[name] = placed
@@ -363,12 +435,16 @@ def gradients(
 
 
 @torch.no_grad()
-def _walked(given: dict[Any, dict[int, Tensor]], last: Collection[Any] = ()) -> dict[Any, dict[int, Tensor]]:
-    """The gradients that come to each node of a graph, by output of its forward, from those at some of them: what PyTorch's own
-    engine adds up and calls, in an order that it could take. `last`: nodes that are not called.
+def _walked(
+    given: dict[Any, dict[int, Tensor]], last: Collection[Any] = ()
+) -> dict[Any, dict[int, Tensor]]:
+    """The gradients that come to each node of a graph, by output of its forward, from those at some
+    of them: what PyTorch's own engine adds up and calls, in an order that it could take. `last`:
+    nodes that are not called.
     """
     waiting: Counter[Any] = Counter()
-    seen, stack = set(given), list(given)
+    seen = set(given)
+    stack = list(given)
     while stack:
         for following, _ in stack.pop().next_functions:
             if following is not None:
@@ -398,14 +474,18 @@ def _walked(given: dict[Any, dict[int, Tensor]], last: Collection[Any] = ()) -> 
 def _called(node: Any, grads: dict[int, Tensor]) -> list[Tensor | None]:
     """The gradients that a node gives to those that follow. `grads`: by output of its forward."""
     own = [grads.get(place) for place in range(len(node._input_metadata))]
-    if type(node).__name__ == "SiluBackward0":  # one kernel on CUDA, which builds without it take apart
+    if (
+        type(node).__name__ == "SiluBackward0"
+    ):  # one kernel on CUDA, which builds without it take apart
         for record in _RECORDS[-1:]:
             record.add("aten.silu_backward", [grads[0], node._saved_self], [node._saved_self])
         return [torch.empty_like(node._saved_self)]
     if not hasattr(node, "apply"):  # one of PyTorch
         made: Any = node(*own)
         return list(made) if isinstance(made, tuple) else [made]
-    made = node.apply(*own)  # a Python function's, for all of its arguments, also such as are no tensors and have no node
+    made = node.apply(
+        *own
+    )  # a Python function's, for all of its arguments, also such as are no tensors and have no node
     made = made if isinstance(made, tuple) else (made,)
     needed = node.needs_input_grad
     assert not any(grad is not None for grad in made[len(needed) :])

@@ -1,5 +1,6 @@
-"""A stand-in of NVIDIA's package for cuDNN's graphs, which computes attention on a processor, at the addresses and by the
-sizes, strides and places of samples that a graph was built with."""
+"""A stand-in of NVIDIA's package for cuDNN's graphs, which computes attention on a processor, at
+the addresses and by the sizes, strides and places of samples that a graph was built with.
+"""
 
 from __future__ import annotations
 
@@ -33,7 +34,8 @@ class FakeTensor:
         places = numbers(addresses[known["ragged_offset"].known["uid"]], known["dim"][0] + 1)
         _, heads, most, width = known["dim"]
         assert length <= most, "the graph computes no more tokens of a sample"
-        strides, kind = known["stride"][1:], known.get("data_type", torch.float32)
+        strides = known["stride"][1:]
+        kind = known.get("data_type", torch.float32)
         count = 1 + (heads - 1) * strides[0] + max(0, length - 1) * strides[1] + width - 1
         memory = (ctypes.c_byte * (count * kind.itemsize)).from_address(
             addresses[known["uid"]] + places[sample] * kind.itemsize
@@ -90,7 +92,9 @@ class FakeGraph:
         assert options["diagonal_band_right_bound"] == 0
         assert options["seq_len_q"] is options["seq_len_kv"]
         FakeGraph.ran.append(options)
-        lengths = numbers(addresses[options["seq_len_q"].known["uid"]], options["q"].known["dim"][0])
+        lengths = numbers(
+            addresses[options["seq_len_q"].known["uid"]], options["q"].known["dim"][0]
+        )
         for sample, length in enumerate(lengths):
             if length:
                 self._compute(FakeSample(addresses, sample, length))
@@ -110,8 +114,14 @@ class FakeGraph:
         assert options["use_deterministic_algorithm"]
         out, sums, grad = (sample.read(options[name]) for name in ("o", "stats", "dO"))
         shares = (scores - sums).exp()
-        of_scores = shares * (grad @ values.mT - (grad * out).sum(dim=-1, keepdim=True)) * options["attn_scale"]
-        for tensor, whole in zip(options["made"], (of_scores @ keys, of_scores.mT @ query, shares.mT @ grad), strict=True):
+        of_scores = (
+            shares
+            * (grad @ values.mT - (grad * out).sum(dim=-1, keepdim=True))
+            * options["attn_scale"]
+        )
+        for tensor, whole in zip(
+            options["made"], (of_scores @ keys, of_scores.mT @ query, shares.mT @ grad), strict=True
+        ):
             sample.write(tensor, whole.unflatten(0, (tensor.known["dim"][1], -1)).sum(dim=1))
 
 
@@ -141,16 +151,20 @@ PACKAGE = SimpleNamespace(
 
 @contextmanager
 def fake_cudnn(refuses: str = "") -> Iterator[list[dict[str, Any]]]:
-    """While it is entered, graphs are the stand-in's, in fp32, so that they can be compared exactly. Yields the options of what
-    was run."""
-    FakeGraph.ran, FakeGraph.refuses = [], refuses
+    """While it is entered, graphs are the stand-in's, in fp32, so that they can be compared
+    exactly. Yields the options of what was run.
+    """
+    FakeGraph.ran = []
+    FakeGraph.refuses = refuses
     caches = cudnn_attention._forward_graph, cudnn_attention._backward_graph
     for cache in caches:
         cache.cache_clear()
     try:
         with (
             patch.object(cudnn_attention, "_handle", lambda device: (PACKAGE, None)),
-            patch.object(torch.cuda, "current_stream", lambda device: SimpleNamespace(cuda_stream=0)),
+            patch.object(
+                torch.cuda, "current_stream", lambda device: SimpleNamespace(cuda_stream=0)
+            ),
         ):
             yield FakeGraph.ran
     finally:

@@ -1,7 +1,7 @@
 """Attempts that exist in memory only: for tests, and to try the service without training anything.
 
-Nothing happens by itself. A test says what the workers would do (`report`, `end`, `set`) and looks at what was asked of them
-(`started`, `signals`, `kills`).
+Nothing happens by itself. A test says what the workers would do (`report`, `end`, `set`) and looks
+at what was asked of them (`started`, `signals`, `kills`).
 """
 
 from __future__ import annotations
@@ -81,7 +81,9 @@ class FakeLauncher:
                 Reason.STOP_TIMEOUT: ExitReason.STOP_TIMEOUT,
                 Reason.USER_CANCELLED: ExitReason.CANCELLED,
             }
-            ended = exit_of(reasons.get(reason, ExitReason.WORKER_KILLED), "The service ended the attempt.")
+            ended = exit_of(
+                reasons.get(reason, ExitReason.WORKER_KILLED), "The service ended the attempt."
+            )
             self.end(*_key(attempt), ended)
 
     def clean(self, attempt: Attempt) -> None:

@@ -1,4 +1,6 @@
-"""What the GPU's kernels of norms, rotary positions and gating return, on a processor by PyTorch's operations."""
+"""What the GPU's kernels of norms, rotary positions and gating return, on a processor by PyTorch's
+operations.
+"""
 
 from __future__ import annotations
 
@@ -33,4 +35,10 @@ def kernels_of_the_processor() -> Any:
     def gated_grad(grad: Any, gate: Any, up: Any) -> Any:
         return graded(fused.gate, [gate, up], grad)
 
-    return SimpleNamespace(normed=normed, normed_grad=normed_grad, rotated=rotated, gated=fused.gate, gated_grad=gated_grad)
+    return SimpleNamespace(
+        normed=normed,
+        normed_grad=normed_grad,
+        rotated=rotated,
+        gated=fused.gate,
+        gated_grad=gated_grad,
+    )

@@ -16,7 +16,13 @@ def grader(**given: Any) -> Any:
 
 
 def multi(formula: str) -> Multi:
-    check = {"type": "string_check", "name": "x", "input": "{{sample.output_text}}", "reference": "four", "operation": "eq"}
+    check = {
+        "type": "string_check",
+        "name": "x",
+        "input": "{{sample.output_text}}",
+        "reference": "four",
+        "operation": "eq",
+    }
     like = {**check, "name": "y", "operation": "ilike"}
     return grader(type="multi", graders={"same": check, "near": like}, calculate_output=formula)
 

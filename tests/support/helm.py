@@ -1,7 +1,8 @@
-"""Helm itself, by the library that helm-python-sdk brings: in a process of its own, since it is a whole Go runtime.
+"""Helm itself, by the library that helm-python-sdk brings: in a process of its own, since it is a
+whole Go runtime.
 
-`python -m tests.support.helm` reads `{"chart": path, "cases": {name: values}}` and prints, by name, `objects` or
-`error`, and `lint`.
+`python -m tests.support.helm` reads `{"chart": path, "cases": {name: values}}` and prints, by name,
+`objects` or `error`, and `lint`.
 """
 
 from __future__ import annotations
@@ -20,10 +21,14 @@ CHART = ROOT / "deploy/helm/ft-service"
 
 
 def render(cases: Mapping[str, Mapping[str, Any]]) -> dict[str, dict[str, Any]]:
-    """Case → its `objects`, or the `error` that Helm gives; and what a strict `lint` finds worse than advice."""
+    """Case → its `objects`, or the `error` that Helm gives; and what a strict `lint` finds worse
+    than advice.
+    """
     asked = json.dumps({"chart": str(CHART), "cases": cases})
     command = [sys.executable, "-m", "tests.support.helm"]
-    done = subprocess.run(command, input=asked, capture_output=True, text=True, check=False, cwd=ROOT)
+    done = subprocess.run(
+        command, input=asked, capture_output=True, text=True, check=False, cwd=ROOT
+    )
     assert done.returncode == 0, done.stderr
     return json.loads(done.stdout)
 
@@ -40,9 +45,16 @@ def _answer(chart: Any, values: Mapping[str, Any]) -> dict[str, Any]:
         except helm_python.HelmError as error:
             return {"error": str(error), "lint": found}
     manifests = [text for path, text in texts.items() if path.endswith(".yaml")]
-    return {"objects": [item for text in manifests for item in yaml.safe_load_all(text) if item], "lint": found}
+    return {
+        "objects": [item for text in manifests for item in yaml.safe_load_all(text) if item],
+        "lint": found,
+    }
 
 
 if __name__ == "__main__":
     given = json.load(sys.stdin)
-    print(json.dumps({name: _answer(given["chart"], values) for name, values in given["cases"].items()}))
+    print(
+        json.dumps(
+            {name: _answer(given["chart"], values) for name, values in given["cases"].items()}
+        )
+    )

@@ -34,7 +34,9 @@ class OldHome:
 
     folder: Path
     recorded: dict[str, Any]
-    """recorded.json: ids and keys, what the old server answered, and how many steps the jobs have."""
+    """recorded.json: ids and keys, what the old server answered, and how many steps the jobs
+    have.
+    """
 
     @property
     def home(self) -> Path:
@@ -70,26 +72,32 @@ def unpack(version: str, folder: Path) -> OldHome:
     with closing(sqlite3.connect(folder / "home" / "ft.db")) as database, database:
         replace_in_database(database, here)
         # An upload waits for an hour only.
-        database.execute("UPDATE uploads SET expires_at = ? WHERE status = 'pending'", (time.time() + 3600,))
+        database.execute(
+            "UPDATE uploads SET expires_at = ? WHERE status = 'pending'", (time.time() + 3600,)
+        )
     return OldHome(folder, json.loads((folder / "recorded.json").read_text()))
 
 
 def documents(folder: Path) -> list[Path]:
     """Text files whose paths are to be those of here.
 
-    A finished run stays byte for byte as it was left, and so does what is in a checkpoint: digests cover them, and the
-    paths in them are not used.
+    A finished run stays byte for byte as it was left, and so does what is in a checkpoint: digests
+    cover them, and the paths in them are not used.
     """
     finished = {path.parent for path in folder.rglob("result.json")}
     texts = (path for suffix in ("json", "yaml") for path in folder.rglob(f"*.{suffix}"))
     return sorted(
-        path for path in texts if "checkpoints" not in path.relative_to(folder).parts and finished.isdisjoint(path.parents)
+        path
+        for path in texts
+        if "checkpoints" not in path.relative_to(folder).parts and finished.isdisjoint(path.parents)
     )
 
 
 def replace_in_database(database: sqlite3.Connection, here: dict[str, str]) -> None:
     """Put other words in place of some, in every text of every table."""
-    tables = [name for (name,) in database.execute("SELECT name FROM sqlite_master WHERE type = 'table'")]
+    tables = [
+        name for (name,) in database.execute("SELECT name FROM sqlite_master WHERE type = 'table'")
+    ]
     for table in tables:
         for _, column, *_ in database.execute(f'PRAGMA table_info("{table}")').fetchall():
             for old, new in here.items():
@@ -107,11 +115,15 @@ def _replaced(text: str, here: dict[str, str]) -> str:
 
 
 def _check_bases(folder: Path) -> None:
-    """A base that has changed is refused by the jobs that began on it: say so here, where it is plain what to do."""
+    """A base that has changed is refused by the jobs that began on it: say so here, where it is
+    plain what to do.
+    """
     for base in _bases(folder.rglob("origins.json")):
         for name, digest in base["files"].items():
             path = MODELS / base["name"] / name
-            assert sha256_of(path) == digest["sha256"], f"{path} has changed: homes of earlier versions were trained on it"
+            assert sha256_of(path) == digest["sha256"], (
+                f"{path} has changed: homes of earlier versions were trained on it"
+            )
 
 
 def _bases(paths: Iterable[Path]) -> list[dict[str, Any]]:

@@ -1,4 +1,6 @@
-"""Folders of bases as a stranger may send them: links, pipes, devices, sizes, and documents of the wrong kinds."""
+"""Folders of bases as a stranger may send them: links, pipes, devices, sizes, and documents of the
+wrong kinds.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +13,13 @@ from typing import Any
 
 from tests.support.bases import TINY, save_base
 
-READ = ("config.json", "tokenizer.json", "tokenizer_config.json", "chat_template.jinja", "model.safetensors")
+READ = (
+    "config.json",
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "chat_template.jinja",
+    "model.safetensors",
+)
 """Files of `save_base` that somebody opens."""
 
 
@@ -68,10 +76,38 @@ WRONG: tuple[Any, ...] = (
 """Values that a field of a document may be given in place of its own."""
 FIELDS: tuple[str, ...] = (
     *TINY,
-    *("architectures", "text_config", "vision_config", "thinker_config", "quantization_config", "rope_scaling", "head_dim"),
-    *("rope_parameters", "layer_types", "layers_block_type", "num_local_experts", "num_experts_per_tok", "attention_bias"),
-    *("moe_intermediate_size", "sliding_window", "torch_dtype", "hidden_act", "kv_lora_rank", "cross_attention_layers"),
-    *("num_kv_shared_layers", "use_bidirectional_attention", "is_encoder_decoder", "pad_token_id", "eos_token_id"),
+    *(
+        "architectures",
+        "text_config",
+        "vision_config",
+        "thinker_config",
+        "quantization_config",
+        "rope_scaling",
+        "head_dim",
+    ),
+    *(
+        "rope_parameters",
+        "layer_types",
+        "layers_block_type",
+        "num_local_experts",
+        "num_experts_per_tok",
+        "attention_bias",
+    ),
+    *(
+        "moe_intermediate_size",
+        "sliding_window",
+        "torch_dtype",
+        "hidden_act",
+        "kv_lora_rank",
+        "cross_attention_layers",
+    ),
+    *(
+        "num_kv_shared_layers",
+        "use_bidirectional_attention",
+        "is_encoder_decoder",
+        "pad_token_id",
+        "eos_token_id",
+    ),
     *("_name_or_path", "hybrid_override_pattern", "intermediate_size", "rms_norm_eps"),
 )
 
@@ -84,7 +120,10 @@ def save_hostile(models: Path) -> list[str]:
             changes[f"{kind}-{name}"] = _replaced(name, make)
     for name in ("config.json", "tokenizer.json", "model.safetensors.index.json"):
         for kind, make in _HUGE.items():
-            if (name, kind) != ("tokenizer.json", "deep"):  # of which only ids are read, at their places
+            if (name, kind) != (
+                "tokenizer.json",
+                "deep",
+            ):  # of which only ids are read, at their places
                 changes[f"{kind}-{name}"] = _replaced(name, make)
     changes["index-zero"] = _replaced("model.safetensors.index.json", KINDS["zero"])
     changes["layers"] = lambda folder: _no_weights(folder, num_hidden_layers=10**9)
@@ -100,10 +139,18 @@ def _no_weights(folder: Path, **config: Any) -> None:
 
 
 def wrong_configs(config: Mapping[str, Any] = TINY) -> Iterator[tuple[str, dict[str, Any]]]:
-    """(name, config.json) with every field in turn given every wrong value, at the top and in a text part."""
+    """(name, config.json) with every field in turn given every wrong value, at the top and in a
+    text part.
+    """
     for field in FIELDS:
         for number, value in enumerate(WRONG):
             changed = {**config, field: value}
-            yield f"{field}={number}", changed if number % 2 else {"model_type": "gemma3", "text_config": changed}
+            yield (
+                f"{field}={number}",
+                changed if number % 2 else {"model_type": "gemma3", "text_config": changed},
+            )
             if isinstance(value, (list, dict)):
-                yield f"{field}={number}, both", {**changed, "text_config": changed, "quantization_config": changed}
+                yield (
+                    f"{field}={number}, both",
+                    {**changed, "text_config": changed, "quantization_config": changed},
+                )

@@ -1,4 +1,6 @@
-"""As much of a model hub on loopback as huggingface_hub asks of one: revisions, trees, files by range, and what goes wrong."""
+"""As much of a model hub on loopback as huggingface_hub asks of one: revisions, trees, files by
+range, and what goes wrong.
+"""
 
 from __future__ import annotations
 
@@ -25,7 +27,9 @@ class Hub:
     token: str = ""
     """The model is gated, and this opens it; empty: it is open to everybody."""
     breaks_after: int | None = None
-    """The next larger file ends after so many bytes, and from then on nothing is sent; None: all is."""
+    """The next larger file ends after so many bytes, and from then on nothing is sent; None: all
+    is.
+    """
     broken: bool = False
     licence: str = "apache-2.0"
     damaged: str = ""
@@ -74,7 +78,11 @@ class _Handler(BaseHTTPRequestHandler):
         parts = unquote(url.path).strip("/").split("/")
         if "org/tiny" not in unquote(url.path):
             self._refuse(401, "RepoNotFound")
-        elif self.served.token and self.headers.get("authorization") != f"Bearer {self.served.token}" and "api" not in parts:
+        elif (
+            self.served.token
+            and self.headers.get("authorization") != f"Bearer {self.served.token}"
+            and "api" not in parts
+        ):
             self._refuse(403, "GatedRepo")
         elif parts[:2] in (["api", "models"], ["api", "datasets"]):
             self._about(parts[4:])
@@ -89,14 +97,27 @@ class _Handler(BaseHTTPRequestHandler):
             self._refuse(404, "RevisionNotFound")
             return
         files = [_listed(name, body) for name, body in self.served.files().items()]
-        files += [{"type": "file", "path": name, "size": size, "oid": "0" * 40} for name, size in self.served.listed.items()]
+        files += [
+            {"type": "file", "path": name, "size": size, "oid": "0" * 40}
+            for name, size in self.served.listed.items()
+        ]
         if what == "tree":
             self._json(files)
             return
-        siblings = [{"rfilename": file["path"], "size": file["size"], "lfs": file.get("lfs")} for file in files]
+        siblings = [
+            {"rfilename": file["path"], "size": file["size"], "lfs": file.get("lfs")}
+            for file in files
+        ]
         card = {"license": self.served.licence}
         self._json(
-            {"id": "org/tiny", "sha": self.served.commit, "siblings": siblings, "cardData": card, "tags": [], "private": False}
+            {
+                "id": "org/tiny",
+                "sha": self.served.commit,
+                "siblings": siblings,
+                "cardData": card,
+                "tags": [],
+                "private": False,
+            }
         )
 
     def _file(self, name: str) -> None:
@@ -154,7 +175,12 @@ class _Handler(BaseHTTPRequestHandler):
 
 
 def _listed(name: str, body: bytes) -> dict[str, Any]:
-    file: dict[str, Any] = {"type": "file", "path": name, "size": len(body), "oid": hashlib.sha1(body).hexdigest()}
+    file: dict[str, Any] = {
+        "type": "file",
+        "path": name,
+        "size": len(body),
+        "oid": hashlib.sha1(body).hexdigest(),
+    }
     if name.endswith(".safetensors"):
         digest = hashlib.sha256(body).hexdigest()
         file["lfs"] = {"oid": digest, "sha256": digest, "size": len(body), "pointerSize": 134}

@@ -1,4 +1,6 @@
-"""A kind of contract for import-linter: which packages some modules may import, everything else being forbidden."""
+"""A kind of contract for import-linter: which packages some modules may import, everything else
+being forbidden.
+"""
 
 from __future__ import annotations
 
@@ -9,9 +11,11 @@ from importlinter import Contract, ContractCheck, fields, output
 
 
 class AllowedContract(Contract):
-    """`importers` import nothing of the linted packages but themselves and `allowed`; of an allowed root package only the root.
+    """`importers` import nothing of the linted packages but themselves and `allowed`; of an allowed
+    root package only the root.
 
-    A new folder is thus out of bounds until somebody lets it in; a list of what is forbidden would have to be kept up.
+    A new folder is thus out of bounds until somebody lets it in; a list of what is forbidden would
+    have to be kept up.
     """
 
     type_name = "allowed"
@@ -28,13 +32,17 @@ class AllowedContract(Contract):
             if _is_below(importer, self.importers)
             for imported in graph.find_modules_directly_imported_by(importer)
             if not graph.is_module_squashed(imported)
-            if not _is_below(imported, self.importers) and imported not in self.allowed and not _is_below(imported, below)
+            if not _is_below(imported, self.importers)
+            and imported not in self.allowed
+            and not _is_below(imported, below)
         )
         return ContractCheck(kept=not broken, metadata={"broken": broken})
 
     def render_broken_contract(self, check: ContractCheck) -> None:
         for importer, imported in check.metadata["broken"]:
-            output.print_error(f"{importer} imports {imported}, which is not on its list of what it may import.")
+            output.print_error(
+                f"{importer} imports {imported}, which is not on its list of what it may import."
+            )
 
 
 def _is_below(module: str, packages: tuple[str, ...] | list[str]) -> bool:

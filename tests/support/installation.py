@@ -1,4 +1,6 @@
-"""One installation as several processes: API replicas behind a balancer, reconcilers, and a host whose jobs train nothing."""
+"""One installation as several processes: API replicas behind a balancer, reconcilers, and a host
+whose jobs train nothing.
+"""
 
 from __future__ import annotations
 
@@ -21,24 +23,37 @@ from tests.support.attempts import wait_for
 from tests.support.ports import free_port
 
 ROOT = Path(__file__).parents[2]
-APIS, RECONCILERS, SLOTS = 3, 2, 32
+APIS = 3
+RECONCILERS = 2
+SLOTS = 32
 STEP_SECONDS = 0.3
 ADMIN_KEY = "sk-admin-key-of-an-installation-for-tests"
-PROBE_SECONDS, PROBE_TIMEOUT_SECONDS = 0.5, 3.0
+PROBE_SECONDS = 0.5
+PROBE_TIMEOUT_SECONDS = 3.0
 START_SECONDS = 120.0
 
 
 class Unit:
     """A process of the installation that may be killed, and is started again."""
 
-    def __init__(self, name: str, ready: str, words: Sequence[str], environment: dict[str, str], log: Path) -> None:
+    def __init__(
+        self, name: str, ready: str, words: Sequence[str], environment: dict[str, str], log: Path
+    ) -> None:
         """`ready`: what it prints when it begins to work."""
-        self.name, self._ready, self._words, self._environment, self._log = name, ready, list(words), environment, log
+        self.name, self._ready, self._words, self._environment, self._log = (
+            name,
+            ready,
+            list(words),
+            environment,
+            log,
+        )
         self._process: subprocess.Popen[bytes] | None = None
 
     def begin(self) -> None:
         with self._log.open("ab") as log:
-            self._process = subprocess.Popen(self._words, env=self._environment, cwd=ROOT, stdout=log, stderr=log)
+            self._process = subprocess.Popen(
+                self._words, env=self._environment, cwd=ROOT, stdout=log, stderr=log
+            )
 
     def end(self, number: int) -> int:
         assert self._process is not None
@@ -65,11 +80,14 @@ class Unit:
 
 
 class Balancer:
-    """TCP to whichever API process is ready, in turn: what stands before replicas of a server. Asks `/readyz` as often as
-    such things do."""
+    """TCP to whichever API process is ready, in turn: what stands before replicas of a server.
+
+    Asks `/readyz` as often as such things do.
+    """
 
     def __init__(self, ports: Sequence[int]) -> None:
-        self._ports, self._next = list(ports), 0
+        self._ports = list(ports)
+        self._next = 0
         self.ready: set[int] = set()
         """Ports whose process has said lately that it can serve."""
         self._loop = asyncio.new_event_loop()
@@ -169,16 +187,31 @@ class Installation:
 
 @contextlib.contextmanager
 def installation(folder: Path, url: str) -> Iterator[Installation]:
-    """In a folder, on an empty PostgreSQL. Fails if a process ends by itself, or not in order at the end."""
+    """In a folder, on an empty PostgreSQL.
+
+    Fails if a process ends by itself, or not in order at the end.
+    """
     with contextlib.ExitStack() as stack:
-        home, key = folder / "home", folder / "key"
+        home = folder / "home"
+        key = folder / "key"
         (home / "orders").mkdir(parents=True)
         key.write_text(ADMIN_KEY)
-        shared = {"FT_HOME": str(home), "FT_DATABASE_URL": url, "FT_SLOTS": str(SLOTS), "FT_BOOTSTRAP_KEY_FILE": str(key)}
-        shared |= {"FT_MODELS": str(ROOT / "examples/models"), "CUDA_VISIBLE_DEVICES": "", "PYTHONPATH": str(ROOT)}
+        shared = {
+            "FT_HOME": str(home),
+            "FT_DATABASE_URL": url,
+            "FT_SLOTS": str(SLOTS),
+            "FT_BOOTSTRAP_KEY_FILE": str(key),
+        }
+        shared |= {
+            "FT_MODELS": str(ROOT / "examples/models"),
+            "CUDA_VISIBLE_DEVICES": "",
+            "PYTHONPATH": str(ROOT),
+        }
         environment = {**os.environ, **shared}
         ft = [sys.executable, "-m", "ft_service.cli"]
-        subprocess.run([*ft, "migrate"], env=environment, cwd=ROOT, check=True, stdout=subprocess.DEVNULL)
+        subprocess.run(
+            [*ft, "migrate"], env=environment, cwd=ROOT, check=True, stdout=subprocess.DEVNULL
+        )
         ports = [free_port() for _ in range(APIS)]
 
         def unit(name: str, ready: str, *words: str) -> Unit:
@@ -187,11 +220,23 @@ def installation(folder: Path, url: str) -> Iterator[Installation]:
             one.begin()
             return one
 
-        units = [unit(f"api-{port}", "Serving", *ft, "serve", "--api-only", "--port", str(port)) for port in ports]
+        units = [
+            unit(f"api-{port}", "Serving", *ft, "serve", "--api-only", "--port", str(port))
+            for port in ports
+        ]
         programs = [sys.executable, "-m"]
         played = [*programs, "tests.support.programs.played_reconciler", str(home), str(SLOTS)]
-        units += [unit(f"reconciler-{number}", "Moving jobs", *played) for number in range(RECONCILERS)]
-        host = unit("host", "", *programs, "tests.support.programs.played_host", str(home), str(STEP_SECONDS))
+        units += [
+            unit(f"reconciler-{number}", "Moving jobs", *played) for number in range(RECONCILERS)
+        ]
+        host = unit(
+            "host",
+            "",
+            *programs,
+            "tests.support.programs.played_host",
+            str(home),
+            str(STEP_SECONDS),
+        )
         balancer = Balancer(ports)
         stack.callback(balancer.close)
         store = open_store(url)

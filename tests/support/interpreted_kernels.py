@@ -1,5 +1,5 @@
-"""A training step on a processor with the kernels for GPUs in place, computed by Triton's interpreter, against the same step
-without.
+"""A training step on a processor with the kernels for GPUs in place, computed by Triton's
+interpreter, against the same step without.
 
 For a process with TRITON_INTERPRET=1 (tests/support/triton_programs.py).
 """
@@ -38,7 +38,10 @@ LENGTHS = (11, 14, 2)
 
 
 def compare(base: Path, *, packed: bool, **options: Any) -> Counter[str]:
-    """Raise AssertionError if the loss or a gradient is another with the kernels. Returns how often each was called."""
+    """Raise AssertionError if the loss or a gradient is another with the kernels.
+
+    Returns how often each was called.
+    """
     options["precision"] = {"compute": "bf16", **options["precision"]}
     spec = spec_for(base, lora={"r": 4, "lora_dropout": 0.1}, **options)
     expected = step(spec, packed=packed)
@@ -52,7 +55,10 @@ def compare(base: Path, *, packed: bool, **options: Any) -> Counter[str]:
 
 
 CLOSE = 1e-3
-"""Largest relative distance of gradients in bf16. Sums in another order change the last bit of a number in some thousand."""
+"""Largest relative distance of gradients in bf16.
+
+Sums in another order change the last bit of a number in some thousand.
+"""
 
 
 def step(spec: JobSpec, *, packed: bool) -> dict[str, Tensor]:
@@ -62,7 +68,9 @@ def step(spec: JobSpec, *, packed: bool) -> dict[str, Tensor]:
     set_adapters(built.peft_model)
     model = built.peft_model.train()
     generator = np.random.default_rng(0)
-    samples = [Tokens(generator.integers(0, 64, n, dtype=np.int32), np.ones(n, bool)) for n in LENGTHS]
+    samples = [
+        Tokens(generator.integers(0, 64, n, dtype=np.int32), np.ones(n, bool)) for n in LENGTHS
+    ]
     loss, _ = cross_entropies(model, make_batch(samples, CPU, [1, 2, 3], packed=packed))
     loss.backward()
     grads = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
@@ -71,7 +79,10 @@ def step(spec: JobSpec, *, packed: bool) -> dict[str, Tensor]:
 
 @contextmanager
 def kernels_in_place() -> Iterator[Counter[str]]:
-    """Let tensors on the processor be computed with the kernels while this is entered. Yields how often each was called."""
+    """Let tensors on the processor be computed with the kernels while this is entered.
+
+    Yields how often each was called.
+    """
     from workers.layers import fused_kernels, mask_kernel
     from workers.quant import nf4_kernels
 
@@ -84,9 +95,15 @@ def kernels_in_place() -> Iterator[Counter[str]]:
     with ExitStack() as stack:
         for module in (fused_kernels, mask_kernel, nf4_kernels):
             for name in _functions(module):
-                stack.enter_context(patch.object(module, name, _counted(getattr(module, name), called)))
+                stack.enter_context(
+                    patch.object(module, name, _counted(getattr(module, name), called))
+                )
         stack.enter_context(patch.object(build, "choose_arithmetic", _with_fused_layers))
-        stack.enter_context(patch.object(fused.KERNEL, "on", lambda device: fused_kernels if device == CPU else None))
+        stack.enter_context(
+            patch.object(
+                fused.KERNEL, "on", lambda device: fused_kernels if device == CPU else None
+            )
+        )
         stack.enter_context(patch.object(dropout, "_kept_by_parts", mask_kernel.kept_mask))
         stack.enter_context(patch.object(nf4, "_dequantize_by_parts", dequantise))
         yield called
@@ -97,7 +114,11 @@ def _with_fused_layers(base: nn.Module, *_: Any) -> build.Arithmetic:
 
 
 def _functions(module: ModuleType) -> list[str]:
-    names = [name for name, own in vars(module).items() if getattr(own, "__module__", None) == module.__name__]
+    names = [
+        name
+        for name, own in vars(module).items()
+        if getattr(own, "__module__", None) == module.__name__
+    ]
     return [name for name in names if not name.startswith("_")]
 
 

@@ -10,7 +10,12 @@ import yaml
 
 KUBERNETES = Path(__file__).parents[2] / "deploy/kubernetes"
 OVERLAYS = sorted(path.name for path in (KUBERNETES / "overlays").iterdir())
-NOT_KUBERNETES = ("kustomize.config.k8s.io/", "kueue.x-k8s.io/", "monitoring.coreos.com/", "external-secrets.io/")
+NOT_KUBERNETES = (
+    "kustomize.config.k8s.io/",
+    "kueue.x-k8s.io/",
+    "monitoring.coreos.com/",
+    "external-secrets.io/",
+)
 """API groups whose schemas are not Kubernetes' own."""
 
 Object = dict[str, Any]

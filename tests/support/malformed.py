@@ -1,4 +1,6 @@
-"""Safetensors files that are none: what writers got wrong, what copies lost, and what attackers send."""
+"""Safetensors files that are none: what writers got wrong, what copies lost, and what attackers
+send.
+"""
 
 from __future__ import annotations
 
@@ -79,12 +81,87 @@ def _without_first(header: Entries) -> Entries:
     return {name: entry for name, entry in header.items() if name != first}
 
 
-_SIZES: list[Any] = [-1, [-1], [-64, -64], [64, -64], [64.0, 64.0], ["64", "64"], [True, True], [[64], [64]], {}, "64", None]
-_SIZES += [[], [0], [0, 0], [64], [63, 64], [64, 65], [2**63, 2], [2**62, 2**62], [2**33, 2**33, 0], [LARGE], [LARGE] * 3]
-_OFFSETS: list[Any] = [[], [0], [0, 1, 2], [-8, 0], [-8, 8], [8, 0], [0, -1], [0.0, 8.0], ["0", "8"], [None, None], {}, 0, None]
-_OFFSETS += [[0, 2**64], [2**63, 2**64], [2**64 - 8, 2**64], [LARGE, LARGE + 8], [0, LARGE], [1, 2], [True, 9], [[0], [8]]]
-_DTYPES: list[Any] = ["", "bf16", "torch.bfloat16", "F32", "F4", "I64", "NF4", "BF16\0", 16, ["BF16"], {"BF16": 1}, None, True]
-_LENGTHS = [0, 1, 2, 7, 100_000_000, 100_000_001, 2**31, 2**32, 2**62, 2**63 - 8, 2**63, 2**64 - 8, 2**64 - 1]
+_SIZES: list[Any] = [
+    -1,
+    [-1],
+    [-64, -64],
+    [64, -64],
+    [64.0, 64.0],
+    ["64", "64"],
+    [True, True],
+    [[64], [64]],
+    {},
+    "64",
+    None,
+]
+_SIZES += [
+    [],
+    [0],
+    [0, 0],
+    [64],
+    [63, 64],
+    [64, 65],
+    [2**63, 2],
+    [2**62, 2**62],
+    [2**33, 2**33, 0],
+    [LARGE],
+    [LARGE] * 3,
+]
+_OFFSETS: list[Any] = [
+    [],
+    [0],
+    [0, 1, 2],
+    [-8, 0],
+    [-8, 8],
+    [8, 0],
+    [0, -1],
+    [0.0, 8.0],
+    ["0", "8"],
+    [None, None],
+    {},
+    0,
+    None,
+]
+_OFFSETS += [
+    [0, 2**64],
+    [2**63, 2**64],
+    [2**64 - 8, 2**64],
+    [LARGE, LARGE + 8],
+    [0, LARGE],
+    [1, 2],
+    [True, 9],
+    [[0], [8]],
+]
+_DTYPES: list[Any] = [
+    "",
+    "bf16",
+    "torch.bfloat16",
+    "F32",
+    "F4",
+    "I64",
+    "NF4",
+    "BF16\0",
+    16,
+    ["BF16"],
+    {"BF16": 1},
+    None,
+    True,
+]
+_LENGTHS = [
+    0,
+    1,
+    2,
+    7,
+    100_000_000,
+    100_000_001,
+    2**31,
+    2**32,
+    2**62,
+    2**63 - 8,
+    2**63,
+    2**64 - 8,
+    2**64 - 1,
+]
 _DEEP = 200_000
 
 CHANGES: dict[str, Callable[[Entries, bytes], bytes]] = {
@@ -102,7 +179,19 @@ CHANGES: dict[str, Callable[[Entries, bytes], bytes]] = {
     },
     **{
         f"document {value}": lambda _, data, value=value: join(value, data)
-        for value in (b"[]", b"1", b"null", b'"x"', b"{", b"{]", b"nonsense", b"{}", b"{} {}", b"\xff" * 64, b"\0" * 64)
+        for value in (
+            b"[]",
+            b"1",
+            b"null",
+            b'"x"',
+            b"{",
+            b"{]",
+            b"nonsense",
+            b"{}",
+            b"{} {}",
+            b"\xff" * 64,
+            b"\0" * 64,
+        )
     },
     "deep lists": lambda _, data: join(b"[" * _DEEP, data),
     "deep objects": lambda _, data: join(b'{"a":' * _DEEP, data),
@@ -115,7 +204,9 @@ CHANGES: dict[str, Callable[[Entries, bytes], bytes]] = {
     "Infinity": _of_text(lambda text: text.replace(b"[64]", b"[Infinity]", 1)),
     "too long a number": _of_text(lambda text: text.replace(b"[64]", b"[" + b"9" * 5000 + b"]", 1)),
     "name twice": _of_text(lambda text: text[:-1] + b"," + text[1:]),
-    "field twice": _of_text(lambda text: text.replace(b'"dtype": "BF16"', b'"dtype": "BF16", "dtype": "BF16"', 1)),
+    "field twice": _of_text(
+        lambda text: text.replace(b'"dtype": "BF16"', b'"dtype": "BF16", "dtype": "BF16"', 1)
+    ),
     "NUL in a name": _of_text(lambda text: text.replace(b"model.norm", b"model.\\u0000norm", 1)),
     "half a surrogate": _of_text(lambda text: text.replace(b"model.norm", b"model.\\ud800norm", 1)),
     "places swapped": _of_all(_swapped),
@@ -129,4 +220,6 @@ CHANGES: dict[str, Callable[[Entries, bytes], bytes]] = {
     "seven bytes": lambda header, data: b"\0" * 7,
     "eight bytes": lambda header, data: b"\0" * 8,
 }
-"""What is done to a file with a tensor of shape [64], in words → header and data to the malformed file."""
+"""What is done to a file with a tensor of shape [64], in words → header and data to the malformed
+file.
+"""

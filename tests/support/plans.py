@@ -22,7 +22,13 @@ def plan_8b(tmp_path: Path, ranks: int = 1, machine: Machine = H100, **options: 
 AUTO: dict[str, Any] = {"replicate": "auto", "activation_checkpointing": "auto", "compile": "auto"}
 CHATS = SampleLengths(20_000_000, 40_000, 2048)
 """Samples of 500 tokens on average."""
-LLAMA_70B = {**LLAMA_8B, "hidden_size": 8192, "intermediate_size": 28_672, "num_hidden_layers": 80, "num_attention_heads": 64}
+LLAMA_70B = {
+    **LLAMA_8B,
+    "hidden_size": 8192,
+    "intermediate_size": 28_672,
+    "num_hidden_layers": 80,
+    "num_attention_heads": 64,
+}
 SMALL = {
     **LLAMA_8B,
     "hidden_size": 896,
@@ -39,4 +45,10 @@ MACHINE = {**MACHINES, "cpu": HOST}
 def open_spec(folder: Path, base: str, ranks: int = 1, **options: Any) -> JobSpec:
     distributed = {**AUTO, **options.pop("distributed", {})}
     training = {"batch_size": 16 * ranks, "max_length": 2048, **options.pop("training", {})}
-    return spec_on(save_base(folder / base, BASES[base]), ranks, distributed=distributed, training=training, **options)
+    return spec_on(
+        save_base(folder / base, BASES[base]),
+        ranks,
+        distributed=distributed,
+        training=training,
+        **options,
+    )

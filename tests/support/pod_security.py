@@ -1,11 +1,22 @@
-"""The level `restricted` of Kubernetes' Pod Security Standards (kubernetes.io, concepts/security)."""
+"""The level `restricted` of Kubernetes' Pod Security Standards (kubernetes.io,
+concepts/security).
+"""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from typing import Any
 
-VOLUMES = {"configMap", "csi", "downwardAPI", "emptyDir", "ephemeral", "persistentVolumeClaim", "projected", "secret"}
+VOLUMES = {
+    "configMap",
+    "csi",
+    "downwardAPI",
+    "emptyDir",
+    "ephemeral",
+    "persistentVolumeClaim",
+    "projected",
+    "secret",
+}
 
 
 def pods_in(objects: list[dict[str, Any]]) -> Iterator[tuple[str, dict[str, Any]]]:
@@ -21,7 +32,11 @@ def violations(pod: dict[str, Any]) -> list[str]:
     """What the level refuses of a pod; its operating system is not named, so all of it applies."""
     context = pod.get("securityContext", {})
     found = [f"{name}: true" for name in ("hostNetwork", "hostPID", "hostIPC") if pod.get(name)]
-    found += [f"volume {volume['name']}" for volume in pod.get("volumes", []) if set(volume) - {"name"} - VOLUMES]
+    found += [
+        f"volume {volume['name']}"
+        for volume in pod.get("volumes", [])
+        if set(volume) - {"name"} - VOLUMES
+    ]
     for container in [*pod.get("initContainers", []), *pod["containers"]]:
         own = container.get("securityContext", {})
         merged = {**context, **own}
@@ -29,10 +44,12 @@ def violations(pod: dict[str, Any]) -> list[str]:
             "privileged": not own.get("privileged"),
             "allowPrivilegeEscalation": own.get("allowPrivilegeEscalation") is False,
             "capabilities.drop": "ALL" in own.get("capabilities", {}).get("drop", []),
-            "capabilities.add": set(own.get("capabilities", {}).get("add", [])) <= {"NET_BIND_SERVICE"},
+            "capabilities.add": set(own.get("capabilities", {}).get("add", []))
+            <= {"NET_BIND_SERVICE"},
             "runAsNonRoot": merged.get("runAsNonRoot") is True,
             "runAsUser": merged.get("runAsUser") != 0,
-            "seccompProfile": merged.get("seccompProfile", {}).get("type") in ("RuntimeDefault", "Localhost"),
+            "seccompProfile": merged.get("seccompProfile", {}).get("type")
+            in ("RuntimeDefault", "Localhost"),
             "hostPort": not any(port.get("hostPort") for port in container.get("ports", [])),
             "procMount": own.get("procMount", "Default") == "Default",
         }

@@ -91,7 +91,11 @@ class PodAttempt:
     def only_logs_are_left(self) -> None:
         """Its Job stays to be looked at, and so do its pods, of which nothing runs."""
         assert self.cluster.get("jobs", self.name) is not None
-        pods = [pod for pod in self.cluster.items("pods") if pod["metadata"]["labels"].get(JOB_NAME) == self.name]
+        pods = [
+            pod
+            for pod in self.cluster.items("pods")
+            if pod["metadata"]["labels"].get(JOB_NAME) == self.name
+        ]
         assert {pod["status"]["phase"] for pod in pods} <= {"Succeeded", "Failed"}
         assert pods
 
@@ -107,21 +111,36 @@ class Attempts:
         self._folder = folder
         self._made: list[PodAttempt] = []
 
-    def __call__(self, script: str, nodes: int = 2, *, grace: float = 20.0, **changes: Any) -> PodAttempt:
+    def __call__(
+        self, script: str, nodes: int = 2, *, grace: float = 20.0, **changes: Any
+    ) -> PodAttempt:
         """`script`: what node 0 plays. `changes`: of the profile."""
         home = self._folder / f"home-{len(self._made)}"
         job_id = f"ftjob-{secrets.token_hex(6)}"
         run = RunDir(home / "runs" / job_id)
-        start = Start(job_id=job_id, attempt=1, world_size=nodes, generation=1, checkpoint=None, nodes=nodes)
+        start = Start(
+            job_id=job_id, attempt=1, world_size=nodes, generation=1, checkpoint=None, nodes=nodes
+        )
         Attempt(run, 1).write_start(start)
-        profile = profile_for(home, script, **{"node_selector": self._cluster.node_selector, **changes})
-        made = PodAttempt(self._cluster, self._cluster.launcher(profile, home, grace=grace), profile, home, run, job_id)
+        profile = profile_for(
+            home, script, **{"node_selector": self._cluster.node_selector, **changes}
+        )
+        made = PodAttempt(
+            self._cluster,
+            self._cluster.launcher(profile, home, grace=grace),
+            profile,
+            home,
+            run,
+            job_id,
+        )
         self._made.append(made)
         return made
 
     def remove(self) -> None:
         def killed(attempt: PodAttempt) -> bool:
-            attempt.launcher.kill(attempt.handle, Reason.USER_CANCELLED)  # again: a connection may be from before a break
+            attempt.launcher.kill(
+                attempt.handle, Reason.USER_CANCELLED
+            )  # again: a connection may be from before a break
             return self._cluster.get("jobs", attempt.name) is None
 
         for attempt in self._made:

@@ -1,4 +1,6 @@
-"""What the process has imported from which ranks are forked (see `ranks`): a rank then begins where its work begins."""
+"""What the process has imported from which ranks are forked (see `ranks`): a rank then begins where
+its work begins.
+"""
 
 from __future__ import annotations
 
@@ -19,6 +21,7 @@ from ft_service.host.quick_imports import end_imports
 
 # Thousands of patterns, which PEFT has transformers compile for the first model of a process.
 get_checkpoint_conversion_mapping("llama")
-# A rank's garbage collector would go through all of the above and so copy the pages on which it lies: half of a rank's start.
+# A rank's garbage collector would go through all of the above and so copy the pages on which it
+# lies: half of a rank's start.
 gc.collect()
 end_imports()

@@ -1,4 +1,5 @@
-"""The table of docs/converted-configs.md: what `ft convert` makes of configs in the shapes of public ones.
+"""The table of docs/converted-configs.md: what `ft convert` makes of configs in the shapes of
+public ones.
 
 `python -m tests.support.public_configs` prints the page's table; a test compares the two.
 """
@@ -17,23 +18,33 @@ from ft_service.convert.verdicts import Lost, ToCheck, ToDo
 from ft_service.errors import SpecError
 
 FOLDER = Path(__file__).parents[1] / "fixtures" / "configs"
-_HEAD = "| file | what it is | exit code | what differs in the SPEC | to check |\n| --- | --- | --- | --- | --- |\n"
+_HEAD = (
+    "| file | what it is | exit code | what differs in the SPEC | to check |\n| --- | --- | "
+    "--- | --- | --- |\n"
+)
 _CLAUSE = re.compile(r"[:;,] | \(")
 
 
 def names() -> list[str]:
     """The files, sorted."""
-    return sorted(path.name for path in FOLDER.iterdir() if path.is_file() and path.name != "expected.json")
+    return sorted(
+        path.name for path in FOLDER.iterdir() if path.is_file() and path.name != "expected.json"
+    )
 
 
 def flat(body: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """The options of a SPEC by dotted name, with paths from the folder of the files. The grader is left out: it is to be
-    replaced."""
+    """The options of a SPEC by dotted name, with paths from the folder of the files.
+
+    The grader is left out: it is to be replaced.
+    """
     for key, value in body.items():
         if isinstance(value, Mapping) and key != "grader":
             yield from flat(value, f"{prefix}{key}.")
         elif key != "grader":
-            yield f"{prefix}{key}", value.replace(f"{FOLDER}/", "") if isinstance(value, str) else value
+            yield (
+                f"{prefix}{key}",
+                value.replace(f"{FOLDER}/", "") if isinstance(value, str) else value,
+            )
 
 
 def outcome(name: str) -> dict[str, Any]:
@@ -67,9 +78,15 @@ def table() -> str:
         if "refused" in found:
             rows.append(f"| `{name}` | — | 64 | {found['refused']} | |")
             continue
-        differs = "; ".join(f"`{option}`: {text}" for option, text in found["differs"].items()) or "nothing"
+        differs = (
+            "; ".join(f"`{option}`: {text}" for option, text in found["differs"].items())
+            or "nothing"
+        )
         check = ", ".join(f"`{option}`" for option in found["to check"])
-        rows.append(f"| `{name}` | {found['tool']}, {found['method']} | {int(bool(found['differs']))} | {differs} | {check} |")
+        rows.append(
+            f"| `{name}` | {found['tool']}, {found['method']} | {int(bool(found['differs']))} | "
+            f"{differs} | {check} |"
+        )
     return _HEAD + "\n".join(rows) + "\n"
 
 

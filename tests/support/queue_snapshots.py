@@ -39,13 +39,20 @@ def snapshots(draw: st.DrawFn, known: bool = True) -> QueueSnapshot:
         for n in range(draw(st.integers(0, 12)))
     ]
     limits = st.none() | st.integers(1, 6)
-    shares = {name: Share(used=draw(st.sampled_from([0.0, 100.0, 5000.0])), max_slots=draw(limits)) for name in NAMES}
-    running, ranks = list[RunningJob](), Counter[str]()
+    shares = {
+        name: Share(used=draw(st.sampled_from([0.0, 100.0, 5000.0])), max_slots=draw(limits))
+        for name in NAMES
+    }
+    running = list[RunningJob]()
+    ranks = Counter[str]()
     for n, host in enumerate(draw(st.lists(st.sampled_from(sorted(hosts)), max_size=6))):
-        project, slots = draw(st.sampled_from(NAMES)), draw(st.integers(1, 3))
+        project = draw(st.sampled_from(NAMES))
+        slots = draw(st.integers(1, 3))
         held = sum(job.slots for job in running if job.host == host)
         ranks[project] += slots
-        if held + slots <= hosts[host].slots and ranks[project] <= (shares[project].max_slots or 99):
+        if held + slots <= hosts[host].slots and ranks[project] <= (
+            shares[project].max_slots or 99
+        ):
             left = draw(seconds)
             since = draw(st.sampled_from([0.0, 300.0, 3000.0]))
             running.append(
@@ -68,11 +75,24 @@ def job(name: str, number: int = 0, **values: object) -> QueuedJob:
     return QueuedJob(**(defaults | values))  # type: ignore[arg-type]
 
 
-def running_job(name: str, slots: int, ends_in: float | None = 100.0, **values: object) -> RunningJob:
+def running_job(
+    name: str, slots: int, ends_in: float | None = 100.0, **values: object
+) -> RunningJob:
     ends_at = None if ends_in is None else NOW + ends_in
-    defaults = {"id": name, "project": "z", "host": "h", "slots": slots, "ends_at": ends_at, "taken_at": 0.0}
+    defaults = {
+        "id": name,
+        "project": "z",
+        "host": "h",
+        "slots": slots,
+        "ends_at": ends_at,
+        "taken_at": 0.0,
+    }
     return RunningJob(**(defaults | values))  # type: ignore[arg-type]
 
 
-def snapshot(*waiting: QueuedJob, total: int = 4, running: tuple[RunningJob, ...] = (), **shares: Share) -> QueueSnapshot:
-    return QueueSnapshot(now=NOW, hosts={"h": Host(slots=total)}, waiting=waiting, running=running, shares=shares)
+def snapshot(
+    *waiting: QueuedJob, total: int = 4, running: tuple[RunningJob, ...] = (), **shares: Share
+) -> QueueSnapshot:
+    return QueueSnapshot(
+        now=NOW, hosts={"h": Host(slots=total)}, waiting=waiting, running=running, shares=shares
+    )

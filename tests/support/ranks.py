@@ -1,4 +1,6 @@
-"""Run a function on N ranks that talk by gloo: real processes, forked from a server that has imported torch once."""
+"""Run a function on N ranks that talk by gloo: real processes, forked from a server that has
+imported torch once.
+"""
 
 from __future__ import annotations
 
@@ -19,19 +21,30 @@ from workers.model import probes
 Result = TypeVar("Result")
 
 CHECK_BY_DRIVER = "PYTORCH_NVML_BASED_CUDA_CHECK"
-"""With it, whether there is a GPU is asked of its driver: to ask CUDA begins it, and no fork of that process can use it."""
+"""With it, whether there is a GPU is asked of its driver: to ask CUDA begins it, and no fork of
+that process can use it.
+"""
 PRELOAD = ["tests.support.without_torchao", "workers", "tests.support.preloaded"]
 
 _probed: dict[str, probes.Probed] = {}
-"""What ranks have found out about bases. Later ranks begin with it, as jobs begin with the description of their base."""
+"""What ranks have found out about bases.
+
+Later ranks begin with it, as jobs begin with the description of their base.
+"""
 
 
-def run_on_ranks(function: Callable[..., Any], world: int, *args: Any, timeout: float = 600.0) -> list[Any]:
-    """`function(rank, world, *args)` on every rank of a gloo group; what each returned, in rank order.
+def run_on_ranks(
+    function: Callable[..., Any], world: int, *args: Any, timeout: float = 600.0
+) -> list[Any]:
+    """`function(rank, world, *args)` on every rank of a gloo group; what each returned, in rank
+    order.
 
-    The function must be importable. Raises AssertionError with the tracebacks of the ranks that failed, or TimeoutError.
+    The function must be importable. Raises AssertionError with the tracebacks of the ranks that
+    failed, or TimeoutError.
     """
-    os.environ.setdefault(CHECK_BY_DRIVER, "1")  # before the server begins: what it imports asks whether there is a GPU
+    os.environ.setdefault(
+        CHECK_BY_DRIVER, "1"
+    )  # before the server begins: what it imports asks whether there is a GPU
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(PRELOAD)
     with tempfile.TemporaryDirectory() as folder:
@@ -47,27 +60,40 @@ def run_on_ranks(function: Callable[..., Any], world: int, *args: Any, timeout: 
 
 
 class Cases(Generic[Result]):
-    """What a function returns on the ranks of each case. Cases of one world size are computed one after the other on ranks that
-    are started once: what a rank does for the first time takes longer than all that it does again."""
+    """What a function returns on the ranks of each case.
+
+    Cases of one world size are computed one after the other on ranks that are started once: what a
+    rank does for the first time takes longer than all that it does again.
+    """
 
     def __init__(
-        self, function: Callable[[int, int, JobSpec], Result], specs: Mapping[str, JobSpec], slow: Collection[str] = ()
+        self,
+        function: Callable[[int, int, JobSpec], Result],
+        specs: Mapping[str, JobSpec],
+        slow: Collection[str] = (),
     ) -> None:
-        """`function`: as for `run_on_ranks`. `specs`: jobs by the names of their cases. `slow`: those whose tests are marked
-        so, without which the others are computed."""
+        """`function`: as for `run_on_ranks`.
+
+        `specs`: jobs by the names of their cases. `slow`: those whose tests are marked so, without
+        which the others are computed.
+        """
         self._function = function
         self._specs = specs
         self._slow = frozenset(slow)
         self._found: dict[str, list[Result]] = {}
 
     def of(self, case: str) -> tuple[JobSpec, list[Result]]:
-        """The job of a case, and what the function returned on each of its ranks. Raises what `run_on_ranks` raises."""
+        """The job of a case, and what the function returned on each of its ranks.
+
+        Raises what `run_on_ranks` raises.
+        """
         spec = self._specs[case]
         if case not in self._found:
             alike = {
                 other: own
                 for other, own in self._specs.items()
-                if own.world_size == spec.world_size and (other in self._slow) == (case in self._slow)
+                if own.world_size == spec.world_size
+                and (other in self._slow) == (case in self._slow)
             }
             by_rank = run_on_ranks(_each, spec.world_size, self._function, alike)
             self._found |= {other: [found[other] for found in by_rank] for other in alike}
@@ -82,37 +108,56 @@ def often_and_slow(cases: Collection[str], slow: Collection[str]) -> list[Any]:
     return [pytest.param(case, marks=pytest.mark.slow) if case in slow else case for case in cases]
 
 
-def _each(rank: int, world: int, function: Callable[[int, int, JobSpec], Any], specs: dict[str, JobSpec]) -> dict[str, Any]:
+def _each(
+    rank: int, world: int, function: Callable[[int, int, JobSpec], Any], specs: dict[str, JobSpec]
+) -> dict[str, Any]:
     return {case: function(rank, world, spec) for case, spec in specs.items()}
 
 
-def _start(context: Any, function: Any, rank: int, world: int, store: str, args: Any) -> tuple[Any, Connection]:
+def _start(
+    context: Any, function: Any, rank: int, world: int, store: str, args: Any
+) -> tuple[Any, Connection]:
     ours, theirs = context.Pipe(duplex=False)
-    process = context.Process(target=_rank_main, args=(theirs, function, rank, world, store, args, _probed), daemon=True)
+    process = context.Process(
+        target=_rank_main, args=(theirs, function, rank, world, store, args, _probed), daemon=True
+    )
     process.start()
     theirs.close()
     return process, ours
 
 
 def _collect(started: list[tuple[Any, Connection]], timeout: float) -> list[Any]:
-    results, failures = [], []
+    results = []
+    failures = []
     for rank, (process, pipe) in enumerate(started):
         if not pipe.poll(timeout):
-            raise TimeoutError(f"rank {rank} did not answer within {timeout} s; failures so far: {failures}")
+            raise TimeoutError(
+                f"rank {rank} did not answer within {timeout} s; failures so far: {failures}"
+            )
         try:
             kind, value, probed = pickle.loads(pipe.recv_bytes())
         except EOFError:
             process.join(1.0)
-            kind, value, probed = "error", f"ended without a result, with exit code {process.exitcode}", {}
+            kind = "error"
+            value = f"ended without a result, with exit code {process.exitcode}"
+            probed = {}
         _probed.update(probed)
-        (results if kind == "result" else failures).append(value if kind == "result" else f"rank {rank}: {value}")
+        (results if kind == "result" else failures).append(
+            value if kind == "result" else f"rank {rank}: {value}"
+        )
         pipe.close()
     assert not failures, "\n".join(failures)
     return results
 
 
 def _rank_main(
-    pipe: Connection, function: Any, rank: int, world: int, store: str, args: Any, probed: dict[str, probes.Probed]
+    pipe: Connection,
+    function: Any,
+    rank: int,
+    world: int,
+    store: str,
+    args: Any,
+    probed: dict[str, probes.Probed],
 ) -> None:
     import torch
     import torch.distributed as dist
@@ -123,7 +168,9 @@ def _rank_main(
     try:
         dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=world)
         result = function(rank, world, *args)
-        pipe.send_bytes(pickle.dumps(("result", result, probes.PROBED)))  # plain pickle: tensors by value, not by shared memory
+        pipe.send_bytes(
+            pickle.dumps(("result", result, probes.PROBED))
+        )  # plain pickle: tensors by value, not by shared memory
         dist.barrier()
     except BaseException:
         pipe.send_bytes(pickle.dumps(("error", traceback.format_exc(), {})))

@@ -92,11 +92,17 @@ def get(store: Store, job_id: str = "ftjob-1", project_id: str = PROJECT) -> Job
 
 def messages(store: Store, job_id: str = "ftjob-1") -> list[str]:
     """The job's events, oldest first."""
-    return [event.message for event in reversed(store.jobs.list_events(PROJECT, job_id, limit=100).data)]
+    return [
+        event.message for event in reversed(store.jobs.list_events(PROJECT, job_id, limit=100).data)
+    ]
 
 
-def step_until(reconciler: Reconciler, store: Store, *states: State, job_id: str = "ftjob-1") -> Job:
-    """Give jobs their turns until this one is in one of the states (none given: a final one) and has no phase but running's."""
+def step_until(
+    reconciler: Reconciler, store: Store, *states: State, job_id: str = "ftjob-1"
+) -> Job:
+    """Give jobs their turns until this one is in one of the states (none given: a final one) and
+    has no phase but running's.
+    """
 
     def there() -> Job | None:
         reconciler.step()

@@ -61,17 +61,23 @@ def new_checkpoint(job: Job, step: int, attempt: int = 1, **values: Any) -> Chec
 
 
 def claim(store: Store, *, host: str = "h1", lease_seconds: float = 60.0) -> Claim:
-    claim = store.leases.claim(host=host, owner="test", lease_seconds=lease_seconds, idle_seconds=0.0)
+    claim = store.leases.claim(
+        host=host, owner="test", lease_seconds=lease_seconds, idle_seconds=0.0
+    )
     assert claim is not None, "no job to claim"
     return claim
 
 
-def claim_next(store: Store, *, host: str = "h1", lease_seconds: float = 60.0, host_slots: int = 8) -> Claim | None:
+def claim_next(
+    store: Store, *, host: str = "h1", lease_seconds: float = 60.0, host_slots: int = 8
+) -> Claim | None:
     """What a host's reconciler would claim to start."""
     start = next_start(store.queue.snapshot_for(host, Host(slots=host_slots), Paces()))
     if start is None:
         return None
-    return store.leases.claim_queued(start.job.id, host=host, owner="test", lease_seconds=lease_seconds, host_slots=host_slots)
+    return store.leases.claim_queued(
+        start.job.id, host=host, owner="test", lease_seconds=lease_seconds, host_slots=host_slots
+    )
 
 
 def place(store: Store, job: Job, slots: list[int], host: str = "h1") -> Job:
@@ -86,4 +92,6 @@ def place(store: Store, job: Job, slots: list[int], host: str = "h1") -> Job:
 def move_project(store: Store, project_id: str, organization: str) -> None:
     """Give one project to another organization, which no command and no route does."""
     with store.writing() as connection:
-        connection.execute(update(projects).where(projects.c.id == project_id).values(organization=organization))
+        connection.execute(
+            update(projects).where(projects.c.id == project_id).values(organization=organization)
+        )

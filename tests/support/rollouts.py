@@ -9,7 +9,12 @@ from typing import Any
 
 import numpy as np
 
-from ft_service.reinforcement.step_records import AnsweredPrompt, RecordHead, SampledAnswer, StepRecord
+from ft_service.reinforcement.step_records import (
+    AnsweredPrompt,
+    RecordHead,
+    SampledAnswer,
+    StepRecord,
+)
 from ft_service.rundir.directory import sha256_of
 from ft_service.spec import BaseModelRef, DataFileRef, JobContext, JobSpec, resolve
 from ft_service.spec.request import parse_request
@@ -27,7 +32,11 @@ GRADER = {
 def save_prompts(path: Path, count: int, first: int = 0) -> DataFileRef:
     """Sums with their answers as items."""
     lines = [
-        {"messages": [{"role": "user", "content": f"{first + i} + 1 ="}], "answer": str(first + i + 1)} for i in range(count)
+        {
+            "messages": [{"role": "user", "content": f"{first + i} + 1 ="}],
+            "answer": str(first + i + 1),
+        }
+        for i in range(count)
     ]
     path.write_text("".join(json.dumps(line) + "\n" for line in lines))
     return DataFileRef(name=path.name, path=str(path), sha256=sha256_of(path))
@@ -35,7 +44,10 @@ def save_prompts(path: Path, count: int, first: int = 0) -> DataFileRef:
 
 def method(**hyperparameters: Any) -> dict[str, Any]:
     """`method` of a create body."""
-    return {"type": "reinforcement", "reinforcement": {"grader": GRADER, "hyperparameters": hyperparameters}}
+    return {
+        "type": "reinforcement",
+        "reinforcement": {"grader": GRADER, "hyperparameters": hyperparameters},
+    }
 
 
 def rollout_spec(
@@ -50,7 +62,13 @@ def rollout_spec(
     """The spec of a job; `options` as in a create body."""
     files = {"training_file": "prompts"} | ({"validation_file": "held out"} if validation else {})
     distributed = {"nproc_per_node": ranks, **AS_IT_IS}
-    body = {"model": "tiny", **files, "method": method(**(hyperparameters or {})), "distributed": distributed, **options}
+    body = {
+        "model": "tiny",
+        **files,
+        "method": method(**(hyperparameters or {})),
+        "distributed": distributed,
+        **options,
+    }
     context = JobContext(
         job_id="ftjob-test",
         organization="local",
@@ -67,17 +85,29 @@ def rollout_spec(
 def answer(tokens: Sequence[int], reward: float | None, **changes: Any) -> SampledAnswer:
     """An answer whose tokens had a probability of one half, unless `logprobs` says otherwise."""
     errors = {} if reward is not None else {"other_error": "why"}
-    given = {"logprobs": [-0.6931] * len(tokens), "text": "", "truncated": False, "errors": errors, **changes}
+    given = {
+        "logprobs": [-0.6931] * len(tokens),
+        "text": "",
+        "truncated": False,
+        "errors": errors,
+        **changes,
+    }
     return SampledAnswer(tokens=tokens, reward=reward, **given)
 
 
-def group(number: int, answers: Sequence[SampledAnswer], ids: Sequence[int] = (5, 6, 7)) -> AnsweredPrompt:
+def group(
+    number: int, answers: Sequence[SampledAnswer], ids: Sequence[int] = (5, 6, 7)
+) -> AnsweredPrompt:
     return AnsweredPrompt(prompt=number, ids=ids, text=f"prompt {number}", answers=answers)
 
 
-def record(step: int, groups: Sequence[AnsweredPrompt], *, first_seq: int, **changes: Any) -> StepRecord:
+def record(
+    step: int, groups: Sequence[AnsweredPrompt], *, first_seq: int, **changes: Any
+) -> StepRecord:
     validation = changes.pop("validation", ())
-    head = RecordHead(step=step, first_seq=first_seq, sampled_from=step - 1, groups=len(groups), **changes)
+    head = RecordHead(
+        step=step, first_seq=first_seq, sampled_from=step - 1, groups=len(groups), **changes
+    )
     return StepRecord(head=head, groups=groups, validation=validation)
 
 

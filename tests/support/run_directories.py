@@ -1,4 +1,6 @@
-"""A finished run directory made by hand, without torch: three attempts, one adapter of two LoRA pairs."""
+"""A finished run directory made by hand, without torch: three attempts, one adapter of two LoRA
+pairs.
+"""
 
 from __future__ import annotations
 
@@ -25,7 +27,12 @@ from ft_service.rundir.manifest import (
 from ft_service.rundir.model_card import describe_adapter
 from ft_service.spec import BaseModelRef, DataFileRef, JobContext, parse_request, resolve
 
-CHAT = json.dumps({"messages": [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Ho"}]}) + "\n"
+CHAT = (
+    json.dumps(
+        {"messages": [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Ho"}]}
+    )
+    + "\n"
+)
 MODULES = ("model.layers.0.self_attn.q_proj", "model.layers.0.mlp.down_proj")
 SHAPES = {MODULES[0]: (8, 8), MODULES[1]: (8, 24)}
 RANK = 4
@@ -40,7 +47,14 @@ def finished_run(folder: Path) -> RunDir:
     (base / "model.safetensors").write_bytes(safetensors({"weight": (2, 2)}))
     data = DataFileRef(name="train.jsonl", path="/data/train.jsonl", sha256="1" * 64)
     spec = resolve(
-        parse_request({"model": "tiny", "training_file": "file-1", "lora": {"r": RANK}, "precision": {"default": "nf4"}}),
+        parse_request(
+            {
+                "model": "tiny",
+                "training_file": "file-1",
+                "lora": {"r": RANK},
+                "precision": {"default": "nf4"},
+            }
+        ),
         JobContext(
             job_id="ftjob-1",
             organization="local",
@@ -55,20 +69,31 @@ def finished_run(folder: Path) -> RunDir:
     run.write(
         ORIGINS,
         Origins(
-            base=base_of("tiny", base, {path.name: FileDigest.of(path) for path in base_files(base)}),
+            base=base_of(
+                "tiny", base, {path.name: FileDigest.of(path) for path in base_files(base)}
+            ),
             data=[
                 DataFile(
-                    role="training", name=data.name, sha256=data.sha256, samples=9, tokens=90, targets=40, token_digest="0"
+                    role="training",
+                    name=data.name,
+                    sha256=data.sha256,
+                    samples=9,
+                    tokens=90,
+                    targets=40,
+                    token_digest="0",
                 )
             ],
             frozen_modules=[
-                FrozenModule(module=m, format="nf4", shape=list(s), bytes=64, relative_error=0.09) for m, s in SHAPES.items()
+                FrozenModule(module=m, format="nf4", shape=list(s), bytes=64, relative_error=0.09)
+                for m, s in SHAPES.items()
             ],
             quantiser={"nf4": 1},
         ),
     )
     for attempt, world, checkpoint in ((1, 2, None), (2, 2, "step-3-a1"), (3, 3, "step-3-a1")):
-        start = Start(job_id="ftjob-1", attempt=attempt, world_size=world, generation=1, checkpoint=checkpoint)
+        start = Start(
+            job_id="ftjob-1", attempt=attempt, world_size=world, generation=1, checkpoint=checkpoint
+        )
         run.write(f"attempts/{attempt}/start.json", start)
     run.write("attempts/1/exit.json", exit_of(ExitReason.STOPPED, "Paused at step 3."))
     save_checkpoint(run)
@@ -77,16 +102,26 @@ def finished_run(folder: Path) -> RunDir:
     manifest = describe_adapter(
         run,
         run.path("adapter"),
-        AdapterSource(attempt=3, step=6, checkpoint=None, metrics=metrics, versions={"ft-service": "0"}),
+        AdapterSource(
+            attempt=3, step=6, checkpoint=None, metrics=metrics, versions={"ft-service": "0"}
+        ),
     )
     run.write(MANIFEST, manifest)
-    run.write("result.json", Result(attempt=3, steps=6, trained_tokens=60, train_loss=1.25, valid_loss=1.5))
+    run.write(
+        "result.json",
+        Result(attempt=3, steps=6, trained_tokens=60, train_loss=1.25, valid_loss=1.5),
+    )
     return run
 
 
 def save_adapter(folder: Path) -> None:
     folder.mkdir()
-    config = {"r": RANK, "lora_alpha": 32, "target_modules": ["q_proj", "down_proj"], "rank_pattern": {}}
+    config = {
+        "r": RANK,
+        "lora_alpha": 32,
+        "target_modules": ["q_proj", "down_proj"],
+        "rank_pattern": {},
+    }
     (folder / "adapter_config.json").write_text(json.dumps(config))
     shapes = {}
     for module, (rows, cols) in SHAPES.items():
@@ -99,17 +134,25 @@ def save_checkpoint(run: RunDir) -> None:
     run.put("checkpoints/step-3-a1/__0_0.distcp", b"shard")
     path = run.path("checkpoints/step-3-a1/__0_0.distcp")
     files = [NamedFile(name=path.name, bytes=5, sha256=sha256_of(path))]
-    run.write("checkpoints/step-3-a1/COMPLETE", CheckpointMarker(step=3, attempt=1, world_size=2, files=files))
+    run.write(
+        "checkpoints/step-3-a1/COMPLETE",
+        CheckpointMarker(step=3, attempt=1, world_size=2, files=files),
+    )
 
 
 def safetensors(shapes: Mapping[str, tuple[int, ...]]) -> bytes:
     """A file of fp32 tensors of ones."""
-    header, body = {}, b""
+    header = {}
+    body = b""
     for name, shape in shapes.items():
         count = 1
         for size in shape:
             count *= size
-        header[name] = {"dtype": "F32", "shape": list(shape), "data_offsets": [len(body), len(body) + 4 * count]}
+        header[name] = {
+            "dtype": "F32",
+            "shape": list(shape),
+            "data_offsets": [len(body), len(body) + 4 * count],
+        }
         body += struct.pack("<f", 1.0) * count
     text = json.dumps(header).encode()
     return struct.pack("<Q", len(text)) + text + body

@@ -1,4 +1,6 @@
-"""A real server process with its reconciler, real workers on a tiny base, and what `/proc` says of them."""
+"""A real server process with its reconciler, real workers on a tiny base, and what `/proc` says of
+them.
+"""
 
 from __future__ import annotations
 
@@ -26,7 +28,10 @@ SECONDS = 300.0
 
 
 class Server:
-    """`ft serve` on a free port, with a home of its own. Started and killed as often as a test likes."""
+    """`ft serve` on a free port, with a home of its own.
+
+    Started and killed as often as a test likes.
+    """
 
     def __init__(
         self,
@@ -38,10 +43,17 @@ class Server:
         api_only: bool = False,
         **settings: str,
     ) -> None:
-        """`described`: the server finds the descriptions of its bases in its cache; False: it has to make them. `api_only`: a
-        second server of the home, which moves no jobs."""
+        """`described`: the server finds the descriptions of its bases in its cache; False: it has
+        to make them. `api_only`: a second server of the home, which moves no jobs.
+        """
         self.home = home
-        self._command = [sys.executable, "-m", "ft_service.cli", "serve", *(["--api-only"] if api_only else [])]
+        self._command = [
+            sys.executable,
+            "-m",
+            "ft_service.cli",
+            "serve",
+            *(["--api-only"] if api_only else []),
+        ]
         self._models = models if described else None
         self._environment = {
             **os.environ,
@@ -61,13 +73,22 @@ class Server:
         if self._models is not None:
             put_descriptions(self.home, self._models)
         with (self.home / "server.log").open("ab") as log:
-            self._process = subprocess.Popen(self._command, env=self._environment, stdout=log, stderr=log)
+            self._process = subprocess.Popen(
+                self._command, env=self._environment, stdout=log, stderr=log
+            )
         wait_for(lambda: (self.home / "server.json").exists(), SECONDS)
 
     def client(self, **options: Any) -> openai.OpenAI:
         credentials = json.loads((self.home / "credentials").read_text())
         url = json.loads((self.home / "server.json").read_text())["url"]
-        return openai.OpenAI(**{"base_url": f"{url}/v1", "api_key": credentials["api_key"], "max_retries": 5, **options})
+        return openai.OpenAI(
+            **{
+                "base_url": f"{url}/v1",
+                "api_key": credentials["api_key"],
+                "max_retries": 5,
+                **options,
+            }
+        )
 
     @property
     def url(self) -> str:
@@ -104,21 +125,32 @@ def submit(client: openai.OpenAI, data: Path, *, steps: int, **options: Any) -> 
     extra = {
         "precision": {"default": "nf4"},
         "lora": {"r": 4},
-        "training": {"max_steps": steps, "batch_size": 16, "per_device_train_batch_size": 4, "learning_rate": 1e-3},
+        "training": {
+            "max_steps": steps,
+            "batch_size": 16,
+            "per_device_train_batch_size": 4,
+            "learning_rate": 1e-3,
+        },
         "distributed": {"nproc_per_node": 2, "replicate": 1},
         "checkpoint": {"save_steps": 4},
         **options.pop("extra", {}),
     }
     file = upload(client, data)
-    return client.fine_tuning.jobs.create(model="tiny", training_file=file, extra_body=extra, **options)
+    return client.fine_tuning.jobs.create(
+        model="tiny", training_file=file, extra_body=extra, **options
+    )
 
 
-def wait_until(client: openai.OpenAI, job_id: str, *states: str, seconds: float = SECONDS) -> FineTuningJob:
+def wait_until(
+    client: openai.OpenAI, job_id: str, *states: str, seconds: float = SECONDS
+) -> FineTuningJob:
     """The job, once it is in one of the states. Fails at once in another final state."""
     deadline = time.monotonic() + seconds
     while (job := client.fine_tuning.jobs.retrieve(job_id)).status not in states:
         assert job.status not in ("succeeded", "failed", "cancelled"), f"{job.status}: {job.error}"
-        assert time.monotonic() < deadline, f"job {job_id} is {job.status} after {seconds:g} seconds"
+        assert time.monotonic() < deadline, (
+            f"job {job_id} is {job.status} after {seconds:g} seconds"
+        )
         time.sleep(0.1)
     return job
 
@@ -128,7 +160,9 @@ def wait_until_step(client: openai.OpenAI, job_id: str, step: int, attempt: int 
 
     def progress() -> int | None:
         job: Any = client.fine_tuning.jobs.retrieve(job_id)
-        assert job.status not in ("succeeded", "failed", "cancelled"), f"{job.status} before step {step}: {job.error}"
+        assert job.status not in ("succeeded", "failed", "cancelled"), (
+            f"{job.status} before step {step}: {job.error}"
+        )
         reached = job.progress["step"] if job.progress else 0
         return reached if job.attempt >= attempt and reached >= step else None
 
@@ -136,7 +170,9 @@ def wait_until_step(client: openai.OpenAI, job_id: str, step: int, attempt: int 
 
 
 def processes_of(run: RunDir) -> dict[str, list[int]]:
-    """Living processes that name this run directory on their command line: supervisors, torchruns and ranks."""
+    """Living processes that name this run directory on their command line: supervisors, torchruns
+    and ranks.
+    """
     processes: dict[str, list[int]] = {"supervisor": [], "torchrun": [], "rank": []}
     for entry in Path("/proc").iterdir():
         if not entry.name.isdigit():
@@ -150,7 +186,13 @@ def processes_of(run: RunDir) -> dict[str, list[int]]:
             continue
         if state == "Z":
             continue
-        kind = "supervisor" if "ft_service.supervisor" in words else "torchrun" if "torch.distributed.run" in words else "rank"
+        kind = (
+            "supervisor"
+            if "ft_service.supervisor" in words
+            else "torchrun"
+            if "torch.distributed.run" in words
+            else "rank"
+        )
         processes[kind].append(int(entry.name))
     return processes
 
@@ -167,7 +209,10 @@ def send(pids: set[int], number: signal.Signals) -> None:
 
 
 def freeze(run: RunDir) -> set[int]:
-    """Stop every process of a run in its tracks, those too that others began meanwhile. SIGCONT lets them go on."""
+    """Stop every process of a run in its tracks, those too that others began meanwhile.
+
+    SIGCONT lets them go on.
+    """
     stopped: set[int] = set()
     while living := all_of(run) - stopped:
         send(living, signal.SIGSTOP)

@@ -1,7 +1,8 @@
 """Test processes side by side, forked from the one that has imported and collected everything once.
 
-Each takes the next files off one list until it is empty, and tells its parent how each test ended; the parent reports. With
-pytest-xdist every process imports and collects by itself: as much as two hundred test files cost.
+Each takes the next files off one list until it is empty, and tells its parent how each test ended;
+the parent reports. With pytest-xdist every process imports and collects by itself: as much as two
+hundred test files cost.
 """
 
 from __future__ import annotations
@@ -29,9 +30,11 @@ class SideBySide:
 
     Args:
         processes: How many, at least 1.
-        together: Beginnings of test IDs, as folders: tests of one are never side by side. Nor are those of a file.
+        together: Beginnings of test IDs, as folders: tests of one are never side by side. Nor are
+            those of a file.
         begin: Called in each process before its first test.
-        end: Called in each process after its last test; what it returns can be pickled, and goes to `take`.
+        end: Called in each process after its last test; what it returns can be pickled, and goes to
+            `take`.
         take: Called in the parent with what each process returned.
     """
 
@@ -43,8 +46,11 @@ class SideBySide:
         end: Callable[[], object],
         take: Callable[[Any], None],
     ) -> None:
-        self.processes, self.together = processes, together
-        self.begin, self.end, self.take = begin, end, take
+        self.processes = processes
+        self.together = together
+        self.begin = begin
+        self.end = end
+        self.take = take
 
     @pytest.hookimpl(tryfirst=True)
     def pytest_runtestloop(self, session: pytest.Session) -> bool | None:
@@ -52,7 +58,9 @@ class SideBySide:
             return None  # pytest's own loop says so
         groups = grouped(session.items, self.together)
         listed = _list_of(len(groups))
-        children = [self._forked(session, groups, listed) for _ in range(min(self.processes, len(groups)))]
+        children = [
+            self._forked(session, groups, listed) for _ in range(min(self.processes, len(groups)))
+        ]
         try:
             self._report(session, dict(children), listed)
         finally:
@@ -65,7 +73,9 @@ class SideBySide:
             raise session.Interrupted(session.shouldstop)
         return True
 
-    def _forked(self, session: pytest.Session, groups: list[list[pytest.Item]], listed: int) -> tuple[Connection, BaseProcess]:
+    def _forked(
+        self, session: pytest.Session, groups: list[list[pytest.Item]], listed: int
+    ) -> tuple[Connection, BaseProcess]:
         told, telling = multiprocessing.Pipe(duplex=False)
         arguments = (session, groups, listed, telling)
         process = multiprocessing.get_context("fork").Process(target=self._run, args=arguments)
@@ -73,10 +83,18 @@ class SideBySide:
         telling.close()
         return told, process
 
-    def _run(self, session: pytest.Session, groups: list[list[pytest.Item]], listed: int, telling: Connection) -> None:
+    def _run(
+        self,
+        session: pytest.Session,
+        groups: list[list[pytest.Item]],
+        listed: int,
+        telling: Connection,
+    ) -> None:
         """Run the tests of one process, in that process. It is interrupted if its parent dies."""
         tie(signal.SIGINT)
-        multiprocessing.set_start_method(None, force=True)  # of this process's own children: the default, not fork
+        multiprocessing.set_start_method(
+            None, force=True
+        )  # of this process's own children: the default, not fork
         config = session.config
         _own_files(config)
         config.pluginmanager.unregister(name="terminalreporter")
@@ -91,17 +109,27 @@ class SideBySide:
                 item.ihook.pytest_runtest_protocol(item=item, nextitem=following)
                 item = None if session.shouldfail or session.shouldstop else following
         finally:
-            session._setupstate.teardown_exact(None)  # where it was stopped, fixtures of the session are left
+            session._setupstate.teardown_exact(
+                None
+            )  # where it was stopped, fixtures of the session are left
         telling.send(("ended", self.end()))
 
-    def _report(self, session: pytest.Session, processes: dict[Connection, BaseProcess], listed: int) -> None:
-        """Report what the processes tell until each has ended. Tests whose process died have failed."""
-        hook, left = session.config.hook, {item.nodeid: item for item in session.items}
+    def _report(
+        self, session: pytest.Session, processes: dict[Connection, BaseProcess], listed: int
+    ) -> None:
+        """Report what the processes tell until each has ended.
+
+        Tests whose process died have failed.
+        """
+        hook = session.config.hook
+        left = {item.nodeid: item for item in session.items}
         running = dict.fromkeys(processes, "nothing yet")
         died: list[str] = []
         while processes:
             ready = cast(list[Connection], wait(list(processes), _POLL_SECONDS))
-            for told in ready or [told for told, process in processes.items() if process.exitcode is not None]:
+            for told in ready or [
+                told for told, process in processes.items() if process.exitcode is not None
+            ]:
                 kind, content = _heard(told)
                 if kind == "begun":
                     running[told] = content
@@ -109,11 +137,15 @@ class SideBySide:
                     del running[told]
                     self.take(content)
                 elif kind == "report":
-                    report = hook.pytest_report_from_serializable(config=session.config, data=content)
+                    report = hook.pytest_report_from_serializable(
+                        config=session.config, data=content
+                    )
                     hook.pytest_runtest_logreport(report=report)
                     if report.when == "teardown":
                         del left[report.nodeid]
-                        hook.pytest_runtest_logfinish(nodeid=report.nodeid, location=report.location)
+                        hook.pytest_runtest_logfinish(
+                            nodeid=report.nodeid, location=report.location
+                        )
                 else:
                     process = processes.pop(told)
                     process.join()
@@ -131,7 +163,8 @@ class _Teller:
     """Plugin of a forked process: tells the parent how its tests went."""
 
     def __init__(self, config: pytest.Config, telling: Connection) -> None:
-        self.config, self.telling = config, telling
+        self.config = config
+        self.telling = telling
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
         told = self.config.hook.pytest_report_to_serializable(config=self.config, report=report)
@@ -139,10 +172,14 @@ class _Teller:
 
 
 def grouped(items: Sequence[pytest.Item], together: Sequence[str]) -> list[list[pytest.Item]]:
-    """Return tests by file, or by the folder that holds the file, each in the order of its first test."""
+    """Return tests by file, or by the folder that holds the file, each in the order of its first
+    test.
+    """
     groups: dict[str, list[pytest.Item]] = {}
     for item in items:
-        folder = next((folder for folder in together if item.nodeid.startswith(folder)), item.location[0])
+        folder = next(
+            (folder for folder in together if item.nodeid.startswith(folder)), item.location[0]
+        )
         groups.setdefault(folder, []).append(item)
     return list(groups.values())
 
@@ -154,17 +191,25 @@ def taken(groups: list[list[pytest.Item]], listed: int) -> Iterator[list[pytest.
 
 
 def _heard(told: Connection) -> tuple[str, Any]:
-    """Return what a process tells next: of which kind it is, and the content; "died" after the last."""
+    """Return what a process tells next: of which kind it is, and the content; "died" after the
+    last.
+    """
     try:
-        return told.recv() if told.poll() else ("died", None)  # a process of its own may hold the other end
+        return (
+            told.recv() if told.poll() else ("died", None)
+        )  # a process of its own may hold the other end
     except EOFError:
         return "died", None
 
 
 def _list_of(count: int) -> int:
-    """Return a pipe's end that 0, 1, 2 … `count` - 1 can be read from: each number is read by one process alone."""
+    """Return a pipe's end that 0, 1, 2 … `count` - 1 can be read from: each number is read by one
+    process alone.
+    """
     reading, writing = os.pipe()
-    os.write(writing, b"".join(map(_INDEX.pack, range(count))))  # the kernel holds 64 KiB: 16,000 files
+    os.write(
+        writing, b"".join(map(_INDEX.pack, range(count)))
+    )  # the kernel holds 64 KiB: 16,000 files
     os.close(writing)
     return reading
 

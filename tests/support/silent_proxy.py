@@ -1,5 +1,6 @@
-"""A proxy before PostgreSQL whose connections fall silent: what is sent is taken, and nothing is answered or ended, as by a
-pooler whose server is lost."""
+"""A proxy before PostgreSQL whose connections fall silent: what is sent is taken, and nothing is
+answered or ended, as by a pooler whose server is lost.
+"""
 
 from __future__ import annotations
 
@@ -20,22 +21,32 @@ class SilentProxy:
     def __init__(self, url: str) -> None:
         """`url`: of a database there."""
         behind = make_url(url)
-        (self._server,) = (path for path in Path(str(behind.query["host"])).glob(".s.PGSQL.*") if path.suffix != ".lock")
+        (self._server,) = (
+            path
+            for path in Path(str(behind.query["host"])).glob(".s.PGSQL.*")
+            if path.suffix != ".lock"
+        )
         self._listener = socket.create_server(("127.0.0.1", 0))
         port = self._listener.getsockname()[1]
-        self.url = behind.set(host="127.0.0.1", port=port, query={}).render_as_string(hide_password=False)
+        self.url = behind.set(host="127.0.0.1", port=port, query={}).render_as_string(
+            hide_password=False
+        )
         """The same database, through the proxy."""
         self.accepted = 0
         """Connections so far."""
         self._pairs: dict[socket.socket, socket.socket] = {}
         self._silent: list[socket.socket] = []
-        self._silenced, self._all = threading.Event(), False
+        self._silenced = threading.Event()
+        self._all = False
         self._told, self._ours = socket.socketpair()
         self._thread = threading.Thread(target=self._run, daemon=True)
         self._thread.start()
 
     def silence(self, *, later_too: bool = False) -> None:
-        """Let all present connections fall silent. `later_too`: and those that are made from now on."""
+        """Let all present connections fall silent.
+
+        `later_too`: and those that are made from now on.
+        """
         self._all = later_too
         self._silenced.clear()
         self._told.send(b"s")

@@ -35,7 +35,9 @@ def new_bucket() -> str:
     """URL of a prefix in an empty bucket."""
     name = f"test-{secrets.token_hex(4)}"
     # A file system of its own would begin with half a second for the description of the service.
-    request = Request(f"{os.environ['AWS_ENDPOINT_URL']}/{name}", method="PUT", headers={"Content-Length": "0"})
+    request = Request(
+        f"{os.environ['AWS_ENDPOINT_URL']}/{name}", method="PUT", headers={"Content-Length": "0"}
+    )
     with urlopen(request, timeout=60) as answer:
         assert answer.status == 200
     return f"s3://{name}/ft"

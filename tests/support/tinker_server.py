@@ -19,22 +19,42 @@ PROGRAMS = Path(__file__).parent / "programs"
 
 @contextlib.contextmanager
 def serving(
-    folder: Path, models: Path, slots: int, ranks: int = 2, together: int = 1, precision: str = "nf4", **settings: str
+    folder: Path,
+    models: Path,
+    slots: int,
+    ranks: int = 2,
+    together: int = 1,
+    precision: str = "nf4",
+    **settings: str,
 ) -> Iterator[Server]:
-    """A server for clients of these bases, on the same port after a kill. `together`: sequences of a micro-batch."""
+    """A server for clients of these bases, on the same port after a kill.
+
+    `together`: sequences of a micro-batch.
+    """
     (folder / "home").mkdir(parents=True)
-    own: Any = {**tinker_settings(folder, ranks, together, precision), "FT_PORT": str(free_port()), **settings}
+    own: Any = {
+        **tinker_settings(folder, ranks, together, precision),
+        "FT_PORT": str(free_port()),
+        **settings,
+    }
     server = Server(folder / "home", models, slots=slots, **own)
     server.start()
     try:
         yield server
     finally:
         server.stop()
-        send(set(trainers_of(server)), signal.SIGKILL)  # which a failed test leaves, and go on without a server
+        send(
+            set(trainers_of(server)), signal.SIGKILL
+        )  # which a failed test leaves, and go on without a server
 
 
-def tinker_settings(folder: Path, ranks: int, together: int = 1, precision: str = "nf4") -> dict[str, str]:
-    """How the models of such clients train, written into a file of the folder. `together`: as of `serving`."""
+def tinker_settings(
+    folder: Path, ranks: int, together: int = 1, precision: str = "nf4"
+) -> dict[str, str]:
+    """How the models of such clients train, written into a file of the folder.
+
+    `together`: as of `serving`.
+    """
     options = folder / "options.yaml"
     options.write_text(
         f"precision: {{default: {precision}, compute: fp32}}\n"
@@ -48,7 +68,11 @@ def environment_of(server: Server) -> dict[str, str]:
     """What the package needs to know."""
     client = server.client()
     return {
-        **{name: value for name, value in os.environ.items() if not name.startswith(("FT_", "TINKER_"))},
+        **{
+            name: value
+            for name, value in os.environ.items()
+            if not name.startswith(("FT_", "TINKER_"))
+        },
         "TINKER_BASE_URL": str(client.base_url).removesuffix("/v1/"),
         "TINKER_API_KEY": KEY_PREFIX + client.api_key,
         "TINKER_TELEMETRY": "0",

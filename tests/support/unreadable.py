@@ -1,4 +1,6 @@
-"""What may lie in the place of a document: of a disk that lost bits, of a worker that went mad, of somebody who means harm."""
+"""What may lie in the place of a document: of a disk that lost bits, of a worker that went mad, of
+somebody who means harm.
+"""
 
 from __future__ import annotations
 
@@ -37,7 +39,9 @@ def put_garbage(path: Path, kind: str) -> None:
 
 
 def put_in_place(path: Path, kind: str) -> None:
-    """Something that is no document: "pipe", "folder", "link", "dangling", or a file that is too "large" for one."""
+    """Something that is no document: "pipe", "folder", "link", "dangling", or a file that is too
+    "large" for one.
+    """
     _clear(path)
     if kind == "pipe":
         os.mkfifo(path)

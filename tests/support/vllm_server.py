@@ -1,7 +1,9 @@
-"""vLLM itself, which wants other versions of some packages than the workers: it has an environment of its own.
+"""vLLM itself, which wants other versions of some packages than the workers: it has an environment
+of its own.
 
-FT_TEST_VLLM=/path/to/its/python          a server is started on the processors or the GPU, as vLLM was built for
-FT_TEST_VLLM=http://127.0.0.1:8000/v1     one that serves the sample base in fp32 already, as in `command` below
+FT_TEST_VLLM=/path/to/its/python          a server is started on the processors or the GPU, as vLLM
+was built for FT_TEST_VLLM=http://127.0.0.1:8000/v1     one that serves the sample base in fp32
+already, as in `command` below
 """
 
 from __future__ import annotations
@@ -24,9 +26,28 @@ START_SECONDS = 900
 
 
 def command(python: str, port: int, model: Path = SAMPLE) -> list[str]:
-    """`model`: a folder, by the name of which it is served; the sample base with adapters, another without."""
-    program = [python, "-m", "vllm.entrypoints.openai.api_server", "--host", "127.0.0.1", "--port", str(port)]
-    base = ["--model", str(model), "--served-model-name", model.name, "--dtype", "float32", "--max-model-len", "512"]
+    """`model`: a folder, by the name of which it is served; the sample base with adapters, another
+    without.
+    """
+    program = [
+        python,
+        "-m",
+        "vllm.entrypoints.openai.api_server",
+        "--host",
+        "127.0.0.1",
+        "--port",
+        str(port),
+    ]
+    base = [
+        "--model",
+        str(model),
+        "--served-model-name",
+        model.name,
+        "--dtype",
+        "float32",
+        "--max-model-len",
+        "512",
+    ]
     adapters = ["--enable-lora", "--max-lora-rank", "16"] if model == SAMPLE else []
     return [*program, *base, *adapters, "--enforce-eager"]
 
@@ -38,10 +59,22 @@ def vllm_serving(folder: Path, model: Path = SAMPLE) -> Iterator[str]:
         yield VLLM
         return
     port = free_port()
-    own = {"VLLM_ALLOW_RUNTIME_LORA_UPDATING": "True", "VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_NO_USAGE_STATS": "1"}
-    environment = {**os.environ, **own, "HF_HUB_OFFLINE": "1", "PYTHONSAFEPATH": "1", "HOME": str(folder)}
+    own = {
+        "VLLM_ALLOW_RUNTIME_LORA_UPDATING": "True",
+        "VLLM_CPU_KVCACHE_SPACE": "1",
+        "VLLM_NO_USAGE_STATS": "1",
+    }
+    environment = {
+        **os.environ,
+        **own,
+        "HF_HUB_OFFLINE": "1",
+        "PYTHONSAFEPATH": "1",
+        "HOME": str(folder),
+    }
     with (folder / "log").open("wb") as log:
-        server = subprocess.Popen(command(VLLM, port, model), env=environment, stdout=log, stderr=log, cwd=folder)
+        server = subprocess.Popen(
+            command(VLLM, port, model), env=environment, stdout=log, stderr=log, cwd=folder
+        )
     try:
         url = f"http://127.0.0.1:{port}/v1"
         deadline = time.monotonic() + START_SECONDS

@@ -1,7 +1,8 @@
-"""As much of W&B's server as its SDK asks of one: runs, what is streamed into them, and how the SDK finds them again.
+"""As much of W&B's server as its SDK asks of one: runs, what is streamed into them, and how the SDK
+finds them again.
 
-GraphQL requests are matched by operation name. What is streamed is kept by its place, as W&B does: a line that is sent twice to
-one place is there once.
+GraphQL requests are matched by operation name. What is streamed is kept by its place, as W&B does:
+a line that is sent twice to one place is there once.
 """
 
 from __future__ import annotations
@@ -61,7 +62,8 @@ class WandbServer:
     def graphql(self, query: str, given: dict[str, Any]) -> dict[str, Any]:
         match = re.search(r"\b(?:query|mutation)\s+(\w+)", query)
         operation = match[1] if match else ""
-        entity, project = given.get("entity") or ENTITY, given.get("project")
+        entity = given.get("entity") or ENTITY
+        project = given.get("project")
         run = self.runs.get(f"{entity}/{project}/{given.get('name')}")
         match operation:
             case "ServerFeaturesQuery":
@@ -109,19 +111,34 @@ class WandbServer:
         inserted = place not in self.runs
         self.told.update(filter(None, (given.get("host"), given.get("repo"), given.get("commit"))))
         run = self.runs.setdefault(place, RecordedRun())
-        if given.get("program"):  # the first of an opened run; later ones bring the configuration up to date
+        if given.get(
+            "program"
+        ):  # the first of an opened run; later ones bring the configuration up to date
             run.states.append("running")
         run.display_name = given.get("displayName") or run.display_name
         run.tags = given.get("tags") or run.tags
-        run.config |= {name: value["value"] for name, value in json.loads(given.get("config") or "{}").items()}
+        run.config |= {
+            name: value["value"] for name, value in json.loads(given.get("config") or "{}").items()
+        }
         project = {"id": "p", "name": given["project"], "entity": {"id": "e", "name": entity}}
-        bucket = {**_bucket(run, given["name"]), "project": project, "sweepName": None, "description": None}
+        bucket = {
+            **_bucket(run, given["name"]),
+            "project": project,
+            "sweepName": None,
+            "description": None,
+        }
         return {"bucket": bucket, "inserted": inserted}
 
 
 def _bucket(run: RecordedRun, name: str) -> dict[str, Any]:
     config = json.dumps({key: {"value": value} for key, value in run.config.items()})
-    return {"id": "b", "name": name, "displayName": run.display_name, "config": config, "historyLineCount": len(run.lines)}
+    return {
+        "id": "b",
+        "name": name,
+        "displayName": run.display_name,
+        "config": config,
+        "historyLineCount": len(run.lines),
+    }
 
 
 def _resume_status(run: RecordedRun, name: str) -> dict[str, Any]:
@@ -139,7 +156,9 @@ def _resume_status(run: RecordedRun, name: str) -> dict[str, Any]:
 
 
 def _public(run: RecordedRun, name: str) -> dict[str, Any]:
-    unknown = dict.fromkeys(("sweepName", "group", "jobType", "commit", "description", "notes", "systemMetrics"))
+    unknown = dict.fromkeys(
+        ("sweepName", "group", "jobType", "commit", "description", "notes", "systemMetrics")
+    )
     return {
         **unknown,
         **_bucket(run, name),
@@ -172,7 +191,9 @@ class _Handler(BaseHTTPRequestHandler):
                 return self._answer(401, {"errors": [{"message": "invalid credentials"}]})
             if self.path == "/graphql":
                 asked = json.loads(body)
-                return self._answer(200, {"data": server.graphql(asked["query"], asked.get("variables") or {})})
+                return self._answer(
+                    200, {"data": server.graphql(asked["query"], asked.get("variables") or {})}
+                )
             match = re.fullmatch(r"/files/(.+)/file_stream", self.path)
             assert match is not None, f"the SDK asks for {self.path}"
             if server.stream_status == 200:

@@ -1,5 +1,6 @@
-"""The process that has imported this before transformers is one without torchao, as every rank is, and imports as quickly: it
-collects no garbage until it calls `end_imports`."""
+"""The process that has imported this before transformers is one without torchao, as every rank is,
+and imports as quickly: it collects no garbage until it calls `end_imports`.
+"""
 
 from __future__ import annotations
 

@@ -7,7 +7,9 @@ import pytest
 
 @pytest.fixture(autouse=True)
 def no_segments_are_left() -> Iterator[None]:
-    """Forget the segments of the last micro-batch that a test trained on here: the models of the next test have others."""
+    """Forget the segments of the last micro-batch that a test trained on here: the models of the
+    next test have others.
+    """
     yield
     from workers.layers import segments
 

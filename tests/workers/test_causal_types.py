@@ -1,4 +1,6 @@
-"""Every causal model type of transformers as a tiny base: refused by plan and worker alike, or trained as its class trains."""
+"""Every causal model type of transformers as a tiny base: refused by plan and worker alike, or
+trained as its class trains.
+"""
 
 from __future__ import annotations
 
@@ -31,8 +33,12 @@ def _params() -> list[object]:
 
 @pytest.mark.filterwarnings("ignore")  # of architectures that are not trained here
 @pytest.mark.parametrize("kind", _params())
-def test_a_type_is_refused_or_trains_as_its_class_with_plain_peft(kind: str, tmp_path: Path) -> None:
-    """Sizes and names as planned; loss, every gradient, and the exported adapter on the published class."""
+def test_a_type_is_refused_or_trains_as_its_class_with_plain_peft(
+    kind: str, tmp_path: Path
+) -> None:
+    """Sizes and names as planned; loss, every gradient, and the exported adapter on the published
+    class.
+    """
     made = save_type(kind, tmp_path / "base")
     if kind in REFUSED_HERE:
         with pytest.raises((SpecError, AssertionError), match=REFUSED_HERE[kind]):
@@ -62,7 +68,9 @@ def test_a_class_whose_tokens_see_those_behind_them_is_refused_before_training(
 
 
 def test_the_types_that_are_said_to_be_tested_are() -> None:
-    """Those of this module's list that work; and decoders inside bases of several models, which other tests have."""
+    """Those of this module's list that work; and decoders inside bases of several models, which
+    other tests have.
+    """
     known = set(CONFIG_MAPPING)  # earlier versions of transformers have not all of them
     inner = {small_config(kind).get_text_config(decoder=True).model_type for kind in EXACT & known}
     inner |= {

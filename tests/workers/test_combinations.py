@@ -1,7 +1,8 @@
-"""Jobs that combine options: what is taken is trained, to the same numbers however its work is shared out.
+"""Jobs that combine options: what is taken is trained, to the same numbers however its work is
+shared out.
 
-Every two values of different options meet in one of the jobs. Each is trained as it stands, with its samples laid out
-otherwise, on another number of ranks, and interrupted and resumed.
+Every two values of different options meet in one of the jobs. Each is trained as it stands, with
+its samples laid out otherwise, on another number of ranks, and interrupted and resumed.
 """
 
 from __future__ import annotations
@@ -21,7 +22,13 @@ from ft_service.bases.adapter_names import MAGNITUDE
 from ft_service.data.examiner import Examiner
 from ft_service.rundir.directory import RunDir
 from ft_service.rundir.documents import Result
-from ft_service.rundir.evaluations import PROBES, Probes, evaluated_steps, read_evaluation, read_served
+from ft_service.rundir.evaluations import (
+    PROBES,
+    Probes,
+    evaluated_steps,
+    read_evaluation,
+    read_served,
+)
 from ft_service.rundir.verify import verify
 from ft_service.spec import JobSpec
 from tests.support.training.attempts import adapter, losses
@@ -34,9 +41,15 @@ CHOICES = pairwise(VALUES, NEVER, seed=1)
 
 
 def test_the_choices_hold_every_pair_that_goes_together() -> None:
-    found = {frozenset(pair) for choice in CHOICES for pair in itertools.combinations(choice.items(), 2)}
+    found = {
+        frozenset(pair) for choice in CHOICES for pair in itertools.combinations(choice.items(), 2)
+    }
     values = [[(factor, value) for value in own] for factor, own in VALUES.items()]
-    every = {frozenset(pair) for a, b in itertools.combinations(values, 2) for pair in itertools.product(a, b)}
+    every = {
+        frozenset(pair)
+        for a, b in itertools.combinations(values, 2)
+        for pair in itertools.product(a, b)
+    }
     assert found == every - NEVER
     assert len(CHOICES) <= 70
     assert pairwise(VALUES, NEVER, seed=1) == CHOICES
@@ -51,17 +64,24 @@ def workshop(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Workshop]:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("choice", CHOICES, ids=lambda choice: "+".join(choice.values()))
-def test_what_is_taken_is_trained_to_the_same_numbers_in_every_way(choice: Choice, workshop: Workshop, tmp_path: Path) -> None:
+def test_what_is_taken_is_trained_to_the_same_numbers_in_every_way(
+    choice: Choice, workshop: Workshop, tmp_path: Path
+) -> None:
     job = workshop.admitted(body_of(choice), choice["base"], choice["data"])
     world = 1 if choice["ranks"] == "1" else 2
     tokens = workshop.tokens if choice["tokens"] == "by the check" else None
     with_adapters = choice["kept"] == "every step"
-    whole, laid, cut, others = (RunDir(tmp_path / name) for name in ("whole", "laid out otherwise", "cut off", "other ranks"))
+    whole, laid, cut, others = (
+        RunDir(tmp_path / name)
+        for name in ("whole", "laid out otherwise", "cut off", "other ranks")
+    )
     for run in (whole, cut, others):
         run.write("spec.json", job.spec)
     laid.write("spec.json", laid_out_otherwise(choice, job.spec))
     pause = job.statistics.steps // 2 or None
-    train([Run(whole, tokens=tokens, with_adapters=with_adapters), Run(laid), Run(cut, pause)], world)
+    train(
+        [Run(whole, tokens=tokens, with_adapters=with_adapters), Run(laid), Run(cut, pause)], world
+    )
     train([Run(others, tokens=tokens)], 3 - world)
 
     check_outcome(job, whole)
@@ -123,8 +143,16 @@ CHANGE_NOTHING: dict[str, list[Any]] = {
 
 
 @pytest.mark.slow
-def test_an_option_changes_the_losses_if_it_is_meant_to_and_else_not(workshop: Workshop, tmp_path: Path) -> None:
-    start = {"model": "llama", "training_file": "training", "seed": 7, "lora": {"r": 4}, "precision": {"compute": "fp32"}}
+def test_an_option_changes_the_losses_if_it_is_meant_to_and_else_not(
+    workshop: Workshop, tmp_path: Path
+) -> None:
+    start = {
+        "model": "llama",
+        "training_file": "training",
+        "seed": 7,
+        "lora": {"r": 4},
+        "precision": {"compute": "fp32"},
+    }
     start["training"] = {"max_steps": 5, "batch_size": 4, "learning_rate": 5e-3}
     bodies = {"": start}
     for options in (DECIDE, CHANGE_NOTHING):
@@ -137,30 +165,44 @@ def test_an_option_changes_the_losses_if_it_is_meant_to_and_else_not(workshop: W
         run.write("spec.json", workshop.admitted(bodies[name], "llama", "chats").spec)
     train([Run(run, tokens=workshop.tokens) for run in runs.values()], 1)
     truth = list(losses(runs[""]).values())
-    unchanged = {name for name, run in runs.items() if list(losses(run).values()) == pytest.approx(truth, rel=1e-6)}
-    assert unchanged - {""} == {f"{name} {value}" for name, values in CHANGE_NOTHING.items() for value in values}
+    unchanged = {
+        name
+        for name, run in runs.items()
+        if list(losses(run).values()) == pytest.approx(truth, rel=1e-6)
+    }
+    assert unchanged - {""} == {
+        f"{name} {value}" for name, values in CHANGE_NOTHING.items() for value in values
+    }
 
 
 def laid_out_otherwise(choice: Choice, spec: JobSpec) -> JobSpec:
     """The same job with other micro-batches, and what else decides no number."""
     training: dict[str, Any] = {"tokens_per_micro_batch": 100, "per_device_train_batch_size": None}
-    in_rows = "texts" in choice["data"] or choice["learned"] == "everything"  # a packed step counts these, a padded one samples
+    in_rows = (
+        "texts" in choice["data"] or choice["learned"] == "everything"
+    )  # a packed step counts these, a padded one samples
     if choice["rows"] != "by length" and not in_rows:
         training["packing"] = choice["rows"] == "padded"
     recomputed = "full" if spec.distributed.activation_checkpointing == "none" else "none"
     return spec.model_copy(
         update={
             "training": spec.training.model_copy(update=training),
-            "distributed": spec.distributed.model_copy(update={"activation_checkpointing": recomputed}),
-            "checkpoint": spec.checkpoint.model_copy(update={"async_save": not spec.checkpoint.async_save}),
+            "distributed": spec.distributed.model_copy(
+                update={"activation_checkpointing": recomputed}
+            ),
+            "checkpoint": spec.checkpoint.model_copy(
+                update={"async_save": not spec.checkpoint.async_save}
+            ),
         }
     )
 
 
 def check_outcome(job: Job, run: RunDir) -> None:
     """Everything that a finished job promises is there, and fits together."""
-    spec, rows = job.spec, table(run)
-    result, probes = run.read("result.json", Result), run.read(PROBES, Probes)
+    spec = job.spec
+    rows = table(run)
+    result = run.read("result.json", Result)
+    probes = run.read(PROBES, Probes)
     assert verify(run.root).faults == []
     assert all(math.isfinite(float(row["train_loss"])) for row in rows)
     assert result is not None
@@ -172,25 +214,36 @@ def check_outcome(job: Job, run: RunDir) -> None:
     assert (result.valid_loss is not None) == spec.validates
     assert (read_served(run) is not None) == spec.validates
     if spec.training.load_best_model_at_end:
-        assert result.valid_loss == min(float(row["valid_loss"]) for row in rows if row["valid_loss"])
+        assert result.valid_loss == min(
+            float(row["valid_loss"]) for row in rows if row["valid_loss"]
+        )
     if spec.evaluation is not None:
         steps = evaluated_steps(run)
         assert {0, probes.step} <= steps.keys()
         asked: list[Any] = [read_evaluation(run, key) for key in steps.values()]
         assert all(own.metrics.keys() == asked[0].metrics.keys() for own in asked)
     in_peft = loaded_by_peft(run, spec)
-    if set(spec.precision.overrides.values()) | {spec.precision.default} == {"bf16"} and spec.precision.compute == "fp32":
+    if (
+        set(spec.precision.overrides.values()) | {spec.precision.default} == {"bf16"}
+        and spec.precision.compute == "fp32"
+    ):
         for probe in probes.probes:
             assert log_probabilities(in_peft, probe.tokens) == pytest.approx(probe.tuned, abs=1e-3)
             with in_peft.disable_adapter():
-                assert log_probabilities(in_peft, probe.tokens) == pytest.approx(probe.base, abs=1e-3)
+                assert log_probabilities(in_peft, probe.tokens) == pytest.approx(
+                    probe.base, abs=1e-3
+                )
 
 
 def loaded_by_peft(run: RunDir, spec: JobSpec) -> PeftModel:
     """The published class with the exported adapter, of which every matrix is in place."""
     base = AutoModelForCausalLM.from_pretrained(spec.model.path, dtype=torch.float32)
     model = PeftModel.from_pretrained(base, run.path("adapter")).eval()
-    names = ((name.replace(".default.", "."), own) for name, own in model.named_parameters() if "lora_" in name)
+    names = (
+        (name.replace(".default.", "."), own)
+        for name, own in model.named_parameters()
+        if "lora_" in name
+    )
     # As PEFT writes them: DoRA's vector was a parameter before it became a layer.
     there = {name.replace(f".{MAGNITUDE}.weight", f".{MAGNITUDE}"): own for name, own in names}
     exported = adapter(run)
@@ -206,13 +259,23 @@ def log_probabilities(model: PeftModel, tokens: list[int]) -> list[float]:
     return logs.gather(1, ids[1:, None])[:, 0].tolist()
 
 
-def assert_same(ours: list[dict[str, str]], theirs: list[dict[str, str]], bound: float, *, as_long: bool = True) -> None:
-    """`bound`: of every number, relative; 0: to the last bit. Not `as_long`: the steps that both have are compared."""
+def assert_same(
+    ours: list[dict[str, str]], theirs: list[dict[str, str]], bound: float, *, as_long: bool = True
+) -> None:
+    """`bound`: of every number, relative; 0: to the last bit.
+
+    Not `as_long`: the steps that both have are compared.
+    """
     assert ours
     assert theirs
     for our, their in zip(ours, theirs, strict=as_long):
         assert our.keys() == their.keys()
         for name, value in their.items():
             assert bool(our[name]) == bool(value), name
-            if value and not (bound and name.endswith("accuracies")):  # of margins that are 0, rounding decides
-                assert float(our[name]) == pytest.approx(float(value), rel=bound, abs=bound), (name, our["step"])
+            if value and not (
+                bound and name.endswith("accuracies")
+            ):  # of margins that are 0, rounding decides
+                assert float(our[name]) == pytest.approx(float(value), rel=bound, abs=bound), (
+                    name,
+                    our["step"],
+                )

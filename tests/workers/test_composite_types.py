@@ -1,5 +1,5 @@
-"""Every type of transformers that is made of several models, tiny: refused by plan and worker alike, or its text part trains as
-in the published class.
+"""Every type of transformers that is made of several models, tiny: refused by plan and worker
+alike, or its text part trains as in the published class.
 """
 
 from __future__ import annotations
@@ -22,8 +22,12 @@ NOISY = ("gemma4_unified", "qwen4_exp")
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("kind", OF_SEVERAL)
-def test_a_type_of_several_models_is_refused_or_trains_as_its_class_with_plain_peft(kind: str, tmp_path: Path) -> None:
-    """Sizes and names as planned; loss, every gradient, and the exported adapter on the published class."""
+def test_a_type_of_several_models_is_refused_or_trains_as_its_class_with_plain_peft(
+    kind: str, tmp_path: Path
+) -> None:
+    """Sizes and names as planned; loss, every gradient, and the exported adapter on the published
+    class.
+    """
     made = save_composite(kind, tmp_path / "base")
     if kind in REFUSED_HERE:
         with pytest.raises((SpecError, AssertionError), match=REFUSED_HERE[kind]):
@@ -39,6 +43,7 @@ def test_a_type_of_several_models_is_refused_or_trains_as_its_class_with_plain_p
 
 
 def test_the_page_names_the_types_that_are_tuned() -> None:
-    assert f"the text part of {', '.join(f'`{kind}`' for kind in sorted(EXACT))}. All others" in " ".join(
-        PAGE.read_text().split()
+    assert (
+        f"the text part of {', '.join(f'`{kind}`' for kind in sorted(EXACT))}. All others"
+        in " ".join(PAGE.read_text().split())
     )

@@ -1,4 +1,6 @@
-"""The description of a base says what training finds, and ends in words for whatever cannot be tuned."""
+"""The description of a base says what training finds, and ends in words for whatever cannot be
+tuned.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +13,12 @@ from typing import Any
 
 import pytest
 
-from ft_service.bases.description import FusedParts, description_key, read_described, write_described
+from ft_service.bases.description import (
+    FusedParts,
+    description_key,
+    read_described,
+    write_described,
+)
 from ft_service.bases.safetensors_header import read_header
 from ft_service.errors import SpecError
 from ft_service.installation import SAMPLE_DESCRIPTIONS, SAMPLE_MODELS
@@ -20,7 +27,13 @@ from tests.support.attempts import HANG_SECONDS
 from tests.support.bases import TINY, llama_shapes, save_base, save_headers, spec_on
 from tests.support.training.causal_types import save_type
 from tests.support.training.models import save_tiny, save_tiny_llama
-from tests.support.training.prequantized import fp8_by_rows, int4_by_groups, mxfp4, nvfp4, nvfp4_of_modelopt
+from tests.support.training.prequantized import (
+    fp8_by_rows,
+    int4_by_groups,
+    mxfp4,
+    nvfp4,
+    nvfp4_of_modelopt,
+)
 from tests.support.training.published import save_published
 from workers.describe import _document, describe
 
@@ -41,7 +54,9 @@ def test_the_process_prints_one_document(tmp_path: Path) -> None:
 
 
 def test_the_description_that_comes_with_the_sample_base_is_current() -> None:
-    """Otherwise: python -m workers.describe examples/models/tiny-llama > examples/descriptions/tiny-llama.json"""
+    """Otherwise: python -m workers.describe examples/models/tiny-llama >
+    examples/descriptions/tiny-llama.json
+    """
     folder = SAMPLE_MODELS / "tiny-llama"
     shipped = read_described((SAMPLE_DESCRIPTIONS / "tiny-llama.json").read_bytes())
     assert shipped.key == description_key(folder, shipped.versions)
@@ -69,9 +84,13 @@ def test_experts_are_stacks_with_the_names_of_their_files(tmp_path: Path) -> Non
 def test_what_the_model_keeps_in_fp32_is_planned_so(tmp_path: Path) -> None:
     save_type("ernie4_5_moe", tmp_path)
     base = describe(str(tmp_path))
-    router = {weight.name: weight for weight in base.weights if weight.kept_fp32}["model.layers.1.mlp.gate.weight"]
+    router = {weight.name: weight for weight in base.weights if weight.kept_fp32}[
+        "model.layers.1.mlp.gate.weight"
+    ]
     spec = spec_on(tmp_path, ranks=2)
-    planned = {stored.weight: stored.row_bytes for stored in stored_weights(base, spec, layout_of(spec))}
+    planned = {
+        stored.weight: stored.row_bytes for stored in stored_weights(base, spec, layout_of(spec))
+    }
     assert planned[router] == 4 * router.numel_of_row
     other = next(weight for weight in base.linears if not weight.kept_fp32)
     assert planned[other] == 2 * other.numel_of_row
@@ -89,9 +108,12 @@ def test_what_the_model_keeps_in_fp32_is_planned_so(tmp_path: Path) -> None:
         ("gpt_neox", FusedParts()),
     ],
 )
-def test_what_fused_kernels_compute_is_described(family: str, parts: FusedParts, tmp_path: Path) -> None:
-    """gemma3's feed-forward has another activation, mixtral's has experts and no shared one, phi3's gate and up are one layer,
-    and gpt_neox has layer norms."""
+def test_what_fused_kernels_compute_is_described(
+    family: str, parts: FusedParts, tmp_path: Path
+) -> None:
+    """gemma3's feed-forward has another activation, mixtral's has experts and no shared one, phi3's
+    gate and up are one layer, and gpt_neox has layer norms.
+    """
     dimensions = describe(str(save_tiny(family, tmp_path))).dimensions
     assert dimensions.fused == parts
     assert dimensions.norms >= parts.norms
@@ -113,8 +135,9 @@ def test_what_fused_kernels_compute_is_described(family: str, parts: FusedParts,
 def test_what_every_token_passes_beside_experts_is_described(
     family: str, width: int, scaled: bool, in_fp32: bool, tmp_path: Path
 ) -> None:
-    """Shared experts, or next to gemma4's experts a dense feed-forward; granite's are no part of the mixture's module. And
-    whether the experts' shares are fp32 in a model in bf16, as they are by a router that computes in fp32.
+    """Shared experts, or next to gemma4's experts a dense feed-forward; granite's are no part of
+    the mixture's module. And whether the experts' shares are fp32 in a model in bf16, as they are
+    by a router that computes in fp32.
     """
     dimensions = describe(str(save_tiny(family, tmp_path))).dimensions
     found = (dimensions.shared_intermediate, dimensions.shared_scaled, dimensions.shares_in_fp32)
@@ -126,15 +149,23 @@ UNKNOWN = ("kimi_k2", "kimi_k3", "minimax_m3", "mimo", "nemotron-nas", "internlm
 
 @pytest.mark.parametrize("kind", UNKNOWN)
 def test_a_type_that_transformers_does_not_know_is_refused(tmp_path: Path, kind: str) -> None:
-    folder = save_base(tmp_path / "base", model_type=kind, auto_map={"AutoModelForCausalLM": "modeling.Model"})
-    with pytest.raises(SpecError, match=f"The base is a {kind} model, a type that transformers .* does not know"):
+    folder = save_base(
+        tmp_path / "base", model_type=kind, auto_map={"AutoModelForCausalLM": "modeling.Model"}
+    )
+    with pytest.raises(
+        SpecError, match=f"The base is a {kind} model, a type that transformers .* does not know"
+    ):
         describe(str(folder))
 
 
 @pytest.mark.parametrize(
     ("shapes", "config", "message"),
     [
-        ({"encoder.weight": (4, 4)}, TINY, "lack 21 tensors that its architecture needs, the first: model.embed_tokens.weight"),
+        (
+            {"encoder.weight": (4, 4)},
+            TINY,
+            "lack 21 tensors that its architecture needs, the first: model.embed_tokens.weight",
+        ),
         ({**llama_shapes(TINY), "model.norm.weight": (32,)}, TINY, r"model\.norm\.weight"),
         (llama_shapes(TINY), {**TINY, "hidden_size": None}, "makes no model|hidden_size"),
         (
@@ -144,7 +175,9 @@ def test_a_type_that_transformers_does_not_know_is_refused(tmp_path: Path, kind:
         ),
     ],
 )
-def test_a_base_that_is_not_understood_is_refused(tmp_path: Path, shapes: Any, config: Any, message: str) -> None:
+def test_a_base_that_is_not_understood_is_refused(
+    tmp_path: Path, shapes: Any, config: Any, message: str
+) -> None:
     with pytest.raises(SpecError, match=message) as caught:
         describe(str(save_base(tmp_path / "base", config, shapes)))
     assert caught.value.param == "model"
@@ -169,7 +202,9 @@ OF_MODELOPT = {
 )
 def test_a_format_is_refused_by_its_name(tmp_path: Path, given: dict[str, Any], named: str) -> None:
     folder = save_base(tmp_path / "base", quantization_config=given)
-    with pytest.raises(SpecError, match=rf"The base is published quantised by {named}\. Bases can be plain"):
+    with pytest.raises(
+        SpecError, match=rf"The base is published quantised by {named}\. Bases can be plain"
+    ):
         describe(str(folder))
 
 
@@ -184,13 +219,20 @@ def test_what_only_modelopt_s_own_file_announces_is_read(tmp_path: Path) -> None
 def test_codes_of_an_unnamed_format_are_refused_as_such(tmp_path: Path) -> None:
     folder = save_base(tmp_path / "base")
     shapes = llama_shapes(TINY)
-    save_headers(folder / "model.safetensors", {name: shape for name, shape in shapes.items() if "o_proj" not in name})
-    codes = {name: (*shape[:-1], shape[-1] // 2) for name, shape in shapes.items() if "o_proj" in name}
+    save_headers(
+        folder / "model.safetensors",
+        {name: shape for name, shape in shapes.items() if "o_proj" not in name},
+    )
+    codes = {
+        name: (*shape[:-1], shape[-1] // 2) for name, shape in shapes.items() if "o_proj" in name
+    }
     save_headers(folder / "codes.safetensors", codes, "U8")
     index = {name: "codes.safetensors" if name in codes else "model.safetensors" for name in shapes}
     (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": index}))
     with pytest.raises(
-        SpecError, match=r"o_proj\.weight is quantised .*: its U8 numbers are codes of a format that config\.json"
+        SpecError,
+        match=r"o_proj\.weight is quantised .*: its U8 numbers are codes of a format that "
+        r"config\.json",
     ):
         describe(str(folder))
 
@@ -198,7 +240,9 @@ def test_codes_of_an_unnamed_format_are_refused_as_such(tmp_path: Path) -> None:
 def test_a_head_of_its_own_that_no_file_holds_is_refused(tmp_path: Path) -> None:
     shapes = {name: shape for name, shape in llama_shapes(TINY).items() if name != "lm_head.weight"}
     folder = save_base(tmp_path / "base", TINY, shapes)
-    with pytest.raises(SpecError, match=r"lack 1 tensors that its architecture needs, the first: lm_head\.weight"):
+    with pytest.raises(
+        SpecError, match=r"lack 1 tensors that its architecture needs, the first: lm_head\.weight"
+    ):
         describe(str(folder))
     assert describe(str(save_base(folder, TINY, shapes, tie_word_embeddings=True))).outer.tied
 
@@ -209,17 +253,22 @@ def test_a_base_that_is_not_downloaded_is_described_by_its_config(tmp_path: Path
     (folder / "model.safetensors").unlink()
     announced = describe(str(folder))
     assert (whole.downloaded, announced.downloaded) == (True, False)
-    assert [(w.name, w.shape, w.kind) for w in announced.weights] == [(w.name, w.shape, w.kind) for w in whole.weights]
+    assert [(w.name, w.shape, w.kind) for w in announced.weights] == [
+        (w.name, w.shape, w.kind) for w in whole.weights
+    ]
     assert announced.dimensions == whole.dimensions
 
 
-@pytest.mark.parametrize("publish", [nvfp4, mxfp4, nvfp4_of_modelopt, fp8_by_rows, int4_by_groups, None])
+@pytest.mark.parametrize(
+    "publish", [nvfp4, mxfp4, nvfp4_of_modelopt, fp8_by_rows, int4_by_groups, None]
+)
 def test_the_index_announces_the_formats_that_the_files_hold(publish: Any, tmp_path: Path) -> None:
     if publish is None:
         save_published("gpt-oss", tmp_path)
     else:
         publish(save_tiny_llama(tmp_path))
-    held, file = describe(str(tmp_path)).held, tmp_path / "model.safetensors"
+    held = describe(str(tmp_path)).held
+    file = tmp_path / "model.safetensors"
     index = dict.fromkeys(read_header(file).tensors, "model-00001-of-00001.safetensors")
     (tmp_path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": index}))
     file.unlink()

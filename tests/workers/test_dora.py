@@ -12,7 +12,15 @@ from ft_service.errors import SpecError
 from ft_service.spec import JobSpec, parse_request
 from tests.support.ranks import run_on_ranks
 from tests.support.training.models import reference, save_tiny_llama, spec_for
-from tests.support.training.parity import CPU, MIXED, assert_parity, full, reference_steps, relative_error, train_steps
+from tests.support.training.parity import (
+    CPU,
+    MIXED,
+    assert_parity,
+    full,
+    reference_steps,
+    relative_error,
+    train_steps,
+)
 from workers.attempt.prepared_model import construct
 from workers.base.load import adapters, plain_name
 from workers.ranks.sharding import make_mesh
@@ -27,14 +35,21 @@ WHOLE = {"ignored": [r".*(q|o|down)_proj\.weight"]}
 """Some weights of every format, which no rank shares with another."""
 
 
-def dora(base: Path, world: int, compute: str = "fp32", distributed: dict[str, Any] | None = None) -> JobSpec:
-    lora, precision = {"r": 5, "use_dora": True}, {**MIXED, "compute": compute}
-    return spec_for(base, ranks=world, lora=lora, precision=precision, distributed=distributed or {})
+def dora(
+    base: Path, world: int, compute: str = "fp32", distributed: dict[str, Any] | None = None
+) -> JobSpec:
+    lora = {"r": 5, "use_dora": True}
+    precision = {**MIXED, "compute": compute}
+    return spec_for(
+        base, ranks=world, lora=lora, precision=precision, distributed=distributed or {}
+    )
 
 
 def magnitudes(rank: int, world: int, spec: JobSpec) -> dict[str, torch.Tensor]:
     model = construct(spec, make_mesh("cpu", world, 1), CPU, warn=print).peft_model
-    return {name: full(parameter.detach()) for name, parameter in adapters(model) if "magnitude" in name}
+    return {
+        name: full(parameter.detach()) for name, parameter in adapters(model) if "magnitude" in name
+    }
 
 
 @pytest.mark.parametrize(
@@ -42,9 +57,13 @@ def magnitudes(rank: int, world: int, spec: JobSpec) -> dict[str, torch.Tensor]:
     [pytest.param(1, {}, marks=pytest.mark.slow), (2, WHOLE), (3, {})],
     ids=["1", "2, some whole", "3"],
 )
-def test_loss_and_every_gradient_are_those_of_peft(world: int, distributed: dict[str, Any], base: Path) -> None:
+def test_loss_and_every_gradient_are_those_of_peft(
+    world: int, distributed: dict[str, Any], base: Path
+) -> None:
     truth = reference_steps(base, dora(base, 1))
-    assert sum("lora_magnitude_vector" in name for name in truth[0].grads) * 3 == len(truth[0].grads)
+    assert sum("lora_magnitude_vector" in name for name in truth[0].grads) * 3 == len(
+        truth[0].grads
+    )
     for ours in run_on_ranks(train_steps, world, dora(base, world, distributed=distributed)):
         assert_parity(ours, truth)
 
@@ -52,7 +71,9 @@ def test_loss_and_every_gradient_are_those_of_peft(world: int, distributed: dict
 def test_magnitudes_begin_as_the_norms_of_the_rows_that_each_rank_holds(base: Path) -> None:
     model: Any = reference(base, dora(base, 1))
     weights = {
-        plain_name(name): module.base_layer.weight for name, module in model.named_modules() if hasattr(module, "lora_A")
+        plain_name(name): module.base_layer.weight
+        for name, module in model.named_modules()
+        if hasattr(module, "lora_A")
     }
     for found in run_on_ranks(magnitudes, 3, dora(base, 3, distributed=WHOLE)):
         assert len(found) == len(weights)
@@ -60,7 +81,9 @@ def test_magnitudes_begin_as_the_norms_of_the_rows_that_each_rank_holds(base: Pa
             norms = weights[name.removesuffix(".lora_magnitude_vector.default.weight")].norm(dim=1)
             assert relative_error(values, norms) < 1e-6, name
     (rounded,) = run_on_ranks(magnitudes, 1, dora(base, 1, "bf16"))
-    assert all(torch.equal(own, own.bfloat16().float()) for own in rounded.values()), "as the layer computes: ratio 1"
+    assert all(torch.equal(own, own.bfloat16().float()) for own in rounded.values()), (
+        "as the layer computes: ratio 1"
+    )
 
 
 def test_what_peft_has_not_with_dora_is_refused_by_name() -> None:

@@ -30,6 +30,11 @@ def test_an_example_is_trained_on(path: Path, tmp_path: Path) -> None:
     run = RunDir(tmp_path)
     file = DataFileRef(name=path.name, path=str(path), sha256=sha256_of(path))
     training = {"max_steps": 2, "batch_size": 2, "max_length": 128}
-    run.write("spec.json", spec_for(SAMPLE, file, precision={"compute": "fp32"}, training=training, lora={"r": 4}, **dpo))
+    run.write(
+        "spec.json",
+        spec_for(
+            SAMPLE, file, precision={"compute": "fp32"}, training=training, lora={"r": 4}, **dpo
+        ),
+    )
     assert run_attempt(run, 1, 1) == Outcome(kind=OutcomeKind.SUCCEEDED)
     assert list(losses(run)) == [1, 2]

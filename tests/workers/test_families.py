@@ -1,5 +1,7 @@
-"""Every family of architectures against transformers and PEFT as they come, sharded and quantised: loss and every adapter
-gradient. The short list has all families; the whole product is marked slow."""
+"""Every family of architectures against transformers and PEFT as they come, sharded and
+quantised: loss and every adapter gradient. The short list has all families; the whole product is
+marked slow.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +13,14 @@ import torch
 
 from ft_service.spec import JobSpec
 from tests.support.ranks import run_on_ranks
-from tests.support.training.models import FAMILIES, KINDS, MIXED_IN_FAMILIES, OF_EXPERTS, save_tiny, spec_for
+from tests.support.training.models import (
+    FAMILIES,
+    KINDS,
+    MIXED_IN_FAMILIES,
+    OF_EXPERTS,
+    save_tiny,
+    spec_for,
+)
 from tests.support.training.parity import Step, reference_steps, relative_error, train_steps
 
 FORMATS: dict[str, dict[str, Any]] = {
@@ -87,7 +96,9 @@ class Runs:
         world = case[1]
         if world not in self._done:
             specs = {other: spec for other, spec in self.specs.items() if other[1] == world}
-            self._done[world] = run_on_ranks(train_all, world, specs, timeout=1700 if len(specs) > 20 else 800)
+            self._done[world] = run_on_ranks(
+                train_all, world, specs, timeout=1700 if len(specs) > 20 else 800
+            )
         return [found[case] for found in self._done[world]]
 
 
@@ -120,7 +131,9 @@ def test_a_family_equals_the_unsharded_reference(case: Case, short: Runs) -> Non
 @pytest.mark.slow
 @pytest.mark.timeout(1800)
 @pytest.mark.parametrize("case", PRODUCT, ids=str)
-def test_every_family_format_and_world_size_equals_the_unsharded_reference(case: Case, product: Runs) -> None:
+def test_every_family_format_and_world_size_equals_the_unsharded_reference(
+    case: Case, product: Runs
+) -> None:
     check(product, case)
 
 

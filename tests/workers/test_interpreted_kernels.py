@@ -1,4 +1,6 @@
-"""Training steps with every kernel for GPUs in place, by Triton's interpreter: each storage format and kind of norm."""
+"""Training steps with every kernel for GPUs in place, by Triton's interpreter: each storage format
+and kind of norm.
+"""
 
 from __future__ import annotations
 
@@ -27,7 +29,9 @@ for packed in (True, False):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("stored", ["bf16", *QUANTIZED])
-def test_every_storage_format_trains_as_it_does_without_kernels(stored: str, tmp_path: Path) -> None:
+def test_every_storage_format_trains_as_it_does_without_kernels(
+    stored: str, tmp_path: Path
+) -> None:
     base = save_tiny("llama", tmp_path / "base", hidden_size=64, intermediate_size=96)
     run_with_triton(STEP, tmp_path, str(base), stored, "5", "2", "2", TRITON_INTERPRET="1")
 
@@ -36,4 +40,6 @@ def test_every_storage_format_trains_as_it_does_without_kernels(stored: str, tmp
 @pytest.mark.parametrize(("family", "norms", "gates"), [("gemma3_text", 13, 0), ("qwen3", 9, 2)])
 def test_every_form_of_norm_does(family: str, norms: int, gates: int, tmp_path: Path) -> None:
     base = save_tiny(family, tmp_path / "base")
-    run_with_triton(STEP, tmp_path, str(base), "bf16", str(norms), str(gates), "2", TRITON_INTERPRET="1")
+    run_with_triton(
+        STEP, tmp_path, str(base), "bf16", str(norms), str(gates), "2", TRITON_INTERPRET="1"
+    )

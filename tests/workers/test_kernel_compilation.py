@@ -1,4 +1,6 @@
-"""Every kernel in Triton is compiled for the GPUs that are in use, as it is launched, without a GPU."""
+"""Every kernel in Triton is compiled for the GPUs that are in use, as it is launched, without a
+GPU.
+"""
 
 from __future__ import annotations
 
@@ -61,7 +63,9 @@ class Compiled:
     """Arguments that are multiples of 16, likewise; the last for others."""
     capabilities: tuple[int, ...] = (80, 89, 90, 100)
     has: Any = None
-    """Capability, or empty for all others → groups of instructions, one of each of which is in it."""
+    """Capability, or empty for all others → groups of instructions, one of each of which is in
+    it.
+    """
     has_not: Any = None
     """The same → instructions that are not in it."""
 
@@ -94,7 +98,8 @@ KERNELS = [
     Compiled(
         "workers.layers.loss_kernel",
         "_cross_entropy",
-        {"logits": "*bf16", "targets": "*i64", "correct": "*i1", "words": "i32"} | types("*fp32", "factors", "logs"),
+        {"logits": "*bf16", "targets": "*i64", "correct": "*i1", "words": "i32"}
+        | types("*fp32", "factors", "logs"),
         tuple(
             {"graded": graded, "weighted": weighted, "steps": 16, "block": 8192}
             for graded, weighted in ((True, True), (True, False), (False, False))
@@ -118,7 +123,10 @@ KERNELS = [
     Compiled(
         "workers.layers.fused_kernels",
         "_normed",
-        types("*bf16", "x", "weight", "y") | {"root": "*fp32"} | _ROWS | types("fp32", "share", "eps"),
+        types("*bf16", "x", "weight", "y")
+        | {"root": "*fp32"}
+        | _ROWS
+        | types("fp32", "share", "eps"),
         _FORMS,
         warps=8,
         has_not=_ROUNDS_TWICE,
@@ -134,8 +142,12 @@ KERNELS = [
     Compiled(
         "workers.layers.fused_kernels",
         "_rotated",
-        types("*bf16", "query", "key", "turned_query", "turned_key", "cos", "sin") | types("i32", *_ROTATED),
-        tuple({"queries": 32, "keys": 8, "back": back, "several": 8, "block": 64} for back in (False, True)),
+        types("*bf16", "query", "key", "turned_query", "turned_key", "cos", "sin")
+        | types("i32", *_ROTATED),
+        tuple(
+            {"queries": 32, "keys": 8, "back": back, "several": 8, "block": 64}
+            for back in (False, True)
+        ),
         has_not=_ROUNDS_TWICE,
     ),
     *(

@@ -1,4 +1,6 @@
-"""The plan's arithmetic against the bytes of tensors that are alive in a step of the real worker code, block by block."""
+"""The plan's arithmetic against the bytes of tensors that are alive in a step of the real worker
+code, block by block.
+"""
 
 from __future__ import annotations
 
@@ -44,7 +46,8 @@ SHAPE: dict[str, Any] = {
     "pad_token_id": None,
 }
 LENGTH = 128
-SMALL, LARGE = {"vocab_size": 64}, {"vocab_size": 5000}
+SMALL = {"vocab_size": 64}
+LARGE = {"vocab_size": 5000}
 """Vocabularies whose logits count for less than the backward, and for more."""
 CASES: dict[str, tuple[int, dict[str, Any], dict[str, Any]]] = {
     "bf16": (1, SMALL, {}),
@@ -58,7 +61,11 @@ CASES: dict[str, tuple[int, dict[str, Any], dict[str, Any]]] = {
     "nf4, full, dropout": (1, SMALL, {"default": "nf4", "mode": "full", "dropout": 0.1}),
     "fp32, dora": (1, SMALL, {"compute": "fp32", "dora": True}),
     "trained whole, large vocabulary": (1, LARGE, {"whole": ["embed_tokens", "lm_head"]}),
-    "few tokens, so that weights count": (1, {"vocab_size": 64, "intermediate_size": 1024}, {"default": "nf4", "samples": 1}),
+    "few tokens, so that weights count": (
+        1,
+        {"vocab_size": 64, "intermediate_size": 1024},
+        {"default": "nf4", "samples": 1},
+    ),
     "two ranks": (2, LARGE, {"default": "nf4"}),
 }
 EXPERTS: dict[str, Any] = {
@@ -82,13 +89,23 @@ SHARED: dict[str, Any] = {
     "shared_expert_intermediate_size": 352,
 }
 """Of Qwen2-57B-A14B's proportions."""
-MIXTRAL = {**SMALL, "hidden_size": 128, "intermediate_size": 256, "num_local_experts": 4, "num_experts_per_tok": 2}
+MIXTRAL = {
+    **SMALL,
+    "hidden_size": 128,
+    "intermediate_size": 256,
+    "num_local_experts": 4,
+    "num_experts_per_tok": 2,
+}
 STACKS = ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]
 EXPERT_CASES: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
     "none": ("qwen3_moe", EXPERTS, {}),
     "selective": ("qwen3_moe", EXPERTS, {"mode": "selective"}),
     "nf4, full": ("qwen3_moe", EXPERTS, {"default": "nf4", "mode": "full"}),
-    "wide experts, full": ("qwen3_moe", {**EXPERTS, "num_experts_per_tok": 2, "moe_intermediate_size": 256}, {"mode": "full"}),
+    "wide experts, full": (
+        "qwen3_moe",
+        {**EXPERTS, "num_experts_per_tok": 2, "moe_intermediate_size": 256},
+        {"mode": "full"},
+    ),
     "stacks with adapters": ("qwen3_moe", EXPERTS, {"stacks": STACKS}),
     "shares in fp32, none": ("mixtral", MIXTRAL, {}),
     "shares in fp32, full": ("mixtral", MIXTRAL, {"mode": "full"}),
@@ -98,20 +115,40 @@ EXPERT_CASES: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
 }
 
 
-SLOW = CASES.keys() - {"bf16", "bf16, large vocabulary", "nf4, full", "selective, large vocabulary", "two ranks"}
-SLOW_OF_EXPERTS = EXPERT_CASES.keys() - {"none", "selective", "stacks with adapters", "shared, full"}
+SLOW = CASES.keys() - {
+    "bf16",
+    "bf16, large vocabulary",
+    "nf4, full",
+    "selective, large vocabulary",
+    "two ranks",
+}
+SLOW_OF_EXPERTS = EXPERT_CASES.keys() - {
+    "none",
+    "selective",
+    "stacks with adapters",
+    "shared, full",
+}
 Folders = pytest.TempPathFactory
 Peaks = Cases[int]
 
 
-def spec_of(folder: Path, case: tuple[int, dict[str, Any], dict[str, Any]], family: str = "llama") -> JobSpec:
+def spec_of(
+    folder: Path, case: tuple[int, dict[str, Any], dict[str, Any]], family: str = "llama"
+) -> JobSpec:
     world, changes, options = case
     samples = options.get("samples", 4)
     return spec_for(
         save_tiny(family, folder / "base", **{**SHAPE, **changes}),
         ranks=world,
-        precision={"default": options.get("default", "bf16"), "compute": options.get("compute", "bf16")},
-        training={"batch_size": 2 * samples * world, "max_length": LENGTH, "tokens_per_micro_batch": samples * LENGTH},
+        precision={
+            "default": options.get("default", "bf16"),
+            "compute": options.get("compute", "bf16"),
+        },
+        training={
+            "batch_size": 2 * samples * world,
+            "max_length": LENGTH,
+            "tokens_per_micro_batch": samples * LENGTH,
+        },
         lora={
             "r": 4,
             "lora_dropout": options.get("dropout", 0.0),
@@ -125,19 +162,28 @@ def spec_of(folder: Path, case: tuple[int, dict[str, Any], dict[str, Any]], fami
 
 @pytest.fixture(scope="module")
 def peaks(tmp_path_factory: Folders) -> Peaks:
-    return Cases(peak_of_a_step, {name: spec_of(tmp_path_factory.mktemp("job"), case) for name, case in CASES.items()}, SLOW)
+    return Cases(
+        peak_of_a_step,
+        {name: spec_of(tmp_path_factory.mktemp("job"), case) for name, case in CASES.items()},
+        SLOW,
+    )
 
 
 @pytest.mark.parametrize("case", often_and_slow(CASES, SLOW))
 def test_the_planned_peak_is_that_of_live_tensors(case: str, peaks: Peaks) -> None:
-    """To 2 % on one rank: smaller things, such as the means of norms, are not counted. Two micro-batches, so that the gradients
-    of one are there in the other.
+    """To 2 % on one rank: smaller things, such as the means of norms, are not counted.
+
+    Two micro-batches, so that the gradients of one are there in the other.
     """
     spec, of_ranks = peaks.of(case)
     planned = planned_of_a_step(spec, HOST)
     for measured in of_ranks:
-        hashed = 2**19 if spec.lora.lora_dropout else 0  # of the thread that hashes 2^16 numbers at once
-        assert planned == pytest.approx(measured, rel=0.02 if spec.world_size == 1 else 0.08, abs=hashed)
+        hashed = (
+            2**19 if spec.lora.lora_dropout else 0
+        )  # of the thread that hashes 2^16 numbers at once
+        assert planned == pytest.approx(
+            measured, rel=0.02 if spec.world_size == 1 else 0.08, abs=hashed
+        )
 
 
 @pytest.fixture(scope="module")
@@ -146,13 +192,19 @@ def peaks_of_experts(tmp_path_factory: Folders) -> Peaks:
 
 
 @pytest.mark.parametrize("case", often_and_slow(EXPERT_CASES, SLOW_OF_EXPERTS))
-def test_the_planned_peak_of_experts_is_that_of_live_tensors(case: str, peaks_of_experts: Peaks) -> None:
-    """To 2 %. Of most cases the results of all of a token's experts, which their shares multiply, are a fifth and more."""
+def test_the_planned_peak_of_experts_is_that_of_live_tensors(
+    case: str, peaks_of_experts: Peaks
+) -> None:
+    """To 2 %. Of most cases the results of all of a token's experts, which their shares multiply,
+    are a fifth and more.
+    """
     spec, (measured,) = peaks_of_experts.of(case)
     assert planned_of_a_step(spec, HOST) == pytest.approx(measured, rel=0.02)
 
 
-def specs_of_families(cases: Mapping[str, tuple[str, dict[str, Any], dict[str, Any]]], folders: Folders) -> dict[str, JobSpec]:
+def specs_of_families(
+    cases: Mapping[str, tuple[str, dict[str, Any], dict[str, Any]]], folders: Folders
+) -> dict[str, JobSpec]:
     return {
         name: spec_of(folders.mktemp("job"), (1, changes, options), family)
         for name, (family, changes, options) in cases.items()
@@ -186,16 +238,22 @@ def peak_of_a_step(rank: int, world: int, spec: JobSpec) -> int:
 
 def full_samples(count: int) -> list[Tokens]:
     """Samples of full length whose every token is a target: what the plan reckons with."""
-    drawn = torch.randint(0, 64, (count, LENGTH), generator=torch.Generator().manual_seed(1)).int().numpy()
+    drawn = (
+        torch.randint(0, 64, (count, LENGTH), generator=torch.Generator().manual_seed(1))
+        .int()
+        .numpy()
+    )
     return [Tokens(ids, ids >= 0) for ids in drawn]
 
 
-# With fused kernels ---------------------------------------------------------------------------------------------------------
+# With fused kernels
+# ------------------------------------------------------------------------------
 
 GPU = replace(HOST, shared_memory=False, fuses=True)
 WIDE = {**SMALL, "intermediate_size": 384, "head_dim": 16, "num_hidden_layers": 4}
-"""A feed-forward whose backward needs more than that of attention, for which the processor writes its scores; and so many
-layers that what they keep is most of the peak."""
+"""A feed-forward whose backward needs more than that of attention, for which the processor writes
+its scores; and so many layers that what they keep is most of the peak.
+"""
 FUSED_CASES: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
     "bf16": ("llama", WIDE, {}),
     "bf16, norms of heads": ("qwen3", WIDE, {}),
@@ -216,9 +274,12 @@ def fused_peaks(tmp_path_factory: Folders) -> Peaks:
 
 
 @pytest.mark.parametrize("case", often_and_slow(FUSED_CASES, SLOW_FUSED))
-def test_with_fused_kernels_the_planned_peak_is_that_of_live_tensors(case: str, fused_peaks: Peaks) -> None:
-    """To 3 %, by kernels that keep for the backward what those of a GPU keep. Each kind of parts that they compute saves more
-    than that.
+def test_with_fused_kernels_the_planned_peak_is_that_of_live_tensors(
+    case: str, fused_peaks: Peaks
+) -> None:
+    """To 3 %, by kernels that keep for the backward what those of a GPU keep.
+
+    Each kind of parts that they compute saves more than that.
     """
     spec, (measured,) = fused_peaks.of(case)
     assert planned_of_a_step(spec, GPU) == pytest.approx(measured, rel=0.03)
@@ -227,7 +288,9 @@ def test_with_fused_kernels_the_planned_peak_is_that_of_live_tensors(case: str, 
 def peak_of_a_fused_step(rank: int, world: int, spec: JobSpec) -> int:
     kernels = kernels_of_a_gpu()
     with (
-        patch.object(build, "choose_arithmetic", lambda base, *_: build.Arithmetic(fused=str(fuse(base)))),
+        patch.object(
+            build, "choose_arithmetic", lambda base, *_: build.Arithmetic(fused=str(fuse(base)))
+        ),
         patch.object(fused.KERNEL, "on", lambda device: kernels),
         fused_attention(),
     ):
@@ -235,7 +298,9 @@ def peak_of_a_fused_step(rank: int, world: int, spec: JobSpec) -> int:
 
 
 ROWS = 32
-"""That the kernels' stand-ins compute at a time, so that what PyTorch's operations write in between hardly counts."""
+"""That the kernels' stand-ins compute at a time, so that what PyTorch's operations write in between
+hardly counts.
+"""
 
 
 def kernels_of_a_gpu() -> Any:
@@ -252,17 +317,23 @@ def kernels_of_a_gpu() -> Any:
             rows[own] = by.normed(given[own], weight, eps, form)[0]
         return y, torch.full((len(rows),), eps)
 
-    def normed_grad(grad: Tensor, x: Tensor, weight: Tensor | None, root: Tensor, form: int) -> Tensor:
+    def normed_grad(
+        grad: Tensor, x: Tensor, weight: Tensor | None, root: Tensor, form: int
+    ) -> Tensor:
         of_x = torch.empty_like(grad)
         rows, *given = (own.flatten(0, -2) for own in (of_x, grad, x))
         for own in rows_of(rows):
             rows[own] = by.normed_grad(*(part[own] for part in given), weight, root[:1], form)
         return of_x
 
-    def rotated(query: Tensor, key: Tensor, cos: Tensor, sin: Tensor, *, back: bool) -> tuple[Tensor, Tensor]:
+    def rotated(
+        query: Tensor, key: Tensor, cos: Tensor, sin: Tensor, *, back: bool
+    ) -> tuple[Tensor, Tensor]:
         turned = torch.empty_like(query), torch.empty_like(key)
         for own in rows_of(cos[0]):
-            parts = by.rotated(query[:, :, own], key[:, :, own], cos[:, own], sin[:, own], back=back)
+            parts = by.rotated(
+                query[:, :, own], key[:, :, own], cos[:, own], sin[:, own], back=back
+            )
             for whole, part in zip(turned, parts, strict=True):
                 whole[:, :, own] = part
         return turned
@@ -281,4 +352,6 @@ def kernels_of_a_gpu() -> Any:
             of_gate[own], of_up[own] = by.gated_grad(*(x[own] for x in given))
         return found
 
-    return SimpleNamespace(normed=normed, normed_grad=normed_grad, rotated=rotated, gated=gated, gated_grad=gated_grad)
+    return SimpleNamespace(
+        normed=normed, normed_grad=normed_grad, rotated=rotated, gated=gated, gated_grad=gated_grad
+    )

@@ -21,7 +21,14 @@ from ft_service.spec import AdapterRef, JobSpec, PrecisionOptions
 from tests.support.ranks import Cases, often_and_slow, run_on_ranks
 from tests.support.training.adapters import difference, logits, merged_by_peft, save_adapter
 from tests.support.training.attempts import losses, run_attempt, run_spec
-from tests.support.training.models import reference, reference_name, save_chat_base, save_pairs, save_tiny_llama, spec_for
+from tests.support.training.models import (
+    reference,
+    reference_name,
+    save_chat_base,
+    save_pairs,
+    save_tiny_llama,
+    spec_for,
+)
 from tests.support.training.parity import (
     CPU,
     MIXED,
@@ -59,9 +66,13 @@ def tied(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return save_tiny_llama(tmp_path_factory.mktemp("tied"), tie_word_embeddings=True)
 
 
-def whole(base: Path, world: int, names: list[str], compute: str = "fp32", **options: Any) -> JobSpec:
+def whole(
+    base: Path, world: int, names: list[str], compute: str = "fp32", **options: Any
+) -> JobSpec:
     lora = {"r": 5, "modules_to_save": names}
-    return spec_for(base, ranks=world, lora=lora, precision={**MIXED, "compute": compute}, **options)
+    return spec_for(
+        base, ranks=world, lora=lora, precision={**MIXED, "compute": compute}, **options
+    )
 
 
 CASES: dict[str, tuple[int, list[str]]] = {
@@ -70,7 +81,8 @@ CASES: dict[str, tuple[int, list[str]]] = {
     "the embedding on two": (2, ["embed_tokens"]),
     "the head on two": (2, ["lm_head"]),
 }
-TIED, IN_BF16 = "tied on {}", "in bf16 on two"
+TIED = "tied on {}"
+IN_BF16 = "in bf16 on two"
 ON_ONE = ("both on one", TIED.format(1))
 """Slow ones: on one rank nothing is sharded."""
 
@@ -86,7 +98,9 @@ def trained(base: Path, tied: Path) -> Cases[list[Step]]:
 
 
 @pytest.mark.parametrize("case", often_and_slow(CASES, CASES.keys() & ON_ONE))
-def test_loss_and_every_gradient_are_those_of_peft(case: str, base: Path, trained: Cases[list[Step]]) -> None:
+def test_loss_and_every_gradient_are_those_of_peft(
+    case: str, base: Path, trained: Cases[list[Step]]
+) -> None:
     names = CASES[case][1]
     truth = reference_steps(base, whole(base, 1, names))
     assert sum("lora" not in name for name in truth[0].grads) == len(names)
@@ -95,9 +109,13 @@ def test_loss_and_every_gradient_are_those_of_peft(case: str, base: Path, traine
 
 
 @pytest.mark.parametrize("world", [pytest.param(1, marks=pytest.mark.slow), 2])
-def test_tied_they_are_one_weight_with_both_gradients(world: int, tied: Path, trained: Cases[list[Step]]) -> None:
+def test_tied_they_are_one_weight_with_both_gradients(
+    world: int, tied: Path, trained: Cases[list[Step]]
+) -> None:
     truth = reference_steps(tied, whole(tied, 1, ["lm_head"]))
-    assert [name for name in truth[0].grads if "lora" not in name] == ["base_model.model.model.embed_tokens.weight"]
+    assert [name for name in truth[0].grads if "lora" not in name] == [
+        "base_model.model.model.embed_tokens.weight"
+    ]
     for ours in trained.of(TIED.format(world))[1]:
         assert_parity(ours, truth)
 
@@ -125,7 +143,9 @@ def test_gradients_of_log_probabilities_are_those_of_peft(world: int, base: Path
     logs = model(input_ids=batch.ids).logits.flatten(0, 1)[batch.places].log_softmax(-1)
     logs = logs.gather(1, batch.targets[:, None])[:, 0]
     (logs * factors(logs)).sum().backward()
-    truth = {reference_name(name): p.grad for name, p in model.named_parameters() if p.requires_grad}
+    truth = {
+        reference_name(name): p.grad for name, p in model.named_parameters() if p.requires_grad
+    }
     for ours in run_on_ranks(log_probability_gradients, world, whole(base, world, BOTH)):
         assert ours.keys() == truth.keys()
         for name, gradient in ours.items():
@@ -135,7 +155,9 @@ def test_gradients_of_log_probabilities_are_those_of_peft(world: int, base: Path
 
 
 def beginning(rank: int, world: int, spec: JobSpec) -> tuple[bool, bool]:
-    """Whether what is trained whole begins as the base's, in fp32, and is that again when it was left out of a comparison."""
+    """Whether what is trained whole begins as the base's, in fp32, and is that again when it was
+    left out of a comparison.
+    """
     model = construct(spec, make_mesh("cpu", world, 1), CPU, warn=print).peft_model
     trained = {name: p for name, p in adapters(model) if "lora" not in name}
     first = {name: full(p.detach()) for name, p in trained.items()}
@@ -156,9 +178,13 @@ def beginning(rank: int, world: int, spec: JobSpec) -> tuple[bool, bool]:
     return as_base and original, again
 
 
-@pytest.mark.parametrize(("world", "compute"), [pytest.param(1, "bf16", marks=pytest.mark.slow), (3, "fp32")])
+@pytest.mark.parametrize(
+    ("world", "compute"), [pytest.param(1, "bf16", marks=pytest.mark.slow), (3, "fp32")]
+)
 def test_they_begin_as_the_bases_and_can_be_it_again(world: int, compute: str, base: Path) -> None:
-    assert run_on_ranks(beginning, world, whole(base, world, BOTH, compute)) == [(True, True)] * world
+    assert (
+        run_on_ranks(beginning, world, whole(base, world, BOTH, compute)) == [(True, True)] * world
+    )
 
 
 def test_in_bf16_it_is_as_near_as_bf16_is(base: Path, trained: Cases[list[Step]]) -> None:
@@ -227,12 +253,23 @@ def test_resume_is_bitwise_the_uninterrupted_job(preferred: RunDir, tmp_path: Pa
     assert all(torch.equal(tensor, after[name]) for name, tensor in before.items())
 
 
-def test_peft_finds_it_as_its_own_and_merging_gives_its_logits(preferred: RunDir, tmp_path: Path) -> None:
-    spec, folder = run_spec(preferred), preferred.path("adapter")
+def test_peft_finds_it_as_its_own_and_merging_gives_its_logits(
+    preferred: RunDir, tmp_path: Path
+) -> None:
+    spec = run_spec(preferred)
+    folder = preferred.path("adapter")
     config = json.loads((folder / "adapter_config.json").read_text())
-    assert (config["modules_to_save"], config["ensure_weight_tying"]) == (["embed_tokens", "lm_head"], True)
+    assert (config["modules_to_save"], config["ensure_weight_tying"]) == (
+        ["embed_tokens", "lm_head"],
+        True,
+    )
     held = load_file(folder / "adapter_model.safetensors")
-    stock = save_adapter(Path(spec.model.path), tmp_path / "stock", modules_to_save=["embed_tokens"], ensure_weight_tying=True)
+    stock = save_adapter(
+        Path(spec.model.path),
+        tmp_path / "stock",
+        modules_to_save=["embed_tokens"],
+        ensure_weight_tying=True,
+    )
     theirs = load_file(stock / "adapter_model.safetensors")
     assert {name: tensor.shape for name, tensor in held.items() if "lora" not in name} == {
         name: tensor.shape for name, tensor in theirs.items() if "lora" not in name
@@ -241,7 +278,8 @@ def test_peft_finds_it_as_its_own_and_merging_gives_its_logits(preferred: RunDir
     assert by_peft.lm_head.weight is by_peft.model.embed_tokens.weight
     assert torch.equal(by_peft.lm_head.weight, held["base_model.model.lm_head.weight"])
     plain = spec.model_copy(update={"precision": PrecisionOptions(compute="fp32")})
-    ours, exact = with_adapter(plain, folder, CPU), logits(by_peft)
+    ours = with_adapter(plain, folder, CPU)
+    exact = logits(by_peft)
     assert difference(logits(ours), exact) < 1e-5
     merge(Path(spec.model.path), folder, tmp_path / "merged", to="bf16")
     merged = AutoModelForCausalLM.from_pretrained(tmp_path / "merged", dtype=torch.float32)
@@ -254,13 +292,17 @@ def test_peft_finds_it_as_its_own_and_merging_gives_its_logits(preferred: RunDir
     assert difference(logits(ours), exact) < 1e-5
 
 
-def test_a_base_that_holds_its_tied_weights_twice_is_merged_with_both_replaced(tmp_path: Path) -> None:
+def test_a_base_that_holds_its_tied_weights_twice_is_merged_with_both_replaced(
+    tmp_path: Path,
+) -> None:
     base = save_tiny_llama(tmp_path / "base", tie_word_embeddings=True)
     held = load_file(base / "model.safetensors")
     assert "lm_head.weight" not in held
     held["lm_head.weight"] = held["model.embed_tokens.weight"].clone()
     save_file(held, base / "model.safetensors", metadata={"format": "pt"})
-    adapter = save_adapter(base, tmp_path / "adapter", modules_to_save=["embed_tokens"], ensure_weight_tying=True)
+    adapter = save_adapter(
+        base, tmp_path / "adapter", modules_to_save=["embed_tokens"], ensure_weight_tying=True
+    )
     merge(base, adapter, tmp_path / "merged", to="bf16")
     merged = AutoModelForCausalLM.from_pretrained(tmp_path / "merged", dtype=torch.float32)
     assert merged.lm_head.weight is merged.model.embed_tokens.weight
@@ -269,7 +311,9 @@ def test_a_base_that_holds_its_tied_weights_twice_is_merged_with_both_replaced(t
     assert difference(logits(merged), logits(by_peft)) < 1e-5
 
 
-def test_a_tied_head_with_values_of_its_own_is_not_merged(preferred: RunDir, tmp_path: Path) -> None:
+def test_a_tied_head_with_values_of_its_own_is_not_merged(
+    preferred: RunDir, tmp_path: Path
+) -> None:
     base = Path(run_spec(preferred).model.path)
     with pytest.warns(UserWarning, match="tie_word_embeddings"):
         parted = save_adapter(base, tmp_path / "stock", modules_to_save=BOTH)

@@ -13,7 +13,14 @@ from ft_service.spec import JobSpec
 from tests.support.ranks import run_on_ranks
 from tests.support.training.causal_types import save_type
 from tests.support.training.models import spec_for
-from tests.support.training.parity import Step, assert_parity, batches_of, constructed, full, samples
+from tests.support.training.parity import (
+    Step,
+    assert_parity,
+    batches_of,
+    constructed,
+    full,
+    samples,
+)
 from workers.base.load import adapters
 from workers.layers.dropout import key_of
 from workers.patches import indexed_attention
@@ -25,8 +32,11 @@ KINDS = ("deepseek_v32", "glm_moe_dsa")
 def one_step(rank: int, world: int, spec: JobSpec) -> Step:
     """With the masks of dropout, and an indexer's scores made for a few queries at a time."""
     indexed_attention.SCORES_AT_ONCE = 2 * 24 * 3  # in a process of its own
-    data, built = samples(), constructed(spec, world)
-    batches = batches_of(data, rank, world, spec, [key_of("sample", spec.seed, 0, i) for i in range(len(data))])
+    data = samples()
+    built = constructed(spec, world)
+    batches = batches_of(
+        data, rank, world, spec, [key_of("sample", spec.seed, 0, i) for i in range(len(data))]
+    )
     targets = sum(t.target_count for t in data)
     sums = Sums.read(forward_backward(built.peft_model, batches, targets, world), targets)
     return Step(sums.mean_loss, {name: full(p.grad) for name, p in adapters(built.peft_model)})
@@ -42,7 +52,11 @@ def spec_of(base: Path, ranks: int, packing: bool, **options: Any) -> JobSpec:
         ranks=ranks,
         precision={"default": "nf4", "compute": "fp32"},
         lora={"r": 4, "lora_dropout": 0.25},
-        training={"packing": packing, "per_device_train_batch_size": 7, "tokens_per_micro_batch": 80},
+        training={
+            "packing": packing,
+            "per_device_train_batch_size": 7,
+            "tokens_per_micro_batch": 80,
+        },
         distributed=options,
     )
 

@@ -1,6 +1,8 @@
-"""Parity over combinations of options: most pairs of values in a short list, the whole product marked slow.
+"""Parity over combinations of options: most pairs of values in a short list, the whole product
+marked slow.
 
-Compiling takes half a minute a case, so the product is not compiled; the pairs with a compiled case are.
+Compiling takes half a minute a case, so the product is not compiled; the pairs with a compiled case
+are.
 """
 
 from __future__ import annotations
@@ -16,7 +18,14 @@ import pytest
 from ft_service.spec import JobSpec
 from tests.support.ranks import run_on_ranks
 from tests.support.training.models import save_tiny_llama, spec_for
-from tests.support.training.parity import MIXED, Step, assert_parity, reference_steps, steps_needed, steps_of_sharding
+from tests.support.training.parity import (
+    MIXED,
+    Step,
+    assert_parity,
+    reference_steps,
+    steps_needed,
+    steps_of_sharding,
+)
 
 FORMATS: dict[str, dict[str, Any]] = {
     "bf16": {"default": "bf16"},
@@ -24,7 +33,10 @@ FORMATS: dict[str, dict[str, Any]] = {
     "nf4": {"default": "nf4"},
     "mixed": MIXED,
 }
-ROWS = {"even": {}, "uneven": {"vocab_size": 259, "intermediate_size": 203, "num_key_value_heads": 1}}
+ROWS = {
+    "even": {},
+    "uneven": {"vocab_size": 259, "intermediate_size": 203, "num_key_value_heads": 1},
+}
 
 
 @dataclass(frozen=True)
@@ -41,8 +53,13 @@ class Case:
     compiled: bool = False
 
     def __str__(self) -> str:
-        flags = [name for name in ("accumulate", "kept", "padded", "compiled") if getattr(self, name)]
-        return f"{self.format} {self.world}/{self.copies} {self.rows} {self.reshard} {self.checkpointing} {' '.join(flags)}"
+        flags = [
+            name for name in ("accumulate", "kept", "padded", "compiled") if getattr(self, name)
+        ]
+        return (
+            f"{self.format} {self.world}/{self.copies} {self.rows} {self.reshard} "
+            f"{self.checkpointing} {' '.join(flags)}"
+        )
 
     @property
     def valid(self) -> bool:
@@ -50,7 +67,9 @@ class Case:
         number = not isinstance(self.reshard, bool)
         shards_by_number = self.format == "bf16" and self.world // self.copies == 4
         return (
-            self.world % self.copies == 0 and not (self.kept and self.reshard is not True) and (not number or shards_by_number)
+            self.world % self.copies == 0
+            and not (self.kept and self.reshard is not True)
+            and (not number or shards_by_number)
         )
 
     @property
@@ -62,7 +81,10 @@ class Case:
             bases / self.rows,
             ranks=self.world,
             precision={**FORMATS[self.format], "compute": "fp32"},
-            training={"per_device_train_batch_size": 2 if self.accumulate else 8, "packing": not self.padded},
+            training={
+                "per_device_train_batch_size": 2 if self.accumulate else 8,
+                "packing": not self.padded,
+            },
             lora={"r": 4},
             distributed={
                 "replicate": self.copies,
@@ -76,7 +98,17 @@ class Case:
 
 def product() -> Iterator[Case]:
     no_yes = (False, True)
-    values = (FORMATS, (1, 2, 3, 4), ROWS, (True, False, 2), ("none", "full", "selective"), no_yes, no_yes, (1, 2), no_yes)
+    values = (
+        FORMATS,
+        (1, 2, 3, 4),
+        ROWS,
+        (True, False, 2),
+        ("none", "full", "selective"),
+        no_yes,
+        no_yes,
+        (1, 2),
+        no_yes,
+    )
     return (case for chosen in itertools.product(*values) if (case := Case(*chosen)).valid)
 
 
@@ -85,7 +117,9 @@ def pairs_of(cases: list[Case]) -> set[tuple[Any, ...]]:
 
 
 def covering(cases: list[Case], share: float = 1.0) -> list[Case]:
-    """Some of the cases that hold a share of the pairs of values which any of them holds; the greedy choice, of few ranks."""
+    """Some of the cases that hold a share of the pairs of values which any of them holds; the
+    greedy choice, of few ranks.
+    """
     missing = pairs_of(cases)
     left = len(missing) * (1 - share)
     chosen = []
@@ -107,7 +141,9 @@ def train_all(rank: int, world: int, specs: dict[Case, JobSpec]) -> dict[Case, l
 
 
 class Runs:
-    """The cases of a list; those of one world size on ranks that are started once, at most 40 at a time."""
+    """The cases of a list; those of one world size on ranks that are started once, at most 40 at a
+    time.
+    """
 
     def __init__(self, cases: list[Case], bases: Path) -> None:
         self._bases = bases
@@ -117,7 +153,14 @@ class Runs:
 
     def check(self, case: Case) -> None:
         if case not in self._done:
-            self._run([other for other in self._cases if other.world == case.world and other not in self._done], case)
+            self._run(
+                [
+                    other
+                    for other in self._cases
+                    if other.world == case.world and other not in self._done
+                ],
+                case,
+            )
         truth = self._truth.setdefault((case.format, case.rows), self._reference(case))
         for steps in self._done[case]:
             assert_parity(steps, truth[: steps_needed(case.spec(self._bases))])
@@ -129,7 +172,9 @@ class Runs:
         self._done.update({case: [found[case] for found in by_rank] for case in batch})
 
     def _reference(self, case: Case) -> list[Step]:
-        return self._truth.get((case.format, case.rows)) or reference_steps(self._bases / case.rows, case.spec(self._bases))
+        return self._truth.get((case.format, case.rows)) or reference_steps(
+            self._bases / case.rows, case.spec(self._bases)
+        )
 
 
 @pytest.fixture(scope="module")
@@ -167,7 +212,9 @@ def test_every_combination_equals_the_unsharded_reference(case: Case, whole: Run
 
 @pytest.mark.slow
 @pytest.mark.parametrize("case", COMPILED, ids=str)
-def test_every_pair_of_options_compiled_equals_the_unsharded_reference(case: Case, bases: Path) -> None:
+def test_every_pair_of_options_compiled_equals_the_unsharded_reference(
+    case: Case, bases: Path
+) -> None:
     Runs([case], bases).check(case)
 
 

@@ -1,4 +1,6 @@
-"""The bases that people tune, tiny and in the layout in which they are published, and the tables that say how well they are."""
+"""The bases that people tune, tiny and in the layout in which they are published, and the tables
+that say how well they are.
+"""
 
 from __future__ import annotations
 
@@ -12,8 +14,9 @@ from tests.support.training.published import BASES, NO_TOKENIZER, RELEASED_TEMPL
 
 TEMPLATES = Path(__file__).parents[1] / "support/chat_templates_by_family"
 SHORT = ("gemma-4-e4b", "gemma-4-31b", "phi-4-multimodal", "qwen-3-moe")
-"""Several models in one, with more adapters than PEFT keeps by their full names; layers that differ in their heads; rotations
-that keep what a forward computes; shared experts and stacks."""
+"""Several models in one, with more adapters than PEFT keeps by their full names; layers that differ
+in their heads; rotations that keep what a forward computes; shared experts and stacks.
+"""
 
 
 @pytest.mark.filterwarnings("ignore")
@@ -25,12 +28,18 @@ def test_a_base_trains_as_it_is_published(name: str, tmp_path: Path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.timeout(3000)
-@pytest.mark.filterwarnings("ignore:You passed `quantization_config`")  # the reference takes values in place of codes
+@pytest.mark.filterwarnings(
+    "ignore:You passed `quantization_config`"
+)  # the reference takes values in place of codes
 def test_every_base_works_as_the_tables_say(tmp_path: Path) -> None:
     """On two ranks, reloaded and resumed too."""
-    found = check({name: save_published(name, tmp_path / "bases" / name) for name in BASES}, tmp_path)
+    found = check(
+        {name: save_published(name, tmp_path / "bases" / name) for name in BASES}, tmp_path
+    )
     known = table.read()
-    assert {name: one.works for name, one in found.items()} == {name: one.works for name, one in known.items()}
+    assert {name: one.works for name, one in found.items()} == {
+        name: one.works for name, one in known.items()
+    }
     assert {name: (one.packed, one.adapted) for name, one in found.items()} == {
         name: (one.packed, one.adapted) for name, one in known.items()
     }
@@ -44,6 +53,10 @@ def test_the_tables_are_what_was_found() -> None:
         assert path.read_text() == table.with_table(path.read_text(), made), path.name
     assert all(one.works for one in found.values())
     assert {*RELEASED_TEMPLATES, *NO_TOKENIZER} <= BASES.keys()
-    assert {f"{name}.jinja" for name in RELEASED_TEMPLATES.values()} <= {path.name for path in TEMPLATES.iterdir()}
+    assert {f"{name}.jinja" for name in RELEASED_TEMPLATES.values()} <= {
+        path.name for path in TEMPLATES.iterdir()
+    }
     for name in NO_TOKENIZER:
-        assert BASES[name].title not in table.readme(found), "what cannot be trained on as it is released is not offered"
+        assert BASES[name].title not in table.readme(found), (
+            "what cannot be trained on as it is released is not offered"
+        )

@@ -35,9 +35,16 @@ def planned(folder: Path, **options: Any) -> RankBytes:
 
 def test_logits_of_a_chunk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def chunks() -> int:
-        hidden, weight = torch.ones(10, 4), torch.ones(7, 4)
+        hidden = torch.ones(10, 4)
+        weight = torch.ones(7, 4)
         gradients = _Gradients.of((False, False, False), hidden, weight, None)
-        return len(list(_Head(weight, None, None).chunks(hidden, torch.zeros(10, dtype=torch.long), gradients, 1)))
+        return len(
+            list(
+                _Head(weight, None, None).chunks(
+                    hidden, torch.zeros(10, dtype=torch.long), gradients, 1
+                )
+            )
+        )
 
     before = planned(tmp_path).logits
     assert chunks() == 1
@@ -48,9 +55,12 @@ def test_logits_of_a_chunk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
 
 
 @pytest.mark.parametrize(
-    ("limit", "value"), [("ATTENTION_TOKENS", 8193), ("ATTENTION_WIDEST", 112), ("ATTENTION_SHORTEST", 2049)]
+    ("limit", "value"),
+    [("ATTENTION_TOKENS", 8193), ("ATTENTION_WIDEST", 112), ("ATTENTION_SHORTEST", 2049)],
 )
-def test_attention_that_cudnn_computes(limit: str, value: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_attention_that_cudnn_computes(
+    limit: str, value: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(cudnn_attention.KERNEL, "on", lambda device: SimpleNamespace())
     common: Any = {"is_cuda": True, "dtype": torch.bfloat16, "device": torch.device("cpu")}
     query: Any = SimpleNamespace(shape=(1, 32, 8192, 128), **common)
@@ -72,12 +82,20 @@ def test_scores_of_a_lot(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Non
     before = planned(tmp_path).workspace
     assert cudnn_attention.lots_of([2048] * 4, 32, 8)[0][0].count == 4
     monkeypatch.setattr(kernel_limits, "ATTENTION_SCORE_BYTES", 2**30 - 2**27)
-    assert cudnn_attention.lots_of([2048] * 4, 32, 8)[0][0].count == 3, "a sample's scores take 2^28"
+    assert cudnn_attention.lots_of([2048] * 4, 32, 8)[0][0].count == 3, (
+        "a sample's scores take 2^28"
+    )
     assert before - planned(tmp_path).workspace == 2**27
 
 
 def test_experts_at_a_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    config = {**LLAMA_8B, "hidden_size": 64, "intermediate_size": 32, "num_hidden_layers": 1, "vocab_size": 1024}
+    config = {
+        **LLAMA_8B,
+        "hidden_size": 64,
+        "intermediate_size": 32,
+        "num_hidden_layers": 1,
+        "vocab_size": 1024,
+    }
     config |= {"num_local_experts": 8, "num_experts_per_tok": 2}
     shapes = {name: shape for name, shape in llama_shapes(config).items() if ".mlp." not in name}
     before = "model.layers.0.mlp"
@@ -99,7 +117,10 @@ def test_experts_at_a_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
     monkeypatch.setattr(
         grouped_linear.GroupedWeight,
         "matrices",
-        lambda own, first, last, dtype: (made.append(last - first), matrices(own, first, last, dtype))[1],
+        lambda own, first, last, dtype: (
+            made.append(last - first),
+            matrices(own, first, last, dtype),
+        )[1],
     )
     whole = plan_of(spec, H100).rank.workspace
     assert lots() == [8]

@@ -1,4 +1,6 @@
-"""Whole attempts on real gloo ranks: what they leave, how they stop, and that a resumed job equals the uninterrupted one."""
+"""Whole attempts on real gloo ranks: what they leave, how they stop, and that a resumed job equals
+the uninterrupted one.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +24,15 @@ from ft_service.errors import SpecError
 from ft_service.plan.fitting_settings import with_options
 from ft_service.rundir.checkpoints import checkpoint_faults, complete_checkpoints
 from ft_service.rundir.directory import RunDir
-from ft_service.rundir.documents import CheckpointMarker, Control, Desired, Outcome, OutcomeKind, Result, Start
+from ft_service.rundir.documents import (
+    CheckpointMarker,
+    Control,
+    Desired,
+    Outcome,
+    OutcomeKind,
+    Result,
+    Start,
+)
 from ft_service.rundir.events import SettledOption
 from ft_service.rundir.manifest import ORIGINS, Manifest, Origins, parent_of, without_paths
 from ft_service.rundir.verify import verify
@@ -52,7 +62,12 @@ def spec(tmp_path_factory: pytest.TempPathFactory) -> JobSpec:
         valid=save_chats(folder / "valid.jsonl", 5),
         ranks=2,
         precision={"default": "nf4", "compute": "fp32"},
-        training={"max_steps": STEPS, "batch_size": 5, "per_device_train_batch_size": 2, "learning_rate": 5e-3},
+        training={
+            "max_steps": STEPS,
+            "batch_size": 5,
+            "per_device_train_batch_size": 2,
+            "learning_rate": 5e-3,
+        },
         checkpoint={"save_steps": 3, "save_total_limit": 10},
         lora={"r": 4, "lora_dropout": 0.1},
     )
@@ -71,7 +86,9 @@ def interrupted(finished: RunDir, folder: Path, checkpoint: str) -> RunDir:
     """The run directory of the same job as if it had been killed after a checkpoint."""
     run = RunDir(folder)
     shutil.copytree(finished.path("attempts"), run.path("attempts"))
-    shutil.copytree(finished.path(f"checkpoints/{checkpoint}"), run.path(f"checkpoints/{checkpoint}"))
+    shutil.copytree(
+        finished.path(f"checkpoints/{checkpoint}"), run.path(f"checkpoints/{checkpoint}")
+    )
     run.write("spec.json", run_spec(finished))
     return run
 
@@ -81,7 +98,9 @@ def test_a_finished_attempt_leaves_everything(finished: RunDir) -> None:
     assert result is not None
     assert (result.attempt, result.steps) == (1, STEPS)
     assert list(losses(finished)) == list(range(1, STEPS + 1))
-    assert list(losses(finished, "valid_loss")) == [3, 6, 8], "at the end of every epoch of 3 steps, and at the last step"
+    assert list(losses(finished, "valid_loss")) == [3, 6, 8], (
+        "at the end of every epoch of 3 steps, and at the last step"
+    )
     assert result.train_loss == losses(finished)[STEPS]
     assert complete_checkpoints(finished) == ["step-3-a1", "step-6-a1", "step-8-a1"]
     for name in complete_checkpoints(finished):
@@ -97,20 +116,36 @@ def test_the_manifest_describes_the_job(finished: RunDir, spec: JobSpec) -> None
     layers = [module for module in manifest.frozen_modules if module.format != "bf16"]
     assert len(layers) == 14
     assert {layer.format for layer in layers} == {"nf4"}
-    assert all(layer.relative_error is not None and 0.05 < layer.relative_error < 0.12 for layer in layers)
+    assert all(
+        layer.relative_error is not None and 0.05 < layer.relative_error < 0.12 for layer in layers
+    )
     assert all(layer.multiplied_in == "fp32" for layer in layers)
-    others = {module.module: module.relative_error for module in manifest.frozen_modules if module not in layers}
-    assert {"model.embed_tokens", "model.norm", "model.layers.1.input_layernorm", "lm_head"} <= others.keys()
+    others = {
+        module.module: module.relative_error
+        for module in manifest.frozen_modules
+        if module not in layers
+    }
+    assert {
+        "model.embed_tokens",
+        "model.norm",
+        "model.layers.1.input_layernorm",
+        "lm_head",
+    } <= others.keys()
     assert set(others.values()) == {0.0}, "bf16 is stored as it was read"
     assert manifest.quantiser == {"nf4": 1}
-    assert sum(layer.bytes for layer in layers) < 0.6 * sum(layer.shape[0] * layer.shape[1] for layer in layers)
+    assert sum(layer.bytes for layer in layers) < 0.6 * sum(
+        layer.shape[0] * layer.shape[1] for layer in layers
+    )
     assert [(file.role, file.name, file.samples) for file in manifest.data] == [
         ("training", "train.jsonl", 11),
         ("validation", "valid.jsonl", 5),
     ]
     assert {"config.json", "model.safetensors", "tokenizer.json"} <= manifest.base.files.keys()
     assert manifest.metrics is not None
-    assert (manifest.step, manifest.metrics.valid_loss) == (STEPS, losses(finished, "valid_loss")[STEPS])
+    assert (manifest.step, manifest.metrics.valid_loss) == (
+        STEPS,
+        losses(finished, "valid_loss")[STEPS],
+    )
 
 
 def test_training_lowers_the_loss(finished: RunDir) -> None:
@@ -121,34 +156,58 @@ def test_training_lowers_the_loss(finished: RunDir) -> None:
 def attempt_with_tokens(rank: int, world: int, root: str, attempt: int, tokens: str) -> Outcome:
     """An attempt on a rank that has the service's tokens and no tokenizer."""
     refuse = AssertionError("no rank tokenises")
-    with patch.dict(os.environ, {FOLDER: tokens}), patch("workers.data.token_sets.tokenise", side_effect=refuse):
+    with (
+        patch.dict(os.environ, {FOLDER: tokens}),
+        patch("workers.data.token_sets.tokenise", side_effect=refuse),
+    ):
         return attempt_on_rank(rank, world, root, attempt)
 
 
-def test_ranks_that_map_the_services_tokens_train_alike(finished: RunDir, spec: JobSpec, tmp_path: Path) -> None:
+def test_ranks_that_map_the_services_tokens_train_alike(
+    finished: RunDir, spec: JobSpec, tmp_path: Path
+) -> None:
     assert not finished.path("tokens").exists(), "what its ranks made themselves goes with its end"
     tokens = tmp_path / "tokens"
     with Examiner(tokens=tokens) as examiner:
         for param, file in data_files(spec):
-            assert isinstance(examiner.examine_file(param, file, Path(file.path), spec, pytest.fail), DataReport)
+            assert isinstance(
+                examiner.examine_file(param, file, Path(file.path), spec, pytest.fail), DataReport
+            )
     run = RunDir(tmp_path / "run")
-    run.write("spec.json", spec.model_copy(update={"training": spec.training.model_copy(update={"max_steps": 3})}))
-    run.write("attempts/1/start.json", Start(job_id=spec.job_id, attempt=1, world_size=1, generation=1, checkpoint=None))
+    run.write(
+        "spec.json",
+        spec.model_copy(update={"training": spec.training.model_copy(update={"max_steps": 3})}),
+    )
+    run.write(
+        "attempts/1/start.json",
+        Start(job_id=spec.job_id, attempt=1, world_size=1, generation=1, checkpoint=None),
+    )
     run_on_ranks(attempt_with_tokens, 1, str(run.root), 1, str(tokens))
     assert not run.path("tokens").exists()
-    ours, theirs = run.read(ORIGINS, Origins), finished.read(ORIGINS, Origins)
+    ours = run.read(ORIGINS, Origins)
+    theirs = finished.read(ORIGINS, Origins)
     assert ours is not None
     assert theirs is not None
     assert ours.data == theirs.data
-    assert list(losses(run).values()) == pytest.approx([losses(finished)[step] for step in (1, 2, 3)], rel=1e-6)
+    assert list(losses(run).values()) == pytest.approx(
+        [losses(finished)[step] for step in (1, 2, 3)], rel=1e-6
+    )
 
 
 @pytest.mark.slow  # ranks/test_sharding.py has the numbers of a step with each of them
 @pytest.mark.parametrize(
     "options",
     [
-        {"prefetch": {"forward": 2, "backward": 2}, "activation_checkpointing": "full", "keep_unsharded": True},
-        {"wrap": {"min_params": 5000}, "activation_checkpointing": "selective", "ignored": [r".*norm\.weight"]},
+        {
+            "prefetch": {"forward": 2, "backward": 2},
+            "activation_checkpointing": "full",
+            "keep_unsharded": True,
+        },
+        {
+            "wrap": {"min_params": 5000},
+            "activation_checkpointing": "selective",
+            "ignored": [r".*norm\.weight"],
+        },
     ],
     ids=["gathered ahead, kept, recomputed", "in groups by size, norms whole"],
 )
@@ -165,14 +224,25 @@ def test_how_a_job_is_sharded_does_not_change_its_numbers(
 def test_a_checkpoint_holds_the_job_and_not_the_base(finished: RunDir, spec: JobSpec) -> None:
     marker = finished.read("checkpoints/step-8-a1/COMPLETE", CheckpointMarker)
     assert marker is not None
-    assert {file.name for file in marker.files} == {".metadata", "position.json", "__0_0.distcp", "__1_0.distcp"}
-    held = FileSystemReader(finished.path("checkpoints/step-8-a1")).read_metadata().state_dict_metadata
+    assert {file.name for file in marker.files} == {
+        ".metadata",
+        "position.json",
+        "__0_0.distcp",
+        "__1_0.distcp",
+    }
+    held = (
+        FileSystemReader(finished.path("checkpoints/step-8-a1")).read_metadata().state_dict_metadata
+    )
     trainable = {name.replace(".weight", ".default.weight") for name in adapter(finished)}
-    assert held.keys() == {f"{kind}/{name}" for kind in ("adapter", "exp_avg", "exp_avg_sq") for name in trainable}
+    assert held.keys() == {
+        f"{kind}/{name}" for kind in ("adapter", "exp_avg", "exp_avg_sq") for name in trainable
+    }
 
 
 @pytest.mark.parametrize(("world", "step"), [pytest.param(1, 3, marks=pytest.mark.slow), (3, 6)])
-def test_resume_on_other_ranks_goes_on_with_the_same_losses(finished: RunDir, tmp_path: Path, world: int, step: int) -> None:
+def test_resume_on_other_ranks_goes_on_with_the_same_losses(
+    finished: RunDir, tmp_path: Path, world: int, step: int
+) -> None:
     run = interrupted(finished, tmp_path, f"step-{step}-a1")
     assert run_attempt(run, 2, world, f"step-{step}-a1").kind == "succeeded"
     for step, loss in losses(finished).items():
@@ -181,7 +251,8 @@ def test_resume_on_other_ranks_goes_on_with_the_same_losses(finished: RunDir, tm
 
 @pytest.mark.slow
 def test_in_bf16_other_ranks_come_to_nearly_the_same_losses(spec: JobSpec, tmp_path: Path) -> None:
-    whole, precision = RunDir(tmp_path / "whole"), spec.precision.model_copy(update={"compute": "bf16"})
+    whole = RunDir(tmp_path / "whole")
+    precision = spec.precision.model_copy(update={"compute": "bf16"})
     whole.write("spec.json", spec.model_copy(update={"precision": precision}))
     assert run_attempt(whole, 1, 2).kind == "succeeded"
     run = interrupted(whole, tmp_path / "resumed", "step-3-a1")
@@ -191,8 +262,12 @@ def test_in_bf16_other_ranks_come_to_nearly_the_same_losses(spec: JobSpec, tmp_p
 
 @pytest.mark.parametrize(("world", "replicate"), [(4, 2), (2, 2)], ids=["2x2", "2x1"])
 @pytest.mark.slow
-def test_a_job_goes_on_across_hsdp_shapes(finished: RunDir, tmp_path: Path, world: int, replicate: int) -> None:
-    """From two ranks that shard to copies of the model, and back from the checkpoint that those wrote."""
+def test_a_job_goes_on_across_hsdp_shapes(
+    finished: RunDir, tmp_path: Path, world: int, replicate: int
+) -> None:
+    """From two ranks that shard to copies of the model, and back from the checkpoint that those
+    wrote.
+    """
     run = interrupted(finished, tmp_path, "step-3-a1")
     sharded = run_spec(run)
     distributed = sharded.distributed.model_copy(update={"replicate": replicate})
@@ -232,17 +307,24 @@ def test_another_jobs_checkpoint_is_refused(finished: RunDir, tmp_path: Path) ->
         run_attempt(run, 2, 1, "step-3-a1")
 
 
-def test_a_base_that_changed_since_the_job_began_is_refused(finished: RunDir, tmp_path: Path, spec: JobSpec) -> None:
+def test_a_base_that_changed_since_the_job_began_is_refused(
+    finished: RunDir, tmp_path: Path, spec: JobSpec
+) -> None:
     run = interrupted(finished, tmp_path / "run", "step-6-a1")
     shutil.copy(finished.path("origins.json"), run.root)
     base = shutil.copytree(spec.model.path, tmp_path / "base")
     (base / "generation_config.json").write_text("{}")
     moved = spec.model_copy(update={"model": spec.model.model_copy(update={"path": str(base)})})
     run.write("spec.json", moved)
-    assert run_attempt(run, 2, 1, "step-6-a1").kind == "succeeded", "elsewhere, with another file that decides nothing"
+    assert run_attempt(run, 2, 1, "step-6-a1").kind == "succeeded", (
+        "elsewhere, with another file that decides nothing"
+    )
     config = base / "config.json"
     config.write_text(config.read_text() + " ")
-    with pytest.raises(AssertionError, match=rf"{SpecError.__name__}.*tiny has changed since the job began \(config\.json\)"):
+    with pytest.raises(
+        AssertionError,
+        match=rf"{SpecError.__name__}.*tiny has changed since the job began \(config\.json\)",
+    ):
         run_attempt(run, 3, 1, "step-6-a1")
 
 
@@ -270,7 +352,9 @@ with torch.no_grad():
 
 
 def logits_of_worker(rank: int, world: int, root: str, ids: torch.Tensor) -> torch.Tensor:
-    """Logits of the worker's own model on the quantised base, with the exported adapter's values."""
+    """Logits of the worker's own model on the quantised base, with the exported adapter's
+    values.
+    """
     spec = run_spec(RunDir(root))
     model = build(spec, CPU).peft_model.eval()
     load(model, spec.model.path, seed=0, compute_dtype=torch.float32, device=CPU)
@@ -282,18 +366,32 @@ def logits_of_worker(rank: int, world: int, root: str, ids: torch.Tensor) -> tor
         return model(input_ids=ids).logits
 
 
-def test_plain_peft_in_a_fresh_process_loads_exactly_this_adapter(finished: RunDir, spec: JobSpec, tmp_path: Path) -> None:
-    """Same adapter weights bit for bit; logits on the bf16 base within the noise of quantising that base.
+def test_plain_peft_in_a_fresh_process_loads_exactly_this_adapter(
+    finished: RunDir, spec: JobSpec, tmp_path: Path
+) -> None:
+    """Same adapter weights bit for bit; logits on the bf16 base within the noise of quantising that
+    base.
 
-    The bound: NF4 changes each weight matrix by 9 % of its norm, at random. A token passes four matrices in a row in each of
-    the two layers (v and o, then gate or up and down), and independent errors add in squares: 9 % * sqrt(8) = 25 % of the
-    logits' norm, less what the residual path lets through unchanged. An adapter that is missing, transposed or wrongly
-    scaled moves these logits by more than half of their norm (checked below).
+    The bound: NF4 changes each weight matrix by 9 % of its norm, at random. A token passes four
+    matrices in a row in each of the two layers (v and o, then gate or up and down), and independent
+    errors add in squares: 9 % * sqrt(8) = 25 % of the logits' norm, less what the residual path
+    lets through unchanged. An adapter that is missing, transposed or wrongly scaled moves these
+    logits by more than half of their norm (checked below).
     """
     ids = torch.arange(40).reshape(2, 20) + 60
     torch.save(ids, tmp_path / "ids.pt")
-    arguments = [spec.model.path, str(finished.path("adapter")), str(tmp_path / "ids.pt"), str(tmp_path / "out.pt")]
-    subprocess.run([sys.executable, "-c", PLAIN_PEFT, *arguments], check=True, capture_output=True, timeout=HANG_SECONDS)
+    arguments = [
+        spec.model.path,
+        str(finished.path("adapter")),
+        str(tmp_path / "ids.pt"),
+        str(tmp_path / "out.pt"),
+    ]
+    subprocess.run(
+        [sys.executable, "-c", PLAIN_PEFT, *arguments],
+        check=True,
+        capture_output=True,
+        timeout=HANG_SECONDS,
+    )
     loaded: dict[str, Any] = torch.load(tmp_path / "out.pt")
     exported = adapter(finished)
     assert loaded["adapter"].keys() == exported.keys()
@@ -313,11 +411,15 @@ def base_logits(spec: JobSpec, ids: torch.Tensor) -> torch.Tensor:
     from transformers import AutoModelForCausalLM
 
     with torch.no_grad():
-        return AutoModelForCausalLM.from_pretrained(spec.model.path, dtype=torch.float32)(ids).logits
+        return AutoModelForCausalLM.from_pretrained(spec.model.path, dtype=torch.float32)(
+            ids
+        ).logits
 
 
 def going_on(spec: JobSpec, folder: Path, parent: Path, **changes: Any) -> RunDir:
-    """A job of one step that leaves the adapter as it found it, bit for bit: its validation is that of where it began."""
+    """A job of one step that leaves the adapter as it found it, bit for bit: its validation is that
+    of where it began.
+    """
     run = RunDir(folder)
     ref = AdapterRef(name="ft:tiny:local::test", job_id=spec.job_id, path=str(parent))
     still = spec.training.model_copy(update={"max_steps": 1, "learning_rate": 1e-30})
@@ -326,22 +428,31 @@ def going_on(spec: JobSpec, folder: Path, parent: Path, **changes: Any) -> RunDi
     return run
 
 
-def test_going_on_starts_at_the_parents_last_validation_loss(finished: RunDir, spec: JobSpec, tmp_path: Path) -> None:
+def test_going_on_starts_at_the_parents_last_validation_loss(
+    finished: RunDir, spec: JobSpec, tmp_path: Path
+) -> None:
     run = going_on(spec, tmp_path, finished.path("adapter"))
     assert run_attempt(run, 1, 2).kind == "succeeded"
     assert losses(run, "valid_loss") == {1: losses(finished, "valid_loss")[STEPS]}
     whole = adapter(finished)
     assert all(torch.equal(tensor, whole[name]) for name, tensor in adapter(run).items())
-    before, manifest = finished.read("adapter/manifest.json", Manifest), run.read("adapter/manifest.json", Manifest)
+    before = finished.read("adapter/manifest.json", Manifest)
+    manifest = run.read("adapter/manifest.json", Manifest)
     assert before is not None
     assert manifest is not None
     assert manifest.parent == parent_of("ft:tiny:local::test", before)
     assert manifest.parent is not None
-    assert (manifest.parent.job, manifest.parent.step, manifest.parent.checkpoint) == (spec.job_id, STEPS, None)
+    assert (manifest.parent.job, manifest.parent.step, manifest.parent.checkpoint) == (
+        spec.job_id,
+        STEPS,
+        None,
+    )
     assert verify(run.root).faults == []
 
 
-def test_going_on_from_a_checkpoint_on_other_ranks(finished: RunDir, spec: JobSpec, tmp_path: Path) -> None:
+def test_going_on_from_a_checkpoint_on_other_ranks(
+    finished: RunDir, spec: JobSpec, tmp_path: Path
+) -> None:
     consolidate(finished, "step-6-a1", tmp_path / "parent")
     run = going_on(spec, tmp_path / "run", tmp_path / "parent")
     assert run_attempt(run, 1, 1).kind == "succeeded"
@@ -379,10 +490,24 @@ def test_the_beginning_is_told_in_grammar_and_with_what_was_chosen(
     ranks: int, where: str, steps: int | None, which: str, spec: JobSpec, tmp_path: Path
 ) -> None:
     told: list[Any] = []
-    chosen = with_options(spec, {"training.tokens_per_micro_batch": 256, "distributed.compile": False})
-    chosen = chosen.model_copy(update={"chosen": {"training.tokens_per_micro_batch": "all of it", "training.n_epochs": "few"}})
-    start, fence = SimpleNamespace(checkpoint=None), SimpleNamespace(check=lambda: None)
-    given = {"rank": 1, "world": ranks, "device": CPU, "start": start, "spec": chosen, "fence": fence}
+    chosen = with_options(
+        spec, {"training.tokens_per_micro_batch": 256, "distributed.compile": False}
+    )
+    chosen = chosen.model_copy(
+        update={
+            "chosen": {"training.tokens_per_micro_batch": "all of it", "training.n_epochs": "few"}
+        }
+    )
+    start = SimpleNamespace(checkpoint=None)
+    fence = SimpleNamespace(check=lambda: None)
+    given = {
+        "rank": 1,
+        "world": ranks,
+        "device": CPU,
+        "start": start,
+        "spec": chosen,
+        "fence": fence,
+    }
     begin: Any = _resume
     runtime = SimpleNamespace(**given, run=RunDir(tmp_path))
     begin(runtime, SimpleNamespace(begin=lambda *said: told.extend(said)), None, steps)
@@ -391,21 +516,32 @@ def test_the_beginning_is_told_in_grammar_and_with_what_was_chosen(
 
 
 def test_kernels_that_a_job_goes_without_are_its_events(tmp_path: Path) -> None:
-    """Here is no GPU, on which they could be compared: of a job for one, all are told with the reason."""
+    """Here is no GPU, on which they could be compared: of a job for one, all are told with the
+    reason.
+    """
     told: list[tuple[str, str]] = []
     reporter: Any = SimpleNamespace(message=lambda text, level="info": told.append((level, text)))
     spec = spec_for(save_chat_base(tmp_path / "base"), lora={"r": 2, "lora_dropout": 0.1})
     built = build(spec, CPU)
-    assert choose_arithmetic(built.peft_model.get_base_model(), spec, torch.device("cuda", 7)).fused is None
+    assert (
+        choose_arithmetic(built.peft_model.get_base_model(), spec, torch.device("cuda", 7)).fused
+        is None
+    )
     report_built(spec, built, torch.device("cuda", 7), reporter)
     warned = [text for level, text in told if level == "warn" and "Error: " in text]
-    assert [text.partition(":")[0] for text in warned] == ["lora.lora_dropout", "precision.fused_kernels"]
+    assert [text.partition(":")[0] for text in warned] == [
+        "lora.lora_dropout",
+        "precision.fused_kernels",
+    ]
 
 
 def test_a_disk_that_refuses_the_last_events_of_a_client_s_job_ends_it_on_all_ranks_at_once(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Only rank 0 has events. In an engine the others would wait for it in their next collective, and all jobs with them."""
+    """Only rank 0 has events.
+
+    In an engine the others would wait for it in their next collective, and all jobs with them.
+    """
 
     def collective(*_: Any) -> Any:
         raise AssertionError("this rank waits for rank 0, which has left")
@@ -416,13 +552,23 @@ def test_a_disk_that_refuses_the_last_events_of_a_client_s_job_ends_it_on_all_ra
     def nothing(*_: Any) -> Any:
         return None
 
-    on_rank_1 = {"_resume": nothing, "_saver": nothing, "AdapterWatch": nothing, "by_first": failed_on_rank_0}
+    on_rank_1 = {
+        "_resume": nothing,
+        "_saver": nothing,
+        "AdapterWatch": nothing,
+        "by_first": failed_on_rank_0,
+    }
     on_rank_1 |= {"EmbeddedRows": SimpleNamespace(of=nothing)}
-    loop = {"CommandLoop": lambda *_: SimpleNamespace(run=lambda: (True, None)), "use_best": collective}
+    loop = {
+        "CommandLoop": lambda *_: SimpleNamespace(run=lambda: (True, None)),
+        "use_best": collective,
+    }
     for name, replacement in (on_rank_1 | loop).items():
         monkeypatch.setattr(f"workers.attempt.attempt.{name}", replacement)
     reporter = SimpleNamespace(message=nothing, warn=nothing, flush=nothing)
-    context: Any = SimpleNamespace(runtime=SimpleNamespace(spec=SimpleNamespace(reinforcement=None)), reporter=reporter)
+    context: Any = SimpleNamespace(
+        runtime=SimpleNamespace(spec=SimpleNamespace(reinforcement=None)), reporter=reporter
+    )
     embedding = SimpleNamespace(num_embeddings=1)
     model = SimpleNamespace(get_input_embeddings=lambda: embedding)
     prepared: Any = SimpleNamespace(built=SimpleNamespace(peft_model=model), wait=None)

@@ -1,5 +1,5 @@
-"""The tests' tiny bases hold every class of modules that the layers of their types have by default: what a small base lacks,
-none of the other checks has seen.
+"""The tests' tiny bases hold every class of modules that the layers of their types have by default:
+what a small base lacks, none of the other checks has seen.
 """
 
 from __future__ import annotations
@@ -24,9 +24,13 @@ def _models(kind: str) -> tuple[PreTrainedModel, PreTrainedModel]:
     with torch.device("meta"), small_timm():
         if kind in EXACT:
             small = small_config(kind)
-            return published_as(default)._from_config(default), published_as(small)._from_config(small)
+            return published_as(default)._from_config(default), published_as(small)._from_config(
+                small
+            )
         full = AutoModelForCausalLM.from_config(default)
-        return full, AutoModelForCausalLM.from_config(AutoConfig.for_model(kind, **small_values(kind, default.to_dict())))
+        return full, AutoModelForCausalLM.from_config(
+            AutoConfig.for_model(kind, **small_values(kind, default.to_dict()))
+        )
 
 
 def _classes(model: PreTrainedModel) -> set[str]:
@@ -35,7 +39,9 @@ def _classes(model: PreTrainedModel) -> set[str]:
 
 
 @pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize("kind", [pytest.param(kind, marks=() if kind in SHORT else pytest.mark.slow) for kind in KINDS])
+@pytest.mark.parametrize(
+    "kind", [pytest.param(kind, marks=() if kind in SHORT else pytest.mark.slow) for kind in KINDS]
+)
 def test_a_tiny_base_holds_every_class_of_modules_that_its_type_has(kind: str) -> None:
     try:
         full, tiny = _models(kind)

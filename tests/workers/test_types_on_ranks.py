@@ -1,4 +1,6 @@
-"""Every type that can be tuned, tiny: two ranks in NF4 train as one, and an interrupted job ends bitwise as a whole one."""
+"""Every type that can be tuned, tiny: two ranks in NF4 train as one, and an interrupted job ends
+bitwise as a whole one.
+"""
 
 from __future__ import annotations
 
@@ -24,29 +26,42 @@ ODD = [
 ]
 MIXED: dict[str, Any] = {
     "default": "bf16",
-    "overrides": {r".*\.layers\.0\..*": "nf4", r".*\.layers\.1\..*(o_proj|out_proj|down_proj|up_proj)": "fp8"},
+    "overrides": {
+        r".*\.layers\.0\..*": "nf4",
+        r".*\.layers\.1\..*(o_proj|out_proj|down_proj|up_proj)": "fp8",
+    },
 }
 """All kinds of storage, by names that nearly all types have."""
 
 
 def _saved(kinds: Sequence[str], folder: Path) -> dict[str, Path]:
     for kind in kinds:
-        assert save_composite(kind, folder / kind) if kind in OF_SEVERAL else save_type(kind, folder / kind, ROWS)
+        assert (
+            save_composite(kind, folder / kind)
+            if kind in OF_SEVERAL
+            else save_type(kind, folder / kind, ROWS)
+        )
         save_tokenizer(folder / kind)
     return {kind: folder / kind for kind in kinds}
 
 
 @pytest.mark.filterwarnings("ignore")  # of architectures that are not trained here
 def test_what_looks_at_the_dtype_of_a_weight_finds_that_of_the_arithmetic(tmp_path: Path) -> None:
-    """Zaya rounds what it gives its last norm to the weight's, A.X K2 what it gives its indexer, gathered or not."""
+    """Zaya rounds what it gives its last norm to the weight's, A.X K2 what it gives its indexer,
+    gathered or not.
+    """
     folders = _saved([kind for kind in ("axk2", "zaya") if kind in KINDS], tmp_path)
-    assert not {kind: error for kind, error in between_ranks(folders, 2).items() if not error <= BOUND}
+    assert not {
+        kind: error for kind, error in between_ranks(folders, 2).items() if not error <= BOUND
+    }
 
 
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("kinds", CHUNKS, ids=lambda kinds: "-".join(kinds))
-def test_two_ranks_train_as_one_and_a_job_resumes_bitwise(kinds: Sequence[str], tmp_path: Path) -> None:
+def test_two_ranks_train_as_one_and_a_job_resumes_bitwise(
+    kinds: Sequence[str], tmp_path: Path
+) -> None:
     folders = _saved(kinds, tmp_path / "bases")
     apart = {kind: error for kind, error in between_ranks(folders, 2).items() if not error <= BOUND}
     other = [kind for kind, same in resume_all(folders, tmp_path / "runs").items() if not same]
@@ -56,7 +71,13 @@ def test_two_ranks_train_as_one_and_a_job_resumes_bitwise(kinds: Sequence[str], 
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("weights", [{}, MIXED], ids=["nf4", "mixed"])
-def test_three_ranks_whose_rows_are_uneven_train_as_one(weights: dict[str, Any], tmp_path: Path) -> None:
+def test_three_ranks_whose_rows_are_uneven_train_as_one(
+    weights: dict[str, Any], tmp_path: Path
+) -> None:
     """Shares of three end inside experts, and some ranks have no row of what is small."""
     folders = _saved([kind for kind in ODD if kind in KINDS], tmp_path)
-    assert not {kind: error for kind, error in between_ranks(folders, 3, **weights).items() if not error <= BOUND}
+    assert not {
+        kind: error
+        for kind, error in between_ranks(folders, 3, **weights).items()
+        if not error <= BOUND
+    }

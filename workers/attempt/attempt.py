@@ -54,15 +54,24 @@ from workers.training.guards import AdapterWatch, check_ids, check_positions
 from workers.training.loop import Schedule, Trainer
 from workers.training.objective import Objective, Preference, Supervised, supervised
 from workers.training.packing import limits_of
-from workers.training.reference_logprobs import NeededPairs, compute_reference, find_reference, is_intact, key_of_reference
+from workers.training.reference_logprobs import (
+    NeededPairs,
+    compute_reference,
+    find_reference,
+    is_intact,
+    key_of_reference,
+)
 from workers.training.served_quality import Comparison
 
 
 def run_attempt(runtime: Runtime, stop: StopRequest, prepare: Prepare) -> Outcome:
     """Train a job from its start to its outcome, which is written. Called by all ranks together."""
-    run, fence = runtime.run, runtime.fence
+    run = runtime.run
+    fence = runtime.fence
     event_file = _event_file(runtime) if runtime.rank == 0 and runtime.spec.tensorboard else None
-    with Reporter(run, fence.attempt, active=runtime.rank == 0, fence=fence, event_file=event_file) as reporter:
+    with Reporter(
+        run, fence.attempt, active=runtime.rank == 0, fence=fence, event_file=event_file
+    ) as reporter:
         outcome = train(runtime, reporter, stop, prepare)
     if runtime.rank == 0:
         Attempt(run, fence.attempt).write_outcome(outcome)
@@ -77,12 +86,20 @@ def _event_file(runtime: Runtime) -> EventFile:
 
 
 def train(runtime: Runtime, reporter: Reporter, stop: StopRequest, prepare: Prepare) -> Outcome:
-    """Build, load, resume, train, publish. The order matters; each step says why it stands where it does."""
+    """Build, load, resume, train, publish.
+
+    The order matters; each step says why it stands where it does.
+    """
     began = time.monotonic()
-    train_set, valid_set = _data(runtime, reporter)  # first: the cheapest way to find out that a job cannot run
+    train_set, valid_set = _data(
+        runtime, reporter
+    )  # first: the cheapest way to find out that a job cannot run
     described = cached_description(runtime.spec.model.path)
-    settled = settle_on_ranks(runtime.spec, runtime.device, train_set, lambda path: described or describe(path))
-    spec, runtime = settled.spec, with_spec(runtime, settled.spec)
+    settled = settle_on_ranks(
+        runtime.spec, runtime.device, train_set, lambda path: described or describe(path)
+    )
+    spec = settled.spec
+    runtime = with_spec(runtime, settled.spec)
     for sentence in settled.news:
         reporter.message(sentence)
     prepared = prepare(runtime, reporter, None if described is None else Probed.of(described))
@@ -90,59 +107,94 @@ def train(runtime: Runtime, reporter: Reporter, stop: StopRequest, prepare: Prep
     check_positions(built.peft_model, train_set, valid_set)
     parent = _adopt_parent(runtime, prepared, reporter)
     # A job continues only on the base with which it began.
-    for text in origins.record(runtime.run, spec, built, train_set, valid_set, parent, prepared.resident):
+    for text in origins.record(
+        runtime.run, spec, built, train_set, valid_set, parent, prepared.resident
+    ):
         reporter.warn(text)
     job = JobState(prepared.parameters, spec.training, prepared.changed)
     limits = limits_of(built.peft_model, spec, prepared.padded_because, reporter.warn)
-    context = TrainingContext(runtime, built.peft_model, limits, reporter, stop, prepared.gradients, prepared.wait)
+    context = TrainingContext(
+        runtime, built.peft_model, limits, reporter, stop, prepared.gradients, prepared.wait
+    )
     if spec.by_commands:
         return _carry_out_commands(context, prepared, job, (train_set, valid_set))
     objectives = _objectives(context, train_set, valid_set)  # before the adapter changes
     if objectives is None:
-        return _stopped(context, "before the first step, while reference log-probabilities were computed")
+        return _stopped(
+            context, "before the first step, while reference log-probabilities were computed"
+        )
     train_data, valid_data = objectives
     schedule = Schedule.of(spec, len(train_data))
     held_out = valid_set if len(valid_set) else train_set
     evaluator = _evaluator(context, held_out)
     if evaluator is not None and not evaluator.begin():
-        return _stopped(context, "before the first step, while the prompts of the evaluation were answered")
+        return _stopped(
+            context, "before the first step, while the prompts of the evaluation were answered"
+        )
     _resume(runtime, reporter, job, schedule.total_steps)
     watch = AdapterWatch(job, reporter.warn, EmbeddedRows.of(built.peft_model))
     saver = _saver(context)
-    stopped_at = Trainer(context, job, train_data, valid_data, schedule, saver, watch, evaluator).fit()
+    stopped_at = Trainer(
+        context, job, train_data, valid_data, schedule, saver, watch, evaluator
+    ).fit()
     if stopped_at is not None:
         reporter.message(f"Stopped at step {job.step}; checkpoint {stopped_at} is complete.")
         return Outcome(kind=OutcomeKind.STOPPED, checkpoint=stopped_at)
     if job.step < schedule.total_steps:
         waited = job.validations.without_progress
-        reporter.message(f"Validation loss has made no progress {waited} times: training ends at step {job.step}.")
+        reporter.message(
+            f"Validation loss has made no progress {waited} times: training ends at step "
+            f"{job.step}."
+        )
     steps = job.step
     chosen = use_best(runtime.run, spec, job, reporter.warn)
-    # This step was evaluated already, unless the job was stopped meanwhile or the best step is an earlier one.
+    # This step was evaluated already, unless the job was stopped meanwhile or the best step is an
+    # earlier one.
     if evaluator is not None and evaluator.at(job.step, last=True) is None:
         last = from_first(newest_checkpoint(runtime.run))
-        return _stopped(context, f"after step {steps}, while the prompts of the evaluation were answered", last)
-    reporter.message("The last step is done; the adapter is being written, and read again to compare.")
+        return _stopped(
+            context, f"after step {steps}, while the prompts of the evaluation were answered", last
+        )
+    reporter.message(
+        "The last step is done; the adapter is being written, and read again to compare."
+    )
     by_first(reporter.flush)  # the metrics table is made from the events
     probes = measure(built.peft_model, held_out, runtime.device)
-    forgetting = measure_forgetting(context, job.step, seconds_of_job(runtime, began))  # before the model is merged
+    forgetting = measure_forgetting(
+        context, job.step, seconds_of_job(runtime, began)
+    )  # before the model is merged
     second = partial(_sharded_over_all, runtime)
-    shared, seconds = prepared.resident is not None, seconds_of_job(runtime, began)
-    served = Comparison(context, built, job, valid_data, evaluator, second, shared, seconds).measured(job.step)
+    shared = prepared.resident is not None
+    seconds = seconds_of_job(runtime, began)
+    served = Comparison(
+        context, built, job, valid_data, evaluator, second, shared, seconds
+    ).measured(job.step)
     publish(runtime, built, job, chosen, Measured(probes, forgetting, served), prepared.wait)
     if runtime.rank == 0:
         remove_own(runtime.run)
-    which = "" if job.step == steps else f" of step {job.step}, with the lowest validation loss{chosen.among},"
-    reporter.message(f"Training is complete after {counted(steps, 'step')}; the adapter{which} is written.")
+    which = (
+        ""
+        if job.step == steps
+        else f" of step {job.step}, with the lowest validation loss{chosen.among},"
+    )
+    reporter.message(
+        f"Training is complete after {counted(steps, 'step')}; the adapter{which} is written."
+    )
     return Outcome(kind=OutcomeKind.SUCCEEDED)
 
 
 def _carry_out_commands(
-    context: TrainingContext, prepared: PreparedModel, job: JobState, data: tuple[TokenSet, TokenSet]
+    context: TrainingContext,
+    prepared: PreparedModel,
+    job: JobState,
+    data: tuple[TokenSet, TokenSet],
 ) -> Outcome:
-    """Train as the job's client says, or in reinforcement learning the service: by commands that come meanwhile
-    (workers/tinker). `data`: the prompts for training and validation."""
-    runtime, reporter, built = context.runtime, context.reporter, prepared.built
+    """Train as the job's client says, or in reinforcement learning the service: by commands that
+    come meanwhile (workers/tinker). `data`: the prompts for training and validation.
+    """
+    runtime = context.runtime
+    reporter = context.reporter
+    built = prepared.built
     steps = None
     if runtime.spec.reinforcement is not None:
         by_first(lambda: offer_prompts(runtime.run, runtime.spec, *data))
@@ -153,17 +205,27 @@ def _carry_out_commands(
     loop = CommandLoop(context, job, _saver(context), watch, vocabulary, prepared.wait)
     finished, checkpoint = loop.run()
     if not finished and loop.left_alone is not None:
-        reporter.warn(f"The ranks leave: for {loop.left_alone:g} seconds there was no sign of the service.")
+        reporter.warn(
+            f"The ranks leave: for {loop.left_alone:g} seconds there was no sign of the service."
+        )
     if not finished:
         return _stopped(context, f"after step {job.step}", checkpoint)
-    who = "The client has finished" if runtime.spec.reinforcement is None else "The last step is done"
+    who = (
+        "The client has finished" if runtime.spec.reinforcement is None else "The last step is done"
+    )
     reporter.message(f"{who}; the adapter is being written, and read again to compare.")
     by_first(reporter.flush)  # the metrics table is made from the events
     step = use_best(runtime.run, runtime.spec, job, reporter.warn)
     probes = measure(built.peft_model, loop.newest_sequences, runtime.device)
     publish(runtime, built, job, step, Measured(probes), prepared.wait)
-    which = "" if job.step == step.steps else f" of step {job.step}, with the highest mean reward{step.among},"
-    reporter.message(f"Training is complete after {counted(step.steps, 'step')}; the adapter{which} is written.")
+    which = (
+        ""
+        if job.step == step.steps
+        else f" of step {job.step}, with the highest mean reward{step.among},"
+    )
+    reporter.message(
+        f"Training is complete after {counted(step.steps, 'step')}; the adapter{which} is written."
+    )
     return Outcome(kind=OutcomeKind.SUCCEEDED)
 
 
@@ -174,45 +236,67 @@ def _saver(context: TrainingContext) -> Saver:
 
 def _stopped(context: TrainingContext, when: str, checkpoint: str | None = None) -> Outcome:
     context.reporter.message(f"Stopped {when}.")
-    return Outcome(kind=OutcomeKind.STOPPED, checkpoint=checkpoint or context.runtime.start.checkpoint)
+    return Outcome(
+        kind=OutcomeKind.STOPPED, checkpoint=checkpoint or context.runtime.start.checkpoint
+    )
 
 
 def _adopt_parent(runtime: Runtime, prepared: PreparedModel, reporter: Reporter) -> Manifest | None:
-    """Let the adapters begin with those of the tuned model that the job starts from; None if they need not.
+    """Let the adapters begin with those of the tuned model that the job starts from; None if they
+    need not.
 
-    A resumed attempt has its adapter from its own checkpoint, and needs the parent only for what is lost of its beginning.
+    A resumed attempt has its adapter from its own checkpoint, and needs the parent only for what is
+    lost of its beginning.
     """
-    run, spec, resumes = runtime.run, runtime.spec, runtime.start.checkpoint is not None
+    run = runtime.run
+    spec = runtime.spec
+    resumes = runtime.start.checkpoint is not None
     first_answers = evaluated_steps(run).get(0, "")
-    lost = bool(spec.evaluation and not run.path(first_answers).is_file()) or bool(spec.dpo and not is_intact(run))
+    lost = bool(spec.evaluation and not run.path(first_answers).is_file()) or bool(
+        spec.dpo and not is_intact(run)
+    )
     parent = spec.parent if spec.parent and from_first(not resumes or lost) else None
     adopted = on_all(partial(adopt, prepared.parameters, parent)) if parent else None
     if adopted is not None and prepared.changed is not None:
         prepared.changed()
     if adopted is not None and not resumes:
-        reporter.message(f"The adapter is that of {adopted.tuned_name}, step {adopted.step}; the optimizer starts from zero.")
+        reporter.message(
+            f"The adapter is that of {adopted.tuned_name}, step {adopted.step}; the optimizer "
+            "starts from zero."
+        )
     return adopted
 
 
-def _objectives(context: TrainingContext, train: TokenSet, valid: TokenSet) -> tuple[Objective, Objective] | None:
+def _objectives(
+    context: TrainingContext, train: TokenSet, valid: TokenSet
+) -> tuple[Objective, Objective] | None:
     """Training and validation data with their loss; None if the job was stopped meanwhile."""
-    run, spec = context.runtime.run, context.runtime.spec
+    run = context.runtime.run
+    spec = context.runtime.spec
     if spec.dpo is None:
         return supervised(train, spec, packed=context.limits.packed), Supervised(valid)
-    needed, key = NeededPairs.of(spec, train, valid), key_of_reference(run, spec, train, valid)
+    needed = NeededPairs.of(spec, train, valid)
+    key = key_of_reference(run, spec, train, valid)
     reference = find_reference(run, key, needed) or compute_reference(context, key, needed)
     if reference is None:
         return None
-    return Preference(train, reference.training, spec.dpo), Preference(valid, reference.validation, spec.dpo)
+    return Preference(train, reference.training, spec.dpo), Preference(
+        valid, reference.validation, spec.dpo
+    )
 
 
 def _evaluator(context: TrainingContext, samples: TokenSet) -> Evaluator | None:
-    """The prompts of the job: its own, or the first samples, each up to its last answer; of each pair the preferred one."""
+    """The prompts of the job: its own, or the first samples, each up to its last answer; of each
+    pair the preferred one.
+    """
     spec = context.runtime.spec
     if spec.evaluation is None:
         return None
     tokenizer = load_tokenizer(spec.model.path, TokenOptions.of(spec).chat_template)
-    chosen = [samples[i] for i in range(0, len(samples), 1 if spec.dpo is None else 2)[: spec.evaluation.count]]
+    chosen = [
+        samples[i]
+        for i in range(0, len(samples), 1 if spec.dpo is None else 2)[: spec.evaluation.count]
+    ]
     return Evaluator(context, asked_of(spec, chosen, tokenizer), tokenizer, spec.evaluation)
 
 
@@ -223,7 +307,10 @@ def _sharded_over_all(runtime: Runtime, spec: JobSpec) -> BuiltModel:
 
 
 def _data(runtime: Runtime, reporter: Reporter) -> tuple[TokenSet, TokenSet]:
-    """Training and validation samples. What the files hold was reported when the job was submitted."""
+    """Training and validation samples.
+
+    What the files hold was reported when the job was submitted.
+    """
     spec = runtime.spec
     training, validation = job_samples(runtime.run, spec, warn=reporter.warn)
     rows = token_rows(spec.model.path)
@@ -234,11 +321,16 @@ def _data(runtime: Runtime, reporter: Reporter) -> tuple[TokenSet, TokenSet]:
 
 
 def _set_damaged_aside(runtime: Runtime, reporter: Reporter) -> None:
-    """Report the damaged checkpoints that were passed over for the one that this attempt begins with."""
+    """Report the damaged checkpoints that were passed over for the one that this attempt begins
+    with.
+    """
     begins = runtime.start.checkpoint or "the first step"
     runtime.fence.check()
     for name, faults in set_damaged_aside(runtime.run, runtime.start).items():
-        reporter.warn(f"Checkpoint {name} is damaged ({'; '.join(faults)}) and not used: training begins with {begins}.")
+        reporter.warn(
+            f"Checkpoint {name} is damaged ({'; '.join(faults)}) and not used: training begins "
+            f"with {begins}."
+        )
 
 
 def _remove_unfinished(runtime: Runtime) -> None:
@@ -248,7 +340,10 @@ def _remove_unfinished(runtime: Runtime) -> None:
 
 
 def _resume(runtime: Runtime, reporter: Reporter, job: JobState, total_steps: int | None) -> None:
-    """Begin, or continue from the attempt's checkpoint. `total_steps`: None: the job's client decides."""
+    """Begin, or continue from the attempt's checkpoint.
+
+    `total_steps`: None: the job's client decides.
+    """
     by_first(lambda: _set_damaged_aside(runtime, reporter))
     by_first(lambda: _remove_unfinished(runtime))
     where = f"on {counted(runtime.world, 'rank')} ({runtime.device.type})"
@@ -258,4 +353,6 @@ def _resume(runtime: Runtime, reporter: Reporter, job: JobState, total_steps: in
         return
     checkpoint.restore(job, runtime.run, runtime.start.checkpoint, runtime.spec)
     of_all = "" if total_steps is None else f" of {total_steps}"
-    reporter.begin(f"Training resumes {where} after step {job.step}{of_all}.", settled_options(runtime.spec))
+    reporter.begin(
+        f"Training resumes {where} after step {job.step}{of_all}.", settled_options(runtime.spec)
+    )

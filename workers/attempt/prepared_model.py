@@ -48,20 +48,29 @@ class PreparedModel:
     changed: Callable[[], None] | None = None
     """To be called after each change of the parameters; None: nothing follows from them."""
     resident: IdentifiedBase | None = None
-    """The base that other jobs train on too, as it was when it was loaded; None: the job has its own."""
+    """The base that other jobs train on too, as it was when it was loaded; None: the job has its
+    own.
+    """
     wait: Wait | None = None
     """`TrainingContext.wait`."""
 
 
 Prepare = Callable[[Runtime, Reporter, Probed | None], PreparedModel]
-"""Builds and loads the model of an attempt. Called by all ranks together. The third argument: facts about the base; None: they
-are not known."""
+"""Builds and loads the model of an attempt.
+
+Called by all ranks together. The third argument: facts about the base; None: they are not known.
+"""
 
 
 def prepare_alone(runtime: Runtime, reporter: Reporter, probed: Probed | None) -> PreparedModel:
-    """The model of a job that has its ranks to itself (`Prepare`), sharded, with what was done reported."""
-    spec, cache = runtime.spec, Cache.from_environment(os.environ)
-    built = construct(spec, runtime.mesh, runtime.device, reporter.warn, cache, probed, reporter.heartbeat)
+    """The model of a job that has its ranks to itself (`Prepare`), sharded, with what was done
+    reported.
+    """
+    spec = runtime.spec
+    cache = Cache.from_environment(os.environ)
+    built = construct(
+        spec, runtime.mesh, runtime.device, reporter.warn, cache, probed, reporter.heartbeat
+    )
     report_built(spec, built, runtime.device, reporter)
     model = built.peft_model
     check_gathered_weights(model, runtime.compute_dtype)
@@ -71,8 +80,12 @@ def prepare_alone(runtime: Runtime, reporter: Reporter, probed: Probed | None) -
     return PreparedModel(built, dict(adapters(model)), padded_because, gradients)
 
 
-def report_built(spec: JobSpec, built: BuiltModel, device: torch.device, reporter: Reporter) -> None:
-    """Report what loading did, what is to be known of the base, and what is computed more slowly than it could be."""
+def report_built(
+    spec: JobSpec, built: BuiltModel, device: torch.device, reporter: Reporter
+) -> None:
+    """Report what loading did, what is to be known of the base, and what is computed more slowly
+    than it could be.
+    """
     for note in (balance_note(spec.model.path), *built.arithmetic.notes):
         if note is not None:
             reporter.message(note)
@@ -83,7 +96,9 @@ def report_built(spec: JobSpec, built: BuiltModel, device: torch.device, reporte
 
 
 def cached_description(path: str) -> Description | None:
-    """The description of a base in the cache of this host (FT_CACHE) by the same versions; None if there is none."""
+    """The description of a base in the cache of this host (FT_CACHE) by the same versions; None if
+    there is none.
+    """
     folder = os.environ.get(FT_CACHE)
     if not folder:
         return None
@@ -106,15 +121,22 @@ def construct(
 ) -> BuiltModel:
     """The model of a job, sharded over the mesh and loaded. Called by all ranks together.
 
-    `warn` is called with a sentence for each fallback, `tell` now and then while weights are read. `cache`: of quantised bases.
-    `probed`: facts about the base; None: it is probed here, which takes seconds.
+    `warn` is called with a sentence for each fallback, `tell` now and then while weights are read.
+    `cache`: of quantised bases. `probed`: facts about the base; None: it is probed here, which
+    takes seconds.
     """
     options = spec.distributed
     compute_dtype = COMPUTE_DTYPE[spec.precision.compute]
-    built = build(spec, device, probed)  # on meta: formats and adapters are set before any memory is taken
-    checkpoint_activations(built.layers, options.checkpointing, spec.lora.r, compiled=options.compile is True)
+    built = build(
+        spec, device, probed
+    )  # on meta: formats and adapters are set before any memory is taken
+    checkpoint_activations(
+        built.layers, options.checkpointing, spec.lora.r, compiled=options.compile is True
+    )
     if options.compile is True:
-        compile_layers(built.layers, warn)  # before sharding: FSDP2's hooks, and so the collectives, stay outside
+        compile_layers(
+            built.layers, warn
+        )  # before sharding: FSDP2's hooks, and so the collectives, stay outside
     # Still on meta: the largest allocation that a rank ever makes is one of its own shards.
     shard(built.peft_model, built.layers, mesh, options, compute_dtype)
     # Each rank reads and quantises its own rows, which needs the shards' shapes.

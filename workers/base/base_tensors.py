@@ -18,12 +18,19 @@ from workers.base.layouts import logical_names
 
 
 class Safetensors:
-    """The tensors of a base, in one file or several, opened lazily. It returns views of mapped files: copy what you keep."""
+    """The tensors of a base, in one file or several, opened lazily.
 
-    def __init__(self, folder: str | Path, tensors: Mapping[str, TensorEntry] | None = None) -> None:
-        """`tensors`: by name; None: those of the folder, whose headers are read with the first tensor.
+    It returns views of mapped files: copy what you keep.
+    """
 
-        Raises SpecError then for a file that is missing or damaged, as trying again cannot help; OSError where it may.
+    def __init__(
+        self, folder: str | Path, tensors: Mapping[str, TensorEntry] | None = None
+    ) -> None:
+        """`tensors`: by name; None: those of the folder, whose headers are read with the first
+        tensor.
+
+        Raises SpecError then for a file that is missing or damaged, as trying again cannot help;
+        OSError where it may.
         """
         self._folder = Path(folder)
         self._given = tensors
@@ -35,7 +42,12 @@ class Safetensors:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
         self._stack.close()
 
     @cached_property
@@ -62,9 +74,11 @@ class Safetensors:
     def bytes(self, name: str) -> int:
         return self._tensors[name].bytes
 
-    def rows(self, name: str, start: int, end: int, index: int | None = None, *, transposed: bool = False) -> Tensor:
-        """Rows [start, end) of a tensor, in its own dtype; `index`: of one of the matrices [matrices, rows, cols] in it;
-        `transposed`: it is, or they are, [cols, rows].
+    def rows(
+        self, name: str, start: int, end: int, index: int | None = None, *, transposed: bool = False
+    ) -> Tensor:
+        """Rows [start, end) of a tensor, in its own dtype; `index`: of one of the matrices
+        [matrices, rows, cols] in it; `transposed`: it is, or they are, [cols, rows].
         """
         source = self._slice(name)
         span = slice(start, end) if start < end else slice(0, 1)
@@ -91,7 +105,9 @@ class Safetensors:
             try:
                 self._open[path] = self._stack.enter_context(safe_open(path, framework="pt"))
             except SafetensorError as error:  # its header was fine a moment ago
-                raise unreadable_base(path, f"it has changed since its header was read ({error})") from None
+                raise unreadable_base(
+                    path, f"it has changed since its header was read ({error})"
+                ) from None
         return self._open[path]
 
 

@@ -1,7 +1,7 @@
 """All ranks together load a base from the cache, or leave there what they quantised.
 
-Every step that only some ranks can judge ends in an agreement: either all use an entry, or none does. Faults of the cache are
-never the job's: they become notes, and the base is read.
+Every step that only some ranks can judge ends in an agreement: either all use an entry, or none
+does. Faults of the cache are never the job's: they become notes, and the base is read.
 """
 
 from __future__ import annotations
@@ -45,8 +45,9 @@ class BaseCache:
         self._key = from_first(self._find_key(folder) if self._rank == 0 else "")
 
     def load(self, tell: Callable[[], None]) -> Loaded | None:
-        """Fill the weights from the cache. None: the cache does not hold them, and nothing is filled. `tell` is called between
-        weights."""
+        """Fill the weights from the cache.  None: the cache does not hold them, and nothing is
+        filled. `tell` is called between weights.
+        """
         entry = self._cache.find(self._key) if self._rank == 0 else None
         folder = from_first(entry.folder if entry else None)
         if folder is None:
@@ -54,9 +55,17 @@ class BaseCache:
         loaded = None
         index = self._checked_index(folder)
         if index is not None:
-            targets = {name: (weight.storage, weight.rows) for name, weight in self._weights.items()}
+            targets = {
+                name: (weight.storage, weight.rows) for name, weight in self._weights.items()
+            }
             read = read_rows(folder, index.files, targets, tell)
-            self.notes.append(("info", "The quantised base was read from the cache; the base's own weights were not opened."))
+            self.notes.append(
+                (
+                    "info",
+                    "The quantised base was read from the cache; the base's own weights were not "
+                    "opened.",
+                )
+            )
             weights = {name: getattr(index, name) for name in OF_WEIGHTS}
             loaded = Loaded(**weights, cached=True, bytes_read=read, notes=self.notes)
         from_all(None)  # the entry must not go before the slowest rank has read it
@@ -69,7 +78,13 @@ class BaseCache:
     def save(self, loaded: Loaded) -> None:
         """Leave the filled weights in the cache if that can be done."""
         mine = self._to_write()
-        sizes = from_all(sum(part.nbytes for w in mine.values() for part in parts_of(w.storage, w.face.dtype).values()))
+        sizes = from_all(
+            sum(
+                part.nbytes
+                for w in mine.values()
+                for part in parts_of(w.storage, w.face.dtype).values()
+            )
+        )
         staged, why = self._stage(sum(sizes)) if self._rank == 0 else (None, "")
         folder, why = from_first((staged.folder if staged else None, why))
         if folder is None:
@@ -84,17 +99,33 @@ class BaseCache:
         if why:
             self.notes.append(("warn", f"The quantised base is not kept for other jobs: {why}."))
         else:
-            self.notes.append(("info", f"The quantised base is kept for other jobs ({sum(sizes) / 1e6:,.0f} MB in the cache)."))
+            self.notes.append(
+                (
+                    "info",
+                    f"The quantised base is kept for other jobs ({sum(sizes) / 1e6:,.0f} MB in "
+                    "the cache).",
+                )
+            )
 
     def _find_key(self, folder: Path) -> str:
-        storage = {name: storage_key(w.face, w.parameter.shape, tied=len(w.places) > 1) for name, w in self._weights.items()}
+        storage = {
+            name: storage_key(w.face, w.parameter.shape, tied=len(w.places) > 1)
+            for name, w in self._weights.items()
+        }
         device = next(iter(self._weights.values())).storage.device
         return entry_key(base_digest(folder), storage, device)
 
     def _checked_index(self, folder: Path) -> QuantizedIndex | None:
-        """The index of an entry whose files are as they were written; every rank looks at its share of them."""
+        """The index of an entry whose files are as they were written; every rank looks at its share
+        of them.
+        """
         if not all(from_all((folder / INDEX).is_file())):
-            self.notes.append(("warn", f"The cache is not used: {folder.parent} is not the same folder on all hosts."))
+            self.notes.append(
+                (
+                    "warn",
+                    f"The cache is not used: {folder.parent} is not the same folder on all hosts.",
+                )
+            )
             return None
         problems: list[str] = []
         index = None
@@ -107,7 +138,13 @@ class BaseCache:
             problems.append(f"{INDEX} cannot be read ({type(error).__name__}: {error})")
         problems = [problem for of_rank in from_all(problems) for problem in of_rank]
         if problems:
-            self.notes.append(("warn", f"The cache's copy of the quantised base is damaged and is made again: {problems[0]}."))
+            self.notes.append(
+                (
+                    "warn",
+                    "The cache's copy of the quantised base is damaged and is made again: "
+                    f"{problems[0]}.",
+                )
+            )
             return None
         return index
 
@@ -117,11 +154,15 @@ class BaseCache:
         return {
             name: weight
             for name, weight in self._weights.items()
-            if weight.rows[0] < weight.rows[1] and first_replica and (isinstance(weight.parameter, DTensor) or shard == 0)
+            if weight.rows[0] < weight.rows[1]
+            and first_replica
+            and (isinstance(weight.parameter, DTensor) or shard == 0)
         }
 
     def _position(self) -> tuple[int, int, bool]:
-        """This rank's shard, the number of shards, and whether it is the first of those that hold the same rows."""
+        """This rank's shard, the number of shards, and whether it is the first of those that hold
+        the same rows.
+        """
         for weight in self._weights.values():
             if isinstance(weight.parameter, DTensor):
                 mesh = weight.parameter.device_mesh
@@ -134,7 +175,10 @@ class BaseCache:
             staged = self._cache.stage(size)
         except OSError as error:
             return None, f"{self._cache.folder} cannot be written ({error.strerror})"
-        return staged, f"its {size / 1e6:,.0f} MB do not fit into the cache ({LIMIT} decides how much does)"
+        return (
+            staged,
+            f"its {size / 1e6:,.0f} MB do not fit into the cache ({LIMIT} decides how much does)",
+        )
 
     def _write(self, folder: Path, weights: Mapping[str, FrozenWeight]) -> CacheFile | str | None:
         """What this rank wrote, or why it could not. None: it had nothing to write."""
@@ -150,7 +194,9 @@ class BaseCache:
         except OSError as error:
             return str(error)
 
-    def _publish(self, staged: CacheEntry, files: list[CacheFile], loaded: Loaded, failed: list[str]) -> str:
+    def _publish(
+        self, staged: CacheEntry, files: list[CacheFile], loaded: Loaded, failed: list[str]
+    ) -> str:
         """Make the entry visible. Returns why that failed; empty: it is there."""
         try:
             if not failed:

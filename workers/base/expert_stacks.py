@@ -1,7 +1,8 @@
 """Reading rows of experts that are published stacked and quantised.
 
-MXFP4   codes of four bits in blocks of 32 along the inputs, with one power of two a block (gpt-oss): exact in bf16
-FP8     e4m3 codes, with one scale a matrix, its rows or its blocks (Mistral Small 4, Qwen3-VL)
+MXFP4   codes of four bits in blocks of 32 along the inputs, with one power of two a block
+(gpt-oss): exact in bf16 FP8     e4m3 codes, with one scale a matrix, its rows or its blocks
+(Mistral Small 4, Qwen3-VL)
 """
 
 from __future__ import annotations
@@ -48,7 +49,9 @@ class Stack(Protocol):
     layout: str
     shape: tuple[int, ...]
     by_outputs: bool
-    """Whether the files hold them as [out, in], however the architecture's own parameter is laid out."""
+    """Whether the files hold them as [out, in], however the architecture's own parameter is laid
+    out.
+    """
 
     def matrix(self, index: int, *, transposed: bool = False) -> Matrix:
         """One of the matrices, `transposed` or as the files hold it."""
@@ -56,8 +59,8 @@ class Stack(Protocol):
 
 
 class MXFP4Stack:
-    """The matrices [experts, out, in] of one projection: blocks u8 [experts, out, in / 32, 16] and scales u8 [experts, out,
-    in / 32].
+    """The matrices [experts, out, in] of one projection: blocks u8 [experts, out, in / 32, 16] and
+    scales u8 [experts, out, in / 32].
     """
 
     layout = "MXFP4"
@@ -68,8 +71,12 @@ class MXFP4Stack:
 
     def __init__(self, files: Safetensors, name: str) -> None:
         """Raises SpecError for blocks and scales that do not belong together."""
-        self._files, self._name, self._scales = files, name, name + MXFP4_SCALES
-        self.shape: tuple[int, ...] = mxfp4_shape(name, files.shape(name), files.shape(self._scales))
+        self._files = files
+        self._name = name
+        self._scales = name + MXFP4_SCALES
+        self.shape: tuple[int, ...] = mxfp4_shape(
+            name, files.shape(name), files.shape(self._scales)
+        )
 
     def parts(self, start: int, end: int) -> tuple[Tensor, ...]:
         raise NotImplementedError("its matrices have parts")
@@ -84,7 +91,9 @@ class MXFP4Stack:
     def parts_of(self, index: int, start: int, end: int) -> MXFP4Parts:
         """The parts of rows [start, end) of one expert."""
         codes = self._files.rows(self._name, start, end, index).flatten(1)
-        return MXFP4Parts(codes, usable_exponents(self._name, self._files.rows(self._scales, start, end, index)))
+        return MXFP4Parts(
+            codes, usable_exponents(self._name, self._files.rows(self._scales, start, end, index))
+        )
 
 
 class MXFP4Matrix:
@@ -95,7 +104,8 @@ class MXFP4Matrix:
     exact = True
 
     def __init__(self, stack: MXFP4Stack, index: int) -> None:
-        self._stack, self._index = stack, index
+        self._stack = stack
+        self._index = index
         self.shape: tuple[int, ...] = stack.shape[1:]
 
     def parts(self, start: int, end: int) -> tuple[Tensor, ...]:
@@ -103,11 +113,16 @@ class MXFP4Matrix:
 
     def rows(self, start: int, end: int) -> Tensor:
         """bf16, which holds every value."""
-        return mxfp4.dequantize(self._stack.parts_of(self._index, start, end), self.shape[1], torch.bfloat16)
+        return mxfp4.dequantize(
+            self._stack.parts_of(self._index, start, end), self.shape[1], torch.bfloat16
+        )
 
 
 def usable_exponents(name: str, exponents: Tensor) -> Tensor:
-    """Scales of MXFP4 as u8. Raises SpecError, naming the weight, where one stands for no number."""
+    """Scales of MXFP4 as u8.
+
+    Raises SpecError, naming the weight, where one stands for no number.
+    """
     exponents = exponents.view(torch.uint8)
     if (exponents == NO_NUMBER).any():
         raise unknown_layout(name, f"MXFP4 with a scale of {NO_NUMBER}, which is no number")
@@ -115,17 +130,22 @@ def usable_exponents(name: str, exponents: Tensor) -> Tensor:
 
 
 class FP8Stack:
-    """Matrices [experts, rows, cols] as the files hold them: codes e4m3 and scales in `X_scale_inv`."""
+    """Matrices [experts, rows, cols] as the files hold them: codes e4m3 and scales in
+    `X_scale_inv`.
+    """
 
     exact = False
     """A stack is not exact as a whole; its matrices may be."""
     by_outputs = False
 
     def __init__(self, files: Safetensors, name: str, block: tuple[int, int]) -> None:
-        """`block`: rows and columns that share a scale, where the scales are those of blocks. Raises SpecError for scales that
-        do not belong to the codes.
+        """`block`: rows and columns that share a scale, where the scales are those of blocks.
+
+        Raises SpecError for scales that do not belong to the codes.
         """
-        self._files, self._name, self._scale = files, name, name + FP8_STACK_SCALE
+        self._files = files
+        self._name = name
+        self._scale = name + FP8_STACK_SCALE
         self.shape: tuple[int, ...] = files.shape(name)
         self._layout = fp8_layout(name, self.shape, files.shape(self._scale), block)
         self.layout = str(self._layout)
@@ -138,11 +158,17 @@ class FP8Stack:
         raise NotImplementedError("its matrices have rows")
 
     def matrix(self, index: int, *, transposed: bool = False) -> FP8Matrix:
-        grid, layout = self._grid(index), self._layout
+        grid = self._grid(index)
+        layout = self._layout
         rows, cols = self.shape[1:]
         if transposed:
             return FP8Matrix(
-                self, index, grid.mT, replace(layout, height=layout.width, width=layout.height), (cols, rows), transposed=True
+                self,
+                index,
+                grid.mT,
+                replace(layout, height=layout.width, width=layout.height),
+                (cols, rows),
+                transposed=True,
             )
         return FP8Matrix(self, index, grid, layout, (rows, cols), transposed=False)
 
@@ -163,18 +189,34 @@ class FP8Matrix:
     """One expert's matrix [rows, cols], whose `grid` of scales is laid out as `layout` says."""
 
     def __init__(
-        self, stack: FP8Stack, index: int, grid: Tensor, layout: FP8Layout, shape: tuple[int, int], *, transposed: bool
+        self,
+        stack: FP8Stack,
+        index: int,
+        grid: Tensor,
+        layout: FP8Layout,
+        shape: tuple[int, int],
+        *,
+        transposed: bool,
     ) -> None:
-        self._stack, self._index, self._grid, self._layout, self._transposed = stack, index, grid, layout, transposed
-        self.layout, self.format = stack.layout, stack.format
+        self._stack = stack
+        self._index = index
+        self._grid = grid
+        self._layout = layout
+        self._transposed = transposed
+        self.layout = stack.layout
+        self.format = stack.format
         self.shape: tuple[int, ...] = shape
         self.exact = self.format == "fp8_blocks" or (self.format == "fp8" and grid.shape[1] == 1)
 
     def parts(self, start: int, end: int) -> tuple[Tensor, ...]:
-        return self._codes(start, end), as_kept(self._scales(start, end), self._layout, self.shape[1])
+        return self._codes(start, end), as_kept(
+            self._scales(start, end), self._layout, self.shape[1]
+        )
 
     def rows(self, start: int, end: int) -> Tensor:
-        return self._codes(start, end).float() * of_columns(self._scales(start, end), self._layout, self.shape[1])
+        return self._codes(start, end).float() * of_columns(
+            self._scales(start, end), self._layout, self.shape[1]
+        )
 
     def _codes(self, start: int, end: int) -> Tensor:
         return self._stack.codes(self._index, start, end, transposed=self._transposed)

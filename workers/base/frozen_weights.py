@@ -36,23 +36,32 @@ class FrozenWeight:
 
     @property
     def trained(self) -> bool:
-        """Whether it is not frozen, but an fp32 master that starts as what a frozen one would hold."""
+        """Whether it is not frozen, but an fp32 master that starts as what a frozen one would
+        hold.
+        """
         return self.parameter.requires_grad
 
     @property
     def face(self) -> Tensor:
         """This rank's part on meta. The dtype of a plain one is that in which it is cached."""
-        local = self.parameter.to_local() if isinstance(self.parameter, DTensor) else self.parameter.data
+        local = (
+            self.parameter.to_local()
+            if isinstance(self.parameter, DTensor)
+            else self.parameter.data
+        )
         return local.bfloat16() if self.trained else local
 
     def allocate(self, compute_dtype: torch.dtype, device: torch.device) -> None:
-        """Make the storage. `compute_dtype`: the dtype of plain weights that are not sharded, and of the faces of quantised
-        ones, as of what is gathered; and of vectors: architectures round what they give their last norm to its dtype, gathered
-        or not. What the model keeps in fp32 stays so.
+        """Make the storage. `compute_dtype`: the dtype of plain weights that are not sharded, and
+        of the faces of quantised ones, as of what is gathered; and of vectors: architectures round
+        what they give their last norm to its dtype, gathered or not. What the model keeps in fp32
+        stays so.
         """
         face = self.face
         shape = (self.rows[1] - self.rows[0], *self.parameter.shape[1:])
-        kept = face.dtype == torch.float32 or (isinstance(self.parameter, DTensor) and len(shape) > 1)
+        kept = face.dtype == torch.float32 or (
+            isinstance(self.parameter, DTensor) and len(shape) > 1
+        )
         dtype = face.dtype if kept else compute_dtype
         if isinstance(face, RowQuantized):
             self.storage = type(face).empty(shape, dtype, device)
@@ -65,11 +74,17 @@ class Loaded:
     """What loading did. All but the bytes are the same on every rank."""
 
     changed: Mapping[str, float]
-    """Base parameter → ‖stored - read‖ / ‖read‖ of the whole of it, for those that storing changed."""
+    """Base parameter → ‖stored - read‖ / ‖read‖ of the whole of it, for those that storing
+    changed.
+    """
     requantized: Mapping[str, str]
-    """Base parameter → the layout that the base held it quantised in, for those that had to be quantised again."""
+    """Base parameter → the layout that the base held it quantised in, for those that had to be
+    quantised again.
+    """
     converted: Mapping[str, str]
-    """The same for those that the job stores otherwise though a format holds them as they are, or that it stores plain."""
+    """The same for those that the job stores otherwise though a format holds them as they are, or
+    that it stores plain.
+    """
     kept: Mapping[str, str]
     """The same for those that are stored as the base held them."""
     cached: bool
@@ -89,25 +104,33 @@ class Loaded:
             count, mean, worst = self._change(self.converted, layout)
             yield (
                 "info",
-                f"{count} weights of the base came as {layout} and are stored as the job says, from exactly the values that "
-                f"they stand for. Rounding changed them by {mean:.2%} of their norm on average, by {worst:.2%} at most.",
+                f"{count} weights of the base came as {layout} and are stored as the job says, "
+                "from exactly the values that "
+                f"they stand for. Rounding changed them by {mean:.2%} of their norm on average, "
+                f"by {worst:.2%} at most.",
             )
         for layout in sorted(set(self.requantized.values())):
             count, mean, worst = self._change(self.requantized, layout)
             yield (
                 "warn",
-                f"{count} weights of the base came as {layout}, which no format here can hold as it is, and were quantised "
-                f"again. That changed them by {mean:.2%} of their norm on average, by {worst:.2%} at most.",
+                f"{count} weights of the base came as {layout}, which no format here can hold as "
+                "it is, and were quantised "
+                f"again. That changed them by {mean:.2%} of their norm on average, by {worst:.2%} "
+                "at most.",
             )
 
     def _change(self, weights: Mapping[str, str], layout: str) -> tuple[int, float, float]:
         """How many weights have a layout, and their mean and largest change."""
-        errors = [self.changed[name] for name, its_layout in weights.items() if its_layout == layout]
+        errors = [
+            self.changed[name] for name, its_layout in weights.items() if its_layout == layout
+        ]
         return len(errors), sum(errors) / len(errors), max(errors)
 
 
 CHUNK_ELEMENTS = {"cpu": 2**20, "cuda": 2**24}
-"""Elements quantised at a time: the kernels take about 40 bytes each meanwhile, whatever the size of the tensor."""
+"""Elements quantised at a time: the kernels take about 40 bytes each meanwhile, whatever the size
+of the tensor.
+"""
 
 
 _MALLOC_TRIM = getattr(ctypes.CDLL(None), "malloc_trim", None)
@@ -130,15 +153,25 @@ class Deviation:
         return float(self.changed), float(self.values)
 
 
-def fill(storage: Tensor, base: NamedBase, name: str, start: int, end: int, dtype: torch.dtype) -> Deviation | None:
-    """Put rows [start, end) of `name` into `storage` [end - start, ..], on its device. Returns None if no value changed.
+def fill(
+    storage: Tensor, base: NamedBase, name: str, start: int, end: int, dtype: torch.dtype
+) -> Deviation | None:
+    """Put rows [start, end) of `name` into `storage` [end - start, ..], on its device.
 
-    `dtype`: what weights are rounded to, also before they are quantised, whatever wider dtype `storage` may have.
+    Returns None if no value changed.
+
+    `dtype`: what weights are rounded to, also before they are quantised, whatever wider dtype
+    `storage` may have.
     """
     if not isinstance(storage, RowQuantized):
         return _fill_plain(storage, base, name, start, end, dtype)
     stored = base.stored(name)
-    if stored is not None and stored.exact and stored.format is not None and type(storage) is QUANTIZED[stored.format]:
+    if (
+        stored is not None
+        and stored.exact
+        and stored.format is not None
+        and type(storage) is QUANTIZED[stored.format]
+    ):
         for low, high in _chunks(start, end, storage):
             _put(storage.parts, low - start, stored.parts(low, high))
         return None
@@ -155,8 +188,8 @@ def fill(storage: Tensor, base: NamedBase, name: str, start: int, end: int, dtyp
 
 
 def is_held_alike(weight: FrozenWeight, base: NamedBase, one: str, other: str) -> bool:
-    """Return whether the base's files hold, under these two of its names, the same values for this rank's rows of a weight,
-    once both are rounded to what it is stored in.
+    """Return whether the base's files hold, under these two of its names, the same values for this
+    rank's rows of a weight, once both are rounded to what it is stored in.
     """
     dtype = weight.face.dtype
     return base.shape(one) == base.shape(other) and all(
@@ -165,7 +198,9 @@ def is_held_alike(weight: FrozenWeight, base: NamedBase, one: str, other: str) -
     )
 
 
-def _fill_plain(storage: Tensor, base: NamedBase, name: str, start: int, end: int, dtype: torch.dtype) -> Deviation | None:
+def _fill_plain(
+    storage: Tensor, base: NamedBase, name: str, start: int, end: int, dtype: torch.dtype
+) -> Deviation | None:
     deviation: Deviation | None = None
     for low, high in _chunks(start, end, storage):
         values = base.rows(name, low, high)
@@ -178,7 +213,9 @@ def _fill_plain(storage: Tensor, base: NamedBase, name: str, start: int, end: in
 
 
 def _trim_heap() -> None:
-    """Return freed host memory to the system: glibc keeps aligned blocks that it does not reuse, many times what is in use."""
+    """Return freed host memory to the system: glibc keeps aligned blocks that it does not reuse,
+    many times what is in use.
+    """
     if _MALLOC_TRIM is not None:
         _MALLOC_TRIM(0)
 
@@ -194,7 +231,9 @@ def _put(parts: tuple[Tensor, ...], at: int, rows: tuple[Tensor, ...]) -> None:
 
 
 def with_shard(tensor: DTensor, shard: Tensor) -> DTensor:
-    """A DTensor with another local shard, on whatever device: `DTensor.from_local` would move it to the mesh's."""
+    """A DTensor with another local shard, on whatever device: `DTensor.from_local` would move it to
+    the mesh's.
+    """
     names, context = tensor.__tensor_flatten__()
     inner = {name: getattr(tensor, name) for name in names} | {"_local_tensor": shard}
     return DTensor.__tensor_unflatten__(inner, context, tensor.shape, tensor.stride())
@@ -204,7 +243,9 @@ _ORIGINAL = "_ft_original"
 
 
 def keep_original(places: Sequence[Place], values: Tensor) -> None:
-    """Keep on the host this rank's rows of what the base has in place of a parameter that is trained whole."""
+    """Keep on the host this rank's rows of what the base has in place of a parameter that is
+    trained whole.
+    """
     for module, name in places:
         vars(module).setdefault(_ORIGINAL, {})[name] = values.cpu()
 
@@ -215,11 +256,11 @@ def original_of(module: nn.Module, name: str) -> Tensor:
 
 
 def initial_adapter(name: str, shape: tuple[int, ...], seed: int) -> Tensor:
-    """The first value of an adapter matrix [rows, cols], fp32: A from Kaiming uniform as PEFT does, B zero.
-    DoRA's magnitude [rows] is zero until its weight is loaded.
+    """The first value of an adapter matrix [rows, cols], fp32: A from Kaiming uniform as PEFT does,
+    B zero. DoRA's magnitude [rows] is zero until its weight is loaded.
 
-    `name`: the plain name. The whole matrix is drawn from (seed, name), so that it depends neither on the world size nor on
-    what was drawn before.
+    `name`: the plain name. The whole matrix is drawn from (seed, name), so that it depends neither
+    on the world size nor on what was drawn before.
     """
     if ".lora_B." in name or f".{MAGNITUDE}." in name:
         return torch.zeros(shape)

@@ -1,8 +1,10 @@
-"""Loading of weights: every rank reads its own rows of every tensor from safetensors and quantises them.
+"""Loading of weights: every rank reads its own rows of every tensor from safetensors and quantises
+them.
 
-A row's quantised parts depend on that row alone, so quantising a shard equals sharding the quantised whole, and a rank
-never holds more than its part and a few rows. Quantised weights are stored in a cache, from which the next job on the same
-base reads them without opening the base's own weights.
+A row's quantised parts depend on that row alone, so quantising a shard equals sharding the
+quantised whole, and a rank never holds more than its part and a few rows. Quantised weights are
+stored in a cache, from which the next job on the same base reads them without opening the base's
+own weights.
 """
 
 from __future__ import annotations
@@ -40,17 +42,23 @@ from workers.quant.weights import QUANTIZED
 
 
 def own_rows(rows: int, rank: int, world: int) -> tuple[int, int]:
-    """Return a rank's rows [start, end) under FSDP2: equal chunks of ceil(rows / world), the last ones short or empty."""
+    """Return a rank's rows [start, end) under FSDP2: equal chunks of ceil(rows / world), the last
+    ones short or empty.
+    """
     height = -(-rows // world)
     return min(rank * height, rows), min((rank + 1) * height, rows)
 
 
 def rows_of(parameter: nn.Parameter) -> tuple[int, int]:
-    """Return the rows [start, end) of a parameter that this rank holds; all rows if it is not sharded."""
+    """Return the rows [start, end) of a parameter that this rank holds; all rows if it is not
+    sharded.
+    """
     if not isinstance(parameter, DTensor):
         return 0, parameter.shape[0]
     mesh = parameter.device_mesh
-    return own_rows(parameter.shape[0], mesh.get_local_rank(mesh.ndim - 1), mesh.size(mesh.ndim - 1))
+    return own_rows(
+        parameter.shape[0], mesh.get_local_rank(mesh.ndim - 1), mesh.size(mesh.ndim - 1)
+    )
 
 
 def load(
@@ -64,13 +72,15 @@ def load(
     cache: Cache | None = None,
     tell: Callable[[], None] = lambda: None,
 ) -> Loaded:
-    """Replace every parameter on meta by this rank's part: the base from `folder`, adapters from the seed.
+    """Replace every parameter on meta by this rank's part: the base from `folder`, adapters from
+    the seed.
 
-    Works on sharded (DTensor) and on unsharded models. `device`: where the model computes; with `offload`, shards (and only
-    shards) are put into the host's memory. `compute_dtype`: dtype of plain frozen weights when the model is not sharded; a
-    sharded weight keeps its storage dtype and is converted when it is gathered. `tell` is called between weights that are read,
-    which may take hours. Called by all ranks together. Raises SpecError for tensors that the base does not have, or has in an
-    unknown layout, and for tied ones that differ in its files.
+    Works on sharded (DTensor) and on unsharded models. `device`: where the model computes; with
+    `offload`, shards (and only shards) are put into the host's memory. `compute_dtype`: dtype of
+    plain frozen weights when the model is not sharded; a sharded weight keeps its storage dtype and
+    is converted when it is gathered. `tell` is called between weights that are read, which may take
+    hours. Called by all ranks together. Raises SpecError for tensors that the base does not have,
+    or has in an unknown layout, and for tied ones that differ in its files.
     """
     weights: dict[str, FrozenWeight] = {}
     for name, parameter, places in _owners(model):
@@ -78,7 +88,9 @@ def load(
             start, end = rows_of(parameter)
             first = initial_adapter(plain_name(name), tuple(parameter.shape), seed)
             place = _place(parameter, device, offload)
-            _replace(parameter, first[start:end].to(place, copy=True), places)  # a view would keep the whole
+            _replace(
+                parameter, first[start:end].to(place, copy=True), places
+            )  # a view would keep the whole
         else:
             weights[base_tensor_name(name)] = FrozenWeight(parameter, places, rows_of(parameter))
     for weight in weights.values():
@@ -86,7 +98,13 @@ def load(
     with Safetensors(folder) as files:
         base = StoredBase.open(files, folder)
         if _has_buffers(model):
-            load_buffers(model, NamedBase(model, base, base_tensor_name), base_tensor_name, device, compute_dtype)
+            load_buffers(
+                model,
+                NamedBase(model, base, base_tensor_name),
+                base_tensor_name,
+                device,
+                compute_dtype,
+            )
         loaded = _load_base(model, weights, Path(folder), base, cache, tell)
         loaded = loaded if loaded.cached else replace(loaded, bytes_read=files.bytes_read)
     for name, weight in weights.items():
@@ -119,11 +137,17 @@ def base_tensor_name(name: str) -> str:
 
 def adapters(model: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
     """Yield the trainable parameters with their plain names, in a fixed order."""
-    return ((plain_name(name), parameter) for name, parameter in model.named_parameters() if parameter.requires_grad)
+    return (
+        (plain_name(name), parameter)
+        for name, parameter in model.named_parameters()
+        if parameter.requires_grad
+    )
 
 
 def _owners(model: nn.Module) -> list[tuple[str, nn.Parameter, list[Place]]]:
-    """Return every parameter once, with its first name and all places where it is registered (tied weights have several)."""
+    """Return every parameter once, with its first name and all places where it is registered (tied
+    weights have several).
+    """
     by_id: dict[int, tuple[str, nn.Parameter, list[Place]]] = {}
     for module_name, module in model.named_modules():
         for name, parameter in module.named_parameters(recurse=False):
@@ -133,7 +157,9 @@ def _owners(model: nn.Module) -> list[tuple[str, nn.Parameter, list[Place]]]:
 
 
 def _has_buffers(model: nn.Module) -> bool:
-    return any(module._buffers.keys() - module._non_persistent_buffers_set for module in model.modules())
+    return any(
+        module._buffers.keys() - module._non_persistent_buffers_set for module in model.modules()
+    )
 
 
 def _load_base(
@@ -156,8 +182,15 @@ def _load_base(
 
 
 def _is_work(model: nn.Module, weights: dict[str, FrozenWeight], base: StoredBase) -> bool:
-    """Return whether a weight has to be quantised, so that the result is worth caching. Plain bases are not opened for this."""
-    quantized = {name: weight.face for name, weight in weights.items() if isinstance(weight.face, RowQuantized)}
+    """Return whether a weight has to be quantised, so that the result is worth caching.
+
+    Plain bases are not opened for this.
+    """
+    quantized = {
+        name: weight.face
+        for name, weight in weights.items()
+        if isinstance(weight.face, RowQuantized)
+    }
     if not base.declared:
         return bool(quantized)
     named = NamedBase(model, base, base_tensor_name)
@@ -171,7 +204,9 @@ def _is_kept(face: Tensor, base: NamedBase, name: str) -> bool:
     return type(face) is QUANTIZED[stored.format]
 
 
-def _from_files(weights: dict[str, FrozenWeight], base: NamedBase, tell: Callable[[], None]) -> Loaded:
+def _from_files(
+    weights: dict[str, FrozenWeight], base: NamedBase, tell: Callable[[], None]
+) -> Loaded:
     check_complete({name: tuple(weight.parameter.shape) for name, weight in weights.items()}, base)
     _check_ties(weights, base)
     deviations: dict[str, Deviation] = {}
@@ -190,8 +225,16 @@ def _from_files(weights: dict[str, FrozenWeight], base: NamedBase, tell: Callabl
     changed = _over_all_ranks({name: deviation.sums() for name, deviation in deviations.items()})
     return Loaded(
         changed=changed,
-        requantized={name: layout for name, layout in layouts.items() if name in changed and name not in by_choice},
-        converted={name: layout for name, layout in layouts.items() if name in changed and name in by_choice},
+        requantized={
+            name: layout
+            for name, layout in layouts.items()
+            if name in changed and name not in by_choice
+        },
+        converted={
+            name: layout
+            for name, layout in layouts.items()
+            if name in changed and name in by_choice
+        },
         kept={name: layout for name, layout in layouts.items() if name not in changed},
         cached=False,
         bytes_read=0,  # set by `load`
@@ -199,7 +242,10 @@ def _from_files(weights: dict[str, FrozenWeight], base: NamedBase, tell: Callabl
 
 
 def _over_all_ranks(sums: dict[str, tuple[float, float]]) -> dict[str, float]:
-    """Return relative errors of whole weights from every rank's squared norms. Replicas cancel out."""
+    """Return relative errors of whole weights from every rank's squared norms.
+
+    Replicas cancel out.
+    """
     errors: dict[str, float] = {}
     norms: dict[str, float] = {}
     for part in from_all(sums):
@@ -210,28 +256,37 @@ def _over_all_ranks(sums: dict[str, tuple[float, float]]) -> dict[str, float]:
 
 
 def check_complete(shapes: Mapping[str, tuple[int, ...]], base: NamedBase) -> None:
-    """Raises SpecError for a parameter that the base's files lack, or hold in another shape. `shapes`: by name."""
+    """Raises SpecError for a parameter that the base's files lack, or hold in another shape.
+
+    `shapes`: by name.
+    """
     missing = [name for name in shapes if name not in base]
     if missing:
         raise SpecError(
-            f"The base's safetensors lack {len(missing)} tensors that its architecture needs, the first: {missing[0]}. "
+            f"The base's safetensors lack {len(missing)} tensors that its architecture needs, the "
+            f"first: {missing[0]}. "
             "Its layout is not supported.",
             param="model",
         )
     for name, shape in shapes.items():
         if base.shape(name) != shape:
-            raise SpecError(f"The base's {name} has shape {base.shape(name)}, its config.json says {shape}.", param="model")
+            raise SpecError(
+                f"The base's {name} has shape {base.shape(name)}, its config.json says {shape}.",
+                param="model",
+            )
 
 
 def _check_ties(weights: Mapping[str, FrozenWeight], base: NamedBase) -> None:
-    """Raises SpecError, on all ranks, for a tied weight of which the base's files hold several different ones: transformers
-    does not tie them then. Values decide, of which a description of the base knows nothing.
+    """Raises SpecError, on all ranks, for a tied weight of which the base's files hold several
+    different ones: transformers does not tie them then. Values decide, of which a description of
+    the base knows nothing.
     """
     for name, (first, *others) in base.copies.items():
         for other in others:
             if not all(from_all(is_held_alike(weights[name], base, first, other))):
                 raise SpecError(
-                    f"The base's config.json ties {other} to {first}, but its files hold two different ones: set "
+                    f"The base's config.json ties {other} to {first}, but its files hold two "
+                    "different ones: set "
                     "tie_word_embeddings to false in config.json.",
                     param="model",
                 )

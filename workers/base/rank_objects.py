@@ -1,4 +1,6 @@
-"""Small objects between the ranks, and the errors of one of them; alone where there is no process group."""
+"""Small objects between the ranks, and the errors of one of them; alone where there is no process
+group.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +13,10 @@ import torch.distributed as dist
 T = TypeVar("T")
 
 Wait = Callable[[Callable[[], bool]], None]
-"""Lets this rank do something else until a function, asked on rank 0, says so. Called by all ranks together."""
+"""Lets this rank do something else until a function, asked on rank 0, says so.
+
+Called by all ranks together.
+"""
 
 
 class FailedElsewhere(Exception):
@@ -23,7 +28,10 @@ def alone() -> bool:
 
 
 def from_first(value: T, group: dist.ProcessGroup | None = None) -> T:
-    """Rank 0's value, on every rank. Called by all together. `group`: of all ranks; None: the one of collectives at large."""
+    """Rank 0's value, on every rank.
+
+    Called by all together. `group`: of all ranks; None: the one of collectives at large.
+    """
     if alone():
         return value
     box = [value]
@@ -41,9 +49,11 @@ def from_all(value: T, group: dist.ProcessGroup | None = None) -> list[T]:
 
 
 def on_all(act: Callable[[], T]) -> T:
-    """What `act` returns on this rank. Called by all together: an error on one rank ends it on all, so that none waits for a
-    rank that has left. `act` makes the same collectives everywhere, even where it fails. Raises this rank's own error, or
-    FailedElsewhere.
+    """What `act` returns on this rank.
+
+    Called by all together: an error on one rank ends it on all, so that none waits for a rank that
+    has left. `act` makes the same collectives everywhere, even where it fails. Raises this rank's
+    own error, or FailedElsewhere.
     """
     failed, value = _tried(act)
     if any(from_all(failed is not None)):
@@ -52,8 +62,10 @@ def on_all(act: Callable[[], T]) -> T:
 
 
 def by_first(act: Callable[[], T], wait: Wait | None = None) -> T:
-    """What `act` returns on rank 0, on every rank. Called by all together. Raises as `on_all`. `wait`: what the ranks do
-    meanwhile, while `act` runs in a thread; None: nothing.
+    """What `act` returns on rank 0, on every rank.
+
+    Called by all together. Raises as `on_all`. `wait`: what the ranks do meanwhile, while `act`
+    runs in a thread; None: nothing.
     """
     first = alone() or dist.get_rank() == 0
     if wait is not None:

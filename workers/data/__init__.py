@@ -1,1 +1,4 @@
-"""Samples and micro-batches. A global batch is a list of samples; only its split over ranks depends on their number."""
+"""Samples and micro-batches.
+
+A global batch is a list of samples; only its split over ranks depends on their number.
+"""

@@ -1,7 +1,9 @@
-"""The samples of each step, and how ranks share them: pure functions of (seed, step); a resume needs only the step.
+"""The samples of each step, and how ranks share them: pure functions of (seed, step); a resume
+needs only the step.
 
-An epoch is a permutation of all samples, cut into batches; the last batch of an epoch may be smaller. A step's batch is the
-same list whatever the world size; `workers.data.micro_batches` shares it out between ranks.
+An epoch is a permutation of all samples, cut into batches; the last batch of an epoch may be
+smaller. A step's batch is the same list whatever the world size; `workers.data.micro_batches`
+shares it out between ranks.
 """
 
 from __future__ import annotations
@@ -34,7 +36,10 @@ class Batch:
     rows: tuple[int, ...] = ()
     """Tokens of each padded row's sample."""
     keys: Tensor | None = None
-    """int32 [rows, length]: the key of every token, from which follows what is random about it. None: nothing is."""
+    """int32 [rows, length]: the key of every token, from which follows what is random about it.
+
+    None: nothing is.
+    """
     lengths: Tensor | None = None
     """fp32 [rows, length]: tokens of every token's sample, for noise. None without keys."""
 
@@ -53,7 +58,9 @@ class Packing:
 
 
 BATCHES_SORTED = 50
-"""So many batches are sorted by length together: more, and an epoch's long samples would all stand in few of them."""
+"""So many batches are sorted by length together: more, and an epoch's long samples would all stand
+in few of them.
+"""
 
 
 def total_steps(samples: int, batch_size: int, n_epochs: int, max_steps: int | None) -> int:
@@ -65,13 +72,19 @@ def steps_per_epoch(samples: int, batch_size: int) -> int:
     return -(-samples // batch_size)
 
 
-def batch_of_step(step: int, samples: int, batch_size: int, seed: int, lengths: TokenCounts | None = None) -> list[int]:
-    """The sample numbers that optimizer step `step` (from 0) trains on, in an order that only the seed decides, or with
-    `lengths` these as well: a batch's samples are then of like length.
+def batch_of_step(
+    step: int, samples: int, batch_size: int, seed: int, lengths: TokenCounts | None = None
+) -> list[int]:
+    """The sample numbers that optimizer step `step` (from 0) trains on, in an order that only the
+    seed decides, or with `lengths` these as well: a batch's samples are then of like length.
     """
     epoch, position = divmod(step, steps_per_epoch(samples, batch_size))
     by_length = lengths is not None
-    order = _order_by_length(lengths, batch_size, seed, epoch) if by_length else _epoch_order(samples, seed, epoch)
+    order = (
+        _order_by_length(lengths, batch_size, seed, epoch)
+        if by_length
+        else _epoch_order(samples, seed, epoch)
+    )
     return order[position * batch_size : (position + 1) * batch_size]
 
 
@@ -113,8 +126,8 @@ class BatchOrder:
 
 @lru_cache(maxsize=2)
 def _order_by_length(lengths: TokenCounts, batch_size: int, seed: int, epoch: int) -> list[int]:
-    """The epoch's order, of which every window of some batches is sorted by length and cut into batches, whose order is drawn
-    again. A batch that is not full is the last.
+    """The epoch's order, of which every window of some batches is sorted by length and cut into
+    batches, whose order is drawn again. A batch that is not full is the last.
     """
     tokens = lengths.tokens
     order = _epoch_order(len(tokens), seed, epoch)
@@ -123,24 +136,34 @@ def _order_by_length(lengths: TokenCounts, batch_size: int, seed: int, epoch: in
     for begin in range(0, full, batch_size * BATCHES_SORTED):
         window = order[begin : min(begin + batch_size * BATCHES_SORTED, full)]
         window.sort(key=lambda sample: (-int(tokens[sample]), sample))
-        batches += [window[first : first + batch_size] for first in range(0, len(window), batch_size)]
+        batches += [
+            window[first : first + batch_size] for first in range(0, len(window), batch_size)
+        ]
     drawn = _epoch_order(len(batches), seed, epoch)
     return [sample for number in drawn for sample in batches[number]] + order[full:]
 
 
 def make_batch(
-    samples: Sequence[Tokens], device: torch.device, keys: Sequence[int] | None = None, *, packed: bool = True
+    samples: Sequence[Tokens],
+    device: torch.device,
+    keys: Sequence[int] | None = None,
+    *,
+    packed: bool = True,
 ) -> Batch:
     """Samples as a micro-batch, packed or padded."""
     return (pack if packed else collate)(samples, device, keys)
 
 
-def collate(samples: Sequence[Tokens], device: torch.device, keys: Sequence[int] | None = None) -> Batch:
-    """Samples as rows, padded to the longest. Without samples: one row of two tokens without a target, which keeps the rank in
-    the collectives.
+def collate(
+    samples: Sequence[Tokens], device: torch.device, keys: Sequence[int] | None = None
+) -> Batch:
+    """Samples as rows, padded to the longest.
 
-    Padding is at the end and attention is causal, so no target sees it and its token id does not matter. `keys`: of the
-    samples, for dropout and noise.
+    Without samples: one row of two tokens without a target, which keeps the rank in the
+    collectives.
+
+    Padding is at the end and attention is causal, so no target sees it and its token id does not
+    matter. `keys`: of the samples, for dropout and noise.
     """
     length = max((len(s.ids) for s in samples), default=2)
     ids = np.zeros((max(1, len(samples)), length), dtype=np.int64)
@@ -158,7 +181,9 @@ def collate(samples: Sequence[Tokens], device: torch.device, keys: Sequence[int]
     return Batch(*on_device, rows=own, keys=of_tokens, lengths=own_lengths)
 
 
-def pack(samples: Sequence[Tokens], device: torch.device, keys: Sequence[int] | None = None) -> Batch:
+def pack(
+    samples: Sequence[Tokens], device: torch.device, keys: Sequence[int] | None = None
+) -> Batch:
     """Samples concatenated to one row. Without samples as `collate`. `keys`: of the samples."""
     lengths = [len(s.ids) for s in samples] or [2]
     ids = np.concatenate([s.ids for s in samples] or [np.zeros(2)]).astype(np.int64)
@@ -166,10 +191,15 @@ def pack(samples: Sequence[Tokens], device: torch.device, keys: Sequence[int] | 
     places, targets = _targets(samples, starts.tolist())
     positions = np.arange(len(ids)) - np.repeat(starts[:-1], lengths)
     on_device = _moved(starts, device)
-    packing = Packing(_moved(positions[None], device), torch.from_numpy(starts), on_device, max(lengths))
+    packing = Packing(
+        _moved(positions[None], device), torch.from_numpy(starts), on_device, max(lengths)
+    )
     of_tokens = own_lengths = None
     if keys is not None:
-        rows = [keys_from(key, length, device) for key, length in zip(keys or (0,), lengths, strict=True)]
+        rows = [
+            keys_from(key, length, device)
+            for key, length in zip(keys or (0,), lengths, strict=True)
+        ]
         of_tokens = torch.cat(rows)[None]
         own_lengths = _moved(np.repeat(np.array(lengths, dtype=np.float32), lengths)[None], device)
     on_device = (_moved(ids[None], device), _moved(places, device), _moved(targets, device))
@@ -177,13 +207,18 @@ def pack(samples: Sequence[Tokens], device: torch.device, keys: Sequence[int] | 
 
 
 def _targets(samples: Sequence[Tokens], starts: Sequence[int]) -> tuple[np.ndarray, np.ndarray]:
-    """Positions before each target, counted from the start of its sample's row, and the targets. A sample's first token has
-    none before it.
+    """Positions before each target, counted from the start of its sample's row, and the targets.
+
+    A sample's first token has none before it.
     """
     before = [np.flatnonzero(s.targets[1:]) for s in samples]
     none = np.zeros(0, dtype=np.int64)
-    places = np.concatenate([none, *(own + start for own, start in zip(before, starts, strict=False))])
-    targets = np.concatenate([none, *(s.ids[own + 1].astype(np.int64) for s, own in zip(samples, before, strict=True))])
+    places = np.concatenate(
+        [none, *(own + start for own, start in zip(before, starts, strict=False))]
+    )
+    targets = np.concatenate(
+        [none, *(s.ids[own + 1].astype(np.int64) for s, own in zip(samples, before, strict=True))]
+    )
     return places, targets
 
 

@@ -1,7 +1,9 @@
-"""The main path of a rank of an engine: torchrun starts `python -m workers.engine ENGINE_DIR ATTEMPT` once per rank.
+"""The main path of a rank of an engine: torchrun starts `python -m workers.engine ENGINE_DIR
+ATTEMPT` once per rank.
 
-ENGINE_DIR holds engine.json, and an order in `seats/` for each job that the engine trains (ft_service/rundir/engine.py). What
-concerns a job is in the job's own run directory. Exit code 0: the engine was idle, or was asked to stop; 1: an error.
+ENGINE_DIR holds engine.json, and an order in `seats/` for each job that the engine trains
+(ft_service/rundir/engine.py). What concerns a job is in the job's own run directory. Exit code 0:
+the engine was idle, or was asked to stop; 1: an error.
 """
 
 from __future__ import annotations

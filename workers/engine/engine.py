@@ -1,9 +1,12 @@
-"""The ranks of an engine: they hold one base, take the jobs that are ordered, and compute round after round for all of them.
+"""The ranks of an engine: they hold one base, take the jobs that are ordered, and compute round
+after round for all of them.
 
-    agree ─▶ take new seats, drop those that are over ─▶ choose (rounds.py) ─▶ forwards ─▶ backwards ─▶ agree …
+    agree ─▶ take new seats, drop those that are over ─▶ choose (rounds.py) ─▶ forwards ─▶ backwards
+    ─▶ agree …
 
-Between two forwards a seat does all that its job does alone: it reads data, reduces gradients, steps, validates, saves. All
-ranks let the seats go on in the same order, so that the collectives of a seat meet each other.
+Between two forwards a seat does all that its job does alone: it reads data, reduces gradients,
+steps, validates, saves. All ranks let the seats go on in the same order, so that the collectives of
+a seat meet each other.
 """
 
 from __future__ import annotations
@@ -41,7 +44,9 @@ from workers.training.packing import TOKENS
 
 
 def main(run: RunDir, attempt: int) -> int:
-    """Run an engine on this rank until it is idle or asked to stop, and return the process's exit code."""
+    """Run an engine on this rank until it is idle or asked to stop, and return the process's exit
+    code.
+    """
     try:
         fence = Fence(run, attempt)
         watch_seal(fence)  # first: a rank may wait for the others for ever
@@ -53,12 +58,16 @@ def main(run: RunDir, attempt: int) -> int:
         signal.signal(signal.SIGTERM, stop.request)
         described = cached_description(engine_spec.spec.model.path)
         probed = None if described is None else Probed.of(described)
-        base = load_resident_base(engine_spec.spec, runtime.mesh, device, Cache.from_environment(os.environ), probed)
+        base = load_resident_base(
+            engine_spec.spec, runtime.mesh, device, Cache.from_environment(os.environ), probed
+        )
         TrainingEngine(engine_spec, runtime, base, stop).run()
         if runtime.rank == 0:
             Attempt(run, attempt).write_outcome(Outcome(kind=OutcomeKind.STOPPED))
         dist.barrier()
-    except BaseException as error:  # what ends the engine is reported, and its seats go on elsewhere
+    except (
+        BaseException
+    ) as error:  # what ends the engine is reported, and its seats go on elsewhere
         report_failure(run, attempt, error)
         return 1
     return 0
@@ -93,7 +102,9 @@ class TrainingEngine:
 
     def __post_init__(self) -> None:
         options = self.spec.spec.training
-        self._budget = TOKENS if options.tokens_per_micro_batch == "auto" else options.tokens_per_micro_batch
+        self._budget = (
+            TOKENS if options.tokens_per_micro_batch == "auto" else options.tokens_per_micro_batch
+        )
         self._free_groups: list[Groups] = []
         self._taken: set[str] = set()
         self._looked_at = self._idle_since = self._busy_at = time.monotonic()
@@ -102,16 +113,21 @@ class TrainingEngine:
         """Seats that have ended and have no exit record yet, on rank 0."""
 
     def run(self) -> None:
-        """Train until the engine is idle for `idle_seconds`, or is asked to stop and has no seat any more."""
+        """Train until the engine is idle for `idle_seconds`, or is asked to stop and has no seat
+        any more.
+        """
         while True:
             decision, seen = self._agree()
             ended = [any(state > SeatState.ANSWERS for state, _ in of_seat) for of_seat in seen]
             if decision is None and self.seats and not any(ended):
-                self._compute([(of_seat[0][0], max(tokens for _, tokens in of_seat)) for of_seat in seen])
+                self._compute(
+                    [(of_seat[0][0], max(tokens for _, tokens in of_seat)) for of_seat in seen]
+                )
                 continue
             decision = decision or RoundOrders()
             if self._leave(seen, decision.dropped):
-                gc.collect()  # their modules and threads refer to each other, and their memory is the others'
+                # their modules and threads refer to each other, and their memory is the others'
+                gc.collect()
             if decision.ends:
                 return
             if decision.stops:
@@ -123,8 +139,10 @@ class TrainingEngine:
             self._take_back(decision.due)
 
     def _agree(self) -> tuple[RoundOrders | None, list[list[tuple[int, int]]]]:
-        """What rank 0 has decided, None: nothing, and (state, tokens) of each seat on all ranks. Called by all ranks
-        together."""
+        """What rank 0 has decided, None: nothing, and (state, tokens) of each seat on all ranks.
+
+        Called by all ranks together.
+        """
         runtime = self.runtime
         mine = self._decide() if runtime.rank == 0 else None
         known = [int(mine is not None)]
@@ -150,14 +168,20 @@ class TrainingEngine:
         stops = not self._stopping and self.stop.is_requested
         orders = () if stops or self._stopping else self._new_orders()
         dropped = tuple(seat.key for seat in self.seats if seat.is_over())
-        idle = not self.seats and not orders and not self._left and now >= self._idle_since + self.spec.idle_seconds
+        idle = (
+            not self.seats
+            and not orders
+            and not self._left
+            and now >= self._idle_since + self.spec.idle_seconds
+        )
         ends = idle or (self._stopping and not self.seats and not self._left)
         decision = RoundOrders(orders, dropped, due, stops=stops, ends=ends)
         return None if decision == RoundOrders() else decision
 
     def _due_seats(self) -> tuple[str, ...]:
-        """The seats that have waited and can go on; waits for one, up to the next look, if no other seat computes, and ever
-        more patiently."""
+        """The seats that have waited and can go on; waits for one, up to the next look, if no other
+        seat computes, and ever more patiently.
+        """
         while True:
             due = tuple(seat.key for seat in self.seats if seat.is_due())
             computes = any(seat.state is not SeatState.WAITS for seat in self.seats)
@@ -169,8 +193,13 @@ class TrainingEngine:
             time.sleep(pause_after(now - self._busy_at))
 
     def _new_orders(self) -> tuple[SeatOrder, ...]:
-        run, found = self.runtime.run, []
-        names = sorted(path.name for path in run.path(SEATS).glob("*.json")) if run.path(SEATS).is_dir() else []
+        run = self.runtime.run
+        found = []
+        names = (
+            sorted(path.name for path in run.path(SEATS).glob("*.json"))
+            if run.path(SEATS).is_dir()
+            else []
+        )
         for name in names:
             order = None if name in self._taken else run.readable(f"{SEATS}/{name}", SeatOrder)
             if order is None:
@@ -183,7 +212,11 @@ class TrainingEngine:
         return tuple(found)
 
     def _join(self, order: SeatOrder) -> None:
-        groups = self._free_groups.pop() if self._free_groups else Groups.made(self.spec.spec, self.runtime.world)
+        groups = (
+            self._free_groups.pop()
+            if self._free_groups
+            else Groups.made(self.spec.spec, self.runtime.world)
+        )
         seat = SeatThread(order, self.base, self.runtime, groups)
         seat.used = self._least_used()
         self.seats.append(seat)
@@ -197,13 +230,16 @@ class TrainingEngine:
         self._go_on(dict.fromkeys(back, ()))
 
     def _least_used(self) -> int:
-        """The fewest tokens of the jobs that compute: what a job begins with that joins them, or has waited."""
+        """The fewest tokens of the jobs that compute: what a job begins with that joins them, or
+        has waited.
+        """
         computing = [seat for seat in self.seats if seat.state is not SeatState.WAITS] or self.seats
         return min((seat.used for seat in computing), default=0)
 
     def _leave(self, seen: Sequence[Sequence[tuple[int, int]]], dropped: Sequence[str]) -> bool:
-        """Drop the seats that are over, or have failed on a rank, and let go of those that have ended. Returns whether there
-        was one."""
+        """Drop the seats that are over, or have failed on a rank, and let go of those that have
+        ended. Returns whether there was one.
+        """
         before = len(self.seats)
         for seat, of_ranks in zip(list(self.seats), seen, strict=True):
             states = [state for state, _ in of_ranks]
@@ -221,15 +257,24 @@ class TrainingEngine:
         return len(self.seats) < before
 
     def _conclude(self) -> None:
-        """Write the exit records of seats that have ended; those that the disk refuses are tried again."""
+        """Write the exit records of seats that have ended; those that the disk refuses are tried
+        again.
+        """
         for seat in list(self._left):
             with contextlib.suppress(OSError):
                 seat.conclude()
                 self._left.remove(seat)
 
     def _compute(self, seen: Sequence[tuple[int, int]]) -> None:
-        """One round: the next micro-batches of some seats. `seen`: (state, tokens) of every seat, the same on all ranks."""
-        ready = [(seat, *of_seat) for seat, of_seat in zip(self.seats, seen, strict=True) if of_seat[0] != SeatState.WAITS]
+        """One round: the next micro-batches of some seats.
+
+        `seen`: (state, tokens) of every seat, the same on all ranks.
+        """
+        ready = [
+            (seat, *of_seat)
+            for seat, of_seat in zip(self.seats, seen, strict=True)
+            if of_seat[0] != SeatState.WAITS
+        ]
         if not ready:
             return
         turns = [
@@ -244,13 +289,21 @@ class TrainingEngine:
             for seat, state, tokens in ready
         ]
         held = sum(seat.size.held for seat in self.seats if seat.size)
-        chosen = next_round(turns, self._budget, None if self.spec.room is None else self.spec.room - held)
+        chosen = next_round(
+            turns, self._budget, None if self.spec.room is None else self.spec.room - held
+        )
         for position, (seat, _, tokens) in enumerate(ready):
             seat.used += tokens if position in chosen else 0
             seat.waited = 0 if position in chosen else seat.waited + 1
-        self._go_on(self._forwards([ready[position][0] for position in chosen], trains=turns[chosen[0]].trains))
+        self._go_on(
+            self._forwards(
+                [ready[position][0] for position in chosen], trains=turns[chosen[0]].trains
+            )
+        )
 
-    def _forwards(self, seats: Sequence[SeatThread], *, trains: bool) -> dict[SeatThread, tuple[Any]]:
+    def _forwards(
+        self, seats: Sequence[SeatThread], *, trains: bool
+    ) -> dict[SeatThread, tuple[Any]]:
         """The forwards that seats wait for, by the base in the mode that they need."""
         base = self.base.model.base
         base.train(trains)
@@ -262,13 +315,16 @@ class TrainingEngine:
         return outputs
 
     def _go_on(self, given: Mapping[SeatThread, tuple[Any, ...]]) -> None:
-        """Let seats go on with the results of their calls, through a backward of all of them, until each waits for a
-        forward."""
+        """Let seats go on with the results of their calls, through a backward of all of them, until
+        each waits for a forward.
+        """
         while given:
             for seat, results in given.items():
                 seat.resume(*results)
             backward = self.base.model.backward_of_lanes
-            given = self._answers([seat for seat in given if (call := seat.call) is not None and call[0] == backward])
+            given = self._answers(
+                [seat for seat in given if (call := seat.call) is not None and call[0] == backward]
+            )
 
     def _answers(self, seats: Sequence[SeatThread]) -> dict[SeatThread, tuple[Any]]:
         """The results of the one call that these seats wait for."""

@@ -1,14 +1,16 @@
-"""Lanes: forwards of several jobs on one base, in lockstep, so that every group of weights is gathered once for all of them.
+"""Lanes: forwards of several jobs on one base, in lockstep, so that every group of weights is
+gathered once for all of them.
 
-Each lane runs the model's own forward in a greenlet. Where that calls a unit (a decoder layer, the embedding, the last norm,
-the head), the lane waits; when all lanes wait, FSDP2's hooks run once around the unit, and it computes the lanes one after the
-other:
+Each lane runs the model's own forward in a greenlet. Where that calls a unit (a decoder layer, the
+embedding, the last norm, the head), the lane waits; when all lanes wait, FSDP2's hooks run once
+around the unit, and it computes the lanes one after the other:
 
     unit's call  ─▶ wait ─▶ [hooks: gather ─▶ lane 1, lane 2, … ─▶ free] ─▶ each lane goes on
 
-Lanes share gathers and dequantised weights but no product: each one has the shape that it has when the job trains alone, so
-that its bits are the same, and nothing of a lane reaches another. What a forward leaves in objects of the process (the segments
-of its micro-batch, a replaced head) belongs to its lane: it is put there while the lane runs, and taken away while it waits.
+Lanes share gathers and dequantised weights but no product: each one has the shape that it has when
+the job trains alone, so that its bits are the same, and nothing of a lane reaches another. What a
+forward leaves in objects of the process (the segments of its micro-batch, a replaced head) belongs
+to its lane: it is put there while the lane runs, and taken away while it waits.
 """
 
 from __future__ import annotations
@@ -54,9 +56,16 @@ class LaneModel:
     """A base without adapters, sharded or not, that computes several lanes at once."""
 
     def __init__(
-        self, base: PreTrainedModel, layers: Sequence[nn.Module], outer: Sequence[nn.Module], *, checkpointed: bool = False
+        self,
+        base: PreTrainedModel,
+        layers: Sequence[nn.Module],
+        outer: Sequence[nn.Module],
+        *,
+        checkpointed: bool = False,
     ) -> None:
-        """`layers`: the decoder layers. `outer`: the other modules of FSDP2's groups: embeddings, the last norm, the head.
+        """`layers`: the decoder layers.
+
+        `outer`: the other modules of FSDP2's groups: embeddings, the last norm, the head.
         `checkpointed`: whether backward computes the layers again.
         """
         self.base = base
@@ -66,20 +75,26 @@ class LaneModel:
         self._capped = getattr(self._config, CAP, None) is not None
         self._lane: Lane | None = None
         self._calls: list[tuple[Lane, _Left]] = []
-        """Lane of each call of the unit that computes now, and what the lane's forward has left behind until then."""
+        """Lane of each call of the unit that computes now, and what the lane's forward has left
+        behind until then.
+        """
         for module in base.modules():
             if isinstance(module, nn.Linear) and module not in outer:
                 replace_forward(module, partial(self._linear, module, module.forward))
         for unit in (*layers, *outer):
             again = checkpointed and unit in layers
-            self._make_unit(unit, partial(self._compute, unit, unit.forward, again), bounded=unit in layers)
+            self._make_unit(
+                unit, partial(self._compute, unit, unit.forward, again), bounded=unit in layers
+            )
         self._make_unit(base, partial(self._compute_all, base.forward), bounded=False)
         self._head_forward = head.forward
         self._outside = self._take()
 
     def run(self, lanes: Sequence[Lane], forwards: Sequence[Callable[[], T]]) -> list[T]:
-        """Run the forward of each lane, which calls the base. Called by all ranks together, with as many lanes of the same
-        jobs."""
+        """Run the forward of each lane, which calls the base.
+
+        Called by all ranks together, with as many lanes of the same jobs.
+        """
         threads = [(lane, greenlet(forward)) for lane, forward in zip(lanes, forwards, strict=True)]
         given: dict[Lane, tuple[Any, ...]] = dict.fromkeys(lanes, ())
         made: dict[Lane, T] = {}
@@ -96,12 +111,15 @@ class LaneModel:
                     waiting.setdefault(call, []).append((lane, arguments))
             for call, calls in waiting.items():
                 outputs = self.compute(call, calls)
-                given.update({lane: (output,) for (lane, _), output in zip(calls, outputs, strict=True)})
+                given.update(
+                    {lane: (output,) for (lane, _), output in zip(calls, outputs, strict=True)}
+                )
         return [made[lane] for lane in lanes]
 
     def resume(self, lane: Lane, thread: greenlet, *given: Any) -> Any:
-        """Let a lane's thread go on until it ends, or waits for a call: then (call, arguments), which `compute` takes. `given`:
-        the result of the call that it has waited for."""
+        """Let a lane's thread go on until it ends, or waits for a call: then (call, arguments),
+        which `compute` takes. `given`: the result of the call that it has waited for.
+        """
         with self._entered(lane, lane.left):
             return thread.switch(*given)
 
@@ -119,7 +137,10 @@ class LaneModel:
             self._calls = []  # a job that ends next would leave its adapters here
 
     def backward(self, losses: Sequence[Tensor]) -> None:
-        """The backward of all lanes of a `run`. A loss that is not a number changes the gradients of its own lane alone."""
+        """The backward of all lanes of a `run`.
+
+        A loss that is not a number changes the gradients of its own lane alone.
+        """
         torch.stack([loss.reshape(()) for loss in losses]).sum().backward()
         DenseWeights.end()
 
@@ -144,7 +165,8 @@ class LaneModel:
 
     @contextmanager
     def _entered(self, lane: Lane | None, left: _Left) -> Iterator[None]:
-        before, outside = self._lane, self._take()
+        before = self._lane
+        outside = self._take()
         self._lane = lane
         if left:
             self._put(left)
@@ -156,10 +178,14 @@ class LaneModel:
             self._lane = before
 
     def _make_unit(self, unit: nn.Module, forward: Forward, *, bounded: bool) -> None:
-        """Let a module's call wait for all lanes. `forward`: takes the arguments of every lane, in place of the module's
-        own."""
+        """Let a module's call wait for all lanes.
+
+        `forward`: takes the arguments of every lane, in place of the module's own.
+        """
         replace_forward(unit, forward)
-        replace_call(unit, partial(self._wait, partial(_call_bounded if bounded else call_itself, unit)))
+        replace_call(
+            unit, partial(self._wait, partial(_call_bounded if bounded else call_itself, unit))
+        )
 
     def _wait(self, call: Forward, *args: Any, **kwargs: Any) -> Any:
         """In place of a unit's call."""
@@ -177,22 +203,32 @@ class LaneModel:
         inner = [Lane(lane.linears, dict(left)) for lane, left in self._calls]
         return self.run(inner, [partial(own, *args, **kwargs) for args, kwargs in arguments])
 
-    def _compute(self, unit: nn.Module, own: Forward, checkpointed: bool, arguments: Sequence[Any]) -> list[Any]:
+    def _compute(
+        self, unit: nn.Module, own: Forward, checkpointed: bool, arguments: Sequence[Any]
+    ) -> list[Any]:
         """In place of a unit's forward: that of every lane."""
         outputs = []
         if len(arguments) > 1:
             DenseWeights.begin()
         for (lane, left), (args, kwargs) in zip(self._calls, arguments, strict=True):
             run = partial(self._compute_lane, unit, own, lane, left)
-            outputs.append(checkpoint(run, *args, use_reentrant=False, **kwargs) if checkpointed else run(*args, **kwargs))
+            outputs.append(
+                checkpoint(run, *args, use_reentrant=False, **kwargs)
+                if checkpointed
+                else run(*args, **kwargs)
+            )
         DenseWeights.end()
         return outputs
 
-    def _compute_lane(self, unit: nn.Module, own: Forward, lane: Lane, left: _Left, *args: Any, **kwargs: Any) -> Any:
+    def _compute_lane(
+        self, unit: nn.Module, own: Forward, lane: Lane, left: _Left, *args: Any, **kwargs: Any
+    ) -> Any:
         with self._entered(lane, dict(left)):
             replaced = vars(unit).get("forward") if unit is self._head else None
             adapted = lane.linears.get(unit, own)  # a unit may be a linear layer itself
-            return (adapted if replaced in (None, self._head_forward) else replaced)(*args, **kwargs)
+            return (adapted if replaced in (None, self._head_forward) else replaced)(
+                *args, **kwargs
+            )
 
     def _linear(self, module: nn.Module, own: Forward, x: Tensor) -> Tensor:
         """In place of the forward of a linear layer."""
@@ -200,9 +236,14 @@ class LaneModel:
         return self._lane.linears.get(module, own)(x)
 
     def _take(self) -> _Left:
-        """What is in the process's objects now: whether gradients are recorded, segments, the head's forward, the cap of its
-        logits."""
-        taken = {"segments": dict(vars(CURRENT)), "head": vars(self._head).get("forward"), "grad": torch.is_grad_enabled()}
+        """What is in the process's objects now: whether gradients are recorded, segments, the
+        head's forward, the cap of its logits.
+        """
+        taken = {
+            "segments": dict(vars(CURRENT)),
+            "head": vars(self._head).get("forward"),
+            "grad": torch.is_grad_enabled(),
+        }
         return {**taken, "cap": getattr(self._config, CAP)} if self._capped else taken
 
     def _put(self, left: _Left) -> None:
@@ -224,7 +265,9 @@ def _call_bounded(unit: nn.Module, arguments: list[Any]) -> Sequence[Any]:
 
 
 def _through(function: type[Function], tree: Any) -> Any:
-    """The same values, with `function` between all tensors that need a gradient and what follows."""
+    """The same values, with `function` between all tensors that need a gradient and what
+    follows.
+    """
     leaves, structure = tree_flatten(tree)
     places = [i for i, leaf in enumerate(leaves) if isinstance(leaf, Tensor) and leaf.requires_grad]
     if places:

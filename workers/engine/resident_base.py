@@ -1,4 +1,6 @@
-"""The base of an engine: built, sharded and loaded once, without adapters, for all jobs that train on it."""
+"""The base of an engine: built, sharded and loaded once, without adapters, for all jobs that train
+on it.
+"""
 
 from __future__ import annotations
 
@@ -37,24 +39,50 @@ class ResidentBase:
 
 
 def load_resident_base(
-    spec: JobSpec, mesh: DeviceMesh, device: torch.device, cache: Cache | None = None, probed: Probed | None = None
+    spec: JobSpec,
+    mesh: DeviceMesh,
+    device: torch.device,
+    cache: Cache | None = None,
+    probed: Probed | None = None,
 ) -> ResidentBase:
-    """The base that a spec names, in its precision. Of the spec's other options those of `distributed` count. `cache`,
-    `probed`: as in `construct`. Called by all ranks together. Raises SpecError for an option that an engine cannot follow, and
+    """The base that a spec names, in its precision.
+
+    Of the spec's other options those of `distributed` count. `cache`, `probed`: as in `construct`.
+    Called by all ranks together. Raises SpecError for an option that an engine cannot follow, and
     TrainingError as `check_gathered_weights`.
     """
     options = spec.distributed
-    taken = {"wrap": options.wrap != "layers", "compile": options.compile is True, "keep_unsharded": options.keep_unsharded}
-    for name, refused in {**taken, "prefetch": options.prefetch is not None, "offload": options.offload}.items():
+    taken = {
+        "wrap": options.wrap != "layers",
+        "compile": options.compile is True,
+        "keep_unsharded": options.keep_unsharded,
+    }
+    for name, refused in {
+        **taken,
+        "prefetch": options.prefetch is not None,
+        "offload": options.offload,
+    }.items():
         if refused:
             value = getattr(options, name)
-            raise SpecError(f"distributed.{name} = {value!r}: jobs on one base cannot have it.", param=f"distributed.{name}")
+            raise SpecError(
+                f"distributed.{name} = {value!r}: jobs on one base cannot have it.",
+                param=f"distributed.{name}",
+            )
     compute_dtype = COMPUTE_DTYPE[spec.precision.compute]
     identified = identify_files(spec.model)  # before they are read
     built = build_base(spec, device, probed)
-    outer = [module for group in grouped(built.model, built.layers, options) for module in group.modules]
+    outer = [
+        module for group in grouped(built.model, built.layers, options) for module in group.modules
+    ]
     shard(built.model, built.layers, mesh, options, compute_dtype)
-    loaded = load(built.model, spec.model.path, seed=spec.seed, compute_dtype=compute_dtype, device=device, cache=cache)
+    loaded = load(
+        built.model,
+        spec.model.path,
+        seed=spec.seed,
+        compute_dtype=compute_dtype,
+        device=device,
+        cache=cache,
+    )
     check_gathered_weights(built.model, compute_dtype)
     built.model.train()
     padded_because = settle_attention(built.model, device, compute_dtype)

@@ -6,7 +6,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 PATIENCE = 16
-"""Rounds after which a job that has waited for others of higher priority is treated as one of them."""
+"""Rounds after which a job that has waited for others of higher priority is treated as one of
+them.
+"""
 
 
 @dataclass(frozen=True)
@@ -14,7 +16,9 @@ class Turn:
     """A job that waits for its next micro-batch."""
 
     used: int
-    """Tokens that were computed for it so far; a job that has joined begins with the least of those that were there."""
+    """Tokens that were computed for it so far; a job that has joined begins with the least of those
+    that were there.
+    """
     tokens: int
     """Tokens of its micro-batch, on the rank that has most."""
     trains: bool
@@ -30,12 +34,15 @@ class Turn:
 
 
 def next_round(turns: Sequence[Turn], budget: int, room: int | None = None) -> list[int]:
-    """The positions, at least one, of the jobs whose micro-batches are computed next, together. `budget`, `room`: most tokens
-    and bytes of a round (room None: not known); a larger micro-batch has one of its own.
+    """The positions, at least one, of the jobs whose micro-batches are computed next, together.
 
-    Of the highest priority, the job with the fewest tokens so far is first, so that among n jobs with micro-batches of at least
-    a and at most b tokens each one waits for at most (n - 1) * ceil(b / a + 1) rounds (start-time fair queuing, Goyal et al.
-    1996), and for PATIENCE more if there are higher priorities than its own.
+    `budget`, `room`: most tokens and bytes of a round (room None: not known); a larger micro-batch
+    has one of its own.
+
+    Of the highest priority, the job with the fewest tokens so far is first, so that among n jobs
+    with micro-batches of at least a and at most b tokens each one waits for at most (n - 1) *
+    ceil(b / a + 1) rounds (start-time fair queuing, Goyal et al. 1996), and for PATIENCE more if
+    there are higher priorities than its own.
     """
     highest = max(turn.priority for turn in turns)
 
@@ -44,7 +51,8 @@ def next_round(turns: Sequence[Turn], budget: int, room: int | None = None) -> l
         return -(highest if turn.waited >= PATIENCE else turn.priority), turn.used, position
 
     order = sorted(range(len(turns)), key=rank)
-    chosen, left = order[:1], budget - turns[order[0]].tokens
+    chosen = order[:1]
+    left = budget - turns[order[0]].tokens
     for position in order[1:]:
         turn = turns[position]
         fits = room is None or _bytes([turns[i] for i in (*chosen, position)]) <= room

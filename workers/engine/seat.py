@@ -1,9 +1,10 @@
 """Seats: the adapters of one job on a base that other jobs use too.
 
-FSDP2 takes no parameters after a model is sharded, so a job's adapters stand outside of its groups. The job trains fp32 masters
-that are sharded by rows under the names that they have when it trains alone; their whole is gathered once an optimizer step, in
-the dtype of the computation, and gradients are added up here in fp32 and reduced once a step. FSDP2 does the same, in the same
-order, with the adapters of a job that trains alone.
+FSDP2 takes no parameters after a model is sharded, so a job's adapters stand outside of its groups.
+The job trains fp32 masters that are sharded by rows under the names that they have when it trains
+alone; their whole is gathered once an optimizer step, in the dtype of the computation, and
+gradients are added up here in fp32 and reduced once a step. FSDP2 does the same, in the same order,
+with the adapters of a job that trains alone.
 """
 
 from __future__ import annotations
@@ -32,30 +33,50 @@ _REDUCE: Any = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatt
 
 
 class Seat(Gradients):
-    """The adapters of one job: masters, what the lanes compute with, and gradients. Its methods are called by all ranks
-    together."""
+    """The adapters of one job: masters, what the lanes compute with, and gradients.
+
+    Its methods are called by all ranks together.
+    """
 
     def __init__(
-        self, job: PeftModel, base: LaneModel, mesh: DeviceMesh, first: Mapping[str, Tensor], dtype: torch.dtype
+        self,
+        job: PeftModel,
+        base: LaneModel,
+        mesh: DeviceMesh,
+        first: Mapping[str, Tensor],
+        dtype: torch.dtype,
     ) -> None:
-        """`job`: the job's model on meta, which will compute with the weights of `base`. `first`: whole masters, fp32, by plain
-        names. `dtype`: of the computation, in which adapters are gathered.
+        """`job`: the job's model on meta, which will compute with the weights of `base`.
+
+        `first`: whole masters, fp32, by plain names. `dtype`: of the computation, in which adapters
+        are gathered.
 
         Raises SpecError for adapters on anything but linear layers.
         """
         super().__init__(job, mesh.size())
-        self._mesh, self._dtype, self._base, self.model = mesh, dtype, base, job
+        self._mesh = mesh
+        self._dtype = dtype
+        self._base = base
+        self.model = job
         self._shards = mesh.size(mesh.ndim - 1)
         self._rank = mesh.get_local_rank(mesh.ndim - 1)
         self._whole: dict[str, nn.Parameter] = {}
         """What lanes compute with: where nothing is sharded the masters themselves."""
         self._sums: dict[str, Tensor] = {}
         self.masters: dict[str, nn.Parameter] = {}
-        owners = {id(p): (module, name) for module in job.modules() for name, p in module.named_parameters(recurse=False)}
+        owners = {
+            id(p): (module, name)
+            for module in job.modules()
+            for name, p in module.named_parameters(recurse=False)
+        }
         for name, parameter in list(adapters(job)):
             value = first[name]
             master = nn.Parameter(value.clone() if self._shards == 1 else self._sharded(value))
-            whole = master if self._shards == 1 else nn.Parameter(torch.empty(value.shape, dtype=dtype, device=value.device))
+            whole = (
+                master
+                if self._shards == 1
+                else nn.Parameter(torch.empty(value.shape, dtype=dtype, device=value.device))
+            )
             self.masters[name], self._whole[name] = master, whole
             module, own = owners[id(parameter)]
             setattr(module, own, whole)
@@ -83,7 +104,9 @@ class Seat(Gradients):
         _GATHER(gathered, flat, group=self._group)
         parts = gathered.view(self._shards, -1).split(sizes, dim=1)
         for (name, whole), part in zip(self._whole.items(), parts, strict=True):
-            whole.copy_(part.reshape(self._shards * heights[name], *whole.shape[1:])[: whole.shape[0]])
+            whole.copy_(
+                part.reshape(self._shards * heights[name], *whole.shape[1:])[: whole.shape[0]]
+            )
 
     def begin(self, last: bool) -> None:
         """Nothing: gradients are reduced apart from the base's groups."""
@@ -97,7 +120,9 @@ class Seat(Gradients):
 
     @torch.no_grad()
     def add_gradients(self) -> None:
-        """Add what a backward has left to the sums of this step; where nothing is sharded autograd has done it."""
+        """Add what a backward has left to the sums of this step; where nothing is sharded autograd
+        has done it.
+        """
         if self._shards == 1:
             return
         for name, whole in self._whole.items():
@@ -143,13 +168,19 @@ class Seat(Gradients):
     def _distributed(self, local: Tensor, shape: torch.Size) -> DTensor:
         placements = [*[Replicate()] * (self._mesh.ndim - 1), Shard(0)]
         stride = torch.empty(shape, device="meta").stride()
-        return DTensor.from_local(local, self._mesh, placements, run_check=False, shape=shape, stride=stride)
+        return DTensor.from_local(
+            local, self._mesh, placements, run_check=False, shape=shape, stride=stride
+        )
 
 
 def _share_weights(job: PeftModel, base: nn.Module) -> None:
-    """Let the job's modules hold the frozen parameters of the base, under the names that they have there."""
+    """Let the job's modules hold the frozen parameters of the base, under the names that they have
+    there.
+    """
     for name, module in list(job.get_base_model().named_modules()):
-        frozen = [key for key, own in module.named_parameters(recurse=False) if not own.requires_grad]
+        frozen = [
+            key for key, own in module.named_parameters(recurse=False) if not own.requires_grad
+        ]
         for key in frozen:
             shared = base.get_submodule(name.replace(".base_layer", ""))
             module._parameters[key] = shared._parameters[key]
@@ -163,10 +194,16 @@ def _adapted(job: PeftModel, base: nn.Module) -> dict[nn.Module, partial[Any]]:
             module: Any = base.get_submodule(name)
             layer._modules["base_layer"] = module
             found[module] = partial(nn.Module.__call__, layer)
-    held = sum(parameter.requires_grad for layer in found.values() for parameter in layer.args[0].parameters())
+    held = sum(
+        parameter.requires_grad
+        for layer in found.values()
+        for parameter in layer.args[0].parameters()
+    )
     if held != sum(1 for _ in adapters(job)):
         raise SpecError(
-            "lora: the job adapts more than linear layers, which needs ranks of its own (engine: off).", param="lora"
+            "lora: the job adapts more than linear layers, which needs ranks of its own (engine: "
+            "off).",
+            param="lora",
         )
     return found
 

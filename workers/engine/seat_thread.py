@@ -1,4 +1,6 @@
-"""One job in an engine: its training as it is when the job has its ranks to itself, in a greenlet that waits for the others."""
+"""One job in an engine: its training as it is when the job has its ranks to itself, in a greenlet
+that waits for the others.
+"""
 
 from __future__ import annotations
 
@@ -50,11 +52,16 @@ class SeatState(IntEnum):
 
 
 class SeatDropped(Exception):
-    """Raised in a seat that the engine ends: the job is cancelled, its attempt is over, or the seat failed on another rank."""
+    """Raised in a seat that the engine ends: the job is cancelled, its attempt is over, or the seat
+    failed on another rank.
+    """
 
 
 class SeatThread:
-    """One attempt of a job on one rank. All ranks call its methods together, and in the same order for all seats."""
+    """One attempt of a job on one rank.
+
+    All ranks call its methods together, and in the same order for all seats.
+    """
 
     def __init__(self, order: SeatOrder, base: ResidentBase, host: Runtime, groups: Groups) -> None:
         """`host`: the runtime of the engine on this rank. `groups`: of this seat alone."""
@@ -68,7 +75,8 @@ class SeatThread:
         """Of the job, once the seat has begun."""
         self.size: SeatSize | None = None
         """As planned; None: it was not, or the seat has not begun."""
-        self._base, self._host = base, host
+        self._base = base
+        self._host = host
         self._run = RunDir(Path(order.run_dir))
         self._attempt = Attempt(self._run, order.attempt)
         self._fence = Fence(self._run, order.attempt)
@@ -106,20 +114,25 @@ class SeatThread:
 
     @property
     def call(self) -> tuple[Forward, tuple[Lane, Any]] | None:
-        """The call that it waits for, and the arguments; None: it has ended, or waits for its client."""
+        """The call that it waits for, and the arguments; None: it has ended, or waits for its
+        client.
+        """
         return None if self._waiting is None else (self._waiting[0], (self._lane, self._waiting[1]))
 
     def is_due(self) -> bool:
-        """Whether it has waited for its client and can go on. Asked on rank 0, outside of the seat: what it cannot read or
-        write ends no other one. `is_over` tells whether it ends itself.
+        """Whether it has waited for its client and can go on.
+
+        Asked on rank 0, outside of the seat: what it cannot read or write ends no other one.
+        `is_over` tells whether it ends itself.
         """
         with suppress(FtError, OSError, SealedError):
             return self._due is not None and self._due()
         return False
 
     def resume(self, *given: Any) -> None:
-        """Let it go on until it waits or ends, and report that it does: its next step may take long beside others. `given`: the
-        result of the call that it has waited for."""
+        """Let it go on until it waits or ends, and report that it does: its next step may take long
+        beside others. `given`: the result of the call that it has waited for.
+        """
         self._due = None
         if self._reporter is not None:
             with suppress(OSError, SealedError):
@@ -149,8 +162,9 @@ class SeatThread:
             self._stop.request()
 
     def is_over(self) -> bool:
-        """Whether it is to be dropped: its user has cancelled it, or its attempt is sealed. Read by rank 0; False while the
-        disk does not answer.
+        """Whether it is to be dropped: its user has cancelled it, or its attempt is sealed.
+
+        Read by rank 0; False while the disk does not answer.
         """
         with suppress(OSError):
             return self._fence.seal() is not None or self._is_cancelled()
@@ -158,13 +172,18 @@ class SeatThread:
 
     def conclude(self) -> None:
         """Write the exit record of a seat that has ended. Called on rank 0."""
-        outcome, result = self._attempt.read_outcome(), self._attempt.read_result()
+        outcome = self._attempt.read_outcome()
+        result = self._attempt.read_result()
         forced = "cancelled" if self._is_cancelled() else None
-        seen = Evidence(outcome=outcome, result=result, returncode=1, forced=forced, room=self._room)
+        seen = Evidence(
+            outcome=outcome, result=result, returncode=1, forced=forced, room=self._room
+        )
         self._attempt.write_exit(decide_exit(seen))
 
     def _is_cancelled(self) -> bool:
-        """Whether its user has cancelled it; what asks for it may be unreadable, and then it cannot go on either."""
+        """Whether its user has cancelled it; what asks for it may be unreadable, and then it cannot
+        go on either.
+        """
         try:
             control = self._attempt.read_control()
         except UnreadableDocumentError:
@@ -180,7 +199,9 @@ class SeatThread:
             run_attempt(runtime, self._stop, self._prepare)
         except SeatDropped:
             pass
-        except BaseException as error:  # every error is reported to the job's user, and ends this seat alone
+        except (
+            BaseException
+        ) as error:  # every error is reported to the job's user, and ends this seat alone
             self._failed = True
             if isinstance(error, SealedError):
                 traceback.print_exc(file=sys.stderr)
@@ -190,15 +211,32 @@ class SeatThread:
                 self._room = no_room(self._run.root, refused) if is_no_room(refused) else None
 
     def _runtime(self) -> Runtime:
-        start, host = self._attempt.read_start(), self._host
+        start = self._attempt.read_start()
+        host = self._host
         assert start is not None, f"attempt {self.order.attempt} has no start.json"
-        self.size, self.priority = start.seat, start.priority
-        spec, fence = read_spec(self._run), self._fence
-        return Runtime(self._run, spec, start, host.rank, host.world, host.device, host.mesh, self.groups, fence)
+        self.size = start.seat
+        self.priority = start.priority
+        spec = read_spec(self._run)
+        fence = self._fence
+        return Runtime(
+            self._run,
+            spec,
+            start,
+            host.rank,
+            host.world,
+            host.device,
+            host.mesh,
+            self.groups,
+            fence,
+        )
 
-    def _prepare(self, runtime: Runtime, reporter: Reporter, probed: Probed | None) -> PreparedModel:
+    def _prepare(
+        self, runtime: Runtime, reporter: Reporter, probed: Probed | None
+    ) -> PreparedModel:
         """The model of a job that shares a base (`Prepare`)."""
-        spec, base, self._reporter = runtime.spec, self._base, reporter
+        spec = runtime.spec
+        base = self._base
+        self._reporter = reporter
         built = build(spec, runtime.device, base.built.probed)
         first = {
             name: initial_adapter(name, tuple(parameter.shape), spec.seed).to(runtime.device)
@@ -207,10 +245,18 @@ class SeatThread:
         seat = Seat(built.peft_model, base.model, self._host.mesh, first, runtime.compute_dtype)
         self._lane.linears = seat.linears
         seat.model.train()
-        shared = BuiltModel(seat.model, base.built.layers, base.built.formats, base.built.arithmetic, base.loaded)
+        shared = BuiltModel(
+            seat.model, base.built.layers, base.built.formats, base.built.arithmetic, base.loaded
+        )
         report_built(spec, shared, runtime.device, reporter)
         return PreparedModel(
-            shared, seat.masters, base.padded_because, seat, seat.gather, base.identified, self._wait_for_client
+            shared,
+            seat.masters,
+            base.padded_because,
+            seat,
+            seat.gather,
+            base.identified,
+            self._wait_for_client,
         )
 
 

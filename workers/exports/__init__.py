@@ -1,1 +1,3 @@
-"""Exports for programs that do not read safetensors: GGUF for llama.cpp, and Modelfiles for Ollama."""
+"""Exports for programs that do not read safetensors: GGUF for llama.cpp, and Modelfiles for
+Ollama.
+"""

@@ -1,7 +1,8 @@
 """compressed-tensors' layouts, which vLLM and transformers load: FP8 by rows, and INT4 by groups.
 
 FP8     `X.weight` e4m3 [out, in], `X.weight_scale` bf16 [out, 1]
-INT4    `X.weight_packed` int32 [out, in / 8], `X.weight_scale` bf16 [out, in / group], `X.weight_shape` int64 [2]
+INT4    `X.weight_packed` int32 [out, in / 8], `X.weight_scale` bf16 [out, in / group],
+`X.weight_shape` int64 [2]
         (w4a16, symmetric: value = (code - 8) · scale, code i of an int32 in its bits 4i to 4i + 3)
 """
 
@@ -27,7 +28,9 @@ _CONFIG = "config.json"
 
 
 class RestoredFolder:
-    """A new folder with the configuration and tokenizer of `like`, and one file for each tensor that is put into it."""
+    """A new folder with the configuration and tokenizer of `like`, and one file for each tensor
+    that is put into it.
+    """
 
     def __init__(self, folder: Path, like: Path) -> None:
         folder.mkdir(parents=True)
@@ -52,16 +55,30 @@ class RestoredFolder:
 
 
 GROUPS = (128, 64, 32)
-"""Columns that may share a scale in INT4, the first that fits all layers: vLLM's kernels know these."""
-PACKED, SCALE, SHAPE = "_packed", "_scale", "_shape"
-_PER_WORD, _ZERO = 8, 8
+"""Columns that may share a scale in INT4, the first that fits all layers: vLLM's kernels know
+these.
+"""
+PACKED = "_packed"
+SCALE = "_scale"
+SHAPE = "_shape"
+_PER_WORD = 8
+_ZERO = 8
 _SHRINKS = torch.linspace(1.0, 0.7, 13)
-"""Shares of a group's largest magnitude that are tried as its scale: the one with the least squared error is taken."""
+"""Shares of a group's largest magnitude that are tried as its scale: the one with the least squared
+error is taken.
+"""
 
 
 def to_fp8(rows: Tensor) -> tuple[Tensor, Tensor]:
-    """Codes [rows, cols] e4m3 and scales [rows, 1] bf16 of fp32 rows. The codes belong to the scale as stored."""
-    scale = (rows.abs().amax(dim=1, keepdim=True) / LARGEST).clamp(min=torch.finfo(torch.bfloat16).tiny).bfloat16()
+    """Codes [rows, cols] e4m3 and scales [rows, 1] bf16 of fp32 rows.
+
+    The codes belong to the scale as stored.
+    """
+    scale = (
+        (rows.abs().amax(dim=1, keepdim=True) / LARGEST)
+        .clamp(min=torch.finfo(torch.bfloat16).tiny)
+        .bfloat16()
+    )
     return (rows / scale.float()).clamp(-LARGEST, LARGEST).to(torch.float8_e4m3fn), scale
 
 
@@ -78,7 +95,10 @@ def to_int4(rows: Tensor, group: int) -> tuple[Tensor, Tensor]:
             best = error, codes, scale
         else:
             better = error < best[0]
-            best = tuple(torch.where(better, new, old) for new, old in zip((error, codes, scale), best, strict=True))  # type: ignore[assignment]
+            best = tuple(
+                torch.where(better, new, old)
+                for new, old in zip((error, codes, scale), best, strict=True)
+            )  # type: ignore[assignment]
     assert best is not None
     return _packed(best[1].flatten(1).to(torch.int32)), best[2].squeeze(2)
 
@@ -97,14 +117,17 @@ def group_of(columns: Iterable[int]) -> int:
             return group
     odd = next(width for width in sorted(widths) if width % GROUPS[-1])
     raise SpecError(
-        f"INT4 stores groups of {', '.join(map(str, GROUPS))} columns; the model has a layer of {odd}: merge to fp8 or bf16.",
+        f"INT4 stores groups of {', '.join(map(str, GROUPS))} columns; the model has a layer of "
+        f"{odd}: merge to fp8 or bf16.",
         param="to",
     )
 
 
 def layout(to: str, ignored: list[str], group: int) -> dict[str, Any]:
-    """`quantization_config` of a model whose linear layers, but for `ignored`, are stored so. Inputs of FP8 layers are scaled
-    by token where they are in FP8; those of INT4 layers stay as they are.
+    """`quantization_config` of a model whose linear layers, but for `ignored`, are stored so.
+
+    Inputs of FP8 layers are scaled by token where they are in FP8; those of INT4 layers stay as
+    they are.
     """
     scheme: dict[str, Any] = {"targets": ["Linear"]}
     if to == "fp8":
@@ -124,12 +147,20 @@ def layout(to: str, ignored: list[str], group: int) -> dict[str, Any]:
 
 
 def restore(stored: Path, folder: Path) -> None:
-    """Write a model that is stored in INT4 to the new folder `folder` as plain weights, those of the layers in fp32."""
+    """Write a model that is stored in INT4 to the new folder `folder` as plain weights, those of
+    the layers in fp32.
+    """
     target = RestoredFolder(folder, stored)
     with Safetensors(stored) as tensors:
-        packed = {name for name in tensors.names() if tensors.dtype(name) == PACKED_DTYPE and name + SCALE in tensors}
+        packed = {
+            name
+            for name in tensors.names()
+            if tensors.dtype(name) == PACKED_DTYPE and name + SCALE in tensors
+        }
         companions = {name + suffix for name in packed for suffix in (SCALE, SHAPE)}
         for name in sorted(set(tensors.names()) - companions):
             whole = tensors.whole(name)
-            target.put(name, from_int4(whole, tensors.whole(name + SCALE)) if name in packed else whole)
+            target.put(
+                name, from_int4(whole, tensors.whole(name + SCALE)) if name in packed else whole
+            )
     target.close()

@@ -11,7 +11,14 @@ from ft_service.rundir.directory import RunDir
 from ft_service.rundir.documents import ExportFormat
 from ft_service.rundir.evaluations import evaluated_steps, read_evaluation
 from ft_service.rundir.manifest import Manifest
-from ft_service.rundir.model_card import UNKNOWN_LICENCE, data_section, metadata_of, options_of, results_of, table
+from ft_service.rundir.model_card import (
+    UNKNOWN_LICENCE,
+    data_section,
+    metadata_of,
+    options_of,
+    results_of,
+    table,
+)
 from ft_service.wording import counted
 
 CURVE_ROWS = 12
@@ -25,21 +32,29 @@ _KINDS = {
     ExportFormat.VLLM: "A LoRA adapter of one rank and one scale",
     ExportFormat.MERGED: "A model in bf16, base and LoRA adapter merged,",
     ExportFormat.MERGED_FP8: "A model in FP8 (compressed-tensors), base and LoRA adapter merged,",
-    ExportFormat.MERGED_INT4: "A model in INT4 (compressed-tensors, w4a16), base and LoRA adapter merged,",
+    ExportFormat.MERGED_INT4: "A model in INT4 (compressed-tensors, w4a16), base and LoRA adapter "
+    "merged,",
     ExportFormat.GGUF: "A GGUF file in bf16, base and LoRA adapter merged,",
     ExportFormat.GGUF_Q8: "A GGUF file in Q8_0, base and LoRA adapter merged,",
     ExportFormat.GGUF_ADAPTER: "A LoRA adapter in GGUF",
 }
-_FROM_HUB = '```python\nfrom transformers import AutoModelForCausalLM, AutoTokenizer\n\nfolder = "."  # this one\n{model}\n```'
+_FROM_HUB = (
+    "```python\nfrom transformers import AutoModelForCausalLM, AutoTokenizer\n\nfolder = "
+    '"."  # this one\n{model}\n```'
+)
 _USE = {
     ExportFormat.PEFT: _FROM_HUB.format(
-        model='from peft import PeftModel\n\nmodel = AutoModelForCausalLM.from_pretrained("{base}", dtype="auto")\n'
-        "model = PeftModel.from_pretrained(model, folder)\ntokenizer = AutoTokenizer.from_pretrained(folder)"
+        model="from peft import PeftModel\n\nmodel = "
+        'AutoModelForCausalLM.from_pretrained("{base}", dtype="auto")\n'
+        "model = PeftModel.from_pretrained(model, folder)\ntokenizer = "
+        "AutoTokenizer.from_pretrained(folder)"
     ),
-    ExportFormat.VLLM: "`vllm serve {base} --enable-lora --max-lora-rank RANK --lora-modules tuned=PATH_OF_THIS_FOLDER`, "
+    ExportFormat.VLLM: "`vllm serve {base} --enable-lora --max-lora-rank RANK --lora-modules "
+    "tuned=PATH_OF_THIS_FOLDER`, "
     "with a RANK of {rank} or more.",
     ExportFormat.GGUF: "`ollama create NAME -f Modelfile`, or `llama-server -m model.gguf`.",
-    ExportFormat.GGUF_ADAPTER: "`llama-server -m BASE.gguf --lora adapter.gguf`, where BASE.gguf is `{base}` in GGUF; for "
+    ExportFormat.GGUF_ADAPTER: "`llama-server -m BASE.gguf --lora adapter.gguf`, where BASE.gguf "
+    "is `{base}` in GGUF; for "
     "Ollama name it in the Modelfile.",
 }
 _USE_MERGED = (
@@ -52,19 +67,31 @@ _USE_MERGED = (
 
 
 def export_card(
-    manifest: Manifest, to: ExportFormat, report: Mapping[str, Any], folder: Path, base: str, licence: str | None
+    manifest: Manifest,
+    to: ExportFormat,
+    report: Mapping[str, Any],
+    folder: Path,
+    base: str,
+    licence: str | None,
 ) -> str:
     """Return Markdown with the metadata that model hubs read.
 
-    `report`: the export's report; `folder`: the run directory, whose metrics and answers are shown if it has them; `base`: the
-    base's portable name; `licence`: the base's, None: unknown.
+    `report`: the export's report; `folder`: the run directory, whose metrics and answers are shown
+    if it has them; `base`: the base's portable name; `licence`: the base's, None: unknown.
     """
     run = RunDir(folder)
     use = _USE.get(ExportFormat.GGUF if to is ExportFormat.GGUF_Q8 else to, _USE_MERGED)
-    kind = "peft" if to in (ExportFormat.PEFT, ExportFormat.VLLM) else "gguf" if to.value.startswith("gguf") else "transformers"
+    kind = (
+        "peft"
+        if to in (ExportFormat.PEFT, ExportFormat.VLLM)
+        else "gguf"
+        if to.value.startswith("gguf")
+        else "transformers"
+    )
     sections = [
         "\n".join(metadata_of(base, library=kind, licence=licence)),
-        f"# {manifest.tuned_name}\n\n{_KINDS[to]} {'for' if to in _ADAPTERS else 'made from'} `{base}`, trained with "
+        f"# {manifest.tuned_name}\n\n{_KINDS[to]} {'for' if to in _ADAPTERS else 'made from'} "
+        f"`{base}`, trained with "
         f"ft-service {manifest.versions.get('ft-service', '')}.".rstrip(),
         "## Use\n\n" + use.format(base=base, rank=report.get("r", manifest.spec.lora.r)),
         "## Results\n\n" + table(("", ""), results_of(manifest)),
@@ -88,19 +115,27 @@ def _cost(report: Mapping[str, Any]) -> Iterator[str]:
         "merged": "this model",
     }
     rows = [(title, f"{losses[name]:.4f}") for name, title in names.items() if name in losses]
-    yield f"## What this form costs\n\nValidation loss of {counted(report.get('samples', 0), 'sample')}:\n\n" + table(
-        ("", "loss"), rows
+    yield (
+        "## What this form costs\n\nValidation loss of "
+        f"{counted(report.get('samples', 0), 'sample')}:\n\n" + table(("", "loss"), rows)
     )
 
 
 def _curve(folder: Path) -> Iterator[str]:
     try:
         with (folder / "metrics.csv").open(encoding="utf-8", newline="") as file:
-            rows = [row for row in csv.DictReader(file) if row.get("train_loss") or row.get("valid_loss")]
+            rows = [
+                row
+                for row in csv.DictReader(file)
+                if row.get("train_loss") or row.get("valid_loss")
+            ]
     except OSError:
         return
     if rows:
-        shown = [(row["step"], _number(row.get("train_loss")), _number(row.get("valid_loss"))) for row in thinned(rows)]
+        shown = [
+            (row["step"], _number(row.get("train_loss")), _number(row.get("valid_loss")))
+            for row in thinned(rows)
+        ]
         yield "## Losses by step\n\n" + table(("step", "training loss", "validation loss"), shown)
 
 
@@ -116,12 +151,17 @@ def _number(text: str | None) -> str:
 
 
 def _answers(run: RunDir) -> Iterator[str]:
-    """Yield a section with a few answers of the newest evaluation, before and after training; nothing without answers."""
+    """Yield a section with a few answers of the newest evaluation, before and after training;
+    nothing without answers.
+    """
     steps = evaluated_steps(run)
     newest = read_evaluation(run, steps[max(steps)]) if steps else None
-    shown = [sample for sample in (newest.samples if newest else []) if sample.tuned is not None][:SAMPLES]
+    shown = [sample for sample in (newest.samples if newest else []) if sample.tuned is not None][
+        :SAMPLES
+    ]
     parts = [
-        f"Prompt: {_quoted(sample.prompt)}\n\nBefore: {_quoted(sample.base)}\n\nAfter: {_quoted(sample.tuned or '')}"
+        f"Prompt: {_quoted(sample.prompt)}\n\nBefore: {_quoted(sample.base)}\n\nAfter: "
+        f"{_quoted(sample.tuned or '')}"
         for sample in shown
     ]
     if parts:

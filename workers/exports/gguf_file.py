@@ -1,4 +1,6 @@
-"""GGUF files by llama.cpp's own package: written tensor by tensor, then read again and compared with what was meant."""
+"""GGUF files by llama.cpp's own package: written tensor by tensor, then read again and compared
+with what was meant.
+"""
 
 from __future__ import annotations
 
@@ -34,7 +36,9 @@ _QUANTISATION_VERSION = 2
 
 @dataclass(frozen=True)
 class Planned:
-    """A tensor of a file. `read`: its values, fp32, as llama.cpp has them; called once to write and once to compare."""
+    """A tensor of a file. `read`: its values, fp32, as llama.cpp has them; called once to write and
+    once to compare.
+    """
 
     name: str
     shape: tuple[int, ...]
@@ -43,7 +47,10 @@ class Planned:
 
 
 def names_in(layout: GgufLayout) -> Callable[[str], str]:
-    """transformers' name of a tensor → GGUF's. Raises SpecError for one that the architecture has not."""
+    """transformers' name of a tensor → GGUF's.
+
+    Raises SpecError for one that the architecture has not.
+    """
     kind = next(kind for kind, name in MODEL_ARCH_NAMES.items() if name == layout.architecture)
     known = get_tensor_name_map(MODEL_ARCH(kind), layout.layers)
 
@@ -61,7 +68,11 @@ def as_ordered(rows: Tensor, name: str, layout: GgufLayout) -> Tensor:
     module, _, _ = name.rpartition(".")
     heads = next((count for end, count in layout.heads.items() if module.endswith(end)), None)
     if heads is not None:
-        return rows.view(heads, 2, len(rows) // heads // 2, *rows.shape[1:]).transpose(1, 2).reshape(rows.shape)
+        return (
+            rows.view(heads, 2, len(rows) // heads // 2, *rows.shape[1:])
+            .transpose(1, 2)
+            .reshape(rows.shape)
+        )
     return rows + 1 if layout.shifted and name.endswith("norm.weight") else rows
 
 
@@ -70,12 +81,18 @@ def as_stored_there(rows: Tensor, name: str, layout: GgufLayout) -> Tensor:
     module, _, _ = name.rpartition(".")
     heads = next((count for end, count in layout.heads.items() if module.endswith(end)), None)
     if heads is not None:
-        return rows.view(heads, len(rows) // heads // 2, 2, *rows.shape[1:]).transpose(1, 2).reshape(rows.shape)
+        return (
+            rows.view(heads, len(rows) // heads // 2, 2, *rows.shape[1:])
+            .transpose(1, 2)
+            .reshape(rows.shape)
+        )
     return rows - 1 if layout.shifted and name.endswith("norm.weight") else rows
 
 
 def kind_of(shape: tuple[int, ...], stored: Stored) -> GGMLQuantizationType:
-    """Vectors stay fp32, as llama.cpp wants them; matrices whose rows are no whole blocks stay bf16."""
+    """Vectors stay fp32, as llama.cpp wants them; matrices whose rows are no whole blocks stay
+    bf16.
+    """
     if len(shape) < 2:
         return GGMLQuantizationType.F32
     whole = stored == "q8_0" and shape[-1] % _BLOCK == 0
@@ -83,9 +100,16 @@ def kind_of(shape: tuple[int, ...], stored: Stored) -> GGMLQuantizationType:
 
 
 def write(
-    path: Path, layout: GgufLayout, planned: Iterable[Planned], add: Callable[[GGUFWriter], None], stored: Stored | None = None
+    path: Path,
+    layout: GgufLayout,
+    planned: Iterable[Planned],
+    add: Callable[[GGUFWriter], None],
+    stored: Stored | None = None,
 ) -> None:
-    """Write a file; one tensor is in memory at a time. `add`: the rest of the metadata. `stored`: None for an adapter."""
+    """Write a file; one tensor is in memory at a time.
+
+    `add`: the rest of the metadata. `stored`: None for an adapter.
+    """
     tensors = list(planned)
     writer = GGUFWriter(path, layout.architecture)
     try:
@@ -95,7 +119,9 @@ def write(
         add(writer)
         for one in tensors:
             size = _bytes(one)
-            writer.add_tensor_info(one.name, one.shape, np.dtype(np.float32), size, raw_dtype=one.kind)
+            writer.add_tensor_info(
+                one.name, one.shape, np.dtype(np.float32), size, raw_dtype=one.kind
+            )
         writer.write_header_to_file()
         writer.write_kv_data_to_file()
         writer.write_ti_data_to_file()
@@ -147,7 +173,9 @@ def _bytes(one: Planned) -> int:
 
 def _encoded(one: Planned) -> np.ndarray[Any, Any]:
     values = one.read()
-    if one.kind is GGMLQuantizationType.BF16:  # as torch rounds, which is nothing where the values are bf16 already
+    if (
+        one.kind is GGMLQuantizationType.BF16
+    ):  # as torch rounds, which is nothing where the values are bf16 already
         return values.bfloat16().contiguous().view(torch.int16).numpy()
     return quantize(np.ascontiguousarray(values.float().numpy()), one.kind)
 
@@ -163,8 +191,12 @@ class Compared:
     """‖read - meant‖ / ‖meant‖ over all tensors."""
 
 
-def compare(path: Path, planned: Iterable[Planned], seen: Callable[[str, Tensor], None] | None = None) -> Compared:
-    """Read a file with llama.cpp's package and compare. `seen`: is given every tensor as read, fp32.
+def compare(
+    path: Path, planned: Iterable[Planned], seen: Callable[[str, Tensor], None] | None = None
+) -> Compared:
+    """Read a file with llama.cpp's package and compare.
+
+    `seen`: is given every tensor as read, fp32.
 
     Raises FtError if a tensor is missing, of another shape, or further off than its kind explains.
     """
@@ -172,17 +204,25 @@ def compare(path: Path, planned: Iterable[Planned], seen: Callable[[str, Tensor]
     tensors = list(planned)
     if there.keys() != {one.name for one in tensors}:
         raise FtError(
-            f"{path.name} does not hold the tensors that were written: {sorted(there.keys() ^ {t.name for t in tensors})[:3]}."
+            f"{path.name} does not hold the tensors that were written: "
+            f"{sorted(there.keys() ^ {t.name for t in tensors})[:3]}."
         )
-    exact, lost, whole = 0, 0.0, 0.0
+    exact = 0
+    lost = 0.0
+    whole = 0.0
     for one in tensors:
-        found, meant = there[one.name], one.read().float()
-        values = torch.from_numpy(np.array(dequantize(found.data, found.tensor_type), dtype=np.float32)).reshape(meant.shape)
-        off, size = float((values - meant).double().norm()), float(meant.double().norm())
+        found = there[one.name]
+        meant = one.read().float()
+        values = torch.from_numpy(
+            np.array(dequantize(found.data, found.tensor_type), dtype=np.float32)
+        ).reshape(meant.shape)
+        off = float((values - meant).double().norm())
+        size = float(meant.double().norm())
         if found.tensor_type != one.kind or off > _bound(one.kind) * size:
             raise FtError(f"{path.name}: {one.name}, read again, is not what was written.")
         exact += off == 0.0
-        lost, whole = lost + off**2, whole + size**2
+        lost = lost + off**2
+        whole = whole + size**2
         if seen is not None:
             seen(one.name, values)
     return Compared(len(tensors), exact, (lost / whole) ** 0.5 if whole else 0.0)

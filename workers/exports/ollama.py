@@ -1,7 +1,9 @@
-"""A Modelfile for Ollama, with the chat template in its own language where that can be shown to write the same.
+"""A Modelfile for Ollama, with the chat template in its own language where that can be shown to
+write the same.
 
-Ollama reads no Jinja. A template that puts fixed text around each message can be said in its language: what that text is comes
-from rendering a few conversations, and is proven by rendering others.
+Ollama reads no Jinja. A template that puts fixed text around each message can be said in its
+language: what that text is comes from rendering a few conversations, and is proven by rendering
+others.
 """
 
 from __future__ import annotations
@@ -13,7 +15,10 @@ Message = dict[str, str]
 Render = Callable[[Sequence[Message], bool], str]
 """A conversation's text, and whether the beginning of an answer follows."""
 
-_U, _V, _A, _S = "qzUSERONEzq", "qzUSERTWOzq", "qzANSWERzq", "qzSYSTEMzq"
+_U = "qzUSERONEzq"
+_V = "qzUSERTWOzq"
+_A = "qzANSWERzq"
+_S = "qzSYSTEMzq"
 MODELFILE = "Modelfile"
 
 
@@ -40,7 +45,10 @@ class TurnTemplate:
 
 
 def turns_of(render: Render, bos: str) -> TurnTemplate | None:
-    """The template as turns. None: it is not of that kind. `bos`: the tokenizer's, which Ollama puts there itself."""
+    """The template as turns.
+
+    None: it is not of that kind. `bos`: the tokenizer's, which Ollama puts there itself.
+    """
     try:
         turns = _guess(render, bos)
         return turns if turns is not None and _holds(turns, render) else None
@@ -52,11 +60,15 @@ def _guess(render: Render, bos: str) -> TurnTemplate | None:
     one = _between(render([_say("user", _U)], False), _U)
     opening = render([_say("user", _U)], True)[len(one[0]) + len(_U) + len(one[1]) :]
     two = _between(render([_say("user", _U), _say("assistant", _A)], False), _U, _A)
-    three = _between(render([_say("user", _U), _say("assistant", _A), _say("user", _V)], False), _U, _A, _V)
-    after_user, after_answer = one[1], two[2]
+    three = _between(
+        render([_say("user", _U), _say("assistant", _A), _say("user", _V)], False), _U, _A, _V
+    )
+    after_user = one[1]
+    after_answer = two[2]
     if not two[1].startswith(after_user) or not three[2].startswith(after_answer):
         return None
-    before_answer, before_user = two[1][len(after_user) :], three[2][len(after_answer) :]
+    before_answer = two[1][len(after_user) :]
+    before_user = three[2][len(after_answer) :]
     if not one[0].endswith(before_user):
         return None
     first = one[0][: len(one[0]) - len(before_user)]
@@ -79,7 +91,8 @@ def _system(render: Render, bos: str, before_user: str) -> tuple[str, str] | Non
 
 
 def _between(text: str, *said: str) -> list[str]:
-    parts, rest = [], text
+    parts = []
+    rest = text
     for word in said:
         before, found, rest = rest.partition(word)
         if not found:
@@ -93,8 +106,15 @@ def _say(role: str, content: str) -> Message:
 
 
 def _holds(turns: TurnTemplate, render: Render) -> bool:
-    """Whether the turns write what the template writes, for conversations that they were not made from."""
-    plain = [_say("user", "Where is it?\n\nTell me."), _say("assistant", "Here."), _say("user", "42"), _say("assistant", "{}")]
+    """Whether the turns write what the template writes, for conversations that they were not made
+    from.
+    """
+    plain = [
+        _say("user", "Where is it?\n\nTell me."),
+        _say("assistant", "Here."),
+        _say("user", "42"),
+        _say("assistant", "{}"),
+    ]
     tried = [plain[:1], plain[:2], plain[:3], plain]
     if "system" in turns.around:
         tried += [[_say("system", "Be brief."), *some] for some in tried]
@@ -106,14 +126,23 @@ def _holds(turns: TurnTemplate, render: Render) -> bool:
 
 
 def template_text(turns: TurnTemplate) -> str | None:
-    """The turns as a template of Ollama's. None: they hold text that its language, or a Modelfile, reads as its own."""
-    texts = [text for pair in turns.around.values() for text in pair] + [turns.opening, turns.default]
+    """The turns as a template of Ollama's.
+
+    None: they hold text that its language, or a Modelfile, reads as its own.
+    """
+    texts = [text for pair in turns.around.values() for text in pair] + [
+        turns.opening,
+        turns.default,
+    ]
     if any(word in text for text in texts for word in ("{{", "}}", '"""')):
         return None
     parts = [f"{{{{ if not .System }}}}{turns.default}{{{{ end }}}}"] if turns.default else []
     parts.append("{{ range .Messages }}")
     for number, (role, (before, after)) in enumerate(turns.around.items()):
-        parts.append(f'{{{{ {"else " if number else ""}if eq .Role "{role}" }}}}{before}{{{{ .Content }}}}{after}')
+        parts.append(
+            f'{{{{ {"else " if number else ""}if eq .Role "{role}" }}}}{before}{{{{ .Content '
+            f"}}}}{after}"
+        )
     parts.append("{{ end }}{{ end }}" + turns.opening)
     return "".join(parts)
 
@@ -124,7 +153,8 @@ def modelfile(first: Sequence[str], turns: TurnTemplate | None) -> str:
     text = template_text(turns) if turns is not None else None
     if turns is None or text is None:
         lines.append(
-            "# The chat template cannot be said in Ollama's language: it takes one that it knows by the template in the file."
+            "# The chat template cannot be said in Ollama's language: it takes one that it knows "
+            "by the template in the file."
         )
     else:
         lines.append(f'TEMPLATE """{text}"""')

@@ -1,4 +1,7 @@
-"""A merged model, or an adapter alone, as a GGUF file with a Modelfile. Each is read again and compared."""
+"""A merged model, or an adapter alone, as a GGUF file with a Modelfile.
+
+Each is read again and compared.
+"""
 
 from __future__ import annotations
 
@@ -41,7 +44,8 @@ from workers.model.build import base_on_meta
 from workers.model.multimodal import text_decoder
 from workers.model.peft_adapter import PeftAdapter
 
-MODEL, ADAPTER = "model.gguf", "adapter.gguf"
+MODEL = "model.gguf"
+ADAPTER = "adapter.gguf"
 _IN_WRAPPED = "language_model."
 """What stands in the names of a text decoder that is published with others."""
 _FREQUENCIES = "rope_freqs.weight"
@@ -53,7 +57,10 @@ class GgufModel:
     """What is known of a model's GGUF before its weights are read."""
 
     def __init__(self, folder: Path) -> None:
-        """`folder`: of a model in Hugging Face layout. Raises SpecError for one that llama.cpp would not compute the same."""
+        """`folder`: of a model in Hugging Face layout.
+
+        Raises SpecError for one that llama.cpp would not compute the same.
+        """
         self.folder = folder
         self.model = base_on_meta(str(folder))
         config = text_decoder(self.model).config.to_dict()
@@ -71,12 +78,19 @@ class GgufModel:
 
 
 def export_model(
-    merged: Path, out: Path, stored: Stored, *, title: str, chat_template: str = "", restored: Path | None = None
+    merged: Path,
+    out: Path,
+    stored: Stored,
+    *,
+    title: str,
+    chat_template: str = "",
+    restored: Path | None = None,
 ) -> dict[str, Any]:
-    """Write `model.gguf` and a Modelfile into `out` from a merged model in bf16; the report on what was read again.
+    """Write `model.gguf` and a Modelfile into `out` from a merged model in bf16; the report on what
+    was read again.
 
-    `restored`: a new folder that gets the weights as they are read from the file, in the layout of `merged`. Raises SpecError
-    for a model or tokenizer that llama.cpp would not compute the same.
+    `restored`: a new folder that gets the weights as they are read from the file, in the layout of
+    `merged`. Raises SpecError for a model or tokenizer that llama.cpp would not compute the same.
     """
     model = GgufModel(merged)
     chat = _chat_of(merged, chat_template)
@@ -100,7 +114,11 @@ def export_model(
         plan = [planned(name) for name in model.parameters]
         if model.layout.divided:
             divisors = torch.tensor(model.layout.divided)
-            plan.append(Planned(_FREQUENCIES, tuple(divisors.shape), GGMLQuantizationType.F32, lambda: divisors))
+            plan.append(
+                Planned(
+                    _FREQUENCIES, tuple(divisors.shape), GGMLQuantizationType.F32, lambda: divisors
+                )
+            )
 
         def add(writer: GGUFWriter) -> None:
             writer.add_type(GGUFType.MODEL)
@@ -122,16 +140,29 @@ def export_model(
             target.close()
     _write_modelfile(out, chat, ["FROM ./" + MODEL])
     notes = [*model.layout.notes, *vocabulary.notes]
-    return {"file": MODEL, "architecture": model.layout.architecture, **asdict(compared), "notes": notes}
+    return {
+        "file": MODEL,
+        "architecture": model.layout.architecture,
+        **asdict(compared),
+        "notes": notes,
+    }
 
 
-def export_adapter(base: Path, adapter_folder: Path, out: Path, *, title: str, chat_template: str = "") -> dict[str, Any]:
-    """Write `adapter.gguf` and a Modelfile into `out`; the report on what was read again. Of the base only its configuration
-    and tokenizer are read. Raises SpecError for an adapter that is more than A and B on weights that llama.cpp has.
+def export_adapter(
+    base: Path, adapter_folder: Path, out: Path, *, title: str, chat_template: str = ""
+) -> dict[str, Any]:
+    """Write `adapter.gguf` and a Modelfile into `out`; the report on what was read again.
+
+    Of the base only its configuration and tokenizer are read. Raises SpecError for an adapter that
+    is more than A and B on weights that llama.cpp has.
     """
-    model, adapter = GgufModel(base), PeftAdapter(adapter_folder)
+    model = GgufModel(base)
+    adapter = PeftAdapter(adapter_folder)
     if adapter.replaced:
-        raise refusal(f"the adapter replaces whole weights ({next(iter(adapter.replaced))}): export the merged model (gguf)")
+        raise refusal(
+            f"the adapter replaces whole weights ({next(iter(adapter.replaced))}): export the "
+            "merged model (gguf)"
+        )
     alpha = float(adapter.config.lora_alpha)
     plan: list[Planned] = []
     for weight, module in adapter.weights().items():
@@ -147,16 +178,25 @@ def export_adapter(base: Path, adapter_folder: Path, out: Path, *, title: str, c
     write(out / ADAPTER, model.layout, plan, add)
     compared = compare(out / ADAPTER, plan)
     first = [
-        f"# The base: a GGUF file of {title.split(':')[1] if ':' in title else 'it'}, or its name in Ollama.",
+        f"# The base: a GGUF file of {title.split(':')[1] if ':' in title else 'it'}, or its name "
+        "in Ollama.",
         "FROM ./base.gguf",
     ]
     _write_modelfile(out, _chat_of(base, chat_template), [*first, "ADAPTER ./" + ADAPTER])
-    return {"file": ADAPTER, "architecture": model.layout.architecture, **asdict(compared), "notes": list(model.layout.notes)}
+    return {
+        "file": ADAPTER,
+        "architecture": model.layout.architecture,
+        **asdict(compared),
+        "notes": list(model.layout.notes),
+    }
 
 
-def _planned_pair(model: GgufModel, adapter: PeftAdapter, weight: str, module: str, alpha: float) -> list[Planned]:
-    """The two matrices of one weight. llama.cpp scales by alpha over the rank, whatever patterns and rsLoRA say: the rest goes
-    into B."""
+def _planned_pair(
+    model: GgufModel, adapter: PeftAdapter, weight: str, module: str, alpha: float
+) -> list[Planned]:
+    """The two matrices of one weight. llama.cpp scales by alpha over the rank, whatever patterns
+    and rsLoRA say: the rest goes into B.
+    """
     rank = adapter.shape(f"{module}.lora_A.weight")[0]
     factor = adapter.scaling(module.removeprefix("base_model.model.")) * rank / alpha
     name = model.name_of(weight)
@@ -172,19 +212,30 @@ def _planned_pair(model: GgufModel, adapter: PeftAdapter, weight: str, module: s
             GGMLQuantizationType.F32,
             lambda: adapter.read(f"{module}.lora_A.weight"),
         ),
-        Planned(f"{name}.lora_b", adapter.shape(f"{module}.lora_B.weight"), GGMLQuantizationType.F32, b),
+        Planned(
+            f"{name}.lora_b", adapter.shape(f"{module}.lora_B.weight"), GGMLQuantizationType.F32, b
+        ),
     ]
 
 
 def _require_fitting(model: GgufModel, adapter: PeftAdapter, weight: str, module: str) -> None:
     parameter = model.parameters.get(weight)
     if parameter is None:
-        raise refusal(f"the adapter changes {weight.removesuffix('.weight')}, which llama.cpp has as no matrix of its own")
+        raise refusal(
+            f"the adapter changes {weight.removesuffix('.weight')}, which llama.cpp has as no "
+            "matrix of its own"
+        )
     if adapter.update(module).magnitude is not None:
-        raise refusal(f"the adapter has a magnitude for {module} (DoRA): export the merged model (gguf)")
+        raise refusal(
+            f"the adapter has a magnitude for {module} (DoRA): export the merged model (gguf)"
+        )
     shape = adapter.shape(f"{module}.lora_B.weight")[0], adapter.shape(f"{module}.lora_A.weight")[1]
     if shape != tuple(parameter.shape):
-        raise SpecError(f"The adapter changes {weight} of shape {shape}; the base has {tuple(parameter.shape)}.", param="base")
+        raise SpecError(
+            f"The adapter changes {weight} of shape {shape}; the base has "
+            f"{tuple(parameter.shape)}.",
+            param="base",
+        )
 
 
 @dataclass(frozen=True)
@@ -194,12 +245,16 @@ class _Chat:
     turns: TurnTemplate | None
     """None: it cannot be said in Ollama's language."""
     begins: bool | None
-    """Whether the tokenizer's beginning of text is to be put before conversations. None: as before other texts."""
+    """Whether the tokenizer's beginning of text is to be put before conversations.
+
+    None: as before other texts.
+    """
 
 
 def _chat_of(folder: Path, chat_template: str) -> _Chat:
     tokenizer: Any = load_tokenizer(str(folder), chat_template)
-    template, bos = ChatTemplate.of(tokenizer), tokenizer.bos_token or ""
+    template = ChatTemplate.of(tokenizer)
+    bos = tokenizer.bos_token or ""
     if template is None:
         return _Chat(None, None)
     with closing(TemplateProcess(template.sources, template.special_tokens)) as process:
@@ -213,19 +268,33 @@ def _chat_of(folder: Path, chat_template: str) -> _Chat:
         if turns is not None or not bos:
             return _Chat(turns, None if turns is None or not bos else bool(turns.bos))
         try:  # a beginning that it writes is not repeated by llama.cpp, whatever the file says
-            return _Chat(None, None if render([{"role": "user", "content": "Hi"}], True).startswith(bos) else False)
+            return _Chat(
+                None,
+                None
+                if render([{"role": "user", "content": "Hi"}], True).startswith(bos)
+                else False,
+            )
         except LineError:  # the template refuses it
             return _Chat(None, None)
 
 
 def _begun(vocabulary: Vocabulary, chat: _Chat) -> Vocabulary:
-    """The vocabulary with the beginning of text before a conversation only if its template writes one: llama.cpp and Ollama go
-    by what the file says of all texts, and chats are what jobs train on."""
+    """The vocabulary with the beginning of text before a conversation only if its template writes
+    one: llama.cpp and Ollama go by what the file says of all texts, and chats are what jobs train
+    on.
+    """
     said = vocabulary.values["add_bos_token"]
     if chat.begins is None or chat.begins == said:
         return vocabulary
-    why = "the chat template begins with it" if chat.begins else "the chat template does not, which the model was trained with"
-    note = f"a text {'begins' if chat.begins else 'does not begin'} with the beginning-of-text token here: {why}"
+    why = (
+        "the chat template begins with it"
+        if chat.begins
+        else "the chat template does not, which the model was trained with"
+    )
+    note = (
+        f"a text {'begins' if chat.begins else 'does not begin'} with the beginning-of-text "
+        f"token here: {why}"
+    )
     values = {**vocabulary.values, "add_bos_token": chat.begins}
     return replace(vocabulary, values=values, notes=(*vocabulary.notes, note))
 

@@ -1,1 +1,3 @@
-"""The parts of one job that are not its base: adapter parameters, optimizer, position, best validation, origins."""
+"""The parts of one job that are not its base: adapter parameters, optimizer, position, best
+validation, origins.
+"""

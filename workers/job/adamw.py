@@ -1,7 +1,8 @@
 """AdamW on a rank's own rows of the adapters, without the host waiting for the device.
 
-Parameters may be plain or sharded (DTensors): what is done to a number depends on that number alone, but for the norm of all
-gradients. So everything works on lists of local tensors, in a few kernels for all of them, and one all-reduce of one number.
+Parameters may be plain or sharded (DTensors): what is done to a number depends on that number
+alone, but for the norm of all gradients. So everything works on lists of local tensors, in a few
+kernels for all of them, and one all-reduce of one number.
 """
 
 from __future__ import annotations
@@ -32,31 +33,49 @@ class AdamOptions:
     @classmethod
     def of(cls, training: TrainingOptions) -> AdamOptions:
         """Those of a job."""
-        return cls(training.weight_decay, training.adam_beta1, training.adam_beta2, training.adam_epsilon)
+        return cls(
+            training.weight_decay, training.adam_beta1, training.adam_beta2, training.adam_epsilon
+        )
 
 
 class AdamW:
-    """The moments of fp32 parameters, and what is done with a gradient. Which parameters are sharded must not change."""
+    """The moments of fp32 parameters, and what is done with a gradient.
 
-    def __init__(self, parameters: Mapping[str, nn.Parameter], options: AdamOptions, ratio_of_b: float = 1.0) -> None:
-        """`options`: of steps that have none of their own. `ratio_of_b`: LoRA+'s, by which the matrices B learn faster,
-        and DoRA's magnitudes, as PEFT has it."""
+    Which parameters are sharded must not change.
+    """
+
+    def __init__(
+        self, parameters: Mapping[str, nn.Parameter], options: AdamOptions, ratio_of_b: float = 1.0
+    ) -> None:
+        """`options`: of steps that have none of their own.
+
+        `ratio_of_b`: LoRA+'s, by which the matrices B learn faster, and DoRA's magnitudes, as PEFT
+        has it.
+        """
         self._parameters = dict(parameters)
         self._ratio_of_b = ratio_of_b
         self._options = options
         self.exp_avg = {name: torch.zeros_like(p).detach() for name, p in self._parameters.items()}
-        self.exp_avg_sq = {name: torch.zeros_like(p).detach() for name, p in self._parameters.items()}
+        self.exp_avg_sq = {
+            name: torch.zeros_like(p).detach() for name, p in self._parameters.items()
+        }
         device = next((_local(p).device for p in self._parameters.values()), torch.device("cpu"))
         self.steps = torch.zeros(len(self._parameters), device=device)
-        """How often each parameter was updated, fp32 on the parameters' device: what takes the moments' bias away."""
+        """How often each parameter was updated, fp32 on the parameters' device: what takes the
+        moments' bias away.
+        """
 
     @torch.no_grad()
-    def step(self, learning_rate: float, max_grad_norm: float, options: AdamOptions | None = None) -> Tensor:
-        """Clip the gradients and update. Returns their global 2-norm before clipping: fp32 [], on the parameters' device.
+    def step(
+        self, learning_rate: float, max_grad_norm: float, options: AdamOptions | None = None
+    ) -> Tensor:
+        """Clip the gradients and update.
 
-        Called by all ranks together. Where the norm is not finite neither parameters nor moments change, which is decided on
-        the device. `max_grad_norm`: 0 or less clips nothing. `options`: of this step; None: the optimizer's own. Gradients are
-        overwritten.
+        Returns their global 2-norm before clipping: fp32 [], on the parameters' device.
+
+        Called by all ranks together. Where the norm is not finite neither parameters nor moments
+        change, which is decided on the device. `max_grad_norm`: 0 or less clips nothing. `options`:
+        of this step; None: the optimizer's own. Gradients are overwritten.
         """
         steps = self.steps.unbind()
         rows: dict[float, list[tuple[Tensor, ...]]] = {}
@@ -67,7 +86,9 @@ class AdamW:
                 rows.setdefault(ratio, []).append((_local(p), _local(p.grad), *moments, steps[i]))
         norm = global_norm(self._parameters.values(), self.steps.device)
         for ratio, alike in rows.items():
-            self._update(alike, norm, learning_rate * ratio, max_grad_norm, options or self._options)
+            self._update(
+                alike, norm, learning_rate * ratio, max_grad_norm, options or self._options
+            )
         return norm
 
     def forget(self) -> None:
@@ -85,8 +106,12 @@ class AdamW:
         max_grad_norm: float,
         options: AdamOptions,
     ) -> None:
-        """`rows`: parameter, gradient, both moments and steps of each parameter that learns at this rate."""
-        own, grads, exp_avg, exp_avg_sq, own_steps = (list(column) for column in zip(*rows, strict=True))
+        """`rows`: parameter, gradient, both moments and steps of each parameter that learns at this
+        rate.
+        """
+        own, grads, exp_avg, exp_avg_sq, own_steps = (
+            list(column) for column in zip(*rows, strict=True)
+        )
         if max_grad_norm > 0:
             coefficient = (max_grad_norm / (norm + 1e-6)).clamp(max=1.0)  # `clip_grad_norm_`'s
             torch._foreach_mul_(grads, coefficient)  # pyright: ignore[reportPrivateImportUsage]
@@ -110,11 +135,15 @@ class AdamW:
 
 
 def global_norm(parameters: Any, device: torch.device) -> Tensor:
-    """2-norm of all gradients of plain and sharded parameters: fp32 [] on `device`, the gradients' own.
+    """2-norm of all gradients of plain and sharded parameters: fp32 [] on `device`, the gradients'
+    own.
 
-    Gradients of plain parameters, and those of copies of a shard, must be equal on all ranks. Called by all ranks together.
+    Gradients of plain parameters, and those of copies of a shard, must be equal on all ranks.
+    Called by all ranks together.
     """
-    plain, sharded, meshes = [], [], []
+    plain = []
+    sharded = []
+    meshes = []
     for parameter in parameters:
         if isinstance(parameter, DTensor):
             meshes.append(parameter.device_mesh)

@@ -1,4 +1,6 @@
-"""Options that are "auto" in a job, chosen by the ranks: they know their number, GPUs' memory, and lengths of samples."""
+"""Options that are "auto" in a job, chosen by the ranks: they know their number, GPUs' memory, and
+lengths of samples.
+"""
 
 from __future__ import annotations
 
@@ -19,9 +21,13 @@ from ft_service.spec import JobSpec
 from workers.model.products import products
 
 
-def settle_on_ranks(spec: JobSpec, device: torch.device, train: TokenSet, describe: Callable[[str], Description]) -> Settled:
-    """The spec without "auto", the same on all ranks, which call this together. `describe`: builds a base and describes it, and
-    is only called if anything is to be chosen. Raises SpecError as `settle` does, on all.
+def settle_on_ranks(
+    spec: JobSpec, device: torch.device, train: TokenSet, describe: Callable[[str], Description]
+) -> Settled:
+    """The spec without "auto", the same on all ranks, which call this together.
+
+    `describe`: builds a base and describes it, and is only called if anything is to be chosen.
+    Raises SpecError as `settle` does, on all.
     """
     machine = _smallest(_machine(device))
     tokens = int(train.lengths.sum())
@@ -31,24 +37,34 @@ def settle_on_ranks(spec: JobSpec, device: torch.device, train: TokenSet, descri
     ranks = Ranks(world, nodes)
     if is_settled(spec, lengths, ranks):
         return Settled(spec)
-    decided = with_options(spec, {COMPUTE: spec.precision.compute})  # results depend on it: the ranks do not choose it
+    decided = with_options(
+        spec, {COMPUTE: spec.precision.compute}
+    )  # results depend on it: the ranks do not choose it
     return settle(describe(spec.model.path), decided, machine, lengths, ranks)
 
 
 def settled_options(spec: JobSpec) -> dict[str, SettledOption]:
     """What was chosen for the ranks that train, by the option's dotted name."""
     options = (option for option in (*FITTED, COMPILE) if option in spec.chosen)
-    return {option: SettledOption(value=value_of(spec, option), why=spec.chosen[option]) for option in options}
+    return {
+        option: SettledOption(value=value_of(spec, option), why=spec.chosen[option])
+        for option in options
+    }
 
 
 def _machine(device: torch.device) -> Machine:
     if device.type != "cuda":
         return measured(host_cpu(), products())
-    return machine_of_gpu(torch.cuda.get_device_name(device), torch.cuda.get_device_properties(device).total_memory)
+    return machine_of_gpu(
+        torch.cuda.get_device_name(device), torch.cuda.get_device_properties(device).total_memory
+    )
 
 
 def _smallest(machine: Machine) -> Machine:
     """The machine of the rank with least memory, by which all choose alike."""
     machines: list[Machine | None] = [None] * dist.get_world_size()
     dist.all_gather_object(machines, machine)
-    return min((other for other in machines if other is not None), key=lambda other: (other.memory or 0, other.name))
+    return min(
+        (other for other in machines if other is not None),
+        key=lambda other: (other.memory or 0, other.name),
+    )

@@ -1,4 +1,6 @@
-"""A job that continues from a tuned model: training starts from that model's adapter; everything else is the job's own."""
+"""A job that continues from a tuned model: training starts from that model's adapter; everything
+else is the job's own.
+"""
 
 from __future__ import annotations
 
@@ -22,19 +24,27 @@ from workers.job.reread_adapter import WEIGHTS
 
 
 def adopt(parameters: Mapping[str, nn.Parameter], parent: AdapterRef) -> Manifest:
-    """Fill a job's adapters, sharded or not, with the parent's values, and return the parent's manifest.
+    """Fill a job's adapters, sharded or not, with the parent's values, and return the parent's
+    manifest.
 
     `parameters`: by their plain names.
 
-    Every rank reads its own rows. Raises SpecError if the parent is absent, differs from its manifest, or has another shape
-    than the job's adapter.
+    Every rank reads its own rows. Raises SpecError if the parent is absent, differs from its
+    manifest, or has another shape than the job's adapter.
     """
     folder = Path(parent.path)
     manifest = RunDir(folder).read(MANIFEST, Manifest)
     if manifest is None or not (folder / WEIGHTS).is_file():
-        raise SpecError(f"The adapter of {parent.name} is gone from {folder}.", param="model", code="model_not_found")
+        raise SpecError(
+            f"The adapter of {parent.name} is gone from {folder}.",
+            param="model",
+            code="model_not_found",
+        )
     if FileDigest.of(folder / WEIGHTS) != manifest.files.get(WEIGHTS):
-        message = f"The adapter of {parent.name} is damaged: {folder / WEIGHTS} is not what its manifest says."
+        message = (
+            f"The adapter of {parent.name} is damaged: {folder / WEIGHTS} is not what its "
+            "manifest says."
+        )
         raise SpecError(message, param="model", code="adapter_damaged")
     wanted = {peft_name(name): parameter for name, parameter in parameters.items()}
     with safe_open(folder / WEIGHTS, framework="pt") as file, torch.no_grad():
@@ -49,14 +59,23 @@ def adopt(parameters: Mapping[str, nn.Parameter], parent: AdapterRef) -> Manifes
     return manifest
 
 
-def _check_shapes(parent: AdapterRef, wanted: dict[str, nn.Parameter], file: Any, names: AdapterNames) -> None:
+def _check_shapes(
+    parent: AdapterRef, wanted: dict[str, nn.Parameter], file: Any, names: AdapterNames
+) -> None:
     ours = {name: tuple(parameter.shape) for name, parameter in wanted.items()}
-    theirs = {name: tuple(file.get_slice(name).get_shape()) for name in file.keys() if name not in names.tied}  # noqa: SIM118
-    differing = sorted(name for name in ours.keys() | theirs.keys() if ours.get(name) != theirs.get(name))
+    theirs = {
+        name: tuple(file.get_slice(name).get_shape())
+        for name in file.keys()  # noqa: SIM118
+        if name not in names.tied
+    }
+    differing = sorted(
+        name for name in ours.keys() | theirs.keys() if ours.get(name) != theirs.get(name)
+    )
     if differing:
         name = differing[0]
         raise SpecError(
-            f"The adapter of {parent.name} has another shape than this job's: {name} is {theirs.get(name, 'not in it')} there "
+            f"The adapter of {parent.name} has another shape than this job's: {name} is "
+            f"{theirs.get(name, 'not in it')} there "
             f"and {ours.get(name, 'not in it')} here; {len(differing)} matrices differ.",
             param="model",
         )

@@ -1,7 +1,9 @@
-"""An adapter as another process reads it: `python reread_adapter.py FOLDER`, in a process that has trained none.
+"""An adapter as another process reads it: `python reread_adapter.py FOLDER`, in a process that has
+trained none.
 
-Reads the SHA-256 of every tensor, by name, as JSON from its input, and prints the differences as a JSON list. Run as a file and
-without torch, so that it starts at once: as a module it would import its package, which imports torch.
+Reads the SHA-256 of every tensor, by name, as JSON from its input, and prints the differences as a
+JSON list. Run as a file and without torch, so that it starts at once: as a module it would import
+its package, which imports torch.
 """
 
 from __future__ import annotations

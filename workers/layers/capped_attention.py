@@ -1,6 +1,8 @@
-"""Attention with soft-capped scores (Gemma 2) by the package flash-attn, on GPUs where it is installed: no scores are written.
+"""Attention with soft-capped scores (Gemma 2) by the package flash-attn, on GPUs where it is
+installed: no scores are written.
 
-PyTorch's fused kernels know no caps. Its FlexAttention does, and would write all scores of a row where it is not compiled.
+PyTorch's fused kernels know no caps. Its FlexAttention does, and would write all scores of a row
+where it is not compiled.
 """
 
 from __future__ import annotations
@@ -11,29 +13,58 @@ import torch
 from torch import Tensor
 
 from workers.layers.packed_attention import DeterministicAttention
-from workers.layers.scored_attention import AttentionPattern, Longest, assert_same, joined, most_tokens
+from workers.layers.scored_attention import (
+    AttentionPattern,
+    Longest,
+    assert_same,
+    joined,
+    most_tokens,
+)
 from workers.quant import gpu_kernels
 
 
 def takes(query: Tensor, pattern: AttentionPattern) -> bool:
-    """Return whether the package computes it: scores are capped, and there are no sinks, no chosen keys and no compiler."""
-    if not pattern.softcap or pattern.sinks is not None or pattern.chosen is not None or torch.compiler.is_compiling():
+    """Return whether the package computes it: scores are capped, and there are no sinks, no chosen
+    keys and no compiler.
+    """
+    if (
+        not pattern.softcap
+        or pattern.sinks is not None
+        or pattern.chosen is not None
+        or torch.compiler.is_compiling()
+    ):
         return False
     return KERNEL.on(query.device) is not None
 
 
 def attend_packed(
-    query: Tensor, key: Tensor, value: Tensor, starts: Tensor, longest: Longest, pattern: AttentionPattern
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    starts: Tensor,
+    longest: Longest,
+    pattern: AttentionPattern,
 ) -> Tensor:
     """Samples in rows (`scored_attention.Kernel`)."""
     return _by(KERNEL.on(query.device), query, key, value, starts, longest, pattern)
 
 
 def _by(
-    package: Any, query: Tensor, key: Tensor, value: Tensor, starts: Tensor, longest: Longest, pattern: AttentionPattern
+    package: Any,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    starts: Tensor,
+    longest: Longest,
+    pattern: AttentionPattern,
 ) -> Tensor:
     seen = (pattern.window - 1 if pattern.window else -1, 0)
-    options = {"softmax_scale": pattern.scale, "causal": True, "window_size": seen, "softcap": pattern.softcap}
+    options = {
+        "softmax_scale": pattern.scale,
+        "causal": True,
+        "window_size": seen,
+        "softcap": pattern.softcap,
+    }
     options |= {"deterministic": DeterministicAttention.wanted}
     rows = [joined(tensor) for tensor in (query, key, value)]
     most = most_tokens(longest, starts, len(rows[0]))

@@ -1,9 +1,11 @@
-"""Mixtures of experts: our own module in place of transformers', on frozen weights that can be split by rows.
+"""Mixtures of experts: our own module in place of transformers', on frozen weights that can be
+split by rows.
 
-transformers stacks the matrices of all experts in 3-D parameters [experts, rows, cols] and indexes them; some architectures
-stack them transposed. Here each stack is a 2-D weight [experts · out, in] in any storage format: every split by rows is valid,
-whatever the number of experts, and a rank reads only the rows that it owns. Routers are small and decide which expert is met,
-so they stay as they are.
+transformers stacks the matrices of all experts in 3-D parameters [experts, rows, cols] and indexes
+them; some architectures stack them transposed. Here each stack is a 2-D weight [experts · out, in]
+in any storage format: every split by rows is valid, whatever the number of experts, and a rank
+reads only the rows that it owns. Routers are small and decide which expert is met, so they stay as
+they are.
 """
 
 from __future__ import annotations
@@ -19,24 +21,35 @@ from workers.quant.grouped_linear import PLAIN, grouped_linear, grouped_matrices
 from workers.quant.rowwise import RowQuantized
 
 GATED = ("gate_up_proj", "down_proj")
-"""The stacks of a gated mixture; of the rows of the first, half are the gate's: the upper half, or every other one."""
+"""The stacks of a gated mixture; of the rows of the first, half are the gate's: the upper half, or
+every other one.
+"""
 UNGATED = ("up_proj", "down_proj")
 _BIAS = "_bias"
 SCALES_INPUT = "scales_input"
-"""Attribute of experts whose shares multiply what goes into them; transformers' module takes all tokens through all experts."""
+"""Attribute of experts whose shares multiply what goes into them; transformers' module takes all
+tokens through all experts.
+"""
 
 
 class ExpertsLinear(nn.Module):
-    """The frozen matrices of all experts, one above the other: weight [num_experts · out_features, in_features]."""
+    """The frozen matrices of all experts, one above the other: weight [num_experts · out_features,
+    in_features].
+    """
 
-    def __init__(self, stacked: Tensor, weight_class: type[RowQuantized] | None, *, transposed: bool = False) -> None:
-        """A layer on meta from a stack [experts, out, in], or `transposed` [experts, in, out], as its base's files hold it.
+    def __init__(
+        self, stacked: Tensor, weight_class: type[RowQuantized] | None, *, transposed: bool = False
+    ) -> None:
+        """A layer on meta from a stack [experts, out, in], or `transposed` [experts, in, out], as
+        its base's files hold it.
 
         Without a weight class it is stored in the dtype of `stacked`.
         """
         super().__init__()
         self.transposed = transposed
-        self.num_experts, self.out_features, self.in_features = (stacked.mT if transposed else stacked).shape
+        self.num_experts, self.out_features, self.in_features = (
+            stacked.mT if transposed else stacked
+        ).shape
         shape = (self.num_experts * self.out_features, self.in_features)
         if weight_class is None:
             storage = torch.empty(shape, dtype=stacked.dtype, device="meta")
@@ -45,7 +58,9 @@ class ExpertsLinear(nn.Module):
         self.weight = nn.Parameter(storage, requires_grad=False)
 
     def forward(self, x: Tensor, counts: Tensor) -> Tensor:
-        """x [n, in_features], sorted by expert, with `counts` [num_experts] rows each → [n, out_features], in x's dtype."""
+        """x [n, in_features], sorted by expert, with `counts` [num_experts] rows each → [n,
+        out_features], in x's dtype.
+        """
         weight: Any = self.weight
         quantized = isinstance(weight, RowQuantized)
         parts = list(weight.parts) if quantized else [weight]
@@ -54,24 +69,35 @@ class ExpertsLinear(nn.Module):
 
 
 class FrozenExperts(nn.Module):
-    """Experts, each on the tokens that the router sends to it; stands where transformers' module stood."""
+    """Experts, each on the tokens that the router sends to it; stands where transformers' module
+    stood.
+    """
 
-    def __init__(self, stock: nn.Module, weight_classes: Mapping[str, type[RowQuantized] | None]) -> None:
+    def __init__(
+        self, stock: nn.Module, weight_classes: Mapping[str, type[RowQuantized] | None]
+    ) -> None:
         super().__init__()
         said: Any = stock
         self.projections = projections_of(stock)
         for projection in self.projections:
-            stacked, bias = stock._parameters[projection], stock._parameters.get(projection + _BIAS)
+            stacked = stock._parameters[projection]
+            bias = stock._parameters.get(projection + _BIAS)
             assert stacked is not None
-            layer = ExpertsLinear(stacked, weight_classes[projection], transposed=_is_transposed(stock))
+            layer = ExpertsLinear(
+                stacked, weight_classes[projection], transposed=_is_transposed(stock)
+            )
             setattr(self, projection, layer)
             stock._parameters[projection] = None
             if bias is not None:
                 setattr(self, projection + _BIAS, bias)
                 stock._parameters[projection + _BIAS] = None
         gate = getattr(said, "_apply_gate", None) or _halves(said.act_fn)
-        self._activate: Callable[[Tensor], Tensor] = gate if self.projections == GATED else said.act_fn.forward
-        self.post_expert_norm = said.post_expert_norm if getattr(said, "has_post_expert_norm", False) else None
+        self._activate: Callable[[Tensor], Tensor] = (
+            gate if self.projections == GATED else said.act_fn.forward
+        )
+        self.post_expert_norm = (
+            said.post_expert_norm if getattr(said, "has_post_expert_norm", False) else None
+        )
         self.scales_input = getattr(stock, SCALES_INPUT, False)
         self.adapters: dict[str, Callable[[Tensor, Tensor], Tensor]] = {}
         """Stack → what is added to its product."""
@@ -79,20 +105,26 @@ class FrozenExperts(nn.Module):
         """Whether PEFT, which asks the module, takes the stacks' inputs for their outputs."""
 
     def forward(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
-        """hidden [tokens, hidden], chosen experts and their shares [tokens, k] → [tokens, hidden]."""
+        """hidden [tokens, hidden], chosen experts and their shares [tokens, k] → [tokens,
+        hidden].
+        """
         first, second = self.projections
         k = top_k_index.shape[-1]
         chosen = top_k_index.reshape(-1)
         order = torch.argsort(chosen, stable=True)
         experts = chosen[order]
-        counts = chosen.new_zeros(getattr(self, first).num_experts).scatter_add_(0, chosen, torch.ones_like(chosen))
+        counts = chosen.new_zeros(getattr(self, first).num_experts).scatter_add_(
+            0, chosen, torch.ones_like(chosen)
+        )
         shares = top_k_weights.reshape(-1)[order].unsqueeze(1)
         x = hidden_states[order // k]
         x = self._project(first, x * shares if self.scales_input else x, counts, experts)
         y = self._project(second, self._activate(x), counts, experts)
         y = y if self.post_expert_norm is None else self.post_expert_norm(y)
         y = y if self.scales_input else y * shares
-        back = torch.empty_like(order).scatter_(0, order, torch.arange(len(order), device=order.device))
+        back = torch.empty_like(order).scatter_(
+            0, order, torch.arange(len(order), device=order.device)
+        )
         return y[back].unflatten(0, (-1, k)).sum(dim=1).to(hidden_states.dtype)
 
     def _project(self, projection: str, x: Tensor, counts: Tensor, experts: Tensor) -> Tensor:
@@ -115,12 +147,17 @@ def _halves(activation: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor
 
 
 def declare_input_scaled(experts: Any) -> None:
-    """Say of gated experts whose shares multiply what goes into them what other classes of experts say of themselves."""
+    """Say of gated experts whose shares multiply what goes into them what other classes of experts
+    say of themselves.
+    """
     experts.has_gate = experts.is_transposed = experts.scales_input = True
 
 
 def experts_of(layers: Iterable[nn.Module]) -> list[nn.Module]:
-    """The modules inside decoder layers that hold stacked experts. Raises SpecError naming one that is not known here."""
+    """The modules inside decoder layers that hold stacked experts.
+
+    Raises SpecError naming one that is not known here.
+    """
     stacks = []
     for layer in layers:
         for name, module in layer.named_modules():
@@ -129,8 +166,10 @@ def experts_of(layers: Iterable[nn.Module]) -> list[nn.Module]:
             reason = _unsupported(module)
             if reason is not None:
                 raise SpecError(
-                    f"The experts of this base ({type(module).__name__}, {name} in each decoder layer) are not supported: "
-                    f"{reason}. Supported are experts with stacks {' and '.join(GATED)}, or {' and '.join(UNGATED)}.",
+                    f"The experts of this base ({type(module).__name__}, {name} in each decoder "
+                    "layer) are not supported: "
+                    f"{reason}. Supported are experts with stacks {' and '.join(GATED)}, or "
+                    f"{' and '.join(UNGATED)}.",
                     param="model",
                 )
             stacks.append(module)
@@ -148,22 +187,30 @@ def _is_transposed(module: nn.Module) -> bool:
 
 
 def _holds_stacks(module: nn.Module) -> bool:
-    """Whether a module holds stacks of experts. Convolutions have 3-D weights too, and are read and gathered as any small
-    tensor.
+    """Whether a module holds stacks of experts.
+
+    Convolutions have 3-D weights too, and are read and gathered as any small tensor.
     """
     if isinstance(module, nn.modules.conv._ConvNd):
         return False
-    stacks = [p for name, p in module.named_parameters(recurse=False) if p.ndim == 3 and not name.startswith("conv")]
+    stacks = [
+        p
+        for name, p in module.named_parameters(recurse=False)
+        if p.ndim == 3 and not name.startswith("conv")
+    ]
     return bool(stacks)
 
 
 def _unsupported(module: nn.Module) -> str | None:
     dimensions = {name: p.ndim for name, p in module.named_parameters(recurse=False)}
     names = projections_of(module)
-    stacks, biases = dict.fromkeys(names, 3), {name + _BIAS: 2 for name in names}
+    stacks = dict.fromkeys(names, 3)
+    biases = {name + _BIAS: 2 for name in names}
     if dimensions not in (stacks, stacks | biases):
         return "their parameters are " + ", ".join(sorted(dimensions))
-    if not hasattr(module, "_apply_gate") and not (hasattr(module, "has_gate") and hasattr(module, "act_fn")):
+    if not hasattr(module, "_apply_gate") and not (
+        hasattr(module, "has_gate") and hasattr(module, "act_fn")
+    ):
         return "they say nothing of their gate"
     return None
 
@@ -175,8 +222,13 @@ class _Wrapper(nn.Module):
     """Where PEFT has a wrapper inside another."""
 
 
-def adapt_experts(experts: FrozenExperts, ranks: Mapping[str, int], scales: Mapping[str, float]) -> None:
-    """Put adapters, on meta and in fp32, on stacks of one module. `ranks`, `scales`: by the name of the stack."""
+def adapt_experts(
+    experts: FrozenExperts, ranks: Mapping[str, int], scales: Mapping[str, float]
+) -> None:
+    """Put adapters, on meta and in fp32, on stacks of one module.
+
+    `ranks`, `scales`: by the name of the stack.
+    """
     *inner, outer = [projection for projection in experts.projections if projection in ranks]
     for projection in (*inner, outer):
         holder: Any = experts if projection == outer else _Wrapper()
@@ -189,7 +241,11 @@ def adapt_experts(experts: FrozenExperts, ranks: Mapping[str, int], scales: Mapp
 
 def _add_matrices(holder: nn.Module, layer: ExpertsLinear, r: int, turned: bool) -> None:
     """`turned`: PEFT takes the stack's inputs for its outputs."""
-    wide, high = (layer.out_features, layer.in_features) if turned else (layer.in_features, layer.out_features)
+    wide, high = (
+        (layer.out_features, layer.in_features)
+        if turned
+        else (layer.in_features, layer.out_features)
+    )
     with torch.device("meta"):
         a = nn.Linear(wide, r * layer.num_experts, bias=False, dtype=torch.float32)
         b = nn.Linear(r * layer.num_experts, high, bias=False, dtype=torch.float32)
@@ -197,10 +253,15 @@ def _add_matrices(holder: nn.Module, layer: ExpertsLinear, r: int, turned: bool)
 
 
 class _ExpertsLora:
-    """What the adapter of one stack adds to its product. No module: that which holds the matrices is one."""
+    """What the adapter of one stack adds to its product.
+
+    No module: that which holds the matrices is one.
+    """
 
     def __init__(self, holder: Any, turned: bool, scale: float) -> None:
-        self._holder, self._turned, self.scale = holder, turned, scale
+        self._holder = holder
+        self._turned = turned
+        self.scale = scale
 
     def __call__(self, x: Tensor, counts: Tensor) -> Tensor:
         """x [n, in], sorted by expert → [n, out]."""
@@ -210,4 +271,9 @@ class _ExpertsLora:
         a = a.unflatten(0, (experts, -1))  # [experts, r, wide]
         b = b.unflatten(1, (-1, experts)).permute(2, 0, 1)  # [experts, high, r]
         first, second = (b.mT, a.mT) if self._turned else (a, b)
-        return grouped_matrices(grouped_matrices(x, first.contiguous(), counts), second.contiguous(), counts) * self.scale
+        return (
+            grouped_matrices(
+                grouped_matrices(x, first.contiguous(), counts), second.contiguous(), counts
+            )
+            * self.scale
+        )

@@ -1,7 +1,9 @@
-"""RMS norms, rotary positions and gated feed-forwards as one kernel a direction, for CUDA in Triton; import it only there.
+"""RMS norms, rotary positions and gated feed-forwards as one kernel a direction, for CUDA in
+Triton; import it only there.
 
-Each reads its inputs once and rounds where PyTorch's separate operations round, so that what is between two roundings is the
-same up to the order of sums and the last bits of an exponential. `workers.layers.fused` says which formulas they compute.
+Each reads its inputs once and rounds where PyTorch's separate operations round, so that what is
+between two roundings is the same up to the order of sums and the last bits of an exponential.
+`workers.layers.fused` says which formulas they compute.
 """
 
 from __future__ import annotations
@@ -25,7 +27,20 @@ _GATED = 1024
 
 
 @triton.jit
-def _normed(x, weight, y, root, rows, cols, stride, share, eps, form: tl.constexpr, height: tl.constexpr, block: tl.constexpr):
+def _normed(
+    x,
+    weight,
+    y,
+    root,
+    rows,
+    cols,
+    stride,
+    share,
+    eps,
+    form: tl.constexpr,
+    height: tl.constexpr,
+    block: tl.constexpr,
+):
     row = tl.program_id(0).to(tl.int64) * height + tl.arange(0, height)
     column = tl.arange(0, block)
     there = (row < rows)[:, None] & (column < cols)[None, :]
@@ -43,7 +58,18 @@ def _normed(x, weight, y, root, rows, cols, stride, share, eps, form: tl.constex
 
 @triton.jit
 def _normed_grad(
-    grad, x, weight, root, of_x, rows, cols, stride, share, form: tl.constexpr, height: tl.constexpr, block: tl.constexpr
+    grad,
+    x,
+    weight,
+    root,
+    of_x,
+    rows,
+    cols,
+    stride,
+    share,
+    form: tl.constexpr,
+    height: tl.constexpr,
+    block: tl.constexpr,
 ):
     row = tl.program_id(0).to(tl.int64) * height + tl.arange(0, height)
     column = tl.arange(0, block)
@@ -89,11 +115,14 @@ def _turned_heads(
         own = at + head[:, None] * stride_of_head + channel[None, :]
         one = tl.load(x + own, mask=there, other=0).to(tl.float32)
         two = tl.load(x + own + half, mask=there, other=0).to(tl.float32)
-        kept_1, kept_2 = (one * cos_1).to(y.dtype.element_ty), (two * cos_2).to(y.dtype.element_ty)
+        kept_1 = (one * cos_1).to(y.dtype.element_ty)
+        kept_2 = (two * cos_2).to(y.dtype.element_ty)
         if back:
-            moved_1, moved_2 = (two * sin_2).to(y.dtype.element_ty), (-one * sin_1).to(y.dtype.element_ty)
+            moved_1 = (two * sin_2).to(y.dtype.element_ty)
+            moved_2 = (-one * sin_1).to(y.dtype.element_ty)
         else:
-            moved_1, moved_2 = (-two * sin_1).to(y.dtype.element_ty), (one * sin_2).to(y.dtype.element_ty)
+            moved_1 = (-two * sin_1).to(y.dtype.element_ty)
+            moved_2 = (one * sin_2).to(y.dtype.element_ty)
         turned_1 = kept_1.to(tl.float32) + moved_1.to(tl.float32)
         turned_2 = kept_2.to(tl.float32) + moved_2.to(tl.float32)
         tl.store(y + own, turned_1.to(y.dtype.element_ty), mask=there)
@@ -127,7 +156,9 @@ def _rotated(
     token = (tl.program_id(0) % length).to(tl.int64)
     angle = row * angle_row + token * (2 * half)
     at = row * query_row + token * query_token
-    _turned_heads(query, turned_query, cos, sin, at, angle, query_head, half, queries, back, several, block)
+    _turned_heads(
+        query, turned_query, cos, sin, at, angle, query_head, half, queries, back, several, block
+    )
     at = row * key_row + token * key_token
     _turned_heads(key, turned_key, cos, sin, at, angle, key_head, half, keys, back, several, block)
 
@@ -158,14 +189,19 @@ def _gated_grad(grad, gate, up, of_gate, of_up, count, block: tl.constexpr):
     tl.store(of_gate + at, of_value.to(of_gate.dtype.element_ty), mask=there)
 
 
-_norm, _norm_grad, _rotate = KernelLauncher(_normed), KernelLauncher(_normed_grad), KernelLauncher(_rotated)
-_gate, _gate_grad = KernelLauncher(_gated), KernelLauncher(_gated_grad)
+_norm = KernelLauncher(_normed)
+_norm_grad = KernelLauncher(_normed_grad)
+_rotate = KernelLauncher(_rotated)
+_gate = KernelLauncher(_gated)
+_gate_grad = KernelLauncher(_gated_grad)
 
 
 def normed(x: Tensor, weight: Tensor | None, eps: float, form: int) -> tuple[Tensor, Tensor]:
-    """Norm of x, contiguous in its shape, and 1 / root mean square of each row, fp32 [rows]. x [.., cols]: contiguous, or
-    [rows, cols] at one distance. `weight` [cols]; form 3 has none."""
-    y, root = torch.empty_like(x, memory_format=torch.contiguous_format), torch.empty(_rows_of(x), device=x.device)
+    """Norm of x, contiguous in its shape, and 1 / root mean square of each row, fp32 [rows]. x [..,
+    cols]: contiguous, or [rows, cols] at one distance. `weight` [cols]; form 3 has none.
+    """
+    y = torch.empty_like(x, memory_format=torch.contiguous_format)
+    root = torch.empty(_rows_of(x), device=x.device)
     _launch(_norm, x, (x, x if weight is None else weight, y, root), (float(eps),), form)
     return y, root
 
@@ -181,9 +217,16 @@ def _rows_of(x: Tensor) -> int:
     return x.numel() // x.shape[-1]
 
 
-def _launch(kernel: KernelLauncher, x: Tensor, tensors: Sequence[Tensor], numbers: tuple[float, ...], form: int) -> None:
+def _launch(
+    kernel: KernelLauncher,
+    x: Tensor,
+    tensors: Sequence[Tensor],
+    numbers: tuple[float, ...],
+    form: int,
+) -> None:
     """Run a kernel of norms on the rows of x. `numbers`: what it takes after their size."""
-    rows, cols = _rows_of(x), x.shape[-1]
+    rows = _rows_of(x)
+    cols = x.shape[-1]
     stride = cols if x.is_contiguous() else x.stride(0)
     block = next_power(cols)
     height = max(1, _ELEMENTS // block)
@@ -193,9 +236,13 @@ def _launch(kernel: KernelLauncher, x: Tensor, tensors: Sequence[Tensor], number
         kernel((-(-rows // height), 1, 1), tensors, sizes, form, height, block, num_warps=warps)
 
 
-def rotated(query: Tensor, key: Tensor, cos: Tensor, sin: Tensor, *, back: bool) -> tuple[Tensor, Tensor]:
-    """query and key [rows, heads, length, d], each in its own strides and dense, channels last, turned by their places' angles;
-    `back`: the gradients. cos, sin [1 or rows, length, d], contiguous."""
+def rotated(
+    query: Tensor, key: Tensor, cos: Tensor, sin: Tensor, *, back: bool
+) -> tuple[Tensor, Tensor]:
+    """query and key [rows, heads, length, d], each in its own strides and dense, channels last,
+    turned by their places' angles; `back`: the gradients. cos, sin [1 or rows, length, d],
+    contiguous.
+    """
     turned = torch.empty_like(query), torch.empty_like(key)
     rows, heads, length, width = query.shape
     strides = *query.stride()[:3], *key.stride()[:3]
@@ -219,5 +266,7 @@ def gated_grad(grad: Tensor, gate: Tensor, up: Tensor) -> tuple[Tensor, Tensor]:
     """The gradients of gate and up; all are contiguous."""
     grads = torch.empty_like(gate), torch.empty_like(up)
     if gate.numel():
-        _gate_grad((-(-gate.numel() // _GATED), 1, 1), (grad, gate, up, *grads), (gate.numel(),), _GATED)
+        _gate_grad(
+            (-(-gate.numel() // _GATED), 1, 1), (grad, gate, up, *grads), (gate.numel(),), _GATED
+        )
     return grads

@@ -1,4 +1,6 @@
-"""The two linear layers of a job: the frozen one on a storage format, and PEFT's LoRA layer around it."""
+"""The two linear layers of a job: the frozen one on a storage format, and PEFT's LoRA layer around
+it.
+"""
 
 from __future__ import annotations
 
@@ -22,10 +24,15 @@ from workers.quant.rowwise import RowQuantized
 
 
 def computes_as_linear(module: nn.Linear) -> bool:
-    """Return whether a class derived from nn.Linear computes what nn.Linear does, by running a small copy of the module."""
+    """Return whether a class derived from nn.Linear computes what nn.Linear does, by running a
+    small copy of the module.
+    """
     small = copy.copy(module)
     generator = torch.Generator().manual_seed(0)
-    weight, bias, x = (torch.randn(shape, generator=generator, dtype=torch.float64) for shape in ((6, 4), (6,), (2, 3, 4)))
+    weight, bias, x = (
+        torch.randn(shape, generator=generator, dtype=torch.float64)
+        for shape in ((6, 4), (6,), (2, 3, 4))
+    )
     bias = bias if module.bias is not None else None
     values = {"weight": nn.Parameter(weight), "bias": bias if bias is None else nn.Parameter(bias)}
     vars(small).update(_parameters={**module._parameters, **values}, in_features=4, out_features=6)
@@ -34,11 +41,18 @@ def computes_as_linear(module: nn.Linear) -> bool:
             found = small(x)
     except Exception:  # it takes other arguments, or has other tensors, which are on meta
         return False
-    return isinstance(found, Tensor) and found.shape == (2, 3, 6) and torch.allclose(found, F.linear(x, weight, bias))
+    return (
+        isinstance(found, Tensor)
+        and found.shape == (2, 3, 6)
+        and torch.allclose(found, F.linear(x, weight, bias))
+    )
 
 
 class FrozenLinear(nn.Linear):
-    """A linear layer whose weight is a `RowQuantized`. It is an `nn.Linear`, so that PEFT finds it."""
+    """A linear layer whose weight is a `RowQuantized`.
+
+    It is an `nn.Linear`, so that PEFT finds it.
+    """
 
     in_fp8 = False
     """Whether the product itself is in FP8; only for weights stored in it."""
@@ -46,7 +60,13 @@ class FrozenLinear(nn.Linear):
     @classmethod
     def on_meta(cls, linear: nn.Linear, weight_class: type[RowQuantized]) -> FrozenLinear:
         """The same layer, on meta, with storage of another format. The bias, if any, is kept."""
-        frozen = cls(linear.in_features, linear.out_features, bias=False, device="meta", dtype=linear.weight.dtype)
+        frozen = cls(
+            linear.in_features,
+            linear.out_features,
+            bias=False,
+            device="meta",
+            dtype=linear.weight.dtype,
+        )
         storage = weight_class.empty(linear.weight.shape, linear.weight.dtype, "meta")
         frozen.weight = nn.Parameter(storage, requires_grad=False)
         frozen.bias = linear.bias
@@ -62,19 +82,26 @@ class FrozenLinear(nn.Linear):
 class LoraLinear(peft.tuners.lora.Linear):
     """PEFT's LoRA layer, computing in the dtype of its input.
 
-    PEFT casts the input to the adapter's dtype, which is fp32 when nothing is sharded and bf16 inside a gathered FSDP2 group:
-    two results, and a saved fp32 copy of every input. Casting A and B instead gives one result on every path.
+    PEFT casts the input to the adapter's dtype, which is fp32 when nothing is sharded and bf16
+    inside a gathered FSDP2 group: two results, and a saved fp32 copy of every input. Casting A and
+    B instead gives one result on every path.
     """
 
     dropping: Dropping | None = None
-    """Replaces PEFT's dropout, which draws from the rank's own generator. None: nothing is dropped."""
+    """Replaces PEFT's dropout, which draws from the rank's own generator.
+
+    None: nothing is dropped.
+    """
     joint: Joint | None = None
     """The layers with which it shares its input, itself among them; None: it is computed alone."""
 
     def add_magnitude(self) -> None:
-        """Train DoRA's magnitude too, fp32 [out], on the device of the adapter; `begin_magnitude` gives it its first values."""
+        """Train DoRA's magnitude too, fp32 [out], on the device of the adapter; `begin_magnitude`
+        gives it its first values.
+        """
         name = self._adapter
-        holder, b = nn.Module(), self.lora_B[name].weight
+        holder = nn.Module()
+        b = self.lora_B[name].weight
         assert isinstance(b, nn.Parameter)
         holder.register_parameter("weight", nn.Parameter(torch.empty(b.shape[0], device=b.device)))
         self.lora_magnitude_vector[name] = holder
@@ -93,8 +120,9 @@ class LoraLinear(peft.tuners.lora.Linear):
 
     @torch.no_grad()
     def begin_magnitude(self, dtype: torch.dtype, rows: slice) -> None:
-        """Set this rank's rows of the magnitude to the norms of these `rows` of the frozen weight, rounded to `dtype`, in which
-        the layer computes: the tuned model then starts as the base."""
+        """Set this rank's rows of the magnitude to the norms of these `rows` of the frozen weight,
+        rounded to `dtype`, in which the layer computes: the tuned model then starts as the base.
+        """
         assert self.magnitude is not None
         held: Any = self.base_layer.weight
         weight = _local(held)
@@ -107,7 +135,8 @@ class LoraLinear(peft.tuners.lora.Linear):
         bias: Any = self.base_layer.bias
         if self.magnitude is None or not self.scaling[self._adapter]:
             return self._forward(x, bias, *args, **kwargs)
-        # DoRA (arXiv 2402.09353): m / ‖W + scale · B A‖ times what W + scale · B A makes of x, without a gradient to the norm.
+        # DoRA (arXiv 2402.09353): m / ‖W + scale · B A‖ times what W + scale · B A makes of x,
+        # without a gradient to the norm.
         y = self._forward(x, None, *args, **kwargs)
         y = y * self._magnitude_ratio(x.dtype)
         return y if bias is None else y + bias
@@ -125,17 +154,25 @@ class LoraLinear(peft.tuners.lora.Linear):
         dropping = self.dropping if self.training else None
         dropping = dropping if dropping is None or dropping.concerns(x) else None
         if torch.compiler.is_compiling() or type(base) not in (nn.Linear, FrozenLinear):
-            name, down = self._adapter, F.linear if dropping is None else dropping
+            name = self._adapter
+            down = F.linear if dropping is None else dropping
             a: Any = self.lora_A[name].weight  # [r, in]
             b: Any = self.lora_B[name].weight  # [out, r]
             y = base(x, *args, **kwargs)
             y = y if bias is base.bias else y - base.bias
             return y + F.linear(down(x, a.to(x.dtype)), b.to(x.dtype)) * self.scaling[name]
-        if self.joint is not None and dropping is None and not frozen_linear.watched() and not x.is_inference():
+        if (
+            self.joint is not None
+            and dropping is None
+            and not frozen_linear.watched()
+            and not x.is_inference()
+        ):
             return self.joint.output(self, x)
         return products(x, [self._arguments(bias, dropping)])[0]
 
-    def _arguments(self, bias: Tensor | None, dropping: Dropping | None) -> tuple[_Call, Sequence[Any]]:
+    def _arguments(
+        self, bias: Tensor | None, dropping: Dropping | None
+    ) -> tuple[_Call, Sequence[Any]]:
         base: Any = self.base_layer
         name = self._adapter
         parts, stored_as = _stored(base)
@@ -145,10 +182,12 @@ class LoraLinear(peft.tuners.lora.Linear):
 
 
 class Joint:
-    """Layers that are always given one input, such as q, k and v: one call computes all of them, and the others' outputs wait.
+    """Layers that are always given one input, such as q, k and v: one call computes all of them,
+    and the others' outputs wait.
 
-    Their A matrices are multiplied as one, forward and backward, and the gradient of their input is added up where it is made:
-    the input and its gradient are read and written once, and not once a layer.
+    Their A matrices are multiplied as one, forward and backward, and the gradient of their input is
+    added up where it is made: the input and its gradient are read and written once, and not once a
+    layer.
     """
 
     def __init__(self, layers: Sequence[LoraLinear]) -> None:
@@ -166,13 +205,19 @@ class Joint:
         if not known or layer not in self._waiting:
             arguments = [own._arguments(own.base_layer.bias, None) for own in self._layers]  # pyright: ignore
             self._waiting = dict(zip(self._layers, products(x, arguments), strict=True))
-            self._input, self._version = weakref.ref(x), x._version
+            self._input = weakref.ref(x)
+            self._version = x._version
         return self._waiting.pop(layer)
 
 
 def products(x: Tensor, layers: Sequence[tuple[_Call, Sequence[Any]]]) -> tuple[Tensor, ...]:
-    """The outputs of LoRA layers that have one input. The tensors of a layer are A, B, its bias, and the storage of W."""
-    made: Any = _LoraProduct.apply(x, [call for call, _ in layers], *(tensor for _, own in layers for tensor in own))
+    """The outputs of LoRA layers that have one input.
+
+    The tensors of a layer are A, B, its bias, and the storage of W.
+    """
+    made: Any = _LoraProduct.apply(
+        x, [call for call, _ in layers], *(tensor for _, own in layers for tensor in own)
+    )
     return made
 
 
@@ -185,34 +230,50 @@ class _Call(NamedTuple):
     parts: int
     """Number of tensors that store W."""
     keys: Keys | None
-    """Keys of dropout, with its `rate`; None: nothing is dropped. Only where one layer is computed."""
+    """Keys of dropout, with its `rate`; None: nothing is dropped.
+
+    Only where one layer is computed.
+    """
     rate: float
 
 
 class _LoraProduct(DirectFunction):
-    """x Wᵀ + bias + scale · (x Aᵀ) Bᵀ of each layer, with dropout before A if there are keys; x, A and B get gradients.
+    """x Wᵀ + bias + scale · (x Aᵀ) Bᵀ of each layer, with dropout before A if there are keys; x, A
+    and B get gradients.
 
-    The adapter's part is added into the frozen product, in forward and in backward: neither makes another tensor as wide as a
-    layer. Backward keeps x, x Aᵀ, A and B in x's dtype, and the storage of W.
+    The adapter's part is added into the frozen product, in forward and in backward: neither makes
+    another tensor as wide as a layer. Backward keeps x, x Aᵀ, A and B in x's dtype, and the storage
+    of W.
 
-    On GPUs it is the other way round: the frozen product is added to the adapter's part. That one is bound by memory, and so is
-    only written; the large product reads it while it computes.
+    On GPUs it is the other way round: the frozen product is added to the adapter's part. That one
+    is bound by memory, and so is only written; the large product reads it while it computes.
     """
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, calls: Sequence[_Call], *tensors: Any) -> tuple[Tensor, ...]:
         own = list(_by_layer(calls, tensors, 3))
         factors = [a for a, *_ in own]
-        ctx.of_a, ctx.of_b = factors[0].dtype, [b.dtype for _, b, *_ in own]
+        ctx.of_a = factors[0].dtype
+        ctx.of_b = [b.dtype for _, b, *_ in own]
         a_cast = (factors[0] if len(own) == 1 else torch.cat(factors)).to(x.dtype)
         b_casts = [b.to(x.dtype) for _, b, *_ in own]
-        rows, keys = x.flatten(0, -2), calls[0].keys
-        down = rows @ a_cast.t() if keys is None else dropout.product(x, a_cast, keys, calls[0].rate).flatten(0, -2)
-        ctx.calls, ctx.ranks = calls, [a.shape[0] for a in factors]
-        ctx.save_for_backward(x, down, a_cast, *b_casts, *(part for _, _, _, *parts in own for part in parts))
+        rows = x.flatten(0, -2)
+        keys = calls[0].keys
+        down = (
+            rows @ a_cast.t()
+            if keys is None
+            else dropout.product(x, a_cast, keys, calls[0].rate).flatten(0, -2)
+        )
+        ctx.calls = calls
+        ctx.ranks = [a.shape[0] for a in factors]
+        ctx.save_for_backward(
+            x, down, a_cast, *b_casts, *(part for _, _, _, *parts in own for part in parts)
+        )
         return tuple(
             _output(x, rows, one, b, bias, parts, call)
-            for one, b, (_, _, bias, *parts), call in zip(_parts(down, ctx.ranks, 1), b_casts, own, calls, strict=True)
+            for one, b, (_, _, bias, *parts), call in zip(
+                _parts(down, ctx.ranks, 1), b_casts, own, calls, strict=True
+            )
         )
 
     @staticmethod
@@ -220,8 +281,10 @@ class _LoraProduct(DirectFunction):
     def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
         calls: Sequence[_Call] = ctx.calls
         x, down, a, *rest = ctx.saved_tensors
-        b_casts, parts = rest[: len(calls)], list(_by_layer(calls, rest[len(calls) :], 0))
-        flat, rows = [grad.flatten(0, -2) for grad in grads], x.flatten(0, -2)
+        b_casts = rest[: len(calls)]
+        parts = list(_by_layer(calls, rest[len(calls) :], 0))
+        flat = [grad.flatten(0, -2) for grad in grads]
+        rows = x.flatten(0, -2)
         of_down = torch.empty_like(down)
         of_b = []
         halves = (_parts(tensor, ctx.ranks, 1) for tensor in (of_down, down))
@@ -235,20 +298,27 @@ class _LoraProduct(DirectFunction):
                 of_x = _input_grad(flat, of_down, a, parts, calls).view_as(x)
         else:
             shape = *x.shape[:-1], down.shape[1]
-            dropped, of_a = dropout.product_grad(of_down.view(shape), x, a, calls[0].keys, calls[0].rate)
+            dropped, of_a = dropout.product_grad(
+                of_down.view(shape), x, a, calls[0].keys, calls[0].rate
+            )
             if ctx.needs_input_grad[0]:
                 of_x = _input_grad(flat, dropped.flatten(0, -2), None, parts, calls).view_as(x)
         found: list[Any] = []
-        for one, of_one, b_type, own in zip(_parts(of_a.to(ctx.of_a), ctx.ranks, 0), of_b, ctx.of_b, parts, strict=True):
+        for one, of_one, b_type, own in zip(
+            _parts(of_a.to(ctx.of_a), ctx.ranks, 0), of_b, ctx.of_b, parts, strict=True
+        ):
             found += [one, of_one.to(b_type), None, *[None] * len(own)]
         return of_x, None, *found
 
 
-def _by_layer(calls: Sequence[_Call], tensors: Sequence[Any], before: int) -> Iterator[Sequence[Any]]:
+def _by_layer(
+    calls: Sequence[_Call], tensors: Sequence[Any], before: int
+) -> Iterator[Sequence[Any]]:
     """The tensors of each layer: those that store W, and so many `before` them."""
     end = 0
     for call in calls:
-        start, end = end, end + before + call.parts
+        start = end
+        end = end + before + call.parts
         yield tensors[start:end]
 
 
@@ -258,30 +328,46 @@ def _parts(tensor: Tensor, sizes: Sequence[int], dim: int) -> Sequence[Tensor]:
 
 
 def _output(
-    x: Tensor, rows: Tensor, down: Tensor, b: Tensor, bias: Tensor | None, parts: Sequence[Tensor], call: _Call
+    x: Tensor,
+    rows: Tensor,
+    down: Tensor,
+    b: Tensor,
+    bias: Tensor | None,
+    parts: Sequence[Tensor],
+    call: _Call,
 ) -> Tensor:
     """A layer's output. rows [n, cols]: x; down [n, r]: x Aᵀ; B [out, r]."""
     weight = _added_later(x, parts, call)
     if weight is not None:
         # Not made as rows, of which a view would be returned: see `frozen_linear.reshaped`.
         y = x.new_empty(*x.shape[:-1], weight.shape[0])
-        _put_product(y.view(rows.shape[0], weight.shape[0]), down, b.t(), call.scale).addmm_(rows, weight.t())
+        _put_product(y.view(rows.shape[0], weight.shape[0]), down, b.t(), call.scale).addmm_(
+            rows, weight.t()
+        )
         return y if bias is None else y.add_(bias)
     added = down, b.t()
     y = frozen_linear.product(x, parts, call.stored_as, call.cols)
     if bias is not None:
         y = y.add_(bias) if not frozen_linear.watched() else y + bias
     if frozen_linear.watched():  # selective checkpointing keeps the frozen product as it was
-        return frozen_linear.reshaped(torch.addmm(y.flatten(0, -2), *added, alpha=call.scale), *y.shape)
+        return frozen_linear.reshaped(
+            torch.addmm(y.flatten(0, -2), *added, alpha=call.scale), *y.shape
+        )
     low_rank.add(y.flatten(0, -2), *added, call.scale)
     return y
 
 
 def _input_grad(
-    grads: Sequence[Tensor], adapted: Tensor, a: Tensor | None, parts: Sequence[Sequence[Tensor]], calls: Sequence[_Call]
+    grads: Sequence[Tensor],
+    adapted: Tensor,
+    a: Tensor | None,
+    parts: Sequence[Sequence[Tensor]],
+    calls: Sequence[_Call],
 ) -> Tensor:
-    """The gradient of the layers' input [rows, cols], from those of their outputs. `adapted`: the part that comes back through
-    the adapters; with `a` [r, cols] its factor [rows, r], of which it is the product.
+    """The gradient of the layers' input [rows, cols], from those of their outputs.
+
+    `adapted`: the part that comes back through the adapters; with `a` [r, cols] its factor [rows,
+    r], of which it is the product.
     """
     total = None
     added = False
@@ -293,12 +379,18 @@ def _input_grad(
             made = frozen_linear.product_grad(grad, own, call.stored_as, call.cols)
             if total is None:
                 total = made
-            elif a is not None and not added and len(more) < low_rank.MOST_MORE and low_rank.takes(made, len(a)):
+            elif (
+                a is not None
+                and not added
+                and len(more) < low_rank.MOST_MORE
+                and low_rank.takes(made, len(a))
+            ):
                 more.append(made)
             else:
                 total.add_(made)
         elif total is None:
-            total, added = (adapted if a is None else adapted @ a).addmm_(grad, weight), True
+            total = (adapted if a is None else adapted @ a).addmm_(grad, weight)
+            added = True
         else:
             total.addmm_(grad, weight)
     assert total is not None
@@ -308,14 +400,19 @@ def _input_grad(
 
 
 def _added_later(x: Tensor, parts: Sequence[Tensor], call: _Call) -> Tensor | None:
-    """The dense weight, where its product is to be added to the adapter's part; None: the adapter's part is added to it."""
+    """The dense weight, where its product is to be added to the adapter's part; None: the adapter's
+    part is added to it.
+    """
     if not x.is_cuda or frozen_linear.watched():
         return None
     return frozen_linear.multiplied(parts, call.stored_as, call.cols, x.dtype)
 
 
 def _put_product(into: Tensor, left: Tensor, right: Tensor, scale: float) -> Tensor:
-    """left @ right · scale, scaled within the product, before it is rounded. Returns `into`, which it overwrites."""
+    """left @ right · scale, scaled within the product, before it is rounded.
+
+    Returns `into`, which it overwrites.
+    """
     return into.addmm_(left, right, beta=0, alpha=scale)
 
 
@@ -324,13 +421,18 @@ def _stored(layer: nn.Linear) -> tuple[Sequence[Tensor], str]:
     weight: Any = layer.weight
     if not isinstance(weight, RowQuantized):
         return _parts_of(weight)
-    numerics = weight.IN_FP8 if isinstance(layer, FrozenLinear) and layer.in_fp8 else weight.NUMERICS  # pyright: ignore
+    in_fp8 = isinstance(layer, FrozenLinear) and layer.in_fp8
+    numerics = weight.IN_FP8 if in_fp8 else weight.NUMERICS  # pyright: ignore
     return weight.parts, numerics.name
 
 
 def _parts_of(weight: Any) -> tuple[Sequence[Tensor], str]:
     """The tensors that hold a weight, and the name of its format."""
-    return (weight.parts, weight.NUMERICS.name) if isinstance(weight, RowQuantized) else ((weight,), frozen_linear.PLAIN)
+    return (
+        (weight.parts, weight.NUMERICS.name)
+        if isinstance(weight, RowQuantized)
+        else ((weight,), frozen_linear.PLAIN)
+    )
 
 
 def _local(parameter: Any) -> Any:
@@ -344,27 +446,39 @@ NORM_ROWS = 1024
 def magnitude_ratio(magnitude: Tensor, norms: Tensor) -> Tensor:
     """magnitude / norms, which DoRA's rows are multiplied by; both [rows]. 1 where a norm is 0.
 
-    Published bases have rows of zeros. Such a row is LoRA's until B has changed it; 0 in place of 1 would give B no gradient.
+    Published bases have rows of zeros. Such a row is LoRA's until B has changed it; 0 in place of 1
+    would give B no gradient.
     """
     zero = norms == 0
     return torch.where(zero, 1.0, magnitude / norms.masked_fill(zero, 1.0))
 
 
 def row_norms(
-    parts: Sequence[Tensor], stored_as: str, cols: int, a: Tensor | None = None, b: Tensor | None = None, scale: float = 1.0
+    parts: Sequence[Tensor],
+    stored_as: str,
+    cols: int,
+    a: Tensor | None = None,
+    b: Tensor | None = None,
+    scale: float = 1.0,
 ) -> Tensor:
-    """‖W + scale · B A‖ of every row of a stored weight W [rows, cols], fp32 [rows]. A [r, cols], B [rows, r]; None: of W.
+    """‖W + scale · B A‖ of every row of a stored weight W [rows, cols], fp32 [rows].
+
+    A [r, cols], B [rows, r]; None: of W.
 
     A row's norm needs that row of W and B only, so that any split by rows gives the same norms.
     """
     if a is None or b is None:
-        a, b = parts[0].new_zeros(1, cols, dtype=torch.float32), parts[0].new_zeros(parts[0].shape[0], 1, dtype=torch.float32)
+        a = parts[0].new_zeros(1, cols, dtype=torch.float32)
+        b = parts[0].new_zeros(parts[0].shape[0], 1, dtype=torch.float32)
     return _norms_operator(list(parts), stored_as, cols, a, b, scale)
 
 
-# One opaque operator: a compiler would keep dequantised weights alive for the backward (see frozen_linear).
+# One opaque operator: a compiler would keep dequantised weights alive for the backward (see
+# frozen_linear).
 @torch.library.custom_op("ft_service::row_norms", mutates_args=())
-def _norms_operator(parts: list[Tensor], stored_as: str, cols: int, a: Tensor, b: Tensor, scale: float) -> Tensor:
+def _norms_operator(
+    parts: list[Tensor], stored_as: str, cols: int, a: Tensor, b: Tensor, scale: float
+) -> Tensor:
     norms = a.new_empty(parts[0].shape[0], dtype=torch.float32)
     for start in range(0, norms.shape[0], NORM_ROWS):
         rows = slice(start, start + NORM_ROWS)
@@ -379,7 +493,10 @@ def _(parts: list[Tensor], stored_as: str, cols: int, a: Tensor, b: Tensor, scal
 
 
 def use_keys(model: nn.Module, tokens: Tensor | None) -> None:
-    """Set dropout's keys before a forward in training: int32 [samples, length]. None: the job has no dropout."""
+    """Set dropout's keys before a forward in training: int32 [samples, length].
+
+    None: the job has no dropout.
+    """
     if tokens is None:
         return
     for module in model.modules():

@@ -1,7 +1,7 @@
 """Cross entropy and its gradient as one kernel for CUDA in Triton; import it only there.
 
-Logits are read twice and overwritten by their gradient: 6 bytes a logit in bf16, in place of 24. `workers.model.head` says what
-is computed.
+Logits are read twice and overwritten by their gradient: 6 bytes a logit in bf16, in place of 24.
+`workers.model.head` says what is computed.
 """
 
 from __future__ import annotations
@@ -31,7 +31,9 @@ def _cross_entropy(
     row = tl.program_id(0).to(tl.int64)
     own = logits + row * words
     target = tl.load(targets + row)
-    largest, place, others = float("-inf"), target * 0, 0.0
+    largest = float("-inf")
+    place = target * 0
+    others = 0.0
     for step in range(0, steps):
         column = step * block + tl.arange(0, block)
         value = tl.load(own + column, mask=column < words, other=float("-inf")).to(tl.float32)
@@ -53,16 +55,24 @@ def _cross_entropy(
         for step in range(0, steps):
             column = step * block + tl.arange(0, block)
             value = tl.load(own + column, mask=column < words, other=float("-inf")).to(tl.float32)
-            # What is missing to a probability near 1 is the sum of the others, and not a difference, which would be rounded.
-            share = tl.where(column == target, -tl.div_rn(others, total), tl.exp(value - largest - log_total))
-            tl.store(own + column, (share * factor).to(logits.dtype.element_ty), mask=column < words)
+            # What is missing to a probability near 1 is the sum of the others, and not a
+            # difference, which would be rounded.
+            share = tl.where(
+                column == target, -tl.div_rn(others, total), tl.exp(value - largest - log_total)
+            )
+            tl.store(
+                own + column, (share * factor).to(logits.dtype.element_ty), mask=column < words
+            )
 
 
-def cross_entropy(logits: Tensor, targets: Tensor, factors: Tensor | None, *, graded: bool) -> tuple[Tensor, Tensor]:
-    """Log-probabilities of the targets, fp32 [rows], and whether each is the first of the most likely words, bool [rows].
+def cross_entropy(
+    logits: Tensor, targets: Tensor, factors: Tensor | None, *, graded: bool
+) -> tuple[Tensor, Tensor]:
+    """Log-probabilities of the targets, fp32 [rows], and whether each is the first of the most
+    likely words, bool [rows].
 
-    logits [rows, words], contiguous; targets int64 [rows]. `graded`: the logits become the gradient of the sum of minus the
-    log-probabilities, each times its factor, fp32 [rows]; None: 1.
+    logits [rows, words], contiguous; targets int64 [rows]. `graded`: the logits become the gradient
+    of the sum of minus the log-probabilities, each times its factor, fp32 [rows]; None: 1.
     """
     rows, words = logits.shape
     logs = torch.empty(rows, dtype=torch.float32, device=logits.device)

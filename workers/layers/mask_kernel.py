@@ -1,7 +1,9 @@
-"""Dropout's mask as one kernel for CUDA, in Triton; import it only there: Triton comes with torch for CUDA and not with others.
+"""Dropout's mask as one kernel for CUDA, in Triton; import it only there: Triton comes with torch
+for CUDA and not with others.
 
-The arithmetic is `workers.layers.dropout`'s: one number is made of its token's key and its channel's, hashed, and compared, all
-in registers; of the mask one byte an element is written and nothing read but the keys.
+The arithmetic is `workers.layers.dropout`'s: one number is made of its token's key and its
+channel's, hashed, and compared, all in registers; of the mask one byte an element is written and
+nothing read but the keys.
 """
 
 from __future__ import annotations
@@ -16,7 +18,9 @@ _BLOCK = 1024
 
 
 @triton.jit
-def _kept(tokens, channels, kept, width, lowest, block: tl.constexpr):  # Triton takes other annotations for types of its own
+def _kept(
+    tokens, channels, kept, width, lowest, block: tl.constexpr
+):  # Triton takes other annotations for types of its own
     row = tl.program_id(0)
     column = tl.program_id(1) * block + tl.arange(0, block)
     inside = column < width
@@ -30,7 +34,10 @@ def _kept(tokens, channels, kept, width, lowest, block: tl.constexpr):  # Triton
 
 
 def kept_mask(tokens: Tensor, channels: Tensor, lowest: int) -> Tensor:
-    """bool [tokens, channels]: whether the hash of two keys is at least `lowest`. `tokens`, `channels`: int32 keys on CUDA."""
+    """bool [tokens, channels]: whether the hash of two keys is at least `lowest`.
+
+    `tokens`, `channels`: int32 keys on CUDA.
+    """
     kept = torch.empty(len(tokens), len(channels), dtype=torch.bool, device=tokens.device)
     if kept.numel():
         grid = (len(tokens), triton.cdiv(len(channels), _BLOCK))

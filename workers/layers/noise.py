@@ -1,7 +1,8 @@
-"""NEFTune: noise on the embeddings while training, computed from counters instead of a generator, as dropout is (dropout.py).
+"""NEFTune: noise on the embeddings while training, computed from counters instead of a generator,
+as dropout is (dropout.py).
 
-The noise of a number follows from (seed, step, sample, position in the sample, channel): it is the same on any rank, among any
-other samples, and after a resume.
+The noise of a number follows from (seed, step, sample, position in the sample, channel): it is the
+same on any rank, among any other samples, and after a resume.
 """
 
 from __future__ import annotations
@@ -15,7 +16,10 @@ from workers.layers.dropout import even_numbers, key_of
 
 
 class Noise:
-    """The noise of one model. It is no `nn.Module`, so that nothing of it is sharded, converted or saved."""
+    """The noise of one model.
+
+    It is no `nn.Module`, so that nothing of it is sharded, converted or saved.
+    """
 
     def __init__(self, alpha: float) -> None:
         self.alpha = alpha
@@ -23,10 +27,11 @@ class Noise:
         self._lengths: Tensor | None = None
 
     def use(self, tokens: Tensor | None, lengths: Tensor | None) -> None:
-        """Set the keys of the tokens, int32 [rows, length], and their samples' lengths, fp32, for the coming forward. None: it
-        has no noise.
+        """Set the keys of the tokens, int32 [rows, length], and their samples' lengths, fp32, for
+        the coming forward. None: it has no noise.
         """
-        self._tokens, self._lengths = tokens, lengths
+        self._tokens = tokens
+        self._lengths = lengths
 
     def __call__(self, module: nn.Module, inputs: Any, embedded: Tensor) -> Tensor:
         """Forward hook of the embedding: adds noise to its output [rows, length, width]."""
@@ -34,7 +39,9 @@ class Noise:
             return embedded
         width = embedded.shape[-1]
         spread = self.alpha / (self._lengths * width).sqrt()
-        numbers = even_numbers(self._tokens, key_of("noise on embeddings"), width).view(*self._tokens.shape, width)
+        numbers = even_numbers(self._tokens, key_of("noise on embeddings"), width).view(
+            *self._tokens.shape, width
+        )
         return embedded + (numbers * spread.unsqueeze(-1)).to(embedded.dtype)
 
 
@@ -53,6 +60,8 @@ def add_noise(model: Any, alpha: float) -> None:
 def use_noise(model: nn.Module, tokens: Tensor | None, lengths: Tensor | None) -> None:
     """Set what the noise follows from before a forward, if the model has any."""
     if model not in _known:
-        _known[model] = [noise for m in model.modules() if isinstance(noise := getattr(m, "noise", None), Noise)]
+        _known[model] = [
+            noise for m in model.modules() if isinstance(noise := getattr(m, "noise", None), Noise)
+        ]
     for noise in _known[model]:
         noise.use(tokens, lengths)

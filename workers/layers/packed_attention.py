@@ -1,16 +1,19 @@
-"""A GPU's fused attention of a row of samples, or of padded rows as one, with sinks too, whose gradients repeat bit for bit.
+"""A GPU's fused attention of a row of samples, or of padded rows as one, with sinks too, whose
+gradients repeat bit for bit.
 
-On an H200, with 8,192 tokens in 13 samples of log-normal lengths, the backward takes 2.35 ms instead of 1.45: to each head of a
-sample the kernel gives one processor, so that the longest last when all others are done. Fewer samples a call, which have more
-processors each, take as long in all.
+On an H200, with 8,192 tokens in 13 samples of log-normal lengths, the backward takes 2.35 ms
+instead of 1.45: to each head of a sample the kernel gives one processor, so that the longest last
+when all others are done. Fewer samples a call, which have more processors each, take as long in
+all.
 
-A kernel gives out = Σ exp(s_j - lse) v_j with lse = log Σ exp(s_j). A sink z, one more score a head, whose value is zero
-(gpt-oss), makes of this:
+A kernel gives out = Σ exp(s_j - lse) v_j with lse = log Σ exp(s_j). A sink z, one more score a
+head, whose value is zero (gpt-oss), makes of this:
 
     lse' = log(exp(lse) + exp(z))        out' = out · exp(lse - lse')
 
-The kernel's backward, given out' and lse', is exact: it makes the shares anew as P_j = exp(s_j - lse'), and takes the sum
-Σ P_j (grad · v_j) as grad · out', to which a value of zero adds nothing. A sink is frozen, and gets no gradient.
+The kernel's backward, given out' and lse', is exact: it makes the shares anew as P_j = exp(s_j -
+lse'), and takes the sum Σ P_j (grad · v_j) as grad · out', to which a value of zero adds nothing. A
+sink is frozen, and gets no gradient.
 """
 
 from __future__ import annotations
@@ -23,7 +26,14 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from workers.layers.scored_attention import AttentionPattern, Longest, assert_same, gradients_like, joined, most_tokens
+from workers.layers.scored_attention import (
+    AttentionPattern,
+    Longest,
+    assert_same,
+    gradients_like,
+    joined,
+    most_tokens,
+)
 from workers.quant import frozen_linear, gpu_kernels
 from workers.quant.direct_function import DirectFunction, once_differentiable
 
@@ -32,7 +42,8 @@ _kernel_grad = torch.ops.aten._flash_attention_backward.default
 
 
 def add_sinks(out: Tensor, sums: Tensor, sinks: Tensor) -> Tensor:
-    """Change a kernel's out [.., heads, length, d] in place, and return the log-sums that its backward is to be given.
+    """Change a kernel's out [.., heads, length, d] in place, and return the log-sums that its
+    backward is to be given.
 
     sums: the kernel's, fp32 [.., heads, length]; sinks [heads].
     """
@@ -51,7 +62,12 @@ KERNEL = gpu_kernels.CheckedKernel(__name__, _compare)
 
 
 def attend_packed(
-    query: Tensor, key: Tensor, value: Tensor, starts: Tensor, longest: Longest, pattern: AttentionPattern
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    starts: Tensor,
+    longest: Longest,
+    pattern: AttentionPattern,
 ) -> Tensor:
     """Samples in rows (`scored_attention.Kernel`)."""
     options = pattern.scale, pattern.window
@@ -64,7 +80,8 @@ def attend_packed(
 
 
 class _Attention(DirectFunction):
-    """What the operators compute, called directly, where neither a compiler nor a dispatch mode sees them (`frozen_linear`).
+    """What the operators compute, called directly, where neither a compiler nor a dispatch mode
+    sees them (`frozen_linear`).
 
     Tensors are turned below autograd, which would keep a node for each time.
     """
@@ -92,7 +109,14 @@ class _Attention(DirectFunction):
     @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
         found = _gradients(grads[0].flatten(0, 1), *ctx.saved_tensors, *ctx.rest)
-        return *(own.view(*ctx.sizes, *own.shape[1:]).transpose(1, 2) for own in found), None, None, None, None, None
+        return (
+            *(own.view(*ctx.sizes, *own.shape[1:]).transpose(1, 2) for own in found),
+            None,
+            None,
+            None,
+            None,
+            None,
+        )
 
 
 def _attended(
@@ -105,13 +129,18 @@ def _attended(
     scale: float,
     window: int,
 ) -> tuple[Tensor, Tensor]:
-    """A GPU's fused attention of one row of samples: query [tokens, heads, d], key and value [tokens, groups, d], sinks [heads]
-    → [tokens, heads, d], and the log-sums that the backward wants, fp32 [heads, tokens].
+    """A GPU's fused attention of one row of samples: query [tokens, heads, d], key and value
+    [tokens, groups, d], sinks [heads] → [tokens, heads, d], and the log-sums that the backward
+    wants, fp32 [heads, tokens].
 
-    starts, longest: as a `Kernel` has them; window: keys that a query sees at most, 0 for all before it.
+    starts, longest: as a `Kernel` has them; window: keys that a query sees at most, 0 for all
+    before it.
     """
-    seen, most = _seen(window), most_tokens(longest, starts, len(query))
-    out, sums, *_ = _kernel(query, key, value, starts, starts, most, most, 0.0, not window, False, scale=scale, **seen)
+    seen = _seen(window)
+    most = most_tokens(longest, starts, len(query))
+    out, sums, *_ = _kernel(
+        query, key, value, starts, starts, most, most, 0.0, not window, False, scale=scale, **seen
+    )
     return out, sums if sinks is None else add_sinks(out.transpose(0, 1), sums, sinks)
 
 
@@ -127,9 +156,26 @@ def _gradients(
     scale: float,
     window: int,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Those of query, key and value, in their shapes, from that of the output. `out`, `sums`: what `_attended` returned."""
+    """Those of query, key and value, in their shapes, from that of the output.
+
+    `out`, `sums`: what `_attended` returned.
+    """
     most = most_tokens(longest, starts, len(query))
-    given = (grad, query, key, value, out, sums, starts, starts, most, most, 0.0, not window, *no_dropout(query.device))
+    given = (
+        grad,
+        query,
+        key,
+        value,
+        out,
+        sums,
+        starts,
+        starts,
+        most,
+        most,
+        0.0,
+        not window,
+        *no_dropout(query.device),
+    )
     with deterministic_mode() if DeterministicAttention.wanted else nullcontext():
         return _kernel_grad(*given, scale=scale, **_seen(window))
 
@@ -140,28 +186,40 @@ def no_dropout(device: torch.device) -> tuple[Tensor, Tensor]:
     return torch.empty(2, dtype=torch.uint64, device=device), torch.empty(0, device=device)
 
 
-packed_attention = torch.library.custom_op("ft_service::packed_attention", _attended, mutates_args=())
-_grad_operator = torch.library.custom_op("ft_service::packed_attention_grad", _gradients, mutates_args=())
+packed_attention = torch.library.custom_op(
+    "ft_service::packed_attention", _attended, mutates_args=()
+)
+_grad_operator = torch.library.custom_op(
+    "ft_service::packed_attention_grad", _gradients, mutates_args=()
+)
 
 
 class DeterministicAttention:
-    """Whether this process adds up gradients in one order: `precision.deterministic_attention` of what it trains."""
+    """Whether this process adds up gradients in one order: `precision.deterministic_attention` of
+    what it trains.
+    """
 
     wanted: ClassVar[bool] = True
 
 
 @contextmanager
 def deterministic_mode() -> Iterator[None]:
-    """While it is entered, operators that know a deterministic way take it: PyTorch's kernel otherwise adds up the gradient of
-    queries in the order in which its blocks happen to end.
+    """While it is entered, operators that know a deterministic way take it: PyTorch's kernel
+    otherwise adds up the gradient of queries in the order in which its blocks happen to end.
 
-    PyTorch's mode is of the process. Outside of this, operators that know no such way would be refused by it.
+    PyTorch's mode is of the process. Outside of this, operators that know no such way would be
+    refused by it.
     """
-    settings = torch._C  # torch.use_deterministic_algorithms sets inductor's mode too, which takes longer
-    mode, warn_only = settings._get_deterministic_algorithms(), settings._get_deterministic_algorithms_warn_only()
+    settings = (
+        torch._C
+    )  # torch.use_deterministic_algorithms sets inductor's mode too, which takes longer
+    mode = settings._get_deterministic_algorithms()
+    warn_only = settings._get_deterministic_algorithms_warn_only()
     fill = settings._get_deterministic_fill_uninitialized_memory()
     settings._set_deterministic_fill_uninitialized_memory(False)  # all of it is written
-    settings._set_deterministic_algorithms(True, warn_only=False)  # with warn_only, the kernel warns and keeps to its order
+    settings._set_deterministic_algorithms(
+        True, warn_only=False
+    )  # with warn_only, the kernel warns and keeps to its order
     try:
         yield
     finally:

@@ -1,5 +1,6 @@
-"""Causal attention with explicit scores, a number of queries at a time, for what fused kernels do not compute. Forward and
-backward are written by hand, since both run inside operators, below autograd.
+"""Causal attention with explicit scores, a number of queries at a time, for what fused kernels do
+not compute. Forward and backward are written by hand, since both run inside operators, below
+autograd.
 """
 
 from __future__ import annotations
@@ -28,18 +29,22 @@ class AttentionPattern:
     sinks: Tensor | None = None
     """One more score a head, [heads], that has no value."""
     chosen: Tensor | None = None
-    """Positions of the keys that a query sees of those before it, int [rows, length, keys]; positions outside the row are
-    ignored. None: all."""
+    """Positions of the keys that a query sees of those before it, int [rows, length, keys];
+    positions outside the row are ignored. None: all.
+    """
 
     @property
     def is_plain(self) -> bool:
-        """Whether fused kernels compute it; sinks are added to what they give (`workers.layers.packed_attention`)."""
+        """Whether fused kernels compute it; sinks are added to what they give
+        (`workers.layers.packed_attention`).
+        """
         return not self.softcap and self.chosen is None
 
 
 def attention_pattern(query: Tensor, options: Mapping[str, Any]) -> AttentionPattern:
     """The pattern that transformers' options of an attention function describe."""
-    scale, chosen = options.get("scaling"), options.get("indices")
+    scale = options.get("scaling")
+    chosen = options.get("indices")
     return AttentionPattern(
         scale=query.shape[-1] ** -0.5 if scale is None else scale,
         window=options.get("sliding_window") or 0,
@@ -50,13 +55,19 @@ def attention_pattern(query: Tensor, options: Mapping[str, Any]) -> AttentionPat
 
 
 def is_causal(module: nn.Module, options: Mapping[str, Any]) -> bool:
-    """Return whether an attention is causal and has no bias by position, by transformers' options or by its module."""
+    """Return whether an attention is causal and has no bias by position, by transformers' options
+    or by its module.
+    """
     causal = options.get("is_causal")
-    return options.get("position_bias") is None and bool(getattr(module, "is_causal", True) if causal is None else causal)
+    return options.get("position_bias") is None and bool(
+        getattr(module, "is_causal", True) if causal is None else causal
+    )
 
 
 def scored(query: Tensor, key: Tensor, value: Tensor, shape: AttentionPattern) -> Tensor:
-    """query [rows, heads, length, d], key and value [rows, groups, length, d] → [rows, heads, length, d], in value's dtype."""
+    """query [rows, heads, length, d], key and value [rows, groups, length, d] → [rows, heads,
+    length, d], in value's dtype.
+    """
     key, value = one_a_head(query, key, value)
     parts = []
     for own, seen, mask in _parts(query, shape):
@@ -68,36 +79,54 @@ def scored(query: Tensor, key: Tensor, value: Tensor, shape: AttentionPattern) -
 def scored_grad(
     grad: Tensor, query: Tensor, key: Tensor, value: Tensor, shape: AttentionPattern
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients of query, key and value, one key and value a head; the shares are computed again. Sums are in fp32.
+    """Gradients of query, key and value, one key and value a head; the shares are computed again.
 
-    With P the shares and D = grad Vᵀ: the gradient of the scores is P ∘ (D - Σ P ∘ D), since a sink's value is zero.
+    Sums are in fp32.
+
+    With P the shares and D = grad Vᵀ: the gradient of the scores is P ∘ (D - Σ P ∘ D), since a
+    sink's value is zero.
     """
     wide_key, wide_value = one_a_head(query, key, value)
     of_query = torch.empty_like(query)
-    of_key, of_value = (torch.zeros_like(tensor, dtype=torch.float32) for tensor in (wide_key, wide_value))
+    of_key, of_value = (
+        torch.zeros_like(tensor, dtype=torch.float32) for tensor in (wide_key, wide_value)
+    )
     for own, seen, mask in _parts(query, shape):
-        q, k, v, g = query[:, :, own], wide_key[:, :, seen], wide_value[:, :, seen], grad[:, :, own]
+        q = query[:, :, own]
+        k = wide_key[:, :, seen]
+        v = wide_value[:, :, seen]
+        g = grad[:, :, own]
         shares, slope = shares_of(q, k, mask, shape)
         of_value[:, :, seen] += shares.to(g.dtype).transpose(-2, -1) @ g
         of_shares = (g @ v.transpose(-2, -1)).float()
-        of_scores = shares * (of_shares - (shares * of_shares).sum(dim=-1, keepdim=True)) * shape.scale
+        of_scores = (
+            shares * (of_shares - (shares * of_shares).sum(dim=-1, keepdim=True)) * shape.scale
+        )
         of_scores = (of_scores if slope is None else of_scores * slope).to(q.dtype)
         of_query[:, :, own] = of_scores @ k
         of_key[:, :, seen] += of_scores.transpose(-2, -1) @ q
     return of_query, of_key, of_value
 
 
-def gradients_like(_grad: Tensor, query: Tensor, key: Tensor, value: Tensor, *_: Any) -> tuple[Tensor, Tensor, Tensor]:
-    """What an operator for attention's gradients returns, without its values: what a compiler has to know of it."""
+def gradients_like(
+    _grad: Tensor, query: Tensor, key: Tensor, value: Tensor, *_: Any
+) -> tuple[Tensor, Tensor, Tensor]:
+    """What an operator for attention's gradients returns, without its values: what a compiler has
+    to know of it.
+    """
     return torch.empty_like(query), torch.empty_like(key), torch.empty_like(value)
 
 
 Longest = Tensor | int | None
-"""Tokens of the longest sample at most, for a compiler as int32 [] on the CPU. None: all samples have as many."""
+"""Tokens of the longest sample at most, for a compiler as int32 [] on the CPU.
+
+None: all samples have as many.
+"""
 Kernel = Callable[[Tensor, Tensor, Tensor, Tensor, Longest, AttentionPattern], Tensor]
-"""Function of a GPU for samples in rows: query [rows, heads, length, d], key and value [rows, groups, length, d], the first
-token of each sample and the end, int32, as if the rows were one, tokens of the longest, and the pattern
-→ [rows, length, heads, d]."""
+"""Function of a GPU for samples in rows: query [rows, heads, length, d], key and value [rows,
+groups, length, d], the first token of each sample and the end, int32, as if the rows were one,
+tokens of the longest, and the pattern → [rows, length, heads, d].
+"""
 
 
 def most_tokens(longest: Longest, starts: Tensor, tokens: int) -> int:
@@ -106,7 +135,9 @@ def most_tokens(longest: Longest, starts: Tensor, tokens: int) -> int:
 
 
 def joined(rows: Tensor) -> Tensor:
-    """[rows, heads, length, d] → [rows · length, heads, d], as kernels for rows of samples take it."""
+    """[rows, heads, length, d] → [rows · length, heads, d], as kernels for rows of samples take
+    it.
+    """
     return rows.transpose(1, 2).flatten(0, 1)
 
 
@@ -118,11 +149,17 @@ def assert_same(
     windows: Sequence[int] = (0, 50),
     lengths: Sequence[int] = (70, 230, 1),
 ) -> None:
-    """Raise AssertionError if a kernel computes something else than explicit scores, in bf16, forward or backward. A pattern of
-    four heads, with each of these windows (0: without one), in a row of samples of these lengths."""
+    """Raise AssertionError if a kernel computes something else than explicit scores, in bf16,
+    forward or backward. A pattern of four heads, with each of these windows (0: without one), in a
+    row of samples of these lengths.
+    """
     generator = torch.Generator().manual_seed(0)
-    starts, heads = torch.tensor([0, *accumulate(lengths)], dtype=torch.int32), (4, 2, 2, 4)
-    drawn = (torch.randn(1, n, sum(lengths), 64, generator=generator).bfloat16().to(device) for n in heads)
+    starts = torch.tensor([0, *accumulate(lengths)], dtype=torch.int32)
+    heads = (4, 2, 2, 4)
+    drawn = (
+        torch.randn(1, n, sum(lengths), 64, generator=generator).bfloat16().to(device)
+        for n in heads
+    )
     query, key, value, grad = drawn
     inputs = query.requires_grad_(), key.requires_grad_(), value.requires_grad_()
     for window in windows:
@@ -130,10 +167,14 @@ def assert_same(
         out = kernel(*inputs, starts.to(device), max(lengths), own)
         found = [out.transpose(1, 2), *torch.autograd.grad(out, inputs, grad.transpose(1, 2))]
         samples = [slice(start, end) for start, end in pairwise(starts.tolist())]
-        parts = [[tensor.detach()[:, :, sample] for tensor in (*inputs, grad)] for sample in samples]
+        parts = [
+            [tensor.detach()[:, :, sample] for tensor in (*inputs, grad)] for sample in samples
+        ]
         grads = zip(*(scored_grad(g, q, k, v, own) for q, k, v, g in parts), strict=True)
         expected = [tuple(scored(q, k, v, own) for q, k, v, _ in parts), *grads]
-        for name, ours, theirs in zip(("output", "query", "key", "value"), found, expected, strict=True):
+        for name, ours, theirs in zip(
+            ("output", "query", "key", "value"), found, expected, strict=True
+        ):
             whole = torch.cat(theirs, dim=2).float().unflatten(1, (ours.shape[1], -1)).sum(dim=2)
             apart = float((ours.detach().float() - whole).norm() / whole.norm())
             assert apart < 2e-2, f"{name}: {apart:.1%} apart from explicit scores"
@@ -145,15 +186,19 @@ def one_a_head(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tenso
     return key.repeat_interleave(shared, dim=1), value.repeat_interleave(shared, dim=1)
 
 
-def shares_of(query: Tensor, key: Tensor, mask: Tensor, shape: AttentionPattern) -> tuple[Tensor, Tensor | None]:
-    """What each query takes of each value, fp32 [rows, heads, queries, keys], and the slope of the cap where there is one.
-    `mask`: bool, of the keys that are seen: in place of `shape`'s window and chosen keys.
+def shares_of(
+    query: Tensor, key: Tensor, mask: Tensor, shape: AttentionPattern
+) -> tuple[Tensor, Tensor | None]:
+    """What each query takes of each value, fp32 [rows, heads, queries, keys], and the slope of the
+    cap where there is one. `mask`: bool, of the keys that are seen: in place of `shape`'s window
+    and chosen keys.
     """
     scores = (query @ key.transpose(-2, -1)).float() * shape.scale
     slope = None
     if shape.softcap:
         bent = torch.tanh(scores / shape.softcap)
-        scores, slope = bent * shape.softcap, 1 - bent.square()
+        scores = bent * shape.softcap
+        slope = 1 - bent.square()
     scores = scores.masked_fill(~mask, float("-inf"))
     if shape.sinks is None:
         return scores.softmax(dim=-1), slope
@@ -164,10 +209,11 @@ def shares_of(query: Tensor, key: Tensor, mask: Tensor, shape: AttentionPattern)
 
 
 def _parts(query: Tensor, shape: AttentionPattern) -> Iterator[tuple[slice, slice, Tensor]]:
-    """Queries, the keys that any of them sees, and which of them each does: bool [queries, keys], or [rows, 1, queries, keys]
-    where they are chosen.
+    """Queries, the keys that any of them sees, and which of them each does: bool [queries, keys],
+    or [rows, 1, queries, keys] where they are chosen.
     """
-    length, window = query.shape[2], shape.window
+    length = query.shape[2]
+    window = shape.window
     for start in range(0, length, ROWS_AT_ONCE):
         end = min(start + ROWS_AT_ONCE, length)
         first = max(0, start - window + 1) if window else 0
@@ -182,5 +228,7 @@ def _parts(query: Tensor, shape: AttentionPattern) -> Iterator[tuple[slice, slic
 def _picked(chosen: Tensor, count: int) -> Tensor:
     """Which of `count` keys are among the chosen: bool [rows, queries, count]."""
     places = torch.where((chosen < 0) | (chosen > count), count, chosen).long()
-    picked = torch.zeros(*places.shape[:-1], count + 1, dtype=torch.bool, device=places.device).scatter_(-1, places, True)
+    picked = torch.zeros(
+        *places.shape[:-1], count + 1, dtype=torch.bool, device=places.device
+    ).scatter_(-1, places, True)
     return picked[..., :-1]

@@ -1,18 +1,21 @@
-"""Causal attention within samples that are concatenated in a row: no token sees another sample, and none is padded.
+"""Causal attention within samples that are concatenated in a row: no token sees another sample, and
+none is padded.
 
-It stands where transformers' attention stood, for the architectures that let it be chosen, so that no mask is ever made. Rows
-of padded samples are taken the same way: as one segment each, whose padding comes last.
+It stands where transformers' attention stood, for the architectures that let it be chosen, so that
+no mask is ever made. Rows of padded samples are taken the same way: as one segment each, whose
+padding comes last.
 
-    segment    the tokens of one sample in a row: query i sees the keys i - window + 1 .. i of its own segment
-    window     keys that a query sees at most; 0: all before it
-    chunk      tokens of a segment's parts that do not see each other, in some layers (Llama 4); 0: it is whole
-    softcap    scores become tanh(score / softcap) * softcap; 0: they stay
-    sinks      one more score a head, [heads], that takes part in the softmax and has no value (gpt-oss)
-    chosen     positions in their segment of the keys that a query sees, of those before it: what an indexer chose
+    segment    the tokens of one sample in a row: query i sees the keys i - window + 1 .. i of its
+    own segment window     keys that a query sees at most; 0: all before it chunk      tokens of a
+    segment's parts that do not see each other, in some layers (Llama 4); 0: it is whole softcap
+    scores become tanh(score / softcap) * softcap; 0: they stay sinks      one more score a head,
+    [heads], that takes part in the softmax and has no value (gpt-oss) chosen     positions in their
+    segment of the keys that a query sees, of those before it: what an indexer chose
                (workers/patches/indexed_attention.py)
 
-Attention is opaque operators, as the products with frozen weights are: the compiler need not look into lengths that change at
-every step, and selective checkpointing keeps their results by their namespace.
+Attention is opaque operators, as the products with frozen weights are: the compiler need not look
+into lengths that change at every step, and selective checkpointing keeps their results by their
+namespace.
 """
 
 from __future__ import annotations
@@ -48,10 +51,16 @@ _OTHER = (-1, -1)
 
 
 def segment_attention(
-    module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, **options: Any
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    **options: Any,
 ) -> tuple[Tensor, None]:
-    """The attention function that transformers calls: query [rows, heads, length, d], key and value [rows, groups, length, ..]
-    → [rows, length, heads, ..]. `options`: transformers' own; its `indices` are the chosen keys, int [rows, length, keys].
+    """The attention function that transformers calls: query [rows, heads, length, d], key and value
+    [rows, groups, length, ..] → [rows, length, heads, ..]. `options`: transformers' own; its
+    `indices` are the chosen keys, int [rows, length, keys].
 
     Raises NotImplementedError for what only a mask could say.
     """
@@ -59,13 +68,19 @@ def segment_attention(
     if not is_causal(module, options) or query.shape[2] != key.shape[2]:
         _refuse(f"{type(module).__name__} is not causal, or has a bias by position")
     chunk = chunk_of(module)
-    if attention_mask is not None and attention_mask.numel():  # an empty one says nothing: indexed_attention.py
+    if (
+        attention_mask is not None and attention_mask.numel()
+    ):  # an empty one says nothing: indexed_attention.py
         _compare(module, attention_mask, pattern.window, chunk)
     bounds = CURRENT.bounds(query.shape[2], chunk)
     width = value.shape[-1]
     query, key, value = _of_one_width(tempered(module, query), key, value)
     kernel = _fused_kernel(query, pattern)
-    if kernel is not None and CURRENT.packed and cudnn_attention.takes(query, key, value, bounds, pattern):
+    if (
+        kernel is not None
+        and CURRENT.packed
+        and cudnn_attention.takes(query, key, value, bounds, pattern)
+    ):
         out = cudnn_attention.attend_packed(query, key, value, bounds, pattern)
     elif kernel is not None and CURRENT.packed:
         assert bounds.on_device is not None, "Segments.fused"
@@ -73,7 +88,12 @@ def segment_attention(
         out = kernel(query, key, value, bounds.on_device, longest, pattern)
     elif kernel is not None and (not chunk or query.shape[2] <= chunk):
         out = kernel(query, key, value, _of_padded_rows(query), None, pattern)
-    elif pattern.is_plain and pattern.sinks is None and query.is_cuda and _without_window(bounds, pattern.window):
+    elif (
+        pattern.is_plain
+        and pattern.sinks is None
+        and query.is_cuda
+        and _without_window(bounds, pattern.window)
+    ):
         out = causal_segments(query, key, value, bounds.starts, pattern.scale)
     else:
         fields = (pattern.scale, pattern.window, pattern.softcap, pattern.sinks, pattern.chosen)
@@ -88,26 +108,45 @@ def _refuse(what: str) -> None:
 
 
 def _compare(module: nn.Module, mask: Tensor, window: int, chunk: int) -> None:
-    """Compare the mask that the architecture would make, as `described_mask` describes it, with what its layer names."""
+    """Compare the mask that the architecture would make, as `described_mask` describes it, with
+    what its layer names.
+    """
     described = tuple(mask.flatten().tolist()) if mask.numel() == 2 else _OTHER
     if described != (window, chunk):
         shape = "is not causal" if described == _OTHER else _named(*described)
-        _refuse(f"the mask of {type(module).__name__} {shape}, and its layer {_named(window, chunk)}")
+        _refuse(
+            f"the mask of {type(module).__name__} {shape}, and its layer {_named(window, chunk)}"
+        )
 
 
 def _named(window: int, chunk: int) -> str:
-    return f"has a window of {window}" if window else f"has chunks of {chunk}" if chunk else "has no window"
+    return (
+        f"has a window of {window}"
+        if window
+        else f"has chunks of {chunk}"
+        if chunk
+        else "has no window"
+    )
 
 
 def described_mask(
-    *_: Any, q_length: int, kv_length: int, mask_function: Any, device: torch.device | None = None, **__: Any
+    *_: Any,
+    q_length: int,
+    kv_length: int,
+    mask_function: Any,
+    device: torch.device | None = None,
+    **__: Any,
 ) -> Tensor:
-    """Return a description in place of a mask: int64 [1, 1, 1, 2], window and chunk, 0 for none, or -1 twice for another shape.
+    """Return a description in place of a mask: int64 [1, 1, 1, 2], window and chunk, 0 for none, or
+    -1 twice for another shape.
 
-    Called by transformers' mask creation as any of its mask functions, for models with this attention.
+    Called by transformers' mask creation as any of its mask functions, for models with this
+    attention.
     """
     zero = torch.zeros((), dtype=torch.int64)
-    keys = torch.arange(1 << 19)  # behind any window in use: 262,144 are the most that are published
+    keys = torch.arange(
+        1 << 19
+    )  # behind any window in use: 262,144 are the most that are published
 
     def seen(query: Tensor, keys: Tensor) -> Tensor:
         shape = torch.broadcast_shapes(query.shape, keys.shape)
@@ -118,7 +157,9 @@ def described_mask(
     """First query that does not see the first key, 0 if all do."""
     shapes = {
         (reach, 0): lambda query: (keys <= query) & ((keys > query - reach) if reach else True),
-        (0, reach): lambda query: (keys <= query) & ((keys // reach == query // reach) if reach else True),
+        (0, reach): lambda query: (
+            (keys <= query) & ((keys // reach == query // reach) if reach else True)
+        ),
     }
     tried = (0, 1, 7, 100, reach - 1, reach, reach + 1, 2 * reach + 3, len(keys) - 1)
     queries = [query for query in tried if 0 <= query < len(keys)]
@@ -134,16 +175,27 @@ AttentionInterface.register(NAME, segment_attention)
 
 
 def _of_one_width(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """The three with as many channels a head, as fused kernels want them. Zeros add nothing to scores, nor to other values."""
+    """The three with as many channels a head, as fused kernels want them.
+
+    Zeros add nothing to scores, nor to other values.
+    """
     missing = query.shape[-1] - value.shape[-1]
     if missing > 0:
         return query, key, F.pad(value, (0, missing))
-    return (query, key, value) if missing == 0 else (F.pad(query, (0, -missing)), F.pad(key, (0, -missing)), value)
+    return (
+        (query, key, value)
+        if missing == 0
+        else (F.pad(query, (0, -missing)), F.pad(key, (0, -missing)), value)
+    )
 
 
 def _fits_kernel(query: Tensor) -> bool:
     """Whether a GPU's fused kernel for packed rows takes heads of this dtype and width."""
-    return query.dtype in (torch.bfloat16, torch.float16) and query.shape[-1] <= 256 and query.shape[-1] % 8 == 0
+    return (
+        query.dtype in (torch.bfloat16, torch.float16)
+        and query.shape[-1] <= 256
+        and query.shape[-1] % 8 == 0
+    )
 
 
 def _fused_kernel(query: Tensor, pattern: AttentionPattern) -> Kernel | None:
@@ -156,30 +208,42 @@ def _fused_kernel(query: Tensor, pattern: AttentionPattern) -> Kernel | None:
 
 
 def _of_padded_rows(query: Tensor) -> Tensor:
-    """The first token of each row's sample, and the end. The padding comes last, and is a part of it."""
+    """The first token of each row's sample, and the end.
+
+    The padding comes last, and is a part of it.
+    """
     rows, _, length, _ = query.shape
     return torch.arange(0, rows * length + 1, length, dtype=torch.int32, device=query.device)
 
 
 def _without_window(bounds: Bounds, window: int) -> bool:
-    """Whether no query is farther into its segment than it sees, and PyTorch's own attention can be called for each segment:
-    the compiler cannot follow lengths.
+    """Whether no query is farther into its segment than it sees, and PyTorch's own attention can be
+    called for each segment: the compiler cannot follow lengths.
     """
-    return not (CURRENT.packed and torch.compiler.is_compiling()) and (not window or bounds.longest <= window)
+    return not (CURRENT.packed and torch.compiler.is_compiling()) and (
+        not window or bounds.longest <= window
+    )
 
 
-def causal_segments(query: Tensor, key: Tensor, value: Tensor, starts: Tensor | None, scale: float) -> Tensor:
-    """Causal attention by PyTorch's own choice of kernel, segment by segment → [rows, length, heads, d]. For GPUs without a
-    kernel for packed rows, or that it does not fit, and for padded rows. `starts`: as in `Bounds`.
+def causal_segments(
+    query: Tensor, key: Tensor, value: Tensor, starts: Tensor | None, scale: float
+) -> Tensor:
+    """Causal attention by PyTorch's own choice of kernel, segment by segment → [rows, length,
+    heads, d]. For GPUs without a kernel for packed rows, or that it does not fit, and for padded
+    rows. `starts`: as in `Bounds`.
     """
     grouped = query.shape[1] != key.shape[1]
     lengths = [query.shape[2]] if starts is None else starts.diff().tolist()
     segments = zip(*(tensor.split(lengths, dim=2) for tensor in (query, key, value)), strict=True)
-    parts = [F.scaled_dot_product_attention(*own, is_causal=True, scale=scale, enable_gqa=grouped) for own in segments]
+    parts = [
+        F.scaled_dot_product_attention(*own, is_causal=True, scale=scale, enable_gqa=grouped)
+        for own in segments
+    ]
     return (parts[0] if len(parts) == 1 else torch.cat(parts, dim=2)).transpose(1, 2)
 
 
-# The operators ------------------------------------------------------------------------------------------------------------
+# The operators
+# ------------------------------------------------------------------------------
 
 
 @torch.library.custom_op("ft_service::attend", mutates_args=())
@@ -194,19 +258,24 @@ def attend(
     sinks: Tensor | None,
     chosen: Tensor | None,
 ) -> tuple[Tensor, Tensor]:
-    """query [rows, heads, length, d], key and value [rows, groups, length, d] → [rows, length, heads, d], in the query's dtype,
-    and the log-sums that the backward wants, fp32 [rows, heads, length]. The other arguments are the fields of an
-    `AttentionPattern`."""
+    """query [rows, heads, length, d], key and value [rows, groups, length, d] → [rows, length,
+    heads, d], in the query's dtype, and the log-sums that the backward wants, fp32 [rows, heads,
+    length]. The other arguments are the fields of an `AttentionPattern`.
+    """
     rows, heads, length, _ = query.shape
     out = query.new_empty(rows, length, heads, query.shape[-1])
     sums = query.new_zeros(rows, heads, length, dtype=torch.float32)
     shape = AttentionPattern(scale, window, softcap, sinks, chosen)
     for own, shape_of_own in _segments(starts, length, shape):
-        q, k, v = query[:, :, own], key[:, :, own], value[:, :, own]
+        q = query[:, :, own]
+        k = key[:, :, own]
+        v = value[:, :, own]
         if _by_kernel(q, shape_of_own):
             k, v = _for_kernel(k, v, heads)
             part, own_sums = _kernel(q, k, v, 0.0, True, scale=scale)
-            sums[:, :, own] = own_sums if shape.sinks is None else add_sinks(part, own_sums, shape.sinks)
+            sums[:, :, own] = (
+                own_sums if shape.sinks is None else add_sinks(part, own_sums, shape.sinks)
+            )
         else:
             part = scored(q, k, v, shape_of_own)
         out[:, own] = part.transpose(1, 2)
@@ -232,22 +301,39 @@ def _attend_grad(
     heads, length = query.shape[1:3]
     shape = AttentionPattern(scale, window, softcap, sinks, chosen)
     for own, shape_of_own in _segments(starts, length, shape):
-        q, k, v, g = query[:, :, own], key[:, :, own], value[:, :, own], grad[:, own].transpose(1, 2)
+        q = query[:, :, own]
+        k = key[:, :, own]
+        v = value[:, :, own]
+        g = grad[:, own].transpose(1, 2)
         if _by_kernel(q, shape_of_own):
             wide_k, wide_v = _for_kernel(k, v, heads)
-            parts = _kernel_grad(g, q, wide_k, wide_v, out[:, own].transpose(1, 2), sums[:, :, own], 0.0, True, scale=scale)
+            parts = _kernel_grad(
+                g,
+                q,
+                wide_k,
+                wide_v,
+                out[:, own].transpose(1, 2),
+                sums[:, :, own],
+                0.0,
+                True,
+                scale=scale,
+            )
         else:
             parts = scored_grad(g, q, k, v, shape_of_own)
         for all_of, part in zip(grads, parts, strict=True):
             groups = all_of.shape[1]
-            all_of[:, :, own] = part if part.shape[1] == groups else part.unflatten(1, (groups, -1)).sum(dim=2)
+            all_of[:, :, own] = (
+                part if part.shape[1] == groups else part.unflatten(1, (groups, -1)).sum(dim=2)
+            )
     return grads
 
 
 @attend.register_fake
 def _(query: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
     rows, heads, length, width = query.shape
-    return query.new_empty(rows, length, heads, width), query.new_empty(rows, heads, length, dtype=torch.float32)
+    return query.new_empty(rows, length, heads, width), query.new_empty(
+        rows, heads, length, dtype=torch.float32
+    )
 
 
 _attend_grad.register_fake(gradients_like)
@@ -255,7 +341,9 @@ _attend_grad.register_fake(gradients_like)
 
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
     query, key, value, starts, *rest = inputs
-    ctx.save_for_backward(query, key, value, *output, starts, *(r for r in rest if isinstance(r, Tensor)))
+    ctx.save_for_backward(
+        query, key, value, *output, starts, *(r for r in rest if isinstance(r, Tensor))
+    )
     ctx.rest = [None if isinstance(r, Tensor) else (r,) for r in rest]
     """Values that are not tensors, at their positions."""
     ctx.set_materialize_grads(False)
@@ -273,16 +361,25 @@ def _backward(ctx: Any, grad: Tensor | None, _: Tensor | None) -> tuple[Tensor |
 attend.register_autograd(_backward, setup_context=_setup_context)
 
 
-def _segments(starts: Tensor | None, length: int, shape: AttentionPattern) -> Iterator[tuple[slice, AttentionPattern]]:
-    """Each segment of a row of `length` tokens, and its attention: with the chosen keys of its queries, where it chooses."""
+def _segments(
+    starts: Tensor | None, length: int, shape: AttentionPattern
+) -> Iterator[tuple[slice, AttentionPattern]]:
+    """Each segment of a row of `length` tokens, and its attention: with the chosen keys of its
+    queries, where it chooses.
+    """
     places = [0, length] if starts is None else starts.tolist()
     assert places[-1] == length, "the segments are those of another micro-batch"
     for start, end in pairwise(places):
-        chosen = None if shape.chosen is None or end - start <= shape.chosen.shape[-1] else shape.chosen[:, start:end]
+        chosen = (
+            None
+            if shape.chosen is None or end - start <= shape.chosen.shape[-1]
+            else shape.chosen[:, start:end]
+        )
         yield slice(start, end), replace(shape, chosen=chosen)
 
 
-# One segment --------------------------------------------------------------------------------------------------------------
+# One segment
+# ------------------------------------------------------------------------------
 
 _kernel = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
 _kernel_grad = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
@@ -290,20 +387,27 @@ _kernel_grad = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backwa
 
 def _by_kernel(query: Tensor, shape: AttentionPattern) -> bool:
     """Return whether PyTorch's fused kernel for the CPU computes this attention."""
-    return shape.is_plain and query.device.type == "cpu" and (not shape.window or query.shape[2] <= shape.window)
+    return (
+        shape.is_plain
+        and query.device.type == "cpu"
+        and (not shape.window or query.shape[2] <= shape.window)
+    )
 
 
 def _for_kernel(key: Tensor, value: Tensor, heads: int) -> tuple[Tensor, Tensor]:
     """Keys and values as the kernel takes them: one a head where it knows no groups."""
     if key.shape[1] == heads or _kernel_knows_groups():
         return key, value
-    return tuple(tensor.repeat_interleave(heads // tensor.shape[1], dim=1) for tensor in (key, value))  # pyright: ignore[reportReturnType]
+    return tuple(
+        tensor.repeat_interleave(heads // tensor.shape[1], dim=1) for tensor in (key, value)
+    )  # pyright: ignore[reportReturnType]
 
 
 @lru_cache(maxsize=1)
 def _kernel_knows_groups() -> bool:
     """Whether heads may share keys and values, forward and backward; PyTorch's releases differ."""
-    query, shared = torch.ones(1, 2, 3, 8).tril(), torch.arange(24.0).view(1, 1, 3, 8) / 24
+    query = torch.ones(1, 2, 3, 8).tril()
+    shared = torch.arange(24.0).view(1, 1, 3, 8) / 24
     try:
         out, sums = _kernel(query, shared, shared, 0.0, True)
         one, _ = _kernel(query[:, :1], shared, shared, 0.0, True)

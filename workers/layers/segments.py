@@ -22,14 +22,20 @@ class Bounds:
     """Positions of the segments in a row."""
 
     starts: Tensor | None
-    """int32 [segments + 1], on the CPU: first token of each, and the end. None: a row is one segment."""
+    """int32 [segments + 1], on the CPU: first token of each, and the end.
+
+    None: a row is one segment.
+    """
     on_device: Tensor | None
     """The same where the model computes, as far as it is there."""
     longest: int
     """Tokens of the longest segment."""
     longest_given: Tensor | None = None
-    """The same as int32 [], on the CPU, of packed rows. Dynamo compiles a layer anew for each value of a number that stands
-    outside of it, and not for those of a tensor."""
+    """The same as int32 [], on the CPU, of packed rows.
+
+    Dynamo compiles a layer anew for each value of a number that stands outside of it, and not for
+    those of a tensor.
+    """
     kept: dict[Any, Any] = field(default_factory=dict, compare=False, repr=False)
     """What kernels make of it once for all layers."""
 
@@ -42,7 +48,9 @@ class Segments:
         self._cut: dict[int, Bounds] = {}
         """Segments by chunk size, computed by the first layer that needs them."""
         self._longer: dict[int, bool] = {}
-        """Whether the longest segment is longer than these numbers of tokens, which layers ask for."""
+        """Whether the longest segment is longer than these numbers of tokens, which layers ask
+        for.
+        """
         self.lengths: Sequence[int] = ()
         """Tokens of the sample in each padded row, as far as they are known."""
         self.fused = False
@@ -50,7 +58,9 @@ class Segments:
         self.choosing = False
         """While an indexer chooses keys: large scores, of which backward wants nothing."""
         self.faults: list[str] | None = None
-        """While it is tried whether an architecture can be trained this way: what stands against it."""
+        """While it is tried whether an architecture can be trained this way: what stands against
+        it.
+        """
 
     def use(
         self,
@@ -60,13 +70,17 @@ class Segments:
         lengths: Sequence[int] = (),
         device: torch.device | None = None,
     ) -> None:
-        """`starts`, `on_device`: as in `Bounds`; None: every row is one segment. `longest`: tokens of the longest segment.
-        `lengths`: of the samples of padded rows. `device`: of these; None: a processor.
+        """`starts`, `on_device`: as in `Bounds`; None: every row is one segment.
+
+        `longest`: tokens of the longest segment. `lengths`: of the samples of padded rows.
+        `device`: of these; None: a processor.
         """
         self.lengths = lengths
         where = device if on_device is None else on_device.device
         self.fused = where is not None and _has_kernel(where)
-        self._whole = None if starts is None else Bounds(starts, on_device, longest, _given(longest))
+        self._whole = (
+            None if starts is None else Bounds(starts, on_device, longest, _given(longest))
+        )
         self._cut = {}
         self._longer = {limit: longest > limit for limit in self._longer}
 
@@ -87,13 +101,20 @@ class Segments:
         return self._whole.on_device
 
     def bounds(self, length: int, chunk: int) -> Bounds:
-        """The segments of a row of `length` tokens, in layers that see `chunk` of them (0: all before a token)."""
+        """The segments of a row of `length` tokens, in layers that see `chunk` of them (0: all
+        before a token).
+        """
         cut = chunk > 0 and self.has_longer(length, chunk)
         if self._whole is None:
             if not cut:
                 return Bounds(None, None, length)
-            # A range of Python would make a number of the length, and the compiler a variant of the layer for each.
-            return Bounds(torch.arange(0, length + chunk, chunk, dtype=torch.int32).clamp(max=length), None, chunk)
+            # A range of Python would make a number of the length, and the compiler a variant of the
+            # layer for each.
+            return Bounds(
+                torch.arange(0, length + chunk, chunk, dtype=torch.int32).clamp(max=length),
+                None,
+                chunk,
+            )
         if not cut:
             return self._whole
         if chunk not in self._cut:
@@ -103,7 +124,8 @@ class Segments:
     def has_longer(self, length: int, limit: int) -> bool:
         """Whether any segment of a row of `length` tokens has more than `limit` tokens.
 
-        A compiled layer is specialised on this answer, from the second micro-batch on, and not on the number of tokens.
+        A compiled layer is specialised on this answer, from the second micro-batch on, and not on
+        the number of tokens.
         """
         if self._whole is None:
             return length > limit
@@ -121,16 +143,20 @@ CURRENT = Segments()
 
 
 def chunk_in(config: Any) -> int:
-    """Tokens of the parts of a sample that do not see each other, in some layers of a decoder; 0: no layer cuts samples."""
+    """Tokens of the parts of a sample that do not see each other, in some layers of a decoder; 0:
+    no layer cuts samples.
+    """
     return config.attention_chunk_size if _CHUNKED in _kinds(config) else 0
 
 
 def tell_chunks(model: nn.Module) -> None:
-    """Tell every attention of a model the same for itself, by its place among the layers. If it looked at its place while it
-    computes, each layer would be compiled by itself.
+    """Tell every attention of a model the same for itself, by its place among the layers.
+
+    If it looked at its place while it computes, each layer would be compiled by itself.
     """
     for module in model.modules():
-        config, index = getattr(module, "config", None), getattr(module, "layer_idx", None)
+        config = getattr(module, "config", None)
+        index = getattr(module, "layer_idx", None)
         kinds = _kinds(config)
         if index is not None and index < len(kinds) and kinds[index] == _CHUNKED:
             setattr(module, _CHUNK, chunk_in(config))
@@ -149,10 +175,13 @@ def _kinds(config: object) -> Sequence[str]:
 def tempered(module: nn.Module, query: Tensor) -> Tensor:
     """Queries [rows, heads, length, d] with the temperature of their place in their own sample.
 
-    Llama 4 makes queries longer the farther they stand in the row, in layers without rotation: 1 + attn_scale * log(1 +
-    floor((place + 1) / floor_scale)). Which is that of a place in the sample in padded rows only.
+    Llama 4 makes queries longer the farther they stand in the row, in layers without rotation: 1 +
+    attn_scale * log(1 + floor((place + 1) / floor_scale)). Which is that of a place in the sample
+    in padded rows only.
     """
-    if not (CURRENT.packed and getattr(module, "attn_temperature_tuning", False)) or getattr(module, "use_rope", True):
+    if not (CURRENT.packed and getattr(module, "attn_temperature_tuning", False)) or getattr(
+        module, "use_rope", True
+    ):
         return query
     row = torch.arange(query.shape[2], device=query.device)
     starts = CURRENT.starts if query.device.type == "cpu" else CURRENT.on_device
@@ -162,7 +191,10 @@ def tempered(module: nn.Module, query: Tensor) -> Tensor:
 
 
 def _temperature(module: Any, places: Tensor) -> Tensor:
-    return torch.log1p(torch.floor((places.float() + 1.0) / module.floor_scale)) * module.attn_scale + 1.0
+    return (
+        torch.log1p(torch.floor((places.float() + 1.0) / module.floor_scale)) * module.attn_scale
+        + 1.0
+    )
 
 
 def _cut(starts: Tensor, on_device: Tensor | None, chunk: int) -> Bounds:
@@ -174,5 +206,7 @@ def _cut(starts: Tensor, on_device: Tensor | None, chunk: int) -> Bounds:
 
 
 def _has_kernel(device: torch.device) -> bool:
-    """Whether PyTorch has a fused kernel for segments on a device, which computes there what it should."""
+    """Whether PyTorch has a fused kernel for segments on a device, which computes there what it
+    should.
+    """
     return packed_attention.KERNEL.on(device) is not None

@@ -1,1 +1,3 @@
-"""The model: built on meta, its frozen linears in their storage formats, adapters by PEFT, weights read row by row."""
+"""The model: built on meta, its frozen linears in their storage formats, adapters by PEFT, weights
+read row by row.
+"""

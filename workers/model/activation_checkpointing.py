@@ -1,7 +1,8 @@
-"""Activation checkpointing of decoder layers: what backward needs of a layer is computed again instead of kept.
+"""Activation checkpointing of decoder layers: what backward needs of a layer is computed again
+instead of kept.
 
-A layer's `forward` is replaced, not its module: parameter names stay as they are, and FSDP2's hooks stay outside, so that a
-layer is gathered once for its recomputation and its backward together.
+A layer's `forward` is replaced, not its module: parameter names stay as they are, and FSDP2's hooks
+stay outside, so that a layer is gathered once for its recomputation and its backward together.
 """
 
 from __future__ import annotations
@@ -16,7 +17,11 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
-from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
+from torch.utils.checkpoint import (
+    CheckpointPolicy,
+    checkpoint,
+    create_selective_checkpoint_contexts,
+)
 
 from workers.layers.segments import CURRENT
 from workers.patches.forward import replace_forward
@@ -39,19 +44,28 @@ KEPT_NAMESPACE = "ft_service"
 
 
 def checkpoint_activations(
-    layers: Iterable[nn.Module], mode: Literal["none", "full", "selective"], adapter_rank: int, *, compiled: bool = False
+    layers: Iterable[nn.Module],
+    mode: Literal["none", "full", "selective"],
+    adapter_rank: int,
+    *,
+    compiled: bool = False,
 ) -> None:
-    """Replace the layers' forward, in place. "full" keeps only a layer's input; "selective" also what is costly to recompute.
+    """Replace the layers' forward, in place.
 
-    `adapter_rank`: r of the adapters. The product with B sums over no more than r numbers: it is as large as the frozen
-    product next to it and costs next to nothing to compute again. `compiled`: whether the layers will be compiled.
+    "full" keeps only a layer's input; "selective" also what is costly to recompute.
+
+    `adapter_rank`: r of the adapters. The product with B sums over no more than r numbers: it is as
+    large as the frozen product next to it and costs next to nothing to compute again. `compiled`:
+    whether the layers will be compiled.
     """
     if mode == "none":
         return
     contexts: dict[str, Any] = {}
     if mode == "selective":
         costly = partial(_is_costly, adapter_rank)
-        contexts["context_fn"] = _contexts_for_compiling(costly) if compiled else partial(_contexts, costly)
+        contexts["context_fn"] = (
+            _contexts_for_compiling(costly) if compiled else partial(_contexts, costly)
+        )
     for layer in layers:
         replace_forward(layer, partial(checkpoint, layer.forward, use_reentrant=False, **contexts))
 
@@ -69,10 +83,14 @@ def _is_costly(cheap: int, func: Any, args: Sequence[Any]) -> bool:
 
 
 def _contexts_for_compiling(costly: Costly) -> Callable[[], tuple[Any, Any]]:
-    """A plain function: of a partial one Dynamo takes the numbers inside for variable ones, and refuses it."""
+    """A plain function: of a partial one Dynamo takes the numbers inside for variable ones, and
+    refuses it.
+    """
 
     def policy(context: Any, func: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
-        return CheckpointPolicy.MUST_SAVE if costly(func, args) else CheckpointPolicy.PREFER_RECOMPUTE
+        return (
+            CheckpointPolicy.MUST_SAVE if costly(func, args) else CheckpointPolicy.PREFER_RECOMPUTE
+        )
 
     def contexts() -> tuple[Any, Any]:
         return create_selective_checkpoint_contexts(policy)
@@ -91,7 +109,9 @@ class _Kept:
 
     func: Any
     made: Any
-    """What it returned. None: something was written into that later, so that it is to be made again."""
+    """What it returned. None: something was written into that later, so that it is to be made
+    again.
+    """
 
     def shares(self, memory: set[int]) -> bool:
         """Whether what it returned lies in one of these pieces of memory (`_memory`)."""
@@ -101,13 +121,15 @@ class _Kept:
 class _Keeping(TorchDispatchMode):
     """Around a forward: puts what costly operators make into `kept`.
 
-    PyTorch's own pair of modes counts every operator, and raises an error where the second forward runs others than the first:
-    FSDP2's, where groups lie within a layer, since some of these are gathered still or again.
+    PyTorch's own pair of modes counts every operator, and raises an error where the second forward
+    runs others than the first: FSDP2's, where groups lie within a layer, since some of these are
+    gathered still or again.
     """
 
     def __init__(self, costly: Costly, kept: deque[_Kept]) -> None:
         super().__init__()
-        self._costly, self._kept = costly, kept
+        self._costly = costly
+        self._kept = kept
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         made = func(*args, **(kwargs or {}))
@@ -118,7 +140,9 @@ class _Keeping(TorchDispatchMode):
         return made
 
     def _forget(self, memory: set[int]) -> None:
-        """Keep nothing that lies in memory that was written: Gemma 3n adds to what a product has returned."""
+        """Keep nothing that lies in memory that was written: Gemma 3n adds to what a product has
+        returned.
+        """
         for own in self._kept:
             if own.shares(memory):
                 own.made = None
@@ -133,7 +157,8 @@ class _Recalling(_Keeping):
         own = self._kept.popleft() if self._kept else _Kept(None, None)
         if own.func is not func:
             raise RuntimeError(
-                f"{func} is computed again where the first forward had {own.func}: the layer is not deterministic."
+                f"{func} is computed again where the first forward had {own.func}: the layer is "
+                "not deterministic."
             )
         return func(*args, **(kwargs or {})) if own.made is None else own.made
 
@@ -141,7 +166,9 @@ class _Recalling(_Keeping):
 def _written(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Any]:
     """The arguments that an operator writes into."""
     parameters = func._schema.arguments
-    given = {parameter.name: value for parameter, value in zip(parameters, args, strict=False)} | dict(kwargs)
+    given = {
+        parameter.name: value for parameter, value in zip(parameters, args, strict=False)
+    } | dict(kwargs)
     return [given.get(parameter.name) for parameter in parameters if parameter.is_write]
 
 

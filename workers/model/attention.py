@@ -20,7 +20,8 @@ _OWN_MASK = "prepare_dynamic_mask"
 
 
 def takes_segments(config: PreTrainedConfig, model: type) -> bool:
-    """Whether the layers of a text decoder that mix tokens can be made to stay within segments, as far as it says.
+    """Whether the layers of a text decoder that mix tokens can be made to stay within segments, as
+    far as it says.
 
     `model`: its class.
     """
@@ -28,11 +29,15 @@ def takes_segments(config: PreTrainedConfig, model: type) -> bool:
 
 
 def why_padded(config: PreTrainedConfig, model: Any) -> str | None:
-    """The reason why samples of a text decoder cannot be packed, as far as its class says. None: it names no such reason.
+    """The reason why samples of a text decoder cannot be packed, as far as its class says.
+
+    None: it names no such reason.
 
     `model`: its class, or one derived from it.
     """
-    model = next(own for own in model.__mro__ if not own.__module__.startswith("torch."))  # FSDP2 derives classes
+    model = next(
+        own for own in model.__mro__ if not own.__module__.startswith("torch.")
+    )  # FSDP2 derives classes
     names = vars(sys.modules[model.__module__])
     own_attention = f"the attention of {config.model_type} cannot be replaced"
     if any(hasattr(value, _OWN_MASK) for value in names.values()):
@@ -47,12 +52,17 @@ def why_padded(config: PreTrainedConfig, model: Any) -> str | None:
     else:
         replaceable = bool(getattr(model, "_supports_attention_backend", False))
     if unknown:
-        return f"{config.model_type} has layers that cannot be kept within packed samples ({', '.join(sorted(unknown))})"
+        return (
+            f"{config.model_type} has layers that cannot be kept within packed samples "
+            f"({', '.join(sorted(unknown))})"
+        )
     return None if replaceable else own_attention
 
 
 def mixes_otherwise(model: type) -> bool:
-    """Whether layers of an architecture mix tokens otherwise than by attention, in ways that are known here."""
+    """Whether layers of an architecture mix tokens otherwise than by attention, in ways that are
+    known here.
+    """
     return segment_mixers.are_known(model)
 
 
@@ -63,8 +73,8 @@ def chooses_keys(model: type) -> bool:
 
 
 def stay_within_segments(model: nn.Module) -> None:
-    """Let every layer of a model that looks at several tokens take each sample of the current micro-batch separately, as far as
-    such layers are known here.
+    """Let every layer of a model that looks at several tokens take each sample of the current
+    micro-batch separately, as far as such layers are known here.
     """
     segments.tell_chunks(model)
     segment_mixers.use_segments(model)
@@ -73,12 +83,16 @@ def stay_within_segments(model: nn.Module) -> None:
 
 
 def stock_attention(config: PreTrainedConfig) -> str | None:
-    """transformers' own attention. None: the architecture's choice (sdpa where it can), but sdpa ignores soft capping without
-    a word.
+    """transformers' own attention.
+
+    None: the architecture's choice (sdpa where it can), but sdpa ignores soft capping without a
+    word.
     """
     return "eager" if getattr(config, "attn_logit_softcapping", None) else None
 
 
 def own_attention(decoder: Any) -> str:
     """The same by its name, for a model that has another one."""
-    return stock_attention(decoder.config) or ("sdpa" if getattr(decoder, "_supports_sdpa", False) else "eager")
+    return stock_attention(decoder.config) or (
+        "sdpa" if getattr(decoder, "_supports_sdpa", False) else "eager"
+    )

@@ -1,4 +1,6 @@
-"""Buffers that no file of a base holds: rotary frequencies, embedding scales and the like, by the architecture's own rules."""
+"""Buffers that no file of a base holds: rotary frequencies, embedding scales and the like, by the
+architecture's own rules.
+"""
 
 from __future__ import annotations
 
@@ -12,16 +14,20 @@ from ft_service.errors import SpecError
 from workers.model.multimodal import text_decoder
 
 STORAGE_DTYPE = torch.bfloat16
-"""What frozen weights without a quantised format are stored in, and the face dtype of the quantised ones."""
+"""What frozen weights without a quantised format are stored in, and the face dtype of the quantised
+ones.
+"""
 
 
-def restore_buffers(model: PreTrainedModel, device: torch.device, compute_dtype: torch.dtype) -> None:
-    """Compute the buffers that no file of the base holds (rotary frequencies, embedding scales) by the architecture's own
-    rules.
+def restore_buffers(
+    model: PreTrainedModel, device: torch.device, compute_dtype: torch.dtype
+) -> None:
+    """Compute the buffers that no file of the base holds (rotary frequencies, embedding scales) by
+    the architecture's own rules.
 
-    Parameters are still on meta, where initialising is free, so each module's initialiser can be called as it is. A buffer in
-    the storage dtype gets the dtype that it would have in a model loaded for `compute_dtype`. Raises SpecError for one that no
-    rule computes.
+    Parameters are still on meta, where initialising is free, so each module's initialiser can be
+    called as it is. A buffer in the storage dtype gets the dtype that it would have in a model
+    loaded for `compute_dtype`. Raises SpecError for one that no rule computes.
     """
     computed: dict[str, Tensor] = {}
     owners = list(with_owners(model, model))
@@ -33,15 +39,20 @@ def restore_buffers(model: PreTrainedModel, device: torch.device, compute_dtype:
                 dtype = compute_dtype if buffer.dtype == STORAGE_DTYPE else buffer.dtype
                 empty = torch.empty_like(buffer, dtype=dtype, device=device)
                 module._buffers[name] = computed[f"{names[id(module)]}.{name}"] = poisoned(empty)
-    inside = set(text_decoder(model).modules())  # what lies around a decoder lacks what its initialiser fills
+    inside = set(
+        text_decoder(model).modules()
+    )  # what lies around a decoder lacks what its initialiser fills
     for module, owner in owners:
-        fills = isinstance(module, PreTrainedModel) and module in inside  # some models fill the buffers of their layers
+        fills = (
+            isinstance(module, PreTrainedModel) and module in inside
+        )  # some models fill the buffers of their layers
         if module._non_persistent_buffers_set or fills:
             owner._init_weights(module)
     left = [name for name, buffer in computed.items() if is_poisoned(buffer)]
     if left:
         raise SpecError(
-            f"The base is a {model.config.model_type} model, of which nothing says how {left[0]} is computed, a buffer that no "
+            f"The base is a {model.config.model_type} model, of which nothing says how {left[0]} "
+            "is computed, a buffer that no "
             "file holds: not supported.",
             param="model",
         )
@@ -61,8 +72,12 @@ def is_poisoned(buffer: Tensor) -> bool:
     return buffer.dtype != torch.bool and bool((buffer == torch.iinfo(buffer.dtype).min).any())
 
 
-def with_owners(module: nn.Module, owner: PreTrainedModel) -> Iterator[tuple[nn.Module, PreTrainedModel]]:
-    """Every module, and the innermost model of transformers that it is part of, whose rules it is initialised by."""
+def with_owners(
+    module: nn.Module, owner: PreTrainedModel
+) -> Iterator[tuple[nn.Module, PreTrainedModel]]:
+    """Every module, and the innermost model of transformers that it is part of, whose rules it is
+    initialised by.
+    """
     owner = module if isinstance(module, PreTrainedModel) else owner
     yield module, owner
     for child in module.children():

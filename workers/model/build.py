@@ -1,4 +1,7 @@
-"""The model on meta: architecture from the Hugging Face config, storage formats, adapters. No weight is touched here."""
+"""The model on meta: architecture from the Hugging Face config, storage formats, adapters.
+
+No weight is touched here.
+"""
 
 from __future__ import annotations
 
@@ -31,12 +34,26 @@ from workers.model.buffers import STORAGE_DTYPE, restore_buffers
 from workers.model.head import set_works_in_chunks
 from workers.model.joint_linears import join
 from workers.model.lora import add_adapters
-from workers.model.multimodal import causal_class, decoder_layers, has_cross_attention, is_of_several, text_decoder, text_only
+from workers.model.multimodal import (
+    causal_class,
+    decoder_layers,
+    has_cross_attention,
+    is_of_several,
+    text_decoder,
+    text_only,
+)
 from workers.model.precision import choose_products, formats_of_base, precision_map, swap
 from workers.model.probes import Probed, probe
 from workers.model.products import products
 from workers.model.special_types import INPUT_SCALED_EXPERTS
-from workers.model.tunable import READS_ENCODER, no_model, not_causal, refuse_numbers, refuse_untunable, wrong_value
+from workers.model.tunable import (
+    READS_ENCODER,
+    no_model,
+    not_causal,
+    refuse_numbers,
+    refuse_untunable,
+    wrong_value,
+)
 from workers.model.whole_modules import compute_in
 from workers.patches.fused_layers import fuse
 from workers.patches.plain_linears import make_linears_plain
@@ -68,8 +85,9 @@ class BuiltModel:
     layers: list[nn.Module]
     """The decoder layers, in order: the units of sharding."""
     formats: Mapping[str, WeightFormat]
-    """Base module name → format of its weight: every linear layer and every stack of experts of the decoder layers, and linear
-    layers elsewhere that the base holds quantised."""
+    """Base module name → format of its weight: every linear layer and every stack of experts of the
+    decoder layers, and linear layers elsewhere that the base holds quantised.
+    """
     arithmetic: Arithmetic = Arithmetic()
     """How the layers compute."""
     loaded: Loaded | None = None
@@ -78,7 +96,10 @@ class BuiltModel:
 
 @dataclass(frozen=True)
 class BuiltBase:
-    """A base on meta (buffers excepted) in its storage formats, without adapters. The fields are those of `BuiltModel`."""
+    """A base on meta (buffers excepted) in its storage formats, without adapters.
+
+    The fields are those of `BuiltModel`.
+    """
 
     model: PreTrainedModel
     layers: list[nn.Module]
@@ -88,14 +109,20 @@ class BuiltBase:
 
 
 def build(spec: JobSpec, device: torch.device, probed: Probed | None = None) -> BuiltModel:
-    """Config → modules → storage formats → adapters. Raises SpecError naming the option that does not fit the model.
+    """Config → modules → storage formats → adapters.
+
+    Raises SpecError naming the option that does not fit the model.
 
     `probed`: what is known of the base; None: it is probed here, which takes seconds.
     """
     base = build_base(spec, device, probed)
     not_adapted = base.probed.not_adapted
-    peft_model = add_adapters(base.model, spec.lora, shared_experts=spec.shared_experts, not_adapted=not_adapted)
-    if not isinstance(spec.distributed.wrap, WrapBySize):  # by which layers of a module are gathered apart
+    peft_model = add_adapters(
+        base.model, spec.lora, shared_experts=spec.shared_experts, not_adapted=not_adapted
+    )
+    if not isinstance(
+        spec.distributed.wrap, WrapBySize
+    ):  # by which layers of a module are gathered apart
         join(base.model)
     compute_in(base.model, COMPUTE_DTYPE[spec.precision.compute])
     if spec.training.neftune_noise_alpha is not None:
@@ -104,7 +131,9 @@ def build(spec: JobSpec, device: torch.device, probed: Probed | None = None) -> 
 
 
 def build_base(spec: JobSpec, device: torch.device, probed: Probed | None = None) -> BuiltBase:
-    """`build` without adapters: what jobs have in common that train on one base in one precision."""
+    """`build` without adapters: what jobs have in common that train on one base in one
+    precision.
+    """
     base = base_on_meta(spec.model.path)
     probed = probed or probe(base)
     restore_buffers(base, device, COMPUTE_DTYPE[spec.precision.compute])
@@ -121,7 +150,9 @@ def build_base(spec: JobSpec, device: torch.device, probed: Probed | None = None
 
 
 def choose_arithmetic(base: nn.Module, spec: JobSpec, device: torch.device) -> Arithmetic:
-    """Let a base's layers compute in the way that is fastest on a device, as far as the spec allows it."""
+    """Let a base's layers compute in the way that is fastest on a device, as far as the spec allows
+    it.
+    """
     compute = COMPUTE_DTYPE[spec.precision.compute]
     DeterministicAttention.wanted = spec.precision.deterministic_attention
     products = choose_products(base, spec.precision, compute, device)
@@ -141,10 +172,13 @@ def _slow_bf16(compute: torch.dtype, device: torch.device) -> str | None:
 
 
 def base_on_meta(path: str) -> PreTrainedModel:
-    """The architecture that `path`/config.json describes, every tensor on meta. Code from the folder is never run.
+    """The architecture that `path`/config.json describes, every tensor on meta.
 
-    Of a base made of several models it is the published class with its text decoder alone. Raises SpecError for anything else
-    than a causal language model of transformers, and for values that no model can be built with.
+    Code from the folder is never run.
+
+    Of a base made of several models it is the published class with its text decoder alone. Raises
+    SpecError for anything else than a causal language model of transformers, and for values that no
+    model can be built with.
     """
     config = _config(path)
     try:
@@ -157,7 +191,9 @@ def base_on_meta(path: str) -> PreTrainedModel:
 
 def _on_meta(config: PreTrainedConfig) -> PreTrainedModel:
     if getattr(config, "quantization_config", None) is not None:
-        delattr(config, "quantization_config")  # the modules are those of a plain base; see `formats_of_base`
+        delattr(
+            config, "quantization_config"
+        )  # the modules are those of a plain base; see `formats_of_base`
     text = config.get_text_config(decoder=True)
     refuse_untunable(config)
     for part in (config, text):
@@ -192,17 +228,24 @@ def _from_several(config: PreTrainedConfig) -> PreTrainedModel:
     """The text part of a config of several models, with the attention that suits that part."""
     model = text_only(config, STORAGE_DTYPE)
     decoder = text_decoder(model)
-    attention = SEGMENTS if takes_segments(decoder.config, type(decoder)) else stock_attention(decoder.config)
+    attention = (
+        SEGMENTS
+        if takes_segments(decoder.config, type(decoder))
+        else stock_attention(decoder.config)
+    )
     if attention is not None:
         decoder.set_attn_implementation(attention)
     return model
 
 
 def _keep_in_fp32(model: PreTrainedModel) -> None:
-    """Put the parameters into fp32 that transformers loads in fp32 whatever dtype a model is asked for, by its own rule: those
-    whose names its classes list. Routers are among them, which choose other experts once they are rounded.
+    """Put the parameters into fp32 that transformers loads in fp32 whatever dtype a model is asked
+    for, by its own rule: those whose names its classes list. Routers are among them, which choose
+    other experts once they are rounded.
     """
-    patterns = [re.compile(name.replace("*", ".*")) for name in model._keep_in_fp32_modules_strict or ()]
+    patterns = [
+        re.compile(name.replace("*", ".*")) for name in model._keep_in_fp32_modules_strict or ()
+    ]
     for name, parameter in model.named_parameters():
         if any(pattern.search(name) for pattern in patterns):
             parameter.data = parameter.data.float()
@@ -215,8 +258,8 @@ def _shares_weights(layers: list[nn.Module]) -> bool:
 
 
 def token_rows(path: str) -> int | None:
-    """The number of rows of the embedding by `path`/config.json, to which loading holds the weights. None: config.json does not
-    say.
+    """The number of rows of the embedding by `path`/config.json, to which loading holds the
+    weights. None: config.json does not say.
 
     Raises SpecError for a config that transformers does not know.
     """
@@ -229,17 +272,22 @@ def _config(path: str) -> PreTrainedConfig:
     given = read_config(Path(path))
     refuse_numbers(given)
     kind = given.get("model_type")
-    if isinstance(kind, str) and kind not in CONFIG_MAPPING:  # its own words say to install what may be too new for us
+    if (
+        isinstance(kind, str) and kind not in CONFIG_MAPPING
+    ):  # its own words say to install what may be too new for us
         raise SpecError(
-            f"The base is a {kind[:80]} model, a type that transformers {__version__}, installed where the workers run, does "
-            "not know. A later one may: pip install --upgrade transformers 'ft-service[workers]' takes the latest that works.",
+            f"The base is a {kind[:80]} model, a type that transformers {__version__}, installed "
+            "where the workers run, does "
+            "not know. A later one may: pip install --upgrade transformers 'ft-service[workers]' "
+            "takes the latest that works.",
             param="model",
         )
     try:
         return AutoConfig.from_pretrained(path, local_files_only=True, trust_remote_code=False)
     except ValueError as error:
         raise SpecError(
-            f"The base in {path} has a config.json that transformers does not know: {error}", param="model"
+            f"The base in {path} has a config.json that transformers does not know: {error}",
+            param="model",
         ) from None
     except Exception as error:
         raise _wrong_type(given, error) or _unusable(path, error) from None
@@ -250,7 +298,11 @@ def _wrong_type(given: Mapping[str, Any], error: Exception) -> SpecError | None:
     words = str(error)
     field = words.partition("'")[2].partition("'")[0]
     types = " or ".join(dict.fromkeys(re.findall(r"expected (\w+), got", words)))
-    if not isinstance(error, StrictDataclassFieldValidationError) or field not in given or not types:
+    if (
+        not isinstance(error, StrictDataclassFieldValidationError)
+        or field not in given
+        or not types
+    ):
         return None
     return no_model(field, given[field], f"it must be {types}")
 
@@ -258,29 +310,40 @@ def _wrong_type(given: Mapping[str, Any], error: Exception) -> SpecError | None:
 def _unusable(path: str, error: Exception) -> SpecError:
     said = " ".join(str(error).split())[:300]
     return SpecError(
-        f"The base in {path} has a config.json that makes no model ({type(error).__name__}: {said}). Compare it with the one "
+        f"The base in {path} has a config.json that makes no model ({type(error).__name__}: "
+        f"{said}). Compare it with the one "
         "that the base was published with.",
         param="model",
     )
 
 
 def balance_note(path: str) -> str | None:
-    """What is to be said of the balance loss of a base's routers. None: its config.json asks for none."""
+    """What is to be said of the balance loss of a base's routers.
+
+    None: its config.json asks for none.
+    """
     text = _config(path).get_text_config(decoder=True)
     if not getattr(text, "output_router_logits", False):
         return None
     return (
-        "The base's config.json asks for the routers' balance loss (output_router_logits, router_aux_loss_coef). It is no part "
+        "The base's config.json asks for the routers' balance loss (output_router_logits, "
+        "router_aux_loss_coef). It is no part "
         "of the loss here: routers are frozen, and the loss is that of the target tokens alone."
     )
 
 
 def _without_noise(config: PreTrainedConfig) -> None:
-    """A config without dropout and router noise in the frozen base: they draw from a rank's own generator, and a resume on
-    another number of ranks would train another model.
+    """A config without dropout and router noise in the frozen base: they draw from a rank's own
+    generator, and a resume on another number of ranks would train another model.
     """
     for name, value in config.to_dict().items():
-        if isinstance(value, float) and any(word in name for word in ("dropout", "pdrop", "jitter", "layerdrop")):
+        if isinstance(value, float) and any(
+            word in name for word in ("dropout", "pdrop", "jitter", "layerdrop")
+        ):
             setattr(config, name, 0.0)
-    if getattr(config, "altup_coef_clip", None) is not None:  # in training alone, and past the layers: none is frozen so
-        set_unchecked(config, "altup_coef_clip", None)  # the config checks what it is set to, and its class knows None
+    if (
+        getattr(config, "altup_coef_clip", None) is not None
+    ):  # in training alone, and past the layers: none is frozen so
+        set_unchecked(
+            config, "altup_coef_clip", None
+        )  # the config checks what it is set to, and its class knows None

@@ -1,16 +1,19 @@
-"""The loss, or the targets' log-probabilities, inside the output head: a few tokens' logits at a time, and only of tokens that
-have a target.
+"""The loss, or the targets' log-probabilities, inside the output head: a few tokens' logits at a
+time, and only of tokens that have a target.
 
-The logits of all tokens and their gradient would be the largest tensors of a step, 12 bytes per token and word. But the
-gradients of the head's input, and of its weights if they are trained (`lora.modules_to_save`), are known as soon as a token's
-logits are. So a chunk's logits are made, turned into these and thrown away; only [targets, hidden] stays, and fp32 sums in the
-shape of what is trained.
+The logits of all tokens and their gradient would be the largest tensors of a step, 12 bytes per
+token and word. But the gradients of the head's input, and of its weights if they are trained
+(`lora.modules_to_save`), are known as soon as a token's logits are. So a chunk's logits are made,
+turned into these and thrown away; only [targets, hidden] stays, and fp32 sums in the shape of what
+is trained.
 
-The same holds for log-probabilities of which the loss is taken outside: a token's changes nothing but its own, so that its
-gradient is kept as it is for a loss that grows as it does, and scaled once the true one is known. Weights add up all tokens, so
-that with trained ones the backward makes the logits again.
+The same holds for log-probabilities of which the loss is taken outside: a token's changes nothing
+but its own, so that its gradient is kept as it is for a loss that grows as it does, and scaled once
+the true one is known. Weights add up all tokens, so that with trained ones the backward makes the
+logits again.
 
-The model runs as usual, so that FSDP2's hooks see what they expect; the head returns the loss in place of logits.
+The model runs as usual, so that FSDP2's hooks see what they expect; the head returns the loss in
+place of logits.
 """
 
 from __future__ import annotations
@@ -44,18 +47,25 @@ class Losses:
 
 
 def works_in_chunks(model: PreTrainedModel) -> bool:
-    """Whether the loss is taken inside the model's head, as `set_works_in_chunks` said; else on the logits as a whole."""
+    """Whether the loss is taken inside the model's head, as `set_works_in_chunks` said; else on the
+    logits as a whole.
+    """
     return getattr(model, _IN_CHUNKS, False)
 
 
 def set_works_in_chunks(model: PreTrainedModel, value: bool) -> None:
-    """Say whether the head is the last that the model does, but for a cap that is known (workers/model/probes.py finds out)."""
+    """Say whether the head is the last that the model does, but for a cap that is known
+    (workers/model/probes.py finds out).
+    """
     object.__setattr__(model, _IN_CHUNKS, value)
 
 
 @contextmanager
-def loss_in_head(model: PreTrainedModel, places: Tensor, targets: Tensor, scale: float) -> Iterator[list[Losses]]:
-    """While it is entered, a forward's `logits` are the sum of cross entropies times `scale`, and the list takes the sums.
+def loss_in_head(
+    model: PreTrainedModel, places: Tensor, targets: Tensor, scale: float
+) -> Iterator[list[Losses]]:
+    """While it is entered, a forward's `logits` are the sum of cross entropies times `scale`, and
+    the list takes the sums.
 
     `places`, `targets`: int64 [targets], as in a `Batch`.
     """
@@ -75,15 +85,18 @@ def loss_in_head(model: PreTrainedModel, places: Tensor, targets: Tensor, scale:
 def log_probabilities_in_head(
     model: PreTrainedModel, places: Tensor, targets: Tensor, temperature: float = 1.0
 ) -> Iterator[list[Tensor]]:
-    """While it is entered, a forward's `logits` are the log-probabilities of the targets, fp32 [targets], and the list takes
-    which of them were the most likely token, bool [targets].
+    """While it is entered, a forward's `logits` are the log-probabilities of the targets, fp32
+    [targets], and the list takes which of them were the most likely token, bool [targets].
 
-    `places`, `targets`: int64 [targets], as in a `Batch`. `temperature`: what the logits are divided by.
+    `places`, `targets`: int64 [targets], as in a `Batch`. `temperature`: what the logits are
+    divided by.
     """
     likeliest: list[Tensor] = []
 
     def forward(own: Tensor, head: _Head) -> Tensor:
-        made = _HeadLogProbabilities.apply(own, head.weight, head.bias, targets, head.cap, temperature)
+        made = _HeadLogProbabilities.apply(
+            own, head.weight, head.bias, targets, head.cap, temperature
+        )
         logs, correct = made  # pyright: ignore[reportGeneralTypeIssues]
         likeliest.append(correct)
         return logs
@@ -94,8 +107,9 @@ def log_probabilities_in_head(
 
 @contextmanager
 def logits_in_head(model: PreTrainedModel, places: Tensor) -> Iterator[None]:
-    """While it is entered, a forward's `logits` are those at these places alone, [places, words]. `places`: int64, as in a
-    `Batch`.
+    """While it is entered, a forward's `logits` are those at these places alone, [places, words].
+
+    `places`: int64, as in a `Batch`.
     """
 
     def forward(own: Tensor, head: _Head) -> Tensor:
@@ -107,8 +121,12 @@ def logits_in_head(model: PreTrainedModel, places: Tensor) -> Iterator[None]:
 
 
 @contextmanager
-def _in_head(model: PreTrainedModel, places: Tensor, act: Callable[[Tensor, _Head], Tensor]) -> Iterator[None]:
-    """While it is entered, the head returns what `act` makes of the hidden states [places, hidden] and its own weights."""
+def _in_head(
+    model: PreTrainedModel, places: Tensor, act: Callable[[Tensor, _Head], Tensor]
+) -> Iterator[None]:
+    """While it is entered, the head returns what `act` makes of the hidden states [places, hidden]
+    and its own weights.
+    """
     head: Any = model.get_output_embeddings()
     config = text_decoder(model).config
     cap = getattr(config, CAP, None)
@@ -133,7 +151,9 @@ class _Gradients:
     """[words] fp32."""
 
     @classmethod
-    def of(cls, needed: Sequence[bool], hidden: Tensor, weight: Tensor, bias: Tensor | None) -> _Gradients:
+    def of(
+        cls, needed: Sequence[bool], hidden: Tensor, weight: Tensor, bias: Tensor | None
+    ) -> _Gradients:
         """Zero sums. `needed`: whether hidden, weight and bias need a gradient."""
         of_hidden, of_weight, of_bias = needed[:3]
         return cls(
@@ -150,8 +170,13 @@ class _Gradients:
     def trained(self) -> bool:
         return self.weight is not None or self.bias is not None
 
-    def add(self, rows: slice, own: Tensor, of_logits: Tensor, weight: Tensor, scale: float) -> None:
-        """Add what a chunk gives. `own` [rows, h]: its input; `of_logits` [rows, words]: its gradient, to be scaled."""
+    def add(
+        self, rows: slice, own: Tensor, of_logits: Tensor, weight: Tensor, scale: float
+    ) -> None:
+        """Add what a chunk gives.
+
+        `own` [rows, h]: its input; `of_logits` [rows, words]: its gradient, to be scaled.
+        """
         if self.hidden is not None:
             into = self.hidden[rows]
             torch.addmm(into, of_logits, weight, beta=0, alpha=scale, out=into)
@@ -163,7 +188,9 @@ class _Gradients:
 
 @dataclass(frozen=True)
 class _Head:
-    """weight [words, h], bias [words] or None, the cap on its logits, and what they are divided by behind it."""
+    """weight [words, h], bias [words] or None, the cap on its logits, and what they are divided by
+    behind it.
+    """
 
     weight: Tensor
     bias: Tensor | None
@@ -171,16 +198,25 @@ class _Head:
     temperature: float = 1.0
 
     def chunks(
-        self, hidden: Tensor, targets: Tensor, gradients: _Gradients, scale: float, of_tokens: Tensor | None = None
+        self,
+        hidden: Tensor,
+        targets: Tensor,
+        gradients: _Gradients,
+        scale: float,
+        of_tokens: Tensor | None = None,
     ) -> Iterator[_Chunk]:
-        """Targets' log-probabilities, some rows of hidden [n, h] at a time. Adds to `gradients` those of scale times the sum of
-        minus the log-probabilities, each times its factor in `of_tokens` fp32 [n]; None: 1.
+        """Targets' log-probabilities, some rows of hidden [n, h] at a time.
+
+        Adds to `gradients` those of scale times the sum of minus the log-probabilities, each times
+        its factor in `of_tokens` fp32 [n]; None: 1.
         """
         height = chunk_rows(self.weight.shape[0])
         for start in range(0, hidden.shape[0], height):
             span = slice(start, start + height)
             factors = None if of_tokens is None else of_tokens[span]
-            logs, correct, of_logits = self._chunk(hidden[span], targets[span], factors, graded=gradients.any)
+            logs, correct, of_logits = self._chunk(
+                hidden[span], targets[span], factors, graded=gradients.any
+            )
             yield _Chunk(span, logs, correct)
             if of_logits is not None:
                 gradients.add(span, hidden[span], of_logits, self.weight, scale / self.temperature)
@@ -189,20 +225,28 @@ class _Head:
     def _chunk(
         self, rows: Tensor, right: Tensor, factors: Tensor | None, *, graded: bool
     ) -> tuple[Tensor, Tensor, Tensor | None]:
-        """Log-probabilities of the targets, which of them are the most likely word, and the gradient in the logits, if it is
-        wanted: in the dtype of rows [n, h], and of the logits as they are divided."""
-        kernels = KERNEL.on(rows.device) if rows.dtype == torch.bfloat16 and self.cap is None else None
+        """Log-probabilities of the targets, which of them are the most likely word, and the
+        gradient in the logits, if it is wanted: in the dtype of rows [n, h], and of the logits as
+        they are divided.
+        """
+        kernels = (
+            KERNEL.on(rows.device) if rows.dtype == torch.bfloat16 and self.cap is None else None
+        )
         if kernels is not None:
             logits = F.linear(rows, self.weight, self.bias)
             if self.temperature != 1:
                 logits.div_(self.temperature)
-            return *kernels.cross_entropy(logits, right, factors, graded=graded), logits if graded else None
+            return *kernels.cross_entropy(
+                logits, right, factors, graded=graded
+            ), logits if graded else None
         right = right.unsqueeze(1)
         logs, through = _log_softmax(rows, self)
         found = logs.gather(1, right).squeeze(1), logs.argmax(dim=-1) == right.squeeze(1)
         if not graded:
             return *found, None
-        of_logits = _gradient(logs, right) if through is None else _gradient(logs, right).mul_(through)
+        of_logits = (
+            _gradient(logs, right) if through is None else _gradient(logs, right).mul_(through)
+        )
         del through  # before a copy is made: at most two in fp32 exist at once
         if factors is not None:
             of_logits.mul_(factors.unsqueeze(1))
@@ -225,7 +269,13 @@ class _HeadLoss(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, hidden: Tensor, weight: Tensor, bias: Tensor | None, targets: Tensor, cap: float | None, scale: float
+        ctx: Any,
+        hidden: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        targets: Tensor,
+        cap: float | None,
+        scale: float,
     ) -> tuple[Tensor, Tensor, Tensor]:
         gradients = _Gradients.of(ctx.needs_input_grad, hidden, weight, bias)
         loss = torch.zeros((), dtype=torch.float64, device=hidden.device)
@@ -260,13 +310,17 @@ class _HeadLogProbabilities(torch.autograd.Function):
         temperature: float,
     ) -> tuple[Tensor, Tensor]:
         of_hidden, *trained = ctx.needs_input_grad[:3]
-        ctx.again, ctx.cap, ctx.temperature = any(trained), cap, temperature
+        ctx.again = any(trained)
+        ctx.cap = cap
+        ctx.temperature = temperature
         gradients = _Gradients.of((of_hidden and not ctx.again, False, False), hidden, weight, bias)
         logs = torch.empty(len(hidden), dtype=torch.float32, device=hidden.device)
         correct = torch.empty(len(hidden), dtype=torch.bool, device=hidden.device)
         for chunk in _Head(weight, bias, cap, temperature).chunks(hidden, targets, gradients, -1):
             logs[chunk.rows], correct[chunk.rows] = chunk.logs, chunk.correct
-        ctx.save_for_backward(*((hidden, weight, bias, targets) if ctx.again else (gradients.hidden,)))
+        ctx.save_for_backward(
+            *((hidden, weight, bias, targets) if ctx.again else (gradients.hidden,))
+        )
         ctx.mark_non_differentiable(correct)
         return logs, correct
 
@@ -274,13 +328,26 @@ class _HeadLogProbabilities(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         if not ctx.again:
             (gradient,) = ctx.saved_tensors
-            return (gradient * grads[0].unsqueeze(1)).to(gradient.dtype), None, None, None, None, None
+            return (
+                (gradient * grads[0].unsqueeze(1)).to(gradient.dtype),
+                None,
+                None,
+                None,
+                None,
+                None,
+            )
         hidden, weight, bias, targets = ctx.saved_tensors
         gradients = _Gradients.of(ctx.needs_input_grad, hidden, weight, bias)
         head = _Head(weight, bias, ctx.cap, ctx.temperature)
         for _ in head.chunks(hidden, targets, gradients, -1, grads[0]):
             pass
-        return gradients.hidden, *_in_dtype((gradients.weight, gradients.bias), None, weight.dtype), None, None, None
+        return (
+            gradients.hidden,
+            *_in_dtype((gradients.weight, gradients.bias), None, weight.dtype),
+            None,
+            None,
+            None,
+        )
 
 
 def _compare(kernels: Any, device: torch.device) -> None:
@@ -291,19 +358,34 @@ def _compare(kernels: Any, device: torch.device) -> None:
         right = torch.randint(0, words, (6,), generator=generator)
         right[0] = 50
         logits[0, 50], logits[1, :90], logits[2, right[2]] = 40.0, float("-inf"), 30.0
-        logits[3, 7:9], right[3] = 50.0, 8  # two are the most likely, and the first is not the target
+        logits[3, 7:9], right[3] = (
+            50.0,
+            8,
+        )  # two are the most likely, and the first is not the target
         for factors in (None, torch.rand(6, generator=generator)):
-            own, places = logits.to(device).bfloat16(), right.to(device)
+            own = logits.to(device).bfloat16()
+            places = right.to(device)
             weights = None if factors is None else factors.to(device)
-            logs = own.log_softmax(dim=-1, dtype=torch.float64)  # in fp32 what is missing to a probability near 1 is rounded
+            logs = own.log_softmax(
+                dim=-1, dtype=torch.float64
+            )  # in fp32 what is missing to a probability near 1 is rounded
             expected = logs.gather(1, places[:, None])[:, 0].float(), logs.argmax(dim=-1) == places
             graded = _gradient(logs, places[:, None]) * (1 if weights is None else weights[:, None])
-            alone, found = (kernels.cross_entropy(own, places, weights, graded=graded) for graded in (False, True))
+            alone, found = (
+                kernels.cross_entropy(own, places, weights, graded=graded)
+                for graded in (False, True)
+            )
             for ours in (alone, found):
-                assert torch.allclose(ours[0], expected[0], rtol=1e-5, atol=1e-5), "it gives other log-probabilities"
-                assert torch.equal(ours[1], expected[1]), "it takes others for the most likely words"
+                assert torch.allclose(ours[0], expected[0], rtol=1e-5, atol=1e-5), (
+                    "it gives other log-probabilities"
+                )
+                assert torch.equal(ours[1], expected[1]), (
+                    "it takes others for the most likely words"
+                )
             apart = float((own != graded.bfloat16()).float().mean())
-            same = apart <= _MOST_OTHER and torch.allclose(own.double(), graded, rtol=2**-7, atol=2**-30)
+            same = apart <= _MOST_OTHER and torch.allclose(
+                own.double(), graded, rtol=2**-7, atol=2**-30
+            )
             assert same, f"its gradient has {apart:.1%} other numbers"
 
 
@@ -313,14 +395,22 @@ _MOST_OTHER = 0.02
 """Share of the gradient's numbers that may differ, by one step of bf16."""
 
 
-def _in_dtype(sums: Sequence[Tensor | None], scale: Tensor | None, dtype: torch.dtype) -> list[Tensor | None]:
+def _in_dtype(
+    sums: Sequence[Tensor | None], scale: Tensor | None, dtype: torch.dtype
+) -> list[Tensor | None]:
     """Sums in fp32 as gradients of a head's weights, times a number. They are changed in place."""
-    return [part if part is None else (part if scale is None else part.mul_(scale)).to(dtype) for part in sums]
+    return [
+        part if part is None else (part if scale is None else part.mul_(scale)).to(dtype)
+        for part in sums
+    ]
 
 
 def _log_softmax(rows: Tensor, head: _Head) -> tuple[Tensor, Tensor | None]:
-    """Log-probabilities of all words, fp32 [rows, words], and what the cap lets through of their gradient; None: all."""
-    cap, temperature = head.cap, head.temperature
+    """Log-probabilities of all words, fp32 [rows, words], and what the cap lets through of their
+    gradient; None: all.
+    """
+    cap = head.cap
+    temperature = head.temperature
     logits = F.linear(rows, head.weight, head.bias)
     if (
         cap is None and temperature == 1 and logits.is_cuda

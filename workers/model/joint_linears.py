@@ -1,4 +1,6 @@
-"""Adapted layers that are given one input, found by calling their module on meta, with something in their place that looks."""
+"""Adapted layers that are given one input, found by calling their module on meta, with something in
+their place that looks.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +19,11 @@ def join(model: nn.Module) -> None:
     All layers of a module must be gathered together. Those with a magnitude stay alone.
     """
     for module in model.modules():
-        layers = {name: own for name, own in module.named_children() if isinstance(own, LoraLinear) and _is_plain(own)}
+        layers = {
+            name: own
+            for name, own in module.named_children()
+            if isinstance(own, LoraLinear) and _is_plain(own)
+        }
         widths = [_columns(own) for own in layers.values()]
         for width in dict.fromkeys(width for width in widths if widths.count(width) > 1):
             for together in _with_one_input(module, layers, width):
@@ -30,19 +36,32 @@ def _columns(layer: LoraLinear) -> int:
 
 
 def _is_plain(layer: LoraLinear) -> bool:
-    return layer.magnitude is None and layer.joint is None and type(layer.base_layer) in (nn.Linear, FrozenLinear)
+    return (
+        layer.magnitude is None
+        and layer.joint is None
+        and type(layer.base_layer) in (nn.Linear, FrozenLinear)
+    )
 
 
-def _with_one_input(module: nn.Module, layers: dict[str, LoraLinear], width: int) -> list[list[LoraLinear]]:
+def _with_one_input(
+    module: nn.Module, layers: dict[str, LoraLinear], width: int
+) -> list[list[LoraLinear]]:
     """Groups of two layers or more that a module's forward calls with one tensor, each once."""
     given: list[tuple[LoraLinear, Tensor]] = []
     whole = dict(module._modules)
     parameters = list(inspect.signature(module.forward).parameters.values())[1:]
-    needed = [own.name for own in parameters if own.default is own.empty and own.kind is own.POSITIONAL_OR_KEYWORD]
+    needed = [
+        own.name
+        for own in parameters
+        if own.default is own.empty and own.kind is own.POSITIONAL_OR_KEYWORD
+    ]
     module._modules.update({name: _Looking(layer, given) for name, layer in layers.items()})
     try:
         with torch.no_grad():
-            module(torch.empty(1, 2, width, dtype=torch.bfloat16, device="meta"), **dict.fromkeys(needed))
+            module(
+                torch.empty(1, 2, width, dtype=torch.bfloat16, device="meta"),
+                **dict.fromkeys(needed),
+            )
     except Exception:  # the arguments after the first are none of its own; it has called by then what begins with the input
         pass
     finally:
@@ -60,7 +79,9 @@ class _Looking(nn.Module):
 
     def __init__(self, layer: LoraLinear, given: list[tuple[LoraLinear, Tensor]]) -> None:
         super().__init__()
-        self._own, self._given = [layer], given  # a list, in which a module does not look for others
+        # a list, in which a module does not look for others
+        self._own = [layer]
+        self._given = given
 
     def forward(self, x: Tensor) -> Tensor:
         (layer,) = self._own

@@ -35,10 +35,14 @@ class KernelUse:
     level: Level = "info"
     """Of the event. warn: an option asks for it."""
     package: str = ""
-    """What installs it where it is a package; empty: PyTorch brings it, or the user chose without."""
+    """What installs it where it is a package; empty: PyTorch brings it, or the user chose
+    without.
+    """
 
 
-def kernel_faults(spec: JobSpec, built: BuiltModel, device: torch.device) -> Iterator[tuple[Level, str]]:
+def kernel_faults(
+    spec: JobSpec, built: BuiltModel, device: torch.device
+) -> Iterator[tuple[Level, str]]:
     """Yield level and text of an event for each kernel that a job would use and a device goes
     without."""
     for use in KERNEL_USES:
@@ -85,7 +89,8 @@ KERNEL_USES = (
     KernelUse(
         fp8_products.KERNEL,
         _multiplies_in_fp8,
-        "precision.fp8_products: numbers are rounded to FP8 without their kernel, more slowly than in bf16",
+        "precision.fp8_products: numbers are rounded to FP8 without their kernel, more slowly "
+        "than in bf16",
         "warn",
     ),
     KernelUse(
@@ -106,7 +111,8 @@ KERNEL_USES = (
     KernelUse(
         packed_attention.KERNEL,
         _computes_bf16,
-        "Attention is computed sample by sample, more slowly than by the fused kernel for packed rows",
+        "Attention is computed sample by sample, more slowly than by the fused kernel for packed "
+        "rows",
     ),
     KernelUse(
         cudnn_attention.KERNEL,

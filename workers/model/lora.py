@@ -1,4 +1,6 @@
-"""Adapters by PEFT: which modules get one, and of which rank, written so that tools which load adapters understand it."""
+"""Adapters by PEFT: which modules get one, and of which rank, written so that tools which load
+adapters understand it.
+"""
 
 from __future__ import annotations
 
@@ -39,11 +41,18 @@ T = TypeVar("T", int, float)
 
 
 def add_adapters(
-    model: PreTrainedModel, lora: LoraOptions, *, shared_experts: bool, not_adapted: Mapping[str, str] = NOTHING
+    model: PreTrainedModel,
+    lora: LoraOptions,
+    *,
+    shared_experts: bool,
+    not_adapted: Mapping[str, str] = NOTHING,
 ) -> PeftModel:
-    """Wrap a model on meta by PEFT, with fp32 adapters. `shared_experts`: the job's; `not_adapted`: as in `choose_targets`.
+    """Wrap a model on meta by PEFT, with fp32 adapters.
 
-    Raises SpecError for names and patterns that match nothing, and for a base whose adapters PEFT could not load again.
+    `shared_experts`: the job's; `not_adapted`: as in `choose_targets`.
+
+    Raises SpecError for names and patterns that match nothing, and for a base whose adapters PEFT
+    could not load again.
     """
     chosen = adapted_modules(model, lora, shared_experts=shared_experts, not_adapted=not_adapted)
     stacks = adapted_stacks(model, lora, chosen)
@@ -66,11 +75,15 @@ def add_adapters(
     )
     config._register_custom_module({nn.Linear: LoraLinear})
     try:
-        peft_model = get_peft_model(model, config, low_cpu_mem_usage=True, autocast_adapter_dtype=True)
+        peft_model = get_peft_model(
+            model, config, low_cpu_mem_usage=True, autocast_adapter_dtype=True
+        )
     except ValueError as error:  # PEFT knows modules that only look as if they could be adapted
         raise SpecError(f"lora.target_modules: {error}", param="lora.target_modules") from None
     assert isinstance(peft_model, PeftModel)
-    apart += [name for name in by_peft if not isinstance(model.get_submodule(name), LoraLayer)]  # it took them for experts
+    apart += [
+        name for name in by_peft if not isinstance(model.get_submodule(name), LoraLayer)
+    ]  # it took them for experts
     by_peft = [name for name in by_peft if name not in apart]
     refuse_dropout(lora.lora_dropout, apart)
     refuse_dora(lora.use_dora, apart)
@@ -79,9 +92,16 @@ def add_adapters(
         config.alpha_pattern = _by_module(model, [*chosen, *stacks], alphas, lora.lora_alpha)
         _adapt_apart(peft_model, config, apart)
         _adapt_stacks(model, stacks, lora, ranks, alphas)
-        config.target_parameters = [*shortest_parameters(model, stacks), *(f"{name}.weight" for name in apart)]
-    config.fan_in_fan_out = bool(turned_weights(model))  # of the published class, on which the adapter is put
-    config.target_modules = shortest_names(model, by_peft)  # PEFT shortens long lists by a model that has no towers
+        config.target_parameters = [
+            *shortest_parameters(model, stacks),
+            *(f"{name}.weight" for name in apart),
+        ]
+    config.fan_in_fan_out = bool(
+        turned_weights(model)
+    )  # of the published class, on which the adapter is put
+    config.target_modules = shortest_names(
+        model, by_peft
+    )  # PEFT shortens long lists by a model that has no towers
     if lora.use_dora:  # only now: PEFT would compute the norms of weights that are on meta
         config.use_dora = True
         for module in model.modules():
@@ -95,9 +115,17 @@ def add_adapters(
     if whole:  # only now: PEFT would copy the modules
         config.modules_to_save = shortest_names(model, whole)
         config.ensure_weight_tying = bool(tied)
-    trained = {name: parameter for name, parameter in peft_model.named_parameters() if parameter.requires_grad}
-    assert all(parameter.dtype == torch.float32 for parameter in trained.values()), "adapters are fp32 masters"
-    settle_names(peft_model, config, {peft_name(name): p.detach() for name, p in trained.items()}, tied)
+    trained = {
+        name: parameter
+        for name, parameter in peft_model.named_parameters()
+        if parameter.requires_grad
+    }
+    assert all(parameter.dtype == torch.float32 for parameter in trained.values()), (
+        "adapters are fp32 masters"
+    )
+    settle_names(
+        peft_model, config, {peft_name(name): p.detach() for name, p in trained.items()}, tied
+    )
     return peft_model
 
 
@@ -107,7 +135,11 @@ def linear_names(model: PreTrainedModel) -> list[str]:
     Subclasses of linear layers, such as routers, compute something else.
     """
     head = model.get_output_embeddings()
-    return [name for name, m in model.named_modules() if type(m) in (nn.Linear, FrozenLinear) and m is not head]
+    return [
+        name
+        for name, m in model.named_modules()
+        if type(m) in (nn.Linear, FrozenLinear) and m is not head
+    ]
 
 
 def expert_stacks(model: nn.Module) -> list[str]:
@@ -116,18 +148,30 @@ def expert_stacks(model: nn.Module) -> list[str]:
 
 
 def adapted_modules(
-    model: PreTrainedModel, lora: LoraOptions, *, shared_experts: bool, not_adapted: Mapping[str, str] = NOTHING
+    model: PreTrainedModel,
+    lora: LoraOptions,
+    *,
+    shared_experts: bool,
+    not_adapted: Mapping[str, str] = NOTHING,
 ) -> list[str]:
-    """Full names of the linear layers that get an adapter, in the model's order. Raises SpecError where there are none, and for
-    the name of one that cannot have any.
+    """Full names of the linear layers that get an adapter, in the model's order.
+
+    Raises SpecError where there are none, and for the name of one that cannot have any.
     """
-    names, experts = linear_names(model), expert_stacks(model)
-    outer, wanted = outer_modules(model), lora.target_modules
-    return choose_targets(names, experts, wanted, shared_experts=shared_experts, not_adapted=not_adapted, outer=outer)
+    names = linear_names(model)
+    experts = expert_stacks(model)
+    outer = outer_modules(model)
+    wanted = lora.target_modules
+    return choose_targets(
+        names, experts, wanted, shared_experts=shared_experts, not_adapted=not_adapted, outer=outer
+    )
 
 
 def adapted_stacks(model: PreTrainedModel, lora: LoraOptions, modules: list[str]) -> list[str]:
-    """Full names of the stacks of experts that get an adapter besides `modules`. Raises SpecError for one that cannot."""
+    """Full names of the stacks of experts that get an adapter besides `modules`.
+
+    Raises SpecError for one that cannot.
+    """
     experts = expert_stacks(model)
     return choose_parameters(experts, lora.target_parameters, lora.lora_dropout, modules)
 
@@ -137,44 +181,64 @@ def _adapt_apart(peft_model: PeftModel, config: LoraConfig, names: list[str]) ->
     model = peft_model.get_base_model()
     for name in names:
         block, _, last = name.rpartition(".")
-        parent, target = model.get_submodule(block), model.get_submodule(name)
+        parent = model.get_submodule(block)
+        target = model.get_submodule(name)
         with torch.device("meta"):
-            peft_model.base_model._create_and_replace(config, "default", target, last, parent, current_key=name)  # pyright: ignore
+            peft_model.base_model._create_and_replace(
+                config, "default", target, last, parent, current_key=name
+            )  # pyright: ignore
 
 
 def _adapt_stacks(
-    model: PreTrainedModel, stacks: list[str], lora: LoraOptions, ranks: Mapping[str, int], alphas: Mapping[str, float]
+    model: PreTrainedModel,
+    stacks: list[str],
+    lora: LoraOptions,
+    ranks: Mapping[str, int],
+    alphas: Mapping[str, float],
 ) -> None:
     for name in dict.fromkeys(stack.rpartition(".")[0] for stack in stacks):
         experts = model.get_submodule(name)
         assert isinstance(experts, FrozenExperts)
         own = [projection for projection in experts.projections if f"{name}.{projection}" in stacks]
         r = {projection: ranks.get(f"{name}.{projection}", lora.r) for projection in own}
-        alpha = {projection: alphas.get(f"{name}.{projection}", lora.lora_alpha) for projection in own}
+        alpha = {
+            projection: alphas.get(f"{name}.{projection}", lora.lora_alpha) for projection in own
+        }
         scales = {
-            projection: alpha[projection] / (math.sqrt(r[projection]) if lora.use_rslora else r[projection])
+            projection: alpha[projection]
+            / (math.sqrt(r[projection]) if lora.use_rslora else r[projection])
             for projection in own
         }
         adapt_experts(experts, r, scales)
 
 
 def shortest_parameters(model: nn.Module, stacks: list[str]) -> list[str]:
-    """Names of parameters by which PEFT finds these stacks and no others: without the layer's number if that says the same."""
+    """Names of parameters by which PEFT finds these stacks and no others: without the layer's
+    number if that says the same.
+    """
     ends = {stack: re.sub(r"^.*?\.\d+\.", "", stack) for stack in stacks}
-    others = [name for name, module in model.named_modules() if isinstance(module, ExpertsLinear) and name not in stacks]
+    others = [
+        name
+        for name, module in model.named_modules()
+        if isinstance(module, ExpertsLinear) and name not in stacks
+    ]
     same = not any(f".{other}".endswith(f".{end}") for other in others for end in ends.values())
     return sorted(set(ends.values())) if same else stacks
 
 
 def shortest_names(model: nn.Module, chosen: list[str]) -> list[str]:
-    """Last parts of module names if they say the same as full names (tools that load adapters expect them), else full names."""
+    """Last parts of module names if they say the same as full names (tools that load adapters
+    expect them), else full names.
+    """
     lasts = {last_name(name) for name in chosen}
     names = [*(name for name, _ in model.named_modules()), *names_of_towers(model)]
     by_lasts = [name for name in names if last_name(name) in lasts]
     return sorted(lasts) if by_lasts == chosen and not has_unseen_towers(model) else chosen
 
 
-def _by_module(model: nn.Module, chosen: list[str], values: Mapping[str, T], default: T) -> dict[str, T]:
+def _by_module(
+    model: nn.Module, chosen: list[str], values: Mapping[str, T], default: T
+) -> dict[str, T]:
     """Values by names of modules and stacks that no tool can misread."""
     by_name: dict[str, T] = {}
     for value in sorted({value for value in values.values() if value != default}):

@@ -1,8 +1,9 @@
-"""Bases that are published as several models in one, such as `…ForConditionalGeneration`: the text decoder inside, under the
-names of the published class.
+"""Bases that are published as several models in one, such as `…ForConditionalGeneration`: the text
+decoder inside, under the names of the published class.
 
-The published class is built on meta and all that is not its decoder or head is taken out, so nothing of a tower is read,
-sharded or adapted, and every name is the one that PEFT and vLLM find on the model as it is downloaded.
+The published class is built on meta and all that is not its decoder or head is taken out, so
+nothing of a tower is read, sharded or adapted, and every name is the one that PEFT and vLLM find on
+the model as it is downloaded.
 """
 
 from __future__ import annotations
@@ -19,25 +20,36 @@ from ft_service.errors import SpecError
 from workers.patches.absent_towers import MissingTower, allow_missing_towers
 from workers.patches.text_forward import answer_as, pass_text_through
 
-_DECODER, _TOWERS, _UNSEEN = "_ft_decoder", "_ft_towers", "_ft_unseen"
+_DECODER = "_ft_decoder"
+_TOWERS = "_ft_towers"
+_UNSEEN = "_ft_unseen"
 UNKNOWN_PARTS = "does not say where its text decoder or its head is"
 NO_DECODER = "has no text part that reads from left to right on its own"
 _CROSS = frozenset({"encoder_attn", "crossattention", "cross_attn"})
 """Names by which transformers' classes call attention to what another model makes."""
 _OF_SEVERAL = ("MODEL_FOR_MULTIMODAL_LM_MAPPING", "MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING")
 _OF_ONE = "MODEL_FOR_CAUSAL_LM_MAPPING"
-"""Where transformers says which class a config is published as; older versions lack the first of several."""
+"""Where transformers says which class a config is published as; older versions lack the first of
+several.
+"""
 
 
 def is_of_several(config: PreTrainedConfig) -> bool:
-    """True if a config describes several models: its text part is one section, or its values stand next to other sections."""
+    """True if a config describes several models: its text part is one section, or its values stand
+    next to other sections.
+    """
     if config.get_text_config(decoder=True) is not config:
         return True
-    return bool(config.sub_configs) and any(_class_in(name, config) is not None for name in _OF_SEVERAL)
+    return bool(config.sub_configs) and any(
+        _class_in(name, config) is not None for name in _OF_SEVERAL
+    )
 
 
 def published_class(config: PreTrainedConfig) -> type[PreTrainedModel] | None:
-    """The class that a base of several models is published as. None: transformers has no such class that generates text."""
+    """The class that a base of several models is published as.
+
+    None: transformers has no such class that generates text.
+    """
     found = (_class_in(name, config) for name in (*_OF_SEVERAL, _OF_ONE))
     return next((one for one in found if one is not None and one.can_generate()), None)
 
@@ -59,23 +71,33 @@ def _class_in(mapping: str, config: PreTrainedConfig) -> type[PreTrainedModel] |
 def not_tunable(kind: str, why: str) -> SpecError:
     """The refusal of a base of several models."""
     return SpecError(
-        f"The base is a {kind} model, made of several, and {why}: it cannot be tuned here. Use a text-only language model.",
+        f"The base is a {kind} model, made of several, and {why}: it cannot be tuned here. Use a "
+        "text-only language model.",
         param="model",
     )
 
 
 def text_only(config: PreTrainedConfig, dtype: torch.dtype) -> PreTrainedModel:
-    """The published class of a wrapped config on meta, with nothing in it but its text decoder and head.
+    """The published class of a wrapped config on meta, with nothing in it but its text decoder and
+    head.
 
-    Raises SpecError for one whose text part is not a causal decoder that can be separated from the rest.
+    Raises SpecError for one whose text part is not a causal decoder that can be separated from the
+    rest.
     """
     published = published_class(config)
     if published is None:
         raise not_tunable(config.model_type, NO_DECODER)
     try:
         model: Any = _on_meta(published, config, dtype)
-    except (ImportError, ValueError, TypeError, AttributeError) as error:  # classes check their configs in many ways
-        raise not_tunable(config.model_type, f"cannot be built from its config.json ({error})") from None
+    except (
+        ImportError,
+        ValueError,
+        TypeError,
+        AttributeError,
+    ) as error:  # classes check their configs in many ways
+        raise not_tunable(
+            config.model_type, f"cannot be built from its config.json ({error})"
+        ) from None
     whole = [name for name, _ in model.named_modules()]
     unseen = any(isinstance(module, MissingTower) for module in model.modules())
     decoder, head = _decoder_and_head(model, config.get_text_config(decoder=True))
@@ -98,7 +120,9 @@ def text_only(config: PreTrainedConfig, dtype: torch.dtype) -> PreTrainedModel:
 
 
 def _on_meta(published: Any, config: PreTrainedConfig, dtype: torch.dtype) -> Any:
-    """A model of a class, every tensor on meta; if need be with `MissingTower` in place of towers."""
+    """A model of a class, every tensor on meta; if need be with `MissingTower` in place of
+    towers.
+    """
     with torch.device("meta"):
         try:
             return published._from_config(config, dtype=dtype)
@@ -120,7 +144,9 @@ def causal_model(model: nn.Module) -> PreTrainedModel:
 
 
 def names_of_towers(model: nn.Module) -> tuple[str, ...]:
-    """Full names of the modules that the published class has and a model made by `text_only` has not."""
+    """Full names of the modules that the published class has and a model made by `text_only` has
+    not.
+    """
     return getattr(model, _TOWERS, ())
 
 
@@ -130,19 +156,31 @@ def has_unseen_towers(model: nn.Module) -> bool:
 
 
 def _decoder_and_head(model: PreTrainedModel, text: PreTrainedConfig) -> tuple[Any, nn.Linear]:
-    """The text decoder and the head that takes its hidden states, as the classes say; and let the whole say so too.
+    """The text decoder and the head that takes its hidden states, as the classes say; and let the
+    whole say so too.
 
     Raises SpecError where they say nothing.
     """
     writer: Any = model
     while writer.get_output_embeddings() is None:
         parts = [child for child in writer.children() if isinstance(child, PreTrainedModel)]
-        writer = next((part for part in parts if type(part.config.get_text_config(decoder=True)) is type(text)), None)
+        writer = next(
+            (
+                part
+                for part in parts
+                if type(part.config.get_text_config(decoder=True)) is type(text)
+            ),
+            None,
+        )
         if writer is None:
             raise not_tunable(model.config.model_type, UNKNOWN_PARTS)
     head = writer.get_output_embeddings()
     decoder = _innermost_decoder(writer, head)
-    if type(decoder.config) is not type(text) or not isinstance(head, nn.Linear) or decoder is model:
+    if (
+        type(decoder.config) is not type(text)
+        or not isinstance(head, nn.Linear)
+        or decoder is model
+    ):
         raise not_tunable(model.config.model_type, UNKNOWN_PARTS)
     if writer is not model:
         answer_as(model, writer)
@@ -150,7 +188,9 @@ def _decoder_and_head(model: PreTrainedModel, text: PreTrainedConfig) -> tuple[A
 
 
 def _innermost_decoder(model: PreTrainedModel, head: Any) -> Any:
-    """What gives the hidden states that the head takes, as the classes say; a class with a head says itself."""
+    """What gives the hidden states that the head takes, as the classes say; a class with a head
+    says itself.
+    """
     found: Any = model
     for _ in range(4):
         inner = found.get_decoder()
@@ -166,40 +206,59 @@ def _innermost_decoder(model: PreTrainedModel, head: Any) -> Any:
 
 
 def has_cross_attention(decoder: nn.Module) -> bool:
-    """True if layers of a decoder attend to what another model makes: an encoder of text, or a tower of images."""
+    """True if layers of a decoder attend to what another model makes: an encoder of text, or a
+    tower of images.
+    """
     named = (name.rpartition(".")[2] for name, _ in decoder.named_modules())
-    return not _CROSS.isdisjoint(named) or any("CrossAttention" in type(module).__name__ for module in decoder.modules())
+    return not _CROSS.isdisjoint(named) or any(
+        "CrossAttention" in type(module).__name__ for module in decoder.modules()
+    )
 
 
 class SkippedLayer(nn.Module):
-    """Placeholder of a decoder layer that only reads images: the decoder skips it if there are none."""
+    """Placeholder of a decoder layer that only reads images: the decoder skips it if there are
+    none.
+    """
 
 
 def decoder_layers(model: PreTrainedModel) -> list[nn.Module]:
-    """The repeated blocks, in order: those that the architecture says not to split, or else the only list as long as the config
-    says. Raises SpecError where neither exists.
+    """The repeated blocks, in order: those that the architecture says not to split, or else the
+    only list as long as the config says. Raises SpecError where neither exists.
     """
     part = text_decoder(model)
     names = set(part._no_split_modules or ())
     count = getattr(part.config, "num_hidden_layers", None)
     stacks = [m for m in part.modules() if isinstance(m, nn.ModuleList) and len(m) == count]
-    kinds = [{type(layer).__name__ for layer in stack if not isinstance(layer, SkippedLayer)} for stack in stacks]
-    named = [stack for stack, of_stack in zip(stacks, kinds, strict=True) if of_stack and of_stack <= names]
+    kinds = [
+        {type(layer).__name__ for layer in stack if not isinstance(layer, SkippedLayer)}
+        for stack in stacks
+    ]
+    named = [
+        stack
+        for stack, of_stack in zip(stacks, kinds, strict=True)
+        if of_stack and of_stack <= names
+    ]
     chosen = named or (stacks if len(stacks) == 1 else [])
     if not chosen:
         raise SpecError(
-            f"{type(model).__name__}: its decoder layers were not found, so it cannot be sharded here.", param="model"
+            f"{type(model).__name__}: its decoder layers were not found, so it cannot be sharded "
+            "here.",
+            param="model",
         )
     return [layer for layer in chosen[0] if not isinstance(layer, SkippedLayer)]
 
 
 def _called_by_text(decoder: Any) -> set[int] | None:
-    """Ids of the modules that a text without images or sounds passes through, by a forward on meta. None: it cannot be run
-    there, since what it does depends on values.
+    """Ids of the modules that a text without images or sounds passes through, by a forward on meta.
+
+    None: it cannot be run there, since what it does depends on values.
     """
     called: set[int] = set()
     known = {module: set(vars(module)) for module in decoder.modules()}
-    hooks = [module.register_forward_pre_hook(lambda own, _: called.add(id(own))) for module in decoder.modules()]
+    hooks = [
+        module.register_forward_pre_hook(lambda own, _: called.add(id(own)))
+        for module in decoder.modules()
+    ]
     ids = torch.ones(1, 2, dtype=torch.long, device="meta")
     # A mask of four dimensions is used as it is; its values are not read.
     mask = torch.zeros(1, 1, 2, 2, dtype=decoder.dtype, device="meta")
@@ -212,7 +271,9 @@ def _called_by_text(decoder: Any) -> set[int] | None:
         for hook in hooks:
             hook.remove()
         for module, names in known.items():
-            for name in vars(module).keys() - names:  # rotations keep what they compute once, which is on meta here
+            for name in (
+                vars(module).keys() - names
+            ):  # rotations keep what they compute once, which is on meta here
                 delattr(module, name)
     return called
 
@@ -227,8 +288,8 @@ def _replace_unused_layers(decoder: nn.Module, called: set[int]) -> None:
 
 
 def _take_out_within(decoder: nn.Module, module: nn.Module, called: set[int]) -> None:
-    """Remove what reads images and the like from a decoder whose class holds it too: every module within `module` whose
-    weights a text does not pass through, if the decoder runs without it.
+    """Remove what reads images and the like from a decoder whose class holds it too: every module
+    within `module` whose weights a text does not pass through, if the decoder runs without it.
     """
     for last, child in list(module.named_children()):
         weights = [inner for inner in child.modules() if inner._parameters and not inner._modules]
@@ -242,7 +303,9 @@ def _take_out_within(decoder: nn.Module, module: nn.Module, called: set[int]) ->
 
 
 def _take_out(module: nn.Module, kept: set[int]) -> None:
-    """Remove every child that neither is, nor holds, one of `kept`; and the parameters of those that hold them."""
+    """Remove every child that neither is, nor holds, one of `kept`; and the parameters of those
+    that hold them.
+    """
     for name in list(module._parameters):
         del module._parameters[name]
     for name in list(module._buffers):

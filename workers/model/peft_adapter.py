@@ -26,9 +26,12 @@ _INNER = ".base_layer"
 
 
 def stack_of(module: str, inner: bool, model: nn.Module, parameters: Sequence[str]) -> str | None:
-    """Full name of the stack that a module of an adapter changes. None: the module is not a stack of experts.
+    """Full name of the stack that a module of an adapter changes.
 
-    `inner`: whether there is an adapter inside this module's; `parameters`: the config's `target_parameters`.
+    None: the module is not a stack of experts.
+
+    `inner`: whether there is an adapter inside this module's; `parameters`: the config's
+    `target_parameters`.
     """
     name = module.removesuffix(_INNER)
     try:
@@ -38,14 +41,19 @@ def stack_of(module: str, inner: bool, model: nn.Module, parameters: Sequence[st
     if all(experts._parameters.get(projection) is None for projection in projections_of(experts)):
         return None
     first, last = (f"{name}.{projection}" for projection in projections_of(experts))
-    if name != module or not (inner or any(f".{last}".endswith(f".{parameter}") for parameter in parameters)):
+    if name != module or not (
+        inner or any(f".{last}".endswith(f".{parameter}") for parameter in parameters)
+    ):
         return first
     return last
 
 
 @dataclass(frozen=True)
 class ExpertsUpdate:
-    """The change of a stack of experts, or of the part of it that one tensor holds. Matrices are fp32."""
+    """The change of a stack of experts, or of the part of it that one tensor holds.
+
+    Matrices are fp32.
+    """
 
     a: Tensor
     """[experts, r, wide]"""
@@ -55,12 +63,23 @@ class ExpertsUpdate:
     transposed: bool
 
     @classmethod
-    def of(cls, a: Tensor, b: Tensor, experts: int, scaling: float, transposed: bool) -> ExpertsUpdate:
-        """The update of PEFT's matrices [experts · r, wide] and [high, r · experts], scaled by `scaling`."""
-        return cls(a.unflatten(0, (experts, -1)), b.unflatten(1, (-1, experts)).permute(2, 0, 1), scaling, transposed)
+    def of(
+        cls, a: Tensor, b: Tensor, experts: int, scaling: float, transposed: bool
+    ) -> ExpertsUpdate:
+        """The update of PEFT's matrices [experts · r, wide] and [high, r · experts], scaled by
+        `scaling`.
+        """
+        return cls(
+            a.unflatten(0, (experts, -1)),
+            b.unflatten(1, (-1, experts)).permute(2, 0, 1),
+            scaling,
+            transposed,
+        )
 
     def part(self, expert: int | None, start: int, end: int) -> ExpertsUpdate:
-        """The update of rows [start, end) of one expert's matrix [high, wide]; None: of every expert's."""
+        """The update of rows [start, end) of one expert's matrix [high, wide]; None: of every
+        expert's.
+        """
         chosen = slice(None) if expert is None else slice(expert, expert + 1)
         return ExpertsUpdate(self.a[chosen], self.b[chosen, start:end], self.scaling, False)
 
@@ -73,7 +92,9 @@ class ExpertsUpdate:
 
 
 def updates_by_tensor(
-    pieces: Sequence[ParameterPiece], shapes: Callable[[str], Sequence[int]], whole: Callable[[], ExpertsUpdate]
+    pieces: Sequence[ParameterPiece],
+    shapes: Callable[[str], Sequence[int]],
+    whole: Callable[[], ExpertsUpdate],
 ) -> Mapping[str, Callable[[], ExpertsUpdate]]:
     """Tensor of the base's files → its update, made when it is called. `shapes`: of tensors."""
     if len(pieces) == 1:
@@ -91,7 +112,9 @@ def updates_by_tensor(
     return updates
 
 
-def expected_shapes(stack: torch.Size, experts: int, r: int, transposed: bool) -> tuple[tuple[int, int], tuple[int, int]]:
+def expected_shapes(
+    stack: torch.Size, experts: int, r: int, transposed: bool
+) -> tuple[tuple[int, int], tuple[int, int]]:
     """Shapes of A and B for a stack as transformers has it."""
     _, high, wide = (stack[0], stack[2], stack[1]) if transposed else stack
     return (experts * r, wide), (high, r * experts)
@@ -128,7 +151,10 @@ class Update:
 
 
 class PeftAdapter:
-    """A PEFT folder: which weights it changes, and how. Matrices are read on demand; names are the model's."""
+    """A PEFT folder: which weights it changes, and how.
+
+    Matrices are read on demand; names are the model's.
+    """
 
     def __init__(self, folder: Path) -> None:
         config = PeftConfig.from_pretrained(str(folder))
@@ -141,15 +167,28 @@ class PeftAdapter:
             self.names = AdapterNames.of_file(header.metadata)
         except ValueError as error:
             raise SpecError(f"The adapter in {folder} cannot be read: {error}.") from None
-        self._shapes = {self.names.in_model(name): entry.shape for name, entry in header.tensors.items()}
-        self.modules = sorted(n.removesuffix(".lora_A.weight") for n in self._shapes if n.endswith(".lora_A.weight"))
-        lora = {f"{m}.{kind}" for m in self.modules for kind in ("lora_A.weight", "lora_B.weight", "lora_magnitude_vector")}
-        self.replaced = {name.removeprefix("base_model.model."): name for name in sorted(self._shapes.keys() - lora)}
+        self._shapes = {
+            self.names.in_model(name): entry.shape for name, entry in header.tensors.items()
+        }
+        self.modules = sorted(
+            n.removesuffix(".lora_A.weight") for n in self._shapes if n.endswith(".lora_A.weight")
+        )
+        lora = {
+            f"{m}.{kind}"
+            for m in self.modules
+            for kind in ("lora_A.weight", "lora_B.weight", "lora_magnitude_vector")
+        }
+        self.replaced = {
+            name.removeprefix("base_model.model."): name
+            for name in sorted(self._shapes.keys() - lora)
+        }
         """Base weight → tensor of the adapter that takes its place (`modules_to_save`)."""
 
     def weights(self) -> dict[str, str]:
         """Name of a base weight → module of the adapter that changes it."""
-        return {f"{module.removeprefix('base_model.model.')}.weight": module for module in self.modules}
+        return {
+            f"{module.removeprefix('base_model.model.')}.weight": module for module in self.modules
+        }
 
     def shape(self, name: str) -> tuple[int, ...]:
         return self._shapes[name]
@@ -171,11 +210,17 @@ class PeftAdapter:
         """Module of the adapter → the stack of experts that it changes."""
         parameters = sorted(self.config.target_parameters or ())
         named = {module: module.removeprefix("base_model.model.") for module in self.modules}
-        found = {module: stack_of(name, f"{module}.base_layer" in named, model, parameters) for module, name in named.items()}
+        found = {
+            module: stack_of(name, f"{module}.base_layer" in named, model, parameters)
+            for module, name in named.items()
+        }
         return {module: stack for module, stack in found.items() if stack is not None}
 
-    def experts_update(self, module: str, stack: str, experts: int, transposed: bool) -> ExpertsUpdate:
-        a, b = self.read(f"{module}.lora_A.weight"), self.read(f"{module}.lora_B.weight")
+    def experts_update(
+        self, module: str, stack: str, experts: int, transposed: bool
+    ) -> ExpertsUpdate:
+        a = self.read(f"{module}.lora_A.weight")
+        b = self.read(f"{module}.lora_B.weight")
         return ExpertsUpdate.of(a, b, experts, self.scaling(stack), transposed)
 
     def rank(self, module: str) -> int:

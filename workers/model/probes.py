@@ -1,8 +1,9 @@
 """Facts about a base that no config tells, found by running a small copy of it on the CPU.
 
-Whether its tokens see those behind them, whether samples can be packed, whether the head is its last step, which linear layers
-an adapter has no effect on, and which adapters PEFT could not load again. Training tries the loaded model again where the real
-weights matter (workers/training/packing.py).
+Whether its tokens see those behind them, whether samples can be packed, whether the head is its
+last step, which linear layers an adapter has no effect on, and which adapters PEFT could not load
+again. Training tries the loaded model again where the real weights matter
+(workers/training/packing.py).
 """
 
 from __future__ import annotations
@@ -31,17 +32,28 @@ from workers.model.attention import stay_within_segments
 from workers.model.head import loss_in_head
 from workers.model.lora import add_adapters, linear_names
 from workers.model.multimodal import causal_model, decoder_layers, text_decoder
-from workers.model.packed_trial import NotCausalError, NotRunnableError, logits_apart, settle_attention, trial_samples
+from workers.model.packed_trial import (
+    NotCausalError,
+    NotRunnableError,
+    logits_apart,
+    settle_attention,
+    trial_samples,
+)
 from workers.model.small_copy import DENSE, SmallCopy, put_all_experts, small_copy
 
 _CPU = torch.device("cpu")
 _WORDS = 1024
 """Rows of a head that is cut to be tried."""
 _LOUD = 4.0
-"""Standard deviation of the logits that a head is tried with: large enough for a cap on them to show."""
+"""Standard deviation of the logits that a head is tried with: large enough for a cap on them to
+show.
+"""
 _EQUAL = 1e-4
 """Largest relative difference of a loss, or of a gradient, in fp32."""
-NO_EFFECT = "an adapter on it would change nothing: the model never calls the layer, or no gradient comes back to it"
+NO_EFFECT = (
+    "an adapter on it would change nothing: the model never calls the layer, or no "
+    "gradient comes back to it"
+)
 
 
 @dataclass(frozen=True)
@@ -64,7 +76,9 @@ class Probed:
     @classmethod
     def of(cls, base: Description) -> Probed:
         """What a description says that the probes found."""
-        return cls(True, base.padded_because, base.loss_in_chunks, base.not_adapted, warnings=base.warnings)
+        return cls(
+            True, base.padded_because, base.loss_in_chunks, base.not_adapted, warnings=base.warnings
+        )
 
 
 PROBED: dict[str, Probed] = {}
@@ -72,9 +86,12 @@ PROBED: dict[str, Probed] = {}
 
 
 def probe(base: PreTrainedModel) -> Probed:
-    """What the probes find of a base that `base_on_meta` built, which is left as it is. One config is probed once a process.
+    """What the probes find of a base that `base_on_meta` built, which is left as it is.
 
-    Takes seconds and some hundred megabytes, whatever the size of the base. Computes on the CPU alone, without collectives.
+    One config is probed once a process.
+
+    Takes seconds and some hundred megabytes, whatever the size of the base. Computes on the CPU
+    alone, without collectives.
     """
     key = f"{type(base).__name__} {text_decoder(base).config._attn_implementation} {base.config!r}"
     if key not in PROBED:
@@ -110,9 +127,11 @@ def _untried(error: BaseException) -> Probed:
     said = f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
     return Probed(
         causal=None,
-        padded_because="a small copy of the base could not be run to find out whether they can be packed",
+        padded_because="a small copy of the base could not be run to find out whether they can be "
+        "packed",
         warnings=(
-            f"The base could not be tried on a small copy of it ({said}): samples are padded, the loss is taken on whole "
+            f"The base could not be tried on a small copy of it ({said}): samples are padded, the "
+            "loss is taken on whole "
             "logits, and whether its tokens see those behind them is found out before training.",
         ),
     )
@@ -125,7 +144,8 @@ def _tried(copy: SmallCopy) -> Probed:
     return Probed(True, padded_because, works_in_chunks(copy.model), unmoved)
 
 
-# Adapters -----------------------------------------------------------------------------------------------------------------
+# Adapters
+# ------------------------------------------------------------------------------
 
 
 def without_effect(copy: SmallCopy) -> dict[str, str]:
@@ -133,13 +153,21 @@ def without_effect(copy: SmallCopy) -> dict[str, str]:
 
     Raises RuntimeError where the logits are not finite.
     """
-    names = [name for name in linear_names(copy.model) if not copy.model.get_submodule(name).weight.is_meta]
+    names = [
+        name
+        for name in linear_names(copy.model)
+        if not copy.model.get_submodule(name).weight.is_meta
+    ]
     with _adapted(copy.model, names) as adapters:
         logits = torch.cat(logits_apart(copy.model, trial_samples(copy.model), _CPU))
         if not logits.isfinite().all():
             raise RuntimeError("its logits are not finite")
-        logits.mul(torch.randn(logits.shape, generator=torch.Generator().manual_seed(0))).sum().backward()
-    unmoved = [name for name, adapter in adapters.items() if adapter.grad is None or not adapter.grad.any()]
+        logits.mul(
+            torch.randn(logits.shape, generator=torch.Generator().manual_seed(0))
+        ).sum().backward()
+    unmoved = [
+        name for name, adapter in adapters.items() if adapter.grad is None or not adapter.grad.any()
+    ]
     return dict.fromkeys((own for name in unmoved for own in _alike(copy, name)), NO_EFFECT)
 
 
@@ -153,7 +181,9 @@ def _alike(copy: SmallCopy, name: str) -> Sequence[str]:
 
 @contextmanager
 def _adapted(model: nn.Module, names: Sequence[str]) -> Iterator[dict[str, Tensor]]:
-    """While it is entered, each of these layers has an adapter of rank 1 that is zero; yields their B matrices by name."""
+    """While it is entered, each of these layers has an adapter of rank 1 that is zero; yields their
+    B matrices by name.
+    """
     generator = torch.Generator().manual_seed(0)
     handles: list[RemovableHandle] = []
     adapters: dict[str, Tensor] = {}
@@ -169,20 +199,28 @@ def _adapted(model: nn.Module, names: Sequence[str]) -> Iterator[dict[str, Tenso
             handle.remove()
 
 
-def _add(down: Tensor, up: Tensor, _layer: nn.Module, inputs: tuple[Tensor, ...], output: Tensor) -> Tensor:
+def _add(
+    down: Tensor, up: Tensor, _layer: nn.Module, inputs: tuple[Tensor, ...], output: Tensor
+) -> Tensor:
     return output + F.linear(F.linear(inputs[0], down), up)
 
 
-def settle_in_peft(base: PreTrainedModel, without: Mapping[str, str]) -> tuple[dict[str, str], str | None]:
-    """Whether PEFT puts adapters on the linear layers of a base with our experts in it, and loads them again.
+def settle_in_peft(
+    base: PreTrainedModel, without: Mapping[str, str]
+) -> tuple[dict[str, str], str | None]:
+    """Whether PEFT puts adapters on the linear layers of a base with our experts in it, and loads
+    them again.
 
-    `without`: layers that get none, with reasons. Returns these and those that PEFT refuses; and why the base cannot be tuned,
-    None: it can.
+    `without`: layers that get none, with reasons. Returns these and those that PEFT refuses; and
+    why the base cannot be tuned, None: it can.
     """
-    not_adapted, names = dict(without), linear_names(base)
+    not_adapted = dict(without)
+    names = linear_names(base)
     while True:
         try:
-            add_adapters(deepcopy(base), LoraOptions(r=1), shared_experts=True, not_adapted=not_adapted)
+            add_adapters(
+                deepcopy(base), LoraOptions(r=1), shared_experts=True, not_adapted=not_adapted
+            )
         except SpecError as error:
             said = str(error)
         else:
@@ -192,7 +230,11 @@ def settle_in_peft(base: PreTrainedModel, without: Mapping[str, str]) -> tuple[d
         unfit = {last: why for last, why in words.items() if why is not None and why in said}
         if not unfit:
             return not_adapted, said
-        not_adapted.update((name, f"PEFT says: {unfit[last_name(name)]}") for name in names if last_name(name) in unfit)
+        not_adapted.update(
+            (name, f"PEFT says: {unfit[last_name(name)]}")
+            for name in names
+            if last_name(name) in unfit
+        )
 
 
 def _refused_by_peft(base: PreTrainedModel, name: str) -> str | None:
@@ -212,11 +254,13 @@ def _refused_by_peft(base: PreTrainedModel, name: str) -> str | None:
     return None
 
 
-# The head -----------------------------------------------------------------------------------------------------------------
+# The head
+# ------------------------------------------------------------------------------
 
 
 def works_in_chunks(model: PreTrainedModel) -> bool:
-    """Whether the loss that is taken inside the head, and its gradient in the hidden states, are those of the whole logits.
+    """Whether the loss that is taken inside the head, and its gradient in the hidden states, are
+    those of the whole logits.
 
     The head of the copy gets other weights.
     """
@@ -224,7 +268,9 @@ def works_in_chunks(model: PreTrainedModel) -> bool:
         _cut_head(model)
         whole, of_whole = _loss(model, in_head=False)
         inside, of_inside = _loss(model, in_head=True)
-    except Exception:  # architectures do with logits what they like, and get one number in their place
+    except (
+        Exception
+    ):  # architectures do with logits what they like, and get one number in their place
         return False
     return _is_near(inside, whole) and _is_near(of_inside, of_whole)
 
@@ -234,19 +280,26 @@ def _cut_head(model: PreTrainedModel) -> None:
     head: Any = model.get_output_embeddings()
     words = len(head.weight) if head.weight.numel() <= 16 * DENSE else _WORDS
     generator = torch.Generator().manual_seed(0)
-    drawn = torch.randn(words, head.weight.shape[1], generator=generator) * (_LOUD / head.weight.shape[1] ** 0.5)
-    head.weight, head.out_features = nn.Parameter(drawn, requires_grad=False), words
+    drawn = torch.randn(words, head.weight.shape[1], generator=generator) * (
+        _LOUD / head.weight.shape[1] ** 0.5
+    )
+    head.weight = nn.Parameter(drawn, requires_grad=False)
+    head.out_features = words
     if head.bias is not None:
         head.bias = nn.Parameter(head.bias[:words].clone(), requires_grad=False)
     head.__dict__.pop("forward", None)  # the product of a large one
 
 
 def _loss(model: PreTrainedModel, *, in_head: bool) -> tuple[Tensor, Tensor]:
-    """The cross entropy of the trial's samples, a scalar, and its gradient in what the head is given, [.., hidden]."""
+    """The cross entropy of the trial's samples, a scalar, and its gradient in what the head is
+    given, [.., hidden].
+    """
     samples = trial_samples(model)
     head: Any = model.get_output_embeddings()
     length = max(map(len, samples))
-    places = torch.cat([row * length + torch.arange(len(own) - 1) for row, own in enumerate(samples)])
+    places = torch.cat(
+        [row * length + torch.arange(len(own) - 1) for row, own in enumerate(samples)]
+    )
     targets = torch.cat([own[1:] for own in samples]) % head.out_features
     given: list[Tensor] = []
 
@@ -262,7 +315,9 @@ def _loss(model: PreTrainedModel, *, in_head: bool) -> tuple[Tensor, Tensor]:
             with loss_in_head(causal_model(model), places, targets, 0.5):
                 loss = model(input_ids=ids).logits
         else:
-            loss = 0.5 * F.cross_entropy(model(input_ids=ids).logits.flatten(0, 1)[places].float(), targets, reduction="sum")
+            loss = 0.5 * F.cross_entropy(
+                model(input_ids=ids).logits.flatten(0, 1)[places].float(), targets, reduction="sum"
+            )
         (gradient,) = torch.autograd.grad(loss, given)
     finally:
         handle.remove()

@@ -1,4 +1,6 @@
-"""The speed of this process's processor in matrix products, measured: fp32 and bf16, forward and the input's gradient."""
+"""The speed of this process's processor in matrix products, measured: fp32 and bf16, forward and
+the input's gradient.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +11,8 @@ import torch
 
 from ft_service.host.processor import Products, processor_kind
 
-_ROWS, _WIDTH = 128, 256
+_ROWS = 128
+_WIDTH = 256
 _FLOP = 2 * 2 * _ROWS * _WIDTH * _WIDTH
 """Of both products: 0.2 to 2 ms in fp32. Another size hardly changes which type is faster."""
 _TIMES = 5
@@ -17,15 +20,20 @@ _TIMES = 5
 
 @cache
 def products() -> Products:
-    """Measure one core, once in this process: at most 0.1 s of it. The shortest of several times counts, in seconds of this
-    thread, so that other processes hardly matter."""
+    """Measure one core, once in this process: at most 0.1 s of it.
+
+    The shortest of several times counts, in seconds of this thread, so that other processes hardly
+    matter.
+    """
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
         fp32, bf16 = (_FLOP / _seconds(dtype) for dtype in (torch.float32, torch.bfloat16))
     finally:
         torch.set_num_threads(threads)
-    by_onednn = torch.backends.mkldnn.is_available() and torch.ops.mkldnn._is_mkldnn_bf16_supported()
+    by_onednn = (
+        torch.backends.mkldnn.is_available() and torch.ops.mkldnn._is_mkldnn_bf16_supported()
+    )
     return Products(processor_kind(), fp32, bf16, by_onednn)
 
 

@@ -1,8 +1,9 @@
-"""A copy of a base on meta that can be run on the CPU: one layer of every kind, random weights, almost no memory.
+"""A copy of a base on meta that can be run on the CPU: one layer of every kind, random weights,
+almost no memory.
 
-Widths are the base's own. A large matrix is a Hankel matrix, W[i, j] = v[i + j]: generic, of full rank, and stored as its
-rows + cols numbers. A product with it is a correlation, which linear layers compute by Fourier transforms, so that the matrix
-is never made.
+Widths are the base's own. A large matrix is a Hankel matrix, W[i, j] = v[i + j]: generic, of full
+rank, and stored as its rows + cols numbers. A product with it is a correlation, which linear layers
+compute by Fourier transforms, so that the matrix is never made.
 """
 
 from __future__ import annotations
@@ -27,10 +28,14 @@ from workers.patches.forward import replace_forward
 DENSE = 2**20
 """Elements of a parameter up to which it is stored as it is."""
 MOST_LAYERS = 12
-"""Layers that a copy keeps at most; a base with more kinds of them is copied without the last kinds."""
+"""Layers that a copy keeps at most; a base with more kinds of them is copied without the last
+kinds.
+"""
 _NUMBER = re.compile(r"\d+$")
 _SPREAD = 0.2
-"""Standard deviation of what is added to norms, biases and scales, so that they show whether they are used."""
+"""Standard deviation of what is added to norms, biases and scales, so that they show whether they
+are used.
+"""
 _EMBEDDED = 0.3
 """Standard deviation of embeddings."""
 
@@ -41,7 +46,9 @@ class SmallCopy:
 
     model: PreTrainedModel
     alike: dict[str, tuple[str, ...]]
-    """Full name of a layer that it keeps → names of the base's layers that it represents, itself first."""
+    """Full name of a layer that it keeps → names of the base's layers that it represents, itself
+    first.
+    """
 
     @property
     def leaves_out(self) -> bool:
@@ -52,15 +59,20 @@ class SmallCopy:
 def small_copy(base: PreTrainedModel) -> SmallCopy:
     """The copy of a base that `base_on_meta` built, which is left as it is; the same at every call.
 
-    Raises SpecError for a base that cannot be built for training either: experts or buffers that are not known. Else raises
-    what the architecture's own code raises.
+    Raises SpecError for a base that cannot be built for training either: experts or buffers that
+    are not known. Else raises what the architecture's own code raises.
     """
     with torch.random.fork_rng(devices=[]):
         torch.default_generator.manual_seed(0)
         model = deepcopy(base)
         alike = _skip_layers_alike(model)
         kept = [model.get_submodule(name) for name in alike]
-        skipped = {id(part) for layer in decoder_layers(model) if layer not in kept for part in layer.modules()}
+        skipped = {
+            id(part)
+            for layer in decoder_layers(model)
+            if layer not in kept
+            for part in layer.modules()
+        }
         parts = [part for part in model.modules() if id(part) not in skipped]
         _give_memory(parts)
         restore_buffers(model, torch.device("cpu"), torch.float32)
@@ -71,18 +83,23 @@ def small_copy(base: PreTrainedModel) -> SmallCopy:
 
 
 def put_all_experts(model: nn.Module, layers: Iterable[nn.Module]) -> None:
-    """Put our module in place of the experts in these layers, as training does, with weights in their own dtype on meta."""
+    """Put our module in place of the experts in these layers, as training does, with weights in
+    their own dtype on meta.
+    """
     stacks = {id(module) for module in experts_of(layers)}
     for name, module in list(model.named_modules()):
         if id(module) in stacks:
             put_experts(model, name, dict.fromkeys(projections_of(module)))
 
 
-# Layers -------------------------------------------------------------------------------------------------------------------
+# Layers
+# ------------------------------------------------------------------------------
 
 
 def _skip_layers_alike(model: PreTrainedModel) -> dict[str, tuple[str, ...]]:
-    """Let a decoder pass by the layers that are like one before them. Returns the names of those kept, as in `SmallCopy`.
+    """Let a decoder pass by the layers that are like one before them.
+
+    Returns the names of those kept, as in `SmallCopy`.
 
     No layer is removed: configs, and layers among themselves, name layers by number.
     """
@@ -92,7 +109,9 @@ def _skip_layers_alike(model: PreTrainedModel) -> dict[str, tuple[str, ...]]:
     for layer in layers:
         by_kind.setdefault(_kind(model, names[id(layer)], layer, len(layers)), []).append(layer)
     kinds = list(by_kind.values())[:MOST_LAYERS]
-    if len(kinds) == 1 and len(kinds[0]) > 1:  # two layers at least: what one mixes, the next one reads
+    if (
+        len(kinds) == 1 and len(kinds[0]) > 1
+    ):  # two layers at least: what one mixes, the next one reads
         kinds = [kinds[0][:1], kinds[0][1:]]
     kept = {id(kind[0]) for kind in kinds}
     said: list[Any] = [None]
@@ -105,18 +124,28 @@ def _skip_layers_alike(model: PreTrainedModel) -> dict[str, tuple[str, ...]]:
 
 
 def _kind(model: PreTrainedModel, name: str, layer: nn.Module, count: int) -> Hashable:
-    """What two layers have in common that compute alike: modules, shapes, switches, and their entries in the config's lists."""
+    """What two layers have in common that compute alike: modules, shapes, switches, and their
+    entries in the config's lists.
+    """
     match = _NUMBER.search(name)
     number = int(match[0]) if match else 0
     values = vars(text_decoder(model).config).values()
-    lists = [value for value in values if isinstance(value, (list, tuple)) and len(value) >= count > number]
+    lists = [
+        value
+        for value in values
+        if isinstance(value, (list, tuple)) and len(value) >= count > number
+    ]
     entries = tuple(value[number] for value in lists if isinstance(value[number], (bool, int, str)))
     parts = (
         (
             part_name,
             type(part).__name__,
             tuple((key, tuple(p.shape)) for key, p in part.named_parameters(recurse=False)),
-            tuple((key, value) for key, value in vars(part).items() if value is None or isinstance(value, (bool, str))),
+            tuple(
+                (key, value)
+                for key, value in vars(part).items()
+                if value is None or isinstance(value, (bool, str))
+            ),
         )
         for part_name, part in layer.named_modules()
     )
@@ -128,8 +157,8 @@ def _note(said: list[Any], _layer: nn.Module, _inputs: Any, output: Any) -> None
 
 
 class _PassedBy:
-    """Replaces a layer's forward: returns the hidden states that it is given and, where layers return more, what the previous
-    layer returned.
+    """Replaces a layer's forward: returns the hidden states that it is given and, where layers
+    return more, what the previous layer returned.
     """
 
     def __init__(self, said: list[Any]) -> None:
@@ -141,12 +170,13 @@ class _PassedBy:
         return (hidden, *before[1:]) if isinstance(before, tuple) else hidden
 
 
-# Weights ------------------------------------------------------------------------------------------------------------------
+# Weights
+# ------------------------------------------------------------------------------
 
 
 def _give_memory(parts: Sequence[nn.Module]) -> None:
-    """Move small parameters, and buffers that files hold, from meta to the CPU, filled with what no rule computes. Large
-    parameters stay on meta, where initialising them costs nothing.
+    """Move small parameters, and buffers that files hold, from meta to the CPU, filled with what no
+    rule computes. Large parameters stay on meta, where initialising them costs nothing.
     """
     moved: dict[int, nn.Parameter] = {}
     for part in parts:
@@ -154,7 +184,11 @@ def _give_memory(parts: Sequence[nn.Module]) -> None:
             if own is None:
                 continue
             place = "cpu" if own.numel() <= DENSE else "meta"
-            empty = torch.empty(own.shape, dtype=torch.float32 if own.is_floating_point() else own.dtype, device=place)
+            empty = torch.empty(
+                own.shape,
+                dtype=torch.float32 if own.is_floating_point() else own.dtype,
+                device=place,
+            )
             moved.setdefault(id(own), nn.Parameter(poisoned(empty), requires_grad=False))
             part._parameters[key] = moved[id(own)]
         for key in part._buffers.keys() - part._non_persistent_buffers_set:
@@ -173,7 +207,9 @@ def _initialise(model: PreTrainedModel, parts: Sequence[nn.Module]) -> None:
 
 
 def _give_values(parts: Sequence[nn.Module]) -> None:
-    """Random values for matrices, and for what no rule filled; norms, biases and scales become unlike each other."""
+    """Random values for matrices, and for what no rule filled; norms, biases and scales become
+    unlike each other.
+    """
     given: dict[int, nn.Parameter] = {}
     for part in parts:
         for key, own in part._parameters.items():
@@ -184,14 +220,18 @@ def _give_values(parts: Sequence[nn.Module]) -> None:
             if buffer is not None and is_poisoned(buffer):
                 part._buffers[key] = torch.zeros_like(buffer)
         if isinstance(part, (nn.Linear, ExpertsLinear)) and _is_hankel(part.weight):
-            product: Callable[..., Tensor] = _of_experts if isinstance(part, ExpertsLinear) else _of_linear
+            product: Callable[..., Tensor] = (
+                _of_experts if isinstance(part, ExpertsLinear) else _of_linear
+            )
             if isinstance(part, ExpertsLinear) or type(part) is nn.Linear:
                 replace_forward(part, partial(product, part))
 
 
 def _valued(part: nn.Module, own: nn.Parameter) -> nn.Parameter:
     matrix = isinstance(part, (nn.Linear, nn.Embedding, ExpertsLinear)) and own.ndim == 2
-    spread = _EMBEDDED if isinstance(part, nn.Embedding) else own.shape[-1] ** -0.5 if own.ndim else 1.0
+    spread = (
+        _EMBEDDED if isinstance(part, nn.Embedding) else own.shape[-1] ** -0.5 if own.ndim else 1.0
+    )
     if own.numel() > DENSE:
         values = _hankel(tuple(own.shape), spread)
     elif not own.is_floating_point():
@@ -206,7 +246,9 @@ def _valued(part: nn.Module, own: nn.Parameter) -> nn.Parameter:
 
 
 def _hankel(shape: tuple[int, ...], spread: float) -> Tensor:
-    """A tensor whose matrices, the last two dimensions, are Hankel matrices that follow each other."""
+    """A tensor whose matrices, the last two dimensions, are Hankel matrices that follow each
+    other.
+    """
     strides = [1, 1][-len(shape) :]
     for size in reversed(shape[1:-1]):
         strides.insert(0, size * strides[0])

@@ -1,7 +1,8 @@
-"""Refusals of bases by their config: classes that do not generate text from left to right, and values that make no model.
+"""Refusals of bases by their config: classes that do not generate text from left to right, and
+values that make no model.
 
-transformers says which task a config's class is registered for, whether it generates, and whether it is an encoder with a
-decoder. Nothing is built here.
+transformers says which task a config's class is registered for, whether it generates, and whether
+it is an encoder with a decoder. Nothing is built here.
 """
 
 from __future__ import annotations
@@ -16,23 +17,41 @@ from transformers.activations import ACT2FN
 from transformers.models.auto import modeling_auto
 
 from ft_service.errors import SpecError
-from workers.model.multimodal import NO_DECODER, causal_class, is_of_several, not_tunable, published_class
+from workers.model.multimodal import (
+    NO_DECODER,
+    causal_class,
+    is_of_several,
+    not_tunable,
+    published_class,
+)
 from workers.model.special_types import NOT_TUNED
 
 MAX_LAYERS = 10_000
-"""Layers of a model: each is a module in memory wherever the model is built, and some configs list them."""
+"""Layers of a model: each is a module in memory wherever the model is built, and some configs list
+them.
+"""
 MAX_SIZE = 2**31
 """Upper bound of numbers in a config, above any size of a published weight."""
 _LAYERS = re.compile(r"(^|_)(n_)?(layers?|blocks|depth)$")
 _TASK = re.compile(r"For([A-Z]\w+)$")
-READS_ENCODER = "which is no causal language model: its decoder reads what an encoder makes of the input"
-_ACTIVATIONS = ("hidden_act", "hidden_activation", "activation_function", "activation", "mlp_hidden_act", "mamba_hidden_act")
+READS_ENCODER = (
+    "which is no causal language model: its decoder reads what an encoder makes of the input"
+)
+_ACTIVATIONS = (
+    "hidden_act",
+    "hidden_activation",
+    "activation_function",
+    "activation",
+    "mlp_hidden_act",
+    "mamba_hidden_act",
+)
 _SHOWN = 80
 """Characters of a value in a message."""
 
 
 def refuse_numbers(config: Mapping[str, Any]) -> None:
-    """Raise SpecError for a config.json, as read, with a number that no model has: building one would take all memory.
+    """Raise SpecError for a config.json, as read, with a number that no model has: building one
+    would take all memory.
 
     So for a `pad_token_id` that is no number.
     """
@@ -45,7 +64,9 @@ def refuse_numbers(config: Mapping[str, Any]) -> None:
 
 
 def refuse_untunable(config: PreTrainedConfig) -> None:
-    """Raise SpecError for a base that is not a causal language model, by what transformers says of it and by exceptions."""
+    """Raise SpecError for a base that is not a causal language model, by what transformers says of
+    it and by exceptions.
+    """
     text = config.get_text_config(decoder=True)
     kind = config.model_type
     if config.is_encoder_decoder or text.is_encoder_decoder:
@@ -57,12 +78,18 @@ def refuse_untunable(config: PreTrainedConfig) -> None:
     if several and published_class(config) is None:
         raise not_tunable(kind, NO_DECODER)
     if not several and causal_class(config) is None:
-        raise not_causal(kind, "which is no causal language model: transformers has no class of it that writes text")
+        raise not_causal(
+            kind,
+            "which is no causal language model: transformers has no class of it that writes text",
+        )
     classes = config.architectures or []
     if classes and not any(map(_writes, classes)):
         raise not_causal(kind, f"published as {classes[0][:_SHOWN]}, whose head writes no text")
     if getattr(text, "use_bidirectional_attention", None) in (True, "all"):
-        raise not_causal(kind, "whose config.json says use_bidirectional_attention: its tokens see those behind them")
+        raise not_causal(
+            kind,
+            "whose config.json says use_bidirectional_attention: its tokens see those behind them",
+        )
     if not getattr(text, "num_attention_heads", None):
         why = "its config.json names no attention heads, which memory and time are planned by"
         raise not_causal(kind, f"and cannot be tuned here: {why}")
@@ -74,7 +101,8 @@ def no_model(name: str, value: object, wanted: str) -> SpecError:
     shown = repr(value)
     shown = shown if len(shown) <= _SHOWN else f"{shown[:_SHOWN]}…"
     return SpecError(
-        f"The base's config.json says {name} = {shown}, with which no model can be built: {wanted}. Compare it with the one "
+        f"The base's config.json says {name} = {shown}, with which no model can be built: "
+        f"{wanted}. Compare it with the one "
         "that the base was published with.",
         param="model",
     )
@@ -91,18 +119,32 @@ def _numbers(section: Mapping[str, Any], before: str = "") -> Iterator[tuple[str
 
 
 def _writes(name: str) -> bool:
-    """False for the name of a class that, by transformers or by its name's ending, does not generate text."""
+    """False for the name of a class that, by transformers or by its name's ending, does not
+    generate text.
+    """
     known = getattr(transformers, name, None)
     if isinstance(known, type) and issubclass(known, PreTrainedModel):
-        return known.can_generate() or known.base_model_prefix == "" or name in modeling_auto.MODEL_MAPPING_NAMES.values()
+        return (
+            known.can_generate()
+            or known.base_model_prefix == ""
+            or name in modeling_auto.MODEL_MAPPING_NAMES.values()
+        )
     task = _TASK.search(name)
     return task is None or task[1] in _tasks()
 
 
 def _tasks() -> set[str]:
     """Endings of the names of classes that generate text, behind `For`."""
-    names = (modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, modeling_auto.MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES)
-    return {found[1] for mapping in names for name in mapping.values() if (found := _TASK.search(str(name)))}
+    names = (
+        modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
+        modeling_auto.MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES,
+    )
+    return {
+        found[1]
+        for mapping in names
+        for name in mapping.values()
+        if (found := _TASK.search(str(name)))
+    }
 
 
 def _refuse_values(text: PreTrainedConfig) -> None:
@@ -110,22 +152,36 @@ def _refuse_values(text: PreTrainedConfig) -> None:
     layers = _value(text, "num_hidden_layers")
     if layers is not None and layers < 1:
         raise no_model("num_hidden_layers", layers, "it must be above zero")
-    heads, groups = _value(text, "num_attention_heads"), _value(text, "num_key_value_heads")
-    latent = _value(text, "kv_lora_rank")  # keys and values of all heads come from one: the number of groups says nothing
-    if not latent and isinstance(heads, int) and isinstance(groups, int) and groups > 0 and heads % groups:
-        raise no_model("num_key_value_heads", groups, f"num_attention_heads, {heads}, must be a multiple of it")
+    heads = _value(text, "num_attention_heads")
+    groups = _value(text, "num_key_value_heads")
+    latent = _value(
+        text, "kv_lora_rank"
+    )  # keys and values of all heads come from one: the number of groups says nothing
+    if (
+        not latent
+        and isinstance(heads, int)
+        and isinstance(groups, int)
+        and groups > 0
+        and heads % groups
+    ):
+        raise no_model(
+            "num_key_value_heads", groups, f"num_attention_heads, {heads}, must be a multiple of it"
+        )
 
 
 def _value(config: PreTrainedConfig, name: str) -> Any:
     """Return a value of a config; None: it has none, or its layers differ in it."""
     try:
         return getattr(config, name, None)
-    except Exception:  # transformers' AmbiguousGlobalPerLayerAttributeError, which it does not export
+    except (
+        Exception
+    ):  # transformers' AmbiguousGlobalPerLayerAttributeError, which it does not export
         return None
 
 
 def wrong_value(config: PreTrainedConfig) -> SpecError | None:
-    """Return the refusal of the value because of which a config's class could not be built; None if it is not known.
+    """Return the refusal of the value because of which a config's class could not be built; None if
+    it is not known.
 
     Called once building has failed, since a class may know activations of its own.
     """
@@ -133,8 +189,14 @@ def wrong_value(config: PreTrainedConfig) -> SpecError | None:
     for name in _ACTIVATIONS:
         value = getattr(text, name, None)
         if isinstance(value, str) and value not in ACT2FN:
-            return no_model(name, value, "it must be the name of an activation function in transformers, such as silu or gelu")
-    words, padding = getattr(text, "vocab_size", None), getattr(text, "pad_token_id", None)
+            return no_model(
+                name,
+                value,
+                "it must be the name of an activation function in transformers, such as silu or "
+                "gelu",
+            )
+    words = getattr(text, "vocab_size", None)
+    padding = getattr(text, "pad_token_id", None)
     if isinstance(words, int) and isinstance(padding, int) and not -words <= padding < words:
         return no_model("pad_token_id", padding, f"it must be below vocab_size, {words:,}")
     return None
@@ -143,6 +205,7 @@ def wrong_value(config: PreTrainedConfig) -> SpecError | None:
 def not_causal(kind: str, why: str) -> SpecError:
     """The refusal of a base of one model, with a clause that says why."""
     return SpecError(
-        f"The base is a {kind} model, {why}. Use a decoder such as Llama, Qwen, Gemma or Mistral; docs/models.md has a list.",
+        f"The base is a {kind} model, {why}. Use a decoder such as Llama, Qwen, Gemma or Mistral; "
+        "docs/models.md has a list.",
         param="model",
     )

@@ -1,7 +1,8 @@
 """Embedding and output head trained whole (`lora.modules_to_save`), beside the adapters.
 
-The module's own parameters become fp32 masters; there is no second copy as PEFT has one. Tied, embedding and head stay one
-parameter. What the base had is kept in the host's memory, each rank's rows, to compare the tuned model with its base.
+The module's own parameters become fp32 masters; there is no second copy as PEFT has one. Tied,
+embedding and head stay one parameter. What the base had is kept in the host's memory, each rank's
+rows, to compare the tuned model with its base.
 """
 
 from __future__ import annotations
@@ -35,7 +36,10 @@ def outer_modules(model: PreTrainedModel) -> OuterModules:
 
 
 def modules_trained_whole(model: PreTrainedModel, wanted: Sequence[str]) -> list[str]:
-    """Full names. `wanted`: lora.modules_to_save. Raises SpecError as `OuterModules.chosen` does."""
+    """Full names. `wanted`: lora.modules_to_save.
+
+    Raises SpecError as `OuterModules.chosen` does.
+    """
     outer = outer_modules(model)
     held: dict[str, str] = {}
     for name in (outer.embedding, outer.head):
@@ -46,8 +50,9 @@ def modules_trained_whole(model: PreTrainedModel, wanted: Sequence[str]) -> list
 
 
 def train_whole(model: PreTrainedModel, chosen: Sequence[str]) -> dict[str, str]:
-    """Let the chosen modules of a model on meta be trained, in fp32. Returns PEFT's second name of each parameter that two of
-    them have, with its first.
+    """Let the chosen modules of a model on meta be trained, in fp32.
+
+    Returns PEFT's second name of each parameter that two of them have, with its first.
     """
     made: dict[int, tuple[str, nn.Parameter]] = {}
     tied: dict[str, str] = {}
@@ -63,10 +68,14 @@ def train_whole(model: PreTrainedModel, chosen: Sequence[str]) -> dict[str, str]
 
 
 def compute_in(model: nn.Module, dtype: torch.dtype) -> None:
-    """Let modules that are trained whole compute in `dtype` as FSDP2 lets sharded ones: by copies of their masters."""
+    """Let modules that are trained whole compute in `dtype` as FSDP2 lets sharded ones: by copies
+    of their masters.
+    """
 
     def cast(module: nn.Module, _inputs: Any) -> None:
-        masters = {name: p for name, p in module._parameters.items() if p is not None and p.dtype != dtype}
+        masters = {
+            name: p for name, p in module._parameters.items() if p is not None and p.dtype != dtype
+        }
         vars(module)["_ft_masters"] = masters
         for name, parameter in masters.items():
             module._parameters[name] = parameter.to(dtype)  # pyright: ignore[reportArgumentType]
@@ -80,7 +89,9 @@ def compute_in(model: nn.Module, dtype: torch.dtype) -> None:
 
 
 class EmbeddedRows:
-    """The rows of an embedding for which gradients have come, of any rank: the others are not trained by the tokens so far."""
+    """The rows of an embedding for which gradients have come, of any rank: the others are not
+    trained by the tokens so far.
+    """
 
     def __init__(self, name: str, embedding: nn.Embedding, device: torch.device) -> None:
         """`name`: of the weight. `device`: for collectives."""
@@ -91,7 +102,10 @@ class EmbeddedRows:
 
     @classmethod
     def of(cls, model: PeftModel) -> EmbeddedRows | None:
-        """Those of a model whose embedding is trained whole. None: it is not, or is the head too."""
+        """Those of a model whose embedding is trained whole.
+
+        None: it is not, or is the head too.
+        """
         embedding: Any = model.get_input_embeddings()
         head: Any = model.get_output_embeddings()
         weight = embedding.weight
@@ -109,7 +123,10 @@ class EmbeddedRows:
         self._rows.scatter_reduce_(0, ids.flatten().to(self._rows.device), came, "amax")
 
     def reached(self, parameter: nn.Parameter) -> bool:
-        """Whether gradients have come for rows of this rank's shard. Called by all ranks together."""
+        """Whether gradients have come for rows of this rank's shard.
+
+        Called by all ranks together.
+        """
         rows = self._rows.clone()
         dist.all_reduce(rows, dist.ReduceOp.MAX)
         if self._padding is not None:
@@ -129,7 +146,10 @@ def original_modules(model: nn.Module) -> Iterator[None]:
         yield
         return
     reshard(model)  # the shards are changed, and what is gathered has other values
-    swapped = [(_local(module._parameters[name]), original_of(module, name)) for module, name in _trained(model)]
+    swapped = [
+        (_local(module._parameters[name]), original_of(module, name))
+        for module, name in _trained(model)
+    ]
     once = list({id(original): (local, original) for local, original in swapped}.values())
     with torch.no_grad():
         kept = [local.clone() for local, _ in once]
@@ -145,7 +165,9 @@ def original_modules(model: nn.Module) -> Iterator[None]:
 
 
 def _trained(model: nn.Module) -> list[tuple[nn.Module, str]]:
-    """Modules with the names of their parameters that are trained whole; tied ones in every place."""
+    """Modules with the names of their parameters that are trained whole; tied ones in every
+    place.
+    """
     return [
         (module, own)
         for name, module in model.named_modules()

@@ -1,8 +1,11 @@
-"""Sharded checkpoints (DCP) of a job's training state: adapters, optimizer, position. Never the frozen base.
+"""Sharded checkpoints (DCP) of a job's training state: adapters, optimizer, position.
 
-A checkpoint is written from a snapshot, so that training continues meanwhile. Every rank writes its shards, then their hashes
-travel to rank 0, which writes COMPLETE last; a folder without it does not exist for any reader. The ranks agree on the outcome
-of each step of that, so that all of them have the checkpoint or none. Loading reshards: the world size may have changed.
+Never the frozen base.
+
+A checkpoint is written from a snapshot, so that training continues meanwhile. Every rank writes its
+shards, then their hashes travel to rank 0, which writes COMPLETE last; a folder without it does not
+exist for any reader. The ranks agree on the outcome of each step of that, so that all of them have
+the checkpoint or none. Loading reshards: the world size may have changed.
 """
 
 from __future__ import annotations
@@ -66,14 +69,19 @@ class Position(BaseModel):
 
 @dataclass(frozen=True)
 class Snapshot:
-    """A job's state after one step. `tensors`: copies in the host's memory that nothing else uses."""
+    """A job's state after one step.
+
+    `tensors`: copies in the host's memory that nothing else uses.
+    """
 
     tensors: dict[str, Tensor]
     position: Position
     criterion: float | None
     """Of CheckpointMarker, if this very step was validated."""
     adapter: dict[str, Tensor] | None = None
-    """The whole adapter matrices, by PEFT's names on disk: on rank 0 of jobs whose checkpoints hold the adapter."""
+    """The whole adapter matrices, by PEFT's names on disk: on rank 0 of jobs whose checkpoints hold
+    the adapter.
+    """
 
     @property
     def bytes(self) -> int:
@@ -82,10 +90,12 @@ class Snapshot:
 
 
 class Stager:
-    """Copies a job's tensors into one buffer of its own, which every snapshot reuses: one snapshot lives at a time.
+    """Copies a job's tensors into one buffer of its own, which every snapshot reuses: one snapshot
+    lives at a time.
 
-    One, because pinning costs the same for a small buffer as for a large one, and a job has thousands of tensors. torch's
-    DefaultStager pins each of them, and in torch 2.11 it serves for one snapshot only.
+    One, because pinning costs the same for a small buffer as for a large one, and a job has
+    thousands of tensors. torch's DefaultStager pins each of them, and in torch 2.11 it serves for
+    one snapshot only.
     """
 
     def __init__(self) -> None:
@@ -103,10 +113,15 @@ class Stager:
             updates=job.updates,
         )
         tensors = job.tensors()
-        locals_ = {name: tensor.to_local() if isinstance(tensor, DTensor) else tensor for name, tensor in tensors.items()}
+        locals_ = {
+            name: tensor.to_local() if isinstance(tensor, DTensor) else tensor
+            for name, tensor in tensors.items()
+        }
         places = self._places(list(locals_.values()))
         copies: dict[str, Tensor] = {}
-        for (name, tensor), local, place in zip(tensors.items(), locals_.values(), places, strict=True):
+        for (name, tensor), local, place in zip(
+            tensors.items(), locals_.values(), places, strict=True
+        ):
             copy = place.copy_(local, non_blocking=True)  # on CUDA only begun
             copies[name] = with_shard(tensor, copy) if isinstance(tensor, DTensor) else copy
         if torch.cuda.is_initialized():
@@ -114,7 +129,10 @@ class Stager:
         return Snapshot(copies, position, job.validations.loss_at(job.step))
 
     def _places(self, tensors: Sequence[Tensor]) -> list[Tensor]:
-        """A part of the buffer for each tensor, in its shape and dtype. The buffer is pinned if any of them is on a GPU."""
+        """A part of the buffer for each tensor, in its shape and dtype.
+
+        The buffer is pinned if any of them is on a GPU.
+        """
         sizes = [-(-tensor.nbytes // _ALIGNMENT) * _ALIGNMENT for tensor in tensors]
         if self._buffer.nbytes != sum(sizes):
             pinned = any(tensor.is_cuda for tensor in tensors)
@@ -133,23 +151,34 @@ def write(
     before_complete: Callable[[], None],
     export: Callable[[Path], None] | None = None,
 ) -> str:
-    """Write a checkpoint and return its name once it is complete. Called by all ranks together; `group`: a gloo group of all of
-    them.
+    """Write a checkpoint and return its name once it is complete.
 
-    `before_complete`: called on rank 0 when everything but COMPLETE is there. `export`: called on rank 0 with the folder in
-    which it is to write the checkpoint's adapter; None: the checkpoint holds no adapter. Raises CheckpointError, on all ranks,
-    if a file could not be written; what was written of the checkpoint is then removed.
+    Called by all ranks together; `group`: a gloo group of all of them.
+
+    `before_complete`: called on rank 0 when everything but COMPLETE is there. `export`: called on
+    rank 0 with the folder in which it is to write the checkpoint's adapter; None: the checkpoint
+    holds no adapter. Raises CheckpointError, on all ranks, if a file could not be written; what was
+    written of the checkpoint is then removed.
     """
     name = checkpoint_name(snapshot.position.step, attempt)
     folder = run.path(checkpoint_key(name))
     try:
         _save_shards(snapshot, folder, group)
         if export is not None:
-            _agreed(lambda: export(folder / CHECKPOINT_ADAPTER) if dist.get_rank() == 0 else None, group)
+            _agreed(
+                lambda: export(folder / CHECKPOINT_ADAPTER) if dist.get_rank() == 0 else None, group
+            )
         files = _agreed(lambda: _digests(folder), group)
-        _agreed(lambda: _complete(snapshot, run, attempt, [file for own in files for file in own], before_complete), group)
+        _agreed(
+            lambda: _complete(
+                snapshot, run, attempt, [file for own in files for file in own], before_complete
+            ),
+            group,
+        )
     except _WriteError as error:
-        if dist.get_rank(group) == 0 and not has_marker(folder):  # a later attempt may use it by now
+        if dist.get_rank(group) == 0 and not has_marker(
+            folder
+        ):  # a later attempt may use it by now
             shutil.rmtree(folder, ignore_errors=True)
         why = explained(error.error, folder, snapshot.bytes)
         raise CheckpointError(f"Checkpoint {name} could not be written: {why}") from error.error
@@ -157,11 +186,15 @@ def write(
 
 
 def restore(job: JobState, run: RunDir, name: str, spec: JobSpec) -> None:
-    """Fill the job's state from a complete checkpoint. Raises SpecError if it belongs to another job."""
+    """Fill the job's state from a complete checkpoint.
+
+    Raises SpecError if it belongs to another job.
+    """
     position = read_position(run, name)
     if (position.job_id, position.base, position.seed) != (spec.job_id, spec.model.name, spec.seed):
         raise SpecError(
-            f"Checkpoint {name} belongs to job {position.job_id} on base {position.base} with seed {position.seed}, "
+            f"Checkpoint {name} belongs to job {position.job_id} on base {position.base} with "
+            f"seed {position.seed}, "
             f"not to {spec.job_id} on {spec.model.name} with seed {spec.seed}."
         )
     load(job.tensors(), checkpoint_id=run.path(checkpoint_key(name)))
@@ -171,25 +204,36 @@ def restore(job: JobState, run: RunDir, name: str, spec: JobSpec) -> None:
 
 
 def take_weights(job: JobState, run: RunDir, name: str, *, with_optimizer: bool) -> None:
-    """Continue a job with the adapter of a complete checkpoint, which may be another job's, and with its optimizer's moments or
-    none. Called by all ranks together.
+    """Continue a job with the adapter of a complete checkpoint, which may be another job's, and
+    with its optimizer's moments or none. Called by all ranks together.
 
     Raises SpecError if it is gone, damaged or holds other adapters; nothing is changed then.
     """
     folder = run.path(checkpoint_key(name))
     if not has_marker(folder):
-        raise SpecError(f"The checkpoint {name} of the saved weights is gone: it was deleted, or its job was.")
+        raise SpecError(
+            f"The checkpoint {name} of the saved weights is gone: it was deleted, or its job was."
+        )
     if faults := by_first(lambda: checkpoint_faults(run, name)):
-        raise SpecError(f"The checkpoint {name} of the saved weights is damaged on the disk: {faults[0]}. Load another one.")
+        raise SpecError(
+            f"The checkpoint {name} of the saved weights is damaged on the disk: {faults[0]}. "
+            "Load another one."
+        )
     stored = cast("dict[str, Any]", FileSystemReader(folder).read_metadata().state_dict_metadata)
-    wanted = {key: tensor for key, tensor in job.tensors().items() if with_optimizer or key.startswith("adapter/")}
+    wanted = {
+        key: tensor
+        for key, tensor in job.tensors().items()
+        if with_optimizer or key.startswith("adapter/")
+    }
     for key, tensor in wanted.items():
         size = getattr(stored.get(key), "size", None)
         if size != tensor.shape:
             there = "no such adapter" if size is None else f"the shape {list(size)}"
             raise SpecError(
-                f"The saved weights fit another model: {key.removeprefix('adapter/')} has the shape {list(tensor.shape)} here, "
-                f"and there is {there} in them. Create the model with the same rank and the same modules."
+                f"The saved weights fit another model: {key.removeprefix('adapter/')} has the "
+                f"shape {list(tensor.shape)} here, "
+                f"and there is {there} in them. Create the model with the same rank and the same "
+                "modules."
             )
     load(wanted, checkpoint_id=folder)
     position = read_position(run, name)
@@ -214,7 +258,9 @@ class _WriteError(Exception):
 def _save_shards(snapshot: Snapshot, folder: Path, group: dist.ProcessGroup) -> None:
     writer = checkpoint_writer(folder)
     try:
-        save_shards(cast("dict[str, Any]", snapshot.tensors), storage_writer=writer, process_group=group)
+        save_shards(
+            cast("dict[str, Any]", snapshot.tensors), storage_writer=writer, process_group=group
+        )
     except CheckpointException as failed:  # the same on all ranks
         errors = [error for error, _ in failed.failures.values()]
         of_disk = next((error for error in errors if isinstance(error, OSError)), None)
@@ -224,8 +270,11 @@ def _save_shards(snapshot: Snapshot, folder: Path, group: dist.ProcessGroup) -> 
 
 
 def _agreed(act: Callable[[], Found], group: dist.ProcessGroup) -> list[Found]:
-    """The results of `act` on all ranks, in order. Raises _WriteError on all of them if it raised OSError on one, and
-    SealedError if it raised that."""
+    """The results of `act` on all ranks, in order.
+
+    Raises _WriteError on all of them if it raised OSError on one, and SealedError if it raised
+    that.
+    """
     try:
         mine: Found | OSError | SealedError = act()
     except (OSError, SealedError) as error:
@@ -244,12 +293,18 @@ def _digests(folder: Path) -> list[NamedFile]:
     """Name, size and SHA-256 of the files that this rank wrote."""
     rank = dist.get_rank()
     files = [path for path in sorted(folder.rglob("*")) if path.is_file()]
-    mine = [p for p in files if p.name.startswith(f"__{rank}_") or (rank == 0 and p.suffix != ".distcp")]
+    mine = [
+        p for p in files if p.name.startswith(f"__{rank}_") or (rank == 0 and p.suffix != ".distcp")
+    ]
     return [NamedFile.below(folder, path) for path in mine]
 
 
 def _complete(
-    snapshot: Snapshot, run: RunDir, attempt: int, files: list[NamedFile], before_complete: Callable[[], None]
+    snapshot: Snapshot,
+    run: RunDir,
+    attempt: int,
+    files: list[NamedFile],
+    before_complete: Callable[[], None],
 ) -> None:
     if dist.get_rank() != 0:
         return

@@ -1,4 +1,7 @@
-"""Removal of old checkpoints. What is on disk decides, so that a resumed job keeps what an uninterrupted one would have."""
+"""Removal of old checkpoints.
+
+What is on disk decides, so that a resumed job keeps what an uninterrupted one would have.
+"""
 
 from __future__ import annotations
 
@@ -38,18 +41,32 @@ class CheckpointEntry:
 
 def checkpoint_entries(run: RunDir) -> list[CheckpointEntry]:
     """The complete checkpoints, oldest first."""
-    markers = [run.readable(marker_key(name), CheckpointMarker) for name in complete_checkpoints(run)]
-    return [CheckpointEntry(marker.step, marker.attempt, marker.criterion) for marker in markers if marker is not None]
+    markers = [
+        run.readable(marker_key(name), CheckpointMarker) for name in complete_checkpoints(run)
+    ]
+    return [
+        CheckpointEntry(marker.step, marker.attempt, marker.criterion)
+        for marker in markers
+        if marker is not None
+    ]
 
 
 def best(checkpoints: Sequence[CheckpointEntry]) -> CheckpointEntry | None:
-    """The checkpoint with the lowest criterion, the earliest of equal ones. None: no step with a checkpoint was validated."""
-    validated = [(c.criterion, c.step, -c.attempt, c) for c in checkpoints if c.criterion is not None]
+    """The checkpoint with the lowest criterion, the earliest of equal ones.
+
+    None: no step with a checkpoint was validated.
+    """
+    validated = [
+        (c.criterion, c.step, -c.attempt, c) for c in checkpoints if c.criterion is not None
+    ]
     return min(validated)[-1] if validated else None
 
 
 def kept_checkpoints(checkpoints: Sequence[CheckpointEntry], spec: JobSpec) -> set[CheckpointEntry]:
-    """The checkpoints that stay, of all complete ones, oldest first. A step belongs to its newest attempt."""
+    """The checkpoints that stay, of all complete ones, oldest first.
+
+    A step belongs to its newest attempt.
+    """
     options = spec.checkpoint
     newest = list({c.step: c for c in checkpoints}.values())
     stay = set(newest[-options.save_total_limit :])
@@ -64,12 +81,16 @@ def keeps_best(spec: JobSpec) -> bool:
 
 
 def remove_others(run: RunDir, spec: JobSpec, fence: Fence) -> None:
-    """Remove the checkpoints that do not stay, and those never completed. Call it after one is complete, while none is written.
+    """Remove the checkpoints that do not stay, and those never completed.
 
-    The marker goes first, so that no checkpoint is ever seen half removed. Nothing of a later attempt is touched, nor anything
-    once the attempt is sealed. Raises SealedError.
+    Call it after one is complete, while none is written.
+
+    The marker goes first, so that no checkpoint is ever seen half removed. Nothing of a later
+    attempt is touched, nor anything once the attempt is sealed. Raises SealedError.
     """
-    names = {checkpoint.name for checkpoint in kept_checkpoints(checkpoint_entries(run), spec)} | saved_checkpoints(run)
+    names = {
+        checkpoint.name for checkpoint in kept_checkpoints(checkpoint_entries(run), spec)
+    } | saved_checkpoints(run)
     for folder in run.path(CHECKPOINTS).iterdir():
         match = CHECKPOINT_NAME.fullmatch(folder.name)
         if folder.name not in names and (match is None or int(match[2]) <= fence.attempt):
@@ -82,11 +103,14 @@ def remove_others(run: RunDir, spec: JobSpec, fence: Fence) -> None:
 
 
 def remove_unfinished(run: RunDir, fence: Fence) -> None:
-    """Remove the checkpoints that earlier attempts were killed at writing. Call it before the first one is written: a job that
-    is killed at each of them would fill the disk. Raises SealedError.
+    """Remove the checkpoints that earlier attempts were killed at writing.
 
-    The attempts are over, since this one has begun. If a rank of one still writes, on another host or after it was suspended,
-    that checkpoint was not there when this attempt began, and does not exist for any reader (`is_late`).
+    Call it before the first one is written: a job that is killed at each of them would fill the
+    disk. Raises SealedError.
+
+    The attempts are over, since this one has begun. If a rank of one still writes, on another host
+    or after it was suspended, that checkpoint was not there when this attempt began, and does not
+    exist for any reader (`is_late`).
     """
     folder = run.path(CHECKPOINTS)
     for unfinished in folder.iterdir() if folder.is_dir() else ():

@@ -1,4 +1,5 @@
-"""A job's metrics as TensorBoard reads them: event files, where the job's integrations ask for them.
+"""A job's metrics as TensorBoard reads them: event files, where the job's integrations ask for
+them.
 
 tensorboard/events.out.tfevents.…    one an attempt, written while it trains
 adapter/events.out.tfevents.…        with the outcome: every step once, as in metrics.csv
@@ -24,20 +25,26 @@ _PLACES = ("step", "total_steps")
 
 
 class EventFile:
-    """Writer of one event file, in the calling thread. What the disk does not take waits for the next `flush`.
+    """Writer of one event file, in the calling thread.
 
-    Not tensorboardX's own writer: its thread ends at the first error of the disk, and whoever adds ten numbers more then waits
-    for ever.
+    What the disk does not take waits for the next `flush`.
+
+    Not tensorboardX's own writer: its thread ends at the first error of the disk, and whoever adds
+    ten numbers more then waits for ever.
     """
 
     def __init__(self, folder: Path, suffix: str, first_step: int = 1) -> None:
-        """`first_step`: of those that are added; what earlier files of the folder hold from it on counts no more."""
+        """`first_step`: of those that are added; what earlier files of the folder hold from it on
+        counts no more.
+        """
         from tensorboardX.proto import event_pb2  # only jobs that ask for it need it
 
         self._messages: Any = event_pb2
         self._waiting = bytearray()
         folder.mkdir(parents=True, exist_ok=True)
-        self._file = (folder / f"{NAME}.{int(time.time())}.{socket.gethostname()}.{suffix}").open("wb", buffering=0)
+        self._file = (folder / f"{NAME}.{int(time.time())}.{socket.gethostname()}.{suffix}").open(
+            "wb", buffering=0
+        )
         self._put(wall_time=time.time(), file_version=_VERSION)
         if first_step > 1:
             start = self._messages.SessionLog.START
@@ -51,7 +58,9 @@ class EventFile:
             return
         for name, value in event.metrics.flat().items():
             if name not in _PLACES:
-                self._put(wall_time=event.time, step=event.metrics.step, summary=scalar(_tag(name), value))
+                self._put(
+                    wall_time=event.time, step=event.metrics.step, summary=scalar(_tag(name), value)
+                )
 
     def flush(self) -> None:
         """Write what waits. Raises OSError; what is not written then goes on waiting."""
@@ -76,8 +85,9 @@ class EventFile:
 
 
 def write_event_file(folder: Path, name: str, steps: Iterable[Event]) -> None:
-    """Write the steps of a whole job as one file. `name`: behind the time of its first step; no host's name is in it. Raises
-    OSError.
+    """Write the steps of a whole job as one file.
+
+    `name`: behind the time of its first step; no host's name is in it. Raises OSError.
     """
     events = [event for event in steps if event.metrics is not None]
     with tempfile.TemporaryDirectory(dir=folder) as temporary:

@@ -1,4 +1,6 @@
-"""Writing a model as sharded safetensors, piece by piece: no file, and no tensor, is ever whole in memory."""
+"""Writing a model as sharded safetensors, piece by piece: no file, and no tensor, is ever whole in
+memory.
+"""
 
 from __future__ import annotations
 
@@ -47,7 +49,9 @@ Unit = tuple[TensorPlan, ...]
 
 
 def in_files(units: Sequence[Unit], limit: int) -> dict[str, list[Unit]]:
-    """Which file each unit goes to: in the given order, files of at most `limit` bytes (or of one larger unit)."""
+    """Which file each unit goes to: in the given order, files of at most `limit` bytes (or of one
+    larger unit).
+    """
     groups: list[list[Unit]] = [[]]
     size = 0
     for unit in units:
@@ -59,7 +63,10 @@ def in_files(units: Sequence[Unit], limit: int) -> dict[str, list[Unit]]:
         size += own
     if len(groups) == 1:
         return {"model.safetensors": groups[0]}
-    return {f"model-{i:05d}-of-{len(groups):05d}.safetensors": group for i, group in enumerate(groups, start=1)}
+    return {
+        f"model-{i:05d}-of-{len(groups):05d}.safetensors": group
+        for i, group in enumerate(groups, start=1)
+    }
 
 
 def write_index(folder: Path, files: dict[str, list[Unit]]) -> None:
@@ -69,25 +76,40 @@ def write_index(folder: Path, files: dict[str, list[Unit]]) -> None:
     plans = {plan: file for file, units in files.items() for unit in units for plan in unit}
     index = {
         "metadata": {"total_size": sum(plan.bytes for plan in plans)},
-        "weight_map": {plan.name: plans[plan] for plan in sorted(plans, key=lambda plan: plan.name)},
+        "weight_map": {
+            plan.name: plans[plan] for plan in sorted(plans, key=lambda plan: plan.name)
+        },
     }
-    (folder / "model.safetensors.index.json").write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
+    (folder / "model.safetensors.index.json").write_text(
+        json.dumps(index, indent=2) + "\n", encoding="utf-8"
+    )
 
 
 def write_file(
-    path: Path, plans: Sequence[TensorPlan], pieces: Iterator[Tensor], metadata: Mapping[str, str] | None = None
+    path: Path,
+    plans: Sequence[TensorPlan],
+    pieces: Iterator[Tensor],
+    metadata: Mapping[str, str] | None = None,
 ) -> None:
-    """Write one safetensors file. `pieces`: consecutive rows of the tensors in the order of `plans`, on the CPU, as many as
+    """Write one safetensors file.
+
+    `pieces`: consecutive rows of the tensors in the order of `plans`, on the CPU, as many as
     planned. `metadata`: more entries of the file's header.
     """
     header: dict[str, object] = {"__metadata__": {"format": "pt", **(metadata or {})}}
     start = 0
     for plan in plans:
         offsets = [start, start + plan.bytes]
-        header[plan.name] = {"dtype": plan.dtype, "shape": list(plan.shape), "data_offsets": offsets}
+        header[plan.name] = {
+            "dtype": plan.dtype,
+            "shape": list(plan.shape),
+            "data_offsets": offsets,
+        }
         start += plan.bytes
     text = json.dumps(header).encode()
-    text += b" " * (-len(text) % 8)  # tensors begin at a multiple of 8, so that readers can map them
+    text += b" " * (
+        -len(text) % 8
+    )  # tensors begin at a multiple of 8, so that readers can map them
     with path.open("wb") as file:
         file.write(struct.pack("<Q", len(text)) + text)
         for piece in pieces:

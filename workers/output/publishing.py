@@ -1,8 +1,10 @@
-"""Publishing the outcome under its final names, so that of two attempts that publish at once the later one's stays, whole.
+"""Publishing the outcome under its final names, so that of two attempts that publish at once the
+later one's stays, whole.
 
-It is made under a name of the attempt's own. A final name that is free is taken by an operation that fails if another attempt
-was first. One that is taken is replaced only after another look at the fence: it is either an earlier attempt's, which ended
-between its adapter and its result, or a later one's, and then this attempt is over.
+It is made under a name of the attempt's own. A final name that is free is taken by an operation
+that fails if another attempt was first. One that is taken is replaced only after another look at
+the fence: it is either an earlier attempt's, which ended between its adapter and its result, or a
+later one's, and then this attempt is over.
 """
 
 from __future__ import annotations
@@ -28,7 +30,10 @@ _TAKEN = (errno.ENOTEMPTY, errno.EEXIST)
 
 @contextmanager
 def adapter_folder(target: Path, fence: Fence) -> Iterator[Path]:
-    """A temporary folder next to `target`, which it becomes at the end. Raises SealedError if the attempt is over by then."""
+    """A temporary folder next to `target`, which it becomes at the end.
+
+    Raises SealedError if the attempt is over by then.
+    """
     temporary = target.with_name(f"{target.name}.tmp-a{fence.attempt}")
     shutil.rmtree(temporary, ignore_errors=True)
     temporary.mkdir(parents=True)
@@ -42,7 +47,9 @@ def adapter_folder(target: Path, fence: Fence) -> Iterator[Path]:
 
 
 def remove_left_folders(target: Path, fence: Fence) -> None:
-    """Remove the temporary folders of earlier attempts that were killed while they wrote `target`."""
+    """Remove the temporary folders of earlier attempts that were killed while they wrote
+    `target`.
+    """
     for left in target.parent.glob(f"{target.name}.tmp*"):
         if _attempt_in_name(left) < fence.attempt:
             shutil.rmtree(left, ignore_errors=True)
@@ -103,13 +110,15 @@ FORBIDDEN = frozenset({errno.EACCES, errno.EPERM, errno.EROFS})
 
 
 def explained(error: OSError, folder: Path, needed: int) -> str:
-    """A disk's error as a sentence: path, cause, bytes needed and free, and what to do. `folder`: where `needed` bytes should
-    go.
+    """A disk's error as a sentence: path, cause, bytes needed and free, and what to do.
+
+    `folder`: where `needed` bytes should go.
     """
     where = error.filename or folder
     if error.errno in FULL:
         return (
-            f"{where}: {FULL[error.errno]}. More than {needed:,} bytes are needed, and {free_bytes(folder):,} are free there. "
+            f"{where}: {FULL[error.errno]}. More than {needed:,} bytes are needed, and "
+            f"{free_bytes(folder):,} are free there. "
             "Free some, or keep fewer checkpoints (checkpoint.save_total_limit)."
         )
     if error.errno in FORBIDDEN:

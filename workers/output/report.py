@@ -1,4 +1,6 @@
-"""Rank 0's reports to the service: events in immutable segments, and the table of metrics made from them."""
+"""Rank 0's reports to the service: events in immutable segments, and the table of metrics made from
+them.
+"""
 
 from __future__ import annotations
 
@@ -21,14 +23,19 @@ from ft_service.rundir.events import Event, Metrics, SettledOption, read_segment
 from workers.output.event_files import EventFile
 
 FLUSH_SECONDS = 0.5
-"""Time for which metrics are collected before they are written; messages and checkpoints are written at once."""
+"""Time for which metrics are collected before they are written; messages and checkpoints are
+written at once.
+"""
 
 PRINT_SECONDS = 5.0
-"""Least time between two steps that rank 0 prints; validations, messages, the first and last step are always printed."""
+"""Least time between two steps that rank 0 prints; validations, messages, the first and last step
+are always printed.
+"""
 
 HEARTBEAT_SECONDS = 600.0
-"""Time without events after which an attempt that waits writes a segment without any: the service ends one that is silent for
-SILENCE_LIMIT_SECONDS (ft_service/jobs/decisions.py)."""
+"""Time without events after which an attempt that waits writes a segment without any: the service
+ends one that is silent for SILENCE_LIMIT_SECONDS (ft_service/jobs/decisions.py).
+"""
 
 COLUMNS = ("step", "train_loss", "train_accuracy", "valid_loss", "valid_mean_token_accuracy")
 """What existing scripts read from a result file, by position."""
@@ -40,10 +47,12 @@ MORE_COLUMNS = (
 
 
 class Reporter:
-    """Writer of one attempt's events, usable from any thread. On other ranks than 0 it writes nothing.
+    """Writer of one attempt's events, usable from any thread.
 
-    Events that the disk does not take wait for the next ones: a full disk must not end training. While it is entered, a thread
-    writes the metrics, so that no step waits for the disk.
+    On other ranks than 0 it writes nothing.
+
+    Events that the disk does not take wait for the next ones: a full disk must not end training.
+    While it is entered, a thread writes the metrics, so that no step waits for the disk.
     """
 
     def __init__(
@@ -56,7 +65,10 @@ class Reporter:
         fence: Fence | None = None,
         event_file: EventFile | None = None,
     ) -> None:
-        """`fence`: the attempt's; None: make one. `event_file`: takes the metrics too, and is closed with this."""
+        """`fence`: the attempt's; None: make one.
+
+        `event_file`: takes the metrics too, and is closed with this.
+        """
         self._run = run
         self._attempt = attempt
         self._active = active
@@ -79,7 +91,12 @@ class Reporter:
             self._thread.start()
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
         if self._thread is not None:
             self._over.set()
             self._due.set()
@@ -99,7 +116,10 @@ class Reporter:
         self.message(text, "warn")
 
     def begin(self, text: str, settled: Mapping[str, SettledOption]) -> None:
-        """Report that training begins. `settled`: what it begins with where that was "auto", by the option's dotted name."""
+        """Report that training begins.
+
+        `settled`: what it begins with where that was "auto", by the option's dotted name.
+        """
         self._add(Event(time=self._clock(), message=text, settled=dict(settled) or None), now=True)
 
     def metrics(self, metrics: Metrics) -> None:
@@ -113,21 +133,37 @@ class Reporter:
         ]
         reward = f"{', ' if loss else ': '}{', '.join(rewards)}" if rewards else ""
         text = f"Step {metrics.step}/{metrics.total_steps}{loss}{valid}{reward}"
-        self._add(Event(time=self._clock(), kind="metrics", message=text, metrics=metrics), now=False)
+        self._add(
+            Event(time=self._clock(), kind="metrics", message=text, metrics=metrics), now=False
+        )
 
     def checkpoint(self, name: str, metrics: Metrics) -> None:
         """Report a complete checkpoint. `metrics`: of its step."""
         text = f"Checkpoint created at step {metrics.step}"
-        self._add(Event(time=self._clock(), kind="checkpoint", message=text, metrics=metrics, checkpoint=name), now=True)
+        self._add(
+            Event(
+                time=self._clock(),
+                kind="checkpoint",
+                message=text,
+                metrics=metrics,
+                checkpoint=name,
+            ),
+            now=True,
+        )
 
     def heartbeat(self) -> None:
-        """Write a segment without events if none was written for a while: the attempt waits, and is not stuck."""
+        """Write a segment without events if none was written for a while: the attempt waits, and is
+        not stuck.
+        """
         if self._active and time.monotonic() - self._flushed_at >= HEARTBEAT_SECONDS:
             self._flush_or_wait(empty=True)
 
     def flush(self, *, empty: bool = False) -> None:
-        """Write waiting events. Raises OSError if that fails, and they wait on; raises SealedError. `empty`: write a segment
-        even if there are none."""
+        """Write waiting events.
+
+        Raises OSError if that fails, and they wait on; raises SealedError. `empty`: write a segment
+        even if there are none.
+        """
         with self._writing:
             with self._adding:
                 events = list(self._waiting)
@@ -145,14 +181,17 @@ class Reporter:
             self._flushed_at = time.monotonic()
 
     def _write_segment(self, events: list[Event]) -> None:
-        """Write the next segment. Raises FileExistsError if another writer has, and OSError if it is not there."""
+        """Write the next segment.
+
+        Raises FileExistsError if another writer has, and OSError if it is not there.
+        """
         try:
             write_segment(self._run, self._attempt, self._seq, events)
         except FileExistsError:
             raise
         except OSError:
-            # It may be there already, and only its name not yet be safe from a loss of power. Written again it would be taken
-            # for that of another writer.
+            # It may be there already, and only its name not yet be safe from a loss of power.
+            # Written again it would be taken for that of another writer.
             if not Attempt(self._run, self._attempt).has_segment(self._seq):
                 raise
 
@@ -172,14 +211,25 @@ class Reporter:
     def _print(self, event: Event) -> None:
         """Print the progress of training to the rank's own log."""
         metrics = event.metrics if event.kind == "metrics" else None
-        if metrics is not None and metrics.valid_loss is None and metrics.step != metrics.total_steps:
+        if (
+            metrics is not None
+            and metrics.valid_loss is None
+            and metrics.step != metrics.total_steps
+        ):
             if event.time < self._printed_at + PRINT_SECONDS:
                 if not self._left_out:
-                    print("Steps that follow within seconds are left out here; the job's events have every step.", flush=True)
+                    print(
+                        "Steps that follow within seconds are left out here; the job's events "
+                        "have every step.",
+                        flush=True,
+                    )
                 self._left_out = True
                 return
             self._printed_at = event.time
-        print(event.message if event.level == "info" else f"{event.level}: {event.message}", flush=True)
+        print(
+            event.message if event.level == "info" else f"{event.level}: {event.message}",
+            flush=True,
+        )
 
     def _flush_or_wait(self, *, empty: bool = False) -> None:
         try:
@@ -203,11 +253,13 @@ class Reporter:
 
 
 def steps_of_all_attempts(run: RunDir, last_attempt: int) -> list[Event]:
-    """One event with metrics for each step, in order. A step that was trained again after a resume counts as its newest attempt
-    saw it.
+    """One event with metrics for each step, in order.
 
-    Steps that an attempt repeats are its own from its beginning: an earlier attempt that did not know its end may still
-    report some of those steps. A step's checkpoint repeats its numbers and adds its own.
+    A step that was trained again after a resume counts as its newest attempt saw it.
+
+    Steps that an attempt repeats are its own from its beginning: an earlier attempt that did not
+    know its end may still report some of those steps. A step's checkpoint repeats its numbers and
+    adds its own.
     """
     by_step: dict[int, Event] = {}
     for attempt in range(1, last_attempt + 1):
@@ -216,13 +268,19 @@ def steps_of_all_attempts(run: RunDir, last_attempt: int) -> list[Event]:
             resumed = step_of(start.checkpoint) if start.checkpoint else 0
             by_step = {step: row for step, row in by_step.items() if step <= resumed}
         for segment in read_segments(run, attempt):
-            by_step.update({event.metrics.step: event for event in segment.events if event.metrics is not None})
+            by_step.update(
+                {event.metrics.step: event for event in segment.events if event.metrics is not None}
+            )
     return [by_step[step] for step in sorted(by_step)]
 
 
 def metrics_of_all_attempts(run: RunDir, last_attempt: int) -> list[Metrics]:
     """The metrics of `steps_of_all_attempts`."""
-    return [event.metrics for event in steps_of_all_attempts(run, last_attempt) if event.metrics is not None]
+    return [
+        event.metrics
+        for event in steps_of_all_attempts(run, last_attempt)
+        if event.metrics is not None
+    ]
 
 
 def with_evaluations(events: list[Event], run: RunDir) -> list[Event]:
@@ -233,7 +291,9 @@ def with_evaluations(events: list[Event], run: RunDir) -> list[Event]:
 
 def _with_evaluation(event: Event, run: RunDir, keys: Mapping[int, str]) -> Event:
     row = event.metrics
-    evaluation = read_evaluation(run, keys[row.step]) if row is not None and row.step in keys else None
+    evaluation = (
+        read_evaluation(run, keys[row.step]) if row is not None and row.step in keys else None
+    )
     if row is None or evaluation is None:
         return event
     more = {**(row.more or {}), **by_name(evaluation.metrics)}
@@ -241,12 +301,20 @@ def _with_evaluation(event: Event, run: RunDir, keys: Mapping[int, str]) -> Even
 
 
 def metrics_csv(rows: list[Metrics]) -> str:
-    """The result file: OpenAI's columns first, ours and the method's after them; an empty cell where nothing was measured."""
+    """The result file: OpenAI's columns first, ours and the method's after them; an empty cell
+    where nothing was measured.
+    """
     text = io.StringIO()
     writer = csv.writer(text, lineterminator="\n")
-    columns = [*COLUMNS, *MORE_COLUMNS, *dict.fromkeys(name for row in rows for name in row.more or ())]
+    columns = [
+        *COLUMNS,
+        *MORE_COLUMNS,
+        *dict.fromkeys(name for row in rows for name in row.more or ()),
+    ]
     writer.writerow(columns)
     for row in rows:
         values: dict[str, Any] = row.flat() | {"train_accuracy": row.train_mean_token_accuracy}
-        writer.writerow(["" if values.get(column) is None else values[column] for column in columns])
+        writer.writerow(
+            ["" if values.get(column) is None else values[column] for column in columns]
+        )
     return text.getvalue()

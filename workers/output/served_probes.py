@@ -21,10 +21,16 @@ from workers.ranks.sharding import reshard
 
 
 def measure(model: PeftModel, samples: Sequence[Tokens], device: torch.device) -> list[Probe]:
-    """Probes on the first samples, by the model as it is. Called by all ranks together, who all get the same."""
+    """Probes on the first samples, by the model as it is.
+
+    Called by all ranks together, who all get the same.
+    """
     model.eval()
     probes = []
-    with torch.no_grad(), torch.compiler.set_stance("force_eager"):  # for a handful of short sequences
+    with (
+        torch.no_grad(),
+        torch.compiler.set_stance("force_eager"),
+    ):  # for a handful of short sequences
         for sample in samples[:MOST_PROBES]:
             ids = torch.as_tensor(sample.ids[:MOST_TOKENS], dtype=torch.int64, device=device)
             if len(ids) < 2:
@@ -32,7 +38,9 @@ def measure(model: PeftModel, samples: Sequence[Tokens], device: torch.device) -
             tuned = _logprobs(model, ids)
             with without_adapter(model):
                 base = _logprobs(model, ids)
-            if all(map(math.isfinite, (*tuned, *base))):  # others prove nothing, and JSON has no numbers for them
+            if all(
+                map(math.isfinite, (*tuned, *base))
+            ):  # others prove nothing, and JSON has no numbers for them
                 probes.append(Probe(tokens=ids.tolist(), tuned=tuned, base=base))
     reshard(model)
     return probes
@@ -46,11 +54,15 @@ def _logprobs(model: PeftModel, ids: Tensor) -> list[float]:
 
 @contextmanager
 def without_adapter(model: nn.Module) -> Iterator[None]:
-    """Scaled by zero, and in place: what is gathered together stays the same. What is trained whole has the base's values."""
+    """Scaled by zero, and in place: what is gathered together stays the same.
+
+    What is trained whole has the base's values.
+    """
     scalings = [module.scaling for module in model.modules() if isinstance(module, LoraLinear)]
     experts = [module for module in model.modules() if isinstance(module, FrozenExperts)]
     stacks: list[Any] = [adapter for module in experts for adapter in module.adapters.values()]
-    before, of_stacks = [dict(scaling) for scaling in scalings], [adapter.scale for adapter in stacks]
+    before = [dict(scaling) for scaling in scalings]
+    of_stacks = [adapter.scale for adapter in stacks]
     for scaling in scalings:
         scaling.update(dict.fromkeys(scaling, 0.0))
     for adapter in stacks:

@@ -1,7 +1,7 @@
 """A process without torchao, whether it is installed or not. No job uses it.
 
-transformers and PEFT import it where they find it, which takes two seconds, prints errors about its own libraries, and asks the
-GPU for its capability, which initialises CUDA.
+transformers and PEFT import it where they find it, which takes two seconds, prints errors about its
+own libraries, and asks the GPU for its capability, which initialises CUDA.
 
 Replaces: `torchao` in `sys.modules`, by None.
 Written for: transformers 5.23, peft 0.21, torchao 0.18

@@ -1,4 +1,5 @@
-"""Bases of several models built where packages of their towers are not installed: text needs no tower.
+"""Bases of several models built where packages of their towers are not installed: text needs no
+tower.
 
 Replaces: `transformers.AutoModel.from_config`, while the published class is built.
 Written for: transformers 5.23
@@ -16,7 +17,9 @@ from transformers import AutoModel, PreTrainedConfig
 
 
 class MissingTower(nn.Module):
-    """Placeholder of a tower whose package is not installed: nothing of it is read, sharded or adapted."""
+    """Placeholder of a tower whose package is not installed: nothing of it is read, sharded or
+    adapted.
+    """
 
     def __init__(self, config: PreTrainedConfig) -> None:
         super().__init__()
@@ -25,7 +28,9 @@ class MissingTower(nn.Module):
 
 @contextmanager
 def allow_missing_towers(text: type) -> Iterator[None]:
-    """Let AutoModel build a `MissingTower` where a package is not installed, except for configs of type `text`."""
+    """Let AutoModel build a `MissingTower` where a package is not installed, except for configs of
+    type `text`.
+    """
     stock = AutoModel.__dict__["from_config"]
 
     def made(config: PreTrainedConfig, **options: Any) -> nn.Module:

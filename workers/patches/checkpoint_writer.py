@@ -1,8 +1,9 @@
-"""DCP's file writer, raising the disk's error: a failed write of a tensor may end in one about its archive instead.
+"""DCP's file writer, raising the disk's error: a failed write of a tensor may end in one about its
+archive instead.
 
-Replaces: `fs` of `torch.distributed.checkpoint.FileSystemWriter`, by a file system derived from its own.
-Written for: torch 2.13
-Fails when upstream changes: tests/workers/patches/test_checkpoint_writer.py
+Replaces: `fs` of `torch.distributed.checkpoint.FileSystemWriter`, by a file system derived from its
+own. Written for: torch 2.13 Fails when upstream changes:
+tests/workers/patches/test_checkpoint_writer.py
 """
 
 from __future__ import annotations
@@ -19,7 +20,9 @@ from ft_service.host import disk
 
 
 def checkpoint_writer(folder: Path) -> FileSystemWriter:
-    """A writer of shards into a folder, whose writes raise OSError with the path where the disk failed."""
+    """A writer of shards into a folder, whose writes raise OSError with the path where the disk
+    failed.
+    """
     writer = FileSystemWriter(folder)
     writer.fs = _Files()
     return writer

@@ -1,6 +1,8 @@
-"""A model's head replaced for the forwards of a step: what is made of the hidden states is then in place of `logits`.
+"""A model's head replaced for the forwards of a step: what is made of the hidden states is then in
+place of `logits`.
 
-A class that caps its logits does so to what its head returns, unless its config says that there is no cap.
+A class that caps its logits does so to what its head returns, unless its config says that there is
+no cap.
 
 Replaces: the forward of a head, and `final_logit_softcapping` of the config, while it is entered.
 Written for: transformers 5.23
@@ -22,8 +24,13 @@ CAP = "final_logit_softcapping"
 
 
 @contextmanager
-def head_replaced(head: nn.Module, config: PreTrainedConfig, by: Callable[[Tensor], Tensor]) -> Iterator[None]:
-    """While it is entered, a head's forward is `by`, which caps what the class would have capped. `config`: of the decoder."""
+def head_replaced(
+    head: nn.Module, config: PreTrainedConfig, by: Callable[[Tensor], Tensor]
+) -> Iterator[None]:
+    """While it is entered, a head's forward is `by`, which caps what the class would have capped.
+
+    `config`: of the decoder.
+    """
     cap = getattr(config, CAP, None)
     replace_forward(head, by)
     if cap is not None:

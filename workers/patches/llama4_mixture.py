@@ -1,6 +1,7 @@
 """Llama 4's mixture, in which a token meets the experts that it chose and no others.
 
-transformers takes every token through every expert, multiplied by zero for those that were not chosen.
+transformers takes every token through every expert, multiplied by zero for those that were not
+chosen.
 
 Replaces: the forward of transformers' `Llama4TextMoe`.
 Written for: transformers 5.23
@@ -19,7 +20,9 @@ from workers.patches.forward import replace_forward
 
 
 def meet_only_the_chosen(block: nn.Module) -> None:
-    """Let a mixture, whose `experts` are `FrozenExperts` already, call them with the choice of each token."""
+    """Let a mixture, whose `experts` are `FrozenExperts` already, call them with the choice of each
+    token.
+    """
     replace_forward(block, MethodType(_only_the_chosen, block))
 
 

@@ -1,4 +1,5 @@
-"""A mask function in transformers' registry for as long as a trial lasts: no public method takes one out again.
+"""A mask function in transformers' registry for as long as a trial lasts: no public method takes
+one out again.
 
 Replaces: an entry of `transformers.AttentionMaskInterface`, which is gone afterwards.
 Written for: transformers 5.23

@@ -1,8 +1,9 @@
-"""A module's call, replaced on the instance: unlike `forward`, before all hooks, FSDP2's among them.
+"""A module's call, replaced on the instance: unlike `forward`, before all hooks, FSDP2's among
+them.
 
-Replaces: `torch.nn.Module.__call__` of one module, by the attribute under which torch keeps a compiled call.
-Written for: torch 2.13
-Fails when upstream changes: tests/workers/patches/test_module_call.py
+Replaces: `torch.nn.Module.__call__` of one module, by the attribute under which torch keeps a
+compiled call. Written for: torch 2.13 Fails when upstream changes:
+tests/workers/patches/test_module_call.py
 """
 
 from __future__ import annotations

@@ -1,9 +1,10 @@
 """Rotary frequencies that depend on a sample's length, for each sample its own.
 
-With the kinds `longrope` and `dynamic` transformers takes one set of frequencies for a whole batch, by the longest of its
-samples, and `dynamic` also by what came before. A sample's loss would then depend on the other samples of its micro-batch. Here
-every sample, packed or padded, is rotated as it is alone, and a sequence of the preview, of which a forward has a part, by all
-that is known of it.
+With the kinds `longrope` and `dynamic` transformers takes one set of frequencies for a whole batch,
+by the longest of its samples, and `dynamic` also by what came before. A sample's loss would then
+depend on the other samples of its micro-batch. Here every sample, packed or padded, is rotated as
+it is alone, and a sequence of the preview, of which a forward has a part, by all that is known of
+it.
 
 Replaces: the forward of transformers' rotary embeddings of these kinds.
 Written for: transformers 5.23
@@ -32,22 +33,28 @@ Rotation = tuple[Tensor, Tensor]
 
 
 def rotate_by_sample(model: nn.Module) -> None:
-    """Let the rotary embeddings of a model take each sample of the current micro-batch by itself, where that matters."""
+    """Let the rotary embeddings of a model take each sample of the current micro-batch by itself,
+    where that matters.
+    """
     for module in model.modules():
         if any(kind in BY_LENGTH for kind in _kinds(module)):
             replace_forward(module, _RotatedBySample(module, module.forward))
 
 
 def rotate_by_length(model: nn.Module, length: Callable[[], int]) -> None:
-    """Let the rotary embeddings of a model take the sequence of the current forward as one of `length()` tokens, where that
-    matters: it may be a part of it."""
+    """Let the rotary embeddings of a model take the sequence of the current forward as one of
+    `length()` tokens, where that matters: it may be a part of it.
+    """
     for module in model.modules():
         if any(kind in BY_LENGTH for kind in _kinds(module)):
             replace_forward(module, _RotatedByLength(module.forward, length))
 
 
 def _kinds(module: nn.Module) -> list[str]:
-    """Kinds of a rotary embedding; some have one for each kind of layer. Empty for other modules."""
+    """Kinds of a rotary embedding; some have one for each kind of layer.
+
+    Empty for other modules.
+    """
     kind: Any = getattr(module, "rope_type", None)
     if isinstance(kind, str):
         return [kind]
@@ -55,7 +62,10 @@ def _kinds(module: nn.Module) -> list[str]:
 
 
 class _RotatedBySample:
-    """Replaces a rotary embedding's forward. The module that it holds is not a submodule, so that it keeps one name."""
+    """Replaces a rotary embedding's forward.
+
+    The module that it holds is not a submodule, so that it keeps one name.
+    """
 
     def __init__(self, module: nn.Module, stock: Callable[..., Rotation]) -> None:
         self._module = module
@@ -63,17 +73,26 @@ class _RotatedBySample:
 
     def __call__(self, x: Tensor, position_ids: Tensor, *args: Any, **kwargs: Any) -> Rotation:
         if CURRENT.packed:
-            parts = [self._alone(x, own, *args, **kwargs) for own in position_ids.split(CURRENT.starts.diff().tolist(), dim=1)]
-            return torch.cat([cos for cos, _ in parts], dim=1), torch.cat([sin for _, sin in parts], dim=1)
+            parts = [
+                self._alone(x, own, *args, **kwargs)
+                for own in position_ids.split(CURRENT.starts.diff().tolist(), dim=1)
+            ]
+            return torch.cat([cos for cos, _ in parts], dim=1), torch.cat(
+                [sin for _, sin in parts], dim=1
+            )
         if len(CURRENT.lengths) < 2:
             return self._alone(x, position_ids, *args, **kwargs)
         length = position_ids.shape[-1]
         rows = [self._alone(x, position_ids[:1, :own], *args, **kwargs) for own in CURRENT.lengths]
-        return _stacked([cos for cos, _ in rows], length), _stacked([sin for _, sin in rows], length)
+        return _stacked([cos for cos, _ in rows], length), _stacked(
+            [sin for _, sin in rows], length
+        )
 
     def _alone(self, x: Tensor, position_ids: Tensor, *args: Any, **kwargs: Any) -> Rotation:
         module: Any = self._module
-        for name in [name for name in vars(module) if name.endswith(_CACHED)]:  # of the kind `dynamic`: it restarts
+        for name in [
+            name for name in vars(module) if name.endswith(_CACHED)
+        ]:  # of the kind `dynamic`: it restarts
             before = name.removesuffix(_CACHED)
             setattr(module, name, module.original_max_seq_len)
             original = getattr(module, f"{before}original_inv_freq", None)
@@ -83,10 +102,13 @@ class _RotatedBySample:
 
 
 class _RotatedByLength:
-    """Replaces a rotary embedding's forward: the last place of the whole sequence stands behind those of the part."""
+    """Replaces a rotary embedding's forward: the last place of the whole sequence stands behind
+    those of the part.
+    """
 
     def __init__(self, stock: Callable[..., Rotation], length: Callable[[], int]) -> None:
-        self._stock, self._length = stock, length
+        self._stock = stock
+        self._length = length
 
     def __call__(self, x: Tensor, position_ids: Tensor, *args: Any, **kwargs: Any) -> Rotation:
         last = position_ids.new_full((len(position_ids), 1), self._length() - 1)
@@ -95,5 +117,7 @@ class _RotatedByLength:
 
 
 def _stacked(rows: list[Tensor], length: int) -> Tensor:
-    """Rows [1, own, channels] one above the other; padding, which no target sees, is not rotated."""
+    """Rows [1, own, channels] one above the other; padding, which no target sees, is not
+    rotated.
+    """
     return torch.cat([nn.functional.pad(row, (0, 0, 0, length - row.shape[1])) for row in rows])

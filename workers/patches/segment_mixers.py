@@ -1,11 +1,13 @@
-"""Convolutions and recurrences within samples that are concatenated in a row: state and taps restart at each.
+"""Convolutions and recurrences within samples that are concatenated in a row: state and taps
+restart at each.
 
-Hybrids mix tokens by functions of their modeling module, which transformers takes from a kernel's package where that is
-installed. Here stand others in their place, for every model of that module:
+Hybrids mix tokens by functions of their modeling module, which transformers takes from a kernel's
+package where that is installed. Here stand others in their place, for every model of that module:
 
-* A convolution or a scan of a packed row goes segment by segment; a GPU's kernel that knows segments gets them instead.
-* Kernels that fuse the projections around a scan are never taken: they multiply with the weights of those layers past the
-  layers themselves, and so past adapters and quantised weights.
+* A convolution or a scan of a packed row goes segment by segment; a GPU's kernel that knows
+  segments gets them instead.
+* Kernels that fuse the projections around a scan are never taken: they multiply with the weights of
+  those layers past the layers themselves, and so past adapters and quantised weights.
 
 Replaces: functions of transformers' modeling modules, by the names in `MIXERS` and `FUSED`.
 Written for: transformers 5.23
@@ -27,18 +29,24 @@ from torch import Tensor, nn
 from workers.layers.segments import CURRENT
 
 FUSED = ("mamba2_split_conv1d_scan_combined", "mamba_inner_fn")
-"""Functions that take projections' weights; where they return None, the layer computes with its parts."""
+"""Functions that take projections' weights; where they return None, the layer computes with its
+parts.
+"""
 
 
 @dataclass(frozen=True)
 class _Mixer:
-    """A function on tensors [rows, ..] with the tokens in dimension `dim` of every one that has at least three."""
+    """A function on tensors [rows, ..] with the tokens in dimension `dim` of every one that has at
+    least three.
+    """
 
     dim: int
     package: str = ""
     """Package of its kernel for packed rows; empty: it has none."""
     argument: str = ""
-    """What that kernel calls the segments: `cu_seqlens` [segments + 1], or `seq_idx` [rows, tokens]."""
+    """What that kernel calls the segments: `cu_seqlens` [segments + 1], or `seq_idx` [rows,
+    tokens].
+    """
 
 
 MIXERS = {
@@ -51,12 +59,17 @@ MIXERS = {
 
 
 def are_known(model_class: type) -> bool:
-    """Whether the layers of an architecture that mix tokens otherwise than by attention do so by functions known here."""
+    """Whether the layers of an architecture that mix tokens otherwise than by attention do so by
+    functions known here.
+    """
     return any(name in vars(sys.modules[model_class.__module__]) for name in MIXERS)
 
 
 def use_segments(model: nn.Module) -> None:
-    """Put functions that know segments in place of those that a model's layers call. Once for each modeling module."""
+    """Put functions that know segments in place of those that a model's layers call.
+
+    Once for each modeling module.
+    """
     for module in {sys.modules[type(part).__module__] for part in model.modules()}:
         if not module.__name__.startswith("transformers.models."):
             continue
@@ -82,17 +95,29 @@ class _BySegment:
         functools.update_wrapper(self, stock)
 
     def __call__(self, first: Tensor, *args: Any, **kwargs: Any) -> Any:
-        if not CURRENT.packed or first.shape[self._mixer.dim] != CURRENT.starts[-1]:  # of another model in this process
+        if (
+            not CURRENT.packed or first.shape[self._mixer.dim] != CURRENT.starts[-1]
+        ):  # of another model in this process
             return self._stock(first, *args, **kwargs)
         if first.is_cuda and self._mixer.package and _is_installed(self._mixer.package):
-            return self._stock(first, *args, **{**kwargs, self._mixer.argument: self._segments(first)})
+            return self._stock(
+                first, *args, **{**kwargs, self._mixer.argument: self._segments(first)}
+            )
         lengths = CURRENT.starts.diff().tolist()
         tensors = [first, *args]
-        parts = zip(*(self._split(value, first, lengths) for value in (*tensors, *kwargs.values())), strict=True)
-        done = [self._stock(*own[: len(tensors)], **dict(zip(kwargs, own[len(tensors) :], strict=True))) for own in parts]
+        parts = zip(
+            *(self._split(value, first, lengths) for value in (*tensors, *kwargs.values())),
+            strict=True,
+        )
+        done = [
+            self._stock(*own[: len(tensors)], **dict(zip(kwargs, own[len(tensors) :], strict=True)))
+            for own in parts
+        ]
         if isinstance(done[0], Tensor):
             return torch.cat(done, dim=self._mixer.dim)
-        return torch.cat([result for result, *_ in done], dim=self._mixer.dim), *[None] * (len(done[0]) - 1)
+        return torch.cat([result for result, *_ in done], dim=self._mixer.dim), *[None] * (
+            len(done[0]) - 1
+        )
 
     def _split(self, value: Any, first: Tensor, lengths: Sequence[int]) -> Sequence[Any]:
         """An argument's share of each segment."""
@@ -105,7 +130,9 @@ class _BySegment:
         if self._mixer.argument == "cu_seqlens":
             return CURRENT.on_device
         tokens = torch.arange(first.shape[self._mixer.dim], dtype=torch.int32, device=first.device)
-        return torch.bucketize(tokens, CURRENT.on_device[1:], right=True, out_int32=True).unsqueeze(0)
+        return torch.bucketize(tokens, CURRENT.on_device[1:], right=True, out_int32=True).unsqueeze(
+            0
+        )
 
 
 @functools.lru_cache

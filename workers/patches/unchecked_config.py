@@ -1,4 +1,5 @@
-"""A value set in a config past its own checks: a config may refuse None where its model's class takes it.
+"""A value set in a config past its own checks: a config may refuse None where its model's class
+takes it.
 
 Replaces: nothing of transformers but what `PreTrainedConfig.__setattr__` would have refused.
 Written for: transformers 5.23

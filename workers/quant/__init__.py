@@ -1,1 +1,3 @@
-"""Storage formats of the frozen base: plain numeric functions per format, and the tensor subclass that carries them."""
+"""Storage formats of the frozen base: plain numeric functions per format, and the tensor subclass
+that carries them.
+"""

@@ -1,4 +1,5 @@
-"""Autograd functions whose calls cost the host less than those of `torch.autograd.Function`: a small product takes as long.
+"""Autograd functions whose calls cost the host less than those of `torch.autograd.Function`: a
+small product takes as long.
 
 They know no transforms of functorch, such as vmap. Everything else about them is PyTorch's.
 """
@@ -20,7 +21,9 @@ class DirectFunction(function._SingleLevelFunction):
 
 
 def once_differentiable(backward: Callable[..., Any]) -> Callable[..., Any]:
-    """PyTorch's decorator, called only where gradients get a graph: elsewhere its guard has nothing to do."""
+    """PyTorch's decorator, called only where gradients get a graph: elsewhere its guard has nothing
+    to do.
+    """
     guarded = function.once_differentiable(backward)
 
     def run(ctx: Any, *grads: Any) -> Any:

@@ -1,4 +1,5 @@
-"""Codes E2M1: four bits, a sign, two of an exponent and one of a mantissa (OCP Microscaling Formats 1.0), two in a byte.
+"""Codes E2M1: four bits, a sign, two of an exponent and one of a mantissa (OCP Microscaling Formats
+1.0), two in a byte.
 
 The earlier column is in the low half, as NVFP4 and MXFP4 are published.
 """
@@ -24,19 +25,24 @@ _CHUNK_CODES = {"cpu": 2**19, "cuda": 2**23}
 
 
 def encode(values: Tensor) -> Tensor:
-    """The nearest codes of fp32 values [rows, even cols] → u8 [rows, cols / 2]; ties to even, and 6 for what is larger."""
+    """The nearest codes of fp32 values [rows, even cols] → u8 [rows, cols / 2]; ties to even, and 6
+    for what is larger.
+    """
     edges = torch.tensor(_LAST_BELOW, device=values.device)
     even_above = torch.arange(len(_LAST_BELOW), device=values.device) % 2 == 1
     edges = torch.where(even_above, torch.nextafter(edges, torch.zeros_like(edges)), edges)
-    codes = torch.bucketize(values.abs(), edges).to(torch.uint8) | (torch.signbit(values).to(torch.uint8) << 3)
+    codes = torch.bucketize(values.abs(), edges).to(torch.uint8) | (
+        torch.signbit(values).to(torch.uint8) << 3
+    )
     return codes[:, ::2] | (codes[:, 1::2] << 4)
 
 
 def decode(codes: Tensor, scales: Tensor, block: int, cols: int, dtype: torch.dtype) -> Tensor:
-    """The weight [rows, cols] in `dtype` of codes u8 [rows, cols' / 2] and scales fp32 [rows, cols' / block]: their product in
-    fp32, rounded once.
+    """The weight [rows, cols] in `dtype` of codes u8 [rows, cols' / 2] and scales fp32 [rows, cols'
+    / block]: their product in fp32, rounded once.
     """
-    rows, width = codes.shape[0], codes.shape[1] * 2
+    rows = codes.shape[0]
+    width = codes.shape[1] * 2
     if dtype.itemsize not in _AS_INTEGER:
         return decode(codes, scales, block, cols, torch.float32).to(dtype)
     pairs = _pairs(dtype, codes.device).view(_AS_INTEGER[dtype.itemsize]).view(-1)
@@ -54,5 +60,7 @@ def decode(codes: Tensor, scales: Tensor, block: int, cols: int, dtype: torch.dt
 def _pairs(dtype: torch.dtype, device: torch.device) -> Tensor:
     """The two values of every byte: [256, 2]."""
     with torch.inference_mode(mode=False):
-        values = torch.tensor([*MAGNITUDES, *(-value for value in MAGNITUDES)], dtype=dtype, device=device)
+        values = torch.tensor(
+            [*MAGNITUDES, *(-value for value in MAGNITUDES)], dtype=dtype, device=device
+        )
         return torch.stack([values.repeat(16), values.repeat_interleave(16)], dim=1)

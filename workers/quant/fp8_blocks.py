@@ -1,13 +1,16 @@
-"""FP8 with a scale for every 128 columns of a row: the format for bases published in FP8 by blocks, which keeps every value.
+"""FP8 with a scale for every 128 columns of a row: the format for bases published in FP8 by blocks,
+which keeps every value.
 
-A weight [rows, cols] becomes two tensors whose dim 0 is the weight's dim 0, so that any split by rows is a valid split:
+A weight [rows, cols] becomes two tensors whose dim 0 is the weight's dim 0, so that any split by
+rows is a valid split:
 
     codes   float8_e4m3fn  [rows, cols]               weight / scale
     scales  float32        [rows, ceil(cols / 128)]   those of the row's blocks of columns
 
-That is 1 + 4/128 bytes a parameter. Bases are published with one scale for 128 rows as well (DeepSeek, Qwen, GLM, MiniMax);
-here each row has its own copy of it, 3 % of the bytes, since ranks split rows wherever they fall, inside a block too, and
-gather what they hold. Scales are published in bf16 or fp32: fp32 holds both.
+That is 1 + 4/128 bytes a parameter. Bases are published with one scale for 128 rows as well
+(DeepSeek, Qwen, GLM, MiniMax); here each row has its own copy of it, 3 % of the bytes, since ranks
+split rows wherever they fall, inside a block too, and gather what they hold. Scales are published
+in bf16 or fp32: fp32 holds both.
 """
 
 from __future__ import annotations
@@ -46,15 +49,19 @@ def empty_parts(rows: int, cols: int, device: torch.device | str) -> FP8BlocksPa
 
 
 def quantize(weight: Tensor) -> FP8BlocksParts:
-    """Quantise [rows, cols] of any float dtype, each 128 columns of a row as `workers.quant.fp8` does a row.
+    """Quantise [rows, cols] of any float dtype, each 128 columns of a row as `workers.quant.fp8`
+    does a row.
 
-    A row's parts depend on that row alone, unlike those of a published block; a zero row stays zero.
+    A row's parts depend on that row alone, unlike those of a published block; a zero row stays
+    zero.
     """
     rows, cols = weight.shape
     blocks = blocks_of(cols)
     padded = pad(weight.detach(), (0, blocks * BLOCK - cols)).reshape(rows * blocks, BLOCK)
     codes, scale = fp8.quantize(padded)
-    return FP8BlocksParts(codes.view(rows, blocks * BLOCK)[:, :cols].contiguous(), scale.view(rows, blocks))
+    return FP8BlocksParts(
+        codes.view(rows, blocks * BLOCK)[:, :cols].contiguous(), scale.view(rows, blocks)
+    )
 
 
 def dequantize(parts: FP8BlocksParts, cols: int, dtype: torch.dtype) -> Tensor:

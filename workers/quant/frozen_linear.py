@@ -1,9 +1,12 @@
-"""The linear layer on a quantised weight. Its parts are plain tensors; they are saved for backward, never a dequantised copy.
+"""The linear layer on a quantised weight.
 
-Under a compiler or a dispatch mode it is a pair of opaque operators. If the compiler saw the dequantise of
-forward and of backward, it would merge the two and keep a bf16 copy of every weight alive between them; selective checkpointing
-would keep the product and dequantise again for nothing. Everywhere else the same arithmetic is called directly: an operator
-written in Python costs more at each call than a small product does.
+Its parts are plain tensors; they are saved for backward, never a dequantised copy.
+
+Under a compiler or a dispatch mode it is a pair of opaque operators. If the compiler saw the
+dequantise of forward and of backward, it would merge the two and keep a bf16 copy of every weight
+alive between them; selective checkpointing would keep the product and dequantise again for nothing.
+Everywhere else the same arithmetic is called directly: an operator written in Python costs more at
+each call than a small product does.
 """
 
 from __future__ import annotations
@@ -41,7 +44,9 @@ class Numerics:
         return _KNOWN[name]
 
     def dense(self, parts: Sequence[Tensor], cols: int, dtype: torch.dtype) -> Tensor:
-        """The weight [rows, cols] that `parts` store, dequantised: once while such weights are kept (`DenseWeights`)."""
+        """The weight [rows, cols] that `parts` store, dequantised: once while such weights are kept
+        (`DenseWeights`).
+        """
         kept = DenseWeights.kept
         if kept is None:
             return self.module.dequantize(self.parts(*parts), cols, dtype)
@@ -51,7 +56,9 @@ class Numerics:
         return kept[key]
 
     def multiplied(self, parts: Sequence[Tensor], cols: int, dtype: torch.dtype) -> Tensor | None:
-        """The dense weight [rows, cols] that products are made with; None: they are made with none."""
+        """The dense weight [rows, cols] that products are made with; None: they are made with
+        none.
+        """
         return self.dense(parts, cols, dtype)
 
     def linear(self, x: Tensor, parts: list[Tensor], cols: int) -> Tensor:
@@ -64,8 +71,8 @@ class Numerics:
 
 
 class DenseWeights:
-    """Dequantised weights that are kept between `begin` and `end`: those of one layer, while several jobs compute it. Meanwhile
-    no weight may be freed or changed.
+    """Dequantised weights that are kept between `begin` and `end`: those of one layer, while
+    several jobs compute it. Meanwhile no weight may be freed or changed.
     """
 
     kept: ClassVar[dict[tuple[int, torch.dtype], Tensor] | None] = None
@@ -99,20 +106,26 @@ def rows_of(parts: Sequence[Tensor], name: str, cols: int, rows: slice) -> Tenso
 
 
 def frozen_linear(x: Tensor, parts: Sequence[Tensor], name: str, cols: int) -> Tensor:
-    """x [.., cols] times the transposed weight [rows, cols] that `parts` store in format `name` → [.., rows], in x's dtype."""
+    """x [.., cols] times the transposed weight [rows, cols] that `parts` store in format `name` →
+    [.., rows], in x's dtype.
+    """
     if watched():
         return _operator(x, list(parts), name, cols)
     return _FrozenLinear.apply(x, name, cols, *parts)  # pyright: ignore[reportReturnType]
 
 
 def watched() -> bool:
-    """Return whether a compiler or a dispatch mode, such as that of selective checkpointing, sees the operators."""
+    """Return whether a compiler or a dispatch mode, such as that of selective checkpointing, sees
+    the operators.
+    """
     return torch.compiler.is_compiling() or is_in_torch_dispatch_mode()
 
 
 def reshaped(y: Tensor, *shape: int) -> Tensor:
-    """y in another shape, for an autograd function to return. Not as a view: PyTorch lets nobody write into a view that such a
-    function returns, and Falcon and Gemma 3n write into what a linear layer returns. `y`: not used any more.
+    """y in another shape, for an autograd function to return.
+
+    Not as a view: PyTorch lets nobody write into a view that such a function returns, and Falcon
+    and Gemma 3n write into what a linear layer returns. `y`: not used any more.
     """
     return torch.ops.aten._unsafe_view.default(y, shape)
 
@@ -121,25 +134,38 @@ def product(x: Tensor, parts: Sequence[Tensor], name: str, cols: int) -> Tensor:
     """`frozen_linear` for use inside an autograd function, also on a plain weight."""
     if name == PLAIN:
         return F.linear(x, parts[0])
-    return _operator(x, list(parts), name, cols) if watched() else _KNOWN[name].linear(x, list(parts), cols)
+    return (
+        _operator(x, list(parts), name, cols)
+        if watched()
+        else _KNOWN[name].linear(x, list(parts), cols)
+    )
 
 
 def product_grad(grad: Tensor, parts: Sequence[Tensor], name: str, cols: int) -> Tensor:
-    """The gradient of `product`'s input: grad [.., rows] times the weight → [.., cols], in grad's dtype, for it alone."""
+    """The gradient of `product`'s input: grad [.., rows] times the weight → [.., cols], in grad's
+    dtype, for it alone.
+    """
     if name == PLAIN:
         return grad @ parts[0]
-    return _grad_operator(grad, list(parts), name, cols) if watched() else _KNOWN[name].linear_grad(grad, list(parts), cols)
+    return (
+        _grad_operator(grad, list(parts), name, cols)
+        if watched()
+        else _KNOWN[name].linear_grad(grad, list(parts), cols)
+    )
 
 
 def multiplied(parts: Sequence[Tensor], name: str, cols: int, dtype: torch.dtype) -> Tensor | None:
-    """The dense weight [rows, cols] that `product` multiplies with; None: it multiplies otherwise."""
+    """The dense weight [rows, cols] that `product` multiplies with; None: it multiplies
+    otherwise.
+    """
     return parts[0] if name == PLAIN else _KNOWN[name].multiplied(parts, cols, dtype)
 
 
 class _FrozenLinear(DirectFunction):
     @staticmethod
     def forward(ctx: Any, x: Tensor, name: str, cols: int, *parts: Tensor) -> Tensor:
-        ctx.name, ctx.cols = name, cols
+        ctx.name = name
+        ctx.cols = cols
         ctx.save_for_backward(*parts)
         return product(x, parts, name, cols)
 

@@ -1,4 +1,6 @@
-"""Kernels for GPUs, our own in Triton and other packages', used where they compute what they are compared with."""
+"""Kernels for GPUs, our own in Triton and other packages', used where they compute what they are
+compared with.
+"""
 
 from __future__ import annotations
 
@@ -15,30 +17,39 @@ from torch import Tensor
 log = logging.getLogger(__name__)
 
 AS_WRITTEN = {"enable_fp_fusion": False}
-"""Options of a launch by which a product and a sum are rounded one after the other, as PyTorch's separate operations do. Triton
-otherwise makes one instruction of them, in bf16 too, and leaves out the rounding between."""
+"""Options of a launch by which a product and a sum are rounded one after the other, as PyTorch's
+separate operations do. Triton otherwise makes one instruction of them, in bf16 too, and leaves out
+the rounding between.
+"""
 
 _ALIGNMENT = 16
 """Bytes: Triton compiles a kernel anew for a tensor whose address is no multiple of it."""
 
 _WARM_UP = 20
-"""Runs of each before anything is timed: the first compile, and a GPU that had nothing to do takes some time to be fast."""
+"""Runs of each before anything is timed: the first compile, and a GPU that had nothing to do takes
+some time to be fast.
+"""
 _RUNS = 10
 """Of what is timed."""
 
 _MOST_COMPILED = 4096
-"""Launches that a launcher remembers before it begins again. Numbers of tokens differ from one micro-batch to the next."""
+"""Launches that a launcher remembers before it begins again.
+
+Numbers of tokens differ from one micro-batch to the next.
+"""
 
 Compare = Callable[[Any, torch.device], None]
 """Raises AssertionError if the kernels of a module compute something else than plain operations."""
 
 
 class KernelLauncher:
-    """Launches a kernel of Triton's, whose parameters are tensors, then numbers, then constants, in this order.
+    """Launches a kernel of Triton's, whose parameters are tensors, then numbers, then constants, in
+    this order.
 
-    At every launch Triton looks at each argument for what the kernel has to be compiled for, which takes the host four times as
-    long as everything else about it. It does so here once for each device, types and alignments of tensors, numbers and
-    constants: a launch that was made before is made again with the compiled kernel that Triton returned.
+    At every launch Triton looks at each argument for what the kernel has to be compiled for, which
+    takes the host four times as long as everything else about it. It does so here once for each
+    device, types and alignments of tensors, numbers and constants: a launch that was made before is
+    made again with the compiled kernel that Triton returned.
     """
 
     def __init__(self, kernel: Any) -> None:
@@ -61,8 +72,12 @@ class KernelLauncher:
         if compiled is not None:
             compiled[grid](*tensors, *numbers, *constants)
             return
-        compiled = self._kernel[grid](*tensors, *numbers, *constants, num_warps=num_warps, **AS_WRITTEN)
-        if compiled is None or torch.version.hip is not None:  # its interpreter; and for AMD's GPUs Triton looks at sizes too
+        compiled = self._kernel[grid](
+            *tensors, *numbers, *constants, num_warps=num_warps, **AS_WRITTEN
+        )
+        if (
+            compiled is None or torch.version.hip is not None
+        ):  # its interpreter; and for AMD's GPUs Triton looks at sizes too
             return
         if len(self._compiled) >= _MOST_COMPILED:
             self._compiled.clear()
@@ -70,7 +85,9 @@ class KernelLauncher:
 
 
 def assert_faster(ours: Callable[[], Any], theirs: Callable[[], Any], device: torch.device) -> None:
-    """Raise AssertionError if `ours` takes longer than `theirs` on a GPU, the best of several runs that it has to itself."""
+    """Raise AssertionError if `ours` takes longer than `theirs` on a GPU, the best of several runs
+    that it has to itself.
+    """
     best = [float("inf"), float("inf")]
     for _ in range(_WARM_UP):
         ours()
@@ -113,11 +130,13 @@ class CheckedKernel:
 
 @functools.cache
 def checked(module: str, compare: Compare, device: torch.device) -> tuple[Any, str | None]:
-    """The kernels in a module, where it can be imported and they compute on the device what they are compared with; else None,
-    and why.
+    """The kernels in a module, where it can be imported and they compute on the device what they
+    are compared with; else None, and why.
     """
     try:
-        kernels = importlib.import_module(module)  # here: Triton takes a second to import, and is not everywhere
+        kernels = importlib.import_module(
+            module
+        )  # here: Triton takes a second to import, and is not everywhere
         for _ in range(2):  # what launchers remember of the first time is launched the second
             compare(kernels, device)
     except Exception as error:  # without a C compiler, to name one, Triton raises what it likes

@@ -1,4 +1,5 @@
-"""NF4 with fp32 block scales: the format for bases quantised by bitsandbytes, which keeps every value.
+"""NF4 with fp32 block scales: the format for bases quantised by bitsandbytes, which keeps every
+value.
 
 A weight [rows, cols] becomes two tensors whose dim 0 is the weight's dim 0:
 
@@ -35,7 +36,10 @@ def empty_parts(rows: int, cols: int, device: torch.device | str) -> NF4FP32Part
 
 
 def quantize(weight: Tensor) -> NF4FP32Parts:
-    """Quantise [rows, cols] of any float dtype. A row's parts depend on that row alone; a zero row stays zero."""
+    """Quantise [rows, cols] of any float dtype.
+
+    A row's parts depend on that row alone; a zero row stays zero.
+    """
     if weight.shape[0] == 0:
         return empty_parts(0, weight.shape[1], weight.device)
     codes, block_max = quantize_blocks(weight)
@@ -43,5 +47,7 @@ def quantize(weight: Tensor) -> NF4FP32Parts:
 
 
 def dequantize(parts: NF4FP32Parts, cols: int, dtype: torch.dtype) -> Tensor:
-    """The weight [rows, cols] in `dtype`: bit for bit what bitsandbytes makes of the same codes and scales."""
+    """The weight [rows, cols] in `dtype`: bit for bit what bitsandbytes makes of the same codes and
+    scales.
+    """
     return dequantize_blocks(parts.codes, parts.block_max, cols, dtype)

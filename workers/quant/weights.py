@@ -1,4 +1,6 @@
-"""The storage formats as weights: the parts of each format in a `RowQuantized`, by the names that users write."""
+"""The storage formats as weights: the parts of each format in a `RowQuantized`, by the names that
+users write.
+"""
 
 from __future__ import annotations
 
@@ -36,7 +38,9 @@ class FP8Weight(RowQuantized):
 
 
 class FP8BlocksWeight(RowQuantized):
-    """A frozen weight [rows, cols] in FP8 with scales of blocks (see `workers.quant.fp8_blocks` for the parts)."""
+    """A frozen weight [rows, cols] in FP8 with scales of blocks (see `workers.quant.fp8_blocks` for
+    the parts).
+    """
 
     PARTS = ("codes", "scales")
     NUMERICS = Numerics.register("fp8_blocks", fp8_blocks.FP8BlocksParts, fp8_blocks)
@@ -45,7 +49,9 @@ class FP8BlocksWeight(RowQuantized):
 
 
 class NF4FP32Weight(RowQuantized):
-    """A frozen weight [rows, cols] in NF4 with fp32 block scales (see `workers.quant.nf4_fp32` for the parts)."""
+    """A frozen weight [rows, cols] in NF4 with fp32 block scales (see `workers.quant.nf4_fp32` for
+    the parts).
+    """
 
     PARTS = ("codes", "block_max")
     NUMERICS = Numerics.register("nf4_fp32", nf4_fp32.NF4FP32Parts, nf4_fp32)
@@ -80,7 +86,20 @@ QUANTIZED: dict[WeightFormat, type[RowQuantized]] = {
     "nvfp4": NVFP4Weight,
     "mxfp4": MXFP4Weight,
 }
-"""Format name → the weight class that stores it. "bf16" is not here: it is stored as a plain tensor."""
+"""Format name → the weight class that stores it.
 
-VERSIONS: dict[str, int] = {"nf4": 1, "fp8": 2, "nf4_fp32": 1, "fp8_blocks": 1, "nvfp4": 1, "mxfp4": 1}
-"""Storage format → version of its arithmetic. It counts up when an equal weight would be stored as other values."""
+"bf16" is not here: it is stored as a plain tensor.
+"""
+
+VERSIONS: dict[str, int] = {
+    "nf4": 1,
+    "fp8": 2,
+    "nf4_fp32": 1,
+    "fp8_blocks": 1,
+    "nvfp4": 1,
+    "mxfp4": 1,
+}
+"""Storage format → version of its arithmetic.
+
+It counts up when an equal weight would be stored as other values.
+"""

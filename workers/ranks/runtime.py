@@ -1,4 +1,6 @@
-"""One rank's surroundings: run directory, spec, device, process groups, and how its errors leave it."""
+"""One rank's surroundings: run directory, spec, device, process groups, and how its errors leave
+it.
+"""
 
 from __future__ import annotations
 
@@ -36,7 +38,9 @@ from workers.ranks.allocator import keep_freed_memory
 from workers.ranks.sharding import make_mesh
 
 INIT_METHOD = "FT_INIT_METHOD"
-"""Environment variable by which the supervisor tells the ranks where to meet; without it torchrun's own address is used."""
+"""Environment variable by which the supervisor tells the ranks where to meet; without it torchrun's
+own address is used.
+"""
 
 COMPUTE_DTYPE = {"bf16": torch.bfloat16, "fp32": torch.float32}
 
@@ -83,7 +87,10 @@ class Groups:
         return cls(_gloo_group(timeout) if world > 1 else None, _gloo_group(timeout))
 
     def destroy(self) -> None:
-        """Close their connections. What still waits in them on this rank, such as the writer of a checkpoint, fails."""
+        """Close their connections.
+
+        What still waits in them on this rank, such as the writer of a checkpoint, fails.
+        """
         for group in (self.stop, self.save):
             if group is not None:
                 dist.destroy_process_group(group)
@@ -100,15 +107,18 @@ class Runtime:
     world: int
     device: torch.device
     mesh: DeviceMesh
-    """The last dimension: the ranks that share one copy of the model; a first one, if there are several copies: the copies."""
+    """The last dimension: the ranks that share one copy of the model; a first one, if there are
+    several copies: the copies.
+    """
     groups: Groups
     fence: Fence
     """Looked at before anything is published or removed."""
 
     @property
     def reads_late(self) -> bool:
-        """Whether a step's numbers are read while the next one is computed. Processors have computed a step when the host goes
-        on.
+        """Whether a step's numbers are read while the next one is computed.
+
+        Processors have computed a step when the host goes on.
         """
         return self.device.type == "cuda"
 
@@ -119,7 +129,8 @@ class Runtime:
 
 def enter(spec: JobSpec) -> torch.device:
     """Join the process group that torchrun set up. Returns this rank's device."""
-    rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    rank = int(os.environ["RANK"])
+    world = int(os.environ["WORLD_SIZE"])
     device = _pick_device(int(os.environ["LOCAL_RANK"]))
     if device.type == "cpu":
         keep_freed_memory()
@@ -137,17 +148,26 @@ def enter(spec: JobSpec) -> torch.device:
 
 
 def surroundings(
-    run: RunDir, attempt: int, device: torch.device, fence: Fence | None = None, spec: JobSpec | None = None
+    run: RunDir,
+    attempt: int,
+    device: torch.device,
+    fence: Fence | None = None,
+    spec: JobSpec | None = None,
 ) -> Runtime:
     """The runtime of this rank in the default process group. Called by all ranks together.
 
     `fence`: one that is already watched; None: make one. `spec`: None: that of the run directory.
     """
-    spec, start = spec or read_spec(run), Attempt(run, attempt).read_start()
+    spec = spec or read_spec(run)
+    start = Attempt(run, attempt).read_start()
     assert start is not None, f"attempt {attempt} has no start.json"
-    rank, world = dist.get_rank(), dist.get_world_size()
-    mesh, groups = _mesh(device, world, spec), Groups.made(spec, world)
-    return Runtime(run, spec, start, rank, world, device, mesh, groups, fence or Fence(run, attempt))
+    rank = dist.get_rank()
+    world = dist.get_world_size()
+    mesh = _mesh(device, world, spec)
+    groups = Groups.made(spec, world)
+    return Runtime(
+        run, spec, start, rank, world, device, mesh, groups, fence or Fence(run, attempt)
+    )
 
 
 def with_spec(runtime: Runtime, spec: JobSpec) -> Runtime:
@@ -183,18 +203,21 @@ def _gloo_group(timeout: timedelta) -> dist.ProcessGroup:
 
 
 def report_failure(run: RunDir, attempt: int, error: BaseException) -> None:
-    """Write this rank's error to `outcome.json`, unless another's is there, this rank only lost its peers, or the attempt is
-    over.
+    """Write this rank's error to `outcome.json`, unless another's is there, this rank only lost its
+    peers, or the attempt is over.
     """
     text = "".join(traceback.format_exception(error))
     print(text, file=sys.stderr, flush=True)
     if isinstance(error, SealedError) or lost_peer(error):
         return
     code, message = _code_and_message(run, error)
-    # The next attempt has documents of its own, and other processes beside its ranks; the job's documents are the same.
+    # The next attempt has documents of its own, and other processes beside its ranks; the job's
+    # documents are the same.
     of_job = isinstance(error, UnreadableDocumentError) and "/" not in error.key
     passing = isinstance(error, UnreadableDocumentError | UnavailableError) and not of_job
-    permanent = code != disk.DISK_FULL and ((isinstance(error, FtError) and not passing) or code == missing_package.CODE)
+    permanent = code != disk.DISK_FULL and (
+        (isinstance(error, FtError) and not passing) or code == missing_package.CODE
+    )
     info = ErrorInfo(
         code=code,
         message=message,
@@ -202,11 +225,15 @@ def report_failure(run: RunDir, attempt: int, error: BaseException) -> None:
         traceback=text,
         rank=int(os.environ.get("RANK", "0")),
     )
-    Attempt(run, attempt).write_outcome(Outcome(kind=OutcomeKind.FAILED, permanent=permanent, error=info))
+    Attempt(run, attempt).write_outcome(
+        Outcome(kind=OutcomeKind.FAILED, permanent=permanent, error=info)
+    )
 
 
 def lost_peer(error: BaseException) -> bool:
-    """Whether an error only says that another rank failed or went away; that rank's own error is then the one to show."""
+    """Whether an error only says that another rank failed or went away; that rank's own error is
+    then the one to show.
+    """
     lost = isinstance(error, RuntimeError) and is_lost_connection(str(error))
     return lost or isinstance(error, FailedElsewhere)
 
@@ -223,14 +250,20 @@ def _code_and_message(run: RunDir, error: BaseException) -> tuple[str, str]:
         spec = run.readable("spec.json", JobSpec)
         seconds = f"{spec.distributed.collective_timeout_seconds} seconds " if spec else ""
         limit = f"{seconds}(distributed.collective_timeout_seconds)"
-        return COLLECTIVE_TIMEOUT, f"A rank is stuck, or cannot be reached: the others waited {limit} for it. {error}"
+        return (
+            COLLECTIVE_TIMEOUT,
+            f"A rank is stuck, or cannot be reached: the others waited {limit} for it. {error}",
+        )
     words = f"{type(error).__name__}: {error}"
     missing = missing_package.failed_import(words) if isinstance(error, ImportError) else None
     return (missing_package.CODE, missing) if missing else ("training_failed", words)
 
 
 def leave(code: int) -> None:
-    """End this process at once. Interpreter shutdown can hang in gloo's destructor, and nothing is left to clean up."""
+    """End this process at once.
+
+    Interpreter shutdown can hang in gloo's destructor, and nothing is left to clean up.
+    """
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(code)
@@ -245,7 +278,9 @@ def _pick_device(local_rank: int) -> torch.device:
 
 
 def quiet_libraries() -> None:
-    """What libraries tell their own callers is no news for a job's user, and every rank would say it."""
+    """What libraries tell their own callers is no news for a job's user, and every rank would say
+    it.
+    """
     warnings.filterwarnings("ignore", category=FutureWarning)
     warnings.filterwarnings("ignore", category=DeprecationWarning)
     transformers.utils.logging.set_verbosity_error()
@@ -254,10 +289,13 @@ def quiet_libraries() -> None:
 
 
 def _reproducible(device: torch.device) -> None:
-    """Fix the global random generators, in case a library draws from them; nothing of ours does. Sums are in fp32.
+    """Fix the global random generators, in case a library draws from them; nothing of ours does.
 
-    cuBLAS may split a long sum over blocks of a GPU, as adapters' gradients are over all tokens, and would add the parts in
-    bf16. It may still split it: cuBLAS's older interface, which PyTorch takes by default, refuses to be forbidden that.
+    Sums are in fp32.
+
+    cuBLAS may split a long sum over blocks of a GPU, as adapters' gradients are over all tokens,
+    and would add the parts in bf16. It may still split it: cuBLAS's older interface, which PyTorch
+    takes by default, refuses to be forbidden that.
     """
     random.seed(0)
     torch.manual_seed(0)
@@ -267,18 +305,24 @@ def _reproducible(device: torch.device) -> None:
         torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = False
 
 
-def start_thread(name: str, device: torch.device, target: Callable[..., None], *args: Any) -> threading.Thread:
+def start_thread(
+    name: str, device: torch.device, target: Callable[..., None], *args: Any
+) -> threading.Thread:
     """Run `target` in a daemon thread whose current CUDA device is the rank's.
 
-    CUDA's current device belongs to a thread, and a new thread begins on GPU 0: its first use of CUDA would take some hundred
-    MB of GPU 0 on every rank.
+    CUDA's current device belongs to a thread, and a new thread begins on GPU 0: its first use of
+    CUDA would take some hundred MB of GPU 0 on every rank.
     """
-    thread = threading.Thread(target=_run_on_device, args=(device, target, args), name=name, daemon=True)
+    thread = threading.Thread(
+        target=_run_on_device, args=(device, target, args), name=name, daemon=True
+    )
     thread.start()
     return thread
 
 
-def _run_on_device(device: torch.device, target: Callable[..., None], args: tuple[Any, ...]) -> None:
+def _run_on_device(
+    device: torch.device, target: Callable[..., None], args: tuple[Any, ...]
+) -> None:
     if device.type == "cuda":
         torch.cuda.set_device(device)
     target(*args)
@@ -298,5 +342,9 @@ def _wait_for_seal(fence: Fence) -> None:
         with contextlib.suppress(OSError):  # the file system may be away for a while
             seal = fence.seal()
         time.sleep(0.0 if seal else SEAL_SECONDS)
-    print(f"Attempt {fence.attempt} is over ({seal} is there): this rank leaves.", file=sys.stderr, flush=True)
+    print(
+        f"Attempt {fence.attempt} is over ({seal} is there): this rank leaves.",
+        file=sys.stderr,
+        flush=True,
+    )
     leave(1)

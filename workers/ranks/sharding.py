@@ -1,7 +1,9 @@
-"""Sharding by FSDP2: groups of modules that are gathered together, base and adapters in one buffer, in storage format.
+"""Sharding by FSDP2: groups of modules that are gathered together, base and adapters in one buffer,
+in storage format.
 
-With a shard size of 1, whatever the number of copies, nothing is sharded: FSDP2 copies only the first tensor of a gather hook
-then, and there is nothing to gather. Gradients are averaged here instead. Both paths compute the same.
+With a shard size of 1, whatever the number of copies, nothing is sharded: FSDP2 copies only the
+first tensor of a gather hook then, and there is nothing to gather. Gradients are averaged here
+instead. Both paths compute the same.
 """
 
 from __future__ import annotations
@@ -14,7 +16,13 @@ import torch.distributed as dist
 from peft import PeftModel
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
+from torch.distributed.fsdp import (
+    CPUOffloadPolicy,
+    FSDPModule,
+    MixedPrecisionPolicy,
+    OffloadPolicy,
+    fully_shard,
+)
 from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 
@@ -28,7 +36,10 @@ from workers.ranks.grouping import ShardGroup, grouped
 
 
 def make_mesh(device_type: str, world: int, replicate: Replicate) -> DeviceMesh:
-    """The mesh of all ranks: (shard), or (replicate, shard) when there are several copies. Called by all ranks together."""
+    """The mesh of all ranks: (shard), or (replicate, shard) when there are several copies.
+
+    Called by all ranks together.
+    """
     copies, shards = mesh_shape(replicate, world)
     if copies == 1:
         return init_device_mesh(device_type, (shards,), mesh_dim_names=("shard",))
@@ -42,10 +53,12 @@ def shard(
     options: DistributedOptions,
     compute_dtype: torch.dtype,
 ) -> None:
-    """Shard a model (on meta or not) over a mesh's last dimension, in place; where that has size 1 do nothing.
+    """Shard a model (on meta or not) over a mesh's last dimension, in place; where that has size 1
+    do nothing.
 
-    Adapters are gathered in `compute_dtype` and their gradients reduced in fp32; frozen weights are gathered in their storage
-    format. Raises SpecError naming the option that does not fit the model or the mesh.
+    Adapters are gathered in `compute_dtype` and their gradients reduced in fp32; frozen weights are
+    gathered in their storage format. Raises SpecError naming the option that does not fit the model
+    or the mesh.
     """
     ignored = ignored_weights(model, options.ignored)
     if mesh.size(mesh.ndim - 1) == 1:
@@ -64,8 +77,12 @@ def shard(
         kept = options.keep_unsharded
         apply(group.modules, reshard_after_forward=False if kept else group.reshard_after_forward)
         group.handle.set_unshard_in_backward(group.in_backward)
-        if not group.in_backward:  # else an embedding that is trained gathers what the micro-batch before ended with
-            group.handle.set_modules_to_backward_prefetch([group.handle])  # which does nothing, as it is not gathered
+        if (
+            not group.in_backward
+        ):  # else an embedding that is trained gathers what the micro-batch before ended with
+            group.handle.set_modules_to_backward_prefetch(
+                [group.handle]
+            )  # which does nothing, as it is not gathered
     apply(model)
     if options.prefetch is not None:
         _prefetch(groups, options.prefetch)
@@ -75,7 +92,8 @@ def _check(model: nn.Module, mesh: DeviceMesh, options: DistributedOptions) -> N
     shards = mesh.size(mesh.ndim - 1)
     if options.offload and mesh.device_type == "cpu":
         raise SpecError(
-            "distributed.offload = True: the ranks train on the CPU, where offloading moves nothing. Leave it out.",
+            "distributed.offload = True: the ranks train on the CPU, where offloading moves "
+            "nothing. Leave it out.",
             param="distributed.offload",
         )
     if options.reshard_size is None:
@@ -84,19 +102,28 @@ def _check(model: nn.Module, mesh: DeviceMesh, options: DistributedOptions) -> N
     for name, parameter in model.named_parameters():
         if isinstance(parameter.data, RowQuantized):
             raise SpecError(
-                f"distributed.reshard_after_forward = {options.reshard_size}: FSDP2 reshards to a number of ranks only plain "
-                f"weights, and {base_tensor_name(name)} is a {type(parameter.data).__name__}. Use true or false.",
+                f"distributed.reshard_after_forward = {options.reshard_size}: FSDP2 reshards to a "
+                "number of ranks only plain "
+                f"weights, and {base_tensor_name(name)} is a {type(parameter.data).__name__}. Use "
+                "true or false.",
                 param="distributed.reshard_after_forward",
             )
 
 
 def ignored_weights(model: nn.Module, patterns: Sequence[str]) -> set[nn.Parameter]:
-    """The frozen weights that every rank holds whole: those whose names in the base match, and those that the model keeps in
-    fp32, which FSDP2 would gather in the dtype of the others. Raises SpecError for a pattern that matches none.
+    """The frozen weights that every rank holds whole: those whose names in the base match, and
+    those that the model keeps in fp32, which FSDP2 would gather in the dtype of the others. Raises
+    SpecError for a pattern that matches none.
     """
-    named = {base_tensor_name(name): parameter for name, parameter in model.named_parameters() if not parameter.requires_grad}
+    named = {
+        base_tensor_name(name): parameter
+        for name, parameter in model.named_parameters()
+        if not parameter.requires_grad
+    }
     chosen = choose_ignored(list(named), patterns)
-    return {weight for name, weight in named.items() if name in chosen or weight.dtype == torch.float32}
+    return {
+        weight for name, weight in named.items() if name in chosen or weight.dtype == torch.float32
+    }
 
 
 def _prefetch(groups: Sequence[ShardGroup], depth: Prefetch) -> None:
@@ -112,7 +139,9 @@ def _prefetch(groups: Sequence[ShardGroup], depth: Prefetch) -> None:
 def gather_first(model: nn.Module) -> None:
     """Start to gather the first groups of the next forward, and return at once."""
     groups = [module for module in model.modules() if isinstance(module, FSDPModule)]
-    for first in (groups[1:] or groups)[:1]:  # the root is the first of them; with other groups it holds next to nothing
+    for first in (groups[1:] or groups)[
+        :1
+    ]:  # the root is the first of them; with other groups it holds next to nothing
         first.unshard(async_op=True)
 
 
@@ -124,9 +153,11 @@ def reshard(model: nn.Module) -> None:
 
 
 def set_last_micro_batch(model: nn.Module, last: bool, keep_unsharded: bool) -> None:
-    """Call before a forward: only the last micro-batch of a step reduces gradients over the ranks; the others add up locally.
+    """Call before a forward: only the last micro-batch of a step reduces gradients over the ranks;
+    the others add up locally.
 
-    What stays gathered between micro-batches must not outlive the last one: the optimizer changes the adapters' shards.
+    What stays gathered between micro-batches must not outlive the last one: the optimizer changes
+    the adapters' shards.
     """
     if isinstance(model, FSDPModule):
         model.set_requires_gradient_sync(last)
@@ -135,15 +166,21 @@ def set_last_micro_batch(model: nn.Module, last: bool, keep_unsharded: bool) -> 
 
 
 class Gradients:
-    """The gradients of one job: its micro-batches' backwards, and what the ranks do with them at the end of a step."""
+    """The gradients of one job: its micro-batches' backwards, and what the ranks do with them at
+    the end of a step.
+    """
 
     def __init__(self, model: nn.Module, world: int, *, keep_unsharded: bool = False) -> None:
         """`keep_unsharded`: weights gathered for one micro-batch stay for the next."""
-        self._model, self._world, self._keep_unsharded = model, world, keep_unsharded
+        self._model = model
+        self._world = world
+        self._keep_unsharded = keep_unsharded
 
     @property
     def reduces_in_backward(self) -> bool:
-        """Whether it is the backward of a step's last micro-batch that reduces them over the ranks."""
+        """Whether it is the backward of a step's last micro-batch that reduces them over the
+        ranks.
+        """
         return isinstance(self._model, FSDPModule)
 
     def begin(self, last: bool) -> None:
@@ -155,12 +192,16 @@ class Gradients:
         loss.backward()
 
     def reduce(self) -> None:
-        """Average over all ranks what the backwards of a step have left. Called by all ranks together."""
+        """Average over all ranks what the backwards of a step have left.
+
+        Called by all ranks together.
+        """
         average_unsharded_gradients(self._model, self._world)
 
 
 def average_unsharded_gradients(model: nn.Module, world: int) -> None:
-    """Average over all ranks the gradients that FSDP2 does not hold, in one fp32 buffer; FSDP2 averages the others itself.
+    """Average over all ranks the gradients that FSDP2 does not hold, in one fp32 buffer; FSDP2
+    averages the others itself.
 
     A parameter without a gradient on this rank counts as zero: another rank may have one.
     """
@@ -172,5 +213,7 @@ def average_unsharded_gradients(model: nn.Module, world: int) -> None:
     gradients = [torch.zeros_like(p) if p.grad is None else p.grad for p in parameters]
     flat = torch.cat([grad.flatten().float() for grad in gradients])
     dist.all_reduce(flat)
-    for parameter, part in zip(parameters, flat.div_(world).split([p.numel() for p in parameters]), strict=True):
+    for parameter, part in zip(
+        parameters, flat.div_(world).split([p.numel() for p in parameters]), strict=True
+    ):
         parameter.grad = part.view_as(parameter).to(parameter.dtype)

@@ -1,9 +1,11 @@
-"""`python -m workers.serving`: the preview's process, which reads requests from stdin and writes answers to stdout.
+"""`python -m workers.serving`: the preview's process, which reads requests from stdin and writes
+answers to stdout.
 
-Lines of JSON both ways. First the base: {op: base, load, path, precision, threads, memory}, and later another in its place;
-then requests {op: complete, …}, {op: sample, …}, {op: cancel, id}, {op: adapter, …} and {op: threads, n} (requests.py). Answers
-carry their request's id (answers.py, engine.py); {kind: ready, load} or {kind: failed, load, message} is of a base. It ends
-when its input does.
+Lines of JSON both ways. First the base: {op: base, load, path, precision, threads, memory}, and
+later another in its place; then requests {op: complete, …}, {op: sample, …}, {op: cancel, id}, {op:
+adapter, …} and {op: threads, n} (requests.py). Answers carry their request's id (answers.py,
+engine.py); {kind: ready, load} or {kind: failed, load, message} is of a base. It ends when its
+input does.
 """
 
 from __future__ import annotations
@@ -27,7 +29,10 @@ Inbox = queue.SimpleQueue[dict[str, Any]]
 
 
 class RequestChannel:
-    """Requests and answers. What arrives is read in a thread, so that the server never waits for a forward."""
+    """Requests and answers.
+
+    What arrives is read in a thread, so that the server never waits for a forward.
+    """
 
     def __init__(self) -> None:
         self._answers = os.fdopen(os.dup(1), "wb", buffering=0)
@@ -80,7 +85,9 @@ class PreviewWorker:
                 for engine in (self._engine, *self._parked.values()):
                     if engine is not None:
                         engine.drop(message["id"])
-                self._parked = {base: engine for base, engine in self._parked.items() if engine.busy}
+                self._parked = {
+                    base: engine for base, engine in self._parked.items() if engine.busy
+                }
             case "adapter" if self._engine is not None:
                 self._engine.prepare(**message)
             case "complete" if self._engine is not None:
@@ -93,11 +100,17 @@ class PreviewWorker:
                 self._wire.say({"kind": "error", "id": message["id"], **self._failure})
 
     def _load(self, wanted: dict[str, Any]) -> None:
-        """Replace the base; the memory of the former one is freed first. Its answers go on when it is loaded again."""
+        """Replace the base; the memory of the former one is freed first.
+
+        Its answers go on when it is loaded again.
+        """
         if self.busy:
             self._engine.park()
             self._parked[self._base] = self._engine
-        self._engine, self._base = None, json.dumps([wanted["path"], wanted["precision"]], sort_keys=True)
+        self._engine, self._base = (
+            None,
+            json.dumps([wanted["path"], wanted["precision"]], sort_keys=True),
+        )
         parked = self._parked.pop(self._base, None)
         try:
             _return_memory()
@@ -124,7 +137,8 @@ class PreviewWorker:
             from workers.serving.engine import Engine
             from workers.serving.model import ServedModel
 
-        path, most = wanted["path"], wanted["threads"]
+        path = wanted["path"]
+        most = wanted["threads"]
         torch.set_num_threads(most)
         device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
         chats = None if parked else Chats(path)
@@ -189,8 +203,9 @@ def _return_memory() -> None:
 
 
 def _compute(path: str, memory: int | None) -> str:
-    """What processors compute in: fp32, which is quicker for them and exact, unless the base would take more than `memory`
-    (bytes; None: half of all)."""
+    """What processors compute in: fp32, which is quicker for them and exact, unless the base would
+    take more than `memory` (bytes; None: half of all).
+    """
     from ft_service.bases.safetensors_folder import read_tensors
     from ft_service.host.hardware import memory_bytes
 
@@ -202,8 +217,18 @@ def _told(error: Exception) -> dict[str, Any]:
     from ft_service.errors import FtError, SpecError
 
     if isinstance(error, FtError):
-        return {"message": error.message, "code": error.code, "param": error.param, "wrong": isinstance(error, SpecError)}
-    return {"message": f"{type(error).__name__}: {error}", "code": "preview_failed", "param": None, "wrong": False}
+        return {
+            "message": error.message,
+            "code": error.code,
+            "param": error.param,
+            "wrong": isinstance(error, SpecError),
+        }
+    return {
+        "message": f"{type(error).__name__}: {error}",
+        "code": "preview_failed",
+        "param": None,
+        "wrong": False,
+    }
 
 
 if __name__ == "__main__":

@@ -1,4 +1,6 @@
-"""The text of one answer while its tokens arrive: whole characters only, and nothing that a stop may still take."""
+"""The text of one answer while its tokens arrive: whole characters only, and nothing that a stop
+may still take.
+"""
 
 from __future__ import annotations
 
@@ -47,7 +49,9 @@ class AnswerText:
         return self._give(len(self.whole))
 
     def _decode(self, ids: list[int]) -> str:
-        return self._tokenizer.decode(ids, skip_special_tokens=not self._keep_special) if ids else ""
+        return (
+            self._tokenizer.decode(ids, skip_special_tokens=not self._keep_special) if ids else ""
+        )
 
     def _look_for_stop(self, start: int) -> None:
         found = [place for stop in self._stops if (place := self.whole.find(stop, start)) >= 0]
@@ -58,11 +62,16 @@ class AnswerText:
     def _certain(self) -> int:
         """End of the text that a stop can no longer remove."""
         end = len(self.whole)
-        return end if self.stopped else min((end - _overlap(self.whole, stop) for stop in self._stops), default=end)
+        return (
+            end
+            if self.stopped
+            else min((end - _overlap(self.whole, stop) for stop in self._stops), default=end)
+        )
 
     def _give(self, end: int) -> str:
         end = max(end, self._given)
-        text, self._given = self.whole[self._given : end], end
+        text = self.whole[self._given : end]
+        self._given = end
         return text
 
 

@@ -1,4 +1,6 @@
-"""Reports of the tokens of one answer: text, reasoning and tool calls in a conversation, else tokens and log-probabilities."""
+"""Reports of the tokens of one answer: text, reasoning and tool calls in a conversation, else
+tokens and log-probabilities.
+"""
 
 from __future__ import annotations
 
@@ -33,7 +35,9 @@ class Answer(Protocol):
 
 @dataclass
 class ChatAnswer:
-    """An answer in a conversation, or the continuation of a text, reported as text as soon as that is certain."""
+    """An answer in a conversation, or the continuation of a text, reported as text as soon as that
+    is certain.
+    """
 
     request: ChatRequest | TextRequest
     index: int
@@ -46,21 +50,26 @@ class ChatAnswer:
     """Log-probabilities of tokens whose text is kept back."""
 
     @classmethod
-    def of(cls, request: ChatRequest, index: int, chat: ChatTokenizer, prompt: str, say: Say) -> ChatAnswer:
+    def of(
+        cls, request: ChatRequest, index: int, chat: ChatTokenizer, prompt: str, say: Say
+    ) -> ChatAnswer:
         """An answer to a conversation. `prompt`: the conversation's text."""
         text = AnswerText(chat.tokenizer, request.stop, keep_special=True)
         parts = AnswerStream(chat.answers, tools=bool(request.tools), closing=closing_of(prompt))
         return cls(request, index, chat, text, say, parts)
 
     @classmethod
-    def of_text(cls, request: TextRequest, index: int, plain: PlainTokenizer, say: Say) -> ChatAnswer:
+    def of_text(
+        cls, request: TextRequest, index: int, plain: PlainTokenizer, say: Say
+    ) -> ChatAnswer:
         """The continuation of a text."""
         return cls(request, index, plain, AnswerText(plain.tokenizer, request.stop), say)
 
     def push(self, choice: Choice) -> bool:
         ends = choice.token in self.chat.ends
         if choice.logprob is not None and (not ends or isinstance(self.request, TextRequest)):
-            # The token that ends a text counts among its log-probabilities, as with vLLM: harnesses drop what they asked for.
+            # The token that ends a text counts among its log-probabilities, as with vLLM: harnesses
+            # drop what they asked for.
             self.unsaid.append(_shown(self.chat, choice))
         if ends:
             return True
@@ -69,22 +78,38 @@ class ChatAnswer:
         return self.text.stopped
 
     def end(self, reason: str) -> None:
-        text, reasoning = self.text.end(), ""
+        text = self.text.end()
+        reasoning = ""
         calls: list[dict[str, Any]] = []
         if self.parts is not None:
             said, thought = self.parts.push(text)
             text, reasoning, whole = self.parts.end()
-            text, reasoning = said + text, thought + reasoning
+            text = said + text
+            reasoning = thought + reasoning
             if whole.calls:
                 given = [dict(call) for call in whole.calls]
-                reason, calls = "tool_calls", given if self.request.parallel_tool_calls else given[:1]
+                reason = "tool_calls"
+                calls = given if self.request.parallel_tool_calls else given[:1]
         self._tell(text, reasoning, last=True)
-        self.say({"id": self.request.id, "kind": "end", "index": self.index, "reason": reason, "calls": calls})
+        self.say(
+            {
+                "id": self.request.id,
+                "kind": "end",
+                "index": self.index,
+                "reason": reason,
+                "calls": calls,
+            }
+        )
 
     def _tell(self, text: str, reasoning: str, *, last: bool = False) -> None:
         if not text and not reasoning and not (last and self.unsaid):
             return
-        said: dict[str, Any] = {"id": self.request.id, "kind": "text", "index": self.index, "text": text}
+        said: dict[str, Any] = {
+            "id": self.request.id,
+            "kind": "text",
+            "index": self.index,
+            "text": text,
+        }
         if reasoning:
             said["reasoning"] = reasoning
         if self.request.top_logprobs is not None:
@@ -96,8 +121,9 @@ class ChatAnswer:
 class TokenAnswer:
     """A continuation, reported as tokens with their log-probabilities.
 
-    The token that ends it is one of them, also where it completes a text to stop at: training on what was sampled needs every
-    token that was drawn, and a conversation that goes on needs the one that ends a turn.
+    The token that ends it is one of them, also where it completes a text to stop at: training on
+    what was sampled needs every token that was drawn, and a conversation that goes on needs the one
+    that ends a turn.
     """
 
     request: TokenRequest
@@ -114,8 +140,14 @@ class TokenAnswer:
     @classmethod
     def of(cls, request: TokenRequest, index: int, chats: Chats, say: Say) -> TokenAnswer:
         ends = frozenset(request.stop_tokens) | (chats.ends if request.ends else frozenset())
-        text = AnswerText(chats.tokenizer, request.stop_texts, keep_special=True) if request.stop_texts else None
-        return cls(request, index, ends, text, say, chats.tokenizer.decode if request.texts else None)
+        text = (
+            AnswerText(chats.tokenizer, request.stop_texts, keep_special=True)
+            if request.stop_texts
+            else None
+        )
+        return cls(
+            request, index, ends, text, say, chats.tokenizer.decode if request.texts else None
+        )
 
     def push(self, choice: Choice) -> bool:
         self.unsaid.append(choice)
@@ -131,7 +163,9 @@ class TokenAnswer:
         if self.unsaid:
             self._tell()
         text = {} if self.decode is None else {"text": self.decode(self.drawn)}
-        self.say({"id": self.request.id, "kind": "end", "index": self.index, "reason": reason, **text})
+        self.say(
+            {"id": self.request.id, "kind": "end", "index": self.index, "reason": reason, **text}
+        )
 
     def _tell(self) -> None:
         said: dict[str, Any] = {"id": self.request.id, "kind": "tokens", "index": self.index}

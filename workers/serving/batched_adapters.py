@@ -1,4 +1,6 @@
-"""Adapters on the frozen base, several in one forward: each span of tokens gets what its own adapter adds."""
+"""Adapters on the frozen base, several in one forward: each span of tokens gets what its own
+adapter adds.
+"""
 
 from __future__ import annotations
 
@@ -49,18 +51,25 @@ class AdapterSpan:
 
 
 class Adapters:
-    """The adapters of one base in this process. `spans` says which tokens of the current row go through which."""
+    """The adapters of one base in this process.
+
+    `spans` says which tokens of the current row go through which.
+    """
 
     def __init__(self, model: nn.Module, dtype: torch.dtype, device: torch.device) -> None:
-        self._linears = {name: module for name, module in model.named_modules() if isinstance(module, nn.Linear)}
-        self._dtype, self._device = dtype, device
+        self._linears = {
+            name: module for name, module in model.named_modules() if isinstance(module, nn.Linear)
+        }
+        self._dtype = dtype
+        self._device = device
         self._loaded: OrderedDict[str, Adapter] = OrderedDict()
         self._hooked: set[str] = set()
         self.spans: Sequence[AdapterSpan] = ()
 
     def get(self, folder: str) -> Adapter:
-        """The adapter of a PEFT folder, loaded at its first use: another version has a folder of another name. Raises SpecError
-        for one that does not fit the base, or is not there."""
+        """The adapter of a PEFT folder, loaded at its first use: another version has a folder of
+        another name. Raises SpecError for one that does not fit the base, or is not there.
+        """
         adapter = self._loaded.get(folder)
         if adapter is None:
             adapter = self._load(_files(folder))
@@ -69,7 +78,9 @@ class Adapters:
                 self._linears[name].register_forward_hook(_Adding(self, name))
             self._loaded[folder] = adapter
         self._loaded.move_to_end(folder)
-        while len(self._loaded) > KEPT or (len(self._loaded) > 1 and sum(map(_bytes, self._loaded.values())) > KEPT_BYTES):
+        while len(self._loaded) > KEPT or (
+            len(self._loaded) > 1 and sum(map(_bytes, self._loaded.values())) > KEPT_BYTES
+        ):
             self._loaded.popitem(last=False)  # sequences that still use it hold it themselves
         return adapter
 
@@ -79,10 +90,14 @@ class Adapters:
 
     def _load(self, files: PeftAdapter) -> Adapter:
         if files.replaced:
-            raise SpecError(f"The adapter replaces whole weights ({next(iter(files.replaced))}), which is not served here.")
+            raise SpecError(
+                f"The adapter replaces whole weights ({next(iter(files.replaced))}), which is not "
+                "served here."
+            )
         if files.config.target_parameters:
             raise SpecError(
-                "The adapter changes stacks of experts (lora.target_parameters), which the preview does not put on: merge it "
+                "The adapter changes stacks of experts (lora.target_parameters), which the "
+                "preview does not put on: merge it "
                 "(ft merge), and name the merged model, or use PEFT.",
                 code="model_not_served",
             )
@@ -91,18 +106,28 @@ class Adapters:
             name = weight.removesuffix(".weight")
             update = files.update(module)
             self._require_fitting(name, update)
-            a, b = (tensor.to(self._device, self._dtype) for tensor in (update.a, update.b.t().contiguous()))
+            a, b = (
+                tensor.to(self._device, self._dtype)
+                for tensor in (update.a, update.b.t().contiguous())
+            )
             adapter[name] = Matrices(a, b, update.scaling)
         return adapter
 
     def _require_fitting(self, name: str, update: Update) -> None:
         linear = self._linears.get(name)
         if linear is None:
-            raise SpecError(f"The adapter changes {name}, which the base has not, or not as a linear layer.")
+            raise SpecError(
+                f"The adapter changes {name}, which the base has not, or not as a linear layer."
+            )
         if update.magnitude is not None:
-            raise SpecError(f"The adapter has a magnitude for {name} (DoRA), which is not served here: merge it.")
+            raise SpecError(
+                f"The adapter has a magnitude for {name} (DoRA), which is not served here: merge "
+                "it."
+            )
         if (update.a.shape[1], update.b.shape[0]) != (linear.in_features, linear.out_features):
-            raise SpecError(f"The adapter is of another base: its matrices for {name} do not fit that layer.")
+            raise SpecError(
+                f"The adapter is of another base: its matrices for {name} do not fit that layer."
+            )
 
 
 def _files(folder: str) -> PeftAdapter:
@@ -110,7 +135,8 @@ def _files(folder: str) -> PeftAdapter:
         return PeftAdapter(Path(folder))
     except (OSError, ValueError, TypeError) as error:
         raise SpecError(
-            f"The adapter's folder is not there, or cannot be read ({type(error).__name__}).", param="model"
+            f"The adapter's folder is not there, or cannot be read ({type(error).__name__}).",
+            param="model",
         ) from error
 
 
@@ -118,7 +144,8 @@ class _Adding:
     """A forward hook of one linear layer."""
 
     def __init__(self, adapters: Adapters, name: str) -> None:
-        self._adapters, self._name = adapters, name
+        self._adapters = adapters
+        self._name = name
 
     def __call__(self, module: nn.Module, inputs: tuple[Any, ...], output: Tensor) -> Tensor | None:
         for span in self._adapters.spans:

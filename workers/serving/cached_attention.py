@@ -1,8 +1,8 @@
-"""Attention of sequences that grow: the new tokens of any number of them are concatenated in one row, and each sees
-the earlier tokens of its own sequence. No token is padding, and no mask is made.
+"""Attention of sequences that grow: the new tokens of any number of them are concatenated in one
+row, and each sees the earlier tokens of its own sequence. No token is padding, and no mask is made.
 
-It stands where transformers' attention stood, for the architectures that let it be chosen, as in training
-(workers/layers/segment_attention.py, whose words for window, softcap and sinks these are).
+It stands where transformers' attention stood, for the architectures that let it be chosen, as in
+training (workers/layers/segment_attention.py, whose words for window, softcap and sinks these are).
 """
 
 from __future__ import annotations
@@ -17,7 +17,13 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from transformers import AttentionInterface
 
-from workers.layers.scored_attention import AttentionPattern, attention_pattern, is_causal, one_a_head, shares_of
+from workers.layers.scored_attention import (
+    AttentionPattern,
+    attention_pattern,
+    is_causal,
+    one_a_head,
+    shares_of,
+)
 from workers.serving.room import FIRST_CAPACITY, SPARE, tensors_in
 
 NAME = "ft_cached"
@@ -33,18 +39,24 @@ class KeyValueCache:
         """What the architecture itself keeps, where its layers keep more than keys and values."""
 
     def extend(self, layer: int, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
-        """Add new tokens, [1, groups, tokens, ..] each; what the layer then knows, new tokens included."""
+        """Add new tokens, [1, groups, tokens, ..] each; what the layer then knows, new tokens
+        included.
+        """
         kept = self._layers.setdefault(layer, _LayerCache())
         return kept.extend(key, value)
 
     @property
     def nbytes(self) -> int:
         """Bytes of all that it knows, without spare capacity."""
-        return sum(kept.nbytes for kept in self._layers.values()) + sum(own.nbytes for own in tensors_in(self.state))
+        return sum(kept.nbytes for kept in self._layers.values()) + sum(
+            own.nbytes for own in tensors_in(self.state)
+        )
 
     def fork(self) -> KeyValueCache:
-        """The cache of another sequence that begins with the same tokens. Keys and values are shared until one of the two is
-        extended; what the architecture itself keeps is copied.
+        """The cache of another sequence that begins with the same tokens.
+
+        Keys and values are shared until one of the two is extended; what the architecture itself
+        keeps is copied.
         """
         forked = KeyValueCache()
         forked._layers = {layer: kept.fork() for layer, kept in self._layers.items()}
@@ -76,8 +88,12 @@ class _LayerCache:
         return self.keys[:, :, : self.count].nbytes + self.values[:, :, : self.count].nbytes
 
     def fork(self) -> _LayerCache:
-        """A cache without spare capacity, so that its first extension copies it and writes nothing into this one."""
-        return _LayerCache(self.keys[:, :, : self.count], self.values[:, :, : self.count], self.count)
+        """A cache without spare capacity, so that its first extension copies it and writes nothing
+        into this one.
+        """
+        return _LayerCache(
+            self.keys[:, :, : self.count], self.values[:, :, : self.count], self.count
+        )
 
 
 def _grown(kept: Tensor, like: Tensor, count: int, capacity: int) -> Tensor:
@@ -108,15 +124,26 @@ CURRENT = CurrentRow()
 
 
 def cached_attention(
-    module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, **options: Any
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    **options: Any,
 ) -> tuple[Tensor, None]:
-    """The attention function that transformers calls: query [1, heads, tokens, d], key and value [1, groups, tokens, ..] →
-    [1, tokens, heads, ..].
+    """The attention function that transformers calls: query [1, heads, tokens, d], key and value
+    [1, groups, tokens, ..] → [1, tokens, heads, ..].
 
     Raises NotImplementedError for what only a mask could say.
     """
-    if not is_causal(module, options) or attention_mask is not None or query.shape[2] != key.shape[2]:
-        raise NotImplementedError(f"{type(module).__name__} is not causal, has a bias by position, or needs a mask")
+    if (
+        not is_causal(module, options)
+        or attention_mask is not None
+        or query.shape[2] != key.shape[2]
+    ):
+        raise NotImplementedError(
+            f"{type(module).__name__} is not causal, has a bias by position, or needs a mask"
+        )
     shape = replace(attention_pattern(query, options), chosen=None)
     parts = []
     for span in CURRENT.spans:
@@ -131,20 +158,36 @@ AttentionInterface.register(NAME, cached_attention)
 
 
 def _attend(query: Tensor, key: Tensor, value: Tensor, shape: AttentionPattern) -> Tensor:
-    """The last tokens of a sequence, query [1, heads, n, d], over all of it, key [1, groups, length, d] → [1, heads, n, ..]."""
-    new, length = query.shape[2], key.shape[2]
-    begin = max(0, length - new - shape.window + 1) if shape.window else 0  # the first key that any of them sees
-    key, value = key[:, :, begin:], value[:, :, begin:]
+    """The last tokens of a sequence, query [1, heads, n, d], over all of it, key [1, groups,
+    length, d] → [1, heads, n, ..].
+    """
+    new = query.shape[2]
+    length = key.shape[2]
+    begin = (
+        max(0, length - new - shape.window + 1) if shape.window else 0
+    )  # the first key that any of them sees
+    key = key[:, :, begin:]
+    value = value[:, :, begin:]
     mask = None if new == 1 else _seen(new, length - begin, shape.window, query.device)
     if shape.softcap or shape.sinks is not None:
         wide_key, wide_value = one_a_head(query, key, value)
-        mask = torch.ones(new, length - begin, dtype=torch.bool, device=query.device) if mask is None else mask
+        mask = (
+            torch.ones(new, length - begin, dtype=torch.bool, device=query.device)
+            if mask is None
+            else mask
+        )
         shares, _ = shares_of(query, wide_key, mask, shape)
         return shares.to(value.dtype) @ wide_value
     grouped = query.shape[1] != key.shape[1]
     whole = new > 1 and new == length and (not shape.window or length <= shape.window)
     return F.scaled_dot_product_attention(
-        query, key, value, attn_mask=None if whole else mask, is_causal=whole, scale=shape.scale, enable_gqa=grouped
+        query,
+        key,
+        value,
+        attn_mask=None if whole else mask,
+        is_causal=whole,
+        scale=shape.scale,
+        enable_gqa=grouped,
     )
 
 

@@ -1,7 +1,9 @@
-"""A base's tokenizer as the preview uses it: conversations to prompts, and tokens to what the wire shows of them.
+"""A base's tokenizer as the preview uses it: conversations to prompts, and tokens to what the wire
+shows of them.
 
-Prompts are rendered by a process for each chat template, under limits (ft_service/data/template_process.py), while the engine
-continues with other answers: a slow template or conversation delays only requests with the same template.
+Prompts are rendered by a process for each chat template, under limits
+(ft_service/data/template_process.py), while the engine continues with other answers: a slow
+template or conversation delays only requests with the same template.
 """
 
 from __future__ import annotations
@@ -38,16 +40,27 @@ class Chats:
         self.tokenizer: Any = load_tokenizer(path)
         named = {self.tokenizer.eos_token_id, *stops_of(Path(path))}
         self.ends = frozenset(token for token in named if isinstance(token, int))
-        """Tokens that end an answer whatever the chat template: the tokenizer's and those of generation_config.json."""
+        """Tokens that end an answer whatever the chat template: the tokenizer's and those of
+        generation_config.json.
+        """
         self.plain = PlainTokenizer(self.tokenizer, self.ends)
         of_base = partial(ChatTokenizer, path, self.tokenizer)
-        self._own = lru_cache(maxsize=1)(of_base)  # apart, so that no number of others takes its place
+        self._own = lru_cache(maxsize=1)(
+            of_base
+        )  # apart, so that no number of others takes its place
         self._by = lru_cache(maxsize=_TEMPLATES)(of_base)
 
     def of(self, adapter: str | None) -> ChatTokenizer:
-        """The chat tokenizer by which this adapter, a PEFT folder, was trained; None: the base's. Raises SpecError."""
+        """The chat tokenizer by which this adapter, a PEFT folder, was trained; None: the base's.
+
+        Raises SpecError.
+        """
         try:
-            template = (Path(adapter) / _TEMPLATE).read_text(encoding="utf-8") if adapter is not None else ""
+            template = (
+                (Path(adapter) / _TEMPLATE).read_text(encoding="utf-8")
+                if adapter is not None
+                else ""
+            )
         except OSError:
             template = ""
         return self._by(template) if template else self._own()
@@ -57,7 +70,8 @@ class PlainTokenizer:
     """A base's tokenizer for texts without a chat template."""
 
     def __init__(self, tokenizer: Any, ends: frozenset[int]) -> None:
-        self.tokenizer, self.ends = tokenizer, ends
+        self.tokenizer = tokenizer
+        self.ends = ends
         self.token = lru_cache(maxsize=65536)(partial(_token, tokenizer))
 
     def tokens(self, text: str) -> list[int]:
@@ -72,17 +86,23 @@ class ChatTokenizer:
     """One chat template of one base."""
 
     def __init__(self, path: str, tokenizer: Any, chat_template: str = "") -> None:
-        """`tokenizer`: the base's. `chat_template`: in place of its own. Raises SpecError for a base without chat template."""
+        """`tokenizer`: the base's.
+
+        `chat_template`: in place of its own. Raises SpecError for a base without chat template.
+        """
         self.tokenizer = tokenizer
         template = ChatTemplate.of(tokenizer, chat_template)
         if template is None:
             raise SpecError(
-                "The base's tokenizer has no chat template, so it cannot be talked to. Models that a job with a chat_template "
+                "The base's tokenizer has no chat template, so it cannot be talked to. Models "
+                "that a job with a chat_template "
                 "has tuned can.",
                 param="model",
             )
         self.takes_tools = "tools" in template.text
-        """Whether the template has a place for definitions of tools: others leave them out without a word."""
+        """Whether the template has a place for definitions of tools: others leave them out without
+        a word.
+        """
         self._process = TemplateProcess(template.sources, template.special_tokens, LIMITS)
         self._path = Path(path)
         self._queue = ThreadPoolExecutor(1, "chat-template")
@@ -100,9 +120,10 @@ class ChatTokenizer:
         return self._told()[1]
 
     def prompt(self, messages: Sequence[dict[str, Any]], tools: Sequence[Any]) -> Future[str]:
-        """The text that an answer follows, once it is rendered: one conversation after the other. The result raises SpecError
-        for a conversation that the template refuses, or that exceeds its limits; UnavailableError if the host lets no process
-        render it.
+        """The text that an answer follows, once it is rendered: one conversation after the other.
+
+        The result raises SpecError for a conversation that the template refuses, or that exceeds
+        its limits; UnavailableError if the host lets no process render it.
         """
         return self._queue.submit(self._prompt, list(messages), list(tools))
 
@@ -114,10 +135,15 @@ class ChatTokenizer:
         try:
             return self._write(messages, tools, prompt=True)
         except LineError as error:
-            raise SpecError(f"{error.reason[:1].upper()}{error.reason[1:]}.", param="messages") from None
+            raise SpecError(
+                f"{error.reason[:1].upper()}{error.reason[1:]}.", param="messages"
+            ) from None
 
     def _told(self) -> tuple[AnswerFormat, frozenset[int]]:
-        """What the template says of itself. If the host killed its process, the next request finds it asked again."""
+        """What the template says of itself.
+
+        If the host killed its process, the next request finds it asked again.
+        """
         known = self._known
         try:
             return known.result()
@@ -126,9 +152,17 @@ class ChatTokenizer:
             raise
 
     def _ask_template(self) -> tuple[AnswerFormat, frozenset[int]]:
-        return answer_format(self._write, self.tokenizer), answer_ends(self._write, self.tokenizer, self._path)
+        return answer_format(self._write, self.tokenizer), answer_ends(
+            self._write, self.tokenizer, self._path
+        )
 
-    def _write(self, messages: list[dict[str, Any]], tools: list[Any] | None = None, *, prompt: bool = False) -> str:
+    def _write(
+        self,
+        messages: list[dict[str, Any]],
+        tools: list[Any] | None = None,
+        *,
+        prompt: bool = False,
+    ) -> str:
         """Raises LineError."""
         return self._process.write(messages, tools, TokenOptions().day, prompt=prompt)
 

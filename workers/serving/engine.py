@@ -1,10 +1,13 @@
-"""Continuous batching: every step computes the next token of every running answer, and a part of the waiting prompts.
+"""Continuous batching: every step computes the next token of every running answer, and a part of
+the waiting prompts.
 
-All of that is one row of one forward, whatever the adapters. A new answer joins at the next step, and a long prompt is read in
-parts, so that no request delays the others. Several answers to one prompt read it once.
+All of that is one row of one forward, whatever the adapters. A new answer joins at the next step,
+and a long prompt is read in parts, so that no request delays the others. Several answers to one
+prompt read it once.
 
-Projects have places, the reading of prompts, and memory in turn. A request whose tokens cannot be computed fails alone: if that
-is not known of a forward of several requests, these run one by one from then on.
+Projects have places, the reading of prompts, and memory in turn. A request whose tokens cannot be
+computed fails alone: if that is not known of a forward of several requests, these run one by one
+from then on.
 """
 
 from __future__ import annotations
@@ -42,7 +45,9 @@ MOST_OF_REQUEST = 16
 PROMPT_TOKENS = 512
 """Most tokens of prompts that are read in one step."""
 SCORED_LOGITS = 2**24
-"""Most logits of prompts' tokens in one step: 64 MiB in fp32, and as much for their log-probabilities."""
+"""Most logits of prompts' tokens in one step: 64 MiB in fp32, and as much for their
+log-probabilities.
+"""
 PROMPT_SECONDS = 0.01
 """Wait for a prompt that is being rendered, before it is looked for new requests again."""
 DEFAULT_MAX_TOKENS = 2048
@@ -80,7 +85,9 @@ class _Sequence:
     rotation: int = 0
     """Set of rotary frequencies by which it knows them (ServedModel.rotation)."""
     first: Tensor | None = None
-    """Logits of the first token, fp32 [words], and `memory` is to be forked, if another answer has read the prompt."""
+    """Logits of the first token, fp32 [words], and `memory` is to be forked, if another answer has
+    read the prompt.
+    """
     turn: Turn[_Sequence] | None = None
     """Its place while it runs."""
     work: int = 0
@@ -96,11 +103,15 @@ class _Sequence:
 
     def forget(self) -> None:
         """Read all tokens anew: some layers may know the newest, and others not."""
-        self.memory, self.read, self.first = KeyValueCache(), 0, None
+        self.memory = KeyValueCache()
+        self.read = 0
+        self.first = None
 
     @property
     def unscored(self) -> int:
-        """Place of the token whose logits give the next log-probability to report; the last of the prompt: there is none."""
+        """Place of the token whose logits give the next log-probability to report; the last of the
+        prompt: there is none.
+        """
         return self.prompt - 1 - self.scored
 
 
@@ -108,12 +119,17 @@ class Engine:
     """Answers requests step by step and reports their answers. For one thread."""
 
     def __init__(self, model: ServedModel, chats: Chats, say: Say) -> None:
-        self._model, self._chats, self._say = model, chats, say
+        self._model = model
+        self._chats = chats
+        self._say = say
         self._rendering: dict[str, tuple[ChatRequest, ChatTokenizer]] = {}
         """Requests whose prompts are being rendered."""
         self._rendered: queue.SimpleQueue[tuple[str, Future[str]]] = queue.SimpleQueue()
         self._turns = Turns[_Sequence](MOST_SEQUENCES, MOST_OF_PROJECT)
-        """The places of answers. What waits costs the tokens that it reads, and more at its end, when more were read."""
+        """The places of answers.
+
+        What waits costs the tokens that it reads, and more at its end, when more were read.
+        """
         self._running: list[_Sequence] = []
         """In the order in which they began."""
         self._tokens: dict[str, int] = {}
@@ -121,7 +137,9 @@ class Engine:
         self._probed: set[str] = set()
         """Folders of adapters."""
         self._apart: set[str] = set()
-        """Requests that run in forwards of their own, since one with others has failed, or ended the process."""
+        """Requests that run in forwards of their own, since one with others has failed, or ended
+        the process.
+        """
         self._told: set[str] = set()
         """Those of them of which it is told when the engine is at them."""
 
@@ -139,7 +157,10 @@ class Engine:
         with self._at(request), self._answering(request.id):
             chat = self._chats.of(request.adapter)
             if request.tools and not chat.takes_tools:
-                raise SpecError("tools: the chat template has no place for tools, so they would be left out.", param="tools")
+                raise SpecError(
+                    "tools: the chat template has no place for tools, so they would be left out.",
+                    param="tools",
+                )
             prompt = chat.prompt(request.messages, request.tools)
             self._rendering[request.id] = request, chat
             prompt.add_done_callback(lambda rendered: self._rendered.put((request.id, rendered)))
@@ -151,39 +172,59 @@ class Engine:
 
     def add_text(self, request: TextRequest) -> None:
         """Queue a request to continue a text."""
-        plain, top = self._chats.plain, request.top_logprobs
+        plain = self._chats.plain
+        top = request.top_logprobs
         with self._at(request), self._answering(request.id):
-            prompt = plain.tokens(request.prompt) if isinstance(request.prompt, str) else request.prompt
+            prompt = (
+                plain.tokens(request.prompt) if isinstance(request.prompt, str) else request.prompt
+            )
             if not prompt:
                 raise SpecError("prompt: has no token.", param="prompt")
             self._require_known("prompt", prompt)
             self._room(prompt, request.max_tokens, "prompt", "the prompt")
-            answers = [ChatAnswer.of_text(request, index, plain, self._say) for index in range(request.n)]
+            answers = [
+                ChatAnswer.of_text(request, index, plain, self._say) for index in range(request.n)
+            ]
             sequences = self._sequences(request, prompt, request.max_tokens, answers)
             if request.echo and top is not None:
-                sequences[0].scored, sequences[0].top, sequences[0].name = len(prompt) - 1, top, plain.text
+                sequences[0].scored = len(prompt) - 1
+                sequences[0].top = top
+                sequences[0].name = plain.text
             self._queue(request, sequences)
             if request.echo:
-                text = request.prompt if isinstance(request.prompt, str) else plain.tokenizer.decode(prompt)
+                text = (
+                    request.prompt
+                    if isinstance(request.prompt, str)
+                    else plain.tokenizer.decode(prompt)
+                )
                 tokens = [plain.text(token) for token in prompt]
                 self._say({"id": request.id, "kind": "prompt", "text": text, "tokens": tokens})
 
     def take_rendered(self, seconds: float = 0.0) -> None:
-        """Queue the requests whose prompts are rendered, and report errors. `seconds`: wait so long for the first."""
+        """Queue the requests whose prompts are rendered, and report errors.
+
+        `seconds`: wait so long for the first.
+        """
         while True:
             try:
-                request_id, prompt = self._rendered.get(timeout=seconds) if seconds else self._rendered.get_nowait()
+                request_id, prompt = (
+                    self._rendered.get(timeout=seconds) if seconds else self._rendered.get_nowait()
+                )
             except queue.Empty:
                 return
             seconds = 0.0
-            if (request := self._rendering.pop(request_id, None)) is not None:  # else it was cancelled
+            if (
+                request := self._rendering.pop(request_id, None)
+            ) is not None:  # else it was cancelled
                 self._begin(*request, prompt)
 
     def _begin(self, request: ChatRequest, chat: ChatTokenizer, prompt: Future[str]) -> None:
         with self._at(request), self._answering(request.id):
             self._queue(request, self._answers(request, chat, prompt.result()))
 
-    def _queue(self, request: ChatRequest | TextRequest | TokenRequest, sequences: list[_Sequence]) -> None:
+    def _queue(
+        self, request: ChatRequest | TextRequest | TokenRequest, sequences: list[_Sequence]
+    ) -> None:
         """Queue the answers of a request: the first of them reads the prompt for all."""
         first, *others = sequences
         first.others = others
@@ -213,7 +254,9 @@ class Engine:
             self._failure(error)
 
     def park(self) -> None:
-        """Let go of the base. What waits or runs goes on after `resume`, where it was: its tokens are read anew then."""
+        """Let go of the base. What waits or runs goes on after `resume`, where it was: its tokens
+        are read anew then.
+        """
         for one in self._running[::-1]:
             self._put_back(one)
         for one in self._all_waiting():
@@ -261,7 +304,9 @@ class Engine:
             self._fail(largest, _no_memory())
 
     def _part(self, group: Sequence[_Sequence], error: Exception) -> None:
-        """Fail the request of a forward that has failed; of several, one is at fault, so that each runs alone from now on."""
+        """Fail the request of a forward that has failed; of several, one is at fault, so that each
+        runs alone from now on.
+        """
         failure = self._failure(error)
         left = self._left(group)
         requests = {one.request_id for one in left}
@@ -287,8 +332,10 @@ class Engine:
 
     @contextmanager
     def _telling(self, request_id: str) -> Iterator[None]:
-        """Tell that the engine is at a request while it is entered, if that is to be told. What leaves it by an error ends the
-        process."""
+        """Tell that the engine is at a request while it is entered, if that is to be told.
+
+        What leaves it by an error ends the process.
+        """
         told = request_id in self._told
         if told:
             self._say({"kind": "at", "id": request_id})
@@ -309,10 +356,16 @@ class Engine:
             self._fail(request_id, self._failure(error))
 
     def _failure(self, error: Exception) -> FtError:
-        """What is said of an error that nobody thought of. Raises the device's own if it cannot compute any more."""
+        """What is said of an error that nobody thought of.
+
+        Raises the device's own if it cannot compute any more.
+        """
         traceback.print_exception(error)
         self._model.require_device()
-        return FtError(f"The answer has failed ({type(error).__name__}); the service's log says how.", code="preview_failed")
+        return FtError(
+            f"The answer has failed ({type(error).__name__}); the service's log says how.",
+            code="preview_failed",
+        )
 
     def _wait(self, one: _Sequence, *, first: bool = False) -> None:
         self._turns.put(one.project, one, one.unread + 1, first=first)
@@ -327,26 +380,36 @@ class Engine:
                 self._wait(one, first=True)
                 full.add(one.project)
                 continue
-            one.turn, one.work = turn, 0
+            one.turn = turn
+            one.work = 0
             one.ids = list(one.ids)
             self._running.append(one)
             if one.first is not None:
-                first, one.first = one.first, None
+                first = one.first
+                one.first = None
                 one.memory = _forked(one.memory)
                 with self._telling(one.request_id), self._answering(one.request_id):
                     self._advance(one, first)
 
     def _next(self, full: Collection[str]) -> Turn[_Sequence] | None:
-        """Take the turn of an answer whose request has few places, or else of any. `full`: projects that have their part of the
-        memory."""
+        """Take the turn of an answer whose request has few places, or else of any.
+
+        `full`: projects that have their part of the memory.
+        """
         places = Counter(one.request_id for one in self._running)
-        few = self._turns.take(lambda one: one.project not in full and places[one.request_id] < MOST_OF_REQUEST)
+        few = self._turns.take(
+            lambda one: one.project not in full and places[one.request_id] < MOST_OF_REQUEST
+        )
         return few or self._turns.take(lambda one: one.project not in full)
 
     def _has_place(self, one: _Sequence) -> bool:
-        """Whether there is memory for one more answer. Projects that know more than its own would then give some back."""
+        """Whether there is memory for one more answer.
+
+        Projects that know more than its own would then give some back.
+        """
         while self._running and not self._has_room(one):
-            known, own = self._known(), len(one.ids)
+            known = self._known()
+            own = len(one.ids)
             largest = max(known, key=lambda project: known[project])
             if known[largest] <= known[one.project] + own:
                 return False
@@ -359,13 +422,18 @@ class Engine:
         return room is None or self._held(room) + room.taken(len(one.ids) * 5 // 4) <= room.bytes
 
     def _held(self, room: Room) -> int:
-        """Bytes of what is known of all sequences; answers that wait share what is known of their prompt."""
+        """Bytes of what is known of all sequences; answers that wait share what is known of their
+        prompt.
+        """
         tokens = {id(one.memory): one.read for one in self._holders() if one.turn is None}
         tokens |= {id(one.memory): len(one.ids) for one in self._running}
         return sum(map(room.taken, tokens.values()))
 
     def _holders(self, project: str | None = None) -> list[_Sequence]:
-        """The sequences of which something is known, the last to be forgotten first. `project`: only its own."""
+        """The sequences of which something is known, the last to be forgotten first.
+
+        `project`: only its own.
+        """
         read = [turn.item for turn in self._turns if turn.item.first is not None]
         return [one for one in (*self._running, *read) if project in (None, one.project)]
 
@@ -378,13 +446,18 @@ class Engine:
         return known
 
     def _hold_back(self) -> None:
-        """Where memory does not suffice any more, let answers wait, and read their tokens anew then: the newest of the project
-        of which most is known. The oldest of all goes on."""
+        """Where memory does not suffice any more, let answers wait, and read their tokens anew
+        then: the newest of the project of which most is known. The oldest of all goes on.
+        """
         if (room := self._model.room) is None:
             return
         while len(self._holders()) > 1 and self._held(room) > room.bytes:
-            known, oldest = self._known(), self._running[:1]
-            most = max((one for one in self._holders() if one not in oldest), key=lambda one: known[one.project])
+            known = self._known()
+            oldest = self._running[:1]
+            most = max(
+                (one for one in self._holders() if one not in oldest),
+                key=lambda one: known[one.project],
+            )
             self._put_back(self._holders(most.project)[-1])
 
     def _put_back(self, one: _Sequence) -> None:
@@ -405,47 +478,69 @@ class Engine:
         prompt = chat.tokens(text)
         room = self._room(prompt, request.max_tokens, "messages", "the messages")
         limit = request.max_tokens or min(room, DEFAULT_MAX_TOKENS)
-        answers = [ChatAnswer.of(request, index, chat, text, self._say) for index in range(request.n)]
+        answers = [
+            ChatAnswer.of(request, index, chat, text, self._say) for index in range(request.n)
+        ]
         return self._sequences(request, prompt, limit, answers)
 
     def _continuations(self, request: TokenRequest) -> list[_Sequence]:
         room = self._room(request.prompt, request.max_tokens, "prompt", "the prompt")
         self._require_known("prompt", request.prompt)
         self._require_known("stop", request.stop_tokens)
-        answers = [TokenAnswer.of(request, index, self._chats, self._say) for index in range(request.n)]
+        answers = [
+            TokenAnswer.of(request, index, self._chats, self._say) for index in range(request.n)
+        ]
         sequences = self._sequences(request, request.prompt, request.max_tokens or room, answers)
-        sequences[0].scored, sequences[0].top = request.scored, request.top_prompt_logprobs
+        sequences[0].scored = request.scored
+        sequences[0].top = request.top_prompt_logprobs
         return sequences
 
     def _require_known(self, name: str, tokens: Sequence[int]) -> None:
         for place, token in enumerate(tokens):
             if not 0 <= token < self._model.vocabulary:
                 known = f"the base's tokens are 0 to {self._model.vocabulary - 1}"
-                raise SpecError(f"{name}[{place}] = {token}: {known}. Use the base's own tokenizer.", param=name)
+                raise SpecError(
+                    f"{name}[{place}] = {token}: {known}. Use the base's own tokenizer.", param=name
+                )
 
     def _room(self, prompt: Sequence[int], wanted: int | None, param: str, which: str) -> int:
-        """Tokens that fit behind a prompt. Raises SpecError if there are not as many as are wanted."""
-        context, memory = self._model.context, self._model.room
+        """Tokens that fit behind a prompt.
+
+        Raises SpecError if there are not as many as are wanted.
+        """
+        context = self._model.context
+        memory = self._model.room
         most = context if memory is None else min(context, memory.most_tokens)
         room = most - len(prompt)
         if room < (wanted or 1):
             more = f" and {wanted} were requested" if wanted else ""
             limit = f"The base's context is {context} tokens"
             if most < context:
-                limit = f"The memory of the preview's host suffices for {most} tokens of an answer with its prompt"
+                limit = (
+                    f"The memory of the preview's host suffices for {most} tokens of an "
+                    "answer with its prompt"
+                )
             raise SpecError(
-                f"{limit}: the prompt has {len(prompt)}{more}. Shorten {which}{' or max_tokens' if wanted else ''}.",
+                f"{limit}: the prompt has {len(prompt)}{more}. Shorten "
+                f"{which}{' or max_tokens' if wanted else ''}.",
                 param=param,
                 code="context_length_exceeded",
             )
         return room
 
     def _sequences(
-        self, request: ChatRequest | TextRequest | TokenRequest, prompt: list[int], limit: int, answers: Sequence[Answer]
+        self,
+        request: ChatRequest | TextRequest | TokenRequest,
+        prompt: list[int],
+        limit: int,
+        answers: Sequence[Answer],
     ) -> list[_Sequence]:
-        """The sequences of a request's answers, each with a generator of its own: what is drawn depends on the seed and the
-        place of the answer alone."""
-        adapter = None if request.adapter is None else self._adapter(request.adapter, request.probes)
+        """The sequences of a request's answers, each with a generator of its own: what is drawn
+        depends on the seed and the place of the answer alone.
+        """
+        adapter = (
+            None if request.adapter is None else self._adapter(request.adapter, request.probes)
+        )
         seed = random.getrandbits(48) if request.seed is None else request.seed
         return [
             _Sequence(
@@ -464,8 +559,11 @@ class Engine:
         ]
 
     def _adapter(self, folder: str, probes: Sequence[Sequence[int]]) -> Adapter:
-        """Load an adapter, and report its log-probabilities of the probes once. Raises SpecError for one that is not there,
-        does not fit the base, or cannot be read, and where memory is short."""
+        """Load an adapter, and report its log-probabilities of the probes once.
+
+        Raises SpecError for one that is not there, does not fit the base, or cannot be read, and
+        where memory is short.
+        """
         unprobed = [] if folder in self._probed else probes
         try:
             with same_errors():
@@ -473,14 +571,16 @@ class Engine:
                 logprobs = [self._model.logprobs(tokens, adapter) for tokens in unprobed]
         except torch.OutOfMemoryError as error:
             raise SpecError(
-                "The device's memory is full, so that the adapter could not be loaded: ask again when other answers have "
+                "The device's memory is full, so that the adapter could not be loaded: ask again "
+                "when other answers have "
                 "ended, or serve it with an inference server (FT_INFERENCE_URL).",
                 param="model",
                 code="out_of_memory",
             ) from error
         except (OSError, SafetensorError) as error:
             raise SpecError(
-                f"The adapter's files cannot be read ({type(error).__name__}): look with ft verify whether they are damaged; "
+                f"The adapter's files cannot be read ({type(error).__name__}): look with ft "
+                "verify whether they are damaged; "
                 "if they are not, ask again.",
                 param="model",
                 code="model_not_served",
@@ -497,7 +597,9 @@ class Engine:
             return [[one] for one in ordered]
         groups: dict[str, list[_Sequence]] = {}
         for one in ordered:
-            groups.setdefault(one.request_id if one.request_id in self._apart else "", []).append(one)
+            groups.setdefault(one.request_id if one.request_id in self._apart else "", []).append(
+                one
+            )
         return list(groups.values())
 
     def _forward(self, sequences: Sequence[_Sequence]) -> None:
@@ -510,7 +612,11 @@ class Engine:
             end = one.read + count
             rows = max(0, end - one.unscored) if one.scored else 0
             span = Span(one.memory, place, place + count)
-            pieces.append(TokenSpan(one.ids[one.read : end], span, one.read, one.adapter, max(1, rows), len(one.ids)))
+            pieces.append(
+                TokenSpan(
+                    one.ids[one.read : end], span, one.read, one.adapter, max(1, rows), len(one.ids)
+                )
+            )
             ran.append(one)
             place += count
         if not pieces:
@@ -524,7 +630,9 @@ class Engine:
             self._take(one, piece, own, row)
 
     def _forward_in_parts(self, one: _Sequence, piece: TokenSpan) -> None:
-        """A forward of a prompt that is read whole, of which more log-probabilities are wanted than are computed at once."""
+        """A forward of a prompt that is read whole, of which more log-probabilities are wanted than
+        are computed at once.
+        """
         place = len(one.ids) - piece.rows
         parts = self._model.forward_in_parts(piece, self._scored_at_once)
         with self._answering(one.request_id), same_errors(), closing(parts):
@@ -536,19 +644,23 @@ class Engine:
                 place += len(logits)
 
     def _taken(self, sequences: Sequence[_Sequence]) -> dict[int, int]:
-        """Id of each sequence that runs in this forward → its next tokens that are read. Each project's prompts have their
-        share. They are read in the order in which they came, whatever their adapters: else those of one adapter could keep
-        another's waiting for as long as more come.
+        """Id of each sequence that runs in this forward → its next tokens that are read.
+
+        Each project's prompts have their share. They are read in the order in which they came,
+        whatever their adapters: else those of one adapter could keep another's waiting for as long
+        as more come.
         """
         taken: dict[int, int] = {}
         by_arrival = {id(one): place for place, one in enumerate(self._running)}
         ordered = sorted(sequences, key=lambda one: by_arrival.get(id(one), 0))
-        tokens, rows = Counter[str](), Counter[str]()
+        tokens = Counter[str]()
+        rows = Counter[str]()
         for one in ordered:
             self._rotate(one)
             tokens[one.project] += one.unread if one.unread > 1 else 0
             rows[one.project] += one.scored
-        budget, scored = shares(tokens, PROMPT_TOKENS), shares(rows, self._scored_at_once)
+        budget = shares(tokens, PROMPT_TOKENS)
+        scored = shares(rows, self._scored_at_once)
         for one in ordered:
             count = unread = one.unread
             if unread > 1 and not self._model.by_state:
@@ -562,17 +674,24 @@ class Engine:
         return taken
 
     def _rotate(self, one: _Sequence) -> None:
-        """Read a sequence anew that has become so long that all its tokens are rotated by other frequencies (longrope)."""
+        """Read a sequence anew that has become so long that all its tokens are rotated by other
+        frequencies (longrope).
+        """
         rotation = self._model.rotation(len(one.ids))
         if rotation != one.rotation:
-            one.memory, one.read, one.rotation = KeyValueCache(), 0, rotation
+            one.memory = KeyValueCache()
+            one.read = 0
+            one.rotation = rotation
 
     @property
     def _scored_at_once(self) -> int:
         return max(1, SCORED_LOGITS // self._model.words)
 
     def _take(self, one: _Sequence, piece: TokenSpan, logits: Tensor, last: Tensor) -> None:
-        """Continue with a sequence after a forward of its next tokens. `last`: the logits of the last one, on the CPU."""
+        """Continue with a sequence after a forward of its next tokens.
+
+        `last`: the logits of the last one, on the CPU.
+        """
         if one.request_id not in self._tokens:  # another of its answers has failed in this step
             return
         one.read = piece.first + len(piece.ids)
@@ -585,21 +704,32 @@ class Engine:
                 self._advance(one, last)
 
     def _score(self, one: _Sequence, logits: Tensor, place: int) -> None:
-        """Report the log-probabilities of a prompt's tokens behind those from `place` on, whose logits these are, fp32 [tokens,
-        words]. Raises SpecError."""
+        """Report the log-probabilities of a prompt's tokens behind those from `place` on, whose
+        logits these are, fp32 [tokens, words]. Raises SpecError.
+        """
         after = one.ids[place + 1 : min(place + 1 + len(logits), one.prompt)]
         logprobs, top = scores(logits[: len(after)], after, one.top, one.sampling.logprobs_at)
         one.scored -= len(after)
         said = {"id": one.request_id, "kind": "scores", "place": place + 1, "logprobs": logprobs}
-        named = [[(one.name(token), logprob) for token, logprob in own] for own in top] if one.name else top
+        named = (
+            [[(one.name(token), logprob) for token, logprob in own] for own in top]
+            if one.name
+            else top
+        )
         self._say({**said, "top": named} if one.top else said)
 
     def _share(self, one: _Sequence, last: Tensor) -> None:
-        """Queue the other answers to a prompt that is read now, before the others of its project: so few prompts are kept."""
-        others, one.others = one.others, []
+        """Queue the other answers to a prompt that is read now, before the others of its project:
+        so few prompts are kept.
+        """
+        others = one.others
+        one.others = []
         kept = _forked(one.memory) if others else one.memory
         for other in others:
-            other.memory, other.read, other.rotation, other.first = kept, one.read, one.rotation, last
+            other.memory = kept
+            other.read = one.read
+            other.rotation = one.rotation
+            other.first = last
         for other in reversed(others):
             self._wait(other, first=True)
 
@@ -618,14 +748,22 @@ class Engine:
         self._tokens[one.request_id] += one.answered
         waiting = (turn.item for turn in self._turns)
         if not any(other.request_id == one.request_id for other in (*self._running, *waiting)):
-            self._say({"id": one.request_id, "kind": "done", "completion_tokens": self._tokens.pop(one.request_id)})
+            self._say(
+                {
+                    "id": one.request_id,
+                    "kind": "done",
+                    "completion_tokens": self._tokens.pop(one.request_id),
+                }
+            )
             self._apart.discard(one.request_id)
             self._told.discard(one.request_id)
 
     def _fail(self, request_id: str, error: FtError) -> None:
         self.drop(request_id)
         said = {"message": error.message, "code": error.code, "param": error.param}
-        self._say({"id": request_id, "kind": "error", "wrong": isinstance(error, SpecError), **said})
+        self._say(
+            {"id": request_id, "kind": "error", "wrong": isinstance(error, SpecError), **said}
+        )
 
 
 @torch.inference_mode()
@@ -639,7 +777,9 @@ def _no_memory() -> SpecError:
 
 
 def shares(wanted: Mapping[str, int], budget: int) -> dict[str, int]:
-    """What each project gets of a budget: as much as it wants, or as any other gets, and at least 1."""
+    """What each project gets of a budget: as much as it wants, or as any other gets, and at least
+    1.
+    """
     given: dict[str, int] = {}
     for place, (project, most) in enumerate(sorted(wanted.items(), key=lambda item: item[1])):
         given[project] = min(most, max(1, (budget - sum(given.values())) // (len(wanted) - place)))

@@ -1,4 +1,6 @@
-"""The base that the preview serves: built as for training, without an adapter, in the stored formats, from the cache."""
+"""The base that the preview serves: built as for training, without an adapter, in the stored
+formats, from the cache.
+"""
 
 from __future__ import annotations
 
@@ -55,23 +57,33 @@ class TokenSpan:
 class ServedModel:
     """A base on one device. `adapters` are put on and taken off by the row."""
 
-    def __init__(self, path: str, precision: PrecisionOptions, device: torch.device, cache: Cache | None) -> None:
+    def __init__(
+        self, path: str, precision: PrecisionOptions, device: torch.device, cache: Cache | None
+    ) -> None:
         self.device = device
         compute = COMPUTE_DTYPE[precision.compute]
         model = base_on_meta(path)
         decoder = text_decoder(model)
         own_kind = decoder.config._attn_implementation != SEGMENTS or bool(chunk_in(decoder.config))
         self.by_state = own_kind or mixes_otherwise(type(decoder)) or chooses_keys(type(decoder))
-        """Whether layers keep more than keys and values (of convolutions, recurrences, indexers), or attention is of its own
-        kind: the architecture then keeps what it knows of a sequence itself. A forward has one sequence, its prompt whole."""
+        """Whether layers keep more than keys and values (of convolutions, recurrences, indexers),
+        or attention is of its own kind: the architecture then keeps what it knows of a sequence
+        itself. A forward has one sequence, its prompt whole.
+        """
         if decoder.config.model_type in NOT_PREVIEWED:
             raise _answers_otherwise(decoder.config.model_type)
         restore_buffers(model, device, compute)
         layers = decoder_layers(model)
         kinds = _rotations(decoder.config)
-        self.mixes = not self.by_state and not any(kind.get("rope_type") in BY_LENGTH for kind in kinds)
+        self.mixes = not self.by_state and not any(
+            kind.get("rope_type") in BY_LENGTH for kind in kinds
+        )
         """Whether several sequences may share a row."""
-        self._turns = [int(kind["original_max_position_embeddings"]) for kind in kinds if kind.get("rope_type") == "longrope"]
+        self._turns = [
+            int(kind["original_max_position_embeddings"])
+            for kind in kinds
+            if kind.get("rope_type") == "longrope"
+        ]
         formats = precision_map(model, layers, precision, formats_of_base(model, layers, path))
         swap(model, layers, formats)
         choose_products(model, precision, compute, device)
@@ -93,38 +105,57 @@ class ServedModel:
         """What the layers have made of a prompt whose logits are made in parts."""
         self._in_parts = False
         if self.by_state:
-            whole = next(child for child in model.children() if any(module is layers[0] for module in child.modules()))
+            whole = next(
+                child
+                for child in model.children()
+                if any(module is layers[0] for module in child.modules())
+            )
             replace_forward(whole, partial(self._once, whole.forward))
             self._require_kept_state(decoder.config.model_type, compute)
         self.room: Room | None = self._measured_room() if device.type == "cpu" else None
-        """For what is known of all sequences; None: the device itself refuses what it has no room for."""
+        """For what is known of all sequences; None: the device itself refuses what it has no room
+        for.
+        """
         self.context: int = getattr(decoder.config, "max_position_embeddings", None) or 4096
 
     def rotation(self, length: int) -> int:
-        """The set of rotary frequencies that a sequence of this many tokens has: keys of another do not fit it."""
+        """The set of rotary frequencies that a sequence of this many tokens has: keys of another do
+        not fit it.
+        """
         return sum(length > turn for turn in self._turns)
 
     @torch.inference_mode()
     def forward(self, pieces: Sequence[TokenSpan]) -> Tensor:
-        """The logits after the last `rows` tokens of each piece, fp32 [rows of all pieces, words]. Pieces of one adapter should
-        be neighbours."""
+        """The logits after the last `rows` tokens of each piece, fp32 [rows of all pieces, words].
+
+        Pieces of one adapter should be neighbours.
+        """
         wanted = [torch.arange(piece.span.end - piece.rows, piece.span.end) for piece in pieces]
         self._last = torch.cat(wanted).to(self.device)
         return self._row(pieces)
 
     @torch.inference_mode()
     def forward_in_parts(self, piece: TokenSpan, most: int) -> Generator[Tensor, None, None]:
-        """As `forward` of one piece of a model `by_state`, at most so many rows at a time: the layers run once for all."""
-        parts = torch.arange(piece.span.end - piece.rows, piece.span.end, device=self.device).split(most)
+        """As `forward` of one piece of a model `by_state`, at most so many rows at a time: the
+        layers run once for all.
+        """
+        parts = torch.arange(piece.span.end - piece.rows, piece.span.end, device=self.device).split(
+            most
+        )
         self._in_parts = True
         try:
             self._last = parts[0]
             yield self._row([piece])
             for part in parts[1:]:
                 self._last = part
-                yield self._model(input_ids=torch.tensor([piece.ids[:1]], device=self.device)).logits[0].float()
+                yield (
+                    self._model(input_ids=torch.tensor([piece.ids[:1]], device=self.device))
+                    .logits[0]
+                    .float()
+                )
         finally:
-            self._in_parts, self._hidden = False, None
+            self._in_parts = False
+            self._hidden = None
 
     def _once(self, own: Any, *args: Any, **kwargs: Any) -> Any:
         """In place of the forward of all layers together, before the head and what follows it."""
@@ -137,19 +168,25 @@ class ServedModel:
     def logprobs(self, tokens: Sequence[int], adapter: Adapter | None) -> list[float]:
         """Log-probabilities of each token but the first, in nats, after those before it."""
         before = tokens[:-1]
-        logits = self.forward([TokenSpan(before, Span(KeyValueCache(), 0, len(before)), 0, adapter, rows=len(before))])
+        logits = self.forward(
+            [TokenSpan(before, Span(KeyValueCache(), 0, len(before)), 0, adapter, rows=len(before))]
+        )
         after = torch.tensor(tokens[1:], device=self.device)[:, None]
         return logits.log_softmax(dim=-1).gather(1, after)[:, 0].tolist()
 
     def require_device(self) -> None:
-        """Raise the error of a GPU that cannot compute any more: after some, every further operation fails."""
+        """Raise the error of a GPU that cannot compute any more: after some, every further
+        operation fails.
+        """
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
 
     def _row(self, pieces: Sequence[TokenSpan]) -> Tensor:
         """The logits at the places of `_last`, fp32 [places, words]."""
         ids = torch.tensor([[token for piece in pieces for token in piece.ids]], device=self.device)
-        positions = torch.cat([torch.arange(piece.first, piece.first + len(piece.ids)) for piece in pieces])
+        positions = torch.cat(
+            [torch.arange(piece.first, piece.first + len(piece.ids)) for piece in pieces]
+        )
         CURRENT.spans = [piece.span for piece in pieces]
         self._length = max(max(piece.length, piece.first + len(piece.ids)) for piece in pieces)
         self.adapters.spans = _adapter_spans(pieces)
@@ -163,17 +200,24 @@ class ServedModel:
         return out.logits[0].float()
 
     def _require_kept_state(self, kind: str, compute: torch.dtype) -> None:
-        """Raises SpecError for an architecture that knows less of a sequence in parts than of the whole."""
-        ids, memory = [1 + place % (self.words - 1) for place in range(1, 13)], KeyValueCache()
+        """Raises SpecError for an architecture that knows less of a sequence in parts than of the
+        whole.
+        """
+        ids = [1 + place % (self.words - 1) for place in range(1, 13)]
+        memory = KeyValueCache()
         whole = self.forward([TokenSpan(ids, Span(KeyValueCache(), 0, len(ids)), 0, None)])
         last = self.forward([TokenSpan(ids[:8], Span(memory, 0, 8), 0, None)])
         for place in range(8, len(ids)):
-            last = self.forward([TokenSpan(ids[place : place + 1], Span(memory, 0, 1), place, None)])
+            last = self.forward(
+                [TokenSpan(ids[place : place + 1], Span(memory, 0, 1), place, None)]
+            )
         if float((last - whole).norm() / whole.norm()) > _STATE_BOUND[compute]:
             raise _answers_otherwise(kind)
 
     def _measured_room(self) -> Room:
-        """Half of the memory that is free now, and what layers keep of a sequence, by two short ones."""
+        """Half of the memory that is free now, and what layers keep of a sequence, by two short
+        ones.
+        """
         known = []
         for length in (4, 8):
             memory = KeyValueCache()
@@ -182,8 +226,8 @@ class ServedModel:
         return Room.measured(available_memory() // 2, *known)
 
     def settle_threads(self, most: int) -> int:
-        """Take as many threads as give the next token soonest, `most` or one: where others use the processors too, or the base
-        is small, threads wait for each other longer than they compute.
+        """Take as many threads as give the next token soonest, `most` or one: where others use the
+        processors too, or the base is small, threads wait for each other longer than they compute.
         """
         took: dict[int, float] = {}
         for threads in (1, most):
@@ -205,8 +249,10 @@ class ServedModel:
 
 def _answers_otherwise(kind: str) -> SpecError:
     return SpecError(
-        f"The base is a {kind} model, whose answers token by token are not those that it gives at once, with the installed "
-        "transformers: the preview does not serve it. Serve it with an inference server (FT_INFERENCE_URL).",
+        f"The base is a {kind} model, whose answers token by token are not those that it gives at "
+        "once, with the installed "
+        "transformers: the preview does not serve it. Serve it with an inference server "
+        "(FT_INFERENCE_URL).",
         param="model",
         code="model_not_served",
     )
@@ -226,6 +272,12 @@ def _adapter_spans(pieces: Sequence[TokenSpan]) -> list[AdapterSpan]:
 
 
 def _rotations(config: Any) -> list[Mapping[str, Any]]:
-    """The parameters of a text decoder's rotary embeddings, which may be one for each kind of layer."""
+    """The parameters of a text decoder's rotary embeddings, which may be one for each kind of
+    layer.
+    """
     rope = getattr(config, "rope_parameters", None) or getattr(config, "rope_scaling", None) or {}
-    return [kind for kind in (rope, *rope.values()) if isinstance(kind, Mapping)] if isinstance(rope, Mapping) else []
+    return (
+        [kind for kind in (rope, *rope.values()) if isinstance(kind, Mapping)]
+        if isinstance(rope, Mapping)
+        else []
+    )

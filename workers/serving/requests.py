@@ -1,7 +1,8 @@
 """The requests that the engine answers, as they arrive: of conversations, of texts, and of tokens.
 
-Projects share the engine's places: each request names its own. One that is `apart` has ended a process before, or was beside
-one that has: it runs in forwards of its own, and it is told when the engine is at it.
+Projects share the engine's places: each request names its own. One that is `apart` has ended a
+process before, or was beside one that has: it runs in forwards of its own, and it is told when the
+engine is at it.
 """
 
 from __future__ import annotations
@@ -54,7 +55,9 @@ class TextRequest:
     seed: int | None = None
     top_logprobs: int | None = None
     echo: bool = False
-    """Whether the prompt is reported too, as tokens; with `top_logprobs`, with the log-probabilities of all but the first."""
+    """Whether the prompt is reported too, as tokens; with `top_logprobs`, with the
+    log-probabilities of all but the first.
+    """
     probes: list[list[int]] = field(default_factory=list)
     project: str = ""
     apart: bool = False
@@ -97,4 +100,6 @@ class TokenRequest:
 
     @property
     def sampling(self) -> Sampling:
-        return Sampling(self.temperature, self.top_p, self.top_k, self.top_logprobs, self.logprobs_at)
+        return Sampling(
+            self.temperature, self.top_p, self.top_k, self.top_logprobs, self.logprobs_at
+        )

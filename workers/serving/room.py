@@ -1,4 +1,7 @@
-"""Memory of a host for what layers know of sequences. A GPU refuses what it has no room for; a host has processes killed."""
+"""Memory of a host for what layers know of sequences.
+
+A GPU refuses what it has no room for; a host has processes killed.
+"""
 
 from __future__ import annotations
 
@@ -52,15 +55,20 @@ def tensors_in(value: Any, seen: set[int] | None = None) -> Iterator[Tensor]:
     if isinstance(value, Tensor):
         yield value
         return
-    inner = value if isinstance(value, (list, tuple)) else [*(value.values() if isinstance(value, dict) else ())]
+    inner = (
+        value
+        if isinstance(value, (list, tuple))
+        else [*(value.values() if isinstance(value, dict) else ())]
+    )
     for part in (*inner, *vars(value).values()) if hasattr(value, "__dict__") else inner:
         yield from tensors_in(part, seen)
 
 
 @contextmanager
 def same_errors() -> Iterator[None]:
-    """While it is entered, a tensor for which a host has no memory is torch.OutOfMemoryError, as it is on a GPU: PyTorch tells
-    it by the text alone."""
+    """While it is entered, a tensor for which a host has no memory is torch.OutOfMemoryError, as it
+    is on a GPU: PyTorch tells it by the text alone.
+    """
     try:
         yield
     except RuntimeError as error:

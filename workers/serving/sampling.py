@@ -1,4 +1,7 @@
-"""Sampling of the next token from logits, and the log-probabilities of tokens that are given. Pure, but for the generator."""
+"""Sampling of the next token from logits, and the log-probabilities of tokens that are given.
+
+Pure, but for the generator.
+"""
 
 from __future__ import annotations
 
@@ -40,12 +43,15 @@ class Choice:
 
 
 def choose(logits: Tensor, sampling: Sampling, generator: torch.Generator) -> Choice:
-    """Draw a token. `logits`: fp32 [words], on the CPU. Raises SpecError for logits that are no numbers.
+    """Draw a token. `logits`: fp32 [words], on the CPU.
 
-    Log-probabilities are those before top_k and top_p, at `logprobs_at`: 1 gives the model's own, which a client's trainer
-    computes of the same tokens. Reinforcement asks for the temperature that is drawn at: its policy is what is drawn from, and
-    its trainer divides logits too, so that the ratio of the two is 1 while the weights are the same. Those of what the filters
-    leave would be neither, and infinite for all other tokens at temperature 0.
+    Raises SpecError for logits that are no numbers.
+
+    Log-probabilities are those before top_k and top_p, at `logprobs_at`: 1 gives the model's own,
+    which a client's trainer computes of the same tokens. Reinforcement asks for the temperature
+    that is drawn at: its policy is what is drawn from, and its trainer divides logits too, so that
+    the ratio of the two is 1 while the weights are the same. Those of what the filters leave would
+    be neither, and infinite for all other tokens at temperature 0.
     """
     _require_finite(logits)
     if sampling.temperature < GREEDY:
@@ -61,10 +67,12 @@ def choose(logits: Tensor, sampling: Sampling, generator: torch.Generator) -> Ch
 
 
 def distribution(logits: Tensor, sampling: Sampling) -> tuple[Tensor, Tensor | None]:
-    """The shares of tokens in what is drawn from, fp32 and in any scale, and the tokens; None: all, in their order.
+    """The shares of tokens in what is drawn from, fp32 and in any scale, and the tokens; None: all,
+    in their order.
 
-    `logits`: fp32 [words], at a temperature above 0. First the `top_k` likeliest are kept; among them, with shares that sum to
-    1, the likeliest whose shares together reach `top_p`. This is the order of transformers and of vLLM.
+    `logits`: fp32 [words], at a temperature above 0. First the `top_k` likeliest are kept; among
+    them, with shares that sum to 1, the likeliest whose shares together reach `top_p`. This is the
+    order of transformers and of vLLM.
     """
     shares = ((logits - logits.max()) / sampling.temperature).softmax(dim=-1)
     filtered = 0 < sampling.top_k < len(shares)
@@ -79,8 +87,11 @@ def distribution(logits: Tensor, sampling: Sampling) -> tuple[Tensor, Tensor | N
     return ordered * kept, tokens
 
 
-def scores(logits: Tensor, targets: Sequence[int], top: int, temperature: float = 1.0) -> tuple[list[float], list[Likeliest]]:
-    """Log-probabilities of targets at a temperature in nats, and the `top` likeliest tokens at each of their places.
+def scores(
+    logits: Tensor, targets: Sequence[int], top: int, temperature: float = 1.0
+) -> tuple[list[float], list[Likeliest]]:
+    """Log-probabilities of targets at a temperature in nats, and the `top` likeliest tokens at each
+    of their places.
 
     `logits`: fp32 [targets, words], on any device. Raises SpecError for logits that are no numbers.
     """
@@ -104,7 +115,8 @@ def _likeliest(logs: Tensor, top: int) -> list[Likeliest]:
 def _require_finite(logits: Tensor) -> None:
     if not bool(logits.amax(dim=-1).isfinite().all()):
         raise SpecError(
-            "The model's logits are no finite numbers: its weights are damaged, or its training has diverged. Use an earlier "
+            "The model's logits are no finite numbers: its weights are damaged, or its training "
+            "has diverged. Use an earlier "
             "version of it.",
             code="model_not_served",
         )

@@ -1,4 +1,6 @@
-"""Processes that work on what jobs left: adapters of checkpoints, merged models, fidelity reports."""
+"""Processes that work on what jobs left: adapters of checkpoints, merged models, fidelity
+reports.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +12,10 @@ from ft_service.errors import FtError
 
 
 def print_result(task: Callable[[], dict[str, Any]]) -> int:
-    """Print one line of JSON: what `task` returns, or its FtError. Returns the exit code, 0 or 64."""
+    """Print one line of JSON: what `task` returns, or its FtError.
+
+    Returns the exit code, 0 or 64.
+    """
     try:
         print(json.dumps(task()))
     except FtError as error:

@@ -1,8 +1,9 @@
-"""Makes the adapter of any complete checkpoint from its shards: `python -m workers.tasks.consolidate RUN_DIR CHECKPOINT OUT`.
+"""Makes the adapter of any complete checkpoint from its shards: `python -m
+workers.tasks.consolidate RUN_DIR CHECKPOINT OUT`.
 
-No GPU, no process group, and no base weights: adapter matrices are read from the shards one after the other, wherever they
-were cut, and written in PEFT's layout with their manifest. The checkpoint was written by the service and is checked against
-COMPLETE first, since DCP's metadata is a pickle.
+No GPU, no process group, and no base weights: adapter matrices are read from the shards one after
+the other, wherever they were cut, and written in PEFT's layout with their manifest. The checkpoint
+was written by the service and is checked against COMPLETE first, since DCP's metadata is a pickle.
 """
 
 from __future__ import annotations
@@ -41,30 +42,50 @@ PREFIX = "adapter/"
 
 
 def consolidate(run: RunDir, name: str, out: Path) -> Manifest:
-    """Write a checkpoint's adapter to the new folder `out`. Raises NotFoundError if the checkpoint is absent or not whole."""
+    """Write a checkpoint's adapter to the new folder `out`.
+
+    Raises NotFoundError if the checkpoint is absent or not whole.
+    """
     marker = read_marker(run, name)
     spec = run.read("spec.json", JobSpec)
     if marker is None or spec is None:
-        raise NotFoundError(f"{run.root} holds no complete checkpoint {name!r}.", param="checkpoint", code="no_checkpoint")
+        raise NotFoundError(
+            f"{run.root} holds no complete checkpoint {name!r}.",
+            param="checkpoint",
+            code="no_checkpoint",
+        )
     faults = checkpoint_faults(run, name)
     if faults:
-        raise NotFoundError(f"Checkpoint {name} is damaged: {faults[0]}.", param="checkpoint", code="checkpoint_damaged")
+        raise NotFoundError(
+            f"Checkpoint {name} is damaged: {faults[0]}.",
+            param="checkpoint",
+            code="checkpoint_damaged",
+        )
     tensors = adapter_tensors(run.path(checkpoint_key(name)))
     config = build(spec, torch.device("cpu")).peft_model.peft_config["default"]
     rows = {row.step: row for row in metrics_of_all_attempts(run, marker.attempt)}
     with new_folder(out) as folder:
-        write_adapter(folder, {name: t.shape for name, t in tensors.items()}, tensors.items(), config, spec)
+        write_adapter(
+            folder, {name: t.shape for name, t in tensors.items()}, tensors.items(), config, spec
+        )
         return describe_adapter(
             run,
             folder,
             AdapterSource(
-                attempt=marker.attempt, step=marker.step, checkpoint=name, metrics=rows.get(marker.step), versions=versions()
+                attempt=marker.attempt,
+                step=marker.step,
+                checkpoint=name,
+                metrics=rows.get(marker.step),
+                versions=versions(),
             ),
         )
 
 
 def adapter_tensors(folder: Path) -> dict[str, Tensor]:
-    """The adapter matrices of a checkpoint, whole, by PEFT's names on disk. Optimizer states are not read."""
+    """The adapter matrices of a checkpoint, whole, by PEFT's names on disk.
+
+    Optimizer states are not read.
+    """
     held = FileSystemReader(folder).read_metadata().state_dict_metadata
     wanted = {
         name: torch.empty(entry.size, dtype=entry.properties.dtype)

@@ -1,5 +1,6 @@
-"""Tells at which tokens a tuned model ends its answers, if its base's files do not: `python -m workers.tasks.end_tokens ADAPTER
-BASE`."""
+"""Tells at which tokens a tuned model ends its answers, if its base's files do not: `python -m
+workers.tasks.end_tokens ADAPTER BASE`.
+"""
 
 from __future__ import annotations
 
@@ -15,8 +16,10 @@ from workers.tasks import print_result
 
 
 def end_tokens(adapter: Path, base: Path) -> list[int]:
-    """All tokens that end answers by the adapter's chat template, or by the base's if it has none; empty: an inference server
-    knows them by the base's files. Raises SpecError for a tokenizer that cannot be loaded."""
+    """All tokens that end answers by the adapter's chat template, or by the base's if it has none;
+    empty: an inference server knows them by the base's files. Raises SpecError for a tokenizer that
+    cannot be loaded.
+    """
     own = adapter / FILE
     generation = own_generation(base, own.read_text(encoding="utf-8") if own.is_file() else "")
     return [] if generation is None else generation["eos_token_id"]

@@ -1,7 +1,8 @@
-"""Writes a tuned model in the form that another program reads: `python -m workers.tasks.export ADAPTER OUT --format FORMAT`.
+"""Writes a tuned model in the form that another program reads: `python -m workers.tasks.export
+ADAPTER OUT --format FORMAT`.
 
-Everything is read again before OUT appears, and its `fidelity.json` says how much accuracy the form costs. Needs neither a GPU
-nor a process group.
+Everything is read again before OUT appears, and its `fidelity.json` says how much accuracy the form
+costs. Needs neither a GPU nor a process group.
 """
 
 from __future__ import annotations
@@ -39,9 +40,12 @@ GGUF: dict[str, Stored] = {"gguf": "bf16", "gguf-q8_0": "q8_0"}
 
 
 def export(adapter: Path, out: Path, to: str, base: Path | None, samples: int) -> dict[str, Any]:
-    """Write the new folder `out`; the report. `samples`: of the validation file, to compare losses on.
+    """Write the new folder `out`; the report.
 
-    Raises SpecError for what this form cannot hold, naming it, and for another base than the adapter's.
+    `samples`: of the validation file, to compare losses on.
+
+    Raises SpecError for what this form cannot hold, naming it, and for another base than the
+    adapter's.
     """
     manifest = Manifest.model_validate_json((adapter / MANIFEST).read_bytes())
     spec = spec_beside(adapter, manifest)
@@ -50,11 +54,18 @@ def export(adapter: Path, out: Path, to: str, base: Path | None, samples: int) -
             report = merge_and_measure(adapter, folder / "model", MERGED[to], base, samples)
             _lift(folder / "model")
         elif to == "vllm":
-            report = _for_vllm(adapter, folder, base or (Path(spec.model.path) if spec.model.path else None), manifest)
+            report = _for_vllm(
+                adapter,
+                folder,
+                base or (Path(spec.model.path) if spec.model.path else None),
+                manifest,
+            )
         elif to == "gguf-adapter":
             there = base or base_of_job(spec)
             check_base(manifest, there)
-            report = export_adapter(there, adapter, folder, title=manifest.tuned_name, chat_template=spec.chat_template)
+            report = export_adapter(
+                there, adapter, folder, title=manifest.tuned_name, chat_template=spec.chat_template
+            )
         else:
             report = _gguf(spec, adapter, folder, GGUF[to], base, samples)
         report = {**report, "to": to}
@@ -71,10 +82,16 @@ def _lift(inner: Path) -> None:
     inner.rmdir()
 
 
-def write_card(folder: Path, manifest: Manifest, to: str, report: dict[str, Any], spec: JobSpec, adapter: Path) -> None:
+def write_card(
+    folder: Path, manifest: Manifest, to: str, report: dict[str, Any], spec: JobSpec, adapter: Path
+) -> None:
     """Write the model card; where the base lies elsewhere, its licence is not known."""
     base = Path(spec.model.path)
-    name, licence = (portable_name(base, spec.model.name), licence_of(base)) if spec.model.path else (spec.model.name, None)
+    name, licence = (
+        (portable_name(base, spec.model.name), licence_of(base))
+        if spec.model.path
+        else (spec.model.name, None)
+    )
     card = export_card(manifest, ExportFormat(to), report, adapter.parent, name, licence)
     (folder / CARD).write_text(card, encoding="utf-8")
 
@@ -88,9 +105,15 @@ def _for_vllm(adapter: Path, folder: Path, base: Path | None, manifest: Manifest
     return {"r": pad_ranks(adapter, folder, base)}
 
 
-def _gguf(spec: JobSpec, adapter: Path, folder: Path, stored: Stored, base: Path | None, samples: int) -> dict[str, Any]:
-    """The merged model as GGUF. It is first merged to bf16; the losses are those of the weights as the file holds them."""
-    merged, restored = folder / ".merged", folder / ".restored"
+def _gguf(
+    spec: JobSpec, adapter: Path, folder: Path, stored: Stored, base: Path | None, samples: int
+) -> dict[str, Any]:
+    """The merged model as GGUF.
+
+    It is first merged to bf16; the losses are those of the weights as the file holds them.
+    """
+    merged = folder / ".merged"
+    restored = folder / ".restored"
     exact = stored == "bf16"  # what the file holds is then what was merged
     report = merge_and_measure(adapter, merged, "bf16", base, samples if exact else 0)
     exported = export_model(
@@ -102,7 +125,10 @@ def _gguf(spec: JobSpec, adapter: Path, folder: Path, stored: Stored, base: Path
         restored=None if exact else restored,
     )
     if not exact:
-        report |= {"reason": None, **measure(spec, base or base_of_job(spec), adapter, restored, samples)}
+        report |= {
+            "reason": None,
+            **measure(spec, base or base_of_job(spec), adapter, restored, samples),
+        }
     for pattern in COPIED:
         for path in merged.glob(pattern):
             if path.name.startswith(("LICENSE", "NOTICE", "USE_POLICY")):
@@ -118,10 +144,16 @@ def main(arguments: list[str]) -> int:
     parser.add_argument("adapter", type=Path, help="an adapter's folder with its manifest")
     parser.add_argument("out", type=Path)
     parser.add_argument("--format", choices=("vllm", "gguf-adapter", *MERGED, *GGUF), required=True)
-    parser.add_argument("--base", type=Path, help="the base's folder; default: where the job found it")
-    parser.add_argument("--samples", type=int, default=64, help="of the validation file, for the losses; 0: none")
+    parser.add_argument(
+        "--base", type=Path, help="the base's folder; default: where the job found it"
+    )
+    parser.add_argument(
+        "--samples", type=int, default=64, help="of the validation file, for the losses; 0: none"
+    )
     given = parser.parse_args(arguments)
-    return print_result(lambda: export(given.adapter, given.out, given.format, given.base, given.samples))
+    return print_result(
+        lambda: export(given.adapter, given.out, given.format, given.base, given.samples)
+    )
 
 
 if __name__ == "__main__":

@@ -1,4 +1,6 @@
-"""Cost of merging: the validation loss of the adapter on the base it was trained on, on the bf16 base, and merged."""
+"""Cost of merging: the validation loss of the adapter on the base it was trained on, on the bf16
+base, and merged.
+"""
 
 from __future__ import annotations
 
@@ -39,11 +41,13 @@ _WITH_RESULTS = 1.1
 
 
 def measure(spec: JobSpec, base: Path, adapter: Path, merged: Path, samples: int) -> dict[str, Any]:
-    """The three losses over the first `samples` of the validation file, of pairs over their preferred answers. None, with the
-    reason: there is no file to use, or no memory, of which merging itself needs little.
+    """The three losses over the first `samples` of the validation file, of pairs over their
+    preferred answers. None, with the reason: there is no file to use, or no memory, of which
+    merging itself needs little.
 
-    All in the job's compute dtype and on one device (a GPU if there is one that has room), one model after the other. FP8
-    weights of a merged model are multiplied out: kernels that also compute in FP8 add an error of their own.
+    All in the job's compute dtype and on one device (a GPU if there is one that has room), one
+    model after the other. FP8 weights of a merged model are multiplied out: kernels that also
+    compute in FP8 add an error of their own.
     """
     spec = spec.model_copy(update={"model": spec.model.model_copy(update={"path": str(base)})})
     tokens, reason = _validation(spec, samples)
@@ -57,19 +61,25 @@ def measure(spec: JobSpec, base: Path, adapter: Path, merged: Path, samples: int
     plain = spec.model_copy(update={"precision": PrecisionOptions(compute=spec.precision.compute)})
     try:
         losses = {
-            "adapter_on_base_as_trained": _loss(with_adapter(spec, adapter, device), batches, compute),
+            "adapter_on_base_as_trained": _loss(
+                with_adapter(spec, adapter, device), batches, compute
+            ),
             "adapter_on_bf16_base": _loss(with_adapter(plain, adapter, device), batches, compute),
             "merged": _loss(merged_model(plain, merged, device), batches, compute),
         }
     except torch.OutOfMemoryError:
-        return {"validation_loss": None, "reason": "the memory of the GPU did not suffice, of which something else took more"}
+        return {
+            "validation_loss": None,
+            "reason": "the memory of the GPU did not suffice, of which something else took more",
+        }
     return {"validation_loss": losses, "samples": len(tokens), "compute": spec.precision.compute}
 
 
 def _device(merged: Path, compute: torch.dtype) -> torch.device | str:
     """The device that has room for a merged model and its results; the reason why none has."""
     elements = sum(math.prod(tensor.shape) for tensor in read_tensors(merged).values())
-    needed, room = int(elements * compute.itemsize * _WITH_RESULTS), available_memory()
+    needed = int(elements * compute.itemsize * _WITH_RESULTS)
+    room = available_memory()
     if torch.cuda.is_available() and torch.cuda.mem_get_info()[0] > needed:
         return torch.device("cuda")
     if room > needed:
@@ -95,7 +105,8 @@ def _validation(spec: JobSpec, samples: int) -> tuple[Sequence[Tokens], str | No
 
 def _data(spec: JobSpec, file: DataFileRef) -> TokenSet:
     """What the job validated with. Raises DataError."""
-    pairs, split = spec.dpo is not None, Split.of(spec)
+    pairs = spec.dpo is not None
+    split = Split.of(spec)
     key = tokens_key(spec.model.path, file.sha256, TokenOptions.of(spec), pairs=pairs)
     with TemporaryDirectory(prefix="ft-") as folder:
         with closing(Examiner(tokens=Path(folder))) as examiner:
@@ -109,15 +120,25 @@ def _data(spec: JobSpec, file: DataFileRef) -> TokenSet:
 
 
 def _loss(model: nn.Module, batches: list[Batch], compute: torch.dtype) -> float:
-    settle_attention(model, batches[0].ids.device, compute)  # packed or not: which attention the architecture needs
+    settle_attention(
+        model, batches[0].ids.device, compute
+    )  # packed or not: which attention the architecture needs
     targets = sum(len(batch.targets) for batch in batches)
     return finite_nats(Sums.read(evaluate(model.eval(), batches, world=1), targets).mean_loss)
 
 
 def with_adapter(spec: JobSpec, adapter: Path, device: torch.device) -> nn.Module:
-    """The base in the spec's precision with a PEFT folder's adapter on it, as a worker of one rank has it."""
+    """The base in the spec's precision with a PEFT folder's adapter on it, as a worker of one rank
+    has it.
+    """
     model = build(spec, device).peft_model
-    load(model, spec.model.path, seed=spec.seed, compute_dtype=COMPUTE_DTYPE[spec.precision.compute], device=device)
+    load(
+        model,
+        spec.model.path,
+        seed=spec.seed,
+        compute_dtype=COMPUTE_DTYPE[spec.precision.compute],
+        device=device,
+    )
     files = PeftAdapter(adapter)
     with torch.no_grad():
         for name, parameter in adapters(model):
@@ -128,11 +149,20 @@ def with_adapter(spec: JobSpec, adapter: Path, device: torch.device) -> nn.Modul
 def merged_model(spec: JobSpec, merged: Path, device: torch.device) -> nn.Module:
     """A merged model for evaluation, in its stored formats.
 
-    It is built as the base is, with an adapter that does nothing (B is zero), so that every architecture loads.
+    It is built as the base is, with an adapter that does nothing (B is zero), so that every
+    architecture loads.
     """
     folder = spec.model.model_copy(update={"path": str(merged)})
-    precision = spec.precision.model_copy(update={"fp8_products": "off"})  # weights are compared, not ways to multiply
+    precision = spec.precision.model_copy(
+        update={"fp8_products": "off"}
+    )  # weights are compared, not ways to multiply
     stored = spec.model_copy(update={"model": folder, "precision": precision})
     model = build(stored, device).peft_model
-    load(model, merged, seed=spec.seed, compute_dtype=COMPUTE_DTYPE[spec.precision.compute], device=device)
+    load(
+        model,
+        merged,
+        seed=spec.seed,
+        compute_dtype=COMPUTE_DTYPE[spec.precision.compute],
+        device=device,
+    )
     return model

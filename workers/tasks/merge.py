@@ -1,9 +1,11 @@
-"""Merges a base and its adapter into one model: `python -m workers.tasks.merge ADAPTER OUT --to bf16|fp8|int4`.
+"""Merges a base and its adapter into one model: `python -m workers.tasks.merge ADAPTER OUT --to
+bf16|fp8|int4`.
 
-Row by row: merged = base + scaling · B · A in fp32, then cast, so that memory does not grow with the model. Needs neither a GPU
-nor a process group. What is written has the base's own tensor names, config and tokenizer, and loads wherever the base does;
-`--to fp8` and `--to int4` store the linear layers of the decoder layers in compressed-tensors' layouts
-(`workers.exports.compressed_tensors`), which vLLM and transformers load.
+Row by row: merged = base + scaling · B · A in fp32, then cast, so that memory does not grow with
+the model. Needs neither a GPU nor a process group. What is written has the base's own tensor names,
+config and tokenizer, and loads wherever the base does; `--to fp8` and `--to int4` store the linear
+layers of the decoder layers in compressed-tensors' layouts (`workers.exports.compressed_tensors`),
+which vLLM and transformers load.
 """
 
 from __future__ import annotations
@@ -36,17 +38,39 @@ from transformers import PreTrainedModel
 from ft_service.bases.base_files import copy_base_file, is_base_file, read_config
 from ft_service.errors import SpecError
 from ft_service.rundir.file_digest import FileDigest
-from ft_service.rundir.manifest import EXPORT_MANIFEST, MANIFEST, Manifest, base_files, base_of, spec_beside
+from ft_service.rundir.manifest import (
+    EXPORT_MANIFEST,
+    MANIFEST,
+    Manifest,
+    base_files,
+    base_of,
+    spec_beside,
+)
 from ft_service.spec import JobSpec, PrecisionOptions
 from workers.base.load import Safetensors
 from workers.base.parameter_sources import ParameterPiece, find_pieces, turned_weights
 from workers.base.quantized_rows import PlainBase, from_int4
-from workers.exports.compressed_tensors import PACKED, SCALE, SHAPE, group_of, layout, restore, to_fp8, to_int4
+from workers.exports.compressed_tensors import (
+    PACKED,
+    SCALE,
+    SHAPE,
+    group_of,
+    layout,
+    restore,
+    to_fp8,
+    to_int4,
+)
 from workers.exports.own_template import take_template
 from workers.layers.experts import SCALES_INPUT, experts_of
 from workers.model.build import base_on_meta, decoder_layers
 from workers.model.multimodal import names_of_towers
-from workers.model.peft_adapter import ExpertsUpdate, PeftAdapter, Update, expected_shapes, updates_by_tensor
+from workers.model.peft_adapter import (
+    ExpertsUpdate,
+    PeftAdapter,
+    Update,
+    expected_shapes,
+    updates_by_tensor,
+)
 from workers.model.precision import precision_map
 from workers.output.model_shards import DTYPES, TensorPlan, in_files, write_file, write_index
 from workers.output.outcome import new_folder
@@ -57,7 +81,15 @@ CHUNK_BYTES = 16 * 1024**2
 """fp32 rows that are worked on at once."""
 GIB = 1024**3
 COPIED = (
-    *("tokenizer*", "chat_template*", "*.model", "vocab*", "merges.txt", "special_tokens_map.json", "added_tokens.json"),
+    *(
+        "tokenizer*",
+        "chat_template*",
+        "*.model",
+        "vocab*",
+        "merges.txt",
+        "special_tokens_map.json",
+        "added_tokens.json",
+    ),
     *("preprocessor_config.json", "processor_config.json", "video_preprocessor_config.json"),
     *("generation_config.json", "LICENSE*", "NOTICE*", "USE_POLICY*"),
     "spk_dict.pt",  # the voices of Qwen2.5-Omni, without which its class does not load
@@ -71,7 +103,9 @@ WIDE = ("F64", "F32")
 
 @dataclass
 class Rounding:
-    """The loss by the cast to the stored format: squared 2-norms over all weights that the adapter changes."""
+    """The loss by the cast to the stored format: squared 2-norms over all weights that the adapter
+    changes.
+    """
 
     exact: float = 0.0
     update: float = 0.0
@@ -83,7 +117,9 @@ class Rounding:
         self.lost += _squared_norm(stored - exact)
 
     def report(self) -> dict[str, float]:
-        """2-norm of the loss, as a share of the merged weights, and of the adapter's update to them."""
+        """2-norm of the loss, as a share of the merged weights, and of the adapter's update to
+        them.
+        """
         return {
             "relative_to_weights": math.sqrt(self.lost / self.exact) if self.exact else 0.0,
             "relative_to_update": math.sqrt(self.lost / self.update) if self.update else 0.0,
@@ -94,9 +130,15 @@ def _squared_norm(rows: Tensor) -> float:
     return float(torch.linalg.vector_norm(rows, dtype=torch.float64)) ** 2
 
 
-def merge(base: Path, adapter_folder: Path, out: Path, *, to: str, max_file_bytes: int = 5 * GIB) -> Rounding:
-    """Write the merged model to the new folder `out`. Raises SpecError for an adapter that does not fit the base."""
-    adapter, model = PeftAdapter(adapter_folder), base_on_meta(str(base))
+def merge(
+    base: Path, adapter_folder: Path, out: Path, *, to: str, max_file_bytes: int = 5 * GIB
+) -> Rounding:
+    """Write the merged model to the new folder `out`.
+
+    Raises SpecError for an adapter that does not fit the base.
+    """
+    adapter = PeftAdapter(adapter_folder)
+    model = base_on_meta(str(base))
     with Safetensors(base) as files_of_base, new_folder(out) as folder:
         tensors = PlainBase(files_of_base, base)
         targets = Targets(base, model, tensors, adapter)
@@ -109,19 +151,31 @@ def merge(base: Path, adapter_folder: Path, out: Path, *, to: str, max_file_byte
             write_file(folder / file, [plan for unit in units for plan in unit], pieces)
         write_index(folder, files)
         _write_config(base, model, folder, stored)
-        for path in (path for pattern in COPIED for path in base.glob(pattern) if is_base_file(path)):
+        for path in (
+            path for pattern in COPIED for path in base.glob(pattern) if is_base_file(path)
+        ):
             copy_base_file(path, folder / path.name)
         take_template(adapter_folder, folder)
     return rounding
 
 
 class Targets:
-    """The tensors of the base's files that an adapter changes: files may hold other names than the model has."""
+    """The tensors of the base's files that an adapter changes: files may hold other names than the
+    model has.
+    """
 
-    def __init__(self, base: Path, model: PreTrainedModel, tensors: PlainBase, adapter: PeftAdapter) -> None:
-        """Raises SpecError naming the first weight that the base does not hold, or holds in another shape."""
+    def __init__(
+        self, base: Path, model: PreTrainedModel, tensors: PlainBase, adapter: PeftAdapter
+    ) -> None:
+        """Raises SpecError naming the first weight that the base does not hold, or holds in another
+        shape.
+        """
         self._stack_of = adapter.stacks(model)
-        weights = {name: module for name, module in adapter.weights().items() if module not in self._stack_of}
+        weights = {
+            name: module
+            for name, module in adapter.weights().items()
+            if module not in self._stack_of
+        }
         names_of = _names_of_tied(model)
         _refuse_parting(names_of, weights.keys(), adapter.replaced.keys())
         replaced = _replaced_once(model, adapter, names_of)
@@ -130,53 +184,92 @@ class Targets:
         missing = [names[0] for names in wanted if pieces.keys().isdisjoint(names)]
         if missing:
             raise SpecError(
-                f"The adapter changes {len(missing)} weights that {base} does not hold, the first: {missing[0]}. "
+                f"The adapter changes {len(missing)} weights that {base} does not hold, the "
+                f"first: {missing[0]}. "
                 "It belongs to another base, or the base's layout is not supported.",
                 param="base",
             )
         self.adapter = adapter
         self.stacks = self._of_stacks(model, tensors)
-        self.replaced = {piece.tensor: theirs for names, theirs in replaced.items() for piece in _one_of(names, pieces)}
+        self.replaced = {
+            piece.tensor: theirs
+            for names, theirs in replaced.items()
+            for piece in _one_of(names, pieces)
+        }
         self._modules: dict[str, tuple[str, int]] = {}
-        """Tensor of the base's files → module of the adapter that changes it, and the row of that module which is its first."""
+        """Tensor of the base's files → module of the adapter that changes it, and the row of that
+        module which is its first.
+        """
         self._turned = {pieces[name][0].tensor for name in weights if pieces[name][0].transposed}
         for name, module in weights.items():
-            self._modules |= self._of_module(module, [piece.tensor for piece in pieces[name]], tensors, base)
+            self._modules |= self._of_module(
+                module, [piece.tensor for piece in pieces[name]], tensors, base
+            )
         self.changed = self.stacks.keys() | self._modules.keys() | self.replaced.keys()
         """Tensors of the base's files."""
 
-    def _of_module(self, module: str, names: Sequence[str], tensors: PlainBase, base: Path) -> dict[str, tuple[str, int]]:
-        """Tensor → module and first row, for the tensors whose rows follow each other in a linear layer's weight."""
-        rows, cols = self.adapter.shape(f"{module}.lora_B.weight")[0], self.adapter.shape(f"{module}.lora_A.weight")[1]
-        shapes = [tensors.shape(name)[::-1] if name in self._turned else tensors.shape(name) for name in names]
-        if {shape[1:] for shape in shapes} != {(cols,)} or sum(shape[0] for shape in shapes) != rows:
+    def _of_module(
+        self, module: str, names: Sequence[str], tensors: PlainBase, base: Path
+    ) -> dict[str, tuple[str, int]]:
+        """Tensor → module and first row, for the tensors whose rows follow each other in a linear
+        layer's weight.
+        """
+        rows = self.adapter.shape(f"{module}.lora_B.weight")[0]
+        cols = self.adapter.shape(f"{module}.lora_A.weight")[1]
+        shapes = [
+            tensors.shape(name)[::-1] if name in self._turned else tensors.shape(name)
+            for name in names
+        ]
+        if {shape[1:] for shape in shapes} != {(cols,)} or sum(
+            shape[0] for shape in shapes
+        ) != rows:
             held = " and ".join(str(tensors.shape(name)) for name in names)
-            raise SpecError(f"The adapter changes {names[0]} of shape {(rows, cols)}; {base} has {held}.", param="base")
+            raise SpecError(
+                f"The adapter changes {names[0]} of shape {(rows, cols)}; {base} has {held}.",
+                param="base",
+            )
         firsts = accumulate((shape[0] for shape in shapes), initial=0)
         return {name: (module, first) for name, first in zip(names, firsts, strict=False)}
 
-    def _of_stacks(self, model: PreTrainedModel, tensors: PlainBase) -> dict[str, Callable[[], ExpertsUpdate]]:
+    def _of_stacks(
+        self, model: PreTrainedModel, tensors: PlainBase
+    ) -> dict[str, Callable[[], ExpertsUpdate]]:
         """Tensor → what the adapters on experts change in it."""
         pieces = find_pieces(model, self._stack_of.values(), tensors.names())
         updates: dict[str, Callable[[], ExpertsUpdate]] = {}
         for module, stack in self._stack_of.items():
             parameter = model.get_parameter(stack)
             experts = model.get_submodule(stack.rpartition(".")[0])
-            # As PEFT has it, whose layers ask the published class, and that says nothing where the shares scale the input.
-            transposed = getattr(experts, "is_transposed", False) and not getattr(experts, SCALES_INPUT, False)
+            # As PEFT has it, whose layers ask the published class, and that says nothing where the
+            # shares scale the input.
+            transposed = getattr(experts, "is_transposed", False) and not getattr(
+                experts, SCALES_INPUT, False
+            )
             r = self.adapter.rank(stack)
-            found = self.adapter.shape(f"{module}.lora_A.weight"), self.adapter.shape(f"{module}.lora_B.weight")
-            if stack not in pieces or found != expected_shapes(parameter.shape, parameter.shape[0], r, transposed):
-                raise SpecError(f"The adapter changes {stack}, which the base does not hold in this shape.", param="base")
+            found = (
+                self.adapter.shape(f"{module}.lora_A.weight"),
+                self.adapter.shape(f"{module}.lora_B.weight"),
+            )
+            if stack not in pieces or found != expected_shapes(
+                parameter.shape, parameter.shape[0], r, transposed
+            ):
+                raise SpecError(
+                    f"The adapter changes {stack}, which the base does not hold in this shape.",
+                    param="base",
+                )
             of_file = pieces[stack][0]
             if of_file.transposed and tensors.shape(of_file.tensor) != tuple(parameter.shape):
                 transposed = not transposed
-            whole = partial(self.adapter.experts_update, module, stack, parameter.shape[0], transposed)
+            whole = partial(
+                self.adapter.experts_update, module, stack, parameter.shape[0], transposed
+            )
             updates |= updates_by_tensor(pieces[stack], tensors.shape, whole)
         return updates
 
     def update(self, name: str, rows: int) -> Update | ExpertsUpdate | None:
-        """What the adapter does to a tensor of the base's files, which holds so many `rows`; None: nothing."""
+        """What the adapter does to a tensor of the base's files, which holds so many `rows`; None:
+        nothing.
+        """
         if name in self.stacks:
             return self.stacks[name]()
         if name not in self._modules:
@@ -186,8 +279,12 @@ class Targets:
         return update.turned() if name in self._turned else update.part(first, first + rows)
 
 
-def _one_of(names: Sequence[str], pieces: Mapping[str, Sequence[ParameterPiece]]) -> Iterator[ParameterPiece]:
-    """The tensors, of which the files may hold several alike, of a weight under any of its names."""
+def _one_of(
+    names: Sequence[str], pieces: Mapping[str, Sequence[ParameterPiece]]
+) -> Iterator[ParameterPiece]:
+    """The tensors, of which the files may hold several alike, of a weight under any of its
+    names.
+    """
     return (piece for name in names for piece in pieces.get(name, ()))
 
 
@@ -199,19 +296,24 @@ def _names_of_tied(model: PreTrainedModel) -> dict[str, tuple[str, ...]]:
     return {name: names for names in by_id.values() for name in names}
 
 
-def _refuse_parting(names_of: Mapping[str, Sequence[str]], added_to: Set[str], replaced: Set[str]) -> None:
-    """Raise SpecError for an adapter that changes one name of a tied weight and leaves another, as PEFT lets it.
+def _refuse_parting(
+    names_of: Mapping[str, Sequence[str]], added_to: Set[str], replaced: Set[str]
+) -> None:
+    """Raise SpecError for an adapter that changes one name of a tied weight and leaves another, as
+    PEFT lets it.
 
-    `added_to`: weights with an adapter of their own, of which two names never have one together; `replaced`: those with other
-    values.
+    `added_to`: weights with an adapter of their own, of which two names never have one together;
+    `replaced`: those with other values.
     """
     for name in sorted(added_to | replaced):
         left = [other for other in names_of.get(name, ()) if other not in replaced]
         if len(names_of.get(name, ())) > 1 and left:
             others = " and ".join(other for other in names_of[name] if other != name)
             raise SpecError(
-                f"The adapter changes {name} apart from {others}, and the base ties them: a merged model has one weight for "
-                "both. Serve the base with the adapter beside it, or train one that keeps the tie: with "
+                f"The adapter changes {name} apart from {others}, and the base ties them: a "
+                "merged model has one weight for "
+                "both. Serve the base with the adapter beside it, or train one that keeps the "
+                "tie: with "
                 "lora.modules_to_save: [lm_head] here, or ensure_weight_tying=True in PEFT.",
                 param="base",
             )
@@ -220,57 +322,80 @@ def _refuse_parting(names_of: Mapping[str, Sequence[str]], added_to: Set[str], r
 def _replaced_once(
     model: PreTrainedModel, adapter: PeftAdapter, names_of: Mapping[str, tuple[str, ...]]
 ) -> dict[tuple[str, ...], str]:
-    """Names of a base weight, several of a tied one, of which the base's files may hold one or all → tensor of the adapter in
-    its place. Raises SpecError for weights of another shape, and for two values of a tied one that differ.
+    """Names of a base weight, several of a tied one, of which the base's files may hold one or all
+    → tensor of the adapter in its place. Raises SpecError for weights of another shape, and for two
+    values of a tied one that differ.
     """
     found: dict[tuple[str, ...], str] = {}
     for name, theirs in adapter.replaced.items():
         if name not in names_of:
-            raise SpecError(f"The adapter replaces {name}, which the base does not have.", param="base")
+            raise SpecError(
+                f"The adapter replaces {name}, which the base does not have.", param="base"
+            )
         shape = tuple(model.get_parameter(name).shape)
         if adapter.shape(theirs) != shape:
-            raise SpecError(f"The adapter replaces {name} by {adapter.shape(theirs)}; the base has {shape}.", param="base")
+            raise SpecError(
+                f"The adapter replaces {name} by {adapter.shape(theirs)}; the base has {shape}.",
+                param="base",
+            )
         known = found.setdefault(names_of[name], theirs)
         if not torch.equal(adapter.read(known), adapter.read(theirs)):
             raise SpecError(
-                f"The adapter's {known} and {theirs} differ, and the base ties them: a merged model has one weight for both.",
+                f"The adapter's {known} and {theirs} differ, and the base ties them: a merged "
+                "model has one weight for both.",
                 param="base",
             )
     return found
 
 
 def linears_of_layers(model: PreTrainedModel, tensors: PlainBase, to: str) -> set[str]:
-    """Weights of the linear layers inside the decoder layers. Raises SpecError where they cannot be stored quantised here."""
+    """Weights of the linear layers inside the decoder layers.
+
+    Raises SpecError where they cannot be stored quantised here.
+    """
     layers = decoder_layers(model)
     if names_of_towers(model):
         raise SpecError(
-            f"The base is made of several models, of which merging to {to} would leave some as they are; no reader of that "
+            f"The base is made of several models, of which merging to {to} would leave some as "
+            "they are; no reader of that "
             "layout knows which: merge to bf16.",
             param="to",
         )
     if turned_weights(model):
         raise SpecError(
-            f"The base holds its matrices the other way round, which merging to {to} does not: merge to bf16.", param="to"
+            f"The base holds its matrices the other way round, which merging to {to} does not: "
+            "merge to bf16.",
+            param="to",
         )
     names = {f"{name}.weight" for name in precision_map(model, layers, PrecisionOptions())}
     missing = sorted(name for name in names if name not in tensors)
     if missing or experts_of(layers):
         what = f"does not hold {missing[0]} by that name" if missing else "is a mixture of experts"
-        raise SpecError(f"The base {what}, which merging to {to} does not support: merge to bf16.", param="to")
+        raise SpecError(
+            f"The base {what}, which merging to {to} does not support: merge to bf16.", param="to"
+        )
     return names
 
 
 class MergedStorage:
-    """How the merged weights are stored: bf16, unless they are quantised, or the base holds them in fp32 on purpose.
+    """How the merged weights are stored: bf16, unless they are quantised, or the base holds them in
+    fp32 on purpose.
 
-    That it does of vectors, such as the biases of routers, which bf16 rounds by more than they differ; and, where most of its
-    weights are not in fp32, of all that is. What the adapter changes is in bf16 in any case.
+    That it does of vectors, such as the biases of routers, which bf16 rounds by more than they
+    differ; and, where most of its weights are not in fp32, of all that is. What the adapter changes
+    is in bf16 in any case.
     """
 
     def __init__(self, to: str, quantised: Set[str], tensors: PlainBase, changed: Set[str]) -> None:
-        """`quantised`: tensors of the base that are not in bf16. `changed`: those that the adapter changes. Raises SpecError
-        where no group of INT4 fits them."""
-        self.to, self.quantised, self.tensors, self._changed = to, quantised, tensors, changed
+        """`quantised`: tensors of the base that are not in bf16.
+
+        `changed`: those that the adapter changes. Raises SpecError where no group of INT4 fits
+        them.
+        """
+        self.to = to
+        self.quantised = quantised
+        self.tensors = tensors
+        self._changed = changed
         self.group = group_of(tensors.shape(name)[1] for name in quantised) if to == "int4" else 0
         values: Counter[str] = Counter()
         for name in tensors.names():
@@ -279,12 +404,21 @@ class MergedStorage:
         """dtype of most of the base's weights."""
 
     def unit(self, name: str) -> tuple[TensorPlan, ...]:
-        """The planned tensors for one tensor of the base: itself, or codes and what belongs to them."""
-        shape, dtype = self.tensors.shape(name), self.tensors.dtype(name)
+        """The planned tensors for one tensor of the base: itself, or codes and what belongs to
+        them.
+        """
+        shape = self.tensors.shape(name)
+        dtype = self.tensors.dtype(name)
         if name not in self.quantised:
-            return (TensorPlan(name, shape, dtype if dtype not in FLOATS or self._stays(name) else "BF16"),)
+            return (
+                TensorPlan(
+                    name, shape, dtype if dtype not in FLOATS or self._stays(name) else "BF16"
+                ),
+            )
         if self.to == "fp8":
-            return TensorPlan(name, shape, "F8_E4M3"), TensorPlan(name + SCALE, (shape[0], 1), "BF16")
+            return TensorPlan(name, shape, "F8_E4M3"), TensorPlan(
+                name + SCALE, (shape[0], 1), "BF16"
+            )
         return (
             TensorPlan(name + PACKED, (shape[0], shape[1] // 8), "I32"),
             TensorPlan(name + SCALE, (shape[0], shape[1] // self.group), "BF16"),
@@ -292,7 +426,9 @@ class MergedStorage:
         )
 
     def _stays(self, name: str) -> bool:
-        """Whether a tensor is stored in its dtype because bf16 would take away what the base holds on purpose."""
+        """Whether a tensor is stored in its dtype because bf16 would take away what the base holds
+        on purpose.
+        """
         dtype = self.tensors.dtype(name)
         is_vector = sum(side > 1 for side in self.tensors.shape(name)) < 2
         return dtype in WIDE and name not in self._changed and (is_vector or dtype != self._usual)
@@ -306,9 +442,14 @@ class MergedStorage:
         return codes, scale, from_int4(codes, scale)
 
 
-def _pieces(unit: tuple[TensorPlan, ...], stored: MergedStorage, targets: Targets, rounding: Rounding) -> Iterator[Tensor]:
-    """A tensor's rows in their stored form, CHUNK_BYTES of fp32 at a time; what belongs to codes comes last."""
-    plan, tensors = unit[0], stored.tensors
+def _pieces(
+    unit: tuple[TensorPlan, ...], stored: MergedStorage, targets: Targets, rounding: Rounding
+) -> Iterator[Tensor]:
+    """A tensor's rows in their stored form, CHUNK_BYTES of fp32 at a time; what belongs to codes
+    comes last.
+    """
+    plan = unit[0]
+    tensors = stored.tensors
     name = plan.name if len(unit) == 1 else unit[1].name.removesuffix(SCALE)
     shape = tensors.shape(name)
     replacement = targets.replaced.get(name)
@@ -351,25 +492,43 @@ def _write_config(base: Path, model: PreTrainedModel, folder: Path, stored: Merg
 
 
 def main(arguments: list[str]) -> int:
-    """Merge, measure, and leave `fidelity.json` in the merged model's folder; the process's exit code."""
+    """Merge, measure, and leave `fidelity.json` in the merged model's folder; the process's exit
+    code.
+    """
     parser = argparse.ArgumentParser(prog="python -m workers.tasks.merge", description=__doc__)
     parser.add_argument("adapter", type=Path, help="an adapter's folder with its manifest")
     parser.add_argument("out", type=Path)
     parser.add_argument("--to", choices=("bf16", "fp8", "int4"), required=True)
-    parser.add_argument("--base", type=Path, help="the base's folder; default: where the job found it")
+    parser.add_argument(
+        "--base", type=Path, help="the base's folder; default: where the job found it"
+    )
     parser.add_argument("--max-file-gib", type=float, default=5.0)
-    parser.add_argument("--samples", type=int, default=64, help="of the validation file, for the fidelity report; 0: none")
+    parser.add_argument(
+        "--samples",
+        type=int,
+        default=64,
+        help="of the validation file, for the fidelity report; 0: none",
+    )
     given = parser.parse_args(arguments)
     size = int(given.max_file_gib * GIB)
     return print_result(
-        lambda: merge_and_measure(given.adapter, given.out, given.to, given.base, given.samples, max_file_bytes=size)
+        lambda: merge_and_measure(
+            given.adapter, given.out, given.to, given.base, given.samples, max_file_bytes=size
+        )
     )
 
 
 def merge_and_measure(
-    adapter: Path, out: Path, to: str, base: Path | None, samples: int, *, max_file_bytes: int = 5 * GIB
+    adapter: Path,
+    out: Path,
+    to: str,
+    base: Path | None,
+    samples: int,
+    *,
+    max_file_bytes: int = 5 * GIB,
 ) -> dict[str, Any]:
-    """Merge into the new folder `out`, and write `fidelity.json` next to the weights; returns its content.
+    """Merge into the new folder `out`, and write `fidelity.json` next to the weights; returns its
+    content.
 
     `base`: None: where the job found it. Raises SpecError for another base than it was trained on.
     """
@@ -380,7 +539,11 @@ def merge_and_measure(
     rounding = merge(folder, adapter, out, to=to, max_file_bytes=max_file_bytes)
     shutil.copy(adapter / MANIFEST, out / EXPORT_MANIFEST)
     with _readable(out, to) as model:
-        report = {"to": to, "rounding": rounding.report(), **measure(spec, folder, adapter, model, samples)}
+        report = {
+            "to": to,
+            "rounding": rounding.report(),
+            **measure(spec, folder, adapter, model, samples),
+        }
     (out / FIDELITY).write_text(json.dumps(report, indent=2) + "\n", encoding="utf-8")
     return report
 
@@ -397,19 +560,33 @@ def _readable(merged: Path, to: str) -> Iterator[Path]:
 
 
 def base_of_job(spec: JobSpec) -> Path:
-    """The base's folder. Raises SpecError where the adapter lies in no run directory, and tells of none."""
+    """The base's folder. Raises SpecError where the adapter lies in no run directory, and tells of
+    none.
+    """
     if not spec.model.path:
-        raise SpecError(f"Where the base {spec.model.name} lies is not known here: name its folder with --base.", param="base")
+        raise SpecError(
+            f"Where the base {spec.model.name} lies is not known here: name its folder with "
+            "--base.",
+            param="base",
+        )
     return Path(spec.model.path)
 
 
 def check_base(manifest: Manifest, base: Path) -> None:
     """Raises SpecError if `base` is not the one that the adapter was trained on."""
-    there = base_of(manifest.base.name, base, {path.name: FileDigest.of(path) for path in base_files(base)})
+    there = base_of(
+        manifest.base.name, base, {path.name: FileDigest.of(path) for path in base_files(base)}
+    )
     if there.digest != manifest.base.digest:
-        theirs, ours = manifest.base.files, there.files
-        changed = sorted(name for name in theirs.keys() | ours.keys() if theirs.get(name) != ours.get(name))
-        raise SpecError(f"{base} is not the base that the adapter was trained on: {', '.join(changed)} differ.", param="base")
+        theirs = manifest.base.files
+        ours = there.files
+        changed = sorted(
+            name for name in theirs.keys() | ours.keys() if theirs.get(name) != ours.get(name)
+        )
+        raise SpecError(
+            f"{base} is not the base that the adapter was trained on: {', '.join(changed)} differ.",
+            param="base",
+        )
 
 
 if __name__ == "__main__":

@@ -1,10 +1,13 @@
-"""The loop of a job whose client runs the training loop: the ranks carry out its commands in the order of their numbers.
+"""The loop of a job whose client runs the training loop: the ranks carry out its commands in the
+order of their numbers.
 
-    rank 0 waits for command n ─▶ all ranks get it ─▶ all carry it out ─▶ rank 0 writes result n ─▶ n + 1
+    rank 0 waits for command n ─▶ all ranks get it ─▶ all carry it out ─▶ rank 0 writes result n ─▶
+    n + 1
 
-The state after each change of the adapter belongs to the number of the command that made it. A checkpoint holds that number,
-and never gradients: what came after it is carried out again by the next attempt, from the same log, and gives the same bits.
-Results that are there already stay, and what only reads or saves is not done twice.
+The state after each change of the adapter belongs to the number of the command that made it. A
+checkpoint holds that number, and never gradients: what came after it is carried out again by the
+next attempt, from the same log, and gives the same bits. Results that are there already stay, and
+what only reads or saves is not done twice.
 """
 
 from __future__ import annotations
@@ -29,7 +32,14 @@ from ft_service.rundir.events import Metrics
 from ft_service.spec import JobSpec
 from ft_service.tinker.commands import TEMPERATURE, Command, CommandLog, CommandResult
 from ft_service.tinker.loss_calls import LossCall, LossRequest, write_output
-from ft_service.tinker.saved_weights import PROBES, SamplerProbes, SavedWeights, begin_options, sampler_key, saved_key
+from ft_service.tinker.saved_weights import (
+    PROBES,
+    SamplerProbes,
+    SavedWeights,
+    begin_options,
+    sampler_key,
+    saved_key,
+)
 from workers.base.rank_objects import from_all, from_first
 from workers.job.adamw import AdamOptions
 from workers.job.training_state import JobState, learning_rate_at
@@ -50,7 +60,9 @@ SAVE_SECONDS = 60.0
 KEEP_RESULT_SECONDS = 3600.0
 """Time for which a client can ask for a result."""
 TICK_SECONDS = 0.2
-"""How often ranks that wait for a command hear of each other: a collective may not take longer than the job's limit for it."""
+"""How often ranks that wait for a command hear of each other: a collective may not take longer than
+the job's limit for it.
+"""
 MOST_TICK_SECONDS = 2.0
 """The same after they have waited for long."""
 LEAST_RATE = 1e-9
@@ -76,7 +88,9 @@ class StepSums:
     data: int = 0
     tokens: int = 0
     weight: float = 0.0
-    """Sum of the targets' weights without their signs; of a loss with advantages, number of those that are not 0."""
+    """Sum of the targets' weights without their signs; of a loss with advantages, number of those
+    that are not 0.
+    """
     loss: float = 0.0
     seconds: float = 0.0
     drawn: int = 0
@@ -98,7 +112,9 @@ class CommandLoop:
     wait: Wait | None = None
     """None: the job has its ranks to itself."""
     newest_sequences: list[Tokens] = field(default_factory=list[Tokens])
-    """The first sequences of the newest call, on which the trainer's log-probabilities are compared with a sampler's."""
+    """The first sequences of the newest call, on which the trainer's log-probabilities are compared
+    with a sampler's.
+    """
 
     def __post_init__(self) -> None:
         runtime = self.context.runtime
@@ -108,7 +124,9 @@ class CommandLoop:
         self._saved_at = time.monotonic()
         self._attendance = Attendance(Attempt(runtime.run, runtime.start.attempt))
         self.left_alone: float | None = None
-        """Seconds without a sign of the service for which the loop has ended, on rank 0; None: for another reason."""
+        """Seconds without a sign of the service for which the loop has ended, on rank 0; None: for
+        another reason.
+        """
         self._reported: Metrics | None = None
         """Metrics of the newest step."""
         self._saved: tuple[int, str] | None = None
@@ -117,13 +135,16 @@ class CommandLoop:
             self._saved = self.job.command, runtime.start.checkpoint
         if self._log.has_result(self._next) and not self._log.has(self._next):
             raise TrainingError(
-                f"Command {self._next} is gone, and with it the state that came of it: the checkpoints that held it were lost. "
+                f"Command {self._next} is gone, and with it the state that came of it: the "
+                "checkpoints that held it were lost. "
                 "Create the model again, from weights that were saved."
             )
 
     def run(self) -> tuple[bool, str | None]:
-        """Carry out commands until the client has finished, a stop is requested, or the service is gone. Returns whether it has
-        finished, and the newest checkpoint, which after a stop is that of the state; None: nothing has been changed yet."""
+        """Carry out commands until the client has finished, a stop is requested, or the service is
+        gone. Returns whether it has finished, and the newest checkpoint, which after a stop is that
+        of the state; None: nothing has been changed yet.
+        """
         self._answer_loaded()
         while True:
             order = self._next_order()
@@ -164,7 +185,8 @@ class CommandLoop:
         """Whether there is something to do, on any rank; looked for during a tick."""
         waited = self._attendance.waited
         until = time.monotonic() + min(max(TICK_SECONDS, waited / 20), MOST_TICK_SECONDS)
-        rank, due = self.context.runtime.rank, self._is_due()
+        rank = self.context.runtime.rank
+        due = self._is_due()
         while rank == 0 and not due and time.monotonic() < until:
             time.sleep(pause_after(waited))
             due = self._is_due()
@@ -177,7 +199,9 @@ class CommandLoop:
         self.context.reporter.heartbeat()
         if self.context.stop.is_requested:
             return True
-        return self.context.runtime.rank == 0 and (self._log.has(self._next) or self._attendance.is_over)
+        return self.context.runtime.rank == 0 and (
+            self._log.has(self._next) or self._attendance.is_over
+        )
 
     def _anywhere(self, here: bool) -> bool:
         """Whether something holds on any rank."""
@@ -253,28 +277,42 @@ class CommandLoop:
         return CommandResult({}, write_output(logprobs, {"loss:sum": math.fsum(losses)}))
 
     def _computed(self, call: LossCall, temperature: float) -> dict[int, tuple[float, np.ndarray]]:
-        """The sum of losses and the log-probabilities of each datum, by its position; on rank 0 of all, with gradients added
-        up unless the call is forward only."""
-        runtime, context = self.context.runtime, self.context
+        """The sum of losses and the log-probabilities of each datum, by its position; on rank 0 of
+        all, with gradients added up unless the call is forward only.
+        """
+        runtime = self.context.runtime
+        context = self.context
         before = 0 if call.forward_only else self._sums.data
         together = _data_together(runtime.spec)
         read: dict[int, tuple[float, np.ndarray]] = {}
         with torch.set_grad_enabled(not call.forward_only):
             for micro in share_out(len(call.data), before, runtime.world, together):
                 own = micro[runtime.rank]
-                batch = make_loss_batch([call.data[position] for position in own], runtime.device, packed=context.limits.packed)
+                batch = make_loss_batch(
+                    [call.data[position] for position in own],
+                    runtime.device,
+                    packed=context.limits.packed,
+                )
                 if not call.forward_only:
                     context.gradients.begin(last=False)
                 loss, losses, logprobs = loss_and_logprobs(context.model, batch, call, temperature)
                 if not call.forward_only:
-                    context.gradients.backward(loss * runtime.world)  # which averaging over the ranks takes back
+                    context.gradients.backward(
+                        loss * runtime.world
+                    )  # which averaging over the ranks takes back
                 read |= dict(zip(own, zip(losses, logprobs, strict=True), strict=True))
         if call.forward_only:
             reshard(context.model)  # what a forward leaves gathered, only a backward would free
-        return {position: of_datum for own in from_all(read, runtime.groups.stop) for position, of_datum in own.items()}
+        return {
+            position: of_datum
+            for own in from_all(read, runtime.groups.stop)
+            for position, of_datum in own.items()
+        }
 
     def _optim_step(self, order: Order, command: Command) -> CommandResult | None:
-        began, job, context = time.perf_counter(), self.job, self.context
+        began = time.perf_counter()
+        job = self.job
+        context = self.context
         options = command.options
         if options.get("skipped"):
             return self._skip(command)
@@ -285,27 +323,41 @@ class CommandLoop:
                 parameter.grad = torch.zeros_like(parameter)
         norm = float(job.update(rate, clip, adam))
         job.command = command.seq
-        sums, self._sums = self._sums, StepSums()
+        sums = self._sums
+        self._sums = StepSums()
         if not math.isfinite(norm):
             job.updates -= 1
             raise SpecError(
-                "The gradient was not a finite number, so that the step changed nothing and the gradient is dropped. Look at "
-                "the losses since the last step: at advantages, and at log-probabilities that are far from the model's."
+                "The gradient was not a finite number, so that the step changed nothing and the "
+                "gradient is dropped. Look at "
+                "the losses since the last step: at advantages, and at log-probabilities that are "
+                "far from the model's."
             )
         self.watch.after_step(rate if norm > 0 and rate >= LEAST_RATE else 0.0)
         job.trained_tokens += sums.tokens
         seconds = sums.seconds + time.perf_counter() - began
         self._reported = self._metrics(sums, rate, norm, seconds, options.get("report"))
         context.reporter.metrics(self._reported)
-        return CommandResult({"metrics": {"grad_norm:mean": norm, "learning_rate:mean": rate}, "type": "optim_step"})
+        return CommandResult(
+            {"metrics": {"grad_norm:mean": norm, "learning_rate:mean": rate}, "type": "optim_step"}
+        )
 
     def _step_options(self, options: Mapping[str, Any]) -> tuple[float, float, AdamOptions | None]:
-        """Learning rate, clip and AdamW's options of a step: the command's, or by the job's schedule."""
+        """Learning rate, clip and AdamW's options of a step: the command's, or by the job's
+        schedule.
+        """
         training = self.context.runtime.spec.training
         if (total := options.get("scheduled")) is not None:
-            return learning_rate_at(self.job.step, int(total), training), training.max_grad_norm, None
+            return (
+                learning_rate_at(self.job.step, int(total), training),
+                training.max_grad_norm,
+                None,
+            )
         adam = AdamOptions(
-            float(options["weight_decay"]), float(options["beta1"]), float(options["beta2"]), float(options["eps"])
+            float(options["weight_decay"]),
+            float(options["beta1"]),
+            float(options["beta2"]),
+            float(options["eps"]),
         )
         return float(options["learning_rate"]), float(options["grad_clip_norm"]), adam
 
@@ -323,18 +375,28 @@ class CommandLoop:
         last = self._reported
         if last is None or last.step != self.job.step:
             last = self._metrics(report=report)
-        self.context.reporter.metrics(last.model_copy(update={"more": {**(last.more or {}), **report.get("more", {})}}))
+        self.context.reporter.metrics(
+            last.model_copy(update={"more": {**(last.more or {}), **report.get("more", {})}})
+        )
 
     def _checkpoint(self, order: Order, command: Command) -> CommandResult | None:
-        """Write a checkpoint, if it is due or the best so far. `criterion`: what checkpoints are compared by."""
+        """Write a checkpoint, if it is due or the best so far.
+
+        `criterion`: what checkpoints are compared by.
+        """
         valid = command.options.get("criterion")
         job = self.job
         if valid is not None and job.validations.last_step != job.step:
             job.validations = job.validations.after(job.step, float(valid), 0.0)
-            # A checkpoint of this step is that of a pause, and lacks the criterion. An earlier attempt wrote it: one that goes
-            # on writes none of a step before its validation, so that the new one's name is free.
+            # A checkpoint of this step is that of a pause, and lacks the criterion. An earlier
+            # attempt wrote it: one that goes on writes none of a step before its validation, so
+            # that the new one's name is free.
             self._saved = None
-        is_best = valid is not None and keeps_best(self.context.runtime.spec) and job.validations.best_step == job.step
+        is_best = (
+            valid is not None
+            and keeps_best(self.context.runtime.spec)
+            and job.validations.best_step == job.step
+        )
         if command.options.get("saves") or is_best:
             self._save()
         return CommandResult({"type": "checkpoint"})
@@ -342,7 +404,9 @@ class CommandLoop:
     def _reduce(self) -> None:
         """Add up over the ranks the gradients since the last optimizer step."""
         context = self.context
-        if context.gradients.reduces_in_backward:  # which no micro-batch was the last of: an empty one is
+        if (
+            context.gradients.reduces_in_backward
+        ):  # which no micro-batch was the last of: an empty one is
             context.gradients.begin(last=True)
             empty = make_loss_batch([], context.runtime.device, packed=context.limits.packed)
             loss, _, _ = loss_and_logprobs(context.model, empty, _NO_CALL)
@@ -358,10 +422,19 @@ class CommandLoop:
         report: Mapping[str, Any] | None = None,
     ) -> Metrics:
         """`report`: what the commands say of the step besides."""
-        sums, report = sums or StepSums(), report or {}
-        more = {**({"sampler/logprob_gap": sums.gap / sums.drawn} if sums.drawn else {}), **report.get("more", {})}
-        # The loss of reinforcement learning says nothing: its advantages sum up to 0, and only its gradient counts.
-        has_loss = self.context.runtime.spec.reinforcement is None and sums.weight and math.isfinite(sums.loss)
+        sums = sums or StepSums()
+        report = report or {}
+        more = {
+            **({"sampler/logprob_gap": sums.gap / sums.drawn} if sums.drawn else {}),
+            **report.get("more", {}),
+        }
+        # The loss of reinforcement learning says nothing: its advantages sum up to 0, and only its
+        # gradient counts.
+        has_loss = (
+            self.context.runtime.spec.reinforcement is None
+            and sums.weight
+            and math.isfinite(sums.loss)
+        )
         return Metrics(
             step=self.job.step,
             total_steps=int(report.get("total_steps", self.job.step)),
@@ -381,7 +454,9 @@ class CommandLoop:
 
     def _load(self, seq: int, options: Mapping[str, Any]) -> None:
         source = RunDir(options["run_dir"])
-        take_weights(self.job, source, options["checkpoint"], with_optimizer=bool(options["optimizer"]))
+        take_weights(
+            self.job, source, options["checkpoint"], with_optimizer=bool(options["optimizer"])
+        )
         if self._sums.data:
             self._reduce()
             for parameter in self.job.parameters.values():
@@ -392,8 +467,14 @@ class CommandLoop:
         self._save()  # at once: what it was loaded from may be deleted
 
     def _answer_loaded(self) -> None:
-        """Answer the command of the checkpoint with which this attempt begins, if the last one ended just before."""
-        if self.context.runtime.rank != 0 or self.job.command < 0 or self._log.has_result(self.job.command):
+        """Answer the command of the checkpoint with which this attempt begins, if the last one
+        ended just before.
+        """
+        if (
+            self.context.runtime.rank != 0
+            or self.job.command < 0
+            or self._log.has_result(self.job.command)
+        ):
             return
         command = self._log.command(self.job.command)
         if command is not None and command.op in ("create_model", "load_weights"):
@@ -402,11 +483,17 @@ class CommandLoop:
     # What is saved
 
     def _save(self) -> str:
-        """Write a complete checkpoint of the job's state without gradients unless there is one. Returns its name."""
-        job, runtime = self.job, self.context.runtime
+        """Write a complete checkpoint of the job's state without gradients unless there is one.
+
+        Returns its name.
+        """
+        job = self.job
+        runtime = self.context.runtime
         if self._saved is None or self._saved[0] != job.command:
             reported = self._reported
-            metrics = reported if reported is not None and reported.step == job.step else self._metrics()
+            metrics = (
+                reported if reported is not None and reported.step == job.step else self._metrics()
+            )
             self._saved = job.command, self.saver.save_last(job, metrics)
             self._saved_at = time.monotonic()
             if runtime.rank == 0:
@@ -418,16 +505,28 @@ class CommandLoop:
         run = self.context.runtime.run
         names = complete_checkpoints(run)[-2:]
         if names:
-            done = self._next - 1  # the one that is carried out now has no result yet, and its client asks for it
-            self._log.prune(min(read_position(run, names[0]).command, done), time.time() - KEEP_RESULT_SECONDS)
+            done = (
+                self._next - 1
+            )  # the one that is carried out now has no result yet, and its client asks for it
+            self._log.prune(
+                min(read_position(run, names[0]).command, done), time.time() - KEEP_RESULT_SECONDS
+            )
 
     def _save_weights(self, order: Order, command: Command) -> CommandResult | None:
         if order.answered:
             return None
-        run, name = self.context.runtime.run, command.options["name"]
+        run = self.context.runtime.run
+        name = command.options["name"]
         before = from_first(run.readable(saved_key(name), SavedWeights))
-        if before is not None and before.command != command.seq and not command.options.get("overwrite"):
-            raise SpecError(f"path = {name!r}: there are saved weights of this name. Take another one, or overwrite = True.")
+        if (
+            before is not None
+            and before.command != command.seq
+            and not command.options.get("overwrite")
+        ):
+            raise SpecError(
+                f"path = {name!r}: there are saved weights of this name. Take another one, or "
+                "overwrite = True."
+            )
         checkpoint = self._save()
         if self.context.runtime.rank == 0:
             folder = run.path(checkpoint_key(checkpoint))
@@ -448,11 +547,14 @@ class CommandLoop:
     def _save_for_sampler(self, order: Order, command: Command) -> CommandResult | None:
         if order.answered:
             return None
-        context, name = self.context, command.options["name"]
+        context = self.context
+        name = command.options["name"]
         key = sampler_key(name)
         before = from_first(context.runtime.run.readable(f"{key}/{PROBES}", SamplerProbes))
         if before is not None and before.command != command.seq:
-            raise SpecError(f"path = {name!r}: there are weights to sample from of this name. Take another one.")
+            raise SpecError(
+                f"path = {name!r}: there are weights to sample from of this name. Take another one."
+            )
         probes = measure(context.model, self.newest_sequences, context.runtime.device)
         context.model.train()
         stored = SamplerProbes(command=command.seq, probes=probes)
@@ -471,7 +573,10 @@ class CommandLoop:
 
 
 def _data_together(spec: JobSpec) -> int:
-    """Most data of a micro-batch. Where a client decides, one: so that a call of eight data computes what two of four do."""
+    """Most data of a micro-batch.
+
+    Where a client decides, one: so that a call of eight data computes what two of four do.
+    """
     training = spec.training
     if training.per_device_train_batch_size is not None:
         return training.per_device_train_batch_size
@@ -485,11 +590,15 @@ _NO_CALL = LossCall("cross_entropy", {}, [], forward_only=False)
 
 
 def _begun(command: Command) -> CommandResult:
-    """The result of a command that creates a model, loads weights into one, or creates one that begins with saved weights."""
+    """The result of a command that creates a model, loads weights into one, or creates one that
+    begins with saved weights.
+    """
     options = command.options
     model = {} if command.op == "load_weights" else {"model_id": options.get("model_id")}
     load = options if command.op == "load_weights" else options.get("load")
-    kind = {"type": "create_model"} if load is None else {"type": "load_weights", "path": load["path"]}
+    kind = (
+        {"type": "create_model"} if load is None else {"type": "load_weights", "path": load["path"]}
+    )
     return CommandResult({**model, **kind})
 
 
@@ -499,7 +608,9 @@ def _add_gap(sums: StepSums, call: LossCall, read: Mapping[int, tuple[float, np.
         if "logprobs" in datum.inputs:
             drawn = datum.inputs["advantages"] != 0
             sums.drawn += int(np.count_nonzero(drawn))
-            sums.gap += float(np.abs(read[position][1] - datum.inputs["logprobs"])[drawn].sum(dtype=np.float64))
+            sums.gap += float(
+                np.abs(read[position][1] - datum.inputs["logprobs"])[drawn].sum(dtype=np.float64)
+            )
 
 
 def _cut(ids: np.ndarray) -> Tokens:
@@ -508,8 +619,9 @@ def _cut(ids: np.ndarray) -> Tokens:
 
 
 def _weight(inputs: Mapping[str, np.ndarray]) -> float:
-    """What a datum's loss is divided by, with that of the step's others, for a loss in nats a token: a client may give each
-    sequence weights that add up to 1."""
+    """What a datum's loss is divided by, with that of the step's others, for a loss in nats a
+    token: a client may give each sequence weights that add up to 1.
+    """
     if "weights" in inputs:
         return float(np.abs(inputs["weights"]).sum(dtype=np.float64))
     return float(np.count_nonzero(inputs["advantages"]))

@@ -1,7 +1,8 @@
 """The micro-batches of a call of forward or forward_backward, and its sums over the ranks.
 
-Data are counted from the last optimizer step. `per_device_train_batch_size` of them (usually one) follow each other in a
-micro-batch, and micro-batches go round the ranks, so that a call of eight data computes what two of four do, bit for bit.
+Data are counted from the last optimizer step. `per_device_train_batch_size` of them (usually one)
+follow each other in a micro-batch, and micro-batches go round the ranks, so that a call of eight
+data computes what two of four do, bit for bit.
 """
 
 from __future__ import annotations
@@ -21,10 +22,12 @@ from workers.training.step import target_log_probabilities
 
 
 def share_out(count: int, before: int, world: int, together: int) -> list[list[list[int]]]:
-    """The micro-batches of `count` data in rounds, [rounds][ranks][data], as positions in the call. Pure.
+    """The micro-batches of `count` data in rounds, [rounds][ranks][data], as positions in the call.
 
-    `before`: data since the last optimizer step. `together`: most data of a micro-batch. A rank without one in a round has an
-    empty one, so that all ranks meet in the collectives.
+    Pure.
+
+    `before`: data since the last optimizer step. `together`: most data of a micro-batch. A rank
+    without one in a round has an empty one, so that all ranks meet in the collectives.
     """
     of_rank: list[list[list[int]]] = [[] for _ in range(world)]
     previous = -1
@@ -53,18 +56,31 @@ class LossBatch:
 
 def make_loss_batch(data: Sequence[Datum], device: torch.device, *, packed: bool) -> LossBatch:
     """Data as a micro-batch, packed or padded. Without data: an empty one."""
-    samples = [Tokens(datum.ids.astype(np.int32), np.zeros(len(datum.ids), dtype=bool)) for datum in data]
+    samples = [
+        Tokens(datum.ids.astype(np.int32), np.zeros(len(datum.ids), dtype=bool)) for datum in data
+    ]
     batch = make_batch(samples, device, packed=packed)
     width = int(batch.ids.shape[1])
-    begins = np.cumsum([0, *(len(datum.ids) for datum in data)]) if packed else width * np.arange(len(data) + 1)
+    begins = (
+        np.cumsum([0, *(len(datum.ids) for datum in data)])
+        if packed
+        else width * np.arange(len(data) + 1)
+    )
     places = [
         begin + np.repeat(np.arange(len(datum.ids)), datum.targets.size // len(datum.ids))
         for begin, datum in zip(begins, data, strict=False)
     ]
     names = data[0].inputs.keys() if data else ()
     return LossBatch(
-        replace(batch, places=_moved(places, np.int64, device), targets=_moved([d.targets for d in data], np.int64, device)),
-        {name: _moved([datum.inputs[name] for datum in data], np.float32, device) for name in names},
+        replace(
+            batch,
+            places=_moved(places, np.int64, device),
+            targets=_moved([d.targets for d in data], np.int64, device),
+        ),
+        {
+            name: _moved([datum.inputs[name] for datum in data], np.float32, device)
+            for name in names
+        },
         tuple(datum.targets.shape for datum in data),
     )
 
@@ -72,15 +88,24 @@ def make_loss_batch(data: Sequence[Datum], device: torch.device, *, packed: bool
 def loss_and_logprobs(
     model: nn.Module, own: LossBatch, call: LossCall, temperature: float = 1.0
 ) -> tuple[Tensor, list[float], list[np.ndarray]]:
-    """The loss of a micro-batch, fp32 [], for a backward; and of each datum the sum of its losses and the log-probabilities of
-    its targets, fp32 of their shape. `temperature`: of the log-probabilities, also of those that the call holds."""
+    """The loss of a micro-batch, fp32 [], for a backward; and of each datum the sum of its losses
+    and the log-probabilities of its targets, fp32 of their shape. `temperature`: of the
+    log-probabilities, also of those that the call holds.
+    """
     logs, _ = target_log_probabilities(model, own.batch, temperature)
     if not own.shapes:
         return logs.sum(), [], []
     losses = LOSSES[call.loss_fn](logs, own.inputs, call.config)
     sizes = [int(np.prod(shape)) for shape in own.shapes]
-    of_data = zip(losses.detach().double().split(sizes), logs.detach().float().cpu().split(sizes), own.shapes, strict=True)
-    read = [(float(each.sum()), logprobs.numpy().reshape(shape)) for each, logprobs, shape in of_data]
+    of_data = zip(
+        losses.detach().double().split(sizes),
+        logs.detach().float().cpu().split(sizes),
+        own.shapes,
+        strict=True,
+    )
+    read = [
+        (float(each.sum()), logprobs.numpy().reshape(shape)) for each, logprobs, shape in of_data
+    ]
     return losses.sum(), [loss for loss, _ in read], [logprobs for _, logprobs in read]
 
 

@@ -1,7 +1,7 @@
 """The losses of a client's training loop, per target token, whose sum is taken. Pure.
 
-lp is the log-probability of a token by the model that is trained, q that by the model that sampled it, A its advantage, and
-r = exp(lp - q). All are tensors of one shape, in nats.
+lp is the log-probability of a token by the model that is trained, q that by the model that sampled
+it, A its advantage, and r = exp(lp - q). All are tensors of one shape, in nats.
 """
 
 from __future__ import annotations
@@ -24,13 +24,16 @@ def cross_entropy(lp: Tensor, inputs: Inputs, config: Config) -> Tensor:
 
 
 def importance_sampling(lp: Tensor, inputs: Inputs, config: Config) -> Tensor:
-    """-r A: the policy gradient of samples of another model (off-policy REINFORCE; Degris, White and Sutton, 2012)."""
+    """-r A: the policy gradient of samples of another model (off-policy REINFORCE; Degris, White
+    and Sutton, 2012).
+    """
     return -_ratio(lp, inputs) * inputs["advantages"]
 
 
 def ppo(lp: Tensor, inputs: Inputs, config: Config) -> Tensor:
     """-min(r A, clip(r) A): Schulman et al., 2017, equation 7."""
-    ratio, advantages = _ratio(lp, inputs), inputs["advantages"]
+    ratio = _ratio(lp, inputs)
+    advantages = inputs["advantages"]
     return -torch.minimum(ratio * advantages, _clipped(ratio, config) * advantages)
 
 
@@ -40,7 +43,9 @@ def cispo(lp: Tensor, inputs: Inputs, config: Config) -> Tensor:
 
 
 def dro(lp: Tensor, inputs: Inputs, config: Config) -> Tensor:
-    """-(lp A - beta/2 (lp - q)^2): Richemond et al., 2024, equation 4, with the advantage in place of reward less value."""
+    """-(lp A - beta/2 (lp - q)^2): Richemond et al., 2024, equation 4, with the advantage in place
+    of reward less value.
+    """
     return -(lp * inputs["advantages"] - 0.5 * config["beta"] * (lp - inputs["logprobs"]).square())
 
 
@@ -54,7 +59,9 @@ LOSSES: Mapping[str, Callable[[Tensor, Inputs, Config], Tensor]] = {
 
 
 def _ratio(lp: Tensor, inputs: Inputs) -> Tensor:
-    """r, but 1 where A is 0: nothing is learned there, and a ratio too large for a number, times 0, would be none."""
+    """r, but 1 where A is 0: nothing is learned there, and a ratio too large for a number, times 0,
+    would be none.
+    """
     return (lp - inputs["logprobs"]).where(inputs["advantages"] != 0, 0.0).exp()
 
 

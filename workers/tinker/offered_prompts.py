@@ -23,8 +23,11 @@ from ft_service.spec import DataFileRef, JobSpec
 
 
 def offer_prompts(run: RunDir, spec: JobSpec, training: TokenSet, validation: TokenSet) -> None:
-    """Write the prompts with their items unless they are written. `training`, `validation`: the tokens of the files' records,
-    in their order. Raises DataError, OSError."""
+    """Write the prompts with their items unless they are written.
+
+    `training`, `validation`: the tokens of the files' records, in their order. Raises DataError,
+    OSError.
+    """
     if run.has(PROMPTS):
         return
     tokenizer = load_tokenizer(spec.model.path, spec.chat_template)
@@ -33,10 +36,13 @@ def offer_prompts(run: RunDir, spec: JobSpec, training: TokenSet, validation: To
     options = TokenOptions.of(spec)
     with closing(TemplateProcess(template.sources, template.special_tokens)) as process:
 
-        def write(messages: list[dict[str, Any]], tools: list[Any] | None = None, *, prompt: bool = False) -> str:
+        def write(
+            messages: list[dict[str, Any]], tools: list[Any] | None = None, *, prompt: bool = False
+        ) -> str:
             return process.write(messages, tools, options.day, prompt=prompt)
 
-        ends, answers = answer_ends(write, tokenizer, Path(spec.model.path)), answer_format(write, tokenizer)
+        ends = answer_ends(write, tokenizer, Path(spec.model.path))
+        answers = answer_format(write, tokenizer)
     header = PromptHeader(sorted(ends), len(training), len(validation), answers)
     write_prompts(run, header, _prompts(spec, options, tokenizer, training, validation))
 
@@ -58,7 +64,10 @@ def _records(file: DataFileRef, options: TokenOptions) -> Iterator[GradedPrompt]
     with open_data(Path(file.path), file.files, options.columns) as reader:
         for _, record in reader:
             if not isinstance(record, GradedPrompt):
-                raise DataError(f"{file.name}: the file has changed since the job was submitted.", code="file_changed")
+                raise DataError(
+                    f"{file.name}: the file has changed since the job was submitted.",
+                    code="file_changed",
+                )
             yield record
 
 

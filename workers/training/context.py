@@ -1,4 +1,6 @@
-"""The parts that one attempt's training shares, and the request to stop it after the same step on all ranks."""
+"""The parts that one attempt's training shares, and the request to stop it after the same step on
+all ranks.
+"""
 
 from __future__ import annotations
 
@@ -25,7 +27,9 @@ POLL_SECONDS = 0.2
 
 
 class StopRequest:
-    """A request to stop: by the user (`control.json`), by the supervisor (`stop.json`), or by a signal to any rank."""
+    """A request to stop: by the user (`control.json`), by the supervisor (`stop.json`), or by a
+    signal to any rank.
+    """
 
     def __init__(self, runtime: Runtime) -> None:
         self._runtime = runtime
@@ -40,14 +44,17 @@ class StopRequest:
         return self._signalled or (self._runtime.rank == 0 and self._requested_by_file())
 
     def agreed(self) -> bool:
-        """Return whether to stop now: the same on all ranks, which call this together after every step.
+        """Return whether to stop now: the same on all ranks, which call this together after every
+        step.
 
-        Where steps are read late, this returns what was agreed on after the previous step: the hosts agree while the GPUs work.
+        Where steps are read late, this returns what was agreed on after the previous step: the
+        hosts agree while the GPUs work.
         """
         requested = self.is_requested
         if self._runtime.groups.stop is None:
             return requested
-        previous, self._pending = self._pending, self._reduce(requested, self._runtime.groups.stop)
+        previous = self._pending
+        self._pending = self._reduce(requested, self._runtime.groups.stop)
         reduced = previous if self._runtime.reads_late else self._pending
         if reduced is None:
             return False
@@ -74,11 +81,15 @@ class StopRequest:
         if time.monotonic() - self._read_at >= POLL_SECONDS:
             self._read_at = time.monotonic()
             attempt = Attempt(self._runtime.run, self._runtime.start.attempt)
-            # An error would end this rank alone, and the others wait for it. What cannot be read now is read again; a document
-            # that never can be ends the attempt from outside (supervisor, engine).
+            # An error would end this rank alone, and the others wait for it. What cannot be read
+            # now is read again; a document that never can be ends the attempt from outside
+            # (supervisor, engine).
             with suppress(OSError, UnreadableDocumentError):
-                control, stop = attempt.read_control(), attempt.read_stop()
-                self._requested = stop is not None or (control is not None and control.desired is not Desired.RUN)
+                control = attempt.read_control()
+                stop = attempt.read_stop()
+                self._requested = stop is not None or (
+                    control is not None and control.desired is not Desired.RUN
+                )
         return self._requested
 
 

@@ -1,10 +1,12 @@
 """Answers to a few prompts before the first step, while training and after the last step.
 
-The ranks write them themselves, with the sharded model as it stands, so that no second copy of it is needed. Each rank has its
-share of the prompts. Tokens are the likeliest ones, and nothing is cached: each token is a forward of all unfinished answers,
-or several where these have more tokens than a micro-batch.
+The ranks write them themselves, with the sharded model as it stands, so that no second copy of it
+is needed. Each rank has its share of the prompts. Tokens are the likeliest ones, and nothing is
+cached: each token is a forward of all unfinished answers, or several where these have more tokens
+than a micro-batch.
 
-Before the first step the model is the base, or the tuned model that the job continues from: no adapter is switched off.
+Before the first step the model is the base, or the tuned model that the job continues from: no
+adapter is switched off.
 """
 
 from __future__ import annotations
@@ -56,11 +58,20 @@ REPORT_SECONDS = 30.0
 
 
 class Evaluator:
-    """A job's prompts, answered by the model as it is. Every method is called by all ranks together."""
+    """A job's prompts, answered by the model as it is.
 
-    def __init__(self, context: TrainingContext, asked: Asked, tokenizer: Any, options: EvaluationOptions) -> None:
-        self._context, self._runtime, self._tokenizer, self._options = context, context.runtime, tokenizer, options
-        self._asked, self._questions = asked, asked.questions
+    Every method is called by all ranks together.
+    """
+
+    def __init__(
+        self, context: TrainingContext, asked: Asked, tokenizer: Any, options: EvaluationOptions
+    ) -> None:
+        self._context = context
+        self._runtime = context.runtime
+        self._tokenizer = tokenizer
+        self._options = options
+        self._asked = asked
+        self._questions = asked.questions
         self._begun: Evaluation | None = None
         self._reported_at = 0.0
 
@@ -70,7 +81,10 @@ class Evaluator:
         return self._options.on_validation
 
     def begin(self) -> bool:
-        """Ask the model that training starts from, unless an earlier attempt did. False: it was stopped meanwhile."""
+        """Ask the model that training starts from, unless an earlier attempt did.
+
+        False: it was stopped meanwhile.
+        """
         self._begun = by_first(lambda: self._known(0))
         if self._begun is None:
             self._tell_of_room()
@@ -79,15 +93,28 @@ class Evaluator:
                 return False
             scores = self.scores(answers)
             rows = [
-                EvaluatedPrompt(**self._told(question), base=answer.whole, tuned=None, scores=own, base_scores=own)
+                EvaluatedPrompt(
+                    **self._told(question),
+                    base=answer.whole,
+                    tuned=None,
+                    scores=own,
+                    base_scores=own,
+                )
                 for question, answer, own in zip(self._questions, answers, scores, strict=True)
             ]
             means = mean_scores(scores)
-            self._begun = self._write(Evaluation(step=0, time=time.time(), metrics=means, base_metrics=means, samples=rows))
+            self._begun = self._write(
+                Evaluation(
+                    step=0, time=time.time(), metrics=means, base_metrics=means, samples=rows
+                )
+            )
         return True
 
     def at(self, step: int, *, last: bool) -> dict[str, float] | None:
-        """Ask the model at a step, once; the metrics. None: it was stopped meanwhile. `last`: tell of every prompt."""
+        """Ask the model at a step, once; the metrics.
+
+        None: it was stopped meanwhile. `last`: tell of every prompt.
+        """
         known = by_first(lambda: self._known(step))
         if known is not None:
             return known.metrics
@@ -95,56 +122,89 @@ class Evaluator:
         answers = self.ask(step)
         if answers is None:
             return None
-        scores, begun = self.scores(answers), self._begun
+        scores = self.scores(answers)
+        begun = self._begun
         rows = [
             before.model_copy(update={"tuned": answer.whole, "scores": own})
             for before, answer, own in zip(begun.samples, answers, scores, strict=True)
         ]
         evaluation = Evaluation(
-            step=step, time=time.time(), metrics=mean_scores(scores), base_metrics=begun.base_metrics, samples=rows
+            step=step,
+            time=time.time(),
+            metrics=mean_scores(scores),
+            base_metrics=begun.base_metrics,
+            samples=rows,
         )
         for sentence in messages(evaluation, everything=last):
             self._context.reporter.message(sentence)
         return self._write(evaluation).metrics
 
-    def ask(self, step: int, model: nn.Module | None = None, seconds: float | None = None) -> list[Answer] | None:
-        """An answer to every prompt by the model as it stands, or by another one. None: it was stopped meanwhile, or took more
-        than so many seconds."""
-        runtime, model = self._runtime, model or self._context.model
+    def ask(
+        self, step: int, model: nn.Module | None = None, seconds: float | None = None
+    ) -> list[Answer] | None:
+        """An answer to every prompt by the model as it stands, or by another one.
+
+        None: it was stopped meanwhile, or took more than so many seconds.
+        """
+        runtime = self._runtime
+        model = model or self._context.model
         own = self._questions[runtime.rank :: runtime.world]
         self._reported_at = time.monotonic()
         training = model.training
         model.eval()
         with torch.compiler.set_stance("force_eager"):  # every token is of another length
-            decoding = GreedyDecoding.of(self._context, self._options.max_new_tokens, self._asked.ends)
-            written = greedy(runtime, model, [question.ids for question in own], decoding, self._goes_on(step, seconds))
+            decoding = GreedyDecoding.of(
+                self._context, self._options.max_new_tokens, self._asked.ends
+            )
+            written = greedy(
+                runtime,
+                model,
+                [question.ids for question in own],
+                decoding,
+                self._goes_on(step, seconds),
+            )
         model.train(training)
         if written is None:
             return None
         pairs = zip(own, written, strict=True)
-        by_rank = from_all([question.read(tokens, self._tokenizer, self._asked.answers) for question, tokens in pairs])
+        by_rank = from_all(
+            [
+                question.read(tokens, self._tokenizer, self._asked.answers)
+                for question, tokens in pairs
+            ]
+        )
         return [by_rank[i % runtime.world][i // runtime.world] for i in range(len(self._questions))]
 
     def _tell_of_room(self) -> None:
         """Report prompts behind which the base's context has no room."""
         room = room_of(self._context)
-        full = [number for number, own in enumerate(self._questions, 1) if room is not None and len(own.ids) >= room]
+        full = [
+            number
+            for number, own in enumerate(self._questions, 1)
+            if room is not None and len(own.ids) >= room
+        ]
         if full:
             more = f" (and {len(full) - 1} more)" if len(full) > 1 else ""
             self._context.reporter.warn(
-                f"evaluation.prompts: prompt {full[0]}{more} leaves no room for an answer in the base's context of {room:,} "
+                f"evaluation.prompts: prompt {full[0]}{more} leaves no room for an answer in the "
+                f"base's context of {room:,} "
                 "tokens, and gets none."
             )
 
     def _goes_on(self, step: int, seconds: float | None) -> Callable[[int], bool]:
-        """Return a function of a token's number that says whether to continue. It reports progress: silence means a stall."""
+        """Return a function of a token's number that says whether to continue.
+
+        It reports progress: silence means a stall.
+        """
         began = time.monotonic()
 
         def goes_on(token: int) -> bool:
             if time.monotonic() - self._reported_at >= REPORT_SECONDS:
                 self._reported_at = time.monotonic()
                 most = self._options.max_new_tokens
-                self._context.reporter.message(f"Evaluation at step {step}: the answers have {token} of at most {most} tokens.")
+                self._context.reporter.message(
+                    f"Evaluation at step {step}: the answers have {token} of at most {most} tokens."
+                )
             if token % LOOK_TOKENS:
                 return True
             if seconds is not None and from_first(time.monotonic() - began > seconds):
@@ -156,17 +216,25 @@ class Evaluator:
     def scores(self, answers: Sequence[Answer]) -> list[dict[str, float]]:
         """Scores of the answers to all prompts."""
         pairs = zip(answers, self._questions, strict=True)
-        return [score(answer, own.reference, self._options.metrics, own.item) for answer, own in pairs]
+        return [
+            score(answer, own.reference, self._options.metrics, own.item) for answer, own in pairs
+        ]
 
     def _known(self, step: int) -> Evaluation | None:
-        """This attempt's evaluation of a step; of step 0 any attempt's, if the questions are the same."""
+        """This attempt's evaluation of a step; of step 0 any attempt's, if the questions are the
+        same.
+        """
         run = self._runtime.run
         if step:
             return read_evaluation(run, evaluation_key(step, self._runtime.start.attempt))
         key = evaluated_steps(run).get(0)
         evaluation = read_evaluation(run, key) if key else None
         prompts = [(question.prompt, question.reference) for question in self._questions]
-        return evaluation if evaluation and [(own.prompt, own.reference) for own in evaluation.samples] == prompts else None
+        return (
+            evaluation
+            if evaluation and [(own.prompt, own.reference) for own in evaluation.samples] == prompts
+            else None
+        )
 
     def _write(self, found: Evaluation) -> Evaluation:
         key = evaluation_key(found.step, self._runtime.start.attempt)
@@ -175,7 +243,11 @@ class Evaluator:
 
     @staticmethod
     def _told(question: Question) -> dict[str, Any]:
-        return {"prompt": question.prompt, "messages": question.messages, "reference": question.reference}
+        return {
+            "prompt": question.prompt,
+            "messages": question.messages,
+            "reference": question.reference,
+        }
 
 
 def mean_scores(scores: Sequence[dict[str, float]]) -> dict[str, float]:
@@ -185,21 +257,33 @@ def mean_scores(scores: Sequence[dict[str, float]]) -> dict[str, float]:
 
 
 def messages(found: Evaluation, *, everything: bool) -> list[str]:
-    """Sentences for events: the scores, then with `everything` the first prompts with their answers."""
+    """Sentences for events: the scores, then with `everything` the first prompts with their
+    answers.
+    """
     scores = ", ".join(
-        f"{name} {value:.2f} (before: {found.base_metrics.get(name, 0):.2f})" for name, value in found.metrics.items()
+        f"{name} {value:.2f} (before: {found.base_metrics.get(name, 0):.2f})"
+        for name, value in found.metrics.items()
     )
-    lines = [f"Evaluation after step {found.step}, {counted(len(found.samples), 'prompt')}: {scores or 'no metric applies'}."]
+    lines = [
+        f"Evaluation after step {found.step}, {counted(len(found.samples), 'prompt')}: "
+        f"{scores or 'no metric applies'}."
+    ]
     for own in found.samples[: TOLD if everything else 0]:
-        said = "\n".join(f"{role}: {text}" if role else text for role, text in prompt_turns(own.prompt, own.messages))
-        question, expected, before, after = (_short(text or "") for text in (said, own.reference, own.base, own.tuned))
+        said = "\n".join(
+            f"{role}: {text}" if role else text
+            for role, text in prompt_turns(own.prompt, own.messages)
+        )
+        question, expected, before, after = (
+            _short(text or "") for text in (said, own.reference, own.base, own.tuned)
+        )
         lines.append(f"Asked: {question}\nExpected: {expected}\nBefore: {before}\nAfter: {after}")
     return lines
 
 
 def room_of(context: TrainingContext) -> int | None:
-    """Tokens that a prompt and its answer may have together: as many as the base has positions, or as a sample of the job, if
-    the base has learned no vector for each position: behind them it would fail. None: the base does not say.
+    """Tokens that a prompt and its answer may have together: as many as the base has positions, or
+    as a sample of the job, if the base has learned no vector for each position: behind them it
+    would fail. None: the base does not say.
     """
     positions, embeddings = positions_of(context.model)
     if positions is None or learned_positions(positions, embeddings):
@@ -220,9 +304,11 @@ class GreedyDecoding:
     """Tokens of a prompt and its answer together at most; None: any number."""
 
     @classmethod
-    def of(cls, context: TrainingContext, max_new_tokens: int, ends: Collection[int]) -> GreedyDecoding:
-        """That of a job, whose micro-batches set the limits: but a forward without a backward keeps nothing, so that it has at
-        least the usual number of tokens, and however many samples.
+    def of(
+        cls, context: TrainingContext, max_new_tokens: int, ends: Collection[int]
+    ) -> GreedyDecoding:
+        """That of a job, whose micro-batches set the limits: but a forward without a backward keeps
+        nothing, so that it has at least the usual number of tokens, and however many samples.
         """
         limits = replace(context.limits, tokens=max(context.limits.tokens, TOKENS), samples=None)
         return cls(max_new_tokens, ends, limits, room_of(context))
@@ -236,10 +322,12 @@ def greedy(
     decoding: GreedyDecoding,
     goes_on: Callable[[int], bool] = lambda token: True,
 ) -> list[list[int]] | None:
-    """Return the likeliest tokens after each of this rank's prompts. Called by all ranks together, which take part as long as
-    any rank has an unfinished answer.
+    """Return the likeliest tokens after each of this rank's prompts.
 
-    `goes_on` is called before every token, with its number from 1; once it returns False, the result is None.
+    Called by all ranks together, which take part as long as any rank has an unfinished answer.
+
+    `goes_on` is called before every token, with its number from 1; once it returns False, the
+    result is None.
     """
     written: list[list[int]] = [[] for _ in prompts]
     rows = [prompt.astype(np.int32) for prompt in prompts]
@@ -252,8 +340,15 @@ def greedy(
         most = _most(len(forwards), runtime)
         if not most:
             break
-        for members in [*forwards, *[[]] * (most - len(forwards))]:  # an empty one meets those of the other ranks
-            for i, token in zip(members, _next_tokens(runtime, model, [rows[i] for i in members], decoding), strict=True):
+        for members in [
+            *forwards,
+            *[[]] * (most - len(forwards)),
+        ]:  # an empty one meets those of the other ranks
+            for i, token in zip(
+                members,
+                _next_tokens(runtime, model, [rows[i] for i in members], decoding),
+                strict=True,
+            ):
                 if token in decoding.ends:
                     open_ones.remove(i)
                 else:
@@ -275,7 +370,9 @@ def _forwards(lengths: Mapping[int, int], limits: MicroBatchLimits) -> list[list
     return [[numbers[place] for place in places] for (places,) in shared]
 
 
-def _next_tokens(runtime: Runtime, model: nn.Module, rows: Sequence[np.ndarray], decoding: GreedyDecoding) -> list[int]:
+def _next_tokens(
+    runtime: Runtime, model: nn.Module, rows: Sequence[np.ndarray], decoding: GreedyDecoding
+) -> list[int]:
     """The likeliest token after each of some rows, by one forward."""
     none = [Tokens(row, np.zeros(len(row), dtype=bool)) for row in rows]
     batch = make_batch(none, runtime.device, packed=decoding.limits.packed)

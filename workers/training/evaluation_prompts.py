@@ -68,38 +68,58 @@ class Asked:
 
 
 def asked_of(spec: JobSpec, samples: Sequence[Tokens], tokenizer: Any) -> Asked:
-    """A job's own prompts; without any, a question for each sample: its tokens before the last learned stretch, which is the
-    expected answer. Raises DataError for a prompt that the template rejects."""
-    day, folder = TokenOptions.of(spec).day, Path(spec.model.path)
+    """A job's own prompts; without any, a question for each sample: its tokens before the last
+    learned stretch, which is the expected answer. Raises DataError for a prompt that the template
+    rejects.
+    """
+    day = TokenOptions.of(spec).day
+    folder = Path(spec.model.path)
     with _rendering(tokenizer) as process:
         write = _write(process, day) if process else None
         answers = answer_format(write, tokenizer)
         learned = [_question(sample, tokenizer, answers, write) for sample in samples]
         given = spec.evaluation.given if spec.evaluation is not None else ()
-        own = [_question_of(number, prompt, tokenizer, write) for number, prompt in enumerate(given, 1)]
+        own = [
+            _question_of(number, prompt, tokenizer, write) for number, prompt in enumerate(given, 1)
+        ]
         stops = answer_ends(write, tokenizer, folder) if write is not None else stops_of(folder)
     return Asked(own or learned, answers, stops | ends_of(learned, tokenizer))
 
 
-def questions_of_prompts(prompts: Sequence[Prompt], tokenizer: Any, options: TokenOptions) -> list[Question]:
-    """Prompts, rendered as when the model is served: conversations with the chat template. Raises DataError for one that the
-    template rejects."""
+def questions_of_prompts(
+    prompts: Sequence[Prompt], tokenizer: Any, options: TokenOptions
+) -> list[Question]:
+    """Prompts, rendered as when the model is served: conversations with the chat template.
+
+    Raises DataError for one that the template rejects.
+    """
     with _rendering(tokenizer) as process:
         write = _write(process, options.day) if process else None
-        return [_question_of(number, prompt, tokenizer, write) for number, prompt in enumerate(prompts, 1)]
+        return [
+            _question_of(number, prompt, tokenizer, write)
+            for number, prompt in enumerate(prompts, 1)
+        ]
 
 
 def _write(process: TemplateProcess, day: date) -> Write:
-    def write(messages: list[dict[str, Any]], tools: list[Any] | None = None, *, prompt: bool = False) -> str:
+    def write(
+        messages: list[dict[str, Any]], tools: list[Any] | None = None, *, prompt: bool = False
+    ) -> str:
         return process.write(messages, tools, day, prompt=prompt)
 
     return write
 
 
 def _rendering(tokenizer: Any) -> AbstractContextManager[TemplateProcess | None]:
-    """Start a process that renders with the tokenizer's chat template; None: the tokenizer has no template."""
+    """Start a process that renders with the tokenizer's chat template; None: the tokenizer has no
+    template.
+    """
     template = ChatTemplate.of(tokenizer)
-    return closing(TemplateProcess(template.sources, template.special_tokens)) if template else nullcontext()
+    return (
+        closing(TemplateProcess(template.sources, template.special_tokens))
+        if template
+        else nullcontext()
+    )
 
 
 def ends_of(questions: Sequence[Question], tokenizer: Any) -> set[int]:
@@ -112,7 +132,10 @@ def text_of(tokens: Any, tokenizer: Any) -> str:
 
 
 def last_stretch(targets: np.ndarray) -> tuple[int, int]:
-    """Return [begin, end) of the last run of targets. There is at least one target after the first token."""
+    """Return [begin, end) of the last run of targets.
+
+    There is at least one target after the first token.
+    """
     places = np.flatnonzero(targets)
     end = int(places[-1]) + 1
     gaps = np.flatnonzero(np.diff(places) > 1)
@@ -123,24 +146,37 @@ def last_stretch(targets: np.ndarray) -> tuple[int, int]:
 def _question_of(number: int, prompt: Prompt, tokenizer: Any, write: Write | None) -> Question:
     messages = None
     if prompt.messages is not None:
-        messages = [{"role": ROLES.get(turn.role, turn.role), "content": turn.content} for turn in prompt.messages]
+        messages = [
+            {"role": ROLES.get(turn.role, turn.role), "content": turn.content}
+            for turn in prompt.messages
+        ]
     try:
         if messages is None:
             text = bare_prompt(tokenizer, prompt.prompt or "")
         elif write is None:
-            raise LineError("messages", "the base has no chat template: give chat_template, or bare text as prompt")
+            raise LineError(
+                "messages",
+                "the base has no chat template: give chat_template, or bare text as prompt",
+            )
         else:
             text = write(messages, prompt=True)
     except LineError as error:
-        raise DataError(f"evaluation.prompts: prompt {number}: {error.reason}.", code="invalid_prompt") from None
+        raise DataError(
+            f"evaluation.prompts: prompt {number}: {error.reason}.", code="invalid_prompt"
+        ) from None
     ids = np.asarray(tokenizer(text, add_special_tokens=False)["input_ids"], dtype=np.int32)
     if not len(ids):
         raise DataError(f"evaluation.prompts: prompt {number} has no token.", code="invalid_prompt")
-    shown, closing = text_of(ids, tokenizer), closing_of(text)
-    return Question(ids, shown, prompt.reference, messages=messages, item=prompt.item, closing=closing)
+    shown = text_of(ids, tokenizer)
+    closing = closing_of(text)
+    return Question(
+        ids, shown, prompt.reference, messages=messages, item=prompt.item, closing=closing
+    )
 
 
-def _question(sample: Tokens, tokenizer: Any, answers: AnswerFormat, write: Write | None) -> Question:
+def _question(
+    sample: Tokens, tokenizer: Any, answers: AnswerFormat, write: Write | None
+) -> Question:
     begin, end = last_stretch(sample.targets)
     ids = sample.ids[:begin]
     learned, ends = _without_end(sample.ids[begin:end].tolist(), tokenizer)
@@ -158,9 +194,13 @@ def _question(sample: Tokens, tokenizer: Any, answers: AnswerFormat, write: Writ
 
 
 def _without_end(learned: list[int], tokenizer: Any) -> tuple[list[int], frozenset[int]]:
-    """A learned answer without the special token that ends it, and that token, if there is one: others may stand within."""
+    """A learned answer without the special token that ends it, and that token, if there is one:
+    others may stand within.
+    """
     end = len(learned)
-    while end > 1 and not tokenizer.decode(learned[end - 1 : end], skip_special_tokens=False).strip():
+    while (
+        end > 1 and not tokenizer.decode(learned[end - 1 : end], skip_special_tokens=False).strip()
+    ):
         end -= 1
     if learned[end - 1] not in {*tokenizer.all_special_ids, *tokenizer.get_added_vocab().values()}:
         return learned, frozenset()

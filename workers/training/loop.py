@@ -1,4 +1,7 @@
-"""The loop over optimizer steps: train, validate, report, checkpoint, stop on request. `Schedule` decides what happens when."""
+"""The loop over optimizer steps: train, validate, report, checkpoint, stop on request.
+
+`Schedule` decides what happens when.
+"""
 
 from __future__ import annotations
 
@@ -82,13 +85,17 @@ class Schedule:
 
     def ends_at(self, step: int, validations: Validations) -> bool:
         """Whether training is done: at its last step, or before."""
-        return step >= self.total_steps or (self.patience is not None and validations.without_progress >= self.patience)
+        return step >= self.total_steps or (
+            self.patience is not None and validations.without_progress >= self.patience
+        )
 
     def validates_at(self, step: int) -> bool:
         return self.counts_at(step) or step in self.rungs
 
     def counts_at(self, step: int) -> bool:
-        """Whether a validation is one of those that the job asks for, whose progress its patience counts."""
+        """Whether a validation is one of those that the job asks for, whose progress its patience
+        counts.
+        """
         return step == self.total_steps or step % (self.eval_steps or self.steps_per_epoch) == 0
 
     def saves_at(self, step: int, validations: Validations) -> bool:
@@ -110,7 +117,9 @@ class StepBegun:
     tokens: int
     trained_tokens: int
     numbers: Tensor
-    """fp64 [sums + 1], in the host's memory once `ended` has passed: the objective's sums, and the norm of the gradients."""
+    """fp64 [sums + 1], in the host's memory once `ended` has passed: the objective's sums, and the
+    norm of the gradients.
+    """
     began: DeviceEvent
     ended: DeviceEvent
 
@@ -119,7 +128,8 @@ class StepBegun:
 class Trainer:
     """One attempt's loop over the parts that were built for it.
 
-    The host hands a GPU the next step before it reads what the last one made, so that the GPU never waits for it.
+    The host hands a GPU the next step before it reads what the last one made, so that the GPU never
+    waits for it.
     """
 
     context: TrainingContext
@@ -137,7 +147,10 @@ class Trainer:
         return self.context.runtime
 
     def fit(self) -> str | None:
-        """Train to the end, or until a stop is agreed on. Returns the checkpoint to resume from; None: training is done."""
+        """Train to the end, or until a stop is agreed on.
+
+        Returns the checkpoint to resume from; None: training is done.
+        """
         late = self.runtime.reads_late
         unread: StepBegun | None = None
         ended = DeviceEvent(self.runtime.device)
@@ -157,7 +170,9 @@ class Trainer:
                 return name if not self._done else None
             if self.schedule.saves_at(self.job.step, self.job.validations):
                 self.saver.save(self.job, metrics)
-            ended = DeviceEvent(self.runtime.device)  # validations and checkpoints are no time of steps
+            ended = DeviceEvent(
+                self.runtime.device
+            )  # validations and checkpoints are no time of steps
         return None
 
     @property
@@ -180,7 +195,8 @@ class Trainer:
         return len(self.valid) > 0 and self.schedule.validates_at(self.job.step)
 
     def _begin(self, began: DeviceEvent) -> StepBegun:
-        options, distributed = self.runtime.spec.training, self.runtime.spec.distributed
+        options = self.runtime.spec.training
+        distributed = self.runtime.spec.distributed
         batch = self._order.of_step(self.job.step)
         rate = learning_rate_at(self.job.step, self.schedule.total_steps, options)
         tokens = int(self.train.samples.lengths[self.train.members(batch)].sum())
@@ -199,7 +215,9 @@ class Trainer:
         self.job.trained_tokens += tokens
         numbers = _to_host(torch.cat([sums, norm.detach().double().reshape(1)]))
         ended = DeviceEvent(self.runtime.device)
-        return StepBegun(self.job.step, rate, batch, tokens, self.job.trained_tokens, numbers, began, ended)
+        return StepBegun(
+            self.job.step, rate, batch, tokens, self.job.trained_tokens, numbers, began, ended
+        )
 
     def _check(self, begun: StepBegun) -> tuple[BatchSums, float]:
         """The step's numbers, once they are there. Raises TrainingError if they are impossible."""
@@ -217,12 +235,16 @@ class Trainer:
         if valid is not None:
             threshold = self.runtime.spec.training.early_stopping_threshold
             counts = self.schedule.counts_at(self.job.step)
-            self.job.validations = self.job.validations.after(self.job.step, valid.mean_loss, threshold, counts=counts)
+            self.job.validations = self.job.validations.after(
+                self.job.step, valid.mean_loss, threshold, counts=counts
+            )
         return self._report(begun, numbers, valid, self._answered(validated=valid is not None))
 
     def _answered(self, *, validated: bool) -> dict[str, float]:
         """Metrics of the answers at the newest step, if it is time for them."""
-        due = self.evaluator is not None and (self._done or (validated and self.evaluator.on_validation))
+        due = self.evaluator is not None and (
+            self._done or (validated and self.evaluator.on_validation)
+        )
         if self.evaluator is None or not due:
             return {}
         return by_name(self.evaluator.at(self.job.step, last=self._done) or {})
@@ -257,16 +279,24 @@ class Trainer:
         items = list(range(len(self.valid)))
         model = self.context.model
         model.eval()
-        sums = evaluate(model, self._mine(self.valid, items), self.runtime.world, self.valid.loss_of(items))
+        sums = evaluate(
+            model, self._mine(self.valid, items), self.runtime.world, self.valid.loss_of(items)
+        )
         model.train()
         return self.valid.read(sums.tolist(), items)
 
-    def _mine(self, objective: Objective, items: Sequence[int], step: int | None = None) -> Iterator[Any]:
-        """Yield this rank's micro-batches of a global batch. `step`: the optimizer step (from 0) that trains on it, if any.
+    def _mine(
+        self, objective: Objective, items: Sequence[int], step: int | None = None
+    ) -> Iterator[Any]:
+        """Yield this rank's micro-batches of a global batch.
 
-        That it goes on is reported meanwhile: a step or a validation may take longer than a job may be silent.
+        `step`: the optimizer step (from 0) that trains on it, if any.
+
+        That it goes on is reported meanwhile: a step or a validation may take longer than a job may
+        be silent.
         """
-        spec, runtime = self.runtime.spec, self.runtime
+        spec = self.runtime.spec
+        runtime = self.runtime
         random = spec.lora.lora_dropout > 0 or spec.training.neftune_noise_alpha is not None
         key = partial(key_of, "sample", spec.seed, step) if random and step is not None else None
         for batch in RankShare.of(runtime, self.context.limits).batches(objective, items, key):
@@ -275,7 +305,9 @@ class Trainer:
 
 
 def _together(
-    train: dict[str, float] | None, valid: dict[str, float] | None, answered: dict[str, float] | None
+    train: dict[str, float] | None,
+    valid: dict[str, float] | None,
+    answered: dict[str, float] | None,
 ) -> dict[str, float] | None:
     """Metrics.more of a step, of its validation and of its answers."""
     of_valid = {f"valid_{name}": value for name, value in (valid or {}).items()}
@@ -286,4 +318,6 @@ def _to_host(numbers: Tensor) -> Tensor:
     """A copy in the host's memory, which a GPU fills when it comes to it."""
     if numbers.device.type == "cpu":
         return numbers
-    return torch.empty_like(numbers, device="cpu", pin_memory=True).copy_(numbers, non_blocking=True)
+    return torch.empty_like(numbers, device="cpu", pin_memory=True).copy_(
+        numbers, non_blocking=True
+    )

@@ -1,4 +1,7 @@
-"""The data and loss of a job: single samples, or pairs. The loop knows items; an objective knows their samples."""
+"""The data and loss of a job: single samples, or pairs.
+
+The loop knows items; an objective knows their samples.
+"""
 
 from __future__ import annotations
 
@@ -55,8 +58,13 @@ class Objective(Protocol):
         """The micro-batches of all ranks, as positions in `items`."""
         ...
 
-    def micro_batch(self, members: Sequence[int], device: torch.device, keys: Sequence[int] | None, packed: bool) -> Any:
-        """The samples of whole items as a micro-batch, for `loss_of`. `keys`: of the samples, for dropout."""
+    def micro_batch(
+        self, members: Sequence[int], device: torch.device, keys: Sequence[int] | None, packed: bool
+    ) -> Any:
+        """The samples of whole items as a micro-batch, for `loss_of`.
+
+        `keys`: of the samples, for dropout.
+        """
         ...
 
     def divisor(self, items: Sequence[int]) -> int:
@@ -85,7 +93,9 @@ class Supervised:
     def share_out(self, items: Sequence[int], world: int, limits: MicroBatchLimits) -> Rounds:
         return share_out(self.samples.lengths[items].tolist(), world, limits)
 
-    def micro_batch(self, members: Sequence[int], device: torch.device, keys: Sequence[int] | None, packed: bool) -> Batch:
+    def micro_batch(
+        self, members: Sequence[int], device: torch.device, keys: Sequence[int] | None, packed: bool
+    ) -> Batch:
         return make_batch([self.samples[i] for i in members], device, keys, packed=packed)
 
     def divisor(self, items: Sequence[int]) -> int:
@@ -101,7 +111,9 @@ class Supervised:
 
 @dataclass(frozen=True)
 class WholeRows(Supervised):
-    """Cross entropy of what is learned whole; an item is a row of concatenated samples, which do not see each other."""
+    """Cross entropy of what is learned whole; an item is a row of concatenated samples, which do
+    not see each other.
+    """
 
     rows: Rows
 
@@ -120,7 +132,9 @@ class WholeRows(Supervised):
 
 
 def supervised(samples: TokenSet, spec: JobSpec, *, packed: bool) -> Supervised:
-    """The objective of supervised training: full rows of what is learned whole if it is packed, else samples."""
+    """The objective of supervised training: full rows of what is learned whole if it is packed,
+    else samples.
+    """
     if not (packed and are_whole(samples)):
         return Supervised(samples)
     return WholeRows(samples, in_rows(samples.lengths.tolist(), spec.training.max_length))
@@ -132,7 +146,9 @@ class Preference:
 
     samples: TokenSet
     reference: Tensor
-    """fp64 [samples], on the CPU: the answers' log-probabilities where training started (reference_logprobs.py)."""
+    """fp64 [samples], on the CPU: the answers' log-probabilities where training started
+    (reference_logprobs.py).
+    """
     options: DpoOptions
 
     def __len__(self) -> int:
@@ -145,9 +161,13 @@ class Preference:
         lengths = self.samples.lengths.reshape(-1, 2)[np.asarray(items, dtype=np.int64)].tolist()
         return share_out_pairs([(one, other) for one, other in lengths], world, limits)
 
-    def micro_batch(self, members: Sequence[int], device: torch.device, keys: Sequence[int] | None, packed: bool) -> PairBatch:
+    def micro_batch(
+        self, members: Sequence[int], device: torch.device, keys: Sequence[int] | None, packed: bool
+    ) -> PairBatch:
         reference = self.reference[torch.tensor(members, dtype=torch.int64)]
-        return make_pairs([self.samples[i] for i in members], reference, device, keys, packed=packed)
+        return make_pairs(
+            [self.samples[i] for i in members], reference, device, keys, packed=packed
+        )
 
     def divisor(self, items: Sequence[int]) -> int:
         return len(items)
@@ -192,8 +212,12 @@ class RankShare:
         for micro in objective.share_out(items, self.world, self.limits):
             yield objective.members([items[i] for i in micro[self.rank]])
 
-    def batches(self, objective: Objective, items: Sequence[int], key: Callable[[int], int] | None = None) -> Iterator[Any]:
-        """The micro-batches. `key` returns a sample's key for dropout and noise; None: nothing is random."""
+    def batches(
+        self, objective: Objective, items: Sequence[int], key: Callable[[int], int] | None = None
+    ) -> Iterator[Any]:
+        """The micro-batches. `key` returns a sample's key for dropout and noise; None: nothing is
+        random.
+        """
         for own in self.members(objective, items):
             keys = None if key is None else [key(i) for i in own]
             yield objective.micro_batch(own, self.device, keys, self.limits.packed)

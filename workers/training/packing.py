@@ -1,4 +1,6 @@
-"""Limits of micro-batches, for which the loaded model is tried with its own weights before training."""
+"""Limits of micro-batches, for which the loaded model is tried with its own weights before
+training.
+"""
 
 from __future__ import annotations
 
@@ -18,8 +20,12 @@ TOKENS = 2048
 """Default tokens of a micro-batch."""
 
 
-def settle_limits(model: nn.Module, spec: JobSpec, device: torch.device, warn: Callable[[str], None]) -> MicroBatchLimits:
-    """What a micro-batch of the loaded model may hold. Called by all ranks together, before training.
+def settle_limits(
+    model: nn.Module, spec: JobSpec, device: torch.device, warn: Callable[[str], None]
+) -> MicroBatchLimits:
+    """What a micro-batch of the loaded model may hold.
+
+    Called by all ranks together, before training.
 
     `warn`: called with a sentence if samples cannot be packed although the spec asks for it.
     """
@@ -27,22 +33,37 @@ def settle_limits(model: nn.Module, spec: JobSpec, device: torch.device, warn: C
     return limits_of(model, spec, reason, warn)
 
 
-def limits_of(model: nn.Module, spec: JobSpec, reason: str | None, warn: Callable[[str], None]) -> MicroBatchLimits:
-    """What a micro-batch may hold. `reason`: why samples are padded, as `settle_attention` returns it; `warn`: as there."""
+def limits_of(
+    model: nn.Module, spec: JobSpec, reason: str | None, warn: Callable[[str], None]
+) -> MicroBatchLimits:
+    """What a micro-batch may hold.
+
+    `reason`: why samples are padded, as `settle_attention` returns it; `warn`: as there.
+    """
     options = spec.training
     if options.packing and reason is not None:
-        warn(f"training.packing: samples are padded, in micro-batches of like length, since {reason}.")
+        warn(
+            "training.packing: samples are padded, in micro-batches of like length, since "
+            f"{reason}."
+        )
     return MicroBatchLimits(
-        tokens=TOKENS if options.tokens_per_micro_batch == "auto" else options.tokens_per_micro_batch,
+        tokens=TOKENS
+        if options.tokens_per_micro_batch == "auto"
+        else options.tokens_per_micro_batch,
         samples=options.per_device_train_batch_size,
         packed=options.packing and reason is None,
-        per_token=attention_share(getattr(text_decoder(causal_model(model)).config, "hidden_size", 0)),
+        per_token=attention_share(
+            getattr(text_decoder(causal_model(model)).config, "hidden_size", 0)
+        ),
     )
 
 
-def settle_attention(model: nn.Module, device: torch.device, compute_dtype: torch.dtype) -> str | None:
-    """Try packed rows on all ranks (`packed_trial.settle_attention`). Called by all ranks together, before training; what one
-    of them finds counts for all.
+def settle_attention(
+    model: nn.Module, device: torch.device, compute_dtype: torch.dtype
+) -> str | None:
+    """Try packed rows on all ranks (`packed_trial.settle_attention`).
+
+    Called by all ranks together, before training; what one of them finds counts for all.
     """
 
     def anywhere(here: bool) -> bool:

@@ -1,8 +1,10 @@
-"""Direct preference optimisation: of two answers to the same conversation the preferred one is to gain on the other.
+"""Direct preference optimisation: of two answers to the same conversation the preferred one is to
+gain on the other.
 
-What counts is by how much each answer has become likelier than it was for the model that training started from, its reference
-(reference_logprobs.py). The loss of a global batch is the mean over its pairs; with `rpo_alpha`, plus that times the mean cross
-entropy over the tokens of its preferred answers.
+What counts is by how much each answer has become likelier than it was for the model that training
+started from, its reference (reference_logprobs.py). The loss of a global batch is the mean over its
+pairs; with `rpo_alpha`, plus that times the mean cross entropy over the tokens of its preferred
+answers.
 """
 
 from __future__ import annotations
@@ -19,14 +21,27 @@ from ft_service.spec import DpoOptions
 from workers.data.batches import Batch, make_batch
 from workers.training.step import LossOf, target_log_probabilities
 
-REWARDS = ("rewards/chosen", "rewards/rejected", "rewards/margins", "rewards/accuracies", "logps/chosen", "logps/rejected")
-"""Means over pairs, in the field's words. A reward is beta times by how much an answer's log-probability exceeds that of the
-reference; accuracies: the share of pairs whose preferred answer has the larger one; logps: of whole answers, in nats."""
+REWARDS = (
+    "rewards/chosen",
+    "rewards/rejected",
+    "rewards/margins",
+    "rewards/accuracies",
+    "logps/chosen",
+    "logps/rejected",
+)
+"""Means over pairs, in the field's words.
+
+A reward is beta times by how much an answer's log-probability exceeds that of the reference;
+accuracies: the share of pairs whose preferred answer has the larger one; logps: of whole answers,
+in nats.
+"""
 
 
 @dataclass(frozen=True)
 class PairBatch:
-    """A micro-batch of pairs: samples 2i and 2i + 1 are the preferred and the other answer of pair i."""
+    """A micro-batch of pairs: samples 2i and 2i + 1 are the preferred and the other answer of pair
+    i.
+    """
 
     batch: Batch
     answers: Tensor
@@ -34,7 +49,9 @@ class PairBatch:
     counts: Tensor
     """int64 [2 pairs]: targets of each sample."""
     reference: Tensor
-    """fp64 [2 pairs]: log-probabilities of the answers by the reference; while these are computed, empty."""
+    """fp64 [2 pairs]: log-probabilities of the answers by the reference; while these are computed,
+    empty.
+    """
 
 
 def make_pairs(
@@ -45,7 +62,10 @@ def make_pairs(
     *,
     packed: bool = True,
 ) -> PairBatch:
-    """Pairs as a micro-batch. `samples`: of whole pairs; `reference`: fp64 [samples], on the CPU; `keys`: as in make_batch."""
+    """Pairs as a micro-batch.
+
+    `samples`: of whole pairs; `reference`: fp64 [samples], on the CPU; `keys`: as in make_batch.
+    """
     counts = torch.tensor([sample.target_count for sample in samples], dtype=torch.int64)
     answers = torch.repeat_interleave(torch.arange(len(samples)), counts)
     batch = make_batch(samples, device, keys, packed=packed)
@@ -81,13 +101,19 @@ class PairSums:
     @property
     def more(self) -> dict[str, float]:
         """Means, by their names."""
-        return {name: value / max(1, self.pairs) for name, value in zip(REWARDS, self.rewards, strict=True)}
+        return {
+            name: value / max(1, self.pairs)
+            for name, value in zip(REWARDS, self.rewards, strict=True)
+        }
 
 
 def answer_log_probabilities(model: nn.Module, pairs: PairBatch) -> tuple[Tensor, Tensor]:
-    """Log-probabilities of the answers, fp64 [2 pairs], and which targets were the most likely token, bool [targets]."""
+    """Log-probabilities of the answers, fp64 [2 pairs], and which targets were the most likely
+    token, bool [targets].
+    """
     logs, correct = target_log_probabilities(model, pairs.batch)
-    # In a row for each answer and then summed: adding up in place takes another order each time on a GPU.
+    # In a row for each answer and then summed: adding up in place takes another order each time on
+    # a GPU.
     counts = pairs.counts
     firsts = counts.cumsum(0) - counts
     places = torch.arange(len(logs), device=logs.device) - firsts.index_select(0, pairs.answers)
@@ -98,8 +124,12 @@ def answer_log_probabilities(model: nn.Module, pairs: PairBatch) -> tuple[Tensor
     return rows.sum(dim=1), correct
 
 
-def pair_losses(logs: Tensor, reference: Tensor, counts: Tensor, options: DpoOptions) -> tuple[Tensor, Tensor]:
-    """The loss of every pair, [pairs], and the rewards of its answers, [pairs, 2]. All of [pairs, 2], preferred answers first.
+def pair_losses(
+    logs: Tensor, reference: Tensor, counts: Tensor, options: DpoOptions
+) -> tuple[Tensor, Tensor]:
+    """The loss of every pair, [pairs], and the rewards of its answers, [pairs, 2].
+
+    All of [pairs, 2], preferred answers first.
 
     `logs`, `reference`: log-probabilities of the answers; `counts`: their tokens.
     """
@@ -107,25 +137,38 @@ def pair_losses(logs: Tensor, reference: Tensor, counts: Tensor, options: DpoOpt
     of_loss = gained if options.loss_type == "sigmoid" else gained / counts.clamp(min=1)
     margin = of_loss[:, 0] - of_loss[:, 1]
     squared = options.loss_type == "ipo"
-    losses = (margin - 1 / (2 * options.beta)).square() if squared else -F.logsigmoid(options.beta * margin)
+    losses = (
+        (margin - 1 / (2 * options.beta)).square()
+        if squared
+        else -F.logsigmoid(options.beta * margin)
+    )
     return losses, options.beta * gained.detach()
 
 
 def preference_loss(options: DpoOptions, pairs: int, targets: int) -> LossOf[PairBatch]:
-    """The loss of a global batch of so many pairs and target tokens of preferred answers (`LossOf`): the sums are those of a
-    `PairSums`, fp64 [8].
+    """The loss of a global batch of so many pairs and target tokens of preferred answers
+    (`LossOf`): the sums are those of a `PairSums`, fp64 [8].
     """
     of_words = (options.rpo_alpha or 0.0) * pairs / max(1, targets)
 
     def loss_of(model: nn.Module, own: PairBatch, scale: float) -> tuple[Tensor, Tensor]:
         of_answers, correct = answer_log_probabilities(model, own)
         logs = of_answers.view(-1, 2)
-        losses, rewards = pair_losses(logs, own.reference.view(-1, 2), own.counts.view(-1, 2), options)
+        losses, rewards = pair_losses(
+            logs, own.reference.view(-1, 2), own.counts.view(-1, 2), options
+        )
         loss = losses.sum() - of_words * logs[:, 0].sum()
         right = (correct & (own.answers % 2 == 0)).sum()
         margins = rewards[:, 0] - rewards[:, 1]
-        of_pairs = [rewards.sum(0), margins.sum()[None], (margins > 0).sum()[None], logs.detach().sum(0)]
-        sums = torch.cat([loss.detach()[None], right.double()[None], *(part.double() for part in of_pairs)])
+        of_pairs = [
+            rewards.sum(0),
+            margins.sum()[None],
+            (margins > 0).sum()[None],
+            logs.detach().sum(0),
+        ]
+        sums = torch.cat(
+            [loss.detach()[None], right.double()[None], *(part.double() for part in of_pairs)]
+        )
         return (loss * scale).float(), sums
 
     return loss_of

@@ -1,7 +1,9 @@
-"""Validation losses of the adapter as it is served, on the base in bf16 and merged into it, and as it was trained.
+"""Validation losses of the adapter as it is served, on the base in bf16 and merged into it, and as
+it was trained.
 
-Run once, after the last step: each rank reads its rows of the base again, in bf16, into a second model that is sharded as the
-first; merging is done in place, row by row, and rounded as `ft merge` rounds. Only the numbers are kept.
+Run once, after the last step: each rank reads its rows of the base again, in bf16, into a second
+model that is sharded as the first; merging is done in place, row by row, and rounded as `ft merge`
+rounds. Only the numbers are kept.
 """
 
 from __future__ import annotations
@@ -21,7 +23,13 @@ from torch.distributed.tensor import DTensor
 from ft_service.bases.adapter_names import is_lora
 from ft_service.data.answer_format import Answer
 from ft_service.host.hardware import available_memory
-from ft_service.rundir.evaluations import ADAPTER_ON_BF16, AS_TRAINED, MERGED, ServedQuality, finite_nats
+from ft_service.rundir.evaluations import (
+    ADAPTER_ON_BF16,
+    AS_TRAINED,
+    MERGED,
+    ServedQuality,
+    finite_nats,
+)
 from ft_service.spec import JobSpec, PrecisionOptions
 from ft_service.wording import counted, duration_text
 from workers.base.frozen_weights import Level
@@ -39,15 +47,24 @@ from workers.training.packing import settle_limits
 from workers.training.step import evaluate
 
 MOST_SECONDS = 60.0
-"""How long other jobs on the base wait for a job's answers where it is served, each way: alone they may take hours."""
-SHARE, LEAST_SECONDS = 0.25, 60.0
-"""Share of the job's time that the comparison may take, and seconds that it may always take, without reading the base again."""
+"""How long other jobs on the base wait for a job's answers where it is served, each way: alone they
+may take hours.
+"""
+SHARE = 0.25
+LEAST_SECONDS = 60.0
+"""Share of the job's time that the comparison may take, and seconds that it may always take,
+without reading the base again.
+"""
 NAMES = {AS_TRAINED: "as trained", ADAPTER_ON_BF16: "on the base in bf16", MERGED: "merged in bf16"}
 MOST_SAMPLES = 64
-"""Most samples of the validation file that are compared: the same for all three, which then differ by the weights alone."""
+"""Most samples of the validation file that are compared: the same for all three, which then differ
+by the weights alone.
+"""
 BOUND = 0.02
-"""Nats by which a loss may be higher than as trained: 2 % of perplexity, more than NF4 itself usually costs a base. What is
-beyond is not rounding: the adapter has learned to compensate for the format that it was trained on."""
+"""Nats by which a loss may be higher than as trained: 2 % of perplexity, more than NF4 itself
+usually costs a base. What is beyond is not rounding: the adapter has learned to compensate for the
+format that it was trained on.
+"""
 GIB = 1024**3
 
 
@@ -68,8 +85,10 @@ class Comparison:
     """The job's time; rank 0's counts."""
 
     def measured(self, step: int) -> ServedQuality | None:
-        """Measure and report the losses, with a warning if one is beyond the bound. Called by all ranks together. Returns None
-        if there is nothing to compare, or not enough memory, which is reported.
+        """Measure and report the losses, with a warning if one is beyond the bound.
+
+        Called by all ranks together. Returns None if there is nothing to compare, or not enough
+        memory, which is reported.
 
         A job's base in bf16 is merged in place, and so changed; what the job has trained is not.
         """
@@ -90,11 +109,18 @@ class Comparison:
         if quantised or self.shares_base:
             lacking = lacking_memory(model, self.context.runtime)
             if lacking is not None:
-                self.context.reporter.message(f"{lacking} `ft merge` compares the losses where there is more memory.")
+                self.context.reporter.message(
+                    f"{lacking} `ft merge` compares the losses where there is more memory."
+                )
                 return None
             with budget.paused():
                 model = self._on_bf16()
-            limits = settle_limits(model, self.context.runtime.spec, self.context.runtime.device, warn=lambda text: None)
+            limits = settle_limits(
+                model,
+                self.context.runtime.spec,
+                self.context.runtime.device,
+                warn=lambda text: None,
+            )
             if quantised:
                 losses[ADAPTER_ON_BF16] = self._loss(model, items, limits)
                 self._ask(model, ADAPTER_ON_BF16, answers, step, budget)
@@ -132,7 +158,11 @@ class Comparison:
                 "activation_checkpointing": "none",
             }
         )
-        built = self.construct(spec.model_copy(update={"precision": plain, "training": training, "distributed": sharded}))
+        built = self.construct(
+            spec.model_copy(
+                update={"precision": plain, "training": training, "distributed": sharded}
+            )
+        )
         with torch.no_grad():
             for name, parameter in adapters(built.peft_model):
                 whole = _whole(self.job.parameters[name])
@@ -146,7 +176,9 @@ class Comparison:
         training = model.training
         model.eval()
         with torch.compiler.set_stance("force_eager"):
-            sums = evaluate(model, self._mine(items, limits), runtime.world, self.valid.loss_of(items))
+            sums = evaluate(
+                model, self._mine(items, limits), runtime.world, self.valid.loss_of(items)
+            )
         model.train(training)
         return finite_nats(self.valid.read(sums.tolist(), items).mean_loss)
 
@@ -156,8 +188,18 @@ class Comparison:
             self.context.reporter.heartbeat()
             yield batch
 
-    def _ask(self, model: nn.Module, way: str, answers: dict[str, list[Answer]], step: int, budget: TimeBudget) -> None:
-        """Add the answers of a way. Other jobs on the base wait meanwhile, since the model is none of theirs."""
+    def _ask(
+        self,
+        model: nn.Module,
+        way: str,
+        answers: dict[str, list[Answer]],
+        step: int,
+        budget: TimeBudget,
+    ) -> None:
+        """Add the answers of a way.
+
+        Other jobs on the base wait meanwhile, since the model is none of theirs.
+        """
         if self.evaluator is None:
             return
         seconds = min(MOST_SECONDS, budget.left) if self.shares_base else budget.left
@@ -165,15 +207,21 @@ class Comparison:
         if said is not None:
             answers[way] = said
         elif not self.context.stop.is_requested:
-            why = "other jobs of the engine wait for it, at most" if self.shares_base else "the comparison may take"
+            why = (
+                "other jobs of the engine wait for it, at most"
+                if self.shares_base
+                else "the comparison may take"
+            )
             self.context.reporter.message(
-                f"The prompts were not answered {NAMES[way]} to the end: {why} {duration_text(seconds)}."
+                f"The prompts were not answered {NAMES[way]} to the end: {why} "
+                f"{duration_text(seconds)}."
             )
 
     def _tell_of_time(self, budget: TimeBudget, ways: Sequence[str]) -> None:
         which = " and ".join(NAMES[way] for way in ways)
         self.context.reporter.message(
-            f"How the adapter does {which} was not measured, since the comparison may take a quarter of the job's time, here "
+            f"How the adapter does {which} was not measured, since the comparison may take a "
+            "quarter of the job's time, here "
             f"{duration_text(budget.seconds)}. `ft merge` compares the losses."
         )
 
@@ -209,34 +257,47 @@ def messages(found: ServedQuality, formats: Sequence[str]) -> list[tuple[Level, 
     """(level, sentence) for events. `formats`: other than bf16 that the base was trained on."""
     losses = ", ".join(f"{NAMES[way]} {loss:.4f}" for way, loss in found.loss.items())
     said: list[tuple[Level, str]] = [
-        ("info", f"Validation loss by where it is served, over {counted(found.samples, 'sample')}: {losses}.")
+        (
+            "info",
+            f"Validation loss by where it is served, over {counted(found.samples, 'sample')}: "
+            f"{losses}.",
+        )
     ]
     before = found.loss[AS_TRAINED]
     instead = {
-        ADAPTER_ON_BF16: f"Serve it on the base stored as {' and '.join(formats)}, as it was trained, or train with "
+        ADAPTER_ON_BF16: f"Serve it on the base stored as {' and '.join(formats)}, as it was "
+        "trained, or train with "
         "precision.default: bf16 (a job may continue from this model).",
-        MERGED: "Serve the adapter on its base instead of merging it, or train longer at a higher rate: updates smaller "
+        MERGED: "Serve the adapter on its base instead of merging it, or train longer at a higher "
+        "rate: updates smaller "
         "than bf16 can hold are lost in merging.",
     }
     for way in found.beyond:
         more = found.loss[way] - before
-        text = f"Served {NAMES[way]} the model is worse: its validation loss is {more:.4f} higher than as trained"
+        text = (
+            f"Served {NAMES[way]} the model is worse: its validation loss is {more:.4f} higher "
+            "than as trained"
+        )
         said.append(("warn", f"{text}, and more than {BOUND} is no rounding. {instead[way]}"))
     return said
 
 
 def lacking_memory(model: nn.Module, runtime: Runtime) -> str | None:
-    """Return a sentence if memory has no room for the base in bf16 too. The same on all ranks, called by all together."""
+    """Return a sentence if memory has no room for the base in bf16 too.
+
+    The same on all ranks, called by all together.
+    """
     frozen = [parameter.numel() for parameter in model.parameters() if not parameter.requires_grad]
-    # A shard, or the whole as it computes; the largest weights gathered twice over, and as much again for what a layer makes of
-    # its input.
+    # A shard, or the whole as it computes; the largest weights gathered twice over, and as much
+    # again for what a layer makes of its input.
     size = torch.bfloat16.itemsize if runtime.world > 1 else runtime.compute_dtype.itemsize
     needed = size * sum(frozen) // runtime.world + 8 * max(frozen)
     free = min(from_all(_free_bytes(runtime.device)))
     if needed <= free:
         return None
     return (
-        f"How the adapter does on the base in bf16 was not measured: it takes {needed / GIB:.1f} GiB a rank, and "
+        f"How the adapter does on the base in bf16 was not measured: it takes {needed / GIB:.1f} "
+        "GiB a rank, and "
         f"{free / GIB:.1f} are free."
     )
 
@@ -251,10 +312,12 @@ def _free_bytes(device: torch.device) -> int:
 
 @contextmanager
 def merged_in_place(model: PeftModel) -> Iterator[bool]:
-    """A model whose adapter is in the base's plain weights, rounded to bf16 as merged models are stored. Yields False, with
-    nothing done, if it changes more than linear layers (stacks of experts). Called by all ranks together.
+    """A model whose adapter is in the base's plain weights, rounded to bf16 as merged models are
+    stored. Yields False, with nothing done, if it changes more than linear layers (stacks of
+    experts). Called by all ranks together.
 
-    The base stays merged. What is trained whole is put back at the end, as it is the job's own, in fp32.
+    The base stays merged. What is trained whole is put back at the end, as it is the job's own, in
+    fp32.
     """
     whole = [_local(parameter) for name, parameter in adapters(model) if not is_lora(name)]
     masters = [own.to("cpu", copy=True) for own in whole]
@@ -267,7 +330,10 @@ def merged_in_place(model: PeftModel) -> Iterator[bool]:
 
 @torch.no_grad()
 def _merge(model: PeftModel, whole: Sequence[Tensor]) -> bool:
-    """Merge and round in place; False, with nothing done: it cannot be. `whole`: rows of parameters in place of the base's."""
+    """Merge and round in place; False, with nothing done: it cannot be.
+
+    `whole`: rows of parameters in place of the base's.
+    """
     layers = [module for module in model.modules() if isinstance(module, LoraLinear)]
     held = sum(parameter.requires_grad for layer in layers for parameter in layer.parameters())
     plain = all(type(layer.base_layer) is nn.Linear for layer in layers)
@@ -299,5 +365,7 @@ def _local(parameter: Tensor) -> Tensor:
 
 
 def _whole(parameter: Tensor) -> Tensor:
-    whole = parameter.detach().cpu()  # gathered there, as an adapter is that is written (workers/output/outcome.py)
+    whole = (
+        parameter.detach().cpu()
+    )  # gathered there, as an adapter is that is written (workers/output/outcome.py)
     return whole.full_tensor() if isinstance(whole, DTensor) else whole

@@ -1,7 +1,8 @@
 """One optimizer step's forward and backward, and one validation pass, over a rank's micro-batches.
 
-The loss of a global batch is the mean over all its target tokens. Each rank knows that number from the batch itself, so a
-rank's loss is its sum divided by it, times the number of ranks, which averaging the gradients takes back.
+The loss of a global batch is the mean over all its target tokens. Each rank knows that number from
+the batch itself, so a rank's loss is its sum divided by it, times the number of ranks, which
+averaging the gradients takes back.
 """
 
 from __future__ import annotations
@@ -20,7 +21,13 @@ from workers.data.batches import Batch
 from workers.layers.linear import use_keys
 from workers.layers.noise import use_noise
 from workers.layers.segments import CURRENT
-from workers.model.head import Losses, log_probabilities_in_head, logits_in_head, loss_in_head, works_in_chunks
+from workers.model.head import (
+    Losses,
+    log_probabilities_in_head,
+    logits_in_head,
+    loss_in_head,
+    works_in_chunks,
+)
 from workers.model.multimodal import causal_model
 from workers.ranks.sharding import Gradients, reshard
 
@@ -28,8 +35,9 @@ B = TypeVar("B")
 """A micro-batch: of samples (`Batch`), or of pairs of answers."""
 
 LossOf = Callable[[nn.Module, B, float], tuple[Tensor, Tensor]]
-"""Function of model, micro-batch and scale: returns the sum of losses times the scale, fp32 for the backward, and the sums to
-read, the loss first, fp64."""
+"""Function of model, micro-batch and scale: returns the sum of losses times the scale, fp32 for the
+backward, and the sums to read, the loss first, fp64.
+"""
 
 
 @dataclass(frozen=True)
@@ -52,8 +60,9 @@ class Sums:
     def is_impossible(self) -> bool:
         """Whether no model comes to these numbers.
 
-        A sum of exactly 0 is none where each target is likelier than all other tokens by some 29 nats: in fp32 its probability
-        is 1 then, as a small batch of labels learned by heart may have it.
+        A sum of exactly 0 is none where each target is likelier than all other tokens by some 29
+        nats: in fp32 its probability is 1 then, as a small batch of labels learned by heart may
+        have it.
         """
         return self.loss == 0 and self.correct < self.targets
 
@@ -72,7 +81,9 @@ class Sums:
 
 
 def cross_entropies(model: nn.Module, batch: Batch, scale: float = 1.0) -> tuple[Tensor, Tensor]:
-    """The loss of supervised training (`LossOf`): the sum of cross entropies, and that and the correct targets, fp64 [2]."""
+    """The loss of supervised training (`LossOf`): the sum of cross entropies, and that and the
+    correct targets, fp64 [2].
+    """
     causal = causal_model(model)
     if works_in_chunks(causal):
         with loss_in_head(causal, batch.places, batch.targets, scale) as in_head:
@@ -93,12 +104,14 @@ def forward_backward(
     loss_of: LossOf[B] = cross_entropies,
     gradients: Gradients | None = None,
 ) -> Tensor:
-    """Add a global batch's gradients to the adapters. Returns the sums of all ranks, as `loss_of` makes them: fp64, on the
-    device, for which nothing has waited.
+    """Add a global batch's gradients to the adapters.
 
-    `batches`: this rank's, at least one, each put together while the one before is computed. `global_targets`: what the loss is
-    the mean of, over all ranks' micro-batches: targets, or pairs. `gradients`: those of the model; None: of one that has its
-    ranks to itself.
+    Returns the sums of all ranks, as `loss_of` makes them: fp64, on the device, for which nothing
+    has waited.
+
+    `batches`: this rank's, at least one, each put together while the one before is computed.
+    `global_targets`: what the loss is the mean of, over all ranks' micro-batches: targets, or
+    pairs. `gradients`: those of the model; None: of one that has its ranks to itself.
     """
     gradients = gradients or Gradients(model, world)
     sums: Tensor | None = None
@@ -113,8 +126,12 @@ def forward_backward(
 
 
 @torch.no_grad()
-def evaluate(model: nn.Module, batches: Iterable[B], world: int, loss_of: LossOf[B] = cross_entropies) -> Tensor:
-    """The sums over all ranks' micro-batches, without gradients, as `forward_backward` returns them."""
+def evaluate(
+    model: nn.Module, batches: Iterable[B], world: int, loss_of: LossOf[B] = cross_entropies
+) -> Tensor:
+    """The sums over all ranks' micro-batches, without gradients, as `forward_backward` returns
+    them.
+    """
     sums = sum(loss_of(model, batch, 1.0)[1] for batch in batches)
     assert isinstance(sums, Tensor), "every rank has a micro-batch, if an empty one"
     reshard(model)  # what a forward leaves gathered, only a backward would free
@@ -132,19 +149,28 @@ def logits_of(model: nn.Module, batch: Batch) -> Tensor:
     return model(input_ids=batch.ids, position_ids=batch.packing.positions).logits
 
 
-def target_log_probabilities(model: nn.Module, batch: Batch, temperature: float = 1.0) -> tuple[Tensor, Tensor]:
-    """Log-probabilities of the batch's targets at a temperature, fp32 [targets], and which were the most likely token, bool
-    [targets]."""
+def target_log_probabilities(
+    model: nn.Module, batch: Batch, temperature: float = 1.0
+) -> tuple[Tensor, Tensor]:
+    """Log-probabilities of the batch's targets at a temperature, fp32 [targets], and which were the
+    most likely token, bool [targets].
+    """
     causal = causal_model(model)
     if works_in_chunks(causal):
-        with log_probabilities_in_head(causal, batch.places, batch.targets, temperature) as likeliest:
+        with log_probabilities_in_head(
+            causal, batch.places, batch.targets, temperature
+        ) as likeliest:
             return logits_of(model, batch), likeliest[0]
     logs = _own_logits(logits_of(model, batch), batch).div_(temperature).log_softmax(dim=-1)
-    return logs.gather(1, batch.targets[:, None]).squeeze(1), logs.detach().argmax(dim=-1) == batch.targets
+    return logs.gather(1, batch.targets[:, None]).squeeze(1), logs.detach().argmax(
+        dim=-1
+    ) == batch.targets
 
 
 def target_logits(model: nn.Module, batch: Batch) -> Tensor:
-    """The logits before each target, fp32 [targets, words], and where the head allows it no others."""
+    """The logits before each target, fp32 [targets, words], and where the head allows it no
+    others.
+    """
     causal = causal_model(model)
     if works_in_chunks(causal):
         with logits_in_head(causal, batch.places):
@@ -153,11 +179,15 @@ def target_logits(model: nn.Module, batch: Batch) -> Tensor:
 
 
 def last_logits(model: nn.Module, batch: Batch, lengths: Sequence[int]) -> Tensor:
-    """The logits behind each sample's last token, [samples, words], and where the head allows it no others. `lengths`: of the
-    samples.
+    """The logits behind each sample's last token, [samples, words], and where the head allows it no
+    others. `lengths`: of the samples.
     """
     row = int(batch.ids.shape[1])
-    begins = [0, *accumulate(lengths)] if batch.packing is not None else [row * i for i in range(len(lengths))]
+    begins = (
+        [0, *accumulate(lengths)]
+        if batch.packing is not None
+        else [row * i for i in range(len(lengths))]
+    )
     last = [begin + length - 1 for begin, length in zip(begins, lengths, strict=False)]
     places = torch.tensor(last, dtype=torch.int64, device=batch.ids.device)
     causal = causal_model(model)

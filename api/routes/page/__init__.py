@@ -1,1 +1,4 @@
-"""Routes of the page for browsers, below `/`. They ask the API for everything, as any client does."""
+"""Routes of the page for browsers, below `/`.
+
+They ask the API for everything, as any client does.
+"""

@@ -1,4 +1,6 @@
-"""Several jobs side by side: a comparison of chosen jobs, the list of sweeps, and one sweep as a table of its jobs."""
+"""Several jobs side by side: a comparison of chosen jobs, the list of sweeps, and one sweep as a
+table of its jobs.
+"""
 
 from __future__ import annotations
 
@@ -25,11 +27,21 @@ _SWEEPS_PER_PAGE = 50
 
 
 @router.get("/compare")
-async def compare(request: Request, api: Api, job: Annotated[list[str] | None, Query()] = None) -> Response:
-    """Two to eight jobs: their curves in one chart, their results, best first, and the settings in which they differ."""
+async def compare(
+    request: Request, api: Api, job: Annotated[list[str] | None, Query()] = None
+) -> Response:
+    """Two to eight jobs: their curves in one chart, their results, best first, and the settings in
+    which they differ.
+    """
     chosen = list(dict.fromkeys(job or ()))
     if len(chosen) > MOST_COMPARED:
-        raise ApiError(400, {"message": f"{len(chosen)} jobs are too many to compare: choose at most {MOST_COMPARED}."})
+        raise ApiError(
+            400,
+            {
+                "message": f"{len(chosen)} jobs are too many to compare: choose at most "
+                f"{MOST_COMPARED}."
+            },
+        )
     jobs = [await api.get(f"{JOBS}/{job_id}") for job_id in chosen]
     if len(jobs) < 2:
         newest = await api.get(JOBS, limit=50)
@@ -38,11 +50,15 @@ async def compare(request: Request, api: Api, job: Annotated[list[str] | None, Q
     comparable = len(set(measures.values())) == 1
     rewarded = comparable and None in measures.values()
     names = ["train_loss", "valid_loss", "train_mean_reward", "valid_mean_reward"]
-    metrics = await api.get("/v1/fine_tuning/metrics", job=chosen, points=_TABLE_POINTS, series=names)
+    metrics = await api.get(
+        "/v1/fine_tuning/metrics", job=chosen, points=_TABLE_POINTS, series=names
+    )
     found = final_reward if rewarded else final_loss
     results = {view["job_id"]: found(view["series"]) for view in metrics["data"]}
     sign = -1.0 if rewarded else 1.0
-    best_first = sorted(jobs, key=lambda view: (results[view["id"]] is None, sign * (results[view["id"]] or 0.0)))
+    best_first = sorted(
+        jobs, key=lambda view: (results[view["id"]] is None, sign * (results[view["id"]] or 0.0))
+    )
     values = {
         "jobs": jobs,
         "ranked": best_first if comparable else jobs,
@@ -60,7 +76,14 @@ async def compare(request: Request, api: Api, job: Annotated[list[str] | None, Q
 @router.get("/sweeps")
 async def sweeps(request: Request, api: Api, after: str | None = None) -> Response:
     listed = await api.get(SWEEPS, limit=_SWEEPS_PER_PAGE, after=after)
-    return page(request, "sweeps.html", sweeps=listed["data"], more=listed["has_more"], last=listed["last_id"], after=after)
+    return page(
+        request,
+        "sweeps.html",
+        sweeps=listed["data"],
+        more=listed["has_more"],
+        last=listed["last_id"],
+        after=after,
+    )
 
 
 @router.get("/sweeps/{sweep_id}")

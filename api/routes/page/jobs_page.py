@@ -41,10 +41,14 @@ _RECENT_SECONDS = 2.0
 _MOST_RECENT = 100
 _LATEST_EVENTS = 12
 _FILTERS = ("status", "suffix", "base", "metadata", "project")
-_ROLLOUTS, _PROMPTS_OF_ROLLOUT = 20, 12
+_ROLLOUTS = 20
+_PROMPTS_OF_ROLLOUT = 12
 """Steps of reinforcement learning whose answers are shown, and prompts of each."""
 Chosen = Annotated[int | None, BeforeValidator(lambda given: None if given == "" else given)]
-"""A number that a form offers. Without scripts the browser sends it empty where the first choice stays."""
+"""A number that a form offers.
+
+Without scripts the browser sends it empty where the first choice stays.
+"""
 TABS = (
     ("", "Curves"),
     ("logs", "Logs"),
@@ -72,7 +76,9 @@ async def jobs(request: Request, api: Api, viewer: Visitor) -> Response:
     chosen = rows["filters"]["base"]
     models = await api.get("/v1/models", owned_by="system")
     bases = sorted({*(model["root"] for model in models["data"]), *([chosen] if chosen else [])})
-    return page(request, "jobs.html", **rows, bases=bases, projects=await _projects(api, viewer), seen="")
+    return page(
+        request, "jobs.html", **rows, bases=bases, projects=await _projects(api, viewer), seen=""
+    )
 
 
 @router.get("/page/live/jobs")
@@ -87,13 +93,25 @@ async def live_jobs(request: Request, api: Api, viewer: Visitor, services: Svc) 
 
 
 async def _shared(
-    part: tuple[object, ...], viewer: Principal, services: Services, render: Callable[[], Awaitable[DocumentPart]]
+    part: tuple[object, ...],
+    viewer: Principal,
+    services: Services,
+    render: Callable[[], Awaitable[DocumentPart]],
 ) -> DocumentPart:
-    """Return a part that refreshes itself. It is rendered once per `_RECENT_SECONDS` for all browsers with the same view."""
+    """Return a part that refreshes itself.
+
+    It is rendered once per `_RECENT_SECONDS` for all browsers with the same view.
+    """
     key = (viewer.project_id, viewer.scope, *part)
-    recent: dict[tuple[object, ...], tuple[float, asyncio.Future[DocumentPart]]] = services.recent_parts
+    recent: dict[tuple[object, ...], tuple[float, asyncio.Future[DocumentPart]]] = (
+        services.recent_parts
+    )
     cached = recent.get(key)
-    if cached is None or time.monotonic() - cached[0] > _RECENT_SECONDS or (cached[1].done() and cached[1].exception()):
+    if (
+        cached is None
+        or time.monotonic() - cached[0] > _RECENT_SECONDS
+        or (cached[1].done() and cached[1].exception())
+    ):
         if len(recent) >= _MOST_RECENT:
             recent.clear()
         cached = recent[key] = time.monotonic(), asyncio.ensure_future(render())
@@ -102,18 +120,24 @@ async def _shared(
 
 @router.get("/jobs/{job_id}")
 async def curves(request: Request, job_id: str, api: Api) -> Response:
-    return await job_page(request, api, job_id, "job_curves.html", "", events=await _latest_events(api, job_id))
+    return await job_page(
+        request, api, job_id, "job_curves.html", "", events=await _latest_events(api, job_id)
+    )
 
 
 @router.get("/jobs/{job_id}/logs")
-async def logs(request: Request, job_id: str, api: Api, rank: Chosen = None, attempt: Chosen = None) -> Response:
+async def logs(
+    request: Request, job_id: str, api: Api, rank: Chosen = None, attempt: Chosen = None
+) -> Response:
     try:
         text = await api.text(f"{JOBS}/{job_id}/logs", lines=_LOG_LINES, rank=rank, attempt=attempt)
     except ApiError as error:
         if error.error.get("code") != "no_logs":
             raise
         text = ""
-    return await job_page(request, api, job_id, "job_logs.html", "logs", text=text, rank=rank, chosen_attempt=attempt)
+    return await job_page(
+        request, api, job_id, "job_logs.html", "logs", text=text, rank=rank, chosen_attempt=attempt
+    )
 
 
 @router.get("/jobs/{job_id}/settings")
@@ -123,7 +147,9 @@ async def settings(request: Request, job_id: str, api: Api) -> Response:
         plan = await api.get(f"{JOBS}/{job_id}/plan")
     except ApiError as error:  # such as a base that is gone
         plan = {"fault": error.message}
-    text, given = await parsed_in_turn(lambda: (yaml_text(body), given_options(body)))  # a megabyte takes many seconds
+    text, given = await parsed_in_turn(
+        lambda: (yaml_text(body), given_options(body))
+    )  # a megabyte takes many seconds
     values = {"request_text": text, "given": given, "plan": plan}
     return await job_page(request, api, job_id, "job_settings.html", "settings", **values)
 
@@ -136,7 +162,9 @@ async def checkpoints(request: Request, job_id: str, api: Api) -> Response:
 
 
 @router.get("/jobs/{job_id}/samples")
-async def samples(request: Request, job_id: str, api: Api, file: Literal["training", "validation"] = "training") -> Response:
+async def samples(
+    request: Request, job_id: str, api: Api, file: Literal["training", "validation"] = "training"
+) -> Response:
     return await job_page(request, api, job_id, "job_samples.html", "samples", file=file)
 
 
@@ -144,46 +172,68 @@ async def samples(request: Request, job_id: str, api: Api, file: Literal["traini
 async def answers(request: Request, job_id: str, api: Api, step: int | None = None) -> Response:
     listed = await api.find(f"{JOBS}/{job_id}/evaluation", limit=100)
     shown = answers_of(listed["data"], step) if listed else None
-    rollouts = await api.find(f"{JOBS}/{job_id}/rollouts", limit=_ROLLOUTS, prompts=_PROMPTS_OF_ROLLOUT)
+    rollouts = await api.find(
+        f"{JOBS}/{job_id}/rollouts", limit=_ROLLOUTS, prompts=_PROMPTS_OF_ROLLOUT
+    )
     graded = graded_over_time(rollouts["data"]) if rollouts else None
-    return await job_page(request, api, job_id, "job_answers.html", "answers", answers=shown, graded=graded)
+    return await job_page(
+        request, api, job_id, "job_answers.html", "answers", answers=shown, graded=graded
+    )
 
 
 @router.get("/jobs/{job_id}/events")
 async def events(
-    request: Request, job_id: str, api: Api, after: str | None = None, kind: Literal["message", "all"] = "message"
+    request: Request,
+    job_id: str,
+    api: Api,
+    after: str | None = None,
+    kind: Literal["message", "all"] = "message",
 ) -> Response:
-    listed = await api.get(f"{JOBS}/{job_id}/events", limit=100, after=after, type=None if kind == "all" else kind)
+    listed = await api.get(
+        f"{JOBS}/{job_id}/events", limit=100, after=after, type=None if kind == "all" else kind
+    )
     values = {"events": listed, "first_page": after is None, "shown": kind}
     return await job_page(request, api, job_id, "job_events.html", "events", **values)
 
 
 @router.get("/page/live/jobs/{job_id}")
-async def live_job(request: Request, job_id: str, api: Api, viewer: Visitor, services: Svc) -> Response:
+async def live_job(
+    request: Request, job_id: str, api: Api, viewer: Visitor, services: Svc
+) -> Response:
     """The head of a job's page: its state, progress and actions."""
 
     async def head() -> DocumentPart:
-        return rendered(request, "job_head.html", **await _head(api, await api.get(f"{JOBS}/{job_id}")))
+        return rendered(
+            request, "job_head.html", **await _head(api, await api.get(f"{JOBS}/{job_id}"))
+        )
 
     return sent(request, await _shared(("job", job_id), viewer, services, head))
 
 
 @router.get("/page/live/jobs/{job_id}/events")
-async def live_events(request: Request, job_id: str, api: Api, viewer: Visitor, services: Svc) -> Response:
+async def live_events(
+    request: Request, job_id: str, api: Api, viewer: Visitor, services: Svc
+) -> Response:
     async def latest() -> DocumentPart:
-        return rendered(request, "job_latest.html", job={"id": job_id}, events=await _latest_events(api, job_id))
+        return rendered(
+            request, "job_latest.html", job={"id": job_id}, events=await _latest_events(api, job_id)
+        )
 
     return sent(request, await _shared(("latest", job_id), viewer, services, latest))
 
 
 @router.get("/jobs/{job_id}/exports")
 async def exports(request: Request, job_id: str, api: Api) -> Response:
-    return await job_page(request, api, job_id, "job_exports.html", "exports", **await _exports(api, job_id))
+    return await job_page(
+        request, api, job_id, "job_exports.html", "exports", **await _exports(api, job_id)
+    )
 
 
 @router.get("/page/live/jobs/{job_id}/exports")
 async def live_exports(request: Request, job_id: str, api: Api) -> Response:
-    return fragment(request, "job_exports_list.html", job={"id": job_id}, **await _exports(api, job_id))
+    return fragment(
+        request, "job_exports_list.html", job={"id": job_id}, **await _exports(api, job_id)
+    )
 
 
 @router.post("/jobs/{job_id}/exports")
@@ -205,26 +255,39 @@ async def delete(request: Request, job_id: str, api: Api) -> Response:
 
 
 @router.post("/jobs/{job_id}/{verb}")
-async def act(request: Request, job_id: str, verb: str, api: Api, viewer: Visitor, services: Svc) -> Response:
+async def act(
+    request: Request, job_id: str, verb: str, api: Api, viewer: Visitor, services: Svc
+) -> Response:
     """Pause, resume or cancel. The answer is the new head of the job's page."""
     job = await api.post(f"{JOBS}/{job_id}/{verb}")
-    services.recent_parts.pop((viewer.project_id, viewer.scope, "job", job_id), None)  # it shows the state before
+    services.recent_parts.pop(
+        (viewer.project_id, viewer.scope, "job", job_id), None
+    )  # it shows the state before
     return fragment(request, "job_head.html", **await _head(api, job))
 
 
-async def job_page(request: Request, api: InnerApi, job_id: str, template: str, tab: str, **values: Any) -> Response:
+async def job_page(
+    request: Request, api: InnerApi, job_id: str, template: str, tab: str, **values: Any
+) -> Response:
     """Return a job's page with one of its tabs."""
     job = await api.get(f"{JOBS}/{job_id}")
     ranks = job["distributed"]["nproc_per_node"] * job["distributed"]["nnodes"]
-    return page(request, template, **await _head(api, job) | {"tabs": TABS, "tab": tab, "ranks": ranks, "seen": ""} | values)
+    return page(
+        request,
+        template,
+        **await _head(api, job) | {"tabs": TABS, "tab": tab, "ranks": ranks, "seen": ""} | values,
+    )
 
 
 async def _head(api: InnerApi, job: dict[str, Any]) -> dict[str, Any]:
-    """Return the values of `job_head.html`: the job, what answers for its tuned model once it exists, and the engine that
-    trains it now with the job's part there."""
+    """Return the values of `job_head.html`: the job, what answers for its tuned model once it
+    exists, and the engine that trains it now with the job's part there.
+    """
     chat = await inference_of(api) if job["fine_tuned_model"] else None
     live = (await api.get(ENGINES))["data"] if job["engine_id"] else []
-    engine, seat = next(((one, of) for one in live for of in one["jobs"] if of["id"] == job["id"]), (None, None))
+    engine, seat = next(
+        ((one, of) for one in live for of in one["jobs"] if of["id"] == job["id"]), (None, None)
+    )
     return {"job": job, "chat": chat, "engine": engine, "seat": seat}
 
 
@@ -246,8 +309,13 @@ async def _projects(api: InnerApi, viewer: Principal) -> dict[str, str]:
     return names if len(names) > 1 else {}
 
 
-async def _rows(request: Request, api: InnerApi, viewer: Principal, *, first: bool = False) -> dict[str, Any]:
-    """Return the values of `jobs_rows.html`. `first`: a short list without curves, after which the browser loads the whole."""
+async def _rows(
+    request: Request, api: InnerApi, viewer: Principal, *, first: bool = False
+) -> dict[str, Any]:
+    """Return the values of `jobs_rows.html`.
+
+    `first`: a short list without curves, after which the browser loads the whole.
+    """
     given = request.query_params
     filters = {name: given.get(name) or None for name in _FILTERS}
     after = given.get("after")
@@ -276,10 +344,14 @@ async def _rows(request: Request, api: InnerApi, viewer: Principal, *, first: bo
 async def _listed(
     api: InnerApi, filters: dict[str, str | None], after: str | None, *, first: bool
 ) -> tuple[list[dict[str, Any]], list[dict[str, Any]], dict[str, Any]]:
-    """Return the jobs that run or wait, on the first page of all states; the others; and the answer that these are of."""
+    """Return the jobs that run or wait, on the first page of all states; the others; and the answer
+    that these are of.
+    """
     key, equals, value = (filters["metadata"] or "").partition("=")
     if filters["metadata"] and not equals:  # else every job would be listed
-        raise ApiError(400, {"message": f"metadata = {key[:80]!r}: filter by a pair, as key=value."})
+        raise ApiError(
+            400, {"message": f"metadata = {key[:80]!r}: filter by a pair, as key=value."}
+        )
     query = {name: filters[name] for name in ("status", "suffix", "base", "project")}
     query |= {f"metadata[{key.strip()}]": value.strip()} if equals else {}
     unfinished: list[dict[str, Any]] = []
@@ -306,5 +378,11 @@ async def _losses(api: InnerApi, jobs: list[dict[str, Any]]) -> dict[str, list[f
     begun = [job["id"] for job in jobs if job["progress"]]
     if not begun:
         return {}
-    metrics = await api.get("/v1/fine_tuning/metrics", job=begun, points=_SPARK_POINTS, series=["train_loss"])
-    return {view["job_id"]: view["series"]["train_loss"]["values"] for view in metrics["data"] if view["series"]}
+    metrics = await api.get(
+        "/v1/fine_tuning/metrics", job=begun, points=_SPARK_POINTS, series=["train_loss"]
+    )
+    return {
+        view["job_id"]: view["series"]["train_loss"]["values"]
+        for view in metrics["data"]
+        if view["series"]
+    }

@@ -22,9 +22,14 @@ Name = Annotated[str, Query(max_length=300)]
 
 @router.get("/models")
 async def models(
-    request: Request, api: Api, show: Literal["tuned", "bases"] | None = None, page_number: PageNumber = 1
+    request: Request,
+    api: Api,
+    show: Literal["tuned", "bases"] | None = None,
+    page_number: PageNumber = 1,
 ) -> Response:
-    """Tuned models, the newest first, or bases: these where nothing was tuned yet and nobody asked."""
+    """Tuned models, the newest first, or bases: these where nothing was tuned yet and nobody
+    asked.
+    """
     views = (await api.get("/v1/models"))["data"]
     tuned = sorted((view for view in views if view["parent"]), key=lambda view: -view["created"])
     by_name = {view["id"]: view for view in tuned}
@@ -59,7 +64,9 @@ async def shares(request: Request, api: Api, name: Name) -> Response:
 
 @router.post("/models/verify")
 async def verify(request: Request, api: Api, name: Name) -> Response:
-    return fragment(request, "model_verified.html", report=await api.post(f"/v1/models/{name}/verify"))
+    return fragment(
+        request, "model_verified.html", report=await api.post(f"/v1/models/{name}/verify")
+    )
 
 
 @router.post("/models/share")
@@ -83,15 +90,30 @@ async def delete(request: Request, api: Api, name: Name) -> Response:
 
 
 @router.get("/try")
-async def chat(request: Request, api: Api, model: str | None = None, beside: str | None = None) -> Response:
-    """A conversation with one model or with two; its messages go between the browser and the API."""
+async def chat(
+    request: Request, api: Api, model: str | None = None, beside: str | None = None
+) -> Response:
+    """A conversation with one model or with two; its messages go between the browser and the
+    API.
+    """
     views = (await api.get("/v1/models"))["data"]
     names = [view["id"] for view in views]
     for name in (model, beside):
-        if name and name not in names:  # a checkpoint, which is not listed; the API refuses an unknown name
+        if (
+            name and name not in names
+        ):  # a checkpoint, which is not listed; the API refuses an unknown name
             names.append((await api.get(f"/v1/models/{name}"))["id"])
-    chosen = model or next((view["id"] for view in views if view["parent"]), names[0] if names else None)
-    return page(request, "chat.html", names=names, model=chosen, beside=beside, inference=await inference_of(api))
+    chosen = model or next(
+        (view["id"] for view in views if view["parent"]), names[0] if names else None
+    )
+    return page(
+        request,
+        "chat.html",
+        names=names,
+        model=chosen,
+        beside=beside,
+        inference=await inference_of(api),
+    )
 
 
 async def inference_of(api: InnerApi) -> dict[str, str | None]:
@@ -100,7 +122,9 @@ async def inference_of(api: InnerApi) -> dict[str, str | None]:
 
 
 def _lineage(model: dict[str, Any], by_name: dict[str, Any]) -> list[str]:
-    """Return the models that a tuned model was trained from, the nearest first and the base last."""
+    """Return the models that a tuned model was trained from, the nearest first and the base
+    last.
+    """
     line: list[str] = []
     while model["parent"] and model["parent"] not in line:
         line.append(model["parent"])

@@ -28,18 +28,25 @@ MOST_FILES = 200
 
 @router.get("/new")
 async def form(
-    request: Request, api: Api, again: str | None = None, model: str | None = None, ask: int | None = None
+    request: Request,
+    api: Api,
+    again: str | None = None,
+    model: str | None = None,
+    ask: int | None = None,
 ) -> Response:
-    """An empty form. `again`: a job whose create body fills it in; `model`: the base to choose; `ask`: the number of prompts to
-    answer before and after training.
+    """An empty form. `again`: a job whose create body fills it in; `model`: the base to choose;
+    `ask`: the number of prompts to answer before and after training.
     """
     body = await api.get(f"{JOBS}/{again}/request") if again else {}
     fields = await parsed_in_turn(job_form.fields_of, body) | ({"model": model} if model else {})
     fields |= {"evaluation.prompts": str(ask)} if ask else {}
-    files, missing = await _data_files(api), []
+    files = await _data_files(api)
+    missing = []
     for label, name in (("training", "training_file"), ("validation", "validation_file")):
         file_id = fields.get(name)
-        if file_id and file_id not in [file["id"] for file in files]:  # older than those listed, or deleted
+        if file_id and file_id not in [
+            file["id"] for file in files
+        ]:  # older than those listed, or deleted
             found = await api.find(f"/v1/files/{file_id}")
             files += [found] if found else []
             missing += [] if found else [label]
@@ -56,7 +63,8 @@ async def form(
         "example_grader": job_form.EXAMPLE_GRADER,
         "first": [options[name] for name in job_form.FIRST],
         "rest": {
-            section: [option for name, option in options.items() if _is_further(name, section)] for section in job_form.SECTIONS
+            section: [option for name, option in options.items() if _is_further(name, section)]
+            for section in job_form.SECTIONS
         },
         "again": again,
         "accepted": ",".join((*DATA_ENDINGS, *COMPRESSED_ENDINGS)),
@@ -75,8 +83,14 @@ async def plan(request: Request, api: Api) -> Response:
     checks = await _checks(api, body)
     names = {file["id"]: file["filename"] for file in await _data_files(api)}
     words = await parsed_in_turn(_words, body, names, str(request.base_url).rstrip("/"))
-    values = {"checks": checks, "roles": job_form.COLUMN_ROLES[_method_of(body)], "mapped": _mapping_of(body)}
-    return page(request, "new_plan.html", plan=await _plan(api, body, checks), words=words, **values)
+    values = {
+        "checks": checks,
+        "roles": job_form.COLUMN_ROLES[_method_of(body)],
+        "mapped": _mapping_of(body),
+    }
+    return page(
+        request, "new_plan.html", plan=await _plan(api, body, checks), words=words, **values
+    )
 
 
 @router.post("/new")
@@ -94,7 +108,8 @@ async def create(request: Request, api: Api) -> Response:
 @router.post("/new/sample")
 async def create_sample(request: Request, api: Api) -> Response:
     """Create the quickstart's job from the data that this installation brings, and show it."""
-    body, files = await in_thread(sample_options), await in_thread(sample_files)
+    body = await in_thread(sample_options)
+    files = await in_thread(sample_files)
     there = {(file["filename"], file["bytes"]): file["id"] for file in await _data_files(api)}
     for name, path in files.items():
         content = await in_thread(path.read_bytes)
@@ -105,8 +120,8 @@ async def create_sample(request: Request, api: Api) -> Response:
 
 
 async def _body_of(request: Request) -> dict[str, Any]:
-    """Return the create body of the form, read beside the event loop: a megabyte of YAML takes many seconds. Raises
-    ValueError.
+    """Return the create body of the form, read beside the event loop: a megabyte of YAML takes many
+    seconds. Raises ValueError.
     """
     return await parsed_in_turn(job_form.body_of, await form_of(request))
 
@@ -124,9 +139,11 @@ def _is_further(name: str, section: str) -> bool:
     return name.startswith(f"{section}.") and name not in job_form.FIRST
 
 
-async def _plan(api: InnerApi, body: Mapping[str, Any], checks: Mapping[str, dict[str, Any] | None]) -> dict[str, Any]:
-    """Return the plan of a create body; in its place `fault` and `param`, or `pending` and `retry` while its base has no
-    description.
+async def _plan(
+    api: InnerApi, body: Mapping[str, Any], checks: Mapping[str, dict[str, Any] | None]
+) -> dict[str, Any]:
+    """Return the plan of a create body; in its place `fault` and `param`, or `pending` and `retry`
+    while its base has no description.
     """
     if "model" not in body:
         return {"fault": "Choose a base.", "param": "model"}
@@ -135,24 +152,31 @@ async def _plan(api: InnerApi, body: Mapping[str, Any], checks: Mapping[str, dic
     except ApiError as error:
         if error.error.get("code") != NotDescribedError.code:
             return {"fault": error.message, "param": error.error.get("param")}
-        planned = {"pending": None if error.retry_after else error.message, "retry": error.retry_after}
+        planned = {
+            "pending": None if error.retry_after else error.message,
+            "retry": error.retry_after,
+        }
     return _unusable(checks) or planned
 
 
 def _unusable(checks: Mapping[str, dict[str, Any] | None]) -> dict[str, str] | None:
-    """Return fault and param of the first file that cannot be trained on; None: there is none. A check that met a limit says
-    nothing of its file.
+    """Return fault and param of the first file that cannot be trained on; None: there is none.
+
+    A check that met a limit says nothing of its file.
     """
     for name, check in checks.items():
         if check and check["whole"] and not check["ok"]:
-            fault = f"The {name.replace('_', ' ')} cannot be trained on. The reason is shown next to it."
+            fault = (
+                f"The {name.replace('_', ' ')} cannot be trained on. The reason is shown next "
+                "to it."
+            )
             return {"fault": fault, "param": name}
     return None
 
 
 async def _checks(api: InnerApi, body: Mapping[str, Any]) -> dict[str, dict[str, Any] | None]:
-    """Return each file field's check, as a job with this body would read the file; None: no file is chosen, or it cannot be
-    checked now.
+    """Return each file field's check, as a job with this body would read the file; None: no file is
+    chosen, or it cannot be checked now.
     """
     query = {"method": _method_of(body)}
     if mapping := _mapping_of(body):
@@ -161,7 +185,9 @@ async def _checks(api: InnerApi, body: Mapping[str, Any]) -> dict[str, dict[str,
     for name in ("training_file", "validation_file"):
         checks[name] = None
         if file_id := body.get(name):
-            with contextlib.suppress(ApiError):  # such as a wrong mapping of columns, which the plan reports
+            with contextlib.suppress(
+                ApiError
+            ):  # such as a wrong mapping of columns, which the plan reports
                 checks[name] = await api.get(f"/v1/files/{file_id}/check", **query)
     return checks
 

@@ -51,10 +51,18 @@ async def usage(
     """Sums over the last days (UTC), today included."""
     begin = (int(time.time()) // _DAY_SECONDS - days + 1) * _DAY_SECONDS
     period: dict[str, Any] = {"start_time": begin, "limit": days, "project_ids": project or None}
-    used = await api.get(f"{ORGANIZATION}/usage/fine_tuning", **period, group_by=["project_id", "api_key_id"])
-    projects = {view["id"]: view["name"] for view in await every(api, PROJECTS, include_archived="true")}
+    used = await api.get(
+        f"{ORGANIZATION}/usage/fine_tuning", **period, group_by=["project_id", "api_key_id"]
+    )
+    projects = {
+        view["id"]: view["name"] for view in await every(api, PROJECTS, include_archived="true")
+    }
     summary = usage_summary(used["data"])
-    keys = {key["id"]: key["name"] for name in list(summary.projects)[:_MOST_NAMED] for key in await _keys_of(api, name)}
+    keys = {
+        key["id"]: key["name"]
+        for name in list(summary.projects)[:_MOST_NAMED]
+        for key in await _keys_of(api, name)
+    }
     values = {
         "summary": summary,
         "bars": usage_bars(summary.days, of),
@@ -93,7 +101,11 @@ async def create(request: Request, api: Api) -> Response:
 @router.get("/projects/{project_id}")
 async def project(request: Request, api: Api, visitor: Visitor, project_id: str) -> Response:
     """A project's limits and keys."""
-    values = {"project": await api.get(f"{PROJECTS}/{project_id}"), "limits": LIMITS, "manages": manages(visitor)}
+    values = {
+        "project": await api.get(f"{PROJECTS}/{project_id}"),
+        "limits": LIMITS,
+        "manages": manages(visitor),
+    }
     return page(request, "project.html", keys=await _keys_of(api, project_id), new=None, **values)
 
 
@@ -125,13 +137,17 @@ async def create_key(request: Request, api: Api, project_id: str) -> Response:
     if days := form.get("expires_days", "").strip():
         whole = _whole(days)
         body["expires_in_seconds"] = whole * _DAY_SECONDS if isinstance(whole, int) else days
-    return await _keys_list(request, api, project_id, await api.post(f"{PROJECTS}/{project_id}/api_keys", body))
+    return await _keys_list(
+        request, api, project_id, await api.post(f"{PROJECTS}/{project_id}/api_keys", body)
+    )
 
 
 @router.post("/projects/{project_id}/keys/{key_id}/rotate")
 async def rotate(request: Request, api: Api, project_id: str, key_id: str) -> Response:
     """Replace a key by a new one; the old one stays valid for a day."""
-    new = await api.post(f"{PROJECTS}/{project_id}/api_keys/{key_id}/rotate", {"keep_seconds": _DAY_SECONDS})
+    new = await api.post(
+        f"{PROJECTS}/{project_id}/api_keys/{key_id}/rotate", {"keep_seconds": _DAY_SECONDS}
+    )
     return await _keys_list(request, api, project_id, {**new, "rotated": True})
 
 
@@ -145,7 +161,9 @@ async def every(api: InnerApi, path: str, **query: str) -> list[dict[str, Any]]:
     """Return the whole of a list, read page by page."""
     items: list[dict[str, Any]] = []
     while True:
-        part = await api.get(path, limit=_FULL_PAGE, after=items[-1]["id"] if items else None, **query)
+        part = await api.get(
+            path, limit=_FULL_PAGE, after=items[-1]["id"] if items else None, **query
+        )
         items += part["data"]
         if not part["has_more"]:
             return items
@@ -155,16 +173,29 @@ async def _keys_of(api: InnerApi, project_id: str) -> list[dict[str, Any]]:
     return await every(api, f"{PROJECTS}/{project_id}/api_keys")
 
 
-async def _keys_list(request: Request, api: InnerApi, project_id: str, new: dict[str, Any] | None) -> Response:
-    return page(request, "keys_list.html", project={"id": project_id}, keys=await _keys_of(api, project_id), new=new)
+async def _keys_list(
+    request: Request, api: InnerApi, project_id: str, new: dict[str, Any] | None
+) -> Response:
+    return page(
+        request,
+        "keys_list.html",
+        project={"id": project_id},
+        keys=await _keys_of(api, project_id),
+        new=new,
+    )
 
 
 def _limit(name: str, text: str) -> Any:
-    """Return a limit as the API takes it; None if the text is empty. Other text stays text, and the API says what is wrong."""
+    """Return a limit as the API takes it; None if the text is empty.
+
+    Other text stays text, and the API says what is wrong.
+    """
     if not text:
         return None
     if name in _NAME_LISTS:
-        return [] if text == _NO_NAMES else [part.strip() for part in text.split(",") if part.strip()]
+        return (
+            [] if text == _NO_NAMES else [part.strip() for part in text.split(",") if part.strip()]
+        )
     if name == "max_bytes":
         return byte_count(text)
     return _whole(text)

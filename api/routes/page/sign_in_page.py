@@ -17,7 +17,15 @@ from api.http.bodies import ArrivingBody
 from api.http.dependencies import MAX_JSON_BYTES, SHORT_BYTES, Services, Svc
 from api.http.threads import in_thread, parsed_in_turn, with_key
 from api.page.inner_api import ApiError
-from api.page.rendering import HEADERS, SignInNeeded, address_parts, leave_for, page, static_answer, static_files
+from api.page.rendering import (
+    HEADERS,
+    SignInNeeded,
+    address_parts,
+    leave_for,
+    page,
+    static_answer,
+    static_files,
+)
 from api.wire.error_views import invalid_parameter
 from ft_service.errors import AuthError, ForbiddenError, NotFoundError, SpecError
 from ft_service.store.records import Principal
@@ -42,9 +50,13 @@ Visitor = Annotated[Principal, Depends(visitor)]
 
 
 def page_router() -> APIRouter:
-    """Return a router whose routes need a session; every change needs the session's token. A wrong query is refused as the
-    API's refusals are."""
-    return APIRouter(include_in_schema=False, dependencies=[Depends(visitor)], route_class=_PageRoute)
+    """Return a router whose routes need a session; every change needs the session's token.
+
+    A wrong query is refused as the API's refusals are.
+    """
+    return APIRouter(
+        include_in_schema=False, dependencies=[Depends(visitor)], route_class=_PageRoute
+    )
 
 
 class _PageRoute(APIRoute):
@@ -73,8 +85,12 @@ async def static(name: str) -> Response:
 
 
 @router.get("/sign-in")
-async def sign_in_form(request: Request, services: Svc, link: str | None = None, to: str = "/jobs") -> Response:
-    """The form. A link of `ft open` only fills it in: following a link, which any site can cause, does not sign in."""
+async def sign_in_form(
+    request: Request, services: Svc, link: str | None = None, to: str = "/jobs"
+) -> Response:
+    """The form. A link of `ft open` only fills it in: following a link, which any site can cause,
+    does not sign in.
+    """
     if link is None:
         return sign_in_answer(request, services, to)
     return page(request, "sign_in_link.html", to=local_path(to), link=link)
@@ -99,7 +115,9 @@ async def sign_in(request: Request, services: Svc) -> Response:
     return sign_in_answer(request, services, to, fault, 401)
 
 
-def sign_in_answer(request: Request, services: Services, to: str, fault: str | None = None, status: int = 200) -> Response:
+def sign_in_answer(
+    request: Request, services: Services, to: str, fault: str | None = None, status: int = 200
+) -> Response:
     """Return the sign-in page. `fault`: why the last try failed."""
     provider = services.provider.name if services.provider else None
     return page(request, "sign_in.html", status, fault=fault, to=local_path(to), provider=provider)
@@ -113,7 +131,9 @@ async def sign_out(request: Request, services: Svc, principal: Visitor) -> Respo
         await in_thread(services.store.sessions.end_session, secret)
     door = None
     if services.provider and sessions.is_of_sign_on(request):
-        door = await services.provider.logout_url(sign_on.id_token_of(request), sign_on.address(request, "/sign-in"))
+        door = await services.provider.logout_url(
+            sign_on.id_token_of(request), sign_on.address(request, "/sign-in")
+        )
     answer = leave_for(request, door or "/sign-in")
     sessions.delete_cookie(request, answer)
     sign_on.forget_id_token(request, answer)
@@ -128,33 +148,50 @@ async def _signed_in(request: Request, services: Svc, principal: Principal, to: 
 
 
 def local_path(path: str) -> str:
-    """Return a path if it is on this page; else, such as for another site's address, the list of jobs."""
+    """Return a path if it is on this page; else, such as for another site's address, the list of
+    jobs.
+    """
     parts = address_parts(path)
-    is_local = parts is not None and not parts.netloc and path.startswith("/") and not path.startswith(("//", "/\\"))
+    is_local = (
+        parts is not None
+        and not parts.netloc
+        and path.startswith("/")
+        and not path.startswith(("//", "/\\"))
+    )
     return path if is_local and path.isprintable() else "/jobs"
 
 
 def _refuse_other_sites(request: Request) -> None:
-    """Raise ForbiddenError if another site sends the form: it must not sign a browser in with its own key.
+    """Raise ForbiddenError if another site sends the form: it must not sign a browser in with its
+    own key.
 
-    A browser names the site in at least one of two headers; a client that names none is not a browser.
+    A browser names the site in at least one of two headers; a client that names none is not a
+    browser.
     """
-    origin, fetched_from = request.headers.get("origin"), request.headers.get("sec-fetch-site", "none")
+    origin = request.headers.get("origin")
+    fetched_from = request.headers.get("sec-fetch-site", "none")
     sender = None if origin is None else address_parts(origin)
-    foreign = origin is not None and (sender is None or sender.netloc != request.headers.get("host"))
+    foreign = origin is not None and (
+        sender is None or sender.netloc != request.headers.get("host")
+    )
     if fetched_from not in ("none", "same-origin"):
         raise ForbiddenError("Sign in on the page itself.", code="csrf")
     if foreign:
         host = request.headers.get("host", "")
         raise ForbiddenError(
-            f"Sign in on the page itself: the form is of {str(origin)[:80]!r}, and was sent to {host[:80]!r}. If the first is "
-            "the page's address, a proxy in between has replaced the header Host: its operator has to have it pass that on.",
+            f"Sign in on the page itself: the form is of {str(origin)[:80]!r}, and was sent to "
+            f"{host[:80]!r}. If the first is "
+            "the page's address, a proxy in between has replaced the header Host: its operator "
+            "has to have it pass that on.",
             code="csrf",
         )
 
 
 async def form_of(request: Request, most_bytes: int = MAX_JSON_BYTES) -> dict[str, str]:
-    """Return the fields of a form. Raises SpecError if it is larger than `most_bytes`, too slow, or has too many fields."""
+    """Return the fields of a form.
+
+    Raises SpecError if it is larger than `most_bytes`, too slow, or has too many fields.
+    """
     async with ArrivingBody(request, most_bytes).whole() as body:
         if len(body) <= SHORT_BYTES:
             return _fields(body)
@@ -165,5 +202,8 @@ def _fields(body: bytearray) -> dict[str, str]:
     try:
         return dict(parse_qsl(body.decode("utf-8", "replace"), max_num_fields=_MOST_FIELDS))
     except ValueError:
-        text = f"The form has more than {_MOST_FIELDS:,} fields. Send only those that it has on the page."
+        text = (
+            f"The form has more than {_MOST_FIELDS:,} fields. Send only those that it has on "
+            "the page."
+        )
         raise SpecError(text, code="request_too_large") from None

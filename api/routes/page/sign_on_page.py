@@ -1,4 +1,6 @@
-"""Single sign-on: to the provider and back, and the choice among the projects that a person's groups open."""
+"""Single sign-on: to the provider and back, and the choice among the projects that a person's
+groups open.
+"""
 
 from __future__ import annotations
 
@@ -24,13 +26,20 @@ signed_in_router = page_router()
 
 @router.get("/sign-in/oidc")
 async def to_provider(request: Request, services: Svc, to: str = "/jobs") -> Response:
-    """Send the browser to the provider, unless another site has sent it here: that could exchange the session of a key."""
+    """Send the browser to the provider, unless another site has sent it here: that could exchange
+    the session of a key.
+    """
     provider = services.provider
-    if provider is None or request.headers.get("sec-fetch-site", "none") not in ("none", "same-origin"):
+    if provider is None or request.headers.get("sec-fetch-site", "none") not in (
+        "none",
+        "same-origin",
+    ):
         return sign_in_answer(request, services, to)
     sign_in = BrowserSignIn.begin(local_path(to))
     try:
-        there = await provider.authorization_url(sign_in, sign_on.address(request, sign_on.CALLBACK))
+        there = await provider.authorization_url(
+            sign_in, sign_on.address(request, sign_on.CALLBACK)
+        )
     except UnavailableError as error:
         return sign_in_answer(request, services, to, str(error), 503)
     answer = RedirectResponse(there, 303, headers=HEADERS)
@@ -56,21 +65,28 @@ async def from_provider(request: Request, services: Svc) -> Response:
 
 
 async def _signed_in(request: Request, services: Svc, sign_in: BrowserSignIn | None) -> Response:
-    """Return a page that leads on: a page and not a redirect, because browsers send no `SameSite=Strict` cookie with what the
-    provider's page has caused."""
+    """Return a page that leads on: a page and not a redirect, because browsers send no
+    `SameSite=Strict` cookie with what the provider's page has caused.
+    """
     provider = services.provider
     if provider is None or sign_in is None:
-        raise AuthError("This sign-in was not begun in this browser, or was carried out before.", code="sign_in_unknown")
+        raise AuthError(
+            "This sign-in was not begun in this browser, or was carried out before.",
+            code="sign_in_unknown",
+        )
     if await in_thread(services.store.people.is_done, sign_in.state):
         raise AuthError("This sign-in was carried out before.", code="sign_in_repeated")
-    found = await provider.signed_in(sign_in, request.query_params, sign_on.address(request, sign_on.CALLBACK))
+    found = await provider.signed_in(
+        sign_in, request.query_params, sign_on.address(request, sign_on.CALLBACK)
+    )
     seconds = services.settings.oidc_session_minutes * 60.0
     with acting(Actor(None, request.client.host if request.client else None)):
         secret = await in_thread(services.store.people.sign_in, found.person, seconds)
     if secret is None:
         log.warning("%s may not sign in: no group opens a project", found.person.name)
         raise ForbiddenError(
-            f"{found.person.name}: none of your groups at {provider.name} opens a project here. Ask whoever runs this service."
+            f"{found.person.name}: none of your groups at {provider.name} opens a project here. "
+            "Ask whoever runs this service."
         )
     answer = page(request, "signed_in.html", to=local_path(sign_in.to))
     sessions.set_cookie(request, answer, secret)

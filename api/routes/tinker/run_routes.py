@@ -13,7 +13,14 @@ from fastapi import Query, Request, Response
 
 from api.http.dependencies import JsonBody, Services, Svc
 from api.http.tinker_auth import TinkerCaller, tinker_router
-from ft_service.control.tinker_models import MODEL_KEY, delete_weights, find_model, find_weights, project_models, remove_expired
+from ft_service.control.tinker_models import (
+    MODEL_KEY,
+    delete_weights,
+    find_model,
+    find_weights,
+    project_models,
+    remove_expired,
+)
 from ft_service.errors import NotFoundError
 from ft_service.jobs.states import Job, State
 from ft_service.rundir.directory import RunDir
@@ -66,21 +73,33 @@ def _moment(seconds: float) -> str:
 
 def _weights_of(model: str, run: RunDir) -> list[_Weights]:
     """All saved weights of a model, the newest first; what has expired is removed."""
-    found = [_Weights(WeightsPath(model, "weights", own.name), own.created_at, own.bytes) for own in saved_weights(run)]
+    found = [
+        _Weights(WeightsPath(model, "weights", own.name), own.created_at, own.bytes)
+        for own in saved_weights(run)
+    ]
     for name in samplers_of(run):
         with contextlib.suppress(FileNotFoundError):  # removed meanwhile
             saved_at = run.path(sampler_key(name)).stat().st_mtime
-            found.append(_Weights(WeightsPath(model, "sampler_weights", name), saved_at, sampler_bytes(run, name)))
+            found.append(
+                _Weights(
+                    WeightsPath(model, "sampler_weights", name), saved_at, sampler_bytes(run, name)
+                )
+            )
     kept = [weights for weights in found if not remove_expired(run, weights.path)]
     return sorted(kept, key=lambda weights: weights.time, reverse=True)
 
 
 def _run_view(job: Job, services: Services) -> dict[str, Any]:
-    model, run = job.request["metadata"][MODEL_KEY], services.places.run(job.id)
+    model = job.request["metadata"][MODEL_KEY]
+    run = services.places.run(job.id)
     weights = _weights_of(model, run)
     training = next((own.view(run) for own in weights if own.path.kind == "weights"), None)
     sampler = next((own.view(run) for own in weights if own.path.kind == "sampler_weights"), None)
-    metadata = {name: text for name, text in job.request["metadata"].items() if not name.startswith("tinker_")}
+    metadata = {
+        name: text
+        for name, text in job.request["metadata"].items()
+        if not name.startswith("tinker_")
+    }
     return {
         "training_run_id": model,
         "base_model": job.spec.model.name,
@@ -100,7 +119,9 @@ def _page(found: list[Any], limit: int, offset: int) -> dict[str, int]:
 
 
 @router.get("/training_runs")
-def list_runs(caller: TinkerCaller, services: Svc, limit: int = Limit, offset: int = Offset) -> dict[str, Any]:
+def list_runs(
+    caller: TinkerCaller, services: Svc, limit: int = Limit, offset: int = Offset
+) -> dict[str, Any]:
     found = list(islice(project_models(caller.project_id, services.store), offset + limit + 1))
     views = [_run_view(job, services) for job in found[offset : offset + limit]]
     return {"training_runs": views, "cursor": _page(found, limit, offset)}
@@ -119,19 +140,26 @@ def list_checkpoints(model: str, caller: TinkerCaller, services: Svc) -> dict[st
 
 @router.get("/checkpoints")
 def list_all_checkpoints(
-    caller: TinkerCaller, services: Svc, limit: int = Query(100, ge=1, le=1000), offset: int = Offset
+    caller: TinkerCaller,
+    services: Svc,
+    limit: int = Query(100, ge=1, le=1000),
+    offset: int = Offset,
 ) -> dict[str, Any]:
     """Saved weights of the project's newest models, model by model."""
     views: list[dict[str, Any]] = []
     for job in islice(project_models(caller.project_id, services.store), _MOST_RUNS):
         run = services.places.run(job.id)
-        views += [weights.view(run) for weights in _weights_of(job.request["metadata"][MODEL_KEY], run)]
+        views += [
+            weights.view(run) for weights in _weights_of(job.request["metadata"][MODEL_KEY], run)
+        ]
         if len(views) > offset + limit:
             break
     return {"checkpoints": views[offset : offset + limit], "cursor": _page(views, limit, offset)}
 
 
-def _own(model: str, kind: Kind, name: str, caller: Principal, services: Services) -> tuple[RunDir, WeightsPath]:
+def _own(
+    model: str, kind: Kind, name: str, caller: Principal, services: Services
+) -> tuple[RunDir, WeightsPath]:
     """The run directory and path of saved weights of the project's own. Raises NotFoundError."""
     job = find_model(services.store, caller.project_id, model)
     path = WeightsPath.parse(f"tinker://{model}/{kind}/{name}")
@@ -140,34 +168,50 @@ def _own(model: str, kind: Kind, name: str, caller: Principal, services: Service
 
 
 @router.delete("/training_runs/{model}/checkpoints/{kind}/{name}")
-def delete_checkpoint(model: str, kind: Kind, name: str, caller: TinkerCaller, services: Svc) -> Response:
+def delete_checkpoint(
+    model: str, kind: Kind, name: str, caller: TinkerCaller, services: Svc
+) -> Response:
     run, path = _own(model, kind, name, caller, services)
     services.store.tinker.record_weights(caller.project_id, "deleted", str(path))
     delete_weights(run, path)
     return Response(status_code=204)
 
 
-@router.api_route("/training_runs/{model}/checkpoints/{kind}/{name}/publish", methods=["POST", "DELETE"])
-def publish(request: Request, model: str, kind: Kind, name: str, caller: TinkerCaller, services: Svc) -> Response:
-    """Let every project of the organization load the weights, whoever knows their path; DELETE: no longer."""
+@router.api_route(
+    "/training_runs/{model}/checkpoints/{kind}/{name}/publish", methods=["POST", "DELETE"]
+)
+def publish(
+    request: Request, model: str, kind: Kind, name: str, caller: TinkerCaller, services: Svc
+) -> Response:
+    """Let every project of the organization load the weights, whoever knows their path; DELETE: no
+    longer.
+    """
     run, path = _own(model, kind, name, caller, services)
     public = request.method == "POST"
-    services.store.tinker.record_weights(caller.project_id, "published" if public else "unpublished", str(path))
+    services.store.tinker.record_weights(
+        caller.project_id, "published" if public else "unpublished", str(path)
+    )
     return _change(run, path, public=public)
 
 
 @router.put("/training_runs/{model}/checkpoints/{kind}/{name}/ttl")
-def set_ttl(model: str, kind: Kind, name: str, body: JsonBody, caller: TinkerCaller, services: Svc) -> Response:
+def set_ttl(
+    model: str, kind: Kind, name: str, body: JsonBody, caller: TinkerCaller, services: Svc
+) -> Response:
     seconds = WeightsTtl.parse(body).ttl_seconds
     expires_at = None if seconds is None else time.time() + seconds
     return _change(*_own(model, kind, name, caller, services), expires_at=expires_at)
 
 
 def _change(run: RunDir, path: WeightsPath, **changes: Any) -> Response:
-    set_options(run, path.checkpoint_id, options_of(run, path.checkpoint_id).model_copy(update=changes))
+    set_options(
+        run, path.checkpoint_id, options_of(run, path.checkpoint_id).model_copy(update=changes)
+    )
     return Response(status_code=204)
 
 
 @router.get("/training_runs/{model}/checkpoints/external_weights/{name}/external_weights_urls")
 def external_urls(model: str, name: str, caller: TinkerCaller) -> None:
-    raise NotFoundError("There are no external weights here: `ft download JOB` gives the adapter in PEFT's layout.")
+    raise NotFoundError(
+        "There are no external weights here: `ft download JOB` gives the adapter in PEFT's layout."
+    )

@@ -1,4 +1,6 @@
-"""Samplers of Tinker clients, and their requests for samples, which wait for ft_service/control/tinker_samples.py."""
+"""Samplers of Tinker clients, and their requests for samples, which wait for
+ft_service/control/tinker_samples.py.
+"""
 
 from __future__ import annotations
 
@@ -48,12 +50,17 @@ def _source(given: CreateSampler, caller: Principal, services: Services) -> tupl
 @router.post("/join_sampling_session")
 def join_sampler(body: JsonBody, caller: TinkerCaller, services: Svc) -> dict[str, Any]:
     own = check_sampler_id(OfSampler.parse(body).sampling_session_id)
-    return {"type": "join_sampling_session", "client_counter": services.store.tinker.join_sampler(caller.project_id, own)}
+    return {
+        "type": "join_sampling_session",
+        "client_counter": services.store.tinker.join_sampler(caller.project_id, own),
+    }
 
 
 @router.get("/samplers/{own}")
 def get_sampler(own: str, caller: TinkerCaller, services: Svc) -> dict[str, Any]:
-    """A sampler; `logprob_gap`: mean distance in nats from the trainer's log-probabilities, null until it is measured."""
+    """A sampler; `logprob_gap`: mean distance in nats from the trainer's log-probabilities, null
+    until it is measured.
+    """
     sampler = services.store.tinker.get_sampler(caller.project_id, check_sampler_id(own))
     return {
         "sampler_id": sampler.id,
@@ -68,11 +75,24 @@ def sample(body: JsonBody, caller: TinkerCaller, services: Svc) -> dict[str, Any
     """Store a request for samples. A repeated one finds the same answer."""
     request = parse_sample_request(body)
     if request.sampling_session_id is None or request.seq_id is None:
-        text = "sampling_session_id and seq_id are needed: create_sampling_session makes a sampler of base_model or model_path."
+        text = (
+            "sampling_session_id and seq_id are needed: create_sampling_session makes a "
+            "sampler of base_model or model_path."
+        )
         raise SpecError(text, param="sampling_session_id")
-    sampler = services.store.tinker.get_sampler(caller.project_id, check_sampler_id(request.sampling_session_id))
+    sampler = services.store.tinker.get_sampler(
+        caller.project_id, check_sampler_id(request.sampling_session_id)
+    )
     own = request_id(sampler.id, request.seq_id)
     services.store.tinker.put_sample(
-        TinkerSample(id=own, project_id=caller.project_id, sampler_id=sampler.id, request=request.model_dump(exclude_none=True))
+        TinkerSample(
+            id=own,
+            project_id=caller.project_id,
+            sampler_id=sampler.id,
+            request=request.model_dump(exclude_none=True),
+        )
     )
-    return {"request_id": own, "sample_sequence_ids": [f"{own}/{number}" for number in range(request.num_samples)]}
+    return {
+        "request_id": own,
+        "sample_sequence_ids": [f"{own}/{number}" for number in range(request.num_samples)],
+    }

@@ -39,20 +39,33 @@ def telemetry(caller: TinkerCaller) -> dict[str, str]:
 def capabilities(caller: TinkerCaller, services: Svc) -> dict[str, Any]:
     """The bases that can be trained here."""
     models = []
-    named = [(base.name, base) for base in services.catalogue.list_models()] + services.catalogue.list_aliases()
+    named = [
+        (base.name, base) for base in services.catalogue.list_models()
+    ] + services.catalogue.list_aliases()
     for name, base in named:
         document = services.catalogue.descriptions.known(base.path)
         described = None if document is None else document.base
         usable = document is None or document.refused is None
         longest = None if described is None else described.dimensions.max_positions
         sampled = services.preview is not None or bool(services.settings.inference_urls)
-        models.append({"model_name": name, "max_context_length": longest, "trainable": usable, "sampleable": sampled})
+        models.append(
+            {
+                "model_name": name,
+                "max_context_length": longest,
+                "trainable": usable,
+                "sampleable": sampled,
+            }
+        )
     return {"supported_models": models}
 
 
 @router.get("/whoami")
 def whoami(caller: TinkerCaller) -> dict[str, Any]:
-    return {"user_urn": f"key:{caller.key_id}", "org_urn": f"organization:{caller.organization}", "email": None}
+    return {
+        "user_urn": f"key:{caller.key_id}",
+        "org_urn": f"organization:{caller.organization}",
+        "email": None,
+    }
 
 
 @router.post("/create_session")
@@ -60,12 +73,15 @@ def create_session(body: JsonBody, caller: TinkerCaller, services: Svc) -> dict[
     given = CreateSession.parse(body)
     if given.project_id not in (None, caller.project_id):
         raise SpecError(
-            f"project_id = {given.project_id!r}: a key is of one project, this one of {caller.project_id!r}. Leave project_id "
+            f"project_id = {given.project_id!r}: a key is of one project, this one of "
+            f"{caller.project_id!r}. Leave project_id "
             "(TINKER_PROJECT_ID) out, or use a key of that project.",
             param="project_id",
         )
     session_id = new_id(SESSION)
-    services.store.tinker.create_session(session_id, caller.project_id, given.display_name, given.user_metadata)
+    services.store.tinker.create_session(
+        session_id, caller.project_id, given.display_name, given.user_metadata
+    )
     return {"type": "create_session", "session_id": session_id}
 
 
@@ -77,10 +93,15 @@ def heartbeat(body: JsonBody, caller: TinkerCaller, services: Svc) -> dict[str, 
 
 @router.post("/sessions/{session_id}/finish")
 def finish(session_id: str, body: JsonBody, caller: TinkerCaller, services: Svc) -> dict[str, Any]:
-    """End a session. After a success its models end too: each writes its adapter as any job does."""
+    """End a session. After a success its models end too: each writes its adapter as any job
+    does.
+    """
     reason = FinishSession.parse(body).reason.type
     if reason not in ("success", "errored", "interrupted"):
-        raise SpecError(f"reason.type = {reason[:40]!r}: success, errored and interrupted are possible.", param="reason")
+        raise SpecError(
+            f"reason.type = {reason[:40]!r}: success, errored and interrupted are possible.",
+            param="reason",
+        )
     services.store.tinker.finish_session(caller.project_id, session_id, reason[:40])
     if services.store.tinker.get_session(caller.project_id, session_id).finish_reason == "success":
         finish_models(caller.project_id, session_id, services.store, services.places)
@@ -89,7 +110,10 @@ def finish(session_id: str, body: JsonBody, caller: TinkerCaller, services: Svc)
 
 @router.get("/sessions")
 def list_sessions(
-    caller: TinkerCaller, services: Svc, limit: int = Query(20, ge=1, le=100), offset: int = Query(0, ge=0, le=10**9)
+    caller: TinkerCaller,
+    services: Svc,
+    limit: int = Query(20, ge=1, le=100),
+    offset: int = Query(0, ge=0, le=10**9),
 ) -> dict[str, Any]:
     return {"sessions": services.store.tinker.list_sessions(caller.project_id, limit, offset)}
 
@@ -108,7 +132,8 @@ def get_session(session_id: str, caller: TinkerCaller, services: Svc) -> dict[st
 
 _INSTEAD = {
     "auth": "keys are not exchanged for tokens: send X-API-Key",
-    "create_custom_loss": "custom losses are computed by the client (custom_loss_server_side is false)",
+    "create_custom_loss": "custom losses are computed by the client (custom_loss_server_side is "
+    "false)",
     "copy_weights": "publish the weights (publish_checkpoint) and load them from there",
     "sessions/search": "GET /api/v1/sessions lists them",
     "current_checkpoint_storage": "GET /api/v1/checkpoints has the size of each",
@@ -123,5 +148,10 @@ _INSTEAD = {
 @router.api_route("/{path:path}", methods=["GET", "POST", "PUT", "DELETE", "PATCH"])
 def unknown(path: str, caller: TinkerCaller) -> None:
     """Refuse what this service does not have, by its name."""
-    instead = next((text for start, text in _INSTEAD.items() if path.startswith(start)), "docs/tinker.md lists what there is")
-    raise NotFoundError(f"/api/v1/{path[:120]} is not here: {instead}.", code="unsupported_operation")
+    instead = next(
+        (text for start, text in _INSTEAD.items() if path.startswith(start)),
+        "docs/tinker.md lists what there is",
+    )
+    raise NotFoundError(
+        f"/api/v1/{path[:120]} is not here: {instead}.", code="unsupported_operation"
+    )

@@ -1,4 +1,6 @@
-"""Models of Tinker clients: their creation, their commands, and the results that clients ask for."""
+"""Models of Tinker clients: their creation, their commands, and the results that clients ask
+for.
+"""
 
 from __future__ import annotations
 
@@ -36,7 +38,15 @@ from ft_service.tinker.bodies import (
 )
 from ft_service.tinker.commands import Command, CommandResult
 from ft_service.tinker.loss_wire import HEAD_BYTES, LossHead, refuse_parts_beyond
-from ft_service.tinker.names import WeightsPath, check_name, model_id, parse_request_id, request_id, sampler_id, session_of
+from ft_service.tinker.names import (
+    WeightsPath,
+    check_name,
+    model_id,
+    parse_request_id,
+    request_id,
+    sampler_id,
+    session_of,
+)
 
 router = tinker_router()
 
@@ -77,14 +87,20 @@ def create_model(body: JsonBody, caller: TinkerCaller, services: Svc) -> dict[st
 
 def _metadata(given: dict[str, Any] | None) -> dict[str, str]:
     """A client's metadata as a job's, which are texts."""
-    return {name: value if isinstance(value, str) else repr(value)[:512] for name, value in (given or {}).items()}
+    return {
+        name: value if isinstance(value, str) else repr(value)[:512]
+        for name, value in (given or {}).items()
+    }
 
 
 @router.post("/get_info")
 def get_info(body: JsonBody, caller: TinkerCaller, services: Svc) -> dict[str, Any]:
     job = find_model(services.store, caller.project_id, OfModel.parse(body).model_id)
     spec = job.spec
-    data = {"model_name": spec.model.name, "tokenizer_id": portable_name(Path(spec.model.path), spec.model.name)}
+    data = {
+        "model_name": spec.model.name,
+        "tokenizer_id": portable_name(Path(spec.model.path), spec.model.name),
+    }
     return {
         "type": "get_info",
         "model_id": job.request["metadata"][tinker_models.MODEL_KEY],
@@ -97,7 +113,10 @@ def get_info(body: JsonBody, caller: TinkerCaller, services: Svc) -> dict[str, A
 
 @router.post("/forward_backward")
 async def forward_backward(request: Request, caller: TinkerCaller, services: Svc) -> Response:
-    """Store a call of forward or forward_backward; the ranks check its data. One that is too large is stored as refused."""
+    """Store a call of forward or forward_backward; the ranks check its data.
+
+    One that is too large is stored as refused.
+    """
     body = ArrivingBody(request, MOST_CALL_BYTES)
     try:
         head = LossHead.of(await body.beginning(HEAD_BYTES))
@@ -116,14 +135,19 @@ async def forward_backward(request: Request, caller: TinkerCaller, services: Svc
 
 
 def _expected(head: LossHead, size: int, caller: Principal, services: Services) -> Job:
-    """The model of a call that may be stored. Raises SpecError, NotFoundError and LimitError before its body is read."""
+    """The model of a call that may be stored.
+
+    Raises SpecError, NotFoundError and LimitError before its body is read.
+    """
     _check_seq(head.seq_id)
     job = find_model(services.store, caller.project_id, head.model_id)
     tinker_models.refuse_command(job, head.seq_id, size, services.store, services.places)
     return job
 
 
-def _accept_loss(job: Job, seq: int, body: bytearray, caller: Principal, services: Services) -> None:
+def _accept_loss(
+    job: Job, seq: int, body: bytearray, caller: Principal, services: Services
+) -> None:
     try:
         refuse_parts_beyond(body)
         command = Command(seq, "forward_backward", body=body)
@@ -139,9 +163,12 @@ def _check_seq(seq: int) -> None:
 
 
 def _accept(body: Any, op: str, caller: Principal, services: Services) -> dict[str, Any]:
-    """Store a command. One whose options are wrong is stored as refused: its number must not be missing."""
+    """Store a command. One whose options are wrong is stored as refused: its number must not be
+    missing.
+    """
     given = body if isinstance(body, dict) else {}
-    model, seq = given.get("model_id"), given.get("seq_id")
+    model = given.get("model_id")
+    seq = given.get("seq_id")
     if not isinstance(model, str) or not isinstance(seq, int) or isinstance(seq, bool):
         _COMMANDS[op].parse(body)
         raise SpecError("model_id and seq_id are needed.", param="seq_id")
@@ -149,14 +176,18 @@ def _accept(body: Any, op: str, caller: Principal, services: Services) -> dict[s
     job = find_model(services.store, caller.project_id, model)
     tinker_models.refuse_command(job, seq, 0, services.store, services.places)
     try:
-        command = Command(seq, op, _options(_COMMANDS[op].parse(body), job, model, seq, caller, services))
+        command = Command(
+            seq, op, _options(_COMMANDS[op].parse(body), job, model, seq, caller, services)
+        )
     except (SpecError, NotFoundError) as error:
         command = Command(seq, "refused", {"error": error.message})
     tinker_models.accept(job, command, services.store, services.places)
     return _future(model, seq)
 
 
-def _options(given: Body, job: Job, model: str, seq: int, caller: Principal, services: Services) -> dict[str, Any]:
+def _options(
+    given: Body, job: Job, model: str, seq: int, caller: Principal, services: Services
+) -> dict[str, Any]:
     match given:
         case OptimStep():
             return given.adam_params.model_dump(include=set(type(given.adam_params).model_fields))
@@ -168,14 +199,20 @@ def _options(given: Body, job: Job, model: str, seq: int, caller: Principal, ser
         case LoadWeights():
             return tinker_models.loads(given, caller, services.store, services.places)[1]
         case _:
-            raise SpecError("External weights are not here: `ft download JOB` and save_weights_for_sampler give the adapter.")
+            raise SpecError(
+                "External weights are not here: `ft download JOB` and save_weights_for_sampler "
+                "give the adapter."
+            )
 
 
 def _for_sampler(
     given: SaveForSampler, job: Job, model: str, seq: int, caller: Principal, services: Services
 ) -> dict[str, Any]:
     if given.kind != "snapshot":
-        text = f"kind = {given.kind[:40]!r}: weights that change while they are sampled from are not here. Use 'snapshot'."
+        text = (
+            f"kind = {given.kind[:40]!r}: weights that change while they are sampled from are "
+            "not here. Use 'snapshot'."
+        )
         raise SpecError(text, param="kind")
     path = WeightsPath(model, "sampler_weights", check_name(given.path or f"command-{seq}"))
     options = _saved_as(given, path, job, caller, services)
@@ -197,7 +234,9 @@ def _for_sampler(
     return options
 
 
-def _saved_as(given: Save, path: WeightsPath, job: Job, caller: Principal, services: Services) -> dict[str, Any]:
+def _saved_as(
+    given: Save, path: WeightsPath, job: Job, caller: Principal, services: Services
+) -> dict[str, Any]:
     """Options of a command that saves weights. Raises SpecError if there are too many."""
     tinker_models.refuse_weights_beyond(job, caller.limits, services.store, services.places)
     told = given.model_dump(include={"ttl_seconds", "user_metadata"}, exclude_none=True)
@@ -208,7 +247,9 @@ def _saved_as(given: Save, path: WeightsPath, job: Job, caller: Principal, servi
 @router.post("/save_weights")
 @router.post("/save_weights_for_sampler")
 @router.post("/save_weights_external")
-def accept_command(request: Request, body: JsonBody, caller: TinkerCaller, services: Svc) -> dict[str, Any]:
+def accept_command(
+    request: Request, body: JsonBody, caller: TinkerCaller, services: Svc
+) -> dict[str, Any]:
     return _accept(body, request.url.path.rpartition("/")[2], caller, services)
 
 
@@ -219,7 +260,9 @@ def load_weights(body: JsonBody, caller: TinkerCaller, services: Svc) -> dict[st
         return _accept(body, "load_weights", caller, services)
     given = LoadWeights.parse(body)
     if given.session_id is None or given.model_seq_id is None:
-        raise SpecError("session_id and model_seq_id, or model_id and seq_id, are needed.", param="session_id")
+        raise SpecError(
+            "session_id and model_seq_id, or model_id and seq_id, are needed.", param="session_id"
+        )
     session = services.store.tinker.open_session(caller.project_id, given.session_id)
     source, load = tinker_models.loads(given, caller, services.store, services.places)
     model = model_id(session.id, given.model_seq_id)
@@ -238,7 +281,9 @@ def weights_info(body: JsonBody, caller: TinkerCaller, services: Svc) -> dict[st
 
 @router.post("/retrieve_future")
 async def retrieve_future(body: JsonBody, caller: TinkerCaller, services: Svc) -> Response:
-    """The result of a request, waited for a while; status 408 with the queue's state while it is not there."""
+    """The result of a request, waited for a while; status 408 with the queue's state while it is
+    not there.
+    """
     asked = RetrieveFuture.parse(body).request_id
     owner, is_sample, seq = parse_request_id(asked)
     with services.sample_answers.request(caller.key_id):
@@ -247,14 +292,20 @@ async def retrieve_future(body: JsonBody, caller: TinkerCaller, services: Svc) -
         job = await in_thread(find_model, services.store, caller.project_id, owner)
         result = await in_thread(tinker_models.result_of, job, seq, services.places)
         if result is None:
-            await services.sample_answers.commands.wait(job.id, services.places.run(job.id), seq, HELD_SECONDS)
+            await services.sample_answers.commands.wait(
+                job.id, services.places.run(job.id), seq, HELD_SECONDS
+            )
             job = await in_thread(find_model, services.store, caller.project_id, owner)
             result = await in_thread(tinker_models.result_of, job, seq, services.places)
         return _try_again(asked, job) if result is None else _answer(result)
 
 
 def _answer(result: CommandResult) -> Response:
-    return Response(result.body, media_type=PROTOBUF) if result.body else JSONResponse(dict(result.document))
+    return (
+        Response(result.body, media_type=PROTOBUF)
+        if result.body
+        else JSONResponse(dict(result.document))
+    )
 
 
 def _try_again(asked: str, job: Job) -> Response:
@@ -270,7 +321,9 @@ def _try_again(asked: str, job: Job) -> Response:
 async def _sample_result(asked: str, caller: Principal, services: Services) -> Response:
     await in_thread(services.store.tinker.get_sample, caller.project_id, asked)
     if not await services.sample_answers.wait(asked, HELD_SECONDS):
-        return JSONResponse({"type": "try_again", "request_id": asked, "queue_state": "active"}, status_code=408)
+        return JSONResponse(
+            {"type": "try_again", "request_id": asked, "queue_state": "active"}, status_code=408
+        )
     sample = await in_thread(services.store.tinker.get_sample, caller.project_id, asked)
     if sample.answer is not None:
         return Response(sample.answer, media_type=PROTOBUF)

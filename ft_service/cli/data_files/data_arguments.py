@@ -24,17 +24,30 @@ from ft_service.spec_files.spec_file import LocalData
 MAX_LENGTH = TrainingOptions().max_length
 
 DataFile = Annotated[
-    Path, typer.Argument(metavar="FILE", help="JSON lines, a JSON array, CSV, Parquet, or a folder of Hugging Face's datasets.")
+    Path,
+    typer.Argument(
+        metavar="FILE",
+        help="JSON lines, a JSON array, CSV, Parquet, or a folder of Hugging Face's datasets.",
+    ),
 ]
-Model = Annotated[str, typer.Option("--model", metavar="M", help="A base by its name, or its folder (./…, /…, ~/…).")]
+Model = Annotated[
+    str,
+    typer.Option("--model", metavar="M", help="A base by its name, or its folder (./…, /…, ~/…)."),
+]
 Template = Annotated[
     str,
     typer.Option(
-        "--chat-template", metavar="NAME|FILE", help="Chat template instead of the base's: a standard name, or a file."
+        "--chat-template",
+        metavar="NAME|FILE",
+        help="Chat template instead of the base's: a standard name, or a file.",
     ),
 ]
-Learn = Annotated[TrainOn, typer.Option("--train-on", help="Which messages of a conversation are learned.")]
-MaxLength = Annotated[int, typer.Option("--max-length", min=8, help="training.max_length: tokens kept of a sample.")]
+Learn = Annotated[
+    TrainOn, typer.Option("--train-on", help="Which messages of a conversation are learned.")
+]
+MaxLength = Annotated[
+    int, typer.Option("--max-length", min=8, help="training.max_length: tokens kept of a sample.")
+]
 Split = Annotated[str, typer.Option("--split", help="Split of a folder that has several.")]
 
 _MAPPING = re.compile(r"data: \{([^{}]+)\}")
@@ -53,29 +66,45 @@ def data_options(given: Sequence[str]) -> DataOptions:
     """Return the mapping of several `--column NAME=COLUMN`. Raises SpecError."""
     pairs = [pair.partition("=") for pair in given]
     try:
-        return DataOptions.model_validate({ours.strip(): theirs.strip() for ours, _, theirs in pairs})
+        return DataOptions.model_validate(
+            {ours.strip(): theirs.strip() for ours, _, theirs in pairs}
+        )
     except ValidationError as error:
         fault = error.errors(include_url=False)[0]
         named = ", ".join(DataOptions.model_fields)
-        what = f"{fault['loc'][0]!r} is not a column that a format has: {named}" if fault["type"] == "extra_forbidden" else None
-        raise SpecError(f"--column {' '.join(given)}: {what or words_of(fault)}.", param="column") from None
+        what = (
+            f"{fault['loc'][0]!r} is not a column that a format has: {named}"
+            if fault["type"] == "extra_forbidden"
+            else None
+        )
+        raise SpecError(
+            f"--column {' '.join(given)}: {what or words_of(fault)}.", param="column"
+        ) from None
 
 
 def in_flags(message: str) -> str:
-    """Return a message in which every mapping that a SPEC would have, `data: {prompt: question}`, is the commands'
-    `--column prompt=question`."""
+    """Return a message in which every mapping that a SPEC would have, `data: {prompt: question}`,
+    is the commands' `--column prompt=question`.
+    """
     return _MAPPING.sub(_flags, message)
 
 
 def _flags(mapping: re.Match[str]) -> str:
     pairs = [pair.partition(": ") for pair in mapping[1].split(", ")]
     is_plain = all(between for _, between, _ in pairs)
-    return " ".join(f"--column {shlex.quote(f'{ours}={theirs}')}" for ours, _, theirs in pairs) if is_plain else mapping[0]
+    return (
+        " ".join(f"--column {shlex.quote(f'{ours}={theirs}')}" for ours, _, theirs in pairs)
+        if is_plain
+        else mapping[0]
+    )
 
 
 def local_data(path: Path, split: str, usual: str = "train") -> LocalData:
-    """Return the data at a path. `usual`: the split of a folder if none is asked for. Raises SpecError for a missing path, and
-    for a split of a single file, DataError for a folder without the split."""
+    """Return the data at a path.
+
+    `usual`: the split of a folder if none is asked for. Raises SpecError for a missing path, and
+    for a split of a single file, DataError for a folder without the split.
+    """
     whole = path.expanduser().absolute()
     if whole.is_dir():
         return LocalData(whole, dataset_files(whole, split))
@@ -83,7 +112,9 @@ def local_data(path: Path, split: str, usual: str = "train") -> LocalData:
         raise SpecError(f"There is no file {whole}.", param="file")
     if split != usual:
         raise SpecError(
-            f"--split = {split!r}: {whole.name} is a single file, and folders have splits. Leave it out.", param="split"
+            f"--split = {split!r}: {whole.name} is a single file, and folders have splits. Leave "
+            "it out.",
+            param="split",
         )
     return LocalData(whole)
 

@@ -55,7 +55,10 @@ from ft_service.spec import TrainingOptions
 from ft_service.spec_files.spec_file import LocalData
 from ft_service.wording import counted
 
-app = typer.Typer(help="Look at a data file before it is trained on: check, show, count and convert it.", no_args_is_help=True)
+app = typer.Typer(
+    help="Look at a data file before it is trained on: check, show, count and convert it.",
+    no_args_is_help=True,
+)
 
 
 def register(typer_app: typer.Typer) -> None:
@@ -75,15 +78,23 @@ def check(
     split: Split = "train",
     column: Column = [],  # noqa: B006 - typer makes a list of its own for each call
     sensitive: Annotated[
-        bool, typer.Option("--sensitive", help="Also name lines with keys, e-mail addresses, card and account numbers.")
+        bool,
+        typer.Option(
+            "--sensitive",
+            help="Also name lines with keys, e-mail addresses, card and account numbers.",
+        ),
     ] = False,
     as_json: Json = False,
 ) -> None:
-    """Say what a file is, and name every line that cannot be trained on; with --model also by the base's tokenizer."""
-    data, columns = local_data(file, split), Columns.of(data_options(column))
+    """Say what a file is, and name every line that cannot be trained on; with --model also by the
+    base's tokenizer.
+    """
+    data = local_data(file, split)
+    columns = Columns.of(data_options(column))
     if chat_template and not model:
         raise SpecError(
-            "--chat-template: a template is applied with a base's tokenizer. Give --model too.", param="chat_template"
+            "--chat-template: a template is applied with a base's tokenizer. Give --model too.",
+            param="chat_template",
         )
     if model:
         options = TokenOptions(template_text(chat_template), train_on=train_on, columns=columns)
@@ -94,9 +105,16 @@ def check(
     else:
         of_lines = check_lines(data.path, files=data.files, columns=columns, sensitive=sensitive)
         report = refuse_faults(_faults_of(of_lines, data))
-    messages = [(level, in_flags(message)) for level, message in report.messages(data.path.name, max_length)]
+    messages = [
+        (level, in_flags(message)) for level, message in report.messages(data.path.name, max_length)
+    ]
     if as_json:
-        print_json({**asdict(report), "warnings": [message for level, message in messages if level == "warn"]})
+        print_json(
+            {
+                **asdict(report),
+                "warnings": [message for level, message in messages if level == "warn"],
+            }
+        )
         return
     print_text(report.fine_text(data.path.name))
     for level, message in messages:
@@ -111,15 +129,23 @@ def show(
     chat_template: Template = "",
     train_on: Learn = "all_assistant",
     max_length: MaxLength = MAX_LENGTH,
-    after: Annotated[int, typer.Option("--after", min=0, max=MOST_LINES, metavar="LINE", help="Begin after this record.")] = 0,
-    limit: Annotated[int, typer.Option("--limit", "-n", min=1, max=1000, help="How many records.")] = 3,
+    after: Annotated[
+        int,
+        typer.Option(
+            "--after", min=0, max=MOST_LINES, metavar="LINE", help="Begin after this record."
+        ),
+    ] = 0,
+    limit: Annotated[
+        int, typer.Option("--limit", "-n", min=1, max=1000, help="How many records.")
+    ] = 3,
     ids: Annotated[bool, typer.Option("--ids", help="Show the id of every token.")] = False,
     split: Split = "train",
     column: Column = [],  # noqa: B006 - typer makes a list of its own for each call
     as_json: Json = False,
 ) -> None:
-    """Show samples as the model sees them, every token in the colour of its role: learned, words that are read, the template's,
-    or cut."""
+    """Show samples as the model sees them, every token in the colour of its role: learned, words
+    that are read, the template's, or cut.
+    """
     data = local_data(file, split)
     columns = Columns.of(data_options(column))
     options = TokenOptions(template_text(chat_template), train_on=train_on, columns=columns)
@@ -136,19 +162,31 @@ def show(
 def convert(
     file: DataFile,
     out: Annotated[
-        Path, typer.Argument(metavar="OUT", help="A new file; compressed if its name ends in .gz. - is the output.")
+        Path,
+        typer.Argument(
+            metavar="OUT", help="A new file; compressed if its name ends in .gz. - is the output."
+        ),
     ],
-    as_chat: Annotated[bool, typer.Option("--chat", help="Make conversations of prompts with completions.")] = False,
+    as_chat: Annotated[
+        bool, typer.Option("--chat", help="Make conversations of prompts with completions.")
+    ] = False,
     each_answer: Annotated[
-        bool, typer.Option("--each-answer", help="Write a line for each learned answer of a conversation, which ends with it.")
+        bool,
+        typer.Option(
+            "--each-answer",
+            help="Write a line for each learned answer of a conversation, which ends with it.",
+        ),
     ] = False,
     split: Split = "train",
     column: Column = [],  # noqa: B006 - typer makes a list of its own for each call
     as_json: Json = False,
 ) -> None:
-    """Write a file as OpenAI's JSON lines: chats, preference pairs, or bare text as it was. Nothing is written if a line is at
-    fault."""
-    data, columns = local_data(file, split), Columns.of(data_options(column))
+    """Write a file as OpenAI's JSON lines: chats, preference pairs, or bare text as it was.
+
+    Nothing is written if a line is at fault.
+    """
+    data = local_data(file, split)
+    columns = Columns.of(data_options(column))
     if str(out) == "-":
         with tempfile.TemporaryFile("w+", encoding="utf-8") as lines:
             write_lines(data, lines, columns, as_chat=as_chat, each_answer=each_answer)
@@ -166,8 +204,9 @@ def convert(
 
 
 def examined(data: LocalData, model: str, options: TokenOptions, max_length: int) -> DataReport:
-    """Return the report of a file with a base's tokenizer, with the copies and empty answers among its samples. Raises
-    DataError for invalid lines, SpecError, ExaminerLost."""
+    """Return the report of a file with a base's tokenizer, with the copies and empty answers among
+    its samples. Raises DataError for invalid lines, SpecError, ExaminerLost.
+    """
     home = settings_with_models().home
     create_home(home)
     with Examiner(tokens=folder_of(os.environ, home)) as examiner:
@@ -175,8 +214,12 @@ def examined(data: LocalData, model: str, options: TokenOptions, max_length: int
         reader.look()
         pairs = reader.shape.format is not None and reader.shape.format.is_pairs
         file = data.ref()
-        request = examiner.request(file, data.path, base_folder(model), max_length, options, pairs=pairs)
-        report = examiner.examine(request, lambda progress: print_note(progress.message("training_file")))
+        request = examiner.request(
+            file, data.path, base_folder(model), max_length, options, pairs=pairs
+        )
+        report = examiner.examine(
+            request, lambda progress: print_note(progress.message("training_file"))
+        )
         report = refuse_faults(_faults_of(report, data))
         measure = Measure(file, None, TrainingOptions(max_length=max_length))
         try:
@@ -188,15 +231,24 @@ def examined(data: LocalData, model: str, options: TokenOptions, max_length: int
 
 
 def write_lines(
-    data: LocalData, out: IO[str], columns: Columns = AS_THEY_ARE, *, as_chat: bool = False, each_answer: bool = False
+    data: LocalData,
+    out: IO[str],
+    columns: Columns = AS_THEY_ARE,
+    *,
+    as_chat: bool = False,
+    each_answer: bool = False,
 ) -> int:
-    """Write every record as a line of JSON, or with `each_answer` each learned answer of a conversation, and return the
-    number of lines. Raises DataError for invalid records."""
-    findings, written = Findings(), 0
+    """Write every record as a line of JSON, or with `each_answer` each learned answer of a
+    conversation, and return the number of lines. Raises DataError for invalid records.
+    """
+    findings = Findings()
+    written = 0
     with open_data(data.path, data.files, columns) as reader:
         for number, record in reader:
             lines = [_line(number, part, as_chat) for part in _parts(record, each_answer)]
-            if (fault := next((line for line in lines if isinstance(line, Fault)), None)) is not None:
+            if (
+                fault := next((line for line in lines if isinstance(line, Fault)), None)
+            ) is not None:
                 findings.fault(fault)
                 continue
             findings.examples += 1
@@ -212,7 +264,9 @@ def _parts(record: Any, each_answer: bool) -> Iterable[Any]:
 
 @contextmanager
 def uploadable(data: LocalData) -> Iterator[Path]:
-    """Yield a file to send to a server: the file itself, or a folder's records as JSON lines, in a temporary file."""
+    """Yield a file to send to a server: the file itself, or a folder's records as JSON lines, in a
+    temporary file.
+    """
     with ExitStack() as stack:
         path = data.path
         if data.files:
@@ -234,12 +288,16 @@ def _line(number: int, record: Any, as_chat: bool) -> dict[str, Any] | Fault:
 
 def _faults_of(report: DataReport, data: LocalData) -> Any:
     error = report.error("training_file", data.path.name)
-    return report if error is None else error.model_copy(update={"message": in_flags(error.message)})
+    return (
+        report if error is None else error.model_copy(update={"message": in_flags(error.message)})
+    )
 
 
 @contextmanager
 def _compressed(path: Path) -> Iterator[IO[str]]:
-    """Open a gzip file without name and time, so that equal records give equal bytes, and a server recognises them."""
+    """Open a gzip file without name and time, so that equal records give equal bytes, and a server
+    recognises them.
+    """
     with (
         path.open("wb") as raw,
         gzip.GzipFile(filename="", mode="wb", fileobj=raw, mtime=0) as packed,
@@ -250,17 +308,28 @@ def _compressed(path: Path) -> Iterator[IO[str]]:
 
 @contextmanager
 def _written(path: Path) -> Iterator[IO[str]]:
-    """Open a new text file, compressed if its name says so, which appears only if the block succeeds."""
+    """Open a new text file, compressed if its name says so, which appears only if the block
+    succeeds.
+    """
     temporary = path.with_name(f"{path.name}.part")
     try:
-        with _compressed(temporary) if path.suffix == ".gz" else temporary.open("w", encoding="utf-8") as lines:
+        with (
+            _compressed(temporary)
+            if path.suffix == ".gz"
+            else temporary.open("w", encoding="utf-8") as lines
+        ):
             yield lines
         temporary.replace(path)
     finally:
         temporary.unlink(missing_ok=True)
 
 
-STYLES: Mapping[Role, str] = {"learned": "bold green", "words": "", "template": "dim cyan", "cut": "red strike"}
+STYLES: Mapping[Role, str] = {
+    "learned": "bold green",
+    "words": "",
+    "template": "dim cyan",
+    "cut": "red strike",
+}
 _MARKS: Mapping[Role, tuple[str, str]] = {"learned": ("⟦", "⟧"), "cut": ("⟪", "⟫")}
 """Marks around learned and cut tokens on a terminal without colours."""
 

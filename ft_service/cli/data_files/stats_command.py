@@ -24,7 +24,14 @@ from ft_service.cli.data_files.data_arguments import (
 from ft_service.cli.local.job_inputs import describe_base, examine_data
 from ft_service.cli.local.plan_command import HardwareName
 from ft_service.cli.local_store import settings_with_models
-from ft_service.cli.output import Json, print_fields, print_json, print_note, print_table, print_text
+from ft_service.cli.output import (
+    Json,
+    print_fields,
+    print_json,
+    print_note,
+    print_table,
+    print_text,
+)
 from ft_service.data.formats.columns import Columns
 from ft_service.data.formats.reading import open_data
 from ft_service.data.statistics import DataStatistics, FileStatistics, Measure, advice, bars, share
@@ -43,27 +50,43 @@ Given = int | None
 def stats(
     file: DataFile,
     model: Model,
-    validation: Annotated[Path | None, typer.Option("--validation", metavar="FILE", help="The validation file.")] = None,
+    validation: Annotated[
+        Path | None, typer.Option("--validation", metavar="FILE", help="The validation file.")
+    ] = None,
     validation_split: Annotated[
-        float | None, typer.Option("--validation-split", metavar="SHARE", help="Or a share of FILE, such as 0.1.")
+        float | None,
+        typer.Option(
+            "--validation-split", metavar="SHARE", help="Or a share of FILE, such as 0.1."
+        ),
     ] = None,
     chat_template: Template = "",
     train_on: Learn = "all_assistant",
     max_length: Annotated[
-        Given, typer.Option("--max-length", min=8, help="training.max_length: tokens kept of a sample.")
+        Given,
+        typer.Option("--max-length", min=8, help="training.max_length: tokens kept of a sample."),
     ] = None,
-    batch_size: Annotated[Given, typer.Option("--batch-size", min=1, help="training.batch_size: samples a step.")] = None,
+    batch_size: Annotated[
+        Given, typer.Option("--batch-size", min=1, help="training.batch_size: samples a step.")
+    ] = None,
     epochs: Annotated[Given, typer.Option("--epochs", min=1, help="training.n_epochs.")] = None,
-    seed: Annotated[int, typer.Option("--seed", min=0, help="Seed of the job, which decides what is set aside.")] = 0,
+    seed: Annotated[
+        int, typer.Option("--seed", min=0, help="Seed of the job, which decides what is set aside.")
+    ] = 0,
     hardware: HardwareName = None,
     split: Split = "train",
     column: Column = [],  # noqa: B006 - typer makes a list of its own for each call
     as_json: Json = False,
 ) -> None:
-    """Show what a file holds for a base: lengths, what is learned, doubles, overlap with a validation file, steps, time, and
-    what to change."""
+    """Show what a file holds for a base: lengths, what is learned, doubles, overlap with a
+    validation file, steps, time, and what to change.
+    """
     machine = find_machine(hardware) if hardware else this_host()
-    training = {"max_length": max_length, "batch_size": batch_size, "n_epochs": epochs, "train_on": train_on}
+    training = {
+        "max_length": max_length,
+        "batch_size": batch_size,
+        "n_epochs": epochs,
+        "train_on": train_on,
+    }
     body: dict[str, Any] = {
         "model": model,
         "training_file": str(file),
@@ -86,7 +109,9 @@ def stats(
 def _resolved(body: dict[str, Any], file: Path, validation: Path | None, split: str) -> JobSpec:
     """Return the spec of a job that trains on the file. Raises SpecError, DataError."""
     data = local_data(file, split)
-    held_out = local_data(validation, "validation", "validation") if validation is not None else None
+    held_out = (
+        local_data(validation, "validation", "validation") if validation is not None else None
+    )
     reader = open_data(data.path, data.files, Columns.of(parse_request(body).data))
     reader.look()
     if reader.shape.format is not None and reader.shape.format.is_pairs:
@@ -113,7 +138,8 @@ def _resolved(body: dict[str, Any], file: Path, validation: Path | None, split: 
 def _with_plan(spec: JobSpec, machine: Machine) -> DataStatistics:
     settings = settings_with_models()
     data = examine_data(spec, settings, print_note)
-    statistics, lengths = data.statistics, data.lengths(spec)
+    statistics = data.statistics
+    lengths = data.lengths(spec)
     assert statistics is not None, "tokens are counted"
     assert lengths is not None
     base = describe_base(Path(spec.model.path), spec.model.name, settings, print_note)
@@ -124,20 +150,28 @@ def _with_plan(spec: JobSpec, machine: Machine) -> DataStatistics:
 
 
 def _show(statistics: DataStatistics, measure: Measure, machine: Machine) -> None:
-    files = [("training", statistics.training), *([("validation", statistics.validation)] if statistics.validation else [])]
+    files = [
+        ("training", statistics.training),
+        *([("validation", statistics.validation)] if statistics.validation else []),
+    ]
     for what, file in files:
         print_fields([(what, file.name), *_fields(file)])
         print_text()
     print_table(("TOKENS", "SAMPLES", ""), bars(statistics.training.histogram))
     print_text()
-    takes = f"{about(statistics.seconds)} on {machine.name}" if statistics.seconds is not None else None
+    takes = (
+        f"{about(statistics.seconds)} on {machine.name}" if statistics.seconds is not None else None
+    )
     print_fields(
         [
             ("steps", f"{statistics.steps:,} of {counted(measure.training.batch, 'sample')}"),
             ("trained tokens", f"{statistics.trained_tokens:,}"),
             ("work", f"{statistics.flops:.2g} FLOP" if statistics.flops is not None else None),
             ("takes", takes),
-            ("packing saves", f"{statistics.padding_saved:.0%} of padding" if measure.training.packing else None),
+            (
+                "packing saves",
+                f"{statistics.padding_saved:.0%} of padding" if measure.training.packing else None,
+            ),
         ]
     )
     for sentence in advice(statistics, measure):
@@ -145,20 +179,33 @@ def _show(statistics: DataStatistics, measure: Measure, machine: Machine) -> Non
 
 
 def _fields(file: FileStatistics) -> list[tuple[str, str | None]]:
-    lengths, learned = file.lengths, file.learned
+    lengths = file.lengths
+    learned = file.learned
     return [
         ("samples", f"{file.samples:,}"),
-        ("tokens", f"{file.tokens:,}, {file.targets:,} learned ({share(file.targets, file.tokens)})"),
+        (
+            "tokens",
+            f"{file.tokens:,}, {file.targets:,} learned ({share(file.targets, file.tokens)})",
+        ),
         (
             "lengths",
-            f"{lengths.least:,} to {lengths.most:,} tokens, mean {lengths.mean:,.0f}, half up to {lengths.median:,}, 99 % "
+            f"{lengths.least:,} to {lengths.most:,} tokens, mean {lengths.mean:,.0f}, half up to "
+            f"{lengths.median:,}, 99 % "
             f"up to {lengths.p99:,}",
         ),
-        ("learned", f"{learned.least:,} to {learned.most:,} tokens a sample, mean {learned.mean:,.0f}"),
+        (
+            "learned",
+            f"{learned.least:,} to {learned.most:,} tokens a sample, mean {learned.mean:,.0f}",
+        ),
         *((name, lines.text(file.word) if lines.count else None) for name, lines in _traits(file)),
     ]
 
 
 def _traits(file: FileStatistics) -> list[tuple[str, Any]]:
-    named = {"cut": file.cut, "left out": file.dropped, "answers alike": file.alike, "the same as others": file.duplicates}
+    named = {
+        "cut": file.cut,
+        "left out": file.dropped,
+        "answers alike": file.alike,
+        "the same as others": file.duplicates,
+    }
     return [*named.items(), ("nearly empty", file.near_empty)]

@@ -1,1 +1,3 @@
-"""Commands for the jobs of a server: submit, list, show, watch, stop, compare, download and remove."""
+"""Commands for the jobs of a server: submit, list, show, watch, stop, compare, download and
+remove.
+"""

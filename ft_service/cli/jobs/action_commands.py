@@ -15,7 +15,9 @@ from ft_service.errors import SpecError
 from ft_service.jobs.states import State
 from ft_service.spec import is_tuned
 
-Ranks = Annotated[int | None, typer.Option(min=1, help="Resume with this number of ranks (default: as before).")]
+Ranks = Annotated[
+    int | None, typer.Option(min=1, help="Resume with this number of ranks (default: as before).")
+]
 
 
 def register(app: typer.Typer) -> None:
@@ -49,27 +51,41 @@ def resume(job_id: JobId, nproc_per_node: Ranks = None, as_json: Json = False) -
 
 
 def remove(
-    target: Annotated[str, typer.Argument(metavar="ID", help="A file (file-…), or a tuned model: its name (ft:…) or its job.")],
-    job: Annotated[bool, typer.Option("--job", help="The whole job: its record and all that it has made.")] = False,
+    target: Annotated[
+        str,
+        typer.Argument(
+            metavar="ID", help="A file (file-…), or a tuned model: its name (ft:…) or its job."
+        ),
+    ],
+    job: Annotated[
+        bool, typer.Option("--job", help="The whole job: its record and all that it has made.")
+    ] = False,
     yes: Annotated[bool, typer.Option("--yes", "-y", help="Do not ask.")] = False,
     as_json: Json = False,
 ) -> None:
-    """Remove an uploaded file, or the tuned model of a job. The job's own record stays, and so do its checkpoints, until
-    `ft prune` or an age limit takes its run directory; with --job, a job that is over goes with its record, events, logs,
-    checkpoints and models, and the files that were uploaded for it stay."""
+    """Remove an uploaded file, or the tuned model of a job.
+
+    The job's own record stays, and so do its checkpoints, until `ft prune` or an age limit takes
+    its run directory; with --job, a job that is over goes with its record, events, logs,
+    checkpoints and models, and the files that were uploaded for it stay.
+    """
     if job:
         _remove_job(target, yes, as_json)
         return
     with connect() as client:
         if target.startswith("file-"):
             file = _file(client, target)
-            what, name = f"the file {file.filename} ({file.id})", file.id
+            what = f"the file {file.filename} ({file.id})"
+            name = file.id
         else:
             name = target if is_tuned(target) else _tuned_model(client, target)
             what = f"the tuned model {name}"
         if not yes:
             ask_to_remove(what)
-        client.delete_file(name) if target.startswith("file-") else client.delete_model(name)
+        if target.startswith("file-"):
+            client.delete_file(name)
+        else:
+            client.delete_model(name)
     if as_json:
         print_json({"id": name, "deleted": True})
     else:
@@ -97,7 +113,9 @@ def _file(client: Client, word: str) -> RemoteFile:
 
 
 def _tuned_model(client: Client, word: str) -> str:
-    job = client.job(find_job(client, word, only_one=True, fit=lambda job: job.fine_tuned_model is not None))
+    job = client.job(
+        find_job(client, word, only_one=True, fit=lambda job: job.fine_tuned_model is not None)
+    )
     if job.fine_tuned_model is None:
         raise SpecError(f"Job {job.id} has no tuned model to remove ({job.status}).", param="id")
     return job.fine_tuned_model
@@ -106,7 +124,10 @@ def _tuned_model(client: Client, word: str) -> str:
 def ask_to_remove(what: str) -> None:
     """Ask the user for confirmation, and abort without it. Raises SpecError without a terminal."""
     if not sys.stdin.isatty():
-        raise SpecError(f"This would remove {what}. Say so with --yes: there is no terminal to ask on.", param="yes")
+        raise SpecError(
+            f"This would remove {what}. Say so with --yes: there is no terminal to ask on.",
+            param="yes",
+        )
     typer.confirm(f"Remove {what}?", abort=True)
 
 

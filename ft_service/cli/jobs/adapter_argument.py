@@ -15,8 +15,10 @@ from ft_service.rundir.verify import CONFIG
 
 @contextmanager
 def find_adapter(source: str) -> Iterator[Path]:
-    """Yield the folder of the adapter of a job, run directory or folder. One that only a server has is downloaded
-    temporarily."""
+    """Yield the folder of the adapter of a job, run directory or folder.
+
+    One that only a server has is downloaded temporarily.
+    """
     runs = load_settings().runs_dir
     if here := _adapter_in(Path(source) / "adapter", Path(source), runs / source / "adapter"):
         yield here

@@ -18,17 +18,26 @@ def register(app: typer.Typer) -> None:
 
 def download(
     job_id: JobId,
-    out: Annotated[Path | None, typer.Option(metavar="DIR", help="Output folder; default: one named after the job.")] = None,
+    out: Annotated[
+        Path | None,
+        typer.Option(metavar="DIR", help="Output folder; default: one named after the job."),
+    ] = None,
     checkpoint: Annotated[
-        int | None, typer.Option(metavar="STEP", help="Download that of the checkpoint at this step.")
+        int | None,
+        typer.Option(metavar="STEP", help="Download that of the checkpoint at this step."),
     ] = None,
     as_json: Json = False,
 ) -> None:
-    """Download a finished job's adapter, or one of a checkpoint's, in the format that PEFT loads."""
+    """Download a finished job's adapter, or one of a checkpoint's, in the format that PEFT
+    loads.
+    """
     with connect_to_job(job_id) as (client, job_id):
         target = out or Path(job_id if checkpoint is None else f"{job_id}-step-{checkpoint}")
         if checkpoint is not None and is_terminal():
-            print_note(f"The server makes the adapter of step {checkpoint} when it is first asked for: that may take a minute.")
+            print_note(
+                f"The server makes the adapter of step {checkpoint} when it is first asked for: "
+                "that may take a minute."
+            )
         with download_progress() as note:
             if checkpoint is None:
                 client.download_adapter(job_id, target, note)

@@ -15,7 +15,14 @@ from rich.table import Table
 from rich.text import Text
 
 from ft_service.cli.jobs.job_argument import JobId, connect_to_job
-from ft_service.cli.output import Json, is_terminal, load_settings, print_json, print_note, print_table
+from ft_service.cli.output import (
+    Json,
+    is_terminal,
+    load_settings,
+    print_json,
+    print_note,
+    print_table,
+)
 from ft_service.client.responses import RemoteEvaluation
 from ft_service.errors import NotFoundError
 from ft_service.rundir.evaluations import prompt_turns
@@ -26,16 +33,25 @@ if TYPE_CHECKING:
 COLUMNS = 80
 """Width without a terminal, suited to two answers side by side."""
 
-Step = Annotated[int | None, typer.Option("--step", metavar="STEP", help="The answers at this step (default: the newest).")]
+Step = Annotated[
+    int | None,
+    typer.Option("--step", metavar="STEP", help="The answers at this step (default: the newest)."),
+]
 Suite = Annotated[
     list[str] | None,
     typer.Option(
         "--suite",
         metavar="TASK",
-        help="Run a task of the package (arithmetic, common_sense, facts, all), or a file; repeatable.",
+        help="Run a task of the package (arithmetic, common_sense, facts, all), or a file; "
+        "repeatable.",
     ),
 ]
-LmEval = Annotated[str, typer.Option("--lm-eval", metavar="PROGRAM", help="lm-eval's program, in an environment of its own.")]
+LmEval = Annotated[
+    str,
+    typer.Option(
+        "--lm-eval", metavar="PROGRAM", help="lm-eval's program, in an environment of its own."
+    ),
+]
 Samples = Annotated[int, typer.Option("--limit", "-n", min=1, help="How many prompts.")]
 
 
@@ -51,8 +67,10 @@ def evaluation(
     lm_eval: LmEval = "lm_eval",
     as_json: Json = False,
 ) -> None:
-    """Show a job's answers before and after training side by side, with their scores at every step that was evaluated. With
-    --suite: run multiple-choice tasks on the tuned model and on its base, by lm-eval, and keep the results with the job."""
+    """Show a job's answers before and after training side by side, with their scores at every step
+    that was evaluated. With --suite: run multiple-choice tasks on the tuned model and on its base,
+    by lm-eval, and keep the results with the job.
+    """
     if suite:
         _run_suite(job_id, suite, lm_eval, as_json=as_json)
         return
@@ -62,11 +80,20 @@ def evaluation(
         print_json([own.model_dump() for own in evaluations])
         return
     if not evaluations:
-        raise NotFoundError(f"Job {job_id} has no evaluation. Jobs with `evaluation: {{prompts: 8}}` in their SPEC have one.")
-    chosen = evaluations[0] if step is None else next((own for own in evaluations if own.step == step), None)
+        raise NotFoundError(
+            f"Job {job_id} has no evaluation. Jobs with `evaluation: {{prompts: 8}}` in their "
+            "SPEC have one."
+        )
+    chosen = (
+        evaluations[0]
+        if step is None
+        else next((own for own in evaluations if own.step == step), None)
+    )
     if chosen is None:
         steps = ", ".join(str(own.step) for own in reversed(evaluations))
-        raise NotFoundError(f"Job {job_id} was not evaluated at step {step}; it was at: {steps}.", param="step")
+        raise NotFoundError(
+            f"Job {job_id} was not evaluated at step {step}; it was at: {steps}.", param="step"
+        )
     if as_json:
         print_json([chosen.model_dump()])
         return
@@ -82,16 +109,27 @@ def evaluation(
 
 
 def _run_suite(job_word: str, words: Sequence[str], lm_eval: str, *, as_json: bool) -> None:
-    from ft_service.client.connection import find_connection  # HTTP and YAML are for this option alone
+    from ft_service.client.connection import (
+        find_connection,
+    )  # HTTP and YAML are for this option alone
     from ft_service.client.suite import SuiteRun, find_tasks, require_lm_eval, suites_of
 
-    tasks, program = find_tasks(words), require_lm_eval(lm_eval)
+    tasks = find_tasks(words)
+    program = require_lm_eval(lm_eval)
     connection = find_connection(os.environ, load_settings().home)
-    with connect_to_job(job_word) as (client, job_id), tempfile.TemporaryDirectory(prefix="ft-suite-") as scratch:
+    with (
+        connect_to_job(job_word) as (client, job_id),
+        tempfile.TemporaryDirectory(prefix="ft-suite-") as scratch,
+    ):
         job = client.job(job_id)
         if job.fine_tuned_model is None:
-            raise NotFoundError(f"Job {job_id} has no tuned model ({job.status}); only a job that has succeeded has one.")
-        tokenizer = client.download_adapter(job_id, Path(scratch) / "adapter")  # with the base's tokenizer
+            raise NotFoundError(
+                f"Job {job_id} has no tuned model ({job.status}); only a job that has succeeded "
+                "has one."
+            )
+        tokenizer = client.download_adapter(
+            job_id, Path(scratch) / "adapter"
+        )  # with the base's tokenizer
         run = SuiteRun(program, connection, tokenizer, tasks, Path(scratch))
         scores = {}
         for model in (job.base, job.fine_tuned_model):
@@ -100,9 +138,17 @@ def _run_suite(job_word: str, words: Sequence[str], lm_eval: str, *, as_json: bo
         base, tuned = scores.values()
         client.keep_suites(job_id, suites_of(base, tuned))
     if as_json:
-        print_json({model: {name: asdict(score) for name, score in own.items()} for model, own in scores.items()})
+        print_json(
+            {
+                model: {name: asdict(score) for name, score in own.items()}
+                for model, own in scores.items()
+            }
+        )
         return
-    rows = [(name, str(tuned[name].questions), _accuracy(base[name]), _accuracy(tuned[name])) for name in tasks]
+    rows = [
+        (name, str(tuned[name].questions), _accuracy(base[name]), _accuracy(tuned[name]))
+        for name in tasks
+    ]
     print_table(("TASK", "QUESTIONS", "BASE", "TUNED"), rows)
 
 
@@ -144,8 +190,13 @@ def _side_by_side(sample: dict[str, Any], step: int) -> Table:
     table = Table(expand=True, show_lines=True)
     for title, _, _ in answers:
         table.add_column(title, ratio=1, overflow="fold")
-    table.add_row(*(Text(answer) if answer else Text("(nothing)", "dim") for _, answer, _ in answers))
-    scores = [", ".join(f"{name} {value:.2f}" for name, value in (own or {}).items()) for _, _, own in answers]
+    table.add_row(
+        *(Text(answer) if answer else Text("(nothing)", "dim") for _, answer, _ in answers)
+    )
+    scores = [
+        ", ".join(f"{name} {value:.2f}" for name, value in (own or {}).items())
+        for _, _, own in answers
+    ]
     if any(scores):
         table.add_row(*(Text(own, "dim") for own in scores))
     return table

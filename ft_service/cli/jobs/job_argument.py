@@ -1,4 +1,6 @@
-"""Job of a command-line argument: an id or its beginning, a suffix, a tuned model's name, or `last`."""
+"""Job of a command-line argument: an id or its beginning, a suffix, a tuned model's name, or
+`last`.
+"""
 
 from __future__ import annotations
 
@@ -28,7 +30,9 @@ def _any(job: RemoteJob) -> bool:
 
 
 def short_name(job: RemoteJob) -> str:
-    """Return a short name for titles: the job's suffix, if it has one, and the beginning of its id."""
+    """Return a short name for titles: the job's suffix, if it has one, and the beginning of its
+    id.
+    """
     short = job.id.removeprefix(PREFIX)[:_SHORT]
     return f"{job.suffix} ({short})" if job.suffix else short
 
@@ -37,7 +41,11 @@ def complete_job(incomplete: str) -> list[str]:
     """Return shell completions from the newest jobs. An error must not disturb the prompt."""
     with contextlib.suppress(FtError, OSError), connect() as client:
         newest = client.jobs(50)
-        words = [LAST, *dict.fromkeys(job.suffix for job in newest if job.suffix), *(job.id for job in newest)]
+        words = [
+            LAST,
+            *dict.fromkeys(job.suffix for job in newest if job.suffix),
+            *(job.id for job in newest),
+        ]
         return [word for word in words if word.startswith(incomplete)]
     return []
 
@@ -46,15 +54,18 @@ JobId = Annotated[
     str,
     typer.Argument(
         metavar="ID",
-        help="The job: its id or the beginning of it, its suffix (the newest with that), or `last`.",
+        help="The job: its id or the beginning of it, its suffix (the newest with that), or "
+        "`last`.",
         autocompletion=complete_job,
     ),
 ]
 
 
 def find_job(client: Client, word: str, *, only_one: bool = False, fit: Fit = _any) -> str:
-    """Return the id of the job that a word means. `only_one`: reject a suffix that several jobs have; `fit`: of several jobs
-    with a suffix, prefer those for which it is true.
+    """Return the id of the job that a word means.
+
+    `only_one`: reject a suffix that several jobs have; `fit`: of several jobs with a suffix, prefer
+    those for which it is true.
 
     Raises NotFoundError if no job matches, SpecError if several do.
     """
@@ -63,10 +74,14 @@ def find_job(client: Client, word: str, *, only_one: bool = False, fit: Fit = _a
     if is_tuned(word):
         with contextlib.suppress(ValueError):
             return TunedName.parse(word).job_id
-    return choose_job(word, client.jobs(1 if word == LAST else SEARCHED), only_one=only_one, fit=fit).id
+    return choose_job(
+        word, client.jobs(1 if word == LAST else SEARCHED), only_one=only_one, fit=fit
+    ).id
 
 
-def choose_job(word: str, jobs: Sequence[RemoteJob], *, only_one: bool = False, fit: Fit = _any) -> RemoteJob:
+def choose_job(
+    word: str, jobs: Sequence[RemoteJob], *, only_one: bool = False, fit: Fit = _any
+) -> RemoteJob:
     """Return the job that a word means among some (newest first). Raises as `find_job`."""
     if word == LAST and jobs:
         return jobs[0]
@@ -80,17 +95,23 @@ def choose_job(word: str, jobs: Sequence[RemoteJob], *, only_one: bool = False, 
         if matching:
             shown = ", ".join(f"{job.id} ({job.status})" for job in matching[:_SHOWN])
             more = f" and {len(matching) - _SHOWN} more" if len(matching) > _SHOWN else ""
-            raise SpecError(f"{word!r} means {len(matching)} jobs: {shown}{more}. Give more of the id.", param="id")
+            raise SpecError(
+                f"{word!r} means {len(matching)} jobs: {shown}{more}. Give more of the id.",
+                param="id",
+            )
     if not jobs:
         raise NotFoundError("There are no jobs yet. Create one: ft submit SPEC", param="id")
     raise NotFoundError(
-        f"There is no job {word!r}. Give an id that `ft jobs` shows, or its beginning, a suffix, or `last`.", param="id"
+        f"There is no job {word!r}. Give an id that `ft jobs` shows, or its beginning, a suffix, "
+        "or `last`.",
+        param="id",
     )
 
 
 def find_model(client: Client, word: str) -> str:
-    """Return the name of the model that a word means: a base or a tuned model by its name, or that of a job, as in every
-    command. Raises SpecError that lists the available ones."""
+    """Return the name of the model that a word means: a base or a tuned model by its name, or that
+    of a job, as in every command. Raises SpecError that lists the available ones.
+    """
     try:
         client.model(word)
         return word
@@ -101,7 +122,10 @@ def find_model(client: Client, word: str) -> str:
         with contextlib.suppress(NotFoundError):
             job = choose_job(word, jobs, fit=lambda job: job.fine_tuned_model is not None)
             if job.fine_tuned_model is None:
-                message = f"model = {word!r}: job {job.id} ({job.status}) has no tuned model: wait until it has succeeded."
+                message = (
+                    f"model = {word!r}: job {job.id} ({job.status}) has no tuned model: "
+                    "wait until it has succeeded."
+                )
                 raise SpecError(message, param="model", code="model_not_found")
             return job.fine_tuned_model
     tuned = [job for job in jobs if job.fine_tuned_model is not None]
@@ -112,7 +136,9 @@ def find_model(client: Client, word: str) -> str:
 
 
 @contextlib.contextmanager
-def connect_to_job(word: str, *, only_one: bool = False, fit: Fit = _any) -> Iterator[tuple[Client, str]]:
+def connect_to_job(
+    word: str, *, only_one: bool = False, fit: Fit = _any
+) -> Iterator[tuple[Client, str]]:
     """Yield a client of the server, and the id of the job that a word means."""
     with connect() as client:
         yield client, find_job(client, word, only_one=only_one, fit=fit)

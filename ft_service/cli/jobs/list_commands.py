@@ -11,7 +11,16 @@ import typer
 
 from ft_service.cli.jobs.engines_command import seat_text
 from ft_service.cli.jobs.job_argument import PREFIX, JobId, connect_to_job
-from ft_service.cli.output import Json, connect, is_terminal, local_time, print_fields, print_json, print_table, print_text
+from ft_service.cli.output import (
+    Json,
+    connect,
+    is_terminal,
+    local_time,
+    print_fields,
+    print_json,
+    print_table,
+    print_text,
+)
 from ft_service.client.client import Client
 from ft_service.client.progress import clock
 from ft_service.client.responses import RemoteEvaluation, RemoteJob, scores_text, shown
@@ -39,8 +48,12 @@ def register(app: typer.Typer) -> None:
 def list_jobs(
     limit: Newest = 20,
     state: Annotated[State | None, typer.Option(help="Only jobs in this state.")] = None,
-    base: Annotated[str | None, typer.Option(help="Only jobs on this base model.", metavar="MODEL")] = None,
-    name: Annotated[str | None, typer.Option(help="Only jobs with this in their suffix.", metavar="TEXT")] = None,
+    base: Annotated[
+        str | None, typer.Option(help="Only jobs on this base model.", metavar="MODEL")
+    ] = None,
+    name: Annotated[
+        str | None, typer.Option(help="Only jobs with this in their suffix.", metavar="TEXT")
+    ] = None,
     as_json: Json = False,
 ) -> None:
     """List the newest jobs."""
@@ -51,7 +64,9 @@ def list_jobs(
     elif newest:
         rows = [_row(job) for job in newest]
         print_table(
-            ("ID", "SUFFIX", "BASE", "STATUS", "STEP", "VALID", "TOOK"), rows, notes=("WHY", [_note(job) for job in newest])
+            ("ID", "SUFFIX", "BASE", "STATUS", "STEP", "VALID", "TOOK"),
+            rows,
+            notes=("WHY", [_note(job) for job in newest]),
         )
     elif state or base or name:
         print_text("No job is like that. All jobs: ft jobs")
@@ -69,7 +84,11 @@ def get(job_id: JobId, as_json: Json = False) -> None:
         points = client.checkpoints(job_id)
         seats = client.engines() if job.engine_id is not None else []
         evaluated = client.evaluations(job_id, limit=1) if job.evaluation else []
-        names = {file_id: _file_name(client, file_id) for file_id in (job.training_file, job.validation_file) if file_id}
+        names = {
+            file_id: _file_name(client, file_id)
+            for file_id in (job.training_file, job.validation_file)
+            if file_id
+        }
     steps = ", ".join(str(point.step_number) for point in reversed(points))
     print_fields(
         [
@@ -78,7 +97,10 @@ def get(job_id: JobId, as_json: Json = False) -> None:
             ("status", job.state_text),
             ("error", job.error_text),
             ("stopped", job.stopped_text),
-            ("sweep", f"{job.sweep['id']}: {values_text(job.sweep['values'])}" if job.sweep else None),
+            (
+                "sweep",
+                f"{job.sweep['id']}: {values_text(job.sweep['values'])}" if job.sweep else None,
+            ),
             ("engine", seat_text(job, seats)),
             ("pending reason", job.pending_reason if job.status != "queued" else None),
             ("model", job.model),
@@ -88,7 +110,10 @@ def get(job_id: JobId, as_json: Json = False) -> None:
             ("evaluation", _evaluation(evaluated)),
             *_forgetting(job),
             *((f"accuracy, {name}", task.text) for name, task in job.suites.items()),
-            ("trained tokens", f"{job.trained_tokens:,}" if job.trained_tokens is not None else None),
+            (
+                "trained tokens",
+                f"{job.trained_tokens:,}" if job.trained_tokens is not None else None,
+            ),
             ("took", clock(job.seconds(time.time())) if job.finished_at else None),
             ("created", local_time(job.created_at)),
             ("finished", local_time(job.finished_at)),
@@ -96,7 +121,10 @@ def get(job_id: JobId, as_json: Json = False) -> None:
             ("training file", names.get(job.training_file or "")),
             ("validation file", names.get(job.validation_file or "")),
             ("seed", str(job.seed) if job.seed is not None else None),
-            ("validation split", f"{job.validation_split:g}" if job.validation_split is not None else None),
+            (
+                "validation split",
+                f"{job.validation_split:g}" if job.validation_split is not None else None,
+            ),
             *((name, shown(value)) for name, value in job.given_options.items()),
             *job.choices,
         ]
@@ -113,11 +141,18 @@ def events(job_id: JobId, limit: NewestLast = 50, as_json: Json = False) -> None
     for event in known:
         level = "" if event.level == "info" else f"{event.level}: "
         first, *more = event.message.splitlines() or [""]
-        print_text("\n    ".join([f"{local_time(event.created_at, seconds_too=True)}  {level}{first}", *more]))
+        print_text(
+            "\n    ".join(
+                [f"{local_time(event.created_at, seconds_too=True)}  {level}{first}", *more]
+            )
+        )
 
 
 def checkpoints(job_id: JobId, as_json: Json = False) -> None:
-    """List a job's checkpoints, the newest first. `ft download ID --checkpoint STEP` fetches the adapter of one."""
+    """List a job's checkpoints, the newest first.
+
+    `ft download ID --checkpoint STEP` fetches the adapter of one.
+    """
     with connect_to_job(job_id) as (client, job_id):
         points = client.checkpoints(job_id)
     if as_json:
@@ -134,7 +169,9 @@ def checkpoints(job_id: JobId, as_json: Json = False) -> None:
             for point in points
         ]
         titles = ("STEP", "LOSS", "VALID", "CREATED", "MODEL")
-        shown_columns = len(titles) - is_terminal()  # names of models that differ at their end only, which would be cut
+        shown_columns = (
+            len(titles) - is_terminal()
+        )  # names of models that differ at their end only, which would be cut
         print_table(titles[:shown_columns], [row[:shown_columns] for row in rows])
     else:
         print_text("No checkpoints yet.")
@@ -147,7 +184,16 @@ def files(limit: Newest = 20, as_json: Json = False) -> None:
     if as_json:
         print_json([file.model_dump() for file in known])
     elif known:
-        rows = [(_short_file(f.id), f.filename, bytes_text(f.bytes), f.purpose, local_time(f.created_at)) for f in known]
+        rows = [
+            (
+                _short_file(f.id),
+                f.filename,
+                bytes_text(f.bytes),
+                f.purpose,
+                local_time(f.created_at),
+            )
+            for f in known
+        ]
         print_table(("ID", "NAME", "SIZE", "PURPOSE", "CREATED"), rows)
     else:
         print_text("No files yet. `ft submit SPEC` uploads those that a SPEC names.")
@@ -158,7 +204,15 @@ def _row(job: RemoteJob) -> tuple[str, ...]:
     step = f"{known['step']}/{known['total_steps']}" if known.get("total_steps") else ""
     name = job.id.removeprefix(PREFIX)[:_SHORT] if is_terminal() else job.id
     status = "stopping" if job.status == "running" and job.phase == "stopping" else job.status
-    return name, job.suffix or "", job.base, status, step, _valid(job) or "", clock(job.seconds(time.time()))
+    return (
+        name,
+        job.suffix or "",
+        job.base,
+        status,
+        step,
+        _valid(job) or "",
+        clock(job.seconds(time.time())),
+    )
 
 
 def _short_file(file_id: str) -> str:
@@ -181,7 +235,8 @@ def _progress(job: RemoteJob) -> str | None:
     if not known.get("total_steps"):
         return None
     text = f"step {known.get('step')}/{known['total_steps']}"
-    loss, reward = known.get("train_loss"), known.get("train_mean_reward")
+    loss = known.get("train_loss")
+    reward = known.get("train_mean_reward")
     if reward is not None:
         return f"{text} · mean reward {reward:.3f}"
     return text if loss is None else f"{text} · loss {loss:.3f}"
@@ -195,7 +250,11 @@ def _evaluation(newest: Sequence[RemoteEvaluation]) -> str | None:
     """Return the newest metrics, with those before training."""
     for own in newest:
         scores = scores_text(own.metrics, own.base_metrics)
-        return f"{f'{scores}, ' if scores else ''}at step {own.step}; the answers: ft eval" if own.step else "begun"
+        return (
+            f"{f'{scores}, ' if scores else ''}at step {own.step}; the answers: ft eval"
+            if own.step
+            else "begun"
+        )
     return None
 
 
@@ -204,7 +263,11 @@ def _forgetting(job: RemoteJob) -> list[tuple[str, str | None]]:
     if job.forgetting is None:
         return []
     found = Forgetting.model_validate({"step": 0, **job.forgetting})
-    return [*found.figures, *(("warning", text) for text in found.warnings), ("forgetting", found.left_out)]
+    return [
+        *found.figures,
+        *(("warning", text) for text in found.warnings),
+        ("forgetting", found.left_out),
+    ]
 
 
 def _number(value: object) -> str:

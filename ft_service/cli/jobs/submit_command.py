@@ -16,7 +16,13 @@ from ft_service.cli.data_files.data_commands import uploadable
 from ft_service.cli.jobs.job_argument import find_model
 from ft_service.cli.jobs.watch_command import watch_job
 from ft_service.cli.local.job_inputs import describe_base, examine_data
-from ft_service.cli.local.spec_arguments import Changes, ModelName, SpecOrData, Suffix, load_spec_arguments
+from ft_service.cli.local.spec_arguments import (
+    Changes,
+    ModelName,
+    SpecOrData,
+    Suffix,
+    load_spec_arguments,
+)
 from ft_service.cli.local_store import settings_with_models
 from ft_service.cli.output import Json, connect, print_json, print_json_line, print_note, print_text
 from ft_service.client.client import Client
@@ -47,11 +53,16 @@ def submit(
     suffix: Suffix = None,
     changes: Changes = None,
     follow: Annotated[bool, typer.Option("--watch", help="Wait, and show the progress.")] = False,
-    unchecked: Annotated[bool, typer.Option("--unchecked", help="Do not check the data here; the server will.")] = False,
+    unchecked: Annotated[
+        bool, typer.Option("--unchecked", help="Do not check the data here; the server will.")
+    ] = False,
     as_json: Json = False,
 ) -> int:
-    """Check a SPEC and its data, upload the files and create the job. Before the upload the server checks whether it would
-    accept the job; a file that it has already is not uploaded again."""
+    """Check a SPEC and its data, upload the files and create the job.
+
+    Before the upload the server checks whether it would accept the job; a file that it has already
+    is not uploaded again.
+    """
     loaded = load_spec_arguments(spec, changes, model, suffix)
     with connect() as client:
         loaded = check_accepted(client, loaded)
@@ -60,7 +71,10 @@ def submit(
             job = client.create_job(body)
         seen_messages |= {f"Created fine-tuning job: {job.id}"}
         if as_json:
-            print_json_line(job.model_dump()) if follow else print_json(job.model_dump())
+            if follow:
+                print_json_line(job.model_dump())
+            else:
+                print_json(job.model_dump())
         elif follow:
             print_text(f"Created {job.id}.")
         else:
@@ -69,8 +83,10 @@ def submit(
 
 
 def check_data(client: Client, spec: SpecFile) -> frozenset[str]:
-    """Check the data files as the server will, print warnings, and return them. Tokens are counted if the server runs on
-    this host and its base has a tokenizer: otherwise only the server can check what depends on the base.
+    """Check the data files as the server will, print warnings, and return them.
+
+    Tokens are counted if the server runs on this host and its base has a tokenizer: otherwise only
+    the server can check what depends on the base.
 
     Raises DataError with all faults of one of the files.
     """
@@ -92,15 +108,22 @@ def _advice(spec: SpecFile, settings: Settings | None) -> list[str]:
 def _settings_of_local_server(client: Client) -> Settings | None:
     """Return this host's settings with the server's bases; None: the server runs elsewhere."""
     settings = settings_with_models()
-    there = any(client.base_url.startswith(f"{server.url}/") for server in living_servers(settings.home))
+    there = any(
+        client.base_url.startswith(f"{server.url}/") for server in living_servers(settings.home)
+    )
     return settings if there else None
 
 
 def _resolved(spec: SpecFile, settings: Settings) -> JobSpec | None:
     """Return the job with this host's copy of its base; None: only the server can resolve it."""
     try:
-        resolved = resolve_spec_file(spec, settings, job_id=new_id("ftjob-"), seed=spec.request.seed or 0, to_train=False)
-        return within_context(describe_base(Path(resolved.model.path), resolved.model.name, settings, print_note), resolved)
+        resolved = resolve_spec_file(
+            spec, settings, job_id=new_id("ftjob-"), seed=spec.request.seed or 0, to_train=False
+        )
+        return within_context(
+            describe_base(Path(resolved.model.path), resolved.model.name, settings, print_note),
+            resolved,
+        )
     except (SpecError, NotFoundError, UnavailableError):
         return None
 
@@ -109,7 +132,9 @@ def _check_tokens(spec: JobSpec, settings: Settings) -> list[str]:
     try:
         data = examine_data(spec, settings, print_note)
     except DataError as error:
-        raise DataError(f"{error.message}\nNothing was uploaded.", param=error.param, code=error.code) from None
+        raise DataError(
+            f"{error.message}\nNothing was uploaded.", param=error.param, code=error.code
+        ) from None
     return [message for level, message in data.messages(spec) if level == "warn"]
 
 
@@ -124,32 +149,49 @@ def _check_lines(spec: SpecFile) -> list[str]:
             request = spec.request
             columns = Columns.of(request.data, of_prompts=request.method.type == "reinforcement")
             pairs = request.method.type == "dpo"
-            report = check_lines(path, files=data.files, columns=columns, pairs=pairs, records=records)
+            report = check_lines(
+                path, files=data.files, columns=columns, pairs=pairs, records=records
+            )
             refs[param] = data.ref()
         except OSError as error:
             raise SpecError(f"{path} cannot be read: {error.strerror}.", param=param) from None
         if not report.faults_total:
-            alone = replace(report, duplicates=Lines(), near_empty=Lines())  # which are advice on all files
+            alone = replace(
+                report, duplicates=Lines(), near_empty=Lines()
+            )  # which are advice on all files
             told += [message for level, message in alone.messages(path.name, 0) if level == "warn"]
             continue
         text = report.fault_text(path.name, "Nothing was uploaded.")
         raise DataError(text, param=param, code=f"invalid_{param}")
-    training, validation = records_by_file["training_file"], records_by_file.get("validation_file")
-    options, _ = by_samples(spec.request.resolved_training(), training.count, ranks=1, method=spec.request.method.type)
+    training = records_by_file["training_file"]
+    validation = records_by_file.get("validation_file")
+    options, _ = by_samples(
+        spec.request.resolved_training(), training.count, ranks=1, method=spec.request.method.type
+    )
     measure = Measure(refs["training_file"], refs.get("validation_file"), options)
     return told + list(advice(without_base(training, validation, options), measure))
 
 
 def check_accepted(client: Client, spec: SpecFile) -> SpecFile:
-    """Return the SPEC with its model as the server names it, after the server has checked its job or sweep. Raises SpecError
-    and LimitError as the creation would, before anything is uploaded; SpecError if it names a model by its folder."""
+    """Return the SPEC with its model as the server names it, after the server has checked its job
+    or sweep. Raises SpecError and LimitError as the creation would, before anything is uploaded;
+    SpecError if it names a model by its folder.
+    """
     if spec.model_folder is not None:
-        message = f"model = {spec.request.model!r}: a server knows models by name (`ft models`); folders are for `ft run`."
+        message = (
+            f"model = {spec.request.model!r}: a server knows models by name (`ft models`); "
+            "folders are for `ft run`."
+        )
         raise SpecError(message, param="model")
     files = _data_files(spec)
     spec = spec.with_model(find_model(client, spec.request.model))
-    announced = {param: {"filename": _uploaded_name(data), "bytes": _least_bytes(data)} for param, data in files}
-    client.check_job({name: value for name, value in spec.body.items() if name not in announced}, announced)
+    announced = {
+        param: {"filename": _uploaded_name(data), "bytes": _least_bytes(data)}
+        for param, data in files
+    }
+    client.check_job(
+        {name: value for name, value in spec.body.items() if name not in announced}, announced
+    )
     return spec
 
 
@@ -158,14 +200,18 @@ def _uploaded_name(data: LocalData) -> str:
 
 
 def _least_bytes(data: LocalData) -> int:
-    """Return the bytes to upload; for a folder's records, which are compressed first, a lower bound."""
+    """Return the bytes to upload; for a folder's records, which are compressed first, a lower
+    bound.
+    """
     return max(1, data.bytes // _PACKED) if data.files else data.bytes
 
 
 @contextlib.contextmanager
 def uploaded(client: Client, spec: SpecFile) -> Iterator[dict[str, Any]]:
-    """Yield the create body with the ids of the SPEC's files, after uploading those that the server does not have. They are
-    deleted again if the block fails, but stay if the result of the request is unknown: the next try uses them."""
+    """Yield the create body with the ids of the SPEC's files, after uploading those that the server
+    does not have. They are deleted again if the block fails, but stay if the result of the request
+    is unknown: the next try uses them.
+    """
     new: list[str] = []
     ids: dict[str, str] = {}
     try:
@@ -174,7 +220,9 @@ def uploaded(client: Client, spec: SpecFile) -> Iterator[dict[str, Any]]:
                 ids[param] = _file_id(client, path, param, new)
         yield {**spec.body, **ids}
     except BaseException as error:
-        unknown = isinstance(error, UnavailableError | KeyboardInterrupt) and len(ids) == len(_data_files(spec))
+        unknown = isinstance(error, UnavailableError | KeyboardInterrupt) and len(ids) == len(
+            _data_files(spec)
+        )
         for file_id in () if unknown else new:
             with contextlib.suppress(FtError):
                 client.delete_file(file_id)
@@ -182,18 +230,25 @@ def uploaded(client: Client, spec: SpecFile) -> Iterator[dict[str, Any]]:
 
 
 def _file_id(client: Client, path: Path, param: Param, new: list[str]) -> str:
-    """Return the id of a file with these contents, uploading it unless the server has it; an uploaded id is added to `new`."""
+    """Return the id of a file with these contents, uploading it unless the server has it; an
+    uploaded id is added to `new`.
+    """
     try:
         same_contents = client.files_with(FileDigest.of(path).sha256)
     except OSError as error:
         raise SpecError(f"{path} cannot be read: {error.strerror}.", param=param) from None
-    same = next((file for file in same_contents if file.filename == path.name), next(iter(same_contents), None))
+    same = next(
+        (file for file in same_contents if file.filename == path.name),
+        next(iter(same_contents), None),
+    )
     if same is None:
         new.append(client.upload_file(path).id)
         return new[-1]
     if same.id not in new:
         other = "" if same.filename == path.name else f" and called {same.filename}"
-        print_note(f"{path.name} is on the server already ({same.id}{other}): it is not uploaded again.")
+        print_note(
+            f"{path.name} is on the server already ({same.id}{other}): it is not uploaded again."
+        )
     return same.id
 
 

@@ -26,7 +26,8 @@ def verify_command(
         str,
         typer.Argument(
             metavar="ID|PATH",
-            help="A job (ID, suffix, `last`), or an adapter's folder or tar, a run directory, a merged model.",
+            help="A job (ID, suffix, `last`), or an adapter's folder or tar, a run directory, a "
+            "merged model.",
         ),
     ],
     as_json: Json = False,
@@ -36,7 +37,11 @@ def verify_command(
     if path.exists():
         report = verify(path)
     elif os.sep in source:
-        raise SpecError(f"There is no file or folder {path}. Fetch a job's adapter: ft download ID --out {path}", param="path")
+        raise SpecError(
+            f"There is no file or folder {path}. Fetch a job's adapter: ft download ID --out "
+            f"{path}",
+            param="path",
+        )
     else:
         with find_adapter(source) as folder:
             report = verify(folder)
@@ -65,12 +70,31 @@ def _show(report: VerifyReport) -> None:
             [
                 ("job", manifest.job),
                 ("tuned model", manifest.tuned_name),
-                ("step", f"{manifest.step}" + (f" ({manifest.checkpoint})" if manifest.checkpoint else "")),
+                (
+                    "step",
+                    f"{manifest.step}"
+                    + (f" ({manifest.checkpoint})" if manifest.checkpoint else ""),
+                ),
                 ("base", f"{manifest.base.name} ({manifest.base.digest[:16]})"),
-                ("data", ", ".join(f"{file.name} ({counted(file.samples, 'sample')})" for file in manifest.data)),
+                (
+                    "data",
+                    ", ".join(
+                        f"{file.name} ({counted(file.samples, 'sample')})" for file in manifest.data
+                    ),
+                ),
                 ("tokens", ", ".join(file.token_digest[:16] for file in manifest.data) or None),
-                ("validation loss", f"{losses.valid_loss:.4f}" if losses and losses.valid_loss is not None else None),
-                ("attempts", ", ".join(f"{counted(a.world_size, 'rank')}, {a.ended}" for a in manifest.history)),
+                (
+                    "validation loss",
+                    f"{losses.valid_loss:.4f}"
+                    if losses and losses.valid_loss is not None
+                    else None,
+                ),
+                (
+                    "attempts",
+                    ", ".join(
+                        f"{counted(a.world_size, 'rank')}, {a.ended}" for a in manifest.history
+                    ),
+                ),
             ]
         )
     for fault in report.faults:

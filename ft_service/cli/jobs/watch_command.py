@@ -31,7 +31,10 @@ def register(app: typer.Typer) -> None:
 
 
 def watch(job_id: JobId, as_json: Json = False) -> int:
-    """Show a job's progress until it finishes or is paused. Ctrl-C stops watching; the job keeps running."""
+    """Show a job's progress until it finishes or is paused.
+
+    Ctrl-C stops watching; the job keeps running.
+    """
     with connect_to_job(job_id) as (client, job_id):
         return watch_job(client, job_id, as_json)
 
@@ -39,17 +42,23 @@ def watch(job_id: JobId, as_json: Json = False) -> int:
 def logs(
     job_id: JobId,
     follow: Annotated[
-        bool, typer.Option("--follow", "-f", help="Print further lines as they come, until the job ends.")
+        bool,
+        typer.Option(
+            "--follow", "-f", help="Print further lines as they come, until the job ends."
+        ),
     ] = False,
     rank: Annotated[int | None, typer.Option(min=0, help="Only this rank.")] = None,
     attempt: Annotated[int | None, typer.Option(min=1, help="Default: the newest.")] = None,
-    lines: Annotated[int, typer.Option("--lines", "-n", min=1, max=10_000, help="Last N lines of each process.")] = 200,
+    lines: Annotated[
+        int, typer.Option("--lines", "-n", min=1, max=10_000, help="Last N lines of each process.")
+    ] = 200,
     as_json: Json = False,
 ) -> int:
     """Print what a job's processes have printed: supervisor, torchrun and every rank."""
     if follow and attempt is not None:
         raise SpecError(
-            f"--attempt = {attempt}: cannot be combined with --follow, which shows the newest attempt. Remove one of them."
+            f"--attempt = {attempt}: cannot be combined with --follow, which shows the newest "
+            "attempt. Remove one of them."
         )
     with connect_to_job(job_id) as (client, job_id):
         if follow:
@@ -62,9 +71,13 @@ def logs(
     return 0
 
 
-def watch_job(client: Client, job_id: str, as_json: bool, seen_messages: Collection[str] = ()) -> int:
-    """Show a job's progress until it ends or is paused, and return the exit code. `seen_messages`: messages that the user has
-    already seen."""
+def watch_job(
+    client: Client, job_id: str, as_json: bool, seen_messages: Collection[str] = ()
+) -> int:
+    """Show a job's progress until it ends or is paused, and return the exit code.
+
+    `seen_messages`: messages that the user has already seen.
+    """
     try:
         if as_json:
             job = _follow_as_json(client, job_id)
@@ -73,7 +86,9 @@ def watch_job(client: Client, job_id: str, as_json: bool, seen_messages: Collect
                 job = _follow_on(display, client, job_id, seen_messages)
     except KeyboardInterrupt:
         return print_error(
-            f"the job keeps running.\nWatch it again: ft watch {job_id}\nStop it: ft cancel {job_id}", INTERRUPTED
+            f"the job keeps running.\nWatch it again: ft watch {job_id}\nStop it: ft cancel "
+            f"{job_id}",
+            INTERRUPTED,
         )
     return _outcome(job, quiet=as_json)
 
@@ -86,7 +101,9 @@ def _follow_logs(client: Client, job_id: str, rank: int | None, lines: int, as_j
             else:
                 print_text(f"{line.source} | {line.line}")
     except KeyboardInterrupt:
-        return print_error(f"the job keeps running. Follow it again: ft logs -f {job_id}", INTERRUPTED)
+        return print_error(
+            f"the job keeps running. Follow it again: ft logs -f {job_id}", INTERRUPTED
+        )
     return 0
 
 
@@ -99,11 +116,17 @@ def _follow_as_json(client: Client, job_id: str) -> RemoteJob:
     return job
 
 
-def _follow_on(display: Display, client: Client, job_id: str, seen_messages: Collection[str]) -> RemoteJob:
+def _follow_on(
+    display: Display, client: Client, job_id: str, seen_messages: Collection[str]
+) -> RemoteJob:
     phase = _PhaseText(client)
     for number, (job, events) in enumerate(client.follow(job_id)):
         if not number and len(events) >= PAGE:
-            display.message("info", f"Earlier events are left out; these are the newest {PAGE}.", events[0].created_at)
+            display.message(
+                "info",
+                f"Earlier events are left out; these are the newest {PAGE}.",
+                events[0].created_at,
+            )
         for event in events:
             metrics = event.metrics()
             if event.message in seen_messages:
@@ -133,12 +156,17 @@ class _PhaseText:
 def _outcome(job: RemoteJob, *, quiet: bool) -> int:
     if job.status == State.SUCCEEDED:
         if not quiet:
-            print(f"{job.id} has succeeded: {job.fine_tuned_model}\nGet the adapter: ft download {job.id}")
+            print(
+                f"{job.id} has succeeded: {job.fine_tuned_model}\nGet the adapter: ft download "
+                f"{job.id}"
+            )
         return 0
     if job.paused:
         return print_error(f"{job.id} is paused. Resume it: ft resume {job.id}", STOPPED)
     if job.status == State.CANCELLED:
         return print_error(f"{job.id} was {job.stopped_text or 'cancelled'}.", 1)
     first, *more = (job.error_text or "no reason was given").splitlines()
-    reason = f"{first} The whole reason is above." if more and not quiet else job.error_text or first
+    reason = (
+        f"{first} The whole reason is above." if more and not quiet else job.error_text or first
+    )
     return print_error(f"{job.id} has failed: {reason}", 1)

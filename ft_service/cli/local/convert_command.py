@@ -22,29 +22,45 @@ def convert(
     file: Annotated[
         Path,
         typer.Argument(
-            metavar="FILE", help="Another tool's configuration (YAML, JSON), script (.sh) or Unsloth program (.py, .ipynb)."
+            metavar="FILE",
+            help="Another tool's configuration (YAML, JSON), script (.sh) or Unsloth program "
+            "(.py, .ipynb).",
         ),
     ],
     gpus: Annotated[
         int | None,
         typer.Option(
-            "--gpus", metavar="N", min=1, max=4096, help="GPUs that trained together: the batch size is over all of them."
+            "--gpus",
+            metavar="N",
+            min=1,
+            max=4096,
+            help="GPUs that trained together: the batch size is over all of them.",
         ),
     ] = None,
     method: Annotated[
         Method | None,
-        typer.Option("--method", help="Method of a file that does not say it itself (TRL, Transformers)."),
+        typer.Option(
+            "--method", help="Method of a file that does not say it itself (TRL, Transformers)."
+        ),
     ] = None,
-    out: Annotated[Path | None, typer.Option("--out", metavar="SPEC", help="Write the SPEC to this file.")] = None,
-    force: Annotated[bool, typer.Option("--force", help="Overwrite the file that --out names.")] = False,
+    out: Annotated[
+        Path | None, typer.Option("--out", metavar="SPEC", help="Write the SPEC to this file.")
+    ] = None,
+    force: Annotated[
+        bool, typer.Option("--force", help="Overwrite the file that --out names.")
+    ] = False,
     as_json: Json = False,
 ) -> int:
-    """Print another tool's configuration or training script as a SPEC, and what becomes of each of its options. The tools are
-    Accelerate, DeepSpeed, Transformers, TRL, verl, Axolotl, LLaMA-Factory, ms-swift, torchtune, and Unsloth in Python. Scripts
-    are read and never run. Exits with 0 where nothing that changes the result is lost, with 1 where something is to be
-    done or is not supported (it says what), and with 64 where the file is not converted at all."""
+    """Print another tool's configuration or training script as a SPEC, and what becomes of each of
+    its options. The tools are Accelerate, DeepSpeed, Transformers, TRL, verl, Axolotl,
+    LLaMA-Factory, ms-swift, torchtune, and Unsloth in Python. Scripts are read and never run. Exits
+    with 0 where nothing that changes the result is lost, with 1 where something is to be done or is
+    not supported (it says what), and with 64 where the file is not converted at all.
+    """
     if force and out is None:
-        raise SpecError("--force overwrites the file that --out names: give --out SPEC too, or leave it out.")
+        raise SpecError(
+            "--force overwrites the file that --out names: give --out SPEC too, or leave it out."
+        )
     outcome = convert_file(file, gpus=gpus, method=method)
     if out is not None:
         _write(out, outcome.spec_yaml(), force)
@@ -57,9 +73,17 @@ def convert(
     lost = outcome.open()
     if not lost:
         return 0
-    said = "an option is not taken over" if len(lost) == 1 else f"{len(lost)} options are not taken over"
+    said = (
+        "an option is not taken over"
+        if len(lost) == 1
+        else f"{len(lost)} options are not taken over"
+    )
     where = "the comments above" if out is None else f"the comments of {out}"
-    return print_error(f"{said}, and the result may differ: {', '.join(lost)}. Why, and what to do, is in {where}.", 1)
+    return print_error(
+        f"{said}, and the result may differ: {', '.join(lost)}. Why, and what to do, is in "
+        f"{where}.",
+        1,
+    )
 
 
 def _write(path: Path, text: str, force: bool) -> None:
@@ -68,7 +92,9 @@ def _write(path: Path, text: str, force: bool) -> None:
         with path.open("w" if force else "x", encoding="utf-8") as file:
             file.write(text)
     except FileExistsError:
-        raise SpecError(f"{path} is there already: name another file, or overwrite it with --force.") from None
+        raise SpecError(
+            f"{path} is there already: name another file, or overwrite it with --force."
+        ) from None
     except OSError as error:
         raise SpecError(f"{path} cannot be written: {error.strerror}.") from None
 
@@ -90,5 +116,8 @@ def _document(outcome: Conversion) -> dict[str, object]:
             }
             for one in outcome.decisions
         ],
-        "defaults": [{"option": one.option, "value": one.value, "note": one.note or None} for one in outcome.defaults],
+        "defaults": [
+            {"option": one.option, "value": one.value, "note": one.note or None}
+            for one in outcome.defaults
+        ],
     }

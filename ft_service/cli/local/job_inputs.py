@@ -1,4 +1,6 @@
-"""Examination of a job's data files and description of its base, for commands that do not need a server."""
+"""Examination of a job's data files and description of its base, for commands that do not need a
+server.
+"""
 
 from __future__ import annotations
 
@@ -53,34 +55,47 @@ class JobData:
         return SampleLengths.of_data(self.counts, self.statistics)
 
     def messages(self, spec: JobSpec) -> Iterator[tuple[Level, str]]:
-        """Yield (level, sentence): what each file contains, what is not trained on, and what to change."""
+        """Yield (level, sentence): what each file contains, what is not trained on, and what to
+        change.
+        """
         for param, data in data_files(spec):
-            yield from self.reports[param].messages(data.name, spec.training.max_length, cut=self.statistics is None)
+            yield from self.reports[param].messages(
+                data.name, spec.training.max_length, cut=self.statistics is None
+            )
         if self.statistics is not None:
             yield from messages(self.statistics, Measure.of(spec))
 
 
-def examine_data(spec: JobSpec, settings: Settings, tell: Tell, *, need_counts: bool = True) -> JobData:
+def examine_data(
+    spec: JobSpec, settings: Settings, tell: Tell, *, need_counts: bool = True
+) -> JobData:
     """Examine every data file, count its tokens and keep them for the ranks (FT_TOKENS).
 
-    `tell`: called with the progress if that takes long. `need_counts`: False: tokens are counted only if transformers is
-    installed and the base has a tokenizer.
+    `tell`: called with the progress if that takes long. `need_counts`: False: tokens are counted
+    only if transformers is installed and the base has a tokenizer.
 
-    Raises DataError for data that cannot be trained on, SpecError for a base with an unusable tokenizer, ExaminerLost.
+    Raises DataError for data that cannot be trained on, SpecError for a base with an unusable
+    tokenizer, ExaminerLost.
     """
     reports: dict[Param, DataReport] = {}
     statistics: DataStatistics | None = None
-    if need_counts or (find_spec("transformers") is not None and has_tokenizer(Path(spec.model.path))):
+    if need_counts or (
+        find_spec("transformers") is not None and has_tokenizer(Path(spec.model.path))
+    ):
         create_home(settings.home)
         with Examiner(tokens=folder_of(os.environ, settings.home)) as examiner:
             for param, data in data_files(spec):
-                reports[param] = refuse_faults(examiner.examine_file(param, data, Path(data.path), spec, tell))
+                reports[param] = refuse_faults(
+                    examiner.examine_file(param, data, Path(data.path), spec, tell)
+                )
             if spec.reinforcement is None:
                 statistics = refuse_faults(examiner.measure_job(spec))
     else:
         for param, data in data_files(spec):
             columns = TokenOptions.of(spec).columns
-            report = check_lines(Path(data.path), files=data.files, columns=columns, pairs=spec.dpo is not None)
+            report = check_lines(
+                Path(data.path), files=data.files, columns=columns, pairs=spec.dpo is not None
+            )
             reports[param] = refuse_faults(report.error(param, data.name) or report)
     return JobData(reports, statistics)
 
@@ -97,28 +112,38 @@ SILENT_SECONDS = 1.0
 """Time after which the user reads that a base is being described."""
 
 
-def describe_base(folder: Path, name: str, settings: Settings, notify: Callable[[str], None]) -> Description:
-    """Return the description of a base: from the cache, or made now; if the workers' packages are not installed, the one that
-    comes with the sample, or the server's. `name`: the base's name on the server. `notify`: called if it takes longer than
-    SILENT_SECONDS.
+def describe_base(
+    folder: Path, name: str, settings: Settings, notify: Callable[[str], None]
+) -> Description:
+    """Return the description of a base: from the cache, or made now; if the workers' packages are
+    not installed, the one that comes with the sample, or the server's. `name`: the base's name on
+    the server. `notify`: called if it takes longer than SILENT_SECONDS.
 
     Raises SpecError for a base that cannot be tuned, NotDescribedError if nothing describes it.
     """
     descriptions = local_descriptions(settings)
     described = descriptions.known(folder)
     if described is None and descriptions.missing is None:
-        notice = threading.Timer(SILENT_SECONDS, notify, ["Describing the base, which is done once …"])
+        notice = threading.Timer(
+            SILENT_SECONDS, notify, ["Describing the base, which is done once …"]
+        )
         notice.daemon = True
         notice.start()
         try:
             described = descriptions.describe(folder)
         finally:
             notice.cancel()
-    return (described or _of_sample(folder) or _of_server(folder, name, descriptions, descriptions.missing or "")).description()
+    return (
+        described
+        or _of_sample(folder)
+        or _of_server(folder, name, descriptions, descriptions.missing or "")
+    ).description()
 
 
 def _of_sample(folder: Path) -> Described | None:
-    """Return the description that comes with the sample base; None: it is another base, or its files were changed."""
+    """Return the description that comes with the sample base; None: it is another base, or its
+    files were changed.
+    """
     file = SAMPLE_DESCRIPTIONS / f"{folder.name}.json"
     if folder.parent != SAMPLE_MODELS or not file.is_file():
         return None
@@ -134,7 +159,10 @@ def _of_server(folder: Path, name: str, descriptions: Descriptions, missing: str
     except FtError as error:
         raise NotDescribedError(f"{missing} {way_out} {error.message}", param="model") from None
     if text is None:
-        raise NotDescribedError(f"{missing} The server has not described {name} yet: try again in a moment.", param="model")
+        raise NotDescribedError(
+            f"{missing} The server has not described {name} yet: try again in a moment.",
+            param="model",
+        )
     try:
         document = read_described(text)
     except ValueError as error:

@@ -15,7 +15,14 @@ from ft_service.bases.description import Description
 from ft_service.cli.local.job_inputs import JobData, describe_base, examine_data
 from ft_service.cli.local.spec_arguments import Changes, ModelName, SpecOrData, load_spec_arguments
 from ft_service.cli.local_store import settings_with_models
-from ft_service.cli.output import Json, print_fields, print_json, print_note, print_table, print_text
+from ft_service.cli.output import (
+    Json,
+    print_fields,
+    print_json,
+    print_note,
+    print_table,
+    print_text,
+)
 from ft_service.client.responses import shown
 from ft_service.control.capacity import MOST_NODES, Capacity, refuse_too_many
 from ft_service.engines.sharing import share_key
@@ -25,7 +32,15 @@ from ft_service.ids import new_id
 from ft_service.plan.auto_options import settle_on, within_context
 from ft_service.plan.job import MOST_PER_HOST, Plan, plan_job, training_time
 from ft_service.plan.machines import MACHINES, Machine, find_machine, measured, this_host
-from ft_service.plan.plan_text import about, advice_lines, memory_table, modules_table, time_text, verdict, work_lines
+from ft_service.plan.plan_text import (
+    about,
+    advice_lines,
+    memory_table,
+    modules_table,
+    time_text,
+    verdict,
+    work_lines,
+)
 from ft_service.plan.sample_lengths import SampleLengths
 from ft_service.plan.seat import engine_seconds, lanes_of, seconds_alone
 from ft_service.settings import Settings
@@ -49,12 +64,22 @@ _MOST_MEMORY = 2**50
 
 HardwareName = Annotated[
     str | None,
-    typer.Option("--hardware", metavar="NAME", help=f"{', '.join(MACHINES)} or cpu. Default: this host."),
+    typer.Option(
+        "--hardware", metavar="NAME", help=f"{', '.join(MACHINES)} or cpu. Default: this host."
+    ),
 ]
-Memory = Annotated[str | None, typer.Option(metavar="SIZE", help="Memory of one GPU, such as 24GiB, in place of the table's.")]
+Memory = Annotated[
+    str | None,
+    typer.Option(metavar="SIZE", help="Memory of one GPU, such as 24GiB, in place of the table's."),
+]
 
 Verbose = Annotated[
-    bool, typer.Option("--verbose", "-v", help="Every module and term of the memory too, and why things were chosen.")
+    bool,
+    typer.Option(
+        "--verbose",
+        "-v",
+        help="Every module and term of the memory too, and why things were chosen.",
+    ),
 ]
 
 
@@ -71,14 +96,18 @@ def plan(
     verbose: Verbose = False,
     as_json: Json = False,
 ) -> None:
-    """Show whether a SPEC fits, what it takes in memory and time, and what would help. Of a sweep: all its jobs. Nothing is
-    started."""
+    """Show whether a SPEC fits, what it takes in memory and time, and what would help.
+
+    Of a sweep: all its jobs. Nothing is started.
+    """
     machine = find_machine(hardware) if hardware else this_host()
     if memory is not None:
         machine = replace(machine, memory=parse_size(memory))
     settings = settings_with_models()
     loaded = load_spec_arguments(spec, changes, model, sweep=None)
-    found = resolve_spec_file(loaded, settings, job_id=new_id("ftjob-"), seed=0, to_train=False, gpus=_gpus(machine))
+    found = resolve_spec_file(
+        loaded, settings, job_id=new_id("ftjob-"), seed=0, to_train=False, gpus=_gpus(machine)
+    )
     if not hardware:  # another host than this one may have any number of ranks
         refuse_too_many(found, _nodes_like_this_host(settings))
     base = describe_base(Path(found.model.path), found.model.name, settings, print_note)
@@ -95,12 +124,18 @@ def plan(
     duration = training_time(its_plan, resolved, examples)
     largest = _largest(base, resolved, machine, data.lengths(resolved), examples)
     if as_json:
-        more = {} if largest is None else {"largest": largest[0].as_dict() | {"ranks": largest[1], "time": largest[2]}}
+        more = (
+            {}
+            if largest is None
+            else {"largest": largest[0].as_dict() | {"ranks": largest[1], "time": largest[2]}}
+        )
         print_json(its_plan.as_dict() | {"time": duration, "data": _counts(data)} | more)
         return
     _show(its_plan, duration)
     if largest is not None:
-        print_text(f"All this is for the fewest ranks, {resolved.world_size}. On the most, {largest[1]}:")
+        print_text(
+            f"All this is for the fewest ranks, {resolved.world_size}. On the most, {largest[1]}:"
+        )
         _show(largest[0], largest[2])
     if not resolved.checkpoint.save_steps:
         print_text(_checkpoints_text(resolved, examples, duration["steps"]))
@@ -108,24 +143,45 @@ def plan(
     if verbose:
         _show_details(its_plan)
     elif its_plan.chosen:
-        print_text(f"Chosen: {', '.join(sentence.partition(' (')[0] for sentence in its_plan.chosen)}. Why: ft plan --verbose")
+        print_text(
+            f"Chosen: {', '.join(sentence.partition(' (')[0] for sentence in its_plan.chosen)}. "
+            "Why: ft plan --verbose"
+        )
 
 
 def _checkpoints_text(spec: JobSpec, examples: int, steps: int) -> str:
     """Return a sentence on the checkpoints of a job that does not say when they are written."""
     interval = spec.checkpoint.interval(math.ceil(examples / spec.training.batch), steps)
     if interval >= steps:
-        return "A checkpoint is written at the last step; checkpoint.save_steps: N writes one every N steps."
+        return (
+            "A checkpoint is written at the last step; checkpoint.save_steps: N writes one "
+            "every N steps."
+        )
     return f"A checkpoint is written every {interval:,} steps; checkpoint.save_steps changes that."
 
 
 def _nodes_like_this_host(settings: Settings) -> Capacity:
     """Return the capacity of hosts like this one, of which `ft run` may use several."""
     ranks = settings.slots or default_slots()
-    return Capacity("this host", ranks * MOST_NODES, ranks, gpu_count(), None, several_nodes=True, nodes=MOST_NODES)
+    return Capacity(
+        "this host",
+        ranks * MOST_NODES,
+        ranks,
+        gpu_count(),
+        None,
+        several_nodes=True,
+        nodes=MOST_NODES,
+    )
 
 
-def _plan_sweep(spec: SpecFile, first: JobSpec, settings: Settings, machine: Machine, data: JobData, as_json: bool) -> None:
+def _plan_sweep(
+    spec: SpecFile,
+    first: JobSpec,
+    settings: Settings,
+    machine: Machine,
+    data: JobData,
+    as_json: bool,
+) -> None:
     """Show what all jobs of a sweep take. `first`: the first job; all have the same base."""
     sweep = spec.sweep
     assert sweep is not None
@@ -136,7 +192,13 @@ def _plan_sweep(spec: SpecFile, first: JobSpec, settings: Settings, machine: Mac
     for job in sweep.jobs:
         its_spec = replace(spec, request=job.request)
         own = resolve_spec_file(
-            its_spec, settings, job_id=first.job_id, seed=0, to_train=False, like=first, gpus=_gpus(machine)
+            its_spec,
+            settings,
+            job_id=first.job_id,
+            seed=0,
+            to_train=False,
+            like=first,
+            gpus=_gpus(machine),
         )
         own = within_context(base, own)
         its_plan = plan_job(base, own, machine, data.lengths(own))
@@ -145,23 +207,43 @@ def _plan_sweep(spec: SpecFile, first: JobSpec, settings: Settings, machine: Mac
     total = {
         "examples": examples,
         "steps": sum(time["steps"] for _, time in planned),
-        **{name: _sum(time[name] for _, time in planned) for name in ("seconds_at_most", "seconds_likely")},
+        **{
+            name: _sum(time[name] for _, time in planned)
+            for name in ("seconds_at_most", "seconds_likely")
+        },
     }
     shared = _seconds_in_engine(settled, planned, settings.seats)
     if as_json:
         jobs = [
-            {"values": job.values, "fits": its_plan.fits, "bytes_per_rank": its_plan.rank.total, "time": time}
+            {
+                "values": job.values,
+                "fits": its_plan.fits,
+                "bytes_per_rank": its_plan.rank.total,
+                "time": time,
+            }
             for job, (its_plan, time) in zip(sweep.jobs, planned, strict=True)
         ]
-        print_json({"jobs": jobs, "time": total | {"seconds_in_engine": shared}, "data": _counts(data)})
+        print_json(
+            {"jobs": jobs, "time": total | {"seconds_in_engine": shared}, "data": _counts(data)}
+        )
         return
     largest = max(planned, key=lambda one: one[0].rank.total)[0]
     its_verdict = verdict(largest)
-    print_text(f"{len(planned)} jobs, of which the largest {its_verdict[0].lower()}{its_verdict[1:]}")
+    print_text(
+        f"{len(planned)} jobs, of which the largest {its_verdict[0].lower()}{its_verdict[1:]}"
+    )
     print_text(f"One after the other, their {time_text(total)}")
     if shared is not None:
-        alone = about(sum(seconds_alone(time["seconds_likely"] or time["seconds_at_most"]) for _, time in planned))
-        print_text(f"With the starts of their ranks {alone}; in one engine, all at once on one base, {about(shared)}.")
+        alone = about(
+            sum(
+                seconds_alone(time["seconds_likely"] or time["seconds_at_most"])
+                for _, time in planned
+            )
+        )
+        print_text(
+            f"With the starts of their ranks {alone}; in one engine, all at once on one base, "
+            f"{about(shared)}."
+        )
     if sweep.settings["eta"] is not None:
         print_text("Jobs without hope are stopped early, which saves a part of that.")
     for line in advice_lines(largest):
@@ -169,7 +251,12 @@ def _plan_sweep(spec: SpecFile, first: JobSpec, settings: Settings, machine: Mac
     _show_data(data, first)
     print_text()
     rows = [
-        [*map(shown, job.values.values()), f"{time['steps']:,}", bytes_text(its_plan.rank.total), _fit(its_plan)]
+        [
+            *map(shown, job.values.values()),
+            f"{time['steps']:,}",
+            bytes_text(its_plan.rank.total),
+            _fit(its_plan),
+        ]
         for job, (its_plan, time) in zip(sweep.jobs, planned, strict=True)
     ]
     print_table((*sweep.settings["options"], "STEPS", "PER RANK", "FITS"), rows)
@@ -178,9 +265,16 @@ def _plan_sweep(spec: SpecFile, first: JobSpec, settings: Settings, machine: Mac
 def _seconds_in_engine(
     specs: Sequence[JobSpec], planned: Sequence[tuple[Plan, dict[str, Any]]], most_jobs: int
 ) -> float | None:
-    """Return the likely seconds of jobs that share one engine; None: they do not all share one, or the speed is not known."""
-    keys = {share_key(spec, its_plan.seat) for spec, (its_plan, _) in zip(specs, planned, strict=True)}
-    usual = [(its_plan.likely or its_plan, time["seconds_likely"] or time["seconds_at_most"]) for its_plan, time in planned]
+    """Return the likely seconds of jobs that share one engine; None: they do not all share one, or
+    the speed is not known.
+    """
+    keys = {
+        share_key(spec, its_plan.seat) for spec, (its_plan, _) in zip(specs, planned, strict=True)
+    }
+    usual = [
+        (its_plan.likely or its_plan, time["seconds_likely"] or time["seconds_at_most"])
+        for its_plan, time in planned
+    ]
     if most_jobs == 0 or len(keys) > 1 or None in keys:
         return None
     trainings = [(cost.speed, seconds) for cost, seconds in usual if cost.speed is not None]
@@ -209,18 +303,23 @@ def _examples(data: JobData) -> int:
 
 
 def _counts(data: JobData) -> dict[str, Any]:
-    return {param: report.counts and asdict(report.counts) for param, report in data.reports.items()}
+    return {
+        param: report.counts and asdict(report.counts) for param, report in data.reports.items()
+    }
 
 
 def _largest(
     base: Description, spec: JobSpec, machine: Machine, lengths: SampleLengths | None, examples: int
 ) -> tuple[Plan, int, dict[str, Any]] | None:
-    """Return the plan on the largest number of ranks that the job may have, that number and the time; None: the job has a
-    fixed number. Raises SpecError."""
+    """Return the plan on the largest number of ranks that the job may have, that number and the
+    time; None: the job has a fixed number. Raises SpecError.
+    """
     options = spec.distributed
     if options.max_nnodes is None and options.max_nproc_per_node is None:
         return None
-    most = spec.shapes(options.max_nnodes or options.nnodes, options.max_nproc_per_node or 64, _gpus(machine))[0]
+    most = spec.shapes(
+        options.max_nnodes or options.nnodes, options.max_nproc_per_node or 64, _gpus(machine)
+    )[0]
     there = spec.on(*most)
     plan = plan_job(base, there, machine, lengths)
     return plan, there.world_size, training_time(plan, there, examples)
@@ -231,7 +330,9 @@ def parse_size(text: str) -> int:
     match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([A-Za-z]*)", text.strip())
     unit = _UNITS.get(match[2].upper()) if match else None
     if match is None or unit is None:
-        raise SpecError(f"--memory = {text[:80]!r}: expected a size such as 24GiB or 80GB.", param="memory")
+        raise SpecError(
+            f"--memory = {text[:80]!r}: expected a size such as 24GiB or 80GB.", param="memory"
+        )
     size = float(match[1]) * unit
     if size > _MOST_MEMORY:  # a number of hundreds of digits is infinite
         raise SpecError(f"--memory = {text[:80]!r}: at most 1024TiB.", param="memory")
@@ -250,7 +351,10 @@ def _show_details(plan: Plan) -> None:
     for line in (*plan.chosen, *work_lines(plan)):
         print_text(line)
     print_text()
-    print_table(("FROZEN MODULE", "COUNT", "SHAPE", "FORMAT", "BYTES", "PER RANK"), modules_table(plan.modules))
+    print_table(
+        ("FROZEN MODULE", "COUNT", "SHAPE", "FORMAT", "BYTES", "PER RANK"),
+        modules_table(plan.modules),
+    )
     print_text()
     print_fields(memory_table(plan))
 
@@ -259,4 +363,7 @@ def _show_data(data: JobData, spec: JobSpec) -> None:
     for level, message in data.messages(spec):
         print_text(message if level == "info" else f"Warning: {message}")
     if data.counts is None:
-        print_text("Tokens are not counted here: transformers is not installed, or the base has no tokenizer.")
+        print_text(
+            "Tokens are not counted here: transformers is not installed, or the base has no "
+            "tokenizer."
+        )

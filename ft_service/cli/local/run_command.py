@@ -17,7 +17,13 @@ from rich.console import Console
 
 from ft_service.cli.display import Display, display_for
 from ft_service.cli.local.job_inputs import describe_base, examine_data
-from ft_service.cli.local.spec_arguments import Changes, ModelName, SpecOrData, Suffix, load_spec_arguments
+from ft_service.cli.local.spec_arguments import (
+    Changes,
+    ModelName,
+    SpecOrData,
+    Suffix,
+    load_spec_arguments,
+)
 from ft_service.cli.local_store import settings_with_models
 from ft_service.cli.output import Json, print_error, print_json, print_note, print_text
 from ft_service.control.reinforcement_admission import refuse_without_sampler
@@ -45,22 +51,33 @@ from ft_service.supervisor.torchrun import Node
 
 RunDirectory = Annotated[
     Path | None,
-    typer.Option(metavar="DIR", help="Run directory; an existing run in it is continued. Default: a new folder in FT_HOME."),
+    typer.Option(
+        metavar="DIR",
+        help="Run directory; an existing run in it is continued. Default: a new folder in FT_HOME.",
+    ),
 ]
 NodeRank = Annotated[
     int,
     typer.Option(
         metavar="K",
         min=0,
-        help="For distributed.nnodes above 1: number of this host, from 0. Run the command on each, with a shared DIR.",
+        help="For distributed.nnodes above 1: number of this host, from 0. Run the command on "
+        "each, with a shared DIR.",
     ),
 ]
 Endpoint = Annotated[
     str,
-    typer.Option(metavar="HOST:PORT", help="For distributed.nnodes above 1: address of host 0, with a free port."),
+    typer.Option(
+        metavar="HOST:PORT",
+        help="For distributed.nnodes above 1: address of host 0, with a free port.",
+    ),
 ]
 Address = Annotated[
-    str, typer.Option(metavar="HOST", help="Address at which the other hosts reach this one. Default: that of its host name.")
+    str,
+    typer.Option(
+        metavar="HOST",
+        help="Address at which the other hosts reach this one. Default: that of its host name.",
+    ),
 ]
 
 
@@ -79,7 +96,10 @@ def run(
     address: Address = "",
     as_json: Json = False,
 ) -> int:
-    """Run a SPEC on this machine without a server. Ctrl-C stops it at a checkpoint; the same --run-dir continues it."""
+    """Run a SPEC on this machine without a server.
+
+    Ctrl-C stops it at a checkpoint; the same --run-dir continues it.
+    """
     settings = settings_with_models()
     loaded = load_spec_arguments(spec, changes, model, suffix)
     refuse_without_server(loaded.request)
@@ -95,13 +115,17 @@ def run(
     base = describe_base(Path(resolved.model.path), resolved.model.name, settings, print_note)
     machine = measured(this_host(), base.products)
     admitted = admit(base, resolved, machine, SampleLengths.of_size(loaded.training_file.bytes))
-    if resolved.parent is not None and not RunDir(folder).list(ATTEMPTS):  # one that has begun has its own checkpoints
+    if resolved.parent is not None and not RunDir(folder).list(
+        ATTEMPTS
+    ):  # one that has begun has its own checkpoints
         prepare_local(resolved.parent)
     with display_for(Console(highlight=False, emoji=False, stderr=as_json)) as display:
         display.status("starting")
         for level, message in admitted.events:
             display.message(level, message, time.time())
-        data = examine_data(admitted.spec, settings, lambda sentence: display.message("info", sentence, time.time()))
+        data = examine_data(
+            admitted.spec, settings, lambda sentence: display.message("info", sentence, time.time())
+        )
         for level, message in data.messages(admitted.spec):
             display.message(level, message, time.time())
         spec_of_job = admitted.spec
@@ -126,19 +150,28 @@ def run(
 
 
 def _command_line(spec: Path, changes: Sequence[str], given: Mapping[str, object]) -> str:
-    """The line that continues a run: a run of other options is not continued. `given`: the command's parameters by name."""
+    """The line that continues a run: a run of other options is not continued.
+
+    `given`: the command's parameters by name.
+    """
     words = ["ft", "run", str(spec), *(word for change in changes for word in ("--set", change))]
-    options = {f"--{name.replace('_', '-')}": str(value) for name, value in given.items() if value is not None}
+    options = {
+        f"--{name.replace('_', '-')}": str(value)
+        for name, value in given.items()
+        if value is not None
+    }
     return shlex.join([*words, *(word for option in options.items() for word in option)])
 
 
 def _refuse_folders_of_others(folder: Path) -> None:
-    """Raise SpecError for a folder without a run whose entries a run would replace: old checkpoints are removed, whatever they
-    are."""
+    """Raise SpecError for a folder without a run whose entries a run would replace: old checkpoints
+    are removed, whatever they are.
+    """
     there = [name for name in (CHECKPOINTS, "adapter", "adapters") if (folder / name).exists()]
     if there and not (folder / "spec.json").exists():
         raise SpecError(
-            f"--run-dir = {str(folder)!r}: it holds {' and '.join(there)}, and no run that wrote them (spec.json): a run would "
+            f"--run-dir = {str(folder)!r}: it holds {' and '.join(there)}, and no run that wrote "
+            "them (spec.json): a run would "
             "replace them. Name another folder.",
             param="run-dir",
         )
@@ -159,27 +192,40 @@ def _time_limit(seconds: int | None) -> Iterator[threading.Event]:
             timer.cancel()
 
 
-def _node(request: JobRequest, run_dir: Path | None, rank: int, endpoint: str, address: str) -> Node | None:
-    """Return this host's place in the job; None: the job has one host. Raises SpecError for options that do not fit the job."""
-    nodes, most = request.distributed.nnodes, request.distributed.max_nnodes
+def _node(
+    request: JobRequest, run_dir: Path | None, rank: int, endpoint: str, address: str
+) -> Node | None:
+    """Return this host's place in the job; None: the job has one host.
+
+    Raises SpecError for options that do not fit the job.
+    """
+    nodes = request.distributed.nnodes
+    most = request.distributed.max_nnodes
     if most is not None:
         raise SpecError(
-            f"distributed.nnodes = '{nodes}:{most}': `ft run` runs on the hosts on which it is called. Give their number.",
+            f"distributed.nnodes = '{nodes}:{most}': `ft run` runs on the hosts on which it is "
+            "called. Give their number.",
             param="distributed.nnodes",
         )
     if nodes == 1:
         if rank or endpoint or address:
-            message = "--node-rank, --rdzv-endpoint and --address are for jobs with distributed.nnodes above 1. Leave them out."
+            message = (
+                "--node-rank, --rdzv-endpoint and --address are for jobs with "
+                "distributed.nnodes above 1. Leave them out."
+            )
             raise SpecError(message, param="distributed.nnodes")
         return None
     if rank >= nodes:
         raise SpecError(
-            f"--node-rank = {rank}: distributed.nnodes = {nodes}, so it is one of 0 to {nodes - 1}.", param="node-rank"
+            f"--node-rank = {rank}: distributed.nnodes = {nodes}, so it is one of 0 to "
+            f"{nodes - 1}.",
+            param="node-rank",
         )
     host, _, port = endpoint.rpartition(":")
     if run_dir is None or not host or not port.isdigit():
         raise SpecError(
-            f"distributed.nnodes = {nodes}: give --run-dir with a folder that all {nodes} hosts share, and on each the same "
+            f"distributed.nnodes = {nodes}: give --run-dir with a folder that all {nodes} hosts "
+            "share, and on each the same "
             "--rdzv-endpoint HOST:PORT, and --node-rank 0, 1, ….",
             param="distributed.nnodes",
         )
@@ -191,13 +237,18 @@ def _with_ranks_of_this_host(spec: JobSpec) -> JobSpec:
     if spec.distributed.max_nproc_per_node is None:
         return spec
     fewest = spec.world_size // spec.distributed.nnodes
-    nodes, ranks = spec.shapes(spec.distributed.nnodes, max(fewest, default_slots()), gpu_count())[0]
+    nodes, ranks = spec.shapes(spec.distributed.nnodes, max(fewest, default_slots()), gpu_count())[
+        0
+    ]
     return spec.on(nodes, ranks)
 
 
 def resolve_for(loaded: SpecFile, settings: Settings, folder: Path, job_id: str) -> JobSpec:
-    """Return the spec to train in a run directory. A run that has begun keeps its id, and the seed, the format and the
-    length of samples that were chosen for it."""
+    """Return the spec to train in a run directory.
+
+    A run that has begun keeps its id, and the seed, the format and the length of samples that were
+    chosen for it.
+    """
     begun = RunDir(folder).read("spec.json", JobSpec)
     if begun is None:
         return resolve_spec_file(loaded, settings, job_id=job_id, seed=secrets.randbelow(2**31))
@@ -222,7 +273,8 @@ def _report(ended: Exit, folder: Path, again: str, as_json: bool) -> int:
         print(f"Stopped at a checkpoint. To continue: {again}", file=sys.stderr)
     else:
         reason = ended.error.message if ended.error else ended.message
-        # A killed process is no fault of SPEC or data: what was trained is there, and the same line goes on.
+        # A killed process is no fault of SPEC or data: what was trained is there, and the same line
+        # goes on.
         killed = ended.reason is ExitReason.WORKER_KILLED
         hint = f"\nTo continue from its last checkpoint: {again}" if killed else ""
         print_error(f"{reason}\nThe logs are in {folder / ATTEMPTS}{hint}", ended.code)

@@ -1,4 +1,6 @@
-"""Arguments of commands that take a SPEC: the file itself, or a data file, and options on the command line."""
+"""Arguments of commands that take a SPEC: the file itself, or a data file, and options on the
+command line.
+"""
 
 from __future__ import annotations
 
@@ -14,21 +16,33 @@ from ft_service.spec_files.spec_file import SpecFile, load_spec_file, parse_opti
 
 SpecOrData = Annotated[
     Path,
-    typer.Argument(metavar="SPEC|DATA", help="YAML file, whose paths are relative to it; or a data file, with --model."),
+    typer.Argument(
+        metavar="SPEC|DATA",
+        help="YAML file, whose paths are relative to it; or a data file, with --model.",
+    ),
 ]
 Changes = Annotated[
     list[str] | None,
     typer.Option(
         "--set",
         metavar="OPTION=VALUE",
-        help="Set an option of the SPEC, such as training.learning_rate=1e-4; several times for several.",
+        help="Set an option of the SPEC, such as training.learning_rate=1e-4; several times for "
+        "several.",
     ),
 ]
 ModelName = Annotated[
     str | None,
-    typer.Option("--model", "-m", metavar="M", help="The SPEC's model: a base; or a job (ID, suffix, `last`) to continue."),
+    typer.Option(
+        "--model",
+        "-m",
+        metavar="M",
+        help="The SPEC's model: a base; or a job (ID, suffix, `last`) to continue.",
+    ),
 ]
-Suffix = Annotated[str | None, typer.Option("--suffix", metavar="NAME", help="The SPEC's suffix: a name for job and model.")]
+Suffix = Annotated[
+    str | None,
+    typer.Option("--suffix", metavar="NAME", help="The SPEC's suffix: a name for job and model."),
+]
 
 
 def load_spec_arguments(
@@ -39,15 +53,22 @@ def load_spec_arguments(
     *,
     sweep: bool | None = False,
 ) -> SpecFile:
-    """Read the SPEC with the options of the command line. `sweep`: as for `load_spec_file`. Raises SpecError as that does,
-    and for an option given twice."""
-    options: dict[str, Any] = {name: value for name, value in (("model", model), ("suffix", suffix)) if value is not None}
+    """Read the SPEC with the options of the command line.  `sweep`: as for `load_spec_file`.
+    Raises SpecError as that does, and for an option given twice.
+    """
+    options: dict[str, Any] = {
+        name: value for name, value in (("model", model), ("suffix", suffix)) if value is not None
+    }
     for text in changes or ():
         name, value = parse_option(text)
         if name in options:
             ways = (
-                f"--{name} and --set {name} are both given" if name in ("model", "suffix") else f"--set {name} is given twice"
+                f"--{name} and --set {name} are both given"
+                if name in ("model", "suffix")
+                else f"--set {name} is given twice"
             )
             raise SpecError(f"{ways}: keep one.", param=name)
         options[name] = value
-    return load_spec_file(spec, sweep=sweep, options=options, datasets=load_settings().home / FOLDER)
+    return load_spec_file(
+        spec, sweep=sweep, options=options, datasets=load_settings().home / FOLDER
+    )

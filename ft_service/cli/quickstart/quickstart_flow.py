@@ -52,7 +52,9 @@ OPENAI_FIELDS = frozenset({"model", "training_file", "validation_file", "suffix"
 
 POLL_SECONDS = 0.5
 PAUSE_SECONDS = 90.0
-"""How long Ctrl-C waits for the checkpoint; the service itself ends an attempt that takes longer than its grace."""
+"""How long Ctrl-C waits for the checkpoint; the service itself ends an attempt that takes longer
+than its grace.
+"""
 EVENTS_PER_POLL = 100
 INTERRUPTED = 130
 
@@ -86,9 +88,12 @@ class Results:
 
 
 def main(home: Path, spec_path: Path = SAMPLE_SPEC, *, called: str, as_json: bool = False) -> int:
-    """Train a SPEC on the sample model; the exit code. Only for a process's main thread: it catches the signals that end it.
+    """Train a SPEC on the sample model; the exit code.
 
-    `called`: what the user typed. `as_json`: print the results as JSON, and everything else on stderr. Raises FtError.
+    Only for a process's main thread: it catches the signals that end it.
+
+    `called`: what the user typed. `as_json`: print the results as JSON, and everything else on
+    stderr. Raises FtError.
     """
     console.stderr = as_json
     for number in STOP_SIGNALS:
@@ -96,7 +101,10 @@ def main(home: Path, spec_path: Path = SAMPLE_SPEC, *, called: str, as_json: boo
     create_home(home)
     lock = try_lock(home / "quickstart.lock")
     if lock is None:
-        raise FtError(f"Another quickstart is running in {home}; wait for it, or name another folder with FT_HOME.")
+        raise FtError(
+            f"Another quickstart is running in {home}; wait for it, or name another folder with "
+            "FT_HOME."
+        )
     try:
         results = _run(home, spec_path, called)
     except KeyboardInterrupt:
@@ -117,7 +125,10 @@ def _run(home: Path, spec_path: Path, called: str) -> Results | None:
     spec = load_spec_file(spec_path)
     model = SAMPLE_MODELS / spec.request.model
     memory = home / "quickstart.json"
-    with EvaluationProcess(model, HELD_OUT) as before, QuickstartServer(home, SAMPLE_MODELS) as server:
+    with (
+        EvaluationProcess(model, HELD_OUT) as before,
+        QuickstartServer(home, SAMPLE_MODELS) as server,
+    ):
         _line("server", f"{server.connection.base_url}, for this run only")
         with Client(server.connection) as ours:
             _line("page", ours.sign_in_link("/jobs"))
@@ -126,7 +137,9 @@ def _run(home: Path, spec_path: Path, called: str) -> Results | None:
         try:
             job = _follow(client, _begin(client, spec, memory))
             if job.status == State.SUCCEEDED:
-                results = _show_results(client, server.connection, job, before, model, home / "quickstart" / job.id)
+                results = _show_results(
+                    client, server.connection, job, before, model, home / "quickstart" / job.id
+                )
         except KeyboardInterrupt:
             _pause(client, memory, called)
             return None
@@ -138,7 +151,9 @@ def _run(home: Path, spec_path: Path, called: str) -> Results | None:
         raise FtError(f"The job did not succeed: {reason} The server's log: {server.log}")
     console.print()
     _line("time", f"{clock(time.monotonic() - began)}\n")
-    console.print(LOADING.format(model=_shown(model), adapter=_shown(Path(results.adapter))), soft_wrap=True)
+    console.print(
+        LOADING.format(model=_shown(model), adapter=_shown(Path(results.adapter))), soft_wrap=True
+    )
     console.print(f"Chat with it:\n\n  {_ft_command(home)} chat {job.id}\n", soft_wrap=True)
     return results
 
@@ -158,11 +173,17 @@ def choose(remembered: Remembered | None, inputs: str, status: str | None) -> Ne
     return NextAction("join", f"the last run's, still {status}")
 
 
-def create_arguments(body: dict[str, Any], training_file: str, validation_file: str) -> dict[str, Any]:
+def create_arguments(
+    body: dict[str, Any], training_file: str, validation_file: str
+) -> dict[str, Any]:
     """A SPEC's body as arguments of `client.fine_tuning.jobs.create`."""
     files = {"training_file": training_file, "validation_file": validation_file}
     known = {name: value for name, value in body.items() if name in OPENAI_FIELDS}
-    return {**known, **files, "extra_body": {name: value for name, value in body.items() if name not in OPENAI_FIELDS}}
+    return {
+        **known,
+        **files,
+        "extra_body": {name: value for name, value in body.items() if name not in OPENAI_FIELDS},
+    }
 
 
 def openai_client(connection: Connection) -> OpenAI:
@@ -186,11 +207,19 @@ def _begin(client: OpenAI, spec: SpecFile, memory: Path) -> FineTuningJob:
         uploaded = [client.files.create(file=path, purpose="fine-tune") for path in files]
         _line("upload", f"{', '.join(path.name for path in files)} ({_chats(files)} chats)")
         with _uninterrupted():  # a job whose id is not stored could not be paused
-            job = client.fine_tuning.jobs.create(**create_arguments(spec.body, uploaded[0].id, uploaded[1].id))
-            memory.write_text(json.dumps(asdict(Remembered(job.id, inputs))) + "\n", encoding="utf-8")
+            job = client.fine_tuning.jobs.create(
+                **create_arguments(spec.body, uploaded[0].id, uploaded[1].id)
+            )
+            memory.write_text(
+                json.dumps(asdict(Remembered(job.id, inputs))) + "\n", encoding="utf-8"
+            )
     _line("job", f"{job.id} ({choice.text})")
-    ranks, weights = spec.request.distributed.nproc_per_node, spec.request.precision.default.upper()
-    _line("", f"LoRA of rank {spec.request.lora.r} on a base in {weights}, sharded over {ranks} ranks\n")
+    ranks = spec.request.distributed.nproc_per_node
+    weights = spec.request.precision.default.upper()
+    _line(
+        "",
+        f"LoRA of rank {spec.request.lora.r} on a base in {weights}, sharded over {ranks} ranks\n",
+    )
     return job
 
 
@@ -221,21 +250,35 @@ def _show_events(client: OpenAI, job_id: str, seen: str | None, display: Display
 
 
 def _show_results(
-    client: OpenAI, connection: Connection, job: FineTuningJob, before: EvaluationProcess, model: Path, folder: Path
+    client: OpenAI,
+    connection: Connection,
+    job: FineTuningJob,
+    before: EvaluationProcess,
+    model: Path,
+    folder: Path,
 ) -> Results:
     """Fetch the adapter and the metrics into a folder, measure, print."""
     new_folder(folder)
     with Client(connection) as ours:  # OpenAI's client has no call for an adapter
         adapter = ours.download_adapter(job.id, folder / "adapter")
     rows = decode_metrics(client.files.content(job.result_files[0]).read())
-    with EvaluationProcess(model, HELD_OUT, adapter) as after, console.status("Asking the tuned model what it has not seen"):
+    with (
+        EvaluationProcess(model, HELD_OUT, adapter) as after,
+        console.status("Asking the tuned model what it has not seen"),
+    ):
         picture = draw_losses(rows, folder / "loss.png")
-        first, last = before.accuracy(), after.accuracy()
+        first = before.accuracy()
+        last = after.accuracy()
         answers = [
-            (message, base, tuned) for (message, base), (_, tuned) in zip(before.answers(), after.answers(), strict=True)
+            (message, base, tuned)
+            for (message, base), (_, tuned) in zip(before.answers(), after.answers(), strict=True)
         ]
     console.print()
-    _line("accuracy", f"{percent(first)} → {percent(last)} of {last[1]} held-out messages turned into exactly the right JSON")
+    _line(
+        "accuracy",
+        f"{percent(first)} → {percent(last)} of {last[1]} held-out messages turned into exactly "
+        "the right JSON",
+    )
     _line("loss", f"{change(curve(rows, 'train_loss'))}, drawn in {_shown(picture)}")
     _line("adapter", _shown(adapter))
     console.print("\nHeld-out messages, and what the base and the tuned model answer:")
@@ -257,9 +300,13 @@ def _pause(client: OpenAI, memory: Path, called: str) -> None:
         console.print("\nStopping: the job saves a checkpoint first.")
         job = _wait_for_rest(client, client.fine_tuning.jobs.pause(job.id))
         further = "starts a new one" if job.status in FINISHED else "continues with it"
-        console.print(f"The job is {job.status}{_at_step(job)}. `{called}` {further}.", soft_wrap=True)
+        console.print(
+            f"The job is {job.status}{_at_step(job)}. `{called}` {further}.", soft_wrap=True
+        )
     except OpenAIError as error:
-        console.print(f"The job was not paused ({error}). `{called}` finds it again.", soft_wrap=True)
+        console.print(
+            f"The job was not paused ({error}). `{called}` finds it again.", soft_wrap=True
+        )
 
 
 def _wait_for_rest(client: OpenAI, job: FineTuningJob) -> FineTuningJob:
@@ -326,7 +373,8 @@ def _line(title: str, text: str) -> None:
 
 def _ft_command(home: Path) -> str:
     """Return how this `ft` is called in this terminal for the same home."""
-    own, found = Path(sys.executable).with_name("ft"), shutil.which("ft")
+    own = Path(sys.executable).with_name("ft")
+    found = shutil.which("ft")
     name = "ft" if found is not None and Path(found).resolve() == own.resolve() else _shown(own)
     return f"FT_HOME={_shown(home)} {name}" if os.environ.get("FT_HOME") else name
 

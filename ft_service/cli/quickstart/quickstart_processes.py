@@ -1,4 +1,7 @@
-"""The processes that the quickstart starts: a server and evaluations. Each ends with the quickstart, however that ends."""
+"""The processes that the quickstart starts: a server and evaluations.
+
+Each ends with the quickstart, however that ends.
+"""
 
 from __future__ import annotations
 
@@ -28,11 +31,15 @@ RUN_BOUND = (
     "import runpy, sys; from ft_service.host.lifetime import die_with_parent; die_with_parent(); "
     "runpy.run_path(sys.argv.pop(1), run_name='__main__')"
 )
-"""Python code that runs the script in its first argument, and dies with the process that started it."""
+"""Python code that runs the script in its first argument, and dies with the process that started
+it.
+"""
 
 
 class ProcessError(FtError):
-    """A process did not do what it was started for; the message says how, and where its output is."""
+    """A process did not do what it was started for; the message says how, and where its output
+    is.
+    """
 
 
 class QuickstartServer:
@@ -46,7 +53,9 @@ class QuickstartServer:
     def __enter__(self) -> Self:
         create_home(self.home)
         settings = {"FT_HOME": str(self.home), "FT_MODELS": str(self._models)}
-        inherited = {name: value for name, value in os.environ.items() if not name.startswith("FT_")}
+        inherited = {
+            name: value for name, value in os.environ.items() if not name.startswith("FT_")
+        }
         with self.log.open("wb") as log:
             command = ["-m", "ft_service.cli", "serve", "--port", "0", "--die-with-parent"]
             self._process = _start(command, {**inherited, **settings}, log, log)
@@ -57,24 +66,35 @@ class QuickstartServer:
             raise
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None) -> None:
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
         _stop(self._process)
 
     def _wait_ready(self) -> Connection:
         deadline = time.monotonic() + READY_SECONDS
         while time.monotonic() < deadline:
             if self._process.poll() is not None:
-                raise ProcessError(f"The server did not start: {_last_line(self.log)} Its log: {self.log}")
+                raise ProcessError(
+                    f"The server did not start: {_last_line(self.log)} Its log: {self.log}"
+                )
             with contextlib.suppress(OSError, ValueError, KeyError, httpx2.TransportError):
                 started = json.loads((self.home / "server.json").read_text(encoding="utf-8"))
                 if started["pid"] == self._process.pid and _is_ready(started["url"]):
                     return find_connection({}, self.home, base_url=started["url"])
             time.sleep(POLL_SECONDS)
-        raise ProcessError(f"The server was not ready after {READY_SECONDS:.0f} seconds. Its log: {self.log}")
+        raise ProcessError(
+            f"The server was not ready after {READY_SECONDS:.0f} seconds. Its log: {self.log}"
+        )
 
 
 class EvaluationProcess:
-    """`evaluate.py` in a process of its own, used in a `with`; `accuracy` and `answers` wait for it."""
+    """`evaluate.py` in a process of its own, used in a `with`; `accuracy` and `answers` wait for
+    it.
+    """
 
     def __init__(self, model: Path, data: Path, adapter: Path | None = None) -> None:
         self._arguments = ["--model", str(model), "--data", str(data), "--json"]
@@ -83,10 +103,20 @@ class EvaluationProcess:
 
     def __enter__(self) -> Self:
         self._output, self._errors = tempfile.TemporaryFile(), tempfile.TemporaryFile()
-        self._process = _start(["-c", RUN_BOUND, str(EVALUATE), *self._arguments], dict(os.environ), self._output, self._errors)
+        self._process = _start(
+            ["-c", RUN_BOUND, str(EVALUATE), *self._arguments],
+            dict(os.environ),
+            self._output,
+            self._errors,
+        )
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None) -> None:
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
         _stop(self._process)
         self._output.close()
         self._errors.close()
@@ -97,20 +127,29 @@ class EvaluationProcess:
         return score["correct"], score["total"]
 
     def answers(self) -> list[tuple[str, str]]:
-        """(message, the model's answer) of the first few samples. Raises ProcessError if the evaluation failed."""
+        """(message, the model's answer) of the first few samples.
+
+        Raises ProcessError if the evaluation failed.
+        """
         return [(sample["prompt"], sample["answer"]) for sample in self._score()["begin"]]
 
     def _score(self) -> dict[str, Any]:
         self._process.wait()
         if self._process.returncode:
             self._errors.seek(0)
-            raise ProcessError(f"The evaluation failed:\n{self._errors.read().decode(errors='replace')}")
+            raise ProcessError(
+                f"The evaluation failed:\n{self._errors.read().decode(errors='replace')}"
+            )
         self._output.seek(0)
         return json.loads(self._output.read())
 
 
-def _start(command: list[str], env: dict[str, str], output: IO[bytes], errors: IO[bytes]) -> subprocess.Popen[bytes]:
-    """A Python process in a session of its own, so that Ctrl-C in the terminal reaches the quickstart alone."""
+def _start(
+    command: list[str], env: dict[str, str], output: IO[bytes], errors: IO[bytes]
+) -> subprocess.Popen[bytes]:
+    """A Python process in a session of its own, so that Ctrl-C in the terminal reaches the
+    quickstart alone.
+    """
     return subprocess.Popen(
         [sys.executable, "-P", *command],
         env=env,

@@ -1,4 +1,6 @@
-"""Report at the end of the quickstart: accuracy before and after, the loss curve, and the adapter."""
+"""Report at the end of the quickstart: accuracy before and after, the loss curve, and the
+adapter.
+"""
 
 from __future__ import annotations
 
@@ -48,9 +50,14 @@ def draw_losses(rows: Sequence[dict[str, str]], path: Path) -> Path:
     figure = Figure(figsize=(7, 4), layout="constrained")
     FigureCanvasAgg(figure)
     axes = figure.add_subplot(xlabel="step", ylabel="loss (nats per token)")
-    for column, label, marker in (("train_loss", "training", ""), ("valid_loss", "validation", "o")):
+    for column, label, marker in (
+        ("train_loss", "training", ""),
+        ("valid_loss", "validation", "o"),
+    ):
         points = curve(rows, column)
-        axes.plot([step for step, _ in points], [loss for _, loss in points], label=label, marker=marker)
+        axes.plot(
+            [step for step, _ in points], [loss for _, loss in points], label=label, marker=marker
+        )
     axes.set_ylim(bottom=0)
     axes.grid(alpha=0.3)
     axes.legend()
@@ -69,11 +76,15 @@ def percent(score: tuple[int, int]) -> str:
 
 
 def side_by_side(answers: Sequence[tuple[str, str, str]], width: int) -> list[str]:
-    """Lines for (message, the base's answer, the tuned model's) each, of at most `width` columns."""
+    """Lines for (message, the base's answer, the tuned model's) each, of at most `width`
+    columns.
+    """
     lines: list[str] = []
     for rows in answers:
         lines.append("")
         for title, text in zip(("message", "base", "tuned"), rows, strict=True):
             whole = " ".join(text.split()) or "(nothing)"
-            lines += textwrap.wrap(whole, width, initial_indent=f"  {title:<10}", subsequent_indent=" " * 12)
+            lines += textwrap.wrap(
+                whole, width, initial_indent=f"  {title:<10}", subsequent_indent=" " * 12
+            )
     return lines

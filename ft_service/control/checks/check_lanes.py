@@ -1,9 +1,11 @@
-"""Workers that read data files: a short lane and a few long ones, each a thread with a process of its own.
+"""Workers that read data files: a short lane and a few long ones, each a thread with a process of
+its own.
 
-The duration of a check is unknown beforehand. A check that takes more than seconds turns its lane, with its process, into a
-long one, and the short lane gets a new process. If no long lane is free for its project, the check is restarted once its turn
-comes. In both kinds projects take turns, charged by the processor time of their checks, and a project has one long lane at
-most, so that no number of long checks keeps another project's waiting.
+The duration of a check is unknown beforehand. A check that takes more than seconds turns its lane,
+with its process, into a long one, and the short lane gets a new process. If no long lane is free
+for its project, the check is restarted once its turn comes. In both kinds projects take turns,
+charged by the processor time of their checks, and a project has one long lane at most, so that no
+number of long checks keeps another project's waiting.
 """
 
 from __future__ import annotations
@@ -30,14 +32,18 @@ LEAST_SECONDS = 0.1
 
 
 class LaneWork(Protocol):
-    """Work of a lane. `project`: whose turn it takes; `bytes`: to read; `is_long`: whether it skips the short lane."""
+    """Work of a lane. `project`: whose turn it takes; `bytes`: to read; `is_long`: whether it skips
+    the short lane.
+    """
 
     project: str
     bytes: int
     is_long: bool
 
     def run(self, examiner: Examiner) -> None:
-        """Do the work. Raises ExaminerLost if the examiner was closed; it is then run again unless it was dropped."""
+        """Do the work. Raises ExaminerLost if the examiner was closed; it is then run again unless
+        it was dropped.
+        """
         ...
 
 
@@ -97,7 +103,10 @@ class Lanes:
             self._changed.notify_all()
 
     def next(self, lane: _Lane) -> _Entry | None:
-        """The next work of a lane; None: the lane ends. The short lane waits for work; a long lane ends when there is none."""
+        """The next work of a lane; None: the lane ends.
+
+        The short lane waits for work; a long lane ends when there is none.
+        """
         with self._changed:
             self._leave(lane)
             while not self._closed:
@@ -112,7 +121,9 @@ class Lanes:
             return None
 
     def renew(self, lane: _Lane) -> None:
-        """Give a lane a new process after its old one was ended, and requeue its work unless that was dropped."""
+        """Give a lane a new process after its old one was ended, and requeue its work unless that
+        was dropped.
+        """
         with self._changed:
             assert lane.turn is not None
             entry = lane.turn.item
@@ -125,15 +136,20 @@ class Lanes:
                 lane.examiner.stop(for_good=True)
 
     def _lengthen(self, lane: _Lane, turn: Turn[_Entry]) -> bool:
-        """Turn the short lane into a long one with its work, and start another short one. False: its project gets none now."""
-        long, entry = self._turns[True], turn.item
+        """Turn the short lane into a long one with its work, and start another short one.
+
+        False: its project gets none now.
+        """
+        long = self._turns[True]
+        entry = turn.item
         long.put(turn.project, entry, turn.cost)
         taken = long.take(lambda item: item is entry)
         if taken is None:
             long.drop(entry)
             return False
         self._turns[False].end(turn, cost=lane.cost())
-        lane.turn, lane.is_long = taken, True
+        lane.turn = taken
+        lane.is_long = True
         self._lane(is_long=False, warm=True)
         return True
 
@@ -145,18 +161,23 @@ class Lanes:
 
     def _enqueue(self, waiting: _Entry) -> None:
         work = waiting.work
-        self._turns[work.is_long].put(work.project, waiting, LEAST_SECONDS + work.bytes / BYTES_PER_SECOND)
+        self._turns[work.is_long].put(
+            work.project, waiting, LEAST_SECONDS + work.bytes / BYTES_PER_SECOND
+        )
         self._lane(is_long=work.is_long)
         self._changed.notify_all()
 
     def _lane(self, *, is_long: bool, warm: bool = False) -> None:
-        """Start a lane of the kind unless enough exist, or as many are idle as work waits: one that has just been started is
-        idle until its thread runs."""
+        """Start a lane of the kind unless enough exist, or as many are idle as work waits: one that
+        has just been started is idle until its thread runs.
+        """
         there = [lane for lane in self._lanes if lane.is_long == is_long]
         idle = sum(lane.turn is None for lane in there)
         waiting = len(self._turns[is_long])
         if len(there) < self._turns[is_long].places and idle < max(1, waiting) and not self._closed:
-            lane = _Lane(self, Examiner(self._known, tokens=self._tokens), is_long=is_long, warm=warm)
+            lane = _Lane(
+                self, Examiner(self._known, tokens=self._tokens), is_long=is_long, warm=warm
+            )
             self._lanes.append(lane)
             lane.start()
 
@@ -170,8 +191,10 @@ class _Entry:
 
 
 class _Lane(threading.Thread):
-    """A thread that does one piece of work after the other. It is a daemon, so that a service that ends need not wait for
-    it."""
+    """A thread that does one piece of work after the other.
+
+    It is a daemon, so that a service that ends need not wait for it.
+    """
 
     def __init__(self, lanes: Lanes, examiner: Examiner, *, is_long: bool, warm: bool) -> None:
         super().__init__(name="data-check", daemon=True)
@@ -184,7 +207,8 @@ class _Lane(threading.Thread):
 
     def begin(self, turn: Turn[_Entry]) -> None:
         self.turn = turn
-        self._begun, self._cpu_begun = time.monotonic(), self.examiner.cpu_seconds
+        self._begun = time.monotonic()
+        self._cpu_begun = self.examiner.cpu_seconds
 
     def seconds(self) -> float:
         """Duration of the current work so far, without the start of the process."""

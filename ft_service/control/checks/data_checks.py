@@ -1,6 +1,8 @@
-"""Checks of a job that take too long for a request: its data files, line by line and token by token, and its adapter.
+"""Checks of a job that take too long for a request: its data files, line by line and token by
+token, and its adapter.
 
-Processes of their own read the files (examiner.py), in lanes for short and long checks (check_lanes.py).
+Processes of their own read the files (examiner.py), in lanes for short and long checks
+(check_lanes.py).
 """
 
 from __future__ import annotations
@@ -35,9 +37,14 @@ SMALL_CHECK_SECONDS = 0.2
 LARGE_BYTES = 32 * 1024**2
 """Size above which files are read in a long lane from the beginning."""
 MAX_TRIES = 3
-"""How often the process may end without an answer before the job waits, if the host ended it, or else fails."""
+"""How often the process may end without an answer before the job waits, if the host ended it, or
+else fails.
+"""
 WAITS = "The check of its files waits for its turn"
-_WAITS_LONG = f"{WAITS}: checks that take long are made {LONG_LANES} at a time, {LONG_OF_PROJECT} of a project"
+_WAITS_LONG = (
+    f"{WAITS}: checks that take long are made {LONG_LANES} at a time, {LONG_OF_PROJECT} "
+    "of a project"
+)
 
 
 @dataclass(frozen=True)
@@ -46,7 +53,9 @@ class Checked:
 
     error: ErrorInfo | None = None
     waits: str | None = None
-    """Text for the user why the check cannot be finished now, through no fault of data or job; None: it is finished."""
+    """Text for the user why the check cannot be finished now, through no fault of data or job;
+    None: it is finished.
+    """
     events: tuple[NewEvent, ...] = ()
     """Events about the samples that are trained on, and those that are not."""
     planned: Job | None = None
@@ -56,12 +65,17 @@ class Checked:
 
 
 Plan = Callable[[Job, int | None], tuple[Job, list[NewEvent]]]
-"""(job, bytes of its training file, if it has one) → the job with its plan, and events; for a job that was stored before its
-base was described. Raises SpecError for a job that admission would have refused, UnavailableError."""
+"""(job, bytes of its training file, if it has one) → the job with its plan, and events; for a job
+that was stored before its base was described. Raises SpecError for a job that admission would have
+refused, UnavailableError.
+"""
 Settle = Callable[[JobSpec, SampleLengths], Admitted]
 """Chooses the values of "auto" options from counted samples. Raises FtError."""
 Check = Callable[[Job, Examiner, Tell], Checked]
-"""Checks a job, and reports its progress if that takes long. Raises ExaminerLost if the process gave no answer."""
+"""Checks a job, and reports its progress if that takes long.
+
+Raises ExaminerLost if the process gave no answer.
+"""
 
 
 def check_data(
@@ -72,8 +86,9 @@ def check_data(
     plan: Plan | None = None,
     settle: Settle | None = None,
 ) -> Checked:
-    """Plan a job that has no plan, read its data files, and prepare the adapter that it continues from. Stops at the first
-    error. `plan`: None: jobs stay without a plan. `settle`: None: the ranks choose what is "auto".
+    """Plan a job that has no plan, read its data files, and prepare the adapter that it continues
+    from. Stops at the first error. `plan`: None: jobs stay without a plan. `settle`: None: the
+    ranks choose what is "auto".
     """
     if job.work is not None or job.seat is not None or plan is None:
         return _check_files(job, examiner, tell, places, settle)
@@ -92,7 +107,9 @@ def check_data(
     return replace(checked, events=(*events, *checked.events), planned=planned)
 
 
-def _check_files(job: Job, examiner: Examiner, tell: Tell, places: Places, settle: Settle | None) -> Checked:
+def _check_files(
+    job: Job, examiner: Examiner, tell: Tell, places: Places, settle: Settle | None
+) -> Checked:
     spec = job.spec
     if spec.parent is not None and (unfit := _prepare(spec.parent, places)) is not None:
         return unfit
@@ -117,7 +134,10 @@ def _check_files(job: Job, examiner: Examiner, tell: Tell, places: Places, settl
         return Checked()
     if spec.reinforcement is not None:
         settled = _settled(spec, counts["training_file"], None, settle)
-        return Checked(events=tuple(NewEvent(level=level, message=message) for level, message in told), settled=settled)
+        return Checked(
+            events=tuple(NewEvent(level=level, message=message) for level, message in told),
+            settled=settled,
+        )
     measured = examiner.measure_job(spec, paths)
     if isinstance(measured, ErrorInfo):
         return Checked(waits=measured.message) if measured.code == NOT_KEPT else Checked(measured)
@@ -125,14 +145,23 @@ def _check_files(job: Job, examiner: Examiner, tell: Tell, places: Places, settl
     settled = _settled(spec, counts["training_file"], measured, settle)
     if settled is not None:
         told.append(settled.events[0])  # the other sentences are events of the job already
-    return Checked(events=tuple(NewEvent(level=level, message=message) for level, message in told), settled=settled)
+    return Checked(
+        events=tuple(NewEvent(level=level, message=message) for level, message in told),
+        settled=settled,
+    )
 
 
-def _settled(spec: JobSpec, counts: Counts | None, measured: DataStatistics | None, settle: Settle | None) -> Admitted | None:
+def _settled(
+    spec: JobSpec, counts: Counts | None, measured: DataStatistics | None, settle: Settle | None
+) -> Admitted | None:
     if counts is None or settle is None:
         return None
     try:
-        lengths = SampleLengths.of_prompts(counts, spec) if measured is None else SampleLengths.of_data(counts, measured)
+        lengths = (
+            SampleLengths.of_prompts(counts, spec)
+            if measured is None
+            else SampleLengths.of_data(counts, measured)
+        )
         return settle(spec, lengths)
     except FtError as error:  # the ranks then choose, and report why they cannot
         log.info("what is auto is left to the ranks: %s", error.message)
@@ -140,26 +169,43 @@ def _settled(spec: JobSpec, counts: Counts | None, measured: DataStatistics | No
 
 
 def _prepare(parent: AdapterRef, places: Places) -> Checked | None:
-    """Make the adapter of a checkpoint unless it exists, which a job's outcome always does. Returns why the job cannot use it,
-    or not yet."""
+    """Make the adapter of a checkpoint unless it exists, which a job's outcome always does.
+
+    Returns why the job cannot use it, or not yet.
+    """
     folder = Path(parent.path)
     if places.fetched(folder).is_dir():
         return None
     try:
-        places.share(worker_tasks.make_checkpoint_adapter(places.whole_run(parent.job_id, folder.name), folder.name))
+        places.share(
+            worker_tasks.make_checkpoint_adapter(
+                places.whole_run(parent.job_id, folder.name), folder.name
+            )
+        )
     except FtError as error:
         if is_lost(error):
             return Checked(waits=f"{parent.name} cannot be prepared now: {error.message}")
-        return Checked(ErrorInfo(code="model_not_found", message=f"{parent.name}: {error.message}", param="model"))
+        return Checked(
+            ErrorInfo(
+                code="model_not_found", message=f"{parent.name}: {error.message}", param="model"
+            )
+        )
     return None
 
 
 class Checks:
-    """Checks of jobs, for one thread. The result of a check is kept until it is forgotten or dropped."""
+    """Checks of jobs, for one thread.
 
-    def __init__(self, check: Check, on_done: Callable[[], None], tokens: Path | None = None) -> None:
-        """`on_done`: called in another thread when a check has ended. `tokens`: folder for the ranks' tokens; None: they are
-        not kept."""
+    The result of a check is kept until it is forgotten or dropped.
+    """
+
+    def __init__(
+        self, check: Check, on_done: Callable[[], None], tokens: Path | None = None
+    ) -> None:
+        """`on_done`: called in another thread when a check has ended.
+
+        `tokens`: folder for the ranks' tokens; None: they are not kept.
+        """
         self._check = check
         self._lanes = Lanes(tokens)
         self._on_done = on_done
@@ -170,13 +216,17 @@ class Checks:
         self._lanes.warm()
 
     def result(self, job: Job) -> Checked | None:
-        """The result of this job's check, which is started if need be; None: it runs. Raises the check's error, and forgets
-        it."""
+        """The result of this job's check, which is started if need be; None: it runs.
+
+        Raises the check's error, and forgets it.
+        """
         check = self._started.get(job.id)
         if check is None:
             check = self._started[job.id] = _RunningCheck(job, self._check)
             check.future.add_done_callback(lambda _: self._on_done())
-            waits = any(not other.future.done() for other in self._started.values() if other is not check)
+            waits = any(
+                not other.future.done() for other in self._started.values() if other is not check
+            )
             self._lanes.put(check)
             if not waits:  # else it will not end soon, and many such waits would delay the loop
                 futures.wait([check.future], SMALL_CHECK_SECONDS)
@@ -191,7 +241,8 @@ class Checks:
         check = self._started.get(job.id)
         if check is None or check.progress is None:
             return []
-        progress, check.progress = check.progress, None
+        progress = check.progress
+        check.progress = None
         return [NewEvent(level="info", message=progress)]
 
     def waits(self, job: Job) -> str | None:
@@ -204,7 +255,11 @@ class Checks:
 
     def begun(self) -> list[Job]:
         """Jobs that were said to wait for a lane, and whose check has begun since the last call."""
-        begun = [work for work in self._lanes.under_way() if isinstance(work, _RunningCheck) and work.is_said_to_wait]
+        begun = [
+            work
+            for work in self._lanes.under_way()
+            if isinstance(work, _RunningCheck) and work.is_said_to_wait
+        ]
         for check in begun:
             check.is_said_to_wait = False
         return [check.job for check in begun]
@@ -214,7 +269,11 @@ class Checks:
 
     def finished(self) -> list[Job]:
         """Jobs whose check has ended since the last call."""
-        done = [check for check in self._started.values() if check.future.done() and not check.is_reported]
+        done = [
+            check
+            for check in self._started.values()
+            if check.future.done() and not check.is_reported
+        ]
         for check in done:
             check.is_reported = True
         return [check.job for check in done]
@@ -252,7 +311,9 @@ class _RunningCheck:
         self.bytes, self.is_long = _size(job)
 
     def run(self, examiner: Examiner) -> None:
-        """Do the check. Raises ExaminerLost if the process was stopped on purpose; it may be run again."""
+        """Do the check. Raises ExaminerLost if the process was stopped on purpose; it may be run
+        again.
+        """
         try:
             answer = self._answer(examiner)
         except ExaminerLost:
@@ -263,7 +324,9 @@ class _RunningCheck:
             self.future.set_result(answer)
 
     def _answer(self, examiner: Examiner) -> Checked:
-        """The result of the check; if its process ended MAX_TRIES times without an answer, the job waits or fails."""
+        """The result of the check; if its process ended MAX_TRIES times without an answer, the job
+        waits or fails.
+        """
         for tries in range(1, MAX_TRIES + 1):
             try:
                 return self._check(self.job, examiner, self._report)
@@ -271,8 +334,15 @@ class _RunningCheck:
                 if examiner.is_closed:
                     raise
                 if tries == MAX_TRIES:
-                    message = f"The data could not be checked. {error.message} It was tried {MAX_TRIES} times."
-                    return Checked(waits=message) if error.is_lost else Checked(ErrorInfo(code=error.code, message=message))
+                    message = (
+                        f"The data could not be checked. {error.message} It was tried "
+                        f"{MAX_TRIES} times."
+                    )
+                    return (
+                        Checked(waits=message)
+                        if error.is_lost
+                        else Checked(ErrorInfo(code=error.code, message=message))
+                    )
         raise AssertionError("the last try returns")
 
     def _report(self, sentence: str) -> None:
@@ -280,8 +350,9 @@ class _RunningCheck:
 
 
 def _size(job: Job) -> tuple[int, bool]:
-    """Bytes of a job's files, and whether its check will certainly take long: a file is large or not on this host yet, or an
-    adapter must be made."""
+    """Bytes of a job's files, and whether its check will certainly take long: a file is large or
+    not on this host yet, or an adapter must be made.
+    """
     spec = job.spec
     paths = [Path(data.path) for _, data in data_files(spec)]
     try:

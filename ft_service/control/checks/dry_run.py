@@ -29,20 +29,30 @@ class CheckRequest(Strict):
     """The body of `POST /v1/fine_tuning/check`."""
 
     job: dict[str, Any]
-    """The create body of a job or, with `sweep`, of a sweep, without the files that `files` announces."""
-    files: dict[Literal["training_file", "validation_file"], AnnouncedFile] = Field(default_factory=dict)
+    """The create body of a job or, with `sweep`, of a sweep, without the files that `files`
+    announces.
+    """
+    files: dict[Literal["training_file", "validation_file"], AnnouncedFile] = Field(
+        default_factory=dict
+    )
     """Files that would be uploaded, by the field of the body that would name them."""
 
 
 def check(asked: CheckRequest, context: AdmissionContext) -> int:
-    """Check the uploads and the creation of a job or a sweep, and store nothing. Returns the number of jobs.
+    """Check the uploads and the creation of a job or a sweep, and store nothing.
 
-    Raises as they would: SpecError naming the field, its value and the limit, LimitError. The contents of files that are not
-    uploaded yet are not checked.
+    Returns the number of jobs.
+
+    Raises as they would: SpecError naming the field, its value and the limit, LimitError. The
+    contents of files that are not uploaded yet are not checked.
     """
-    announced = {param: _announced(param, file, asked.job, context) for param, file in asked.files.items()}
+    announced = {
+        param: _announced(param, file, asked.job, context) for param, file in asked.files.items()
+    }
     files = list(announced.values())
-    context.store.files.refuse_bytes(context.principal.project_id, sum(file.bytes for file in files))
+    context.store.files.refuse_bytes(
+        context.principal.project_id, sum(file.bytes for file in files)
+    )
     body = asked.job | {param: file.id for param, file in announced.items()}
     if SWEEP in body:
         new, _ = sweep_jobs(body, context, sweep_id="", announced=files)
@@ -52,13 +62,18 @@ def check(asked: CheckRequest, context: AdmissionContext) -> int:
     return len(new)
 
 
-def _announced(param: str, file: AnnouncedFile, job: dict[str, Any], context: AdmissionContext) -> File:
+def _announced(
+    param: str, file: AnnouncedFile, job: dict[str, Any], context: AdmissionContext
+) -> File:
     if param in job:
-        raise SpecError(f"{param} is given twice, in job and in files: keep one.", param=f"files.{param}")
+        raise SpecError(
+            f"{param} is given twice, in job and in files: keep one.", param=f"files.{param}"
+        )
     refuse_no_data_file(file.filename, f"files.{param}.filename")
     if file.bytes > (limit := context.settings.max_file_bytes):
         raise SpecError(
-            f"{param}: {file.filename} has {file.bytes:,} bytes, and this server takes files of at most "
+            f"{param}: {file.filename} has {file.bytes:,} bytes, and this server takes files of "
+            "at most "
             f"{limit:,} (FT_MAX_FILE_BYTES).",
             param=f"files.{param}.bytes",
             code="file_too_large",

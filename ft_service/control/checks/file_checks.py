@@ -35,8 +35,11 @@ CHECK_BYTES = 1024**3
 
 @dataclass(frozen=True)
 class FileCheck:
-    """A file, and how a job would read it. `pairs`: whether it must hold pairs of answers; None: either.
-    `sensitive`: whether secrets and personal data are looked for."""
+    """A file, and how a job would read it.
+
+    `pairs`: whether it must hold pairs of answers; None: either. `sensitive`: whether secrets and
+    personal data are looked for.
+    """
 
     sha256: str
     columns: Columns = AS_THEY_ARE
@@ -52,13 +55,21 @@ class FileChecks:
         self._command = command
         self._seconds = seconds
         self._places = Places(
-            Kind(name="file_checks", places=AT_ONCE, of_project=1, waiting=WAITING, busy="Files are being checked")
+            Kind(
+                name="file_checks",
+                places=AT_ONCE,
+                of_project=1,
+                waiting=WAITING,
+                busy="Files are being checked",
+            )
         )
         self._known: OrderedDict[FileCheck, DataReport] = OrderedDict()
 
     async def report(self, project_id: str, asked: FileCheck, path: Path) -> DataReport:
-        """The report on the file at `path`, or on its beginning if it takes too long for a request. Raises LimitError while a
-        project has too many such requests, UnavailableError if the process ended without an answer or the host was too busy.
+        """The report on the file at `path`, or on its beginning if it takes too long for a request.
+
+        Raises LimitError while a project has too many such requests, UnavailableError if the
+        process ended without an answer or the host was too busy.
         """
         if (known := self._known.get(asked)) is not None:
             self._known.move_to_end(asked)
@@ -73,18 +84,30 @@ class FileChecks:
 
     async def _made(self, asked: FileCheck, path: Path) -> DataReport:
         limit = min(CHECK_BYTES, MEMORY_BYTES, memory_bytes() // 4)
-        request = FileCheckRequest(str(path), self._seconds, limit, asked.columns, asked.sensitive, asked.pairs)
-        cpu_seconds, over = math.ceil(self._seconds) + START_SECONDS, threading.Event()
-        program = Program(command=self._command, expendable=True, limits_itself=True, cpu_seconds=cpu_seconds)
+        request = FileCheckRequest(
+            str(path), self._seconds, limit, asked.columns, asked.sensitive, asked.pairs
+        )
+        cpu_seconds = math.ceil(self._seconds) + START_SECONDS
+        over = threading.Event()
+        program = Program(
+            command=self._command, expendable=True, limits_itself=True, cpu_seconds=cpu_seconds
+        )
         try:
             said = await asyncio.to_thread(
-                run_once, program, REQUEST.dump_json(request), seconds=LOST_SECONDS, stop=over.is_set
+                run_once,
+                program,
+                REQUEST.dump_json(request),
+                seconds=LOST_SECONDS,
+                stop=over.is_set,
             )
         except HelperFailed as error:
             if error.failure is Failure.CPU:
-                return file_at_fault(f"one of its records takes longer than {self._seconds:g} s to read")
+                return file_at_fault(
+                    f"one of its records takes longer than {self._seconds:g} s to read"
+                )
             raise UnavailableError(
-                f"The process that checks files ended without an answer (exit status {error.exit_code}). Try again.",
+                "The process that checks files ended without an answer (exit status "
+                f"{error.exit_code}). Try again.",
                 retry_after=LATER_SECONDS,
             ) from None
         finally:  # the client may have gone

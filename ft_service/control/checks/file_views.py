@@ -1,4 +1,6 @@
-"""Samples of data files as the model sees them, and statistics, for requests: each time by a process of its own."""
+"""Samples of data files as the model sees them, and statistics, for requests: each time by a
+process of its own.
+"""
 
 from __future__ import annotations
 
@@ -31,22 +33,39 @@ GONE_SECONDS = 120.0
 
 
 def job_samples(job: Job, which: str, page: RecordRange, places: Places) -> SamplePage:
-    """Samples of a job's training or validation file (`which`), as the job learns them. Raises NotFoundError if it has none,
-    SpecError if the base's tokenizer cannot be used, UnavailableError.
+    """Samples of a job's training or validation file (`which`), as the job learns them.
+
+    Raises NotFoundError if it has none, SpecError if the base's tokenizer cannot be used,
+    UnavailableError.
     """
     spec = job.spec
     data = spec.training_data if which == "training" else spec.validation_data
     if data is None:
-        aside = "; what it validates with is set aside of its training file" if spec.validation_split is not None else ""
-        raise NotFoundError(f"Job {job.id} has no validation file{aside}.", param="file", code="no_validation_file")
-    return file_samples(data, spec.model.path, TokenOptions.of(spec), spec.training.max_length, page, places)
+        aside = (
+            "; what it validates with is set aside of its training file"
+            if spec.validation_split is not None
+            else ""
+        )
+        raise NotFoundError(
+            f"Job {job.id} has no validation file{aside}.", param="file", code="no_validation_file"
+        )
+    return file_samples(
+        data, spec.model.path, TokenOptions.of(spec), spec.training.max_length, page, places
+    )
 
 
 def file_samples(
-    data: DataFileRef, model_path: str, options: TokenOptions, max_length: int, page: RecordRange, places: Places
+    data: DataFileRef,
+    model_path: str,
+    options: TokenOptions,
+    max_length: int,
+    page: RecordRange,
+    places: Places,
 ) -> SamplePage:
-    """Samples of a file with a base's tokenizer. Raises NotFoundError if the file is gone, SpecError if the tokenizer cannot be
-    used, UnavailableError.
+    """Samples of a file with a base's tokenizer.
+
+    Raises NotFoundError if the file is gone, SpecError if the tokenizer cannot be used,
+    UnavailableError.
     """
     path = fetched(data, places)
     with examining() as examiner:
@@ -57,17 +76,25 @@ def file_samples(
 def job_statistics(job: Job, places: Places) -> DataStatistics:
     """Statistics of a job's files, as it trains on them. Raises as `file_statistics`."""
     spec = job.spec
-    return file_statistics(Measure.of(spec), spec.model.path, TokenOptions.of(spec), places, pairs=spec.dpo is not None)
+    return file_statistics(
+        Measure.of(spec), spec.model.path, TokenOptions.of(spec), places, pairs=spec.dpo is not None
+    )
 
 
 def file_statistics(
-    asked: Measure, model_path: str, options: TokenOptions, places: Places, *, pairs: bool | None = None
+    asked: Measure,
+    model_path: str,
+    options: TokenOptions,
+    places: Places,
+    *,
+    pairs: bool | None = None,
 ) -> DataStatistics:
-    """Statistics of files with a base's tokenizer. `pairs`: whether they hold pairs of answers; None: as the training file
-    does.
+    """Statistics of files with a base's tokenizer.
 
-    Raises NotFoundError if a file is gone, SpecError for one that cannot be trained on, or is large and without kept tokens,
-    UnavailableError.
+    `pairs`: whether they hold pairs of answers; None: as the training file does.
+
+    Raises NotFoundError if a file is gone, SpecError for one that cannot be trained on, or is large
+    and without kept tokens, UnavailableError.
     """
     files = [file for file in (asked.training_file, asked.validation_file) if file is not None]
     here = [file.model_copy(update={"path": str(fetched(file, places))}) for file in files]
@@ -76,7 +103,8 @@ def file_statistics(
         known = places.tokens_dir is not None and entries_of(places.tokens_dir, file.sha256)
         if data.size > LARGE_BYTES and not known:
             raise SpecError(
-                f"{file.name} has {data.size:,} bytes, and its tokens are not kept: they are made when a job uses it, whose "
+                f"{file.name} has {data.size:,} bytes, and its tokens are not kept: they are made "
+                "when a job uses it, whose "
                 "events have the same numbers. For those of a file alone: ft data stats.",
                 param="file_id",
                 code="too_large",
@@ -85,10 +113,14 @@ def file_statistics(
         first = open_data(Path(here[0].path), here[0].files, options.columns)
         first.look()
         pairs = first.shape.format is not None and first.shape.format.is_pairs
-    where = replace(asked, training_file=here[0], validation_file=here[1] if len(here) > 1 else None)
+    where = replace(
+        asked, training_file=here[0], validation_file=here[1] if len(here) > 1 else None
+    )
     with examining(places.tokens_dir) as examiner:
         path = Path(here[0].path)
-        request = examiner.request(here[0], path, model_path, asked.training.max_length, options, pairs=pairs)
+        request = examiner.request(
+            here[0], path, model_path, asked.training.max_length, options, pairs=pairs
+        )
         try:
             return examiner.measure(replace(request, measure=where, cpu_seconds=READ_SECONDS))
         except DataError as error:
@@ -100,18 +132,28 @@ def fetched(data: DataFileRef, places: Places) -> Path:
     path = Path(data.path)
     try:
         path = places.fetched(path)
-        there = path.is_file() if not data.files else all((path / name).is_file() for name in data.files)
+        there = (
+            path.is_file()
+            if not data.files
+            else all((path / name).is_file() for name in data.files)
+        )
     except OSError:
         there = False
     if not there:
-        raise NotFoundError(f"The contents of {data.name} are gone from the service's disk.", param="file_id", code="file_gone")
+        raise NotFoundError(
+            f"The contents of {data.name} are gone from the service's disk.",
+            param="file_id",
+            code="file_gone",
+        )
     return path
 
 
 @contextmanager
 def examining(tokens: Path | None = None) -> Iterator[Examiner]:
-    """An examiner while the block runs, at most GONE_SECONDS. Raises SpecError if READ_SECONDS of a processor are too short,
-    ExaminerLost if the host does not give them in that time.
+    """An examiner while the block runs, at most GONE_SECONDS.
+
+    Raises SpecError if READ_SECONDS of a processor are too short, ExaminerLost if the host does not
+    give them in that time.
 
     Its process takes some 200 MB: the caller limits how many there are at once.
     """
@@ -122,7 +164,10 @@ def examining(tokens: Path | None = None) -> Iterator[Examiner]:
         try:
             yield examiner
         except TakesTooLongError:
-            message = f"To read this takes longer than {READ_SECONDS:g} seconds: ask for fewer samples, or for earlier ones."
+            message = (
+                f"To read this takes longer than {READ_SECONDS:g} seconds: ask for fewer "
+                "samples, or for earlier ones."
+            )
             raise TakesTooLongError(message) from None
         finally:
             timer.cancel()

@@ -1,9 +1,10 @@
 """The process that sends the metrics of one run: `python -m ft_service.control.tracking`.
 
-It reads requests as lines of JSON and answers each with a line: {"do": "open", "account": …, "run": …}, answered with `url` and
-`next_step`; {"do": "log", "points": [[step, numbers], …]}; {"do": "confirm", "step": …}; {"do": "rest"}; {"do": "finish",
-"exit_code": …}. If the tracker fails, the answer is {"failed": why}, without the key, and the process ends. When its input ends
-it leaves the run open for the next process.
+It reads requests as lines of JSON and answers each with a line: {"do": "open", "account": …, "run":
+…}, answered with `url` and `next_step`; {"do": "log", "points": [[step, numbers], …]}; {"do":
+"confirm", "step": …}; {"do": "rest"}; {"do": "finish", "exit_code": …}. If the tracker fails, the
+answer is {"failed": why}, without the key, and the process ends. When its input ends it leaves the
+run open for the next process.
 """
 
 from __future__ import annotations
@@ -54,8 +55,8 @@ def _open(account: dict[str, Any], run: RunDescription) -> Run:
         place = TrackioAccount(**account)
         place.enter()
         return TrackioRun(place, run)
-    # The SDK and its process leave temporary folders, and folders by the run's path. The name is relative, since the path of a
-    # socket, which is in one of them, has at most 107 bytes.
+    # The SDK and its process leave temporary folders, and folders by the run's path. The name is
+    # relative, since the path of a socket, which is in one of them, has at most 107 bytes.
     os.chdir(account["folder"])
     os.environ["TMPDIR"] = "."
     from ft_service.control.tracking.wandb_run import Account, WandbRun
@@ -77,7 +78,9 @@ def _do(run: Run, request: dict[str, Any]) -> None:
 
 
 def _end_children() -> None:
-    """Kill child processes: W&B's own would otherwise end as an orphan, which a container may not reap."""
+    """Kill child processes: W&B's own would otherwise end as an orphan, which a container may not
+    reap.
+    """
     for path in Path("/proc/self/task").glob("*/children"):
         for pid in map(int, path.read_text(encoding="utf-8").split()):
             with contextlib.suppress(ProcessLookupError, ChildProcessError):
@@ -86,7 +89,8 @@ def _end_children() -> None:
 
 
 if __name__ == "__main__":
-    # os._exit skips the interpreter's exit handlers, in which W&B's SDK would wait for its runs and end them.
+    # os._exit skips the interpreter's exit handlers, in which W&B's SDK would wait for its runs and
+    # end them.
     code = 1
     try:
         main()

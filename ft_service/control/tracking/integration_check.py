@@ -9,12 +9,18 @@ from ft_service.settings import Settings
 from ft_service.spec import JobRequest
 
 WRITER = "tensorboardX"
-_LEAVE_OUT = "or leave integrations out: the metrics are in the job's events and in its result file too"
+_LEAVE_OUT = (
+    "or leave integrations out: the metrics are in the job's events and in its result file too"
+)
 
 
 NAMES = {"wandb": "Weights & Biases", "mlflow": "MLflow", "trackio": "trackio"}
 """Type of an integration that the server sends to → its display name."""
-SETTING = {"wandb": "FT_WANDB_API_KEY", "mlflow": "FT_MLFLOW_TRACKING_URI", "trackio": "FT_TRACKIO_URL"}
+SETTING = {
+    "wandb": "FT_WANDB_API_KEY",
+    "mlflow": "FT_MLFLOW_TRACKING_URI",
+    "trackio": "FT_TRACKIO_URL",
+}
 _WANTED = {
     "wandb": "key for Weights & Biases",
     "mlflow": "address of an MLflow server",
@@ -24,7 +30,11 @@ _WANTED = {
 
 def configured(settings: Settings) -> list[str]:
     """Types of integrations that the settings configure."""
-    given = {"wandb": settings.wandb_api_key, "mlflow": settings.mlflow_tracking_uri, "trackio": settings.trackio_url}
+    given = {
+        "wandb": settings.wandb_api_key,
+        "mlflow": settings.mlflow_tracking_uri,
+        "trackio": settings.trackio_url,
+    }
     return [kind for kind, value in given.items() if value is not None]
 
 
@@ -34,7 +44,9 @@ def installed(package: str) -> bool:
 
 
 def refuse_unless_possible(request: JobRequest, settings: Settings) -> None:
-    """Raise SpecError with what to set or install if this server cannot serve a job's integrations."""
+    """Raise SpecError with what to set or install if this server cannot serve a job's
+    integrations.
+    """
     for kind in NAMES:
         if request.integrated(kind):
             _refuse_unless_sent(kind, settings)
@@ -44,7 +56,9 @@ def refuse_unless_possible(request: JobRequest, settings: Settings) -> None:
 
 def _refuse_unless_sent(kind: str, settings: Settings) -> None:
     if kind not in configured(settings):
-        raise _refusal(f"this server has no {_WANTED[kind]}. Set {SETTING[kind]} where it runs, {_LEAVE_OUT}.")
+        raise _refusal(
+            f"this server has no {_WANTED[kind]}. Set {SETTING[kind]} where it runs, {_LEAVE_OUT}."
+        )
     if not installed(kind):
         install = f"Install it (pip install 'ft-service[{kind}]'), {_LEAVE_OUT}."
         raise _refusal(f"the server's package for {NAMES[kind]} is missing. {install}")
@@ -54,7 +68,8 @@ def refuse_without_server(request: JobRequest) -> None:
     """Raise SpecError for integrations that need a server, and as `refuse_without_writer`."""
     if any(request.integrated(kind) for kind in NAMES):
         raise _refusal(
-            "metrics are sent by a server only. Submit the job to one (ft submit), or leave integrations out: the metrics "
+            "metrics are sent by a server only. Submit the job to one (ft submit), or leave "
+            "integrations out: the metrics "
             "are in metrics.csv of the run directory."
         )
     refuse_without_writer(request)
@@ -64,7 +79,8 @@ def refuse_without_writer(request: JobRequest) -> None:
     """Raise SpecError for TensorBoard event files if the package that writes them is missing."""
     if request.integrated("tensorboard") and not installed(WRITER):
         raise _refusal(
-            f"type tensorboard needs the package {WRITER}, which is missing. Install it (pip install {WRITER}), {_LEAVE_OUT}."
+            f"type tensorboard needs the package {WRITER}, which is missing. Install it (pip "
+            f"install {WRITER}), {_LEAVE_OUT}."
         )
 
 

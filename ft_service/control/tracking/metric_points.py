@@ -1,4 +1,7 @@
-"""Data of a job that trackers receive, and the times at which failed requests are repeated. Pure."""
+"""Data of a job that trackers receive, and the times at which failed requests are repeated.
+
+Pure.
+"""
 
 from __future__ import annotations
 
@@ -25,7 +28,9 @@ TAG_LENGTH = 64
 """Limit of W&B, in characters."""
 
 Task = Literal["send", "rest", "end"]
-"""send: send what the job reports; rest: wait until the job is resumed; end: send the remaining steps and the outcome."""
+"""send: send what the job reports; rest: wait until the job is resumed; end: send the remaining
+steps and the outcome.
+"""
 
 _USER = re.compile(r"(?<=://)[^/\s]*@")
 _EXIT_CODE = {State.SUCCEEDED: 0, State.FAILED: 1, State.CANCELLED: 255}
@@ -43,7 +48,9 @@ class RunDescription:
     """Project, or experiment of MLflow."""
     entity: str | None
     name: str | None
-    """This and the following fields are None for a run that was begun before, since a user may have changed them."""
+    """This and the following fields are None for a run that was begun before, since a user may have
+    changed them.
+    """
     group: str | None
     """Id of the job's sweep; None too if it is not part of one."""
     tags: Sequence[str] | None
@@ -51,7 +58,10 @@ class RunDescription:
 
 
 class Run(Protocol):
-    """An open run at a tracker (WandbRun, MlflowRun, TrackioRun). Methods raise RunError if the tracker fails."""
+    """An open run at a tracker (WandbRun, MlflowRun, TrackioRun).
+
+    Methods raise RunError if the tracker fails.
+    """
 
     url: str
     next_step: int
@@ -69,18 +79,24 @@ class RunError(Exception):
 
 @contextlib.contextmanager
 def run_errors(secret: str | None) -> Iterator[None]:
-    """Raise errors of a tracker's package as RunError, without the secret, and without users of addresses, in their message."""
+    """Raise errors of a tracker's package as RunError, without the secret, and without users of
+    addresses, in their message.
+    """
     try:
         yield
     except RunError:
         raise
     except Exception as error:
         message = without_users(" ".join(str(error).split()) or type(error).__name__)
-        raise RunError((message.replace(secret, "…") if secret else message)[:ERROR_LENGTH]) from None
+        raise RunError(
+            (message.replace(secret, "…") if secret else message)[:ERROR_LENGTH]
+        ) from None
 
 
 def without_users(text: str) -> str:
-    """Return a text without user and password of the addresses in it: https://user:password@host/ → https://host/."""
+    """Return a text without user and password of the addresses in it: https://user:password@host/ →
+    https://host/.
+    """
     return _USER.sub("", text)
 
 
@@ -132,36 +148,56 @@ def config(job: Job, spec: JobSpec) -> dict[str, Any]:
         },
         **({"dpo": spec.dpo.model_dump(mode="json")} if spec.dpo else {}),
         # A grader may have the answers that are right, and addresses of its operator's.
-        **({"reinforcement": rl.model_dump(mode="json", exclude={"grader"})} if (rl := spec.reinforcement) else {}),
+        **(
+            {"reinforcement": rl.model_dump(mode="json", exclude={"grader"})}
+            if (rl := spec.reinforcement)
+            else {}
+        ),
     }
 
 
 def flat(config: Mapping[str, Any], prefix: str = "") -> dict[str, str]:
-    """Return options as text by dotted name. What a user's patterns name (precision.overrides) is one option, as JSON."""
+    """Return options as text by dotted name.
+
+    What a user's patterns name (precision.overrides) is one option, as JSON.
+    """
     options: dict[str, str] = {}
     for name, value in config.items():
         if isinstance(value, Mapping) and all(key.isidentifier() for key in value):
             options |= flat(value, f"{prefix}{name}.")
         else:
-            options[f"{prefix}{name}"] = json.dumps(value) if isinstance(value, Mapping) else str(value)
+            options[f"{prefix}{name}"] = (
+                json.dumps(value) if isinstance(value, Mapping) else str(value)
+            )
     return options
 
 
 def tag_name(tag: str) -> str:
-    """Return a tag as a name that MLflow takes, with _ for other characters; names of its own and of ours are changed too."""
+    """Return a tag as a name that MLflow takes, with _ for other characters; names of its own and
+    of ours are changed too.
+    """
     name = re.sub(r"[^\w\-. :/]", "_", tag)
-    is_plain = posixpath.normpath(name) == name and not name.startswith(("/", ".", "mlflow.", "ft_service."))
+    is_plain = posixpath.normpath(name) == name and not name.startswith(
+        ("/", ".", "mlflow.", "ft_service.")
+    )
     return name if is_plain else re.sub(r"[./]", "_", name)
 
 
 def point(metrics: Metrics, time: float) -> dict[str, float]:
-    """Return the metrics of a step under the names of the job's events, with its time as `_timestamp`, as W&B calls it."""
-    own = {name: value for name, value in metrics.flat().items() if name not in ("step", "total_steps")}
+    """Return the metrics of a step under the names of the job's events, with its time as
+    `_timestamp`, as W&B calls it.
+    """
+    own = {
+        name: value for name, value in metrics.flat().items() if name not in ("step", "total_steps")
+    }
     return {**own, "_timestamp": time}
 
 
 def retry_after(tries: int, seconds_over: float) -> float | None:
-    """Return the seconds until the next try after `tries` failed ones; None: give up. `seconds_over`: since the job's end."""
+    """Return the seconds until the next try after `tries` failed ones; None: give up.
+
+    `seconds_over`: since the job's end.
+    """
     delay = pause_seconds(tries, first=FIRST_RETRY_SECONDS, longest=MAX_RETRY_SECONDS)
     return delay if seconds_over + delay <= GIVE_UP_SECONDS else None
 

@@ -1,9 +1,12 @@
-"""Sends the stored metrics of jobs to their trackers: each step once and in order, even if processes end in between.
+"""Sends the stored metrics of jobs to their trackers: each step once and in order, even if
+processes end in between.
 
-    MetricsSender ──claims──▶ RunSender, a thread for each run ──requests──▶ a process for each run (__main__.py)
+    MetricsSender ──claims──▶ RunSender, a thread for each run ──requests──▶ a process for each run
+    (__main__.py)
 
-Of several servers on one database, the one that has claimed a run sends it until its lease ends. A tracker that does not answer
-costs its job nothing: the process ends after a while, an event tells the user once, and sending is tried again later.
+Of several servers on one database, the one that has claimed a run sends it until its lease ends. A
+tracker that does not answer costs its job nothing: the process ends after a while, an event tells
+the user once, and sending is tried again later.
 """
 
 from __future__ import annotations
@@ -68,7 +71,9 @@ def run(settings: Settings, store: Store, meters: Meters, stop: threading.Event)
     """Send metrics until `stop` is set. Returns at once if no tracker is configured."""
     for kind in configured(settings):
         if not installed(kind):
-            log.warning("the package for %s is missing: pip install 'ft-service[%s]'", NAMES[kind], kind)
+            log.warning(
+                "the package for %s is missing: pip install 'ft-service[%s]'", NAMES[kind], kind
+            )
     if not any(installed(kind) for kind in configured(settings)):
         return
     sender = MetricsSender(settings, store)
@@ -81,7 +86,9 @@ class MetricsSender:
 
     def __init__(self, settings: Settings, store: Store, command: Sequence[str] = COMMAND) -> None:
         """`command`: the program that sends one run."""
-        self._settings, self._store, self._command = settings, store, command
+        self._settings = settings
+        self._store = store
+        self._command = command
         self._owner = uuid.uuid4().hex
         self._pool = ThreadPoolExecutor(AT_ONCE, "tracking")
         self._running: dict[tuple[str, int], tuple[RunSender, Future[None]]] = {}
@@ -91,21 +98,36 @@ class MetricsSender:
     @property
     def pids(self) -> list[int]:
         """Ids of the sending processes."""
-        return [process.pid for sender, _ in self._running.values() if (process := sender.process) is not None]
+        return [
+            process.pid
+            for sender, _ in self._running.values()
+            if (process := sender.process) is not None
+        ]
 
     def look(self) -> None:
-        """Start senders for claimed runs. Raises UnavailableError if the database does not answer."""
+        """Start senders for claimed runs.
+
+        Raises UnavailableError if the database does not answer.
+        """
         now = time.monotonic()
-        self._running = {key: running for key, running in self._running.items() if not running[0].over}
+        self._running = {
+            key: running for key, running in self._running.items() if not running[0].over
+        }
         for sender, _ in self._running.values():
             if now - sender.claimed_at >= LEASE_SECONDS:
                 log.warning("a lease has run out: another server may send now")
                 sender.stop()
-        for integration in self._store.integrations.claim_integrations(self._owner, lease_seconds=LEASE_SECONDS):
+        for integration in self._store.integrations.claim_integrations(
+            self._owner, lease_seconds=LEASE_SECONDS
+        ):
             key = (integration.job_id, integration.number)
             if key not in self._running:
-                # With a folder of its own: the one before, of a job that was paused, may still be removing its.
-                program = self._program(self._folder / f"{integration.job_id}-{integration.number}-{uuid.uuid4().hex[:8]}")
+                # With a folder of its own: the one before, of a job that was paused, may still be
+                # removing its.
+                program = self._program(
+                    self._folder
+                    / f"{integration.job_id}-{integration.number}-{uuid.uuid4().hex[:8]}"
+                )
                 sender = RunSender(self._settings, self._store, self._owner, program, integration)
                 self._running[key] = sender, self._pool.submit(sender.run)
             self._running[key][0].claimed_at = now
@@ -125,19 +147,37 @@ class MetricsSender:
         shutil.rmtree(self._folder, ignore_errors=True)
 
     def _program(self, folder: Path) -> Program:
-        """The program that sends one run. W&B's SDK reads nothing from the server's environment, writes only to `folder`, and
-        reports no usage."""
+        """The program that sends one run.
+
+        W&B's SDK reads nothing from the server's environment, writes only to `folder`, and reports
+        no usage.
+        """
         folders = {f"WANDB_{kind}_DIR": str(folder) for kind in ("CACHE", "CONFIG", "DATA")}
         quiet = {"WANDB_ERROR_REPORTING": "false", "WANDB_SILENT": "true"}
-        return Program(command=self._command, needs=NETWORK, variables={**folders, **quiet}, folder=self._settings.home)
+        return Program(
+            command=self._command,
+            needs=NETWORK,
+            variables={**folders, **quiet},
+            folder=self._settings.home,
+        )
 
 
 class RunSender:
     """One run of one job that this server has claimed. `run` belongs to a thread, `stop` to any."""
 
-    def __init__(self, settings: Settings, store: Store, owner: str, program: Program, integration: JobIntegration) -> None:
-        self._settings, self._store, self._owner = settings, store, owner
-        self._program, self._integration = program, integration
+    def __init__(
+        self,
+        settings: Settings,
+        store: Store,
+        owner: str,
+        program: Program,
+        integration: JobIntegration,
+    ) -> None:
+        self._settings = settings
+        self._store = store
+        self._owner = owner
+        self._program = program
+        self._integration = integration
         self._folder = Path(program.variables["WANDB_DATA_DIR"])
         self._stopped = threading.Event()
         self._job: Job | None = None
@@ -179,19 +219,26 @@ class RunSender:
         if task == "rest" or job.attempt == 0:  # a job that never began has no metrics
             self._release(retry_seconds=0.0 if task == "rest" else None)
             return
-        next_step, position = self._open(job), 0
-        checked_at, sent_then = time.monotonic(), -1
+        next_step = self._open(job)
+        position = 0
+        checked_at = time.monotonic()
+        sent_then = -1
         while not self._stopped.is_set():
             job, task = self._read_job()  # before its steps, so that none comes after its end
             position, next_step = self._feed(position, next_step)
             if task != "send":
-                self._ask({"do": "rest"} if task == "rest" else {"do": "finish", "exit_code": exit_code(job)})
+                self._ask(
+                    {"do": "rest"}
+                    if task == "rest"
+                    else {"do": "finish", "exit_code": exit_code(job)}
+                )
                 self._release(retry_seconds=0.0 if task == "rest" else None)
                 return
             if time.monotonic() - checked_at >= CHECK_SECONDS:
                 if sent_then >= 0:
                     self._ask({"do": "confirm", "step": sent_then})
-                checked_at, sent_then = time.monotonic(), next_step - 1
+                checked_at = time.monotonic()
+                sent_then = next_step - 1
             self._stopped.wait(TURN_SECONDS)
             self._require_process()
 
@@ -200,7 +247,10 @@ class RunSender:
         return self._job, next_task(self._job)
 
     def _open(self, job: Job) -> int:
-        """Start the process and open the run. Returns the first step that the tracker does not have."""
+        """Start the process and open the run.
+
+        Returns the first step that the tracker does not have.
+        """
         integration = self._integration
         run = describe(integration, job)
         account = account_of(run.kind, self._settings, self._folder)
@@ -208,7 +258,11 @@ class RunSender:
         self.process = HelperProcess(self._program)
         opened = self._ask({"do": "open", "account": account, "run": asdict(run)})
         url = without_users(opened["url"])
-        events = [] if url == integration.url else [NewEvent(level="info", message=f"{_label(integration)} run: {url}")]
+        events = (
+            []
+            if url == integration.url
+            else [NewEvent(level="info", message=f"{_label(integration)} run: {url}")]
+        )
         if not self._store.integrations.begin_integration(integration, self._owner, url, events):
             self.stop()
         self._integration = replace(integration, url=url)
@@ -216,10 +270,13 @@ class RunSender:
         return opened["next_step"]
 
     def _feed(self, position: int, next_step: int) -> tuple[int, int]:
-        """Send the metrics stored after `position`, from `next_step` on, since an attempt repeats the steps after its
-        checkpoint."""
+        """Send the metrics stored after `position`, from `next_step` on, since an attempt repeats
+        the steps after its checkpoint.
+        """
         while not self._stopped.is_set():
-            found = self._store.integrations.list_metrics(self._integration.job_id, after=position, limit=STEPS_AT_ONCE)
+            found = self._store.integrations.list_metrics(
+                self._integration.job_id, after=position, limit=STEPS_AT_ONCE
+            )
             points = []
             for place, created_at, metrics in found:
                 if metrics.step >= next_step:
@@ -249,28 +306,38 @@ class RunSender:
 
     def _release(self, *, retry_seconds: float | None) -> None:
         self.over = True
-        self._store.integrations.end_integration(self._integration, self._owner, retry_seconds=retry_seconds)
+        self._store.integrations.end_integration(
+            self._integration, self._owner, retry_seconds=retry_seconds
+        )
 
     def _fail(self, why: str) -> None:
-        integration, job = self._integration, self._job
+        integration = self._integration
+        job = self._job
         for secret in _secrets(self._settings):
             why = why.replace(secret, "…")
         why = without_users(why)
         over_since = job.finished_at if job is not None else None
-        retry = retry_after(integration.tries + 1, self._store.now() - over_since if over_since else 0.0)
+        retry = retry_after(
+            integration.tries + 1, self._store.now() - over_since if over_since else 0.0
+        )
         log.warning("%s, try %d: %s", _label(integration), integration.tries + 1, why)
         self.over = True
         events = _failure_events(integration, why, retry)
-        self._store.integrations.end_integration(integration, self._owner, events, error=why, retry_seconds=retry)
+        self._store.integrations.end_integration(
+            integration, self._owner, events, error=why, retry_seconds=retry
+        )
 
 
 def account_of(kind: str, settings: Settings, folder: Path) -> dict[str, Any]:
-    """Address and secrets of a tracker, which the process gets on stdin, not as arguments or environment. `folder`: for unsent
-    data of W&B's SDK. Raises RunError if the tracker is no longer configured.
+    """Address and secrets of a tracker, which the process gets on stdin, not as arguments or
+    environment. `folder`: for unsent data of W&B's SDK. Raises RunError if the tracker is no longer
+    configured.
     """
     if kind not in configured(settings):
         raise RunError(f"the server has no {SETTING[kind]} any more")
-    key, token, writing = settings.wandb_api_key, settings.mlflow_token, settings.trackio_token
+    key = settings.wandb_api_key
+    token = settings.mlflow_token
+    writing = settings.trackio_token
     if kind == "wandb":
         own: dict[str, Any] = {
             "base_url": settings.wandb_base_url,
@@ -278,7 +345,10 @@ def account_of(kind: str, settings: Settings, folder: Path) -> dict[str, Any]:
             "folder": str(folder),
         }
     elif kind == "mlflow":
-        own = {"tracking_uri": settings.mlflow_tracking_uri, "token": token and token.get_secret_value()}
+        own = {
+            "tracking_uri": settings.mlflow_tracking_uri,
+            "token": token and token.get_secret_value(),
+        }
     else:
         own = {"url": settings.trackio_url, "token": writing and writing.get_secret_value()}
     return {**own, "transmit_seconds": TRANSMIT_SECONDS}
@@ -295,7 +365,10 @@ def _failure_events(integration: JobIntegration, why: str, retry: float | None) 
     if retry is None:
         message = f"{label}: not all metrics are there, and it is not tried any more: {why}"
     elif integration.error is None:
-        message = f"{label} does not take the job's metrics now: {why}. It is tried again; training continues without it."
+        message = (
+            f"{label} does not take the job's metrics now: {why}. It is tried again; "
+            "training continues without it."
+        )
     else:
         return []
     return [NewEvent(level="warn", message=message)]
@@ -303,4 +376,6 @@ def _failure_events(integration: JobIntegration, why: str, retry: float | None) 
 
 def _label(integration: JobIntegration) -> str:
     """Name of an integration's tracker in events."""
-    return {"mlflow": "MLflow", "trackio": "trackio"}.get(str(integration.settings.get("type")), "W&B")
+    return {"mlflow": "MLflow", "trackio": "trackio"}.get(
+        str(integration.settings.get("type")), "W&B"
+    )

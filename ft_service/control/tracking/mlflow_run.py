@@ -1,4 +1,6 @@
-"""A run of MLflow, by its own client. Only for the process of `__main__`: the client reads the environment and may block.
+"""A run of MLflow, by its own client.
+
+Only for the process of `__main__`: the client reads the environment and may block.
 
 A tag of the run, which is sent with the metrics, names the last step that the tracking server has.
 """
@@ -14,14 +16,22 @@ from typing import Any
 from mlflow.entities import Metric, Param, RunTag
 from mlflow.tracking import MlflowClient
 
-from ft_service.control.tracking.metric_points import RunDescription, RunError, flat, run_errors, tag_name
+from ft_service.control.tracking.metric_points import (
+    RunDescription,
+    RunError,
+    flat,
+    run_errors,
+    tag_name,
+)
 
 AT_ONCE = 900
 """Metrics per request; a server takes at most 1,000."""
 PARAMS_AT_ONCE = 100
 LONGEST_PARAM = 500
 """Limit of a parameter in characters, of servers of earlier versions."""
-OURS, STEP, SWEEP = "ft_service.run", "ft_service.step", "ft_service.sweep"
+OURS = "ft_service.run"
+STEP = "ft_service.step"
+SWEEP = "ft_service.sweep"
 _STATUS = {0: "FINISHED", 1: "FAILED", 255: "KILLED"}
 
 
@@ -37,7 +47,9 @@ class MlflowAccount:
         if self.token is not None:
             os.environ["MLFLOW_TRACKING_TOKEN"] = self.token
         os.environ |= {"MLFLOW_HTTP_REQUEST_TIMEOUT": "15", "MLFLOW_HTTP_REQUEST_MAX_RETRIES": "1"}
-        os.environ["MLFLOW_ALLOW_FILE_STORE"] = "true"  # else the client refuses a folder of this host
+        os.environ["MLFLOW_ALLOW_FILE_STORE"] = (
+            "true"  # else the client refuses a folder of this host
+        )
 
 
 class MlflowRun:
@@ -51,8 +63,12 @@ class MlflowRun:
         with run_errors(self._account.token):
             self._client = MlflowClient(tracking_uri=account.tracking_uri)
             known = self._client.get_experiment_by_name(run.project)
-            experiment = known.experiment_id if known else self._client.create_experiment(run.project)
-            runs = self._client.search_runs([experiment], f"tags.`{OURS}` = '{run.id}'", max_results=1)
+            experiment = (
+                known.experiment_id if known else self._client.create_experiment(run.project)
+            )
+            runs = self._client.search_runs(
+                [experiment], f"tags.`{OURS}` = '{run.id}'", max_results=1
+            )
             self._run = runs[0] if runs else self._begun(experiment, run)
             self._id = self._run.info.run_id
             self._add_params(run)
@@ -65,7 +81,11 @@ class MlflowRun:
     def log(self, step: int, numbers: Mapping[str, float]) -> None:
         """Queue a step's metrics; steps must rise. Raises RunError."""
         at = int(1000 * numbers.get("_timestamp", time.time()))
-        metrics = [Metric(name, float(value), at, step) for name, value in numbers.items() if name != "_timestamp"]
+        metrics = [
+            Metric(name, float(value), at, step)
+            for name, value in numbers.items()
+            if name != "_timestamp"
+        ]
         self._waiting.append((step, metrics))
         if time.monotonic() - self._sent_at >= self._account.transmit_seconds:
             self._send()
@@ -95,22 +115,31 @@ class MlflowRun:
         return self._client.create_run(experiment, run_name=run.name or run.id, tags=tags)
 
     def _add_params(self, run: RunDescription) -> None:
-        """Add what the run does not have yet, as if a process had ended right after it began the run."""
+        """Add what the run does not have yet, as if a process had ended right after it began the
+        run.
+        """
         there = self._run.data.params
-        params = [Param(name, text[:LONGEST_PARAM]) for name, text in flat(run.config or {}).items() if name not in there]
+        params = [
+            Param(name, text[:LONGEST_PARAM])
+            for name, text in flat(run.config or {}).items()
+            if name not in there
+        ]
         for first in range(0, len(params), PARAMS_AT_ONCE):
             self._client.log_batch(self._id, params=params[first : first + PARAMS_AT_ONCE])
 
     def _send(self) -> None:
         """Send all queued steps; a step is never split between requests."""
         while self._waiting:
-            count, numbers = 0, list[Metric]()
+            count = 0
+            numbers = list[Metric]()
             for _, metrics in self._waiting:
                 if numbers and len(numbers) + len(metrics) > AT_ONCE:
                     break
                 numbers += metrics
                 count += 1
             with run_errors(self._account.token):
-                self._client.log_batch(self._id, numbers, tags=[RunTag(STEP, str(self._waiting[count - 1][0]))])
+                self._client.log_batch(
+                    self._id, numbers, tags=[RunTag(STEP, str(self._waiting[count - 1][0]))]
+                )
             del self._waiting[:count]
         self._sent_at = time.monotonic()

@@ -1,8 +1,11 @@
-"""A run of trackio, in a folder of this host or on a trackio server. Only for the process of `__main__`: the package reads the
-environment when it is imported, and may block.
+"""A run of trackio, in a folder of this host or on a trackio server.
 
-Steps are sent with the calls below trackio's own `log`, which neither waits nor reports what has not arrived. trackio
-identifies a run by its id, here the job's, and an entry by its own, so that an entry sent twice is stored once.
+Only for the process of `__main__`: the package reads the environment when it is imported, and may
+block.
+
+Steps are sent with the calls below trackio's own `log`, which neither waits nor reports what has
+not arrived. trackio identifies a run by its id, here the job's, and an entry by its own, so that an
+entry sent twice is stored once.
 """
 
 from __future__ import annotations
@@ -61,12 +64,15 @@ class TrackioTarget(Protocol):
 class TrackioRun:
     """An open run; see `Run`."""
 
-    def __init__(self, account: TrackioAccount, run: RunDescription, place: TrackioTarget | None = None) -> None:
+    def __init__(
+        self, account: TrackioAccount, run: RunDescription, place: TrackioTarget | None = None
+    ) -> None:
         """Begin or continue the run. Raises RunError."""
         self._account = account
         self._waiting: list[dict[str, Any]] = []
         self._sent_at = float("-inf")
-        self._id, self._project = run.id, run.project
+        self._id = run.id
+        self._project = run.project
         with run_errors(self._account.token):
             self._place = place or (_Folder() if account.folder is not None else _Server(account))
             known = self._place.known(run.project, run.id)
@@ -78,8 +84,15 @@ class TrackioRun:
     def log(self, step: int, numbers: Mapping[str, float]) -> None:
         """Queue a step's metrics; steps must rise. Raises RunError."""
         at = datetime.fromtimestamp(numbers.get("_timestamp", time.time()), UTC).isoformat()
-        entry: dict[str, Any] = {"project": self._project, "run": self._name, "run_id": self._id, "step": step}
-        entry |= {"metrics": {name: value for name, value in numbers.items() if name != "_timestamp"}}
+        entry: dict[str, Any] = {
+            "project": self._project,
+            "run": self._name,
+            "run_id": self._id,
+            "step": step,
+        }
+        entry |= {
+            "metrics": {name: value for name, value in numbers.items() if name != "_timestamp"}
+        }
         entry |= {"timestamp": at, "log_id": f"{self._id}-{step}", "config": self._config}
         self._config = None  # with the run's first step
         self._waiting.append(entry)
@@ -121,8 +134,14 @@ class _Folder:
         self._storage = SQLiteStorage
 
     def known(self, project: str, run_id: str) -> SentRun:
-        named = [record["name"] for record in self._storage.get_run_records(project) if record["id"] == run_id]
-        return SentRun(named[0] if named else None, self._storage.get_max_step_for_run(project, run_id=run_id))
+        named = [
+            record["name"]
+            for record in self._storage.get_run_records(project)
+            if record["id"] == run_id
+        ]
+        return SentRun(
+            named[0] if named else None, self._storage.get_max_step_for_run(project, run_id=run_id)
+        )
 
     def send(self, entries: list[dict[str, Any]]) -> None:
         config = next((entry["config"] for entry in entries if entry["config"] is not None), None)
@@ -148,7 +167,10 @@ class _Server:
         self._client = RemoteClient(account.url, write_token=account.token, httpx_kwargs=timeout)
 
     def known(self, project: str, run_id: str) -> SentRun:
-        found = cast("dict[str, Any]", self._client.predict(project=project, run_id=run_id, api_name="/get_run_summary"))
+        found = cast(
+            "dict[str, Any]",
+            self._client.predict(project=project, run_id=run_id, api_name="/get_run_summary"),
+        )
         return SentRun(found["run"], found["last_step"])
 
     def send(self, entries: list[dict[str, Any]]) -> None:

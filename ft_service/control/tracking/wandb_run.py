@@ -1,4 +1,7 @@
-"""A run of Weights & Biases, by its SDK. Only for the process of `__main__`: the SDK starts a process of its own."""
+"""A run of Weights & Biases, by its SDK.
+
+Only for the process of `__main__`: the SDK starts a process of its own.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +18,9 @@ from ft_service.control.tracking.metric_points import RunDescription, RunError, 
 INIT_SECONDS = 20.0
 FINISH_SECONDS = 20.0
 CONFIRM_WAITS = (0.0, 1.0, 3.0, 6.0)
-"""Seconds before each check that W&B has the last step, which it shows a little after it has arrived."""
+"""Seconds before each check that W&B has the last step, which it shows a little after it has
+arrived.
+"""
 RESTING = 75
 """Exit code of a run that will be continued."""
 
@@ -25,7 +30,10 @@ class Account:
     base_url: str
     api_key: str = field(repr=False)
     folder: str
-    """The SDK's folder for data that it has not sent yet and for what is temporary. Whoever starts the process removes it."""
+    """The SDK's folder for data that it has not sent yet and for what is temporary.
+
+    Whoever starts the process removes it.
+    """
     transmit_seconds: int
     """How long metrics are collected before they are sent together."""
 
@@ -54,13 +62,19 @@ class WandbRun:
         self.next_step = self._run.starting_step
 
     def log(self, step: int, numbers: Mapping[str, float]) -> None:
-        """Queue a step's metrics; steps must rise. Raises RunError if the SDK's own process is gone."""
+        """Queue a step's metrics; steps must rise.
+
+        Raises RunError if the SDK's own process is gone.
+        """
         with run_errors(self._account.api_key):
             self._run.log(dict(numbers), step=step, commit=True)
         self._last_step = step
 
     def confirm(self, step: int) -> None:
-        """Raise RunError unless W&B has the step. The SDK itself raises nothing when W&B stops taking metrics."""
+        """Raise RunError unless W&B has the step.
+
+        The SDK itself raises nothing when W&B stops taking metrics.
+        """
         with run_errors(self._account.api_key):
             if not self._arrived(step, waits=(0.0,)):
                 raise RunError(f"step {step} has not arrived")
@@ -82,7 +96,11 @@ class WandbRun:
     def _arrived(self, step: int, waits: Sequence[float]) -> bool:
         if step < 0:
             return True
-        api = wandb.Api(overrides={"base_url": self._account.base_url}, api_key=self._account.api_key, timeout=10)
+        api = wandb.Api(
+            overrides={"base_url": self._account.base_url},
+            api_key=self._account.api_key,
+            timeout=10,
+        )
         there = api.run(self._run.path)
         for wait in waits:
             time.sleep(wait)
@@ -92,8 +110,9 @@ class WandbRun:
 
 
 def _settings(account: Account) -> wandb.Settings:
-    """Settings that send nothing of this host (no system metrics, output, code, environment or file) and ignore a stop of the
-    run at W&B."""
+    """Settings that send nothing of this host (no system metrics, output, code, environment or
+    file) and ignore a stop of the run at W&B.
+    """
     return wandb.Settings(
         base_url=account.base_url,
         api_key=account.api_key,

@@ -1,4 +1,6 @@
-"""Columns of data files under other names than those of their format: `data: {prompt: question, completion: answer}`."""
+"""Columns of data files under other names than those of their format: `data: {prompt: question,
+completion: answer}`.
+"""
 
 from __future__ import annotations
 
@@ -22,8 +24,10 @@ _LISTED = 8
 
 @dataclass(frozen=True)
 class Columns:
-    """A mapping from a format's names of columns to the file's, and how its records are read. Empty: the file uses the format's
-    names."""
+    """A mapping from a format's names of columns to the file's, and how its records are read.
+
+    Empty: the file uses the format's names.
+    """
 
     pairs: tuple[tuple[str, str], ...] = ()
     of_prompts: bool = False
@@ -48,19 +52,38 @@ class Columns:
         return bool(self.pairs)
 
     def name(self, theirs: str) -> str | None:
-        """The format's name of one of the file's columns. None: left out, since another one is mapped to its name."""
+        """The format's name of one of the file's columns.
+
+        None: left out, since another one is mapped to its name.
+        """
         if theirs in self.ours:
             return self.ours[theirs]
         return None if theirs in self.ours.values() else theirs
 
     def record(self, row: Mapping[str, Any]) -> dict[str, Any]:
-        """A record under the format's names. Raises LineError if it lacks a column that the mapping names."""
+        """A record under the format's names.
+
+        Raises LineError if it lacks a column that the mapping names.
+        """
         if not self.pairs:
             return dict(row)
-        missing = next((theirs for theirs, ours in self.ours.items() if theirs not in row and ours not in OPTIONAL), None)
+        missing = next(
+            (
+                theirs
+                for theirs, ours in self.ours.items()
+                if theirs not in row and ours not in OPTIONAL
+            ),
+            None,
+        )
         if missing is not None:
-            raise LineError(missing, f"is not there, and data.{self.ours[missing]} names it: its columns are {listed(row)}")
-        record = {ours: value for theirs, value in row.items() if (ours := self.name(theirs)) is not None}
+            raise LineError(
+                missing,
+                f"is not there, and data.{self.ours[missing]} names it: its columns are "
+                f"{listed(row)}",
+            )
+        record = {
+            ours: value for theirs, value in row.items() if (ours := self.name(theirs)) is not None
+        }
         if self._message_keys:
             for name in _MESSAGES:
                 if isinstance(record.get(name), list):
@@ -71,7 +94,11 @@ class Columns:
         if not isinstance(message, dict):
             return message
         own = self._message_keys
-        named = {own.get(key, key): value for key, value in message.items() if key in own or key not in own.values()}
+        named = {
+            own.get(key, key): value
+            for key, value in message.items()
+            if key in own or key not in own.values()
+        }
         if "role" in own.values() and isinstance(role := named.get("role"), str):
             named["role"] = PEOPLE.get(role, role)
         return named
@@ -87,20 +114,28 @@ SPEAKERS: Mapping[str, str] = {
     "function_call": "assistant",
     **{role: role for role in ("system", "developer", "user", "assistant", "tool")},
 }
-"""Name of a speaker in ShareGPT's `from`, or in a column that `data.role` names → OpenAI's name of the role."""
+"""Name of a speaker in ShareGPT's `from`, or in a column that `data.role` names → OpenAI's name of
+the role.
+"""
 PEOPLE: Mapping[str, str] = {
-    name: role for name, role in SPEAKERS.items() if name not in ("observation", "function_call", role)
+    name: role
+    for name, role in SPEAKERS.items()
+    if name not in ("observation", "function_call", role)
 }
 """Names of speakers whose messages have words alone → OpenAI's name of the role."""
 QUESTIONS = ("question", "query", "user", "instruction", "input", "human", "prompt", "problem")
 ANSWERS = ("solution", "answer", "response", "reply", "assistant", "output", "completion", "target")
 CONTEXTS = ("context", "input", "passage", "document")
-"""Frequent names for columns of questions, of answers, and of texts that a question is about. Where there is a solution beside
-an answer, the answer is its last number."""
+"""Frequent names for columns of questions, of answers, and of texts that a question is about.
+
+Where there is a solution beside an answer, the answer is its last number.
+"""
 AS_THEY_ARE = Columns()
 
 
 def listed(keys: Sequence[str] | Mapping[str, Any]) -> str:
     """The first names of some columns, for a message."""
     names = list(keys)
-    return ", ".join(shown_value(name) for name in names[:_LISTED]) + (", …" if len(names) > _LISTED else "")
+    return ", ".join(shown_value(name) for name in names[:_LISTED]) + (
+        ", …" if len(names) > _LISTED else ""
+    )

@@ -1,4 +1,7 @@
-"""Numbered records of JSON lines and JSON arrays, and decompression. Memory is bounded by the longest record."""
+"""Numbered records of JSON lines and JSON arrays, and decompression.
+
+Memory is bounded by the longest record.
+"""
 
 from __future__ import annotations
 
@@ -32,7 +35,10 @@ class UnreadableError(Exception):
 
 
 class Expanding(io.RawIOBase):
-    """The contents of a compressed file. Raises UnreadableError if it is damaged or expands too much."""
+    """The contents of a compressed file.
+
+    Raises UnreadableError if it is damaged or expands too much.
+    """
 
     def __init__(self, file: BinaryIO, compression: Compression, size: int) -> None:
         """`size`: bytes of the compressed file."""
@@ -52,7 +58,8 @@ class Expanding(io.RawIOBase):
         self._read += len(content)
         if self._read > self._limit:
             raise UnreadableError(
-                f"its {self._name} data expands to more than {MAX_EXPANSION} times its size: give the file as it was before"
+                f"its {self._name} data expands to more than {MAX_EXPANSION} times its size: give "
+                "the file as it was before"
             )
         buffer[: len(content)] = content
         return len(content)
@@ -64,14 +71,17 @@ def _expanded(file: BinaryIO, compression: Compression) -> BinaryIO:
     try:
         import zstandard
     except ImportError:
-        raise UnreadableError("it is compressed by zstd, which needs zstandard here: pip install zstandard") from None
+        raise UnreadableError(
+            "it is compressed by zstd, which needs zstandard here: pip install zstandard"
+        ) from None
     return cast(BinaryIO, zstandard.ZstdDecompressor().stream_reader(file, read_across_frames=True))
 
 
 def lines(file: BinaryIO) -> Numbered:
     """Numbered rows of JSON lines, from 1. Blank lines at the end are left out; others are faults.
 
-    Raises UnreadableError if the first line's object goes on in the second: each line would be at fault for another reason.
+    Raises UnreadableError if the first line's object goes on in the second: each line would be at
+    fault for another reason.
     """
     blank: list[int] = []
     number = 0
@@ -97,7 +107,8 @@ def _refuse_several_lines(first: bytes) -> None:
     except json.JSONDecodeError as error:
         if goes_on(text, error):
             raise UnreadableError(
-                "its first object goes on in the second line: write one object to a line (`jq -c . FILE` does), or put all of "
+                "its first object goes on in the second line: write one object to a line (`jq -c "
+                ". FILE` does), or put all of "
                 "them into one JSON array, [{…}, {…}]"
             ) from None
     except (ValueError, RecursionError):  # the line's own fault says so
@@ -105,15 +116,25 @@ def _refuse_several_lines(first: bytes) -> None:
 
 
 def elements(file: BinaryIO) -> Numbered:
-    """Numbered elements of a JSON array, from 1. Raises UnreadableError if the array does not end, or something follows it."""
+    """Numbered elements of a JSON array, from 1.
+
+    Raises UnreadableError if the array does not end, or something follows it.
+    """
     splitter = _Splitter()
     number = 0
     while chunk := file.read(CHUNK_BYTES):
         for text in splitter.feed(chunk):
             number += 1
-            yield number, _row(number, text) if text != b"" else Fault(number, "", "is empty: there is a comma too many")
+            yield (
+                number,
+                _row(number, text)
+                if text != b""
+                else Fault(number, "", "is empty: there is a comma too many"),
+            )
     if not splitter.ended:
-        raise UnreadableError("the JSON array does not end: the file is cut off, or a bracket or a quote is missing")
+        raise UnreadableError(
+            "the JSON array does not end: the file is cut off, or a bracket or a quote is missing"
+        )
 
 
 class _Splitter:
@@ -127,11 +148,16 @@ class _Splitter:
         self._length = self._elements = 0
 
     def feed(self, chunk: bytes) -> Iterator[bytes | None]:
-        """The text of each element that ends in this chunk; None for one that is too long. Raises UnreadableError."""
-        begin, at = 0, int(self._escaped)
+        """The text of each element that ends in this chunk; None for one that is too long.
+
+        Raises UnreadableError.
+        """
+        begin = 0
+        at = int(self._escaped)
         self._escaped = False
         while found := self._pattern().search(chunk, at):
-            at, sign = found.end(), found[0]
+            at = found.end()
+            sign = found[0]
             if self._in_string:
                 self._in_string = sign != b'"'
                 self._escaped = sign == b"\\" and at == len(chunk)
@@ -153,7 +179,10 @@ class _Splitter:
                     begin = at
                     break
         if self.ended and chunk[begin:].strip():
-            raise UnreadableError("something follows the end of the JSON array: a file holds one array, or one object a line")
+            raise UnreadableError(
+                "something follows the end of the JSON array: a file holds one array, or one "
+                "object a line"
+            )
         self._keep(chunk[begin:])
 
     def _pattern(self) -> re.Pattern[bytes]:
@@ -166,7 +195,8 @@ class _Splitter:
     def _cut(self, part: bytes) -> bytes | None:
         self._keep(part)
         text = b"".join(self._parts).strip() if self._length <= MAX_LINE_BYTES else None
-        self._parts, self._length = [], 0
+        self._parts = []
+        self._length = 0
         self._elements += 1
         return text
 
@@ -175,7 +205,10 @@ def _row(number: int, text: bytes | None) -> Row:
     """The object of a record, or its fault. `text`: None if it is too long."""
     if text is None:
         return Fault(
-            number, "", f"is longer than {MAX_LINE_BYTES // 2**20} MiB, the most for one record: split it, or leave it out"
+            number,
+            "",
+            f"is longer than {MAX_LINE_BYTES // 2**20} MiB, the most for one record: split it, or "
+            "leave it out",
         )
     if number == 1:  # Windows' editors put a byte order mark before the first line
         text = text.removeprefix(b"\xef\xbb\xbf")

@@ -26,7 +26,10 @@ _WORDS_OF_A_NAME = 5
 """Words of a column's name, at most."""
 
 DATA_ENDINGS = (".jsonl", ".json", ".ndjson", ".csv", ".tsv", ".parquet", ".arrow")
-"""Endings of data files' names. Uploads with other endings are refused; the contents decide the container."""
+"""Endings of data files' names.
+
+Uploads with other endings are refused; the contents decide the container.
+"""
 COMPRESSED_ENDINGS = (".gz", ".zst")
 
 
@@ -38,12 +41,18 @@ def may_hold_data(filename: str) -> bool:
 
 
 def refuse_no_data_file(filename: str, param: str) -> None:
-    """Raise SpecError for a name with another ending than those of data files. `param`: the field that holds the name.
+    """Raise SpecError for a name with another ending than those of data files.
 
-    Bytes that a client sends from memory have no ending: OpenAI's clients call them `upload` and `unknown_file`.
+    `param`: the field that holds the name.
+
+    Bytes that a client sends from memory have no ending: OpenAI's clients call them `upload` and
+    `unknown_file`.
     """
     if not filename or ("." in filename and not may_hold_data(filename)):
-        message = f"{param}: the name must end in {' or '.join(DATA_ENDINGS)}, or have no ending; it is {filename!r}."
+        message = (
+            f"{param}: the name must end in {' or '.join(DATA_ENDINGS)}, or have no ending; "
+            f"it is {filename!r}."
+        )
         raise SpecError(message, param=param, code="invalid_filename")
 
 
@@ -102,15 +111,25 @@ def compression_of(head: bytes) -> Compression | None:
 
 _UTF_16 = "it is encoded as UTF-16: save it as UTF-8 (Excel: CSV UTF-8; `iconv -f UTF-16 -t UTF-8`)"
 _SIGNS: Sequence[tuple[bytes, str]] = (
-    (b"PK\x03\x04", "it is an Excel workbook or a ZIP archive: export CSV UTF-8 from Excel, or give the archive's file"),
+    (
+        b"PK\x03\x04",
+        "it is an Excel workbook or a ZIP archive: export CSV UTF-8 from Excel, or give the "
+        "archive's file",
+    ),
     (b"\xd0\xcf\x11\xe0", "it is an Excel workbook of the old form: export CSV UTF-8 from Excel"),
     (b"BZh", "it is compressed by bzip2: give it as it is, or compressed by gzip or zstd"),
     (b"\xfd7zXZ\x00", "it is compressed by xz: give it as it is, or compressed by gzip or zstd"),
     (b"%PDF-", 'it is a PDF: write its text as {"text": "…"}, one document to a line'),
-    *((b"\x80" + bytes([version]), "it is a pickle of Python: write its records as JSON lines") for version in range(2, 6)),
+    *(
+        (b"\x80" + bytes([version]), "it is a pickle of Python: write its records as JSON lines")
+        for version in range(2, 6)
+    ),
     (b"\x93NUMPY", "it is an array of NumPy: write its records as JSON lines"),
     (b"SQLite format 3\0", "it is a database of SQLite: export its table as CSV"),
-    (b"version https://git-lfs", "it is a pointer of Git LFS, and not the file that it names: `git lfs pull` gets that"),
+    (
+        b"version https://git-lfs",
+        "it is a pointer of Git LFS, and not the file that it names: `git lfs pull` gets that",
+    ),
     (b"\xff\xfe\x00\x00", "it is encoded as UTF-32: save it as UTF-8"),
     (b"\x00\x00\xfe\xff", "it is encoded as UTF-32: save it as UTF-8"),
     (b"\xff\xfe", _UTF_16),
@@ -128,14 +147,17 @@ _LONGEST_FIRST_LINE = 2048
 """Bytes of a text's first line, if it is all that is seen of the file."""
 _WORD = re.compile(r"[^\W\d_]{2}")
 _PLAIN_TEXT = (
-    'it is plain text, which is not JSON: write {"text": "…"}, one document to a line, or a table whose first row names its '
+    'it is plain text, which is not JSON: write {"text": "…"}, one document to a line, or a table '
+    "whose first row names its "
     "columns"
 )
 
 
 def why_unreadable(head: bytes, columns: Columns = AS_THEY_ARE) -> str | None:
-    """Why a file with this beginning cannot be read, and what to do. None: it may be a data file. `columns`: its names of
-    columns."""
+    """Why a file with this beginning cannot be read, and what to do.
+
+    None: it may be a data file. `columns`: its names of columns.
+    """
     for sign, reason in _SIGNS:
         if head.startswith(sign):
             return reason
@@ -144,10 +166,17 @@ def why_unreadable(head: bytes, columns: Columns = AS_THEY_ARE) -> str | None:
         return _UTF_16
     text = head.removeprefix(_BYTE_ORDER_MARK)
     if (found := _WRAPPED.match(text)) and (key := found[1].decode()) not in columns.ours:
-        return f"it is one object whose {key} holds the records: write them one to a line (`jq -c '.{key}[]' FILE`)"
+        return (
+            f"it is one object whose {key} holds the records: write them one to a line (`jq -c "
+            f"'.{key}[]' FILE`)"
+        )
     if text[:256].lstrip().lower().startswith((b"<!doctype html", b"<html")):
         return "it is a web page, perhaps one that links to the data: download the file itself"
-    return _PLAIN_TEXT if _is_plain_text(text) and container_of(head, columns) is Container.LINES else None
+    return (
+        _PLAIN_TEXT
+        if _is_plain_text(text) and container_of(head, columns) is Container.LINES
+        else None
+    )
 
 
 def _is_plain_text(text: bytes) -> bool:
@@ -160,7 +189,12 @@ def _is_plain_text(text: bytes) -> bool:
     except UnicodeDecodeError:
         return False
     begins = any(line.lstrip().startswith((b"{", b"[", b'"')) for line in lines)
-    return not begins and words not in ("null", "true", "false") and "\0" not in words and _WORD.search(words) is not None
+    return (
+        not begins
+        and words not in ("null", "true", "false")
+        and "\0" not in words
+        and _WORD.search(words) is not None
+    )
 
 
 class Container(Enum):
@@ -174,7 +208,10 @@ class Container(Enum):
 
     @property
     def word(self) -> str:
-        """The name of one record in messages. Records are numbered from 1; a header does not count."""
+        """The name of one record in messages.
+
+        Records are numbered from 1; a header does not count.
+        """
         return {Container.LINES: "line", Container.ARRAY: "element"}.get(self, "row")
 
 
@@ -182,12 +219,17 @@ _OF_DATA = re.compile(r"[?.!]\s*\Z|\A\s*\d+(?:\.\d+)?\s*\Z")
 
 
 def is_data(names: Sequence[str]) -> bool:
-    """Return whether a table's first row is data, and not the names of its columns: sentences or numbers."""
+    """Return whether a table's first row is data, and not the names of its columns: sentences or
+    numbers.
+    """
     return any(len(name.split()) > _WORDS_OF_A_NAME or _OF_DATA.search(name) for name in names)
 
 
 def container_of(head: bytes, columns: Columns = AS_THEY_ARE) -> Container:
-    """The container of a file. `head`: its beginning, decompressed. A file without the signs of another one is JSON lines."""
+    """The container of a file.
+
+    `head`: its beginning, decompressed. A file without the signs of another one is JSON lines.
+    """
     if head.startswith(b"PAR1"):
         return Container.PARQUET
     if head.startswith((b"ARROW1", b"\xff\xff\xff\xff")):
@@ -200,8 +242,10 @@ def container_of(head: bytes, columns: Columns = AS_THEY_ARE) -> Container:
 
 
 def delimiter_of(head: bytes, columns: Columns = AS_THEY_ARE) -> str | None:
-    """The delimiter of a table's cells: the one with which its header has the columns of a known format, else the one that
-    splits its first lines into equal numbers of cells. None: the file is not a table."""
+    """The delimiter of a table's cells: the one with which its header has the columns of a known
+    format, else the one that splits its first lines into equal numbers of cells. None: the file is
+    not a table.
+    """
     text = head.removeprefix(_BYTE_ORDER_MARK).lstrip().decode(errors="replace")
     # Not splitlines(), which also ends lines at characters that cells hold, such as U+2028.
     lines = list(islice(io.StringIO(text, newline=""), _SAMPLE_LINES))
@@ -222,8 +266,17 @@ def _cells(lines: Sequence[str], delimiter: str) -> list[list[str]]:
 
 
 def _is_table(rows: Sequence[Sequence[str]]) -> bool:
-    """Return whether rows with an unknown header are a table: the names are short words, and all rows have their width."""
+    """Return whether rows with an unknown header are a table: the names are short words, and all
+    rows have their width.
+    """
     names = [name.strip() for name in rows[0]]
-    are_words = all(0 < len(name) <= _LONGEST_NAME and not set(name) & set("{}[]<>") for name in names)
+    are_words = all(
+        0 < len(name) <= _LONGEST_NAME and not set(name) & set("{}[]<>") for name in names
+    )
     widths = [len(row) for row in rows[1:-1] if row] or [len(row) for row in rows[1:] if row]
-    return len(names) > 1 and are_words and bool(widths) and all(width == len(names) for width in widths)
+    return (
+        len(names) > 1
+        and are_words
+        and bool(widths)
+        and all(width == len(names) for width in widths)
+    )

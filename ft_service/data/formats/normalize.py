@@ -1,11 +1,11 @@
 """Records of every format as one of the kinds in ft_service/data/sample_kinds.py. Pure.
 
-prompt, completion    strings: bare text; messages: a conversation of which the completion is learned
-text                  bare text
-contents              Gemini's conversation, whose turns have parts
-conversations         a conversation whose turns have `from` and `value` (or role and content)
-instruction, output   a conversation: instruction and input are the user's message, output the assistant's
-preference pairs      two conversations, or bare texts, that begin alike (LLaMA-Factory's: an instruction or turns, and answers)
+prompt, completion    strings: bare text; messages: a conversation of which the completion is
+learned text                  bare text contents              Gemini's conversation, whose turns
+have parts conversations         a conversation whose turns have `from` and `value` (or role and
+content) instruction, output   a conversation: instruction and input are the user's message, output
+the assistant's preference pairs      two conversations, or bare texts, that begin alike
+(LLaMA-Factory's: an instruction or turns, and answers)
 """
 
 from __future__ import annotations
@@ -32,7 +32,14 @@ from ft_service.data.formats.detect_format import FORMAT_KEYS, Format, recognise
 from ft_service.data.formats.media import refuse_media
 from ft_service.data.line_errors import LineError, required, text_of
 from ft_service.data.preference_line import parse_pair
-from ft_service.data.sample_kinds import Conversation, Pair, PromptCompletion, Record, Text, Variable
+from ft_service.data.sample_kinds import (
+    Conversation,
+    Pair,
+    PromptCompletion,
+    Record,
+    Text,
+    Variable,
+)
 from ft_service.wording import kind, shown_value
 
 Fields = Mapping[str, Any]
@@ -48,7 +55,13 @@ _COLUMNS: Mapping[Format, Sequence[str]] = {
     Format.GEMINI: ("contents", *_SYSTEM_INSTRUCTION, "tools", VARIABLES),
     Format.ALPACA: ("instruction", "input", "output", "system", "history", VARIABLES),
     Format.OPENAI_PAIRS: (
-        *("input", "preferred_output", "non_preferred_output", "preferred_completion", "non_preferred_completion"),
+        *(
+            "input",
+            "preferred_output",
+            "non_preferred_output",
+            "preferred_completion",
+            "non_preferred_completion",
+        ),
         VARIABLES,
     ),
     Format.TRL_PAIRS: (
@@ -58,11 +71,14 @@ _COLUMNS: Mapping[Format, Sequence[str]] = {
 }
 
 
-LABEL, _BEGUN = "label", "initial_reason_steps"
+LABEL = "label"
+_BEGUN = "initial_reason_steps"
 _OF_A_MESSAGE = ("role", "user", "ts")
 LOOKED_AT = (LABEL, _BEGUN, *_OF_A_MESSAGE)
-"""Keys that say what a record is, and are left out: whether an answer of TRL's unpaired preferences is a good one; the
-beginning of both answers of Step-DPO; and what exports of OpenAssistant and Slack have beside the text of a message."""
+"""Keys that say what a record is, and are left out: whether an answer of TRL's unpaired preferences
+is a good one; the beginning of both answers of Step-DPO; and what exports of OpenAssistant and
+Slack have beside the text of a message.
+"""
 
 
 def columns_of(format: Format) -> Sequence[str]:
@@ -71,43 +87,80 @@ def columns_of(format: Format) -> Sequence[str]:
 
 
 def as_record(format: Format, fields: Fields) -> Record:
-    """A record of this format, without keys that the format does not have. Raises LineError with its first fault."""
+    """A record of this format, without keys that the format does not have.
+
+    Raises LineError with its first fault.
+    """
     own_keys = set().union(*(keys for other, keys in FORMAT_KEYS if other is format))
     other = recognise(fields) if own_keys.isdisjoint(fields) else None
     if other is not None:
-        raise LineError("", f"is {other.value}, and this file began as {format.value}: put each format into a file of its own")
+        raise LineError(
+            "",
+            f"is {other.value}, and this file began as {format.value}: put each format into a "
+            "file of its own",
+        )
     if format is Format.PROMPT_COMPLETION and fields.get(LABEL) is False:
-        raise LineError(LABEL, "is false, and the answer would be learned like a good one: remove such records, or make pairs")
+        raise LineError(
+            LABEL,
+            "is false, and the answer would be learned like a good one: remove such records, or "
+            "make pairs",
+        )
     if format is Format.TRL_PAIRS:
         _refuse_without_prompt(fields)
         if fields.get(_BEGUN) and "full_chosen" in fields:
-            reason = "begins both answers, and would be left out: data: {chosen: full_chosen, rejected: full_rejected} has it"
+            reason = (
+                "begins both answers, and would be left out: data: {chosen: full_chosen, "
+                "rejected: full_rejected} has it"
+            )
             raise LineError(_BEGUN, f"{reason} in them")
-    if format is Format.TEXT and (fields.get("role") in ("prompter", *SPEAKERS) or {"user", "ts"} <= fields.keys()):
+    if format is Format.TEXT and (
+        fields.get("role") in ("prompter", *SPEAKERS) or {"user", "ts"} <= fields.keys()
+    ):
         raise LineError(
             "text",
-            "is a message of a conversation, by its role or its user: give all messages of a conversation in one record, as "
+            "is a message of a conversation, by its role or its user: give all messages of a "
+            "conversation in one record, as "
             "messages with role and content; or leave those columns out if each text is a document",
         )
-    refuse_media({name: value for name, value in fields.items() if name in _COLUMNS[format] or name in media.COLUMNS})
-    own = {name: value for name, value in fields.items() if name in _COLUMNS[format] and name != VARIABLES}
+    refuse_media(
+        {
+            name: value
+            for name, value in fields.items()
+            if name in _COLUMNS[format] or name in media.COLUMNS
+        }
+    )
+    own = {
+        name: value
+        for name, value in fields.items()
+        if name in _COLUMNS[format] and name != VARIABLES
+    }
     return _setting(_PARSERS[format](own), parse_variables(fields))
 
 
 def _setting(record: Record, variables: dict[str, Variable]) -> Record:
-    """The record, whose chat template reads these variables. Raises LineError for one that is not written by a template."""
+    """The record, whose chat template reads these variables.
+
+    Raises LineError for one that is not written by a template.
+    """
     if not variables:
         return record
     if isinstance(record, Conversation):
         return replace(record, variables=variables)
     if isinstance(record, Pair):
-        answers = (replace(answer, variables=variables) for answer in (record.preferred, record.rejected))
+        answers = (
+            replace(answer, variables=variables) for answer in (record.preferred, record.rejected)
+        )
         return Pair(*answers)
-    raise LineError(VARIABLES, "sets variables of a chat template, which does not write bare text: give the record as messages")
+    raise LineError(
+        VARIABLES,
+        "sets variables of a chat template, which does not write bare text: give the record as "
+        "messages",
+    )
 
 
 def _prompt_completion(fields: Fields) -> Record:
-    prompt, completion = required(fields, "prompt"), required(fields, "completion")
+    prompt = required(fields, "prompt")
+    completion = required(fields, "completion")
     if isinstance(prompt, str) and isinstance(completion, str):
         _refuse_written(text_of(prompt, "prompt"), "prompt", words=False)
         if not text_of(completion, "completion"):
@@ -115,9 +168,12 @@ def _prompt_completion(fields: Fields) -> Record:
         return PromptCompletion(prompt, completion)
     if not (isinstance(prompt, list) and isinstance(completion, list)):
         raise LineError(
-            "completion", f"is {kind(completion)} and the prompt {kind(prompt)}: both are strings, or both messages"
+            "completion",
+            f"is {kind(completion)} and the prompt {kind(prompt)}: both are strings, or both "
+            "messages",
         )
-    prompt, completion = _of_people(prompt, "prompt"), _of_people(completion, "completion")
+    prompt = _of_people(prompt, "prompt")
+    completion = _of_people(completion, "completion")
     before = parse_messages(prompt, "prompt") if prompt else []
     require_answered_calls(before, "prompt")
     answer = parse_messages(completion, "completion")
@@ -133,18 +189,24 @@ _WRITTEN = re.compile(
     r"(?:<s>|<bos>|<\|begin_of_text\|>)?\s*(<\|im_start\|>|<\|start_header_id\|>|<start_of_turn>|\[INST\]"
     r"|### (?:Human|User|Instruction):|Below is an instruction)"
 )
-"""The beginning of a text that a chat template has written: ChatML's, Llama's, Gemma's, Mistral's, Guanaco's or Alpaca's."""
+"""The beginning of a text that a chat template has written: ChatML's, Llama's, Gemma's, Mistral's,
+Guanaco's or Alpaca's.
+"""
 
 
 def _refuse_written(text: str, place: str, *, words: bool = True) -> None:
-    """Raise LineError for a text that a chat template has written. `words`: one that marks its turns by words is refused too,
-    since what the user says would be learned.
+    """Raise LineError for a text that a chat template has written.
+
+    `words`: one that marks its turns by words is refused too, since what the user says would be
+    learned.
     """
     if (found := _WRITTEN.match(text)) is not None and (words or found[1][0] in "<["):
         raise LineError(
             place,
-            f"was written by a chat template: it begins with {found[1]}. Give its turns as messages, which the base's own "
-            'template writes; or, to learn these very words, give prompt: "" and completion: the text',
+            f"was written by a chat template: it begins with {found[1]}. Give its turns as "
+            "messages, which the base's own "
+            'template writes; or, to learn these very words, give prompt: "" and completion: the '
+            "text",
         )
 
 
@@ -166,8 +228,9 @@ def _alpaca(fields: Fields) -> Record:
 
 
 def _question(fields: Fields) -> list[dict[str, Any]]:
-    """The user's message of one of Alpaca's records, its instruction and its input, after LLaMA-Factory's `history`: a list of
-    earlier questions with their answers."""
+    """The user's message of one of Alpaca's records, its instruction and its input, after
+    LLaMA-Factory's `history`: a list of earlier questions with their answers.
+    """
     instruction = text_of(required(fields, "instruction"), "instruction")
     context = text_of(fields.get("input") or "", "input")
     question = "\n\n".join(text for text in (instruction, context) if text.strip())
@@ -176,17 +239,25 @@ def _question(fields: Fields) -> list[dict[str, Any]]:
     turns: list[dict[str, Any]] = []
     history = fields.get("history") or []
     if not isinstance(history, list):
-        raise LineError("history", f"must be a list of earlier questions with their answers, not {kind(history)}")
+        raise LineError(
+            "history",
+            f"must be a list of earlier questions with their answers, not {kind(history)}",
+        )
     for number, earlier in enumerate(history):
         if not isinstance(earlier, list) or len(earlier) != 2:
-            raise LineError(f"history.{number}", f"must be a list of a question and its answer, not {shown_value(earlier)}")
+            raise LineError(
+                f"history.{number}",
+                f"must be a list of a question and its answer, not {shown_value(earlier)}",
+            )
         for role, text in zip(("user", "assistant"), earlier, strict=True):
             turns.append({"role": role, "content": text_of(text, f"history.{number}")})
     return [*turns, {"role": "user", "content": question}]
 
 
 def _system(fields: Fields) -> list[dict[str, Any]]:
-    """The system message of a record whose `system` is a text, or a list of Anthropic's or Bedrock's parts of text."""
+    """The system message of a record whose `system` is a text, or a list of Anthropic's or
+    Bedrock's parts of text.
+    """
     given = fields.get("system") or ""
     if isinstance(given, list):
         given = "\n\n".join(_part(part, f"system.{number}") for number, part in enumerate(given))
@@ -197,14 +268,24 @@ def _system(fields: Fields) -> list[dict[str, Any]]:
 def _part(part: Any, place: str) -> str:
     """The text of a part without a type, or with the type text. Raises LineError."""
     if not isinstance(part, dict) or part.get("type", "text") != "text":
-        raise LineError(place, f'must be {{"text": …}}, not {shown_value(part)}: only text can be trained on')
-    if (other := next((key for key in part if key not in ("type", "text", "cache_control")), None)) is not None:
-        raise LineError(place, f"holds {shown_value(other)}, and only text can be trained on: leave the line out")
+        raise LineError(
+            place, f'must be {{"text": …}}, not {shown_value(part)}: only text can be trained on'
+        )
+    if (
+        other := next((key for key in part if key not in ("type", "text", "cache_control")), None)
+    ) is not None:
+        raise LineError(
+            place,
+            f"holds {shown_value(other)}, and only text can be trained on: leave the line out",
+        )
     return text_of(required(part, "text", f"{place}."), f"{place}.text")
 
 
 def _with_system(chat: Conversation, fields: Fields) -> Conversation:
-    """The conversation after the record's own system prompt. Raises LineError if it begins with another one."""
+    """The conversation after the record's own system prompt.
+
+    Raises LineError if it begins with another one.
+    """
     system = tuple(_system(fields))
     if not system or chat.messages[:1] == system:
         return chat
@@ -222,8 +303,10 @@ def _listed(value: Any) -> Any:
 
 
 def _of_people(messages: Any, place: str) -> Any:
-    """Messages with OpenAI's roles and parts, where they have those of other tools: human for user, LLaMA-Factory's
-    function_call and observation, and Bedrock's parts without a type. All else is left as it is. Raises LineError."""
+    """Messages with OpenAI's roles and parts, where they have those of other tools: human for user,
+    LLaMA-Factory's function_call and observation, and Bedrock's parts without a type. All else is
+    left as it is. Raises LineError.
+    """
     if not isinstance(messages, list):
         return messages
     return [
@@ -233,28 +316,50 @@ def _of_people(messages: Any, place: str) -> Any:
 
 
 def _of_person(message: dict[str, Any], place: str) -> dict[str, Any]:
-    role, content = message.get("role"), message.get("content")
+    role = message.get("role")
+    content = message.get("content")
     if role == "function_call" and isinstance(content, str):
-        return {**message, "role": "assistant", "content": None, "function_call": _function_call(content, f"{place}.content")}
+        return {
+            **message,
+            "role": "assistant",
+            "content": None,
+            "function_call": _function_call(content, f"{place}.content"),
+        }
     if role == "observation":
         return {"name": "tool", **message, "role": "function"}
     if isinstance(role, str) and role in PEOPLE:
         message = {**message, "role": PEOPLE[role]}
-    if isinstance(content, list) and any(isinstance(part, dict) and part.keys() == {"text"} for part in content):
-        parts = [{"type": "text", **part} if isinstance(part, dict) and part.keys() == {"text"} else part for part in content]
+    if isinstance(content, list) and any(
+        isinstance(part, dict) and part.keys() == {"text"} for part in content
+    ):
+        parts = [
+            {"type": "text", **part} if isinstance(part, dict) and part.keys() == {"text"} else part
+            for part in content
+        ]
         message = {**message, "content": parts}
     return message
 
 
 def _chat(fields: Fields) -> Record:
-    messages = {"messages": _of_people(_listed(fields["messages"]), "messages")} if "messages" in fields else {}
-    return _with_system(parse_chat({key: value for key, value in fields.items() if key != "system"} | messages), fields)
+    messages = (
+        {"messages": _of_people(_listed(fields["messages"]), "messages")}
+        if "messages" in fields
+        else {}
+    )
+    return _with_system(
+        parse_chat({key: value for key, value in fields.items() if key != "system"} | messages),
+        fields,
+    )
 
 
 def _gemini(fields: Fields) -> Record:
     """A record of Gemini's API or Vertex AI. Raises LineError for parts that are not text."""
     if fields.get("tools"):
-        raise LineError("tools", "are Gemini's declarations: write the record as messages with tools, as OpenAI has them")
+        raise LineError(
+            "tools",
+            "are Gemini's declarations: write the record as messages with tools, as OpenAI has "
+            "them",
+        )
     contents = required(fields, "contents")
     if not isinstance(contents, list) or not contents:
         raise LineError("contents", f"must be a list with at least one turn, not {kind(contents)}")
@@ -271,14 +376,23 @@ def _gemini(fields: Fields) -> Record:
     except LineError as error:
         raise LineError(error.field.replace("messages", "contents", 1), error.reason) from None
     given = next(((key, fields[key]) for key in _SYSTEM_INSTRUCTION if fields.get(key)), None)
-    system = "" if given is None else given[1] if isinstance(given[1], str) else _parts_text(given[1], given[0])
+    system = (
+        ""
+        if given is None
+        else given[1]
+        if isinstance(given[1], str)
+        else _parts_text(given[1], given[0])
+    )
     return _with_system(chat, {"system": system})
 
 
 def _parts_text(turn: Any, place: str) -> str:
     parts = required(turn, "parts", f"{place}.") if isinstance(turn, dict) else None
     if not isinstance(parts, list) or not parts:
-        raise LineError(place, f"must be an object with a list of parts, not {kind(turn if parts is None else parts)}")
+        raise LineError(
+            place,
+            f"must be an object with a list of parts, not {kind(turn if parts is None else parts)}",
+        )
     return "".join(_part(part, f"{place}.parts.{number}") for number, part in enumerate(parts))
 
 
@@ -293,7 +407,10 @@ def _sharegpt(fields: Fields) -> Record:
 
 
 def _messages_of(turns: Any, key: str) -> list[Any]:
-    """ShareGPT's turns as messages in OpenAI's format; they may be that already. Raises LineError."""
+    """ShareGPT's turns as messages in OpenAI's format; they may be that already.
+
+    Raises LineError.
+    """
     if not isinstance(turns, list) or not turns:
         raise LineError(key, f"must be a list with at least one turn, not {kind(turns)}")
     if all(isinstance(turn, dict) and "role" in turn and "from" not in turn for turn in turns):
@@ -302,13 +419,24 @@ def _messages_of(turns: Any, key: str) -> list[Any]:
 
 
 def _trl_pair(fields: Fields) -> Record:
-    """A preference pair in TRL's format, or in one of LLaMA-Factory's, which have its prompt as ShareGPT's turns or as
-    Alpaca's instruction, and each answer as a text or as one turn. Axolotl's pairs of one message each are read so too."""
+    """A preference pair in TRL's format, or in one of LLaMA-Factory's, which have its prompt as
+    ShareGPT's turns or as Alpaca's instruction, and each answer as a text or as one turn. Axolotl's
+    pairs of one message each are read so too.
+    """
     if "prompt" not in fields:
         fields = _taken_apart(fields)
-    answers = {name: _answer(fields[name], name) for name in ("chosen", "rejected") if name in fields}
+    answers = {
+        name: _answer(fields[name], name) for name in ("chosen", "rejected") if name in fields
+    }
     is_answer = all(isinstance(fields.get(name), str | dict) for name in ("chosen", "rejected"))
-    key = next((name for name in ("conversations", "conversation", "instruction") if fields.get(name) is not None), None)
+    key = next(
+        (
+            name
+            for name in ("conversations", "conversation", "instruction")
+            if fields.get(name) is not None
+        ),
+        None,
+    )
     given = {name: _of_people(fields[name], name) for name in ("prompt", "tools") if name in fields}
     if is_answer and isinstance(given.get("prompt"), str) and not isinstance(fields["chosen"], str):
         given["prompt"] = [{"role": "user", "content": given["prompt"]}]
@@ -327,13 +455,18 @@ _HH_TURN = re.compile(r"(?:\A|\n)\s*\n?(Human|Assistant):")
 
 
 def _taken_apart(fields: Fields) -> Fields:
-    """The record with its answers as messages, if they are whole conversations as HH-RLHF writes them."""
+    """The record with its answers as messages, if they are whole conversations as HH-RLHF writes
+    them.
+    """
     names = ("chosen", "rejected")
     texts = [fields.get(name) for name in names]
     turns = [_HH_TURN.split(text) if isinstance(text, str) else [] for text in texts]
     if not all(len(own) > 1 and not own[0].strip() and own[1] == "Human" for own in turns):
         return fields
-    messages = [[_hh_turn(who, text) for who, text in zip(own[1::2], own[2::2], strict=True)] for own in turns]
+    messages = [
+        [_hh_turn(who, text) for who, text in zip(own[1::2], own[2::2], strict=True)]
+        for own in turns
+    ]
     return {**fields, **dict(zip(names, messages, strict=True))}
 
 
@@ -346,16 +479,29 @@ def _refuse_without_prompt(fields: Fields) -> None:
     answers = [fields.get(name) for name in ("chosen", "rejected")]
     own = ("prompt", "conversations", "conversation", "instruction")
     other = next((name for name in QUESTIONS if isinstance(fields.get(name), str)), None)
-    if other is not None and all(isinstance(answer, str) for answer in answers) and not any(name in fields for name in own):
-        raise LineError("prompt", f"is required where chosen and rejected are texts: data: {{prompt: {other}}} takes it there")
+    if (
+        other is not None
+        and all(isinstance(answer, str) for answer in answers)
+        and not any(name in fields for name in own)
+    ):
+        raise LineError(
+            "prompt",
+            f"is required where chosen and rejected are texts: data: {{prompt: {other}}} takes it "
+            "there",
+        )
 
 
 def _answer(value: Any, place: str) -> Any:
-    """An answer of a pair as messages, if it is one message or has ShareGPT's turns. All else is left as it is."""
+    """An answer of a pair as messages, if it is one message or has ShareGPT's turns.
+
+    All else is left as it is.
+    """
     if isinstance(value, dict):
         value = [value]
     value = _of_people(value, place)
-    if isinstance(value, list) and all(isinstance(turn, dict) and "from" in turn and "role" not in turn for turn in value):
+    if isinstance(value, list) and all(
+        isinstance(turn, dict) and "from" in turn and "role" not in turn for turn in value
+    ):
         return [_turn(turn, f"{place}.{number}") for number, turn in enumerate(value)]
     return value
 
@@ -364,13 +510,23 @@ def _turn(turn: Any, place: str) -> dict[str, Any]:
     """One of ShareGPT's turns as a message in OpenAI's format. Raises LineError."""
     if not isinstance(turn, dict):
         raise LineError(place, f"must be an object with from and value, not {kind(turn)}")
-    speaker, value = required(turn, "from", f"{place}."), required(turn, "value", f"{place}.")
+    speaker = required(turn, "from", f"{place}.")
+    value = required(turn, "value", f"{place}.")
     content = text_of(value, f"{place}.value")
     if not isinstance(speaker, str) or speaker not in SPEAKERS:
-        raise LineError(f"{place}.from", f"must be one of {', '.join(SPEAKERS)}, not {shown_value(speaker)}")
-    weight = {key: turn[key] for key in ("weight", "train", "train_detail") if turn.get(key) is not None}
+        raise LineError(
+            f"{place}.from", f"must be one of {', '.join(SPEAKERS)}, not {shown_value(speaker)}"
+        )
+    weight = {
+        key: turn[key] for key in ("weight", "train", "train_detail") if turn.get(key) is not None
+    }
     if speaker == "function_call":
-        return {"role": "assistant", "content": None, "function_call": _function_call(content, f"{place}.value"), **weight}
+        return {
+            "role": "assistant",
+            "content": None,
+            "function_call": _function_call(content, f"{place}.value"),
+            **weight,
+        }
     if SPEAKERS[speaker] == "tool":
         return {"role": "function", "name": "tool", "content": content, **weight}
     return {"role": SPEAKERS[speaker], "content": content, **weight}
@@ -383,7 +539,10 @@ def _function_call(text: str, place: str) -> dict[str, Any]:
         call = None
     if not isinstance(call, dict) or "name" not in call:
         raise LineError(place, "must be a call in JSON: an object with name and arguments")
-    return {"name": call["name"], "arguments": json.dumps(call.get("arguments") or {}, ensure_ascii=False)}
+    return {
+        "name": call["name"],
+        "arguments": json.dumps(call.get("arguments") or {}, ensure_ascii=False),
+    }
 
 
 _PARSERS: Mapping[Format, Callable[[Fields], Record]] = {

@@ -1,6 +1,8 @@
-"""Data files as numbered records and faults: decompressed, taken out of their container, parsed by the file's format.
+"""Data files as numbered records and faults: decompressed, taken out of their container, parsed by
+the file's format.
 
-The service and the workers read files with this module, so both accept the same ones. One pass, in bounded memory.
+The service and the workers read files with this module, so both accept the same ones. One pass, in
+bounded memory.
 """
 
 from __future__ import annotations
@@ -55,9 +57,13 @@ class FileFormat:
     format: Format | None = None
     """None: no record of a known format was read so far."""
     unused: tuple[str, ...] = ()
-    """Keys of records that the format does not have and that are left out; the first NOTED of them."""
+    """Keys of records that the format does not have and that are left out; the first NOTED of
+    them.
+    """
     joined: tuple[str, ...] = ()
-    """The file's names of prompt and completion, if these are strings, which no chat template writes unless it is applied."""
+    """The file's names of prompt and completion, if these are strings, which no chat template
+    writes unless it is applied.
+    """
     columns: tuple[str, ...] = ()
     """The file's names of the keys of its first record; the first NOTED of them."""
 
@@ -68,12 +74,18 @@ class FileFormat:
 
     def __str__(self) -> str:
         packed = f", compressed by {self.compression.value}" if self.compression else ""
-        return f"{self.format.value if self.format else 'of no known format'} in {self.container.value}{packed}"
+        return (
+            f"{self.format.value if self.format else 'of no known format'} in "
+            f"{self.container.value}{packed}"
+        )
 
 
 @dataclass
 class DataReader:
-    """The records of a file, or of the files of a folder one after the other. Iterate once, while it is open."""
+    """The records of a file, or of the files of a folder one after the other.
+
+    Iterate once, while it is open.
+    """
 
     paths: Sequence[Path]
     columns: Columns = AS_THEY_ARE
@@ -89,7 +101,12 @@ class DataReader:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
         self._stack.close()
 
     @cached_property
@@ -104,24 +121,35 @@ class DataReader:
         return min(1.0, (self._done + here) / max(1, self.size))
 
     def digest(self) -> str:
-        """SHA-256 of one file's bytes; for several files, SHA-256 of their digests. Raises OSError."""
+        """SHA-256 of one file's bytes; for several files, SHA-256 of their digests.
+
+        Raises OSError.
+        """
         if len(self.paths) == 1:
             return sha256_of(self.paths[0])
         return hashlib.sha256("\n".join(map(sha256_of, self.paths)).encode()).hexdigest()
 
     def look(self) -> None:
-        """Detect the file's format from its first record of a known one, and close the file. Raises OSError."""
+        """Detect the file's format from its first record of a known one, and close the file.
+
+        Raises OSError.
+        """
         with self, closing(iter(self)) as records:
             next((record for _, record in records if self.shape.format is not None), None)
 
     def __iter__(self) -> Generator[tuple[int, Record | Fault]]:
-        """Numbered records or their faults, from 1 through all files; fault 0: the rest cannot be read. Raises OSError."""
+        """Numbered records or their faults, from 1 through all files; fault 0: the rest cannot be
+        read. Raises OSError.
+        """
         parse = self._prompt if self.columns.of_prompts else self._record
         before = number = 0
         for path in self.paths:
             try:
                 for number, row in self._rows(path):
-                    yield before + number, row if isinstance(row, Fault) else parse(before + number, row)
+                    yield (
+                        before + number,
+                        row if isinstance(row, Fault) else parse(before + number, row),
+                    )
             except UnreadableError as error:
                 where = f"{path.name}: " if len(self.paths) > 1 else ""
                 yield 0, Fault(0, "", f"{where}{error}")
@@ -143,10 +171,12 @@ class DataReader:
         container = container_of(head, self.columns)
         if container in (Container.PARQUET, Container.ARROW) and compression is not None:
             raise UnreadableError(
-                f"it is {container.value} within {compression.value}: give the {container.value} file as it is"
+                f"it is {container.value} within {compression.value}: give the {container.value} "
+                "file as it is"
             )
         if self.shape.format is None:
-            self.shape.container, self.shape.compression = container, compression
+            self.shape.container = container
+            self.shape.compression = compression
         match container:
             case Container.LINES:
                 return lines(content)
@@ -174,21 +204,27 @@ class DataReader:
         self.shape.format = Format.PROMPTS
         try:
             named = self.columns.record(row)
-            refuse_media({"messages": named.get("messages")}, columns=())  # an item's image may be a container's
+            refuse_media(
+                {"messages": named.get("messages")}, columns=()
+            )  # an item's image may be a container's
             own = {key: named[key] for key in KEYS if key in named}
             return parse_prompt(named | without_nulls(own))
         except LineError as error:
             return Fault(number, error.field, error.reason)
 
     def _format(self, named: dict[str, object], row: dict[str, object]) -> Format:
-        """The file's format, which its first record of a known format decides. `named`: `row` under the format's names. Raises
-        LineError."""
+        """The file's format, which its first record of a known format decides.
+
+        `named`: `row` under the format's names. Raises LineError.
+        """
         if self.shape.format is None:
             format = recognise([ours for ours, _ in self.columns.pairs]) or recognise(named)
             if format is None and not row:
                 return Format.CHAT
             if format is None:
-                raise LineError("", unknown_format(self.shape.container, self._columns or list(row)))
+                raise LineError(
+                    "", unknown_format(self.shape.container, self._columns or list(row))
+                )
             self.shape.format = format
             self._note_unused([name for name in self._columns if name not in row])
         self._note_unused(row)
@@ -204,13 +240,18 @@ class DataReader:
 
 
 def open_data(path: Path, files: Sequence[str] = (), columns: Columns = AS_THEY_ARE) -> DataReader:
-    """The reader of a file, or of some `files` of the folder `path` (dataset_files). `columns`: their names of columns."""
+    """The reader of a file, or of some `files` of the folder `path` (dataset_files).
+
+    `columns`: their names of columns.
+    """
     return DataReader([path / name for name in files] if files else [path], columns)
 
 
-def estimate_samples(path: Path, files: Sequence[str] = (), columns: Columns = AS_THEY_ARE, *, most: int) -> int:
-    """The number of records, faulty ones included: counted up to `most`, estimated beyond that from the share of the bytes that
-    they take. Raises OSError.
+def estimate_samples(
+    path: Path, files: Sequence[str] = (), columns: Columns = AS_THEY_ARE, *, most: int
+) -> int:
+    """The number of records, faulty ones included: counted up to `most`, estimated beyond that from
+    the share of the bytes that they take. Raises OSError.
     """
     with open_data(path, files, columns) as reader, closing(iter(reader)) as records:
         counted = sum(1 for _ in islice(records, most))

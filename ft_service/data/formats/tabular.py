@@ -1,4 +1,7 @@
-"""Numbered rows of tables (CSV, Parquet and Arrow) as objects of JSON. Columns that the format does not have are not read."""
+"""Numbered rows of tables (CSV, Parquet and Arrow) as objects of JSON.
+
+Columns that the format does not have are not read.
+"""
 
 from __future__ import annotations
 
@@ -52,10 +55,13 @@ def csv_rows(file: BinaryIO, delimiter: str, columns: Columns = AS_THEY_ARE) -> 
 
 def _refuse_data(names: Sequence[str], columns: Columns) -> None:
     """Raise UnreadableError if a table begins with data in place of the names of its columns."""
-    is_named = recognise([ours for name in names if (ours := columns.name(name)) is not None]) is not None
+    is_named = (
+        recognise([ours for name in names if (ours := columns.name(name)) is not None]) is not None
+    )
     if not is_named and not set(names) & set(columns.ours) and is_data(names):
         raise UnreadableError(
-            f"its first row is data, and not the names of its columns: {shown_value(', '.join(names))}. Put a row of names "
+            "its first row is data, and not the names of its columns: "
+            f"{shown_value(', '.join(names))}. Put a row of names "
             "before it, such as instruction and output"
         )
 
@@ -67,12 +73,16 @@ def _refuse_duplicates(names: Sequence[str]) -> None:
         raise UnreadableError(f"two columns are called {duplicate}: keep one")
 
 
-def _csv_row(number: int, names: Sequence[str], cells: Sequence[str], json_columns: Collection[str]) -> Row:
+def _csv_row(
+    number: int, names: Sequence[str], cells: Sequence[str], json_columns: Collection[str]
+) -> Row:
     if len(cells) != len(names):
         return Fault(number, "", f"has {len(cells)} cells, and the header has {len(names)} columns")
     for name, cell in zip(names, cells, strict=True):
         if found := _NOT_UTF8.search(cell):
-            return Fault(number, name, not_utf8(ord(found[0]) - 0xDC00, f"character {found.start() + 1}"))
+            return Fault(
+                number, name, not_utf8(ord(found[0]) - 0xDC00, f"character {found.start() + 1}")
+            )
     return _row(number, dict(zip(names, cells, strict=True)), json_columns)
 
 
@@ -98,13 +108,19 @@ def _row(number: int, cells: Mapping[str, Any], json_columns: Collection[str]) -
     return given
 
 
-def arrow_rows(file: BinaryIO, container: Container, names: list[str], columns: Columns = AS_THEY_ARE) -> Numbered:
-    """Numbered rows of a Parquet or Arrow file, from 1. `names`: a list that receives the names of all columns. Raises
-    UnreadableError."""
+def arrow_rows(
+    file: BinaryIO, container: Container, names: list[str], columns: Columns = AS_THEY_ARE
+) -> Numbered:
+    """Numbered rows of a Parquet or Arrow file, from 1.
+
+    `names`: a list that receives the names of all columns. Raises UnreadableError.
+    """
     try:
         import pyarrow as pa
     except ImportError:
-        raise UnreadableError(f"it is {container.value}, which needs pyarrow here: pip install pyarrow") from None
+        raise UnreadableError(
+            f"it is {container.value}, which needs pyarrow here: pip install pyarrow"
+        ) from None
     number = 0
     try:
         json_columns = _json_columns(columns)
@@ -114,10 +130,14 @@ def arrow_rows(file: BinaryIO, container: Container, names: list[str], columns: 
                     number += 1
                     yield number, _row(number, row, json_columns)
     except (pa.ArrowException, OSError, ValueError) as error:
-        raise UnreadableError(f"{container.value} cannot be read after row {number}: {' '.join(str(error).split())}") from None
+        raise UnreadableError(
+            f"{container.value} cannot be read after row {number}: {' '.join(str(error).split())}"
+        ) from None
 
 
-def _batches(file: BinaryIO, container: Container, names: list[str], columns: Columns) -> Generator[Any]:
+def _batches(
+    file: BinaryIO, container: Container, names: list[str], columns: Columns
+) -> Generator[Any]:
     if container is Container.PARQUET:
         yield from _parquet_batches(file, names, columns)
         return
@@ -139,20 +159,28 @@ def _batches(file: BinaryIO, container: Container, names: list[str], columns: Co
 
 
 def _parquet_batches(file: BinaryIO, names: list[str], columns: Columns) -> Iterator[Any]:
-    """Batches of a Parquet file. Pages are read when they are needed, since a row group may be as large as the file."""
+    """Batches of a Parquet file.
+
+    Pages are read when they are needed, since a row group may be as large as the file.
+    """
     import pyarrow.parquet as parquet
 
     with parquet.ParquetFile(file, buffer_size=1024**2, pre_buffer=False) as table:
         metadata = table.metadata
-        size = sum(metadata.row_group(index).total_byte_size for index in range(metadata.num_row_groups))
+        size = sum(
+            metadata.row_group(index).total_byte_size for index in range(metadata.num_row_groups)
+        )
         rows = _rows_at_once(size, metadata.num_rows)
         names[:] = table.schema_arrow.names
-        yield from table.iter_batches(batch_size=rows, columns=_needed_columns(names, columns), use_threads=False)
+        yield from table.iter_batches(
+            batch_size=rows, columns=_needed_columns(names, columns), use_threads=False
+        )
 
 
 def _needed_columns(names: Sequence[str], columns: Columns) -> list[str]:
-    """The file's names of the columns that its format has, in their order; all names if the format is not known. Raises
-    UnreadableError if two of them are the same."""
+    """The file's names of the columns that its format has, in their order; all names if the format
+    is not known. Raises UnreadableError if two of them are the same.
+    """
     ours = {name: columns.name(name) for name in names}
     format = recognise([name for name in ours.values() if name is not None])
     known = (

@@ -11,40 +11,69 @@ from ft_service.data.formats.normalize import columns_of
 _KNOWN: Sequence[tuple[frozenset[str], str]] = (
     (
         frozenset({"custom_id", "body"}),
-        "is a request of OpenAI's Batch API, which holds no answer: write body.messages, and after them the "
+        "is a request of OpenAI's Batch API, which holds no answer: write body.messages, and "
+        "after them the "
         "message from the output file's line of the same custom_id, as messages",
     ),
     (
         frozenset({"custom_id", "response"}),
-        "is a reply of OpenAI's Batch API, without what was asked: write body.messages of the request of the same custom_id, "
+        "is a reply of OpenAI's Batch API, without what was asked: write body.messages of the "
+        "request of the same custom_id, "
         "and after them response.body.choices[0].message, as messages",
     ),
     (
         frozenset({"mapping", "current_node"}),
-        "is ChatGPT's export, a tree of all versions of a conversation: write the messages from the root to "
+        "is ChatGPT's export, a tree of all versions of a conversation: write the messages from "
+        "the root to "
         "current_node as messages with role and content",
     ),
 )
-"""Keys of records that are known and hold no sample as they are, with what to write. The first set that fits decides."""
+"""Keys of records that are known and hold no sample as they are, with what to write.
+
+The first set that fits decides.
+"""
 
 
 def unknown_format(container: Container, keys: Sequence[str]) -> str:
-    """The reason for refusing a file with unknown columns or keys: their names, the known formats, and a mapping to set."""
+    """The reason for refusing a file with unknown columns or keys: their names, the known formats,
+    and a mapping to set.
+    """
     if (reason := next((reason for own, reason in _KNOWN if own <= set(keys)), None)) is not None:
         return reason
     is_json = container in (Container.LINES, Container.ARRAY)
-    names = f"its keys are {listed(keys)}" if is_json else f"it is {container.value}, and its columns are {listed(keys)}"
+    names = (
+        f"its keys are {listed(keys)}"
+        if is_json
+        else f"it is {container.value}, and its columns are {listed(keys)}"
+    )
     known = "; ".join(dict.fromkeys(format.value for format, _ in FORMAT_KEYS))
-    return f"is of no known format: {names}. Known are {known}. Say which is which: {mapping_for(keys)}"
+    return (
+        f"is of no known format: {names}. Known are {known}. Say which is which: "
+        f"{mapping_for(keys)}"
+    )
 
 
 def mapping_for(keys: Sequence[str]) -> str:
-    """A suggested `data` mapping for a file with these columns; an example if their names give no clue."""
+    """A suggested `data` mapping for a file with these columns; an example if their names give no
+    clue.
+    """
     lower = {key.strip().lower(): key for key in reversed(keys)}
     if (format := recognise(lower)) is not None:
         pairs = [f"{name}: {lower[name]}" for name in columns_of(format) if name in lower]
         return f"data: {{{', '.join(pairs)}}}"
-    question, answer = (next((lower[name] for name in names if name in lower), "COLUMN") for names in (QUESTIONS, ANSWERS))
-    context = next((lower[name] for name in CONTEXTS if name in lower and lower[name] not in (question, answer)), None)
+    question, answer = (
+        next((lower[name] for name in names if name in lower), "COLUMN")
+        for names in (QUESTIONS, ANSWERS)
+    )
+    context = next(
+        (
+            lower[name]
+            for name in CONTEXTS
+            if name in lower and lower[name] not in (question, answer)
+        ),
+        None,
+    )
     between = f", input: {context}" if context and question != "COLUMN" else ""
-    return f"data: {{instruction: {question}{between}, output: {answer}}} makes conversations of them"
+    return (
+        f"data: {{instruction: {question}{between}, output: {answer}}} makes conversations of them"
+    )

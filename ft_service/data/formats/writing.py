@@ -8,12 +8,21 @@ from typing import Any
 
 from ft_service.data.chat_line import VARIABLES
 from ft_service.data.line_errors import LineError
-from ft_service.data.sample_kinds import Conversation, GradedPrompt, Pair, PromptCompletion, Record, Text
+from ft_service.data.sample_kinds import (
+    Conversation,
+    GradedPrompt,
+    Pair,
+    PromptCompletion,
+    Record,
+    Text,
+)
 
 
 def line_of(record: Record, *, as_chat: bool = False) -> dict[str, Any]:
-    """The JSON object of a record: a chat, a preference pair, or bare text unchanged. `as_chat`: a prompt becomes the user's
-    message, and its completion the answer; raises LineError for a document, which cannot become a chat.
+    """The JSON object of a record: a chat, a preference pair, or bare text unchanged.
+
+    `as_chat`: a prompt becomes the user's message, and its completion the answer; raises LineError
+    for a document, which cannot become a chat.
     """
     match record:
         case Conversation():
@@ -34,7 +43,8 @@ def line_of(record: Record, *, as_chat: bool = False) -> dict[str, Any]:
 
 
 def _pair(pair: Pair) -> dict[str, Any]:
-    chosen, rejected = pair.preferred, pair.rejected
+    chosen = pair.preferred
+    rejected = pair.rejected
     begin = next(index for index, weight in enumerate(chosen.weights) if weight)
     given = Conversation(chosen.messages[:begin], chosen.weights[:begin], chosen.tools)
     return {
@@ -46,16 +56,25 @@ def _pair(pair: Pair) -> dict[str, Any]:
 
 
 def _messages(chat: Conversation, begin: int, *, weights: bool = True) -> list[dict[str, Any]]:
-    """The messages from number `begin` on. `weights`: with weight 0 for answers that are not learned."""
+    """The messages from number `begin` on.
+
+    `weights`: with weight 0 for answers that are not learned.
+    """
     return [
         _message(message)
-        | ({"weight": 0} if weights and message["role"] == "assistant" and not weight and any(chat.weights) else {})
+        | (
+            {"weight": 0}
+            if weights and message["role"] == "assistant" and not weight and any(chat.weights)
+            else {}
+        )
         for message, weight in zip(chat.messages[begin:], chat.weights[begin:], strict=True)
     ]
 
 
 def _message(message: Mapping[str, Any]) -> dict[str, Any]:
-    """A message in OpenAI's format: arguments as text; calls without an id and their results in its older form."""
+    """A message in OpenAI's format: arguments as text; calls without an id and their results in its
+    older form.
+    """
     written = dict(message)
     if message["role"] == "tool" and "tool_call_id" not in message:
         written["role"] = "function"

@@ -1,18 +1,22 @@
-"""Finds the answers in a rendered conversation by markers, for templates whose conversations do not simply extend their
-prompts.
+"""Finds the answers in a rendered conversation by markers, for templates whose conversations do not
+simply extend their prompts.
 
-Markers are characters that occur nowhere else. They are inserted where a content ends, where a reasoning begins and where a
-call's name ends. The rendered text without its markers must be the text of the conversation without markers; then their
-positions show where each message is in the text, and which messages the template leaves out.
+Markers are characters that occur nowhere else. They are inserted where a content ends, where a
+reasoning begins and where a call's name ends. The rendered text without its markers must be the
+text of the conversation without markers; then their positions show where each message is in the
+text, and which messages the template leaves out.
 
-The last answer of a conversation is appended to its prompt as inference renders it. The text after the last marker before the
-answer is compared: that of the prompt (`<|im_end|>\n<|im_start|>assistant\n<think>\n`) and that of the conversation
-(`<|im_end|>\n<|im_start|>assistant\n4<|im_end|>\n`). They have a common beginning; the answer follows it in the conversation,
-whatever follows it in the prompt. A thought that the prompt opens and the template does not close is closed.
+The last answer of a conversation is appended to its prompt as inference renders it. The text after
+the last marker before the answer is compared: that of the prompt
+(`<|im_end|>\n<|im_start|>assistant\n<think>\n`) and that of the conversation
+(`<|im_end|>\n<|im_start|>assistant\n4<|im_end|>\n`). They have a common beginning; the answer
+follows it in the conversation, whatever follows it in the prompt. A thought that the prompt opens
+and the template does not close is closed.
 
-An earlier answer is part of the last answer's prompt, as the template writes it there. It fits there if that text begins with
-the answer's own prompt and goes on with the answer as it is at the end of a conversation. These are rendered for the first
-answers of each kind and for some of the others; the other answers of a kind are taken to begin and end like these.
+An earlier answer is part of the last answer's prompt, as the template writes it there. It fits
+there if that text begins with the answer's own prompt and goes on with the answer as it is at the
+end of a conversation. These are rendered for the first answers of each kind and for some of the
+others; the other answers of a kind are taken to begin and end like these.
 """
 
 from __future__ import annotations
@@ -30,24 +34,37 @@ Span = tuple[int, int]
 Message = dict[str, Any]
 
 TRUSTED_AFTER = 2
-"""Answers of a kind that are rendered and must agree before further ones are taken to begin or end like them."""
-_OPEN, CLOSE = "<think>", "</think>"
+"""Answers of a kind that are rendered and must agree before further ones are taken to begin or end
+like them.
+"""
+_OPEN = "<think>"
+CLOSE = "</think>"
 MARKUP = r"<[^<>\n]{1,60}>|\[/?[A-Z_]{2,40}\]"
 """Text that looks like a special token; some bases do not declare theirs."""
 
 Template = Callable[..., str]
-"""The base's template with the tools of one conversation: `(messages, *, prompt=False)` → text. Raises LineError."""
+"""The base's template with the tools of one conversation: `(messages, *, prompt=False)` → text.
+
+Raises LineError.
+"""
 Ending = Callable[[str, Message], str]
 """Text after the words of the last message → the part of it that is learned."""
 Alone = Callable[[int], tuple[str, str]]
-"""Number of an answer → its prompt, and the answer as it is where the conversation ends with it. Raises LineError."""
+"""Number of an answer → its prompt, and the answer as it is where the conversation ends with it.
+
+Raises LineError.
+"""
 
 
 def thought_and_answer(message: Message) -> tuple[str, str]:
-    """An assistant's reasoning and its answer, without surrounding white space; either may be empty."""
-    reasoning, content = message.get("reasoning_content") or "", message["content"]
+    """An assistant's reasoning and its answer, without surrounding white space; either may be
+    empty.
+    """
+    reasoning = message.get("reasoning_content") or ""
+    content = message["content"]
     if (thought := _thought(content)) is not None:
-        reasoning, content = reasoning or content[slice(*thought)], content[thought[1] + len(CLOSE) :]
+        reasoning = reasoning or content[slice(*thought)]
+        content = content[thought[1] + len(CLOSE) :]
     return reasoning.strip(), content.strip()
 
 
@@ -69,14 +86,18 @@ def _past_space(text: str, begin: int) -> int:
 
 @dataclass(frozen=True)
 class MarkPosition:
-    """A marker: `e` at the end of the content, `r` at the beginning of the reasoning, `c0`, `c1` … after the name of a call."""
+    """A marker: `e` at the end of the content, `r` at the beginning of the reasoning, `c0`, `c1` …
+    after the name of a call.
+    """
 
     message: int
     part: str
 
 
 class Marks:
-    """Markers for one conversation: two characters that it does not contain, with the message and the part between them."""
+    """Markers for one conversation: two characters that it does not contain, with the message and
+    the part between them.
+    """
 
     def __init__(self, *texts: str) -> None:
         used = set().union(*map(set, texts))
@@ -86,7 +107,8 @@ class Marks:
 
     def into(self, index: int, message: Message, *, empty: bool) -> Message:
         """A message with its markers. `empty`: an empty content gets one too."""
-        content, calls = message["content"], message.get("tool_calls")
+        content = message["content"]
+        calls = message.get("tool_calls")
         marked = dict(message)
         thought = _thought(content) if message["role"] == "assistant" else None
         if thought is not None and thought[0] < thought[1]:
@@ -96,9 +118,13 @@ class Marks:
             marked["content"] = core + self._text(index, "e") + content[len(core) :]
         if reasoning := (message.get("reasoning_content") or ""):
             begin = _past_space(reasoning, 0)
-            marked["reasoning_content"] = reasoning[:begin] + self._text(index, "r") + reasoning[begin:]
+            marked["reasoning_content"] = (
+                reasoning[:begin] + self._text(index, "r") + reasoning[begin:]
+            )
         if calls:
-            marked["tool_calls"] = [self._into_call(index, number, call) for number, call in enumerate(calls)]
+            marked["tool_calls"] = [
+                self._into_call(index, number, call) for number, call in enumerate(calls)
+            ]
         return marked
 
     def out(self, text: str) -> tuple[str, dict[MarkPosition, int]]:
@@ -119,7 +145,10 @@ class Marks:
 
     def _into_call(self, index: int, number: int, call: dict[str, Any]) -> dict[str, Any]:
         function = call["function"]
-        return {**call, "function": {**function, "name": function["name"] + self._text(index, f"c{number}")}}
+        return {
+            **call,
+            "function": {**function, "name": function["name"] + self._text(index, f"c{number}")},
+        }
 
     def _text(self, index: int, part: str) -> str:
         return f"{self._opening}{index}{part}{self._closing}"
@@ -134,11 +163,15 @@ class ThoughtError(LineError):
 
 
 class ApartError(LineError):
-    """An earlier answer is not the one that the model is to give: the template writes it, or what stands before it, otherwise
-    once more follows."""
+    """An earlier answer is not the one that the model is to give: the template writes it, or what
+    stands before it, otherwise once more follows.
+    """
 
     def __init__(self, index: int) -> None:
-        super().__init__(f"messages.{index}", "is written otherwise by the base's chat template once more follows")
+        super().__init__(
+            f"messages.{index}",
+            "is written otherwise by the base's chat template once more follows",
+        )
 
 
 class _KindsDifferError(Exception):
@@ -146,20 +179,36 @@ class _KindsDifferError(Exception):
 
 
 class MarkedConversation:
-    """A conversation that ends with a learned answer, whose messages carry markers that its template keeps."""
+    """A conversation that ends with a learned answer, whose messages carry markers that its
+    template keeps.
+    """
 
-    def __init__(self, write: Template, messages: list[Message], prompt: str, full: str, tokens: re.Pattern[str]) -> None:
-        """`prompt`: the text with which the model is asked for the answer; `full`: the text of the conversation. `tokens`:
-        matches special tokens, within which text is never split. Raises UnmarkableError."""
-        self._write, self._messages = write, messages
-        self._prompt, self._full, self._tokens = prompt, full, tokens
+    def __init__(
+        self,
+        write: Template,
+        messages: list[Message],
+        prompt: str,
+        full: str,
+        tokens: re.Pattern[str],
+    ) -> None:
+        """`prompt`: the text with which the model is asked for the answer; `full`: the text of the
+        conversation. `tokens`: matches special tokens, within which text is never split. Raises
+        UnmarkableError.
+        """
+        self._write = write
+        self._messages = messages
+        self._prompt = prompt
+        self._full = full
+        self._tokens = tokens
         self._marks = Marks(full, prompt, json.dumps(messages, ensure_ascii=False))
         marked = self._mark()
         if marked is None:
             raise UnmarkableError(
                 "",
-                "the base's chat template changes what it writes with the words of a message, so the answers cannot be found "
-                "in the conversation's text. Split it into conversations with one answer each; if those are refused too, "
+                "the base's chat template changes what it writes with the words of a message, so "
+                "the answers cannot be found "
+                "in the conversation's text. Split it into conversations with one answer each; if "
+                "those are refused too, "
                 "take a base whose template writes messages as they are",
             )
         self._marked_messages, self._roles, self._in_prompt, self._in_full = marked
@@ -169,13 +218,18 @@ class MarkedConversation:
             self._parts_of.setdefault(place.message, []).append((place.part, at))
 
     def last_answer(self, ending: Ending) -> str:
-        """The last answer, as it follows its prompt. Raises LineError if it is not found, or partly left out."""
+        """The last answer, as it follows its prompt.
+
+        Raises LineError if it is not found, or partly left out.
+        """
         last = len(self._messages) - 1
         message = self._messages[last]
         thought, words = thought_and_answer(message)
         self._require_last()
         place = next((place for place in reversed(self._in_prompt) if place in self._in_full), None)
-        at_prompt, at_full = (self._in_prompt[place], self._in_full[place]) if place is not None else (0, 0)
+        at_prompt, at_full = (
+            (self._in_prompt[place], self._in_full[place]) if place is not None else (0, 0)
+        )
         prompt_end = self._prompt[at_prompt:]
         common = self._common_length(prompt_end, self._full[at_full:])
         if common < len(prompt_end) and not self._has_header(common, prompt_end, place):
@@ -196,9 +250,13 @@ class MarkedConversation:
         return _continuation(prompt_end, common, head, rest, thought, last)
 
     def spans(self, learned: Sequence[int], exact: int, alone: Alone) -> list[Span]:
-        """The learned spans of earlier answers; the first `exact` are rendered in any case. Raises ApartError for an answer
-        that does not fit, LineError."""
-        controls = {learned[-1]} | {learned[len(learned) >> halvings] for halvings in range(1, len(learned).bit_length())}
+        """The learned spans of earlier answers; the first `exact` are rendered in any case.
+
+        Raises ApartError for an answer that does not fit, LineError.
+        """
+        controls = {learned[-1]} | {
+            learned[len(learned) >> halvings] for halvings in range(1, len(learned).bit_length())
+        }
         try:
             return self._spans(learned, controls | set(learned[:exact]), alone)
         except _KindsDifferError:
@@ -219,7 +277,9 @@ class MarkedConversation:
         return spans
 
     def require_kept(self) -> None:
-        """Raise LineError if the template leaves out a call, or the content of a message that is not the assistant's."""
+        """Raise LineError if the template leaves out a call, or the content of a message that is
+        not the assistant's.
+        """
         for index, message in enumerate(self._messages[:-1]):
             self._require_calls(index, self._in_prompt, self._prompt)
             words = message["content"].strip()
@@ -227,19 +287,36 @@ class MarkedConversation:
                 continue
             if MarkPosition(index, "e") not in self._in_prompt and words not in self._prompt:
                 own = message["role"]
-                way_out = "Write them into the user message that follows" if own == "system" else "Leave the message out"
+                way_out = (
+                    "Write them into the user message that follows"
+                    if own == "system"
+                    else "Leave the message out"
+                )
                 raise LineError(
                     f"messages.{index}.content",
-                    f"the base's chat template leaves this {own} message out, so its words would not be seen. {way_out}",
+                    f"the base's chat template leaves this {own} message out, so its words would "
+                    f"not be seen. {way_out}",
                 )
 
-    def _mark(self) -> tuple[list[Message], frozenset[str], dict[MarkPosition, int], dict[MarkPosition, int]] | None:
-        """Messages with markers, the roles that have some, and the markers' positions in prompt and full text. None: the
-        template does not keep markers, in whichever messages they are."""
+    def _mark(
+        self,
+    ) -> (
+        tuple[list[Message], frozenset[str], dict[MarkPosition, int], dict[MarkPosition, int]]
+        | None
+    ):
+        """Messages with markers, the roles that have some, and the markers' positions in prompt and
+        full text. None: the template does not keep markers, in whichever messages they are.
+        """
         all_roles = frozenset(message["role"] for message in self._messages)
-        for roles, empty in ((all_roles, True), (all_roles, False), (frozenset({"assistant"}), False)):
+        for roles, empty in (
+            (all_roles, True),
+            (all_roles, False),
+            (frozenset({"assistant"}), False),
+        ):
             marked = [
-                self._marks.into(index, message, empty=empty) if message["role"] in roles else message
+                self._marks.into(index, message, empty=empty)
+                if message["role"] in roles
+                else message
                 for index, message in enumerate(self._messages)
             ]
             try:
@@ -254,7 +331,9 @@ class MarkedConversation:
         return None
 
     def _require_last(self) -> None:
-        """Raise LineError if the conversation lacks the last answer's words, its reasoning or a call."""
+        """Raise LineError if the conversation lacks the last answer's words, its reasoning or a
+        call.
+        """
         last = len(self._messages) - 1
         thought, answer = thought_and_answer(self._messages[last])
         self._require_calls(last, self._in_full, self._full)
@@ -264,57 +343,92 @@ class MarkedConversation:
             raise self._left_out("reasoning", thought)
 
     def _require_calls(self, index: int, places: dict[MarkPosition, int], text: str) -> None:
-        """Raise LineError for a call of which the text has neither the name nor the id (Kimi's templates write the id)."""
+        """Raise LineError for a call of which the text has neither the name nor the id (Kimi's
+        templates write the id).
+        """
         for number, call in enumerate(self._messages[index].get("tool_calls") or ()):
-            if MarkPosition(index, f"c{number}") not in places and not (call.get("id") and call["id"] in text):
+            if MarkPosition(index, f"c{number}") not in places and not (
+                call.get("id") and call["id"] in text
+            ):
                 raise LineError(
                     f"messages.{index}.tool_calls.{number}",
-                    "the base's chat template leaves this call out. Where it writes one call an answer, give each a message of "
+                    "the base's chat template leaves this call out. Where it writes one call an "
+                    "answer, give each a message of "
                     "its own, followed by its result",
                 )
 
     def _left_out(self, what: str, words: str) -> LineError:
         message = self._messages[-1]
         calls = " next to its tool calls" if what == "text" and message.get("tool_calls") else ""
-        key = "reasoning_content" if words in (message.get("reasoning_content") or "") else "content"
+        key = (
+            "reasoning_content" if words in (message.get("reasoning_content") or "") else "content"
+        )
         kind = ThoughtError if what == "reasoning" else LineError
         return kind(
             f"messages.{len(self._messages) - 1}.{key}",
-            f"the base's chat template leaves the {what} of this answer out{calls}, so it would not be learned. Leave the "
+            f"the base's chat template leaves the {what} of this answer out{calls}, so it would "
+            "not be learned. Leave the "
             f"{what} out, or give this message weight 0",
         )
 
     def _has_header(self, common: int, prompt_end: str, place: MarkPosition | None) -> bool:
-        """Return whether the common text of prompt and conversation goes beyond the end of the previous message."""
+        """Return whether the common text of prompt and conversation goes beyond the end of the
+        previous message.
+        """
         text, places = self._marks.out(self._write(self._marked_messages[:-1]))
-        before = text[places[place] :] if place is not None and place in places else text if place is None else prompt_end
+        before = (
+            text[places[place] :]
+            if place is not None and place in places
+            else text
+            if place is None
+            else prompt_end
+        )
         return common > self._common_length(prompt_end, before)
 
     def _spans(self, learned: Sequence[int], rendered: set[int] | None, alone: Alone) -> list[Span]:
-        """The learned spans. `rendered`: the answers that are rendered in any case; None: all. Raises LineError,
-        _KindsDifferError."""
+        """The learned spans. `rendered`: the answers that are rendered in any case; None: all.
+
+        Raises LineError, _KindsDifferError.
+        """
         firsts: dict[int, int] = {}
         begins = _PositionsByKind(lambda index, known: self._begin(index, known, alone))
         ends = _PositionsByKind(lambda index, known: self._end(index, firsts[index], known, alone))
         spans: list[Span] = []
         for index in learned:
-            before, own = (self._kind(index - 1), self._kind(index)) if rendered is not None else (None, None)
+            before, own = (
+                (self._kind(index - 1), self._kind(index)) if rendered is not None else (None, None)
+            )
             must = rendered is None or index in rendered
             firsts[index] = begins.at(index, before, must)
             spans.append((firsts[index], ends.at(index, own, must)))
         return spans
 
     def _kind(self, index: int) -> Hashable | None:
-        """The features of a message that decide which text follows it. None: the message has no marker."""
+        """The features of a message that decide which text follows it.
+
+        None: the message has no marker.
+        """
         if index not in self._last_of:
             return None
         message = self._messages[index]
-        thought, answer = thought_and_answer(message) if message["role"] == "assistant" else ("", message["content"].strip())
-        return message["role"], bool(thought), bool(answer), len(message.get("tool_calls") or ()), self._last_of[index].part
+        thought, answer = (
+            thought_and_answer(message)
+            if message["role"] == "assistant"
+            else ("", message["content"].strip())
+        )
+        return (
+            message["role"],
+            bool(thought),
+            bool(answer),
+            len(message.get("tool_calls") or ()),
+            self._last_of[index].part,
+        )
 
     def _begin(self, index: int, known: str | None, alone: Alone) -> tuple[int, str | None]:
-        """The answer's begin, and the text before it from the last marker on. `known`: that text of another answer of its kind;
-        if it does not fit here, the begin is -1. Raises ApartError if the text does not begin with the answer's prompt.
+        """The answer's begin, and the text before it from the last marker on.
+
+        `known`: that text of another answer of its kind; if it does not fit here, the begin is -1.
+        Raises ApartError if the text does not begin with the answer's prompt.
         """
         before = self._last_of.get(index - 1)
         here = self._in_prompt[before] if before is not None else 0
@@ -323,16 +437,28 @@ class MarkedConversation:
         prompt, _ = alone(index)
         if not self._prompt.startswith(prompt):
             raise ApartError(index)
-        return len(prompt), self._prompt[here : len(prompt)] if before is not None and here <= len(prompt) else None
+        return len(prompt), self._prompt[here : len(prompt)] if before is not None and here <= len(
+            prompt
+        ) else None
 
-    def _end(self, index: int, begin: int, known: Edges | None, alone: Alone) -> tuple[int, Edges | None]:
-        """The end of an answer that begins at `begin`, and its edges; otherwise as `_begin`. Raises ApartError if the answer is
-        another one at the end of a conversation."""
+    def _end(
+        self, index: int, begin: int, known: Edges | None, alone: Alone
+    ) -> tuple[int, Edges | None]:
+        """The end of an answer that begins at `begin`, and its edges; otherwise as `_begin`.
+
+        Raises ApartError if the answer is another one at the end of a conversation.
+        """
         last = self._last_of.get(index)
-        words, after = (self._words_begin(index), self._in_prompt[last]) if last is not None else (0, 0)
+        words, after = (
+            (self._words_begin(index), self._in_prompt[last]) if last is not None else (0, 0)
+        )
         if known is not None:
             head, tail = known
-            fits = self._prompt.startswith(head, begin) and begin + len(head) == words and self._prompt.startswith(tail, after)
+            fits = (
+                self._prompt.startswith(head, begin)
+                and begin + len(head) == words
+                and self._prompt.startswith(tail, after)
+            )
             return (after + len(tail) if fits else -1), known
         _, answer = alone(index)
         if not answer or not self._prompt.startswith(answer, begin):
@@ -344,14 +470,26 @@ class MarkedConversation:
     def _words_begin(self, index: int) -> int:
         """Where the first of a message's marked parts begins in the prompt."""
         message = self._messages[index]
-        _, answer = thought_and_answer(message) if message["role"] == "assistant" else ("", message["content"].strip())
+        _, answer = (
+            thought_and_answer(message)
+            if message["role"] == "assistant"
+            else ("", message["content"].strip())
+        )
         before = {"r": 0, "e": len(answer)}
-        before |= {f"c{place}": len(call["function"]["name"]) for place, call in enumerate(message.get("tool_calls") or ())}
+        before |= {
+            f"c{place}": len(call["function"]["name"])
+            for place, call in enumerate(message.get("tool_calls") or ())
+        }
         return min(at - before[part] for part, at in self._parts_of[index])
 
     def _common_length(self, one: str, other: str) -> int:
-        """The length of the common beginning of two texts, in characters, without a part of a special token at its end."""
-        length = next((at for at, (a, b) in enumerate(zip(one, other, strict=False)) if a != b), min(len(one), len(other)))
+        """The length of the common beginning of two texts, in characters, without a part of a
+        special token at its end.
+        """
+        length = next(
+            (at for at, (a, b) in enumerate(zip(one, other, strict=False)) if a != b),
+            min(len(one), len(other)),
+        )
         for text in (one, other):
             for token in self._tokens.finditer(text, 0, length + 64):
                 if token.start() < length < token.end():
@@ -372,8 +510,11 @@ class _PositionsByKind(Generic[Known]):
         self._known: dict[Hashable, tuple[Known | None, int]] = {}
 
     def at(self, index: int, kind: Hashable | None, must: bool) -> int:
-        """The position for an answer. `must`: it must be rendered. Raises _KindsDifferError if the result disagrees with other
-        answers of its kind."""
+        """The position for an answer.
+
+        `must`: it must be rendered. Raises _KindsDifferError if the result disagrees with other
+        answers of its kind.
+        """
         known, agreed = self._known.get(kind, (None, 0)) if kind is not None else (None, 0)
         trusted = known is not None and agreed >= TRUSTED_AFTER
         expected = self._find(index, known)[0] if trusted else -1
@@ -392,10 +533,14 @@ def _is_open(prompt: str) -> bool:
     return any(prompt.rfind(opening) > prompt.rfind(closing) for opening, closing in THOUGHTS)
 
 
-def _continuation(prompt_end: str, common: int, head: str, rest: str, thought: str, index: int) -> str:
-    """The answer as it follows its prompt. `prompt_end`: the prompt's text after the last marker; the conversation has its
-    first `common` characters. `head`: the conversation's text between these and the answer's words; `rest`: the text from there
-    on. Raises LineError for a thought that cannot be learned.
+def _continuation(
+    prompt_end: str, common: int, head: str, rest: str, thought: str, index: int
+) -> str:
+    """The answer as it follows its prompt.
+
+    `prompt_end`: the prompt's text after the last marker; the conversation has its first `common`
+    characters. `head`: the conversation's text between these and the answer's words; `rest`: the
+    text from there on. Raises LineError for a thought that cannot be learned.
     """
     for opening, closing in THOUGHTS:
         if prompt_end.rfind(opening) > prompt_end.rfind(closing):
@@ -408,14 +553,17 @@ def _continuation(prompt_end: str, common: int, head: str, rest: str, thought: s
             elif thought and thought not in head:
                 raise ThoughtError(
                     f"messages.{index}.reasoning_content",
-                    "is left out by the base's chat template, so it would not be learned. Leave the reasoning out, or give "
+                    "is left out by the base's chat template, so it would not be learned. Leave "
+                    "the reasoning out, or give "
                     "this message weight 0",
                 )
         elif thought and closing in prompt_end[common:]:
             raise ThoughtError(
                 f"messages.{index}.reasoning_content",
-                f"would not be learned: the prompt with which the model is asked closes the thought, {prompt_end[common:]!r}. "
-                "Leave the reasoning out, or give a chat_template whose generation prompt leaves the thought to the answer",
+                "would not be learned: the prompt with which the model is asked closes the "
+                f"thought, {prompt_end[common:]!r}. "
+                "Leave the reasoning out, or give a chat_template whose generation prompt leaves "
+                "the thought to the answer",
             )
     return head + rest
 
@@ -423,6 +571,8 @@ def _continuation(prompt_end: str, common: int, head: str, rest: str, thought: s
 def _not_found(index: int) -> LineError:
     return LineError(
         f"messages.{index}",
-        "the base's chat template writes the messages before this answer differently once the answer follows, so that its "
-        "begin or end cannot be found in the text. Give this message weight 0, or leave the line out",
+        "the base's chat template writes the messages before this answer differently once the "
+        "answer follows, so that its "
+        "begin or end cannot be found in the text. Give this message weight 0, or leave the line "
+        "out",
     )

@@ -1,11 +1,12 @@
 """Tokens at the boundary between a prompt and its answer.
 
-A tokenizer may make one token of a prompt's end and an answer's beginning (`<think>\\n` and `\\n</think>`: one token of two
-line breaks). In inference the model never sees it: it continues the prompt's own tokens. So the text is split and tokenised
-there.
+A tokenizer may make one token of a prompt's end and an answer's beginning (`<think>\\n` and
+`\\n</think>`: one token of two line breaks). In inference the model never sees it: it continues the
+prompt's own tokens. So the text is split and tokenised there.
 
-Tokenizers that split texts as GPT-2's does take the last of several white spaces apart if a word follows: two line breaks at
-the end of a prompt are one token, and two with an answer behind them. There the text is split too.
+Tokenizers that split texts as GPT-2's does take the last of several white spaces apart if a word
+follows: two line breaks at the end of a prompt are one token, and two with an answer behind them.
+There the text is split too.
 """
 
 from __future__ import annotations
@@ -29,7 +30,9 @@ _LONGEST_RUN = 64
 
 @dataclass(frozen=True)
 class Joined:
-    """Tokens of a text that was tokenised in pieces, with the attributes of an Encoding that are used."""
+    """Tokens of a text that was tokenised in pieces, with the attributes of an Encoding that are
+    used.
+    """
 
     ids: list[int]
     offsets: list[Span]
@@ -38,35 +41,54 @@ class Joined:
         return len(self.ids)
 
 
-def as_prompted(tokenizer: PreTrainedTokenizerBase, text: str, spans: list[Span], encoding: Encoding) -> Encoding | Joined:
-    """The tokens of a text, split where an answer begins if its prompt has other tokens alone: one that ends in the answer, or
-    white space that the answer takes apart. The same object if it is not split.
+def as_prompted(
+    tokenizer: PreTrainedTokenizerBase, text: str, spans: list[Span], encoding: Encoding
+) -> Encoding | Joined:
+    """The tokens of a text, split where an answer begins if its prompt has other tokens alone: one
+    that ends in the answer, or white space that the answer takes apart. The same object if it is
+    not split.
 
-    A tokenizer that puts a space before every text cannot tokenise a piece as part of a text: its tokens are returned
-    unchanged, and `require_prompted` refuses them.
+    A tokenizer that puts a space before every text cannot tokenise a piece as part of a text: its
+    tokens are returned unchanged, and `require_prompted` refuses them.
     """
-    cuts = [first for first, _ in spans if _straddled(encoding, first) or _takes_space_apart(tokenizer, text, first)]
+    cuts = [
+        first
+        for first, _ in spans
+        if _straddled(encoding, first) or _takes_space_apart(tokenizer, text, first)
+    ]
     if not cuts:
         return encoding
     begins = [0, *cuts]
     pieces = [text[begin:end] for begin, end in zip(begins, [*cuts, len(text)], strict=True)]
     fast: Any = tokenizer
-    encodings: list[Encoding] = fast.backend_tokenizer.encode_batch(pieces, add_special_tokens=False)
+    encodings: list[Encoding] = fast.backend_tokenizer.encode_batch(
+        pieces, add_special_tokens=False
+    )
     for piece, made in zip(pieces[1:], encodings[1:], strict=True):
-        if made.tokens and made.tokens[0].startswith(_SPACE) and not piece.startswith((" ", _SPACE)):
+        if (
+            made.tokens
+            and made.tokens[0].startswith(_SPACE)
+            and not piece.startswith((" ", _SPACE))
+        ):
             return encoding
     ids = [token for made in encodings for token in made.ids]
     offsets = [
-        (begin + first, begin + end) for begin, made in zip(begins, encodings, strict=True) for first, end in made.offsets
+        (begin + first, begin + end)
+        for begin, made in zip(begins, encodings, strict=True)
+        for first, end in made.offsets
     ]
     return Joined(ids, offsets)
 
 
 def _takes_space_apart(tokenizer: PreTrainedTokenizerBase, text: str, place: int) -> bool:
-    """Return whether white space before a character has other tokens where the text ends with it."""
+    """Return whether white space before a character has other tokens where the text ends with
+    it.
+    """
     before = text[max(0, place - _LONGEST_RUN) : place]
     words = before.rstrip()
-    return len(before) > len(words) + 1 and _asked(tokenizer)(before[max(0, len(words) - 1) :], text[place : place + 2])
+    return len(before) > len(words) + 1 and _asked(tokenizer)(
+        before[max(0, len(words) - 1) :], text[place : place + 2]
+    )
 
 
 @lru_cache(maxsize=8)
@@ -77,7 +99,9 @@ def _asked(tokenizer: Any) -> Callable[[str, str], bool]:
 
 def _differs(tokenizer: Any, before: str, after: str) -> bool:
     """Return whether a text has other tokens before another one than alone."""
-    alone, followed = tokenizer.backend_tokenizer.encode_batch([before, before + after], add_special_tokens=False)
+    alone, followed = tokenizer.backend_tokenizer.encode_batch(
+        [before, before + after], add_special_tokens=False
+    )
     return followed.ids[: len(alone.ids)] != alone.ids
 
 
@@ -90,14 +114,19 @@ def require_prompted(text: str, spans: list[Span], encoding: Encoding | Joined) 
         raise LineError(
             "",
             "the base's tokenizer makes one token of the prompt's end and the answer's beginning, "
-            f"{text[max(0, place - 10) : place]!r} and {text[place : place + 10]!r}, which the model does not see in "
-            "inference. Begin the answer otherwise, or give a chat_template whose generation prompt ends otherwise",
+            f"{text[max(0, place - 10) : place]!r} and {text[place : place + 10]!r}, which the "
+            "model does not see in "
+            "inference. Begin the answer otherwise, or give a chat_template whose generation "
+            "prompt ends otherwise",
         )
 
 
 def _straddled(encoding: Encoding, place: int) -> bool:
-    """Return whether a token begins before a character and ends after it, in time logarithmic in the number of tokens."""
-    low, high = 0, len(encoding)
+    """Return whether a token begins before a character and ends after it, in time logarithmic in
+    the number of tokens.
+    """
+    low = 0
+    high = len(encoding)
     while low < high:  # the last token that begins before the place
         middle = (low + high) // 2
         begin, _ = encoding.token_to_chars(middle) or (0, 0)

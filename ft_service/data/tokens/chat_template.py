@@ -1,12 +1,14 @@
 """Chat templates, and the only function that renders with one.
 
-Templates come from bases and jobs, and conversations from any user, so rendering may take any time and memory. Therefore only
-two processes call `ChatTemplate.write`, both under limits: the one that examines data files (examine.py), and
-template_worker.py for all other rendering, through ft_service/data/template_process.py.
+Templates come from bases and jobs, and conversations from any user, so rendering may take any time
+and memory. Therefore only two processes call `ChatTemplate.write`, both under limits: the one that
+examines data files (examine.py), and template_worker.py for all other rendering, through
+ft_service/data/template_process.py.
 
-Some templates take messages in another form than the usual one: contents as lists of parts (many bases that see images), an
-answer's reasoning as such a part (Magistral, Ministral), or a call's arguments as text (DeepSeek V3). Lines in front of such a
-template convert the conversation, so callers need not know.
+Some templates take messages in another form than the usual one: contents as lists of parts (many
+bases that see images), an answer's reasoning as such a part (Magistral, Ministral), or a call's
+arguments as text (DeepSeek V3). Lines in front of such a template convert the conversation, so
+callers need not know.
 """
 
 from __future__ import annotations
@@ -32,7 +34,8 @@ from ft_service.spec.template_variables import GIVEN, before, variables_of, with
 
 CLOCK = "strftime_now"
 """The function that templates call for today's date."""
-_DEFAULT, _WITH_TOOLS = "default", "tool_use"
+_DEFAULT = "default"
+_WITH_TOOLS = "tool_use"
 """Names of a base's templates, where it has several."""
 
 
@@ -72,20 +75,34 @@ _THOUGHTS = """\
 {%- set messages = ft.messages %}
 """
 _OF_THINKING = re.compile(r"\btype\b(?s:.*)\bthinking\b")
-_OF_PARTS, _OF_CALLS = re.compile(r"\btype\b(?s:.*)\btext\b"), re.compile(r"\btool_calls\b(?s:.*)\barguments\b")
-"""Patterns of templates that may need these lines. Other templates are not tried: rendering is for conversations, under
-limits."""
+_OF_PARTS = re.compile(r"\btype\b(?s:.*)\btext\b")
+_OF_CALLS = re.compile(r"\btool_calls\b(?s:.*)\barguments\b")
+"""Patterns of templates that may need these lines.
+
+Other templates are not tried: rendering is for conversations, under limits.
+"""
 _OF_THOUGHTS = ("thinking", "reasoning")
 """Names of an answer's reasoning in templates that do not read it as `reasoning_content`."""
-_QUESTION, _ANSWER, _VALUE, _NAME = "ft_question", "ft_answer", "ft_value", "ft_participant"
+_QUESTION = "ft_question"
+_ANSWER = "ft_answer"
+_VALUE = "ft_value"
+_NAME = "ft_participant"
 _THOUGHT = "ft_thought"
 _USER = {"role": "user", "content": _QUESTION}
 _CHAT = [_USER, {"role": "assistant", "content": _ANSWER}]
 _CHAT_WITH_THOUGHT = [
     _USER,
-    {"role": "assistant", "content": _ANSWER, **dict.fromkeys(("reasoning_content", *_OF_THOUGHTS), _THOUGHT)},
+    {
+        "role": "assistant",
+        "content": _ANSWER,
+        **dict.fromkeys(("reasoning_content", *_OF_THOUGHTS), _THOUGHT),
+    },
 ]
-_CALL = {"id": "ftcallone", "type": "function", "function": {"name": "ft_name", "arguments": {"ft_key": _VALUE}}}
+_CALL = {
+    "id": "ftcallone",
+    "type": "function",
+    "function": {"name": "ft_name", "arguments": {"ft_key": _VALUE}},
+}
 _CHAT_WITH_CALL = [_USER, {"role": "assistant", "content": "", "tool_calls": [_CALL]}]
 
 
@@ -104,7 +121,9 @@ def fitted_template(template: str, render: Render) -> str:
     return template
 
 
-def _with_lines(render: Render, template: str, lines: str, chat: list[dict[str, Any]], words: Sequence[str]) -> str:
+def _with_lines(
+    render: Render, template: str, lines: str, chat: list[dict[str, Any]], words: Sequence[str]
+) -> str:
     """The template, with `lines` in front if it writes the words of the chat only then."""
     for candidate in (template, lines + template):
         with contextlib.suppress(LineError):
@@ -124,18 +143,31 @@ class ChatTemplate:
 
     @classmethod
     def of(cls, tokenizer: Any, chat_template: str = "") -> ChatTemplate | None:
-        """The template of a tokenizer. `chat_template`: used in place of it. None: there is none."""
+        """The template of a tokenizer.
+
+        `chat_template`: used in place of it. None: there is none.
+        """
         given = chat_template or tokenizer.chat_template
         if not given:
             return None
         sources = ((_DEFAULT, given),) if isinstance(given, str) else tuple(given.items())
-        return _kept(sources, json.dumps({name: _plain(value) for name, value in tokenizer.special_tokens_map.items()}))
+        return _kept(
+            sources,
+            json.dumps(
+                {name: _plain(value) for name, value in tokenizer.special_tokens_map.items()}
+            ),
+        )
 
     def setting(self, variables: Mapping[str, Variable]) -> ChatTemplate:
-        """The template with a record's variables, before a job's. Raises LineError for one that it does not read."""
+        """The template with a record's variables, before a job's.
+
+        Raises LineError for one that it does not read.
+        """
         if not variables:
             return self
-        return _kept_setting(self, json.dumps(dict(variables)))  # text, since 1 and true are the same to a cache
+        return _kept_setting(
+            self, json.dumps(dict(variables))
+        )  # text, since 1 and true are the same to a cache
 
     @property
     def text(self) -> str:
@@ -148,25 +180,44 @@ class ChatTemplate:
         return CLOCK in self.text
 
     def require_usable(self) -> None:
-        """Raise SpecError for a source with wrong syntax, and for a variable that a job sets and the source does not read."""
+        """Raise SpecError for a source with wrong syntax, and for a variable that a job sets and
+        the source does not read.
+        """
         for text in self.sources.values():
             try:
                 chat_template_utils._compile_jinja_template(text)  # pyright: ignore[reportPrivateUsage]
                 _require_read(text)
             except jinja2.TemplateSyntaxError as error:
-                raise SpecError(f"chat_template: line {error.lineno}: {error.message}.", param="chat_template") from None
+                raise SpecError(
+                    f"chat_template: line {error.lineno}: {error.message}.", param="chat_template"
+                ) from None
 
-    def write(self, messages: list[dict[str, Any]], tools: list[Any] | None, day: date, *, prompt: bool = False) -> str:
-        """A conversation as text. `prompt`: with the generation prompt, which asks for an answer. `day`: the date for templates
-        that write today's. Raises LineError if the template refuses the conversation.
+    def write(
+        self,
+        messages: list[dict[str, Any]],
+        tools: list[Any] | None,
+        day: date,
+        *,
+        prompt: bool = False,
+    ) -> str:
+        """A conversation as text.
+
+        `prompt`: with the generation prompt, which asks for an answer. `day`: the date for
+        templates that write today's. Raises LineError if the template refuses the conversation.
         """
         source = self._fitted[_WITH_TOOLS if tools and _WITH_TOOLS in self.sources else self._usual]
-        return _rendered(source, self.special_tokens, self._named(messages), tools, day, prompt=prompt)
+        return _rendered(
+            source, self.special_tokens, self._named(messages), tools, day, prompt=prompt
+        )
 
     @cached_property
     def _usual(self) -> str:
         if _DEFAULT not in self.sources:
-            raise LineError("", "the base has several chat templates, but not one that is called 'default': give chat_template")
+            raise LineError(
+                "",
+                "the base has several chat templates, but not one that is called 'default': give "
+                "chat_template",
+            )
         return _DEFAULT
 
     @cached_property
@@ -184,16 +235,23 @@ class ChatTemplate:
         if not names or "reasoning_content" in self.text:
             return messages
         return [
-            {**message, **dict.fromkeys(names, message["reasoning_content"])} if "reasoning_content" in message else message
+            {**message, **dict.fromkeys(names, message["reasoning_content"])}
+            if "reasoning_content" in message
+            else message
             for message in messages
         ]
 
 
 @lru_cache(maxsize=32)
 def writes_name(template: ChatTemplate, role: str) -> bool:
-    """True if a template writes the names of participants of this role; False too for one that refuses the conversation with
-    which it is tried. Renders: call it under limits."""
-    chat = [*([{"role": "system", "content": _QUESTION}] if role == "system" else []), *_CHAT, *_CHAT]
+    """True if a template writes the names of participants of this role; False too for one that
+    refuses the conversation with which it is tried. Renders: call it under limits.
+    """
+    chat = [
+        *([{"role": "system", "content": _QUESTION}] if role == "system" else []),
+        *_CHAT,
+        *_CHAT,
+    ]
     named = [{**message, "name": _NAME} if message["role"] == role else message for message in chat]
     with contextlib.suppress(LineError):
         return _NAME in template.write(named, None, date.min)
@@ -206,7 +264,10 @@ def _kept_setting(template: ChatTemplate, variables: str) -> ChatTemplate:
     read = frozenset[str]().union(*map(_read, template.sources.values()))
     for name in given:
         if name not in read:
-            reason = f"is a variable that the base's chat template does not read. {_known(sorted(read))}: leave it out"
+            reason = (
+                "is a variable that the base's chat template does not read. "
+                f"{_known(sorted(read))}: leave it out"
+            )
             raise LineError(f"{VARIABLES}.{name}", reason)
     sources = {name: before(text, given) for name, text in template.sources.items()}
     return ChatTemplate(sources, template.special_tokens)
@@ -218,19 +279,25 @@ def _kept(sources: tuple[tuple[str, str], ...], special_tokens: str) -> ChatTemp
 
 
 def _require_read(source: str) -> None:
-    """Raise SpecError for a variable that a job sets, as lines in front of a source, and the source does not read."""
+    """Raise SpecError for a variable that a job sets, as lines in front of a source, and the source
+    does not read.
+    """
     read = _read(source) if (given := variables_of(source)) else frozenset()
     for name in given:
         if name not in read:
             raise SpecError(
-                f"{VARIABLES}.{name}: the chat template does not read it. {_known(sorted(read))}: leave it out.",
+                f"{VARIABLES}.{name}: the chat template does not read it. {_known(sorted(read))}: "
+                "leave it out.",
                 param=f"{VARIABLES}.{name}",
             )
 
 
 @lru_cache(maxsize=32)
 def _read(source: str) -> frozenset[str]:
-    """The variables that a source reads and a job or a record can set. Raises TemplateSyntaxError."""
+    """The variables that a source reads and a job or a record can set.
+
+    Raises TemplateSyntaxError.
+    """
     environment = chat_template_utils._compile_jinja_template(source).environment  # pyright: ignore[reportPrivateUsage]
     found = jinja2.meta.find_undeclared_variables(environment.parse(without_variables(source)))
     own = found - set(environment.globals) - set(GIVEN)
@@ -256,17 +323,30 @@ def _rendered(
 ) -> str:
     """The text that a tokenizer's `apply_chat_template` makes. Raises LineError."""
     if not messages:
-        raise LineError("", "the base's chat template writes no conversation without a message before the answer")
-    given = [{key: value for key, value in message.items() if value is not None} for message in messages]
+        raise LineError(
+            "",
+            "the base's chat template writes no conversation without a message before the answer",
+        )
+    given = [
+        {key: value for key, value in message.items() if value is not None} for message in messages
+    ]
     try:
-        if CLOCK in source:  # a variable may not be a function, so it is a global of the template that is compiled and kept
+        if (
+            CLOCK in source
+        ):  # a variable may not be a function, so it is a global of the template that is compiled and kept
             compiled: Any = chat_template_utils._compile_jinja_template(source)  # pyright: ignore[reportPrivateUsage]
             compiled.environment.globals[CLOCK] = datetime(day.year, day.month, day.day).strftime
         (text,), _ = chat_template_utils.render_jinja_template(
-            [given], tools=tools, chat_template=source, add_generation_prompt=prompt, **special_tokens
+            [given],
+            tools=tools,
+            chat_template=source,
+            add_generation_prompt=prompt,
+            **special_tokens,
         )
     except (ImportError, MemoryError):  # not an error of the template
         raise
     except Exception as error:  # templates raise what they like, to refuse roles and orders
-        raise LineError("", f"the base's chat template refuses this conversation: {error}") from error
+        raise LineError(
+            "", f"the base's chat template refuses this conversation: {error}"
+        ) from error
     return text

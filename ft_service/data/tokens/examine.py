@@ -1,8 +1,10 @@
-"""The helper process of the service that examines data files for a base: which lines are at fault, and which tokens result.
+"""The helper process of the service that examines data files for a base: which lines are at fault,
+and which tokens result.
 
-`python -m ft_service.data.tokens.examine FILE` reads one request a line and writes one reply a line; before it, further lines
-may report progress (ft_service/data/examiner.py). FILE is the descriptor through which it shows its current task
-(ft_service/data/current_task.py). It ends at the end of its input.
+`python -m ft_service.data.tokens.examine FILE` reads one request a line and writes one reply a
+line; before it, further lines may report progress (ft_service/data/examiner.py). FILE is the
+descriptor through which it shows its current task (ft_service/data/current_task.py). It ends at the
+end of its input.
 """
 
 from __future__ import annotations
@@ -15,7 +17,8 @@ from ft_service.host.quick_imports import begin_imports, end_imports
 
 if __name__ == "__main__":  # before the slow imports
     begin_imports()
-    # transformers imports torch if it is installed. Tokenizers do not need it, and it takes seconds and 250 MB.
+    # transformers imports torch if it is installed. Tokenizers do not need it, and it takes seconds
+    # and 250 MB.
     sys.modules["torch"] = None  # pyright: ignore[reportArgumentType]
 
 import contextlib
@@ -55,7 +58,13 @@ from ft_service.data.token_folder import NOT_KEPT
 from ft_service.data.tokens.chat_template import ChatTemplate, writes_name
 from ft_service.data.tokens.render import writes_date
 from ft_service.data.tokens.sample import Tokens
-from ft_service.data.tokens.sample_limits import GIVE_UP_AFTER, SampleLimits, TimeUp, held_memory, limit_memory
+from ft_service.data.tokens.sample_limits import (
+    GIVE_UP_AFTER,
+    SampleLimits,
+    TimeUp,
+    held_memory,
+    limit_memory,
+)
 from ft_service.data.tokens.sample_view import page_of
 from ft_service.data.tokens.token_cache import Recording, find, tokens_key, unkept
 from ft_service.data.tokens.token_set import TokenSet
@@ -80,7 +89,9 @@ def main() -> None:
     for line in sys.stdin.buffer:
         request = REQUEST.validate_json(line)
         limit_memory(held + request.memory_bytes)
-        progress = ProgressReporter(request.progress_seconds, lambda progress: send(ExamineReply(progress=progress)))
+        progress = ProgressReporter(
+            request.progress_seconds, lambda progress: send(ExamineReply(progress=progress))
+        )
         send(reply_to(request, progress, current_task))
 
 
@@ -94,16 +105,23 @@ class ProgressReporter:
         self._due = time.monotonic() + seconds
 
     def update(self, lines: int, reader: DataReader) -> None:
-        """Report that `lines` lines were examined, if a report is due. The file may have been read a little further."""
+        """Report that `lines` lines were examined, if a report is due.
+
+        The file may have been read a little further.
+        """
         if time.monotonic() >= self._due:
             self._report(ReadProgress(lines, reader.share))
             self._due = time.monotonic() + self._seconds
 
 
-def reply_to(request: ExamineRequest, progress: ProgressReporter, current_task: CurrentTask) -> ExamineReply:
+def reply_to(
+    request: ExamineRequest, progress: ProgressReporter, current_task: CurrentTask
+) -> ExamineReply:
     try:
         with current_task.at(Task.LOADING):
-            tokenizer = _tokenizer(request.model_path, request.tokenizer, request.options.chat_template)
+            tokenizer = _tokenizer(
+                request.model_path, request.tokenizer, request.options.chat_template
+            )
         with SampleLimits(current_task, request.render_seconds, request.memory_bytes) as limits:
             _require_usable_template(tokenizer, limits)
             examination = Examination(tokenizer, request, progress, limits)
@@ -113,7 +131,9 @@ def reply_to(request: ExamineRequest, progress: ProgressReporter, current_task: 
                 return ExamineReply(statistics=examination.statistics())
             return ExamineReply(report=examination.report(examination.destination()))
     except (SpecError, DataError) as error:
-        return ExamineReply(error=ErrorInfo(code=error.code, message=error.message, param=error.param))
+        return ExamineReply(
+            error=ErrorInfo(code=error.code, message=error.message, param=error.param)
+        )
 
 
 @lru_cache(maxsize=1)
@@ -123,7 +143,9 @@ def _tokenizer(model_path: str, digest: str, chat_template: str) -> PreTrainedTo
 
 
 def _require_usable_template(tokenizer: PreTrainedTokenizerBase, limits: SampleLimits) -> None:
-    """Raise SpecError for a chat template with wrong syntax, or one that exceeds a limit before it renders a conversation."""
+    """Raise SpecError for a chat template with wrong syntax, or one that exceeds a limit before it
+    renders a conversation.
+    """
     template = ChatTemplate.of(tokenizer)
     if template is None:
         return
@@ -132,7 +154,9 @@ def _require_usable_template(tokenizer: PreTrainedTokenizerBase, limits: SampleL
             template.require_usable()
     except (TimeUp, MemoryError) as error:
         limit = limits.time if isinstance(error, TimeUp) else f"{limits.memory} of memory"
-        raise SpecError(f"chat_template: reading it takes more than {limit}.", param="chat_template") from None
+        raise SpecError(
+            f"chat_template: reading it takes more than {limit}.", param="chat_template"
+        ) from None
 
 
 @dataclass
@@ -142,7 +166,9 @@ class NotedRecords:
     by_role: dict[str, Lines] = field(default_factory=dict)
     unanswered: Lines = field(default_factory=Lines)
 
-    def noted(self, records: Iterable[tuple[int, Record | Fault]]) -> Iterator[tuple[int, Record | Fault]]:
+    def noted(
+        self, records: Iterable[tuple[int, Record | Fault]]
+    ) -> Iterator[tuple[int, Record | Fault]]:
         """The given records, of which these are noted."""
         for number, record in records:
             for role in () if isinstance(record, Fault) else named_roles(record):
@@ -170,7 +196,10 @@ class Examination:
     request: ExamineRequest
     progress: ProgressReporter
     limits: SampleLimits | None = None
-    """Limits for each sample. The rest of the file is not read once a few samples have exceeded them."""
+    """Limits for each sample.
+
+    The rest of the file is not read once a few samples have exceeded them.
+    """
 
     def destination(self) -> TokenDestination | None:
         """The place for the file's tokens. None: they are not kept."""
@@ -180,20 +209,29 @@ class Examination:
 
     def page(self) -> SamplePage:
         """The samples that the request asks for."""
-        request, page, limits, data = self.request, self.request.show, self.limits, self._open()
+        request = self.request
+        page = self.request.show
+        limits = self.limits
+        data = self._open()
         assert page is not None
         assert limits is not None
         try:
             with limits.rendering(page.after + 1):
                 return page_of(self.tokenizer, data, request.options, request.max_length, page)
         except TimeUp:
-            reason = f"what follows {data.shape.word} {page.after} took longer than {limits.time} to read and to render"
+            reason = (
+                f"what follows {data.shape.word} {page.after} took longer than {limits.time} "
+                "to read and to render"
+            )
         except OSError as error:
             reason = f"cannot be read: {error.strerror}"
         return SamplePage((ShownSample(0, error=reason),), False, data.shape.word, str(data.shape))
 
     def statistics(self) -> DataStatistics:
-        """The statistics that the request asks for. Raises DataError for a file that cannot be trained on."""
+        """The statistics that the request asks for.
+
+        Raises DataError for a file that cannot be trained on.
+        """
         measured = self.request.measure
         assert measured is not None
         with contextlib.ExitStack() as stack:
@@ -202,16 +240,24 @@ class Examination:
                 samples, word = stack.enter_context(self._token_set(param, file))
                 return RecordGroup(samples, word, file.name, pairs=self.request.pairs)
 
-            training, validation = group("training_file", measured.training_file), measured.validation_file
-            return measure(measured, training, None if validation is None else group("validation_file", validation))
+            training = group("training_file", measured.training_file)
+            validation = measured.validation_file
+            return measure(
+                measured,
+                training,
+                None if validation is None else group("validation_file", validation),
+            )
 
     @contextlib.contextmanager
     def _token_set(self, param: Param, file: DataFileRef) -> Iterator[tuple[TokenSet, str]]:
-        """A file's uncut samples while the block runs, tokenised first unless they are kept; and the name of a record. Raises
-        DataError."""
+        """A file's uncut samples while the block runs, tokenised first unless they are kept; and
+        the name of a record. Raises DataError.
+        """
         with contextlib.ExitStack() as stack:
             folder = self.request.tokens or stack.enter_context(TemporaryDirectory(prefix="ft-"))
-            request = replace(self.request, path=file.path, files=file.files, sha256=file.sha256, tokens=folder)
+            request = replace(
+                self.request, path=file.path, files=file.files, sha256=file.sha256, tokens=folder
+            )
             examination = replace(self, request=request)
             destination = examination.destination()
             assert destination is not None
@@ -230,26 +276,35 @@ class Examination:
             yield found.samples, data.shape.word
 
     def report(self, destination: TokenDestination | None = None) -> DataReport:
-        """The report on the file, in memory bounded by a chunk of it and 8 bytes a sample. Raises OSError.
+        """The report on the file, in memory bounded by a chunk of it and 8 bytes a sample.
 
-        `destination`: where the tokens are kept if no line is at fault, and counted if they are there already.
+        Raises OSError.
+
+        `destination`: where the tokens are kept if no line is at fault, and counted if they are
+        there already.
         """
-        request, data, findings = self.request, self._open(), Findings()
+        request = self.request
+        data = self._open()
+        findings = Findings()
         if data.digest() != request.sha256:
             findings.fault(Fault(0, "", "the file has changed since it was uploaded"))
             return findings.report(data.shape)
-        exceeded, noted = 0, NotedRecords()
+        exceeded = 0
+        noted = NotedRecords()
         found = find(destination.folder, destination.key) if destination is not None else None
         if found is not None:
             data.look()
             findings.examples = int(found.samples.records.max(initial=-1)) + 1
             limit = self._length_limit(data)
             alike = found.samples.alike(limit) if request.pairs else None
-            counts = _counts(found.samples.lengths, found.samples.targets_within(limit), limit, alike)
+            counts = _counts(
+                found.samples.lengths, found.samples.targets_within(limit), limit, alike
+            )
             if not request.pairs:
                 records, made = np.unique(found.samples.records, return_counts=True)
                 counts = replace(counts, several=Lines.of((records[made > 1] + 1).tolist()))
-            unread_names, noted.unanswered = found.samples.unread_names, found.samples.unanswered
+            unread_names = found.samples.unread_names
+            noted.unanswered = found.samples.unanswered
             found.entry.close()
         elif destination is None:
             counts, exceeded = self._tokenize(data, findings, noted, None)
@@ -260,21 +315,33 @@ class Examination:
                 unread_names = self._unread(noted)
                 if not findings.faults_total:
                     dated = writes_date(self.tokenizer)
-                    recording.publish(dated=dated, unread_names=unread_names, unanswered=noted.unanswered)
+                    recording.publish(
+                        dated=dated, unread_names=unread_names, unanswered=noted.unanswered
+                    )
             destination.error = recording.error
         if counts.cut and request.options.columns.of_prompts and not findings.faults_total:
             text = (
-                f"{counts.cut:,} of its prompts have more than {request.max_length:,} tokens (training.max_length, less the "
-                f"room for an answer); the longest has {counts.longest:,}. Raise training.max_length, or leave them out"
+                f"{counts.cut:,} of its prompts have more than {request.max_length:,} tokens "
+                "(training.max_length, less the "
+                f"room for an answer); the longest has {counts.longest:,}. Raise "
+                "training.max_length, or leave them out"
             )
             findings.fault(Fault(0, "", text))
         if findings.examples and not counts.samples and not findings.faults_total:
             findings.fault(Fault(0, "", nothing_to_learn(request.max_length, pairs=request.pairs)))
         report = findings.report(data.shape, counts, unread=exceeded >= GIVE_UP_AFTER)
-        # Kept tokens do without a tokenizer: that the base has a template was told when they were made.
+        # Kept tokens do without a tokenizer: that the base has a template was told when they were
+        # made.
         is_chat = self.tokenizer is not None and ChatTemplate.of(self.tokenizer) is not None
-        joined, as_chats = report.joined if is_chat else (), bool(request.options.columns.apply_chat_template)
-        return replace(report, joined=joined, as_chats=as_chats, unread_names=unread_names, unanswered=noted.unanswered)
+        joined = report.joined if is_chat else ()
+        as_chats = bool(request.options.columns.apply_chat_template)
+        return replace(
+            report,
+            joined=joined,
+            as_chats=as_chats,
+            unread_names=unread_names,
+            unanswered=noted.unanswered,
+        )
 
     def _unread(self, noted: NotedRecords) -> dict[str, Lines]:
         """The records with names that the chat template does not write, by role."""
@@ -283,23 +350,35 @@ class Examination:
             return {}
         try:
             with self.limits.rendering(0) if self.limits is not None else contextlib.nullcontext():
-                return {role: noted.by_role[role] for role in sorted(noted.by_role) if not writes_name(template, role)}
+                return {
+                    role: noted.by_role[role]
+                    for role in sorted(noted.by_role)
+                    if not writes_name(template, role)
+                }
         except (TimeUp, MemoryError):
             return {}
 
     def _tokenize(
         self, data: DataReader, findings: Findings, noted: NotedRecords, recording: Recording | None
     ) -> tuple[Counts, int]:
-        """Counts of all samples, and how many samples exceeded a limit. Faults go into `findings` and end the recording;
-        records with names go into `noted`."""
-        pairs, options = self.request.pairs, self.request.options
+        """Counts of all samples, and how many samples exceeded a limit.
+
+        Faults go into `findings` and end the recording; records with names go into `noted`.
+        """
+        pairs = self.request.pairs
+        options = self.request.options
         exceeded = 0
-        lengths, targets, alike = array("i"), array("i"), array("b")  # 8 bytes a sample, and one a pair
+        # 8 bytes a sample, and one a pair
+        lengths = array("i")
+        targets = array("i")
+        alike = array("b")
         several = Lines()
         with data as reader, contextlib.ExitStack() as stack:
             records = noted.noted(reader)
             source = answers(records) if pairs else records
-            for of_record in stack.enter_context(closing(tokenize(self.tokenizer, source, self.limits, options))):
+            for of_record in stack.enter_context(
+                closing(tokenize(self.tokenizer, source, self.limits, options))
+            ):
                 if isinstance(of_record, Fault):
                     findings.fault(of_record)
                     exceeded += of_record.over_limit
@@ -318,25 +397,41 @@ class Examination:
                         several = several.with_line(findings.examples)
                     alike.append(pairs and cut[0].target_count > 0 and cut[0].is_same(cut[1]))
                 self.progress.update(findings.examples + findings.faults_total, reader)
-        counts = _counts(lengths, targets, self._length_limit(data), np.asarray(alike, np.bool_) if pairs else None)
+        counts = _counts(
+            lengths,
+            targets,
+            self._length_limit(data),
+            np.asarray(alike, np.bool_) if pairs else None,
+        )
         return replace(counts, several=several), exceeded
 
     def _open(self) -> DataReader:
         return open_data(Path(self.request.path), self.request.files, self.request.options.columns)
 
     def _length_limit(self, data: DataReader) -> int:
-        """Tokens of a sample that are used. Samples that are learned whole are split into windows, so all their tokens are."""
+        """Tokens of a sample that are used.
+
+        Samples that are learned whole are split into windows, so all their tokens are.
+        """
         request = self.request
-        is_whole = not request.pairs and (data.shape.format is Format.TEXT or request.options.train_on == "everything")
+        is_whole = not request.pairs and (
+            data.shape.format is Format.TEXT or request.options.train_on == "everything"
+        )
         return sys.maxsize if is_whole else request.max_length
 
 
 def _counts(lengths: ArrayLike, targets: ArrayLike, limit: int, alike: np.ndarray | None) -> Counts:
-    """The counts of samples. `lengths`: integers [samples], their tokens; `targets`: integers [samples], the targets within
-    the first `limit` tokens; `alike`: bool [pairs], TokenSet.alike, or None if these are no pairs. The two samples of a pair
-    are used together or not at all."""
-    lengths, targets = np.asarray(lengths), np.asarray(targets)
-    kept = np.minimum(lengths, min(limit, int(lengths.max(initial=0))))  # the limit itself may not fit into the array's type
+    """The counts of samples.
+
+    `lengths`: integers [samples], their tokens; `targets`: integers [samples], the targets within
+    the first `limit` tokens; `alike`: bool [pairs], TokenSet.alike, or None if these are no pairs.
+    The two samples of a pair are used together or not at all.
+    """
+    lengths = np.asarray(lengths)
+    targets = np.asarray(targets)
+    kept = np.minimum(
+        lengths, min(limit, int(lengths.max(initial=0)))
+    )  # the limit itself may not fit into the array's type
     lost = lengths - kept
     together = 1 if alike is None else 2
     with_targets = (targets > 0).reshape(-1, together).all(axis=1)

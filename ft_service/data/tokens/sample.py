@@ -1,4 +1,7 @@
-"""One sample as the model sees it. Without torch, since the service's own processes count tokens too."""
+"""One sample as the model sees it.
+
+Without torch, since the service's own processes count tokens too.
+"""
 
 from __future__ import annotations
 
@@ -9,8 +12,11 @@ import numpy as np
 
 @dataclass(frozen=True)
 class Tokens:
-    """The tokens of a sample. `ids`: int32 [length]. `targets`: bool [length], whether the model is trained to produce the
-    token."""
+    """The tokens of a sample.
+
+    `ids`: int32 [length]. `targets`: bool [length], whether the model is trained to produce the
+    token.
+    """
 
     ids: np.ndarray
     targets: np.ndarray

@@ -1,8 +1,9 @@
 """Limits on time and memory for one sample, in the process that reads data files (examine.py).
 
-Chat templates and tokenizers come with bases, and chats from any user: a sample that takes too long or too much memory is a
-fault of its line. Templates run in Python, where a signal interrupts them. Tokenizers do not: the process that waits for this
-one sees by its current task that it is stuck, and kills it.
+Chat templates and tokenizers come with bases, and chats from any user: a sample that takes too long
+or too much memory is a fault of its line. Templates run in Python, where a signal interrupts them.
+Tokenizers do not: the process that waits for this one sees by its current task that it is stuck,
+and kills it.
 """
 
 from __future__ import annotations
@@ -22,19 +23,24 @@ from ft_service.data.current_task import CurrentTask, Task
 TICK_SECONDS = 0.25
 """Interval between checks of a sample's time."""
 GIVE_UP_AFTER = 3
-"""Samples beyond a limit after which the rest of a file is not read: each takes seconds, and more would say nothing new."""
+"""Samples beyond a limit after which the rest of a file is not read: each takes seconds, and more
+would say nothing new.
+"""
 
 
 class TimeUp(BaseException):
-    """A sample took too long. Not an Exception, so that no handler for errors of the template catches it."""
+    """A sample took too long.
+
+    Not an Exception, so that no handler for errors of the template catches it.
+    """
 
 
 class SampleLimits:
     """The limits while one file is read, for the main thread."""
 
     def __init__(self, current_task: CurrentTask, seconds: float, memory_bytes: int) -> None:
-        """`seconds`: processor time for rendering one sample, without time for other work on the host. `memory_bytes`:
-        the limit that `limit_memory` set, for messages.
+        """`seconds`: processor time for rendering one sample, without time for other work on the
+        host. `memory_bytes`: the limit that `limit_memory` set, for messages.
         """
         self._current_task = current_task
         self._seconds = seconds
@@ -49,7 +55,12 @@ class SampleLimits:
         signal.setitimer(signal.ITIMER_REAL, TICK_SECONDS, TICK_SECONDS)
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
         signal.setitimer(signal.ITIMER_REAL, 0.0)
 
     @contextlib.contextmanager
@@ -100,10 +111,15 @@ def mebibytes(count: int) -> str:
 
 def held_memory() -> int:
     """The private memory of this process, in bytes."""
-    return int(Path("/proc/self/statm").read_text(encoding="utf-8").split()[5]) * resource.getpagesize()
+    return (
+        int(Path("/proc/self/statm").read_text(encoding="utf-8").split()[5])
+        * resource.getpagesize()
+    )
 
 
 def limit_memory(count: int) -> None:
     """Make allocations beyond `count` bytes fail, or beyond the host's limit if that is lower."""
     _, hard = resource.getrlimit(resource.RLIMIT_DATA)
-    resource.setrlimit(resource.RLIMIT_DATA, (count if hard == resource.RLIM_INFINITY else min(count, hard), hard))
+    resource.setrlimit(
+        resource.RLIMIT_DATA, (count if hard == resource.RLIM_INFINITY else min(count, hard), hard)
+    )

@@ -1,7 +1,7 @@
 """Samples as the model sees them: every token with its text and its role.
 
-The texts of a sample's tokens, joined, are the sample's text: characters between two tokens belong to the second one, and of
-several tokens that encode one character, the first one has its text.
+The texts of a sample's tokens, joined, are the sample's text: characters between two tokens belong
+to the second one, and of several tokens that encode one character, the first one has its text.
 """
 
 from __future__ import annotations
@@ -15,7 +15,14 @@ from transformers import PreTrainedTokenizerBase
 
 from ft_service.data.formats.reading import DataReader
 from ft_service.data.line_errors import Fault, LineError
-from ft_service.data.sample_kinds import Conversation, GradedPrompt, Pair, PromptCompletion, Record, Text
+from ft_service.data.sample_kinds import (
+    Conversation,
+    GradedPrompt,
+    Pair,
+    PromptCompletion,
+    Record,
+    Text,
+)
 from ft_service.data.sample_request import Answer, RecordRange, SamplePage, ShownSample, ShownToken
 from ft_service.data.token_options import TokenOptions
 from ft_service.data.tokens.answer_markers import Span
@@ -23,19 +30,31 @@ from ft_service.data.tokens.render import words_of
 from ft_service.data.tokens.tokenize import SampleCheck, SampleText, as_texts, encode
 
 MOST_CHARACTERS = 1024**2
-"""Characters of a sample that is shown, at most. A longer one takes the time of the whole page, and gigabytes."""
+"""Characters of a sample that is shown, at most.
+
+A longer one takes the time of the whole page, and gigabytes.
+"""
 
 Shown = Conversation | PromptCompletion | Text | GradedPrompt
 """A record that is no pair."""
 
 
 def page_of(
-    tokenizer: PreTrainedTokenizerBase, data: DataReader, options: TokenOptions, max_length: int, page: RecordRange
+    tokenizer: PreTrainedTokenizerBase,
+    data: DataReader,
+    options: TokenOptions,
+    max_length: int,
+    page: RecordRange,
 ) -> SamplePage:
-    """A page of a file's records as samples. Reads the file from its beginning. Raises OSError, SpecError."""
+    """A page of a file's records as samples.
+
+    Reads the file from its beginning. Raises OSError, SpecError.
+    """
     shown: list[ShownSample] = []
     with data, closing(iter(data)) as records:
-        following = ((number, record) for number, record in records if number > page.after or not number)
+        following = (
+            (number, record) for number, record in records if number > page.after or not number
+        )
         for number, record in islice(following, page.limit):
             shown += _shown(tokenizer, number, record, options, max_length)
         more = next(following, None) is not None
@@ -43,13 +62,21 @@ def page_of(
 
 
 def _shown(
-    tokenizer: PreTrainedTokenizerBase, number: int, record: Record | Fault, options: TokenOptions, max_length: int
+    tokenizer: PreTrainedTokenizerBase,
+    number: int,
+    record: Record | Fault,
+    options: TokenOptions,
+    max_length: int,
 ) -> Iterator[ShownSample]:
     if isinstance(record, Fault):
         yield ShownSample(number, error=f"{record.field} {record.reason}".strip())
         return
     parts: dict[Answer, Shown]
-    parts = {"preferred": record.preferred, "rejected": record.rejected} if isinstance(record, Pair) else {"": record}
+    parts = (
+        {"preferred": record.preferred, "rejected": record.rejected}
+        if isinstance(record, Pair)
+        else {"": record}
+    )
     for answer, part in parts.items():
         try:
             for sample in as_texts(tokenizer, options, part):
@@ -67,14 +94,24 @@ def _sample(
     answer: Answer,
 ) -> ShownSample:
     """A sample with the text and role of every token. Raises LineError."""
-    text, record = sample.text, sample.source
+    text = sample.text
+    record = sample.source
     if len(text) > MOST_CHARACTERS:
-        raise LineError("", f"has {len(text):,} characters, and samples of at most {MOST_CHARACTERS:,} are shown")
+        raise LineError(
+            "",
+            f"has {len(text):,} characters, and samples of at most {MOST_CHARACTERS:,} are shown",
+        )
     (encoding,) = encode(tokenizer, [(number, sample)], None)
     tokens = SampleCheck(tokenizer, options).tokens(sample, encoding)
-    whole = tokens.target_count >= len(tokens.ids) - 1  # such samples are split into windows, and not cut
+    whole = (
+        tokens.target_count >= len(tokens.ids) - 1
+    )  # such samples are split into windows, and not cut
     max_length = max(max_length, len(tokens.ids)) if whole and not answer else max_length
-    words = words_of(tokenizer, record, text, options) if isinstance(record, Conversation) else _bare_words(record, text)
+    words = (
+        words_of(tokenizer, record, text, options)
+        if isinstance(record, Conversation)
+        else _bare_words(record, text)
+    )
     inside = _starts_within(encoding.offsets, words)
     shown: list[ShownToken] = []
     end = 0
@@ -94,7 +131,9 @@ def _bare_words(record: PromptCompletion | Text | GradedPrompt, text: str) -> li
     """The spans of a record's own text, in its order."""
     if isinstance(record, GradedPrompt):
         contents = (message.get("content") for message in record.messages)
-        parts = [words for content in contents if isinstance(content, str) and (words := content.strip())]
+        parts = [
+            words for content in contents if isinstance(content, str) and (words := content.strip())
+        ]
     else:
         parts = [record.text if isinstance(record, Text) else record.prompt]
     spans: list[Span] = []

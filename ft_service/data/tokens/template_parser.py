@@ -1,4 +1,6 @@
-"""Reconstruction of a conversation from the tokens of its prompt, for chat templates that allow it."""
+"""Reconstruction of a conversation from the tokens of its prompt, for chat templates that allow
+it.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +17,9 @@ _MARKS = ("qfirstq", "qsecondq", "qthirdq", "qfourthq")
 
 
 def turns_of(ids: Iterable[int], tokenizer: Any, write: Write) -> list[dict[str, Any]] | None:
-    """The messages from which a prompt was rendered; rendered again, they give exactly these tokens. None: not known."""
+    """The messages from which a prompt was rendered; rendered again, they give exactly these
+    tokens. None: not known.
+    """
     tokens = [int(token) for token in ids]
     text = tokenizer.decode(tokens, skip_special_tokens=False, clean_up_tokenization_spaces=False)
     for messages in _guesses(text, write):
@@ -29,12 +33,15 @@ def turns_of(ids: Iterable[int], tokenizer: Any, write: Write) -> list[dict[str,
 
 
 def _guesses(text: str, write: Write) -> Iterator[list[dict[str, Any]]]:
-    """Conversations that may have this text, first without a system message, since such a message may match any beginning."""
+    """Conversations that may have this text, first without a system message, since such a message
+    may match any beginning.
+    """
     for roles in (("user", "assistant", "user"), ("system", "user", "assistant", "user")):
         parts = _between(roles, write)
         if parts is None or not (text.startswith(parts[0]) and text.endswith(parts[-1])):
             continue
-        begin, end = len(parts[0]), len(text) - len(parts[-1])
+        begin = len(parts[0])
+        end = len(text) - len(parts[-1])
         behind = {"system": parts[1], "user": parts[-3], "assistant": parts[-2]}
         messages: list[dict[str, Any]] = []
         role = roles[0]
@@ -47,7 +54,10 @@ def _guesses(text: str, write: Write) -> Iterator[list[dict[str, Any]]]:
 
 
 def _between(roles: Sequence[str], write: Write) -> list[str] | None:
-    """The template's text before, between and after messages of these roles. None: it refuses them."""
+    """The template's text before, between and after messages of these roles.
+
+    None: it refuses them.
+    """
     messages = [{"role": role, "content": mark} for role, mark in zip(roles, _MARKS, strict=False)]
     try:
         text = write(messages)

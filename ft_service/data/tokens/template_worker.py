@@ -1,7 +1,9 @@
-"""The process that renders conversations with one chat template, under limits (ft_service/data/template_process.py).
+"""The process that renders conversations with one chat template, under limits
+(ft_service/data/template_process.py).
 
-`python -m ft_service.data.tokens.template_worker` reads a line of JSON with the template and its limits, then one conversation
-a line, and replies to each with one line: its text, or the error. It ends at the end of its input.
+`python -m ft_service.data.tokens.template_worker` reads a line of JSON with the template and its
+limits, then one conversation a line, and replies to each with one line: its text, or the error. It
+ends at the end of its input.
 """
 
 from __future__ import annotations
@@ -43,13 +45,17 @@ def main() -> None:
         sys.stdout.buffer.flush()
 
 
-def _reply(template: ChatTemplate, line: bytes, seconds: float, memory_bytes: int) -> dict[str, Any]:
+def _reply(
+    template: ChatTemplate, line: bytes, seconds: float, memory_bytes: int
+) -> dict[str, Any]:
     """The reply to a request: `text`, or `refused` or `limit` with the reason."""
     try:
         request = json.loads(line)
         day = date.fromisoformat(request["day"])
         with _limited(seconds):
-            text = template.write(request["messages"], request["tools"], day, prompt=request["prompt"])
+            text = template.write(
+                request["messages"], request["tools"], day, prompt=request["prompt"]
+            )
         if len(text) > MOST_CHARACTERS:
             return {"limit": f"wrote more than {MOST_CHARACTERS:,} characters"}
         return {"text": text}
@@ -63,8 +69,10 @@ def _reply(template: ChatTemplate, line: bytes, seconds: float, memory_bytes: in
 
 @contextlib.contextmanager
 def _limited(seconds: float) -> Iterator[None]:
-    """Limit the processor time of the block. Raises TimeUp inside the block; during one long operation in C code, where Python
-    does not run signal handlers, the kernel ends the process one or two seconds later.
+    """Limit the processor time of the block.
+
+    Raises TimeUp inside the block; during one long operation in C code, where Python does not run
+    signal handlers, the kernel ends the process one or two seconds later.
     """
     _, hard = resource.getrlimit(resource.RLIMIT_CPU)
     resource.setrlimit(resource.RLIMIT_CPU, (math.ceil(time.process_time() + seconds) + 1, hard))

@@ -1,4 +1,6 @@
-"""Token sets in a folder, by key: looked up, or recorded while a file is read. Safe for concurrent processes.
+"""Token sets in a folder, by key: looked up, or recorded while a file is read.
+
+Safe for concurrent processes.
 
 The key is made of everything that determines a data file's tokens. No tokenizer is loaded for it.
 """
@@ -39,18 +41,23 @@ BYTES_OF_TEXT = 2.0
 _WITH_TEMPLATE = ("tokenizer_config.json", "chat_template.json")
 
 
-def tokens_key(model_path: str, sha256: str, options: TokenOptions = DEFAULT, *, pairs: bool = False) -> str:
-    """The key of a data file's token set for a base. `sha256`: the data file's; `pairs`: it holds pairs of answers. Raises
-    OSError.
+def tokens_key(
+    model_path: str, sha256: str, options: TokenOptions = DEFAULT, *, pairs: bool = False
+) -> str:
+    """The key of a data file's token set for a base.
+
+    `sha256`: the data file's; `pairs`: it holds pairs of answers. Raises OSError.
 
     training.max_length is not part of the key, since samples are stored uncut.
     """
     return entry_key(sha256, tokenizing_digest(model_path, options, pairs=pairs))
 
 
-def tokenizing_digest(model_path: str, options: TokenOptions = DEFAULT, *, pairs: bool = False) -> str:
-    """A digest of the tokenizer's files (chat templates included), of the version of the code and libraries that use them, and
-    of the job's options; of the date only if a template may write it.
+def tokenizing_digest(
+    model_path: str, options: TokenOptions = DEFAULT, *, pairs: bool = False
+) -> str:
+    """A digest of the tokenizer's files (chat templates included), of the version of the code and
+    libraries that use them, and of the job's options; of the date only if a template may write it.
     """
     folder = Path(model_path)
     files = tokenizer_files(folder)
@@ -71,11 +78,17 @@ def tokenizing_digest(model_path: str, options: TokenOptions = DEFAULT, *, pairs
 
 
 def may_write_date(files: Sequence[Path], chat_template: str) -> bool:
-    """Return whether the chat template may write the date. `files`: the tokenizer's. `chat_template`: the job's; empty: the
-    base's."""
+    """Return whether the chat template may write the date.
+
+    `files`: the tokenizer's. `chat_template`: the job's; empty: the base's.
+    """
     if chat_template:
         return CLOCK in chat_template
-    return any(CLOCK.encode() in path.read_bytes() for path in files if path.suffix == ".jinja" or path.name in _WITH_TEMPLATE)
+    return any(
+        CLOCK.encode() in path.read_bytes()
+        for path in files
+        if path.suffix == ".jinja" or path.name in _WITH_TEMPLATE
+    )
 
 
 @dataclass(frozen=True)
@@ -99,17 +112,23 @@ def find(folder: Path | None, key: str) -> FoundTokenSet | None:
 
 
 def unkept(folder: Path, error: OSError | None) -> str:
-    """The reason why a file's tokens could not be kept, as text that follows the file's name. `folder`: that of the token
-    sets."""
+    """The reason why a file's tokens could not be kept, as text that follows the file's name.
+
+    `folder`: that of the token sets.
+    """
     if error is None:
         return f"its tokens were written to {folder}, and are not there."
     if error.errno in disk.NO_LOCKS:
         return (
-            f"its tokens cannot be kept: the file system of {folder} has no locks ({error.strerror}). Have FT_TOKENS name a "
+            f"its tokens cannot be kept: the file system of {folder} has no locks "
+            f"({error.strerror}). Have FT_TOKENS name a "
             "folder on one that has."
         )
     if error.errno in disk.NO_ROOM:
-        return f"its tokens find no room: {disk.no_room(folder, error)} ({error.strerror}; they take half of the disk at most.)"
+        return (
+            f"its tokens find no room: {disk.no_room(folder, error)} ({error.strerror}; they "
+            "take half of the disk at most.)"
+        )
     return f"its tokens cannot be kept in {folder}: {error.strerror or error}."
 
 
@@ -133,13 +152,20 @@ class Recording:
             remove_damaged(self._cache, self._key)
             self._staged = self._cache.stage(self._size)
             if self._staged is None:
-                raise OSError(errno.ENOSPC, f"about {self._size:,} bytes are needed", str(self._cache.folder))
+                raise OSError(
+                    errno.ENOSPC, f"about {self._size:,} bytes are needed", str(self._cache.folder)
+                )
             self._writer = TokenSetWriter(self._staged.folder).__enter__()
         except OSError as error:
             self._failed(error)
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
         self.stop()
 
     def add(self, sample: Tokens) -> None:
@@ -149,8 +175,17 @@ class Recording:
             except OSError as error:
                 self._failed(error)
 
-    def publish(self, *, dated: bool, unread_names: Mapping[str, Lines] | None = None, unanswered: Lines | None = None) -> None:
-        """Make the recorded token set the entry of the key, unless there is one already. All are fields of the TokenSet."""
+    def publish(
+        self,
+        *,
+        dated: bool,
+        unread_names: Mapping[str, Lines] | None = None,
+        unanswered: Lines | None = None,
+    ) -> None:
+        """Make the recorded token set the entry of the key, unless there is one already.
+
+        All are fields of the TokenSet.
+        """
         if self._writer is None or self._staged is None:
             return
         try:
@@ -159,7 +194,8 @@ class Recording:
         except OSError as error:
             self._failed(error)
             return
-        staged, self._staged = self._staged, None
+        staged = self._staged
+        self._staged = None
         self._cache.publish(staged, self._key)
 
     def stop(self) -> None:
@@ -171,7 +207,8 @@ class Recording:
             self._staged = None
 
     def _close_writer(self) -> None:
-        writer, self._writer = self._writer, None
+        writer = self._writer
+        self._writer = None
         if writer is not None:
             writer.__exit__(None, None, None)
 

@@ -1,4 +1,6 @@
-"""The samples of a data file as flat arrays, in memory or mapped from files, without a Python object for each sample."""
+"""The samples of a data file as flat arrays, in memory or mapped from files, without a Python
+object for each sample.
+"""
 
 from __future__ import annotations
 
@@ -15,15 +17,20 @@ from ft_service.data.tokens.sample import Tokens
 
 @dataclass(frozen=True, eq=False)
 class TokenSet(Sequence[Tokens]):
-    """Samples in the order of their file. Reading a sample reads only its own tokens; `lengths` and `target_counts` read
-    none."""
+    """Samples in the order of their file.
+
+    Reading a sample reads only its own tokens; `lengths` and `target_counts` read none.
+    """
 
     ids: np.ndarray
     """int32 [tokens]: the ids of all samples, one after the other. Read-only if mapped."""
     targets: np.ndarray
     """bool [tokens]: the model is trained to produce this token."""
     begins: np.ndarray
-    """int64 [samples]: the place of each sample's first token. Tokens between two samples were cut."""
+    """int64 [samples]: the place of each sample's first token.
+
+    Tokens between two samples were cut.
+    """
     lengths: np.ndarray
     """int64 [samples]: the number of tokens of each sample."""
     target_counts: np.ndarray
@@ -37,7 +44,9 @@ class TokenSet(Sequence[Tokens]):
     dated: bool = False
     """The chat template may write the date, so tomorrow's tokens may differ."""
     unread_names: Mapping[str, Lines] = field(default_factory=dict)
-    """Role → records of the file with names of participants of this role, which the chat template does not write."""
+    """Role → records of the file with names of participants of this role, which the chat template
+    does not write.
+    """
     unanswered: Lines = field(default_factory=Lines)
     """Records of the file with messages after the last answer."""
 
@@ -47,7 +56,9 @@ class TokenSet(Sequence[Tokens]):
         digest = TokensDigest()
         given = [digest.add(sample) for sample in samples]
         lengths = np.array([len(sample.ids) for sample in given], dtype=np.int64)
-        ids = np.concatenate([np.empty(0, np.int32), *(sample.ids for sample in given)], dtype=np.int32)
+        ids = np.concatenate(
+            [np.empty(0, np.int32), *(sample.ids for sample in given)], dtype=np.int32
+        )
         return cls(
             ids=ids,
             targets=np.concatenate([np.empty(0, np.bool_), *(sample.targets for sample in given)]),
@@ -71,15 +82,19 @@ class TokenSet(Sequence[Tokens]):
         """A copy of a sample; for a slice, a set of these samples without copies."""
         if isinstance(index, slice):
             return self.some(index)
-        begin, length = int(self.begins[index]), int(self.lengths[index])
-        return Tokens(self.ids[begin : begin + length].copy(), self.targets[begin : begin + length].copy())
+        begin = int(self.begins[index])
+        length = int(self.lengths[index])
+        return Tokens(
+            self.ids[begin : begin + length].copy(), self.targets[begin : begin + length].copy()
+        )
 
     def cut(self, max_length: int, *, pairs: bool = False, alike: bool = False) -> TokenSet:
-        """The samples for training: the first `max_length` tokens of each; samples that are left without a target are dropped.
+        """The samples for training: the first `max_length` tokens of each; samples that are left
+        without a target are dropped.
 
-        `pairs`: both samples of a pair are dropped if one is left without a target, or if they are the same then; `alike`: the
-        latter are kept. Copies no tokens, and reads only the targets of the samples that are cut, and the tokens of equally
-        long answers.
+        `pairs`: both samples of a pair are dropped if one is left without a target, or if they are
+        the same then; `alike`: the latter are kept. Copies no tokens, and reads only the targets of
+        the samples that are cut, and the tokens of equally long answers.
         """
         counts = self.targets_within(max_length)
         cut = replace(self, lengths=np.minimum(self.lengths, max_length), target_counts=counts)
@@ -90,10 +105,14 @@ class TokenSet(Sequence[Tokens]):
         return cut if kept.all() else cut.some(kept)
 
     def alike(self, max_length: int) -> np.ndarray:
-        """bool [pairs]: whether the two samples of each pair are the same after the cut, and have targets left. Reads only
-        those that are equally long then."""
-        counts, lengths = self.targets_within(max_length).reshape(-1, 2), np.minimum(self.lengths, max_length).reshape(-1, 2)
-        alike = (counts[:, 0] > 0) & (counts[:, 0] == counts[:, 1]) & (lengths[:, 0] == lengths[:, 1])
+        """bool [pairs]: whether the two samples of each pair are the same after the cut, and have
+        targets left. Reads only those that are equally long then.
+        """
+        counts = self.targets_within(max_length).reshape(-1, 2)
+        lengths = np.minimum(self.lengths, max_length).reshape(-1, 2)
+        alike = (
+            (counts[:, 0] > 0) & (counts[:, 0] == counts[:, 1]) & (lengths[:, 0] == lengths[:, 1])
+        )
         for pair in np.flatnonzero(alike):
             alike[pair] = self[2 * pair].cut(max_length).is_same(self[2 * pair + 1].cut(max_length))
         return alike
@@ -123,7 +142,11 @@ class TokensDigest:
 
     def add(self, sample: Tokens) -> Tokens:
         """Add the sample, and return it."""
-        arrays = (sample.ids.astype("<i4", copy=False), sample.targets, np.array([len(sample.ids)], "<i8"))
+        arrays = (
+            sample.ids.astype("<i4", copy=False),
+            sample.targets,
+            np.array([len(sample.ids)], "<i8"),
+        )
         for part, array in zip(self._parts, arrays, strict=True):
             part.update(array.tobytes())
         return sample
@@ -133,5 +156,7 @@ class TokensDigest:
 
     @staticmethod
     def combined(parts: Sequence[hashlib._Hash]) -> str:
-        """The digest from the hashes of all ids (int32), all targets (one byte each) and all lengths (int64)."""
+        """The digest from the hashes of all ids (int32), all targets (one byte each) and all
+        lengths (int64).
+        """
         return hashlib.sha256(b"".join(part.digest() for part in parts)).hexdigest()

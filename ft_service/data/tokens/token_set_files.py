@@ -2,13 +2,13 @@
 
     ids.bin             int32 [tokens]; all files are little-endian
     targets.bin         uint8 [tokens], 0 or 1
-    offsets.bin         int64 [samples + 1]: the place of each sample's first token, and the end of the last
-    target_counts.bin   int64 [samples]
-    records.bin         int64 [samples]: the number of each sample's record, from 0
-    index.json          TokenSetIndex, written last
+    offsets.bin         int64 [samples + 1]: the place of each sample's first token, and the end of
+    the last target_counts.bin   int64 [samples] records.bin         int64 [samples]: the number of
+    each sample's record, from 0 index.json          TokenSetIndex, written last
 
-A folder is written under a temporary name and published by a rename (ft_service/bases/cache_folder.py). A folder whose files do
-not agree with its index is not a token set.
+A folder is written under a temporary name and published by a rename
+(ft_service/bases/cache_folder.py). A folder whose files do not agree with its index is not a token
+set.
 """
 
 from __future__ import annotations
@@ -33,7 +33,12 @@ FORMAT = 2
 """Version of this format."""
 CHUNK_BYTES = 16 * 1024**2
 _OF_SAMPLES = ("target_counts.bin", "records.bin")
-_DTYPES = {"ids.bin": "<i4", "targets.bin": "?", "offsets.bin": "<i8", **dict.fromkeys(_OF_SAMPLES, "<i8")}
+_DTYPES = {
+    "ids.bin": "<i4",
+    "targets.bin": "?",
+    "offsets.bin": "<i8",
+    **dict.fromkeys(_OF_SAMPLES, "<i8"),
+}
 
 
 class TokenSetIndex(BaseModel):
@@ -56,8 +61,9 @@ class TokenSetIndex(BaseModel):
     unanswered: Lines = Field(default_factory=Lines)
     """Both are those of the TokenSet."""
     seal: str = ""
-    """SHA-256 of all fields above; `unread_names` and `unanswered` only if there are some, since earlier releases
-    wrote none."""
+    """SHA-256 of all fields above; `unread_names` and `unanswered` only if there are some, since
+    earlier releases wrote none.
+    """
 
     def sealed(self) -> TokenSetIndex:
         return self.model_copy(update={"seal": self._seal()})
@@ -69,8 +75,14 @@ class TokenSetIndex(BaseModel):
     @property
     def lengths(self) -> dict[str, int]:
         """File name → number of elements."""
-        samples, tokens = self.samples, self.tokens
-        return {"ids.bin": tokens, "targets.bin": tokens, "offsets.bin": samples + 1, **dict.fromkeys(_OF_SAMPLES, samples)}
+        samples = self.samples
+        tokens = self.tokens
+        return {
+            "ids.bin": tokens,
+            "targets.bin": tokens,
+            "offsets.bin": samples + 1,
+            **dict.fromkeys(_OF_SAMPLES, samples),
+        }
 
     def _seal(self) -> str:
         given = {"unread_names": bool(self.unread_names), "unanswered": self.unanswered.count > 0}
@@ -99,7 +111,12 @@ class TokenSetWriter:
             self._stack = stack.pop_all()
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
         self._stack.close()
 
     def add(self, sample: Tokens) -> None:
@@ -116,7 +133,13 @@ class TokenSetWriter:
         self._records.update(record)
         self._files["records.bin"].write(record)
 
-    def finish(self, *, dated: bool, unread_names: Mapping[str, Lines] | None = None, unanswered: Lines | None = None) -> None:
+    def finish(
+        self,
+        *,
+        dated: bool,
+        unread_names: Mapping[str, Lines] | None = None,
+        unanswered: Lines | None = None,
+    ) -> None:
         """Write all samples to the disk and then the index, which makes the folder complete."""
         for file in self._files.values():
             _onto_disk(file)
@@ -136,7 +159,10 @@ class TokenSetWriter:
 
 
 def open_token_set(folder: Path) -> TokenSet | None:
-    """The samples of a folder, mapped without reading tokens. None: it does not hold a complete set."""
+    """The samples of a folder, mapped without reading tokens.
+
+    None: it does not hold a complete set.
+    """
     try:
         index = TokenSetIndex.model_validate_json((folder / INDEX).read_bytes())
         if not index.is_whole:
@@ -144,7 +170,8 @@ def open_token_set(folder: Path) -> TokenSet | None:
         arrays = {name: _mapped(folder / name, count) for name, count in index.lengths.items()}
     except (OSError, ValidationError, ValueError):
         return None
-    offsets, counts = arrays["offsets.bin"], arrays["target_counts.bin"]
+    offsets = arrays["offsets.bin"]
+    counts = arrays["target_counts.bin"]
     lengths = np.diff(offsets)
     ordered = offsets[0] == 0 and offsets[-1] == index.tokens and bool((lengths >= 0).all())
     if not ordered or not bool(((counts >= 0) & (counts <= lengths)).all()):
@@ -165,7 +192,8 @@ def open_token_set(folder: Path) -> TokenSet | None:
 
 
 def damage(folder: Path) -> Generator[None, None, str | None]:
-    """Read all files of a complete set, and return the damage as text that follows its name; None: it is not damaged.
+    """Read all files of a complete set, and return the damage as text that follows its name; None:
+    it is not damaged.
 
     Yields after each CHUNK_BYTES, since reading takes some seconds for each billion tokens.
     """
@@ -192,11 +220,18 @@ def damage(folder: Path) -> Generator[None, None, str | None]:
         return "have another digest than when they were written"
     if records != index.records:
         return "are of other records than when they were written"
-    return None if predicted == int(counts.sum()) else "have other counts of targets than when they were written"
+    return (
+        None
+        if predicted == int(counts.sum())
+        else "have other counts of targets than when they were written"
+    )
 
 
 def _mapped(path: Path, count: int) -> np.ndarray:
-    """A file of `count` elements, mapped read-only. Raises ValueError if its size is another one, OSError."""
+    """A file of `count` elements, mapped read-only.
+
+    Raises ValueError if its size is another one, OSError.
+    """
     dtype = np.dtype(_DTYPES[path.name])
     if path.stat().st_size != count * dtype.itemsize:
         raise ValueError(f"{path} has not {count} elements")

@@ -1,4 +1,5 @@
-"""Launcher for Kubernetes: one Indexed Job per attempt, one pod per node, with our supervisor as PID 1.
+"""Launcher for Kubernetes: one Indexed Job per attempt, one pod per node, with our supervisor as
+PID 1.
 
 profile.py     the operator's settings of pods (FT_POD_PROFILE)
 volumes.py     files of the service that a pod sees

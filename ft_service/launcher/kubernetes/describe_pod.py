@@ -1,7 +1,8 @@
-"""Pods that describe bases: the worker's image reads a folder of the models' volume and prints the document to its log.
+"""Pods that describe bases: the worker's image reads a folder of the models' volume and prints the
+document to its log.
 
-Each base without a description gets a Job with one pod. The service has no torch, and the code that trains a base must describe
-it. The pod sees only the models, and has no GPU.
+Each base without a description gets a Job with one pod. The service has no torch, and the code that
+trains a base must describe it. The pod sees only the models, and has no GPU.
 """
 
 from __future__ import annotations
@@ -41,26 +42,36 @@ class DescribePods:
     """Descriptions of bases by pods in one namespace of a cluster. For any number of threads."""
 
     def __init__(self, cluster: Cluster, profile: PodProfile, site: Site) -> None:
-        self._cluster, self._profile, self._site = cluster, profile, site
+        self._cluster = cluster
+        self._profile = profile
+        self._site = site
         self._reasons: dict[Path, str] = {}
         """Folder of a base → why its pod does not run yet."""
 
     def waits(self, folder: Path) -> str | None:
-        """Return why the pod that describes a base does not run yet; None: it does, or the cluster does not say."""
+        """Return why the pod that describes a base does not run yet; None: it does, or the cluster
+        does not say.
+        """
         return self._reasons.get(folder)
 
     def describe(self, folder: Path, stop: Callable[[], bool]) -> Described:
-        """Return the description of a base, after waiting for its pod. Several servers that need the same base share one Job.
+        """Return the description of a base, after waiting for its pod.
 
-        Raises DescribeError, and DescribeLaterError if the cluster does not answer, has no node for the pod or takes it away.
+        Several servers that need the same base share one Job.
+
+        Raises DescribeError, and DescribeLaterError if the cluster does not answer, has no node for
+        the pod or takes it away.
         """
         seed = f"{files_key(folder)} {self._profile.image} {folder}"
         name = f"ft-describe-{hashlib.sha256(seed.encode()).hexdigest()[:24]}"
         seconds = int(START_SECONDS + SECONDS)
         try:
-            manifest = describe_manifest(name, folder, self._profile, self._site, memory=2 * MEMORY_BYTES, seconds=seconds)
+            manifest = describe_manifest(
+                name, folder, self._profile, self._site, memory=2 * MEMORY_BYTES, seconds=seconds
+            )
             self._cluster.create(manifest)
-            due, look = time.monotonic() + seconds, 0.0
+            due = time.monotonic() + seconds
+            look = 0.0
             while not status.is_finished(job := self._job(name)):
                 if time.monotonic() >= look:
                     self._look(name, folder, job)
@@ -86,12 +97,16 @@ class DescribePods:
         pods = self._cluster.pods(name)
         stuck = status.stuck(pods)
         warnings = self._cluster.warnings(stuck, kind="Pod") if stuck is not None else []
-        waiting = status.waiting(job, pods, warnings or ([] if pods else self._cluster.warnings(name)))
+        waiting = status.waiting(
+            job, pods, warnings or ([] if pods else self._cluster.warnings(name))
+        )
         if waiting is None:
             self._reasons.pop(folder, None)
         elif self._reasons.get(folder) != waiting.reason:
             self._reasons[folder] = waiting.reason
-            log.warning("the pod that describes the base in %s does not run yet: %s", folder, waiting.reason)
+            log.warning(
+                "the pod that describes the base in %s does not run yet: %s", folder, waiting.reason
+            )
 
     def _late(self, folder: Path) -> str:
         why = self._reasons.get(folder)

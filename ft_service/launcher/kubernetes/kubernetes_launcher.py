@@ -1,9 +1,9 @@
 """Launcher that runs attempts as Indexed Jobs of Kubernetes.
 
-`launched.json` records that the Job was created: a Job that is missing later was lost. An attempt has ended when its Job has
-ended (or is missing) and no pod of it can be alive; its exit record is then made from the nodes' documents and the cluster's
-statuses. A pod on a node that does not answer counts as alive: two attempts at once are worse than one that waits for the
-cluster's operator.
+`launched.json` records that the Job was created: a Job that is missing later was lost. An attempt
+has ended when its Job has ended (or is missing) and no pod of it can be alive; its exit record is
+then made from the nodes' documents and the cluster's statuses. A pod on a node that does not answer
+counts as alive: two attempts at once are worse than one that waits for the cluster's operator.
 """
 
 from __future__ import annotations
@@ -51,9 +51,13 @@ from ft_service.spec import JobSpec
 log = logging.getLogger(__name__)
 
 SNAPSHOT_SECONDS = 15.0
-"""Seconds for which the cluster's answer about an attempt counts, unless a watch reports a change."""
+"""Seconds for which the cluster's answer about an attempt counts, unless a watch reports a
+change.
+"""
 HOLD_SECONDS = 5.0
-"""Pause before a Job that was refused for now is created again; doubled each time, up to MAX_HOLD_SECONDS."""
+"""Pause before a Job that was refused for now is created again; doubled each time, up to
+MAX_HOLD_SECONDS.
+"""
 MAX_HOLD_SECONDS = 60.0
 
 
@@ -64,7 +68,9 @@ class _Snapshot:
     job: dict[str, Any] | None
     pods: list[dict[str, Any]]
     warnings: list[str]
-    """Messages of the warning events of the Job while pods are missing, else of a pod that its node does not start."""
+    """Messages of the warning events of the Job while pods are missing, else of a pod that its node
+    does not start.
+    """
     workload: dict[str, Any] | None
     """Kueue's Workload, while the Job is suspended."""
     at: float
@@ -76,7 +82,9 @@ class _Snapshot:
 
 @dataclass(frozen=True)
 class _Hold:
-    """Delay of an attempt's Job that the cluster refuses for now: by a quota, or for want of a right or its namespace."""
+    """Delay of an attempt's Job that the cluster refuses for now: by a quota, or for want of a
+    right or its namespace.
+    """
 
     reason: str
     level: Level
@@ -102,8 +110,11 @@ class KubernetesLauncher:
         watch: bool = True,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """`host`: None: named after the namespace. `lists`: whether `unfinished` lists the namespace; False: another launcher's
-        does. `watch`: whether to watch for changes; False: ask the cluster every time."""
+        """`host`: None: named after the namespace.
+
+        `lists`: whether `unfinished` lists the namespace; False: another launcher's does. `watch`:
+        whether to watch for changes; False: ask the cluster every time.
+        """
         self.host = host or f"kubernetes/{site.namespace}"
         self._lists = lists
         self.slots = profile.slots if profile.queue is None else QUEUE_SLOTS
@@ -114,7 +125,9 @@ class KubernetesLauncher:
         self._clock = clock
         self._event_age = EventAge(clock)
         self._outage = Outage("The cluster does not answer", clock)
-        self._placements = Placements(profile.placement_seconds if profile.queue is None else None, clock)
+        self._placements = Placements(
+            profile.placement_seconds if profile.queue is None else None, clock
+        )
         self._snapshots: dict[str, _Snapshot] = {}
         self._holds: dict[str, _Hold] = {}
         self._complete: set[str] = set()
@@ -154,21 +167,28 @@ class KubernetesLauncher:
             log.warning("%s: not started yet, the cluster does not answer: %s", attempt, error)
 
     def _create_owned(self, attempt: Attempt, job: Manifest) -> None:
-        """Create the Service and NetworkPolicy of a Job, then record in launched.json that the start is complete. If one is
-        refused for now, give the places back: pods of several nodes would not find each other."""
+        """Create the Service and NetworkPolicy of a Job, then record in launched.json that the
+        start is complete. If one is refused for now, give the places back: pods of several nodes
+        would not find each other.
+        """
         try:
             for manifest in owned_manifests(job, self._profile):
                 self._cluster.create(manifest)
         except PostponedError as error:
-            self._give_back(attempt, f"The cluster refuses a part of the attempt for now, which was given back: {error}")
+            self._give_back(
+                attempt,
+                f"The cluster refuses a part of the attempt for now, which was given back: {error}",
+            )
             return
         metadata = job["metadata"]
         attempt.write_launched(Launched(job=metadata["name"], uid=metadata["uid"]))
         self._complete.add(metadata["name"])
 
     def _complete_start(self, attempt: Attempt, job: Manifest) -> None:
-        """Complete a start that was interrupted after its Job was created, by a restart of the service or an outage of the
-        cluster: without its Service the pods would not find each other."""
+        """Complete a start that was interrupted after its Job was created, by a restart of the
+        service or an outage of the cluster: without its Service the pods would not find each
+        other.
+        """
         name = job["metadata"]["name"]
         if name in self._complete or status.is_finished(job) or status.is_leaving(job):
             return
@@ -178,13 +198,21 @@ class KubernetesLauncher:
         try:
             self._create_owned(attempt, job)
         except RefusedError as error:
-            log.warning("%s: the cluster refuses the Service or NetworkPolicy of its Job: %s", attempt, error)
+            log.warning(
+                "%s: the cluster refuses the Service or NetworkPolicy of its Job: %s",
+                attempt,
+                error,
+            )
             self.kill(attempt, Reason.LAUNCH_FAILED)
         except ClusterAwayError as error:
-            log.warning("%s: its start is not complete, the cluster does not answer: %s", attempt, error)
+            log.warning(
+                "%s: its start is not complete, the cluster does not answer: %s", attempt, error
+            )
 
     def _create_job(self, shape: AttemptShape) -> Manifest | None:
-        """Create the Job; None: the cluster refuses it for now, which `observe` reports until it is time for another try."""
+        """Create the Job; None: the cluster refuses it for now, which `observe` reports until it is
+        time for another try.
+        """
         name = object_name(shape.job_id, shape.attempt)
         try:
             job = self._cluster.create(job_manifest(shape, self._profile, self._site))
@@ -200,26 +228,41 @@ class KubernetesLauncher:
 
     def observe(self, attempt: Attempt) -> Observation:
         held = self._holds.get(_name(attempt))
-        if held is not None and self._clock() < held.until and not self._was_started_or_ended(attempt):
+        if (
+            held is not None
+            and self._clock() < held.until
+            and not self._was_started_or_ended(attempt)
+        ):
             return Running(note=held.reason, level=held.level, admitted=False, fresh=False)
         try:
             seen = self._snapshot(_name(attempt))
         except (ClusterAwayError, RefusedError) as error:
             self._outage.failed(error)
-            return Unknown(f"the cluster does not answer: {error}", self._outage.seconds, begun=attempt.has_launched())
+            return Unknown(
+                f"the cluster does not answer: {error}",
+                self._outage.seconds,
+                begun=attempt.has_launched(),
+            )
         if seen.job is None and not any(map(status.is_alive, seen.pods)):
             return self._gone(attempt)
         if seen.job is not None:
             self._complete_start(attempt, seen.job)
         if seen.job is not None and self._was_evicted(attempt, seen):
             return self._evicted(attempt, seen)
-        if seen.job is None or not status.is_finished(seen.job) or any(map(status.is_alive, seen.pods)):
+        if (
+            seen.job is None
+            or not status.is_finished(seen.job)
+            or any(map(status.is_alive, seen.pods))
+        ):
             self._end_cancelled(attempt)
             return replace(self._running(attempt, seen), fresh=seen.fresh)
         return self._ended(attempt, seen.job, seen.pods)
 
     def signal(self, attempt: Attempt, control: Control) -> None:
-        """Write the request, which running pods read. A cancelled attempt whose pods do not all run yet is deleted."""
+        """Write the request, which running pods read.
+
+        A cancelled attempt whose pods do not all run yet is deleted.
+        """
         attempt.write_control(control)
         if control.desired is Desired.RUN:
             return
@@ -227,12 +270,17 @@ class KubernetesLauncher:
             name = _name(attempt)
             pods = self._cluster.pods(name)
             if control.desired is Desired.CANCEL and status.all_started(pods):
-                # They end by themselves and keep their logs. The cluster ends those that have not ended by the deadline.
-                self._ending.setdefault(name, self._clock() + grace_periods(self._profile, self._site)[1])
+                # They end by themselves and keep their logs. The cluster ends those that have not
+                # ended by the deadline.
+                self._ending.setdefault(
+                    name, self._clock() + grace_periods(self._profile, self._site)[1]
+                )
             elif control.desired is Desired.CANCEL:
                 self._delete(attempt)
             elif not status.has_started(pods):
-                attempt.write_exit(exit_of(ExitReason.STOPPED, "The attempt was stopped before it started."))
+                attempt.write_exit(
+                    exit_of(ExitReason.STOPPED, "The attempt was stopped before it started.")
+                )
                 self._delete(attempt)
         except (ClusterAwayError, RefusedError) as error:
             log.warning("%s: its pods did not get the request: %s", attempt, error)
@@ -247,14 +295,18 @@ class KubernetesLauncher:
                 log.warning("%s: it was cancelled, and its pods still run: %s", attempt, error)
 
     def kill(self, attempt: Attempt, reason: Reason) -> None:
-        """Write a cancellation, on which supervisors kill their ranks, and delete the Job, which ends pods that cannot read
-        it."""
+        """Write a cancellation, on which supervisors kill their ranks, and delete the Job, which
+        ends pods that cannot read it.
+        """
         attempt.write_control(Control(generation=2**31, desired=Desired.CANCEL))
         attempt.write_exit(killed_exit(reason))
         self._try_to_delete(attempt)
 
     def clean(self, attempt: Attempt) -> None:
-        """Delete a Job that has not finished, since it would create pods again. A finished one stays for its time to live."""
+        """Delete a Job that has not finished, since it would create pods again.
+
+        A finished one stays for its time to live.
+        """
         name = _name(attempt)
         self._event_age.forget(attempt)
         self._forget(name)
@@ -266,16 +318,23 @@ class KubernetesLauncher:
             log.warning("%s: the rest of its Job was not deleted: %s", attempt, error)
 
     def unfinished(self) -> list[ListedAttempt]:
-        """Return the unfinished Jobs of this installation, selected by `app.kubernetes.io/instance`."""
+        """Return the unfinished Jobs of this installation, selected by
+        `app.kubernetes.io/instance`.
+        """
         labels = instance_labels(self._profile)
         try:
             jobs = self._cluster.jobs() if self._lists else []
         except (ClusterAwayError, RefusedError) as error:
             raise LaunchError(f"the cluster does not answer: {error}") from error
         return [
-            ListedAttempt(meta["name"], meta["labels"].get(JOB_LABEL, ""), str(meta.get("creationTimestamp", "")))
+            ListedAttempt(
+                meta["name"],
+                meta["labels"].get(JOB_LABEL, ""),
+                str(meta.get("creationTimestamp", "")),
+            )
             for job in jobs
-            if labels.items() <= (meta := job["metadata"]).get("labels", {}).items() and not status.is_finished(job)
+            if labels.items() <= (meta := job["metadata"]).get("labels", {}).items()
+            and not status.is_finished(job)
         ]
 
     def end_unfinished(self, name: str) -> None:
@@ -298,9 +357,15 @@ class KubernetesLauncher:
         pods = self._cluster.pods(name)
         if self._outage.over():
             self._cluster.wake()
-        refused = job is not None and len(pods) < job["spec"].get("parallelism", 1) and not status.is_suspended(job)
+        refused = (
+            job is not None
+            and len(pods) < job["spec"].get("parallelism", 1)
+            and not status.is_suspended(job)
+        )
         queued = job is not None and status.is_suspended(job) and status.queue_of(job) is not None
-        workload = self._cluster.workload(job["metadata"]["uid"]) if job is not None and queued else None
+        workload = (
+            self._cluster.workload(job["metadata"]["uid"]) if job is not None and queued else None
+        )
         missing = queued and workload is None and self._cluster.lacks_kueue
         warnings = self._cluster.warnings(name) if refused else []
         stuck = status.stuck(pods) if job is not None and not status.is_finished(job) else None
@@ -314,7 +379,11 @@ class KubernetesLauncher:
     def _running(self, attempt: Attempt, seen: _Snapshot) -> Running:
         running = self._event_age.running(attempt)
         if self._is_stopped(attempt):
-            if seen.job is not None and not status.is_leaving(seen.job) and not status.is_finished(seen.job):
+            if (
+                seen.job is not None
+                and not status.is_leaving(seen.job)
+                and not status.is_finished(seen.job)
+            ):
                 self._try_to_delete(attempt)
             return replace(running, note=status.disruption(seen.pods), admitted=running.reported)
         if seen.job is None or running.reported:
@@ -322,23 +391,39 @@ class KubernetesLauncher:
         waiting = status.without_kueue(seen.job) if seen.lacks_kueue else None
         waiting = waiting or status.waiting(seen.job, seen.pods, seen.warnings, seen.workload)
         held, wanted = status.places(seen.job, seen.pods)
-        if (waiting is not None and not waiting.admitted) or (held < wanted and not status.is_failing(seen.job)):
+        if (waiting is not None and not waiting.admitted) or (
+            held < wanted and not status.is_failing(seen.job)
+        ):
             return self._placing(attempt, running, waiting, held, wanted)
-        if not status.is_failing(seen.job):  # whose pods go: what was seen before says whether they had their places
+        if not status.is_failing(
+            seen.job
+        ):  # whose pods go: what was seen before says whether they had their places
             self._placements.forget(_name(attempt))
         if waiting is None:
             return replace(running, note=_disruption(seen))
         return replace(running, note=waiting.reason, level=waiting.level)
 
-    def _placing(self, attempt: Attempt, running: Running, waiting: status.PodWait | None, held: int, wanted: int) -> Running:
-        """Observe an attempt without a node for all pods. Its time begins when all have one; until then it can lose those it
-        has."""
+    def _placing(
+        self,
+        attempt: Attempt,
+        running: Running,
+        waiting: status.PodWait | None,
+        held: int,
+        wanted: int,
+    ) -> Running:
+        """Observe an attempt without a node for all pods.
+
+        Its time begins when all have one; until then it can lose those it has.
+        """
         self._event_age.forget(attempt)
         running = replace(running, silent_seconds=0.0)
         name = _name(attempt)
         waiting = self._placements.waits(name, waiting)
         if self._placements.has_expired(name, held if held < wanted else 0):
-            message = f"Only {held} of the attempt's {wanted} pods had a place for {self._profile.placement_seconds} seconds"
+            message = (
+                f"Only {held} of the attempt's {wanted} pods had a place for "
+                f"{self._profile.placement_seconds} seconds"
+            )
             why = f" {waiting.reason.rstrip('.')}." if waiting is not None else ""
             self._give_back(attempt, f"{message}; it was given back.{why}")
             return replace(running, admitted=False)
@@ -353,8 +438,10 @@ class KubernetesLauncher:
         self._try_to_delete(attempt)
 
     def _is_stopped(self, attempt: Attempt) -> bool:
-        """Return whether the service stopped an attempt of several pods that may still run. With one pod, the pod writes its
-        end."""
+        """Return whether the service stopped an attempt of several pods that may still run.
+
+        With one pod, the pod writes its end.
+        """
         recorded = attempt.read_exit()
         if recorded is None or recorded.reason is not ExitReason.STOPPED:
             return False
@@ -364,35 +451,54 @@ class KubernetesLauncher:
     def _was_evicted(self, attempt: Attempt, seen: _Snapshot) -> bool:
         """Return whether the queue has suspended the Job again and its processes have ended."""
         start = attempt.readable_start()
-        if start is None or seen.job is None or not status.is_suspended(seen.job) or any(map(status.is_alive, seen.pods)):
+        if (
+            start is None
+            or seen.job is None
+            or not status.is_suspended(seen.job)
+            or any(map(status.is_alive, seen.pods))
+        ):
             return False
         return bool(attempt.read_node_exits(start.nodes)) or attempt.has_outcome()
 
     def _evicted(self, attempt: Attempt, seen: _Snapshot) -> Observation:
-        """Delete the Job, so that the queue does not admit it again: the next attempt has a Job of its own."""
+        """Delete the Job, so that the queue does not admit it again: the next attempt has a Job of
+        its own.
+        """
         try:
             self._delete(attempt)
         except (ClusterAwayError, RefusedError) as error:
             self._outage.failed(error)
-            return Unknown(f"the cluster does not delete the Job of an attempt that has ended: {error}", self._outage.seconds)
+            return Unknown(
+                f"the cluster does not delete the Job of an attempt that has ended: {error}",
+                self._outage.seconds,
+            )
         return self._ended(attempt, seen.job, seen.pods)
 
     def _gone(self, attempt: Attempt) -> Observation:
-        """Observe an attempt without Job and pods: never created, deleted, or removed after its time to live."""
+        """Observe an attempt without Job and pods: never created, deleted, or removed after its
+        time to live.
+        """
         self._event_age.forget(attempt)
         ended = recorded_exit(attempt, lambda records: status.judge_pods(records, None, []))
-        return Absent() if ended is None and not attempt.has_launched() else self._over(attempt, ended)
+        return (
+            Absent() if ended is None and not attempt.has_launched() else self._over(attempt, ended)
+        )
 
-    def _ended(self, attempt: Attempt, job: dict[str, Any] | None, pods: list[dict[str, Any]]) -> Ended:
+    def _ended(
+        self, attempt: Attempt, job: dict[str, Any] | None, pods: list[dict[str, Any]]
+    ) -> Ended:
         self._event_age.forget(attempt)
         waited = self._placements.is_waiting(_name(attempt))
-        ended = recorded_exit(attempt, lambda records: status.judge_pods(records, job, pods, waited=waited))
+        ended = recorded_exit(
+            attempt, lambda records: status.judge_pods(records, job, pods, waited=waited)
+        )
         if ended is not None:
             attempt.write_exit(ended)
         return self._over(attempt, ended)
 
     def _over(self, attempt: Attempt, ended: Exit | None) -> Ended:
-        step, reason = newest_step(attempt.run), None if ended is None else ended.reason
+        step = newest_step(attempt.run)
+        reason = None if ended is None else ended.reason
         asked = attempt.run.readable(attempt.keys.control, Control)
         if was_in_vain(attempt.number, reason, asked, complete_checkpoints(attempt.run)):
             return Ended(ended, step, self._placements.put_off(attempt.job_id, attempt.number))

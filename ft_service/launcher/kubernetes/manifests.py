@@ -1,8 +1,9 @@
-"""Kubernetes objects of an attempt, of a job or of an engine: one Indexed Job, the headless Service by which its pods find
-node 0, and the NetworkPolicy that lets them reach each other. Pure.
+"""Kubernetes objects of an attempt, of a job or of an engine: one Indexed Job, the headless Service
+by which its pods find node 0, and the NetworkPolicy that lets them reach each other. Pure.
 
-Only the service retries: the end of any pod ends the Job (`backoffLimit: 0`), and the service starts the next attempt, since a
-pod that is replaced inside a Job could meet the one that it replaces. podFailurePolicy only records the reason.
+Only the service retries: the end of any pod ends the Job (`backoffLimit: 0`), and the service
+starts the next attempt, since a pod that is replaced inside a Job could meet the one that it
+replaces. podFailurePolicy only records the reason.
 """
 
 from __future__ import annotations
@@ -17,7 +18,13 @@ from typing import Any
 from ft_service import __version__
 from ft_service.host.environment import PASS_ENVIRONMENT, STORAGE, child_environment, is_named
 from ft_service.launcher.kubernetes.profile import PodProfile
-from ft_service.launcher.kubernetes.volumes import Home, VisibleFiles, base_reads, needs_own_home, pod_mounts
+from ft_service.launcher.kubernetes.volumes import (
+    Home,
+    VisibleFiles,
+    base_reads,
+    needs_own_home,
+    pod_mounts,
+)
 from ft_service.supervisor import command_line
 
 Manifest = dict[str, Any]
@@ -38,7 +45,11 @@ JOB_NAME = "batch.kubernetes.io/job-name"
 QUEUE_NAME = "kueue.x-k8s.io/queue-name"
 CONTAINER = "worker"
 POD_GROUP = "scheduling.x-k8s.io/pod-group"
-SCHEDULERS = {"volcano": "volcano", "kai": "kai-scheduler", "coscheduling": "scheduler-plugins-scheduler"}
+SCHEDULERS = {
+    "volcano": "volcano",
+    "kai": "kai-scheduler",
+    "coscheduling": "scheduler-plugins-scheduler",
+}
 """Gang scheduler → its usual name."""
 END_SECONDS = 30
 """Seconds of a pod's grace period after that of its ranks, for the supervisor's last work."""
@@ -48,10 +59,17 @@ _CONFINED = {"allowPrivilegeEscalation": False, "readOnlyRootFilesystem": True}
 SCRATCH = "/tmp"
 CACHE = "/var/cache/ft"
 
-PERMANENT_CODE, STOPPED_CODE = 64, 75
+PERMANENT_CODE = 64
+STOPPED_CODE = 75
 RULES: list[Manifest] = [
-    {"action": "FailJob", "onExitCodes": {"containerName": CONTAINER, "operator": "In", "values": [PERMANENT_CODE]}},
-    {"action": "FailJob", "onExitCodes": {"containerName": CONTAINER, "operator": "In", "values": [STOPPED_CODE]}},
+    {
+        "action": "FailJob",
+        "onExitCodes": {"containerName": CONTAINER, "operator": "In", "values": [PERMANENT_CODE]},
+    },
+    {
+        "action": "FailJob",
+        "onExitCodes": {"containerName": CONTAINER, "operator": "In", "values": [STOPPED_CODE]},
+    },
     {"action": "FailJob", "onPodConditions": [{"type": "DisruptionTarget", "status": "True"}]},
 ]
 """Rules of podFailurePolicy. The Job's condition contains the index of the one that matched."""
@@ -68,7 +86,9 @@ class AttemptShape:
     run: Path
     """Its run directory, the same path in every pod."""
     seen: VisibleFiles = field(default_factory=VisibleFiles)
-    """Files and folders of the service that its pods see (`volumes.visible_reads`, `volumes.visible_to_engine`)."""
+    """Files and folders of the service that its pods see (`volumes.visible_reads`,
+    `volumes.visible_to_engine`).
+    """
     priority: int = 0
     """Priority of the job."""
 
@@ -92,8 +112,9 @@ class Site:
 
 
 def object_name(job_id: str, attempt: int) -> str:
-    """Return the name of an attempt's Job and Service, in lower case; no two random ids differ only in case. `job_id`: also the
-    id of an engine."""
+    """Return the name of an attempt's Job and Service, in lower case; no two random ids differ only
+    in case. `job_id`: also the id of an engine.
+    """
     tail = job_id.removeprefix("ftjob-").lower()
     if not re.fullmatch(r"(engine-)?[a-z0-9]{1,40}", tail):
         tail = hashlib.sha256(job_id.encode()).hexdigest()[:24]
@@ -112,7 +133,10 @@ def job_manifest(attempt: AttemptShape, profile: PodProfile, site: Site) -> Mani
         "podFailurePolicy": {"rules": RULES},
         "ttlSecondsAfterFinished": profile.ttl_seconds_after_finished,
         "template": {
-            "metadata": {"labels": labels, **({"annotations": profile.annotations} if profile.annotations else {})},
+            "metadata": {
+                "labels": labels,
+                **({"annotations": profile.annotations} if profile.annotations else {}),
+            },
             "spec": _pod(name, attempt, profile, site),
         },
     }
@@ -129,12 +153,21 @@ def job_manifest(attempt: AttemptShape, profile: PodProfile, site: Site) -> Mani
     return {"apiVersion": "batch/v1", "kind": "Job", "metadata": metadata, "spec": spec}
 
 
-def describe_manifest(name: str, folder: Path, profile: PodProfile, site: Site, *, memory: int, seconds: int) -> Manifest:
-    """Return a Job of one pod that describes a base: it reads the models and prints the document. `memory`: limit in bytes.
-    `seconds`: deadline, including the wait for a node."""
+def describe_manifest(
+    name: str, folder: Path, profile: PodProfile, site: Site, *, memory: int, seconds: int
+) -> Manifest:
+    """Return a Job of one pod that describes a base: it reads the models and prints the document.
+
+    `memory`: limit in bytes. `seconds`: deadline, including the wait for a node.
+    """
     labels = {**INSTANCE, **profile.labels, **COMMON_LABELS, **DESCRIBES}
-    shown = pod_mounts(profile, site.files, None, VisibleFiles(tuple(base_reads(folder, site.files, profile))))
-    own = {"tmp": SCRATCH, **({"home": str(site.home)} if needs_own_home(profile, site.files) else {})}
+    shown = pod_mounts(
+        profile, site.files, None, VisibleFiles(tuple(base_reads(folder, site.files, profile)))
+    )
+    own = {
+        "tmp": SCRATCH,
+        **({"home": str(site.home)} if needs_own_home(profile, site.files) else {}),
+    }
     volumes = [*({"name": name, "emptyDir": {}} for name in own), *profile.volumes]
     container: Manifest = {
         "name": CONTAINER,
@@ -143,12 +176,22 @@ def describe_manifest(name: str, folder: Path, profile: PodProfile, site: Site, 
         "command": [*profile.command, "-P", "-m", "ft_service.bases.describing"],
         "args": [str(folder)],
         "env": [{"name": key, "value": SCRATCH} for key in ("HOME", "TMPDIR")],
-        "resources": {"requests": {"cpu": "500m", "memory": "1Gi"}, "limits": {"memory": str(memory)}},
-        "volumeMounts": [*({"name": name, "mountPath": path} for name, path in own.items()), *shown],
+        "resources": {
+            "requests": {"cpu": "500m", "memory": "1Gi"},
+            "limits": {"memory": str(memory)},
+        },
+        "volumeMounts": [
+            *({"name": name, "mountPath": path} for name, path in own.items()),
+            *shown,
+        ],
         "workingDir": SCRATCH,
         "securityContext": _CONFINED | {"capabilities": {"drop": ["ALL"]}},
     }
-    pod = _placed({"restartPolicy": "Never", "containers": [container], "volumes": volumes}, profile, profile.priority_class)
+    pod = _placed(
+        {"restartPolicy": "Never", "containers": [container], "volumes": volumes},
+        profile,
+        profile.priority_class,
+    )
     return {
         "apiVersion": "batch/v1",
         "kind": "Job",
@@ -166,9 +209,11 @@ def describe_manifest(name: str, folder: Path, profile: PodProfile, site: Site, 
 
 
 def _group(job: Manifest, pods: Manifest, name: str, nodes: int, profile: PodProfile) -> None:
-    """Say to the profile's gang scheduler, in the metadata of a Job and of its pods, that these are placed together.
+    """Say to the profile's gang scheduler, in the metadata of a Job and of its pods, that these are
+    placed together.
 
-    Sources: Volcano's controller of PodGroups for plain workloads; KAI's docs/batch; scheduler-plugins' coscheduling.
+    Sources: Volcano's controller of PodGroups for plain workloads; KAI's docs/batch;
+    scheduler-plugins' coscheduling.
     """
     queue = profile.scheduler_queue
     match profile.gang:
@@ -180,14 +225,18 @@ def _group(job: Manifest, pods: Manifest, name: str, nodes: int, profile: PodPro
         case "kai":
             job["annotations"] = {"kai.scheduler/batch-min-member": str(nodes)}
             for metadata in (job, pods):
-                metadata["labels"] = {**metadata["labels"], **({"kai.scheduler/queue": queue} if queue else {})}
+                metadata["labels"] = {
+                    **metadata["labels"],
+                    **({"kai.scheduler/queue": queue} if queue else {}),
+                }
         case "coscheduling":
             pods["labels"] = {**pods["labels"], POD_GROUP: name}
 
 
 def owned_manifests(job: Manifest, profile: PodProfile) -> list[Manifest]:
-    """Return the Service and NetworkPolicy of a created Job, which owns them: they are deleted with the Job. With coscheduling
-    also the PodGroup, until which its pods wait."""
+    """Return the Service and NetworkPolicy of a created Job, which owns them: they are deleted with
+    the Job. With coscheduling also the PodGroup, until which its pods wait.
+    """
     group = [_pod_group(job)] if profile.gang == "coscheduling" else []
     return [*group, _service(job, profile.rendezvous_port), _policy(job)]
 
@@ -216,8 +265,10 @@ def _service(job: Manifest, port: int) -> Manifest:
 
 
 def _policy(job: Manifest) -> Manifest:
-    """Let a Job's pods reach each other only: rendezvous, gloo and NCCL have no authentication. `deploy/` has the rules for all
-    other traffic of workers."""
+    """Let a Job's pods reach each other only: rendezvous, gloo and NCCL have no authentication.
+
+    `deploy/` has the rules for all other traffic of workers.
+    """
     pods = {"matchLabels": {JOB_NAME: job["metadata"]["name"]}}
     return {
         "apiVersion": "networking.k8s.io/v1",
@@ -234,8 +285,16 @@ def _policy(job: Manifest) -> Manifest:
 
 def _owned(job: Manifest) -> Manifest:
     metadata = job["metadata"]
-    owner = {"apiVersion": "batch/v1", "kind": "Job", "name": metadata["name"], "uid": metadata["uid"], "controller": True}
-    labels = {key: value for key, value in metadata["labels"].items() if not key.startswith("kueue.")}
+    owner = {
+        "apiVersion": "batch/v1",
+        "kind": "Job",
+        "name": metadata["name"],
+        "uid": metadata["uid"],
+        "controller": True,
+    }
+    labels = {
+        key: value for key, value in metadata["labels"].items() if not key.startswith("kueue.")
+    }
     return {
         "name": metadata["name"],
         "namespace": metadata["namespace"],
@@ -255,7 +314,9 @@ def instance_labels(profile: PodProfile) -> dict[str, str]:
 
 
 def grace_periods(profile: PodProfile, site: Site) -> tuple[float, int]:
-    """Return the seconds that the ranks may take to stop, and those that the pod may take to end."""
+    """Return the seconds that the ranks may take to stop, and those that the pod may take to
+    end.
+    """
     longest = profile.termination_grace_seconds
     if longest is None:
         return site.stop_grace_seconds, math.ceil(site.stop_grace_seconds) + END_SECONDS
@@ -285,11 +346,16 @@ def _pod(name: str, attempt: AttemptShape, profile: PodProfile, site: Site) -> M
 def _confined(container: Manifest) -> Manifest:
     """Give an operator's container the confinement of the workers' where it says nothing else."""
     given = container.get("securityContext", {})
-    return {**container, "securityContext": {**_CONFINED, "capabilities": {"drop": ["ALL"]}, **given}}
+    return {
+        **container,
+        "securityContext": {**_CONFINED, "capabilities": {"drop": ["ALL"]}, **given},
+    }
 
 
 def _placed(pod: Manifest, profile: PodProfile, priority_class: str | None) -> Manifest:
-    """Add the service account, the security context and the scheduling fields of the profile to a pod."""
+    """Add the service account, the security context and the scheduling fields of the profile to a
+    pod.
+    """
     pod |= {
         "serviceAccountName": profile.service_account,
         "automountServiceAccountToken": False,
@@ -297,7 +363,11 @@ def _placed(pod: Manifest, profile: PodProfile, priority_class: str | None) -> M
         "securityContext": {
             "runAsNonRoot": True,
             **({"runAsUser": profile.run_as_user} if profile.run_as_user is not None else {}),
-            **({"runAsGroup": group, "fsGroup": group} if (group := profile.run_as_group) is not None else {}),
+            **(
+                {"runAsGroup": group, "fsGroup": group}
+                if (group := profile.run_as_group) is not None
+                else {}
+            ),
             "fsGroupChangePolicy": "OnRootMismatch",
             "seccompProfile": {"type": "RuntimeDefault"},
         },
@@ -314,7 +384,9 @@ def _placed(pod: Manifest, profile: PodProfile, priority_class: str | None) -> M
     return pod | {key: value for key, value in optional.items() if value}
 
 
-def _container(name: str, attempt: AttemptShape, profile: PodProfile, site: Site, mounts: list[Manifest]) -> Manifest:
+def _container(
+    name: str, attempt: AttemptShape, profile: PodProfile, site: Site, mounts: list[Manifest]
+) -> Manifest:
     gpus = {profile.gpu_resource: attempt.ranks_per_node} if profile.gpu_resource else {}
     capabilities: Manifest = {"drop": ["ALL"]}
     if profile.add_capabilities:
@@ -333,16 +405,23 @@ def _container(name: str, attempt: AttemptShape, profile: PodProfile, site: Site
         "securityContext": _CONFINED | {"capabilities": capabilities},
     }
     if profile.resource_claims:
-        container["resources"]["claims"] = [{"name": claim["name"]} for claim in profile.resource_claims]
+        container["resources"]["claims"] = [
+            {"name": claim["name"]} for claim in profile.resource_claims
+        ]
     if attempt.nodes > 1:
-        container["ports"] = [{"name": "rendezvous", "containerPort": profile.rendezvous_port, "protocol": "TCP"}]
+        container["ports"] = [
+            {"name": "rendezvous", "containerPort": profile.rendezvous_port, "protocol": "TCP"}
+        ]
     if profile.env_from:
         container["envFrom"] = profile.env_from
     return container
 
 
 def _arguments(name: str, attempt: AttemptShape, profile: PodProfile, site: Site) -> list[str]:
-    """Return the supervisor's arguments. Kubernetes replaces `$(NAME)` by the value of a variable."""
+    """Return the supervisor's arguments.
+
+    Kubernetes replaces `$(NAME)` by the value of a variable.
+    """
     several = attempt.nodes > 1
     options = command_line.SupervisorOptions(
         grace_seconds=grace_periods(profile, site)[0],
@@ -356,27 +435,46 @@ def _arguments(name: str, attempt: AttemptShape, profile: PodProfile, site: Site
 
 
 def _environment(profile: PodProfile, site: Site) -> list[Manifest]:
-    index = {"fieldRef": {"fieldPath": "metadata.annotations['batch.kubernetes.io/job-completion-index']"}}
+    index = {
+        "fieldRef": {
+            "fieldPath": "metadata.annotations['batch.kubernetes.io/job-completion-index']"
+        }
+    }
     # The service has no torch to convert checkpoints' shards to adapters.
-    fixed = {"FT_HOME": str(site.home), "HOME": SCRATCH, "TMPDIR": SCRATCH, "FT_CHECKPOINT_ADAPTERS": "1"}
+    fixed = {
+        "FT_HOME": str(site.home),
+        "HOME": SCRATCH,
+        "TMPDIR": SCRATCH,
+        "FT_CHECKPOINT_ADAPTERS": "1",
+    }
     return [
         {"name": "JOB_COMPLETION_INDEX", "valueFrom": index},
         {"name": "POD_IP", "valueFrom": {"fieldRef": {"fieldPath": "status.podIP"}}},
         *({"name": key, "value": value} for key, value in fixed.items()),
         {"name": "FT_CACHE", "value": CACHE if profile.cache_volume is not None else ""},
-        *([{"name": PASS_ENVIRONMENT, "value": ",".join(for_ranks)}] if (for_ranks := _for_ranks(profile)) else []),
+        *(
+            [{"name": PASS_ENVIRONMENT, "value": ",".join(for_ranks)}]
+            if (for_ranks := _for_ranks(profile))
+            else []
+        ),
     ]
 
 
 def _for_ranks(profile: PodProfile) -> list[str]:
-    """Return the profile's variables that ranks would not get by default: those with plain values, except the storage's."""
+    """Return the profile's variables that ranks would not get by default: those with plain values,
+    except the storage's.
+    """
     plain = [entry["name"] for entry in profile.env if "valueFrom" not in entry]
     if PASS_ENVIRONMENT in plain:
         return []
-    return [name for name in plain if not is_named(name, STORAGE) and not child_environment({name: ""})]
+    return [
+        name for name in plain if not is_named(name, STORAGE) and not child_environment({name: ""})
+    ]
 
 
-def _volumes(attempt: AttemptShape, profile: PodProfile, site: Site) -> tuple[list[Manifest], list[Manifest]]:
+def _volumes(
+    attempt: AttemptShape, profile: PodProfile, site: Site
+) -> tuple[list[Manifest], list[Manifest]]:
     """Return the volumes and their mounts."""
     limit = {"sizeLimit": profile.scratch_size} if profile.scratch_size else {}
     own: list[tuple[str, str, Manifest]] = [

@@ -1,5 +1,5 @@
-"""Time limits of attempts for which only some pods have a node, and delays before the next attempt of a job whose attempts the
-cluster ends before they bring it on.
+"""Time limits of attempts for which only some pods have a node, and delays before the next attempt
+of a job whose attempts the cluster ends before they bring it on.
 
 Kept in memory: after a restart of the service the times begin again.
 """
@@ -14,22 +14,31 @@ from ft_service.rundir.checkpoints import attempt_of
 from ft_service.rundir.documents import Control, Desired, ExitReason
 
 RETRY_SECONDS = 15.0
-"""Seconds until the next attempt after one that was in vain; doubled each time in a row, up to MAX_RETRY_SECONDS."""
+"""Seconds until the next attempt after one that was in vain; doubled each time in a row, up to
+MAX_RETRY_SECONDS.
+"""
 MAX_RETRY_SECONDS = 600.0
 QUIET_SECONDS = 30.0
 """Seconds within which a cluster usually reports that it cannot place pods."""
-SILENT = PodWait("The cluster has not given all pods a node yet, and does not say why.", admitted=False)
+SILENT = PodWait(
+    "The cluster has not given all pods a node yet, and does not say why.", admitted=False
+)
 
 
-def was_in_vain(number: int, reason: ExitReason | None, asked: Control | None, checkpoints: Iterable[str]) -> bool:
-    """Return whether the cluster ended attempt `number` before it brought its job on: it got no place, or lost it before it
-    wrote a checkpoint. The next one may end alike, such as on nodes that are short of memory. Pure.
+def was_in_vain(
+    number: int, reason: ExitReason | None, asked: Control | None, checkpoints: Iterable[str]
+) -> bool:
+    """Return whether the cluster ended attempt `number` before it brought its job on: it got no
+    place, or lost it before it wrote a checkpoint. The next one may end alike, such as on nodes
+    that are short of memory. Pure.
 
-    `reason`: None: there is no exit record. `asked`: the last request to the attempt; None: none. What a user or the service
-    itself asked to stop, or to go on after all, is not the cluster's doing; the launcher cancels what it gives back.
-    `checkpoints`: names of the job's complete ones.
+    `reason`: None: there is no exit record. `asked`: the last request to the attempt; None: none.
+    What a user or the service itself asked to stop, or to go on after all, is not the cluster's
+    doing; the launcher cancels what it gives back. `checkpoints`: names of the job's complete ones.
     """
-    if reason is not ExitReason.STOPPED or (asked is not None and asked.desired is not Desired.CANCEL):
+    if reason is not ExitReason.STOPPED or (
+        asked is not None and asked.desired is not Desired.CANCEL
+    ):
         return False
     return all(attempt_of(name) != number for name in checkpoints)
 
@@ -37,7 +46,9 @@ def was_in_vain(number: int, reason: ExitReason | None, asked: Control | None, c
 class Placements:
     """Placement state of all attempts. For one thread. `name`: that of an attempt's Job."""
 
-    def __init__(self, patience_seconds: float | None, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(
+        self, patience_seconds: float | None, clock: Callable[[], float] = time.monotonic
+    ) -> None:
         """`patience_seconds`: how long an attempt may hold some of its places; None: no limit."""
         self._patience = patience_seconds
         self._clock = clock
@@ -47,8 +58,10 @@ class Placements:
         self._put_off: dict[str, tuple[int, float]] = {}
 
     def waits(self, name: str, waiting: PodWait | None) -> PodWait | None:
-        """Return why not all pods have a place; None: nothing to report yet. `waiting`: the cluster's reason; None: it gives
-        none now, so its last one counts."""
+        """Return why not all pods have a place; None: nothing to report yet.
+
+        `waiting`: the cluster's reason; None: it gives none now, so its last one counts.
+        """
         since = self._placing_since.setdefault(name, self._clock())
         if waiting is not None:
             self._waiting[name] = waiting
@@ -60,7 +73,9 @@ class Placements:
         return name in self._placing_since
 
     def has_expired(self, name: str, held: int) -> bool:
-        """Return whether an attempt without all of its places has held `held` of them for too long."""
+        """Return whether an attempt without all of its places has held `held` of them for too
+        long.
+        """
         if not held:
             self._partial_since.pop(name, None)
             return False
@@ -74,7 +89,9 @@ class Placements:
         self._partial_since.pop(name, None)
 
     def put_off(self, job_id: str, attempt: int) -> float:
-        """Return the seconds until the next attempt of a job, after one that was in vain; the same when repeated for it."""
+        """Return the seconds until the next attempt of a job, after one that was in vain; the same
+        when repeated for it.
+        """
         before, delay = self._put_off.get(job_id, (0, RETRY_SECONDS / 2))
         if before != attempt:
             self._put_off[job_id] = attempt, min(2 * delay, MAX_RETRY_SECONDS)

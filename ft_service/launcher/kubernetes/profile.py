@@ -1,10 +1,12 @@
-"""Pod profiles: the operator's settings of worker pods, in a YAML file named by FT_POD_PROFILE. A job cannot change them.
+"""Pod profiles: the operator's settings of worker pods, in a YAML file named by FT_POD_PROFILE.
 
-Fields with Kubernetes objects (tolerations, volumes, …) take them as in a pod's manifest; an unknown field in one is refused by
-its path. The file is one profile, or several
-by name under `profiles`: types of GPUs, pools, spot nodes, namespaces of projects. Fields beside `profiles` are shared; a field
-of a profile replaces the shared one as a whole. A job names its profile (`distributed.profile`), or gets the first one that its
-project may use.
+A job cannot change them.
+
+Fields with Kubernetes objects (tolerations, volumes, …) take them as in a pod's manifest; an
+unknown field in one is refused by its path. The file is one profile, or several by name under
+`profiles`: types of GPUs, pools, spot nodes, namespaces of projects. Fields beside `profiles` are
+shared; a field of a profile replaces the shared one as a whole. A job names its profile
+(`distributed.profile`), or gets the first one that its project may use.
 """
 
 from __future__ import annotations
@@ -34,7 +36,9 @@ def _as_text(value: object) -> object:
 
 
 Quantity = Annotated[
-    str, BeforeValidator(_as_text), Field(pattern=r"^([0-9]+\.?[0-9]*|\.[0-9]+)([KMGTPE]i|[numkMGTPE]|[eE][+-]?[0-9]{1,2})?$")
+    str,
+    BeforeValidator(_as_text),
+    Field(pattern=r"^([0-9]+\.?[0-9]*|\.[0-9]+)([KMGTPE]i|[numkMGTPE]|[eE][+-]?[0-9]{1,2})?$"),
 ]
 """A number as Kubernetes writes it: `8Gi`, `1048576Ki`, `500m`, `2e9`."""
 Objects = list[dict[str, Any]]
@@ -54,8 +58,9 @@ class PodProfile(Strict):
     """Settings of worker pods, and their number."""
 
     projects: list[str] | None = None
-    """Ids of the projects whose jobs may use it; None: all. [] keeps a profile for the jobs that have it and gives it to no new
-    one."""
+    """Ids of the projects whose jobs may use it; None: all. [] keeps a profile for the jobs that
+    have it and gives it to no new one.
+    """
 
     image: Annotated[str, Field(min_length=1)]
     """Image of the workers; by digest, so that all attempts of a job run the same one."""
@@ -67,30 +72,48 @@ class PodProfile(Strict):
     namespace: Name | None = None
     """Namespace of the pods; None: the service's."""
     service_account: Name = "ft-worker"
-    """Service account of the pods; they get no token of it, since they never call the API server."""
+    """Service account of the pods; they get no token of it, since they never call the API
+    server.
+    """
 
     slots: Annotated[int, Field(ge=1, le=65_536)]
-    """Ranks that run at once in the whole cluster: its GPUs for this service. Ignored with `queue`, which counts itself."""
+    """Ranks that run at once in the whole cluster: its GPUs for this service.
+
+    Ignored with `queue`, which counts itself.
+    """
     ranks_per_node: Annotated[int, Field(ge=1, le=64)]
-    """Largest number of ranks in one pod: the GPUs of a node. `nproc_per_node: auto` takes so many."""
+    """Largest number of ranks in one pod: the GPUs of a node.
+
+    `nproc_per_node: auto` takes so many.
+    """
     gpu_resource: str | None = "nvidia.com/gpu"
     """Resource of which a pod requests one per rank; None: the nodes have no GPUs."""
     hardware: str | None = None
-    """The nodes' GPUs, as `ft plan --hardware` names them, to refuse jobs that cannot fit. None: memory is not checked."""
+    """The nodes' GPUs, as `ft plan --hardware` names them, to refuse jobs that cannot fit.
+
+    None: memory is not checked.
+    """
     requests: dict[str, Quantity] = Field(default_factory=dict)
     """Requests of a pod, without GPUs."""
     limits: dict[str, Quantity] = Field(default_factory=dict)
     node_selector: dict[str, str] = Field(default_factory=dict)
     tolerations: Annotated[Objects, Kind("Toleration")] = Field(default_factory=list)
     affinity: Annotated[dict[str, Any], Kind("Affinity")] = Field(default_factory=dict)
-    topology_spread: Annotated[Objects, Kind("TopologySpreadConstraint")] = Field(default_factory=list)
-    """topologySpreadConstraints of the pods. With matchLabelKeys `batch.kubernetes.io/job-name` they, and affinities, concern
-    the pods of one attempt."""
+    topology_spread: Annotated[Objects, Kind("TopologySpreadConstraint")] = Field(
+        default_factory=list
+    )
+    """topologySpreadConstraints of the pods.
+
+    With matchLabelKeys `batch.kubernetes.io/job-name` they, and affinities, concern the pods of one
+    attempt.
+    """
     scheduler_name: str | None = None
     """Scheduler of the pods; None: that of `gang`, or the cluster's."""
     gang: Literal["volcano", "kai", "coscheduling"] | None = None
-    """Scheduler that places all pods of an attempt at once or none: Volcano, KAI, or the coscheduling plugin, whose PodGroup
-    the service creates. None: the service gives places back after `placement_seconds`. Kueue admits, and needs no gang."""
+    """Scheduler that places all pods of an attempt at once or none: Volcano, KAI, or the
+    coscheduling plugin, whose PodGroup the service creates. None: the service gives places back
+    after `placement_seconds`. Kueue admits, and needs no gang.
+    """
     scheduler_queue: Name | None = None
     """Queue of `gang`: Volcano's or KAI's. Ignored with coscheduling."""
     priority_class: Name | None = None
@@ -99,30 +122,45 @@ class PodProfile(Strict):
     annotations: dict[str, str] = Field(default_factory=dict)
 
     resource_claims: Annotated[Objects, Kind("PodResourceClaim")] = Field(default_factory=list)
-    """resourceClaims of the pods (dynamic resource allocation), all of which the workers' container gets: GPUs, network cards.
-    With `gpu_resource: null` the GPUs are theirs, `ranks_per_node` in each pod."""
+    """resourceClaims of the pods (dynamic resource allocation), all of which the workers' container
+    gets: GPUs, network cards. With `gpu_resource: null` the GPUs are theirs, `ranks_per_node` in
+    each pod.
+    """
     init_containers: Annotated[Objects, Kind("Container")] = Field(default_factory=list)
     """Containers that run before the workers', confined as these unless they say otherwise."""
     host_network: bool = False
-    """Use the node's network, as some RDMA set-ups demand. NetworkPolicies do not apply then: whoever reaches the nodes reaches
-    the rendezvous, which has no authentication. Pods of jobs with several nodes do not share a node."""
+    """Use the node's network, as some RDMA set-ups demand.
+
+    NetworkPolicies do not apply then: whoever reaches the nodes reaches the rendezvous, which has
+    no authentication. Pods of jobs with several nodes do not share a node.
+    """
     env: Annotated[Objects, Kind("EnvVar")] = Field(default_factory=list)
-    """Variables of the workers' container: NCCL's interfaces, credentials of object storage (by `valueFrom`). Ranks get those
-    with plain values; those with `valueFrom`, the storage's, and `env_from` stay with the supervisor (FT_PASS_ENVIRONMENT)."""
+    """Variables of the workers' container: NCCL's interfaces, credentials of object storage (by
+    `valueFrom`). Ranks get those with plain values; those with `valueFrom`, the storage's, and
+    `env_from` stay with the supervisor (FT_PASS_ENVIRONMENT).
+    """
     env_from: Annotated[Objects, Kind("EnvFromSource")] = Field(default_factory=list)
     volumes: Annotated[Objects, Kind("Volume")] = Field(default_factory=list)
     volume_mounts: Annotated[Objects, Kind("VolumeMount")] = Field(default_factory=list)
-    """Mounts of the pods. One must contain FT_HOME, unless FT_STORAGE is set, and one the base models, both at the service's
-    paths. Pods see only their job's sub-paths of the volume of FT_HOME, wherever it is mounted here (volumes.py)."""
+    """Mounts of the pods. One must contain FT_HOME, unless FT_STORAGE is set, and one the base
+    models, both at the service's paths. Pods see only their job's sub-paths of the volume of
+    FT_HOME, wherever it is mounted here (volumes.py).
+    """
     cache_volume: Annotated[dict[str, Any] | None, Kind("Volume", {"name": "cache"})] = None
-    """Volume source (`emptyDir`, `hostPath`, …) for quantised bases, local to the node. None: no cache."""
+    """Volume source (`emptyDir`, `hostPath`, …) for quantised bases, local to the node.
+
+    None: no cache.
+    """
     scratch_size: Quantity | None = None
     """Limit on the pod's own files (with FT_STORAGE: its copy of the run directory)."""
     shm_size: Quantity = "2Gi"
     """Size of /dev/shm; counts as memory of the pod."""
     add_capabilities: list[str] = Field(default_factory=list)
-    """Capabilities that the container may have; all others are dropped. Linux gives them to root alone, which the pods never
-    are: for RDMA, IPC_LOCK is no substitute for an unlimited `memlock` of the nodes' container runtime."""
+    """Capabilities that the container may have; all others are dropped.
+
+    Linux gives them to root alone, which the pods never are: for RDMA, IPC_LOCK is no substitute
+    for an unlimited `memlock` of the nodes' container runtime.
+    """
     run_as_user: Annotated[int, Field(ge=1)] | None = 10001
     """User of the pods; None: the cluster chooses (OpenShift), never root."""
     run_as_group: Annotated[int, Field(ge=1)] | None = 10001
@@ -131,26 +169,35 @@ class PodProfile(Strict):
     """Port of the rendezvous on the pod of node 0."""
 
     termination_grace_seconds: Annotated[int, Field(ge=10, le=86_400)] | None = None
-    """Longest time that a pod may take to end once it is asked to: 25 for spot nodes with a notice of 30 seconds. A fifth of
-    it, at most 30 seconds, is left to the supervisor (which uploads files with FT_STORAGE); the ranks may take the rest to
-    write a checkpoint, or FT_STOP_GRACE_SECONDS if that is less. None: FT_STOP_GRACE_SECONDS and 30 more."""
+    """Longest time that a pod may take to end once it is asked to: 25 for spot nodes with a notice
+    of 30 seconds. A fifth of it, at most 30 seconds, is left to the supervisor (which uploads files
+    with FT_STORAGE); the ranks may take the rest to write a checkpoint, or FT_STOP_GRACE_SECONDS if
+    that is less. None: FT_STOP_GRACE_SECONDS and 30 more.
+    """
     active_deadline_seconds: Annotated[int, Field(ge=60)] | None = None
-    """Time limit of one attempt, from the creation of its Job, or from its admission with `queue`; the next one resumes from
-    its last checkpoint. The wait for nodes is part of it. An attempt that only waited is tried again, and is no failure. None:
-    no limit."""
+    """Time limit of one attempt, from the creation of its Job, or from its admission with `queue`;
+    the next one resumes from its last checkpoint. The wait for nodes is part of it. An attempt that
+    only waited is tried again, and is no failure. None: no limit.
+    """
     placement_seconds: Annotated[int, Field(ge=1, le=900)] = 120
-    """Seconds for which some pods of an attempt may hold nodes while others have none; then they release them, and the job
-    tries again later. Where nodes are added on demand: the time that this takes. Ignored with `queue`, which admits whole Jobs.
+    """Seconds for which some pods of an attempt may hold nodes while others have none; then they
+    release them, and the job tries again later. Where nodes are added on demand: the time that this
+    takes. Ignored with `queue`, which admits whole Jobs.
     """
     ttl_seconds_after_finished: Annotated[int, Field(ge=0)] = 3600
     """Seconds for which a Job that has ended stays visible to kubectl."""
     queue: str | None = None
-    """Kueue's LocalQueue: Jobs are created suspended, and Kueue admits them. None: the service counts its slots."""
+    """Kueue's LocalQueue: Jobs are created suspended, and Kueue admits them.
+
+    None: the service counts its slots.
+    """
     queue_priority_class: str | None = None
     """Kueue's WorkloadPriorityClass; ignored without `queue`."""
     queue_priority_classes: dict[int, str] = Field(default_factory=dict)
-    """A job's priority → Kueue's WorkloadPriorityClass: that of the highest number which is not above the job's. Lower ones get
-    `queue_priority_class`. Empty: Kueue gets no priority, and a job with one says so. Only with `queue`."""
+    """A job's priority → Kueue's WorkloadPriorityClass: that of the highest number which is not
+    above the job's. Lower ones get `queue_priority_class`. Empty: Kueue gets no priority, and a job
+    with one says so. Only with `queue`.
+    """
     priority_classes: dict[int, Name] = Field(default_factory=dict)
     """The same for the pods' PriorityClass; lower ones get `priority_class`."""
 
@@ -165,15 +212,23 @@ class PodProfile(Strict):
 
     @model_validator(mode="after")
     def _unique_names(self) -> PodProfile:
-        taken = {"tmp", "shm", "home", "cache"} & {str(volume.get("name")) for volume in self.volumes}
+        taken = {"tmp", "shm", "home", "cache"} & {
+            str(volume.get("name")) for volume in self.volumes
+        }
         if taken:
-            raise ValueError(f"volumes: the name {min(taken)!r} is used by the service; choose another")
+            raise ValueError(
+                f"volumes: the name {min(taken)!r} is used by the service; choose another"
+            )
         if self.gang is not None and self.queue is not None:
             raise ValueError(
-                f"gang = {self.gang!r} with queue = {self.queue!r}: Kueue admits whole Jobs; leave out one of them"
+                f"gang = {self.gang!r} with queue = {self.queue!r}: Kueue admits whole Jobs; "
+                "leave out one of them"
             )
         if self.scheduler_queue is not None and self.gang is None:
-            raise ValueError(f"scheduler_queue = {self.scheduler_queue!r}: only with gang; Kueue's queue is `queue`")
+            raise ValueError(
+                f"scheduler_queue = {self.scheduler_queue!r}: only with gang; Kueue's queue is "
+                "`queue`"
+            )
         return self
 
     @property
@@ -203,16 +258,24 @@ class PodProfile(Strict):
     def secrets(self) -> set[str]:
         """Return the names of the Secrets in the environment of worker pods."""
         whole = [source.get("secretRef", {}).get("name") for source in self.env_from]
-        single = [entry.get("valueFrom", {}).get("secretKeyRef", {}).get("name") for entry in self.env]
+        single = [
+            entry.get("valueFrom", {}).get("secretKeyRef", {}).get("name") for entry in self.env
+        ]
         return {str(name) for name in (*whole, *single) if name}
 
 
-_KINDS = {name: mark for name, own in PodProfile.model_fields.items() for mark in own.metadata if isinstance(mark, Kind)}
+_KINDS = {
+    name: mark
+    for name, own in PodProfile.model_fields.items()
+    for mark in own.metadata
+    if isinstance(mark, Kind)
+}
 
 
 def _fault_of(name: str, kind: Kind, given: Any) -> str | None:
-    """Return what is wrong with the objects of a field; None also if the client's package is missing, without which the service
-    starts no pods."""
+    """Return what is wrong with the objects of a field; None also if the client's package is
+    missing, without which the service starts no pods.
+    """
     try:
         from ft_service.launcher.kubernetes.pod_fields import fault_of
     except ModuleNotFoundError:
@@ -221,11 +284,18 @@ def _fault_of(name: str, kind: Kind, given: Any) -> str | None:
 
 
 def _class_of(priority: int, classes: Mapping[int, str]) -> str | None:
-    return classes[max(known)] if (known := [number for number in classes if number <= priority]) else None
+    return (
+        classes[max(known)]
+        if (known := [number for number in classes if number <= priority])
+        else None
+    )
 
 
 _UNITS: Mapping[str, Decimal] = {
-    **{unit: Decimal(1000) ** power for power, unit in enumerate(("n", "u", "m", "", *"kMGTPE"), start=-3)},
+    **{
+        unit: Decimal(1000) ** power
+        for power, unit in enumerate(("n", "u", "m", "", *"kMGTPE"), start=-3)
+    },
     **{f"{unit}i": Decimal(1024) ** power for power, unit in enumerate("KMGTPE", start=1)},
 }
 """Suffix of a quantity → its factor."""
@@ -251,7 +321,8 @@ class PodProfiles:
         return next(iter(self.by_name.values()))
 
     def choose(self, name: str | None, project: str | None) -> str | None:
-        """Return the name of the profile of a job that asks for `name` (None: for none), of a project (None: of any).
+        """Return the name of the profile of a job that asks for `name` (None: for none), of a
+        project (None: of any).
 
         Raises SpecError if there is no such profile for the project.
         """
@@ -267,15 +338,25 @@ class PodProfiles:
         if name is not None and name in allowed:
             return name
         named = ", ".join(key for key in allowed if key is not None)
-        choice = f"Choose from {named}, or leave it out." if named else "Leave it out." if None in self.by_name else ""
+        choice = (
+            f"Choose from {named}, or leave it out."
+            if named
+            else "Leave it out."
+            if None in self.by_name
+            else ""
+        )
         choice = choice or "The operator has to give it one (projects in FT_POD_PROFILE)."
         raise SpecError(
-            f"distributed.profile = {name!r}: this project has no such kind of pods. {choice}", param="distributed.profile"
+            f"distributed.profile = {name!r}: this project has no such kind of pods. {choice}",
+            param="distributed.profile",
         )
 
 
 def load_profiles(path: Path) -> PodProfiles:
-    """Read the profiles of a file. Raises SpecError that names the file, the profile and the field."""
+    """Read the profiles of a file.
+
+    Raises SpecError that names the file, the profile and the field.
+    """
     where = f"FT_POD_PROFILE = {path}"
     given = read_yaml_setting("FT_POD_PROFILE", path)
     if not isinstance(given, dict) or "profiles" not in given:
@@ -283,21 +364,32 @@ def load_profiles(path: Path) -> PodProfiles:
     shared = {key: value for key, value in given.items() if key != "profiles"}
     own = given["profiles"]
     if not isinstance(own, dict) or not own or not all(_is_name(name) for name in own):
-        message = f"{where}: profiles: give each a name (lower-case letters, digits and hyphens, at most 40) and its fields."
+        message = (
+            f"{where}: profiles: give each a name (lower-case letters, digits and hyphens, "
+            "at most 40) and its fields."
+        )
         raise SpecError(message, param="FT_POD_PROFILE")
-    found = {name: _validated({**shared, **(fields or {})}, f"{where}: profiles.{name}") for name, fields in own.items()}
+    found = {
+        name: _validated({**shared, **(fields or {})}, f"{where}: profiles.{name}")
+        for name, fields in own.items()
+    }
     return PodProfiles(found)
 
 
 def _is_name(name: object) -> bool:
-    return isinstance(name, str) and re.fullmatch(r"[a-z0-9]([-a-z0-9]{0,38}[a-z0-9])?", name) is not None
+    return (
+        isinstance(name, str)
+        and re.fullmatch(r"[a-z0-9]([-a-z0-9]{0,38}[a-z0-9])?", name) is not None
+    )
 
 
 def _validated(given: object, where: str) -> PodProfile:
     try:
         return PodProfile.model_validate(given)
     except ValidationError as error:
-        raise SpecError(f"{where}: {spec_error(error, PodProfile).message}", param="FT_POD_PROFILE") from None
+        raise SpecError(
+            f"{where}: {spec_error(error, PodProfile).message}", param="FT_POD_PROFILE"
+        ) from None
 
 
 def own_namespace(folder: Path = ServiceAccountFolder) -> str | None:

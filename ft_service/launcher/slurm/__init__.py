@@ -1,4 +1,5 @@
-"""Launcher for Slurm: one batch job per attempt, in which `srun` starts our supervisor on each node.
+"""Launcher for Slurm: one batch job per attempt, in which `srun` starts our supervisor on each
+node.
 
 slurm_profile.py    the operator's settings of batch jobs (FT_SLURM_PROFILE)
 batch_script.py     attempt + profile → arguments of sbatch, and the script; pure

@@ -1,9 +1,9 @@
 """Arguments of sbatch and the batch script of an attempt, of a job or of an engine. Pure.
 
-Every value of a job, a path or a profile is quoted for the shell. The script runs on the first node of an allocation, and
-starts a supervisor on each node with srun. Before the time limit Slurm sends SIGTERM to the script alone (`--signal=B:TERM`).
-The script then writes `stop.json`, and the ranks agree to stop. srun must not get the signal: it would kill what it has
-started.
+Every value of a job, a path or a profile is quoted for the shell. The script runs on the first node
+of an allocation, and starts a supervisor on each node with srun. Before the time limit Slurm sends
+SIGTERM to the script alone (`--signal=B:TERM`). The script then writes `stop.json`, and the ranks
+agree to stop. srun must not get the signal: it would kill what it has started.
 
 The service's environment does not reach the job (`--export=NONE`); that of its user's login does.
 """
@@ -22,8 +22,9 @@ from ft_service.rundir.documents import Start, Stop
 from ft_service.supervisor import command_line
 
 NOTICE_SECONDS = 60
-"""Seconds between the end of the ranks' grace and Slurm's limit: Slurm's signal can be a minute late, and writing files takes
-time."""
+"""Seconds between the end of the ranks' grace and Slurm's limit: Slurm's signal can be a minute
+late, and writing files takes time.
+"""
 PREFIX = "ft-"
 _TASK = """\
 trap told=1 TERM
@@ -36,8 +37,10 @@ while told= && wait "$!"; code=$?; [ "$told" ]; do :; done
 rm -rf "$scratch"
 exit "$code"
 """
-"""Script that srun runs on each node; its arguments are the scratch folder and the supervisor's command. SIGTERM, with which
-Slurm ends a step, goes to all of its processes; this shell outlives the supervisor, which stops at a checkpoint."""
+"""Script that srun runs on each node; its arguments are the scratch folder and the supervisor's
+command. SIGTERM, with which Slurm ends a step, goes to all of its processes; this shell outlives
+the supervisor, which stops at a checkpoint.
+"""
 
 
 @dataclass(frozen=True)
@@ -62,7 +65,9 @@ def job_name(job_id: str, attempt: int) -> str:
 def attempt_of(name: str) -> tuple[str, int] | None:
     """Return (job, attempt) of a batch job's name; None: it is not one of this service."""
     job_id, _, attempt = name.removeprefix(PREFIX).rpartition("-")
-    return (job_id, int(attempt)) if name.startswith(PREFIX) and job_id and attempt.isdigit() else None
+    return (
+        (job_id, int(attempt)) if name.startswith(PREFIX) and job_id and attempt.isdigit() else None
+    )
 
 
 def notice_seconds(site: SlurmSite) -> int:
@@ -71,8 +76,11 @@ def notice_seconds(site: SlurmSite) -> int:
 
 
 def sbatch_arguments(start: Start, run: Path, profile: SlurmProfile, site: SlurmSite) -> list[str]:
-    """Return the arguments of sbatch, which reads the script from stdin. Slurm must not restart a job, nor run two of one name
-    at a time. `run`: run directory of the job, or directory of the engine."""
+    """Return the arguments of sbatch, which reads the script from stdin.
+
+    Slurm must not restart a job, nor run two of one name at a time. `run`: run directory of the
+    job, or directory of the engine.
+    """
     ranks = start.world_size // start.nodes
     given = {
         "partition": profile.partition,
@@ -106,7 +114,9 @@ def batch_script(start: Start, run: Path, profile: SlurmProfile, site: SlurmSite
     """`run`: as for `sbatch_arguments`."""
     keys = AttemptKeys(start.attempt)
     several = start.nodes > 1
-    arguments = command_line.SupervisorOptions(grace_seconds=site.stop_grace_seconds).arguments(run, start.attempt)
+    arguments = command_line.SupervisorOptions(grace_seconds=site.stop_grace_seconds).arguments(
+        run, start.attempt
+    )
     supervisor = [*command_line.program([profile.python]), *arguments]
     # The service may have no torch to convert checkpoints' shards to adapters.
     variables = {
@@ -116,8 +126,14 @@ def batch_script(start: Start, run: Path, profile: SlurmProfile, site: SlurmSite
         "FT_HOME": str(site.home),
     }
     stop = json.dumps(Stop(reason="Slurm takes the allocation back").model_dump(mode="json"))
-    endpoint = f'--rdzv-endpoint "$(hostname):$(({profile.rendezvous_port} + SLURM_JOB_ID % {RENDEZVOUS_PORTS}))"'
-    srun = f"srun --export=ALL --nodes={start.nodes} --ntasks={start.nodes} --ntasks-per-node=1 --kill-on-bad-exit=0 --wait=0"
+    endpoint = (
+        f'--rdzv-endpoint "$(hostname):$(({profile.rendezvous_port} + SLURM_JOB_ID % '
+        f'{RENDEZVOUS_PORTS}))"'
+    )
+    srun = (
+        f"srun --export=ALL --nodes={start.nodes} --ntasks={start.nodes} --ntasks-per-node=1 "
+        "--kill-on-bad-exit=0 --wait=0"
+    )
     task = shlex.join(["bash", "-c", _TASK, "ft-node", profile.scratch, *supervisor])
     stop_file = shlex.quote(str(run / keys.stop))
     return "\n".join(
@@ -125,7 +141,8 @@ def batch_script(start: Start, run: Path, profile: SlurmProfile, site: SlurmSite
             "#!/bin/bash",
             *(f"export {name}={shlex.quote(value)}" for name, value in variables.items()),
             # A signal ends `wait`, with its own exit code.
-            f"stop() {{ told=1; printf %s {shlex.quote(stop)} > {stop_file}.$$ && mv -n {stop_file}.$$ {stop_file}; }}",
+            f"stop() {{ told=1; printf %s {shlex.quote(stop)} > {stop_file}.$$ && mv -n "
+            f"{stop_file}.$$ {stop_file}; }}",
             "trap stop TERM",
             f"{srun} {task}{f' {endpoint}' if several else ''} &",
             'while told= && wait "$!"; code=$?; [ "$told" ]; do :; done',

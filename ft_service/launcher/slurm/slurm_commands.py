@@ -1,7 +1,8 @@
 """Slurm's command-line programs: the only module that runs them.
 
-`squeue` and `sacct` are asked for columns (`--format`) instead of JSON: JSON needs a plugin that is not built everywhere, and
-its state field has changed between versions (a word, a list of words). The columns have been the same since Slurm 2.
+`squeue` and `sacct` are asked for columns (`--format`) instead of JSON: JSON needs a plugin that is
+not built everywhere, and its state field has changed between versions (a word, a list of words).
+The columns have been the same since Slurm 2.
 """
 
 from __future__ import annotations
@@ -22,17 +23,36 @@ LOOK_SECONDS = 0.5
 """Pause between looks at what a command that has not ended has said."""
 _FORMAT = "%A|%T|%j|%V|%r|%k"
 _AWAY = (
-    *("Unable to contact slurm controller", "Socket timed out", "Connection refused", "Connection timed out", "slurmctld"),
-    *("Resource temporarily unavailable", "Zero Bytes were transmitted", "Transport endpoint is not connected"),
+    *(
+        "Unable to contact slurm controller",
+        "Socket timed out",
+        "Connection refused",
+        "Connection timed out",
+        "slurmctld",
+    ),
+    *(
+        "Resource temporarily unavailable",
+        "Zero Bytes were transmitted",
+        "Transport endpoint is not connected",
+    ),
     *("Unexpected message received", "Invalid authentication credential", "munge"),
-    *("try again", "Message receive failure", "Communication connection failure", "Insufficient permission to connect"),
+    *(
+        "try again",
+        "Message receive failure",
+        "Communication connection failure",
+        "Insufficient permission to connect",
+    ),
 )
 """Parts of messages about Slurm itself rather than about a job."""
 _FOR_NOW = re.compile(r"\b(?:Assoc|QOS)\w*Submit\w*Limit\b|Required partition not available")
-"""Messages of sbatch about what passes by itself or by an operator: too many batch jobs at once (MaxSubmitJobs,
-GrpSubmitJobs), a partition that is drained or inactive."""
+"""Messages of sbatch about what passes by itself or by an operator: too many batch jobs at once
+(MaxSubmitJobs, GrpSubmitJobs), a partition that is drained or inactive.
+"""
 _SLEEPS = "Slurm temporarily unable to accept job"
-"""Beginning of what sbatch says where Slurm has as many jobs as it takes (MaxJobCount). It then tries again for two minutes."""
+"""Beginning of what sbatch says where Slurm has as many jobs as it takes (MaxJobCount).
+
+It then tries again for two minutes.
+"""
 _PREFIX = re.compile(r"(^| )s[a-z]+: error: ")
 
 
@@ -74,11 +94,24 @@ class SlurmCommands:
         self._user = str(os.geteuid())  # which Slurm takes too: a container's user may have no name
 
     def jobs(self) -> list[SlurmJob]:
-        """Return all batch jobs of the user that Slurm knows, including those that ended within its MinJobAge."""
-        return read_queue(self._run("squeue", "--noheader", "--states=all", f"--user={self._user}", f"--format={_FORMAT}"))
+        """Return all batch jobs of the user that Slurm knows, including those that ended within its
+        MinJobAge.
+        """
+        return read_queue(
+            self._run(
+                "squeue",
+                "--noheader",
+                "--states=all",
+                f"--user={self._user}",
+                f"--format={_FORMAT}",
+            )
+        )
 
     def submit(self, arguments: Sequence[str], script: str) -> int:
-        """Submit a batch job and return its number. Raises SlurmRefusedError, or its subclass SlurmPostponedError."""
+        """Submit a batch job and return its number.
+
+        Raises SlurmRefusedError, or its subclass SlurmPostponedError.
+        """
         output = self._run("sbatch", *arguments, script=script).strip()
         number = output.partition(";")[0]
         if not number.isdigit():
@@ -93,9 +126,18 @@ class SlurmCommands:
             raise SlurmAwayError(str(error)) from error
 
     def ended_state(self, number: int) -> str | None:
-        """Return the state of a batch job that is no longer in Slurm's queue; None: unknown, for example without accounting."""
+        """Return the state of a batch job that is no longer in Slurm's queue; None: unknown, for
+        example without accounting.
+        """
         try:
-            output = self._run("sacct", "--noheader", "--allocations", "--parsable2", f"--jobs={number}", "--format=State")
+            output = self._run(
+                "sacct",
+                "--noheader",
+                "--allocations",
+                "--parsable2",
+                f"--jobs={number}",
+                "--format=State",
+            )
         except (SlurmAwayError, SlurmRefusedError):
             return None
         return next(iter(output.split()), None)
@@ -111,19 +153,30 @@ class SlurmCommands:
             raise SlurmAwayError(f"{command[0]} could not be run: {error.strerror}") from error
         if done.returncode == 0:
             return done.stdout
-        message = " ".join(done.stderr.split())[-400:] or f"{command[0]} ended with code {done.returncode}"
+        message = (
+            " ".join(done.stderr.split())[-400:]
+            or f"{command[0]} ended with code {done.returncode}"
+        )
         message = _PREFIX.sub(lambda match: match[1] and ": ", message)
         if done.returncode < 0 or any(words in message for words in _AWAY):
             raise SlurmAwayError(message)
         raise (SlurmPostponedError if _FOR_NOW.search(message) else SlurmRefusedError)(message)
 
 
-def _finished(command: Sequence[str], script: str, environment: Mapping[str, str]) -> subprocess.CompletedProcess[str]:
-    """Run a command to its end. Raises SlurmPostponedError once it says that it sleeps, since nothing else is looked after
-    meanwhile; subprocess.TimeoutExpired after SECONDS."""
-    deadline, given = time.monotonic() + SECONDS, script
+def _finished(
+    command: Sequence[str], script: str, environment: Mapping[str, str]
+) -> subprocess.CompletedProcess[str]:
+    """Run a command to its end.
+
+    Raises SlurmPostponedError once it says that it sleeps, since nothing else is looked after
+    meanwhile; subprocess.TimeoutExpired after SECONDS.
+    """
+    deadline = time.monotonic() + SECONDS
+    given = script
     pipe = subprocess.PIPE
-    with subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=pipe, text=True, env=environment) as process:
+    with subprocess.Popen(
+        command, stdin=pipe, stdout=pipe, stderr=pipe, text=True, env=environment
+    ) as process:
         try:
             while True:
                 try:

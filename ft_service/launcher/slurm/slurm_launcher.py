@@ -1,8 +1,10 @@
-"""Launcher that runs attempts as batch jobs: found by name, observed with squeue, ended with scancel.
+"""Launcher that runs attempts as batch jobs: found by name, observed with squeue, ended with
+scancel.
 
-The name of a batch job contains the job's id and the attempt. The launcher looks for it before it submits, so that neither a
-restart of the service nor a command that timed out starts an attempt twice. If two of one name are submitted all the same,
-Slurm runs them one after the other (`--dependency=singleton`), and the supervisors of the second find the attempt ended.
+The name of a batch job contains the job's id and the attempt. The launcher looks for it before it
+submits, so that neither a restart of the service nor a command that timed out starts an attempt
+twice. If two of one name are submitted all the same, Slurm runs them one after the other
+(`--dependency=singleton`), and the supervisors of the second find the attempt ended.
 """
 
 from __future__ import annotations
@@ -17,7 +19,13 @@ from ft_service.jobs.reasons import Reason
 from ft_service.jobs.states import Absent, Ended, Observation, Running, Unknown
 from ft_service.launcher.liveness import EventAge, Outage
 from ft_service.launcher.protocol import LaunchError, ListedAttempt
-from ft_service.launcher.slurm.batch_script import SlurmSite, attempt_of, batch_script, job_name, sbatch_arguments
+from ft_service.launcher.slurm.batch_script import (
+    SlurmSite,
+    attempt_of,
+    batch_script,
+    job_name,
+    sbatch_arguments,
+)
 from ft_service.launcher.slurm.slurm_commands import (
     SlurmAwayError,
     SlurmCommands,
@@ -45,13 +53,19 @@ log = logging.getLogger(__name__)
 QUEUE_SLOTS = 4096
 """Ranks of jobs in Slurm's queue at once."""
 QUEUE_AGE_SECONDS = 3.0
-"""Seconds for which a reading of the queue counts, so that the controller of a large cluster is not overloaded."""
+"""Seconds for which a reading of the queue counts, so that the controller of a large cluster is not
+overloaded.
+"""
 END_SECONDS = 30.0
-"""Seconds between the end of the ranks' grace and the cancelling of a cancelled attempt's batch job."""
+"""Seconds between the end of the ranks' grace and the cancelling of a cancelled attempt's batch
+job.
+"""
 TAKEN_SECONDS = 60.0
 """Seconds until the next attempt, after one that was cancelled in Slurm before it had begun."""
 HOLD_SECONDS = 5.0
-"""Pause before a batch job that was refused for now is submitted again; doubled each time, up to MAX_HOLD_SECONDS."""
+"""Pause before a batch job that was refused for now is submitted again; doubled each time, up to
+MAX_HOLD_SECONDS.
+"""
 MAX_HOLD_SECONDS = 60.0
 SUSPENDED = "Slurm has suspended the attempt's batch job, and lets it go on later."
 
@@ -91,7 +105,8 @@ class SlurmLauncher:
         commands: SlurmCommands | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self._profile, self._site = profile, site
+        self._profile = profile
+        self._site = site
         self._commands = commands or SlurmCommands()
         self._clock = clock
         self._event_age = EventAge(clock)
@@ -99,7 +114,9 @@ class SlurmLauncher:
         self._queue = _Queue({}, -math.inf)
         self._postponed: dict[str, _Postponed] = {}
         self._ending: dict[str, float] = {}
-        """Cancelled batch jobs whose supervisors were notified → deadline of their end (monotonic clock)."""
+        """Cancelled batch jobs whose supervisors were notified → deadline of their end (monotonic
+        clock).
+        """
 
     @property
     def away_seconds(self) -> float:
@@ -114,7 +131,9 @@ class SlurmLauncher:
             if not jobs:
                 attempt.run.path(attempt.keys.logs).mkdir(parents=True, exist_ok=True)
                 described = start, attempt.run.root, self._profile, self._site
-                number = self._commands.submit(sbatch_arguments(*described), batch_script(*described))
+                number = self._commands.submit(
+                    sbatch_arguments(*described), batch_script(*described)
+                )
             else:
                 number = jobs[0].number
         except SlurmPostponedError as error:
@@ -123,23 +142,33 @@ class SlurmLauncher:
         except SlurmRefusedError as error:
             self.kill(attempt, Reason.LAUNCH_FAILED)
             raise LaunchError(f"Slurm refuses the job: {error}") from error
-        except SlurmAwayError as error:  # the next reading of the queue says whether it was submitted
+        except (
+            SlurmAwayError
+        ) as error:  # the next reading of the queue says whether it was submitted
             log.warning("%s: not started yet, Slurm does not answer: %s", attempt, error)
             return
         self._queue = _Queue({}, -math.inf)
         self._postponed.pop(job_name(attempt.job_id, attempt.number), None)
-        attempt.write_launched(Launched(job=job_name(attempt.job_id, attempt.number), uid=str(number)))
+        attempt.write_launched(
+            Launched(job=job_name(attempt.job_id, attempt.number), uid=str(number))
+        )
 
     def _postpone(self, attempt: Attempt, error: SlurmPostponedError) -> None:
         """Have `observe` say why the attempt is not submitted, until it is time for another try."""
         name = job_name(attempt.job_id, attempt.number)
         before = self._postponed.get(name)
         delay = HOLD_SECONDS if before is None else min(2 * before.delay, MAX_HOLD_SECONDS)
-        self._postponed[name] = _Postponed(f"Slurm refuses the job for now: {error}", delay, self._clock() + delay)
+        self._postponed[name] = _Postponed(
+            f"Slurm refuses the job for now: {error}", delay, self._clock() + delay
+        )
 
     def observe(self, attempt: Attempt) -> Observation:
         held = self._postponed.get(job_name(attempt.job_id, attempt.number))
-        if held is not None and self._clock() < held.until and not (attempt.has_launched() or attempt.has_exit()):
+        if (
+            held is not None
+            and self._clock() < held.until
+            and not (attempt.has_launched() or attempt.has_exit())
+        ):
             return Running(note=held.reason, admitted=False, fresh=False)
         try:
             jobs = self._jobs(attempt) or self._jobs(attempt, fresh=True)
@@ -148,12 +177,19 @@ class SlurmLauncher:
                 jobs = self._jobs(attempt, fresh=True)
         except (SlurmAwayError, SlurmRefusedError) as error:
             self._outage.failed(error)
-            return Unknown(f"Slurm does not answer: {error}", self._outage.seconds, begun=attempt.has_launched())
+            return Unknown(
+                f"Slurm does not answer: {error}",
+                self._outage.seconds,
+                begun=attempt.has_launched(),
+            )
         if not jobs:
             return self._gone(attempt)
         by_standing = {standing(job.state): job for job in jobs}
         if "unknown" in by_standing:
-            return Unknown(f"Slurm reports the state {by_standing['unknown'].state}, which this version does not know")
+            return Unknown(
+                f"Slurm reports the state {by_standing['unknown'].state}, which this version does "
+                "not know"
+            )
         if "alive" in by_standing:
             self._end_cancelled(attempt)
             return self._alive(attempt, by_standing["alive"])
@@ -161,10 +197,14 @@ class SlurmLauncher:
             return self._ended(attempt, jobs[-1].state)
         if not begun:
             return self._waiting(attempt, by_standing["waiting"])
-        return self._put_back(attempt, by_standing["over"].state if "over" in by_standing else REQUEUED)
+        return self._put_back(
+            attempt, by_standing["over"].state if "over" in by_standing else REQUEUED
+        )
 
     def signal(self, attempt: Attempt, control: Control) -> None:
-        """Write the request, which running supervisors read; a batch job that does not run yet is cancelled."""
+        """Write the request, which running supervisors read; a batch job that does not run yet is
+        cancelled.
+        """
         attempt.write_control(control)
         if control.desired is Desired.RUN:
             return
@@ -172,10 +212,14 @@ class SlurmLauncher:
         jobs = self._jobs(attempt, fresh=True)
         if any(standing(job.state) == "alive" for job in jobs):
             if control.desired is Desired.CANCEL:
-                self._ending.setdefault(name, self._clock() + self._site.stop_grace_seconds + END_SECONDS)
+                self._ending.setdefault(
+                    name, self._clock() + self._site.stop_grace_seconds + END_SECONDS
+                )
             return
         if control.desired is Desired.PAUSE and jobs:
-            attempt.write_exit(exit_of(ExitReason.STOPPED, "The attempt was stopped before it started."))
+            attempt.write_exit(
+                exit_of(ExitReason.STOPPED, "The attempt was stopped before it started.")
+            )
         self._cancel(attempt)
 
     def kill(self, attempt: Attempt, reason: Reason) -> None:
@@ -198,7 +242,11 @@ class SlurmLauncher:
             jobs = self._commands.jobs()
         except (SlurmAwayError, SlurmRefusedError) as error:
             raise LaunchError(f"Slurm does not answer: {error}") from error
-        ours = [job for job in jobs if job.comment == self._site.comment and standing(job.state) != "over"]
+        ours = [
+            job
+            for job in jobs
+            if job.comment == self._site.comment and standing(job.state) != "over"
+        ]
         named = [(job, known[0]) for job in ours if (known := attempt_of(job.name)) is not None]
         return [ListedAttempt(job.name, job_id, job.submitted_at) for job, job_id in named]
 
@@ -212,8 +260,9 @@ class SlurmLauncher:
         """Do nothing: attempts continue, and no connection is open."""
 
     def _jobs(self, attempt: Attempt, *, fresh: bool = False) -> list[SlurmJob]:
-        """Return the attempt's batch jobs, the newest last: several only if the answer to a submission was lost. `fresh`: read
-        the queue now."""
+        """Return the attempt's batch jobs, the newest last: several only if the answer to a
+        submission was lost. `fresh`: read the queue now.
+        """
         if fresh or self._clock() - self._queue.at >= QUEUE_AGE_SECONDS:
             jobs: dict[str, list[SlurmJob]] = {}
             for job in sorted(self._commands.jobs(), key=lambda job: job.number):
@@ -223,7 +272,9 @@ class SlurmLauncher:
         return self._queue.jobs.get(job_name(attempt.job_id, attempt.number), [])
 
     def _alive(self, attempt: Attempt, job: SlurmJob) -> Running:
-        """Return the observation of an attempt whose processes live; while Slurm has stopped them, they have nothing to say."""
+        """Return the observation of an attempt whose processes live; while Slurm has stopped them,
+        they have nothing to say.
+        """
         running = self._event_age.running(attempt)
         if not is_held_still(job.state):
             return running
@@ -231,13 +282,18 @@ class SlurmLauncher:
         return replace(running, silent_seconds=0.0, note=SUSPENDED)
 
     def _put_back(self, attempt: Attempt, state: str) -> Observation:
-        """Cancel a batch job that waits although the attempt has run, as one that an operator has put back into the queue:
-        Slurm would run the attempt again, or keep it for ever. `state`: to judge the attempt by."""
+        """Cancel a batch job that waits although the attempt has run, as one that an operator has
+        put back into the queue: Slurm would run the attempt again, or keep it for ever. `state`: to
+        judge the attempt by.
+        """
         try:
             self._cancel(attempt)
         except SlurmAwayError as error:
             self._outage.failed(error)
-            return Unknown(f"Slurm does not cancel the batch job of an attempt that has ended: {error}", self._outage.seconds)
+            return Unknown(
+                f"Slurm does not cancel the batch job of an attempt that has ended: {error}",
+                self._outage.seconds,
+            )
         return self._ended(attempt, state)
 
     def _waiting(self, attempt: Attempt, job: SlurmJob) -> Running:
@@ -247,10 +303,15 @@ class SlurmLauncher:
         return Running(note=waiting_text(job.reason), level=level, admitted=False)
 
     def _gone(self, attempt: Attempt) -> Observation:
-        """Return the observation of an attempt without a batch job: never submitted, or over long ago."""
+        """Return the observation of an attempt without a batch job: never submitted, or over long
+        ago.
+        """
         if attempt.has_launched():
             launched = attempt.read_launched()
-            return self._ended(attempt, self._commands.ended_state(int(launched.uid)) if launched is not None else None)
+            return self._ended(
+                attempt,
+                self._commands.ended_state(int(launched.uid)) if launched is not None else None,
+            )
         recorded = attempt.read_exit()
         return Absent() if recorded is None else Ended(recorded, newest_step(attempt.run))
 
@@ -279,4 +340,6 @@ def _has_begun(attempt: Attempt) -> bool:
     """Return whether a supervisor has run the attempt on one of its nodes, or it has ended."""
     start = attempt.readable_start()
     nodes = 1 if start is None else start.nodes
-    return attempt.has_exit() or any(attempt.node(index, nodes).has_supervisor() for index in range(nodes))
+    return attempt.has_exit() or any(
+        attempt.node(index, nodes).has_supervisor() for index in range(nodes)
+    )

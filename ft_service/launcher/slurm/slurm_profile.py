@@ -1,4 +1,7 @@
-"""Slurm profile: the operator's settings of batch jobs, in a YAML file named by FT_SLURM_PROFILE. A job cannot change them."""
+"""Slurm profile: the operator's settings of batch jobs, in a YAML file named by FT_SLURM_PROFILE.
+
+A job cannot change them.
+"""
 
 from __future__ import annotations
 
@@ -19,11 +22,25 @@ Word = Annotated[str, Field(pattern=r"^[A-Za-z0-9_][A-Za-z0-9_.,:&|*()\[\]-]*$")
 _TIME = re.compile(r"(?:(?P<days>\d+)-)?(?P<first>\d+)(?::(?P<second>\d+))?(?::(?P<third>\d+))?")
 _OPTION = re.compile(r"--(?P<name>[a-z][a-z-]*)(=\S+)?")
 _OWN = {
-    **dict.fromkeys(("job-name", "comment", "nodes", "ntasks", "ntasks-per-node", "chdir", "output", "error"), "the service's"),
-    **dict.fromkeys(("signal", "requeue", "no-requeue", "export", "export-file", "parsable", "dependency"), "the service's"),
-    **dict.fromkeys(("array", "wrap", "wait", "test-only", "input", "open-mode", "get-user-env"), "not for such jobs"),
-    **dict.fromkeys(("uid", "gid", "clusters", "cluster", "nice", "hold", "begin", "deadline"), "not for such jobs"),
-    **dict.fromkeys(("partition", "account", "qos", "constraint", "gres", "time", "mem"), "a key of the profile"),
+    **dict.fromkeys(
+        ("job-name", "comment", "nodes", "ntasks", "ntasks-per-node", "chdir", "output", "error"),
+        "the service's",
+    ),
+    **dict.fromkeys(
+        ("signal", "requeue", "no-requeue", "export", "export-file", "parsable", "dependency"),
+        "the service's",
+    ),
+    **dict.fromkeys(
+        ("array", "wrap", "wait", "test-only", "input", "open-mode", "get-user-env"),
+        "not for such jobs",
+    ),
+    **dict.fromkeys(
+        ("uid", "gid", "clusters", "cluster", "nice", "hold", "begin", "deadline"),
+        "not for such jobs",
+    ),
+    **dict.fromkeys(
+        ("partition", "account", "qos", "constraint", "gres", "time", "mem"), "a key of the profile"
+    ),
     "cpus-per-task": "a key of the profile (cpus_per_rank)",
 }
 """Options of sbatch that `options` must not contain → who sets them."""
@@ -35,40 +52,60 @@ class SlurmProfile(Strict):
     ranks_per_node: Annotated[int, Field(ge=1, le=64)]
     """Largest number of ranks on one node: its GPUs. `nproc_per_node: auto` takes so many."""
     gres: Annotated[str, Field(pattern=r"^[a-z][a-z0-9_]*(:[A-Za-z0-9_.-]+)?$")] | None = "gpu"
-    """Generic resource of which an attempt requests one per rank on each node: `gpu`, or `gpu:h100`. None: the nodes have no
-    GPUs."""
+    """Generic resource of which an attempt requests one per rank on each node: `gpu`, or
+    `gpu:h100`. None: the nodes have no GPUs.
+    """
     hardware: str | None = None
-    """The nodes' GPUs, as `ft plan --hardware` names them, to refuse jobs that cannot fit. None: memory is not checked."""
+    """The nodes' GPUs, as `ft plan --hardware` names them, to refuse jobs that cannot fit.
+
+    None: memory is not checked.
+    """
     partition: Word | None = None
     account: Word | None = None
     qos: Word | None = None
     constraint: Word | None = None
     time: str | None = None
-    """Time limit of one attempt, as sbatch takes it: minutes, `4:00:00`, `1-12:00:00`. Shortly before its end the ranks write a
-    checkpoint, from which the next attempt resumes. None: the partition's."""
+    """Time limit of one attempt, as sbatch takes it: minutes, `4:00:00`, `1-12:00:00`.
+
+    Shortly before its end the ranks write a checkpoint, from which the next attempt resumes. None:
+    the partition's.
+    """
     cpus_per_rank: Annotated[int, Field(ge=1)] | None = None
     memory_per_node: Annotated[str, Field(pattern=r"^[0-9]+[KMGT]?$")] | None = None
     """Memory as `--mem` takes it, such as `200G`; None: the partition's."""
     options: list[str] = Field(default_factory=list)
-    """Further options of sbatch, each written `--name` or `--name=value`, such as `--reservation=tuning`."""
+    """Further options of sbatch, each written `--name` or `--name=value`, such as
+    `--reservation=tuning`.
+    """
     python: Annotated[str, Field(pattern=r"^/[^\n\x00]*$")] = sys.executable
-    """Python interpreter on the nodes, in an environment with this version of the service and its workers. Default: the
-    service's, which must then be on a shared file system."""
-    env: dict[Annotated[str, Field(pattern=r"^[A-Za-z_][A-Za-z0-9_]*$")], Annotated[str, Field(pattern=r"^[^\x00]*$")]] = Field(
-        default_factory=dict
-    )
-    """Environment variables of supervisors and ranks, such as NCCL_SOCKET_IFNAME. Those of the service are not passed on."""
+    """Python interpreter on the nodes, in an environment with this version of the service and its
+    workers. Default: the service's, which must then be on a shared file system.
+    """
+    env: dict[
+        Annotated[str, Field(pattern=r"^[A-Za-z_][A-Za-z0-9_]*$")],
+        Annotated[str, Field(pattern=r"^[^\x00]*$")],
+    ] = Field(default_factory=dict)
+    """Environment variables of supervisors and ranks, such as NCCL_SOCKET_IFNAME.
+
+    Those of the service are not passed on.
+    """
     scratch: Annotated[str, Field(pattern=r"^/[^\n\x00]*$")] = "/tmp"
-    """Local folder of each node for locks and temporary files; an attempt removes its files there."""
+    """Local folder of each node for locks and temporary files; an attempt removes its files
+    there.
+    """
     rendezvous_port: Annotated[int, Field(ge=1024, le=64_535)] = 20_000
-    """Rendezvous port on the first node; the last three digits of the batch job's number are added."""
+    """Rendezvous port on the first node; the last three digits of the batch job's number are
+    added.
+    """
 
     @field_validator("time", mode="before")
     @classmethod
     def _is_time(cls, value: object) -> str | None:
         text = str(value)  # minutes alone are a number
         if value is not None and not _TIME.fullmatch(text):
-            raise ValueError("it is not a time limit of sbatch: write minutes, H:MM:SS or D-HH:MM:SS")
+            raise ValueError(
+                "it is not a time limit of sbatch: write minutes, H:MM:SS or D-HH:MM:SS"
+            )
         return None if value is None else text
 
     @model_validator(mode="after")
@@ -78,7 +115,9 @@ class SlurmProfile(Strict):
             if match is None:
                 raise ValueError(f"options: {option!r} is not written as --name or --name=value")
             if match["name"] in _OWN:
-                raise ValueError(f"options: --{match['name']} is {_OWN[match['name']]}; leave it out")
+                raise ValueError(
+                    f"options: --{match['name']} is {_OWN[match['name']]}; leave it out"
+                )
         return self
 
     @property
@@ -87,7 +126,9 @@ class SlurmProfile(Strict):
         match = _TIME.fullmatch(self.time) if self.time is not None else None
         if match is None:
             return None
-        days, first, second, third = (int(match[name] or 0) for name in ("days", "first", "second", "third"))
+        days, first, second, third = (
+            int(match[name] or 0) for name in ("days", "first", "second", "third")
+        )
         if match["days"] is not None:  # D-HH[:MM[:SS]]
             seconds = days * 86_400 + first * 3600 + second * 60 + third
         elif match["third"] is not None:

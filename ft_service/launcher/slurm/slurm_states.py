@@ -11,7 +11,16 @@ Standing = Literal["waiting", "alive", "over", "unknown"]
 
 _WAITING = ("PENDING", "REQUEUED", "REQUEUE_FED", "REQUEUE_HOLD", "RESV_DEL_HOLD", "SPECIAL_EXIT")
 _HELD_STILL = ("SUSPENDED", "STOPPED")
-_ALIVE = ("CONFIGURING", "RUNNING", "COMPLETING", *_HELD_STILL, "SIGNALING", "RESIZING", "STAGE_OUT", "POWER_UP_NODE")
+_ALIVE = (
+    "CONFIGURING",
+    "RUNNING",
+    "COMPLETING",
+    *_HELD_STILL,
+    "SIGNALING",
+    "RESIZING",
+    "STAGE_OUT",
+    "POWER_UP_NODE",
+)
 REQUEUED = "REQUEUED"
 """State to judge an attempt by whose batch job Slurm would run a second time."""
 _TAKEN = {
@@ -19,7 +28,10 @@ _TAKEN = {
     "PREEMPTED": "Slurm has preempted the attempt's batch job for one with a higher priority.",
     "REVOKED": "Another cluster of the federation runs the attempt's batch job.",
 }
-_PUT_BACK = {REQUEUED: "The attempt's batch job was put back into Slurm's queue; the service makes a new one."}
+_PUT_BACK = {
+    REQUEUED: "The attempt's batch job was put back into Slurm's queue; the service makes a new "
+    "one."
+}
 _HOST_LOST = {
     "NODE_FAIL": "A node of the attempt has failed.",
     "BOOT_FAIL": "A node of the attempt did not boot.",
@@ -27,26 +39,48 @@ _HOST_LOST = {
     "RECONFIG_FAIL": "A node of the attempt could not be configured.",
 }
 _KILLED = {
-    "TIMEOUT": ("deadline_exceeded", "The attempt reached Slurm's time limit before it had stopped at a checkpoint."),
+    "TIMEOUT": (
+        "deadline_exceeded",
+        "The attempt reached Slurm's time limit before it had stopped at a checkpoint.",
+    ),
     "DEADLINE": ("deadline_exceeded", "The attempt's batch job reached its deadline in Slurm."),
     "OUT_OF_MEMORY": (
         "out_of_memory",
-        "The attempt used more memory than Slurm gives it: raise memory_per_node in the Slurm profile, or make the job "
+        "The attempt used more memory than Slurm gives it: raise memory_per_node in the Slurm "
+        "profile, or make the job "
         "smaller.",
     ),
 }
 _OVER = ("COMPLETED", "FAILED", *_TAKEN, *_HOST_LOST, *_KILLED)
 _LASTING = (
-    *("BadConstraints", "JobHeldAdmin", "JobHeldUser", "DependencyNeverSatisfied", "Invalid", "NodeDown", "PartitionDown"),
-    *("PartitionInactive", "PartitionNodeLimit", "PartitionTimeLimit", "AccountNotAllowed", "QOSNotAllowed"),
+    *(
+        "BadConstraints",
+        "JobHeldAdmin",
+        "JobHeldUser",
+        "DependencyNeverSatisfied",
+        "Invalid",
+        "NodeDown",
+        "PartitionDown",
+    ),
+    *(
+        "PartitionInactive",
+        "PartitionNodeLimit",
+        "PartitionTimeLimit",
+        "AccountNotAllowed",
+        "QOSNotAllowed",
+    ),
 )
 """Slurm's reasons for a wait that only an operator can end, or their beginnings."""
 _TOO_LARGE = "PerJob"
-"""Part of Slurm's reasons for a wait of a job that is larger than one job may be, such as `QOSMaxCpuPerJobLimit`."""
+"""Part of Slurm's reasons for a wait of a job that is larger than one job may be, such as
+`QOSMaxCpuPerJobLimit`.
+"""
 
 
 def standing(state: str) -> Standing:
-    """Return what a batch job's state says about its processes; "unknown": a state that this version does not know."""
+    """Return what a batch job's state says about its processes; "unknown": a state that this
+    version does not know.
+    """
     if state in _WAITING:
         return "waiting"
     if state in _ALIVE:
@@ -56,7 +90,11 @@ def standing(state: str) -> Standing:
 
 def waiting_text(reason: str) -> str:
     """Return the reason for a wait, for the job's user."""
-    return "The attempt waits in Slurm's queue." if reason in ("", "None") else f"The attempt waits in Slurm's queue: {reason}."
+    return (
+        "The attempt waits in Slurm's queue."
+        if reason in ("", "None")
+        else f"The attempt waits in Slurm's queue: {reason}."
+    )
 
 
 def is_lasting(reason: str) -> bool:
@@ -70,10 +108,12 @@ def is_held_still(state: str) -> bool:
 
 
 def judge_exit(state: str | None, records: AttemptRecords) -> Exit | None:
-    """Return the exit record of an attempt whose batch job is over; None: there is no evidence. `state`: None: unknown.
+    """Return the exit record of an attempt whose batch job is over; None: there is no evidence.
 
-    What `is_conclusive` comes first; then causes that ranks cannot see; then errors of ranks that only lost their peers or
-    could not stop.
+    `state`: None: unknown.
+
+    What `is_conclusive` comes first; then causes that ranks cannot see; then errors of ranks that
+    only lost their peers or could not stop.
     """
     reported = None if records.is_empty else conclude(records)
     if reported is not None and is_conclusive(reported, records):
@@ -82,7 +122,11 @@ def judge_exit(state: str | None, records: AttemptRecords) -> Exit | None:
         code, message = _KILLED[state]
         return exit_of(ExitReason.WORKER_KILLED, message, ErrorInfo(code=code, message=message))
     if state in _HOST_LOST:
-        return exit_of(ExitReason.HOST_LOST, _HOST_LOST[state], ErrorInfo(code="worker_lost", message=_HOST_LOST[state]))
+        return exit_of(
+            ExitReason.HOST_LOST,
+            _HOST_LOST[state],
+            ErrorInfo(code="worker_lost", message=_HOST_LOST[state]),
+        )
     taken = _TAKEN | _PUT_BACK
     if state in taken:
         return exit_of(ExitReason.STOPPED, taken[state])

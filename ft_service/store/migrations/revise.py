@@ -1,9 +1,11 @@
-"""Write the revision that brings a database from the newest schema of `versions/` to that of the tables.
+"""Write the revision that brings a database from the newest schema of `versions/` to that of the
+tables.
 
     python -m ft_service.store.migrations.revise NAME "What it does."
 
-It compares the tables of the code with a new SQLite database at the newest revision, and writes a module of the next number
-there. Read what it has written: a column that was renamed looks to it like one that was dropped and another that was added.
+It compares the tables of the code with a new SQLite database at the newest revision, and writes a
+module of the next number there. Read what it has written: a column that was renamed looks to it
+like one that was dropped and another that was added.
 """
 
 from __future__ import annotations
@@ -53,13 +55,23 @@ def main() -> None:
     newest = ScriptDirectory.from_config(alembic_config()).get_current_head()
     revision = f"{int(newest or 0) + 1:04}"
     path = VERSIONS / f"{revision}_{options.name}.py"
-    path.write_text(_FILE.format(what=options.what, revision=revision, before=newest, code=_code(newest)), encoding="utf-8")
-    subprocess.run([sys.executable, "-m", "ruff", "format", "--quiet", str(path)], check=True, env=dict(os.environ))
+    path.write_text(
+        _FILE.format(what=options.what, revision=revision, before=newest, code=_code(newest)),
+        encoding="utf-8",
+    )
+    subprocess.run(
+        [sys.executable, "-m", "ruff", "format", "--quiet", str(path)],
+        check=True,
+        env=dict(os.environ),
+    )
     print(path)
 
 
 def _code(newest: str | None) -> str:
-    """Python for what a database at the newest revision lacks. Raises SystemExit if that is nothing."""
+    """Python for what a database at the newest revision lacks.
+
+    Raises SystemExit if that is nothing.
+    """
     with tempfile.TemporaryDirectory() as folder:
         url = f"sqlite:///{folder}/ft.db"
         if newest is not None:
@@ -67,13 +79,17 @@ def _code(newest: str | None) -> str:
         engine = create_engine(url)
         with engine.connect() as connection:
             compare = {"compare_type": True, "compare_server_default": True}
-            context = MigrationContext.configure(connection, opts={**compare, "render_item": _render})
+            context = MigrationContext.configure(
+                connection, opts={**compare, "render_item": _render}
+            )
             changes = produce_migrations(context, metadata).upgrade_ops
         engine.dispose()
     if not isinstance(changes, UpgradeOps) or changes.is_empty():
         raise SystemExit("The tables are those of the newest revision: there is nothing to do.")
     code = render_python_code(changes, render_item=_render, migration_context=context)
-    return "\n".join(line for line in code.splitlines() if not line.lstrip().startswith("# ###"))  # Alembic's remarks
+    return "\n".join(
+        line for line in code.splitlines() if not line.lstrip().startswith("# ###")
+    )  # Alembic's remarks
 
 
 def _render(kind: str, item: Any, _: Any) -> str | Literal[False]:

@@ -1,4 +1,7 @@
-"""The audit log: what was changed, with which key, from where. Entries are written in the transaction of the change."""
+"""The audit log: what was changed, with which key, from where.
+
+Entries are written in the transaction of the change.
+"""
 
 from __future__ import annotations
 
@@ -54,11 +57,24 @@ def acting_key() -> str | None:
 
 
 def record(connection: Connection, project_id: str, what: str, target: str, **detail: Any) -> None:
-    """Add an entry for a change. `what`: such as `key.created`; `target`: id of the changed object; `detail`: never a
-    secret."""
-    row = {"id": new_id("audit_log-"), "project_id": project_id, "type": what, "target": target, "detail": detail or None}
+    """Add an entry for a change.
+
+    `what`: such as `key.created`; `target`: id of the changed object; `detail`: never a secret.
+    """
+    row = {
+        "id": new_id("audit_log-"),
+        "project_id": project_id,
+        "type": what,
+        "target": target,
+        "detail": detail or None,
+    }
     actor = _actor.get()
-    values = {**row, "key_id": actor.key_id, "address": actor.address, "created_at": database_time()}
+    values = {
+        **row,
+        "key_id": actor.key_id,
+        "address": actor.address,
+        "created_at": database_time(),
+    }
     connection.execute(insert(audit).values(values))
 
 
@@ -66,21 +82,41 @@ class AuditStore(StorePart):
     """Reading and shortening the audit log."""
 
     def list_audit(
-        self, *, project_id: str | None = None, organization: str | None = None, after: str | None = None, limit: int = 20
+        self,
+        *,
+        project_id: str | None = None,
+        organization: str | None = None,
+        after: str | None = None,
+        limit: int = 20,
     ) -> Page[AuditEntry]:
         """Entries of a project, or of all projects of an organisation, or of all; newest first."""
         mine = [audit.c.project_id == project_id] if project_id else []
         if organization:
-            mine.append(audit.c.project_id.in_(select(projects.c.id).where(projects.c.organization == organization)))
+            mine.append(
+                audit.c.project_id.in_(
+                    select(projects.c.id).where(projects.c.organization == organization)
+                )
+            )
         with self._database.reading() as connection:
-            query = Listing(audit.c.position, audit.c.id, mine).apply(connection, select(*ENTRY).where(*mine), after)
+            query = Listing(audit.c.position, audit.c.id, mine).apply(
+                connection, select(*ENTRY).where(*mine), after
+            )
             return page(connection, query, limit, lambda row: AuditEntry(**row))
 
     def forget_audit(self, older_than_seconds: float) -> None:
         """Remove entries older than this, from the oldest on."""
-        oldest = select(audit.c.position, audit.c.created_at).order_by(audit.c.position).limit(_AT_ONCE).subquery()
-        old = select(oldest.c.position).where(oldest.c.created_at <= database_time() - older_than_seconds)
+        oldest = (
+            select(audit.c.position, audit.c.created_at)
+            .order_by(audit.c.position)
+            .limit(_AT_ONCE)
+            .subquery()
+        )
+        old = select(oldest.c.position).where(
+            oldest.c.created_at <= database_time() - older_than_seconds
+        )
         removed = _AT_ONCE
         while removed == _AT_ONCE:
             with self._database.writing(makes_room=True) as connection:
-                removed = connection.execute(delete(audit).where(audit.c.position.in_(old))).rowcount
+                removed = connection.execute(
+                    delete(audit).where(audit.c.position.in_(old))
+                ).rowcount

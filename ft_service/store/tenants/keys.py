@@ -36,7 +36,9 @@ LINK_SECONDS = 15 * 60.0
 """Lifetime of an unused link."""
 
 Kind = Literal["session", "link", "state"]
-"""state: of a sign-in through the provider that was carried out, so that it is not carried out twice."""
+"""state: of a sign-in through the provider that was carried out, so that it is not carried out
+twice.
+"""
 _ROTATED = "key.rotated"
 _PRINCIPAL = (
     *(keys.c.id, keys.c.project_id, keys.c.scope, keys.c.identity),
@@ -70,40 +72,69 @@ class KeyStore(StorePart):
         secret: str | None = None,
         key_id: str | None = None,
     ) -> tuple[ApiKey, str]:
-        """Create a key. Returns it with its secret, which is not stored. `secret`, `key_id`: None: random ones.
+        """Create a key. Returns it with its secret, which is not stored.
 
-        Raises NotFoundError for an unknown project, SpecError for a short secret, ConflictError for a secret or an id that is
-        in use.
+        `secret`, `key_id`: None: random ones.
+
+        Raises NotFoundError for an unknown project, SpecError for a short secret, ConflictError for
+        a secret or an id that is in use.
         """
         if secret is None:
             secret = _new_secret()
         if len(secret) < MIN_SECRET_CHARACTERS:
-            raise SpecError(f"The key has {len(secret)} characters; give it at least {MIN_SECRET_CHARACTERS}.", param="secret")
+            raise SpecError(
+                f"The key has {len(secret)} characters; give it at least {MIN_SECRET_CHARACTERS}.",
+                param="secret",
+            )
         with self._database.writing() as connection:
-            if connection.scalars(select(projects.c.id).where(projects.c.id == project_id, THERE)).one_or_none() is None:
+            if (
+                connection.scalars(
+                    select(projects.c.id).where(projects.c.id == project_id, THERE)
+                ).one_or_none()
+                is None
+            ):
                 raise NotFoundError(f"There is no project {project_id!r}.")
             key = _insert(connection, project_id, name, scope, secret, expires_at, key_id)
             record(connection, project_id, "key.created", key.id, name=name, scope=scope)
         return key, secret
 
-    def rotate_key(self, project_id: str, key_id: str, *, keep_seconds: float) -> tuple[ApiKey, str]:
-        """Create a key with the name and scope of another, which stays valid for `keep_seconds`. Returns the new key and its
-        secret. Raises SpecError for a revoked or expired key."""
+    def rotate_key(
+        self, project_id: str, key_id: str, *, keep_seconds: float
+    ) -> tuple[ApiKey, str]:
+        """Create a key with the name and scope of another, which stays valid for `keep_seconds`.
+
+        Returns the new key and its secret. Raises SpecError for a revoked or expired key.
+        """
         secret = _new_secret()
         mine = (keys.c.id == key_id, keys.c.project_id == project_id)
         with self._database.writing() as connection:
-            row = connection.execute(select(*KEY, database_time().label("now")).where(*mine)).mappings().one_or_none()
+            row = (
+                connection.execute(select(*KEY, database_time().label("now")).where(*mine))
+                .mappings()
+                .one_or_none()
+            )
             if row is None:
                 raise not_found("key", key_id)
             values = dict(row)
             now = values.pop("now")
             old = ApiKey(**values)
             if old.identity is not None:
-                message = f"Key {key_id} stands for a person who signs in by single sign-on: it has no secret to replace."
+                message = (
+                    f"Key {key_id} stands for a person who signs in by single sign-on: it "
+                    "has no secret to replace."
+                )
                 raise SpecError(message, param="key_id", code="invalid_state")
             if old.revoked_at is not None or (old.expires_at is not None and old.expires_at <= now):
-                raise SpecError(f"Key {key_id} opens nothing any more: create a new one.", param="key_id", code="invalid_state")
-            ends = now + keep_seconds if old.expires_at is None else min(old.expires_at, now + keep_seconds)
+                raise SpecError(
+                    f"Key {key_id} opens nothing any more: create a new one.",
+                    param="key_id",
+                    code="invalid_state",
+                )
+            ends = (
+                now + keep_seconds
+                if old.expires_at is None
+                else min(old.expires_at, now + keep_seconds)
+            )
             expires_at = _created_to_expire(connection, old)
             connection.execute(update(keys).where(*mine).values(expires_at=ends))
             key = _insert(connection, project_id, old.name, old.scope, secret, expires_at)
@@ -111,9 +142,16 @@ class KeyStore(StorePart):
         return key, secret
 
     def replace_secret(self, project_id: str, key_id: str) -> tuple[ApiKey, str] | None:
-        """Give a key that was never used another secret, since nobody has seen the first. None: it was used, or revoked."""
+        """Give a key that was never used another secret, since nobody has seen the first.
+
+        None: it was used, or revoked.
+        """
         secret = _new_secret()
-        unused = (keys.c.last_used_at.is_(None), keys.c.revoked_at.is_(None), keys.c.identity.is_(None))
+        unused = (
+            keys.c.last_used_at.is_(None),
+            keys.c.revoked_at.is_(None),
+            keys.c.identity.is_(None),
+        )
         statement = (
             update(keys)
             .where(keys.c.id == key_id, keys.c.project_id == project_id, *unused)
@@ -137,7 +175,11 @@ class KeyStore(StorePart):
 
     def list_keys(self, project_id: str) -> list[ApiKey]:
         """A project's keys, oldest first, with revoked and expired ones."""
-        query = select(*KEY).where(keys.c.project_id == project_id).order_by(keys.c.created_at, keys.c.id)
+        query = (
+            select(*KEY)
+            .where(keys.c.project_id == project_id)
+            .order_by(keys.c.created_at, keys.c.id)
+        )
         with self._database.reading() as connection:
             return [ApiKey(**row) for row in connection.execute(query).mappings()]
 
@@ -157,11 +199,18 @@ class KeyStore(StorePart):
         return ApiKey(**row)
 
     def authenticate(self, secret: str) -> Principal | None:
-        """The holder of a secret; None if it is unknown, revoked or expired. It only reads: a thread stores that the key was
-        used, unless the database cannot be written."""
+        """The holder of a secret; None if it is unknown, revoked or expired.  It only reads: a
+        thread stores that the key was used, unless the database cannot be written.
+        """
         digest = digest_of(secret)
         query = (
-            select(keys, projects.c.organization, projects.c.max_slots, projects.c.limits, database_time().label("now"))
+            select(
+                keys,
+                projects.c.organization,
+                projects.c.max_slots,
+                projects.c.limits,
+                database_time().label("now"),
+            )
             .join(projects)
             .where(
                 keys.c.digest == digest,
@@ -180,11 +229,15 @@ class KeyStore(StorePart):
 
     def _mark_used(self, key_ids: Collection[str]) -> None:
         with self._database.writing() as connection:
-            connection.execute(update(keys).where(keys.c.id.in_(key_ids)).values(last_used_at=database_time()))
+            connection.execute(
+                update(keys).where(keys.c.id.in_(key_ids)).values(last_used_at=database_time())
+            )
 
 
 class _UsedKeys:
-    """Keys whose use is still to be stored, by a thread, so that requests neither wait for that nor fail with it."""
+    """Keys whose use is still to be stored, by a thread, so that requests neither wait for that nor
+    fail with it.
+    """
 
     def __init__(self, write: Callable[[Collection[str]], None]) -> None:
         self._write = write
@@ -195,7 +248,10 @@ class _UsedKeys:
         self._failing = False
 
     def note(self, key_id: str) -> None:
-        """Note that a key was used. After a failure, further uses are ignored for LAST_USED_SECONDS."""
+        """Note that a key was used.
+
+        After a failure, further uses are ignored for LAST_USED_SECONDS.
+        """
         with self._lock:
             if time.monotonic() < self._not_before:
                 return
@@ -214,7 +270,8 @@ class _UsedKeys:
     def _run(self) -> None:
         while True:
             with self._lock:
-                used, self._waiting = self._waiting, set()
+                used = self._waiting
+                self._waiting = set()
                 if not used:
                     self._thread = None
                     return
@@ -223,14 +280,18 @@ class _UsedKeys:
                 self._failing = False
             except Exception as error:
                 if not self._failing:
-                    log.warning("the use of keys is not noted (last_used_at) while this lasts: %s", error)
+                    log.warning(
+                        "the use of keys is not noted (last_used_at) while this lasts: %s", error
+                    )
                 self._failing = True
                 with self._lock:
                     self._not_before = time.monotonic() + LAST_USED_SECONDS
 
 
 class SessionStore(StorePart):
-    """Sessions and links. Only digests of their random secrets are stored, so that a reader of the database cannot use them."""
+    """Sessions and links. Only digests of their random secrets are stored, so that a reader of the
+    database cannot use them.
+    """
 
     def open_session(self, holder: Principal) -> str:
         """Create a session for a key's holder. Returns its secret, which is not stored."""
@@ -241,15 +302,21 @@ class SessionStore(StorePart):
         return self._add("link", holder, LINK_SECONDS)
 
     def follow_link(self, secret: str) -> Principal | None:
-        """Use up a link. Returns its holder; None if it is unknown, used or expired, or its key is not valid."""
+        """Use up a link. Returns its holder; None if it is unknown, used or expired, or its key is
+        not valid.
+        """
         digest = digest_of(secret)
         with self._database.writing() as connection:
             holder = holder_of(connection, digest, "link")
-            used = connection.execute(delete(sessions).where(sessions.c.digest == digest, sessions.c.kind == "link"))
+            used = connection.execute(
+                delete(sessions).where(sessions.c.digest == digest, sessions.c.kind == "link")
+            )
         return holder if used.rowcount == 1 else None  # of two concurrent uses, one succeeds
 
     def session_holder(self, secret: str) -> Principal | None:
-        """The holder of a session; None if it is unknown, ended or expired, or its key was revoked or has expired."""
+        """The holder of a session; None if it is unknown, ended or expired, or its key was revoked
+        or has expired.
+        """
         with self._database.reading() as connection:
             return holder_of(connection, digest_of(secret), "session")
 
@@ -261,15 +328,29 @@ class SessionStore(StorePart):
     def _add(self, kind: Kind, holder: Principal, seconds: float) -> str:
         secret = secrets.token_urlsafe(SECRET_BYTES)
         with self._database.writing() as connection:
-            add_session(connection, kind, secret, holder.project_id, holder.key_id, database_time() + seconds)
+            add_session(
+                connection,
+                kind,
+                secret,
+                holder.project_id,
+                holder.key_id,
+                database_time() + seconds,
+            )
         return secret
 
 
-def add_session(connection: Connection, kind: Kind, secret: str, project_id: str, key_id: str, expires_at: Any) -> None:
-    """Store a row of `sessions`, and remove those that are over. Raises IntegrityError if the secret is stored already."""
+def add_session(
+    connection: Connection, kind: Kind, secret: str, project_id: str, key_id: str, expires_at: Any
+) -> None:
+    """Store a row of `sessions`, and remove those that are over.
+
+    Raises IntegrityError if the secret is stored already.
+    """
     connection.execute(delete(sessions).where(sessions.c.expires_at <= database_time()))
     row = {"digest": digest_of(secret), "kind": kind, "project_id": project_id, "key_id": key_id}
-    connection.execute(insert(sessions).values(**row, created_at=database_time(), expires_at=expires_at))
+    connection.execute(
+        insert(sessions).values(**row, created_at=database_time(), expires_at=expires_at)
+    )
 
 
 def holder_of(connection: Connection, digest: str, kind: Kind) -> Principal | None:
@@ -330,12 +411,19 @@ def _insert(
 
 
 def _created_to_expire(connection: Connection, key: ApiKey) -> float | None:
-    """When a key was to expire before it was rotated: as the one that replaced it, of which the audit log knows. A key that is
-    rotated again, as when the first answer was lost, must not have a successor that ends with it."""
-    key_id, expires_at = key.id, key.expires_at
-    replacing = select(audit.c.detail).where(audit.c.project_id == key.project_id, audit.c.type == _ROTATED)
+    """When a key was to expire before it was rotated: as the one that replaced it, of which the
+    audit log knows. A key that is rotated again, as when the first answer was lost, must not have a
+    successor that ends with it.
+    """
+    key_id = key.id
+    expires_at = key.expires_at
+    replacing = select(audit.c.detail).where(
+        audit.c.project_id == key.project_id, audit.c.type == _ROTATED
+    )
     replacing = replacing.order_by(audit.c.position).limit(1)
-    while (detail := connection.scalars(replacing.where(audit.c.target == key_id)).one_or_none()) is not None:
+    while (
+        detail := connection.scalars(replacing.where(audit.c.target == key_id)).one_or_none()
+    ) is not None:
         key_id = detail["replaced_by"]
         expires_at = connection.scalars(select(keys.c.expires_at).where(keys.c.id == key_id)).one()
     return expires_at

@@ -1,7 +1,9 @@
-"""People who sign in by single sign-on. A person has a row among the keys of each project that the groups open.
+"""People who sign in by single sign-on.
 
-No secret opens such a key; sessions do. It is valid until the provider has to be asked again, so that a person whose groups
-were taken away is out by then, in every browser.
+A person has a row among the keys of each project that the groups open.
+
+No secret opens such a key; sessions do. It is valid until the provider has to be asked again, so
+that a person whose groups were taken away is out by then, in every browser.
 """
 
 from __future__ import annotations
@@ -47,19 +49,23 @@ class PeopleStore(StorePart):
 
     def is_done(self, state: str) -> bool:
         """Return whether a sign-in was carried out already."""
-        query = select(sessions.c.digest).where(sessions.c.digest == digest_of(state), sessions.c.kind == "state")
+        query = select(sessions.c.digest).where(
+            sessions.c.digest == digest_of(state), sessions.c.kind == "state"
+        )
         with self._database.reading() as connection:
             return connection.scalars(query).one_or_none() is not None
 
     def sign_in(self, person: SignOn, seconds: float) -> str | None:
         """Let a person work in the projects of the grants, and in no other, for `seconds`.
 
-        Return the secret of a session in the one where the person was last, at first the first one; None if none of them
-        exists. Raises AuthError if the sign-in was carried out before.
+        Return the secret of a session in the one where the person was last, at first the first one;
+        None if none of them exists. Raises AuthError if the sign-in was carried out before.
         """
         secret = SIGN_ON_MARK + secrets.token_urlsafe(SECRET_BYTES)
         with self._database.writing() as connection:
-            living = select(projects.c.id).where(projects.c.id.in_(list(person.grants)), projects.c.archived_at.is_(None))
+            living = select(projects.c.id).where(
+                projects.c.id.in_(list(person.grants)), projects.c.archived_at.is_(None)
+            )
             existing = set(connection.scalars(living))
             opened = [project_id for project_id in person.grants if project_id in existing]
             _withdraw(connection, person.identity, opened)
@@ -70,28 +76,47 @@ class PeopleStore(StorePart):
             _note_use(connection, last.id)
             place = (last.project_id, last.id)
             try:
-                add_session(connection, "state", person.state, *place, database_time() + STATE_SECONDS)
+                add_session(
+                    connection, "state", person.state, *place, database_time() + STATE_SECONDS
+                )
             except IntegrityError:
-                raise AuthError("This sign-in was carried out before.", code="sign_in_repeated") from None
+                raise AuthError(
+                    "This sign-in was carried out before.", code="sign_in_repeated"
+                ) from None
             add_session(connection, "session", secret, *place, database_time() + seconds)
         return secret
 
     def projects_of(self, identity: str) -> dict[str, str]:
         """Return the projects that a person may work in now: id → name."""
-        query = select(projects.c.id, projects.c.name).join(keys, keys.c.project_id == projects.c.id).where(_may_work(identity))
+        query = (
+            select(projects.c.id, projects.c.name)
+            .join(keys, keys.c.project_id == projects.c.id)
+            .where(_may_work(identity))
+        )
         with self._database.reading() as connection:
-            return {row.id: row.name or row.id for row in connection.execute(query.order_by(projects.c.created_at))}
+            return {
+                row.id: row.name or row.id
+                for row in connection.execute(query.order_by(projects.c.created_at))
+            }
 
     def change_project(self, secret: str, identity: str, project_id: str) -> bool:
-        """Move a person's session to another project of theirs; False, and nothing is changed, if they may not work there."""
+        """Move a person's session to another project of theirs; False, and nothing is changed, if
+        they may not work there.
+        """
         query = select(keys.c.id).join(projects, projects.c.id == keys.c.project_id)
         with self._database.writing() as connection:
-            there = connection.scalars(query.where(_may_work(identity), projects.c.id == project_id)).one_or_none()
+            there = connection.scalars(
+                query.where(_may_work(identity), projects.c.id == project_id)
+            ).one_or_none()
             if there is None:
                 return False
             _note_use(connection, there)
-            mine = update(sessions).where(sessions.c.digest == digest_of(secret), sessions.c.kind == "session")
-            return connection.execute(mine.values(project_id=project_id, key_id=there)).rowcount == 1
+            mine = update(sessions).where(
+                sessions.c.digest == digest_of(secret), sessions.c.kind == "session"
+            )
+            return (
+                connection.execute(mine.values(project_id=project_id, key_id=there)).rowcount == 1
+            )
 
 
 def _may_work(identity: str) -> Any:
@@ -105,8 +130,17 @@ def _may_work(identity: str) -> Any:
 
 def _withdraw(connection: Connection, identity: str, remaining: list[str]) -> None:
     """End all that a person has in other projects."""
-    lost = and_(keys.c.identity == identity, keys.c.project_id.not_in(remaining), keys.c.expires_at > database_time())
-    statement = update(keys).where(lost).values(expires_at=database_time()).returning(keys.c.project_id, keys.c.id)
+    lost = and_(
+        keys.c.identity == identity,
+        keys.c.project_id.not_in(remaining),
+        keys.c.expires_at > database_time(),
+    )
+    statement = (
+        update(keys)
+        .where(lost)
+        .values(expires_at=database_time())
+        .returning(keys.c.project_id, keys.c.id)
+    )
     for row in connection.execute(statement).all():
         record(connection, row.project_id, "person.withdrawn", row.id)
 
@@ -119,12 +153,19 @@ def _let_in(connection: Connection, person: SignOn, project_id: str, seconds: fl
     """Return a person's key in a project, which has the scope and time of this sign-in."""
     scope = person.grants[project_id]
     until = {"name": person.name, "scope": scope, "expires_at": database_time() + seconds}
-    row = {"id": new_id("key_"), "project_id": project_id, "identity": person.identity, "prefix": _PREFIX}
+    row = {
+        "id": new_id("key_"),
+        "project_id": project_id,
+        "identity": person.identity,
+        "prefix": _PREFIX,
+    }
     digest = digest_of(secrets.token_urlsafe(SECRET_BYTES))  # of a secret that nobody has
     statement = (
         upsert(connection, keys)
         .values(**row, **until, digest=digest, created_at=database_time())
-        .on_conflict_do_update(index_elements=["identity", "project_id"], index_where=LIVING_PERSON, set_=until)
+        .on_conflict_do_update(
+            index_elements=["identity", "project_id"], index_where=LIVING_PERSON, set_=until
+        )
         .returning(keys.c.id, keys.c.project_id, keys.c.last_used_at)
     )
     key = connection.execute(statement).one()

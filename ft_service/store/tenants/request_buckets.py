@@ -1,6 +1,8 @@
-"""Token buckets for requests, shared by several servers: a bucket holds a project's requests per minute and refills evenly.
+"""Token buckets for requests, shared by several servers: a bucket holds a project's requests per
+minute and refills evenly.
 
-A bucket is a row with the moment at which it will be full: each request moves that moment on by the refill time of one request.
+A bucket is a row with the moment at which it will be full: each request moves that moment on by the
+refill time of one request.
 """
 
 from __future__ import annotations
@@ -29,8 +31,9 @@ class Drawn:
 
     @classmethod
     def of(cls, full_after: float, per_minute: int, wanted: int, returned: int) -> Drawn:
-        """Take `wanted` requests, or as many as there are, from a bucket that is full after `full_after` seconds, after putting
-        `returned` back."""
+        """Take `wanted` requests, or as many as there are, from a bucket that is full after
+        `full_after` seconds, after putting `returned` back.
+        """
         each = MINUTE / per_minute
         full_after = max(0.0, full_after - returned * each)
         taken = min(wanted, int((MINUTE - full_after) / each + 1e-6))
@@ -39,8 +42,10 @@ class Drawn:
 
 def _draw() -> ReturningInsert[Any, Any]:
     """`Drawn.of` as one statement, during which the row is locked."""
-    each, wanted = bindparam("each", type_=Double), bindparam("wanted", type_=BigInteger)
-    row, now = request_rates.c, database_time()
+    each = bindparam("each", type_=Double)
+    wanted = bindparam("wanted", type_=BigInteger)
+    row = request_rates.c
+    now = database_time()
     full_at = func.least(row.full_at, now + MINUTE)  # later only if the clock was set back
     full_at = func.greatest(full_at - bindparam("returned", type_=Double) * each, now)
     there = cast(func.floor((now + MINUTE - full_at) / each + 1e-6), BigInteger)
@@ -48,7 +53,9 @@ def _draw() -> ReturningInsert[Any, Any]:
     first = {"project_id": bindparam("of_project"), "full_at": now + wanted * each, "taken": wanted}
     statement = postgresql.insert(request_rates).values(first)
     again = {"full_at": full_at + taken * each, "taken": taken}
-    return statement.on_conflict_do_update(index_elements=["project_id"], set_=again).returning(row.taken, row.full_at - now)
+    return statement.on_conflict_do_update(index_elements=["project_id"], set_=again).returning(
+        row.taken, row.full_at - now
+    )
 
 
 _DRAW = _draw()
@@ -58,10 +65,18 @@ class BucketStore(StorePart):
     """Token buckets for requests."""
 
     def draw_requests(self, project_id: str, per_minute: int, wanted: int, returned: int) -> Drawn:
-        """Take `wanted` requests, or as many as there are, from a project's bucket, after putting `returned` back. Only on
-        PostgreSQL."""
-        values = {"of_project": project_id, "each": MINUTE / per_minute, "wanted": wanted, "returned": returned}
+        """Take `wanted` requests, or as many as there are, from a project's bucket, after putting
+        `returned` back. Only on PostgreSQL.
+        """
+        values = {
+            "of_project": project_id,
+            "each": MINUTE / per_minute,
+            "wanted": wanted,
+            "returned": returned,
+        }
         with self._database.writing() as connection:
-            connection.exec_driver_sql("SET LOCAL synchronous_commit = off")  # after a crash a bucket may be fuller than it was
+            connection.exec_driver_sql(
+                "SET LOCAL synchronous_commit = off"
+            )  # after a crash a bucket may be fuller than it was
             taken, full_after = connection.execute(_DRAW, values).one()
         return Drawn(taken, max(0.0, full_after))

@@ -1,4 +1,6 @@
-"""Usage, written in the transactions that move jobs and store files, so that sums agree with them."""
+"""Usage, written in the transactions that move jobs and store files, so that sums agree with
+them.
+"""
 
 from __future__ import annotations
 
@@ -21,18 +23,31 @@ def exact(seconds: float) -> float:
     return round(seconds * 1024) / 1024
 
 
-def add_use(connection: Connection, project_id: str, key_id: str | None, now: float, **amounts: float) -> None:
-    """Add usage on the day of `now` (database time). `amounts`: slot_seconds, tokens, bytes or jobs."""
+def add_use(
+    connection: Connection, project_id: str, key_id: str | None, now: float, **amounts: float
+) -> None:
+    """Add usage on the day of `now` (database time).
+
+    `amounts`: slot_seconds, tokens, bytes or jobs.
+    """
     row = {"project_id": project_id, "key_id": key_id or "", "day": int(now // DAY_SECONDS)}
     more = {name: usage.c[name] + amount for name, amount in amounts.items()}
     statement = upsert(connection, usage).values(**row, **dict.fromkeys(AMOUNTS, 0) | amounts)
-    connection.execute(statement.on_conflict_do_update(index_elements=["project_id", "key_id", "day"], set_=more))
+    connection.execute(
+        statement.on_conflict_do_update(index_elements=["project_id", "key_id", "day"], set_=more)
+    )
 
 
-def add_to_share(connection: Connection, project_id: str, slots: int, seconds: float, now: float) -> None:
-    """Add slots that were held for the last `seconds` to what a project has used, by which the queue orders projects."""
+def add_to_share(
+    connection: Connection, project_id: str, slots: int, seconds: float, now: float
+) -> None:
+    """Add slots that were held for the last `seconds` to what a project has used, by which the
+    queue orders projects.
+    """
     project = projects.c.id == project_id
-    query = select(projects.c.used, projects.c.used_at).where(project).with_for_update(key_share=True)
+    query = (
+        select(projects.c.used, projects.c.used_at).where(project).with_for_update(key_share=True)
+    )
     before = connection.execute(query).one()
     total = remembered(before.used, now - before.used_at) + accrued(slots, seconds)
     connection.execute(update(projects).where(project).values(used=total, used_at=now))
@@ -60,7 +75,10 @@ class UsageStore(StorePart):
 
     def usage(self, asked: UsageQuery) -> list[Usage]:
         """Usage by day, and by `asked.group_by`."""
-        groups = [usage.c.day, *(usage.c[name] for name in ("project_id", "key_id") if name in asked.group_by)]
+        groups = [
+            usage.c.day,
+            *(usage.c[name] for name in ("project_id", "key_id") if name in asked.group_by),
+        ]
         query = (
             select(*groups, *(func.sum(usage.c[name]).label(name) for name in AMOUNTS))
             .where(usage.c.day >= asked.first_day, usage.c.day <= asked.last_day)

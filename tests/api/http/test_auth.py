@@ -17,11 +17,15 @@ def theirs(service: Service) -> dict[str, str]:
     return tenant(service, "default", service.key)
 
 
-def test_a_key_that_has_ended_opens_nothing(service: Service, theirs: dict[str, str], subtests: pytest.Subtests) -> None:
+def test_a_key_that_has_ended_opens_nothing(
+    service: Service, theirs: dict[str, str], subtests: pytest.Subtests
+) -> None:
     store = service.store
     revoked, secret = store.keys.create_key(project_id="default", name="k", scope="admin")
     store.keys.revoke_key("default", revoked.id)
-    expired = store.keys.create_key(project_id="default", name="k", scope="admin", expires_at=store.now() - 1)[1]
+    expired = store.keys.create_key(
+        project_id="default", name="k", scope="admin", expires_at=store.now() - 1
+    )[1]
     project = store.projects.create_project(name="ended", organization="local")
     archived = store.keys.create_key(project_id=project.id, name="k", scope="admin")[1]
     store.projects.archive_project(project.id)
@@ -32,7 +36,9 @@ def test_a_key_that_has_ended_opens_nothing(service: Service, theirs: dict[str, 
                 assert check_error(answer, 401)["code"] == "invalid_api_key"
 
 
-def test_a_key_of_scope_read_changes_nothing(service: Service, theirs: dict[str, str], subtests: pytest.Subtests) -> None:
+def test_a_key_of_scope_read_changes_nothing(
+    service: Service, theirs: dict[str, str], subtests: pytest.Subtests
+) -> None:
     read = service.store.keys.create_key(project_id="default", name="k", scope="read")[1]
     for method, path in operations(service):
         with subtests.test(method=method, path=path):
@@ -41,7 +47,11 @@ def test_a_key_of_scope_read_changes_nothing(service: Service, theirs: dict[str,
             answer = ask(service, method, filled(path, theirs), read)
             if path == "/v1/sign_in_links":
                 assert answer.status_code == 200, "a session may no more than its key"
-            elif method != "GET" or path.startswith(("/v1/organization/", "/v1/keys")) or path.endswith("/permissions"):
+            elif (
+                method != "GET"
+                or path.startswith(("/v1/organization/", "/v1/keys"))
+                or path.endswith("/permissions")
+            ):
                 assert check_error(answer, 403)["code"] == "insufficient_permissions"
             else:
                 assert answer.status_code in (200, 400, 404), answer.text

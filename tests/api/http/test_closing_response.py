@@ -17,7 +17,9 @@ async def parts() -> AsyncIterator[str]:
 
 
 async def closed_by(send: Any) -> list[str]:
-    """What is closed after an answer to a client that goes at once, or stays if it is sent everything."""
+    """What is closed after an answer to a client that goes at once, or stays if it is sent
+    everything.
+    """
     closed: list[str] = []
     everything = asyncio.Event()
 

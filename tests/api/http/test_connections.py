@@ -27,14 +27,22 @@ async def application(scope: Any, receive: Any, send: Any) -> None:
         return
     if scope["path"] != "/":
         scope["state"]["principal"] = SimpleNamespace(project_id=scope["path"])
-    length, more = 0, True
+    length = 0
+    more = True
     while more:
         message = await receive()
         if message["type"] == "http.disconnect":
             return
-        length, more = length + len(message["body"]), message["more_body"]
+        length = length + len(message["body"])
+        more = message["more_body"]
     body = str(length).encode()
-    await send({"type": "http.response.start", "status": 200, "headers": [(b"content-length", str(len(body)).encode())]})
+    await send(
+        {
+            "type": "http.response.start",
+            "status": 200,
+            "headers": [(b"content-length", str(len(body)).encode())],
+        }
+    )
     await send({"type": "http.response.body", "body": body})
 
 
@@ -43,7 +51,13 @@ Connect = Callable[[], socket.socket]
 
 @contextlib.contextmanager
 def serving(**limits: Any) -> Iterator[Connect]:
-    config = uvicorn.Config(application, http=limited(**limits), log_level="critical", timeout_keep_alive=60, lifespan="off")
+    config = uvicorn.Config(
+        application,
+        http=limited(**limits),
+        log_level="critical",
+        timeout_keep_alive=60,
+        lifespan="off",
+    )
     server = uvicorn.Server(config)
     with contextlib.ExitStack() as stack, socket.socket() as listener:
         listener.bind(("127.0.0.1", 0))
@@ -84,7 +98,11 @@ def answer(connection: socket.socket) -> bytes:
 
 def begin(connection: socket.socket, path: bytes = b"/") -> None:
     """Have a request answered that lacks one byte of its body."""
-    connection.sendall(b"POST " + path + b" HTTP/1.1\r\nhost: x\r\nexpect: 100-continue\r\ncontent-length: 1\r\n\r\n")
+    connection.sendall(
+        b"POST "
+        + path
+        + b" HTTP/1.1\r\nhost: x\r\nexpect: 100-continue\r\ncontent-length: 1\r\n\r\n"
+    )
     assert connection.recv(1000).startswith(b"HTTP/1.1 100 ")
 
 
@@ -109,7 +127,9 @@ def drip(connection: socket.socket, byte: bytes) -> bytes:
 def test_who_sends_nothing_or_never_ends_its_headers_is_ended() -> None:
     with serving(most=10, header_seconds=1.0) as connect:
         half = connect()
-        half.sendall(b"GET / HTTP/1.1\r\nx-header: ")  # at once: who has said nothing by then hears nothing
+        half.sendall(
+            b"GET / HTTP/1.1\r\nx-header: "
+        )  # at once: who has said nothing by then hears nothing
         silent = connect()
         assert ended(silent) == b""
         assert drip(half, b"a").startswith(b"HTTP/1.1 408 ")
@@ -127,7 +147,8 @@ def test_neither_does_it_help_to_have_finished_a_request_before(byte: bytes) -> 
 
 def test_a_body_that_goes_on_may_take_its_time_and_one_that_does_not_is_ended() -> None:
     with serving(most=10, header_seconds=2.0, body_seconds=2.5) as connect:
-        slow, stopped = connect(), connect()
+        slow = connect()
+        stopped = connect()
         for connection in (slow, stopped):
             connection.sendall(b"POST / HTTP/1.1\r\nhost: x\r\ncontent-length: 6\r\n\r\n")
         for _ in range(6):
@@ -143,7 +164,9 @@ def test_headers_that_never_end_are_ended_at_a_size(start: bytes) -> None:
         connection = connect()
         connection.sendall(start)
         said = b""
-        while said.count(b"HTTP/1.1 200 ") < start.count(b"\r\n\r\n"):  # both answers may arrive at once
+        while said.count(b"HTTP/1.1 200 ") < start.count(
+            b"\r\n\r\n"
+        ):  # both answers may arrive at once
             said += answer(connection)
         connection.sendall(b"a" * 1000)
         time.sleep(0.02)
@@ -153,10 +176,14 @@ def test_headers_that_never_end_are_ended_at_a_size(start: bytes) -> None:
 
 def test_so_are_those_after_a_body_which_itself_may_be_long() -> None:
     with serving(most=10, header_bytes=2000) as connect:
-        long, endless = connect(), connect()
+        long = connect()
+        endless = connect()
         long.sendall(b"POST / HTTP/1.1\r\nhost: x\r\ncontent-length: 9000\r\n\r\n" + b"x" * 9000)
         assert answer(long).endswith(b"\r\n\r\n9000")
-        endless.sendall(b"POST / HTTP/1.1\r\nhost: x\r\ntransfer-encoding: chunked\r\n\r\n1\r\nx\r\n0\r\nx-trailer: ")
+        endless.sendall(
+            b"POST / HTTP/1.1\r\nhost: x\r\ntransfer-encoding: "
+            b"chunked\r\n\r\n1\r\nx\r\n0\r\nx-trailer: "
+        )
         time.sleep(0.02)
         endless.sendall(b"a" * 2001)
         assert ended(endless) == b""
@@ -188,7 +215,8 @@ def test_where_all_are_busy_the_newest_is_refused() -> None:
 
 def test_a_project_with_most_connections_makes_room_for_others_and_they_for_nobody() -> None:
     with serving(most=4) as connect:
-        own, other = [connect() for _ in range(3)], connect()
+        own = [connect() for _ in range(3)]
+        other = connect()
         for connection in own:
             begin(connection, b"/own")
         begin(other, b"/other")

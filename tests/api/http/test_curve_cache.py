@@ -1,4 +1,6 @@
-"""Curves of a job are extended by new events, and what is derived from them is kept until they change."""
+"""Curves of a job are extended by new events, and what is derived from them is kept until they
+change.
+"""
 
 from __future__ import annotations
 
@@ -11,18 +13,24 @@ from ft_service.store.records import Reported
 
 
 def event(position: int, loss: float) -> Reported:
-    return Reported(position, 1, float(position), "", {"step": position, "total_steps": 9, "train_loss": loss})
+    return Reported(
+        position, 1, float(position), "", {"step": position, "total_steps": 9, "train_loss": loss}
+    )
 
 
 def test_only_new_events_are_read_and_a_finished_job_is_read_no_more() -> None:
-    events, asked = [event(1, 3.0)], list[int]()
+    events = [event(1, 3.0)]
+    asked = list[int]()
 
     def reported_since(job_id: str, position: int) -> list[Reported]:
         asked.append(position)
         return [one for one in events if one.position > position]
 
-    cache = CurveCache(cast(Any, SimpleNamespace(jobs=SimpleNamespace(reported_since=reported_since))))
-    job, derived = cast(Any, SimpleNamespace(id="ftjob-1", state=State.RUNNING, phase=None)), list[int]()
+    cache = CurveCache(
+        cast(Any, SimpleNamespace(jobs=SimpleNamespace(reported_since=reported_since)))
+    )
+    job = cast(Any, SimpleNamespace(id="ftjob-1", state=State.RUNNING, phase=None))
+    derived = list[int]()
 
     def losses(job: Job, version: object = None) -> tuple[list[float], int]:
         def derive(curves: Any) -> list[float]:

@@ -49,12 +49,19 @@ def test_brackets_and_quotes_within_texts_are_not_counted() -> None:
 
 @pytest.mark.parametrize(
     "body",
-    [b"[" + b"1," * 500_000 + b"1]", b"[" + b"0.5," * 250_000 + b"1]", b"[" + b'{"a":1},' * 19_000 + b"1]"],
+    [
+        b"[" + b"1," * 500_000 + b"1]",
+        b"[" + b"0.5," * 250_000 + b"1]",
+        b"[" + b'{"a":1},' * 19_000 + b"1]",
+    ],
     ids=["whole numbers", "numbers", "objects"],
 )
 def test_a_large_body_lets_others_use_the_interpreter_meanwhile(body: bytes) -> None:
-    """Counted in turns of another thread, which gets one whenever the parser calls Python and its slice of time is over."""
-    turns, done = 0, threading.Event()
+    """Counted in turns of another thread, which gets one whenever the parser calls Python and its
+    slice of time is over.
+    """
+    turns = 0
+    done = threading.Event()
     slice_seconds = sys.getswitchinterval()
 
     def parse() -> None:
@@ -74,7 +81,9 @@ def test_a_large_body_lets_others_use_the_interpreter_meanwhile(body: bytes) -> 
     assert turns >= 10
 
 
-def test_a_large_body_is_parsed_beside_the_event_loop(service: Service, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_large_body_is_parsed_beside_the_event_loop(
+    service: Service, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Those of a project one at a time, and two in all."""
     seen: list[tuple[str, dict[str, tuple[int, int]]]] = []
 

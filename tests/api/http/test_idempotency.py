@@ -1,4 +1,6 @@
-"""A proxy that drops answers: what the client sends again by itself is one thing, what a user sends again is two."""
+"""A proxy that drops answers: what the client sends again by itself is one thing, what a user sends
+again is two.
+"""
 
 from __future__ import annotations
 
@@ -28,7 +30,9 @@ from tests.support.rest.service import TRAINING, Service, stored, wait_until
 
 @dataclass
 class Proxy:
-    """Passes everything on; after `drop` is set, that many answers to POSTs are lost on the way back."""
+    """Passes everything on; after `drop` is set, that many answers to POSTs are lost on the way
+    back.
+    """
 
     url: str = ""
     drop: int = 0
@@ -55,7 +59,8 @@ def proxying(service: Service) -> Iterator[Proxy]:
                 content=body,
                 verify=False,
                 trust_env=False,
-                timeout=HANG_SECONDS,  # a try that is given up while the service is at it is no lost answer
+                # a try that is given up while the service is at it is no lost answer
+                timeout=HANG_SECONDS,
             )
             if self.command == "POST":
                 proxy.retry_counts.append(self.headers["x-stainless-retry-count"])
@@ -92,7 +97,9 @@ def proxy(service: Service) -> Iterator[Proxy]:
 @pytest.fixture
 def through(service: Service, proxy: Proxy, monkeypatch: pytest.MonkeyPatch) -> openai.OpenAI:
     """The client behind the proxy, as it comes: with its own two retries, but without its waits."""
-    client = openai.OpenAI(base_url=f"{proxy.url}/v1", api_key=service.key, http_client=service.connections)
+    client = openai.OpenAI(
+        base_url=f"{proxy.url}/v1", api_key=service.key, http_client=service.connections
+    )
     monkeypatch.setattr(client, "_calculate_retry_timeout", lambda *_, **__: 0.0)
     return client
 
@@ -116,7 +123,10 @@ def test_a_second_submit_is_a_second_job_even_when_answers_are_lost(
     proxy.drop = 1
     second = through.fine_tuning.jobs.create(model="tiny", training_file=training_file)
 
-    assert [found.id for found in service.store.jobs.list_jobs("default").data] == [second.id, first.id]
+    assert [found.id for found in service.store.jobs.list_jobs("default").data] == [
+        second.id,
+        first.id,
+    ]
 
 
 def test_a_repeat_is_never_answered_by_a_job_that_was_cancelled(
@@ -126,20 +136,32 @@ def test_a_repeat_is_never_answered_by_a_job_that_was_cancelled(
     first = client.fine_tuning.jobs.create(model="tiny", training_file=training_file)
     client.fine_tuning.jobs.cancel(first.id)
     repeat = {"x-stainless-retry-count": "1"}
-    second = client.fine_tuning.jobs.create(model="tiny", training_file=training_file, extra_headers=repeat)
+    second = client.fine_tuning.jobs.create(
+        model="tiny", training_file=training_file, extra_headers=repeat
+    )
     assert second.id != first.id
-    same = client.fine_tuning.jobs.create(model="tiny", training_file=training_file, extra_headers=repeat)
+    same = client.fine_tuning.jobs.create(
+        model="tiny", training_file=training_file, extra_headers=repeat
+    )
     assert same.id == second.id
 
 
-def test_a_file_whose_answer_is_lost_is_one_file(service: Service, proxy: Proxy, through: openai.OpenAI) -> None:
+def test_a_file_whose_answer_is_lost_is_one_file(
+    service: Service, proxy: Proxy, through: openai.OpenAI
+) -> None:
     proxy.drop = 1
     file = through.files.create(file=("a.jsonl", TRAINING), purpose="fine-tune")
     assert stored(service) == [file.id]
 
 
-def test_an_upload_whose_answers_are_lost_is_one_file(service: Service, proxy: Proxy, through: openai.OpenAI) -> None:
-    about: dict[str, Any] = {"filename": "a.jsonl", "mime_type": "application/jsonl", "purpose": "fine-tune"}
+def test_an_upload_whose_answers_are_lost_is_one_file(
+    service: Service, proxy: Proxy, through: openai.OpenAI
+) -> None:
+    about: dict[str, Any] = {
+        "filename": "a.jsonl",
+        "mime_type": "application/jsonl",
+        "purpose": "fine-tune",
+    }
     upload = through.uploads.create(bytes=2 * len(TRAINING), **about)
     proxy.drop = 1
     first = through.uploads.parts.create(upload.id, data=TRAINING)
@@ -154,7 +176,9 @@ def test_an_upload_whose_answers_are_lost_is_one_file(service: Service, proxy: P
     assert stored(service) == [done.file.id]
 
 
-def test_a_job_is_cancelled_once(service: Service, proxy: Proxy, through: openai.OpenAI, training_file: str) -> None:
+def test_a_job_is_cancelled_once(
+    service: Service, proxy: Proxy, through: openai.OpenAI, training_file: str
+) -> None:
     job = through.fine_tuning.jobs.create(model="tiny", training_file=training_file)
     proxy.drop = 1
     assert through.fine_tuning.jobs.cancel(job.id).status == "cancelled"
@@ -178,7 +202,11 @@ def test_a_retry_repeats_what_is_as_young_as_the_clients_patience(
 
     def file_again(name: str = "train.jsonl", content: bytes = TRAINING) -> str:
         answer = service.http(
-            "POST", "/v1/files", data={"purpose": "fine-tune"}, files={"file": (name, content)}, headers=RETRIED
+            "POST",
+            "/v1/files",
+            data={"purpose": "fine-tune"},
+            files={"file": (name, content)},
+            headers=RETRIED,
         )
         return answer.json()["id"]
 
@@ -189,25 +217,39 @@ def test_a_retry_repeats_what_is_as_young_as_the_clients_patience(
 
     aged(30)
     assert (job_again(), file_again()) == (first, training_file)
-    assert len({training_file, file_again("other.jsonl"), file_again(content=TRAINING + TRAINING)}) == 3
+    assert (
+        len({training_file, file_again("other.jsonl"), file_again(content=TRAINING + TRAINING)})
+        == 3
+    )
     aged(41)
     assert file_again() != training_file
     assert job_again() != first
 
 
-def test_a_retry_repeats_the_part_of_the_same_contents(service: Service, client: openai.OpenAI) -> None:
-    upload = client.uploads.create(bytes=100, filename="a.jsonl", mime_type="application/jsonl", purpose="fine-tune")
+def test_a_retry_repeats_the_part_of_the_same_contents(
+    service: Service, client: openai.OpenAI
+) -> None:
+    upload = client.uploads.create(
+        bytes=100, filename="a.jsonl", mime_type="application/jsonl", purpose="fine-tune"
+    )
 
     def part(content: bytes) -> str:
         path = f"/v1/uploads/{upload.id}/parts"
-        return service.http("POST", path, files={"data": ("data", content)}, headers=RETRIED).json()["id"]
+        return service.http(
+            "POST", path, files={"data": ("data", content)}, headers=RETRIED
+        ).json()["id"]
 
     first = part(b"abc")
     assert part(b"abd") != first
     assert part(b"abc") == first
 
 
-UPLOAD = {"bytes": 10_000, "filename": "a.jsonl", "mime_type": "application/jsonl", "purpose": "fine-tune"}
+UPLOAD = {
+    "bytes": 10_000,
+    "filename": "a.jsonl",
+    "mime_type": "application/jsonl",
+    "purpose": "fine-tune",
+}
 KEYED = {"idempotency-key": "once"}
 
 
@@ -226,13 +268,29 @@ class Sender:
 
     def begin(self, headers: dict[str, str], content: bytes = TRAINING) -> Callable[[], Any]:
         """Send half of a request. Returns what sends the rest, and returns the answer."""
-        purpose = b"" if self.upload_id else b'--b\r\ncontent-disposition: form-data; name="purpose"\r\n\r\nfine-tune\r\n'
-        named = f'--b\r\ncontent-disposition: form-data; name="{self._field}"; filename="a.jsonl"\r\n\r\n'.encode()
+        purpose = (
+            b""
+            if self.upload_id
+            else b'--b\r\ncontent-disposition: form-data; name="purpose"\r\n\r\nfine-tune\r\n'
+        )
+        named = (
+            f'--b\r\ncontent-disposition: form-data; name="{self._field}"; '
+            'filename="a.jsonl"\r\n\r\n'.encode()
+        )
         body = purpose + named + content + b"\r\n--b--\r\n"
-        connection = http.client.HTTPConnection(self.service.url.removeprefix("http://"), timeout=HANG_SECONDS)
+        connection = http.client.HTTPConnection(
+            self.service.url.removeprefix("http://"), timeout=HANG_SECONDS
+        )
         connection.putrequest("POST", self._path)
-        length = {"content-length": str(len(body)), "content-type": "multipart/form-data; boundary=b"}
-        for name, value in {"authorization": f"Bearer {self.service.key}", **length, **headers}.items():
+        length = {
+            "content-length": str(len(body)),
+            "content-type": "multipart/form-data; boundary=b",
+        }
+        for name, value in {
+            "authorization": f"Bearer {self.service.key}",
+            **length,
+            **headers,
+        }.items():
             connection.putheader(name, value)
         connection.endheaders(body[: len(body) // 2])
         self.connection = connection
@@ -246,13 +304,21 @@ class Sender:
         return rest
 
     def kept(self) -> list[str]:
-        """Ids of what is stored, in the database and soon on the disk: temporary files go after the answer."""
+        """Ids of what is stored, in the database and soon on the disk: temporary files go after the
+        answer.
+        """
         store = self.service.store
         things = (
-            store.uploads.list_parts("default", self.upload_id) if self.upload_id else store.files.list_files("default").data
+            store.uploads.list_parts("default", self.upload_id)
+            if self.upload_id
+            else store.files.list_files("default").data
         )
         ids = sorted(thing.id for thing in things)
-        folder = self.service.settings.uploads_dir / self.upload_id if self.upload_id else self.service.settings.files_dir
+        folder = (
+            self.service.settings.uploads_dir / self.upload_id
+            if self.upload_id
+            else self.service.settings.files_dir
+        )
         wait_until(lambda: sorted(path.name for path in folder.iterdir()) == ids)
         return ids
 
@@ -268,7 +334,10 @@ def test_a_key_stands_for_one_file_or_part(sender: Sender) -> None:
     assert sender.send(KEYED) == first
     assert sender.send()["id"] != first["id"]
     other = sender.send(KEYED, TRAINING * 2)
-    assert (other["error"]["code"], other["error"]["param"]) == ("idempotency_key_reused", "Idempotency-Key")
+    assert (other["error"]["code"], other["error"]["param"]) == (
+        "idempotency_key_reused",
+        "Idempotency-Key",
+    )
     assert sender.send({"idempotency-key": "k" * 256})["error"]["param"] == "Idempotency-Key"
     assert len(sender.kept()) == 2
 
@@ -282,7 +351,9 @@ def test_tries_with_a_key_that_arrive_at_once_make_one_thing(sender: Sender) -> 
 
 
 @pytest.mark.parametrize("same", [True, False])
-def test_a_try_with_a_key_that_still_arrives_finds_what_a_later_one_made(sender: Sender, same: bool) -> None:
+def test_a_try_with_a_key_that_still_arrives_finds_what_a_later_one_made(
+    sender: Sender, same: bool
+) -> None:
     rest = sender.begin(KEYED, TRAINING if same else TRAINING * 2)
     second = sender.send(KEYED)
 
@@ -293,7 +364,8 @@ def test_a_try_with_a_key_that_still_arrives_finds_what_a_later_one_made(sender:
 
 
 def test_a_key_is_of_a_project_and_of_an_upload(service: Service, client: openai.OpenAI) -> None:
-    one, other = Sender(service, client, "part"), Sender(service, client, "part")
+    one = Sender(service, client, "part")
+    other = Sender(service, client, "part")
     assert one.send(KEYED)["id"] != other.send(KEYED, TRAINING * 2)["id"]
     mine = Sender(service, client, "file").send(KEYED)
     service.store.projects.ensure_project("theirs", "local")
@@ -301,7 +373,9 @@ def test_a_key_is_of_a_project_and_of_an_upload(service: Service, client: openai
     assert Sender(service, client, "file").send(KEYED)["id"] != mine["id"]
 
 
-def test_the_key_of_a_file_that_was_deleted_makes_no_other(service: Service, client: openai.OpenAI) -> None:
+def test_the_key_of_a_file_that_was_deleted_makes_no_other(
+    service: Service, client: openai.OpenAI
+) -> None:
     sender = Sender(service, client, "file")
     client.files.delete(sender.send(KEYED)["id"])
 
@@ -313,14 +387,23 @@ def test_the_key_of_a_file_that_was_deleted_makes_no_other(service: Service, cli
 
 def test_a_key_stands_for_a_file_of_one_lifetime(service: Service) -> None:
     def send(seconds: int | None) -> Any:
-        expiry = {"expires_after[anchor]": "created_at", "expires_after[seconds]": str(seconds)} if seconds else {}
-        form = {"data": {"purpose": "fine-tune", **expiry}, "files": {"file": ("a.jsonl", TRAINING)}}
+        expiry = (
+            {"expires_after[anchor]": "created_at", "expires_after[seconds]": str(seconds)}
+            if seconds
+            else {}
+        )
+        form = {
+            "data": {"purpose": "fine-tune", **expiry},
+            "files": {"file": ("a.jsonl", TRAINING)},
+        }
         return service.http("POST", "/v1/files", headers=KEYED, **form).json()
 
     first = send(7200)
 
     assert send(7200) == first
-    assert {send(seconds)["error"]["code"] for seconds in (3600, None)} == {"idempotency_key_reused"}
+    assert {send(seconds)["error"]["code"] for seconds in (3600, None)} == {
+        "idempotency_key_reused"
+    }
 
 
 def test_a_key_stands_for_one_upload(service: Service, client: openai.OpenAI) -> None:
@@ -356,7 +439,9 @@ class Paused:
         return self._arrived.get(timeout=HANG_SECONDS)
 
 
-def test_a_repeat_finds_what_a_try_stores_meanwhile(sender: Sender, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_repeat_finds_what_a_try_stores_meanwhile(
+    sender: Sender, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Neither has a key, and the first had stored nothing when the second was there whole."""
     paused = Paused(monkeypatch, sender.module, "keep")
     with ThreadPoolExecutor(2) as pool:
@@ -371,7 +456,9 @@ def test_a_repeat_finds_what_a_try_stores_meanwhile(sender: Sender, monkeypatch:
     assert sender.kept() == [first.result()["id"]] == [second.result()["id"]]
 
 
-def test_a_try_whose_client_has_gone_stores_nothing(sender: Sender, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_try_whose_client_has_gone_stores_nothing(
+    sender: Sender, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The client tries again, so there would be two."""
     with monkeypatch.context() as patch:
         paused = Paused(patch, sender.module, "keep")
@@ -405,9 +492,17 @@ def test_tries_that_are_checked_at_once_make_one_job_or_sweep(
     more: dict[str, Any],
     is_gone: bool,
 ) -> None:
-    """The first look at a base may take longer than a client waits. `is_gone`: the client of the first try."""
+    """The first look at a base may take longer than a client waits.
+
+    `is_gone`: the client of the first try.
+    """
     caplog.set_level("INFO", logger="ft_service.api")
-    body = {"model": "tiny", "training_file": training_file, "validation_file": training_file, **more}
+    body = {
+        "model": "tiny",
+        "training_file": training_file,
+        "validation_file": training_file,
+        **more,
+    }
     paused = Paused(monkeypatch, module, "create_job" if module is fine_tuning else "create_sweep")
     first = http.client.HTTPConnection(service.url.removeprefix("http://"), timeout=HANG_SECONDS)
     first.request("POST", path, json.dumps(body), {"authorization": f"Bearer {service.key}"})
@@ -429,7 +524,11 @@ def test_tries_that_are_checked_at_once_make_one_job_or_sweep(
     wait_until(lambda: caplog.text.count(f"POST {path}: ") == 2)
 
     store = service.store
-    found = store.jobs.list_jobs("default").data if module is fine_tuning else store.sweeps.list_sweeps("default").data
+    found = (
+        store.jobs.list_jobs("default").data
+        if module is fine_tuning
+        else store.sweeps.list_sweeps("default").data
+    )
     assert [one.id for one in found] == [created]
 
 
@@ -451,25 +550,34 @@ def test_a_key_stands_for_one_webhook_project_or_api_key(service: Service, path:
     body = ORGANIZATION[path]
     before = len(service.http("GET", path).json()["data"])
     with ThreadPoolExecutor(3) as threads:
-        made = list(threads.map(lambda _: service.http("POST", path, json=body, headers=KEYED), range(3)))
+        made = list(
+            threads.map(lambda _: service.http("POST", path, json=body, headers=KEYED), range(3))
+        )
     assert [answer.status_code for answer in made] == [200] * 3, [answer.text for answer in made]
     assert len({answer.json()["id"] for answer in made}) == 1
     assert len(service.http("GET", path).json()["data"]) == before + 1
     refused = service.http("POST", path, json={**body, "name": "other"}, headers=KEYED)
     assert check_error(refused, 400)["code"] == "idempotency_key_reused"
-    assert service.http("POST", path, json=body).json()["id"] != made[0].json()["id"], "a deliberate second one"
+    assert service.http("POST", path, json=body).json()["id"] != made[0].json()["id"], (
+        "a deliberate second one"
+    )
 
 
 def test_a_webhook_whose_answer_was_lost_is_told_with_its_secret(service: Service) -> None:
     path = "/v1/webhook_endpoints"
     for headers in (KEYED, RETRIED):
-        first, again = (service.http("POST", path, json=RECEIVER, headers=headers).json() for _ in range(2))
+        first, again = (
+            service.http("POST", path, json=RECEIVER, headers=headers).json() for _ in range(2)
+        )
         assert first["signing_secret"] == again["signing_secret"]
     assert len(service.http("GET", path).json()["data"]) == 1
 
 
-def test_an_api_key_whose_answer_was_lost_gets_another_value_until_it_is_used(service: Service) -> None:
-    path, body = "/v1/organization/projects/default/api_keys", {"name": "ci", "scope": "read"}
+def test_an_api_key_whose_answer_was_lost_gets_another_value_until_it_is_used(
+    service: Service,
+) -> None:
+    path = "/v1/organization/projects/default/api_keys"
+    body = {"name": "ci", "scope": "read"}
     lost = service.http("POST", path, json=body, headers=KEYED).json()["value"]
     value = service.http("POST", path, json=body, headers=KEYED).json()["value"]
     check_error(service.http("GET", "/v1/files", key=lost), 401)

@@ -1,4 +1,6 @@
-"""What the service takes from a provider, and how a provider that is slow, large or another one is refused."""
+"""What the service takes from a provider, and how a provider that is slow, large or another one is
+refused.
+"""
 
 from __future__ import annotations
 
@@ -36,7 +38,8 @@ class _Served(BaseHTTPRequestHandler):
 @pytest.fixture
 def server() -> Iterator[Any]:
     server = ThreadingHTTPServer(("127.0.0.1", 0), _Served)
-    server.asked, server.answer = 0, {}  # type: ignore[attr-defined]
+    server.asked = 0  # type: ignore[attr-defined]
+    server.answer = {}  # type: ignore[attr-defined]
     thread = threading.Thread(target=server.serve_forever, args=(0.05,))
     thread.start()
     yield server
@@ -47,7 +50,9 @@ def server() -> Iterator[Any]:
 
 def provider_at(server: Any) -> tuple[OidcProvider, str]:
     issuer = f"http://127.0.0.1:{server.server_port}"
-    return OidcProvider(Settings(home=Path("/nowhere"), oidc_issuer=issuer, oidc_client_id="c")), issuer
+    return OidcProvider(
+        Settings(home=Path("/nowhere"), oidc_issuer=issuer, oidc_client_id="c")
+    ), issuer
 
 
 def refused(provider: OidcProvider) -> str:
@@ -66,7 +71,10 @@ def test_the_address_has_what_the_flow_needs_and_the_document_is_kept(server: An
         assert url.startswith(
             f"{issuer}/authorize?tenant=1&response_type=code&client_id=c&redirect_uri=http%3A%2F%2Fhere%2Fback"
         )
-        assert f"&state={sign_in.state}&nonce={sign_in.nonce}&code_challenge={sign_in.challenge}" in url
+        assert (
+            f"&state={sign_in.state}&nonce={sign_in.nonce}&code_challenge={sign_in.challenge}"
+            in url
+        )
     assert server.asked == 1
     assert len({sign_in.state, sign_in.nonce, sign_in.verifier, sign_in.challenge}) == 4
     assert sign_in.verifier not in url
@@ -74,8 +82,14 @@ def test_the_address_has_what_the_flow_needs_and_the_document_is_kept(server: An
 
 def test_another_issuers_document_is_refused(server: Any) -> None:
     provider, issuer = provider_at(server)
-    server.answer = {"issuer": "https://evil.example", "authorization_endpoint": "https://evil.example/"}
-    assert refused(provider) == f"FT_OIDC_ISSUER = {issuer}: its discovery document is of 'https://evil.example'."
+    server.answer = {
+        "issuer": "https://evil.example",
+        "authorization_endpoint": "https://evil.example/",
+    }
+    assert (
+        refused(provider)
+        == f"FT_OIDC_ISSUER = {issuer}: its discovery document is of 'https://evil.example'."
+    )
     for address in ("javascript:alert(1)", "https://["):
         server.answer = {"issuer": issuer, "authorization_endpoint": address}
         provider, _ = provider_at(server)
@@ -84,7 +98,12 @@ def test_another_issuers_document_is_refused(server: Any) -> None:
 
 @pytest.mark.parametrize(
     ("body", "why"),
-    [(b"<html>", "Expecting value"), (b"[" * 100_000, ""), (b"[]", "not a JSON object"), (b" " * (1024**2 + 1), "more than")],
+    [
+        (b"<html>", "Expecting value"),
+        (b"[" * 100_000, ""),
+        (b"[]", "not a JSON object"),
+        (b" " * (1024**2 + 1), "more than"),
+    ],
 )
 def test_what_is_no_answer_of_a_provider_is_refused(server: Any, body: bytes, why: str) -> None:
     server.answer = lambda: body
@@ -94,7 +113,9 @@ def test_what_is_no_answer_of_a_provider_is_refused(server: Any, body: bytes, wh
     assert server.asked == 1, "it is not asked again at once"
 
 
-def test_a_slow_provider_holds_nobody_for_long(server: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_slow_provider_holds_nobody_for_long(
+    server: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(oidc_provider, "_SECONDS", 0.2)
     over = threading.Event()
     server.answer = lambda: (over.wait(30) and b"{}") or b"{}"
@@ -103,13 +124,18 @@ def test_a_slow_provider_holds_nobody_for_long(server: Any, monkeypatch: pytest.
     over.set()
 
 
-def test_an_answer_that_took_too_long_or_is_another_browsers_is_refused(server: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_answer_that_took_too_long_or_is_another_browsers_is_refused(
+    server: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
     provider, _issuer = provider_at(server)
     sign_in = BrowserSignIn.begin("/jobs")
     read = BrowserSignIn.of_cookie(sign_in.cookie)
     assert read is not None
     assert (read.state, read.to) == (sign_in.state, "/jobs")
-    for answer, why in (({"state": "x"}, "not begun in this browser"), ({"state": read.state, "iss": "https://o"}, "another")):
+    for answer, why in (
+        ({"state": "x"}, "not begun in this browser"),
+        ({"state": read.state, "iss": "https://o"}, "another"),
+    ):
         with pytest.raises(AuthError, match=why):
             asyncio.run(provider.signed_in(read, answer, "http://here/"))
     now = time.time()
@@ -119,7 +145,9 @@ def test_an_answer_that_took_too_long_or_is_another_browsers_is_refused(server: 
     assert server.asked == 0
 
 
-@pytest.mark.parametrize("cookie", ["", "..", "1.a.b.c", "x.a.L2pvYnM=", "1.a.%%%", "1.a./w==", "1.a.\ud800"])
+@pytest.mark.parametrize(
+    "cookie", ["", "..", "1.a.b.c", "x.a.L2pvYnM=", "1.a.%%%", "1.a./w==", "1.a.\ud800"]
+)
 def test_a_cookie_that_was_not_made_here_is_none(cookie: str) -> None:
     assert BrowserSignIn.of_cookie(cookie) is None
 

@@ -10,7 +10,11 @@ import pytest
 from api.http.person_grants import Groups, grants_of, read_groups, values_of
 from ft_service.errors import SpecError
 
-GROUPS: Groups = {"ml": {"default": "read", "team": "admin"}, "ops": {"default": "admin"}, "*": {"play": "submit"}}
+GROUPS: Groups = {
+    "ml": {"default": "read", "team": "admin"},
+    "ops": {"default": "admin"},
+    "*": {"play": "submit"},
+}
 
 
 @pytest.mark.parametrize(
@@ -22,12 +26,25 @@ GROUPS: Groups = {"ml": {"default": "read", "team": "admin"}, "ops": {"default":
         (None, {"play": "submit"}),
     ],
 )
-def test_groups_open_projects_and_the_stronger_scope_counts(held: Any, opened: dict[str, str]) -> None:
+def test_groups_open_projects_and_the_stronger_scope_counts(
+    held: Any, opened: dict[str, str]
+) -> None:
     assert grants_of({"groups": held}, "groups", GROUPS) == opened
 
 
 def test_a_claim_may_name_projects_itself() -> None:
-    claims = {"roles": ["default:read", "default:admin", "team:submit", "admin", ":admin", "team:root", "a:metrics", 7]}
+    claims = {
+        "roles": [
+            "default:read",
+            "default:admin",
+            "team:submit",
+            "admin",
+            ":admin",
+            "team:root",
+            "a:metrics",
+            7,
+        ]
+    }
     assert grants_of(claims, "roles", None) == {"default": "admin", "team": "submit"}
     assert grants_of({"roles": "default:read"}, "roles", None) == {"default": "read"}
 

@@ -97,13 +97,18 @@ def test_a_loop_that_hangs_is_found_and_one_that_turns_again_is_well(
     assert get("/livez").status_code == 200
     clock.now += 1
     answer = get("/livez")
-    assert (answer.status_code, answer.text) == (503, "The reconciler's last turn began 900 seconds ago.\n")
+    assert (answer.status_code, answer.text) == (
+        503,
+        "The reconciler's last turn began 900 seconds ago.\n",
+    )
     assert "ft_reconciler_turn_age_seconds 900.0" in get("/metrics").text
     loop.free.set()
     wait_for(lambda: get("/livez").status_code == 200)
 
 
-def test_a_loop_whose_thread_is_gone_is_found(get: Callable[[str], httpx2.Response], clock: Clock, loop: Loop) -> None:
+def test_a_loop_whose_thread_is_gone_is_found(
+    get: Callable[[str], httpx2.Response], clock: Clock, loop: Loop
+) -> None:
     wait_for(lambda: "turn_age_seconds 0.0" in get("/metrics").text)
     loop.fails = SystemExit()
     assert loop.hangs.wait(30)
@@ -111,7 +116,9 @@ def test_a_loop_whose_thread_is_gone_is_found(get: Callable[[str], httpx2.Respon
     assert get("/livez").status_code == 503
 
 
-def test_a_loop_that_never_begins_is_found(get: Callable[[str], httpx2.Response], clock: Clock) -> None:
+def test_a_loop_that_never_begins_is_found(
+    get: Callable[[str], httpx2.Response], clock: Clock
+) -> None:
     assert get("/livez").status_code == 200
     assert "ft_reconciler_turn_age_seconds NaN" in get("/").text
     clock.now += HANGING_SECONDS
@@ -123,7 +130,8 @@ def test_a_port_that_is_taken_is_named(meters: Meters) -> None:
         probe.serving(0, "127.0.0.1", meters) as port,
         pytest.raises(
             SpecError,
-            match=rf"Port {port} of 127.0.0.1 is in use by process {os.getpid()}: .+\. Stop that, or set FT_METRICS_PORT",
+            match=rf"Port {port} of 127.0.0.1 is in use by process {os.getpid()}: .+\. Stop that, "
+            r"or set FT_METRICS_PORT",
         ),
         probe.serving(port, "127.0.0.1", meters),
     ):

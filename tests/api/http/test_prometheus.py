@@ -29,15 +29,23 @@ SLACK = 100.0
 
 
 def samples(service: Service, key: str | None = None) -> dict[tuple[str, tuple[str, ...]], float]:
-    """(name, label values) → value, without the buckets of histograms, which are most of it and slow to parse."""
+    """(name, label values) → value, without the buckets of histograms, which are most of it and
+    slow to parse.
+    """
     answer = service.http("GET", "/metrics", key=key)
     assert answer.status_code == 200, answer.text
     lines = (line for line in answer.text.splitlines(keepends=True) if "_bucket{" not in line)
     families = text_string_to_metric_families("".join(lines))
-    return {(s.name, tuple(v for _, v in sorted(s.labels.items()))): s.value for family in families for s in family.samples}
+    return {
+        (s.name, tuple(v for _, v in sorted(s.labels.items()))): s.value
+        for family in families
+        for s in family.samples
+    }
 
 
-def test_jobs_slots_and_requests_are_counted(service: Service, client: openai.OpenAI, training_file: str) -> None:
+def test_jobs_slots_and_requests_are_counted(
+    service: Service, client: openai.OpenAI, training_file: str
+) -> None:
     job_id = client.fine_tuning.jobs.create(model="tiny", training_file=training_file).id
     put(service, job_id, state=State.FAILED, reason=Reason.WORKER_ERROR, attempt=1, finished_at=1e9)
     client.fine_tuning.jobs.create(model="tiny", training_file=training_file)
@@ -46,8 +54,13 @@ def test_jobs_slots_and_requests_are_counted(service: Service, client: openai.Op
     assert found["ft_jobs", ("failed",)] == 1
     assert found["ft_jobs", ("validating_files",)] == 1
     assert found["ft_jobs_finished_total", ("worker_error", "failed")] == 1
-    assert found["http_server_request_duration_seconds_count", ("POST", "200", "/v1/fine_tuning/jobs")] >= 2
-    assert found["http_server_request_duration_seconds_count", ("GET", "404", "none")] >= 1, "no label for each made-up path"
+    assert (
+        found["http_server_request_duration_seconds_count", ("POST", "200", "/v1/fine_tuning/jobs")]
+        >= 2
+    )
+    assert found["http_server_request_duration_seconds_count", ("GET", "404", "none")] >= 1, (
+        "no label for each made-up path"
+    )
     assert [value for (name, _), value in found.items() if name == "ft_slots"] == [4]
     assert found["ft_disk_free_bytes", ()] > 0
     assert found["ft_file_bytes", ()] > 0
@@ -72,7 +85,9 @@ def test_work_is_counted_by_kind_by_project_and_by_its_end(service: Service) -> 
     assert ("ft_work_running", ("keys", "")) in found
 
 
-def add_job(service: Service, job_id: str, state: State = State.VALIDATING, phase: Phase | None = None) -> Job:
+def add_job(
+    service: Service, job_id: str, state: State = State.VALIDATING, phase: Phase | None = None
+) -> Job:
     job = Job(
         id=job_id,
         project_id="default",
@@ -90,7 +105,11 @@ def made_older(service: Service, column: str, **ages: float) -> None:
     """Set a time of jobs back: `job_2=50.0` for the one with the id `job-2`, in seconds."""
     now = service.store.now()
     for job_id, age in ages.items():
-        service.sql(f"UPDATE jobs SET {column} = :at WHERE id = :id", at=now - age, id=job_id.replace("_", "-"))
+        service.sql(
+            f"UPDATE jobs SET {column} = :at WHERE id = :id",
+            at=now - age,
+            id=job_id.replace("_", "-"),
+        )
 
 
 def test_the_queue_is_as_old_as_the_job_that_waits_longest(service: Service) -> None:
@@ -115,13 +134,19 @@ def test_the_reconciler_lags_by_the_job_that_was_looked_at_longest_ago(service: 
     assert 50 <= samples(service)["ft_reconciler_lag_seconds", ()] < 50 + SLACK
 
 
-def test_webhooks_wait_until_they_are_made_or_given_up(service: Service, client: openai.OpenAI) -> None:
-    client.webhooks.create(name="a", url="https://example.com/hook", event_types=["fine_tuning.job.cancelled"])
+def test_webhooks_wait_until_they_are_made_or_given_up(
+    service: Service, client: openai.OpenAI
+) -> None:
+    client.webhooks.create(
+        name="a", url="https://example.com/hook", event_types=["fine_tuning.job.cancelled"]
+    )
     for number in range(4):
         add_job(service, f"job-{number}")
         client.fine_tuning.jobs.cancel(f"job-{number}")
     assert samples(service)["ft_webhooks_waiting", ()] == 4
-    delivered, failed, tried, _ = service.store.webhooks.claim_deliveries(limit=4, lease_seconds=60.0)
+    delivered, failed, tried, _ = service.store.webhooks.claim_deliveries(
+        limit=4, lease_seconds=60.0
+    )
     service.store.webhooks.settle_delivery(delivered, error=None, retry_seconds=None)
     service.store.webhooks.settle_delivery(failed, error="410", retry_seconds=None)
     service.store.webhooks.settle_delivery(tried, error="500", retry_seconds=60.0)
@@ -130,7 +155,8 @@ def test_webhooks_wait_until_they_are_made_or_given_up(service: Service, client:
 
 def test_a_jobs_way_through_the_reconciler_is_counted(service: Service) -> None:
     launcher = FakeLauncher(2)
-    places, meters = Places(service.settings.home), service.app.state.services.meters
+    places = Places(service.settings.home)
+    meters = service.app.state.services.meters
     reconciler = new_reconciler(service.settings.home, service.store, launcher, meters=meters)
     add_job(service, "job-1", State.QUEUED)
     made_older(service, "queued_at", job_1=700.0)
@@ -146,13 +172,20 @@ def test_a_jobs_way_through_the_reconciler_is_counted(service: Service) -> None:
     wait_for(launched)
     assert (risen("ft_attempts_started_total"), risen("ft_queue_wait_seconds_count")) == (1, 1)
     assert 700 <= risen("ft_queue_wait_seconds_sum") < 700 + SLACK
-    assert risen("ft_event_lag_seconds_count") == 0, "what the service itself says was not on its way"
+    assert risen("ft_event_lag_seconds_count") == 0, (
+        "what the service itself says was not on its way"
+    )
 
     wrote = time.time() - 500.0
     metrics = Metrics(step=1, total_steps=9, tokens=30)
     events = [
         Event(time=wrote, kind="metrics", message="step 1", metrics=metrics),
-        Event(time=wrote + 200.0, kind="metrics", message="step 2", metrics=metrics.model_copy(update={"tokens": 40})),
+        Event(
+            time=wrote + 200.0,
+            kind="metrics",
+            message="step 2",
+            metrics=metrics.model_copy(update={"tokens": 40}),
+        ),
     ]
     write_segment(places.run("job-1"), 1, 0, events)
     wait_for(lambda: reconciler.step() and risen("ft_event_lag_seconds_count") > 0)
@@ -165,7 +198,9 @@ def test_a_jobs_way_through_the_reconciler_is_counted(service: Service) -> None:
 
 
 def test_only_keys_of_scope_metrics_and_admin_read_them(service: Service) -> None:
-    _, scraper = service.store.keys.create_key(project_id="default", name="prometheus", scope="metrics")
+    _, scraper = service.store.keys.create_key(
+        project_id="default", name="prometheus", scope="metrics"
+    )
     _, user = service.store.keys.create_key(project_id="default", name="u", scope="user")
     assert samples(service, scraper)
     assert service.http("GET", "/metrics", key=user).status_code == 403
@@ -175,11 +210,17 @@ def test_only_keys_of_scope_metrics_and_admin_read_them(service: Service) -> Non
 
 
 @pytest.mark.parametrize("scope", ["admin", "metrics"])
-def test_keys_of_other_organisations_do_not_read_the_numbers_of_all(service: Service, scope: Scope) -> None:
-    other = service.store.projects.create_project(name="rival", organization="rival", limits=TenantLimits())
+def test_keys_of_other_organisations_do_not_read_the_numbers_of_all(
+    service: Service, scope: Scope
+) -> None:
+    other = service.store.projects.create_project(
+        name="rival", organization="rival", limits=TenantLimits()
+    )
     _, key = service.store.keys.create_key(project_id=other.id, name="k", scope=scope)
     assert check_error(service.http("GET", "/metrics", key=key), 403)
-    team = service.store.projects.create_project(name="team", organization=service.settings.organization, limits=TenantLimits())
+    team = service.store.projects.create_project(
+        name="team", organization=service.settings.organization, limits=TenantLimits()
+    )
     _, key = service.store.keys.create_key(project_id=team.id, name="k", scope=scope)
     assert samples(service, key)
 
@@ -204,4 +245,6 @@ def test_without_a_database_open_metrics_say_so_and_are_the_process_s_own(
     assert found["ft_database_up", ()] == 0
     assert found["ft_disk_free_bytes", ()] > 0
     assert found["http_server_request_duration_seconds_count", ("GET", "200", "/metrics")] >= 1
-    assert not [name for name, _ in found if name.startswith(("ft_jobs", "ft_queue_oldest"))], "they are not known"
+    assert not [name for name, _ in found if name.startswith(("ft_jobs", "ft_queue_oldest"))], (
+        "they are not known"
+    )

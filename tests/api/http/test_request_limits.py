@@ -15,7 +15,9 @@ class Bucket:
     """What servers share, in place of PostgreSQL, and a clock."""
 
     def __init__(self) -> None:
-        self.now, self.full_at, self.draws = 100.0, 0.0, 0
+        self.now = 100.0
+        self.full_at = 0.0
+        self.draws = 0
 
     def clock(self) -> float:
         return self.now
@@ -40,7 +42,12 @@ def test_a_bucket_is_emptied_and_fills_again_evenly() -> None:
     bucket = Bucket()
     for rates in (Rates(clock=bucket.clock), Rates(bucket.draw, bucket.clock)):
         seen = [take(rates, 4) for _ in range(5)]
-        assert [(rate.remaining, rate.wait) for rate in seen[:4]] == [(3, 0), (2, 0), (1, 0), (0, 0)]
+        assert [(rate.remaining, rate.wait) for rate in seen[:4]] == [
+            (3, 0),
+            (2, 0),
+            (1, 0),
+            (0, 0),
+        ]
         assert (seen[4].remaining, seen[4].wait, seen[4].full_after) == (0, MINUTE / 4, MINUTE)
         bucket.now += MINUTE / 4 - 1
         assert take(rates, 4).wait == 1
@@ -51,13 +58,18 @@ def test_a_bucket_is_emptied_and_fills_again_evenly() -> None:
 
 
 @settings(max_examples=20, deadline=None, database=None)
-@given(st.integers(1, 3000), st.lists(st.tuples(st.integers(0, 3), st.floats(0, 5), st.integers(1, 200)), max_size=8))
+@given(
+    st.integers(1, 3000),
+    st.lists(st.tuples(st.integers(0, 3), st.floats(0, 5), st.integers(1, 200)), max_size=8),
+)
 def test_several_servers_let_no_more_through_than_one_and_little_less(
     per_minute: int, bursts: list[tuple[int, float, int]]
 ) -> None:
     """Whichever of them is asked when."""
-    shared, alone = Bucket(), Bucket()
-    servers, one = replicas(shared, 4), Rates(alone.draw, alone.clock)
+    shared = Bucket()
+    alone = Bucket()
+    servers = replicas(shared, 4)
+    one = Rates(alone.draw, alone.clock)
     began = shared.now
 
     async def sent(rates: Rates, count: int) -> int:

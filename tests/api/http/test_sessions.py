@@ -34,12 +34,17 @@ def test_the_cookie_is_for_no_script_and_no_other_site(service: Service) -> None
     assert service.key.lower() not in given
 
 
-@pytest.mark.parametrize(("said", "secure"), [("https", True), ("https, http", True), ("HTTPS", True), ("http, https", False)])
+@pytest.mark.parametrize(
+    ("said", "secure"),
+    [("https", True), ("https, http", True), ("HTTPS", True), ("http, https", False)],
+)
 def test_the_cookie_is_secure_if_the_proxy_that_speaks_to_the_browser_says_so(
     service: Service, said: str, secure: bool
 ) -> None:
     with new_browser(service) as browser:
-        answer = browser.post("/sign-in", data={"key": service.key}, headers={"x-forwarded-proto": said})
+        answer = browser.post(
+            "/sign-in", data={"key": service.key}, headers={"x-forwarded-proto": said}
+        )
     assert ("; secure" in answer.headers["set-cookie"].lower()) is secure
 
 
@@ -49,11 +54,15 @@ def test_a_session_reads_what_its_key_reads(service: Service, browser: httpx2.Cl
     assert browser.get("/").headers["location"] == "/jobs"
 
 
-def test_a_change_needs_the_sessions_token(service: Service, browser: httpx2.Client, training_file: str) -> None:
+def test_a_change_needs_the_sessions_token(
+    service: Service, browser: httpx2.Client, training_file: str
+) -> None:
     body = {"model": "tiny", "training_file": training_file}
     refused = browser.post("/v1/fine_tuning/jobs", json=body)
     assert (refused.status_code, refused.json()["error"]["code"]) == (403, "csrf")
-    wrong = browser.post("/v1/fine_tuning/jobs", json=body, headers={"x-csrf-token": token_of("another session's")})
+    wrong = browser.post(
+        "/v1/fine_tuning/jobs", json=body, headers={"x-csrf-token": token_of("another session's")}
+    )
     assert wrong.status_code == 403
     assert service.client().fine_tuning.jobs.list().data == []
     token = re.search(r'"x-csrf-token": "(\w+)"', html.unescape(browser.get("/jobs").text))
@@ -65,7 +74,9 @@ def test_a_change_needs_the_sessions_token(service: Service, browser: httpx2.Cli
     assert browser.post(verb, headers={"x-csrf-token": token[1]}).status_code == 200
 
 
-def test_every_change_of_the_page_needs_the_sessions_token(service: Service, browser: httpx2.Client) -> None:
+def test_every_change_of_the_page_needs_the_sessions_token(
+    service: Service, browser: httpx2.Client
+) -> None:
     changing = [
         re.sub(r"\{[^}]*\}", "x", route.path)
         for route in service.app.router.routes
@@ -77,7 +88,9 @@ def test_every_change_of_the_page_needs_the_sessions_token(service: Service, bro
     ]
     assert len(changing) > 12
     for path in changing:
-        form = browser.post(path, data={"name": "by another site"}, headers={"origin": "https://evil.example"})
+        form = browser.post(
+            path, data={"name": "by another site"}, headers={"origin": "https://evil.example"}
+        )
         assert form.status_code == 403, path
         assert "token" in form.text, path
     assert [project.id for project in service.store.projects.list_projects().data] == ["default"]
@@ -86,7 +99,12 @@ def test_every_change_of_the_page_needs_the_sessions_token(service: Service, bro
 def test_a_stolen_cookie_dies_with_sign_out(service: Service, browser: httpx2.Client) -> None:
     stolen = dict(browser.cookies)
     assert browser.post("/sign-out").status_code == 403, "another site cannot sign a browser out"
-    assert browser.post("/sign-out", headers={"x-csrf-token": token_of(secret_of(browser))}).status_code == 303
+    assert (
+        browser.post(
+            "/sign-out", headers={"x-csrf-token": token_of(secret_of(browser))}
+        ).status_code
+        == 303
+    )
     assert not browser.cookies
     with new_browser(service) as thief:
         thief.cookies.update(stolen)
@@ -103,7 +121,9 @@ def test_a_key_that_only_reads_can_sign_out(service: Service) -> None:
         assert not browser.cookies
 
 
-def test_a_session_ends_with_its_key_and_with_its_time(service: Service, browser: httpx2.Client) -> None:
+def test_a_session_ends_with_its_key_and_with_its_time(
+    service: Service, browser: httpx2.Client
+) -> None:
     service.sql("UPDATE sessions SET expires_at = 1")
     assert browser.get("/v1/models").status_code == 401
     service.sql("UPDATE sessions SET expires_at = 1e12")
@@ -112,5 +132,9 @@ def test_a_session_ends_with_its_key_and_with_its_time(service: Service, browser
     assert browser.get("/v1/models").status_code == 401
 
 
-def test_a_key_in_the_header_goes_before_the_cookie(service: Service, browser: httpx2.Client) -> None:
-    assert browser.get("/v1/models", headers={"authorization": "Bearer nobody's"}).status_code == 401
+def test_a_key_in_the_header_goes_before_the_cookie(
+    service: Service, browser: httpx2.Client
+) -> None:
+    assert (
+        browser.get("/v1/models", headers={"authorization": "Bearer nobody's"}).status_code == 401
+    )

@@ -24,7 +24,9 @@ def job_id(client: openai.OpenAI, training_file: str) -> str:
     return client.fine_tuning.jobs.create(model="tiny", training_file=training_file).id
 
 
-def test_what_many_follow_is_looked_at_and_read_once(service: Service, job_id: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_many_follow_is_looked_at_and_read_once(
+    service: Service, job_id: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     reads: list[int] = []
     read = service.store.jobs.events_after
 
@@ -56,7 +58,9 @@ def test_a_follower_who_goes_takes_its_watch_along(service: Service, job_id: str
     wait_until(lambda: not watches._watches and not watches._streams)
 
 
-def test_a_key_follows_so_many_at_once_and_another_key_as_many(service: Service, job_id: str) -> None:
+def test_a_key_follows_so_many_at_once_and_another_key_as_many(
+    service: Service, job_id: str
+) -> None:
     service.use(service.settings.model_copy(update={"max_streams": 2}))
     path = f"/v1/fine_tuning/jobs/{job_id}"
     with listening(service, job_id) as first:
@@ -65,13 +69,23 @@ def test_a_key_follows_so_many_at_once_and_another_key_as_many(service: Service,
             next_event(second)
             for follow in ("events?stream=true", "logs?follow=true"):
                 refused = service.http("GET", f"{path}/{follow}")
-                assert (refused.status_code, refused.json()["error"]["code"]) == (429, "too_many_streams")
+                assert (refused.status_code, refused.json()["error"]["code"]) == (
+                    429,
+                    "too_many_streams",
+                )
                 assert "follows 2 streams" in refused.json()["error"]["message"]
                 assert refused.headers["x-should-retry"] == "false"
-            _, other = service.store.keys.create_key(project_id="default", name="other", scope="read")
+            _, other = service.store.keys.create_key(
+                project_id="default", name="other", scope="read"
+            )
             with listening(service, job_id, authorization=f"Bearer {other}") as third:
                 next_event(third)
-        wait_until(lambda: service.http("GET", f"{path}/events?stream=true&after=ftevent-none").status_code == 400)
+        wait_until(
+            lambda: (
+                service.http("GET", f"{path}/events?stream=true&after=ftevent-none").status_code
+                == 400
+            )
+        )
         wait_until(lambda: sum(service.app.state.services.watches._streams.values()) == 1)
         with listening(service, job_id) as again:
             next_event(again)

@@ -11,13 +11,26 @@ from pathlib import Path
 import pytest
 
 from api.http import threads
-from api.http.threads import AT_ONCE, AT_ONCE_OF_PROJECT, THREADS, TURNS, WAITING, in_thread, turn, with_key, work_for
+from api.http.threads import (
+    AT_ONCE,
+    AT_ONCE_OF_PROJECT,
+    THREADS,
+    TURNS,
+    WAITING,
+    in_thread,
+    turn,
+    with_key,
+    work_for,
+)
 from ft_service.errors import LimitError, UnavailableError
 
 
 def test_a_project_has_its_share_of_the_threads() -> None:
-    """Though more of its requests wait than there are threads, another one's is carried out; and theirs in the end."""
-    released, at_once = threading.Event(), threading.Semaphore(0)
+    """Though more of its requests wait than there are threads, another one's is carried out; and
+    theirs in the end.
+    """
+    released = threading.Event()
+    at_once = threading.Semaphore(0)
 
     def wait() -> None:
         at_once.release()
@@ -45,7 +58,9 @@ def test_a_project_has_its_share_of_the_threads() -> None:
 
 
 def test_projects_take_turns() -> None:
-    """One of a project's requests waits for the turns of all: however many it has, the next one's turn comes behind one."""
+    """One of a project's requests waits for the turns of all: however many it has, the next one's
+    turn comes behind one.
+    """
     order: list[str] = []
 
     async def take(project: str, release: asyncio.Event) -> None:
@@ -99,7 +114,8 @@ def test_only_so_many_wait_for_a_turn_and_only_so_long(monkeypatch: pytest.Monke
 def test_keys_alternate_before_it_is_known_whose_they_are() -> None:
     """A burst of requests with one key does not put off the look for another one."""
     order: list[str] = []
-    released, begun = threading.Event(), threading.Semaphore(0)
+    released = threading.Event()
+    begun = threading.Semaphore(0)
 
     def look(secret: str) -> None:
         begun.release()
@@ -127,6 +143,7 @@ def test_no_other_module_takes_threads() -> None:
     taken = [
         path.name
         for path in Path(threads.__file__).parents[1].rglob("*.py")
-        if path.name != "threads.py" and re.search(r"run_in_threadpool|to_thread|run_in_executor", path.read_text())
+        if path.name != "threads.py"
+        and re.search(r"run_in_threadpool|to_thread|run_in_executor", path.read_text())
     ]
     assert taken == []

@@ -1,4 +1,6 @@
-"""The page in a real browser: a job's whole life by mouse and keyboard, and every view with the worst that users can write."""
+"""The page in a real browser: a job's whole life by mouse and keyboard, and every view with the
+worst that users can write.
+"""
 
 from __future__ import annotations
 
@@ -44,7 +46,12 @@ LOSS = ".curve-card.large .plot"
 def test_the_life_of_a_job(driver: webdriver.Chrome, place: Place, downloads: Path) -> None:
     files = seed_files(place.settings, place.store, "default")
     other = seed_job(
-        *(place.settings, place.store, place.holder, {"model": "tiny-llama", "training_file": files["train"]}),
+        *(
+            place.settings,
+            place.store,
+            place.holder,
+            {"model": "tiny-llama", "training_file": files["train"]},
+        ),
         **{"state": "succeeded", "reason": "succeeded", "attempt": 1, "finished_at": NOW},
     )
     seed_steps(place.store, other, 30, total=30)
@@ -54,7 +61,11 @@ def test_the_life_of_a_job(driver: webdriver.Chrome, place: Place, downloads: Pa
     # Upload, plan, submit
     click(driver, "a.new")
     find(driver, "#upload").send_keys(str(DATA / "train.jsonl"))
-    until(lambda: Select(driver.find_element(By.ID, "training_file")).first_selected_option.text.startswith("train.jsonl"))
+    until(
+        lambda: Select(
+            driver.find_element(By.ID, "training_file")
+        ).first_selected_option.text.startswith("train.jsonl")
+    )
     find(driver, "#suffix").send_keys("by-hand")
     click(driver, ".advanced > summary")
     find(driver, "[name='lora.r']").send_keys("8")
@@ -63,7 +74,9 @@ def test_the_life_of_a_job(driver: webdriver.Chrome, place: Place, downloads: Pa
     find(driver, "#suffix").send_keys(Keys.ENTER)
     until(lambda: "/jobs/ftjob-" in driver.current_url)
     job = place.begun(driver.current_url.rpartition("/")[2], 1)
-    assert (job.request["suffix"], job.request.get("metadata")) == ("by-hand", None), "one name, which ft get finds"
+    assert (job.request["suffix"], job.request.get("metadata")) == ("by-hand", None), (
+        "one name, which ft get finds"
+    )
 
     # The curve grows, over a restart of the server too
     place.train(job, 1, range(1, 6))
@@ -119,7 +132,9 @@ def test_the_life_of_a_job(driver: webdriver.Chrome, place: Place, downloads: Pa
     assert "/sign-in?to=" in driver.current_url
 
 
-def test_every_view_is_usable_by_all_and_runs_nothing_that_users_wrote(driver: webdriver.Chrome, place: Place) -> None:
+def test_every_view_is_usable_by_all_and_runs_nothing_that_users_wrote(
+    driver: webdriver.Chrome, place: Place
+) -> None:
     views = hostile_views(place)
     sign_in(driver, place)
     told(driver)
@@ -130,7 +145,9 @@ def test_every_view_is_usable_by_all_and_runs_nothing_that_users_wrote(driver: w
         find(driver, "main h1")
         shown += HOSTILE[0] in attribute(driver, "body", "textContent")
         assert driver.execute_script("return window.hacked") is None, view
-        assert not driver.find_elements(By.CSS_SELECTOR, "main img, main svg[onload], main b:not([class]) > script"), view
+        assert not driver.find_elements(
+            By.CSS_SELECTOR, "main img, main svg[onload], main b:not([class]) > script"
+        ), view
         assert driver.execute_script("return document.documentElement.scrollWidth <= innerWidth"), (
             f"{view} is wider than its window"
         )
@@ -139,8 +156,12 @@ def test_every_view_is_usable_by_all_and_runs_nothing_that_users_wrote(driver: w
     assert [line for line in told(driver) if "404" not in line] == []
 
 
-def test_a_link_signs_in_by_a_button_and_the_api_is_described(driver: webdriver.Chrome, place: Place) -> None:
-    """With the policies that the answers carry: a script or form that they forbid would do nothing."""
+def test_a_link_signs_in_by_a_button_and_the_api_is_described(
+    driver: webdriver.Chrome, place: Place
+) -> None:
+    """With the policies that the answers carry: a script or form that they forbid would do
+    nothing.
+    """
     driver.execute_cdp_cmd("Network.clearBrowserCookies", {})
     told(driver)
     link = place.store.sessions.new_link(place.holder)
@@ -156,10 +177,17 @@ def test_a_link_signs_in_by_a_button_and_the_api_is_described(driver: webdriver.
     assert told(driver) == []
 
 
-def test_a_model_is_talked_to_beside_another(driver: webdriver.Chrome, place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_model_is_talked_to_beside_another(
+    driver: webdriver.Chrome, place: Place, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(preview_process, "RETRY_SECONDS", 1)
     files = seed_files(place.settings, place.store, "default")
-    asked = {"model": "tiny-llama", "training_file": files["train"], "suffix": "talks", "precision": {"default": "nf4"}}
+    asked = {
+        "model": "tiny-llama",
+        "training_file": files["train"],
+        "suffix": "talks",
+        "precision": {"default": "nf4"},
+    }
     ended = {"state": "succeeded", "reason": "succeeded", "attempt": 1, "finished_at": NOW}
     job = seed_job(place.settings, place.store, place.holder, asked, **ended)
     place.run_of(job).put("adapter/adapter_config.json", b"{}")
@@ -170,15 +198,25 @@ def test_a_model_is_talked_to_beside_another(driver: webdriver.Chrome, place: Pl
     assert text_of(driver, "#who").count("tiny-llama") >= 2
 
     def answers(turn: int) -> list[str]:
-        return [one.text for one in driver.find_elements(By.CSS_SELECTOR, f".turn:nth-of-type({turn}) .answer .text")]
+        return [
+            one.text
+            for one in driver.find_elements(
+                By.CSS_SELECTOR, f".turn:nth-of-type({turn}) .answer .text"
+            )
+        ]
 
     def whole(turn: int) -> bool:
-        return all("tokens in" in one.text for one in driver.find_elements(By.CSS_SELECTOR, f".turn:nth-of-type({turn}) .sub"))
+        return all(
+            "tokens in" in one.text
+            for one in driver.find_elements(By.CSS_SELECTOR, f".turn:nth-of-type({turn}) .sub")
+        )
 
     press(driver, "Who are you?", Keys.ENTER)
     until(lambda: len(answers(1)) == 2 and whole(1))
     tuned, base = answers(1)
-    assert re.fullmatch("tiny-llama nf4 .*/adapter", tuned), "its adapter, in the formats of the job"
+    assert re.fullmatch("tiny-llama nf4 .*/adapter", tuned), (
+        "its adapter, in the formats of the job"
+    )
     assert base == "tiny-llama nf4 None", "its base, in the same process"
 
     press(driver, f"say {HOSTILE[0]}", Keys.ENTER)
@@ -228,21 +266,37 @@ def test_files_are_dropped_and_refused_ones_say_why(driver: webdriver.Chrome, pl
     # What the browser tells of an upload under way, each time it does
     driver.execute_script(
         "window.seen = [];"
-        "new MutationObserver(() => seen.push(document.querySelector('[data-upload-status]').textContent))"
+        "new MutationObserver(() => "
+        "seen.push(document.querySelector('[data-upload-status]').textContent))"
         ".observe(document.querySelector('[data-upload-status]'), { childList: true })"
     )
     drop(driver, "[data-drop]", {"dropped.csv": "prompt,completion\nHi,Hello\n" * 2})
-    until(lambda: Select(find(driver, "#training_file")).first_selected_option.text.startswith("dropped.csv"))
+    until(
+        lambda: Select(find(driver, "#training_file")).first_selected_option.text.startswith(
+            "dropped.csv"
+        )
+    )
     assert "dropped.csv: 100 %" in driver.execute_script("return window.seen")
     assert "as training data" in text_of(driver, "[data-upload-status]")
     drop(driver, "[data-drop]", {"picture.png": "no data"})
     until(lambda: "picture.png" in text_of(driver, "#toasts"))
     drop(driver, "[data-drop]", {"more.jsonl": "{}", "and more.jsonl": "{}"})
-    until(lambda: Select(find(driver, "#validation_file")).first_selected_option.text.startswith(("more", "and more")))
-    until(lambda: "and more.jsonl" in text_of(driver, "#training_file") and "\nmore.jsonl" in text_of(driver, "#training_file"))
+    until(
+        lambda: Select(find(driver, "#validation_file")).first_selected_option.text.startswith(
+            ("more", "and more")
+        )
+    )
+    until(
+        lambda: (
+            "and more.jsonl" in text_of(driver, "#training_file")
+            and "\nmore.jsonl" in text_of(driver, "#training_file")
+        )
+    )
 
 
-def test_an_unusable_file_is_judged_beside_the_form_and_nothing_is_said_to_fit(driver: webdriver.Chrome, place: Place) -> None:
+def test_an_unusable_file_is_judged_beside_the_form_and_nothing_is_said_to_fit(
+    driver: webdriver.Chrome, place: Place
+) -> None:
     sized(driver, 1400, "light")
     sign_in(driver, place)
     driver.get(f"{place.url}/new")
@@ -256,12 +310,16 @@ def test_an_unusable_file_is_judged_beside_the_form_and_nothing_is_said_to_fit(d
     # What the message says helps
     find(driver, "#data").send_keys("{prompt: Prompt, completion: Completion}")
     until(lambda: attribute(driver, "#check-training_file [data-usable]", "data-usable") == "yes")
-    assert "prompt and completion in CSV; 1 row, and it is fine." in text_of(driver, "#check-training_file")
+    assert "prompt and completion in CSV; 1 row, and it is fine." in text_of(
+        driver, "#check-training_file"
+    )
     until(lambda: "Fits" in text_of(driver, "#plan"))
     assert "completion: Completion" in attribute(driver, "#as-yaml", "textContent")
 
 
-def test_no_label_of_the_form_and_no_name_of_an_option_leaves_its_place(driver: webdriver.Chrome, place: Place) -> None:
+def test_no_label_of_the_form_and_no_name_of_an_option_leaves_its_place(
+    driver: webdriver.Chrome, place: Place
+) -> None:
     files = seed_files(place.settings, place.store, "default")
     asked = {"model": "tiny-llama", "training_file": files["train"], "training": {"max_steps": 3}}
     ended = {"state": "succeeded", "reason": "succeeded", "attempt": 1, "finished_at": NOW}
@@ -271,17 +329,26 @@ def test_no_label_of_the_form_and_no_name_of_an_option_leaves_its_place(driver: 
         sized(driver, width, "light")
         driver.get(f"{place.url}/new")
         find(driver, "#plan .verdict")
-        driver.execute_script("for (const one of document.querySelectorAll('details')) one.open = true")
+        driver.execute_script(
+            "for (const one of document.querySelectorAll('details')) one.open = true"
+        )
         assert driver.execute_script(_LABELS_OUTSIDE) == [], width
     assert "ft_service/" not in attribute(driver, "#new", "textContent")
     sized(driver, 1280, "light")
     driver.get(f"{place.url}/jobs/{job.id}/settings")
     names = "[...document.querySelectorAll('details[open] .settings th')]"
     in_one = (
-        "(one) => { const range = document.createRange(); range.selectNodeContents(one); return range.getClientRects().length }"
+        "(one) => { const range = document.createRange(); range.selectNodeContents(one); "
+        "return range.getClientRects().length }"
     )
-    assert set(driver.execute_script(f"return {names}.map({in_one})")) == {1}, "each name is one line"
-    row = next(row for row in driver.find_elements(By.CSS_SELECTOR, ".settings tr") if row.text.startswith("n_epochs"))
+    assert set(driver.execute_script(f"return {names}.map({in_one})")) == {1}, (
+        "each name is one line"
+    )
+    row = next(
+        row
+        for row in driver.find_elements(By.CSS_SELECTOR, ".settings tr")
+        if row.text.startswith("n_epochs")
+    )
     assert row.text.split("\n") == [f"n_epochs {formatting.NONE}", "not used: max_steps decides"]
 
 
@@ -293,7 +360,9 @@ return [...document.querySelectorAll(".field > label")]
 """
 
 
-def test_models_keys_and_projects_by_click(driver: webdriver.Chrome, place: Place, downloads: Path) -> None:
+def test_models_keys_and_projects_by_click(
+    driver: webdriver.Chrome, place: Place, downloads: Path
+) -> None:
     files = seed_files(place.settings, place.store, "default")
     asked = {"model": "tiny-llama", "training_file": files["train"], "suffix": "clicked"}
     ended = {"state": "succeeded", "reason": "succeeded", "attempt": 1, "finished_at": NOW + 1}
@@ -323,7 +392,9 @@ def test_models_keys_and_projects_by_click(driver: webdriver.Chrome, place: Plac
     confirm(driver, friends)
     until(lambda: f"Shared with {friends}" in text_of(driver, f"{row} .notice"))
     name = str(job.spec.tuned_name)
-    assert [one.grantee for one in place.store.models.list_permissions("default", name).data] == [friends]
+    assert [one.grantee for one in place.store.models.list_permissions("default", name).data] == [
+        friends
+    ]
     click(driver, f"{row} [hx-post*=unshare]")
     until(lambda: "Not shared." in text_of(driver, f"{row} .notice"))
     assert place.store.models.list_permissions("default", name).data == []
@@ -360,7 +431,9 @@ def test_models_keys_and_projects_by_click(driver: webdriver.Chrome, place: Plac
     assert files["heldout"] not in attribute(driver, "main", "textContent")
 
 
-def test_who_goes_back_to_a_long_list_stands_where_he_stood(driver: webdriver.Chrome, place: Place) -> None:
+def test_who_goes_back_to_a_long_list_stands_where_he_stood(
+    driver: webdriver.Chrome, place: Place
+) -> None:
     files = seed_files(place.settings, place.store, "default")
     asked = {"model": "tiny-llama", "training_file": files["train"], "metadata": {"list": "long"}}
     ended = {"state": "succeeded", "reason": "succeeded", "attempt": 1, "finished_at": NOW}
@@ -379,14 +452,20 @@ def test_who_goes_back_to_a_long_list_stands_where_he_stood(driver: webdriver.Ch
 
 def test_a_sweep_by_click(driver: webdriver.Chrome, place: Place) -> None:
     files = seed_files(place.settings, place.store, "default")
-    asked = {"model": "tiny-llama", "training_file": files["train"], "metadata": {"name": HOSTILE[0]}}
+    asked = {
+        "model": "tiny-llama",
+        "training_file": files["train"],
+        "metadata": {"name": HOSTILE[0]},
+    }
     over = seed_sweep(place.settings, place.store, place.holder, asked)
     sized(driver, 1400, "light")
     sign_in(driver, place)
     click(driver, "a[href='/sweeps']")
     click(driver, f"a[href='/sweeps/{over}']")
     assert text_of(driver, ".side nav [aria-current]") == "Jobs"
-    losses = [cell.text for cell in driver.find_elements(By.CSS_SELECTOR, "#sweep td:nth-last-child(2)")]
+    losses = [
+        cell.text for cell in driver.find_elements(By.CSS_SELECTOR, "#sweep td:nth-last-child(2)")
+    ]
     assert losses == ["0.37", "0.44", "0.61", "0.92"], "best first"
     ranked = [one.text for one in driver.find_elements(By.CSS_SELECTOR, "#sweep td.name a")]
     click(driver, "#sweep .actions a")
@@ -395,12 +474,16 @@ def test_a_sweep_by_click(driver: webdriver.Chrome, place: Place) -> None:
     # One that is under way: the page follows it to its end
     mine = asked | {"validation_split": 0.5, "sweep": {"lora.r": [4, 8]}}
     catalogue = Catalogue.from_settings(place.settings, at_once())
-    running = create_sweep(mine, AdmissionContext(place.holder, place.store, place.settings, catalogue))
+    running = create_sweep(
+        mine, AdmissionContext(place.holder, place.store, place.settings, catalogue)
+    )
     driver.get(f"{place.url}/sweeps/{running.id}")
     click(driver, "#cancel-sweep")
     confirm(driver)
     until(lambda: "2 cancelled" in text_of(driver, "#sweep"))
-    states = {job.state.value for job in place.store.sweeps.jobs_of_sweeps([running.id])[running.id]}
+    states = {
+        job.state.value for job in place.store.sweeps.jobs_of_sweeps([running.id])[running.id]
+    }
     assert states == {"cancelled"}
     assert driver.execute_script("return window.hacked") is None
 
@@ -429,7 +512,9 @@ def test_all_of_it_by_keyboard(driver: webdriver.Chrome, place: Place) -> None:
     press(driver, Keys.ENTER)
     until(lambda: "/jobs/ftjob-" in driver.current_url)
     job = place.begun(driver.current_url.rpartition("/")[2], 1)
-    assert job.request["training_file"] in files.values() or job.request["training_file"].startswith("file-")
+    assert job.request["training_file"] in files.values() or job.request[
+        "training_file"
+    ].startswith("file-")
     place.train(job, 1, range(1, 8))
     until(lambda: "from 3.2" in attribute(driver, LOSS, "aria-label"))
 

@@ -8,10 +8,13 @@ from api.page import formatting
 
 
 def test_numbers_and_times_in_few_characters() -> None:
-    assert [formatting.number(value) for value in (None, 3, 1234567, 0.30001, 2e-4, 0.0, 123456.7)] == [
-        *(formatting.NONE, "3", "1,234,567", "0.3", "2e-4", "0", "123,457")
+    assert [
+        formatting.number(value) for value in (None, 3, 1234567, 0.30001, 2e-4, 0.0, 123456.7)
+    ] == [*(formatting.NONE, "3", "1,234,567", "0.3", "2e-4", "0", "123,457")]
+    large = [
+        formatting.number(value)
+        for value in (3e301, -1.5e15, 10**400, 999_999_999_999_999, float("nan"), -float("inf"))
     ]
-    large = [formatting.number(value) for value in (3e301, -1.5e15, 10**400, 999_999_999_999_999, float("nan"), -float("inf"))]
     assert large == ["3e301", "-1.5e15", "1e400", "999,999,999,999,999", "nan", "-inf"]
     assert [formatting.duration(seconds) for seconds in (0, 59, 60, 3725, 90_000)] == [
         "0 s",
@@ -25,13 +28,24 @@ def test_numbers_and_times_in_few_characters() -> None:
 
 def test_a_hundred_percent_is_the_last_step() -> None:
     for step, percent in ((0, 0), (30, 15), (199, 99), (200, 100)):
-        assert formatting.percent_done({"status": "running", "progress": {"step": step, "total_steps": 200}}) == percent
-    assert formatting.percent_done({"status": "running", "progress": {"step": 9_999, "total_steps": 10_000}}) == 99
+        assert (
+            formatting.percent_done(
+                {"status": "running", "progress": {"step": step, "total_steps": 200}}
+            )
+            == percent
+        )
+    assert (
+        formatting.percent_done(
+            {"status": "running", "progress": {"step": 9_999, "total_steps": 10_000}}
+        )
+        == 99
+    )
 
 
 def test_lengths_as_bars() -> None:
     bars = formatting.length_bars(
-        [{"total": total, "learned": 5} for total in (10, 10, 40)] + [{"total": 0, "learned": 0}], most=4
+        [{"total": total, "learned": 5} for total in (10, 10, 40)] + [{"total": 0, "learned": 0}],
+        most=4,
     )
     assert bars is not None
     assert [bar["count"] for bar in bars["bars"]] == [2, 0, 0, 1]

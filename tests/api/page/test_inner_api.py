@@ -1,4 +1,6 @@
-"""The page's requests to the API: paths and queries arrive unchanged, with the visitor's session, and refusals are raised."""
+"""The page's requests to the API: paths and queries arrive unchanged, with the visitor's session,
+and refusals are raised.
+"""
 
 from __future__ import annotations
 
@@ -44,13 +46,23 @@ def test_a_request_arrives_as_it_was_meant(app: FastAPI) -> None:
     @app.get("/view")
     async def view(api: Api) -> Any:
         read = await api.get(f"/v1/{name}", limit=5, after=None, job=["x", "y&z"])
-        return [read, await api.post("/v1/made", {"a": [1]}), await api.delete("/v1/gone"), await api.text("/v1/text")]
+        return [
+            read,
+            await api.post("/v1/made", {"a": [1]}),
+            await api.delete("/v1/gone"),
+            await api.text("/v1/text"),
+        ]
 
     headers = {"cookie": "session=1", "x-other": "kept from it"}
     read, made, gone, text = TestClient(app).get("/view", headers=headers).json()
     assert read["path"] == name
     assert read["query"] == [["limit", "5"], ["job", "x"], ["job", "y&z"]]
-    assert (read["cookie"], read["other"], read["client"], read["inner"]) == ("session=1", None, "testclient", True)
+    assert (read["cookie"], read["other"], read["client"], read["inner"]) == (
+        "session=1",
+        None,
+        "testclient",
+        True,
+    )
     assert (made["method"], made["body"], gone["method"]) == ("POST", '{"a":[1]}', "DELETE")
     assert text == "pl\N{LATIN SMALL LETTER A WITH DIAERESIS}in"
 

@@ -35,17 +35,30 @@ def test_a_body_goes_through_the_form_unchanged() -> None:
 
 def test_what_the_form_has_no_field_for_goes_through_it_unchanged() -> None:
     dpo = {"type": "dpo", "dpo": {"hyperparameters": {"beta": 0.2}}}
-    other = {"method": dpo, "chat_template": "{{ messages }}", "evaluation": {"prompts": 4, "metrics": ["contains"]}}
+    other = {
+        "method": dpo,
+        "chat_template": "{{ messages }}",
+        "evaluation": {"prompts": 4, "metrics": ["contains"]},
+    }
     body = BODY | other
     assert job_form.body_of(job_form.fields_of(body)) == body
     assert job_form.fields_of(body)["evaluation.prompts"] == "4"
-    for wrong, told in (("a: [", "must be YAML"), ("just words", "name: value"), ("lora: {r: 4}", "lora: the form has fields")):
+    for wrong, told in (
+        ("a: [", "must be YAML"),
+        ("just words", "name: value"),
+        ("lora: {r: 4}", "lora: the form has fields"),
+    ):
         with pytest.raises(ValueError, match=told):
             job_form.body_of({"model": "tiny", "other": wrong})
 
 
 def test_the_method_is_that_of_the_card_and_its_fields_with_the_other_options() -> None:
-    card = {"model": "tiny", "method": "dpo", "method.beta": "0.2", "method.grader": job_form.EXAMPLE_GRADER}
+    card = {
+        "model": "tiny",
+        "method": "dpo",
+        "method.beta": "0.2",
+        "method.grader": job_form.EXAMPLE_GRADER,
+    }
     more = "method: {dpo: {hyperparameters: {loss_type: ipo}}}"
     wanted = {"type": "dpo", "dpo": {"hyperparameters": {"beta": 0.2, "loss_type": "ipo"}}}
     assert job_form.body_of(card | {"other": more})["method"] == wanted
@@ -75,15 +88,29 @@ def test_a_mapping_of_columns_is_taken_wherever_it_is_written() -> None:
 
 
 def test_openais_hyperparameters_become_the_forms_own_fields() -> None:
-    fields = job_form.fields_of({"method": {"supervised": {"hyperparameters": {"n_epochs": 2, "batch_size": "auto"}}}})
+    fields = job_form.fields_of(
+        {"method": {"supervised": {"hyperparameters": {"n_epochs": 2, "batch_size": "auto"}}}}
+    )
     assert fields["training.n_epochs"] == "2"
     assert fields["training.batch_size"] == "auto", "which is another than the default"
-    assert job_form.fields_of({"hyperparameters": {"learning_rate_multiplier": 2}})["training.learning_rate"] == "0.0004"
+    assert (
+        job_form.fields_of({"hyperparameters": {"learning_rate_multiplier": 2}})[
+            "training.learning_rate"
+        ]
+        == "0.0004"
+    )
 
 
 @pytest.mark.parametrize("method", [{"type": "supervised"}, {"type": "dpo"}, reinforcement()])
-def test_a_multiplied_learning_rate_stays_the_same_with_every_method(method: dict[str, Any]) -> None:
-    body = {"model": "tiny", "training_file": "file-a", "method": method, "hyperparameters": {"learning_rate_multiplier": 2}}
+def test_a_multiplied_learning_rate_stays_the_same_with_every_method(
+    method: dict[str, Any],
+) -> None:
+    body = {
+        "model": "tiny",
+        "training_file": "file-a",
+        "method": method,
+        "hyperparameters": {"learning_rate_multiplier": 2},
+    }
     again = job_form.body_of(job_form.fields_of(body))
     assert "hyperparameters" not in again
     rate = parse_request(body).resolved_training().rate
@@ -94,35 +121,85 @@ def test_a_multiplied_learning_rate_stays_the_same_with_every_method(method: dic
     "given",
     [
         {"distributed": {"nproc_per_node": "1:2", "nnodes": "2:8", "profile": "on"}},
-        {"lora": {"target_modules": "1:2", "modules_to_save": ["1:2", "off"], "alpha_pattern": {"1:2": 0.1 + 0.2}}},
+        {
+            "lora": {
+                "target_modules": "1:2",
+                "modules_to_save": ["1:2", "off"],
+                "alpha_pattern": {"1:2": 0.1 + 0.2},
+            }
+        },
         {"lora": {"target_modules": "1e3", "rank_pattern": None}},
         {"lora": {"target_modules": "a: b # c"}, "distributed": {"profile": " a\nb\u2028\t"}},
         {"lora": {"target_modules": ""}, "distributed": {"profile": "null"}},
-        {"lora": {"target_modules": "'q'"}, "training": {"learning_rate": 1.2345678901234567e-5, "max_steps": None}},
-        {"precision": {"fp8_products": "off", "default": "auto"}, "distributed": {"compile": False}},
+        {
+            "lora": {"target_modules": "'q'"},
+            "training": {"learning_rate": 1.2345678901234567e-5, "max_steps": None},
+        },
+        {
+            "precision": {"fp8_products": "off", "default": "auto"},
+            "distributed": {"compile": False},
+        },
         {"data": {"prompt": "1:2", "completion": "yes"}},
         {"chat_template": "1:2", "integrations": [{"type": "wandb", "wandb": {"project": "1:2"}}]},
-        {"metadata": {"a=b": "c", "k": "l1\nl2", " x": "y ", "{": "}", "é": "ü", "n": "", "o": "1:2", "p": "\u2028="}},
+        {
+            "metadata": {
+                "a=b": "c",
+                "k": "l1\nl2",
+                " x": "y ",
+                "{": "}",
+                "é": "ü",
+                "n": "",
+                "o": "1:2",
+                "p": "\u2028=",
+            }
+        },
     ],
 )
-def test_run_again_is_of_the_same_body_whatever_yaml_makes_of_its_texts(given: dict[str, Any]) -> None:
+def test_run_again_is_of_the_same_body_whatever_yaml_makes_of_its_texts(
+    given: dict[str, Any],
+) -> None:
     body = {"model": "tiny", **given}
     again = job_form.body_of(job_form.fields_of(body))
-    assert json.dumps(again, sort_keys=True) == json.dumps(body, sort_keys=True), "in which 1, 1.0 and true differ"
+    assert json.dumps(again, sort_keys=True) == json.dumps(body, sort_keys=True), (
+        "in which 1, 1.0 and true differ"
+    )
 
 
 def test_a_range_is_written_as_it_is_and_no_number_in_base_60() -> None:
-    body = job_form.body_of({"distributed.nproc_per_node": "1:2", "data": "{prompt: 1:2}", "other": "suffixes: [2:8, 1:2.5]"})
-    assert body == {"distributed": {"nproc_per_node": "1:2"}, "data": {"prompt": "1:2"}, "suffixes": ["2:8", "1:2.5"]}
+    body = job_form.body_of(
+        {
+            "distributed.nproc_per_node": "1:2",
+            "data": "{prompt: 1:2}",
+            "other": "suffixes: [2:8, 1:2.5]",
+        }
+    )
+    assert body == {
+        "distributed": {"nproc_per_node": "1:2"},
+        "data": {"prompt": "1:2"},
+        "suffixes": ["2:8", "1:2.5"],
+    }
     assert job_form.fields_of(body)["distributed.nproc_per_node"] == "1:2"
 
 
 @pytest.mark.parametrize(
     "text",
-    ["nan", ".nan", ".inf", "1e999", '"\\ud800"', "[2024-01-01]", "{a: 2024-13-45}", "!!int x", "&a [*a]", "[" * 500],
+    [
+        "nan",
+        ".nan",
+        ".inf",
+        "1e999",
+        '"\\ud800"',
+        "[2024-01-01]",
+        "{a: 2024-13-45}",
+        "!!int x",
+        "&a [*a]",
+        "[" * 500,
+    ],
 )
 def test_what_json_cannot_hold_is_text_in_a_field_and_refused_elsewhere(text: str) -> None:
-    assert job_form.body_of({"training.learning_rate": text}) == {"training": {"learning_rate": text}}
+    assert job_form.body_of({"training.learning_rate": text}) == {
+        "training": {"learning_rate": text}
+    }
     assert job_form.body_of({"metadata": '{"a": NaN}'}) == {"metadata": {'{"a": NaN}': ""}}
     if text not in ("nan", "1e999"):  # which are words to YAML
         with pytest.raises(ValueError, match=r"JSON cannot hold|aliases are not read"):
@@ -130,7 +207,9 @@ def test_what_json_cannot_hold_is_text_in_a_field_and_refused_elsewhere(text: st
 
 
 def test_a_few_hundred_bytes_of_yaml_do_not_become_a_thousand_million_values() -> None:
-    levels = [f"x{level}: &a{level} [{', '.join([f'*a{level - 1}'] * 10)}]" for level in range(1, 9)]
+    levels = [
+        f"x{level}: &a{level} [{', '.join([f'*a{level - 1}'] * 10)}]" for level in range(1, 9)
+    ]
     with pytest.raises(ValueError, match=r"\*a0: aliases are not read here"):
         job_form.body_of({"other": "\n".join(["x0: &a0 [1, 1, 1, 1, 1, 1, 1, 1, 1, 1]", *levels])})
 
@@ -140,13 +219,17 @@ def test_megabytes_are_not_read_as_yaml() -> None:
     text = "a: [" + "1, " * 400_000 + "]"
     with pytest.raises(ValueError, match="1,200,005 characters, at most 300,000"):
         job_form.body_of({"other": text})
-    assert job_form.body_of({"evaluation.prompts": text})["evaluation"]["prompts"] == text, "which the API refuses as no list"
+    assert job_form.body_of({"evaluation.prompts": text})["evaluation"]["prompts"] == text, (
+        "which the API refuses as no list"
+    )
 
 
 def test_an_auto_beside_a_value_of_the_method_fills_in_no_field() -> None:
     """Filled in, it would be given twice."""
     own = {"type": "dpo", "dpo": {"hyperparameters": {"n_epochs": 3}}}
-    fields = job_form.fields_of({**BODY, "hyperparameters": {"n_epochs": "auto", "batch_size": "auto"}, "method": own})
+    fields = job_form.fields_of(
+        {**BODY, "hyperparameters": {"n_epochs": "auto", "batch_size": "auto"}, "method": own}
+    )
     assert "training.n_epochs" not in fields
     assert fields["training.batch_size"] == "auto"
     request = parse_request(job_form.body_of(fields))
@@ -154,7 +237,9 @@ def test_an_auto_beside_a_value_of_the_method_fills_in_no_field() -> None:
 
 
 def test_the_fields_show_numbers_and_words_without_quotes() -> None:
-    """`1e-4` is text to YAML 1.1, and an unquoted `off` is false: bodies of SPEC files have them so."""
+    """`1e-4` is text to YAML 1.1, and an unquoted `off` is false: bodies of SPEC files have them
+    so.
+    """
     body = {
         "training": {"learning_rate": "1e-4"},
         "precision": {"fp8_products": False, "fused_kernels": "off"},
@@ -171,9 +256,16 @@ def test_the_fields_show_numbers_and_words_without_quotes() -> None:
 
 
 def test_what_is_written_in_a_field_is_read_as_in_yaml() -> None:
-    form = {"model": "tiny", "training.learning_rate": "3e-5", "lora.target_modules": "[q_proj]", "training.n_epochs": "two"}
+    form = {
+        "model": "tiny",
+        "training.learning_rate": "3e-5",
+        "lora.target_modules": "[q_proj]",
+        "training.n_epochs": "two",
+    }
     body = job_form.body_of(form)
-    assert body["training"] == {"learning_rate": 3e-5, "n_epochs": "two"}, "what is wrong, the API says"
+    assert body["training"] == {"learning_rate": 3e-5, "n_epochs": "two"}, (
+        "what is wrong, the API says"
+    )
     assert body["lora"] == {"target_modules": ["q_proj"]}
 
 
@@ -188,14 +280,20 @@ def test_every_option_has_a_field_and_those_of_few_values_a_choice() -> None:
 
 def test_the_same_job_in_three_languages() -> None:
     files = {"file-a": "train.jsonl"}
-    assert yaml.safe_load(job_form.yaml_text(BODY, files)) == BODY | {"training_file": "train.jsonl"}
+    assert yaml.safe_load(job_form.yaml_text(BODY, files)) == BODY | {
+        "training_file": "train.jsonl"
+    }
     assert "ft submit --watch job.yaml" in job_form.command_text(BODY, files)
     calls: list[dict[str, object]] = []
     program = (
-        job_form.python_text(BODY, "http://here").partition("client.fine_tuning.jobs.create(")[2].rpartition(")\nprint")[0]
+        job_form.python_text(BODY, "http://here")
+        .partition("client.fine_tuning.jobs.create(")[2]
+        .rpartition(")\nprint")[0]
     )
     exec(f"took({program})", {"took": lambda **given: calls.append(given)})
     ours = {"data", "lora", "training", "validation_split"}
-    assert calls[0].pop("extra_body") == {name: value for name, value in BODY.items() if name in ours}
+    assert calls[0].pop("extra_body") == {
+        name: value for name, value in BODY.items() if name in ours
+    }
     assert calls[0] == {name: value for name, value in BODY.items() if name not in ours}
     assert set(calls[0]) <= set(inspect.signature(Jobs.create).parameters), "what the client knows"

@@ -1,4 +1,6 @@
-"""The form of a new job, in a real browser: what is learned, the data as the base reads them, and settings by search."""
+"""The form of a new job, in a real browser: what is learned, the data as the base reads them, and
+settings by search.
+"""
 
 from __future__ import annotations
 
@@ -24,7 +26,9 @@ UNKNOWN = "Kundenfrage,Antwort des Supports\nWo ist mein Paket?,Unterwegs.\n"
 PROMPTS = '{"messages": [{"role": "user", "content": "2 + 2?"}], "reference_answer": "4"}\n' * 2
 
 
-def test_columns_are_mapped_by_choosing_and_the_samples_follow(driver: webdriver.Chrome, place: Place) -> None:
+def test_columns_are_mapped_by_choosing_and_the_samples_follow(
+    driver: webdriver.Chrome, place: Place
+) -> None:
     sized(driver, 1440, "light")
     sign_in(driver, place)
     driver.get(f"{place.url}/new")
@@ -38,13 +42,17 @@ def test_columns_are_mapped_by_choosing_and_the_samples_follow(driver: webdriver
     written = '{instruction: "Kundenfrage", output: "Antwort des Supports"}'
     assert attribute(driver, "#data", "value") == written
     until(lambda: len(driver.find_elements(By.CSS_SELECTOR, "#preview .sample")) == 1)
-    learned = [span.text for span in driver.find_elements(By.CSS_SELECTOR, "#preview .tokens .t-learned")]
+    learned = [
+        span.text for span in driver.find_elements(By.CSS_SELECTOR, "#preview .tokens .t-learned")
+    ]
     assert "".join(learned).startswith("Unterwegs.")
     until(lambda: text_of(driver, "#verdict").startswith("Fits"))
     assert axe_faults(driver) == []
 
 
-def test_the_card_decides_the_method_and_shows_its_own_fields(driver: webdriver.Chrome, place: Place) -> None:
+def test_the_card_decides_the_method_and_shows_its_own_fields(
+    driver: webdriver.Chrome, place: Place
+) -> None:
     sign_in(driver, place)
     driver.get(f"{place.url}/new")
     assert not find(driver, "#grader").is_displayed()
@@ -60,13 +68,17 @@ def test_the_card_decides_the_method_and_shows_its_own_fields(driver: webdriver.
     assert "string_check" not in attribute(driver, "#as-yaml", "textContent")
 
 
-def test_settings_are_found_and_create_stays_in_view(driver: webdriver.Chrome, place: Place) -> None:
+def test_settings_are_found_and_create_stays_in_view(
+    driver: webdriver.Chrome, place: Place
+) -> None:
     sign_in(driver, place)
     for width in (1440, 1024, 390):
         sized(driver, width, "light")
         driver.get(f"{place.url}/new")
         bar = "const box = document.querySelector('.action-bar').getBoundingClientRect();"
-        assert driver.execute_script(f"{bar} return box.bottom <= innerHeight + 1 && box.top > 0"), width
+        assert driver.execute_script(
+            f"{bar} return box.bottom <= innerHeight + 1 && box.top > 0"
+        ), width
     click(driver, ".advanced > summary")
     find(driver, "#find-option").send_keys("lora_dropout")
     until(lambda: text_of(driver, "[data-found]").endswith(" found"))
@@ -74,7 +86,9 @@ def test_settings_are_found_and_create_stays_in_view(driver: webdriver.Chrome, p
     assert not find(driver, "[name='training.warmup_steps']").is_displayed()
 
 
-def test_a_sample_job_is_one_click_where_there_is_none(driver: webdriver.Chrome, place: Place) -> None:
+def test_a_sample_job_is_one_click_where_there_is_none(
+    driver: webdriver.Chrome, place: Place
+) -> None:
     sized(driver, 1440, "light")
     sign_in(driver, place)
     driver.get(f"{place.url}/jobs")

@@ -17,7 +17,9 @@ from tests.support.page.place import Place
 from tests.support.page.provider import CLIENT_ID, SECRET, Provider, foreign_key, providing
 
 pytestmark = [
-    pytest.mark.filterwarnings("ignore::authlib.deprecate.AuthlibDeprecationWarning"),  # how the provider uses Authlib
+    pytest.mark.filterwarnings(
+        "ignore::authlib.deprecate.AuthlibDeprecationWarning"
+    ),  # how the provider uses Authlib
     pytest.mark.filterwarnings("ignore:get_jwt_config:DeprecationWarning"),
 ]
 
@@ -57,7 +59,9 @@ def nobody(driver: webdriver.Chrome, place: Place) -> None:
     sized(driver, 1400, "light")
     driver.execute_cdp_cmd("Network.clearBrowserCookies", {})
     driver.execute_cdp_cmd("Network.enable", {})
-    driver.execute_cdp_cmd("Network.setBlockedURLs", {"urls": ["https://*"]})  # the style of the provider's page
+    driver.execute_cdp_cmd(
+        "Network.setBlockedURLs", {"urls": ["https://*"]}
+    )  # the style of the provider's page
 
 
 def go(driver: webdriver.Chrome, place: Place, to: str = "/jobs") -> None:
@@ -83,7 +87,10 @@ def session(driver: webdriver.Chrome, place: Place) -> str | None:
 
 
 def cookies(driver: webdriver.Chrome) -> dict[str, Any]:
-    return {cookie["name"]: cookie for cookie in driver.execute_cdp_cmd("Storage.getCookies", {})["cookies"]}
+    return {
+        cookie["name"]: cookie
+        for cookie in driver.execute_cdp_cmd("Storage.getCookies", {})["cookies"]
+    }
 
 
 def sql(place: Place, statement: str) -> None:
@@ -106,7 +113,8 @@ def test_in_and_out(driver: webdriver.Chrome, place: Place, provider: Provider) 
     kept = cookies(driver)[f"ft_session_{place.port}"]
     assert (kept["httpOnly"], kept["sameSite"]) == (True, "Strict")
 
-    # Her other project, with the scope that she has there; a name in the list of keys that nobody can use or rotate
+    # Her other project, with the scope that she has there; a name in the list of keys that nobody
+    # can use or rotate
     click(driver, ".who a")
     assert axe_faults(driver) == []
     click(driver, "[hx-post='/project']")
@@ -115,14 +123,21 @@ def test_in_and_out(driver: webdriver.Chrome, place: Place, provider: Provider) 
     driver.get(f"{place.url}/keys")
     assert "ada@example.com" not in driver.page_source, "submit sees no keys"
     (mine,) = [key for key in place.store.keys.list_keys("team") if key.identity is not None]
-    assert (mine.name, mine.scope, mine.identity) == ("ada@example.com", "submit", f"{provider.url} ada")
+    assert (mine.name, mine.scope, mine.identity) == (
+        "ada@example.com",
+        "submit",
+        f"{provider.url} ada",
+    )
 
     # Away, here and there
     click(driver, "[hx-post='/sign-out']")
     until(lambda: driver.current_url.startswith(f"{provider.url}/oauth2/end_session"))
     asked = provider.ended[-1]
     assert asked["id_token_hint"].count(".") == 2
-    assert (asked["client_id"], asked["post_logout_redirect_uri"]) == (CLIENT_ID, f"{place.url}/sign-in")
+    assert (asked["client_id"], asked["post_logout_redirect_uri"]) == (
+        CLIENT_ID,
+        f"{place.url}/sign-in",
+    )
     click(driver, "form button")
     until(lambda: driver.current_url == f"{place.url}/sign-in")
     assert not [name for name in cookies(driver) if name.startswith("ft_")]
@@ -179,7 +194,9 @@ def test_a_token_that_is_wrong_opens_nothing(
     assert why in fault(driver, place)
 
 
-def test_a_token_by_another_key_opens_nothing(driver: webdriver.Chrome, place: Place, provider: Provider) -> None:
+def test_a_token_by_another_key_opens_nothing(
+    driver: webdriver.Chrome, place: Place, provider: Provider
+) -> None:
     provider.person("eve", groups=["platform"])
     with foreign_key():
         go(driver, place)
@@ -187,14 +204,23 @@ def test_a_token_by_another_key_opens_nothing(driver: webdriver.Chrome, place: P
         assert "ignature verification failed" in fault(driver, place)
 
 
-def test_an_answer_works_once_and_in_one_browser(driver: webdriver.Chrome, place: Place, provider: Provider) -> None:
+def test_an_answer_works_once_and_in_one_browser(
+    driver: webdriver.Chrome, place: Place, provider: Provider
+) -> None:
     provider.person("ada", groups=["platform"])
     go(driver, place)
-    (begun,) = [cookie for name, cookie in cookies(driver).items() if name.startswith("ft_sign_in_")]
-    assert (begun["httpOnly"], begun["sameSite"], begun["path"]) == (True, "Lax", "/sign-in/oidc/callback")
+    (begun,) = [
+        cookie for name, cookie in cookies(driver).items() if name.startswith("ft_sign_in_")
+    ]
+    assert (begun["httpOnly"], begun["sameSite"], begun["path"]) == (
+        True,
+        "Lax",
+        "/sign-in/oidc/callback",
+    )
     agree(driver, "ada")
     until(lambda: driver.current_url == f"{place.url}/jobs")
-    answer, exchanged = provider.led_to[-1], len(provider.exchanged)
+    answer = provider.led_to[-1]
+    exchanged = len(provider.exchanged)
     driver.get(answer)
     assert "not begun in this browser" in text_of(driver, ".fault")
     # With the cookie of the sign-in, too
@@ -214,7 +240,9 @@ def test_an_answer_works_once_and_in_one_browser(driver: webdriver.Chrome, place
     assert "not begun in this browser" in fault(driver, place)
 
 
-def test_a_group_that_is_taken_away_closes_every_door(driver: webdriver.Chrome, place: Place, provider: Provider) -> None:
+def test_a_group_that_is_taken_away_closes_every_door(
+    driver: webdriver.Chrome, place: Place, provider: Provider
+) -> None:
     provider.person("bob", email="bob@example.com", groups=["platform", "support"])
     go(driver, place)
     agree(driver, "bob")
@@ -237,19 +265,29 @@ def test_a_group_that_is_taken_away_closes_every_door(driver: webdriver.Chrome, 
         driver.execute_cdp_cmd("Network.clearBrowserCookies", {})
         go(driver, place)
         agree(driver, "bob")
-        assert "bob@example.com: none of your groups at localhost opens a project here" in fault(driver, place)
+        assert "bob@example.com: none of your groups at localhost opens a project here" in fault(
+            driver, place
+        )
         assert place.store.sessions.session_holder(elsewhere) is None
-    told = [entry.type for entry in place.store.audit.list_audit(project_id="team").data if entry.type.startswith("person.")]
+    told = [
+        entry.type
+        for entry in place.store.audit.list_audit(project_id="team").data
+        if entry.type.startswith("person.")
+    ]
     assert told[0] == "person.withdrawn"
 
 
-def test_who_does_not_agree_is_not_signed_in(driver: webdriver.Chrome, place: Place, provider: Provider) -> None:
+def test_who_does_not_agree_is_not_signed_in(
+    driver: webdriver.Chrome, place: Place, provider: Provider
+) -> None:
     go(driver, place)
     click(driver, "button[value=deny]")
     assert "access_denied" in fault(driver, place)
 
 
-def test_no_other_site_begins_a_sign_in(driver: webdriver.Chrome, place: Place, provider: Provider) -> None:
+def test_no_other_site_begins_a_sign_in(
+    driver: webdriver.Chrome, place: Place, provider: Provider
+) -> None:
     driver.get(f"{provider.url}/jwks")
     driver.execute_script("location = arguments[0]", f"{place.url}/sign-in/oidc?to=/models")
     assert text_of(driver, "h1") == "Sign in"

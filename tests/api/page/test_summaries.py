@@ -9,18 +9,32 @@ from api.page import job_form, summaries
 
 def test_jobs_are_compared_by_what_differs() -> None:
     def job(**lora: Any) -> dict[str, Any]:
-        return {"model": "m", "training_file": "f", "validation_file": None, "seed": 1, "priority": 0, "lora": lora} | {
+        return {
+            "model": "m",
+            "training_file": "f",
+            "validation_file": None,
+            "seed": 1,
+            "priority": 0,
+            "lora": lora,
+        } | {
             **{section: {} for section in job_form.SECTIONS if section != "lora"},
             "method": {"type": "supervised"},
         }
 
-    assert summaries.differing_options([job(r=8, alpha=1), job(r=16, alpha=1)]) == [("lora.r", [8, 16])]
+    assert summaries.differing_options([job(r=8, alpha=1), job(r=16, alpha=1)]) == [
+        ("lora.r", [8, 16])
+    ]
     preferred = {"type": "dpo", "dpo": {"hyperparameters": {"beta": 0.1, "batch_size": 4}}}
     assert summaries.differing_options([job(), job() | {"method": preferred}]) == [
         ("method.type", [None, "dpo"]),
         ("method.dpo.hyperparameters.beta", [None, 0.1]),
     ]
-    assert summaries.final_loss({"valid_loss": {"values": [2.0, 1.0, 1.5]}, "train_loss": {"values": [0.1]}}) == 1.0
+    assert (
+        summaries.final_loss(
+            {"valid_loss": {"values": [2.0, 1.0, 1.5]}, "train_loss": {"values": [0.1]}}
+        )
+        == 1.0
+    )
     assert summaries.final_loss({"train_loss": {"values": [0.5, 0.7]}}) == 0.7
     assert summaries.final_loss({}) is None
     assert summaries.final_reward({"valid_mean_reward": {"values": [0.2, 0.9, 0.8]}}) == 0.9
@@ -43,7 +57,9 @@ def test_use_is_summed_by_day_project_and_key() -> None:
         [],
         [result("a", "k3", 1, 120.0), result("a", None, 2, 0.5)],
     ]
-    found = summaries.usage_summary([{"start_time": 86_400 * day, "results": results} for day, results in enumerate(days)])
+    found = summaries.usage_summary(
+        [{"start_time": 86_400 * day, "results": results} for day, results in enumerate(days)]
+    )
     assert found.total == summaries.Use(tokens=15, gpu_seconds=271.0, bytes=40, jobs=4)
     assert [one.tokens for one in found.days.values()] == [12, 0, 3]
     assert list(found.projects) == ["a", "b"], "who used most first"
@@ -59,17 +75,36 @@ def test_use_is_summed_by_day_project_and_key() -> None:
 
 def test_answers_at_a_step_beside_those_before_training() -> None:
     def evaluation(step: int, score: float, tuned: str | None) -> dict[str, Any]:
-        messages = [{"role": "user", "content": "Hi"}, {"role": "assistant", "tool_calls": []}] if step == 8 else None
-        sample = {"prompt": "p", "messages": messages, "reference": None, "base": "b", "tuned": tuned}
+        messages = (
+            [{"role": "user", "content": "Hi"}, {"role": "assistant", "tool_calls": []}]
+            if step == 8
+            else None
+        )
+        sample = {
+            "prompt": "p",
+            "messages": messages,
+            "reference": None,
+            "base": "b",
+            "tuned": tuned,
+        }
         base = {"rouge_l": 0.1} if step else {}
-        return {"step": step, "metrics": {"rouge_l": score}, "base_metrics": base, "samples": [sample]}
+        return {
+            "step": step,
+            "metrics": {"rouge_l": score},
+            "base_metrics": base,
+            "samples": [sample],
+        }
 
     listed = [evaluation(8, 0.9, "later"), evaluation(4, 0.5, "half"), evaluation(0, 0.1, None)]
     found = summaries.answers_of(listed, 4)
     assert found == summaries.Answers(
-        (4, 8), 4, {"rouge_l": (0.1, 0.5, 0.9)}, (summaries.AnswerRow((("", "p"),), None, "b", "half"),)
+        (4, 8),
+        4,
+        {"rouge_l": (0.1, 0.5, 0.9)},
+        (summaries.AnswerRow((("", "p"),), None, "b", "half"),),
     )
-    newest, begun = summaries.answers_of(listed, 5), summaries.answers_of(listed[2:], None)
+    newest = summaries.answers_of(listed, 5)
+    begun = summaries.answers_of(listed[2:], None)
     assert newest is not None
     assert newest.shown == 8
     assert newest.prompts[0].turns == (("user", "Hi"), ("assistant", "null"))
@@ -80,12 +115,24 @@ def test_answers_at_a_step_beside_those_before_training() -> None:
 
 def test_rewards_are_shown_over_time() -> None:
     def rollout(step: int, reward: float | None, prompts: int = 1) -> dict[str, Any]:
-        graded = {"prompt": 0, "text": "1 + 1 =", "answers": [{"text": str(step), "reward": reward}]}
+        graded = {
+            "prompt": 0,
+            "text": "1 + 1 =",
+            "answers": [{"text": str(step), "reward": reward}],
+        }
         validation = [] if reward is None else [graded]
-        return {"step": step, "prompts": [graded] * prompts, "validation": validation, "valid_mean_reward": reward}
+        return {
+            "step": step,
+            "prompts": [graded] * prompts,
+            "validation": validation,
+            "valid_mean_reward": reward,
+        }
 
     assert summaries.graded_over_time([]) is None
-    newest_first = [rollout(9, 0.9, prompts=0), *(rollout(step, step / 10 if step % 2 else None) for step in range(8, 0, -1))]
+    newest_first = [
+        rollout(9, 0.9, prompts=0),
+        *(rollout(step, step / 10 if step % 2 else None) for step in range(8, 0, -1)),
+    ]
     found = summaries.graded_over_time(newest_first)
     assert found is not None
     assert found.newest is not None

@@ -1,4 +1,6 @@
-"""Exports over REST: requested, made next to the server, fetched as a tar, and private to the project."""
+"""Exports over REST: requested, made next to the server, fetched as a tar, and private to the
+project.
+"""
 
 from __future__ import annotations
 
@@ -40,7 +42,11 @@ def test_an_export_is_asked_for_made_and_fetched(service: Service, job_id: str) 
     address = f"/v1/fine_tuning/jobs/{job_id}/exports"
     asked = service.http("POST", address, json={"format": "gguf"})
     assert asked.status_code == 200
-    assert {name: asked.json()[name] for name in ("id", "status", "bytes")} == {"id": "gguf", "status": "queued", "bytes": None}
+    assert {name: asked.json()[name] for name in ("id", "status", "bytes")} == {
+        "id": "gguf",
+        "status": "queued",
+        "bytes": None,
+    }
     assert service.http("GET", f"{address}/gguf/content").json()["error"]["code"] == "no_export"
     exporting.make_all(service.settings, service.store, threading.Event(), made)
     [listed] = service.http("GET", address).json()["data"]
@@ -58,22 +64,46 @@ def test_an_export_is_asked_for_made_and_fetched(service: Service, job_id: str) 
     assert service.http("GET", f"{address}/gguf").status_code == 404
 
 
-def test_another_project_gets_the_404_of_a_job_that_never_was(service: Service, job_id: str) -> None:
+def test_another_project_gets_the_404_of_a_job_that_never_was(
+    service: Service, job_id: str
+) -> None:
     service.store.projects.ensure_project("other", "rival")
     other = service.store.keys.create_key(project_id="other", name="k", scope="admin")[1]
-    for method, path in (("POST", ""), ("GET", ""), ("GET", "/gguf"), ("GET", "/gguf/content"), ("DELETE", "/gguf")):
+    for method, path in (
+        ("POST", ""),
+        ("GET", ""),
+        ("GET", "/gguf"),
+        ("GET", "/gguf/content"),
+        ("DELETE", "/gguf"),
+    ):
         body = {"json": {"format": "gguf"}} if method == "POST" else {}
-        theirs = service.http(method, f"/v1/fine_tuning/jobs/{job_id}/exports{path}", key=other, **body)
-        nobodys = service.http(method, f"/v1/fine_tuning/jobs/ftjob-none/exports{path}", key=other, **body)
-        assert (theirs.status_code, theirs.text) == (404, nobodys.text.replace("ftjob-none", job_id))
+        theirs = service.http(
+            method, f"/v1/fine_tuning/jobs/{job_id}/exports{path}", key=other, **body
+        )
+        nobodys = service.http(
+            method, f"/v1/fine_tuning/jobs/ftjob-none/exports{path}", key=other, **body
+        )
+        assert (theirs.status_code, theirs.text) == (
+            404,
+            nobodys.text.replace("ftjob-none", job_id),
+        )
 
 
-def test_what_cannot_be_exported_is_refused(service: Service, client: openai.OpenAI, job_id: str, training_file: str) -> None:
+def test_what_cannot_be_exported_is_refused(
+    service: Service, client: openai.OpenAI, job_id: str, training_file: str
+) -> None:
     address = f"/v1/fine_tuning/jobs/{job_id}/exports"
-    assert "is at …/adapter" in service.http("POST", address, json={"format": "peft"}).json()["error"]["message"]
-    assert service.http("POST", address, json={"format": "onnx"}).json()["error"]["param"] == "format"
+    assert (
+        "is at …/adapter"
+        in service.http("POST", address, json={"format": "peft"}).json()["error"]["message"]
+    )
+    assert (
+        service.http("POST", address, json={"format": "onnx"}).json()["error"]["param"] == "format"
+    )
     unfinished = client.fine_tuning.jobs.create(model="tiny", training_file=training_file).id
-    refused = service.http("POST", f"/v1/fine_tuning/jobs/{unfinished}/exports", json={"format": "gguf"})
+    refused = service.http(
+        "POST", f"/v1/fine_tuning/jobs/{unfinished}/exports", json={"format": "gguf"}
+    )
     assert (refused.status_code, refused.json()["error"]["code"]) == (404, "no_adapter")
     client.models.delete(str(client.fine_tuning.jobs.retrieve(job_id).fine_tuned_model))
     assert service.http("POST", address, json={"format": "gguf"}).status_code == 404
@@ -88,11 +118,15 @@ def test_the_page_has_them_made_shown_and_removed(service: Service, job_id: str)
         assert empty.count(">Make</button>") == 7
         asked = browser.post(f"/jobs/{job_id}/exports?form=gguf", headers=token).text
         assert "queued" in asked
-        assert f'hx-get="/page/live/jobs/{job_id}/exports" hx-trigger="every 3s"' in asked, "it looks again"
+        assert f'hx-get="/page/live/jobs/{job_id}/exports" hx-trigger="every 3s"' in asked, (
+            "it looks again"
+        )
         exporting.make_all(service.settings, service.store, threading.Event(), made)
         shown = browser.get(f"/page/live/jobs/{job_id}/exports").text
         assert f'href="/v1/fine_tuning/jobs/{job_id}/exports/gguf/content" download' in shown
         assert "every 3s" not in shown
         assert browser.get(f"/v1/fine_tuning/jobs/{job_id}/exports/gguf/content").status_code == 200
-        assert "queued" not in browser.post(f"/jobs/{job_id}/exports/gguf/delete", headers=token).text
+        assert (
+            "queued" not in browser.post(f"/jobs/{job_id}/exports/gguf/delete", headers=token).text
+        )
         assert browser.get(f"/v1/fine_tuning/jobs/{job_id}/exports").json()["data"] == []

@@ -11,7 +11,10 @@ from tests.support.rest.service import Service
 def test_a_project_sees_its_own_engines(service: Service) -> None:
     assert service.http("GET", "/v1/engines").json()["data"] == []
     service.store.projects.ensure_project("other", "local")
-    ids = [seated_job(service, "engine-0", slots=[0, 1]), seated_job(service, "engine-1", slots=[2, 3], project_id="other")]
+    ids = [
+        seated_job(service, "engine-0", slots=[0, 1]),
+        seated_job(service, "engine-1", slots=[2, 3], project_id="other"),
+    ]
     (engine,) = service.http("GET", "/v1/engines").json()["data"]
     assert engine.pop("created_at") > 0
     (job,) = engine.pop("jobs")
@@ -27,18 +30,32 @@ def test_a_project_sees_its_own_engines(service: Service) -> None:
 
 
 def test_an_engines_output_is_that_of_its_jobs(service: Service) -> None:
-    job_id, alone = seated_job(service, "engine-0", slots=[0, 1]), "attempts/1/logs/supervisor.log"
+    job_id = seated_job(service, "engine-0", slots=[0, 1])
+    alone = "attempts/1/logs/supervisor.log"
     places = Places.of(service.settings)
-    engine, attempt = EngineDirectory(places.engines_dir, "engine-0"), Attempt(places.run(job_id), 1)
+    engine = EngineDirectory(places.engines_dir, "engine-0")
+    attempt = Attempt(places.run(job_id), 1)
     attempt.run.put(alone, b"own\n")
     engine.run.put(alone, b"started\n")
     engine.run.put("attempts/1/logs/x/attempt_0/1/stdout.log", b"hello\n")
-    elsewhere = Start(job_id=job_id, attempt=1, world_size=2, generation=1, checkpoint=None, engine="/etc/engine-0")
+    elsewhere = Start(
+        job_id=job_id,
+        attempt=1,
+        world_size=2,
+        generation=1,
+        checkpoint=None,
+        engine="/etc/engine-0",
+    )
     attempt.write_start(elsewhere)
     logs = f"/v1/fine_tuning/jobs/{job_id}/logs"
     assert service.http("GET", logs).text == "==> supervisor.log <==\nown\n"
     attempt.settle_start(elsewhere.model_copy(update={"engine": str(engine.run.root)}))
-    assert service.http("GET", logs).text == "==> supervisor.log <==\nown\n", "the engine has no order for it"
+    assert service.http("GET", logs).text == "==> supervisor.log <==\nown\n", (
+        "the engine has no order for it"
+    )
     engine.order(attempt)
     assert "==> engine supervisor.log <==\nstarted\n" in service.http("GET", logs).text
-    assert service.http("GET", logs, params={"rank": 1}).text == "==> engine rank 1 stdout <==\nhello\n"
+    assert (
+        service.http("GET", logs, params={"rank": 1}).text
+        == "==> engine rank 1 stdout <==\nhello\n"
+    )

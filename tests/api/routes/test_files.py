@@ -33,13 +33,22 @@ def add_result(service: Service, body: bytes) -> str:
     return service.store.files.add_file(file).id
 
 
-def test_an_uploaded_file_can_be_read_listed_and_deleted(service: Service, client: openai.OpenAI) -> None:
+def test_an_uploaded_file_can_be_read_listed_and_deleted(
+    service: Service, client: openai.OpenAI
+) -> None:
     body = TRAINING * 50_000  # several megabytes: more than one buffer
     file = client.files.create(file=("../dir/train.jsonl", body), purpose="fine-tune")
 
     assert file.id.startswith("file-")
-    assert (file.filename, file.bytes, file.purpose, file.status) == ("train.jsonl", len(body), "fine-tune", "processed")
-    assert service.store.files.get_file("default", file.id).sha256 == hashlib.sha256(body).hexdigest()
+    assert (file.filename, file.bytes, file.purpose, file.status) == (
+        "train.jsonl",
+        len(body),
+        "fine-tune",
+        "processed",
+    )
+    assert (
+        service.store.files.get_file("default", file.id).sha256 == hashlib.sha256(body).hexdigest()
+    )
     assert client.files.wait_for_processing(file.id).id == file.id
     assert client.files.content(file.id).content == body
     assert [item.id for item in client.files.list()] == [file.id]
@@ -56,26 +65,37 @@ def test_an_uploaded_file_can_be_read_listed_and_deleted(service: Service, clien
 def test_bytes_from_memory_need_no_name(service: Service, client: openai.OpenAI) -> None:
     for given in (TRAINING, io.BytesIO(TRAINING), ("train", TRAINING)):
         file = client.files.create(file=given, purpose="fine-tune")
-        assert file.filename == ("train" if isinstance(given, tuple) else "upload"), "the client's own name"
+        assert file.filename == ("train" if isinstance(given, tuple) else "upload"), (
+            "the client's own name"
+        )
         assert client.files.content(file.id).content == TRAINING
 
 
 def test_a_file_without_a_name_is_asked_for_one(client: openai.OpenAI) -> None:
     """Whatever its size: without a name it is a field of the form, and those are small."""
     for body in (TRAINING, TRAINING * 1000):
-        with pytest.raises(openai.BadRequestError, match="file is required: a part of that name with a filename") as caught:
+        with pytest.raises(
+            openai.BadRequestError, match="file is required: a part of that name with a filename"
+        ) as caught:
             client.files.create(file=("", body), purpose="fine-tune")
         assert (caught.value.param, caught.value.code) == ("file", "missing_required_parameter")
 
 
 def test_files_are_paged_in_both_orders(service: Service, client: openai.OpenAI) -> None:
-    ids = [client.files.create(file=(f"{n}.jsonl", TRAINING), purpose="fine-tune").id for n in range(5)]
+    ids = [
+        client.files.create(file=(f"{n}.jsonl", TRAINING), purpose="fine-tune").id for n in range(5)
+    ]
 
     assert [file.id for file in client.files.list(limit=2)] == ids[::-1]
     assert [file.id for file in client.files.list(limit=2, order="asc")] == ids
     assert [file.id for file in client.files.list(purpose="fine-tune-results")] == []
     page = service.http("GET", "/v1/files?limit=2").json()
-    assert (page["object"], page["has_more"], page["first_id"], page["last_id"]) == ("list", True, ids[4], ids[3])
+    assert (page["object"], page["has_more"], page["first_id"], page["last_id"]) == (
+        "list",
+        True,
+        ids[4],
+        ids[3],
+    )
 
 
 def test_a_file_that_a_waiting_job_needs_is_hidden_and_keeps_its_bytes(
@@ -89,10 +109,14 @@ def test_a_file_that_a_waiting_job_needs_is_hidden_and_keeps_its_bytes(
         client.files.content(training_file)
 
 
-def test_a_file_expires_and_then_is_hidden_and_freed(service: Service, client: openai.OpenAI) -> None:
+def test_a_file_expires_and_then_is_hidden_and_freed(
+    service: Service, client: openai.OpenAI
+) -> None:
     kept, file = (
         client.files.create(
-            file=(name, TRAINING), purpose="fine-tune", expires_after={"anchor": "created_at", "seconds": seconds}
+            file=(name, TRAINING),
+            purpose="fine-tune",
+            expires_after={"anchor": "created_at", "seconds": seconds},
         )
         for name, seconds in (("kept.jsonl", 2_592_000), ("a.jsonl", 3600))
     )
@@ -137,20 +161,57 @@ REFUSED_PARTS: list[tuple[str, dict[str, Any], str, str]] = [
     ("a.pdf", {"purpose": "fine-tune"}, "file", "'a.pdf'"),
     ("", {"purpose": "fine-tune"}, "file", "with a filename"),
     (".jsonl/", {"purpose": "fine-tune"}, "file", ".jsonl"),
-    ("a.jsonl", {"purpose": "fine-tune", "expires_after[anchor]": "created_at"}, "expires_after.seconds", "required"),
-    ("a.jsonl", {"purpose": "fine-tune", "expires_after[seconds]": "3600"}, "expires_after.anchor", "required"),
-    ("a.jsonl", {"purpose": "fine-tune", **EXPIRY, "expires_after[seconds]": "3599"}, "expires_after.seconds", "= 3599"),
-    ("a.jsonl", {"purpose": "fine-tune", **EXPIRY, "expires_after[seconds]": "2592001"}, "expires_after.seconds", "= 2592001"),
-    ("a.jsonl", {"purpose": "fine-tune", **EXPIRY, "expires_after[seconds]": "1e4"}, "expires_after.seconds", "'1e4'"),
-    ("a.jsonl", {"purpose": "fine-tune", **EXPIRY, "expires_after[anchor]": "now"}, "expires_after.anchor", "'now'"),
-    ("a.jsonl", {"purpose": "fine-tune", **EXPIRY, "expires_after[x]": "1"}, "expires_after[x]", "no such part"),
+    (
+        "a.jsonl",
+        {"purpose": "fine-tune", "expires_after[anchor]": "created_at"},
+        "expires_after.seconds",
+        "required",
+    ),
+    (
+        "a.jsonl",
+        {"purpose": "fine-tune", "expires_after[seconds]": "3600"},
+        "expires_after.anchor",
+        "required",
+    ),
+    (
+        "a.jsonl",
+        {"purpose": "fine-tune", **EXPIRY, "expires_after[seconds]": "3599"},
+        "expires_after.seconds",
+        "= 3599",
+    ),
+    (
+        "a.jsonl",
+        {"purpose": "fine-tune", **EXPIRY, "expires_after[seconds]": "2592001"},
+        "expires_after.seconds",
+        "= 2592001",
+    ),
+    (
+        "a.jsonl",
+        {"purpose": "fine-tune", **EXPIRY, "expires_after[seconds]": "1e4"},
+        "expires_after.seconds",
+        "'1e4'",
+    ),
+    (
+        "a.jsonl",
+        {"purpose": "fine-tune", **EXPIRY, "expires_after[anchor]": "now"},
+        "expires_after.anchor",
+        "'now'",
+    ),
+    (
+        "a.jsonl",
+        {"purpose": "fine-tune", **EXPIRY, "expires_after[x]": "1"},
+        "expires_after[x]",
+        "no such part",
+    ),
     ("a.jsonl", {"purpose": "fine-tune", "colour": "red"}, "colour", "no such part"),
     ("a.jsonl", {"purpose": "x" * 20_000}, "purpose", "16384"),
     ("a.jsonl", {"purpose": ["fine-tune", "batch"]}, "purpose", "twice"),
 ]
 
 
-def test_a_refused_upload_names_the_part_and_leaves_nothing(service: Service, subtests: pytest.Subtests) -> None:
+def test_a_refused_upload_names_the_part_and_leaves_nothing(
+    service: Service, subtests: pytest.Subtests
+) -> None:
     for name, parts, param, says in REFUSED_PARTS:
         with subtests.test(name=name, parts=parts):
             answer = service.http("POST", "/v1/files", data=parts, files={"file": (name, TRAINING)})
@@ -170,16 +231,26 @@ NO_UPLOADS = [
     ("multipart/form-data; boundary=x", b"nonsense", "cannot be read"),
     ("multipart/form-data; boundary=x", PART + b"file; filename=a.jsonl\r\n\r\n{}", "ends early"),
     ("multipart/form-data; boundary=x", PART + b"file\r\n\r\n{}\r\n--x--\r\n", "required"),
-    ("multipart/form-data; boundary=x", PART + b"other; filename=a.jsonl\r\n\r\n{}\r\n--x--\r\n", "the part named file"),
+    (
+        "multipart/form-data; boundary=x",
+        PART + b"other; filename=a.jsonl\r\n\r\n{}\r\n--x--\r\n",
+        "the part named file",
+    ),
     ("multipart/form-data; boundary=x", PART + b"y" * 20_000 + b"\r\n\r\n", "cannot be read"),
-    ("multipart/form-data; boundary=x", b"".join(PART + b"p%d\r\n\r\n\r\n" % n for n in range(1000)), "16384"),
+    (
+        "multipart/form-data; boundary=x",
+        b"".join(PART + b"p%d\r\n\r\n\r\n" % n for n in range(1000)),
+        "16384",
+    ),
 ]
 
 
 def test_a_body_that_is_no_upload_is_a_400(service: Service, subtests: pytest.Subtests) -> None:
     for content_type, body, says in NO_UPLOADS:
         with subtests.test(content_type=content_type, body=body[:80]):
-            answer = service.http("POST", "/v1/files", content=body, headers={"content-type": content_type})
+            answer = service.http(
+                "POST", "/v1/files", content=body, headers={"content-type": content_type}
+            )
 
             assert answer.status_code == 400
             assert says in answer.json()["error"]["message"]
@@ -205,7 +276,8 @@ class TestLimit:
 def test_a_client_that_hangs_up_leaves_nothing(service: Service) -> None:
     host, port = service.url.removeprefix("http://").split(":")
     head = (
-        f"POST /v1/files HTTP/1.1\r\nhost: x\r\nauthorization: Bearer {service.key}\r\ncontent-length: 9999999\r\n"
+        "POST /v1/files HTTP/1.1\r\nhost: x\r\nauthorization: Bearer "
+        f"{service.key}\r\ncontent-length: 9999999\r\n"
         "content-type: multipart/form-data; boundary=x\r\n\r\n"
         "--x\r\nContent-Disposition: form-data; name=file; filename=a.jsonl\r\n\r\n{}"
     )
@@ -261,7 +333,9 @@ def test_a_file_whose_record_was_stored_although_the_connection_was_lost_keeps_i
     assert client.files.content(file.id).read() == TRAINING
 
 
-def test_metrics_files_are_base64_as_scripts_expect(service: Service, client: openai.OpenAI) -> None:
+def test_metrics_files_are_base64_as_scripts_expect(
+    service: Service, client: openai.OpenAI
+) -> None:
     body = b"step,train_loss\n" + b"1,2.5\n" * 200_000
     file_id = add_result(service, body)
 
@@ -277,20 +351,26 @@ class TestPlainResults:
         assert client.files.content(add_result(service, b"step\n")).content == b"step\n"
 
 
-def test_contents_that_are_gone_are_a_404_that_says_so(service: Service, client: openai.OpenAI, training_file: str) -> None:
+def test_contents_that_are_gone_are_a_404_that_says_so(
+    service: Service, client: openai.OpenAI, training_file: str
+) -> None:
     Path(service.settings.files_dir / training_file).unlink()
 
     with pytest.raises(openai.NotFoundError, match="gone"):
         client.files.content(training_file)
 
 
-def test_contents_that_have_changed_are_not_given_away(service: Service, client: openai.OpenAI, training_file: str) -> None:
+def test_contents_that_have_changed_are_not_given_away(
+    service: Service, client: openai.OpenAI, training_file: str
+) -> None:
     path = Path(service.settings.files_dir / training_file)
     before = path.read_bytes()
     for changed in (before[:-2] + b"!" + before[-1:], before + b"x"):
         path.write_bytes(changed)
         for _ in range(2):
-            with pytest.raises(openai.NotFoundError, match="damaged on the service's disk") as refused:
+            with pytest.raises(
+                openai.NotFoundError, match="damaged on the service's disk"
+            ) as refused:
                 client.files.content(training_file)
             assert refused.value.code == "file_damaged"
     path.write_bytes(before)
@@ -301,21 +381,30 @@ def test_an_upload_that_the_client_repeats_is_one_file(service: Service) -> None
     def upload(retry: int) -> str:
         headers = {"x-stainless-retry-count": str(retry)}
         files = {"file": ("a.jsonl", TRAINING)}
-        return service.http("POST", "/v1/files", data={"purpose": "fine-tune"}, files=files, headers=headers).json()["id"]
+        return service.http(
+            "POST", "/v1/files", data={"purpose": "fine-tune"}, files=files, headers=headers
+        ).json()["id"]
 
-    first, second = upload(0), upload(0)
+    first = upload(0)
+    second = upload(0)
 
     assert first != second
     assert upload(1) == second
     wait_until(lambda: stored(service) == sorted([first, second]))
 
 
-def test_samples_are_those_of_a_job_with_the_same_options(service: Service, client: openai.OpenAI) -> None:
+def test_samples_are_those_of_a_job_with_the_same_options(
+    service: Service, client: openai.OpenAI
+) -> None:
     row = b'{"q": "Two?", "a": "Four."}\n'
     file = client.files.create(file=("own.jsonl", row), purpose="fine-tune")
     template = "{% for m in messages %}<{{ m.role }}>{{ m.content }}<|im_end|>{% endfor %}"
     template += "{% if add_generation_prompt %}<assistant>{% if loud %}!{% endif %}{% endif %}"
-    given = {"model": "tiny", "chat_template": template, "data": '{"instruction": "q", "output": "a"}'}
+    given = {
+        "model": "tiny",
+        "chat_template": template,
+        "data": '{"instruction": "q", "output": "a"}',
+    }
 
     def shown(**more: str) -> Any:
         answer = service.http("GET", f"/v1/files/{file.id}/samples", params=given | more)
@@ -324,7 +413,14 @@ def test_samples_are_those_of_a_job_with_the_same_options(service: Service, clie
         return "".join(token["text"] for token in sample["tokens"]), sample["error"]
 
     assert shown()[0].startswith("<user>Two?<|im_end|><assistant>Four.")
-    assert shown(chat_template_kwargs='{"loud": true}')[0].startswith("<user>Two?<|im_end|><assistant>!Four.")
-    for wrong, param in (('{"loud": [1]}', "chat_template_kwargs.loud"), ('{"quiet": 1}', "chat_template_kwargs.quiet")):
-        refused = service.http("GET", f"/v1/files/{file.id}/samples", params=given | {"chat_template_kwargs": wrong})
+    assert shown(chat_template_kwargs='{"loud": true}')[0].startswith(
+        "<user>Two?<|im_end|><assistant>!Four."
+    )
+    for wrong, param in (
+        ('{"loud": [1]}', "chat_template_kwargs.loud"),
+        ('{"quiet": 1}', "chat_template_kwargs.quiet"),
+    ):
+        refused = service.http(
+            "GET", f"/v1/files/{file.id}/samples", params=given | {"chat_template_kwargs": wrong}
+        )
         assert (refused.status_code, refused.json()["error"]["param"]) == (400, param)

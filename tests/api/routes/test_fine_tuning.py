@@ -23,14 +23,24 @@ from ft_service.store.records import NewEvent
 from tests.support.creating import create_job
 from tests.support.records import claim_next
 from tests.support.rest.refusals import check_error
-from tests.support.rest.service import METRICS, TRAINING, Service, put, put_state, run_dir, wait_until
+from tests.support.rest.service import (
+    METRICS,
+    TRAINING,
+    Service,
+    put,
+    put_state,
+    run_dir,
+    wait_until,
+)
 from tests.support.run_directories import finished_run, flip_a_bit
 
 
 def test_a_job_of_a_later_version_is_shown_listed_and_cancelled(
     service: Service, client: openai.OpenAI, training_file: str
 ) -> None:
-    """During an upgrade servers of both versions answer; after going back one, the jobs of the later one are still there."""
+    """During an upgrade servers of both versions answer; after going back one, the jobs of the
+    later one are still there.
+    """
     options = {"model": "tiny", "training_file": training_file, "extra_body": {"lora": {"r": 4}}}
     done = client.fine_tuning.jobs.create(**options)
     put_state(service.store, done.id, State.SUCCEEDED)
@@ -40,7 +50,9 @@ def test_a_job_of_a_later_version_is_shown_listed_and_cancelled(
         later["lora"]["later"] = True
         change = "UPDATE jobs SET spec = :spec, reason = 'later' WHERE id = :id"
         service.sql(change, spec=json.dumps(later), id=job_id)
-    listed = {one.id: (one.model_extra or {})["lora"]["r"] for one in client.fine_tuning.jobs.list().data}
+    listed = {
+        one.id: (one.model_extra or {})["lora"]["r"] for one in client.fine_tuning.jobs.list().data
+    }
     assert listed == {done.id: 4, job.id: 4}
     assert client.fine_tuning.jobs.cancel(job.id).status == "cancelled"
     tuned = client.fine_tuning.jobs.retrieve(done.id).fine_tuned_model
@@ -51,15 +63,28 @@ def test_a_job_of_a_later_version_is_shown_listed_and_cancelled(
     for method, path, body in (
         *(("GET", path.format(job_id=done.id), None) for path in _paths_of_a_job(service)),
         ("POST", "/v1/fine_tuning/jobs", {"model": tuned, "training_file": training_file}),
-        ("POST", "/v1/chat/completions", {"model": tuned, "messages": [{"role": "user", "content": "a"}]}),
+        (
+            "POST",
+            "/v1/chat/completions",
+            {"model": tuned, "messages": [{"role": "user", "content": "a"}]},
+        ),
     ):
         answer = service.http(method, path, json=body)
         assert answer.status_code != 500, path
         if answer.status_code == 409:
-            assert (answer.json()["error"]["code"], answer.headers["x-should-retry"]) == ("made_by_other_version", "false")
+            assert (answer.json()["error"]["code"], answer.headers["x-should-retry"]) == (
+                "made_by_other_version",
+                "false",
+            )
             assert "does not know its lora.later." in answer.json()["error"]["message"]
             refused.append(path.removeprefix(f"/v1/fine_tuning/jobs/{done.id}"))
-    assert refused == ["/plan", "/samples", "/statistics", "/v1/fine_tuning/jobs", "/v1/chat/completions"]
+    assert refused == [
+        "/plan",
+        "/samples",
+        "/statistics",
+        "/v1/fine_tuning/jobs",
+        "/v1/chat/completions",
+    ]
 
 
 def test_a_job_that_is_over_is_deleted_with_what_it_has_made(
@@ -82,20 +107,28 @@ def test_a_job_that_is_over_is_deleted_with_what_it_has_made(
     assert check_error(service.http("GET", "/v1/fine_tuning/metrics", params={"job": done.id}), 404)
     assert [job.id for job in client.fine_tuning.jobs.list().data] == [child.id]
     assert not {tuned, *names} & {model.id for model in client.models.list()}
-    again = service.http("POST", "/v1/fine_tuning/jobs", json={"model": tuned, "training_file": training_file})
+    again = service.http(
+        "POST", "/v1/fine_tuning/jobs", json={"model": tuned, "training_file": training_file}
+    )
     assert check_error(again, 400)["code"] == "model_not_found"
     assert client.files.retrieve(training_file).id == training_file
-    assert run_dir(service, done.id).path("adapter/adapter_config.json").exists(), "the other job continues from it"
+    assert run_dir(service, done.id).path("adapter/adapter_config.json").exists(), (
+        "the other job continues from it"
+    )
 
 
 def _paths_of_a_job(service: Service) -> list[str]:
     paths = service.http("GET", "/openapi.json").json()["paths"]
     return sorted(
-        path for path, methods in paths.items() if "get" in methods and set(re.findall("{.*?}", path)) == {"{job_id}"}
+        path
+        for path, methods in paths.items()
+        if "get" in methods and set(re.findall("{.*?}", path)) == {"{job_id}"}
     )
 
 
-def test_a_new_job_shows_what_was_resolved(service: Service, client: openai.OpenAI, training_file: str) -> None:
+def test_a_new_job_shows_what_was_resolved(
+    service: Service, client: openai.OpenAI, training_file: str
+) -> None:
     validation = client.files.create(file=("valid.jsonl", TRAINING), purpose="fine-tune")
     job = client.fine_tuning.jobs.create(
         model="gpt-4o-mini-2024-07-18",
@@ -103,14 +136,37 @@ def test_a_new_job_shows_what_was_resolved(service: Service, client: openai.Open
         validation_file=validation.id,
         suffix="mine",
         metadata={"team": "a"},
-        method={"type": "supervised", "supervised": {"hyperparameters": {"n_epochs": 2, "learning_rate_multiplier": 0.3}}},
-        extra_body={"lora": {"r": 4}, "precision": {"default": "nf4"}, "distributed": {"nproc_per_node": 2}, "priority": 7},
+        method={
+            "type": "supervised",
+            "supervised": {"hyperparameters": {"n_epochs": 2, "learning_rate_multiplier": 0.3}},
+        },
+        extra_body={
+            "lora": {"r": 4},
+            "precision": {"default": "nf4"},
+            "distributed": {"nproc_per_node": 2},
+            "priority": 7,
+        },
     )
 
     assert job.id.startswith("ftjob-")
-    assert (job.object, job.status, job.model, job.organization_id) == ("fine_tuning.job", "validating_files", "tiny", "local")
-    assert (job.training_file, job.validation_file, job.metadata) == (training_file, validation.id, {"team": "a"})
-    assert (job.error, job.fine_tuned_model, job.finished_at, job.trained_tokens, job.result_files) == (
+    assert (job.object, job.status, job.model, job.organization_id) == (
+        "fine_tuning.job",
+        "validating_files",
+        "tiny",
+        "local",
+    )
+    assert (job.training_file, job.validation_file, job.metadata) == (
+        training_file,
+        validation.id,
+        {"team": "a"},
+    )
+    assert (
+        job.error,
+        job.fine_tuned_model,
+        job.finished_at,
+        job.trained_tokens,
+        job.result_files,
+    ) == (
         None,
         None,
         None,
@@ -119,7 +175,11 @@ def test_a_new_job_shows_what_was_resolved(service: Service, client: openai.Open
     )
     assert job.estimated_finish is None
     assert isinstance(job.seed, int)
-    assert job.hyperparameters.model_dump() == {"n_epochs": 2, "batch_size": 8, "learning_rate_multiplier": 0.3}
+    assert job.hyperparameters.model_dump() == {
+        "n_epochs": 2,
+        "batch_size": 8,
+        "learning_rate_multiplier": 0.3,
+    }
     assert job.method is not None
     assert job.method.supervised is not None
     assert job.method.supervised.hyperparameters is not None
@@ -127,7 +187,12 @@ def test_a_new_job_shows_what_was_resolved(service: Service, client: openai.Open
     extra = job.model_extra or {}
     assert extra["lora"]["r"] == 4
     assert extra["precision"]["default"] == "nf4"
-    assert (extra["distributed"]["nproc_per_node"], extra["priority"], extra["attempt"], extra["phase"]) == (2, 7, 0, None)
+    assert (
+        extra["distributed"]["nproc_per_node"],
+        extra["priority"],
+        extra["attempt"],
+        extra["phase"],
+    ) == (2, 7, 0, None)
 
     stored = service.store.jobs.get_job("default", job.id)
     assert (stored.slots, stored.priority, stored.state) == (2, 7, State.VALIDATING)
@@ -141,48 +206,74 @@ def test_a_new_job_shows_what_was_resolved(service: Service, client: openai.Open
     assert stored.spec.tuned_name == f"ft:tiny:local:mine:{job.id.removeprefix('ftjob-')}"
 
 
-def test_a_job_of_preference_pairs_shows_its_method(client: openai.OpenAI, training_file: str, service: Service) -> None:
+def test_a_job_of_preference_pairs_shows_its_method(
+    client: openai.OpenAI, training_file: str, service: Service
+) -> None:
     job = client.fine_tuning.jobs.create(
         model="tiny",
         training_file=training_file,
-        method={"type": "dpo", "dpo": {"hyperparameters": {"beta": 0.2, "learning_rate_multiplier": 2}}},
+        method={
+            "type": "dpo",
+            "dpo": {"hyperparameters": {"beta": 0.2, "learning_rate_multiplier": 2}},
+        },
     )
     assert job.method is not None
     assert job.method.dpo is not None
     assert job.method.dpo.hyperparameters is not None
-    assert (job.method.type, job.method.supervised, job.method.dpo.hyperparameters.beta) == ("dpo", None, 0.2)
-    assert job.hyperparameters.model_dump() == {"n_epochs": 1, "batch_size": 8, "learning_rate_multiplier": 2}
+    assert (job.method.type, job.method.supervised, job.method.dpo.hyperparameters.beta) == (
+        "dpo",
+        None,
+        0.2,
+    )
+    assert job.hyperparameters.model_dump() == {
+        "n_epochs": 1,
+        "batch_size": 8,
+        "learning_rate_multiplier": 2,
+    }
     dpo = service.store.jobs.get_job("default", job.id).spec.dpo
     assert dpo is not None
     assert (dpo.beta, dpo.loss_type) == (0.2, "sigmoid")
 
 
-def test_every_key_of_the_schema_is_there_even_when_empty(service: Service, client: openai.OpenAI, training_file: str) -> None:
+def test_every_key_of_the_schema_is_there_even_when_empty(
+    service: Service, client: openai.OpenAI, training_file: str
+) -> None:
     job_id = client.fine_tuning.jobs.create(model="tiny", training_file=training_file).id
     job = service.http("GET", f"/v1/fine_tuning/jobs/{job_id}").json()
 
     required = (
-        "id object created_at error fine_tuned_model finished_at hyperparameters model organization_id result_files seed "
-        "status trained_tokens training_file validation_file estimated_finish integrations metadata method"
+        "id object created_at error fine_tuned_model finished_at hyperparameters model "
+        "organization_id result_files seed "
+        "status trained_tokens training_file validation_file estimated_finish integrations "
+        "metadata method"
     )
     assert set(required.split()) <= set(job)
 
 
-def test_jobs_are_listed_newest_first_paged_and_filtered(client: openai.OpenAI, training_file: str) -> None:
+def test_jobs_are_listed_newest_first_paged_and_filtered(
+    client: openai.OpenAI, training_file: str
+) -> None:
     ids = [
-        client.fine_tuning.jobs.create(model="tiny", training_file=training_file, metadata={"n": str(n), "all": "y & z"}).id
+        client.fine_tuning.jobs.create(
+            model="tiny", training_file=training_file, metadata={"n": str(n), "all": "y & z"}
+        ).id
         for n in range(5)
     ]
 
     assert [job.id for job in client.fine_tuning.jobs.list(limit=2)] == ids[::-1]
-    assert [job.id for job in client.fine_tuning.jobs.list(metadata={"n": "3", "all": "y & z"})] == [ids[3]]
+    assert [
+        job.id for job in client.fine_tuning.jobs.list(metadata={"n": "3", "all": "y & z"})
+    ] == [ids[3]]
     assert [job.id for job in client.fine_tuning.jobs.list(metadata={"n": "9"})] == []
     assert len(list(client.fine_tuning.jobs.list(metadata={}))) == 5
 
 
-def test_jobs_are_listed_by_state_base_and_suffix(client: openai.OpenAI, training_file: str) -> None:
+def test_jobs_are_listed_by_state_base_and_suffix(
+    client: openai.OpenAI, training_file: str
+) -> None:
     first, second = (
-        client.fine_tuning.jobs.create(model="tiny", training_file=training_file, suffix=s).id for s in ("a-1", "b-1")
+        client.fine_tuning.jobs.create(model="tiny", training_file=training_file, suffix=s).id
+        for s in ("a-1", "b-1")
     )
     client.fine_tuning.jobs.cancel(first)
 
@@ -194,18 +285,28 @@ def test_jobs_are_listed_by_state_base_and_suffix(client: openai.OpenAI, trainin
     assert (listed(base="tiny"), listed(base="other")) == ([second, first], [])
 
 
-def test_jobs_without_metadata_can_be_asked_for(service: Service, client: openai.OpenAI, training_file: str) -> None:
+def test_jobs_without_metadata_can_be_asked_for(
+    service: Service, client: openai.OpenAI, training_file: str
+) -> None:
     def create(**more: Any) -> str:
         return client.fine_tuning.jobs.create(model="tiny", training_file=training_file, **more).id
 
-    none, null, empty, some = create(), create(metadata=None), create(metadata={}), create(metadata={"metadata": "null"})
+    none = create()
+    null = create(metadata=None)
+    empty = create(metadata={})
+    some = create(metadata={"metadata": "null"})
 
     for without in ("null", ""):  # the client for JavaScript writes null as ""
-        assert [job.id for job in client.fine_tuning.jobs.list(extra_query={"metadata": without}, limit=1)] == [null, none]
+        assert [
+            job.id
+            for job in client.fine_tuning.jobs.list(extra_query={"metadata": without}, limit=1)
+        ] == [null, none]
     assert [job.id for job in client.fine_tuning.jobs.list()] == [some, empty, null, none]
 
 
-def test_a_paused_job_goes_on_with_another_number_of_ranks(service: Service, client: openai.OpenAI, training_file: str) -> None:
+def test_a_paused_job_goes_on_with_another_number_of_ranks(
+    service: Service, client: openai.OpenAI, training_file: str
+) -> None:
     jobs = client.fine_tuning.jobs
     job_id = jobs.create(model="tiny", training_file=training_file).id
 
@@ -216,7 +317,9 @@ def test_a_paused_job_goes_on_with_another_number_of_ranks(service: Service, cli
         resume(2)
     jobs.pause(job_id)
     put_state(service.store, job_id, State.PAUSED)
-    with pytest.raises(openai.BadRequestError, match="this host runs at most 4 ranks at once") as refused:
+    with pytest.raises(
+        openai.BadRequestError, match="this host runs at most 4 ranks at once"
+    ) as refused:
         resume(5)
     assert refused.value.param == "distributed.nproc_per_node"
     with pytest.raises(openai.BadRequestError, match=r"distributed\.nproc_per_node = 0"):
@@ -234,7 +337,9 @@ def test_a_paused_job_goes_on_with_another_number_of_ranks(service: Service, cli
     assert claim.job.slots == 3
 
 
-def test_verbs_answer_the_new_state_and_their_events(client: openai.OpenAI, training_file: str) -> None:
+def test_verbs_answer_the_new_state_and_their_events(
+    client: openai.OpenAI, training_file: str
+) -> None:
     jobs = client.fine_tuning.jobs
     job_id = jobs.create(model="tiny", training_file=training_file).id
 
@@ -262,7 +367,9 @@ def test_verbs_answer_the_new_state_and_their_events(client: openai.OpenAI, trai
     }
 
 
-def test_a_running_job_shows_progress_and_when_it_may_end(service: Service, client: openai.OpenAI, training_file: str) -> None:
+def test_a_running_job_shows_progress_and_when_it_may_end(
+    service: Service, client: openai.OpenAI, training_file: str
+) -> None:
     job_id = client.fine_tuning.jobs.create(model="tiny", training_file=training_file).id
     event = NewEvent(level="info", message="Step 5/20", metrics=METRICS)
     before = service.store.now()  # the remaining time counts from the step, not from the question
@@ -289,7 +396,8 @@ def test_a_job_shows_its_suffix_its_last_validation_and_its_place_in_the_queue(
     def create(**more: Any) -> str:
         return client.fine_tuning.jobs.create(model="tiny", training_file=training_file, **more).id
 
-    first, second = create(), create()
+    first = create()
+    second = create()
     for job_id in (first, second):
         put_state(service.store, job_id, State.QUEUED)
     running = create(suffix="mine", validation_file=training_file)
@@ -305,8 +413,12 @@ def test_a_job_shows_its_suffix_its_last_validation_and_its_place_in_the_queue(
     assert (client.fine_tuning.jobs.retrieve(second).model_extra or {})["queue"]["position"] == 2
 
 
-def test_a_job_that_succeeded_names_its_outcome(service: Service, client: openai.OpenAI, training_file: str) -> None:
-    job_id = client.fine_tuning.jobs.create(model="tiny", training_file=training_file, suffix="s").id
+def test_a_job_that_succeeded_names_its_outcome(
+    service: Service, client: openai.OpenAI, training_file: str
+) -> None:
+    job_id = client.fine_tuning.jobs.create(
+        model="tiny", training_file=training_file, suffix="s"
+    ).id
     put(
         service,
         job_id,
@@ -337,7 +449,11 @@ def test_a_job_that_succeeded_names_its_outcome(service: Service, client: openai
         "full_valid_mean_token_accuracy": 0.5,
     }
     body = service.http("GET", f"/v1/fine_tuning/jobs/{job_id}/checkpoints?limit=1").json()
-    assert (body["has_more"], body["first_id"], body["last_id"]) == (True, points[0].id, points[0].id)
+    assert (body["has_more"], body["first_id"], body["last_id"]) == (
+        True,
+        points[0].id,
+        points[0].id,
+    )
 
     ids = [model.id for model in client.models.list()]
     assert ids == ["meta-llama/Llama-3.2-1B", "tiny", "gpt-4o-mini-2024-07-18", name]
@@ -346,16 +462,36 @@ def test_a_job_that_succeeded_names_its_outcome(service: Service, client: openai
     with pytest.raises(openai.NotFoundError, match=f"ft download {job_id}") as caught:
         client.chat.completions.create(model=name, messages=[{"role": "user", "content": "Hi"}])
     assert caught.value.code == "model_not_served"
-    assert f"--enable-lora --max-lora-rank 16 --lora-modules '{name}={job_id}'" in caught.value.message
-    for missing in (f"{name}:ckpt-step-6", f"{name}:ckpt-step-", f"{name}x", f"ft:other:local:s:{job_id[6:]}"):
+    assert (
+        f"--enable-lora --max-lora-rank 16 --lora-modules '{name}={job_id}'" in caught.value.message
+    )
+    for missing in (
+        f"{name}:ckpt-step-6",
+        f"{name}:ckpt-step-",
+        f"{name}x",
+        f"ft:other:local:s:{job_id[6:]}",
+    ):
         with pytest.raises(openai.NotFoundError):
             client.models.retrieve(missing)
 
 
-def test_a_failed_job_has_openais_error_object(service: Service, client: openai.OpenAI, training_file: str) -> None:
+def test_a_failed_job_has_openais_error_object(
+    service: Service, client: openai.OpenAI, training_file: str
+) -> None:
     job_id = client.fine_tuning.jobs.create(model="tiny", training_file=training_file).id
-    error = {"code": "invalid_training_file", "message": "train.jsonl: line 3: is not JSON.", "param": "training_file"}
-    put(service, job_id, state=State.FAILED, reason=Reason.INVALID_FILE, error=error, finished_at=1e9)
+    error = {
+        "code": "invalid_training_file",
+        "message": "train.jsonl: line 3: is not JSON.",
+        "param": "training_file",
+    }
+    put(
+        service,
+        job_id,
+        state=State.FAILED,
+        reason=Reason.INVALID_FILE,
+        error=error,
+        finished_at=1e9,
+    )
 
     job = client.fine_tuning.jobs.retrieve(job_id)
 
@@ -385,7 +521,10 @@ def test_the_adapter_is_a_tar_archive_once_the_job_has_succeeded(
     assert answer.headers["content-type"] == "application/x-tar"
     assert int(answer.headers["content-length"]) == len(answer.content)
     with tarfile.open(fileobj=io.BytesIO(answer.content)) as archive:
-        assert archive.getnames() == ["adapter/adapter_config.json", "adapter/adapter_model.safetensors"]
+        assert archive.getnames() == [
+            "adapter/adapter_config.json",
+            "adapter/adapter_model.safetensors",
+        ]
         member = archive.extractfile("adapter/adapter_model.safetensors")
         assert member is not None
         assert member.read() == weights
@@ -404,7 +543,10 @@ def test_a_damaged_adapter_is_not_given_away(
     for _ in range(2):
         refused = service.http("GET", path)
         assert (refused.status_code, refused.json()["error"]["code"]) == (404, "adapter_damaged")
-        assert "adapter_model.safetensors has other contents than when it was written" in refused.json()["error"]["message"]
+        assert (
+            "adapter_model.safetensors has other contents than when it was written"
+            in refused.json()["error"]["message"]
+        )
 
 
 def test_a_checkpoint_s_adapter_is_made_once_when_it_is_asked_for(
@@ -426,9 +568,16 @@ def test_a_checkpoint_s_adapter_is_made_once_when_it_is_asked_for(
     put(service, job_id, state=State.RUNNING, attempt=1, checkpoints=(2,))
     point = client.fine_tuning.jobs.checkpoints.list(job_id).data[0]
     model = point.fine_tuned_model_checkpoint
-    paths = [f"jobs/{job_id}/checkpoints/{point.id}", f"checkpoints/{point.id}", f"checkpoints/{model}", f"checkpoints/{model}"]
+    paths = [
+        f"jobs/{job_id}/checkpoints/{point.id}",
+        f"checkpoints/{point.id}",
+        f"checkpoints/{model}",
+        f"checkpoints/{model}",
+    ]
     with ThreadPoolExecutor(4) as pool:
-        answers = [pool.submit(service.http, "GET", f"/v1/fine_tuning/{path}/adapter") for path in paths]
+        answers = [
+            pool.submit(service.http, "GET", f"/v1/fine_tuning/{path}/adapter") for path in paths
+        ]
         wait_until(lambda: bool(made))
         waiting.set()
         for answer in answers:
@@ -438,17 +587,31 @@ def test_a_checkpoint_s_adapter_is_made_once_when_it_is_asked_for(
     for path in (f"jobs/{job_id}/checkpoints/ftckpt_x", "checkpoints/ftckpt_x"):
         other = service.http("GET", f"/v1/fine_tuning/{path}/adapter")
         assert (other.status_code, other.json()["error"]["code"]) == (404, "no_checkpoint")
-    unfinished = service.http("GET", f"/v1/fine_tuning/checkpoints/{model.partition(':ckpt')[0]}/adapter")
+    unfinished = service.http(
+        "GET", f"/v1/fine_tuning/checkpoints/{model.partition(':ckpt')[0]}/adapter"
+    )
     assert unfinished.status_code == 404
 
 
-def test_a_checkpoint_that_is_gone_is_no_longer_listed(service: Service, client: openai.OpenAI, training_file: str) -> None:
+def test_a_checkpoint_that_is_gone_is_no_longer_listed(
+    service: Service, client: openai.OpenAI, training_file: str
+) -> None:
     job_id = client.fine_tuning.jobs.create(model="tiny", training_file=training_file).id
-    job = put(service, job_id, state=State.SUCCEEDED, finished_at=1e9, attempt=1, checkpoints=tuple(range(1, 8)))
-    run, name = run_dir(service, job_id), job.spec.tuned_name
+    job = put(
+        service,
+        job_id,
+        state=State.SUCCEEDED,
+        finished_at=1e9,
+        attempt=1,
+        checkpoints=tuple(range(1, 8)),
+    )
+    run = run_dir(service, job_id)
+    name = job.spec.tuned_name
 
     def listed() -> list[int]:
-        return [point.step_number for point in client.fine_tuning.jobs.checkpoints.list(job_id, limit=2)]
+        return [
+            point.step_number for point in client.fine_tuning.jobs.checkpoints.list(job_id, limit=2)
+        ]
 
     assert listed() == [7, 6, 5, 4, 3, 2, 1]
     cursor = client.fine_tuning.jobs.checkpoints.list(job_id, limit=1).data[0].id
@@ -463,7 +626,9 @@ def test_a_checkpoint_that_is_gone_is_no_longer_listed(service: Service, client:
     assert listed() == [6, 1]
 
 
-def test_logs_are_the_last_lines_of_an_attempt(service: Service, client: openai.OpenAI, training_file: str) -> None:
+def test_logs_are_the_last_lines_of_an_attempt(
+    service: Service, client: openai.OpenAI, training_file: str
+) -> None:
     job_id = client.fine_tuning.jobs.create(model="tiny", training_file=training_file).id
     path = f"/v1/fine_tuning/jobs/{job_id}/logs"
     early = service.http("GET", path)
@@ -471,7 +636,10 @@ def test_logs_are_the_last_lines_of_an_attempt(service: Service, client: openai.
 
     run = run_dir(service, job_id)
     run.put("attempts/1/logs/supervisor.log", b"first\n")
-    run.put("attempts/2/logs/torchrun.log", "".join(f"line {n} \N{SNOWMAN}\n" for n in range(300)).encode() + b"\xff")
+    run.put(
+        "attempts/2/logs/torchrun.log",
+        "".join(f"line {n} \N{SNOWMAN}\n" for n in range(300)).encode() + b"\xff",
+    )
     put(service, job_id, state=State.RUNNING, attempt=2)
 
     newest = service.http("GET", f"{path}?lines=2")
@@ -487,7 +655,8 @@ def test_a_create_that_the_client_repeats_is_one_job(service: Service, training_
         headers = {"x-stainless-retry-count": str(retry)}
         return service.http("POST", "/v1/fine_tuning/jobs", json=body, headers=headers).json()["id"]
 
-    first, second = create(0), create(0)
+    first = create(0)
+    second = create(0)
 
     assert first != second
     assert create(1) == second
@@ -498,7 +667,9 @@ def test_a_create_that_the_client_repeats_is_one_job(service: Service, training_
 def test_an_idempotency_key_stands_for_one_job(service: Service, training_file: str) -> None:
     def create(key: str, **more: Any) -> Any:
         body = {"model": "tiny", "training_file": training_file, **more}
-        return service.http("POST", "/v1/fine_tuning/jobs", json=body, headers={"idempotency-key": key}).json()
+        return service.http(
+            "POST", "/v1/fine_tuning/jobs", json=body, headers={"idempotency-key": key}
+        ).json()
 
     first = create("a")
 
@@ -512,7 +683,9 @@ def test_an_idempotency_key_stands_for_one_job(service: Service, training_file: 
     assert len(service.store.jobs.list_jobs("default").data) == 3
 
 
-def test_a_tuned_model_answers_for_its_project_only(service: Service, client: openai.OpenAI, training_file: str) -> None:
+def test_a_tuned_model_answers_for_its_project_only(
+    service: Service, client: openai.OpenAI, training_file: str
+) -> None:
     service.store.projects.ensure_project("other", "rival")
     _, key = service.store.keys.create_key(project_id="other", name="k", scope="user")
     job_id = client.fine_tuning.jobs.create(model="tiny", training_file=training_file).id
@@ -522,7 +695,11 @@ def test_a_tuned_model_answers_for_its_project_only(service: Service, client: op
     other = service.client(key)
     assert list(other.files.list()) == []
     assert list(other.fine_tuning.jobs.list()) == []
-    assert [model.id for model in other.models.list()] == ["meta-llama/Llama-3.2-1B", "tiny", "gpt-4o-mini-2024-07-18"]
+    assert [model.id for model in other.models.list()] == [
+        "meta-llama/Llama-3.2-1B",
+        "tiny",
+        "gpt-4o-mini-2024-07-18",
+    ]
     for ask in (
         lambda: other.files.retrieve(training_file),
         lambda: other.files.content(training_file),
@@ -541,14 +718,24 @@ def test_a_tuned_model_answers_for_its_project_only(service: Service, client: op
         other.fine_tuning.jobs.create(model="tiny", training_file=training_file)
     assert caught.value.param == "training_file"
     for path in ("adapter", "logs"):
-        assert service.http("GET", f"/v1/fine_tuning/jobs/{job_id}/{path}", key=key).status_code == 404
+        assert (
+            service.http("GET", f"/v1/fine_tuning/jobs/{job_id}/{path}", key=key).status_code == 404
+        )
 
 
-def test_250_jobs_are_each_seen_once_while_more_are_made(service: Service, client: openai.OpenAI, training_file: str) -> None:
+def test_250_jobs_are_each_seen_once_while_more_are_made(
+    service: Service, client: openai.OpenAI, training_file: str
+) -> None:
     template = service.store.jobs.get_job(
-        "default", client.fine_tuning.jobs.create(model="tiny", training_file=training_file, metadata={"many": "yes"}).id
+        "default",
+        client.fine_tuning.jobs.create(
+            model="tiny", training_file=training_file, metadata={"many": "yes"}
+        ).id,
     )
-    ids = [template.id, *(create_job(service.store, replace(template, id=new_id("ftjob-"))).id for _ in range(249))]
+    ids = [
+        template.id,
+        *(create_job(service.store, replace(template, id=new_id("ftjob-"))).id for _ in range(249)),
+    ]
 
     seen: list[str] = []
     for job in client.fine_tuning.jobs.list():
@@ -557,14 +744,24 @@ def test_250_jobs_are_each_seen_once_while_more_are_made(service: Service, clien
             client.fine_tuning.jobs.create(model="tiny", training_file=training_file)
 
     assert seen == ids[::-1]
-    assert [job.id for job in client.fine_tuning.jobs.list(limit=100, metadata={"many": "yes"})] == ids[::-1]
+    assert [
+        job.id for job in client.fine_tuning.jobs.list(limit=100, metadata={"many": "yes"})
+    ] == ids[::-1]
 
 
 def test_a_job_that_its_cluster_keeps_waiting_is_shown_as_queued(
     service: Service, client: openai.OpenAI, training_file: str
 ) -> None:
     job_id = client.fine_tuning.jobs.create(model="tiny", training_file=training_file).id
-    put(service, job_id, state=State.RUNNING, phase=Phase.WAITING, pending="no node has 8 GPUs", attempt=1, host="k")
+    put(
+        service,
+        job_id,
+        state=State.RUNNING,
+        phase=Phase.WAITING,
+        pending="no node has 8 GPUs",
+        attempt=1,
+        host="k",
+    )
     job: Any = client.fine_tuning.jobs.retrieve(job_id)
     assert (job.status, job.pending_reason) == ("queued", "no node has 8 GPUs")
 
@@ -580,10 +777,23 @@ def test_a_job_that_its_cluster_keeps_waiting_is_shown_as_queued(
     ],
 )
 def test_what_keeps_a_job_is_shown_as_long_as_it_is_to_run(
-    service: Service, client: openai.OpenAI, training_file: str, state: State, phase: Phase | None, shown: bool
+    service: Service,
+    client: openai.OpenAI,
+    training_file: str,
+    state: State,
+    phase: Phase | None,
+    shown: bool,
 ) -> None:
     job_id = client.fine_tuning.jobs.create(model="tiny", training_file=training_file).id
-    put(service, job_id, state=state, phase=phase, pending="The job cannot be observed now", attempt=1, host="k")
+    put(
+        service,
+        job_id,
+        state=state,
+        phase=phase,
+        pending="The job cannot be observed now",
+        attempt=1,
+        host="k",
+    )
     job: Any = client.fine_tuning.jobs.retrieve(job_id)
     assert job.pending_reason == ("The job cannot be observed now" if shown else None)
 
@@ -594,34 +804,55 @@ def test_a_plan_counts_records_and_not_lines(service: Service, client: openai.Op
     body = {"model": "tiny", "training_file": file_id, "training": {"batch_size": 2, "n_epochs": 1}}
     time = service.http("POST", "/v1/fine_tuning/plan", json=body).json()["time"]
     assert (time["examples"], time["steps"]) == (10, 5)
-    time = service.http("POST", "/v1/fine_tuning/plan", json={**body, "validation_split": 0.4}).json()["time"]
+    time = service.http(
+        "POST", "/v1/fine_tuning/plan", json={**body, "validation_split": 0.4}
+    ).json()["time"]
     assert (time["examples"], time["steps"]) == (6, 3)
 
 
-def test_a_plan_sets_the_tokens_of_the_validation_split_aside_with_its_samples(service: Service, client: openai.OpenAI) -> None:
+def test_a_plan_sets_the_tokens_of_the_validation_split_aside_with_its_samples(
+    service: Service, client: openai.OpenAI
+) -> None:
     file_id = client.files.create(file=("train.jsonl", TRAINING * 4), purpose="fine-tune").id
     body = {"model": "tiny", "training_file": file_id}
     whole, rest = (
-        service.http("POST", "/v1/fine_tuning/plan", json=body | split).json()["likely"]["batches"]["length"]
+        service.http("POST", "/v1/fine_tuning/plan", json=body | split).json()["likely"]["batches"][
+            "length"
+        ]
         for split in ({}, {"validation_split": 0.5})
     )
     assert rest == whole
 
 
-def test_a_plan_of_reinforcement_learning_counts_the_answers(service: Service, client: openai.OpenAI) -> None:
+def test_a_plan_of_reinforcement_learning_counts_the_answers(
+    service: Service, client: openai.OpenAI
+) -> None:
     prompt = b'{"messages": [{"role": "user", "content": "2 + 2 ="}], "answer": "4"}\n'
     file_id = client.files.create(file=("prompts.jsonl", prompt * 10), purpose="fine-tune").id
-    grader = {"type": "string_check", "name": "x", "operation": "eq", "input": "{{sample.output_text}}", "reference": "4"}
+    grader = {
+        "type": "string_check",
+        "name": "x",
+        "operation": "eq",
+        "input": "{{sample.output_text}}",
+        "reference": "4",
+    }
     method = {"grader": grader, "hyperparameters": {"batch_size": 5, "max_completion_length": 40}}
-    body = {"model": "tiny", "training_file": file_id, "method": {"type": "reinforcement", "reinforcement": method}}
+    body = {
+        "model": "tiny",
+        "training_file": file_id,
+        "method": {"type": "reinforcement", "reinforcement": method},
+    }
     plan = service.http("POST", "/v1/fine_tuning/plan", json=body).json()
     assert plan["likely"]["batches"]["length"] == len(prompt) // 5 + 40
     assert plan["time"]["steps"] == 2
 
 
 @pytest.mark.parametrize(("packing", "rows"), [(True, 10), (False, 50)])
-def test_a_plan_counts_the_rows_that_texts_fill(service: Service, client: openai.OpenAI, packing: bool, rows: int) -> None:
-    long, short = b'{"text": "%s"}\n' % (b"word " * 598), b'{"text": "%s"}\n' % (b"word " * 9)
+def test_a_plan_counts_the_rows_that_texts_fill(
+    service: Service, client: openai.OpenAI, packing: bool, rows: int
+) -> None:
+    long = b'{"text": "%s"}\n' % (b"word " * 598)
+    short = b'{"text": "%s"}\n' % (b"word " * 9)
     training = {"max_length": 64, "batch_size": 1, "n_epochs": 1, "packing": packing}
 
     def planned(texts: bytes) -> int:
@@ -637,8 +868,11 @@ def test_a_large_body_holds_up_neither_the_small_ones_nor_anything_else(
     service: Service, client: openai.OpenAI, training_file: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It may hold hundreds of patterns, to be read and to be matched with a base."""
-    reading, matching, released = threading.Event(), threading.Event(), threading.Event()
-    read, new_job = admission.read, admission.new_job
+    reading = threading.Event()
+    matching = threading.Event()
+    released = threading.Event()
+    read = admission.read
+    new_job = admission.new_job
 
     def slow_read(body: Any, *known: Any) -> Any:
         if "lora" in body:
@@ -659,7 +893,10 @@ def test_a_large_body_holds_up_neither_the_small_ones_nor_anything_else(
     with ThreadPoolExecutor(2) as pool:
         large = [
             pool.submit(service.http, "POST", "/v1/fine_tuning/jobs", json=body | more)
-            for more in ({"lora": {"rank_pattern": patterns}}, {"precision": {"overrides": dict.fromkeys(patterns, "nf4")}})
+            for more in (
+                {"lora": {"rank_pattern": patterns}},
+                {"precision": {"overrides": dict.fromkeys(patterns, "nf4")}},
+            )
         ]
         try:
             assert reading.wait(60)
@@ -669,20 +906,34 @@ def test_a_large_body_holds_up_neither_the_small_ones_nor_anything_else(
             assert not any(answer.done() for answer in large)
         finally:
             released.set()
-        assert [answer.result().json()["error"]["code"] for answer in large] == ["invalid_value", "invalid_value"]
+        assert [answer.result().json()["error"]["code"] for answer in large] == [
+            "invalid_value",
+            "invalid_value",
+        ]
 
 
-def test_accuracies_in_tasks_are_kept_with_the_job(service: Service, client: openai.OpenAI, training_file: str) -> None:
+def test_accuracies_in_tasks_are_kept_with_the_job(
+    service: Service, client: openai.OpenAI, training_file: str
+) -> None:
     job = client.fine_tuning.jobs.create(model="tiny", training_file=training_file)
     path = f"/v1/fine_tuning/jobs/{job.id}/suites"
-    facts = {"questions": 20, "base": {"accuracy": 0.5, "error": 0.1}, "tuned": {"accuracy": 0.75, "error": None}}
+    facts = {
+        "questions": 20,
+        "base": {"accuracy": 0.5, "error": 0.1},
+        "tuned": {"accuracy": 0.75, "error": None},
+    }
     early = service.http("POST", path, json={"tasks": {"facts": facts}})
     assert check_error(early, 404)["param"] == "job_id"
     put_state(service.store, job.id, State.SUCCEEDED)
-    assert service.http("POST", path, json={"tasks": {"facts": facts}}).json()["suites"] == {"facts": facts}
+    assert service.http("POST", path, json={"tasks": {"facts": facts}}).json()["suites"] == {
+        "facts": facts
+    }
     newer = {**facts, "tuned": {"accuracy": 0.25, "error": 0.1}}
     service.http("POST", path, json={"tasks": {"facts": newer, "mine": facts}})
-    assert service.http("GET", path.removesuffix("/suites")).json()["suites"] == {"facts": newer, "mine": facts}
+    assert service.http("GET", path.removesuffix("/suites")).json()["suites"] == {
+        "facts": newer,
+        "mine": facts,
+    }
     for wrong, param in (
         ({"tasks": {"facts": {**facts, "tuned": {"accuracy": 1.5}}}}, "tasks.facts.tuned.accuracy"),
         ({"tasks": {"../x": facts}}, None),
@@ -691,4 +942,7 @@ def test_accuracies_in_tasks_are_kept_with_the_job(service: Service, client: ope
     ):
         refused = check_error(service.http("POST", path, json=wrong), 400)
         assert param is None or refused["param"] == param
-    assert (client.fine_tuning.jobs.retrieve(job.id).model_extra or {})["suites"] == {"facts": newer, "mine": facts}
+    assert (client.fine_tuning.jobs.retrieve(job.id).model_extra or {})["suites"] == {
+        "facts": newer,
+        "mine": facts,
+    }

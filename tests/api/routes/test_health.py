@@ -12,7 +12,9 @@ from tests.support.rest.refusals import check_error
 from tests.support.rest.service import Service
 
 
-def test_health_needs_no_key_and_readiness_asks_the_database(service: Service, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_health_needs_no_key_and_readiness_asks_the_database(
+    service: Service, monkeypatch: pytest.MonkeyPatch
+) -> None:
     assert service.http("GET", "/livez", headers={"authorization": ""}).json() == {"status": "ok"}
     assert service.http("GET", "/readyz").status_code == 200
     for path in ("/livez", "/readyz"):

@@ -39,14 +39,22 @@ def tuned(service: Service, client: openai.OpenAI, training_file: str) -> str:
 
 
 def completion(content: str) -> dict[str, Any]:
-    choice = {"index": 0, "message": {"role": "assistant", "content": content}, "finish_reason": "stop"}
+    choice = {
+        "index": 0,
+        "message": {"role": "assistant", "content": content},
+        "finish_reason": "stop",
+    }
     return {"id": "c", "object": "chat.completion", "created": 1, "model": "m", "choices": [choice]}
 
 
 def test_an_answer_comes_back_and_the_callers_key_does_not_leave(
     service: Service, client: openai.OpenAI, receiver: Receiver, tuned: str
 ) -> None:
-    receiver.answer = lambda _: (200, {"content-type": "application/json"}, iter([json.dumps(completion("Hello")).encode()]))
+    receiver.answer = lambda _: (
+        200,
+        {"content-type": "application/json"},
+        iter([json.dumps(completion("Hello")).encode()]),
+    )
 
     answer = client.chat.completions.create(model=tuned, messages=MESSAGES, temperature=0.5)
 
@@ -65,18 +73,31 @@ def test_who_serves_models_answers_for_a_checkpoint_that_was_pruned_here(
     job_id = client.fine_tuning.jobs.create(model="tiny", training_file=training_file).id
     job = put(service, job_id, checkpoints=(5,), state=State.SUCCEEDED, attempt=1)
     run_dir(service, job_id).path("checkpoints/step-5-a1/COMPLETE").unlink()
-    receiver.answer = lambda _: (200, {"content-type": "application/json"}, iter([json.dumps(completion("Hello")).encode()]))
+    receiver.answer = lambda _: (
+        200,
+        {"content-type": "application/json"},
+        iter([json.dumps(completion("Hello")).encode()]),
+    )
     name = f"{job.spec.tuned_name}:ckpt-step-5"
-    assert client.chat.completions.create(model=name, messages=MESSAGES).choices[0].message.content == "Hello"
+    assert (
+        client.chat.completions.create(model=name, messages=MESSAGES).choices[0].message.content
+        == "Hello"
+    )
 
 
 def test_the_chat_template_of_a_job_goes_on_with_its_conversations(
     service: Service, client: openai.OpenAI, receiver: Receiver, training_file: str
 ) -> None:
     """A server that is not told takes the base's, which the model was not trained with."""
-    receiver.answer = lambda _: (200, {"content-type": "application/json"}, iter([json.dumps(completion("Hello")).encode()]))
+    receiver.answer = lambda _: (
+        200,
+        {"content-type": "application/json"},
+        iter([json.dumps(completion("Hello")).encode()]),
+    )
     body: Any = {"chat_template": "zephyr", "chat_template_kwargs": {"enable_thinking": False}}
-    job: Any = client.fine_tuning.jobs.create(model="tiny", training_file=training_file, extra_body=body)
+    job: Any = client.fine_tuning.jobs.create(
+        model="tiny", training_file=training_file, extra_body=body
+    )
     assert job.chat_template_kwargs == {"enable_thinking": False}
     spec = put(service, job.id, state=State.SUCCEEDED, attempt=1).spec
     assert spec.chat_template.startswith(
@@ -101,7 +122,11 @@ def test_the_tokens_at_which_answers_end_go_on_if_the_base_does_not_name_them(
     adapters: Path, service: Service, client: openai.OpenAI, receiver: Receiver, tuned: str
 ) -> None:
     """An answer would go on behind its end, up to the server's limit."""
-    receiver.answer = lambda _: (200, {"content-type": "application/json"}, iter([json.dumps(completion("Hello")).encode()]))
+    receiver.answer = lambda _: (
+        200,
+        {"content-type": "application/json"},
+        iter([json.dumps(completion("Hello")).encode()]),
+    )
     (adapters / tuned).mkdir(parents=True)
     (adapters / tuned / "generation_config.json").write_text('{"eos_token_id": [7, 9]}')
     for given, expected in (({}, [7, 9]), ({"stop_token_ids": [3]}, [3])):
@@ -109,17 +134,33 @@ def test_the_tokens_at_which_answers_end_go_on_if_the_base_does_not_name_them(
         assert json.loads(receiver.arrived.get(timeout=60).body)["stop_token_ids"] == expected
 
 
-def test_a_text_to_be_continued_goes_on_too(client: openai.OpenAI, receiver: Receiver, tuned: str) -> None:
+def test_a_text_to_be_continued_goes_on_too(
+    client: openai.OpenAI, receiver: Receiver, tuned: str
+) -> None:
     choice = {"index": 0, "text": "Hi there", "finish_reason": "stop", "logprobs": None}
     body = {"id": "c", "object": "text_completion", "created": 1, "model": "m", "choices": [choice]}
-    receiver.answer = lambda _: (200, {"content-type": "application/json"}, iter([json.dumps(body).encode()]))
-    assert client.completions.create(model=tuned, prompt=[5, 6], echo=True, logprobs=1).choices[0].text == "Hi there"
+    receiver.answer = lambda _: (
+        200,
+        {"content-type": "application/json"},
+        iter([json.dumps(body).encode()]),
+    )
+    assert (
+        client.completions.create(model=tuned, prompt=[5, 6], echo=True, logprobs=1).choices[0].text
+        == "Hi there"
+    )
     arrived = receiver.arrived.get(timeout=60)
     assert arrived.path == "/v1/completions"
-    assert json.loads(arrived.body) == {"model": tuned, "prompt": [5, 6], "echo": True, "logprobs": 1}
+    assert json.loads(arrived.body) == {
+        "model": tuned,
+        "prompt": [5, 6],
+        "echo": True,
+        "logprobs": 1,
+    }
 
 
-def test_a_stream_comes_back_while_it_is_made(client: openai.OpenAI, receiver: Receiver, tuned: str) -> None:
+def test_a_stream_comes_back_while_it_is_made(
+    client: openai.OpenAI, receiver: Receiver, tuned: str
+) -> None:
     go_on = threading.Event()
 
     def chunk(content: str) -> bytes:
@@ -135,7 +176,9 @@ def test_a_stream_comes_back_while_it_is_made(client: openai.OpenAI, receiver: R
     receiver.answer = lambda _: (200, {"content-type": "text/event-stream"}, chunks())
     stream = client.chat.completions.create(model=tuned, messages=MESSAGES, stream=True)
 
-    assert stream.response.headers["x-accel-buffering"] == "no", "nor does a proxy such as nginx keep it back"
+    assert stream.response.headers["x-accel-buffering"] == "no", (
+        "nor does a proxy such as nginx keep it back"
+    )
     assert next(stream).choices[0].delta.content == "Hel"
     go_on.set()
     assert [part.choices[0].delta.content for part in stream] == ["lo"]
@@ -145,7 +188,11 @@ def test_a_server_that_goes_away_in_an_answer_is_an_error_of_the_api(
     client: openai.OpenAI, receiver: Receiver, tuned: str
 ) -> None:
     def cut(kind: str, part: bytes) -> None:
-        receiver.answer = lambda _: (200, {"content-type": kind, "content-length": "9999"}, iter([part]))
+        receiver.answer = lambda _: (
+            200,
+            {"content-type": kind, "content-length": "9999"},
+            iter([part]),
+        )
 
     cut("application/json", b'{"id": ')
     with pytest.raises(openai.InternalServerError, match="does not answer") as caught:
@@ -159,17 +206,27 @@ def test_a_server_that_goes_away_in_an_answer_is_an_error_of_the_api(
         next(stream)
 
 
-def test_the_processor_is_asked_for_of_the_preview_alone(client: openai.OpenAI, receiver: Receiver, tuned: str) -> None:
+def test_the_processor_is_asked_for_of_the_preview_alone(
+    client: openai.OpenAI, receiver: Receiver, tuned: str
+) -> None:
     messages: Any = [{"role": "user", "content": "Hi"}]
     with pytest.raises(openai.BadRequestError, match="an inference server answers here") as caught:
-        client.chat.completions.create(model=tuned, messages=messages, extra_body={"processor": True})
+        client.chat.completions.create(
+            model=tuned, messages=messages, extra_body={"processor": True}
+        )
     assert caught.value.param == "processor"
 
 
-def test_a_refusal_comes_back_as_it_is(client: openai.OpenAI, receiver: Receiver, tuned: str) -> None:
+def test_a_refusal_comes_back_as_it_is(
+    client: openai.OpenAI, receiver: Receiver, tuned: str
+) -> None:
     def refuse(_: Received) -> Any:
         body = {"error": {"message": "busy", "type": "rate", "param": None, "code": "slow_down"}}
-        return 429, {"content-type": "application/json", "retry-after": "7"}, iter([json.dumps(body).encode()])
+        return (
+            429,
+            {"content-type": "application/json", "retry-after": "7"},
+            iter([json.dumps(body).encode()]),
+        )
 
     receiver.answer = refuse
     with pytest.raises(openai.RateLimitError) as caught:
@@ -178,10 +235,21 @@ def test_a_refusal_comes_back_as_it_is(client: openai.OpenAI, receiver: Receiver
     assert caught.value.response.headers["retry-after"] == "7"
 
 
-def test_only_models_that_the_caller_may_use_are_asked_for(service: Service, receiver: Receiver, tuned: str) -> None:
+def test_only_models_that_the_caller_may_use_are_asked_for(
+    service: Service, receiver: Receiver, tuned: str
+) -> None:
     service.store.projects.ensure_project("other", "rival")
-    other = service.client(service.store.keys.create_key(project_id="other", name="k", scope="user")[1])
-    paths = (f"./{tuned}", f"//{tuned}", f"/adapters/{tuned}", f"x/../{tuned}/.", "ft-sampler-1", "./ft-sampler-1")
+    other = service.client(
+        service.store.keys.create_key(project_id="other", name="k", scope="user")[1]
+    )
+    paths = (
+        f"./{tuned}",
+        f"//{tuned}",
+        f"/adapters/{tuned}",
+        f"x/../{tuned}/.",
+        "ft-sampler-1",
+        "./ft-sampler-1",
+    )
     for name in (tuned, "ft:tiny:local::none", *paths):
         with pytest.raises(openai.NotFoundError):
             other.chat.completions.create(model=name, messages=MESSAGES)
@@ -189,9 +257,16 @@ def test_only_models_that_the_caller_may_use_are_asked_for(service: Service, rec
 
 
 def test_other_names_of_the_server_are_passed_on(client: openai.OpenAI, receiver: Receiver) -> None:
-    receiver.answer = lambda _: (200, {"content-type": "application/json"}, iter([json.dumps(completion("Hello")).encode()]))
+    receiver.answer = lambda _: (
+        200,
+        {"content-type": "application/json"},
+        iter([json.dumps(completion("Hello")).encode()]),
+    )
     for name in ("meta-llama/Llama-3.1-8B", "/data/models/tiny"):
-        assert client.chat.completions.create(model=name, messages=MESSAGES).choices[0].message.content == "Hello"
+        assert (
+            client.chat.completions.create(model=name, messages=MESSAGES).choices[0].message.content
+            == "Hello"
+        )
 
 
 class TestWaiting:
@@ -208,12 +283,16 @@ class TestWaiting:
         self, service: Service, listener: socket.socket, tuned: str
     ) -> None:
         body = json.dumps({"model": tuned, "messages": MESSAGES})
-        headers = f"host: x\r\nauthorization: Bearer {service.key}\r\ncontent-length: {len(body)}\r\n"
+        headers = (
+            f"host: x\r\nauthorization: Bearer {service.key}\r\ncontent-length: {len(body)}\r\n"
+        )
         url = httpx2.URL(service.url)
         listener.settimeout(HANG_SECONDS)
         with socket.create_connection((url.host, url.port)) as asking:
             asking.sendall(f"POST /v1/chat/completions HTTP/1.1\r\n{headers}\r\n{body}".encode())
-            connection, _ = listener.accept()  # who asks goes once the server has been asked, and not before
+            connection, _ = (
+                listener.accept()
+            )  # who asks goes once the server has been asked, and not before
         with connection:
             connection.settimeout(HANG_SECONDS)
             while connection.recv(65536):

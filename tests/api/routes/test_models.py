@@ -24,21 +24,29 @@ def tuned(service: Service, client: openai.OpenAI, training_file: str) -> str:
 def other(service: Service) -> openai.OpenAI:
     """A client of another project."""
     service.store.projects.ensure_project("other", "local")
-    return service.client(service.store.keys.create_key(project_id="other", name="k", scope="admin")[1])
+    return service.client(
+        service.store.keys.create_key(project_id="other", name="k", scope="admin")[1]
+    )
 
 
 def ids(client: openai.OpenAI) -> list[str]:
     return [model.id for model in client.models.list() if model.id.startswith("ft:")]
 
 
-def test_the_operators_models_are_listed_alone(service: Service, client: openai.OpenAI, tuned: str) -> None:
+def test_the_operators_models_are_listed_alone(
+    service: Service, client: openai.OpenAI, tuned: str
+) -> None:
     every = [model.id for model in client.models.list()]
-    system = [model["id"] for model in service.http("GET", "/v1/models?owned_by=system").json()["data"]]
+    system = [
+        model["id"] for model in service.http("GET", "/v1/models?owned_by=system").json()["data"]
+    ]
     assert every == [*system, tuned]
     assert len(system) == 3, "two bases and an alias"
 
 
-def test_a_deleted_model_is_gone_and_its_job_stays(service: Service, client: openai.OpenAI, tuned: str) -> None:
+def test_a_deleted_model_is_gone_and_its_job_stays(
+    service: Service, client: openai.OpenAI, tuned: str
+) -> None:
     job = client.fine_tuning.jobs.list().data[0]
     adapter = f"/v1/fine_tuning/jobs/{job.id}/adapter"
     assert service.http("GET", adapter).status_code == 200
@@ -62,13 +70,18 @@ def test_a_deleted_model_is_gone_and_its_job_stays(service: Service, client: ope
 def test_a_pruned_checkpoint_is_gone_for_everybody(
     service: Service, client: openai.OpenAI, other: openai.OpenAI, tuned: str, training_file: str
 ) -> None:
-    """Wherever its name may be given, and in no list; the other checkpoint stays, and so does an adapter made before."""
-    pruned, there = f"{tuned}:ckpt-step-5", f"{tuned}:ckpt-step-10"
+    """Wherever its name may be given, and in no list; the other checkpoint stays, and so does an
+    adapter made before.
+    """
+    pruned = f"{tuned}:ckpt-step-5"
+    there = f"{tuned}:ckpt-step-10"
     permissions_of(client).create(pruned, project_ids=["other"])
     permissions_of(client).create(there, project_ids=["other"])
     assert set(ids(other)) == {pruned, there}
     job = client.fine_tuning.jobs.list().data[0]
-    points = {point.step_number: point.id for point in client.fine_tuning.jobs.checkpoints.list(job.id)}
+    points = {
+        point.step_number: point.id for point in client.fine_tuning.jobs.checkpoints.list(job.id)
+    }
     run = run_dir(service, job.id)
     run.path("checkpoints/step-5-a1/COMPLETE").unlink()
 
@@ -81,7 +94,9 @@ def test_a_pruned_checkpoint_is_gone_for_everybody(
         lambda: client.chat.completions.create(model=pruned, messages=[]),
         lambda: permissions_of(client).create(pruned, project_ids=["other"]),
         lambda: client.get(f"/fine_tuning/checkpoints/{pruned}/adapter", cast_to=bytes),
-        lambda: client.get(f"/fine_tuning/jobs/{job.id}/checkpoints/{points[5]}/adapter", cast_to=bytes),
+        lambda: client.get(
+            f"/fine_tuning/jobs/{job.id}/checkpoints/{points[5]}/adapter", cast_to=bytes
+        ),
     ):
         with pytest.raises(openai.NotFoundError, match="this checkpoint was pruned") as caught:
             ask()
@@ -106,7 +121,9 @@ def test_what_is_the_operators_cannot_be_deleted(client: openai.OpenAI) -> None:
             client.models.delete(name)
 
 
-def test_a_project_may_let_another_use_a_model(client: openai.OpenAI, other: openai.OpenAI, tuned: str) -> None:
+def test_a_project_may_let_another_use_a_model(
+    client: openai.OpenAI, other: openai.OpenAI, tuned: str
+) -> None:
     name = f"{tuned}:ckpt-step-5"
     permissions = client.fine_tuning.checkpoints.permissions
     with pytest.raises(openai.NotFoundError):
@@ -120,7 +137,9 @@ def test_a_project_may_let_another_use_a_model(client: openai.OpenAI, other: ope
     ]
     assert permissions.create(name, project_ids=["other"]).data == created[:1]
     assert [item.id for item in permissions.list(name, limit=1)] == [created[1].id, created[0].id]
-    assert [item.id for item in permissions.list(name, limit=1, order="ascending")] == [item.id for item in created]
+    assert [item.id for item in permissions.list(name, limit=1, order="ascending")] == [
+        item.id for item in created
+    ]
     assert [item.id for item in permissions.list(name, project_id="other")] == [created[0].id]
     assert list(permissions.list(tuned)) == []
     assert other.models.retrieve(name).owned_by == "local"
@@ -128,20 +147,29 @@ def test_a_project_may_let_another_use_a_model(client: openai.OpenAI, other: ope
     for ask in (lambda: other.models.retrieve(tuned), lambda: other.models.delete(name)):
         with pytest.raises(openai.NotFoundError):
             ask()
-    for ask in (lambda: permissions_of(other).list(name), lambda: permissions_of(other).create(name, project_ids=["other"])):
+    for ask in (
+        lambda: permissions_of(other).list(name),
+        lambda: permissions_of(other).create(name, project_ids=["other"]),
+    ):
         with pytest.raises(openai.NotFoundError):
             ask()
 
     deleted = permissions.delete(created[0].id, fine_tuned_model_checkpoint=name)
 
-    assert (deleted.id, deleted.object, deleted.deleted) == (created[0].id, "checkpoint.permission", True)
+    assert (deleted.id, deleted.object, deleted.deleted) == (
+        created[0].id,
+        "checkpoint.permission",
+        True,
+    )
     with pytest.raises(openai.NotFoundError):
         other.models.retrieve(name)
     with pytest.raises(openai.NotFoundError):
         permissions.delete(created[0].id, fine_tuned_model_checkpoint=name)
 
 
-def test_a_model_that_its_owner_deletes_is_gone_for_all(client: openai.OpenAI, other: openai.OpenAI, tuned: str) -> None:
+def test_a_model_that_its_owner_deletes_is_gone_for_all(
+    client: openai.OpenAI, other: openai.OpenAI, tuned: str
+) -> None:
     client.fine_tuning.checkpoints.permissions.create(tuned, project_ids=["other"])
     assert ids(other) == [tuned]
     client.models.delete(tuned)
@@ -149,7 +177,11 @@ def test_a_model_that_its_owner_deletes_is_gone_for_all(client: openai.OpenAI, o
 
 
 def test_permissions_are_for_admins(service: Service, client: openai.OpenAI, tuned: str) -> None:
-    user = permissions_of(service.client(service.store.keys.create_key(project_id="default", name="k", scope="user")[1]))
+    user = permissions_of(
+        service.client(
+            service.store.keys.create_key(project_id="default", name="k", scope="user")[1]
+        )
+    )
     for ask in (
         lambda: user.create(tuned, project_ids=["default"]),
         lambda: user.list(tuned),
@@ -160,7 +192,9 @@ def test_permissions_are_for_admins(service: Service, client: openai.OpenAI, tun
         assert caught.value.code == "insufficient_permissions"
 
 
-def test_a_grant_is_whole_or_not_at_all(service: Service, client: openai.OpenAI, tuned: str) -> None:
+def test_a_grant_is_whole_or_not_at_all(
+    service: Service, client: openai.OpenAI, tuned: str
+) -> None:
     permissions = permissions_of(client)
     with pytest.raises(openai.BadRequestError, match="'none'") as caught:
         permissions.create(tuned, project_ids=["default", "none"])

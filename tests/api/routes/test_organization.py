@@ -37,9 +37,14 @@ def rival(request: pytest.FixtureRequest, service: Service) -> str:
 def test_what_another_tenant_has_does_not_exist(
     service: Service, theirs: dict[str, str], rival: str, subtests: pytest.Subtests
 ) -> None:
-    secrets = [*MARKS, *(value for name, value in theirs.items() if name not in ("project_id", "format"))]
+    secrets = [
+        *MARKS,
+        *(value for name, value in theirs.items() if name not in ("project_id", "format")),
+    ]
     before = everything(service, theirs)
-    missing = {name: f"none-{name.replace('_', '-')}" for name in theirs} | {"model": "ft:tiny:x::none"}
+    missing = {name: f"none-{name.replace('_', '-')}" for name in theirs} | {
+        "model": "ft:tiny:x::none"
+    }
     missing |= {
         "format": theirs["format"],
         "fine_tuned_model_checkpoint": "ft:tiny:x::none",
@@ -49,7 +54,9 @@ def test_what_another_tenant_has_does_not_exist(
         with subtests.test(method=method, path=path):
             answer = ask(service, method, filled(path, theirs), rival)
             assert "{" in path or answer.status_code in (200, 400, 403, 404), answer.text
-            assert not [secret for secret in secrets if secret in neutral(answer.text, path, theirs)], answer.text
+            assert not [
+                secret for secret in secrets if secret in neutral(answer.text, path, theirs)
+            ], answer.text
             if "{" in path:
                 nothing = ask(service, method, filled(path, missing), rival)
                 assert answer.status_code in (400, 403, 404), answer.text
@@ -75,29 +82,67 @@ def everything(service: Service, theirs: dict[str, str]) -> list[Any]:
             answer = service.http(method, filled(path, theirs))
             assert answer.status_code in (200, 400, 404), answer.text
             seen.append(
-                (path, answer.status_code, answer.text if "json" in answer.headers["content-type"] else len(answer.content))
+                (
+                    path,
+                    answer.status_code,
+                    answer.text
+                    if "json" in answer.headers["content-type"]
+                    else len(answer.content),
+                )
             )
     assert sum(status == 200 for _, status, _ in seen) > 15
-    return [(path, status, re.sub(r'"last_used_at":\w+', "", str(text))) for path, status, text in seen]
+    return [
+        (path, status, re.sub(r'"last_used_at":\w+', "", str(text))) for path, status, text in seen
+    ]
 
 
 @pytest.mark.parametrize("organization", ["rival", "local"])
-def test_another_tenants_ids_are_nothing_in_queries_either(service: Service, theirs: dict[str, str], organization: str) -> None:
+def test_another_tenants_ids_are_nothing_in_queries_either(
+    service: Service, theirs: dict[str, str], organization: str
+) -> None:
     """Every query parameter of every route that takes text: a list's cursor, a filter."""
     changed = service.http("GET", "/v1/organization/audit_logs?limit=1").json()["data"][0]["id"]
     rival = rival_key(service, organization)
     theirs = theirs | {"audit_log_id": changed}
-    names = ("job_id", "file_id", "model", "project_id", "api_key_id", "audit_log_id", "webhook_endpoint_id", "sweep_id")
+    names = (
+        "job_id",
+        "file_id",
+        "model",
+        "project_id",
+        "api_key_id",
+        "audit_log_id",
+        "webhook_endpoint_id",
+        "sweep_id",
+    )
     described = service.http("GET", "/openapi.json").json()["paths"]
     tried = set()
-    for path in (path for path, methods in described.items() if "get" in methods and "{" not in path and path not in OPEN):
-        for name in (found["name"] for found in described[path]["get"].get("parameters", ()) if takes_text(found)):
+    for path in (
+        path
+        for path, methods in described.items()
+        if "get" in methods and "{" not in path and path not in OPEN
+    ):
+        for name in (
+            found["name"]
+            for found in described[path]["get"].get("parameters", ())
+            if takes_text(found)
+        ):
             tried.add(name)
             for kind in names:
-                real, none = theirs[kind], f"none-{kind.replace('_', '-')}"
-                answers = [service.http("GET", path, key=rival, params={name: value}) for value in (real, none)]
-                shown = [answer.text.replace(value, "…") for answer, value in zip(answers, (real, none), strict=True)]
-                assert answers[0].status_code == answers[1].status_code, (path, name, answers[0].text)
+                real = theirs[kind]
+                none = f"none-{kind.replace('_', '-')}"
+                answers = [
+                    service.http("GET", path, key=rival, params={name: value})
+                    for value in (real, none)
+                ]
+                shown = [
+                    answer.text.replace(value, "…")
+                    for answer, value in zip(answers, (real, none), strict=True)
+                ]
+                assert answers[0].status_code == answers[1].status_code, (
+                    path,
+                    name,
+                    answers[0].text,
+                )
                 assert without_times(shown[0]) == without_times(shown[1]), (path, name)
                 assert not [mark for mark in MARKS if mark in shown[0]]
     assert tried >= {"after", "job", "project_ids", "api_key_ids"}
@@ -107,7 +152,11 @@ def takes_text(parameter: dict[str, Any]) -> bool:
     if parameter["in"] != "query":
         return False
     schemas = [parameter["schema"], *parameter["schema"].get("anyOf", ())]
-    return any((one.get("items") or one).get("type") == "string" and "enum" not in (one.get("items") or one) for one in schemas)
+    return any(
+        (one.get("items") or one).get("type") == "string"
+        and "enum" not in (one.get("items") or one)
+        for one in schemas
+    )
 
 
 def without_times(text: str) -> str:
@@ -120,7 +169,9 @@ def rival_key(service: Service, organization: str) -> str:
     return service.store.keys.create_key(project_id="rival", name="k", scope="admin")[1]
 
 
-def test_another_tenants_ids_are_nothing_in_bodies_either(service: Service, theirs: dict[str, str], rival: str) -> None:
+def test_another_tenants_ids_are_nothing_in_bodies_either(
+    service: Service, theirs: dict[str, str], rival: str
+) -> None:
     own = service.client(rival).files.create(file=("own.jsonl", TRAINING), purpose="fine-tune").id
     bodies = {
         "file_not_found": [
@@ -135,10 +186,19 @@ def test_another_tenants_ids_are_nothing_in_bodies_either(service: Service, thei
     for code, some in bodies.items():
         for body in some:
             for path in ("plan", "jobs", "sweeps"):
-                sweep = {"sweep": {"lora.r": [4, 8]}, "validation_file": own} if path == "sweeps" else {}
-                error = check_error(service.http("POST", f"/v1/fine_tuning/{path}", key=rival, json=sweep | body), 400)
+                sweep = (
+                    {"sweep": {"lora.r": [4, 8]}, "validation_file": own}
+                    if path == "sweeps"
+                    else {}
+                )
+                error = check_error(
+                    service.http("POST", f"/v1/fine_tuning/{path}", key=rival, json=sweep | body),
+                    400,
+                )
                 assert error["code"] == code, (path, error)
-                assert not [mark for mark in MARKS if mark in error["message"].replace(theirs["model"], "")]
+                assert not [
+                    mark for mark in MARKS if mark in error["message"].replace(theirs["model"], "")
+                ]
     asked = {"model": theirs["model"], "messages": [{"role": "user", "content": "Hi"}]}
     refused, unknown = (
         service.http("POST", "/v1/chat/completions", key=rival, json=asked | {"model": name})
@@ -147,7 +207,9 @@ def test_another_tenants_ids_are_nothing_in_bodies_either(service: Service, thei
     assert refused.status_code == unknown.status_code >= 400
 
 
-def test_what_is_shared_is_the_model_alone(service: Service, client: openai.OpenAI, theirs: dict[str, str]) -> None:
+def test_what_is_shared_is_the_model_alone(
+    service: Service, client: openai.OpenAI, theirs: dict[str, str]
+) -> None:
     rival = rival_key(service, "local")
     client.fine_tuning.checkpoints.permissions.create(theirs["model"], project_ids=["rival"])
     opened = set()
@@ -160,7 +222,9 @@ def test_what_is_shared_is_the_model_alone(service: Service, client: openai.Open
     assert theirs["model"] in service.http("GET", "/v1/models", key=rival).text
 
 
-def test_nothing_is_shared_with_another_organisation(service: Service, client: openai.OpenAI, theirs: dict[str, str]) -> None:
+def test_nothing_is_shared_with_another_organisation(
+    service: Service, client: openai.OpenAI, theirs: dict[str, str]
+) -> None:
     """Nor is it said which projects there are in one."""
     rival = rival_key(service, "rival")
     path = f"/v1/fine_tuning/checkpoints/{theirs['model']}/permissions"
@@ -175,7 +239,9 @@ def test_nothing_is_shared_with_another_organisation(service: Service, client: o
     ]
     for foreign, unknown in (refused[:2], refused[2:]):
         assert {**foreign, "message": foreign["message"].replace("rival", "none0")} == unknown
-    assert len(client.fine_tuning.checkpoints.permissions.list(theirs["model"]).data) == 1, "all are granted or none is"
+    assert len(client.fine_tuning.checkpoints.permissions.list(theirs["model"]).data) == 1, (
+        "all are granted or none is"
+    )
     move_project(service.store, "rival", "local")
     client.fine_tuning.checkpoints.permissions.create(theirs["model"], project_ids=["rival"])
     assert theirs["model"] in service.http("GET", "/v1/models", key=rival).text
@@ -186,7 +252,9 @@ def test_nothing_is_shared_with_another_organisation(service: Service, client: o
     check_error(service.http("POST", "/v1/chat/completions", key=rival, json=asked), 404)
 
 
-def test_an_organisation_is_managed_by_the_client_of_openai(service: Service, client: openai.OpenAI) -> None:
+def test_an_organisation_is_managed_by_the_client_of_openai(
+    service: Service, client: openai.OpenAI
+) -> None:
     admin = openai.OpenAI(
         base_url=f"{service.url}/v1",
         admin_api_key=service.key,
@@ -194,17 +262,27 @@ def test_an_organisation_is_managed_by_the_client_of_openai(service: Service, cl
         max_retries=0,
         http_client=service.connections,
     ).admin.organization
-    made = admin.projects.create(name="alpha", extra_body={"limits": {"max_slots": 2, "bases": ["tiny"]}})
+    made = admin.projects.create(
+        name="alpha", extra_body={"limits": {"max_slots": 2, "bases": ["tiny"]}}
+    )
     assert made.name == "alpha"
     assert (made.model_extra or {})["limits"]["max_slots"] == 2
-    changed = admin.projects.update(made.id, name="beta", extra_body={"limits": {"max_slots": None, "max_queued": 3}})
-    assert service.store.projects.get_project(made.id).limits == TenantLimits(max_queued=3, bases=("tiny",))
+    changed = admin.projects.update(
+        made.id, name="beta", extra_body={"limits": {"max_slots": None, "max_queued": 3}}
+    )
+    assert service.store.projects.get_project(made.id).limits == TenantLimits(
+        max_queued=3, bases=("tiny",)
+    )
     assert changed.name == "beta"
     path = f"/v1/organization/projects/{made.id}/api_keys"
-    created = service.http("POST", path, json={"name": "mine", "scope": "read", "expires_in_seconds": 60}).json()
+    created = service.http(
+        "POST", path, json={"name": "mine", "scope": "read", "expires_in_seconds": 60}
+    ).json()
     own = service.client(created["value"])
     assert own.files.list().data == []
-    rotated = service.http("POST", f"{path}/{created['id']}/rotate", json={"keep_seconds": 30}).json()
+    rotated = service.http(
+        "POST", f"{path}/{created['id']}/rotate", json={"keep_seconds": 30}
+    ).json()
     for secret in (created["value"], rotated["value"]):
         assert service.client(secret).files.list().data == [], "both open for a while"
     assert [key.name for key in admin.projects.api_keys.list(made.id)] == ["mine", "mine"]
@@ -213,23 +291,38 @@ def test_an_organisation_is_managed_by_the_client_of_openai(service: Service, cl
     assert admin.projects.archive(made.id).status == "archived"
     assert [p.id for p in admin.projects.list()] == ["default"]
     told = [entry.type for entry in admin.audit_logs.list()]
-    expected = ["project.archived", "key.revoked", "key.rotated", "key.created", "project.updated", "project.created"]
+    expected = [
+        "project.archived",
+        "key.revoked",
+        "key.rotated",
+        "key.created",
+        "project.updated",
+        "project.created",
+    ]
     assert told[:6] == expected
     [newest] = service.http("GET", "/v1/organization/audit_logs?limit=1").json()["data"]
     assert newest["actor"]["session"]["ip_address"] == "127.0.0.1"
     assert newest["actor"]["api_key"]["id"] is not None
-    assert check_error(service.http("POST", "/v1/organization/projects/default/archive", json={}), 400)
+    assert check_error(
+        service.http("POST", "/v1/organization/projects/default/archive", json={}), 400
+    )
 
 
-def test_a_deleted_project_is_not_there_and_housekeeping_removes_what_it_has(service: Service) -> None:
+def test_a_deleted_project_is_not_there_and_housekeeping_removes_what_it_has(
+    service: Service,
+) -> None:
     """Of two tenants the other loses nothing."""
     service.store.projects.ensure_project("gone", "local")
     key = service.store.keys.create_key(project_id="gone", name="k", scope="admin")[1]
     gone = tenant(service, "gone", key)
-    service.sql("UPDATE jobs SET state = 'queued' WHERE finished_at IS NULL")  # those of the sweep, whose turn it would be
+    service.sql(
+        "UPDATE jobs SET state = 'queued' WHERE finished_at IS NULL"
+    )  # those of the sweep, whose turn it would be
     theirs = tenant(service, "default", service.key)
     path = "/v1/organization/projects"
-    assert check_error(service.http("DELETE", f"{path}/gone", key=key), 403), "for its own admin, too"
+    assert check_error(service.http("DELETE", f"{path}/gone", key=key), 403), (
+        "for its own admin, too"
+    )
     deleted = service.http("DELETE", f"{path}/gone").json()
     assert deleted == {"id": "gone", "deleted": True, "object": "organization.project.deleted"}
     assert check_error(service.http("DELETE", f"{path}/gone"), 404)
@@ -244,7 +337,9 @@ def test_a_deleted_project_is_not_there_and_housekeeping_removes_what_it_has(ser
         list(erase(service.settings, service.store, Places(service.settings.home)))
     assert service.store.erasure.projects_to_erase() == []
     folders = [service.settings.runs_dir, service.settings.files_dir]
-    assert not [path for folder in folders for path in folder.rglob("*") if gone["job_id"] in str(path)]
+    assert not [
+        path for folder in folders for path in folder.rglob("*") if gone["job_id"] in str(path)
+    ]
     assert not (service.settings.files_dir / gone["file_id"]).exists()
     assert everything(service, theirs) == before
 
@@ -262,41 +357,66 @@ def test_a_tenants_admin_manages_its_keys_and_not_its_limits(service: Service, r
 
 
 def limited(service: Service, **limits: Any) -> openai.OpenAI:
-    project = service.store.projects.create_project(name="limited", organization="local", limits=TenantLimits(**limits))
-    return service.client(service.store.keys.create_key(project_id=project.id, name="k", scope="submit")[1])
+    project = service.store.projects.create_project(
+        name="limited", organization="local", limits=TenantLimits(**limits)
+    )
+    return service.client(
+        service.store.keys.create_key(project_id=project.id, name="k", scope="submit")[1]
+    )
 
 
 def test_requests_beyond_what_a_project_may_send_wait(service: Service) -> None:
     client = limited(service, max_requests_per_minute=2)
     first = client.files.with_raw_response.list()
-    assert (first.headers["x-ratelimit-limit-requests"], first.headers["x-ratelimit-remaining-requests"]) == ("2", "1")
+    assert (
+        first.headers["x-ratelimit-limit-requests"],
+        first.headers["x-ratelimit-remaining-requests"],
+    ) == ("2", "1")
     client.files.list()
     with pytest.raises(openai.RateLimitError) as caught:
         client.files.list()
     assert caught.value.code == "rate_limit_exceeded"
     assert 1 <= int(caught.value.response.headers["retry-after"]) <= 30
     assert caught.value.response.headers["x-ratelimit-remaining-requests"] == "0"
-    assert "x-ratelimit-limit-requests" not in service.http("GET", "/v1/files").headers, "who has no limit is not counted"
+    assert "x-ratelimit-limit-requests" not in service.http("GET", "/v1/files").headers, (
+        "who has no limit is not counted"
+    )
 
 
 def test_what_a_project_may_not_use_is_refused_by_name(service: Service) -> None:
-    client = limited(service, max_queued=2, max_bytes=2 * len(TRAINING), bases=("tiny",), max_slots=2, max_priority=1)
+    client = limited(
+        service,
+        max_queued=2,
+        max_bytes=2 * len(TRAINING),
+        bases=("tiny",),
+        max_slots=2,
+        max_priority=1,
+    )
     jobs = client.fine_tuning.jobs
     file_id = client.files.create(file=("a.jsonl", TRAINING), purpose="fine-tune").id
     with pytest.raises(openai.PermissionDeniedError, match="may train on tiny"):
         jobs.create(model="meta-llama/Llama-3.2-1B", training_file=file_id)
     with pytest.raises(openai.BadRequestError, match="may run 2 at once"):
-        jobs.create(model="tiny", training_file=file_id, extra_body={"distributed": {"nproc_per_node": 3}})
+        jobs.create(
+            model="tiny", training_file=file_id, extra_body={"distributed": {"nproc_per_node": 3}}
+        )
     made: Any = jobs.create(model="tiny", training_file=file_id, extra_body={"priority": 9})
     assert made.priority == 1
     jobs.create(model="tiny", training_file=file_id)
-    with pytest.raises(openai.RateLimitError, match="2 jobs of this project wait, and 2 may") as caught:
+    with pytest.raises(
+        openai.RateLimitError, match="2 jobs of this project wait, and 2 may"
+    ) as caught:
         jobs.create(model="tiny", training_file=file_id)
-    assert (caught.value.code, caught.value.response.headers["x-should-retry"]) == ("queue_limit", "false")
+    assert (caught.value.code, caught.value.response.headers["x-should-retry"]) == (
+        "queue_limit",
+        "false",
+    )
     jobs.cancel(made.id)
     jobs.create(model="tiny", training_file=file_id)
     client.files.create(file=("b.jsonl", TRAINING), purpose="fine-tune")
-    with pytest.raises(openai.RateLimitError, match=f"keeps {2 * len(TRAINING)} and may keep {2 * len(TRAINING)}"):
+    with pytest.raises(
+        openai.RateLimitError, match=f"keeps {2 * len(TRAINING)} and may keep {2 * len(TRAINING)}"
+    ):
         client.files.create(file=("c.jsonl", TRAINING), purpose="fine-tune")
     assert len(list((service.settings.files_dir).iterdir())) == 2, "what was refused is not kept"
 
@@ -304,7 +424,9 @@ def test_what_a_project_may_not_use_is_refused_by_name(service: Service) -> None
 def test_use_is_shown_by_day_project_and_key(service: Service, client: openai.OpenAI) -> None:
     client.files.create(file=("a.jsonl", TRAINING), purpose="fine-tune")
     create_job(service.store, new_job(project_id="default", state=State.SUCCEEDED))
-    answer = service.http("GET", "/v1/organization/usage/fine_tuning?group_by=project_id&group_by=api_key_id&limit=7").json()
+    answer = service.http(
+        "GET", "/v1/organization/usage/fine_tuning?group_by=project_id&group_by=api_key_id&limit=7"
+    ).json()
     assert len(answer["data"]) == 7
     [result] = answer["data"][-1]["results"]
     assert (result["uploaded_bytes"], result["project_id"]) == (len(TRAINING), "default")
@@ -314,5 +436,7 @@ def test_use_is_shown_by_day_project_and_key(service: Service, client: openai.Op
     assert table[1].split(",")[5] == str(len(TRAINING))
     first = service.http("GET", "/v1/organization/usage/fine_tuning?limit=3").json()
     assert (first["has_more"], len(first["data"])) == (True, 3)
-    second = service.http("GET", f"/v1/organization/usage/fine_tuning?limit=3&page={first['next_page']}").json()
+    second = service.http(
+        "GET", f"/v1/organization/usage/fine_tuning?limit=3&page={first['next_page']}"
+    ).json()
     assert second["data"][0]["start_time"] == first["data"][-1]["end_time"]

@@ -1,4 +1,6 @@
-"""Jobs of reinforcement learning by REST: what is created and refused, and their answers with rewards."""
+"""Jobs of reinforcement learning by REST: what is created and refused, and their answers with
+rewards.
+"""
 
 from __future__ import annotations
 
@@ -21,24 +23,42 @@ def prompts(client: openai.OpenAI) -> str:
 
 
 def created(client: openai.OpenAI, prompts: str, **changes: Any) -> Any:
-    given = {"n_epochs": 2, "batch_size": 4, "compute_multiplier": 2, "learning_rate_multiplier": 0.5}
-    body: dict[str, Any] = {"model": "tiny", "training_file": prompts, "method": method(**given), **changes}
+    given = {
+        "n_epochs": 2,
+        "batch_size": 4,
+        "compute_multiplier": 2,
+        "learning_rate_multiplier": 0.5,
+    }
+    body: dict[str, Any] = {
+        "model": "tiny",
+        "training_file": prompts,
+        "method": method(**given),
+        **changes,
+    }
     return client.fine_tuning.jobs.create(**body)
 
 
-def test_a_new_job_shows_what_was_resolved(service: Service, client: openai.OpenAI, prompts: str) -> None:
+def test_a_new_job_shows_what_was_resolved(
+    service: Service, client: openai.OpenAI, prompts: str
+) -> None:
     job = created(client, prompts)
     shown = job.method.reinforcement
     assert job.method.type == "reinforcement"
     assert shown.grader.model_dump(exclude_none=True) == GRADER
     hyperparameters = shown.hyperparameters.model_dump()
-    assert {name: hyperparameters[name] for name in ("n_epochs", "batch_size", "compute_multiplier", "num_generations")} == {
+    assert {
+        name: hyperparameters[name]
+        for name in ("n_epochs", "batch_size", "compute_multiplier", "num_generations")
+    } == {
         "n_epochs": 2,
         "batch_size": 4,
         "compute_multiplier": 2.0,
         "num_generations": 16,
     }
-    assert (hyperparameters["eval_interval"], hyperparameters["learning_rate_multiplier"]) == ("auto", 0.5)
+    assert (hyperparameters["eval_interval"], hyperparameters["learning_rate_multiplier"]) == (
+        "auto",
+        0.5,
+    )
     spec = service.store.jobs.get_job("default", job.id).spec
     assert spec.reinforcement is not None
     assert spec.training.learning_rate == 2e-5
@@ -49,23 +69,47 @@ def test_a_new_job_shows_what_was_resolved(service: Service, client: openai.Open
     ("changes", "text"),
     [
         ({"method": {"type": "reinforcement"}}, "give method.reinforcement with a grader"),
-        ({"method": {"type": "reinforcement", "reinforcement": {"hyperparameters": {}}}}, "grader is required"),
+        (
+            {"method": {"type": "reinforcement", "reinforcement": {"hyperparameters": {}}}},
+            "grader is required",
+        ),
         ({"method": method(reasoning_effort="high")}, "reasoning_effort = 'high': must be default"),
         ({"method": method(num_generations=1)}, "num_generations"),
-        ({"method": method(max_completion_length=4096)}, "training.max_length = 2048 is for prompt and answer together"),
-        ({"method": {"type": "supervised", "reinforcement": {"grader": GRADER}}}, "give method.supervised instead"),
-        ({"extra_body": {"lora": {"lora_dropout": 0.1}}}, "lora.lora_dropout with method.type = 'reinforcement'"),
+        (
+            {"method": method(max_completion_length=4096)},
+            "training.max_length = 2048 is for prompt and answer together",
+        ),
+        (
+            {"method": {"type": "supervised", "reinforcement": {"grader": GRADER}}},
+            "give method.supervised instead",
+        ),
+        (
+            {"extra_body": {"lora": {"lora_dropout": 0.1}}},
+            "lora.lora_dropout with method.type = 'reinforcement'",
+        ),
         ({"extra_body": {"validation_split": 0.1}}, "give a validation_file"),
-        ({"method": {"type": "reinforcement", "reinforcement": {"grader": {**GRADER, "input": "{{ sample.x }}"}}}}, "sample.x"),
+        (
+            {
+                "method": {
+                    "type": "reinforcement",
+                    "reinforcement": {"grader": {**GRADER, "input": "{{ sample.x }}"}},
+                }
+            },
+            "sample.x",
+        ),
     ],
 )
-def test_what_cannot_be_trained_is_refused(client: openai.OpenAI, prompts: str, changes: Any, text: str) -> None:
+def test_what_cannot_be_trained_is_refused(
+    client: openai.OpenAI, prompts: str, changes: Any, text: str
+) -> None:
     with pytest.raises(openai.BadRequestError) as refused:
         created(client, prompts, **changes)
     assert text in refused.value.message
 
 
-def test_a_service_without_a_sampler_says_so(service: Service, client: openai.OpenAI, prompts: str) -> None:
+def test_a_service_without_a_sampler_says_so(
+    service: Service, client: openai.OpenAI, prompts: str
+) -> None:
     before = service.settings
     service.use(before.model_copy(update={"preview": "off"}))
     try:
@@ -75,18 +119,27 @@ def test_a_service_without_a_sampler_says_so(service: Service, client: openai.Op
         service.use(before)
 
 
-def test_answers_are_listed_with_their_rewards(service: Service, client: openai.OpenAI, prompts: str) -> None:
+def test_answers_are_listed_with_their_rewards(
+    service: Service, client: openai.OpenAI, prompts: str
+) -> None:
     job = created(client, prompts)
     run = run_dir(service, job.id)
     for step in (1, 2, 3):
         answers = [answer([1, 2], 1.0, text="2"), answer([3], None, text="no", truncated=True)]
         groups = [group(place, answers) for place in range(step)]
-        write_record(run, record(step, groups, first_seq=step, validation=[group(0, answers[:1])], time=5.0))
+        write_record(
+            run, record(step, groups, first_seq=step, validation=[group(0, answers[:1])], time=5.0)
+        )
     path = f"/fine_tuning/jobs/{job.id}/rollouts"
     page: Any = client.get(f"{path}?limit=2&prompts=1", cast_to=object)
     assert ([own["step"] for own in page["data"]], page["has_more"]) == ([3, 2], True)
     newest = page["data"][0]
-    assert (len(newest["prompts"]), newest["prompts_total"], newest["mean_reward"], newest["valid_mean_reward"]) == (
+    assert (
+        len(newest["prompts"]),
+        newest["prompts_total"],
+        newest["mean_reward"],
+        newest["valid_mean_reward"],
+    ) == (
         1,
         3,
         1.0,
@@ -101,7 +154,13 @@ def test_answers_are_listed_with_their_rewards(service: Service, client: openai.
     rest: Any = client.get(f"{path}?after={page['last_id']}", cast_to=object)
     assert [own["step"] for own in rest["data"]] == [1]
     failed = rest["data"][0]["prompts"][0]["answers"][1]
-    assert (failed["reward"], failed["errors"], failed["truncated"]) == (None, {"other_error": "why"}, True)
+    assert (failed["reward"], failed["errors"], failed["truncated"]) == (
+        None,
+        {"other_error": "why"},
+        True,
+    )
     check_error(service.http("GET", f"/v1{path}?after=none"), 404)
-    empty: Any = client.get(f"/fine_tuning/jobs/{created(client, prompts).id}/rollouts", cast_to=object)
+    empty: Any = client.get(
+        f"/fine_tuning/jobs/{created(client, prompts).id}/rollouts", cast_to=object
+    )
     assert empty["data"] == []

@@ -21,12 +21,20 @@ BODY = LINE.encode() * 1000
 
 
 def parts_left(service: Service) -> list[Path]:
-    return list(service.settings.uploads_dir.glob("*/*")) if service.settings.uploads_dir.exists() else []
+    return (
+        list(service.settings.uploads_dir.glob("*/*"))
+        if service.settings.uploads_dir.exists()
+        else []
+    )
 
 
 def start(client: openai.OpenAI, size: int = len(BODY), **more: Any) -> str:
     return client.uploads.create(
-        bytes=size, filename="../big.jsonl", mime_type="application/jsonl", purpose="fine-tune", **more
+        bytes=size,
+        filename="../big.jsonl",
+        mime_type="application/jsonl",
+        purpose="fine-tune",
+        **more,
     ).id
 
 
@@ -42,19 +50,40 @@ def test_a_file_that_came_in_parts_is_a_file(service: Service, client: openai.Op
         purpose="fine-tune",
         expires_after={"anchor": "created_at", "seconds": 7200},
     )
-    assert (upload.object, upload.status, upload.bytes, upload.filename) == ("upload", "pending", len(BODY), "big.jsonl")
-    assert (upload.file, upload.expires_at - upload.created_at, upload.purpose) == (None, 3600, "fine-tune")
+    assert (upload.object, upload.status, upload.bytes, upload.filename) == (
+        "upload",
+        "pending",
+        len(BODY),
+        "big.jsonl",
+    )
+    assert (upload.file, upload.expires_at - upload.created_at, upload.purpose) == (
+        None,
+        3600,
+        "fine-tune",
+    )
     later, first, last = send(client, upload.id, BODY[50_000:90_000], BODY[:50_000], BODY[90_000:])
 
-    done = client.uploads.complete(upload.id, part_ids=[first, later, last], md5=hashlib.md5(BODY).hexdigest())
+    done = client.uploads.complete(
+        upload.id, part_ids=[first, later, last], md5=hashlib.md5(BODY).hexdigest()
+    )
 
     assert (done.id, done.status) == (upload.id, "completed")
     assert done.file is not None
-    assert (done.file.filename, done.file.bytes, done.file.status) == ("big.jsonl", len(BODY), "processed")
+    assert (done.file.filename, done.file.bytes, done.file.status) == (
+        "big.jsonl",
+        len(BODY),
+        "processed",
+    )
     assert done.file.expires_at == done.file.created_at + 7200
     assert client.files.content(done.file.id).content == BODY
-    assert service.store.files.get_file("default", done.file.id).sha256 == hashlib.sha256(BODY).hexdigest()
-    assert client.fine_tuning.jobs.create(model="tiny", training_file=done.file.id).training_file == done.file.id
+    assert (
+        service.store.files.get_file("default", done.file.id).sha256
+        == hashlib.sha256(BODY).hexdigest()
+    )
+    assert (
+        client.fine_tuning.jobs.create(model="tiny", training_file=done.file.id).training_file
+        == done.file.id
+    )
     assert (stored(service), parts_left(service)) == ([done.file.id], [])
 
 
@@ -75,9 +104,19 @@ def test_completing_again_gives_the_same_answer(service: Service, client: openai
     upload_id = start(client)
     part_ids = send(client, upload_id, BODY)
     with ThreadPoolExecutor(4) as pool:
-        done = list(pool.map(lambda _: client.uploads.complete(upload_id, part_ids=part_ids), range(4)))
+        done = list(
+            pool.map(lambda _: client.uploads.complete(upload_id, part_ids=part_ids), range(4))
+        )
 
-    assert len({upload.model_dump_json() for upload in [*done, client.uploads.complete(upload_id, part_ids=part_ids)]}) == 1
+    assert (
+        len(
+            {
+                upload.model_dump_json()
+                for upload in [*done, client.uploads.complete(upload_id, part_ids=part_ids)]
+            }
+        )
+        == 1
+    )
     assert done[0].file is not None
     assert [file.id for file in client.files.list()] == stored(service) == [done[0].file.id]
     with pytest.raises(openai.BadRequestError, match="completed"):
@@ -132,7 +171,8 @@ def test_who_finds_the_parts_gone_gets_the_answer_of_who_was_faster(
 ) -> None:
     upload_id = start(client)
     part_ids = send(client, upload_id, BODY)
-    assemble, answers = uploads._assemble, []
+    assemble = uploads._assemble
+    answers = []
 
     def after_another(*arguments: Any) -> Any:
         monkeypatch.setattr(uploads, "_assemble", assemble)
@@ -143,7 +183,9 @@ def test_who_finds_the_parts_gone_gets_the_answer_of_who_was_faster(
     assert client.uploads.complete(upload_id, part_ids=part_ids) == answers[0]
 
 
-def test_what_is_not_the_announced_file_is_refused_and_may_be_mended(service: Service, client: openai.OpenAI) -> None:
+def test_what_is_not_the_announced_file_is_refused_and_may_be_mended(
+    service: Service, client: openai.OpenAI
+) -> None:
     upload_id = start(client)
     first, second = send(client, upload_id, BODY[:1000], BODY[1000:])
     other = send(client, start(client), BODY)[0]
@@ -163,12 +205,16 @@ def test_what_is_not_the_announced_file_is_refused_and_may_be_mended(service: Se
     assert client.uploads.complete(upload_id, part_ids=[first, second]).status == "completed"
 
 
-def test_a_part_that_the_client_repeats_is_one_part(service: Service, client: openai.OpenAI) -> None:
+def test_a_part_that_the_client_repeats_is_one_part(
+    service: Service, client: openai.OpenAI
+) -> None:
     upload_id = start(client)
 
     def post(body: bytes, retry: int) -> str:
         headers = {"x-stainless-retry-count": str(retry)}
-        return service.http("POST", f"/v1/uploads/{upload_id}/parts", files={"data": body}, headers=headers).json()["id"]
+        return service.http(
+            "POST", f"/v1/uploads/{upload_id}/parts", files={"data": body}, headers=headers
+        ).json()["id"]
 
     first = post(BODY[:10], 0)
 
@@ -178,7 +224,9 @@ def test_a_part_that_the_client_repeats_is_one_part(service: Service, client: op
     assert len(parts_left(service)) == 3
 
 
-def test_a_cancelled_upload_is_over_and_leaves_nothing(service: Service, client: openai.OpenAI) -> None:
+def test_a_cancelled_upload_is_over_and_leaves_nothing(
+    service: Service, client: openai.OpenAI
+) -> None:
     upload_id = start(client)
     part_ids = send(client, upload_id, BODY)
 
@@ -186,7 +234,10 @@ def test_a_cancelled_upload_is_over_and_leaves_nothing(service: Service, client:
     assert client.uploads.cancel(upload_id).status == "cancelled"
 
     assert parts_left(service) == []
-    for ask in (lambda: send(client, upload_id, BODY), lambda: client.uploads.complete(upload_id, part_ids=part_ids)):
+    for ask in (
+        lambda: send(client, upload_id, BODY),
+        lambda: client.uploads.complete(upload_id, part_ids=part_ids),
+    ):
         with pytest.raises(openai.BadRequestError, match="cancelled") as caught:
             ask()
         assert caught.value.code == "invalid_state"
@@ -194,7 +245,8 @@ def test_a_cancelled_upload_is_over_and_leaves_nothing(service: Service, client:
 
 
 def test_an_upload_expires_after_an_hour(service: Service, client: openai.OpenAI) -> None:
-    expired, going_on = start(client), start(client)
+    expired = start(client)
+    going_on = start(client)
     part_ids = send(client, expired, BODY)
     send(client, going_on, BODY)
     service.sql("UPDATE uploads SET expires_at = 1 WHERE id = :id", id=expired)
@@ -216,7 +268,9 @@ def test_the_room_that_uploads_take_is_bounded(
     monkeypatch.setattr("api.routes.uploads.MAX_PART_BYTES", 50_000)
     monkeypatch.setattr("api.routes.uploads.MAX_PENDING", 2)
     upload_id = start(client, 60_000)
-    with pytest.raises(openai.BadRequestError, match=r"larger than 50000 bytes\. Send it in more parts") as caught:
+    with pytest.raises(
+        openai.BadRequestError, match=r"larger than 50000 bytes\. Send it in more parts"
+    ) as caught:
         send(client, upload_id, BODY[:50_001])
     assert caught.value.param == "data"
     send(client, upload_id, BODY[:50_000], BODY[:50_000])
@@ -252,7 +306,13 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
 def test_a_refused_upload_names_the_field(service: Service, subtests: pytest.Subtests) -> None:
     for change, param in REFUSED:
         with subtests.test(change=change):
-            body = {"bytes": 10, "filename": "a.jsonl", "mime_type": "text/plain", "purpose": "fine-tune", **change}
+            body = {
+                "bytes": 10,
+                "filename": "a.jsonl",
+                "mime_type": "text/plain",
+                "purpose": "fine-tune",
+                **change,
+            }
             answer = service.http("POST", "/v1/uploads", json=body)
             assert (answer.status_code, answer.json()["error"]["param"]) == (400, param)
     assert service.http("POST", "/v1/uploads", json=[]).status_code == 400
@@ -261,7 +321,9 @@ def test_a_refused_upload_names_the_field(service: Service, subtests: pytest.Sub
 
 def test_another_projects_upload_does_not_exist(service: Service, client: openai.OpenAI) -> None:
     service.store.projects.ensure_project("other", "rival")
-    other = service.client(service.store.keys.create_key(project_id="other", name="k", scope="user")[1])
+    other = service.client(
+        service.store.keys.create_key(project_id="other", name="k", scope="user")[1]
+    )
     upload_id = start(client)
     for ask in (
         lambda: send(other, upload_id, BODY),
@@ -278,5 +340,7 @@ def test_parts_that_this_disk_has_not_say_so(service: Service, client: openai.Op
     upload_id = start(client)
     parts = send(client, upload_id, BODY)
     shutil.rmtree(service.settings.uploads_dir)
-    with pytest.raises(openai.BadRequestError, match=r"not on this server's disk\. Start a new upload"):
+    with pytest.raises(
+        openai.BadRequestError, match=r"not on this server's disk\. Start a new upload"
+    ):
         client.uploads.complete(upload_id, part_ids=parts)

@@ -13,7 +13,13 @@ import openai
 import pytest
 
 from ft_service.control import webhook_delivery
-from ft_service.control.webhook_delivery import AT_ONCE_OF_PROJECT, Deliveries, DeliveryError, Sender, retry_after
+from ft_service.control.webhook_delivery import (
+    AT_ONCE_OF_PROJECT,
+    Deliveries,
+    DeliveryError,
+    Sender,
+    retry_after,
+)
 from ft_service.host import webhook_receiver
 from ft_service.ids import new_id
 from ft_service.jobs.reasons import Reason
@@ -26,7 +32,11 @@ from tests.support.records import new_job
 from tests.support.rest.receiver import Receiver, hanging, receiving
 from tests.support.rest.service import Service, put, wait_until
 
-ALL: list[Any] = ["fine_tuning.job.succeeded", "fine_tuning.job.failed", "fine_tuning.job.cancelled"]
+ALL: list[Any] = [
+    "fine_tuning.job.succeeded",
+    "fine_tuning.job.failed",
+    "fine_tuning.job.cancelled",
+]
 
 
 @pytest.fixture
@@ -44,7 +54,8 @@ def deliver(service: Service) -> int:
     """Deliver what is due; how many tries that took."""
 
     async def all_due() -> int:
-        deliveries, tries = Deliveries(service.settings, service.store), 0
+        deliveries = Deliveries(service.settings, service.store)
+        tries = 0
         while begun := await deliveries.begin():
             tries += begun
             await deliveries.finish()
@@ -60,7 +71,10 @@ def make_due(service: Service) -> None:
 def waiting(service: Service) -> list[tuple[int, str | None]]:
     """Tries and last error of what was neither delivered nor given up."""
     with service.store.reading() as connection:
-        query = "SELECT tries, error FROM webhook_deliveries WHERE finished_at IS NULL ORDER BY position"
+        query = (
+            "SELECT tries, error FROM webhook_deliveries WHERE finished_at IS NULL ORDER BY "
+            "position"
+        )
         return [(row.tries, row.error) for row in connection.exec_driver_sql(query)]
 
 
@@ -77,7 +91,9 @@ def test_endpoints_are_made_read_changed_and_deleted(client: openai.OpenAI) -> N
     assert made.signing_secret_hint == f"whsec_...{made.signing_secret[-4:]}"
     assert made.updated_at == made.created_at
     shown = client.webhooks.retrieve(made.id)
-    assert shown.model_dump() == {key: value for key, value in made.model_dump().items() if key != "signing_secret"}
+    assert shown.model_dump() == {
+        key: value for key, value in made.model_dump().items() if key != "signing_secret"
+    }
     second = client.webhooks.create(name="b", url="https://example.com", event_types=ALL)
     assert [endpoint.id for endpoint in client.webhooks.list(limit=1)] == [second.id, made.id]
     assert made.signing_secret not in client.webhooks.list().model_dump_json()
@@ -88,7 +104,11 @@ def test_endpoints_are_made_read_changed_and_deleted(client: openai.OpenAI) -> N
     rotated = client.webhooks.rotate_secret(made.id)
     assert rotated.signing_secret != made.signing_secret
     deleted = client.webhooks.delete(made.id)
-    assert (deleted.id, deleted.object, deleted.deleted) == (made.id, "webhook_endpoint.deleted", True)
+    assert (deleted.id, deleted.object, deleted.deleted) == (
+        made.id,
+        "webhook_endpoint.deleted",
+        True,
+    )
     for ask in (client.webhooks.retrieve, client.webhooks.delete, client.webhooks.rotate_secret):
         with pytest.raises(openai.NotFoundError):
             ask(made.id)
@@ -97,17 +117,32 @@ def test_endpoints_are_made_read_changed_and_deleted(client: openai.OpenAI) -> N
 @pytest.mark.parametrize(
     ("change", "kind"),
     [
-        ({"state": State.SUCCEEDED, "reason": Reason.SUCCEEDED, "finished_at": 1e9}, "fine_tuning.job.succeeded"),
-        ({"state": State.FAILED, "reason": Reason.INVALID_FILE, "finished_at": 1e9}, "fine_tuning.job.failed"),
+        (
+            {"state": State.SUCCEEDED, "reason": Reason.SUCCEEDED, "finished_at": 1e9},
+            "fine_tuning.job.succeeded",
+        ),
+        (
+            {"state": State.FAILED, "reason": Reason.INVALID_FILE, "finished_at": 1e9},
+            "fine_tuning.job.failed",
+        ),
         (None, "fine_tuning.job.cancelled"),
     ],
 )
 def test_the_end_of_a_job_is_told_once_and_the_client_believes_it(
-    service: Service, client: openai.OpenAI, receiver: Receiver, training_file: str, change: dict[str, Any] | None, kind: str
+    service: Service,
+    client: openai.OpenAI,
+    receiver: Receiver,
+    training_file: str,
+    change: dict[str, Any] | None,
+    kind: str,
 ) -> None:
     job_id = client.fine_tuning.jobs.create(model="tiny", training_file=training_file).id
-    secret = client.webhooks.create(name="a", url=f"{receiver.url}/hook", event_types=ALL).signing_secret
-    client.webhooks.create(name="b", url=receiver.url, event_types=[other for other in ALL if other != kind])
+    secret = client.webhooks.create(
+        name="a", url=f"{receiver.url}/hook", event_types=ALL
+    ).signing_secret
+    client.webhooks.create(
+        name="b", url=receiver.url, event_types=[other for other in ALL if other != kind]
+    )
     put(service, job_id, state=State.RUNNING, phase=Phase.TRAINING, attempt=1, host="h")
     deliver(service)
     assert receiver.arrived.empty()
@@ -130,14 +165,18 @@ def test_the_end_of_a_job_is_told_once_and_the_client_believes_it(
         client.webhooks.unwrap(arrived.body + b" ", arrived.headers, secret=secret)
 
 
-def test_a_change_that_is_undone_tells_nobody(service: Service, client: openai.OpenAI, training_file: str) -> None:
+def test_a_change_that_is_undone_tells_nobody(
+    service: Service, client: openai.OpenAI, training_file: str
+) -> None:
     job_id = client.fine_tuning.jobs.create(model="tiny", training_file=training_file).id
     client.webhooks.create(name="a", url="https://example.com", event_types=ALL)
     claim = service.store.leases.claim(host="h", owner="test", lease_seconds=60.0, idle_seconds=0.0)
     assert claim is not None
     client.fine_tuning.jobs.pause(job_id)  # so that what was claimed has changed
 
-    assert not service.store.leases.apply(claim, JobChange(job=replace(claim.job, state=State.FAILED)))
+    assert not service.store.leases.apply(
+        claim, JobChange(job=replace(claim.job, state=State.FAILED))
+    )
     assert waiting(service) == []
 
 
@@ -163,14 +202,19 @@ def test_what_does_not_arrive_is_tried_again_with_the_same_id(
     deliver(service)
 
     assert waiting(service) == []
-    first, second = receiver.arrived.get(timeout=60), receiver.arrived.get(timeout=60)
+    first = receiver.arrived.get(timeout=60)
+    second = receiver.arrived.get(timeout=60)
     assert receiver.arrived.empty(), "no redirect is followed"
     assert (first.headers["webhook-id"], first.body) == (second.headers["webhook-id"], second.body)
 
 
-def test_what_is_too_old_is_given_up(service: Service, client: openai.OpenAI, training_file: str) -> None:
+def test_what_is_too_old_is_given_up(
+    service: Service, client: openai.OpenAI, training_file: str
+) -> None:
     client.webhooks.create(name="a", url="http://127.0.0.1:1", event_types=ALL)
-    client.fine_tuning.jobs.cancel(client.fine_tuning.jobs.create(model="tiny", training_file=training_file).id)
+    client.fine_tuning.jobs.cancel(
+        client.fine_tuning.jobs.create(model="tiny", training_file=training_file).id
+    )
     service.sql("UPDATE webhook_deliveries SET created_at = 1")
 
     deliver(service)
@@ -226,19 +270,26 @@ def test_a_url_that_nothing_could_be_sent_to_is_refused_when_it_is_given(
     for url in CANNOT_BE_SENT_TO:
         for path, body in (("", {"name": "a", "event_types": ALL}), (f"/{made.id}", {})):
             with subtests.test(url=url[:40], path=path):
-                answer = service.http("POST", f"/v1/webhook_endpoints{path}", json=body | {"url": url})
+                answer = service.http(
+                    "POST", f"/v1/webhook_endpoints{path}", json=body | {"url": url}
+                )
                 assert (answer.status_code, answer.json()["error"]["param"]) == (400, "url")
     assert [endpoint.url for endpoint in client.webhooks.list()] == [made.url]
 
 
 def add_for(service: Service, project: str, url: str, deliveries: int = 1) -> WebhookEndpoint:
-    """An endpoint of a project, with so many deliveries to it that are due. The URL is not checked, as an earlier version's."""
+    """An endpoint of a project, with so many deliveries to it that are due.
+
+    The URL is not checked, as an earlier version's.
+    """
     service.store.projects.ensure_project(project, "local")
     endpoint = service.store.webhooks.add_webhook(
         WebhookEndpoint(id=new_id("we_"), project_id=project, name="a", url=url, event_types=ALL)
     )
     for _ in range(deliveries):
-        service.store.jobs.request(project, create_job(service.store, new_job(project_id=project)).id, Verb.CANCEL)
+        service.store.jobs.request(
+            project, create_job(service.store, new_job(project_id=project)).id, Verb.CANCEL
+        )
     return endpoint
 
 
@@ -253,7 +304,9 @@ def test_what_one_delivery_raises_is_its_own_failure(
         return await post(receiver, address, endpoint, *message)
 
     monkeypatch.setattr(webhook_delivery, "_post", fail)
-    monkeypatch.setattr(webhook_delivery, "FIRST_RETRY_SECONDS", 100.0)  # longer than all of them take together
+    monkeypatch.setattr(
+        webhook_delivery, "FIRST_RETRY_SECONDS", 100.0
+    )  # longer than all of them take together
     bad = [*CANNOT_BE_SENT_TO[:5], f"{receiver.url}/bug", f"http://{'x' * 63}.invalid"]
     for url in bad:
         add_for(service, "rival", url)
@@ -262,7 +315,9 @@ def test_what_one_delivery_raises_is_its_own_failure(
     tries = deliver(service)
 
     left = waiting(service)
-    assert len(left) == len(bad) * (len(bad) + 1) // 2 + len(bad), "each endpoint gets its jobs and those after it"
+    assert len(left) == len(bad) * (len(bad) + 1) // 2 + len(bad), (
+        "each endpoint gets its jobs and those after it"
+    )
     assert all(tried == 1 and error for tried, error in left), "they wait for their next try"
     assert receiver.arrived.qsize() == 2 == tries - len(left), good
     service.sql("UPDATE webhook_deliveries SET created_at = 1")
@@ -288,7 +343,9 @@ def test_receivers_that_hang_take_nobody_elses_turn(service: Service, receiver: 
     with hanging() as (url, _):
         add_for(service, "rival", url, webhook_delivery.AT_ONCE + 8)
         assert asyncio.run(delivered()).get("rival") == AT_ONCE_OF_PROJECT
-    assert all(tried <= 1 and error is None for tried, error in waiting(service)), "what was ended is made again"
+    assert all(tried <= 1 and error is None for tried, error in waiting(service)), (
+        "what was ended is made again"
+    )
 
 
 def test_the_thread_beside_the_server_delivers_until_it_is_stopped(
@@ -296,7 +353,9 @@ def test_the_thread_beside_the_server_delivers_until_it_is_stopped(
 ) -> None:
     monkeypatch.setattr(webhook_delivery, "_END_SECONDS", 0.1)
     stop = threading.Event()
-    thread = threading.Thread(target=webhook_delivery.run, args=(service.settings, service.store, Meters(), stop))
+    thread = threading.Thread(
+        target=webhook_delivery.run, args=(service.settings, service.store, Meters(), stop)
+    )
     thread.start()
     try:
         with hanging() as (url, _):
@@ -317,11 +376,22 @@ def test_a_lookup_that_hangs_counts_until_it_is_over(monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(webhook_receiver.socket, "getaddrinfo", lambda *_, **__: over.wait() and [])
     monkeypatch.setattr(webhook_delivery, "TRY_SECONDS", 0.01)
     sender = Sender(allow_private=True, at_once=2, at_once_of_project=1)
-    endpoint = WebhookEndpoint(id="we_", project_id="p", name="a", url="https://example.com", event_types=ALL, secret="whsec_")
+    endpoint = WebhookEndpoint(
+        id="we_",
+        project_id="p",
+        name="a",
+        url="https://example.com",
+        event_types=ALL,
+        secret="whsec_",
+    )
     try:
         with pytest.raises(DeliveryError, match="no answer"):
             asyncio.run(sender.send(endpoint, "wh_", "{}"))
-        assert (sender.under_way(), sender.has_room("p"), sender.has_room("q")) == ({"p": 1}, False, True)
+        assert (sender.under_way(), sender.has_room("p"), sender.has_room("q")) == (
+            {"p": 1},
+            False,
+            True,
+        )
     finally:
         over.set()
     wait_until(lambda: sender.has_room("p"))
@@ -329,12 +399,20 @@ def test_a_lookup_that_hangs_counts_until_it_is_over(monkeypatch: pytest.MonkeyP
 
 
 def test_waits_grow_and_end() -> None:
-    assert [retry_after(tries, 0.0) for tries in (1, 2, 3, 40, 5000)] == [5.0, 10.0, 20.0, 21600.0, 21600.0]
+    assert [retry_after(tries, 0.0) for tries in (1, 2, 3, 40, 5000)] == [
+        5.0,
+        10.0,
+        20.0,
+        21600.0,
+        21600.0,
+    ]
     assert retry_after(3, 72 * 3600.0 - 20) == 20.0
     assert retry_after(3, 72 * 3600.0 - 19) is None
 
 
-def test_after_a_rotation_both_secrets_may_be_valid(service: Service, client: openai.OpenAI, receiver: Receiver) -> None:
+def test_after_a_rotation_both_secrets_may_be_valid(
+    service: Service, client: openai.OpenAI, receiver: Receiver
+) -> None:
     made = client.webhooks.create(name="a", url=receiver.url, event_types=ALL)
     kept = client.webhooks.rotate_secret(made.id, keep_old_secret_active_for_24_hours=True)
 
@@ -342,7 +420,9 @@ def test_after_a_rotation_both_secrets_may_be_valid(service: Service, client: op
         assert client.webhooks.test(made.id, event_type=ALL[0]).status_code == 200
         arrived = receiver.arrived.get(timeout=60)
         try:
-            return client.webhooks.unwrap(arrived.body, arrived.headers, secret=secret).type == ALL[0]
+            return (
+                client.webhooks.unwrap(arrived.body, arrived.headers, secret=secret).type == ALL[0]
+            )
         except openai.InvalidWebhookSignatureError:
             return False
 
@@ -376,7 +456,9 @@ def test_the_name_is_looked_up_for_every_try_and_pinned(
     client: openai.OpenAI, receiver: Receiver, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     port = receiver.url.rsplit(":", 1)[1]
-    made = client.webhooks.create(name="a", url=f"http://receiver.invalid:{port}/hook", event_types=ALL)
+    made = client.webhooks.create(
+        name="a", url=f"http://receiver.invalid:{port}/hook", event_types=ALL
+    )
     asked: list[str] = []
 
     def resolve(host: str, port: int, **_: Any) -> Any:
@@ -395,7 +477,9 @@ class TestPublicOnly:
     def configure(self, configure: dict[str, Any]) -> dict[str, Any]:
         return configure | {"webhook_allow_private": False}
 
-    def test_private_addresses_are_refused_when_given(self, service: Service, subtests: pytest.Subtests) -> None:
+    def test_private_addresses_are_refused_when_given(
+        self, service: Service, subtests: pytest.Subtests
+    ) -> None:
         for url in (
             "http://example.com",
             "ftp://example.com",
@@ -422,13 +506,19 @@ class TestPublicOnly:
     def test_and_when_a_name_turns_out_to_stand_for_one(
         self, service: Service, client: openai.OpenAI, receiver: Receiver
     ) -> None:
-        made = client.webhooks.create(name="a", url=f"https://localhost:{receiver.url.rsplit(':', 1)[1]}", event_types=ALL)
-        with pytest.raises(openai.BadRequestError, match="localhost resolves to an address that is not public"):
+        made = client.webhooks.create(
+            name="a", url=f"https://localhost:{receiver.url.rsplit(':', 1)[1]}", event_types=ALL
+        )
+        with pytest.raises(
+            openai.BadRequestError, match="localhost resolves to an address that is not public"
+        ):
             client.webhooks.test(made.id, event_type=ALL[0])
         assert receiver.arrived.empty()
 
 
-def test_wrong_bodies_are_refused_by_name(service: Service, client: openai.OpenAI, subtests: pytest.Subtests) -> None:
+def test_wrong_bodies_are_refused_by_name(
+    service: Service, client: openai.OpenAI, subtests: pytest.Subtests
+) -> None:
     made = client.webhooks.create(name="a", url="https://example.com", event_types=ALL)
     good = {"name": "a", "url": "https://example.com", "event_types": ALL}
     for path, body, param in (
@@ -439,7 +529,11 @@ def test_wrong_bodies_are_refused_by_name(service: Service, client: openai.OpenA
         ("", {"name": "a", "url": "https://example.com"}, "event_types"),
         (f"/{made.id}", {"url": "http:/"}, "url"),
         (f"/{made.id}", {"event_types": ["x"]}, "event_types.0"),
-        (f"/{made.id}/rotate_secret", {"keep_old_secret_active_for_24_hours": "yes"}, "keep_old_secret_active_for_24_hours"),
+        (
+            f"/{made.id}/rotate_secret",
+            {"keep_old_secret_active_for_24_hours": "yes"},
+            "keep_old_secret_active_for_24_hours",
+        ),
         (f"/{made.id}/test", {"event_type": "response.completed"}, "event_type"),
     ):
         with subtests.test(path=path, body=body):
@@ -449,7 +543,9 @@ def test_wrong_bodies_are_refused_by_name(service: Service, client: openai.OpenA
 
 def test_another_projects_endpoints_do_not_exist(service: Service, client: openai.OpenAI) -> None:
     service.store.projects.ensure_project("other", "rival")
-    other = service.client(service.store.keys.create_key(project_id="other", name="k", scope="user")[1])
+    other = service.client(
+        service.store.keys.create_key(project_id="other", name="k", scope="user")[1]
+    )
     made = client.webhooks.create(name="a", url="https://example.com", event_types=ALL)
     assert list(other.webhooks.list()) == []
     for ask in (

@@ -36,7 +36,11 @@ def said_of(written: str, prompt: str, **options: Any) -> list[dict[str, Any]]:
     answer = ChatAnswer.of(ChatRequest("a", [], **options), 0, chat, prompt, said.append)
     ended = any(answer.push(Choice(ord(character), None, [])) for character in written)
     answer.end("stop" if ended or answer.push(Choice(END, None, [])) else "length")
-    return [{"kind": "begun", "prompt_tokens": 3}, *said, {"kind": "done", "completion_tokens": len(written)}]
+    return [
+        {"kind": "begun", "prompt_tokens": 3},
+        *said,
+        {"kind": "done", "completion_tokens": len(written)},
+    ]
 
 
 def shape(**options: Any) -> _Shape:
@@ -57,7 +61,9 @@ def shape(**options: Any) -> _Shape:
 def test_thoughts_and_calls_have_fields_of_their_own(
     written: str, prompt: str, content: str | None, reasoning: str | None, arguments: list[str]
 ) -> None:
-    parts, whole, streamed = said_of(written, prompt, tools=[TOOL]), shape(), shape(stream=True)
+    parts = said_of(written, prompt, tools=[TOOL])
+    whole = shape()
+    streamed = shape(stream=True)
     for part in parts:
         whole.take(part)
     (choice,) = ChatCompletion.model_validate(whole.whole()).choices
@@ -67,14 +73,24 @@ def test_thoughts_and_calls_have_fields_of_their_own(
     assert [(call.name, call.arguments) for call in called] == [("add", own) for own in arguments]
     assert choice.finish_reason == ("tool_calls" if arguments else "stop")
 
-    chunks = [ChatCompletionChunk.model_validate(chunk) for part in parts for chunk in streamed.chunks(part)]
+    chunks = [
+        ChatCompletionChunk.model_validate(chunk)
+        for part in parts
+        for chunk in streamed.chunks(part)
+    ]
     deltas = [chunk.choices[0].delta for chunk in chunks]
     assert "".join(delta.content or "" for delta in deltas) == (content or "")
-    assert "".join(getattr(delta, "reasoning_content", None) or "" for delta in deltas) == (reasoning or "")
+    assert "".join(getattr(delta, "reasoning_content", None) or "" for delta in deltas) == (
+        reasoning or ""
+    )
     functions = [call.function for delta in deltas for call in delta.tool_calls or ()]
-    assert [(call.name, call.arguments) for call in functions if call] == [("add", own) for own in arguments]
+    assert [(call.name, call.arguments) for call in functions if call] == [
+        ("add", own) for own in arguments
+    ]
     assert chunks[-1].choices[0].finish_reason == choice.finish_reason
-    assert len([delta for delta in deltas if delta.content]) == len([text for text in content or "" if text.strip()])
+    assert len([delta for delta in deltas if delta.content]) == len(
+        [text for text in content or "" if text.strip()]
+    )
 
 
 def test_one_call_where_no_more_are_wanted() -> None:

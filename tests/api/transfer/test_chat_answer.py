@@ -22,7 +22,10 @@ from ft_service.settings import Settings
 from tests.support.bases import SAMPLE
 from tests.support.rest.service import Service, put, run_dir, wait_until
 
-MESSAGES: list[Any] = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Where is my order 51943?"}]
+MESSAGES: list[Any] = [
+    {"role": "system", "content": "Be brief."},
+    {"role": "user", "content": "Where is my order 51943?"},
+]
 LIMIT = 10
 PROBED = [5, 70, 9, 200, 31, 8, 6]
 
@@ -36,7 +39,8 @@ def settings(settings: Settings) -> Settings:
 @pytest.fixture
 def preview(service: Service, monkeypatch: pytest.MonkeyPatch) -> Iterator[Preview]:
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
-    preview, stop = Preview(service.settings, service.store), threading.Event()
+    preview = Preview(service.settings, service.store)
+    stop = threading.Event()
     thread = threading.Thread(target=preview.run, args=(stop,))
     thread.start()
     service.app.state.services = replace(service.app.state.services, preview=preview)
@@ -46,11 +50,17 @@ def preview(service: Service, monkeypatch: pytest.MonkeyPatch) -> Iterator[Previ
     thread.join()
 
 
-def tuned_name(service: Service, client: openai.OpenAI, training_file: str, seed: int, **options: Any) -> str:
+def tuned_name(
+    service: Service, client: openai.OpenAI, training_file: str, seed: int, **options: Any
+) -> str:
     """The name of a job that has succeeded with a random adapter."""
-    job = client.fine_tuning.jobs.create(model=SAMPLE.name, training_file=training_file, suffix=f"s{seed}", extra_body=options)
+    job = client.fine_tuning.jobs.create(
+        model=SAMPLE.name, training_file=training_file, suffix=f"s{seed}", extra_body=options
+    )
     base = AutoModelForCausalLM.from_pretrained(SAMPLE, dtype=torch.float32)
-    model = get_peft_model(base, LoraConfig(r=4, lora_alpha=8, target_modules="all-linear", task_type="CAUSAL_LM"))
+    model = get_peft_model(
+        base, LoraConfig(r=4, lora_alpha=8, target_modules="all-linear", task_type="CAUSAL_LM")
+    )
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for _, parameter in model.named_parameters():
@@ -92,7 +102,11 @@ def by_peft(service: Service, name: str | None) -> str:
 
 
 def test_tuned_models_and_their_base_answer_as_themselves(
-    service: Service, client: openai.OpenAI, training_file: str, preview: Preview, monkeypatch: pytest.MonkeyPatch
+    service: Service,
+    client: openai.OpenAI,
+    training_file: str,
+    preview: Preview,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     names = [tuned_name(service, client, training_file, seed) for seed in (1, 2)]
     expected = {name: by_peft(service, name) for name in (*names, None)}
@@ -100,7 +114,9 @@ def test_tuned_models_and_their_base_answer_as_themselves(
 
     def ask(name: str | None, **options: Any) -> Any:
         model = name or SAMPLE.name
-        return client.chat.completions.create(model=model, messages=MESSAGES, temperature=0, max_tokens=LIMIT, **options)
+        return client.chat.completions.create(
+            model=model, messages=MESSAGES, temperature=0, max_tokens=LIMIT, **options
+        )
 
     with ThreadPoolExecutor(3) as asking:
         answers = list(asking.map(ask, expected))
@@ -109,7 +125,9 @@ def test_tuned_models_and_their_base_answer_as_themselves(
     wait_until(lambda: all(verdicts(service, name) for name in names))
     for name in names:
         (verdict,) = verdicts(service, name)
-        assert verdict.startswith("In the preview: served, verified: 1 prompts' log-probabilities lie 0.000 nats")
+        assert verdict.startswith(
+            "In the preview: served, verified: 1 prompts' log-probabilities lie 0.000 nats"
+        )
 
     whole = ask(names[0], n=2, logprobs=True, top_logprobs=2)
     assert [choice.message.content for choice in whole.choices] == [expected[names[0]]] * 2
@@ -125,7 +143,10 @@ def test_tuned_models_and_their_base_answer_as_themselves(
     assert "".join(texts) == expected[names[1]]
     assert len([text for text in texts if text]) > 2
     assert chunks[0].choices[0].delta.role == "assistant"
-    assert [chunk.choices[0].finish_reason for chunk in chunks if chunk.choices][-1] in ("stop", "length")
+    assert [chunk.choices[0].finish_reason for chunk in chunks if chunk.choices][-1] in (
+        "stop",
+        "length",
+    )
     assert chunks[-1].usage.total_tokens > chunks[-1].usage.completion_tokens > 0
 
     with pytest.raises(openai.BadRequestError, match="512 tokens") as caught:
@@ -148,7 +169,10 @@ def test_tuned_models_and_their_base_answer_as_themselves(
     monkeypatch.setattr(service.store.leases, "free_slots", lambda *_: [])
     with pytest.raises(openai.InternalServerError, match="All 4 slots are busy training"):
         ask(names[0])
-    assert ask(names[0], extra_body={"processor": True}).choices[0].message.content == expected[names[0]], "during training"
+    assert (
+        ask(names[0], extra_body={"processor": True}).choices[0].message.content
+        == expected[names[0]]
+    ), "during training"
 
 
 def test_nobody_else_finds_out_what_there_is(
@@ -157,7 +181,9 @@ def test_nobody_else_finds_out_what_there_is(
     job = client.fine_tuning.jobs.create(model=SAMPLE.name, training_file=training_file)
     name = put(service, job.id, state=State.SUCCEEDED, attempt=1).spec.tuned_name
     service.store.projects.ensure_project("other", "rival")
-    other = service.client(service.store.keys.create_key(project_id="other", name="k", scope="user")[1])
+    other = service.client(
+        service.store.keys.create_key(project_id="other", name="k", scope="user")[1]
+    )
     never = f"{name[:-3]}abc"
     said = []
     for asked in (name, never):
@@ -168,5 +194,7 @@ def test_nobody_else_finds_out_what_there_is(
     with pytest.raises(openai.NotFoundError, match="no such base model"):
         client.chat.completions.create(model="gpt-9", messages=MESSAGES)
     with pytest.raises(openai.BadRequestError, match="response_format"):
-        client.chat.completions.create(model=name, messages=MESSAGES, response_format={"type": "json_object"})
+        client.chat.completions.create(
+            model=name, messages=MESSAGES, response_format={"type": "json_object"}
+        )
     assert preview.pid is None, "nothing of this is a reason to start it"

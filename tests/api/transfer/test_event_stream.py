@@ -17,7 +17,12 @@ from ft_service.store.records import NewEvent
 from tests.support.rest.service import METRICS, Service, put, run_dir
 from tests.support.rest.streams import listening, next_event
 
-TRAINING: dict[str, Any] = {"state": State.RUNNING, "phase": Phase.TRAINING, "attempt": 1, "host": "h"}
+TRAINING: dict[str, Any] = {
+    "state": State.RUNNING,
+    "phase": Phase.TRAINING,
+    "attempt": 1,
+    "host": "h",
+}
 
 
 @pytest.fixture(autouse=True)
@@ -30,20 +35,28 @@ def job_id(client: openai.OpenAI, training_file: str) -> str:
     return client.fine_tuning.jobs.create(model="tiny", training_file=training_file).id
 
 
-def test_events_arrive_as_they_happen_and_the_stream_ends_with_the_job(service: Service, job_id: str) -> None:
+def test_events_arrive_as_they_happen_and_the_stream_ends_with_the_job(
+    service: Service, job_id: str
+) -> None:
     with listening(service, job_id) as lines:
         assert next_event(lines)["message"] == f"Created fine-tuning job: {job_id}"
         assert next_event(lines)["message"].startswith("Plan: ")
         put(service, job_id, NewEvent(level="info", message="Step", metrics=METRICS), **TRAINING)
         event = next_event(lines)
-        assert (event["object"], event["type"], event["data"]["step"]) == ("fine_tuning.job.event", "metrics", 5)
+        assert (event["object"], event["type"], event["data"]["step"]) == (
+            "fine_tuning.job.event",
+            "metrics",
+            5,
+        )
         put(service, job_id, state=State.CANCELLED, phase=Phase.STOPPING)
         put(service, job_id, NewEvent(level="info", message="Stopped."), phase=None)
         assert next_event(lines)["message"] == "Stopped."
         assert list(lines) == ["data: [DONE]"]
 
 
-def test_openais_client_reads_the_stream(service: Service, client: openai.OpenAI, job_id: str) -> None:
+def test_openais_client_reads_the_stream(
+    service: Service, client: openai.OpenAI, job_id: str
+) -> None:
     client.fine_tuning.jobs.cancel(job_id)
     stream = client.get(
         f"/fine_tuning/jobs/{job_id}/events",
@@ -57,28 +70,41 @@ def test_openais_client_reads_the_stream(service: Service, client: openai.OpenAI
     assert plan.startswith("Plan: ")
 
 
-def test_a_stream_goes_on_where_another_has_ended(service: Service, client: openai.OpenAI, job_id: str) -> None:
+def test_a_stream_goes_on_where_another_has_ended(
+    service: Service, client: openai.OpenAI, job_id: str
+) -> None:
     put(service, job_id, *(NewEvent(level="info", message=str(n)) for n in range(250)))
     client.fine_tuning.jobs.cancel(job_id)
     with listening(service, job_id) as lines:
         seen = [next_event(lines) for _ in range(120)]  # the first two are of the creation
     wanted = [*map(str, range(118, 250)), "Cancel requested."]
-    for query, headers in (("", {"last-event-id": seen[-1]["id"]}), (f"&after={seen[-1]['id']}", {})):
+    for query, headers in (
+        ("", {"last-event-id": seen[-1]["id"]}),
+        (f"&after={seen[-1]['id']}", {}),
+    ):
         with listening(service, job_id, query, **headers) as lines:
             assert [next_event(lines)["message"] for _ in wanted] == wanted
             assert list(lines) == ["data: [DONE]"]
 
 
-def test_a_silent_stream_says_that_it_lives(service: Service, job_id: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_silent_stream_says_that_it_lives(
+    service: Service, job_id: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr("api.transfer.event_stream.KEEP_ALIVE_SECONDS", 0.01)
     with listening(service, job_id) as lines:
         _ = next_event(lines), next_event(lines)
         assert [next(lines) for _ in range(2)] == [": the job continues"] * 2
 
 
-def test_what_cannot_be_streamed_is_refused_before_anything_is_sent(service: Service, job_id: str) -> None:
-    assert service.http("GET", "/v1/fine_tuning/jobs/ftjob-none/events?stream=true").status_code == 404
-    answer = service.http("GET", f"/v1/fine_tuning/jobs/{job_id}/events?stream=true&after=ftevent-none")
+def test_what_cannot_be_streamed_is_refused_before_anything_is_sent(
+    service: Service, job_id: str
+) -> None:
+    assert (
+        service.http("GET", "/v1/fine_tuning/jobs/ftjob-none/events?stream=true").status_code == 404
+    )
+    answer = service.http(
+        "GET", f"/v1/fine_tuning/jobs/{job_id}/events?stream=true&after=ftevent-none"
+    )
     assert (answer.status_code, answer.json()["error"]["param"]) == (400, "after")
 
 
@@ -104,7 +130,10 @@ def test_logs_are_followed_by_rank_over_attempts_until_the_job_ends(
     run.put(of_rank.format(1, 1), b"another rank\n")
     put(service, job_id, state=State.RUNNING, phase=Phase.TRAINING, attempt=1)
     path = f"{service.url}/v1/fine_tuning/jobs/{job_id}/logs"
-    asked = {"params": {"follow": True, "rank": 0, "lines": 1}, "headers": {"authorization": f"Bearer {service.key}"}}
+    asked = {
+        "params": {"follow": True, "rank": 0, "lines": 1},
+        "headers": {"authorization": f"Bearer {service.key}"},
+    }
     with service.connections.stream("GET", path, **asked) as answer:
         found = map(json.loads, answer.iter_lines())
         assert next(found) == {"attempt": 1, "source": "rank 0 stdout", "line": "first"}
@@ -136,9 +165,15 @@ def test_followers_of_logs_read_a_line_once_and_who_comes_late_reads_what_is_the
     log.write_text("one\ntwo\n")
     put(service, job_id, **TRAINING)
     url = f"{service.url}/v1/fine_tuning/jobs/{job_id}/logs"
-    asked = {"params": {"follow": True, "lines": 1}, "headers": {"authorization": f"Bearer {service.key}"}}
+    asked = {
+        "params": {"follow": True, "lines": 1},
+        "headers": {"authorization": f"Bearer {service.key}"},
+    }
     with ExitStack() as stack:
-        answers = [stack.enter_context(service.connections.stream("GET", url, **asked)).iter_lines() for _ in range(6)]
+        answers = [
+            stack.enter_context(service.connections.stream("GET", url, **asked)).iter_lines()
+            for _ in range(6)
+        ]
         assert [json.loads(next(lines))["line"] for lines in answers] == ["two"] * 6
         del reads[:]
         with log.open("a") as file:
@@ -146,7 +181,9 @@ def test_followers_of_logs_read_a_line_once_and_who_comes_late_reads_what_is_the
         assert [json.loads(next(lines))["line"] for lines in answers] == ["three"] * 6
         assert reads == [8]
         late = stack.enter_context(
-            service.connections.stream("GET", url, **{**asked, "params": {"follow": True, "lines": 2}})
+            service.connections.stream(
+                "GET", url, **{**asked, "params": {"follow": True, "lines": 2}}
+            )
         ).iter_lines()
         assert [json.loads(next(late))["line"] for _ in range(2)] == ["two", "three"]
         put(service, job_id, state=State.SUCCEEDED, phase=None)

@@ -10,7 +10,11 @@ from api.transfer import tar_stream
 
 
 def test_a_stream_is_a_tar_of_the_announced_length(tmp_path: Path) -> None:
-    bodies = {"empty": b"", "one block": b"x" * 512, f"deep/{'n' * 120}/\N{SNOWMAN}": b"y" * 1_100_000}
+    bodies = {
+        "empty": b"",
+        "one block": b"x" * 512,
+        f"deep/{'n' * 120}/\N{SNOWMAN}": b"y" * 1_100_000,
+    }
     for name, body in bodies.items():
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).write_bytes(body)

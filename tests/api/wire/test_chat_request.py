@@ -1,4 +1,6 @@
-"""Every field of OpenAI's that is not done here is refused by name; what says nothing is let through."""
+"""Every field of OpenAI's that is not done here is refused by name; what says nothing is let
+through.
+"""
 
 from __future__ import annotations
 
@@ -29,22 +31,39 @@ def test_the_defaults_are_openais() -> None:
 
 
 def test_both_names_of_the_limit_and_both_forms_of_stop() -> None:
-    for body in ({"max_tokens": 5}, {"max_completion_tokens": 5}, {"max_tokens": 5, "max_completion_tokens": 5}):
+    for body in (
+        {"max_tokens": 5},
+        {"max_completion_tokens": 5},
+        {"max_tokens": 5, "max_completion_tokens": 5},
+    ):
         assert parse_chat_completion(ASKED | body).order(None)["max_tokens"] == 5
     assert parse_chat_completion(ASKED | {"stop": "a"}).order(None)["stop"] == ["a"]
     assert parse_chat_completion(ASKED | {"stop": ["a", "b"]}).order(None)["stop"] == ["a", "b"]
 
 
 def test_messages_keep_the_names_of_participants() -> None:
-    messages = [{"role": "system", "content": "Be kind.", "name": "host"}, {"role": "user", "content": "Hi", "name": "Ann"}]
+    messages = [
+        {"role": "system", "content": "Be kind.", "name": "host"},
+        {"role": "user", "content": "Hi", "name": "Ann"},
+    ]
     assert parse_chat_completion(ASKED | {"messages": messages}).order(None)["messages"] == messages
-    with pytest.raises(SpecError, match=r"messages\.0\.name: of a participant must be 1 to 64 characters"):
-        parse_chat_completion(ASKED | {"messages": [{"role": "user", "content": "Hi", "name": "Ann Lee"}]}).order(None)
+    with pytest.raises(
+        SpecError, match=r"messages\.0\.name: of a participant must be 1 to 64 characters"
+    ):
+        parse_chat_completion(
+            ASKED | {"messages": [{"role": "user", "content": "Hi", "name": "Ann Lee"}]}
+        ).order(None)
 
 
 def test_an_answer_can_be_sent_back_as_it_came() -> None:
     call = {"id": "c1", "type": "function", "function": {"name": "f", "arguments": "{}"}}
-    answer = {"role": "assistant", "content": None, "refusal": None, "audio": None, "tool_calls": [call]}
+    answer = {
+        "role": "assistant",
+        "content": None,
+        "refusal": None,
+        "audio": None,
+        "tool_calls": [call],
+    }
     messages = [*ASKED["messages"], answer, {"role": "tool", "tool_call_id": "c1", "content": "3"}]
     order = parse_chat_completion(ASKED | {"messages": messages}).order("folder")
     assert order["messages"][1]["tool_calls"][0]["function"] == {"name": "f", "arguments": {}}
@@ -70,7 +89,10 @@ def test_what_asks_for_nothing_is_let_through() -> None:
 def test_tools_are_not_told_of_with_tool_choice_none() -> None:
     tools = [{"type": "function", "function": {"name": "f"}}]
     assert parse_chat_completion(ASKED | {"tools": tools}).order(None)["tools"] == tools
-    assert parse_chat_completion(ASKED | {"tools": tools, "tool_choice": "none"}).order(None)["tools"] == []
+    assert (
+        parse_chat_completion(ASKED | {"tools": tools, "tool_choice": "none"}).order(None)["tools"]
+        == []
+    )
 
 
 @pytest.mark.parametrize(
@@ -78,7 +100,10 @@ def test_tools_are_not_told_of_with_tool_choice_none() -> None:
     [
         ({"messages": []}, "messages"),
         ({"messages": [{"role": "nobody", "content": "x"}]}, "messages"),
-        ({"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {}}]}]}, "messages"),
+        (
+            {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {}}]}]},
+            "messages",
+        ),
         ({"n": 5}, "n"),
         ({"temperature": 2.1}, "temperature"),
         ({"top_p": 0}, "top_p"),

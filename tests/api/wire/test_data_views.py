@@ -19,7 +19,10 @@ from ft_service.errors import LimitError, UnavailableError
 from tests.support.rest.service import Service
 
 PAIR = {"input": {"messages": [{"role": "user", "content": "a"}]}}
-PAIR |= {f"{kind}_output": [{"role": "assistant", "content": kind}] for kind in ("preferred", "non_preferred")}
+PAIR |= {
+    f"{kind}_output": [{"role": "assistant", "content": kind}]
+    for kind in ("preferred", "non_preferred")
+}
 
 
 def check(service: Service, name: str, body: bytes, **query: str) -> dict[str, Any]:
@@ -33,7 +36,9 @@ def test_a_file_is_judged_as_a_job_would_read_it(service: Service) -> None:
     assert (found["object"], found["ok"], found["whole"]) == ("file.check", False, True)
     assert found["message"].startswith("cap.csv: 1 of 1 row cannot be trained on.")
     assert "data: {prompt: Prompt, completion: Completion}" in found["message"]
-    found = check(service, "cap.csv", capitals, data='{"prompt": "Prompt", "completion": "Completion"}')
+    found = check(
+        service, "cap.csv", capitals, data='{"prompt": "Prompt", "completion": "Completion"}'
+    )
     assert (found["ok"], found["message"], found["records"]) == (
         True,
         "cap.csv: prompt and completion in CSV; 1 row, and it is fine.",
@@ -46,13 +51,21 @@ def test_a_file_is_judged_as_a_job_would_read_it(service: Service) -> None:
     assert "data: {instruction: prompt, output: completion}" in as_text
     pairs = json.dumps(PAIR).encode()
     assert check(service, "pairs.jsonl", pairs, method="dpo")["ok"]
-    assert "method: {type: dpo}" in check(service, "pairs.jsonl", pairs, method="supervised")["message"]
+    assert (
+        "method: {type: dpo}"
+        in check(service, "pairs.jsonl", pairs, method="supervised")["message"]
+    )
     wrong = check(service, "cap.csv", capitals, data='{"promt": "Prompt"}')["error"]
     assert (wrong["param"], "promt" in wrong["message"]) == ("promt", True)
 
 
-def test_copies_and_empty_answers_are_told_as_ft_data_check_does(service: Service, tmp_path: Path) -> None:
-    chats = [[{"role": "user", "content": "2+2?"}, {"role": "assistant", "content": answer}] for answer in ("4", "4", " ", "5")]
+def test_copies_and_empty_answers_are_told_as_ft_data_check_does(
+    service: Service, tmp_path: Path
+) -> None:
+    chats = [
+        [{"role": "user", "content": "2+2?"}, {"role": "assistant", "content": answer}]
+        for answer in ("4", "4", " ", "5")
+    ]
     path = tmp_path / "a.jsonl"
     path.write_text("".join(json.dumps({"messages": chat}) + "\n" for chat in chats))
     copies, empty = check(service, path.name, path.read_bytes())["warnings"]
@@ -85,11 +98,14 @@ def test_of_a_file_that_takes_long_the_beginning_is_read(tmp_path: Path) -> None
     assert (report.unread, report.faults_total, report.examples) == (True, 0, 1)
     assert (
         report.fine_text("a")
-        == "a: plain text (text) in JSON lines; the first 1 line can be trained on. The rest was not read: a job reads it."
+        == "a: plain text (text) in JSON lines; the first 1 line can be trained on. The rest was "
+        "not read: a job reads it."
     )
 
 
-def test_a_project_has_one_process_and_few_who_wait(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_project_has_one_process_and_few_who_wait(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(file_checks, "START_SECONDS", 1)
     path = tmp_path / "a.jsonl"
     path.write_text('{"text": "a"}')
@@ -136,20 +152,37 @@ def get(service: Service, path: str, **query: object) -> httpx2.Response:
 def test_samples_of_a_file_and_of_a_job(service: Service) -> None:
     file = service.client().files.create(file=("a.jsonl", LINES), purpose="fine-tune")
     answer = get(service, f"/v1/files/{file.id}/samples", model="tiny", limit=2).json()
-    assert (answer["has_more"], answer["format"], answer["word"]) == (True, "plain text (text) in JSON lines", "line")
+    assert (answer["has_more"], answer["format"], answer["word"]) == (
+        True,
+        "plain text (text) in JSON lines",
+        "line",
+    )
     first, second = answer["data"]
     assert first["tokens"] == [
         {"id": first["tokens"][0]["id"], "text": "0", "role": "learned"},
         {"id": 2, "text": "<|im_end|>", "role": "learned"},
     ]
-    assert (second["line"], second["learned"], second["total"], second["cut_at"], second["error"]) == (2, 1, 2, None, None)
+    assert (
+        second["line"],
+        second["learned"],
+        second["total"],
+        second["cut_at"],
+        second["error"],
+    ) == (2, 1, 2, None, None)
     job = service.client().fine_tuning.jobs.create(model="tiny", training_file=file.id)
     of_job = get(service, f"/v1/fine_tuning/jobs/{job.id}/samples", after=1).json()
     assert [sample["line"] for sample in of_job["data"]] == [2, 3]
     assert of_job["data"][0] == second
-    assert get(service, f"/v1/fine_tuning/jobs/{job.id}/samples", file="validation").status_code == 404
-    assert get(service, f"/v1/files/{file.id}/samples", model="gone").json()["error"]["param"] == "model"
-    wrong = get(service, f"/v1/files/{file.id}/samples", model="tiny", chat_template="chatmi").json()["error"]
+    assert (
+        get(service, f"/v1/fine_tuning/jobs/{job.id}/samples", file="validation").status_code == 404
+    )
+    assert (
+        get(service, f"/v1/files/{file.id}/samples", model="gone").json()["error"]["param"]
+        == "model"
+    )
+    wrong = get(
+        service, f"/v1/files/{file.id}/samples", model="tiny", chat_template="chatmi"
+    ).json()["error"]
     assert wrong["param"] == "chat_template"
     assert "there are chatml, llama-3" in wrong["message"]
 
@@ -157,19 +190,29 @@ def test_samples_of_a_file_and_of_a_job(service: Service) -> None:
 def test_statistics_of_a_file_and_of_a_job(service: Service) -> None:
     client = service.client()
     lines = b"".join(b'{"text": "%d"}\n' % (number % 30) for number in range(32))
-    file, other = (client.files.create(file=(f"{name}.jsonl", lines), purpose="fine-tune") for name in "ab")
+    file, other = (
+        client.files.create(file=(f"{name}.jsonl", lines), purpose="fine-tune") for name in "ab"
+    )
     asked = {"model": "tiny", "validation_split": 0.25, "seed": 7, "batch_size": 4}
     found = get(service, f"/v1/files/{file.id}/statistics", **asked).json()
     assert (found["training"]["samples"], found["validation"]["samples"]) == (24, 8)
-    assert (found["items"], found["steps"]) == (1, 3), "short documents share one row, a batch in each epoch"
-    assert found["training"]["duplicates"]["count"] + found["validation"]["duplicates"]["count"] == 2
+    assert (found["items"], found["steps"]) == (1, 3), (
+        "short documents share one row, a batch in each epoch"
+    )
+    assert (
+        found["training"]["duplicates"]["count"] + found["validation"]["duplicates"]["count"] == 2
+    )
     assert found["overlap"] == {"count": 0, "first": []}
     assert "with the same tokens as an earlier one" in found["warnings"][0]
     options = {"training": {"batch_size": 4}, "validation_split": 0.25}
-    job = client.fine_tuning.jobs.create(model="tiny", training_file=file.id, seed=7, extra_body=options)
+    job = client.fine_tuning.jobs.create(
+        model="tiny", training_file=file.id, seed=7, extra_body=options
+    )
     of_job = get(service, f"/v1/fine_tuning/jobs/{job.id}/statistics").json()
     assert of_job["flops"] > 0
     assert {**of_job, "flops": None, "seconds": None} == found
     assert service.http("GET", f"/v1/fine_tuning/jobs/{job.id}").json()["validation_split"] == 0.25
-    refused = get(service, f"/v1/files/{file.id}/statistics", **asked, validation_file=other.id).json()["error"]
+    refused = get(
+        service, f"/v1/files/{file.id}/statistics", **asked, validation_file=other.id
+    ).json()["error"]
     assert refused["param"] == "validation_split"

@@ -28,26 +28,44 @@ def test_a_malformed_body_is_a_400_that_names_the_field_and_stores_nothing(
     for name in ("model", "training_file"):
         body = {"model": "tiny", "training_file": training_file}
         del body[name]
-        assert check_error(service.http("POST", "/v1/fine_tuning/jobs", json=body), 400)["param"] == name
+        assert (
+            check_error(service.http("POST", "/v1/fine_tuning/jobs", json=body), 400)["param"]
+            == name
+        )
     assert service.store.jobs.list_jobs("default").data == []
 
 
-def test_what_openai_has_and_this_service_has_not_is_refused_by_name(client: openai.OpenAI, training_file: str) -> None:
+def test_what_openai_has_and_this_service_has_not_is_refused_by_name(
+    client: openai.OpenAI, training_file: str
+) -> None:
     refused: list[tuple[dict[str, Any], str, str]] = [
-        ({"integrations": [{"type": "wandb", "wandb": {"project": "p"}}]}, "integrations", "FT_WANDB_API_KEY"),
+        (
+            {"integrations": [{"type": "wandb", "wandb": {"project": "p"}}]},
+            "integrations",
+            "FT_WANDB_API_KEY",
+        ),
         ({"method": {"type": "tinker"}}, "method.type", "Tinker"),
     ]
     for more, param, word in refused:
         with pytest.raises(openai.BadRequestError, match=word) as caught:
             client.fine_tuning.jobs.create(model="tiny", training_file=training_file, **more)
         assert (caught.value.param, caught.value.code) == (param, "not_available")
-    assert client.fine_tuning.jobs.create(model="tiny", training_file=training_file, integrations=[]).integrations == []
+    assert (
+        client.fine_tuning.jobs.create(
+            model="tiny", training_file=training_file, integrations=[]
+        ).integrations
+        == []
+    )
 
 
-def test_limits_are_named_with_their_numbers(service: Service, client: openai.OpenAI, training_file: str) -> None:
+def test_limits_are_named_with_their_numbers(
+    service: Service, client: openai.OpenAI, training_file: str
+) -> None:
     with pytest.raises(openai.BadRequestError) as caught:
         client.fine_tuning.jobs.create(
-            model="tiny", training_file=training_file, extra_body={"distributed": {"nproc_per_node": 5}}
+            model="tiny",
+            training_file=training_file,
+            extra_body={"distributed": {"nproc_per_node": 5}},
         )
     assert "= 5: this host runs at most 4 ranks" in caught.value.message
 
@@ -64,7 +82,9 @@ def test_without_a_valid_key_nothing_but_health_answers(service: Service) -> Non
     for path, methods in paths.items():
         for method in methods if path not in health else ():
             for authorization in ("", "Basic x", "Bearer", "Bearer no", b"Bearer \xff"):
-                answer = service.http(method.upper(), path, headers={"authorization": authorization})
+                answer = service.http(
+                    method.upper(), path, headers={"authorization": authorization}
+                )
                 assert check_error(answer, 401)["code"] == "invalid_api_key", path
                 assert answer.headers["www-authenticate"] == "Bearer"
 
@@ -98,31 +118,51 @@ def test_unknown_routes_and_wrong_methods_have_the_same_body(service: Service) -
         ("/v2", "/docs lists them."),
     ],
 )
-def test_a_client_with_another_address_is_told_the_right_one(service: Service, address: str, instead: str) -> None:
-    """Also where the page has an address of this name, whose sign-in the client would read as the answer."""
+def test_a_client_with_another_address_is_told_the_right_one(
+    service: Service, address: str, instead: str
+) -> None:
+    """Also where the page has an address of this name, whose sign-in the client would read as the
+    answer.
+    """
     client = openai.OpenAI(base_url=f"{service.url}{address}", api_key=service.key, max_retries=0)
     with pytest.raises(openai.NotFoundError, match=re.escape(instead)) as caught:
         client.models.list()
     assert caught.value.code == "unknown_url"
 
 
-def test_what_azures_client_and_other_routes_of_openai_serve_is_named(service: Service, client: openai.OpenAI) -> None:
-    azures = openai.AzureOpenAI(azure_endpoint=service.url, api_key=service.key, api_version="2024-10-21", max_retries=0)
-    with pytest.raises(openai.NotFoundError, match=r"it is /v1/fine_tuning/jobs here\. Use the client OpenAI, not AzureOpenAI"):
+def test_what_azures_client_and_other_routes_of_openai_serve_is_named(
+    service: Service, client: openai.OpenAI
+) -> None:
+    azures = openai.AzureOpenAI(
+        azure_endpoint=service.url, api_key=service.key, api_version="2024-10-21", max_retries=0
+    )
+    with pytest.raises(
+        openai.NotFoundError,
+        match=r"it is /v1/fine_tuning/jobs here\. Use the client OpenAI, not AzureOpenAI",
+    ):
         azures.fine_tuning.jobs.list()
     with pytest.raises(openai.NotFoundError, match="it is /v1/chat/completions here"):
-        azures.chat.completions.create(model="tiny", messages=[{"role": "user", "content": "hello"}])
+        azures.chat.completions.create(
+            model="tiny", messages=[{"role": "user", "content": "hello"}]
+        )
     with pytest.raises(openai.NotFoundError, match="asked by POST /v1/chat/completions"):
         client.responses.create(model="tiny", input="hello")
     error = check_error(service.http("GET", "/v1/files/"), 404)
     assert error["message"].endswith("it is /v1/files here, without a slash at its end.")
 
 
-def test_a_query_parameter_that_a_route_does_not_have_is_refused(service: Service, client: openai.OpenAI) -> None:
-    with pytest.raises(openai.BadRequestError, match="it takes after, base, limit, metadata, project, status") as caught:
+def test_a_query_parameter_that_a_route_does_not_have_is_refused(
+    service: Service, client: openai.OpenAI
+) -> None:
+    with pytest.raises(
+        openai.BadRequestError, match="it takes after, base, limit, metadata, project, status"
+    ) as caught:
         client.fine_tuning.jobs.list(extra_query={"order": "asc"})
     assert (caught.value.param, caught.value.code) == ("order", "unknown_parameter")
-    assert check_error(service.http("GET", "/v1/fine_tuning/jobs/x?include=a"), 400)["param"] == "include"
+    assert (
+        check_error(service.http("GET", "/v1/fine_tuning/jobs/x?include=a"), 400)["param"]
+        == "include"
+    )
     assert list(client.fine_tuning.jobs.list(extra_query={"metadata[a]": "b", "limit": 5})) == []
 
 
@@ -135,7 +175,10 @@ def test_allow_names_every_method_of_a_path(service: Service) -> None:
         assert named >= {method.upper() for method in methods}, path
         assert "PATCH" not in named
         for method in named:
-            assert service.http(method, path, headers={"authorization": ""}).status_code in (200, 401), (path, method)
+            assert service.http(method, path, headers={"authorization": ""}).status_code in (
+                200,
+                401,
+            ), (path, method)
 
 
 LIST_PARAMETERS = [
@@ -173,7 +216,9 @@ def test_model_ids_hold_slashes_and_colons(service: Service, client: openai.Open
 def test_chat_completions_say_what_to_do_instead(service: Service, client: openai.OpenAI) -> None:
     for model, code in (("tiny", "model_not_served"), ("ft:tiny:local::none", "model_not_found")):
         with pytest.raises(openai.NotFoundError) as caught:
-            client.chat.completions.create(model=model, messages=[{"role": "user", "content": "Hi"}])
+            client.chat.completions.create(
+                model=model, messages=[{"role": "user", "content": "Hi"}]
+            )
         assert (caught.value.param, caught.value.code) == ("model", code)
     check_error(service.http("POST", "/v1/chat/completions", json=[]), 400)
 
@@ -216,5 +261,7 @@ def test_the_documentation_works_without_a_network(service: Service) -> None:
     assert "://" not in page.replace("http://www.w3.org", "")
     assert "JobRequest" in document["components"]["schemas"]
     assert "HTTPBearer" in document["components"]["securitySchemes"]
-    references = {part.split('"')[0] for part in json.dumps(document).split('"#/components/schemas/')[1:]}
+    references = {
+        part.split('"')[0] for part in json.dumps(document).split('"#/components/schemas/')[1:]
+    }
     assert references <= set(document["components"]["schemas"])

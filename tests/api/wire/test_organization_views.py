@@ -35,9 +35,21 @@ def test_usage_as_csv() -> None:
 
 
 def test_a_key_is_active_until_it_expires_or_is_revoked_and_its_secret_is_shown_once() -> None:
-    key = ApiKey(id="key_1", project_id="p", name="n", scope="admin", prefix="ft-ab", created_at=1.5, expires_at=100.0)
+    key = ApiKey(
+        id="key_1",
+        project_id="p",
+        name="n",
+        scope="admin",
+        prefix="ft-ab",
+        created_at=1.5,
+        expires_at=100.0,
+    )
     view = new_api_key_view(key, "ft-abc", now=99.0)
-    assert (view.value, view.redacted_value, view.owner_project_access) == ("ft-abc", "ft-ab\N{HORIZONTAL ELLIPSIS}", "active")
+    assert (view.value, view.redacted_value, view.owner_project_access) == (
+        "ft-abc",
+        "ft-ab\N{HORIZONTAL ELLIPSIS}",
+        "active",
+    )
     assert (view.owner.service_account.role, view.owner.service_account.id) == ("owner", "key_1")
     assert api_key_view(key, now=100.0).owner_project_access == "inactive"
     assert "value" not in api_key_view(key, now=1.0).model_dump()

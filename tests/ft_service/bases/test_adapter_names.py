@@ -6,7 +6,10 @@ import pytest
 
 from ft_service.bases.adapter_names import AdapterNames
 
-OURS, THEIRS = (f"base_model.model.model.layers.1.mlp.shared_expert{end}.up_proj.lora_A.weight" for end in ("s", ""))
+OURS, THEIRS = (
+    f"base_model.model.model.layers.1.mlp.shared_expert{end}.up_proj.lora_A.weight"
+    for end in ("s", "")
+)
 PLAIN = "base_model.model.model.layers.0.mlp.up_proj.lora_A.weight"
 NAMES = AdapterNames({OURS.partition(".lora_")[0]: THEIRS.partition(".lora_")[0]})
 
@@ -19,7 +22,9 @@ def test_a_file_says_itself_how_its_names_are_read() -> None:
 
 
 @pytest.mark.parametrize("metadata", [None, {}, {"format": "pt"}])
-def test_a_file_that_says_nothing_has_the_names_of_the_model(metadata: dict[str, str] | None) -> None:
+def test_a_file_that_says_nothing_has_the_names_of_the_model(
+    metadata: dict[str, str] | None,
+) -> None:
     assert AdapterNames.of_file(metadata).in_model(THEIRS) == THEIRS
     assert not AdapterNames.of_file(metadata).metadata
 

@@ -37,7 +37,9 @@ def cached_base(cache: Path) -> Path:
 
 
 @pytest.mark.parametrize("through_link", [False, True])
-def test_links_of_the_hubs_cache_stay_inside_their_model(tmp_path: Path, *, through_link: bool) -> None:
+def test_links_of_the_hubs_cache_stay_inside_their_model(
+    tmp_path: Path, *, through_link: bool
+) -> None:
     folder = cached_base(tmp_path / "cache")
     if through_link:
         (tmp_path / "name").symlink_to(folder)
@@ -64,14 +66,18 @@ def test_links_within_the_folder_are_files_of_it(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("kind", [kind for kind in KINDS if kind != "loop"])
-@pytest.mark.parametrize("name", ["config.json", "LICENSE", "README.md", "preprocessor_config.json"])
+@pytest.mark.parametrize(
+    "name", ["config.json", "LICENSE", "README.md", "preprocessor_config.json"]
+)
 def test_nothing_but_regular_files_inside_is_opened(tmp_path: Path, kind: str, name: str) -> None:
     folder = save_base(tmp_path / "base")
     (folder / name).unlink(missing_ok=True)
     KINDS[kind](folder / name)
     assert not is_base_file(folder / name)
     for look in (open_base_file, lambda path: copy_base_file(path, tmp_path / "copy")):
-        with pytest.raises(SpecError, match=rf"{name} in .*: it is (not a regular file|a link that leads)") as caught:
+        with pytest.raises(
+            SpecError, match=rf"{name} in .*: it is (not a regular file|a link that leads)"
+        ) as caught:
             look(folder / name)
         assert (caught.value.param, caught.value.code) == ("model", "model_unreadable")
     assert not (tmp_path / "copy").exists()
@@ -123,14 +129,20 @@ def test_a_document_is_bounded(tmp_path: Path, text: bytes, reason: str) -> None
 
 
 def test_infinity_is_read_where_transformers_writes_it(tmp_path: Path) -> None:
-    (tmp_path / "config.json").write_text(json.dumps({"limit": float("inf"), "deep": json.loads(nested(60))}))
+    (tmp_path / "config.json").write_text(
+        json.dumps({"limit": float("inf"), "deep": json.loads(nested(60))})
+    )
     assert read_document(tmp_path / "config.json")["limit"] == float("inf")
 
 
 def test_a_name_that_is_not_one_is_refused_with_its_place(tmp_path: Path) -> None:
     folder = save_base(tmp_path / "base", model_type=["llama"])
-    with pytest.raises(SpecError, match=r"it says model_type = \['llama'\], and that must be a name"):
+    with pytest.raises(
+        SpecError, match=r"it says model_type = \['llama'\], and that must be a name"
+    ):
         read_config(folder)
     save_base(folder, text_config={"model_type": {}})
-    with pytest.raises(SpecError, match=r"it says text_config\.model_type = \{\}, and that must be a name"):
+    with pytest.raises(
+        SpecError, match=r"it says text_config\.model_type = \{\}, and that must be a name"
+    ):
         read_config(folder)

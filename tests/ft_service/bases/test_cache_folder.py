@@ -1,4 +1,6 @@
-"""The folder of quantised bases: what is used last stays longest, what is in use stays, half-done entries are never seen."""
+"""The folder of quantised bases: what is used last stays longest, what is in use stays, half-done
+entries are never seen.
+"""
 
 from __future__ import annotations
 
@@ -49,7 +51,8 @@ def test_an_entry_is_found_once_it_is_published(tmp_path: Path) -> None:
 
 def test_the_first_of_two_writers_wins_and_the_other_leaves_nothing(tmp_path: Path) -> None:
     cache = Cache(tmp_path)
-    one, other = cache.stage(10), cache.stage(10)
+    one = cache.stage(10)
+    other = cache.stage(10)
     assert one is not None
     assert other is not None
     (one.folder / INDEX).write_text("one")
@@ -101,7 +104,9 @@ input()
 def test_an_entry_read_by_another_process_stays(tmp_path: Path) -> None:
     cache = Cache(tmp_path)
     put(cache, "a", 10)
-    with subprocess.Popen([sys.executable, "-c", READER, tmp_path], stdin=subprocess.PIPE, stdout=subprocess.PIPE) as reader:
+    with subprocess.Popen(
+        [sys.executable, "-c", READER, tmp_path], stdin=subprocess.PIPE, stdout=subprocess.PIPE
+    ) as reader:
         assert reader.stdout is not None
         assert reader.stdout.readline() == b"has it\n"
         assert not cache.remove("a")
@@ -112,7 +117,8 @@ def test_an_entry_read_by_another_process_stays(tmp_path: Path) -> None:
 def test_an_entry_that_another_process_removes_meanwhile_keeps_no_other_from_being_made(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    cache, look = Cache(tmp_path, limit=100), Cache.entries
+    cache = Cache(tmp_path, limit=100)
+    look = Cache.entries
     put(cache, "a", 10)
 
     def removed_behind_the_look(self: Cache) -> dict[Path, int]:
@@ -142,9 +148,12 @@ def test_without_a_limit_half_of_the_free_disk_is_the_limit(tmp_path: Path) -> N
     cache.discard(staged)
 
 
-def test_what_killed_writers_left_is_removed_and_what_living_ones_write_is_not(tmp_path: Path) -> None:
+def test_what_killed_writers_left_is_removed_and_what_living_ones_write_is_not(
+    tmp_path: Path,
+) -> None:
     cache = Cache(tmp_path)
-    living, killed = cache.stage(10), cache.stage(10)
+    living = cache.stage(10)
+    killed = cache.stage(10)
     assert living is not None
     assert killed is not None
     killed.close()
@@ -189,5 +198,7 @@ def test_the_folder_is_the_same_for_those_who_fill_it_and_those_who_prune_it(
 ) -> None:
     assert folder_of(environment, Path("/state")) == expected
     start = Start(job_id="ftjob-1", attempt=1, world_size=1, generation=1, checkpoint=None)
-    of_ranks = torchrun.environment({"FT_HOME": "/state", **environment}, start, RunDir(tmp_path), Node())
+    of_ranks = torchrun.environment(
+        {"FT_HOME": "/state", **environment}, start, RunDir(tmp_path), Node()
+    )
     assert of_ranks["FT_CACHE"] == str(expected or "")

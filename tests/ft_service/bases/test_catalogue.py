@@ -15,7 +15,9 @@ from ft_service.settings import Settings
 from tests.support.describing import small_document
 
 
-def make_model(folder: Path, *, weights: str = "model.safetensors", tokenizer: str = "tokenizer.json") -> Path:
+def make_model(
+    folder: Path, *, weights: str = "model.safetensors", tokenizer: str = "tokenizer.json"
+) -> Path:
     folder.mkdir(parents=True)
     for name in ("config.json", weights, tokenizer):
         (folder / name).write_text("{}")
@@ -70,25 +72,36 @@ def test_a_refusal_names_only_bases_that_can_be_tuned(tmp_path: Path) -> None:
     assert "The bases that are here cannot be tuned." in message
 
 
-def test_an_unknown_name_is_told_with_the_one_that_was_meant_or_the_way_to_fetch_it(tmp_path: Path) -> None:
+def test_an_unknown_name_is_told_with_the_one_that_was_meant_or_the_way_to_fetch_it(
+    tmp_path: Path,
+) -> None:
     make_model(tmp_path / "tiny-llama")
     catalogue = Catalogue([tmp_path])
-    assert "Did you mean tiny-llama? There are: tiny-llama." in refusal(catalogue, "Tiny-Lama").message
     assert (
-        "ft pull meta-llama/Llama-3.1-8B-Instruct. There are" in refusal(catalogue, "meta-llama/Llama-3.1-8B-Instruct").message
+        "Did you mean tiny-llama? There are: tiny-llama." in refusal(catalogue, "Tiny-Lama").message
     )
-    assert refusal(catalogue, "gpt-4o").message.endswith("there is no such base model. There are: tiny-llama.")
+    assert (
+        "ft pull meta-llama/Llama-3.1-8B-Instruct. There are"
+        in refusal(catalogue, "meta-llama/Llama-3.1-8B-Instruct").message
+    )
+    assert refusal(catalogue, "gpt-4o").message.endswith(
+        "there is no such base model. There are: tiny-llama."
+    )
 
 
 def test_aliases_are_mapped_first(tmp_path: Path) -> None:
     make_model(tmp_path / "models" / "tiny")
     aliases = tmp_path / "aliases.yaml"
     aliases.write_text("gpt-4o-mini-2024-07-18: tiny\ngone: absent\n")
-    catalogue = Catalogue.from_settings(Settings(models=[tmp_path / "models"], model_aliases=aliases))
+    catalogue = Catalogue.from_settings(
+        Settings(models=[tmp_path / "models"], model_aliases=aliases)
+    )
 
     assert catalogue.find("gpt-4o-mini-2024-07-18").name == "tiny"
     assert "an alias of 'absent'" in refusal(catalogue, "gone").message
-    assert refusal(catalogue, "gpt-4o-mini").message.endswith("There are: tiny. Aliases: gpt-4o-mini-2024-07-18.")
+    assert refusal(catalogue, "gpt-4o-mini").message.endswith(
+        "There are: tiny. Aliases: gpt-4o-mini-2024-07-18."
+    )
 
 
 @pytest.mark.parametrize("text", ["- a\n- b\n", "a: 1\n", "a: [\n", None])
@@ -114,7 +127,20 @@ def test_an_unknown_model_lists_the_first_twenty(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "name", ["../secret", "..", "tiny/../../secret", "", "/etc", "a//b", "tiny/.", ".hidden", "a\\b", "a\0b", "x" * 300]
+    "name",
+    [
+        "../secret",
+        "..",
+        "tiny/../../secret",
+        "",
+        "/etc",
+        "a//b",
+        "tiny/.",
+        ".hidden",
+        "a\\b",
+        "a\0b",
+        "x" * 300,
+    ],
 )
 def test_names_never_escape_the_folder(tmp_path: Path, name: str) -> None:
     make_model(tmp_path / "models" / "tiny")
@@ -124,12 +150,19 @@ def test_names_never_escape_the_folder(tmp_path: Path, name: str) -> None:
     refusal(Catalogue([tmp_path / "models"]), name)
 
 
-def test_a_folder_that_is_named_by_its_path_is_refused_without_a_list_of_its_neighbours(tmp_path: Path) -> None:
-    """Which are no choice: their names are none of FT_MODELS', whose absence the message would complain of."""
+def test_a_folder_that_is_named_by_its_path_is_refused_without_a_list_of_its_neighbours(
+    tmp_path: Path,
+) -> None:
+    """Which are no choice: their names are none of FT_MODELS', whose absence the message would
+    complain of.
+    """
     make_model(tmp_path / "other")
     (tmp_path / "empty").mkdir()
     assert Catalogue.find_folder(tmp_path / "other").path == tmp_path / "other"
-    for name, fault in (("empty", "the folder holds no config.json"), ("missing", "there is no such folder")):
+    for name, fault in (
+        ("empty", "the folder holds no config.json"),
+        ("missing", "there is no such folder"),
+    ):
         with pytest.raises(SpecError) as caught:
             Catalogue.find_folder(tmp_path / name)
         assert caught.value.message == f"model = '{tmp_path / name}': {fault}."
@@ -155,7 +188,9 @@ def test_of_a_hugging_face_cache_only_snapshots_are_models(tmp_path: Path) -> No
     assert [model.name for model in catalogue.list_models()] == ["org/tiny"]
     folder = tmp_path / "models--org--tiny/snapshots/0123abc"
     assert catalogue.find("org/tiny").path == folder
-    assert catalogue.find("models--org--tiny/snapshots/0123abc").path == folder, "by its path below the model folder"
+    assert catalogue.find("models--org--tiny/snapshots/0123abc").path == folder, (
+        "by its path below the model folder"
+    )
 
 
 def test_of_several_snapshots_of_a_cache_main_has_the_plain_name(tmp_path: Path) -> None:
@@ -179,17 +214,25 @@ def test_what_cannot_be_trained_on_is_refused_by_name(tmp_path: Path) -> None:
     catalogue = Catalogue([tmp_path])
 
     assert [model.name for model in catalogue.list_models()] == ["pickled"], "whose reason is shown"
-    assert "no weights in safetensors, only pytorch_model.bin, which is pickled" in refusal(catalogue, "pickled").message
+    assert (
+        "no weights in safetensors, only pytorch_model.bin, which is pickled"
+        in refusal(catalogue, "pickled").message
+    )
     assert "no weights" in refusal(catalogue, "hollow").message
     assert "no tokenizer" in refusal(catalogue, "mute").message
     assert "tiktoken.model without a tokenizer.json" in refusal(catalogue, "remote").message
     assert "no config.json" in refusal(catalogue, "bare").message
 
 
-def test_a_folder_that_cannot_be_listed_or_was_removed_costs_no_other(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_folder_that_cannot_be_listed_or_was_removed_costs_no_other(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     make_model(tmp_path / "good")
-    closed, removed = make_model(tmp_path / "closed"), make_model(tmp_path / "removed")
-    catalogue, listed, state = Catalogue([tmp_path]), Path.iterdir, Path.lstat
+    closed = make_model(tmp_path / "closed")
+    removed = make_model(tmp_path / "removed")
+    catalogue = Catalogue([tmp_path])
+    listed = Path.iterdir
+    state = Path.lstat
 
     def iterdir(path: Path) -> Iterator[Path]:
         if path == closed:

@@ -29,14 +29,18 @@ def open_descriptions(tmp_path: Path) -> Iterator[Open]:
     """Opens descriptions over one cache, and closes them."""
     made: list[Descriptions] = []
 
-    def opened(make: Make | None = None, describer: str | None = "here", **options: Any) -> Descriptions:
+    def opened(
+        make: Make | None = None, describer: str | None = "here", **options: Any
+    ) -> Descriptions:
         made.append(Descriptions(RunDir(tmp_path / "cache"), describer, make, **options))
         return made[-1]
 
     yield opened
     for descriptions in made:
         descriptions.close()
-    wait_for(lambda: not [thread for thread in threading.enumerate() if thread.name == "describing"])
+    wait_for(
+        lambda: not [thread for thread in threading.enumerate() if thread.name == "describing"]
+    )
 
 
 class Counted:
@@ -50,7 +54,9 @@ class Counted:
         return small_document(folder)
 
 
-def test_what_was_described_once_is_in_the_cache_for_any_copy(tmp_path: Path, open_descriptions: Open) -> None:
+def test_what_was_described_once_is_in_the_cache_for_any_copy(
+    tmp_path: Path, open_descriptions: Open
+) -> None:
     made = Counted()
     base = save_base(tmp_path / "base")
     assert open_descriptions().known(base) is None
@@ -65,7 +71,9 @@ def test_what_was_described_once_is_in_the_cache_for_any_copy(tmp_path: Path, op
     assert made.folders == [base]
 
 
-def test_a_document_of_other_versions_serves_where_nothing_can_describe(tmp_path: Path, open_descriptions: Open) -> None:
+def test_a_document_of_other_versions_serves_where_nothing_can_describe(
+    tmp_path: Path, open_descriptions: Open
+) -> None:
     base = save_base(tmp_path / "base")
     open_descriptions(Counted(), "of yesterday").describe(base)
 
@@ -73,7 +81,9 @@ def test_a_document_of_other_versions_serves_where_nothing_can_describe(tmp_path
     assert open_descriptions(None, None).description(base).model_type == "llama"
 
 
-def test_another_config_is_another_base_and_another_tokenizer_is_not(tmp_path: Path, open_descriptions: Open) -> None:
+def test_another_config_is_another_base_and_another_tokenizer_is_not(
+    tmp_path: Path, open_descriptions: Open
+) -> None:
     made = Counted()
     base = save_base(tmp_path / "base")
     descriptions = open_descriptions(made)
@@ -124,14 +134,20 @@ def test_a_folder_that_cannot_be_described_is_refused_in_words_and_left_alone(
 
     assert found.refused is not None
     assert found.refused.code == "model_undescribable"
-    with pytest.raises(SpecError, match=f"odd cannot be described, so it cannot be tuned here: .*{words}"):
+    with pytest.raises(
+        SpecError, match=f"odd cannot be described, so it cannot be tuned here: .*{words}"
+    ):
         descriptions.description(base)
     assert descriptions.ask(base) is found
-    assert open_descriptions(oddly()).describe(base) == found, "another process reads it in the cache"
+    assert open_descriptions(oddly()).describe(base) == found, (
+        "another process reads it in the cache"
+    )
     assert len(log.read_text().splitlines()) == 1
 
 
-def test_a_folder_that_could_not_be_described_is_tried_again_after_a_while(tmp_path: Path, open_descriptions: Open) -> None:
+def test_a_folder_that_could_not_be_described_is_tried_again_after_a_while(
+    tmp_path: Path, open_descriptions: Open
+) -> None:
     log = tmp_path / "log"
     base = save_base(tmp_path / "odd", test="garbage", log=str(log))
     descriptions = open_descriptions(oddly(), failed_seconds=0.5)
@@ -142,17 +158,26 @@ def test_a_folder_that_could_not_be_described_is_tried_again_after_a_while(tmp_p
     assert len(log.read_text().splitlines()) == 2
 
 
-@pytest.mark.parametrize(("test", "words"), [("killed", r"killed by signal 9"), ("hang", "took longer than 1 seconds")])
+@pytest.mark.parametrize(
+    ("test", "words"), [("killed", r"killed by signal 9"), ("hang", "took longer than 1 seconds")]
+)
 def test_a_process_that_the_host_ends_says_nothing_of_the_base(
     tmp_path: Path, open_descriptions: Open, test: str, words: str
 ) -> None:
-    """Neither to those who wait, nor in the cache, nor after a restart; the base is described once the host lets it."""
-    log, go = tmp_path / "log", tmp_path / "go"
+    """Neither to those who wait, nor in the cache, nor after a restart; the base is described once
+    the host lets it.
+    """
+    log = tmp_path / "log"
+    go = tmp_path / "go"
     base = save_base(tmp_path / "base", test=test, log=str(log), go=str(go))
-    descriptions = open_descriptions(oddly(seconds=1.0 if test == "hang" else 60.0), lost_seconds=0.2)
+    descriptions = open_descriptions(
+        oddly(seconds=1.0 if test == "hang" else 60.0), lost_seconds=0.2
+    )
     for losses in (1, 2, 3):
         with pytest.raises(NotDescribedError, match=words) as caught:
-            wait_for(lambda: descriptions.describe(base) if descriptions.delay(base) is None else None)
+            wait_for(
+                lambda: descriptions.describe(base) if descriptions.delay(base) is None else None
+            )
         assert caught.value.code == "model_not_described"
         assert (caught.value.retry_after or 0) >= 1
         assert len(log.read_text().splitlines()) == losses
@@ -165,7 +190,9 @@ def test_a_process_that_the_host_ends_says_nothing_of_the_base(
         save_base(base)
     go.touch()
 
-    assert open_descriptions(oddly()).describe(base).base is not None, "another process begins at once"
+    assert open_descriptions(oddly()).describe(base).base is not None, (
+        "another process begins at once"
+    )
     assert wait_for(lambda: descriptions.ask(base)).base is not None
     assert descriptions.delay(base) is None
 
@@ -176,14 +203,22 @@ def test_refusals_of_0_2_0_that_blame_a_base_for_the_hosts_doing_are_not_believe
     base = save_base(tmp_path / "base")
     key = open_descriptions()._key(base)
     folder = hashlib.sha256(str(base).encode()).hexdigest()[:16]
-    refused = Described("", VERSIONS, refused=Refusal("workers.describe was killed by signal 9", code="model_undescribable"))
-    RunDir(tmp_path / "cache").put(f"{key}.{folder}.refused", f"{time.time() + 600}\n".encode() + write_described(refused))
+    refused = Described(
+        "",
+        VERSIONS,
+        refused=Refusal("workers.describe was killed by signal 9", code="model_undescribable"),
+    )
+    RunDir(tmp_path / "cache").put(
+        f"{key}.{folder}.refused", f"{time.time() + 600}\n".encode() + write_described(refused)
+    )
 
     assert open_descriptions().known(base) is None
     assert open_descriptions(Counted()).describe(base).base is not None
 
 
-def test_what_prevents_a_description_is_no_fault_of_the_base(tmp_path: Path, open_descriptions: Open) -> None:
+def test_what_prevents_a_description_is_no_fault_of_the_base(
+    tmp_path: Path, open_descriptions: Open
+) -> None:
     faults = [DescribeLaterError("the cluster is away")]
     base = save_base(tmp_path / "base")
 
@@ -204,8 +239,11 @@ def test_what_prevents_a_description_is_no_fault_of_the_base(tmp_path: Path, ope
 
 
 def test_bases_are_described_by_project_in_turn(tmp_path: Path, open_descriptions: Open) -> None:
-    """A project that asks for many takes none of another's turns, nor all processes; who asks for the same base shares it."""
-    begun, go = list[str](), threading.Event()
+    """A project that asks for many takes none of another's turns, nor all processes; who asks for
+    the same base shares it.
+    """
+    begun = list[str]()
+    go = threading.Event()
 
     def make(folder: Path, stop: Callable[[], bool]) -> Described:
         begun.append(folder.name)
@@ -213,7 +251,8 @@ def test_bases_are_described_by_project_in_turn(tmp_path: Path, open_description
         return small_document(folder)
 
     bases = {
-        name: save_base(tmp_path / name, rope_theta=float(theta)) for theta, name in enumerate(["a1", "a2", "a3", "a4", "b1"])
+        name: save_base(tmp_path / name, rope_theta=float(theta))
+        for theta, name in enumerate(["a1", "a2", "a3", "a4", "b1"])
     }
     descriptions = open_descriptions(make)
     for name in ("a1", "a2", "a3", "a4"):
@@ -230,14 +269,20 @@ def test_bases_are_described_by_project_in_turn(tmp_path: Path, open_description
     assert sorted(begun) == sorted(bases)
 
 
-def test_one_process_describes_a_base_for_all_who_ask(tmp_path: Path, open_descriptions: Open) -> None:
-    log, go = tmp_path / "log", tmp_path / "go"
+def test_one_process_describes_a_base_for_all_who_ask(
+    tmp_path: Path, open_descriptions: Open
+) -> None:
+    log = tmp_path / "log"
+    go = tmp_path / "go"
     base = save_base(tmp_path / "base", test="slow", log=str(log), go=str(go))
     shutil.copytree(base, tmp_path / "copy")
     descriptions = open_descriptions(oddly())
     found: list[Described] = []
     folders = [base, tmp_path / "copy"] * 4
-    threads = [threading.Thread(target=lambda folder=folder: found.append(descriptions.describe(folder))) for folder in folders]
+    threads = [
+        threading.Thread(target=lambda folder=folder: found.append(descriptions.describe(folder)))
+        for folder in folders
+    ]
     for thread in threads:
         thread.start()
     wait_for(log.exists)
@@ -250,12 +295,19 @@ def test_one_process_describes_a_base_for_all_who_ask(tmp_path: Path, open_descr
     assert len(log.read_text().splitlines()) == 1
 
 
-def test_a_base_that_hangs_keeps_no_other_waiting_and_urgent_ones_go_first(tmp_path: Path, open_descriptions: Open) -> None:
+def test_a_base_that_hangs_keeps_no_other_waiting_and_urgent_ones_go_first(
+    tmp_path: Path, open_descriptions: Open
+) -> None:
     log = tmp_path / "log"
     hanging = save_base(tmp_path / "hanging", test="hang", log=str(log))
     go = tmp_path / "go"
-    held = save_base(tmp_path / "held", test="slow", log=str(log), go=str(go))  # which the others wait for
-    others = [save_base(tmp_path / f"other-{number}", rope_theta=float(number), log=str(log)) for number in range(1, 7)]
+    held = save_base(
+        tmp_path / "held", test="slow", log=str(log), go=str(go)
+    )  # which the others wait for
+    others = [
+        save_base(tmp_path / f"other-{number}", rope_theta=float(number), log=str(log))
+        for number in range(1, 7)
+    ]
     urgent = save_base(tmp_path / "urgent", rope_theta=99.0, log=str(log))
     descriptions = open_descriptions(oddly())
     descriptions.ask(hanging)
@@ -272,10 +324,15 @@ def test_a_base_that_hangs_keeps_no_other_waiting_and_urgent_ones_go_first(tmp_p
     assert descriptions.known(hanging) is None
 
 
-def test_no_more_than_two_bases_are_described_at_once(tmp_path: Path, open_descriptions: Open) -> None:
-    log, go = tmp_path / "log", tmp_path / "go"
+def test_no_more_than_two_bases_are_described_at_once(
+    tmp_path: Path, open_descriptions: Open
+) -> None:
+    log = tmp_path / "log"
+    go = tmp_path / "go"
     bases = [
-        save_base(tmp_path / f"b{number}", test="slow", log=str(log), go=str(go), rope_theta=float(number))
+        save_base(
+            tmp_path / f"b{number}", test="slow", log=str(log), go=str(go), rope_theta=float(number)
+        )
         for number in range(5)
     ]
     descriptions = open_descriptions(oddly())
@@ -294,7 +351,10 @@ def test_bases_that_take_long_keep_no_other_waiting(
 ) -> None:
     monkeypatch.setattr(describing, "LONG_SECONDS", 1.0)
     log = tmp_path / "log"
-    hanging = [save_base(tmp_path / f"h{number}", test="hang", log=str(log), rope_theta=float(number)) for number in range(3)]
+    hanging = [
+        save_base(tmp_path / f"h{number}", test="hang", log=str(log), rope_theta=float(number))
+        for number in range(3)
+    ]
     base = save_base(tmp_path / "base")
     descriptions = open_descriptions(oddly())
     for one in hanging:
@@ -305,7 +365,9 @@ def test_bases_that_take_long_keep_no_other_waiting(
     assert [descriptions.known(one) for one in hanging] == [None] * 3
 
 
-def test_who_ends_the_service_ends_the_process_and_says_nothing_of_the_base(tmp_path: Path, open_descriptions: Open) -> None:
+def test_who_ends_the_service_ends_the_process_and_says_nothing_of_the_base(
+    tmp_path: Path, open_descriptions: Open
+) -> None:
     log = tmp_path / "log"
     base = save_base(tmp_path / "base", test="hang", log=str(log))
     descriptions = open_descriptions(oddly())
@@ -320,7 +382,9 @@ def test_who_ends_the_service_ends_the_process_and_says_nothing_of_the_base(tmp_
     assert open_descriptions(oddly()).describe(base).base is not None
 
 
-def test_a_base_that_changes_meanwhile_is_described_as_it_is_then(tmp_path: Path, open_descriptions: Open) -> None:
+def test_a_base_that_changes_meanwhile_is_described_as_it_is_then(
+    tmp_path: Path, open_descriptions: Open
+) -> None:
     base = save_base(tmp_path / "base")
 
     def make(folder: Path, stop: Callable[[], bool]) -> Described:
@@ -337,7 +401,9 @@ def test_a_base_that_changes_meanwhile_is_described_as_it_is_then(tmp_path: Path
 
 
 @pytest.mark.parametrize("kind", ["absent", "fifo", "out"])
-def test_a_folder_that_cannot_be_read_is_refused_without_a_process(tmp_path: Path, open_descriptions: Open, kind: str) -> None:
+def test_a_folder_that_cannot_be_read_is_refused_without_a_process(
+    tmp_path: Path, open_descriptions: Open, kind: str
+) -> None:
     base = tmp_path / "base"
     if kind == "fifo":
         save_base(base)
@@ -375,7 +441,9 @@ def test_a_document_that_is_used_is_marked_so_in_the_cache(
     assert document.stat().st_mtime > 1, "it was found in memory"
 
 
-def test_a_damaged_document_in_the_cache_is_made_again(tmp_path: Path, open_descriptions: Open) -> None:
+def test_a_damaged_document_in_the_cache_is_made_again(
+    tmp_path: Path, open_descriptions: Open
+) -> None:
     base = save_base(tmp_path / "base")
     open_descriptions(Counted()).describe(base)
     (document,) = (tmp_path / "cache").iterdir()
@@ -387,7 +455,9 @@ def test_a_damaged_document_in_the_cache_is_made_again(tmp_path: Path, open_desc
     json.loads(document.read_bytes())
 
 
-def test_a_cache_that_cannot_be_written_is_no_reason_to_fail(tmp_path: Path, open_descriptions: Open) -> None:
+def test_a_cache_that_cannot_be_written_is_no_reason_to_fail(
+    tmp_path: Path, open_descriptions: Open
+) -> None:
     base = save_base(tmp_path / "base")
     (tmp_path / "cache").write_text("a file where the folder should be")
     descriptions = open_descriptions(Counted())
@@ -396,8 +466,11 @@ def test_a_cache_that_cannot_be_written_is_no_reason_to_fail(tmp_path: Path, ope
     assert descriptions.known(base) is not None
 
 
-def test_a_document_of_a_server_is_taken_over_if_the_files_are_the_same(tmp_path: Path, open_descriptions: Open) -> None:
-    base, other = save_base(tmp_path / "base"), save_base(tmp_path / "other", rope_theta=7.0)
+def test_a_document_of_a_server_is_taken_over_if_the_files_are_the_same(
+    tmp_path: Path, open_descriptions: Open
+) -> None:
+    base = save_base(tmp_path / "base")
+    other = save_base(tmp_path / "other", rope_theta=7.0)
     descriptions = open_descriptions(None, None)
     with pytest.raises(NotDescribedError, match="being described"):
         descriptions.description(base)

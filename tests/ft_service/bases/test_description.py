@@ -33,7 +33,9 @@ def test_a_change_of_the_code_that_describes_is_another_key(tmp_path: Path) -> N
     assert len(digests) == 4
 
     base = save_base(tmp_path / "base")
-    assert len({description_key(base, replace(VERSIONS, sources=digest)) for digest in digests}) == 4
+    assert (
+        len({description_key(base, replace(VERSIONS, sources=digest)) for digest in digests}) == 4
+    )
     root = Path(__file__).parents[3]
     assert Versions.installed().sources == sources_digest(root, root / "ft_service")
 

@@ -9,10 +9,21 @@ from tests.support.hub import COMMIT
 
 def test_only_weights_in_safetensors_are_taken_and_each_once() -> None:
     def model(*names: str) -> HubRepository:
-        return HubRepository("a/b", "main", COMMIT, None, {name: HubFile(1, None) for name in names})
+        return HubRepository(
+            "a/b", "main", COMMIT, None, {name: HubFile(1, None) for name in names}
+        )
 
-    whole = model("config.json", "model.safetensors", "consolidated.safetensors", "onnx/model.safetensors", "tokenizer.json")
-    assert (whole.weights(), whole.small_files()) == (["model.safetensors"], ["config.json", "tokenizer.json"])
+    whole = model(
+        "config.json",
+        "model.safetensors",
+        "consolidated.safetensors",
+        "onnx/model.safetensors",
+        "tokenizer.json",
+    )
+    assert (whole.weights(), whole.small_files()) == (
+        ["model.safetensors"],
+        ["config.json", "tokenizer.json"],
+    )
     with pytest.raises(SpecError, match=r"no weights in safetensors, only pytorch_model\.bin"):
         model("config.json", "pytorch_model.bin").weights()
     with pytest.raises(SpecError, match="an adapter is named by its base"):

@@ -1,10 +1,18 @@
-"""Which modules "all-linear" means in a mixture of experts, and the format of every weight of a base published quantised."""
+"""Which modules "all-linear" means in a mixture of experts, and the format of every weight of a
+base published quantised.
+"""
 
 from __future__ import annotations
 
 import pytest
 
-from ft_service.bases.module_rules import OuterModules, WeightNames, assign_formats, choose_targets, refuse_resharding_of_held
+from ft_service.bases.module_rules import (
+    OuterModules,
+    WeightNames,
+    assign_formats,
+    choose_targets,
+    refuse_resharding_of_held,
+)
 from ft_service.errors import SpecError
 from ft_service.spec import PrecisionOptions, WeightFormat
 
@@ -17,14 +25,20 @@ LINEARS = [*ATTENTION, *DENSE, *SHARES, *ROUTERS]
 
 
 def test_shared_experts_and_dense_layers_are_meant_and_routers_are_not() -> None:
-    assert choose_targets(LINEARS, STACKS, "all-linear", shared_experts=True) == [*ATTENTION, *DENSE, *SHARES]
+    assert choose_targets(LINEARS, STACKS, "all-linear", shared_experts=True) == [
+        *ATTENTION,
+        *DENSE,
+        *SHARES,
+    ]
 
 
 def test_a_job_of_an_earlier_version_goes_on_with_the_modules_that_it_began_with() -> None:
     """Also with those inside a router of several layers."""
     inside = "layers.1.mlp.gate.first"
     assert choose_targets([*LINEARS, inside], STACKS, "all-linear") == [*ATTENTION, *SHARES, inside]
-    assert inside not in choose_targets([*LINEARS, inside], STACKS, "all-linear", shared_experts=True)
+    assert inside not in choose_targets(
+        [*LINEARS, inside], STACKS, "all-linear", shared_experts=True
+    )
 
 
 @pytest.mark.parametrize("shared", [True, False])
@@ -36,7 +50,9 @@ def test_without_experts_every_linear_layer_is_meant(shared: bool) -> None:
 def test_a_pattern_is_told_that_it_has_to_match_a_whole_name() -> None:
     assert choose_targets(ATTENTION, [], r".*\.(q|k)_proj") == ATTENTION[:1]
     with pytest.raises(
-        SpecError, match=r"it has o_proj, q_proj\. A pattern has to match a whole name, such as layers\.0\.self_attn"
+        SpecError,
+        match=r"it has o_proj, q_proj\. A pattern has to match a whole name, such as "
+        r"layers\.0\.self_attn",
     ):
         choose_targets(ATTENTION, [], "q_proj|k_proj")
 
@@ -44,7 +60,10 @@ def test_a_pattern_is_told_that_it_has_to_match_a_whole_name() -> None:
 def test_a_name_alone_stays_ambiguous_in_a_mixture() -> None:
     with pytest.raises(SpecError, match="named with what they lie in"):
         choose_targets(LINEARS, STACKS, ["down_proj"], shared_experts=True)
-    assert choose_targets(LINEARS, STACKS, ["shared_expert.down_proj"], shared_experts=True) == DENSE[2:]
+    assert (
+        choose_targets(LINEARS, STACKS, ["shared_expert.down_proj"], shared_experts=True)
+        == DENSE[2:]
+    )
 
 
 @pytest.mark.parametrize("wanted", ["all-linear", ".*", ["o_proj", "out"]])
@@ -56,8 +75,16 @@ def test_a_name_that_linear_layers_have_too_means_these(wanted: str | list[str])
     assert choose_targets(linears, [], wanted, outer=outer) == expected
 
 
-HELD: dict[str, WeightFormat] = {"a.nv": "nvfp4", "a.mx": "mxfp4", "a.blocks": "fp8_blocks", "a.rows": "fp8", "head": "nvfp4"}
-NAMES = WeightNames(["a.plain", *(name for name in HELD if name != "head")], ["head"], ["head", "a.plain"])
+HELD: dict[str, WeightFormat] = {
+    "a.nv": "nvfp4",
+    "a.mx": "mxfp4",
+    "a.blocks": "fp8_blocks",
+    "a.rows": "fp8",
+    "head": "nvfp4",
+}
+NAMES = WeightNames(
+    ["a.plain", *(name for name in HELD if name != "head")], ["head"], ["head", "a.plain"]
+)
 
 
 @pytest.mark.parametrize(
@@ -75,11 +102,20 @@ def test_as_published_keeps_what_the_files_hold_and_others_convert(
 ) -> None:
     formats = assign_formats(NAMES, PrecisionOptions.model_validate({"default": default}), HELD)
     head = {"head": "nvfp4"} if nv == "nvfp4" else {}
-    assert formats == {"a.plain": plain, "a.nv": nv, "a.mx": mx, "a.blocks": blocks, "a.rows": "fp8", **head}
+    assert formats == {
+        "a.plain": plain,
+        "a.nv": nv,
+        "a.mx": mx,
+        "a.blocks": blocks,
+        "a.rows": "fp8",
+        **head,
+    }
 
 
 def test_overrides_keep_some_weights_as_published_and_convert_others() -> None:
-    some = PrecisionOptions.model_validate({"default": "nf4", "overrides": {".*": "as_published", "a.mx": "fp8"}})
+    some = PrecisionOptions.model_validate(
+        {"default": "nf4", "overrides": {".*": "as_published", "a.mx": "fp8"}}
+    )
     formats = assign_formats(NAMES, some, HELD)
     assert formats == {**HELD, "a.plain": "bf16", "a.mx": "fp8"}
     refuse_resharding_of_held(None, HELD, formats)

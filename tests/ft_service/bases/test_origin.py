@@ -32,7 +32,12 @@ def test_a_base_is_called_as_others_find_it_and_never_by_a_path(
 
 
 def test_somebody_else_s_origin_file_is_no_origin(tmp_path: Path) -> None:
-    broken: list[Any] = [{}, [], {"repository": "../x", "revision": "main", "commit": "1"}, {"repository": 1}]
+    broken: list[Any] = [
+        {},
+        [],
+        {"repository": "../x", "revision": "main", "commit": "1"},
+        {"repository": 1},
+    ]
     for body in broken:
         (tmp_path / ORIGIN).write_text(json.dumps(body))
         assert read_origin(tmp_path) is None

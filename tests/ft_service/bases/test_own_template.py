@@ -17,7 +17,8 @@ from ft_service.spec import parse_request
 from ft_service.spec.template_variables import variables_of, with_variables, without_variables
 
 HYBRID = (
-    "{% for m in messages %}<|{{ m.role }}|>{{ m.content }}<|end|>{% endfor %}{% if add_generation_prompt %}<|assistant|>"
+    "{% for m in messages %}<|{{ m.role }}|>{{ m.content }}<|end|>{% endfor %}{% if "
+    "add_generation_prompt %}<|assistant|>"
     "{% if enable_thinking %}<think>{% elif effort == 'a \"b\" é %}' %}!{% endif %}{% endif %}"
 )
 CHAT = [{"role": "user", "content": "Why?"}]
@@ -29,7 +30,9 @@ def request(**options: Any) -> Any:
 
 def asked(template: str, **given: Any) -> str:
     """The prompt as a server renders it."""
-    (text,), _ = chat_template_utils.render_jinja_template([CHAT], chat_template=template, add_generation_prompt=True, **given)
+    (text,), _ = chat_template_utils.render_jinja_template(
+        [CHAT], chat_template=template, add_generation_prompt=True, **given
+    )
     return text
 
 
@@ -39,10 +42,16 @@ def base(folder: Path, template: Any = HYBRID) -> Path:
 
 
 def test_the_text_sets_what_the_job_gives_and_a_server_may_give_another(tmp_path: Path) -> None:
-    given: Any = with_template_variables(request(chat_template_kwargs={"enable_thinking": True}), base(tmp_path))
+    given: Any = with_template_variables(
+        request(chat_template_kwargs={"enable_thinking": True}), base(tmp_path)
+    )
     assert variables_of(given.chat_template) == ["enable_thinking"]
     assert asked(given.chat_template) == "<|user|>Why?<|end|><|assistant|><think>"
-    assert asked(given.chat_template, enable_thinking=False) == asked(HYBRID) == "<|user|>Why?<|end|><|assistant|>"
+    assert (
+        asked(given.chat_template, enable_thinking=False)
+        == asked(HYBRID)
+        == "<|user|>Why?<|end|><|assistant|>"
+    )
     template = ChatTemplate({"default": given.chat_template}, {})
     template.require_usable()
     assert template.write(CHAT, None, date.min, prompt=True) == asked(given.chat_template)
@@ -66,10 +75,15 @@ def test_a_variable_that_the_template_does_not_read_is_refused_with_those_that_i
         ChatTemplate({"default": with_variables(HYBRID, {"thinking": True})}, {}).require_usable()
     assert caught.value.param == "chat_template_kwargs.thinking"
     with pytest.raises(SpecError, match="It reads none that could be set"):
-        ChatTemplate({"default": with_variables("{{ bos_token }}{{ messages }}", {"x": 1})}, {}).require_usable()
+        ChatTemplate(
+            {"default": with_variables("{{ bos_token }}{{ messages }}", {"x": 1})}, {}
+        ).require_usable()
 
 
-@pytest.mark.parametrize("given", [None, [{"name": "default", "template": HYBRID}, {"name": "tool_use", "template": HYBRID}]])
+@pytest.mark.parametrize(
+    "given",
+    [None, [{"name": "default", "template": HYBRID}, {"name": "tool_use", "template": HYBRID}]],
+)
 def test_a_base_without_one_template_needs_one(tmp_path: Path, given: Any) -> None:
     folder = base(tmp_path, given)
     assert own_template(folder) is None

@@ -26,7 +26,12 @@ def refusal(folder: Path) -> SpecError:
 
 
 def test_the_index_decides_which_tensors_there_are(tmp_path: Path) -> None:
-    save(tmp_path, {"x": "b.safetensors", "y": "a.safetensors"}, a={"y": (2,), "unlisted": (3,)}, b={"x": (4,)})
+    save(
+        tmp_path,
+        {"x": "b.safetensors", "y": "a.safetensors"},
+        a={"y": (2,), "unlisted": (3,)},
+        b={"x": (4,)},
+    )
     assert [(t.name, t.shape, t.path.name) for t in read_tensors(tmp_path).values()] == [
         ("y", (2,), "a.safetensors"),
         ("x", (4,), "b.safetensors"),
@@ -71,7 +76,9 @@ def test_an_index_without_a_map_is_refused(tmp_path: Path, weight_map: Any) -> N
     assert "it has no weight_map" in refusal(save(tmp_path, weight_map)).message
 
 
-@pytest.mark.parametrize("text", [b"", b"[]", b"{", b"[" * 200_000, b"\xff\xfe", b'{"weight_map": {"x": "a", "x": "b"}}'])
+@pytest.mark.parametrize(
+    "text", [b"", b"[]", b"{", b"[" * 200_000, b"\xff\xfe", b'{"weight_map": {"x": "a", "x": "b"}}']
+)
 def test_an_index_that_is_no_json_object_is_refused(tmp_path: Path, text: bytes) -> None:
     (tmp_path / INDEX).write_bytes(text)
     assert f"The base's {INDEX}" in refusal(tmp_path).message
@@ -89,12 +96,20 @@ def test_a_missing_file_is_named(tmp_path: Path) -> None:
 
 def test_index_and_headers_must_agree(tmp_path: Path) -> None:
     save(tmp_path, {"x": "a.safetensors", "y": "b.safetensors"}, a={"x": (1,)}, b={"z": (1,)})
-    assert f"The base's b.safetensors in {tmp_path}: it lacks tensor 'y', which {INDEX} says" in refusal(tmp_path).message
+    assert (
+        f"The base's b.safetensors in {tmp_path}: it lacks tensor 'y', which {INDEX} says"
+        in refusal(tmp_path).message
+    )
     save(tmp_path, {"x": "a.safetensors", "y": "b.safetensors"}, a={"y": (1,)}, b={"x": (1,)})
     assert "it lacks tensor 'x'" in refusal(tmp_path).message
 
 
 def test_a_tensor_of_two_files_is_refused(tmp_path: Path) -> None:
-    save(tmp_path, {"x": "a.safetensors", "y": "b.safetensors"}, a={"x": (1,)}, b={"x": (1,), "y": (1,)})
+    save(
+        tmp_path,
+        {"x": "a.safetensors", "y": "b.safetensors"},
+        a={"x": (1,)},
+        b={"x": (1,), "y": (1,)},
+    )
     assert "The base's b.safetensors" in refusal(tmp_path).message
     assert "tensor 'x' is in a.safetensors too" in refusal(tmp_path).message

@@ -44,7 +44,14 @@ def entry(start: int, end: int, **fields: Any) -> dict[str, Any]:
 
 def test_a_whole_file_is_told_by_name_dtype_shape_and_place(path: Path) -> None:
     path.write_bytes(
-        join({"__metadata__": {"format": "pt"}, "b": entry(8, 12), "a": entry(0, 8, dtype="F32", shape=[2, 1])}, b"x" * 12)
+        join(
+            {
+                "__metadata__": {"format": "pt"},
+                "b": entry(8, 12),
+                "a": entry(0, 8, dtype="F32", shape=[2, 1]),
+            },
+            b"x" * 12,
+        )
     )
     header = read_header(path)
     assert [(t.name, t.dtype, t.shape, t.path, t.bytes) for t in header.tensors.values()] == [
@@ -60,14 +67,25 @@ def test_a_whole_file_is_told_by_name_dtype_shape_and_place(path: Path) -> None:
     [
         {},
         {"__metadata__": None, "a": entry(0, 8)},
-        {"scalar": entry(0, 1, shape=[]), "none": entry(1, 1), "none too": entry(1, 1, shape=[3, 0, 5]), "a": entry(1, 8)},
+        {
+            "scalar": entry(0, 1, shape=[]),
+            "none": entry(1, 1),
+            "none too": entry(1, 1, shape=[3, 0, 5]),
+            "a": entry(1, 8),
+        },
         {"a": entry(0, 8) | {"comment": "of a writer that knows more"}},
         {"ü ∂": entry(0, 8)},
-        *({dtype: entry(0, bits, dtype=dtype, shape=[8])} for dtype, bits in DTYPE_BITS.items() if bits >= 8),
+        *(
+            {dtype: entry(0, bits, dtype=dtype, shape=[8])}
+            for dtype, bits in DTYPE_BITS.items()
+            if bits >= 8
+        ),
     ],
 )
 def test_what_is_unusual_and_whole_is_read(path: Path, header: dict[str, Any]) -> None:
-    size = max((e["data_offsets"][1] for name, e in header.items() if name != "__metadata__"), default=0)
+    size = max(
+        (e["data_offsets"][1] for name, e in header.items() if name != "__metadata__"), default=0
+    )
     path.write_bytes(join(header, bytes(size)))
     assert opens(path)
     assert list(read_header(path).tensors) == [name for name in header if name != "__metadata__"]
@@ -78,7 +96,9 @@ def test_there_are_a_hundred_ways_to_be_malformed() -> None:
 
 
 @pytest.mark.parametrize("change", CHANGES)
-def test_what_is_malformed_is_refused_in_one_sentence(path: Path, content: bytes, change: str) -> None:
+def test_what_is_malformed_is_refused_in_one_sentence(
+    path: Path, content: bytes, change: str
+) -> None:
     path.write_bytes(CHANGES[change](*split(content)))
     why = refusal(path)
     assert why.isprintable()
@@ -93,8 +113,14 @@ def test_what_is_malformed_is_refused_in_one_sentence(path: Path, content: bytes
             {"a": entry(0, 8), "b": entry(4, 8)},
             "tensor 'b' begins at byte 4 of the data, inside tensor 'a', which ends at byte 8",
         ),
-        ({"a": entry(0, 2), "b": entry(4, 8)}, "bytes 2 to 4 of the data, before tensor 'b', belong to no tensor"),
-        ({"a": entry(0, 8, dtype="F32")}, r"'a' has 8 bytes \(data_offsets \[0, 8\]\), but F32 of shape \[8\] takes 32"),
+        (
+            {"a": entry(0, 2), "b": entry(4, 8)},
+            "bytes 2 to 4 of the data, before tensor 'b', belong to no tensor",
+        ),
+        (
+            {"a": entry(0, 8, dtype="F32")},
+            r"'a' has 8 bytes \(data_offsets \[0, 8\]\), but F32 of shape \[8\] takes 32",
+        ),
         ({"a": entry(0, 8, dtype="F4", shape=[15])}, r"F4 of shape \[15\] takes 7.5"),
         ({"a": entry(0, 9)}, r"bytes long and should be \d+: a copy or download was cut short"),
         ({"a": entry(0, 7)}, r"bytes long and should be \d+: what follows belongs to no tensor"),
@@ -123,12 +149,16 @@ def test_a_pipe_is_not_waited_for(path: Path) -> None:
 def test_whatever_is_accepted_the_library_opens(path: Path) -> None:
     """Headers with random bytes changed: one error each, or a file that can be trained on."""
     draw = random.Random(0)
-    whole = join({"a": entry(0, 8), "b.weight": entry(8, 24, dtype="BF16", shape=[2, 4])}, bytes(24))
+    whole = join(
+        {"a": entry(0, 8), "b.weight": entry(8, 24, dtype="BF16", shape=[2, 4])}, bytes(24)
+    )
     accepted = 0
     for _ in range(1000):
         changed = bytearray(whole)
         for _ in range(draw.randint(1, 3)):
-            changed[draw.randrange(len(whole) - 24)] = draw.choice(b'0123456789-.eE[]{}",: \\ut\x00\x80\xff')
+            changed[draw.randrange(len(whole) - 24)] = draw.choice(
+                b'0123456789-.eE[]{}",: \\ut\x00\x80\xff'
+            )
         path.write_bytes(changed)
         try:
             read_header(path)

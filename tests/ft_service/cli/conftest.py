@@ -25,17 +25,25 @@ class LinesOnly(Examiner):
     def start(self) -> None:
         pass
 
-    def examine(self, request: ExamineRequest, note: Callable[[ReadProgress], object] = print) -> DataReport:
+    def examine(
+        self, request: ExamineRequest, note: Callable[[ReadProgress], object] = print
+    ) -> DataReport:
         if Path(request.path).stem == "large":
             note(ReadProgress(7, 0.5))
         report = check_lines(Path(request.path), files=request.files)
-        return report if report.faults_total else replace(report, counts=Counts(samples=report.examples, tokens=7))
+        return (
+            report
+            if report.faults_total
+            else replace(report, counts=Counts(samples=report.examples, tokens=7))
+        )
 
     def measure(self, request: ExamineRequest) -> DataStatistics:
         asked = request.measure
         assert asked is not None
         records = Records(asked.training_file.name)
-        check_lines(Path(asked.training_file.path), files=asked.training_file.files, records=records)
+        check_lines(
+            Path(asked.training_file.path), files=asked.training_file.files, records=records
+        )
         found = without_base(records, None, asked.training)
         return replace(found, training=replace(found.training, tokens=7))
 
@@ -48,7 +56,9 @@ def no_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture(autouse=True)
 def described_quickly(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Bases are described in this process, which has torch already, and without the note for slow ones."""
+    """Bases are described in this process, which has torch already, and without the note for slow
+    ones.
+    """
     monkeypatch.setattr(job_inputs, "SILENT_SECONDS", 3600.0)
     monkeypatch.setattr(describe_bases, "describe_in_process", described_here)
 

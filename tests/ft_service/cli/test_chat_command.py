@@ -21,7 +21,10 @@ def test_a_conversation_tells_what_can_be_typed_and_sends_no_slip_to_the_model(
     monkeypatch.setattr(ChatSession, "ask", lambda self, message: asked.append(message))
     ChatSession(server.client(), [ChatTarget("tuned", TUNED)], {}, []).hold()
     said = capsys.readouterr().out
-    assert all(word in said for word in ("/new", "/exit, /quit, /bye", "Ctrl-C", "/help lists all commands"))
+    assert all(
+        word in said
+        for word in ("/new", "/exit, /quit, /bye", "Ctrl-C", "/help lists all commands")
+    )
     assert "There is no /hlep. /help lists the commands" in said
     assert [message.strip() for message in asked] == ["/etc is a folder", "/etc/hosts"]
 
@@ -40,7 +43,9 @@ class Answers:
         yield " well"
 
 
-def test_a_conversation_bears_ctrl_c_and_brackets(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_conversation_bears_ctrl_c_and_brackets(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     typed = iter(["hello", "stop", "again"])
 
     def read(_: str) -> str:
@@ -51,10 +56,14 @@ def test_a_conversation_bears_ctrl_c_and_brackets(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr("builtins.input", read)
     client: Any = Answers()
     ChatSession(client, [ChatTarget("tuned", TUNED)], {}, []).hold()
-    assert client.asked[2] == ["hello", "[/b] well", "again"], "what was broken off is not remembered"
+    assert client.asked[2] == ["hello", "[/b] well", "again"], (
+        "what was broken off is not remembered"
+    )
     assert "(ended; it is not remembered)" in capsys.readouterr().out
     monkeypatch.setenv("TTY_COMPATIBLE", "1")
-    ChatSession(client, [ChatTarget("tuned", TUNED), ChatTarget("base", "tiny")], {}, []).ask("hello")
+    ChatSession(client, [ChatTarget("tuned", TUNED), ChatTarget("base", "tiny")], {}, []).ask(
+        "hello"
+    )
     shown = capsys.readouterr().out
     assert (shown.count("[/b] well"), shown.count("╭")) == (2, 2)
 

@@ -12,7 +12,9 @@ from ft_service.rundir.events import Metrics
 
 
 def terminal() -> Console:
-    return Console(file=io.StringIO(), force_terminal=True, width=120, color_system=None, legacy_windows=False)
+    return Console(
+        file=io.StringIO(), force_terminal=True, width=120, color_system=None, legacy_windows=False
+    )
 
 
 def text_of(console: Console) -> str:
@@ -29,9 +31,13 @@ def test_the_bar_ends_with_the_last_numbers_and_messages_stand_above_it() -> Non
     console = terminal()
     with display_for(console) as display:
         display.status("training")
-        display.metrics(Metrics(step=3, total_steps=4, train_loss=1.5, step_seconds=2.0, tokens=100), 0.0)
+        display.metrics(
+            Metrics(step=3, total_steps=4, train_loss=1.5, step_seconds=2.0, tokens=100), 0.0
+        )
         display.message("warn", "[brackets] are no markup", 0.0)
-        display.metrics(Metrics(step=4, total_steps=4, train_loss=1.25, step_seconds=2.0, tokens=100), 0.0)
+        display.metrics(
+            Metrics(step=4, total_steps=4, train_loss=1.25, step_seconds=2.0, tokens=100), 0.0
+        )
         display.status("succeeded")
     shown = text_of(console)
     assert "[brackets] are no markup\n" in shown
@@ -58,7 +64,9 @@ def test_lines_repeat_neither_a_status_nor_a_step() -> None:
         for _ in range(3):
             display.status("training")
             display.metrics(Metrics(step=1, total_steps=2, train_loss=1.0), 0.0)
-        display.message("info", "a message that is longer than the console is wide stays one line", 0.0)
+        display.message(
+            "info", "a message that is longer than the console is wide stays one line", 0.0
+        )
     assert [line[10:] for line in text_of(console).splitlines()] == [
         "training",
         "step 1/2 · loss 1.000",

@@ -22,7 +22,9 @@ def test_the_exit_code_is_that_of_faults(ft: Ft, monkeypatch: pytest.MonkeyPatch
     assert "Update it." in ended.out
 
 
-def test_a_database_that_cannot_be_opened_is_a_finding_among_the_others(ft: Ft, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_database_that_cannot_be_opened_is_a_finding_among_the_others(
+    ft: Ft, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("FT_DATABASE_URL", "postgresql://nobody@127.0.0.1:1/none")
     ended = ft("doctor", "--json")
     assert ended.code == 1

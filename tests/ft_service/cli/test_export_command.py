@@ -13,7 +13,11 @@ from tests.support.run_directories import finished_run, flip_a_bit
 REPORT = {
     "to": "gguf",
     "rounding": {"relative_to_weights": 0.02, "relative_to_update": 0.5},
-    "validation_loss": {"adapter_on_base_as_trained": 1.5, "adapter_on_bf16_base": 1.25, "merged": 1.375},
+    "validation_loss": {
+        "adapter_on_base_as_trained": 1.5,
+        "adapter_on_bf16_base": 1.25,
+        "merged": 1.375,
+    },
     "tensors": 22,
     "exact": 22,
     "relative_error": 0.0,
@@ -34,9 +38,22 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     return found
 
 
-def test_a_form_that_a_worker_makes_and_what_it_costs(ft: Ft, tmp_path: Path, calls: list[Any]) -> None:
+def test_a_form_that_a_worker_makes_and_what_it_costs(
+    ft: Ft, tmp_path: Path, calls: list[Any]
+) -> None:
     run = finished_run(tmp_path)
-    ended = ft("export", run.root, "--format", "gguf", "--out", tmp_path / "out", "--samples", "5", "--base", tmp_path / "base")
+    ended = ft(
+        "export",
+        run.root,
+        "--format",
+        "gguf",
+        "--out",
+        tmp_path / "out",
+        "--samples",
+        "5",
+        "--base",
+        tmp_path / "base",
+    )
     assert ended.code == 0
     assert calls == [
         (
@@ -56,20 +73,28 @@ def test_a_form_that_a_worker_makes_and_what_it_costs(ft: Ft, tmp_path: Path, ca
     assert "loss, merged to gguf" in ended.out
     assert "22 of 22 tensors identical" in ended.out
     assert "its context is cut" in ended.out
-    shown = json.loads(ft("export", run.root, "--format", "gguf", "--out", tmp_path / "out", "--json").out)
+    shown = json.loads(
+        ft("export", run.root, "--format", "gguf", "--out", tmp_path / "out", "--json").out
+    )
     assert shown == {"out": str(tmp_path / "out"), "format": "gguf", **REPORT}
 
 
-def test_the_adapter_as_it_is_needs_no_worker_and_no_torch(ft: Ft, tmp_path: Path, calls: list[Any]) -> None:
+def test_the_adapter_as_it_is_needs_no_worker_and_no_torch(
+    ft: Ft, tmp_path: Path, calls: list[Any]
+) -> None:
     run = finished_run(tmp_path)
     assert ft("export", run.root, "--format", "peft", "--out", tmp_path / "out").code == 0
-    assert {path.name for path in (tmp_path / "out").iterdir()} == {path.name for path in run.path("adapter").iterdir()}
+    assert {path.name for path in (tmp_path / "out").iterdir()} == {
+        path.name for path in run.path("adapter").iterdir()
+    }
     assert calls == []
 
 
 def test_what_is_not_exported(ft: Ft, tmp_path: Path, calls: list[Any]) -> None:
     run = finished_run(tmp_path)
-    assert ft("export", run.root, "--format", "peft", "--out", tmp_path).code == 64, "it is there already"
+    assert ft("export", run.root, "--format", "peft", "--out", tmp_path).code == 64, (
+        "it is there already"
+    )
     assert ft("export", run.root, "--format", "onnx", "--out", tmp_path / "out").code == 64
     flip_a_bit(run.path("adapter/adapter_model.safetensors"))
     ended = ft("export", run.root, "--format", "gguf", "--out", tmp_path / "out")

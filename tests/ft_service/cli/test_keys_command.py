@@ -38,10 +38,16 @@ def test_a_key_is_for_a_user_unless_said_otherwise_and_is_shown_once(ft: Ft) -> 
 def test_creating_a_key_says_what_it_opens(ft: Ft, home: Path) -> None:
     created = ft("keys", "create")
     assert created.out.count("\n") == 1
-    assert created.err == f"It opens the service that keeps its state in {home} (FT_HOME), which does not run now.\n"
+    assert (
+        created.err
+        == f"It opens the service that keeps its state in {home} (FT_HOME), which does not run "
+        "now.\n"
+    )
 
 
-def test_without_a_home_the_key_is_for_the_server_that_runs(ft: Ft, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_a_home_the_key_is_for_the_server_that_runs(
+    ft: Ft, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.delenv("FT_HOME")
     monkeypatch.setenv("HOME", str(tmp_path))
     (tmp_path / "source/.ft").mkdir(parents=True)
@@ -49,7 +55,10 @@ def test_without_a_home_the_key_is_for_the_server_that_runs(ft: Ft, tmp_path: Pa
     monkeypatch.chdir(tmp_path / "source/docs")
     with announced(tmp_path / "source/.ft", "http://127.0.0.1:9"):
         err = ft("keys", "create").err
-    assert f"in {tmp_path / 'source/.ft'} (FT_HOME is not set), which runs at http://127.0.0.1:9." in err
+    assert (
+        f"in {tmp_path / 'source/.ft'} (FT_HOME is not set), which runs at http://127.0.0.1:9."
+        in err
+    )
     assert (tmp_path / "source/.ft/ft.db").exists()
     assert not (tmp_path / ".ft").exists()
 
@@ -70,7 +79,10 @@ def test_no_keys(ft: Ft) -> None:
         (["create", "--scope", "root"], 64, "'root' is not one of"),
         (["revoke", "key_x"], 1, "key_x"),
         ([], 64, "Missing command"),
-        *((["create", "--expires-days", value], 64, f"at most 3650, not {value}") for value in ("inf", "3651.0")),
+        *(
+            (["create", "--expires-days", value], 64, f"at most 3650, not {value}")
+            for value in ("inf", "3651.0")
+        ),
         (["create", "--expires-days", "nan"], 64, "at most 3650, not nan"),
         (["create", "--expires-days", "-1"], 64, "at least 0, not -1"),
         (["rotate", "key_x", "--keep-hours", "inf"], 64, "at most 8784, not inf"),
@@ -88,29 +100,49 @@ def test_commands_leave_the_organization_that_the_server_has_named(ft: Ft, home:
         store.projects.name_organization("default", "acme")
         ft("keys", "list")  # in a shell without the server's FT_ORGANIZATION
         team = json.loads(ft("projects", "create", "team", "--json").out)["id"]
-        assert {store.projects.get_project(name).organization for name in ("default", team)} == {"acme"}
+        assert {store.projects.get_project(name).organization for name in ("default", team)} == {
+            "acme"
+        }
 
 
 def test_a_project_is_named_as_people_call_it(ft: Ft) -> None:
     project = json.loads(ft("projects", "create", "vision", "--json").out)["id"]
     key = json.loads(ft("keys", "create", "--project", "vision", "--json").out)["id"]
-    assert [found["id"] for found in json.loads(ft("keys", "list", "--project", project, "--json").out)] == [key]
-    assert ft("projects", "update", "vision", "--limit", "max_slots=2").out == f"{project} (vision): max_slots=2\n"
-    assert ft("keys", "list", "--project", "visio").err == "ft: There is no project 'visio'. There are: default, vision.\n"
+    assert [
+        found["id"] for found in json.loads(ft("keys", "list", "--project", project, "--json").out)
+    ] == [key]
+    assert (
+        ft("projects", "update", "vision", "--limit", "max_slots=2").out
+        == f"{project} (vision): max_slots=2\n"
+    )
+    assert (
+        ft("keys", "list", "--project", "visio").err
+        == "ft: There is no project 'visio'. There are: default, vision.\n"
+    )
     assert "NAME = ' ': must have 1 to 255 characters" in ft("projects", "create", " ").err
     assert ft("projects", "update", "vision", "--name", "").code == 64
     ft("projects", "create", "vision")
-    assert "2 projects are called 'vision': give the id of one: " in ft("keys", "list", "--project", "vision").err
+    assert (
+        "2 projects are called 'vision': give the id of one: "
+        in ft("keys", "list", "--project", "vision").err
+    )
 
 
 def test_ids_are_whole_in_eighty_columns(ft: Ft, monkeypatch: pytest.MonkeyPatch) -> None:
-    project = json.loads(ft("projects", "create", "vision", "--limit", "bases=a,b", "--json").out)["id"]
-    key = json.loads(ft("keys", "create", "--project", "vision", "--name", "n" * 60, "--json").out)["id"]
+    project = json.loads(ft("projects", "create", "vision", "--limit", "bases=a,b", "--json").out)[
+        "id"
+    ]
+    key = json.loads(ft("keys", "create", "--project", "vision", "--name", "n" * 60, "--json").out)[
+        "id"
+    ]
     for module in ("output", "keys_command"):
         monkeypatch.setattr(f"ft_service.cli.{module}.is_terminal", lambda: True)
     monkeypatch.setattr("sys.stdout.isatty", lambda: True, raising=False)
     monkeypatch.setenv("COLUMNS", "80")
-    for command, words in ((["audit"], (key, project, "bases=a,b", "n" * 60)), (["projects", "list"], (project, "bases=a,b"))):
+    for command, words in (
+        (["audit"], (key, project, "bases=a,b", "n" * 60)),
+        (["projects", "list"], (project, "bases=a,b")),
+    ):
         said = ft(*command).out
         assert [word for word in words if word not in said] == []
         assert max(len(re.sub(r"\x1b\[\d*m", "", line)) for line in said.splitlines()) <= 80
@@ -126,19 +158,27 @@ def test_the_key_of_this_host_is_renewed_where_ft_reads_it(ft: Ft, home: Path) -
     assert json.loads((home / "credentials").read_text()) == {"api_key": renewed.out.strip()}
     assert f"it has replaced the old one in {home / 'credentials'}" in renewed.err
     [key] = [
-        key["id"] for key in json.loads(ft("keys", "list", "--json").out) if key["prefix"] == renewed.out[: len(key["prefix"])]
+        key["id"]
+        for key in json.loads(ft("keys", "list", "--json").out)
+        if key["prefix"] == renewed.out[: len(key["prefix"])]
     ]
     assert "`ft` used this key on this host." in ft("keys", "revoke", key).err
 
 
-def test_a_project_is_deleted_with_all_that_it_has_and_asks_first(ft: Ft, home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_project_is_deleted_with_all_that_it_has_and_asks_first(
+    ft: Ft, home: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     project = json.loads(ft("projects", "create", "vision", "--json").out)["id"]
     secret = ft("keys", "create", "--project", "vision").out.strip()
     monkeypatch.setattr(sys.stdin, "isatty", lambda: False, raising=False)
-    assert f"would remove the project {project} (vision) with all its jobs" in ft("projects", "delete", "vision").err
+    assert (
+        f"would remove the project {project} (vision) with all its jobs"
+        in ft("projects", "delete", "vision").err
+    )
     assert ft("projects", "delete", "default", "--yes").code == 64
     assert (
-        ft("projects", "delete", "vision", "--yes").out == f"{project} (vision) is deleted. The server removes what it has.\n"
+        ft("projects", "delete", "vision", "--yes").out
+        == f"{project} (vision) is deleted. The server removes what it has.\n"
     )
     assert "There is no project 'vision'" in ft("projects", "delete", "vision", "--yes").err
     assert [one["id"] for one in json.loads(ft("projects", "list", "--json").out)] == ["default"]

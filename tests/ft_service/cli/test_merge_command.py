@@ -13,7 +13,11 @@ from tests.support.run_directories import finished_run, flip_a_bit
 REPORT = {
     "to": "fp8",
     "rounding": {"relative_to_weights": 0.02, "relative_to_update": 0.5},
-    "validation_loss": {"adapter_on_base_as_trained": 1.5, "adapter_on_bf16_base": 1.25, "merged": 1.375},
+    "validation_loss": {
+        "adapter_on_base_as_trained": 1.5,
+        "adapter_on_bf16_base": 1.25,
+        "merged": 1.375,
+    },
     "samples": 5,
 }
 
@@ -31,7 +35,9 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     return found
 
 
-def test_a_run_directory_is_merged_and_its_losses_shown(ft: Ft, tmp_path: Path, calls: list[Any]) -> None:
+def test_a_run_directory_is_merged_and_its_losses_shown(
+    ft: Ft, tmp_path: Path, calls: list[Any]
+) -> None:
     run = finished_run(tmp_path)
     ended = ft("merge", run.root, "--to", "fp8", "--out", tmp_path / "out", "--samples", "5")
     assert (ended.code, ended.err.startswith("Merging file by file")) == (0, True)
@@ -41,15 +47,23 @@ def test_a_run_directory_is_merged_and_its_losses_shown(ft: Ft, tmp_path: Path, 
         "loss, merged to fp8    1.3750",
     ]
     adapter, out, *options = calls[0][1]
-    assert (calls[0][0], adapter, out) == ("workers.tasks.merge", str(run.path("adapter")), str(tmp_path / "out"))
+    assert (calls[0][0], adapter, out) == (
+        "workers.tasks.merge",
+        str(run.path("adapter")),
+        str(tmp_path / "out"),
+    )
     assert options == ["--to", "fp8", "--max-file-gib", "5.0", "--samples", "5"]
 
 
-def test_a_job_of_this_machine_by_its_id(ft: Ft, tmp_path: Path, home: Path, calls: list[Any]) -> None:
+def test_a_job_of_this_machine_by_its_id(
+    ft: Ft, tmp_path: Path, home: Path, calls: list[Any]
+) -> None:
     run = finished_run(tmp_path)
     (home / "runs").mkdir(parents=True)
     run.root.rename(home / "runs/ftjob-1")
-    document = json.loads(ft("merge", "ftjob-1", "--to", "bf16", "--out", tmp_path / "out", "--json").out)
+    document = json.loads(
+        ft("merge", "ftjob-1", "--to", "bf16", "--out", tmp_path / "out", "--json").out
+    )
     assert document == {"out": str(tmp_path / "out"), **REPORT}
     assert calls[0][1][0] == str(home / "runs/ftjob-1/adapter")
 
@@ -59,7 +73,9 @@ def test_what_cannot_be_merged(ft: Ft, tmp_path: Path, calls: list[Any]) -> None
     taken = ft("merge", run.root, "--to", "bf16", "--out", tmp_path)
     assert (taken.code, "exists already" in taken.err) == (64, True)
     assert ft("merge", run.root, "--to", "int3", "--out", tmp_path / "out").code == 64
-    endless = ft("merge", run.root, "--to", "bf16", "--out", tmp_path / "out", "--max-file-gib", "inf")
+    endless = ft(
+        "merge", run.root, "--to", "bf16", "--out", tmp_path / "out", "--max-file-gib", "inf"
+    )
     assert (endless.code, "at most 10000, not inf" in endless.err) == (64, True)
     flip_a_bit(run.path("adapter/adapter_model.safetensors"))
     ended = ft("merge", run.root, "--to", "bf16", "--out", tmp_path / "out")

@@ -22,7 +22,10 @@ from tests.support.run_directories import CHAT
 COLUMNS = 80
 
 
-LONG = "usable per rank and many more words about what has happened here, so that it passes the end of a line of eighty"
+LONG = (
+    "usable per rank and many more words about what has happened here, so that it passes the "
+    "end of a line of eighty"
+)
 
 
 class Screen(io.StringIO):
@@ -71,13 +74,27 @@ COMMANDS = [
 @pytest.mark.usefixtures("no_tokens")
 @pytest.mark.parametrize("command", COMMANDS, ids=" ".join)
 def test_at_eighty_columns_no_word_is_broken(
-    ft: Ft, server: StubServer, spec: Path, command: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
+    ft: Ft,
+    server: StubServer,
+    spec: Path,
+    command: tuple[str, ...],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     server.jobs["ftjob-1"] = job_body(chosen={"training.packing": LONG}, training={"packing": True})
     server.events = [event_body(1, f"{LONG}. {LONG}\n{LONG}")]
     server.logs = f"rank 0: {LONG} {LONG}\n    indented {LONG}\n"
-    server.bases = [{"id": "bad", "created": 0, "owned_by": "base", "base": {"trainable": False, "why_not": f"{LONG} {LONG}"}}]
-    words = [{"SPEC": str(spec), "DATA": str(spec.with_name("train.jsonl"))}.get(word, word) for word in command]
+    server.bases = [
+        {
+            "id": "bad",
+            "created": 0,
+            "owned_by": "base",
+            "base": {"trainable": False, "why_not": f"{LONG} {LONG}"},
+        }
+    ]
+    words = [
+        {"SPEC": str(spec), "DATA": str(spec.with_name("train.jsonl"))}.get(word, word)
+        for word in command
+    ]
     with screen(monkeypatch) as seen:
         assert run(words) == 0
     lines = seen.getvalue().splitlines()
@@ -90,17 +107,29 @@ def test_at_eighty_columns_no_word_is_broken(
 
 
 def test_tables_in_a_pipe_have_tabs_and_no_padding(capsys: pytest.CaptureFixture[str]) -> None:
-    print_table(("A", "B"), [("x", ""), ("a very long cell indeed", "z\nz")], notes=("WHY", [None, "so"]))
+    print_table(
+        ("A", "B"), [("x", ""), ("a very long cell indeed", "z\nz")], notes=("WHY", [None, "so"])
+    )
     assert capsys.readouterr().out == "A\tB\tWHY\nx\t\t\na very long cell indeed\tz z\tso\n"
 
 
-def test_letters_that_an_encoding_has_not_are_question_marks_and_json_loses_none(tmp_path: Path) -> None:
-    environment = {**os.environ, "LC_ALL": "POSIX", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0", "FT_HOME": str(tmp_path)}
+def test_letters_that_an_encoding_has_not_are_question_marks_and_json_loses_none(
+    tmp_path: Path,
+) -> None:
+    environment = {
+        **os.environ,
+        "LC_ALL": "POSIX",
+        "PYTHONUTF8": "0",
+        "PYTHONCOERCECLOCALE": "0",
+        "FT_HOME": str(tmp_path),
+    }
     code = (
         "from ft_service.cli.root_command import run; run(['version']); "
         "from ft_service.cli.output import print_text; print_text(chr(246) + chr(8594) + ' 1')"
     )
-    ended = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, timeout=60)
+    ended = subprocess.run(
+        [sys.executable, "-c", code], env=environment, capture_output=True, timeout=60
+    )
     assert (ended.returncode, ended.stderr) == (0, b"")
     assert ended.stdout.splitlines()[-1].endswith(b"?? 1")
     narrow = io.TextIOWrapper(io.BytesIO(), encoding="ascii")
@@ -122,8 +151,17 @@ def test_a_narrow_screen_takes_from_the_widest_columns() -> None:
 
 def test_an_empty_setting_is_none(monkeypatch: pytest.MonkeyPatch) -> None:
     """As a path it would be the current folder, and as FT_BIND every address of the host."""
-    for name in ("FT_HOME", "FT_BIND", "FT_ADAPTERS", "FT_POD_PROFILE", "FT_SLOTS", "FT_TRACKIO_URL"):
+    for name in (
+        "FT_HOME",
+        "FT_BIND",
+        "FT_ADAPTERS",
+        "FT_POD_PROFILE",
+        "FT_SLOTS",
+        "FT_TRACKIO_URL",
+    ):
         monkeypatch.setenv(name, "")
     settings = load_settings()
     assert (settings.home, settings.bind) == (Path.home() / ".ft", "127.0.0.1")
-    assert [settings.adapters, settings.pod_profile, settings.slots, settings.trackio_url] == [None] * 4
+    assert [settings.adapters, settings.pod_profile, settings.slots, settings.trackio_url] == [
+        None
+    ] * 4

@@ -19,10 +19,14 @@ def leftover(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return path
 
 
-def test_a_dry_run_lists_exactly_what_the_real_one_removes(leftover: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_dry_run_lists_exactly_what_the_real_one_removes(
+    leftover: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert run(["prune", "--dry-run", "--json"]) == 0
     listed = json.loads(capsys.readouterr().out)
-    assert [(item["kind"], item["path"], item["bytes"]) for item in listed] == [("leftover", str(leftover), 5)]
+    assert [(item["kind"], item["path"], item["bytes"]) for item in listed] == [
+        ("leftover", str(leftover), 5)
+    ]
     assert leftover.exists()
     assert run(["prune", "--json", "--runs-days", "30"]) == 0
     assert json.loads(capsys.readouterr().out) == listed

@@ -110,7 +110,9 @@ def test_wrong_usage_is_one_line_and_64(ft: Ft, arguments: list[str], message: s
     assert ended.err.count("\n") == 1
 
 
-def test_a_wrong_setting_is_named_as_the_variable_that_it_is(ft: Ft, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_wrong_setting_is_named_as_the_variable_that_it_is(
+    ft: Ft, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("FT_SLOTS", "0")
     ended = ft("jobs")
     assert ended.code == 64
@@ -124,7 +126,9 @@ def test_without_a_server_the_line_says_how_to_start_one(ft: Ft) -> None:
 
 
 def test_the_module_runs_as_the_command_does(home: Path) -> None:
-    ended = subprocess.run([sys.executable, "-m", "ft_service.cli", "get"], capture_output=True, text=True, check=False)
+    ended = subprocess.run(
+        [sys.executable, "-m", "ft_service.cli", "get"], capture_output=True, text=True, check=False
+    )
     assert ended.returncode == 64
     assert ended.stderr == "ft: Missing argument 'ID'. What it takes: ft get -h\n"
 
@@ -133,10 +137,15 @@ def test_the_module_runs_as_the_command_does(home: Path) -> None:
     ("arguments", "heavy"),
     [
         (["--help"], {"httpx2", "pydantic", "sqlalchemy", "yaml", "structlog", "ft_service.spec"}),
-        (["jobs", "-h"], {"sqlalchemy", "yaml", "structlog", "torch", "transformers", "fastapi", "api"}),
+        (
+            ["jobs", "-h"],
+            {"sqlalchemy", "yaml", "structlog", "torch", "transformers", "fastapi", "api"},
+        ),
     ],
 )
-def test_a_command_imports_what_it_needs_alone(home: Path, arguments: list[str], heavy: set[str]) -> None:
+def test_a_command_imports_what_it_needs_alone(
+    home: Path, arguments: list[str], heavy: set[str]
+) -> None:
     code = (
         f"import sys; from ft_service.cli.root_command import run; run({arguments})\n"
         f"print(sorted({heavy} & set(sys.modules)), file=sys.stderr)"
@@ -181,7 +190,11 @@ def test_short_help_and_completion(
 ) -> None:
     assert "Usage: ft" in ft("jobs", "-h").out
     server.jobs["ftjob-1"] = job_body(suffix="mine")
-    for name, value in {"_FT_COMPLETE": "complete_bash", "COMP_WORDS": "ft get mi", "COMP_CWORD": "2"}.items():
+    for name, value in {
+        "_FT_COMPLETE": "complete_bash",
+        "COMP_WORDS": "ft get mi",
+        "COMP_CWORD": "2",
+    }.items():
         monkeypatch.setitem(os.environ, name, value)
     with pytest.raises(SystemExit):
         ft("get", "mi")
@@ -190,7 +203,9 @@ def test_short_help_and_completion(
 
 def test_a_file_that_cannot_be_used_is_named_in_a_sentence(ft: Ft, tmp_path: Path) -> None:
     data = tmp_path / "train.jsonl"
-    data.write_text('{"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]}\n')
+    data.write_text(
+        '{"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]}\n'
+    )
     ended = ft("data", "convert", data, data / "out.jsonl", "--json")
     assert ended.code == 1
     assert json.loads(ended.err)["error"]["message"] == f"{data}/out.jsonl.part: Not a directory."

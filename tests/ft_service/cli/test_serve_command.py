@@ -13,17 +13,24 @@ from tests.support.command_line import Ft
 from tests.support.rest.stub_server import StubServer, job_body
 
 
-def test_the_page_is_opened_at_the_job_that_a_word_means(ft: Ft, server: StubServer, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_page_is_opened_at_the_job_that_a_word_means(
+    ft: Ft, server: StubServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
     server.jobs["ftjob-1"] = job_body(suffix="mine")
     opened: list[str] = []
     monkeypatch.setattr("webbrowser.open", lambda url: bool(opened.append(url)))
     ended = ft("open", "mine")
-    assert (ended.out.split(), opened) == (opened, ["http://service.test/sign-in?link=once&to=/jobs/ftjob-1"])
+    assert (ended.out.split(), opened) == (
+        opened,
+        ["http://service.test/sign-in?link=once&to=/jobs/ftjob-1"],
+    )
     assert ended.err.startswith("There is no browser here. Open this link in one")
     assert ft("open", "other", "--print").err.startswith("ft: There is no job 'other'.")
 
 
-def test_without_the_web_packages_serve_says_what_to_install(ft: Ft, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_the_web_packages_serve_says_what_to_install(
+    ft: Ft, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setitem(sys.modules, "api.server", None)
     monkeypatch.setattr(sys, "meta_path", [_Hide("uvicorn"), *sys.meta_path])
     for name in [name for name in sys.modules if name.split(".")[0] in ("api", "uvicorn")]:

@@ -16,7 +16,14 @@ from ft_service.errors import (
     SpecError,
     UnavailableError,
 )
-from tests.support.rest.stub_server import KEY, StubServer, event_body, job_body, metrics_event, tar_of
+from tests.support.rest.stub_server import (
+    KEY,
+    StubServer,
+    event_body,
+    job_body,
+    metrics_event,
+    tar_of,
+)
 
 
 class _EmptyList(BaseHTTPRequestHandler):
@@ -28,7 +35,9 @@ class _EmptyList(BaseHTTPRequestHandler):
     def log_message(self, format: str, *args: object) -> None: ...
 
 
-def test_a_local_server_is_reached_past_a_proxy_from_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_local_server_is_reached_past_a_proxy_from_the_environment(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setenv("HTTP_PROXY", "http://127.0.0.1:9")
     monkeypatch.delenv("NO_PROXY", raising=False)
     monkeypatch.delenv("no_proxy", raising=False)
@@ -55,7 +64,10 @@ def test_a_file_goes_up_whole_under_its_own_name(tmp_path: Path) -> None:
 
 
 def test_a_file_that_is_not_there_is_named(tmp_path: Path) -> None:
-    with StubServer().client() as client, pytest.raises(SpecError, match=r"absent\.jsonl cannot be read"):
+    with (
+        StubServer().client() as client,
+        pytest.raises(SpecError, match=r"absent\.jsonl cannot be read"),
+    ):
         client.upload_file(tmp_path / "absent.jsonl")
 
 
@@ -69,8 +81,13 @@ def test_lists_are_read_over_their_pages() -> None:
 def test_events_come_in_the_order_they_happened_and_only_new_ones() -> None:
     server = StubServer(jobs={"ftjob-1": job_body()}, events=[event_body(n) for n in range(250)])
     with server.client() as client:
-        assert [event.id for event in client.events("ftjob-1")] == [f"ftevent-{n}" for n in range(250)]
-        assert [event.id for event in client.events("ftjob-1", since="ftevent-247")] == ["ftevent-248", "ftevent-249"]
+        assert [event.id for event in client.events("ftjob-1")] == [
+            f"ftevent-{n}" for n in range(250)
+        ]
+        assert [event.id for event in client.events("ftjob-1", since="ftevent-247")] == [
+            "ftevent-248",
+            "ftevent-249",
+        ]
 
 
 def test_metrics_of_an_event() -> None:
@@ -93,7 +110,10 @@ def test_following_yields_every_event_once_and_ends_with_the_job() -> None:
     server.on_read = pass_time
     waits: list[float] = []
     with server.client() as client:
-        seen = [(job.status, [event.id for event in events]) for job, events in client.follow("ftjob-1", sleep=waits.append)]
+        seen = [
+            (job.status, [event.id for event in events])
+            for job, events in client.follow("ftjob-1", sleep=waits.append)
+        ]
     assert seen == [
         ("running", ["ftevent-1", "ftevent-2"]),
         ("running", ["ftevent-3"]),
@@ -103,7 +123,9 @@ def test_following_yields_every_event_once_and_ends_with_the_job() -> None:
 
 
 def test_following_starts_with_the_newest_events_only() -> None:
-    server = StubServer(jobs={"ftjob-1": job_body(status="succeeded")}, events=[event_body(n) for n in range(1000)])
+    server = StubServer(
+        jobs={"ftjob-1": job_body(status="succeeded")}, events=[event_body(n) for n in range(1000)]
+    )
     with server.client() as client:
         [(_, events)] = client.follow("ftjob-1")
     assert [event.id for event in events] == [f"ftevent-{n}" for n in range(900, 1000)]
@@ -139,7 +161,8 @@ def test_following_outlives_a_restart_of_the_server_but_not_its_end() -> None:
 
 def test_the_adapter_is_unpacked_without_the_archives_own_folder(tmp_path: Path) -> None:
     server = StubServer(
-        jobs={"ftjob-1": job_body()}, adapter=tar_of({"adapter/adapter_config.json": b"{}", "adapter/deep/er.bin": b"\0"})
+        jobs={"ftjob-1": job_body()},
+        adapter=tar_of({"adapter/adapter_config.json": b"{}", "adapter/deep/er.bin": b"\0"}),
     )
     out = tmp_path / "new" / "out"
     noted: list[tuple[int, int]] = []

@@ -41,7 +41,9 @@ def home(tmp_path: Path) -> Iterator[Path]:
 
 
 def test_arguments_come_before_ours_before_openais_before_the_file(home: Path) -> None:
-    assert find_connection({**OURS, **CLOUD}, home, base_url="http://arg/v1", api_key="k") == Connection("http://arg/v1", "k")
+    assert find_connection(
+        {**OURS, **CLOUD}, home, base_url="http://arg/v1", api_key="k"
+    ) == Connection("http://arg/v1", "k")
     assert find_connection({**OURS, **CLOUD}, home) == Connection("http://box:9/v1", "ft-env")
     assert find_connection(CLOUD, home) == Connection("http://other/v1", "sk-cloud")
     assert find_connection({}, home) == Connection("http://127.0.0.1:8000/v1", "ft-local")
@@ -65,7 +67,10 @@ def test_our_key_alone_goes_to_the_local_server(home: Path) -> None:
 
 
 def test_an_address_without_a_path_means_version_1(tmp_path: Path) -> None:
-    assert find_connection({**OURS, "FT_BASE_URL": "http://box:9"}, tmp_path).base_url == "http://box:9/v1"
+    assert (
+        find_connection({**OURS, "FT_BASE_URL": "http://box:9"}, tmp_path).base_url
+        == "http://box:9/v1"
+    )
 
 
 def test_without_any_server_the_message_says_how_to_start_one(tmp_path: Path) -> None:
@@ -106,7 +111,9 @@ def test_a_server_whose_key_is_kept_elsewhere_needs_one(tmp_path: Path) -> None:
     with announced(tmp_path, "http://127.0.0.1:9"):
         with pytest.raises(AuthError, match=r"no API key for http://127\.0\.0\.1:9/v1"):
             find_connection({}, tmp_path)
-        assert find_connection({"FT_API_KEY": "k"}, tmp_path) == Connection("http://127.0.0.1:9/v1", "k")
+        assert find_connection({"FT_API_KEY": "k"}, tmp_path) == Connection(
+            "http://127.0.0.1:9/v1", "k"
+        )
 
 
 def test_the_key_is_not_in_the_repr() -> None:
@@ -131,17 +138,26 @@ def client_answering(answer: httpx2.Response) -> Client:
         (500, "internal_error", FtError),
     ],
 )
-def test_an_error_of_the_servers_is_the_same_error_here(status: int, code: str, kind: type[FtError]) -> None:
+def test_an_error_of_the_servers_is_the_same_error_here(
+    status: int, code: str, kind: type[FtError]
+) -> None:
     answer = error(status, "lora.r = 0: too small.", code=code, param="lora.r")
     with client_answering(answer) as client, pytest.raises(FtError) as caught:
         client.job("ftjob-1")
     assert type(caught.value) is kind
-    assert (caught.value.message, caught.value.code, caught.value.param) == ("lora.r = 0: too small.", code, "lora.r")
+    assert (caught.value.message, caught.value.code, caught.value.param) == (
+        "lora.r = 0: too small.",
+        code,
+        "lora.r",
+    )
 
 
 @pytest.mark.parametrize("status", [200, 404, 502])
 def test_an_answer_of_something_else_names_the_address_and_what_to_check(status: int) -> None:
-    with client_answering(httpx2.Response(status, text="<html>")) as client, pytest.raises(FtError) as caught:
+    with (
+        client_answering(httpx2.Response(status, text="<html>")) as client,
+        pytest.raises(FtError) as caught,
+    ):
         client.models()
     assert f"http://service.test/v1/models answered {status}" in caught.value.message
     assert "FT_BASE_URL" in caught.value.message
@@ -151,6 +167,9 @@ def test_nobody_listening_says_how_to_start_a_server() -> None:
     with socket.socket() as unused:
         unused.bind(("127.0.0.1", 0))
         address = f"http://127.0.0.1:{unused.getsockname()[1]}/v1"
-        with Client(Connection(address, KEY)) as client, pytest.raises(UnavailableError, match="ft serve") as caught:
+        with (
+            Client(Connection(address, KEY)) as client,
+            pytest.raises(UnavailableError, match="ft serve") as caught,
+        ):
             client.models()
     assert address in caught.value.message

@@ -15,7 +15,13 @@ def progress_of(*steps: Metrics) -> JobProgress:
 
 
 def step(number: int, seconds: float = 2.0, tokens: int = 100, total: int = 150) -> Metrics:
-    return Metrics(step=number, total_steps=total, train_loss=3.0 - number / 100, step_seconds=seconds, tokens=tokens)
+    return Metrics(
+        step=number,
+        total_steps=total,
+        train_loss=3.0 - number / 100,
+        step_seconds=seconds,
+        tokens=tokens,
+    )
 
 
 def test_the_line_says_all_that_is_known() -> None:
@@ -23,7 +29,9 @@ def test_the_line_says_all_that_is_known() -> None:
     first = progress_of(Metrics(step=1, total_steps=150))
     assert progress_line(first) == "step 1/150"
     later = first.after(step(50)).after(Metrics(step=50, total_steps=150, valid_loss=2.25))
-    assert progress_line(later) == "step 50/150 · loss 2.500 · valid 2.250 · 50 tokens/s · 3:20 left"
+    assert (
+        progress_line(later) == "step 50/150 · loss 2.500 · valid 2.250 · 50 tokens/s · 3:20 left"
+    )
     assert numbers(later) == "loss 2.500 · valid 2.250 · 50 tokens/s · 3:20 left"
 
 
@@ -34,7 +42,10 @@ def test_a_validation_of_an_earlier_step_is_told_with_that_step() -> None:
 
 def test_preference_optimisation_shows_the_share_of_pairs_that_it_orders() -> None:
     pairs = step(150).model_copy(update={"more": {"rewards/accuracies": 0.75}})
-    assert progress_line(progress_of(pairs)) == "step 150/150 · loss 1.500 · reward accuracy 0.75 · 50 tokens/s"
+    assert (
+        progress_line(progress_of(pairs))
+        == "step 150/150 · loss 1.500 · reward accuracy 0.75 · 50 tokens/s"
+    )
 
 
 def test_a_finished_job_has_no_time_left() -> None:
@@ -50,9 +61,9 @@ def test_the_pace_is_that_of_the_last_steps() -> None:
 
 
 def test_numbers_told_twice_count_once() -> None:
-    assert progress_of(step(1, seconds=4.0), step(2, seconds=2.0), step(2, seconds=2.0)).seconds_left == pytest.approx(
-        148 * 3.0
-    )
+    assert progress_of(
+        step(1, seconds=4.0), step(2, seconds=2.0), step(2, seconds=2.0)
+    ).seconds_left == pytest.approx(148 * 3.0)
 
 
 def test_a_job_that_resumed_goes_back() -> None:
@@ -63,7 +74,14 @@ def test_a_job_that_resumed_goes_back() -> None:
 
 @pytest.mark.parametrize(
     ("seconds", "text"),
-    [(0.4, "0:00"), (59.6, "1:00"), (725, "12:05"), (3600, "1:00:00"), (11525, "3:12:05"), (184_320, "2d 03:12")],
+    [
+        (0.4, "0:00"),
+        (59.6, "1:00"),
+        (725, "12:05"),
+        (3600, "1:00:00"),
+        (11525, "3:12:05"),
+        (184_320, "2d 03:12"),
+    ],
 )
 def test_clock(seconds: float, text: str) -> None:
     assert clock(seconds) == text

@@ -48,7 +48,13 @@ def program(tmp_path: Path) -> str:
 def run_of(program: str, tmp_path: Path, key: str = "key") -> SuiteRun:
     scratch = tmp_path / "scratch"
     scratch.mkdir()
-    return SuiteRun(program, Connection("http://127.0.0.1:1/v1", key), tmp_path / "tokenizer", find_tasks(["facts"]), scratch)
+    return SuiteRun(
+        program,
+        Connection("http://127.0.0.1:1/v1", key),
+        tmp_path / "tokenizer",
+        find_tasks(["facts"]),
+        scratch,
+    )
 
 
 def test_lm_eval_is_asked_for_the_tasks_in_an_environment_without_ours(
@@ -59,7 +65,9 @@ def test_lm_eval_is_asked_for_the_tasks_in_an_environment_without_ours(
     assert run.scores("ft:tiny:me::1") == {"facts": TaskAccuracy(0.75, 0.1, 20)}
     (folder,) = (path for path in run.scratch.iterdir() if path.is_dir())
     given, environment = json.loads((folder / "seen.json").read_text())
-    assert given["--model_args"].startswith("model=ft:tiny:me::1,base_url=http://127.0.0.1:1/v1/completions,tokenizer=")
+    assert given["--model_args"].startswith(
+        "model=ft:tiny:me::1,base_url=http://127.0.0.1:1/v1/completions,tokenizer="
+    )
     assert (environment["OPENAI_API_KEY"], environment["HF_HUB_OFFLINE"]) == ("key", "1")
     assert "PYTHONPATH" not in environment
     task = yaml.safe_load((folder / "facts.yaml").read_text())
@@ -79,7 +87,9 @@ def test_the_package_has_three_tasks_that_are_as_files_must_be() -> None:
     for path in tasks.values():
         check_task(path)
         answers = [json.loads(line)["answer"] for line in path.read_text().splitlines()]
-        assert max(map(answers.count, answers)) < 0.6 * len(answers), "no place is right more often than not"
+        assert max(map(answers.count, answers)) < 0.6 * len(answers), (
+            "no place is right more often than not"
+        )
 
 
 @pytest.mark.parametrize(
@@ -91,7 +101,9 @@ def test_the_package_has_three_tasks_that_are_as_files_must_be() -> None:
         ({"query": "a", "choices": ["b", "c"], "answer": 0, "gold": 1}, "gold"),
     ],
 )
-def test_a_file_is_refused_with_its_line_and_field(line: dict[str, Any], says: str, tmp_path: Path) -> None:
+def test_a_file_is_refused_with_its_line_and_field(
+    line: dict[str, Any], says: str, tmp_path: Path
+) -> None:
     path = tmp_path / "mine.jsonl"
     good = {"query": "a", "choices": ["b", "c"], "answer": 1}
     path.write_text(f"{json.dumps(good)}\n{json.dumps(line)}\n")
@@ -106,12 +118,17 @@ def test_only_line_feeds_end_lines_of_json(tmp_path: Path) -> None:
     question = {"query": "a\u2028b\u2029c\x85d", "choices": ["b", "c"], "answer": 1}
     path.write_text(f"{json.dumps(question, ensure_ascii=False)}\r\n\n" * 3, newline="")
     assert find_tasks([str(path)]) == {"mine": path}
-    (tmp_path / "results_1.json").write_text(json.dumps({"results": {"ft_mine": {"acc,none": 0.5}}}))
+    (tmp_path / "results_1.json").write_text(
+        json.dumps({"results": {"ft_mine": {"acc,none": 0.5}}})
+    )
     assert read_scores(tmp_path, {"mine": path}) == {"mine": TaskAccuracy(0.5, None, 3)}
 
 
 def test_what_is_neither_a_task_nor_a_program_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(SpecError, match=r"neither a task of the package \(arithmetic, common_sense, facts, all\) nor a file"):
+    with pytest.raises(
+        SpecError,
+        match=r"neither a task of the package \(arithmetic, common_sense, facts, all\) nor a file",
+    ):
         find_tasks(["mmlu"])
     with pytest.raises(SpecError, match="in an environment of its own: python3 -m venv"):
         require_lm_eval(str(tmp_path / "none"))

@@ -29,7 +29,15 @@ def store(tmp_path: Path) -> Iterator[Store]:
     store = open_store(url)
     store.projects.ensure_project("p", "acme")
     for file_id, purpose in (("file-a", "fine-tune"), ("file-r", "fine-tune-results")):
-        file = File(id=file_id, project_id="p", filename="a.jsonl", purpose=purpose, bytes=1, sha256="0" * 64, created_at=0.0)
+        file = File(
+            id=file_id,
+            project_id="p",
+            filename="a.jsonl",
+            purpose=purpose,
+            bytes=1,
+            sha256="0" * 64,
+            created_at=0.0,
+        )
         store.files.add_file(file)
     yield store
     store.close()
@@ -72,10 +80,16 @@ def test_a_seed_is_drawn_and_kept(store: Store, models: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("gpus", "slots", "ranks"), [("", None, 1), ("", 8, 1), ("0,1,2", None, 3), ("0,1,2", 2, 2), ("0", 8, 1)]
+    ("gpus", "slots", "ranks"),
+    [("", None, 1), ("", 8, 1), ("0,1,2", None, 3), ("0,1,2", 2, 2), ("0", 8, 1)],
 )
 def test_auto_takes_the_hosts_gpus_as_far_as_its_slots_go(
-    store: Store, models: Path, monkeypatch: pytest.MonkeyPatch, gpus: str, slots: int | None, ranks: int
+    store: Store,
+    models: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    gpus: str,
+    slots: int | None,
+    ranks: int,
 ) -> None:
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", gpus)
     job = admit(store, models, slots=slots)
@@ -83,12 +97,16 @@ def test_auto_takes_the_hosts_gpus_as_far_as_its_slots_go(
     assert (job.slots, job.spec.world_size) == (ranks, ranks)
 
 
-def test_what_is_set_aside_is_a_share_of_all_samples_not_of_those_that_are_counted(store: Store, models: Path) -> None:
+def test_what_is_set_aside_is_a_share_of_all_samples_not_of_those_that_are_counted(
+    store: Store, models: Path
+) -> None:
     file = Places.of(Settings(home=models.parent)).file("file-a")
     file.parent.mkdir(parents=True)
     file.write_text('{"text": "a"}\n' * 60_000)
     auto: Any = {"n_epochs": "auto"}
-    assert admit(store, models, hyperparameters=auto, validation_split=0.5).spec.training.n_epochs == 1, "30,000 are left"
+    assert (
+        admit(store, models, hyperparameters=auto, validation_split=0.5).spec.training.n_epochs == 1
+    ), "30,000 are left"
 
 
 def test_more_ranks_than_slots_are_refused_with_both_numbers(
@@ -102,18 +120,27 @@ def test_more_ranks_than_slots_are_refused_with_both_numbers(
     assert caught.value.param == "distributed.nproc_per_node"
 
 
-def test_a_job_is_for_the_host_of_its_pod_profile_and_is_planned_for_its_machine(store: Store, models: Path) -> None:
-    profiles = {"h100": {"ranks_per_node": 8, "hardware": "H100"}, "l4": {"hardware": "L4", "priority_classes": {}}}
+def test_a_job_is_for_the_host_of_its_pod_profile_and_is_planned_for_its_machine(
+    store: Store, models: Path
+) -> None:
+    profiles = {
+        "h100": {"ranks_per_node": 8, "hardware": "H100"},
+        "l4": {"hardware": "L4", "priority_classes": {}},
+    }
     settings = cluster_settings(models.parent, profiles=profiles)
     first = admit(store, models, settings=settings)
     named = admit(store, models, settings=settings, distributed={"profile": "l4", "nnodes": 2})
-    assert [(job.host, job.spec.distributed.profile, job.slots, job.nodes) for job in (first, named)] == [
+    assert [
+        (job.host, job.spec.distributed.profile, job.slots, job.nodes) for job in (first, named)
+    ] == [
         ("kubernetes/h100", "h100", 8, 1),
         ("kubernetes/l4", "l4", 8, 2),
     ]
     assert store.jobs.get_job("p", named.id).host == "kubernetes/l4"
     room = [job.seat and job.seat.room for job in (first, named)]
-    assert [bytes and bytes // 10**9 for bytes in room] == [80, 22], "memory of each machine for an engine's seats"
+    assert [bytes and bytes // 10**9 for bytes in room] == [80, 22], (
+        "memory of each machine for an engine's seats"
+    )
     with pytest.raises(SpecError, match="Choose from h100, l4"):
         admit(store, models, settings=settings, distributed={"profile": "a100"})
     with pytest.raises(SpecError, match="does not run jobs as pods"):
@@ -144,7 +171,9 @@ def test_the_plan_is_the_jobs_second_event(store: Store, models: Path) -> None:
     assert told[1].message.startswith("Plan: at most ")
     assert ", fits this host. This is for samples of " in told[1].message
     assert " Chosen: training.max_length: 128 (" in told[1].message
-    assert told[2].message.startswith("lora.r = 100 is more than the matrix of model.layers.0.self_attn.q_proj has (64 x 64)")
+    assert told[2].message.startswith(
+        "lora.r = 100 is more than the matrix of model.layers.0.self_attn.q_proj has (64 x 64)"
+    )
 
 
 @pytest.mark.parametrize(
@@ -163,19 +192,30 @@ def test_what_matches_nothing_in_the_base_is_refused_at_the_door(
     assert store.jobs.list_jobs("p").data == []
 
 
-def test_a_job_that_cannot_fit_is_refused_with_what_would(store: Store, models: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_job_that_cannot_fit_is_refused_with_what_would(
+    store: Store, models: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     save_base(models / "large", LLAMA_8B)
-    monkeypatch.setattr("ft_service.control.capacity.this_host", lambda: Machine("small GPU", 12 * GIB))
+    monkeypatch.setattr(
+        "ft_service.control.capacity.this_host", lambda: Machine("small GPU", 12 * GIB)
+    )
 
-    with pytest.raises(SpecError, match=r"does not fit small GPU.* 11\.28 GiB are usable") as caught:
+    with pytest.raises(
+        SpecError, match=r"does not fit small GPU.* 11\.28 GiB are usable"
+    ) as caught:
         admit(store, models, model="large")
     assert "with precision.default: nf4" in str(caught.value)
     assert caught.value.code == "does_not_fit"
     fitting = admit(store, models, model="large", precision={"default": "nf4"}).spec
-    assert (fitting.distributed.activation_checkpointing, fitting.training.tokens_per_micro_batch) == ("full", 8192)
+    assert (
+        fitting.distributed.activation_checkpointing,
+        fitting.training.tokens_per_micro_batch,
+    ) == ("full", 8192)
     chosen = admit(store, models, model="large", precision={"default": "auto"}).spec
     assert (chosen.precision.default, "precision.default" in chosen.chosen) == ("fp8", True)
-    long = admit(store, models, model="large", precision={"default": "nf4"}, training={"max_length": 100_000})
+    long = admit(
+        store, models, model="large", precision={"default": "nf4"}, training={"max_length": 100_000}
+    )
     assert store.jobs.list_events("p", long.id).data[0].level == "warn"
 
 
@@ -188,7 +228,11 @@ def test_a_format_is_not_chosen_for_a_machine_that_is_not_known(
         admit(store, models, precision={"default": "auto"})
     assert caught.value.param == "precision.default"
     spec = admit(store, models).spec
-    open_still = (spec.distributed.activation_checkpointing, spec.distributed.compile, spec.training.tokens_per_micro_batch)
+    open_still = (
+        spec.distributed.activation_checkpointing,
+        spec.distributed.compile,
+        spec.training.tokens_per_micro_batch,
+    )
     assert (open_still, set(spec.chosen)) == (
         ("auto", "auto", "auto"),
         {"training.max_length"},

@@ -6,7 +6,16 @@ from pathlib import Path
 
 import pytest
 
-from ft_service.control.checkup import GIB, LITTLE_DISK, Verdict, checkup, database, disk, gpus, packages
+from ft_service.control.checkup import (
+    GIB,
+    LITTLE_DISK,
+    Verdict,
+    checkup,
+    database,
+    disk,
+    gpus,
+    packages,
+)
 from ft_service.host.hardware import Gpu, nvidia_gpus
 from ft_service.settings import Settings
 
@@ -18,13 +27,41 @@ OLD = Gpu("NVIDIA GeForce RTX 3090", 24 * GIB, "535.104.05")
     ("found", "used", "build", "versions", "verdicts", "said"),
     [
         ([], 0, None, None, {"torch": Verdict.FAULT}, "ft-service[workers]"),
-        ([], 0, "cpu", ("2.13.0+cpu", None), {"torch": Verdict.OK, "gpu": Verdict.LOOK}, "processor"),
+        (
+            [],
+            0,
+            "cpu",
+            ("2.13.0+cpu", None),
+            {"torch": Verdict.OK, "gpu": Verdict.LOOK},
+            "processor",
+        ),
         ([], 2, "hip", ("2.13.0", "7.1"), {"torch": Verdict.OK, "gpu": Verdict.OK}, "2 GPUs"),
         ([H100], 1, "cuda", ("2.13.0", "13.0"), {"torch": Verdict.OK, "gpu": Verdict.OK}, "H100"),
-        ([H100], 0, "cpu", ("2.13.0+cpu", None), {"torch": Verdict.OK, "gpu": Verdict.FAULT}, "pytorch.org"),
+        (
+            [H100],
+            0,
+            "cpu",
+            ("2.13.0+cpu", None),
+            {"torch": Verdict.OK, "gpu": Verdict.FAULT},
+            "pytorch.org",
+        ),
         ([OLD], 1, "cuda", ("2.13.0", "13.0"), {"torch": Verdict.OK, "gpu": Verdict.FAULT}, "580"),
-        ([OLD], 1, "cuda", ("2.11.0", "12.8"), {"torch": Verdict.OK, "gpu": Verdict.OK}, "535.104.05"),
-        ([H100, H100], 0, "cuda", ("2.13.0", "13.0"), {"torch": Verdict.OK, "gpu": Verdict.FAULT}, "CUDA_VISIBLE_DEVICES"),
+        (
+            [OLD],
+            1,
+            "cuda",
+            ("2.11.0", "12.8"),
+            {"torch": Verdict.OK, "gpu": Verdict.OK},
+            "535.104.05",
+        ),
+        (
+            [H100, H100],
+            0,
+            "cuda",
+            ("2.13.0", "13.0"),
+            {"torch": Verdict.OK, "gpu": Verdict.FAULT},
+            "CUDA_VISIBLE_DEVICES",
+        ),
     ],
 )
 def test_gpus_that_jobs_cannot_use_are_faults(
@@ -64,5 +101,15 @@ def test_gpus_are_read_from_the_drivers_program(tmp_path: Path) -> None:
 
 def test_the_checkup_names_all_that_jobs_need(tmp_path: Path) -> None:
     found = {finding.what: finding for finding in checkup(Settings(home=tmp_path / "home"))}
-    assert found.keys() >= {"python", "machine", "torch", "gpu", "home", "disk", "server", "models", "python graders"}
+    assert found.keys() >= {
+        "python",
+        "machine",
+        "torch",
+        "gpu",
+        "home",
+        "disk",
+        "server",
+        "models",
+        "python graders",
+    }
     assert found["models"].advice == "Fetch one: ft pull ORG/NAME"

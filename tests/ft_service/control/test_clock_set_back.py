@@ -1,4 +1,6 @@
-"""A job that ends while the clock is set back by two hours, and a cancel that comes after its result."""
+"""A job that ends while the clock is set back by two hours, and a cancel that comes after its
+result.
+"""
 
 from __future__ import annotations
 
@@ -36,7 +38,9 @@ def write_result(folder: Path) -> None:
 
 
 @pytest.mark.parametrize("hours", [-2, 2])
-def test_a_job_that_has_ended_is_seen_to_and_the_next_one_starts(tmp_path: Path, store: Store, hours: int) -> None:
+def test_a_job_that_has_ended_is_seen_to_and_the_next_one_starts(
+    tmp_path: Path, store: Store, hours: int
+) -> None:
     launcher = FakeLauncher(slots=2)
     reconciler = new_reconciler(tmp_path, store, launcher)
     add_job(store)
@@ -53,7 +57,8 @@ def test_a_job_that_has_ended_is_seen_to_and_the_next_one_starts(tmp_path: Path,
 
 
 def test_a_cancel_after_the_result_throws_nothing_away(tmp_path: Path, store: Store) -> None:
-    launcher, places = FakeLauncher(slots=2), Places(tmp_path)
+    launcher = FakeLauncher(slots=2)
+    places = Places(tmp_path)
     reconciler = new_reconciler(tmp_path, store, launcher)
     add_job(store)
     wait_for(lambda: reconciler.step() and ("ftjob-1", 1) in launcher.started)

@@ -12,14 +12,25 @@ from tests.support.bases import save_base
 from tests.support.describing import VERSIONS, small_document
 
 
-def test_the_report_counts_bases_without_describing_any(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_report_counts_bases_without_describing_any(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     settings = Settings(home=tmp_path / "home", models=[tmp_path / "models", tmp_path / "none"])
-    described, refused, _ = (save_base(tmp_path / "models" / name, rope_theta=float(len(name))) for name in ("a", "bb", "ccc"))
-    (save_base(tmp_path / "models" / "pickled") / "model.safetensors").rename(tmp_path / "models/pickled/pytorch_model.bin")
+    described, refused, _ = (
+        save_base(tmp_path / "models" / name, rope_theta=float(len(name)))
+        for name in ("a", "bb", "ccc")
+    )
+    (save_base(tmp_path / "models" / "pickled") / "model.safetensors").rename(
+        tmp_path / "models/pickled/pytorch_model.bin"
+    )
     descriptions = local_descriptions(settings, makes=False)
     descriptions.add(described, small_document(described))
-    descriptions.add(refused, Described(description_key(refused, VERSIONS), VERSIONS, refused=Refusal("no")))
-    monkeypatch.setattr(describe_bases, "describe_in_process", lambda *_: pytest.fail("it was described"))
+    descriptions.add(
+        refused, Described(description_key(refused, VERSIONS), VERSIONS, refused=Refusal("no"))
+    )
+    monkeypatch.setattr(
+        describe_bases, "describe_in_process", lambda *_: pytest.fail("it was described")
+    )
 
     assert list(models_report(settings)) == [
         f"{tmp_path}/models: 4 bases, 1 described, 2 refused, 1 not described yet.",

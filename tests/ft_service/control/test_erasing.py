@@ -1,4 +1,6 @@
-"""Deleted jobs and projects leave nothing on the disk or in the database, whatever interrupts their erasure."""
+"""Deleted jobs and projects leave nothing on the disk or in the database, whatever interrupts their
+erasure.
+"""
 
 from __future__ import annotations
 
@@ -29,7 +31,12 @@ from ft_service.store.records import NewEvent
 from ft_service.store.sql import Store, open_store
 from ft_service.store.tables import engines, events, jobs, metadata, projects
 from tests.support.creating import create_job
-from tests.support.databases import emptied_postgres_url, migrated_postgres_url, postgres_url, store_url
+from tests.support.databases import (
+    emptied_postgres_url,
+    migrated_postgres_url,
+    postgres_url,
+    store_url,
+)
 from tests.support.reconciling import PROJECT, new_store, spec_of
 from tests.support.records import new_file
 
@@ -50,7 +57,15 @@ def settings(tmp_path: Path) -> Settings:
     return Settings(home=tmp_path)
 
 
-def add(store: Store, home: Path, job_id: str, *, days: float = 0.0, state: State = State.SUCCEEDED, **changes: Any) -> RunDir:
+def add(
+    store: Store,
+    home: Path,
+    job_id: str,
+    *,
+    days: float = 0.0,
+    state: State = State.SUCCEEDED,
+    **changes: Any,
+) -> RunDir:
     """A job with ten events and a run directory in the folder of its project."""
     name = TunedName("tiny", "local", "", job_id.removeprefix("ftjob-"))
     job = Job(
@@ -58,10 +73,14 @@ def add(store: Store, home: Path, job_id: str, *, days: float = 0.0, state: Stat
         project_id=PROJECT,
         created_at=0.0,
         request={"training_file": "file-x"},
-        stored_spec=StoredSpec.of(spec_of(job_id, tuned_name=str(name), parent=changes.pop("parent", None))),
+        stored_spec=StoredSpec.of(
+            spec_of(job_id, tuned_name=str(name), parent=changes.pop("parent", None))
+        ),
         state=state,
         reason=Reason.SUCCEEDED if state is State.SUCCEEDED else None,
-        finished_at=store.now() - days * DAY if state in (State.SUCCEEDED, State.CANCELLED) else None,
+        finished_at=store.now() - days * DAY
+        if state in (State.SUCCEEDED, State.CANCELLED)
+        else None,
         **changes,
     )
     create_job(store, job, [NewEvent(level="info", message=f"step {step}") for step in range(9)])
@@ -77,10 +96,16 @@ def run_out(settings: Settings, store: Store) -> int:
 
 def left(home: Path) -> list[str]:
     """Run directories, and links to them."""
-    return sorted(path.name for folder in (home / "runs", project_folder(home, PROJECT)) for path in folder.glob("*"))
+    return sorted(
+        path.name
+        for folder in (home / "runs", project_folder(home, PROJECT))
+        for path in folder.glob("*")
+    )
 
 
-def test_a_deleted_jobs_run_directory_goes_once_no_job_continues_from_it(store: Store, settings: Settings) -> None:
+def test_a_deleted_jobs_run_directory_goes_once_no_job_continues_from_it(
+    store: Store, settings: Settings
+) -> None:
     run = add(store, settings.home, "ftjob-a")
     add(store, settings.home, "ftjob-b")
     parent = AdapterRef(name="ft:…", job_id="ftjob-a", path=str(run.path("adapter")))
@@ -100,7 +125,10 @@ def test_a_deleted_jobs_run_directory_goes_once_no_job_continues_from_it(store: 
 
 
 def test_a_job_that_cannot_be_removed_keeps_no_other_and_is_tried_again(
-    store: Store, settings: Settings, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    store: Store,
+    settings: Settings,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
     for job_id in ("ftjob-a", "ftjob-b", "ftjob-c"):
         add(store, settings.home, job_id)
@@ -109,7 +137,9 @@ def test_a_job_that_cannot_be_removed_keeps_no_other_and_is_tried_again(
     outside.mkdir()
     (outside / "kept").touch()
     shutil.rmtree(project_folder(settings.home, PROJECT) / "ftjob-c")
-    (project_folder(settings.home, PROJECT) / "ftjob-c").symlink_to(outside)  # by a worker: only the link goes
+    (project_folder(settings.home, PROJECT) / "ftjob-c").symlink_to(
+        outside
+    )  # by a worker: only the link goes
     real = shutil.rmtree
 
     def rmtree(path: Path, *args: Any, **options: Any) -> None:
@@ -123,21 +153,34 @@ def test_a_job_that_cannot_be_removed_keeps_no_other_and_is_tried_again(
     assert "erasing the job ftjob-a has failed: " in caplog.text
     assert store.jobs.known_jobs(["ftjob-a", "ftjob-b", "ftjob-c"]) == {"ftjob-a"}
     run_out(settings, store)
-    assert (left(settings.home), store.jobs.known_jobs(["ftjob-a"]), (outside / "kept").exists()) == ([], set(), True)
+    assert (
+        left(settings.home),
+        store.jobs.known_jobs(["ftjob-a"]),
+        (outside / "kept").exists(),
+    ) == ([], set(), True)
 
 
-def test_jobs_and_events_go_by_age_only_if_the_operator_says_so(store: Store, settings: Settings) -> None:
+def test_jobs_and_events_go_by_age_only_if_the_operator_says_so(
+    store: Store, settings: Settings
+) -> None:
     for number, days in enumerate((400, 40, 4)):
         add(store, settings.home, f"ftjob-{number}", days=days)
     assert run_out(settings, store) == 0
     run_out(settings.model_copy(update={"keep_events_days": 30.0}), store)
-    assert [len(store.jobs.list_events(PROJECT, f"ftjob-{number}").data) for number in range(3)] == [0, 0, 10]
+    assert [
+        len(store.jobs.list_events(PROJECT, f"ftjob-{number}").data) for number in range(3)
+    ] == [0, 0, 10]
     by_age = settings.model_copy(update={"keep_jobs_days": 365.0})
     run_out(by_age, store)
     run_out(by_age, store)
     assert sorted(job.id for job in store.jobs.list_jobs(PROJECT).data) == ["ftjob-1", "ftjob-2"]
-    assert (left(settings.home), store.jobs.known_jobs(["ftjob-0"])) == (["ftjob-1", "ftjob-1", "ftjob-2", "ftjob-2"], set())
-    assert [entry.type for entry in store.audit.list_audit().data] == ["job.created"] * 3, "age leaves no entries behind"
+    assert (left(settings.home), store.jobs.known_jobs(["ftjob-0"])) == (
+        ["ftjob-1", "ftjob-1", "ftjob-2", "ftjob-2"],
+        set(),
+    )
+    assert [entry.type for entry in store.audit.list_audit().data] == ["job.created"] * 3, (
+        "age leaves no entries behind"
+    )
 
 
 class _Objects(ObjectStore):
@@ -153,10 +196,14 @@ class _Objects(ObjectStore):
         del self.objects[key]
 
 
-def test_on_object_storage_the_objects_of_a_deleted_job_go(store: Store, settings: Settings) -> None:
+def test_on_object_storage_the_objects_of_a_deleted_job_go(
+    store: Store, settings: Settings
+) -> None:
     add(store, settings.home, "ftjob-a")
     store.erasure.delete_job(PROJECT, "ftjob-a")
-    objects = _Objects({"runs/ftjob-a/adapter/a": 5, "runs/ftjob-a/spec.json": 5, "runs/ftjob-ab/spec.json": 5})
+    objects = _Objects(
+        {"runs/ftjob-a/adapter/a": 5, "runs/ftjob-a/spec.json": 5, "runs/ftjob-ab/spec.json": 5}
+    )
     list(erase(settings, store, Places(settings.home, objects)))
     assert objects.objects == {"runs/ftjob-ab/spec.json": 5}
 
@@ -188,8 +235,9 @@ def test_others_have_their_turn_between_the_steps_of_an_erasure(
 
 
 def in_a_process_killed_at(number: int, work: Callable[[], object]) -> bool:
-    """Work in a process of its own that SIGKILL ends in its so-manyth transaction, or removal of a directory, before that is
-    done. Returns whether it was killed."""
+    """Work in a process of its own that SIGKILL ends in its so-manyth transaction, or removal of a
+    directory, before that is done. Returns whether it was killed.
+    """
     pid = os.fork()
     if pid:
         _, status = os.waitpid(pid, 0)
@@ -230,14 +278,31 @@ def test_a_projects_erasure_goes_on_where_a_kill_has_ended_it(
     for number in range(3):
         add(store, tmp_path, f"ftjob-{number}")
     add(store, tmp_path, "ftjob-waits", state=State.QUEUED)
-    stopping = add(store, tmp_path, "ftjob-stops", state=State.RUNNING, phase=Phase.TRAINING, attempt=1, host="elsewhere")
+    stopping = add(
+        store,
+        tmp_path,
+        "ftjob-stops",
+        state=State.RUNNING,
+        phase=Phase.TRAINING,
+        attempt=1,
+        host="elsewhere",
+    )
     settings.files_dir.mkdir()
     (settings.files_dir / "file-1").write_text("12345")
     store.files.add_file(new_file(id="file-1", project_id=PROJECT))
     (tmp_path / "engines/engine-1").mkdir(parents=True)
     with store.writing() as connection:
-        row = {"id": "engine-1", "project_id": PROJECT, "host": "h", "share_key": "", "ranks": 1, "most_seats": 2}
-        connection.execute(insert(engines).values(**row, created_at=1.0, divided_at=1.0, ended_at=1.0))
+        row = {
+            "id": "engine-1",
+            "project_id": PROJECT,
+            "host": "h",
+            "share_key": "",
+            "ranks": 1,
+            "most_seats": 2,
+        }
+        connection.execute(
+            insert(engines).values(**row, created_at=1.0, divided_at=1.0, ended_at=1.0)
+        )
     store.erasure.delete_project(PROJECT)
     store.close()
 
@@ -266,11 +331,16 @@ def test_a_projects_erasure_goes_on_where_a_kill_has_ended_it(
         left_over = {
             table.name: number
             for table in metadata.sorted_tables
-            if "project_id" in table.c and (number := connection.scalar(select(func.count()).select_from(table)))
+            if "project_id" in table.c
+            and (number := connection.scalar(select(func.count()).select_from(table)))
         }
         name = connection.scalar(select(projects.c.name).where(projects.c.id == PROJECT))
     assert (left_over, name) == ({"audit": 1, "deleted_models": 3, "usage": 1}, None)
-    assert (left(tmp_path), list(settings.files_dir.iterdir()), list((tmp_path / "engines").iterdir())) == ([], [], [])
+    assert (
+        left(tmp_path),
+        list(settings.files_dir.iterdir()),
+        list((tmp_path / "engines").iterdir()),
+    ) == ([], [], [])
     assert not project_folder(tmp_path, PROJECT).exists()
     with pytest.raises(NotFoundError):
         store.projects.get_project(PROJECT)

@@ -1,4 +1,6 @@
-"""A service that was restored on another machine, or whose container was replaced, goes on with its jobs."""
+"""A service that was restored on another machine, or whose container was replaced, goes on with its
+jobs.
+"""
 
 from __future__ import annotations
 
@@ -30,13 +32,17 @@ def store(tmp_path: Path) -> Iterator[Store]:
 
 
 def left_by(host: str, store: Store, home: Path) -> tuple[Job, Job]:
-    """A running job, with its run directory in FT_HOME, and a paused one of a host not announced for two minutes."""
+    """A running job, with its run directory in FT_HOME, and a paused one of a host not announced
+    for two minutes.
+    """
     store.queue.announce_host(host, 4)
     running, paused = (create_job(store, new_job(state=State.QUEUED, slots=1)) for _ in range(2))
     place(store, running, [0], host=host)
     Places(home).run(running.id).root.mkdir(parents=True)
     with store.writing() as connection:
-        leave = text("UPDATE jobs SET state = 'paused', desired = 'pause', host = :host WHERE id = :id")
+        leave = text(
+            "UPDATE jobs SET state = 'paused', desired = 'pause', host = :host WHERE id = :id"
+        )
         connection.execute(leave, {"host": host, "id": paused.id})
         connection.execute(text("UPDATE hosts SET seen_at = seen_at - 120"))
     return running, paused
@@ -53,11 +59,15 @@ def test_jobs_of_a_machine_that_is_gone_go_on_here(store: Store, tmp_path: Path)
 
 
 @pytest.mark.parametrize("lock", ["supervisor", "rank"])
-def test_a_machine_whose_processes_live_keeps_its_jobs(store: Store, tmp_path: Path, lock: str) -> None:
+def test_a_machine_whose_processes_live_keeps_its_jobs(
+    store: Store, tmp_path: Path, lock: str
+) -> None:
     """Its server is stopped for a while; training does not need it."""
     running, _ = left_by("old", store, tmp_path)
     run = Places(tmp_path).run(running.id)
-    descriptor = try_lock(Attempt(run, 1).node().lock if lock == "supervisor" else run.path(RANKS_LOCK))
+    descriptor = try_lock(
+        Attempt(run, 1).node().lock if lock == "supervisor" else run.path(RANKS_LOCK)
+    )
     assert descriptor is not None
     take_over(store, Places(tmp_path), "new")
     assert store.jobs.get_job(PROJECT, running.id).host == "old"
@@ -87,7 +97,9 @@ def test_a_machine_that_is_announced_keeps_its_jobs(store: Store, tmp_path: Path
     assert store.jobs.get_job(PROJECT, running.id).host == "old"
 
 
-def test_a_request_that_has_read_a_job_before_it_moved_is_not_lost(store: Store, tmp_path: Path) -> None:
+def test_a_request_that_has_read_a_job_before_it_moved_is_not_lost(
+    store: Store, tmp_path: Path
+) -> None:
     """It writes the whole row, and would give the job back to the host that is gone."""
     _, paused = left_by("old", store, tmp_path)
     before = store.jobs.get_job(PROJECT, paused.id)

@@ -1,4 +1,6 @@
-"""Folders of bases as a stranger may send them, judged by server and command line in a process of little memory."""
+"""Folders of bases as a stranger may send them, judged by server and command line in a process of
+little memory.
+"""
 
 from __future__ import annotations
 
@@ -35,7 +37,9 @@ def judged(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     save_base(models / "good")
     names = save_hostile(models)
     command = [sys.executable, "-m", "tests.support.programs.judge_bases", str(models)]
-    ended = subprocess.run(command, capture_output=True, text=True, timeout=SECONDS, check=False, cwd=ROOT)
+    ended = subprocess.run(
+        command, capture_output=True, text=True, timeout=SECONDS, check=False, cwd=ROOT
+    )
     assert ended.returncode == 0, ended.stderr[-3000:]
     return {"names": names, **json.loads(ended.stdout)}
 
@@ -52,5 +56,10 @@ def test_each_is_refused_where_a_job_names_it(judged: dict[str, Any], way: str) 
     assert said["good"] is None
     taken = {name for name in judged["names"] if said[name] is None}
     assert taken - HARMLESS == DESCRIBED
-    for name in ("fifo-config.json", "zero-tokenizer.json", "out-chat_template.jinja", "loop-tokenizer_config.json"):
+    for name in (
+        "fifo-config.json",
+        "zero-tokenizer.json",
+        "out-chat_template.jinja",
+        "loop-tokenizer_config.json",
+    ):
         assert f"The base's {name.partition('-')[2]} in " in said[name]

@@ -42,7 +42,9 @@ def settings(tmp_path: Path) -> Settings:
 def swept(store: Store, monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """Notes when the last of what `remove_expired` does is done."""
     done: list[str] = []
-    monkeypatch.setattr(store.webhooks, "forget_deliveries", lambda *ages: done.append("deliveries"))
+    monkeypatch.setattr(
+        store.webhooks, "forget_deliveries", lambda *ages: done.append("deliveries")
+    )
     return done
 
 
@@ -51,13 +53,23 @@ def add_files(store: Store, settings: Settings, *names: str) -> None:
     settings.files_dir.mkdir()
     for name in names:
         (settings.files_dir / name).write_text("12345")
-        file = File(id=name, project_id=PROJECT, filename=name, purpose="p", bytes=5, sha256=name, created_at=0.0)
+        file = File(
+            id=name,
+            project_id=PROJECT,
+            filename=name,
+            purpose="p",
+            bytes=5,
+            sha256=name,
+            created_at=0.0,
+        )
         store.files.add_file(file)
     with store.writing() as connection:
         connection.exec_driver_sql("UPDATE files SET created_at = 1")
 
 
-def fails_at(name: str, real: Callable[..., Any], error: Exception | None = None) -> Callable[..., Any]:
+def fails_at(
+    name: str, real: Callable[..., Any], error: Exception | None = None
+) -> Callable[..., Any]:
     """The function, except for a path of this name."""
 
     def remove(path: Path, *args: Any, **options: Any) -> Any:
@@ -85,7 +97,11 @@ def test_the_audit_log_is_kept_unless_its_age_is_limited(store: Store, settings:
 
 @pytest.mark.parametrize("error", [None, NotFoundError("There is no job ftjob-1.")])
 def test_an_item_that_cannot_be_removed_does_not_keep_those_behind_it(
-    store: Store, settings: Settings, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, error: FtError | None
+    store: Store,
+    settings: Settings,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    error: FtError | None,
 ) -> None:
     add_files(store, settings, "a", "b", "c")
     real = pruning.remove
@@ -160,7 +176,9 @@ def test_an_engines_folder_that_cannot_be_removed_keeps_no_others(
 def test_weights_of_a_sampler_that_cannot_be_removed_keep_no_others(
     store: Store, settings: Settings, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Pods of engines may write to the folder of their project, and put a link in a run directory's place."""
+    """Pods of engines may write to the folder of their project, and put a link in a run directory's
+    place.
+    """
     places = Places.of(settings)
     models = ["session-0:train:0", "session-1:train:0"]
     runs = [places.run_of_project(PROJECT, job_id_of(model)).root for model in models]
@@ -170,7 +188,11 @@ def test_weights_of_a_sampler_that_cannot_be_removed_keep_no_others(
     runs[0].symlink_to(runs[0].with_name("elsewhere"))
     unused = [
         TinkerSampler(
-            id=model, project_id=PROJECT, session_id=model, base="tiny", model_path=f"tinker://{model}/sampler_weights/own"
+            id=model,
+            project_id=PROJECT,
+            session_id=model,
+            base="tiny",
+            model_path=f"tinker://{model}/sampler_weights/own",
         )
         for model in models
     ]

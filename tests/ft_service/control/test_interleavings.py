@@ -1,4 +1,6 @@
-"""Whatever happens in whatever order: a store, two hosts with a reconciler each, and attempts that a test plays."""
+"""Whatever happens in whatever order: a store, two hosts with a reconciler each, and attempts that
+a test plays.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +14,13 @@ from typing import Any
 import pytest
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule, run_state_machine_as_test
+from hypothesis.stateful import (
+    RuleBasedStateMachine,
+    invariant,
+    precondition,
+    rule,
+    run_state_machine_as_test,
+)
 from sqlalchemy import text
 
 from ft_service.errors import LimitError, SpecError
@@ -29,7 +37,8 @@ from tests.support.fake_launcher import FakeLauncher
 from tests.support.reconciling import PROJECT, new_reconciler, new_store, spec_of
 
 SLOTS = {"h0": 3, "h1": 2}
-MAX_SLOTS, MAX_QUEUED = 3, 4
+MAX_SLOTS = 3
+MAX_QUEUED = 4
 LIMITED = "limited"
 
 
@@ -45,7 +54,9 @@ class Installation(RuleBasedStateMachine):
         self.store: Store = open_store(f"sqlite:///{self.folder / 'ft.db'}")
         self.launchers = {host: FakeLauncher(slots, host=host) for host, slots in SLOTS.items()}
         self.reconcilers = {
-            host: new_reconciler(self.folder, self.store, launcher, preempt_after=0.0, lease_seconds=0.0)
+            host: new_reconciler(
+                self.folder, self.store, launcher, preempt_after=0.0, lease_seconds=0.0
+            )
             for host, launcher in self.launchers.items()
         }
         self.away: dict[str, dict[tuple[str, int], Any]] = {}
@@ -60,14 +71,22 @@ class Installation(RuleBasedStateMachine):
 
     def alive(self) -> list[tuple[FakeLauncher, tuple[str, int]]]:
         seen = ((launcher, key) for launcher in self.launchers.values() for key in launcher.started)
-        return [(launcher, key) for launcher, key in seen if isinstance(self.real(launcher, key), Running)]
+        return [
+            (launcher, key)
+            for launcher, key in seen
+            if isinstance(self.real(launcher, key), Running)
+        ]
 
     def real(self, launcher: FakeLauncher, key: tuple[str, int]) -> Any:
         """What is true of an attempt, whether or not its host answers."""
         hidden = self.away.get(launcher.host, {})
         return hidden.get(key) or launcher._seen.get(key, Absent())
 
-    @rule(project=st.sampled_from([PROJECT, LIMITED]), slots=st.integers(1, 3), priority=st.integers(0, 2))
+    @rule(
+        project=st.sampled_from([PROJECT, LIMITED]),
+        slots=st.integers(1, 3),
+        priority=st.integers(0, 2),
+    )
     def submit(self, project: str, slots: int, priority: int) -> None:
         job_id = f"ftjob-{len(self.accepted)}"
         spec = StoredSpec.of(spec_of(job_id))
@@ -81,9 +100,14 @@ class Installation(RuleBasedStateMachine):
             slots=slots,
             priority=priority,
         )
-        waiting = sum(job.project_id == LIMITED and job.state in (State.VALIDATING, State.QUEUED) for job in self.jobs())
+        waiting = sum(
+            job.project_id == LIMITED and job.state in (State.VALIDATING, State.QUEUED)
+            for job in self.jobs()
+        )
         try:
-            self.store.jobs.create_jobs([NewJob(job, max_queued=MAX_QUEUED if project == LIMITED else None)])
+            self.store.jobs.create_jobs(
+                [NewJob(job, max_queued=MAX_QUEUED if project == LIMITED else None)]
+            )
         except LimitError:
             assert waiting >= MAX_QUEUED, "refused without need"
         else:
@@ -105,14 +129,18 @@ class Installation(RuleBasedStateMachine):
             self.reconcilers[host].step()
 
     @precondition(lambda self: self.alive())
-    @rule(number=st.integers(0, 99), how=st.sampled_from(["report", "succeed", "fail", "lost", "stop", "unknown"]))
+    @rule(
+        number=st.integers(0, 99),
+        how=st.sampled_from(["report", "succeed", "fail", "lost", "stop", "unknown"]),
+    )
     def happen(self, number: int, how: str) -> None:
         there = self.alive()
         launcher, key = there[number % len(there)]
         if launcher.host in self.away:
             return
         asked = any(
-            (job_id, attempt) == key and control.desired is not Desired.RUN for job_id, attempt, control in launcher.signals
+            (job_id, attempt) == key and control.desired is not Desired.RUN
+            for job_id, attempt, control in launcher.signals
         )
         match how:
             case "report":
@@ -120,7 +148,9 @@ class Installation(RuleBasedStateMachine):
             case "succeed":
                 launcher.end(*key, exit_of(ExitReason.SUCCEEDED, ""), checkpoint_step=9)
             case "fail":
-                launcher.end(*key, exit_of(ExitReason.WORKER_ERROR, "broken"), checkpoint_step=key[1])
+                launcher.end(
+                    *key, exit_of(ExitReason.WORKER_ERROR, "broken"), checkpoint_step=key[1]
+                )
             case "lost":
                 launcher.end(*key, None)
             case "stop" if asked:
@@ -148,7 +178,8 @@ class Installation(RuleBasedStateMachine):
     def crash_in_a_turn(self, number: int) -> None:
         """A reconciler ends after it has acted, before it has written."""
         host = sorted(SLOTS)[number % 2]
-        apply, self.store.leases.apply = self.store.leases.apply, lambda *_: False  # type: ignore[method-assign]
+        apply = self.store.leases.apply  # type: ignore[method-assign]
+        self.store.leases.apply = lambda *_: False  # type: ignore[method-assign]
         try:
             self.reconcilers[host].step()
         finally:
@@ -171,9 +202,14 @@ class Installation(RuleBasedStateMachine):
         jobs = {job.id: job for job in self.jobs()}
         with self.store.reading() as connection:
             held = connection.execute(
-                text("SELECT host, job_id, project_id, count(*) FROM slots GROUP BY host, job_id, project_id")
+                text(
+                    "SELECT host, job_id, project_id, count(*) FROM slots GROUP BY host, job_id, "
+                    "project_id"
+                )
             ).all()
-        on_host, of_project, running = Counter[str](), Counter[str](), Counter[str]()
+        on_host = Counter[str]()
+        of_project = Counter[str]()
+        running = Counter[str]()
         for host, job_id, project, number in held:
             on_host[host] += number
             of_project[project] += number
@@ -181,11 +217,15 @@ class Installation(RuleBasedStateMachine):
             assert jobs[job_id].state is State.RUNNING or jobs[job_id].phase is not None
         for launcher, (job_id, _) in self.alive():
             running[launcher.host] += jobs[job_id].slots
-        assert all(on_host[host] <= total and running[host] <= total for host, total in SLOTS.items())
+        assert all(
+            on_host[host] <= total and running[host] <= total for host, total in SLOTS.items()
+        )
         assert of_project[LIMITED] <= MAX_SLOTS
 
     def teardown(self) -> None:
-        """Everything that was accepted ends, once what is away returns and users ask for nothing more."""
+        """Everything that was accepted ends, once what is away returns and users ask for nothing
+        more.
+        """
         try:
             for host in list(self.away):
                 self.leave_or_return(host)
@@ -194,8 +234,13 @@ class Installation(RuleBasedStateMachine):
                     self.store.jobs.request(job.project_id, job.id, Verb.RESUME)
             wait_for(self._all_ended, 60.0)
             used = self.store.usage.usage(UsageQuery(first_day=0, last_day=10**6))
-            assert sum(row.slot_seconds for row in used) == sum(job.slot_seconds for job in self.jobs())
-            assert all(self.store.leases.free_slots(host, total) == list(range(total)) for host, total in SLOTS.items())
+            assert sum(row.slot_seconds for row in used) == sum(
+                job.slot_seconds for job in self.jobs()
+            )
+            assert all(
+                self.store.leases.free_slots(host, total) == list(range(total))
+                for host, total in SLOTS.items()
+            )
         finally:
             for reconciler in self.reconcilers.values():
                 reconciler.close()
@@ -205,7 +250,10 @@ class Installation(RuleBasedStateMachine):
     def _all_ended(self) -> bool:
         self.time_passes()
         for launcher, key in self.alive():
-            stop = any((j, a) == key and control.desired is not Desired.RUN for j, a, control in launcher.signals)
+            stop = any(
+                (j, a) == key and control.desired is not Desired.RUN
+                for j, a, control in launcher.signals
+            )
             reason = ExitReason.STOPPED if stop else ExitReason.SUCCEEDED
             launcher.end(*key, exit_of(reason, ""), checkpoint_step=5)
         for reconciler in self.reconcilers.values():
@@ -222,11 +270,17 @@ MANY = pytest.param(200, 50, marks=[pytest.mark.slow, pytest.mark.timeout(3600)]
 def test_whatever_happens_slots_and_limits_hold_and_every_accepted_job_ends(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, examples: int, steps: int
 ) -> None:
-    for name in ("job_placement.PREEMPT_SECONDS", "job_placement.TOO_LARGE_SECONDS", "job_validation.DROP_SECONDS"):
+    for name in (
+        "job_placement.PREEMPT_SECONDS",
+        "job_placement.TOO_LARGE_SECONDS",
+        "job_validation.DROP_SECONDS",
+    ):
         monkeypatch.setattr(f"ft_service.control.{name}", 0.0)
     store = new_store(tmp_path)
     store.projects.ensure_project(LIMITED, "local")
-    store.projects.update_project(LIMITED, limits=vars(replace(TenantLimits(), max_slots=MAX_SLOTS)))
+    store.projects.update_project(
+        LIMITED, limits=vars(replace(TenantLimits(), max_slots=MAX_SLOTS))
+    )
     store.close()
     monkeypatch.setattr(Installation, "template", tmp_path / "ft.db", raising=False)
     run_state_machine_as_test(

@@ -1,4 +1,6 @@
-"""Jobs on bases that are described later: they wait in validating_files, and are planned or refused there."""
+"""Jobs on bases that are described later: they wait in validating_files, and are planned or refused
+there.
+"""
 
 from __future__ import annotations
 
@@ -65,12 +67,17 @@ class Service:
         self.start()
 
     def start(self) -> None:
-        self.descriptions = Descriptions(Places.of(self.settings).descriptions(), "tests", self.make)
+        self.descriptions = Descriptions(
+            Places.of(self.settings).descriptions(), "tests", self.make
+        )
         admission = LateAdmission(self.store, self.settings, self.descriptions)
         self.launcher = FakeLauncher(slots=4)
         places = Places.of(self.settings)
         self.reconciler = Reconciler(
-            self.store, self.launcher, places, ReconcilerOptions(admission=admission, idle_seconds=0.0)
+            self.store,
+            self.launcher,
+            places,
+            ReconcilerOptions(admission=admission, idle_seconds=0.0),
         )
 
     def end(self) -> None:
@@ -78,7 +85,12 @@ class Service:
         self.reconciler.close()
 
     def create(self, model: str, descriptions: Descriptions | None = None, **body: Any) -> Job:
-        body = {"model": model, "training_file": "file-a", "distributed": {"nproc_per_node": 1}, **body}
+        body = {
+            "model": model,
+            "training_file": "file-a",
+            "distributed": {"nproc_per_node": 1},
+            **body,
+        }
         catalogue = Catalogue([self.folder], descriptions=descriptions or self.descriptions)
         return create_job(body, AdmissionContext(ANN, self.store, self.settings, catalogue))
 
@@ -105,7 +117,9 @@ def open_service(tmp_path: Path) -> Iterator[Open]:
             return service
 
         yield opened
-    wait_for(lambda: not [thread for thread in threading.enumerate() if thread.name == "describing"])
+    wait_for(
+        lambda: not [thread for thread in threading.enumerate() if thread.name == "describing"]
+    )
 
 
 class Held:
@@ -120,7 +134,9 @@ class Held:
         return described_here(folder)
 
 
-def test_a_job_waits_for_its_base_and_is_planned_as_admission_would_have(open_service: Open) -> None:
+def test_a_job_waits_for_its_base_and_is_planned_as_admission_would_have(
+    open_service: Open,
+) -> None:
     make = Held()
     service = open_service(make)
     save_base(service.folder / "tiny")
@@ -131,18 +147,31 @@ def test_a_job_waits_for_its_base_and_is_planned_as_admission_would_have(open_se
     for _ in range(20):
         service.reconciler.step()
     waiting = get(service.store, job.id)
-    assert (waiting.state, waiting.pending) == (State.VALIDATING, "Its base tiny is being described.")
+    assert (waiting.state, waiting.pending) == (
+        State.VALIDATING,
+        "Its base tiny is being described.",
+    )
     make.go.set()
 
     planned = service.step_until(job, State.QUEUED, State.RUNNING)
 
-    assert (planned.work, planned.planned_seconds, planned.shapes) == (known.work, known.planned_seconds, known.shapes)
-    chosen = {name: getattr(known.spec, name) for name in ("precision", "training", "distributed", "chosen")}
+    assert (planned.work, planned.planned_seconds, planned.shapes) == (
+        known.work,
+        known.planned_seconds,
+        known.shapes,
+    )
+    chosen = {
+        name: getattr(known.spec, name)
+        for name in ("precision", "training", "distributed", "chosen")
+    }
     assert {name: getattr(planned.spec, name) for name in chosen} == chosen
     assert planned.pending is None
-    told, earlier = messages(service.store, job.id), messages(service.store, known.id)
+    told = messages(service.store, job.id)
+    earlier = messages(service.store, known.id)
     assert told[1].startswith("The base tiny is not described yet.")
-    assert [message for message in earlier if "per rank" in message] == [message for message in told if "per rank" in message]
+    assert [message for message in earlier if "per rank" in message] == [
+        message for message in told if "per rank" in message
+    ]
 
 
 @pytest.mark.parametrize(
@@ -177,9 +206,15 @@ def test_what_admission_refuses_is_refused_later_with_the_same_words(
 
 
 @pytest.mark.parametrize("test", ["hang", "crash", "eat", "garbage"])
-def test_a_job_on_a_hostile_folder_costs_no_other_job(open_service: Open, tmp_path: Path, test: str) -> None:
-    enough = threading.Event()  # a process that hangs is ended after the other job has begun, however long that takes
-    service = open_service(lambda folder, stop: oddly(HANG_SECONDS)(folder, lambda: stop() or enough.is_set()))
+def test_a_job_on_a_hostile_folder_costs_no_other_job(
+    open_service: Open, tmp_path: Path, test: str
+) -> None:
+    enough = (
+        threading.Event()
+    )  # a process that hangs is ended after the other job has begun, however long that takes
+    service = open_service(
+        lambda folder, stop: oddly(HANG_SECONDS)(folder, lambda: stop() or enough.is_set())
+    )
     log = tmp_path / "log"
     save_base(service.folder / "hostile", test=test, log=str(log))
     save_base(service.folder / "good", log=str(log))
@@ -191,7 +226,12 @@ def test_a_job_on_a_hostile_folder_costs_no_other_job(open_service: Open, tmp_pa
     if test == "hang":  # who ended it is not the base, so the job waits and says for what
         assert get(service.store, bad.id).state is State.VALIDATING
         enough.set()
-        wait_for(lambda: service.reconciler.step() or "killed by signal 9" in str(get(service.store, bad.id).pending))
+        wait_for(
+            lambda: (
+                service.reconciler.step()
+                or "killed by signal 9" in str(get(service.store, bad.id).pending)
+            )
+        )
         assert get(service.store, bad.id).state is State.VALIDATING
         assert service.create("hostile").state is State.VALIDATING, "it is no refusal"
         return
@@ -202,15 +242,26 @@ def test_a_job_on_a_hostile_folder_costs_no_other_job(open_service: Open, tmp_pa
         service.create("hostile")
 
 
-def test_a_killed_description_fails_no_waiting_job_of_any_project(open_service: Open, tmp_path: Path) -> None:
-    """Nine jobs of three projects wait for a base whose process is killed each time, until it is not."""
-    service, go, log = open_service(oddly()), tmp_path / "go", tmp_path / "log"
-    service.descriptions = Descriptions(Places(tmp_path).descriptions(), "tests", oddly(), lost_seconds=0.2)
+def test_a_killed_description_fails_no_waiting_job_of_any_project(
+    open_service: Open, tmp_path: Path
+) -> None:
+    """Nine jobs of three projects wait for a base whose process is killed each time, until it is
+    not.
+    """
+    service = open_service(oddly())
+    go = tmp_path / "go"
+    log = tmp_path / "log"
+    service.descriptions = Descriptions(
+        Places(tmp_path).descriptions(), "tests", oddly(), lost_seconds=0.2
+    )
     service.reconciler.close()
     admission = LateAdmission(service.store, service.settings, service.descriptions)
     places = Places.of(service.settings)
     service.reconciler = Reconciler(
-        service.store, FakeLauncher(slots=4), places, ReconcilerOptions(admission=admission, idle_seconds=0.0)
+        service.store,
+        FakeLauncher(slots=4),
+        places,
+        ReconcilerOptions(admission=admission, idle_seconds=0.0),
     )
     save_base(service.folder / "tiny", test="killed", go=str(go), log=str(log))
     jobs: list[Job] = []
@@ -226,8 +277,14 @@ def test_a_killed_description_fails_no_waiting_job_of_any_project(open_service: 
             service.settings,
             Catalogue([service.folder], None, service.descriptions),
         )
-        body = {"model": "tiny", "training_file": "file-a" if project == PROJECT else f"file-{project}"}
-        jobs += [create_job({**body, "seed": seed, "distributed": {"nproc_per_node": 1}}, context) for seed in range(3)]
+        body = {
+            "model": "tiny",
+            "training_file": "file-a" if project == PROJECT else f"file-{project}",
+        }
+        jobs += [
+            create_job({**body, "seed": seed, "distributed": {"nproc_per_node": 1}}, context)
+            for seed in range(3)
+        ]
 
     def states() -> set[State]:
         service.reconciler.step()
@@ -236,13 +293,19 @@ def test_a_killed_description_fails_no_waiting_job_of_any_project(open_service: 
     wait_for(lambda: states() and log.exists() and len(log.read_text().splitlines()) >= 3)
     assert states() == {State.VALIDATING}
     told = [service.store.jobs.get_job(job.project_id, job.id).pending for job in jobs]
-    assert all("killed by signal 9" in str(pending) or "being described" in str(pending) for pending in told), told
+    assert all(
+        "killed by signal 9" in str(pending) or "being described" in str(pending)
+        for pending in told
+    ), told
     go.touch()
     wait_for(lambda: states() <= {State.QUEUED, State.RUNNING})
 
 
-def test_a_service_that_ends_while_it_describes_goes_on_when_it_is_started(open_service: Open, tmp_path: Path) -> None:
-    log, go = tmp_path / "log", tmp_path / "go"
+def test_a_service_that_ends_while_it_describes_goes_on_when_it_is_started(
+    open_service: Open, tmp_path: Path
+) -> None:
+    log = tmp_path / "log"
+    go = tmp_path / "go"
     service = open_service(oddly())
     save_base(service.folder / "slow", test="slow", log=str(log), go=str(go))
     job = service.create("slow")
@@ -270,11 +333,17 @@ def test_a_server_describes_all_its_bases_and_those_that_come_later(
     (pickled / "pytorch_model.bin").touch()
     stop = threading.Event()
     arguments = (service.settings, service.store, Meters(), stop)
-    thread = threading.Thread(target=describe_bases.watch_models, args=arguments, kwargs={"descriptions": service.descriptions})
+    thread = threading.Thread(
+        target=describe_bases.watch_models,
+        args=arguments,
+        kwargs={"descriptions": service.descriptions},
+    )
     thread.start()
     try:
         for number in range(20):
-            wait_for(lambda number=number: service.descriptions.known(service.folder / f"base-{number}"))
+            wait_for(
+                lambda number=number: service.descriptions.known(service.folder / f"base-{number}")
+            )
         later = save_base(service.folder / "later", rope_theta=99.0)
         assert base_facts(later, wait_for(lambda: service.descriptions.known(later))).trainable
         facts = base_facts(hostile, wait_for(lambda: service.descriptions.known(hostile)))

@@ -20,28 +20,44 @@ from tests.support.reconciling import add_job, get, new_store, spec_of
 
 
 def new_launchers(settings: Settings, store: Store | None = None) -> list[Launcher]:
-    return launcher_choice.new_launchers(settings, store.leases.move_host if store else lambda old, new: None)
+    return launcher_choice.new_launchers(
+        settings, store.leases.move_host if store else lambda old, new: None
+    )
 
 
 def slurm_settings(folder: Path, profile: dict[str, Any] | None = None, **values: Any) -> Settings:
     path = folder / "slurm-profile.yaml"
     path.write_text(yaml.safe_dump({"ranks_per_node": 4, **(profile or {})}))
     database = f"sqlite:///{folder / 'ft.db'}"
-    return Settings(**{"home": folder, "launcher": "slurm", "slurm_profile": path, "database_url": database, **values})
+    return Settings(
+        **{
+            "home": folder,
+            "launcher": "slurm",
+            "slurm_profile": path,
+            "database_url": database,
+            **values,
+        }
+    )
 
 
-def test_slurm_is_chosen_where_its_commands_are(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_slurm_is_chosen_where_its_commands_are(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(launcher_choice, "missing_commands", list)
     (launcher,) = new_launchers(slurm_settings(tmp_path))
     assert isinstance(launcher, ClusterEngineLauncher)
     assert isinstance(launcher, ListsAttempts)
     assert (launcher.host, launcher.counts, launcher.slots_name_gpus) == ("slurm", False, False)
     monkeypatch.setattr(launcher_choice, "missing_commands", lambda: ["sbatch", "srun"])
-    with pytest.raises(SpecError, match="FT_LAUNCHER = slurm: sbatch and srun cannot be found here"):
+    with pytest.raises(
+        SpecError, match="FT_LAUNCHER = slurm: sbatch and srun cannot be found here"
+    ):
         new_launchers(slurm_settings(tmp_path))
 
 
-def test_a_time_limit_that_leaves_no_time_to_train_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_time_limit_that_leaves_no_time_to_train_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(launcher_choice, "missing_commands", list)
     with pytest.raises(SpecError, match=r"FT_SLURM_PROFILE: time = '4'.*120 seconds before"):
         new_launchers(slurm_settings(tmp_path, {"time": "4"}))
@@ -56,7 +72,9 @@ def test_a_time_limit_that_leaves_no_time_to_train_is_refused(tmp_path: Path, mo
         ({"storage": "s3://b/ft"}, "FT_STORAGE needs FT_LAUNCHER = kubernetes"),
     ],
 )
-def test_settings_that_slurm_cannot_work_with_are_refused(tmp_path: Path, values: dict[str, Any], says: str) -> None:
+def test_settings_that_slurm_cannot_work_with_are_refused(
+    tmp_path: Path, values: dict[str, Any], says: str
+) -> None:
     with pytest.raises(ValueError, match=says):
         slurm_settings(tmp_path, **values)
 
@@ -64,7 +82,9 @@ def test_settings_that_slurm_cannot_work_with_are_refused(tmp_path: Path, values
 def test_slurm_has_the_queue_and_its_nodes_have_a_size(tmp_path: Path) -> None:
     capacity = capacity_of(slurm_settings(tmp_path))
     assert (capacity.gpus, capacity.several_nodes) == (4, True)
-    refuse_too_many(spec_of("j", distributed=DistributedOptions(nnodes=64, nproc_per_node=4)), capacity)
+    refuse_too_many(
+        spec_of("j", distributed=DistributedOptions(nnodes=64, nproc_per_node=4)), capacity
+    )
     with pytest.raises(SpecError, match="a node of this cluster runs at most 4 ranks"):
         refuse_too_many(spec_of("j", distributed=DistributedOptions(nproc_per_node=5)), capacity)
     assert "Slurm orders the jobs" in capacity.ignores_priority
@@ -107,20 +127,31 @@ def test_each_pod_profile_has_a_launcher_and_the_first_takes_over_what_ran_befor
     add_job(store, host="kubernetes/ft")
     (before,) = new_launchers(cluster_settings(tmp_path, **volumes), store)
     assert (before.host, before.slots) == ("kubernetes/ft", 8)
-    profiles = {"big": {"slots": 16}, "spot": {"slots": 4}, "research": {"namespace": "research", "queue": "research"}}
+    profiles = {
+        "big": {"slots": 16},
+        "spot": {"slots": 4},
+        "research": {"namespace": "research", "queue": "research"},
+    }
     launchers = new_launchers(cluster_settings(tmp_path, **volumes, profiles=profiles), store)
     shown = [(launcher.host, launcher.slots, launcher.counts) for launcher in launchers]
-    assert shown == [("kubernetes/big", 16, True), ("kubernetes/spot", 4, True), ("kubernetes/research", 4096, False)]
+    assert shown == [
+        ("kubernetes/big", 16, True),
+        ("kubernetes/spot", 4, True),
+        ("kubernetes/research", 4096, False),
+    ]
     assert get(store).host == "kubernetes/big"
     (told,) = [record.getMessage() for record in caplog.records if record.levelname == "ERROR"]
     assert "queue = 'research', and the cluster has no Kueue" in told
     store.close()
 
 
-def test_every_profile_must_have_the_run_directories(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_every_profile_must_have_the_run_directories(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(cluster_module, "Cluster", ClosedCluster)
     volumes = {"volume_mounts": [{"name": "home", "mountPath": str(tmp_path)}], "namespace": "ft"}
     with pytest.raises(SpecError, match="no volume_mounts entry contains FT_HOME"):
         new_launchers(
-            cluster_settings(tmp_path, **volumes, profiles={"a": {}, "b": {"volume_mounts": []}}), new_store(tmp_path)
+            cluster_settings(tmp_path, **volumes, profiles={"a": {}, "b": {"volume_mounts": []}}),
+            new_store(tmp_path),
         )

@@ -21,7 +21,9 @@ class ListingLauncher(FakeLauncher):
 
     def __init__(self, *job_ids: str) -> None:
         super().__init__()
-        self.running = [ListedAttempt(f"ft-{job_id}-1", job_id, "2026-01-01T00:00:00Z") for job_id in job_ids]
+        self.running = [
+            ListedAttempt(f"ft-{job_id}-1", job_id, "2026-01-01T00:00:00Z") for job_id in job_ids
+        ]
         self.is_away = False
 
     def unfinished(self) -> list[ListedAttempt]:
@@ -40,17 +42,26 @@ def test_what_the_database_does_not_know_is_orphaned(tmp_path: Path) -> None:
     store = new_store(tmp_path)
     add_job(store, "ftjob-1")
     launcher = ListingLauncher("ftjob-1", "ftjob-of-another-database")
-    assert [orphan.job_id for orphan in find_orphans(store, launcher)] == ["ftjob-of-another-database"]
+    assert [orphan.job_id for orphan in find_orphans(store, launcher)] == [
+        "ftjob-of-another-database"
+    ]
     assert not isinstance(FakeLauncher(), ListsAttempts), "a place that cannot list is not asked"
 
 
 def test_an_engine_is_known_until_it_has_ended(tmp_path: Path) -> None:
     store = new_store(tmp_path)
-    job = create_job(store, new_job(id="ftjob-1", project_id="proj", state=State.QUEUED, slots=2, share_key="key"))
-    claim = store.leases.claim_queued(job.id, host="fake", owner="t", lease_seconds=60, host_slots=2)
+    job = create_job(
+        store,
+        new_job(id="ftjob-1", project_id="proj", state=State.QUEUED, slots=2, share_key="key"),
+    )
+    claim = store.leases.claim_queued(
+        job.id, host="fake", owner="t", lease_seconds=60, host_slots=2
+    )
     assert claim is not None
     placed_job = placed(claim.job, "fake", engine_id="engine-1")
-    assert store.leases.apply(claim, JobChange(job=placed_job, take_slots=[0, 1], new_engine=NewEngine(8)))
+    assert store.leases.apply(
+        claim, JobChange(job=placed_job, take_slots=[0, 1], new_engine=NewEngine(8))
+    )
     launcher = ListingLauncher("ftjob-1", "engine-1", "engine-2")
     assert [orphan.job_id for orphan in find_orphans(store, launcher)] == ["engine-2"]
     store.engines.end_engine("engine-1")
@@ -59,7 +70,8 @@ def test_an_engine_is_known_until_it_has_ended(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("is_away", [False, True])
 def test_the_reconciler_counts_them(tmp_path: Path, is_away: bool) -> None:
-    store, meters = new_store(tmp_path), Meters()
+    store = new_store(tmp_path)
+    meters = Meters()
     launcher = ListingLauncher("ftjob-a", "ftjob-b")
     launcher.is_away = is_away
     reconciler = new_reconciler(tmp_path, store, launcher, meters=meters)

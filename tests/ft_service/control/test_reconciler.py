@@ -26,7 +26,15 @@ from ft_service.meters import Meters
 from ft_service.rundir.attempt import Attempt
 from ft_service.rundir.attempt_outcome import exit_of
 from ft_service.rundir.directory import RunDir
-from ft_service.rundir.documents import CheckpointMarker, Control, Desired, ErrorInfo, ExitReason, Result, Start
+from ft_service.rundir.documents import (
+    CheckpointMarker,
+    Control,
+    Desired,
+    ErrorInfo,
+    ExitReason,
+    Result,
+    Start,
+)
 from ft_service.rundir.events import Event, Metrics, write_segment
 from ft_service.rundir.presence import Presence
 from ft_service.spec import DistributedOptions, JobSpec
@@ -34,7 +42,15 @@ from ft_service.store.records import Claim, JobChange
 from ft_service.store.sql import Store
 from tests.support.attempts import wait_for
 from tests.support.fake_launcher import FakeLauncher
-from tests.support.reconciling import PROJECT, add_job, get, messages, new_reconciler, new_store, step_until
+from tests.support.reconciling import (
+    PROJECT,
+    add_job,
+    get,
+    messages,
+    new_reconciler,
+    new_store,
+    step_until,
+)
 
 STOPPED = exit_of(ExitReason.STOPPED, "Training has stopped at checkpoint step-5-a1.")
 SUCCEEDED = exit_of(ExitReason.SUCCEEDED, "Training has finished.")
@@ -62,7 +78,11 @@ def run_of(folder: Path, job_id: str = "ftjob-1") -> RunDir:
 
 
 def start_running(
-    reconciler: Reconciler, store: Store, launcher: FakeLauncher, job_id: str = "ftjob-1", attempt: int = 1
+    reconciler: Reconciler,
+    store: Store,
+    launcher: FakeLauncher,
+    job_id: str = "ftjob-1",
+    attempt: int = 1,
 ) -> Job:
     """Give jobs their turns until this attempt was started."""
 
@@ -78,19 +98,35 @@ def write_checkpoint(run: RunDir, step: int, attempt: int = 1) -> None:
     run.write(f"checkpoints/step-{step}-a{attempt}/COMPLETE", marker)
 
 
-@pytest.mark.parametrize("planted", [b"{", Start(job_id="x", attempt=1, world_size=64, generation=1, checkpoint=None, nodes=8)])
+@pytest.mark.parametrize(
+    "planted",
+    [b"{", Start(job_id="x", attempt=1, world_size=64, generation=1, checkpoint=None, nodes=8)],
+)
 def test_what_a_worker_has_planted_for_the_next_attempt_does_not_start_it(
-    tmp_path: Path, store: Store, launcher: FakeLauncher, reconciler: Reconciler, planted: bytes | Start
+    tmp_path: Path,
+    store: Store,
+    launcher: FakeLauncher,
+    reconciler: Reconciler,
+    planted: bytes | Start,
 ) -> None:
-    """Ranks and nodes are the service's to say: a job must not take more of a cluster than its slots."""
+    """Ranks and nodes are the service's to say: a job must not take more of a cluster than its
+    slots.
+    """
     run = RunDir(tmp_path / "runs" / "ftjob-1")
-    run.put("attempts/1/start.json", planted if isinstance(planted, bytes) else planted.model_dump_json().encode())
+    run.put(
+        "attempts/1/start.json",
+        planted if isinstance(planted, bytes) else planted.model_dump_json().encode(),
+    )
     seen: list[Start | None] = []
     launcher.on_start = lambda attempt: seen.append(attempt.read_start())
     add_job(store)
     while not seen:
         reconciler.step()
-    assert seen == [Start(job_id="ftjob-1", attempt=1, world_size=2, generation=1, checkpoint=None, slots=[0, 1])]
+    assert seen == [
+        Start(
+            job_id="ftjob-1", attempt=1, world_size=2, generation=1, checkpoint=None, slots=[0, 1]
+        )
+    ]
 
 
 def test_a_job_from_submission_to_its_result(
@@ -101,11 +137,20 @@ def test_a_job_from_submission_to_its_result(
         metrics = Metrics(step=1, total_steps=1, train_loss=2.0)
         events = [
             Event(time=50.0, kind="metrics", message="step 1", metrics=metrics),
-            Event(time=51.0, kind="checkpoint", message="saved", metrics=metrics, checkpoint="step-1-a1"),
+            Event(
+                time=51.0,
+                kind="checkpoint",
+                message="saved",
+                metrics=metrics,
+                checkpoint="step-1-a1",
+            ),
         ]
         write_segment(run, attempt.number, 0, events)
         run.put("metrics.csv", b"step,train_loss\n1,2.0\n")
-        run.write("result.json", Result(attempt=1, steps=1, trained_tokens=77, train_loss=2.0, valid_loss=None))
+        run.write(
+            "result.json",
+            Result(attempt=1, steps=1, trained_tokens=77, train_loss=2.0, valid_loss=None),
+        )
         launcher.end("ftjob-1", 1, SUCCEEDED, checkpoint_step=1)
 
     launcher.on_start = work
@@ -141,16 +186,29 @@ def test_the_attempt_gets_what_it_needs_to_know(
     start_running(reconciler, store, launcher)
     run = run_of(tmp_path)
     assert run.read("spec.json", JobSpec) == get(store).spec
-    expected = Start(job_id="ftjob-1", attempt=1, world_size=2, generation=1, checkpoint=None, slots=[0, 1])
+    expected = Start(
+        job_id="ftjob-1", attempt=1, world_size=2, generation=1, checkpoint=None, slots=[0, 1]
+    )
     assert run.read("attempts/1/start.json", Start) == expected
 
 
-def test_a_data_file_at_fault_fails_the_job_without_an_attempt(tmp_path: Path, store: Store, launcher: FakeLauncher) -> None:
-    error = ErrorInfo(code="invalid_training_file", message="train.jsonl: line 3: is blank.", param="training_file")
-    reconciler = new_reconciler(tmp_path, store, launcher, check=lambda job, examiner, tell: Checked(error))
+def test_a_data_file_at_fault_fails_the_job_without_an_attempt(
+    tmp_path: Path, store: Store, launcher: FakeLauncher
+) -> None:
+    error = ErrorInfo(
+        code="invalid_training_file",
+        message="train.jsonl: line 3: is blank.",
+        param="training_file",
+    )
+    reconciler = new_reconciler(
+        tmp_path, store, launcher, check=lambda job, examiner, tell: Checked(error)
+    )
     add_job(store)
     job = step_until(reconciler, store)
-    assert (job.state, job.error) == (State.FAILED, error.model_dump(include={"code", "message", "param"}))
+    assert (job.state, job.error) == (
+        State.FAILED,
+        error.model_dump(include={"code", "message", "param"}),
+    )
     assert launcher.started == []
     assert messages(store)[-1] == error.message
 
@@ -160,12 +218,15 @@ def test_a_new_job_and_a_verb_end_the_loops_rest(
 ) -> None:
     monkeypatch.setattr("ft_service.control.reconciler.POLL_SECONDS", 3600.0)
     monkeypatch.setattr("ft_service.control.reconciler.MAX_POLL_SECONDS", 3600.0)
-    reconciler, stop = new_reconciler(tmp_path, store, launcher, idle_seconds=3600.0), threading.Event()
+    reconciler = new_reconciler(tmp_path, store, launcher, idle_seconds=3600.0)
+    stop = threading.Event()
     loop = threading.Thread(target=reconciler.run, args=(stop,))
     loop.start()
     try:
         add_job(store)
-        wait_for(lambda: len(launcher.started) == 1)  # a job that is cancelled before that needs no signal
+        wait_for(
+            lambda: len(launcher.started) == 1
+        )  # a job that is cancelled before that needs no signal
         store.jobs.request(PROJECT, "ftjob-1", Verb.CANCEL)
         wait_for(lambda: get(store).signalled == get(store).generation)
     finally:
@@ -174,8 +235,11 @@ def test_a_new_job_and_a_verb_end_the_loops_rest(
         loop.join()
 
 
-def test_while_one_process_reads_a_jobs_files_no_other_does(tmp_path: Path, store: Store, launcher: FakeLauncher) -> None:
-    go_on, begun = threading.Event(), []
+def test_while_one_process_reads_a_jobs_files_no_other_does(
+    tmp_path: Path, store: Store, launcher: FakeLauncher
+) -> None:
+    go_on = threading.Event()
+    begun = []
 
     def check(job: Job, examiner: Examiner, tell: Tell) -> Checked:
         begun.append(job.id)
@@ -197,7 +261,9 @@ def test_while_one_process_reads_a_jobs_files_no_other_does(tmp_path: Path, stor
         other.close()
 
 
-def test_a_slow_check_keeps_no_other_job_waiting(tmp_path: Path, store: Store, launcher: FakeLauncher) -> None:
+def test_a_slow_check_keeps_no_other_job_waiting(
+    tmp_path: Path, store: Store, launcher: FakeLauncher
+) -> None:
     go_on = threading.Event()
 
     def check(job: Job, examiner: Examiner, tell: Tell) -> Checked:
@@ -216,7 +282,9 @@ def test_a_slow_check_keeps_no_other_job_waiting(tmp_path: Path, store: Store, l
     start_running(reconciler, store, launcher, "ftjob-slow")
 
 
-def test_jobs_wait_for_slots_in_order_of_priority(store: Store, launcher: FakeLauncher, reconciler: Reconciler) -> None:
+def test_jobs_wait_for_slots_in_order_of_priority(
+    store: Store, launcher: FakeLauncher, reconciler: Reconciler
+) -> None:
     add_job(store, "ftjob-first")
     start_running(reconciler, store, launcher, "ftjob-first")
     for job_id, priority in (("ftjob-low", 0), ("ftjob-high", 5), ("ftjob-lower", 0)):
@@ -225,10 +293,17 @@ def test_jobs_wait_for_slots_in_order_of_priority(store: Store, launcher: FakeLa
     for job_id in ("ftjob-first", "ftjob-high", "ftjob-low", "ftjob-lower"):
         start_running(reconciler, store, launcher, job_id)
         launcher.end(job_id, 1, SUCCEEDED)
-    assert [name for name, _ in launcher.started] == ["ftjob-first", "ftjob-high", "ftjob-low", "ftjob-lower"]
+    assert [name for name, _ in launcher.started] == [
+        "ftjob-first",
+        "ftjob-high",
+        "ftjob-low",
+        "ftjob-lower",
+    ]
 
 
-def test_a_pause_is_told_once_and_ends_at_rest(store: Store, launcher: FakeLauncher, reconciler: Reconciler) -> None:
+def test_a_pause_is_told_once_and_ends_at_rest(
+    store: Store, launcher: FakeLauncher, reconciler: Reconciler
+) -> None:
     add_job(store)
     start_running(reconciler, store, launcher)
     store.jobs.request(PROJECT, "ftjob-1", Verb.PAUSE)
@@ -245,7 +320,9 @@ def test_a_pause_is_told_once_and_ends_at_rest(store: Store, launcher: FakeLaunc
     assert start_running(reconciler, store, launcher, attempt=2).attempt == 2
 
 
-def test_resume_while_stopping_goes_on(store: Store, launcher: FakeLauncher, reconciler: Reconciler) -> None:
+def test_resume_while_stopping_goes_on(
+    store: Store, launcher: FakeLauncher, reconciler: Reconciler
+) -> None:
     add_job(store)
     start_running(reconciler, store, launcher)
     store.jobs.request(PROJECT, "ftjob-1", Verb.PAUSE)
@@ -257,17 +334,25 @@ def test_resume_while_stopping_goes_on(store: Store, launcher: FakeLauncher, rec
     assert start_running(reconciler, store, launcher, attempt=2).attempt == 2
 
 
-def test_cancel_is_final_even_if_the_attempt_succeeds(store: Store, launcher: FakeLauncher, reconciler: Reconciler) -> None:
+def test_cancel_is_final_even_if_the_attempt_succeeds(
+    store: Store, launcher: FakeLauncher, reconciler: Reconciler
+) -> None:
     add_job(store)
     start_running(reconciler, store, launcher)
     store.jobs.request(PROJECT, "ftjob-1", Verb.CANCEL)
     launcher.end("ftjob-1", 1, SUCCEEDED)
     job = step_until(reconciler, store)
-    assert (job.state, job.reason, job.result_file) == (State.CANCELLED, Reason.USER_CANCELLED, None)
+    assert (job.state, job.reason, job.result_file) == (
+        State.CANCELLED,
+        Reason.USER_CANCELLED,
+        None,
+    )
     assert store.leases.free_slots("fake", 2) == [0, 1]
 
 
-def test_cancel_reaches_the_attempt(store: Store, launcher: FakeLauncher, reconciler: Reconciler) -> None:
+def test_cancel_reaches_the_attempt(
+    store: Store, launcher: FakeLauncher, reconciler: Reconciler
+) -> None:
     add_job(store)
     start_running(reconciler, store, launcher)
     store.jobs.request(PROJECT, "ftjob-1", Verb.CANCEL)
@@ -295,7 +380,9 @@ def test_an_attempt_that_cannot_be_sealed_keeps_its_slots(
     add_job(store)
     wait_for(lambda: reconciler.step() and get(store).state is State.RUNNING)
     store.jobs.request(PROJECT, "ftjob-1", Verb.CANCEL)
-    monkeypatch.setattr(launcher, "kill", lambda attempt, reason: launcher.set("ftjob-1", 1, Running()))
+    monkeypatch.setattr(
+        launcher, "kill", lambda attempt, reason: launcher.set("ftjob-1", 1, Running())
+    )
     reconciler.step()
     assert store.leases.free_slots("fake", 2) == []
     monkeypatch.undo()
@@ -317,7 +404,9 @@ def test_the_slots_of_a_start_survive_a_crash_between_placing_and_launching(
     assert launcher.started == [("ftjob-1", 1)]
 
 
-def test_slots_of_a_cluster_are_no_numbers_of_gpus(tmp_path: Path, store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_slots_of_a_cluster_are_no_numbers_of_gpus(
+    tmp_path: Path, store: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """A pod with one GPU would not see it in a job that holds slot 7."""
     monkeypatch.setattr(FakeLauncher, "slots_name_gpus", False)
     launcher = FakeLauncher()
@@ -338,7 +427,12 @@ def test_a_lost_attempt_goes_on_from_its_checkpoint_after_a_back_off(
     write_checkpoint(run_of(tmp_path), 5)
     launcher.end("ftjob-1", 1, None, checkpoint_step=5)
     job = step_until(reconciler, store, State.QUEUED)
-    assert (job.reason, job.failures, job.losses, job.failed_at_step) == (Reason.SUPERVISOR_LOST, 0, 1, 5)
+    assert (job.reason, job.failures, job.losses, job.failed_at_step) == (
+        Reason.SUPERVISOR_LOST,
+        0,
+        1,
+        5,
+    )
     assert job.not_before > store.now() - 5
     assert messages(store)[-1].endswith("continues from step 5 in 1 second.")
     start_running(reconciler, store, launcher, attempt=2)
@@ -348,7 +442,9 @@ def test_a_lost_attempt_goes_on_from_its_checkpoint_after_a_back_off(
     assert launcher.started == [("ftjob-1", 1), ("ftjob-1", 2)]
 
 
-def test_nothing_is_done_on_unknown(store: Store, launcher: FakeLauncher, reconciler: Reconciler) -> None:
+def test_nothing_is_done_on_unknown(
+    store: Store, launcher: FakeLauncher, reconciler: Reconciler
+) -> None:
     add_job(store)
     start_running(reconciler, store, launcher)
     launcher.set("ftjob-1", 1, Unknown("the host does not answer"))
@@ -360,7 +456,9 @@ def test_nothing_is_done_on_unknown(store: Store, launcher: FakeLauncher, reconc
     assert (launcher.kills, launcher.started) == ([], [("ftjob-1", 1)])
 
 
-def test_a_queued_job_that_cannot_be_observed_steps_aside(store: Store, launcher: FakeLauncher, reconciler: Reconciler) -> None:
+def test_a_queued_job_that_cannot_be_observed_steps_aside(
+    store: Store, launcher: FakeLauncher, reconciler: Reconciler
+) -> None:
     add_job(store, "ftjob-stuck", priority=9)
     start_running(reconciler, store, launcher, "ftjob-stuck")
     store.jobs.request(PROJECT, "ftjob-stuck", Verb.PAUSE)
@@ -373,7 +471,9 @@ def test_a_queued_job_that_cannot_be_observed_steps_aside(store: Store, launcher
     assert get(store, "ftjob-stuck").state is State.QUEUED
 
 
-def test_a_stalled_attempt_is_killed_and_tried_again(store: Store, launcher: FakeLauncher, reconciler: Reconciler) -> None:
+def test_a_stalled_attempt_is_killed_and_tried_again(
+    store: Store, launcher: FakeLauncher, reconciler: Reconciler
+) -> None:
     add_job(store)
     start_running(reconciler, store, launcher)
     launcher.report("ftjob-1", 1, silent_seconds=1e6)
@@ -397,7 +497,9 @@ def test_a_start_that_fails_is_tried_again_until_the_operator_has_mended_it(
     start_running(reconciler, store, launcher, attempt=job.attempt + 1)
 
 
-def test_training_is_shown_once_the_first_event_is_there(store: Store, launcher: FakeLauncher, reconciler: Reconciler) -> None:
+def test_training_is_shown_once_the_first_event_is_there(
+    store: Store, launcher: FakeLauncher, reconciler: Reconciler
+) -> None:
     add_job(store)
     start_running(reconciler, store, launcher)
     assert get(store).phase is Phase.LAUNCHING
@@ -420,20 +522,30 @@ def test_every_event_is_there_before_the_job_is_done(
     while page := store.jobs.list_events(PROJECT, "ftjob-1", limit=100, after=after).data:
         found += [event.message for event in page]
         after = page[-1].id
-    assert [message for message in reversed(found) if message.startswith("event ")] == [f"event {seq}" for seq in range(count)]
+    assert [message for message in reversed(found) if message.startswith("event ")] == [
+        f"event {seq}" for seq in range(count)
+    ]
     assert found[0] == "The job has succeeded."
 
 
 def test_what_an_attempt_wrote_right_before_its_end_is_there(
-    tmp_path: Path, store: Store, launcher: FakeLauncher, reconciler: Reconciler, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path,
+    store: Store,
+    launcher: FakeLauncher,
+    reconciler: Reconciler,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Its last event comes between the look at the run directory's events and the look at its processes."""
+    """Its last event comes between the look at the run directory's events and the look at its
+    processes.
+    """
     add_job(store)
     start_running(reconciler, store, launcher)
 
     def ending(attempt: Attempt) -> Ended:
         if not attempt.has_segment(0):
-            write_segment(attempt.run, attempt.number, 0, [Event(time=1.0, message="the last words")])
+            write_segment(
+                attempt.run, attempt.number, 0, [Event(time=1.0, message="the last words")]
+            )
         return Ended(SUCCEEDED)
 
     monkeypatch.setattr(launcher, "observe", ending)
@@ -452,7 +564,9 @@ def test_a_queued_job_whose_processes_live_steps_aside_until_they_are_gone(
     wait_for(lambda: reconciler.step() and get(store).state is State.QUEUED)
     launcher.set("ftjob-1", 1, Running())
     monkeypatch.setattr(
-        launcher, "kill", lambda attempt, reason: launcher.kills.append((attempt.job_id, attempt.number, reason))
+        launcher,
+        "kill",
+        lambda attempt, reason: launcher.kills.append((attempt.job_id, attempt.number, reason)),
     )
     wait_for(lambda: reconciler.step() and len(launcher.kills) > 0)
     assert get(store).not_before > store.now()
@@ -462,7 +576,11 @@ def test_a_queued_job_whose_processes_live_steps_aside_until_they_are_gone(
 
 
 def test_an_error_in_one_jobs_turn_costs_only_that_job_its_turn(
-    tmp_path: Path, store: Store, launcher: FakeLauncher, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    tmp_path: Path,
+    store: Store,
+    launcher: FakeLauncher,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
     launcher = FakeLauncher(slots=4)
     observe = launcher.observe
@@ -485,7 +603,8 @@ def test_an_error_in_one_jobs_turn_costs_only_that_job_its_turn(
 def test_the_loop_survives_a_database_that_is_away_and_wakes_early(
     tmp_path: Path, store: Store, launcher: FakeLauncher, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    failed, stop = threading.Event(), threading.Event()
+    failed = threading.Event()
+    stop = threading.Event()
     claim = store.leases.claim
 
     def away(**options: Any) -> Any:
@@ -536,14 +655,19 @@ def test_the_loop_rests_longer_while_the_database_is_away_and_not_after_that(
 def test_a_change_of_mind_during_a_turn_is_not_overwritten(
     tmp_path: Path, store: Store, launcher: FakeLauncher, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The user cancels between the claim and the write: the write is refused, and the file it would have brought is removed."""
+    """The user cancels between the claim and the write: the write is refused, and the file it would
+    have brought is removed.
+    """
     reconciler = new_reconciler(tmp_path, store, launcher)
     add_job(store)
     start_running(reconciler, store, launcher)
     run = run_of(tmp_path)
     run.put("metrics.csv", b"step\n")
-    run.write("result.json", Result(attempt=1, steps=1, trained_tokens=1, train_loss=1.0, valid_loss=None))
-    observe, looks = launcher.observe, []
+    run.write(
+        "result.json", Result(attempt=1, steps=1, trained_tokens=1, train_loss=1.0, valid_loss=None)
+    )
+    observe = launcher.observe
+    looks = []
 
     def cancelling(attempt: Attempt) -> Any:
         looks.append(attempt)
@@ -560,7 +684,11 @@ def test_a_change_of_mind_during_a_turn_is_not_overwritten(
 
 @pytest.mark.parametrize("stored", [False, True])
 def test_a_result_whose_change_met_an_outage_is_one_file(
-    tmp_path: Path, store: Store, launcher: FakeLauncher, monkeypatch: pytest.MonkeyPatch, stored: bool
+    tmp_path: Path,
+    store: Store,
+    launcher: FakeLauncher,
+    monkeypatch: pytest.MonkeyPatch,
+    stored: bool,
 ) -> None:
     """`stored`: the connection was lost behind the commit."""
     reconciler = new_reconciler(tmp_path, store, launcher, lease_seconds=0.0)
@@ -568,7 +696,9 @@ def test_a_result_whose_change_met_an_outage_is_one_file(
     start_running(reconciler, store, launcher)
     run = run_of(tmp_path)
     run.put("metrics.csv", b"step\n")
-    run.write("result.json", Result(attempt=1, steps=1, trained_tokens=1, train_loss=1.0, valid_loss=None))
+    run.write(
+        "result.json", Result(attempt=1, steps=1, trained_tokens=1, train_loss=1.0, valid_loss=None)
+    )
     launcher.end("ftjob-1", 1, SUCCEEDED)
     apply = store.leases.apply
 
@@ -585,7 +715,11 @@ def test_a_result_whose_change_met_an_outage_is_one_file(
 
 
 def test_slots_that_were_taken_meanwhile_start_nothing(
-    tmp_path: Path, store: Store, launcher: FakeLauncher, reconciler: Reconciler, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path,
+    store: Store,
+    launcher: FakeLauncher,
+    reconciler: Reconciler,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     add_job(store, "ftjob-other")
     start_running(reconciler, store, launcher, "ftjob-other")
@@ -597,7 +731,9 @@ def test_slots_that_were_taken_meanwhile_start_nothing(
         reconciler.step()
     assert get(store).state is State.QUEUED
     assert launcher.started == [("ftjob-other", 1)]
-    assert get(store, "ftjob-other").phase is Phase.TRAINING, "it has its turns although the queue always has one due"
+    assert get(store, "ftjob-other").phase is Phase.TRAINING, (
+        "it has its turns although the queue always has one due"
+    )
 
 
 def test_a_change_that_names_no_new_attempt_writes_each_event_once(
@@ -660,7 +796,12 @@ def test_what_a_place_says_of_an_attempt_is_told_once_and_its_remains_are_remove
 ) -> None:
     add_job(store)
     start_running(reconciler, store, launcher)
-    for note in ("no node has 8 GPUs", "no node has 8 GPUs", "the quota is used up", "no node has 8 GPUs"):
+    for note in (
+        "no node has 8 GPUs",
+        "no node has 8 GPUs",
+        "the quota is used up",
+        "no node has 8 GPUs",
+    ):
         launcher.set("ftjob-1", 1, Running(note=note, admitted=False))
         while get(store).pending != note:
             reconciler.step()
@@ -678,14 +819,20 @@ def test_what_a_place_says_of_an_attempt_is_told_once_and_its_remains_are_remove
     assert launcher.cleaned == [("ftjob-1", 1)]
 
 
-def test_a_reason_whose_numbers_change_is_one_event(store: Store, launcher: FakeLauncher, reconciler: Reconciler) -> None:
+def test_a_reason_whose_numbers_change_is_one_event(
+    store: Store, launcher: FakeLauncher, reconciler: Reconciler
+) -> None:
     add_job(store)
     start_running(reconciler, store, launcher)
     for used in (4, 5, 6):
         note = f"The cluster refuses pods: exceeded quota: gpus, used: pods={used}, limited: pods=6"
         launcher.set("ftjob-1", 1, Running(note=note, admitted=False, level="warn"))
         wait_for(lambda note=note: reconciler.step() and get(store).pending == note)
-    told = [event for event in store.jobs.list_events(PROJECT, "ftjob-1").data if "exceeded quota" in event.message]
+    told = [
+        event
+        for event in store.jobs.list_events(PROJECT, "ftjob-1").data
+        if "exceeded quota" in event.message
+    ]
     assert [event.level for event in told] == ["warn"]
 
 
@@ -708,7 +855,11 @@ def test_a_place_that_is_away_is_told_counted_and_told_when_it_is_back(
     launcher.away_seconds = 0.0
     launcher.report("ftjob-1", 1)
     wait_for(lambda: reconciler.step() and get(store).pending is None)
-    told = [event for event in reversed(store.jobs.list_events(PROJECT, "ftjob-1").data) if "observed" in event.message]
+    told = [
+        event
+        for event in reversed(store.jobs.list_events(PROJECT, "ftjob-1").data)
+        if "observed" in event.message
+    ]
     assert [event.level for event in told] == ["warn", "info"]
     assert told[1].message == "The job is observed again."
     assert get(store).phase is Phase.TRAINING
@@ -725,16 +876,23 @@ def test_an_attempt_that_is_only_placed_does_not_say_that_it_trains(
     assert not any("Training starts" in message for message in messages(store))
 
 
-def test_a_failed_attempt_is_told_as_an_error(store: Store, launcher: FakeLauncher, reconciler: Reconciler) -> None:
+def test_a_failed_attempt_is_told_as_an_error(
+    store: Store, launcher: FakeLauncher, reconciler: Reconciler
+) -> None:
     add_job(store)
     start_running(reconciler, store, launcher)
     launcher.end("ftjob-1", 1, exit_of(ExitReason.WORKER_ERROR, "Rank 0 failed."))
     wait_for(lambda: reconciler.step() and get(store).failures)
     newest = store.jobs.list_events(PROJECT, "ftjob-1", limit=1).data[0]
-    assert (newest.level, newest.message.endswith("The job continues from the beginning.")) == ("error", True)
+    assert (newest.level, newest.message.endswith("The job continues from the beginning.")) == (
+        "error",
+        True,
+    )
 
 
-def training_since(launcher: FakeLauncher, store: Store, reconciler: Reconciler, job_id: str, seconds: float) -> Job:
+def training_since(
+    launcher: FakeLauncher, store: Store, reconciler: Reconciler, job_id: str, seconds: float
+) -> Job:
     """A job whose workers have reported, and that has held its slots for so long."""
     launcher.report(job_id, 1)
 
@@ -772,18 +930,28 @@ def test_a_higher_priority_displaces_what_has_held_its_slots_long_enough(
     launcher.end("ftjob-low", 1, STOPPED, checkpoint_step=5)
     start_running(reconciler, store, launcher, "ftjob-high")
     low = get(store, "ftjob-low")
-    assert (low.state, low.reason, low.failures, low.desired) == (State.QUEUED, Reason.PREEMPTED, 0, Desired.RUN)
+    assert (low.state, low.reason, low.failures, low.desired) == (
+        State.QUEUED,
+        Reason.PREEMPTED,
+        0,
+        Desired.RUN,
+    )
 
     launcher.end("ftjob-high", 1, SUCCEEDED)
     start_running(reconciler, store, launcher, "ftjob-low", attempt=2)
     launcher.end("ftjob-low", 2, SUCCEEDED)
     assert step_until(reconciler, store, job_id="ftjob-low").state is State.SUCCEEDED
-    assert "The job makes room. It stops at a checkpoint, to make room for a job of priority 5." in messages(store, "ftjob-low")
+    assert (
+        "The job makes room. It stops at a checkpoint, to make room for a job of priority 5."
+        in messages(store, "ftjob-low")
+    )
 
 
 def test_one_of_two_hosts_makes_room_and_not_both(tmp_path: Path, store: Store) -> None:
     launchers = [FakeLauncher(host=name) for name in ("host-a", "host-b")]
-    reconcilers = [new_reconciler(tmp_path, store, launcher, preempt_after=600.0) for launcher in launchers]
+    reconcilers = [
+        new_reconciler(tmp_path, store, launcher, preempt_after=600.0) for launcher in launchers
+    ]
     for launcher, reconciler in zip(launchers, reconcilers, strict=True):
         add_job(store, f"ftjob-{launcher.host}")
         start_running(reconciler, store, launcher, f"ftjob-{launcher.host}")
@@ -801,7 +969,9 @@ def test_one_of_two_hosts_makes_room_and_not_both(tmp_path: Path, store: Store) 
         time.sleep(0.1)  # the next look for who must make room is a second after the last
 
 
-def test_a_job_that_may_take_so_long_ends_there(tmp_path: Path, store: Store, launcher: FakeLauncher) -> None:
+def test_a_job_that_may_take_so_long_ends_there(
+    tmp_path: Path, store: Store, launcher: FakeLauncher
+) -> None:
     reconciler = new_reconciler(tmp_path, store, launcher)
     add_job(store, max_seconds=60)
     start_running(reconciler, store, launcher)
@@ -829,7 +999,9 @@ class SlowUser:
         self.preloaded.append(job.id)
 
 
-def test_no_attempt_starts_on_slots_that_are_still_in_use(tmp_path: Path, store: Store, launcher: FakeLauncher) -> None:
+def test_no_attempt_starts_on_slots_that_are_still_in_use(
+    tmp_path: Path, store: Store, launcher: FakeLauncher
+) -> None:
     user = SlowUser()
     reconciler = new_reconciler(tmp_path, store, launcher, slot_user=user)
     add_job(store)
@@ -844,22 +1016,34 @@ def test_no_attempt_starts_on_slots_that_are_still_in_use(tmp_path: Path, store:
     assert user.preloaded == ["ftjob-1"]
 
 
-def test_looks_that_change_nothing_are_one_write_of_all_and_no_claim(tmp_path: Path, store: Store) -> None:
+def test_looks_that_change_nothing_are_one_write_of_all_and_no_claim(
+    tmp_path: Path, store: Store
+) -> None:
     launcher = FakeLauncher(6)
     reconciler = new_reconciler(tmp_path, store, launcher)
     for name in ("a", "b", "c"):
         add_job(store, name)
         start_running(reconciler, store, launcher, name)
         launcher.report(name, 1)
-    wait_for(lambda: not reconciler.step() or {get(store, name).phase for name in "abc"} == {Phase.TRAINING})
+    wait_for(
+        lambda: (
+            not reconciler.step() or {get(store, name).phase for name in "abc"} == {Phase.TRAINING}
+        )
+    )
     before = [get(store, name) for name in "abc"]
     with store.writing() as connection:
         connection.execute(text("UPDATE jobs SET looked_at = 1"))
     statements: list[str] = []
     event.listen(store._engine, "before_cursor_execute", lambda *given: statements.append(given[2]))
     assert new_reconciler(tmp_path, store, launcher, idle_seconds=3600.0).step()
-    written = [statement.partition(" WHERE ")[0] for statement in statements if statement.startswith("UPDATE jobs SET ")]
-    assert sum("lease_owner" not in statement for statement in written) == 1, "the others are claims that find none"
+    written = [
+        statement.partition(" WHERE ")[0]
+        for statement in statements
+        if statement.startswith("UPDATE jobs SET ")
+    ]
+    assert sum("lease_owner" not in statement for statement in written) == 1, (
+        "the others are claims that find none"
+    )
     assert not any("version" in statement for statement in written)
     assert [get(store, name) for name in "abc"] == before
 
@@ -886,7 +1070,9 @@ def test_a_queue_that_was_searched_in_vain_is_searched_again_once_something_chan
         reconciler.step()
     assert len(searched) <= 2
     launcher.end("runs", 1, SUCCEEDED)
-    run_of(tmp_path, "runs").write("result.json", Result(attempt=1, steps=1, trained_tokens=1, train_loss=1.0, valid_loss=None))
+    run_of(tmp_path, "runs").write(
+        "result.json", Result(attempt=1, steps=1, trained_tokens=1, train_loss=1.0, valid_loss=None)
+    )
     step_until(reconciler, store, State.RUNNING, job_id="waits")
 
 
@@ -912,11 +1098,17 @@ def test_ranks_that_live_by_commands_get_signs_and_what_trains_by_itself_gets_no
     wait_for(several)
     assert Attempt(run_of(tmp_path, "ftjob-trains"), 1).read_presence() is None
     launcher.end("ftjob-model", 1, STOPPED)
-    assert start_running(reconciler, store, launcher, "ftjob-model", attempt=2).failures == 0, "it goes on by itself"
+    assert start_running(reconciler, store, launcher, "ftjob-model", attempt=2).failures == 0, (
+        "it goes on by itself"
+    )
 
 
 def test_a_sign_that_the_disk_refuses_keeps_no_job_from_its_turn(
-    tmp_path: Path, store: Store, launcher: FakeLauncher, reconciler: Reconciler, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path,
+    store: Store,
+    launcher: FakeLauncher,
+    reconciler: Reconciler,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     def full(attempt: Attempt, presence: Presence) -> None:
         raise OSError(errno.ENOSPC, "No space left on device")

@@ -18,11 +18,18 @@ from tests.support.reconciling import add_job, get, new_store
 
 
 def test_each_place_starts_the_jobs_that_are_for_it(tmp_path: Path) -> None:
-    store, meters, stop = new_store(tmp_path), Meters(), threading.Event()
-    places: list[FakeLauncher] = [FakeLauncher(4, host="kubernetes/big"), FakeLauncher(2, host="kubernetes/spot")]
+    store = new_store(tmp_path)
+    meters = Meters()
+    stop = threading.Event()
+    places: list[FakeLauncher] = [
+        FakeLauncher(4, host="kubernetes/big"),
+        FakeLauncher(2, host="kubernetes/spot"),
+    ]
     for number, host in enumerate(("big", "spot", "spot", "spot", "gone")):
         add_job(store, f"ftjob-{number}", slots=1, host=f"kubernetes/{host}")
-    options = ReconcilerOptions(meters=meters, check=lambda job, examiner, tell: Checked(), idle_seconds=0.0)
+    options = ReconcilerOptions(
+        meters=meters, check=lambda job, examiner, tell: Checked(), idle_seconds=0.0
+    )
     thread = threading.Thread(target=run_all, args=(store, places, Places(tmp_path), options, stop))
     thread.start()
     try:
@@ -32,7 +39,10 @@ def test_each_place_starts_the_jobs_that_are_for_it(tmp_path: Path) -> None:
     finally:
         stop.set()
         thread.join(20)
-    assert [place.started for place in places] == [[("ftjob-0", 1)], [("ftjob-1", 1), ("ftjob-2", 1)]]
+    assert [place.started for place in places] == [
+        [("ftjob-0", 1)],
+        [("ftjob-1", 1), ("ftjob-2", 1)],
+    ]
     assert get(store, "ftjob-3").state in (State.VALIDATING, State.QUEUED), "it has no slot"
     assert get(store, "ftjob-4").state is State.VALIDATING, "it has no place"
     assert not thread.is_alive()

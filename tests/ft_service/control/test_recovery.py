@@ -1,4 +1,6 @@
-"""Jobs with real processes, any of which is killed at any moment: nothing runs twice, nothing is left, nothing is lost."""
+"""Jobs with real processes, any of which is killed at any moment: nothing runs twice, nothing is
+left, nothing is lost.
+"""
 
 from __future__ import annotations
 
@@ -20,8 +22,24 @@ from ft_service.launcher.local_launcher import LocalLauncher
 from ft_service.rundir.directory import RunDir
 from ft_service.rundir.documents import Start
 from ft_service.store.sql import Store
-from tests.support.attempts import all_processes, gone, process_of, scripted, starts, supervisor_of, wait_for
-from tests.support.reconciling import PROJECT, add_job, get, messages, new_reconciler, new_store, step_until
+from tests.support.attempts import (
+    all_processes,
+    gone,
+    process_of,
+    scripted,
+    starts,
+    supervisor_of,
+    wait_for,
+)
+from tests.support.reconciling import (
+    PROJECT,
+    add_job,
+    get,
+    messages,
+    new_reconciler,
+    new_store,
+    step_until,
+)
 
 RECONCILE = Path(__file__).parents[2] / "support/programs/reconcile.py"
 
@@ -56,8 +74,15 @@ def test_a_job_with_real_processes(folder: Path, store: Store, run: RunDir) -> N
     add_job(store)
     job = step_until(steps(folder, store, "event,checkpoint=3,event,succeed"), store)
     assert (job.state, job.trained_tokens) == (State.SUCCEEDED, 100)
-    assert [checkpoint.name for checkpoint in store.jobs.list_checkpoints(PROJECT, job.id).data] == ["step-3-a1"]
-    assert messages(store)[-4:] == ["step 1", "checkpoint step-3-a1", "step 3", "The job has succeeded."]
+    assert [
+        checkpoint.name for checkpoint in store.jobs.list_checkpoints(PROJECT, job.id).data
+    ] == ["step-3-a1"]
+    assert messages(store)[-4:] == [
+        "step 1",
+        "checkpoint step-3-a1",
+        "step 3",
+        "The job has succeeded.",
+    ]
     assert starts(run, 1) == 1
 
 
@@ -75,7 +100,9 @@ def test_whatever_is_killed_the_next_attempt_goes_on_from_the_checkpoint(
 ) -> None:
     add_job(store)
     reconciler = steps(folder, store, "checkpoint=3,hang/checkpoint=4,succeed")
-    wait_while_stepping(reconciler, lambda: run.get("pids/1-1") and run.get("checkpoints/step-3-a1/COMPLETE"))
+    wait_while_stepping(
+        reconciler, lambda: run.get("pids/1-1") and run.get("checkpoints/step-3-a1/COMPLETE")
+    )
     everything = all_processes(run)
     processes.kill(supervisor_of(run) if victim == "supervisor" else process_of(run, victim))
     job = step_until(reconciler, store)
@@ -111,7 +138,9 @@ def test_a_killed_service_finds_its_attempt_again(folder: Path, store: Store, ru
     wait_for(lambda: gone(everything))
 
 
-def test_two_services_of_one_host_start_one_attempt(folder: Path, store: Store, run: RunDir) -> None:
+def test_two_services_of_one_host_start_one_attempt(
+    folder: Path, store: Store, run: RunDir
+) -> None:
     add_job(store)
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
     command = [sys.executable, str(RECONCILE), str(folder), "event,succeed"]
@@ -154,7 +183,11 @@ def test_pause_and_resume(folder: Path, store: Store, run: RunDir) -> None:
 def test_a_job_that_keeps_failing_is_given_up_with_its_error(folder: Path, store: Store) -> None:
     add_job(store)
     job = step_until(steps(folder, store, "fail"), store)
-    assert (job.state, job.attempt, job.reason) == (State.FAILED, decisions.MAX_FAILURES, Reason.WORKER_ERROR)
+    assert (job.state, job.attempt, job.reason) == (
+        State.FAILED,
+        decisions.MAX_FAILURES,
+        Reason.WORKER_ERROR,
+    )
     assert job.error is not None
     assert "ValueError: the loss is not a number" in job.error["message"]
 
@@ -174,11 +207,15 @@ def test_a_supervisor_that_is_killed_while_it_starts_costs_time_alone(
     assert (job.failures, job.reason) == (0, Reason.LAUNCH_FAILED)
     assert any("SIGKILL" in message for message in messages(store))
     told = [record for record in caplog.records if record.levelname == "ERROR"]
-    assert len(told) == job.losses - TOLD_LOSSES + 1, "the operator is told, though not of the first ones"
+    assert len(told) == job.losses - TOLD_LOSSES + 1, (
+        "the operator is told, though not of the first ones"
+    )
     assert step_until(reconciler, store).state is State.SUCCEEDED
 
 
-def test_kills_before_the_first_checkpoint_end_no_job(folder: Path, store: Store, run: RunDir) -> None:
+def test_kills_before_the_first_checkpoint_end_no_job(
+    folder: Path, store: Store, run: RunDir
+) -> None:
     add_job(store)
     victims = ["supervisor", "torchrun", "0", "1"]
     assert len(victims) > decisions.MAX_FAILURES
@@ -187,7 +224,9 @@ def test_kills_before_the_first_checkpoint_end_no_job(folder: Path, store: Store
         wait_while_stepping(reconciler, lambda: run.get(f"pids/{attempt}-1"))  # noqa: B023
         everything = all_processes(run, attempt)
         name = f"{attempt}-{victim}"
-        processes.kill(supervisor_of(run, attempt) if victim == "supervisor" else process_of(run, name))
+        processes.kill(
+            supervisor_of(run, attempt) if victim == "supervisor" else process_of(run, name)
+        )
         wait_while_stepping(reconciler, lambda: gone(everything))  # noqa: B023
     job = step_until(reconciler, store)
     assert (job.state, job.failures, job.losses) == (State.SUCCEEDED, 0, len(victims))
@@ -196,6 +235,10 @@ def test_kills_before_the_first_checkpoint_end_no_job(folder: Path, store: Store
 def test_a_job_that_crashes_again_and_again_is_given_up(folder: Path, store: Store) -> None:
     add_job(store)
     job = step_until(steps(folder, store, "event,crash"), store)
-    assert (job.state, job.attempt, job.reason) == (State.FAILED, decisions.MAX_FAILURES, Reason.WORKER_KILLED)
+    assert (job.state, job.attempt, job.reason) == (
+        State.FAILED,
+        decisions.MAX_FAILURES,
+        Reason.WORKER_KILLED,
+    )
     assert job.error is not None
     assert job.error["code"] == "worker_crashed"

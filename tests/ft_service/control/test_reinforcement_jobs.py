@@ -1,4 +1,6 @@
-"""The loop that samples, grades, records and gives commands: with ranks and samplers that only answer."""
+"""The loop that samples, grades, records and gives commands: with ranks and samplers that only
+answer.
+"""
 
 from __future__ import annotations
 
@@ -28,7 +30,12 @@ from ft_service.jobs.states import Desired, Job, Phase, State
 from ft_service.reinforcement.prompt_file import PromptHeader, PromptTokens, write_prompts
 from ft_service.reinforcement.schedule import RolloutSchedule
 from ft_service.reinforcement.step_commands import commands_of, first_commands
-from ft_service.reinforcement.step_records import StepRecord, read_record, record_key, recorded_steps
+from ft_service.reinforcement.step_records import (
+    StepRecord,
+    read_record,
+    record_key,
+    recorded_steps,
+)
 from ft_service.reinforcement.step_texts import read_texts, texts_key
 from ft_service.rundir.directory import RunDir
 from ft_service.rundir.evaluations import Probe
@@ -49,7 +56,8 @@ from tests.support.rest.fake_vllm import FakeVllm, fake_vllm
 from tests.support.rollouts import rollout_spec, save_prompts
 
 STEPS = 3
-TUNED, BASE = [-0.1, -0.2, -0.1], [-2.0, -3.0, -2.5]
+TUNED = [-0.1, -0.2, -0.1]
+BASE = [-2.0, -3.0, -2.5]
 CALLS = CallFormat("<call>", "name", "arguments")
 HEADER = PromptHeader(ends=[9], training=4, validation=2, answers=AnswerFormat(("<end>",), CALLS))
 
@@ -62,16 +70,42 @@ class EchoSampler:
         self.adapters: list[str] = []
         self.orders: list[dict[str, Any]] = []
 
-    def submit(self, model: object, order: dict[str, Any], deliver: Callable[[dict[str, Any]], None], **_: Any) -> object:
+    def submit(
+        self,
+        model: object,
+        order: dict[str, Any],
+        deliver: Callable[[dict[str, Any]], None],
+        **_: Any,
+    ) -> object:
         self.prompts.append(order["prompt"])
         self.adapters.append(Path(order["adapter"]).name)
         self.orders.append(order)
         if order["scored"]:
-            deliver({"kind": "scores", "place": len(order["prompt"]) - order["scored"], "logprobs": TUNED[-order["scored"] :]})
+            deliver(
+                {
+                    "kind": "scores",
+                    "place": len(order["prompt"]) - order["scored"],
+                    "logprobs": TUNED[-order["scored"] :],
+                }
+            )
         for index in range(order["n"]):
             text = f"{order['prompt'][0]}<end>" if index == 0 else "wrong"
-            deliver({"kind": "tokens", "index": index, "tokens": [len(self.prompts), index], "logprobs": [-0.7, -0.7]})
-            deliver({"kind": "end", "index": index, "reason": "length" if index else "stop", "text": text})
+            deliver(
+                {
+                    "kind": "tokens",
+                    "index": index,
+                    "tokens": [len(self.prompts), index],
+                    "logprobs": [-0.7, -0.7],
+                }
+            )
+            deliver(
+                {
+                    "kind": "end",
+                    "index": index,
+                    "reason": "length" if index else "stop",
+                    "text": text,
+                }
+            )
         deliver({"kind": "done"})
         return None
 
@@ -81,7 +115,9 @@ class EchoSampler:
 
 @dataclass
 class Place:
-    """A run directory with prompts, and ranks that answer commands in their order without computing anything."""
+    """A run directory with prompts, and ranks that answer commands in their order without computing
+    anything.
+    """
 
     run: RunDir
     spec: JobSpec
@@ -96,14 +132,28 @@ class Place:
         request = {"method": {"type": "reinforcement"}}
         spec = StoredSpec.of(self.spec)
         running = {"state": State.RUNNING, "phase": Phase.TRAINING}
-        return new_job(id=self.spec.job_id, project_id=PROJECT, request=request, stored_spec=spec, slots=1, **running)
+        return new_job(
+            id=self.spec.job_id,
+            project_id=PROJECT,
+            request=request,
+            stored_spec=spec,
+            slots=1,
+            **running,
+        )
 
     @property
     def schedule(self) -> RolloutSchedule:
         return RolloutSchedule.of(self.spec, HEADER.training, HEADER.validation)
 
     def loop(self) -> RolloutLoop:
-        return RolloutLoop(self.job, self.run, self.sampler, GraderContext(project="p"), self.told.append, self.stopped.is_set)
+        return RolloutLoop(
+            self.job,
+            self.run,
+            self.sampler,
+            GraderContext(project="p"),
+            self.told.append,
+            self.stopped.is_set,
+        )
 
     def records(self) -> list[StepRecord]:
         found = [read_record(self.run, step) for step in recorded_steps(self.run)]
@@ -125,7 +175,8 @@ class Place:
         ended = threading.Event()
 
         def answer_commands() -> None:
-            log, seq = CommandLog(self.run), 0
+            log = CommandLog(self.run)
+            seq = 0
             while not ended.is_set():
                 if (command := log.command(seq)) is None:
                     ended.wait(0.002)
@@ -157,21 +208,51 @@ class Place:
             probes = [Probe(tokens=[1, 2, 3, 4], tuned=TUNED, base=BASE)] * (command.seq > 1)
             self.run.put("saved/adapter_model.safetensors", command.options["name"].encode())
             self.run.put("saved/adapter_config.json", json.dumps({"r": 8}).encode())
-            self.run.put(f"saved/{PROBES}", SamplerProbes(command=command.seq, probes=probes).model_dump_json().encode())
+            self.run.put(
+                f"saved/{PROBES}",
+                SamplerProbes(command=command.seq, probes=probes).model_dump_json().encode(),
+            )
             target = self.run.path(sampler_key(command.options["name"]))
             target.parent.mkdir(exist_ok=True)
             self.run.path("saved").rename(target)
         return CommandResult({"type": command.op})
 
 
-def new_place(folder: Path, sampler: Sampler, answers: Sequence[dict[str, str]] | None = None, **hyperparameters: Any) -> Place:
+def new_place(
+    folder: Path,
+    sampler: Sampler,
+    answers: Sequence[dict[str, str]] | None = None,
+    **hyperparameters: Any,
+) -> Place:
     """`answers`: items of the training prompts; None: each has the first token of its prompt."""
-    files = save_prompts(folder / "prompts.jsonl", HEADER.training), save_prompts(folder / "valid.jsonl", HEADER.validation)
-    given = {"batch_size": 2, "num_generations": 2, "eval_interval": 2, "max_completion_length": 4, **hyperparameters}
-    spec = rollout_spec(folder, files[0], given, validation=files[1], training={"max_length": 32, "max_steps": STEPS})
-    run, numbers = Places(folder).run(spec.job_id), [{"answer": str(number)} for number in range(HEADER.training)]
-    prompts = [PromptTokens([i, 2], item, f"prompt {i}", tools=True) for i, item in enumerate(answers or numbers)]
-    held_out = [PromptTokens([i, 3], item, f"held out {i}") for i, item in enumerate(numbers[: HEADER.validation])]
+    files = (
+        save_prompts(folder / "prompts.jsonl", HEADER.training),
+        save_prompts(folder / "valid.jsonl", HEADER.validation),
+    )
+    given = {
+        "batch_size": 2,
+        "num_generations": 2,
+        "eval_interval": 2,
+        "max_completion_length": 4,
+        **hyperparameters,
+    }
+    spec = rollout_spec(
+        folder,
+        files[0],
+        given,
+        validation=files[1],
+        training={"max_length": 32, "max_steps": STEPS},
+    )
+    run = Places(folder).run(spec.job_id)
+    numbers = [{"answer": str(number)} for number in range(HEADER.training)]
+    prompts = [
+        PromptTokens([i, 2], item, f"prompt {i}", tools=True)
+        for i, item in enumerate(answers or numbers)
+    ]
+    held_out = [
+        PromptTokens([i, 3], item, f"held out {i}")
+        for i, item in enumerate(numbers[: HEADER.validation])
+    ]
     write_prompts(run, HEADER, [*prompts, *held_out])
     return Place(run, spec, sampler)
 
@@ -190,7 +271,9 @@ def test_each_step_is_sampled_graded_recorded_and_then_given(place: Place) -> No
     assert [record.head.ends for record in records] == [False, False, False, True]
     for step, record in enumerate(records[:-1], start=1):
         assert [group.prompt for group in record.groups] == place.schedule.prompts_of(step)
-        assert [group.rewards for group in record.groups] == [[1.0, 0.0]] * 2, "the end's text is no part of the answer"
+        assert [group.rewards for group in record.groups] == [[1.0, 0.0]] * 2, (
+            "the end's text is no part of the answer"
+        )
         assert [answer.truncated for answer in record.answers] == [False, True] * 2
     assert [len(record.validation) for record in records] == [2, 0, 2, 2]
     assert records[0].validation[0].answers[0].reward == 1.0
@@ -207,7 +290,10 @@ def test_rewards_that_never_differ_are_told_once_with_two_answers(tmp_path: Path
         assert told.level == "warn"
         assert told.message.startswith("Steps 1 to 3: in none of their groups")
         group = place.records()[2].groups[0]
-        assert f"Two answers to prompt {group.prompt + 1} and their rewards: '{group.ids[0]}': 0; 'wrong': 0." in told.message
+        assert (
+            f"Two answers to prompt {group.prompt + 1} and their rewards: '{group.ids[0]}': 0; "
+            "'wrong': 0." in told.message
+        )
         place.run.path(record_key(STEPS + 1)).unlink()
         place.loop().run()
     assert len(place.told) == 1, "another service does not tell it again"
@@ -230,8 +316,11 @@ class KilledLog(CommandLog):
         return super().put(command)
 
 
-def test_a_service_that_is_killed_before_any_command_goes_on_with_the_recorded_answers(tmp_path: Path) -> None:
-    place, kills = new_place(tmp_path, sampler := EchoSampler()), 0
+def test_a_service_that_is_killed_before_any_command_goes_on_with_the_recorded_answers(
+    tmp_path: Path,
+) -> None:
+    place = new_place(tmp_path, sampler := EchoSampler())
+    kills = 0
     with place.ranks():
         while True:
             loop = place.loop()
@@ -246,7 +335,9 @@ def test_a_service_that_is_killed_before_any_command_goes_on_with_the_recorded_a
     assert len(drawn) == 2 * STEPS, "no step is sampled twice"
 
 
-def test_texts_that_were_not_written_before_a_kill_are_written_when_the_job_goes_on(place: Place) -> None:
+def test_texts_that_were_not_written_before_a_kill_are_written_when_the_job_goes_on(
+    place: Place,
+) -> None:
     with place.ranks():
         place.loop().run()
         path = place.run.path(texts_key(STEPS + 1))
@@ -287,7 +378,10 @@ def test_answers_without_a_grade(tmp_path: Path, most: float, is_paused: bool) -
     place = new_place(tmp_path, EchoSampler(), items, batch_size=4, max_error_share=most)
     with place.ranks():
         if is_paused:
-            with pytest.raises(JobPaused, match=r"4 of the 8 answers of step 1 got no grade.*invalid_variable_error"):
+            with pytest.raises(
+                JobPaused,
+                match=r"4 of the 8 answers of step 1 got no grade.*invalid_variable_error",
+            ):
                 place.loop().run()
             assert recorded_steps(place.run) == []
         else:
@@ -296,8 +390,11 @@ def test_answers_without_a_grade(tmp_path: Path, most: float, is_paused: bool) -
             assert sorted(map(str, rewards)) == ["0.0"] * 2 + ["1.0"] * 2 + ["None"] * 4
 
 
-def test_a_host_that_kills_what_grades_is_waited_for(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
-    started, kills = text_processes._started, 2 * text_processes.TRIES
+def test_a_host_that_kills_what_grades_is_waited_for(
+    place: Place, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    started = text_processes._started
+    kills = 2 * text_processes.TRIES
     killed: list[int] = []
 
     def killed_at_first() -> HelperProcess:
@@ -315,7 +412,9 @@ def test_a_host_that_kills_what_grades_is_waited_for(place: Place, monkeypatch: 
         place.loop().run()
     assert len(killed) == kills
     place.require_commands_of_records()
-    assert [group.rewards for record in place.records()[:-1] for group in record.groups] == [[1.0, 0.0]] * 2 * STEPS
+    assert [group.rewards for record in place.records()[:-1] for group in record.groups] == [
+        [1.0, 0.0]
+    ] * 2 * STEPS
     assert [event.level for event in place.told] == ["warn"]
 
 
@@ -328,21 +427,37 @@ def test_a_user_who_stops_a_job_ends_its_loop(place: Place) -> None:
 @pytest.mark.parametrize(
     ("error", "why", "tries"),
     [
-        (SpecError("The prompt is too long."), "Its answers cannot be sampled: The prompt is too long.", 1),
-        (OverflowError("too large"), "The service failed 5 times at its answers (OverflowError: too large).", 5),
+        (
+            SpecError("The prompt is too long."),
+            "Its answers cannot be sampled: The prompt is too long.",
+            1,
+        ),
+        (
+            OverflowError("too large"),
+            "The service failed 5 times at its answers (OverflowError: too large).",
+            5,
+        ),
     ],
 )
 def test_a_job_that_cannot_go_on_is_paused_with_the_reason(
     error: Exception, why: str, tries: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     class Refusing(EchoSampler):
-        def submit(self, model: object, order: dict[str, Any], deliver: Callable[[dict[str, Any]], None], **_: Any) -> object:
+        def submit(
+            self,
+            model: object,
+            order: dict[str, Any],
+            deliver: Callable[[dict[str, Any]], None],
+            **_: Any,
+        ) -> object:
             self.prompts.append(order["prompt"])
             raise error
 
     monkeypatch.setattr(reinforcement_jobs, "LOOK_SECONDS", 0.02)
 
-    place, store, stop = new_place(tmp_path, sampler := Refusing()), new_store(tmp_path), threading.Event()
+    place = new_place(tmp_path, sampler := Refusing())
+    store = new_store(tmp_path)
+    stop = threading.Event()
     job = create_job(store, place.job)
     jobs = ReinforcementJobs(store, sampler, Places(tmp_path), GraderLimits())
     thread = threading.Thread(target=jobs.run, args=(stop,))
@@ -353,14 +468,25 @@ def test_a_job_that_cannot_go_on_is_paused_with_the_reason(
         finally:
             stop.set()
             thread.join()
-    errors = [event.message for event in store.jobs.list_events(PROJECT, job.id).data if event.level == "error"]
-    assert (errors, len(sampler.prompts)) == ([f"{why} The job is paused; resume it to try again."], tries)
+    errors = [
+        event.message
+        for event in store.jobs.list_events(PROJECT, job.id).data
+        if event.level == "error"
+    ]
+    assert (errors, len(sampler.prompts)) == (
+        [f"{why} The job is paused; resume it to try again."],
+        tries,
+    )
     store.close()
 
 
-def test_a_job_whose_run_directory_was_replaced_is_paused_and_keeps_no_other_from_its_start(tmp_path: Path) -> None:
+def test_a_job_whose_run_directory_was_replaced_is_paused_and_keeps_no_other_from_its_start(
+    tmp_path: Path,
+) -> None:
     """Pods of engines may write to the folder of their project."""
-    place, store, stop = new_place(tmp_path, EchoSampler()), new_store(tmp_path), threading.Event()
+    place = new_place(tmp_path, EchoSampler())
+    store = new_store(tmp_path)
+    stop = threading.Event()
     job = create_job(store, place.job)
     other = create_job(store, replace(place.job, id="ftjob-other"))
     run = Places(tmp_path).run_of_project(PROJECT, job.id).root
@@ -375,7 +501,11 @@ def test_a_job_whose_run_directory_was_replaced_is_paused_and_keeps_no_other_fro
     finally:
         stop.set()
         thread.join()
-    [why] = [event.message for event in store.jobs.list_events(PROJECT, job.id).data if event.level == "error"]
+    [why] = [
+        event.message
+        for event in store.jobs.list_events(PROJECT, job.id).data
+        if event.level == "error"
+    ]
     assert "was replaced by a link" in why
     store.close()
 
@@ -397,8 +527,11 @@ def served(tmp_path: Path, vllm: FakeVllm, monkeypatch: pytest.MonkeyPatch) -> I
     monkeypatch.setattr(token_sampler, "LOOK_SECONDS", 0.01)
     monkeypatch.setattr(server_samples, "AWAY_SECONDS", 0.01)
     monkeypatch.setattr(reinforcement_jobs, "TELL_SECONDS", 0.02)
-    settings = Settings.model_validate({"home": tmp_path, "inference_url": vllm.url, "adapters": tmp_path / "served"})
-    sampler, stop = ServerSampler(settings), threading.Event()
+    settings = Settings.model_validate(
+        {"home": tmp_path, "inference_url": vllm.url, "adapters": tmp_path / "served"}
+    )
+    sampler = ServerSampler(settings)
+    stop = threading.Event()
     yield (place := new_place(tmp_path, sampler))
     place.stopped.set()
     stop.set()
@@ -411,7 +544,9 @@ def of_the_server(served: Place) -> list[NewEvent]:
 
 
 @pytest.mark.parametrize("status", [404, 500, 503])
-def test_a_server_that_fails_is_waited_for_and_its_words_are_told_once(served: Place, vllm: FakeVllm, status: int) -> None:
+def test_a_server_that_fails_is_waited_for_and_its_words_are_told_once(
+    served: Place, vllm: FakeVllm, status: int
+) -> None:
     vllm.status = status
     with served.ranks(), served.running():
         assert wait_for(lambda: bool(served.told), 20)
@@ -423,17 +558,27 @@ def test_a_server_that_fails_is_waited_for_and_its_words_are_told_once(served: P
     assert "waits for up to 30 minutes" in event.message
 
 
-def test_a_server_that_fails_for_long_pauses_the_job(served: Place, vllm: FakeVllm, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_server_that_fails_for_long_pauses_the_job(
+    served: Place, vllm: FakeVllm, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(reinforcement_jobs, "MOST_REFUSED_SECONDS", 0.1)
     vllm.status = 404
-    with served.ranks(), pytest.raises(JobPaused, match=r"Nothing was sampled for 0 minutes: .* answers 404: Not now\.$"):
+    with (
+        served.ranks(),
+        pytest.raises(
+            JobPaused, match=r"Nothing was sampled for 0 minutes: .* answers 404: Not now\.$"
+        ),
+    ):
         served.loop().run()
     assert recorded_steps(served.run) == []
 
 
 def test_a_server_that_ignores_the_adapter_pauses_the_job(served: Place, vllm: FakeVllm) -> None:
     vllm.logprobs = lambda name, tokens: BASE
-    with served.ranks(), pytest.raises(JobPaused, match=r"after step 1 are not in use: the server.* 2\.367 nats"):
+    with (
+        served.ranks(),
+        pytest.raises(JobPaused, match=r"after step 1 are not in use: the server.* 2\.367 nats"),
+    ):
         served.loop().run()
     assert recorded_steps(served.run) == [1], "the base's answers are not trained on"
 
@@ -444,7 +589,10 @@ def test_a_server_that_computes_otherwise_is_a_warning(served: Place, vllm: Fake
         served.loop().run()
     served.require_commands_of_records()
     [event] = of_the_server(served)
-    assert "the server's answers are not the trained model's: 1 prompts' log-probabilities lie 1.000 nats" in event.message
+    assert (
+        "the server's answers are not the trained model's: 1 prompts' log-probabilities lie 1.000 "
+        "nats" in event.message
+    )
 
 
 @pytest.mark.parametrize(("processed", "beta"), [(True, 0.0), (True, 0.1), (False, 0.0)])
@@ -452,7 +600,9 @@ def test_a_server_must_tell_log_probabilities_at_the_temperature_of_sampling(
     served: Place, tmp_path: Path, vllm: FakeVllm, processed: bool, beta: float
 ) -> None:
     raw = -0.3 if processed else -0.5
-    """Of a token that the server draws at -0.5, 0.4 nats behind the likeliest, which has -0.1 at either temperature."""
+    """Of a token that the server draws at -0.5, 0.4 nats behind the likeliest, which has -0.1 at
+    either temperature.
+    """
     vllm.logprobs = lambda name, tokens: TUNED if tokens == [1, 2, 3, 4] else [raw] * len(tokens)
     (tmp_path / "warm").mkdir()
     place = new_place(tmp_path / "warm", served.sampler, temperature=0.5, beta=beta)
@@ -469,13 +619,20 @@ def test_a_server_must_tell_log_probabilities_at_the_temperature_of_sampling(
     assert recorded_steps(place.run) == []
 
 
-def test_the_preview_is_asked_for_log_probabilities_at_the_temperature_of_sampling(tmp_path: Path) -> None:
+def test_the_preview_is_asked_for_log_probabilities_at_the_temperature_of_sampling(
+    tmp_path: Path,
+) -> None:
     place = new_place(tmp_path, EchoSampler(), temperature=0.5, beta=0.1)
     with place.ranks():
         place.loop().run()
     assert isinstance(place.sampler, EchoSampler)
-    asked = {(bool(order["scored"]), order["temperature"], order["logprobs_at"]) for order in place.sampler.orders}
-    assert asked == {(False, 0.5, 0.5), (True, 0.0, 0.5), (True, 0.0, 1.0)}, "of answers, of the start, and of probes"
+    asked = {
+        (bool(order["scored"]), order["temperature"], order["logprobs_at"])
+        for order in place.sampler.orders
+    }
+    assert asked == {(False, 0.5, 0.5), (True, 0.0, 0.5), (True, 0.0, 1.0)}, (
+        "of answers, of the start, and of probes"
+    )
 
 
 def test_calls_of_tools_are_read_from_a_servers_answers(served: Place, vllm: FakeVllm) -> None:
@@ -485,7 +642,14 @@ def test_calls_of_tools_are_read_from_a_servers_answers(served: Place, vllm: Fak
     answers = [answer for record in served.records() for answer in record.answers]
     assert {answer.text for answer in answers} == {"I add."}
     assert all(answer.calls == [{"name": "add", "arguments": '{"a": 1}'}] for answer in answers)
-    held_out = [answer for record in served.records() for prompt in record.validation for answer in prompt.answers]
+    held_out = [
+        answer
+        for record in served.records()
+        for prompt in record.validation
+        for answer in prompt.answers
+    ]
     assert held_out
-    assert {answer.text for answer in held_out} == {vllm.text.replace("<end>", "")}, "its prompts offer no tools"
+    assert {answer.text for answer in held_out} == {vllm.text.replace("<end>", "")}, (
+        "its prompts offer no tools"
+    )
     assert not any(body["skip_special_tokens"] for body in vllm.bodies)

@@ -1,4 +1,6 @@
-"""A sweep's jobs through the reconciler, with attempts in memory: who is stopped, what stays, who is named."""
+"""A sweep's jobs through the reconciler, with attempts in memory: who is stopped, what stays, who
+is named.
+"""
 
 from __future__ import annotations
 
@@ -50,19 +52,29 @@ class Places:
 
     def report(self, job_id: str, steps: dict[int, float | None], attempt: int = 1) -> None:
         """The attempt has come so far: step → validation loss."""
-        run, seq = self.run(job_id), len(self.run(job_id).list(f"attempts/{attempt}/events"))
+        run = self.run(job_id)
+        seq = len(self.run(job_id).list(f"attempts/{attempt}/events"))
         events = [
-            Event(time=1.0, kind="metrics", message="", metrics=Metrics(step=step, total_steps=STEPS, valid_loss=loss))
+            Event(
+                time=1.0,
+                kind="metrics",
+                message="",
+                metrics=Metrics(step=step, total_steps=STEPS, valid_loss=loss),
+            )
             for step, loss in steps.items()
         ]
         write_segment(run, attempt, seq, events)
         self.launcher.report(job_id, attempt)
 
-    def end(self, job_id: str, reason: ExitReason, *, checkpoint: int = -1, attempt: int = 1) -> None:
+    def end(
+        self, job_id: str, reason: ExitReason, *, checkpoint: int = -1, attempt: int = 1
+    ) -> None:
         self.launcher.end(job_id, attempt, exit_of(reason, "over"), checkpoint)
 
     def settle(self, turns: int = 16) -> None:
-        """Turns for everybody, and looks at the sweeps in between, once the files of all jobs are checked."""
+        """Turns for everybody, and looks at the sweeps in between, once the files of all jobs are
+        checked.
+        """
         self.check()
         for _ in range(turns):
             self.reconciler.step()
@@ -74,12 +86,16 @@ class Places:
         def checked() -> bool:
             self.reconciler.step()
             with self.store.reading() as connection:
-                return not connection.exec_driver_sql("SELECT count(*) FROM jobs WHERE state = 'validating_files'").scalar_one()
+                return not connection.exec_driver_sql(
+                    "SELECT count(*) FROM jobs WHERE state = 'validating_files'"
+                ).scalar_one()
 
         wait_for(checked)
 
 
-def add_sweep(store: Store, jobs: int, *, max_queued: int | None = None, sweep: str = SWEEP, first: int = 1) -> list[str]:
+def add_sweep(
+    store: Store, jobs: int, *, max_queued: int | None = None, sweep: str = SWEEP, first: int = 1
+) -> list[str]:
     new = []
     for number in range(first, first + jobs):
         job_id = f"ftjob-{number}"
@@ -95,7 +111,9 @@ def add_sweep(store: Store, jobs: int, *, max_queued: int | None = None, sweep: 
         )
         new.append(NewJob(job, (), max_queued))
     settings = {"method": "grid", "options": ["lora.r"], "eta": 2, "rungs": [0.25, 0.5]}
-    made = NewSweep(id=sweep, project_id=PROJECT, request={"sweep": {"lora.r": [1, 2]}}, settings=settings)
+    made = NewSweep(
+        id=sweep, project_id=PROJECT, request={"sweep": {"lora.r": [1, 2]}}, settings=settings
+    )
     return [job.id for job in store.sweeps.create_sweep(made, new)]
 
 
@@ -108,7 +126,10 @@ def sweep_of(store: Store) -> Sweep:
 
 
 def states(store: Store) -> list[str]:
-    return [f"{job.state.value}/{job.reason.value}" if job.reason else job.state.value for job in jobs_of(store)]
+    return [
+        f"{job.state.value}/{job.reason.value}" if job.reason else job.state.value
+        for job in jobs_of(store)
+    ]
 
 
 def test_a_sweep_that_cannot_be_read_stops_no_other(tmp_path: Path, store: Store) -> None:
@@ -118,14 +139,18 @@ def test_a_sweep_that_cannot_be_read_stops_no_other(tmp_path: Path, store: Store
     for job_id in ids:
         store.jobs.request(PROJECT, job_id, Verb.CANCEL)
     with store.writing() as connection:
-        connection.execute(text("""UPDATE jobs SET sweep_course = '{"gone": 1}' WHERE sweep_id = 'ftsweep-0'"""))
+        connection.execute(
+            text("""UPDATE jobs SET sweep_course = '{"gone": 1}' WHERE sweep_id = 'ftsweep-0'""")
+        )
     with pytest.raises(KeyError) as raised:
         move_sweeps(store)
     assert raised.value.__notes__ == ["It is the sweep ftsweep-0."]
     assert sweep_of(store).finished_at is not None
 
 
-def test_the_hopeless_are_stopped_at_a_checkpoint_and_the_best_is_named(tmp_path: Path, store: Store) -> None:
+def test_the_hopeless_are_stopped_at_a_checkpoint_and_the_best_is_named(
+    tmp_path: Path, store: Store
+) -> None:
     ids = add_sweep(store, 4)
     places = Places(tmp_path, store)
     places.settle()
@@ -137,22 +162,29 @@ def test_the_hopeless_are_stopped_at_a_checkpoint_and_the_best_is_named(tmp_path
     first = jobs_of(store)[0]
     assert first.phase is not None
     assert first.phase.value == "stopping"
-    assert [(job, control.desired) for job, _, control in places.launcher.signals] == [("ftjob-1", Desired.PAUSE)]
+    assert [(job, control.desired) for job, _, control in places.launcher.signals] == [
+        ("ftjob-1", Desired.PAUSE)
+    ]
     places.end("ftjob-1", ExitReason.STOPPED, checkpoint=6)
     places.report("ftjob-2", {10: 0.9, 20: 0.8})
     places.end("ftjob-2", ExitReason.SUCCEEDED)
     places.settle()
     assert states(store) == ["cancelled/sweep_stopped", "succeeded/succeeded", "running", "running"]
     assert jobs_of(store)[0].stopped == (
-        "stopped by the sweep: after 25 % of its steps its validation loss was 3.0000, and 2 of 4 jobs "
+        "stopped by the sweep: after 25 % of its steps its validation loss was 3.0000, and 2 of 4 "
+        "jobs "
         "were better there; 2 go on"
     )
-    assert any(message.startswith("Stopped by the sweep: after 25 %") for message in messages(store))
+    assert any(
+        message.startswith("Stopped by the sweep: after 25 %") for message in messages(store)
+    )
 
     places.report("ftjob-3", {10: 0.95})
     places.report("ftjob-4", {5: 0.5, 10: 0.7, 20: 0.8})
     places.settle()
-    assert [job for job, _, _ in places.launcher.signals[1:]] == ["ftjob-3"], "of the second rung one stays"
+    assert [job for job, _, _ in places.launcher.signals[1:]] == ["ftjob-3"], (
+        "of the second rung one stays"
+    )
     places.end("ftjob-3", ExitReason.WORKER_KILLED)  # killed while it stops: it is not tried again
     places.end("ftjob-4", ExitReason.SUCCEEDED)
     places.settle()
@@ -160,14 +192,17 @@ def test_the_hopeless_are_stopped_at_a_checkpoint_and_the_best_is_named(tmp_path
     assert sweep_of(store).finished_at is not None
     assert sweep_of(store).best_job == "ftjob-4"
     assert any(
-        "Best of the 4 jobs of sweep ftsweep-1: validation loss 0.5000 at step 5" in line for line in messages(store, "ftjob-4")
+        "Best of the 4 jobs of sweep ftsweep-1: validation loss 0.5000 at step 5" in line
+        for line in messages(store, "ftjob-4")
     )
     told = messages(store, "ftjob-4")
     places.settle()
     assert messages(store, "ftjob-4") == told, "it is said once"
 
 
-def test_a_job_without_processes_is_stopped_at_once_and_the_failed_do_not_count(tmp_path: Path, store: Store) -> None:
+def test_a_job_without_processes_is_stopped_at_once_and_the_failed_do_not_count(
+    tmp_path: Path, store: Store
+) -> None:
     ids = add_sweep(store, 3)
     places = Places(tmp_path, store, slots=3)
     places.settle()
@@ -187,7 +222,11 @@ def test_a_job_without_processes_is_stopped_at_once_and_the_failed_do_not_count(
     places.report(ids[1], {10: 9.0})
     places.end(ids[1], ExitReason.SUCCEEDED)
     places.settle()
-    assert states(store) == ["failed/permanent_error", "succeeded/succeeded", "cancelled/sweep_stopped"]
+    assert states(store) == [
+        "failed/permanent_error",
+        "succeeded/succeeded",
+        "cancelled/sweep_stopped",
+    ]
     assert sweep_of(store).best_job == ids[1]
 
 
@@ -229,8 +268,14 @@ def test_cancelling_and_deleting_are_of_all_its_jobs(tmp_path: Path, store: Stor
     store.sweeps.cancel_sweep(PROJECT, SWEEP)
     places.settle()
     assert all(job.state in TERMINAL and job.phase is None for job in jobs_of(store))
-    assert [job.reason for job in jobs_of(store)] == [Reason.SUCCEEDED, Reason.USER_CANCELLED, Reason.USER_CANCELLED]
-    assert store.sweeps.cancel_sweep(PROJECT, SWEEP).cancelled_at is not None, "again changes nothing"
+    assert [job.reason for job in jobs_of(store)] == [
+        Reason.SUCCEEDED,
+        Reason.USER_CANCELLED,
+        Reason.USER_CANCELLED,
+    ]
+    assert store.sweeps.cancel_sweep(PROJECT, SWEEP).cancelled_at is not None, (
+        "again changes nothing"
+    )
     store.sweeps.delete_sweep(PROJECT, SWEEP, keep_best=False)
     assert store.models.deleted_models(PROJECT) == {str(jobs_of(store)[0].tuned_name)}
     assert store.sweeps.list_sweeps(PROJECT).data == []
@@ -258,7 +303,9 @@ def test_no_model_is_deleted_if_none_is_the_best_to_keep(tmp_path: Path, store: 
         places.report(job_id, {20: None})
         places.end(job_id, ExitReason.SUCCEEDED)
     places.settle()
-    with pytest.raises(SpecError, match=r"no best job.*nothing was removed.*Leave out keep_best") as error:
+    with pytest.raises(
+        SpecError, match=r"no best job.*nothing was removed.*Leave out keep_best"
+    ) as error:
         store.sweeps.delete_sweep(PROJECT, SWEEP, keep_best=True)
     assert error.value.param == "keep_best"
     assert store.models.deleted_models(PROJECT) == set()
@@ -275,7 +322,9 @@ def test_a_sweep_without_a_model_can_be_deleted_whatever_is_to_be_kept(store: St
     assert store.sweeps.list_sweeps(PROJECT).data == []
 
 
-def test_what_a_sweep_writes_to_a_job_is_not_undone_by_its_reconciler(tmp_path: Path, store: Store) -> None:
+def test_what_a_sweep_writes_to_a_job_is_not_undone_by_its_reconciler(
+    tmp_path: Path, store: Store
+) -> None:
     """The stop is a wish of its own: a claim that read the job before it is not applied over it."""
     [first, _] = add_sweep(store, 2)
     claim = store.leases.claim(host="fake", owner="test", lease_seconds=60.0, idle_seconds=0.0)

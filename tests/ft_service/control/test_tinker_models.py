@@ -1,4 +1,7 @@
-"""Models of Tinker's clients: their commands, and when they are paused and go on. The wire is in tests/api/routes/tinker."""
+"""Models of Tinker's clients: their commands, and when they are paused and go on.
+
+The wire is in tests/api/routes/tinker.
+"""
 
 from __future__ import annotations
 
@@ -76,7 +79,9 @@ class Place:
 
 @pytest.fixture
 def place(tmp_path: Path) -> Iterator[Place]:
-    store, places, job_id = new_store(tmp_path), Places(tmp_path), job_id_of(MODEL)
+    store = new_store(tmp_path)
+    places = Places(tmp_path)
+    job_id = job_id_of(MODEL)
     request = {"model": "tiny", "metadata": {MODEL_KEY: MODEL, SESSION_KEY: session_of(MODEL)}}
     spec = StoredSpec.of(spec_of(job_id, training_data=None))
     running = {"state": State.RUNNING, "phase": Phase.TRAINING}
@@ -94,7 +99,9 @@ def test_a_session_ends_behind_commands_that_are_gone(place: Place) -> None:
     place.log.prune(2, results_before=place.log.last_used() + 3600)
     for _ in range(2):
         finish_models(PROJECT, session_of(MODEL), place.store, place.places)
-        assert [seq for seq in range(9) if place.log.has(seq)] == [3], "the next that the ranks wait for"
+        assert [seq for seq in range(9) if place.log.has(seq)] == [3], (
+            "the next that the ranks wait for"
+        )
         assert place.log.command(3) == Command(3, "finish")
 
 
@@ -106,7 +113,9 @@ def test_a_session_ends_where_its_clients_numbers_have_a_gap(place: Place) -> No
     assert place.log.command(4) == Command(4, "finish")
 
 
-def test_a_command_resumes_a_model_that_is_paused_meanwhile(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_command_resumes_a_model_that_is_paused_meanwhile(
+    place: Place, monkeypatch: pytest.MonkeyPatch
+) -> None:
     put = CommandLog.put
 
     def put_after_pause(log: CommandLog, command: Command) -> bool:
@@ -120,12 +129,17 @@ def test_a_command_resumes_a_model_that_is_paused_meanwhile(place: Place, monkey
 
 
 def test_a_repeated_creation_resumes_a_model(place: Place) -> None:
-    """As if the service had been killed before it stored the command, and the model been paused since it had none."""
+    """As if the service had been killed before it stored the command, and the model been paused
+    since it had none.
+    """
     for folder in (COMMANDS, RESULTS):
         shutil.rmtree(place.log.run.path(folder))
     place.pause_idle()
     assert place.now() == (Desired.PAUSE, Reason.IDLE)
-    context = cast(AdmissionContext, SimpleNamespace(store=place.store, principal=SimpleNamespace(project_id=PROJECT)))
+    context = cast(
+        AdmissionContext,
+        SimpleNamespace(store=place.store, principal=SimpleNamespace(project_id=PROJECT)),
+    )
     create_model(NewModel(MODEL, "tiny", LoraConfig()), context, place.places)
     assert place.log.has_unanswered()
     assert place.now() == (Desired.RUN, None)
@@ -134,7 +148,8 @@ def test_a_repeated_creation_resumes_a_model(place: Place) -> None:
 @pytest.fixture
 def before_pause(place: Place, monkeypatch: pytest.MonkeyPatch) -> list[Callable[[], object]]:
     """What is done between the look of `pause_idle` at the commands, and its request."""
-    request, acts = place.store.jobs.request, list[Callable[[], object]]()
+    request = place.store.jobs.request
+    acts = list[Callable[[], object]]()
 
     def request_after(*given: Any, **more: Any) -> Job:
         while acts:
@@ -155,8 +170,13 @@ def test_a_model_is_not_paused_over_a_command_that_comes_meanwhile(
     assert place.now() == (Desired.RUN, None)
 
 
-def test_a_model_that_its_user_pauses_meanwhile_stays_so(place: Place, before_pause: list[Callable[[], object]]) -> None:
-    before_pause += [place.accept, lambda: place.store.jobs.request(PROJECT, place.job.id, Verb.PAUSE)]
+def test_a_model_that_its_user_pauses_meanwhile_stays_so(
+    place: Place, before_pause: list[Callable[[], object]]
+) -> None:
+    before_pause += [
+        place.accept,
+        lambda: place.store.jobs.request(PROJECT, place.job.id, Verb.PAUSE),
+    ]
     place.pause_idle()
     assert before_pause == []
     assert place.now() == (Desired.PAUSE, None)
@@ -185,14 +205,18 @@ def test_a_model_whose_run_directory_was_replaced_keeps_no_other_running(place: 
 def test_weights_whose_time_is_over_go_though_nobody_asks(place: Place) -> None:
     run = place.places.run(place.job.id)
     for name, expires_at in (("over", 1.0), ("later", time.time() + 3600), ("public", None)):
-        saved = SavedWeights(name=name, checkpoint="step-1-a1", step=1, command=2, created_at=1.0, bytes=6)
+        saved = SavedWeights(
+            name=name, checkpoint="step-1-a1", step=1, command=2, created_at=1.0, bytes=6
+        )
         run.write(saved_key(name), saved)
         run.put(f"{sampler_key(name)}/adapter_config.json", b"{}")
         for kind in ("weights", "sampler_weights"):
             set_options(run, f"{kind}/{name}", WeightsOptions(public=True, expires_at=expires_at))
     remove_all_expired(run.root.parent, place.places)
     assert samplers_of(run) == [saved.name for saved in saved_weights(run)] == ["later", "public"]
-    assert with_options(run) == [(kind, name) for kind in ("weights", "sampler_weights") for name in ("later", "public")]
+    assert with_options(run) == [
+        (kind, name) for kind in ("weights", "sampler_weights") for name in ("later", "public")
+    ]
 
 
 def test_deleted_weights_free_their_bytes_though_the_model_writes_no_more(place: Place) -> None:
@@ -201,18 +225,32 @@ def test_deleted_weights_free_their_bytes_though_the_model_writes_no_more(place:
         run.put(f"checkpoints/step-{step}-a1/shard", b"bytes")
         run.put(f"checkpoints/step-{step}-a1/COMPLETE", b"{}")
         for name in ("a", "b") if step == 1 else (f"at-{step}",):
-            saved = SavedWeights(name=name, checkpoint=f"step-{step}-a1", step=step, command=2, created_at=1.0, bytes=6)
+            saved = SavedWeights(
+                name=name,
+                checkpoint=f"step-{step}-a1",
+                step=step,
+                command=2,
+                created_at=1.0,
+                bytes=6,
+            )
             run.write(saved_key(name), saved)
     for name in ("a", "at-2", "at-4"):
         delete_saved(run, name)
-    assert sorted(path.name for path in run.path("checkpoints").iterdir()) == ["step-1-a1", "step-3-a1", "step-4-a1"], (
-        "one that other weights point to stays, and so does the newest, from which the model would go on"
+    assert sorted(path.name for path in run.path("checkpoints").iterdir()) == [
+        "step-1-a1",
+        "step-3-a1",
+        "step-4-a1",
+    ], (
+        "one that other weights point to stays, and so does the newest, from which the model "
+        "would go on"
     )
     delete_saved(run, "b")
     assert not run.path("checkpoints/step-1-a1").exists()
 
 
-def test_weights_of_a_sampler_may_be_removed_while_they_are_counted(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_weights_of_a_sampler_may_be_removed_while_they_are_counted(
+    place: Place, monkeypatch: pytest.MonkeyPatch
+) -> None:
     run = place.places.run(place.job.id)
     run.put(f"{sampler_key('there')}/adapter_config.json", b"{}")
     monkeypatch.setattr(saved_weights_module, "samplers_of", lambda _run: ["gone", "there"])

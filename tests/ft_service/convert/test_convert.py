@@ -33,7 +33,11 @@ FSDP1 = {
 }
 FSDP2 = {
     "distributed_type": "FSDP",
-    "fsdp_config": {"fsdp_version": 2, "fsdp_reshard_after_forward": "true", "fsdp_state_dict_type": "SHARDED_STATE_DICT"},
+    "fsdp_config": {
+        "fsdp_version": 2,
+        "fsdp_reshard_after_forward": "true",
+        "fsdp_state_dict_type": "SHARDED_STATE_DICT",
+    },
     "mixed_precision": "no",
     "num_processes": 2,
 }
@@ -45,8 +49,14 @@ ZERO = {
         "stage3_max_live_parameters": 1e9,
         "zero_quantized_weights": True,
     },
-    "optimizer": {"type": "AdamW", "params": {"lr": 1e-4, "betas": [0.9, 0.999], "eps": 1e-8, "weight_decay": 0.01}},
-    "scheduler": {"type": "WarmupCosineLR", "params": {"warmup_num_steps": 10, "total_num_steps": 200}},
+    "optimizer": {
+        "type": "AdamW",
+        "params": {"lr": 1e-4, "betas": [0.9, 0.999], "eps": 1e-8, "weight_decay": 0.01},
+    },
+    "scheduler": {
+        "type": "WarmupCosineLR",
+        "params": {"warmup_num_steps": 10, "total_num_steps": 200},
+    },
     "gradient_clipping": 0.5,
     "train_batch_size": 64,
     "train_micro_batch_size_per_gpu": 4,
@@ -68,9 +78,16 @@ ARGUMENTS = {
     "save_strategy": "epoch",
     "save_steps": 500,
     "fsdp": "full_shard auto_wrap",
-    "fsdp_config": {"transformer_layer_cls_to_wrap": ["LlamaDecoderLayer"], "cpu_ram_efficient_loading": True},
+    "fsdp_config": {
+        "transformer_layer_cls_to_wrap": ["LlamaDecoderLayer"],
+        "cpu_ram_efficient_loading": True,
+    },
 }
-FSDP_CONFIG = {"reshard_after_forward": False, "auto_wrap_policy": "TRANSFORMER_BASED_WRAP", "xla": False}
+FSDP_CONFIG = {
+    "reshard_after_forward": False,
+    "auto_wrap_policy": "TRANSFORMER_BASED_WRAP",
+    "xla": False,
+}
 
 
 def converted(folder: Path, body: dict[str, Any], name: str = "config.yaml") -> Conversion:
@@ -90,13 +107,19 @@ def verdicts(conversion: Conversion) -> dict[str, Verdict]:
             FSDP1,
             "fsdp1.yaml",
             "Accelerate",
-            {"distributed": {"reshard_after_forward": False, "nproc_per_node": 4}, "precision": {"compute": "bf16"}},
+            {
+                "distributed": {"reshard_after_forward": False, "nproc_per_node": 4},
+                "precision": {"compute": "bf16"},
+            },
         ),
         (
             FSDP2,
             "fsdp2.yaml",
             "Accelerate",
-            {"distributed": {"reshard_after_forward": True, "nproc_per_node": 2}, "precision": {"compute": "fp32"}},
+            {
+                "distributed": {"reshard_after_forward": True, "nproc_per_node": 2},
+                "precision": {"compute": "fp32"},
+            },
         ),
         (
             ZERO,
@@ -139,7 +162,12 @@ def verdicts(conversion: Conversion) -> dict[str, Verdict]:
                 "distributed": {"reshard_after_forward": True},
             },
         ),
-        (FSDP_CONFIG, "fsdp_config.json", "fsdp_config", {"distributed": {"reshard_after_forward": False}}),
+        (
+            FSDP_CONFIG,
+            "fsdp_config.json",
+            "fsdp_config",
+            {"distributed": {"reshard_after_forward": False}},
+        ),
     ],
 )
 def test_each_kind_of_file_is_recognised_and_taken_over(
@@ -173,19 +201,40 @@ def test_what_is_not_supported_says_what_to_do_instead(tmp_path: Path) -> None:
 
 
 def test_defaults_of_a_file_that_is_part_of_another_are_its_own(tmp_path: Path) -> None:
-    assert converted(tmp_path, {"zero_optimization": {"stage": 3}}).body["training"] == {"max_grad_norm": 0.0}
-    assert "training" not in converted(tmp_path, {"zero_optimization": {"stage": 3}, "gradient_clipping": "auto"}).body
+    assert converted(tmp_path, {"zero_optimization": {"stage": 3}}).body["training"] == {
+        "max_grad_norm": 0.0
+    }
+    assert (
+        "training"
+        not in converted(
+            tmp_path, {"zero_optimization": {"stage": 3}, "gradient_clipping": "auto"}
+        ).body
+    )
     assert converted(tmp_path, FSDP1).defaults == converted(tmp_path, FSDP_CONFIG).defaults == []
 
 
 def test_two_options_that_disagree_are_not_both_taken_over(tmp_path: Path) -> None:
-    body = {**FSDP1, "fsdp_config": {"fsdp_sharding_strategy": "FULL_SHARD", "fsdp_reshard_after_forward": False}}
-    taken, refused = [v for name, v in verdicts(converted(tmp_path, body)).items() if name.startswith("fsdp_config")]
+    body = {
+        **FSDP1,
+        "fsdp_config": {
+            "fsdp_sharding_strategy": "FULL_SHARD",
+            "fsdp_reshard_after_forward": False,
+        },
+    }
+    taken, refused = [
+        v
+        for name, v in verdicts(converted(tmp_path, body)).items()
+        if name.startswith("fsdp_config")
+    ]
     assert {type(taken), type(refused)} == {ToDo, Taken}
 
 
 def test_a_value_that_our_own_spec_refuses_is_refused_in_its_words(tmp_path: Path) -> None:
-    found = verdicts(converted(tmp_path, {**ARGUMENTS, "learning_rate": 5, "weight_decay": "much"}, "arguments.json"))
+    found = verdicts(
+        converted(
+            tmp_path, {**ARGUMENTS, "learning_rate": 5, "weight_decay": "much"}, "arguments.json"
+        )
+    )
     for option in ("learning_rate", "weight_decay"):
         verdict = found[option]
         assert isinstance(verdict, Lost)
@@ -195,8 +244,18 @@ def test_a_value_that_our_own_spec_refuses_is_refused_in_its_words(tmp_path: Pat
 TRAINED: dict[str, dict[str, Any]] = {
     "transformers": {"output_dir": "out", "learning_rate": 1e-4},
     "trl": {"model_name_or_path": "base", "dataset_name": "org/data", "use_peft": True},
-    "axolotl": {"base_model": "base", "adapter": "lora", "micro_batch_size": 1, "optimizer": "adamw_torch_fused"},
-    "llama_factory": {"model_name_or_path": "base", "stage": "sft", "finetuning_type": "lora", "dataset": "mine"},
+    "axolotl": {
+        "base_model": "base",
+        "adapter": "lora",
+        "micro_batch_size": 1,
+        "optimizer": "adamw_torch_fused",
+    },
+    "llama_factory": {
+        "model_name_or_path": "base",
+        "stage": "sft",
+        "finetuning_type": "lora",
+        "dataset": "mine",
+    },
     "unsloth": {"model_name": "base", "r": 16, "random_state": 7},
     "ms_swift": {"model": "base", "train_type": "lora", "dataset": "mine"},
 }
@@ -218,22 +277,38 @@ def test_the_options_of_adamw_keep_their_names(tmp_path: Path, tool: str) -> Non
 
 def test_the_options_of_adamw_in_deepspeeds_optimizer(tmp_path: Path) -> None:
     def of(**params: Any) -> Conversion:
-        return converted(tmp_path, {**ZERO, "optimizer": {"type": "AdamW", "params": params}}, "zero.json")
+        return converted(
+            tmp_path, {**ZERO, "optimizer": {"type": "AdamW", "params": params}}, "zero.json"
+        )
 
     training = of(betas=[0.8, 0.95], eps=1e-6).body["training"]
-    assert (training["adam_beta1"], training["adam_beta2"], training["adam_epsilon"]) == (0.8, 0.95, 1e-6)
+    assert (training["adam_beta1"], training["adam_beta2"], training["adam_epsilon"]) == (
+        0.8,
+        0.95,
+        1e-6,
+    )
     for betas in ("auto", [0.9], [0.9, "high"], 0.9, [0.9, 1.5]):
         conversion = of(betas=betas)
         verdict = verdicts(conversion)["optimizer.params.betas"]
-        assert isinstance(verdict, NoEffect if betas == "auto" else Lost if betas == [0.9, 1.5] else ToDo), betas
+        assert isinstance(
+            verdict, NoEffect if betas == "auto" else Lost if betas == [0.9, 1.5] else ToDo
+        ), betas
         assert "adam_beta1" not in conversion.body["training"]
 
 
 def test_deepspeed_inside_of_training_arguments_is_judged_as_its_own_file(tmp_path: Path) -> None:
-    inner = {"train_micro_batch_size_per_gpu": 4, "gradient_accumulation_steps": 2, "train_batch_size": 32}
-    found = verdicts(converted(tmp_path, {"output_dir": "x", "learning_rate": 1e-4, "deepspeed": inner}))
+    inner = {
+        "train_micro_batch_size_per_gpu": 4,
+        "gradient_accumulation_steps": 2,
+        "train_batch_size": 32,
+    }
+    found = verdicts(
+        converted(tmp_path, {"output_dir": "x", "learning_rate": 1e-4, "deepspeed": inner})
+    )
     assert found["deepspeed.train_batch_size"] == Taken({"training.batch_size": 32})
-    assert isinstance(found["deepspeed.gradient_accumulation_steps"], NoEffect), "train_batch_size says it"
+    assert isinstance(found["deepspeed.gradient_accumulation_steps"], NoEffect), (
+        "train_batch_size says it"
+    )
 
 
 @pytest.mark.parametrize(
@@ -243,16 +318,24 @@ def test_deepspeed_inside_of_training_arguments_is_judged_as_its_own_file(tmp_pa
             {"fsdp_auto_wrap_policy": "SIZE_BASED_WRAP", "fsdp_min_num_params": 2000},
             {"wrap": {"min_params": 2000}},
         ),
-        ({"fsdp_auto_wrap_policy": "NO_WRAP", "fsdp_offload_params": "true"}, {"wrap": "none", "offload": True}),
+        (
+            {"fsdp_auto_wrap_policy": "NO_WRAP", "fsdp_offload_params": "true"},
+            {"wrap": "none", "offload": True},
+        ),
         ({"fsdp_sharding_strategy": "NO_SHARD"}, {"replicate": -1}),
         (
             {"fsdp_activation_checkpointing": True, "fsdp_forward_prefetch": True},
             {"activation_checkpointing": "full", "prefetch": {"forward": 1, "backward": 1}},
         ),
-        ({"fsdp_ignored_modules": r"model\.embed_tokens"}, {"ignored": [r"(?:model\.embed_tokens)\..*"]}),
+        (
+            {"fsdp_ignored_modules": r"model\.embed_tokens"},
+            {"ignored": [r"(?:model\.embed_tokens)\..*"]},
+        ),
     ],
 )
-def test_sharding_options_keep_their_meaning(tmp_path: Path, section: dict[str, Any], distributed: dict[str, Any]) -> None:
+def test_sharding_options_keep_their_meaning(
+    tmp_path: Path, section: dict[str, Any], distributed: dict[str, Any]
+) -> None:
     conversion = converted(tmp_path, {"distributed_type": "FSDP", "fsdp_config": section})
     assert conversion.body["distributed"] == distributed
 
@@ -267,7 +350,10 @@ def test_zero_stages_and_their_inner_groups(tmp_path: Path) -> None:
             {"reshard_after_forward": True, "offload": True},
         ),
     ):
-        assert converted(tmp_path, {"zero_optimization": zero}, "zero.json").body["distributed"] == distributed
+        assert (
+            converted(tmp_path, {"zero_optimization": zero}, "zero.json").body["distributed"]
+            == distributed
+        )
 
 
 VALUES: tuple[Any, ...] = (
@@ -292,7 +378,9 @@ VALUES: tuple[Any, ...] = (
 
 
 REFUSING = {"stage", "rl", "rlhf_type", "pref_loss", "reward_model"}
-"""Options for the sake of which a whole file is refused, as it is by those that only another method has."""
+"""Options for the sake of which a whole file is refused, as it is by those that only another method
+has.
+"""
 
 
 @pytest.mark.parametrize("kind", ["axolotl", "llama_factory", "trl"])
@@ -300,10 +388,14 @@ def test_whatever_an_option_of_a_method_says_the_file_is_refused_or_valid(kind: 
     table = load_table(kind)
     refusals: list[str] = []
     valid = 0
-    for name in sorted(REFUSING | {mark.partition("=")[0] for marks in table.methods.values() for mark in marks}):
+    for name in sorted(
+        REFUSING | {mark.partition("=")[0] for marks in table.methods.values() for mark in marks}
+    ):
         for value in (True, 0.5, "dpo", "text", ["sigmoid"], {"a": 1}):
             try:
-                parse_request(yaml.safe_load(convert({name: deepcopy(value)}, table, "file").spec_yaml()))
+                parse_request(
+                    yaml.safe_load(convert({name: deepcopy(value)}, table, "file").spec_yaml())
+                )
             except SpecError as error:
                 refusals.append(error.message)
             else:
@@ -331,7 +423,9 @@ def test_whatever_a_file_says_the_spec_that_comes_out_is_valid(kind: str, method
                     below = target[section] = {}
                 target = below
             target.setdefault(last, deepcopy(value))
-        for name in REFUSING | {mark.partition("=")[0] for marks in table.methods.values() for mark in marks}:
+        for name in REFUSING | {
+            mark.partition("=")[0] for marks in table.methods.values() for mark in marks
+        }:
             body.pop(name, None)
         if kind == "verl":
             body["algorithm"]["adv_estimator"] = "grpo"
@@ -359,11 +453,18 @@ def test_other_files_are_refused(tmp_path: Path, text: str, message: str) -> Non
         convert_file(tmp_path / "other.yaml")
 
 
-def test_options_whose_names_are_no_text_to_yaml_are_options_as_others(ft: Ft, tmp_path: Path) -> None:
+def test_options_whose_names_are_no_text_to_yaml_are_options_as_others(
+    ft: Ft, tmp_path: Path
+) -> None:
     path = tmp_path / "arguments.yaml"
     path.write_text(yaml.safe_dump(ARGUMENTS) + "on: push\n7: 2\n2026-01-01: {3: 4}\nnull: x\n")
-    options = {option["option"]: option for option in json.loads(ft("convert", path, "--json").out)["options"]}
-    assert {options[name]["outcome"] for name in ("True", "7", "2026-01-01", "None")} == {"not supported"}
+    options = {
+        option["option"]: option
+        for option in json.loads(ft("convert", path, "--json").out)["options"]
+    }
+    assert {options[name]["outcome"] for name in ("True", "7", "2026-01-01", "None")} == {
+        "not supported"
+    }
     (tmp_path / "unknown.yaml").write_text("on: push\n1: 2\n")
     with pytest.raises(SpecError, match="is not one of the files that can be converted"):
         convert_file(tmp_path / "unknown.yaml")
@@ -374,14 +475,23 @@ def test_the_command_prints_a_spec_file_or_json(ft: Ft, tmp_path: Path) -> None:
     path.write_text(yaml.safe_dump(FSDP1))
     printed = ft("convert", path)
     assert printed.code == 1
-    assert "an option is not taken over, and the result may differ: fsdp_config.fsdp_colour." in printed.err
+    assert (
+        "an option is not taken over, and the result may differ: fsdp_config.fsdp_colour."
+        in printed.err
+    )
     parse_request(yaml.safe_load(printed.out))
     document = json.loads(ft("convert", path, "--json").out)
     assert document["tool"] == "Accelerate"
     assert document["spec"]["distributed"]["nproc_per_node"] == 4
-    assert {option["outcome"] for option in document["options"]} == {"taken over", "no effect", "not supported"}
+    assert {option["outcome"] for option in document["options"]} == {
+        "taken over",
+        "no effect",
+        "not supported",
+    }
     sources = {option["option"]: option["source"] for option in document["options"]}
-    assert [name for name, source in sources.items() if source is None] == ["fsdp_config.fsdp_colour"]
+    assert [name for name, source in sources.items() if source is None] == [
+        "fsdp_config.fsdp_colour"
+    ]
 
 
 def test_the_exit_code_says_whether_anything_is_lost(ft: Ft, tmp_path: Path) -> None:
@@ -398,7 +508,8 @@ def test_the_exit_code_says_whether_anything_is_lost(ft: Ft, tmp_path: Path) -> 
 
 
 def test_a_file_is_written_and_not_overwritten_unasked(ft: Ft, tmp_path: Path) -> None:
-    path, out = tmp_path / "config.yaml", tmp_path / "spec.yaml"
+    path = tmp_path / "config.yaml"
+    out = tmp_path / "spec.yaml"
     path.write_text(yaml.safe_dump(AXOLOTL))
     written = ft("convert", path, "--out", out, "--gpus", "4")
     assert (written.code, written.out, written.err) == (0, "", f"Wrote {out}.\n")
@@ -452,7 +563,9 @@ FACTORY = {
 
 
 @pytest.mark.parametrize("body", [TRL, AXOLOTL, FACTORY], ids=["trl", "axolotl", "factory"])
-def test_base_adapter_and_format_of_other_tools_are_taken_over(ft: Ft, tmp_path: Path, body: dict[str, Any]) -> None:
+def test_base_adapter_and_format_of_other_tools_are_taken_over(
+    ft: Ft, tmp_path: Path, body: dict[str, Any]
+) -> None:
     path = tmp_path / "config.yaml"
     path.write_text(yaml.safe_dump(body))
     printed = ft("convert", path)
@@ -467,9 +580,14 @@ def test_base_adapter_and_format_of_other_tools_are_taken_over(ft: Ft, tmp_path:
 
 @pytest.mark.parametrize(
     ("option", "value"),
-    [("lora_modules_to_save", ["embed_tokens", "lm_head"]), ("modules_to_save", ["embed_tokens", "lm_head"])],
+    [
+        ("lora_modules_to_save", ["embed_tokens", "lm_head"]),
+        ("modules_to_save", ["embed_tokens", "lm_head"]),
+    ],
 )
-def test_modules_that_are_trained_whole_are_taken_over(option: str, value: Any, ft: Ft, tmp_path: Path) -> None:
+def test_modules_that_are_trained_whole_are_taken_over(
+    option: str, value: Any, ft: Ft, tmp_path: Path
+) -> None:
     path = tmp_path / "config.yaml"
     path.write_text(yaml.safe_dump({**TRL, option: value}))
     printed = ft("convert", path)
@@ -482,16 +600,27 @@ def test_what_changes_the_result_and_is_not_taken_over_is_named(ft: Ft, tmp_path
     path.write_text(yaml.safe_dump({**TRL, "label_smoothing_factor": 0.1}))
     printed = ft("convert", path)
     assert printed.code == 1
-    assert printed.err.startswith("ft: an option is not taken over, and the result may differ: label_smoothing_factor. ")
+    assert printed.err.startswith(
+        "ft: an option is not taken over, and the result may differ: label_smoothing_factor. "
+    )
     assert ft("convert", path, "--json").code == 1
 
 
 def test_a_batch_that_the_file_does_not_say_whole_is_to_be_done(tmp_path: Path) -> None:
-    assert verdicts(converted(tmp_path, {"zero_optimization": {"stage": 3}, "gradient_accumulation_steps": 4}))[
-        "gradient_accumulation_steps"
-    ] == ToDo("set training.batch_size to the samples of a micro-batch x 4 x the number of your GPUs")
-    outer = {"per_device_train_batch_size": 2, "gradient_accumulation_steps": 4, "bf16": True, "learning_rate": 1e-4}
-    both = converted(tmp_path, outer | {"deepspeed": {"gradient_accumulation_steps": 4}}, "arguments.json")
+    assert verdicts(
+        converted(tmp_path, {"zero_optimization": {"stage": 3}, "gradient_accumulation_steps": 4})
+    )["gradient_accumulation_steps"] == ToDo(
+        "set training.batch_size to the samples of a micro-batch x 4 x the number of your GPUs"
+    )
+    outer = {
+        "per_device_train_batch_size": 2,
+        "gradient_accumulation_steps": 4,
+        "bf16": True,
+        "learning_rate": 1e-4,
+    }
+    both = converted(
+        tmp_path, outer | {"deepspeed": {"gradient_accumulation_steps": 4}}, "arguments.json"
+    )
     assert both.body["training"]["batch_size"] == 8
     assert isinstance(verdicts(both)["deepspeed.gradient_accumulation_steps"], Taken)
 
@@ -502,7 +631,12 @@ def test_a_batch_that_the_file_does_not_say_whole_is_to_be_done(tmp_path: Path) 
         ("trl", "packing", {}, {"assistant_only_loss": True}),
         ("unsloth", "packing", {"completion_only_loss": False}, {"completion_only_loss": True}),
         ("axolotl", "sample_packing", {"train_on_inputs": True}, {"train_on_inputs": False}),
-        ("axolotl", "sample_packing", {"datasets": [{"path": "d", "type": "completion"}]}, {"datasets": [{"path": "d"}]}),
+        (
+            "axolotl",
+            "sample_packing",
+            {"datasets": [{"path": "d", "type": "completion"}]},
+            {"datasets": [{"path": "d"}]},
+        ),
         ("llama_factory", "packing", {"train_on_prompt": True}, {}),
         ("llama_factory", "neat_packing", {"train_on_prompt": True}, {}),
     ],
@@ -510,7 +644,9 @@ def test_a_batch_that_the_file_does_not_say_whole_is_to_be_done(tmp_path: Path) 
 def test_a_batch_has_as_many_samples_as_there(
     tool: str, option: str, whole: dict[str, Any], answers: dict[str, Any], tmp_path: Path
 ) -> None:
-    """Packed rows count as samples there, whatever they hold; here only those of what is learned whole do."""
+    """Packed rows count as samples there, whatever they hold; here only those of what is learned
+    whole do.
+    """
     file = TRAINED[tool] | {"learning_rate": 1e-4}
     assert converted(tmp_path, file | whole | {option: True}).body["training"]["packing"] is True
     for off in ({}, {option: False}):
@@ -523,26 +659,58 @@ def test_a_batch_has_as_many_samples_as_there(
 
 def test_the_decay_of_warmup_stable_decay_is_a_share_of_the_steps(tmp_path: Path) -> None:
     def of(**options: Any) -> Conversion:
-        schedule = {"lr_scheduler_kwargs": {"num_decay_steps": 100, "min_lr_ratio": 0, **options.pop("more", {})}}
-        return converted(tmp_path, {**ARGUMENTS, **schedule, "lr_scheduler_type": "warmup_stable_decay", **options})
+        schedule = {
+            "lr_scheduler_kwargs": {
+                "num_decay_steps": 100,
+                "min_lr_ratio": 0,
+                **options.pop("more", {}),
+            }
+        }
+        return converted(
+            tmp_path,
+            {**ARGUMENTS, **schedule, "lr_scheduler_type": "warmup_stable_decay", **options},
+        )
 
     known = of(max_steps=400, more={"decay_type": "linear"})
     assert known.open() == []
-    assert known.body["training"].items() >= {"lr_scheduler_type": "warmup_stable_decay", "decay_ratio": 0.25}.items()
+    assert (
+        known.body["training"].items()
+        >= {"lr_scheduler_type": "warmup_stable_decay", "decay_ratio": 0.25}.items()
+    )
     assert "there a cosine" not in known.spec_yaml()
     assert "there a cosine" in of(max_steps=400).spec_yaml()
     found = verdicts(of())["lr_scheduler_kwargs.num_decay_steps"]
-    assert found == ToDo("the number of steps is not in this file: set training.decay_ratio to 100 / steps")
+    assert found == ToDo(
+        "the number of steps is not in this file: set training.decay_ratio to 100 / steps"
+    )
     other = of(max_steps=400, more={"decay_type": "cosine", "min_lr_ratio": 0.1})
-    assert (other.open(), other.body["training"]["min_lr_ratio"]) == (["lr_scheduler_kwargs.decay_type"], 0.1)
+    assert (other.open(), other.body["training"]["min_lr_ratio"]) == (
+        ["lr_scheduler_kwargs.decay_type"],
+        0.1,
+    )
 
 
 @pytest.mark.parametrize(
     ("schedule", "rate", "training", "lost"),
     [
-        ({"cosine_with_min_lr": {"min_lr_rate": 0.1}}, 1e-4, {"lr_scheduler_type": "cosine", "min_lr_ratio": 0.1}, []),
-        ({"cosine_with_min_lr": {"min_lr": 1e-5}}, "1e-4", {"lr_scheduler_type": "cosine", "min_lr_ratio": 0.1}, []),
-        ({"cosine_with_min_lr": {"min_lr": 1e-5}}, None, {"lr_scheduler_type": "cosine"}, ["lr_scheduler_kwargs.min_lr"]),
+        (
+            {"cosine_with_min_lr": {"min_lr_rate": 0.1}},
+            1e-4,
+            {"lr_scheduler_type": "cosine", "min_lr_ratio": 0.1},
+            [],
+        ),
+        (
+            {"cosine_with_min_lr": {"min_lr": 1e-5}},
+            "1e-4",
+            {"lr_scheduler_type": "cosine", "min_lr_ratio": 0.1},
+            [],
+        ),
+        (
+            {"cosine_with_min_lr": {"min_lr": 1e-5}},
+            None,
+            {"lr_scheduler_type": "cosine"},
+            ["lr_scheduler_kwargs.min_lr"],
+        ),
         ({"cosine_with_restarts": {}}, 1e-4, {"lr_scheduler_type": "cosine"}, []),
         ({"cosine_with_restarts": {"num_cycles": 1}}, 1e-4, {"lr_scheduler_type": "cosine"}, []),
         (
@@ -552,10 +720,20 @@ def test_the_decay_of_warmup_stable_decay_is_a_share_of_the_steps(tmp_path: Path
             ["lr_scheduler_kwargs.num_cycles"],
         ),
         ({"cosine": {"num_cycles": 0.5}}, 1e-4, {"lr_scheduler_type": "cosine"}, []),
-        ({"cosine": {"num_cycles": 1}}, 1e-4, {"lr_scheduler_type": "cosine"}, ["lr_scheduler_kwargs.num_cycles"]),
+        (
+            {"cosine": {"num_cycles": 1}},
+            1e-4,
+            {"lr_scheduler_type": "cosine"},
+            ["lr_scheduler_kwargs.num_cycles"],
+        ),
         ({"polynomial": {"lr_end": 1e-5}}, 1e-4, {"min_lr_ratio": 0.1}, []),
         ({"polynomial": {}}, 1e-4, {"min_lr_ratio": 0.001}, []),
-        ({"polynomial": {"power": 2.0}}, 1e-4, {"min_lr_ratio": 0.001}, ["lr_scheduler_kwargs.power"]),
+        (
+            {"polynomial": {"power": 2.0}},
+            1e-4,
+            {"min_lr_ratio": 0.001},
+            ["lr_scheduler_kwargs.power"],
+        ),
         ({"inverse_sqrt": {}}, 1e-4, {}, ["lr_scheduler_type"]),
     ],
 )
@@ -563,11 +741,23 @@ def test_schedules_keep_their_rates_or_the_nearest(
     tmp_path: Path, schedule: dict[str, Any], rate: Any, training: dict[str, Any], lost: list[str]
 ) -> None:
     (name, options), *_ = schedule.items()
-    given = {"learning_rate": rate, "lr_scheduler_type": name, "lr_scheduler_kwargs": options, "output_dir": "x"}
-    found = converted(tmp_path, {key: value for key, value in given.items() if value not in (None, {})} | {"max_steps": 9})
+    given = {
+        "learning_rate": rate,
+        "lr_scheduler_type": name,
+        "lr_scheduler_kwargs": options,
+        "output_dir": "x",
+    }
+    found = converted(
+        tmp_path,
+        {key: value for key, value in given.items() if value not in (None, {})} | {"max_steps": 9},
+    )
     assert found.open() == lost
     taken = found.body["training"]
-    assert {key: taken[key] for key in ("lr_scheduler_type", "min_lr_ratio") if key in taken and key != "linear"} == {
+    assert {
+        key: taken[key]
+        for key in ("lr_scheduler_type", "min_lr_ratio")
+        if key in taken and key != "linear"
+    } == {
         **({"lr_scheduler_type": "linear"} if name == "polynomial" else {}),
         **training,
     }
@@ -584,7 +774,9 @@ def test_schedules_keep_their_rates_or_the_nearest(
         ({"beta": 0.1, "lora_dropout": 0.1, "disable_dropout": False}, 0.1),
     ],
 )
-def test_dropout_is_off_in_dpo_as_in_trls(options: dict[str, Any], dropout: float | None, tmp_path: Path) -> None:
+def test_dropout_is_off_in_dpo_as_in_trls(
+    options: dict[str, Any], dropout: float | None, tmp_path: Path
+) -> None:
     assert converted(tmp_path, TRAINED["trl"] | options).body["lora"].get("lora_dropout") == dropout
 
 
@@ -598,7 +790,9 @@ def test_dropout_is_off_in_dpo_as_in_trls(options: dict[str, Any], dropout: floa
         ("ms_swift", {"rlhf_type": "dpo"}),
     ],
 )
-def test_dropout_is_off_in_every_tools_dpo(tool: str, options: dict[str, Any], tmp_path: Path) -> None:
+def test_dropout_is_off_in_every_tools_dpo(
+    tool: str, options: dict[str, Any], tmp_path: Path
+) -> None:
     file = TRAINED[tool] | {"lora_dropout": 0.1}
     assert converted(tmp_path, file).body["lora"]["lora_dropout"] == 0.1
     assert "lora_dropout" not in converted(tmp_path, file | options).body.get("lora", {})
@@ -629,8 +823,18 @@ def test_answers_alone_are_learned_if_either_option_says_so(
         ("axolotl", "val_set_size", 0, NoEffect("nothing is set aside here either")),
         ("axolotl", "chat_template", "chatml", Taken({"chat_template": "chatml"})),
         ("axolotl", "chat_template", "llama3", Taken({"chat_template": "llama-3"})),
-        ("trl", "chat_template", "{{ messages[0]['content'] }}", Taken({"chat_template": "{{ messages[0]['content'] }}"})),
-        ("axolotl", "chat_template", "tokenizer_default", NoEffect("it is the base's, or the template that is given")),
+        (
+            "trl",
+            "chat_template",
+            "{{ messages[0]['content'] }}",
+            Taken({"chat_template": "{{ messages[0]['content'] }}"}),
+        ),
+        (
+            "axolotl",
+            "chat_template",
+            "tokenizer_default",
+            NoEffect("it is the base's, or the template that is given"),
+        ),
         ("llama_factory", "template", "chatml", Taken({"chat_template": "chatml"})),
         ("axolotl", "chat_template", "alpaca", Taken({"chat_template": "alpaca"})),
         ("axolotl", "train_on_inputs", True, Taken({"training.train_on": "everything"})),
@@ -640,7 +844,9 @@ def test_answers_alone_are_learned_if_either_option_says_so(
             "axolotl",
             "bf16",
             "auto",
-            NoEffect("precision.compute is bf16 unless set, where the processor has instructions for it"),
+            NoEffect(
+                "precision.compute is bf16 unless set, where the processor has instructions for it"
+            ),
         ),
         ("axolotl", "bf16", "full", Taken({"precision.compute": "bf16"})),
         ("transformers", "bf16", False, Taken({"precision.compute": "fp32"})),
@@ -654,7 +860,9 @@ def test_answers_alone_are_learned_if_either_option_says_so(
         ),
     ],
 )
-def test_what_is_learned_of_which_data_is_taken_over(table: str, option: str, value: Any, verdict: Verdict | None) -> None:
+def test_what_is_learned_of_which_data_is_taken_over(
+    table: str, option: str, value: Any, verdict: Verdict | None
+) -> None:
     conversion = convert({"learning_rate": 1e-4, option: value}, load_table(table), "file")
     found = verdicts(conversion)
     if verdict is None:
@@ -664,11 +872,19 @@ def test_what_is_learned_of_which_data_is_taken_over(table: str, option: str, va
 
 
 def test_what_goes_by_validation_is_taken_where_there_is_some(tmp_path: Path) -> None:
-    body = {**AXOLOTL, "early_stopping_patience": 3, "load_best_model_at_end": True, "val_set_size": 0.1}
+    body = {
+        **AXOLOTL,
+        "early_stopping_patience": 3,
+        "load_best_model_at_end": True,
+        "val_set_size": 0.1,
+    }
     conversion = converted(tmp_path, body)
     assert conversion.open() == []
     assert conversion.body["validation_split"] == 0.1
-    assert (conversion.body["training"]["early_stopping_patience"], conversion.body["training"]["load_best_model_at_end"]) == (
+    assert (
+        conversion.body["training"]["early_stopping_patience"],
+        conversion.body["training"]["load_best_model_at_end"],
+    ) == (
         3,
         True,
     )
@@ -698,9 +914,18 @@ def test_a_number_of_samples_for_validation_is_no_share_of_them(tmp_path: Path) 
     ],
 )
 def test_text_reads_back_as_it_was(text: str) -> None:
-    body = {"chat_template": text, "evaluation": {"prompts": text, "more": {"deep": text}}, "seed": 1}
+    body = {
+        "chat_template": text,
+        "evaluation": {"prompts": text, "more": {"deep": text}},
+        "seed": 1,
+    }
     assert (
-        yaml.safe_load(yaml_text(body, {"chat_template": "one", "evaluation": "two", "evaluation.more.deep": "three"})) == body
+        yaml.safe_load(
+            yaml_text(
+                body, {"chat_template": "one", "evaluation": "two", "evaluation.more.deep": "three"}
+            )
+        )
+        == body
     )
 
 
@@ -719,18 +944,30 @@ def test_long_values_stay_on_one_line() -> None:
 
 def test_modules_beside_all_linear_layers_are_named(tmp_path: Path) -> None:
     body = {"base_model": "b", "adapter": "lora", "lora_target_linear": True}
-    inside = converted(tmp_path, body | {"lora_target_modules": ["q_proj", "model.layers.0.mlp.down_proj"]})
+    inside = converted(
+        tmp_path, body | {"lora_target_modules": ["q_proj", "model.layers.0.mlp.down_proj"]}
+    )
     assert inside.open() == []
-    beside = converted(tmp_path, body | {"lora_target_modules": ["q_proj", "model.embed_tokens", "lm_head"]})
+    beside = converted(
+        tmp_path, body | {"lora_target_modules": ["q_proj", "model.embed_tokens", "lm_head"]}
+    )
     assert beside.open() == ["lora_target_modules"]
-    assert "only linear layers do: embed_tokens, lm_head" in " ".join(beside.spec_yaml().replace("#", "").split())
+    assert "only linear layers do: embed_tokens, lm_head" in " ".join(
+        beside.spec_yaml().replace("#", "").split()
+    )
 
 
 @pytest.mark.parametrize(
     ("template", "said"),
-    [("vicuna", "set chat_template: vicuna"), ("default", "give its text as chat_template"), ("mistral", "compare what")],
+    [
+        ("vicuna", "set chat_template: vicuna"),
+        ("default", "give its text as chat_template"),
+        ("mistral", "compare what"),
+    ],
 )
-def test_templates_that_differ_from_those_of_their_name_here_are_not_taken(template: str, said: str, tmp_path: Path) -> None:
+def test_templates_that_differ_from_those_of_their_name_here_are_not_taken(
+    template: str, said: str, tmp_path: Path
+) -> None:
     body = {"stage": "sft", "dataset": "d", "template": template}
     found = converted(tmp_path, body)
     assert "chat_template" not in found.body
@@ -739,6 +976,9 @@ def test_templates_that_differ_from_those_of_their_name_here_are_not_taken(templ
 
 
 def test_a_system_prompt_of_the_file_replaces_that_of_the_template(tmp_path: Path) -> None:
-    found = converted(tmp_path, {"stage": "sft", "dataset": "d", "template": "vicuna", "default_system": "Be kind."})
+    found = converted(
+        tmp_path,
+        {"stage": "sft", "dataset": "d", "template": "vicuna", "default_system": "Be kind."},
+    )
     assert found.body["chat_template"] == "vicuna"
     assert found.open() == ["default_system"]

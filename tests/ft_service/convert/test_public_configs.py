@@ -1,4 +1,6 @@
-"""Configs in the shapes of public ones, rewritten: what differs from them in the result is what the docs say."""
+"""Configs in the shapes of public ones, rewritten: what differs from them in the result is what the
+docs say.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +23,9 @@ def test_there_are_thirty_of_every_tool() -> None:
     assert len(names()) >= 30
     tools = {each["tool"] for each in EXPECTED.values() if "tool" in each}
     assert tools == {"Axolotl", "LLaMA-Factory", "TRL", "ms-swift", "verl", "Unsloth", "torchtune"}
-    assert sum(not each.get("differs", True) for each in EXPECTED.values()) >= 10, "exit code 0 is no exception"
+    assert sum(not each.get("differs", True) for each in EXPECTED.values()) >= 10, (
+        "exit code 0 is no exception"
+    )
 
 
 @pytest.mark.parametrize("name", names())
@@ -36,6 +40,8 @@ def test_the_page_has_the_table() -> None:
     assert table() in PAGE.read_text(encoding="utf-8"), "python -m tests.support.public_configs"
 
 
-@pytest.mark.parametrize(("name", "code"), [("trl-sft.sh", 0), ("unsloth-alpaca.py", 1), ("trl-kto.sh", 64)])
+@pytest.mark.parametrize(
+    ("name", "code"), [("trl-sft.sh", 0), ("unsloth-alpaca.py", 1), ("trl-kto.sh", 64)]
+)
 def test_the_exit_code_is_that_of_the_table(ft: Ft, name: str, code: int) -> None:
     assert ft("convert", FOLDER / name).code == code

@@ -71,10 +71,17 @@ def test_variables_before_a_command_are_its_environment() -> None:
 
 
 @pytest.mark.parametrize(
-    "text", ["A=xxxxxxxx\n" + "A=$A$A\n" * 40, "A=(x y)\n" + 'A+=("${A[@]}")\n' * 40, "run " + "${A:-" * 1500 + "}" * 1500]
+    "text",
+    [
+        "A=xxxxxxxx\n" + "A=$A$A\n" * 40,
+        "A=(x y)\n" + 'A+=("${A[@]}")\n' * 40,
+        "run " + "${A:-" * 1500 + "}" * 1500,
+    ],
 )
 def test_values_have_an_end(text: str) -> None:
-    with pytest.raises(SpecError, match=r"train\.sh has variables that hold more than 262,144 letters, or too deep"):
+    with pytest.raises(
+        SpecError, match=r"train\.sh has variables that hold more than 262,144 letters, or too deep"
+    ):
         read_script(text, "train.sh")
 
 

@@ -20,16 +20,36 @@ def only(text: str) -> Program:
     [
         ("trl sft --lr 1", "trl", "supervised", None),
         ("trl dpo --lr 1", "trl", "dpo", None),
-        ("accelerate launch --num_processes 8 --config_file z.yaml scripts/run_grpo.py --lr 1", "", "reinforcement", 8),
+        (
+            "accelerate launch --num_processes 8 --config_file z.yaml scripts/run_grpo.py --lr 1",
+            "",
+            "reinforcement",
+            8,
+        ),
         ("uv run torchrun --nproc_per_node=4 --nnodes 2 train.py --lr 1", "", None, 8),
-        ("python3 -m torch.distributed.run --nproc-per-node 2 -m verl.trainer.main_ppo lr=1", "verl", None, 2),
+        (
+            "python3 -m torch.distributed.run --nproc-per-node 2 -m verl.trainer.main_ppo lr=1",
+            "verl",
+            None,
+            2,
+        ),
         ("nohup python -u train.py --lr 1 &", "", None, None),
         ("deepspeed --num_gpus=2 src/dpo.py --lr 1", "", "dpo", 2),
         ("NPROC_PER_NODE=2 NNODES=$N swift sft --lr 1", "ms_swift", None, 2),
-        ("export CUDA_VISIBLE_DEVICES=0,1\nllamafactory-cli train --lr 1", "llama_factory", None, 2),
+        (
+            "export CUDA_VISIBLE_DEVICES=0,1\nllamafactory-cli train --lr 1",
+            "llama_factory",
+            None,
+            2,
+        ),
         ("CUDA_VISIBLE_DEVICES=0,1 swift rlhf --lr 1", "ms_swift", None, None),
         ("accelerate launch -m axolotl.cli.train c.yml --lr 1", "axolotl", None, None),
-        ("tune run --nproc_per_node 2 lora_finetune_distributed --config c.yaml lr=1", "torchtune", None, 2),
+        (
+            "tune run --nproc_per_node 2 lora_finetune_distributed --config c.yaml lr=1",
+            "torchtune",
+            None,
+            2,
+        ),
         ("python3 -m verl.trainer.main_ppo lr=1", "verl", None, None),
         ("accelerate launch --num_processes 2 swift/cli/sft.py --lr 1", "ms_swift", None, 2),
         ("python -m swift.cli.rlhf --lr 1", "ms_swift", None, None),
@@ -46,8 +66,14 @@ def test_the_tool_its_method_and_its_gpus_are_those_of_the_command(
 @pytest.mark.parametrize(
     ("arguments", "options"),
     [
-        ("--a 1 --b=2.5 --c --d x y --e-f g", {"a": 1, "b": 2.5, "c": True, "d": ["x", "y"], "e_f": "g"}),
-        ("--a -1 --b '{\"c\": 1e-3}' --d 'You: me' --e 1e-4", {"a": -1, "b": {"c": "1e-3"}, "d": "You: me", "e": "1e-4"}),
+        (
+            "--a 1 --b=2.5 --c --d x y --e-f g",
+            {"a": 1, "b": 2.5, "c": True, "d": ["x", "y"], "e_f": "g"},
+        ),
+        (
+            "--a -1 --b '{\"c\": 1e-3}' --d 'You: me' --e 1e-4",
+            {"a": -1, "b": {"c": "1e-3"}, "d": "You: me", "e": "1e-4"},
+        ),
         ("--a 1 --a 2 --b false --c null", {"a": 2, "b": False, "c": None}),
         ("--a $X --b y $X --$Y", {"a": "$X", "b": "y $X", "--$Y": "--$Y"}),
     ],
@@ -59,8 +85,18 @@ def test_flags_have_their_values(arguments: str, options: dict[str, Any]) -> Non
 
 
 def test_overrides_are_hydras() -> None:
-    found = only("python3 -m verl.trainer.main_ppo a.b=c +d=[x,y] ++e=null ~f=1 g='{h: 1}' i=$HOME/x j=").options
-    assert found == {"a.b": "c", "d": ["x", "y"], "e": None, "f": None, "g": {"h": 1}, "i": "$HOME/x", "j": ""}
+    found = only(
+        "python3 -m verl.trainer.main_ppo a.b=c +d=[x,y] ++e=null ~f=1 g='{h: 1}' i=$HOME/x j="
+    ).options
+    assert found == {
+        "a.b": "c",
+        "d": ["x", "y"],
+        "e": None,
+        "f": None,
+        "g": {"h": 1},
+        "i": "$HOME/x",
+        "j": "",
+    }
     assert isinstance(found["i"], Unread)
 
 
@@ -74,16 +110,25 @@ def test_what_ms_swifts_commands_differ_in_is_said() -> None:
 def test_a_file_of_options_is_named() -> None:
     assert only("trl sft --config c.yaml --lr 1").config == "c.yaml"
     tune = only("tune run r --config llama/8B x.y=1")
-    assert (tune.config, tune.said_by, tune.options) == ("llama/8B", "line 1: tune run r", {"x.y": 1})
+    assert (tune.config, tune.said_by, tune.options) == (
+        "llama/8B",
+        "line 1: tune run r",
+        {"x.y": 1},
+    )
     assert only("llamafactory-cli train examples/a.yaml lr=1").config == "examples/a.yaml"
 
 
-@pytest.mark.parametrize("text", ["trl kto --beta 1", "python run_orpo.py", "accelerate launch examples/ppo.py"])
+@pytest.mark.parametrize(
+    "text", ["trl kto --beta 1", "python run_orpo.py", "accelerate launch examples/ppo.py"]
+)
 def test_other_methods_are_refused_by_the_command(text: str) -> None:
     with pytest.raises(SpecError, match="is not converted: methods are sft, dpo and grpo"):
         training_programs(text, "train.sh")
 
 
-@pytest.mark.parametrize("text", ["pip install trl accelerate", "python -c 'x'", "echo hello", "cd x && ls", "swift infer"])
+@pytest.mark.parametrize(
+    "text",
+    ["pip install trl accelerate", "python -c 'x'", "echo hello", "cd x && ls", "swift infer"],
+)
 def test_other_commands_do_not_train(text: str) -> None:
     assert training_programs(text, "train.sh") == []

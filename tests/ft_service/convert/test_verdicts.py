@@ -8,7 +8,8 @@ from ft_service.convert.verdicts import Source, as_number, as_plain
 
 
 @pytest.mark.parametrize(
-    ("value", "number"), [("1e-4", 1e-4), (3, 3.0), (True, None), ("a", None), ("inf", None), (10**400, None)]
+    ("value", "number"),
+    [("1e-4", 1e-4), (3, 3.0), (True, None), ("a", None), ("inf", None), (10**400, None)],
 )
 def test_numbers_are_finite_and_may_be_text(value: object, number: float | None) -> None:
     assert as_number(value) == number

@@ -38,14 +38,28 @@ def test_one_answer(metric: AnswerMetric, answer: str, expected: str, score: flo
 
 
 def test_without_a_reference_only_what_needs_none_is_scored() -> None:
-    assert score(Answer("4"), "4", ["exact_match", "json_valid"]) == {"exact_match": 1.0, "json_valid": 1.0}
+    assert score(Answer("4"), "4", ["exact_match", "json_valid"]) == {
+        "exact_match": 1.0,
+        "json_valid": 1.0,
+    }
     assert score(Answer("four"), None, ["exact_match", "json_valid", "bleu"]) == {"json_valid": 0.0}
-    checked = grader(input="{{ sample.output_text }}", reference="{{ item.reference_answer }}", operation="eq")
-    keyed = grader(name="k", input="{{ sample.output_json.n }}", reference="{{ item.n }}", operation="eq")
-    assert score(Answer("4"), "4", [checked, keyed], {"n": 4}) == {"g": 1.0, "k": 0.0}, "an answer that is no JSON is wrong"
+    checked = grader(
+        input="{{ sample.output_text }}", reference="{{ item.reference_answer }}", operation="eq"
+    )
+    keyed = grader(
+        name="k", input="{{ sample.output_json.n }}", reference="{{ item.n }}", operation="eq"
+    )
+    assert score(Answer("4"), "4", [checked, keyed], {"n": 4}) == {"g": 1.0, "k": 0.0}, (
+        "an answer that is no JSON is wrong"
+    )
     assert score(Answer('{"n": 4}'), None, [checked, keyed], {"n": 4}) == {"k": 1.0}
 
 
 def test_texts_that_would_take_minutes_are_not_compared() -> None:
-    near = grader(type="text_similarity", input="{{ sample.output_text }}", reference="a", evaluation_metric="rouge_l")
+    near = grader(
+        type="text_similarity",
+        input="{{ sample.output_text }}",
+        reference="a",
+        evaluation_metric="rouge_l",
+    )
     assert score(Answer("a" * (MOST_COMPARED + 1)), "a", [near]) == {}

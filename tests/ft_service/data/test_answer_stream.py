@@ -1,4 +1,6 @@
-"""What is given out of an answer while it is written is what is read of the whole, without a character of a marker."""
+"""What is given out of an answer while it is written is what is read of the whole, without a
+character of a marker.
+"""
 
 from __future__ import annotations
 
@@ -13,9 +15,22 @@ ADDITION = '{"name": "add", "arguments": {"a": 1}}'
 QWEN = AnswerFormat(("<s>", "</s>", "<|im_end|>"), CallFormat("<tool_call>", "name", "arguments"))
 BARE = AnswerFormat(("</s>",), CallFormat("", "name", "arguments"))
 MINIMAX = AnswerFormat(
-    ("[e~[",), CallGrammar('<invoke name="', '">\n<parameter name="', "", ('">', "</parameter>\n", "</invoke>"))
+    ("[e~[",),
+    CallGrammar(
+        '<invoke name="', '">\n<parameter name="', "", ('">', "</parameter>\n", "</invoke>")
+    ),
 )
-OSS = AnswerFormat(("<|start|>", "<|channel|>", "<|message|>", "<|end|>", "<|call|>", "<|return|>", "<|constrain|>"))
+OSS = AnswerFormat(
+    (
+        "<|start|>",
+        "<|channel|>",
+        "<|message|>",
+        "<|end|>",
+        "<|call|>",
+        "<|return|>",
+        "<|constrain|>",
+    )
+)
 FINAL = "<|start|>assistant<|channel|>final<|message|>"
 
 WRITTEN: list[tuple[AnswerFormat, str, str]] = [
@@ -26,7 +41,11 @@ WRITTEN: list[tuple[AnswerFormat, str, str]] = [
     (QWEN, f"Let me see.\n<tool_call>{ADDITION}</tool_call>", ""),
     (QWEN, "<tool_call>add 1</tool_call>", ""),
     (QWEN, "<think>\nwhy \n\n not\n</think>\n\nfour\n five ", ""),
-    (QWEN, f"<think>\na <tool_call> b\n</think>\n\n<tool_call>{ADDITION}\n{ADDITION}</tool_call>", ""),
+    (
+        QWEN,
+        f"<think>\na <tool_call> b\n</think>\n\n<tool_call>{ADDITION}\n{ADDITION}</tool_call>",
+        "",
+    ),
     (QWEN, "<think>\n\n</think>\n\nfour", ""),
     (QWEN, "[THINK]two twos[/THINK]four</s>", ""),
     (QWEN, "\nit goes on", "</think>"),
@@ -38,12 +57,17 @@ WRITTEN: list[tuple[AnswerFormat, str, str]] = [
     (MINIMAX, 'I add. <invoke name="add">\n<parameter name="a">1</parameter>\n</invoke>', ""),
     (OSS, "<|channel|>final<|message|>the red clock", ""),
     (OSS, f"<|channel|>analysis<|message|>7 and\n\n5 are 12 <|end|>{FINAL}12<|return|>", ""),
-    (OSS, f"<|channel|>analysis<|message|>one<|end|><|start|>assistant<|channel|>analysis<|message|>two<|end|>{FINAL}3 4", ""),
+    (
+        OSS,
+        f"<|channel|>analysis<|message|>one<|end|><|start|>assistant<|channel|>analysis<|message|>two<|end|>{FINAL}3 4",
+        "",
+    ),
     (OSS, "<|channel|>analysis<|message|>it goes on", ""),
     (OSS, ' to=functions.add<|channel|>commentary json<|message|>{"a": 1}<|call|>', ""),
     (
         OSS,
-        "<|channel|>commentary<|message|>I add.<|end|><|start|>assistant to=add<|channel|>commentary<|message|>{}",
+        "<|channel|>commentary<|message|>I add.<|end|><|start|>assistant "
+        "to=add<|channel|>commentary<|message|>{}",
         "",
     ),
     (OSS, f"<|channel|>commentary<|message|>I add.<|end|>{FINAL}12", ""),
@@ -51,7 +75,9 @@ WRITTEN: list[tuple[AnswerFormat, str, str]] = [
 ]
 
 
-def streamed(answers: AnswerFormat, text: str, closing: str, size: int) -> tuple[list[str], list[str], Answer]:
+def streamed(
+    answers: AnswerFormat, text: str, closing: str, size: int
+) -> tuple[list[str], list[str], Answer]:
     stream = AnswerStream(answers, tools=True, closing=closing)
     said = [stream.push(text[place : place + size]) for place in range(0, len(text), size)]
     words, thought, whole = stream.end()
@@ -60,7 +86,9 @@ def streamed(answers: AnswerFormat, text: str, closing: str, size: int) -> tuple
 
 @pytest.mark.parametrize(("answers", "text", "closing"), WRITTEN)
 @pytest.mark.parametrize("size", [1, 3, 1000])
-def test_the_parts_are_those_of_the_whole(answers: AnswerFormat, text: str, closing: str, size: int) -> None:
+def test_the_parts_are_those_of_the_whole(
+    answers: AnswerFormat, text: str, closing: str, size: int
+) -> None:
     words, thought, whole = streamed(answers, text, closing, size)
     assert whole == answers.read(text, tools=True, closing=closing)
     assert ("".join(words), "".join(thought)) == (whole.text, whole.reasoning)

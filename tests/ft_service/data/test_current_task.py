@@ -9,7 +9,8 @@ from ft_service.data.current_task import CurrentTask, Task
 
 def test_another_mapping_of_the_file_sees_the_tasks_that_run() -> None:
     with tempfile.TemporaryFile() as file:
-        reader, writer = CurrentTask.create(file.fileno()), CurrentTask(file.fileno())
+        reader = CurrentTask.create(file.fileno())
+        writer = CurrentTask(file.fileno())
         assert not reader.is_ready
         writer.ready()
         assert reader.is_ready

@@ -8,7 +8,9 @@ from ft_service.data.chat_line import MAX_LINE_BYTES
 from ft_service.data.data_file import check_lines
 from ft_service.data.line_errors import Fault
 
-GOOD = json.dumps({"messages": [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Hello"}]}).encode()
+GOOD = json.dumps(
+    {"messages": [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Hello"}]}
+).encode()
 
 
 def write(folder: Path, body: bytes) -> Path:
@@ -17,7 +19,9 @@ def write(folder: Path, body: bytes) -> Path:
     return path
 
 
-def test_good_lines_are_counted_with_any_line_end_and_blank_lines_at_the_end(tmp_path: Path) -> None:
+def test_good_lines_are_counted_with_any_line_end_and_blank_lines_at_the_end(
+    tmp_path: Path,
+) -> None:
     report = check_lines(write(tmp_path, GOOD + b"\n" + GOOD + b"\r\n" + GOOD + b"\n\n  \n"))
 
     assert (report.examples, report.faults_total) == (3, 0)
@@ -49,7 +53,8 @@ def test_the_error_names_file_lines_and_reasons_and_counts_the_rest(tmp_path: Pa
     assert error is not None
     assert (error.code, error.param) == ("invalid_validation_file", "validation_file")
     assert error.message == (
-        "mine.jsonl: 30 of 31 lines cannot be trained on.\n30 lines (1, 2, 3, 4, 5, …): messages is required"
+        "mine.jsonl: 30 of 31 lines cannot be trained on.\n30 lines (1, 2, 3, 4, 5, …): messages "
+        "is required"
     )
 
 
@@ -57,12 +62,20 @@ def test_faults_are_told_once_for_each_reason_with_their_lines(tmp_path: Path) -
     def chat(*roles: str) -> bytes:
         return json.dumps({"messages": [{"role": role, "content": "x"} for role in roles]}).encode()
 
-    lines = [chat("usr", "assistant"), b'{"a', chat("user", "usr"), GOOD, b'{"ab', b'{"prompt": "a", "completion": "b"}']
+    lines = [
+        chat("usr", "assistant"),
+        b'{"a',
+        chat("user", "usr"),
+        GOOD,
+        b'{"ab',
+        b'{"prompt": "a", "completion": "b"}',
+    ]
     report = check_lines(write(tmp_path, b"\n".join(lines)))
     known = "must be one of system, developer, user, assistant, tool, function, not 'usr'"
     assert report.fault_text("f").splitlines()[1:] == [
         f"2 lines (1, 3): messages.*.role {known}",
-        "2 lines (2, 5): is not JSON: the string that begins at character 2 does not end: is it cut off?",
+        "2 lines (2, 5): is not JSON: the string that begins at character 2 does not end: is it "
+        "cut off?",
         "line 6: is prompt and completion, and this file began as OpenAI chat (messages): "
         "put each format into a file of its own",
     ]

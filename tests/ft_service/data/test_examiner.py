@@ -1,4 +1,6 @@
-"""The process that reads data files: it computes each result once, ends with its parent, and loses no job."""
+"""The process that reads data files: it computes each result once, ends with its parent, and loses
+no job.
+"""
 
 from __future__ import annotations
 
@@ -25,7 +27,15 @@ from ft_service.store.records import NewEvent
 from ft_service.store.sql import Store
 from tests.support.attempts import wait_for
 from tests.support.fake_launcher import FakeLauncher
-from tests.support.reconciling import PROJECT, add_job, get, messages, new_reconciler, new_store, step_until
+from tests.support.reconciling import (
+    PROJECT,
+    add_job,
+    get,
+    messages,
+    new_reconciler,
+    new_store,
+    step_until,
+)
 
 LANES = "ft_service.control.checks.check_lanes.Examiner"
 
@@ -78,7 +88,11 @@ class Scripted:
     def asked(self) -> list[int]:
         """Process ids that were asked, one a request."""
         calls = self._folder / "calls"
-        return [int(line.split()[0]) for line in calls.read_text().splitlines()] if calls.exists() else []
+        return (
+            [int(line.split()[0]) for line in calls.read_text().splitlines()]
+            if calls.exists()
+            else []
+        )
 
     def first(self) -> int:
         """The one that was asked first, waited for."""
@@ -98,7 +112,9 @@ def store(tmp_path: Path) -> Iterator[Store]:
 
 
 def request(name: str = "a", max_length: int = 10) -> ExamineRequest:
-    return ExamineRequest(path=f"/{name}", sha256=name, model_path="/m", tokenizer="t", max_length=max_length)
+    return ExamineRequest(
+        path=f"/{name}", sha256=name, model_path="/m", tokenizer="t", max_length=max_length
+    )
 
 
 def is_gone(pid: int) -> bool:
@@ -151,10 +167,17 @@ def test_the_digest_changes_with_the_tokenizer_alone(tmp_path: Path) -> None:
 
 
 def test_the_real_one_has_no_torch_and_dies_with_a_killed_parent(tmp_path: Path) -> None:
-    """Torch is hidden from it, so that it must answer without; its parent is killed in the middle of a file."""
-    code = "import sys; from tests.ft_service.data.test_examiner import examine_endlessly; examine_endlessly(sys.argv[1])"
+    """Torch is hidden from it, so that it must answer without; its parent is killed in the middle
+    of a file.
+    """
+    code = (
+        "import sys; from tests.ft_service.data.test_examiner import examine_endlessly; "
+        "examine_endlessly(sys.argv[1])"
+    )
     base = Path(__file__).parents[3] / "examples/models/tiny-llama"
-    parent = subprocess.Popen([sys.executable, "-c", code, str(base)], stdout=subprocess.PIPE, text=True)
+    parent = subprocess.Popen(
+        [sys.executable, "-c", code, str(base)], stdout=subprocess.PIPE, text=True
+    )
     try:
         assert parent.stdout is not None
         pid, samples, told = map(int, parent.stdout.readline().split())
@@ -170,18 +193,25 @@ def test_the_real_one_has_no_torch_and_dies_with_a_killed_parent(tmp_path: Path)
 
 
 def examine_endlessly(base: str) -> None:
-    """In a process of its own: print the process that reads, how many samples it found and how often it told of that."""
+    """In a process of its own: print the process that reads, how many samples it found and how
+    often it told of that.
+    """
     from ft_service.rundir.directory import sha256_of
 
-    data, told = Path(base).parents[1] / "data/heldout.jsonl", list[ReadProgress]()
+    data = Path(base).parents[1] / "data/heldout.jsonl"
+    told = list[ReadProgress]()
     with Examiner() as examiner:
-        found = examiner.examine(ExamineRequest(str(data), sha256_of(data), base, "t", 512, progress_seconds=0.0), told.append)
+        found = examiner.examine(
+            ExamineRequest(str(data), sha256_of(data), base, "t", 512, progress_seconds=0.0),
+            told.append,
+        )
         assert found.counts is not None
         print(examiner.pid, found.counts.samples, len(told), flush=True)
         threading.Event().wait()
 
 
-# Checks of jobs ----------------------------------------------------------------------------------------------------------
+# Checks of jobs
+# ------------------------------------------------------------------------------
 
 
 def ask(job: Job, examiner: Examiner, tell: Tell) -> Checked:
@@ -197,7 +227,8 @@ def checks_with(monkeypatch: pytest.MonkeyPatch, command: list[str]) -> Checks:
 def test_a_process_that_ends_again_and_again_fails_the_job_with_the_reason(
     monkeypatch: pytest.MonkeyPatch, scripted: Scripted, store: Store
 ) -> None:
-    checks, job = checks_with(monkeypatch, scripted.command(DYING)), add_job(store)
+    checks = checks_with(monkeypatch, scripted.command(DYING))
+    job = add_job(store)
     found = wait_for(lambda: checks.result(job))
     checks.close()
     assert found.error is not None
@@ -210,7 +241,8 @@ def test_a_process_that_ends_again_and_again_fails_the_job_with_the_reason(
 def test_a_process_that_ends_once_costs_the_job_nothing(
     monkeypatch: pytest.MonkeyPatch, scripted: Scripted, store: Store
 ) -> None:
-    checks, job = checks_with(monkeypatch, scripted.command(SILENT)), add_job(store)
+    checks = checks_with(monkeypatch, scripted.command(SILENT))
+    job = add_job(store)
     assert checks.result(job) is None
     pid = scripted.first()
     scripted.command(ANSWERING)
@@ -222,7 +254,9 @@ def test_a_process_that_ends_once_costs_the_job_nothing(
 def test_a_dropped_check_ends_at_once_and_the_next_job_is_checked(
     monkeypatch: pytest.MonkeyPatch, scripted: Scripted, store: Store
 ) -> None:
-    checks, job, other = checks_with(monkeypatch, scripted.command(SILENT)), add_job(store), add_job(store, "ftjob-2")
+    checks = checks_with(monkeypatch, scripted.command(SILENT))
+    job = add_job(store)
+    other = add_job(store, "ftjob-2")
     assert checks.result(job) is None
     pid = scripted.first()
     assert [found.id for found in checks.under_way()] == [job.id]
@@ -278,8 +312,11 @@ def test_a_check_that_a_service_did_not_finish_is_made_by_the_next(
     second.close()
 
 
-def test_a_job_whose_check_took_longer_is_looked_at_as_soon_as_it_is_done(store: Store, tmp_path: Path) -> None:
-    go_on, told = threading.Event(), NewEvent(level="warn", message="train.jsonl: 3 samples are cut.")
+def test_a_job_whose_check_took_longer_is_looked_at_as_soon_as_it_is_done(
+    store: Store, tmp_path: Path
+) -> None:
+    go_on = threading.Event()
+    told = NewEvent(level="warn", message="train.jsonl: 3 samples are cut.")
 
     def slow(job: Job, examiner: Examiner, tell: Tell) -> Checked:
         go_on.wait(60)
@@ -299,18 +336,35 @@ def test_of_a_check_that_takes_long_it_is_told_how_far_it_is(
     monkeypatch: pytest.MonkeyPatch, scripted: Scripted, store: Store, tmp_path: Path
 ) -> None:
     """From the process that reads to the job's events, each once."""
-    path, go_on = tmp_path / "a.jsonl", tmp_path / "calls.go"
+    path = tmp_path / "a.jsonl"
+    go_on = tmp_path / "calls.go"
     path.touch()
     monkeypatch.setattr(
         LANES,
         lambda known, tokens: Examiner(known, command=scripted.command(READING)),
     )
-    file = FileStatistics("a.jsonl", "line", samples=1, tokens=7, targets=7, lengths=Spread(), learned=Spread(), histogram=())
-    measured = DataStatistics(file, None, overlap=Lines(), items=1, steps=3, trained_tokens=21, padding_saved=0.0)
+    file = FileStatistics(
+        "a.jsonl",
+        "line",
+        samples=1,
+        tokens=7,
+        targets=7,
+        lengths=Spread(),
+        learned=Spread(),
+        histogram=(),
+    )
+    measured = DataStatistics(
+        file, None, overlap=Lines(), items=1, steps=3, trained_tokens=21, padding_saved=0.0
+    )
     monkeypatch.setattr(Examiner, "measure_job", lambda *_: measured)
-    reconciler = new_reconciler(tmp_path, store, FakeLauncher(2), check=partial(check_data, places=Places(tmp_path)))
+    reconciler = new_reconciler(
+        tmp_path, store, FakeLauncher(2), check=partial(check_data, places=Places(tmp_path))
+    )
     add_job(store, training_data=DataFileRef(name="a.jsonl", path=str(path), sha256="a"))
-    told = ["Validating training file: 1,000 lines (25 %).", "Validating training file: 3,000 lines (75 %)."]
+    told = [
+        "Validating training file: 1,000 lines (25 %).",
+        "Validating training file: 3,000 lines (75 %).",
+    ]
     for known in (1, 2):
         wait_for(lambda: reconciler.step() and messages(store)[1:] == told[:known])  # noqa: B023 - called in its turn
         reconciler.step()
@@ -318,7 +372,10 @@ def test_of_a_check_that_takes_long_it_is_told_how_far_it_is(
     step_until(reconciler, store, State.QUEUED)
     reconciler.close()
     assert '"progress_seconds":30.0' in (tmp_path / "calls").read_text()
-    found = "a.jsonl: 0 samples of 7 tokens, 0 of them the assistant's to learn; the longest sample has 0 tokens."
+    found = (
+        "a.jsonl: 0 samples of 7 tokens, 0 of them the assistant's to learn; the longest "
+        "sample has 0 tokens."
+    )
     assert messages(store)[1:4] == [*told, found]
     assert messages(store)[-1] == "Files validated, moving job to queued state."
 
@@ -330,7 +387,11 @@ def test_a_large_file_keeps_no_small_one_waiting(
         file.truncate(LARGE_BYTES + 1)
     (tmp_path / "small").touch()
     large, small = (
-        add_job(store, f"ftjob-{name}", training_data=DataFileRef(name=name, path=str(tmp_path / name), sha256=name))
+        add_job(
+            store,
+            f"ftjob-{name}",
+            training_data=DataFileRef(name=name, path=str(tmp_path / name), sha256=name),
+        )
         for name in ("large", "small")
     )
     checks = checks_with(monkeypatch, scripted.command(SILENT))

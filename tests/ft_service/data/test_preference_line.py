@@ -26,7 +26,11 @@ def pair_of(text: str) -> Pair:
 
 def openai(messages: Any, preferred: Any, rejected: Any, **more: Any) -> str:
     return json.dumps(
-        {"input": {"messages": messages, **more}, "preferred_output": preferred, "non_preferred_output": rejected}
+        {
+            "input": {"messages": messages, **more},
+            "preferred_output": preferred,
+            "non_preferred_output": rejected,
+        }
     )
 
 
@@ -38,7 +42,13 @@ def trl(**fields: Any) -> str:
     "text",
     [
         openai([ASK], [GOOD], [BAD]),
-        json.dumps({"input": {"messages": [ASK]}, "preferred_completion": [GOOD], "non_preferred_completion": [BAD]}),
+        json.dumps(
+            {
+                "input": {"messages": [ASK]},
+                "preferred_completion": [GOOD],
+                "non_preferred_completion": [BAD],
+            }
+        ),
         trl(prompt="2 + 2?", chosen="4", rejected="5"),
         trl(prompt=[ASK], chosen=[GOOD], rejected=[BAD]),
         trl(chosen=[ASK, GOOD], rejected=[ASK, BAD]),
@@ -56,18 +66,28 @@ def test_only_the_answers_are_learned() -> None:
     assert pair.preferred.weights == (0, 0, 0, 1)
     assert pair.preferred.tools == (TOOL,)
     long = pair_of(trl(chosen=[ASK, GOOD, ASK, GOOD], rejected=[ASK, GOOD, ASK, BAD]))
-    assert long.rejected.weights == (0, 0, 0, 1), "what both begin with is the prompt, the assistant's words in it too"
+    assert long.rejected.weights == (0, 0, 0, 1), (
+        "what both begin with is the prompt, the assistant's words in it too"
+    )
 
 
 def test_participants_may_have_names() -> None:
-    ask, good = ASK | {"name": "Ann"}, GOOD | {"name": "Bot"}
+    ask = ASK | {"name": "Ann"}
+    good = GOOD | {"name": "Bot"}
     assert pair_of(openai([ask], [good], [BAD])).preferred.messages == (ask, good)
     assert pair_of(trl(chosen=[ask, GOOD], rejected=[ask, BAD])).rejected.messages == (ask, BAD)
 
 
 def test_an_answer_may_call_tools_and_go_on() -> None:
     calling = {"role": "assistant", "content": None, "tool_calls": [CALL]}
-    pair = pair_of(openai([ASK], [calling, {"role": "tool", "tool_call_id": "c", "content": "4"}, GOOD], [BAD], tools=[TOOL]))
+    pair = pair_of(
+        openai(
+            [ASK],
+            [calling, {"role": "tool", "tool_call_id": "c", "content": "4"}, GOOD],
+            [BAD],
+            tools=[TOOL],
+        )
+    )
     assert pair.preferred.weights == (0, 1, 0, 1)
 
 
@@ -78,18 +98,42 @@ def test_an_answer_may_call_tools_and_go_on() -> None:
         ("{}", "input", "is required"),
         (json.dumps({"messages": [ASK, GOOD]}), "messages", "of supervised training"),
         (trl(prompt="a", completion="b"), "completion", "of supervised training"),
-        (trl(input="a", preferred_output=[GOOD], non_preferred_output=[BAD]), "input", "not a string"),
+        (
+            trl(input="a", preferred_output=[GOOD], non_preferred_output=[BAD]),
+            "input",
+            "not a string",
+        ),
         (openai([], [GOOD], [BAD]), "input.messages", "not an empty list"),
         (openai([ASK, GOOD], [GOOD], [BAD]), "input.messages", "not with the assistant's own"),
         (openai([ASK], [], [BAD]), "preferred_output", "not an empty list"),
         (openai([ASK], [GOOD], [ASK]), "non_preferred_output.0.role", "must be assistant"),
-        (openai([ASK], [GOOD], [BAD | {"weight": 0}]), "non_preferred_output", "no assistant message to learn"),
+        (
+            openai([ASK], [GOOD], [BAD | {"weight": 0}]),
+            "non_preferred_output",
+            "no assistant message to learn",
+        ),
         (openai([ASK], [GOOD], [GOOD]), "", "are the same"),
         (openai([ASK], [GOOD], [BAD], tools={}), "input.tools", "must be a list"),
-        (openai([ASK], [GOOD], [{"role": "assistant", "content": 5}]), "non_preferred_output.0.content", "not a number"),
-        (openai([ASK], [LOST, GOOD], [BAD]), "preferred_output.0.tool_call_id", "is the id of no call"),
-        (openai([ASK, LOST], [GOOD], [BAD]), "input.messages.1.tool_call_id", "is the id of no call"),
-        (trl(chosen=[ASK, GOOD], rejected=[ASK, LOST, BAD]), "rejected.1.tool_call_id", "is the id of no call"),
+        (
+            openai([ASK], [GOOD], [{"role": "assistant", "content": 5}]),
+            "non_preferred_output.0.content",
+            "not a number",
+        ),
+        (
+            openai([ASK], [LOST, GOOD], [BAD]),
+            "preferred_output.0.tool_call_id",
+            "is the id of no call",
+        ),
+        (
+            openai([ASK, LOST], [GOOD], [BAD]),
+            "input.messages.1.tool_call_id",
+            "is the id of no call",
+        ),
+        (
+            trl(chosen=[ASK, GOOD], rejected=[ASK, LOST, BAD]),
+            "rejected.1.tool_call_id",
+            "is the id of no call",
+        ),
         (trl(prompt="a", chosen="b"), "rejected", "is required"),
         (trl(chosen="a", rejected="b"), "prompt", "is required where"),
         (trl(chosen=[ASK, GOOD], rejected=[BAD]), "prompt", "do not begin with the same"),

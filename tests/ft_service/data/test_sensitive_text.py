@@ -49,7 +49,10 @@ FREE = [
 @pytest.mark.parametrize("text", HELD)
 def test_each_kind_is_found_wherever_it_stands(text: str) -> None:
     call = {"id": "c", "type": "function", "function": {"name": "f", "arguments": {"deep": [text]}}}
-    messages = ({"role": "user", "content": "hi"}, {"role": "assistant", "content": "", "tool_calls": [call]})
+    messages = (
+        {"role": "user", "content": "hi"},
+        {"role": "assistant", "content": "", "tool_calls": [call]},
+    )
     assert sensitive_kinds(Conversation(messages, (0, 1))) == [HELD[text]]
     assert sensitive_kinds(PromptCompletion("a\n" + text, "b")) == [HELD[text]]
 
@@ -59,16 +62,24 @@ def test_what_only_looks_like_one_is_none(text: str) -> None:
     assert sensitive_kinds(PromptCompletion(text, text)) == []
 
 
-def test_lines_are_named_where_that_is_asked_and_the_secret_is_not(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_lines_are_named_where_that_is_asked_and_the_secret_is_not(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     secrets = list(HELD)
     path = tmp_path / "a.jsonl"
     lines = ["hello", secrets[2], "hello there", "say " + secrets[2], secrets[13]]
     path.write_text(
-        "".join(json.dumps({"prompt": text, "completion": f"{number}"}) + "\n" for number, text in enumerate(lines))
+        "".join(
+            json.dumps({"prompt": text, "completion": f"{number}"}) + "\n"
+            for number, text in enumerate(lines)
+        )
     )
     assert check_lines(path).sensitive == {}
     found = check_lines(path, sensitive=True)
-    assert found.sensitive == {"a key of AWS": Lines(2, (2, 4)), "an e-mail address": Lines(1, (5,))}
+    assert found.sensitive == {
+        "a key of AWS": Lines(2, (2, 4)),
+        "an e-mail address": Lines(1, (5,)),
+    }
     assert run(["data", "check", str(path)]) == 0
     assert "AWS" not in capsys.readouterr().out
     assert run(["data", "check", str(path), "--sensitive"]) == 0

@@ -1,4 +1,6 @@
-"""Conversations rendered in a process of its own: as transformers renders, within limits, and one bad one costs no other."""
+"""Conversations rendered in a process of its own: as transformers renders, within limits, and one
+bad one costs no other.
+"""
 
 from __future__ import annotations
 
@@ -36,12 +38,17 @@ DAY = date(2026, 3, 2)
 
 
 def say(*contents: str) -> list[dict[str, Any]]:
-    return [{"role": "assistant" if number % 2 else "user", "content": content} for number, content in enumerate(contents)]
+    return [
+        {"role": "assistant" if number % 2 else "user", "content": content}
+        for number, content in enumerate(contents)
+    ]
 
 
 @pytest.fixture(scope="module")
 def hostile() -> Iterator[TemplateProcess]:
-    process = TemplateProcess({"default": HOSTILE}, {}, RenderLimits(seconds=0.3, memory_bytes=256 * 2**20))
+    process = TemplateProcess(
+        {"default": HOSTILE}, {}, RenderLimits(seconds=0.3, memory_bytes=256 * 2**20)
+    )
     yield process
     process.close()
     assert process.pid is None
@@ -53,7 +60,9 @@ def test_it_is_what_transformers_renders() -> None:
     assert template is not None
     process = TemplateProcess(template.sources, template.special_tokens)
     for prompt in (False, True):
-        expected = tokenizer.apply_chat_template(say("hé?", "ñ", "3"), tokenize=False, add_generation_prompt=prompt)
+        expected = tokenizer.apply_chat_template(
+            say("hé?", "ñ", "3"), tokenize=False, add_generation_prompt=prompt
+        )
         assert process.write(say("hé?", "ñ", "3"), None, DAY, prompt=prompt) == expected
     pid = process.pid
     assert pid is not None
@@ -66,7 +75,10 @@ def test_it_is_what_transformers_renders() -> None:
 @pytest.mark.parametrize(
     ("said", "reason"),
     [
-        ("loop", "the chat template took longer than 0.3 seconds of a processor for this conversation"),
+        (
+            "loop",
+            "the chat template took longer than 0.3 seconds of a processor for this conversation",
+        ),
         ("grow", "the chat template needed more than 256 MiB of memory for this conversation"),
         ("write", "the chat template wrote more than 33,554,432 characters for this conversation"),
         ("refuse", "the base's chat template refuses this conversation: no refuse"),
@@ -98,13 +110,16 @@ def test_one_long_operation_of_the_interpreters_own_ends_the_process_and_the_nex
 def test_a_conversation_whose_process_is_killed_is_rendered_again(
     hostile: TemplateProcess, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """While it is idle, when it starts, and in the middle; if it is killed each time, the conversation is not to blame."""
+    """While it is idle, when it starts, and in the middle; if it is killed each time, the
+    conversation is not to blame.
+    """
     hostile.write(say("hello"), None, DAY)
     assert hostile.pid is not None
     os.kill(hostile.pid, signal.SIGKILL)
     assert hostile.write(say("hello"), None, DAY) == "hello on 2026-03-02"
     monkeypatch.setattr(template_process, "FIRST_PAUSE_SECONDS", 0.01)
-    begin, kills = HelperProcess.ask, [1]
+    begin = HelperProcess.ask
+    kills = [1]
 
     def killed(process: HelperProcess, *request: Any) -> Any:
         if kills:
@@ -132,16 +147,27 @@ def test_it_knows_no_secret(hostile: TemplateProcess, monkeypatch: pytest.Monkey
 def test_only_two_processes_render() -> None:
     """All rendering goes through them: only their module calls transformers' functions for that."""
     root = Path(__file__).parents[3]
-    sources = {path: path.read_text() for folder in ("ft_service", "api", "workers") for path in (root / folder).rglob("*.py")}
+    sources = {
+        path: path.read_text()
+        for folder in ("ft_service", "api", "workers")
+        for path in (root / folder).rglob("*.py")
+    }
     rendering = {
         path.relative_to(root).as_posix()
         for path, text in sources.items()
-        if any(f".{name}(" in text for name in ("apply_chat_template", "render_jinja_template", "_compile_jinja_template"))
+        if any(
+            f".{name}(" in text
+            for name in ("apply_chat_template", "render_jinja_template", "_compile_jinja_template")
+        )
     }
-    assert rendering == {"ft_service/data/tokens/chat_template.py", "ft_service/rundir/model_card.py"}, "the card shows how to"
+    assert rendering == {
+        "ft_service/data/tokens/chat_template.py",
+        "ft_service/rundir/model_card.py",
+    }, "the card shows how to"
     callers = {
         path.relative_to(root).as_posix()
         for path, text in sources.items()
-        if "tokens.tokenize import" in text and re.search(r"\b(tokenize|as_texts|load_dataset|file_samples)\(", text)
+        if "tokens.tokenize import" in text
+        and re.search(r"\b(tokenize|as_texts|load_dataset|file_samples)\(", text)
     }
     assert callers == {"ft_service/data/tokens/examine.py", "ft_service/data/tokens/sample_view.py"}

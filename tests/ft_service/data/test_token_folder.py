@@ -7,7 +7,9 @@ from pathlib import Path
 from ft_service.data.token_folder import entries_of, entry_key, folder_of
 
 
-def test_the_folder_is_below_ft_home_unless_the_environment_names_or_forbids_one(tmp_path: Path) -> None:
+def test_the_folder_is_below_ft_home_unless_the_environment_names_or_forbids_one(
+    tmp_path: Path,
+) -> None:
     assert folder_of({}, tmp_path) == tmp_path / "tokens"
     assert folder_of({"FT_TOKENS": "/a/b"}, tmp_path) == Path("/a/b")
     assert folder_of({"FT_TOKENS": ""}, tmp_path) is None

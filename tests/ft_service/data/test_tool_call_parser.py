@@ -52,7 +52,8 @@ def test_the_template_says_how_calls_look(template: str, expected: CallFormat | 
 
 
 def test_calls_are_read_with_the_words_before_them() -> None:
-    one, other = '{"name": "f", "arguments": {"a": "é"}}', '{"name": "g", "arguments": "{}"}'
+    one = '{"name": "f", "arguments": {"a": "é"}}'
+    other = '{"name": "g", "arguments": "{}"}'
     text = f"I look.\n<tool_call>\n{one}\n</tool_call>\n<tool_call>\n{other}\n"
     words, calls = CallFormat("<tool_call>", "name", "arguments").parse(text) or ("", [])
     assert words == "I look."
@@ -72,7 +73,13 @@ def test_several_calls_may_stand_in_one_list() -> None:
 @pytest.mark.parametrize(
     "text",
     [
-        *("no call", "<tool_call>", "<tool_call>{bad", '<tool_call>{"arguments": {}}', '{"name": "f"}'),
+        *(
+            "no call",
+            "<tool_call>",
+            "<tool_call>{bad",
+            '<tool_call>{"arguments": {}}',
+            '{"name": "f"}',
+        ),
         '<tool_call>{"function": 5}',
     ],
 )
@@ -88,5 +95,8 @@ def test_half_of_a_surrogate_pair_in_a_call_is_no_text() -> None:
 
 def test_a_bare_object_is_a_call_only_with_a_name() -> None:
     bare = CallFormat("", "name", "parameters")
-    assert bare.parse('{"name": "f", "parameters": {"a": 1}}') == ("", [{"name": "f", "arguments": '{"a": 1}'}])
+    assert bare.parse('{"name": "f", "parameters": {"a": 1}}') == (
+        "",
+        [{"name": "f", "arguments": '{"a": 1}'}],
+    )
     assert bare.parse('{"intent": "cancel"}') is None

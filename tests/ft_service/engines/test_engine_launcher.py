@@ -13,7 +13,17 @@ from ft_service.launcher.protocol import LaunchError
 from ft_service.rundir.attempt import Attempt
 from ft_service.rundir.attempt_outcome import exit_of, killed_exit
 from ft_service.rundir.directory import RunDir
-from ft_service.rundir.documents import Control, Desired, Exit, ExitReason, Launched, Outcome, OutcomeKind, Result, Start
+from ft_service.rundir.documents import (
+    Control,
+    Desired,
+    Exit,
+    ExitReason,
+    Launched,
+    Outcome,
+    OutcomeKind,
+    Result,
+    Start,
+)
 from ft_service.rundir.engine import SeatOrder, seat_key
 from ft_service.rundir.events import Event, write_segment
 from ft_service.spec import DataFileRef
@@ -42,12 +52,23 @@ def seat(tmp_path: Path, number: int, engine: str | None = ENGINE) -> Attempt:
     """The first attempt of a job, which has a seat in the engine."""
     attempt = Attempt(RunDir(tmp_path / f"runs/ftjob-{number}"), 1, job_id=f"ftjob-{number}")
     path = None if engine is None else str(tmp_path / "engines" / engine)
-    attempt.write_start(Start(job_id=attempt.job_id, attempt=1, world_size=2, generation=1, checkpoint=None, engine=path))
+    attempt.write_start(
+        Start(
+            job_id=attempt.job_id,
+            attempt=1,
+            world_size=2,
+            generation=1,
+            checkpoint=None,
+            engine=path,
+        )
+    )
     return attempt
 
 
 def report(attempt: Attempt) -> None:
-    write_segment(attempt.run, attempt.number, 0, [Event(time=1.0, kind="message", message="begun")])
+    write_segment(
+        attempt.run, attempt.number, 0, [Event(time=1.0, kind="message", message="begun")]
+    )
 
 
 def start_all(launcher: EngineLauncher, *seats: Attempt) -> tuple[Attempt, ...]:
@@ -61,8 +82,11 @@ def ended(seen: Observation) -> tuple[ExitReason | None, str | None]:
     return seen.exit and seen.exit.reason, seen.fault_group
 
 
-def test_a_seat_is_an_order_to_an_engine_that_is_started_once(tmp_path, launcher, inner, engine) -> None:
-    one, two = seat(tmp_path, 1), seat(tmp_path, 2)
+def test_a_seat_is_an_order_to_an_engine_that_is_started_once(
+    tmp_path, launcher, inner, engine
+) -> None:
+    one = seat(tmp_path, 1)
+    two = seat(tmp_path, 2)
     assert launcher.observe(one) == Absent()
     start_all(launcher, one, two, one)
     assert inner.started == [(ENGINE, 1)]
@@ -80,9 +104,14 @@ def test_a_seat_is_an_order_to_an_engine_that_is_started_once(tmp_path, launcher
     assert not seen.reported
 
 
-@pytest.mark.parametrize("strange_place", ["/somewhere/engine-1", "HOME/engines/..", "HOME/engines/engine-1/below", ""])
-def test_an_attempt_without_an_engine_is_the_inner_launchers(tmp_path, launcher, inner, strange_place: str) -> None:
-    own, strange = seat(tmp_path, 1, None), seat(tmp_path, 2)
+@pytest.mark.parametrize(
+    "strange_place", ["/somewhere/engine-1", "HOME/engines/..", "HOME/engines/engine-1/below", ""]
+)
+def test_an_attempt_without_an_engine_is_the_inner_launchers(
+    tmp_path, launcher, inner, strange_place: str
+) -> None:
+    own = seat(tmp_path, 1, None)
+    strange = seat(tmp_path, 2)
     place = strange_place.replace("HOME", str(tmp_path))
     start = strange.read_start()
     assert start is not None
@@ -96,7 +125,9 @@ def test_an_attempt_without_an_engine_is_the_inner_launchers(tmp_path, launcher,
     assert len(inner.signals) == len(inner.kills) == 2
 
 
-def test_what_is_uncertain_of_the_engine_is_uncertain_of_its_seats(tmp_path, launcher, inner) -> None:
+def test_what_is_uncertain_of_the_engine_is_uncertain_of_its_seats(
+    tmp_path, launcher, inner
+) -> None:
     (one,) = start_all(launcher, seat(tmp_path, 1))
     inner.set(ENGINE, 1, Unknown("a rank is still alive"))
     assert launcher.observe(one) == Unknown("a rank is still alive")
@@ -115,7 +146,10 @@ def test_a_seats_own_end_is_its_end_while_the_engine_goes_on(tmp_path, launcher,
 
 def test_a_kill_seals_one_seat(tmp_path, launcher, inner) -> None:
     one, two = start_all(launcher, seat(tmp_path, 1), seat(tmp_path, 2))
-    two.run.write("result.json", Result(attempt=1, steps=1, trained_tokens=1, train_loss=None, valid_loss=None))
+    two.run.write(
+        "result.json",
+        Result(attempt=1, steps=1, trained_tokens=1, train_loss=None, valid_loss=None),
+    )
     for attempt in (one, two):
         launcher.kill(attempt, Reason.USER_CANCELLED)
     assert ended(launcher.observe(one))[0] is ExitReason.CANCELLED
@@ -124,12 +158,16 @@ def test_a_kill_seals_one_seat(tmp_path, launcher, inner) -> None:
 
 
 @pytest.mark.parametrize("reason", [Reason.STALLED, Reason.STOP_TIMEOUT])
-def test_an_engine_that_hangs_is_killed_and_is_the_failure_of_none_of_its_jobs(tmp_path, launcher, inner, reason) -> None:
+def test_an_engine_that_hangs_is_killed_and_is_the_failure_of_none_of_its_jobs(
+    tmp_path, launcher, inner, reason
+) -> None:
     one, two = start_all(launcher, seat(tmp_path, 1), seat(tmp_path, 2))
     launcher.kill(one, reason)
     assert inner.kills == [(ENGINE, 1, reason)]
     inner.end(ENGINE, 1, killed_exit(reason))
-    assert [ended(launcher.observe(each)) for each in (one, two)] == [(ExitReason.ENGINE_LOST, ALONE)] * 2
+    assert [ended(launcher.observe(each)) for each in (one, two)] == [
+        (ExitReason.ENGINE_LOST, ALONE)
+    ] * 2
 
 
 KILLED = exit_of(ExitReason.WORKER_KILLED, "Rank 0 was killed.")
@@ -144,11 +182,16 @@ def test_a_lost_engine_is_nobodys_failure_and_its_seats_return_in_halves(
     inner.end(ENGINE, 1, own)
     found = [ended(launcher.observe(one)) for one in seats]
     groups = [f"{ENGINE}/0", f"{ENGINE}/0", f"{ENGINE}/1", f"{ENGINE}/1"]
-    assert found == [*((ExitReason.ENGINE_LOST, group) for group in groups), (ExitReason.SUCCEEDED, None)]
+    assert found == [
+        *((ExitReason.ENGINE_LOST, group) for group in groups),
+        (ExitReason.SUCCEEDED, None),
+    ]
     exit = seats[0].read_exit()
     assert exit is not None
     assert text in exit.message
-    assert [ended(launcher.observe(one)) for one in reversed(seats)] == found[::-1], "however often it is asked"
+    assert [ended(launcher.observe(one)) for one in reversed(seats)] == found[::-1], (
+        "however often it is asked"
+    )
 
 
 def test_halves_are_decided_once(tmp_path, launcher, inner) -> None:
@@ -158,7 +201,11 @@ def test_halves_are_decided_once(tmp_path, launcher, inner) -> None:
     late = seat(tmp_path, 4)
     launcher.start(late)
     assert ended(launcher.observe(late)) == (ExitReason.STOPPED, None), "it never sat there"
-    assert ended(launcher.observe(one)) == ended(launcher.observe(two)) == (ExitReason.ENGINE_LOST, f"{ENGINE}/0")
+    assert (
+        ended(launcher.observe(one))
+        == ended(launcher.observe(two))
+        == (ExitReason.ENGINE_LOST, f"{ENGINE}/0")
+    )
 
 
 @pytest.mark.parametrize(
@@ -170,7 +217,9 @@ def test_halves_are_decided_once(tmp_path, launcher, inner) -> None:
         (exit_of(ExitReason.UNREADABLE, "outcome.json"), ExitReason.WORKER_ERROR),
     ],
 )
-def test_who_sat_alone_fails_with_the_engines_reason(tmp_path, launcher, inner, own: Exit | None, reason: ExitReason) -> None:
+def test_who_sat_alone_fails_with_the_engines_reason(
+    tmp_path, launcher, inner, own: Exit | None, reason: ExitReason
+) -> None:
     (one,) = start_all(launcher, seat(tmp_path, 1))
     inner.end(ENGINE, 1, own)
     assert ended(launcher.observe(one)) == (reason, ALONE)
@@ -182,21 +231,29 @@ def test_a_full_disk_is_nobodys_fault(tmp_path, launcher, inner) -> None:
     assert [ended(launcher.observe(one)) for one in seats] == [(ExitReason.DISK_FULL, None)] * 2
 
 
-def test_an_order_that_a_stopped_engine_did_not_take_is_a_stop(tmp_path, launcher, inner, engine) -> None:
+def test_an_order_that_a_stopped_engine_did_not_take_is_a_stop(
+    tmp_path, launcher, inner, engine
+) -> None:
     taken, untaken = start_all(launcher, seat(tmp_path, 1), seat(tmp_path, 2))
     report(taken)
     engine.attempt.write_outcome(Outcome(kind=OutcomeKind.STOPPED))
     inner.end(ENGINE, 1, exit_of(ExitReason.STOPPED, "idle"))
     assert ended(launcher.observe(untaken)) == (ExitReason.STOPPED, None)
-    assert ended(launcher.observe(taken)) == (ExitReason.WORKER_ERROR, ALONE), "the engine should have said how it ended"
+    assert ended(launcher.observe(taken)) == (ExitReason.WORKER_ERROR, ALONE), (
+        "the engine should have said how it ended"
+    )
 
 
-def test_other_orders_in_an_engines_folder_change_nothing(tmp_path, launcher, inner, engine) -> None:
+def test_other_orders_in_an_engines_folder_change_nothing(
+    tmp_path, launcher, inner, engine
+) -> None:
     (one,) = start_all(launcher, seat(tmp_path, 1))
     victim = seat(tmp_path, 2, "engine-2")
     engine.order(victim)
     engine.run.put("seats/ftjob-3-1.json", b"{")
-    engine.order(Attempt(RunDir(tmp_path / "runs/ftjob-4"), 1, job_id="ftjob-4"))  # whose files are removed
+    engine.order(
+        Attempt(RunDir(tmp_path / "runs/ftjob-4"), 1, job_id="ftjob-4")
+    )  # whose files are removed
     inner.end(ENGINE, 1, KILLED)
     assert ended(launcher.observe(one)) == (ExitReason.WORKER_KILLED, ALONE)
     assert not victim.has_exit()
@@ -211,9 +268,13 @@ def test_an_engine_that_cannot_be_started_is_told(tmp_path, launcher, inner) -> 
     assert ended(launcher.observe(one))[0] is ExitReason.LAUNCH_FAILED
 
 
-def test_a_seat_waits_with_its_engine_and_its_time_begins_with_it(tmp_path, launcher, inner) -> None:
+def test_a_seat_waits_with_its_engine_and_its_time_begins_with_it(
+    tmp_path, launcher, inner
+) -> None:
     (one,) = start_all(launcher, seat(tmp_path, 1))
-    queued = Running(note="Slurm: Priority.", level="info", admitted=False, silent_seconds=99.0, fresh=False)
+    queued = Running(
+        note="Slurm: Priority.", level="info", admitted=False, silent_seconds=99.0, fresh=False
+    )
     inner.set(ENGINE, 1, queued)
     assert launcher.observe(one) == replace(queued, silent_seconds=0.0)
     inner.set(ENGINE, 1, Running(note="a pod is taken away", reported=True))
@@ -222,8 +283,13 @@ def test_a_seat_waits_with_its_engine_and_its_time_begins_with_it(tmp_path, laun
     assert (seen.note, seen.admitted, seen.reported) == ("a pod is taken away", True, False)
 
 
-@pytest.mark.parametrize(("wish", "reason"), [(Desired.PAUSE, ExitReason.STOPPED), (Desired.CANCEL, ExitReason.CANCELLED)])
-def test_a_request_is_a_file_and_ends_a_seat_whose_engine_has_no_place_yet(tmp_path, launcher, inner, wish, reason) -> None:
+@pytest.mark.parametrize(
+    ("wish", "reason"),
+    [(Desired.PAUSE, ExitReason.STOPPED), (Desired.CANCEL, ExitReason.CANCELLED)],
+)
+def test_a_request_is_a_file_and_ends_a_seat_whose_engine_has_no_place_yet(
+    tmp_path, launcher, inner, wish, reason
+) -> None:
     one, two = start_all(launcher, seat(tmp_path, 1), seat(tmp_path, 2))
     control = Control(generation=2, desired=wish)
     launcher.signal(one, control)
@@ -246,7 +312,9 @@ def test_a_place_that_is_taken_back_is_the_fault_of_no_job(tmp_path, launcher, i
     inner.set(ENGINE, 1, Ended(exit_of(ExitReason.STOPPED, "preempted"), delay_seconds=60.0))
     seen = [launcher.observe(one) for one in seats]
     assert [ended(one) for one in seen] == [(ExitReason.STOPPED, None)] * 3
-    assert [one.delay_seconds for one in seen if isinstance(one, Ended)] == [0.0, 60.0, 60.0], "who trained had a place"
+    assert [one.delay_seconds for one in seen if isinstance(one, Ended)] == [0.0, 60.0, 60.0], (
+        "who trained had a place"
+    )
 
 
 def test_a_seat_in_a_lost_node_alone_is_tried_again_as_a_job_is(tmp_path, launcher, inner) -> None:
@@ -258,16 +326,24 @@ def test_a_seat_in_a_lost_node_alone_is_tried_again_as_a_job_is(tmp_path, launch
 def test_the_ranks_of_an_engine_see_a_jobs_data_before_its_order(tmp_path, inner, engine) -> None:
     shown: list[tuple[str, bool]] = []
     one = seat(tmp_path, 1)
-    launcher = EngineLauncher(inner, tmp_path / "engines", lambda to, spec: shown.append((to.engine_id, to.has_order(one))))
+    launcher = EngineLauncher(
+        inner,
+        tmp_path / "engines",
+        lambda to, spec: shown.append((to.engine_id, to.has_order(one))),
+    )
     launcher.start(one, sharing_spec())
     assert shown == [(ENGINE, False)]
     assert engine.has_order(one)
 
 
 @pytest.mark.parametrize("has_links", [True, False])
-def test_an_engine_is_shown_the_data_of_its_jobs_until_it_ends(tmp_path, engine, monkeypatch, has_links: bool) -> None:
+def test_an_engine_is_shown_the_data_of_its_jobs_until_it_ends(
+    tmp_path, engine, monkeypatch, has_links: bool
+) -> None:
     if not has_links:
-        monkeypatch.setattr("os.link", lambda source, target: (_ for _ in ()).throw(PermissionError))
+        monkeypatch.setattr(
+            "os.link", lambda source, target: (_ for _ in ()).throw(PermissionError)
+        )
     for key in ("files/file-1", "files/file-2", "tokens/1.how/rows", "tokens/2.how/rows"):
         (tmp_path / key).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / key).write_text(key)

@@ -1,4 +1,6 @@
-"""Jobs that share an engine in a cluster: one pod with file systems of its own, moved by a real reconciler."""
+"""Jobs that share an engine in a cluster: one pod with file systems of its own, moved by a real
+reconciler.
+"""
 
 from __future__ import annotations
 
@@ -100,11 +102,21 @@ def go(home: Path, *job_ids: str) -> None:
         (home / "runs" / job_id / "go").touch()
 
 
-def test_two_jobs_share_one_pod_that_sees_their_files_alone(cluster: HarnessCluster, folder: Path, store: Store) -> None:
-    for key in ("credentials", "files/file-x", "runs/ftjob-other/spec.json", "project-runs/other/ftjob-y/spec.json"):
+def test_two_jobs_share_one_pod_that_sees_their_files_alone(
+    cluster: HarnessCluster, folder: Path, store: Store
+) -> None:
+    for key in (
+        "credentials",
+        "files/file-x",
+        "runs/ftjob-other/spec.json",
+        "project-runs/other/ftjob-y/spec.json",
+    ):
         (folder / key).parent.mkdir(parents=True, exist_ok=True)
         (folder / key).write_text(key)
-    reads = "".join(f"{name}:event,hold,read=files/file-{name},read=tokens/{name}.how/rows,succeed;" for name in JOBS[:2])
+    reads = "".join(
+        f"{name}:event,hold,read=files/file-{name},read=tokens/{name}.how/rows,succeed;"
+        for name in JOBS[:2]
+    )
     reconciler = pod_reconciler(cluster, store, folder, f"{reads}*:event")
     two = start_two(reconciler, store, folder)
     turn_until(reconciler, lambda: are(store, Phase.TRAINING, *two))
@@ -113,9 +125,15 @@ def test_two_jobs_share_one_pod_that_sees_their_files_alone(cluster: HarnessClus
     name = object_name(engine.id, 1)
     job = cluster.get("jobs", name)
     ours = [item["metadata"]["name"] for item in cluster.items("jobs")]
-    assert [one for one in ours if one in (name, *(object_name(job_id, 1) for job_id in two))] == [name]
+    assert [one for one in ours if one in (name, *(object_name(job_id, 1) for job_id in two))] == [
+        name
+    ]
     mounts = job["spec"]["template"]["spec"]["containers"][0]["volumeMounts"]
-    shown = {m["mountPath"]: (m["subPath"], m.get("readOnly", False)) for m in mounts if m["name"] == "data"}
+    shown = {
+        m["mountPath"]: (m["subPath"], m.get("readOnly", False))
+        for m in mounts
+        if m["name"] == "data"
+    }
     assert shown == {
         f"{folder}/engines/{engine.id}": (f"engines/{engine.id}", False),
         f"{folder}/project-runs/{PROJECT}": (f"project-runs/{PROJECT}", False),
@@ -135,7 +153,9 @@ def test_two_jobs_share_one_pod_that_sees_their_files_alone(cluster: HarnessClus
     reconciler.close()
 
 
-def test_a_pod_that_its_cluster_takes_away_costs_its_jobs_nothing(cluster: HarnessCluster, folder: Path, store: Store) -> None:
+def test_a_pod_that_its_cluster_takes_away_costs_its_jobs_nothing(
+    cluster: HarnessCluster, folder: Path, store: Store
+) -> None:
     reconciler = pod_reconciler(cluster, store, folder, "*:checkpoint=2,event,hold,succeed")
     two = start_two(reconciler, store, folder)
     turn_until(reconciler, lambda: are(store, Phase.TRAINING, *two))
@@ -143,7 +163,9 @@ def test_a_pod_that_its_cluster_takes_away_costs_its_jobs_nothing(cluster: Harne
     cluster.kubelet.vanish(wait_for(lambda: cluster.pod(object_name(first.id, 1), 0)))
     turn_until(reconciler, lambda: all(get(store, job_id).attempt == 2 for job_id in two))
     turn_until(reconciler, lambda: are(store, Phase.TRAINING, *two))
-    assert [(job.failures, job.fault_group) for job in (get(store, job_id) for job_id in two)] == [(0, None)] * 2
+    assert [(job.failures, job.fault_group) for job in (get(store, job_id) for job_id in two)] == [
+        (0, None)
+    ] * 2
     assert live(store).id != first.id
     go(folder, *two)
     turn_until(reconciler, lambda: have_succeeded(store, *two))
@@ -151,12 +173,16 @@ def test_a_pod_that_its_cluster_takes_away_costs_its_jobs_nothing(cluster: Harne
     reconciler.close()
 
 
-def test_a_pod_that_runs_out_of_memory_parts_its_jobs(cluster: HarnessCluster, folder: Path, store: Store) -> None:
+def test_a_pod_that_runs_out_of_memory_parts_its_jobs(
+    cluster: HarnessCluster, folder: Path, store: Store
+) -> None:
     reconciler = pod_reconciler(cluster, store, folder, "*:checkpoint=2,event,hold,succeed")
     two = start_two(reconciler, store, folder)
     turn_until(reconciler, lambda: are(store, Phase.TRAINING, *two))
     cluster.kubelet.out_of_memory(wait_for(lambda: cluster.pod(object_name(live(store).id, 1), 0)))
-    turn_until(reconciler, lambda: all(get(store, job_id).reason is Reason.ENGINE_LOST for job_id in two))
+    turn_until(
+        reconciler, lambda: all(get(store, job_id).reason is Reason.ENGINE_LOST for job_id in two)
+    )
     go(folder, *two)
     turn_until(reconciler, lambda: have_succeeded(store, *two))
     for job_id in two:
@@ -198,12 +224,18 @@ def test_seats_wait_with_their_engine_in_a_queue_and_the_engine_ends_with_them(
     reconciler = pod_reconciler(cluster, store, folder, "*:event,succeed", queue="team")
     two = start_two(reconciler, store, folder)
     turn_until(reconciler, lambda: are(store, Phase.WAITING, *two))
-    assert all("the queue team, and this cluster has no Kueue" in (get(store, job_id).pending or "") for job_id in two)
+    assert all(
+        "the queue team, and this cluster has no Kueue" in (get(store, job_id).pending or "")
+        for job_id in two
+    )
     name = object_name(live(store).id, 1)
     assert cluster.get("jobs", name)["metadata"]["labels"]["kueue.x-k8s.io/queue-name"] == "team"
     store.jobs.request(PROJECT, two[0], Verb.PAUSE)
     store.jobs.request(PROJECT, two[1], Verb.CANCEL)
-    turn_until(reconciler, lambda: get(store, two[0]).state is State.PAUSED and get(store, two[1]).phase is None)
+    turn_until(
+        reconciler,
+        lambda: get(store, two[0]).state is State.PAUSED and get(store, two[1]).phase is None,
+    )
     turn_until(reconciler, lambda: not store.engines.live_engines())
     wait_for(lambda: cluster.nothing_left(name), SECONDS)
     reconciler.close()
@@ -228,8 +260,12 @@ def test_who_ran_alone_before_moves_and_who_continues_an_adapter_runs_alone(
     validate(reconciler, store, two, third)
     turn_until(reconciler, lambda: are(store, Phase.TRAINING, one, two))
     assert {seat.id for seat in live(store).seats} == {one, two}
-    assert [start.checkpoint for start in (Attempt(Places(folder).run(one), 2).read_start(),) if start] == ["step-3-a1"]
-    assert (RunDir(folder / "runs" / one).root / "adapters/step-3-a1").is_dir(), "by the link that is left there"
+    assert [
+        start.checkpoint for start in (Attempt(Places(folder).run(one), 2).read_start(),) if start
+    ] == ["step-3-a1"]
+    assert (RunDir(folder / "runs" / one).root / "adapters/step-3-a1").is_dir(), (
+        "by the link that is left there"
+    )
     go(folder, one, two)
     turn_until(reconciler, lambda: have_succeeded(store, one, two))
     turn_until(reconciler, lambda: are(store, Phase.TRAINING, third))

@@ -1,4 +1,6 @@
-"""Many jobs of three projects, in engines and alone, while their processes are killed and the service starts again."""
+"""Many jobs of three projects, in engines and alone, while their processes are killed and the
+service starts again.
+"""
 
 from __future__ import annotations
 
@@ -61,13 +63,19 @@ def add(store: Store, number: int) -> Job:
 def living(folder: Path) -> list[ProcessIdentity]:
     """Supervisors that live, of engines and of jobs that train alone; their ranks die with them."""
     roots = [*folder.glob("engines/*"), *folder.glob("runs/*")]
-    written = [(root, path.relative_to(root).as_posix()) for root in roots for path in root.glob("attempts/*/supervisor.json")]
+    written = [
+        (root, path.relative_to(root).as_posix())
+        for root in roots
+        for path in root.glob("attempts/*/supervisor.json")
+    ]
     found = [RunDir(root).readable(key, ProcessIdentity) for root, key in written]
     return [identity for identity in found if identity is not None and processes.is_alive(identity)]
 
 
 def jobs_of(store: Store) -> list[Job]:
-    return [job for project_id in PROJECTS for job in store.jobs.list_jobs(project_id, limit=JOBS).data]
+    return [
+        job for project_id in PROJECTS for job in store.jobs.list_jobs(project_id, limit=JOBS).data
+    ]
 
 
 @pytest.mark.slow
@@ -81,7 +89,8 @@ def test_none_of_many_jobs_is_lost_or_doubled(seed: int, folder: Path, store: St
 
     for number in range(JOBS):
         add(store, number)
-    reconciler, killed = service(), 0
+    reconciler = service()
+    killed = 0
     ended: Counter[str] = Counter()
 
     def turn() -> bool:
@@ -108,8 +117,11 @@ def test_none_of_many_jobs_is_lost_or_doubled(seed: int, folder: Path, store: St
     for job in jobs:
         run = RunDir(folder / "runs" / job.id)
         attempts = [Attempt(run, number) for number in range(1, job.attempt + 1)]
-        # Not by exit records: a supervisor that is killed between the ranks' result and its record leaves none.
-        assert [attempt.read_result() is not None for attempt in attempts] == [False] * (job.attempt - 1) + [True]
+        # Not by exit records: a supervisor that is killed between the ranks' result and its record
+        # leaves none.
+        assert [attempt.read_result() is not None for attempt in attempts] == [False] * (
+            job.attempt - 1
+        ) + [True]
         starts = [attempt.read_start() for attempt in attempts]
         engines = [start.engine for start in starts if start is not None]
         assert len(engines) == job.attempt
@@ -119,9 +131,13 @@ def test_none_of_many_jobs_is_lost_or_doubled(seed: int, folder: Path, store: St
         assert result is not None
         assert result.attempt == job.attempt
     assert shared > JOBS // 4
-    assert min(ended.values()) >= 0.7 * max(ended.values()), "projects with as many jobs get as much"
+    assert min(ended.values()) >= 0.7 * max(ended.values()), (
+        "projects with as many jobs get as much"
+    )
     wait_for(lambda: (reconciler.step() or True) and not store.engines.live_engines())
-    assert store.leases.free_slots(engine_launcher(folder, "", SLOTS).host, SLOTS) == list(range(SLOTS))
+    assert store.leases.free_slots(engine_launcher(folder, "", SLOTS).host, SLOTS) == list(
+        range(SLOTS)
+    )
     assert living(folder) == []
     used = store.usage.usage(UsageQuery(first_day=0, last_day=10**6, group_by=["project_id"]))
     for project_id in PROJECTS:

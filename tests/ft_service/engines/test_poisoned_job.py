@@ -29,24 +29,49 @@ def test_of_eight_jobs_the_one_that_kills_its_rank_fails_and_seven_succeed(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(decisions, "BACKOFF_SECONDS", 0.0)
-    base, data = save_chat_base(folder / "base"), save_chats(folder / "train.jsonl", 8)
-    training = {"max_steps": 4, "batch_size": 2, "per_device_train_batch_size": 2, "tokens_per_micro_batch": 256}
+    base = save_chat_base(folder / "base")
+    data = save_chats(folder / "train.jsonl", 8)
+    training = {
+        "max_steps": 4,
+        "batch_size": 2,
+        "per_device_train_batch_size": 2,
+        "tokens_per_micro_batch": 256,
+    }
     store = new_store(folder)
     for number in range(8):
-        lora, precision = {"r": 2 + number}, {"default": "nf4", "compute": "fp32"}
-        spec = spec_for(base, data, training=training, lora=lora, precision=precision, checkpoint={"save_steps": 1})
+        lora = {"r": 2 + number}
+        precision = {"default": "nf4", "compute": "fp32"}
+        spec = spec_for(
+            base,
+            data,
+            training=training,
+            lora=lora,
+            precision=precision,
+            checkpoint={"save_steps": 1},
+        )
         spec = spec.model_copy(update={"job_id": f"ftjob-{number}", "seed": number})
-        times: dict[str, Any] = {"created_at": 0.0, "request": {}, "state": State.VALIDATING, "slots": 1}
-        create_job(store, Job(id=spec.job_id, project_id=PROJECT, stored_spec=StoredSpec.of(spec), **times))
+        times: dict[str, Any] = {
+            "created_at": 0.0,
+            "request": {},
+            "state": State.VALIDATING,
+            "slots": 1,
+        }
+        create_job(
+            store, Job(id=spec.job_id, project_id=PROJECT, stored_spec=StoredSpec.of(spec), **times)
+        )
     program = [sys.executable, str(PROGRAM), "ftjob-5"]
-    launcher = EngineLauncher(LocalLauncher(1, worker_command=program, stop_grace_seconds=20.0), folder / "engines")
+    launcher = EngineLauncher(
+        LocalLauncher(1, worker_command=program, stop_grace_seconds=20.0), folder / "engines"
+    )
     options = EngineOptions(most_seats=8, idle_seconds=0.3)
     reconciler = new_reconciler(folder, store, launcher, engines=options)
     jobs = wait_for(lambda: (reconciler.step() or True) and ended_jobs(store), seconds=900)
     reasons = {job.id: (job.state, job.reason, job.failures) for job in jobs}
     assert reasons.pop("ftjob-5") == (State.FAILED, Reason.WORKER_KILLED, decisions.MAX_FAILURES)
     assert set(reasons.values()) == {(State.SUCCEEDED, Reason.SUCCEEDED, 0)}
-    lost = [engine for engine in (folder / "engines").iterdir() if (engine / "losses.json").exists()]
+    lost = [
+        engine for engine in (folder / "engines").iterdir() if (engine / "losses.json").exists()
+    ]
     assert 1 <= len(lost) <= 4
     store.close()
 

@@ -1,4 +1,6 @@
-"""Jobs that share an engine, moved by a real reconciler, with real supervisors and an engine that follows scripts."""
+"""Jobs that share an engine, moved by a real reconciler, with real supervisors and an engine that
+follows scripts.
+"""
 
 from __future__ import annotations
 
@@ -80,19 +82,29 @@ def test_two_jobs_share_an_engine_and_its_slots(folder: Path, store: Store) -> N
     assert store.leases.free_slots(engine.host, 2) == []
     start = Attempt(RunDir(folder / "runs/ftjob-2"), 1).read_start()
     assert start is not None
-    assert (start.engine, start.world_size, start.slots) == (str(folder / "engines" / engine.id), 2, [0, 1])
+    assert (start.engine, start.world_size, start.slots) == (
+        str(folder / "engines" / engine.id),
+        2,
+        [0, 1],
+    )
     assert not (folder / "runs/ftjob-2/attempts/1/supervisor.json").exists()
     (folder / "go").touch()
     for job_id in two:
         job = step_until(reconciler, store, job_id=job_id)
         assert (job.state, job.trained_tokens, job.engine_id) == (State.SUCCEEDED, 100, None)
-        assert [checkpoint.name for checkpoint in store.jobs.list_checkpoints(PROJECT, job_id).data] == ["step-3-a1"]
+        assert [
+            checkpoint.name for checkpoint in store.jobs.list_checkpoints(PROJECT, job_id).data
+        ] == ["step-3-a1"]
     turn_until(reconciler, lambda: not engines(store))
     assert store.leases.free_slots(engine.host, 2) == [0, 1]
-    assert any(f"has a seat in the engine {engine.id}" in message for message in messages(store, "ftjob-2"))
+    assert any(
+        f"has a seat in the engine {engine.id}" in message for message in messages(store, "ftjob-2")
+    )
 
 
-def test_a_job_without_company_and_one_that_wants_no_engine_run_alone(folder: Path, store: Store) -> None:
+def test_a_job_without_company_and_one_that_wants_no_engine_run_alone(
+    folder: Path, store: Store
+) -> None:
     reconciler = engine_reconciler(folder, store, "*:event,hold,succeed", slots=6)
     add_jobs(store, "ftjob-1")
     add_job(store, "ftjob-2")  # its ranks choose what is "auto"
@@ -108,11 +120,15 @@ def test_without_the_operators_leave_every_job_runs_alone(folder: Path, store: S
     reconciler = engine_reconciler(folder, store, "*:event,succeed", most_seats=0, slots=4)
     two = add_jobs(store, "ftjob-1", "ftjob-2")
     queue_first(store, reconciler, *two)
-    assert [step_until(reconciler, store, job_id=job_id).state for job_id in two] == [State.SUCCEEDED] * 2
+    assert [step_until(reconciler, store, job_id=job_id).state for job_id in two] == [
+        State.SUCCEEDED
+    ] * 2
     assert not (folder / "engines").exists()
 
 
-def test_the_first_job_of_a_sweep_starts_an_engine_though_the_others_are_still_validated(folder: Path, store: Store) -> None:
+def test_the_first_job_of_a_sweep_starts_an_engine_though_the_others_are_still_validated(
+    folder: Path, store: Store
+) -> None:
     reconciler = engine_reconciler(folder, store, "*:event,hold,succeed")
     two = add_jobs(store, "ftjob-1", "ftjob-2")
     with store.writing() as connection:
@@ -120,10 +136,14 @@ def test_the_first_job_of_a_sweep_starts_an_engine_though_the_others_are_still_v
     turn_until(reconciler, lambda: phases(store, *two) == [Phase.TRAINING] * 2)
     assert [get(store, job_id).engine_id for job_id in two] == [engines(store)[0].id] * 2
     (folder / "go").touch()
-    assert [step_until(reconciler, store, job_id=job_id).state for job_id in two] == [State.SUCCEEDED] * 2
+    assert [step_until(reconciler, store, job_id=job_id).state for job_id in two] == [
+        State.SUCCEEDED
+    ] * 2
 
 
-def test_a_job_resumed_on_other_ranks_leaves_those_it_shared_with(folder: Path, store: Store) -> None:
+def test_a_job_resumed_on_other_ranks_leaves_those_it_shared_with(
+    folder: Path, store: Store
+) -> None:
     reconciler = engine_reconciler(folder, store, "*:checkpoint=2,event,hold,succeed", slots=4)
     two = add_jobs(store, "ftjob-1", "ftjob-2")
     queue_first(store, reconciler, *two)
@@ -134,11 +154,15 @@ def test_a_job_resumed_on_other_ranks_leaves_those_it_shared_with(folder: Path, 
     turn_until(reconciler, lambda: phases(store, "ftjob-1") == [Phase.TRAINING])
     assert (get(store).engine_id, get(store).slots) == (None, 1)
     (folder / "go").touch()
-    assert [step_until(reconciler, store, job_id=job_id).state for job_id in two] == [State.SUCCEEDED] * 2
+    assert [step_until(reconciler, store, job_id=job_id).state for job_id in two] == [
+        State.SUCCEEDED
+    ] * 2
 
 
 def test_a_job_ends_in_its_engine_when_its_time_is_up(folder: Path, store: Store) -> None:
-    reconciler = engine_reconciler(folder, store, "*:checkpoint=2,event,hold,succeed", idle_seconds=30.0)
+    reconciler = engine_reconciler(
+        folder, store, "*:checkpoint=2,event,hold,succeed", idle_seconds=30.0
+    )
     add_sharing_job(store, "ftjob-1", max_seconds=1)
     add_sharing_job(store, "ftjob-2")
     queue_first(store, reconciler, "ftjob-1", "ftjob-2")
@@ -149,7 +173,9 @@ def test_a_job_ends_in_its_engine_when_its_time_is_up(folder: Path, store: Store
 
 
 def test_each_seat_is_paused_resumed_and_cancelled_for_itself(folder: Path, store: Store) -> None:
-    reconciler = engine_reconciler(folder, store, "*:checkpoint=2,event,hold,succeed", idle_seconds=30.0)
+    reconciler = engine_reconciler(
+        folder, store, "*:checkpoint=2,event,hold,succeed", idle_seconds=30.0
+    )
     three = add_jobs(store, "ftjob-1", "ftjob-2", "ftjob-3")
     queue_first(store, reconciler, *three)
     turn_until(reconciler, lambda: phases(store, *three) == [Phase.TRAINING] * 3)
@@ -167,13 +193,19 @@ def test_each_seat_is_paused_resumed_and_cancelled_for_itself(folder: Path, stor
     assert start is not None
     assert start.checkpoint == "step-2-a1"
     (folder / "go").touch()
-    assert [step_until(reconciler, store, job_id=job_id).state for job_id in ("ftjob-1", "ftjob-3")] == [State.SUCCEEDED] * 2
-    add_job(store, "ftjob-4")  # which the idle engine keeps from its slots for half a minute, unless it is asked to end
+    assert [
+        step_until(reconciler, store, job_id=job_id).state for job_id in ("ftjob-1", "ftjob-3")
+    ] == [State.SUCCEEDED] * 2
+    add_job(
+        store, "ftjob-4"
+    )  # which the idle engine keeps from its slots for half a minute, unless it is asked to end
     assert step_until(reconciler, store, job_id="ftjob-4").state is State.SUCCEEDED
 
 
 def test_the_failure_of_one_seat_is_its_own(folder: Path, store: Store) -> None:
-    reconciler = engine_reconciler(folder, store, "ftjob-1:event,refuse;*:event,hold,succeed", idle_seconds=30.0)
+    reconciler = engine_reconciler(
+        folder, store, "ftjob-1:event,refuse;*:event,hold,succeed", idle_seconds=30.0
+    )
     two = add_jobs(store, "ftjob-1", "ftjob-2")
     queue_first(store, reconciler, *two)
     assert step_until(reconciler, store).reason is Reason.PERMANENT_ERROR
@@ -182,8 +214,12 @@ def test_the_failure_of_one_seat_is_its_own(folder: Path, store: Store) -> None:
     assert (job.state, job.attempt) == (State.SUCCEEDED, 1)
 
 
-def test_the_job_that_ends_its_engines_fails_and_the_others_succeed(folder: Path, store: Store) -> None:
-    """Eight share an engine, then two engines of four follow each other, and so on until the guilty one dies alone."""
+def test_the_job_that_ends_its_engines_fails_and_the_others_succeed(
+    folder: Path, store: Store
+) -> None:
+    """Eight share an engine, then two engines of four follow each other, and so on until the guilty
+    one dies alone.
+    """
     scripts = "ftjob-5:event,hold,die;*:event,hold,event,event,checkpoint=3,event,succeed"
     reconciler = engine_reconciler(folder, store, scripts, idle_seconds=0.1)
     eight = add_jobs(store, *(f"ftjob-{number}" for number in range(1, 9)))
@@ -195,16 +231,23 @@ def test_the_job_that_ends_its_engines_fails_and_the_others_succeed(folder: Path
     assert (job.reason, job.failures) == (Reason.WORKER_KILLED, decisions.MAX_FAILURES)
     last = Attempt(RunDir(folder / "runs" / job.id), job.attempt).read_start()
     assert (last and last.engine) is None, "it died alone, at the last"
-    lost = [folder for folder in (folder / "engines").iterdir() if (folder / "losses.json").exists()]
+    lost = [
+        folder for folder in (folder / "engines").iterdir() if (folder / "losses.json").exists()
+    ]
     assert 1 <= len(lost) <= 4
     others = [job_id for job_id in eight if job_id != "ftjob-5"]
     turn_until(reconciler, lambda: all(get(store, job_id).finished_at for job_id in others))
-    assert {(get(store, job_id).state, get(store, job_id).failures) for job_id in others} == {(State.SUCCEEDED, 0)}
+    assert {(get(store, job_id).state, get(store, job_id).failures) for job_id in others} == {
+        (State.SUCCEEDED, 0)
+    }
 
 
 def test_who_was_alone_in_a_lost_engine_goes_on_alone(folder: Path, store: Store) -> None:
     reconciler = engine_reconciler(
-        folder, store, "ftjob-1:event,succeed;*:event,hold,checkpoint=4,hold,succeed", idle_seconds=30.0
+        folder,
+        store,
+        "ftjob-1:event,succeed;*:event,hold,checkpoint=4,hold,succeed",
+        idle_seconds=30.0,
     )
     two = add_jobs(store, "ftjob-1", "ftjob-2")
     queue_first(store, reconciler, *two)
@@ -212,7 +255,10 @@ def test_who_was_alone_in_a_lost_engine_goes_on_alone(folder: Path, store: Store
     turn_until(reconciler, lambda: phases(store, "ftjob-2") == [Phase.TRAINING])
     (engine,) = engines(store)
     processes.kill(supervisor_of(RunDir(folder / "engines" / engine.id)))
-    turn_until(reconciler, lambda: get(store, "ftjob-2").attempt == 2 and phases(store, "ftjob-2") == [Phase.TRAINING])
+    turn_until(
+        reconciler,
+        lambda: get(store, "ftjob-2").attempt == 2 and phases(store, "ftjob-2") == [Phase.TRAINING],
+    )
     job = get(store, "ftjob-2")
     assert (job.failures, job.losses, job.engine_id, job.fault_group) == (0, 1, None, ALONE)
     assert (job.reason, engines(store)) == (Reason.WORKER_KILLED, [])
@@ -222,7 +268,9 @@ def test_who_was_alone_in_a_lost_engine_goes_on_alone(folder: Path, store: Store
 
 
 @pytest.mark.parametrize("most_seats", [8, 0])
-def test_a_restarted_service_finds_its_engine_again(folder: Path, store: Store, most_seats: int) -> None:
+def test_a_restarted_service_finds_its_engine_again(
+    folder: Path, store: Store, most_seats: int
+) -> None:
     """Also if the operator has turned engines off meanwhile."""
     scripts = "*:event,hold,succeed"
     reconciler = engine_reconciler(folder, store, scripts)
@@ -250,13 +298,17 @@ def test_a_job_of_higher_priority_takes_the_slots_of_an_engine(folder: Path, sto
         assert (job.state, job.attempt, job.failures) == (State.SUCCEEDED, 2, 0)
 
 
-def test_an_engine_that_cannot_be_started_costs_its_jobs_an_attempt(folder: Path, store: Store, monkeypatch) -> None:
+def test_an_engine_that_cannot_be_started_costs_its_jobs_an_attempt(
+    folder: Path, store: Store, monkeypatch
+) -> None:
     reconciler = engine_reconciler(folder, store, "*:event,succeed")
     two = add_jobs(store, "ftjob-1", "ftjob-2")
     queue_first(store, reconciler, *two)
     monkeypatch.setattr("ft_service.launcher.local_launcher.program", lambda: ["/no/such/program"])
     wait_for(lambda: (reconciler.step() or True) and get(store).reason is Reason.LAUNCH_FAILED)
     monkeypatch.undo()
-    assert [step_until(reconciler, store, job_id=job_id).state for job_id in two] == [State.SUCCEEDED] * 2
+    assert [step_until(reconciler, store, job_id=job_id).state for job_id in two] == [
+        State.SUCCEEDED
+    ] * 2
     turn_until(reconciler, lambda: not engines(store))
     assert store.leases.free_slots(engine_launcher(folder, "").host, 2) == [0, 1]

@@ -44,7 +44,11 @@ def test_what_is_a_seats_own_is_not_in_the_key(other: JobSpec) -> None:
 
 def test_who_continues_an_adapter_runs_alone_where_ranks_do_not_see_it() -> None:
     parent = AdapterRef(name="ft:tiny:local::0", job_id="ftjob-0", path="/runs/ftjob-0/adapter")
-    assert share_key(sharing_spec(parent=parent)) == share_key(sharing_spec(), shares_adapters=False) is not None
+    assert (
+        share_key(sharing_spec(parent=parent))
+        == share_key(sharing_spec(), shares_adapters=False)
+        is not None
+    )
     assert share_key(sharing_spec(parent=parent), shares_adapters=False) is None
 
 
@@ -78,7 +82,9 @@ def test_what_the_ranks_hold_is_in_the_key(other: JobSpec) -> None:
     ],
 )
 def test_who_shares_gains_and_fits(changes: dict[str, Any], shares: bool) -> None:
-    seat = SeatSize(**{"held": 10, "batch": 20, "batch_tokens": 64, "room": None, "gain": 2.0, **changes})
+    seat = SeatSize(
+        **{"held": 10, "batch": 20, "batch_tokens": 64, "room": None, "gain": 2.0, **changes}
+    )
     assert (share_key(sharing_spec(), seat) is not None) == shares
 
 
@@ -120,7 +126,9 @@ def test_one_rank_holds_one_copy_however_that_is_said() -> None:
 @settings(deadline=None, database=None)
 @given(st.data())
 def test_the_guilty_job_is_alone_soon_whoever_sits_beside_it(data: st.DataObject) -> None:
-    """Of a group some jobs have a seat when the guilty one ends the engine; the others may join the next one."""
+    """Of a group some jobs have a seat when the guilty one ends the engine; the others may join the
+    next one.
+    """
     jobs = [f"ftjob-{number}" for number in range(data.draw(st.integers(1, 64)))]
     guilty = data.draw(st.sampled_from(jobs))
     groups: dict[str, str | None] = dict.fromkeys(jobs)
@@ -131,7 +139,11 @@ def test_the_guilty_job_is_alone_soon_whoever_sits_beside_it(data: st.DataObject
         deaths += 1
         lost = fault_groups(f"engine-{deaths}", seated)
         assert set(lost) == set(seated)
-        assert all(list(lost.values()).count(name) <= math.ceil(len(seated) / 2) for name in lost.values() if name != ALONE)
+        assert all(
+            list(lost.values()).count(name) <= math.ceil(len(seated) / 2)
+            for name in lost.values()
+            if name != ALONE
+        )
         groups |= lost
     assert deaths <= max(1, math.ceil(math.log2(len(jobs))))
 
@@ -139,11 +151,14 @@ def test_the_guilty_job_is_alone_soon_whoever_sits_beside_it(data: st.DataObject
 def test_eight_jobs_lose_three_engines_to_one_of_them() -> None:
     jobs = [f"ftjob-{number}" for number in range(8)]
     for guilty in jobs:
-        group, deaths = jobs, 0
+        group = jobs
+        deaths = 0
         while len(group) > 1:
             deaths += 1
             groups = fault_groups(f"engine-{deaths}", group)
-            group = [job for job in group if job == guilty or (groups[job] == groups[guilty] != ALONE)]
+            group = [
+                job for job in group if job == guilty or (groups[job] == groups[guilty] != ALONE)
+            ]
         assert deaths == 3
 
 

@@ -42,16 +42,25 @@ def launcher() -> FakeLauncher:
 
 
 @pytest.fixture
-def tends(tmp_path: Path, store: Store, launcher: FakeLauncher, monkeypatch: pytest.MonkeyPatch) -> EngineTending:
+def tends(
+    tmp_path: Path, store: Store, launcher: FakeLauncher, monkeypatch: pytest.MonkeyPatch
+) -> EngineTending:
     monkeypatch.setattr(tending, "TEND_SECONDS", 0.0)
-    return EngineTending(store, launcher, Places(tmp_path), EngineOptions(most_seats=8, idle_seconds=5.0))
+    return EngineTending(
+        store, launcher, Places(tmp_path), EngineOptions(most_seats=8, idle_seconds=5.0)
+    )
 
 
 @pytest.fixture
 def engine(tmp_path: Path, store: Store, tends: EngineTending) -> EngineDirectory:
     """An engine with one job, which is not started yet."""
-    job = create_job(store, new_job(id="ftjob-1", project_id="proj", state=State.QUEUED, slots=2, share_key="key"))
-    claim = store.leases.claim_queued(job.id, host="fake", owner="t", lease_seconds=60, host_slots=2)
+    job = create_job(
+        store,
+        new_job(id="ftjob-1", project_id="proj", state=State.QUEUED, slots=2, share_key="key"),
+    )
+    claim = store.leases.claim_queued(
+        job.id, host="fake", owner="t", lease_seconds=60, host_slots=2
+    )
     assert claim is not None
     job = placed(claim.job, "fake", engine_id=NAME)
     assert store.leases.apply(claim, JobChange(job=job, take_slots=[0, 1], new_engine=NewEngine(8)))
@@ -75,7 +84,9 @@ def is_live(store: Store) -> bool:
 
 def test_the_documents_of_an_engine(engine: EngineDirectory) -> None:
     spec = engine.run.read(ENGINE, EngineSpec)
-    assert spec == EngineSpec(engine_id=NAME, project_id="proj", spec=sharing_spec(), most_seats=8, idle_seconds=5.0)
+    assert spec == EngineSpec(
+        engine_id=NAME, project_id="proj", spec=sharing_spec(), most_seats=8, idle_seconds=5.0
+    )
     start = engine.attempt.read_start()
     assert start is not None
     assert (start.job_id, start.world_size, start.slots, start.engine) == (NAME, 2, [0, 1], None)
@@ -92,7 +103,9 @@ def test_the_slots_are_free_once_the_engine_is_gone(store, tends, launcher, engi
     assert launcher.cleaned == [(NAME, 1)]
 
 
-def test_an_engine_whose_job_left_before_it_was_started_never_starts(store, tends, launcher, engine) -> None:
+def test_an_engine_whose_job_left_before_it_was_started_never_starts(
+    store, tends, launcher, engine
+) -> None:
     tends.attend()
     assert launcher.kills == []
     leave(store)
@@ -102,7 +115,9 @@ def test_an_engine_whose_job_left_before_it_was_started_never_starts(store, tend
     assert not is_live(store)
 
 
-def test_an_engine_is_asked_to_end_even_if_the_service_is_killed_before_it_says_so(store, tends, launcher, engine) -> None:
+def test_an_engine_is_asked_to_end_even_if_the_service_is_killed_before_it_says_so(
+    store, tends, launcher, engine
+) -> None:
     starts(engine, launcher)
     assert store.engines.close_engine(NAME, if_idle=False)
     tends.attend()
@@ -110,7 +125,9 @@ def test_an_engine_is_asked_to_end_even_if_the_service_is_killed_before_it_says_
     assert not tends.close(NAME, if_idle=False)
 
 
-def test_an_engine_whose_place_is_taken_back_takes_no_more_jobs(store, tends, launcher, engine) -> None:
+def test_an_engine_whose_place_is_taken_back_takes_no_more_jobs(
+    store, tends, launcher, engine
+) -> None:
     starts(engine, launcher)
     engine.attempt.write_stop(Stop(reason="Slurm takes the allocation back"))
     tends.look_at(NAME)
@@ -118,7 +135,9 @@ def test_an_engine_whose_place_is_taken_back_takes_no_more_jobs(store, tends, la
     assert live.closing_at is not None
 
 
-def test_an_engine_that_should_have_ended_long_ago_is_asked_to(store, tends, launcher, engine) -> None:
+def test_an_engine_that_should_have_ended_long_ago_is_asked_to(
+    store, tends, launcher, engine
+) -> None:
     starts(engine, launcher)
     leave(store)
     tends.attend()
@@ -137,7 +156,9 @@ def test_an_engine_that_waits_for_its_place_without_a_job_is_asked_to_end_until_
     leave(store)
     away = monkeypatch.context()
     with away as patched:
-        patched.setattr(launcher, "signal", lambda attempt, control: attempt.write_control(control) or 1 / 0)
+        patched.setattr(
+            launcher, "signal", lambda attempt, control: attempt.write_control(control) or 1 / 0
+        )
         tends.attend()
     assert launcher.signals == []
     (live,) = store.engines.live_engines()
@@ -160,13 +181,17 @@ def test_what_a_place_keeps_of_an_engine_is_removed_though_the_service_is_killed
     assert launcher.cleaned == [(NAME, 1)]
 
 
-def test_an_engine_that_cannot_be_observed_keeps_no_other_waiting(store, tends, launcher, engine, monkeypatch) -> None:
+def test_an_engine_that_cannot_be_observed_keeps_no_other_waiting(
+    store, tends, launcher, engine, monkeypatch
+) -> None:
     monkeypatch.setattr(launcher, "observe", lambda attempt: 1 / 0)
     tends.attend()
     assert is_live(store)
 
 
-def test_folders_of_ended_engines_are_removed_later(tmp_path, store, tends, launcher, engine, monkeypatch) -> None:
+def test_folders_of_ended_engines_are_removed_later(
+    tmp_path, store, tends, launcher, engine, monkeypatch
+) -> None:
     starts(engine, launcher)
     launcher.end(NAME, 1, None)
     tends.attend()

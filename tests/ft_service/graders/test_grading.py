@@ -23,10 +23,31 @@ from tests.support.graders import case
 from tests.support.rest.receiver import Answer, Received, Receiver, hanging, receiving
 
 SECRET = "whsec_" + "c2VjcmV0" * 4
-ENDPOINT: Any = {"type": "endpoint", "name": "e", "webhook_endpoint_id": "we_1", "timeout_seconds": 1}
-SCORED: Any = {"type": "score_model", "name": "s", "model": "judge", "input": [{"role": "developer", "content": "{{item.q}}"}]}
-LABELLED: Any = {**SCORED, "type": "label_model", "labels": ["good", "bad"], "passing_labels": ["good"]}
-CHECK: Any = {"type": "string_check", "name": "c", "input": "{{sample.output_text}}", "reference": "4", "operation": "eq"}
+ENDPOINT: Any = {
+    "type": "endpoint",
+    "name": "e",
+    "webhook_endpoint_id": "we_1",
+    "timeout_seconds": 1,
+}
+SCORED: Any = {
+    "type": "score_model",
+    "name": "s",
+    "model": "judge",
+    "input": [{"role": "developer", "content": "{{item.q}}"}],
+}
+LABELLED: Any = {
+    **SCORED,
+    "type": "label_model",
+    "labels": ["good", "bad"],
+    "passing_labels": ["good"],
+}
+CHECK: Any = {
+    "type": "string_check",
+    "name": "c",
+    "input": "{{sample.output_text}}",
+    "reference": "4",
+    "operation": "eq",
+}
 
 
 @pytest.fixture(autouse=True)
@@ -56,11 +77,25 @@ def graded(grader: Any, url: str, answer: str = "4", **given: Any) -> Grade:
 
 
 def says(body: Any, status: int = 200, headers: Mapping[str, str] = MappingProxyType({})) -> Any:
-    return lambda _: (status, headers, iter([body if isinstance(body, bytes) else json.dumps(body).encode()]))
+    return lambda _: (
+        status,
+        headers,
+        iter([body if isinstance(body, bytes) else json.dumps(body).encode()]),
+    )
 
 
 def says_text(content: Any, **choice: Any) -> Any:
-    return says({"choices": [{"message": {"role": "assistant", "content": content}, "finish_reason": "stop", **choice}]})
+    return says(
+        {
+            "choices": [
+                {
+                    "message": {"role": "assistant", "content": content},
+                    "finish_reason": "stop",
+                    **choice,
+                }
+            ]
+        }
+    )
 
 
 @pytest.mark.parametrize(
@@ -88,7 +123,9 @@ def says_text(content: Any, **choice: Any) -> Any:
         (lambda _: (200, {"content-length": "99"}, iter([b'{"reward": 1}'])), "server"),
     ],
 )
-def test_an_endpoint_that_lies_is_an_error_that_counts(server: Receiver, answer: Any, error: str) -> None:
+def test_an_endpoint_that_lies_is_an_error_that_counts(
+    server: Receiver, answer: Any, error: str
+) -> None:
     server.answer = answer
     found = graded({**ENDPOINT, "url": server.url}, server.url)
     assert (found.reward, list(found.errors)) == (0.0, [f"endpoint_grader_{error}_error"])
@@ -96,7 +133,9 @@ def test_an_endpoint_that_lies_is_an_error_that_counts(server: Receiver, answer:
     assert {one.path for one in server.arrived.queue} == {"/"}, "no redirect is followed"
 
 
-def test_half_of_a_surrogate_pair_in_an_answer_or_in_an_error_ends_nothing(server: Receiver) -> None:
+def test_half_of_a_surrogate_pair_in_an_answer_or_in_an_error_ends_nothing(
+    server: Receiver,
+) -> None:
     def echo(received: Received) -> Answer:
         assert json.loads(received.body)["sample"]["output_json"] == {"a": "\ud83d"}
         return says({"reward": 0.5})(received)
@@ -104,7 +143,9 @@ def test_half_of_a_surrogate_pair_in_an_answer_or_in_an_error_ends_nothing(serve
     server.answer = echo
     assert graded({**ENDPOINT, "url": server.url}, server.url, r'{"a": "\ud83d"}').reward == 0.5
     server.answer = says({"error": {"message": "no \ud83d"}}, 400)
-    assert graded(SCORED, server.url).errors == {"model_grader_server_error": "the model's server answered 400: no ?"}
+    assert graded(SCORED, server.url).errors == {
+        "model_grader_server_error": "the model's server answered 400: no ?"
+    }
     server.answer = says({"model": "\ud83d", "choices": [{"message": {"content": "1"}}]})
     assert graded(SCORED, server.url).sampled_model == "?"
 
@@ -117,7 +158,9 @@ def test_failures_that_pass_are_tried_again_under_the_same_id(server: Receiver) 
     assert server.arrived.qsize() == asking.TRIES
 
 
-def test_an_endpoint_that_hangs_or_trickles_takes_its_time_and_no_more(server: Receiver, monkeypatch: Any) -> None:
+def test_an_endpoint_that_hangs_or_trickles_takes_its_time_and_no_more(
+    server: Receiver, monkeypatch: Any
+) -> None:
     monkeypatch.setattr(asking, "TRIES", 1)
 
     def trickle(_: Received) -> Answer:
@@ -132,38 +175,66 @@ def test_an_endpoint_that_hangs_or_trickles_takes_its_time_and_no_more(server: R
     with hanging() as (url, _):
         for target in (url, server.url):
             found = graded({**ENDPOINT, "url": target}, target)
-            assert found.errors == {"endpoint_grader_server_error": "there was no answer within 1 seconds, in 1 tries"}
+            assert found.errors == {
+                "endpoint_grader_server_error": "there was no answer within 1 seconds, in 1 tries"
+            }
 
 
 def test_what_is_late_for_the_whole_call_has_an_error_and_the_rest_its_reward() -> None:
     with hanging() as (url, _):
-        both = {"type": "multi", "name": "m", "graders": {"c": CHECK, "e": {**ENDPOINT, "url": url, "timeout_seconds": 99}}}
+        both = {
+            "type": "multi",
+            "name": "m",
+            "graders": {"c": CHECK, "e": {**ENDPOINT, "url": url, "timeout_seconds": 99}},
+        }
         found = graded({**both, "calculate_output": "c + e"}, url, seconds=0.3)
-    assert (found.reward, found.sub_rewards, list(found.errors)) == (0.0, {"c": 1.0}, ["unresponsive_reward_error"])
+    assert (found.reward, found.sub_rewards, list(found.errors)) == (
+        0.0,
+        {"c": 1.0},
+        ["unresponsive_reward_error"],
+    )
 
 
 def test_a_batch_is_few_requests_and_each_answer_has_its_own_reward(server: Receiver) -> None:
     def rewards(received: Received) -> Answer:
         batch = json.loads(received.body)["batch"]
-        found = [None if one["sample"]["output_text"] == "3" else float(one["sample"]["output_text"]) for one in batch]
+        found = [
+            None if one["sample"]["output_text"] == "3" else float(one["sample"]["output_text"])
+            for one in batch
+        ]
         return says({"rewards": found})(received)
 
     server.answer = rewards
     own = context(server.url)
-    grader = parse_grader({**ENDPOINT, "url": server.url, "batch_size": 4, "timeout_seconds": 60}, own.limits)
+    grader = parse_grader(
+        {**ENDPOINT, "url": server.url, "batch_size": 4, "timeout_seconds": 60}, own.limits
+    )
     found = grade_all(grader, [case(str(number)) for number in range(10)], own)
     assert [one.reward for one in found] == [0, 1, 2, 0, *range(4, 10)]
     assert [bool(one.errors) for one in found] == [number == 3 for number in range(10)]
     assert sorted(len(json.loads(one.body)["batch"]) for one in server.arrived.queue) == [2, 4, 4]
     server.answer = says({"rewards": [1.0]})
-    assert all(one.errors.keys() == {"endpoint_grader_parse_error"} for one in grade_all(grader, [case("1")] * 4, own))
+    assert all(
+        one.errors.keys() == {"endpoint_grader_parse_error"}
+        for one in grade_all(grader, [case("1")] * 4, own)
+    )
 
 
-def test_addresses_are_checked_again_when_the_name_is_looked_up(server: Receiver, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_addresses_are_checked_again_when_the_name_is_looked_up(
+    server: Receiver, monkeypatch: pytest.MonkeyPatch
+) -> None:
     url = f"https://localhost:{server.url.rpartition(':')[2]}"
     found = graded({**ENDPOINT, "url": url}, server.url, allow_private=False)
-    assert "localhost resolves to an address that is not public" in found.errors["endpoint_grader_server_error"]
-    for literal in ("https://169.254.169.254", "https://[::ffff:169.254.169.254]", "https://2852039166", "https://127.1"):
+    assert (
+        "localhost resolves to an address that is not public"
+        in found.errors["endpoint_grader_server_error"]
+    )
+    for literal in (
+        "https://169.254.169.254",
+        "https://[::ffff:169.254.169.254]",
+        "https://2852039166",
+        "https://127.1",
+    ):
         with pytest.raises(SpecError, match=r"grader\.url"):
             parse_grader({**ENDPOINT, "url": literal}, GraderLimits())
     assert server.arrived.empty()
@@ -181,13 +252,28 @@ def test_addresses_are_checked_again_when_the_name_is_looked_up(server: Receiver
         (SCORED, says_text(None), 0, "model_grader_parse_error"),
         (SCORED, says_text(["0.5"]), 0, "model_grader_parse_error"),
         (SCORED, says_text("", finish_reason="content_filter"), 0, "model_grader_refusal_error"),
-        (SCORED, says({"choices": [{"message": {"content": None, "refusal": "No."}}]}), 0, "model_grader_refusal_error"),
+        (
+            SCORED,
+            says({"choices": [{"message": {"content": None, "refusal": "No."}}]}),
+            0,
+            "model_grader_refusal_error",
+        ),
         (SCORED, says({"choices": [{"message": "0.5"}]}), 0, "model_grader_refusal_error"),
         (SCORED, says({"choices": []}), 0, "model_grader_parse_error"),
         (SCORED, says(b"nonsense"), 0, "model_grader_parse_error"),
         (SCORED, says(b" " * 10 * 2**20), 0, "model_grader_parse_error"),
-        (SCORED, says({"error": {"message": "no such model"}}, 404), 0, "model_grader_server_error"),
-        (SCORED, says(b"", 302, {"location": "http://169.254.169.254/"}), 0, "model_grader_server_error"),
+        (
+            SCORED,
+            says({"error": {"message": "no such model"}}, 404),
+            0,
+            "model_grader_server_error",
+        ),
+        (
+            SCORED,
+            says(b"", 302, {"location": "http://169.254.169.254/"}),
+            0,
+            "model_grader_server_error",
+        ),
         (SCORED, says(b"", 502), 0, "model_grader_server_error"),
         (LABELLED, says_text('{"result": "good"}'), 1, None),
         (LABELLED, says_text('{"result": "bad"}'), 0, None),
@@ -195,7 +281,9 @@ def test_addresses_are_checked_again_when_the_name_is_looked_up(server: Receiver
         (LABELLED, says_text('{"result": {}}'), 0, "model_grader_parse_error"),
     ],
 )
-def test_what_a_model_answers_is_checked(server: Receiver, grader: Any, answer: Any, reward: float, error: str | None) -> None:
+def test_what_a_model_answers_is_checked(
+    server: Receiver, grader: Any, answer: Any, reward: float, error: str | None
+) -> None:
     server.answer = answer
     alone = {"type": "multi", "name": "m", "graders": {"g": grader}, "calculate_output": "g"}
     found = graded(alone, server.url)
@@ -203,16 +291,27 @@ def test_what_a_model_answers_is_checked(server: Receiver, grader: Any, answer: 
     sent = json.loads(server.arrived.get_nowait().body)
     assert sent["messages"] == [{"role": "system", "content": "2+2?"}]
     schema = sent["response_format"]["json_schema"]["schema"]["properties"]["result"]
-    assert schema == ({"type": "number"} if grader["type"] == "score_model" else {"type": "string", "enum": ["good", "bad"]})
+    assert schema == (
+        {"type": "number"}
+        if grader["type"] == "score_model"
+        else {"type": "string", "enum": ["good", "bad"]}
+    )
 
 
 @pytest.mark.parametrize("grader", [SCORED, LABELLED])
 def test_a_model_that_the_operator_has_removed_since_gives_no_grade(grader: Any) -> None:
-    alone = {"type": "multi", "name": "m", "graders": {"g": grader, "c": CHECK}, "calculate_output": "g + c"}
+    alone = {
+        "type": "multi",
+        "name": "m",
+        "graders": {"g": grader, "c": CHECK},
+        "calculate_output": "g + c",
+    }
     parsed = parse_grader(alone, context("http://127.0.0.1:9").limits)
     for found in grade_all(parsed, [case("4")] * 2, GraderContext(project="p")):
         assert found.reward == 0
-        assert found.errors == {"model_grader_server_error": "'judge' is no longer one of FT_GRADER_MODELS"}
+        assert found.errors == {
+            "model_grader_server_error": "'judge' is no longer one of FT_GRADER_MODELS"
+        }
 
 
 def test_usage_that_a_server_invents_is_left_out(server: Receiver) -> None:
@@ -224,33 +323,50 @@ def test_usage_that_a_server_invents_is_left_out(server: Receiver) -> None:
         }
     )
     found = graded(SCORED, server.url)
-    assert (found.reward, found.usage, found.sampled_model) == (1.0, {"judge": {"total_tokens": 12}}, None)
+    assert (found.reward, found.usage, found.sampled_model) == (
+        1.0,
+        {"judge": {"total_tokens": 12}},
+        None,
+    )
 
 
 @pytest.mark.skipif(python_fence.refusal({}) is not None, reason="no fence on this host")
 def test_many_answers_share_a_few_processes_and_one_that_fails_costs_no_other() -> None:
     source = (
-        "import os\ndef grade(sample, item):\n return item['n'] / int(sample['output_text']) if item['n'] != 5 else os._exit(1)"
+        "import os\ndef grade(sample, item):\n return item['n'] / int(sample['output_text']) "
+        "if item['n'] != 5 else os._exit(1)"
     )
     grader = parse_grader({"type": "python", "name": "p", "source": source}, GraderLimits())
-    found = grade_all(grader, [Case(Sample("2"), {"n": number}) for number in range(12)], GraderContext(project="p"))
-    assert [one.reward for one in found] == [0 if number == 5 else number / 2 for number in range(12)]
+    found = grade_all(
+        grader,
+        [Case(Sample("2"), {"n": number}) for number in range(12)],
+        GraderContext(project="p"),
+    )
+    assert [one.reward for one in found] == [
+        0 if number == 5 else number / 2 for number in range(12)
+    ]
     assert [list(one.errors) for one in found if one.errors] == [["python_grader_server_error"]]
     assert all(one.seconds > 0 for one in found)
 
 
 @pytest.mark.skipif(python_fence.refusal({}) is not None, reason="no fence on this host")
 def test_the_time_of_a_call_ends_what_runs_in_a_fence() -> None:
-    grader = parse_grader({"type": "python", "name": "p", "source": "def grade(s, i):\n while True: pass"}, GraderLimits())
+    grader = parse_grader(
+        {"type": "python", "name": "p", "source": "def grade(s, i):\n while True: pass"},
+        GraderLimits(),
+    )
     found = grade_all(grader, [case("4")] * 3, GraderContext(project="p", seconds=0.5))
     assert [list(one.errors) for one in found] == [["unresponsive_reward_error"]] * 3
 
 
 @pytest.mark.skipif(python_fence.refusal({}) is not None, reason="no fence on this host")
 def test_python_graders_of_two_projects_alternate(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(grading, "FENCES", Places(Kind(name="python graders of a test", places=1, of_project=1)))
+    monkeypatch.setattr(
+        grading, "FENCES", Places(Kind(name="python graders of a test", places=1, of_project=1))
+    )
     monkeypatch.setattr(grading, "FENCE_TURN_SECONDS", 0.0)
-    score, order = python_fence.FencedGrader.score, []
+    score = python_fence.FencedGrader.score
+    order = []
 
     def noted(self: python_fence.FencedGrader, message: bytes) -> Score:
         project = json.loads(message)["item"]["project"]
@@ -261,7 +377,9 @@ def test_python_graders_of_two_projects_alternate(monkeypatch: pytest.MonkeyPatc
         return score(self, message)
 
     monkeypatch.setattr(python_fence.FencedGrader, "score", noted)
-    grader = parse_grader({"type": "python", "name": "p", "source": "def grade(s, i): return 0.5"}, GraderLimits())
+    grader = parse_grader(
+        {"type": "python", "name": "p", "source": "def grade(s, i): return 0.5"}, GraderLimits()
+    )
 
     def grade_for(project: str) -> None:
         cases = [case("4", {"project": project})] * 3

@@ -22,7 +22,8 @@ from tests.support.graders import case
 from tests.support.rest.service import wait_until
 
 fenced_here = pytest.mark.skipif(
-    python_fence.refusal({}) is not None, reason=f"no fence on this host: {python_fence.refusal({})}"
+    python_fence.refusal({}) is not None,
+    reason=f"no fence on this host: {python_fence.refusal({})}",
 )
 
 
@@ -35,8 +36,12 @@ def graded(source: str, *, seconds: float = 60.0) -> Score:
 
 @fenced_here
 def test_it_computes_and_prints() -> None:
-    assert graded("print('x' * 10**6)\nreturn float(sample['output_text']) / item['n']") == Score(1.0)
-    assert graded("import numpy\nreturn numpy.float32(0.5)") == Score(0.5), "packages beside the service"
+    assert graded("print('x' * 10**6)\nreturn float(sample['output_text']) / item['n']") == Score(
+        1.0
+    )
+    assert graded("import numpy\nreturn numpy.float32(0.5)") == Score(0.5), (
+        "packages beside the service"
+    )
     assert graded("import threading, json, random, datetime, re\nreturn True") == Score(1.0)
 
 
@@ -45,7 +50,10 @@ def test_it_computes_and_prints() -> None:
     ("source", "error"),
     [
         ("import socket; socket.socket()", "PermissionError"),
-        ("import urllib.request; urllib.request.urlopen('http://127.0.0.1:1')", "PermissionError|Operation not permitted"),
+        (
+            "import urllib.request; urllib.request.urlopen('http://127.0.0.1:1')",
+            "PermissionError|Operation not permitted",
+        ),
         ("import os; os.fork()", "PermissionError"),
         ("import subprocess; subprocess.run(['/usr/bin/env'])", "PermissionError"),
         ("import threading; threading.Thread(target=print).start()", "can't start new thread"),
@@ -64,7 +72,10 @@ def test_it_computes_and_prints() -> None:
         ("import os; os.setuid(0)", "PermissionError"),
         ("import os; os.sched_setaffinity(0, {0})", "PermissionError"),
         ("import os; os.chroot('/usr')", "PermissionError"),
-        ("import resource as r; r.setrlimit(r.RLIMIT_AS, (-1, -1))", "not allowed to raise maximum limit"),
+        (
+            "import resource as r; r.setrlimit(r.RLIMIT_AS, (-1, -1))",
+            "not allowed to raise maximum limit",
+        ),
         ("x = bytearray(3 * 2**30)", "MemoryError"),
         ("x = [0]\nwhile True: x += x", "MemoryError"),
         ("raise SystemExit(0)", "SystemExit"),
@@ -96,7 +107,9 @@ def test_raw_system_calls_are_refused_too() -> None:
 
 
 @fenced_here
-def test_it_sees_no_environment_and_no_file_of_the_service(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_it_sees_no_environment_and_no_file_of_the_service(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     secret = tmp_path / "secret"
     secret.write_text("hidden")
     monkeypatch.setenv("FT_API_KEY", "hidden")
@@ -126,7 +139,11 @@ def test_it_sees_no_environment_and_no_file_of_the_service(tmp_path: Path, monke
         ("import os\nwhile True: os.write(3, b'x' * 65536)", "garbage: "),
         ("import os; os.write(3, b'nonsense\\n'); return 1", "garbage: "),
         ("import os; os.write(3, b'[' * 50000 + b'\\n'); return 1", "garbage: "),
-        ("import os, sys; os.execv(sys.executable, ['python', '-ISc', 'import time; time.sleep(99)'])", "time: "),
+        (
+            "import os, sys; os.execv(sys.executable, ['python', '-ISc', 'import time; "
+            "time.sleep(99)'])",
+            "time: ",
+        ),
     ],
 )
 def test_one_that_hangs_or_dies_is_ended_and_the_next_case_graded(source: str, said: str) -> None:
@@ -135,15 +152,21 @@ def test_one_that_hangs_or_dies_is_ended_and_the_next_case_graded(source: str, s
         grader.start()  # which takes its own time
         grader._seconds = 1.0
         failed = grader.score(case("4").as_json())
-        assert (failed.error, failed.detail[: len(said)]) == ("python_grader_server_error", said), failed
+        assert (failed.error, failed.detail[: len(said)]) == ("python_grader_server_error", said), (
+            failed
+        )
         grader._seconds = HANG_SECONDS
         assert grader.score(case("4", {"n": 1}).as_json()) == Score(1.0)
 
 
 @fenced_here
 def test_a_case_whose_process_the_host_kills_is_graded_again() -> None:
-    """The process within the fence, or the one around it, while a case is graded and while it is idle."""
-    with FencedGrader("import time\ndef grade(sample, item): time.sleep(item.get('n', 0)); return 1", private={}) as grader:
+    """The process within the fence, or the one around it, while a case is graded and while it is
+    idle.
+    """
+    with FencedGrader(
+        "import time\ndef grade(sample, item): time.sleep(item.get('n', 0)); return 1", private={}
+    ) as grader:
         for kill_within in (True, False):
             grader.start()
             assert grader._process is not None
@@ -196,9 +219,16 @@ def test_without_a_fence_python_is_refused_with_what_to_do(
     broken: str, said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     bwrap = tmp_path / "bwrap"
-    bwrap.write_text("#!/bin/sh\necho 'bwrap: No permissions to create new namespace' >&2\nexit 1\n")
+    bwrap.write_text(
+        "#!/bin/sh\necho 'bwrap: No permissions to create new namespace' >&2\nexit 1\n"
+    )
     bwrap.chmod(0o755)
-    monkeypatch.setenv("PATH", str(tmp_path) + os.pathsep + "/usr/bin:/bin" if broken != "no bwrap" else str(tmp_path / "none"))
+    monkeypatch.setenv(
+        "PATH",
+        str(tmp_path) + os.pathsep + "/usr/bin:/bin"
+        if broken != "no bwrap"
+        else str(tmp_path / "none"),
+    )
     if broken == "no libseccomp":
         monkeypatch.setattr(system_calls, "_LIBRARY", "libnone.so")
         system_calls.filter_program.cache_clear()
@@ -230,11 +260,19 @@ def test_of_usr_and_of_the_prefix_only_libraries_are_seen(folder: str) -> None:
 
 
 @fenced_here
-@pytest.mark.parametrize(("below", "sees"), [("/usr/share", False), (f"{sysconfig.get_path('stdlib')}/wsgiref", True)])
-def test_a_home_below_usr_is_not_seen_or_python_is_refused(below: str, sees: bool, tmp_path: Path) -> None:
-    """In a mount namespace of its own, with an empty file system over a folder that nothing here needs."""
+@pytest.mark.parametrize(
+    ("below", "sees"), [("/usr/share", False), (f"{sysconfig.get_path('stdlib')}/wsgiref", True)]
+)
+def test_a_home_below_usr_is_not_seen_or_python_is_refused(
+    below: str, sees: bool, tmp_path: Path
+) -> None:
+    """In a mount namespace of its own, with an empty file system over a folder that nothing here
+    needs.
+    """
     home = f"{below}/ft"
-    source = f"def grade(sample, item): return float(open('{home}/credentials').read() == 'the key')"
+    source = (
+        f"def grade(sample, item): return float(open('{home}/credentials').read() == 'the key')"
+    )
     program = f"""
         import os, pathlib
         from ft_service.graders.grades import Sample
@@ -257,12 +295,25 @@ def test_a_home_below_usr_is_not_seen_or_python_is_refused(below: str, sees: boo
     mount = f'mount -t tmpfs none {below} && exec "$0" "$1"'
     environment = {name: value for name, value in os.environ.items() if not name.startswith("FT_")}
     environment["PYTHONPATH"] = str(Path(python_fence.__file__).parents[2])
-    command = ["unshare", "--map-root-user", "--mount", "sh", "-c", mount, sys.executable, str(tmp_path / "program.py")]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=HANG_SECONDS)
+    command = [
+        "unshare",
+        "--map-root-user",
+        "--mount",
+        "sh",
+        "-c",
+        mount,
+        sys.executable,
+        str(tmp_path / "program.py"),
+    ]
+    done = subprocess.run(
+        command, env=environment, capture_output=True, text=True, timeout=HANG_SECONDS
+    )
     said = done.stdout.splitlines()
     assert done.returncode == 0, done.stderr
     if sees:
-        assert said[0].startswith("not_available grader: a grader of type 'python' is not available: ")
+        assert said[0].startswith(
+            "not_available grader: a grader of type 'python' is not available: "
+        )
         assert "it would show FT_HOME" in said[0]
         assert home not in said[0]
         assert said[1:] == ["0.0 python_grader_server_error"]
@@ -271,7 +322,8 @@ def test_a_home_below_usr_is_not_seen_or_python_is_refused(below: str, sees: boo
 
 
 def test_what_lies_in_a_folder_that_graders_see_is_found_behind_links(tmp_path: Path) -> None:
-    seen, elsewhere = tmp_path / "lib", tmp_path / "elsewhere"
+    seen = tmp_path / "lib"
+    elsewhere = tmp_path / "elsewhere"
     (seen / "state").mkdir(parents=True)
     elsewhere.mkdir()
     (elsewhere / "link").symlink_to(seen / "state")

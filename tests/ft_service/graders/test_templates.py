@@ -1,4 +1,6 @@
-"""Templates of graders: what they may name, and hostile ones, which take no more time than their length says."""
+"""Templates of graders: what they may name, and hostile ones, which take no more time than their
+length says.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +23,10 @@ CASE = Case(Sample('{"a": [1, {"b": "é"}]}', (CALL,)), {"x": {"y": [None, 2.5]}
         ("{{sample.output_json.a[1].b}}", "é"),
         ("{{sample.output_json}}", '{"a": [1, {"b": "é"}]}'),
         ("{{sample.output_tools[0].function.name}}", "add"),
-        ("{{sample.choices[0].message.tool_calls[0].id}} {{sample.choices[0].finish_reason}}", "c1 stop"),
+        (
+            "{{sample.choices[0].message.tool_calls[0].id}} {{sample.choices[0].finish_reason}}",
+            "c1 stop",
+        ),
         ("{ {item.name} } {{", "{ {item.name} } {{"),
         ("}} {{item.name}}", "}} Ann"),
         ("", ""),
@@ -34,8 +39,21 @@ def test_values_are_filled_in(template: str, text: str) -> None:
 @pytest.mark.parametrize(
     "template",
     [
-        *("{{}}", "{{item}}", "{{sample}}", "{{sample.tokens}}", "{{sample.output_text.x}}", "{{item.__class__()}}"),
-        *("{{item.x | upper}}", "{{ item['x'] }}", "{{item[" + "9" * 5000 + "]}}", "{{{item.x}}}", "{{item.x\0}}"),
+        *(
+            "{{}}",
+            "{{item}}",
+            "{{sample}}",
+            "{{sample.tokens}}",
+            "{{sample.output_text.x}}",
+            "{{item.__class__()}}",
+        ),
+        *(
+            "{{item.x | upper}}",
+            "{{ item['x'] }}",
+            "{{item[" + "9" * 5000 + "]}}",
+            "{{{item.x}}}",
+            "{{item.x\0}}",
+        ),
     ],
 )
 def test_what_names_nothing_is_refused(template: str) -> None:
@@ -61,8 +79,16 @@ def test_what_is_not_there_is_an_error_of_its_kind(template: str, kind: str) -> 
 
 @pytest.mark.timeout(20)
 def test_hostile_templates_take_no_more_time_than_their_length() -> None:
-    """A pattern that tries every pair of braces, or every split of white space, would take hours."""
-    for template in ("{{" * 8192, "{{" + " " * 16_000, "{{" + " " * 16_000 + "x", "{{ item.a" + ".a" * 8000, "}}" * 8192):
+    """A pattern that tries every pair of braces, or every split of white space, would take
+    hours.
+    """
+    for template in (
+        "{{" * 8192,
+        "{{" + " " * 16_000,
+        "{{" + " " * 16_000 + "x",
+        "{{ item.a" + ".a" * 8000,
+        "}}" * 8192,
+    ):
         assert filled(template, CASE) == template
     for template in ("{{" + " " * 8000 + "item.name" + " " * 8000 + "}}", "{{item.name}}" * 1200):
         assert "Ann" in filled(template, CASE)

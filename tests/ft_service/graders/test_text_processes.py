@@ -28,7 +28,8 @@ from ft_service.shared_work.places import Kind, Outcome
 from tests.support.attempts import wait_for
 from tests.support.graders import case, grader, multi
 
-ANSWER, ITEM = "{{sample.output_text}}", "{{item.a}}"
+ANSWER = "{{sample.output_text}}"
+ITEM = "{{item.a}}"
 LONG = " ".join(f"{number:x}" for number in range(14_000))[:MOST_COMPARED]
 SLOW: Work = (compare(ANSWER, ITEM, "fuzzy_match"), case(LONG, {"a": LONG[::-1]}))
 """A comparison that takes about a tenth of a second in one piece of C code."""
@@ -45,7 +46,12 @@ def processes() -> Iterator[TextProcesses]:
 
 def pids() -> list[int]:
     """The processes of this one that grade texts."""
-    found = subprocess.run(["ps", "--ppid", str(os.getpid()), "-o", "pid=,args="], capture_output=True, text=True, check=True)
+    found = subprocess.run(
+        ["ps", "--ppid", str(os.getpid()), "-o", "pid=,args="],
+        capture_output=True,
+        text=True,
+        check=True,
+    )
     return [int(line.split()[0]) for line in found.stdout.splitlines() if "text_program" in line]
 
 
@@ -62,10 +68,19 @@ def test_rewards_are_those_of_the_same_functions_here(processes: TextProcesses) 
         {"a": "x", "b": LONG[:999]},
     ]
     tools = ({"id": "c", "function": {"name": "f"}},)
-    cases = [Case(Sample(answer, tools), item) for item in items for answer in ("the cat", "四十二")]
-    near = [grader(type="text_similarity", **templates, evaluation_metric=metric) for metric in SIMILARITIES]
-    checks = [grader(**templates, operation=operation) for operation in ("eq", "ne", "like", "ilike")]
-    formulas = [multi(formula) for formula in ("same + near / 3", "1 / same", "10 ^ 13 * near", "log(near)")]
+    cases = [
+        Case(Sample(answer, tools), item) for item in items for answer in ("the cat", "四十二")
+    ]
+    near = [
+        grader(type="text_similarity", **templates, evaluation_metric=metric)
+        for metric in SIMILARITIES
+    ]
+    checks = [
+        grader(**templates, operation=operation) for operation in ("eq", "ne", "like", "ilike")
+    ]
+    formulas = [
+        multi(formula) for formula in ("same + near / 3", "1 / same", "10 ^ 13 * near", "log(near)")
+    ]
     for own in (*near, *checks, *formulas):
         found = grade_all(own, cases, GraderContext(project="a", texts=processes))
         here = [grade_text(own, one) for one in cases]
@@ -75,7 +90,9 @@ def test_rewards_are_those_of_the_same_functions_here(processes: TextProcesses) 
 def test_the_worst_grader_takes_no_time_of_this_process(processes: TextProcesses) -> None:
     metrics = ["rouge_l", "fuzzy_match", "bleu", "gleu"]
     own = {"type": "text_similarity", "name": "x", "input": ANSWER, "reference": ITEM}
-    graders = {f"g{number}": {**own, "evaluation_metric": metrics[number % 4]} for number in range(16)}
+    graders = {
+        f"g{number}": {**own, "evaluation_metric": metrics[number % 4]} for number in range(16)
+    }
     worst = grader(type="multi", graders=graders, calculate_output=" + ".join(graders))
     context = GraderContext(project="a", texts=processes)
     grade_all(multi("same"), [case("four")], context)  # the process is there
@@ -98,11 +115,15 @@ for metric in ("fuzzy_match", "rouge_l", "bleu"):
     print(grade(grader, Sample("abcd"), {}, GraderContext(project="p")).reward)
 print([name for name in ("rapidfuzz", "sacrebleu") if name in sys.modules])
 """
-    ended = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    ended = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, check=True
+    )
     assert ended.stdout.split("\n")[:4] == ["0.75", "0.0", "0.0", "[]"]
 
 
-def test_a_process_that_is_killed_gives_the_right_reward_after_all(processes: TextProcesses) -> None:
+def test_a_process_that_is_killed_gives_the_right_reward_after_all(
+    processes: TextProcesses,
+) -> None:
     work = [SLOW] * 6
     right = values(processes.carry_out("a", work[:1])) * 6
     [first] = pids()
@@ -143,7 +164,9 @@ def test_a_task_whose_process_is_always_killed_is_later_and_never_a_grade(
     assert values(processes.carry_out("a", [QUICK])) == [1.0]
 
 
-def test_a_program_that_cannot_start_is_later(processes: TextProcesses, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_program_that_cannot_start_is_later(
+    processes: TextProcesses, monkeypatch: pytest.MonkeyPatch
+) -> None:
     broken = replace(text_processes.PROGRAM, command=(sys.executable, "-c", "raise SystemExit(1)"))
     monkeypatch.setattr(text_processes, "PROGRAM", broken)
     with pytest.raises(UnavailableError):
@@ -170,7 +193,8 @@ text_program.CPU_SECONDS = 1
 
 def with_changes(source: str) -> Program:
     """The program, after lines of Python."""
-    imports, main = "import sys\nfrom ft_service.graders import similarities, text_program", "text_program.main"
+    imports = "import sys\nfrom ft_service.graders import similarities, text_program"
+    main = "text_program.main"
     command = f"{imports}\n{source}\n{main}(sys.stdin.buffer, sys.stdout.buffer)"
     return replace(text_processes.PROGRAM, command=(sys.executable, "-c", command))
 
@@ -180,9 +204,19 @@ def test_texts_beyond_a_limit_are_an_error_of_their_case_alone(
 ) -> None:
     monkeypatch.setattr(text_processes, "PROGRAM", with_changes(HOSTILE))
     answers = ["fine", "cpu", "fine", "memory", "crash", "exit", "fine"]
-    results = processes.carry_out("a", [(compare(ANSWER, "", "hostile"), case(answer)) for answer in answers])
+    results = processes.carry_out(
+        "a", [(compare(ANSWER, "", "hostile"), case(answer)) for answer in answers]
+    )
     kinds = [result.error.kind if result.error else result.value for result in results]
-    assert kinds == [0.5, "unresponsive_reward_error", 0.5, "other_error", "other_error", "other_error", 0.5]
+    assert kinds == [
+        0.5,
+        "unresponsive_reward_error",
+        0.5,
+        "other_error",
+        "other_error",
+        "other_error",
+        0.5,
+    ]
     assert processes.losses.total == 0
 
 
@@ -213,7 +247,9 @@ def test_projects_alternate(processes: TextProcesses, monkeypatch: pytest.Monkey
     assert processes.places.cpu_seconds["a"] > processes.places.cpu_seconds["b"]
 
 
-def test_what_is_filled_in_or_written_is_limited_and_comes_back_as_it_is(processes: TextProcesses) -> None:
+def test_what_is_filled_in_or_written_is_limited_and_comes_back_as_it_is(
+    processes: TextProcesses,
+) -> None:
     odd = case('{"a": "\\ud83d"}', {"x": {"y": [1.0, None]}, "b": "\ud83d\n\0 é"})
     written, filled, long = processes.carry_out(
         "a",
@@ -235,7 +271,9 @@ def test_what_is_filled_in_or_written_is_limited_and_comes_back_as_it_is(process
     assert nested.error.kind == "sample_parse_error"
 
 
-def test_a_process_without_work_ends(processes: TextProcesses, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_process_without_work_ends(
+    processes: TextProcesses, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(text_processes, "IDLE_SECONDS", 0.01)
     processes.carry_out("a", [QUICK])
     wait_for(lambda: not pids())

@@ -51,7 +51,10 @@ def test_no_similarity_is_above_that_of_equal_texts(metric: str, text: str) -> N
     ],
 )
 def test_string_checks(operation: str, answer: str, reward: float) -> None:
-    graded = grade_text(grader(input="{{sample.output_text}}", reference="four", operation=operation), case(answer, {}))
+    graded = grade_text(
+        grader(input="{{sample.output_text}}", reference="four", operation=operation),
+        case(answer, {}),
+    )
     assert (graded.reward, graded.errors) == (reward, {})
 
 
@@ -94,14 +97,19 @@ def test_a_formula_of_anything_else_is_refused(formula: str) -> None:
 def test_a_formula_without_a_value_is_an_error_of_the_answer() -> None:
     for formula in ("1 / same", "exp(1000 * near)", "sqrt(-near)"):
         check_grader(multi(formula))
-        assert grade_text(multi(formula), case("is Four", {})).errors.keys() == {"formula_parse_error"}
+        assert grade_text(multi(formula), case("is Four", {})).errors.keys() == {
+            "formula_parse_error"
+        }
 
 
 def test_a_reward_that_ranks_could_not_train_on_is_an_error() -> None:
     for formula in ("exp(500 * near)", "-exp(500 * near)", "10 ^ 12 + near"):
         graded = grade_text(multi(formula), case("is Four", {}))
         assert (graded.reward, graded.errors.keys()) == (0.0, {"other_error"})
-    rewards = [grade_text(multi(formula), case("is Four", {})).reward for formula in ("10 ^ 12", "-10 ^ 12")]
+    rewards = [
+        grade_text(multi(formula), case("is Four", {})).reward
+        for formula in ("10 ^ 12", "-10 ^ 12")
+    ]
     assert rewards == [MOST_REWARD, -MOST_REWARD]
     trained = [*advantages(rewards, "none"), *advantages([*rewards, 0.0], "group")]
     assert np.isfinite(np.asarray(trained, np.float32)).all()
@@ -113,9 +121,13 @@ def test_what_a_template_names_must_be_there() -> None:
         ("{{ item.a[3] }}", "invalid_variable_error"),
         ("{{ sample.output_json.a }}", "sample_parse_error"),
     ):
-        graded = grade_text(grader(input=text, reference="x", operation="ne"), case("no JSON", {"a": [1]}))
+        graded = grade_text(
+            grader(input=text, reference="x", operation="ne"), case("no JSON", {"a": [1]})
+        )
         assert (graded.reward, graded.errors.keys()) == (0.0, {error})
-    nested = grader(input="{{item.a[0].b}}/{{ sample.output_json.c }}", reference="1/[2]", operation="eq")
+    nested = grader(
+        input="{{item.a[0].b}}/{{ sample.output_json.c }}", reference="1/[2]", operation="eq"
+    )
     assert grade_text(nested, case('{"c": [2]}', {"a": [{"b": 1}]})).reward == 1
     for text in ("{{ prompt }}", "{{ sample.tokens }}", "{{ item }}", "{{ item.__class__() }}"):
         with pytest.raises(ValueError, match="names nothing"):
@@ -124,7 +136,10 @@ def test_what_a_template_names_must_be_there() -> None:
 
 def test_texts_that_would_take_minutes_are_not_compared() -> None:
     near = grader(
-        type="text_similarity", input="{{ sample.output_text }}", reference="{{ item.a }}", evaluation_metric="rouge_l"
+        type="text_similarity",
+        input="{{ sample.output_text }}",
+        reference="{{ item.a }}",
+        evaluation_metric="rouge_l",
     )
     longest = "a b " * (MOST_COMPARED // 4)
     assert grade_text(near, case(longest, {"a": longest})).reward == 1

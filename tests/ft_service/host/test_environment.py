@@ -12,8 +12,20 @@ from tests.support.secrets import SECRETS
 
 ROOT = Path(__file__).parents[3]
 USEFUL = {
-    **{"PATH": "/bin", "HOME": "/h", "LC_ALL": "C", "LD_LIBRARY_PATH": "/l", "FT_CACHE": "/c", "FT_TOKENS": ""},
-    **{"CUDA_VISIBLE_DEVICES": "1", "NCCL_SOCKET_IFNAME": "eth1", "OMP_NUM_THREADS": "7", "PYTORCH_ALLOC_CONF": "a"},
+    **{
+        "PATH": "/bin",
+        "HOME": "/h",
+        "LC_ALL": "C",
+        "LD_LIBRARY_PATH": "/l",
+        "FT_CACHE": "/c",
+        "FT_TOKENS": "",
+    },
+    **{
+        "CUDA_VISIBLE_DEVICES": "1",
+        "NCCL_SOCKET_IFNAME": "eth1",
+        "OMP_NUM_THREADS": "7",
+        "PYTORCH_ALLOC_CONF": "a",
+    },
     **{"ATEN_CPU_CAPABILITY": "avx2", "ONEDNN_MAX_CPU_ISA": "AVX2"},
     **{"TOKENIZERS_PARALLELISM": "false", "POD_IP": "10.0.0.1"},
 }
@@ -22,7 +34,13 @@ WITHOUT = {
     "workers/output/outcome.py": "a child of a rank",
 }
 """Modules that start a process with their own environment, and which."""
-STARTS = {"subprocess.Popen", "subprocess.run", "subprocess.check_output", "subprocess.call", "subprocess.check_call"}
+STARTS = {
+    "subprocess.Popen",
+    "subprocess.run",
+    "subprocess.check_output",
+    "subprocess.call",
+    "subprocess.check_call",
+}
 
 
 def test_what_steers_workers_is_passed_on_and_nothing_else() -> None:
@@ -32,7 +50,12 @@ def test_what_steers_workers_is_passed_on_and_nothing_else() -> None:
 
 
 def test_a_beginning_that_is_listed_does_not_pass_a_secret() -> None:
-    named = {"NCCL_AUTH_TOKEN": "s", "CUDA_SECRET": "s", "PYTHON_KEYRING_PASSWORD": "s", "OMP_PLACES": "cores"}
+    named = {
+        "NCCL_AUTH_TOKEN": "s",
+        "CUDA_SECRET": "s",
+        "PYTHON_KEYRING_PASSWORD": "s",
+        "OMP_PLACES": "cores",
+    }
     assert child_environment(named) == {"OMP_PLACES": "cores"}
 
 
@@ -51,9 +74,16 @@ def test_the_operator_names_more(asked: str) -> None:
 
 
 def test_no_secret_of_the_settings_is_passed_on() -> None:
-    secret = {name for name, field in Settings.model_fields.items() if "SecretStr" in str(field.annotation)}
+    secret = {
+        name
+        for name, field in Settings.model_fields.items()
+        if "SecretStr" in str(field.annotation)
+    }
     assert secret
-    named = {f"FT_{name.upper()}": "s" for name in secret | {"database_url", "mlflow_tracking_uri", "trackio_url"}}
+    named = {
+        f"FT_{name.upper()}": "s"
+        for name in secret | {"database_url", "mlflow_tracking_uri", "trackio_url"}
+    }
     assert child_environment(named) == {}
     assert SecretStr not in (type(value) for value in dict(Settings(home=Path("/ft"))).values())
 

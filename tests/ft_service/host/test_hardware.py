@@ -49,7 +49,9 @@ def test_gpus_are_those_that_cuda_may_see(
         (None, 0, 1, 1, 1),
     ],
 )
-def test_gpus_are_those_that_pytorch_was_built_for(build: str | None, nvidia: int, wsl: int, amd: int, gpus: int) -> None:
+def test_gpus_are_those_that_pytorch_was_built_for(
+    build: str | None, nvidia: int, wsl: int, amd: int, gpus: int
+) -> None:
     assert counted_gpus(build, nvidia, wsl, amd) == gpus
 
 
@@ -69,16 +71,22 @@ def test_what_pytorch_was_built_for_is_read_from_its_files(version: str, build: 
 def test_the_installed_pytorch_says_the_same() -> None:
     import torch
 
-    assert torch_build() == ("hip" if torch.version.hip else "cuda" if torch.version.cuda else "cpu")
+    assert torch_build() == (
+        "hip" if torch.version.hip else "cuda" if torch.version.cuda else "cpu"
+    )
 
 
 def kfd_nodes(folder: Path) -> Path:
-    """What AMD's driver lists on a host with two processors and three GPUs, of which a container may use two."""
+    """What AMD's driver lists on a host with two processors and three GPUs, of which a container
+    may use two.
+    """
     for number, gpu_id in enumerate((0, 0, 51109, 28323, 7)):
         (folder / str(number)).mkdir(parents=True)
         (folder / str(number) / "gpu_id").write_text(f"{gpu_id}\n")
         simds = 1216 if gpu_id else 0
-        (folder / str(number) / "properties").write_text(f"cpu_cores_count {0 if gpu_id else 96}\nsimd_count {simds}\n")
+        (folder / str(number) / "properties").write_text(
+            f"cpu_cores_count {0 if gpu_id else 96}\nsimd_count {simds}\n"
+        )
     (folder / "4" / "properties").unlink()
     (folder / "4" / "properties").mkdir()  # reading it fails, as it does there
     return folder
@@ -99,7 +107,11 @@ def test_amd_gpus_are_the_nodes_that_compute_and_can_be_read(tmp_path: Path) -> 
     ],
 )
 def test_rocm_s_gpus_are_counted(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, variables: dict[str, str], name: str, gpus: list[str]
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    variables: dict[str, str],
+    name: str,
+    gpus: list[str],
 ) -> None:
     devices = tmp_path / "dev"
     devices.mkdir()
@@ -114,9 +126,14 @@ def test_rocm_s_gpus_are_counted(
     assert visible_gpus(devices) == gpus
 
 
-def test_gpus_of_wsl2_are_those_that_nvidia_smi_lists(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_gpus_of_wsl2_are_those_that_nvidia_smi_lists(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     program = tmp_path / "nvidia-smi"
-    program.write_text("#!/bin/sh\ntest $1 = --query-gpu=name && echo 'NVIDIA GeForce RTX 3090' && echo 'NVIDIA RTX A6000'\n")
+    program.write_text(
+        "#!/bin/sh\ntest $1 = --query-gpu=name && echo 'NVIDIA GeForce RTX 3090' && echo 'NVIDIA "
+        "RTX A6000'\n"
+    )
     program.chmod(0o755)
     assert wsl_models(program) == ("NVIDIA GeForce RTX 3090", "NVIDIA RTX A6000")
     assert wsl_models(tmp_path / "absent") == ()
@@ -184,18 +201,24 @@ def test_available_memory_is_what_the_containers_limit_leaves(tmp_path: Path) ->
 
 
 def test_available_memory_within_a_limit_of_the_older_control_groups(tmp_path: Path) -> None:
-    meminfo, group = tmp_path / "meminfo", tmp_path / "memory"
+    meminfo = tmp_path / "meminfo"
+    group = tmp_path / "memory"
     meminfo.write_text("MemAvailable: 64 kB\n")
     group.mkdir()
     (group / "memory.usage_in_bytes").write_text("40000\n")
-    (group / "memory.stat").write_text("active_file 1\ntotal_active_file 6000\ntotal_inactive_file 4000\n")
+    (group / "memory.stat").write_text(
+        "active_file 1\ntotal_active_file 6000\ntotal_inactive_file 4000\n"
+    )
     for limit, available in {50_000: 20_000, 2**63 - 4096: 65_536}.items():
         (group / "memory.limit_in_bytes").write_text(f"{limit}\n")
         assert available_memory(meminfo, tmp_path) == available
 
 
-def test_kills_for_want_of_memory_are_those_of_the_own_group_or_else_of_the_host(tmp_path: Path) -> None:
-    listed, counters = tmp_path / "cgroup", tmp_path / "vmstat"
+def test_kills_for_want_of_memory_are_those_of_the_own_group_or_else_of_the_host(
+    tmp_path: Path,
+) -> None:
+    listed = tmp_path / "cgroup"
+    counters = tmp_path / "vmstat"
     counters.write_text("nr_free_pages 1\noom_kill 7\n")
     group = tmp_path / "system.slice/ft.service"
     group.mkdir(parents=True)
@@ -203,7 +226,11 @@ def test_kills_for_want_of_memory_are_those_of_the_own_group_or_else_of_the_host
     assert memory_kills(group, tmp_path / "absent") == 0
     (group / "memory.events").write_text("low 0\noom 3\noom_kill 2\n")
     assert memory_kills(group, counters) == 2
-    for text, own in {"0::/system.slice/ft.service\n": group, "0::/gone\n": tmp_path, "1:memory:/a\n": tmp_path}.items():
+    for text, own in {
+        "0::/system.slice/ft.service\n": group,
+        "0::/gone\n": tmp_path,
+        "1:memory:/a\n": tmp_path,
+    }.items():
         listed.write_text(text)
         assert own_group(tmp_path, listed) == own
     assert memory_kills() >= 0, "this host's"

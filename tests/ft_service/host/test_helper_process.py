@@ -28,7 +28,9 @@ def program(code: str, **options: object) -> Program:
     return Program(command=(sys.executable, "-c", code), **options)  # pyright: ignore[reportArgumentType]
 
 
-def failure_of(code: str, request: object = None, seconds: float | None = 30.0, **options: object) -> HelperFailed:
+def failure_of(
+    code: str, request: object = None, seconds: float | None = 30.0, **options: object
+) -> HelperFailed:
     with pytest.raises(HelperFailed) as error:
         run_once(program(code, **options), request, seconds=seconds)
     return error.value
@@ -63,7 +65,10 @@ def test_a_helper_that_hangs_is_ended_within_its_time() -> None:
 
 
 def test_a_helper_that_does_not_read_its_request_is_ended_within_its_time() -> None:
-    assert failure_of("import time; time.sleep(600)", "x" * 3_000_000, seconds=1.0).failure is Failure.TIME
+    assert (
+        failure_of("import time; time.sleep(600)", "x" * 3_000_000, seconds=1.0).failure
+        is Failure.TIME
+    )
 
 
 def test_a_helper_that_prints_for_ever_is_ended_within_its_time() -> None:
@@ -101,7 +106,12 @@ def test_a_helper_that_takes_too_much_processor_time_is_ended_and_says_so() -> N
 
 
 def test_what_is_below_the_limit_on_memory_is_not_refused() -> None:
-    assert run_once(program("held = bytearray(2**27); print('{}')", memory_bytes=256 * 2**20), seconds=30) == {}
+    assert (
+        run_once(
+            program("held = bytearray(2**27); print('{}')", memory_bytes=256 * 2**20), seconds=30
+        )
+        == {}
+    )
 
 
 def test_a_helper_that_prints_no_json_is_told_by_what_it_printed() -> None:
@@ -156,7 +166,10 @@ sys.exit(5)
 
 
 def test_a_refusal_is_raised_as_the_request_s_fault() -> None:
-    code = 'import sys; print(\'{"error": "no such base", "code": "missing", "param": "model"}\'); sys.exit(64)'
+    code = (
+        'import sys; print(\'{"error": "no such base", "code": "missing", "param": '
+        '"model"}\'); sys.exit(64)'
+    )
     with pytest.raises(SpecError, match="no such base") as error:
         run_once(program(code), seconds=30)
     assert (error.value.code, error.value.param) == ("missing", "model")
@@ -201,7 +214,9 @@ def test_one_that_is_no_longer_used_is_ended() -> None:
     wait_for(lambda: not processes.is_alive(process))
 
 
-def test_one_that_a_thread_waits_for_is_killed_at_exit_and_that_is_what_the_thread_is_told(tmp_path: Path) -> None:
+def test_one_that_a_thread_waits_for_is_killed_at_exit_and_that_is_what_the_thread_is_told(
+    tmp_path: Path,
+) -> None:
     script = """
 import atexit, os, sys, threading, time
 from ft_service.host.helper_process import HelperFailed, Program, run_once
@@ -220,7 +235,12 @@ threading.Thread(target=wait, daemon=True).start()
 while not os.path.exists(sys.argv[1]):
     time.sleep(0.1)
 """
-    ended = subprocess.run([sys.executable, "-c", script, str(tmp_path / "runs")], capture_output=True, text=True, timeout=120)
+    ended = subprocess.run(
+        [sys.executable, "-c", script, str(tmp_path / "runs")],
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
     assert (ended.stdout, ended.stderr) == ("killed\n", "")
 
 
@@ -267,7 +287,9 @@ thread.join()
 print(*(helper.pid for helper in helpers), flush=True)
 input()
 """
-    with subprocess.Popen([sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE) as parent:
+    with subprocess.Popen(
+        [sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE
+    ) as parent:
         assert parent.stdout is not None
         children = [processes.of(int(pid)) for pid in parent.stdout.readline().split()]
         assert len(children) == 2
@@ -284,11 +306,16 @@ def test_secrets_of_the_environment_do_not_reach_it(monkeypatch: pytest.MonkeyPa
     assert "SOME_API_KEY" not in plain
     assert "HTTPS_PROXY" not in plain
     assert plain["OURS"] == "1"
-    assert run_once(program(code, needs=("HTTPS_PROXY",)), seconds=30)["HTTPS_PROXY"] == "http://proxy"
+    assert (
+        run_once(program(code, needs=("HTTPS_PROXY",)), seconds=30)["HTTPS_PROXY"] == "http://proxy"
+    )
 
 
 def test_it_gives_way_to_others() -> None:
-    code = "import json, os; print(json.dumps([os.nice(0), open('/proc/self/oom_score_adj').read().strip()]))"
+    code = (
+        "import json, os; print(json.dumps([os.nice(0), "
+        "open('/proc/self/oom_score_adj').read().strip()]))"
+    )
     nice, score = run_once(program(code, niceness=7, expendable=True), seconds=30)
     assert nice == min(19, os.nice(0) + 7)
     assert score == "1000"

@@ -40,13 +40,16 @@ def test_a_home_where_a_file_is_is_refused_with_its_setting(
     (tmp_path / "file").touch()
     monkeypatch.setenv("FT_HOME", str(tmp_path / home))
     assert run(["keys", "list"]) == 64
-    assert f"The folder {tmp_path / home} cannot be made: there is a file on its path. Name another (FT_HOME)." in (
-        capsys.readouterr().err
+    assert (
+        f"The folder {tmp_path / home} cannot be made: there is a file on its path. Name another "
+        "(FT_HOME)." in (capsys.readouterr().err)
     )
 
 
 @pytest.mark.parametrize("command", [["keys", "list"], ["serve", "--port", "0"]])
-def test_a_home_of_somebody_else_is_refused_with_its_owner(command: list[str], tmp_path: Path) -> None:
+def test_a_home_of_somebody_else_is_refused_with_its_owner(
+    command: list[str], tmp_path: Path
+) -> None:
     home = tmp_path / "home"
     home.mkdir(mode=0o500)
     environment = {**os.environ, "FT_HOME": str(home), "FT_MODELS": "", "COLUMNS": "80"}
@@ -62,7 +65,10 @@ def test_a_home_of_somebody_else_is_refused_with_its_owner(command: list[str], t
         timeout=60,
     )
     user = name_of(os.geteuid())
-    assert (done.returncode, f"{home} is not for {user}: it belongs to {user} and has mode 0500." in done.stderr) == (64, True)
+    assert (
+        done.returncode,
+        f"{home} is not for {user}: it belongs to {user} and has mode 0500." in done.stderr,
+    ) == (64, True)
 
 
 @pytest.mark.parametrize("open_mode", [0o755, 0o750, 0o701])
@@ -82,7 +88,9 @@ def test_the_database_is_its_owners_alone_wherever_it_lies(tmp_path: Path) -> No
     assert [mode(tmp_path / "new"), mode(tmp_path / "new" / "ft.db")] == [0o700, 0o600]
 
 
-def test_a_command_that_keeps_something_makes_the_home_private(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_command_that_keeps_something_makes_the_home_private(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     home = tmp_path / "home"
     monkeypatch.setenv("FT_HOME", str(home))
     assert run(["keys", "create", "--scope", "read", "--json"]) == 0

@@ -12,7 +12,10 @@ from ft_service.host import processes
 from ft_service.host.lifetime import RANKS_LOCK, SUPERVISOR_PID, is_locked, try_lock, wait_unlocked
 from tests.support.attempts import wait_for
 
-TIED = "from ft_service.host.lifetime import *; die_with_parent({}); print('tied', flush=True); input()"
+TIED = (
+    "from ft_service.host.lifetime import *; die_with_parent({}); print('tied', flush=True); "
+    "input()"
+)
 PARENT = """
 import subprocess, sys, time
 child = subprocess.Popen([sys.executable, *sys.argv[1:]], stdin=subprocess.PIPE, stdout=subprocess.PIPE)
@@ -49,7 +52,9 @@ def test_a_process_whose_parent_is_gone_already_does_not_go_on() -> None:
 
 @pytest.mark.parametrize("module", ["workers.train", "workers.engine"])
 def test_a_rank_dies_with_its_parent_while_torch_is_imported(module: str, tmp_path: Path) -> None:
-    (tmp_path / "torch.py").write_text("import time; print('importing', flush=True); time.sleep(600)")
+    (tmp_path / "torch.py").write_text(
+        "import time; print('importing', flush=True); time.sleep(600)"
+    )
     path = f"{tmp_path}{os.pathsep}{Path(__file__).parents[3]}"
     with python(PARENT, "-m", module, str(tmp_path), "1", PYTHONPATH=path) as parent:
         assert parent.stdout is not None
@@ -74,7 +79,10 @@ def test_a_rank_whose_torchrun_was_replaced_by_init_does_not_go_on() -> None:
 
 def test_the_rank_lock_is_shared_and_freed_by_death(tmp_path: Path) -> None:
     lock = tmp_path / RANKS_LOCK
-    holding = "import sys; from ft_service.host.lifetime import *; hold_rank_lock(sys.argv[1]); print(flush=True); input()"
+    holding = (
+        "import sys; from ft_service.host.lifetime import *; hold_rank_lock(sys.argv[1]); "
+        "print(flush=True); input()"
+    )
     assert not is_locked(lock)
     with python(holding, str(tmp_path)) as one, python(holding, str(tmp_path)) as other:
         for rank in (one, other):
@@ -91,7 +99,10 @@ def test_the_rank_lock_is_shared_and_freed_by_death(tmp_path: Path) -> None:
 
 
 def test_ranks_need_nothing_but_the_standard_library_for_it() -> None:
-    code = "import sys; before = set(sys.modules); import ft_service.host.lifetime; print(*(set(sys.modules) - before))"
+    code = (
+        "import sys; before = set(sys.modules); import ft_service.host.lifetime; "
+        "print(*(set(sys.modules) - before))"
+    )
     with python(code) as process:
         assert process.stdout is not None
         loaded = {name.partition(".")[0] for name in process.stdout.read().decode().split()}

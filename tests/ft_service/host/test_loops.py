@@ -26,7 +26,8 @@ class Stop(threading.Event):
 
 
 def test_work_is_done_until_the_stop() -> None:
-    stop, done = Stop(3), list[int]()
+    stop = Stop(3)
+    done = list[int]()
     every(2.0, lambda: done.append(1), stop, "counting")
     assert len(done) == 3
     assert stop.pauses == [2.0, 2.0, 2.0]
@@ -38,8 +39,11 @@ def test_nothing_is_done_after_the_stop() -> None:
     every(2.0, lambda: pytest.fail("it was stopped before"), stop, "counting")
 
 
-def test_errors_are_logged_and_lengthen_the_pause_until_one_turn_is_without(caplog: pytest.LogCaptureFixture) -> None:
-    stop, turns = Stop(10), iter([True] * 7 + [False, True, False])
+def test_errors_are_logged_and_lengthen_the_pause_until_one_turn_is_without(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    stop = Stop(10)
+    turns = iter([True] * 7 + [False, True, False])
 
     def work() -> None:
         if next(turns):
@@ -72,8 +76,13 @@ def test_what_is_away_is_logged_without_a_trace(caplog: pytest.LogCaptureFixture
     assert "the database is away" in caplog.text
 
 
-def test_an_items_error_is_logged_and_what_is_away_or_a_mistake_is_raised(caplog: pytest.LogCaptureFixture) -> None:
-    for error in (OSError(13, "Permission denied", "/a"), NotFoundError("There is no job ftjob-1.")):
+def test_an_items_error_is_logged_and_what_is_away_or_a_mistake_is_raised(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    for error in (
+        OSError(13, "Permission denied", "/a"),
+        NotFoundError("There is no job ftjob-1."),
+    ):
         with log_errors("removing run 7"):
             raise error
     assert [record.getMessage() for record in caplog.records] == [

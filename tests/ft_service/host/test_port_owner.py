@@ -38,7 +38,12 @@ def port_of_a_server(tmp_path: Path) -> Iterator[tuple[int, int]]:
     environment = {"FT_HOME": "state", "HOME": "/nowhere"}
     command = [sys.executable, str(program), "serve"]
     with subprocess.Popen(
-        command, cwd=tmp_path, env=environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+        command,
+        cwd=tmp_path,
+        env=environment,
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
     ) as process:
         assert process.stdout is not None
         yield int(process.stdout.readline()), process.pid

@@ -40,7 +40,9 @@ def test_a_zombie_is_gone(child: subprocess.Popen[bytes]) -> None:
         processes.of(child.pid)
 
 
-def test_another_process_with_the_same_id_is_neither_alive_nor_killed(child: subprocess.Popen[bytes]) -> None:
+def test_another_process_with_the_same_id_is_neither_alive_nor_killed(
+    child: subprocess.Popen[bytes],
+) -> None:
     identity = processes.of(child.pid)
     earlier = identity.model_copy(update={"start_ticks": identity.start_ticks - 1})
     assert processes.is_alive(earlier) is False
@@ -60,7 +62,11 @@ def test_processes_of_another_boot_are_gone_and_those_of_another_namespace_canno
 
 def test_a_command_name_with_parentheses_and_spaces_is_read_right() -> None:
     process = subprocess.Popen(
-        [sys.executable, "-c", "open('/proc/self/comm', 'w').write(') Z 1 (x'); print(flush=True); input()"],
+        [
+            sys.executable,
+            "-c",
+            "open('/proc/self/comm', 'w').write(') Z 1 (x'); print(flush=True); input()",
+        ],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
     )

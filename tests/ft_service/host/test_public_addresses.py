@@ -1,4 +1,6 @@
-"""Which addresses are public: every entry of IANA's registries by name, the same on every version of Python."""
+"""Which addresses are public: every entry of IANA's registries by name, the same on every version
+of Python.
+"""
 
 from __future__ import annotations
 
@@ -113,8 +115,13 @@ def test_every_network_of_the_lists_is_tried_to_its_ends() -> None:
             assert not is_public(network[0])
             assert not is_public(network[-1])
             tried = [ip_address(address) for address in NOT_PUBLIC]
-            assert any(address in network for address in tried if address.version == network.version), network
-    assert all(any(ip_address(address) in ip_network(network) for address in PUBLIC if ":" in address) for network in EMBEDDING)
+            assert any(
+                address in network for address in tried if address.version == network.version
+            ), network
+    assert all(
+        any(ip_address(address) in ip_network(network) for address in PUBLIC if ":" in address)
+        for network in EMBEDDING
+    )
 
 
 def test_what_pythons_own_list_says_makes_no_difference(monkeypatch: pytest.MonkeyPatch) -> None:

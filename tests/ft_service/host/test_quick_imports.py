@@ -21,13 +21,23 @@ print(gc.isenabled())
 
 
 def test_garbage_is_collected_again_once_all_is_imported() -> None:
-    done = subprocess.run([sys.executable, "-c", CODE], capture_output=True, text=True, timeout=60, check=True)
+    done = subprocess.run(
+        [sys.executable, "-c", CODE], capture_output=True, text=True, timeout=60, check=True
+    )
     assert done.stdout.splitlines() == ["False", "True True", "False", "True"]
 
 
 def test_every_process_that_begins_without_collecting_ends_so() -> None:
-    files = [path for folder in ("api", "ft_service", "workers") for path in (ROOT / folder).rglob("*.py")]
-    beginning = [text for path in files if "    begin_imports()\n" in (text := path.read_text()) and "def " not in path.name]
+    files = [
+        path
+        for folder in ("api", "ft_service", "workers")
+        for path in (ROOT / folder).rglob("*.py")
+    ]
+    beginning = [
+        text
+        for path in files
+        if "    begin_imports()\n" in (text := path.read_text()) and "def " not in path.name
+    ]
     starting = [text for text in beginning if 'if __name__ == "__main__":' in text]
     assert len(starting) >= 8
     assert all('if __name__ == "__main__":\n    end_imports()\n' in text for text in starting)

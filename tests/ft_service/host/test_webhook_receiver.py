@@ -36,6 +36,10 @@ def test_one_private_address_among_those_of_a_name_is_enough_to_refuse_it() -> N
     infos = [(2, 1, 6, "", (address, 443)) for address in ("93.184.215.14", "192.168.1.1")]
     assert address_of(receiver, infos[:1], allow_private=False) == "93.184.215.14"
     assert address_of(receiver, infos, allow_private=True) == "93.184.215.14"
-    with pytest.raises(NotPublicError, match="resolves to an address that is not public") as refused:
+    with pytest.raises(
+        NotPublicError, match="resolves to an address that is not public"
+    ) as refused:
         address_of(receiver, infos, allow_private=False)
-    assert "192.168" not in str(refused.value), "users do not learn addresses of the internal network"
+    assert "192.168" not in str(refused.value), (
+        "users do not learn addresses of the internal network"
+    )

@@ -27,7 +27,9 @@ def test_a_step_is_its_newest_attempts() -> None:
 
 def test_what_was_not_measured_is_left_out() -> None:
     curves = Curves()
-    curves.add(1, 1.0, {"step": 1, "total_steps": 2, "train_loss": 1.0, "tokens": 100, "step_seconds": 0.5})
+    curves.add(
+        1, 1.0, {"step": 1, "total_steps": 2, "train_loss": 1.0, "tokens": 100, "step_seconds": 0.5}
+    )
     curves.add(1, 2.0, {"step": 2, "total_steps": 2, "train_loss": 1.0, "valid_loss": 3.0})
     assert curves.series("valid_loss", 10).steps == [2]
     assert curves.series("tokens_per_second", 10).values == [200.0]

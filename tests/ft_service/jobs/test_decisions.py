@@ -32,7 +32,18 @@ from ft_service.jobs.decisions import (
 )
 from ft_service.jobs.queue_snapshot import LONGEST_WAIT_SECONDS, JobSize, QueuedJob
 from ft_service.jobs.reasons import Reason
-from ft_service.jobs.states import TERMINAL, Absent, Ended, Halt, Job, Observation, Phase, Running, State, Unknown
+from ft_service.jobs.states import (
+    TERMINAL,
+    Absent,
+    Ended,
+    Halt,
+    Job,
+    Observation,
+    Phase,
+    Running,
+    State,
+    Unknown,
+)
 from ft_service.jobs.user_actions import Verb, request
 from ft_service.rundir.attempt_outcome import exit_of
 from ft_service.rundir.documents import Desired, ErrorInfo, ExitReason
@@ -55,14 +66,17 @@ OBSERVATIONS: dict[str, Observation] = {
     "refused": Ended(exit_of(ExitReason.PERMANENT_ERROR, "")),
 }
 
-# Every job that can be (test_the_table_has_every_job_that_can_be), with every observation. Wish: `told` if the running attempt
-# knows it, `new` if not yet, `-` where that does not matter. A single word applies to all columns.
-#
+# Every job that can be (test_the_table_has_every_job_that_can_be), with every observation. Wish:
+# `told` if the running attempt knows it, `new` if not yet, `-` where that does not matter. A single
+# word applies to all columns.
 #   wait, validate, place, launch, signal, kill    the actions of those names
 #   training, queued, paused, succeeded, failed    the job becomes this
-#   again                                          it is queued with one more failure, after a back-off
-#   lost                                           it is queued with one more loss, after a pause, and no more failures
-#   later                                          it stays queued and is looked at again after a while
+# again                                          it is queued with one more failure, after a
+# back-off
+# lost                                           it is queued with one more loss, after a pause, and
+# no more failures
+# later                                          it stays queued and is looked at again after a
+# while
 #   over                                           a cancelled job's slots are free
 TABLE = """
 state/phase         desired wish | absent  young   alive    silent  unknown lost   done      stopped cancelled broken refused
@@ -113,7 +127,13 @@ def cells() -> Iterator[tuple[Row, str, str]]:
 
 def new_job(**changes: object) -> Job:
     job = Job(
-        id="ftjob-1", project_id="p", created_at=1.0, request={}, stored_spec=StoredSpec({}), state=State.VALIDATING, slots=2
+        id="ftjob-1",
+        project_id="p",
+        created_at=1.0,
+        request={},
+        stored_spec=StoredSpec({}),
+        state=State.VALIDATING,
+        slots=2,
     )
     return replace(job, **changes)
 
@@ -166,7 +186,9 @@ def test_decide(row: Row, seen: str, expected: str) -> None:
 
 
 def test_the_table_has_every_job_that_can_be() -> None:
-    """Let every verb and every observation happen to a job in every order: what comes about are the table's rows, no others."""
+    """Let every verb and every observation happen to a job in every order: what comes about are the
+    table's rows, no others.
+    """
     found: set[Row] = set()
     seen: set[tuple[object, ...]] = set()
     open_jobs = [new_job()]
@@ -196,7 +218,10 @@ def after_verbs(job: Job) -> Iterator[Job]:
 def after_action(job: Job, action: Action, now: float) -> list[Job]:
     match action:
         case Validate():
-            return [validated(job, None, now), validated(job, ErrorInfo(code="invalid_training_file", message="bad"), now)]
+            return [
+                validated(job, None, now),
+                validated(job, ErrorInfo(code="invalid_training_file", message="bad"), now),
+            ]
         case Place():
             return [placed(job, "host")]
         case Launch():
@@ -209,7 +234,9 @@ def after_action(job: Job, action: Action, now: float) -> list[Job]:
             return [job]
 
 
-@pytest.mark.parametrize("seen", [seen for seen in OBSERVATIONS if seen not in ("young", "alive", "silent")])
+@pytest.mark.parametrize(
+    "seen", [seen for seen in OBSERVATIONS if seen not in ("young", "alive", "silent")]
+)
 def test_a_queued_job_waits_for_the_end_of_its_back_off(seen: str) -> None:
     job = new_job(state=State.QUEUED, attempt=1, not_before=NOW + 0.1)
     assert decide(job, OBSERVATIONS[seen], NOW) == Wait()
@@ -227,7 +254,14 @@ def test_a_back_off_that_no_job_is_given_was_set_before_the_clock_went_back() ->
 def test_success_on_the_disk_is_success_whatever_was_asked_of_the_attempt_meanwhile(
     halt: Halt | None, desired: Desired
 ) -> None:
-    asked = new_job(state=State.RUNNING, phase=Phase.STOPPING, attempt=1, halt=halt, desired=desired, generation=2)
+    asked = new_job(
+        state=State.RUNNING,
+        phase=Phase.STOPPING,
+        attempt=1,
+        halt=halt,
+        desired=desired,
+        generation=2,
+    )
     action = decide(asked, Ended(exit_of(ExitReason.SUCCEEDED, "done")), NOW)
     assert isinstance(action, Become)
     assert (action.job.state, action.job.reason) == (State.SUCCEEDED, Reason.SUCCEEDED)
@@ -267,9 +301,17 @@ def test_placed_counts_attempts_and_starts_reading_events_anew() -> None:
 
 
 def test_validated_fails_the_job_with_the_files_own_error() -> None:
-    error = ErrorInfo(code="invalid_training_file", message="train.jsonl: line 3: is not JSON.", param="training_file")
+    error = ErrorInfo(
+        code="invalid_training_file",
+        message="train.jsonl: line 3: is not JSON.",
+        param="training_file",
+    )
     after = validated(new_job(), error, NOW)
-    assert (after.state, after.reason, after.finished_at) == (State.FAILED, Reason.INVALID_FILE, NOW)
+    assert (after.state, after.reason, after.finished_at) == (
+        State.FAILED,
+        Reason.INVALID_FILE,
+        NOW,
+    )
     assert after.error == {"code": error.code, "message": error.message, "param": "training_file"}
 
 
@@ -281,12 +323,16 @@ def test_validated_job_is_queued_or_paused_as_wished() -> None:
 def test_a_job_that_was_paused_as_idle_stays_so_however_its_attempt_ends() -> None:
     """Its next command resumes it; a job that its user paused waits for its user."""
     for reason, kept in ((Reason.IDLE, Reason.IDLE), (None, Reason.WORKER_KILLED)):
-        job = new_job(state=State.RUNNING, phase=Phase.STOPPING, desired=Desired.PAUSE, reason=reason)
+        job = new_job(
+            state=State.RUNNING, phase=Phase.STOPPING, desired=Desired.PAUSE, reason=reason
+        )
         ended = ended_job(job, "worker_killed").job
         assert (ended.state, ended.reason) == (State.PAUSED, kept)
 
 
-def ended_job(job: Job, exit_reason: str, checkpoint_step: int = -1, error: ErrorInfo | None = None) -> Become:
+def ended_job(
+    job: Job, exit_reason: str, checkpoint_step: int = -1, error: ErrorInfo | None = None
+) -> Become:
     action = decide(job, Ended(exit_of(ExitReason(exit_reason), "", error), checkpoint_step), NOW)
     assert isinstance(action, Become)
     return action
@@ -306,7 +352,11 @@ def test_failures_without_progress_end_the_job() -> None:
         delays.append(action.job.not_before - NOW)
         job = placed(action.job, "h")
     assert delays == [BACKOFF_SECONDS * 2**n for n in range(MAX_FAILURES - 1)]
-    last = ended_job(job, "worker_error", error=ErrorInfo(code="training_failed", message="the loss is not a number"))
+    last = ended_job(
+        job,
+        "worker_error",
+        error=ErrorInfo(code="training_failed", message="the loss is not a number"),
+    )
     assert (last.job.state, last.job.reason) == (State.FAILED, Reason.WORKER_ERROR)
     assert last.job.error is not None
     assert "the loss is not a number" in last.job.error["message"]
@@ -316,7 +366,11 @@ def test_failures_without_progress_end_the_job() -> None:
 def test_a_new_checkpoint_starts_the_count_anew() -> None:
     job = running_job(failures=MAX_FAILURES - 1, failed_at_step=10)
     further = ended_job(job, "worker_error", checkpoint_step=11)
-    assert (further.job.state, further.job.failures, further.job.failed_at_step) == (State.QUEUED, 1, 11)
+    assert (further.job.state, further.job.failures, further.job.failed_at_step) == (
+        State.QUEUED,
+        1,
+        11,
+    )
     assert "from step 11" in (further.message or "")
     assert ended_job(job, "worker_error", checkpoint_step=10).job.state is State.FAILED
 
@@ -355,8 +409,11 @@ OUTSIDE: dict[str, Callable[[Job, int], Become]] = {
 
 
 @pytest.mark.parametrize("outside", OUTSIDE)
-def test_what_host_or_operator_does_is_never_counted_and_is_tried_again_ever_more_rarely(outside: str) -> None:
-    job, pauses = running_job(failures=MAX_FAILURES - 1, failed_at_step=4), []
+def test_what_host_or_operator_does_is_never_counted_and_is_tried_again_ever_more_rarely(
+    outside: str,
+) -> None:
+    job = running_job(failures=MAX_FAILURES - 1, failed_at_step=4)
+    pauses = []
     for loss in range(1, 31):
         action = OUTSIDE[outside](job, 4)
         assert (action.job.state, action.release) == (State.QUEUED, True)
@@ -369,11 +426,19 @@ def test_what_host_or_operator_does_is_never_counted_and_is_tried_again_ever_mor
     assert pauses == sorted(pauses)
     assert pauses[-1] == MOST_PAUSE_SECONDS < LONGEST_WAIT_SECONDS
     further = OUTSIDE[outside](job, 5).job
-    assert (further.failures, further.losses, further.not_before) == (0, 1, NOW + BACKOFF_SECONDS), "it has got on"
-    assert ended_job(job, "worker_error", 4).job.state is State.FAILED, "its own failures still count"
+    assert (further.failures, further.losses, further.not_before) == (
+        0,
+        1,
+        NOW + BACKOFF_SECONDS,
+    ), "it has got on"
+    assert ended_job(job, "worker_error", 4).job.state is State.FAILED, (
+        "its own failures still count"
+    )
 
 
-@pytest.mark.parametrize("code", ["out_of_memory", "worker_crashed", "deadline_exceeded", "evicted"])
+@pytest.mark.parametrize(
+    "code", ["out_of_memory", "worker_crashed", "deadline_exceeded", "evicted"]
+)
 def test_a_death_that_the_job_causes_itself_counts(code: str) -> None:
     job = running_job(failures=MAX_FAILURES - 2)
     again = ended_job(job, "worker_killed", error=error_of(code)).job
@@ -409,7 +474,9 @@ def test_a_job_that_was_never_launched_is_not_said_to_run() -> None:
 
 
 def test_a_permanent_failure_keeps_the_workers_error() -> None:
-    error = ErrorInfo(code="invalid_model", message="no config.json", param="model", traceback="…", rank=0)
+    error = ErrorInfo(
+        code="invalid_model", message="no config.json", param="model", traceback="…", rank=0
+    )
     action = ended_job(running_job(), "permanent_error", error=error)
     assert action.job.error == {
         "code": "invalid_model",
@@ -430,7 +497,11 @@ def test_a_job_that_the_cluster_keeps_waiting_says_why_until_it_has_a_place() ->
     kept = Running(note="no node has 8 GPUs", admitted=False)
     waiting = decide(job, kept, NOW)
     assert isinstance(waiting, Become)
-    assert (waiting.job.state, waiting.job.phase, waiting.job.pending) == (State.RUNNING, Phase.WAITING, "no node has 8 GPUs")
+    assert (waiting.job.state, waiting.job.phase, waiting.job.pending) == (
+        State.RUNNING,
+        Phase.WAITING,
+        "no node has 8 GPUs",
+    )
     assert isinstance(decide(waiting.job, kept, NOW), Wait)
     other = decide(waiting.job, Running(note="the quota is used up", admitted=False), NOW)
     assert isinstance(other, Become)
@@ -448,14 +519,24 @@ AWAY = Unknown("the cluster cannot be asked: connection refused", seconds=UNSEEN
 @pytest.mark.parametrize("phase", [Phase.LAUNCHING, Phase.WAITING, Phase.TRAINING, Phase.STOPPING])
 def test_a_job_whose_place_does_not_answer_says_so_once_and_says_when_it_does(phase: Phase) -> None:
     job = replace(running_job(), phase=phase)
-    assert isinstance(decide(job, Unknown(AWAY.why, seconds=UNSEEN_SECONDS - 1), NOW), Wait), "a moment is no news"
+    assert isinstance(decide(job, Unknown(AWAY.why, seconds=UNSEEN_SECONDS - 1), NOW), Wait), (
+        "a moment is no news"
+    )
     told = decide(job, AWAY, NOW)
     assert isinstance(told, Become)
-    assert (told.job, told.level, told.release) == (replace(job, pending=told.message), "warn", False)
+    assert (told.job, told.level, told.release) == (
+        replace(job, pending=told.message),
+        "warn",
+        False,
+    )
     assert (told.message or "").endswith(AWAY.why)
-    assert isinstance(decide(told.job, Unknown("the cluster cannot be asked: timed out", seconds=60.0), NOW), Wait)
+    assert isinstance(
+        decide(told.job, Unknown("the cluster cannot be asked: timed out", seconds=60.0), NOW), Wait
+    )
     for seen in (Running(reported=True), Absent(), Ended(None)):
-        assert decide(told.job, seen, NOW) == Become(replace(job, pending=None), message="The job is observed again.")
+        assert decide(told.job, seen, NOW) == Become(
+            replace(job, pending=None), message="The job is observed again."
+        )
 
 
 def test_a_remembered_observation_does_not_end_an_outage() -> None:
@@ -480,16 +561,26 @@ def test_a_queued_job_whose_place_does_not_answer_says_so_once() -> None:
 
 def test_an_attempt_that_did_not_get_its_place_is_no_failure_and_is_tried_again_later() -> None:
     job = replace(running_job(), phase=Phase.WAITING, failures=MAX_FAILURES - 1)
-    stopped = Ended(exit_of(ExitReason.STOPPED, "Only 1 of 2 pods had a place."), delay_seconds=30.0)
+    stopped = Ended(
+        exit_of(ExitReason.STOPPED, "Only 1 of 2 pods had a place."), delay_seconds=30.0
+    )
     action = decide(job, stopped, NOW)
     assert isinstance(action, Become)
     assert action.message == "Only 1 of 2 pods had a place. The next attempt is made in 30 seconds."
-    assert (action.job.state, action.job.failures, action.job.not_before) == (State.QUEUED, MAX_FAILURES - 1, NOW + 30)
+    assert (action.job.state, action.job.failures, action.job.not_before) == (
+        State.QUEUED,
+        MAX_FAILURES - 1,
+        NOW + 30,
+    )
     assert (action.release, action.level, action.job.pending) == (True, "warn", action.message)
     assert placed(action.job, "h").pending is None
     paused = decide(replace(job, desired=Desired.PAUSE), stopped, NOW)
     assert isinstance(paused, Become)
-    assert (paused.job.state, paused.job.pending, paused.message) == (State.PAUSED, None, "Only 1 of 2 pods had a place.")
+    assert (paused.job.state, paused.job.pending, paused.message) == (
+        State.PAUSED,
+        None,
+        "Only 1 of 2 pods had a place.",
+    )
 
 
 def test_what_keeps_a_placed_attempt_from_starting_is_in_the_job_until_it_trains() -> None:
@@ -511,22 +602,39 @@ def test_events_of_attempts_that_failed_are_errors() -> None:
 def test_an_attempt_that_has_begun_does_not_wait_for_a_place_again(phase: Phase) -> None:
     """Its pods are on their way out."""
     job = replace(running_job(), phase=phase)
-    assert decide(job, Running(reported=True, note="the cluster takes it away", admitted=False), NOW) == Wait()
+    assert (
+        decide(job, Running(reported=True, note="the cluster takes it away", admitted=False), NOW)
+        == Wait()
+    )
 
 
 def training(**values: object) -> Job:
     spec = StoredSpec({"seed": 1})
-    job = Job(id="j", project_id="p", created_at=0.0, request={}, stored_spec=spec, state=State.RUNNING, phase=Phase.TRAINING)
+    job = Job(
+        id="j",
+        project_id="p",
+        created_at=0.0,
+        request={},
+        stored_spec=spec,
+        state=State.RUNNING,
+        phase=Phase.TRAINING,
+    )
     return replace(job, attempt=1, host="h", **values)  # type: ignore[arg-type]
 
 
 STOPPED = Ended(exit_of(ExitReason.STOPPED, "stopped at a checkpoint"), checkpoint_step=4)
 
 
-def test_a_job_that_makes_room_stops_at_a_checkpoint_and_is_queued_again_without_a_failure() -> None:
+def test_a_job_that_makes_room_stops_at_a_checkpoint_and_is_queued_again_without_a_failure() -> (
+    None
+):
     head = QueuedJob(id="head", project="q", number=9, slots=1, priority=7)
     job = preempted_by(training(), head)
-    assert (job.effective_desired, job.desired, job.halt) == (Desired.PAUSE, Desired.RUN, Halt.PREEMPTED)
+    assert (job.effective_desired, job.desired, job.halt) == (
+        Desired.PAUSE,
+        Desired.RUN,
+        Halt.PREEMPTED,
+    )
     assert "priority 7" in (job.pending or "")
     assert decide(job, Running(reported=True), NOW) == Signal()
     job = signalled(job)
@@ -536,15 +644,22 @@ def test_a_job_that_makes_room_stops_at_a_checkpoint_and_is_queued_again_without
     action = decide(job, STOPPED, NOW)
     assert isinstance(action, Become)
     assert action.release
-    assert (action.job.state, action.job.reason, action.job.halt) == (State.QUEUED, Reason.PREEMPTED, None)
+    assert (action.job.state, action.job.reason, action.job.halt) == (
+        State.QUEUED,
+        Reason.PREEMPTED,
+        None,
+    )
     assert (action.job.failures, action.job.effective_desired) == (0, Desired.RUN)
     assert decide(action.job, Absent(), NOW) == Place()
 
 
 @pytest.mark.parametrize(
-    ("verb", "state", "wish"), [(Verb.PAUSE, State.PAUSED, Desired.PAUSE), (Verb.CANCEL, State.CANCELLED, Desired.CANCEL)]
+    ("verb", "state", "wish"),
+    [(Verb.PAUSE, State.PAUSED, Desired.PAUSE), (Verb.CANCEL, State.CANCELLED, Desired.CANCEL)],
 )
-def test_what_its_user_wants_comes_before_making_room(verb: Verb, state: State, wish: Desired) -> None:
+def test_what_its_user_wants_comes_before_making_room(
+    verb: Verb, state: State, wish: Desired
+) -> None:
     job = request(signalled(halted(training(), Halt.PREEMPTED)), verb, NOW)
     assert job.effective_desired is wish
     assert decide(job, Running(reported=True), NOW) == Signal()
@@ -557,7 +672,9 @@ def test_what_its_user_wants_comes_before_making_room(verb: Verb, state: State, 
 @pytest.mark.parametrize("phase", [Phase.LAUNCHING, Phase.WAITING, Phase.STOPPING])
 def test_only_what_trains_makes_room(phase: Phase) -> None:
     job = training(phase=phase)
-    assert preempted_by(job, QueuedJob(id="head", project="q", number=9, slots=1, priority=7)) == job
+    assert (
+        preempted_by(job, QueuedJob(id="head", project="q", number=9, slots=1, priority=7)) == job
+    )
 
 
 def test_a_job_out_of_time_stops_at_a_checkpoint_and_has_failed() -> None:
@@ -571,7 +688,11 @@ def test_a_job_out_of_time_stops_at_a_checkpoint_and_has_failed() -> None:
     for ended in (STOPPED, Ended(None)):
         over = decide(job, ended, NOW + 9)
         assert isinstance(over, Become)
-        assert (over.job.state, over.job.reason, over.release) == (State.FAILED, Reason.TIME_LIMIT, True)
+        assert (over.job.state, over.job.reason, over.release) == (
+            State.FAILED,
+            Reason.TIME_LIMIT,
+            True,
+        )
         assert over.job.error is not None
         assert over.job.error["code"] == "time_limit"
     done = decide(job, Ended(exit_of(ExitReason.SUCCEEDED, "")), NOW + 9)
@@ -580,7 +701,9 @@ def test_a_job_out_of_time_stops_at_a_checkpoint_and_has_failed() -> None:
 
 
 def test_a_job_without_time_left_is_not_started_again() -> None:
-    job = replace(training(), state=State.QUEUED, phase=None, attempt=0, max_seconds=100, held_seconds=100.0)
+    job = replace(
+        training(), state=State.QUEUED, phase=None, attempt=0, max_seconds=100, held_seconds=100.0
+    )
     action = decide(job, Absent(), NOW)
     assert isinstance(action, Become)
     assert action.job.reason is Reason.TIME_LIMIT
@@ -597,20 +720,33 @@ def test_a_job_of_any_size_waits_with_the_fewest_ranks_and_runs_with_what_it_got
     assert ended.job.left_seconds == 40.0, "a quarter of the ranks takes four times as long"
     fixed = placed(replace(waits, shapes=()), "h", JobSize(1, 2))
     assert (fixed.slots, fixed.nodes) == (2, 1)
-    assert request(replace(waits, state=State.PAUSED, desired=Desired.PAUSE), Verb.RESUME, NOW, 3).shapes == ()
+    assert (
+        request(
+            replace(waits, state=State.PAUSED, desired=Desired.PAUSE), Verb.RESUME, NOW, 3
+        ).shapes
+        == ()
+    )
 
 
 def test_a_disk_without_room_is_waited_for_and_uses_up_no_failure() -> None:
-    error = ErrorInfo(code="disk_full", message="/srv: the disk is full, and 0 bytes are free there. Free some.")
+    error = ErrorInfo(
+        code="disk_full", message="/srv: the disk is full, and 0 bytes are free there. Free some."
+    )
     ended = exit_of(ExitReason.DISK_FULL, error.message, error)
     job = replace(running_job(), failures=MAX_FAILURES - 1, failed_at_step=4)
     action = decide(job, Ended(ended, checkpoint_step=4), NOW)
     assert isinstance(action, Become)
-    assert (action.job.state, action.release, action.job.failures) == (State.QUEUED, True, MAX_FAILURES - 1)
+    assert (action.job.state, action.release, action.job.failures) == (
+        State.QUEUED,
+        True,
+        MAX_FAILURES - 1,
+    )
     assert (action.job.reason, action.job.not_before) == (Reason.DISK_FULL, NOW + REST_SECONDS)
     assert action.message == action.job.pending
     assert action.message is not None
-    assert action.message.startswith("Training found no room on the disk. /srv: the disk is full, and 0 bytes are free there.")
+    assert action.message.startswith(
+        "Training found no room on the disk. /srv: the disk is full, and 0 bytes are free there."
+    )
     assert "continues from step 4 in 120 seconds" in action.message
     assert decide(action.job, Absent(), NOW) == Wait()
 
@@ -621,9 +757,19 @@ def test_a_lost_engine_is_no_failure_and_its_jobs_know_their_half() -> None:
     action = decide(job, lost, NOW)
     assert isinstance(action, Become)
     assert action.release
-    assert (action.job.state, action.job.failures, action.job.fault_group) == (State.QUEUED, 1, "engine-1/0")
+    assert (action.job.state, action.job.failures, action.job.fault_group) == (
+        State.QUEUED,
+        1,
+        "engine-1/0",
+    )
     assert action.job.not_before == NOW + BACKOFF_SECONDS
     assert "counts as no failure" in (action.message or "")
-    again = decide(placed(replace(action.job, not_before=0.0), "here"), Ended(exit_of(ExitReason.WORKER_ERROR, "")), NOW)
+    again = decide(
+        placed(replace(action.job, not_before=0.0), "here"),
+        Ended(exit_of(ExitReason.WORKER_ERROR, "")),
+        NOW,
+    )
     assert isinstance(again, Become)
-    assert (again.job.failures, again.job.fault_group) == (2, "engine-1/0"), "of its own ranks, and it stays in its group"
+    assert (again.job.failures, again.job.fault_group) == (2, "engine-1/0"), (
+        "of its own ranks, and it stays in its group"
+    )

@@ -4,7 +4,11 @@ from ft_service.jobs.estimates import Effort, MeasuredJob, Paces
 
 
 def effort(
-    base: str = "tiny", slots: int = 2, work: float | None = 100.0, planned: float | None = None, left: float | None = None
+    base: str = "tiny",
+    slots: int = 2,
+    work: float | None = 100.0,
+    planned: float | None = None,
+    left: float | None = None,
 ) -> Effort:
     return Effort(base, slots, work, planned, left)
 

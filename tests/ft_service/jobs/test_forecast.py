@@ -30,7 +30,8 @@ def test_the_forecast_keeps_to_slots_and_limits_and_forgets_nobody(snapshot: Que
         behind = [
             w
             for w in snapshot.waiting
-            if w.project == waiting.project and (-w.priority, w.number) < (-waiting.priority, waiting.number)
+            if w.project == waiting.project
+            and (-w.priority, w.number) < (-waiting.priority, waiting.number)
         ]
         if possible and all(limit is None or w.slots <= limit for w in behind):
             assert found[waiting.id].starts_at is not None, "everything it waits for ends"
@@ -44,7 +45,10 @@ def test_the_forecast_keeps_to_slots_and_limits_and_forgets_nobody(snapshot: Que
         for name, host in snapshot.hosts.items():
             assert sum(span[2] for span in there if span[0] == name) <= host.slots
         for name, share in snapshot.shares.items():
-            assert share.max_slots is None or sum(span[2] for span in there if span[1] == name) <= share.max_slots
+            assert (
+                share.max_slots is None
+                or sum(span[2] for span in there if span[1] == name) <= share.max_slots
+            )
 
 
 def test_reasons_say_who_is_before_a_job() -> None:
@@ -65,11 +69,15 @@ def test_reasons_say_who_is_before_a_job() -> None:
     assert reasons["back-off"] == "The next attempt is made in 20 s."
     assert reasons["noted"] == "The job cannot be observed now."
     assert reasons["large"] == "It needs 9 slots on one host, and no host has so many now."
-    assert forecast(replace(snapshot(job("x")), hosts={}))["x"].reason.startswith("No process moves jobs now")
+    assert forecast(replace(snapshot(job("x")), hosts={}))["x"].reason.startswith(
+        "No process moves jobs now"
+    )
     assert found["head"].starts_at == NOW + 100.0
 
 
-def test_an_unknown_end_gives_no_estimate_and_long_queues_are_estimated_by_their_work(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_unknown_end_gives_no_estimate_and_long_queues_are_estimated_by_their_work(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     busy = (running_job("r", 4, ends_in=None),)
     assert forecast(snapshot(job("x"), running=busy))["x"].starts_at is None
     waiting = [job(f"w{n}", n) for n in range(40)]
@@ -77,7 +85,8 @@ def test_an_unknown_end_gives_no_estimate_and_long_queues_are_estimated_by_their
     monkeypatch.setattr("ft_service.jobs.forecast.SIMULATED", 8)
     guessed = forecast(snapshot(*waiting))
     for one in waiting:
-        exact, guess = played[one.id].starts_at, guessed[one.id].starts_at
+        exact = played[one.id].starts_at
+        guess = guessed[one.id].starts_at
         assert exact is not None
         assert guess is not None
         assert abs(exact - guess) <= 100.0

@@ -15,17 +15,25 @@ def dpo(**hyperparameters: Any) -> dict[str, Any]:
     ("method", "measure"),
     [
         ({}, "cross entropy"),
-        ({"type": "supervised", "supervised": {"hyperparameters": {"batch_size": 4}}}, "cross entropy"),
+        (
+            {"type": "supervised", "supervised": {"hyperparameters": {"batch_size": 4}}},
+            "cross entropy",
+        ),
         (dpo(beta=0.1, loss_type="sigmoid", rpo_alpha=None), "sigmoid of pairs (beta 0.1)"),
         (dpo(beta=0.1, loss_type="ipo", rpo_alpha=1.0), "ipo of pairs (beta 0.1, rpo_alpha 1)"),
         ({"type": "tinker"}, "the loss of tinker"),
         ({"type": "reinforcement", "reinforcement": {}}, None),
     ],
 )
-def test_losses_can_be_compared_where_they_measure_the_same(method: dict[str, Any], measure: str | None) -> None:
+def test_losses_can_be_compared_where_they_measure_the_same(
+    method: dict[str, Any], measure: str | None
+) -> None:
     assert loss_measure(method) == measure
 
 
 def test_a_method_is_shown_without_the_options_of_training() -> None:
     assert method_options({"type": "supervised"}) == {}
-    assert method_options(dpo(beta=0.1, batch_size=4)) == {"method.type": "dpo", "method.dpo.hyperparameters.beta": 0.1}
+    assert method_options(dpo(beta=0.1, batch_size=4)) == {
+        "method.type": "dpo",
+        "method.dpo.hyperparameters.beta": 0.1,
+    }

@@ -7,7 +7,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ft_service.jobs.forecast import forecast
-from ft_service.jobs.queue import QueueState, choose_closing, choose_preempted, choose_slots, next_start
+from ft_service.jobs.queue import (
+    QueueState,
+    choose_closing,
+    choose_preempted,
+    choose_slots,
+    next_start,
+)
 from ft_service.jobs.queue_snapshot import (
     Host,
     JobSize,
@@ -54,7 +60,12 @@ def test_filling_gaps_never_moves_the_heads_estimated_start(snapshot: QueueSnaps
         return
     while (start := next_start(snapshot)) and start.job.id != "head":
         ends_at = None if start.job.seconds is None else NOW + start.job.seconds
-        values = {"project": start.job.project, "host": start.host, "slots": start.job.slots, "ends_at": ends_at}
+        values = {
+            "project": start.job.project,
+            "host": start.host,
+            "slots": start.job.slots,
+            "ends_at": ends_at,
+        }
         snapshot = replace(
             snapshot,
             waiting=[one for one in snapshot.waiting if one.id != start.job.id],
@@ -66,18 +77,24 @@ def test_filling_gaps_never_moves_the_heads_estimated_start(snapshot: QueueSnaps
 
 @unhurried
 @given(snapshots(known=False), st.sampled_from([0.0, 600.0]))
-def test_only_lower_priorities_make_room_and_only_enough_of_them(snapshot: QueueSnapshot, after: float) -> None:
+def test_only_lower_priorities_make_room_and_only_enough_of_them(
+    snapshot: QueueSnapshot, after: float
+) -> None:
     found = choose_preempted(snapshot, after_seconds=after)
     if found is None:
         return
     head, victims = found
     assert victims
-    assert all(v.priority < head.priority and v.preemptible and NOW - v.taken_at >= after for v in victims)
+    assert all(
+        v.priority < head.priority and v.preemptible and NOW - v.taken_at >= after for v in victims
+    )
     host = victims[0].host
     free = snapshot.hosts[host].slots - sum(h.slots for h in snapshot.running if h.host == host)
     freed = sum(v.slots for v in victims)
     assert free < head.slots <= free + freed
-    assert all(free + freed - v.slots < head.slots for v in victims), "one of them is asked to stop in vain"
+    assert all(free + freed - v.slots < head.slots for v in victims), (
+        "one of them is asked to stop in vain"
+    )
     without = replace(snapshot, running=[h for h in snapshot.running if h not in victims])
     start = next_start(without)
     assert start is not None
@@ -92,7 +109,11 @@ def test_a_higher_priority_then_the_project_that_has_used_less_then_creation_com
         job("first of a", 1),
         job("high", 5, priority=9),
     ]
-    assert order(snapshot(*waiting, a=Share(used=50.0), b=Share(used=10.0)))[:3] == ["high", "late", "first of b"]
+    assert order(snapshot(*waiting, a=Share(used=50.0), b=Share(used=10.0)))[:3] == [
+        "high",
+        "late",
+        "first of b",
+    ]
     assert order(snapshot(*waiting, a=Share(used=50.0), b=Share(used=9000.0)))[2:] == [
         "first of a",
         "second of a",
@@ -101,8 +122,14 @@ def test_a_higher_priority_then_the_project_that_has_used_less_then_creation_com
 
 
 def test_projects_with_the_same_use_take_turns() -> None:
-    waiting = [job(f"{name}{n}", n if name == "a" else n + 100, project=name) for name in "ab" for n in range(3)]
-    assert order(snapshot(*waiting)) == ["a0", "b100", "a1", "b101", "a2", "b102"] or order(snapshot(*waiting)) == [
+    waiting = [
+        job(f"{name}{n}", n if name == "a" else n + 100, project=name)
+        for name in "ab"
+        for n in range(3)
+    ]
+    assert order(snapshot(*waiting)) == ["a0", "b100", "a1", "b101", "a2", "b102"] or order(
+        snapshot(*waiting)
+    ) == [
         "a0",
         "b0",
         "a1",
@@ -114,7 +141,9 @@ def test_projects_with_the_same_use_take_turns() -> None:
 
 @pytest.mark.parametrize("first", [1.0, 5.0])
 def test_while_all_are_backlogged_each_gets_its_part(first: float) -> None:
-    """Jobs of one project are five times as long as those of another, and of four slots; all came first."""
+    """Jobs of one project are five times as long as those of another, and of four slots; all came
+    first.
+    """
     waiting = [job(f"a{n}", n, slots=4, seconds=300.0 * first) for n in range(200)]
     waiting += [job(f"b{n}", 1000 + n, project="b", seconds=300.0) for n in range(900)]
     waiting += [job(f"c{n}", 2000 + n, project="c", slots=2, seconds=450.0) for n in range(300)]
@@ -122,7 +151,8 @@ def test_while_all_are_backlogged_each_gets_its_part(first: float) -> None:
     until = NOW + 12 * 3600.0
     used = dict.fromkeys("abc", 0.0)
     for one in waiting:
-        at, seconds = found[one.id].starts_at, one.seconds or 0.0
+        at = found[one.id].starts_at
+        seconds = one.seconds or 0.0
         assert at is not None
         used[one.project] += one.slots * max(0.0, min(until, at + seconds) - at)
     mean = sum(used.values()) / 3
@@ -134,13 +164,20 @@ def test_the_head_is_waited_for_and_only_what_does_not_delay_it_goes_before() ->
     busy = (running_job("r", 2, ends_in=100.0),)
     assert next_start(snapshot(head, job("long", 1, seconds=200.0), running=busy)) is None
     assert next_start(snapshot(head, job("unknown", 1, seconds=None), running=busy)) is None
-    start = next_start(snapshot(head, job("long", 1, seconds=200.0), job("short", 2, seconds=99.0), running=busy))
+    start = next_start(
+        snapshot(head, job("long", 1, seconds=200.0), job("short", 2, seconds=99.0), running=busy)
+    )
     assert start is not None
     assert start.job.id == "short"
-    started = next_start(snapshot(head, job("long", 1, seconds=9e9), total=5, running=(running_job("r", 2),)))
+    started = next_start(
+        snapshot(head, job("long", 1, seconds=9e9), total=5, running=(running_job("r", 2),))
+    )
     assert started is not None
     assert started.job.id == "long", "five slots take both"
-    assert next_start(snapshot(head, job("short", 1), running=(running_job("r", 2, ends_in=None),))) is None
+    assert (
+        next_start(snapshot(head, job("short", 1), running=(running_job("r", 2, ends_in=None),)))
+        is None
+    )
 
 
 def test_a_project_at_its_limit_is_passed_over_and_told_so() -> None:
@@ -154,29 +191,46 @@ def test_a_project_at_its_limit_is_passed_over_and_told_so() -> None:
     assert reasons["theirs"] == "It is about to start."
 
 
-def test_a_job_that_its_projects_lowered_limit_does_not_allow_keeps_no_other_from_its_start() -> None:
+def test_a_job_that_its_projects_lowered_limit_does_not_allow_keeps_no_other_from_its_start() -> (
+    None
+):
     found = snapshot(job("large", 0, slots=8), job("small", 1), total=8, a=Share(max_slots=4))
     start = next_start(found)
     assert start is not None
     assert start.job.id == "small"
     told = forecast(found)
-    assert told["large"].reason == "Its project runs 0 ranks and may run 4 at once; this job needs 8."
+    assert (
+        told["large"].reason == "Its project runs 0 ranks and may run 4 at once; this job needs 8."
+    )
     assert told["small"].reason == "It is about to start."
 
 
 def test_who_has_just_begun_or_makes_room_already_is_not_preempted() -> None:
     head = job("head", priority=5, slots=2)
-    old, young = running_job("old", 2, preemptible=True), running_job("young", 2, preemptible=True, taken_at=NOW - 10)
+    old = running_job("old", 2, preemptible=True)
+    young = running_job("young", 2, preemptible=True, taken_at=NOW - 10)
     found = choose_preempted(snapshot(head, running=(old, young)), after_seconds=60.0)
     assert found == (head, [old])
-    assert choose_preempted(snapshot(head, running=(replace(old, stopping=True), young)), after_seconds=0.0) is None
-    assert choose_preempted(snapshot(head, running=(replace(old, priority=5), young)), after_seconds=60.0) is None
+    assert (
+        choose_preempted(
+            snapshot(head, running=(replace(old, stopping=True), young)), after_seconds=0.0
+        )
+        is None
+    )
+    assert (
+        choose_preempted(
+            snapshot(head, running=(replace(old, priority=5), young)), after_seconds=60.0
+        )
+        is None
+    )
 
 
 @pytest.mark.parametrize(("free", "gets"), [(8, 8), (7, 6), (3, 2), (1, None)])
 def test_a_job_of_any_size_gets_as_many_ranks_as_are_free(free: int, gets: int | None) -> None:
     elastic = job("x", slots=2, seconds=80.0, shapes=(JobSize(1, 8), JobSize(1, 6), JobSize(1, 2)))
-    start = next_start(snapshot(elastic, total=8, running=(running_job("r", 8 - free),) if free < 8 else ()))
+    start = next_start(
+        snapshot(elastic, total=8, running=(running_job("r", 8 - free),) if free < 8 else ())
+    )
     assert (start and start.shape.ranks) == gets
     assert start is None or start.seconds == pytest.approx(160.0 / (gets or 1))
 
@@ -223,7 +277,14 @@ def sharer(name: str, number: int = 0, **values: object) -> QueuedJob:
 
 
 def engine(name: str = "e", seats: int = 1, **values: object) -> LiveEngine:
-    defaults = {"id": name, "host": "h", "slots": 2, "sharing": Sharing("a", "key"), "seats": seats, "most_seats": 2}
+    defaults = {
+        "id": name,
+        "host": "h",
+        "slots": 2,
+        "sharing": Sharing("a", "key"),
+        "seats": seats,
+        "most_seats": 2,
+    }
     return LiveEngine(**(defaults | {"ends_at": NOW + 100.0} | values))  # type: ignore[arg-type]
 
 
@@ -232,10 +293,15 @@ def seat(held: int, batch: int = 2) -> SeatSize:
 
 
 def with_engines(
-    *waiting: QueuedJob, total: int = 2, engines: tuple[LiveEngine, ...] = (engine(),), **shares: Share
+    *waiting: QueuedJob,
+    total: int = 2,
+    engines: tuple[LiveEngine, ...] = (engine(),),
+    **shares: Share,
 ) -> QueueSnapshot:
     held = tuple(running_job(one.id, one.slots, project="a") for one in engines)
-    return replace(snapshot(*waiting, total=total, running=held, **shares), engines=engines, new_engines=True)
+    return replace(
+        snapshot(*waiting, total=total, running=held, **shares), engines=engines, new_engines=True
+    )
 
 
 def test_a_seat_needs_no_slots_and_is_of_no_account_for_the_projects_limit() -> None:
@@ -244,10 +310,14 @@ def test_a_seat_needs_no_slots_and_is_of_no_account_for_the_projects_limit() -> 
     assert (start.job.id, start.engine, start.new_engine) == ("w", "e", False)
 
 
-def test_an_engine_larger_than_its_projects_lowered_limit_takes_no_more_jobs_and_ends_when_idle() -> None:
+def test_an_engine_larger_than_its_projects_lowered_limit_takes_no_more_jobs_and_ends_when_idle() -> (
+    None
+):
     waiting = sharer("w"), job("small", 1, project="a")
     assert next_start(with_engines(*waiting, total=4, a=Share(max_slots=1))) is None
-    (closed,) = choose_closing(with_engines(*waiting, engines=(engine(seats=0),), a=Share(max_slots=1)))
+    (closed,) = choose_closing(
+        with_engines(*waiting, engines=(engine(seats=0),), a=Share(max_slots=1))
+    )
     assert closed.id == "e"
 
 
@@ -299,7 +369,8 @@ def test_the_engine_with_fewest_jobs_is_joined_that_has_room() -> None:
 
 def test_a_job_that_no_engine_could_hold_does_not_wait_for_a_seat() -> None:
     """Slots are kept for it, as for a job that runs alone."""
-    large, small = sharer("w", priority=1, seat=seat(20)), job("small", 1, project="b", slots=1, seconds=None)
+    large = sharer("w", priority=1, seat=seat(20))
+    small = job("small", 1, project="b", slots=1, seconds=None)
     queue = with_engines(large, small, total=4, engines=(engine(sizes=[seat(1)], room=10),))
     queue = replace(queue, running=(*queue.running, running_job("r", 1, 50.0)))
     assert next_start(queue) is None
@@ -318,12 +389,21 @@ def test_two_jobs_run_apart_where_slots_are_free_unless_an_engine_idles() -> Non
 
 @pytest.mark.parametrize(
     ("company", "total", "most", "begins"),
-    [(0, 2, None, False), (1, 2, None, True), (1, 4, None, False), (2, 4, None, True), (1, 4, 3, True), (1, 4, 4, False)],
+    [
+        (0, 2, None, False),
+        (1, 2, None, True),
+        (1, 4, None, False),
+        (2, 4, None, True),
+        (1, 4, 3, True),
+        (1, 4, 4, False),
+    ],
 )
 def test_a_job_starts_an_engine_if_the_slots_left_do_not_suffice_for_its_company(
     company: int, total: int, most: int | None, begins: bool
 ) -> None:
-    queue = with_engines(sharer("w", company=company), total=total, engines=(), a=Share(max_slots=most))
+    queue = with_engines(
+        sharer("w", company=company), total=total, engines=(), a=Share(max_slots=most)
+    )
     start = next_start(queue)
     assert start is not None
     assert (start.engine, start.new_engine) == (None, begins)
@@ -332,7 +412,9 @@ def test_a_job_starts_an_engine_if_the_slots_left_do_not_suffice_for_its_company
     assert not start.new_engine
 
 
-def test_where_a_cluster_counts_jobs_with_company_share_however_many_slots_it_is_said_to_have() -> None:
+def test_where_a_cluster_counts_jobs_with_company_share_however_many_slots_it_is_said_to_have() -> (
+    None
+):
     cluster = {"h": Host(slots=4096, counts=False)}
 
     def start(waiting: QueuedJob, *live: LiveEngine) -> tuple[str | None, bool]:
@@ -360,7 +442,12 @@ def test_behind_a_head_that_waits_for_slots_only_those_join_that_do_not_keep_it_
 def test_a_job_that_waits_for_a_seat_keeps_no_slots_free() -> None:
     waiting = sharer("w", slots=2, priority=1)
     start = next_start(
-        with_engines(waiting, job("small", 1, project="b", slots=1, seconds=None), total=3, engines=(engine(seats=2),))
+        with_engines(
+            waiting,
+            job("small", 1, project="b", slots=1, seconds=None),
+            total=3,
+            engines=(engine(seats=2),),
+        )
     )
     assert start is not None
     assert start.job.id == "small"

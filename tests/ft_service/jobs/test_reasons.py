@@ -26,7 +26,9 @@ def test_reasons_of_exits_and_what_they_mean_for_the_job(word: str, reason: Reas
     assert found.reason is ExitReason(word)
     assert reason_of(found) is reason
     assert json.loads(found.model_dump_json())["reason"] == word
-    assert json.loads(json.dumps(found.model_dump()))["reason"] == word, "as `ft run --json` prints it"
+    assert json.loads(json.dumps(found.model_dump()))["reason"] == word, (
+        "as `ft run --json` prints it"
+    )
 
 
 def test_every_exit_that_nobody_asked_for_has_a_reason() -> None:

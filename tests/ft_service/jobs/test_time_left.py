@@ -18,7 +18,11 @@ NOISY = [step(number, 2.0 + 6.0 * (number % 3 == 0)) for number in range(1, 61)]
 
 def test_a_step_that_takes_long_moves_it_little() -> None:
     told = [seconds_left(pace_of(NOISY[:end]), end, 400) for end in range(40, 61)]
-    steady = [seconds / (400 - end) for end, seconds in zip(range(40, 61), told, strict=True) if seconds is not None]
+    steady = [
+        seconds / (400 - end)
+        for end, seconds in zip(range(40, 61), told, strict=True)
+        if seconds is not None
+    ]
     assert len(steady) == 21
     assert max(steady) - min(steady) < 0.1 * min(steady)
 
@@ -31,10 +35,15 @@ def test_a_watch_says_the_same() -> None:
 
 
 def test_a_checkpoint_repeats_its_step_and_a_validation_has_no_time() -> None:
-    assert pace_of([step(1, 2.0), step(1, 2.0), step(2, None), step(3, 4.0)]) == ((2.0, 100), (4.0, 100))
+    assert pace_of([step(1, 2.0), step(1, 2.0), step(2, None), step(3, 4.0)]) == (
+        (2.0, 100),
+        (4.0, 100),
+    )
 
 
-@pytest.mark.parametrize(("since", "left"), [(0.0, 20.0), (1.5, 18.5), (600.0, 18.0), (-7200.0, 20.0)])
+@pytest.mark.parametrize(
+    ("since", "left"), [(0.0, 20.0), (1.5, 18.5), (600.0, 18.0), (-7200.0, 20.0)]
+)
 def test_a_job_that_stands_still_comes_no_nearer(since: float, left: float) -> None:
     assert seconds_left(((2.0, 100),) * 5, 10, 20, since=since) == left
 

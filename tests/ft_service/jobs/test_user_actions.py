@@ -26,14 +26,18 @@ failed             run     | error                error             error
 
 
 @pytest.mark.parametrize("line", REQUESTS.strip().splitlines()[1:])
-@pytest.mark.parametrize(("column", "verb"), list(enumerate([Verb.CANCEL, Verb.PAUSE, Verb.RESUME])))
+@pytest.mark.parametrize(
+    ("column", "verb"), list(enumerate([Verb.CANCEL, Verb.PAUSE, Verb.RESUME]))
+)
 def test_request(line: str, column: int, verb: Verb) -> None:
     key, _, cells = line.partition("|")
     expected = cells.split()[column]
     place, desired = key.split()
     state, _, phase = place.partition("/")
     phase = Phase(phase) if phase else None
-    job = new_job(state=State(state), phase=phase, desired=Desired(desired), generation=5, signalled=5)
+    job = new_job(
+        state=State(state), phase=phase, desired=Desired(desired), generation=5, signalled=5
+    )
     if expected == "error":
         with pytest.raises(SpecError, match=job.id) as caught:
             request(job, verb, NOW)
@@ -65,7 +69,9 @@ def test_only_a_paused_job_goes_on_with_another_number_of_ranks() -> None:
             request(new_job(state=state, desired=Desired.PAUSE), Verb.RESUME, NOW, 3)
         assert refused.value.param == "distributed.nproc_per_node"
     going_on = request(paused, Verb.RESUME, NOW, 3)
-    assert request(going_on, Verb.RESUME, NOW, 3) == going_on, "the client did not see the first answer"
+    assert request(going_on, Verb.RESUME, NOW, 3) == going_on, (
+        "the client did not see the first answer"
+    )
     with pytest.raises(SpecError, match="only a paused job"):
         request(going_on, Verb.RESUME, NOW, 2)
 
@@ -76,4 +82,6 @@ def test_the_service_pauses_a_job_for_its_own_reason_until_a_request() -> None:
     assert (idle.desired, idle.reason) == (Desired.PAUSE, Reason.IDLE)
     assert request(idle, Verb.RESUME, NOW).reason is None
     by_user = request(idle, Verb.PAUSE, NOW)
-    assert (by_user.desired, by_user.reason) == (Desired.PAUSE, None), "from now on its user wants it paused"
+    assert (by_user.desired, by_user.reason) == (Desired.PAUSE, None), (
+        "from now on its user wants it paused"
+    )

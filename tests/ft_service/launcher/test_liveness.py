@@ -17,7 +17,9 @@ class Clock:
         return self.now
 
 
-def test_an_outage_is_a_few_lines_of_the_log_however_often_it_is_met(caplog: pytest.LogCaptureFixture) -> None:
+def test_an_outage_is_a_few_lines_of_the_log_however_often_it_is_met(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
     caplog.set_level(logging.INFO)
     clock = Clock()
     outage = Outage("The cluster cannot be asked", clock)
@@ -35,7 +37,10 @@ def test_an_outage_is_a_few_lines_of_the_log_however_often_it_is_met(caplog: pyt
     ]
     outage.over()
     outage.over()
-    assert caplog.records[-1].getMessage() == "The cluster cannot be asked: no longer, after 600 seconds"
+    assert (
+        caplog.records[-1].getMessage()
+        == "The cluster cannot be asked: no longer, after 600 seconds"
+    )
     assert outage.seconds == 0
     assert len(caplog.records) == 5
 
@@ -54,7 +59,8 @@ class Segments(Attempt):
 
     def __init__(self, run: RunDir, number: int) -> None:
         super().__init__(run, 1)
-        self.there, self.looks = number, 0
+        self.there = number
+        self.looks = 0
 
     def has_segment(self, seq: int) -> bool:
         self.looks += 1
@@ -64,7 +70,8 @@ class Segments(Attempt):
 def test_a_new_process_finds_the_newest_of_many_segments_in_few_looks(tmp_path: Path) -> None:
     clock = Clock()
     for number in (*range(20), 50_000):
-        attempt, ages = Segments(RunDir(tmp_path), number), EventAge(clock)
+        attempt = Segments(RunDir(tmp_path), number)
+        ages = EventAge(clock)
         assert ages.running(attempt).reported == (number > 0)
         assert attempt.looks <= 2 + 2 * number.bit_length()
         clock.now += 5.0

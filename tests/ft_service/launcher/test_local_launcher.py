@@ -19,7 +19,16 @@ from ft_service.rundir.attempt import Attempt
 from ft_service.rundir.attempt_outcome import exit_of
 from ft_service.rundir.directory import RunDir
 from ft_service.rundir.documents import Control, Desired, Exit, ExitReason, Result
-from tests.support.attempts import all_processes, gone, new_run, process_of, scripted, starts, supervisor_of, wait_for
+from tests.support.attempts import (
+    all_processes,
+    gone,
+    new_run,
+    process_of,
+    scripted,
+    starts,
+    supervisor_of,
+    wait_for,
+)
 from tests.support.secrets import SECRETS
 
 RESULT = Result(attempt=1, steps=10, trained_tokens=100, train_loss=1.0, valid_loss=None)
@@ -42,14 +51,19 @@ def test_an_attempt_from_its_start_to_its_end(folder: Path) -> None:
     launcher = launcher_for("event,checkpoint=3,wait")
     assert launcher.observe(Attempt(run, 1)) == Absent()
     launcher.start(Attempt(run, 1))
-    assert isinstance(launcher.observe(Attempt(run, 1)), Running)  # from this moment on, without a gap
+    assert isinstance(
+        launcher.observe(Attempt(run, 1)), Running
+    )  # from this moment on, without a gap
     wait_for(lambda: run.get("attempts/1/events/00000001.jsonl"))
     seen = launcher.observe(Attempt(run, 1))
     assert isinstance(seen, Running)
     assert seen.reported
     processes.kill(supervisor_of(run), 15)
     ended = wait_for_end(launcher, run)
-    assert ended == Ended(exit_of(ExitReason.STOPPED, "Training has stopped at checkpoint step-3-a1."), checkpoint_step=3)
+    assert ended == Ended(
+        exit_of(ExitReason.STOPPED, "Training has stopped at checkpoint step-3-a1."),
+        checkpoint_step=3,
+    )
 
 
 def test_what_it_starts_is_no_child_of_its_own(folder: Path) -> None:
@@ -71,7 +85,9 @@ def children() -> set[str]:
     return found
 
 
-def test_nothing_of_an_attempt_has_the_servers_secrets(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_nothing_of_an_attempt_has_the_servers_secrets(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     for name, value in SECRETS.items():
         monkeypatch.setenv(name, value)
     run = new_run(folder)
@@ -174,7 +190,9 @@ def test_an_attempt_that_was_given_up_before_its_start_cannot_be_started(folder:
     assert starts(run, 1) == 0
 
 
-def test_a_failed_start_is_told_and_cannot_come_to_life_later(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_failed_start_is_told_and_cannot_come_to_life_later(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     run = new_run(folder)
     launcher = launcher_for("succeed")
     with monkeypatch.context() as patch:
@@ -189,7 +207,9 @@ def test_a_failed_start_is_told_and_cannot_come_to_life_later(folder: Path, monk
             launcher.start(Attempt(new_run(folder, 2), 2))
 
 
-def test_a_start_for_which_the_disk_has_no_room_holds_nothing_and_is_tried_again(folder: Path) -> None:
+def test_a_start_for_which_the_disk_has_no_room_holds_nothing_and_is_tried_again(
+    folder: Path,
+) -> None:
     run = new_run(folder)
     launcher = launcher_for("succeed")
     full = run.root / "attempts/1/logs"
@@ -221,9 +241,14 @@ def test_silence_is_measured_on_our_clock_from_the_last_new_segment(folder: Path
 def test_while_a_rank_lives_the_end_is_not_known(folder: Path) -> None:
     run = new_run(folder)
     run.write("attempts/1/supervisor.json", dead_supervisor())
-    holding = "import sys; from ft_service.host.lifetime import *; hold_rank_lock(sys.argv[1]); print(flush=True); input()"
+    holding = (
+        "import sys; from ft_service.host.lifetime import *; hold_rank_lock(sys.argv[1]); "
+        "print(flush=True); input()"
+    )
     with subprocess.Popen(
-        [sys.executable, "-c", holding, str(run.root)], stdin=subprocess.PIPE, stdout=subprocess.PIPE
+        [sys.executable, "-c", holding, str(run.root)],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
     ) as rank:
         assert rank.stdout is not None
         rank.stdout.readline()
@@ -233,7 +258,9 @@ def test_while_a_rank_lives_the_end_is_not_known(folder: Path) -> None:
 
 
 def test_processes_of_another_container_are_told_by_their_locks(folder: Path) -> None:
-    """A process id says nothing across namespaces; the lock does, since both see the same file of the same kernel."""
+    """A process id says nothing across namespaces; the lock does, since both see the same file of
+    the same kernel.
+    """
     run = new_run(folder)
     elsewhere = processes.of(os.getpid()).model_copy(update={"pid_namespace": 1})
     run.write("attempts/1/supervisor.json", elsewhere)

@@ -37,13 +37,22 @@ def supervisor(script: str) -> SupervisorOptions:
     return SupervisorOptions(grace_seconds=60, worker_command=scripted(script))
 
 
-def local(folder: Path, script: str, events: list[Event] | None = None, spec: JobSpec | None = None, **options) -> Exit:
+def local(
+    folder: Path,
+    script: str,
+    events: list[Event] | None = None,
+    spec: JobSpec | None = None,
+    **options,
+) -> Exit:
     on_event = (events if events is not None else []).append
     return run_local(spec or spec_of("j"), folder, on_event, options=supervisor(script), **options)
 
 
 def foreground(folder: Path, script: str) -> subprocess.Popen[bytes]:
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(Path(__file__).parents[3]), *sys.path])}
+    environment = {
+        **os.environ,
+        "PYTHONPATH": os.pathsep.join([str(Path(__file__).parents[3]), *sys.path]),
+    }
     command = [sys.executable, "-c", RUN_LOCAL, str(folder), script, spec_of("j").model_dump_json()]
     return subprocess.Popen(command, env=environment)
 
@@ -65,11 +74,19 @@ def test_a_run_that_is_done_is_not_trained_again(folder: Path) -> None:
 
 def test_a_stopped_run_goes_on_from_its_checkpoint_on_another_number_of_ranks(folder: Path) -> None:
     stop = threading.Event()
-    found = run_local(spec_of("j"), folder, lambda event: stop.set(), stop, options=supervisor("checkpoint=3,wait"))
+    found = run_local(
+        spec_of("j"),
+        folder,
+        lambda event: stop.set(),
+        stop,
+        options=supervisor("checkpoint=3,wait"),
+    )
     assert (found.code, found.message) == (75, "Training has stopped at checkpoint step-3-a1.")
     others = DistributedOptions(nproc_per_node=4, activation_checkpointing="full", compile=True)
     budget = TrainingOptions(tokens_per_micro_batch=4096)
-    more = spec_of("drawn-anew", distributed=others, training=budget, chosen={"distributed.compile": "it pays"})
+    more = spec_of(
+        "drawn-anew", distributed=others, training=budget, chosen={"distributed.compile": "it pays"}
+    )
     assert local(folder, "succeed", spec=more).code == 0
     start = RunDir(folder).read("attempts/2/start.json", Start)
     assert start is not None
@@ -92,7 +109,9 @@ def test_a_failure_is_told(folder: Path) -> None:
 
 def test_another_spec_is_refused_by_name(folder: Path) -> None:
     local(folder, "succeed")
-    with pytest.raises(SpecError, match=r"another spec, which differs in seed, training\.max_steps\."):
+    with pytest.raises(
+        SpecError, match=r"another spec, which differs in seed, training\.max_steps\."
+    ):
         local(folder, "succeed", spec=spec_of("j", seed=2, training=TrainingOptions(max_steps=3)))
 
 
@@ -128,7 +147,9 @@ def test_a_second_interrupt_kills(folder: Path) -> None:
     wait_for(lambda: gone(everything))
 
 
-def test_a_killed_command_takes_its_attempt_to_a_checkpoint_and_leaves_nothing(folder: Path) -> None:
+def test_a_killed_command_takes_its_attempt_to_a_checkpoint_and_leaves_nothing(
+    folder: Path,
+) -> None:
     run = RunDir(folder)
     with foreground(folder, "checkpoint=3,wait") as process:
         everything = all_processes(run)

@@ -16,7 +16,8 @@ from tests.support.plans import open_spec
 def test_a_job_that_cannot_fit_is_refused_with_what_to_change(tmp_path: Path) -> None:
     spec = open_spec(tmp_path, "8b", precision={"default": "bf16"})
     with pytest.raises(
-        SpecError, match=r"not fit small: .* with precision\.default: nf4.*: 7\.50 GiB per rank, fits"
+        SpecError,
+        match=r"not fit small: .* with precision\.default: nf4.*: 7\.50 GiB per rank, fits",
     ) as caught:
         admit(describe(spec.model.path), spec, Machine("small", 8 * GIB))
     assert caught.value.code == "does_not_fit"
@@ -25,7 +26,9 @@ def test_a_job_that_cannot_fit_is_refused_with_what_to_change(tmp_path: Path) ->
 def test_a_job_with_an_auto_format_that_cannot_fit_is_refused_too(tmp_path: Path) -> None:
     spec = open_spec(tmp_path, "8b", precision={"default": "auto"})
     small = Machine("small", 4 * GIB)
-    with pytest.raises(SpecError, match=r"not fit small: .* with distributed\.nproc_per_node: 2: ") as caught:
+    with pytest.raises(
+        SpecError, match=r"not fit small: .* with distributed\.nproc_per_node: 2: "
+    ) as caught:
         admit(describe(spec.model.path), spec, small)
     assert caught.value.code == "does_not_fit"
     assert plan_job(describe(spec.model.path), spec, small).fits is False

@@ -17,17 +17,23 @@ from tests.support.plans import AUTO, CHATS, HOST, MACHINE, open_spec
 
 
 def test_who_knows_better_chooses_again_but_for_the_format(tmp_path: Path) -> None:
-    spec = open_spec(tmp_path, "8b", 4, precision={"default": "auto"}, training={"max_length": 32_768})
+    spec = open_spec(
+        tmp_path, "8b", 4, precision={"default": "auto"}, training={"max_length": 32_768}
+    )
     created = settle_for(spec, replace(MACHINES["RTX-4090"], memory=12 * GIB)).spec
     assert (created.precision.default, created.distributed.replicate) == ("nf4", 1)
-    read = settle_for(created, machine_of_gpu("NVIDIA H100 80GB HBM3", 79 * GIB), CHATS, Ranks(1, 1))
+    read = settle_for(
+        created, machine_of_gpu("NVIDIA H100 80GB HBM3", 79 * GIB), CHATS, Ranks(1, 1)
+    )
     assert (read.spec.world_size, read.spec.distributed.activation_checkpointing) == (1, "none")
     assert read.spec.precision == created.precision
     assert [sentence.split(":")[0] for sentence in read.news][:2] == [
         "distributed.activation_checkpointing",
         "training.tokens_per_micro_batch",
     ]
-    assert settle_for(created, MACHINES["H200"]).spec == created, "nothing is open, and nothing more is known"
+    assert settle_for(created, MACHINES["H200"]).spec == created, (
+        "nothing is open, and nothing more is known"
+    )
     assert keep_choices(spec, created).precision == created.precision
 
 
@@ -35,7 +41,13 @@ def test_who_knows_better_chooses_again_but_for_the_format(tmp_path: Path) -> No
     ("machine", "fused", "lengths", "compiled", "why"),
     [
         ("H100", "off", CHATS, True, "training takes about 59 min"),
-        ("H100", "off", SampleLengths(200_000, 400, 2048), False, "too short to win back the minute"),
+        (
+            "H100",
+            "off",
+            SampleLengths(200_000, 400, 2048),
+            False,
+            "too short to win back the minute",
+        ),
         ("H100", "off", None, False, "how long training takes is not known"),
         ("H100", "off", SampleLengths.of_size(10**9), True, "and some 15% less"),
         ("H100", "auto", CHATS, False, "precision.fused_kernels do what compiling would gain"),
@@ -43,29 +55,41 @@ def test_who_knows_better_chooses_again_but_for_the_format(tmp_path: Path) -> No
     ],
 )
 def test_layers_are_compiled_where_that_pays(
-    machine: str, fused: str, lengths: SampleLengths | None, compiled: bool, why: str, tmp_path: Path
+    machine: str,
+    fused: str,
+    lengths: SampleLengths | None,
+    compiled: bool,
+    why: str,
+    tmp_path: Path,
 ) -> None:
     spec = settle_for(
-        open_spec(tmp_path, "8b", precision={"default": "nf4", "fused_kernels": fused}), MACHINE[machine], lengths
+        open_spec(tmp_path, "8b", precision={"default": "nf4", "fused_kernels": fused}),
+        MACHINE[machine],
+        lengths,
     ).spec
     assert spec.distributed.compile is compiled
     assert why in spec.chosen["distributed.compile"]
 
 
 def test_every_choice_says_why_with_numbers(tmp_path: Path) -> None:
-    settled = settle_for(open_spec(tmp_path, "8b", precision={"default": "auto"}), MACHINES["RTX-4090"], CHATS)
+    settled = settle_for(
+        open_spec(tmp_path, "8b", precision={"default": "auto"}), MACHINES["RTX-4090"], CHATS
+    )
     room = "peak 19.09 GiB of 22.18 GiB per rank"
     assert settled.news == (
         f"precision.default: bf16 (exact, {room}).",
         "distributed.replicate: 1 (one rank).",
-        "distributed.activation_checkpointing: full (without it 8,192 tokens need 50.92 GiB, more than the 22.18 GiB that there"
+        "distributed.activation_checkpointing: full (without it 8,192 tokens need 50.92 GiB, more "
+        "than the 22.18 GiB that there"
         " are).",
         f"training.tokens_per_micro_batch: 8192 ({room}; enough to keep it busy).",
         "distributed.compile: false (precision.fused_kernels do what compiling would gain).",
     )
 
 
-def test_nothing_is_chosen_for_a_machine_that_is_not_known_and_a_format_is_refused(tmp_path: Path) -> None:
+def test_nothing_is_chosen_for_a_machine_that_is_not_known_and_a_format_is_refused(
+    tmp_path: Path,
+) -> None:
     unknown = Machine("some GPU", None)
     spec = open_spec(tmp_path, "tiny", 2)
     assert settle_for(spec, unknown, CHATS).spec == spec
@@ -79,20 +103,38 @@ def test_samples_are_no_longer_than_the_base_was_made_for(tmp_path: Path) -> Non
     unsaid = spec_on(save_base(tmp_path / "tiny"), distributed=AUTO)
     settled = settle_for(unsaid, HOST)
     assert settled.spec.training.max_length == 128
-    assert settled.news[0] == "training.max_length: 128 (limited by the base's context of 128; the default is 2,048)."
-    assert settle_for(settled.spec, MACHINES["H100"], CHATS, Ranks(2, 1)).spec.training.max_length == 128
+    assert (
+        settled.news[0]
+        == "training.max_length: 128 (limited by the base's context of 128; the default is 2,048)."
+    )
+    assert (
+        settle_for(settled.spec, MACHINES["H100"], CHATS, Ranks(2, 1)).spec.training.max_length
+        == 128
+    )
     assert settle_for(unsaid, machine_of_gpu("unknown", 0)).spec.training.max_length == 128
     said = open_spec(tmp_path, "tiny", training={"max_length": 4096})
     assert settle_for(said, HOST).spec.training.max_length == 4096
     data = {"training_data": DataFileRef(name="a.jsonl", path="a.jsonl", sha256="a")}
     specs = (settled.spec, settle_for(said, HOST).spec)
-    assert [Measure.of(spec.model_copy(update=data)).at_context for spec in specs] == [True, False], "for advice on what is cut"
-    assert settle_for(spec_on(save_base(tmp_path / "8b", LLAMA_8B)), HOST).spec.training.max_length == 2048
-    begun = unsaid.model_copy(update={"training": unsaid.training.model_copy(update={"max_length": 2048})})
-    assert settle_for(keep_choices(unsaid, begun), HOST).spec.training.max_length == 2048, "its samples are those it began with"
+    assert [Measure.of(spec.model_copy(update=data)).at_context for spec in specs] == [
+        True,
+        False,
+    ], "for advice on what is cut"
+    assert (
+        settle_for(spec_on(save_base(tmp_path / "8b", LLAMA_8B)), HOST).spec.training.max_length
+        == 2048
+    )
+    begun = unsaid.model_copy(
+        update={"training": unsaid.training.model_copy(update={"max_length": 2048})}
+    )
+    assert settle_for(keep_choices(unsaid, begun), HOST).spec.training.max_length == 2048, (
+        "its samples are those it began with"
+    )
 
 
-def test_a_processor_that_is_slow_in_bf16_computes_in_fp32_unless_told_otherwise(tmp_path: Path) -> None:
+def test_a_processor_that_is_slow_in_bf16_computes_in_fp32_unless_told_otherwise(
+    tmp_path: Path,
+) -> None:
     products = Products(processor_kind(), fp32_flops=9.4e10, bf16_flops=2e10, by_onednn=True)
     slow = measured(HOST, products)
     unsaid = open_spec(tmp_path, "tiny")
@@ -103,9 +145,10 @@ def test_a_processor_that_is_slow_in_bf16_computes_in_fp32_unless_told_otherwise
     nothing_open = spec_on(Path(unsaid.model.path), training={"max_length": 64})
     assert settle_for(nothing_open, slow).spec.precision.compute == "fp32"
     assert settle_for(nothing_open, HOST).spec.precision.compute == "bf16"
-    assert settle_for(settled.spec, MACHINES["H100"], CHATS, Ranks(2, 1)).spec.precision.compute == "fp32", (
-        "results depend on it"
-    )
+    assert (
+        settle_for(settled.spec, MACHINES["H100"], CHATS, Ranks(2, 1)).spec.precision.compute
+        == "fp32"
+    ), "results depend on it"
     assert keep_choices(unsaid, settled.spec).precision.compute == "fp32"
     begun = settle_for(unsaid, HOST).spec
     kept = settle_for(keep_choices(unsaid, begun), slow).spec
@@ -119,7 +162,9 @@ def test_a_processor_that_is_slow_in_bf16_computes_in_fp32_unless_told_otherwise
     assert slow_bf16_advice(products) not in plan_of(said, fast).hints
 
 
-def test_the_speed_of_a_processor_is_that_of_its_products_if_they_were_measured(tmp_path: Path) -> None:
+def test_the_speed_of_a_processor_is_that_of_its_products_if_they_were_measured(
+    tmp_path: Path,
+) -> None:
     products = Products(processor_kind(), fp32_flops=9e10, bf16_flops=3e10, by_onednn=True)
     seconds = {}
     for compute in ("fp32", "bf16"):

@@ -53,24 +53,34 @@ ON_SHARDING: dict[str, Any] = {
         ("tiny", "cpu", 2, "bf16", ("bf16", -1, "none", 2048, False)),
     ],
 )
-def test_what_is_chosen(base: str, machine: str, ranks: int, wanted: str, chosen: tuple[Any, ...], tmp_path: Path) -> None:
-    settled = settle_for(open_spec(tmp_path, base, ranks, precision={"default": wanted}), MACHINE[machine], CHATS)
+def test_what_is_chosen(
+    base: str, machine: str, ranks: int, wanted: str, chosen: tuple[Any, ...], tmp_path: Path
+) -> None:
+    settled = settle_for(
+        open_spec(tmp_path, base, ranks, precision={"default": wanted}), MACHINE[machine], CHATS
+    )
     assert choices(settled.spec) == chosen
     assert len(settled.news) == 4 + (wanted == "auto")
     plan = plan_of(settled.spec, MACHINE[machine], CHATS)
     assert plan.fits
-    assert settle_for(settled.spec, MACHINE[machine], CHATS).spec == settled.spec, "the same again: ranks and attempts agree"
+    assert settle_for(settled.spec, MACHINE[machine], CHATS).spec == settled.spec, (
+        "the same again: ranks and attempts agree"
+    )
 
 
 @pytest.mark.parametrize("wanted", ["bf16", "auto"])
 def test_more_memory_is_never_slower_nor_less_exact(wanted: str, tmp_path: Path) -> None:
     spec = open_spec(tmp_path, "8b", 4, precision={"default": wanted})
     base = describe(spec.model.path)
-    sizes = [replace(MACHINES["H100"], memory=gib * GIB) for gib in (3, 5, 6, 8, 11, 15, 20, 24, 32, 48, 64, 80, 141, 288)]
+    sizes = [
+        replace(MACHINES["H100"], memory=gib * GIB)
+        for gib in (3, 5, 6, 8, 11, 15, 20, 24, 32, 48, 64, 80, 141, 288)
+    ]
     taken = [best_setting(base, spec, machine, CHATS) for machine in sizes]
     exact = ["nf4", "fp8", "bf16"]
     for (less, _), (more, _) in pairwise(taken):
-        before, after = exact.index(less.spec.precision.format), exact.index(more.spec.precision.format)
+        before = exact.index(less.spec.precision.format)
+        after = exact.index(more.spec.precision.format)
         assert before <= after
         assert before < after or more.pace <= less.pace * 1.02
     fits = [fitting for _, fitting in taken]
@@ -80,18 +90,33 @@ def test_more_memory_is_never_slower_nor_less_exact(wanted: str, tmp_path: Path)
 
 def test_each_option_stays_as_it_is_set(tmp_path: Path) -> None:
     given = {"replicate": 2, "activation_checkpointing": "full", "compile": True}
-    spec = open_spec(tmp_path, "8b", 4, distributed=given, training={"tokens_per_micro_batch": 3000})
+    spec = open_spec(
+        tmp_path, "8b", 4, distributed=given, training={"tokens_per_micro_batch": 3000}
+    )
     assert choices(spec) == choices(settle_for(spec, MACHINES["H200"], CHATS).spec)
     assert settle_for(spec, MACHINES["H200"], CHATS).news == ()
-    one = settle_for(open_spec(tmp_path, "8b", 4, distributed={"activation_checkpointing": "full"}), MACHINES["H200"], CHATS)
+    one = settle_for(
+        open_spec(tmp_path, "8b", 4, distributed={"activation_checkpointing": "full"}),
+        MACHINES["H200"],
+        CHATS,
+    )
     assert one.spec.distributed.activation_checkpointing == "full"
-    assert one.spec.chosen.keys() == {"distributed.replicate", "training.tokens_per_micro_batch", "distributed.compile"}
+    assert one.spec.chosen.keys() == {
+        "distributed.replicate",
+        "training.tokens_per_micro_batch",
+        "distributed.compile",
+    }
 
 
 @pytest.mark.parametrize("option", ON_SHARDING)
 def test_who_says_how_to_shard_is_sharded(option: str, tmp_path: Path) -> None:
     asks = {option: ON_SHARDING[option]}
-    assert settle_for(open_spec(tmp_path, "8b", 2, distributed=asks), MACHINES["H200"]).spec.distributed.replicate == 1
+    assert (
+        settle_for(
+            open_spec(tmp_path, "8b", 2, distributed=asks), MACHINES["H200"]
+        ).spec.distributed.replicate
+        == 1
+    )
 
 
 def test_copies_are_one_a_host_or_one_over_all_where_a_host_is_too_small(tmp_path: Path) -> None:
@@ -103,15 +128,25 @@ def test_copies_are_one_a_host_or_one_over_all_where_a_host_is_too_small(tmp_pat
 def test_a_micro_batch_is_never_below_the_longest_sample(tmp_path: Path) -> None:
     spec = open_spec(tmp_path, "8b", training={"max_length": 32_768})
     unread, short = (settle_for(spec, MACHINES["H100"], lengths).spec for lengths in (None, CHATS))
-    assert (unread.training.tokens_per_micro_batch, unread.distributed.activation_checkpointing) == (32_768, "full")
-    assert (short.training.tokens_per_micro_batch, short.distributed.activation_checkpointing) == (8192, "none")
+    assert (
+        unread.training.tokens_per_micro_batch,
+        unread.distributed.activation_checkpointing,
+    ) == (32_768, "full")
+    assert (short.training.tokens_per_micro_batch, short.distributed.activation_checkpointing) == (
+        8192,
+        "none",
+    )
 
 
 @pytest.mark.parametrize(
     ("machine", "chosen", "reason"),
     [
         (MACHINES["H100"], "bf16", "exact, "),
-        (Machine("small", 14 * GIB, 50e12, 1e12, 1e10), "as_published", "exact, as the base is published, "),
+        (
+            Machine("small", 14 * GIB, 50e12, 1e12, 1e10),
+            "as_published",
+            "exact, as the base is published, ",
+        ),
         (Machine("tiny", 9 * GIB, 50e12, 1e12, 1e10), "nf4", "the most exact format that fits, "),
     ],
 )
@@ -119,7 +154,9 @@ def test_a_base_in_fp8_by_blocks_is_stored_so_where_bf16_does_not_fit(
     machine: Machine, chosen: str, reason: str, tmp_path: Path
 ) -> None:
     base = describe(save_fp8_index(tmp_path, LLAMA_8B))
-    spec = spec_on(tmp_path, distributed=AUTO, precision={"default": "auto"}, training={"max_length": 512})
+    spec = spec_on(
+        tmp_path, distributed=AUTO, precision={"default": "auto"}, training={"max_length": 512}
+    )
     settled = settle_on(base, spec, machine, None)
     assert settled.precision.default == chosen
     assert settled.chosen["precision.default"].startswith(reason)
@@ -127,7 +164,9 @@ def test_a_base_in_fp8_by_blocks_is_stored_so_where_bf16_does_not_fit(
 
 def test_a_gpu_without_figures_is_chosen_for_by_its_memory(tmp_path: Path) -> None:
     settled = settle_for(
-        open_spec(tmp_path, "8b", precision={"default": "nf4"}), machine_of_gpu("Something New", 20 * GIB), CHATS
+        open_spec(tmp_path, "8b", precision={"default": "nf4"}),
+        machine_of_gpu("Something New", 20 * GIB),
+        CHATS,
     )
     assert not any(is_open(settled.spec, option) for option in settled.spec.chosen)
     assert plan_of(settled.spec, machine_of_gpu("Something New", 20 * GIB), CHATS).fits

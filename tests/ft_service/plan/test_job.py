@@ -17,7 +17,11 @@ from tests.support.plans import H100, plan_8b
 
 def test_what_the_base_is_published_in_is_proposed_first(tmp_path: Path) -> None:
     plan = plan_of(spec_on(save_fp8_index(tmp_path, LLAMA_8B)), Machine("small", 10 * GIB))
-    of_formats = [change.options["precision.default"] for change in plan.changes if "precision.default" in change.options]
+    of_formats = [
+        change.options["precision.default"]
+        for change in plan.changes
+        if "precision.default" in change.options
+    ]
     assert of_formats[:2] == ["as_published", "nf4"]
 
 
@@ -26,12 +30,21 @@ def test_what_it_costs_to_store_a_published_base_otherwise_is_said(tmp_path: Pat
     said = {}
     for default in ("bf16", "nf4", "fp8", "as_published"):
         plan = plan_of(spec_on(folder, precision={"default": default}), H100)
-        said[default] = [warning for warning in plan.warnings if warning.startswith("The base is published in fp8_blocks")]
+        said[default] = [
+            warning
+            for warning in plan.warnings
+            if warning.startswith("The base is published in fp8_blocks")
+        ]
     assert said["fp8"] == said["as_published"] == []
     assert re.search(
-        r"Storing 224 of its weights in bf16 takes 13\.00 GiB a rank instead of 6\.70 GiB\. precision", said["bf16"][0]
+        r"Storing 224 of its weights in bf16 takes 13\.00 GiB a rank instead of 6\.70 GiB\. "
+        r"precision",
+        said["bf16"][0],
     )
-    assert re.search(r"in nf4 takes .* a rank instead of 6\.70 GiB, and rounds their values a second time\.", said["nf4"][0])
+    assert re.search(
+        r"in nf4 takes .* a rank instead of 6\.70 GiB, and rounds their values a second time\.",
+        said["nf4"][0],
+    )
 
 
 def test_changes_are_proposed_in_order_and_marked_when_enough(tmp_path: Path) -> None:
@@ -51,9 +64,13 @@ def test_changes_are_proposed_in_order_and_marked_when_enough(tmp_path: Path) ->
 
 
 def test_copies_are_proposed_where_the_base_fits_whole(tmp_path: Path) -> None:
-    options = {"precision": {"default": "nf4"}, "training": {"max_length": 1024, "per_device_train_batch_size": 1}}
+    options = {
+        "precision": {"default": "nf4"},
+        "training": {"max_length": 1024, "per_device_train_batch_size": 1},
+    }
     assert plan_8b(tmp_path, 4, **options).hints == (
-        "The base fits whole on every rank: distributed.replicate: -1 needs no gathers and is the fastest.",
+        "The base fits whole on every rank: distributed.replicate: -1 needs no gathers and is the "
+        "fastest.",
     )
     assert plan_8b(tmp_path, 1, **options).hints == ()
     assert plan_8b(tmp_path, 4, Machine("small", 13 * GIB), **options).hints == ()
@@ -61,7 +78,9 @@ def test_copies_are_proposed_where_the_base_fits_whole(tmp_path: Path) -> None:
 
 def test_warnings_name_what_to_change(tmp_path: Path) -> None:
     folder = save_base(tmp_path / "base")
-    plan = plan_of(spec_on(folder, 4, lora={"r": 64}, training={"batch_size": 3, "max_length": 512}), H100)
+    plan = plan_of(
+        spec_on(folder, 4, lora={"r": 64}, training={"batch_size": 3, "max_length": 512}), H100
+    )
     fields = [warning.split(" ")[0] for warning in plan.warnings]
     assert fields == ["lora.r", "training.max_length", "training.batch_size"]
     assert plan_of(spec_on(folder, lora={"r": 16}), H100).warnings == ()
@@ -76,14 +95,16 @@ def test_a_step_takes_as_long_as_the_samples_that_there_are(tmp_path: Path) -> N
 
 
 def test_no_change_is_proposed_that_would_be_refused(tmp_path: Path) -> None:
-    base, small = save_base(tmp_path / "8b", LLAMA_8B), Machine("small", 4 * GIB)
+    base = save_base(tmp_path / "8b", LLAMA_8B)
+    small = Machine("small", 4 * GIB)
 
     def proposed(most_per_host: int = 64, world: int = 2, **distributed: object) -> set[str]:
         spec = spec_on(base, world, distributed={"replicate": 1, **distributed})
         plan = plan_job(describe(spec.model.path), spec, small, most_per_host=most_per_host)
         return {option for change in plan.changes for option in change.options}
 
-    ranks, formats = "distributed.nproc_per_node", "precision.default"
+    ranks = "distributed.nproc_per_node"
+    formats = "precision.default"
     assert {ranks, formats} <= proposed()
     assert {ranks, formats} & proposed(3) == {formats}
     assert ranks not in proposed(max_nproc_per_node=3)
@@ -97,16 +118,30 @@ def test_what_comes_before_the_steps_of_preferences_is_said(tmp_path: Path) -> N
     assert not [hint for hint in plan_of(spec_on(folder), H100).hints if "reference" in hint]
 
 
-@pytest.mark.parametrize(("rows", "longest", "refused"), [(64, 65, True), (66, 65, True), (64, 64, False), (2, 65, False)])
-def test_samples_longer_than_the_learned_positions_are_refused(rows: int, longest: int, refused: bool, tmp_path: Path) -> None:
-    """By what is learned of positions, and not of other things, and only once a sample needs more of them."""
-    spec = spec_on(save_base(tmp_path / "base", max_position_embeddings=64), training={"max_length": 128})
+@pytest.mark.parametrize(
+    ("rows", "longest", "refused"),
+    [(64, 65, True), (66, 65, True), (64, 64, False), (2, 65, False)],
+)
+def test_samples_longer_than_the_learned_positions_are_refused(
+    rows: int, longest: int, refused: bool, tmp_path: Path
+) -> None:
+    """By what is learned of positions, and not of other things, and only once a sample needs more
+    of them.
+    """
+    spec = spec_on(
+        save_base(tmp_path / "base", max_position_embeddings=64), training={"max_length": 128}
+    )
     base = describe(spec.model.path)
-    positions = Weight("model.embed_positions", "weight", (rows, base.dimensions.hidden), "embedding", None)
+    positions = Weight(
+        "model.embed_positions", "weight", (rows, base.dimensions.hidden), "embedding", None
+    )
     base = replace(base, weights=(*base.weights, positions))
     assert plan_job(base, spec, H100) is not None
     if not refused:
         assert plan_job(base, spec, H100, SampleLengths(1000, 20, longest)) is not None
         return
-    with pytest.raises(SpecError, match=r"longest sample has 65 tokens, .* learned 64 positions \(model\.embed_positions"):
+    with pytest.raises(
+        SpecError,
+        match=r"longest sample has 65 tokens, .* learned 64 positions \(model\.embed_positions",
+    ):
         plan_job(base, spec, H100, SampleLengths(1000, 20, longest))

@@ -49,8 +49,20 @@ def test_gpus_are_known_by_the_names_that_the_driver_gives(model: str, name: str
 @pytest.mark.parametrize(
     "model",
     [
-        *("NVIDIA A100X", "NVIDIA L20", "NVIDIA T400", "NVIDIA H20", "Quadro RTX 6000", "NVIDIA RTX A600", ""),
-        *("NVIDIA GeForce RTX 4090 Laptop GPU", "NVIDIA GeForce RTX 4090 D", "NVIDIA GeForce RTX 3090 Ti"),
+        *(
+            "NVIDIA A100X",
+            "NVIDIA L20",
+            "NVIDIA T400",
+            "NVIDIA H20",
+            "Quadro RTX 6000",
+            "NVIDIA RTX A600",
+            "",
+        ),
+        *(
+            "NVIDIA GeForce RTX 4090 Laptop GPU",
+            "NVIDIA GeForce RTX 4090 D",
+            "NVIDIA GeForce RTX 3090 Ti",
+        ),
     ],
 )
 def test_a_gpu_that_is_only_named_alike_has_no_figures(model: str) -> None:
@@ -58,8 +70,14 @@ def test_a_gpu_that_is_only_named_alike_has_no_figures(model: str) -> None:
 
 
 def test_cards_for_pcie_are_slower_than_their_modules() -> None:
-    for module, card in (("H100", "H100-PCIe"), ("H100", "H100-NVL"), ("H200", "H200-NVL"), ("A100", "A100-PCIe")):
-        ours, theirs = MACHINES[card], MACHINES[module]
+    for module, card in (
+        ("H100", "H100-PCIe"),
+        ("H100", "H100-NVL"),
+        ("H200", "H200-NVL"),
+        ("A100", "A100-PCIe"),
+    ):
+        ours = MACHINES[card]
+        theirs = MACHINES[module]
         assert ours.flops is not None
         assert theirs.flops is not None
         assert ours.flops <= theirs.flops
@@ -67,24 +85,36 @@ def test_cards_for_pcie_are_slower_than_their_modules() -> None:
 
 
 def test_fp8_is_twice_as_fast_as_bf16_where_there_is_any() -> None:
-    """So it is on every data sheet: sparse figures, which are twice as high, are easily taken for it."""
+    """So it is on every data sheet: sparse figures, which are twice as high, are easily taken for
+    it.
+    """
     for machine in MACHINES.values():
-        assert machine.fp8_flops is None or machine.fp8_flops == pytest.approx(2 * (machine.flops or 0), rel=0.02), machine.name
+        assert machine.fp8_flops is None or machine.fp8_flops == pytest.approx(
+            2 * (machine.flops or 0), rel=0.02
+        ), machine.name
 
 
-def test_the_host_s_gpu_is_named_by_its_driver(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_host_s_gpu_is_named_by_its_driver(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(machines, "gpu_count", lambda: 1)
-    driver, products = tmp_path / "gpus", tmp_path / "drm"
+    driver = tmp_path / "gpus"
+    products = tmp_path / "drm"
     (driver / "0000:01:00.0").mkdir(parents=True)
     (driver / "0000:01:00.0/information").write_text("Model: \t\t NVIDIA A10G\nIRQ:   \t\t 11\n")
     for card, product in (("card0", ""), ("card1", "AMD Instinct MI300X OAM\n")):
         (products / card / "device").mkdir(parents=True)
         (products / card / "device/product_name").write_text(product)
-    builds = {"cuda": ("A10G", "RTX-3090", "unknown GPU"), "hip": ("MI300X", "unknown GPU", "unknown GPU")}
+    builds = {
+        "cuda": ("A10G", "RTX-3090", "unknown GPU"),
+        "hip": ("MI300X", "unknown GPU", "unknown GPU"),
+    }
     for build, expected in builds.items():
         monkeypatch.setattr(machines, "torch_build", lambda build=build: build)
         with_driver = machines.this_host(driver, products, lambda: [])
-        of_wsl = machines.this_host(tmp_path / "none", tmp_path / "none", lambda: ["NVIDIA GeForce RTX 3090"])
+        of_wsl = machines.this_host(
+            tmp_path / "none", tmp_path / "none", lambda: ["NVIDIA GeForce RTX 3090"]
+        )
         unnamed = machines.this_host(tmp_path / "none", tmp_path / "none", lambda: [])
         assert (with_driver.name, of_wsl.name, unnamed.name) == expected
 

@@ -26,36 +26,59 @@ def in_modes(
 ) -> list[RankBytes]:
     """A rank's bytes for a micro-batch of 8,192 tokens, by activation checkpointing."""
     options: dict[str, Any] = {
-        "training": {"batch_size": 8192 // length, "per_device_train_batch_size": 8192 // length, "max_length": length},
+        "training": {
+            "batch_size": 8192 // length,
+            "per_device_train_batch_size": 8192 // length,
+            "max_length": length,
+        },
         "precision": {"fused_kernels": fused_kernels},
     }
     return [
-        plan_8b(tmp_path, machine=machine, distributed={"activation_checkpointing": mode}, **options).rank for mode in modes
+        plan_8b(
+            tmp_path, machine=machine, distributed={"activation_checkpointing": mode}, **options
+        ).rank
+        for mode in modes
     ]
 
 
 def test_checkpointing_keeps_the_layers_inputs(tmp_path: Path) -> None:
-    """At least the 3.3 GB for 8,192 tokens of those who count bf16 inputs and one layer alone, and at most a quarter more."""
+    """At least the 3.3 GB for 8,192 tokens of those who count bf16 inputs and one layer alone, and
+    at most a quarter more.
+    """
     none, full, selective = in_modes(tmp_path, "off")
     assert none.activations_by_mode == full.activations_by_mode
     assert full.activations < selective.activations < none.activations
-    norms, inputs, attention = 2 * 4 * (4096 + 1), 2 * 2 * 4096, 2 * (2 * 4096 + 2 * 1024) + 4 * 32
-    feed_forward, adapters = 4 * 2 * 14_336, 7 * 2 * 16
+    norms = 2 * 4 * (4096 + 1)
+    inputs = 2 * 2 * 4096
+    attention = 2 * (2 * 4096 + 2 * 1024) + 4 * 32
+    feed_forward = 4 * 2 * 14_336
+    adapters = 7 * 2 * 16
     layer = norms + inputs + attention + feed_forward + adapters
-    output, casts = 8192 * 2 * 4096, 2 * 41_943_040  # of the last norm in bf16, and the adapters in bf16
+    # of the last norm in bf16, and the adapters in bf16
+    output = 8192 * 2 * 4096
+    casts = 2 * 41_943_040
     assert none.activations == 32 * 8192 * layer + output + casts
     assert full.activations == 32 * 8192 * 2 * 4096 + 8192 * 4 * 4096 + output
     in_backward = full.activations + full.workspace
-    assert in_backward == 32 * 8192 * 2 * 4096 + 8192 * (layer + 2 * 4096 + 2 * 2 * 14_336) + casts // 32
+    assert (
+        in_backward
+        == 32 * 8192 * 2 * 4096 + 8192 * (layer + 2 * 4096 + 2 * 2 * 14_336) + casts // 32
+    )
     assert 3.3e9 < in_backward < 1.35 * 3.3e9
-    assert none.total - full.total == none.activations + max(none.logits, none.workspace) - in_backward
+    assert (
+        none.total - full.total == none.activations + max(none.logits, none.workspace) - in_backward
+    )
 
 
 def test_fused_kernels_keep_less_for_the_backward(tmp_path: Path) -> None:
-    """A norm its input in bf16, which is the layer's own where that is kept anyway, and a feed-forward no activation."""
-    own, fused = in_modes(tmp_path, "off"), in_modes(tmp_path, "auto")
+    """A norm its input in bf16, which is the layer's own where that is kept anyway, and a
+    feed-forward no activation.
+    """
+    own = in_modes(tmp_path, "off")
+    fused = in_modes(tmp_path, "auto")
     of_layer = 2 * 2 * 4096 + 2 * 14_336
-    without, other = own[0], fused[0]
+    without = own[0]
+    other = fused[0]
     assert without.activations - other.activations == 32 * 8192 * of_layer
     last_norm = 8192 * 2 * 4096
     for without, other in zip(own[1:], fused[1:], strict=True):
@@ -64,14 +87,26 @@ def test_fused_kernels_keep_less_for_the_backward(tmp_path: Path) -> None:
         assert next(peaks) - next(peaks) == 8192 * of_layer + last_norm
 
 
-@pytest.mark.parametrize(("length", "scores"), [(2048, 2**30), (512, 4 * 8192 * 32 * 1024), (128, 4 * 8192 * 32 * 1024)])
-def test_cudnn_s_backward_of_attention_needs_room_for_scores(length: int, scores: int, tmp_path: Path) -> None:
-    """And for a key's and a value's gradient a head, in fp32, of 32 heads with 128 channels; not under a dispatch mode."""
-    h100, a100 = (in_modes(tmp_path, "auto", machine=machine, length=length) for machine in (MACHINES["H100"], A100))
-    norms, inputs, attention = 2 * (2 * 4096 + 4), 2 * 2 * 4096, 2 * (2 * 4096 + 2 * 1024) + 4 * 32
+@pytest.mark.parametrize(
+    ("length", "scores"), [(2048, 2**30), (512, 4 * 8192 * 32 * 1024), (128, 4 * 8192 * 32 * 1024)]
+)
+def test_cudnn_s_backward_of_attention_needs_room_for_scores(
+    length: int, scores: int, tmp_path: Path
+) -> None:
+    """And for a key's and a value's gradient a head, in fp32, of 32 heads with 128 channels; not
+    under a dispatch mode.
+    """
+    h100, a100 = (
+        in_modes(tmp_path, "auto", machine=machine, length=length)
+        for machine in (MACHINES["H100"], A100)
+    )
+    norms = 2 * (2 * 4096 + 4)
+    inputs = 2 * 2 * 4096
+    attention = 2 * (2 * 4096 + 2 * 1024) + 4 * 32
     kept = norms + inputs + attention + 7 * 2 * 16
     in_backward = 8192 * (kept + 2 * 4096 + 2 * 2 * (4096 + 1024)) + scores + 8192 * 8 * 4096
-    own, other = (h100[1].activations + h100[1].workspace, a100[1].activations + a100[1].workspace)
+    own = h100[1].activations + h100[1].workspace
+    other = a100[1].activations + a100[1].workspace
     feed_forward = 8192 * (kept + 3 * 2 * 14_336 + 2 * 4096 + 2 * 2 * 14_336)
     assert own - other == in_backward - feed_forward
     assert h100[0].workspace - a100[0].workspace == own - other
@@ -79,9 +114,15 @@ def test_cudnn_s_backward_of_attention_needs_room_for_scores(length: int, scores
 
 
 @pytest.mark.parametrize(("width", "counted"), [(128, True), (256, False), (120, False)])
-def test_heads_that_cudnn_does_not_take_need_no_room_for_scores(width: int, counted: bool, tmp_path: Path) -> None:
-    options: dict[str, Any] = {"training": {"batch_size": 4, "per_device_train_batch_size": 4, "max_length": 2048}}
-    spec = spec_on(save_base(tmp_path / "base", head_dim=width, max_position_embeddings=2048), **options)
+def test_heads_that_cudnn_does_not_take_need_no_room_for_scores(
+    width: int, counted: bool, tmp_path: Path
+) -> None:
+    options: dict[str, Any] = {
+        "training": {"batch_size": 4, "per_device_train_batch_size": 4, "max_length": 2048}
+    }
+    spec = spec_on(
+        save_base(tmp_path / "base", head_dim=width, max_position_embeddings=2048), **options
+    )
     h100, a100 = (plan_of(spec, machine).rank.workspace for machine in (MACHINES["H100"], A100))
     assert (h100 > a100) is counted
 
@@ -108,15 +149,25 @@ def test_fused_kernels_are_planned_where_they_are_known_to_compute(
 
 
 def test_the_plan_of_an_8b_model_is_what_an_h200_took(tmp_path: Path) -> None:
-    """To 3 %: the most bytes of tensors that PyTorch counted there (make gpu-report), by tokens of the largest micro-batch."""
+    """To 3 %: the most bytes of tensors that PyTorch counted there (make gpu-report), by tokens of
+    the largest micro-batch.
+    """
     for tokens, taken in ((516, 8.462), (7571, 37.937), (8059, 39.909), (8171, 40.420)):
         training = {"batch_size": 1, "max_length": tokens}
-        plan = plan_8b(tmp_path, machine=MACHINES["H200"], precision={"default": "nf4"}, training=training, lora={"r": 16})
+        plan = plan_8b(
+            tmp_path,
+            machine=MACHINES["H200"],
+            precision={"default": "nf4"},
+            training=training,
+            lora={"r": 16},
+        )
         assert plan.rank.total / GIB == pytest.approx(taken, rel=0.03)
 
 
 def test_offloaded_weights_take_no_room_on_the_gpu(tmp_path: Path) -> None:
-    here, away = (plan_8b(tmp_path, 2, distributed={"offload": offload}).rank for offload in (False, True))
+    here, away = (
+        plan_8b(tmp_path, 2, distributed={"offload": offload}).rank for offload in (False, True)
+    )
     assert away.stored == here.stored
     assert here.total - away.total == here.stored
 
@@ -124,7 +175,9 @@ def test_offloaded_weights_take_no_room_on_the_gpu(tmp_path: Path) -> None:
 def test_gathering_further_ahead_takes_a_layer_each(tmp_path: Path) -> None:
     usual, ahead = (plan_8b(tmp_path, 2, distributed={"prefetch": {"forward": n}}) for n in (1, 3))
     layer = sum(m.bytes for m in usual.modules if m.name.startswith("model.layers.0."))
-    assert ahead.rank.gather - usual.rank.gather == pytest.approx(2 * 1050e6, rel=0.01)  # the embedding is the largest
+    assert ahead.rank.gather - usual.rank.gather == pytest.approx(
+        2 * 1050e6, rel=0.01
+    )  # the embedding is the largest
     assert layer < 1050e6
 
 
@@ -136,22 +189,31 @@ def test_gathering_further_ahead_takes_a_layer_each(tmp_path: Path) -> None:
         ({"batch_size": 16, "max_length": 3000}, None, (2, 2, 8192, 12_000)),
         ({"batch_size": 16, "max_length": 20_000}, None, (4, 1, 20_000, 80_000)),
         ({"batch_size": 16, "max_length": 20_000}, 500, (1, 4, 2000, 2000)),
-        ({"batch_size": 16, "max_length": 2048, "per_device_train_batch_size": 1}, None, (4, 1, 2048, 8192)),
+        (
+            {"batch_size": 16, "max_length": 2048, "per_device_train_batch_size": 1},
+            None,
+            (4, 1, 2048, 8192),
+        ),
         ({"batch_size": 2, "max_length": 2048}, None, (1, 1, 2048, 2048)),
     ],
 )
 def test_a_micro_batch_takes_what_its_budget_allows(
     training: dict[str, Any], length: int | None, batches: tuple[int, ...], tmp_path: Path
 ) -> None:
-    """Of 8,192 tokens on four ranks; the peak is a row filled with shorter samples, or one longer sample alone."""
-    spec = spec_on(save_base(tmp_path / "base"), 4, training={**training, "tokens_per_micro_batch": 8192})
+    """Of 8,192 tokens on four ranks; the peak is a row filled with shorter samples, or one longer
+    sample alone.
+    """
+    spec = spec_on(
+        save_base(tmp_path / "base"), 4, training={**training, "tokens_per_micro_batch": 8192}
+    )
     found = planned_micro_batches(spec, ShardLayout(1, 4), length)
     assert (found.rounds, found.samples, found.tokens, found.step_tokens) == batches
 
 
 def test_what_fp8_and_dropout_compute_with_is_counted(tmp_path: Path) -> None:
-    """At 8,192 tokens, where without them two gradients as wide as the feed-forward are the most that there is: beside one of
-    these the weight dequantised, and three bytes a number of the gradient and one of the input; or a mask and a copy.
+    """At 8,192 tokens, where without them two gradients as wide as the feed-forward are the most
+    that there is: beside one of these the weight dequantised, and three bytes a number of the
+    gradient and one of the input; or a mask and a copy.
     """
     options: Any = {
         "training": {"batch_size": 4, "max_length": 2048, "tokens_per_micro_batch": 8192},
@@ -160,26 +222,40 @@ def test_what_fp8_and_dropout_compute_with_is_counted(tmp_path: Path) -> None:
     precision = {"default": "fp8", "fused_kernels": "off"}
     plain, fp8, dropped = (
         plan_8b(
-            tmp_path, machine=MACHINES["L40S"], precision={**precision, "fp8_products": products}, lora=lora, **options
+            tmp_path,
+            machine=MACHINES["L40S"],
+            precision={**precision, "fp8_products": products},
+            lora=lora,
+            **options,
         ).rank.workspace
         for products, lora in (("off", {}), ("auto", {}), ("off", {"lora_dropout": 0.1}))
     )
-    inner, dense = 2 * 8192 * 14_336, 2 * 4096 * 14_336
+    inner = 2 * 8192 * 14_336
+    dense = 2 * 4096 * 14_336
     assert fp8 - plain == dense + 8192 * (3 * 4096 + 14_336) - inner
     assert dropped - plain == dense + 8192 * 3 * 14_336 - inner
     for name, counted in (("A100", plain), ("MI300X", plain), ("L40S", fp8)):
-        assert plan_8b(tmp_path, machine=MACHINES[name], precision=precision, **options).rank.workspace == counted, name
+        assert (
+            plan_8b(tmp_path, machine=MACHINES[name], precision=precision, **options).rank.workspace
+            == counted
+        ), name
 
 
 @pytest.mark.parametrize(("experts", "at_a_time"), [(128, 128), (256, 170)])
-def test_a_gpu_dequantises_many_experts_at_a_time(tmp_path: Path, experts: int, at_a_time: int) -> None:
-    """With 128 as wide as Qwen3-30B's, all of a stack; of more, what 1 GiB holds, and then the rows of input and result are
-    copied. A processor takes one after the other."""
+def test_a_gpu_dequantises_many_experts_at_a_time(
+    tmp_path: Path, experts: int, at_a_time: int
+) -> None:
+    """With 128 as wide as Qwen3-30B's, all of a stack; of more, what 1 GiB holds, and then the rows
+    of input and result are copied. A processor takes one after the other.
+    """
     config = {**LLAMA_8B, "hidden_size": 2048, "intermediate_size": 768, "num_hidden_layers": 1}
     config |= {"num_local_experts": experts, "num_experts_per_tok": 8}
     shapes = {name: shape for name, shape in llama_shapes(config).items() if ".mlp." not in name}
     before = "model.layers.0.mlp"
-    shapes |= {f"{before}.gate.weight": (experts, 2048), f"{before}.experts.gate_up_proj": (experts, 1536, 2048)}
+    shapes |= {
+        f"{before}.gate.weight": (experts, 2048),
+        f"{before}.experts.gate_up_proj": (experts, 1536, 2048),
+    }
     shapes |= {f"{before}.experts.down_proj": (experts, 2048, 768)}
     base = save_base(tmp_path / "base", {**config, "model_type": "mixtral"}, shapes)
     precision = {"default": "nf4", "fused_kernels": "off"}
@@ -187,21 +263,32 @@ def test_a_gpu_dequantises_many_experts_at_a_time(tmp_path: Path, experts: int, 
     matrix = 2 * 1536 * 2048
     assert at_a_time == min(experts, 2**30 // matrix)
     on_gpu, in_turn = (
-        plan_of(spec, m).rank.workspace for m in (MACHINES["H100"], replace(MACHINES["H100"], shared_memory=True))
+        plan_of(spec, m).rank.workspace
+        for m in (MACHINES["H100"], replace(MACHINES["H100"], shared_memory=True))
     )
     copied = 16 * 8 * 2 * (2048 + 2048) if at_a_time < experts else 0
-    assert on_gpu - in_turn == at_a_time * matrix - 2 * 2048 * 2048 + copied, "in turn the queries' matrix is the largest"
+    assert on_gpu - in_turn == at_a_time * matrix - 2 * 2048 * 2048 + copied, (
+        "in turn the queries' matrix is the largest"
+    )
 
 
 def test_a_processor_that_computes_bf16_by_fp32_has_a_products_result_in_it(tmp_path: Path) -> None:
-    """4 bytes for each number of the gradient of the feed-forward's inner width, instead of a second gate's gradient in
-    bf16. `tests/workers/test_live_bytes.py` counts it in a step."""
-    by_fp32, by_loop, fast = (Products("", 1e11, flops, by) for flops, by in ((2e10, True), (3e9, False), (4e11, True)))
-    options: dict[str, Any] = {"distributed": {"activation_checkpointing": "full"}, "training": {"max_length": 512}}
+    """4 bytes for each number of the gradient of the feed-forward's inner width, instead of a
+    second gate's gradient in bf16. `tests/workers/test_live_bytes.py` counts it in a step.
+    """
+    by_fp32, by_loop, fast = (
+        Products("", 1e11, flops, by) for flops, by in ((2e10, True), (3e9, False), (4e11, True))
+    )
+    options: dict[str, Any] = {
+        "distributed": {"activation_checkpointing": "full"},
+        "training": {"max_length": 512},
+    }
 
     def workspace(products: Products | None, compute: str) -> int:
         machine = replace(HOST, products=products)
-        return plan_8b(tmp_path, machine=machine, precision={"compute": compute}, **options).rank.workspace
+        return plan_8b(
+            tmp_path, machine=machine, precision={"compute": compute}, **options
+        ).rank.workspace
 
     own = workspace(None, "bf16")
     tokens = plan_8b(tmp_path, machine=HOST, **options).batches.tokens
@@ -215,4 +302,6 @@ def test_a_process_on_a_processor_takes_more_than_its_tensors(tmp_path: Path) ->
     rank = plan_of(spec, replace(find_machine("cpu"), heap_factor=1.25)).rank
     assert (rank.gaps, rank.total) == (rank.live // 4, rank.live + rank.live // 4)
     assert plan_of(spec, find_machine("cpu")).rank.gaps > 0
-    assert plan_of(spec, MACHINES["H100"]).rank.gaps == 0, "what a GPU's allocator holds is in what is usable"
+    assert plan_of(spec, MACHINES["H100"]).rank.gaps == 0, (
+        "what a GPU's allocator holds is in what is usable"
+    )

@@ -18,8 +18,13 @@ from tests.support.bases import save_base, spec_on
         ({"max_steps": 2, "batch_size": 64}, 20 * 101),
     ],
 )
-def test_a_training_takes_the_tokens_of_its_epochs_or_steps(training: dict[str, Any], tokens: int, tmp_path: Path) -> None:
-    assert SampleLengths(1001, 10).of_training(spec_on(save_base(tmp_path), training=training)) == tokens
+def test_a_training_takes_the_tokens_of_its_epochs_or_steps(
+    training: dict[str, Any], tokens: int, tmp_path: Path
+) -> None:
+    assert (
+        SampleLengths(1001, 10).of_training(spec_on(save_base(tmp_path), training=training))
+        == tokens
+    )
 
 
 def test_the_last_step_of_an_epoch_takes_the_samples_that_are_left() -> None:
@@ -30,5 +35,7 @@ def test_the_last_step_of_an_epoch_takes_the_samples_that_are_left() -> None:
 def test_samples_that_are_not_counted_have_no_mean(tmp_path: Path) -> None:
     guessed = SampleLengths.of_size(5000)
     assert (guessed.tokens, guessed.mean) == (1000, None)
-    spec = spec_on(save_base(tmp_path), training={"max_steps": 1, "batch_size": 1, "max_length": 64})
+    spec = spec_on(
+        save_base(tmp_path), training={"max_steps": 1, "batch_size": 1, "max_length": 64}
+    )
     assert guessed.of_training(spec) == 64

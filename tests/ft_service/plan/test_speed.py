@@ -15,18 +15,24 @@ from tests.support.rollouts import GRADER
 
 
 def test_adapters_and_arithmetic_of_an_8b_model(tmp_path: Path) -> None:
-    """41.9 million parameters of rank 16, and 31.88 / 46.46 GFLOP a token at 2,048 tokens without / with checkpointing."""
+    """41.9 million parameters of rank 16, and 31.88 / 46.46 GFLOP a token at 2,048 tokens without /
+    with checkpointing.
+    """
     plan = plan_8b(tmp_path, lora={"r": 16}, training={"max_length": 2048})
     assert plan.adapter_parameters == 41_943_040
     assert plan.flops_per_token / 1e9 == pytest.approx(31.88, rel=1e-3)
     again = plan_8b(tmp_path, lora={"r": 16}, distributed={"activation_checkpointing": "full"})
     assert again.flops_per_token / 1e9 == pytest.approx(46.46, rel=1e-3)
-    assert plan.rank.adapters + plan.rank.gradients + plan.rank.optimizer == pytest.approx(16 * 41_943_040, rel=1e-5)
+    assert plan.rank.adapters + plan.rank.gradients + plan.rank.optimizer == pytest.approx(
+        16 * 41_943_040, rel=1e-5
+    )
 
 
 @pytest.mark.parametrize("checkpointing", ["none", "full"])
 def test_adapters_of_experts_cost_what_a_token_meets(tmp_path: Path, checkpointing: str) -> None:
-    """Of 128 experts a token meets 8; with all, tokens of Qwen3 30B-A3B would be planned to cost 1.47 times as much."""
+    """Of 128 experts a token meets 8; with all, tokens of Qwen3 30B-A3B would be planned to cost
+    1.47 times as much.
+    """
     config: dict[str, Any] = {
         **LLAMA_8B,
         "hidden_size": 2048,
@@ -44,17 +50,24 @@ def test_adapters_of_experts_cost_what_a_token_meets(tmp_path: Path, checkpointi
     shapes = {name: shape for name, shape in llama_shapes(config).items() if ".mlp." not in name}
     for layer in range(2):
         before = f"model.layers.{layer}.mlp"
-        shapes |= {f"{before}.gate.weight": (128, 2048), f"{before}.experts.gate_up_proj": (128, 1536, 2048)}
+        shapes |= {
+            f"{before}.gate.weight": (128, 2048),
+            f"{before}.experts.gate_up_proj": (128, 1536, 2048),
+        }
         shapes |= {f"{before}.experts.down_proj": (128, 2048, 768)}
     folder = save_base(tmp_path, config, shapes)
     options: dict[str, Any] = {"distributed": {"activation_checkpointing": checkpointing}}
     stacks = ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]
     attention, all_of_them = (
-        plan_of(spec_on(folder, 1, lora={"r": 32, "target_parameters": names}, **options), H100) for names in ([], stacks)
+        plan_of(spec_on(folder, 1, lora={"r": 32, "target_parameters": names}, **options), H100)
+        for names in ([], stacks)
     )
     met = 2 * 8 * 32 * ((1536 + 2048) + (2048 + 768))  # layers, experts, r, rows and columns
     assert all_of_them.adapter_parameters - attention.adapter_parameters == 16 * met
-    assert all_of_them.flops_per_token - attention.flops_per_token == (6 if checkpointing == "none" else 8) * met
+    assert (
+        all_of_them.flops_per_token - attention.flops_per_token
+        == (6 if checkpointing == "none" else 8) * met
+    )
 
 
 def test_one_micro_batch_gathers_the_layers_twice(tmp_path: Path) -> None:
@@ -64,7 +77,9 @@ def test_one_micro_batch_gathers_the_layers_twice(tmp_path: Path) -> None:
         "training": {"batch_size": 16, "per_device_train_batch_size": 2},
     }
     plan = plan_8b(tmp_path, 8, **options)
-    larger: dict[str, Any] = options | {"training": {"batch_size": 32, "per_device_train_batch_size": 2}}
+    larger: dict[str, Any] = options | {
+        "training": {"batch_size": 32, "per_device_train_batch_size": 2}
+    }
     twice = plan_8b(tmp_path, 8, **larger)
     assert plan.batches.rounds == 1
     assert 2 * 3.15e9 < plan.wire.gather < 2 * 3.15e9 + 2.2e9  # and embedding, head and adapters
@@ -73,16 +88,26 @@ def test_one_micro_batch_gathers_the_layers_twice(tmp_path: Path) -> None:
 
 
 def test_one_h100_trains_8b_at_about_the_measured_rate(tmp_path: Path) -> None:
-    """17,790 tokens/s on an H200, which computes as fast. Published are 12,473 (NeMo AutoModel) to 14,875 (LoRAFusion)."""
+    """17,790 tokens/s on an H200, which computes as fast.
+
+    Published are 12,473 (NeMo AutoModel) to 14,875 (LoRAFusion).
+    """
     speed = plan_8b(tmp_path, training={"max_length": 4096, "per_device_train_batch_size": 2}).speed
     assert speed is not None
     assert 15_000 < speed.tokens_per_second < 17_790
 
 
 def test_products_in_fp8_are_planned_to_be_faster_where_the_gpu_has_them(tmp_path: Path) -> None:
-    """An H200 trained an 8B in FP8 1.28 times as fast as in bf16. Where it is dequantised, it takes that time in addition."""
+    """An H200 trained an 8B in FP8 1.28 times as fast as in bf16.
+
+    Where it is dequantised, it takes that time in addition.
+    """
     bf16, fp8, dequantised = (
-        plan_8b(tmp_path, precision={"default": own, "fp8_products": products}, training={"max_length": 2048}).speed
+        plan_8b(
+            tmp_path,
+            precision={"default": own, "fp8_products": products},
+            training={"max_length": 2048},
+        ).speed
         for own, products in (("bf16", "auto"), ("fp8", "auto"), ("fp8", "off"))
     )
     assert bf16 is not None
@@ -102,23 +127,39 @@ def test_products_in_fp8_are_planned_to_be_faster_where_the_gpu_has_them(tmp_pat
         ({"distributed": {"compile": True}}, False),
         ({"training": {"packing": False}}, False),
         ({"training": {"per_device_train_batch_size": 1}}, False),
-        ({"training": {"max_length": 100, "tokens_per_micro_batch": 8192, "batch_size": 128}}, False),
+        (
+            {"training": {"max_length": 100, "tokens_per_micro_batch": 8192, "batch_size": 128}},
+            False,
+        ),
     ],
 )
 def test_the_higher_rate_is_that_of_jobs_whose_attention_cudnn_computes(
     options: dict[str, Any], cudnn: bool, tmp_path: Path
 ) -> None:
-    """Rows of 4,096 tokens and more, packed, of layers that are neither compiled nor seen by a dispatch mode."""
-    training = {"max_length": 2048, "batch_size": 4, "per_device_train_batch_size": 4, **options.get("training", {})}
+    """Rows of 4,096 tokens and more, packed, of layers that are neither compiled nor seen by a
+    dispatch mode.
+    """
+    training = {
+        "max_length": 2048,
+        "batch_size": 4,
+        "per_device_train_batch_size": 4,
+        **options.get("training", {}),
+    }
     plan = plan_8b(tmp_path, **{**options, "training": training})
     assert plan.speed is not None
-    arithmetic = plan.batches.step_tokens * plan.flops_per_token / (989e12 * plan.speed.compute_seconds)
+    arithmetic = (
+        plan.batches.step_tokens * plan.flops_per_token / (989e12 * plan.speed.compute_seconds)
+    )
     assert arithmetic == pytest.approx(EFFICIENCY_BY_CUDNN if cudnn else EFFICIENCY)
 
 
 def test_a_base_whose_samples_are_padded_is_planned_without_cudnn(tmp_path: Path) -> None:
     """Neither its rate nor the room for its scores."""
-    spec = spec_on(save_base(tmp_path / "8b", LLAMA_8B), 1, training={"max_length": 2048, "per_device_train_batch_size": 4})
+    spec = spec_on(
+        save_base(tmp_path / "8b", LLAMA_8B),
+        1,
+        training={"max_length": 2048, "per_device_train_batch_size": 4},
+    )
     base = describe(spec.model.path)
     packed, padded = (
         plan_job(replace(base, padded_because=why), spec, machine)
@@ -133,12 +174,23 @@ def test_a_base_whose_samples_are_padded_is_planned_without_cudnn(tmp_path: Path
 
 
 def test_sampling_reads_all_weights_for_every_token_or_computes(tmp_path: Path) -> None:
-    """On one H100, whose memory gives 3.35 TB/s: 16.06 GB of bf16 in 4.8 ms. With many answers at once arithmetic is slower."""
-    method = {"type": "reinforcement", "reinforcement": {"grader": GRADER, "hyperparameters": {"batch_size": 8}}}
+    """On one H100, whose memory gives 3.35 TB/s: 16.06 GB of bf16 in 4.8 ms.
+
+    With many answers at once arithmetic is slower.
+    """
+    method = {
+        "type": "reinforcement",
+        "reinforcement": {"grader": GRADER, "hyperparameters": {"batch_size": 8}},
+    }
     (hint,) = plan_8b(tmp_path, training={"max_length": 2048}, method=method).hints
-    assert "a step's 64 answers of at most 512 tokens, 32,768 together, estimated to take one H100 at least 2.5 s" in hint
+    assert (
+        "a step's 64 answers of at most 512 tokens, 32,768 together, estimated to take one H100 "
+        "at least 2.5 s" in hint
+    )
     base = describe(str(tmp_path / "8b"))
-    few, many, more = (sampling_seconds(H100, base, 16_060_000_000, answers, 512) for answers in (8, 1000, 2000))
+    few, many, more = (
+        sampling_seconds(H100, base, 16_060_000_000, answers, 512) for answers in (8, 1000, 2000)
+    )
     assert few == pytest.approx(512 * 16.06e9 / 3.35e12)
     assert many == pytest.approx(512 * 1000 * 2 * 7.5e9 / (989e12 * EFFICIENCY), rel=0.01)
     assert more == pytest.approx(2 * (many or 0.0))
@@ -148,10 +200,19 @@ def test_sampling_reads_all_weights_for_every_token_or_computes(tmp_path: Path) 
 def test_copies_exchange_gradients_and_no_weights(tmp_path: Path) -> None:
     spec = spec_on(save_base(tmp_path / "8b", LLAMA_8B), 4)
     whole, halves = (
-        plan_of(spec.model_copy(update={"distributed": spec.distributed.model_copy(update={"replicate": copies})}), H100)
+        plan_of(
+            spec.model_copy(
+                update={"distributed": spec.distributed.model_copy(update={"replicate": copies})}
+            ),
+            H100,
+        )
         for copies in (-1, 2)
     )
     assert (whole.wire.gather, whole.wire.reduce) == (0, 0)
-    assert whole.wire.all_reduce == pytest.approx(2 * 3 / 4 * 4 * whole.adapter_parameters, rel=1e-6)
+    assert whole.wire.all_reduce == pytest.approx(
+        2 * 3 / 4 * 4 * whole.adapter_parameters, rel=1e-6
+    )
     assert (halves.layout.replicate, halves.layout.shard) == (2, 2)
-    assert halves.wire.all_reduce == pytest.approx(2 * 1 / 2 * 4 * whole.adapter_parameters / 2, rel=1e-6)
+    assert halves.wire.all_reduce == pytest.approx(
+        2 * 1 / 2 * 4 * whole.adapter_parameters / 2, rel=1e-6
+    )

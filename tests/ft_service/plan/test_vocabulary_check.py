@@ -22,7 +22,9 @@ H100 = MACHINES["H100"]
 def save_tokenizer(folder: Path, vocab: Any, added: Any = ()) -> None:
     path = folder / "tokenizer.json"
     path.unlink(missing_ok=True)  # a link to the sample's
-    path.write_text(json.dumps({"version": "1.0", "model": {"vocab": vocab}, "added_tokens": added}))
+    path.write_text(
+        json.dumps({"version": "1.0", "model": {"vocab": vocab}, "added_tokens": added})
+    )
 
 
 def base_with(folder: Path, rows: int, vocab: Any, added: Any = ()) -> JobSpec:
@@ -46,7 +48,9 @@ PIECES = [["a", 0.0], ["b", -1.5]]
         (None, None, None),
     ],
 )
-def test_the_largest_id_is_that_of_vocabulary_and_added_tokens(tmp_path: Path, vocab: Any, added: Any, largest: Any) -> None:
+def test_the_largest_id_is_that_of_vocabulary_and_added_tokens(
+    tmp_path: Path, vocab: Any, added: Any, largest: Any
+) -> None:
     save_tokenizer(tmp_path, vocab, added)
     assert largest_token_id(tmp_path) == largest
 
@@ -62,23 +66,39 @@ def test_rows_beyond_the_tokens_are_padding(tmp_path: Path, rows: int) -> None:
 
 
 @pytest.mark.parametrize(
-    ("rows", "added", "largest"), [(9, [], 9), (1, [], 9), (10, [{"id": 10, "content": "<x>", "special": True}], 10)]
+    ("rows", "added", "largest"),
+    [(9, [], 9), (1, [], 9), (10, [{"id": 10, "content": "<x>", "special": True}], 10)],
 )
 @pytest.mark.parametrize("look", [admit, plan_job])
 def test_a_token_without_a_row_is_refused_with_both_numbers(
     tmp_path: Path, look: Any, rows: int, added: Any, largest: int
 ) -> None:
     spec = base_with(tmp_path / "base", rows, VOCAB, added)
-    with pytest.raises(SpecError, match="Use the tokenizer that the base was trained with") as caught:
+    with pytest.raises(
+        SpecError, match="Use the tokenizer that the base was trained with"
+    ) as caught:
         look(describe(spec.model.path), spec, H100)
     message = caught.value.message
-    assert f"token ids up to {largest}, the embedding model.embed_tokens.weight has {rows} rows" in message
+    assert (
+        f"token ids up to {largest}, the embedding model.embed_tokens.weight has {rows} rows"
+        in message
+    )
     assert f"at least {largest + 1} rows" in message
     assert (caught.value.param, caught.value.code) == ("model", "vocabulary_too_small")
 
 
 @pytest.mark.parametrize(
-    "text", [b"", b"[]", b"{", b'{"model": {"vocab": {"a": "x"}}}', b"{}", b"[" * 200_000, b"\xff\xfe", b'{"a": NaN']
+    "text",
+    [
+        b"",
+        b"[]",
+        b"{",
+        b'{"model": {"vocab": {"a": "x"}}}',
+        b"{}",
+        b"[" * 200_000,
+        b"\xff\xfe",
+        b'{"a": NaN',
+    ],
 )
 def test_a_file_that_is_no_tokenizer_is_refused(tmp_path: Path, text: bytes) -> None:
     (tmp_path / "tokenizer.json").write_bytes(text)
@@ -91,7 +111,9 @@ def test_it_is_read_once_until_it_changes(tmp_path: Path, monkeypatch: pytest.Mo
     spec = base_with(tmp_path / "base", 64, VOCAB)
     read: list[str] = []
     whole = base_files.open_base_file
-    monkeypatch.setattr(base_files, "open_base_file", lambda path: read.append(path.name) or whole(path))
+    monkeypatch.setattr(
+        base_files, "open_base_file", lambda path: read.append(path.name) or whole(path)
+    )
     base = describe(spec.model.path)
     for _ in range(5):
         admit(base, spec, H100)

@@ -7,7 +7,15 @@ import pytest
 
 from ft_service.errors import SpecError
 from tests.support.announced import save_gpt_oss, save_qwen3
-from tests.support.bases import LLAMA_8B, TINY, llama_shapes, plan_of, save_base, save_fp8_index, spec_on
+from tests.support.bases import (
+    LLAMA_8B,
+    TINY,
+    llama_shapes,
+    plan_of,
+    save_base,
+    save_fp8_index,
+    spec_on,
+)
 from tests.support.plans import H100, plan_8b
 
 
@@ -21,7 +29,8 @@ def test_bits_a_parameter_of_an_8b_model(tmp_path: Path, weight_format: str, bit
 
 
 @pytest.mark.parametrize(
-    ("asked", "stored", "bits"), [("fp8", "fp8_blocks", 8 + 32 / 128), ("bf16", "bf16", 16), ("nf4", "nf4", 4.13)]
+    ("asked", "stored", "bits"),
+    [("fp8", "fp8_blocks", 8 + 32 / 128), ("bf16", "bf16", 16), ("nf4", "nf4", 4.13)],
 )
 def test_a_base_in_fp8_by_blocks_keeps_them_in_fp8_and_else_takes_what_the_job_asks_for(
     asked: str, stored: str, bits: float, tmp_path: Path
@@ -42,15 +51,24 @@ def test_a_base_in_fp8_by_blocks_keeps_them_in_fp8_and_else_takes_what_the_job_a
     ids=["gpt-oss 20B", "Qwen3 30B"],
 )
 def test_experts_of_published_sizes_take_on_a_rank_what_their_file_holds_or_what_nf4_does(
-    save: Callable[..., Path], stacks: list[tuple[int, int]], published: str, extra: tuple[float, float], tmp_path: Path
+    save: Callable[..., Path],
+    stacks: list[tuple[int, int]],
+    published: str,
+    extra: tuple[float, float],
+    tmp_path: Path,
 ) -> None:
-    """Two layers of each on eight ranks. `stacks`: rows and columns of a layer's; `extra`: bytes of a number and of a row."""
+    """Two layers of each on eight ranks.
+
+    `stacks`: rows and columns of a layer's; `extra`: bytes of a number and of a row.
+    """
     base = save(tmp_path, num_hidden_layers=2)
 
     def on_a_rank(default: str) -> tuple[set[str], int]:
         modules = plan_of(spec_on(base, 8, precision={"default": default}), H100).modules
         experts = [module for module in modules if module.kind == "experts"]
-        return {module.format for module in experts}, sum(module.bytes_per_rank for module in experts)
+        return {module.format for module in experts}, sum(
+            module.bytes_per_rank for module in experts
+        )
 
     def bytes_of(numbers: float, row: float) -> float:
         return 2 * sum(rows // 8 * (cols * (1 / 2 + numbers) + row) for rows, cols in stacks)
@@ -66,9 +84,15 @@ def test_such_a_base_may_be_resharded_to_a_number_of_ranks_in_bf16(tmp_path: Pat
 
 def test_what_is_ignored_is_whole_on_every_rank(tmp_path: Path) -> None:
     folder = save_base(tmp_path / "base")
-    module = {m.name: m for m in plan_of(spec_on(folder, 2, distributed={"ignored": [r".*\.0\..*q_proj.*"]}), H100).modules}
+    module = {
+        m.name: m
+        for m in plan_of(
+            spec_on(folder, 2, distributed={"ignored": [r".*\.0\..*q_proj.*"]}), H100
+        ).modules
+    }
     assert (
-        module["model.layers.0.self_attn.q_proj"].bytes_per_rank == 2 * module["model.layers.1.self_attn.q_proj"].bytes_per_rank
+        module["model.layers.0.self_attn.q_proj"].bytes_per_rank
+        == 2 * module["model.layers.1.self_attn.q_proj"].bytes_per_rank
     )
     with pytest.raises(SpecError, match="'nothing' matches no weight of the base") as caught:
         plan_of(spec_on(folder, 2, distributed={"ignored": ["nothing"]}), H100)
@@ -76,31 +100,54 @@ def test_what_is_ignored_is_whole_on_every_rank(tmp_path: Path) -> None:
 
 
 def test_experts_are_stored_as_one_weight_a_projection(tmp_path: Path) -> None:
-    """Given one by one, or stacked: the same plan, and the router is neither quantised nor adapted."""
+    """Given one by one, or stacked: the same plan, and the router is neither quantised nor
+    adapted.
+    """
     config = {**TINY, "num_local_experts": 4, "num_experts_per_tok": 2, "model_type": "mixtral"}
     dense = {name: shape for name, shape in llama_shapes(TINY).items() if ".mlp." not in name}
-    single, stacked = dict(dense), dict(dense)
+    single = dict(dense)
+    stacked = dict(dense)
     for layer in range(2):
         before = f"model.layers.{layer}"
-        single[f"{before}.block_sparse_moe.gate.weight"] = stacked[f"{before}.mlp.gate.weight"] = (4, 64)
+        single[f"{before}.block_sparse_moe.gate.weight"] = stacked[f"{before}.mlp.gate.weight"] = (
+            4,
+            64,
+        )
         for expert in range(4):
             matrices = {"w1": (192, 64), "w2": (64, 192), "w3": (192, 64)}
-            single |= {f"{before}.block_sparse_moe.experts.{expert}.{m}.weight": s for m, s in matrices.items()}
-        stacked |= {f"{before}.mlp.experts.gate_up_proj": (4, 384, 64), f"{before}.mlp.experts.down_proj": (4, 64, 192)}
+            single |= {
+                f"{before}.block_sparse_moe.experts.{expert}.{m}.weight": s
+                for m, s in matrices.items()
+            }
+        stacked |= {
+            f"{before}.mlp.experts.gate_up_proj": (4, 384, 64),
+            f"{before}.mlp.experts.down_proj": (4, 64, 192),
+        }
     plans = [
-        plan_of(spec_on(save_base(tmp_path / name, config, shapes), 2, precision={"default": "nf4"}), H100)
+        plan_of(
+            spec_on(save_base(tmp_path / name, config, shapes), 2, precision={"default": "nf4"}),
+            H100,
+        )
         for name, shapes in (("single", single), ("stacked", stacked))
     ]
     assert {m.name: m for m in plans[0].modules} == {m.name: m for m in plans[1].modules}
     found = {module.name: module for module in plans[0].modules}
-    assert (found["model.layers.0.mlp.experts.gate_up_proj"].shape, found["model.layers.1.mlp.gate"].format) == (
+    assert (
+        found["model.layers.0.mlp.experts.gate_up_proj"].shape,
+        found["model.layers.1.mlp.gate"].format,
+    ) == (
         (1536, 64),
         "bf16",
     )
     assert plans[0].adapter_parameters == 2 * 16 * (2 * 128 + 2 * (64 + 32))
-    per_expert = 2 * (4 * 0.5 * 64 * 64 * 1.5 + 3 * 192 * 64 * 2)  # q, k, v, o; and two of four experts
+    per_expert = 2 * (
+        4 * 0.5 * 64 * 64 * 1.5 + 3 * 192 * 64 * 2
+    )  # q, k, v, o; and two of four experts
     attention_and_adapters = 6 * plans[0].adapter_parameters + 6 * 2 * plans[0].batches.length * 64
-    assert plans[0].flops_per_token == 4 * (per_expert + TINY["vocab_size"] * 64) + attention_and_adapters
+    assert (
+        plans[0].flops_per_token
+        == 4 * (per_expert + TINY["vocab_size"] * 64) + attention_and_adapters
+    )
 
 
 def test_other_towers_and_their_prefix_are_left_out(tmp_path: Path) -> None:

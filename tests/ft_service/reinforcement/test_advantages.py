@@ -15,7 +15,9 @@ def test_an_advantage_is_what_exceeds_the_groups_mean() -> None:
     )
 
 
-@pytest.mark.parametrize("rewards", [[1.0, 1.0, 1.0], [0.1 + 0.2, None, 0.3], [None, None], [2.0, None]])
+@pytest.mark.parametrize(
+    "rewards", [[1.0, 1.0, 1.0], [0.1 + 0.2, None, 0.3], [None, None], [2.0, None]]
+)
 def test_a_group_without_variance_has_none(rewards: list[float | None]) -> None:
     assert advantages(rewards, "group") == [0.0] * len(rewards)
 

@@ -5,12 +5,18 @@ from __future__ import annotations
 import pytest
 
 from ft_service.reinforcement.flat_steps import TOLD_AFTER, flat_steps, flat_text
-from ft_service.reinforcement.step_records import AnsweredPrompt, RecordHead, SampledAnswer, StepRecord
+from ft_service.reinforcement.step_records import (
+    AnsweredPrompt,
+    RecordHead,
+    SampledAnswer,
+    StepRecord,
+)
 
 
 def group(*rewards: float | None) -> AnsweredPrompt:
     answers = [
-        SampledAnswer(tokens=[1], logprobs=[-1], text=f"a{n}" * 300, truncated=False, reward=r) for n, r in enumerate(rewards)
+        SampledAnswer(tokens=[1], logprobs=[-1], text=f"a{n}" * 300, truncated=False, reward=r)
+        for n, r in enumerate(rewards)
     ]
     return AnsweredPrompt(prompt=4, text="?", answers=answers)
 
@@ -32,7 +38,10 @@ def test_steps_in_a_row(groups: list[AnsweredPrompt], before: int, count: int) -
 def test_a_spell_is_told_at_its_third_step() -> None:
     texts = [
         flat_text(
-            StepRecord(head=RecordHead(step=10, first_seq=0, sampled_from=9, groups=1, flat_steps=n), groups=[group(0.5, None)])
+            StepRecord(
+                head=RecordHead(step=10, first_seq=0, sampled_from=9, groups=1, flat_steps=n),
+                groups=[group(0.5, None)],
+            )
         )
         for n in range(TOLD_AFTER + 3)
     ]

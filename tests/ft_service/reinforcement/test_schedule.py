@@ -10,7 +10,15 @@ import pytest
 from ft_service.reinforcement.schedule import RolloutSchedule, seed_of
 
 SCHEDULE = RolloutSchedule(
-    prompts=10, batch=4, total_steps=6, eval_interval=2, save_interval=3, keep_every=None, validates=True, steps_ahead=0, seed=3
+    prompts=10,
+    batch=4,
+    total_steps=6,
+    eval_interval=2,
+    save_interval=3,
+    keep_every=None,
+    validates=True,
+    steps_ahead=0,
+    seed=3,
 )
 
 
@@ -26,17 +34,27 @@ def test_an_epoch_has_each_prompt_once_in_an_order_of_its_own() -> None:
 
 def test_what_is_due() -> None:
     assert [after for after in range(7) if SCHEDULE.is_evaluated(after)] == [0, 2, 4, 6]
-    assert [after for after in range(7) if SCHEDULE.is_saved(after)] == [3], "the last step has one anyway"
+    assert [after for after in range(7) if SCHEDULE.is_saved(after)] == [3], (
+        "the last step has one anyway"
+    )
     assert not any(replace(SCHEDULE, validates=False).is_evaluated(after) for after in range(7))
     assert replace(SCHEDULE, total_steps=5).is_evaluated(5)
-    assert [after for after in range(7) if replace(SCHEDULE, keep_every=2).is_saved(after)] == [2, 3, 4]
+    assert [after for after in range(7) if replace(SCHEDULE, keep_every=2).is_saved(after)] == [
+        2,
+        3,
+        4,
+    ]
 
 
-@pytest.mark.parametrize(("ahead", "sampled_from"), [(0, [0, 1, 2, 3, 4, 5, 6]), (1, [0, 0, 1, 2, 3, 4, 6])])
+@pytest.mark.parametrize(
+    ("ahead", "sampled_from"), [(0, [0, 1, 2, 3, 4, 5, 6]), (1, [0, 0, 1, 2, 3, 4, 6])]
+)
 def test_weights_that_are_at_most_one_step_older(ahead: int, sampled_from: list[int]) -> None:
     schedule = replace(SCHEDULE, steps_ahead=ahead)
     assert [schedule.sampled_from(step) for step in range(1, 8)] == sampled_from
 
 
 def test_seeds_differ() -> None:
-    assert len({seed_of(1, step, prompt) for step in range(-5, 20) for prompt in range(50)}) == 25 * 50
+    assert (
+        len({seed_of(1, step, prompt) for step in range(-5, 20) for prompt in range(50)}) == 25 * 50
+    )

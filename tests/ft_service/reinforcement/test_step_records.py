@@ -8,7 +8,13 @@ import pytest
 
 from ft_service.errors import DataError
 from ft_service.reinforcement import step_records
-from ft_service.reinforcement.step_records import read_record, record_key, record_lines, recorded_steps, write_record
+from ft_service.reinforcement.step_records import (
+    read_record,
+    record_key,
+    record_lines,
+    recorded_steps,
+    write_record,
+)
 from ft_service.rundir.directory import RunDir, UnreadableDocumentError
 from tests.support.rollouts import answer, group, record
 
@@ -27,7 +33,9 @@ def test_a_record_is_read_as_it_was_written_and_never_replaced(tmp_path: Path) -
     assert read_record(run, 3) is None
 
 
-def test_a_record_that_could_not_be_read_is_not_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_record_that_could_not_be_read_is_not_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     run = RunDir(tmp_path)
     monkeypatch.setattr(step_records, "MOST_BYTES", 400)
     assert write_record(run, record(1, [group(0, [answer([1], 0.5)])], first_seq=1))
@@ -42,7 +50,11 @@ def test_a_reader_may_set_a_lower_limit(tmp_path: Path) -> None:
     write_record(run, record(1, [group(0, [answer([1] * 99, 0.5)])], first_seq=1))
     lines = record_lines(run, 1, 4000) or []
     size = sum(map(len, lines)) + len(lines)
-    assert [record_lines(run, 1, most) is None for most in (10, size - 1, size)] == [True, True, False]
+    assert [record_lines(run, 1, most) is None for most in (10, size - 1, size)] == [
+        True,
+        True,
+        False,
+    ]
     assert record_lines(run, 2, size) is None
 
 

@@ -8,8 +8,20 @@ from random import Random
 import pytest
 
 from ft_service.reinforcement import step_texts
-from ft_service.reinforcement.step_records import SampledAnswer, StepRecord, record_key, recorded_steps, write_record
-from ft_service.reinforcement.step_texts import StepTexts, read_texts, remove_records, texts_key, write_texts
+from ft_service.reinforcement.step_records import (
+    SampledAnswer,
+    StepRecord,
+    record_key,
+    recorded_steps,
+    write_record,
+)
+from ft_service.reinforcement.step_texts import (
+    StepTexts,
+    read_texts,
+    remove_records,
+    texts_key,
+    write_texts,
+)
 from ft_service.rundir.directory import RunDir, UnreadableDocumentError
 from tests.support.rollouts import answer, group, record
 
@@ -33,7 +45,9 @@ def ordinary(step: int, tokens: int = 256) -> StepRecord:
 
     def one(number: int) -> SampledAnswer:
         drawn = [random.randrange(128_000) for _ in range(tokens)]
-        return answer(drawn, 0.5, text=f"{number} " * 50, logprobs=[-random.random() for _ in drawn])
+        return answer(
+            drawn, 0.5, text=f"{number} " * 50, logprobs=[-random.random() for _ in drawn]
+        )
 
     groups = [group(place, [one(number) for number in range(8)]) for place in range(8)]
     return record(step, groups, first_seq=1, validation=[group(0, [one(0)])])
@@ -48,7 +62,9 @@ def written(run: RunDir, *records: StepRecord) -> None:
 def test_a_view_reads_texts_and_no_tokens(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     run = CountedRunDir(tmp_path)
     written(run, *(ordinary(step) for step in (1, 2, 3)))
-    monkeypatch.setattr(step_texts, "record_lines", lambda *_: pytest.fail("a whole record is read"))
+    monkeypatch.setattr(
+        step_texts, "record_lines", lambda *_: pytest.fail("a whole record is read")
+    )
     texts = list(read_texts(run, (3, 2, 1), most=4))
     assert [own.head.step for own in texts] == [3, 2, 1]
     assert texts[0].model_dump_json() == StepTexts.of(ordinary(3)).first(4).model_dump_json()
@@ -59,10 +75,14 @@ def test_a_view_reads_texts_and_no_tokens(tmp_path: Path, monkeypatch: pytest.Mo
     assert run.read_bytes < of_records / 50
 
 
-def test_a_view_ends_early_once_it_has_parsed_its_limit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_view_ends_early_once_it_has_parsed_its_limit(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     run = RunDir(tmp_path)
     written(run, *(ordinary(step) for step in range(1, 6)))
-    per_step = sum(len(own.model_dump_json(exclude_none=True)) for own in StepTexts.of(ordinary(1)).prompts)
+    per_step = sum(
+        len(own.model_dump_json(exclude_none=True)) for own in StepTexts.of(ordinary(1)).prompts
+    )
     monkeypatch.setattr(step_texts, "MOST_READ", 2 * per_step)
     assert [own.head.step for own in read_texts(run, (5, 4, 3, 2, 1), most=100)] == [5, 4]
     monkeypatch.setattr(step_texts, "MOST_READ", 1)
@@ -73,18 +93,28 @@ def test_of_long_texts_fewer_are_kept(tmp_path: Path, monkeypatch: pytest.Monkey
     run = RunDir(tmp_path)
     monkeypatch.setattr(step_texts, "MOST_BYTES", 4000)
     long = group(0, [answer([1], 1.0, text="é" * 300)] * 9)
-    written(run, record(1, [long] * 3, first_seq=1, validation=[group(0, [answer([1], 1.0, text="x" * 9999)])]))
+    written(
+        run,
+        record(
+            1, [long] * 3, first_seq=1, validation=[group(0, [answer([1], 1.0, text="x" * 9999)])]
+        ),
+    )
     [texts] = read_texts(run, [1], most=100)
     assert [len(own.answers) for own in texts.prompts] == [2]
     assert (texts.prompts_total, len(texts.validation), texts.validation_total) == (3, 0, 1)
 
 
-def test_records_without_texts_are_read_within_the_limit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_records_without_texts_are_read_within_the_limit(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Such as one whose service was killed before the texts were written."""
     run = RunDir(tmp_path)
     write_record(run, ordinary(1))
     write_record(run, ordinary(2))
-    found = [(own.head.step, len(own.prompts), own.prompts_total) for own in read_texts(run, (2, 7, 1), most=2)]
+    found = [
+        (own.head.step, len(own.prompts), own.prompts_total)
+        for own in read_texts(run, (2, 7, 1), most=2)
+    ]
     assert found == [(2, 2, 8), (1, 2, 8)]
     monkeypatch.setattr(step_texts, "MOST_READ", 90_000)
     assert list(read_texts(run, (2, 1), most=2)) == []
@@ -99,7 +129,9 @@ def test_the_newest_records_stay(tmp_path: Path) -> None:
     assert [run.has(texts_key(step)) for step in (1, 2, 3, 1_000_000)] == [False, False, True, True]
 
 
-@pytest.mark.parametrize("body", [b"", b"no zstd", b"\x28\xb5\x2f\xfd\x04\x00\x01\x00\x00", b"[]", b"{}"])
+@pytest.mark.parametrize(
+    "body", [b"", b"no zstd", b"\x28\xb5\x2f\xfd\x04\x00\x01\x00\x00", b"[]", b"{}"]
+)
 def test_another_file_is_none(tmp_path: Path, body: bytes) -> None:
     run = RunDir(tmp_path)
     run.put(texts_key(1), step_texts.compressed(body) if body in (b"[]", b"{}") else body)

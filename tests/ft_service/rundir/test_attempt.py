@@ -10,7 +10,17 @@ from ft_service.host import processes
 from ft_service.rundir.attempt import Attempt, AttemptKeys
 from ft_service.rundir.attempt_outcome import AttemptRecords, conclude
 from ft_service.rundir.directory import RunDir
-from ft_service.rundir.documents import Control, Desired, Exit, ExitReason, Launched, Outcome, OutcomeKind, Start, Stop
+from ft_service.rundir.documents import (
+    Control,
+    Desired,
+    Exit,
+    ExitReason,
+    Launched,
+    Outcome,
+    OutcomeKind,
+    Start,
+    Stop,
+)
 from tests.support.unreadable import put_garbage
 
 START = Start(job_id="ftjob-1", attempt=3, world_size=4, generation=1, checkpoint=None, nodes=2)
@@ -27,7 +37,11 @@ def test_names_on_disk() -> None:
     keys = AttemptKeys(12)
     names = ("start", "control", "stop", "outcome", "exit", "launched")
     assert [getattr(keys, name) for name in names] == [f"attempts/12/{name}.json" for name in names]
-    assert (keys.folder, keys.events, keys.logs) == ("attempts/12", "attempts/12/events", "attempts/12/logs")
+    assert (keys.folder, keys.events, keys.logs) == (
+        "attempts/12",
+        "attempts/12/events",
+        "attempts/12/logs",
+    )
     assert keys.segment(7) == "attempts/12/events/00000007.jsonl"
 
 
@@ -47,18 +61,31 @@ def test_a_nodes_names_on_disk(index: int, nodes: int, folder: str, logs: str) -
         f"{folder}/exit.json",
         f"{folder}/supervisor.lock",
     ]
-    assert (keys.rendezvous, keys.supervisor_log) == (f"{folder}/rendezvous", f"{logs}/supervisor.log")
+    assert (keys.rendezvous, keys.supervisor_log) == (
+        f"{folder}/rendezvous",
+        f"{logs}/supervisor.log",
+    )
 
 
 def test_documents_that_are_written_once(attempt: Attempt) -> None:
-    outcome, stop, launched = Outcome(kind=OutcomeKind.SUCCEEDED), Stop(reason="SIGTERM"), Launched(job="ft-1", uid="u")
-    assert (attempt.has_exit(), attempt.has_outcome(), attempt.has_launched()) == (False, False, False)
+    outcome = Outcome(kind=OutcomeKind.SUCCEEDED)
+    stop = Stop(reason="SIGTERM")
+    launched = Launched(job="ft-1", uid="u")
+    assert (attempt.has_exit(), attempt.has_outcome(), attempt.has_launched()) == (
+        False,
+        False,
+        False,
+    )
     for write, read, document in (
         (partial(attempt.write_start, START), attempt.read_start, START),
         (partial(attempt.write_stop, stop), attempt.read_stop, stop),
         (partial(attempt.write_outcome, outcome), attempt.read_outcome, outcome),
         (partial(attempt.write_exit, STOPPED), attempt.read_exit, STOPPED),
-        (partial(attempt.write_launched, launched), partial(attempt.run.read, attempt.keys.launched, Launched), launched),
+        (
+            partial(attempt.write_launched, launched),
+            partial(attempt.run.read, attempt.keys.launched, Launched),
+            launched,
+        ),
     ):
         assert read() is None
         assert [write(), write()] == [True, False]
@@ -105,9 +132,16 @@ def test_the_jobs_id_is_never_guessed_from_a_folder(tmp_path: Path) -> None:
 @pytest.mark.parametrize("kind", ["no_json", "pipe"])
 def test_an_attempt_has_an_end_though_its_record_cannot_be_read(tmp_path: Path, kind: str) -> None:
     attempt = Attempt(RunDir(tmp_path), 1)
-    for key in (attempt.keys.exit, attempt.keys.outcome, "attempts/1/nodes/1/exit.json", "result.json"):
+    for key in (
+        attempt.keys.exit,
+        attempt.keys.outcome,
+        "attempts/1/nodes/1/exit.json",
+        "result.json",
+    ):
         put_garbage(tmp_path / key, kind)
-    ended, outcome, of_node = attempt.read_exit(), attempt.read_outcome(), attempt.read_node_exits(2)[1]
+    ended = attempt.read_exit()
+    outcome = attempt.read_outcome()
+    of_node = attempt.read_node_exits(2)[1]
     assert ended is not None
     assert outcome is not None
     assert (ended.reason, of_node.reason) == (ExitReason.UNREADABLE, ExitReason.UNREADABLE)

@@ -13,13 +13,19 @@ from ft_service.rundir.documents import ExitReason, Start
 
 
 def begin(run: RunDir, attempt: int, checkpoint: str | None = None) -> Start:
-    start = Start(job_id="ftjob-1", attempt=attempt, world_size=1, generation=1, checkpoint=checkpoint)
+    start = Start(
+        job_id="ftjob-1", attempt=attempt, world_size=1, generation=1, checkpoint=checkpoint
+    )
     run.write(f"attempts/{attempt}/start.json", start)
     return start
 
 
-@pytest.mark.parametrize("seal", ["attempts/2/exit.json", "attempts/3/start.json", "attempts/3/exit.json"])
-def test_an_attempt_is_sealed_by_its_end_and_by_what_comes_after_it(tmp_path: Path, seal: str) -> None:
+@pytest.mark.parametrize(
+    "seal", ["attempts/2/exit.json", "attempts/3/start.json", "attempts/3/exit.json"]
+)
+def test_an_attempt_is_sealed_by_its_end_and_by_what_comes_after_it(
+    tmp_path: Path, seal: str
+) -> None:
     run = RunDir(tmp_path)
     begin(run, 1)
     begin(run, 2)

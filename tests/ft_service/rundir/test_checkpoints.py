@@ -5,7 +5,12 @@ from pathlib import Path
 import pytest
 
 from ft_service.rundir.attempt_outcome import exit_of
-from ft_service.rundir.checkpoints import complete_checkpoints, is_late, newest_step, set_damaged_aside
+from ft_service.rundir.checkpoints import (
+    complete_checkpoints,
+    is_late,
+    newest_step,
+    set_damaged_aside,
+)
 from ft_service.rundir.directory import RunDir
 from ft_service.rundir.documents import CheckpointMarker, ExitReason, Start
 
@@ -32,7 +37,9 @@ def test_a_checkpoint_that_was_not_there_when_a_later_attempt_began_is_late(
 
 
 def begin(run: RunDir, attempt: int, checkpoint: str | None = None) -> Start:
-    start = Start(job_id="ftjob-1", attempt=attempt, world_size=1, generation=1, checkpoint=checkpoint)
+    start = Start(
+        job_id="ftjob-1", attempt=attempt, world_size=1, generation=1, checkpoint=checkpoint
+    )
     run.write(f"attempts/{attempt}/start.json", start)
     return start
 

@@ -1,4 +1,6 @@
-"""The run directory: documents are whole or absent, one writer wins, and only complete, intact checkpoints exist."""
+"""The run directory: documents are whole or absent, one writer wins, and only complete, intact
+checkpoints exist.
+"""
 
 from __future__ import annotations
 
@@ -45,14 +47,18 @@ def test_documents_come_back_as_written(run: RunDir) -> None:
 
 def test_put_if_absent_has_one_winner_and_never_replaces(run: RunDir) -> None:
     with ThreadPoolExecutor(8) as pool:
-        won = list(pool.map(lambda number: run.put_if_absent("key", str(number).encode()), range(32)))
+        won = list(
+            pool.map(lambda number: run.put_if_absent("key", str(number).encode()), range(32))
+        )
     assert won.count(True) == 1
     assert run.get("key") == str(won.index(True)).encode()
     assert not run.put_if_absent("key", b"later")
     assert run.list(".") == ["key"], "no temporary file stays"
 
 
-def test_a_failed_write_leaves_the_old_document_and_nothing_else(run: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_failed_write_leaves_the_old_document_and_nothing_else(
+    run: RunDir, monkeypatch: pytest.MonkeyPatch
+) -> None:
     run.put("key", b"old")
 
     def full(descriptor: int) -> None:
@@ -88,7 +94,9 @@ def test_checkpoints_are_ordered_by_step_then_attempt_as_numbers(run: RunDir) ->
         (lambda path: path.unlink(), "is missing"),
     ],
 )
-def test_a_damaged_checkpoint_is_passed_over_for_an_older_one(run: RunDir, damage: object, fault: str) -> None:
+def test_a_damaged_checkpoint_is_passed_over_for_an_older_one(
+    run: RunDir, damage: object, fault: str
+) -> None:
     add_checkpoint(run, "step-4-a1")
     add_checkpoint(run, "step-8-a1")
     damage(run.path("checkpoints/step-8-a1/shard"))  # type: ignore[operator]
@@ -105,7 +113,9 @@ def test_last_attempt(run: RunDir) -> None:
     assert last_attempt(run) == 10
 
 
-def test_a_folder_that_goes_while_keys_are_listed_is_left_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_folder_that_goes_while_keys_are_listed_is_left_out(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     run = RunDir(tmp_path)
     for key in ("checkpoints/a/COMPLETE", "checkpoints/b/COMPLETE"):
         run.put(key, b"{}")
@@ -121,7 +131,9 @@ def test_a_folder_that_goes_while_keys_are_listed_is_left_out(tmp_path: Path, mo
 
 
 def test_what_a_worker_has_linked_is_not_read_for_it(tmp_path: Path) -> None:
-    """The service sees secrets that its workers do not; neither a link, nor a path that climbs, nor a pipe gets at them."""
+    """The service sees secrets that its workers do not; neither a link, nor a path that climbs, nor
+    a pipe gets at them.
+    """
     secret = tmp_path / "secrets/key"
     secret.parent.mkdir()
     secret.write_text("ft-secret")
@@ -133,7 +145,9 @@ def test_what_a_worker_has_linked_is_not_read_for_it(tmp_path: Path) -> None:
     for key in ("adapter/key", "../secrets/key", "attempts/../../secrets/key", str(secret)):
         assert run.get(key) is None, key
     for key in ("events.jsonl", "pipe", "attempts"):
-        with pytest.raises(UnreadableDocumentError, match=f"{key} cannot be read: it is not a regular file"):
+        with pytest.raises(
+            UnreadableDocumentError, match=f"{key} cannot be read: it is not a regular file"
+        ):
             run.get(key)
     for key in ("events.jsonl", "adapter", "adapter/key", "../secrets", str(secret)):
         assert run.plain(key) is None, key
@@ -151,12 +165,16 @@ def test_a_run_directory_behind_a_link_is_one(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("kind", sorted(GARBAGE))
-def test_whatever_lies_in_a_documents_place_is_named_and_can_be_replaced(run: RunDir, kind: str) -> None:
+def test_whatever_lies_in_a_documents_place_is_named_and_can_be_replaced(
+    run: RunDir, kind: str
+) -> None:
     control = Control(generation=1, desired=Desired.PAUSE)
     key = "attempts/1/control.json"
     put_garbage(run.path(key), kind)
     assert run.has(key)
-    with pytest.raises(UnreadableDocumentError, match=r"^attempts/1/control.json cannot be read: .{3,}") as raised:
+    with pytest.raises(
+        UnreadableDocumentError, match=r"^attempts/1/control.json cannot be read: .{3,}"
+    ) as raised:
         run.read(key, Control, 2**20)
     assert len(raised.value.message) < 500
     assert run.readable(key, Control, 2**20) is None

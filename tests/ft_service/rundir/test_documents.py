@@ -1,4 +1,6 @@
-"""Words of the documents: enums in the code, and on the disk what every version has written and reads."""
+"""Words of the documents: enums in the code, and on the disk what every version has written and
+reads.
+"""
 
 from __future__ import annotations
 

@@ -15,9 +15,14 @@ from tests.support.unreadable import put_in_place
 def test_segments_are_read_in_order_and_up_to_the_first_gap(tmp_path: Path) -> None:
     run = RunDir(tmp_path)
     for seq in (0, 1, 3):
-        write_segment(run, 1, seq, [Event(time=float(seq), message=f"{seq}/{line}") for line in range(2)])
+        write_segment(
+            run, 1, seq, [Event(time=float(seq), message=f"{seq}/{line}") for line in range(2)]
+        )
     found = read_segments(run, 1)
-    assert [(s.seq, [event.message for event in s.events]) for s in found] == [(0, ["0/0", "0/1"]), (1, ["1/0", "1/1"])]
+    assert [(s.seq, [event.message for event in s.events]) for s in found] == [
+        (0, ["0/0", "0/1"]),
+        (1, ["1/0", "1/1"]),
+    ]
     assert read_segments(run, 1, after=1) == []
     assert [segment.seq for segment in read_segments(run, 1, limit=1)] == [0]
     write_segment(run, 1, 2, [Event(time=2.0, message="late")])
@@ -34,13 +39,20 @@ def test_a_segment_is_never_replaced(tmp_path: Path) -> None:
 
 def test_metrics_survive_the_way_through_a_segment(tmp_path: Path) -> None:
     run = RunDir(tmp_path)
-    event = Event(time=1.0, kind="metrics", message="m", metrics=Metrics(step=1, total_steps=2, train_loss=0.1 + 0.2))
+    event = Event(
+        time=1.0,
+        kind="metrics",
+        message="m",
+        metrics=Metrics(step=1, total_steps=2, train_loss=0.1 + 0.2),
+    )
     write_segment(run, 1, 0, [event])
     assert read_segments(run, 1) == [Segment(0, [event])]
 
 
 def test_metrics_are_read_back_from_what_an_event_shows() -> None:
-    """The API shows a method's own metrics beside the others: `ft watch` and `ft compare` read rewards there."""
+    """The API shows a method's own metrics beside the others: `ft watch` and `ft compare` read
+    rewards there.
+    """
     more = {"train_mean_reward": 0.5, "valid_rewards/accuracies": 1.0}
     metrics = Metrics(step=1, total_steps=2, train_loss=0.5, valid_loss=0.6, more=more)
     assert Metrics.of_flat(metrics.flat()) == metrics
@@ -48,12 +60,16 @@ def test_metrics_are_read_back_from_what_an_event_shows() -> None:
 
 
 def test_a_metric_that_is_not_finite_takes_no_other_with_it(tmp_path: Path) -> None:
-    """Of a validation that overflows: the checkpoint of its step is an event with the same metrics."""
+    """Of a validation that overflows: the checkpoint of its step is an event with the same
+    metrics.
+    """
     run = RunDir(tmp_path)
     more = {"rewards/margins": 0.1, "valid_rewards/margins": nan}
     odd = Metrics(step=1, total_steps=2, train_loss=0.5, valid_loss=nan, more=more)
     kinds: tuple[Literal["metrics", "checkpoint"], ...] = ("metrics", "checkpoint")
-    write_segment(run, 1, 0, [Event(time=1.0, kind=kind, message="m", metrics=odd) for kind in kinds])
+    write_segment(
+        run, 1, 0, [Event(time=1.0, kind=kind, message="m", metrics=odd) for kind in kinds]
+    )
     (segment,) = read_segments(run, 1)
     assert segment.fault is None
     kept = Metrics(step=1, total_steps=2, train_loss=0.5, more={"rewards/margins": 0.1})
@@ -76,7 +92,9 @@ def test_a_line_that_is_no_event_is_skipped_and_said(tmp_path: Path, line: bytes
     run = RunDir(tmp_path)
     after = Event(time=2.0, message="what comes behind it, in two\u2028lines")
     run.put(AttemptKeys(1).segment(0), line + b"\n" + after.model_dump_json().encode() + b"\n")
-    fault = "attempts/1/events/00000000.jsonl: 1 of its lines cannot be read as events and are skipped."
+    fault = (
+        "attempts/1/events/00000000.jsonl: 1 of its lines cannot be read as events and are skipped."
+    )
     assert read_segments(run, 1) == [Segment(0, [after], fault)]
 
 

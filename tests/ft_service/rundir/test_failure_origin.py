@@ -15,10 +15,23 @@ from tests.support.exits import BY_CAUSE, failed_by
 @pytest.mark.parametrize(
     ("log", "words"),
     [
-        ("[rank0]:[E x] [Rank 0] Watchdog caught collective operation timeout: Work(7)\nframe", "Watchdog caught collective"),
-        ("  what():  [PG ID 0] ProcessGroupNCCL's watchdog got stuck for 480 seconds", "ProcessGroupNCCL's watchdog got stuck"),
-        ("NCCL error: remote process exited or there was a network error", "NCCL error: remote process exited"),
-        ("Process group watchdog thread terminated with exception: CUDA error: an illegal memory access", None),
+        (
+            "[rank0]:[E x] [Rank 0] Watchdog caught collective operation timeout: Work(7)\nframe",
+            "Watchdog caught collective",
+        ),
+        (
+            "  what():  [PG ID 0] ProcessGroupNCCL's watchdog got stuck for 480 seconds",
+            "ProcessGroupNCCL's watchdog got stuck",
+        ),
+        (
+            "NCCL error: remote process exited or there was a network error",
+            "NCCL error: remote process exited",
+        ),
+        (
+            "Process group watchdog thread terminated with exception: CUDA error: an illegal "
+            "memory access",
+            None,
+        ),
         ("", None),
     ],
 )
@@ -39,9 +52,11 @@ def test_silence_is_the_last_of_causes(cause: Cause) -> None:
 @pytest.mark.parametrize(
     "text",
     [
-        "DistNetworkError: The client socket has timed out after 600000ms while trying to connect to (10.0.0.1, 29400).",
+        "DistNetworkError: The client socket has timed out after 600000ms while trying to connect "
+        "to (10.0.0.1, 29400).",
         "RendezvousConnectionError: The connection to the C10d store has failed.",
-        "RuntimeError: [gloo/transport/tcp/unbound_buffer.cc:81] Timed out waiting 10000ms for recv operation to complete",
+        "RuntimeError: [gloo/transport/tcp/unbound_buffer.cc:81] Timed out waiting 10000ms for "
+        "recv operation to complete",
         "RuntimeError: NCCL error: remote process exited or there was a network error",
     ],
 )

@@ -25,7 +25,9 @@ def path(tmp_path: Path) -> Path:
 
 def test_a_file_is_known_by_size_and_sha256(path: Path) -> None:
     assert FileDigest.of(path) == FileDigest(bytes=3, sha256=SHA)
-    assert NamedFile.below(path.parents[1], path) == NamedFile(name="shards/a.bin", bytes=3, sha256=SHA)
+    assert NamedFile.below(path.parents[1], path) == NamedFile(
+        name="shards/a.bin", bytes=3, sha256=SHA
+    )
 
 
 def test_a_checkpoints_marker_is_written_as_ever_and_that_of_an_earlier_version_is_read() -> None:
@@ -44,4 +46,6 @@ def test_what_is_wrong_with_a_file_follows_its_name(path: Path) -> None:
     assert digest.fault(None, partial(sha256_of, path)) == "is missing"
     assert digest.fault(2, partial(sha256_of, path)) == "has 2 bytes instead of 3"
     path.write_bytes(b"abd")
-    assert digest.fault(3, partial(sha256_of, path)) == "has other contents than when it was written"
+    assert (
+        digest.fault(3, partial(sha256_of, path)) == "has other contents than when it was written"
+    )

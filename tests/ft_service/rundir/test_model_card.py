@@ -24,7 +24,9 @@ def manifest(run: RunDir) -> Manifest:
     return found
 
 
-def test_the_card_says_how_to_use_the_adapter_and_how_well_it_does(manifest: Manifest, run: RunDir) -> None:
+def test_the_card_says_how_to_use_the_adapter_and_how_well_it_does(
+    manifest: Manifest, run: RunDir
+) -> None:
     text = run.path(f"adapter/{CARD}").read_text()
     assert CARD in manifest.files
     assert f"# {manifest.tuned_name}\n" in text
@@ -39,9 +41,12 @@ def test_nothing_that_leaves_with_an_adapter_names_a_path_of_its_host(run: RunDi
     assert ended is not None
     base = run.root.parent / "base"
     run.write(
-        "attempts/1/exit.json", ended.model_copy(update={"message": f"{base}/config.json is broken; see https://a.org/b"})
+        "attempts/1/exit.json",
+        ended.model_copy(update={"message": f"{base}/config.json is broken; see https://a.org/b"}),
     )
-    manifest = describe_adapter(run, run.path("adapter"), AdapterSource(attempt=3, step=6, versions={}))
+    manifest = describe_adapter(
+        run, run.path("adapter"), AdapterSource(attempt=3, step=6, versions={})
+    )
     assert manifest.history[0].message == "…/config.json is broken; see https://a.org/b"
     for path in run.path("adapter").iterdir():
         assert str(run.root.parent).encode() not in path.read_bytes()

@@ -20,10 +20,14 @@ def test_a_run_directory_moves_with_what_it_holds_and_is_found(tmp_path: Path) -
     assert places.run(JOB).root == places.run_of_project("proj_1", JOB).root == moved.root
     assert moved.get("attempts/1/start.json") == before.get("attempts/1/start.json") == b"{}"
     assert moved.plain("attempts/1") == moved.root / "attempts/1"
-    assert not (tmp_path / "runs" / JOB).readlink().is_absolute(), "the volume may be mounted elsewhere"
+    assert not (tmp_path / "runs" / JOB).readlink().is_absolute(), (
+        "the volume may be mounted elsewhere"
+    )
 
 
-def test_one_that_is_not_there_yet_is_made_and_an_interrupted_move_is_completed(tmp_path: Path) -> None:
+def test_one_that_is_not_there_yet_is_made_and_an_interrupted_move_is_completed(
+    tmp_path: Path,
+) -> None:
     assert run_root(tmp_path, JOB) == tmp_path / "runs" / JOB
     root = move_run(tmp_path, "proj_1", JOB)
     (root / "spec.json").touch()

@@ -13,7 +13,14 @@ from ft_service.rundir.directory import RunDir
 from ft_service.rundir.manifest import AdapterSource, Manifest, digest_of
 from ft_service.rundir.model_card import describe_adapter
 from ft_service.rundir.verify import verify
-from tests.support.run_directories import MODULES, RANK, SHAPES, finished_run, flip_a_bit, safetensors
+from tests.support.run_directories import (
+    MODULES,
+    RANK,
+    SHAPES,
+    finished_run,
+    flip_a_bit,
+    safetensors,
+)
 
 
 @pytest.fixture
@@ -21,7 +28,9 @@ def run(tmp_path: Path) -> RunDir:
     return finished_run(tmp_path)
 
 
-def test_what_was_written_verifies_as_run_directory_adapter_and_archive(run: RunDir, tmp_path: Path) -> None:
+def test_what_was_written_verifies_as_run_directory_adapter_and_archive(
+    run: RunDir, tmp_path: Path
+) -> None:
     with tarfile.open(tmp_path / "adapter.tar", "w") as archive:
         archive.add(run.path("adapter"), "adapter")
     for path, kind in (
@@ -37,12 +46,20 @@ def test_the_manifest_tells_the_whole_story(run: RunDir) -> None:
     manifest = run.read("adapter/manifest.json", Manifest)
     assert manifest is not None
     told = [(a.attempt, a.world_size, a.resumed_from, a.ended) for a in manifest.history]
-    assert told == [(1, 2, None, "stopped"), (2, 2, "step-3-a1", "lost"), (3, 3, "step-3-a1", "published")]
+    assert told == [
+        (1, 2, None, "stopped"),
+        (2, 2, "step-3-a1", "lost"),
+        (3, 3, "step-3-a1", "published"),
+    ]
     assert manifest.history[0].message == "Paused at step 3."
     assert manifest.base.files.keys() == {"config.json", "model.safetensors"}
     assert manifest.metrics is not None
     assert (manifest.seed, manifest.metrics.valid_loss, manifest.quantiser) == (7, 1.5, {"nf4": 1})
-    assert manifest.files.keys() == {"README.md", "adapter_config.json", "adapter_model.safetensors"}
+    assert manifest.files.keys() == {
+        "README.md",
+        "adapter_config.json",
+        "adapter_model.safetensors",
+    }
 
 
 CHANGED = "has other contents than when it was written"
@@ -84,7 +101,9 @@ def test_a_file_that_is_gone_shows(run: RunDir, name: str, faults: set[str]) -> 
     assert set(verify(run.root).faults) == faults
 
 
-@pytest.mark.parametrize("name", ["adapter/adapter_model.safetensors", "checkpoints/step-3-a1/__0_0.distcp"])
+@pytest.mark.parametrize(
+    "name", ["adapter/adapter_model.safetensors", "checkpoints/step-3-a1/__0_0.distcp"]
+)
 def test_a_flipped_bit_shows(run: RunDir, name: str) -> None:
     flip_a_bit(run.path(name))
     (fault,) = verify(run.root).faults
@@ -105,14 +124,21 @@ def test_a_flipped_bit_shows(run: RunDir, name: str) -> None:
             },
         ),
         ("adapter/manifest.json", '"seed": 7', '"seed": 8', {EDITED, TWO_MANIFESTS, OTHER_SPEC}),
-        ("manifest.json", '"seed": 7', '"seed": 8', {f"in the run directory: {EDITED}", TWO_MANIFESTS}),
+        (
+            "manifest.json",
+            '"seed": 7',
+            '"seed": 8',
+            {f"in the run directory: {EDITED}", TWO_MANIFESTS},
+        ),
         ("spec.json", '"seed": 7', '"seed": 8', {OTHER_SPEC}),
         ("origins.json", '"samples": 9', '"samples": 8', {OTHER_ORIGINS}),
         ("result.json", '"attempt": 3', '"attempt": 4', {OTHER_RESULT}),
         ("result.json", '"steps": 6', '"steps": 5', {OTHER_RESULT}),
     ],
 )
-def test_another_value_in_a_document_shows(run: RunDir, name: str, was: str, is_now: str, faults: set[str]) -> None:
+def test_another_value_in_a_document_shows(
+    run: RunDir, name: str, was: str, is_now: str, faults: set[str]
+) -> None:
     text = run.path(name).read_text()
     assert was in text
     run.path(name).write_text(text.replace(was, is_now))
@@ -124,7 +150,9 @@ def test_a_file_that_nobody_wrote_shows(run: RunDir) -> None:
     assert verify(run.path("adapter")).faults == ["tokenizer.bin is not in the manifest"]
 
 
-@pytest.mark.parametrize("field", sorted(Manifest.model_fields.keys() - {"version", "forgetting"}))  # older ones have none
+@pytest.mark.parametrize(
+    "field", sorted(Manifest.model_fields.keys() - {"version", "forgetting"})
+)  # older ones have none
 def test_a_manifest_without_one_of_its_fields_is_incomplete(run: RunDir, field: str) -> None:
     path = run.path("adapter/manifest.json")
     body = json.loads(path.read_text())
@@ -155,9 +183,16 @@ Q_A, Q_B = (f"base_model.model.{MODULES[0]}.lora_{which}.weight" for which in "A
 def test_shapes_must_be_those_of_the_config_and_of_the_base(run: RunDir) -> None:
     rows, cols = SHAPES[MODULES[0]]
     assert with_tensors(lambda t: None, run) == []
-    assert with_tensors(lambda t: t.update({Q_A: (RANK + 1, cols)}), run)[0].startswith(f"{MODULES[0]}: lora_A [5, 8]")
-    assert "do not fit its layer [8, 8]" in with_tensors(lambda t: t.update({Q_A: (RANK, cols + 1)}), run)[0]
-    assert with_tensors(lambda t: (t.update({Q_A: (RANK, cols)}), t.pop(Q_B)), run) == [f"{MODULES[0]} has no lora_B"]
+    assert with_tensors(lambda t: t.update({Q_A: (RANK + 1, cols)}), run)[0].startswith(
+        f"{MODULES[0]}: lora_A [5, 8]"
+    )
+    assert (
+        "do not fit its layer [8, 8]"
+        in with_tensors(lambda t: t.update({Q_A: (RANK, cols + 1)}), run)[0]
+    )
+    assert with_tensors(lambda t: (t.update({Q_A: (RANK, cols)}), t.pop(Q_B)), run) == [
+        f"{MODULES[0]} has no lora_B"
+    ]
     faults = with_tensors(lambda t: t.update({Q_B: (rows, RANK), "lm_head.weight": (8, 8)}), run)
     assert faults == ["lm_head.weight is a tensor that adapter_config.json does not call for"]
 
@@ -168,7 +203,10 @@ def test_a_rank_of_its_own_by_pattern(run: RunDir) -> None:
     rows, cols = SHAPES[MODULES[0]]
     assert with_tensors(lambda t: t.update({Q_A: (2, cols), Q_B: (rows, 2)}), run) == []
     faults = with_tensors(lambda t: t.update({Q_A: (4, cols), Q_B: (rows, 4)}), run)
-    assert faults == [f"{MODULES[0]}: lora_A [4, 8] and lora_B [8, 4] do not have the rank 2 of adapter_config.json"]
+    assert faults == [
+        f"{MODULES[0]}: lora_A [4, 8] and lora_B [8, 4] do not have the rank 2 of "
+        "adapter_config.json"
+    ]
 
 
 def test_a_cut_file_is_not_taken_for_a_shorter_one(run: RunDir) -> None:
@@ -182,18 +220,31 @@ def test_a_cut_file_is_not_taken_for_a_shorter_one(run: RunDir) -> None:
 
 
 @pytest.mark.parametrize(
-    "text", ["[]", '{"rank_pattern": [1]}', '{"rank_pattern": {"q_proj": []}}', '{"r": "x"}', "[" * 100_000]
+    "text",
+    [
+        "[]",
+        '{"rank_pattern": [1]}',
+        '{"rank_pattern": {"q_proj": []}}',
+        '{"r": "x"}',
+        "[" * 100_000,
+    ],
 )
 def test_a_config_of_another_kind_is_a_fault(run: RunDir, text: str) -> None:
     run.path("adapter/adapter_config.json").write_text(text)
     assert "adapter_config.json" in verify(run.path("adapter")).faults[-1]
 
 
-def test_an_export_is_checked_for_completeness_since_it_was_never_what_the_manifest_lists(run: RunDir) -> None:
+def test_an_export_is_checked_for_completeness_since_it_was_never_what_the_manifest_lists(
+    run: RunDir,
+) -> None:
     adapter = run.path("adapter")
     (adapter / "manifest.json").rename(adapter / "adapter_manifest.json")
     report = verify(adapter)
-    assert (report.kind, report.checked, report.faults) == ("exported adapter", ["weight files"], [])
+    assert (report.kind, report.checked, report.faults) == (
+        "exported adapter",
+        ["weight files"],
+        [],
+    )
     weights = adapter / "adapter_model.safetensors"
     weights.write_bytes(weights.read_bytes()[:-4])
     assert "a copy or download was cut short" in verify(adapter).faults[0]

@@ -1,4 +1,6 @@
-"""Exports that a server was asked for: made one after the other, gone on with after a restart, told to the job."""
+"""Exports that a server was asked for: made one after the other, gone on with after a restart, told
+to the job.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +21,8 @@ from ft_service.storage.locations import Places
 from ft_service.store.sql import Store
 from tests.support.reconciling import PROJECT, add_job, new_store
 
-GGUF, MERGED = ExportFormat.GGUF, ExportFormat.MERGED
+GGUF = ExportFormat.GGUF
+MERGED = ExportFormat.MERGED
 
 
 @pytest.fixture
@@ -57,10 +60,16 @@ def stopped(adapter: Path, out: Path, to: ExportFormat, stop: Callable[[], bool]
 
 
 def told(store: Store, job: Job) -> list[str]:
-    return [event.message for event in store.jobs.list_events(PROJECT, job.id).data if "xported" in event.message]
+    return [
+        event.message
+        for event in store.jobs.list_events(PROJECT, job.id).data
+        if "xported" in event.message
+    ]
 
 
-def test_what_is_asked_for_is_made_once_and_told(store: Store, settings: Settings, job: Job) -> None:
+def test_what_is_asked_for_is_made_once_and_told(
+    store: Store, settings: Settings, job: Job
+) -> None:
     places = Places.of(settings)
     assert exporting.ask(job, GGUF, settings, places).status == "queued"
     with pytest.raises(NotFoundError, match="is queued"):
@@ -76,22 +85,29 @@ def test_what_is_asked_for_is_made_once_and_told(store: Store, settings: Setting
     assert not places.run(job.id).path("exports/gguf").exists()
 
 
-def test_a_server_that_ends_in_the_middle_leaves_it_to_the_next(store: Store, settings: Settings, job: Job) -> None:
+def test_a_server_that_ends_in_the_middle_leaves_it_to_the_next(
+    store: Store, settings: Settings, job: Job
+) -> None:
     places = Places.of(settings)
     for to in (MERGED, GGUF):
         exporting.ask(job, to, settings, places)
     exporting.make_all(settings, store, threading.Event(), stopped)
-    assert {read_export(places.run(job.id), to).status for to in (MERGED, GGUF)} == {"queued", "running"}  # pyright: ignore
+    exports: Any = [read_export(places.run(job.id), to) for to in (MERGED, GGUF)]
+    assert {export.status for export in exports} == {"queued", "running"}
     exporting.make_all(settings, store, threading.Event(), made)
     assert {read_export(places.run(job.id), to).status for to in (MERGED, GGUF)} == {"succeeded"}  # pyright: ignore
 
 
-def test_of_two_servers_of_one_home_one_makes_exports(store: Store, settings: Settings, job: Job) -> None:
+def test_of_two_servers_of_one_home_one_makes_exports(
+    store: Store, settings: Settings, job: Job
+) -> None:
     """Each would take the other's end for a removal, and remove what was made."""
     places = Places.of(settings)
     exporting.ask(job, GGUF, settings, places)
 
-    def meanwhile(adapter: Path, out: Path, to: ExportFormat, stop: Callable[[], bool]) -> dict[str, Any]:
+    def meanwhile(
+        adapter: Path, out: Path, to: ExportFormat, stop: Callable[[], bool]
+    ) -> dict[str, Any]:
         exporting.make_all(settings, store, threading.Event(), failing)
         assert not stop()
         return made(adapter, out, to, stop)
@@ -112,7 +128,9 @@ def test_what_is_removed_while_it_is_made_stays_removed(
         exporting.ask(job, to, settings, places)
     begun: list[ExportFormat] = []
 
-    def make(adapter: Path, out: Path, to: ExportFormat, stop: Callable[[], bool]) -> dict[str, Any]:
+    def make(
+        adapter: Path, out: Path, to: ExportFormat, stop: Callable[[], bool]
+    ) -> dict[str, Any]:
         begun.append(to)
         if to is MERGED:
             return made(adapter, out, to, stop)
@@ -129,7 +147,9 @@ def test_what_is_removed_while_it_is_made_stays_removed(
     assert exporting.ask(job, GGUF, settings, places).status == "queued"
 
 
-def test_a_request_that_was_cut_short_is_made_once_it_is_repeated(store: Store, settings: Settings, job: Job) -> None:
+def test_a_request_that_was_cut_short_is_made_once_it_is_repeated(
+    store: Store, settings: Settings, job: Job
+) -> None:
     """The server ended between the state and the order."""
     exporting.ask(job, GGUF, settings, Places.of(settings))
     for order in (settings.home / "exports").iterdir():
@@ -139,13 +159,17 @@ def test_a_request_that_was_cut_short_is_made_once_it_is_repeated(store: Store, 
     assert told(store, job) == ["Exported as gguf: 5 bytes to download."]
 
 
-def test_what_is_removed_before_its_turn_is_not_made(store: Store, settings: Settings, job: Job) -> None:
+def test_what_is_removed_before_its_turn_is_not_made(
+    store: Store, settings: Settings, job: Job
+) -> None:
     places = Places.of(settings)
     for to in (GGUF, MERGED):
         exporting.ask(job, to, settings, places)
     begun: list[ExportFormat] = []
 
-    def make(adapter: Path, out: Path, to: ExportFormat, stop: Callable[[], bool]) -> dict[str, Any]:
+    def make(
+        adapter: Path, out: Path, to: ExportFormat, stop: Callable[[], bool]
+    ) -> dict[str, Any]:
         begun.append(to)
         exporting.remove(job, MERGED, settings, places)
         return made(adapter, out, to, stop)
@@ -194,14 +218,18 @@ def test_what_was_not_told_since_the_database_was_away_is_told_later_and_not_mad
     assert told(store, job) == [event]
 
 
-def test_what_cannot_be_made_says_why_and_may_be_asked_for_again(store: Store, settings: Settings, job: Job) -> None:
+def test_what_cannot_be_made_says_why_and_may_be_asked_for_again(
+    store: Store, settings: Settings, job: Job
+) -> None:
     places = Places.of(settings)
     exporting.ask(job, GGUF, settings, places)
     exporting.make_all(settings, store, threading.Event(), failing)
     found = read_export(places.run(job.id), GGUF)
     assert found is not None
     assert (found.status, found.error) == ("failed", "GGUF: the architecture is not exported.")
-    assert told(store, job) == ["It was not exported as gguf: GGUF: the architecture is not exported."]
+    assert told(store, job) == [
+        "It was not exported as gguf: GGUF: the architecture is not exported."
+    ]
     assert exporting.ask(job, GGUF, settings, places).status == "queued"
 
 
@@ -209,11 +237,15 @@ def test_a_process_that_fails_says_its_words_and_one_that_must_stop_is_ended(
     settings: Settings, job: Job, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     adapter = Places.of(settings).run(job.id).path("adapter")
-    says = """import sys; print('{"error": "too large", "code": "x", "param": null}'); sys.exit(64)"""
+    says = (
+        """import sys; print('{"error": "too large", "code": "x", "param": null}'); sys.exit(64)"""
+    )
     monkeypatch.setattr(exporting, "WORKER", (*exporting.WORKER[:1], "-c", says))
     with pytest.raises(SpecError, match="too large"):
         exporting.by_process(adapter, tmp_path / "out", GGUF, lambda: False)
-    monkeypatch.setattr(exporting, "WORKER", (*exporting.WORKER[:1], "-c", "import time; time.sleep(60)"))
+    monkeypatch.setattr(
+        exporting, "WORKER", (*exporting.WORKER[:1], "-c", "import time; time.sleep(60)")
+    )
     with pytest.raises(exporting.Stopped):
         exporting.by_process(adapter, tmp_path / "out", GGUF, lambda: True)
 
@@ -221,7 +253,9 @@ def test_a_process_that_fails_says_its_words_and_one_that_must_stop_is_ended(
 def test_an_export_whose_process_is_killed_is_made_anew_and_nothing_half_done_stays(
     store: Store, settings: Settings, job: Job, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The process fills a folder next to `out`, as workers.output.outcome does, and is killed in the middle of it."""
+    """The process fills a folder next to `out`, as workers.output.outcome does, and is killed in
+    the middle of it.
+    """
     program = """
 import json, os, pathlib, signal, sys
 out = pathlib.Path(sys.argv[2])
@@ -240,7 +274,9 @@ print(json.dumps({"tries": len(tries.read_text())}))
     lost = Losses("an export", first=0.0)
 
     def state(kills: int) -> Export:
-        monkeypatch.setattr(exporting, "WORKER", (*exporting.WORKER[:1], "-c", program.replace("KILLS", str(kills))))
+        monkeypatch.setattr(
+            exporting, "WORKER", (*exporting.WORKER[:1], "-c", program.replace("KILLS", str(kills)))
+        )
         exporting.ask(job, GGUF, settings, places)
         exporting.make_all(settings, store, threading.Event(), lost=lost)
         found = read_export(run, GGUF)
@@ -259,7 +295,9 @@ print(json.dumps({"tries": len(tries.read_text())}))
     exporting.make_all(settings, store, threading.Event(), failing)  # nothing waits any more
 
 
-def test_a_file_that_is_no_order_stops_no_export(store: Store, settings: Settings, job: Job) -> None:
+def test_a_file_that_is_no_order_stops_no_export(
+    store: Store, settings: Settings, job: Job
+) -> None:
     exporting.ask(job, GGUF, settings, Places.of(settings))
     for name in (f"{PROJECT}@{job.id}@gguf~", "a@b@c@gguf"):
         (settings.home / "exports" / name).touch()

@@ -1,4 +1,6 @@
-"""Tuned models come to every replica, are verified once, and go when they are deleted, whichever side was away."""
+"""Tuned models come to every replica, are verified once, and go when they are deleted, whichever
+side was away.
+"""
 
 from __future__ import annotations
 
@@ -28,7 +30,8 @@ from ft_service.store.sql import Store
 from tests.support.reconciling import PROJECT, add_job, new_store
 from tests.support.rest.fake_vllm import FakeVllm, fake_vllm
 
-TUNED, BASE = [-0.1, -0.2, -0.1], [-2.0, -3.0, -2.5]
+TUNED = [-0.1, -0.2, -0.1]
+BASE = [-2.0, -3.0, -2.5]
 TOKENS = [1, 2, 3, 4]
 
 
@@ -43,7 +46,8 @@ def store(tmp_path: Path) -> Iterator[Store]:
 def replicas() -> Iterator[list[FakeVllm]]:
     with fake_vllm() as one, fake_vllm() as other:
         for vllm in (one, other):
-            vllm.key, vllm.logprobs = "inside", lambda name, tokens: TUNED
+            vllm.key = "inside"
+            vllm.logprobs = lambda name, tokens: TUNED
         yield [one, other]
 
 
@@ -51,7 +55,12 @@ def replicas() -> Iterator[list[FakeVllm]]:
 def settings(tmp_path: Path, replicas: list[FakeVllm]) -> Settings:
     urls = ",".join(vllm.url for vllm in replicas)
     return Settings.model_validate(
-        {"home": tmp_path, "inference_url": urls, "inference_api_key": "inside", "adapters": tmp_path / "served"}
+        {
+            "home": tmp_path,
+            "inference_url": urls,
+            "inference_api_key": "inside",
+            "adapters": tmp_path / "served",
+        }
     )
 
 
@@ -67,7 +76,9 @@ def succeeded(
     **config: object,
 ) -> Job:
     """`config`: more of the adapter's."""
-    job = add_job(store, job_id, lora=lora or LoraOptions(), model=BaseModelRef(name="tiny", path=str(base)))
+    job = add_job(
+        store, job_id, lora=lora or LoraOptions(), model=BaseModelRef(name="tiny", path=str(base))
+    )
     store_state(store, job)
     run = Places(home).run(job.id)
     run.put("adapter/adapter_config.json", json.dumps({"r": r, **config}).encode())
@@ -80,19 +91,35 @@ def succeeded(
 
 def store_state(store: Store, job: Job) -> None:
     with store.writing() as connection:
-        connection.execute(text("UPDATE jobs SET state = :s WHERE id = :j"), {"s": State.SUCCEEDED.value, "j": job.id})
+        connection.execute(
+            text("UPDATE jobs SET state = :s WHERE id = :j"),
+            {"s": State.SUCCEEDED.value, "j": job.id},
+        )
 
 
 def told(store: Store, job: Job) -> list[str]:
     events = store.jobs.list_events(PROJECT, job.id, limit=50).data
-    return [event.message for event in reversed(events) if "erved" in event.message or "server" in event.message]
+    return [
+        event.message
+        for event in reversed(events)
+        if "erved" in event.message or "server" in event.message
+    ]
 
 
-def test_the_folder_is_there_before_any_model_is(tmp_path: Path, store: Store, settings: Settings) -> None:
-    """A kubelet that mounts a part of a volume for the server creates a missing one as root's, which the service cannot use."""
+def test_the_folder_is_there_before_any_model_is(
+    tmp_path: Path, store: Store, settings: Settings
+) -> None:
+    """A kubelet that mounts a part of a volume for the server creates a missing one as root's,
+    which the service cannot use.
+    """
     stop = threading.Event()
     stop.set()
-    handoff_module.run(settings.model_copy(update={"adapters": tmp_path / "shared/adapters"}), store, Meters(), stop)
+    handoff_module.run(
+        settings.model_copy(update={"adapters": tmp_path / "shared/adapters"}),
+        store,
+        Meters(),
+        stop,
+    )
     assert (tmp_path / "shared/adapters").is_dir()
 
 
@@ -124,7 +151,8 @@ def test_a_tuned_model_is_published_loaded_by_all_and_verified_once(
 def test_the_model_of_a_deleted_job_goes_too_also_if_the_replica_or_the_service_was_away(
     tmp_path: Path, store: Store, settings: Settings, replicas: list[FakeVllm]
 ) -> None:
-    job, other = succeeded(store, tmp_path, job_id="ftjob-1"), succeeded(store, tmp_path, job_id="ftjob-2")
+    job = succeeded(store, tmp_path, job_id="ftjob-1")
+    other = succeeded(store, tmp_path, job_id="ftjob-2")
     names = {str(job.tuned_name), str(other.tuned_name)}
     Handoff(settings, store, tmp_path / "served").look()
     assert [set(vllm.loaded) for vllm in replicas] == [names] * 2
@@ -160,7 +188,11 @@ def test_a_refusal_is_told_in_the_servers_words_and_not_repeated(
 
 
 def test_an_adapter_on_experts_is_put_in_vllms_form_and_where_that_is_refused_merging_is_said(
-    tmp_path: Path, store: Store, settings: Settings, replicas: list[FakeVllm], monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path,
+    store: Store,
+    settings: Settings,
+    replicas: list[FakeVllm],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """The form itself: tests/workers/tasks/test_served_experts.py."""
     asked: list[list[str]] = []
@@ -172,7 +204,9 @@ def test_an_adapter_on_experts_is_put_in_vllms_form_and_where_that_is_refused_me
 
     monkeypatch.setattr(handoff_module, "run_worker", worker)
     stacks = ["mlp.experts.gate_up_proj"]
-    job = succeeded(store, tmp_path, lora=LoraOptions(target_parameters=stacks), target_parameters=stacks)
+    job = succeeded(
+        store, tmp_path, lora=LoraOptions(target_parameters=stacks), target_parameters=stacks
+    )
     Handoff(settings, store, tmp_path / "served").look()
     [[module, source, _, base]] = asked
     assert (module, base) == ("workers.tasks.pad_ranks", "/models/tiny")
@@ -182,7 +216,10 @@ def test_an_adapter_on_experts_is_put_in_vllms_form_and_where_that_is_refused_me
     assert "on GPUs only: merge the tuned model (ft export --format merged)" in message
 
 
-@pytest.mark.parametrize("worker", [lambda *_: {"ends": [7, 9]}, lambda *_: {"ends": []}, Mock(side_effect=SpecError("no"))])
+@pytest.mark.parametrize(
+    "worker",
+    [lambda *_: {"ends": [7, 9]}, lambda *_: {"ends": []}, Mock(side_effect=SpecError("no"))],
+)
 def test_where_answers_end_is_kept_with_an_adapter_if_it_is_known(
     tmp_path: Path, store: Store, settings: Settings, monkeypatch: pytest.MonkeyPatch, worker: Any
 ) -> None:
@@ -211,7 +248,9 @@ def test_a_replica_that_is_away_gets_it_later(
     assert replicas[1].loaded
 
 
-@pytest.mark.parametrize("error", [UnavailableError("The database is away."), NotFoundError("There is no job ftjob-1.")])
+@pytest.mark.parametrize(
+    "error", [UnavailableError("The database is away."), NotFoundError("There is no job ftjob-1.")]
+)
 def test_a_model_whose_job_could_not_be_read_is_handed_over_later(
     tmp_path: Path,
     store: Store,
@@ -220,7 +259,9 @@ def test_a_model_whose_job_could_not_be_read_is_handed_over_later(
     monkeypatch: pytest.MonkeyPatch,
     error: FtError,
 ) -> None:
-    """An outage between two queries ends the look; a job that has gone, by a backup that was restored, does not."""
+    """An outage between two queries ends the look; a job that has gone, by a backup that was
+    restored, does not.
+    """
     job = succeeded(store, tmp_path)
     handoff = Handoff(settings, store, tmp_path / "served")
 
@@ -249,11 +290,14 @@ def test_a_replica_that_loads_and_cannot_answer_yet_is_verified_once_it_can(
 ) -> None:
     """The service may restart between load and comparison."""
     busy, other = replicas
-    busy.status, busy.logprobs = 503, lambda name, tokens: BASE
+    busy.status = 503
+    busy.logprobs = lambda name, tokens: BASE
     job = succeeded(store, tmp_path)
     handoff = Handoff(settings, store, tmp_path / "served")
     handoff.look()
-    assert [message[:16] for message in told(store, job)] == ["Served, verified"], "by the other one"
+    assert [message[:16] for message in told(store, job)] == ["Served, verified"], (
+        "by the other one"
+    )
     busy.status = None
     handoff = Handoff(settings, store, tmp_path / "served") if restarts else handoff
     handoff.look()
@@ -276,13 +320,18 @@ def test_a_replica_that_loads_anew_is_verified_anew_even_if_the_service_restarts
     restarted.loaded.clear()
     restarted.status = 503
     handoff.look()
-    restarted.status, restarted.logprobs = None, lambda name, tokens: BASE
+    restarted.status = None
+    restarted.logprobs = lambda name, tokens: BASE
     Handoff(settings, store, tmp_path / "served").look()
     assert told(store, job)[-1].startswith(BY_BASE)
 
 
 def test_an_adapter_that_a_replica_loads_after_its_answer_was_given_up_is_verified(
-    tmp_path: Path, store: Store, settings: Settings, replicas: list[FakeVllm], monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path,
+    store: Store,
+    settings: Settings,
+    replicas: list[FakeVllm],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     load = InferenceServer.load
 
@@ -302,7 +351,11 @@ def test_an_adapter_that_a_replica_loads_after_its_answer_was_given_up_is_verifi
 
 
 def test_one_adapter_by_which_a_replica_never_answers_keeps_no_other_waiting(
-    tmp_path: Path, store: Store, settings: Settings, replicas: list[FakeVllm], monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path,
+    store: Store,
+    settings: Settings,
+    replicas: list[FakeVllm],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     stuck, *others = [succeeded(store, tmp_path, job_id=f"ftjob-{number}") for number in range(3)]
     logprobs = InferenceServer.logprobs
@@ -323,7 +376,12 @@ def test_one_adapter_by_which_a_replica_never_answers_keeps_no_other_waiting(
 
 @pytest.mark.parametrize("fault", ["base", "refusal", "copy"])
 def test_a_verdict_that_could_not_be_told_is_told_once_the_database_is_back(
-    tmp_path: Path, store: Store, settings: Settings, monkeypatch: pytest.MonkeyPatch, replicas: list[FakeVllm], fault: str
+    tmp_path: Path,
+    store: Store,
+    settings: Settings,
+    monkeypatch: pytest.MonkeyPatch,
+    replicas: list[FakeVllm],
+    fault: str,
 ) -> None:
     replicas[0].logprobs = replicas[1].logprobs = lambda name, tokens: BASE
     job = succeeded(store, tmp_path, r=64 if fault == "refusal" else 8)
@@ -341,14 +399,24 @@ def test_a_verdict_that_could_not_be_told_is_told_once_the_database_is_back(
     for _ in range(3):
         handoff.look()
     [message] = told(store, job)
-    assert {"base": BY_BASE, "refusal": "max_lora_rank", "copy": "could not be put into FT_ADAPTERS"}[fault] in message
+    assert {
+        "base": BY_BASE,
+        "refusal": "max_lora_rank",
+        "copy": "could not be put into FT_ADAPTERS",
+    }[fault] in message
 
 
 def test_a_run_directory_that_was_replaced_by_a_link_keeps_no_other_model_waiting(
-    tmp_path: Path, store: Store, settings: Settings, replicas: list[FakeVllm], caplog: pytest.LogCaptureFixture
+    tmp_path: Path,
+    store: Store,
+    settings: Settings,
+    replicas: list[FakeVllm],
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
     """Pods of engines may write to the folder of their project."""
-    replaced, other = (succeeded(store, tmp_path, job_id=job_id) for job_id in ("ftjob-1", "ftjob-2"))
+    replaced, other = (
+        succeeded(store, tmp_path, job_id=job_id) for job_id in ("ftjob-1", "ftjob-2")
+    )
     run = Places(tmp_path).run_of_project(PROJECT, replaced.id).root
     run.rename(run.with_name("elsewhere"))
     run.symlink_to(run.with_name("elsewhere"))
@@ -362,7 +430,12 @@ def test_a_run_directory_that_was_replaced_by_a_link_keeps_no_other_model_waitin
 
 @pytest.mark.parametrize("path", ["/v1/models", "/v1/completions"])
 def test_a_replica_that_answers_in_another_form_keeps_no_other_waiting(
-    tmp_path: Path, store: Store, settings: Settings, replicas: list[FakeVllm], monkeypatch: pytest.MonkeyPatch, path: str
+    tmp_path: Path,
+    store: Store,
+    settings: Settings,
+    replicas: list[FakeVllm],
+    monkeypatch: pytest.MonkeyPatch,
+    path: str,
 ) -> None:
     answer = replicas[0].answer
     strange = {"choices": []} if path == "/v1/completions" else "<html>The page of a proxy.</html>"
@@ -375,4 +448,6 @@ def test_a_replica_that_answers_in_another_form_keeps_no_other_waiting(
     Handoff(settings, store, tmp_path / "served").look()
     assert set(replicas[1].loaded) == {str(job.tuned_name)}
     assert told(store, job)[-1].startswith("Served, verified")
-    assert any("in another form" in message for message in told(store, job)) is (path == "/v1/completions")
+    assert any("in another form" in message for message in told(store, job)) is (
+        path == "/v1/completions"
+    )

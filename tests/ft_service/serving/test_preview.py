@@ -1,4 +1,7 @@
-"""When the preview's process begins and ends, and what those are told who asked it. The process itself is played."""
+"""When the preview's process begins and ends, and what those are told who asked it.
+
+The process itself is played.
+"""
 
 from __future__ import annotations
 
@@ -62,7 +65,8 @@ Make = Callable[..., Preview]
 @pytest.fixture
 def make(tmp_path: Path, store: Store, monkeypatch: pytest.MonkeyPatch) -> Iterator[Make]:
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
-    stop, threads = threading.Event(), []
+    stop = threading.Event()
+    threads = []
 
     def started(**settings: Any) -> Preview:
         preview = Preview(Settings(home=tmp_path, slots=2, **settings), store, command=PLAYED)
@@ -94,7 +98,9 @@ class Answer:
         self._parts: queue.SimpleQueue[dict[str, Any]] = queue.SimpleQueue()
         order = {"messages": [{"role": "user", "content": wanted}], "adapter": adapter}
         model = PreviewModel(base, precision, job)
-        self.ticket = preview.submit(model, order, self._parts.put, project_id=project, on_processor=beside)
+        self.ticket = preview.submit(
+            model, order, self._parts.put, project_id=project, on_processor=beside
+        )
 
     def part(self, kind: str) -> dict[str, Any]:
         while (part := self._parts.get(timeout=HANG_SECONDS))["kind"] != kind:
@@ -111,11 +117,20 @@ class Answer:
         return self.part("error")["error"]
 
 
-def succeeded(store: Store, home: Path, tuned: Sequence[float] = (-1.0, -1.0), base: Sequence[float] = (-5.0, -5.0)) -> Job:
+def succeeded(
+    store: Store,
+    home: Path,
+    tuned: Sequence[float] = (-1.0, -1.0),
+    base: Sequence[float] = (-5.0, -5.0),
+) -> Job:
     """A job that was trained on the base /a in NF4."""
     job_id = new_id("ftjob-")
-    spec = spec_of(job_id, model=BaseModelRef(name="a", path="/a"), precision=PrecisionOptions(default="nf4"))
-    job = create_job(store, new_job(id=job_id, state=State.SUCCEEDED, stored_spec=StoredSpec.of(spec)))
+    spec = spec_of(
+        job_id, model=BaseModelRef(name="a", path="/a"), precision=PrecisionOptions(default="nf4")
+    )
+    job = create_job(
+        store, new_job(id=job_id, state=State.SUCCEEDED, stored_spec=StoredSpec.of(spec))
+    )
     run = Places(home).run(job.id)
     run.put("adapter/adapter_config.json", b"{}")
     document = Probes(step=1, probes=[Probe(tokens=[1, 2, 3], tuned=list(tuned), base=list(base))])
@@ -124,7 +139,11 @@ def succeeded(store: Store, home: Path, tuned: Sequence[float] = (-1.0, -1.0), b
 
 
 def told(store: Store, job: Job) -> list[str]:
-    return [event.message for event in store.jobs.list_events(PROJECT, job.id, limit=50).data if "preview" in event.message]
+    return [
+        event.message
+        for event in store.jobs.list_events(PROJECT, job.id, limit=50).data
+        if "preview" in event.message
+    ]
 
 
 def alive(pid: int | None) -> bool:
@@ -141,7 +160,9 @@ def test_one_process_answers_for_a_base_and_its_adapters(make: Make) -> None:
     assert Answer(preview, precision=NF4, adapter="/x").text() == "a nf4 /x"
     pid = preview.pid
     assert Answer(preview, precision=NF4, adapter="/y").text() == "a nf4 /y"
-    assert Answer(preview).text() == "a nf4 None", "the base is asked in the formats that it is loaded in"
+    assert Answer(preview).text() == "a nf4 None", (
+        "the base is asked in the formats that it is loaded in"
+    )
     assert preview.pid == pid
 
 
@@ -160,7 +181,9 @@ def test_another_base_or_format_takes_its_place_once_it_rests(make: Make) -> Non
 
 
 def test_a_base_that_serves_is_not_loaded_again(make: Make) -> None:
-    """What the job computed in says nothing here, where processors choose that, and bf16 is how the base is stored."""
+    """What the job computed in says nothing here, where processors choose that, and bf16 is how the
+    base is stored.
+    """
     preview = make()
     assert Answer(preview, "loads").text() == "1"
     trained = {"default": "bf16", "compute": "fp32", "compare_served": "off"}
@@ -189,7 +212,8 @@ def test_what_a_job_that_succeeds_needs_is_loaded_and_proved_before_anybody_asks
 def test_a_verdict_that_could_not_be_told_is_told_after_the_next_request(
     make: Make, store: Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    add_events, failed = store.jobs.add_events, threading.Event()
+    add_events = store.jobs.add_events
+    failed = threading.Event()
 
     def away_once(*args: Any) -> None:
         if failed.is_set():
@@ -198,7 +222,8 @@ def test_a_verdict_that_could_not_be_told_is_told_after_the_next_request(
         raise UnavailableError("The database is away.")
 
     monkeypatch.setattr(store.jobs, "add_events", away_once)
-    preview, job = make(), succeeded(store, tmp_path)
+    preview = make()
+    job = succeeded(store, tmp_path)
     assert Answer(preview, "loads", precision=NF4, adapter="/x", job=job).text() == "1"
     assert failed.wait(HANG_SECONDS)
     asked = Answer(preview, "loads", precision=NF4, adapter="/x", job=job)
@@ -207,7 +232,9 @@ def test_a_verdict_that_could_not_be_told_is_told_after_the_next_request(
     wait_for(lambda: told(store, job) != [])
 
 
-def test_where_nobody_tries_models_none_is_prepared(make: Make, store: Store, tmp_path: Path) -> None:
+def test_where_nobody_tries_models_none_is_prepared(
+    make: Make, store: Store, tmp_path: Path
+) -> None:
     preview = make(preview_idle_seconds=0.2)
     job = succeeded(store, tmp_path)
     preview.preload(job)
@@ -221,7 +248,9 @@ def test_where_nobody_tries_models_none_is_prepared(make: Make, store: Store, tm
     assert preview.pid is None
 
 
-def test_the_preview_comes_back_to_who_tried_models_before_the_job(make: Make, store: Store, tmp_path: Path) -> None:
+def test_the_preview_comes_back_to_who_tried_models_before_the_job(
+    make: Make, store: Store, tmp_path: Path
+) -> None:
     preview = make()
     Answer(preview).text()
     first = preview.pid
@@ -245,21 +274,27 @@ def test_another_base_that_is_being_asked_is_left_alone(
     wait_for(lambda: told(store, job) != [])
 
 
-def test_a_model_that_answers_as_another_is_told_of(make: Make, store: Store, tmp_path: Path) -> None:
+def test_a_model_that_answers_as_another_is_told_of(
+    make: Make, store: Store, tmp_path: Path
+) -> None:
     job = succeeded(store, tmp_path, tuned=[-5.0, -5.0], base=[-1.0, -1.0])
     Answer(make(), precision=NF4, adapter="/x", job=job).text()
     wait_for(lambda: told(store, job) != [])
     assert "answers with the base" in told(store, job)[0]
 
 
-def test_whoever_waits_for_a_base_too_long_is_told(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_whoever_waits_for_a_base_too_long_is_told(
+    make: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(preview_module, "BUSY_SECONDS", 0.2)
     preview = make()
     Answer(preview, "hang").part("begun")
     assert Answer(preview, base="/b").error().code == "preview_busy"
 
 
-def test_bases_have_turns_whatever_is_being_answered(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_bases_have_turns_whatever_is_being_answered(
+    make: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(base_turns, "TURN_SECONDS", 0.0)
     preview = make()
     hanging = Answer(preview, "hang", project="b")
@@ -308,7 +343,9 @@ def test_what_is_beside_a_request_that_ends_the_process_is_asked_again(make: Mak
     preview.cancel(again.ticket)
 
 
-def test_what_was_under_way_when_the_host_killed_it_is_never_refused(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_was_under_way_when_the_host_killed_it_is_never_refused(
+    make: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(preview_module, "PAUSE_SECONDS", 0.01)
     preview = make()
     for _ in range(4):
@@ -320,15 +357,24 @@ def test_what_was_under_way_when_the_host_killed_it_is_never_refused(make: Make,
     assert Answer(preview).text() == "a bf16 None"
 
 
-def test_a_stored_request_that_ends_the_process_twice_is_answered_with_an_error(make: Make, store: Store) -> None:
-    preview, stop = make(), threading.Event()
+def test_a_stored_request_that_ends_the_process_twice_is_answered_with_an_error(
+    make: Make, store: Store
+) -> None:
+    preview = make()
+    stop = threading.Event()
     store.tinker.create_session("s", PROJECT, None, None)
-    sampler = TinkerSampler(id="s:sample:0", project_id=PROJECT, session_id="s", base=SAMPLE.name, model_path=None)
+    sampler = TinkerSampler(
+        id="s:sample:0", project_id=PROJECT, session_id="s", base=SAMPLE.name, model_path=None
+    )
     store.tinker.put_sampler(sampler)
     for number, token in enumerate((POISON, 5)):
         body = {"prompt": {"chunks": [{"tokens": [token]}]}, "sampling_params": {"max_tokens": 1}}
-        store.tinker.put_sample(TinkerSample(id=f"{number}", project_id=PROJECT, sampler_id=sampler.id, request=body))
-    loop = SampleLoop(store, preview, Places(Path("/nowhere")), Catalogue([SAMPLE.parent]), Meters())
+        store.tinker.put_sample(
+            TinkerSample(id=f"{number}", project_id=PROJECT, sampler_id=sampler.id, request=body)
+        )
+    loop = SampleLoop(
+        store, preview, Places(Path("/nowhere")), Catalogue([SAMPLE.parent]), Meters()
+    )
     thread = threading.Thread(target=loop.run, args=(stop,))
     thread.start()
     try:
@@ -344,8 +390,12 @@ def test_a_stored_request_that_ends_the_process_twice_is_answered_with_an_error(
 
 def test_a_jobs_sampler_is_told_which_request_is_asked_no_more(make: Make) -> None:
     refused: list[str] = []
-    sampler = TokenSampler(make(), "p", PreviewModel("/a"), lambda: False, lambda error, _: refused.append(error.code))
-    requests = [parse_sample_request({"prompt": {"chunks": [{"tokens": [token]}]}}) for token in (5, POISON)]
+    sampler = TokenSampler(
+        make(), "p", PreviewModel("/a"), lambda: False, lambda error, _: refused.append(error.code)
+    )
+    requests = [
+        parse_sample_request({"prompt": {"chunks": [{"tokens": [token]}]}}) for token in (5, POISON)
+    ]
     with pytest.raises(SpecError) as error:
         sampler.sample("/adapter", requests)
     assert error.value.code == "ends_preview"
@@ -380,7 +430,9 @@ def test_a_base_that_cannot_be_loaded_says_why(make: Make) -> None:
     assert Answer(preview, "loads").text() == "2", "it continues with another base"
 
 
-def test_a_process_that_cannot_be_started_costs_one_answer(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_process_that_cannot_be_started_costs_one_answer(
+    make: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
     with monkeypatch.context() as broken:
         broken.setattr(preview_module, "PreviewProcess", _no_memory)
         preview = make()
@@ -425,17 +477,23 @@ def test_beside_training_the_processor_answers_whoever_asks_for_that(
     claimed = store.leases.claim(host=host_id(), owner="test", lease_seconds=60.0, idle_seconds=0.0)
     assert claimed is not None
     assert claimed.job.id == job.id
-    assert store.leases.apply(claimed, JobChange(job=replace(claimed.job, state=State.CANCELLED), release_slots=True))
+    assert store.leases.apply(
+        claimed, JobChange(job=replace(claimed.job, state=State.CANCELLED), release_slots=True)
+    )
     wait_for(lambda: not alive(pid))
     assert Answer(preview, base=base, precision=NF4, beside=True).text() == "tiny nf4 None"
-    assert os.getpriority(os.PRIO_PROCESS, preview.pid or 0) == os.getpriority(os.PRIO_PROCESS, 0), "it has a slot of its own"
+    assert os.getpriority(os.PRIO_PROCESS, preview.pid or 0) == os.getpriority(
+        os.PRIO_PROCESS, 0
+    ), "it has a slot of its own"
 
 
 def test_a_request_that_arrives_while_the_process_is_being_ended_waits_for_the_next(
     make: Make, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     preview = make(preview_idle_seconds=0.05)
-    ends, may_end, stock = threading.Event(), threading.Event(), PreviewProcess.end
+    ends = threading.Event()
+    may_end = threading.Event()
+    stock = PreviewProcess.end
 
     def held(process: PreviewProcess) -> None:
         ends.set()
@@ -466,7 +524,8 @@ def test_beside_training_no_base_takes_more_than_half_of_the_free_memory(
 
 
 def test_a_job_gets_its_slots(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
-    may_end, stock = threading.Event(), PreviewProcess.end
+    may_end = threading.Event()
+    stock = PreviewProcess.end
 
     def held(process: PreviewProcess) -> None:
         may_end.wait(HANG_SECONDS)
@@ -489,7 +548,8 @@ def test_a_job_gets_its_slots(make: Make, monkeypatch: pytest.MonkeyPatch) -> No
 
 
 def test_it_ends_with_its_thread(tmp_path: Path, store: Store) -> None:
-    preview, stop = Preview(Settings(home=tmp_path, slots=2), store, command=PLAYED), threading.Event()
+    preview = Preview(Settings(home=tmp_path, slots=2), store, command=PLAYED)
+    stop = threading.Event()
     thread = threading.Thread(target=preview.run, args=(stop,))
     thread.start()
     hanging = Answer(preview, "hang")
@@ -503,12 +563,18 @@ def test_it_ends_with_its_thread(tmp_path: Path, store: Store) -> None:
         Answer(preview)
 
 
-def test_a_process_that_reads_nothing_holds_up_neither_those_who_ask_nor_training(tmp_path: Path) -> None:
+def test_a_process_that_reads_nothing_holds_up_neither_those_who_ask_nor_training(
+    tmp_path: Path,
+) -> None:
     """More than a socket holds waits to be written."""
     process = PreviewProcess(("sleep", "600"), 0, dict(os.environ), 0.0)
     try:
         for _ in range(4):
-            process.ask(Ticket(None, "/a", {"adapter": None, "text": "x" * 2**20}, lambda _: None, None, "p"))
+            process.ask(
+                Ticket(
+                    None, "/a", {"adapter": None, "text": "x" * 2**20}, lambda _: None, None, "p"
+                )
+            )
         process.reduce_threads()
     finally:
         process.end()

@@ -52,7 +52,9 @@ def pushed(folder: Path, address: str, **environment: str) -> dict[str, str]:
         **environment,
     }
     command = [sys.executable, "-c", PROGRAM, str(folder), address]
-    ended = subprocess.run(command, env=given, capture_output=True, text=True, check=True, timeout=120)
+    ended = subprocess.run(
+        command, env=given, capture_output=True, text=True, check=True, timeout=120
+    )
     return json.loads(ended.stdout.splitlines()[-1])
 
 
@@ -69,12 +71,17 @@ def test_a_hub_gets_the_files_in_a_private_repository(place: FakePlace, folder: 
     assert place.made[0].get("private") is True or place.made[0].get("visibility") == "private"
 
 
-def test_a_registry_gets_a_manifest_with_a_layer_for_each_file(place: FakePlace, folder: Path) -> None:
+def test_a_registry_gets_a_manifest_with_a_layer_for_each_file(
+    place: FakePlace, folder: Path
+) -> None:
     done = pushed(folder, f"oci://{place.address}/models/mine:v1")
     [(name, manifest)] = place.manifests.items()
     assert name == "models/mine/manifests/v1"
     assert done["pushed"].startswith(f"{place.address}/models/mine:v1@sha256:")
-    layers = {layer["annotations"]["org.opencontainers.image.title"]: layer for layer in manifest["layers"]}
+    layers = {
+        layer["annotations"]["org.opencontainers.image.title"]: layer
+        for layer in manifest["layers"]
+    }
     assert layers["model.gguf"]["mediaType"] == "application/vnd.ft-service.model.gguf"
     assert place.files[layers["model.gguf"]["digest"]] == b"weights"
     assert place.files[layers["README.md"]["digest"]] == b"# mine\n"
@@ -82,7 +89,8 @@ def test_a_registry_gets_a_manifest_with_a_layer_for_each_file(place: FakePlace,
 
 
 @pytest.mark.parametrize(
-    "address", ["org/name", "hf://name", "hf://a/b/c", "oci://host", "oci://host/Large:v1", "s3://bucket/x"]
+    "address",
+    ["org/name", "hf://name", "hf://a/b/c", "oci://host", "oci://host/Large:v1", "s3://bucket/x"],
 )
 def test_other_addresses_are_refused(address: str) -> None:
     with pytest.raises(SpecError, match="give hf://ORG/NAME"):

@@ -1,7 +1,7 @@
 """Adapters on experts in vLLM itself (tests/support/vllm_server.py says how it is found).
 
-Its build for processors has no kernel for them: there vLLM's own code loads and stacks our export, whose tensors must compute
-what the worker computes; and it serves the merged model.
+Its build for processors has no kernel for them: there vLLM's own code loads and stacks our export,
+whose tensors must compute what the worker computes; and it serves the merged model.
 """
 
 from __future__ import annotations
@@ -39,7 +39,12 @@ COMMON: dict[str, Any] = {
     "vocab_size": 259,
     "max_position_embeddings": 512,
 }
-YARN = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 2.0, "original_max_position_embeddings": 256}
+YARN = {
+    "rope_type": "yarn",
+    "rope_theta": 1e4,
+    "factor": 2.0,
+    "original_max_position_embeddings": 256,
+}
 MIXTURES: dict[str, dict[str, Any]] = {
     "mixtral": {**COMMON, "intermediate_size": 64},
     "qwen3_moe": {**COMMON, "moe_intermediate_size": 64},
@@ -50,7 +55,10 @@ MIXTURES: dict[str, dict[str, Any]] = {
         "swiglu_limit": 7.0,
     },
 }
-"""Family → sizes that vLLM's kernels on processors have. Their SwiGLU has the limit of the published gpt-oss."""
+"""Family → sizes that vLLM's kernels on processors have.
+
+Their SwiGLU has the limit of the published gpt-oss.
+"""
 
 pytestmark = [
     pytest.mark.slow,
@@ -62,7 +70,13 @@ pytestmark = [
 def stacked_by_vllm(base: Path, adapter: Path, out: Path) -> dict[str, Tensor]:
     program = Path(programs.__file__).with_name("vllm_experts.py")
     asked = {"model": str(base), "adapter": str(adapter), "out": str(out)}
-    ended = subprocess.run([VLLM, "-P", str(program)], input=json.dumps(asked), capture_output=True, text=True, check=False)
+    ended = subprocess.run(
+        [VLLM, "-P", str(program)],
+        input=json.dumps(asked),
+        capture_output=True,
+        text=True,
+        check=False,
+    )
     assert ended.returncode == 0, ended.stderr[-3000:]
     return load_file(out)
 
@@ -74,13 +88,23 @@ def with_changes(base: Path, tensors: dict[str, Tensor], *, transposed: bool) ->
 
     def change(layer: str, part: str) -> Tensor:
         slices = range(sum(name.startswith(f"{layer}.{part}lora_a.") for name in tensors))
-        return torch.cat([tensors[f"{layer}.{part}lora_b.{i}"] @ tensors[f"{layer}.{part}lora_a.{i}"] for i in slices], dim=-2)
+        return torch.cat(
+            [
+                tensors[f"{layer}.{part}lora_b.{i}"] @ tensors[f"{layer}.{part}lora_a.{i}"]
+                for i in slices
+            ],
+            dim=-2,
+        )
 
     def add(name: str, update: Tensor) -> None:
         assert weights[name].shape == update.shape, name
         weights[name] += update
 
-    layers = {re.sub(r"\.(w\d+_)?lora_[ab]\.\d$", "", name) for name in tensors if name.startswith("model.layers.")}
+    layers = {
+        re.sub(r"\.(w\d+_)?lora_[ab]\.\d$", "", name)
+        for name in tensors
+        if name.startswith("model.layers.")
+    }
     for layer in layers:
         place = f"model.layers.{layer.split('.')[2]}"
         if layer.endswith(".experts"):
@@ -95,25 +119,41 @@ def with_changes(base: Path, tensors: dict[str, Tensor], *, transposed: bool) ->
 
 
 @pytest.mark.parametrize("family", MIXTURES)
-def test_what_vllm_stacks_of_our_export_computes_what_the_worker_does(family: str, tmp_path: Path) -> None:
+def test_what_vllm_stacks_of_our_export_computes_what_the_worker_does(
+    family: str, tmp_path: Path
+) -> None:
     base = save_tiny(family, tmp_path / "base", **MIXTURES[family])
     save_tokenizer(base)
-    lora: dict[str, Any] = {"r": 3, "lora_alpha": 6, "target_modules": ["q_proj"], "rank_pattern": {"q_proj": 5}}
+    lora: dict[str, Any] = {
+        "r": 3,
+        "lora_alpha": 6,
+        "target_modules": ["q_proj"],
+        "rank_pattern": {"q_proj": 5},
+    }
     adapter = save_adapter(base, tmp_path / "adapter", target_parameters=STACKS, **lora)
     (tmp_path / "served").mkdir()
     pad_ranks(adapter, tmp_path / "served", base)
     tensors = stacked_by_vllm(base, tmp_path / "served", tmp_path / "stacked.safetensors")
-    spec = spec_for(base, precision={"default": "bf16", "compute": "fp32"}, lora={**lora, "target_parameters": STACKS})
-    ours, plain = (
-        with_adapter(spec, adapter, torch.device("cpu")),
-        AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32),
+    spec = spec_for(
+        base,
+        precision={"default": "bf16", "compute": "fp32"},
+        lora={**lora, "target_parameters": STACKS},
     )
+    ours = with_adapter(spec, adapter, torch.device("cpu"))
+    plain = AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32)
     assert difference(logits(plain), logits(ours)) > 1e-2
-    assert difference(logits(with_changes(base, tensors, transposed=family == "gpt_oss")), logits(ours)) < 1e-5
+    assert (
+        difference(
+            logits(with_changes(base, tensors, transposed=family == "gpt_oss")), logits(ours)
+        )
+        < 1e-5
+    )
 
 
 @pytest.mark.parametrize("family", MIXTURES)
-def test_a_merged_mixture_that_vllm_serves_answers_as_the_trainer(family: str, tmp_path: Path) -> None:
+def test_a_merged_mixture_that_vllm_serves_answers_as_the_trainer(
+    family: str, tmp_path: Path
+) -> None:
     base = save_tiny(family, tmp_path / "base", **MIXTURES[family])
     save_tokenizer(base)
     run = RunDir(tmp_path / "run")

@@ -17,7 +17,10 @@ from tests.support.run_directories import finished_run, flip_a_bit
 
 
 def test_a_worker_that_cannot_start_says_what_to_install() -> None:
-    with pytest.raises(WorkersMissingError, match=r"workers\.absent ended with code 1.*No module named workers\.absent"):
+    with pytest.raises(
+        WorkersMissingError,
+        match=r"workers\.absent ended with code 1.*No module named workers\.absent",
+    ):
         run_worker("workers.absent", [])
 
 
@@ -28,8 +31,11 @@ def test_what_a_worker_reports_as_the_users_mistake_is_raised_as_that(tmp_path: 
     assert (caught.value.code, caught.value.param) == ("no_checkpoint", "checkpoint")
 
 
-def test_an_adapter_is_made_once_and_outlives_its_checkpoint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    run, calls = finished_run(tmp_path), []
+def test_an_adapter_is_made_once_and_outlives_its_checkpoint(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = finished_run(tmp_path)
+    calls = []
 
     def make(module: str, arguments: list[str]) -> dict[str, object]:
         calls.append((module, arguments[1]))
@@ -40,7 +46,11 @@ def test_an_adapter_is_made_once_and_outlives_its_checkpoint(tmp_path: Path, mon
     monkeypatch.setattr(worker_tasks, "run_worker", make)
     folder = make_checkpoint_adapter(run.root, 3)
     run.path("checkpoints/step-3-a1/COMPLETE").unlink()
-    assert make_checkpoint_adapter(run.root, 3) == make_checkpoint_adapter(run.root, "step-3-a1") == folder
+    assert (
+        make_checkpoint_adapter(run.root, 3)
+        == make_checkpoint_adapter(run.root, "step-3-a1")
+        == folder
+    )
     assert folder == run.path("adapters/step-3-a1")
     assert calls == [("workers.tasks.consolidate", "step-3-a1")]
 
@@ -62,12 +72,18 @@ def exported(tmp_path: Path) -> RunDir:
     run.put("checkpoints/step-3-a1/adapter/adapter_config.json", b"{}")
     marker = run.read("checkpoints/step-3-a1/COMPLETE", CheckpointMarker)
     assert marker is not None
-    file = NamedFile(name="adapter/adapter_config.json", bytes=2, sha256=hashlib.sha256(b"{}").hexdigest())
-    run.write("checkpoints/step-3-a1/COMPLETE", marker.model_copy(update={"files": [*marker.files, file]}))
+    file = NamedFile(
+        name="adapter/adapter_config.json", bytes=2, sha256=hashlib.sha256(b"{}").hexdigest()
+    )
+    run.write(
+        "checkpoints/step-3-a1/COMPLETE", marker.model_copy(update={"files": [*marker.files, file]})
+    )
     return run
 
 
-def test_an_adapter_that_the_checkpoint_holds_is_taken_without_torch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_adapter_that_the_checkpoint_holds_is_taken_without_torch(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     run = exported(tmp_path)
     monkeypatch.setattr(worker_tasks, "run_worker", torchless)
     folder = make_checkpoint_adapter(run.root, 3)
@@ -84,7 +100,9 @@ def test_an_adapter_that_is_damaged_is_not_given_out(tmp_path: Path) -> None:
     assert not run.path("adapters/step-3-a1").exists()
 
 
-def test_without_torch_and_without_an_adapter_it_says_what_to_do(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_torch_and_without_an_adapter_it_says_what_to_do(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(worker_tasks, "run_worker", torchless)
     with pytest.raises(NotFoundError, match="FT_CHECKPOINT_ADAPTERS") as caught:
         make_checkpoint_adapter(finished_run(tmp_path).root, 3)
@@ -106,4 +124,6 @@ def test_a_damaged_adapter_of_a_checkpoint_is_made_anew_while_the_checkpoint_is_
     assert adapter_faults(make_checkpoint_adapter(run.root, 3)) == []
     run.path("checkpoints/step-3-a1/COMPLETE").unlink()
     flip_a_bit(folder / "adapter_model.safetensors")
-    assert adapter_faults(make_checkpoint_adapter(run.root, 3)), "it is all that there is; who gives it away says so"
+    assert adapter_faults(make_checkpoint_adapter(run.root, 3)), (
+        "it is all that there is; who gives it away says so"
+    )

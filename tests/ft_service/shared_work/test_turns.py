@@ -35,7 +35,8 @@ def test_a_project_has_less_than_all_places() -> None:
 
 
 def test_turns_are_shared_by_cost_and_not_by_number() -> None:
-    turns, used = Turns[float](places=1), {"dear": 0.0, "cheap": 0.0}
+    turns = Turns[float](places=1)
+    used = {"dear": 0.0, "cheap": 0.0}
     dice = random.Random(1)
     for _ in range(400):
         turns.put("dear", dice.uniform(5, 15), cost=1.0)  # what it really costs is known at its end

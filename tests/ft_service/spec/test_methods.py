@@ -21,21 +21,36 @@ def preferring(**hyperparameters: Any) -> dict[str, Any]:
 @pytest.mark.parametrize("place", ["hyperparameters", "method"])
 def test_openai_hyperparameters_become_training_options(place: str) -> None:
     given = {"n_epochs": 2, "batch_size": 4, "learning_rate_multiplier": 0.5}
-    change = {place: given if place == "hyperparameters" else {"type": "supervised", "supervised": {"hyperparameters": given}}}
+    change = {
+        place: given
+        if place == "hyperparameters"
+        else {"type": "supervised", "supervised": {"hyperparameters": given}}
+    }
     training = parse_request(BODY | change).resolved_training()
-    assert (training.n_epochs, training.batch_size, training.learning_rate) == (2, 4, 0.5 * LEARNING_RATE)
+    assert (training.n_epochs, training.batch_size, training.learning_rate) == (
+        2,
+        4,
+        0.5 * LEARNING_RATE,
+    )
 
 
 def test_preference_pairs_have_rates_and_epochs_of_their_own() -> None:
     request = parse_request({**BODY, **preferring()})
     assert request.method.dpo_options() == DpoOptions(beta=0.1, loss_type="sigmoid")
-    assert (request.resolved_training().learning_rate, request.resolved_training().n_epochs) == (5e-6, 1)
-    request = parse_request({**BODY, **preferring(learning_rate_multiplier=2, n_epochs=2, batch_size=4, beta="auto")})
+    assert (request.resolved_training().learning_rate, request.resolved_training().n_epochs) == (
+        5e-6,
+        1,
+    )
+    request = parse_request(
+        {**BODY, **preferring(learning_rate_multiplier=2, n_epochs=2, batch_size=4, beta="auto")}
+    )
     training = request.resolved_training()
     assert (training.learning_rate, training.n_epochs, training.batch_size) == (1e-5, 2, 4)
     given = parse_request({**BODY, **preferring(), "training": {"learning_rate": 1e-3}})
     assert given.resolved_training().learning_rate == 1e-3
-    lengths = parse_request({**BODY, **preferring(loss_type="sigmoid_norm", rpo_alpha=1)}).method.dpo_options()
+    lengths = parse_request(
+        {**BODY, **preferring(loss_type="sigmoid_norm", rpo_alpha=1)}
+    ).method.dpo_options()
     assert lengths == DpoOptions(beta=5.0, loss_type="sigmoid_norm", rpo_alpha=1.0)
     assert parse_request(BODY).method.dpo_options() is None
 

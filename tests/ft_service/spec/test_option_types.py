@@ -15,10 +15,18 @@ BODY: dict[str, Any] = {"model": "tiny", "training_file": "file-1"}
 
 
 def test_yaml_numbers_are_numbers() -> None:
-    assert parse_request(BODY | {"training": {"learning_rate": "2e-4"}}).resolved_training().learning_rate == 2e-4
+    assert (
+        parse_request(BODY | {"training": {"learning_rate": "2e-4"}})
+        .resolved_training()
+        .learning_rate
+        == 2e-4
+    )
 
 
-@pytest.mark.parametrize("option", ["engine", "precision.fp8_products", "precision.fused_kernels", "precision.compare_served"])
+@pytest.mark.parametrize(
+    "option",
+    ["engine", "precision.fp8_products", "precision.fused_kernels", "precision.compare_served"],
+)
 def test_off_needs_no_quotes_in_yaml(option: str) -> None:
     """YAML 1.1 reads it as false."""
     *sections, name = option.split(".")
@@ -44,11 +52,23 @@ def test_patterns_match_whole_names_in_linear_time() -> None:
 @pytest.mark.parametrize(
     ("option", "given", "limit"),
     [
-        ("lora.rank_pattern", {f"q_proj|{number}": 8 for number in range(257)}, "256 patterns, not 257"),
-        ("lora.alpha_pattern", {".*l?" * 2000 + str(number): 8 for number in range(2)}, "10000 characters"),
+        (
+            "lora.rank_pattern",
+            {f"q_proj|{number}": 8 for number in range(257)},
+            "256 patterns, not 257",
+        ),
+        (
+            "lora.alpha_pattern",
+            {".*l?" * 2000 + str(number): 8 for number in range(2)},
+            "10000 characters",
+        ),
         ("lora.target_modules", ".*l?" * 3000, "10000 characters"),
         ("lora.target_modules", ["q_proj"] * 10_001, "10,000 entries"),
-        ("precision.overrides", {f"q_proj|{number}": "nf4" for number in range(257)}, "256 patterns, not 257"),
+        (
+            "precision.overrides",
+            {f"q_proj|{number}": "nf4" for number in range(257)},
+            "256 patterns, not 257",
+        ),
         ("distributed.ignored", ["q_proj"] * 257, "256 patterns, not 257"),
     ],
 )

@@ -44,23 +44,42 @@ def resolved(gpus: int = 0, parent: AdapterRef | None = None, **more: Any) -> Jo
     ("gpus", "distributed", "param", "says"),
     [
         (4, {"replicate": 3}, "distributed.replicate", "4 ranks cannot be divided into 3"),
-        (4, {"reshard_after_forward": 3}, "distributed.reshard_after_forward", "Use 2, true or false"),
-        (4, {"reshard_after_forward": 2, "replicate": 2}, "distributed.reshard_after_forward", "Use true or false"),
+        (
+            4,
+            {"reshard_after_forward": 3},
+            "distributed.reshard_after_forward",
+            "Use 2, true or false",
+        ),
+        (
+            4,
+            {"reshard_after_forward": 2, "replicate": 2},
+            "distributed.reshard_after_forward",
+            "Use true or false",
+        ),
         (0, {"offload": True}, "distributed.offload", "has no GPU"),
         (1, {"offload": True}, "distributed.offload", "nothing is sharded"),
         (4, {"offload": True, "replicate": -1}, "distributed.offload", "nothing is sharded"),
     ],
 )
-def test_options_of_sharding_must_fit_the_ranks(gpus: int, distributed: dict[str, Any], param: str, says: str) -> None:
+def test_options_of_sharding_must_fit_the_ranks(
+    gpus: int, distributed: dict[str, Any], param: str, says: str
+) -> None:
     with pytest.raises(SpecError, match=says) as refused:
         resolved(gpus, distributed=distributed)
     assert refused.value.param == param
 
 
 def test_options_of_sharding_that_fit_are_kept() -> None:
-    distributed = {"replicate": 2, "reshard_after_forward": 2, "prefetch": {"forward": 2}, "wrap": {"min_params": 9}}
+    distributed = {
+        "replicate": 2,
+        "reshard_after_forward": 2,
+        "prefetch": {"forward": 2},
+        "wrap": {"min_params": 9},
+    }
     assert resolved(8, distributed=distributed).distributed.reshard_size == 2
-    assert resolved(1, distributed={"reshard_after_forward": 2}).distributed.reshard_size == 2, "ignored: nothing is sharded"
+    assert resolved(1, distributed={"reshard_after_forward": 2}).distributed.reshard_size == 2, (
+        "ignored: nothing is sharded"
+    )
     assert resolved(2, distributed={"offload": True}).distributed.offload
 
 
@@ -84,13 +103,17 @@ def test_resolving_leaves_nothing_open() -> None:
         ({"nproc_per_node": 4}, "auto", 4),
     ],
 )
-def test_how_many_copies_there_are_is_for_the_plan_to_choose(distributed: dict[str, Any], copies: Any, ranks: int) -> None:
+def test_how_many_copies_there_are_is_for_the_plan_to_choose(
+    distributed: dict[str, Any], copies: Any, ranks: int
+) -> None:
     spec = resolved(gpus=2, distributed=distributed)
     assert (spec.distributed.replicate, spec.world_size) == (copies, ranks)
 
 
 @pytest.mark.parametrize("before", [True, False])
-def test_shared_experts_are_meant_by_all_linear_unless_a_parent_or_dropout_is_against_it(before: bool) -> None:
+def test_shared_experts_are_meant_by_all_linear_unless_a_parent_or_dropout_is_against_it(
+    before: bool,
+) -> None:
     parent = AdapterRef(name="ft:before", job_id="ftjob-0", path="/runs/0", shared_experts=before)
     assert resolved().shared_experts
     assert not resolved(lora={"lora_dropout": 0.1}).shared_experts
@@ -99,26 +122,41 @@ def test_shared_experts_are_meant_by_all_linear_unless_a_parent_or_dropout_is_ag
 
 
 def test_shapes_go_from_the_most_ranks_to_the_fewest_as_far_as_machines_and_options_allow() -> None:
-    spec = spec_of("j", distributed=DistributedOptions(nnodes=1, max_nnodes=3, nproc_per_node=2, max_nproc_per_node=4))
+    spec = spec_of(
+        "j",
+        distributed=DistributedOptions(
+            nnodes=1, max_nnodes=3, nproc_per_node=2, max_nproc_per_node=4
+        ),
+    )
     assert spec.shapes(9, 9, 0) == [(3, 4), (2, 4), (1, 4), (1, 3), (1, 2)]
     assert spec.shapes(2, 3, 0) == [(2, 3), (1, 3), (1, 2)]
     assert spec.shapes(1, 2, 0) == [(1, 2)]
-    copies = spec_of("j", distributed=DistributedOptions(nproc_per_node=2, max_nproc_per_node=8, replicate=2))
-    assert copies.shapes(1, 8, 0) == [(1, 8), (1, 6), (1, 4), (1, 2)], "what two copies cannot divide is left out"
+    copies = spec_of(
+        "j", distributed=DistributedOptions(nproc_per_node=2, max_nproc_per_node=8, replicate=2)
+    )
+    assert copies.shapes(1, 8, 0) == [(1, 8), (1, 6), (1, 4), (1, 2)], (
+        "what two copies cannot divide is left out"
+    )
     there = spec.on(3, 4)
     assert (there.world_size, there.distributed.max_nnodes) == (12, None)
 
 
 def test_adapters_on_stacks_of_experts_are_refused_by_name(tmp_path: Path) -> None:
     experts = {"target_parameters": ["mlp.experts.gate_up_proj"]}
-    with pytest.raises(SpecError, match=r"stacks of experts on GPUs only.*merge the tuned model") as caught:
+    with pytest.raises(
+        SpecError, match=r"stacks of experts on GPUs only.*merge the tuned model"
+    ) as caught:
         spec_on(tmp_path, serve="vllm", lora=experts)
     assert caught.value.param == "lora.target_parameters"
     assert spec_on(tmp_path, lora=experts).lora.target_parameters == ["mlp.experts.gate_up_proj"]
 
 
-@pytest.mark.parametrize(("option", "value"), [("use_dora", True), ("modules_to_save", ["lm_head"])])
-def test_what_is_more_than_two_matrices_is_refused_for_a_server(option: str, value: Any, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("option", "value"), [("use_dora", True), ("modules_to_save", ["lm_head"])]
+)
+def test_what_is_more_than_two_matrices_is_refused_for_a_server(
+    option: str, value: Any, tmp_path: Path
+) -> None:
     with pytest.raises(SpecError, match="it loads only A and B of LoRA") as caught:
         spec_on(tmp_path, serve="vllm", lora={option: value})
     assert caught.value.param == f"lora.{option}"
@@ -127,13 +165,19 @@ def test_what_is_more_than_two_matrices_is_refused_for_a_server(option: str, val
 
 @pytest.mark.parametrize("name", ["pissa", "loftq", "olora"])
 def test_an_adapter_that_changes_its_base_is_refused_by_name(name: str, tmp_path: Path) -> None:
-    with pytest.raises(SpecError, match=f"'{name}' is not available .* the adapter belongs to that base alone"):
+    with pytest.raises(
+        SpecError, match=f"'{name}' is not available .* the adapter belongs to that base alone"
+    ):
         spec_on(tmp_path, lora={"init_lora_weights": name})
 
 
 @pytest.mark.parametrize(
     ("lora", "step", "padded"),
-    [({"r": 12}, 16, False), ({"r": 8, "rank_pattern": {"q_proj": 300}}, 320, True), ({"r": 512}, 512, False)],
+    [
+        ({"r": 12}, 16, False),
+        ({"r": 8, "rank_pattern": {"q_proj": 300}}, 320, True),
+        ({"r": 512}, 512, False),
+    ],
 )
 def test_what_the_server_needs_is_said(lora: dict[str, object], step: int, padded: bool) -> None:
     request = parse_request({"model": "m", "training_file": "f", "serve": "vllm", "lora": lora})
@@ -154,4 +198,6 @@ def test_a_job_that_goes_on_keeps_the_variables_of_its_template_and_may_set_othe
         ({"chat_template_kwargs": {"b": 3}}, {"a": 1, "b": 3}),
         ({"chat_template": "{{ b }}"}, None),
     ):
-        assert inherit(parse_request(BODY | given), parent, "ft:m").chat_template_kwargs == variables
+        assert (
+            inherit(parse_request(BODY | given), parent, "ft:m").chat_template_kwargs == variables
+        )

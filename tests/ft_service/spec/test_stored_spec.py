@@ -34,9 +34,13 @@ def test_specs_of_other_versions_are_read() -> None:
     assert StoredSpec(older).parsed == spec_of("ftjob-1")
     lora = {name: value for name, value in DOCUMENT["lora"].items() if name != "use_rslora"}
     assert StoredSpec({**DOCUMENT, "lora": lora}).parsed.lora == spec_of("ftjob-1").lora
-    training = {name: value for name, value in DOCUMENT["training"].items() if not name.startswith("adam_")}
+    training = {
+        name: value for name, value in DOCUMENT["training"].items() if not name.startswith("adam_")
+    }
     read = StoredSpec({**DOCUMENT, "training": training}).parsed.training
-    assert (read.adam_beta1, read.adam_beta2, read.adam_epsilon) == (0.9, 0.999, 1e-8), "what every job had"
+    assert (read.adam_beta1, read.adam_beta2, read.adam_epsilon) == (0.9, 0.999, 1e-8), (
+        "what every job had"
+    )
 
 
 def test_a_job_whose_spec_cannot_be_read_still_has_its_names() -> None:
@@ -53,9 +57,17 @@ def test_what_the_document_says_is_what_the_object_says() -> None:
 
 def test_a_job_on_a_tuned_model_keeps_its_format_where_that_is_left_to_be_chosen() -> None:
     parent = spec_of("ftjob-1")
-    parent = parent.model_copy(update={"precision": parent.precision.model_copy(update={"default": "nf4"})})
-    body = {"model": "ft:x", "training_file": "f", "precision": {"default": "auto", "compute": "fp32"}}
-    assert inherit(parse_request(body), parent, "ft:x").precision.model_dump(exclude_defaults=True) == {
+    parent = parent.model_copy(
+        update={"precision": parent.precision.model_copy(update={"default": "nf4"})}
+    )
+    body = {
+        "model": "ft:x",
+        "training_file": "f",
+        "precision": {"default": "auto", "compute": "fp32"},
+    }
+    assert inherit(parse_request(body), parent, "ft:x").precision.model_dump(
+        exclude_defaults=True
+    ) == {
         "default": "nf4",
         "compute": "fp32",
     }
@@ -64,10 +76,19 @@ def test_a_job_on_a_tuned_model_keeps_its_format_where_that_is_left_to_be_chosen
 @pytest.mark.parametrize(
     ("given", "kept"),
     [
-        ({"compute": "fp32"}, {"default": "nf4", "overrides": {".*down_proj": "bf16"}, "compute": "fp32"}),
-        ({"compare_served": "off"}, {"default": "nf4", "overrides": {".*down_proj": "bf16"}, "compare_served": "off"}),
+        (
+            {"compute": "fp32"},
+            {"default": "nf4", "overrides": {".*down_proj": "bf16"}, "compute": "fp32"},
+        ),
+        (
+            {"compare_served": "off"},
+            {"default": "nf4", "overrides": {".*down_proj": "bf16"}, "compare_served": "off"},
+        ),
         ({"default": "fp8"}, {"default": "fp8"}),
-        ({"overrides": {".*q_proj": "bf16"}}, {"default": "nf4", "overrides": {".*q_proj": "bf16"}}),
+        (
+            {"overrides": {".*q_proj": "bf16"}},
+            {"default": "nf4", "overrides": {".*q_proj": "bf16"}},
+        ),
     ],
 )
 def test_a_job_on_a_tuned_model_keeps_of_its_precision_what_it_does_not_give(
@@ -76,5 +97,7 @@ def test_a_job_on_a_tuned_model_keeps_of_its_precision_what_it_does_not_give(
     parent = spec_of("ftjob-1")
     precision = PrecisionOptions(default="nf4", overrides={".*down_proj": "bf16"})
     body = {"model": "ft:x", "training_file": "f", "precision": given}
-    goes_on = inherit(parse_request(body), parent.model_copy(update={"precision": precision}), "ft:x")
+    goes_on = inherit(
+        parse_request(body), parent.model_copy(update={"precision": precision}), "ft:x"
+    )
     assert goes_on.precision.model_dump(exclude_defaults=True) == kept

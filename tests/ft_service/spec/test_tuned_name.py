@@ -25,17 +25,28 @@ def test_a_name_is_what_it_was_read_from(name: str) -> None:
 
 def test_the_parts_of_a_name() -> None:
     found = TunedName.parse("ft:tiny:q4_0:local:mine:1a2b:ckpt-step-7")
-    assert found == TunedName("tiny:q4_0", "local", "mine", "1a2b", 7), "a base's folder may have a colon in its name"
+    assert found == TunedName("tiny:q4_0", "local", "mine", "1a2b", 7), (
+        "a base's folder may have a colon in its name"
+    )
     assert (found.job_id, str(found.outcome)) == ("ftjob-1a2b", "ft:tiny:q4_0:local:mine:1a2b")
     assert found.outcome.at(7) == found
 
 
-@pytest.mark.parametrize(("suffix", "shown"), [("mine", "ft:tiny:local:mine:1"), (None, "ft:tiny:local::1")])
-def test_a_jobs_outcome_is_named_by_the_last_part_of_its_base(suffix: str | None, shown: str) -> None:
-    assert str(TunedName.of_job("ftjob-1", base="meta/tiny", organization="local", suffix=suffix)) == shown
+@pytest.mark.parametrize(
+    ("suffix", "shown"), [("mine", "ft:tiny:local:mine:1"), (None, "ft:tiny:local::1")]
+)
+def test_a_jobs_outcome_is_named_by_the_last_part_of_its_base(
+    suffix: str | None, shown: str
+) -> None:
+    assert (
+        str(TunedName.of_job("ftjob-1", base="meta/tiny", organization="local", suffix=suffix))
+        == shown
+    )
 
 
-@pytest.mark.parametrize("name", ["", "ft:", "tiny", "ft:a:b:c", "tiny:local:mine:1", "gpt:tiny:local:mine:1"])
+@pytest.mark.parametrize(
+    "name", ["", "ft:", "tiny", "ft:a:b:c", "tiny:local:mine:1", "gpt:tiny:local:mine:1"]
+)
 def test_what_is_no_name_is_refused(name: str) -> None:
     with pytest.raises(ValueError, match="such a name is ft:<base>:<organisation>:<suffix>:<id>"):
         TunedName.parse(name)

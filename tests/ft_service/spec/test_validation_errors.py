@@ -35,10 +35,18 @@ NESTED: dict[str, Any] = {
     ],
     "method": {"type": "dpo", "dpo": {"hyperparameters": {"beta": 0.1}}},
     "evaluation": {
-        "prompts": [{"messages": [{"role": "user", "content": "a"}], "reference": "a", "item": {"a": 1}}],
+        "prompts": [
+            {"messages": [{"role": "user", "content": "a"}], "reference": "a", "item": {"a": 1}}
+        ],
         "metrics": [
             "bleu",
-            {"type": "text_similarity", "name": "a", "input": "", "reference": "", "evaluation_metric": "bleu"},
+            {
+                "type": "text_similarity",
+                "name": "a",
+                "input": "",
+                "reference": "",
+                "evaluation_metric": "bleu",
+            },
             CHECK,
             {"type": "multi", "name": "m", "graders": {"b": CHECK}, "calculate_output": "b"},
         ],
@@ -62,26 +70,53 @@ GRADED: dict[str, Any] = {
                 "graders": {
                     "b": CHECK,
                     "s": {
-                        **{"type": "score_model", "name": "s", "model": "m", "range": [0, 1], "sampling_params": {"seed": 1}},
-                        "input": [{"role": "user", "content": [{"type": "input_text", "text": "a"}]}],
+                        **{
+                            "type": "score_model",
+                            "name": "s",
+                            "model": "m",
+                            "range": [0, 1],
+                            "sampling_params": {"seed": 1},
+                        },
+                        "input": [
+                            {"role": "user", "content": [{"type": "input_text", "text": "a"}]}
+                        ],
                     },
                     "l": {
-                        **{"type": "label_model", "name": "l", "model": "m", "input": [{"role": "user", "content": "a"}]},
+                        **{
+                            "type": "label_model",
+                            "name": "l",
+                            "model": "m",
+                            "input": [{"role": "user", "content": "a"}],
+                        },
                         **{"labels": ["a"], "passing_labels": ["a"]},
                     },
                     "p": {"type": "python", "name": "p", "source": "a"},
-                    "e": {"type": "endpoint", "name": "e", "url": "a", "webhook_endpoint_id": "a", "batch_size": 1},
+                    "e": {
+                        "type": "endpoint",
+                        "name": "e",
+                        "url": "a",
+                        "webhook_endpoint_id": "a",
+                        "batch_size": 1,
+                    },
                 },
                 "calculate_output": "b",
             },
-            "hyperparameters": {"beta": 0.1, "num_generations": 2, "mask_truncated_completions": True},
+            "hyperparameters": {
+                "beta": 0.1,
+                "num_generations": 2,
+                "mask_truncated_completions": True,
+            },
         },
     }
 }
 
 
-PYTHON_WORDS = re.compile(r"None|\bTrue\b|\bFalse\b|\b(dict|str|int|float|bool|tuple)\b|dictionary|instance|tinker")
-"""What a user who writes JSON or YAML did not write, and a type of job that is not the user's to choose."""
+PYTHON_WORDS = re.compile(
+    r"None|\bTrue\b|\bFalse\b|\b(dict|str|int|float|bool|tuple)\b|dictionary|instance|tinker"
+)
+"""What a user who writes JSON or YAML did not write, and a type of job that is not the user's to
+choose.
+"""
 
 
 CHAT = {
@@ -99,13 +134,34 @@ CHAT = {
 }
 
 
-WRONG: list[Any] = [[], {}, [[]], [{}], {"a": []}, {"type": []}, {"type": {}}, None, True, -1, 1e308, 10**30, "", "x"]
+WRONG: list[Any] = [
+    [],
+    {},
+    [[]],
+    [{}],
+    {"a": []},
+    {"type": []},
+    {"type": {}},
+    None,
+    True,
+    -1,
+    1e308,
+    10**30,
+    "",
+    "x",
+]
 
 
 def places(value: Any, place: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
     """Of everything in a document."""
     yield place
-    members = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
+    members = (
+        value.items()
+        if isinstance(value, dict)
+        else enumerate(value)
+        if isinstance(value, list)
+        else ()
+    )
     for name, member in members:
         yield from places(member, (*place, name))
 
@@ -133,8 +189,12 @@ def test_a_refusal_names_every_field_at_fault_and_no_class_of_ours() -> None:
     assert caught.value.param == "lora.r"
     with pytest.raises(SpecError) as caught:
         parse_request(BODY | {"method": "supervised"})
-    assert caught.value.message == "method = 'supervised': must be an object with options of its own."
-    with pytest.raises(SpecError, match=r"^distributed\.replicate = 9+\.\.\.: must be at most 4096\.$"):
+    assert (
+        caught.value.message == "method = 'supervised': must be an object with options of its own."
+    )
+    with pytest.raises(
+        SpecError, match=r"^distributed\.replicate = 9+\.\.\.: must be at most 4096\.$"
+    ):
         parse_request(BODY | {"distributed": {"replicate": int("9" * 400)}})
     with pytest.raises(SpecError, match=r"must have at least 1 character\.$"):
         parse_request(BODY | {"integrations": [{"type": "wandb", "wandb": {"project": ""}}]})
@@ -149,7 +209,9 @@ def test_a_refusal_names_every_field_at_fault_and_no_class_of_ours() -> None:
     ],
 )
 def test_a_refusal_names_the_option_of_a_grader(grader: dict[str, Any], said: str) -> None:
-    """`type` decides which options there are, and pydantic's location names it between the grader and its option."""
+    """`type` decides which options there are, and pydantic's location names it between the grader
+    and its option.
+    """
     both = {"type": "multi", "name": "m", "graders": {"a": grader}, "calculate_output": "a"}
     reinforced = {"method": {"type": "reinforcement", "reinforcement": {"grader": grader}}}
     nested = {"method": {"type": "reinforcement", "reinforcement": {"grader": both}}}
@@ -173,14 +235,22 @@ def test_of_a_list_where_a_number_may_stand_the_fault_within_is_told() -> None:
         parse_request(BODY | {"evaluation": {"prompts": prompts}, "method": method})
     assert sorted(caught.value.message.splitlines()[1:]) == [
         "evaluation.prompts.0.messages.0.content = 5: must be text.",
-        "evaluation.prompts.1.colour: there is no such option. Check its spelling, or leave it out.",
+        "evaluation.prompts.1.colour: there is no such option. Check its spelling, or leave it "
+        "out.",
         "evaluation.prompts.2 = 7: must be an object with options of its own.",
         "method.reinforcement.grader.input.0.content.0.text = 5: must be text.",
     ]
 
 
-def test_nineteen_faults_are_all_told_and_what_is_required_first(monkeypatch: pytest.MonkeyPatch) -> None:
-    body = {"lora": {f"odd{number}": 1 for number in range(14)}, "seed": -1, "modle": "tiny", "training_flie": "a.jsonl"}
+def test_nineteen_faults_are_all_told_and_what_is_required_first(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    body = {
+        "lora": {f"odd{number}": 1 for number in range(14)},
+        "seed": -1,
+        "modle": "tiny",
+        "training_flie": "a.jsonl",
+    }
     with pytest.raises(SpecError) as caught:
         parse_request(body)
     head, *lines = caught.value.message.splitlines()
@@ -190,7 +260,9 @@ def test_nineteen_faults_are_all_told_and_what_is_required_first(monkeypatch: py
     assert "did you mean training_file?" in lines[3]
     assert caught.value.param == "model"
     guessed: list[str] = []
-    monkeypatch.setattr("ft_service.spec.validation_errors.name_for", lambda place, model: guessed.append(place))
+    monkeypatch.setattr(
+        "ft_service.spec.validation_errors.name_for", lambda place, model: guessed.append(place)
+    )
     with pytest.raises(SpecError, match="… and 936 more"):
         parse_request({**BODY, "lora": {f"odd{number}": 1 for number in range(1000)}})
     assert len(guessed) <= 100, "guessing takes time, and a body may have any number"
@@ -222,8 +294,12 @@ def test_a_wrong_kind_of_value_is_refused_as_one(parse: Any, document: Any) -> N
 
 
 @pytest.mark.parametrize("parse", [parse_request, search_space.parse_sweep])
-@pytest.mark.parametrize(("body", "kind"), [(None, "null"), (True, "true"), ("a", "a string"), ([1], "a list")])
-def test_a_body_that_is_no_object_is_told_in_words_of_json(parse: Any, body: Any, kind: str) -> None:
+@pytest.mark.parametrize(
+    ("body", "kind"), [(None, "null"), (True, "true"), ("a", "a string"), ([1], "a list")]
+)
+def test_a_body_that_is_no_object_is_told_in_words_of_json(
+    parse: Any, body: Any, kind: str
+) -> None:
     with pytest.raises(SpecError, match=rf"^The body must be an object with .*, not {kind}\.$"):
         parse(body)
 

@@ -30,13 +30,18 @@ def home(tmp_path: Path) -> Settings:
 def resolved(settings: Settings, text: str) -> JobSpec:
     (settings.home / "train.jsonl").write_text(CHAT)
     (settings.home / "job.yaml").write_text(text + "training_file: train.jsonl\n")
-    return resolve_spec_file(load_spec_file(settings.home / "job.yaml"), settings, job_id="ftjob-2", seed=1)
+    return resolve_spec_file(
+        load_spec_file(settings.home / "job.yaml"), settings, job_id="ftjob-2", seed=1
+    )
 
 
 def test_a_spec_goes_on_from_an_outcome_with_its_base_shape_and_precision(home: Settings) -> None:
     spec = resolved(home, f"model: {NAME}\n")
     assert spec.parent is not None
-    assert (spec.parent.job_id, spec.parent.path) == ("ftjob-1", str(home.runs_dir / "ftjob-1/adapter"))
+    assert (spec.parent.job_id, spec.parent.path) == (
+        "ftjob-1",
+        str(home.runs_dir / "ftjob-1/adapter"),
+    )
     assert (spec.model.name, spec.model.path) == ("tiny", str(home.home / "base"))
     assert (spec.lora.r, spec.precision.default) == (4, "nf4")
     assert spec.tuned_name == "ft:tiny:local::2"
@@ -44,7 +49,9 @@ def test_a_spec_goes_on_from_an_outcome_with_its_base_shape_and_precision(home: 
         resolved(home, f"model: {NAME}\nlora: {{r: 8}}\n")
 
 
-def test_an_adapter_of_a_checkpoint_is_made_when_the_job_starts(home: Settings, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_adapter_of_a_checkpoint_is_made_when_the_job_starts(
+    home: Settings, monkeypatch: pytest.MonkeyPatch
+) -> None:
     _, parent = find_local(f"{NAME}:ckpt-step-3", home)
     assert parent.path == str(home.runs_dir / "ftjob-1/adapters/step-3-a1")
     made: list[list[str]] = []
@@ -59,7 +66,9 @@ def test_an_adapter_of_a_checkpoint_is_made_when_the_job_starts(home: Settings, 
     assert made == [[str(home.runs_dir / "ftjob-1"), "step-3-a1", parent.path]]
 
 
-def test_an_adapter_that_cannot_be_made_is_the_models_fault(home: Settings, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_adapter_that_cannot_be_made_is_the_models_fault(
+    home: Settings, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def fail(module: str, arguments: list[str]) -> None:
         raise NotFoundError("Checkpoint step-3-a1 is damaged.")
 
@@ -76,7 +85,10 @@ def test_an_adapter_that_cannot_be_made_is_the_models_fault(home: Settings, monk
         ("ft:tiny:other::1", "has trained it"),
         ("ft:tiny:local::../../base", "has trained it"),
         ("ft:", "has trained it"),
-        (f"{NAME}:ckpt-step-4", "no complete checkpoint of step 4. There are checkpoints of steps: 3"),
+        (
+            f"{NAME}:ckpt-step-4",
+            "no complete checkpoint of step 4. There are checkpoints of steps: 3",
+        ),
         (f"{NAME}:ckpt-step-x", "'x' is no step"),
     ],
 )
@@ -102,9 +114,13 @@ def test_a_spec_goes_on_from_a_job_by_any_word_that_names_it(home: Settings) -> 
     (home.runs_dir / "ftjob-1").rename(home.runs_dir / "ftjob-12")
     finished_run(home.home / "again").root.rename(home.runs_dir / "ftjob-13")
     spec = (home.runs_dir / "ftjob-12/spec.json").read_text()
-    named = spec.replace('"job_id":"ftjob-1"', '"job_id":"ftjob-12"').replace("ft:tiny:local::1", "ft:tiny:local:mine:12")
+    named = spec.replace('"job_id":"ftjob-1"', '"job_id":"ftjob-12"').replace(
+        "ft:tiny:local::1", "ft:tiny:local:mine:12"
+    )
     (home.runs_dir / "ftjob-12/spec.json").write_text(named)
-    again = spec.replace('"job_id":"ftjob-1"', '"job_id":"ftjob-13"').replace("ft:tiny:local::1", "ft:tiny:local::13")
+    again = spec.replace('"job_id":"ftjob-1"', '"job_id":"ftjob-13"').replace(
+        "ft:tiny:local::1", "ft:tiny:local::13"
+    )
     (home.runs_dir / "ftjob-13/spec.json").write_text(again)
     parent = resolved(home, "model: mine\n").parent
     assert parent is not None

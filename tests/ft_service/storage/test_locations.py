@@ -57,7 +57,9 @@ def test_a_run_directory_is_the_same_there(service: Places) -> None:
     assert run.path("attempts/1/logs/a.log").read_text() == "one line\nanother\n"
 
 
-def test_files_are_found_by_every_process(service: Places, objects: ObjectStore, tmp_path: Path) -> None:
+def test_files_are_found_by_every_process(
+    service: Places, objects: ObjectStore, tmp_path: Path
+) -> None:
     other = Places(tmp_path / "other", objects)
     service.files_dir.mkdir(parents=True)
     (service.files_dir / "file-1").write_bytes(b"data")
@@ -70,4 +72,6 @@ def test_files_are_found_by_every_process(service: Places, objects: ObjectStore,
 
 
 def start_of(attempt: int, checkpoint: str | None = None) -> Start:
-    return Start(job_id=JOB, attempt=attempt, world_size=2, generation=1, checkpoint=checkpoint, nodes=2)
+    return Start(
+        job_id=JOB, attempt=attempt, world_size=2, generation=1, checkpoint=checkpoint, nodes=2
+    )

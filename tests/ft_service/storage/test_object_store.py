@@ -43,10 +43,13 @@ def test_objects(objects: ObjectStore, tmp_path: Path) -> None:
     assert objects.get("d") is None
 
 
-def test_one_object_is_downloaded_by_two_at_once(objects: ObjectStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_one_object_is_downloaded_by_two_at_once(
+    objects: ObjectStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Neither takes the other's half for the whole."""
     objects.put("a", b"all of it")
-    get_file, both = objects._fs.get_file, threading.Barrier(2, timeout=60)
+    get_file = objects._fs.get_file
+    both = threading.Barrier(2, timeout=60)
 
     def slowly(key: str, path: str) -> None:
         Path(path).write_bytes(b"all")
@@ -61,7 +64,9 @@ def test_one_object_is_downloaded_by_two_at_once(objects: ObjectStore, tmp_path:
     assert [path.name for path in tmp_path.iterdir()] == ["a"]
 
 
-def test_nothing_of_a_failed_download_stays(objects: ObjectStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_nothing_of_a_failed_download_stays(
+    objects: ObjectStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def fail(key: str, path: str) -> None:
         Path(path).write_bytes(b"half")
         raise OSError("the connection broke")
@@ -72,9 +77,13 @@ def test_nothing_of_a_failed_download_stays(objects: ObjectStore, tmp_path: Path
     assert not list(tmp_path.iterdir())
 
 
-def test_storage_that_is_away_is_told_apart_from_what_is_not_there(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_storage_that_is_away_is_told_apart_from_what_is_not_there(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setenv("AWS_ENDPOINT_URL", "http://127.0.0.1:9")
-    away = ObjectStore("s3://bucket/ft", config_kwargs={"retries": {"max_attempts": 0}, "connect_timeout": 1})
+    away = ObjectStore(
+        "s3://bucket/ft", config_kwargs={"retries": {"max_attempts": 0}, "connect_timeout": 1}
+    )
     with pytest.raises(UnavailableError, match="s3://bucket/ft cannot be used"):
         away.get("a")
 

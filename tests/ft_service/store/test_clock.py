@@ -1,4 +1,6 @@
-"""A clock that is set back or forward by hours while jobs run: nothing waits until it has caught up."""
+"""A clock that is set back or forward by hours while jobs run: nothing waits until it has caught
+up.
+"""
 
 from __future__ import annotations
 
@@ -24,7 +26,9 @@ HOURS = pytest.mark.parametrize("hours", [-2, 2])
 
 
 def look(store, idle_seconds=0.5):
-    return store.leases.claim(host="h1", owner="test", lease_seconds=60.0, idle_seconds=idle_seconds)
+    return store.leases.claim(
+        host="h1", owner="test", lease_seconds=60.0, idle_seconds=idle_seconds
+    )
 
 
 def looked_at(store, job_id: str) -> None:
@@ -49,7 +53,10 @@ def test_a_running_job_is_looked_at(store, hours):
 
 
 def test_a_job_from_before_the_clock_went_back_is_not_kept_waiting_by_those_since(store):
-    jobs = [create_job(store, new_job(state=State.RUNNING, phase=Phase.TRAINING, host="h1", attempt=1)) for _ in range(2)]
+    jobs = [
+        create_job(store, new_job(state=State.RUNNING, phase=Phase.TRAINING, host="h1", attempt=1))
+        for _ in range(2)
+    ]
     looked_at(store, jobs[0].id)
     set_clock(store, -7200)
     assert look(store).job.id == jobs[0].id
@@ -81,7 +88,9 @@ def test_a_lease_of_a_reconciler_that_is_gone_is_over(store, hours):
 
 @HOURS
 def test_a_back_off_is_over(store, hours):
-    create_job(store, new_job(state=State.QUEUED, not_before=store.now() + LONGEST_WAIT_SECONDS - 60))
+    create_job(
+        store, new_job(state=State.QUEUED, not_before=store.now() + LONGEST_WAIT_SECONDS - 60)
+    )
     assert claim_next(store) is None
     set_clock(store, hours * 3600)
     assert claim_next(store) is not None
@@ -112,7 +121,11 @@ def test_slots_are_given_back_and_use_is_no_less_than_nothing(store, hours):
 def test_a_delivery_is_made(store, hours):
     store.webhooks.add_webhook(
         WebhookEndpoint(
-            id=new_id("we_"), project_id=PROJECT, name="n", url="https://x", event_types=["fine_tuning.job.cancelled"]
+            id=new_id("we_"),
+            project_id=PROJECT,
+            name="n",
+            url="https://x",
+            event_types=["fine_tuning.job.cancelled"],
         )
     )
     job = create_job(store, new_job(state=State.QUEUED))

@@ -23,14 +23,19 @@ def test_the_clock_is_the_databases(store):
 def test_sqlite_is_durable_and_checks_references(tmp_path):
     store = open_store(f"sqlite:///{tmp_path / 'ft.db'}")
     with store.reading() as connection:
-        settings = {name: connection.scalar(text(f"PRAGMA {name}")) for name in ("journal_mode", "synchronous", "foreign_keys")}
+        settings = {
+            name: connection.scalar(text(f"PRAGMA {name}"))
+            for name in ("journal_mode", "synchronous", "foreign_keys")
+        }
         assert settings == {"journal_mode": "wal", "synchronous": 2, "foreign_keys": 1}
         assert connection.scalar(text("PRAGMA busy_timeout")) >= 1000
     store.close()
 
 
 def test_a_write_on_sqlite_takes_the_lock_at_once(tmp_path):
-    """One that reads first and asks for the lock later can be refused in the middle, whatever the timeout."""
+    """One that reads first and asks for the lock later can be refused in the middle, whatever the
+    timeout.
+    """
     store = open_store(f"sqlite:///{tmp_path / 'ft.db'}")
     other = sqlite3.connect(tmp_path / "ft.db", timeout=0)
     with store.writing(), pytest.raises(sqlite3.OperationalError, match="locked"):
@@ -41,8 +46,12 @@ def test_a_write_on_sqlite_takes_the_lock_at_once(tmp_path):
     store.close()
 
 
-def test_a_writer_to_sqlite_waits_for_others_of_its_process_no_longer_than_for_another_process(tmp_path, monkeypatch):
-    """While another process holds the lock, each writer waits for it, one after the other: `/readyz` would never answer."""
+def test_a_writer_to_sqlite_waits_for_others_of_its_process_no_longer_than_for_another_process(
+    tmp_path, monkeypatch
+):
+    """While another process holds the lock, each writer waits for it, one after the other:
+    `/readyz` would never answer.
+    """
     monkeypatch.setattr(database, "BUSY_SECONDS", 0.01)
     store = open_store(f"sqlite:///{tmp_path / 'ft.db'}")
 
@@ -91,7 +100,9 @@ def test_an_exception_undoes_a_transaction(store):
         assert connection.scalar(text("SELECT count(*) FROM projects")) == 2
 
 
-@pytest.mark.parametrize("url", ["", "not a url", "mysql://localhost/x", "postgresql+asyncpg://localhost/x", "sqlite://"])
+@pytest.mark.parametrize(
+    "url", ["", "not a url", "mysql://localhost/x", "postgresql+asyncpg://localhost/x", "sqlite://"]
+)
 def test_a_url_of_another_database_is_refused(url):
     with pytest.raises(SpecError) as caught:
         open_store(url)
@@ -126,11 +137,18 @@ def test_the_folder_of_the_database_is_made(tmp_path):
     store.close()
 
 
-def test_a_damaged_page_that_a_request_has_met_is_told_to_who_asks_whether_all_is_well(tmp_path, monkeypatch):
+def test_a_damaged_page_that_a_request_has_met_is_told_to_who_asks_whether_all_is_well(
+    tmp_path, monkeypatch
+):
     url = f"sqlite:///{tmp_path}/ft.db"
     migrate(url)
     with sqlite3.connect(tmp_path / "ft.db") as connection:
-        pages = [page for (page,) in connection.execute("SELECT rootpage FROM sqlite_master WHERE tbl_name = 'sweeps'")]
+        pages = [
+            page
+            for (page,) in connection.execute(
+                "SELECT rootpage FROM sqlite_master WHERE tbl_name = 'sweeps'"
+            )
+        ]
         [(size,)] = connection.execute("PRAGMA page_size")
         connection.execute("PRAGMA wal_checkpoint(TRUNCATE)")
     connection.close()

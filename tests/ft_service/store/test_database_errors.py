@@ -24,7 +24,9 @@ from tests.support.records import PROJECT, new_file
 
 def each_connection(store: Store, pragma: str) -> None:
     """Have a pragma hold on every connection that is made from now on."""
-    event.listen(store._engine, "connect", lambda connection, _: connection.execute(f"PRAGMA {pragma}"))
+    event.listen(
+        store._engine, "connect", lambda connection, _: connection.execute(f"PRAGMA {pragma}")
+    )
     store._engine.dispose()
 
 
@@ -51,7 +53,10 @@ def add_many(store: Store) -> None:
 
 @pytest.mark.parametrize(
     ("pragma", "code", "says"),
-    [("max_page_count = 1", "disk_full", "is full"), ("query_only = ON", "disk_read_only", "is read-only")],
+    [
+        ("max_page_count = 1", "disk_full", "is full"),
+        ("query_only = ON", "disk_read_only", "is read-only"),
+    ],
 )
 def test_a_disk_that_takes_no_more_is_named_and_can_be_read(sqlite, pragma, code, says):
     kept = sqlite.files.add_file(new_file())
@@ -113,7 +118,9 @@ def test_a_full_disk_of_postgresql_is_named(store, store_url):
     if not store.is_shared:
         pytest.skip("as SQLite's above")
     with pytest.raises(UnavailableError) as caught, store.writing() as connection:
-        connection.execute(text("DO $$ BEGIN RAISE EXCEPTION 'no space' USING ERRCODE = '53100'; END $$"))
+        connection.execute(
+            text("DO $$ BEGIN RAISE EXCEPTION 'no space' USING ERRCODE = '53100'; END $$")
+        )
     assert caught.value.code == "disk_full"
     with pytest.raises(UnavailableError) as caught:
         write_where_nothing_may_be_written(store)
@@ -130,14 +137,18 @@ def test_a_key_opens_though_its_use_cannot_be_written_and_that_is_said_once(sqli
         sqlite.keys._used_keys.finish()
     assert [record.message for record in caplog.records if "use of keys" in record.message] != []
     assert sum("use of keys" in record.message for record in caplog.records) == 1
-    assert sum("readonly" in record.message for record in caplog.records) <= 2  # and is not tried again for a minute
+    assert (
+        sum("readonly" in record.message for record in caplog.records) <= 2
+    )  # and is not tried again for a minute
 
 
 def test_a_key_opens_at_once_while_another_process_holds_the_lock(sqlite, tmp_path, monkeypatch):
     _, secret = sqlite.keys.create_key(project_id=PROJECT, name="mine", scope="user")
     other = sqlite3.connect(tmp_path / "ft.db", isolation_level=None)
     other.execute("BEGIN IMMEDIATE")
-    assert sqlite.keys.authenticate(secret) is not None  # without the thread this would raise, after a wait
+    assert (
+        sqlite.keys.authenticate(secret) is not None
+    )  # without the thread this would raise, after a wait
     other.rollback()
     other.close()
     wait_for(lambda: sqlite.keys.list_keys(PROJECT)[0].last_used_at, 60)
@@ -156,7 +167,11 @@ def test_whether_it_can_be_written_is_remembered_for_a_moment_and_then_tried(sql
     with pytest.raises(UnavailableError, match="read-only"):
         sqlite.check_writable()
 
-    event.listen(sqlite._engine, "connect", lambda connection, _: connection.execute("PRAGMA query_only = OFF"))
+    event.listen(
+        sqlite._engine,
+        "connect",
+        lambda connection, _: connection.execute("PRAGMA query_only = OFF"),
+    )
     sqlite._engine.dispose()
     monkeypatch.setattr(database, "CHECK_SECONDS", -1.0)
     sqlite.check_writable()
@@ -171,10 +186,14 @@ def test_room_is_kept_and_given_up_for_a_deletion_alone(sqlite, tmp_path, monkey
     assert reserve.exists()  # there is other room
 
     real = os.statvfs
-    monkeypatch.setattr(disk.os, "statvfs", lambda _: SimpleNamespace(f_bavail=0, f_frsize=4096, f_flag=0))
+    monkeypatch.setattr(
+        disk.os, "statvfs", lambda _: SimpleNamespace(f_bavail=0, f_frsize=4096, f_flag=0)
+    )
     kept = sqlite.files.add_file(new_file())
     assert reserve.exists()
-    with pytest.raises(UnavailableError, match="is full"):  # though that small write has found its room
+    with pytest.raises(
+        UnavailableError, match="is full"
+    ):  # though that small write has found its room
         sqlite.check_writable()
     sqlite.files.delete_file(PROJECT, kept.id)
     assert not reserve.exists()
@@ -189,7 +208,9 @@ def small_disk(tmp_path: Path) -> Iterator[Path]:
     """A file system of 16 MiB of its own; only root may make one."""
     folder = tmp_path / "disk"
     folder.mkdir()
-    made = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=16m", "none", folder], capture_output=True, check=False)
+    made = subprocess.run(
+        ["mount", "-t", "tmpfs", "-o", "size=16m", "none", folder], capture_output=True, check=False
+    )
     if made.returncode:
         pytest.skip("a file system of a test's own cannot be mounted here")
     yield folder

@@ -24,11 +24,15 @@ def sql(store, statement: str, **values) -> None:
 
 
 def queued(store, **values) -> Job:
-    return create_job(store, new_job(**{"state": State.QUEUED, "slots": 2, "share_key": "key", **values}))
+    return create_job(
+        store, new_job(**{"state": State.QUEUED, "slots": 2, "share_key": "key", **values})
+    )
 
 
 def claim(store, job: Job):
-    claimed = store.leases.claim_queued(job.id, host="h1", owner="t", lease_seconds=60, host_slots=8)
+    claimed = store.leases.claim_queued(
+        job.id, host="h1", owner="t", lease_seconds=60, host_slots=8
+    )
     assert claimed is not None
     return claimed
 
@@ -44,14 +48,18 @@ def found(
     """The job in the first seat of a new engine."""
     claimed = claim(store, job)
     new = NewEngine(most_seats, room)
-    change = JobChange(job=placed(claimed.job, "h1", engine_id=engine_id), take_slots=slots, new_engine=new)
+    change = JobChange(
+        job=placed(claimed.job, "h1", engine_id=engine_id), take_slots=slots, new_engine=new
+    )
     assert store.leases.apply(claimed, change)
     return store.jobs.get_job(PROJECT, job.id)
 
 
 def join(store, job: Job, engine_id: str = "engine-1") -> bool:
     claimed = claim(store, job)
-    return store.leases.apply(claimed, JobChange(job=placed(claimed.job, "h1", engine_id=engine_id), take_seat=True))
+    return store.leases.apply(
+        claimed, JobChange(job=placed(claimed.job, "h1", engine_id=engine_id), take_seat=True)
+    )
 
 
 def leave(store, job: Job) -> Job:
@@ -69,7 +77,11 @@ def leave(store, job: Job) -> Job:
 
 def pass_by(store, seconds: float) -> None:
     """Have so many seconds pass for what runs."""
-    sql(store, "UPDATE engines SET divided_at = divided_at - :s, created_at = created_at - :s", s=seconds)
+    sql(
+        store,
+        "UPDATE engines SET divided_at = divided_at - :s, created_at = created_at - :s",
+        s=seconds,
+    )
     sql(store, "UPDATE slots SET taken_at = taken_at - :s", s=seconds)
     sql(store, "UPDATE jobs SET taken_at = taken_at - :s WHERE taken_at IS NOT NULL", s=seconds)
 
@@ -86,7 +98,10 @@ def test_an_engine_holds_slots_until_it_has_ended_and_its_jobs_none(store):
     assert join(store, second)
     (engine,) = store.engines.live_engines(host="h1")
     assert (engine.id, engine.ranks, engine.base) == ("engine-1", 2, "some-base")
-    assert [(seat.id, seat.since >= engine.created_at) for seat in engine.seats] == [(first.id, True), (second.id, True)]
+    assert [(seat.id, seat.since >= engine.created_at) for seat in engine.seats] == [
+        (first.id, True),
+        (second.id, True),
+    ]
     assert store.engines.engine_slots("engine-1") == [0, 1]
     assert [store.leases.held_slots(job.id) for job in (first, second)] == [[], []]
     assert leave(store, first).engine_id is None
@@ -146,7 +161,9 @@ def test_an_engines_slots_count_once_for_its_projects_limit(store):
         assert join(store, queued(store))
     other = queued(store)
     claimed = claim(store, other)
-    assert not store.leases.apply(claimed, JobChange(job=placed(claimed.job, "h1"), take_slots=[2, 3]))
+    assert not store.leases.apply(
+        claimed, JobChange(job=placed(claimed.job, "h1"), take_slots=[2, 3])
+    )
 
 
 def test_slot_seconds_are_divided_among_those_who_sit_there(store):
@@ -163,10 +180,16 @@ def test_slot_seconds_are_divided_among_those_who_sit_there(store):
     store.engines.end_engine("engine-1")
     assert first.slot_seconds == pytest.approx(300, abs=10)
     assert second.slot_seconds == pytest.approx(300, abs=10)
-    assert (first.held_seconds, second.held_seconds) == (pytest.approx(200, abs=5), pytest.approx(200, abs=5))
+    assert (first.held_seconds, second.held_seconds) == (
+        pytest.approx(200, abs=5),
+        pytest.approx(200, abs=5),
+    )
     days = store.usage.usage(UsageQuery(first_day=0, last_day=10**6, group_by=["key_id"]))
     used = {one.key_id: one.slot_seconds for one in days}
-    assert used == {key: pytest.approx(amount, abs=10) for key, amount in (("key-a", 300), ("key-b", 300), ("", 200))}
+    assert used == {
+        key: pytest.approx(amount, abs=10)
+        for key, amount in (("key-a", 300), ("key-b", 300), ("", 200))
+    }
     assert snapshot(store).shares[PROJECT].used == pytest.approx(800, abs=20)
 
 
@@ -176,7 +199,12 @@ def test_the_queue_sees_an_engine_as_one_holder_of_slots_and_as_seats(store):
     waiting = queued(store)
     seen = snapshot(store)
     (running,) = seen.running
-    assert (running.id, running.slots, running.priority, running.preemptible) == ("engine-1", 2, 3, True)
+    assert (running.id, running.slots, running.priority, running.preemptible) == (
+        "engine-1",
+        2,
+        3,
+        True,
+    )
     (engine,) = seen.engines
     assert (engine.seats, engine.most_seats, engine.closing) == (2, 2, False)
     assert engine.sharing == Sharing(PROJECT, "key")
@@ -192,10 +220,12 @@ def test_the_queue_sees_an_engine_as_one_holder_of_slots_and_as_seats(store):
 
 
 def test_who_has_company(store):
-    alone, grouped = queued(store), queued(store, fault_group="engine-9/1")
+    alone = queued(store)
+    grouped = queued(store, fault_group="engine-9/1")
     queued(store, share_key=None)
     assert [job.company for job in snapshot(store).waiting] == [0, 0, 0]
-    also_grouped, last = queued(store, fault_group="engine-9/1"), queued(store, fault_group=ALONE)
+    also_grouped = queued(store, fault_group="engine-9/1")
+    last = queued(store, fault_group=ALONE)
     company = {job.id: (job.company, job.sharing) for job in snapshot(store).waiting}
     assert company[alone.id][0] == 0
     assert company[grouped.id][0] == company[also_grouped.id][0] == 1

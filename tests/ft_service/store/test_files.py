@@ -40,7 +40,11 @@ def test_of_tries_at_once_one_stores_its_file(store):
         [kept] = filter(None, pool.map(try_file, keyed))
         [repeated] = filter(None, pool.map(try_file, repeats))
 
-    assert {file.id for file in store.files.list_files(PROJECT).data} == {first.id, kept.id, repeated.id}
+    assert {file.id for file in store.files.list_files(PROJECT).data} == {
+        first.id,
+        kept.id,
+        repeated.id,
+    }
     assert store.files.earlier_file(keyed[0], 60.0) == kept
     assert store.files.earlier_file(repeats[0], 60.0) == repeated
     assert store.files.earlier_file(repeats[0], 0.0) is None
@@ -62,7 +66,9 @@ def test_a_try_that_was_stored_takes_no_room_twice(store):
 
 
 def test_files_are_found_by_their_ids_whosever_they_are(store):
-    mine, theirs, gone, over = (store.files.add_file(new_file(project_id=who)) for who in (PROJECT, OTHER, PROJECT, PROJECT))
+    mine, theirs, gone, over = (
+        store.files.add_file(new_file(project_id=who)) for who in (PROJECT, OTHER, PROJECT, PROJECT)
+    )
     store.files.delete_file(PROJECT, gone.id)
     expired = store.files.add_file(new_file(), seconds=0)
     asked = {mine.id, theirs.id, gone.id, expired.id, "file-unknown", "file-\x00"}
@@ -72,7 +78,10 @@ def test_files_are_found_by_their_ids_whosever_they_are(store):
 
 
 def test_pages_in_both_orders(store):
-    ids = [store.files.add_file(new_file(purpose=purpose)).id for purpose in ("fine-tune", "batch", "fine-tune", "fine-tune")]
+    ids = [
+        store.files.add_file(new_file(purpose=purpose)).id
+        for purpose in ("fine-tune", "batch", "fine-tune", "fine-tune")
+    ]
     store.files.add_file(new_file(project_id=OTHER))
 
     newest = store.files.list_files(PROJECT, limit=3)
@@ -81,8 +90,12 @@ def test_pages_in_both_orders(store):
     rest = store.files.list_files(PROJECT, limit=3, after=newest.data[-1].id)
     assert ([file.id for file in rest.data], rest.has_more) == (ids[:1], False)
 
-    assert [file.id for file in store.files.list_files(PROJECT, order="asc", after=ids[1]).data] == ids[2:]
-    assert [file.id for file in store.files.list_files(PROJECT, order="asc", purpose="fine-tune").data] == [ids[0], *ids[2:]]
+    assert [
+        file.id for file in store.files.list_files(PROJECT, order="asc", after=ids[1]).data
+    ] == ids[2:]
+    assert [
+        file.id for file in store.files.list_files(PROJECT, order="asc", purpose="fine-tune").data
+    ] == [ids[0], *ids[2:]]
 
 
 def test_an_unknown_cursor_names_the_parameter(store):
@@ -94,7 +107,8 @@ def test_an_unknown_cursor_names_the_parameter(store):
 
 
 def test_deleting_hides(store):
-    file, other = store.files.add_file(new_file()), store.files.add_file(new_file())
+    file = store.files.add_file(new_file())
+    other = store.files.add_file(new_file())
     with pytest.raises(NotFoundError):
         store.files.delete_file(OTHER, file.id)
     assert store.files.delete_file(PROJECT, file.id) is True
@@ -109,14 +123,19 @@ def test_deleting_hides(store):
 
 @pytest.mark.parametrize("field", ["training_file", "validation_file"])
 def test_the_bytes_stay_while_a_job_needs_them(store, field):
-    first, second = store.files.add_file(new_file()), store.files.add_file(new_file())
+    first = store.files.add_file(new_file())
+    second = store.files.add_file(new_file())
     create_job(store, new_job(request={"training_file": "file-x", field: first.id}))
     assert store.files.delete_file(PROJECT, first.id) is False
 
-    ended = create_job(store, new_job(id="ftjob-ended", request={"training_file": "file-x", field: second.id}))
+    ended = create_job(
+        store, new_job(id="ftjob-ended", request={"training_file": "file-x", field: second.id})
+    )
     claims = [claim(store), claim(store)]
     mine = next(c for c in claims if c.job.id == ended.id)
-    assert store.leases.apply(mine, JobChange(job=fail(mine.job, Reason.INVALID_FILE, None, mine.now)))
+    assert store.leases.apply(
+        mine, JobChange(job=fail(mine.job, Reason.INVALID_FILE, None, mine.now))
+    )
     assert store.jobs.get_job(PROJECT, ended.id).state is State.FAILED
     assert store.files.delete_file(PROJECT, second.id) is True
 
@@ -124,7 +143,11 @@ def test_the_bytes_stay_while_a_job_needs_them(store, field):
 def test_which_files_jobs_need_is_read_once_for_all_files(store, store_url):
     """Else thousands of waiting jobs are read for each of thousands of files."""
     engine = create_engine(store_url)
-    compiled = select(files.c.id).where(~referred_to()).compile(engine, compile_kwargs={"literal_binds": True})
+    compiled = (
+        select(files.c.id)
+        .where(~referred_to())
+        .compile(engine, compile_kwargs={"literal_binds": True})
+    )
     with engine.connect() as connection:
         if engine.dialect.name == "sqlite":
             plan = str(connection.exec_driver_sql(f"EXPLAIN QUERY PLAN {compiled}").all())
@@ -136,11 +159,9 @@ def test_which_files_jobs_need_is_read_once_for_all_files(store, store_url):
 
 
 def test_a_file_without_a_job_that_needs_it_is_freed_once(store):
-    kept, deleted, needed = (
-        store.files.add_file(new_file(), seconds=3600),
-        store.files.add_file(new_file()),
-        store.files.add_file(new_file()),
-    )
+    kept = store.files.add_file(new_file(), seconds=3600)
+    deleted = store.files.add_file(new_file())
+    needed = store.files.add_file(new_file())
     other = store.files.add_file(new_file(project_id=OTHER, id=f"{needed.id}x"))
     assert kept.expires_at == kept.created_at + 3600
     create_job(store, new_job(request={"training_file": needed.id}))
@@ -176,7 +197,9 @@ def test_what_counts_towards_a_projects_limit_is_what_is_kept(store):
         store.files.add_file(new_file(bytes=80))  # the job still needs the other
     mine = claim(store)
     assert mine.job.id == waiting.id
-    assert store.leases.apply(mine, JobChange(job=fail(mine.job, Reason.INVALID_FILE, None, mine.now)))
+    assert store.leases.apply(
+        mine, JobChange(job=fail(mine.job, Reason.INVALID_FILE, None, mine.now))
+    )
     store.files.add_file(new_file(bytes=80))
 
 

@@ -16,9 +16,15 @@ ASKED = [{"type": "wandb", "wandb": {"project": name}} for name in ("p", "q")]
 def add_running(store: Store, *steps: int) -> str:
     job = create_job(store, new_job(request={"training_file": "f", "integrations": ASKED}))
     claimed = claim(store)
-    events = [NewEvent(level="info", message="s", metrics=Metrics(step=n, total_steps=9), source=(n, 0)) for n in steps]
+    events = [
+        NewEvent(level="info", message="s", metrics=Metrics(step=n, total_steps=9), source=(n, 0))
+        for n in steps
+    ]
     events.append(NewEvent(level="info", message="without numbers"))
-    change = JobChange(job=replace(claimed.job, state=State.RUNNING, phase=Phase.TRAINING, attempt=1, host="h1"), events=events)
+    change = JobChange(
+        job=replace(claimed.job, state=State.RUNNING, phase=Phase.TRAINING, attempt=1, host="h1"),
+        events=events,
+    )
     assert store.leases.apply(claimed, change)
     return job.id
 
@@ -26,19 +32,33 @@ def add_running(store: Store, *steps: int) -> str:
 def test_nothing_is_to_be_sent_before_a_job_begins(store: Store) -> None:
     create_job(store, new_job())
     create_job(store, new_job(request={"training_file": "f", "integrations": ASKED}))
-    assert store.integrations.claim_integrations("me", lease_seconds=60.0) == [], "its job has not begun"
+    assert store.integrations.claim_integrations("me", lease_seconds=60.0) == [], (
+        "its job has not begun"
+    )
 
 
 def test_one_sender_gets_them_and_another_after_it(store: Store) -> None:
     job_id = add_running(store)
     with ThreadPoolExecutor(4) as pool:
         owners = ["a", "b", "c", "d"]
-        found = list(pool.map(lambda owner: store.integrations.claim_integrations(owner, lease_seconds=60.0), owners))
+        found = list(
+            pool.map(
+                lambda owner: store.integrations.claim_integrations(owner, lease_seconds=60.0),
+                owners,
+            )
+        )
     (winner,) = [index for index, rows in enumerate(found) if rows]
     rows = sorted(found[winner], key=lambda row: row.number)
-    assert [(row.job_id, row.number, row.settings) for row in rows] == [(job_id, 0, ASKED[0]), (job_id, 1, ASKED[1])]
-    assert store.integrations.claim_integrations(owners[winner], lease_seconds=60.0) == [], "not to be renewed yet"
-    assert len(store.integrations.claim_integrations(owners[winner], lease_seconds=600.0)) == 2, "less than half is left"
+    assert [(row.job_id, row.number, row.settings) for row in rows] == [
+        (job_id, 0, ASKED[0]),
+        (job_id, 1, ASKED[1]),
+    ]
+    assert store.integrations.claim_integrations(owners[winner], lease_seconds=60.0) == [], (
+        "not to be renewed yet"
+    )
+    assert len(store.integrations.claim_integrations(owners[winner], lease_seconds=600.0)) == 2, (
+        "less than half is left"
+    )
     store.integrations.release_integrations("somebody")
     assert store.integrations.claim_integrations("other", lease_seconds=60.0) == []
     store.integrations.release_integrations(owners[winner])
@@ -47,7 +67,9 @@ def test_one_sender_gets_them_and_another_after_it(store: Store) -> None:
 
 def test_only_who_has_them_settles_them(store: Store) -> None:
     job_id = add_running(store)
-    first, second = sorted(store.integrations.claim_integrations("me", lease_seconds=60.0), key=lambda row: row.number)
+    first, second = sorted(
+        store.integrations.claim_integrations("me", lease_seconds=60.0), key=lambda row: row.number
+    )
     event = NewEvent(level="info", message="W&B run: u")
     assert not store.integrations.begin_integration(first, "you", "u", [event])
     assert store.integrations.begin_integration(first, "me", "u", [event])
@@ -57,7 +79,10 @@ def test_only_who_has_them_settles_them(store: Store) -> None:
     )
     assert store.integrations.end_integration(second, "me")
     assert not store.integrations.end_integration(second, "me")
-    assert [e.message for e in store.jobs.list_events(PROJECT, job_id, limit=2).data] == ["why", "W&B run: u"]
+    assert [e.message for e in store.jobs.list_events(PROJECT, job_id, limit=2).data] == [
+        "why",
+        "W&B run: u",
+    ]
 
     assert store.integrations.claim_integrations("me", lease_seconds=60.0) == []
     with store.writing() as connection:
@@ -72,5 +97,8 @@ def test_a_jobs_steps_are_read_from_a_place_on(store: Store) -> None:
     job_id = add_running(store, 1, 2, 3)
     first = store.integrations.list_metrics(job_id, after=0, limit=2)
     assert [(time > 0, metrics.step) for _, time, metrics in first] == [(True, 1), (True, 2)]
-    assert [metrics.step for _, _, metrics in store.integrations.list_metrics(job_id, after=first[-1][0], limit=2)] == [3]
+    assert [
+        metrics.step
+        for _, _, metrics in store.integrations.list_metrics(job_id, after=first[-1][0], limit=2)
+    ] == [3]
     assert store.integrations.list_metrics("ftjob-other", after=0, limit=2) == []

@@ -75,7 +75,9 @@ def test_every_field_comes_back(store):
     assert before <= created.created_at <= store.now()
     assert created == replace(job, created_at=created.created_at)
     assert store.jobs.get_job(PROJECT, job.id) == created
-    assert not [f.name for f in fields(Job) if getattr(created, f.name) is None], "a field this test does not exercise"
+    assert not [f.name for f in fields(Job) if getattr(created, f.name) is None], (
+        "a field this test does not exercise"
+    )
 
 
 def test_jobs_are_stored_together_or_not_at_all(store):
@@ -88,11 +90,15 @@ def test_jobs_are_stored_together_or_not_at_all(store):
         "Plan: \ufffd",
         f"Created fine-tuning job: {first.id}",
     ]
-    assert [job.id for job in store.jobs.list_jobs(PROJECT, metadata={"team": "a"}).data] == [first.id]
+    assert [job.id for job in store.jobs.list_jobs(PROJECT, metadata={"team": "a"}).data] == [
+        first.id
+    ]
     with pytest.raises(ConflictError):
         store.jobs.create_jobs([NewJob(new_job()), NewJob(first)])
     assert len(store.jobs.list_jobs(PROJECT).data) == 2
-    assert create_job(store, new_job()).created_at >= second.created_at, "an undone transaction has no effect"
+    assert create_job(store, new_job()).created_at >= second.created_at, (
+        "an undone transaction has no effect"
+    )
 
 
 def test_creation_is_the_first_event(store):
@@ -109,7 +115,10 @@ def test_what_is_told_at_creation_follows_it(store):
     told = [NewEvent(level="warn", message="first"), NewEvent(level="info", message="second")]
     job = create_job(store, new_job(), told)
     found = store.jobs.list_events(PROJECT, job.id).data
-    assert [(event.level, event.message) for event in found[:2]] == [("info", "second"), ("warn", "first")]
+    assert [(event.level, event.message) for event in found[:2]] == [
+        ("info", "second"),
+        ("warn", "first"),
+    ]
     assert found[2].message == f"Created fine-tuning job: {job.id}"
 
 
@@ -135,7 +144,9 @@ def test_a_page_that_ends_the_list_has_no_more(store):
     assert (empty.data, empty.has_more) == ([], False)
 
 
-@pytest.mark.parametrize("key", ["team", "a.b", "0", "$", '"', "'", "%", "{a,b}", "a b", "\\", "ü", "key", "\x00"])
+@pytest.mark.parametrize(
+    "key", ["team", "a.b", "0", "$", '"', "'", "%", "{a,b}", "a b", "\\", "ü", "key", "\x00"]
+)
 def test_metadata_filter_takes_keys_and_values_literally(store, key):
     wanted = create_job(store, new_job(request={"metadata": {key: "x'\"%\x00", "n": "1"}}))
     create_job(store, new_job(request={"metadata": {key: "y", "n": "1"}}))
@@ -151,14 +162,27 @@ def test_metadata_filter_takes_keys_and_values_literally(store, key):
 
 
 def test_jobs_are_found_by_a_part_of_their_suffix(store):
-    made = {suffix: create_job(store, new_job(request={"suffix": suffix})).id for suffix in ("Nightly-1", "50%", "mine", None)}
+    made = {
+        suffix: create_job(store, new_job(request={"suffix": suffix})).id
+        for suffix in ("Nightly-1", "50%", "mine", None)
+    }
     create_job(store, new_job(request={}))
-    found = {part: [job.id for job in store.jobs.list_jobs(PROJECT, suffix=part).data] for part in ("nightly", "%", "_", "n")}
-    assert found == {"nightly": [made["Nightly-1"]], "%": [made["50%"]], "_": [], "n": [made["mine"], made["Nightly-1"]]}
+    found = {
+        part: [job.id for job in store.jobs.list_jobs(PROJECT, suffix=part).data]
+        for part in ("nightly", "%", "_", "n")
+    }
+    assert found == {
+        "nightly": [made["Nightly-1"]],
+        "%": [made["50%"]],
+        "_": [],
+        "n": [made["mine"], made["Nightly-1"]],
+    }
 
 
 def test_filtered_pages_go_on_after_a_job(store):
-    ids = [create_job(store, new_job(request={"metadata": {"run": str(n % 2)}})).id for n in range(6)]
+    ids = [
+        create_job(store, new_job(request={"metadata": {"run": str(n % 2)}})).id for n in range(6)
+    ]
     first = store.jobs.list_jobs(PROJECT, metadata={"run": "1"}, limit=2)
     assert ([job.id for job in first.data], first.has_more) == ([ids[5], ids[3]], True)
     rest = store.jobs.list_jobs(PROJECT, metadata={"run": "1"}, limit=2, after=ids[3])
@@ -166,7 +190,8 @@ def test_filtered_pages_go_on_after_a_job(store):
 
 
 def test_an_unknown_cursor_names_the_parameter(store):
-    job, theirs = create_job(store, new_job()), create_job(store, new_job(project_id=OTHER))
+    job = create_job(store, new_job())
+    theirs = create_job(store, new_job(project_id=OTHER))
     their_event = store.jobs.list_events(OTHER, theirs.id).data[0].id
     lists = {
         theirs.id: lambda after: store.jobs.list_jobs(PROJECT, after=after),
@@ -238,10 +263,18 @@ def test_events_newest_first_and_latest_metrics(store):
     assert store.jobs.latest_metrics(job.id) is None
     claimed = claim(store)
     rows = [
-        NewEvent(level="info", message=f"Step {n}", created_at=float(n), metrics=Metrics(step=n, total_steps=9), source=(0, n))
+        NewEvent(
+            level="info",
+            message=f"Step {n}",
+            created_at=float(n),
+            metrics=Metrics(step=n, total_steps=9),
+            source=(0, n),
+        )
         for n in range(1, 6)
     ]
-    assert store.leases.apply(claimed, JobChange(job=claimed.job, events=[*rows, NewEvent(level="warn", message="done")]))
+    assert store.leases.apply(
+        claimed, JobChange(job=claimed.job, events=[*rows, NewEvent(level="warn", message="done")])
+    )
 
     page = store.jobs.list_events(PROJECT, job.id, limit=3)
     assert [event.message for event in page.data] == ["done", "Step 5", "Step 4"]
@@ -256,7 +289,9 @@ def test_events_newest_first_and_latest_metrics(store):
 
 
 def test_who_adds_an_event_to_a_job_holds_its_row(emptied_postgres_url):
-    """Else one that is stored in the same moment could become visible first, and a follower would never see this one."""
+    """Else one that is stored in the same moment could become visible first, and a follower would
+    never see this one.
+    """
     store = open_store(emptied_postgres_url)
     store.projects.ensure_project(PROJECT, "acme")
     job = create_job(store, new_job())
@@ -265,7 +300,11 @@ def test_who_adds_an_event_to_a_job_holds_its_row(emptied_postgres_url):
     def probe(connection, cursor, statement, *_):
         if statement.startswith("INSERT INTO events"):
             with store._engine.connect() as another:
-                row = select(jobs.c.id).where(jobs.c.id == job.id).with_for_update(key_share=True, skip_locked=True)
+                row = (
+                    select(jobs.c.id)
+                    .where(jobs.c.id == job.id)
+                    .with_for_update(key_share=True, skip_locked=True)
+                )
                 held.append(another.execute(row).one_or_none() is None)
 
     event.listen(store._engine, "before_cursor_execute", probe)
@@ -278,7 +317,9 @@ def test_the_latest_validation_is_found_behind_steps_without_one(store):
     job = create_job(store, new_job())
     claimed = claim(store)
     rows = [Metrics(step=n, total_steps=9, valid_loss=1.5 if n == 2 else None) for n in range(1, 6)]
-    events = [NewEvent(level="info", message="a step", metrics=row, source=(0, row.step)) for row in rows]
+    events = [
+        NewEvent(level="info", message="a step", metrics=row, source=(0, row.step)) for row in rows
+    ]
     assert store.jobs.latest_validation(job.id) is None
     assert store.leases.apply(claimed, JobChange(job=claimed.job, events=events))
     assert store.jobs.latest_validation(job.id) == rows[1]
@@ -288,7 +329,8 @@ def test_checkpoints_highest_step_first_each_from_its_newest_attempt(store):
     job = place(store, create_job(store, new_job(state=State.QUEUED)), [0])
     claimed = claim(store)
     made = {
-        (s, a): new_checkpoint(job, s, a, metrics=Metrics(step=s, total_steps=9)) for s, a in [(2, 1), (4, 1), (4, 2), (6, 2)]
+        (s, a): new_checkpoint(job, s, a, metrics=Metrics(step=s, total_steps=9))
+        for s, a in [(2, 1), (4, 1), (4, 2), (6, 2)]
     }
     assert store.leases.apply(claimed, JobChange(job=claimed.job, checkpoints=list(made.values())))
 
@@ -305,11 +347,17 @@ def test_what_a_worker_says_cannot_make_a_job_unwritable(store):
     broken = Metrics(step=1, total_steps=2, train_loss=float("nan"), grad_norm=float("inf"))
     error = {"code": "x", "message": "nul \x00 and \ud800", "param": None}
     event = NewEvent(level="error", message="a\x00b", metrics=broken, source=(0, 0))
-    assert store.leases.apply(claimed, JobChange(job=replace(claimed.job, error=error), events=[event]))
+    assert store.leases.apply(
+        claimed, JobChange(job=replace(claimed.job, error=error), events=[event])
+    )
 
     assert store.jobs.latest_metrics(job.id) == Metrics(step=1, total_steps=2)
     assert store.jobs.list_events(PROJECT, job.id).data[0].message == "a\ufffdb"
-    assert store.jobs.get_job(PROJECT, job.id).error == {"code": "x", "message": "nul \ufffd and ?", "param": None}
+    assert store.jobs.get_job(PROJECT, job.id).error == {
+        "code": "x",
+        "message": "nul \ufffd and ?",
+        "param": None,
+    }
 
 
 def test_a_job_needs_a_project(store):
@@ -319,9 +367,15 @@ def test_a_job_needs_a_project(store):
 
 def test_jobs_without_metadata(store):
     requests = [{}, {"metadata": None}, {"metadata": {}}, {"metadata": {"metadata": "null"}}]
-    created = [create_job(store, new_job(request={"training_file": "f", **request})).id for request in requests]
+    created = [
+        create_job(store, new_job(request={"training_file": "f", **request})).id
+        for request in requests
+    ]
 
-    assert [job.id for job in store.jobs.list_jobs(PROJECT, metadata="none").data] == [created[1], created[0]]
+    assert [job.id for job in store.jobs.list_jobs(PROJECT, metadata="none").data] == [
+        created[1],
+        created[0],
+    ]
 
 
 def test_events_in_both_orders(store):

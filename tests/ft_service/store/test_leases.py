@@ -18,11 +18,21 @@ from ft_service.store import leases, queue
 from ft_service.store.records import Claim, JobChange, NewEvent
 from ft_service.store.tables import checkpoints, events, files, jobs, slots
 from tests.support.creating import create_job
-from tests.support.records import PROJECT, claim, claim_next, new_checkpoint, new_file, new_job, place
+from tests.support.records import (
+    PROJECT,
+    claim,
+    claim_next,
+    new_checkpoint,
+    new_file,
+    new_job,
+    place,
+)
 
 
 def try_claim(store, *, host="h1", lease_seconds=60.0, idle_seconds=0.0) -> Claim | None:
-    return store.leases.claim(host=host, owner="test", lease_seconds=lease_seconds, idle_seconds=idle_seconds)
+    return store.leases.claim(
+        host=host, owner="test", lease_seconds=lease_seconds, idle_seconds=idle_seconds
+    )
 
 
 def count(url: str, table) -> int:
@@ -33,7 +43,9 @@ def count(url: str, table) -> int:
     return number
 
 
-@pytest.mark.parametrize(("state", "take"), [(State.VALIDATING, try_claim), (State.QUEUED, claim_next)])
+@pytest.mark.parametrize(
+    ("state", "take"), [(State.VALIDATING, try_claim), (State.QUEUED, claim_next)]
+)
 def test_eight_threads_claim_200_jobs_each_once(store, state, take):
     ids = {create_job(store, new_job(state=state)).id for _ in range(200)}
     claimed: list[str] = []
@@ -91,7 +103,9 @@ def test_a_lease_keeps_others_away_until_it_expires(store):
     assert current.job.id == other.id
 
     event = NewEvent(level="info", message="too late")
-    assert not store.leases.apply(late, JobChange(job=replace(late.job, state=State.QUEUED), events=[event]))
+    assert not store.leases.apply(
+        late, JobChange(job=replace(late.job, state=State.QUEUED), events=[event])
+    )
     assert store.jobs.get_job(PROJECT, other.id) == other, "a stale token writes nothing"
     assert len(store.jobs.list_events(PROJECT, other.id).data) == 1
     assert try_claim(store) is None, "a stale token does not end the newer lease"
@@ -128,12 +142,19 @@ def test_new_jobs_and_running_ones_do_not_keep_each_other_waiting(store):
     """However many are new: each of those has never been looked at."""
     new, running = (
         create_job(store, new_job(**values))
-        for values in ({}, {"state": State.RUNNING, "phase": Phase.TRAINING, "host": "h1", "attempt": 1})
+        for values in (
+            {},
+            {"state": State.RUNNING, "phase": Phase.TRAINING, "host": "h1", "attempt": 1},
+        )
     )
     with store.writing() as connection:
-        connection.execute(jobs.update().where(jobs.c.id == running.id).values(looked_at=store.now() - 200))
+        connection.execute(
+            jobs.update().where(jobs.c.id == running.id).values(looked_at=store.now() - 200)
+        )
     for first, new_first in ((running, False), (new, True), (new, False)):
-        claimed = store.leases.claim(host="h1", owner="t", lease_seconds=60, idle_seconds=100.0, new_first=new_first)
+        claimed = store.leases.claim(
+            host="h1", owner="t", lease_seconds=60, idle_seconds=100.0, new_first=new_first
+        )
         assert claimed is not None
         assert claimed.job.id == first.id
         assert store.leases.apply(claimed, JobChange(job=claimed.job))
@@ -146,7 +167,10 @@ def test_a_released_job_frees_its_own_slots_and_no_others(store):
     claimed = claim(store)
     while claimed.job.id != first.id:
         claimed = claim(store)
-    assert store.leases.apply(claimed, JobChange(job=replace(claimed.job, state=State.PAUSED, phase=None), release_slots=True))
+    assert store.leases.apply(
+        claimed,
+        JobChange(job=replace(claimed.job, state=State.PAUSED, phase=None), release_slots=True),
+    )
     assert (store.leases.held_slots(first.id), store.leases.held_slots(second.id)) == ([], [2])
     assert store.leases.free_slots("h1", 4) == [0, 1, 3]
 
@@ -169,10 +193,14 @@ def test_a_verb_during_a_claim_undoes_the_reconcilers_write(store):
     claimed = claim(store)
     store.jobs.request(PROJECT, job.id, Verb.CANCEL)
 
-    done = decide(claimed.job, Ended(Exit(code=0, reason=ExitReason.SUCCEEDED, message="")), claimed.now)
+    done = decide(
+        claimed.job, Ended(Exit(code=0, reason=ExitReason.SUCCEEDED, message="")), claimed.now
+    )
     assert isinstance(done, Become)
     event = NewEvent(level="info", message="late", source=(0, 0))
-    assert not store.leases.apply(claimed, JobChange(job=done.job, events=[event], release_slots=True))
+    assert not store.leases.apply(
+        claimed, JobChange(job=done.job, events=[event], release_slots=True)
+    )
 
     assert store.jobs.get_job(PROJECT, job.id).state is State.CANCELLED
     assert store.leases.free_slots("h1", 4) == [2, 3]
@@ -201,7 +229,9 @@ def test_a_taken_slot_undoes_the_whole_change(store, store_url):
     assert store.leases.free_slots("h1", 4) == [2, 3]
     claimed = claim_next(store)
     assert claimed is not None, "the lease has ended with the lost write"
-    assert store.leases.apply(claimed, replace(change, job=placed(claimed.job, "h1"), take_slots=[2, 3]))
+    assert store.leases.apply(
+        claimed, replace(change, job=placed(claimed.job, "h1"), take_slots=[2, 3])
+    )
     assert store.leases.free_slots("h1", 5) == [4]
 
 
@@ -216,7 +246,10 @@ def test_slots_belong_to_a_host_and_are_released(store):
     assert store.leases.free_slots("h1", 1) == []
 
     claimed = claim(store, host="h1")
-    assert store.leases.apply(claimed, JobChange(job=replace(claimed.job, state=State.QUEUED, phase=None), release_slots=True))
+    assert store.leases.apply(
+        claimed,
+        JobChange(job=replace(claimed.job, state=State.QUEUED, phase=None), release_slots=True),
+    )
     assert store.leases.free_slots("h1", 4) == [0, 1, 2, 3]
     assert store.leases.held_slots(first.id) == []
     assert store.leases.held_slots(second.id) == [0, 1]
@@ -236,7 +269,9 @@ def test_a_change_is_written_whole(store):
     assert store.leases.apply(claimed, change)
 
     job = store.jobs.get_job(PROJECT, claimed.job.id)
-    assert job == replace(claimed.job, state=State.QUEUED, version=claimed.job.version + 1, queued_at=job.queued_at)
+    assert job == replace(
+        claimed.job, state=State.QUEUED, version=claimed.job.version + 1, queued_at=job.queued_at
+    )
     assert job.queued_at is not None
     assert job.queued_at >= claimed.now
     assert store.jobs.list_events(PROJECT, job.id).data[0].message == "Files are valid."
@@ -248,11 +283,17 @@ def test_a_change_is_written_whole(store):
 
 def test_events_and_checkpoints_read_twice_are_stored_once(store):
     job = place(store, create_job(store, new_job(state=State.QUEUED)), [0])
-    first = [NewEvent(level="info", message=f"{s}/{n}", source=(s, n)) for s in range(2) for n in range(3)]
+    first = [
+        NewEvent(level="info", message=f"{s}/{n}", source=(s, n))
+        for s in range(2)
+        for n in range(3)
+    ]
     more = [*first, NewEvent(level="info", message="2/0", source=(2, 0))]
     for rows in (first, more):
         claimed = claim(store)
-        assert store.leases.apply(claimed, JobChange(job=claimed.job, events=rows, checkpoints=[new_checkpoint(job, 5)]))
+        assert store.leases.apply(
+            claimed, JobChange(job=claimed.job, events=rows, checkpoints=[new_checkpoint(job, 5)])
+        )
     messages = [event.message for event in store.jobs.list_events(PROJECT, job.id).data]
     assert messages[:-1] == ["2/0", "1/2", "1/1", "1/0", "0/2", "0/1", "0/0"]
     assert len(store.jobs.list_checkpoints(PROJECT, job.id).data) == 1
@@ -260,11 +301,15 @@ def test_events_and_checkpoints_read_twice_are_stored_once(store):
     claimed = claim(store)
     own = NewEvent(level="info", message="own")
     # read under attempt 1, though the change begins attempt 2
-    assert store.leases.apply(claimed, JobChange(job=replace(claimed.job, attempt=2), events=[first[0], own, own]))
+    assert store.leases.apply(
+        claimed, JobChange(job=replace(claimed.job, attempt=2), events=[first[0], own, own])
+    )
     claimed = claim(store)
     assert store.leases.apply(claimed, JobChange(job=claimed.job, events=first[:1]))
     messages = [event.message for event in store.jobs.list_events(PROJECT, job.id).data]
-    assert messages[:3] == ["0/0", "own", "own"], "another attempt's segments and the service's own events are new"
+    assert messages[:3] == ["0/0", "own", "own"], (
+        "another attempt's segments and the service's own events are new"
+    )
 
 
 def test_priority_then_creation_decides_what_is_next(store):
@@ -290,7 +335,9 @@ def test_two_jobs_of_a_project_are_placed_in_the_same_moment(store):
     event.listen(store._engine, "after_cursor_execute", meet)
 
     def start(claimed: Claim, slot: int) -> bool:
-        return store.leases.apply(claimed, JobChange(job=placed(claimed.job, "h1"), take_slots=[slot]))
+        return store.leases.apply(
+            claimed, JobChange(job=placed(claimed.job, "h1"), take_slots=[slot])
+        )
 
     with ThreadPoolExecutor(2) as pool:
         assert list(pool.map(start, claims, (0, 1))) == [True, True]
@@ -307,10 +354,23 @@ def test_a_large_job_at_the_head_is_waited_for(store):
 
 
 def test_back_off_and_foreign_hosts_are_passed_over(store):
-    create_job(store, new_job(id="ftjob-later", state=State.QUEUED, priority=9, not_before=store.now() + 500))
-    create_job(store, new_job(id="ftjob-there", state=State.QUEUED, priority=8, host="h2", attempt=1))
     create_job(
-        store, new_job(id="ftjob-here", state=State.QUEUED, priority=7, host="h1", attempt=1, not_before=store.now() - 1)
+        store,
+        new_job(id="ftjob-later", state=State.QUEUED, priority=9, not_before=store.now() + 500),
+    )
+    create_job(
+        store, new_job(id="ftjob-there", state=State.QUEUED, priority=8, host="h2", attempt=1)
+    )
+    create_job(
+        store,
+        new_job(
+            id="ftjob-here",
+            state=State.QUEUED,
+            priority=7,
+            host="h1",
+            attempt=1,
+            not_before=store.now() - 1,
+        ),
     )
     claimed = claim_next(store, host="h1")
     assert claimed is not None
@@ -322,7 +382,11 @@ def test_back_off_and_foreign_hosts_are_passed_over(store):
 @pytest.mark.parametrize(
     ("statement", "index", "values"),
     [
-        (queue._FIRST_OF_EACH_PROJECT, "ix_jobs_queue_of_project", {"host_slots": 8, "unlimited": ["p1"]}),
+        (
+            queue._FIRST_OF_EACH_PROJECT,
+            "ix_jobs_queue_of_project",
+            {"host_slots": 8, "unlimited": ["p1"]},
+        ),
         (queue._MEASURED, "ix_jobs_measured", {}),
         (leases._CLAIM, "ix_jobs_attention", {"idle_seconds": 0.5}),
         (leases._CLAIM_NEW_FIRST, "ix_jobs_attention", {"idle_seconds": 0.5}),
@@ -332,7 +396,9 @@ def test_back_off_and_foreign_hosts_are_passed_over(store):
     ],
 )
 def test_claims_go_by_their_index(store, store_url, statement, index, values):
-    """What keeps them quick with many ended jobs: only rows of the partial index are read, in its order."""
+    """What keeps them quick with many ended jobs: only rows of the partial index are read, in its
+    order.
+    """
     create_job(store, new_job(state=State.SUCCEEDED))
     engine = create_engine(store_url)
     parameters = {"for_host": "h1", "owner": "o", "token": "t", "lease_seconds": 60.0} | values
@@ -342,7 +408,9 @@ def test_claims_go_by_their_index(store, store_url, statement, index, values):
     expanded = compiled.construct_expanded_state(parameters)
     explain = "EXPLAIN QUERY PLAN" if engine.dialect.name == "sqlite" else "EXPLAIN"
     with engine.connect() as connection:
-        if engine.dialect.name == "postgresql":  # plans by what the table holds, and reads a small one whole
+        if (
+            engine.dialect.name == "postgresql"
+        ):  # plans by what the table holds, and reads a small one whole
             _fill_with_ended_and_waiting(connection)
             connection.execute(text("SET LOCAL enable_seqscan = off"))
             connection.execute(text("SET LOCAL enable_sort = off"))
@@ -357,8 +425,9 @@ def test_claims_go_by_their_index(store, store_url, statement, index, values):
 
 
 def _fill_with_ended_and_waiting(connection: Connection) -> None:
-    """Copies of the one job there is: 2,000 that have ended, 400 queued of 2 projects, 20 that train, each with metadata; not
-    committed."""
+    """Copies of the one job there is: 2,000 that have ended, 400 queued of 2 projects, 20 that
+    train, each with metadata; not committed.
+    """
     copied = [column.name for column in jobs.columns if column.name != "position"]
     changed = {
         "id": "'ftjob-' || n",
@@ -366,15 +435,22 @@ def _fill_with_ended_and_waiting(connection: Connection) -> None:
         "finished_at": "CASE WHEN n > 420 THEN n END",
         "looked_at": "n",
         "phase": f"CASE WHEN n <= 20 THEN '{Phase.TRAINING.value}' END",
-        "state": f"CASE WHEN n <= 20 THEN '{State.RUNNING.value}' WHEN n <= 420 THEN '{State.QUEUED.value}' ELSE state END",
+        "state": f"CASE WHEN n <= 20 THEN '{State.RUNNING.value}' WHEN n <= 420 THEN "
+        f"'{State.QUEUED.value}' ELSE state END",
         "work": "n",
     }
     values = ", ".join(changed.get(name, name) for name in copied)
     names = ", ".join(copied)
-    connection.execute(text("SET LOCAL session_replication_role = replica"))  # asks for no projects of these names
-    connection.execute(text(f"INSERT INTO jobs ({names}) SELECT {values} FROM jobs, generate_series(1, 2420) AS n"))
+    connection.execute(
+        text("SET LOCAL session_replication_role = replica")
+    )  # asks for no projects of these names
+    connection.execute(
+        text(f"INSERT INTO jobs ({names}) SELECT {values} FROM jobs, generate_series(1, 2420) AS n")
+    )
     pairs = "SELECT position, 'k', 'v', project_id FROM jobs"
-    connection.execute(text(f"INSERT INTO job_metadata (job_position, key, value, project_id) {pairs}"))
+    connection.execute(
+        text(f"INSERT INTO job_metadata (job_position, key, value, project_id) {pairs}")
+    )
     connection.execute(text("ANALYZE jobs, job_metadata"))
 
 
@@ -397,19 +473,28 @@ def test_a_job_larger_than_the_host_is_passed_by_and_told_once(store):
     assert placed(later.job, "h1").pending is None
 
 
-@pytest.mark.parametrize(("elsewhere", "own_host", "told"), [(3, None, True), (4, None, False), (4, "h1", True)])
-def test_a_job_is_told_that_it_is_too_large_if_no_host_has_room_for_it(store, elsewhere, own_host, told):
+@pytest.mark.parametrize(
+    ("elsewhere", "own_host", "told"), [(3, None, True), (4, None, False), (4, "h1", True)]
+)
+def test_a_job_is_told_that_it_is_too_large_if_no_host_has_room_for_it(
+    store, elsewhere, own_host, told
+):
     create_job(store, new_job(state=State.QUEUED, slots=4, host=own_host))
     store.queue.announce_host("h1", 2)
     store.queue.announce_host("h2", elsewhere)
-    claimed = store.leases.claim_too_large(host="h1", owner="test", lease_seconds=60.0, host_slots=2)
+    claimed = store.leases.claim_too_large(
+        host="h1", owner="test", lease_seconds=60.0, host_slots=2
+    )
     assert (claimed is not None) is told
 
 
 def test_a_job_in_its_back_off_is_not_claimed_as_too_large(store):
     """It would be claimed again at once, in the place of all jobs that may start."""
     create_job(store, new_job(state=State.QUEUED, slots=4, not_before=store.now() + 100))
-    assert store.leases.claim_too_large(host="h1", owner="test", lease_seconds=60.0, host_slots=2) is None
+    assert (
+        store.leases.claim_too_large(host="h1", owner="test", lease_seconds=60.0, host_slots=2)
+        is None
+    )
 
 
 def test_a_host_that_is_renamed_keeps_its_jobs_slots_and_engines(store):
@@ -421,7 +506,9 @@ def test_a_host_that_is_renamed_keeps_its_jobs_slots_and_engines(store):
     store.queue.announce_host("old", 4)
     store.leases.move_host("old", "new")
     store.leases.move_host("old", "new")
-    assert {store.jobs.get_job(PROJECT, job.id).host for job in (running, waiting, other)} == {"new"}
+    assert {store.jobs.get_job(PROJECT, job.id).host for job in (running, waiting, other)} == {
+        "new"
+    }
     assert (store.leases.held_slots(running.id), store.leases.held_slots(other.id)) == ([0, 2], [1])
     assert (store.leases.free_slots("old", 2), store.leases.free_slots("new", 4)) == ([0, 1], [3])
     assert try_claim(store, host="new") is not None

@@ -31,21 +31,31 @@ def test_migrations_make_the_schema_of_the_tables(database_url):
     migrate(database_url)
     engine = create_engine(database_url)
     with engine.connect() as connection:
-        context = MigrationContext.configure(connection, opts={"compare_type": True, "compare_server_default": True})
+        context = MigrationContext.configure(
+            connection, opts={"compare_type": True, "compare_server_default": True}
+        )
         assert compare_metadata(context, metadata) == []
         migrated = _indexes(connection)
     with engine.begin() as connection:
         metadata.drop_all(connection)
         metadata.create_all(connection)
-        assert _indexes(connection) == migrated, "conditions and order of indexes, which Alembic does not compare"
+        assert _indexes(connection) == migrated, (
+            "conditions and order of indexes, which Alembic does not compare"
+        )
     engine.dispose()
 
 
 def _indexes(connection) -> set[str]:
     if connection.dialect.name == "sqlite":
-        query = "SELECT sql FROM sqlite_master WHERE type = 'index' AND sql IS NOT NULL AND tbl_name <> 'alembic_version'"
+        query = (
+            "SELECT sql FROM sqlite_master WHERE type = 'index' AND sql IS NOT NULL AND "
+            "tbl_name <> 'alembic_version'"
+        )
     else:
-        query = "SELECT indexdef FROM pg_indexes WHERE schemaname = 'public' AND tablename <> 'alembic_version'"
+        query = (
+            "SELECT indexdef FROM pg_indexes WHERE schemaname = 'public' AND tablename <> "
+            "'alembic_version'"
+        )
     return set(connection.scalars(text(query)))
 
 
@@ -84,7 +94,9 @@ def test_several_may_migrate_at_once(database_url):
 
 
 def test_many_open_a_new_sqlite_file_at_once(tmp_path):
-    """Each connection asks for the write-ahead log, which SQLite refuses at once where two would wait for each other."""
+    """Each connection asks for the write-ahead log, which SQLite refuses at once where two would
+    wait for each other.
+    """
     for attempt in range(20):
         url = f"sqlite:///{tmp_path}/{attempt}/ft.db"
         begin = threading.Barrier(6)
@@ -102,10 +114,20 @@ def test_many_open_a_new_sqlite_file_at_once(tmp_path):
 
 
 def processes_that_migrate(number: int, *urls: str) -> list[subprocess.Popen[str]]:
-    """Act as the init containers of as many pods: each migrates one database after the other, on `go`."""
-    program = "import sys; from ft_service.store.sql import migrate; print(flush=True); sys.stdin.readline()"
+    """Act as the init containers of as many pods: each migrates one database after the other, on
+    `go`.
+    """
+    program = (
+        "import sys; from ft_service.store.sql import migrate; print(flush=True); "
+        "sys.stdin.readline()"
+    )
     words = [sys.executable, "-c", f"{program}; [migrate(url) for url in sys.argv[1:]]", *urls]
-    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    pipes = {
+        "stdin": subprocess.PIPE,
+        "stdout": subprocess.PIPE,
+        "stderr": subprocess.PIPE,
+        "text": True,
+    }
     return [subprocess.Popen(words, **pipes) for _ in range(number)]
 
 
@@ -155,11 +177,19 @@ def test_who_is_killed_while_it_migrates_leaves_the_next_one_its_turn(postgres_u
 
 def _somebody_waits(engine) -> bool:
     with engine.connect() as connection:
-        return bool(connection.scalar(text("SELECT count(*) FROM pg_locks WHERE NOT granted AND locktype = 'transactionid'")))
+        return bool(
+            connection.scalar(
+                text(
+                    "SELECT count(*) FROM pg_locks WHERE NOT granted AND locktype = 'transactionid'"
+                )
+            )
+        )
 
 
 def test_a_migration_lets_others_at_a_table_that_it_waits_for(postgres_url, monkeypatch, caplog):
-    """A lock that is waited for stands before those of all who come later: one long report would stop the whole service."""
+    """A lock that is waited for stands before those of all who come later: one long report would
+    stop the whole service.
+    """
     monkeypatch.setattr(sql, "TABLE_LOCK_SECONDS", 0.1)
     monkeypatch.setattr(sql, "_TRY_AGAIN_SECONDS", 0.1)
     url = new_postgres_database(postgres_url)
@@ -181,7 +211,9 @@ def test_a_migration_lets_others_at_a_table_that_it_waits_for(postgres_url, monk
     store.close()
 
 
-def test_a_revision_is_written_for_what_the_tables_have_and_the_newest_revision_has_not(tmp_path, monkeypatch):
+def test_a_revision_is_written_for_what_the_tables_have_and_the_newest_revision_has_not(
+    tmp_path, monkeypatch
+):
     monkeypatch.setattr(revise, "VERSIONS", tmp_path)
     monkeypatch.setattr("sys.argv", ["revise", "nothing", "Nothing."])
     with pytest.raises(SystemExit, match="nothing to do"):
@@ -200,7 +232,9 @@ def test_a_revision_is_written_for_what_the_tables_have_and_the_newest_revision_
 
 
 def test_a_newer_releases_schema_is_lived_with(database_url, caplog):
-    """While it is rolled out processes of this release start again; taking it back starts them all."""
+    """While it is rolled out processes of this release start again; taking it back starts them
+    all.
+    """
     migrate(database_url)
     engine = create_engine(database_url)
     with engine.begin() as connection:

@@ -21,9 +21,16 @@ def test_a_grant_is_one_row_per_project_in_the_order_asked(store):
     assert both[1] == first[0]
     assert store.models.list_permissions(PROJECT, "ft:a").data == both
     assert store.models.list_permissions(PROJECT, "ft:a", order="asc").data == both[::-1]
-    assert store.models.list_permissions(PROJECT, "ft:a", order="asc", after=first[0].id).data == both[:1]
+    assert (
+        store.models.list_permissions(PROJECT, "ft:a", order="asc", after=first[0].id).data
+        == both[:1]
+    )
     assert store.models.list_permissions(PROJECT, "ft:a", grantee=OTHER).data == first
-    assert store.models.list_permissions(PROJECT, "ft:b").data == store.models.list_permissions(OTHER, "ft:a").data == []
+    assert (
+        store.models.list_permissions(PROJECT, "ft:b").data
+        == store.models.list_permissions(OTHER, "ft:a").data
+        == []
+    )
     assert store.models.granted(OTHER) == store.models.granted(OTHER, "ft:a") == first
     assert store.models.granted(OTHER, "ft:b") == []
 
@@ -44,12 +51,18 @@ def test_another_organization_is_granted_nothing_and_what_it_was_granted_is_noth
     move_project(store, OTHER, "elsewhere")
     assert store.models.granted(OTHER) == store.models.granted(OTHER, "ft:a") == []
     for grantee in (OTHER, "none"):
-        with pytest.raises(SpecError, match=f"project_ids.0 = '{grantee}': there is no such project in this organization"):
+        with pytest.raises(
+            SpecError,
+            match=f"project_ids.0 = '{grantee}': there is no such project in this organization",
+        ):
             store.models.grant(PROJECT, "ft:a", [grantee])
 
 
 def test_deleted_models_are_remembered(store):
     store.models.delete_model(PROJECT, "ft:a")
     store.models.delete_model(PROJECT, "ft:a")
-    assert (store.models.deleted_models(PROJECT), store.models.deleted_models(OTHER)) == ({"ft:a"}, set())
+    assert (store.models.deleted_models(PROJECT), store.models.deleted_models(OTHER)) == (
+        {"ft:a"},
+        set(),
+    )
     assert (store.models.is_deleted("ft:a"), store.models.is_deleted("ft:b")) == (True, False)

@@ -62,7 +62,9 @@ def test_a_reconcilers_step_ends_though_its_connection_falls_silent_and_the_next
             raise
     assert isinstance(fault, UnavailableError)
     assert (fault.code, len(silenced)) == ("database_unreachable", 1)
-    behind.leases.look_again(job.id)  # what was sent may have been done: then its lease lasts for half a minute
+    behind.leases.look_again(
+        job.id
+    )  # what was sent may have been done: then its lease lasts for half a minute
     with behind.writing() as connection:
         connection.execute(text("UPDATE jobs SET lease_expires_at = 0"))
     assert step_until(reconciler, behind, State.RUNNING).id == job.id
@@ -70,7 +72,9 @@ def test_a_reconcilers_step_ends_though_its_connection_falls_silent_and_the_next
     reconciler.close()
 
 
-def test_connections_that_fell_silent_while_nobody_used_them_cost_no_request(proxy: SilentProxy, behind: Store) -> None:
+def test_connections_that_fell_silent_while_nobody_used_them_cost_no_request(
+    proxy: SilentProxy, behind: Store
+) -> None:
     behind._patience.begin_seconds = 1.0
     with ThreadPoolExecutor(4) as pool:
         together = threading.Barrier(4)
@@ -85,7 +89,9 @@ def test_connections_that_fell_silent_while_nobody_used_them_cost_no_request(pro
         assert all(list(pool.map(lambda _: behind.now() > 0, range(8))))
 
 
-def test_what_waits_for_an_answer_is_given_up_soon_once_the_process_ends(proxy: SilentProxy) -> None:
+def test_what_waits_for_an_answer_is_given_up_soon_once_the_process_ends(
+    proxy: SilentProxy,
+) -> None:
     store = open_store(proxy.url)
     assert store._patience.statement_seconds == 35.0
     begun = threading.Event()
@@ -107,12 +113,17 @@ def test_what_waits_for_an_answer_is_given_up_soon_once_the_process_ends(proxy: 
 
 def test_a_statement_that_takes_too_long_is_ended_and_says_by_which_setting(behind: Store) -> None:
     behind._patience.statement_seconds = HANG_SECONDS
-    with pytest.raises(UnavailableError, match="FT_DATABASE_STATEMENT_SECONDS") as caught, behind.reading() as connection:
+    with (
+        pytest.raises(UnavailableError, match="FT_DATABASE_STATEMENT_SECONDS") as caught,
+        behind.reading() as connection,
+    ):
         connection.execute(text(f"SELECT pg_sleep({HANG_SECONDS})"))
     assert (caught.value.code, caught.value.retry_after) == ("database_slow", 1)
 
 
-def test_a_row_that_another_transaction_holds_is_waited_for_so_long(behind: Store, emptied_postgres_url: str) -> None:
+def test_a_row_that_another_transaction_holds_is_waited_for_so_long(
+    behind: Store, emptied_postgres_url: str
+) -> None:
     store = open_store(emptied_postgres_url, DatabaseLimits(lock_seconds=0.1))
     with behind.writing() as holder:
         holder.execute(text("UPDATE projects SET used = 1"))
@@ -122,7 +133,9 @@ def test_a_row_that_another_transaction_holds_is_waited_for_so_long(behind: Stor
     store.close()
 
 
-def test_limits_end_with_their_transaction_since_a_pooler_hands_sessions_on(emptied_postgres_url: str) -> None:
+def test_limits_end_with_their_transaction_since_a_pooler_hands_sessions_on(
+    emptied_postgres_url: str,
+) -> None:
     store = open_store(emptied_postgres_url, DatabaseLimits(connections=1, statement_seconds=7.0))
     names = ("statement_timeout", "lock_timeout", "idle_in_transaction_session_timeout")
     with store.reading() as connection:
@@ -163,10 +176,17 @@ def test_a_server_without_a_free_connection_is_waited_for(few: str) -> None:
     store.close()
 
 
-def test_a_server_that_has_no_connection_free_for_long_is_said_to_be_full(few: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    engine, store = create_engine(few), open_store(few)
+def test_a_server_that_has_no_connection_free_for_long_is_said_to_be_full(
+    few: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine = create_engine(few)
+    store = open_store(few)
     monkeypatch.setattr(database, "BUSY_SECONDS", 0.2)
-    with engine.connect(), engine.connect(), pytest.raises(UnavailableError, match="FT_DATABASE_CONNECTIONS") as caught:
+    with (
+        engine.connect(),
+        engine.connect(),
+        pytest.raises(UnavailableError, match="FT_DATABASE_CONNECTIONS") as caught,
+    ):
         store.now()
     assert (caught.value.code, caught.value.retry_after) == ("too_many_connections", 1)
     engine.dispose()
@@ -178,7 +198,10 @@ def test_a_process_has_no_more_connections_than_it_is_told(emptied_postgres_url:
     store = open_store(emptied_postgres_url, DatabaseLimits(connections=4))
     with ThreadPoolExecutor(12) as pool:
         assert all(now > 0 for now in pool.map(lambda _: store.now(), range(60)))
-    count = "SELECT count(*) FROM pg_stat_activity WHERE datname = current_database() AND pid <> pg_backend_pid()"
+    count = (
+        "SELECT count(*) FROM pg_stat_activity WHERE datname = current_database() AND pid <> "
+        "pg_backend_pid()"
+    )
     with store.reading() as connection:
         assert connection.scalars(text(count)).one() < 4
     store.close()

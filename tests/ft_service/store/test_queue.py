@@ -35,7 +35,10 @@ def test_what_a_job_held_is_added_to_it_and_to_its_project_as_its_slots_are_free
     before = store.queue.snapshot_for("h1", H1, Paces()).shares[PROJECT].used
     assert 299 < before < 400
     claimed = claim(store)
-    assert store.leases.apply(claimed, JobChange(job=replace(claimed.job, state=State.PAUSED, phase=None), release_slots=True))
+    assert store.leases.apply(
+        claimed,
+        JobChange(job=replace(claimed.job, state=State.PAUSED, phase=None), release_slots=True),
+    )
     after = store.jobs.get_job(PROJECT, job.id)
     assert (after.taken_at, after.ends_at) == (None, None)
     assert 100 <= after.held_seconds < 130
@@ -44,7 +47,9 @@ def test_what_a_job_held_is_added_to_it_and_to_its_project_as_its_slots_are_free
     assert shares[PROJECT].used == pytest.approx(after.slot_seconds, rel=1e-2)
     assert shares[OTHER].used == 0.0
     sql(store, "UPDATE projects SET used_at = used_at - :ago", ago=HALF_LIFE_SECONDS)
-    assert store.queue.snapshot_for("h1", H1, Paces()).shares[PROJECT].used == pytest.approx(after.slot_seconds / 2, rel=1e-2)
+    assert store.queue.snapshot_for("h1", H1, Paces()).shares[PROJECT].used == pytest.approx(
+        after.slot_seconds / 2, rel=1e-2
+    )
 
 
 def test_a_project_never_runs_more_ranks_than_it_may_whoever_places_them(store):
@@ -55,8 +60,12 @@ def test_a_project_never_runs_more_ranks_than_it_may_whoever_places_them(store):
         for job, host in ((first, "h1"), (second, "h2"))
     ]
     sql(store, "UPDATE projects SET max_slots = 3")
-    assert store.leases.apply(claims[0], JobChange(job=placed(claims[0].job, "h1"), take_slots=[0, 1]))
-    assert not store.leases.apply(claims[1], JobChange(job=placed(claims[1].job, "h2"), take_slots=[0, 1]))
+    assert store.leases.apply(
+        claims[0], JobChange(job=placed(claims[0].job, "h1"), take_slots=[0, 1])
+    )
+    assert not store.leases.apply(
+        claims[1], JobChange(job=placed(claims[1].job, "h2"), take_slots=[0, 1])
+    )
     assert store.jobs.get_job(PROJECT, second.id).state is State.QUEUED
     assert store.leases.held_slots(second.id) == []
     assert claim_next(store, host="h2") is None, "the queue passes it over"
@@ -65,7 +74,12 @@ def test_a_project_never_runs_more_ranks_than_it_may_whoever_places_them(store):
 def test_the_project_that_has_used_less_is_next(store):
     create_job(store, new_job(state=State.QUEUED))
     other = create_job(store, new_job(state=State.QUEUED, project_id=OTHER))
-    sql(store, "UPDATE projects SET used = 900, used_at = :now WHERE id = :id", now=store.now(), id=PROJECT)
+    sql(
+        store,
+        "UPDATE projects SET used = 900, used_at = :now WHERE id = :id",
+        now=store.now(),
+        id=PROJECT,
+    )
     claimed = claim_next(store)
     assert claimed is not None
     assert claimed.job.id == other.id
@@ -74,13 +88,20 @@ def test_the_project_that_has_used_less_is_next(store):
 def test_a_turn_reads_the_first_jobs_of_each_project_and_the_forecast_all(store):
     for number in range(OF_EACH_PROJECT + 5):
         create_job(store, new_job(id=f"ftjob-{number}", state=State.QUEUED))
-    create_job(store, new_job(id="ftjob-o", state=State.QUEUED, project_id=OTHER, stored_spec=new_job().stored_spec))
+    create_job(
+        store,
+        new_job(
+            id="ftjob-o", state=State.QUEUED, project_id=OTHER, stored_spec=new_job().stored_spec
+        ),
+    )
     snapshot = store.queue.snapshot_for("h1", H1, Paces())
     assert len(snapshot.waiting) == OF_EACH_PROJECT + 1
     assert next_start(snapshot) is not None
     store.queue.announce_host("h1", 4)
     store.queue.announce_host("gone", 4)
-    sql(store, "UPDATE hosts SET seen_at = seen_at - :ago WHERE host = 'gone'", ago=HOST_SECONDS + 1)
+    sql(
+        store, "UPDATE hosts SET seen_at = seen_at - :ago WHERE host = 'gone'", ago=HOST_SECONDS + 1
+    )
     whole = store.queue.snapshot(Paces())
     assert len(whole.waiting) == OF_EACH_PROJECT + 6
     assert whole.hosts == {"h1": Host(slots=4)}
@@ -99,7 +120,13 @@ def test_jobs_that_their_project_may_not_start_any_more_hide_none_behind_them(st
 def test_finished_jobs_tell_how_long_others_take(store):
     spec = replace(new_job().stored_spec, document={"model": {"name": "tiny"}})
     done = new_job(
-        state=State.SUCCEEDED, stored_spec=spec, work=10.0, finished_at=1.0, held_seconds=2.0, slot_seconds=4.0, slots=2
+        state=State.SUCCEEDED,
+        stored_spec=spec,
+        work=10.0,
+        finished_at=1.0,
+        held_seconds=2.0,
+        slot_seconds=4.0,
+        slots=2,
     )
     create_job(store, done)
     create_job(store, replace(done, id="ftjob-old", work=None))
@@ -111,18 +138,32 @@ def test_finished_jobs_tell_how_long_others_take(store):
 
 def test_jobs_that_train_tell_it_by_their_steps(store):
     spec = replace(new_job().stored_spec, document={"model": {"name": "tiny"}})
-    job = place(store, create_job(store, new_job(state=State.QUEUED, stored_spec=spec, work=10.0, slots=2)), [0, 1])
+    job = place(
+        store,
+        create_job(store, new_job(state=State.QUEUED, stored_spec=spec, work=10.0, slots=2)),
+        [0, 1],
+    )
     assert store.queue.measured_jobs() == [], "its end is a guess"
-    training = f"UPDATE jobs SET phase = 'training', left_seconds = 5, ends_at = taken_at + 8 WHERE id = '{job.id}'"
+    training = (
+        "UPDATE jobs SET phase = 'training', left_seconds = 5, ends_at = taken_at + 8 "
+        f"WHERE id = '{job.id}'"
+    )
     sql(store, training)
     [measured] = store.queue.measured_jobs()
-    assert (measured.held_seconds, measured.slot_seconds) == (pytest.approx(8.0), pytest.approx(16.0))
+    assert (measured.held_seconds, measured.slot_seconds) == (
+        pytest.approx(8.0),
+        pytest.approx(16.0),
+    )
 
 
 @pytest.mark.slow
 def test_a_turn_with_ten_thousand_queued_jobs_reads_few_of_them(store):
     """What is counted are rows, since a time says little on a busy machine; it is printed."""
-    row = {column.name: None for column in jobs.columns if column.name not in ("position", "lease_expires_at", "looked_at")}
+    row = {
+        column.name: None
+        for column in jobs.columns
+        if column.name not in ("position", "lease_expires_at", "looked_at")
+    }
     made = create_job(store, new_job(state=State.QUEUED))
     with store.writing() as connection:
         row = dict(connection.execute(jobs.select().where(jobs.c.id == made.id)).mappings().one())

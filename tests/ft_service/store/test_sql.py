@@ -15,7 +15,12 @@ def test_statistics_count_jobs_slots_and_bytes_of_all_projects(store):
     assert empty.oldest_queued_seconds == empty.overdue_seconds == 0.0
     store.projects.ensure_project("other", "rival")
     running = place(store, create_job(store, new_job(state=State.QUEUED, slots=2)), [0, 1])
-    create_job(store, new_job(project_id="other", state=State.FAILED, reason=Reason.INVALID_FILE, finished_at=1.0))
+    create_job(
+        store,
+        new_job(
+            project_id="other", state=State.FAILED, reason=Reason.INVALID_FILE, finished_at=1.0
+        ),
+    )
     create_job(store, new_job(state=State.VALIDATING))
     claimed = claim(store)
     assert claimed.job.state is State.VALIDATING or claimed.job.id == running.id

@@ -1,4 +1,6 @@
-"""Sweeps on both databases: stored whole with their jobs, listed, stopped, finished once, hidden."""
+"""Sweeps on both databases: stored whole with their jobs, listed, stopped, finished once,
+hidden.
+"""
 
 from __future__ import annotations
 
@@ -15,9 +17,15 @@ SETTINGS = {"method": "grid", "options": ["lora.r"], "eta": 2, "rungs": [0.25]}
 
 
 def add(store: Store, sweep_id: str, jobs: int = 2) -> list[str]:
-    new = [NewJob(new_job(sweep_id=sweep_id, sweep_values={"lora.r": number})) for number in range(jobs)]
+    new = [
+        NewJob(new_job(sweep_id=sweep_id, sweep_values={"lora.r": number}))
+        for number in range(jobs)
+    ]
     sweep = NewSweep(
-        id=sweep_id, project_id=PROJECT, request={"sweep": {"lora.r": [0, 1]}, "suffix": "a\0b"}, settings=SETTINGS
+        id=sweep_id,
+        project_id=PROJECT,
+        request={"sweep": {"lora.r": [0, 1]}, "suffix": "a\0b"},
+        settings=SETTINGS,
     )
     return [job.id for job in store.sweeps.create_sweep(sweep, new)]
 
@@ -52,12 +60,16 @@ def test_a_sweeps_whole_life(store: Store) -> None:
         store.sweeps.delete_sweep(PROJECT, "ftsweep-1", keep_best=False)
     assert store.sweeps.cancel_sweep(PROJECT, "ftsweep-1").cancelled_at is not None
     assert store.jobs.get_job(PROJECT, second).reason is Reason.USER_CANCELLED
-    assert store.jobs.get_job(PROJECT, first).reason is Reason.SWEEP_STOPPED, "what is over stays what it is"
+    assert store.jobs.get_job(PROJECT, first).reason is Reason.SWEEP_STOPPED, (
+        "what is over stays what it is"
+    )
     best = store.jobs.get_job(PROJECT, second)
     assert store.sweeps.finish_sweep(oldest, best, "Best of the 2 jobs")
     assert not store.sweeps.finish_sweep(oldest, best, "Best of the 2 jobs")
     assert store.sweeps.get_sweep(PROJECT, "ftsweep-1").best_job == second
-    assert [event.message for event in store.jobs.list_events(PROJECT, second).data].count("Best of the 2 jobs") == 1
+    assert [event.message for event in store.jobs.list_events(PROJECT, second).data].count(
+        "Best of the 2 jobs"
+    ) == 1
     store.sweeps.delete_sweep(PROJECT, "ftsweep-1", keep_best=False)
     assert [sweep.id for sweep in store.sweeps.list_sweeps(PROJECT).data] == ["ftsweep-2"]
     with pytest.raises(NotFoundError):

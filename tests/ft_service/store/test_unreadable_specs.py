@@ -56,7 +56,9 @@ def test_what_it_continues_is_kept_until_it_is_over(store: Store, unreadable: Jo
 
 def test_it_is_shown_as_far_as_it_is_known(unreadable: Job) -> None:
     assert unreadable.stored_spec.unknown == ["lora.gone"]
-    assert unreadable.known_spec == spec_of("ftjob-7", tuned_name="ft:tiny:local::7", parent=unreadable.known_spec.parent)
+    assert unreadable.known_spec == spec_of(
+        "ftjob-7", tuned_name="ft:tiny:local::7", parent=unreadable.known_spec.parent
+    )
 
 
 def test_values_that_a_later_version_has_added_are_shown_as_the_default() -> None:
@@ -67,7 +69,9 @@ def test_values_that_a_later_version_has_added_are_shown_as_the_default() -> Non
     assert later.known == spec_of("ftjob-7")
 
 
-def test_a_reason_that_a_later_version_has_added_hides_no_job(store: Store, unreadable: Job) -> None:
+def test_a_reason_that_a_later_version_has_added_hides_no_job(
+    store: Store, unreadable: Job
+) -> None:
     with store.writing() as connection:
         connection.execute(text("UPDATE jobs SET reason = 'of_a_later_version'"))
     assert [job.reason for job in store.jobs.list_jobs(PROJECT).data] == [None]

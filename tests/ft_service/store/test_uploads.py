@@ -13,13 +13,20 @@ from tests.support.records import OTHER, PROJECT, new_file
 
 def add(store, *, seconds: int = 60, at_most: int = 5, size: int = 100) -> Upload:
     upload = Upload(
-        id=new_id("upload_"), project_id=PROJECT, filename="a.jsonl", purpose="fine-tune", bytes=size, file_seconds=3600
+        id=new_id("upload_"),
+        project_id=PROJECT,
+        filename="a.jsonl",
+        purpose="fine-tune",
+        bytes=size,
+        file_seconds=3600,
     )
     return store.uploads.add_upload(upload, seconds=seconds, at_most=at_most)
 
 
 def part(upload: Upload, size: int = 10) -> UploadPart:
-    return UploadPart(id=new_id("part_"), project_id=PROJECT, upload_id=upload.id, bytes=size, sha256="0" * 64)
+    return UploadPart(
+        id=new_id("part_"), project_id=PROJECT, upload_id=upload.id, bytes=size, sha256="0" * 64
+    )
 
 
 def test_an_upload_becomes_a_file_once(store):
@@ -28,7 +35,8 @@ def test_an_upload_becomes_a_file_once(store):
     parts = [store.uploads.add_part(part(upload, size), slack=0, at_most=9) for size in (60, 40)]
     assert store.uploads.list_parts(PROJECT, upload.id) == parts
     assert store.uploads.list_parts(OTHER, upload.id) == []
-    first, second = new_file(id="file-1"), new_file(id="file-2")
+    first = new_file(id="file-1")
+    second = new_file(id="file-2")
 
     done = store.uploads.complete_upload(PROJECT, upload.id, ["b", "a"], first)
 
@@ -69,7 +77,9 @@ def test_of_tries_at_once_one_stores_its_part(store):
 
     def try_part(new: UploadPart) -> UploadPart | None:
         try:
-            return store.uploads.add_part(new, slack=0, at_most=3, is_repeat=new.idempotency_key is None)
+            return store.uploads.add_part(
+                new, slack=0, at_most=3, is_repeat=new.idempotency_key is None
+            )
         except ConflictError:
             return None
 
@@ -86,7 +96,10 @@ def test_uploads_announce_no_more_than_the_project_may_keep(store):
     store.projects.update_project(PROJECT, limits={"max_bytes": 250})
     store.files.add_file(new_file(bytes=50))
     first = add(store, size=100)
-    with pytest.raises(LimitError, match="The file has 101 bytes; this project keeps 50, has announced 100 in uploads"):
+    with pytest.raises(
+        LimitError,
+        match="The file has 101 bytes; this project keeps 50, has announced 100 in uploads",
+    ):
         add(store, size=101)
     add(store, size=100)
     store.uploads.cancel_upload(PROJECT, first.id)
@@ -95,8 +108,12 @@ def test_uploads_announce_no_more_than_the_project_may_keep(store):
 
 def test_no_file_takes_the_room_that_an_upload_has_announced(store):
     store.projects.update_project(PROJECT, limits={"max_bytes": 250})
-    first, _ = add(store), add(store)
-    with pytest.raises(LimitError, match="The file has 51 bytes; this project keeps 0, has announced 200 in uploads"):
+    first = add(store)
+    _ = add(store)
+    with pytest.raises(
+        LimitError,
+        match="The file has 51 bytes; this project keeps 0, has announced 200 in uploads",
+    ):
         store.files.add_file(new_file(bytes=51))
     store.files.add_file(new_file(bytes=50))
     file = new_file(bytes=100)
@@ -106,7 +123,8 @@ def test_no_file_takes_the_room_that_an_upload_has_announced(store):
 
 
 def test_an_ended_upload_takes_nothing(store):
-    expired, cancelled = add(store, seconds=0), add(store)
+    expired = add(store, seconds=0)
+    cancelled = add(store)
     store.uploads.cancel_upload(PROJECT, cancelled.id)
     assert store.uploads.get_upload(PROJECT, expired.id).status == "expired"
     for upload, word in ((expired, "expired"), (cancelled, "cancelled")):

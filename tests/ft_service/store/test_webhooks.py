@@ -18,7 +18,13 @@ from tests.support.records import OTHER, PROJECT, claim, new_job, place
 def add(store, *event_types: str, project: str = PROJECT) -> WebhookEndpoint:
     types = list(event_types or EVENT_TYPES)
     return store.webhooks.add_webhook(
-        WebhookEndpoint(id=new_id("we_"), project_id=project, name="a", url="https://example.com", event_types=types)
+        WebhookEndpoint(
+            id=new_id("we_"),
+            project_id=project,
+            name="a",
+            url="https://example.com",
+            event_types=types,
+        )
     )
 
 
@@ -32,7 +38,9 @@ def test_a_job_that_ends_leaves_a_delivery_to_each_endpoint_that_asks(store):
     add(store, project=OTHER)
     create_job(store, new_job())
     taken = claim(store)
-    assert store.leases.apply(taken, JobChange(job=replace(taken.job, state=State.FAILED, finished_at=7.0)))
+    assert store.leases.apply(
+        taken, JobChange(job=replace(taken.job, state=State.FAILED, finished_at=7.0))
+    )
 
     deliveries = store.webhooks.claim_deliveries(limit=9, lease_seconds=60)
 
@@ -50,7 +58,9 @@ def test_a_cancelled_job_is_announced_once_though_its_processes_end_later(store)
     store.jobs.request(PROJECT, job.id, Verb.CANCEL)
     stopping = claim(store)
     assert (stopping.job.state, stopping.job.phase) == (State.CANCELLED, Phase.STOPPING)
-    assert store.leases.apply(stopping, JobChange(job=replace(stopping.job, phase=None), release_slots=True))
+    assert store.leases.apply(
+        stopping, JobChange(job=replace(stopping.job, phase=None), release_slots=True)
+    )
     assert len(store.webhooks.claim_deliveries(limit=9, lease_seconds=60)) == 1
 
 
@@ -61,7 +71,9 @@ def test_one_delivery_is_claimed_by_one(store):
     with ThreadPoolExecutor(4) as pool:
         claimed = [
             d.id
-            for batch in pool.map(lambda _: store.webhooks.claim_deliveries(limit=8, lease_seconds=60), range(8))
+            for batch in pool.map(
+                lambda _: store.webhooks.claim_deliveries(limit=8, lease_seconds=60), range(8)
+            )
             for d in batch
         ]
     assert len(claimed) == len(set(claimed)) == 12
@@ -99,7 +111,10 @@ def test_secrets_are_not_printed(store):
     rotated = store.webhooks.rotate_webhook_secret(PROJECT, endpoint.id, keep_seconds=60)
     assert rotated.old_secret == endpoint.secret
     assert "whsec_" not in repr(rotated)
-    assert store.webhooks.rotate_webhook_secret(PROJECT, endpoint.id, keep_seconds=0).old_secret is None
+    assert (
+        store.webhooks.rotate_webhook_secret(PROJECT, endpoint.id, keep_seconds=0).old_secret
+        is None
+    )
 
 
 def test_a_change_that_changes_nothing_is_none(store):
@@ -115,10 +130,15 @@ def test_projects_take_turns_and_in_each_its_endpoints(store):
             add(store, project=project)
     for project, ended in ((OTHER, 5), (PROJECT, 2)):
         for _ in range(ended):
-            store.jobs.request(project, create_job(store, new_job(project_id=project)).id, Verb.CANCEL)
+            store.jobs.request(
+                project, create_job(store, new_job(project_id=project)).id, Verb.CANCEL
+            )
 
     def claimed(limit: int, **shares) -> list[str]:
-        return sorted(d.project_id for d in store.webhooks.claim_deliveries(limit=limit, lease_seconds=60, **shares))
+        return sorted(
+            d.project_id
+            for d in store.webhooks.claim_deliveries(limit=limit, lease_seconds=60, **shares)
+        )
 
     both = sorted([OTHER, PROJECT])
     assert claimed(2) == both, "ten of one wait, and two of the other"
@@ -138,4 +158,6 @@ def test_what_waits_for_too_long_is_given_up_though_it_was_never_tried(store):
     store.webhooks.forget_deliveries(older_than_seconds=60, give_up_seconds=0)
     assert store.webhooks.claim_deliveries(limit=9, lease_seconds=0) == []
     store.webhooks.settle_delivery(under_way, error="away", retry_seconds=0)
-    assert [delivery.id for delivery in store.webhooks.claim_deliveries(limit=9, lease_seconds=0)] == [under_way.id]
+    assert [
+        delivery.id for delivery in store.webhooks.claim_deliveries(limit=9, lease_seconds=0)
+    ] == [under_way.id]

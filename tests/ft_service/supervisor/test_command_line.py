@@ -5,7 +5,12 @@ from pathlib import Path
 
 import pytest
 
-from ft_service.supervisor.command_line import DEFAULT_GRACE_SECONDS, SupervisorOptions, parse, program
+from ft_service.supervisor.command_line import (
+    DEFAULT_GRACE_SECONDS,
+    SupervisorOptions,
+    parse,
+    program,
+)
 
 WORKER = ["python", "worker.py", "--grace", "7"]
 
@@ -49,8 +54,16 @@ def test_what_is_written_is_read() -> None:
 
 def test_what_is_not_said_is_left_to_its_default(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("FT_STOP_GRACE_SECONDS", raising=False)
-    assert SupervisorOptions(grace_seconds=60.0).arguments("/runs/a", 1) == ["/runs/a", "1", "--grace", "60"]
-    assert parse(SupervisorOptions(grace_seconds=1234567.25).arguments("/runs/a", 1)).grace == 1234567.25
+    assert SupervisorOptions(grace_seconds=60.0).arguments("/runs/a", 1) == [
+        "/runs/a",
+        "1",
+        "--grace",
+        "60",
+    ]
+    assert (
+        parse(SupervisorOptions(grace_seconds=1234567.25).arguments("/runs/a", 1)).grace
+        == 1234567.25
+    )
     given = SupervisorOptions(grace_seconds=DEFAULT_GRACE_SECONDS).arguments("/runs/a", 1)
     assert parse(given) == parse(["/runs/a", "1"])
 

@@ -1,4 +1,6 @@
-"""Helper processes that the host kills for real while somebody waits for them: the work is done by another one."""
+"""Helper processes that the host kills for real while somebody waits for them: the work is done by
+another one.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +23,8 @@ def script(folder: Path, kills: int, how: str) -> Path:
     """A program that is killed so often, and then answers. It notes each start."""
     path = folder / "program"
     path.write_text(
-        f"#!/bin/sh\necho >> {folder}/starts\n[ $(wc -l < {folder}/starts) -gt {kills} ] || {{ {how}; }}\necho '{{}}'\n"
+        f"#!/bin/sh\necho >> {folder}/starts\n[ $(wc -l < {folder}/starts) -gt {kills} ] || {{ "
+        f"{how}; }}\necho '{{}}'\n"
     )
     path.chmod(0o700)
     return path
@@ -52,7 +55,11 @@ def mirror(verb: str) -> Callable[[Path, pytest.MonkeyPatch], None]:
 @pytest.mark.parametrize("how", [BEFORE, HALF])
 @pytest.mark.parametrize(
     ("run", "tries", "error"),
-    [(task, losses.TRIES, HelperFailed), (mirror("fetch"), TRIES, MirrorError), (mirror("finish"), TRIES, None)],
+    [
+        (task, losses.TRIES, HelperFailed),
+        (mirror("fetch"), TRIES, MirrorError),
+        (mirror("finish"), TRIES, None),
+    ],
     ids=["task", "fetch", "finish"],
 )
 def test_what_is_killed_is_run_again_and_so_often(

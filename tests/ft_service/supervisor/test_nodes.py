@@ -1,4 +1,6 @@
-"""Two nodes of one attempt on this host, each with its supervisor and a real torchrun, whose ranks need no torch."""
+"""Two nodes of one attempt on this host, each with its supervisor and a real torchrun, whose ranks
+need no torch.
+"""
 
 from __future__ import annotations
 
@@ -40,14 +42,36 @@ def workers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     package.mkdir(parents=True)
     (package / "__init__.py").touch()
     (package / "train.py").write_text(WORKERS)
-    package.with_name("ft_service").symlink_to(installation.ROOT / "ft_service")  # workers are taken from beside it
-    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(package.parent), os.environ.get("PYTHONPATH", "")]))
+    package.with_name("ft_service").symlink_to(
+        installation.ROOT / "ft_service"
+    )  # workers are taken from beside it
+    monkeypatch.setenv(
+        "PYTHONPATH", os.pathsep.join([str(package.parent), os.environ.get("PYTHONPATH", "")])
+    )
 
 
 def supervise(run: RunDir, node: int, port: int) -> subprocess.Popen[bytes]:
-    command = [sys.executable, "-P", "-m", "ft_service.supervisor", str(run.root), "1", "--grace", "2"]
-    command += ["--node-rank", str(node), "--rdzv-endpoint", f"127.0.0.1:{port}", "--address", "127.0.0.1"]
-    return subprocess.Popen([*command, *(["--conclude"] if node == 0 else [])], stderr=subprocess.DEVNULL)
+    command = [
+        sys.executable,
+        "-P",
+        "-m",
+        "ft_service.supervisor",
+        str(run.root),
+        "1",
+        "--grace",
+        "2",
+    ]
+    command += [
+        "--node-rank",
+        str(node),
+        "--rdzv-endpoint",
+        f"127.0.0.1:{port}",
+        "--address",
+        "127.0.0.1",
+    ]
+    return subprocess.Popen(
+        [*command, *(["--conclude"] if node == 0 else [])], stderr=subprocess.DEVNULL
+    )
 
 
 @pytest.mark.slow
@@ -60,7 +84,9 @@ def test_the_error_of_one_node_is_told_though_the_other_had_to_be_killed(folder:
     nodes = [supervise(run, node, port) for node in range(2)]
     try:
         failed = wait_for(lambda: run.read("attempts/1/nodes/1/exit.json", Exit), SECONDS)
-        nodes[0].send_signal(signal.SIGTERM)  # what a cluster does with the other pods of a Job that has failed
+        nodes[0].send_signal(
+            signal.SIGTERM
+        )  # what a cluster does with the other pods of a Job that has failed
         assert nodes[0].wait(SECONDS) == 1
     finally:
         for node in nodes:
@@ -71,8 +97,13 @@ def test_the_error_of_one_node_is_told_though_the_other_had_to_be_killed(folder:
     assert (failed.reason, failed.message) == ("worker_error", message)
     assert failed.error is not None
     assert failed.error.rank == rank
-    assert "Traceback" in (failed.error.traceback or ""), "its own log was found by its number on the node"
+    assert "Traceback" in (failed.error.traceback or ""), (
+        "its own log was found by its number on the node"
+    )
     killed = run.read("attempts/1/nodes/0/exit.json", Exit)
     assert killed is not None
-    assert (killed.reason, killed.message) == ("stop_timeout", "The ranks of node 0 did not stop in time and were killed.")
+    assert (killed.reason, killed.message) == (
+        "stop_timeout",
+        "The ranks of node 0 did not stop in time and were killed.",
+    )
     assert run.read("attempts/1/exit.json", Exit) == failed

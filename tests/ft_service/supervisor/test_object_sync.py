@@ -60,14 +60,21 @@ def service(objects: ObjectStore, tmp_path: Path) -> Places:
 
 
 def start_of(attempt: int, checkpoint: str | None = None) -> Start:
-    return Start(job_id=JOB, attempt=attempt, world_size=2, generation=1, checkpoint=checkpoint, nodes=2)
+    return Start(
+        job_id=JOB, attempt=attempt, world_size=2, generation=1, checkpoint=checkpoint, nodes=2
+    )
 
 
 class Nodes:
     """Two nodes in one attempt, each with a disk of its own."""
 
     def __init__(
-        self, service: Places, objects: ObjectStore, folder: Path, attempt: int, checkpoint: str | None = None
+        self,
+        service: Places,
+        objects: ObjectStore,
+        folder: Path,
+        attempt: int,
+        checkpoint: str | None = None,
     ) -> None:
         self.attempt = attempt
         self.service = service.run(JOB)
@@ -78,7 +85,9 @@ class Nodes:
         self.service.write(f"attempts/{attempt}/start.json", start_of(attempt, checkpoint))
         self.runs = [RunDir(home / "runs" / JOB) for home in self.homes]
         self.syncs: list[Sync] = []
-        for index, home in enumerate(self.homes):  # each sees the home at the path that the service has
+        for index, home in enumerate(
+            self.homes
+        ):  # each sees the home at the path that the service has
             data = DataFileRef(name="train.jsonl", path=str(home / "files/file-1"), sha256="0")
             self.service.write("spec.json", spec_of(JOB, training_data=data))
             self.syncs.append(Sync(objects, self.runs[index], attempt, index))
@@ -89,9 +98,13 @@ class Nodes:
         name = f"step-{step}-a{self.attempt}"
         files = []
         for index, run in enumerate(self.runs):
-            run.put(f"checkpoints/{name}/__{index}_0.distcp", f"shard {index} of step {step}".encode())
+            run.put(
+                f"checkpoints/{name}/__{index}_0.distcp", f"shard {index} of step {step}".encode()
+            )
             path = run.path(f"checkpoints/{name}/__{index}_0.distcp")
-            files.append(NamedFile(name=path.name, bytes=path.stat().st_size, sha256=sha256_of(path)))
+            files.append(
+                NamedFile(name=path.name, bytes=path.stat().st_size, sha256=sha256_of(path))
+            )
         marker = CheckpointMarker(step=step, attempt=self.attempt, world_size=2, files=files)
         self.runs[0].write(f"checkpoints/{name}/COMPLETE", marker)
         seq = len(self.runs[0].list(f"attempts/{self.attempt}/events"))
@@ -100,7 +113,11 @@ class Nodes:
         return name
 
     def messages(self) -> list[str]:
-        return [event.message for segment in read_segments(self.service, self.attempt) for event in segment.events]
+        return [
+            event.message
+            for segment in read_segments(self.service, self.attempt)
+            for event in segment.events
+        ]
 
 
 @pytest.fixture
@@ -114,7 +131,9 @@ def test_a_node_begins_with_documents_and_data(nodes: Nodes) -> None:
         assert (home / "files/file-1").read_bytes() == b"data"
 
 
-def test_a_node_fetches_the_tokens_of_its_own_data_alone(service: Places, objects: ObjectStore, tmp_path: Path) -> None:
+def test_a_node_fetches_the_tokens_of_its_own_data_alone(
+    service: Places, objects: ObjectStore, tmp_path: Path
+) -> None:
     assert service.tokens_dir is not None
     for name in ("0.a/index.json", "0.a/lock", "1.a/index.json"):
         path = service.tokens_dir / name
@@ -124,7 +143,9 @@ def test_a_node_fetches_the_tokens_of_its_own_data_alone(service: Places, object
     service.share_tokens("1")
     nodes = Nodes(service, objects, tmp_path, 1)
     for home in nodes.homes:
-        found = sorted(path.relative_to(home / "tokens").as_posix() for path in (home / "tokens").rglob("*"))
+        found = sorted(
+            path.relative_to(home / "tokens").as_posix() for path in (home / "tokens").rglob("*")
+        )
         assert found == ["0.a", "0.a/index.json", "0.a/lock"]
         assert (home / "tokens/0.a/index.json").read_text() == "0.a/index.json"
     service.remove_tokens("0")
@@ -146,7 +167,9 @@ def test_a_checkpoint_and_what_names_it_wait_for_every_nodes_shards(nodes: Nodes
     assert newest_checkpoint(nodes.service) == name
 
 
-def test_the_next_attempt_resumes_on_other_disks(nodes: Nodes, service: Places, objects: ObjectStore, tmp_path: Path) -> None:
+def test_the_next_attempt_resumes_on_other_disks(
+    nodes: Nodes, service: Places, objects: ObjectStore, tmp_path: Path
+) -> None:
     name = nodes.save(5)
     for sync in (nodes.syncs[1], nodes.syncs[0]):
         sync.push()
@@ -156,26 +179,37 @@ def test_the_next_attempt_resumes_on_other_disks(nodes: Nodes, service: Places, 
         assert read_segments(run, 1), "the table of metrics is made of all attempts' events"
 
 
-def test_a_damaged_checkpoint_is_set_aside(nodes: Nodes, service: Places, objects: ObjectStore, tmp_path: Path) -> None:
-    older, newer = nodes.save(5), nodes.save(10)
+def test_a_damaged_checkpoint_is_set_aside(
+    nodes: Nodes, service: Places, objects: ObjectStore, tmp_path: Path
+) -> None:
+    older = nodes.save(5)
+    newer = nodes.save(10)
     for sync in (nodes.syncs[1], nodes.syncs[0]):
         sync.push()
-    objects.put(f"runs/{JOB}/checkpoints/{newer}/__1_0.distcp", b"SHARD 1 of step 10")  # as long as it was
+    objects.put(
+        f"runs/{JOB}/checkpoints/{newer}/__1_0.distcp", b"SHARD 1 of step 10"
+    )  # as long as it was
     assert newest_checkpoint(nodes.service) == newer
-    with pytest.raises(FtError, match=f"Checkpoint {newer} is damaged on object storage: __1_0.distcp has other contents"):
+    with pytest.raises(
+        FtError,
+        match=f"Checkpoint {newer} is damaged on object storage: __1_0.distcp has other contents",
+    ):
         Nodes(service, objects, tmp_path, 2, checkpoint=newer)
     assert newest_checkpoint(nodes.service) == older
 
 
 def test_what_retention_removes_goes_there_too(nodes: Nodes, objects: ObjectStore) -> None:
-    first, second = nodes.save(5), nodes.save(10)
+    first = nodes.save(5)
+    second = nodes.save(10)
     for sync in (nodes.syncs[1], nodes.syncs[0]):
         sync.push()
     remove(nodes.runs[0], first)  # by rank 0, on its own disk
     nodes.syncs[0].push()
     assert complete_checkpoints(nodes.service) == [second]
     nodes.syncs[1].push()
-    assert [path.name for path in nodes.runs[1].path("checkpoints").iterdir()] == [second], "shards of other nodes go as well"
+    assert [path.name for path in nodes.runs[1].path("checkpoints").iterdir()] == [second], (
+        "shards of other nodes go as well"
+    )
     nodes.syncs[1].push()
     assert not objects.list(f"runs/{JOB}/checkpoints/{first}")
 
@@ -190,22 +224,36 @@ def remove(run: RunDir, name: str) -> None:
 
 def outcome_of(objects: ObjectStore) -> dict[str, bytes | None]:
     """All that decides what is resumed from and what is published."""
-    kept = [key for key in objects.list(f"runs/{JOB}") if not key.startswith(f"runs/{JOB}/attempts/")]
+    kept = [
+        key for key in objects.list(f"runs/{JOB}") if not key.startswith(f"runs/{JOB}/attempts/")
+    ]
     return {key: objects.get(key) for key in kept}
 
 
 def publish(nodes: Nodes) -> None:
-    run, attempt = nodes.runs[0], nodes.attempt
+    run = nodes.runs[0]
+    attempt = nodes.attempt
     run.put("adapter/adapter_model.safetensors", f"weights of attempt {attempt}".encode())
     run.put("metrics.csv", f"step\n{attempt}\n".encode())
-    run.write("result.json", Result(attempt=attempt, steps=1, trained_tokens=1, train_loss=None, valid_loss=None))
+    run.write(
+        "result.json",
+        Result(attempt=attempt, steps=1, trained_tokens=1, train_loss=None, valid_loss=None),
+    )
 
 
 def test_a_sealed_attempts_nodes_bring_and_remove_nothing(
-    nodes: Nodes, service: Places, objects: ObjectStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    nodes: Nodes,
+    service: Places,
+    objects: ObjectStore,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """The old nodes were cut off: they have a newer checkpoint and an outcome of their own, and remove an older one."""
-    monkeypatch.setattr("ft_service.supervisor.object_sync.LOOK_SECONDS", 0.0)  # longer ago than any look
+    """The old nodes were cut off: they have a newer checkpoint and an outcome of their own, and
+    remove an older one.
+    """
+    monkeypatch.setattr(
+        "ft_service.supervisor.object_sync.LOOK_SECONDS", 0.0
+    )  # longer ago than any look
     first = nodes.save(5)
     for sync in (nodes.syncs[1], nodes.syncs[0]):
         sync.push()
@@ -217,7 +265,9 @@ def test_a_sealed_attempts_nodes_bring_and_remove_nothing(
     for sync in (following.syncs[1], following.syncs[0]):
         sync.push()
     before = outcome_of(objects)
-    again = [Sync(objects, run, 1, index) for index, run in enumerate(nodes.runs)]  # as after storage was away
+    again = [
+        Sync(objects, run, 1, index) for index, run in enumerate(nodes.runs)
+    ]  # as after storage was away
     for sync in (*nodes.syncs[::-1], *again[::-1]):
         sync.listen()
         assert sync.push(logs=True), "there is nothing to wait for"
@@ -226,7 +276,9 @@ def test_a_sealed_attempts_nodes_bring_and_remove_nothing(
     assert not objects.list(f"runs/{JOB}/checkpoints/{late}")
     assert newest_checkpoint(nodes.service) == "step-7-a2"
     for run in nodes.runs:
-        assert run.read("attempts/2/start.json", Start), "supervisor and ranks see the seal on their own disk"
+        assert run.read("attempts/2/start.json", Start), (
+            "supervisor and ranks see the seal on their own disk"
+        )
 
 
 def test_the_later_attempts_outcome_replaces_what_an_old_one_brought_unfinished(
@@ -235,17 +287,27 @@ def test_the_later_attempts_outcome_replaces_what_an_old_one_brought_unfinished(
     publish(nodes)
     nodes.syncs[0]._put_outcome("adapter/adapter_model.safetensors")  # and then it was cut off
     following = Nodes(service, objects, tmp_path, 2)
-    nodes.syncs[0]._fence = Fence(RunDir(tmp_path / "nothing"), 1)  # stopped between its look and its act
+    nodes.syncs[0]._fence = Fence(
+        RunDir(tmp_path / "nothing"), 1
+    )  # stopped between its look and its act
     objects.put_if_absent(f"runs/{JOB}/result.json", nodes.runs[0].get("result.json") or b"")
     publish(following)
     following.syncs[0].flush()
-    assert service.run(JOB).path("adapter/adapter_model.safetensors").read_text() == "weights of attempt 2"
+    assert (
+        service.run(JOB).path("adapter/adapter_model.safetensors").read_text()
+        == "weights of attempt 2"
+    )
     assert service.run(JOB).get("metrics.csv") == b"step\n2\n"
-    assert nodes.service.read("result.json", Result) == following.runs[0].read("result.json", Result)
+    assert nodes.service.read("result.json", Result) == following.runs[0].read(
+        "result.json", Result
+    )
 
 
-def test_nothing_is_removed_there_before_the_newer_checkpoint_is_complete_there(nodes: Nodes) -> None:
-    first, second = nodes.save(5), nodes.save(10)
+def test_nothing_is_removed_there_before_the_newer_checkpoint_is_complete_there(
+    nodes: Nodes,
+) -> None:
+    first = nodes.save(5)
+    second = nodes.save(10)
     nodes.syncs[1].push()
     nodes.syncs[0].push()
     third = nodes.save(15)
@@ -262,17 +324,27 @@ def test_nothing_is_removed_there_before_the_newer_checkpoint_is_complete_there(
 def test_processes_that_slept_through_the_next_attempt_change_nothing_there(
     service: Places, objects: ObjectStore, tmp_path: Path
 ) -> None:
-    """Supervisor, ranks and what brings files to object storage, each attempt on a disk of its own."""
+    """Supervisor, ranks and what brings files to object storage, each attempt on a disk of its
+    own.
+    """
     old = supervised(service, objects, tmp_path, 1, "checkpoint=3,hang")
     try:
         wait_for(lambda: bool(complete_checkpoints(service.run(JOB))), 120)
         everybody = family(old.process.pid)
-        assert len(everybody) >= 5, "supervisor, torchrun, two ranks, and who brings files to object storage"
+        assert len(everybody) >= 5, (
+            "supervisor, torchrun, two ranks, and who brings files to object storage"
+        )
         signal_all(everybody, signal.SIGSTOP)
-        old.run.write("checkpoints/step-6-a1/COMPLETE", CheckpointMarker(step=6, attempt=1, world_size=2, files=[]))
+        old.run.write(
+            "checkpoints/step-6-a1/COMPLETE",
+            CheckpointMarker(step=6, attempt=1, world_size=2, files=[]),
+        )
         remove(old.run, "step-3-a1")
         old.run.put("metrics.csv", b"of attempt 1")
-        old.run.write("result.json", Result(attempt=1, steps=9, trained_tokens=1, train_loss=None, valid_loss=None))
+        old.run.write(
+            "result.json",
+            Result(attempt=1, steps=9, trained_tokens=1, train_loss=None, valid_loss=None),
+        )
         following = supervised(service, objects, tmp_path, 2, "checkpoint=5,succeed", "step-3-a1")
         assert following.process.wait(120) == 0
         before = outcome_of(objects)
@@ -300,7 +372,12 @@ class Supervised:
 
 
 def supervised(
-    service: Places, objects: ObjectStore, folder: Path, attempt: int, script: str, checkpoint: str | None = None
+    service: Places,
+    objects: ObjectStore,
+    folder: Path,
+    attempt: int,
+    script: str,
+    checkpoint: str | None = None,
 ) -> Supervised:
     home = folder / f"host-{attempt}"
     service.files_dir.mkdir(parents=True, exist_ok=True)
@@ -313,8 +390,19 @@ def supervised(
     shared.write(f"attempts/{attempt}/start.json", start)
     run = RunDir(home / "runs" / JOB)
     run.root.mkdir(parents=True)
-    command = [sys.executable, "-P", "-m", "ft_service.supervisor", str(run.root), str(attempt), "--mirror", objects.url]
-    process = subprocess.Popen([*command, "--command", *scripted(script)], stderr=subprocess.DEVNULL)
+    command = [
+        sys.executable,
+        "-P",
+        "-m",
+        "ft_service.supervisor",
+        str(run.root),
+        str(attempt),
+        "--mirror",
+        objects.url,
+    ]
+    process = subprocess.Popen(
+        [*command, "--command", *scripted(script)], stderr=subprocess.DEVNULL
+    )
     return Supervised(run, process)
 
 
@@ -325,17 +413,23 @@ def test_a_wish_and_a_stop_reach_every_node(nodes: Nodes) -> None:
     for sync in nodes.syncs:
         sync.listen()
     for run in nodes.runs:
-        assert run.read("attempts/1/control.json", Control) == Control(generation=2, desired=Desired.PAUSE)
+        assert run.read("attempts/1/control.json", Control) == Control(
+            generation=2, desired=Desired.PAUSE
+        )
         assert run.get("attempts/1/stop.json") is not None
 
 
-def test_the_result_comes_behind_the_adapter_and_exit_records_last(nodes: Nodes, objects: ObjectStore) -> None:
+def test_the_result_comes_behind_the_adapter_and_exit_records_last(
+    nodes: Nodes, objects: ObjectStore
+) -> None:
     seen: list[str] = []
     for name in ("put_if_absent", "upload", "upload_if_absent"):
         real = getattr(objects, name)
 
         def noted(first: object, second: object, real=real, name=name) -> object:
-            seen.append(str(first if name == "put_if_absent" else second).removeprefix(f"runs/{JOB}/"))
+            seen.append(
+                str(first if name == "put_if_absent" else second).removeprefix(f"runs/{JOB}/")
+            )
             return real(first, second)
 
         setattr(objects, name, noted)
@@ -343,13 +437,22 @@ def test_the_result_comes_behind_the_adapter_and_exit_records_last(nodes: Nodes,
     run.put("adapter/adapter_model.safetensors", b"weights")
     run.put("metrics.csv", b"step\n1\n")
     run.put("attempts/1/logs/node-0/torchrun.log", b"hello")
-    run.write("result.json", Result(attempt=1, steps=1, trained_tokens=1, train_loss=None, valid_loss=None))
+    run.write(
+        "result.json",
+        Result(attempt=1, steps=1, trained_tokens=1, train_loss=None, valid_loss=None),
+    )
     run.write("attempts/1/outcome.json", Outcome(kind=OutcomeKind.SUCCEEDED))
     run.write("attempts/1/nodes/0/exit.json", exit_of(ExitReason.SUCCEEDED, "done"))
     nodes.syncs[0].flush()
     assert seen[-1] == "attempts/1/nodes/0/exit.json"
-    assert seen.index("adapter/adapter_model.safetensors") < seen.index("result.json") > seen.index("metrics.csv")
-    assert nodes.service.read("attempts/1/nodes/0/exit.json", Exit) == exit_of(ExitReason.SUCCEEDED, "done")
+    assert (
+        seen.index("adapter/adapter_model.safetensors")
+        < seen.index("result.json")
+        > seen.index("metrics.csv")
+    )
+    assert nodes.service.read("attempts/1/nodes/0/exit.json", Exit) == exit_of(
+        ExitReason.SUCCEEDED, "done"
+    )
     assert nodes.service.path("adapter/adapter_model.safetensors").read_bytes() == b"weights"
     assert nodes.service.get("attempts/1/logs/node-0/torchrun.log") == b"hello"
 
@@ -374,10 +477,14 @@ ACTIONS = {
 def allowed(bucket: str, action: str, key: str) -> bool:
     """By the policy in `deploy/`, of a worker: an object's key, or what a listing begins with."""
     for statement in json.loads(POLICY.read_text().replace("your-bucket", bucket))["Statement"]:
-        patterns = [resource.removeprefix(f"arn:aws:s3:::{bucket}/") for resource in statement["Resource"]]
+        patterns = [
+            resource.removeprefix(f"arn:aws:s3:::{bucket}/") for resource in statement["Resource"]
+        ]
         if action == "s3:ListBucket":
             patterns = statement.get("Condition", {}).get("StringLike", {}).get("s3:prefix", [])
-        if action in statement["Action"] and any(fnmatch.fnmatchcase(key, pattern) for pattern in patterns):
+        if action in statement["Action"] and any(
+            fnmatch.fnmatchcase(key, pattern) for pattern in patterns
+        ):
             return True
     return False
 
@@ -391,18 +498,26 @@ def test_the_workers_policy_is_enough_and_gives_no_file_away(
     real = workers._fs._call_s3
 
     async def noted(method: str, *arguments: Any, **options: Any) -> Any:
-        named = {name: value for given in (*arguments, options) for name, value in dict(given or {}).items()}
+        named = {
+            name: value
+            for given in (*arguments, options)
+            for name, value in dict(given or {}).items()
+        }
         asked.add((ACTIONS[method], named.get("Key", named.get("Prefix", ""))))
         return await real(method, *arguments, **options)
 
     monkeypatch.setattr(workers._fs, "_call_s3", noted)
     for sync in nodes.syncs:
         sync.objects = workers
-    first, _ = nodes.save(5), nodes.save(10)
+    first = nodes.save(5)
+    _ = nodes.save(10)
     nodes.syncs[1].push()
     nodes.syncs[0].push()
     remove(nodes.runs[0], first)
-    nodes.runs[0].write("result.json", Result(attempt=1, steps=1, trained_tokens=1, train_loss=None, valid_loss=None))
+    nodes.runs[0].write(
+        "result.json",
+        Result(attempt=1, steps=1, trained_tokens=1, train_loss=None, valid_loss=None),
+    )
     nodes.runs[0].put("adapter/adapter_model.safetensors", b"weights")
     (nodes.homes[0] / "files/file-1").unlink()
     for sync in nodes.syncs:
@@ -410,7 +525,12 @@ def test_the_workers_policy_is_enough_and_gives_no_file_away(
         sync.flush()
     nodes.syncs[0].fetch()
     bucket = objects.url.split("/")[2]
-    assert {action for action, _ in asked} == {"s3:GetObject", "s3:PutObject", "s3:DeleteObject", "s3:ListBucket"}
+    assert {action for action, _ in asked} == {
+        "s3:GetObject",
+        "s3:PutObject",
+        "s3:DeleteObject",
+        "s3:ListBucket",
+    }
     assert {entry for entry in asked if not allowed(bucket, *entry)} == set()
     for action in ("s3:PutObject", "s3:DeleteObject"):
         assert not allowed(bucket, action, "ft/files/file-1")

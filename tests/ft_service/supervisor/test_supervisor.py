@@ -27,8 +27,18 @@ from tests.support.attempts import (
 )
 
 
-def supervise(run: RunDir, script: str, attempt: int = 1, grace: float = 60.0) -> subprocess.Popen[bytes]:
-    command = [sys.executable, "-m", "ft_service.supervisor", str(run.root), str(attempt), "--grace", str(grace)]
+def supervise(
+    run: RunDir, script: str, attempt: int = 1, grace: float = 60.0
+) -> subprocess.Popen[bytes]:
+    command = [
+        sys.executable,
+        "-m",
+        "ft_service.supervisor",
+        str(run.root),
+        str(attempt),
+        "--grace",
+        str(grace),
+    ]
     return subprocess.Popen([*command, "--command", *scripted(script)], stderr=subprocess.DEVNULL)
 
 
@@ -54,7 +64,10 @@ def test_an_error_without_a_word_shows_the_ranks_log(folder: Path) -> None:
     run = new_run(folder)
     assert supervise(run, "fail").wait() == 1
     found = exit_of(run)
-    assert (found.reason, found.message) == ("worker_error", "Rank 0 failed: ValueError: the loss is not a number")
+    assert (found.reason, found.message) == (
+        "worker_error",
+        "Rank 0 failed: ValueError: the loss is not a number",
+    )
     assert found.error is not None
     assert found.error.rank == 0
     assert "Traceback" in (found.error.traceback or "")
@@ -65,8 +78,15 @@ def test_a_rank_that_nccl_ended_waited_for_another_one(folder: Path) -> None:
     assert supervise(run, "abort").wait() == 1
     found = exit_of(run)
     assert found.error is not None
-    assert (found.reason, found.error.code, found.error.rank) == ("worker_error", "collective_timeout", 0)
-    assert "aborted it (SIGABRT): Watchdog caught collective operation timeout: WorkNCCL(SeqNum=7, " in found.message
+    assert (found.reason, found.error.code, found.error.rank) == (
+        "worker_error",
+        "collective_timeout",
+        0,
+    )
+    assert (
+        "aborted it (SIGABRT): Watchdog caught collective operation timeout: WorkNCCL(SeqNum=7, "
+        in found.message
+    )
 
 
 def test_sigterm_stops_at_a_checkpoint(folder: Path) -> None:
@@ -76,7 +96,10 @@ def test_sigterm_stops_at_a_checkpoint(folder: Path) -> None:
     process.terminate()
     assert process.wait() == 75
     assert run.read("attempts/1/stop.json", Stop) is not None
-    assert (exit_of(run).reason, exit_of(run).message) == ("stopped", "Training has stopped at checkpoint step-3-a1.")
+    assert (exit_of(run).reason, exit_of(run).message) == (
+        "stopped",
+        "Training has stopped at checkpoint step-3-a1.",
+    )
     wait_for(lambda: gone(everything))
 
 
@@ -132,7 +155,10 @@ def test_a_killed_torchrun_ends_the_attempt_and_its_ranks(folder: Path) -> None:
     everything = all_processes(run)
     processes.kill(process_of(run, "1-torchrun"))
     assert process.wait() == 1
-    assert (exit_of(run).reason, exit_of(run).message) == ("worker_killed", "torchrun was killed by SIGKILL.")
+    assert (exit_of(run).reason, exit_of(run).message) == (
+        "worker_killed",
+        "torchrun was killed by SIGKILL.",
+    )
     wait_for(lambda: gone(everything))
 
 
@@ -142,7 +168,10 @@ def test_a_killed_rank_ends_the_attempt(folder: Path) -> None:
     everything = all_processes(run)
     processes.kill(process_of(run, "1-1"))
     assert process.wait() == 1
-    assert (exit_of(run).reason, exit_of(run).message) == ("worker_killed", "Rank 1 was killed by SIGKILL.")
+    assert (exit_of(run).reason, exit_of(run).message) == (
+        "worker_killed",
+        "Rank 1 was killed by SIGKILL.",
+    )
     wait_for(lambda: gone(everything))
 
 
@@ -185,7 +214,10 @@ def test_an_attempt_is_never_run_again(folder: Path) -> None:
 @contextlib.contextmanager
 def leftover_rank(run: RunDir) -> Iterator[None]:
     """A rank that lives on, whatever has become of its attempt."""
-    holding = "import sys; from ft_service.host.lifetime import *; hold_rank_lock(sys.argv[1]); print(flush=True); input()"
+    holding = (
+        "import sys; from ft_service.host.lifetime import *; hold_rank_lock(sys.argv[1]); "
+        "print(flush=True); input()"
+    )
     command = [sys.executable, "-c", holding, str(run.root)]
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as rank:
         assert rank.stdout is not None
@@ -202,7 +234,9 @@ def test_an_attempt_waits_for_the_ranks_of_an_earlier_one(folder: Path) -> None:
     assert process.wait() == 0
 
 
-def test_nothing_starts_while_a_rank_of_an_earlier_attempt_lives(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_nothing_starts_while_a_rank_of_an_earlier_attempt_lives(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(supervisor, "EARLIER_RANKS_SECONDS", 0.1)
     run = new_run(folder, attempt=2)
     with leftover_rank(run):
@@ -227,7 +261,10 @@ def test_the_exit_is_not_told_before_the_last_rank_is_gone(
     assert exit_of(run).reason == "worker_killed"
 
 
-@pytest.mark.parametrize(("script", "reason"), [("refuse,linger", "permanent_error"), ("event,succeed,linger", "succeeded")])
+@pytest.mark.parametrize(
+    ("script", "reason"),
+    [("refuse,linger", "permanent_error"), ("event,succeed,linger", "succeeded")],
+)
 def test_a_torchrun_that_outstays_its_ranks_is_ended(
     folder: Path, monkeypatch: pytest.MonkeyPatch, script: str, reason: str
 ) -> None:
@@ -240,14 +277,25 @@ def test_a_torchrun_that_outstays_its_ranks_is_ended(
 
 def test_a_job_that_is_done_already_is_not_trained_again(folder: Path) -> None:
     run = new_run(folder, attempt=2)
-    run.write("result.json", Result(attempt=1, steps=10, trained_tokens=100, train_loss=1.0, valid_loss=None))
+    run.write(
+        "result.json",
+        Result(attempt=1, steps=10, trained_tokens=100, train_loss=1.0, valid_loss=None),
+    )
     assert supervise(run, "fail", attempt=2).wait() == 0
     assert starts(run, 2) == 0
 
 
 def test_a_program_that_cannot_be_started_is_named(folder: Path) -> None:
     run = new_run(folder)
-    command = [sys.executable, "-m", "ft_service.supervisor", str(run.root), "1", "--command", str(folder / "none")]
+    command = [
+        sys.executable,
+        "-m",
+        "ft_service.supervisor",
+        str(run.root),
+        "1",
+        "--command",
+        str(folder / "none"),
+    ]
     assert subprocess.run(command, stderr=subprocess.DEVNULL, check=False).returncode == 1
     assert "could not be started" in exit_of(run).message
 
@@ -256,11 +304,25 @@ def test_a_program_that_cannot_be_started_is_named(folder: Path) -> None:
 def test_a_missing_package_is_named_and_permanent(folder: Path, program: str) -> None:
     """That of `python -m torch.distributed.run`, and one that a rank imports."""
     run = new_run(folder)
-    lacking = [sys.executable, "-m", "ft_no_such_package.run"] if program == "torchrun" else scripted("lack")
-    command = [sys.executable, "-m", "ft_service.supervisor", str(run.root), "1", "--command", *lacking]
+    lacking = (
+        [sys.executable, "-m", "ft_no_such_package.run"]
+        if program == "torchrun"
+        else scripted("lack")
+    )
+    command = [
+        sys.executable,
+        "-m",
+        "ft_service.supervisor",
+        str(run.root),
+        "1",
+        "--command",
+        *lacking,
+    ]
     assert subprocess.run(command, stderr=subprocess.DEVNULL, check=False).returncode == 64
     found = exit_of(run)
-    assert found.message.startswith("The package ft_no_such_package is not installed where the workers run.")
+    assert found.message.startswith(
+        "The package ft_no_such_package is not installed where the workers run."
+    )
     assert found.error is not None
     assert (found.reason, found.error.code) == ("permanent_error", "missing_package")
 

@@ -40,24 +40,54 @@ def start_of(**changes: object) -> Start:
 def test_the_environment_keeps_what_the_caller_set_and_fixes_what_safety_needs(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    given = {"OMP_NUM_THREADS": "7", "NCCL_SOCKET_IFNAME": "eth1", "PYTHONSAFEPATH": "", "HOME": "/home/me"}
+    given = {
+        "OMP_NUM_THREADS": "7",
+        "NCCL_SOCKET_IFNAME": "eth1",
+        "PYTHONSAFEPATH": "",
+        "HOME": "/home/me",
+    }
     found = torchrun.environment(given, start_of(), RunDir(tmp_path), Node())
-    assert (found["OMP_NUM_THREADS"], found["NCCL_SOCKET_IFNAME"], found["HOME"]) == ("7", "eth1", "/home/me")
+    assert (found["OMP_NUM_THREADS"], found["NCCL_SOCKET_IFNAME"], found["HOME"]) == (
+        "7",
+        "eth1",
+        "/home/me",
+    )
     assert found["PYTHONSAFEPATH"] == "1"
     assert found["GLOO_SOCKET_IFNAME"] == "lo"
     monkeypatch.setattr("ft_service.supervisor.torchrun.core_count", lambda: 6)
     assert torchrun.environment({}, start_of(), RunDir(tmp_path), Node())["OMP_NUM_THREADS"] == "3"
-    assert torchrun.environment({"FT_HOME": "/state"}, start_of(), RunDir(tmp_path), Node())["FT_CACHE"] == "/state/cache"
-    assert torchrun.environment({"FT_HOME": "/state", "FT_CACHE": ""}, start_of(), RunDir(tmp_path), Node())["FT_CACHE"] == ""
-    assert torchrun.environment({}, start_of(world_size=1000), RunDir(tmp_path), Node())["OMP_NUM_THREADS"] == "1"
+    assert (
+        torchrun.environment({"FT_HOME": "/state"}, start_of(), RunDir(tmp_path), Node())[
+            "FT_CACHE"
+        ]
+        == "/state/cache"
+    )
+    assert (
+        torchrun.environment(
+            {"FT_HOME": "/state", "FT_CACHE": ""}, start_of(), RunDir(tmp_path), Node()
+        )["FT_CACHE"]
+        == ""
+    )
+    assert (
+        torchrun.environment({}, start_of(world_size=1000), RunDir(tmp_path), Node())[
+            "OMP_NUM_THREADS"
+        ]
+        == "1"
+    )
 
 
 @pytest.mark.parametrize("own", torchrun.ALLOCATOR)
-def test_gpu_memory_is_taken_in_segments_that_grow_unless_the_caller_says_otherwise(tmp_path: Path, own: str) -> None:
+def test_gpu_memory_is_taken_in_segments_that_grow_unless_the_caller_says_otherwise(
+    tmp_path: Path, own: str
+) -> None:
     found = torchrun.environment({}, start_of(), RunDir(tmp_path), Node())
     assert found["PYTORCH_ALLOC_CONF"] == "expandable_segments:True"
-    found = torchrun.environment({own: "max_split_size_mb:64"}, start_of(), RunDir(tmp_path), Node())
-    assert {name: found[name] for name in torchrun.ALLOCATOR if name in found} == {own: "max_split_size_mb:64"}
+    found = torchrun.environment(
+        {own: "max_split_size_mb:64"}, start_of(), RunDir(tmp_path), Node()
+    )
+    assert {name: found[name] for name in torchrun.ALLOCATOR if name in found} == {
+        own: "max_split_size_mb:64"
+    }
 
 
 def test_an_engines_directory_is_run_by_the_engines_ranks(tmp_path: Path) -> None:
@@ -66,9 +96,14 @@ def test_an_engines_directory_is_run_by_the_engines_ranks(tmp_path: Path) -> Non
     assert torchrun.command(start_of(), RunDir(tmp_path), Node())[-2:] == ["-m", "workers.engine"]
 
 
-def test_several_nodes_meet_at_the_first_and_are_not_bound_to_the_loopback_interface(tmp_path: Path) -> None:
-    start, run = start_of(world_size=8, nodes=2), RunDir(tmp_path)
-    first, second = (Node(index, endpoint="host-0:29400", address=f"10.0.0.{index}") for index in range(2))
+def test_several_nodes_meet_at_the_first_and_are_not_bound_to_the_loopback_interface(
+    tmp_path: Path,
+) -> None:
+    start = start_of(world_size=8, nodes=2)
+    run = RunDir(tmp_path)
+    first, second = (
+        Node(index, endpoint="host-0:29400", address=f"10.0.0.{index}") for index in range(2)
+    )
     words = torchrun.command(start, run, first)
     assert words[words.index("--nproc-per-node") + 1] == "4"
     assert words[words.index("--rdzv-endpoint") + 1] == "host-0:29400"
@@ -90,10 +125,19 @@ def test_several_nodes_meet_at_the_first_and_are_not_bound_to_the_loopback_inter
     ],
 )
 def test_ranks_see_the_gpus_of_their_slots(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, gpus: list[str], slots: list[int], expected: str | None
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    gpus: list[str],
+    slots: list[int],
+    expected: str | None,
 ) -> None:
     monkeypatch.setattr(torchrun, "visible_gpus", lambda: gpus)
-    assert torchrun.environment({}, start_of(slots=slots), RunDir(tmp_path), Node()).get("CUDA_VISIBLE_DEVICES") == expected
+    assert (
+        torchrun.environment({}, start_of(slots=slots), RunDir(tmp_path), Node()).get(
+            "CUDA_VISIBLE_DEVICES"
+        )
+        == expected
+    )
 
 
 def test_the_tail_of_a_log(tmp_path: Path) -> None:
@@ -121,12 +165,18 @@ def test_a_real_torchrun_listens_on_nothing_and_says_which_rank_was_killed(
     (stand_in / "workers").mkdir()
     (stand_in / "workers" / "__init__.py").touch()
     (stand_in / "workers" / "train.py").write_text(WORKERS)
-    (stand_in / "ft_service").symlink_to(installation.ROOT / "ft_service")  # workers are taken from beside it
-    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(stand_in), os.environ.get("PYTHONPATH", "")]))
+    (stand_in / "ft_service").symlink_to(
+        installation.ROOT / "ft_service"
+    )  # workers are taken from beside it
+    monkeypatch.setenv(
+        "PYTHONPATH", os.pathsep.join([str(stand_in), os.environ.get("PYTHONPATH", "")])
+    )
     run = new_run(folder)
     (run.root / "workers").mkdir()
     (run.root / "workers" / "__init__.py").touch()
-    (run.root / "workers" / "train.py").write_text("raise SystemExit('shadowed by the working directory')")
+    (run.root / "workers" / "train.py").write_text(
+        "raise SystemExit('shadowed by the working directory')"
+    )
     LocalLauncher(2).start(Attempt(run, 1))
     ranks = [process_of(run, f"1-{rank}") for rank in range(2)]
     torchrun_pid = parent_of(ranks[0].pid)
@@ -140,7 +190,9 @@ def test_a_real_torchrun_listens_on_nothing_and_says_which_rank_was_killed(
 
 
 def rank_output(run: RunDir, rank: int) -> str:
-    return "".join(path.read_text() for path in run.root.glob(f"attempts/1/logs/*/attempt_0/{rank}/stdout.log"))
+    return "".join(
+        path.read_text() for path in run.root.glob(f"attempts/1/logs/*/attempt_0/{rank}/stdout.log")
+    )
 
 
 def parent_of(pid: int) -> int:

@@ -10,12 +10,24 @@ from collections.abc import Mapping, Sequence
 import pytest
 
 from ft_service.rundir.events import Metrics
-from ft_service.sweeps.halving import Standing, SweepJob, SweepJobProgress, best_of, jobs_to_stop, shares_of
+from ft_service.sweeps.halving import (
+    Standing,
+    SweepJob,
+    SweepJobProgress,
+    best_of,
+    jobs_to_stop,
+    shares_of,
+)
 
-OPEN, DONE, STOPPED, OUT = Standing.OPEN, Standing.DONE, Standing.STOPPED, Standing.OUT
+OPEN = Standing.OPEN
+DONE = Standing.DONE
+STOPPED = Standing.STOPPED
+OUT = Standing.OUT
 
 
-def runners(*losses: Mapping[int, float] | float | None, standings: Sequence[Standing] = ()) -> list[SweepJob]:
+def runners(
+    *losses: Mapping[int, float] | float | None, standings: Sequence[Standing] = ()
+) -> list[SweepJob]:
     """Jobs a, b, …; a number: the loss at the first rung; None: it has not come so far."""
     found = []
     for number, loss in enumerate(losses):
@@ -45,11 +57,23 @@ def test_rungs_are_shares_below_the_whole() -> None:
         pytest.param((None, 2.0, 3.0, 4.0), "d", id="two better ones are enough"),
         pytest.param((1.0, 1.0, 1.0, 1.0), "cd", id="ties: the earlier is better"),
         pytest.param((2.0, 1.0, 2.0, 2.0), "cd", id="ties behind the best"),
-        pytest.param((math.nan, 2.0, 3.0, None), "a", id="no number is worse than any, and as soon as two have one"),
-        pytest.param((math.nan, math.nan, math.nan, 3.0), "", id="but a missing loss is not better"),
-        pytest.param(({0: 9.0, 1: 1.0}, 1.0, 2.0, 3.0), "d", id="who has gone on is judged where he is"),
-        pytest.param(({0: 1.0, 1: 5.0}, {0: 2.0, 1: 4.0}, None, None), "a", id="of the second rung one stays"),
-        pytest.param(({1: 5.0}, {0: 2.0, 1: 4.0}, None, None), "a", id="a rung that was missed stops no job"),
+        pytest.param(
+            (math.nan, 2.0, 3.0, None),
+            "a",
+            id="no number is worse than any, and as soon as two have one",
+        ),
+        pytest.param(
+            (math.nan, math.nan, math.nan, 3.0), "", id="but a missing loss is not better"
+        ),
+        pytest.param(
+            ({0: 9.0, 1: 1.0}, 1.0, 2.0, 3.0), "d", id="who has gone on is judged where he is"
+        ),
+        pytest.param(
+            ({0: 1.0, 1: 5.0}, {0: 2.0, 1: 4.0}, None, None), "a", id="of the second rung one stays"
+        ),
+        pytest.param(
+            ({1: 5.0}, {0: 2.0, 1: 4.0}, None, None), "a", id="a rung that was missed stops no job"
+        ),
     ],
 )
 def test_a_job_is_stopped_once_a_rung_is_full_of_better_ones(
@@ -63,8 +87,12 @@ def test_who_cannot_win_neither_counts_nor_displaces() -> None:
     assert stopped(runners(*four, standings=[OUT])) == "d", "of three that are left two stay"
     assert stopped(runners(*four, standings=[OUT, OUT])) == "d"
     assert stopped(runners(*four, standings=[OUT, OUT, OUT])) == "", "the last one is never stopped"
-    assert stopped(runners(*four, standings=[DONE, STOPPED, STOPPED])) == "d", "a stopped job still counts with its loss"
-    assert stopped(runners(*four, standings=[OPEN, OPEN, DONE, DONE])) == "", "what is over is not stopped"
+    assert stopped(runners(*four, standings=[DONE, STOPPED, STOPPED])) == "d", (
+        "a stopped job still counts with its loss"
+    )
+    assert stopped(runners(*four, standings=[OPEN, OPEN, DONE, DONE])) == "", (
+        "what is over is not stopped"
+    )
 
 
 def test_eta_says_how_many_stay() -> None:
@@ -74,7 +102,9 @@ def test_eta_says_how_many_stay() -> None:
 
 
 def test_the_verdict_does_not_depend_on_the_order_in_which_losses_arrive() -> None:
-    """Looking after each arrival, once at the end, or after a restart in between stops the same jobs."""
+    """Looking after each arrival, once at the end, or after a restart in between stops the same
+    jobs.
+    """
     source = random.Random(5)
     for _ in range(30):
         losses = [source.choice([1.0, 2.0, 3.0, math.nan]) for _ in range(5)]
@@ -93,7 +123,8 @@ def test_the_verdict_does_not_depend_on_the_order_in_which_losses_arrive() -> No
 def test_a_stop_says_why() -> None:
     [stop] = jobs_to_stop(runners(1.0, 2.0, 2.5), 2, 2)
     assert stop.text((0.25, 0.5)) == (
-        "stopped by the sweep: after 25 % of its steps its validation loss was 2.5000, and 2 of 3 jobs "
+        "stopped by the sweep: after 25 % of its steps its validation loss was 2.5000, and 2 of 3 "
+        "jobs "
         "were better there; 2 go on"
     )
     [stop, _] = jobs_to_stop(runners(math.nan, {1: 3.0}, {1: 2.0}, {0: 2.0}, {0: 1.0}), 3, 2)
@@ -119,9 +150,13 @@ def test_a_course_is_folded_from_metrics() -> None:
     assert course.rungs == {0: 2.0}, "the first validation at or behind a rung"
     assert (course.step, course.best_loss, course.best_step, course.valid_loss) == (7, 1.0, 7, 1.0)
     course = fold(course, (8, 1.0), (5, 9.0))
-    assert (course.best_step, course.rungs) == (7, {0: 2.0}), "the earlier of equals; a step that is repeated says nothing new"
+    assert (course.best_step, course.rungs) == (7, {0: 2.0}), (
+        "the earlier of equals; a step that is repeated says nothing new"
+    )
     course = fold(course, (20, 0.5))
-    assert (course.rungs, course.best_step) == ({0: 2.0}, 20), "a job past its rungs is no longer judged, and was not at rung 1"
+    assert (course.rungs, course.best_step) == ({0: 2.0}, 20), (
+        "a job past its rungs is no longer judged, and was not at rung 1"
+    )
     worse = fold(SweepJobProgress(), (6, math.nan))
     assert math.isnan(worse.rungs[0])
     assert (worse.best_loss, worse.valid_loss) == (None, None)

@@ -27,13 +27,24 @@ def refused(given: Any, **more: Any) -> SpecError:
 
 
 def test_a_grid_is_every_combination_in_bodies_of_their_own() -> None:
-    body = {**BODY, "lora": {"r": 4}, "sweep": {"training.learning_rate": ["1e-4", 3e-4], "lora.lora_alpha": [8, 16]}}
+    body = {
+        **BODY,
+        "lora": {"r": 4},
+        "sweep": {"training.learning_rate": ["1e-4", 3e-4], "lora.lora_alpha": [8, 16]},
+    }
     asked = parse_sweep(body)
     assert [job.values for job in asked.jobs] == [
-        {"training.learning_rate": rate, "lora.lora_alpha": alpha} for rate in (1e-4, 3e-4) for alpha in (8.0, 16.0)
+        {"training.learning_rate": rate, "lora.lora_alpha": alpha}
+        for rate in (1e-4, 3e-4)
+        for alpha in (8.0, 16.0)
     ]
     last = asked.jobs[-1]
-    assert last.body == {**BODY, "seed": 0, "lora": {"r": 4, "lora_alpha": 16}, "training": {"learning_rate": 3e-4}}
+    assert last.body == {
+        **BODY,
+        "seed": 0,
+        "lora": {"r": 4, "lora_alpha": 16},
+        "training": {"learning_rate": 3e-4},
+    }
     assert parse_request(last.body) == last.request
     assert body["lora"] == {"r": 4}, "what was given stays as it is"
     assert asked.settings["options"] == ["training.learning_rate", "lora.lora_alpha"]
@@ -64,7 +75,9 @@ def test_what_is_drawn_follows_from_the_seed() -> None:
     rates = [job.request.resolved_training().rate for job in jobs]
     assert all(1e-5 <= rate <= 1e-3 and rate == float(f"{rate:.2e}") for rate in rates)
     assert any(rate < 1e-4 for rate in rates), "as many below as above"
-    assert all(isinstance(job.values["lora.r"], int) and 4 <= job.values["lora.r"] <= 64 for job in jobs)
+    assert all(
+        isinstance(job.values["lora.r"], int) and 4 <= job.values["lora.r"] <= 64 for job in jobs
+    )
     assert sweep(given).settings["seed"] == 4
 
 
@@ -93,18 +106,34 @@ def test_the_widest_range_can_be_drawn_from(most: float, log: bool) -> None:
 @pytest.mark.parametrize(
     ("given", "param", "words"),
     [
-        ({"training.learning_rte": [1, 2]}, "sweep.training.learning_rte", "did you mean training.learning_rate?"),
+        (
+            {"training.learning_rte": [1, 2]},
+            "sweep.training.learning_rte",
+            "did you mean training.learning_rate?",
+        ),
         ({"lora.r": [8, 0]}, "sweep.lora.r", "sweep.lora.r = 0: must be at least 1."),
         ({"lora.r": 8}, "sweep.lora.r", "must be a list of values"),
         ({"lora.r": []}, "sweep.lora.r", "must be a list of values"),
         ({"lora.r": [8, 8]}, "sweep.lora.r", "8 is there twice"),
-        ({"lora.r": list(range(257))}, "sweep.lora.r", "257 values; at most 256 are possible. Leave values out."),
-        ({"data.completion": ["short", "long"]}, "sweep.data.completion", "it changes what the loss measures"),
+        (
+            {"lora.r": list(range(257))},
+            "sweep.lora.r",
+            "257 values; at most 256 are possible. Leave values out.",
+        ),
+        (
+            {"data.completion": ["short", "long"]},
+            "sweep.data.completion",
+            "it changes what the loss measures",
+        ),
         ({"lora.r": [8]}, "sweep", "makes 1 job, and may make 2 to 64"),
         ({"lora.r": list(range(1, 14)), "seed": [1, 2, 3, 4, 5]}, "sweep", "makes 65 jobs"),
         ({"lora.r": {"min": 1, "max": 8}}, "sweep.lora.r", "ranges are of method: random"),
         ({"method": "random", "lora.r": [8, 16]}, "sweep", "sweep.samples is required"),
-        ({"method": "random", "samples": 3, "lora.r": [8, 16]}, "sweep.samples", "only 2 combinations"),
+        (
+            {"method": "random", "samples": 3, "lora.r": [8, 16]},
+            "sweep.samples",
+            "only 2 combinations",
+        ),
         ({"method": "random", "samples": 65, "lora.r": [8, 16]}, "sweep.samples", "at most 64"),
         (
             {"method": "random", "samples": 2, "lora.r": {"min": 0, "max": 8, "log": True}},
@@ -120,7 +149,11 @@ def test_the_widest_range_can_be_drawn_from(most: float, log: bool) -> None:
             ({"method": "random", "samples": 2, "lora.r": bounds}, f"sweep.lora.r.{name}", words)
             for bounds, name, words in (
                 ({"min": 1, "max": 10**400}, "max", "sweep.lora.r.max = 1000"),
-                ({"min": 1, "max": 10**400, "log": True}, "max", "must be from -9007199254740992 to 9007199254740992"),
+                (
+                    {"min": 1, "max": 10**400, "log": True},
+                    "max",
+                    "must be from -9007199254740992 to 9007199254740992",
+                ),
                 (
                     {"min": 1, "max": 2**53 + 1},
                     "max",
@@ -128,13 +161,25 @@ def test_the_widest_range_can_be_drawn_from(most: float, log: bool) -> None:
                 ),
                 ({"min": -(10**400), "max": 1.5}, "min", "must be from -9007199254740992"),
                 ({"min": 0.5, "max": "1e300"}, "max", "'1e300': must be from"),
-                ({"min": 0.5, "max": 1e300}, "max", "= 1e+300: must be from -9007199254740992 to 9007199254740992."),
+                (
+                    {"min": 0.5, "max": 1e300},
+                    "max",
+                    "= 1e+300: must be from -9007199254740992 to 9007199254740992.",
+                ),
             )
         ),
         ({"method": "bayes", "lora.r": [8, 16]}, "sweep.method", "grid or random"),
         ({"samples": 4, "lora.r": [8, 16]}, "sweep", "sweep.samples is for sweep.method random"),
-        ({"halving": {"eta": 1}, "lora.r": [8, 16]}, "sweep.halving.eta", "sweep.halving.eta = 1: must be at least 2."),
-        ({"training": {"learning_rate": [1e-4]}}, "sweep.training", "name one of them with its dots"),
+        (
+            {"halving": {"eta": 1}, "lora.r": [8, 16]},
+            "sweep.halving.eta",
+            "sweep.halving.eta = 1: must be at least 2.",
+        ),
+        (
+            {"training": {"learning_rate": [1e-4]}},
+            "sweep.training",
+            "name one of them with its dots",
+        ),
         ({"model": ["a", "b"]}, "sweep.model", "losses could not be compared"),
         ({"distributed.nnodes": [1, 2]}, "sweep.distributed.nnodes", "how fast a job runs"),
         ({"suffix": ["a", "b"]}, "sweep.suffix", "applies to the whole sweep"),
@@ -151,7 +196,11 @@ def test_a_fault_is_told_by_its_name_and_a_way_out(given: Any, param: str, words
 
 
 def test_all_faults_are_told_at_once_each_one_once() -> None:
-    error = refused({"lora.r": [0, 8, 16], "training.learning_rate": [2.0, 1e-4]}, lora={"lora_dropout": 2}, suffix="a b")
+    error = refused(
+        {"lora.r": [0, 8, 16], "training.learning_rate": [2.0, 1e-4]},
+        lora={"lora_dropout": 2},
+        suffix="a b",
+    )
     lines = error.message.splitlines()
     assert len(lines) == 5, error.message
     assert sum("sweep.lora.r = 0" in line for line in lines) == 1
@@ -162,7 +211,9 @@ def test_all_faults_are_told_at_once_each_one_once() -> None:
 def test_a_body_full_of_faults_is_not_read_for_each_job(monkeypatch: pytest.MonkeyPatch) -> None:
     """A megabyte of them took the server a minute."""
     read: list[object] = []
-    monkeypatch.setattr(search_space, "read_request", lambda body: read.append(body) or read_request(body))
+    monkeypatch.setattr(
+        search_space, "read_request", lambda body: read.append(body) or read_request(body)
+    )
     refused({"lora.r": list(range(1, 65))}, **{f"option_{number}": 1 for number in range(1000)})
     assert len(read) == 1
     error = refused({f"option_{number}": [1, 2] for number in range(1100)})
@@ -170,7 +221,9 @@ def test_a_body_full_of_faults_is_not_read_for_each_job(monkeypatch: pytest.Monk
 
 
 def test_a_value_that_only_fails_beside_another_is_refused_too() -> None:
-    error = refused({"training.lr_scheduler_type": ["linear", "cosine"]}, training={"decay_ratio": 0.2})
+    error = refused(
+        {"training.lr_scheduler_type": ["linear", "cosine"]}, training={"decay_ratio": 0.2}
+    )
     assert "decay_ratio" in error.message
 
 
@@ -188,7 +241,10 @@ def test_reinforcement_has_no_loss_to_compare_jobs_by() -> None:
     error = refused({"lora.r": [8, 16]}, method=method())
     assert error.param == "sweep"
     assert "compares jobs by validation loss" in error.message
-    assert "method.type = 'tinker' is not available" in refused({"lora.r": [8, 16]}, method={"type": "tinker"}).message
+    assert (
+        "method.type = 'tinker' is not available"
+        in refused({"lora.r": [8, 16]}, method={"type": "tinker"}).message
+    )
     assert len(sweep({"lora.r": [8, 16]}, method={"type": "dpo"}).jobs) == 2
 
 

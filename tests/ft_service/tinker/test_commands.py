@@ -32,7 +32,9 @@ def test_what_waits(log: CommandLog) -> None:
     log.put_result(0, CommandResult({}))
     assert not log.has_unanswered()
     log.put(Command(5, "optim_step"))
-    assert (log.first_missing(), log.has_unanswered()) == (1, False), "its client may never send the one before it"
+    assert (log.first_missing(), log.has_unanswered()) == (1, False), (
+        "its client may never send the one before it"
+    )
     for seq in range(1, 5):
         log.put(Command(seq, "optim_step"))
     assert log.has_unanswered()
@@ -56,7 +58,9 @@ def test_the_position_outlives_all_that_is_old(log: CommandLog) -> None:
         log.put(Command(seq, "optim_step"))
         log.put_result(seq, CommandResult({}))
     log.prune(2, results_before=log.last_used() - 3600)
-    assert (log.first_missing(), log.has_unanswered()) == (3, False), "commands go before their results"
+    assert (log.first_missing(), log.has_unanswered()) == (3, False), (
+        "commands go before their results"
+    )
     log.prune(2, results_before=log.last_used() + 3600)
     assert [log.has_result(seq) for seq in range(3)] == [False, False, True]
     assert (log.first_missing(), log.has_unanswered()) == (3, False)

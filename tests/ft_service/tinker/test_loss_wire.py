@@ -12,14 +12,18 @@ from ft_service.tinker.loss_wire import MOST_DATUMS, MOST_PARTS, LossHead, refus
 from tests.support.training.loss_messages import loss_message
 
 IDS = np.array([5, 6, 7])
-CALL = loss_message(300, [(IDS, {"target_tokens": IDS, "weights": np.ones(3, np.float32)})], "ppo", {"a": 1.0})
+CALL = loss_message(
+    300, [(IDS, {"target_tokens": IDS, "weights": np.ones(3, np.float32)})], "ppo", {"a": 1.0}
+)
 
 
 def part(field: int, body: bytes) -> bytes:
     """A part as it is on the wire."""
-    size, length = len(body), b""
+    size = len(body)
+    length = b""
     while size > 127:
-        length, size = length + bytes([size & 127 | 128]), size >> 7
+        length = length + bytes([size & 127 | 128])
+        size = size >> 7
     return bytes([field << 3 | 2]) + length + bytes([size]) + body
 
 
@@ -35,7 +39,9 @@ BOMBS = {
 
 
 @pytest.mark.parametrize("case", list(BOMBS))
-def test_a_call_of_too_many_parts_is_refused_before_it_is_parsed(case: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_call_of_too_many_parts_is_refused_before_it_is_parsed(
+    case: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     pb.ForwardBackwardRequest.FromString(BOMBS[case])
     monkeypatch.setattr("ft_service.tinker.loss_calls.pb.ForwardBackwardRequest", None)
     with pytest.raises(SpecError) as refused:
@@ -45,7 +51,11 @@ def test_a_call_of_too_many_parts_is_refused_before_it_is_parsed(case: str, monk
 
 def test_the_largest_calls_that_clients_send_pass() -> None:
     ids = np.arange(50)
-    arrays = {"target_tokens": ids, "logprobs": np.ones(50, np.float32), "advantages": np.ones(50, np.float32)}
+    arrays = {
+        "target_tokens": ids,
+        "logprobs": np.ones(50, np.float32),
+        "advantages": np.ones(50, np.float32),
+    }
     body = loss_message(1, [(ids, arrays)] * MOST_DATUMS, "ppo").SerializeToString()
     refuse_parts_beyond(body)
     assert len(LossRequest.parse(body).message.data) == MOST_DATUMS
@@ -53,7 +63,10 @@ def test_the_largest_calls_that_clients_send_pass() -> None:
 
 def test_the_parts_are_those_of_the_messages_description() -> None:
     datum = pb.Datum.DESCRIPTOR.fields_by_name
-    assert {name: datum[name].number for name in ("model_input", "loss_fn_inputs")} == {"model_input": 1, "loss_fn_inputs": 2}
+    assert {name: datum[name].number for name in ("model_input", "loss_fn_inputs")} == {
+        "model_input": 1,
+        "loss_fn_inputs": 2,
+    }
     entry = datum["loss_fn_inputs"].message_type
     assert entry is not None
     values = entry.fields_by_name
@@ -67,7 +80,14 @@ def test_a_calls_beginning_tells_its_model_and_number() -> None:
 
 
 @pytest.mark.parametrize(
-    "body", [b"", b"\xff" * 300, b"\x0a\x05model", part(3, b"") + CALL.SerializeToString(), b"\x0a\x7fmodel"]
+    "body",
+    [
+        b"",
+        b"\xff" * 300,
+        b"\x0a\x05model",
+        part(3, b"") + CALL.SerializeToString(),
+        b"\x0a\x7fmodel",
+    ],
 )
 def test_a_call_without_them_is_refused(body: bytes) -> None:
     with pytest.raises(SpecError):

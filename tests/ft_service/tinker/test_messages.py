@@ -1,4 +1,6 @@
-"""Our messages against those of the installed `tinker` package: the same fields by number and type."""
+"""Our messages against those of the installed `tinker` package: the same fields by number and
+type.
+"""
 
 from __future__ import annotations
 
@@ -29,13 +31,20 @@ def fields_of(message: Any) -> dict[str, list[Any]]:
 
 
 def test_fields() -> None:
-    found = subprocess.run([sys.executable, "-c", THEIRS], capture_output=True, text=True, check=True, timeout=120)
+    found = subprocess.run(
+        [sys.executable, "-c", THEIRS], capture_output=True, text=True, check=True, timeout=120
+    )
     theirs: dict[str, dict[str, list[Any]]] = json.loads(found.stdout)
     numbers = [{tuple(field) for field in fields.values()} for fields in theirs.values()]
     for name, message in ours.DESCRIPTOR.message_types_by_name.items():
         mine = fields_of(message)
         if name in theirs:
-            assert {tuple(field) for field in mine.values()} <= {tuple(field) for field in theirs[name].values()}, name
+            assert {tuple(field) for field in mine.values()} <= {
+                tuple(field) for field in theirs[name].values()
+            }, name
         else:
-            assert any({tuple(field) for field in mine.values()} <= other for other in numbers), (name, mine)
+            assert any({tuple(field) for field in mine.values()} <= other for other in numbers), (
+                name,
+                mine,
+            )
         assert FieldDescriptor.TYPE_GROUP not in {field[1] for field in mine.values()}

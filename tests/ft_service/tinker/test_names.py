@@ -19,7 +19,8 @@ SESSION = "session-Ab1"
 
 
 def test_ids_lead_back() -> None:
-    model, sampler = model_id(SESSION, 3), sampler_id(SESSION, 4)
+    model = model_id(SESSION, 3)
+    sampler = sampler_id(SESSION, 4)
     assert session_of(model) == session_of(sampler) == SESSION
     assert check_model_id(model) == model
     assert job_id_of(model) == job_id_of(model) != job_id_of(model_id(SESSION, 2))
@@ -58,7 +59,9 @@ def test_names_that_are_none(name: str) -> None:
         check_name(name)
 
 
-@pytest.mark.parametrize("given", ["", "session-1:train:2", "session-1:other:2#3", "session-1:train:2#-1", "x" * 10_000])
+@pytest.mark.parametrize(
+    "given", ["", "session-1:train:2", "session-1:other:2#3", "session-1:train:2#-1", "x" * 10_000]
+)
 def test_request_ids_that_are_none(given: str) -> None:
     with pytest.raises(SpecError, match=r"request_id"):
         parse_request_id(given)

@@ -35,7 +35,8 @@ _OPTIONS = (
     "--disable-gpu",
     "--disable-breakpad",
     "--no-first-run",
-    # What goes on beside the page, and every picture of what moves, takes processor time from the tests.
+    # What goes on beside the page, and every picture of what moves, takes processor time from the
+    # tests.
     "--disable-background-networking",
     "--disable-component-update",
     "--disable-extensions",
@@ -58,14 +59,18 @@ def browsing(downloads: Path) -> Iterator[webdriver.Chrome]:
     options.set_capability("goog:loggingPrefs", {"browser": "ALL"})
     driver = webdriver.Chrome(options=options, service=Service(chromedriver))
     try:
-        driver.execute_cdp_cmd("Browser.setDownloadBehavior", {"behavior": "allow", "downloadPath": str(downloads)})
+        driver.execute_cdp_cmd(
+            "Browser.setDownloadBehavior", {"behavior": "allow", "downloadPath": str(downloads)}
+        )
         yield driver
     finally:
         driver.quit()
 
 
 def until(condition: Callable[[], Found], seconds: float = HANG_SECONDS) -> Found:
-    """Return a condition's value once it is true; elements that are replaced meanwhile are found again."""
+    """Return a condition's value once it is true; elements that are replaced meanwhile are found
+    again.
+    """
 
     @wraps(condition)
     def found() -> Found | None:
@@ -111,7 +116,10 @@ def sized(driver: webdriver.Chrome, width: int, theme: str) -> None:
     """Look at the page in a window of a width, in a theme."""
     size = {"width": width, "height": 900, "deviceScaleFactor": 1, "mobile": width < 700}
     driver.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", size)
-    driver.execute_cdp_cmd("Emulation.setEmulatedMedia", {"features": [{"name": "prefers-color-scheme", "value": theme}]})
+    driver.execute_cdp_cmd(
+        "Emulation.setEmulatedMedia",
+        {"features": [{"name": "prefers-color-scheme", "value": theme}]},
+    )
 
 
 def told(driver: webdriver.Chrome) -> list[str]:
@@ -120,7 +128,9 @@ def told(driver: webdriver.Chrome) -> list[str]:
 
 
 def confirm(driver: webdriver.Chrome, text: str | None = None) -> None:
-    """Say yes to what the page asks before it changes something, with `text` where it wants a word."""
+    """Say yes to what the page asks before it changes something, with `text` where it wants a
+    word.
+    """
     question = until(lambda: driver.switch_to.alert)
     if text is not None:
         question.send_keys(text)
@@ -132,15 +142,18 @@ def tab_to(driver: webdriver.Chrome, css: str, most: int = 80) -> None:
     for _ in range(most):
         webdriver.ActionChains(driver, duration=0).send_keys(Keys.TAB).perform()
         if driver.execute_script("return document.activeElement.matches(arguments[0])", css):
-            outline = driver.execute_script("return getComputedStyle(document.activeElement).outlineStyle")
+            outline = driver.execute_script(
+                "return getComputedStyle(document.activeElement).outlineStyle"
+            )
             assert outline != "none", f"{css} has the focus, and does not show it"
             return
     raise AssertionError(f"{css} cannot be reached with the keyboard")
 
 
 def walked(driver: webdriver.Chrome) -> tuple[list[str], list[str]]:
-    """What can be worked in the page as it is, in its order; and what has the focus, one after the other, from the first press
-    of the tabulator until the page's beginning comes round. What does not show that it has the focus says so.
+    """What can be worked in the page as it is, in its order; and what has the focus, one after the
+    other, from the first press of the tabulator until the page's beginning comes round. What does
+    not show that it has the focus says so.
     """
     expected: list[str] = driver.execute_script(_WALK)
     keys = [Keys.TAB] * (len(expected) + 1)
@@ -212,6 +225,11 @@ for (const type of ["dragenter", "dragover", "drop"])
 def axe_faults(driver: webdriver.Chrome) -> list[str]:
     """What axe finds serious or critical in the page as it is."""
     driver.execute_script(AXE.read_text())
-    run = "axe.run(document, {resultTypes: ['violations']}).then((found) => arguments[0](found.violations))"
+    run = (
+        "axe.run(document, {resultTypes: ['violations']}).then((found) => "
+        "arguments[0](found.violations))"
+    )
     found: list[dict[str, Any]] = driver.execute_async_script(run)
-    return [f"{one['id']}: {one['nodes'][0]['target']}" for one in found if one["impact"] in SERIOUS]
+    return [
+        f"{one['id']}: {one['nodes'][0]['target']}" for one in found if one["impact"] in SERIOUS
+    ]

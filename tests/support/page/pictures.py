@@ -1,8 +1,9 @@
-"""Pictures of every view, at two widths and in both themes: `python -m tests.support.page.pictures [FOLDER] [--run DIR]
-[--only NAME …]`.
+"""Pictures of every view, at two widths and in both themes: `python -m tests.support.page.pictures
+[FOLDER] [--run DIR] [--only NAME …]`.
 
-They are what docs/page.md shows (docs/pictures/). Needs Chromium, its driver, and Pillow, which the examples bring. Adapter and
-answers are those of a job that is trained for it (some minutes), or of one that was before: its run directory.
+They are what docs/page.md shows (docs/pictures/). Needs Chromium, its driver, and Pillow, which the
+examples bring. Adapter and answers are those of a job that is trained for it (some minutes), or of
+one that was before: its run directory.
 """
 
 from __future__ import annotations
@@ -43,15 +44,22 @@ _SETTLED_SECONDS = 1.5
 
 
 def parse(arguments: Sequence[str]) -> argparse.Namespace:
-    """The command line. Ends the process for a name that is no view's, such as the folder's, which has to stand first."""
+    """The command line. Ends the process for a name that is no view's, such as the folder's, which
+    has to stand first.
+    """
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("folder", nargs="?", type=Path, default=ROOT / "docs/pictures")
-    parser.add_argument("--run", type=Path, help="a run directory that this program has trained before")
+    parser.add_argument(
+        "--run", type=Path, help="a run directory that this program has trained before"
+    )
     parser.add_argument("--only", nargs="+", default=[], help="names of views, after the folder")
     options = parser.parse_args(arguments)
     known = sorted(["sign-in", *views(defaultdict(str))])
     if unknown := [name for name in options.only if name not in known]:
-        parser.error(f"--only {' '.join(unknown)}: give names of views after FOLDER. There are {', '.join(known)}.")
+        parser.error(
+            f"--only {' '.join(unknown)}: give names of views after FOLDER. There are "
+            f"{', '.join(known)}."
+        )
     return options
 
 
@@ -84,12 +92,20 @@ def _trained(folder: Path) -> Path:
         "evaluation": {"prompts": 6, "metrics": ["exact_match", "json_valid", "rouge_l"]},
     }
     (folder / "job.yaml").write_text(yaml.safe_dump(spec))
-    command = [str(Path(sys.executable).with_name("ft")), "run", str(folder / "job.yaml"), "--run-dir", str(folder / "run")]
+    command = [
+        str(Path(sys.executable).with_name("ft")),
+        "run",
+        str(folder / "job.yaml"),
+        "--run-dir",
+        str(folder / "run"),
+    ]
     subprocess.run(command, check=True)
     return folder / "run"
 
 
-def _take_all(driver: webdriver.Chrome, place: Place, made: dict[str, str], folder: Path, only: list[str]) -> None:
+def _take_all(
+    driver: webdriver.Chrome, place: Place, made: dict[str, str], folder: Path, only: list[str]
+) -> None:
     driver.get(f"{place.url}/sign-in")
     _take(driver, folder, "sign-in")
     find(driver, "#key").send_keys(place.key, Keys.ENTER)
@@ -98,7 +114,10 @@ def _take_all(driver: webdriver.Chrome, place: Place, made: dict[str, str], fold
         if only and name not in only:
             continue
         driver.get(place.url + path)
-        until(lambda: not any(text in attribute(driver, "main", "textContent") for text in READING), seconds=120)
+        until(
+            lambda: not any(text in attribute(driver, "main", "textContent") for text in READING),
+            seconds=120,
+        )
         if name == "try":
             _talk(driver)
         _take(driver, folder, name)
@@ -106,17 +125,24 @@ def _take_all(driver: webdriver.Chrome, place: Place, made: dict[str, str], fold
 
 def _talk(driver: webdriver.Chrome) -> None:
     for number, message in enumerate(
-        ("I want to cancel order 30220, the grey helmet.", "Where is my folding printer? This is urgent!")
+        (
+            "I want to cancel order 30220, the grey helmet.",
+            "Where is my folding printer? This is urgent!",
+        )
     ):
         press(driver, message, Keys.ENTER)
         until(
-            lambda number=number: attribute(driver, "#talk", "textContent").count("tokens in") == 2 * (number + 1), seconds=180
+            lambda number=number: (
+                attribute(driver, "#talk", "textContent").count("tokens in") == 2 * (number + 1)
+            ),
+            seconds=180,
         )
 
 
 def views(made: Mapping[str, str]) -> dict[str, str]:
     """Name → path of every view."""
-    done, compared = made["succeeded"], ("sweep 0", "sweep 1", "sweep 2", "succeeded")
+    done = made["succeeded"]
+    compared = ("sweep 0", "sweep 1", "sweep 2", "succeeded")
     return {
         "jobs": "/jobs",
         "job": f"/jobs/{made['running']}?smooth=0.6",
@@ -160,7 +186,13 @@ def _of_few_colours(picture: Image.Image) -> Image.Image:
     """Its most frequent colours as they are, and the nearest of them for every other one."""
     counted = picture.getcolors(picture.width * picture.height) or []
     palette = Image.new("P", (1, 1))
-    palette.putpalette([part for _, colour in sorted(counted, reverse=True)[:COLOURS] for part in colour])  # type: ignore[union-attr]
+    palette.putpalette(
+        [
+            part
+            for _, colour in sorted(counted, reverse=True)[:COLOURS]
+            for part in colour  # type: ignore[union-attr]
+        ]
+    )
     return picture.quantize(palette=palette, dither=Image.Dither.NONE)
 
 

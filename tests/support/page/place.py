@@ -1,4 +1,6 @@
-"""A service that a browser can look at: a server that can be stopped and started again, and jobs that only seem to train."""
+"""A service that a browser can look at: a server that can be stopped and started again, and jobs
+that only seem to train.
+"""
 
 from __future__ import annotations
 
@@ -85,7 +87,9 @@ class Place:
         """Serve, on the same port as before."""
         self._listener = socket.create_server(("127.0.0.1", self.port))
         app = create_app(self.settings, self.store, preview=self.preview, descriptions=at_once())
-        self._server = uvicorn.Server(uvicorn.Config(app, log_level="critical", timeout_graceful_shutdown=1))
+        self._server = uvicorn.Server(
+            uvicorn.Config(app, log_level="critical", timeout_graceful_shutdown=1)
+        )
         self._serving = threading.Thread(target=self._server.run, args=([self._listener],))
         self._serving.start()
         wait_until(lambda: self._server.started)
@@ -104,7 +108,12 @@ class Place:
 
     def _move(self) -> None:
         check = lambda job, examiner, tell: Checked()  # noqa: E731
-        reconciler = Reconciler(self.store, self.launcher, Places(self.home), ReconcilerOptions(check=check, idle_seconds=0.05))
+        reconciler = Reconciler(
+            self.store,
+            self.launcher,
+            Places(self.home),
+            ReconcilerOptions(check=check, idle_seconds=0.05),
+        )
         if self.moves:
             reconciler.run(self._stop_moving)
 
@@ -133,26 +142,55 @@ class Place:
                 trained_tokens=100 * step,
                 step_seconds=0.5,
             )
-            events.append(Event(time=time.time(), kind="metrics", message=f"Step {step}/{TOTAL}", metrics=numbers))
+            events.append(
+                Event(
+                    time=time.time(),
+                    kind="metrics",
+                    message=f"Step {step}/{TOTAL}",
+                    metrics=numbers,
+                )
+            )
         write_segment(run, attempt, len(run.list(AttemptKeys(attempt).events)), events)
         self.launcher.set(job.id, attempt, Running(reported=True))
 
     def save(self, job: Job, attempt: int, step: int) -> None:
         """Leave a checkpoint."""
-        run, name = self.run_of(job), checkpoint_name(step, attempt)
-        run.write(marker_key(name), CheckpointMarker(step=step, attempt=attempt, world_size=1, files=[]))
+        run = self.run_of(job)
+        name = checkpoint_name(step, attempt)
+        run.write(
+            marker_key(name), CheckpointMarker(step=step, attempt=attempt, world_size=1, files=[])
+        )
         numbers = Metrics(step=step, total_steps=TOTAL, train_loss=1.0)
-        event = Event(time=time.time(), kind="checkpoint", message=f"Checkpoint {name}", metrics=numbers, checkpoint=name)
+        event = Event(
+            time=time.time(),
+            kind="checkpoint",
+            message=f"Checkpoint {name}",
+            metrics=numbers,
+            checkpoint=name,
+        )
         write_segment(run, attempt, len(run.list(AttemptKeys(attempt).events)), [event])
 
     def rest(self, job: Job, attempt: int, step: int) -> None:
         """Stop at a checkpoint, as asked."""
-        stopped = exit_of(ExitReason.STOPPED, f"Training has stopped at checkpoint {checkpoint_name(step, attempt)}.")
+        stopped = exit_of(
+            ExitReason.STOPPED,
+            f"Training has stopped at checkpoint {checkpoint_name(step, attempt)}.",
+        )
         self.launcher.end(job.id, attempt, stopped, checkpoint_step=step)
 
     def succeed(self, job: Job, attempt: int) -> None:
         run = self.run_of(job)
         run.put("adapter/adapter_config.json", b"{}")
         run.put("metrics.csv", b"step,train_loss\n1,1.0\n")
-        run.write("result.json", Result(attempt=attempt, steps=TOTAL, trained_tokens=4000, train_loss=0.3, valid_loss=None))
-        self.launcher.end(job.id, attempt, exit_of(ExitReason.SUCCEEDED, "Training has finished."), checkpoint_step=TOTAL)
+        run.write(
+            "result.json",
+            Result(
+                attempt=attempt, steps=TOTAL, trained_tokens=4000, train_loss=0.3, valid_loss=None
+            ),
+        )
+        self.launcher.end(
+            job.id,
+            attempt,
+            exit_of(ExitReason.SUCCEEDED, "Training has finished."),
+            checkpoint_step=TOTAL,
+        )

@@ -1,4 +1,7 @@
-"""A provider that people sign in through: oidc-provider-mock, with PKCE. A test can spoil its ID tokens."""
+"""A provider that people sign in through: oidc-provider-mock, with PKCE.
+
+A test can spoil its ID tokens.
+"""
 
 from __future__ import annotations
 
@@ -26,7 +29,9 @@ SECRET = "a secret with : and %"
 
 @dataclass
 class Provider:
-    """The provider, around the real one: it refuses what a provider that asks for PKCE refuses, and keeps what it was asked."""
+    """The provider, around the real one: it refuses what a provider that asks for PKCE refuses, and
+    keeps what it was asked.
+    """
 
     app: Any
     url: str = ""
@@ -40,11 +45,14 @@ class Provider:
     """Queries of logouts."""
 
     def person(self, subject: str, **claims: Any) -> None:
-        """Set a person's claims, which replace those of the ID token too: `aud`, `exp`, `nonce`, ..."""
+        """Set a person's claims, which replace those of the ID token too: `aud`, `exp`, `nonce`,
+        ...
+        """
         httpx2.put(f"{self.url}/users/{subject}", json=claims, trust_env=False).raise_for_status()
 
     def __call__(self, environ: dict[str, Any], start_response: Any) -> Iterable[bytes]:
-        path, query = environ["PATH_INFO"], _fields(environ["QUERY_STRING"])
+        path = environ["PATH_INFO"]
+        query = _fields(environ["QUERY_STRING"])
         if path == "/oauth2/authorize" and query.get("code_challenge_method") != "S256":
             start_response("400 Bad Request", [])
             return [b"no PKCE"]
@@ -65,7 +73,10 @@ class Provider:
         def note(status: str, headers: list[tuple[str, str]], *more: Any) -> Any:
             for number, (name, value) in enumerate(headers):
                 if name.lower() == "location" and "state=" not in value and "state" in query:
-                    headers[number] = name, f"{value}&state={query['state']}"  # which it forgets when it says no
+                    headers[number] = (
+                        name,
+                        f"{value}&state={query['state']}",
+                    )  # which it forgets when it says no
             self.led_to += [value for name, value in headers if name.lower() == "location"]
             return start_response(status, headers, *more)
 
@@ -74,7 +85,9 @@ class Provider:
 
 @contextmanager
 def providing() -> Iterator[Provider]:
-    """A provider on a free port of this host, by the name localhost, so that the page is another site to browsers."""
+    """A provider on a free port of this host, by the name localhost, so that the page is another
+    site to browsers.
+    """
     with patch.dict(os.environ, {"AUTHLIB_INSECURE_TRANSPORT": "1"}):
         provider = Provider(oidc_provider_mock.app())
         server = make_server("localhost", 0, provider, threaded=True)

@@ -1,4 +1,6 @@
-"""A home full of jobs that were never run: every state, curves with spikes, a pause and a second attempt, checkpoints, logs."""
+"""A home full of jobs that were never run: every state, curves with spikes, a pause and a second
+attempt, checkpoints, logs.
+"""
 
 from __future__ import annotations
 
@@ -59,27 +61,48 @@ def seed_files(settings: Settings, store: Store, project: str) -> dict[str, str]
     return found
 
 
-def seed_job(settings: Settings, store: Store, holder: Principal, body: Mapping[str, Any], **row: Any) -> Job:
+def seed_job(
+    settings: Settings, store: Store, holder: Principal, body: Mapping[str, Any], **row: Any
+) -> Job:
     """A job by a create body, then made what the columns in `row` say."""
     catalogue = Catalogue.from_settings(settings, at_once())
     job = create_job(dict(body), AdmissionContext(holder, store, settings, catalogue))
     if row:
         with store.writing() as connection:
-            connection.execute(update(jobs).where(jobs.c.id == job.id).values(**row, **OUT_OF_REACH))
+            connection.execute(
+                update(jobs).where(jobs.c.id == job.id).values(**row, **OUT_OF_REACH)
+            )
     return store.jobs.get_job(holder.project_id, job.id)
 
 
 def seed_steps(
-    store: Store, job: Job, steps: int, *, total: int, seed: int = 0, began: float | None = None, again_from: int | None = None
+    store: Store,
+    job: Job,
+    steps: int,
+    *,
+    total: int,
+    seed: int = 0,
+    began: float | None = None,
+    again_from: int | None = None,
 ) -> None:
-    """What attempts reported: `steps` steps; with `again_from`, a second attempt that continues from there after a pause."""
+    """What attempts reported: `steps` steps; with `again_from`, a second attempt that continues
+    from there after a pause.
+    """
     began = NOW - steps * 1.5 if began is None else began
     noise = random.Random(seed)
-    level, floor, pace = 2.4 + noise.random(), 0.25 + 0.5 * noise.random(), 0.12 + 0.2 * noise.random()
+    level = 2.4 + noise.random()
+    floor = 0.25 + 0.5 * noise.random()
+    pace = 0.12 + 0.2 * noise.random()
     rows: list[dict[str, Any]] = []
 
-    def add(attempt: int | None, when: float, message: str, metrics: dict[str, Any] | None, line: int) -> None:
-        own = {"attempt": attempt, "segment": 0 if attempt else None, "line": line if attempt else None}
+    def add(
+        attempt: int | None, when: float, message: str, metrics: dict[str, Any] | None, line: int
+    ) -> None:
+        own = {
+            "attempt": attempt,
+            "segment": 0 if attempt else None,
+            "line": line if attempt else None,
+        }
         rows.append(
             {
                 **own,
@@ -101,7 +124,9 @@ def seed_steps(
             "total_steps": total,
             "train_loss": max(0.02, loss),
             "train_mean_token_accuracy": min(0.99, max(0.1, 1.0 - loss / 4)),
-            "learning_rate": 2e-4 * min(1.0, step / max(1, 0.03 * total)) * (1 - step / (total + 1)),
+            "learning_rate": 2e-4
+            * min(1.0, step / max(1, 0.03 * total))
+            * (1 - step / (total + 1)),
             "grad_norm": abs(noise.gauss(0.8, 0.2)) + (3 if step == total // 3 else 0),
             "tokens": 4096,
             "trained_tokens": 4096 * step,
@@ -109,7 +134,10 @@ def seed_steps(
         }
         if step % max(1, total // 12) == 0:
             usual = floor + (level - floor) * math.exp(-step / (pace * total))
-            found |= {"valid_loss": usual * 1.06 + 0.03, "valid_mean_token_accuracy": max(0.1, 0.97 - usual / 4)}
+            found |= {
+                "valid_loss": usual * 1.06 + 0.03,
+                "valid_mean_token_accuracy": max(0.1, 0.97 - usual / 4),
+            }
         return found
 
     turn = steps if again_from is None else again_from + 6
@@ -126,8 +154,20 @@ def seed_steps(
 
 def seed_event(store: Store, job: Job, message: str, metrics: Mapping[str, Any]) -> None:
     """One more step that a job reports now."""
-    row = {"id": new_id("ftevent-"), "project_id": job.project_id, "job_id": job.id, "created_at": time.time(), "level": "info"}
-    own = {"attempt": job.attempt, "segment": metrics["step"], "line": 0, "message": message, "metrics": dict(metrics)}
+    row = {
+        "id": new_id("ftevent-"),
+        "project_id": job.project_id,
+        "job_id": job.id,
+        "created_at": time.time(),
+        "level": "info",
+    }
+    own = {
+        "attempt": job.attempt,
+        "segment": metrics["step"],
+        "line": 0,
+        "message": message,
+        "metrics": dict(metrics),
+    }
     with store.writing() as connection:
         connection.execute(insert(events), [row | own])
 
@@ -136,10 +176,24 @@ def seed_checkpoints(settings: Settings, store: Store, job: Job, steps: Sequence
     run = Places.of(settings).run(job.id)
     for step in steps:
         name = checkpoint_name(step, 1)
-        row = {"id": new_id("ftckpt_"), "project_id": job.project_id, "job_id": job.id, "name": name, "step": step}
-        known = {"step": step, "total_steps": step, "train_loss": 0.91, "valid_loss": 0.98, "valid_mean_token_accuracy": 0.74}
+        row = {
+            "id": new_id("ftckpt_"),
+            "project_id": job.project_id,
+            "job_id": job.id,
+            "name": name,
+            "step": step,
+        }
+        known = {
+            "step": step,
+            "total_steps": step,
+            "train_loss": 0.91,
+            "valid_loss": 0.98,
+            "valid_mean_token_accuracy": 0.74,
+        }
         with store.writing() as connection:
-            connection.execute(insert(checkpoints).values(**row, attempt=1, created_at=NOW - 600, metrics=known))
+            connection.execute(
+                insert(checkpoints).values(**row, attempt=1, created_at=NOW - 600, metrics=known)
+            )
         run.write(marker_key(name), CheckpointMarker(step=step, attempt=1, world_size=2, files=[]))
 
 
@@ -150,9 +204,15 @@ def seed_log(settings: Settings, job: Job, lines: Sequence[str], rank: int = 0) 
 
 
 def seed_all(
-    settings: Settings, store: Store, holder: Principal, sweep: Callable[[Settings, Store, Principal, dict[str, Any]], str]
+    settings: Settings,
+    store: Store,
+    holder: Principal,
+    sweep: Callable[[Settings, Store, Principal, dict[str, Any]], str],
 ) -> dict[str, str]:
-    """A sweep, made by `sweep` from a body; one job of each kind, and a few more. Returns what it is → id."""
+    """A sweep, made by `sweep` from a body; one job of each kind, and a few more.
+
+    Returns what it is → id.
+    """
     files = seed_files(settings, store, holder.project_id)
     body = {
         "model": "tiny-llama",
@@ -163,11 +223,17 @@ def seed_all(
 
     def job(name: str, options: Mapping[str, Any], **row: Any) -> Job:
         return seed_job(
-            settings, store, holder, body | {"suffix": name, "metadata": {"team": "support"}} | dict(options), **row
+            settings,
+            store,
+            holder,
+            body | {"suffix": name, "metadata": {"team": "support"}} | dict(options),
+            **row,
         )
 
     made: dict[str, Job] = {}
-    made["paused"] = job("night-run", {"priority": -5}, state="paused", attempt=1, created_at=NOW - 9000)
+    made["paused"] = job(
+        "night-run", {"priority": -5}, state="paused", attempt=1, created_at=NOW - 9000
+    )
     seed_steps(store, made["paused"], 120, total=300, seed=11, began=NOW - 8800)
     for number, (rate, rank) in enumerate(((1e-4, 8), (2e-4, 16), (4e-4, 16), (8e-4, 32))):
         ended = NOW - 7200 + 900 * number
@@ -185,9 +251,17 @@ def seed_all(
     swept = {"model": "tiny-llama", "training_file": files["train"], "suffix": "how-fast-to-learn"}
     ids = {"sweep": sweep(settings, store, holder, swept)}
     for number, one in enumerate(store.sweeps.jobs_of_sweeps([ids["sweep"]])[ids["sweep"]]):
-        seed_steps(store, one, 75 if number == 3 else 300, total=300, seed=30 + number, began=NOW - 5300)
+        seed_steps(
+            store, one, 75 if number == 3 else 300, total=300, seed=30 + number, began=NOW - 5300
+        )
     made["cancelled"] = job(
-        "first-try", {}, state="cancelled", reason="user_cancelled", attempt=1, created_at=NOW - 5160, finished_at=NOW - 5000
+        "first-try",
+        {},
+        state="cancelled",
+        reason="user_cancelled",
+        attempt=1,
+        created_at=NOW - 5160,
+        finished_at=NOW - 5000,
     )
     seed_steps(store, made["cancelled"], 40, total=300, seed=9, began=NOW - 5100)
     made["succeeded"] = one = job(
@@ -214,14 +288,27 @@ def seed_all(
     )
     seed_steps(store, one, 187, total=300, seed=21, began=NOW - 300)
     seed_checkpoints(settings, store, one, (100, 150))
-    seed_log(settings, one, ["rank 0 of 2 on cpu", *(json.dumps({"step": n, "loss": 2.2 / n + 0.4}) for n in range(1, 188))])
+    seed_log(
+        settings,
+        one,
+        [
+            "rank 0 of 2 on cpu",
+            *(json.dumps({"step": n, "loss": 2.2 / n + 0.4}) for n in range(1, 188)),
+        ],
+    )
     failed: dict[str, Any] = {
         "code": "invalid_training_file",
         "message": "train.jsonl, line 17: messages.1.content must be text, not a number.",
         "param": None,
     }
     made["failed"] = job(
-        "orders-week-46", {}, state="failed", reason="invalid_file", error=failed, created_at=NOW - 330, finished_at=NOW - 300
+        "orders-week-46",
+        {},
+        state="failed",
+        reason="invalid_file",
+        error=failed,
+        created_at=NOW - 330,
+        finished_at=NOW - 300,
     )
     made["queued"] = job("support-tone", {"priority": 3}, state="queued", queued_at=NOW - 60)
     job("support-tone-more-data", {}, state="queued", queued_at=NOW - 50)

@@ -27,13 +27,16 @@ from tests.support.page.seeded import NOW, OUT_OF_REACH
 STOPPED = {
     "state": "cancelled",
     "reason": "sweep_stopped",
-    "stopped": "stopped by the sweep: after 25 % of its steps its validation loss was 0.9200, and 3 of 4 jobs were better "
+    "stopped": "stopped by the sweep: after 25 % of its steps its validation loss was 0.9200, and "
+    "3 of 4 jobs were better "
     "there; 2 go on",
 }
 """Columns of a job in which its sweep saw no hope."""
 
 
-def seed_use(store: Store, project: str, key_id: str, days: int, scale: float, seed: int = 0) -> None:
+def seed_use(
+    store: Store, project: str, key_id: str, days: int, scale: float, seed: int = 0
+) -> None:
     """Use on each of the last days, weekends excepted."""
     noise = random.Random(seed)
     with store.writing() as connection:
@@ -41,12 +44,19 @@ def seed_use(store: Store, project: str, key_id: str, days: int, scale: float, s
             moment = NOW - ago * DAY_SECONDS
             if int(moment // DAY_SECONDS + 3) % 7 < 5:
                 hours = scale * noise.uniform(0.4, 1.6)
-                amounts = {"slot_seconds": round(3600 * hours), "tokens": round(9e6 * hours), "bytes": round(2e6 * hours)}
+                amounts = {
+                    "slot_seconds": round(3600 * hours),
+                    "tokens": round(9e6 * hours),
+                    "bytes": round(2e6 * hours),
+                }
                 add_use(connection, project, key_id, moment, jobs=noise.randint(1, 6), **amounts)
 
 
 def seed_teams(store: Store, admin: str, organization: str = "local") -> dict[str, str]:
-    """Two more projects with limits, keys and use, made by the key `admin`. Returns their names → ids."""
+    """Two more projects with limits, keys and use, made by the key `admin`.
+
+    Returns their names → ids.
+    """
     with acting(Actor(admin, "10.0.3.17")):
         return _seed_teams(store, organization)
 
@@ -64,10 +74,20 @@ def _seed_teams(store: Store, organization: str) -> dict[str, str]:
         for place, person in enumerate(("ci", "maria", "tom")):
             scope = "read" if person == "tom" else "submit"
             key, _ = store.keys.create_key(
-                project_id=project.id, name=f"{person}, {name.lower()}", scope=scope, expires_at=NOW + 7e6
+                project_id=project.id,
+                name=f"{person}, {name.lower()}",
+                scope=scope,
+                expires_at=NOW + 7e6,
             )
             if scope == "submit":
-                seed_use(store, project.id, key.id, 30, (2.5 - number) / (place + 1), seed=10 * number + place)
+                seed_use(
+                    store,
+                    project.id,
+                    key.id,
+                    30,
+                    (2.5 - number) / (place + 1),
+                    seed=10 * number + place,
+                )
         with store.writing() as connection:
             used = {"used": 3600.0 * (9 - 6 * number), "used_at": NOW}
             connection.execute(update(projects).where(projects.c.id == project.id).values(**used))
@@ -80,14 +100,28 @@ def seed_host(store: Store, job_id: str) -> None:
     """A host of one slot, which a job holds: queued jobs wait for it."""
     store.queue.announce_host("h", 1)
     with store.writing() as connection:
-        held = {"host": "h", "slot": 0, "job_id": job_id, "project_id": "default", "attempt": 1, "taken_at": NOW}
+        held = {
+            "host": "h",
+            "slot": 0,
+            "job_id": job_id,
+            "project_id": "default",
+            "attempt": 1,
+            "taken_at": NOW,
+        }
         connection.execute(insert(slots).values(held))
 
 
 def seed_sweep(settings: Settings, store: Store, holder: Principal, body: Mapping[str, Any]) -> str:
-    """A sweep over learning rates that is over: three jobs to their end, one stopped on the way. Returns its id."""
+    """A sweep over learning rates that is over: three jobs to their end, one stopped on the way.
+
+    Returns its id.
+    """
     rates = (1e-4, 3e-4, 1e-3, 3e-3)
-    asked = {**body, "validation_file": body["training_file"], "sweep": {"training.learning_rate": list(rates)}}
+    asked = {
+        **body,
+        "validation_file": body["training_file"],
+        "sweep": {"training.learning_rate": list(rates)},
+    }
     catalogue = Catalogue.from_settings(settings, at_once())
     sweep = create_sweep(asked, AdmissionContext(holder, store, settings, catalogue))
     made = store.sweeps.jobs_of_sweeps([sweep.id])[sweep.id]
@@ -95,8 +129,16 @@ def seed_sweep(settings: Settings, store: Store, holder: Principal, body: Mappin
         ended = {"finished_at": NOW - 3000, "created_at": NOW - 5400, "best_job": made[2].id}
         connection.execute(update(sweeps).where(sweeps.c.id == sweep.id).values(**ended))
         for number, job in enumerate(made):
-            loss, step = (0.61, 0.44, 0.37, 0.92)[number], 75 if number == 3 else 300
-            course = {"step": step, "total_steps": 300, "valid_loss": loss, "best_loss": loss, "best_step": step, "rungs": {}}
+            loss = (0.61, 0.44, 0.37, 0.92)[number]
+            step = 75 if number == 3 else 300
+            course = {
+                "step": step,
+                "total_steps": 300,
+                "valid_loss": loss,
+                "best_loss": loss,
+                "best_step": step,
+                "rungs": {},
+            }
             over = {
                 "state": "succeeded",
                 "reason": "succeeded",
@@ -112,15 +154,27 @@ def seed_sweep(settings: Settings, store: Store, holder: Principal, body: Mappin
 
 def seed_messages(store: Store, job: Job, messages: Sequence[str]) -> None:
     """Events of a job without numbers, at its end."""
-    row = {"project_id": job.project_id, "job_id": job.id, "created_at": NOW, "level": "info", "metrics": None}
+    row = {
+        "project_id": job.project_id,
+        "job_id": job.id,
+        "created_at": NOW,
+        "level": "info",
+        "metrics": None,
+    }
     with store.writing() as connection:
-        connection.execute(insert(events), [{**row, "id": new_id("ftevent-"), "message": text} for text in messages])
+        connection.execute(
+            insert(events),
+            [{**row, "id": new_id("ftevent-"), "message": text} for text in messages],
+        )
 
 
-def seed_evaluation(settings: Settings, job: Job, answers: Sequence[tuple[str, str, str, str]], step: int) -> None:
+def seed_evaluation(
+    settings: Settings, job: Job, answers: Sequence[tuple[str, str, str, str]], step: int
+) -> None:
     """What the workers leave of prompts, expected answers, and answers before and after."""
     run = Places.of(settings).run(job.id)
-    before, after = {"exact_match": 0.0, "json_valid": 0.17}, {"exact_match": 0.83, "json_valid": 1.0}
+    before = {"exact_match": 0.0, "json_valid": 0.17}
+    after = {"exact_match": 0.83, "json_valid": 1.0}
     for number in (0, step):
         samples = [
             EvaluatedPrompt(
@@ -135,5 +189,7 @@ def seed_evaluation(settings: Settings, job: Job, answers: Sequence[tuple[str, s
             for prompt, reference, base, tuned in answers
         ]
         scores = after if number else before
-        evaluation = Evaluation(step=number, time=NOW, metrics=scores, base_metrics=before, samples=samples)
+        evaluation = Evaluation(
+            step=number, time=NOW, metrics=scores, base_metrics=before, samples=samples
+        )
         run.write(evaluation_key(number, 1), evaluation)

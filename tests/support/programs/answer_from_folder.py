@@ -1,4 +1,6 @@
-"""Print what the folder that is named last holds as `answer`: in place of the interpreter of the worker's image."""
+"""Print what the folder that is named last holds as `answer`: in place of the interpreter of the
+worker's image.
+"""
 
 import sys
 from pathlib import Path

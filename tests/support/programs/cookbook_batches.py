@@ -1,5 +1,6 @@
-"""The batches of tinker-cookbook's `chat_sl`: `cookbook_batches.py BASE RENDERER CHATS BATCH_SIZE` prints, for each step, its
-sequences as token ids and which of them are learned, in JSON. Run by the Python that has the cookbook, in the folder of bases.
+"""The batches of tinker-cookbook's `chat_sl`: `cookbook_batches.py BASE RENDERER CHATS BATCH_SIZE`
+prints, for each step, its sequences as token ids and which of them are learned, in JSON. Run by the
+Python that has the cookbook, in the folder of bases.
 """
 
 from __future__ import annotations
@@ -13,9 +14,15 @@ from tinker_cookbook.recipes.chat_sl.train import get_dataset_builder  # pyright
 
 def main() -> None:
     base, renderer, chats, batch_size = sys.argv[1:]
-    dataset, _ = get_dataset_builder(chats, base, renderer, max_length=None, batch_size=int(batch_size))()
+    dataset, _ = get_dataset_builder(
+        chats, base, renderer, max_length=None, batch_size=int(batch_size)
+    )()
     dataset.set_epoch(seed=0)
-    print(json.dumps([[sequence(datum) for datum in dataset.get_batch(step)] for step in range(len(dataset))]))
+    print(
+        json.dumps(
+            [[sequence(datum) for datum in dataset.get_batch(step)] for step in range(len(dataset))]
+        )
+    )
 
 
 def sequence(datum: Any) -> tuple[list[int], list[bool]]:

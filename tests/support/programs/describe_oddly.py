@@ -1,4 +1,5 @@
-"""Describe a base as its config.json asks for with `test`, in place of workers.describe: `python …/describe_oddly.py FOLDER`.
+"""Describe a base as its config.json asks for with `test`, in place of workers.describe: `python
+…/describe_oddly.py FOLDER`.
 
 Every run adds the folder's name and its process id to the file that config.json names as `log`.
 """

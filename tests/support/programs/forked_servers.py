@@ -1,7 +1,9 @@
-"""Runs programs of the server in processes that have imported it: `forked_servers.py DESCRIPTOR`, until the socket is closed.
+"""Runs programs of the server in processes that have imported it: `forked_servers.py DESCRIPTOR`,
+until the socket is closed.
 
-Each message of the socket has a program with its environment, and the descriptors of its stdout, its stderr, and of a pipe. The
-process id goes to the pipe, and in the end the exit code, negative for a signal, each as a line.
+Each message of the socket has a program with its environment, and the descriptors of its stdout,
+its stderr, and of a pipe. The process id goes to the pipe, and in the end the exit code, negative
+for a signal, each as a line.
 """
 
 from __future__ import annotations
@@ -22,7 +24,10 @@ MOST_BYTES = 2**20
 
 
 def next_program(listener: socket.socket) -> dict[str, Any]:
-    """What this process, which is a new one, is to run. Raises SystemExit in the first one when there is no more to run."""
+    """What this process, which is a new one, is to run.
+
+    Raises SystemExit in the first one when there is no more to run.
+    """
     while True:
         message, descriptors, _, _ = socket.recv_fds(listener, MOST_BYTES, 3)
         if not message:

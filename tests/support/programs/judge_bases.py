@@ -1,7 +1,8 @@
-"""Judge every base below a folder as server and command line do once it is described, within a limit of memory; JSON on
-standard output.
+"""Judge every base below a folder as server and command line do once it is described, within a
+limit of memory; JSON on standard output.
 
-{"listed": {base: why it cannot be trained on, or null}, "created": {base: the refusal, or null}, "planned": the same}
+{"listed": {base: why it cannot be trained on, or null}, "created": {base: the refusal, or null},
+"planned": the same}
 """
 
 from __future__ import annotations
@@ -31,7 +32,10 @@ MEMORY = 3 * 2**29
 
 
 def refusal(look: Callable[[], object]) -> str | None:
-    """The words of a refusal; None: there is none. What is not a refusal is an error of this program."""
+    """The words of a refusal; None: there is none.
+
+    What is not a refusal is an error of this program.
+    """
     try:
         look()
     except FtError as error:
@@ -54,10 +58,21 @@ def main(models: Path) -> None:
     for folder in sorted(path for path in models.iterdir() if path.is_dir()):
         spec = spec_on(folder)
         found["created"][folder.name] = refusal(
-            lambda name=folder.name, spec=spec: (catalogue.find(name), admit(described(spec), spec, MACHINES["H100"]))
+            lambda name=folder.name, spec=spec: (
+                catalogue.find(name),
+                admit(described(spec), spec, MACHINES["H100"]),
+            )
         )
-        found["planned"][folder.name] = refusal(lambda spec=spec: plan_job(described(spec), spec, MACHINES["H100"]))
-        refusal(lambda folder=folder: (tokenizer_files(folder), tokenizer_state(str(folder)), stops_of(folder)))
+        found["planned"][folder.name] = refusal(
+            lambda spec=spec: plan_job(described(spec), spec, MACHINES["H100"])
+        )
+        refusal(
+            lambda folder=folder: (
+                tokenizer_files(folder),
+                tokenizer_state(str(folder)),
+                stops_of(folder),
+            )
+        )
     folder = save_base(models / "fields")
     for name, config in wrong_configs():
         (folder / "config.json").write_text(json.dumps(config))

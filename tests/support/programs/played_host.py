@@ -1,8 +1,9 @@
 """A host whose jobs train nothing: `played_host.py HOME STEP_SECONDS`, until it is asked to end.
 
-It plays the attempts that `played_reconciler.py` orders, a few lines in this process in place of supervisors and ranks: a job
-of N steps takes N times STEP_SECONDS, give or take a twentieth, on however many ranks. `starts/<attempt>` in the run directory
-has one line per start, `ends/<attempt>` one per end: seconds since the epoch.
+It plays the attempts that `played_reconciler.py` orders, a few lines in this process in place of
+supervisors and ranks: a job of N steps takes N times STEP_SECONDS, give or take a twentieth, on
+however many ranks. `starts/<attempt>` in the run directory has one line per start, `ends/<attempt>`
+one per end: seconds since the epoch.
 """
 
 from __future__ import annotations
@@ -43,7 +44,9 @@ class Training:
     def step(self, now: float) -> bool:
         """Tell how far it is. True: it is done."""
         done = min(self.steps, int((now - self.began) / self.step_seconds))
-        if done > self.told and (self.told == 0 or done == self.steps or done - self.told >= self.steps / MEASURES):
+        if done > self.told and (
+            self.told == 0 or done == self.steps or done - self.told >= self.steps / MEASURES
+        ):
             self.told = done
             metrics = Metrics(
                 step=done,
@@ -63,10 +66,18 @@ class Training:
         run = self.attempt.run
         run.put("metrics.csv", b"step,train_loss\n1,1.0\n")
         tokens = self.steps * TOKENS
-        result = Result(attempt=self.attempt.number, steps=self.steps, trained_tokens=tokens, train_loss=1.0, valid_loss=None)
+        result = Result(
+            attempt=self.attempt.number,
+            steps=self.steps,
+            trained_tokens=tokens,
+            train_loss=1.0,
+            valid_loss=None,
+        )
         run.write("result.json", result)
         note(self.attempt, "ends")
-        self.attempt.write_exit(exit_of(ExitReason.SUCCEEDED, f"Training has finished after {self.steps} steps."))
+        self.attempt.write_exit(
+            exit_of(ExitReason.SUCCEEDED, f"Training has finished after {self.steps} steps.")
+        )
 
 
 def note(attempt: Attempt, what: str) -> None:
@@ -94,7 +105,8 @@ class PlayedHost:
     def _begin(self, order: str) -> None:
         job_id, _, number = order.rpartition(".")
         run = self._places.run(job_id)
-        attempt, spec = Attempt(run, int(number), job_id=job_id), run.read("spec.json", JobSpec)
+        attempt = Attempt(run, int(number), job_id=job_id)
+        spec = run.read("spec.json", JobSpec)
         if attempt.read_start() is None or spec is None or attempt.has_exit():
             return
         note(attempt, "starts")

@@ -1,7 +1,8 @@
-"""`ft reconcile` whose attempts are played by another process: `played_reconciler.py HOME SLOTS`, until it is asked to end.
+"""`ft reconcile` whose attempts are played by another process: `played_reconciler.py HOME SLOTS`,
+until it is asked to end.
 
-The launcher leaves an order for each attempt in HOME/orders, and `played_host.py` carries it out. So a reconciler can be killed
-while its attempts go on, as supervisors do.
+The launcher leaves an order for each attempt in HOME/orders, and `played_host.py` carries it out.
+So a reconciler can be killed while its attempts go on, as supervisors do.
 """
 
 from __future__ import annotations
@@ -34,7 +35,9 @@ class PlayedLauncher(FakeLauncher):
         ended = attempt.read_exit()
         if ended is not None:
             return Ended(ended)
-        return Running(reported=attempt.has_segment(0)) if self._order(attempt).exists() else Absent()
+        return (
+            Running(reported=attempt.has_segment(0)) if self._order(attempt).exists() else Absent()
+        )
 
     def signal(self, attempt: Attempt, control: Control) -> None:
         attempt.write_control(control)

@@ -1,4 +1,6 @@
-"""The only rank of an engine, or of a job alone, in which one job kills its process: `poisoned_rank.py JOB RUN_DIR ATTEMPT`."""
+"""The only rank of an engine, or of a job alone, in which one job kills its process:
+`poisoned_rank.py JOB RUN_DIR ATTEMPT`.
+"""
 
 from __future__ import annotations
 

@@ -1,15 +1,16 @@
-"""Plays an engine and its ranks without torch, and the ranks of a job alone: `scripted_engine.py SCRIPTS RUN_DIR ATTEMPT`.
+"""Plays an engine and its ranks without torch, and the ranks of a job alone: `scripted_engine.py
+SCRIPTS RUN_DIR ATTEMPT`.
 
-SCRIPTS is `JOB:step,step;JOB:step;*:step`: what is done for each job, one step of every seat in a round. A job can be paused
-from its first step on: one that is to have a checkpoint by then writes that first. Steps are those of scripted_worker.py
-(event, checkpoint=S, succeed, refuse), and
+SCRIPTS is `JOB:step,step;JOB:step;*:step`: what is done for each job, one step of every seat in a
+round. A job can be paused from its first step on: one that is to have a checkpoint by then writes
+that first. Steps are those of scripted_worker.py (event, checkpoint=S, succeed, refuse), and
 
-    hold         wait until there is a file `go` in the home or the run directory, or the seat is stopped
-    read=FILE    fail unless the file, in the home, can be read and not written
-    die          crash, with every seat
+    hold         wait until there is a file `go` in the home or the run directory, or the seat is
+    stopped read=FILE    fail unless the file, in the home, can be read and not written die
+    crash, with every seat
 
-The engine keeps to its contract (ft_service/rundir/engine.py): it takes orders, obeys each seat's control.json and its own, and
-ends when it was idle for as long as engine.json says.
+The engine keeps to its contract (ft_service/rundir/engine.py): it takes orders, obeys each seat's
+control.json and its own, and ends when it was idle for as long as engine.json says.
 """
 
 from __future__ import annotations
@@ -89,7 +90,9 @@ def _turn(seat: Attempt, steps: list[str]) -> bool:
 def _round(seat: Attempt, steps: list[str]) -> ExitReason | None:
     """Do the next step; the reason of the exit if it was the last."""
     step = steps[0]
-    if step == "hold" and not any((folder / "go").exists() for folder in (seat.run.root, seat.run.root.parents[1])):
+    if step == "hold" and not any(
+        (folder / "go").exists() for folder in (seat.run.root, seat.run.root.parents[1])
+    ):
         time.sleep(ROUND_SECONDS)
         return None
     if step == "die":
@@ -118,7 +121,9 @@ def _end(seat: Attempt, reason: ExitReason) -> None:
 
 
 def _stopped(attempt: Attempt) -> None:
-    attempt.write_outcome(Outcome(kind=OutcomeKind.STOPPED, checkpoint=newest_checkpoint(attempt.run)))
+    attempt.write_outcome(
+        Outcome(kind=OutcomeKind.STOPPED, checkpoint=newest_checkpoint(attempt.run))
+    )
 
 
 def _asked(own: Attempt) -> bool:

@@ -1,9 +1,11 @@
 """Plays the preview's process without torch: `scripted_preview.py`, as `workers.serving`.
 
-A base whose folder is called `bad` cannot be loaded. Each token of a probe is thought to have -1 nat. The last message says
-what to do: `hang` begins an answer and leaves it at that, `die` ends the process, `say …` is answered with the rest of it, word
-by word, `loads` with how many bases were loaded, and anything else with the base's folder, its formats and the adapter. A
-prompt of tokens is answered with its first token, but for POISON, which ends the process as an error that nobody catches.
+A base whose folder is called `bad` cannot be loaded. Each token of a probe is thought to have -1
+nat. The last message says what to do: `hang` begins an answer and leaves it at that, `die` ends the
+process, `say …` is answered with the rest of it, word by word, `loads` with how many bases were
+loaded, and anything else with the base's folder, its formats and the adapter. A prompt of tokens is
+answered with its first token, but for POISON, which ends the process as an error that nobody
+catches.
 """
 
 from __future__ import annotations
@@ -21,13 +23,19 @@ def main() -> None:
     def say(kind: str, **message: Any) -> None:
         print(json.dumps({"kind": kind, **message}), flush=True)
 
-    refusal = {"message": "no such base", "code": "model_not_served", "param": "model", "wrong": True}
+    refusal = {
+        "message": "no such base",
+        "code": "model_not_served",
+        "param": "model",
+        "wrong": True,
+    }
     base: dict[str, Any] = {}
     bad = False
     for line in sys.stdin:
         message = json.loads(line)
         if message["op"] == "base":
-            base, bad = message, Path(message["path"]).name == "bad"
+            base = message
+            bad = Path(message["path"]).name == "bad"
             say("failed" if bad else "ready", load=base["load"], **(refusal if bad else {}))
         if message.get("probes"):
             thought = [[-1.0] * (len(tokens) - 1) for tokens in message["probes"]]
@@ -52,7 +60,9 @@ def main() -> None:
             os.abort()
         if wanted == "hang":
             continue
-        told = [f"{Path(base['path']).name} {base['precision'].get('default')} {message['adapter']}"]
+        told = [
+            f"{Path(base['path']).name} {base['precision'].get('default')} {message['adapter']}"
+        ]
         if wanted == "loads":
             told = [str(base["load"])]
         if wanted.startswith("say "):

@@ -1,7 +1,9 @@
-"""Which forms of which family were really made, read again and compared: `python -m tests.support.programs.serving_matrix`.
+"""Which forms of which family were really made, read again and compared: `python -m
+tests.support.programs.serving_matrix`.
 
-On tiny random bases with an adapter of stock PEFT on every linear layer. Writes docs/serving-matrix.md. For that it needs the
-bindings `llama_cpp_py_sync` in PYTHONPATH, whose logits are compared, and in FT_TEST_VLLM a Python that has vLLM.
+On tiny random bases with an adapter of stock PEFT on every linear layer. Writes
+docs/serving-matrix.md. For that it needs the bindings `llama_cpp_py_sync` in PYTHONPATH, whose
+logits are compared, and in FT_TEST_VLLM a Python that has vLLM.
 """
 
 from __future__ import annotations
@@ -56,7 +58,9 @@ FOR_VLLM = {"hidden_size": 128, "head_dim": 32, "initializer_range": 0.05}
 """Its kernels on processors know no head smaller than 32."""
 IDS = torch.arange(24) * 37 % 1000 + 5
 BOUNDS = {"merged": 0.02, "merged-fp8": 0.2, "merged-int4": 0.5, "gguf": 0.02, "gguf-adapter": 0.02}
-"""Of the relative difference of logits from PEFT's: random tiny models feel rounding more than trained ones."""
+"""Of the relative difference of logits from PEFT's: random tiny models feel rounding more than
+trained ones.
+"""
 VLLM_BOUND = 0.02
 """Nats, of the largest difference of log-probabilities from PEFT's."""
 HEAD = """\
@@ -90,8 +94,16 @@ def gguf_refusal(base: Path) -> str | None:
 
 
 def save_family(family: str, folder: Path, **size: Any) -> Path:
-    changes = {**SIZE, **({"intermediate_size": 128} if "intermediate_size" not in FAMILIES[family] else {})}
-    save_tiny(family, folder, original_format=family not in CONVERTED, **{**changes, **FITTING.get(family, {}), **size})
+    changes = {
+        **SIZE,
+        **({"intermediate_size": 128} if "intermediate_size" not in FAMILIES[family] else {}),
+    }
+    save_tiny(
+        family,
+        folder,
+        original_format=family not in CONVERTED,
+        **{**changes, **FITTING.get(family, {}), **size},
+    )
     for name in TOKENIZER:
         shutil.copy(SAMPLE / name, folder / name)
     return folder
@@ -126,7 +138,12 @@ def _tried(form: str, base: Path, adapter: Path, out: Path, expected: torch.Tens
         pad_ranks(adapter, out)  # which compares
         return "matrices"
     if form.startswith("merged"):
-        merge(base, adapter, out, to={"merged": "bf16", "merged-fp8": "fp8", "merged-int4": "int4"}[form])
+        merge(
+            base,
+            adapter,
+            out,
+            to={"merged": "bf16", "merged-fp8": "fp8", "merged-int4": "int4"}[form],
+        )
         seen = _logits(AutoModelForCausalLM.from_pretrained(out, dtype=torch.float32))
         return _close(seen, expected, form)
     merged = out / "merged"
@@ -140,7 +157,9 @@ def _tried(form: str, base: Path, adapter: Path, out: Path, expected: torch.Tens
 
 
 def served_by_vllm(python: str, family: str, scratch: Path) -> tuple[str, str]:
-    """What vLLM itself answers with a base of the family and an adapter: the cell, and why it is none."""
+    """What vLLM itself answers with a base of the family and an adapter: the cell, and why it is
+    none.
+    """
     base = save_family(family, scratch / "base", **FOR_VLLM)
     adapter = save_adapter(base, scratch / "adapter", lora_alpha=32)
     (scratch / "served").mkdir()
@@ -149,22 +168,49 @@ def served_by_vllm(python: str, family: str, scratch: Path) -> tuple[str, str]:
     expected = logs.gather(1, IDS[1:, None])[:, 0]
     asked = {"model": str(base), "adapter": str(scratch / "served"), "ids": IDS.tolist()}
     program = Path(__file__).with_name("vllm_logprobs.py")
-    ended = subprocess.run([python, "-P", str(program)], input=json.dumps(asked), capture_output=True, text=True, check=True)
-    said = json.loads(next(line for line in ended.stdout.splitlines() if line.startswith('{"version"')))  # vLLM logs to it too
+    ended = subprocess.run(
+        [python, "-P", str(program)],
+        input=json.dumps(asked),
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    said = json.loads(
+        next(line for line in ended.stdout.splitlines() if line.startswith('{"version"'))
+    )  # vLLM logs to it too
     if "refused" in said:
         return "no", f"vLLM: {said['refused']}"
     off = float((torch.tensor(said["logprobs"]) - expected).abs().max())
-    return ("served", "") if off < VLLM_BOUND else ("differs", f"vLLM's log-probabilities lie {off:.3f} nats from PEFT's")
+    return (
+        ("served", "")
+        if off < VLLM_BOUND
+        else ("differs", f"vLLM's log-probabilities lie {off:.3f} nats from PEFT's")
+    )
 
 
-def _by_llama_cpp(model: Path, adapter: Path | None, expected: torch.Tensor, form: str) -> str | None:
+def _by_llama_cpp(
+    model: Path, adapter: Path | None, expected: torch.Tensor, form: str
+) -> str | None:
     if importlib.util.find_spec("llama_cpp_py_sync") is None:
         return None
-    asked = {"model": str(model), "adapter": adapter and str(adapter), "ids": IDS.tolist(), "texts": []}
+    asked = {
+        "model": str(model),
+        "adapter": adapter and str(adapter),
+        "ids": IDS.tolist(),
+        "texts": [],
+    }
     program = Path(__file__).with_name("llama_cpp.py")
-    ended = subprocess.run([sys.executable, str(program)], input=json.dumps(asked), capture_output=True, text=True, check=True)
+    ended = subprocess.run(
+        [sys.executable, str(program)],
+        input=json.dumps(asked),
+        capture_output=True,
+        text=True,
+        check=True,
+    )
     body = base64.b64decode(json.loads(ended.stdout)["logits"])
-    return _close(torch.from_numpy(np.frombuffer(body, np.float32).copy()).view(len(IDS), -1), expected, form)
+    return _close(
+        torch.from_numpy(np.frombuffer(body, np.float32).copy()).view(len(IDS), -1), expected, form
+    )
 
 
 def _close(seen: torch.Tensor, expected: torch.Tensor, form: str) -> str:
@@ -179,7 +225,10 @@ def _logits(model: Any) -> torch.Tensor:
 
 
 def page(found: dict[str, dict[str, tuple[str, str]]]) -> str:
-    rows = [f"| {family} | {' | '.join(of[form][0] for form in FORMS)} |" for family, of in found.items()]
+    rows = [
+        f"| {family} | {' | '.join(of[form][0] for form in FORMS)} |"
+        for family, of in found.items()
+    ]
     table = ["| family | " + " | ".join(FORMS) + " |", "| --- |" + " --- |" * len(FORMS), *rows]
     reasons: dict[str, list[str]] = {}
     for family, of in found.items():
@@ -206,13 +255,16 @@ def each(tell: Callable[[str], None] = print) -> dict[str, dict[str, tuple[str, 
         if family in IN_VLLM and python:
             with tempfile.TemporaryDirectory() as scratch:
                 found[family]["vllm"] = served_by_vllm(python, family, Path(scratch))
-        tell(f"{family}: {', '.join(f'{form} {seen}' for form, (seen, _) in found[family].items())}")
+        tell(
+            f"{family}: {', '.join(f'{form} {seen}' for form, (seen, _) in found[family].items())}"
+        )
     return found
 
 
 if __name__ == "__main__":
     if importlib.util.find_spec("llama_cpp_py_sync") is None or "FT_TEST_VLLM" not in os.environ:
         sys.exit(
-            "The page is made with llama.cpp (llama_cpp_py_sync in PYTHONPATH) and vLLM (FT_TEST_VLLM, a Python that has it)."
+            "The page is made with llama.cpp (llama_cpp_py_sync in PYTHONPATH) and vLLM "
+            "(FT_TEST_VLLM, a Python that has it)."
         )
     PAGE.write_text(page(each()), encoding="utf-8")

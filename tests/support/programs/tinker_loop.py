@@ -1,9 +1,11 @@
-"""Training loops of the `tinker` package, one for each seed, all at once: prints JSON lines, each with its loop's `seed`.
+"""Training loops of the `tinker` package, one for each seed, all at once: prints JSON lines, each
+with its loop's `seed`.
 
     python tinker_loop.py BASE STEPS VARIANTS SEED…
 
-A loop prints its model and the numbers of each step; every third step it saves its state, and samples from the weights so far;
-at the end it finishes its session. Loops whose seeds are the same modulo VARIANTS train the same.
+A loop prints its model and the numbers of each step; every third step it saves its state, and
+samples from the weights so far; at the end it finishes its session. Loops whose seeds are the same
+modulo VARIANTS train the same.
 """
 
 from __future__ import annotations
@@ -21,13 +23,18 @@ SAVE_EVERY = 3
 
 
 def datum(ids: list[int]) -> types.Datum:
-    inputs: Any = {"target_tokens": ids[1:], "weights": [1.0] * (len(ids) - 1)}  # lists become arrays
+    inputs: Any = {
+        "target_tokens": ids[1:],
+        "weights": [1.0] * (len(ids) - 1),
+    }  # lists become arrays
     return types.Datum(model_input=types.ModelInput.from_ints(ids[:-1]), loss_fn_inputs=inputs)
 
 
 def train(base: str, steps: int, variants: int, seed: int) -> None:
     def say(**values: Any) -> None:
-        sys.stdout.write(json.dumps({"seed": seed, **values}) + "\n")  # in one piece, beside other threads'
+        sys.stdout.write(
+            json.dumps({"seed": seed, **values}) + "\n"
+        )  # in one piece, beside other threads'
         sys.stdout.flush()
 
     variant = seed % variants
@@ -36,7 +43,8 @@ def train(base: str, steps: int, variants: int, seed: int) -> None:
     say(model=training.model_id)
     for step in range(steps):
         data = [datum([5 + step, 6, 7, 8 + variant]), datum([9, 10 + step, 11])]
-        loss, made = training.forward_backward(data, "cross_entropy"), training.optim_step(types.AdamParams(learning_rate=1e-2))
+        loss = training.forward_backward(data, "cross_entropy")
+        made = training.optim_step(types.AdamParams(learning_rate=1e-2))
         values: dict[str, Any] = {**loss.result().metrics, **(made.result().metrics or {})}
         if step % SAVE_EVERY == SAVE_EVERY - 1:
             training.save_state(f"step-{step}").result()

@@ -1,8 +1,10 @@
-"""Calls every method of the `tinker` package's clients against a service, and prints one JSON line a method: {method, error}.
+"""Calls every method of the `tinker` package's clients against a service, and prints one JSON line
+a method: {method, error}.
 
     python tinker_walk.py BASE
 
-Run with TINKER_BASE_URL and TINKER_API_KEY, in a folder that holds the base's, so that the client finds its tokenizer.
+Run with TINKER_BASE_URL and TINKER_API_KEY, in a folder that holds the base's, so that the client
+finds its tokenizer.
 """
 
 from __future__ import annotations
@@ -41,8 +43,12 @@ def call(client: Any, name: str, *args: Any, **named: Any) -> Any:
     for each in (name, f"{name}_async"):
         if not hasattr(client, each):
             continue
-        full, error = f"{type(client).__name__}.{each}", None
-        given = [one() if callable(one) and getattr(one, "__name__", "") == "fresh" else one for one in args]
+        full = f"{type(client).__name__}.{each}"
+        error = None
+        given = [
+            one() if callable(one) and getattr(one, "__name__", "") == "fresh" else one
+            for one in args
+        ]
         try:
             value = done(getattr(client, each)(*given, **named))
         except Exception as raised:
@@ -62,11 +68,16 @@ def names(prefix: str) -> Callable[[], str]:
 
 
 def datum(ids: list[int]) -> types.Datum:
-    inputs: Any = {"target_tokens": ids[1:], "weights": [1.0] * (len(ids) - 1)}  # lists become arrays
+    inputs: Any = {
+        "target_tokens": ids[1:],
+        "weights": [1.0] * (len(ids) - 1),
+    }  # lists become arrays
     return types.Datum(model_input=types.ModelInput.from_ints(ids[:-1]), loss_fn_inputs=inputs)
 
 
-def neg_ll(logprobs: torch.Tensor, weights: torch.Tensor) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+def neg_ll(
+    logprobs: torch.Tensor, weights: torch.Tensor
+) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
     loss = -(logprobs * weights).sum()
     return loss, {"custom/neg_ll:sum": loss}
 
@@ -76,7 +87,8 @@ def custom(data: Any, logprobs: Any) -> tuple[torch.Tensor, dict[str, float]]:
 
 
 def main() -> None:
-    prompt, params = types.ModelInput.from_ints([5, 6, 7]), types.SamplingParams(max_tokens=3, seed=1)
+    prompt = types.ModelInput.from_ints([5, 6, 7])
+    params = types.SamplingParams(max_tokens=3, seed=1)
     data = [datum([5, 6, 7, 8]), datum([9, 10, 11])]
     service = tinker.ServiceClient()
     for name in ("get_server_capabilities", "get_telemetry", "get_console_url"):
@@ -115,7 +127,13 @@ def main() -> None:
 
 
 def _walk_rest(rest: Any, model: str, path: str, session: str, sampling: Any) -> None:
-    for name in ("get_server_capabilities", "get_telemetry", "whoami", "list_sessions", "list_training_runs"):
+    for name in (
+        "get_server_capabilities",
+        "get_telemetry",
+        "whoami",
+        "list_sessions",
+        "list_training_runs",
+    ):
         call(rest, name)
     call(rest, "search_sessions", types.SessionSearchRequest())
     for name in ("list_user_checkpoints", "get_current_checkpoint_storage_usage"):
@@ -136,7 +154,9 @@ def _walk_rest(rest: Any, model: str, path: str, session: str, sampling: Any) ->
     call(rest, "copy_weights", path, destination_project_id="other")
     call(rest, "get_external_weights_urls", path.replace("/weights/", "/external_weights/"))
     kept = [checkpoint.tinker_path for checkpoint in done(rest.list_checkpoints(model)).checkpoints]
-    identifiers = iter(one.removeprefix(f"tinker://{model}/") for one in kept if "/sampler_weights/" in one)
+    identifiers = iter(
+        one.removeprefix(f"tinker://{model}/") for one in kept if "/sampler_weights/" in one
+    )
     paths = iter(one for one in kept if "/weights/" in one)
 
     def fresh() -> str:

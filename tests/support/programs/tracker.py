@@ -1,7 +1,9 @@
-"""A tracker's process as ft_service/control/tracking/__main__.py is one, whose runs are files: `tracker.py FOLDER`.
+"""A tracker's process as ft_service/control/tracking/__main__.py is one, whose runs are files:
+`tracker.py FOLDER`.
 
-A run is FOLDER/<id>.json: its steps, ends, and descriptions. Files make it misbehave: `away` holds what is answered, `lost`
-that nothing arrives, `hang` that nothing is answered, `die` that it ends with its secret on stderr.
+A run is FOLDER/<id>.json: its steps, ends, and descriptions. Files make it misbehave: `away` holds
+what is answered, `lost` that nothing arrives, `hang` that nothing is answered, `die` that it ends
+with its secret on stderr.
 """
 
 from __future__ import annotations
@@ -13,7 +15,9 @@ from pathlib import Path
 from typing import Any
 
 folder = Path(sys.argv[1])
-path, secret, run = folder / "none", "", dict[str, Any]()
+path = folder / "none"
+secret = ""
+run = dict[str, Any]()
 for line in sys.stdin:
     request: dict[str, Any] = json.loads(line)
     if (folder / "hang").exists():
@@ -21,7 +25,8 @@ for line in sys.stdin:
     reply: dict[str, Any] = {}
     waits = request["do"] != "log"
     if request["do"] == "open":
-        path, secret = folder / f"{request['run']['id']}.json", request["account"]["api_key"]
+        path = folder / f"{request['run']['id']}.json"
+        secret = request["account"]["api_key"]
         fresh: dict[str, Any] = {"steps": [], "ends": [], "described": [], "confirmed": []}
         run = json.loads(path.read_text()) if path.exists() else fresh
         reply = {

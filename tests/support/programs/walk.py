@@ -1,8 +1,10 @@
-"""Calls every method of an openai client's files, uploads, fine-tuning, models and webhooks resources, sync and async.
+"""Calls every method of an openai client's files, uploads, fine-tuning, models and webhooks
+resources, sync and async.
 
-A program of its own, so that it runs with whichever client its PYTHONPATH names: URL and key come from the environment
-(OPENAI_BASE_URL, OPENAI_API_KEY), the ids of what a test has prepared as JSON on the command line. It prints, as JSON, the
-client's version, what it called, and which methods the client has.
+A program of its own, so that it runs with whichever client its PYTHONPATH names: URL and key come
+from the environment (OPENAI_BASE_URL, OPENAI_API_KEY), the ids of what a test has prepared as JSON
+on the command line. It prints, as JSON, the client's version, what it called, and which methods the
+client has.
 """
 
 from __future__ import annotations
@@ -16,7 +18,10 @@ from typing import Any
 
 import openai
 
-LINE = b'{"messages": [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Hello"}]}\n'
+LINE = (
+    b'{"messages": [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": '
+    b'"Hello"}]}\n'
+)
 RESOURCES = ("files", "uploads", "fine_tuning", "models", "webhooks")
 IDS: dict[str, str] = json.loads(sys.argv[1])
 KINDS = ["fine_tuning.job.succeeded"]
@@ -76,22 +81,33 @@ async def files(call: Callable[..., Any], all_of: Callable[..., Any]) -> None:
     assert (await call("files.wait_for_processing", file.id)).status == "processed"
     assert (await call("files.content", file.id)).content == LINE
     assert await call("files.retrieve_content", file.id) == LINE.decode()
-    assert file.id in [item.id for item in await all_of("files.list", purpose="fine-tune", limit=1, order="asc")]
+    assert file.id in [
+        item.id for item in await all_of("files.list", purpose="fine-tune", limit=1, order="asc")
+    ]
     assert (await call("files.delete", file.id)).deleted is True
 
 
 async def uploads(call: Callable[..., Any]) -> None:
-    about = {"bytes": len(LINE), "filename": "b.jsonl", "mime_type": "application/jsonl", "purpose": "fine-tune"}
+    about = {
+        "bytes": len(LINE),
+        "filename": "b.jsonl",
+        "mime_type": "application/jsonl",
+        "purpose": "fine-tune",
+    }
     upload = await call("uploads.create", **about)
     part = await call("uploads.parts.create", upload.id, data=LINE)
     assert (await call("uploads.complete", upload.id, part_ids=[part.id])).file.bytes == len(LINE)
     other = await call("uploads.create", **about)
     assert (await call("uploads.cancel", other.id)).status == "cancelled"
-    assert (await call("uploads.upload_file_chunked", file=LINE, part_size=50, **about)).status == "completed"
+    assert (
+        await call("uploads.upload_file_chunked", file=LINE, part_size=50, **about)
+    ).status == "completed"
 
 
 async def jobs(call: Callable[..., Any], all_of: Callable[..., Any]) -> None:
-    job = await call("fine_tuning.jobs.create", model="tiny", training_file=IDS["file"], seed=7, suffix="walk")
+    job = await call(
+        "fine_tuning.jobs.create", model="tiny", training_file=IDS["file"], seed=7, suffix="walk"
+    )
     assert (await call("fine_tuning.jobs.retrieve", job.id)).seed == 7
     assert job.id in [found.id for found in await all_of("fine_tuning.jobs.list", limit=1)]
     await call("fine_tuning.jobs.pause", job.id)
@@ -104,15 +120,26 @@ async def jobs(call: Callable[..., Any], all_of: Callable[..., Any]) -> None:
     name = points[0].fine_tuned_model_checkpoint
     granted = await all_of(f"{place}.create", name, project_ids=["default"])
     assert [found.project_id for found in granted] == ["default"]
-    assert [found.id for found in await all_of(f"{place}.list", name)] in ([], [found.id for found in granted])
+    assert [found.id for found in await all_of(f"{place}.list", name)] in (
+        [],
+        [found.id for found in granted],
+    )
     if retrieved := await call(f"{place}.retrieve", name):
         assert [found.id for found in retrieved.data] == [found.id for found in granted]
     for permission in granted:
         await call(f"{place}.delete", permission.id, fine_tuned_model_checkpoint=name)
-    grader = {"type": "string_check", "name": "same", "input": "{{ sample.output_text }}", "reference": "x", "operation": "eq"}
+    grader = {
+        "type": "string_check",
+        "name": "same",
+        "input": "{{ sample.output_text }}",
+        "reference": "x",
+        "operation": "eq",
+    }
     if validated := await call("fine_tuning.alpha.graders.validate", grader=grader):
         assert validated.grader.name == "same"
-    if graded := await call("fine_tuning.alpha.graders.run", grader=grader, model_sample="x", item={}):
+    if graded := await call(
+        "fine_tuning.alpha.graders.run", grader=grader, model_sample="x", item={}
+    ):
         assert (graded.reward, graded.metadata.errors.invalid_variable_error) == (1.0, False)
 
 
@@ -146,5 +173,7 @@ if __name__ == "__main__":
     results = []
     for client, target in zip(clients(), ("sync", "async"), strict=True):
         sys.argv[2:] = [target]
-        results.append({"called": sorted(set(asyncio.run(walk(client)))), "has": sorted(methods(client))})
+        results.append(
+            {"called": sorted(set(asyncio.run(walk(client)))), "has": sorted(methods(client))}
+        )
     print(json.dumps({"version": openai.__version__, "walks": results}))

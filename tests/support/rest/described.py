@@ -1,5 +1,6 @@
-"""Every route of the OpenAPI document, and a tenant that has something for each of its parameters: a route that is added is
-tried by itself."""
+"""Every route of the OpenAPI document, and a tenant that has something for each of its parameters:
+a route that is added is tried by itself.
+"""
 
 from __future__ import annotations
 
@@ -35,22 +36,47 @@ def filled(path: str, values: dict[str, str]) -> str:
     return re.sub(r"{(\w+)}", lambda match: values[match[1]], path)
 
 
-def tenant(service: Service, project_id: str, key: str, url: str = "http://secret.example") -> dict[str, str]:
-    """Values of path parameters: everything that a project has. `key`: an admin's of it; `url`: its webhooks' receiver."""
+def tenant(
+    service: Service, project_id: str, key: str, url: str = "http://secret.example"
+) -> dict[str, str]:
+    """Values of path parameters: everything that a project has.
+
+    `key`: an admin's of it; `url`: its webhooks' receiver.
+    """
     client = service.client(key)
     file_id = client.files.create(file=("train.jsonl", TRAINING), purpose="fine-tune").id
-    job_id = client.fine_tuning.jobs.create(model="tiny", training_file=file_id, suffix="secret-name").id
-    job = put(service, job_id, checkpoints=(5,), state=State.SUCCEEDED, reason=Reason.SUCCEEDED, attempt=1, finished_at=1e9)
+    job_id = client.fine_tuning.jobs.create(
+        model="tiny", training_file=file_id, suffix="secret-name"
+    ).id
+    job = put(
+        service,
+        job_id,
+        checkpoints=(5,),
+        state=State.SUCCEEDED,
+        reason=Reason.SUCCEEDED,
+        attempt=1,
+        finished_at=1e9,
+    )
     run_dir(service, job_id).put("adapter/adapter_config.json", b"{}")
     run_dir(service, job_id).put("attempts/1/logs/supervisor.log", b"secret-name\n")
     client.files.create(file=("secret-name.jsonl", TRAINING), purpose="fine-tune")
-    upload = client.uploads.create(bytes=9, filename="secret-name.jsonl", mime_type="text/plain", purpose="fine-tune")
+    upload = client.uploads.create(
+        bytes=9, filename="secret-name.jsonl", mime_type="text/plain", purpose="fine-tune"
+    )
     third = f"third-{project_id}"
-    service.store.projects.ensure_project(third, service.store.projects.get_project(project_id).organization)
-    granted = client.fine_tuning.checkpoints.permissions.create(job.spec.tuned_name, project_ids=[third]).data[0]
+    service.store.projects.ensure_project(
+        third, service.store.projects.get_project(project_id).organization
+    )
+    granted = client.fine_tuning.checkpoints.permissions.create(
+        job.spec.tuned_name, project_ids=[third]
+    ).data[0]
     service.use(service.settings.model_copy(update={"webhook_allow_private": True}))
-    endpoint = client.webhooks.create(name="secret-name", url=url, event_types=["fine_tuning.job.failed"])
-    api_key, _ = service.store.keys.create_key(project_id=project_id, name="secret-name", scope="submit")
+    endpoint = client.webhooks.create(
+        name="secret-name", url=url, event_types=["fine_tuning.job.failed"]
+    )
+    api_key, _ = service.store.keys.create_key(
+        project_id=project_id, name="secret-name", scope="submit"
+    )
     tried = {"suffix": "secret-name", "sweep": {"lora.r": [4, 8]}}
     body = {"model": "tiny", "training_file": file_id, "validation_file": file_id, **tried}
     sweep = service.http("POST", "/v1/fine_tuning/sweeps", key=key, json=body).json()
@@ -74,7 +100,9 @@ def tenant(service: Service, project_id: str, key: str, url: str = "http://secre
 
 
 def needed(path: str) -> dict[str, str]:
-    """The query without which a path answers nothing: what there is to learn of a file depends on the base."""
+    """The query without which a path answers nothing: what there is to learn of a file depends on
+    the base.
+    """
     of_a_base = path.startswith("/v1/files/") and path.endswith(("/samples", "/statistics"))
     return {"model": "tiny"} if of_a_base else {}
 

@@ -1,4 +1,6 @@
-"""A Hugging Face Hub and an OCI registry, as far as a push uses them: what arrives is kept by name."""
+"""A Hugging Face Hub and an OCI registry, as far as a push uses them: what arrives is kept by
+name.
+"""
 
 from __future__ import annotations
 
@@ -32,7 +34,8 @@ class _Handler(BaseHTTPRequestHandler):
     protocol_version = "HTTP/1.1"
 
     def do_POST(self) -> None:
-        body, path = self._body(), urlsplit(self.path).path
+        body = self._body()
+        path = urlsplit(self.path).path
         if path.startswith("/v2/"):
             self._answer(202, b"", {"location": f"{path}one"})
         elif self.place.key and self.headers["authorization"] != f"Bearer {self.place.key}":
@@ -42,11 +45,20 @@ class _Handler(BaseHTTPRequestHandler):
             self._json({"url": f"http://{self.place.address}/org/name", "id": "1"})
         elif "/preupload/" in path:
             names = [one["path"] for one in json.loads(body)["files"]]
-            self._json({"files": [{"path": name, "uploadMode": "regular", "shouldIgnore": False} for name in names]})
+            self._json(
+                {
+                    "files": [
+                        {"path": name, "uploadMode": "regular", "shouldIgnore": False}
+                        for name in names
+                    ]
+                }
+            )
         elif "/commit/" in path:
             for line in map(json.loads, body.splitlines()):
                 if line["key"] == "file":
-                    self.place.files[line["value"]["path"]] = base64.b64decode(line["value"]["content"])
+                    self.place.files[line["value"]["path"]] = base64.b64decode(
+                        line["value"]["content"]
+                    )
             url = f"http://{self.place.address}/org/name/commit/abc"
             self._json({"success": True, "commitOid": "abc", "commitUrl": url, "hookOutput": ""})
         else:
@@ -59,7 +71,8 @@ class _Handler(BaseHTTPRequestHandler):
         self._answer(404, b"")
 
     def do_PUT(self) -> None:
-        body, parts = self._body(), urlsplit(self.path)
+        body = self._body()
+        parts = urlsplit(self.path)
         digest = f"sha256:{hashlib.sha256(body).hexdigest()}"
         if "/manifests/" in parts.path:
             self.place.manifests[parts.path.removeprefix("/v2/")] = json.loads(body)

@@ -1,8 +1,10 @@
-"""What vLLM answers where adapters are loaded at run time, as far as a hand-off and Tinker's samples use it.
+"""What vLLM answers where adapters are loaded at run time, as far as a hand-off and Tinker's
+samples use it.
 
-Adapters are loaded from a folder and refused when they are there already, have no config, or one that it would not read; names
-that are not loaded are a 404. `logprobs` says what it thinks of a prompt's tokens, by the model's name. An answer counts on
-from the prompt's last token, the n-th one in steps of n; token 9 is the base's end, and the text of token 7 is " 7".
+Adapters are loaded from a folder and refused when they are there already, have no config, or one
+that it would not read; names that are not loaded are a 404. `logprobs` says what it thinks of a
+prompt's tokens, by the model's name. An answer counts on from the prompt's last token, the n-th one
+in steps of n; token 9 is the base's end, and the text of token 7 is " 7".
 """
 
 from __future__ import annotations
@@ -17,7 +19,8 @@ from pathlib import Path
 from typing import Any
 
 MAX_LORA_RANK = 16
-CONTEXT, END = 64, 9
+CONTEXT = 64
+END = 9
 
 
 @dataclass
@@ -27,7 +30,9 @@ class FakeVllm:
     url: str = ""
     base: str = "base"
     loaded: dict[str, Path] = field(default_factory=dict)
-    logprobs: Callable[[str, list[int]], list[float]] = field(default=lambda name, tokens: [-1.0] * len(tokens))
+    logprobs: Callable[[str, list[int]], list[float]] = field(
+        default=lambda name, tokens: [-1.0] * len(tokens)
+    )
     key: str | None = None
     status: int | None = None
     """Of every answer to a completion; None: that of its request."""
@@ -42,7 +47,10 @@ class FakeVllm:
         self.asked.append(path)
         match (method, path):
             case ("GET", "/v1/models"):
-                cards = [{"id": self.base, "max_model_len": CONTEXT}, *({"id": n, "max_model_len": None} for n in self.loaded)]
+                cards = [
+                    {"id": self.base, "max_model_len": CONTEXT},
+                    *({"id": n, "max_model_len": None} for n in self.loaded),
+                ]
                 return 200, {"object": "list", "data": cards}
             case ("POST", "/v1/load_lora_adapter"):
                 return self._load(body["lora_name"], Path(body["lora_path"]))
@@ -78,30 +86,47 @@ class FakeVllm:
             return _refusal(400, f"n must be 1 when using greedy sampling, got {body['n']}.")
         if len(body["prompt"]) + body["max_tokens"] > CONTEXT:
             return _refusal(400, f"This model's maximum context length is {CONTEXT} tokens.")
-        return 200, {"choices": [{**_choice(body, index, known), "text": self.text} for index in range(body["n"])]}
+        return 200, {
+            "choices": [
+                {**_choice(body, index, known), "text": self.text} for index in range(body["n"])
+            ]
+        }
 
 
 def _choice(body: dict[str, Any], index: int, known: list[float | None]) -> dict[str, Any]:
-    tokens, reason = list[int](), "length"
+    tokens = list[int]()
+    reason = "length"
     while len(tokens) < body["max_tokens"] and reason == "length":
         tokens.append((tokens or body["prompt"])[-1] + index + 1)
-        ends = tokens[-1] in body["stop_token_ids"] or (tokens[-1] == END and not body["ignore_eos"])
+        ends = tokens[-1] in body["stop_token_ids"] or (
+            tokens[-1] == END and not body["ignore_eos"]
+        )
         if ends or any(text in "".join(f" {token}" for token in tokens) for text in body["stop"]):
             reason = "stop"
     # The token that was drawn, then the likeliest ones, of which it may be one.
-    top = [{f"token_id:{token}": -0.5, **{f"token_id:{n}": -0.1 - n for n in range(body["logprobs"])}} for token in tokens]
+    top = [
+        {f"token_id:{token}": -0.5, **{f"token_id:{n}": -0.1 - n for n in range(body["logprobs"])}}
+        for token in tokens
+    ]
     of_prompt = None
     if body.get("prompt_logprobs") is not None:
-        likeliest = {str(n): {"logprob": -0.1 - n, "rank": n + 1} for n in range(body["prompt_logprobs"])}
+        likeliest = {
+            str(n): {"logprob": -0.1 - n, "rank": n + 1} for n in range(body["prompt_logprobs"])
+        }
         given = zip(body["prompt"], known, strict=True)
-        of_prompt = [None if own is None else {**likeliest, str(token): {"logprob": own, "rank": 40}} for token, own in given]
+        of_prompt = [
+            None if own is None else {**likeliest, str(token): {"logprob": own, "rank": 40}}
+            for token, own in given
+        ]
     named = [f"token_id:{token}" for token in tokens]
     told = {"tokens": named, "token_logprobs": [-0.5] * len(tokens), "top_logprobs": top}
     return {"index": index, "finish_reason": reason, "logprobs": told, "prompt_logprobs": of_prompt}
 
 
 def _refusal(status: int, message: str) -> tuple[int, Any]:
-    return status, {"error": {"message": message, "type": "BadRequestError", "param": None, "code": status}}
+    return status, {
+        "error": {"message": message, "type": "BadRequestError", "param": None, "code": status}
+    }
 
 
 @contextmanager

@@ -76,11 +76,22 @@ class ForkedProcess:
 
 @cache
 def forker() -> socket.socket:
-    """Where programs are sent that are to be run: the server's imports take longer than what most tests do with it."""
+    """Where programs are sent that are to be run: the server's imports take longer than what most
+    tests do with it.
+    """
     ours, theirs = socket.socketpair()
     with theirs:
-        command = [sys.executable, "-m", "tests.support.programs.forked_servers", str(theirs.fileno())]
-        _FORKER.append(subprocess.Popen(command, cwd=ROOT, pass_fds=(theirs.fileno(),), stdin=subprocess.DEVNULL))
+        command = [
+            sys.executable,
+            "-m",
+            "tests.support.programs.forked_servers",
+            str(theirs.fileno()),
+        ]
+        _FORKER.append(
+            subprocess.Popen(
+                command, cwd=ROOT, pass_fds=(theirs.fileno(),), stdin=subprocess.DEVNULL
+            )
+        )
     return ours
 
 
@@ -97,7 +108,9 @@ _FORKER: list[subprocess.Popen[bytes]] = []
 
 @dataclass(frozen=True)
 class Server:
-    """A server process. Its log is a file: it is not read meanwhile, and a full pipe would stop the server."""
+    """A server process. Its log is a file: it is not read meanwhile, and a full pipe would stop the
+    server.
+    """
 
     process: ForkedProcess
     log: IO[str]
@@ -113,7 +126,9 @@ class Server:
 def server(home: Path, program: str = SERVE, **environment: str) -> Iterator[Server]:
     """By default with nothing that reconciles. Ended at the end."""
     with TemporaryFile("w+") as log:
-        process = ForkedProcess(program, {**os.environ, "FT_HOME": str(home), "FT_PORT": "0", **environment}, log)
+        process = ForkedProcess(
+            program, {**os.environ, "FT_HOME": str(home), "FT_PORT": "0", **environment}, log
+        )
         try:
             yield Server(process, log)
         finally:
@@ -136,7 +151,9 @@ def started(home: Path, server: Server) -> openai.OpenAI:
 
     wait_until(is_up)
     url = read(home / "server.json")["url"]
-    return openai.OpenAI(api_key=read(home / "credentials")["api_key"], base_url=f"{url}/v1", max_retries=5)
+    return openai.OpenAI(
+        api_key=read(home / "credentials")["api_key"], base_url=f"{url}/v1", max_retries=5
+    )
 
 
 def ended(server: Server, number: int) -> tuple[str, str]:

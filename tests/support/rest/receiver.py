@@ -1,4 +1,6 @@
-"""An HTTP server of a test's own, on a free port: it records what arrives and answers what the test says."""
+"""An HTTP server of a test's own, on a free port: it records what arrives and answers what the test
+says.
+"""
 
 from __future__ import annotations
 
@@ -37,7 +39,9 @@ def receiving() -> Iterator[Receiver]:
     class Handler(BaseHTTPRequestHandler):
         def do_POST(self) -> None:
             body = self.rfile.read(int(self.headers["content-length"]))
-            received = Received(self.path, {name.lower(): value for name, value in self.headers.items()}, body)
+            received = Received(
+                self.path, {name.lower(): value for name, value in self.headers.items()}, body
+            )
             receiver.arrived.put(received)
             status, headers, chunks = receiver.answer(received)
             self.send_response(status)
@@ -64,6 +68,8 @@ def receiving() -> Iterator[Receiver]:
 
 @contextmanager
 def hanging() -> Iterator[tuple[str, Callable[[], None]]]:
-    """The URL of a server that takes connections and never says a word, and what ends all of them."""
+    """The URL of a server that takes connections and never says a word, and what ends all of
+    them.
+    """
     with socket.create_server(("127.0.0.1", 0), backlog=128) as listener:
         yield f"http://127.0.0.1:{listener.getsockname()[1]}", listener.close

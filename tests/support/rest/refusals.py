@@ -39,8 +39,14 @@ MALFORMED: list[tuple[dict[str, Any], str]] = [
     ({"metadata": {"k": "\ud800"}}, "metadata.k"),
     ({"integrations": [{"type": "wandb", "wandb": {"project": "p"}}]}, "integrations"),
     ({"method": {"type": "dpo", "supervised": {}}}, "method"),
-    ({"method": {"type": "dpo", "dpo": {"hyperparameters": {"beta": 0}}}}, "method.dpo.hyperparameters.beta"),
-    ({"method": {"type": "dpo", "dpo": {"hyperparameters": {"loss_type": "kto"}}}}, "method.dpo.hyperparameters.loss_type"),
+    (
+        {"method": {"type": "dpo", "dpo": {"hyperparameters": {"beta": 0}}}},
+        "method.dpo.hyperparameters.beta",
+    ),
+    (
+        {"method": {"type": "dpo", "dpo": {"hyperparameters": {"loss_type": "kto"}}}},
+        "method.dpo.hyperparameters.loss_type",
+    ),
     ({"method": {"type": "tinker"}}, "method.type"),
     ({"method": {"type": "magic"}}, "method.type"),
     (
@@ -50,7 +56,10 @@ MALFORMED: list[tuple[dict[str, Any], str]] = [
     ({"hyperparameters": {"n_epochs": 51}}, "hyperparameters.n_epochs"),
     ({"hyperparameters": {"n_epochs": "many"}}, "hyperparameters.n_epochs"),
     ({"hyperparameters": {"batch_size": 257}}, "hyperparameters.batch_size"),
-    ({"hyperparameters": {"learning_rate_multiplier": 0}}, "hyperparameters.learning_rate_multiplier"),
+    (
+        {"hyperparameters": {"learning_rate_multiplier": 0}},
+        "hyperparameters.learning_rate_multiplier",
+    ),
     ({"hyperparameters": {"learning_rate": 1e-4}}, "hyperparameters.learning_rate"),
     ({"hyperparameters": {"n_epochs": 2}, "training": {"n_epochs": 2}}, "hyperparameters.n_epochs"),
     ({"lora": {"r": 0}}, "lora.r"),
@@ -89,7 +98,11 @@ UNREADABLE: list[bytes] = [
     b'{"model": "tiny", "model": "tiny"}',
     b'{"seed": ' + b"1" * 5000 + b"}",
     b'{"model": "tiny", "evaluation": {"prompts": [{"prompt": "a", "item": {"x": 1e999}}]}}',
-    b'{"model": "tiny", "evaluation": {"prompts": [{"prompt": "a", "item": ' + b'{"x":' * 100 + b"1" + b"}" * 101 + b"]}}",
+    b'{"model": "tiny", "evaluation": {"prompts": [{"prompt": "a", "item": '
+    + b'{"x":' * 100
+    + b"1"
+    + b"}" * 101
+    + b"]}}",
     b'{"model": "' + b"x" * 2**20 + b'"}',
 ]
 

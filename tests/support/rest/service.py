@@ -1,4 +1,6 @@
-"""A server on a free port of this host as tests of the interface see it, and what a reconciler would write to its jobs."""
+"""A server on a free port of this host as tests of the interface see it, and what a reconciler
+would write to its jobs.
+"""
 
 from __future__ import annotations
 
@@ -22,10 +24,21 @@ from ft_service.store.records import Checkpoint, JobChange, NewEvent
 from ft_service.store.sql import Store
 from tests.support.attempts import HANG_SECONDS, wait_for
 
-LINE = json.dumps({"messages": [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Hello"}]}) + "\n"
+LINE = (
+    json.dumps(
+        {"messages": [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Hello"}]}
+    )
+    + "\n"
+)
 TRAINING = LINE.encode() * 3
 METRICS = Metrics(
-    step=5, total_steps=20, train_loss=1.25, valid_loss=1.5, valid_mean_token_accuracy=0.5, tokens=400, step_seconds=2.0
+    step=5,
+    total_steps=20,
+    train_loss=1.25,
+    valid_loss=1.5,
+    valid_mean_token_accuracy=0.5,
+    tokens=400,
+    step_seconds=2.0,
 )
 
 
@@ -39,11 +52,18 @@ class Service:
     key: str
     app: FastAPI
     connections: httpx2.Client
-    """Shared by all tests: setting up TLS, which nothing here uses, costs more than most requests."""
+    """Shared by all tests: setting up TLS, which nothing here uses, costs more than most
+    requests.
+    """
 
     def client(self, key: str | None = None) -> openai.OpenAI:
         """The real client. Not to be closed: it would close the shared connections."""
-        return openai.OpenAI(base_url=f"{self.url}/v1", api_key=key or self.key, max_retries=0, http_client=self.connections)
+        return openai.OpenAI(
+            base_url=f"{self.url}/v1",
+            api_key=key or self.key,
+            max_retries=0,
+            http_client=self.connections,
+        )
 
     def use(self, settings: Settings) -> None:
         """Let the server go on with other settings."""
@@ -54,7 +74,9 @@ class Service:
         with self.store.writing() as connection:
             connection.execute(text(statement), values)
 
-    def http(self, method: str, path: str, *, key: str | None = None, **options: Any) -> httpx2.Response:
+    def http(
+        self, method: str, path: str, *, key: str | None = None, **options: Any
+    ) -> httpx2.Response:
         """A request that the openai client would not send."""
         headers = {"authorization": f"Bearer {key or self.key}", **options.pop("headers", {})}
         return self.connections.request(method, f"{self.url}{path}", headers=headers, **options)
@@ -65,7 +87,13 @@ def wait_until(condition: Callable[[], object], seconds: float = HANG_SECONDS) -
     wait_for(condition, seconds, every=0.005)
 
 
-def put(service: Service, job_id: str, *events: NewEvent, checkpoints: tuple[int, ...] = (), **changes: Any) -> Job:
+def put(
+    service: Service,
+    job_id: str,
+    *events: NewEvent,
+    checkpoints: tuple[int, ...] = (),
+    **changes: Any,
+) -> Job:
     """Write to a job what a reconciler would write."""
     claim = service.store.leases.claim(host="h", owner="test", lease_seconds=60.0, idle_seconds=0.0)
     assert claim is not None
@@ -97,7 +125,9 @@ def put_state(store: Store, job_id: str, state: State) -> None:
     assert claim is not None
     assert claim.job.id == job_id
     phase = Phase.TRAINING if state is State.RUNNING else None
-    assert store.leases.apply(claim, JobChange(job=replace(claim.job, state=state, phase=phase, attempt=1, host="h")))
+    assert store.leases.apply(
+        claim, JobChange(job=replace(claim.job, state=state, phase=phase, attempt=1, host="h"))
+    )
 
 
 def run_dir(service: Service, job_id: str) -> RunDir:

@@ -11,7 +11,9 @@ from tests.support.rest.service import Service
 
 
 @contextmanager
-def listening(service: Service, job_id: str, query: str = "", **headers: str) -> Iterator[Iterator[str]]:
+def listening(
+    service: Service, job_id: str, query: str = "", **headers: str
+) -> Iterator[Iterator[str]]:
     """The lines of a stream that are not empty."""
     url = f"{service.url}/v1/fine_tuning/jobs/{job_id}/events?stream=true{query}"
     headers = {"authorization": f"Bearer {service.key}", **headers}
@@ -22,7 +24,8 @@ def listening(service: Service, job_id: str, query: str = "", **headers: str) ->
 
 
 def next_event(lines: Iterator[str]) -> dict[str, Any]:
-    identity, data = next(lines), next(lines)
+    identity = next(lines)
+    data = next(lines)
     event = json.loads(data.removeprefix("data: "))
     assert identity == f"id: {event['id']}"
     return event

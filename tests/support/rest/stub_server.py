@@ -31,7 +31,13 @@ def job_body(job_id: str = "ftjob-1", status: str = "queued", **more: Any) -> di
 
 
 def event_body(number: int, message: str = "something happened", **more: Any) -> dict[str, Any]:
-    return {"id": f"ftevent-{number}", "created_at": 1_700_000_000 + number, "level": "info", "message": message, **more}
+    return {
+        "id": f"ftevent-{number}",
+        "created_at": 1_700_000_000 + number,
+        "level": "info",
+        "message": message,
+        **more,
+    }
 
 
 def metrics_event(number: int, step: int, total: int = 10, **more: Any) -> dict[str, Any]:
@@ -49,7 +55,8 @@ def tar_of(files: dict[str, bytes], **links: str) -> bytes:
             tar.addfile(info, io.BytesIO(body))
         for name, target in links.items():
             info = tarfile.TarInfo(name)
-            info.type, info.linkname = tarfile.SYMTYPE, target
+            info.type = tarfile.SYMTYPE
+            info.linkname = target
             tar.addfile(info)
     return buffer.getvalue()
 
@@ -69,7 +76,9 @@ class StubServer:
     """The newest step first."""
     adapter: bytes = b""
     logs: str = "rank 0 says hello\n"
-    bases: list[dict[str, Any]] = field(default_factory=lambda: [{"id": "tiny", "created": 0, "owned_by": "base"}])
+    bases: list[dict[str, Any]] = field(
+        default_factory=lambda: [{"id": "tiny", "created": 0, "owned_by": "base"}]
+    )
     files: list[dict[str, Any]] = field(default_factory=list)
     """Newest first; an upload does not add to it."""
     uploads: list[tuple[str, bytes]] = field(default_factory=list)
@@ -79,7 +88,9 @@ class StubServer:
     created: list[dict[str, Any]] = field(default_factory=list)
     requests: list[httpx2.Request] = field(default_factory=list)
     on_read: Callable[[int], None] = lambda count: None
-    """Called before each answer to GET of a job, with the number of such reads so far: the place to let time pass."""
+    """Called before each answer to GET of a job, with the number of such reads so far: the place to
+    let time pass.
+    """
     reads: int = 0
 
     def client(self) -> Client:
@@ -104,7 +115,9 @@ class StubServer:
             return page(request, list(self.jobs.values())[::-1])
         if path == "/files":
             digest = request.url.params.get("sha256")
-            return page(request, [file for file in self.files if digest in (None, file.get("sha256"))])
+            return page(
+                request, [file for file in self.files if digest in (None, file.get("sha256"))]
+            )
         if path.startswith("/files/"):
             return self._file(request, path.removeprefix("/files/"))
         if request.method == "DELETE" and path.startswith("/models/"):
@@ -115,7 +128,9 @@ class StubServer:
             return (
                 known
                 if name == "tiny"
-                else error(404, f"model = {name!r}: there is no such base model.", code="model_not_found")
+                else error(
+                    404, f"model = {name!r}: there is no such base model.", code="model_not_found"
+                )
             )
         if path == "/engines":
             return httpx2.Response(200, json={"object": "list", "data": self.engines})
@@ -128,7 +143,12 @@ class StubServer:
         self.uploads.append((head.partition(b'"')[0].decode(), rest.rpartition(b"\r\n--")[0]))
         name = self.uploads[-1][0]
         return httpx2.Response(
-            200, json={"id": f"file-{len(self.uploads)}", "filename": name, "bytes": len(self.uploads[-1][1])}
+            200,
+            json={
+                "id": f"file-{len(self.uploads)}",
+                "filename": name,
+                "bytes": len(self.uploads[-1][1]),
+            },
         )
 
     def _file(self, request: httpx2.Request, file_id: str) -> httpx2.Response:
@@ -149,37 +169,53 @@ class StubServer:
             return error(404, f"There is no job {job_id!r}.", code="not_found")
         if request.method == "DELETE":
             model = self.jobs.pop(job_id).get("fine_tuned_model")
-            return httpx2.Response(200, json={"id": job_id, "deleted": True, "deleted_models": [model] if model else []})
+            return httpx2.Response(
+                200,
+                json={"id": job_id, "deleted": True, "deleted_models": [model] if model else []},
+            )
         if verb == "events":
             return page(request, self.events[::-1])
         if verb == "checkpoints":
             return page(request, self.checkpoints)
         if verb == "evaluation":
             return page(request, self.evaluations)
-        if verb == "adapter" or verb in [f"checkpoints/{point['id']}/adapter" for point in self.checkpoints]:
+        if verb == "adapter" or verb in [
+            f"checkpoints/{point['id']}/adapter" for point in self.checkpoints
+        ]:
             return httpx2.Response(200, content=self.adapter)
         if verb == "logs" and "follow" in request.url.params:
-            lines = [{"attempt": 1, "source": "rank 0 stdout", "line": line} for line in ("hello", "bye")]
+            lines = [
+                {"attempt": 1, "source": "rank 0 stdout", "line": line} for line in ("hello", "bye")
+            ]
             return httpx2.Response(200, text="".join(json.dumps(line) + "\n" for line in lines))
         if verb == "logs":
             return httpx2.Response(200, text=self.logs)
         if verb:
-            self.jobs[job_id]["status"] = {"cancel": "cancelled", "pause": "paused", "resume": "queued"}[verb]
+            self.jobs[job_id]["status"] = {
+                "cancel": "cancelled",
+                "pause": "paused",
+                "resume": "queued",
+            }[verb]
         else:
             self.reads += 1
             self.on_read(self.reads)
         return httpx2.Response(200, json=self.jobs[job_id])
 
 
-def error(status: int, message: str, *, code: str | None = None, param: str | None = None) -> httpx2.Response:
+def error(
+    status: int, message: str, *, code: str | None = None, param: str | None = None
+) -> httpx2.Response:
     body = {"message": message, "type": "invalid_request_error", "param": param, "code": code}
     return httpx2.Response(status, json={"error": body})
 
 
 def page(request: httpx2.Request, items: list[dict[str, Any]]) -> httpx2.Response:
     """A slice of a list (newest first), by `after` and `limit`."""
-    after, limit = request.url.params.get("after"), int(request.url.params.get("limit", "20"))
+    after = request.url.params.get("after")
+    limit = int(request.url.params.get("limit", "20"))
     ids = [item["id"] for item in items]
     start = ids.index(after) + 1 if after else 0
     chosen = items[start : start + limit]
-    return httpx2.Response(200, json={"object": "list", "data": chosen, "has_more": start + limit < len(items)})
+    return httpx2.Response(
+        200, json={"object": "list", "data": chosen, "has_more": start + limit < len(items)}
+    )

@@ -13,12 +13,30 @@ IDS = torch.arange(40).reshape(2, 20) + 60
 
 
 def save_adapter(
-    base: Path, folder: Path, *, model: Any = None, save_embedding_layers: bool | str = "auto", **options: Any
+    base: Path,
+    folder: Path,
+    *,
+    model: Any = None,
+    save_embedding_layers: bool | str = "auto",
+    **options: Any,
 ) -> Path:
-    """An adapter by stock PEFT with no zero in it. `model`: the base as it is loaded; None: as transformers does, in fp32.
-    `save_embedding_layers`: PEFT's own, whether the base's embedding and head are in the file too."""
-    config = LoraConfig(**{"r": 4, "lora_alpha": 8, "target_modules": "all-linear", "task_type": "CAUSAL_LM", **options})
-    plain = AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32) if model is None else model
+    """An adapter by stock PEFT with no zero in it.
+
+    `model`: the base as it is loaded; None: as transformers does, in fp32. `save_embedding_layers`:
+    PEFT's own, whether the base's embedding and head are in the file too.
+    """
+    config = LoraConfig(
+        **{
+            "r": 4,
+            "lora_alpha": 8,
+            "target_modules": "all-linear",
+            "task_type": "CAUSAL_LM",
+            **options,
+        }
+    )
+    plain = (
+        AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32) if model is None else model
+    )
     model = get_peft_model(plain, config)
     generator = torch.Generator().manual_seed(1)
     with torch.no_grad():

@@ -1,4 +1,6 @@
-"""The answers of a tiny base to samples, packed, padded, and one by one by its class as transformers loads it."""
+"""The answers of a tiny base to samples, packed, padded, and one by one by its class as
+transformers loads it.
+"""
 
 from __future__ import annotations
 
@@ -36,14 +38,18 @@ def alone(base: Path, data: list[Any]) -> list[Tensor]:
 
 
 def shuffled() -> list[Any]:
-    """Long samples, some that are no longer than what is chosen or a block, and a long one again."""
+    """Long samples, some that are no longer than what is chosen or a block, and a long one
+    again.
+    """
     data = samples(5)
     short = samples(2, longest=6)
     return [data[0], short[0], data[3], short[1], data[1]]
 
 
 def of_kinds(kinds: Iterable[str]) -> pytest.MarkDecorator:
-    params = [kind if kind in QUICK else pytest.param(kind, marks=pytest.mark.slow) for kind in kinds]
+    params = [
+        kind if kind in QUICK else pytest.param(kind, marks=pytest.mark.slow) for kind in kinds
+    ]
     return pytest.mark.parametrize("kind", params)
 
 

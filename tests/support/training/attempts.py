@@ -26,10 +26,16 @@ from workers.training.context import StopRequest
 
 def supervise(run: RunDir, attempt: int, checkpoint: str | None, world: int = 1) -> int:
     """Exit code of an attempt's supervisor, which starts torchrun and real ranks."""
-    start = Start(job_id="ftjob-test", attempt=attempt, world_size=world, generation=1, checkpoint=checkpoint)
+    start = Start(
+        job_id="ftjob-test", attempt=attempt, world_size=world, generation=1, checkpoint=checkpoint
+    )
     run.write(f"attempts/{attempt}/start.json", start)
     command = [sys.executable, "-m", "ft_service.supervisor", str(run.root), str(attempt)]
-    environment: dict[str, Any] = {**os.environ, "FT_CACHE": "", "PYTHONPATH": os.pathsep.join(p for p in sys.path if p)}
+    environment: dict[str, Any] = {
+        **os.environ,
+        "FT_CACHE": "",
+        "PYTHONPATH": os.pathsep.join(p for p in sys.path if p),
+    }
     return subprocess.run(command, env=environment, timeout=300).returncode
 
 
@@ -50,7 +56,9 @@ def run_attempt(
     """Outcome of an attempt on `world` ranks, the same on all of them."""
     spec = run_spec(run)
     give_tokens(run, spec)
-    start = Start(job_id=spec.job_id, attempt=attempt, world_size=world, generation=1, checkpoint=checkpoint)
+    start = Start(
+        job_id=spec.job_id, attempt=attempt, world_size=world, generation=1, checkpoint=checkpoint
+    )
     run.write(f"attempts/{attempt}/start.json", start)
     outcomes = run_on_ranks(on_rank, world, str(run.root), attempt)
     assert all(outcome == outcomes[0] for outcome in outcomes)
@@ -66,7 +74,9 @@ def run_spec(run: RunDir) -> JobSpec:
 def losses(run: RunDir, column: str = "train_loss") -> dict[int, float]:
     """A column of metrics.csv by step."""
     with run.path("metrics.csv").open() as table:
-        return {int(row["step"]): float(row[column]) for row in csv.DictReader(table) if row[column]}
+        return {
+            int(row["step"]): float(row[column]) for row in csv.DictReader(table) if row[column]
+        }
 
 
 def adapter(run: RunDir) -> dict[str, torch.Tensor]:

@@ -1,4 +1,6 @@
-"""Tiny bases of every causal model type that transformers has, made from the names that configs have in common."""
+"""Tiny bases of every causal model type that transformers has, made from the names that configs
+have in common.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +23,9 @@ from tests.support.training.models import COMMON, FAMILIES, VOCABULARY
 LARGEST = 20_000_000
 """Parameters of a base that is still tiny."""
 ROWS = 272
-"""Of an embedding with rows for the tests' tokenizer, 259 tokens, and for tokens that stand for images or sounds."""
+"""Of an embedding with rows for the tests' tokenizer, 259 tokens, and for tokens that stand for
+images or sounds.
+"""
 SMALL: dict[str, Any] = {
     **COMMON,
     "num_key_value_heads": 2,
@@ -82,7 +86,12 @@ _INDEXED = {"index_topk": 6, "index_head_dim": 16, "index_n_heads": 2}
 SMALL_TYPES: dict[str, dict[str, Any]] = {
     "axk2": _INDEXED,
     "beam": {"mlp_layer_types": ["dense", "sparse"], "sliding_window": 6},
-    "bailing_hybrid": {"topk_group": 1, "num_expert_group": 1, "num_experts_per_token": 2, "layer_group_size": 2},
+    "bailing_hybrid": {
+        "topk_group": 1,
+        "num_expert_group": 1,
+        "num_experts_per_token": 2,
+        "layer_group_size": 2,
+    },
     "codegen": {"rotary_dim": 8},
     "cohere_compass_text": {
         "layer_types": ["sliding_attention", "full_attention"],
@@ -126,16 +135,27 @@ SMALL_TYPES: dict[str, dict[str, Any]] = {
     "helium": {"head_dim": 12},
     "hy_v4": {**_INDEXED, "indexer_types": ["full", "shared"]},
     "lfm2_moe": {"layer_types": ["conv", "full_attention"], "num_dense_layers": 1},
-    "longcat_flash": {"ffn_hidden_size": 64, "expert_ffn_hidden_size": 32, "zero_expert_num": 2, "moe_topk": 2},
+    "longcat_flash": {
+        "ffn_hidden_size": 64,
+        "expert_ffn_hidden_size": 32,
+        "zero_expert_num": 2,
+        "moe_topk": 2,
+    },
     "lfm3": {"layer_types": ["conv", "full_attention"]},
     "minimax": {"block_size": 8},
     "minimax_m3_vl_text": {
-        **{"layer_types": ["full_attention", "minimax_m3_sparse"], "mlp_layer_types": ["dense", "sparse"]},
+        **{
+            "layer_types": ["full_attention", "minimax_m3_sparse"],
+            "mlp_layer_types": ["dense", "sparse"],
+        },
         **{"index_n_heads": 2, "index_head_dim": 16, "index_block_size": 4, "index_topk_blocks": 2},
     },
     "qwen3_5_moe_text": {"layer_types": ["linear_attention", "full_attention"]},
     "qwen4_exp_text": {
-        "layer_types": ["linear_attention", "full_attention"],  # published so; transformers renames the second
+        "layer_types": [
+            "linear_attention",
+            "full_attention",
+        ],  # published so; transformers renames the second
         **{
             "indexer_n_heads": 4,
             "indexer_kv_heads": 1,
@@ -159,9 +179,15 @@ SMALL_TYPES: dict[str, dict[str, Any]] = {
 }
 """What a type needs besides them."""
 _SEVERAL = ("MODEL_FOR_MULTIMODAL_LM_MAPPING_NAMES", "MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES")
-OF_SEVERAL = sorted({kind for name in _SEVERAL for kind in getattr(modeling_auto, name, {})} & CONFIG_MAPPING_NAMES.keys())
+OF_SEVERAL = sorted(
+    {kind for name in _SEVERAL for kind in getattr(modeling_auto, name, {})}
+    & CONFIG_MAPPING_NAMES.keys()
+)
 """Types that are made of several models, as far as this version of transformers knows them."""
-TYPES = sorted((modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.keys() & CONFIG_MAPPING_NAMES.keys()) - set(OF_SEVERAL))
+TYPES = sorted(
+    (modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.keys() & CONFIG_MAPPING_NAMES.keys())
+    - set(OF_SEVERAL)
+)
 """Types of one model."""
 
 REFUSED_HERE = {
@@ -169,34 +195,55 @@ REFUSED_HERE = {
     for kind, words, there in (
         ("aria", "AriaGroupedExpertsGemm", hasattr(modeling_aria, "AriaGroupedExpertsGemm")),
         ("aria_text", "AriaGroupedExpertsGemm", hasattr(modeling_aria, "AriaGroupedExpertsGemm")),
-        ("doge", "tokens see those behind them", "create_masks_for_generate" not in vars(modeling_doge.DogeForCausalLM)),
+        (
+            "doge",
+            "tokens see those behind them",
+            "create_masks_for_generate" not in vars(modeling_doge.DogeForCausalLM),
+        ),
     )
     if there
 }
-"""Types that this version of transformers has in a form that the worker refuses, and the words; the plan knows no versions.
-5.17 leaves out the mask that Doge adds its own to."""
+"""Types that this version of transformers has in a form that the worker refuses, and the words; the
+plan knows no versions. 5.17 leaves out the mask that Doge adds its own to.
+"""
 
 
 def small_values(kind: str, known: Mapping[str, Any], rows: int = VOCABULARY) -> dict[str, Any]:
-    """What makes a small decoder of a type. `known`: what its config says by itself; `rows`: of its embedding."""
+    """What makes a small decoder of a type.
+
+    `known`: what its config says by itself; `rows`: of its embedding.
+    """
     latent = {"num_key_value_heads": 4, "head_dim": 8} if "qk_rope_head_dim" in known else {}
     common = {key: value for key, value in {**SMALL, **latent}.items() if key in known}
     values = {**COMMON, **FAMILIES[kind]} if kind in FAMILIES else common
     own = SMALL_TYPES.get(kind, {})
-    return {**values, **own, **{key: rows for key in ("vocab_size", *own) if key.startswith("vocab_size")}}
+    return {
+        **values,
+        **own,
+        **{key: rows for key in ("vocab_size", *own) if key.startswith("vocab_size")},
+    }
 
 
 def save_type(kind: str, folder: Path, rows: int = VOCABULARY) -> bool:
-    """A tiny random base in the published layout; returns whether these values make a model of this type.
+    """A tiny random base in the published layout; returns whether these values make a model of this
+    type.
 
     Where they do not, there is a config and one tensor: enough to refuse it.
     """
     torch.manual_seed(0)
     try:
-        config = AutoConfig.for_model(kind, **small_values(kind, AutoConfig.for_model(kind).to_dict(), rows))
+        config = AutoConfig.for_model(
+            kind, **small_values(kind, AutoConfig.for_model(kind).to_dict(), rows)
+        )
         with torch.device("meta"):
-            parameters = sum(p.numel() for p in AutoModelForCausalLM.from_config(config).parameters())
-        model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16) if parameters <= LARGEST else None
+            parameters = sum(
+                p.numel() for p in AutoModelForCausalLM.from_config(config).parameters()
+            )
+        model = (
+            AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
+            if parameters <= LARGEST
+            else None
+        )
     except Exception:  # configs check themselves in many ways
         model = None
     if model is None:
@@ -215,11 +262,17 @@ def save_config_only(kind: str, folder: Path) -> None:
     """A base of which nothing but its config can be looked at."""
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "config.json").write_text(json.dumps({"model_type": kind}))
-    save_file({"model.norm.weight": torch.ones(8)}, folder / "model.safetensors", metadata={"format": "pt"})
+    save_file(
+        {"model.norm.weight": torch.ones(8)},
+        folder / "model.safetensors",
+        metadata={"format": "pt"},
+    )
 
 
 def show_vectors(model: PreTrainedModel) -> None:
-    """Give norms, biases and scales, and what else starts as ones and zeros, values that show whether they are used."""
+    """Give norms, biases and scales, and what else starts as ones and zeros, values that show
+    whether they are used.
+    """
     with torch.no_grad():
         for tensor in model.state_dict().values():
             if tensor.is_floating_point() and (tensor.ndim == 1 or not tensor.any()):

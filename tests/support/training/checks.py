@@ -1,4 +1,6 @@
-"""What a base is held to: the plan, the published class with plain PEFT, one rank against two, and an interrupted job."""
+"""What a base is held to: the plan, the published class with plain PEFT, one rank against two, and
+an interrupted job.
+"""
 
 from __future__ import annotations
 
@@ -16,9 +18,18 @@ import torch
 import transformers
 from peft import PeftModel
 from torch import Tensor, nn
-from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText, PreTrainedConfig
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoModelForImageTextToText,
+    PreTrainedConfig,
+)
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
-from transformers.utils.quantization_config import CompressedTensorsConfig, FineGrainedFP8Config, Mxfp4Config
+from transformers.utils.quantization_config import (
+    CompressedTensorsConfig,
+    FineGrainedFP8Config,
+    Mxfp4Config,
+)
 
 from ft_service.errors import SpecError
 from ft_service.plan.weight_storage import adapters_of
@@ -30,7 +41,15 @@ from tests.support.ranks import run_on_ranks
 from tests.support.training.attempts import adapter, attempt_on_rank
 from tests.support.training.kept_tokens import give_tokens
 from tests.support.training.models import save_chats, spec_for
-from tests.support.training.parity import CPU, constructed, full, one_step, relative_error, samples, set_adapters
+from tests.support.training.parity import (
+    CPU,
+    constructed,
+    full,
+    one_step,
+    relative_error,
+    samples,
+    set_adapters,
+)
 from tests.support.training.prequantized import BY_BLOCKS, VALUES
 from workers.base.layouts import declared_block, quantization_of
 from workers.base.load import adapters, load, plain_name
@@ -60,9 +79,13 @@ READS_TEXT = {
     **dict.fromkeys(("qwen2_5_omni", "qwen3_omni_moe"), "thinker"),
     **dict.fromkeys(("blip-2", "instructblip", "instructblipvideo"), "language_model"),
 }
-"""Type → the part of its published class that is asked with text alone: the whole has no forward, or wants an image."""
+"""Type → the part of its published class that is asked with text alone: the whole has no forward,
+or wants an image.
+"""
 REREAD_BY_PEFT = patch("workers.output.outcome._check_in_fresh_process")
-"""A process that reads the adapter again takes longer than all the rest; here the published class reads it."""
+"""A process that reads the adapter again takes longer than all the rest; here the published class
+reads it.
+"""
 
 
 @dataclass(frozen=True)
@@ -70,7 +93,9 @@ class Found:
     """What was found of one base. Errors are relative to the norm of what is right."""
 
     refused: str = ""
-    """By plan and worker alike, in these words; empty: it can be tuned, and the rest says how well."""
+    """By plan and worker alike, in these words; empty: it can be tuned, and the rest says how
+    well.
+    """
     frozen: int = 0
     adapted: int = 0
     """Modules and stacks with an adapter."""
@@ -80,8 +105,8 @@ class Found:
     gradient: float = float("nan")
     """The largest of all adapters', against the published class with plain PEFT."""
     noise: float = 0.0
-    """The same of that class' own gradients in fp32 against fp64, where ours are not within BOUND of them. Ours are then held
-    to fp64 too, and to no more than three times its rounding.
+    """The same of that class' own gradients in fp32 against fp64, where ours are not within BOUND
+    of them. Ours are then held to fp64 too, and to no more than three times its rounding.
     """
     ranks: float = float("nan")
     """The largest error of loss or gradient on two ranks against one, in NF4."""
@@ -94,8 +119,14 @@ class Found:
 
     @property
     def exact(self) -> bool:
-        """Whether it trains as the published class does, and its adapter changes that class as it changed ours."""
-        near = self.loss <= BOUND and self.gradient <= max(BOUND, 3 * self.noise) and self.reloaded <= 10 * BOUND
+        """Whether it trains as the published class does, and its adapter changes that class as it
+        changed ours.
+        """
+        near = (
+            self.loss <= BOUND
+            and self.gradient <= max(BOUND, 3 * self.noise)
+            and self.reloaded <= 10 * BOUND
+        )
         return not self.refused and self.same_as_planned and near and self.changed >= CHANGE
 
     @property
@@ -122,18 +153,27 @@ def check(folders: Mapping[str, Path], work: Path) -> dict[str, Found]:
     taken = {name: folder for name, folder in folders.items() if not refused[name]}
     plain = {name: _spec(folder, _exact(folder)) for name, folder in taken.items()}
     (one,) = run_on_ranks(measure, 1, plain, str(work / "adapters"), timeout=1700)
-    ranks, resumed = between_ranks(taken, 2), resume_all(taken, work / "runs")
+    ranks = between_ranks(taken, 2)
+    resumed = resume_all(taken, work / "runs")
     found = {name: Found(refused=words) for name, words in refused.items() if words}
     for name, folder in taken.items():
         published = against_published(folder, work / "adapters" / name, one[name])
-        found[name] = Found(**_sizes(folder), **published, packed=one[name].packed, ranks=ranks[name], resumed=resumed[name])
+        found[name] = Found(
+            **_sizes(folder),
+            **published,
+            packed=one[name].packed,
+            ranks=ranks[name],
+            resumed=resumed[name],
+        )
     return {name: found[name] for name in folders}
 
 
 def between_ranks(
     folders: Mapping[str, Path], world: int, step: Callable[..., Any] | None = None, **weights: Any
 ) -> dict[str, float]:
-    """The largest error of loss or gradient of each base on `world` ranks against one. `weights`: precision other than NF4.
+    """The largest error of loss or gradient of each base on `world` ranks against one.
+
+    `weights`: precision other than NF4.
 
     `step`: a function in place of `measure`, whose module the ranks import.
     """
@@ -147,7 +187,9 @@ def between_ranks(
         )
         for n in (1, world)
     )
-    return {name: max(_error(on_rank[name], alone[0][name]) for on_rank in together) for name in folders}
+    return {
+        name: max(_error(on_rank[name], alone[0][name]) for on_rank in together) for name in folders
+    }
 
 
 def _spec(folder: Path, weights: str | dict[str, str], ranks: int = 1, **options: Any) -> JobSpec:
@@ -155,11 +197,15 @@ def _spec(folder: Path, weights: str | dict[str, str], ranks: int = 1, **options
     training = {"per_device_train_batch_size": 2, **options.pop("training", {})}
     formats = {"default": weights} if isinstance(weights, str) else {"overrides": weights}
     precision = {**formats, "compute": "fp32", **options.pop("precision", {})}
-    return spec_for(folder, ranks=ranks, precision=precision, lora=LORA, training=training, **options)
+    return spec_for(
+        folder, ranks=ranks, precision=precision, lora=LORA, training=training, **options
+    )
 
 
 def _exact(folder: Path) -> str | dict[str, str]:
-    """The format in which the base loses nothing in fp32: FP8 keeps published blocks, whose values bf16 would round."""
+    """The format in which the base loses nothing in fp32: FP8 keeps published blocks, whose values
+    bf16 would round.
+    """
     return {BY_BLOCKS: "fp8"} if _is_by_blocks(folder) else "bf16"
 
 
@@ -173,7 +219,9 @@ def _is_by_blocks(folder: Path) -> bool:
 
 
 def refusal(folder: Path) -> str:
-    """The words in which the worker refuses a base, before training at the latest; the description must agree."""
+    """The words in which the worker refuses a base, before training at the latest; the description
+    must agree.
+    """
     spec = _spec(folder, "nf4")
     described = _words(lambda: adapters_of(describe(folder), spec))
     said = _words(lambda: build(spec, CPU))
@@ -193,7 +241,10 @@ def _words(look: Callable[[], object]) -> str:
 
 
 def _tried(folder: Path) -> None:
-    """Do what a worker does of a base before it trains. Raises SpecError for a base that it refuses."""
+    """Do what a worker does of a base before it trains.
+
+    Raises SpecError for a base that it refuses.
+    """
     built = build(_spec(folder, "bf16"), CPU)
     load(built.peft_model, folder, seed=0, compute_dtype=torch.float32, device=CPU)
     try:
@@ -204,7 +255,8 @@ def _tried(folder: Path) -> None:
 
 def _sizes(folder: Path) -> dict[str, Any]:
     spec = _spec(folder, "nf4")
-    base, built = describe(folder), build(spec, CPU)
+    base = describe(folder)
+    built = build(spec, CPU)
     planned = adapters_of(base, spec)
     frozen = sum(p.numel() for p in built.peft_model.parameters() if not p.requires_grad)
     trained = sum(p.numel() for _, p in adapters(built.peft_model))
@@ -213,12 +265,23 @@ def _sizes(folder: Path) -> dict[str, Any]:
     return {"frozen": frozen, "adapted": len(planned), "same_as_planned": same}
 
 
-def measure(rank: int, world: int, specs: Mapping[str, JobSpec], out: str | None) -> dict[str, OnRank]:
-    """A step of each job on this rank. `out`: where to write the adapters that it starts with, and to tell the logits."""
+def measure(
+    rank: int, world: int, specs: Mapping[str, JobSpec], out: str | None
+) -> dict[str, OnRank]:
+    """A step of each job on this rank.
+
+    `out`: where to write the adapters that it starts with, and to tell the logits.
+    """
     found = {}
     for name, spec in specs.items():
         with REREAD_BY_PEFT, _naming(name):
-            found[name] = _step(rank, world, spec, constructed(spec, world), None if out is None else Path(out) / name)
+            found[name] = _step(
+                rank,
+                world,
+                spec,
+                constructed(spec, world),
+                None if out is None else Path(out) / name,
+            )
     return found
 
 
@@ -233,7 +296,9 @@ def _naming(base: str) -> Iterator[None]:
 
 
 def check_here(folder: Path, work: Path) -> Found:
-    """What is found of a base in this process, on one rank: all but what needs two of them, or a whole job."""
+    """What is found of a base in this process, on one rank: all but what needs two of them, or a
+    whole job.
+    """
     words = refusal(folder)
     if words:
         return Found(refused=words)
@@ -249,22 +314,33 @@ def check_worker(folder: Path, work: Path) -> Found:
     built.peft_model.train()
     with REREAD_BY_PEFT:
         ours = _step(0, 1, spec, built, work / "adapter")
-    return Found(**against_published(folder, work / "adapter", ours), packed=ours.packed, same_as_planned=True)
+    return Found(
+        **against_published(folder, work / "adapter", ours),
+        packed=ours.packed,
+        same_as_planned=True,
+    )
 
 
 def _step(rank: int, world: int, spec: JobSpec, built: BuiltModel, out: Path | None) -> OnRank:
-    """A step of the loaded model. `out`: where to write the adapter that it starts with, and to tell the logits."""
+    """A step of the loaded model.
+
+    `out`: where to write the adapter that it starts with, and to tell the logits.
+    """
     model = built.peft_model
     packed = settle_attention(model, CPU, torch.float32) is None
     logits = None
     if out is not None:
         with new_folder(out) as folder:
-            tensors = {key.replace(".default.", "."): p.detach().contiguous() for key, p in adapters(model)}
+            tensors = {
+                key.replace(".default.", "."): p.detach().contiguous() for key, p in adapters(model)
+            }
             shapes = {key: tensor.shape for key, tensor in tensors.items()}
             write_adapter(folder, shapes, tensors.items(), model.peft_config["default"], spec)
         logits = logits_of(model.eval())
         model.train()
-    spec = spec.model_copy(update={"training": spec.training.model_copy(update={"packing": packed})})
+    spec = spec.model_copy(
+        update={"training": spec.training.model_copy(update={"packing": packed})}
+    )
     step = one_step(rank, world, spec, built, dict(adapters(model)))
     return OnRank(step.loss, step.grads, packed, logits)
 
@@ -280,14 +356,22 @@ def published_model(folder: Path, dtype: torch.dtype = torch.float32) -> nn.Modu
     folder = folder / VALUES if (folder / VALUES).is_dir() else folder
     config = AutoConfig.from_pretrained(folder)
     several = config.get_text_config(decoder=True) is not config
-    given = getattr(config, "quantization_config", None) or getattr(config.get_text_config(), "quantization_config", None)
+    given = getattr(config, "quantization_config", None) or getattr(
+        config.get_text_config(), "quantization_config", None
+    )
     method = given.get("quant_method") if isinstance(given, dict) else None
-    options: dict[str, Any] = {"attn_implementation": "eager"} if config.to_dict().get("attn_logit_softcapping") else {}
+    options: dict[str, Any] = (
+        {"attn_implementation": "eager"} if config.to_dict().get("attn_logit_softcapping") else {}
+    )
     if method is not None:
         options["quantization_config"] = DEQUANTISED[method](dequantize=True)
     if dtype == torch.float64:
         options["experts_implementation"] = "eager"  # the grouped products know no fp64
-    stock: Any = published_as(config) if several or type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING else AutoModelForCausalLM
+    stock: Any = (
+        published_as(config)
+        if several or type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING
+        else AutoModelForCausalLM
+    )
     with small_timm():
         model = stock.from_pretrained(folder, dtype=dtype, **options)
     part = READS_TEXT.get(config.model_type)
@@ -302,7 +386,9 @@ def _in(dtype: torch.dtype, model: Any) -> Any:
 
 
 def small_timm() -> Any:
-    """Lets transformers make towers of timm, which the tests do not install: any such tower is one linear layer."""
+    """Lets transformers make towers of timm, which the tests do not install: any such tower is one
+    linear layer.
+    """
     module = "transformers.models.timm_wrapper.modeling_timm_wrapper"
     timm = SimpleNamespace(create_model=lambda *_, **__: nn.Sequential(nn.Linear(8, 8)))
     return patch.multiple(module, timm=timm, requires_backends=lambda *_: None, create=True)
@@ -311,17 +397,23 @@ def small_timm() -> Any:
 def published_as(config: PreTrainedConfig) -> Any:
     """The class that a base of several models is published as."""
     auto: Any = getattr(transformers, "AutoModelForMultimodalLM", AutoModelForImageTextToText)
-    return auto._model_mapping[type(config)]  # itself, it misses classes whose config has two model types
+    return auto._model_mapping[
+        type(config)
+    ]  # itself, it misses classes whose config has two model types
 
 
 def against_published(folder: Path, adapter_folder: Path, ours: OnRank) -> dict[str, Any]:
-    """Errors of our step against that of the published class with the exported adapter, put on it by plain PEFT."""
+    """Errors of our step against that of the published class with the exported adapter, put on it
+    by plain PEFT.
+    """
     truth, before, after = published_step(folder, adapter_folder)
     assert ours.logits is not None
-    gradient, noise = _gradient_error(ours, truth), 0.0
+    gradient = _gradient_error(ours, truth)
+    noise = 0.0
     if BOUND < gradient < NEARLY:  # which of the two is off
         right = published_step(folder, adapter_folder, torch.float64)[0]
-        gradient, noise = _gradient_error(ours, right), _gradient_error(truth, right)
+        gradient = _gradient_error(ours, right)
+        noise = _gradient_error(truth, right)
     return {
         "loss": abs(ours.loss - truth.loss) / truth.loss,
         "gradient": gradient,
@@ -331,22 +423,36 @@ def against_published(folder: Path, adapter_folder: Path, ours: OnRank) -> dict[
     }
 
 
-def published_step(folder: Path, adapter_folder: Path, dtype: torch.dtype = torch.float32) -> tuple[OnRank, Tensor, Tensor]:
-    """Of the published class with an adapter, put on it by plain PEFT: loss and gradients; its logits without it and with."""
+def published_step(
+    folder: Path, adapter_folder: Path, dtype: torch.dtype = torch.float32
+) -> tuple[OnRank, Tensor, Tensor]:
+    """Of the published class with an adapter, put on it by plain PEFT: loss and gradients; its
+    logits without it and with.
+    """
     model = published_model(folder, dtype)
     before = logits_of(model.eval())
     stock = _in(dtype, PeftModel.from_pretrained(model, adapter_folder, is_trainable=True)).eval()
     after = logits_of(stock)
     trained = {plain_name(n): p for n, p in stock.named_parameters() if p.requires_grad}
     batch = collate(samples(), CPU)
-    total, targets = 0.0, len(batch.targets)
+    total = 0.0
+    targets = len(batch.targets)
     for sample in samples():  # one by one: some architectures look at the longest of a batch
         own = collate([sample], CPU)
         logits = stock(input_ids=own.ids, use_cache=False).logits.flatten(0, 1)
-        loss = torch.nn.functional.cross_entropy(logits[own.places], own.targets, reduction="sum") / targets
+        loss = (
+            torch.nn.functional.cross_entropy(logits[own.places], own.targets, reduction="sum")
+            / targets
+        )
         loss.backward()
         total += loss.item()
-    return OnRank(total, {name: full(p.grad) for name, p in trained.items() if p.grad is not None}, False), before, after
+    return (
+        OnRank(
+            total, {name: full(p.grad) for name, p in trained.items() if p.grad is not None}, False
+        ),
+        before,
+        after,
+    )
 
 
 def _gradient_error(ours: OnRank, truth: OnRank) -> float:
@@ -364,15 +470,20 @@ def _error(ours: OnRank, truth: OnRank) -> float:
     return max(abs(ours.loss - truth.loss) / truth.loss, _gradient_error(ours, truth))
 
 
-# Whole jobs ---------------------------------------------------------------------------------------------------------------
+# Whole jobs
+# ------------------------------------------------------------------------------
 
 
-def resume_all(folders: Mapping[str, Path], work: Path, weights: str | None = None) -> dict[str, bool]:
-    """Whether each job on two ranks, cut off after its second step, ends with bitwise the adapter of the uninterrupted one.
+def resume_all(
+    folders: Mapping[str, Path], work: Path, weights: str | None = None
+) -> dict[str, bool]:
+    """Whether each job on two ranks, cut off after its second step, ends with bitwise the adapter
+    of the uninterrupted one.
 
     `weights`: the format of all; None: FP8 for a base published so by blocks, else NF4.
     """
-    whole, cut = work / "whole", work / "cut"
+    whole = work / "whole"
+    cut = work / "cut"
     for name, folder in folders.items():
         spec = _spec(
             folder,
@@ -387,19 +498,30 @@ def resume_all(folders: Mapping[str, Path], work: Path, weights: str | None = No
             give_tokens(RunDir(work_of / name), spec)
     run_on_ranks(attempts, 2, str(whole), list(folders), 1, None, timeout=1700)
     for name in folders:
-        done, run = RunDir(whole / name), RunDir(cut / name)
+        done = RunDir(whole / name)
+        run = RunDir(cut / name)
         shutil.copytree(done.path("attempts"), run.path("attempts"))
         shutil.copytree(done.path("checkpoints/step-2-a1"), run.path("checkpoints/step-2-a1"))
         shutil.copy(done.path("spec.json"), run.path("spec.json"))
     run_on_ranks(attempts, 2, str(cut), list(folders), 2, "step-2-a1", timeout=1700)
-    return {name: _same(adapter(RunDir(whole / name)), adapter(RunDir(cut / name))) for name in folders}
+    return {
+        name: _same(adapter(RunDir(whole / name)), adapter(RunDir(cut / name))) for name in folders
+    }
 
 
-def attempts(rank: int, world: int, root: str, names: Iterable[str], attempt: int, checkpoint: str | None) -> None:
+def attempts(
+    rank: int, world: int, root: str, names: Iterable[str], attempt: int, checkpoint: str | None
+) -> None:
     for name in names:
         run = RunDir(Path(root) / name)
         if rank == 0:
-            start = Start(job_id="ftjob-test", attempt=attempt, world_size=world, generation=1, checkpoint=checkpoint)
+            start = Start(
+                job_id="ftjob-test",
+                attempt=attempt,
+                world_size=world,
+                generation=1,
+                checkpoint=checkpoint,
+            )
             run.write(f"attempts/{attempt}/start.json", start)
         torch.distributed.barrier()
         with REREAD_BY_PEFT, _naming(name):
@@ -408,4 +530,6 @@ def attempts(rank: int, world: int, root: str, names: Iterable[str], attempt: in
 
 
 def _same(one: Mapping[str, Tensor], other: Mapping[str, Tensor]) -> bool:
-    return one.keys() == other.keys() and all(torch.equal(tensor, other[name]) for name, tensor in one.items())
+    return one.keys() == other.keys() and all(
+        torch.equal(tensor, other[name]) for name, tensor in one.items()
+    )

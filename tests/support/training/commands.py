@@ -1,4 +1,6 @@
-"""Commands of a client's training loop, as its package sends them, put into a run directory for real ranks."""
+"""Commands of a client's training loop, as its package sends them, put into a run directory for
+real ranks.
+"""
 
 from __future__ import annotations
 
@@ -24,7 +26,14 @@ from tests.support.training.attempts import run_attempt
 from tests.support.training.loss_messages import Arrays, loss_message
 from tests.support.training.models import VOCABULARY
 
-ADAM = {"learning_rate": 2e-3, "beta1": 0.9, "beta2": 0.95, "eps": 1e-12, "weight_decay": 0.0, "grad_clip_norm": 0.0}
+ADAM = {
+    "learning_rate": 2e-3,
+    "beta1": 0.9,
+    "beta2": 0.95,
+    "eps": 1e-12,
+    "weight_decay": 0.0,
+    "grad_clip_norm": 0.0,
+}
 
 
 def loop_spec(base: Path, *, ranks: int = 1, **options: Any) -> JobSpec:
@@ -43,8 +52,12 @@ def loop_spec(base: Path, *, ranks: int = 1, **options: Any) -> JobSpec:
     return resolve(request, context)
 
 
-def examples(count: int, *, seed: int = 1, longest: int = 30) -> list[tuple[np.ndarray, dict[str, np.ndarray]]]:
-    """Sequences of different lengths, each with its next tokens and weights of both signs, of which some are 0."""
+def examples(
+    count: int, *, seed: int = 1, longest: int = 30
+) -> list[tuple[np.ndarray, dict[str, np.ndarray]]]:
+    """Sequences of different lengths, each with its next tokens and weights of both signs, of which
+    some are 0.
+    """
     random = np.random.default_rng(seed)
     made = []
     for _ in range(count):
@@ -59,10 +72,13 @@ class Script:
     """The commands of a client, numbered as they are added."""
 
     def __init__(self, run: RunDir) -> None:
-        self.log, self.seq = CommandLog(run), 0
+        self.log = CommandLog(run)
+        self.seq = 0
         self.log.put(Command(0, "create_model"))
 
-    def losses(self, data: Sequence[tuple[np.ndarray, Arrays]], *given: Any, forward_only: bool = False) -> int:
+    def losses(
+        self, data: Sequence[tuple[np.ndarray, Arrays]], *given: Any, forward_only: bool = False
+    ) -> int:
         message = loss_message(self.seq + 1, data, *given, forward_only=forward_only)
         return self.add("forward_backward", body=message.SerializeToString())
 
@@ -83,16 +99,28 @@ class Script:
         found = []
         for record in message.loss_fn_outputs:
             batched = record.fields["logprobs"]
-            values, offsets = np.frombuffer(batched.data, "<f4"), np.frombuffer(batched.offsets, "<i8") // 4
+            values = np.frombuffer(batched.data, "<f4")
+            offsets = np.frombuffer(batched.offsets, "<i8") // 4
             of_data = [values[begin:end] for begin, end in pairwise(offsets)]
-            found += [one.reshape(-1, *batched.trailing_shape) if batched.trailing_shape else one for one in of_data]
+            found += [
+                one.reshape(-1, *batched.trailing_shape) if batched.trailing_shape else one
+                for one in of_data
+            ]
         return message.metrics["loss:sum"], found
 
 
 def attempt_until(
-    run: RunDir, attempt: int, world: int, seq: int, checkpoint: str | None = None, *, rested_seconds: float = 0.0
+    run: RunDir,
+    attempt: int,
+    world: int,
+    seq: int,
+    checkpoint: str | None = None,
+    *,
+    rested_seconds: float = 0.0,
 ) -> Outcome:
-    """An attempt that is paused once a command is answered, as if it had been answered so many seconds before."""
+    """An attempt that is paused once a command is answered, as if it had been answered so many
+    seconds before.
+    """
     stopped = threading.Event()
 
     def pause() -> None:

@@ -1,4 +1,6 @@
-"""Engines on real gloo ranks, and what their jobs leave, compared bit for bit with the same jobs alone."""
+"""Engines on real gloo ranks, and what their jobs leave, compared bit for bit with the same jobs
+alone.
+"""
 
 from __future__ import annotations
 
@@ -40,12 +42,19 @@ def ran_alone(spec: JobSpec, folder: Path, world: int) -> RunDir:
     return run
 
 
-def prepare(spec: JobSpec, run: RunDir, engine: RunDir, attempt: int = 1, checkpoint: str | None = None) -> None:
+def prepare(
+    spec: JobSpec, run: RunDir, engine: RunDir, attempt: int = 1, checkpoint: str | None = None
+) -> None:
     """Write what the service writes for a job that takes a seat."""
     run.write("spec.json", spec)
     give_tokens(run, spec)
     start = Start(
-        job_id=spec.job_id, attempt=attempt, world_size=2, generation=1, checkpoint=checkpoint, engine=str(engine.root)
+        job_id=spec.job_id,
+        attempt=attempt,
+        world_size=2,
+        generation=1,
+        checkpoint=checkpoint,
+        engine=str(engine.root),
     )
     run.write(f"attempts/{attempt}/start.json", start)
     order = SeatOrder(job_id=spec.job_id, attempt=attempt, run_dir=str(run.root))
@@ -56,7 +65,10 @@ def new_engine(folder: Path, spec: JobSpec, world: int = 2) -> RunDir:
     engine = RunDir(folder)
     limits = {"most_seats": 8, "idle_seconds": 0.3}
     engine.write(ENGINE, EngineSpec(engine_id="engine-1", project_id="proj", spec=spec, **limits))
-    engine.write("attempts/1/start.json", Start(job_id="engine-1", attempt=1, world_size=world, generation=1, checkpoint=None))
+    engine.write(
+        "attempts/1/start.json",
+        Start(job_id="engine-1", attempt=1, world_size=world, generation=1, checkpoint=None),
+    )
     return engine
 
 
@@ -79,7 +91,9 @@ def follow(run: RunDir, step: int, act: Callable[[], None]) -> threading.Thread:
             time.sleep(0.01)
             with contextlib.suppress(OSError):
                 events = [event for segment in read_segments(run, 1) for event in segment.events]
-                reached = any(event.metrics is not None and event.metrics.step >= step for event in events)
+                reached = any(
+                    event.metrics is not None and event.metrics.step >= step for event in events
+                )
         act()
 
     thread = threading.Thread(target=wait, daemon=True)

@@ -1,4 +1,6 @@
-"""Tokens of data files, made once for all attempts of a test process, by one process: it takes a second to start."""
+"""Tokens of data files, made once for all attempts of a test process, by one process: it takes a
+second to start.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +23,8 @@ from workers.data.token_sets import tokenise
 def give_tokens(run: RunDir, spec: JobSpec) -> None:
     """Put the tokens of a job's files into its run directory, as an earlier attempt leaves them.
 
-    Files that are not as the spec says, or cannot be trained on, are left to the ranks, which report that.
+    Files that are not as the spec says, or cannot be trained on, are left to the ranks, which
+    report that.
     """
     for file in spec.data_files:
         path = Path(file.path)
@@ -35,7 +38,9 @@ def give_tokens(run: RunDir, spec: JobSpec) -> None:
 
 def _entry(spec: JobSpec, file: DataFileRef) -> Path:
     folder = Path(_folder().name)
-    key = tokens_key(spec.model.path, file.sha256, TokenOptions.of(spec), pairs=spec.dpo is not None)
+    key = tokens_key(
+        spec.model.path, file.sha256, TokenOptions.of(spec), pairs=spec.dpo is not None
+    )
     if not (folder / key).is_dir():
         tokenise(spec, file, _examiner())
     return folder / key

@@ -10,7 +10,16 @@ from typing import Any
 
 from transformers import CONFIG_MAPPING, AutoConfig
 
-_KEPT = frozenset({"model_type", "architectures", "dtype", "torch_dtype", "transformers_version", "quantization_config"})
+_KEPT = frozenset(
+    {
+        "model_type",
+        "architectures",
+        "dtype",
+        "torch_dtype",
+        "transformers_version",
+        "quantization_config",
+    }
+)
 _OF_FILE = frozenset({"transformers_version", "_name_or_path"})
 _TRIES = 5
 
@@ -37,7 +46,11 @@ def leave_out_defaults(folder: Path) -> None:
 
 
 def _as_read(folder: Path) -> dict[str, Any]:
-    return {key: value for key, value in AutoConfig.from_pretrained(folder).to_dict().items() if key not in _OF_FILE}
+    return {
+        key: value
+        for key, value in AutoConfig.from_pretrained(folder).to_dict().items()
+        if key not in _OF_FILE
+    }
 
 
 def _without_defaults(section: Mapping[str, Any]) -> dict[str, Any]:
@@ -46,7 +59,12 @@ def _without_defaults(section: Mapping[str, Any]) -> dict[str, Any]:
     for key, value in section.items():
         if isinstance(value, dict) and "model_type" in value:
             slim[key] = _without_defaults(value)
-        elif key in _KEPT or key not in known or known[key] != value or type(known[key]) is not type(value):
+        elif (
+            key in _KEPT
+            or key not in known
+            or known[key] != value
+            or type(known[key]) is not type(value)
+        ):
             slim[key] = value
     return slim
 
@@ -59,13 +77,18 @@ def _defaults(model_type: str) -> dict[str, Any]:
         return {}
 
 
-def _with_again(slim: Mapping[str, Any], whole: Mapping[str, Any], found: Any, meant: Any) -> dict[str, Any]:
+def _with_again(
+    slim: Mapping[str, Any], whole: Mapping[str, Any], found: Any, meant: Any
+) -> dict[str, Any]:
     """`slim` with those of `whole`'s values again that are read as others without them."""
     again = dict(slim)
     for key in meant.keys() | found.keys():
-        one, other = found.get(key), meant.get(key)
+        one = found.get(key)
+        other = meant.get(key)
         if one == other or key not in whole:
             continue
-        inner = isinstance(slim.get(key), dict) and isinstance(one, dict) and isinstance(other, dict)
+        inner = (
+            isinstance(slim.get(key), dict) and isinstance(one, dict) and isinstance(other, dict)
+        )
         again[key] = _with_again(slim[key], whole[key], one, other) if inner else whole[key]
     return again

@@ -1,4 +1,6 @@
-"""Bytes of live tensors, from what PyTorch's allocator reports to its profiler: every block, from every caller."""
+"""Bytes of live tensors, from what PyTorch's allocator reports to its profiler: every block, from
+every caller.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +12,9 @@ from torch.profiler import ProfilerActivity, profile
 
 
 def peak_bytes(work: Callable[[], Any]) -> int:
-    """The most bytes that `work` had allocated at any moment, besides those that were there before."""
+    """The most bytes that `work` had allocated at any moment, besides those that were there
+    before.
+    """
     os.environ.setdefault("KINETO_LOG_LEVEL", "5")
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as recorded:
         work()

@@ -37,7 +37,9 @@ class Outcome:
 
 
 def built_and_sharded(spec: JobSpec, world: int) -> BuiltModel:
-    built = build(spec, CPU, Probed(True, loss_in_chunks=True))  # trying a copy would leave memory for loading to reuse
+    built = build(
+        spec, CPU, Probed(True, loss_in_chunks=True)
+    )  # trying a copy would leave memory for loading to reuse
     shard(
         built.peft_model,
         built.layers,
@@ -50,7 +52,9 @@ def built_and_sharded(spec: JobSpec, world: int) -> BuiltModel:
 
 def load_on_rank(rank: int, world: int, spec: JobSpec, cache: Cache | None = None) -> Outcome:
     model = built_and_sharded(spec, world).peft_model
-    loaded = load(model, Path(spec.model.path), seed=0, compute_dtype=torch.bfloat16, device=CPU, cache=cache)
+    loaded = load(
+        model, Path(spec.model.path), seed=0, compute_dtype=torch.bfloat16, device=CPU, cache=cache
+    )
     return outcome_of(model, loaded)
 
 

@@ -19,7 +19,9 @@ def loss_message(
     *,
     forward_only: bool = False,
 ) -> pb.ForwardBackwardRequest:
-    message = pb.ForwardBackwardRequest(model_id="model", seq_id=seq, loss_fn=loss_fn, forward_only=forward_only)
+    message = pb.ForwardBackwardRequest(
+        model_id="model", seq_id=seq, loss_fn=loss_fn, forward_only=forward_only
+    )
     for name, value in (config or {}).items():
         message.loss_fn_config[name] = value
     for ids, arrays in data:

@@ -1,4 +1,6 @@
-"""Tiny random bases for tests, and an unsharded reference of stock parts: plain linears on dequantised weights, stock PEFT."""
+"""Tiny random bases for tests, and an unsharded reference of stock parts: plain linears on
+dequantised weights, stock PEFT.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +13,12 @@ import torch
 from peft import LoraConfig, get_peft_model
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from torch import nn
-from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText, PreTrainedTokenizerFast
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoModelForImageTextToText,
+    PreTrainedTokenizerFast,
+)
 
 from ft_service.bases.adapter_names import MAGNITUDE
 from ft_service.rundir.directory import sha256_of
@@ -27,7 +34,9 @@ VOCABULARY = 256
 
 
 HIDDEN = 48
-"""Not a multiple of NF4's block, and no square: Gemma's embedding scale, its root, is rounded in bf16."""
+"""Not a multiple of NF4's block, and no square: Gemma's embedding scale, its root, is rounded in
+bf16.
+"""
 
 COMMON: dict[str, Any] = {
     "hidden_size": HIDDEN,
@@ -41,7 +50,12 @@ COMMON: dict[str, Any] = {
     "initializer_range": 0.1,
 }
 GROUPED = {"num_key_value_heads": 2}
-EXPERTS = {"num_experts": 5, "num_experts_per_tok": 2, "moe_intermediate_size": 40, "norm_topk_prob": True}
+EXPERTS = {
+    "num_experts": 5,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 40,
+    "norm_topk_prob": True,
+}
 """Five experts of 80 rows: neither two nor three ranks' shares end where an expert does."""
 
 DELTA_NET = {
@@ -50,7 +64,13 @@ DELTA_NET = {
     "linear_key_head_dim": 16,
     "linear_value_head_dim": 16,
 }
-MAMBA2 = {"mamba_n_heads": 6, "mamba_d_head": 16, "mamba_d_state": 16, "mamba_n_groups": 1, "mamba_chunk_size": 8}
+MAMBA2 = {
+    "mamba_n_heads": 6,
+    "mamba_d_head": 16,
+    "mamba_d_state": 16,
+    "mamba_n_groups": 1,
+    "mamba_chunk_size": 8,
+}
 
 FAMILIES: dict[str, dict[str, Any]] = {
     "llama": {**GROUPED},
@@ -58,13 +78,35 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "qwen3": {**GROUPED, "head_dim": 14},
     "mistral": {**GROUPED, "sliding_window": 6, "head_dim": 12},
     "gemma": {**GROUPED, "head_dim": 16, "tie_word_embeddings": True},
-    "gemma2": {**GROUPED, "head_dim": 16, "tie_word_embeddings": True, "sliding_window": 6, "attn_logit_softcapping": 0.5},
+    "gemma2": {
+        **GROUPED,
+        "head_dim": 16,
+        "tie_word_embeddings": True,
+        "sliding_window": 6,
+        "attn_logit_softcapping": 0.5,
+    },
     "gemma3_text": {**GROUPED, "head_dim": 16, "tie_word_embeddings": True, "sliding_window": 6},
     "phi": {"partial_rotary_factor": 0.5},
-    "phi3": {**GROUPED, "sliding_window": None, "rope_parameters": {"rope_type": "default", "rope_theta": 1e4}},
+    "phi3": {
+        **GROUPED,
+        "sliding_window": None,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 1e4},
+    },
     "gpt_neox": {"use_parallel_residual": True},
-    "mixtral": {**GROUPED, "num_local_experts": 5, "num_experts_per_tok": 2, "intermediate_size": 40, "sliding_window": 6},
-    "qwen3_moe": {**GROUPED, **EXPERTS, "head_dim": 12, "num_hidden_layers": 3, "mlp_only_layers": [1]},
+    "mixtral": {
+        **GROUPED,
+        "num_local_experts": 5,
+        "num_experts_per_tok": 2,
+        "intermediate_size": 40,
+        "sliding_window": 6,
+    },
+    "qwen3_moe": {
+        **GROUPED,
+        **EXPERTS,
+        "head_dim": 12,
+        "num_hidden_layers": 3,
+        "mlp_only_layers": [1],
+    },
     "olmoe": {**EXPERTS, "intermediate_size": 40},
     "deepseek_v3": {
         "n_routed_experts": 4,
@@ -87,7 +129,12 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "intermediate_size": 64,
         "swiglu_limit": 0.5,
         "sliding_window": 6,
-        "rope_parameters": {"rope_type": "yarn", "rope_theta": 1e4, "factor": 2.0, "original_max_position_embeddings": 64},
+        "rope_parameters": {
+            "rope_type": "yarn",
+            "rope_theta": 1e4,
+            "factor": 2.0,
+            "original_max_position_embeddings": 64,
+        },
     },
     "llama4_text": {
         **GROUPED,
@@ -132,7 +179,12 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "layer_types": ["linear_attention", "full_attention"],
         "shared_expert_intermediate_size": 40,
     },
-    "qwen3_5_text": {**GROUPED, **DELTA_NET, "head_dim": 16, "layer_types": ["linear_attention", "full_attention"]},
+    "qwen3_5_text": {
+        **GROUPED,
+        **DELTA_NET,
+        "head_dim": 16,
+        "layer_types": ["linear_attention", "full_attention"],
+    },
     "olmo_hybrid": {**GROUPED, **DELTA_NET, "layer_types": ["linear_attention", "full_attention"]},
     "kimi_linear": {
         **EXPERTS,
@@ -155,7 +207,12 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "num_experts_per_tok": 2,
         "shared_intermediate_size": 40,
     },
-    "falcon_h1": {**GROUPED, **MAMBA2, "mamba_d_ssm": 96, "ssm_multipliers": [0.5, 1.5, 0.7, 0.9, 1.1]},
+    "falcon_h1": {
+        **GROUPED,
+        **MAMBA2,
+        "mamba_d_ssm": 96,
+        "ssm_multipliers": [0.5, 1.5, 0.7, 0.9, 1.1],
+    },
     "bamba": {**GROUPED, **MAMBA2, "attn_layer_indices": [1]},
     "lfm2": {**GROUPED, "layer_types": ["conv", "full_attention"]},
     "jamba": {
@@ -203,7 +260,9 @@ OF_EXPERTS: dict[str, list[str]] = {
     "falcon_h1": [*ATTENTION, "in_proj", "gate_proj", "up_proj", "down_proj"],
     "jamba": [*ATTENTION, "in_proj", "x_proj", "out_proj"],
 }
-"""Family → what to adapt there, where PEFT's own "all-linear" would put adapters on experts too, or on what it refuses."""
+"""Family → what to adapt there, where PEFT's own "all-linear" would put adapters on experts too, or
+on what it refuses.
+"""
 
 KINDS = (
     "llama",
@@ -219,8 +278,10 @@ KINDS = (
     "qwen3_5_text",
     "lfm2",
 )
-"""Families that have every kind of layers between them: windows, soft caps and a tied head, biases, joint projections, experts,
-values of another width, sinks, chunks, two kinds of recurrence, and convolutions."""
+"""Families that have every kind of layers between them: windows, soft caps and a tied head, biases,
+joint projections, experts, values of another width, sinks, chunks, two kinds of recurrence, and
+convolutions.
+"""
 OTHER_FAMILIES = FAMILIES.keys() - KINDS
 """Their tests of plan, loading and packing are slow ones; the short list of parity has them all."""
 
@@ -235,9 +296,11 @@ MIXED_IN_FAMILIES = {
 
 
 def save_tiny(family: str, folder: Path, *, original_format: bool = True, **changes: Any) -> Path:
-    """A random model in bf16 safetensors, in the layout of published checkpoints or in the one of transformers' modules.
+    """A random model in bf16 safetensors, in the layout of published checkpoints or in the one of
+    transformers' modules.
 
-    Norms, biases and buffers, which start as ones and zeros, get values that show whether they are used.
+    Norms, biases and buffers, which start as ones and zeros, get values that show whether they are
+    used.
     """
     torch.manual_seed(0)
     config = AutoConfig.for_model(family, **{**COMMON, **FAMILIES.get(family, {}), **changes})
@@ -251,7 +314,12 @@ def save_tiny(family: str, folder: Path, *, original_format: bool = True, **chan
     return folder
 
 
-LARGER = {"hidden_size": 64, "intermediate_size": 192, "pad_token_id": None, "initializer_range": 0.02}
+LARGER = {
+    "hidden_size": 64,
+    "intermediate_size": 192,
+    "pad_token_id": None,
+    "initializer_range": 0.02,
+}
 
 
 def save_tiny_llama(folder: Path, **changes: Any) -> Path:
@@ -260,7 +328,12 @@ def save_tiny_llama(folder: Path, **changes: Any) -> Path:
 
 
 def spec_for(
-    model: Path, data: DataFileRef | None = None, *, ranks: int = 1, valid: DataFileRef | None = None, **options: Any
+    model: Path,
+    data: DataFileRef | None = None,
+    *,
+    ranks: int = 1,
+    valid: DataFileRef | None = None,
+    **options: Any,
 ) -> JobSpec:
     """A resolved spec on a base folder; `options` as in a create body."""
     file = data or DataFileRef(name="none.jsonl", path=str(model / "none.jsonl"), sha256="0" * 64)
@@ -281,37 +354,52 @@ def spec_for(
 
 
 def adapter_value(name: str, shape: torch.Size | tuple[int, ...], seed: int = 3) -> torch.Tensor:
-    """A small value with no zero in it: with B = 0, A would get no gradient and an error there could not be seen."""
+    """A small value with no zero in it: with B = 0, A would get no gradient and an error there
+    could not be seen.
+    """
     if MAGNITUDE in name:
         return 1 + 0.1 * initial_adapter(name.replace(MAGNITUDE, "lora_A"), (1, *shape), seed)[0]
     return 0.1 * initial_adapter(name.replace("lora_B", "lora_A"), tuple(shape), seed)
 
 
 def reference_name(name: str) -> str:
-    """The plain name of a trained parameter of PEFT's, which copies modules that are trained whole."""
+    """The plain name of a trained parameter of PEFT's, which copies modules that are trained
+    whole.
+    """
     return plain_name(name).replace(".modules_to_save.default", "")
 
 
 def reference(model: Path, spec: JobSpec, dtype: torch.dtype = torch.float32) -> nn.Module:
-    """The unsharded truth: transformers' own loading, weights replaced by their dequantised values, stock PEFT layers."""
-    # Older versions of transformers take sdpa for models with soft capping, and leave the capping out.
+    """The unsharded truth: transformers' own loading, weights replaced by their dequantised values,
+    stock PEFT layers.
+    """
+    # Older versions of transformers take sdpa for models with soft capping, and leave the capping
+    # out.
     described = AutoConfig.from_pretrained(model)
     capped = described.to_dict().get("attn_logit_softcapping")
     of_several = described.get_text_config(decoder=True) is not described
     stock = AutoModelForImageTextToText if of_several else AutoModelForCausalLM
-    base = stock.from_pretrained(model, dtype=dtype, attn_implementation="eager" if capped else None)
+    base = stock.from_pretrained(
+        model, dtype=dtype, attn_implementation="eager" if capped else None
+    )
     targets = spec.lora.target_modules
-    named = base_on_meta(str(model)) if of_several else base  # without towers, whose layers overrides must not match
+    named = (
+        base_on_meta(str(model)) if of_several else base
+    )  # without towers, whose layers overrides must not match
     if of_several and targets == "all-linear":  # PEFT's own would adapt the towers too
         targets = adapted_modules(named, spec.lora, shared_experts=spec.shared_experts)
-    named = named if of_several else base_on_meta(str(model))  # which says of experts what published classes may not
+    named = (
+        named if of_several else base_on_meta(str(model))
+    )  # which says of experts what published classes may not
     for name, weight_format in precision_map(named, decoder_layers(named), spec.precision).items():
         weight = _weight(base, name)
         by_outputs = weight.data.mT if _is_transposed(base, name) else weight.data
         stored = by_outputs.to(torch.bfloat16).flatten(0, -2)
         if weight_format in NUMERICS:
             numerics = NUMERICS[weight_format]
-            changed = numerics.dequantize(numerics.quantize(stored), stored.shape[1], dtype).view(by_outputs.shape)
+            changed = numerics.dequantize(numerics.quantize(stored), stored.shape[1], dtype).view(
+                by_outputs.shape
+            )
             weight.data = changed.mT.contiguous() if _is_transposed(base, name) else changed
     config = LoraConfig(
         r=spec.lora.r,
@@ -322,7 +410,8 @@ def reference(model: Path, spec: JobSpec, dtype: torch.dtype = torch.float32) ->
         alpha_pattern=dict(spec.lora.alpha_pattern),
         use_dora=spec.lora.use_dora,
         modules_to_save=list(spec.lora.modules_to_save) or None,
-        ensure_weight_tying=bool(spec.lora.modules_to_save) and described.get_text_config(decoder=True).tie_word_embeddings,
+        ensure_weight_tying=bool(spec.lora.modules_to_save)
+        and described.get_text_config(decoder=True).tie_word_embeddings,
         task_type="CAUSAL_LM",
     )
     peft_model = get_peft_model(base, config)
@@ -336,8 +425,9 @@ def reference(model: Path, spec: JobSpec, dtype: torch.dtype = torch.float32) ->
 
 
 def _multiply_adapters_in(peft_model: nn.Module, dtype: torch.dtype) -> None:
-    """Make adapters multiply as mixed precision does: fp32 masters, cast where they are used. PEFT would cast the input
-    instead.
+    """Make adapters multiply as mixed precision does: fp32 masters, cast where they are used.
+
+    PEFT would cast the input instead.
     """
 
     def in_dtype(linear: nn.Linear, input: torch.Tensor) -> torch.Tensor:
@@ -385,9 +475,13 @@ def save_tokenizer(folder: Path) -> PreTrainedTokenizerFast:
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)  # pyright: ignore[reportAttributeAccessIssue]
     tokenizer.decoder = decoders.ByteLevel()  # pyright: ignore[reportAttributeAccessIssue]
-    trainer = trainers.BpeTrainer(vocab_size=259, initial_alphabet=alphabet, special_tokens=special, show_progress=False)
+    trainer = trainers.BpeTrainer(
+        vocab_size=259, initial_alphabet=alphabet, special_tokens=special, show_progress=False
+    )
     tokenizer.train_from_iterator([""], trainer)
-    fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<|im_end|>", pad_token="<pad>")
+    fast = PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, eos_token="<|im_end|>", pad_token="<pad>"
+    )
     fast.chat_template = CHAT_TEMPLATE
     fast.save_pretrained(folder)
     return fast
@@ -400,7 +494,9 @@ CHAT_TEMPLATE = (
 
 
 def save_chat_base(folder: Path, **changes: Any) -> Path:
-    """A random Llama whose 259 rows of vocabulary divide by no world size but 7, with its tokenizer."""
+    """A random Llama whose 259 rows of vocabulary divide by no world size but 7, with its
+    tokenizer.
+    """
     save_tiny_llama(folder, vocab_size=259, max_position_embeddings=256, **changes)
     save_tokenizer(folder)
     return folder
@@ -424,9 +520,13 @@ def save_pairs(path: Path, count: int) -> DataFileRef:
     """Preference pairs as OpenAI writes them. The preferred answer is the shorter one by turns."""
     lines: list[dict[str, Any]] = []
     for i in range(count):
-        ask, good, bad = f"say {i}", f"it is {i * 7}" + "!" * (i % 5), f"no {i}" + "?" * (3 * i % 7)
+        ask = f"say {i}"
+        good = f"it is {i * 7}" + "!" * (i % 5)
+        bad = f"no {i}" + "?" * (3 * i % 7)
         outputs = {"preferred_output": good, "non_preferred_output": bad}
-        answers = {name: [{"role": "assistant", "content": words}] for name, words in outputs.items()}
+        answers = {
+            name: [{"role": "assistant", "content": words}] for name, words in outputs.items()
+        }
         lines.append({"input": {"messages": [{"role": "user", "content": ask}]}, **answers})
     path.write_text("".join(json.dumps(line) + "\n" for line in lines))
     return DataFileRef(name=path.name, path=str(path), sha256=sha256_of(path))

@@ -1,4 +1,6 @@
-"""Decoders that transformers does not know, each with one defect, registered with it while a test needs them."""
+"""Decoders that transformers does not know, each with one defect, registered with it while a test
+needs them.
+"""
 
 from __future__ import annotations
 
@@ -11,13 +13,28 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
-from transformers import CONFIG_MAPPING, AutoConfig, AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
+from transformers import (
+    CONFIG_MAPPING,
+    AutoConfig,
+    AutoModelForCausalLM,
+    LlamaConfig,
+    LlamaForCausalLM,
+)
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 from transformers.models.llama.modeling_llama import LlamaDecoderLayer
 
 KIND = "odd_decoder"
 """Model type of all of them."""
-DEFECTS = ("none", "sees behind", "mixes", "scales logits", "caps logits", "past the layer", "chooses", "raises")
+DEFECTS = (
+    "none",
+    "sees behind",
+    "mixes",
+    "scales logits",
+    "caps logits",
+    "past the layer",
+    "chooses",
+    "raises",
+)
 
 
 class OddConfig(LlamaConfig):
@@ -58,7 +75,9 @@ class OddForCausalLM(LlamaForCausalLM):
 
     def __init__(self, config: Any) -> None:
         super().__init__(config)
-        self.model.layers = nn.ModuleList([OddLayer(config, number) for number in range(config.num_hidden_layers)])
+        self.model.layers = nn.ModuleList(
+            [OddLayer(config, number) for number in range(config.num_hidden_layers)]
+        )
 
     def forward(self, *inputs: Any, **others: Any) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
         out: Any = super().forward(*inputs, **others)
@@ -83,8 +102,20 @@ def odd_types() -> Iterator[None]:
 
 def save_odd(folder: Path, defect: str, **values: Any) -> Path:
     """A config.json of the type, of a small decoder."""
-    small = {"hidden_size": 48, "intermediate_size": 64, "num_hidden_layers": 3, "num_attention_heads": 4, "vocab_size": 256}
+    small = {
+        "hidden_size": 48,
+        "intermediate_size": 64,
+        "num_hidden_layers": 3,
+        "num_attention_heads": 4,
+        "vocab_size": 256,
+    }
     folder.mkdir(parents=True, exist_ok=True)
-    config = {"model_type": KIND, "architectures": ["OddForCausalLM"], "defect": defect, **small, **values}
+    config = {
+        "model_type": KIND,
+        "architectures": ["OddForCausalLM"],
+        "defect": defect,
+        **small,
+        **values,
+    }
     (folder / "config.json").write_text(json.dumps(config))
     return folder

@@ -1,4 +1,6 @@
-"""Training steps of the real worker code on N ranks, next to the same steps of an unsharded reference of stock parts."""
+"""Training steps of the real worker code on N ranks, next to the same steps of an unsharded
+reference of stock parts.
+"""
 
 from __future__ import annotations
 
@@ -29,7 +31,9 @@ from workers.training.step import Sums, forward_backward
 CPU = torch.device("cpu")
 MIXED = {"default": "bf16", "overrides": {r".*self_attn.*": "fp8", r".*mlp\.(up|down)_proj": "nf4"}}
 RATE = 0.5
-"""Of plain gradient descent between the steps: large enough that stale adapters would show in the next loss."""
+"""Of plain gradient descent between the steps: large enough that stale adapters would show in the
+next loss.
+"""
 
 
 Collective = tuple[str, str, int, int]
@@ -56,7 +60,10 @@ def samples(count: int = 7, longest: int = 24) -> list[Tokens]:
 
 
 def constructed(spec: JobSpec, world: int, warnings: list[str] | None = None) -> BuiltModel:
-    """The worker's model, sharded and loaded, with adapters that are not zero. `warnings`: takes those of the construction."""
+    """The worker's model, sharded and loaded, with adapters that are not zero.
+
+    `warnings`: takes those of the construction.
+    """
     told: list[str] = [] if warnings is None else warnings
     built = construct(spec, make_mesh("cpu", world, spec.distributed.replicate), CPU, told.append)
     set_adapters(built.peft_model)
@@ -70,37 +77,59 @@ def train_steps(rank: int, world: int, spec: JobSpec, steps: int = 2) -> list[St
     trained = dict(adapters(built.peft_model))
     with warnings.catch_warnings():
         warnings.simplefilter("error")  # FSDP2 warns of what may go wrong silently
-        # A head with a bias returns a view, which would matter to somebody who writes into logits in place.
+        # A head with a bias returns a view, which would matter to somebody who writes into logits
+        # in place.
         warnings.filterwarnings("ignore", message=".*returned a view tensor")
         return [one_step(rank, world, spec, built, trained) for _ in range(steps)]
 
 
 def steps_of_sharding(rank: int, world: int, spec: JobSpec) -> list[Step]:
-    """A step, and a second one where what is gathered or compiled may outlive the first: stale adapters show in its loss."""
+    """A step, and a second one where what is gathered or compiled may outlive the first: stale
+    adapters show in its loss.
+    """
     return train_steps(rank, world, spec, steps_needed(spec))
 
 
 def steps_needed(spec: JobSpec) -> int:
     how = spec.distributed
-    return 2 if how.keep_unsharded or how.reshard_after_forward is not True or how.compile is True else 1
+    return (
+        2
+        if how.keep_unsharded or how.reshard_after_forward is not True or how.compile is True
+        else 1
+    )
 
 
-def one_step(rank: int, world: int, spec: JobSpec, built: BuiltModel, trained: dict[str, torch.nn.Parameter]) -> Step:
+def one_step(
+    rank: int, world: int, spec: JobSpec, built: BuiltModel, trained: dict[str, torch.nn.Parameter]
+) -> Step:
     data = samples()
     batches = batches_of(data, rank, world, spec)
     with counted_collectives() as collectives:
         targets = sum(t.target_count for t in data)
         kept = spec.distributed.keep_unsharded
         sums = forward_backward(
-            built.peft_model, batches, targets, world, gradients=Gradients(built.peft_model, world, keep_unsharded=kept)
+            built.peft_model,
+            batches,
+            targets,
+            world,
+            gradients=Gradients(built.peft_model, world, keep_unsharded=kept),
         )
-    done = Step(Sums.read(sums, targets).mean_loss, {name: full(p.grad) for name, p in trained.items()}, collectives)
+    done = Step(
+        Sums.read(sums, targets).mean_loss,
+        {name: full(p.grad) for name, p in trained.items()},
+        collectives,
+    )
     descend(trained)
     return done
 
 
-def batches_of(data: list[Tokens], rank: int, world: int, spec: JobSpec, keys: list[int] | None = None) -> list[Batch]:
-    """A rank's micro-batches of a global batch, as the worker makes them. `keys`: of the samples, for dropout."""
+def batches_of(
+    data: list[Tokens], rank: int, world: int, spec: JobSpec, keys: list[int] | None = None
+) -> list[Batch]:
+    """A rank's micro-batches of a global batch, as the worker makes them.
+
+    `keys`: of the samples, for dropout.
+    """
     options = spec.training
     tokens = 4096 if options.tokens_per_micro_batch == "auto" else options.tokens_per_micro_batch
     limits = MicroBatchLimits(tokens, options.per_device_train_batch_size, options.packing)
@@ -140,20 +169,32 @@ def full(grad: Any) -> torch.Tensor:
 
 @contextmanager
 def counted_collectives() -> Iterator[list[Collective]]:
-    """Records what collectives of tensors carry. By patching: the compiler refuses to work below a dispatch mode."""
+    """Records what collectives of tensors carry.
+
+    By patching: the compiler refuses to work below a dispatch mode.
+    """
     log: list[Collective] = []
 
     def counting(kind: str, collective: Any, position: int) -> Any:
         def call(*args: Any, **kwargs: Any) -> Any:
             sent = args[position] if len(args) > position else kwargs["input"]
-            log.append((kind, str(sent.dtype).removeprefix("torch."), sent.nbytes, dist.get_world_size(kwargs.get("group"))))
+            log.append(
+                (
+                    kind,
+                    str(sent.dtype).removeprefix("torch."),
+                    sent.nbytes,
+                    dist.get_world_size(kwargs.get("group")),
+                )
+            )
             return collective(*args, **kwargs)
 
         return call
 
-    gather, reduce = ("all_gather_single", "reduce_scatter_single")
+    gather = "all_gather_single"
+    reduce = "reduce_scatter_single"
     if not hasattr(dist, gather):  # before torch 2.13
-        gather, reduce = ("all_gather_into_tensor", "reduce_scatter_tensor")
+        gather = "all_gather_into_tensor"
+        reduce = "reduce_scatter_tensor"
     with (
         patch.object(dist, gather, counting("gather", getattr(dist, gather), 1)),
         patch.object(dist, reduce, counting("reduce", getattr(dist, reduce), 1)),
@@ -162,8 +203,13 @@ def counted_collectives() -> Iterator[list[Collective]]:
         yield log
 
 
-def reference_steps(model: Path, spec: JobSpec, steps: int = 2, dtype: torch.dtype = torch.float32) -> list[Step]:
-    """The same steps on one process, unsharded, from stock layers on dequantised weights. `dtype`: of the arithmetic."""
+def reference_steps(
+    model: Path, spec: JobSpec, steps: int = 2, dtype: torch.dtype = torch.float32
+) -> list[Step]:
+    """The same steps on one process, unsharded, from stock layers on dequantised weights.
+
+    `dtype`: of the arithmetic.
+    """
     peft_model = reference(model, spec, dtype)
     trained = {reference_name(n): p for n, p in peft_model.named_parameters() if p.requires_grad}
     batch = collate(samples(), CPU)
@@ -184,13 +230,20 @@ class References:
         self._found: dict[tuple[str, ...], list[Step]] = {}
 
     def of(self, spec: JobSpec, steps: int) -> list[Step]:
-        key = (spec.model.path, spec.precision.model_dump_json(), spec.lora.model_dump_json(), f"{steps}")
+        key = (
+            spec.model.path,
+            spec.precision.model_dump_json(),
+            spec.lora.model_dump_json(),
+            f"{steps}",
+        )
         if key not in self._found:
             self._found[key] = reference_steps(Path(spec.model.path), spec, steps)
         return self._found[key]
 
 
-def assert_parity(ours: list[Step], truth: list[Step], *, loss: float = 1e-6, gradients: float = 1e-5) -> None:
+def assert_parity(
+    ours: list[Step], truth: list[Step], *, loss: float = 1e-6, gradients: float = 1e-5
+) -> None:
     """Loss and every adapter gradient of every step, within relative bounds."""
     assert len({step.loss for step in truth}) == len(truth), "the steps change something"
     for number, (step, expected) in enumerate(zip(ours, truth, strict=True)):
@@ -201,24 +254,32 @@ def assert_parity(ours: list[Step], truth: list[Step], *, loss: float = 1e-6, gr
 
 
 def assert_parity_in_bf16(ours: list[Step], stock: list[Step], truth: list[Step]) -> None:
-    """As near to the truth in fp32 as stock parts in bf16 come, whose roundings are as many but not the same: within 1 to 2 %.
+    """As near to the truth in fp32 as stock parts in bf16 come, whose roundings are as many but not
+    the same: within 1 to 2 %.
 
-    `stock`, `truth`: the reference's steps in bf16 and in fp32. Each gradient of the first step, and all of them together of
-    every step, for later the last bits of some adapters have rounded to other bf16 numbers. The loss within 0.01 %.
+    `stock`, `truth`: the reference's steps in bf16 and in fp32. Each gradient of the first step,
+    and all of them together of every step, for later the last bits of some adapters have rounded to
+    other bf16 numbers. The loss within 0.01 %.
     """
     for number, (step, other, expected) in enumerate(zip(ours, stock, truth, strict=True)):
         assert step.loss == pytest.approx(other.loss, rel=1e-4), f"step {number}"
         assert step.grads.keys() == expected.grads.keys()
-        assert _error_of_all(step, expected) < min(1.25 * _error_of_all(other, expected), 0.02), f"step {number}"
+        assert _error_of_all(step, expected) < min(1.25 * _error_of_all(other, expected), 0.02), (
+            f"step {number}"
+        )
     errors, others = (
-        {name: relative_error(step.grads[name], grad) for name, grad in truth[0].grads.items()} for step in (ours[0], stock[0])
+        {name: relative_error(step.grads[name], grad) for name, grad in truth[0].grads.items()}
+        for step in (ours[0], stock[0])
     )
     for name, error in errors.items():
         assert error < min(1.25 * max(others.values()), 0.02), name
 
 
 def _error_of_all(step: Step, truth: Step) -> float:
-    gradient, wanted = (torch.cat([grads[name].flatten() for name in truth.grads]) for grads in (step.grads, truth.grads))
+    gradient, wanted = (
+        torch.cat([grads[name].flatten() for name in truth.grads])
+        for grads in (step.grads, truth.grads)
+    )
     return relative_error(gradient, wanted)
 
 

@@ -1,4 +1,6 @@
-"""Bases as others publish them quantised: bitsandbytes by its own modules, FP8 by the published layouts."""
+"""Bases as others publish them quantised: bitsandbytes by its own modules, FP8 by the published
+layouts.
+"""
 
 from __future__ import annotations
 
@@ -25,7 +27,9 @@ from ft_service.bases.safetensors_header import read_header
 LAST = {"q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"}
 FP8 = torch.float8_e4m3fn
 VALUES = "values"
-"""Folder in that of a base which transformers cannot read as it is quantised: the same base, plain."""
+"""Folder in that of a base which transformers cannot read as it is quantised: the same base,
+plain.
+"""
 
 
 BY_BLOCKS = r".*_proj(_with_mqa)?"
@@ -37,10 +41,16 @@ def is_linear(name: str) -> bool:
 
 
 def rewrite(
-    folder: Path, quantization: dict[str, Any], quantize: Any, chosen: Callable[[str], bool] = is_linear, inside: str = ""
+    folder: Path,
+    quantization: dict[str, Any],
+    quantize: Any,
+    chosen: Callable[[str], bool] = is_linear,
+    inside: str = "",
 ) -> dict[str, Tensor]:
-    """Quantise the linear layers of a plain base in place. `quantize(name, weight)`: its tensors, and its value to return;
-    `chosen`: whether a tensor is quantised; `inside`: the part of config.json that says so.
+    """Quantise the linear layers of a plain base in place.
+
+    `quantize(name, weight)`: its tensors, and its value to return; `chosen`: whether a tensor is
+    quantised; `inside`: the part of config.json that says so.
     """
     tensors = load_file(folder / "model.safetensors")
     values: dict[str, Tensor] = {}
@@ -56,12 +66,21 @@ def rewrite(
 
 
 def bitsandbytes_4bit(
-    folder: Path, *, nested: bool = True, kind: str = "nf4", block: int = 64, storage: torch.dtype = torch.uint8
+    folder: Path,
+    *,
+    nested: bool = True,
+    kind: str = "nf4",
+    block: int = 64,
+    storage: torch.dtype = torch.uint8,
 ) -> dict[str, Tensor]:
-    """By bitsandbytes' own `Params4bit` and its state dict; the values are what bitsandbytes makes of them, fp32."""
+    """By bitsandbytes' own `Params4bit` and its state dict; the values are what bitsandbytes makes
+    of them, fp32.
+    """
 
     def quantize(name: str, weight: Tensor) -> tuple[dict[str, Tensor], Tensor]:
-        container: Any = Params4bit  # its constructor is __new__, which type checkers take for Parameter's
+        container: Any = (
+            Params4bit  # its constructor is __new__, which type checkers take for Parameter's
+        )
         parameter = container(
             weight.float(),
             requires_grad=False,
@@ -85,29 +104,43 @@ def fp8_by_rows(folder: Path) -> dict[str, Tensor]:
     def quantize(name: str, weight: Tensor) -> tuple[dict[str, Tensor], Tensor]:
         scale = (weight.float().abs().amax(1, keepdim=True) / 448).to(torch.bfloat16)
         codes = (weight.float() / scale.float()).clamp(-448, 448).to(FP8)
-        return {name: codes, name.replace(".weight", ".weight_scale"): scale}, codes.float() * scale.float()
+        return {
+            name: codes,
+            name.replace(".weight", ".weight_scale"): scale,
+        }, codes.float() * scale.float()
 
     weights = {"num_bits": 8, "type": "float", "strategy": "channel", "symmetric": True}
     group = {"targets": ["Linear"], "weights": weights}
-    settings = {"quant_method": "compressed-tensors", "format": "float-quantized", "config_groups": {"group_0": group}}
+    settings = {
+        "quant_method": "compressed-tensors",
+        "format": "float-quantized",
+        "config_groups": {"group_0": group},
+    }
     return rewrite(folder, settings, quantize)
 
 
 def fp8_of_torchao(folder: Path, **settings: Any) -> dict[str, Tensor]:
-    """FP8 as transformers saves what torchao quantised by rows: codes and scales under names of their own, scales in fp32."""
+    """FP8 as transformers saves what torchao quantised by rows: codes and scales under names of
+    their own, scales in fp32.
+    """
 
     def quantize(name: str, weight: Tensor) -> tuple[dict[str, Tensor], Tensor]:
         scale = (weight.abs().amax(1, keepdim=True) / 448).float()
         codes = (weight.float() / scale).clamp(-448, 448).to(FP8)
         module = name.removesuffix(".weight")
-        return {f"{module}._weight_qdata": codes, f"{module}._weight_scale": scale}, codes.float() * scale
+        return {
+            f"{module}._weight_qdata": codes,
+            f"{module}._weight_scale": scale,
+        }, codes.float() * scale
 
     kind = {
         "_type": "Float8WeightOnlyConfig",
         "_version": 2,
         "_data": {"granularity": {"_type": "PerRow", "_data": {"dim": -1}}},
     }
-    return rewrite(folder, {"quant_method": "torchao", "quant_type": {"default": kind}, **settings}, quantize)
+    return rewrite(
+        folder, {"quant_method": "torchao", "quant_type": {"default": kind}, **settings}, quantize
+    )
 
 
 def fp8_by_tensors(folder: Path) -> dict[str, Tensor]:
@@ -117,14 +150,20 @@ def fp8_by_tensors(folder: Path) -> dict[str, Tensor]:
         scale = weight.float().abs().max() / 448
         codes = (weight.float() / scale).clamp(-448, 448).to(FP8)
         module = name.removesuffix(".weight")
-        made = {name: codes, f"{module}.weight_scale": scale, f"{module}.input_scale": torch.tensor(1.0)}
+        made = {
+            name: codes,
+            f"{module}.weight_scale": scale,
+            f"{module}.input_scale": torch.tensor(1.0),
+        }
         return made, codes.float() * scale
 
     return rewrite(folder, {"quant_method": "fp8", "activation_scheme": "static"}, quantize)
 
 
 def fp8_by_blocks(folder: Path, block: int = 128) -> dict[str, Tensor]:
-    """FP8 as DeepSeek, Qwen and MiniMax publish it: `weight_scale_inv` [rows / block, cols / block], each rounded up."""
+    """FP8 as DeepSeek, Qwen and MiniMax publish it: `weight_scale_inv` [rows / block, cols /
+    block], each rounded up.
+    """
     settings = {
         "activation_scheme": "dynamic",
         "fmt": "e4m3",
@@ -132,12 +171,20 @@ def fp8_by_blocks(folder: Path, block: int = 128) -> dict[str, Tensor]:
         "weight_block_size": [block, block],
         "modules_to_not_convert": _others(folder),
     }
-    return rewrite(folder, settings, _Blocks(block, "weight_scale_inv", torch.float32), is_block_wise)
+    return rewrite(
+        folder, settings, _Blocks(block, "weight_scale_inv", torch.float32), is_block_wise
+    )
 
 
 def fp8_by_blocks_of_compressed_tensors(folder: Path) -> dict[str, Tensor]:
     """The same as llm-compressor writes it: `weight_scale` in bf16."""
-    weights = {"num_bits": 8, "type": "float", "strategy": "block", "block_structure": [128, 128], "symmetric": True}
+    weights = {
+        "num_bits": 8,
+        "type": "float",
+        "strategy": "block",
+        "block_structure": [128, 128],
+        "symmetric": True,
+    }
     settings = {
         "quant_method": "compressed-tensors",
         "format": "float-quantized",
@@ -148,18 +195,29 @@ def fp8_by_blocks_of_compressed_tensors(folder: Path) -> dict[str, Tensor]:
 
 
 class _Blocks:
-    """Quantises by blocks, whose scales are as far apart as those of trained weights: by up to four times."""
+    """Quantises by blocks, whose scales are as far apart as those of trained weights: by up to four
+    times.
+    """
 
     def __init__(self, block: int, scale_name: str, scale_dtype: torch.dtype) -> None:
-        self._block, self._name, self._dtype = block, scale_name, scale_dtype
+        self._block = block
+        self._name = scale_name
+        self._dtype = scale_dtype
         self._random = torch.Generator().manual_seed(11)
 
     def __call__(self, name: str, weight: Tensor) -> tuple[dict[str, Tensor], Tensor]:
         size = self._block
         grid = [-(-side // size) for side in weight.shape]
-        weight = weight.float() * self._spread(2 * torch.rand(grid, generator=self._random) - 1, weight).exp2()
-        padded = torch.nn.functional.pad(weight, (0, grid[1] * size - weight.shape[1], 0, grid[0] * size - weight.shape[0]))
-        largest = padded.unflatten(1, (grid[1], size)).unflatten(0, (grid[0], size)).abs().amax((1, 3))
+        weight = (
+            weight.float()
+            * self._spread(2 * torch.rand(grid, generator=self._random) - 1, weight).exp2()
+        )
+        padded = torch.nn.functional.pad(
+            weight, (0, grid[1] * size - weight.shape[1], 0, grid[0] * size - weight.shape[0])
+        )
+        largest = (
+            padded.unflatten(1, (grid[1], size)).unflatten(0, (grid[0], size)).abs().amax((1, 3))
+        )
         scale = (largest / 448).to(self._dtype)
         each = self._spread(scale.float(), weight)
         codes = (weight / each).clamp(-448, 448).to(FP8)
@@ -171,26 +229,41 @@ class _Blocks:
 
 
 def is_block_wise(name: str) -> bool:
-    """Whether bases published by blocks hold a tensor so: the projections of the decoder's layers."""
+    """Whether bases published by blocks hold a tensor so: the projections of the decoder's
+    layers.
+    """
     module, _, parameter = name.rpartition(".")
-    return parameter == "weight" and ".layers." in name and re.fullmatch(BY_BLOCKS, module) is not None
+    return (
+        parameter == "weight" and ".layers." in name and re.fullmatch(BY_BLOCKS, module) is not None
+    )
 
 
 def _others(folder: Path) -> list[str]:
-    """The modules of a base that stay in bf16, by name. Raises ValueError for a base that is smaller than a few blocks."""
-    shapes = {name: entry.shape for name, entry in read_header(folder / "model.safetensors").tensors.items()}
+    """The modules of a base that stay in bf16, by name.
+
+    Raises ValueError for a base that is smaller than a few blocks.
+    """
+    shapes = {
+        name: entry.shape
+        for name, entry in read_header(folder / "model.safetensors").tensors.items()
+    }
     if not any(is_block_wise(name) and min(shape) > 128 for name, shape in shapes.items()):
-        raise ValueError("no matrix has several blocks in both directions, as every published one has")
+        raise ValueError(
+            "no matrix has several blocks in both directions, as every published one has"
+        )
     return sorted({name.rpartition(".")[0] for name in shapes if not is_block_wise(name)})
 
 
-def with_values(publish: Callable[[Path], dict[str, Tensor]]) -> Callable[[Path], dict[str, Tensor]]:
+def with_values(
+    publish: Callable[[Path], dict[str, Tensor]],
+) -> Callable[[Path], dict[str, Tensor]]:
     """`publish`, and the same base with plain weights in `VALUES`."""
 
     def published(folder: Path) -> dict[str, Tensor]:
         plain = folder / VALUES
         plain.mkdir()
-        config, tensors = (folder / "config.json").read_text(), load_file(folder / "model.safetensors")
+        config = (folder / "config.json").read_text()
+        tensors = load_file(folder / "model.safetensors")
         values = publish(folder)
         (plain / "config.json").write_text(config)
         save_file({**tensors, **values}, plain / "model.safetensors", metadata={"format": "pt"})
@@ -205,8 +278,11 @@ def renamed(
     section: dict[str, Any],
     form: Callable[[str, Tensor], Tensor] = lambda name, tensor: tensor,
 ) -> Callable[[Path], dict[str, Tensor]]:
-    """`publish` with other names and words. `names`: last part of a tensor's name → what is in its place; `section`: the
-    quantization_config; `form`: what is made of a tensor with such a name, by its new last part."""
+    """`publish` with other names and words.
+
+    `names`: last part of a tensor's name → what is in its place; `section`: the
+    quantization_config; `form`: what is made of a tensor with such a name, by its new last part.
+    """
 
     def published(folder: Path) -> dict[str, Tensor]:
         values = publish(folder)
@@ -214,7 +290,9 @@ def renamed(
         for name, tensor in load_file(folder / "model.safetensors").items():
             stem, _, last = name.rpartition(".")
             own = names.get(last)
-            held[name if own is None else f"{stem}.{own}"] = tensor if own is None else form(own, tensor).contiguous()
+            held[name if own is None else f"{stem}.{own}"] = (
+                tensor if own is None else form(own, tensor).contiguous()
+            )
         save_file(held, folder / "model.safetensors", metadata={"format": "pt"})
         config = json.loads((folder / "config.json").read_text())
         (folder / "config.json").write_text(json.dumps({**config, "quantization_config": section}))
@@ -235,7 +313,9 @@ def fp4_of_deepseek_v4(folder: Path) -> dict[str, Tensor]:
     """Codes of four bits, two in a byte with a sign, and exponents in `X.scale`."""
 
     def form(name: str, tensor: Tensor) -> Tensor:
-        return tensor.view(torch.uint8).view(torch.float8_e8m0fnu if name == "scale" else torch.int8)
+        return tensor.view(torch.uint8).view(
+            torch.float8_e8m0fnu if name == "scale" else torch.int8
+        )
 
     names = {"weight_packed": "weight", "weight_scale": "scale"}
     return renamed(mxfp4, names, {**_BY_128, "expert_dtype": "fp4"}, form)(folder)
@@ -244,14 +324,18 @@ def fp4_of_deepseek_v4(folder: Path) -> dict[str, Tensor]:
 def fp8_of_mistral(folder: Path) -> dict[str, Tensor]:
     """FP8 by tensors, with the scales in `X.qscale_weight` and those of activations beside them."""
     names = {"weight_scale": "qscale_weight", "input_scale": "qscale_act"}
-    return renamed(fp8_by_tensors, names, {"quant_method": "fp8", "activation_scheme": "static"})(folder)
+    return renamed(fp8_by_tensors, names, {"quant_method": "fp8", "activation_scheme": "static"})(
+        folder
+    )
 
 
 def fp8_of_modelopt(folder: Path) -> dict[str, Tensor]:
     """FP8 by blocks whose scales are [rows, 1, cols, 1]; config.json names the algorithm alone."""
     section = {"quant_algo": "FP8_PB_WO", "producer": {"name": "modelopt"}}
     names = {"weight_scale_inv": "weight_scale"}
-    return renamed(fp8_by_blocks, names, section, lambda name, scale: scale[:, None, :, None])(folder)
+    return renamed(fp8_by_blocks, names, section, lambda name, scale: scale[:, None, :, None])(
+        folder
+    )
 
 
 def int4_experts(folder: Path) -> dict[str, Tensor]:
@@ -259,8 +343,12 @@ def int4_experts(folder: Path) -> dict[str, Tensor]:
     return int4_by_groups(folder, lambda name: ".experts." in name, inside="text_config")
 
 
-def int4_by_groups(folder: Path, chosen: Callable[[str], bool] = is_linear, inside: str = "") -> dict[str, Tensor]:
-    """INT4 in groups of 32 as compressed-tensors writes it: the values are what codes and scales in bf16 stand for."""
+def int4_by_groups(
+    folder: Path, chosen: Callable[[str], bool] = is_linear, inside: str = ""
+) -> dict[str, Tensor]:
+    """INT4 in groups of 32 as compressed-tensors writes it: the values are what codes and scales in
+    bf16 stand for.
+    """
 
     def quantize(name: str, weight: Tensor) -> tuple[dict[str, Tensor], Tensor]:
         grouped = weight.float().unflatten(1, (-1, 32))
@@ -273,51 +361,83 @@ def int4_by_groups(folder: Path, chosen: Callable[[str], bool] = is_linear, insi
         }
         return made, (codes * scale.float()[..., None]).flatten(1)
 
-    weights = {"num_bits": 4, "type": "int", "strategy": "group", "group_size": 32, "symmetric": True, "dynamic": False}
+    weights = {
+        "num_bits": 4,
+        "type": "int",
+        "strategy": "group",
+        "group_size": 32,
+        "symmetric": True,
+        "dynamic": False,
+    }
     settings = {
         "quant_method": "compressed-tensors",
         "format": "pack-quantized",
-        "config_groups": {"group_0": {"targets": ["Linear"], "weights": {**weights, "actorder": None}}},
-        "ignore": ["re:.*self_attn.*", "re:.*shared_experts.*", r"re:.*mlp\.(gate|up|gate_up|down)_proj.*", "re:.*lm_head.*"],
+        "config_groups": {
+            "group_0": {"targets": ["Linear"], "weights": {**weights, "actorder": None}}
+        },
+        "ignore": [
+            "re:.*self_attn.*",
+            "re:.*shared_experts.*",
+            r"re:.*mlp\.(gate|up|gate_up|down)_proj.*",
+            "re:.*lm_head.*",
+        ],
         "quantization_status": "compressed",
     }
     return rewrite(folder, settings, quantize, chosen, inside)
 
 
 def fp8_with_stacks(folder: Path) -> dict[str, Tensor]:
-    """Static FP8 as Mistral Small 4 is published: one scale a linear layer and one a matrix of a stack of experts, and those
-    of the activations next to them.
+    """Static FP8 as Mistral Small 4 is published: one scale a linear layer and one a matrix of a
+    stack of experts, and those of the activations next to them.
     """
 
     def quantize(name: str, weight: Tensor) -> tuple[dict[str, Tensor], Tensor]:
         stack = weight.ndim == 3
-        scale = weight.float().abs().amax((1, 2), keepdim=True) / 448 if stack else weight.float().abs().max() / 448
+        scale = (
+            weight.float().abs().amax((1, 2), keepdim=True) / 448
+            if stack
+            else weight.float().abs().max() / 448
+        )
         codes = (weight.float() / scale).clamp(-448, 448).to(FP8)
         stem = f"{name}_" if stack else name.removesuffix("weight")
         of_inputs = torch.ones(len(weight)) if stack else torch.tensor(1.0)
-        made = {f"{stem}{'' if stack else 'weight_'}scale_inv": scale, f"{stem}activation_scale": of_inputs}
+        made = {
+            f"{stem}{'' if stack else 'weight_'}scale_inv": scale,
+            f"{stem}activation_scale": of_inputs,
+        }
         return {name: codes, **made}, codes.float() * scale
 
     def chosen(name: str) -> bool:
         parts = name.split(".")
         layer = "layers" in parts and "language_model" in parts
-        return layer and (parts[-1] in ("gate_up_proj", "down_proj") or (parts[-1] == "weight" and "_proj" in parts[-2]))
+        return layer and (
+            parts[-1] in ("gate_up_proj", "down_proj")
+            or (parts[-1] == "weight" and "_proj" in parts[-2])
+        )
 
     settings = {"quant_method": "fp8", "activation_scheme": "static", "weight_block_size": None}
     return rewrite(folder, settings, quantize, chosen)
 
 
 def nvfp4(folder: Path, **settings: Any) -> dict[str, Tensor]:
-    """NVFP4 by compressed-tensors: its own compressor, and the values that it decompresses, fp32."""
-    return _packed(folder, "nvfp4-pack-quantized", {"strategy": "tensor_group", "group_size": 16}, settings)
+    """NVFP4 by compressed-tensors: its own compressor, and the values that it decompresses,
+    fp32.
+    """
+    return _packed(
+        folder, "nvfp4-pack-quantized", {"strategy": "tensor_group", "group_size": 16}, settings
+    )
 
 
 def mxfp4(folder: Path, **settings: Any) -> dict[str, Tensor]:
     """MXFP4 by compressed-tensors, likewise."""
-    return _packed(folder, "mxfp4-pack-quantized", {"strategy": "group", "group_size": 32}, settings)
+    return _packed(
+        folder, "mxfp4-pack-quantized", {"strategy": "group", "group_size": 32}, settings
+    )
 
 
-def _packed(folder: Path, form: str, groups: dict[str, Any], settings: dict[str, Any]) -> dict[str, Tensor]:
+def _packed(
+    folder: Path, form: str, groups: dict[str, Any], settings: dict[str, Any]
+) -> dict[str, Tensor]:
     weights = {"num_bits": 4, "type": "float", "symmetric": True, "dynamic": False, **groups}
     scheme = QuantizationScheme(targets=["Linear"], weights=QuantizationArgs(**weights))
     compressor: Any = BaseCompressor.get_value_from_registry(form)
@@ -346,14 +466,18 @@ def _packed(folder: Path, form: str, groups: dict[str, Any], settings: dict[str,
 
 
 def _decompressed(made: dict[str, Tensor], scheme: Any, compressor: Any) -> Tensor:
-    """What compressed-tensors decodes, in fp32: it decodes to bf16 unless its unpacking is asked for more."""
+    """What compressed-tensors decodes, in fp32: it decodes to bf16 unless its unpacking is asked
+    for more.
+    """
     in_fp32 = partial(unpack_fp4_from_uint8, dtype=torch.float32)
     with patch("compressed_tensors.compressors.nvfp4.base.unpack_fp4_from_uint8", in_fp32):
         return compressor.decompress(made, scheme)["weight"].detach()
 
 
 def nvfp4_of_modelopt(folder: Path) -> dict[str, Tensor]:
-    """NVFP4 as modelopt exports it: codes in `weight`, a factor of the whole in `weight_scale_2`, and scales of the inputs."""
+    """NVFP4 as modelopt exports it: codes in `weight`, a factor of the whole in `weight_scale_2`,
+    and scales of the inputs.
+    """
 
     def quantize(name: str, weight: Tensor) -> tuple[dict[str, Tensor], Tensor]:
         grouped = weight.float().unflatten(1, (-1, 16))
@@ -375,7 +499,9 @@ def nvfp4_of_modelopt(folder: Path) -> dict[str, Tensor]:
 
     args = {"dynamic": False, "num_bits": 4, "type": "float", "group_size": 16}
     settings = {
-        "config_groups": {"group_0": {"input_activations": args, "weights": args, "targets": ["Linear"]}},
+        "config_groups": {
+            "group_0": {"input_activations": args, "weights": args, "targets": ["Linear"]}
+        },
         "ignore": ["lm_head"],
         "quant_algo": "NVFP4",
         "kv_cache_scheme": {"dynamic": False, "num_bits": 8, "type": "float"},
@@ -386,7 +512,9 @@ def nvfp4_of_modelopt(folder: Path) -> dict[str, Tensor]:
 
 
 def four_bits_of_torchao(folder: Path, kind: str) -> dict[str, Tensor]:
-    """NVFP4 or MXFP4 as transformers saves what torchao quantised: by its own functions, scales in its kernels' order."""
+    """NVFP4 or MXFP4 as transformers saves what torchao quantised: by its own functions, scales in
+    its kernels' order.
+    """
     from torchao.prototype.mx_formats.config import ScaleCalculationMode  # its import takes seconds
     from torchao.prototype.mx_formats.mx_tensor import MXTensor
     from torchao.prototype.mx_formats.nvfp4_tensor import NVFP4Tensor, per_tensor_amax_to_scale
@@ -396,12 +524,20 @@ def four_bits_of_torchao(folder: Path, kind: str) -> dict[str, Tensor]:
         weight = weight.float()
         if kind == "nvfp4":
             whole = per_tensor_amax_to_scale(weight.abs().max())
-            made: Any = NVFP4Tensor.to_nvfp4(weight, per_tensor_scale=whole, is_swizzled_scales=True)
+            made: Any = NVFP4Tensor.to_nvfp4(
+                weight, per_tensor_scale=whole, is_swizzled_scales=True
+            )
         else:
             rounding = ScaleCalculationMode.RCEIL
-            made = MXTensor.to_mx(weight, torch.float4_e2m1fn_x2, 32, rounding, is_swizzled_scales=True)
+            made = MXTensor.to_mx(
+                weight, torch.float4_e2m1fn_x2, 32, rounding, is_swizzled_scales=True
+            )
         tensors, _ = flatten_tensor_state_dict({name: made})
         return tensors, made.dequantize(torch.float32)
 
     config = "NVFP4WeightOnlyConfig" if kind == "nvfp4" else "MXDynamicActivationMXWeightConfig"
-    return rewrite(folder, {"quant_method": "torchao", "quant_type": {"default": {"_type": config, "_data": {}}}}, quantize)
+    return rewrite(
+        folder,
+        {"quant_method": "torchao", "quant_type": {"default": {"_type": config, "_data": {}}}},
+        quantize,
+    )

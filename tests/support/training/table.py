@@ -1,8 +1,8 @@
 """The tables of bases in README and docs/models.md, from what the checks of published bases found.
 
-python -m tests.support.training.table            check every base, keep what was found, write the tables
-python -m tests.support.training.table NAME ...    check these again
-python -m tests.support.training.table --write     write the tables from what was found before
+python -m tests.support.training.table            check every base, keep what was found, write the
+tables python -m tests.support.training.table NAME ...    check these again python -m
+tests.support.training.table --write     write the tables from what was found before
 """
 
 from __future__ import annotations
@@ -16,13 +16,20 @@ from pathlib import Path
 from typing import Any
 
 from tests.support.training.checks import BOUND, Found, check
-from tests.support.training.published import BASES, NO_TOKENIZER, RELEASED_TEMPLATES, Published, save_published
+from tests.support.training.published import (
+    BASES,
+    NO_TOKENIZER,
+    RELEASED_TEMPLATES,
+    Published,
+    save_published,
+)
 
 ROOT = Path(__file__).parents[3]
 RESULTS = ROOT / "benchmarks/results/bases.json"
 PAGE = ROOT / "docs/models.md"
 README = ROOT / "README.md"
-BEGIN, END = "<!-- bases: made by tests.support.training.table -->", "<!-- /bases -->"
+BEGIN = "<!-- bases: made by tests.support.training.table -->"
+END = "<!-- /bases -->"
 KINDS = ("Dense", "Mixtures of experts", "Hybrids", "The text part of")
 """How README groups them."""
 _MIXERS = ("linear_attention", "conv", "mamba", "hybrid")
@@ -39,7 +46,9 @@ def read() -> dict[str, Found]:
 
 def kind_of(base: Published) -> str:
     """The group that a base is in."""
-    if any(key.endswith("_config") and isinstance(value, Mapping) for key, value in base.config.items()):
+    if any(
+        key.endswith("_config") and isinstance(value, Mapping) for key, value in base.config.items()
+    ):
         return KINDS[3]
     layers = base.config.get("layer_types") or base.config.get("layers_block_type") or []
     if set(layers) & set(_MIXERS) or any(key.startswith("mamba_") for key in base.config):
@@ -50,14 +59,28 @@ def kind_of(base: Published) -> str:
 def readme(found: Mapping[str, Found]) -> str:
     """The lines of README between its two marks."""
     works = [BASES[name] for name, one in found.items() if one.works and name not in NO_TOKENIZER]
-    rows = [f"| {kind} | {'; '.join(base.title for base in works if kind_of(base) == kind)} |" for kind in KINDS]
+    rows = [
+        f"| {kind} | {'; '.join(base.title for base in works if kind_of(base) == kind)} |"
+        for kind in KINDS
+    ]
     return "\n".join(["| | |", "| --- | --- |", *rows])
 
 
 def page(found: Mapping[str, Found]) -> str:
     """The tables of docs/models.md between its two marks."""
     checked = ["config", "template", "tokenizer"]
-    head = ["base", "`model_type`", *checked, "rows", "adapters", "loss", "gradient", "1 = 2 ranks", "reloaded", "resumed"]
+    head = [
+        "base",
+        "`model_type`",
+        *checked,
+        "rows",
+        "adapters",
+        "loss",
+        "gradient",
+        "1 = 2 ranks",
+        "reloaded",
+        "resumed",
+    ]
     lines = [_row(head), _row(["---"] * len(head))]
     lines += [_row(_cells(name, BASES[name], one)) for name, one in found.items()]
     return "\n".join(lines)
@@ -80,7 +103,9 @@ def _cells(name: str, base: Published, found: Found) -> Sequence[str]:
 
 
 def _error(value: float) -> str:
-    """An error rounded up to a power of ten: the last digits differ from one processor to another."""
+    """An error rounded up to a power of ten: the last digits differ from one processor to
+    another.
+    """
     return next((f"≤ 1e-{power}" for power in (7, 6, 5) if value <= 10.0**-power), f"{value:.0e}")
 
 
@@ -108,7 +133,10 @@ def main(names: Sequence[str]) -> None:
             saved = {name: save_published(name, work / "bases" / name) for name in names or BASES}
             found |= check(saved, work)
         found = {name: found[name] for name in BASES if name in found}
-        RESULTS.write_text(json.dumps({"bases": {name: asdict(one) for name, one in found.items()}}, indent=1) + "\n")
+        RESULTS.write_text(
+            json.dumps({"bases": {name: asdict(one) for name, one in found.items()}}, indent=1)
+            + "\n"
+        )
     write(found)
     for name, one in found.items():
         print(name, "works" if one.works else one.refused or one.faults())

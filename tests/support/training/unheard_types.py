@@ -1,7 +1,9 @@
-"""Decoders that no version of transformers has, registered as a user's own package would: nothing of the product names them.
+"""Decoders that no version of transformers has, registered as a user's own package would: nothing
+of the product names them.
 
-`unheard_plain`: modules called otherwise than anywhere else. `unheard_experts`: stacks of experts in transformers' form.
-`unheard_both_ways`: tokens see those behind them. `unheard_scaled`: the logits are scaled after the head.
+`unheard_plain`: modules called otherwise than anywhere else. `unheard_experts`: stacks of experts
+in transformers' form. `unheard_both_ways`: tokens see those behind them. `unheard_scaled`: the
+logits are scaled after the head.
 """
 
 from __future__ import annotations
@@ -11,7 +13,13 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import AutoConfig, AutoModelForCausalLM, GenerationMixin, MixtralConfig, PreTrainedModel
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    GenerationMixin,
+    MixtralConfig,
+    PreTrainedModel,
+)
 from transformers.integrations.moe import use_experts_implementation
 from transformers.masking_utils import create_causal_mask
 from transformers.modeling_layers import GradientCheckpointingLayer
@@ -58,19 +66,34 @@ class Mixing(nn.Module):
         self.num_key_value_groups = config.num_attention_heads // config.num_key_value_heads
         self.scaling = self.width**-0.5
         self.is_causal = not isinstance(config, BothWaysConfig)
-        self.to_queries = nn.Linear(config.hidden_size, config.num_attention_heads * self.width, bias=False)
-        self.to_keys = nn.Linear(config.hidden_size, config.num_key_value_heads * self.width, bias=False)
-        self.to_values = nn.Linear(config.hidden_size, config.num_key_value_heads * self.width, bias=False)
-        self.back = nn.Linear(config.num_attention_heads * self.width, config.hidden_size, bias=False)
+        self.to_queries = nn.Linear(
+            config.hidden_size, config.num_attention_heads * self.width, bias=False
+        )
+        self.to_keys = nn.Linear(
+            config.hidden_size, config.num_key_value_heads * self.width, bias=False
+        )
+        self.to_values = nn.Linear(
+            config.hidden_size, config.num_key_value_heads * self.width, bias=False
+        )
+        self.back = nn.Linear(
+            config.num_attention_heads * self.width, config.hidden_size, bias=False
+        )
 
-    def forward(self, hidden_states: Tensor, positions: Any, attention_mask: Any, **kwargs: Any) -> Tensor:
+    def forward(
+        self, hidden_states: Tensor, positions: Any, attention_mask: Any, **kwargs: Any
+    ) -> Tensor:
         shape = (*hidden_states.shape[:-1], -1, self.width)
         queries, keys, values = (
-            to(hidden_states).view(shape).transpose(1, 2) for to in (self.to_queries, self.to_keys, self.to_values)
+            to(hidden_states).view(shape).transpose(1, 2)
+            for to in (self.to_queries, self.to_keys, self.to_values)
         )
         queries, keys = apply_rotary_pos_emb(queries, keys, *positions)
-        attend = ALL_ATTENTION_FUNCTIONS.get_interface(self.config._attn_implementation, eager_attention_forward)
-        mixed, _ = attend(self, queries, keys, values, attention_mask, dropout=0.0, scaling=self.scaling, **kwargs)
+        attend = ALL_ATTENTION_FUNCTIONS.get_interface(
+            self.config._attn_implementation, eager_attention_forward
+        )
+        mixed, _ = attend(
+            self, queries, keys, values, attention_mask, dropout=0.0, scaling=self.scaling, **kwargs
+        )
         return self.back(mixed.reshape(*hidden_states.shape[:-1], -1).contiguous())
 
 
@@ -141,15 +164,29 @@ class Trunk(Unheard):
     def get_input_embeddings(self) -> nn.Module:
         return self.words_in
 
-    def forward(self, input_ids: Tensor, attention_mask: Any = None, position_ids: Any = None, **kwargs: Any) -> Any:
+    def forward(
+        self, input_ids: Tensor, attention_mask: Any = None, position_ids: Any = None, **kwargs: Any
+    ) -> Any:
         kwargs.pop("use_cache", None)
         hidden = self.words_in(input_ids)
-        positions = torch.arange(input_ids.shape[1], device=hidden.device)[None] if position_ids is None else position_ids
-        mask = create_causal_mask(self.config, hidden, attention_mask, past_key_values=None, position_ids=positions)
+        positions = (
+            torch.arange(input_ids.shape[1], device=hidden.device)[None]
+            if position_ids is None
+            else position_ids
+        )
+        mask = create_causal_mask(
+            self.config, hidden, attention_mask, past_key_values=None, position_ids=positions
+        )
         both = isinstance(self.config, BothWaysConfig)
         turned = self.rotary(hidden, position_ids=positions)
         for block in self.blocks:
-            hidden = block(hidden, positions=turned, attention_mask=None if both else mask, position_ids=positions, **kwargs)
+            hidden = block(
+                hidden,
+                positions=turned,
+                attention_mask=None if both else mask,
+                position_ids=positions,
+                **kwargs,
+            )
         return BaseModelOutputWithPast(last_hidden_state=self.last(hidden))
 
 
@@ -174,12 +211,17 @@ class UnheardForCausalLM(Unheard, GenerationMixin):
 def _register(config_class: Any) -> None:
     AutoConfig.register(config_class.model_type, config_class)
     own = type(
-        f"{config_class.__name__.removesuffix('Config')}ForCausalLM", (UnheardForCausalLM,), {"config_class": config_class}
+        f"{config_class.__name__.removesuffix('Config')}ForCausalLM",
+        (UnheardForCausalLM,),
+        {"config_class": config_class},
     )
     AutoModelForCausalLM.register(config_class, own)
 
 
-CONFIGS: dict[str, Any] = {config.model_type: config for config in (PlainConfig, ExpertsConfig, BothWaysConfig, ScaledConfig)}
+CONFIGS: dict[str, Any] = {
+    config.model_type: config
+    for config in (PlainConfig, ExpertsConfig, BothWaysConfig, ScaledConfig)
+}
 for _config in CONFIGS.values():
     _register(_config)
 
@@ -187,7 +229,12 @@ for _config in CONFIGS.values():
 def save_unheard(kind: str, folder: Path) -> Path:
     """A tiny random base of one of these types, with a tokenizer."""
     torch.manual_seed(0)
-    sizes = {"num_local_experts": 4, "num_experts_per_tok": 2, "num_key_value_heads": 2, "sliding_window": None}
+    sizes = {
+        "num_local_experts": 4,
+        "num_experts_per_tok": 2,
+        "num_key_value_heads": 2,
+        "sliding_window": None,
+    }
     config = CONFIGS[kind](**{**COMMON, **sizes, "vocab_size": VOCABULARY})
     model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
     show_vectors(model)

@@ -1,4 +1,6 @@
-"""Whole jobs, from a create body to what their ranks leave: taken as the service takes them, trained by real gloo ranks."""
+"""Whole jobs, from a create body to what their ranks leave: taken as the service takes them,
+trained by real gloo ranks.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +24,15 @@ from ft_service.plan.machines import host_cpu
 from ft_service.plan.sample_lengths import SampleLengths
 from ft_service.rundir.directory import RunDir
 from ft_service.rundir.documents import Outcome, OutcomeKind, Start
-from ft_service.spec import AdapterRef, BaseModelRef, JobContext, JobSpec, inherit, parse_request, resolve
+from ft_service.spec import (
+    AdapterRef,
+    BaseModelRef,
+    JobContext,
+    JobSpec,
+    inherit,
+    parse_request,
+    resolve,
+)
 from tests.support.bases import describe
 from tests.support.ranks import run_on_ranks
 from tests.support.training.attempts import attempt_on_rank, run_spec
@@ -60,8 +70,12 @@ class Workshop:
         return self.folder / "tokens"
 
     def admitted(self, body: Body, base: str, data: str) -> Job:
-        """A create body as the service takes it: resolved, planned, its files read. Raises SpecError."""
-        request, parent = parse_request(body), None
+        """A create body as the service takes it: resolved, planned, its files read.
+
+        Raises SpecError.
+        """
+        request = parse_request(body)
+        parent = None
         if request.model == "parent":
             parent = self._parent(base)
             request = inherit(request, run_spec(RunDir(Path(parent.path).parent)), parent.name)
@@ -79,7 +93,9 @@ class Workshop:
                 gpus=0,
                 parent=parent,
                 date="2026-01-01",
-                samples=estimate_samples(Path(training.path), most=100) if request.counts_samples else None,
+                samples=estimate_samples(Path(training.path), most=100)
+                if request.counts_samples
+                else None,
             ),
         )
         lengths = SampleLengths.of_size(Path(training.path).stat().st_size)
@@ -102,10 +118,18 @@ class Workshop:
         """A tuned model of a base, after two steps."""
         if base not in self.parents:
             run = RunDir(self.folder / "parents" / base)
-            short = {"model": base, "training_file": "training", "training": {"max_steps": 2, "learning_rate": 5e-3}}
+            short = {
+                "model": base,
+                "training_file": "training",
+                "training": {"max_steps": 2, "learning_rate": 5e-3},
+            }
             run.write("spec.json", self.admitted(merged(PARENT, short), base, "chats").spec)
             train([Run(run)], 1)
-            parent = {"name": f"ft:{base}:local::parent", "job_id": "ftjob-test", "path": str(run.path("adapter"))}
+            parent = {
+                "name": f"ft:{base}:local::parent",
+                "job_id": "ftjob-test",
+                "path": str(run.path("adapter")),
+            }
             self.parents[base] = AdapterRef(**parent, shared_experts=run_spec(run).shared_experts)
         return self.parents[base]
 
@@ -116,7 +140,9 @@ class Run:
 
     directory: RunDir
     pause: int | None = None
-    """The step after which the first attempt is asked to stop; a second one continues from there."""
+    """The step after which the first attempt is asked to stop; a second one continues from
+    there.
+    """
     tokens: Path | None = None
     """Where the service has kept tokens; None: the ranks make them."""
     with_adapters: bool = False
@@ -130,7 +156,10 @@ def train(runs: Iterable[Run], world: int) -> None:
 
 def _train(rank: int, world: int, runs: list[Run]) -> None:
     for own in runs:
-        environment = {FOLDER: str(own.tokens or ""), WITH_ADAPTERS: "1" if own.with_adapters else ""}
+        environment = {
+            FOLDER: str(own.tokens or ""),
+            WITH_ADAPTERS: "1" if own.with_adapters else "",
+        }
         with patch.dict(os.environ, environment), REREAD_BY_PEFT:
             checkpoint = None
             if own.pause is not None:
@@ -139,13 +168,21 @@ def _train(rank: int, world: int, runs: list[Run]) -> None:
                 assert outcome.kind is OutcomeKind.STOPPED, outcome
                 checkpoint = outcome.checkpoint
                 assert checkpoint is not None
-            outcome = _attempt(rank, world, own.directory, 1 if checkpoint is None else 2, checkpoint)
+            outcome = _attempt(
+                rank, world, own.directory, 1 if checkpoint is None else 2, checkpoint
+            )
         assert outcome.kind is OutcomeKind.SUCCEEDED, outcome
 
 
 def _attempt(rank: int, world: int, run: RunDir, attempt: int, checkpoint: str | None) -> Outcome:
     if rank == 0:
-        start = Start(job_id=run_spec(run).job_id, attempt=attempt, world_size=world, generation=1, checkpoint=checkpoint)
+        start = Start(
+            job_id=run_spec(run).job_id,
+            attempt=attempt,
+            world_size=world,
+            generation=1,
+            checkpoint=checkpoint,
+        )
         run.write(f"attempts/{attempt}/start.json", start)
     torch.distributed.barrier()
     return attempt_on_rank(rank, world, str(run.root), attempt)
@@ -175,4 +212,7 @@ class _StopAt:
 def table(run: RunDir) -> list[dict[str, str]]:
     """metrics.csv without what clocks measured."""
     with run.path("metrics.csv").open() as file:
-        return [{name: value for name, value in row.items() if name not in CLOCKS} for row in csv.DictReader(file)]
+        return [
+            {name: value for name, value in row.items() if name not in CLOCKS}
+            for row in csv.DictReader(file)
+        ]

@@ -21,7 +21,13 @@ VISION: dict[str, Any] = {
 }
 _TEXT: dict[str, Any] = {**COMMON, **GROUPED, "head_dim": 12}
 _MROPE = {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [2, 2, 2]}
-_QWEN_VISION = {"depth": 1, "hidden_size": 16, "intermediate_size": 24, "num_heads": 2, "out_hidden_size": 48}
+_QWEN_VISION = {
+    "depth": 1,
+    "hidden_size": 16,
+    "intermediate_size": 24,
+    "num_heads": 2,
+    "out_hidden_size": 48,
+}
 
 WRAPPERS: dict[str, dict[str, Any]] = {
     "gemma3": {
@@ -46,7 +52,11 @@ WRAPPERS: dict[str, dict[str, Any]] = {
     },
     "qwen3_vl": {
         "text_config": {**_TEXT, "rope_parameters": {**_MROPE, "mrope_interleaved": True}},
-        "vision_config": {**_QWEN_VISION, "deepstack_visual_indexes": [0], "num_position_embeddings": 16},
+        "vision_config": {
+            **_QWEN_VISION,
+            "deepstack_visual_indexes": [0],
+            "num_position_embeddings": 16,
+        },
         "image_token_id": 250,
         "video_token_id": 251,
         "tie_word_embeddings": False,
@@ -84,7 +94,12 @@ WRAPPERS: dict[str, dict[str, Any]] = {
             "sliding_window": 6,
             "tie_word_embeddings": True,
         },
-        "vision_config": {**VISION, "head_dim": 8, "num_key_value_heads": 2, "position_embedding_size": 16},
+        "vision_config": {
+            **VISION,
+            "head_dim": 8,
+            "num_key_value_heads": 2,
+            "position_embedding_size": 16,
+        },
         "image_token_id": 250,
         "tie_word_embeddings": True,
     },
@@ -109,7 +124,12 @@ WRAPPERS: dict[str, dict[str, Any]] = {
             "moe_layers": [1],
             "use_qk_norm": False,
         },
-        "vision_config": {**VISION, "vision_output_dim": 16, "projector_input_dim": 16, "projector_output_dim": 16},
+        "vision_config": {
+            **VISION,
+            "vision_output_dim": 16,
+            "projector_input_dim": 16,
+            "projector_output_dim": 16,
+        },
         "image_token_index": 250,
         "tie_word_embeddings": False,
     },
@@ -118,7 +138,9 @@ WRAPPERS: dict[str, dict[str, Any]] = {
 
 
 def save_wrapped(family: str, folder: Path, **changes: Any) -> Path:
-    """A random model in bf16 safetensors in the published layout, whose norms and biases show whether they are used."""
+    """A random model in bf16 safetensors in the published layout, whose norms and biases show
+    whether they are used.
+    """
     torch.manual_seed(0)
     config = AutoConfig.for_model(family, **{**WRAPPERS[family], **changes})
     model = AutoModelForImageTextToText.from_config(config, dtype=torch.bfloat16)

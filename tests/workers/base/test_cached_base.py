@@ -52,20 +52,28 @@ def load_here(base: Path, cache: Cache | None, **options: Any) -> Outcome:
 
 
 def load_unsharded(model: nn.Module, base: Path, cache: Cache | None) -> Outcome:
-    """It tells that it goes on between weights, from files and from the cache, as a large base takes hours."""
+    """It tells that it goes on between weights, from files and from the cache, as a large base
+    takes hours.
+    """
     tell = Mock()
-    loaded = load(model, base, seed=0, compute_dtype=torch.bfloat16, device=CPU, cache=cache, tell=tell)
+    loaded = load(
+        model, base, seed=0, compute_dtype=torch.bfloat16, device=CPU, cache=cache, tell=tell
+    )
     assert tell.call_count >= len(loaded.changed)
     return outcome_of(model, loaded)
 
 
 def same_parts(one: Outcome, other: Outcome) -> bool:
     return one.parts.keys() == other.parts.keys() and all(
-        torch.equal(a, b) for name in one.parts for a, b in zip(one.parts[name], other.parts[name], strict=True)
+        torch.equal(a, b)
+        for name in one.parts
+        for a, b in zip(one.parts[name], other.parts[name], strict=True)
     )
 
 
-def test_a_second_job_reads_the_cache_alone(base: Path, cache: Cache, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_second_job_reads_the_cache_alone(
+    base: Path, cache: Cache, monkeypatch: pytest.MonkeyPatch
+) -> None:
     first = load_here(base, cache)
     opened: list[Path] = []
 
@@ -77,14 +85,19 @@ def test_a_second_job_reads_the_cache_alone(base: Path, cache: Cache, monkeypatc
     monkeypatch.setattr(base_tensors, "safe_open", recording)
     second = load_unsharded(model, base, cache)
     assert opened
-    assert all(path.is_relative_to(cache.folder) for path in opened), "the base's own weights are not even opened"
+    assert all(path.is_relative_to(cache.folder) for path in opened), (
+        "the base's own weights are not even opened"
+    )
     assert (first.loaded.cached, second.loaded.cached) == (False, True)
     assert first.loaded.bytes_read == total_bytes(base)
     assert second.loaded.bytes_read < 0.7 * first.loaded.bytes_read
     assert same_parts(first, second)
     assert second.loaded.changed == first.loaded.changed
     assert 0.05 < first.loaded.changed["model.layers.0.mlp.up_proj.weight"] < 0.12
-    assert ["kept for other jobs" in first.messages[0][1], "read from the cache" in second.messages[0][1]] == [True, True]
+    assert [
+        "kept for other jobs" in first.messages[0][1],
+        "read from the cache" in second.messages[0][1],
+    ] == [True, True]
 
 
 def load_twice(rank: int, world: int, spec: JobSpec, cache: Cache) -> list[Outcome]:
@@ -93,14 +106,21 @@ def load_twice(rank: int, world: int, spec: JobSpec, cache: Cache) -> list[Outco
 
 def test_any_world_size_reads_what_another_wrote(base: Path, cache: Cache) -> None:
     alone = load_here(base, None)
-    written, read = zip(*run_on_ranks(load_twice, 3, spec_for(base, ranks=3, precision=MIXED), cache), strict=True)
+    written, read = zip(
+        *run_on_ranks(load_twice, 3, spec_for(base, ranks=3, precision=MIXED), cache), strict=True
+    )
     assert not any(outcome.loaded.cached for outcome in written)
     assert len(list(cache.folder.glob("*/rows-*.safetensors"))) == 3, "every rank wrote its rows"
-    assert all(outcome.loaded.cached and same_parts(outcome, first) for first, outcome in zip(written, read, strict=True))
+    assert all(
+        outcome.loaded.cached and same_parts(outcome, first)
+        for first, outcome in zip(written, read, strict=True)
+    )
     two = run_on_ranks(load_on_rank, 2, spec_for(base, ranks=2, precision=MIXED), cache)
     for outcomes in ([load_here(base, cache)], two):
         assert all(outcome.loaded.cached for outcome in outcomes)
-        assert all(torch.equal(whole(outcomes, name), value) for name, value in alone.values.items())
+        assert all(
+            torch.equal(whole(outcomes, name), value) for name, value in alone.values.items()
+        )
     for outcome in (written[0], two[0]):
         assert outcome.loaded.changed == pytest.approx(alone.loaded.changed, rel=1e-6)
 
@@ -110,7 +130,14 @@ def load_replicated(rank: int, world: int, spec: JobSpec, cache: Cache) -> tuple
     built = build(spec, CPU)
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
     shard(built.peft_model, built.layers, mesh, spec.distributed, torch.bfloat16)
-    loaded = load(built.peft_model, spec.model.path, seed=0, compute_dtype=torch.bfloat16, device=CPU, cache=cache)
+    loaded = load(
+        built.peft_model,
+        spec.model.path,
+        seed=0,
+        compute_dtype=torch.bfloat16,
+        device=CPU,
+        cache=cache,
+    )
     return loaded.cached, loaded.bytes_read
 
 
@@ -132,11 +159,16 @@ def test_another_base_or_storage_is_another_entry(change: str, base: Path, cache
         options = {"precision": {"default": "bf16"}}
     if change == "weights":
         torch.manual_seed(1)
-        tensors = {name: torch.randn_like(t.float()).to(t.dtype) for name, t in load_file(base / "model.safetensors").items()}
+        tensors = {
+            name: torch.randn_like(t.float()).to(t.dtype)
+            for name, t in load_file(base / "model.safetensors").items()
+        }
         save_file(tensors, base / "model.safetensors", metadata={"format": "pt"})
     outcome = load_here(base, cache, **options)
     assert not outcome.loaded.cached
-    assert len(cache.entries()) == (1 if change == "nothing quantised" else 2), "what needs no work is not kept"
+    assert len(cache.entries()) == (1 if change == "nothing quantised" else 2), (
+        "what needs no work is not kept"
+    )
     assert same_parts(outcome, load_here(base, None, **options))
 
 
@@ -158,7 +190,10 @@ def damage(entry: Path, how: str) -> None:
         (entry / INDEX).write_text(json.dumps(index))
 
 
-@pytest.mark.parametrize("how", ["a flipped byte", "a short file", "a missing file", "no index", "rows that are in no file"])
+@pytest.mark.parametrize(
+    "how",
+    ["a flipped byte", "a short file", "a missing file", "no index", "rows that are in no file"],
+)
 def test_a_damaged_entry_is_noticed_and_made_anew(how: str, base: Path, cache: Cache) -> None:
     first = load_here(base, cache)
     (entry,) = cache.entries()
@@ -172,9 +207,15 @@ def test_a_damaged_entry_is_noticed_and_made_anew(how: str, base: Path, cache: C
 
 
 @pytest.mark.parametrize("trouble", ["too small", "cannot be written"])
-def test_a_cache_that_cannot_take_the_base_is_no_fault_of_the_job(trouble: str, base: Path, tmp_path: Path) -> None:
+def test_a_cache_that_cannot_take_the_base_is_no_fault_of_the_job(
+    trouble: str, base: Path, tmp_path: Path
+) -> None:
     (tmp_path / "file").touch()
-    cache = Cache(tmp_path / "cache", limit=1000) if trouble == "too small" else Cache(tmp_path / "file" / "cache")
+    cache = (
+        Cache(tmp_path / "cache", limit=1000)
+        if trouble == "too small"
+        else Cache(tmp_path / "file" / "cache")
+    )
     outcome = load_here(base, cache)
     assert same_parts(outcome, load_here(base, None))
     ((level, text),) = outcome.messages
@@ -182,7 +223,9 @@ def test_a_cache_that_cannot_take_the_base_is_no_fault_of_the_job(trouble: str, 
     assert ("do not fit" if trouble == "too small" else "cannot be written") in text
 
 
-def test_jobs_that_write_one_base_at_the_same_time_leave_one_entry(base: Path, cache: Cache) -> None:
+def test_jobs_that_write_one_base_at_the_same_time_leave_one_entry(
+    base: Path, cache: Cache
+) -> None:
     models = [build(spec_for(base, precision=MIXED), CPU).peft_model for _ in range(3)]
     barrier = threading.Barrier(3)
 
@@ -195,17 +238,22 @@ def test_jobs_that_write_one_base_at_the_same_time_leave_one_entry(base: Path, c
     alone = load_here(base, None)
     assert all(same_parts(outcome, alone) for outcome in outcomes)
     assert len(cache.entries()) == 1
-    assert sorted(p.name for p in cache.folder.iterdir()) == [entry.name for entry in cache.entries()], (
-        "nothing half done is left"
-    )
+    assert sorted(p.name for p in cache.folder.iterdir()) == [
+        entry.name for entry in cache.entries()
+    ], "nothing half done is left"
     assert load_here(base, cache).loaded.cached
 
 
-def test_entries_of_tied_weights_from_before_their_copies_were_compared_are_not_used(tmp_path: Path) -> None:
+def test_entries_of_tied_weights_from_before_their_copies_were_compared_are_not_used(
+    tmp_path: Path,
+) -> None:
     """They hold one of two different ones, and the job was told nothing."""
     save_tiny_llama(tmp_path)
-    parameter, places = nn.Parameter(torch.empty(2, 4)), [(nn.Embedding(2, 4), "weight"), (nn.Linear(4, 2), "weight")]
+    parameter = nn.Parameter(torch.empty(2, 4))
+    places = [(nn.Embedding(2, 4), "weight"), (nn.Linear(4, 2), "weight")]
     weights = [FrozenWeight(parameter, [*places[:count]], (0, 2)) for count in (1, 2)]
     cache = Cache(tmp_path / "cache", limit=1)
-    alone, tied = (BaseCache(cache, tmp_path, {"model.embed_tokens.weight": weight})._key for weight in weights)
+    alone, tied = (
+        BaseCache(cache, tmp_path, {"model.embed_tokens.weight": weight})._key for weight in weights
+    )
     assert alone != tied

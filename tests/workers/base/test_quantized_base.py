@@ -8,16 +8,31 @@ from pathlib import Path
 
 import pytest
 
-from workers.base.quantized_base import CacheFile, QuantizedIndex, faults, read_entry_index, write_entry_index
+from workers.base.quantized_base import (
+    CacheFile,
+    QuantizedIndex,
+    faults,
+    read_entry_index,
+    write_entry_index,
+)
 
 WRITTEN = {
-    "files": [{"name": "rows-0", "bytes": 3, "sha256": hashlib.sha256(b"abc").hexdigest(), "rows": {"w": [0, 2]}}],
+    "files": [
+        {
+            "name": "rows-0",
+            "bytes": 3,
+            "sha256": hashlib.sha256(b"abc").hexdigest(),
+            "rows": {"w": [0, 2]},
+        }
+    ],
     "changed": {"w": 0.25},
     "requantized": {"w": "gptq"},
     "converted": {},
     "kept": {},
 }
-FILE = CacheFile(name="rows-0", bytes=3, sha256=hashlib.sha256(b"abc").hexdigest(), rows={"w": (0, 2)})
+FILE = CacheFile(
+    name="rows-0", bytes=3, sha256=hashlib.sha256(b"abc").hexdigest(), rows={"w": (0, 2)}
+)
 
 
 def test_an_index_is_written_and_read_as_ever(tmp_path: Path) -> None:
@@ -27,7 +42,9 @@ def test_an_index_is_written_and_read_as_ever(tmp_path: Path) -> None:
     assert read_entry_index(tmp_path) == index
 
 
-@pytest.mark.parametrize("files", [[{"name": "rows-0"}], [{**WRITTEN["files"][0], "bytes": "many"}], 5])
+@pytest.mark.parametrize(
+    "files", [[{"name": "rows-0"}], [{**WRITTEN["files"][0], "bytes": "many"}], 5]
+)
 def test_an_index_that_is_not_ours_is_refused_in_one_line(tmp_path: Path, files: object) -> None:
     (tmp_path / "index.json").write_text(json.dumps({**WRITTEN, "files": files}))
     with pytest.raises((ValueError, TypeError)) as caught:

@@ -1,4 +1,6 @@
-"""Weights that config.json ties, and files hold twice or under either name, load as transformers loads them or are refused."""
+"""Weights that config.json ties, and files hold twice or under either name, load as transformers
+loads them or are refused.
+"""
 
 from __future__ import annotations
 
@@ -25,10 +27,13 @@ from workers.base.load import load
 from workers.describe import describe
 from workers.model.build import build
 
-EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
+EMBEDDING = "model.embed_tokens.weight"
+HEAD = "lm_head.weight"
 
 
-def save_tied(folder: Path, head: Callable[[Tensor], Tensor], *, without_embedding: bool = False) -> tuple[Path, Tensor]:
+def save_tied(
+    folder: Path, head: Callable[[Tensor], Tensor], *, without_embedding: bool = False
+) -> tuple[Path, Tensor]:
     """A tied Llama whose files hold a head made of its embedding; and its embedding."""
     base = save_tiny_llama(folder / "base", tie_word_embeddings=True)
     held = load_file(base / "model.safetensors")
@@ -47,7 +52,9 @@ def change_last_row(weight: Tensor) -> Tensor:
     return changed
 
 
-def outcome_or_refusal(rank: int, world: int, spec: JobSpec, cache: Cache | None = None) -> Outcome | str:
+def outcome_or_refusal(
+    rank: int, world: int, spec: JobSpec, cache: Cache | None = None
+) -> Outcome | str:
     try:
         return load_on_rank(rank, world, spec, cache)
     except SpecError as error:
@@ -87,11 +94,14 @@ def test_tied_weights_that_differ_are_refused_on_all_ranks(world: int, tmp_path:
     cache = Cache(tmp_path / "cache")
     spec = spec_for(base, ranks=world, precision={"default": "nf4"})
     refused = (
-        "The base's config.json ties lm_head.weight to model.embed_tokens.weight, but its files hold two different ones: set "
+        "The base's config.json ties lm_head.weight to model.embed_tokens.weight, but its files "
+        "hold two different ones: set "
         "tie_word_embeddings to false in config.json."
     )
     assert run_on_ranks(outcome_or_refusal, world, spec, cache) == [refused] * world
-    assert run_on_ranks(outcome_or_refusal, world, spec, cache) == [refused] * world, "the cache does not hold it"
+    assert run_on_ranks(outcome_or_refusal, world, spec, cache) == [refused] * world, (
+        "the cache does not hold it"
+    )
     config = json.loads((base / "config.json").read_text())
     (base / "config.json").write_text(json.dumps({**config, "tie_word_embeddings": False}))
     outcomes = run_on_ranks(load_on_rank, world, spec, cache)
@@ -99,13 +109,17 @@ def test_tied_weights_that_differ_are_refused_on_all_ranks(world: int, tmp_path:
     assert torch.equal(whole(outcomes, HEAD), stock.lm_head.weight.float())
 
 
-def test_the_rows_of_tied_weights_are_compared_in_chunks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_rows_of_tied_weights_are_compared_in_chunks(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """A difference in the last chunk is found, and no more than a chunk is read at once."""
     monkeypatch.setitem(frozen_weights.CHUNK_ELEMENTS, "cpu", 100 * 64)
     read: list[tuple[str, int, int]] = []
     rows_of_files = Safetensors.rows
 
-    def recording(self: Safetensors, name: str, start: int, end: int, *rest: Any, **options: Any) -> Tensor:
+    def recording(
+        self: Safetensors, name: str, start: int, end: int, *rest: Any, **options: Any
+    ) -> Tensor:
         read.append((name, start, end))
         return rows_of_files(self, name, start, end, *rest, **options)
 

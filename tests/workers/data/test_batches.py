@@ -7,14 +7,25 @@ import pytest
 import torch
 
 from ft_service.data.tokens.sample import Tokens
-from workers.data.batches import TokenCounts, batch_of_step, collate, pack, steps_per_epoch, total_steps
+from workers.data.batches import (
+    TokenCounts,
+    batch_of_step,
+    collate,
+    pack,
+    steps_per_epoch,
+    total_steps,
+)
 
 
 @pytest.mark.parametrize(("samples", "batch_size"), [(10, 3), (9, 3), (2, 8), (1, 1)])
 def test_an_epoch_sees_every_sample_once(samples: int, batch_size: int) -> None:
     steps = steps_per_epoch(samples, batch_size)
     for epoch in range(3):
-        seen = [i for step in range(steps) for i in batch_of_step(epoch * steps + step, samples, batch_size, seed=5)]
+        seen = [
+            i
+            for step in range(steps)
+            for i in batch_of_step(epoch * steps + step, samples, batch_size, seed=5)
+        ]
         assert sorted(seen) == list(range(samples))
 
 
@@ -77,4 +88,6 @@ def test_batches_by_length_pad_less_and_hold_every_sample_once() -> None:
     assert padded(batches) < 1.1 * tokens.sum() < 1.5 * tokens.sum() < padded(drawn)
     longest = [int(tokens[batch].max()) for batch in batches]
     assert longest[:50] != sorted(longest[:50], reverse=True), "their order is drawn"
-    assert batches != [batch_of_step(step + steps, len(tokens), 8, 7, lengths) for step in range(steps)], "and again"
+    assert batches != [
+        batch_of_step(step + steps, len(tokens), 8, 7, lengths) for step in range(steps)
+    ], "and again"

@@ -34,8 +34,12 @@ TEMPLATES = Path(__file__).parents[2] / "support/chat_templates_by_family"
 def run(tmp_path: Path) -> RunDir:
     save_tokenizer(tmp_path / "base")
     run = RunDir(tmp_path / "run")
-    train, valid = save_chats(tmp_path / "train.jsonl", 300), save_chats(tmp_path / "valid.jsonl", 5)
-    run.write("spec.json", spec_for(tmp_path / "base", train, valid=valid, training={"max_length": MAX_LENGTH}))
+    train = save_chats(tmp_path / "train.jsonl", 300)
+    valid = save_chats(tmp_path / "valid.jsonl", 5)
+    run.write(
+        "spec.json",
+        spec_for(tmp_path / "base", train, valid=valid, training={"max_length": MAX_LENGTH}),
+    )
     return run
 
 
@@ -52,10 +56,15 @@ def content(samples: TokenSet) -> Content:
     return [s.ids.tolist() for s in samples], [s.targets.tolist() for s in samples], samples.digest
 
 
-def samples_on_rank(rank: int, world: int, root: str, broken: list[int], beat: float) -> tuple[Any, list[bool]]:
-    """The samples, or the error's code and message; and the beats at which this rank was working. `broken`: ranks that
-    must not tokenise."""
-    run, worked = RunDir(root), []
+def samples_on_rank(
+    rank: int, world: int, root: str, broken: list[int], beat: float
+) -> tuple[Any, list[bool]]:
+    """The samples, or the error's code and message; and the beats at which this rank was working.
+
+    `broken`: ranks that must not tokenise.
+    """
+    run = RunDir(root)
+    worked = []
     gathered = token_sets.from_all
 
     def noted(value: Any) -> list[Any]:
@@ -91,7 +100,9 @@ def test_one_rank_makes_them_while_the_others_wait_and_next_time_none_does(run: 
     assert len(of_ranks[0][1]) > 12, "they hear of it now and then"
     of_ranks = run_on_ranks(samples_on_rank, 2, str(run.root), [0, 1], 0.0)
     assert [found for found, _ in of_ranks] == [expected(run)] * 2
-    assert [len(worked) for _, worked in of_ranks] == [14, 14], "three times a file, and while the first rank reads it"
+    assert [len(worked) for _, worked in of_ranks] == [14, 14], (
+        "three times a file, and while the first rank reads it"
+    )
     remove_own(run)
     assert not run.path(token_folder.IN_RUN).exists()
 
@@ -120,7 +131,9 @@ def flip(path: Path, place: int) -> None:
 
 @pytest.mark.parametrize("name", ["ids.bin", "targets.bin", "target_counts.bin", "offsets.bin"])
 def test_a_flipped_bit_is_not_trained_on(run: RunDir, tmp_path: Path, name: str) -> None:
-    """In the service's set: the damage is reported, the set is removed, and the ranks make their own."""
+    """In the service's set: the damage is reported, the set is removed, and the ranks make their
+    own.
+    """
     give_tokens(run, spec_of(run))
     stored = run.path(token_folder.IN_RUN).rename(tmp_path / "of-service")
     for path in stored.glob(f"*/{name}"):
@@ -132,11 +145,20 @@ def test_a_flipped_bit_is_not_trained_on(run: RunDir, tmp_path: Path, name: str)
         made.append(file.name)
         give_tokens(run, spec.model_copy(update={"training_data": file, "validation_data": None}))
 
-    with patch.dict(os.environ, {token_folder.FOLDER: str(stored)}), patch.object(token_sets, "tokenise", make):
+    with (
+        patch.dict(os.environ, {token_folder.FOLDER: str(stored)}),
+        patch.object(token_sets, "tokenise", make),
+    ):
         train, valid = job_samples(run, spec_of(run), said.append)
     assert (content(train), content(valid)) == expected(run)
-    assert sorted(text.split(":")[0] for text in said) == sorted(made) == ["train.jsonl", "valid.jsonl"]
-    assert all("than when they were written. They are not used, and made again." in text for text in said)
+    assert (
+        sorted(text.split(":")[0] for text in said)
+        == sorted(made)
+        == ["train.jsonl", "valid.jsonl"]
+    )
+    assert all(
+        "than when they were written. They are not used, and made again." in text for text in said
+    )
     assert list(stored.glob("*/index.json")) == []
 
 
@@ -157,12 +179,20 @@ def test_what_one_rank_finds_wrong_all_report(run: RunDir) -> None:
     assert list(run.root.glob("tokens/*")) == [], "nothing half is left"
 
 
-def test_a_template_that_hangs_on_one_line_ends_with_an_error(run: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_template_that_hangs_on_one_line_ends_with_an_error(
+    run: RunDir, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Where the service has kept no tokens, a rank makes them: under the service's limits."""
     monkeypatch.setattr(examiner, "RENDER_SECONDS", 0.2)
     loops = "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}"
-    own = f"{{% if '7' in messages[0].content %}}{loops}{{% endif %}}{load_tokenizer(spec_of(run).model.path).chat_template}"
-    with pytest.raises(DataError, match=r"train\.jsonl: .*\n.*the base's chat template took longer than 0\.2 seconds"):
+    own = (
+        f"{{% if '7' in messages[0].content %}}{loops}{{% endif "
+        f"%}}{load_tokenizer(spec_of(run).model.path).chat_template}"
+    )
+    with pytest.raises(
+        DataError,
+        match=r"train\.jsonl: .*\n.*the base's chat template took longer than 0\.2 seconds",
+    ):
         job_samples(run, spec_of(run).model_copy(update={"chat_template": own}))
 
 
@@ -182,9 +212,13 @@ def test_the_services_set_is_read_where_there_is_one(run: RunDir, tmp_path: Path
 
 
 def test_samples_are_set_aside_of_what_is_trained_on(run: RunDir) -> None:
-    """Of the same kept tokens, and the same ones each time: by whichever rank, at whichever start."""
+    """Of the same kept tokens, and the same ones each time: by whichever rank, at whichever
+    start.
+    """
     whole, _ = job_samples(run, spec_of(run))
-    spec = spec_of(run).model_copy(update={"validation_data": None, "validation_split": 0.25, "seed": 5})
+    spec = spec_of(run).model_copy(
+        update={"validation_data": None, "validation_split": 0.25, "seed": 5}
+    )
     train, valid = job_samples(run, spec)
     assert len(valid) == len(whole) // 4
     texts = [[bytes(sample.ids) for sample in samples] for samples in (train, valid, whole)]
@@ -195,15 +229,27 @@ def test_samples_are_set_aside_of_what_is_trained_on(run: RunDir) -> None:
 
 
 def test_a_job_does_not_go_on_with_other_tokens(run: RunDir) -> None:
-    samples = load_dataset(load_tokenizer(spec_of(run).model.path), spec_of(run).data_files[0], MAX_LENGTH)
+    samples = load_dataset(
+        load_tokenizer(spec_of(run).model.path), spec_of(run).data_files[0], MAX_LENGTH
+    )
 
     def file(digest: str) -> DataFile:
-        return DataFile(role="training", name="train.jsonl", sha256="0", samples=1, tokens=2, targets=1, token_digest=digest)
+        return DataFile(
+            role="training",
+            name="train.jsonl",
+            sha256="0",
+            samples=1,
+            tokens=2,
+            targets=1,
+            token_digest=digest,
+        )
 
     now = [file(samples.digest)]
     for before in ([], now):
         compare_tokens(before, now, [samples])
-    with pytest.raises(DataError, match=r"train\.jsonl has become other tokens since the job began") as refused:
+    with pytest.raises(
+        DataError, match=r"train\.jsonl has become other tokens since the job began"
+    ) as refused:
         compare_tokens([file("another")], now, [samples])
     assert refused.value.code == "tokens_changed"
     compare_tokens([file("another")], now, [TokenSet.of(samples, dated=True)])
@@ -215,17 +261,29 @@ def began_with(train: int, valid: int) -> Origins:
         DataFile(role="training", name="a", samples=train, **given),
         DataFile(role="validation", name="b", samples=valid, **given),
     ]
-    return Origins(base=BaseOrigin(name="tiny", path="base", digest="0", files={}), data=data, frozen_modules=[], quantiser={})
+    return Origins(
+        base=BaseOrigin(name="tiny", path="base", digest="0", files={}),
+        data=data,
+        frozen_modules=[],
+        quantiser={},
+    )
 
 
-def test_pairs_alike_after_the_cut_are_in_no_batch_but_of_jobs_that_began_with_them(run: RunDir, tmp_path: Path) -> None:
-    train, valid = save_pairs(tmp_path / "train.jsonl", 6), save_pairs(tmp_path / "valid.jsonl", 6)
+def test_pairs_alike_after_the_cut_are_in_no_batch_but_of_jobs_that_began_with_them(
+    run: RunDir, tmp_path: Path
+) -> None:
+    train = save_pairs(tmp_path / "train.jsonl", 6)
+    valid = save_pairs(tmp_path / "valid.jsonl", 6)
     for file, alike in ((train, 2), (valid, 1)):
         answers = {"preferred_output": "b" * 100 + "c", "non_preferred_output": "b" * 100 + "d"}
         late = {name: [{"role": "assistant", "content": words}] for name, words in answers.items()}
-        line = json.dumps({"input": {"messages": [{"role": "user", "content": "say"}]}, **late}) + "\n"
+        line = (
+            json.dumps({"input": {"messages": [{"role": "user", "content": "say"}]}, **late}) + "\n"
+        )
         Path(file.path).write_text(line * alike + Path(file.path).read_text())
-    train, valid = (file.model_copy(update={"sha256": sha256_of(Path(file.path))}) for file in (train, valid))
+    train, valid = (
+        file.model_copy(update={"sha256": sha256_of(Path(file.path))}) for file in (train, valid)
+    )
     options: dict[str, Any] = {"training": {"max_length": MAX_LENGTH}, "method": {"type": "dpo"}}
     spec = spec_for(tmp_path / "base", train, valid=valid, **options)
 
@@ -233,7 +291,12 @@ def test_pairs_alike_after_the_cut_are_in_no_batch_but_of_jobs_that_began_with_t
         return [len(samples) for samples in job_samples(run, spec)]
 
     assert counts() == [12, 12]
-    for begun, goes_on in (((16, 14), [16, 14]), ((12, 12), [12, 12]), ((16, 12), [16, 12]), ((11, 11), [12, 12])):
+    for begun, goes_on in (
+        ((16, 14), [16, 14]),
+        ((12, 12), [12, 12]),
+        ((16, 12), [16, 12]),
+        ((11, 11), [12, 12]),
+    ):
         run.write(ORIGINS, began_with(*begun))
         assert counts() == goes_on
 
@@ -244,17 +307,30 @@ class AnotherDay(date):
         return date(2031, 4, 5)
 
 
-def test_a_job_goes_on_on_another_day_with_the_date_that_it_began_with(run: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:
-    template = (TEMPLATES / "llama 3.2.jinja").read_text().replace("bos_token + ", "").replace("<|eot_id|>", "<|im_end|>")
+def test_a_job_goes_on_on_another_day_with_the_date_that_it_began_with(
+    run: RunDir, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    template = (
+        (TEMPLATES / "llama 3.2.jinja")
+        .read_text()
+        .replace("bos_token + ", "")
+        .replace("<|eot_id|>", "<|im_end|>")
+    )
     longer = spec_of(run).training.model_copy(update={"max_length": 500})
-    began = spec_of(run).model_copy(update={"chat_template": template, "date": "2026-03-02", "training": longer})
+    began = spec_of(run).model_copy(
+        update={"chat_template": template, "date": "2026-03-02", "training": longer}
+    )
     first = [content(samples) for samples in job_samples(run, began)]
     text = load_tokenizer(began.model.path).decode(first[0][0][0])
     assert "Today Date: 02 Mar 2026" in text
     remove_own(run)
     monkeypatch.setattr(token_options, "date", AnotherDay)
     assert [content(samples) for samples in job_samples(run, began)] == first
-    earlier = began.model_copy(update={"date": ""})  # of a version that pinned none: it continues, and the set says why it may
+    earlier = began.model_copy(
+        update={"date": ""}
+    )  # of a version that pinned none: it continues, and the set says why it may
     (samples, _) = job_samples(run, earlier)
-    assert f"Today Date: {date.today():%d %b %Y}" in load_tokenizer(began.model.path).decode(samples[0].ids)
+    assert f"Today Date: {date.today():%d %b %Y}" in load_tokenizer(began.model.path).decode(
+        samples[0].ids
+    )
     assert samples.dated

@@ -1,4 +1,6 @@
-"""Engines on real gloo ranks: every job of one leaves, bit for bit, what it leaves when it has its ranks to itself."""
+"""Engines on real gloo ranks: every job of one leaves, bit for bit, what it leaves when it has its
+ranks to itself.
+"""
 
 from __future__ import annotations
 
@@ -51,14 +53,33 @@ DPO: dict[str, Any] = {"type": "dpo", "dpo": {"hyperparameters": {"beta": 0.5}}}
 
 @pytest.fixture(scope="module")
 def specs(tmp_path_factory: pytest.TempPathFactory) -> list[JobSpec]:
-    """Jobs with mixed ranks, targets, batches, lengths, rates, betas and objectives; one validates, one answers prompts."""
+    """Jobs with mixed ranks, targets, batches, lengths, rates, betas and objectives; one validates,
+    one answers prompts.
+    """
     folder = tmp_path_factory.mktemp("jobs")
-    base, chats = save_chat_base(folder / "base"), save_chats(folder / "chats.jsonl", 11)
-    pairs, valid = save_pairs(folder / "pairs.jsonl", 9), save_chats(folder / "valid.jsonl", 5)
-    shared: dict[str, Any] = {"precision": {"default": "nf4", "compute": "fp32"}, "checkpoint": {"save_steps": 3}}
+    base = save_chat_base(folder / "base")
+    chats = save_chats(folder / "chats.jsonl", 11)
+    pairs = save_pairs(folder / "pairs.jsonl", 9)
+    valid = save_chats(folder / "valid.jsonl", 5)
+    shared: dict[str, Any] = {
+        "precision": {"default": "nf4", "compute": "fp32"},
+        "checkpoint": {"save_steps": 3},
+    }
 
-    def job(number: int, *, data: Any = chats, valid: Any = None, training: dict[str, Any], **options: Any) -> JobSpec:
-        training = {"max_steps": STEPS, "per_device_train_batch_size": 2, "learning_rate": 5e-3, **training}
+    def job(
+        number: int,
+        *,
+        data: Any = chats,
+        valid: Any = None,
+        training: dict[str, Any],
+        **options: Any,
+    ) -> JobSpec:
+        training = {
+            "max_steps": STEPS,
+            "per_device_train_batch_size": 2,
+            "learning_rate": 5e-3,
+            **training,
+        }
         spec = spec_for(base, data, valid=valid, ranks=2, training=training, **shared, **options)
         return spec.model_copy(update={"job_id": f"ftjob-{number}", "seed": number})
 
@@ -69,7 +90,13 @@ def specs(tmp_path_factory: pytest.TempPathFactory) -> list[JobSpec]:
             training={"batch_size": 3, "lr_scheduler_type": "cosine", **ADAM},
             lora={"r": 8, "target_modules": ["q_proj", "v_proj"]},
         ),
-        job(2, data=pairs, training={"batch_size": 4}, lora={"r": 16, "use_rslora": True}, method=DPO),
+        job(
+            2,
+            data=pairs,
+            training={"batch_size": 4},
+            lora={"r": 16, "use_rslora": True},
+            method=DPO,
+        ),
         job(
             3,
             training={"batch_size": 8, "max_steps": STEPS - 2},
@@ -80,7 +107,9 @@ def specs(tmp_path_factory: pytest.TempPathFactory) -> list[JobSpec]:
 
 
 @pytest.fixture(scope="module")
-def alone(specs: list[JobSpec], tmp_path_factory: pytest.TempPathFactory) -> Callable[[int], RunDir]:
+def alone(
+    specs: list[JobSpec], tmp_path_factory: pytest.TempPathFactory
+) -> Callable[[int], RunDir]:
     """What a job leaves that has two ranks to itself, by its number."""
     return cache(lambda number: ran_alone(specs[number], tmp_path_factory.mktemp("alone"), 2))
 
@@ -89,7 +118,11 @@ def poisoned_on_rank(rank: int, world: int, root: str) -> None:
     """An engine in which the adapters of one seed are not numbers."""
 
     def values(name: str, shape: tuple[int, ...], seed: int) -> torch.Tensor:
-        return torch.full(shape, float("nan")) if seed == NAN_SEED else initial_adapter(name, shape, seed)
+        return (
+            torch.full(shape, float("nan"))
+            if seed == NAN_SEED
+            else initial_adapter(name, shape, seed)
+        )
 
     read: list[str] = []
     digest_of = FileDigest.of
@@ -98,7 +131,8 @@ def poisoned_on_rank(rank: int, world: int, root: str) -> None:
     destroyed: list[Groups] = []
     destroy = Groups.destroy
     Groups.destroy = lambda self: destroyed.append(self) or destroy(self)
-    build, modules = seat_thread.build, WeakSet[torch.nn.Module]()
+    build = seat_thread.build
+    modules = WeakSet[torch.nn.Module]()
 
     def built(*given: Any) -> Any:
         made = build(*given)
@@ -110,14 +144,19 @@ def poisoned_on_rank(rank: int, world: int, root: str) -> None:
     seat_thread.build = built
     engine_on_rank(rank, world, root)
     assert not modules, "an engine without jobs holds no adapter"
-    assert len(destroyed) == 3, "of those that failed or were cancelled: an engine would come to have too many open files"
-    assert not any(groups.save in _world.pg_map or groups.stop in _world.pg_map for groups in destroyed)
+    assert len(destroyed) == 3, (
+        "of those that failed or were cancelled: an engine would come to have too many open files"
+    )
+    assert not any(
+        groups.save in _world.pg_map or groups.stop in _world.pg_map for groups in destroyed
+    )
     assert len([name for name in read if name == "config.json"]) <= 1, (
         "the base's files are read for the engine, not for each job"
     )
 
 
-@pytest.mark.slow  # below they do so beside jobs that diverge, are cancelled or paused, and come late
+# below they do so beside jobs that diverge, are cancelled or paused, and come late
+@pytest.mark.slow
 def test_jobs_of_one_engine_leave_what_they_leave_alone(
     specs: list[JobSpec], alone: Callable[[int], RunDir], tmp_path: Path
 ) -> None:
@@ -128,16 +167,24 @@ def test_jobs_of_one_engine_leave_what_they_leave_alone(
 
 def with_time_on_rank(rank: int, world: int, root: str, engine: bool) -> None:
     forgetting.SHARE = 1e6
-    engine_on_rank(rank, world, root) if engine else attempt_on_rank(rank, world, root, 1)
+    if engine:
+        engine_on_rank(rank, world, root)
+    else:
+        attempt_on_rank(rank, world, root, 1)
 
 
 @pytest.mark.slow
-def test_jobs_of_one_engine_forget_what_they_forget_alone(specs: list[JobSpec], tmp_path: Path) -> None:
+def test_jobs_of_one_engine_forget_what_they_forget_alone(
+    specs: list[JobSpec], tmp_path: Path
+) -> None:
     engine = new_engine(tmp_path / "engine", specs[0])
     alone = RunDir(tmp_path / "alone")
     alone.write("spec.json", specs[0])
     give_tokens(alone, specs[0])
-    alone.write("attempts/1/start.json", Start(job_id="ftjob-0", attempt=1, world_size=2, generation=1, checkpoint=None))
+    alone.write(
+        "attempts/1/start.json",
+        Start(job_id="ftjob-0", attempt=1, world_size=2, generation=1, checkpoint=None),
+    )
     runs = [RunDir(tmp_path / spec.job_id) for spec in specs[:2]]
     for spec, run in zip(specs, runs, strict=False):
         prepare(spec, run, engine)
@@ -156,19 +203,32 @@ def test_jobs_of_one_engine_forget_what_they_forget_alone(specs: list[JobSpec], 
 def test_a_job_that_ends_otherwise_changes_nothing_of_the_others(
     specs: list[JobSpec], alone: Callable[[int], RunDir], tmp_path: Path
 ) -> None:
-    """One diverges, one is cancelled, one is paused, one comes late, one cannot begin; the paused one goes on alone."""
+    """One diverges, one is cancelled, one is paused, one comes late, one cannot begin; the paused
+    one goes on alone.
+    """
     engine = new_engine(tmp_path / "engine", specs[0])
     diverges = specs[1].model_copy(update={"job_id": "ftjob-diverges", "seed": NAN_SEED})
     cancelled = changed(specs[1], max_steps=500).model_copy(update={"job_id": "ftjob-cancelled"})
-    unreadable = specs[1].model_copy(update={"job_id": "ftjob-without-data", "training_data": missing(specs[1])})
+    unreadable = specs[1].model_copy(
+        update={"job_id": "ftjob-without-data", "training_data": missing(specs[1])}
+    )
     first = [specs[0], diverges, cancelled, unreadable, specs[3]]
     runs = {spec.job_id: RunDir(tmp_path / spec.job_id) for spec in [*first, specs[2]]}
     for spec in first:
         prepare(spec, runs[spec.job_id], engine)
     stopped = runs[cancelled.job_id]
-    follow(stopped, 3, lambda: Attempt(stopped, 1).write_control(Control(generation=2, desired=Desired.CANCEL)))
-    paused, late = runs[specs[3].job_id], runs[specs[2].job_id]
-    follow(paused, 1, lambda: Attempt(paused, 1).write_control(Control(generation=2, desired=Desired.PAUSE)))
+    follow(
+        stopped,
+        3,
+        lambda: Attempt(stopped, 1).write_control(Control(generation=2, desired=Desired.CANCEL)),
+    )
+    paused = runs[specs[3].job_id]
+    late = runs[specs[2].job_id]
+    follow(
+        paused,
+        1,
+        lambda: Attempt(paused, 1).write_control(Control(generation=2, desired=Desired.PAUSE)),
+    )
     follow(runs[specs[0].job_id], 1, lambda: prepare(specs[2], late, engine))
     run_on_ranks(poisoned_on_rank, 2, str(engine.root))
     reasons = {job_id: exit_of(run).reason for job_id, run in runs.items()}
@@ -188,9 +248,15 @@ def test_a_job_that_ends_otherwise_changes_nothing_of_the_others(
 
 @pytest.mark.slow
 def test_eight_jobs_in_another_order(
-    specs: list[JobSpec], alone: Callable[[int], RunDir], tmp_path: Path, tmp_path_factory: pytest.TempPathFactory
+    specs: list[JobSpec],
+    alone: Callable[[int], RunDir],
+    tmp_path: Path,
+    tmp_path_factory: pytest.TempPathFactory,
 ) -> None:
-    more = [spec.model_copy(update={"job_id": f"{spec.job_id}-again", "seed": spec.seed + 10}) for spec in specs]
+    more = [
+        spec.model_copy(update={"job_id": f"{spec.job_id}-again", "seed": spec.seed + 10})
+        for spec in specs
+    ]
     expected = {spec.job_id: alone(number) for number, spec in enumerate(specs)}
     expected |= {spec.job_id: ran_alone(spec, tmp_path_factory.mktemp("alone"), 2) for spec in more}
     eight = [*reversed(more), *specs]
@@ -248,12 +314,19 @@ def test_jobs_of_a_killed_engine_go_on_as_if_nothing_had_happened(
 @pytest.mark.parametrize("storage", ["bf16", "fp8", "mixed"])
 @pytest.mark.parametrize(("world", "copies"), [(1, 1), (2, 1), (2, 2), (3, 1)])
 def test_every_storage_format_and_the_other_order(
-    storage: str, world: int, copies: int, specs: list[JobSpec], tmp_path: Path, tmp_path_factory: pytest.TempPathFactory
+    storage: str,
+    world: int,
+    copies: int,
+    specs: list[JobSpec],
+    tmp_path: Path,
+    tmp_path_factory: pytest.TempPathFactory,
 ) -> None:
     formats = {"overrides": {".*mlp.*": "fp8", ".*q_proj": "bf16"}} if storage == "mixed" else {}
     default = "nf4" if storage == "mixed" else storage
     precision = specs[0].precision.model_copy(update={"default": default, **formats})
-    distributed = specs[0].distributed.model_copy(update={"replicate": copies, "nproc_per_node": world})
+    distributed = specs[0].distributed.model_copy(
+        update={"replicate": copies, "nproc_per_node": world}
+    )
     held = {"precision": precision, "distributed": distributed}
     stored = [spec.model_copy(update=held) for spec in reversed(specs)]
     for spec, run in zip(stored, run_together(stored, tmp_path, world), strict=True):

@@ -1,4 +1,5 @@
-"""Isolation of the jobs of an engine: what fails beside a job changes none of its bits, and breaks of isolation are noticed.
+"""Isolation of the jobs of an engine: what fails beside a job changes none of its bits, and breaks
+of isolation are noticed.
 
 All runs share the two ranks of one process group, since starting ranks takes longest.
 """
@@ -29,7 +30,13 @@ from ft_service.spec import JobSpec
 from tests.support.attempts import wait_for
 from tests.support.ranks import run_on_ranks
 from tests.support.training.attempts import attempt_on_rank
-from tests.support.training.engine_runs import assert_same, engine_on_rank, exit_of, new_engine, prepare
+from tests.support.training.engine_runs import (
+    assert_same,
+    engine_on_rank,
+    exit_of,
+    new_engine,
+    prepare,
+)
 from tests.support.training.models import save_chat_base, save_chats, spec_for
 from workers.base.frozen_weights import initial_adapter
 from workers.data.token_sets import tokenise
@@ -43,7 +50,9 @@ from workers.output import checkpoint, outcome
 from workers.training import loop
 from workers.training.loop import Trainer
 
-pytestmark = pytest.mark.slow  # test_engine.py has jobs that end otherwise beside others; here are the causes, and the breaks
+pytestmark = (
+    pytest.mark.slow
+)  # test_engine.py has jobs that end otherwise beside others; here are the causes, and the breaks
 
 WORLD = 2
 INFINITE = 0.5
@@ -68,34 +77,59 @@ BREAKS: dict[str, tuple[str, ...]] = {
 
 
 def specs_in(folder: Path) -> dict[str, JobSpec]:
-    base, chats = save_chat_base(folder / "base"), save_chats(folder / "chats.jsonl", 8)
-    training = {"max_steps": 3, "batch_size": 4, "per_device_train_batch_size": 1, "learning_rate": 5e-3}
-    options: dict[str, Any] = {"precision": {"default": "nf4", "compute": "fp32"}, "checkpoint": {"save_steps": 3}}
+    base = save_chat_base(folder / "base")
+    chats = save_chats(folder / "chats.jsonl", 8)
+    training = {
+        "max_steps": 3,
+        "batch_size": 4,
+        "per_device_train_batch_size": 1,
+        "learning_rate": 5e-3,
+    }
+    options: dict[str, Any] = {
+        "precision": {"default": "nf4", "compute": "fp32"},
+        "checkpoint": {"save_steps": 3},
+    }
     specs = {}
     for number, name in enumerate((*HEALTHY, *ENDS)):
         rate = {"learning_rate": INFINITE} if name == "infinite" else {}
         lora = {"r": 4, "lora_dropout": 0.1 if name == HEALTHY[0] else 0.0}
-        spec = spec_for(base, chats, ranks=WORLD, training={**training, **rate}, lora=lora, **options)
-        distributed = spec.distributed.model_copy(update={"replicate": 1, "collective_timeout_seconds": 30})
-        specs[name] = spec.model_copy(update={"job_id": name, "seed": number + 1, "distributed": distributed})
+        spec = spec_for(
+            base, chats, ranks=WORLD, training={**training, **rate}, lora=lora, **options
+        )
+        distributed = spec.distributed.model_copy(
+            update={"replicate": 1, "collective_timeout_seconds": 30}
+        )
+        specs[name] = spec.model_copy(
+            update={"job_id": name, "seed": number + 1, "distributed": distributed}
+        )
     return specs
 
 
 @contextmanager
 def failures(rank: int) -> Iterator[None]:
-    """While it is entered, the jobs of ENDS fail as their names say, the last checkpoint of one healthy job takes until the
-    other one has its own, and the adapter of that one until the first has ended: neither keeps the other waiting."""
+    """While it is entered, the jobs of ENDS fail as their names say, the last checkpoint of one
+    healthy job takes until the other one has its own, and the adapter of that one until the first
+    has ended: neither keeps the other waiting.
+    """
 
     def no_room(*args: Any) -> OSError:
         return OSError(errno.ENOSPC, "No space left on device", *args)
 
     def value(name: str, shape: tuple[int, ...], seed: int) -> torch.Tensor:
-        return initial_adapter(name, shape, seed) * (float("nan") if seed == 1 + len(HEALTHY) else 1.0)
+        return initial_adapter(name, shape, seed) * (
+            float("nan") if seed == 1 + len(HEALTHY) else 1.0
+        )
 
     def rate(step: int, total: int, options: Any) -> float:
-        return float("inf") if options.learning_rate == INFINITE else learning_rate_at(step, total, options)
+        return (
+            float("inf")
+            if options.learning_rate == INFINITE
+            else learning_rate_at(step, total, options)
+        )
 
-    def refused(own: Callable[..., Any], jobs: Sequence[str], error: OSError, key: str | None = None) -> Callable[..., Any]:
+    def refused(
+        own: Callable[..., Any], jobs: Sequence[str], error: OSError, key: str | None = None
+    ) -> Callable[..., Any]:
         """The method of a run directory or an attempt, which the disk refuses to some jobs."""
 
         def act(self: Any, *args: Any) -> Any:
@@ -119,18 +153,26 @@ def failures(rank: int) -> Iterator[None]:
             wait_for(lambda: bool(complete_checkpoints(RunDir(run.root.with_name(HEALTHY[1])))))
         own(snapshot, run, *args)
 
-    def mine(own: Callable[..., Any], self: Trainer, objective: Any, items: Any, step: int | None = None) -> Iterator[Any]:
+    def mine(
+        own: Callable[..., Any], self: Trainer, objective: Any, items: Any, step: int | None = None
+    ) -> Iterator[Any]:
         if self.runtime.spec.job_id == "data" and rank == 1 and step == 1:
             raise OSError(errno.EIO, "its data")
         return own(self, objective, items, step)
 
-    write, of_outcome, own_mine = RunDir.write_if_absent, Attempt.write_outcome, Trainer._mine
+    write = RunDir.write_if_absent
+    of_outcome = Attempt.write_outcome
+    own_mine = Trainer._mine
 
     with ExitStack() as stack:
         for owner, name, replacement in (
             (seat_thread, "initial_adapter", value),
             (loop, "learning_rate_at", rate),
-            (RunDir, "write_if_absent", refused(write, ["origins"], OSError(errno.EIO, "Input/output error"), ORIGINS)),
+            (
+                RunDir,
+                "write_if_absent",
+                refused(write, ["origins"], OSError(errno.EIO, "Input/output error"), ORIGINS),
+            ),
             (Attempt, "write_outcome", refused(of_outcome, ["outcome"], no_room())),
             (outcome, "write_adapter", partial(adapter, outcome.write_adapter)),
             (checkpoint, "_complete", partial(complete, checkpoint._complete)),
@@ -144,10 +186,14 @@ def failures(rank: int) -> Iterator[None]:
 def broken(what: str) -> Iterator[None]:
     """While it is entered, isolation is broken in one way."""
     shared: dict[str, Any] = {}
-    linear, seat, adamw = LaneModel._linear, Seat.__init__, AdamW.__init__
+    linear = LaneModel._linear
+    seat = Seat.__init__
+    adamw = AdamW.__init__
 
     def of_all_lanes(self: LaneModel, module: nn.Module, own: Any, x: torch.Tensor) -> torch.Tensor:
-        others: list[Lane] = [lane for lane, _ in self._calls if lane is not self._lane and module in lane.linears]
+        others: list[Lane] = [
+            lane for lane, _ in self._calls if lane is not self._lane and module in lane.linears
+        ]
         plain: list[Any] = [lane.linears[module] for lane in others]
         masked = [0.0 * adapted(x) for adapted in plain if adapted.args[0].dropping is None]
         return linear(self, module, own, x) + sum(masked)
@@ -158,7 +204,9 @@ def broken(what: str) -> Iterator[None]:
 
     def with_shared_moments(self: AdamW, *args: Any) -> None:
         adamw(self, *args)
-        self.exp_avg, self.exp_avg_sq = shared.setdefault("moments", (self.exp_avg, self.exp_avg_sq))
+        self.exp_avg, self.exp_avg_sq = shared.setdefault(
+            "moments", (self.exp_avg, self.exp_avg_sq)
+        )
 
     owner, name, replacement = {
         "shared dropout keys": (loop, "key_of", lambda kind, seed, *rest: key_of(kind, 0, *rest)),
@@ -190,7 +238,9 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     for name in HEALTHY:
         run = RunDir(folder / "alone" / name)
         run.write("spec.json", specs[name])
-        Attempt(run, 1).write_start(Start(job_id=name, attempt=1, world_size=WORLD, generation=1, checkpoint=None))
+        Attempt(run, 1).write_start(
+            Start(job_id=name, attempt=1, world_size=WORLD, generation=1, checkpoint=None)
+        )
     for what, names in {"together": tuple(specs), **BREAKS}.items():
         engine = new_engine(folder / what / "engine", specs[HEALTHY[0]])
         for name in names:

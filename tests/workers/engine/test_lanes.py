@@ -27,7 +27,12 @@ def specs_of(model: Path, world: int, storage: dict[str, Any], checkpointing: st
     distributed = {"activation_checkpointing": checkpointing}
     precision = {**storage, "compute": "bf16"}
     options: dict[str, Any] = {"precision": precision, "distributed": distributed}
-    return [spec_for(model, ranks=world, training={"per_device_train_batch_size": 2}, lora=lora, **options) for lora in LORA]
+    return [
+        spec_for(
+            model, ranks=world, training={"per_device_train_batch_size": 2}, lora=lora, **options
+        )
+        for lora in LORA
+    ]
 
 
 def alone_and_together(rank: int, world: int, specs: list[JobSpec]) -> tuple[Any, Any, Any]:
@@ -70,7 +75,9 @@ def rounds_of(rank: int, world: int, specs: list[JobSpec]) -> list[tuple[int, in
 
 
 @pytest.mark.parametrize("checkpointing", [pytest.param("none", marks=pytest.mark.slow), "full"])
-def test_neither_gathers_nor_dequantised_weights_grow_with_the_jobs(model: Path, checkpointing: str) -> None:
+def test_neither_gathers_nor_dequantised_weights_grow_with_the_jobs(
+    model: Path, checkpointing: str
+) -> None:
     specs = specs_of(model, 2, {"default": "nf4"}, checkpointing)
     (one, three), _ = run_on_ranks(rounds_of, 2, specs)
     assert [lanes for lanes, _, _ in (one, three)] == [1, 3]
@@ -92,7 +99,9 @@ def test_a_job_of_nans_changes_nothing_of_the_others_in_any_order(model: Path) -
             assert_same(together[number], expected)
 
 
-def validated(rank: int, world: int, specs: list[JobSpec]) -> tuple[list[float], list[float], list[float]]:
+def validated(
+    rank: int, world: int, specs: list[JobSpec]
+) -> tuple[list[float], list[float], list[float]]:
     built = constructed(specs[3], world)
     built.peft_model.eval()
     batches, _, _ = work_of(3, specs[3], rank, world)

@@ -19,10 +19,16 @@ def test_every_job_computes_within_the_bound_and_the_budget_holds(
     jobs: list[tuple[int, int]], budget: int, rounds: int
 ) -> None:
     tokens, priorities = zip(*jobs, strict=True)
-    used, waited = [0] * len(tokens), [0] * len(tokens)
-    longest = (len(tokens) - 1) * math.ceil(max(tokens) / min(tokens) + 1) + PATIENCE * (len(set(priorities)) > 1)
+    used = [0] * len(tokens)
+    waited = [0] * len(tokens)
+    longest = (len(tokens) - 1) * math.ceil(max(tokens) / min(tokens) + 1) + PATIENCE * (
+        len(set(priorities)) > 1
+    )
     for _ in range(rounds):
-        turns = [Turn(used[i], own, trains=True, priority=priorities[i], waited=waited[i]) for i, own in enumerate(tokens)]
+        turns = [
+            Turn(used[i], own, trains=True, priority=priorities[i], waited=waited[i])
+            for i, own in enumerate(tokens)
+        ]
         chosen = next_round(turns, budget)
         assert chosen
         assert len(chosen) == 1 or sum(tokens[i] for i in chosen) <= budget
@@ -33,11 +39,17 @@ def test_every_job_computes_within_the_bound_and_the_budget_holds(
 
 
 def test_all_that_fit_compute_together() -> None:
-    assert next_round([Turn(0, 10, trains=True), Turn(500, 10, trains=True), Turn(3, 10, trains=True)], 30) == [0, 1, 2]
+    assert next_round(
+        [Turn(0, 10, trains=True), Turn(500, 10, trains=True), Turn(3, 10, trains=True)], 30
+    ) == [0, 1, 2]
 
 
 def test_a_round_takes_no_more_memory_than_there_is_but_for_one_that_is_larger() -> None:
-    turns = [Turn(0, 10, trains=True, bytes=60), Turn(1, 10, trains=True, bytes=50), Turn(2, 10, trains=True, bytes=40)]
+    turns = [
+        Turn(0, 10, trains=True, bytes=60),
+        Turn(1, 10, trains=True, bytes=50),
+        Turn(2, 10, trains=True, bytes=40),
+    ]
     assert next_round(turns, 100, 100) == [0, 2]
     assert next_round(turns, 100, 50) == [0]
     assert next_round(turns, 100, 150) == [0, 1, 2]

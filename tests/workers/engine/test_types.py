@@ -1,4 +1,6 @@
-"""Every causal type as the base of an engine: two jobs on it compute what they compute alone, bit for bit."""
+"""Every causal type as the base of an engine: two jobs on it compute what they compute alone, bit
+for bit.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +19,9 @@ from tests.support.training.tested_types import TESTED
 QUICK = ("modernbert-decoder",)
 """Its head holds a linear layer that is a group of its own, and has an adapter."""
 GATED_ATTENTION = ("beam",)
-"""Types with experts whose attention has a gate_proj as well: PEFT takes that for an expert's, and has no dropout for it."""
+"""Types with experts whose attention has a gate_proj as well: PEFT takes that for an expert's, and
+has no dropout for it.
+"""
 
 
 def both_ways(rank: int, world: int, specs: list[JobSpec]) -> tuple[Any, Any]:
@@ -26,7 +30,11 @@ def both_ways(rank: int, world: int, specs: list[JobSpec]) -> tuple[Any, Any]:
 
 
 @pytest.mark.parametrize(
-    "kind", [pytest.param(kind, marks=() if kind in QUICK else pytest.mark.slow) for kind in sorted(TESTED & set(TYPES))]
+    "kind",
+    [
+        pytest.param(kind, marks=() if kind in QUICK else pytest.mark.slow)
+        for kind in sorted(TESTED & set(TYPES))
+    ],
 )
 def test_a_type_is_trained_as_alone(kind: str, tmp_path: Path) -> None:
     save_type(kind, tmp_path)
@@ -36,7 +44,10 @@ def test_a_type_is_trained_as_alone(kind: str, tmp_path: Path) -> None:
         "distributed": {"activation_checkpointing": "none"},
     }
     dropout = 0.0 if kind in GATED_ATTENTION else 0.1
-    specs = [spec_for(tmp_path, lora=lora, **options) for lora in ({"r": 4, "lora_dropout": dropout}, {"r": 8})]
+    specs = [
+        spec_for(tmp_path, lora=lora, **options)
+        for lora in ({"r": 4, "lora_dropout": dropout}, {"r": 8})
+    ]
     ((alone, together),) = run_on_ranks(both_ways, 1, specs)
     for found, expected in zip(together, alone, strict=True):
         assert_same(found, expected)

@@ -17,12 +17,24 @@ def test_a_card_says_how_to_load_what_it_cost_and_what_it_was_made_of(tmp_path: 
     manifest = run.read("adapter/manifest.json", Manifest)
     assert manifest is not None
     run.put("metrics.csv", b"step,train_loss,valid_loss\n1,2.5,\n6,1.25,1.5\n")
-    answer = EvaluatedPrompt(prompt="Where?", reference=None, base="Who knows", tuned="In\nHull", scores={}, base_scores={})
-    run.write(evaluation_key(6, 3), Evaluation(step=6, time=0.0, metrics={}, base_metrics={}, samples=[answer]))
+    answer = EvaluatedPrompt(
+        prompt="Where?",
+        reference=None,
+        base="Who knows",
+        tuned="In\nHull",
+        scores={},
+        base_scores={},
+    )
+    run.write(
+        evaluation_key(6, 3),
+        Evaluation(step=6, time=0.0, metrics={}, base_metrics={}, samples=[answer]),
+    )
     losses = {"adapter_on_base_as_trained": 1.5, "adapter_on_bf16_base": 1.25, "merged": 1.375}
     report = {"validation_loss": losses, "samples": 5}
     text = export_card(manifest, ExportFormat.GGUF, report, run.root, "Qwen/Qwen3-8B", "apache-2.0")
-    assert text.startswith("---\nbase_model: Qwen/Qwen3-8B\nlicense: apache-2.0\nlibrary_name: gguf\n")
+    assert text.startswith(
+        "---\nbase_model: Qwen/Qwen3-8B\nlicense: apache-2.0\nlibrary_name: gguf\n"
+    )
     assert "ollama create NAME -f Modelfile" in text
     assert "| this model | 1.3750 |" in text
     assert "| 6 | 1.2500 | 1.5000 |" in text

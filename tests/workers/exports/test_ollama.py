@@ -12,10 +12,14 @@ CHATML = (
     "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
-WITH_DEFAULT = "{% if messages[0].role != 'system' %}<|im_start|>system\nBe kind.<|im_end|>\n{% endif %}" + CHATML
+WITH_DEFAULT = (
+    "{% if messages[0].role != 'system' %}<|im_start|>system\nBe kind.<|im_end|>\n{% endif %}"
+    + CHATML
+)
 LLAMA_2 = (
     "{{ bos_token }}{% for m in messages %}{% if m.role == 'user' %}[INST] {{ m.content }} [/INST]"
-    "{% elif m.role == 'assistant' %} {{ m.content }}</s>{% else %}{{ raise_exception('no') }}{% endif %}{% endfor %}"
+    "{% elif m.role == 'assistant' %} {{ m.content }}</s>{% else %}{{ raise_exception('no') }}{% "
+    "endif %}{% endfor %}"
 )
 COUNTING = "{% for m in messages %}{{ loop.index }} {{ m.role }}: {{ m.content }}\n{% endfor %}"
 
@@ -27,7 +31,9 @@ def render(template: str) -> Render:
     compiled = jinja2.Environment().from_string(template)
 
     def text(messages: Sequence[Message], answer: bool) -> str:
-        return compiled.render(messages=messages, add_generation_prompt=answer, bos_token="<s>", raise_exception=fail)
+        return compiled.render(
+            messages=messages, add_generation_prompt=answer, bos_token="<s>", raise_exception=fail
+        )
 
     return text
 

@@ -17,14 +17,25 @@ from workers.job.training_state import JobState, Validations
 
 @torch.no_grad()
 def test_the_matrices_b_learn_faster_with_lora_plus() -> None:
-    """And magnitudes, as in PEFT's create_loraplus_optimizer; against torch's own AdamW with a group for each kind."""
+    """And magnitudes, as in PEFT's create_loraplus_optimizer; against torch's own AdamW with a
+    group for each kind.
+    """
     names = (
-        *("x.lora_A.default.weight", "x.lora_B.default.weight", "x.lora_magnitude_vector.default.weight"),
+        *(
+            "x.lora_A.default.weight",
+            "x.lora_B.default.weight",
+            "x.lora_magnitude_vector.default.weight",
+        ),
         "embed_tokens.weight",
     )
     ours, theirs = ([nn.Parameter(value) for value in values(0)] for _ in range(2))
-    job = JobState(dict(zip(names, ours, strict=True)), TrainingOptions(weight_decay=0.1, loraplus_lr_ratio=16))
-    groups = [{"params": [theirs[0], theirs[3]], "lr": 1e-3}, {"params": [theirs[1], theirs[2]], "lr": 16e-3}]
+    job = JobState(
+        dict(zip(names, ours, strict=True)), TrainingOptions(weight_decay=0.1, loraplus_lr_ratio=16)
+    )
+    groups = [
+        {"params": [theirs[0], theirs[3]], "lr": 1e-3},
+        {"params": [theirs[1], theirs[2]], "lr": 16e-3},
+    ]
     stock = torch.optim.AdamW(groups, weight_decay=0.1, fused=True)
     for step in (1, 2):
         for mine, stocks, gradient in zip(ours, theirs, values(step), strict=True):
@@ -42,7 +53,9 @@ def job_state(value: float = 1.0) -> tuple[nn.Parameter, JobState]:
 
 
 SHAPES = ((5, 7), (1, 3), (4,), (8, 2))
-"""Of parameters. Five rows on three ranks are two, two and one; one row leaves two ranks with nothing."""
+"""Of parameters. Five rows on three ranks are two, two and one; one row leaves two ranks with
+nothing.
+"""
 
 
 OPTIONS = TrainingOptions(weight_decay=0.1)
@@ -76,7 +89,9 @@ def truth(options: TrainingOptions) -> tuple[list[float], list[Tensor]]:
 
 
 def updates(
-    options: TrainingOptions, parameters: list[nn.Parameter], place: Callable[[Tensor, nn.Parameter], Tensor]
+    options: TrainingOptions,
+    parameters: list[nn.Parameter],
+    place: Callable[[Tensor, nn.Parameter], Tensor],
 ) -> tuple[list[float], JobState]:
     """The same steps by `JobState`. `place`: puts a whole gradient where its parameter is."""
     job = JobState({str(i): parameter for i, parameter in enumerate(parameters)}, options)
@@ -106,7 +121,11 @@ def test_update_clips_to_the_norm_and_steps_like_adamw(options: TrainingOptions)
 
 def updates_on_rank(rank: int, world: int, copies: int) -> list[tuple[list[float], list[Tensor]]]:
     """By OPTIONS, and by OTHER."""
-    shape, names = ((copies, world // copies), ("replicate", "shard")) if copies > 1 else ((world,), ("shard",))
+    shape, names = (
+        ((copies, world // copies), ("replicate", "shard"))
+        if copies > 1
+        else ((world,), ("shard",))
+    )
     mesh = init_device_mesh("cpu", shape, mesh_dim_names=names)
     placements = [*([Replicate()] if copies > 1 else []), Shard(0)]
 
@@ -117,9 +136,18 @@ def updates_on_rank(rank: int, world: int, copies: int) -> list[tuple[list[float
         """All parameters but the last are sharded, that one is plain: it counts once."""
         *start, last = values(0)
         parameters = [*(nn.Parameter(sharded(value)) for value in start), nn.Parameter(last)]
-        norms, job = updates(options, parameters, lambda gradient, p: sharded(gradient) if isinstance(p, DTensor) else gradient)
-        assert all(isinstance(tensor, DTensor) == (not name.endswith("/3")) for name, tensor in job.tensors().items())
-        return norms, [p.full_tensor().detach() if isinstance(p, DTensor) else p.detach() for p in parameters]
+        norms, job = updates(
+            options,
+            parameters,
+            lambda gradient, p: sharded(gradient) if isinstance(p, DTensor) else gradient,
+        )
+        assert all(
+            isinstance(tensor, DTensor) == (not name.endswith("/3"))
+            for name, tensor in job.tensors().items()
+        )
+        return norms, [
+            p.full_tensor().detach() if isinstance(p, DTensor) else p.detach() for p in parameters
+        ]
 
     return [updated(options) for options in (OPTIONS, OTHER)]
 
@@ -132,7 +160,8 @@ def test_shards_are_clipped_and_stepped_as_the_whole(world: int, copies: int) ->
 
 
 def test_a_parameter_without_a_gradient_stays() -> None:
-    one, two = nn.Parameter(torch.ones(4)), nn.Parameter(torch.ones(4))
+    one = nn.Parameter(torch.ones(4))
+    two = nn.Parameter(torch.ones(4))
     job = JobState({"one": one, "two": two}, OPTIONS)
     two.grad = torch.ones(4)
     job.update(learning_rate=0.1, max_grad_norm=1.0)

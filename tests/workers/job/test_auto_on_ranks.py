@@ -1,4 +1,6 @@
-"""What ranks choose, who each measure their own processor: the same on all, and nothing that results depend on."""
+"""What ranks choose, who each measure their own processor: the same on all, and nothing that
+results depend on.
+"""
 
 from __future__ import annotations
 
@@ -27,7 +29,9 @@ def settled(rank: int, _world: int, spec: JobSpec) -> JobSpec:
         return settle_on_ranks(spec, torch.device("cpu"), data, describe).spec
 
 
-def test_ranks_on_a_processor_that_is_slow_in_bf16_train_in_it_where_the_job_was_created_so(tmp_path: Path) -> None:
+def test_ranks_on_a_processor_that_is_slow_in_bf16_train_in_it_where_the_job_was_created_so(
+    tmp_path: Path,
+) -> None:
     distributed = {"activation_checkpointing": "auto", "compile": "auto"}
     spec = spec_for(save_tiny("llama", tmp_path), ranks=2, distributed=distributed)
     spec = spec.model_copy(update={"precision": type(spec.precision)()})

@@ -1,4 +1,6 @@
-"""A base is identified by what its files hold, which later attempts do not read again for nothing."""
+"""A base is identified by what its files hold, which later attempts do not read again for
+nothing.
+"""
 
 from __future__ import annotations
 
@@ -50,7 +52,9 @@ def test_only_a_touched_base_is_read_again(tmp_path: Path) -> None:
     weights.write_bytes(b"weights")
 
     def attempt() -> tuple[str, list[str]]:
-        (digest, first), (same, second) = run_on_ranks(identified, 2, str(tmp_path / "run"), str(base))
+        (digest, first), (same, second) = run_on_ranks(
+            identified, 2, str(tmp_path / "run"), str(base)
+        )
         assert digest == same
         return digest, sorted([*first, *second])
 
@@ -67,10 +71,17 @@ def test_a_job_that_began_with_other_arithmetic_is_told() -> None:
     """Not where the base itself is in that format, nor where the version is the same."""
 
     def stored(error: float, weight_format: WeightFormat = "fp8") -> FrozenModule:
-        return FrozenModule(module="m", format=weight_format, shape=[2, 2], bytes=8, relative_error=error)
+        return FrozenModule(
+            module="m", format=weight_format, shape=[2, 2], bytes=8, relative_error=error
+        )
 
     base = BaseOrigin(name="base", path="/base", files={}, digest="")
-    former = Origins(base=base, data=[], frozen_modules=[], quantiser={"fp8": VERSIONS["fp8"] - 1, "nf4": VERSIONS["nf4"]})
+    former = Origins(
+        base=base,
+        data=[],
+        frozen_modules=[],
+        quantiser={"fp8": VERSIONS["fp8"] - 1, "nf4": VERSIONS["nf4"]},
+    )
     [told] = changed_arithmetic(former, [stored(0.02), stored(0.05, "nf4")])
     assert f"in fp8 by version {VERSIONS['fp8']}" in told
     assert f"began with version {VERSIONS['fp8'] - 1}" in told

@@ -35,12 +35,19 @@ def test_the_rate_falls_as_in_transformers(least: float) -> None:
     for name, theirs, kwargs in (
         ("cosine", "cosine_with_min_lr", {"min_lr_rate": least}),
         ("linear", "polynomial", {"lr_end": least, "power": 1.0}),
-        ("warmup_stable_decay", "warmup_stable_decay", {"num_decay_steps": 4, "min_lr_ratio": least, "decay_type": "linear"}),
+        (
+            "warmup_stable_decay",
+            "warmup_stable_decay",
+            {"num_decay_steps": 4, "min_lr_ratio": least, "decay_type": "linear"},
+        ),
     ):
         schedule = get_scheduler(theirs, adam, 2, 10, scheduler_specific_kwargs=kwargs)
         factor = schedule.lr_lambdas[0]  # type: ignore[attr-defined]
         found = rates(
-            lr_scheduler_type=name, warmup_steps=2, min_lr_ratio=least, **({"decay_ratio": 0.4} if "stable" in name else {})
+            lr_scheduler_type=name,
+            warmup_steps=2,
+            min_lr_ratio=least,
+            **({"decay_ratio": 0.4} if "stable" in name else {}),
         )
         assert found[:2] == [0.5, 1.0]
         assert found[2:] == pytest.approx([factor(step) for step in range(2, 10)], abs=1e-12), name
@@ -58,7 +65,18 @@ def test_constant() -> None:
 
 
 def test_warm_up_by_steps() -> None:
-    assert rates(lr_scheduler_type="constant", warmup_steps=4) == [0.25, 0.5, 0.75, 1, 1, 1, 1, 1, 1, 1]
+    assert rates(lr_scheduler_type="constant", warmup_steps=4) == [
+        0.25,
+        0.5,
+        0.75,
+        1,
+        1,
+        1,
+        1,
+        1,
+        1,
+        1,
+    ]
     assert rates(warmup_steps=0) == rates(warmup_ratio=0.0)
     assert rates(warmup_steps=20)[-1] == 0.5, "more than the job has: it only rises"
 
@@ -66,7 +84,9 @@ def test_warm_up_by_steps() -> None:
 def test_stable_until_the_decay() -> None:
     stable = rates(lr_scheduler_type="warmup_stable_decay", warmup_steps=2, decay_ratio=0.4)
     assert stable == pytest.approx([0.5, 1, 1, 1, 1, 1, 1, 0.75, 0.5, 0.25])
-    assert rates(lr_scheduler_type="warmup_stable_decay", warmup_steps=0) == [1.0] * 10, "a tenth of ten steps is the last"
+    assert rates(lr_scheduler_type="warmup_stable_decay", warmup_steps=0) == [1.0] * 10, (
+        "a tenth of ten steps is the last"
+    )
     overlapping = rates(lr_scheduler_type="warmup_stable_decay", warmup_steps=5, decay_ratio=0.8)
     assert overlapping == pytest.approx([0.2, 0.4, 0.6, 0.8, 1, 1, 0.8, 0.6, 0.4, 0.2]), (
         "it falls from where the rate has risen to"

@@ -1,4 +1,6 @@
-"""Attention by cuDNN's graphs: which samples and heads they are given, and that what they make is put together right."""
+"""Attention by cuDNN's graphs: which samples and heads they are given, and that what they make is
+put together right.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +22,10 @@ from workers.layers.scored_attention import AttentionPattern
 from workers.layers.segments import CURRENT, Bounds
 
 LENGTHS = (5, 1, 70, 33, 4, 17, 140)
-HEADS, GROUPS, WIDTH, SCALE = 8, 2, 16, 0.3
+HEADS = 8
+GROUPS = 2
+WIDTH = 16
+SCALE = 0.3
 SINKS = torch.linspace(-2, 5, HEADS)
 
 
@@ -33,17 +38,22 @@ def drawn(lengths: tuple[int, ...] = LENGTHS) -> tuple[Tensor, Tensor, Tensor]:
     """Query, key and value, laid out as projections leave them."""
     generator = torch.Generator().manual_seed(0)
     shapes = [(1, sum(lengths), heads, WIDTH) for heads in (HEADS, GROUPS, GROUPS)]
-    query, key, value = (torch.randn(shape, generator=generator).transpose(1, 2).requires_grad_() for shape in shapes)
+    query, key, value = (
+        torch.randn(shape, generator=generator).transpose(1, 2).requires_grad_() for shape in shapes
+    )
     return query, key, value
 
 
 def written_out(query: Tensor, key: Tensor, value: Tensor, sinks: Tensor | None) -> Tensor:
     key, value = (tensor.repeat_interleave(HEADS // GROUPS, dim=1) for tensor in (key, value))
-    sample, place = torch.repeat_interleave(torch.arange(len(LENGTHS)), torch.tensor(LENGTHS)), torch.arange(sum(LENGTHS))
+    sample = torch.repeat_interleave(torch.arange(len(LENGTHS)), torch.tensor(LENGTHS))
+    place = torch.arange(sum(LENGTHS))
     seen = (sample[:, None] == sample) & (place[:, None] >= place)
     scores = (query @ key.mT * SCALE).masked_fill(~seen, float("-inf"))
     if sinks is not None:
-        scores = torch.cat([scores, sinks.view(1, -1, 1, 1).expand(1, -1, scores.shape[2], 1)], dim=-1)
+        scores = torch.cat(
+            [scores, sinks.view(1, -1, 1, 1).expand(1, -1, scores.shape[2], 1)], dim=-1
+        )
     return (scores.softmax(dim=-1)[..., : sum(LENGTHS)] @ value).transpose(1, 2)
 
 
@@ -52,12 +62,17 @@ def in_small_lots(monkeypatch: pytest.MonkeyPatch, score_bytes: int) -> None:
     monkeypatch.setattr(kernel_limits, "ATTENTION_SCORE_BYTES", score_bytes)
 
 
-SCORES = {"all heads": 2 * HEADS * 256**2, "parts of the heads, and one sample by the other kernel": 2 * 4 * 128**2}
+SCORES = {
+    "all heads": 2 * HEADS * 256**2,
+    "parts of the heads, and one sample by the other kernel": 2 * 4 * 128**2,
+}
 
 
 @pytest.mark.parametrize("score_bytes", SCORES.values(), ids=SCORES)
 @pytest.mark.parametrize("sinks", [None, SINKS], ids=["", "sinks"])
-def test_it_is_the_attention_of_each_sample(sinks: Tensor | None, score_bytes: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_it_is_the_attention_of_each_sample(
+    sinks: Tensor | None, score_bytes: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     in_small_lots(monkeypatch, score_bytes)
     inputs = drawn()
     grad = torch.randn(1, sum(LENGTHS), HEADS, WIDTH, generator=torch.Generator().manual_seed(1))
@@ -76,10 +91,16 @@ def test_it_is_the_attention_of_each_sample(sinks: Tensor | None, score_bytes: i
     assert long == ([] if whole else [6])
 
 
-def test_layers_of_a_micro_batch_share_what_graphs_are_told(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_layers_of_a_micro_batch_share_what_graphs_are_told(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     made: list[Any] = []
     on_device = cudnn_attention._on_device
-    monkeypatch.setattr(cudnn_attention, "_on_device", lambda table, device: (made.append(1), on_device(table, device))[1])
+    monkeypatch.setattr(
+        cudnn_attention,
+        "_on_device",
+        lambda table, device: (made.append(1), on_device(table, device))[1],
+    )
     bounds = bounds_of()
     with fake_cudnn():
         for _ in range(3):
@@ -98,13 +119,16 @@ def test_segments_of_another_micro_batch_are_refused(tokens: int) -> None:
 
 
 def test_pytorch_s_kernel_makes_the_gradients_where_cudnn_has_no_graph() -> None:
-    inputs, sinks = drawn(), SINKS
+    inputs = drawn()
+    sinks = SINKS
     with fake_cudnn(refuses="sdpa_backward") as ran, fused_attention():
         ours = attend_packed(*inputs, bounds_of(), AttentionPattern(SCALE, sinks=sinks))
         found = torch.autograd.grad(ours, inputs, torch.ones_like(ours))
     assert len(ran) == 1
     expected = written_out(*inputs, sinks)
-    for one, right in zip(found, torch.autograd.grad(expected, inputs, torch.ones_like(ours)), strict=True):
+    for one, right in zip(
+        found, torch.autograd.grad(expected, inputs, torch.ones_like(ours)), strict=True
+    ):
         torch.testing.assert_close(one, right, rtol=1e-4, atol=1e-5)
 
 
@@ -117,7 +141,10 @@ BF16 = (torch.bfloat16,) * 3
 
 
 def row(
-    tokens: int = 8192, width: int = 128, dtypes: tuple[torch.dtype, ...] = BF16, of_value: int | None = None
+    tokens: int = 8192,
+    width: int = 128,
+    dtypes: tuple[torch.dtype, ...] = BF16,
+    of_value: int | None = None,
 ) -> tuple[Any, Any, Any]:
     """Query, key and value on a GPU, as far as is asked for."""
     shapes = (1, 32, tokens, width), (1, 8, tokens, width), (1, 8, tokens, of_value or width)
@@ -130,21 +157,30 @@ def row(
 
 @pytest.mark.usefixtures("on_a_hopper")
 def test_what_it_takes() -> None:
-    bounds, plain = Bounds(torch.tensor([0, 8192]), None, 8192), AttentionPattern(SCALE)
+    bounds = Bounds(torch.tensor([0, 8192]), None, 8192)
+    plain = AttentionPattern(SCALE)
     with fake_cudnn():
         assert takes(*row(), bounds, plain)
         assert takes(*row(), bounds, AttentionPattern(SCALE, window=8192, sinks=SINKS))
-        assert not takes(*row(), bounds, AttentionPattern(SCALE, window=128)), "it would compute what a window hides"
+        assert not takes(*row(), bounds, AttentionPattern(SCALE, window=128)), (
+            "it would compute what a window hides"
+        )
         assert not takes(*row(), bounds, AttentionPattern(SCALE, softcap=30.0))
-        assert not takes(*row(tokens=1024), bounds, plain), "the host would take longer than the GPU saves"
+        assert not takes(*row(tokens=1024), bounds, plain), (
+            "the host would take longer than the GPU saves"
+        )
         assert not takes(*row(width=256), bounds, plain)
         short = Bounds(torch.arange(0, 8193, 100), None, 100)
         assert not takes(*row(), short, plain), "a lot is a call, and short samples are many lots"
         assert not takes(*row(width=72), bounds, plain)
         assert not takes(*row(of_value=64), bounds, plain)
         for other in range(3):
-            dtypes = tuple(torch.float32 if number == other else dtype for number, dtype in enumerate(BF16))
-            assert not takes(*row(dtypes=dtypes), bounds, plain), "it would read their bytes as bf16"
+            dtypes = tuple(
+                torch.float32 if number == other else dtype for number, dtype in enumerate(BF16)
+            )
+            assert not takes(*row(dtypes=dtypes), bounds, plain), (
+                "it would read their bytes as bf16"
+            )
         assert not takes(*row(tokens=600_000), bounds, plain), "places are 32 bits"
     with fake_cudnn(refuses="sdpa"):
         assert not takes(*row(), bounds, plain)
@@ -165,16 +201,23 @@ def test_a_hopper_without_the_package_names_it(monkeypatch: pytest.MonkeyPatch) 
 
 @pytest.fixture
 def compared(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Any, ...]]:
-    """What is compared before a job: whether there are sinks, windows, lengths. In fp32, which the stand-in computes in, and on
-    shorter samples."""
+    """What is compared before a job: whether there are sinks, windows, lengths.
+
+    In fp32, which the stand-in computes in, and on shorter samples.
+    """
     compared_with: list[tuple[Any, ...]] = []
 
-    def checked(kernel: Any, pattern: AttentionPattern, device: torch.device, windows: Any, lengths: Any) -> None:
+    def checked(
+        kernel: Any, pattern: AttentionPattern, device: torch.device, windows: Any, lengths: Any
+    ) -> None:
         compared_with.append((pattern.sinks is not None, windows, lengths))
-        inputs, bounds = drawn(), bounds_of()
+        inputs = drawn()
+        bounds = bounds_of()
         pattern = AttentionPattern(SCALE, sinks=None if pattern.sinks is None else SINKS)
         expected = written_out(*inputs, pattern.sinks)
-        torch.testing.assert_close(kernel(*inputs, bounds.starts, bounds.longest, pattern), expected, rtol=1e-5, atol=2e-6)
+        torch.testing.assert_close(
+            kernel(*inputs, bounds.starts, bounds.longest, pattern), expected, rtol=1e-5, atol=2e-6
+        )
 
     monkeypatch.setattr(cudnn_attention, "assert_same", checked)
     return compared_with
@@ -191,14 +234,20 @@ def test_the_check_finds_a_kernel_that_computes_something_else(
         with pytest.raises(AssertionError):
             cudnn_attention._compare(None, device)
     lots, long = lots_of(compared[0][2], 4, 2)
-    assert [(lot.samples, lot.count) for lot in lots] == [((0, 2, 3, 4), 4), ((1,), 2)], "not each sample alone"
+    assert [(lot.samples, lot.count) for lot in lots] == [((0, 2, 3, 4), 4), ((1,), 2)], (
+        "not each sample alone"
+    )
     assert not long
 
 
 @pytest.mark.usefixtures("compared")
 @pytest.mark.parametrize("operation", ["sdpa", "sdpa_backward"])
 def test_the_check_says_why_cudnn_has_no_graph(operation: str) -> None:
-    with fake_cudnn(refuses=operation), fused_attention(), pytest.raises(RuntimeError, match="no engine"):
+    with (
+        fake_cudnn(refuses=operation),
+        fused_attention(),
+        pytest.raises(RuntimeError, match="no engine"),
+    ):
         cudnn_attention._compare(None, torch.device("cpu"))
 
 
@@ -208,7 +257,8 @@ class Layer(nn.Module):
 
 def test_packed_rows_go_to_it_where_it_takes_them(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(segment_attention, "_fits_kernel", lambda query: True)
-    starts, taken = torch.tensor([0, *LENGTHS]).cumsum(0).int(), True
+    starts = torch.tensor([0, *LENGTHS]).cumsum(0).int()
+    taken = True
     monkeypatch.setattr(cudnn_attention, "takes", lambda *_: taken)
     inputs = drawn()
     try:

@@ -1,4 +1,6 @@
-"""Dropout by counting: the masks against arithmetic of another library, the step against stock parts under the same masks."""
+"""Dropout by counting: the masks against arithmetic of another library, the step against stock
+parts under the same masks.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +16,15 @@ from torch.nn import functional as F
 from ft_service.spec import JobSpec
 from tests.support.ranks import run_on_ranks
 from tests.support.training.models import reference, save_tiny_llama, spec_for
-from tests.support.training.parity import CPU, Step, assert_parity, batches_of, constructed, full, samples
+from tests.support.training.parity import (
+    CPU,
+    Step,
+    assert_parity,
+    batches_of,
+    constructed,
+    full,
+    samples,
+)
 from workers.base.load import adapters, plain_name
 from workers.data.batches import collate, pack
 from workers.layers.dropout import Dropping, dropped_linear, kept_mask, key_of, keys_from
@@ -35,9 +45,13 @@ def truth(first: int, positions: int, module: str, channels: int) -> np.ndarray:
         return z ^ (z >> np.uint32(16))
 
     def keys(key: int, count: int) -> np.ndarray:
-        return hashed((np.arange(count, dtype=np.uint64) * 0x9E3779B9 + key % (1 << 32)) % (1 << 32))
+        return hashed(
+            (np.arange(count, dtype=np.uint64) * 0x9E3779B9 + key % (1 << 32)) % (1 << 32)
+        )
 
-    numbers = hashed(keys(first, positions)[:, None] ^ keys(key_of("module", module), channels)[None, :])
+    numbers = hashed(
+        keys(first, positions)[:, None] ^ keys(key_of("module", module), channels)[None, :]
+    )
     return numbers.view(np.int32) >= round(RATE * (1 << 32)) - (1 << 31)
 
 
@@ -70,13 +84,26 @@ def test_masks_do_not_depend_on_how_many_are_made_at_once(
 
 def test_masks_drop_the_right_share_and_have_nothing_to_do_with_each_other() -> None:
     def mask(seed: int = 7, step: int = 3, sample: int = 0, name: str = "a") -> torch.Tensor:
-        return kept_mask(keys_from(key_of("sample", seed, step, sample), 500, CPU), module_key(name), 400, RATE).double()
+        return kept_mask(
+            keys_from(key_of("sample", seed, step, sample), 500, CPU), module_key(name), 400, RATE
+        ).double()
 
     one = mask()
     assert one.mean() == pytest.approx(1 - RATE, abs=0.005), "ten standard deviations"
-    assert one.mean(0).std() == pytest.approx((RATE * (1 - RATE) / 500) ** 0.5, rel=0.2), "over tokens"
-    assert one.mean(1).std() == pytest.approx((RATE * (1 - RATE) / 400) ** 0.5, rel=0.2), "over channels"
-    others = [mask(seed=8), mask(step=4), mask(sample=1), mask(name="b"), one.roll(1, 0), one.roll(1, 1)]
+    assert one.mean(0).std() == pytest.approx((RATE * (1 - RATE) / 500) ** 0.5, rel=0.2), (
+        "over tokens"
+    )
+    assert one.mean(1).std() == pytest.approx((RATE * (1 - RATE) / 400) ** 0.5, rel=0.2), (
+        "over channels"
+    )
+    others = [
+        mask(seed=8),
+        mask(step=4),
+        mask(sample=1),
+        mask(name="b"),
+        one.roll(1, 0),
+        one.roll(1, 1),
+    ]
     for other in others:
         assert torch.corrcoef(torch.stack([one.flatten(), other.flatten()]))[0, 1].abs() < 0.012
 
@@ -97,7 +124,8 @@ def test_a_token_s_mask_does_not_depend_on_its_neighbours() -> None:
 
 
 def test_gradients_are_those_of_the_masked_product() -> None:
-    x, a = torch.randn(2, 5, 16, requires_grad=True), torch.randn(3, 16, requires_grad=True)
+    x = torch.randn(2, 5, 16, requires_grad=True)
+    a = torch.randn(3, 16, requires_grad=True)
     tokens = collate(samples(2, longest=5), CPU, keys=[1, 2]).keys
     assert tokens is not None
     mask = kept_mask(tokens, module_key("a"), 16, RATE).view(2, 5, 16)
@@ -105,7 +133,11 @@ def test_gradients_are_those_of_the_masked_product() -> None:
     expected = F.linear(x * mask / (1 - RATE), a)
     ours = dropped_linear(x, a, tokens, module_key("a"), RATE)
     torch.testing.assert_close(ours, expected)
-    for found, right in zip(torch.autograd.grad(ours, (x, a), grad), torch.autograd.grad(expected, (x, a), grad), strict=True):
+    for found, right in zip(
+        torch.autograd.grad(ours, (x, a), grad),
+        torch.autograd.grad(expected, (x, a), grad),
+        strict=True,
+    ):
         torch.testing.assert_close(found, right)
     torch.library.opcheck(dropped_linear, (x, a, tokens, module_key("a"), RATE))
 
@@ -125,7 +157,8 @@ def sample_keys(spec: JobSpec, part: list[int]) -> list[int]:
 
 
 def one_step(rank: int, world: int, spec: JobSpec) -> Step:
-    data, built = samples(), constructed(spec, world)
+    data = samples()
+    built = constructed(spec, world)
     batches = batches_of(data, rank, world, spec, sample_keys(spec, list(range(len(data)))))
     targets = sum(t.target_count for t in data)
     sums = Sums.read(forward_backward(built.peft_model, batches, targets, world), targets)
@@ -155,7 +188,10 @@ def stock_step(model: Path, spec: JobSpec) -> Step:
     logits = peft_model(input_ids=batch.ids).logits.flatten(0, 1)
     loss = F.cross_entropy(logits[batch.places], batch.targets)
     loss.backward()
-    return Step(loss.item(), {plain_name(n): full(p.grad) for n, p in peft_model.named_parameters() if p.requires_grad})
+    return Step(
+        loss.item(),
+        {plain_name(n): full(p.grad) for n, p in peft_model.named_parameters() if p.requires_grad},
+    )
 
 
 CASES: dict[str, tuple[int, dict[str, Any]]] = {

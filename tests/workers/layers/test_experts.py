@@ -1,4 +1,6 @@
-"""Adapters on experts against PEFT's own on parameters: loss, gradients, the adapter reloaded and merged."""
+"""Adapters on experts against PEFT's own on parameters: loss, gradients, the adapter reloaded and
+merged.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +22,14 @@ from tests.support.training.causal_types import OF_SEVERAL
 from tests.support.training.checks import REREAD_BY_PEFT, published_model
 from tests.support.training.composites import save_composite
 from tests.support.training.models import save_tiny, spec_for
-from tests.support.training.parity import CPU, Step, assert_parity, reference_steps, set_adapters, train_steps
+from tests.support.training.parity import (
+    CPU,
+    Step,
+    assert_parity,
+    reference_steps,
+    set_adapters,
+    train_steps,
+)
 from workers.base.load import adapters, load
 from workers.layers.segments import CURRENT
 from workers.model.build import build
@@ -54,8 +63,13 @@ def test_experts_train_as_by_peft(tmp_path: Path) -> None:
     folders = {family: save_tiny(family, tmp_path / family) for family in STACKS}
     truth = {}
     for world in (1, 2):
-        specs = {family: spec_for(folder, ranks=world, **options_for(family)) for family, folder in folders.items()}
-        truth = truth or {family: reference_steps(folders[family], spec) for family, spec in specs.items()}
+        specs = {
+            family: spec_for(folder, ranks=world, **options_for(family))
+            for family, folder in folders.items()
+        }
+        truth = truth or {
+            family: reference_steps(folders[family], spec) for family, spec in specs.items()
+        }
         for found in run_on_ranks(train_all, world, specs):
             for family, steps in found.items():
                 assert any("experts" in name for name in steps[0].grads), family
@@ -64,14 +78,18 @@ def test_experts_train_as_by_peft(tmp_path: Path) -> None:
 
 def loaded(folder: Path, lora: dict[str, Any]) -> Any:
     """Base and adapters as the worker has them on one rank; B is not zero."""
-    model = build(spec_for(folder, precision={"default": "bf16", "compute": "fp32"}, lora=lora), CPU).peft_model
+    model = build(
+        spec_for(folder, precision={"default": "bf16", "compute": "fp32"}, lora=lora), CPU
+    ).peft_model
     load(model, folder, seed=1, compute_dtype=torch.float32, device=CPU)
     set_adapters(model)
     return model.eval()
 
 
 def save_adapter(model: Any, base: Path, folder: Path) -> dict[str, Tensor]:
-    tensors = {name.replace(".default.", "."): p.detach().contiguous() for name, p in adapters(model)}
+    tensors = {
+        name.replace(".default.", "."): p.detach().contiguous() for name, p in adapters(model)
+    }
     with REREAD_BY_PEFT, new_folder(folder) as made:
         shapes = {name: tensor.shape for name, tensor in tensors.items()}
         write_adapter(made, shapes, tensors.items(), model.peft_config["default"], spec_for(base))
@@ -84,22 +102,41 @@ def logits(model: nn.Module) -> Tensor:
         return model(input_ids=IDS).logits
 
 
-@pytest.mark.filterwarnings("ignore:The following rank_pattern keys")  # of PEFT, which follows them all the same
+@pytest.mark.filterwarnings(
+    "ignore:The following rank_pattern keys"
+)  # of PEFT, which follows them all the same
 @pytest.mark.parametrize(
     ("family", "lora"),
     [
-        ("qwen3_moe", {"target_modules": ["q_proj", *DENSE], "target_parameters": STACKS["mixtral"]}),
+        (
+            "qwen3_moe",
+            {"target_modules": ["q_proj", *DENSE], "target_parameters": STACKS["mixtral"]},
+        ),
         pytest.param(
             "mixtral",
-            {"target_modules": ["v_proj"], "target_parameters": ["layers.1.mlp.experts.down_proj"], "use_rslora": True},
+            {
+                "target_modules": ["v_proj"],
+                "target_parameters": ["layers.1.mlp.experts.down_proj"],
+                "use_rslora": True,
+            },
             marks=pytest.mark.slow,
         ),
         pytest.param(
             "gpt_oss",
-            {"target_modules": ["q_proj"], "target_parameters": STACKS["gpt_oss"], "rank_pattern": {"down_proj": 2}},
+            {
+                "target_modules": ["q_proj"],
+                "target_parameters": STACKS["gpt_oss"],
+                "rank_pattern": {"down_proj": 2},
+            },
             marks=pytest.mark.slow,
         ),
-        ("llama4_text", {"target_modules": ["shared_expert.up_proj"], "target_parameters": STACKS["llama4_text"][:1]}),
+        (
+            "llama4_text",
+            {
+                "target_modules": ["shared_expert.up_proj"],
+                "target_parameters": STACKS["llama4_text"][:1],
+            },
+        ),
         pytest.param(  # whose files stack them the other way round than its class
             "qwen3_vl_moe",
             {"target_modules": ["q_proj"], "target_parameters": STACKS["mixtral"]},
@@ -107,7 +144,9 @@ def logits(model: nn.Module) -> Tensor:
         ),
     ],
 )
-def test_an_adapter_on_experts_is_reloaded_by_peft_and_merged(family: str, lora: dict[str, Any], tmp_path: Path) -> None:
+def test_an_adapter_on_experts_is_reloaded_by_peft_and_merged(
+    family: str, lora: dict[str, Any], tmp_path: Path
+) -> None:
     base = tmp_path / "base"
     (save_composite if family in OF_SEVERAL else save_tiny)(family, base)
     model = loaded(base, {"r": 3, **lora})
@@ -115,7 +154,9 @@ def test_an_adapter_on_experts_is_reloaded_by_peft_and_merged(family: str, lora:
     plain = published_model(base).eval()
     before = logits(plain)
     stock = PeftModel.from_pretrained(plain, tmp_path / "adapter").eval()
-    assert {n for n, _ in stock.named_parameters() if "lora_" in n} == {name for name, _ in adapters(model)}
+    assert {n for n, _ in stock.named_parameters() if "lora_" in n} == {
+        name for name, _ in adapters(model)
+    }
     torch.testing.assert_close(logits(stock), logits(model), rtol=1e-5, atol=1e-5)
     assert (logits(stock) - before).abs().max() > 1e-2
     assert shape_faults(tmp_path / "adapter", None) == []
@@ -124,15 +165,25 @@ def test_an_adapter_on_experts_is_reloaded_by_peft_and_merged(family: str, lora:
     change = logits(stock) - before
     assert (merged - logits(stock)).norm() < 0.2 * change.norm(), "rounded to bf16"
     planned = adapters_of(describe(base), spec_for(base, lora={"r": 3, **lora}))
-    assert sum(adapter.numel for adapter in planned) == sum(tensor.numel() for tensor in tensors.values())
+    assert sum(adapter.numel for adapter in planned) == sum(
+        tensor.numel() for tensor in tensors.values()
+    )
 
 
 @pytest.mark.parametrize(
     ("lora", "param", "words"),
     [
-        ({"target_parameters": ["mlp.experts.w1"]}, "lora.target_parameters", "matches no stack of experts"),
+        (
+            {"target_parameters": ["mlp.experts.w1"]},
+            "lora.target_parameters",
+            "matches no stack of experts",
+        ),
         ({"target_parameters": ["q_proj.weight"]}, "lora.target_parameters", "lora.target_modules"),
-        ({"target_parameters": STACKS["mixtral"], "lora_dropout": 0.1}, "lora.lora_dropout", "no dropout"),
+        (
+            {"target_parameters": STACKS["mixtral"], "lora_dropout": 0.1},
+            "lora.lora_dropout",
+            "no dropout",
+        ),
         ({"target_modules": DENSE, "lora_dropout": 0.1}, "lora.lora_dropout", "no dropout"),
         ({"target_modules": ["down_proj"]}, "lora.target_modules", "named with what they lie in"),
     ],

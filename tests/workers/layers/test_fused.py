@@ -56,14 +56,27 @@ def test_the_fused_kernels_round_where_separate_operations_do(tmp_path: Path) ->
 
 
 def test_kernels_that_compute_something_else_are_not_used() -> None:
-    good, device = kernels_of_the_processor(), torch.device("cpu")
+    good = kernels_of_the_processor()
+    device = torch.device("cpu")
     fused._compare(good, device)
     for name, wrong, said in (
-        ("normed", lambda x, w, eps, form: good.normed(x, w, eps, 2 if form == 1 else form), "norm IN_FP32, forward"),
+        (
+            "normed",
+            lambda x, w, eps, form: good.normed(x, w, eps, 2 if form == 1 else form),
+            "norm IN_FP32, forward",
+        ),
         ("normed_grad", lambda grad, *_: grad, "norm ROUNDED, backward"),
-        ("rotated", lambda q, k, c, s, back: good.rotated(q, k, c, s, back=False), "rotation, backward"),
+        (
+            "rotated",
+            lambda q, k, c, s, back: good.rotated(q, k, c, s, back=False),
+            "rotation, backward",
+        ),
         ("gated", lambda gate, up: gate.sigmoid() * up, "gating, forward"),
-        ("gated_grad", lambda grad, gate, up: good.gated_grad(grad, gate, up)[::-1], "gating, backward"),
+        (
+            "gated_grad",
+            lambda grad, gate, up: good.gated_grad(grad, gate, up)[::-1],
+            "gating, backward",
+        ),
     ):
         with pytest.raises(AssertionError, match=said):
             fused._compare(SimpleNamespace(**{**vars(good), name: wrong}), device)

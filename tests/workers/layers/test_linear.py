@@ -1,4 +1,6 @@
-"""The LoRA layer as one function: against its formula in plain operations, on every storage, watched or not."""
+"""The LoRA layer as one function: against its formula in plain operations, on every storage,
+watched or not.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +23,9 @@ from workers.model.peft_adapter import Update
 from workers.quant import frozen_linear
 from workers.quant.weights import QUANTIZED
 
-ROWS, COLS, R = 40, 72, 5
+ROWS = 40
+COLS = 72
+R = 5
 FORMATS = ["bf16", *QUANTIZED]
 
 
@@ -40,7 +44,10 @@ class Watching(TorchDispatchMode):
 def layer(
     stored: str, *, bias: bool, dtype: torch.dtype = torch.float32, rows: int = ROWS, r: int = R
 ) -> tuple[LoraLinear, Tensor]:
-    """A layer with fp32 adapters, and its frozen weight as a dense one. Its scale is no power of two."""
+    """A layer with fp32 adapters, and its frozen weight as a dense one.
+
+    Its scale is no power of two.
+    """
     torch.manual_seed(rows)
     linear = nn.Linear(COLS, rows, bias=bias, dtype=dtype)
     dense = linear.weight.detach()
@@ -49,10 +56,13 @@ def layer(
         frozen = FrozenLinear.on_meta(linear, kind)
         weight: Any = kind.quantize(dense)
         frozen.weight = nn.Parameter(weight, requires_grad=False)
-        dense, linear = weight.dequantize(), frozen
+        dense = weight.dequantize()
+        linear = frozen
     config = LoraConfig(r=r, lora_alpha=7, target_modules=["0"])
     config._register_custom_module({nn.Linear: LoraLinear})
-    adapted: Any = get_peft_model(nn.Sequential(linear), config, autocast_adapter_dtype=True).base_model.model[0]  # pyright: ignore
+    adapted: Any = get_peft_model(
+        nn.Sequential(linear), config, autocast_adapter_dtype=True
+    ).base_model.model[0]  # pyright: ignore
     assert isinstance(adapted, LoraLinear)
     nn.init.normal_(adapted.lora_B["default"].weight)  # pyright: ignore[reportArgumentType]
     return adapted, dense
@@ -66,7 +76,10 @@ def by_formula(adapted: LoraLinear, dense: Tensor, x: Tensor) -> Tensor:
 
 
 def by_gpus(monkeypatch: pytest.MonkeyPatch) -> list[Tensor]:
-    """Let frozen products be added to the adapters' parts, as on GPUs. The list takes the weights that they are made with."""
+    """Let frozen products be added to the adapters' parts, as on GPUs.
+
+    The list takes the weights that they are made with.
+    """
     weights: list[Tensor] = []
 
     def dense(x: Tensor, parts: Any, call: Any) -> Tensor | None:
@@ -99,8 +112,14 @@ def test_a_lora_linear_is_its_formula_with_its_gradients(
     y.mul_(2)  # Falcon and Gemma 3n write into what a layer returns
     expected = expected * 2
     grad = torch.randn(6, 2, ROWS).transpose(0, 1)  # not contiguous
-    for found, right in zip(torch.autograd.grad(y, inputs, grad), torch.autograd.grad(expected, inputs, grad), strict=True):
-        torch.testing.assert_close(found, right, rtol=1e-5, atol=4e-5)  # fp32 sums in another order, on some processors
+    for found, right in zip(
+        torch.autograd.grad(y, inputs, grad),
+        torch.autograd.grad(expected, inputs, grad),
+        strict=True,
+    ):
+        torch.testing.assert_close(
+            found, right, rtol=1e-5, atol=4e-5
+        )  # fp32 sums in another order, on some processors
     assert torch.equal(x, kept)
 
 
@@ -110,7 +129,10 @@ def test_dropout_is_the_same_as_on_gpus(stored: str, monkeypatch: pytest.MonkeyP
     adapted.train()
     adapted.dropping = Dropping(0.3, "a.module")
     adapted.dropping.use(torch.arange(12, dtype=torch.int32).view(2, 6))
-    inputs = (torch.randn(2, 6, COLS, requires_grad=True), *(p for p in adapted.parameters() if p.requires_grad))
+    inputs = (
+        torch.randn(2, 6, COLS, requires_grad=True),
+        *(p for p in adapted.parameters() if p.requires_grad),
+    )
     grad = torch.randn(2, 6, ROWS)
     results = []
     for by_gpu in (False, True):
@@ -128,7 +150,10 @@ def test_layers_with_one_input_are_their_formulas(
     stored: tuple[str, ...], by_gpu: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     sizes = ((ROWS, 5), (24, 3), (8, 5))
-    made = [layer(own, bias=rows != 8, rows=rows, r=r) for own, (rows, r) in zip(stored, sizes, strict=True)]
+    made = [
+        layer(own, bias=rows != 8, rows=rows, r=r)
+        for own, (rows, r) in zip(stored, sizes, strict=True)
+    ]
     layers = [adapted for adapted, _ in made]
     Joint(layers)
     if by_gpu:
@@ -149,8 +174,12 @@ def test_layers_with_one_input_are_their_formulas(
 
 def test_outputs_wait_for_the_layers_of_the_very_input_alone() -> None:
     made = [layer("bf16", bias=True, rows=rows) for rows in (ROWS, 24)]
-    (first, second), joint = (adapted for adapted, _ in made), Joint([adapted for adapted, _ in made])
-    x, other = torch.randn(2, 6, COLS), torch.randn(2, 6, COLS)
+    (first, second), joint = (
+        (adapted for adapted, _ in made),
+        Joint([adapted for adapted, _ in made]),
+    )
+    x = torch.randn(2, 6, COLS)
+    other = torch.randn(2, 6, COLS)
     first(x)
     torch.testing.assert_close(second(other), by_formula(*made[1], other))
     torch.testing.assert_close(first(x), by_formula(*made[0], x))
@@ -180,7 +209,11 @@ def test_products_are_operators_only_where_somebody_looks(monkeypatch: pytest.Mo
     with Watching() as watching:
         adapted(x).sum().backward()
         adapted.base_layer(x).sum().backward()
-    assert watching.seen["ft_service.frozen_linear"] == watching.seen["ft_service.frozen_linear_grad"] == 2
+    assert (
+        watching.seen["ft_service.frozen_linear"]
+        == watching.seen["ft_service.frozen_linear_grad"]
+        == 2
+    )
     assert "bitsandbytes.dequantize_4bit" not in watching.seen, "they are not read"
     monkeypatch.setattr(frozen_linear, "_operator", None)
     adapted(x).sum().backward()
@@ -220,7 +253,8 @@ def test_dora_of_a_row_of_zeros_is_lora_and_that_of_the_others_is_pefts() -> Non
     config = LoraConfig(r=R, lora_alpha=7, target_modules=["0"], use_dora=True)
     theirs: Any = get_peft_model(nn.Sequential(rest), config).base_model.model[0]  # pyright: ignore
     theirs.lora_A["default"].weight.data.copy_(adapted.lora_A["default"].weight)  # pyright: ignore[reportArgumentType]
-    x, factors = torch.randn(5, COLS), torch.randn(5, ROWS)
+    x = torch.randn(5, COLS)
+    factors = torch.randn(5, ROWS)
     for changed in (False, True):
         if changed:  # all rows but that one
             b = torch.randn(ROWS, R).masked_fill(~others[:, None], 0)
@@ -228,7 +262,8 @@ def test_dora_of_a_row_of_zeros_is_lora_and_that_of_the_others_is_pefts() -> Non
             theirs.lora_B["default"].weight.data.copy_(b[others])
             adapted.zero_grad()
             theirs.zero_grad()
-        y, expected = adapted(x), theirs(x)
+        y = adapted(x)
+        expected = theirs(x)
         assert torch.allclose(y[:, others], expected, atol=1e-5)
         assert not y[:, 2].any()
         (y * factors).sum().backward()
@@ -236,8 +271,14 @@ def test_dora_of_a_row_of_zeros_is_lora_and_that_of_the_others_is_pefts() -> Non
         for part in (adapted.lora_A, adapted.lora_B, adapted.lora_magnitude_vector):
             own: Any = part["default"].weight.grad
             own = own[others] if len(own) == ROWS else own
-            name = next(n for n in ("lora_A", "lora_B", "lora_magnitude_vector") if getattr(adapted, n) is part)
-            assert torch.allclose(own, getattr(theirs, name)["default"].weight.grad, atol=1e-4), name
+            name = next(
+                n
+                for n in ("lora_A", "lora_B", "lora_magnitude_vector")
+                if getattr(adapted, n) is part
+            )
+            assert torch.allclose(own, getattr(theirs, name)["default"].weight.grad, atol=1e-4), (
+                name
+            )
         of_row: Any = adapted.lora_B["default"].weight.grad
         assert of_row[2].any(), "it is learned"
     update = Update(torch.zeros(R, COLS), torch.zeros(ROWS, R), 1.0, dense.norm(dim=1))

@@ -60,7 +60,9 @@ def by_operations(logits: Any, targets: Any, factors: Any, *, graded: bool) -> t
     logs = logits.log_softmax(dim=-1, dtype=torch.float64)
     found = logs.gather(1, targets[:, None])[:, 0].float(), logs.argmax(dim=-1) == targets
     if graded:
-        logits.copy_(head._gradient(logs, targets[:, None]) * (1 if factors is None else factors[:, None]))
+        logits.copy_(
+            head._gradient(logs, targets[:, None]) * (1 if factors is None else factors[:, None])
+        )
     return found
 
 
@@ -68,9 +70,24 @@ def test_a_kernel_that_computes_something_else_is_not_used() -> None:
     device = torch.device("cpu")
     head._compare(SimpleNamespace(cross_entropy=by_operations), device)
     for wrong, said in (
-        (lambda *own, graded: (by_operations(*own, graded=graded)[0] + 1e-3, by_operations(*own, graded=False)[1]), "log-prob"),
-        (lambda *own, graded: (by_operations(*own, graded=graded)[0], torch.ones(6, dtype=torch.bool)), "most likely"),
-        (lambda logits, right, _, graded: by_operations(logits, right, None, graded=graded), "its gradient"),
+        (
+            lambda *own, graded: (
+                by_operations(*own, graded=graded)[0] + 1e-3,
+                by_operations(*own, graded=False)[1],
+            ),
+            "log-prob",
+        ),
+        (
+            lambda *own, graded: (
+                by_operations(*own, graded=graded)[0],
+                torch.ones(6, dtype=torch.bool),
+            ),
+            "most likely",
+        ),
+        (
+            lambda logits, right, _, graded: by_operations(logits, right, None, graded=graded),
+            "its gradient",
+        ),
         (lambda *own, graded: by_operations(*own, graded=False), "its gradient"),
     ):
         with pytest.raises(AssertionError, match=said):

@@ -38,20 +38,30 @@ def by_parts(y: Tensor, left: Tensor, right: Tensor, scale: float, more: Any) ->
 def test_a_kernel_that_comes_to_other_sums_is_not_used() -> None:
     device = torch.device("cpu")
     low_rank._compare(SimpleNamespace(added=by_parts), device)
-    forgets = SimpleNamespace(added=lambda y, left, right, scale, more: by_parts(y, left, right, scale, more[:1]))
-    unscaled = SimpleNamespace(added=lambda y, left, right, scale, more: by_parts(y, left, right, 1.0, more))
+    forgets = SimpleNamespace(
+        added=lambda y, left, right, scale, more: by_parts(y, left, right, scale, more[:1])
+    )
+    unscaled = SimpleNamespace(
+        added=lambda y, left, right, scale, more: by_parts(y, left, right, 1.0, more)
+    )
     for wrong in (forgets, unscaled):
         with pytest.raises(AssertionError, match="other sums"):
             low_rank._compare(wrong, device)
 
 
 @pytest.mark.parametrize("count", [1, 2, 4])
-def test_layers_in_fp8_have_the_gradients_of_separate_operations(count: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_layers_in_fp8_have_the_gradients_of_separate_operations(
+    count: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """One layer, and several of one input, of which the kernel adds as many gradients as it can."""
     generator = torch.Generator().manual_seed(0)
     weights = [FP8Weight.quantize(torch.randn(32, 48, generator=generator)) for _ in range(count)]
     x = torch.randn(5, 48, generator=generator, requires_grad=True)
-    factors = [torch.randn(shape, generator=generator, requires_grad=True) for _ in weights for shape in ((4, 48), (32, 4))]
+    factors = [
+        torch.randn(shape, generator=generator, requires_grad=True)
+        for _ in weights
+        for shape in ((4, 48), (32, 4))
+    ]
     added: list[int] = []
 
     def watched(y: Tensor, left: Tensor, right: Tensor, scale: float, more: Any) -> None:
@@ -60,7 +70,10 @@ def test_layers_in_fp8_have_the_gradients_of_separate_operations(count: int, mon
 
     def found() -> list[Tensor]:
         layers = [
-            (_Call("fp8", 48, 0.5, 2, None, 0.0), (factors[2 * i], factors[2 * i + 1], None, *weight.parts))
+            (
+                _Call("fp8", 48, 0.5, 2, None, 0.0),
+                (factors[2 * i], factors[2 * i + 1], None, *weight.parts),
+            )
             for i, weight in enumerate(weights)
         ]
         outputs = linear.products(x, layers)
@@ -81,5 +94,9 @@ def test_layers_in_fp8_have_the_gradients_of_separate_operations(count: int, mon
 def test_processors_and_high_ranks_go_without_the_kernel() -> None:
     assert not low_rank.takes(torch.ones(2, 2).bfloat16(), 16)
     assert low_rank.KERNEL.fault(torch.device("cpu")) is None
-    y, left, right = torch.ones(3, 4), torch.ones(3, 2), torch.ones(2, 4)
-    assert torch.equal(low_rank.add(y, left, right, 2.0, [torch.ones(3, 4)]), torch.full((3, 4), 6.0))
+    y = torch.ones(3, 4)
+    left = torch.ones(3, 2)
+    right = torch.ones(2, 4)
+    assert torch.equal(
+        low_rank.add(y, left, right, 2.0, [torch.ones(3, 4)]), torch.full((3, 4), 6.0)
+    )

@@ -1,4 +1,6 @@
-"""Noise on embeddings: the same wherever a sample stands, as large as NEFTune's paper has it, and none outside training."""
+"""Noise on embeddings: the same wherever a sample stands, as large as NEFTune's paper has it, and
+none outside training.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +13,8 @@ from workers.data.batches import Batch, collate, pack
 from workers.layers.noise import add_noise, use_noise
 
 CPU = torch.device("cpu")
-WIDTH, ALPHA = 64, 5.0
+WIDTH = 64
+ALPHA = 5.0
 
 
 class Model(nn.Module):
@@ -45,7 +48,9 @@ def test_noise_follows_from_the_sample_wherever_it_stands() -> None:
     for row, noise, own in zip(padded, packed, SAMPLES, strict=True):
         assert torch.equal(row[: len(own.ids)], noise)
     assert torch.equal(alone, packed[1])
-    assert not torch.equal(model.of(pack(SAMPLES[1:2], CPU, [44]))[0], alone), "another step, another key"
+    assert not torch.equal(model.of(pack(SAMPLES[1:2], CPU, [44]))[0], alone), (
+        "another step, another key"
+    )
 
 
 def test_noise_is_even_and_smaller_on_longer_samples() -> None:

@@ -1,4 +1,6 @@
-"""Attention within segments against the same written out: whole score matrices, masks, one head's key and value each."""
+"""Attention within segments against the same written out: whole score matrices, masks, one head's
+key and value each.
+"""
 
 from __future__ import annotations
 
@@ -24,7 +26,12 @@ from tests.support.fused_attention import fused_attention
 from workers.layers import capped_attention, packed_attention, scored_attention
 from workers.layers import segment_attention as attention
 from workers.layers.scored_attention import AttentionPattern
-from workers.layers.segment_attention import attend, causal_segments, described_mask, segment_attention
+from workers.layers.segment_attention import (
+    attend,
+    causal_segments,
+    described_mask,
+    segment_attention,
+)
 from workers.layers.segments import CURRENT
 
 LENGTHS = (5, 1, 70, 33)
@@ -46,7 +53,9 @@ def drawn(rows: int, length: int, width: int) -> tuple[Tensor, Tensor, Tensor]:
     """Query of four heads, key and value of two, laid out as projections leave them."""
     generator = torch.Generator().manual_seed(0)
     shapes = ((rows, length, 4, 16), (rows, length, 2, 16), (rows, length, 2, width))
-    query, key, value = (torch.randn(shape, generator=generator).transpose(1, 2).requires_grad_() for shape in shapes)
+    query, key, value = (
+        torch.randn(shape, generator=generator).transpose(1, 2).requires_grad_() for shape in shapes
+    )
     return query, key, value
 
 
@@ -75,7 +84,9 @@ def written_out(
         scores = torch.tanh(scores / cap) * cap
     scores = scores.masked_fill(~seen, float("-inf"))
     if sinks is not None:
-        scores = torch.cat([scores, sinks.view(1, -1, 1, 1).expand(len(query), -1, query.shape[2], 1)], dim=-1)
+        scores = torch.cat(
+            [scores, sinks.view(1, -1, 1, 1).expand(len(query), -1, query.shape[2], 1)], dim=-1
+        )
     shares = scores.softmax(dim=-1)[..., : query.shape[2]]
     return (shares @ value).transpose(1, 2)
 
@@ -84,17 +95,33 @@ def written_out(
 @pytest.mark.parametrize("width", [16, 8, 24])
 @pytest.mark.parametrize(
     ("window", "cap", "sinks"),
-    [(None, None, None), (6, None, None), (None, 2.0, None), (40, 1.0, torch.arange(4.0)), (None, None, torch.arange(4.0))],
+    [
+        (None, None, None),
+        (6, None, None),
+        (None, 2.0, None),
+        (40, 1.0, torch.arange(4.0)),
+        (None, None, torch.arange(4.0)),
+    ],
     ids=["plain", "window", "cap", "window, cap and sinks", "sinks"],
 )
 def test_values_and_gradients_are_those_of_whole_scores(
-    packed: bool, width: int, window: int | None, cap: float | None, sinks: Any, monkeypatch: pytest.MonkeyPatch
+    packed: bool,
+    width: int,
+    window: int | None,
+    cap: float | None,
+    sinks: Any,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(scored_attention, "ROWS_AT_ONCE", 32)
     rows, lengths = (1, LENGTHS) if packed else (3, (sum(LENGTHS),))
     own = drawn(rows, sum(LENGTHS), width)
     CURRENT.use(STARTS if packed else None)
-    options: dict[str, Any] = {"scaling": SCALE, "sliding_window": window, "softcap": cap, "s_aux": sinks}
+    options: dict[str, Any] = {
+        "scaling": SCALE,
+        "sliding_window": window,
+        "softcap": cap,
+        "s_aux": sinks,
+    }
     ours, _ = segment_attention(Layer(), *own, None, **options)
     expected = written_out(*own, lengths, window, cap, sinks)
     assert_same(ours, expected, own)
@@ -102,7 +129,9 @@ def test_values_and_gradients_are_those_of_whole_scores(
 
 @pytest.mark.parametrize("packed", [True, False])
 @pytest.mark.parametrize(
-    ("window", "sinks"), [(None, None), (None, torch.arange(4.0)), (20, None)], ids=["plain", "sinks", "window"]
+    ("window", "sinks"),
+    [(None, None), (None, torch.arange(4.0)), (20, None)],
+    ids=["plain", "sinks", "window"],
 )
 def test_queries_see_the_keys_that_are_chosen_for_them_and_no_others(
     packed: bool, window: int | None, sinks: Any, monkeypatch: pytest.MonkeyPatch
@@ -114,23 +143,37 @@ def test_queries_see_the_keys_that_are_chosen_for_them_and_no_others(
     CURRENT.use(STARTS if packed else None)
     chosen = choices(rows, lengths, 7)
     ours, _ = segment_attention(
-        Layer(), *own, torch.empty(1, 1, 1, 0), scaling=SCALE, sliding_window=window, s_aux=sinks, indices=chosen
+        Layer(),
+        *own,
+        torch.empty(1, 1, 1, 0),
+        scaling=SCALE,
+        sliding_window=window,
+        s_aux=sinks,
+        indices=chosen,
     )
     expected = written_out(*own, lengths, window, None, sinks, chosen)
     assert_same(ours, expected, own)
-    everything, _ = segment_attention(Layer(), *own, None, scaling=SCALE, sliding_window=window, s_aux=sinks)
+    everything, _ = segment_attention(
+        Layer(), *own, None, scaling=SCALE, sliding_window=window, s_aux=sinks
+    )
     assert (everything - ours).abs().max() > 0.1
 
 
 def assert_same(ours: Tensor, expected: Tensor, inputs: tuple[Tensor, ...]) -> None:
     torch.testing.assert_close(ours, expected, rtol=1e-5, atol=2e-6)
     grad = torch.randn(ours.shape, generator=torch.Generator().manual_seed(1))
-    for found, right in zip(torch.autograd.grad(ours, inputs, grad), torch.autograd.grad(expected, inputs, grad), strict=True):
+    for found, right in zip(
+        torch.autograd.grad(ours, inputs, grad),
+        torch.autograd.grad(expected, inputs, grad),
+        strict=True,
+    ):
         torch.testing.assert_close(found, right, rtol=1e-4, atol=1e-5)
 
 
 def choices(rows: int, lengths: tuple[int, ...], count: int) -> Tensor:
-    """For each query `count` places in its segment, one of them its own; those of queries with fewer keys do not matter."""
+    """For each query `count` places in its segment, one of them its own; those of queries with
+    fewer keys do not matter.
+    """
     generator = torch.Generator().manual_seed(2)
     parts = []
     for length in lengths:
@@ -140,14 +183,18 @@ def choices(rows: int, lengths: tuple[int, ...], count: int) -> Tensor:
     return torch.cat(parts, dim=1)
 
 
-def test_keys_and_values_are_repeated_where_the_kernel_knows_no_groups(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_keys_and_values_are_repeated_where_the_kernel_knows_no_groups(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     own = drawn(1, sum(LENGTHS), 16)
     CURRENT.use(STARTS)
     shared, _ = segment_attention(Layer(), *own, None, scaling=SCALE)
     monkeypatch.setattr(attention, "_kernel_knows_groups", lambda: False)
     repeated, _ = segment_attention(Layer(), *own, None, scaling=SCALE)
     torch.testing.assert_close(repeated, shared)
-    for found, right in zip(*(torch.autograd.grad(out.sum(), own) for out in (repeated, shared)), strict=True):
+    for found, right in zip(
+        *(torch.autograd.grad(out.sum(), own) for out in (repeated, shared)), strict=True
+    ):
         torch.testing.assert_close(found, right)
 
 
@@ -156,7 +203,9 @@ def test_pytorch_s_own_kernels_a_segment_give_the_same(starts: Tensor | None) ->
     """What GPUs take that have no kernel for packed rows; here its arithmetic."""
     own = drawn(1 if starts is not None else 3, sum(LENGTHS), 16)
     ours = causal_segments(*own, starts, SCALE)
-    expected = written_out(*own, LENGTHS if starts is not None else (sum(LENGTHS),), None, None, None)
+    expected = written_out(
+        *own, LENGTHS if starts is not None else (sum(LENGTHS),), None, None, None
+    )
     assert_same(ours, expected, own)
 
 
@@ -198,7 +247,9 @@ def test_what_only_a_mask_could_say_is_refused() -> None:
     ],
 )
 def test_a_mask_is_told_by_its_window_or_its_chunk(function: Any, told: list[int]) -> None:
-    assert described_mask(q_length=3, kv_length=3, mask_function=function).flatten().tolist() == told
+    assert (
+        described_mask(q_length=3, kv_length=3, mask_function=function).flatten().tolist() == told
+    )
 
 
 def test_plain_attention_is_pytorch_s() -> None:
@@ -227,7 +278,9 @@ class Called(TorchDispatchMode):
 def test_a_fused_kernel_computes_packed_and_padded_rows(
     window: int | None, values: Tensor | None, packed: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Exactly, and gradients too, which the kernel computes by what it is given of the output: with sinks that are added."""
+    """Exactly, and gradients too, which the kernel computes by what it is given of the output: with
+    sinks that are added.
+    """
     monkeypatch.setattr(attention, "_fits_kernel", lambda query: True)
     rows, lengths = (1, LENGTHS) if packed else (3, (sum(LENGTHS),))
     own = drawn(rows, sum(LENGTHS), 16)
@@ -236,7 +289,9 @@ def test_a_fused_kernel_computes_packed_and_padded_rows(
             CURRENT.use(STARTS, STARTS, max(LENGTHS))
         else:
             CURRENT.use(None, device=torch.device("cpu"))
-        ours, _ = segment_attention(Layer(), *own, None, scaling=SCALE, sliding_window=window, s_aux=values)
+        ours, _ = segment_attention(
+            Layer(), *own, None, scaling=SCALE, sliding_window=window, s_aux=values
+        )
     assert "ft_service::packed_attention" in called.names
     with fused_attention():
         assert_same(ours, written_out(*own, lengths, window, None, values), own)
@@ -244,21 +299,35 @@ def test_a_fused_kernel_computes_packed_and_padded_rows(
 
 @pytest.mark.parametrize("values", [None, torch.tensor([-2.0, 0.0, 1.0, 5.0])], ids=["", "sinks"])
 @pytest.mark.parametrize("rows", [1, 3])
-def test_the_fused_kernel_computes_the_same_bits_with_its_operators_and_without(rows: int, values: Tensor | None) -> None:
+def test_the_fused_kernel_computes_the_same_bits_with_its_operators_and_without(
+    rows: int, values: Tensor | None
+) -> None:
     found: list[list[Tensor]] = []
     for mode in (nullcontext(), Called()):
-        own = [tensor.detach().bfloat16().requires_grad_() for tensor in drawn(rows, sum(LENGTHS), 16)]
+        own = [
+            tensor.detach().bfloat16().requires_grad_() for tensor in drawn(rows, sum(LENGTHS), 16)
+        ]
         with fused_attention(), mode as called:
-            CURRENT.use(STARTS, STARTS, max(LENGTHS)) if rows == 1 else CURRENT.use(None, device=torch.device("cpu"))
-            out, _ = segment_attention(Layer(), own[0], own[1], own[2], None, scaling=SCALE, s_aux=values)
+            if rows == 1:
+                CURRENT.use(STARTS, STARTS, max(LENGTHS))
+            else:
+                CURRENT.use(None, device=torch.device("cpu"))
+            out, _ = segment_attention(
+                Layer(), own[0], own[1], own[2], None, scaling=SCALE, s_aux=values
+            )
             found.append([out, *torch.autograd.grad(out, own, torch.ones_like(out))])
-        assert called is None or {"ft_service::packed_attention", "ft_service::packed_attention_grad"} <= called.names
+        assert (
+            called is None
+            or {"ft_service::packed_attention", "ft_service::packed_attention_grad"} <= called.names
+        )
     for direct, by_operator in zip(*found, strict=True):
         assert direct.shape == by_operator.shape
         assert torch.equal(direct, by_operator)
 
 
-def test_sinks_are_compared_with_explicit_scores_before_they_are_used(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_sinks_are_compared_with_explicit_scores_before_they_are_used(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     device = torch.device("cpu")
     with fused_attention():
         packed_attention._compare(None, device)
@@ -267,7 +336,9 @@ def test_sinks_are_compared_with_explicit_scores_before_they_are_used(monkeypatc
             packed_attention._compare(None, device)
 
 
-def capped_kernel(query: Tensor, key: Tensor, value: Tensor, starts: Tensor, *rest: Any, **options: Any) -> Tensor:
+def capped_kernel(
+    query: Tensor, key: Tensor, value: Tensor, starts: Tensor, *rest: Any, **options: Any
+) -> Tensor:
     """A stand-in of flash-attn's function, by whole scores. query [tokens, heads, d]."""
     _starts, longest, _longest = rest
     lengths = tuple(starts.diff().tolist())
@@ -276,14 +347,17 @@ def capped_kernel(query: Tensor, key: Tensor, value: Tensor, starts: Tensor, *re
     left, right = options["window_size"]
     assert right == 0
     q, k, v = (tensor.transpose(0, 1)[None] for tensor in (query, key, value))
-    return written_out(q, k, v, lengths, left + 1, options["softcap"], None, scale=options["softmax_scale"])[0]
+    return written_out(
+        q, k, v, lengths, left + 1, options["softcap"], None, scale=options["softmax_scale"]
+    )[0]
 
 
 @pytest.mark.parametrize("window", [None, 20])
 def test_capped_scores_are_computed_by_a_package_that_computes_them_right(
     window: int | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    package, device = SimpleNamespace(flash_attn_varlen_func=capped_kernel), torch.device("cpu")
+    package = SimpleNamespace(flash_attn_varlen_func=capped_kernel)
+    device = torch.device("cpu")
     capped_attention._compare(package, device)
     monkeypatch.setattr(capped_attention.KERNEL, "on", lambda device: package)
     monkeypatch.setattr(capped_attention, "takes", lambda query, pattern: True)
@@ -291,11 +365,14 @@ def test_capped_scores_are_computed_by_a_package_that_computes_them_right(
     own = drawn(1, sum(LENGTHS), 16)
     with fused_attention():
         CURRENT.use(STARTS, STARTS, max(LENGTHS))
-        ours, _ = segment_attention(Layer(), *own, None, scaling=SCALE, sliding_window=window, softcap=2.0)
+        ours, _ = segment_attention(
+            Layer(), *own, None, scaling=SCALE, sliding_window=window, softcap=2.0
+        )
     assert_same(ours, written_out(*own, LENGTHS, window, 2.0, None), own)
     for option, what in (("softcap", 0.0), ("window_size", (-1, 0)), ("softmax_scale", 0.19)):
         wrong = partial(
-            lambda *rows, changed, **options: capped_kernel(*rows, **{**options, **changed}), changed={option: what}
+            lambda *rows, changed, **options: capped_kernel(*rows, **{**options, **changed}),
+            changed={option: what},
         )
         with pytest.raises(AssertionError, match="apart from explicit scores"):
             capped_attention._compare(SimpleNamespace(flash_attn_varlen_func=wrong), device)
@@ -309,17 +386,28 @@ def test_capped_scores_are_written_out_on_processors_and_without_the_package() -
 
 
 @pytest.mark.parametrize("own", [None, torch.arange(4.0)], ids=["", "sinks"])
-def test_the_operator_for_packed_rows_is_one_that_the_compiler_can_trust(own: torch.Tensor | None) -> None:
-    query, key, value = (tensor.detach()[0].transpose(0, 1).requires_grad_() for tensor in drawn(1, sum(LENGTHS), 16))
+def test_the_operator_for_packed_rows_is_one_that_the_compiler_can_trust(
+    own: torch.Tensor | None,
+) -> None:
+    query, key, value = (
+        tensor.detach()[0].transpose(0, 1).requires_grad_() for tensor in drawn(1, sum(LENGTHS), 16)
+    )
     with fused_attention():
         for longest in (torch.tensor(max(LENGTHS), dtype=torch.int32), None):
             starts = STARTS if longest is not None else STARTS[[0, -1]]
-            torch.library.opcheck(packed_attention.packed_attention, (query, key, value, own, starts, longest, SCALE, 9))
+            torch.library.opcheck(
+                packed_attention.packed_attention,
+                (query, key, value, own, starts, longest, SCALE, 9),
+            )
 
 
 def test_the_fused_kernel_s_gradients_are_not_copied() -> None:
-    """Into zeros as large as the tensor: 0.4 GB a layer of a model of 8 billion, for a dimension of one."""
-    query, key, value = (tensor.detach().bfloat16().requires_grad_() for tensor in drawn(1, 109, 16))
+    """Into zeros as large as the tensor: 0.4 GB a layer of a model of 8 billion, for a dimension of
+    one.
+    """
+    query, key, value = (
+        tensor.detach().bfloat16().requires_grad_() for tensor in drawn(1, 109, 16)
+    )
     with fused_attention(), Called() as called:
         CURRENT.use(STARTS, STARTS, max(LENGTHS))
         out, _ = segment_attention(Layer(), query, key, value, None, scaling=SCALE)
@@ -333,9 +421,14 @@ def test_gradients_of_the_fused_kernel_are_added_up_in_one_order() -> None:
 
     def modes() -> tuple[bool, bool, bool]:
         filled = torch.utils.deterministic.fill_uninitialized_memory  # pyright: ignore[reportAttributeAccessIssue]
-        return torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled(), filled
+        return (
+            torch.are_deterministic_algorithms_enabled(),
+            torch.is_deterministic_algorithms_warn_only_enabled(),
+            filled,
+        )
 
-    before, during = modes(), list[tuple[bool, bool, bool]]()
+    before = modes()
+    during = list[tuple[bool, bool, bool]]()
     with fused_attention():
         stand_in = packed_attention._kernel_grad
 
@@ -345,9 +438,15 @@ def test_gradients_of_the_fused_kernel_are_added_up_in_one_order() -> None:
 
         with patch.object(packed_attention, "_kernel_grad", watched):
             CURRENT.use(STARTS, STARTS, max(LENGTHS))
-            query, key, value = (tensor.detach().bfloat16().requires_grad_() for tensor in drawn(1, sum(LENGTHS), 16))
+            query, key, value = (
+                tensor.detach().bfloat16().requires_grad_() for tensor in drawn(1, sum(LENGTHS), 16)
+            )
             segment_attention(Layer(), query, key, value, None, scaling=SCALE)[0].sum().backward()
             with patch.object(packed_attention.DeterministicAttention, "wanted", False):
-                segment_attention(Layer(), query, key, value, None, scaling=SCALE)[0].sum().backward()
-    assert during == [(True, False, False), before], "with warnings alone the kernel keeps to its own order"
+                segment_attention(Layer(), query, key, value, None, scaling=SCALE)[
+                    0
+                ].sum().backward()
+    assert during == [(True, False, False), before], (
+        "with warnings alone the kernel keeps to its own order"
+    )
     assert modes() == before == (False, False, True)

@@ -18,7 +18,8 @@ class Attention(nn.Module):
 
     def __init__(self, config: Any, layer_idx: int) -> None:
         super().__init__()
-        self.config, self.layer_idx = config, layer_idx
+        self.config = config
+        self.layer_idx = layer_idx
 
     def forward(self, x: Tensor) -> Tensor:
         return x + chunk_of(self)
@@ -71,7 +72,9 @@ def test_the_compiler_specialises_on_whether_samples_are_longer_than_a_limit_and
 
 
 def test_layers_that_see_the_same_chunk_are_compiled_together() -> None:
-    config = SimpleNamespace(layer_types=["chunked_attention", "full_attention"] * 3, attention_chunk_size=4)
+    config = SimpleNamespace(
+        layer_types=["chunked_attention", "full_attention"] * 3, attention_chunk_size=4
+    )
     layers = nn.ModuleList(Attention(config, place) for place in range(6))
     assert list(map(chunk_of, layers)) == [0] * 6, "none was told"
     tell_chunks(layers)

@@ -41,15 +41,20 @@ def into_another(y: Tensor) -> Tensor:
     return torch.sin_(y + 1)
 
 
-@pytest.mark.parametrize(("write", "products"), [(into_itself, 1), (into_a_view, 1), (into_another, 0)])
-def test_what_a_layer_writes_into_is_made_again_and_all_else_is_not(write: Callable[[Tensor], Tensor], products: int) -> None:
+@pytest.mark.parametrize(
+    ("write", "products"), [(into_itself, 1), (into_a_view, 1), (into_another, 0)]
+)
+def test_what_a_layer_writes_into_is_made_again_and_all_else_is_not(
+    write: Callable[[Tensor], Tensor], products: int
+) -> None:
     """Gemma 3n adds to what a product has returned; kept, it would be added twice."""
 
     class Layer(nn.Module):
         def forward(self, x: Tensor) -> Tensor:
             return write(x @ weight).square()
 
-    weight, x = torch.randn(12, 10), torch.randn(2, 3, 12, requires_grad=True)
+    weight = torch.randn(12, 10)
+    x = torch.randn(2, 3, 12, requires_grad=True)
     layer = Layer()
     (expected,) = torch.autograd.grad(layer(x).sum(), x)
     checkpoint_activations([layer], "selective", adapter_rank=4)

@@ -1,4 +1,6 @@
-"""Which types are padded, and why; each sample of theirs is computed as its class computes it alone."""
+"""Which types are padded, and why; each sample of theirs is computed as its class computes it
+alone.
+"""
 
 from __future__ import annotations
 
@@ -12,16 +14,28 @@ from transformers import AutoConfig
 from transformers.models.deepseek_v32 import modeling_deepseek_v32
 from transformers.models.deepseek_v32.modeling_deepseek_v32 import DeepseekV32ForCausalLM
 
-from tests.support.training.answers_alone import alone, error, loaded, of_kinds, padded_answers, shuffled
+from tests.support.training.answers_alone import (
+    alone,
+    error,
+    loaded,
+    of_kinds,
+    padded_answers,
+    shuffled,
+)
 from tests.support.training.causal_types import save_type
 from tests.support.training.parity import CPU
 from workers.model.attention import takes_segments
 from workers.training.packing import settle_attention
 
-OTHERWISE, OWN = "cannot be kept within packed samples", "cannot be replaced"
+OTHERWISE = "cannot be kept within packed samples"
+OWN = "cannot be replaced"
 PADDED = {
-    **dict.fromkeys(("deepseek_v4", "minimax", "minimax_m3_vl_text", "qwen4_exp_text", "zaya"), OTHERWISE),
-    **dict.fromkeys(("biogpt", "bloom", "codegen", "doge", "falcon", "gpt_neo", "gpt_neox_japanese"), OWN),
+    **dict.fromkeys(
+        ("deepseek_v4", "minimax", "minimax_m3_vl_text", "qwen4_exp_text", "zaya"), OTHERWISE
+    ),
+    **dict.fromkeys(
+        ("biogpt", "bloom", "codegen", "doge", "falcon", "gpt_neo", "gpt_neox_japanese"), OWN
+    ),
     **dict.fromkeys(("gptj", "mpt", "stablelm", "xglm"), OWN),
 }
 """Type → why its samples are padded."""
@@ -45,7 +59,13 @@ def test_a_sample_that_is_padded_is_computed_as_it_is_alone(kind: str, tmp_path:
 class BlockIndexer(nn.Module):
     """One that chooses blocks of keys takes no positions, or a mask of another kind."""
 
-    def forward(self, hidden_states: Tensor, position_embeddings: Any, attention_mask: Tensor, past_key_values: Any) -> Tensor:
+    def forward(
+        self,
+        hidden_states: Tensor,
+        position_embeddings: Any,
+        attention_mask: Tensor,
+        past_key_values: Any,
+    ) -> Tensor:
         raise NotImplementedError
 
 

@@ -1,4 +1,6 @@
-"""Compiled decoder layers: what they keep for backward, compiled or not, and what happens when compiling fails."""
+"""Compiled decoder layers: what they keep for backward, compiled or not, and what happens when
+compiling fails.
+"""
 
 from __future__ import annotations
 
@@ -43,22 +45,37 @@ Saved = tuple[tuple[int, ...], torch.dtype, int]
 
 
 QUANTISED = {"default": "nf4", "overrides": {r".*self_attn.*": "fp8"}}
-"""No linear layer inside the decoder layers is left whose own weight could be taken for a copy of another."""
+"""No linear layer inside the decoder layers is left whose own weight could be taken for a copy of
+another.
+"""
 
 
 def job(model: Path, ranks: int, compute: str, **distributed: Any) -> JobSpec:
-    return spec_for(model, ranks=ranks, precision={**QUANTISED, "compute": compute}, lora={"r": 4}, distributed=distributed)
+    return spec_for(
+        model,
+        ranks=ranks,
+        precision={**QUANTISED, "compute": compute},
+        lora={"r": 4},
+        distributed=distributed,
+    )
 
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return save_tiny_llama(tmp_path_factory.mktemp("base"), intermediate_size=200, num_hidden_layers=1)
+    return save_tiny_llama(
+        tmp_path_factory.mktemp("base"), intermediate_size=200, num_hidden_layers=1
+    )
 
 
-def kept_for_backward(rank: int, world: int, spec: JobSpec) -> tuple[list[Saved], set[tuple[int, ...]], list[str]]:
-    """What a forward saves, the shapes of the quantised weights, and the warnings of the construction."""
+def kept_for_backward(
+    rank: int, world: int, spec: JobSpec
+) -> tuple[list[Saved], set[tuple[int, ...]], list[str]]:
+    """What a forward saves, the shapes of the quantised weights, and the warnings of the
+    construction.
+    """
     warnings: list[str] = []
-    # The compiler's own backend takes several times as long; what is saved is decided before it begins.
+    # The compiler's own backend takes several times as long; what is saved is decided before it
+    # begins.
     with patch.object(torch, "compile", partial(torch.compile, backend="aot_eager")):
         built = constructed(spec, world, warnings)
     shapes = {
@@ -73,13 +90,22 @@ def kept_for_backward(rank: int, world: int, spec: JobSpec) -> tuple[list[Saved]
         return tensor
 
     with saved_tensors_hooks(pack, lambda tensor: tensor):
-        loss = built.peft_model(input_ids=collate(samples()[:3], CPU).ids).logits.float().square().mean()
+        loss = (
+            built.peft_model(input_ids=collate(samples()[:3], CPU).ids)
+            .logits.float()
+            .square()
+            .mean()
+        )
     loss.backward()
     return saved, shapes, warnings
 
 
-@pytest.mark.parametrize(("world", "compiled"), [(1, False), (2, False), pytest.param(2, True, marks=pytest.mark.slow)])
-def test_no_dense_copy_of_a_quantised_weight_is_kept_for_backward(model: Path, world: int, compiled: bool) -> None:
+@pytest.mark.parametrize(
+    ("world", "compiled"), [(1, False), (2, False), pytest.param(2, True, marks=pytest.mark.slow)]
+)
+def test_no_dense_copy_of_a_quantised_weight_is_kept_for_backward(
+    model: Path, world: int, compiled: bool
+) -> None:
     """Loss and gradients are right with such a copy, so parity cannot see it; only memory can."""
     spec = job(model, world, "bf16", compile=compiled)
     for saved, shapes, warnings in run_on_ranks(kept_for_backward, world, spec, timeout=800):
@@ -91,17 +117,28 @@ def test_no_dense_copy_of_a_quantised_weight_is_kept_for_backward(model: Path, w
 
 
 def kept_by_linears(rank: int, world: int, spec: JobSpec, names: str) -> list[str]:
-    """What LoRA linears with one input keep for backward beyond it, A(x), the storage of their weights, A and B."""
+    """What LoRA linears with one input keep for backward beyond it, A(x), the storage of their
+    weights, A and B.
+    """
     built = constructed(spec, world)
     linears: list[Any] = [built.layers[0].get_submodule(f"self_attn.{name}_proj") for name in names]
     x = torch.randn(3, 24, 64, dtype=torch.bfloat16, requires_grad=True)
     storage = {part.data_ptr() for linear in linears for part in linear.base_layer.weight.parts}
     rank_of_all = 4 * len(names)
-    allowed = {(rank_of_all, 64), (64, 4), (32, 4), (3, 24, rank_of_all), (72, rank_of_all)}  # A, B, A(x)
+    allowed = {
+        (rank_of_all, 64),
+        (64, 4),
+        (32, 4),
+        (3, 24, rank_of_all),
+        (72, rank_of_all),
+    }  # A, B, A(x)
     found: list[str] = []
 
     def pack(tensor: torch.Tensor) -> torch.Tensor:
-        small = tensor.dtype == torch.bfloat16 and {tuple(tensor.shape), tuple(tensor.shape)[::-1]} & allowed
+        small = (
+            tensor.dtype == torch.bfloat16
+            and {tuple(tensor.shape), tuple(tensor.shape)[::-1]} & allowed
+        )
         if not small and tensor.data_ptr() not in storage | {x.data_ptr()}:
             found.append(f"{tuple(tensor.shape)} {tensor.dtype}")
         return tensor
@@ -139,7 +176,9 @@ def test_what_cannot_be_compiled_runs_uncompiled_and_says_why(model: Path) -> No
     for steps, warnings in run_on_ranks(steps_without_compiler, 2, spec):
         assert_parity(steps, truth)
         (warning,) = warnings
-        assert warning.startswith("distributed.compile: the decoder layers could not be compiled and run uncompiled")
+        assert warning.startswith(
+            "distributed.compile: the decoder layers could not be compiled and run uncompiled"
+        )
         assert "graph_break" in warning
 
 
@@ -155,46 +194,71 @@ def loaded(spec: JobSpec) -> BuiltModel:
 LENGTHS = ((20, 30, 9), (21, 40, 9), (22, 500, 12, 8), (255, 31), (300, 5), (20, 33, 9))
 
 
-@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor")  # by Dynamo, which hides it where it is no error
+@pytest.mark.filterwarnings(
+    "ignore:The .grad attribute of a Tensor"
+)  # by Dynamo, which hides it where it is no error
 @pytest.mark.parametrize(
     ("packed", "lengths", "checkpointing"),
-    [(True, (*LENGTHS, (600,)), "selective"), pytest.param(False, LENGTHS, "none", marks=pytest.mark.slow)],
+    [
+        (True, (*LENGTHS, (600,)), "selective"),
+        pytest.param(False, LENGTHS, "none", marks=pytest.mark.slow),
+    ],
     ids=["packed-selective", "padded"],
 )
 def test_layers_on_a_gpu_are_compiled_once_whatever_their_number_and_the_lengths_of_samples(
     packed: bool, lengths: Sequence[tuple[int, ...]], checkpointing: str, tmp_path: Path
 ) -> None:
-    """Its kernel takes the longest sample's length, and a layer may look for its place among the others: numbers on which the
-    compiler would specialise."""
+    """Its kernel takes the longest sample's length, and a layer may look for its place among the
+    others: numbers on which the compiler would specialise.
+    """
     model = save_tiny_llama(tmp_path, intermediate_size=200, num_hidden_layers=3)
     lora = {"r": 4, "target_modules": ["q_proj"]}
-    spec = spec_for(model, lora=lora, distributed={"compile": True, "activation_checkpointing": checkpointing})
+    spec = spec_for(
+        model, lora=lora, distributed={"compile": True, "activation_checkpointing": checkpointing}
+    )
     generator = torch.Generator().manual_seed(0)
 
     def batch(own: tuple[int, ...]) -> Batch:
-        ids = [torch.randint(0, VOCABULARY, (length,), generator=generator).int().numpy() for length in own]
-        return make_batch([Tokens(sample, np.ones(len(sample), bool)) for sample in ids], CPU, packed=packed)
+        ids = [
+            torch.randint(0, VOCABULARY, (length,), generator=generator).int().numpy()
+            for length in own
+        ]
+        return make_batch(
+            [Tokens(sample, np.ones(len(sample), bool)) for sample in ids], CPU, packed=packed
+        )
 
     warnings: list[str] = []
     graphs = []
     torch._dynamo.reset()
     counters.clear()
-    with fused_attention(), patch.object(torch, "compile", partial(torch.compile, backend="aot_eager")):
+    with (
+        fused_attention(),
+        patch.object(torch, "compile", partial(torch.compile, backend="aot_eager")),
+    ):
         built = loaded(spec)
-        checkpoint_activations(built.layers, spec.distributed.checkpointing, spec.lora.r, compiled=True)
+        checkpoint_activations(
+            built.layers, spec.distributed.checkpointing, spec.lora.r, compiled=True
+        )
         compile_layers(built.layers, warnings.append)
         for own in lengths:
             forward_backward(built.peft_model, [batch(own)], sum(own) - len(own), 1)
             graphs.append(counters["stats"]["unique_graphs"])
     assert warnings == []
-    assert graphs == [2] * len(graphs), "of the layer after the embedding, which needs no gradient, and of all others"
+    assert graphs == [2] * len(graphs), (
+        "of the layer after the embedding, which needs no gradient, and of all others"
+    )
 
 
 @pytest.mark.parametrize("lengths", [(7, 20, 3), (300, 5), (257,), (1,)])
-def test_the_gpus_branch_computes_what_the_processors_does(model: Path, lengths: tuple[int, ...]) -> None:
+def test_the_gpus_branch_computes_what_the_processors_does(
+    model: Path, lengths: tuple[int, ...]
+) -> None:
     spec = job(model, 1, "bf16")
     generator = torch.Generator().manual_seed(0)
-    ids = [torch.randint(0, VOCABULARY, (length,), generator=generator).int().numpy() for length in lengths]
+    ids = [
+        torch.randint(0, VOCABULARY, (length,), generator=generator).int().numpy()
+        for length in lengths
+    ]
     batch = pack([Tokens(own, np.ones(len(own), bool)) for own in ids], CPU)
     built = loaded(spec)
     here = logits_of(built.peft_model, batch).detach()

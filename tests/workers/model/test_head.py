@@ -1,4 +1,6 @@
-"""The loss inside the head against the loss on whole logits: values, gradients, and what is never made."""
+"""The loss inside the head against the loss on whole logits: values, gradients, and what is never
+made.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +15,8 @@ from torch.nn import functional as F
 from workers.model import head
 from workers.model.head import log_probabilities_in_head, loss_in_head
 
-WORDS, HIDDEN = 50, 16
+WORDS = 50
+HIDDEN = 16
 
 
 class Model(nn.Module):
@@ -48,7 +51,8 @@ def test_loss_and_gradient_are_those_on_whole_logits(
 ) -> None:
     monkeypatch.setattr(head, "chunk_rows", lambda words: rows)
     model, (hidden, *wanted) = Model(bias, cap), drawn(0.6)
-    ours, theirs = hidden.clone().requires_grad_(), hidden.clone().requires_grad_()
+    ours = hidden.clone().requires_grad_()
+    theirs = hidden.clone().requires_grad_()
     with loss_in_head(cast("Any", model), wanted[0], wanted[1], 0.25) as found:
         scaled = model(ours)
     scaled.backward()
@@ -74,16 +78,25 @@ def test_log_probabilities_at_a_temperature_are_those_of_divided_logits(
     model, (hidden, places, targets) = Model(True, cap), drawn(0.6)
     model.lm_head.requires_grad_(trained)
     factors = torch.linspace(-1, 2, len(targets))
-    ours, theirs = hidden.clone().requires_grad_(), hidden.clone().requires_grad_()
+    ours = hidden.clone().requires_grad_()
+    theirs = hidden.clone().requires_grad_()
     with log_probabilities_in_head(cast("Any", model), places, targets, 0.6):
         logs = model(ours)
     (logs * factors).sum().backward()
     of_head = [parameter.grad for parameter in model.lm_head.parameters()]
     model.zero_grad()
-    expected = (model(theirs).flatten(0, 1)[places] / 0.6).log_softmax(-1).gather(1, targets[:, None])[:, 0]
+    expected = (
+        (model(theirs).flatten(0, 1)[places] / 0.6)
+        .log_softmax(-1)
+        .gather(1, targets[:, None])[:, 0]
+    )
     (expected * factors).sum().backward()
     assert torch.allclose(logs, expected, rtol=1e-5)
-    for one, other in zip([ours.grad, *of_head], [theirs.grad, *(p.grad for p in model.lm_head.parameters())], strict=True):
+    for one, other in zip(
+        [ours.grad, *of_head],
+        [theirs.grad, *(p.grad for p in model.lm_head.parameters())],
+        strict=True,
+    ):
         assert (one is None) == (other is None)
         assert one is None or torch.allclose(one, cast("Tensor", other), rtol=1e-4, atol=1e-6)
 
@@ -98,7 +111,9 @@ def test_without_targets_there_is_a_loss_of_zero_to_go_backward_from() -> None:
     assert not hidden.grad.any()
 
 
-def test_what_stays_for_the_backward_is_no_wider_than_hidden(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_stays_for_the_backward_is_no_wider_than_hidden(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr(head, "chunk_rows", lambda words: 4)
     model, (hidden, *wanted) = Model(False, None), drawn(0.6)
     hidden.requires_grad_()
@@ -124,6 +139,9 @@ def test_what_stays_for_the_backward_is_no_wider_than_hidden(monkeypatch: pytest
 def test_the_model_is_as_it_was_afterwards() -> None:
     model, (hidden, *wanted) = Model(False, 0.7), drawn(0.6)
     before = model(hidden)
-    with pytest.raises(ZeroDivisionError), loss_in_head(cast("Any", model), wanted[0], wanted[1], 1.0):
+    with (
+        pytest.raises(ZeroDivisionError),
+        loss_in_head(cast("Any", model), wanted[0], wanted[1], 1.0),
+    ):
         raise ZeroDivisionError
     assert torch.equal(model(hidden), before)

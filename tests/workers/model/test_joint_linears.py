@@ -1,4 +1,6 @@
-"""Adapted layers are computed together where a model's own forward gives them one tensor, and nowhere else."""
+"""Adapted layers are computed together where a model's own forward gives them one tensor, and
+nowhere else.
+"""
 
 from __future__ import annotations
 
@@ -25,8 +27,14 @@ KNOWN = Probed(True)
 def joint_layers(base: Path, **options: Any) -> tuple[set[str], set[frozenset[str]]]:
     """The adapted layers of a job, and which of them are computed together."""
     model = build(spec_for(base, **options), CPU, KNOWN).peft_model
-    names = {own: base_tensor_name(name) for name, own in model.named_modules() if isinstance(own, LoraLinear)}
-    groups = {frozenset(names[one] for one in own.joint._layers) for own in names if own.joint is not None}
+    names = {
+        own: base_tensor_name(name)
+        for name, own in model.named_modules()
+        if isinstance(own, LoraLinear)
+    }
+    groups = {
+        frozenset(names[one] for one in own.joint._layers) for own in names if own.joint is not None
+    }
     return set(names.values()), groups
 
 
@@ -50,18 +58,32 @@ def given_one_tensor(base: Path, names: set[str]) -> set[frozenset[str]]:
 
 @pytest.mark.parametrize(
     ("family", "count"),
-    [("llama", 4), ("gemma2", 4), ("phi", 2), ("qwen3_moe", 4), ("deepseek_v3", 4), ("gpt_oss", 2), ("gpt_neox", 0)],
+    [
+        ("llama", 4),
+        ("gemma2", 4),
+        ("phi", 2),
+        ("qwen3_moe", 4),
+        ("deepseek_v3", 4),
+        ("gpt_oss", 2),
+        ("gpt_neox", 0),
+    ],
 )
-def test_layers_that_are_given_one_tensor_are_joint(family: str, count: int, tmp_path: Path) -> None:
+def test_layers_that_are_given_one_tensor_are_joint(
+    family: str, count: int, tmp_path: Path
+) -> None:
     base = save_tiny(family, tmp_path / "base")
     names, groups = joint_layers(base)
     assert groups == given_one_tensor(base, names)
     assert len(groups) == count
 
 
-def test_layers_stay_alone_with_a_magnitude_and_where_they_are_gathered_apart(tmp_path: Path) -> None:
+def test_layers_stay_alone_with_a_magnitude_and_where_they_are_gathered_apart(
+    tmp_path: Path,
+) -> None:
     base = save_tiny("llama", tmp_path / "base")
     assert not joint_layers(base, lora={"r": 4, "use_dora": True})[1]
     assert not joint_layers(base, distributed={"wrap": {"min_params": 1}})[1]
     _, groups = joint_layers(base, lora={"r": 4, "target_modules": ATTENTION})
-    assert groups == {frozenset(f"model.layers.{n}.self_attn.{own}_proj" for own in "qkv") for n in range(2)}
+    assert groups == {
+        frozenset(f"model.layers.{n}.self_attn.{own}_proj" for own in "qkv") for n in range(2)
+    }

@@ -29,7 +29,12 @@ JOBS: dict[str, tuple[dict[str, Any], dict[str, Any], dict[str, Any], list[str]]
         {},
         ["packed_attention"],
     ),
-    "soft-capped": ({"attn_logit_softcapping": 50.0}, {"precision": FP32}, {}, ["capped_attention"]),
+    "soft-capped": (
+        {"attn_logit_softcapping": 50.0},
+        {"precision": FP32},
+        {},
+        ["capped_attention"],
+    ),
 }
 """What a layer has, a job's options, its base's formats, and the modules of the kernels it uses."""
 
@@ -40,11 +45,15 @@ def faults(job: str, device: torch.device) -> list[tuple[str, str]]:
     for name, value in attributes.items():
         setattr(layer, name, value)
     model: Any = nn.Sequential(layer)
-    return list(kernel_faults(spec_on(Path("base"), **options), BuiltModel(model, [], formats), device))
+    return list(
+        kernel_faults(spec_on(Path("base"), **options), BuiltModel(model, [], formats), device)
+    )
 
 
 @pytest.mark.parametrize("job", JOBS)
-def test_a_job_is_told_of_the_kernels_that_it_would_use(job: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_job_is_told_of_the_kernels_that_it_would_use(
+    job: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     for use in KERNEL_USES:
         name = use.kernel.compare.__module__.rpartition(".")[2]
         monkeypatch.setattr(use.kernel, "fault", lambda device, name=name: name)
@@ -65,7 +74,9 @@ def test_a_processor_goes_without_kernels_and_has_no_fault() -> None:
         ("Error: no engine", ""),
     ],
 )
-def test_the_extra_that_brings_cudnn_is_named(fault: str, hint: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_extra_that_brings_cudnn_is_named(
+    fault: str, hint: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """In a version that is known to work; the newest one is another."""
     monkeypatch.setattr(cudnn_attention.KERNEL, "fault", lambda device: fault)
     [text] = [text for _, text in faults("in bf16", torch.device("cpu"))]

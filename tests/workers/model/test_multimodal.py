@@ -1,4 +1,6 @@
-"""Bases of several models: their text decoder against the published class with stock PEFT, and its adapter on that class."""
+"""Bases of several models: their text decoder against the published class with stock PEFT, and its
+adapter on that class.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +20,13 @@ from tests.support.bases import describe
 from tests.support.ranks import run_on_ranks
 from tests.support.training.checks import REREAD_BY_PEFT
 from tests.support.training.models import MIXED_IN_FAMILIES, spec_for
-from tests.support.training.parity import Step, reference_steps, relative_error, set_adapters, train_steps
+from tests.support.training.parity import (
+    Step,
+    reference_steps,
+    relative_error,
+    set_adapters,
+    train_steps,
+)
 from tests.support.training.wrapped import WRAPPERS, save_wrapped
 from workers.base.load import adapters, load
 from workers.model.build import base_on_meta, build, decoder_layers
@@ -30,7 +38,10 @@ from workers.training.packing import settle_attention
 CPU = torch.device("cpu")
 IDS = torch.arange(3, 27).view(2, 12)
 IN_SHORT = ("gemma3", "mistral3", "qwen2_5_vl")
-FAMILIES = [pytest.param(name, id=name, marks=() if name in IN_SHORT else pytest.mark.slow) for name in WRAPPERS]
+FAMILIES = [
+    pytest.param(name, id=name, marks=() if name in IN_SHORT else pytest.mark.slow)
+    for name in WRAPPERS
+]
 NOT_PACKED = ("qwen3_5",)
 """Layers that mix tokens otherwise."""
 LORA = {"r": 3, "target_modules": "all-linear"}
@@ -64,7 +75,9 @@ def loaded(folder: Path) -> PeftModel:
 
 def save_adapter(model: PeftModel, base: Path, folder: Path) -> dict[str, Tensor]:
     """Write the adapter as the worker does; its tensors."""
-    tensors = {name.replace(".default.", "."): p.detach().contiguous() for name, p in adapters(model)}
+    tensors = {
+        name.replace(".default.", "."): p.detach().contiguous() for name, p in adapters(model)
+    }
     with REREAD_BY_PEFT, new_folder(folder) as made:
         shapes = {name: tensor.shape for name, tensor in tensors.items()}
         write_adapter(made, shapes, tensors.items(), model.peft_config["default"], spec_for(base))
@@ -85,12 +98,21 @@ def check(family: str, ours: Step, truth: Step) -> None:
 
 
 @pytest.mark.parametrize(
-    "precision", [{"default": "nf4"}, pytest.param(MIXED_IN_FAMILIES, marks=pytest.mark.slow)], ids=["nf4", "mixed"]
+    "precision",
+    [{"default": "nf4"}, pytest.param(MIXED_IN_FAMILIES, marks=pytest.mark.slow)],
+    ids=["nf4", "mixed"],
 )
-def test_the_text_decoder_trains_as_in_the_published_class(precision: dict[str, Any], bases: Path) -> None:
-    """Loss and every gradient on one rank and on two, quantised, by the names that the published class gives them."""
+def test_the_text_decoder_trains_as_in_the_published_class(
+    precision: dict[str, Any], bases: Path
+) -> None:
+    """Loss and every gradient on one rank and on two, quantised, by the names that the published
+    class gives them.
+    """
     specs = {
-        world: {family: spec_for(bases / family, ranks=world, **options_for(precision, family)) for family in IN_SHORT}
+        world: {
+            family: spec_for(bases / family, ranks=world, **options_for(precision, family))
+            for family in IN_SHORT
+        }
         for world in (1, 2)
     }
     one, two = (run_on_ranks(train_all, world, specs[world]) for world in (1, 2))
@@ -108,13 +130,18 @@ def test_other_wrappers_train_as_in_the_published_class(bases: Path) -> None:
         if family not in IN_SHORT
     }
     (found,) = run_on_ranks(train_all, 1, specs)
-    truth = {family: reference_steps(Path(spec.model.path), spec, steps=1)[0] for family, spec in specs.items()}
+    truth = {
+        family: reference_steps(Path(spec.model.path), spec, steps=1)[0]
+        for family, spec in specs.items()
+    }
     for family, expected in truth.items():
         check(family, found[family], expected)
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_an_adapter_changes_the_published_class_as_it_changed_the_decoder(family: str, bases: Path, tmp_path: Path) -> None:
+def test_an_adapter_changes_the_published_class_as_it_changed_the_decoder(
+    family: str, bases: Path, tmp_path: Path
+) -> None:
     folder = bases / family
     model = loaded(folder)
     tensors = save_adapter(model, folder, tmp_path / "adapter")
@@ -124,7 +151,11 @@ def test_an_adapter_changes_the_published_class_as_it_changed_the_decoder(family
     torch.testing.assert_close(logits(stock), logits(model), rtol=1e-5, atol=1e-5)
     with stock.disable_adapter():
         assert (logits(stock) - logits(model)).abs().max() > 1e-2
-    adapted = {n.removeprefix("base_model.model.") for n, m in stock.named_modules() if hasattr(m, "lora_A")}
+    adapted = {
+        n.removeprefix("base_model.model.")
+        for n, m in stock.named_modules()
+        if hasattr(m, "lora_A")
+    }
     assert len(tensors) == 2 * len(adapted), "and no tower has an adapter"
     assert len(adapted) < len(linears)
 
@@ -133,11 +164,15 @@ def test_merging_changes_the_decoder_and_copies_the_towers(bases: Path, tmp_path
     folder = bases / "gemma3"
     save_adapter(loaded(folder), folder, tmp_path / "adapter")
     merge(folder, tmp_path / "adapter", tmp_path / "merged", to="bf16")
-    before, after = (load_file(path / "model.safetensors") for path in (folder, tmp_path / "merged"))
+    before, after = (
+        load_file(path / "model.safetensors") for path in (folder, tmp_path / "merged")
+    )
     assert before.keys() == after.keys()
     same = {name for name, tensor in before.items() if torch.equal(tensor, after[name])}
     assert {name for name in before if "_proj." not in name or "language_model" not in name} == same
-    published = AutoModelForImageTextToText.from_pretrained(tmp_path / "merged", dtype=torch.float32)
+    published = AutoModelForImageTextToText.from_pretrained(
+        tmp_path / "merged", dtype=torch.float32
+    )
     difference = logits(published) - logits(loaded(folder))
     assert difference.abs().max() < 0.1 < logits(published).abs().max(), "rounded to bf16"
     with pytest.raises(SpecError, match="merge to bf16"):
@@ -151,17 +186,33 @@ def test_samples_of_a_wrapped_base_are_packed(family: str, bases: Path) -> None:
 
 @pytest.mark.parametrize("family", WRAPPERS)
 def test_the_plan_counts_what_the_worker_loads_by_the_same_names(family: str, bases: Path) -> None:
-    model, described = base_on_meta(str(bases / family)), describe(bases / family)
-    planned = {w.name: w.shape for w in described.weights if ".experts." not in w.name}  # stored in another form
-    held = {name: tuple(tensor.shape) for name, tensor in model.named_parameters() if ".experts." not in name}
+    model = base_on_meta(str(bases / family))
+    described = describe(bases / family)
+    planned = {
+        w.name: w.shape for w in described.weights if ".experts." not in w.name
+    }  # stored in another form
+    held = {
+        name: tuple(tensor.shape)
+        for name, tensor in model.named_parameters()
+        if ".experts." not in name
+    }
     assert planned == held
     spec = spec_for(bases / family)
-    assert set(described.names.quantizable) == set(precision_map(model, decoder_layers(model), spec.precision))
+    assert set(described.names.quantizable) == set(
+        precision_map(model, decoder_layers(model), spec.precision)
+    )
 
 
-@pytest.mark.parametrize(("kind", "words"), [("paligemma", "use_bidirectional_attention"), ("t5", "no causal language model")])
-def test_what_reads_both_ways_is_refused_by_plan_and_worker(kind: str, words: str, bases: Path, tmp_path: Path) -> None:
-    (tmp_path / "model.safetensors").write_bytes((bases / "gemma3" / "model.safetensors").read_bytes())
+@pytest.mark.parametrize(
+    ("kind", "words"),
+    [("paligemma", "use_bidirectional_attention"), ("t5", "no causal language model")],
+)
+def test_what_reads_both_ways_is_refused_by_plan_and_worker(
+    kind: str, words: str, bases: Path, tmp_path: Path
+) -> None:
+    (tmp_path / "model.safetensors").write_bytes(
+        (bases / "gemma3" / "model.safetensors").read_bytes()
+    )
     AutoConfig.for_model(kind).save_pretrained(tmp_path)
     with pytest.raises(SpecError, match=words):
         base_on_meta(str(tmp_path))

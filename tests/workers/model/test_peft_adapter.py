@@ -1,4 +1,6 @@
-"""An adapter under the names of the base's files, as PEFT wants it of some bases, in all that reads adapters."""
+"""An adapter under the names of the base's files, as PEFT wants it of some bases, in all that reads
+adapters.
+"""
 
 from __future__ import annotations
 
@@ -35,8 +37,11 @@ LORA = {"r": 2, "target_modules": "all-linear", "rank_pattern": {"shared_experts
 
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore")
-def test_what_reads_adapters_finds_those_that_are_called_as_in_the_files(tmp_path: Path, monkeypatch: Any) -> None:
-    base, folder = tmp_path / "base", tmp_path / "adapter"
+def test_what_reads_adapters_finds_those_that_are_called_as_in_the_files(
+    tmp_path: Path, monkeypatch: Any
+) -> None:
+    base = tmp_path / "base"
+    folder = tmp_path / "adapter"
     assert save_type("laguna", base)
     spec = spec_for(base, precision={"default": "bf16", "compute": "fp32"}, lora=LORA)
 
@@ -47,7 +52,9 @@ def test_what_reads_adapters_finds_those_that_are_called_as_in_the_files(tmp_pat
 
     model = built()
     set_adapters(model)
-    tensors = {name.replace(".default.", "."): p.detach().contiguous() for name, p in adapters(model)}
+    tensors = {
+        name.replace(".default.", "."): p.detach().contiguous() for name, p in adapters(model)
+    }
     with REREAD_BY_PEFT, new_folder(folder) as made:
         shapes = {name: tensor.shape for name, tensor in tensors.items()}
         write_adapter(made, shapes, tensors.items(), model.peft_config["default"], spec)
@@ -55,7 +62,9 @@ def test_what_reads_adapters_finds_those_that_are_called_as_in_the_files(tmp_pat
     held = load_file(folder / WEIGHTS)
     assert any(".mlp.shared_expert." in name for name in held)
     assert not any(".mlp.shared_experts." in name for name in held)
-    assert set(PeftAdapter(folder).weights()) <= {name for name, _ in published_model(base).named_parameters()}
+    assert set(PeftAdapter(folder).weights()) <= {
+        name for name, _ in published_model(base).named_parameters()
+    }
     assert shape_faults(folder, None) == []
 
     parent = AdapterRef(name="ft:parent", path=str(folder), job_id="ftjob-1")
@@ -79,17 +88,25 @@ def test_what_reads_adapters_finds_those_that_are_called_as_in_the_files(tmp_pat
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore")
 def test_an_adapter_on_layers_that_are_stored_turned_is_merged_into_them(tmp_path: Path) -> None:
-    base, folder = tmp_path / "base", tmp_path / "adapter"
+    base = tmp_path / "base"
+    folder = tmp_path / "adapter"
     assert save_type("gpt2", base)
-    spec = spec_for(base, precision={"default": "bf16", "compute": "fp32"}, lora={"r": 2, "target_modules": "all-linear"})
+    spec = spec_for(
+        base,
+        precision={"default": "bf16", "compute": "fp32"},
+        lora={"r": 2, "target_modules": "all-linear"},
+    )
     model = build(spec, CPU).peft_model
     load(model, base, seed=1, compute_dtype=torch.float32, device=CPU)
     set_adapters(model)
-    tensors = {name.replace(".default.", "."): p.detach().contiguous() for name, p in adapters(model)}
+    tensors = {
+        name.replace(".default.", "."): p.detach().contiguous() for name, p in adapters(model)
+    }
     with REREAD_BY_PEFT, new_folder(folder) as made:
         shapes = {name: tensor.shape for name, tensor in tensors.items()}
         write_adapter(made, shapes, tensors.items(), model.peft_config["default"], spec)
-    ours, before = logits_of(model.eval()), logits_of(published_model(base).eval())
+    ours = logits_of(model.eval())
+    before = logits_of(published_model(base).eval())
     merge(base, folder, tmp_path / "merged", to="bf16")
     merged = logits_of(published_model(tmp_path / "merged").eval())
     assert (merged - ours).norm() < 0.1 * (ours - before).norm()

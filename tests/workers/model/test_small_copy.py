@@ -1,4 +1,6 @@
-"""Small copies of large bases: which layers they keep, what they take, and that their products are those of their weights."""
+"""Small copies of large bases: which layers they keep, what they take, and that their products are
+those of their weights.
+"""
 
 from __future__ import annotations
 
@@ -38,7 +40,9 @@ def large_copy(folder: Path) -> SmallCopy:
 
 def test_one_layer_of_every_kind_is_kept_for_all_of_its_kind(tmp_path: Path) -> None:
     copy = large_copy(tmp_path)
-    dense, mixture = ([f"model.layers.{number}" for number in numbers] for numbers in (range(3), range(3, 20)))
+    dense, mixture = (
+        [f"model.layers.{number}" for number in numbers] for numbers in (range(3), range(3, 20))
+    )
     assert copy.alike == {dense[0]: tuple(dense), mixture[0]: tuple(mixture)}
 
 
@@ -52,7 +56,11 @@ def test_two_layers_are_kept_where_all_are_alike(tmp_path: Path) -> None:
 
 def test_a_large_base_takes_little_memory_and_runs(tmp_path: Path) -> None:
     copy = large_copy(tmp_path)
-    held = {p.untyped_storage().data_ptr(): p.untyped_storage().nbytes() for p in copy.model.parameters() if not p.is_meta}
+    held = {
+        p.untyped_storage().data_ptr(): p.untyped_storage().nbytes()
+        for p in copy.model.parameters()
+        if not p.is_meta
+    }
     assert sum(p.numel() for p in copy.model.parameters()) > 5e9
     assert sum(held.values()) < 50e6
     with torch.no_grad():
@@ -75,4 +83,6 @@ def test_products_are_those_of_the_weights(tmp_path: Path) -> None:
     counts[[5, 63]] = torch.tensor([1, 2])
     y = torch.randn(3, 1024)
     matrices = torch.stack([stack.weight[e * 1536 : (e + 1) * 1536] for e in (5, 63, 63)])
-    torch.testing.assert_close(stack(y, counts), torch.einsum("noi,ni->no", matrices, y), rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(
+        stack(y, counts), torch.einsum("noi,ni->no", matrices, y), rtol=1e-4, atol=1e-4
+    )

@@ -22,9 +22,12 @@ CLASSES = frozenset(
     for name in map(str, mapping.values())
 )  # fmt: skip
 OTHER_TOOLS = {
-    "workers/exports/gguf_layout.py": "architectures that llama.cpp knows, by the types that they are in transformers",
-    "workers/exports/gguf_vocabulary.py": "llama.cpp's names of vocabularies and of ways to cut text",
-    "ft_service/spec/auto_hyperparameters.py": "the families of which LoRA Without Regret measured a power",
+    "workers/exports/gguf_layout.py": "architectures that llama.cpp knows, by the types that they "
+    "are in transformers",
+    "workers/exports/gguf_vocabulary.py": "llama.cpp's names of vocabularies and of ways to cut "
+    "text",
+    "ft_service/spec/auto_hyperparameters.py": "the families of which LoRA Without Regret "
+    "measured a power",
     "ft_service/spec/templates.py": "names of chat templates that a spec may ask for",
 }
 """Files that hold data about another tool's formats, or about a paper → which data."""
@@ -37,16 +40,23 @@ def strings(path: Path) -> Iterator[tuple[int, str]]:
     tree = ast.parse(path.read_text())
     documentation = {id(node.value) for node in ast.walk(tree) if isinstance(node, ast.Expr)}
     for node in ast.walk(tree):
-        if isinstance(node, ast.Constant) and isinstance(node.value, str) and id(node) not in documentation:
+        if (
+            isinstance(node, ast.Constant)
+            and isinstance(node.value, str)
+            and id(node) not in documentation
+        ):
             yield node.lineno, node.value
 
 
 def named(path: Path) -> list[str]:
     """Model types and classes of transformers that a module names, with their lines.
 
-    A type of three letters or an English word counts like any other: `led`, `sam` and such are not in the product either.
+    A type of three letters or an English word counts like any other: `led`, `sam` and such are not
+    in the product either.
     """
-    return [f"{line}: {value}" for line, value in strings(path) if value in KINDS or value in CLASSES]
+    return [
+        f"{line}: {value}" for line, value in strings(path) if value in KINDS or value in CLASSES
+    ]
 
 
 def test_no_other_module_names_a_model_type() -> None:
@@ -55,7 +65,9 @@ def test_no_other_module_names_a_model_type() -> None:
         place = path.relative_to(ROOT).as_posix()
         if path == Path(special_types.__file__) or place in OTHER_TOOLS:
             continue
-        names = [name for name in named(path) if name.partition(": ")[2] not in LAYERS.get(place, set())]
+        names = [
+            name for name in named(path) if name.partition(": ")[2] not in LAYERS.get(place, set())
+        ]
         found.update({place: names} if names else {})
     assert not found
 
@@ -63,7 +75,8 @@ def test_no_other_module_names_a_model_type() -> None:
 def test_a_name_is_found_wherever_it_stands(tmp_path: Path) -> None:
     module = tmp_path / "module.py"
     module.write_text(
-        '"""llama"""\nKIND = {"mamba2": 1}\nif x.endswith("LlamaForCausalLM") or kind in ("qwen3", "other"):\n    pass\n'
+        '"""llama"""\nKIND = {"mamba2": 1}\nif x.endswith("LlamaForCausalLM") or kind in '
+        '("qwen3", "other"):\n    pass\n'
     )
     assert named(module) == ["2: mamba2", "3: LlamaForCausalLM", "3: qwen3"]
 
@@ -75,7 +88,11 @@ def test_the_files_that_may_name_them_do() -> None:
 
 def test_exceptions_are_few_and_each_has_a_reason_and_a_source() -> None:
     source = Path(special_types.__file__).read_text()
-    names = [*special_types.NOT_TUNED, *special_types.NOT_PREVIEWED, special_types.INPUT_SCALED_EXPERTS]
+    names = [
+        *special_types.NOT_TUNED,
+        *special_types.NOT_PREVIEWED,
+        special_types.INPUT_SCALED_EXPERTS,
+    ]
     assert len(set(names)) == len(names) < MOST
     assert all(name in KINDS for name in (*special_types.NOT_TUNED, *special_types.NOT_PREVIEWED))
     assert all(special_types.NOT_TUNED.values())

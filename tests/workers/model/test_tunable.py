@@ -1,4 +1,6 @@
-"""Bases that are refused by their config.json, in words, when the model is built: by transformers, or by a rule of ours."""
+"""Bases that are refused by their config.json, in words, when the model is built: by transformers,
+or by a rule of ours.
+"""
 
 from __future__ import annotations
 
@@ -44,13 +46,19 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"hidden_size": "48"}, "hidden_size = '48', .* must be int"),
     ({"num_hidden_layers": 0}, "num_hidden_layers = 0, .* must be above zero"),
     ({"num_hidden_layers": 10**9}, "num_hidden_layers = 1000000000, .* below 10,000"),
-    ({"max_position_embeddings": 10**30}, "max_position_embeddings = 10{30}, .* below 2,147,483,648"),
+    (
+        {"max_position_embeddings": 10**30},
+        "max_position_embeddings = 10{30}, .* below 2,147,483,648",
+    ),
     ({"vocab_size": True}, "vocab_size = True, .* must be int"),
     ({"head_dim": -2}, "negative dimension"),
     ({"head_dim": 0}, "makes no model"),
     ({"num_attention_heads": 0}, "names no attention heads|makes no model"),
     ({"num_attention_heads": 5, "num_key_value_heads": 5}, r"hidden size \(48\) is not a multiple"),
-    ({"num_key_value_heads": 3}, "num_key_value_heads = 3, .* num_attention_heads, 4, must be a multiple"),
+    (
+        {"num_key_value_heads": 3},
+        "num_key_value_heads = 3, .* num_attention_heads, 4, must be a multiple",
+    ),
     ({"attention_bias": "yes"}, "attention_bias = 'yes', .* must be bool"),
     ({"rms_norm_eps": "1e-5"}, "rms_norm_eps = '1e-5', .* must be float"),
     ({"hidden_act": "swiglu"}, "hidden_act = 'swiglu', .* name of an activation function"),
@@ -65,8 +73,14 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
         {"architectures": ["LlamaForSequenceClassification"]},
         "published as LlamaForSequenceClassification, whose head writes no",
     ),
-    ({"architectures": ["AnyForRewardModel"]}, "published as AnyForRewardModel, whose head writes no text"),
-    ({"use_bidirectional_attention": True}, "use_bidirectional_attention: its tokens see those behind them"),
+    (
+        {"architectures": ["AnyForRewardModel"]},
+        "published as AnyForRewardModel, whose head writes no text",
+    ),
+    (
+        {"use_bidirectional_attention": True},
+        "use_bidirectional_attention: its tokens see those behind them",
+    ),
     ({"is_encoder_decoder": True}, "what an encoder makes of the input"),
     ({"quantization_config": "fp8"}, "quantization_config = 'fp8', and that must be an object"),
 ]
@@ -83,9 +97,17 @@ def test_what_published_bases_say_makes_a_model(values: dict[str, Any], tmp_path
 
 
 @pytest.mark.parametrize(("values", "words"), REFUSED, ids=lambda value: str(value)[:40])
-def test_what_makes_no_model_is_refused_in_words(values: dict[str, Any], words: str, tmp_path: Path) -> None:
-    for config in ({**LLAMA, **values}, {"model_type": "llava", "text_config": {**LLAMA, **values}, **values}):
-        if config["model_type"] == "llava" and values.keys() & {"architectures", "is_encoder_decoder"}:
+def test_what_makes_no_model_is_refused_in_words(
+    values: dict[str, Any], words: str, tmp_path: Path
+) -> None:
+    for config in (
+        {**LLAMA, **values},
+        {"model_type": "llava", "text_config": {**LLAMA, **values}, **values},
+    ):
+        if config["model_type"] == "llava" and values.keys() & {
+            "architectures",
+            "is_encoder_decoder",
+        }:
             continue
         with pytest.raises(SpecError) as caught:
             base_on_meta(save(tmp_path, config))
@@ -95,7 +117,11 @@ def test_what_makes_no_model_is_refused_in_words(values: dict[str, Any], words: 
 
 
 def test_a_long_value_is_not_repeated_whole(tmp_path: Path) -> None:
-    for values in ({"hidden_act": "x" * 10_000}, {"vocab_size": 10**4000}, {"architectures": ["AnyForReward" + "x" * 10_000]}):
+    for values in (
+        {"hidden_act": "x" * 10_000},
+        {"vocab_size": 10**4000},
+        {"architectures": ["AnyForReward" + "x" * 10_000]},
+    ):
         with pytest.raises(SpecError) as caught:
             base_on_meta(save(tmp_path, {**LLAMA, **values}))
         assert len(caught.value.message) < 1000

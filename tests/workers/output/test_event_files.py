@@ -14,7 +14,9 @@ from workers.output.report import Reporter, metrics_of_all_attempts, steps_of_al
 
 
 def row(step: int, loss: float) -> Metrics:
-    return Metrics(step=step, total_steps=4, train_loss=loss, learning_rate=0.1, more={"rewards/margins": 2.0})
+    return Metrics(
+        step=step, total_steps=4, train_loss=loss, learning_rate=0.1, more={"rewards/margins": 2.0}
+    )
 
 
 def attempt(run: RunDir, number: int, checkpoint: str | None, *steps: int) -> None:
@@ -24,7 +26,9 @@ def attempt(run: RunDir, number: int, checkpoint: str | None, *steps: int) -> No
     )
     first = steps[0]
     file = EventFile(run.path("tensorboard"), f"attempt-{number}", first_step=first)
-    with Reporter(run, number, active=True, clock=lambda: 100.0 * number, event_file=file) as reporter:
+    with Reporter(
+        run, number, active=True, clock=lambda: 100.0 * number, event_file=file
+    ) as reporter:
         reporter.message("A sentence.")
         for step in steps:
             reporter.metrics(row(step, 10.0 * number + step))
@@ -39,7 +43,9 @@ def test_what_is_trained_again_counts_as_the_newest_attempt_saw_it(tmp_path: Pat
     first, second = sorted(run.path("tensorboard").iterdir(), key=lambda path: path.name[-1])
     assert curves(first)["train/loss"] == [(1, 11.0), (2, 12.0), (3, 13.0)]
     assert curves(second)["train/loss"] == [(3, 23.0), (4, 24.0)]
-    assert (session_starts(first), session_starts(second)) == ([], [3]), "TensorBoard forgets step 3 of the first file"
+    assert (session_starts(first), session_starts(second)) == ([], [3]), (
+        "TensorBoard forgets step 3 of the first file"
+    )
 
     adapter = tmp_path / "adapter"
     adapter.mkdir()
@@ -66,12 +72,16 @@ def test_a_full_disk_holds_up_no_job_and_what_it_did_not_take_follows(tmp_path: 
             for step in range(1, 31):
                 if step == 30:
                     resource.setrlimit(resource.RLIMIT_FSIZE, limits)
-                reporter.metrics(Metrics(step=step, total_steps=30, train_loss=float(step), more=more))
+                reporter.metrics(
+                    Metrics(step=step, total_steps=30, train_loss=float(step), more=more)
+                )
                 reporter.flush()
 
     training = threading.Thread(target=report, daemon=True)
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, limits[1]))  # enough for a segment, which is a file of its own
+    resource.setrlimit(
+        resource.RLIMIT_FSIZE, (100_000, limits[1])
+    )  # enough for a segment, which is a file of its own
     try:
         training.start()
         training.join(HANG_SECONDS)

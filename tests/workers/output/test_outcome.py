@@ -29,7 +29,9 @@ def tensors() -> dict[str, torch.Tensor]:
 def write(folder: Path, given: dict[str, torch.Tensor]) -> None:
     shapes = {name: tensor.shape for name, tensor in given.items()}
     (folder / "config.json").write_text('{"model_type": "llama"}')
-    outcome.write_adapter(folder, shapes, given.items(), LoraConfig(r=2, target_modules=["q_proj"]), spec_for(folder))
+    outcome.write_adapter(
+        folder, shapes, given.items(), LoraConfig(r=2, target_modules=["q_proj"]), spec_for(folder)
+    )
 
 
 def test_what_is_written_is_read_back_by_another_process(tmp_path: Path) -> None:
@@ -48,14 +50,18 @@ def test_the_other_process_starts_without_torch(tmp_path: Path) -> None:
     program, request = run.call_args.args
     interpreter, *command = program.command
     again = [interpreter, "-X", "importtime", *command]
-    done = subprocess.run(again, input=json.dumps(request), capture_output=True, text=True, check=True)
+    done = subprocess.run(
+        again, input=json.dumps(request), capture_output=True, text=True, check=True
+    )
     assert json.loads(done.stdout) == []
     assert "safetensors" in done.stderr
     assert "torch" not in done.stderr.replace("safetensors.torch", "")
 
 
 @pytest.mark.parametrize(
-    "damage", [lambda body: body[:-1] + bytes([body[-1] ^ 1]), lambda body: body[:-4]], ids=["flip", "cut"]
+    "damage",
+    [lambda body: body[:-1] + bytes([body[-1] ^ 1]), lambda body: body[:-4]],
+    ids=["flip", "cut"],
 )
 def test_another_adapter_than_the_trained_one_is_not_published(tmp_path: Path, damage: Any) -> None:
     def damaging(path: Path, *arguments: Any) -> None:
@@ -75,4 +81,8 @@ def test_differences_name_what_is_missing_changed_and_too_much(tmp_path: Path) -
     given = tensors()
     write(tmp_path, given)
     faults = differences(tmp_path, {NAME.format("A"): "0" * 64, "another": "0" * 64})
-    assert faults == ["another is missing", f"{NAME.format('B')} does not belong there", f"{NAME.format('A')} has other values"]
+    assert faults == [
+        "another is missing",
+        f"{NAME.format('B')} does not belong there",
+        f"{NAME.format('A')} has other values",
+    ]

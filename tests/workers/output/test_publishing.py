@@ -1,4 +1,6 @@
-"""Two attempts that give the outcome its names: whatever the order, the later one's stays, whole."""
+"""Two attempts that give the outcome its names: whatever the order, the later one's stays,
+whole.
+"""
 
 from __future__ import annotations
 
@@ -46,15 +48,21 @@ def test_what_an_attempt_left_that_ended_before_its_result_is_replaced(tmp_path:
     assert published(run) == {"of attempt 2"}
 
 
-def test_an_attempt_that_is_stopped_between_its_look_and_its_act_overwrites_nothing(tmp_path: Path) -> None:
+def test_an_attempt_that_is_stopped_between_its_look_and_its_act_overwrites_nothing(
+    tmp_path: Path,
+) -> None:
     """The later attempt begins and publishes right behind each of its looks in turn."""
     looks = [outrun(RunDir(tmp_path / str(stopped_at)), stopped_at) for stopped_at in range(1, 4)]
-    assert looks == [2, 3, 2], "behind the first and the second it looks once more, and a third there is not"
+    assert looks == [2, 3, 2], (
+        "behind the first and the second it looks once more, and a third there is not"
+    )
 
 
 def outrun(run: RunDir, stopped_at: int) -> int:
     """How often the old attempt has looked, in all."""
-    old, looks, real = begin(run, 1), 0, Fence.check
+    old = begin(run, 1)
+    looks = 0
+    real = Fence.check
 
     def check(fence: Fence, max_age: float = 0.0) -> None:
         nonlocal looks
@@ -70,10 +78,13 @@ def outrun(run: RunDir, stopped_at: int) -> int:
     return looks
 
 
-def test_an_attempt_that_takes_away_what_an_earlier_one_left_gives_back_what_is_a_later_ones(tmp_path: Path) -> None:
+def test_an_attempt_that_takes_away_what_an_earlier_one_left_gives_back_what_is_a_later_ones(
+    tmp_path: Path,
+) -> None:
     run = RunDir(tmp_path)
     publish(run, begin(run, 1))
-    second, real = begin(run, 2), Fence.check
+    second = begin(run, 2)
+    real = Fence.check
 
     def check(fence: Fence, max_age: float = 0.0) -> None:
         real(fence, max_age)
@@ -98,7 +109,10 @@ def test_a_sealed_attempt_removes_no_checkpoint(tmp_path: Path) -> None:
     remove_others(run, spec, old)
     left = sorted(path.name for path in run.path("checkpoints").iterdir())
     assert left == ["step-3-a2", "step-4-a1"], "what a later attempt writes is its own"
-    run.write("checkpoints/step-2-a1/COMPLETE", CheckpointMarker(step=2, attempt=1, world_size=1, files=[]))
+    run.write(
+        "checkpoints/step-2-a1/COMPLETE",
+        CheckpointMarker(step=2, attempt=1, world_size=1, files=[]),
+    )
     start = Start(job_id="ftjob-1", attempt=2, world_size=1, generation=1, checkpoint="step-4-a1")
     run.write("attempts/2/start.json", start)
     with pytest.raises(SealedError):

@@ -16,7 +16,13 @@ from ft_service.rundir.evaluations import Evaluation, evaluation_key
 from ft_service.rundir.events import Event, Metrics, SettledOption, read_segments
 from tests.support.attempts import wait_for
 from workers.output import report
-from workers.output.report import HEARTBEAT_SECONDS, Reporter, metrics_csv, metrics_of_all_attempts, with_evaluations
+from workers.output.report import (
+    HEARTBEAT_SECONDS,
+    Reporter,
+    metrics_csv,
+    metrics_of_all_attempts,
+    with_evaluations,
+)
 
 
 def row(step: int, loss: float) -> Metrics:
@@ -35,14 +41,26 @@ def test_events_arrive_in_order_in_immutable_segments(tmp_path: Path) -> None:
     segments = read_segments(run, 1)
     assert [segment.seq for segment in segments] == list(range(len(segments)))
     events = [event for segment in segments for event in segment.events]
-    assert [e.kind for e in events] == ["message", "metrics", "metrics", "metrics", "checkpoint", "metrics", "message"]
-    assert [e.settled and e.settled["distributed.compile"].value for e in events if e.kind == "message"] == [None, True]
+    assert [e.kind for e in events] == [
+        "message",
+        "metrics",
+        "metrics",
+        "metrics",
+        "checkpoint",
+        "metrics",
+        "message",
+    ]
+    assert [
+        e.settled and e.settled["distributed.compile"].value for e in events if e.kind == "message"
+    ] == [None, True]
     assert {e.time for e in events} == {12.0}
     assert len(segments) < len(events), "metrics wait for company"
     assert read_segments(run, 1, after=segments[-2].seq) == segments[-1:]
 
 
-def test_an_attempt_that_waits_sends_heartbeats_between_events(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_attempt_that_waits_sends_heartbeats_between_events(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     run = RunDir(tmp_path)
     with Reporter(run, 1, active=True) as reporter:
         reporter.message("first")
@@ -51,16 +69,24 @@ def test_an_attempt_that_waits_sends_heartbeats_between_events(tmp_path: Path, m
         monkeypatch.setattr(report, "HEARTBEAT_SECONDS", 0.0)
         reporter.heartbeat()
         reporter.message("second")
-    assert [[event.message for event in segment.events] for segment in read_segments(run, 1)] == [["first"], [], ["second"]]
+    assert [[event.message for event in segment.events] for segment in read_segments(run, 1)] == [
+        ["first"],
+        [],
+        ["second"],
+    ]
     Reporter(run, 2, active=False).heartbeat()
     assert read_segments(run, 2) == []
-    assert HEARTBEAT_SECONDS <= SILENCE_LIMIT_SECONDS / 3, "one that comes late is no reason to end an attempt"
+    assert HEARTBEAT_SECONDS <= SILENCE_LIMIT_SECONDS / 3, (
+        "one that comes late is no reason to end an attempt"
+    )
 
 
 def test_a_segment_whose_folder_cannot_be_synchronised_is_written_once(tmp_path: Path) -> None:
     run = RunDir(tmp_path)
     with Reporter(run, 1, active=True) as reporter:
-        with patch.object(directory, "_sync_folder", side_effect=OSError(errno.ENOSPC, "No space left on device")):
+        with patch.object(
+            directory, "_sync_folder", side_effect=OSError(errno.ENOSPC, "No space left on device")
+        ):
             reporter.message("first")
             reporter.message("second")
         reporter.message("third")
@@ -103,7 +129,9 @@ def test_metrics_are_written_without_another_event(tmp_path: Path) -> None:
 
 
 def test_a_step_does_not_wait_for_the_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    write, stuck, freed = report.write_segment, threading.Event(), threading.Event()
+    write = report.write_segment
+    stuck = threading.Event()
+    freed = threading.Event()
 
     def slow(*arguments: Any) -> None:
         stuck.set()
@@ -118,7 +146,12 @@ def test_a_step_does_not_wait_for_the_disk(tmp_path: Path, monkeypatch: pytest.M
         reporter.metrics(row(3, 1.0))
         assert not read_segments(RunDir(tmp_path), 1)
         freed.set()
-    assert [e.metrics.step for segment in read_segments(RunDir(tmp_path), 1) for e in segment.events if e.metrics] == [1, 2, 3]
+    assert [
+        e.metrics.step
+        for segment in read_segments(RunDir(tmp_path), 1)
+        for e in segment.events
+        if e.metrics
+    ] == [1, 2, 3]
 
 
 def test_what_ends_the_writing_ends_training(tmp_path: Path) -> None:
@@ -138,8 +171,12 @@ def test_a_checkpoint_adds_its_times_to_its_step(tmp_path: Path) -> None:
     with Reporter(run, 1, active=True) as reporter:
         reporter.metrics(row(1, 2.0))
         reporter.metrics(row(2, 1.0))
-        reporter.checkpoint("step-1-a1", row(1, 2.0).model_copy(update={"checkpoint_stall_seconds": 0.5}))
-    assert [(m.train_loss, m.checkpoint_stall_seconds) for m in metrics_of_all_attempts(run, 1)] == [(2.0, 0.5), (1.0, None)]
+        reporter.checkpoint(
+            "step-1-a1", row(1, 2.0).model_copy(update={"checkpoint_stall_seconds": 0.5})
+        )
+    assert [
+        (m.train_loss, m.checkpoint_stall_seconds) for m in metrics_of_all_attempts(run, 1)
+    ] == [(2.0, 0.5), (1.0, None)]
 
 
 def test_other_ranks_write_nothing(tmp_path: Path) -> None:
@@ -160,9 +197,13 @@ def test_a_step_belongs_to_its_newest_attempt(tmp_path: Path) -> None:
 
 
 def test_result_file_begins_with_the_columns_that_scripts_read() -> None:
-    text = metrics_csv([row(1, 2.5), Metrics(step=2, total_steps=9, train_loss=2.0, valid_loss=3.0)])
+    text = metrics_csv(
+        [row(1, 2.5), Metrics(step=2, total_steps=9, train_loss=2.0, valid_loss=3.0)]
+    )
     lines = text.splitlines()
-    assert lines[0].startswith("step,train_loss,train_accuracy,valid_loss,valid_mean_token_accuracy,")
+    assert lines[0].startswith(
+        "step,train_loss,train_accuracy,valid_loss,valid_mean_token_accuracy,"
+    )
     assert lines[1].startswith("1,2.5,0.5,,,")
     assert lines[2].startswith("2,2.0,,3.0,,")
 
@@ -171,8 +212,13 @@ def test_the_result_file_has_full_validations_and_what_answers_scored(tmp_path: 
     run = RunDir(tmp_path)
     scored = Evaluation(step=2, time=0, metrics={"exact_match": 0.5}, base_metrics={}, samples=[])
     run.write(evaluation_key(2, 1), scored)
-    rows = [row(1, 2.5), row(2, 2.0).model_copy(update={"valid_loss": 3.0, "valid_mean_token_accuracy": 0.25})]
-    events = with_evaluations([Event(kind="metrics", time=0, message="", metrics=each) for each in rows], run)
+    rows = [
+        row(1, 2.5),
+        row(2, 2.0).model_copy(update={"valid_loss": 3.0, "valid_mean_token_accuracy": 0.25}),
+    ]
+    events = with_evaluations(
+        [Event(kind="metrics", time=0, message="", metrics=each) for each in rows], run
+    )
     text = metrics_csv([event.metrics for event in events if event.metrics is not None])
     first, second = csv.DictReader(text.splitlines())
     assert (first["full_valid_loss"], first["evaluation/exact_match"]) == ("", "")

@@ -1,4 +1,6 @@
-"""Probes are what plain transformers and PEFT think of the samples, with the adapter and without."""
+"""Probes are what plain transformers and PEFT think of the samples, with the adapter and
+without.
+"""
 
 from __future__ import annotations
 
@@ -16,11 +18,16 @@ from workers.base.load import adapters, load
 from workers.model.build import build
 from workers.output.served_probes import measure
 
-STACKS = {"target_modules": ["q_proj"], "target_parameters": ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]}
+STACKS = {
+    "target_modules": ["q_proj"],
+    "target_parameters": ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"],
+}
 
 
 @pytest.mark.parametrize(("family", "targets"), [("llama", {}), ("qwen3_moe", STACKS)])
-def test_probes_are_those_of_plain_peft(family: str, targets: dict[str, Any], tmp_path: Path) -> None:
+def test_probes_are_those_of_plain_peft(
+    family: str, targets: dict[str, Any], tmp_path: Path
+) -> None:
     base = save_tiny(family, tmp_path)
     spec = spec_for(base, lora={"r": 4, "lora_alpha": 64, **targets}, precision={"compute": "fp32"})
     built = build(spec, torch.device("cpu"))
@@ -39,7 +46,9 @@ def test_probes_are_those_of_plain_peft(family: str, targets: dict[str, Any], tm
         with torch.inference_mode():
             tuned = model(ids).logits[0, :-1].log_softmax(dim=-1).gather(1, ids[0, 1:, None])[:, 0]
             with model.disable_adapter():
-                plain = model(ids).logits[0, :-1].log_softmax(dim=-1).gather(1, ids[0, 1:, None])[:, 0]
+                plain = (
+                    model(ids).logits[0, :-1].log_softmax(dim=-1).gather(1, ids[0, 1:, None])[:, 0]
+                )
         assert probe.tuned == pytest.approx(tuned.tolist(), abs=1e-4)
         assert probe.base == pytest.approx(plain.tolist(), abs=1e-4)
         assert probe.tuned != pytest.approx(probe.base, abs=1e-2)

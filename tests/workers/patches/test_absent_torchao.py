@@ -1,4 +1,6 @@
-"""torchao is kept out of a process in a way that Python, transformers and PEFT take for its absence."""
+"""torchao is kept out of a process in a way that Python, transformers and PEFT take for its
+absence.
+"""
 
 from __future__ import annotations
 
@@ -23,5 +25,7 @@ print(is_torchao_available(), known_to_peft(), sys.modules["torchao"])
 
 @pytest.mark.slow
 def test_transformers_and_peft_do_without_torchao() -> None:
-    done = subprocess.run([sys.executable, "-W", "ignore", "-c", CODE], capture_output=True, text=True, timeout=300)
+    done = subprocess.run(
+        [sys.executable, "-W", "ignore", "-c", CODE], capture_output=True, text=True, timeout=300
+    )
     assert (done.returncode, done.stdout.strip()) == (0, "False False None"), done.stderr

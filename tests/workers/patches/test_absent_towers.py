@@ -1,4 +1,6 @@
-"""A tower whose package is missing is made by AutoModel, and becomes `MissingTower` only while the patch is entered."""
+"""A tower whose package is missing is made by AutoModel, and becomes `MissingTower` only while the
+patch is entered.
+"""
 
 from __future__ import annotations
 
@@ -24,7 +26,9 @@ def lacks_a_package(*_: Any, **__: Any) -> None:
     raise ImportError("No package of this name.")
 
 
-def test_towers_are_made_by_auto_model_and_left_out_where_their_package_is_missing(config: Any) -> None:
+def test_towers_are_made_by_auto_model_and_left_out_where_their_package_is_missing(
+    config: Any,
+) -> None:
     with pytest.raises(ImportError):
         AutoModelForImageTextToText.from_config(config)
     stock = AutoModel.__dict__["from_config"]

@@ -24,13 +24,21 @@ except Exception as error:  # there is no GPU
 
 def printed(code: str, what: str) -> str:
     code = f"{code}\nimport sys\nprint({what})"
-    done = subprocess.run([sys.executable, "-W", "ignore", "-c", code], capture_output=True, text=True, timeout=300, check=True)
+    done = subprocess.run(
+        [sys.executable, "-W", "ignore", "-c", code],
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=True,
+    )
     return done.stdout.strip()
 
 
 def test_the_compiler_is_not_loaded_and_torch_is_as_it_was() -> None:
     functions = "torch.compile.__module__, torch.cuda.get_device_capability.__module__"
-    found = printed(WITH, f"'torch._inductor' in sys.modules, torch.cuda.is_initialized(), {functions}")
+    found = printed(
+        WITH, f"'torch._inductor' in sys.modules, torch.cuda.is_initialized(), {functions}"
+    )
     assert found == "False False torch torch.cuda"
 
 

@@ -1,4 +1,6 @@
-"""DCP writes its files by the file system of its writer, and a full disk is an OSError with the path."""
+"""DCP writes its files by the file system of its writer, and a full disk is an OSError with the
+path.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +19,9 @@ from workers.patches.checkpoint_writer import checkpoint_writer
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 
 
-def test_shards_are_written_by_the_file_system_that_is_put_in(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_shards_are_written_by_the_file_system_that_is_put_in(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     written: list[str] = []
     stock = patch._Files.create_stream
 
@@ -30,7 +34,9 @@ def test_shards_are_written_by_the_file_system_that_is_put_in(tmp_path: Path, mo
     assert any(name.endswith(".distcp") for name in written)
 
 
-def test_an_error_of_the_disk_names_the_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_error_of_the_disk_names_the_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Also where what fails is the archive around it."""
 
     def full(*_: Any, **__: Any) -> None:
@@ -41,7 +47,11 @@ def test_an_error_of_the_disk_names_the_file(tmp_path: Path, monkeypatch: pytest
 
     monkeypatch.setattr(torch, "save", full)
     with pytest.raises(CheckpointException) as failed:
-        save({"x": torch.arange(5)}, storage_writer=checkpoint_writer(tmp_path / "done"), no_dist=True)
+        save(
+            {"x": torch.arange(5)},
+            storage_writer=checkpoint_writer(tmp_path / "done"),
+            no_dist=True,
+        )
     (error, _), *_ = failed.value.failures.values()
     assert isinstance(error, OSError)
     assert error.errno == errno.ENOSPC

@@ -1,4 +1,6 @@
-"""What replacing a forward on the instance stands on: torch looks it up there, inside of hooks, and renames nothing."""
+"""What replacing a forward on the instance stands on: torch looks it up there, inside of hooks, and
+renames nothing.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +15,8 @@ from workers.patches.forward import replace_forward, restore_forward
 
 def test_the_replaced_forward_is_called_inside_of_hooks_and_no_name_changes() -> None:
     layer = nn.Linear(3, 3)
-    names, called = list(layer.state_dict()), []
+    names = list(layer.state_dict())
+    called = []
     layer.register_forward_pre_hook(lambda *_: called.append("before"))
     layer.register_forward_hook(lambda *_: called.append("after"))
 

@@ -1,4 +1,6 @@
-"""Which parts of transformers' models fused kernels compute, and that a model with them computes what it did."""
+"""Which parts of transformers' models fused kernels compute, and that a model with them computes
+what it did.
+"""
 
 from __future__ import annotations
 
@@ -47,7 +49,9 @@ for kind in sys.argv[1:]:
 
 
 def model_of(kind: str, device: str) -> Any:
-    config = AutoConfig.for_model(kind, **small_values(kind, AutoConfig.for_model(kind).to_dict(), 256))
+    config = AutoConfig.for_model(
+        kind, **small_values(kind, AutoConfig.for_model(kind).to_dict(), 256)
+    )
     with torch.device(device):
         return AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
 
@@ -63,8 +67,12 @@ def model_of(kind: str, device: str) -> Any:
         ("cohere2", 0, 2, 0),
     ],
 )
-def test_parts_are_known_by_what_they_compute(kind: str, norms: int, gates: int, rotations: int) -> None:
-    """gemma3's feed-forward has another activation; gpt_oss turns half the angles; cohere2's norms are layer norms."""
+def test_parts_are_known_by_what_they_compute(
+    kind: str, norms: int, gates: int, rotations: int
+) -> None:
+    """gemma3's feed-forward has another activation; gpt_oss turns half the angles; cohere2's norms
+    are layer norms.
+    """
     model = model_of(kind, "meta")
     found = fuse(model)
     assert (found.norms, found.gates, found.rotations) == (norms, gates, rotations)
@@ -74,7 +82,9 @@ def test_a_norm_that_computes_something_else_is_left_alone() -> None:
     class Norm(nn.Module):
         def __init__(self, act: Any, eps: float = 1e-6) -> None:
             super().__init__()
-            self.weight, self.eps, self.act = nn.Parameter(torch.ones(64, device="meta")), eps, act
+            self.weight = nn.Parameter(torch.ones(64, device="meta"))
+            self.eps = eps
+            self.act = act
 
         def forward(self, x: torch.Tensor) -> torch.Tensor:
             return self.act(self, x)
@@ -96,7 +106,9 @@ def test_a_feed_forward_is_known_whatever_its_layers_are_called() -> None:
     class Gated(nn.Module):
         def __init__(self, act: Any) -> None:
             super().__init__()
-            self.w1, self.w2, self.w3 = (nn.Linear(*size, device="meta") for size in ((16, 48), (48, 16), (16, 48)))
+            self.w1, self.w2, self.w3 = (
+                nn.Linear(*size, device="meta") for size in ((16, 48), (48, 16), (16, 48))
+            )
             self.act = act
 
         def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -107,7 +119,9 @@ def test_a_feed_forward_is_known_whatever_its_layers_are_called() -> None:
     assert gated_of(Gated(lambda x: nn.functional.silu(x.clamp(max=2)))) is None
 
 
-def test_a_processor_computes_with_the_models_own_operations(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_processor_computes_with_the_models_own_operations(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     model = model_of("llama", "cpu")
     ids = torch.arange(12).view(1, 12)
     before = model(ids).logits

@@ -1,4 +1,6 @@
-"""A head replaced for a forward: classes call it on all hidden states, and cap what it returns where their config has a cap."""
+"""A head replaced for a forward: classes call it on all hidden states, and cap what it returns
+where their config has a cap.
+"""
 
 from __future__ import annotations
 
@@ -17,10 +19,15 @@ IDS = torch.arange(3, 15)[None]
 
 
 @pytest.mark.parametrize(("family", "cap"), [("llama", None), ("gemma2", 0.01)])
-def test_logits_are_what_is_put_in_place_of_the_head(family: str, cap: float | None, tmp_path: Path) -> None:
+def test_logits_are_what_is_put_in_place_of_the_head(
+    family: str, cap: float | None, tmp_path: Path
+) -> None:
     given: dict[str, Any] = {} if cap is None else {CAP: cap}
-    model: Any = AutoModelForCausalLM.from_pretrained(save_tiny(family, tmp_path / "base", **given), dtype=torch.float32).eval()
-    head, seen = model.get_output_embeddings(), []
+    model: Any = AutoModelForCausalLM.from_pretrained(
+        save_tiny(family, tmp_path / "base", **given), dtype=torch.float32
+    ).eval()
+    head = model.get_output_embeddings()
+    seen = []
 
     def own(hidden: Tensor) -> Tensor:
         seen.append(hidden)

@@ -10,7 +10,14 @@ import torch
 from torch import Tensor
 from transformers import CONFIG_MAPPING
 
-from tests.support.training.answers_alone import alone, error, loaded, of_kinds, padded_answers, shuffled
+from tests.support.training.answers_alone import (
+    alone,
+    error,
+    loaded,
+    of_kinds,
+    padded_answers,
+    shuffled,
+)
 from tests.support.training.causal_types import save_type
 from tests.support.training.parity import CPU, samples
 from workers.data.batches import pack
@@ -19,13 +26,20 @@ from workers.patches import indexed_attention
 from workers.training.packing import settle_attention
 from workers.training.step import logits_of
 
-INDEXED = [kind for kind in ("deepseek_v32", "glm_moe_dsa", "axk2", "hy_v4", "dots3_note_text") if kind in CONFIG_MAPPING]
+INDEXED = [
+    kind
+    for kind in ("deepseek_v32", "glm_moe_dsa", "axk2", "hy_v4", "dots3_note_text")
+    if kind in CONFIG_MAPPING
+]
 
 
 @of_kinds(INDEXED)
-def test_a_sample_is_computed_as_it_is_alone(kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Token by token in fp32, with an indexer's scores made for three queries at a time. Some samples are the shortest that are
-    not seen whole.
+def test_a_sample_is_computed_as_it_is_alone(
+    kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Token by token in fp32, with an indexer's scores made for three queries at a time.
+
+    Some samples are the shortest that are not seen whole.
     """
     monkeypatch.setattr(indexed_attention, "SCORES_AT_ONCE", 2 * 24 * 3)
     base = tmp_path / "base"
@@ -37,12 +51,16 @@ def test_a_sample_is_computed_as_it_is_alone(kind: str, tmp_path: Path, monkeypa
     lengths = [len(sample.ids) for sample in data]
     with torch.no_grad():
         packed = logits_of(model, pack(data, CPU))[0].split(lengths)
-    for own, apart, truth in zip(packed, padded_answers(model, data), alone(base, data), strict=True):
+    for own, apart, truth in zip(
+        packed, padded_answers(model, data), alone(base, data), strict=True
+    ):
         assert error(own, apart) < 1.5e-6
         assert error(own, truth) < 1.5e-6
 
 
-def test_an_indexer_is_asked_only_where_there_is_a_choice(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_indexer_is_asked_only_where_there_is_a_choice(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """And what it answers matters."""
     base = tmp_path / "base"
     assert save_type("deepseek_v32", base)
@@ -66,7 +84,9 @@ def test_an_indexer_is_asked_only_where_there_is_a_choice(tmp_path: Path, monkey
     with torch.no_grad():
         chosen = logits_of(model, pack(data, CPU))
         assert asked == [24, 18, 22] * 2, "of two layers; samples of 6 and 4 tokens have no choice"
-        indexers: list[Any] = [module for module in model.modules() if hasattr(module, "index_topk")]
+        indexers: list[Any] = [
+            module for module in model.modules() if hasattr(module, "index_topk")
+        ]
         for indexer in indexers:
             indexer.index_topk = 24
         asked.clear()

@@ -1,4 +1,6 @@
-"""Llama 4's mixture, by the experts that a token chose alone, against the class that asks all of them."""
+"""Llama 4's mixture, by the experts that a token chose alone, against the class that asks all of
+them.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +15,12 @@ from workers.patches.llama4_mixture import meet_only_the_chosen
 
 
 def test_a_mixture_computes_what_its_class_does() -> None:
-    sizes: dict[str, Any] = {"hidden_size": 16, "intermediate_size": 24, "num_local_experts": 4, "num_experts_per_tok": 2}
+    sizes: dict[str, Any] = {
+        "hidden_size": 16,
+        "intermediate_size": 24,
+        "num_local_experts": 4,
+        "num_experts_per_tok": 2,
+    }
     block: Any = Llama4TextMoe(Llama4TextConfig(**sizes)).requires_grad_(False)
     generator = torch.Generator().manual_seed(0)
     for parameter in block.parameters():
@@ -25,7 +32,9 @@ def test_a_mixture_computes_what_its_class_does() -> None:
     block.experts = FrozenExperts(block.experts, dict.fromkeys(stacks))
     for name, stacked in stacks.items():  # [experts, in, out], as the class stacks them
         layer = getattr(block.experts, name)
-        layer.weight = torch.nn.Parameter(stacked.mT.flatten(0, 1).contiguous(), requires_grad=False)
+        layer.weight = torch.nn.Parameter(
+            stacked.mT.flatten(0, 1).contiguous(), requires_grad=False
+        )
     assert block.experts.scales_input
     meet_only_the_chosen(block)
     ours, own_logits = block(hidden)

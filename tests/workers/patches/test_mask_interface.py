@@ -1,4 +1,6 @@
-"""transformers asks its registry for the mask of an implementation, and forgets ours when the trial ends."""
+"""transformers asks its registry for the mask of an implementation, and forgets ours when the trial
+ends.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +17,9 @@ from workers.patches.mask_interface import masks_made_by
 
 
 def test_masks_are_made_by_the_function_while_it_is_entered(tmp_path: Path) -> None:
-    model: Any = AutoModelForCausalLM.from_pretrained(save_tiny_llama(tmp_path / "base"), attn_implementation=NAME).eval()
+    model: Any = AutoModelForCausalLM.from_pretrained(
+        save_tiny_llama(tmp_path / "base"), attn_implementation=NAME
+    ).eval()
     asked: list[Any] = []
 
     def mask(*args: Any, **options: Any) -> Any:

@@ -1,4 +1,6 @@
-"""What replacing a module's call stands on: torch asks for a compiled call first, before all hooks."""
+"""What replacing a module's call stands on: torch asks for a compiled call first, before all
+hooks.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +14,8 @@ from workers.patches.module_call import call_itself, replace_call, restore_call
 
 def test_the_replaced_call_comes_before_all_hooks_and_no_name_changes() -> None:
     layer = nn.Linear(3, 3)
-    names, called = list(layer.state_dict()), []
+    names = list(layer.state_dict())
+    called = []
     layer.register_forward_pre_hook(lambda *_: called.append("before"))
     layer.register_forward_hook(lambda *_: called.append("after"))
 

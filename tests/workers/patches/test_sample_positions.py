@@ -1,4 +1,6 @@
-"""Rotary embeddings whose frequencies depend on a sample's length: packed and padded as transformers has each sample alone."""
+"""Rotary embeddings whose frequencies depend on a sample's length: packed and padded as
+transformers has each sample alone.
+"""
 
 from __future__ import annotations
 
@@ -23,8 +25,12 @@ DYNAMIC: dict[str, Any] = {
 }
 
 
-@pytest.mark.parametrize(("family", "rope"), [("phi3", LONGROPE), ("llama", DYNAMIC)], ids=["longrope", "dynamic"])
-def test_a_sample_is_rotated_as_it_is_alone(family: str, rope: dict[str, Any], tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("family", "rope"), [("phi3", LONGROPE), ("llama", DYNAMIC)], ids=["longrope", "dynamic"]
+)
+def test_a_sample_is_rotated_as_it_is_alone(
+    family: str, rope: dict[str, Any], tmp_path: Path
+) -> None:
     """Long samples, short ones behind them, and a long one again."""
     base = save_tiny(family, tmp_path / "base", **rope)
     spec = spec_for(base, precision={"default": "bf16", "compute": "fp32"}, lora={"r": 2})
@@ -38,9 +44,14 @@ def test_a_sample_is_rotated_as_it_is_alone(family: str, rope: dict[str, Any], t
     assert min(lengths) < 16 < max(lengths)
     with torch.no_grad():
         packed = logits_of(model, pack(data, CPU))[0].split(lengths)
-        padded = [row[:length] for row, length in zip(logits_of(model, collate(data, CPU)), lengths, strict=True)]
+        padded = [
+            row[:length]
+            for row, length in zip(logits_of(model, collate(data, CPU)), lengths, strict=True)
+        ]
         alone = []
-        for sample in data:  # each by a new model: dynamic frequencies stay as long as the longest text made them
+        for sample in (
+            data
+        ):  # each by a new model: dynamic frequencies stay as long as the longest text made them
             stock = AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32).eval()
             alone.append(stock(input_ids=collate([sample], CPU).ids).logits[0])
         stock = AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32).eval()

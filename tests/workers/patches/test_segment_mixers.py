@@ -1,4 +1,6 @@
-"""The functions of transformers' modeling modules that are replaced: by these names, with these arguments, called by name."""
+"""The functions of transformers' modeling modules that are replaced: by these names, with these
+arguments, called by name.
+"""
 
 from __future__ import annotations
 
@@ -38,20 +40,37 @@ def test_modeling_modules_have_the_function(name: str) -> None:
     assert callable(function(name))
 
 
-@pytest.mark.parametrize("name", [name for name, mixer in segment_mixers.MIXERS.items() if mixer.argument])
+@pytest.mark.parametrize(
+    "name", [name for name, mixer in segment_mixers.MIXERS.items() if mixer.argument]
+)
 def test_it_takes_what_tells_a_kernel_of_segments(name: str) -> None:
     parameters = inspect.signature(function(name)).parameters
-    any_name = any(parameter.kind is inspect.Parameter.VAR_KEYWORD for parameter in parameters.values())
+    any_name = any(
+        parameter.kind is inspect.Parameter.VAR_KEYWORD for parameter in parameters.values()
+    )
     assert any_name or segment_mixers.MIXERS[name].argument in parameters
 
 
 @pytest.mark.parametrize("family", ["qwen3_next", "bamba"])
-def test_layers_look_the_function_up_in_their_module_at_each_call(family: str, tmp_path: Path) -> None:
-    """Packed samples are then computed as they are apart; with the functions as they were, they are not."""
-    model: Any = AutoModelForCausalLM.from_pretrained(save_tiny(family, tmp_path / "base"), dtype=torch.float32).eval()
-    kept = {module: dict(vars(module)) for module in {inspect.getmodule(type(part)) for part in model.modules()}}
-    layer: Any = next(part for part in model.modules() if type(part).__name__.endswith(("GatedDeltaNet", "Mixer")))
-    hidden = torch.randn(1, 12, model.config.hidden_size, generator=torch.Generator().manual_seed(0))
+def test_layers_look_the_function_up_in_their_module_at_each_call(
+    family: str, tmp_path: Path
+) -> None:
+    """Packed samples are then computed as they are apart; with the functions as they were, they are
+    not.
+    """
+    model: Any = AutoModelForCausalLM.from_pretrained(
+        save_tiny(family, tmp_path / "base"), dtype=torch.float32
+    ).eval()
+    kept = {
+        module: dict(vars(module))
+        for module in {inspect.getmodule(type(part)) for part in model.modules()}
+    }
+    layer: Any = next(
+        part for part in model.modules() if type(part).__name__.endswith(("GatedDeltaNet", "Mixer"))
+    )
+    hidden = torch.randn(
+        1, 12, model.config.hidden_size, generator=torch.Generator().manual_seed(0)
+    )
     try:
         segment_mixers.use_segments(model)
         with torch.no_grad():

@@ -21,7 +21,8 @@ class Base(nn.Module):
 
 def test_the_other_base_is_called_and_named_and_no_part_of_the_model() -> None:
     model = get_peft_model(Base(1.0), LoraConfig(target_modules=["proj"]))  # pyright: ignore[reportArgumentType]
-    names, other = [name for name, _ in model.named_parameters()], Base(3.0)
+    names = [name for name, _ in model.named_parameters()]
+    other = Base(3.0)
     hooked: list[bool] = []
     other.register_forward_pre_hook(lambda module, args: hooked.append(True))
     replace_base(model, other)

@@ -1,4 +1,6 @@
-"""Text passed through to the decoder of published classes gives the logits that the classes give."""
+"""Text passed through to the decoder of published classes gives the logits that the classes
+give.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +19,9 @@ IDS = torch.arange(3, 27).view(2, 12)
 @pytest.mark.parametrize("family", ["gemma3", "llava", "mistral3"])
 def test_logits_are_those_of_the_published_class(family: str) -> None:
     torch.manual_seed(0)
-    model: Any = AutoModelForImageTextToText.from_config(AutoConfig.for_model(family, **WRAPPERS[family])).eval()
+    model: Any = AutoModelForImageTextToText.from_config(
+        AutoConfig.for_model(family, **WRAPPERS[family])
+    ).eval()
     positions = torch.arange(12).expand(2, -1)
     with torch.no_grad():
         published = model(input_ids=IDS, position_ids=positions, use_cache=False).logits

@@ -1,4 +1,6 @@
-"""NVFP4 and MXFP4: values as torchao and compressed-tensors decode them, bit by bit; rows independent; bytes; errors."""
+"""NVFP4 and MXFP4: values as torchao and compressed-tensors decode them, bit by bit; rows
+independent; bytes; errors.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +23,9 @@ DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 def same(ours: Tensor, theirs: Tensor) -> bool:
     """Equal to the last bit, the sign of zeros too."""
     size = {2: torch.int16, 4: torch.int32}[ours.dtype.itemsize]
-    return ours.dtype == theirs.dtype and torch.equal(ours.contiguous().view(size), theirs.contiguous().view(size))
+    return ours.dtype == theirs.dtype and torch.equal(
+        ours.contiguous().view(size), theirs.contiguous().view(size)
+    )
 
 
 def weight_of(rows: int, cols: int) -> Tensor:
@@ -39,7 +43,9 @@ def test_every_byte_is_the_two_values_of_compressed_tensors_and_back() -> None:
 
 def test_values_halfway_go_to_the_even_code_and_large_ones_to_six() -> None:
     halfway = torch.tensor([[0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5.0, 100.0]])
-    near = e2m1.decode(e2m1.encode(torch.cat([halfway, -halfway])), torch.ones(2, 1), 8, 8, torch.float32)
+    near = e2m1.decode(
+        e2m1.encode(torch.cat([halfway, -halfway])), torch.ones(2, 1), 8, 8, torch.float32
+    )
     assert near[0].tolist() == [0.0, 1.0, 1.0, 2.0, 2.0, 4.0, 4.0, 6.0]
     assert torch.equal(near[1], -near[0])
 
@@ -52,7 +58,10 @@ def test_torchao_decodes_the_same_values(dtype: torch.dtype) -> None:
     factor = tensors.per_tensor_amax_to_scale(weight.abs().max())
     theirs = tensors.NVFP4Tensor.to_nvfp4(weight, per_tensor_scale=factor)
     whole = torch.stack([factor, torch.ones(())]).expand(40, 2)
-    assert same(nvfp4.dequantize(NVFP4Parts(theirs.qdata, theirs.scale, whole), 320, dtype), theirs.dequantize(dtype))
+    assert same(
+        nvfp4.dequantize(NVFP4Parts(theirs.qdata, theirs.scale, whole), 320, dtype),
+        theirs.dequantize(dtype),
+    )
     theirs = mx.MXTensor.to_mx(weight, torch.float4_e2m1fn_x2, 32)
     parts = MXFP4Parts(theirs.qdata.view(torch.uint8), theirs.scale.view(torch.uint8))
     assert same(mxfp4.dequantize(parts, 320, dtype), theirs.dequantize(dtype))

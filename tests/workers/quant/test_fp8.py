@@ -12,9 +12,13 @@ from workers.quant import fp8
 def test_error_is_at_most_half_a_step_of_e4m3() -> None:
     weight = torch.randn(64, 256, generator=torch.Generator().manual_seed(0))
     back = fp8.dequantize(fp8.quantize(weight), 256, torch.float32)
-    step = weight.abs() / 16 + weight.abs().amax(dim=1, keepdim=True) / 448 * 2**-10  # 3 bits of mantissa, then subnormals
+    step = (
+        weight.abs() / 16 + weight.abs().amax(dim=1, keepdim=True) / 448 * 2**-10
+    )  # 3 bits of mantissa, then subnormals
     assert ((back - weight).abs() <= step).all()
-    assert torch.allclose(back.abs().amax(dim=1), weight.abs().amax(dim=1)), "the largest magnitude of a row is kept"
+    assert torch.allclose(back.abs().amax(dim=1), weight.abs().amax(dim=1)), (
+        "the largest magnitude of a row is kept"
+    )
 
 
 def test_bytes_a_parameter() -> None:
@@ -45,7 +49,10 @@ def test_the_bits_are_torchaos(dtype: torch.dtype) -> None:
     common = pytest.importorskip("torchao.quantization.quantize_.common")
     weight = of_every_kind(dtype)
     theirs = quantization.Float8Tensor.from_hp(
-        weight, torch.float8_e4m3fn, quantization.PerRow(), kernel_preference=common.KernelPreference.TORCH
+        weight,
+        torch.float8_e4m3fn,
+        quantization.PerRow(),
+        kernel_preference=common.KernelPreference.TORCH,
     )
     ours = fp8.quantize(weight)
     assert torch.equal(ours.scale, theirs.scale)
@@ -55,7 +62,9 @@ def test_the_bits_are_torchaos(dtype: torch.dtype) -> None:
 
 @pytest.mark.parametrize("stored", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_dequantising_rounds_the_exact_product_once(stored: torch.dtype, dtype: torch.dtype) -> None:
+def test_dequantising_rounds_the_exact_product_once(
+    stored: torch.dtype, dtype: torch.dtype
+) -> None:
     codes, scale = fp8.quantize(of_every_kind(stored))
     exact = (codes.double() * scale.double()).float()
     assert torch.equal(fp8.dequantize(fp8.FP8Parts(codes, scale), 192, dtype), exact.to(dtype))

@@ -84,15 +84,24 @@ def kernels_of_the_processor(called: list[str]) -> Any:
 def test_products_are_the_same_with_kernels_and_without(monkeypatch: pytest.MonkeyPatch) -> None:
     weight = FP8Weight.quantize(torch.randn(48, 64, generator=torch.Generator().manual_seed(0)))
     codes, scale = weight.parts
-    x, grad = torch.randn(5, 64).bfloat16(), torch.randn(5, 48).bfloat16()
+    x = torch.randn(5, 64).bfloat16()
+    grad = torch.randn(5, 48).bfloat16()
     called: list[str] = []
     kernels: ModuleType = kernels_of_the_processor(called)
     products: list[Any] = []
-    monkeypatch.setattr(fp8_products, "_product", lambda x, codes, scale, *_, **__: products.append((*x, codes, scale)))
+    monkeypatch.setattr(
+        fp8_products,
+        "_product",
+        lambda x, codes, scale, *_, **__: products.append((*x, codes, scale)),
+    )
     numerics = FP8Weight.IN_FP8
     for device in ("cpu", "cuda"):
         if device == "cuda":
-            monkeypatch.setattr(fp8_products, "_rounded", lambda x, f=None: fp8_products._rounded_by_kernel(kernels, x, f))
+            monkeypatch.setattr(
+                fp8_products,
+                "_rounded",
+                lambda x, f=None: fp8_products._rounded_by_kernel(kernels, x, f),
+            )
             monkeypatch.setattr(fp8_products, "_transposed", kernels.transposed)
         numerics.linear(x.clone(), [codes, scale], 64)
         numerics.linear_grad(grad, [codes, scale], 64)
@@ -108,9 +117,14 @@ def test_products_are_the_same_with_kernels_and_without(monkeypatch: pytest.Monk
 def test_kernels_that_compute_something_else_are_not_used() -> None:
     good = kernels_of_the_processor([])
     fp8_products._compare(good, torch.device("cpu"))
-    wrong: Any = SimpleNamespace(quantise_rows=good.quantise_rows, transposed=lambda codes: codes.view(-1, codes.shape[0]))
+    wrong: Any = SimpleNamespace(
+        quantise_rows=good.quantise_rows, transposed=lambda codes: codes.view(-1, codes.shape[0])
+    )
     with pytest.raises(AssertionError, match="turns codes otherwise"):
         fp8_products._compare(wrong, torch.device("cpu"))
-    wrong = SimpleNamespace(quantise_rows=lambda x, _, *made: good.quantise_rows(x, None, *made), transposed=good.transposed)
+    wrong = SimpleNamespace(
+        quantise_rows=lambda x, _, *made: good.quantise_rows(x, None, *made),
+        transposed=good.transposed,
+    )
     with pytest.raises(AssertionError, match="other scales"):
         fp8_products._compare(wrong, torch.device("cpu"))

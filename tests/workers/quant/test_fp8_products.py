@@ -1,4 +1,6 @@
-"""Products in FP8: the formula they stand for, in both directions, and when they are chosen. torch emulates them on CPUs."""
+"""Products in FP8: the formula they stand for, in both directions, and when they are chosen. torch
+emulates them on CPUs.
+"""
 
 from __future__ import annotations
 
@@ -31,7 +33,9 @@ def emulated() -> bool:
     return True
 
 
-needs_products = pytest.mark.skipif(not emulated(), reason="this torch does not emulate products in FP8 on processors")
+needs_products = pytest.mark.skipif(
+    not emulated(), reason="this torch does not emulate products in FP8 on processors"
+)
 
 
 def rounded(factor: Tensor) -> Tensor:
@@ -46,7 +50,11 @@ def distance(found: Tensor, expected: Tensor) -> float:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_both_directions_round_one_factor_and_nothing_else(dtype: torch.dtype) -> None:
     generator = torch.Generator().manual_seed(0)
-    weight = FP8Weight.quantize((torch.randn(48, 64, generator=generator) * torch.rand(48, 1, generator=generator)).to(dtype))
+    weight = FP8Weight.quantize(
+        (torch.randn(48, 64, generator=generator) * torch.rand(48, 1, generator=generator)).to(
+            dtype
+        )
+    )
     x = torch.randn(2, 5, 64, generator=generator).to(dtype).requires_grad_()
     y = weight.linear_in_fp8(x)
     y.mul_(1)  # architectures write into what a layer returns
@@ -66,7 +74,11 @@ def layers_of_one_input() -> tuple[list[list[Tensor]], Numerics, Tensor]:
     """Three weights, their arithmetic, and an input of theirs."""
     generator = torch.Generator().manual_seed(1)
     weights = [FP8Weight.quantize(torch.randn(48, 64, generator=generator)) for _ in range(3)]
-    return [list(weight.parts) for weight in weights], FP8Weight.IN_FP8, torch.randn(5, 64, generator=generator)
+    return (
+        [list(weight.parts) for weight in weights],
+        FP8Weight.IN_FP8,
+        torch.randn(5, 64, generator=generator),
+    )
 
 
 @pytest.fixture
@@ -74,7 +86,9 @@ def quantised(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """The number of rows of everything that is rounded to FP8 from now on."""
     rows: list[int] = []
     rounded = fp8_products._rounded_by_parts
-    monkeypatch.setattr(fp8_products, "_rounded_by_parts", lambda x, f: (rows.append(x.shape[0]), rounded(x, f))[1])
+    monkeypatch.setattr(
+        fp8_products, "_rounded_by_parts", lambda x, f: (rows.append(x.shape[0]), rounded(x, f))[1]
+    )
     return rows
 
 
@@ -110,7 +124,9 @@ def test_compiled_code_that_uses_a_buffer_again_gets_its_new_values(quantised: l
     operator = torch.ops.ft_service.frozen_linear
     with torch.no_grad():
         operator(x, parts, numerics.name, 64)
-        torch.from_numpy(x.numpy()).mul_(-1)  # as a kernel of the compiler would: past the tensor's version
+        torch.from_numpy(x.numpy()).mul_(
+            -1
+        )  # as a kernel of the compiler would: past the tensor's version
         y = operator(x, parts, numerics.name, 64)
     assert torch.equal(y, numerics.linear(x.clone(), parts, 64))
 
@@ -119,7 +135,9 @@ def test_compiled_code_that_uses_a_buffer_again_gets_its_new_values(quantised: l
 @pytest.mark.parametrize("rows", [1, 7, 16, 255, 256, 257])
 def test_any_number_of_rows(rows: int, monkeypatch: pytest.MonkeyPatch) -> None:
     weight = FP8Weight.quantize(torch.randn(48, 64, generator=torch.Generator().manual_seed(0)))
-    scales, fast, counts = [], [], []
+    scales = []
+    fast = []
+    counts = []
     multiply = torch._scaled_mm  # pyright: ignore[reportPrivateImportUsage]
 
     def watched(a: Tensor, b: Tensor, scale_a: Tensor, scale_b: Tensor, **options: Any) -> Tensor:
@@ -162,13 +180,19 @@ def test_a_device_is_chosen_by_what_it_can(monkeypatch: pytest.MonkeyPatch) -> N
     gpu = torch.device("cuda", 0)
     for capability, version, expected in [
         ((8, 0), "2.13.0", "8.0, below 8.9"),
-        ((8, 9), "2.11.0+cu130", "PyTorch 2.11.0+cu130 multiplies FP8 wrongly on GPUs of compute capability 8.9"),
+        (
+            (8, 9),
+            "2.11.0+cu130",
+            "PyTorch 2.11.0+cu130 multiplies FP8 wrongly on GPUs of compute capability 8.9",
+        ),
         ((8, 9), "2.12.0", None),
         ((8, 9), "2.13.0a0+gitabc", None),
         ((9, 0), "2.11.0+cu130", None),
         ((12, 0), "2.11.0", None),
     ]:
-        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device, found=capability: found)
+        monkeypatch.setattr(
+            torch.cuda, "get_device_capability", lambda device, found=capability: found
+        )
         monkeypatch.setattr(torch, "__version__", version)
         reason = why_not(torch.bfloat16, gpu)
         assert reason is None if expected is None else expected in (reason or "")
@@ -181,19 +205,44 @@ def test_a_device_is_chosen_by_what_it_can(monkeypatch: pytest.MonkeyPatch) -> N
 @pytest.mark.parametrize(
     ("options", "can", "says", "in_fp8"),
     [
-        ({"default": "fp8"}, False, "14 layers stored in fp8 are dequantised to multiply: processors do not", 0),
+        (
+            {"default": "fp8"},
+            False,
+            "14 layers stored in fp8 are dequantised to multiply: processors do not",
+            0,
+        ),
         ({"default": "fp8", "fp8_products": "off"}, True, "precision.fp8_products is off", 0),
-        ({"default": "fp8"}, True, "10 layers stored in fp8 multiply in FP8 (a GPU); 4 are dequantised", EVERY_LAYER - 4),
+        (
+            {"default": "fp8"},
+            True,
+            "10 layers stored in fp8 multiply in FP8 (a GPU); 4 are dequantised",
+            EVERY_LAYER - 4,
+        ),
         ({"default": "nf4"}, True, None, 0),
     ],
 )
 def test_a_job_says_how_its_layers_multiply(
-    options: dict[str, Any], can: bool, says: str | None, in_fp8: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    options: dict[str, Any],
+    can: bool,
+    says: str | None,
+    in_fp8: int,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     if can:
         monkeypatch.setattr(precision, "why_not", lambda compute, device: None)
         monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "a GPU")
-    base = save_tiny_llama(tmp_path / "base", head_dim=20, num_attention_heads=4, num_key_value_heads=1, intermediate_size=112)
+    base = save_tiny_llama(
+        tmp_path / "base",
+        head_dim=20,
+        num_attention_heads=4,
+        num_key_value_heads=1,
+        intermediate_size=112,
+    )
     built = build(spec_for(base, precision=options), CPU)
-    assert built.arithmetic.products is None if says is None else says in (built.arithmetic.products or "")
+    assert (
+        built.arithmetic.products is None
+        if says is None
+        else says in (built.arithmetic.products or "")
+    )
     assert sum(getattr(m, "in_fp8", False) for m in built.peft_model.modules()) == in_fp8

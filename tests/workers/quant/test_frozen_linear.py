@@ -11,12 +11,15 @@ from workers.layers.linear import FrozenLinear
 from workers.quant.rowwise import RowQuantized
 from workers.quant.weights import FP8Weight, NF4Weight
 
-ROWS, COLS = 10, 200
+ROWS = 10
+COLS = 200
 
 
 @pytest.mark.parametrize("kind", [NF4Weight, FP8Weight])
 @pytest.mark.parametrize("bias", [False, True])
-def test_linear_equals_the_dense_one_and_saves_no_dense_copy(kind: type[RowQuantized], bias: bool) -> None:
+def test_linear_equals_the_dense_one_and_saves_no_dense_copy(
+    kind: type[RowQuantized], bias: bool
+) -> None:
     linear = nn.Linear(COLS, ROWS, bias=bias, dtype=torch.float32)
     frozen = FrozenLinear.on_meta(linear, kind)
     stored = kind.quantize(linear.weight.detach())
@@ -34,6 +37,11 @@ def test_linear_equals_the_dense_one_and_saves_no_dense_copy(kind: type[RowQuant
     assert torch.equal(y, expected)
     gradient = torch.randn_like(y)
     assert torch.allclose(
-        torch.autograd.grad(y, x, gradient)[0], torch.autograd.grad(expected, x, gradient)[0], rtol=1e-6, atol=1e-6
+        torch.autograd.grad(y, x, gradient)[0],
+        torch.autograd.grad(expected, x, gradient)[0],
+        rtol=1e-6,
+        atol=1e-6,
     )
-    assert not [dtype for shape, dtype in saved if shape == (ROWS, COLS) and dtype.itemsize > 1], "no dense copy"
+    assert not [dtype for shape, dtype in saved if shape == (ROWS, COLS) and dtype.itemsize > 1], (
+        "no dense copy"
+    )

@@ -1,4 +1,6 @@
-"""Grouped products: one for all groups, or lot by lot, equals the product of each row with its group's matrix."""
+"""Grouped products: one for all groups, or lot by lot, equals the product of each row with its
+group's matrix.
+"""
 
 from __future__ import annotations
 
@@ -11,10 +13,17 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from ft_service import kernel_limits
 from workers.quant import grouped_linear as module
-from workers.quant.grouped_linear import PLAIN, GroupedWeight, grouped_linear, grouped_matrices, grouped_product
+from workers.quant.grouped_linear import (
+    PLAIN,
+    GroupedWeight,
+    grouped_linear,
+    grouped_matrices,
+    grouped_product,
+)
 from workers.quant.weights import FP8Weight, NF4Weight
 
-ROWS, COLS = 24, 64
+ROWS = 24
+COLS = 64
 COUNTS = {
     "all met": [3, 1, 4, 1, 5],
     "none at the ends": [0, 0, 9, 5, 0],
@@ -37,11 +46,14 @@ def factors() -> tuple[Tensor, Tensor]:
 @pytest.mark.parametrize("name", [PLAIN, "nf4", "fp8"])
 @pytest.mark.parametrize("lot", [1, 2, 5])
 @pytest.mark.parametrize("counts", COUNTS.values(), ids=COUNTS)
-def test_the_grouped_product_is_the_loop(name: str, lot: int, counts: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_grouped_product_is_the_loop(
+    name: str, lot: int, counts: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(kernel_limits, "GROUPED_BYTES", lot * ROWS * COLS * 4)
     x, grad = factors()
     x.requires_grad_()
-    parts, numbers = stored(name), torch.tensor(counts)
+    parts = stored(name)
+    numbers = torch.tensor(counts)
     y = grouped_linear(x, numbers, parts, name, ROWS, COLS)
     y.backward(grad)
     assert x.grad is not None
@@ -62,7 +74,9 @@ class Forbidding(TorchDispatchMode):
 
 
 @pytest.mark.parametrize("lot", [2, 5])
-def test_the_host_never_waits_for_the_number_of_rows(lot: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_host_never_waits_for_the_number_of_rows(
+    lot: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """On meta tensors there are no numbers to wait for: reading one raises an error."""
     monkeypatch.setattr(kernel_limits, "GROUPED_BYTES", lot * ROWS * COLS * 2)
     there = torch.device("meta")
@@ -84,7 +98,8 @@ def test_adapters_of_any_r_take_the_grouped_product_and_get_the_loop_s_results(
     generator = torch.Generator().manual_seed(0)
     shapes = ((14, cols), (5, r, cols), (5, 10, r), (14, 10))
     x, a, b, grad = (torch.randint(-4, 5, shape, generator=generator).float() for shape in shapes)
-    numbers, sizes = torch.tensor(counts), []
+    numbers = torch.tensor(counts)
+    sizes = []
 
     def is_grouped(x: Tensor, rows: int, cols: int) -> bool:
         sizes.append((rows, cols))

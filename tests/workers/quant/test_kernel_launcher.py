@@ -1,4 +1,6 @@
-"""Launches of Triton's kernels that are made again, beside Triton's own: without a GPU, down to its driver."""
+"""Launches of Triton's kernels that are made again, beside Triton's own: without a GPU, down to its
+driver.
+"""
 
 from __future__ import annotations
 

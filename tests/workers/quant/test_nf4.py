@@ -21,7 +21,9 @@ def weights() -> dict[str, torch.Tensor]:
 def test_error_is_that_of_bitsandbytes_nested_statistics(kind: str) -> None:
     weight = weights()[kind]
     ours = nf4.dequantize(nf4.quantize(weight), weight.shape[1], torch.float32)
-    codes, state = bnb.quantize_4bit(weight, blocksize=64, quant_type="nf4", compress_statistics=True)
+    codes, state = bnb.quantize_4bit(
+        weight, blocksize=64, quant_type="nf4", compress_statistics=True
+    )
     theirs = bnb.dequantize_4bit(codes, state)
     assert (ours - weight).norm() <= 1.01 * (theirs - weight).norm()
 
@@ -51,7 +53,9 @@ def test_dequantised_has_the_shape_dtype_and_values_of_the_codebook(cols: int) -
     assert low.dtype == torch.bfloat16
     assert torch.allclose(low.float(), high, rtol=1 / 128)
     row_max = high.abs().amax(dim=1)
-    assert torch.allclose(row_max, weight.abs().amax(dim=1)), "the largest magnitude of a row is kept exactly"
+    assert torch.allclose(row_max, weight.abs().amax(dim=1)), (
+        "the largest magnitude of a row is kept exactly"
+    )
 
 
 def test_a_zero_row_stays_zero() -> None:

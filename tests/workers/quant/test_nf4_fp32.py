@@ -13,7 +13,9 @@ from workers.quant import nf4_fp32
 def test_values_are_those_of_bitsandbytes_with_plain_statistics(dtype: torch.dtype) -> None:
     weight = torch.randn(64, 256, generator=torch.Generator().manual_seed(0)).to(dtype)
     ours = nf4_fp32.dequantize(nf4_fp32.quantize(weight), 256, dtype)
-    codes, state = bnb.quantize_4bit(weight, blocksize=64, quant_type="nf4", compress_statistics=False)
+    codes, state = bnb.quantize_4bit(
+        weight, blocksize=64, quant_type="nf4", compress_statistics=False
+    )
     assert torch.equal(ours, bnb.dequantize_4bit(codes, state))
 
 

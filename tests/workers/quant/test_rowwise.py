@@ -1,4 +1,6 @@
-"""The operations that FSDP2 and modules need of a row-quantised weight, one by one, and the refusal of all others."""
+"""The operations that FSDP2 and modules need of a row-quantised weight, one by one, and the refusal
+of all others.
+"""
 
 from __future__ import annotations
 
@@ -10,17 +12,21 @@ from torch import nn
 
 from workers.quant.weights import QUANTIZED
 
-ROWS, COLS = 10, 200
+ROWS = 10
+COLS = 200
 
 
 @pytest.fixture(params=QUANTIZED.values())
 def weight(request: pytest.FixtureRequest) -> Any:
-    return request.param.quantize(torch.randn(ROWS, COLS, generator=torch.Generator().manual_seed(0)))
+    return request.param.quantize(
+        torch.randn(ROWS, COLS, generator=torch.Generator().manual_seed(0))
+    )
 
 
 def same(a: Any, b: Any) -> bool:
     return a.shape == b.shape and all(
-        torch.equal(x.view(torch.uint8), y.view(torch.uint8)) for x, y in zip(a.parts, b.parts, strict=True)
+        torch.equal(x.view(torch.uint8), y.view(torch.uint8))
+        for x, y in zip(a.parts, b.parts, strict=True)
     )
 
 
@@ -66,7 +72,9 @@ def test_split_along_columns_is_refused(weight: Any) -> None:
 
 
 def test_padding_a_short_shard_and_cutting_it_again(weight: Any) -> None:
-    """What FSDP2 does with the last shard: zeros of full height, copy, narrow to the logical rows, flatten; then the gather."""
+    """What FSDP2 does with the last shard: zeros of full height, copy, narrow to the logical rows,
+    flatten; then the gather.
+    """
     short = torch.chunk(weight, 3)[2]
     padded = short.new_zeros((4, COLS))
     padded.narrow(0, 0, 2).copy_(short)
@@ -101,13 +109,21 @@ def test_new_empty_of_no_rows(weight: Any) -> None:
 
 def test_flatten_and_unflatten(weight: Any) -> None:
     names, meta = weight.__tensor_flatten__()
-    again = type(weight).__tensor_unflatten__({name: getattr(weight, name) for name in names}, meta, weight.shape, None)
+    again = type(weight).__tensor_unflatten__(
+        {name: getattr(weight, name) for name in names}, meta, weight.shape, None
+    )
     assert same(again, weight)
 
 
-@pytest.mark.parametrize("operation", [lambda w: w + 1, lambda w: w @ torch.ones(COLS), lambda w: w.t(), torch.linalg.norm])
+@pytest.mark.parametrize(
+    "operation",
+    [lambda w: w + 1, lambda w: w @ torch.ones(COLS), lambda w: w.t(), torch.linalg.norm],
+)
 def test_any_other_operation_is_refused_by_name(weight: Any, operation: Any) -> None:
-    with pytest.raises(NotImplementedError, match=rf"{type(weight).__name__} without a name does not implement aten"):
+    with pytest.raises(
+        NotImplementedError,
+        match=rf"{type(weight).__name__} without a name does not implement aten",
+    ):
         operation(weight)
 
 
@@ -116,5 +132,8 @@ def test_a_refusal_names_the_parameter_also_where_it_is_gathered(weight: Any) ->
     sent, metadata = weight.detach().fsdp_pre_all_gather(None)
     gathered, _ = weight.fsdp_post_all_gather(sent, metadata, torch.float32)
     for named in (weight, torch.chunk(weight, 2)[0], gathered):
-        with pytest.raises(NotImplementedError, match=r"Weight model\.layers\.0\.mlp\.up_proj\.weight does not implement aten"):
+        with pytest.raises(
+            NotImplementedError,
+            match=r"Weight model\.layers\.0\.mlp\.up_proj\.weight does not implement aten",
+        ):
             _ = named + 1

@@ -25,10 +25,17 @@ def groups(model: nn.Module) -> list[str]:
 
 
 def test_no_group_by_size_is_what_another_module_uses_without_calling_it() -> None:
-    """FSDP2 gathers a group for its own forward alone: a scan would be given a convolution's shard."""
-    mixer, router = nn.Module(), nn.Module()
+    """FSDP2 gathers a group for its own forward alone: a scan would be given a convolution's
+    shard.
+    """
+    mixer = nn.Module()
+    router = nn.Module()
     router.weight = nn.Parameter(torch.empty(40, 40))
-    for name, inner in {"conv1d": nn.Conv1d(40, 40, 4), "dt_proj": nn.Linear(40, 40), "experts": router}.items():
+    for name, inner in {
+        "conv1d": nn.Conv1d(40, 40, 4),
+        "dt_proj": nn.Linear(40, 40),
+        "experts": router,
+    }.items():
         mixer.add_module(name, inner)
     mixer.in_proj = nn.Linear(40, 40)
     assert groups(nn.Sequential(mixer, nn.Embedding(40, 40))) == ["0", "0.in_proj", "1"]

@@ -40,7 +40,9 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Cases[list[Step]]:
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_loss_and_gradients_equal_the_unsharded_reference(case: str, trained: Cases[list[Step]]) -> None:
+def test_loss_and_gradients_equal_the_unsharded_reference(
+    case: str, trained: Cases[list[Step]]
+) -> None:
     spec, of_ranks = trained.of(case)
     truth = reference_steps(Path(spec.model.path), spec)
     for steps in of_ranks:
@@ -48,6 +50,10 @@ def test_loss_and_gradients_equal_the_unsharded_reference(case: str, trained: Ca
         kinds = [kind for kind, *_ in steps[0].collectives]
         if spec.world_size == 4:
             assert kinds.count("reduce") == 2, "one reduce-scatter per layer inside a copy"
-            assert kinds.count("allreduce") == 2 + 1, "one all-reduce per layer between the copies, and the sums of the step"
+            assert kinds.count("allreduce") == 2 + 1, (
+                "one all-reduce per layer between the copies, and the sums of the step"
+            )
         else:
-            assert kinds == ["allreduce"] * 2, "all gradients in one all-reduce, nothing gathered; and the sums of the step"
+            assert kinds == ["allreduce"] * 2, (
+                "all gradients in one all-reduce, nothing gathered; and the sums of the step"
+            )

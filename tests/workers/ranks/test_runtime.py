@@ -23,7 +23,13 @@ from ft_service.rundir.documents import ExitReason, Outcome, OutcomeKind, Start
 from ft_service.rundir.failure_origin import COLLECTIVE_TIMEOUT, Cause, cause_of
 from tests.support.ranks import run_on_ranks
 from tests.support.reconciling import spec_of
-from workers.ranks.runtime import _reproducible, quiet_libraries, report_failure, start_thread, surroundings
+from workers.ranks.runtime import (
+    _reproducible,
+    quiet_libraries,
+    report_failure,
+    start_thread,
+    surroundings,
+)
 
 OUTCOME = "attempts/1/outcome.json"
 
@@ -54,7 +60,10 @@ def test_a_lost_connection_is_no_outcome_and_no_cause(text: str, tmp_path: Path)
 def new_run(folder: Path, **distributed: object) -> RunDir:
     run = RunDir(folder)
     run.write("spec.json", spec_of("ftjob-1", distributed={"nproc_per_node": 2, **distributed}))
-    run.write("attempts/1/start.json", Start(job_id="ftjob-1", attempt=1, world_size=2, generation=1, checkpoint=None))
+    run.write(
+        "attempts/1/start.json",
+        Start(job_id="ftjob-1", attempt=1, world_size=2, generation=1, checkpoint=None),
+    )
     return run
 
 
@@ -62,7 +71,9 @@ def all_reduce_without_rank_1(rank: int, world: int, root: str) -> None:
     run = RunDir(root)
     group = dist.new_group()
     assert isinstance(group, dist.ProcessGroup)
-    _set_pg_timeout(timedelta(seconds=1), group)  # once all are in it: the second would be one for finding each other, too
+    _set_pg_timeout(
+        timedelta(seconds=1), group
+    )  # once all are in it: the second would be one for finding each other, too
     if rank == 1:
         deadline = time.monotonic() + 60
         while run.read(OUTCOME, Outcome) is None and time.monotonic() < deadline:
@@ -108,7 +119,9 @@ def test_an_import_that_fails_later_is_permanent_too(tmp_path: Path) -> None:
         (UnreadableDocumentError("origins.json", "it is not JSON"), True),
     ],
 )
-def test_a_job_ends_with_what_its_next_attempt_would_find_again(error: Exception, permanent: bool, tmp_path: Path) -> None:
+def test_a_job_ends_with_what_its_next_attempt_would_find_again(
+    error: Exception, permanent: bool, tmp_path: Path
+) -> None:
     report_failure(RunDir(tmp_path), 1, error)
     outcome = RunDir(tmp_path).read(OUTCOME, Outcome)
     assert outcome is not None
@@ -120,7 +133,11 @@ def limits(rank: int, world: int, root: str) -> list[float]:
     made = surroundings(RunDir(root), 1, torch.device("cpu"))
     groups = [*made.mesh.get_all_groups(), made.groups.stop, made.groups.save]
     assert all(isinstance(group, dist.ProcessGroup) for group in groups)
-    backends = [group._get_backend(torch.device("cpu")) for group in groups if isinstance(group, dist.ProcessGroup)]
+    backends = [
+        group._get_backend(torch.device("cpu"))
+        for group in groups
+        if isinstance(group, dist.ProcessGroup)
+    ]
     return [backend.options._timeout.total_seconds() for backend in backends]
 
 
@@ -132,7 +149,10 @@ def test_every_group_has_the_limit_of_the_job(tmp_path: Path) -> None:
 def test_torchrun_calls_nodes_that_did_not_come_as_the_launcher_expects_it() -> None:
     from torch.distributed.elastic import rendezvous
 
-    assert all(issubclass(getattr(rendezvous, name), rendezvous.RendezvousError) for name in (NEVER_CAME, STORE_GONE))
+    assert all(
+        issubclass(getattr(rendezvous, name), rendezvous.RendezvousError)
+        for name in (NEVER_CAME, STORE_GONE)
+    )
 
 
 def test_what_libraries_tell_their_callers_is_not_in_every_ranks_output() -> None:
@@ -158,10 +178,15 @@ def test_a_gpu_s_long_sums_are_in_fp32() -> None:
     try:
         for device, reduced in (("cpu", True), ("cuda", False)):
             settings.allow_bf16_reduced_precision_reduction = True
-            with patch.object(torch, "use_deterministic_algorithms"), patch.object(torch, "manual_seed"):
+            with (
+                patch.object(torch, "use_deterministic_algorithms"),
+                patch.object(torch, "manual_seed"),
+            ):
                 _reproducible(torch.device(device))
             assert settings.allow_bf16_reduced_precision_reduction is reduced
             split = getattr(settings, "allow_bf16_reduced_precision_reduction_split_k", True)
-            assert split, "PyTorch's products in bf16 fail without it, unless they go through cuBLASLt"
+            assert split, (
+                "PyTorch's products in bf16 fail without it, unless they go through cuBLASLt"
+            )
     finally:
         settings.allow_bf16_reduced_precision_reduction = before

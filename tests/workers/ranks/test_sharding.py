@@ -1,4 +1,6 @@
-"""What the options of `distributed` do to collectives and activations; that they do not change the numbers."""
+"""What the options of `distributed` do to collectives and activations; that they do not change the
+numbers.
+"""
 
 from __future__ import annotations
 
@@ -41,10 +43,19 @@ BF16 = {"default": "bf16"}
 KEPT = {"keep_unsharded": True}
 
 
-def job(model: Path, ranks: int, precision: dict[str, Any], *, each: int = 2, **distributed: Any) -> JobSpec:
+def job(
+    model: Path, ranks: int, precision: dict[str, Any], *, each: int = 2, **distributed: Any
+) -> JobSpec:
     training = {"per_device_train_batch_size": each}
     precision = {**precision, "compute": "fp32"}
-    return spec_for(model, ranks=ranks, precision=precision, training=training, lora={"r": 4}, distributed=distributed)
+    return spec_for(
+        model,
+        ranks=ranks,
+        precision=precision,
+        training=training,
+        lora={"r": 4},
+        distributed=distributed,
+    )
 
 
 @pytest.fixture(scope="module")
@@ -55,7 +66,9 @@ def deep(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def tied(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return save_tiny_llama(tmp_path_factory.mktemp("tied"), num_hidden_layers=3, tie_word_embeddings=True)
+    return save_tiny_llama(
+        tmp_path_factory.mktemp("tied"), num_hidden_layers=3, tie_word_embeddings=True
+    )
 
 
 @pytest.fixture(scope="module")
@@ -64,7 +77,9 @@ def references() -> References:
 
 
 LAYERS = 3
-CASES: dict[str, tuple[dict[str, Any], dict[str, Any], int, int]] = {  # precision, options, gathers, gathers when tied
+CASES: dict[
+    str, tuple[dict[str, Any], dict[str, Any], int, int]
+] = {  # precision, options, gathers, gathers when tied
     "by default": (MIXED, {}, 16, 14),
     "kept unsharded": (MIXED, KEPT, 5, 4),
     "kept unsharded, prefetching": (MIXED, {**KEPT, "prefetch": {}}, 5, 4),
@@ -93,7 +108,10 @@ def trained(deep: Path, tied: Path) -> dict[str, Cases[list[Step]]]:
     """What two ranks see of every case, by its base."""
 
     def of(model: Path, slow: Collection[str]) -> Cases[list[Step]]:
-        specs = {case: job(model, 2, precision, **options) for case, (precision, options, *_) in CASES.items()}
+        specs = {
+            case: job(model, 2, precision, **options)
+            for case, (precision, options, *_) in CASES.items()
+        }
         return Cases(steps_of_sharding, specs, slow)
 
     return {"deep": of(deep, SLOW), "tied": of(tied, SLOW_WHEN_TIED)}
@@ -118,14 +136,24 @@ def test_gathers_and_reductions_of_a_step_of_two_micro_batches(
         for step in steps:
             kinds = Counter(kind for kind, *_ in step.collectives)
             assert kinds["gather"] == (tied_gathers if base == "tied" else untied_gathers)
-            assert kinds["reduce"] == (1 if options.get("wrap") == "none" else LAYERS), "once a step and group with adapters"
+            assert kinds["reduce"] == (1 if options.get("wrap") == "none" else LAYERS), (
+                "once a step and group with adapters"
+            )
 
 
-# Where nothing is gathered together by layers, and bases that are partly left out ---------------------------------------
+# Where nothing is gathered together by layers, and bases that are partly left out
+# ---------------------------------------
 
-OTHERS: dict[str, tuple[int, dict[str, Any], dict[str, Any], int]] = {  # ranks, precision, options, gathers a micro-batch
+OTHERS: dict[
+    str, tuple[int, dict[str, Any], dict[str, Any], int]
+] = {  # ranks, precision, options, gathers a micro-batch
     "resharded to two of four": (4, BF16, {"reshard_after_forward": 2}, 8),
-    "resharded to two of four, one copy of two": (4, BF16, {"reshard_after_forward": True, "replicate": 2}, 8),
+    "resharded to two of four, one copy of two": (
+        4,
+        BF16,
+        {"reshard_after_forward": True, "replicate": 2},
+        8,
+    ),
     "every linear layer a group": (2, MIXED, {"wrap": {"min_params": 1}}, 0),
     "every linear layer a group, checkpointed": (
         2,
@@ -140,7 +168,12 @@ OTHERS: dict[str, tuple[int, dict[str, Any], dict[str, Any], int]] = {  # ranks,
         0,
     ),
     "larger groups only": (3, MIXED, {"wrap": {"min_params": 20_000}, "prefetch": {}}, 0),
-    "norms and embedding on every rank": (3, MIXED, {"ignored": [r".*norm\.weight", r".*embed_tokens.*"]}, 7),
+    "norms and embedding on every rank": (
+        3,
+        MIXED,
+        {"ignored": [r".*norm\.weight", r".*embed_tokens.*"]},
+        7,
+    ),
     "quantised weights on every rank": (2, MIXED, {"ignored": [r".*mlp.*"], **KEPT}, 5),
 }
 
@@ -151,12 +184,17 @@ SLOW_OTHERWISE = {"every linear layer a group, checkpointed selectively"}
 
 @pytest.fixture(scope="module")
 def otherwise(deep: Path) -> Cases[list[Step]]:
-    specs = {case: job(deep, ranks, precision, each=8, **own) for case, (ranks, precision, own, _) in OTHERS.items()}
+    specs = {
+        case: job(deep, ranks, precision, each=8, **own)
+        for case, (ranks, precision, own, _) in OTHERS.items()
+    }
     return Cases(steps_of_sharding, specs, SLOW_OTHERWISE)
 
 
 @pytest.mark.parametrize("case", often_and_slow(OTHERS, SLOW_OTHERWISE))
-def test_other_ways_to_shard_change_no_number(case: str, otherwise: Cases[list[Step]], references: References) -> None:
+def test_other_ways_to_shard_change_no_number(
+    case: str, otherwise: Cases[list[Step]], references: References
+) -> None:
     _, _, options, gathers = OTHERS[case]
     spec, of_ranks = otherwise.of(case)
     truth = references.of(spec, steps_needed(spec))
@@ -169,14 +207,21 @@ def test_other_ways_to_shard_change_no_number(case: str, otherwise: Cases[list[S
 
 
 @pytest.mark.parametrize("base", ["deep", "tied"])
-def test_no_group_by_size_holds_one_place_of_a_tied_weight(base: str, request: pytest.FixtureRequest) -> None:
+def test_no_group_by_size_holds_one_place_of_a_tied_weight(
+    base: str, request: pytest.FixtureRequest
+) -> None:
     spec = job(request.getfixturevalue(base), 2, BF16, wrap={"min_params": 1000})
     built = build(spec, CPU)
     model = built.peft_model.get_base_model()
     assert isinstance(model, PreTrainedModel)
-    held = [id(p) for group in grouped(built.peft_model, built.layers, spec.distributed) for p in _parameters_of(group)]
+    held = [
+        id(p)
+        for group in grouped(built.peft_model, built.layers, spec.distributed)
+        for p in _parameters_of(group)
+    ]
     places: Any = model
-    embedding, head = places.get_input_embeddings().weight, places.get_output_embeddings().weight
+    embedding = places.get_input_embeddings().weight
+    head = places.get_output_embeddings().weight
     assert (embedding is head) == (base == "tied")
     assert (id(embedding) in held, id(head) in held) == (base == "deep", base == "deep")
 
@@ -185,11 +230,14 @@ def _parameters_of(group: ShardGroup) -> list[nn.Parameter]:
     return [parameter for module in group.modules for parameter in module.parameters()]
 
 
-def test_resharding_to_fewer_ranks_gathers_over_those_in_backward(otherwise: Cases[list[Step]]) -> None:
+def test_resharding_to_fewer_ranks_gathers_over_those_in_backward(
+    otherwise: Cases[list[Step]],
+) -> None:
     _, of_ranks = otherwise.of("resharded to two of four")
     for first, *_ in of_ranks:
         sizes = [ranks for kind, _, _, ranks in first.collectives if kind == "gather"]
-        forward, backward = sizes[1 : 1 + LAYERS], sizes[-LAYERS:]
+        forward = sizes[1 : 1 + LAYERS]
+        backward = sizes[-LAYERS:]
         assert forward == [4] * LAYERS
         assert backward == [2] * LAYERS
 
@@ -203,10 +251,13 @@ def test_ignored_weights_are_whole_and_what_remains_is_sharded(deep: Path) -> No
 
 def sharded_or_whole(rank: int, world: int, spec: JobSpec) -> dict[str, bool]:
     built = constructed(spec, world)
-    return {plain_name(name): isinstance(p, DTensor) for name, p in built.peft_model.named_parameters()}
+    return {
+        plain_name(name): isinstance(p, DTensor) for name, p in built.peft_model.named_parameters()
+    }
 
 
-# Prefetch ----------------------------------------------------------------------------------------------------------------
+# Prefetch
+# ------------------------------------------------------------------------------
 
 
 DEPTHS: dict[str, dict[str, Any]] = {
@@ -223,20 +274,30 @@ def prefetched(deep: Path) -> Cases[tuple[list[int], list[int]]]:
 
 
 @pytest.mark.parametrize("depth", DEPTHS)
-def test_prefetch_gathers_so_many_layers_ahead(depth: str, prefetched: Cases[tuple[list[int], list[int]]]) -> None:
-    """Without it the gather of a layer is issued when its forward begins; backward is FSDP2's own: one ahead."""
-    ahead, behind = int(depth), int(depth) or 1
+def test_prefetch_gathers_so_many_layers_ahead(
+    depth: str, prefetched: Cases[tuple[list[int], list[int]]]
+) -> None:
+    """Without it the gather of a layer is issued when its forward begins; backward is FSDP2's own:
+    one ahead.
+    """
+    ahead = int(depth)
+    behind = int(depth) or 1
     for forward, backward in prefetched.of(depth)[1]:
-        # Groups are embedding, three layers, norm with head. When layer i computes, its gather is number i + 2.
+        # Groups are embedding, three layers, norm with head. When layer i computes, its gather is
+        # number i + 2.
         assert forward == [min(i + 2 + ahead, 5) for i in range(LAYERS)]
-        # Backward gathers the layers only, from the last one on. When layer i's backward begins, its own is number 3 - i.
+        # Backward gathers the layers only, from the last one on. When layer i's backward begins,
+        # its own is number 3 - i.
         assert backward == [min(LAYERS - i + behind, LAYERS) for i in reversed(range(LAYERS))]
 
 
 def gathers_before_each_layer(rank: int, world: int, spec: JobSpec) -> tuple[list[int], list[int]]:
-    """How many gathers were issued when each layer's forward and, in the order of backward, its backward began."""
+    """How many gathers were issued when each layer's forward and, in the order of backward, its
+    backward began.
+    """
     built = constructed(spec, world)
-    forward, backward = [], []
+    forward = []
+    backward = []
     with counted_collectives() as log:
 
         def gathers() -> int:
@@ -267,10 +328,15 @@ def early_gathers(rank: int, world: int, spec: JobSpec) -> tuple[int, int]:
     return early, early + sum(kind == "gather" for kind, *_ in step.collectives)
 
 
-# Validation --------------------------------------------------------------------------------------------------------------
+# Validation
+# ------------------------------------------------------------------------------
 
 
-VALIDATED: dict[str, dict[str, Any]] = {"resharded": {}, "kept": KEPT, "not resharded": {"reshard_after_forward": False}}
+VALIDATED: dict[str, dict[str, Any]] = {
+    "resharded": {},
+    "kept": KEPT,
+    "not resharded": {"reshard_after_forward": False},
+}
 
 
 @pytest.fixture(scope="module")
@@ -290,7 +356,8 @@ def unsharded_after_validation(rank: int, world: int, spec: JobSpec) -> list[str
     return [name for name, p in built.peft_model.named_parameters() if not isinstance(p, DTensor)]
 
 
-# Activations -------------------------------------------------------------------------------------------------------------
+# Activations
+# ------------------------------------------------------------------------------
 
 
 class CountedOperators(TorchDispatchMode):
@@ -304,7 +371,9 @@ class CountedOperators(TorchDispatchMode):
 
 
 def operators(rank: int, world: int, spec: JobSpec) -> tuple[Counter[str], Counter[str], list[str]]:
-    """Operators run in forward and in backward, and the names that a checkpoint of the job would hold."""
+    """Operators run in forward and in backward, and the names that a checkpoint of the job would
+    hold.
+    """
     built = constructed(spec, world)
     batch = collate(samples()[:3], CPU)
     with CountedOperators() as forward:
@@ -316,7 +385,10 @@ def operators(rank: int, world: int, spec: JobSpec) -> tuple[Counter[str], Count
 
 def test_checkpointing_computes_again_what_it_does_not_keep(deep: Path) -> None:
     modes = ("none", "full", "selective")
-    cases = Cases(operators, {mode: job(deep, 1, {"default": "nf4"}, activation_checkpointing=mode) for mode in modes})
+    cases = Cases(
+        operators,
+        {mode: job(deep, 1, {"default": "nf4"}, activation_checkpointing=mode) for mode in modes},
+    )
     found = {mode: cases.of(mode)[1][0] for mode in modes}
     attention = "attend"
     forward = found["none"][0]
@@ -325,10 +397,16 @@ def test_checkpointing_computes_again_what_it_does_not_keep(deep: Path) -> None:
     for mode in ("none", "selective"):
         assert found[mode][1]["frozen_linear"] == 0, f"{mode}: kept"
         assert found[mode][1][attention] == 0, f"{mode}: kept"
-    assert found["full"][1]["frozen_linear"] >= 6 * LAYERS, "again in backward, but for what nothing needs"
+    assert found["full"][1]["frozen_linear"] >= 6 * LAYERS, (
+        "again in backward, but for what nothing needs"
+    )
     assert found["full"][1][attention] == LAYERS
     assert found["none"][1]["silu"] == 0
     assert found["selective"][1]["silu"] == LAYERS, "cheap, and as large as the widest product"
-    products = {mode: backward["mm"] + backward["addmm"] for mode, (_, backward, _) in found.items()}
-    assert products["none"] < products["selective"] < products["full"], "selective computes only the products with B again"
+    products = {
+        mode: backward["mm"] + backward["addmm"] for mode, (_, backward, _) in found.items()
+    }
+    assert products["none"] < products["selective"] < products["full"], (
+        "selective computes only the products with B again"
+    )
     assert found["none"][2] == found["full"][2] == found["selective"][2], "names know nothing of it"

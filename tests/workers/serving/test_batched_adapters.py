@@ -20,12 +20,18 @@ from workers.serving.model import ServedModel
 FP32 = PrecisionOptions(compute="fp32")
 
 
-def saved_adapter(base: Path, family: str, folder: Path, seed: int, **options: Any) -> torch.nn.Module:
+def saved_adapter(
+    base: Path, family: str, folder: Path, seed: int, **options: Any
+) -> torch.nn.Module:
     """A random adapter by plain PEFT, saved; with the model that it is on."""
     capped = AutoConfig.from_pretrained(base).to_dict().get("attn_logit_softcapping")
-    model = AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32, attn_implementation="eager" if capped else None)
+    model = AutoModelForCausalLM.from_pretrained(
+        base, dtype=torch.float32, attn_implementation="eager" if capped else None
+    )
     targets = OF_EXPERTS.get(family, "all-linear")
-    config = LoraConfig(r=4, lora_alpha=12, target_modules=targets, task_type="CAUSAL_LM", **options)
+    config = LoraConfig(
+        r=4, lora_alpha=12, target_modules=targets, task_type="CAUSAL_LM", **options
+    )
     tuned = get_peft_model(model, config)
     with torch.no_grad():
         for name, parameter in tuned.named_parameters():
@@ -37,12 +43,16 @@ def saved_adapter(base: Path, family: str, folder: Path, seed: int, **options: A
 
 def test_an_adapter_of_another_base_is_refused(tmp_path: Path) -> None:
     saved_adapter(save_tiny("llama", tmp_path / "wide", hidden_size=64), "llama", tmp_path / "a", 1)
-    served = ServedModel(str(save_tiny("llama", tmp_path / "base")), FP32, torch.device("cpu"), None)
+    served = ServedModel(
+        str(save_tiny("llama", tmp_path / "base")), FP32, torch.device("cpu"), None
+    )
     with pytest.raises(SpecError, match="of another base"):
         served.adapters.get(str(tmp_path / "a"))
 
 
 def test_adapters_on_stacks_of_experts_are_refused_by_name() -> None:
-    files: Any = SimpleNamespace(replaced={}, config=SimpleNamespace(target_parameters=["mlp.experts.down_proj"]))
+    files: Any = SimpleNamespace(
+        replaced={}, config=SimpleNamespace(target_parameters=["mlp.experts.down_proj"])
+    )
     with pytest.raises(SpecError, match=r"stacks of experts \(lora.target_parameters\)"):
         Adapters(torch.nn.Linear(2, 2), torch.float32, torch.device("cpu"))._load(files)

@@ -29,16 +29,24 @@ def test_ends_are_what_the_template_writes_behind_an_answer(chat: ChatTokenizer)
 
 
 def test_a_tuned_model_is_talked_to_by_the_template_of_its_job(tmp_path: Path) -> None:
-    """Which the base need not have: a prompt that was never seen in training is answered by no training."""
-    base, adapter, plain = tmp_path / "base", tmp_path / "adapter", tmp_path / "plain"
+    """Which the base need not have: a prompt that was never seen in training is answered by no
+    training.
+    """
+    base = tmp_path / "base"
+    adapter = tmp_path / "adapter"
+    plain = tmp_path / "plain"
     for folder in (base, adapter, plain):
         folder.mkdir()
     for name in ("tokenizer.json", "tokenizer_config.json"):
         (base / name).write_bytes((SAMPLE / name).read_bytes())
     (adapter / "chat_template.jinja").write_text(TEMPLATES["zephyr"])
-    chats, asked = Chats(str(base)), [{"role": "user", "content": "2+2?"}]
+    chats = Chats(str(base))
+    asked = [{"role": "user", "content": "2+2?"}]
     tuned = chats.of(str(adapter))
-    assert tuned.prompt(asked, []).result() == f"<|user|>\n2+2?{tuned.tokenizer.eos_token}\n<|assistant|>\n"
+    assert (
+        tuned.prompt(asked, []).result()
+        == f"<|user|>\n2+2?{tuned.tokenizer.eos_token}\n<|assistant|>\n"
+    )
     assert chats.of(str(adapter)) is tuned, "compiled once"
     pid = tuned._process.pid
     assert pid is not None

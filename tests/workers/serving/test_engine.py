@@ -1,4 +1,6 @@
-"""Answers of the engine: the tokens of transformers' `generate`, whatever else is answered at the same time."""
+"""Answers of the engine: the tokens of transformers' `generate`, whatever else is answered at the
+same time.
+"""
 
 from __future__ import annotations
 
@@ -23,7 +25,10 @@ from workers.serving.engine import Engine
 from workers.serving.model import ServedModel
 from workers.serving.requests import ChatRequest, TextRequest
 
-CHATS = [json.loads(line)["messages"][:-1] for line in (SAMPLE.parents[1] / "data/heldout.jsonl").read_text().splitlines()[:4]]
+CHATS = [
+    json.loads(line)["messages"][:-1]
+    for line in (SAMPLE.parents[1] / "data/heldout.jsonl").read_text().splitlines()[:4]
+]
 LIMIT = 12
 
 
@@ -53,7 +58,12 @@ def expected(chat: ChatTokenizer) -> list[list[int]]:
     answers = []
     for messages in CHATS:
         ids = torch.tensor([prompt_of(chat, messages)])
-        out = model.generate(input_ids=ids, attention_mask=torch.ones_like(ids), max_new_tokens=LIMIT, do_sample=False)
+        out = model.generate(
+            input_ids=ids,
+            attention_mask=torch.ones_like(ids),
+            max_new_tokens=LIMIT,
+            do_sample=False,
+        )
         answers.append(out[0, ids.shape[1] :].tolist())
     return answers
 
@@ -67,7 +77,9 @@ class Heard:
 
     def ask(self, name: str, messages: list[Any] = CHATS[0], **options: Any) -> None:
         """Ask, and wait until the prompt is rendered."""
-        self.engine.add(ChatRequest(name, messages, **{"temperature": 0.0, "max_tokens": LIMIT, **options}))
+        self.engine.add(
+            ChatRequest(name, messages, **{"temperature": 0.0, "max_tokens": LIMIT, **options})
+        )
         while not self.of(name, "begun") and not self.of(name, "error"):
             self.engine.take_rendered(1.0)
 
@@ -76,7 +88,11 @@ class Heard:
             self.engine.step()
 
     def of(self, name: str, kind: str, index: int = 0) -> list[dict[str, Any]]:
-        return [m for m in self.said if m["id"] == name and m["kind"] == kind and m.get("index", index) == index]
+        return [
+            m
+            for m in self.said
+            if m["id"] == name and m["kind"] == kind and m.get("index", index) == index
+        ]
 
     def text(self, name: str, index: int = 0) -> str:
         return "".join(m["text"] for m in self.of(name, "text", index))
@@ -90,7 +106,9 @@ def heard(served: ServedModel, chats: Chats) -> Heard:
 def test_answers_that_come_and_go_are_those_of_generate(
     heard: Heard, chat: ChatTokenizer, expected: list[list[int]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(engine_module, "PROMPT_TOKENS", 20)  # prompts are read in parts, between other answers
+    monkeypatch.setattr(
+        engine_module, "PROMPT_TOKENS", 20
+    )  # prompts are read in parts, between other answers
     heard.ask("0", CHATS[0])
     for _ in range(4):
         heard.engine.step()
@@ -98,18 +116,28 @@ def test_answers_that_come_and_go_are_those_of_generate(
         heard.ask(str(number), CHATS[number])
     heard.run()
     for number, tokens in enumerate(expected):
-        assert heard.text(str(number)) == chat.tokenizer.decode(tokens, skip_special_tokens=True).strip()
+        assert (
+            heard.text(str(number))
+            == chat.tokenizer.decode(tokens, skip_special_tokens=True).strip()
+        )
         ended = tokens[-1] in chat.ends
         assert heard.of(str(number), "end")[0]["reason"] == ("stop" if ended else "length")
         assert heard.of(str(number), "done")[0]["completion_tokens"] == len(tokens)
-        assert heard.of(str(number), "begun")[0]["prompt_tokens"] == len(prompt_of(chat, CHATS[number]))
+        assert heard.of(str(number), "begun")[0]["prompt_tokens"] == len(
+            prompt_of(chat, CHATS[number])
+        )
 
 
 def test_a_request_for_which_memory_is_short_leaves_the_others_their_answers(
-    heard: Heard, served: ServedModel, chat: ChatTokenizer, expected: list[list[int]], monkeypatch: pytest.MonkeyPatch
+    heard: Heard,
+    served: ServedModel,
+    chat: ChatTokenizer,
+    expected: list[list[int]],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Though the forward that failed had given its tokens to the first layers alone."""
-    extend, room = KeyValueCache.extend, 6
+    extend = KeyValueCache.extend
+    room = 6
 
     def extend_within(memory: KeyValueCache, layer: int, key: Any, value: Any) -> Any:
         if len(memory._layers) == 1 and layer not in memory._layers and key.shape[2] > room:
@@ -127,7 +155,10 @@ def test_a_request_for_which_memory_is_short_leaves_the_others_their_answers(
     heard.run()
     assert heard.of("large", "error")[0]["code"] == "out_of_memory"
     for number in (0, 1):
-        assert heard.text(str(number)) == chat.tokenizer.decode(expected[number], skip_special_tokens=True).strip()
+        assert (
+            heard.text(str(number))
+            == chat.tokenizer.decode(expected[number], skip_special_tokens=True).strip()
+        )
         assert not heard.of(str(number), "error")
         assert heard.of(str(number), "done")[0]["completion_tokens"] == len(expected[number])
 
@@ -149,18 +180,28 @@ def test_prompts_are_read_as_they_came_whatever_their_adapters(
     assert heard.of("other", "done")
 
 
-def test_log_probabilities_are_the_models_own(heard: Heard, chat: ChatTokenizer, expected: list[list[int]]) -> None:
+def test_log_probabilities_are_the_models_own(
+    heard: Heard, chat: ChatTokenizer, expected: list[list[int]]
+) -> None:
     heard.ask("a", top_logprobs=3, temperature=1.5, seed=1)
     heard.run()
     told = [entry for message in heard.of("a", "text") for entry in message["logprobs"]]
-    ids = [one for entry in told for one in chat.tokenizer.encode(entry["token"], add_special_tokens=False)[:1]]
+    ids = [
+        one
+        for entry in told
+        for one in chat.tokenizer.encode(entry["token"], add_special_tokens=False)[:1]
+    ]
     assert len(ids) == len(told) > 3
     model: Any = AutoModelForCausalLM.from_pretrained(SAMPLE, dtype=torch.float32)
     prompt = prompt_of(chat, CHATS[0])
     first = model(torch.tensor([prompt])).logits[0, -1].log_softmax(dim=-1)
     likeliest = first.topk(3)
-    assert [entry["logprob"] for entry in told[0]["top_logprobs"]] == pytest.approx(likeliest.values.tolist(), abs=1e-4)
-    assert [entry["token"] for entry in told[0]["top_logprobs"]] == [chat.tokenizer.decode([t]) for t in likeliest.indices]
+    assert [entry["logprob"] for entry in told[0]["top_logprobs"]] == pytest.approx(
+        likeliest.values.tolist(), abs=1e-4
+    )
+    assert [entry["token"] for entry in told[0]["top_logprobs"]] == [
+        chat.tokenizer.decode([t]) for t in likeliest.indices
+    ]
     assert bytes(told[0]["bytes"]).decode() == told[0]["token"]
 
 
@@ -182,7 +223,9 @@ def test_top_p_leaves_only_the_likeliest(heard: Heard) -> None:
     assert heard.text("drawn") == heard.text("greedy")
 
 
-def test_an_answer_ends_before_a_stop(heard: Heard, chat: ChatTokenizer, expected: list[list[int]]) -> None:
+def test_an_answer_ends_before_a_stop(
+    heard: Heard, chat: ChatTokenizer, expected: list[list[int]]
+) -> None:
     whole = chat.tokenizer.decode(expected[0], skip_special_tokens=True)
     stop = whole[5:9]
     heard.ask("a", stop=[stop])
@@ -217,9 +260,13 @@ def test_a_template_that_hangs_costs_its_own_request_and_nobody_waits_for_it(
     """A job's own template may behave in every line of its data, and not in a chat."""
     monkeypatch.setattr(chat_module, "LIMITS", RenderLimits(seconds=300.0))
     loops = "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}"
-    template = f"{{% if messages[0].content == 'boom' %}}{loops}{{% endif %}}{{{{ messages[0].content }}}}"
+    template = (
+        f"{{% if messages[0].content == 'boom' %}}{loops}{{% endif %}}{{{{ messages[0].content }}}}"
+    )
     (tmp_path / "chat_template.jinja").write_text(template)
-    heard.engine.add(ChatRequest("boom", [{"role": "user", "content": "boom"}], adapter=str(tmp_path)))
+    heard.engine.add(
+        ChatRequest("boom", [{"role": "user", "content": "boom"}], adapter=str(tmp_path))
+    )
     chats.of(str(tmp_path))._known.result()
     heard.ask("other")
     while not heard.of("other", "done"):
@@ -231,17 +278,27 @@ def test_a_template_that_hangs_costs_its_own_request_and_nobody_waits_for_it(
     heard.run()
     (error,) = heard.of("boom", "error")
     assert (error["wrong"], error["param"]) == (True, "messages")
-    assert error["message"] == "The chat template took longer than 300 seconds of a processor for this conversation."
+    assert (
+        error["message"]
+        == "The chat template took longer than 300 seconds of a processor for this conversation."
+    )
     heard.ask("again")
     heard.run()
     assert heard.of("again", "done")
 
 
 def test_a_request_that_breaks_a_forward_fails_alone(
-    heard: Heard, served: ServedModel, chat: ChatTokenizer, expected: list[list[int]], monkeypatch: pytest.MonkeyPatch
+    heard: Heard,
+    served: ServedModel,
+    chat: ChatTokenizer,
+    expected: list[list[int]],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Which of a forward's requests is at fault is not known, and some layers have taken its tokens."""
-    forward, rows = served.forward, list[int]()
+    """Which of a forward's requests is at fault is not known, and some layers have taken its
+    tokens.
+    """
+    forward = served.forward
+    rows = list[int]()
 
     def broken(pieces: Any) -> torch.Tensor:
         rows.append(len(pieces))
@@ -259,7 +316,10 @@ def test_a_request_that_breaks_a_forward_fails_alone(
     (error,) = heard.of("poison", "error")
     assert (error["code"], error["wrong"]) == ("preview_failed", False)
     for number in (0, 1):
-        assert heard.text(str(number)) == chat.tokenizer.decode(expected[number], skip_special_tokens=True).strip()
+        assert (
+            heard.text(str(number))
+            == chat.tokenizer.decode(expected[number], skip_special_tokens=True).strip()
+        )
     assert rows.count(3) == 1, "it is not tried beside others again"
     heard.ask("next")
     heard.ask("beside")
@@ -269,7 +329,11 @@ def test_a_request_that_breaks_a_forward_fails_alone(
 
 @pytest.mark.parametrize("place", ["choose", "scores"])
 def test_an_error_in_what_is_drawn_is_the_answer_of_its_request(
-    heard: Heard, chat: ChatTokenizer, expected: list[list[int]], monkeypatch: pytest.MonkeyPatch, place: str
+    heard: Heard,
+    chat: ChatTokenizer,
+    expected: list[list[int]],
+    monkeypatch: pytest.MonkeyPatch,
+    place: str,
 ) -> None:
     stock = getattr(engine_module, place)
 
@@ -280,13 +344,17 @@ def test_an_error_in_what_is_drawn_is_the_answer_of_its_request(
 
     monkeypatch.setattr(engine_module, place, broken)
     heard.ask("0")
-    heard.engine.add_text(TextRequest("poison", [7] * 4, LIMIT, temperature=2.0, echo=True, top_logprobs=1))
+    heard.engine.add_text(
+        TextRequest("poison", [7] * 4, LIMIT, temperature=2.0, echo=True, top_logprobs=1)
+    )
     heard.run()
     assert heard.of("poison", "error")[0]["code"] == "preview_failed"
     assert heard.text("0") == chat.tokenizer.decode(expected[0], skip_special_tokens=True).strip()
 
 
-def test_a_gpu_that_cannot_go_on_ends_the_process(heard: Heard, served: ServedModel, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_gpu_that_cannot_go_on_ends_the_process(
+    heard: Heard, served: ServedModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def gone(*_: Any) -> None:
         raise RuntimeError("CUDA error: device-side assert triggered")
 
@@ -306,7 +374,9 @@ def test_answers_go_on_where_they_were_when_their_base_is_back(
     for _ in range(3):
         heard.engine.step()
     heard.ask("2", CHATS[2])
-    heard.engine.add(ChatRequest("3", CHATS[3], temperature=0.0, max_tokens=LIMIT))  # is rendered meanwhile
+    heard.engine.add(
+        ChatRequest("3", CHATS[3], temperature=0.0, max_tokens=LIMIT)
+    )  # is rendered meanwhile
     heard.engine.park()
     assert sorted(heard.engine.requests) == ["0", "1", "2", "3"]
     heard.engine.drop("2")
@@ -315,18 +385,28 @@ def test_answers_go_on_where_they_were_when_their_base_is_back(
     heard.run()
     assert said > 0, "some of it had been said"
     for number in (0, 1, 3):
-        assert heard.text(str(number)) == chat.tokenizer.decode(expected[number], skip_special_tokens=True).strip()
+        assert (
+            heard.text(str(number))
+            == chat.tokenizer.decode(expected[number], skip_special_tokens=True).strip()
+        )
         assert heard.of(str(number), "done")
     assert not heard.of("2", "done")
 
 
 def test_it_is_told_when_a_request_is_run_that_may_end_the_process(
-    heard: Heard, served: ServedModel, chat: ChatTokenizer, expected: list[list[int]], monkeypatch: pytest.MonkeyPatch
+    heard: Heard,
+    served: ServedModel,
+    chat: ChatTokenizer,
+    expected: list[list[int]],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     def at() -> Any:
-        return next((message["id"] for message in heard.said[::-1] if message["kind"] == "at"), None)
+        return next(
+            (message["id"] for message in heard.said[::-1] if message["kind"] == "at"), None
+        )
 
-    forward, seen = served.forward, list[tuple[Any, int]]()
+    forward = served.forward
+    seen = list[tuple[Any, int]]()
 
     def watched(pieces: Any) -> torch.Tensor:
         seen.append((at(), len(pieces)))
@@ -341,4 +421,7 @@ def test_it_is_told_when_a_request_is_run_that_may_end_the_process(
     assert (None, 2) in seen
     assert at() is None
     for number in (0, 1):
-        assert heard.text(str(number)) == chat.tokenizer.decode(expected[number], skip_special_tokens=True).strip()
+        assert (
+            heard.text(str(number))
+            == chat.tokenizer.decode(expected[number], skip_special_tokens=True).strip()
+        )

@@ -1,5 +1,6 @@
-"""Every number of every body that reaches the sampler, at the edges of doubles, int64 and fp32: refused by its name, or
-answered."""
+"""Every number of every body that reaches the sampler, at the edges of doubles, int64 and fp32:
+refused by its name, or answered.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +21,13 @@ from ft_service.errors import SpecError
 from ft_service.serving.server_samples import bodies_of
 from ft_service.spec import PrecisionOptions, parse_request
 from ft_service.spec.methods import ReinforcementHyperparameters
-from ft_service.tinker.sample_calls import ModelInput, SampleRequest, SamplingParams, TextChunk, parse_sample_request
+from ft_service.tinker.sample_calls import (
+    ModelInput,
+    SampleRequest,
+    SamplingParams,
+    TextChunk,
+    parse_sample_request,
+)
 from tests.support.bases import SAMPLE
 from workers.serving.chat_tokens import Chats
 from workers.serving.engine import Engine
@@ -59,13 +66,22 @@ def put(body: Any, place: tuple[str, ...], value: Any) -> Any:
     name, *rest = place
     if name == "0":
         return [put({}, tuple(rest), value)]
-    return {**body, name: put(body.get(name, {}) if isinstance(body, dict) else {}, tuple(rest), value)}
+    return {
+        **body,
+        name: put(body.get(name, {}) if isinstance(body, dict) else {}, tuple(rest), value),
+    }
 
 
 def names(error: SpecError, place: tuple[str, ...]) -> bool:
-    """Whether an error names a field, or what is made of it: learning_rate of learning_rate_multiplier."""
+    """Whether an error names a field, or what is made of it: learning_rate of
+    learning_rate_multiplier.
+    """
     first = error.message.split()[0]
-    return any(part in (error.param or "") or part in error.message or part.startswith(first) for part in place if part != "0")
+    return any(
+        part in (error.param or "") or part in error.message or part.startswith(first)
+        for part in place
+        if part != "0"
+    )
 
 
 def chat_order(body: Any) -> Order:
@@ -83,7 +99,13 @@ def tinker_order(body: Any) -> Order:
 
 def reinforcement_order(body: Any) -> Order:
     """As RolloutLoop asks for a prompt's answers."""
-    grader = {"type": "string_check", "name": "g", "input": "a", "reference": "a", "operation": "eq"}
+    grader = {
+        "type": "string_check",
+        "name": "g",
+        "input": "a",
+        "reference": "a",
+        "operation": "eq",
+    }
     method = {"type": "reinforcement", "reinforcement": {"grader": grader, "hyperparameters": body}}
     given = parse_request({"model": "m", "training_file": "file-1", "method": method}).method
     assert given is not None
@@ -92,13 +114,25 @@ def reinforcement_order(body: Any) -> Order:
     count = 2 if options.num_generations == "auto" else options.num_generations
     params = SamplingParams(max_tokens=2, seed=1, temperature=options.temperature)
     prompt = ModelInput(chunks=[TextChunk(tokens=[5, 6])])
-    return SampleRequest(num_samples=min(count, 2), prompt=prompt, sampling_params=params).order(None)
+    return SampleRequest(num_samples=min(count, 2), prompt=prompt, sampling_params=params).order(
+        None
+    )
 
 
-CHAT = {"model": "m", "messages": [{"role": "user", "content": "hi"}], "max_tokens": 2, "temperature": 1.5, "seed": 1}
+CHAT = {
+    "model": "m",
+    "messages": [{"role": "user", "content": "hi"}],
+    "max_tokens": 2,
+    "temperature": 1.5,
+    "seed": 1,
+}
 TEXT = {"model": "m", "prompt": "hello", "max_tokens": 2, "temperature": 1.5, "seed": 1}
 DRAWN = {"max_tokens": 2, "temperature": 1.5, "seed": 1}
-TINKER = {"prompt": {"chunks": [{"tokens": [5, 6]}]}, "sampling_params": DRAWN, "prompt_logprobs": True}
+TINKER = {
+    "prompt": {"chunks": [{"tokens": [5, 6]}]},
+    "sampling_params": DRAWN,
+    "prompt_logprobs": True,
+}
 
 Bodies = list[tuple[str, Callable[[Any], Order], Any, list[tuple[str, ...]]]]
 BODIES: Bodies = [
@@ -116,17 +150,36 @@ def base() -> ServedModel:
 
 def test_the_places_of_numbers_are_found() -> None:
     found = {name: set(places) for name, _, _, places in BODIES}
-    assert {("temperature",), ("top_p",), ("n",), ("seed",), ("max_tokens",), ("logit_bias",)} <= found["chat"]
-    assert {("prompt", "0"), ("prompt", "0", "0"), ("logprobs",), ("presence_penalty",)} <= found["text"]
+    assert {
+        ("temperature",),
+        ("top_p",),
+        ("n",),
+        ("seed",),
+        ("max_tokens",),
+        ("logit_bias",),
+    } <= found["chat"]
+    assert {("prompt", "0"), ("prompt", "0", "0"), ("logprobs",), ("presence_penalty",)} <= found[
+        "text"
+    ]
     inner = ("max_tokens", "seed", "temperature", "top_k", "top_p")
     assert {("sampling_params", name) for name in inner} <= found["tinker"]
-    assert {("sampling_params", "stop", "0"), ("prompt", "chunks", "0", "tokens", "0"), ("num_samples",)} <= found["tinker"]
+    assert {
+        ("sampling_params", "stop", "0"),
+        ("prompt", "chunks", "0", "tokens", "0"),
+        ("num_samples",),
+    } <= found["tinker"]
     assert ("temperature",) in found["reinforcement"]
 
 
-@pytest.mark.parametrize(("kind", "order_of", "body", "places"), BODIES, ids=[name for name, *_ in BODIES])
+@pytest.mark.parametrize(
+    ("kind", "order_of", "body", "places"), BODIES, ids=[name for name, *_ in BODIES]
+)
 def test_a_number_at_an_edge_is_refused_by_its_name_or_answered(
-    kind: str, order_of: Callable[[Any], Order], body: Any, places: list[tuple[str, ...]], base: ServedModel
+    kind: str,
+    order_of: Callable[[Any], Order],
+    body: Any,
+    places: list[tuple[str, ...]],
+    base: ServedModel,
 ) -> None:
     said: list[dict[str, Any]] = []
     engine = Engine(base, Chats(str(SAMPLE)), said.append)
@@ -149,7 +202,9 @@ def test_a_number_at_an_edge_is_refused_by_its_name_or_answered(
             elif op == "text":
                 engine.add_text(TextRequest(name, **order))
             else:
-                json.dumps(bodies_of(order, "m", 2), allow_nan=False)  # as an inference server reads it
+                json.dumps(
+                    bodies_of(order, "m", 2), allow_nan=False
+                )  # as an inference server reads it
                 engine.add_tokens(TokenRequest(name, **order))
     while engine.busy:
         engine.step()

@@ -1,4 +1,6 @@
-"""The preview of a base of several models: its text part answers as the published class does, in fp32."""
+"""The preview of a base of several models: its text part answers as the published class does, in
+fp32.
+"""
 
 from __future__ import annotations
 
@@ -20,15 +22,27 @@ FP32 = PrecisionOptions(compute="fp32")
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("kind", ["mllama", "phi4_multimodal", "qwen2_5_omni", "git"])
-def test_the_text_part_answers_token_by_token_as_the_published_class(kind: str, tmp_path: Path) -> None:
-    """Layers for images that are not asked, parts inside the decoder, a model in a model, attention of its own."""
+def test_the_text_part_answers_token_by_token_as_the_published_class(
+    kind: str, tmp_path: Path
+) -> None:
+    """Layers for images that are not asked, parts inside the decoder, a model in a model, attention
+    of its own.
+    """
     assert save_composite(kind, tmp_path)
     served = ServedModel(str(tmp_path), FP32, torch.device("cpu"), None)
-    ids, memory = list(range(5, 17)), KeyValueCache()
+    ids = list(range(5, 17))
+    memory = KeyValueCache()
     with torch.no_grad():
-        expected = published_model(tmp_path).eval()(input_ids=torch.tensor([ids]), use_cache=False).logits[0, 7:]
+        expected = (
+            published_model(tmp_path)
+            .eval()(input_ids=torch.tensor([ids]), use_cache=False)
+            .logits[0, 7:]
+        )
     answers = [served.forward([TokenSpan(ids[:8], Span(memory, 0, 8), 0, None)])]
-    answers += [served.forward([TokenSpan(ids[n : n + 1], Span(memory, 0, 1), n, None)]) for n in range(8, 12)]
+    answers += [
+        served.forward([TokenSpan(ids[n : n + 1], Span(memory, 0, 1), n, None)])
+        for n in range(8, 12)
+    ]
     torch.testing.assert_close(torch.cat(answers), expected, atol=2e-5, rtol=2e-5)
 
 

@@ -22,7 +22,11 @@ class Wire:
         self.said.append(message)
 
     def of(self, name: str, kind: str) -> list[dict[str, Any]]:
-        return [message for message in self.said if message.get("id") == name and message["kind"] == kind]
+        return [
+            message
+            for message in self.said
+            if message.get("id") == name and message["kind"] == kind
+        ]
 
     def tokens(self, name: str) -> list[int]:
         return [token for message in self.of(name, "tokens") for token in message["tokens"]]
@@ -40,7 +44,16 @@ def worker(wire: Wire) -> PreviewWorker:
 
 
 def load(worker: PreviewWorker, precision: dict[str, Any], path: str = str(SAMPLE)) -> None:
-    worker.take({"op": "base", "load": 1, "path": path, "precision": precision, "threads": 1, "memory": None})
+    worker.take(
+        {
+            "op": "base",
+            "load": 1,
+            "path": path,
+            "precision": precision,
+            "threads": 1,
+            "memory": None,
+        }
+    )
 
 
 def ask(worker: PreviewWorker, name: str, tokens: int = 30) -> None:
@@ -53,7 +66,9 @@ def run(worker: PreviewWorker) -> None:
         worker.step()
 
 
-def test_answers_go_on_when_their_base_has_its_turn_again(worker: PreviewWorker, wire: Wire) -> None:
+def test_answers_go_on_when_their_base_has_its_turn_again(
+    worker: PreviewWorker, wire: Wire
+) -> None:
     load(worker, {})
     ask(worker, "whole")
     run(worker)

@@ -29,12 +29,20 @@ def served(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
 
 def held_bytes(engine: Engine) -> int:
     """Bytes that are taken by all that is known, spare capacity included."""
-    memories = {id(one.memory): one.memory for one in (*engine._running, *engine._all_waiting())}.values()
-    tensors = {tensor.data_ptr(): tensor for memory in memories for tensor in tensors_in((memory._layers, memory.state))}
+    memories = {
+        id(one.memory): one.memory for one in (*engine._running, *engine._all_waiting())
+    }.values()
+    tensors = {
+        tensor.data_ptr(): tensor
+        for memory in memories
+        for tensor in tensors_in((memory._layers, memory.state))
+    }
     return sum(tensor.untyped_storage().nbytes() for tensor in tensors.values())
 
 
-def answers(served: ServedModel, requests: list[TokenRequest]) -> tuple[dict[tuple[str, int], list[int]], list[Any], list[int]]:
+def answers(
+    served: ServedModel, requests: list[TokenRequest]
+) -> tuple[dict[tuple[str, int], list[int]], list[Any], list[int]]:
     """Tokens by request and index, all messages, and after each step the bytes that are held."""
     said: list[dict[str, Any]] = []
     engine = Engine(served, TEXTLESS, said.append)
@@ -58,7 +66,9 @@ def requests() -> list[TokenRequest]:
     ]
 
 
-def test_answers_beyond_the_memory_wait_and_are_the_same(served: ServedModel, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_answers_beyond_the_memory_wait_and_are_the_same(
+    served: ServedModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
     assert served.room is not None
     plenty, _, most = answers(served, requests())
     room = Room(served.room.taken(250), served.room.fixed, served.room.of_token)
@@ -76,15 +86,21 @@ def test_an_answer_that_alone_is_too_long_is_refused_with_what_fits(
     served: ServedModel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     assert served.room is not None
-    monkeypatch.setattr(served, "room", Room(served.room.taken(64), served.room.fixed, served.room.of_token))
+    monkeypatch.setattr(
+        served, "room", Room(served.room.taken(64), served.room.fixed, served.room.of_token)
+    )
     long = TokenRequest("long", PROMPTS[0], max_tokens=500, temperature=0.0)
     found, said, _ = answers(served, [long, TokenRequest("open", PROMPTS[0], temperature=0.0)])
     (error,) = [message for message in said if message["kind"] == "error"]
     assert error["id"] == "long"
     assert error["wrong"]
     assert error["code"] == "context_length_exceeded"
-    assert error["message"].startswith("The memory of the preview's host suffices for 64 tokens of an answer with its prompt")
-    assert len(found["open", 0]) == 64 - len(PROMPTS[0]), "without a limit of its own, as much as fits"
+    assert error["message"].startswith(
+        "The memory of the preview's host suffices for 64 tokens of an answer with its prompt"
+    )
+    assert len(found["open", 0]) == 64 - len(PROMPTS[0]), (
+        "without a limit of its own, as much as fits"
+    )
 
 
 def test_the_room_is_measured(served: ServedModel) -> None:
@@ -103,7 +119,9 @@ def test_room_by_two_measures() -> None:
     assert Room.measured(10_000, (4, 140), (8, 140)).most_tokens > 10**9, "only a state"
 
 
-def test_what_a_host_refuses_costs_one_request(served: ServedModel, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_a_host_refuses_costs_one_request(
+    served: ServedModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """PyTorch's error for a tensor larger than a processor's memory is of no kind of its own."""
     forward = served.forward
 
@@ -114,7 +132,9 @@ def test_what_a_host_refuses_costs_one_request(served: ServedModel, monkeypatch:
 
     monkeypatch.setattr(served, "forward", greedy)
     large = TokenRequest("large", PROMPTS[2], max_tokens=4, temperature=0.0)
-    found, said, _ = answers(served, [TokenRequest("small", PROMPTS[0], max_tokens=4, temperature=0.0), large])
+    found, said, _ = answers(
+        served, [TokenRequest("small", PROMPTS[0], max_tokens=4, temperature=0.0), large]
+    )
     (error,) = [message for message in said if message["kind"] == "error"]
     assert (error["id"], error["code"]) == ("large", "out_of_memory")
     assert len(found["small", 0]) == 4

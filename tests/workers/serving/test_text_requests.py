@@ -1,4 +1,6 @@
-"""Continuations of texts in the wire's shape: tokens and log-probabilities are those of plain transformers."""
+"""Continuations of texts in the wire's shape: tokens and log-probabilities are those of plain
+transformers.
+"""
 
 from __future__ import annotations
 
@@ -32,9 +34,13 @@ def base() -> ServedModel:
     return ServedModel(str(SAMPLE), PrecisionOptions(compute="fp32"), torch.device("cpu"), None)
 
 
-def parts_of(base: ServedModel, chats: Chats, prompt: Any, **options: Any) -> tuple[Any, list[dict[str, Any]]]:
+def parts_of(
+    base: ServedModel, chats: Chats, prompt: Any, **options: Any
+) -> tuple[Any, list[dict[str, Any]]]:
     """The parsed completion, and what the engine says of it."""
-    completion = parse_completion({"model": "m", "prompt": prompt, "temperature": 0, "max_tokens": LIMIT, **options})
+    completion = parse_completion(
+        {"model": "m", "prompt": prompt, "temperature": 0, "max_tokens": LIMIT, **options}
+    )
     said: list[dict[str, Any]] = []
     engine = Engine(base, chats, said.append)
     order = completion.order(completion.prompts[0], None)
@@ -45,13 +51,20 @@ def parts_of(base: ServedModel, chats: Chats, prompt: Any, **options: Any) -> tu
     return completion, said
 
 
-def test_a_text_and_its_tokens_are_continued_alike_with_every_log_probability(base: ServedModel, chats: Chats) -> None:
+def test_a_text_and_its_tokens_are_continued_alike_with_every_log_probability(
+    base: ServedModel, chats: Chats
+) -> None:
     model: Any = AutoModelForCausalLM.from_pretrained(SAMPLE, dtype=torch.float32)
     ids = chats.tokenizer(TEXT)["input_ids"]
-    out = model.generate(input_ids=torch.tensor([ids]), max_new_tokens=LIMIT, do_sample=False)[0].tolist()
+    out = model.generate(input_ids=torch.tensor([ids]), max_new_tokens=LIMIT, do_sample=False)[
+        0
+    ].tolist()
     with torch.no_grad():
         logs = model(torch.tensor([out])).logits[0].log_softmax(dim=-1)
-    answers = [choice_of(*parts_of(base, chats, prompt, echo=True, logprobs=2), 0, 0) for prompt in (TEXT, ids)]
+    answers = [
+        choice_of(*parts_of(base, chats, prompt, echo=True, logprobs=2), 0, 0)
+        for prompt in (TEXT, ids)
+    ]
     assert out[-1] in chats.ends, "the token that ends it is no text, but has a log-probability"
     assert answers[0] == answers[1]
     found = answers[0]["logprobs"]
@@ -60,7 +73,9 @@ def test_a_text_and_its_tokens_are_continued_alike_with_every_log_probability(ba
     assert (found["token_logprobs"][0], found["top_logprobs"][0]) == (None, None)
     expected = [float(logs[place - 1, out[place]]) for place in range(1, len(out))]
     assert found["token_logprobs"][1:] == pytest.approx(expected, abs=1e-4)
-    assert [max(top.values()) for top in found["top_logprobs"][1:]] == pytest.approx(logs[:-1].amax(dim=-1).tolist(), abs=1e-4)
+    assert [max(top.values()) for top in found["top_logprobs"][1:]] == pytest.approx(
+        logs[:-1].amax(dim=-1).tolist(), abs=1e-4
+    )
     assert found["text_offset"][:2] == [0, len(found["tokens"][0])]
 
 

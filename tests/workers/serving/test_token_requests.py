@@ -1,4 +1,6 @@
-"""Continuations of tokens: those of transformers' `generate`, with the log-probabilities of a plain forward in fp32."""
+"""Continuations of tokens: those of transformers' `generate`, with the log-probabilities of a plain
+forward in fp32.
+"""
 
 from __future__ import annotations
 
@@ -53,7 +55,10 @@ def adapters(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     made = {}
     for seed in (1, 2):
         model = AutoModelForCausalLM.from_pretrained(SAMPLE, dtype=torch.float32)
-        tuned = get_peft_model(model, LoraConfig(r=4, lora_alpha=256, target_modules="all-linear", task_type="CAUSAL_LM"))
+        tuned = get_peft_model(
+            model,
+            LoraConfig(r=4, lora_alpha=256, target_modules="all-linear", task_type="CAUSAL_LM"),
+        )
         with torch.no_grad():
             for name, parameter in tuned.named_parameters():
                 if parameter.requires_grad:
@@ -72,14 +77,20 @@ class Sampler:
         self.engine = Engine(model, chats, self.said.append)
 
     def ask(self, name: str, prompt: Sequence[int] = PROMPT, **options: Any) -> None:
-        self.engine.add_tokens(TokenRequest(name, list(prompt), **{"temperature": 0.0, "max_tokens": LIMIT, **options}))
+        self.engine.add_tokens(
+            TokenRequest(name, list(prompt), **{"temperature": 0.0, "max_tokens": LIMIT, **options})
+        )
 
     def run(self) -> None:
         while self.engine.busy:
             self.engine.step()
 
     def of(self, name: str, kind: str, index: int | None = None) -> list[dict[str, Any]]:
-        return [m for m in self.said if m.get("id") == name and m["kind"] == kind and index in (None, m.get("index"))]
+        return [
+            m
+            for m in self.said
+            if m.get("id") == name and m["kind"] == kind and index in (None, m.get("index"))
+        ]
 
     def all(self, name: str, field: str, index: int | None = 0, kind: str = "tokens") -> list[Any]:
         """What all messages of a kind say, one behind the other."""
@@ -97,7 +108,9 @@ def sampler(base: ServedModel, talks: Chats) -> Sampler:
 def greedy(model: Any, prompt: Sequence[int], tokens: int = LIMIT) -> list[int]:
     """Tokens by transformers, that of an end included."""
     ids = torch.tensor([list(prompt)])
-    out = model.generate(input_ids=ids, attention_mask=torch.ones_like(ids), max_new_tokens=tokens, do_sample=False)
+    out = model.generate(
+        input_ids=ids, attention_mask=torch.ones_like(ids), max_new_tokens=tokens, do_sample=False
+    )
     return out[0, len(prompt) :].tolist()
 
 
@@ -112,7 +125,9 @@ def chosen(logs: torch.Tensor, tokens: Sequence[int], start: int) -> list[float]
     return [float(logs[place - 1, tokens[place]]) for place in range(start, len(tokens))]
 
 
-def test_greedy_tokens_and_log_probabilities_are_those_of_transformers(sampler: Sampler, plain: Any) -> None:
+def test_greedy_tokens_and_log_probabilities_are_those_of_transformers(
+    sampler: Sampler, plain: Any
+) -> None:
     sampler.ask("a", top_logprobs=3)
     sampler.ask("b", OTHER)
     sampler.run()
@@ -136,14 +151,20 @@ def test_log_probabilities_of_a_prompt_are_those_of_a_plain_forward(
     monkeypatch.setattr(engine_module, "SCORED_LOGITS", at_once * base.words)
     largest: list[int] = []
     forward = base.forward
-    monkeypatch.setattr(base, "forward", lambda pieces: (largest.append(max(p.rows for p in pieces)), forward(pieces))[1])
+    monkeypatch.setattr(
+        base,
+        "forward",
+        lambda pieces: (largest.append(max(p.rows for p in pieces)), forward(pieces))[1],
+    )
     sampler.ask("whole", scored=len(PROMPT) - 1, top_prompt_logprobs=2)
     sampler.ask("end", OTHER, scored=3)
     sampler.ask("none", OTHER)
     sampler.run()
     assert max(largest) <= at_once, "no more logits than that exist at once"
     logs = logs_of(plain, PROMPT)
-    assert sampler.all("whole", "logprobs", None, "scores") == pytest.approx(chosen(logs, PROMPT, 1), abs=1e-4)
+    assert sampler.all("whole", "logprobs", None, "scores") == pytest.approx(
+        chosen(logs, PROMPT, 1), abs=1e-4
+    )
     assert sampler.of("whole", "scores")[0]["place"] == 1
     top = sampler.all("whole", "top", None, "scores")
     assert [[token for token, _ in own] for own in top] == logs[:-1].topk(2).indices.tolist()
@@ -155,11 +176,17 @@ def test_log_probabilities_of_a_prompt_are_those_of_a_plain_forward(
     assert sampler.all("end", "tokens") == sampler.all("none", "tokens") == greedy(plain, OTHER)
 
 
-@pytest.mark.parametrize("family", ["qwen3_5_text", "granitemoehybrid"], ids=["its head is the last", "logits are scaled"])
+@pytest.mark.parametrize(
+    "family",
+    ["qwen3_5_text", "granitemoehybrid"],
+    ids=["its head is the last", "logits are scaled"],
+)
 def test_layers_that_keep_a_state_give_the_same_log_probabilities(
     family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Their prompt is read whole and once, its logits are made in parts; continuations begin with copies of the state."""
+    """Their prompt is read whole and once, its logits are made in parts; continuations begin with
+    copies of the state.
+    """
     folder = save_tiny(family, tmp_path / "base")
     served = ServedModel(str(folder), FP32, torch.device("cpu"), None)
     assert served.by_state
@@ -173,7 +200,9 @@ def test_layers_that_keep_a_state_give_the_same_log_probabilities(
     prompt = [5, 9, 100, 3, 77, 21, 8, 250, 13]
     read: list[int] = []
     embedding = served._model.get_input_embeddings()
-    hook = embedding.register_forward_pre_hook(lambda module, inputs: read.append(inputs[0].numel()))
+    hook = embedding.register_forward_pre_hook(
+        lambda module, inputs: read.append(inputs[0].numel())
+    )
     sampler.ask("a", prompt, n=3, scored=len(prompt) - 1, max_tokens=5, temperature=1.0, seed=3)
     sampler.run()
     hook.remove()
@@ -195,7 +224,11 @@ def test_several_continuations_read_the_prompt_once_and_differ(
     monkeypatch.setattr(engine_module, "MOST_OF_REQUEST", 2)
     read: list[int] = []
     forward = base.forward
-    monkeypatch.setattr(base, "forward", lambda pieces: (read.extend(len(p.ids) for p in pieces), forward(pieces))[1])
+    monkeypatch.setattr(
+        base,
+        "forward",
+        lambda pieces: (read.extend(len(p.ids) for p in pieces), forward(pieces))[1],
+    )
     sampler.ask("many", n=6, temperature=1.5, seed=11)
     sampler.run()
     assert [tokens for tokens in read if tokens > 1] == [len(PROMPT)]
@@ -218,16 +251,23 @@ def test_what_a_seed_draws_depends_on_nothing_else_that_runs(sampler: Sampler) -
     sampler.engine.step()
     sampler.ask("again", n=3, temperature=1.5, seed=5)
     sampler.run()
-    alone, again, other = ([sampler.all(name, "tokens", index) for index in range(3)] for name in ("alone", "again", "other"))
+    alone, again, other = (
+        [sampler.all(name, "tokens", index) for index in range(3)]
+        for name in ("alone", "again", "other")
+    )
     assert again == alone
     assert other != alone
     sampler.ask("first", temperature=1.5)
     sampler.ask("second", temperature=1.5)
     sampler.run()
-    assert sampler.all("first", "tokens") != sampler.all("second", "tokens"), "without a seed it is random"
+    assert sampler.all("first", "tokens") != sampler.all("second", "tokens"), (
+        "without a seed it is random"
+    )
 
 
-def test_a_continuation_ends_with_a_token_or_a_text_to_stop_at(sampler: Sampler, talks: Chats, plain: Any) -> None:
+def test_a_continuation_ends_with_a_token_or_a_text_to_stop_at(
+    sampler: Sampler, talks: Chats, plain: Any
+) -> None:
     tokens = greedy(plain, PROMPT)
     ended = next(place for place in range(2, len(tokens)) if tokens[place] not in tokens[:place])
     sampler.ask("token", stop_tokens=[tokens[ended]])
@@ -240,11 +280,15 @@ def test_a_continuation_ends_with_a_token_or_a_text_to_stop_at(sampler: Sampler,
     assert sampler.all("token", "tokens") == tokens[: ended + 1], "the token is among them"
     assert len(sampler.all("token", "logprobs")) == ended + 1
     assert sampler.reason("token") == "stop"
-    assert sampler.all("text", "tokens") == tokens[: first + 1], "up to the token that completes the text"
+    assert sampler.all("text", "tokens") == tokens[: first + 1], (
+        "up to the token that completes the text"
+    )
     assert sampler.reason("text") == "stop"
 
 
-def test_the_end_of_the_base_ends_it_too_unless_nothing_shall(sampler: Sampler, talks: Chats, plain: Any) -> None:
+def test_the_end_of_the_base_ends_it_too_unless_nothing_shall(
+    sampler: Sampler, talks: Chats, plain: Any
+) -> None:
     tokens = greedy(plain, PROMPT)
     assert tokens[-1] in talks.ends
     assert len(tokens) < LIMIT
@@ -252,16 +296,23 @@ def test_the_end_of_the_base_ends_it_too_unless_nothing_shall(sampler: Sampler, 
     sampler.ask("beside others", stop_tokens=[1])
     sampler.ask("never", ends=False)
     sampler.run()
-    assert sampler.all("by default", "tokens") == sampler.all("beside others", "tokens") == tokens, "the end is among them"
+    assert (
+        sampler.all("by default", "tokens") == sampler.all("beside others", "tokens") == tokens
+    ), "the end is among them"
     assert sampler.reason("by default") == "stop"
     assert sampler.all("never", "tokens")[: len(tokens)] == tokens
     assert (len(sampler.all("never", "tokens")), sampler.reason("never")) == (LIMIT, "length")
 
 
-def test_special_tokens_count_as_text_to_stop_at(sampler: Sampler, talks: Chats, plain: Any) -> None:
+def test_special_tokens_count_as_text_to_stop_at(
+    sampler: Sampler, talks: Chats, plain: Any
+) -> None:
     (special, *_) = talks.ends
     answer = answers_module.TokenAnswer.of(
-        TokenRequest("a", PROMPT, stop_texts=[talks.tokenizer.decode([special])], ends=False), 0, talks, lambda _: None
+        TokenRequest("a", PROMPT, stop_texts=[talks.tokenizer.decode([special])], ends=False),
+        0,
+        talks,
+        lambda _: None,
     )
     assert not answer.push(answers_module.Choice(greedy(plain, PROMPT)[0], -1.0))
     assert answer.push(answers_module.Choice(special, -1.0))
@@ -275,7 +326,10 @@ def test_versions_of_an_adapter_give_what_each_gives_alone(
     sampler.ask("second", adapter=second)
     sampler.ask("base")
     sampler.run()
-    expected = {name: greedy(model, PROMPT) for name, model in (("first", adapters[first]), ("second", adapters[second]))}
+    expected = {
+        name: greedy(model, PROMPT)
+        for name, model in (("first", adapters[first]), ("second", adapters[second]))
+    }
     assert expected["first"] != expected["second"]
     for name, tokens in expected.items():
         assert sampler.all(name, "tokens") == tokens
@@ -287,7 +341,9 @@ def test_versions_of_an_adapter_give_what_each_gives_alone(
 def test_a_conversation_is_answered_beside_tokens(sampler: Sampler, plain: Any) -> None:
     sampler.ask("tokens", max_tokens=40, ends=False)
     sampler.engine.step()
-    sampler.engine.add(ChatRequest("chat", [{"role": "user", "content": "hello"}], temperature=0.0, max_tokens=5))
+    sampler.engine.add(
+        ChatRequest("chat", [{"role": "user", "content": "hello"}], temperature=0.0, max_tokens=5)
+    )
     sampler.run()
     assert sampler.of("chat", "done")[0]["completion_tokens"] <= 5
     expected = greedy(plain, PROMPT)
@@ -295,7 +351,9 @@ def test_a_conversation_is_answered_beside_tokens(sampler: Sampler, plain: Any) 
     assert len(sampler.all("tokens", "tokens")) == 40
 
 
-def test_a_cancelled_request_gives_its_places_to_others(sampler: Sampler, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_cancelled_request_gives_its_places_to_others(
+    sampler: Sampler, monkeypatch: pytest.MonkeyPatch
+) -> None:
     sampler.engine._turns.places = 2
     sampler.ask("long", n=5, max_tokens=300)
     sampler.engine.step()
@@ -308,7 +366,9 @@ def test_a_cancelled_request_gives_its_places_to_others(sampler: Sampler, monkey
     assert len(sampler.all("long", "tokens", None)) < 300
 
 
-def test_a_request_with_many_continuations_leaves_room_for_others(sampler: Sampler, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_request_with_many_continuations_leaves_room_for_others(
+    sampler: Sampler, monkeypatch: pytest.MonkeyPatch
+) -> None:
     sampler.engine._turns.places = 4
     monkeypatch.setattr(engine_module, "MOST_OF_REQUEST", 2)
     sampler.ask("many", n=7, max_tokens=8, ends=False)
@@ -320,7 +380,9 @@ def test_a_request_with_many_continuations_leaves_room_for_others(sampler: Sampl
     assert order.count("many") == 7
 
 
-def test_tokens_are_reported_in_parts(sampler: Sampler, plain: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_tokens_are_reported_in_parts(
+    sampler: Sampler, plain: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(answers_module, "TOLD_TOKENS", 4)
     sampler.ask("a", ends=False)
     sampler.run()
@@ -329,7 +391,9 @@ def test_tokens_are_reported_in_parts(sampler: Sampler, plain: Any, monkeypatch:
     assert sampler.all("a", "tokens")[: len(expected)] == expected
 
 
-def test_what_cannot_be_sampled_is_refused_by_name(sampler: Sampler, base: ServedModel, tmp_path: Path) -> None:
+def test_what_cannot_be_sampled_is_refused_by_name(
+    sampler: Sampler, base: ServedModel, tmp_path: Path
+) -> None:
     sampler.ask("word", [5, base.vocabulary])
     sampler.ask("stop", stop_tokens=[3, -1])
     sampler.ask("room", max_tokens=base.context - len(PROMPT) + 1)
@@ -341,7 +405,10 @@ def test_what_cannot_be_sampled_is_refused_by_name(sampler: Sampler, base: Serve
     limit = f"the base's tokens are 0 to {base.vocabulary - 1}"
     assert errors["word"]["message"].startswith(f"prompt[1] = {base.vocabulary}: {limit}")
     assert errors["stop"]["message"].startswith(f"stop[1] = -1: {limit}")
-    assert (errors["room"]["code"], errors["room"]["param"]) == ("context_length_exceeded", "prompt")
+    assert (errors["room"]["code"], errors["room"]["param"]) == (
+        "context_length_exceeded",
+        "prompt",
+    )
     assert "folder is not there" in errors["adapter"]["message"]
     assert len(sampler.all("fits", "tokens")) == 1
 
@@ -364,7 +431,9 @@ def test_an_adapter_that_cannot_be_loaded_costs_its_own_request(
     monkeypatch: pytest.MonkeyPatch,
     cause: type[Exception] | None,
 ) -> None:
-    """`cause`: what reading its matrices raises; None: what safetensors does for one that is missing."""
+    """`cause`: what reading its matrices raises; None: what safetensors does for one that is
+    missing.
+    """
     broken = without_last_matrix(Path(next(iter(adapters))), tmp_path / "adapter")
     if cause is not None:
         monkeypatch.setattr(PeftAdapter, "update", Mock(side_effect=cause))
@@ -432,9 +501,13 @@ def test_a_forked_cache_shares_what_is_there_and_nothing_that_comes(base: Served
     forked = memory.fork()
 
     def go_on(cache: KeyValueCache, tokens: Sequence[int]) -> torch.Tensor:
-        return [base.forward([TokenSpan([t], Span(cache, 0, 1), len(PROMPT) + n, None)]) for n, t in enumerate(tokens)][-1]
+        return [
+            base.forward([TokenSpan([t], Span(cache, 0, 1), len(PROMPT) + n, None)])
+            for n, t in enumerate(tokens)
+        ][-1]
 
-    first, second = go_on(memory, [3, 4]), go_on(forked, [100, 200])
+    first = go_on(memory, [3, 4])
+    second = go_on(forked, [100, 200])
     for tokens, logits in (([3, 4], first), ([100, 200], second)):
         whole = [*PROMPT, *tokens]
         alone = base.forward([TokenSpan(whole, Span(KeyValueCache(), 0, len(whole)), 0, None)])

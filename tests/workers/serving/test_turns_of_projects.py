@@ -1,4 +1,6 @@
-"""Places, prompts and memory of the engine, shared by projects; answers are those that each gets alone."""
+"""Places, prompts and memory of the engine, shared by projects; answers are those that each gets
+alone.
+"""
 
 from __future__ import annotations
 
@@ -41,7 +43,11 @@ class Shared:
         self.engine = Engine(model, chats, self.said.append)
 
     def ask(self, name: str, project: str, prompt: list[int], **options: Any) -> None:
-        self.engine.add_tokens(TokenRequest(name, prompt, project=project, **{"temperature": 0.0, "max_tokens": 4, **options}))
+        self.engine.add_tokens(
+            TokenRequest(
+                name, prompt, project=project, **{"temperature": 0.0, "max_tokens": 4, **options}
+            )
+        )
 
     def steps(self, name: str, most: int = 1000) -> int:
         """Steps until a request is answered."""
@@ -52,7 +58,9 @@ class Shared:
         raise AssertionError(f"{name} is not answered in {most} steps")
 
     def of(self, name: str, kind: str) -> list[dict[str, Any]]:
-        return [message for message in self.said if message["id"] == name and message["kind"] == kind]
+        return [
+            message for message in self.said if message["id"] == name and message["kind"] == kind
+        ]
 
     def tokens(self, name: str) -> list[list[int]]:
         found: dict[int, list[int]] = {}
@@ -61,10 +69,14 @@ class Shared:
         return [found[index] for index in sorted(found)]
 
 
-def test_a_project_with_thousands_of_answers_keeps_no_chat_of_another_waiting(base: ServedModel) -> None:
+def test_a_project_with_thousands_of_answers_keeps_no_chat_of_another_waiting(
+    base: ServedModel,
+) -> None:
     shared = Shared(base, Chats(str(SAMPLE)))
     for number in range(48):
-        shared.ask(f"{number}", "b", [5, 6, 7 + number], n=128, max_tokens=200, temperature=2.0, ends=False)
+        shared.ask(
+            f"{number}", "b", [5, 6, 7 + number], n=128, max_tokens=200, temperature=2.0, ends=False
+        )
     for _ in range(3):
         shared.engine.step()
     chat = ChatRequest("chat", [{"role": "user", "content": "hello"}], project="a", max_tokens=4)
@@ -79,7 +91,9 @@ def test_a_project_with_thousands_of_answers_keeps_no_chat_of_another_waiting(ba
 
 @pytest.mark.usefixtures("small")
 def test_a_project_with_more_to_do_gets_no_more_than_each_other(base: ServedModel) -> None:
-    """Three ask for as many answers as there are places, and more; and answers to a prompt that was read do not go first."""
+    """Three ask for as many answers as there are places, and more; and answers to a prompt that was
+    read do not go first.
+    """
     shared = Shared(base)
     for project, requests in (("a", 1), ("b", 4), ("c", 2)):
         for number in range(requests):
@@ -103,7 +117,9 @@ def test_others_find_a_place_at_once(base: ServedModel) -> None:
     assert shared.steps("a", 5) == 1
 
 
-def test_a_short_prompt_is_read_beside_the_long_ones_of_another(base: ServedModel, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_short_prompt_is_read_beside_the_long_ones_of_another(
+    base: ServedModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(engine_module, "PROMPT_TOKENS", 20)
     shared = Shared(base)
     for number in range(6):
@@ -121,7 +137,9 @@ def test_a_budget_is_shared_alike() -> None:
     assert shares({}, 20) == {}
 
 
-def test_a_project_that_fills_the_memory_makes_room_for_another(base: ServedModel, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_project_that_fills_the_memory_makes_room_for_another(
+    base: ServedModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
     assert base.room is not None
     asked = [("b0", "b", LONG[:60]), ("b1", "b", LONG[1:61]), ("b2", "b", LONG[2:62])]
     alone = Shared(base)
@@ -130,7 +148,9 @@ def test_a_project_that_fills_the_memory_makes_room_for_another(base: ServedMode
     alone.ask("a", "a", [3, 4, 5])
     for name in ("b0", "b1", "b2", "a"):
         alone.steps(name)
-    monkeypatch.setattr(base, "room", Room(base.room.taken(64) * 3, base.room.fixed, base.room.of_token))
+    monkeypatch.setattr(
+        base, "room", Room(base.room.taken(64) * 3, base.room.fixed, base.room.of_token)
+    )
     shared = Shared(base)
     for name, project, prompt in asked:
         shared.ask(name, project, prompt, max_tokens=60, ends=False)
@@ -140,7 +160,9 @@ def test_a_project_that_fills_the_memory_makes_room_for_another(base: ServedMode
     assert shared.steps("a", 40) <= 6
     for name in ("b0", "b1", "b2"):
         shared.steps(name)
-    assert [shared.tokens(name) for name in ("a", "b0", "b1", "b2")] == [alone.tokens(name) for name in ("a", "b0", "b1", "b2")]
+    assert [shared.tokens(name) for name in ("a", "b0", "b1", "b2")] == [
+        alone.tokens(name) for name in ("a", "b0", "b1", "b2")
+    ]
 
 
 def test_the_order_changes_no_answer(base: ServedModel) -> None:

@@ -19,8 +19,18 @@ from workers.tasks.pad_ranks import pad_ranks
 
 def test_a_padded_adapter_computes_the_same(tmp_path: Path) -> None:
     base = save_tiny("llama", tmp_path / "base")
-    patterns: dict[str, Any] = {"rank_pattern": {"q_proj": 2, "down_proj": 7}, "alpha_pattern": {"v_proj": 3}}
-    config = LoraConfig(r=4, lora_alpha=12, target_modules="all-linear", use_rslora=True, task_type="CAUSAL_LM", **patterns)
+    patterns: dict[str, Any] = {
+        "rank_pattern": {"q_proj": 2, "down_proj": 7},
+        "alpha_pattern": {"v_proj": 3},
+    }
+    config = LoraConfig(
+        r=4,
+        lora_alpha=12,
+        target_modules="all-linear",
+        use_rslora=True,
+        task_type="CAUSAL_LM",
+        **patterns,
+    )
     tuned = get_peft_model(AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32), config)
     with torch.no_grad():
         for name, parameter in tuned.named_parameters():
@@ -36,10 +46,15 @@ def test_a_padded_adapter_computes_the_same(tmp_path: Path) -> None:
     padded = PeftModel.from_pretrained(plain, str(tmp_path / "padded"))
     ids = torch.tensor([[5, 9, 100, 3]])
     with torch.inference_mode():
-        torch.testing.assert_close(padded(ids).logits, tuned.eval()(ids).logits, atol=1e-5, rtol=1e-5)
+        torch.testing.assert_close(
+            padded(ids).logits, tuned.eval()(ids).logits, atol=1e-5, rtol=1e-5
+        )
 
 
-@pytest.mark.parametrize(("options", "what"), [({"modules_to_save": ["lm_head"]}, "lm_head"), ({"use_dora": True}, "DoRA")])
+@pytest.mark.parametrize(
+    ("options", "what"),
+    [({"modules_to_save": ["lm_head"]}, "lm_head"), ({"use_dora": True}, "DoRA")],
+)
 def test_what_is_more_than_a_and_b_is_refused_with_the_way_to_serve_it(
     options: dict[str, Any], what: str, tmp_path: Path
 ) -> None:

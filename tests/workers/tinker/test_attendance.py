@@ -23,7 +23,9 @@ def attempt(tmp_path: Path) -> Attempt:
     return Attempt(RunDir(tmp_path), 1)
 
 
-def test_ranks_stay_while_signs_come_and_leave_without_one_for_as_long_as_the_service_said(attempt: Attempt) -> None:
+def test_ranks_stay_while_signs_come_and_leave_without_one_for_as_long_as_the_service_said(
+    attempt: Attempt,
+) -> None:
     clock = Clock()
     attendance = Attendance(attempt, clock)
     assert not attendance.is_over
@@ -57,7 +59,8 @@ def test_without_any_sign_they_leave_too_and_what_cannot_be_read_is_none(attempt
 def test_the_document_is_read_a_few_times_however_often_it_is_asked_for(
     attempt: Attempt, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    clock, reads = Clock(), []
+    clock = Clock()
+    reads = []
     read = attempt.read_presence
     monkeypatch.setattr(attempt, "read_presence", lambda: reads.append(clock.now) or read())
     attendance = Attendance(attempt, clock)

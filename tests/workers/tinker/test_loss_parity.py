@@ -1,5 +1,7 @@
-"""Every loss on a sharded NF4 base, on 1, 2 and 3 ranks: its sum, its log-probabilities and the gradient of each adapter matrix
-are those of plain PyTorch on the dequantised base. One start of ranks for all losses."""
+"""Every loss on a sharded NF4 base, on 1, 2 and 3 ranks: its sum, its log-probabilities and the
+gradient of each adapter matrix are those of plain PyTorch on the dequantised base. One start of
+ranks for all losses.
+"""
 
 from __future__ import annotations
 
@@ -43,13 +45,20 @@ PLAIN: dict[str, Callable[[Tensor, Tensor, Tensor], Tensor]] = {
 
 
 def sampled() -> list[Example]:
-    """Sequences with a sampler's log-probabilities on both sides of the model's, and beyond where ratios are clipped."""
-    random, made = np.random.default_rng(3), []
+    """Sequences with a sampler's log-probabilities on both sides of the model's, and beyond where
+    ratios are clipped.
+    """
+    random = np.random.default_rng(3)
+    made = []
     for ids, arrays in examples(7, seed=4, longest=12):
         targets = arrays["target_tokens"]
-        logprobs = (-np.log(VOCABULARY) + random.normal(scale=0.3, size=targets.shape)).astype(np.float32)
+        logprobs = (-np.log(VOCABULARY) + random.normal(scale=0.3, size=targets.shape)).astype(
+            np.float32
+        )
         advantages = random.normal(scale=0.05, size=targets.shape).astype(np.float32)
-        made.append((ids, {"target_tokens": targets, "logprobs": logprobs, "advantages": advantages}))
+        made.append(
+            (ids, {"target_tokens": targets, "logprobs": logprobs, "advantages": advantages})
+        )
     return made
 
 
@@ -57,7 +66,10 @@ def given(data: list[Example], name: str) -> list[Example]:
     """The data as a loss takes them: the weights of cross_entropy are the advantages."""
     if name != "cross_entropy":
         return data
-    return [(ids, {"target_tokens": own["target_tokens"], "weights": own["advantages"]}) for ids, own in data]
+    return [
+        (ids, {"target_tokens": own["target_tokens"], "weights": own["advantages"]})
+        for ids, own in data
+    ]
 
 
 @pytest.fixture(scope="module")
@@ -66,10 +78,14 @@ def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def on_ranks(base: Path, tmp_path_factory: pytest.TempPathFactory) -> Callable[[int], tuple[RunDir, Script, dict[str, int]]]:
+def on_ranks(
+    base: Path, tmp_path_factory: pytest.TempPathFactory
+) -> Callable[[int], tuple[RunDir, Script, dict[str, int]]]:
     @functools.cache
     def run(world: int) -> tuple[RunDir, Script, dict[str, int]]:
-        """Each loss from the same weights, which a step has moved so that both matrices have gradients."""
+        """Each loss from the same weights, which a step has moved so that both matrices have
+        gradients.
+        """
         run = RunDir(tmp_path_factory.mktemp(f"ranks-{world}"))
         run.write("spec.json", loop_spec(base, ranks=world, **OPTIONS))
         script = Script(run)
@@ -91,14 +107,22 @@ def saved(run: RunDir, name: str, what: str) -> dict[str, Tensor]:
     """`adapter`, or `exp_avg`: the gradients, of the model that a loss's step has left."""
     [checkpoint] = [weights.checkpoint for weights in saved_weights(run) if weights.name == name]
     state = state_of(run, checkpoint)
-    return {key.removeprefix(f"{what}/"): tensor for key, tensor in state.items() if key.startswith(f"{what}/")}
+    return {
+        key.removeprefix(f"{what}/"): tensor
+        for key, tensor in state.items()
+        if key.startswith(f"{what}/")
+    }
 
 
 def assert_close(found: dict[str, Tensor], expected: dict[str, Tensor], bound: float) -> None:
     assert found.keys() == expected.keys()
-    assert max(float(tensor.abs().max()) for tensor in expected.values()) > 0.1, "there is something to compare"
+    assert max(float(tensor.abs().max()) for tensor in expected.values()) > 0.1, (
+        "there is something to compare"
+    )
     for key, tensor in expected.items():
-        torch.testing.assert_close(found[key], tensor, rtol=bound, atol=bound)  # some are larger than 1
+        torch.testing.assert_close(
+            found[key], tensor, rtol=bound, atol=bound
+        )  # some are larger than 1
 
 
 @pytest.fixture(scope="module")
@@ -108,7 +132,9 @@ def plain(base: Path) -> nn.Module:
 
 @pytest.mark.parametrize("world", [1, 2, pytest.param(3, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("name", list(LOSSES))
-def test_it_is_plain_pytorch(on_ranks: Callable[[int], Any], plain: nn.Module, name: str, world: int) -> None:
+def test_it_is_plain_pytorch(
+    on_ranks: Callable[[int], Any], plain: nn.Module, name: str, world: int
+) -> None:
     run, script, calls = on_ranks(world)
     begin = saved(run, name, "adapter")
     named = {key: p for key, p in plain.named_parameters() if p.requires_grad}
@@ -117,10 +143,19 @@ def test_it_is_plain_pytorch(on_ranks: Callable[[int], Any], plain: nn.Module, n
     with torch.no_grad():
         for key, parameter in named.items():
             parameter.copy_(begin[key])
-    losses, logs = [], []
+    losses = []
+    logs = []
     for ids, arrays in sampled():
-        targets, q, a = (torch.as_tensor(arrays[key]) for key in ("target_tokens", "logprobs", "advantages"))
-        lp = plain(torch.as_tensor(ids)[None]).logits[0].float().log_softmax(-1).gather(1, targets[:, None])[:, 0]
+        targets, q, a = (
+            torch.as_tensor(arrays[key]) for key in ("target_tokens", "logprobs", "advantages")
+        )
+        lp = (
+            plain(torch.as_tensor(ids)[None])
+            .logits[0]
+            .float()
+            .log_softmax(-1)
+            .gather(1, targets[:, None])[:, 0]
+        )
         losses.append(PLAIN[name](lp, q, a).sum())
         logs.append(lp.detach())
     total = torch.stack(losses).sum()

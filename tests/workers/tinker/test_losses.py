@@ -11,7 +11,11 @@ import torch
 from workers.tinker.losses import LOSSES
 
 LP = [-0.2, -1.5, -3.0, -0.7]
-INPUTS = {"logprobs": [-0.4, -1.0, -3.0, -2.0], "advantages": [1.0, -2.0, 0.5, 3.0], "weights": [1.0, -0.5, 0.0, 2.0]}
+INPUTS = {
+    "logprobs": [-0.4, -1.0, -3.0, -2.0],
+    "advantages": [1.0, -2.0, 0.5, 3.0],
+    "weights": [1.0, -0.5, 0.0, 2.0],
+}
 CONFIG: Mapping[str, Mapping[str, float]] = {
     "cross_entropy": {},
     "importance_sampling": {},
@@ -38,7 +42,9 @@ SLOPE: Mapping[str, Scalar] = {
     "cross_entropy": lambda lp, q, a, w: -w,
     "importance_sampling": lambda lp, q, a, w: -math.exp(lp - q) * a,
     # No gradient where clipping holds the smaller of the two.
-    "ppo": lambda lp, q, a, w: -math.exp(lp - q) * a if math.exp(lp - q) * a <= clip(math.exp(lp - q)) * a else 0.0,
+    "ppo": lambda lp, q, a, w: (
+        -math.exp(lp - q) * a if math.exp(lp - q) * a <= clip(math.exp(lp - q)) * a else 0.0
+    ),
     "cispo": lambda lp, q, a, w: -clip(math.exp(lp - q)) * a,
     "dro": lambda lp, q, a, w: -(a - 0.3 * (lp - q)),
 }
@@ -58,7 +64,9 @@ def test_values_and_gradients(name: str) -> None:
 
 @pytest.mark.parametrize("name", ["importance_sampling", "ppo", "cispo"])
 def test_tokens_without_an_advantage_count_nothing(name: str) -> None:
-    """Such as those of a prompt, for which a client puts any log-probability: this ratio is infinite."""
+    """Such as those of a prompt, for which a client puts any log-probability: this ratio is
+    infinite.
+    """
     logs = torch.tensor([-1.0, -1.0], requires_grad=True)
     inputs = {"logprobs": torch.tensor([-1000.0, -1.0]), "advantages": torch.tensor([0.0, 1.0])}
     losses = LOSSES[name](logs, inputs, CONFIG[name])

@@ -1,5 +1,6 @@
-"""Reinforcement learning on real gloo ranks, from records of steps: against a written-out reference, on every number of ranks,
-and that no step is trained twice."""
+"""Reinforcement learning on real gloo ranks, from records of steps: against a written-out
+reference, on every number of ranks, and that no step is trained twice.
+"""
 
 from __future__ import annotations
 
@@ -28,7 +29,13 @@ from tests.support.ranks import run_on_ranks
 from tests.support.rollouts import answer, group, random_groups, record, rollout_spec, save_prompts
 from tests.support.training.attempts import adapter, attempt_on_rank, losses, run_attempt
 from tests.support.training.engine_runs import engine_on_rank, new_engine, prepare
-from tests.support.training.models import VOCABULARY, reference, save_chat_base, save_chats, spec_for
+from tests.support.training.models import (
+    VOCABULARY,
+    reference,
+    save_chat_base,
+    save_chats,
+    spec_for,
+)
 from workers.base.load import initial_adapter, plain_name
 from workers.output import report
 from workers.tinker import attendance
@@ -43,11 +50,21 @@ def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def new_run(
-    folder: Path, base: Path, ranks: int, *, adam: Mapping[str, float] | None = None, **hyperparameters: Any
+    folder: Path,
+    base: Path,
+    ranks: int,
+    *,
+    adam: Mapping[str, float] | None = None,
+    **hyperparameters: Any,
 ) -> tuple[RunDir, JobSpec, RolloutSchedule]:
     """A run of two steps of three prompts. `adam`: options of `training`."""
     folder.mkdir(parents=True, exist_ok=True)
-    training = {"learning_rate": RATE, "lr_scheduler_type": "constant", "warmup_ratio": 0.0, "max_grad_norm": 0.0}
+    training = {
+        "learning_rate": RATE,
+        "lr_scheduler_type": "constant",
+        "warmup_ratio": 0.0,
+        "max_grad_norm": 0.0,
+    }
     spec = rollout_spec(
         base,
         save_prompts(folder / "prompts.jsonl", 6),
@@ -63,15 +80,27 @@ def new_run(
     return run, spec, RolloutSchedule.of(spec, 6, 2)
 
 
-def give(run: RunDir, spec: JobSpec, schedule: RolloutSchedule, records: Sequence[StepRecord]) -> None:
-    for command in [*first_commands(spec.job_id), *(one for own in records for one in commands_of(own, spec, schedule))]:
+def give(
+    run: RunDir, spec: JobSpec, schedule: RolloutSchedule, records: Sequence[StepRecord]
+) -> None:
+    for command in [
+        *first_commands(spec.job_id),
+        *(one for own in records for one in commands_of(own, spec, schedule)),
+    ]:
         CommandLog(run).put(command)
 
 
 def two_steps(seed: int = 0, temperature: float = 1.0) -> list[StepRecord]:
-    """Records of two steps, each of one forward_backward, and of the end. `temperature`: of the answers."""
-    first = record(1, random_groups(3, 4, VOCABULARY, seed=seed), first_seq=2, temperature=temperature)
-    second = record(2, random_groups(3, 4, VOCABULARY, seed=seed + 1), first_seq=5, temperature=temperature)
+    """Records of two steps, each of one forward_backward, and of the end.
+
+    `temperature`: of the answers.
+    """
+    first = record(
+        1, random_groups(3, 4, VOCABULARY, seed=seed), first_seq=2, temperature=temperature
+    )
+    second = record(
+        2, random_groups(3, 4, VOCABULARY, seed=seed + 1), first_seq=5, temperature=temperature
+    )
     return [first, second, record(3, [], first_seq=8, ends=True)]
 
 
@@ -97,26 +126,36 @@ def test_any_number_of_ranks(on_two: RunDir, base: Path, tmp_path: Path, ranks: 
 
 
 def test_it_is_the_policy_gradient_of_the_groups(on_two: RunDir, base: Path) -> None:
-    """Against transformers and PEFT as released, on the dequantised base, with GRPO's loss written out."""
+    """Against transformers and PEFT as released, on the dequantised base, with GRPO's loss written
+    out.
+    """
     assert_follows_gradient(on_two, base, betas=(0.9, 0.999), eps=1e-8)
 
 
 def test_adamw_has_the_numbers_of_the_job(base: Path, tmp_path: Path) -> None:
-    run = trained(tmp_path, base, 1, adam={"adam_beta1": 0.5, "adam_beta2": 0.8, "adam_epsilon": 1e-3})
+    run = trained(
+        tmp_path, base, 1, adam={"adam_beta1": 0.5, "adam_beta2": 0.8, "adam_epsilon": 1e-3}
+    )
     assert_follows_gradient(run, base, betas=(0.5, 0.8), eps=1e-3)
 
 
-def test_at_a_temperature_it_is_the_gradient_of_the_policy_that_is_drawn_from(base: Path, tmp_path: Path) -> None:
+def test_at_a_temperature_it_is_the_gradient_of_the_policy_that_is_drawn_from(
+    base: Path, tmp_path: Path
+) -> None:
     run = trained(tmp_path, base, 1, temperature=0.6)
     assert_follows_gradient(run, base, temperature=0.6, betas=(0.9, 0.999), eps=1e-8)
 
 
-def assert_follows_gradient(run: RunDir, base: Path, *, temperature: float = 1.0, **adam: Any) -> None:
+def assert_follows_gradient(
+    run: RunDir, base: Path, *, temperature: float = 1.0, **adam: Any
+) -> None:
     """`adam`: what torch's AdamW has."""
     spec = run.read("spec.json", JobSpec)
     assert spec is not None
     model = reference(base, spec)
-    named = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
+    named = {
+        name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad
+    }
     with torch.no_grad():
         for name, parameter in named.items():
             parameter.copy_(initial_adapter(plain_name(name), tuple(parameter.shape), spec.seed))
@@ -127,7 +166,9 @@ def assert_follows_gradient(run: RunDir, base: Path, *, temperature: float = 1.0
         stock.zero_grad()
     stored = adapter(run)
     for name, parameter in named.items():
-        torch.testing.assert_close(stored[name.replace(".default", "")], parameter.detach(), rtol=0, atol=2e-5)
+        torch.testing.assert_close(
+            stored[name.replace(".default", "")], parameter.detach(), rtol=0, atol=2e-5
+        )
 
 
 def grpo_loss(model: nn.Module, own: StepRecord, temperature: float) -> Tensor:
@@ -137,7 +178,13 @@ def grpo_loss(model: nn.Module, own: StepRecord, temperature: float) -> Tensor:
         rewards = torch.tensor([answer.reward for answer in prompt.answers])
         for one, advantage in zip(prompt.answers, rewards - rewards.mean(), strict=True):
             ids = torch.tensor([*prompt.ids, *one.tokens])
-            logs = model(ids[None]).logits[0, len(prompt.ids) - 1 : -1].float().div(temperature).log_softmax(-1)
+            logs = (
+                model(ids[None])
+                .logits[0, len(prompt.ids) - 1 : -1]
+                .float()
+                .div(temperature)
+                .log_softmax(-1)
+            )
             drawn = logs.gather(1, ids[len(prompt.ids) :, None])[:, 0]
             ratio = (drawn.detach() - torch.tensor(one.logprobs)).exp().clamp(max=2.0)
             parts.append(-(ratio * advantage * drawn))
@@ -149,11 +196,14 @@ def test_what_the_ranks_tell_and_offer(on_two: RunDir, base: Path) -> None:
     assert (prompts.header.training, prompts.header.validation) == (6, 2)
     tokenizer: Any = load_tokenizer(str(base))
     assert tokenizer.eos_token_id in prompts.header.ends
-    third, held_out = prompts.training(2), prompts.validation(1)
+    third = prompts.training(2)
+    held_out = prompts.validation(1)
     assert (third.item, third.text) == ({"answer": "3"}, "2 + 1 =")
     assert held_out.item == {"answer": "52"}
     messages = [{"role": "user", "content": "2 + 1 ="}]
-    assert list(third.ids) == tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=False)
+    assert list(third.ids) == tokenizer.apply_chat_template(
+        messages, add_generation_prompt=True, return_dict=False
+    )
     assert losses(on_two, "train_mean_reward").keys() == {1, 2}
     assert all(value > 0 for value in losses(on_two, "sampler/logprob_gap").values())
     assert samplers_of(on_two) == ["step-000000", "step-000001", "step-000002"]
@@ -188,12 +238,22 @@ def engine_with_heartbeats_on_rank(rank: int, world: int, root: str) -> None:
 
 
 @pytest.mark.slow
-def test_in_an_engine_beside_others_it_ends_as_alone(on_two: RunDir, base: Path, tmp_path: Path) -> None:
-    """Beside supervised training, and a second job of its kind, which gets each step when the one before is done."""
+def test_in_an_engine_beside_others_it_ends_as_alone(
+    on_two: RunDir, base: Path, tmp_path: Path
+) -> None:
+    """Beside supervised training, and a second job of its kind, which gets each step when the one
+    before is done.
+    """
     own, spec, schedule = new_run(tmp_path / "own", base, 2)
     second, its_spec, its_schedule = new_run(tmp_path / "second", base, 2)
     training = {"max_steps": 4, "batch_size": 4, "learning_rate": 5e-3}
-    supervised = spec_for(base, save_chats(tmp_path / "chats.jsonl", 6), ranks=2, training=training, precision=PRECISION)
+    supervised = spec_for(
+        base,
+        save_chats(tmp_path / "chats.jsonl", 6),
+        ranks=2,
+        training=training,
+        precision=PRECISION,
+    )
     specs = {
         "own": spec,
         "second": its_spec.model_copy(update={"job_id": "ftjob-second", "seed": 3}),
@@ -210,7 +270,9 @@ def test_in_an_engine_beside_others_it_ends_as_alone(on_two: RunDir, base: Path,
         records = two_steps(seed=5)
         for number, following in enumerate(records, start=1):
             give(second, specs["second"], its_schedule, records[:number])
-            while not CommandLog(second).has_result(following.head.first_seq + 2) and not ended.wait(0.01):
+            while not CommandLog(second).has_result(
+                following.head.first_seq + 2
+            ) and not ended.wait(0.01):
                 pass
 
     thread = threading.Thread(target=give_each_step)
@@ -220,11 +282,15 @@ def test_in_an_engine_beside_others_it_ends_as_alone(on_two: RunDir, base: Path,
     finally:
         ended.set()
         thread.join()
-    assert {name: run.has("adapter/adapter_model.safetensors") for name, run in runs.items()} == dict.fromkeys(runs, True)
+    assert {
+        name: run.has("adapter/adapter_model.safetensors") for name, run in runs.items()
+    } == dict.fromkeys(runs, True)
     whole = adapter(on_two)
     assert all(torch.equal(tensor, whole[name]) for name, tensor in adapter(own).items())
     assert [len(losses(run, "learning_rate")) for run in runs.values()] == [2, 2, 4]
-    assert any(not segment.events for segment in read_segments(second, 1)), "who waits for commands is not taken to be stuck"
+    assert any(not segment.events for segment in read_segments(second, 1)), (
+        "who waits for commands is not taken to be stuck"
+    )
 
 
 @pytest.fixture(scope="module")
@@ -233,34 +299,49 @@ def after_one_step(base: Path, tmp_path_factory: pytest.TempPathFactory) -> dict
     run, spec, _ = new_run(tmp_path_factory.mktemp("one"), base, 1)
     spec = spec.model_copy(update={"training": spec.training.model_copy(update={"max_steps": 1})})
     run.write("spec.json", spec)
-    records = [record(1, random_groups(3, 4, VOCABULARY, seed=0), first_seq=2), record(2, [], first_seq=5, ends=True)]
+    records = [
+        record(1, random_groups(3, 4, VOCABULARY, seed=0), first_seq=2),
+        record(2, [], first_seq=5, ends=True),
+    ]
     give(run, spec, RolloutSchedule.of(spec, 6, 2), records)
     assert run_attempt(run, 1, 1).kind is OutcomeKind.SUCCEEDED
     return adapter(run)
 
 
-@pytest.mark.parametrize("paused", [pytest.param(False, marks=pytest.mark.slow), True], ids=["at once", "paused in between"])
+@pytest.mark.parametrize(
+    "paused",
+    [pytest.param(False, marks=pytest.mark.slow), True],
+    ids=["at once", "paused in between"],
+)
 def test_the_best_step_by_reward_is_published(
     base: Path, after_one_step: dict[str, Tensor], tmp_path: Path, paused: bool
 ) -> None:
     run, spec, schedule = new_run(tmp_path, base, 1)
-    spec = spec.model_copy(update={"training": spec.training.model_copy(update={"load_best_model_at_end": True})})
+    spec = spec.model_copy(
+        update={"training": spec.training.model_copy(update={"load_best_model_at_end": True})}
+    )
     run.write("spec.json", spec)
-    good, bad = [group(0, [answer([5], 1.0)], ids=())], [group(0, [answer([5], 0.0)], ids=())]
+    good = [group(0, [answer([5], 1.0)], ids=())]
+    bad = [group(0, [answer([5], 0.0)], ids=())]
     groups = random_groups(3, 4, VOCABULARY, seed=0)
     records = [
         record(1, groups, first_seq=2),
         record(2, groups, first_seq=5, validation=good),
         record(3, [], first_seq=9, ends=True, validation=bad),
     ]
-    attempt, checkpoint = 1, None
+    attempt = 1
+    checkpoint = None
     if paused:
         give(run, spec, schedule, records[:1])
-        attempt, checkpoint = 2, run_attempt(run, 1, 1, on_rank=attempt_with_short_wait_on_rank).checkpoint
+        attempt = 2
+        checkpoint = run_attempt(run, 1, 1, on_rank=attempt_with_short_wait_on_rank).checkpoint
         assert checkpoint == "step-1-a1"
     give(run, spec, schedule, records)
     assert run_attempt(run, attempt, 1, checkpoint).kind is OutcomeKind.SUCCEEDED
-    markers = {name: run.read(f"checkpoints/{name}/COMPLETE", CheckpointMarker) for name in complete_checkpoints(run)}
+    markers = {
+        name: run.read(f"checkpoints/{name}/COMPLETE", CheckpointMarker)
+        for name in complete_checkpoints(run)
+    }
     criteria = {name: marker.criterion for name, marker in markers.items() if marker}
     assert criteria == {f"step-1-a{attempt}": -1.0, f"step-2-a{attempt}": 0.0}
     assert all(torch.equal(tensor, after_one_step[name]) for name, tensor in adapter(run).items())
@@ -270,7 +351,14 @@ def test_a_step_without_variance_changes_nothing(base: Path, tmp_path: Path) -> 
     run, spec, schedule = new_run(tmp_path, base, 1)
     same = [group(0, [answer([5], 1.0), answer([6], 1.0)])]
     give(
-        run, spec, schedule, [record(1, same, first_seq=2), record(2, same, first_seq=4), record(3, [], first_seq=6, ends=True)]
+        run,
+        spec,
+        schedule,
+        [
+            record(1, same, first_seq=2),
+            record(2, same, first_seq=4),
+            record(3, [], first_seq=6, ends=True),
+        ],
     )
     assert run_attempt(run, 1, 1).kind is OutcomeKind.SUCCEEDED
     assert all(not tensor.any() for name, tensor in adapter(run).items() if "lora_B" in name)

@@ -1,4 +1,6 @@
-"""Clients' training loops in one engine: each leaves, bit for bit, what it leaves when it has its ranks to itself."""
+"""Clients' training loops in one engine: each leaves, bit for bit, what it leaves when it has its
+ranks to itself.
+"""
 
 from __future__ import annotations
 
@@ -49,7 +51,9 @@ def test_two_clients_that_take_turns_train_what_each_trains_alone(tmp_path: Path
         prepare(spec_of(base, number), run, engine)
 
     def clients() -> None:
-        """The second client's next command comes when the first one's last is answered, and the other way round."""
+        """The second client's next command comes when the first one's last is answered, and the
+        other way round.
+        """
         scripts = [Script(run) for run in runs]
         for step in range(STEPS):
             for script, number in zip(scripts, (1, 2), strict=True):
@@ -69,6 +73,7 @@ def test_two_clients_that_take_turns_train_what_each_trains_alone(tmp_path: Path
         ended.set()
         thread.join()
     for run, other in zip(runs, alone, strict=True):
-        assert {name: np.array_equal(tensor, adapter(other)[name]) for name, tensor in adapter(run).items()} == dict.fromkeys(
-            adapter(other), True
-        )
+        assert {
+            name: np.array_equal(tensor, adapter(other)[name])
+            for name, tensor in adapter(run).items()
+        } == dict.fromkeys(adapter(other), True)

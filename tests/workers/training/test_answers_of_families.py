@@ -1,5 +1,6 @@
-"""What goes into a conversation comes out of what is learned of it, by the templates of families: in evaluations, for graders
-and in chats."""
+"""What goes into a conversation comes out of what is learned of it, by the templates of families:
+in evaluations, for graders and in chats.
+"""
 
 from __future__ import annotations
 
@@ -39,9 +40,15 @@ FAMILIES = {
     "phi 3.5": TEMPLATES["phi"],
     **{path.stem: path.read_text() for path in sorted(FILES.glob("*.jinja"))},
 }
-PARTS = re.compile(r"</?(think|tool_call|tool_response|arg_key|arg_value|function|parameter|invoke|tool|minimax)\b")
-"""Of the texts that look like special tokens, those that published tokenizers do not declare as such."""
-LOOK_LIKE_TOKENS = re.compile(r"<[|｜a-z_][^<>\n'=: ]{0,50}>|\[/?[A-Z_]+\]|\[e~\[|\]~b?!?b?\]|\]~!b\[")  # noqa: RUF001
+PARTS = re.compile(
+    r"</?(think|tool_call|tool_response|arg_key|arg_value|function|parameter|invoke|tool|minimax)\b"
+)
+"""Of the texts that look like special tokens, those that published tokenizers do not declare as
+such.
+"""
+LOOK_LIKE_TOKENS = re.compile(
+    r"<[|｜a-z_][^<>\n'=: ]{0,50}>|\[/?[A-Z_]+\]|\[e~\[|\]~b?!?b?\]|\]~!b\["  # noqa: RUF001
+)
 
 TWO = {"role": "user", "content": "2+2?"}
 TOOL = {"type": "function", "function": {"name": "add", "parameters": {"type": "object"}}}
@@ -61,13 +68,15 @@ ANSWERS: dict[str, dict[str, Any]] = {
     "called twice": {"content": "", "tool_calls": [call(0, a=2, b="x y"), call(1, a=[3], b="{")]},
     "called with nothing": {"content": "", "tool_calls": [call(0)]},
     "called with words": {"content": "I add.", "tool_calls": [call(0, a=2, b="four")]},
-    "called after a thought": {"content": "", "reasoning_content": "two twos", "tool_calls": [call(0, a=2, b="four")]},
+    "called after a thought": {
+        "content": "",
+        "reasoning_content": "two twos",
+        "tool_calls": [call(0, a=2, b="four")],
+    },
 }
-FOUR, THREE, SIX = (
-    {"role": "assistant", "content": "4"},
-    {"role": "user", "content": "3+3?"},
-    {"role": "assistant", "content": "6"},
-)
+FOUR = {"role": "assistant", "content": "4"}
+THREE = {"role": "user", "content": "3+3?"}
+SIX = {"role": "assistant", "content": "6"}
 CALLED = {"role": "assistant", "content": "", "tool_calls": [call(0, a=2)]}
 RESULT = {"role": "tool", "tool_call_id": "functions.add:0", "content": "4"}
 CONVERSATIONS: dict[str, list[dict[str, Any]]] = {
@@ -82,7 +91,9 @@ MERGED = {("gpt-oss", "called with words")}
 
 def answer_of(message: dict[str, Any]) -> Answer:
     functions = [own["function"] for own in message.get("tool_calls", ())]
-    calls = [{**own, "arguments": json.dumps(own["arguments"], ensure_ascii=False)} for own in functions]
+    calls = [
+        {**own, "arguments": json.dumps(own["arguments"], ensure_ascii=False)} for own in functions
+    ]
     return Answer(message["content"], message.get("reasoning_content", ""), calls)
 
 
@@ -92,35 +103,60 @@ def bytes_alone(tmp_path_factory: pytest.TempPathFactory) -> Any:
 
 
 @pytest.fixture(scope="module", params=FAMILIES)
-def base(request: pytest.FixtureRequest, bytes_alone: Any, tmp_path_factory: pytest.TempPathFactory) -> tuple[str, Any]:
+def base(
+    request: pytest.FixtureRequest, bytes_alone: Any, tmp_path_factory: pytest.TempPathFactory
+) -> tuple[str, Any]:
     """A family's name, and a tokenizer with its template and its special tokens."""
-    folder, text = tmp_path_factory.mktemp("base"), FAMILIES[request.param]
-    special = sorted({match[0] for match in LOOK_LIKE_TOKENS.finditer(text) if not PARTS.match(match[0])} | {"<|user|>"})
+    folder = tmp_path_factory.mktemp("base")
+    text = FAMILIES[request.param]
+    special = sorted(
+        {match[0] for match in LOOK_LIKE_TOKENS.finditer(text) if not PARTS.match(match[0])}
+        | {"<|user|>"}
+    )
     own: Any = PreTrainedTokenizerFast(
-        tokenizer_object=bytes_alone, bos_token="<s>", eos_token="</s>", extra_special_tokens=special
+        tokenizer_object=bytes_alone,
+        bos_token="<s>",
+        eos_token="</s>",
+        extra_special_tokens=special,
     )
     own.chat_template = text
     own.save_pretrained(folder)
-    stops = ["<|user|>"] if request.param == "glm 4.5" else ["<|call|>", "<|return|>"] if request.param == "gpt-oss" else []
+    stops = (
+        ["<|user|>"]
+        if request.param == "glm 4.5"
+        else ["<|call|>", "<|return|>"]
+        if request.param == "gpt-oss"
+        else []
+    )
     ids = own.convert_tokens_to_ids(stops) or [own.eos_token_id]
     (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": ids}))
     return request.param, load_tokenizer(str(folder))
 
 
 def learned_of(tokenizer: Any, messages: list[dict[str, Any]]) -> list[tuple[Conversation, Tokens]]:
-    """The samples of a conversation, with the parts that they are of. Empty: the template has no place for all in it."""
+    """The samples of a conversation, with the parts that they are of.
+
+    Empty: the template has no place for all in it.
+    """
     tools = {"tools": [TOOL]} if any("tool_calls" in message for message in messages) else {}
     record = parse_line(json.dumps({"messages": messages, **tools}))
     (found,) = tokenize(tokenizer, [(1, record)])
     if isinstance(found, Fault):
         return []
     sources = [text.source for text in as_texts(tokenizer, DEFAULT, record)]
-    return [(source, own) for source, own in zip(sources, found, strict=True) if isinstance(source, Conversation)]
+    return [
+        (source, own)
+        for source, own in zip(sources, found, strict=True)
+        if isinstance(source, Conversation)
+    ]
 
 
-def chatted(written: list[int], tokenizer: Any, answers: AnswerFormat, closing: str, *, tools: bool) -> Answer:
+def chatted(
+    written: list[int], tokenizer: Any, answers: AnswerFormat, closing: str, *, tools: bool
+) -> Answer:
     """The answer as a chat gets it, token by token."""
-    text, parts = AnswerText(tokenizer, [], keep_special=True), AnswerStream(answers, tools=tools, closing=closing)
+    text = AnswerText(tokenizer, [], keep_special=True)
+    parts = AnswerStream(answers, tools=tools, closing=closing)
     said = [parts.push(text.push(token)) for token in written]
     said.append(parts.push(text.end()))
     *rest, whole = parts.end()
@@ -140,8 +176,12 @@ class Here:
 def test_what_goes_in_comes_out(base: tuple[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(evaluation_prompts, "TemplateProcess", Here)
     family, tokenizer = base
-    chosen = {name: messages for name, messages in CONVERSATIONS.items() if (family, name) not in MERGED}
-    proven = [(name, *own) for name, messages in chosen.items() for own in learned_of(tokenizer, messages)]
+    chosen = {
+        name: messages for name, messages in CONVERSATIONS.items() if (family, name) not in MERGED
+    }
+    proven = [
+        (name, *own) for name, messages in chosen.items() for own in learned_of(tokenizer, messages)
+    ]
     spec: Any = SimpleNamespace(
         model=SimpleNamespace(path=tokenizer.name_or_path),
         evaluation=SimpleNamespace(given=()),
@@ -158,8 +198,12 @@ def test_what_goes_in_comes_out(base: tuple[str, Any], monkeypatch: pytest.Monke
         expected = answer_of(source.messages[-1])
         begin, end = last_stretch(sample.targets)
         learned = sample.ids[begin:end].tolist()
-        written = learned[: next(place for place, token in enumerate(learned) if token in evaluation.ends)]  # up to the stop
-        if family != "llama 3.2" or not expected.calls:  # a call of which nothing but its prompt says that it is one
+        written = learned[
+            : next(place for place, token in enumerate(learned) if token in evaluation.ends)
+        ]  # up to the stop
+        if (
+            family != "llama 3.2" or not expected.calls
+        ):  # a call of which nothing but its prompt says that it is one
             assert (name, question.read(written, tokenizer, evaluation.answers)) == (name, expected)
             assert question.reference == expected.whole, name
         tools = bool(source.tools)
@@ -167,7 +211,15 @@ def test_what_goes_in_comes_out(base: tuple[str, Any], monkeypatch: pytest.Monke
         graded = header.read(tokenizer.decode(written), prompt).sample()
         assert (graded.output_text, graded.reasoning) == (expected.text, expected.reasoning), name
         assert [own["function"] for own in graded.output_tools] == expected.calls, name
-        assert (name, chatted(written, tokenizer, evaluation.answers, question.closing, tools=tools)) == (name, expected)
+        assert (
+            name,
+            chatted(written, tokenizer, evaluation.answers, question.closing, tools=tools),
+        ) == (name, expected)
     answers = Counter(name for name, source, _ in proven for weight in source.weights if weight)
-    assert {"plain", "json", "lines", "of two turns"} <= set(answers), "every template has a place for these"
-    assert all(count == len([own for own in chosen[name] if own["role"] == "assistant"]) for name, count in answers.items())
+    assert {"plain", "json", "lines", "of two turns"} <= set(answers), (
+        "every template has a place for these"
+    )
+    assert all(
+        count == len([own for own in chosen[name] if own["role"] == "assistant"])
+        for name, count in answers.items()
+    )

@@ -1,4 +1,6 @@
-"""Answers that the ranks write while a job runs: those of transformers' own greedy generation, on any number of ranks."""
+"""Answers that the ranks write while a job runs: those of transformers' own greedy generation, on
+any number of ranks.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +12,14 @@ import numpy as np
 import pytest
 import torch
 from peft import PeftModel
-from transformers import AutoModelForCausalLM, AutoTokenizer, GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
+from transformers import (
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    GPT2Config,
+    GPT2LMHeadModel,
+    LlamaConfig,
+    LlamaForCausalLM,
+)
 
 from ft_service.data.answer_format import Answer, AnswerFormat
 from ft_service.rundir.attempt_seal import Fence
@@ -46,15 +55,22 @@ def test_tokens_are_those_of_greedy_generation(tmp_path: Path) -> None:
     assert greedy(runtime, model, prompts, GreedyDecoding(12, {end}, padded)) == shorter
 
 
-def test_a_forward_has_no_more_tokens_than_a_micro_batch_and_the_answers_are_the_same(tmp_path: Path) -> None:
+def test_a_forward_has_no_more_tokens_than_a_micro_batch_and_the_answers_are_the_same(
+    tmp_path: Path,
+) -> None:
     model = _with_positions(64, "cpu")
     prompts = [np.arange(5, 5 + length, dtype=np.int32) for length in (9, 14, 11, 6)]
     seen = _widths(model)
     runtime = cast("Any", SimpleNamespace(rank=0, world=1, device=CPU))
-    together = greedy(runtime, model, prompts, GreedyDecoding(5, (), MicroBatchLimits(2048, packed=False)))
+    together = greedy(
+        runtime, model, prompts, GreedyDecoding(5, (), MicroBatchLimits(2048, packed=False))
+    )
     assert max(seen) == 4 * (14 + 4), "all at once, padded to the longest"
     seen.clear()
-    assert greedy(runtime, model, prompts, GreedyDecoding(5, (), MicroBatchLimits(32, packed=False))) == together
+    assert (
+        greedy(runtime, model, prompts, GreedyDecoding(5, (), MicroBatchLimits(32, packed=False)))
+        == together
+    )
     assert max(seen) <= 32
 
 
@@ -64,13 +80,17 @@ def test_ranks_with_unequal_numbers_of_forwards_make_as_many() -> None:
     assert by_rank[0][1] == by_rank[1][1] == 3 * 4, "three forwards for each token"
 
 
-def _answers_of_rank(rank: int, world: int, lengths: list[tuple[int, ...]]) -> tuple[list[list[int]] | None, int]:
+def _answers_of_rank(
+    rank: int, world: int, lengths: list[tuple[int, ...]]
+) -> tuple[list[list[int]] | None, int]:
     """A rank's answers, and the number of its forwards."""
     model = _with_positions(64, "cpu")
     seen = _widths(model)
     prompts = [np.arange(5, 5 + length, dtype=np.int32) for length in lengths[rank]]
     runtime = cast("Any", SimpleNamespace(rank=rank, world=world, device=CPU))
-    answers = greedy(runtime, model, prompts, GreedyDecoding(4, (), MicroBatchLimits(20, packed=False)))
+    answers = greedy(
+        runtime, model, prompts, GreedyDecoding(4, (), MicroBatchLimits(20, packed=False))
+    )
     return answers, len(seen)
 
 
@@ -78,26 +98,48 @@ def test_an_answer_ends_where_the_base_has_no_more_positions() -> None:
     model = _with_positions(16, "cpu")
     prompts = [np.arange(5, 5 + length, dtype=np.int32) for length in (13, 4, 20)]
     runtime = cast("Any", SimpleNamespace(rank=0, world=1, device=CPU))
-    answers = greedy(runtime, model, prompts, GreedyDecoding(8, (), MicroBatchLimits(2048, packed=False), room=16))
+    answers = greedy(
+        runtime,
+        model,
+        prompts,
+        GreedyDecoding(8, (), MicroBatchLimits(2048, packed=False), room=16),
+    )
     assert answers is not None
     assert [len(own) for own in answers] == [3, 8, 0]
 
 
-def test_a_prompt_without_room_for_an_answer_is_told_of(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_prompt_without_room_for_an_answer_is_told_of(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(evaluation_answers, "greedy", lambda *args, **options: [[], []])
     told = Told()
     assert evaluator(RunDir(tmp_path), 1, told, tokens=16).begin()
-    assert "prompt 1 (and 1 more) leaves no room for an answer in the base's context of 16 tokens" in told.said[0]
+    assert (
+        "prompt 1 (and 1 more) leaves no room for an answer in the base's context of 16 tokens"
+        in told.said[0]
+    )
 
 
 def test_a_base_with_rotary_positions_has_room_for_samples_as_long_as_the_jobs() -> None:
-    for model, room in ((_with_positions(16), 16), (_with_rotary_positions(16), 64), (_with_rotary_positions(128), 128)):
+    for model, room in (
+        (_with_positions(16), 16),
+        (_with_rotary_positions(16), 64),
+        (_with_rotary_positions(128), 128),
+    ):
         spec = SimpleNamespace(training=SimpleNamespace(max_length=64))
-        assert room_of(cast(Any, SimpleNamespace(model=model, runtime=SimpleNamespace(spec=spec)))) == room
+        assert (
+            room_of(cast(Any, SimpleNamespace(model=model, runtime=SimpleNamespace(spec=spec))))
+            == room
+        )
 
 
 def _with_rotary_positions(count: int) -> LlamaForCausalLM:
-    sizes: dict[str, Any] = {"hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 1, "num_attention_heads": 1}
+    sizes: dict[str, Any] = {
+        "hidden_size": 8,
+        "intermediate_size": 8,
+        "num_hidden_layers": 1,
+        "num_attention_heads": 1,
+    }
     with torch.device("meta"):
         return LlamaForCausalLM(LlamaConfig(max_position_embeddings=count, vocab_size=64, **sizes))
 
@@ -106,20 +148,32 @@ def _with_positions(count: int, device: str = "meta") -> GPT2LMHeadModel:
     """A model that has learned a vector for each of so many positions."""
     torch.manual_seed(0)
     with torch.device(device):
-        return GPT2LMHeadModel(GPT2Config(n_positions=count, n_embd=8, n_layer=1, n_head=1, vocab_size=64)).eval()
+        return GPT2LMHeadModel(
+            GPT2Config(n_positions=count, n_embd=8, n_layer=1, n_head=1, vocab_size=64)
+        ).eval()
 
 
 def _widths(model: Any) -> list[int]:
     """A list that takes the tokens of each forward of a model, padding included."""
     seen: list[int] = []
-    model.register_forward_pre_hook(lambda _, args, given: seen.append(given["input_ids"].numel()), with_kwargs=True)
+    model.register_forward_pre_hook(
+        lambda _, args, given: seen.append(given["input_ids"].numel()), with_kwargs=True
+    )
     return seen
 
 
 def _generated(model: Any, prompt: np.ndarray, most: int) -> list[int]:
     ids = torch.from_numpy(prompt.astype(np.int64))[None]
-    options = {"do_sample": False, "max_new_tokens": most, "min_new_tokens": most, "pad_token_id": 0, "eos_token_id": None}
-    return model.generate(ids, attention_mask=torch.ones_like(ids), **options)[0, len(prompt) :].tolist()
+    options = {
+        "do_sample": False,
+        "max_new_tokens": most,
+        "min_new_tokens": most,
+        "pad_token_id": 0,
+        "eos_token_id": None,
+    }
+    return model.generate(ids, attention_mask=torch.ones_like(ids), **options)[
+        0, len(prompt) :
+    ].tolist()
 
 
 class Letters:
@@ -143,23 +197,41 @@ class Told:
 
 
 def evaluator(
-    run: RunDir, attempt: int, told: Told, references: tuple[str | None, ...] = ("b", None), tokens: int = 1
+    run: RunDir,
+    attempt: int,
+    told: Told,
+    references: tuple[str | None, ...] = ("b", None),
+    tokens: int = 1,
 ) -> Evaluator:
     """`tokens`: of each prompt."""
-    start, spec = SimpleNamespace(attempt=attempt), SimpleNamespace(training=SimpleNamespace(max_length=64))
-    runtime: Any = SimpleNamespace(rank=0, world=1, device=CPU, run=run, fence=Fence(run, attempt), start=start, spec=spec)
-    questions = [Question(np.array([97] * tokens, dtype=np.int32), "a", reference) for reference in references]
+    start = SimpleNamespace(attempt=attempt)
+    spec = SimpleNamespace(training=SimpleNamespace(max_length=64))
+    runtime: Any = SimpleNamespace(
+        rank=0, world=1, device=CPU, run=run, fence=Fence(run, attempt), start=start, spec=spec
+    )
+    questions = [
+        Question(np.array([97] * tokens, dtype=np.int32), "a", reference)
+        for reference in references
+    ]
     options = EvaluationOptions(metrics=["exact_match", "json_valid"])
     model = cast(Any, _with_positions(16))
     reporter, stop = (cast(Any, own) for own in (told, SimpleNamespace(agreed=lambda: False)))
-    context = TrainingContext(runtime, model, MicroBatchLimits(1, packed=False), reporter, stop, Gradients(model, 1))
-    return Evaluator(context, Asked(questions, AnswerFormat(), frozenset({0})), cast(Any, Letters()), options)
+    context = TrainingContext(
+        runtime, model, MicroBatchLimits(1, packed=False), reporter, stop, Gradients(model, 1)
+    )
+    return Evaluator(
+        context, Asked(questions, AnswerFormat(), frozenset({0})), cast(Any, Letters()), options
+    )
 
 
-def test_answers_of_another_model_end_where_their_time_does(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_answers_of_another_model_end_where_their_time_does(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     asked: list[int] = []
 
-    def greedy(runtime: Any, model: Any, prompts: Any, decoding: GreedyDecoding, goes_on: Any) -> list[list[int]] | None:
+    def greedy(
+        runtime: Any, model: Any, prompts: Any, decoding: GreedyDecoding, goes_on: Any
+    ) -> list[list[int]] | None:
         asked.extend(token for token in range(1, decoding.max_new_tokens + 1) if goes_on(token))
         return None if len(asked) < decoding.max_new_tokens else [[97] for _ in prompts]
 
@@ -171,8 +243,11 @@ def test_answers_of_another_model_end_where_their_time_does(tmp_path: Path, monk
     assert own.ask(3, torch.nn.Identity()) == [Answer("a")] * 2
 
 
-def test_each_step_is_asked_once_and_its_document_has_both_answers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    run, told = RunDir(tmp_path), Told()
+def test_each_step_is_asked_once_and_its_document_has_both_answers(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = RunDir(tmp_path)
+    told = Told()
     said: list[list[list[int]] | None] = [[[98], [99]], None, [[49], [123]]]
     monkeypatch.setattr(evaluation_answers, "greedy", lambda *args, **options: said.pop())
     asked = evaluator(run, 1, told)
@@ -184,9 +259,15 @@ def test_each_step_is_asked_once_and_its_document_has_both_answers(tmp_path: Pat
     first, second = (run.read(key, Evaluation) for key in evaluated_steps(run).values())
     assert first is not None
     assert second is not None
-    assert (first.metrics, first.samples[0].tuned) == ({"exact_match": 0.0, "json_valid": 0.5}, None)
+    assert (first.metrics, first.samples[0].tuned) == (
+        {"exact_match": 0.0, "json_valid": 0.5},
+        None,
+    )
     assert [(own.base, own.tuned) for own in second.samples] == [("1", "b"), ("{", "c")]
-    assert [own.scores for own in second.samples] == [{"exact_match": 1.0, "json_valid": 0.0}, {"json_valid": 0.0}]
+    assert [own.scores for own in second.samples] == [
+        {"exact_match": 1.0, "json_valid": 0.0},
+        {"json_valid": 0.0},
+    ]
     assert second.base_metrics == first.metrics
     assert "exact_match 1.00 (before: 0.00)" in told.said[0]
     assert "Asked: a\nExpected: b\nBefore: 1\nAfter: b" in told.said[1]
@@ -195,7 +276,8 @@ def test_each_step_is_asked_once_and_its_document_has_both_answers(tmp_path: Pat
 def test_a_later_attempt_keeps_the_answers_before_training_and_asks_at_its_own_steps(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    run, calls = RunDir(tmp_path), []
+    run = RunDir(tmp_path)
+    calls = []
 
     def write(*args: Any, **options: Any) -> list[list[int]]:
         calls.append(1)
@@ -225,7 +307,12 @@ def test_a_job_shows_answers_before_and_after(world: int, tmp_path: Path) -> Non
         precision={"compute": "fp32"},
         training={"max_steps": 30, "batch_size": 8, "learning_rate": 2e-2, "eval_steps": 20},
         lora={"r": 8},
-        evaluation={"prompts": 3, "max_new_tokens": 16, "metrics": ["exact_match", "rouge_l"], "on_validation": True},
+        evaluation={
+            "prompts": 3,
+            "max_new_tokens": 16,
+            "metrics": ["exact_match", "rouge_l"],
+            "on_validation": True,
+        },
     )
     run = RunDir(tmp_path / "run")
     run.write("spec.json", spec)
@@ -234,7 +321,9 @@ def test_a_job_shows_answers_before_and_after(world: int, tmp_path: Path) -> Non
     found = run.read(evaluation_key(30, 1), Evaluation)
     assert found is not None
     assert [own.reference for own in found.samples] == ["it is 0", "it is 7!", "it is 14!!"]
-    assert [own.messages for own in found.samples] == [[{"role": "user", "content": f"say {n}"}] for n in range(3)]
+    assert [own.messages for own in found.samples] == [
+        [{"role": "user", "content": f"say {n}"}] for n in range(3)
+    ]
     assert found.metrics.keys() == found.base_metrics.keys() == {"exact_match", "rouge_l"}
     in_table = losses(run, "evaluation/exact_match")
     assert list(in_table) == [20, 30]
@@ -242,24 +331,37 @@ def test_a_job_shows_answers_before_and_after(world: int, tmp_path: Path) -> Non
     assert any(own.base != own.tuned for own in found.samples)
     tokenizer = AutoTokenizer.from_pretrained(base)
     stock = AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32)
-    tuned = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32), run.path("adapter"))
+    tuned = PeftModel.from_pretrained(
+        AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32), run.path("adapter")
+    )
     for own, ask in zip(found.samples, ("say 0", "say 1", "say 2"), strict=True):
         assert ask in own.prompt
         text = f"<|im_start|>user\n{ask}<|im_end|>\n<|im_start|>assistant\n"
         prompt = np.array(tokenizer(text, add_special_tokens=False)["input_ids"], dtype=np.int32)
         for model, answer in ((stock, own.base), (tuned, own.tuned)):
             tokens = _generated(model, prompt, 16)
-            tokens = tokens[: tokens.index(tokenizer.eos_token_id)] if tokenizer.eos_token_id in tokens else tokens
+            tokens = (
+                tokens[: tokens.index(tokenizer.eos_token_id)]
+                if tokenizer.eos_token_id in tokens
+                else tokens
+            )
             assert tokenizer.decode(tokens, skip_special_tokens=True).strip() == answer
     told = [event.message for segment in read_segments(run, 1) for event in segment.events]
-    assert any(message.startswith("Evaluation after step 30, 3 prompts: exact_match") for message in told)
+    assert any(
+        message.startswith("Evaluation after step 30, 3 prompts: exact_match") for message in told
+    )
     assert sum("\nBefore: " in message for message in told) == 3
 
 
 @pytest.mark.slow
 def test_a_job_is_asked_prompts_of_its_own(tmp_path: Path) -> None:
     base = save_chat_base(tmp_path / "base")
-    checked = {"type": "string_check", "name": "right", "input": "{{ sample.output_text }}", "operation": "eq"}
+    checked = {
+        "type": "string_check",
+        "name": "right",
+        "input": "{{ sample.output_text }}",
+        "operation": "eq",
+    }
     spec = spec_for(
         base,
         save_chats(tmp_path / "train.jsonl", 8),
@@ -270,7 +372,11 @@ def test_a_job_is_asked_prompts_of_its_own(tmp_path: Path) -> None:
         evaluation={
             "prompts": [
                 {"messages": [{"role": "user", "content": "say 0"}], "item": {"wanted": "it is 0"}},
-                {"messages": [{"role": "user", "content": "say 1"}], "reference": "it is 7!", "item": {"wanted": "it is 7!"}},
+                {
+                    "messages": [{"role": "user", "content": "say 1"}],
+                    "reference": "it is 7!",
+                    "item": {"wanted": "it is 7!"},
+                },
                 {"prompt": "once"},
             ],
             "max_new_tokens": 16,
@@ -287,9 +393,15 @@ def test_a_job_is_asked_prompts_of_its_own(tmp_path: Path) -> None:
         ("user\nsay 1\nassistant", "it is 7!"),
         ("once", None),
     ]
-    assert [own.scores.keys() for own in found.samples] == [{"right"}, {"exact_match", "right"}, set()]
+    assert [own.scores.keys() for own in found.samples] == [
+        {"right"},
+        {"exact_match", "right"},
+        set(),
+    ]
     wanted = ("it is 0", "it is 7!")
     right = [float(own.tuned == text) for own, text in zip(found.samples, wanted, strict=False)]
     assert found.metrics == {"right": sum(right) / 2, "exact_match": right[1]}
-    assert all(own.tuned and "assistant" not in own.tuned for own in found.samples[:2]), "an answer, and no further turn"
+    assert all(own.tuned and "assistant" not in own.tuned for own in found.samples[:2]), (
+        "an answer, and no further turn"
+    )
     assert found.samples[1].messages == [{"role": "user", "content": "say 1"}]

@@ -1,4 +1,6 @@
-"""Whether a model forgets: numbers of the ranks next to those of plain PEFT with its adapter on and off."""
+"""Whether a model forgets: numbers of the ranks next to those of plain PEFT with its adapter on and
+off.
+"""
 
 from __future__ import annotations
 
@@ -36,10 +38,19 @@ def with_time(rank: int, world: int, root: str, share: float) -> Outcome:
 def job(folder: Path, world: int, share: float, **options: Any) -> RunDir:
     base = save_chat_base(folder / "base")
     training = {"max_steps": 3, "batch_size": 8, "learning_rate": 2e-2}
-    given = {"training": training, "lora": {"r": 4}, "precision": {"compute": "fp32", "compare_served": "off"}, **options}
+    given = {
+        "training": training,
+        "lora": {"r": 4},
+        "precision": {"compute": "fp32", "compare_served": "off"},
+        **options,
+    }
     run = RunDir(folder / "run")
-    run.write("spec.json", spec_for(base, save_chats(folder / "train.jsonl", 8), ranks=world, **given))
-    start = Start(job_id=run_spec(run).job_id, attempt=1, world_size=world, generation=1, checkpoint=None)
+    run.write(
+        "spec.json", spec_for(base, save_chats(folder / "train.jsonl", 8), ranks=world, **given)
+    )
+    start = Start(
+        job_id=run_spec(run).job_id, attempt=1, world_size=world, generation=1, checkpoint=None
+    )
     run.write("attempts/1/start.json", start)
     give_tokens(run, run_spec(run))
     outcomes = run_on_ranks(with_time, world, str(run.root), share)
@@ -48,7 +59,9 @@ def job(folder: Path, world: int, share: float, **options: Any) -> RunDir:
 
 
 def by_peft(folder: Path) -> tuple[float, float, float]:
-    """(the base's perplexity, the tuned model's, divergence) by transformers and PEFT alone, in fp32."""
+    """(the base's perplexity, the tuned model's, divergence) by transformers and PEFT alone, in
+    fp32.
+    """
     tokenizer: Any = AutoTokenizer.from_pretrained(folder / "base")
     base: Any = AutoModelForCausalLM.from_pretrained(folder / "base", dtype=torch.bfloat16).float()
     model: Any = PeftModel.from_pretrained(base, folder / "run/adapter").eval()
@@ -59,12 +72,18 @@ def by_peft(folder: Path) -> tuple[float, float, float]:
             plain = model(ids).logits[0]
         return plain.log_softmax(-1), model(ids).logits[0].log_softmax(-1)
 
-    losses, tokens = torch.zeros(2), 0
+    losses = torch.zeros(2)
+    tokens = 0
     for text in passages():
-        ids = tokenizer(text, return_tensors="pt")["input_ids"][:, : min(forgetting.PASSAGE_TOKENS, 64)]
-        losses += torch.stack([F.nll_loss(own[:-1], ids[0, 1:], reduction="sum") for own in logs(ids)])
+        ids = tokenizer(text, return_tensors="pt")["input_ids"][
+            :, : min(forgetting.PASSAGE_TOKENS, 64)
+        ]
+        losses += torch.stack(
+            [F.nll_loss(own[:-1], ids[0, 1:], reduction="sum") for own in logs(ids)]
+        )
         tokens += ids.shape[1] - 1
-    divergence, answered = 0.0, 0
+    divergence = 0.0
+    answered = 0
     for prompt in prompts(chat=True):
         turns = [turn.model_dump() for turn in prompt.messages or []]
         text = tokenizer.apply_chat_template(turns, tokenize=False, add_generation_prompt=True)
@@ -89,8 +108,16 @@ ON_TWO_RANKS = [
 
 
 @pytest.mark.parametrize(("world", "options"), [(1, {}), *ON_TWO_RANKS])
-def test_numbers_are_those_of_plain_peft(world: int, options: dict[str, Any], tmp_path: Path) -> None:
-    training = {"max_steps": 3, "batch_size": 8, "learning_rate": 2e-2, "max_length": 64, "packing": not options}
+def test_numbers_are_those_of_plain_peft(
+    world: int, options: dict[str, Any], tmp_path: Path
+) -> None:
+    training = {
+        "max_steps": 3,
+        "batch_size": 8,
+        "learning_rate": 2e-2,
+        "max_length": 64,
+        "packing": not options,
+    }
     run = job(tmp_path, world, 1e6, training=training, lora={"r": 4, **options})
     found = read_forgetting(run)
     assert found is not None
@@ -118,7 +145,15 @@ def test_what_takes_too_long_is_left_out_and_said_so(tmp_path: Path) -> None:
 
 
 def test_a_figure_beyond_its_threshold_is_a_warning() -> None:
-    mild = Forgetting(step=1, tokens=9, base_perplexity=10, perplexity=10.9, answer_tokens=9, divergence=0.49, agreement=0.9)
+    mild = Forgetting(
+        step=1,
+        tokens=9,
+        base_perplexity=10,
+        perplexity=10.9,
+        answer_tokens=9,
+        divergence=0.49,
+        agreement=0.9,
+    )
     assert mild.warnings == []
     first, second = mild.model_copy(update={"perplexity": 11.1, "divergence": 0.6}).warnings
     assert "11% higher than the base's, more than 10%" in first
@@ -127,7 +162,11 @@ def test_a_figure_beyond_its_threshold_is_a_warning() -> None:
 
 
 def test_perplexity_is_a_number_whatever_the_loss() -> None:
-    assert forgetting._perplexity(math.nan) == forgetting._perplexity(1e9) == pytest.approx(math.exp(100))
+    assert (
+        forgetting._perplexity(math.nan)
+        == forgetting._perplexity(1e9)
+        == pytest.approx(math.exp(100))
+    )
 
 
 def test_a_divergence_that_is_no_number_is_not_none_at_all(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -47,14 +47,35 @@ CPU = torch.device("cpu")
     [
         (GPT2Config(n_positions=8, n_embd=8, n_layer=1, n_head=1, vocab_size=32), 9, True),
         (GPT2Config(n_positions=8, n_embd=8, n_layer=1, n_head=1, vocab_size=32), 8, False),
-        (OPTConfig(max_position_embeddings=8, hidden_size=8, word_embed_proj_dim=8, num_attention_heads=1, ffn_dim=8), 9, True),
-        (LlamaConfig(max_position_embeddings=8, hidden_size=8, num_attention_heads=1, intermediate_size=8), 9, False),
+        (
+            OPTConfig(
+                max_position_embeddings=8,
+                hidden_size=8,
+                word_embed_proj_dim=8,
+                num_attention_heads=1,
+                ffn_dim=8,
+            ),
+            9,
+            True,
+        ),
+        (
+            LlamaConfig(
+                max_position_embeddings=8, hidden_size=8, num_attention_heads=1, intermediate_size=8
+            ),
+            9,
+            False,
+        ),
     ],
 )
-def test_samples_are_no_longer_than_the_positions_that_a_base_has_learned(config: Any, longest: int, refused: bool) -> None:
+def test_samples_are_no_longer_than_the_positions_that_a_base_has_learned(
+    config: Any, longest: int, refused: bool
+) -> None:
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config)
-    tokens = [Tokens(np.arange(length, dtype=np.int32), np.ones(length, dtype=bool)) for length in (3, longest)]
+    tokens = [
+        Tokens(np.arange(length, dtype=np.int32), np.ones(length, dtype=bool))
+        for length in (3, longest)
+    ]
     with pytest.raises(SpecError, match="learned 8 positions") if refused else nullcontext():
         check_positions(model, TokenSet.of(tokens), TokenSet.of([]))
 
@@ -95,10 +116,16 @@ def test_gathered_weights_are_those_that_were_read(tmp_path: Path) -> None:
     model = save_tiny_llama(tmp_path / "base", vocab_size=VOCABULARY + 1, intermediate_size=200)
     overrides = {".*q_proj": "fp8", ".*up_proj": "bf16"}
     specs = {
-        compute: spec_for(model, ranks=3, precision={"default": "nf4", "overrides": overrides, "compute": compute})
+        compute: spec_for(
+            model, ranks=3, precision={"default": "nf4", "overrides": overrides, "compute": compute}
+        )
         for compute in ("bf16", "fp32")
     }
-    cases = {(compute, fault): spec for compute, spec in specs.items() for fault in ("a bit", "the order of the shards", "")}
+    cases = {
+        (compute, fault): spec
+        for compute, spec in specs.items()
+        for fault in ("a bit", "the order of the shards", "")
+    }
     of_ranks = run_on_ranks(check_each, 3, [(spec, fault) for (_, fault), spec in cases.items()])
     for (compute, fault), *messages in zip(cases, *of_ranks, strict=True):
         assert len(set(messages)) == 1, "all ranks say the same"
@@ -143,12 +170,16 @@ def test_possible_steps_pass() -> None:
     check_step(9, Sums(0.0, 4, 4), 0.0)  # learned by heart
 
 
-def watch(rank: int, world: int, changes_on: list[int], learning_rate: float, changes_at: int) -> tuple[str, int]:
+def watch(
+    rank: int, world: int, changes_on: list[int], learning_rate: float, changes_at: int
+) -> tuple[str, int]:
     """What is said, and after which step. The last of three ranks holds no rows."""
     parameter, other = (nn.Parameter(torch.zeros(4 if rank < 2 else 0)) for _ in range(2))
     told: list[str] = []
     name = "base_model.model.{}.lora_B.default.weight"
-    job = JobState({name.format("layer"): parameter, name.format("dt_proj"): other}, TrainingOptions())
+    job = JobState(
+        {name.format("layer"): parameter, name.format("dt_proj"): other}, TrainingOptions()
+    )
     watched = AdapterWatch(job, told.append)
     step = 0
     try:
@@ -177,23 +208,35 @@ def test_an_adapter_that_never_changes_is_noticed(
     changes_on: list[int], changes_at: int, learning_rate: float, code: str, said_at: int
 ) -> None:
     """A part of it at once, the whole of it, and rows of some ranks, after a few steps."""
-    told = "The adapters of 1 modules get no gradient and stay as they were: dt_proj. Leave them out of lora.target_modules."
+    told = (
+        "The adapters of 1 modules get no gradient and stay as they were: dt_proj. Leave them "
+        "out of lora.target_modules."
+    )
     expected = (told if changes_on and not code else code), said_at
     assert run_on_ranks(watch, 3, changes_on, learning_rate, changes_at) == [expected] * 3
 
 
-def train_with_lost_gradients(rank: int, world: int, spec: JobSpec, of: str, lost_on: list[int], below: int) -> str:
-    """Optimizer steps on sharded parameters, of which the gradients of all named so get lost on these ranks; the error's text.
-    `below`: ids of the samples' tokens.
+def train_with_lost_gradients(
+    rank: int, world: int, spec: JobSpec, of: str, lost_on: list[int], below: int
+) -> str:
+    """Optimizer steps on sharded parameters, of which the gradients of all named so get lost on
+    these ranks; the error's text. `below`: ids of the samples' tokens.
     """
     built = constructed(spec, world)
     job = JobState(dict(adapters(built.peft_model)), spec.training)
     watched = AdapterWatch(job, pytest.fail, EmbeddedRows.of(built.peft_model))
     data = [Tokens(sample.ids % below, sample.targets) for sample in samples()]
-    batches, targets = batches_of(data, rank, world, spec), sum(sample.target_count for sample in data)
+    batches = batches_of(data, rank, world, spec)
+    targets = sum(sample.target_count for sample in data)
     try:
         for _ in range(STEPS_UNTIL_CHANGE):
-            forward_backward(built.peft_model, batches, targets, world, gradients=Gradients(built.peft_model, world))
+            forward_backward(
+                built.peft_model,
+                batches,
+                targets,
+                world,
+                gradients=Gradients(built.peft_model, world),
+            )
             for name, parameter in job.parameters.items():
                 if of in name and rank in lost_on:
                     assert isinstance(parameter.grad, DTensor)
@@ -220,12 +263,20 @@ def said_on_all(world: int, spec: JobSpec, *each: Lost) -> list[str]:
 
 
 def test_an_adapter_of_which_one_ranks_rows_stay_untrained_fails_the_job(tmp_path: Path) -> None:
-    """The fault by which 1/N of every lora_B was trained: losses fall, and every adapter changes on some rank."""
+    """The fault by which 1/N of every lora_B was trained: losses fall, and every adapter changes on
+    some rank.
+    """
     model = save_tiny_llama(tmp_path / "base", vocab_size=VOCABULARY)
     spec = spec_for(model, ranks=2, precision={"default": "nf4", "compute": "fp32"}, lora={"r": 4})
     said, nothing = said_on_all(2, spec, (".lora_B.", [1], VOCABULARY), ("", [], VOCABULARY))
-    assert "14 parameters are trained on some ranks only, the first: of the lora_B of model.layers.0.self_attn.q_proj" in said
-    assert "the rows on 1 of 2 ranks have changed in 3 optimizer steps, those on the others never" in said
+    assert (
+        "14 parameters are trained on some ranks only, the first: of the lora_B of "
+        "model.layers.0.self_attn.q_proj" in said
+    )
+    assert (
+        "the rows on 1 of 2 ranks have changed in 3 optimizer steps, those on the others never"
+        in said
+    )
     assert nothing == ""
 
 
@@ -235,13 +286,20 @@ def test_modules_trained_whole_are_watched_on_every_rank(tied: bool, tmp_path: P
     model = save_tiny_llama(tmp_path / "base", vocab_size=VOCABULARY, tie_word_embeddings=tied)
     lora = {"r": 4, "modules_to_save": ["embed_tokens", "lm_head"]}
     decay = {"weight_decay": 0.1}
-    spec = spec_for(model, ranks=3, precision={"default": "nf4", "compute": "fp32"}, lora=lora, training=decay)
+    spec = spec_for(
+        model, ranks=3, precision={"default": "nf4", "compute": "fp32"}, lora=lora, training=decay
+    )
     modules = ["embed_tokens"] if tied else ["embed_tokens", "lm_head"]
     on_one: list[Lost] = [(module, [2], VOCABULARY) for module in modules]
     on_all: list[Lost] = [(module, [0, 1, 2], VOCABULARY) for module in modules]
     *said, nothing = said_on_all(3, spec, *on_one, *on_all, ("", [], VOCABULARY // 3))
-    for module, of_one, of_all in zip(modules, said[: len(modules)], said[len(modules) :], strict=True):
+    for module, of_one, of_all in zip(
+        modules, said[: len(modules)], said[len(modules) :], strict=True
+    ):
         assert "1 parameters are trained on some ranks only, the first: of " in of_one
-        assert f"{module}.weight (lora.modules_to_save) the rows on 2 of 3 ranks have changed" in of_one
+        assert (
+            f"{module}.weight (lora.modules_to_save) the rows on 2 of 3 ranks have changed"
+            in of_one
+        )
         assert f"{module}.weight (lora.modules_to_save) has changed in 3 optimizer steps" in of_all
     assert nothing == "", "no token of the other ranks' rows occurs"

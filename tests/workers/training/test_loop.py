@@ -1,4 +1,6 @@
-"""The loop's order of work: what a step may not wait for, and that reading its numbers late does not change them."""
+"""The loop's order of work: what a step may not wait for, and that reading its numbers late does
+not change them.
+"""
 
 from __future__ import annotations
 
@@ -31,7 +33,14 @@ from workers.ranks.runtime import Runtime
 from workers.training.context import StopRequest
 from workers.training.step import forward_backward
 
-READS = {"_local_scalar_dense", "nonzero", "masked_select", "is_nonzero", "equal", "unique_consecutive"}
+READS = {
+    "_local_scalar_dense",
+    "nonzero",
+    "masked_select",
+    "is_nonzero",
+    "equal",
+    "unique_consecutive",
+}
 """Operators for whose result, or its shape, the host has to wait for a GPU."""
 
 
@@ -53,7 +62,9 @@ def reads_of_a_step(rank: int, world: int, spec: JobSpec, chunks: bool) -> Count
     keys = list(range(len(data))) if spec.lora.lora_dropout else None
     set_works_in_chunks(causal_model(built.peft_model), chunks)
     with Reads() as reads:
-        sums = forward_backward(built.peft_model, batches_of(data, rank, world, spec, keys), 50, world)
+        sums = forward_backward(
+            built.peft_model, batches_of(data, rank, world, spec, keys), 50, world
+        )
         job.update(1e-3, 1.0)
         assert not reads.found
         float(sums[0])
@@ -62,7 +73,9 @@ def reads_of_a_step(rank: int, world: int, spec: JobSpec, chunks: bool) -> Count
 
 @pytest.mark.parametrize("chunks", [True, False])
 @pytest.mark.parametrize("dropout", [0.0, 0.1])
-def test_nothing_waits_between_the_first_and_the_last_work_of_a_step(chunks: bool, dropout: float, tmp_path: Path) -> None:
+def test_nothing_waits_between_the_first_and_the_last_work_of_a_step(
+    chunks: bool, dropout: float, tmp_path: Path
+) -> None:
     lora = {"r": 4, "lora_dropout": dropout}
     spec = spec_for(save_tiny_llama(tmp_path / "base"), precision={"default": "nf4"}, lora=lora)
     [found] = run_on_ranks(reads_of_a_step, 1, spec, chunks)
@@ -85,8 +98,11 @@ def spec(tmp_path_factory: pytest.TempPathFactory) -> JobSpec:
 
 
 def late_attempt(rank: int, world: int, root: str, attempt: int) -> Outcome:
-    """An attempt as on GPUs: the next step is begun before the last one's numbers are read. With each micro-batch it can tell
-    that it goes on, as the first steps may take longer than a job may be silent."""
+    """An attempt as on GPUs: the next step is begun before the last one's numbers are read.
+
+    With each micro-batch it can tell that it goes on, as the first steps may take longer than a job
+    may be silent.
+    """
     with (
         patch.object(Runtime, "reads_late", PropertyMock(return_value=True)),
         patch.object(Reporter, "heartbeat", autospec=True) as told,
@@ -103,10 +119,18 @@ def late(run: RunDir, spec: JobSpec, ranks: int) -> Outcome:
 
 
 def test_numbers_that_are_read_late_are_the_same(spec: JobSpec, tmp_path: Path) -> None:
-    early, behind = RunDir(tmp_path / "early"), RunDir(tmp_path / "late")
+    early = RunDir(tmp_path / "early")
+    behind = RunDir(tmp_path / "late")
     early.write("spec.json", spec)
     assert run_attempt(early, 1, 1) == late(behind, spec, 1) == Outcome(kind=OutcomeKind.SUCCEEDED)
-    for column in ("train_loss", "valid_loss", "grad_norm", "tokens", "trained_tokens", "train_accuracy"):
+    for column in (
+        "train_loss",
+        "valid_loss",
+        "grad_norm",
+        "tokens",
+        "trained_tokens",
+        "train_accuracy",
+    ):
         assert losses(behind, column) == losses(early, column), column
     assert list(losses(behind)) == list(range(1, 8))
     assert list(losses(behind, "valid_loss")) == [3, 6, 7]
@@ -115,17 +139,23 @@ def test_numbers_that_are_read_late_are_the_same(spec: JobSpec, tmp_path: Path) 
         assert torch.equal(adapter(behind)[name], tensor), name
 
 
-def test_a_stop_is_agreed_on_while_the_next_step_is_on_its_way(spec: JobSpec, tmp_path: Path) -> None:
+def test_a_stop_is_agreed_on_while_the_next_step_is_on_its_way(
+    spec: JobSpec, tmp_path: Path
+) -> None:
     run = RunDir(tmp_path)
     Attempt(run, 1).write_control(Control(generation=2, desired=Desired.PAUSE))
     assert late(run, spec, 2) == Outcome(kind=OutcomeKind.STOPPED, checkpoint="step-2-a1")
 
 
-@pytest.mark.parametrize("error", [OSError(errno.ESTALE, "Stale file handle"), UnreadableDocumentError("control", "torn")])
+@pytest.mark.parametrize(
+    "error",
+    [OSError(errno.ESTALE, "Stale file handle"), UnreadableDocumentError("control", "torn")],
+)
 def test_a_request_that_cannot_be_read_ends_no_rank_by_itself_and_is_read_again(
     error: Exception, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    groups, start = SimpleNamespace(stop=None), SimpleNamespace(attempt=1)
+    groups = SimpleNamespace(stop=None)
+    start = SimpleNamespace(attempt=1)
     stop = StopRequest(SimpleNamespace(rank=0, run=RunDir(tmp_path), start=start, groups=groups))  # pyright: ignore
     monkeypatch.setattr("workers.training.context.POLL_SECONDS", 0.0)
     with patch.object(Attempt, "read_control", side_effect=error):

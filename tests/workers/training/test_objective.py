@@ -1,4 +1,6 @@
-"""Continued training on documents: windows in full rows, on ranks, against the loss of stock parts on each window alone."""
+"""Continued training on documents: windows in full rows, on ranks, against the loss of stock parts
+on each window alone.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +23,9 @@ from tests.support.training.attempts import losses, run_attempt
 from tests.support.training.models import save_chat_base, spec_for
 from workers.data.batches import batch_of_step
 
-LENGTH, ROWS, STEPS = 32, 2, 6
+LENGTH = 32
+ROWS = 2
+STEPS = 6
 pytestmark = pytest.mark.slow
 
 
@@ -36,7 +40,12 @@ def spec(tmp_path_factory: pytest.TempPathFactory) -> JobSpec:
         DataFileRef(name=path.name, path=str(path), sha256=sha256_of(path)),
         ranks=2,
         precision={"compute": "fp32"},
-        training={"max_steps": STEPS, "batch_size": ROWS, "max_length": LENGTH, "learning_rate": 1e-9},
+        training={
+            "max_steps": STEPS,
+            "batch_size": ROWS,
+            "max_length": LENGTH,
+            "learning_rate": 1e-9,
+        },
         checkpoint={"save_steps": 2, "save_total_limit": 10},
         lora={"r": 4},
     )
@@ -59,17 +68,23 @@ def test_the_loss_of_a_row_is_that_of_its_windows_alone(finished: RunDir, spec: 
     model: Any = AutoModelForCausalLM.from_pretrained(spec.model.path, dtype=torch.float32)
     for step, loss in losses(finished).items():
         items = batch_of_step(step - 1, len(rows), ROWS, spec.seed)
-        summed, count = 0.0, 0
+        summed = 0.0
+        count = 0
         for sample in (windows[number] for item in items for number in rows[item]):
             ids = torch.tensor(sample.ids).long()[None]
             with torch.no_grad():
-                own = torch.nn.functional.cross_entropy(model(input_ids=ids).logits[0, :-1], ids[0, 1:], reduction="sum")
-            summed, count = summed + float(own), count + ids.shape[1] - 1
+                own = torch.nn.functional.cross_entropy(
+                    model(input_ids=ids).logits[0, :-1], ids[0, 1:], reduction="sum"
+                )
+            summed = summed + float(own)
+            count = count + ids.shape[1] - 1
         assert loss == pytest.approx(summed / count, abs=1e-5)
 
 
 @pytest.mark.parametrize("world", [1, 2])
-def test_a_resumed_job_goes_on_with_the_same_rows(finished: RunDir, spec: JobSpec, tmp_path: Path, world: int) -> None:
+def test_a_resumed_job_goes_on_with_the_same_rows(
+    finished: RunDir, spec: JobSpec, tmp_path: Path, world: int
+) -> None:
     run = RunDir(tmp_path)
     shutil.copytree(finished.path("attempts"), run.path("attempts"))
     shutil.copytree(finished.path("checkpoints/step-2-a1"), run.path("checkpoints/step-2-a1"))

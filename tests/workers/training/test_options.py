@@ -1,4 +1,6 @@
-"""Options that the loop reads for each step do something, and what a job sets aside is the same wherever it runs."""
+"""Options that the loop reads for each step do something, and what a job sets aside is the same
+wherever it runs.
+"""
 
 from __future__ import annotations
 
@@ -22,16 +24,29 @@ SUCCEEDED = Outcome(kind=OutcomeKind.SUCCEEDED)
 
 
 def test_steps_are_those_of_torchs_adamw_with_the_numbers_of_the_job(tmp_path: Path) -> None:
-    """On two ranks, against transformers and PEFT as released, on one, whose optimizer is PyTorch's."""
-    base, data = save_chat_base(tmp_path / "base"), save_chats(tmp_path / "train.jsonl", 4)
-    training = {**PLAIN, **ADAM, "lr_scheduler_type": "constant", "warmup_ratio": 0.0, "weight_decay": 0.1}
-    spec = spec_for(base, data, ranks=2, precision={"compute": "fp32"}, lora={"r": 2}, training=training)
+    """On two ranks, against transformers and PEFT as released, on one, whose optimizer is
+    PyTorch's.
+    """
+    base = save_chat_base(tmp_path / "base")
+    data = save_chats(tmp_path / "train.jsonl", 4)
+    training = {
+        **PLAIN,
+        **ADAM,
+        "lr_scheduler_type": "constant",
+        "warmup_ratio": 0.0,
+        "weight_decay": 0.1,
+    }
+    spec = spec_for(
+        base, data, ranks=2, precision={"compute": "fp32"}, lora={"r": 2}, training=training
+    )
     run = RunDir(tmp_path / "run")
     run.write("spec.json", spec)
     assert run_attempt(run, 1, 2) == SUCCEEDED
 
     model = reference(base, spec)
-    named = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
+    named = {
+        name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad
+    }
     with torch.no_grad():
         for name, parameter in named.items():
             parameter.copy_(initial_adapter(plain_name(name), tuple(parameter.shape), spec.seed))
@@ -50,18 +65,24 @@ def test_steps_are_those_of_torchs_adamw_with_the_numbers_of_the_job(tmp_path: P
     assert list(losses(run).values()) == pytest.approx(found, rel=1e-5)
     stored = adapter(run)
     for name, parameter in named.items():
-        torch.testing.assert_close(stored[name.replace(".default", "")], parameter.detach(), rtol=0, atol=1e-6)
+        torch.testing.assert_close(
+            stored[name.replace(".default", "")], parameter.detach(), rtol=0, atol=1e-6
+        )
 
 
 @pytest.mark.slow
 def test_what_changes_a_step_changes_the_adapter(tmp_path: Path) -> None:
-    """Schedules, weight decay and LoRA+ have tests of their own (test_training_state), by the same options."""
+    """Schedules, weight decay and LoRA+ have tests of their own (test_training_state), by the same
+    options.
+    """
     base = save_chat_base(tmp_path / "base")
     data = save_chats(tmp_path / "train.jsonl", 11)
 
     def trained(name: str, **training: Any) -> dict[str, torch.Tensor]:
         own = {"seed": training.pop("seed")} if "seed" in training else {}
-        spec = spec_for(base, data, precision={"compute": "fp32"}, lora={"r": 2}, training={**PLAIN, **training})
+        spec = spec_for(
+            base, data, precision={"compute": "fp32"}, lora={"r": 2}, training={**PLAIN, **training}
+        )
         run = RunDir(tmp_path / name)
         run.write("spec.json", spec.model_copy(update=own))
         assert run_attempt(run, 1, 1) == SUCCEEDED
@@ -74,14 +95,21 @@ def test_what_changes_a_step_changes_the_adapter(tmp_path: Path) -> None:
     assert same(trained("again"), plain)
     assert not same(trained("noise", neftune_noise_alpha=100.0), plain)
     assert not same(trained("seed", seed=8), plain)
-    assert not same(trained("grouped", group_by_length=True, packing=False), trained("padded", packing=False))
+    assert not same(
+        trained("grouped", group_by_length=True, packing=False), trained("padded", packing=False)
+    )
 
 
 @pytest.mark.slow
 def test_the_same_samples_are_set_aside_on_any_ranks_and_after_a_resume(tmp_path: Path) -> None:
     training = {"max_steps": 4, "batch_size": 4, "learning_rate": 5e-3, "eval_steps": 1}
-    base, data = save_chat_base(tmp_path / "base"), save_chats(tmp_path / "train.jsonl", 21)
-    options: dict[str, Any] = {"precision": {"compute": "fp32"}, "lora": {"r": 2}, "checkpoint": {"save_steps": 2}}
+    base = save_chat_base(tmp_path / "base")
+    data = save_chats(tmp_path / "train.jsonl", 21)
+    options: dict[str, Any] = {
+        "precision": {"compute": "fp32"},
+        "lora": {"r": 2},
+        "checkpoint": {"save_steps": 2},
+    }
 
     def job(name: str, seed: int = 7) -> RunDir:
         run = RunDir(tmp_path / name)
@@ -97,7 +125,10 @@ def test_the_same_samples_are_set_aside_on_any_ranks_and_after_a_resume(tmp_path
     assert list(truth["valid_loss"]) == [1, 2, 3, 4]
     for world in (2, 3):
         for column in columns:
-            assert losses(runs[world], column) == pytest.approx(truth[column], rel=1e-5), (world, column)
+            assert losses(runs[world], column) == pytest.approx(truth[column], rel=1e-5), (
+                world,
+                column,
+            )
     runs[3].path("result.json").unlink(missing_ok=True)
     assert run_attempt(runs[3], 2, 2, checkpoint="step-2-a1") == SUCCEEDED
     for column in columns:
@@ -105,4 +136,6 @@ def test_the_same_samples_are_set_aside_on_any_ranks_and_after_a_resume(tmp_path
 
     other = job("other-seed", seed=8)
     assert run_attempt(other, 1, 1) == SUCCEEDED
-    assert losses(other, "valid_loss")[1] != pytest.approx(truth["valid_loss"][1], rel=1e-5), "which ones follows from the seed"
+    assert losses(other, "valid_loss")[1] != pytest.approx(truth["valid_loss"][1], rel=1e-5), (
+        "which ones follows from the seed"
+    )

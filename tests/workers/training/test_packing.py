@@ -1,4 +1,6 @@
-"""Packed rows against padded ones on whole models, and the trial that says which a model can take."""
+"""Packed rows against padded ones on whole models, and the trial that says which a model can
+take.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +17,14 @@ from transformers.models.llama import modeling_llama
 
 from ft_service.spec import JobSpec
 from tests.support.ranks import Cases, often_and_slow, run_on_ranks
-from tests.support.training.models import FAMILIES, OF_EXPERTS, OTHER_FAMILIES, save_tiny, save_tiny_llama, spec_for
+from tests.support.training.models import (
+    FAMILIES,
+    OF_EXPERTS,
+    OTHER_FAMILIES,
+    save_tiny,
+    save_tiny_llama,
+    spec_for,
+)
 from tests.support.training.parity import CPU, assert_parity, constructed, samples, train_steps
 from workers.data.batches import collate, pack
 from workers.layers.segment_attention import NAME
@@ -45,7 +54,9 @@ def packed_and_apart(model: nn.Module) -> tuple[str | None, list[Tensor], list[T
     return reason, list(together), apart
 
 
-def packed_and_apart_on_rank(rank: int, world: int, spec: JobSpec) -> tuple[str | None, list[Tensor], list[Tensor]]:
+def packed_and_apart_on_rank(
+    rank: int, world: int, spec: JobSpec
+) -> tuple[str | None, list[Tensor], list[Tensor]]:
     try:
         return built(rank, world, spec, packed_and_apart)
     finally:
@@ -53,19 +64,27 @@ def packed_and_apart_on_rank(rank: int, world: int, spec: JobSpec) -> tuple[str 
 
 
 @pytest.fixture(scope="module")
-def families(tmp_path_factory: pytest.TempPathFactory) -> Cases[tuple[str | None, list[Tensor], list[Tensor]]]:
+def families(
+    tmp_path_factory: pytest.TempPathFactory,
+) -> Cases[tuple[str | None, list[Tensor], list[Tensor]]]:
     def spec_of(family: str) -> JobSpec:
         lora = {"r": 2, "target_modules": OF_EXPERTS.get(family, "all-linear")}
-        return spec_for(save_tiny(family, tmp_path_factory.mktemp(family)), precision=FP32, lora=lora)
+        return spec_for(
+            save_tiny(family, tmp_path_factory.mktemp(family)), precision=FP32, lora=lora
+        )
 
-    return Cases(packed_and_apart_on_rank, {family: spec_of(family) for family in FAMILIES}, OTHER_FAMILIES)
+    return Cases(
+        packed_and_apart_on_rank, {family: spec_of(family) for family in FAMILIES}, OTHER_FAMILIES
+    )
 
 
 @pytest.mark.parametrize("family", often_and_slow(FAMILIES, OTHER_FAMILIES))
 def test_packed_samples_are_computed_as_they_are_apart(
     family: str, families: Cases[tuple[str | None, list[Tensor], list[Tensor]]]
 ) -> None:
-    """Token by token, in every family: with windows, soft caps and experts; and the trial says so."""
+    """Token by token, in every family: with windows, soft caps and experts; and the trial says
+    so.
+    """
     _, [(reason, together, apart)] = families.of(family)
     assert reason is None
     for ours, alone in zip(together, apart, strict=True):
@@ -75,8 +94,13 @@ def test_packed_samples_are_computed_as_they_are_apart(
 @pytest.mark.parametrize("world", [1, pytest.param(2, marks=pytest.mark.slow), 3])
 def test_steps_of_packed_samples_are_those_of_padded_ones(world: int, tmp_path: Path) -> None:
     model = save_tiny_llama(tmp_path / "base", sliding_window=7)
-    spec = spec_for(model, ranks=world, precision={"default": "nf4", "compute": "fp32"}, lora={"r": 4})
-    either = {f"{packing}": spec_with(spec, packing=packing, tokens_per_micro_batch=40) for packing in (True, False)}
+    spec = spec_for(
+        model, ranks=world, precision={"default": "nf4", "compute": "fp32"}, lora={"r": 4}
+    )
+    either = {
+        f"{packing}": spec_with(spec, packing=packing, tokens_per_micro_batch=40)
+        for packing in (True, False)
+    }
     trained = Cases(train_steps, either)
     assert_parity(trained.of("True")[1][0], trained.of("False")[1][0])
 
@@ -94,7 +118,9 @@ def leaks(model: nn.Module) -> tuple[str | None, str | None, bool]:
 
 
 def leaks_less_than_rounding(model: nn.Module) -> tuple[str | None, str | None, bool]:
-    """The same where rounding is as large: only that other tokens change the answer gives it away."""
+    """The same where rounding is as large: only that other tokens change the answer gives it
+    away.
+    """
     packed_trial.SAME[torch.float32] = float("inf")  # in a process of its own
     return leaks(model)
 
@@ -103,7 +129,9 @@ def ignores_positions(model: nn.Module) -> tuple[str | None, str | None, bool]:
     """Positions of its own, counted through the row."""
     rotary: Any = causal_model(model).model.rotary_emb
     inner = rotary.forward
-    rotary.forward = lambda x, position_ids: inner(x, torch.arange(x.shape[1])[None].expand(len(x), -1) ** 2)
+    rotary.forward = lambda x, position_ids: inner(
+        x, torch.arange(x.shape[1])[None].expand(len(x), -1) ** 2
+    )
     return refused(model)
 
 
@@ -134,11 +162,18 @@ def refused(model: nn.Module) -> tuple[str | None, str | None, bool]:
         (leaks, "not computed as they are apart"),
         (leaks_less_than_rounding, "carry something from one packed sample into the next"),
         (ignores_positions, "not computed as they are apart"),
-        (attends_in_chunks, "the mask of LlamaAttention has chunks of 4, and its layer has no window"),
+        (
+            attends_in_chunks,
+            "the mask of LlamaAttention has chunks of 4, and its layer has no window",
+        ),
     ],
 )
-def test_a_model_that_cannot_take_packed_rows_is_found_out(broken: Any, says: str, tmp_path: Path) -> None:
-    reason, attention, clean = on_one(spec_for(save_tiny_llama(tmp_path / "base"), precision=FP32), broken)
+def test_a_model_that_cannot_take_packed_rows_is_found_out(
+    broken: Any, says: str, tmp_path: Path
+) -> None:
+    reason, attention, clean = on_one(
+        spec_for(save_tiny_llama(tmp_path / "base"), precision=FP32), broken
+    )
     assert reason is not None
     assert re.search(says, reason), reason
     assert attention == "sdpa", "its own attention, with its own masks"
@@ -153,7 +188,9 @@ def limits_and_warnings(model: nn.Module) -> tuple[bool, list[str]]:
 
 
 def test_samples_are_padded_with_a_warning_where_attention_cannot_be_chosen(tmp_path: Path) -> None:
-    packed, told = on_one(spec_for(save_tiny_llama(tmp_path / "base"), precision=FP32), limits_and_warnings)
+    packed, told = on_one(
+        spec_for(save_tiny_llama(tmp_path / "base"), precision=FP32), limits_and_warnings
+    )
     assert not packed
     assert len(told) == 1
     assert "training.packing: samples are padded" in told[0]
@@ -162,9 +199,23 @@ def test_samples_are_padded_with_a_warning_where_attention_cannot_be_chosen(tmp_
 def own_limits(model: nn.Module) -> Any:
     told: list[str] = []
     options = {"tokens_per_micro_batch": 77, "per_device_train_batch_size": 3, "packing": False}
-    limits = settle_limits(model, spec_for(Path("none"), precision=FP32, training=options), CPU, told.append)
-    return limits.tokens, limits.samples, limits.packed, causal_model(model).config._attn_implementation, told
+    limits = settle_limits(
+        model, spec_for(Path("none"), precision=FP32, training=options), CPU, told.append
+    )
+    return (
+        limits.tokens,
+        limits.samples,
+        limits.packed,
+        causal_model(model).config._attn_implementation,
+        told,
+    )
 
 
 def test_padding_that_was_asked_for_is_no_warning(tmp_path: Path) -> None:
-    assert on_one(spec_for(save_tiny_llama(tmp_path / "base"), precision=FP32), own_limits) == (77, 3, False, NAME, [])
+    assert on_one(spec_for(save_tiny_llama(tmp_path / "base"), precision=FP32), own_limits) == (
+        77,
+        3,
+        False,
+        NAME,
+        [],
+    )

@@ -1,4 +1,6 @@
-"""Direct preference optimisation against the papers' formulas on stock parts, and against TRL: losses, rewards, gradients."""
+"""Direct preference optimisation against the papers' formulas on stock parts, and against TRL:
+losses, rewards, gradients.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +18,13 @@ from ft_service.data.tokens.sample import Tokens
 from ft_service.data.tokens.token_set import TokenSet
 from ft_service.spec import DpoOptions, JobSpec
 from tests.support.ranks import run_on_ranks
-from tests.support.training.models import VOCABULARY, reference, save_chat_base, save_tiny_llama, spec_for
+from tests.support.training.models import (
+    VOCABULARY,
+    reference,
+    save_chat_base,
+    save_tiny_llama,
+    spec_for,
+)
 from tests.support.training.parity import CPU, Step, assert_parity, constructed, full, samples
 from workers.base.load import adapters, plain_name
 from workers.data.batches import collate
@@ -41,7 +49,9 @@ IN_TRL: dict[str, tuple[list[str], list[float]]] = {
 
 @torch.no_grad()
 def descend(parameters: dict[str, Any]) -> None:
-    """With steps that are small against the losses' curvature, across which roundings would grow."""
+    """With steps that are small against the losses' curvature, across which roundings would
+    grow.
+    """
     for parameter in parameters.values():
         parameter.sub_(parameter.grad, alpha=0.05)
         parameter.grad = None
@@ -58,7 +68,9 @@ def reference_values() -> Tensor:
     return noise - math.log(VOCABULARY) * torch.from_numpy(pairs().target_counts)
 
 
-def preference_steps(rank: int, world: int, spec: JobSpec, packed: bool, options: list[DpoOptions]) -> list[list[Step]]:
+def preference_steps(
+    rank: int, world: int, spec: JobSpec, packed: bool, options: list[DpoOptions]
+) -> list[list[Step]]:
     """Steps by the real worker code for each of the options, from the same beginning."""
     built = constructed(spec, world)
     trained = dict(adapters(built.peft_model))
@@ -69,15 +81,29 @@ def preference_steps(rank: int, world: int, spec: JobSpec, packed: bool, options
             for name, parameter in trained.items():
                 parameter.copy_(begun[name])
         objective = Preference(pairs(), reference_values(), own)
-        found.append([_step(objective, built.peft_model, trained, rank, world, packed) for _ in range(STEPS)])
+        found.append(
+            [_step(objective, built.peft_model, trained, rank, world, packed) for _ in range(STEPS)]
+        )
     return found
 
 
-def _step(objective: Preference, model: torch.nn.Module, trained: dict[str, Any], rank: int, world: int, packed: bool) -> Step:
+def _step(
+    objective: Preference,
+    model: torch.nn.Module,
+    trained: dict[str, Any],
+    rank: int,
+    world: int,
+    packed: bool,
+) -> Step:
     items = list(range(PAIRS))
-    batches = RankShare(rank, world, CPU, MicroBatchLimits(60, None, packed)).batches(objective, items)
-    divisor, loss_of = objective.divisor(items), objective.loss_of(items)
-    sums = objective.read(forward_backward(model, batches, divisor, world, loss_of=loss_of).tolist(), items)
+    batches = RankShare(rank, world, CPU, MicroBatchLimits(60, None, packed)).batches(
+        objective, items
+    )
+    divisor = objective.divisor(items)
+    loss_of = objective.loss_of(items)
+    sums = objective.read(
+        forward_backward(model, batches, divisor, world, loss_of=loss_of).tolist(), items
+    )
     done = Step(sums.mean_loss, {name: full(p.grad) for name, p in trained.items()})
     descend(trained)
     return done
@@ -87,7 +113,8 @@ def paper_steps(model: Path, spec: JobSpec, options: DpoOptions) -> list[Step]:
     """The same by the formula: whole logits, plain autograd, one unsharded process."""
     peft_model = reference(model, spec)
     trained = {plain_name(n): p for n, p in peft_model.named_parameters() if p.requires_grad}
-    data, kept = list(pairs()), reference_values()
+    data = list(pairs())
+    kept = reference_values()
     done = []
     for _ in range(STEPS):
         of_answers = torch.stack([_answer(peft_model, sample) for sample in data])
@@ -123,9 +150,13 @@ def _answer(model: torch.nn.Module, sample: Tokens) -> Tensor:
         pytest.param(2, "bf16", True, marks=pytest.mark.slow),
     ],
 )
-def test_losses_and_gradients_are_those_of_the_paper(world: int, storage: str, packed: bool, tmp_path: Path) -> None:
+def test_losses_and_gradients_are_those_of_the_paper(
+    world: int, storage: str, packed: bool, tmp_path: Path
+) -> None:
     model = save_tiny_llama(tmp_path / "base")
-    spec = spec_for(model, ranks=world, precision={"default": storage, "compute": "fp32"}, lora={"r": 4})
+    spec = spec_for(
+        model, ranks=world, precision={"default": storage, "compute": "fp32"}, lora={"r": 4}
+    )
     options = list(OPTIONS.values())
     expected = [paper_steps(model, spec, own) for own in options]
     for rank in run_on_ranks(preference_steps, world, spec, packed, options):
@@ -135,7 +166,9 @@ def test_losses_and_gradients_are_those_of_the_paper(world: int, storage: str, p
 
 @pytest.mark.slow
 @pytest.mark.parametrize("loss", OPTIONS)
-@pytest.mark.skipif(importlib.util.find_spec("trl") is None, reason="needs trl (pip install 'ft-service[bench]')")
+@pytest.mark.skipif(
+    importlib.util.find_spec("trl") is None, reason="needs trl (pip install 'ft-service[bench]')"
+)
 def test_losses_rewards_and_gradients_are_those_of_trl(loss: str, tmp_path: Path) -> None:
     model = save_chat_base(tmp_path / "base")
     spec = spec_for(model, precision={"default": "bf16", "compute": "fp32"}, lora={"r": 4})
@@ -179,7 +212,9 @@ def trl_trainer(peft_model: Any, model: Path, loss: str, folder: Path) -> Any:
     )
     unused = Dataset.from_list([{"prompt": "a", "chosen": "b", "rejected": "c"}])
     tokenizer = AutoTokenizer.from_pretrained(model)
-    return DPOTrainer(model=peft_model, args=config, train_dataset=unused, processing_class=tokenizer)
+    return DPOTrainer(
+        model=peft_model, args=config, train_dataset=unused, processing_class=tokenizer
+    )
 
 
 def trl_pairs() -> list[tuple[list[int], list[int], list[int]]]:
@@ -193,7 +228,10 @@ def trl_pairs() -> list[tuple[list[int], list[int], list[int]]]:
 
 
 def steps_on_pairs_of_trl(rank: int, world: int, spec: JobSpec, options: DpoOptions) -> list[Any]:
-    """Loss, gradients and rewards of each step. The reference is the model with its adapter as it begins, as it is for TRL."""
+    """Loss, gradients and rewards of each step.
+
+    The reference is the model with its adapter as it begins, as it is for TRL.
+    """
     data = []
     for prompt, *answers in trl_pairs():
         for answer in answers:
@@ -204,22 +242,32 @@ def steps_on_pairs_of_trl(rank: int, world: int, spec: JobSpec, options: DpoOpti
     with torch.no_grad():
         nothing = torch.zeros(len(data), dtype=torch.float64)
         kept, _ = answer_log_probabilities(built.peft_model, make_pairs(data, nothing, CPU))
-    objective, items = Preference(TokenSet.of(data), kept, options), list(range(PAIRS))
+    objective = Preference(TokenSet.of(data), kept, options)
+    items = list(range(PAIRS))
     steps = []
     for _ in range(STEPS):
         batches = RankShare(rank, world, CPU, MicroBatchLimits(60)).batches(objective, items)
-        sums = forward_backward(built.peft_model, batches, PAIRS, world, loss_of=objective.loss_of(items))
+        sums = forward_backward(
+            built.peft_model, batches, PAIRS, world, loss_of=objective.loss_of(items)
+        )
         measured = objective.read(sums.tolist(), items)
-        steps.append((measured.mean_loss, {name: full(p.grad) for name, p in trained.items()}, measured.more))
+        steps.append(
+            (measured.mean_loss, {name: full(p.grad) for name, p in trained.items()}, measured.more)
+        )
         descend(trained)
     return steps
 
 
 def test_rewards_are_beta_times_what_was_gained() -> None:
-    logs, kept = torch.tensor([[-10.0, -12.0], [-8.0, -3.0]]), torch.tensor([[-11.0, -11.0], [-6.0, -3.0]])
-    losses, rewards = pair_losses(logs, kept, torch.ones(2, 2, dtype=torch.int64), OPTIONS["sigmoid"])
+    logs = torch.tensor([[-10.0, -12.0], [-8.0, -3.0]])
+    kept = torch.tensor([[-11.0, -11.0], [-6.0, -3.0]])
+    losses, rewards = pair_losses(
+        logs, kept, torch.ones(2, 2, dtype=torch.int64), OPTIONS["sigmoid"]
+    )
     assert rewards.tolist() == [[pytest.approx(0.3), pytest.approx(-0.3)], [pytest.approx(-0.6), 0]]
-    assert losses[0] < torch.log(torch.tensor(2.0)) < losses[1], "the second pair is ranked the wrong way round"
+    assert losses[0] < torch.log(torch.tensor(2.0)) < losses[1], (
+        "the second pair is ranked the wrong way round"
+    )
 
 
 def test_a_rank_without_pairs_takes_part() -> None:

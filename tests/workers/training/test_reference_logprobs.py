@@ -1,4 +1,6 @@
-"""Whole attempts of direct preference optimisation on real gloo ranks: any number of ranks, stopped, resumed, going on."""
+"""Whole attempts of direct preference optimisation on real gloo ranks: any number of ranks,
+stopped, resumed, going on.
+"""
 
 from __future__ import annotations
 
@@ -29,7 +31,10 @@ def spec(tmp_path_factory: pytest.TempPathFactory) -> JobSpec:
         save_pairs(folder / "train.jsonl", 11),
         valid=save_pairs(folder / "valid.jsonl", 4),
         ranks=2,
-        method={"type": "dpo", "dpo": {"hyperparameters": {"beta": 0.5, "batch_size": 5, "rpo_alpha": 0.1}}},
+        method={
+            "type": "dpo",
+            "dpo": {"hyperparameters": {"beta": 0.5, "batch_size": 5, "rpo_alpha": 0.1}},
+        },
         precision={"default": "nf4", "compute": "fp32"},
         training={"max_steps": STEPS, "tokens_per_micro_batch": 128, "learning_rate": 5e-3},
         checkpoint={"save_steps": 2, "save_total_limit": 10},
@@ -57,25 +62,41 @@ def table(run: RunDir) -> list[dict[str, str]]:
 
 def test_pairs_are_learned_and_measured(finished: RunDir) -> None:
     rows = table(finished)
-    first, last = rows[0], rows[-1]
-    assert float(first["rewards/margins"]) == pytest.approx(0, abs=1e-3), "dropout apart, nothing is learned yet"
+    first = rows[0]
+    last = rows[-1]
+    assert float(first["rewards/margins"]) == pytest.approx(0, abs=1e-3), (
+        "dropout apart, nothing is learned yet"
+    )
     assert float(last["train_loss"]) < float(first["train_loss"]) - 0.05
     assert float(last["rewards/margins"]) > 0.1
     assert float(last["rewards/accuracies"]) == 1
     margin = float(last["rewards/chosen"]) - float(last["rewards/rejected"])
     assert float(last["rewards/margins"]) == pytest.approx(margin, abs=1e-9)
     assert float(last["valid_rewards/margins"]) > 0
-    assert [row["step"] for row in rows if row["valid_loss"]] == ["3", "5"], "an epoch is 3 steps of 5 pairs"
+    assert [row["step"] for row in rows if row["valid_loss"]] == ["3", "5"], (
+        "an epoch is 3 steps of 5 pairs"
+    )
     assert verify(finished.root).faults == []
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("world", [1, 3])
-def test_any_number_of_ranks_learns_the_same(finished: RunDir, spec: JobSpec, tmp_path: Path, world: int) -> None:
+def test_any_number_of_ranks_learns_the_same(
+    finished: RunDir, spec: JobSpec, tmp_path: Path, world: int
+) -> None:
     found = table(trained(spec, tmp_path, world))
-    for name in ("train_loss", "valid_loss", "rewards/chosen", "rewards/rejected", "valid_rewards/margins", "grad_norm"):
+    for name in (
+        "train_loss",
+        "valid_loss",
+        "rewards/chosen",
+        "rewards/rejected",
+        "valid_rewards/margins",
+        "grad_norm",
+    ):
         ours = [float(row[name]) for row in found if row[name]]
-        assert ours == pytest.approx([float(row[name]) for row in table(finished) if row[name]], rel=1e-5, abs=1e-6), name
+        assert ours == pytest.approx(
+            [float(row[name]) for row in table(finished) if row[name]], rel=1e-5, abs=1e-6
+        ), name
     steps = losses(finished)
     assert losses(RunDir(tmp_path)) == pytest.approx(steps, rel=1e-6)
 
@@ -93,9 +114,13 @@ def resumed(finished: RunDir, folder: Path, world: int, *, reference: bool) -> R
 
 
 @pytest.mark.parametrize("reference", [True, pytest.param(False, marks=pytest.mark.slow)])
-def test_a_resumed_job_equals_the_uninterrupted_one(finished: RunDir, tmp_path: Path, reference: bool) -> None:
+def test_a_resumed_job_equals_the_uninterrupted_one(
+    finished: RunDir, tmp_path: Path, reference: bool
+) -> None:
     run = resumed(finished, tmp_path, 2, reference=reference)
-    assert run.get("reference.bin") == finished.get("reference.bin"), "by the adapter as it began, not as it was resumed"
+    assert run.get("reference.bin") == finished.get("reference.bin"), (
+        "by the adapter as it began, not as it was resumed"
+    )
     assert losses(run) == losses(finished)
     for name, matrix in adapter(finished).items():
         assert torch.equal(adapter(run)[name], matrix), name
@@ -119,11 +144,16 @@ def test_only_what_the_steps_read_is_computed(spec: JobSpec, tmp_path: Path) -> 
     assert losses(again) == losses(once)
 
     longer = RunDir(tmp_path / "longer")
-    longer.write("spec.json", short.model_copy(update={"training": training.model_copy(update={"max_steps": 3})}))
+    longer.write(
+        "spec.json",
+        short.model_copy(update={"training": training.model_copy(update={"max_steps": 3})}),
+    )
     for name in ("reference.json", "reference.bin"):
         shutil.copy(once.path(name), longer.path(name))
     assert run_attempt(longer, 1, 1) == Outcome(kind=OutcomeKind.SUCCEEDED)
-    assert any("the 10 pairs of 15 that are read" in text for text in messages(longer)), "its third step reads others"
+    assert any("the 10 pairs of 15 that are read" in text for text in messages(longer)), (
+        "its third step reads others"
+    )
 
 
 def messages(run: RunDir) -> list[str]:
@@ -131,11 +161,17 @@ def messages(run: RunDir) -> list[str]:
 
 
 @pytest.mark.slow
-def test_a_job_that_goes_on_is_measured_against_its_parent(finished: RunDir, spec: JobSpec, tmp_path: Path) -> None:
-    parent = AdapterRef(name="ft:tiny:local::parent", job_id="ftjob-parent", path=str(finished.path("adapter")))
+def test_a_job_that_goes_on_is_measured_against_its_parent(
+    finished: RunDir, spec: JobSpec, tmp_path: Path
+) -> None:
+    parent = AdapterRef(
+        name="ft:tiny:local::parent", job_id="ftjob-parent", path=str(finished.path("adapter"))
+    )
     going_on = spec.model_copy(update={"job_id": "ftjob-next", "parent": parent})
     run = trained(going_on, tmp_path / "next", 1)
-    assert abs(float(table(run)[0]["rewards/margins"])) < 1e-2 * float(table(finished)[-1]["rewards/margins"])
+    assert abs(float(table(run)[0]["rewards/margins"])) < 1e-2 * float(
+        table(finished)[-1]["rewards/margins"]
+    )
     assert run.get("reference.bin") != finished.get("reference.bin")
 
     going_on_again = RunDir(tmp_path / "again")
@@ -145,7 +181,9 @@ def test_a_job_that_goes_on_is_measured_against_its_parent(finished: RunDir, spe
         shutil.copy(run.path(name), going_on_again.path(name))
     going_on_again.path("reference.bin").write_bytes(b"damaged.")
     assert run_attempt(going_on_again, 2, 1, "step-2-a1") == Outcome(kind=OutcomeKind.SUCCEEDED)
-    assert going_on_again.get("reference.bin") == run.get("reference.bin"), "computed again with the parent's adapter"
+    assert going_on_again.get("reference.bin") == run.get("reference.bin"), (
+        "computed again with the parent's adapter"
+    )
 
 
 def test_a_job_is_stopped_while_its_reference_is_computed(spec: JobSpec, tmp_path: Path) -> None:

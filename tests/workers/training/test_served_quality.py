@@ -1,4 +1,6 @@
-"""What the adapter is worth where it is served: numbers of the ranks next to those of plain PEFT."""
+"""What the adapter is worth where it is served: numbers of the ranks next to those of plain
+PEFT.
+"""
 
 from __future__ import annotations
 
@@ -21,20 +23,41 @@ from ft_service.data.tokens.sample import Tokens
 from ft_service.data.tokens.token_set import TokenSet
 from ft_service.rundir.directory import RunDir
 from ft_service.rundir.documents import Outcome, OutcomeKind
-from ft_service.rundir.evaluations import ADAPTER_ON_BF16, AS_TRAINED, MERGED, SERVED, ServedQuality, read_served
+from ft_service.rundir.evaluations import (
+    ADAPTER_ON_BF16,
+    AS_TRAINED,
+    MERGED,
+    SERVED,
+    ServedQuality,
+    read_served,
+)
 from ft_service.rundir.events import read_segments
 from tests.support.training.attempts import losses, run_attempt
 from tests.support.training.models import save_chat_base, save_chats, spec_for
 from workers.data.micro_batches import MicroBatchLimits
 from workers.training import served_quality
 from workers.training.objective import Supervised
-from workers.training.served_quality import BOUND, MOST_SECONDS, Comparison, TimeBudget, lacking_memory, messages
+from workers.training.served_quality import (
+    BOUND,
+    MOST_SECONDS,
+    Comparison,
+    TimeBudget,
+    lacking_memory,
+    messages,
+)
 
 
 def served_job(folder: Path, world: int, **options: Any) -> RunDir:
     base = save_chat_base(folder / "base")
-    files = {name: save_chats(folder / f"{name}.jsonl", count) for name, count in (("train", 8), ("valid", 5))}
-    given = {"training": {"max_steps": 3, "batch_size": 8, "learning_rate": 2e-2}, "lora": {"r": 4}, **options}
+    files = {
+        name: save_chats(folder / f"{name}.jsonl", count)
+        for name, count in (("train", 8), ("valid", 5))
+    }
+    given = {
+        "training": {"max_steps": 3, "batch_size": 8, "learning_rate": 2e-2},
+        "lora": {"r": 4},
+        **options,
+    }
     spec = spec_for(base, files["train"], valid=files["valid"], ranks=world, **given)
     run = RunDir(folder / "run")
     run.write("spec.json", spec)
@@ -49,14 +72,19 @@ def loss_by_peft(folder: Path, *, merged: bool) -> float:
     model = PeftModel.from_pretrained(model, folder / "run/adapter")
     if merged:
         model = model.merge_and_unload()
-        for parameter in model.parameters():  # and not the buffers of rotary positions, which no file holds
+        for (
+            parameter
+        ) in model.parameters():  # and not the buffers of rotary positions, which no file holds
             parameter.data = parameter.data.bfloat16().float()
-    total, targets = 0.0, 0
+    total = 0.0
+    targets = 0
     for line in (folder / "valid.jsonl").read_text().splitlines():
         prompt, answer = (message["content"] for message in json.loads(line)["messages"])
         before = f"<|im_start|>user\n{prompt}<|im_end|>\n<|im_start|>assistant\n"
         begin = len(tokenizer(before, add_special_tokens=False)["input_ids"])
-        ids = torch.tensor(tokenizer(f"{before}{answer}<|im_end|>", add_special_tokens=False)["input_ids"])[None]
+        ids = torch.tensor(
+            tokenizer(f"{before}{answer}<|im_end|>", add_special_tokens=False)["input_ids"]
+        )[None]
         with torch.no_grad():
             logits = model(input_ids=ids).logits[0, begin - 1 : -1]
         total += float(F.cross_entropy(logits, ids[0, begin:], reduction="sum"))
@@ -68,21 +96,38 @@ def loss_by_peft(folder: Path, *, merged: bool) -> float:
 @pytest.mark.parametrize("world", [1, 2])
 def test_losses_where_it_is_served_are_those_of_plain_peft(world: int, tmp_path: Path) -> None:
     evaluation = {"prompts": 2, "max_new_tokens": 4}
-    run = served_job(tmp_path, world, precision={"default": "nf4", "compute": "fp32"}, evaluation=evaluation)
+    run = served_job(
+        tmp_path, world, precision={"default": "nf4", "compute": "fp32"}, evaluation=evaluation
+    )
     found = run.read(SERVED, ServedQuality)
     assert found is not None
     assert (found.step, found.samples) == (3, 5)
     assert found.loss[AS_TRAINED] == pytest.approx(losses(run, "valid_loss")[3], abs=1e-6)
-    assert found.loss[ADAPTER_ON_BF16] == pytest.approx(loss_by_peft(tmp_path, merged=False), abs=1e-5)
+    assert found.loss[ADAPTER_ON_BF16] == pytest.approx(
+        loss_by_peft(tmp_path, merged=False), abs=1e-5
+    )
     assert found.loss[MERGED] == pytest.approx(loss_by_peft(tmp_path, merged=True), abs=1e-5)
-    assert len({round(loss, 5) for loss in found.loss.values()}) == 3, "the three are of different weights"
-    assert {way: len(said) for way, said in found.answers.items()} == {ADAPTER_ON_BF16: 2, MERGED: 2}
+    assert len({round(loss, 5) for loss in found.loss.values()}) == 3, (
+        "the three are of different weights"
+    )
+    assert {way: len(said) for way, said in found.answers.items()} == {
+        ADAPTER_ON_BF16: 2,
+        MERGED: 2,
+    }
     told = [event.message for segment in read_segments(run, 1) for event in segment.events]
-    assert sum(text.startswith("Validation loss by where it is served, over 5 samples") for text in told) == 1
+    assert (
+        sum(
+            text.startswith("Validation loss by where it is served, over 5 samples")
+            for text in told
+        )
+        == 1
+    )
 
 
 @pytest.mark.parametrize(
-    ("lora", "share"), [({"use_dora": True}, 1 / 3), ({"modules_to_save": ["lm_head"]}, 1 / 29)], ids=["magnitudes", "head"]
+    ("lora", "share"),
+    [({"use_dora": True}, 1 / 3), ({"modules_to_save": ["lm_head"]}, 1 / 29)],
+    ids=["magnitudes", "head"],
 )
 def test_what_is_trained_beside_a_and_b_is_that_of_plain_peft_and_merges_as_there(
     lora: dict[str, Any], share: float, tmp_path: Path
@@ -93,14 +138,22 @@ def test_what_is_trained_beside_a_and_b_is_that_of_plain_peft_and_merges_as_ther
     assert found.loss[AS_TRAINED] == pytest.approx(loss_by_peft(tmp_path, merged=False), rel=1e-6)
     assert found.loss[MERGED] == pytest.approx(loss_by_peft(tmp_path, merged=True), rel=2e-6)
     adapter = load_file(run.path("adapter/adapter_model.safetensors"))
-    beside = {name: tensor for name, tensor in adapter.items() if not name.endswith((".lora_A.weight", ".lora_B.weight"))}
+    beside = {
+        name: tensor
+        for name, tensor in adapter.items()
+        if not name.endswith((".lora_A.weight", ".lora_B.weight"))
+    }
     assert len(beside) == pytest.approx(len(adapter) * share)
-    rounded = sum(float((tensor == tensor.bfloat16()).float().mean()) for tensor in beside.values()) / len(beside)
+    rounded = sum(
+        float((tensor == tensor.bfloat16()).float().mean()) for tensor in beside.values()
+    ) / len(beside)
     assert rounded < 0.05, "masters in fp32 are published, and not what was merged to compare"
 
 
 @pytest.mark.slow
-def test_a_base_in_bf16_is_merged_in_place_and_the_comparison_can_be_left_out(tmp_path: Path) -> None:
+def test_a_base_in_bf16_is_merged_in_place_and_the_comparison_can_be_left_out(
+    tmp_path: Path,
+) -> None:
     run = served_job(tmp_path / "on", 2, precision={"compute": "fp32"})
     found = run.read(SERVED, ServedQuality)
     assert found is not None
@@ -115,7 +168,8 @@ def test_answers_have_a_time_limit_and_in_an_engine_a_shorter_one_and_the_job_sa
     told: list[str] = []
     evaluator = SimpleNamespace(ask=lambda step, model, seconds: asked.append(seconds))
     context: Any = SimpleNamespace(
-        stop=SimpleNamespace(is_requested=False), reporter=SimpleNamespace(message=lambda text: told.append(text))
+        stop=SimpleNamespace(is_requested=False),
+        reporter=SimpleNamespace(message=lambda text: told.append(text)),
     )
     nothing: Any = None
     for shares in (False, True):
@@ -124,15 +178,24 @@ def test_answers_have_a_time_limit_and_in_an_engine_a_shorter_one_and_the_job_sa
         of_job._ask(torch.nn.Identity(), MERGED, {}, 3, TimeBudget(7200))
     assert asked == [pytest.approx(7200, abs=60), MOST_SECONDS]
     assert "not answered merged in bf16 to the end: the comparison may take 2 h" in told[0]
-    assert "not answered merged in bf16 to the end: other jobs of the engine wait for it, at most 1 min" in told[1]
+    assert (
+        "not answered merged in bf16 to the end: other jobs of the engine wait for it, at most 1 "
+        "min" in told[1]
+    )
 
 
-def test_a_comparison_that_would_take_more_than_its_time_is_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
-    now, told, nothing = [0.0], list[str](), SimpleNamespace()
+def test_a_comparison_that_would_take_more_than_its_time_is_left_out(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    now = [0.0]
+    told = list[str]()
+    nothing = SimpleNamespace()
     monkeypatch.setattr(served_quality.time, "monotonic", lambda: now[0])
     spec = SimpleNamespace(precision=SimpleNamespace(compare_served="auto"))
     context: Any = SimpleNamespace(
-        runtime=SimpleNamespace(spec=spec), reporter=SimpleNamespace(message=told.append), limits=None
+        runtime=SimpleNamespace(spec=spec),
+        reporter=SimpleNamespace(message=told.append),
+        limits=None,
     )
     built: Any = SimpleNamespace(loaded=None, peft_model=torch.nn.Identity(), formats={"": "bf16"})
 
@@ -152,7 +215,10 @@ def test_a_comparison_that_would_take_more_than_its_time_is_left_out(monkeypatch
     parts: Any = {"job": nothing, "valid": [None], "evaluator": None, "construct": nothing}
     assert Measured(context, built, job_seconds=600, **parts).measured(3) is None
     assert merged == [], "the model is as it was trained"
-    assert "merged in bf16 was not measured, since the comparison may take a quarter of the job's time, here 2 min" in told[0]
+    assert (
+        "merged in bf16 was not measured, since the comparison may take a quarter of the job's "
+        "time, here 2 min" in told[0]
+    )
     monkeypatch.setattr(served_quality, "messages", lambda *_: [])
     found = Measured(context, built, job_seconds=800, **parts).measured(3)
     assert found is not None
@@ -160,16 +226,21 @@ def test_a_comparison_that_would_take_more_than_its_time_is_left_out(monkeypatch
 
 
 @pytest.mark.parametrize("loss", [float("nan"), float("inf")])
-def test_a_loss_that_is_no_number_is_kept_and_a_warning(loss: float, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_loss_that_is_no_number_is_kept_and_a_warning(
+    loss: float, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """JSON has no such number, and would hold a document that nobody can read."""
-    monkeypatch.setattr(served_quality, "evaluate", lambda *_: torch.tensor([loss, 0.0], dtype=torch.float64))
+    monkeypatch.setattr(
+        served_quality, "evaluate", lambda *_: torch.tensor([loss, 0.0], dtype=torch.float64)
+    )
     samples = TokenSet.of([Tokens(np.arange(3, dtype=np.int32), np.ones(3, dtype=bool))])
     runtime = SimpleNamespace(rank=0, world=1, device=torch.device("cpu"))
     nothing: Any = None
     context: Any = SimpleNamespace(runtime=runtime)
     of_job = Comparison(context, nothing, nothing, Supervised(samples), nothing, construct=nothing)
     losses = {AS_TRAINED: 1.0, MERGED: of_job._loss(torch.nn.Identity(), [0], MicroBatchLimits(8))}
-    run, found = RunDir(tmp_path), ServedQuality(step=3, samples=1, loss=losses, bound=BOUND, answers={}, metrics={})
+    run = RunDir(tmp_path)
+    found = ServedQuality(step=3, samples=1, loss=losses, bound=BOUND, answers={}, metrics={})
     run.write(SERVED, found)
     assert read_served(run) == found
     assert messages(found, [])[1][0] == "warn"
@@ -189,8 +260,12 @@ def test_a_loss_beyond_the_bound_is_a_warning_with_what_to_do() -> None:
     assert len(messages(better, ["nf4"])) == 1
 
 
-def test_a_second_model_is_only_read_where_memory_has_room_for_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    """In a container the host's free memory says nothing: the job would be killed for it, behind its last step."""
+def test_a_second_model_is_only_read_where_memory_has_room_for_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """In a container the host's free memory says nothing: the job would be killed for it, behind
+    its last step.
+    """
     monkeypatch.setattr(served_quality, "available_memory", lambda: 22 * 10**6)
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
     frozen = torch.nn.Linear(1000, 1000, bias=False).requires_grad_(False)

@@ -1,5 +1,6 @@
-"""Sharded and quantised against an unsharded reference of stock parts: loss, every adapter gradient, what the collectives
-carried."""
+"""Sharded and quantised against an unsharded reference of stock parts: loss, every adapter
+gradient, what the collectives carried.
+"""
 
 from __future__ import annotations
 
@@ -34,8 +35,9 @@ CASES: dict[str, tuple[int, dict[str, Any], dict[str, Any]]] = {
     "fewer rows than ranks": (3, {"default": "nf4"}, {"num_key_value_heads": 1, "head_dim": 2}),
     "nf4 with fp32 scales, on two": (2, {"default": "nf4_fp32"}, {}),
 }
-"""Beside those of tests/workers/test_parity_matrix.py, formats, one to four ranks and rows that these do not divide, and those
-of tests/workers/ranks/test_sharding.py, tied embeddings."""
+"""Beside those of tests/workers/test_parity_matrix.py, formats, one to four ranks and rows that
+these do not divide, and those of tests/workers/ranks/test_sharding.py, tied embeddings.
+"""
 
 
 def job(base: Path, case: str) -> JobSpec:
@@ -55,19 +57,34 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Cases[list[Step]]:
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_loss_and_gradients_equal_the_unsharded_reference(case: str, trained: Cases[list[Step]]) -> None:
+def test_loss_and_gradients_equal_the_unsharded_reference(
+    case: str, trained: Cases[list[Step]]
+) -> None:
     spec, of_ranks = trained.of(case)
     truth = reference_steps(Path(spec.model.path), spec)
     for steps in of_ranks:
         assert_parity(steps, truth)
 
 
-@pytest.mark.parametrize("storage", [pytest.param(one, marks=() if one == "mixed" else pytest.mark.slow) for one in FORMATS])
-def test_in_bf16_loss_and_gradients_are_as_near_as_those_of_stock_parts(storage: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "storage",
+    [pytest.param(one, marks=() if one == "mixed" else pytest.mark.slow) for one in FORMATS],
+)
+def test_in_bf16_loss_and_gradients_are_as_near_as_those_of_stock_parts(
+    storage: str, tmp_path: Path
+) -> None:
     model = save_tiny_llama(tmp_path / "base")
     precision = {**FORMATS[storage], "compute": "bf16"}
-    spec = spec_for(model, ranks=2, precision=precision, training={"per_device_train_batch_size": 8}, lora={"r": 4})
-    stock, truth = (reference_steps(model, spec, dtype=dtype) for dtype in (torch.bfloat16, torch.float32))
+    spec = spec_for(
+        model,
+        ranks=2,
+        precision=precision,
+        training={"per_device_train_batch_size": 8},
+        lora={"r": 4},
+    )
+    stock, truth = (
+        reference_steps(model, spec, dtype=dtype) for dtype in (torch.bfloat16, torch.float32)
+    )
     for world, steps in [(1, 2), (2, 1)]:
         for found in run_on_ranks(train_steps, world, spec, steps):
             assert_parity_in_bf16(found, stock[:steps], truth[:steps])
@@ -75,33 +92,61 @@ def test_in_bf16_loss_and_gradients_are_as_near_as_those_of_stock_parts(storage:
 
 @pytest.mark.parametrize("world", [pytest.param(2, marks=pytest.mark.slow), 3])
 def test_one_gather_per_layer_and_direction_in_storage_format(world: int, tmp_path: Path) -> None:
-    """NF4 weights put at most 0.58 bytes a parameter into a gather, padding rows included; the rest is adapters and norms."""
-    changes = {"hidden_size": 128, "intermediate_size": 344, "vocab_size": VOCABULARY + 1}  # rows that 3 does not divide
+    """NF4 weights put at most 0.58 bytes a parameter into a gather, padding rows included; the rest
+    is adapters and norms.
+    """
+    changes = {
+        "hidden_size": 128,
+        "intermediate_size": 344,
+        "vocab_size": VOCABULARY + 1,
+    }  # rows that 3 does not divide
     model = save_tiny_llama(tmp_path / "base", **changes)
     spec = spec_for(
-        model, ranks=world, precision={"default": "nf4"}, training={"per_device_train_batch_size": 2}, lora={"r": 4}
+        model,
+        ranks=world,
+        precision={"default": "nf4"},
+        training={"per_device_train_batch_size": 2},
+        lora={"r": 4},
     )
     rounds = 2
     for step, layers, outer in run_on_ranks(step_and_sizes, world, spec):
         gathers = [(dtype, sent) for kind, dtype, sent, _ in step.collectives if kind == "gather"]
         of_layers = [sent for dtype, sent in gathers if dtype == "uint8"]
-        assert len(of_layers) == 2 * len(layers) * rounds, "forward and backward of every layer, in one buffer"
+        assert len(of_layers) == 2 * len(layers) * rounds, (
+            "forward and backward of every layer, in one buffer"
+        )
         for layer in layers:
             assert of_layers.count(layer["nf4"] + layer["rest"]) == len(of_layers)
             assert layer["nf4"] * world <= 0.58 * layer["nf4_parameters"]
         of_others = [sent for dtype, sent in gathers if dtype == "bfloat16"]
-        assert of_others == outer * rounds, "embedding, then norm with head: once a micro-batch, never both at once"
+        assert of_others == outer * rounds, (
+            "embedding, then norm with head: once a micro-batch, never both at once"
+        )
         reduces = [dtype for kind, dtype, _, _ in step.collectives if kind == "reduce"]
         assert reduces == ["float32"] * len(layers), "adapter gradients, once a step and layer"
 
 
-def step_and_sizes(rank: int, world: int, spec: JobSpec) -> tuple[Step, list[dict[str, int]], list[int]]:
+def step_and_sizes(
+    rank: int, world: int, spec: JobSpec
+) -> tuple[Step, list[dict[str, int]], list[int]]:
     """One step, and what each layer and the other two groups put into a gather on this rank."""
     built = constructed(spec, world)
-    step = one_step(rank, world, spec, built, dict(adapters(built.peft_model)))  # before: FSDP2 pads shards at the first
-    layers = [bytes_in_gather(layer, world, COMPUTE_DTYPE[spec.precision.compute]) for layer in built.layers]
+    step = one_step(
+        rank, world, spec, built, dict(adapters(built.peft_model))
+    )  # before: FSDP2 pads shards at the first
+    layers = [
+        bytes_in_gather(layer, world, COMPUTE_DTYPE[spec.precision.compute])
+        for layer in built.layers
+    ]
     base: Any = built.peft_model.get_base_model()
-    return step, layers, [plain_bytes([base.model.embed_tokens], world), plain_bytes([base.model.norm, base.lm_head], world)]
+    return (
+        step,
+        layers,
+        [
+            plain_bytes([base.model.embed_tokens], world),
+            plain_bytes([base.model.norm, base.lm_head], world),
+        ],
+    )
 
 
 def bytes_in_gather(layer: torch.nn.Module, world: int, compute: torch.dtype) -> dict[str, int]:

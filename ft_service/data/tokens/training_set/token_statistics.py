@@ -36,7 +36,9 @@ class RecordGroup:
     def __init__(self, samples: TokenSet, word: str, name: str, *, pairs: bool) -> None:
         """`samples`: all uncut samples of the file."""
         self.together = 2 if pairs else 1
-        self.samples, self.word, self.name = samples, word, name
+        self.samples = samples
+        self.word = word
+        self.name = name
         self.contents = content_digests(samples)
         self.ending = _ending(samples)
         self.is_whole = not pairs and are_whole(samples)
@@ -47,10 +49,15 @@ class RecordGroup:
         max_length = sys.maxsize if self.is_whole else max_length
         numbers = np.flatnonzero(chosen) + 1
         samples = self.samples.some(chosen[self.samples.records])
-        targets, lengths = samples.targets_within(max_length), samples.lengths
+        targets = samples.targets_within(max_length)
+        lengths = samples.lengths
         kept = np.minimum(lengths, max_length)
         with_targets = (targets > 0).reshape(-1, self.together).all(axis=1)
-        alike = samples.alike(max_length) if self.together == 2 else np.zeros(len(samples) // self.together, np.bool_)
+        alike = (
+            samples.alike(max_length)
+            if self.together == 2
+            else np.zeros(len(samples) // self.together, np.bool_)
+        )
         used = with_targets & ~alike
         of_samples = used.repeat(self.together)
 
@@ -79,8 +86,13 @@ class RecordGroup:
         )
 
 
-def measure(asked: Measure, training: RecordGroup, validation: RecordGroup | None) -> DataStatistics:
-    """The statistics of a job's training and validation data. Raises DataError if there are too few samples for its split."""
+def measure(
+    asked: Measure, training: RecordGroup, validation: RecordGroup | None
+) -> DataStatistics:
+    """The statistics of a job's training and validation data.
+
+    Raises DataError if there are too few samples for its split.
+    """
     options = asked.training
     used = np.ones(len(training.contents), np.bool_)
     held_out: FileStatistics | None = None
@@ -91,8 +103,11 @@ def measure(asked: Measure, training: RecordGroup, validation: RecordGroup | Non
         numbers = np.arange(1, len(everything) + 1)
         overlap = _lines(numbers, np.isin(validation.contents, training.contents))
     elif asked.validation_split is not None:
-        aside = set_aside(training.contents, Split(asked.validation_split, asked.seed), training.name)
-        held_out, used = training.measured(aside, options.max_length), ~aside
+        aside = set_aside(
+            training.contents, Split(asked.validation_split, asked.seed), training.name
+        )
+        held_out = training.measured(aside, options.max_length)
+        used = ~aside
     trained = training.measured(used, options.max_length)
     samples = training.samples.some(used[training.samples.records])
     if training.is_whole:
@@ -100,7 +115,9 @@ def measure(asked: Measure, training: RecordGroup, validation: RecordGroup | Non
     lengths = np.minimum(samples.lengths, options.max_length)
     items = trained.samples
     if training.is_whole:
-        items = len(in_rows(lengths.tolist(), options.max_length)) if options.packing else len(lengths)
+        items = (
+            len(in_rows(lengths.tolist(), options.max_length)) if options.packing else len(lengths)
+        )
     steps = options.max_steps or options.epochs * -(-items // options.batch)
     taken = items_of_steps(steps, options.batch, max(1, items))
     return DataStatistics(
@@ -117,7 +134,9 @@ def measure(asked: Measure, training: RecordGroup, validation: RecordGroup | Non
 def spread(counts: np.ndarray) -> Spread:
     if not len(counts):
         return Spread()
-    middle, p90, p99 = (int(value) for value in np.percentile(counts, (50, 90, 99), method="inverted_cdf"))
+    middle, p90, p99 = (
+        int(value) for value in np.percentile(counts, (50, 90, 99), method="inverted_cdf")
+    )
     return Spread(int(counts.min()), float(counts.mean()), middle, p90, p99, int(counts.max()))
 
 
@@ -126,13 +145,23 @@ def histogram(lengths: np.ndarray) -> tuple[Bucket, ...]:
     longest = int(lengths.max(initial=0))
     if not longest:
         return ()
-    width = next(size for power in range(12) for size in (factor * 10**power for factor in _ROUND) if size * BUCKETS >= longest)
+    width = next(
+        size
+        for power in range(12)
+        for size in (factor * 10**power for factor in _ROUND)
+        if size * BUCKETS >= longest
+    )
     counts = np.bincount((np.maximum(lengths, 1) - 1) // width)
-    return tuple(Bucket(index * width + 1, (index + 1) * width, int(count)) for index, count in enumerate(counts))
+    return tuple(
+        Bucket(index * width + 1, (index + 1) * width, int(count))
+        for index, count in enumerate(counts)
+    )
 
 
 def padding(lengths: np.ndarray, options: TrainingOptions) -> float:
-    """The share of padding if random batches of training.batch_size samples were padded to their longest sample, in [0, 1)."""
+    """The share of padding if random batches of training.batch_size samples were padded to their
+    longest sample, in [0, 1).
+    """
     drawn = np.random.default_rng(0).permutation(lengths)
     starts = np.arange(0, len(drawn), options.batch)
     if not len(starts) or not drawn.sum():
@@ -147,11 +176,17 @@ def _lines(numbers: np.ndarray, which: ArrayLike) -> Lines:
 
 
 def _ending(samples: TokenSet) -> int:
-    """The number of learned tokens with which all samples end, at most _ENDING: the end of a turn."""
+    """The number of learned tokens with which all samples end, at most _ENDING: the end of a
+    turn.
+    """
     common: list[int] | None = None
     for index in range(min(len(samples), _TURN_SAMPLES)):
         sample = samples[index]
         last = sample.ids[sample.targets][-_ENDING:].tolist()[::-1]
         same = last if common is None else common
-        common = [token for place, token in enumerate(same) if place < len(last) and last[: place + 1] == same[: place + 1]]
+        common = [
+            token
+            for place, token in enumerate(same)
+            if place < len(last) and last[: place + 1] == same[: place + 1]
+        ]
     return len(common or ())

@@ -1,4 +1,6 @@
-"""Samples that are learned whole, such as documents: long ones are split into windows, and rows are filled with them. Pure."""
+"""Samples that are learned whole, such as documents: long ones are split into windows, and rows are
+filled with them. Pure.
+"""
 
 from __future__ import annotations
 
@@ -16,13 +18,16 @@ Rows = list[list[int]]
 
 def are_whole(samples: TokenSet) -> bool:
     """Return whether all predicted tokens of all samples are learned."""
-    return len(samples) > 0 and bool((samples.target_counts == np.maximum(samples.lengths - 1, 0)).all())
+    return len(samples) > 0 and bool(
+        (samples.target_counts == np.maximum(samples.lengths - 1, 0)).all()
+    )
 
 
 def in_windows(samples: TokenSet, length: int) -> TokenSet:
     """Samples that are learned whole, split into windows of at most `length` tokens without copies.
 
-    A window begins with the last token of the previous one, so every token but a sample's first is learned exactly once.
+    A window begins with the last token of the previous one, so every token but a sample's first is
+    learned exactly once.
     """
     lengths = samples.lengths
     counts = np.maximum(1, -(-(lengths - 1) // (length - 1)))
@@ -40,8 +45,9 @@ def in_windows(samples: TokenSet, length: int) -> TokenSet:
 
 
 def in_rows(lengths: Sequence[int], room: int) -> Rows:
-    """Nearly full rows of at most `room` tokens that hold every sample once, by best-fit decreasing: the longest sample first,
-    each in the fullest row with room for it. A sample longer than `room` has a row of its own.
+    """Nearly full rows of at most `room` tokens that hold every sample once, by best-fit
+    decreasing: the longest sample first, each in the fullest row with room for it. A sample longer
+    than `room` has a row of its own.
     """
     rows: Rows = []
     free: dict[int, list[int]] = {}
@@ -56,7 +62,8 @@ def in_rows(lengths: Sequence[int], room: int) -> Rows:
             rows[row].append(sample)
             left -= lengths[sample]
         else:
-            row, left = len(rows), room - lengths[sample]
+            row = len(rows)
+            left = room - lengths[sample]
             rows.append([sample])
         if left > 1:
             if left not in free:

@@ -32,7 +32,12 @@ def upgrade() -> None:
     )
     op.create_table(
         "audit",
-        sa.Column("position", sa.BigInteger().with_variant(sa.Integer(), "sqlite"), autoincrement=True, nullable=False),
+        sa.Column(
+            "position",
+            sa.BigInteger().with_variant(sa.Integer(), "sqlite"),
+            autoincrement=True,
+            nullable=False,
+        ),
         sa.Column("id", sa.Text(), nullable=False),
         sa.Column("project_id", sa.Text(), nullable=False),
         sa.Column("created_at", sa.Double(), nullable=False),
@@ -46,19 +51,30 @@ def upgrade() -> None:
         sa.UniqueConstraint("id", name=op.f("uq_audit_id")),
         sqlite_autoincrement=True,
     )
-    op.create_index(op.f("ix_audit_project_id_position"), "audit", ["project_id", "position"], unique=False)
+    op.create_index(
+        op.f("ix_audit_project_id_position"), "audit", ["project_id", "position"], unique=False
+    )
     op.create_table(
         "deleted_models",
         sa.Column("model", sa.Text(), nullable=False),
         sa.Column("project_id", sa.Text(), nullable=False),
         sa.Column("deleted_at", sa.Double(), nullable=False),
-        sa.ForeignKeyConstraint(["project_id"], ["projects.id"], name=op.f("fk_deleted_models_project_id")),
+        sa.ForeignKeyConstraint(
+            ["project_id"], ["projects.id"], name=op.f("fk_deleted_models_project_id")
+        ),
         sa.PrimaryKeyConstraint("model", name=op.f("pk_deleted_models")),
     )
-    op.create_index(op.f("ix_deleted_models_project_id"), "deleted_models", ["project_id"], unique=False)
+    op.create_index(
+        op.f("ix_deleted_models_project_id"), "deleted_models", ["project_id"], unique=False
+    )
     op.create_table(
         "files",
-        sa.Column("position", sa.BigInteger().with_variant(sa.Integer(), "sqlite"), autoincrement=True, nullable=False),
+        sa.Column(
+            "position",
+            sa.BigInteger().with_variant(sa.Integer(), "sqlite"),
+            autoincrement=True,
+            nullable=False,
+        ),
         sa.Column("id", sa.Text(), nullable=False),
         sa.Column("project_id", sa.Text(), nullable=False),
         sa.Column("filename", sa.Text(), nullable=False),
@@ -87,12 +103,21 @@ def upgrade() -> None:
         "files",
         ["expires_at"],
         unique=False,
-        sqlite_where=sa.text("freed_at IS NULL AND (deleted_at IS NOT NULL OR expires_at IS NOT NULL)"),
-        postgresql_where=sa.text("freed_at IS NULL AND (deleted_at IS NOT NULL OR expires_at IS NOT NULL)"),
+        sqlite_where=sa.text(
+            "freed_at IS NULL AND (deleted_at IS NOT NULL OR expires_at IS NOT NULL)"
+        ),
+        postgresql_where=sa.text(
+            "freed_at IS NULL AND (deleted_at IS NOT NULL OR expires_at IS NOT NULL)"
+        ),
     )
     op.create_table(
         "jobs",
-        sa.Column("position", sa.BigInteger().with_variant(sa.Integer(), "sqlite"), autoincrement=True, nullable=False),
+        sa.Column(
+            "position",
+            sa.BigInteger().with_variant(sa.Integer(), "sqlite"),
+            autoincrement=True,
+            nullable=False,
+        ),
         sa.Column("id", sa.Text(), nullable=False),
         sa.Column("project_id", sa.Text(), nullable=False),
         sa.Column("created_at", sa.Double(), nullable=False),
@@ -162,7 +187,9 @@ def upgrade() -> None:
         sqlite_where=sa.text("state = 'succeeded' AND work IS NOT NULL"),
         postgresql_where=sa.text("state = 'succeeded' AND work IS NOT NULL"),
     )
-    op.create_index(op.f("ix_jobs_project_id_position"), "jobs", ["project_id", "position"], unique=False)
+    op.create_index(
+        op.f("ix_jobs_project_id_position"), "jobs", ["project_id", "position"], unique=False
+    )
     op.create_index(
         "ix_jobs_queue",
         "jobs",
@@ -215,14 +242,21 @@ def upgrade() -> None:
     op.create_index(op.f("ix_keys_project_id"), "keys", ["project_id"], unique=False)
     op.create_table(
         "permissions",
-        sa.Column("position", sa.BigInteger().with_variant(sa.Integer(), "sqlite"), autoincrement=True, nullable=False),
+        sa.Column(
+            "position",
+            sa.BigInteger().with_variant(sa.Integer(), "sqlite"),
+            autoincrement=True,
+            nullable=False,
+        ),
         sa.Column("id", sa.Text(), nullable=False),
         sa.Column("project_id", sa.Text(), nullable=False),
         sa.Column("model", sa.Text(), nullable=False),
         sa.Column("grantee", sa.Text(), nullable=False),
         sa.Column("created_at", sa.Double(), nullable=False),
         sa.ForeignKeyConstraint(["grantee"], ["projects.id"], name=op.f("fk_permissions_grantee")),
-        sa.ForeignKeyConstraint(["project_id"], ["projects.id"], name=op.f("fk_permissions_project_id")),
+        sa.ForeignKeyConstraint(
+            ["project_id"], ["projects.id"], name=op.f("fk_permissions_project_id")
+        ),
         sa.PrimaryKeyConstraint("position", name=op.f("pk_permissions")),
         sa.UniqueConstraint("id", name=op.f("uq_permissions_id")),
         sa.UniqueConstraint("model", "grantee", name=op.f("uq_permissions_model_grantee")),
@@ -234,12 +268,19 @@ def upgrade() -> None:
         sa.Column("project_id", sa.Text(), nullable=False),
         sa.Column("full_at", sa.Double(), nullable=False),
         sa.Column("taken", sa.BigInteger(), nullable=False),
-        sa.ForeignKeyConstraint(["project_id"], ["projects.id"], name=op.f("fk_request_rates_project_id")),
+        sa.ForeignKeyConstraint(
+            ["project_id"], ["projects.id"], name=op.f("fk_request_rates_project_id")
+        ),
         sa.PrimaryKeyConstraint("project_id", name=op.f("pk_request_rates")),
     )
     op.create_table(
         "sweeps",
-        sa.Column("position", sa.BigInteger().with_variant(sa.Integer(), "sqlite"), autoincrement=True, nullable=False),
+        sa.Column(
+            "position",
+            sa.BigInteger().with_variant(sa.Integer(), "sqlite"),
+            autoincrement=True,
+            nullable=False,
+        ),
         sa.Column("id", sa.Text(), nullable=False),
         sa.Column("project_id", sa.Text(), nullable=False),
         sa.Column("created_at", sa.Double(), nullable=False),
@@ -254,7 +295,9 @@ def upgrade() -> None:
         sa.UniqueConstraint("id", name=op.f("uq_sweeps_id")),
         sqlite_autoincrement=True,
     )
-    op.create_index(op.f("ix_sweeps_project_id_position"), "sweeps", ["project_id", "position"], unique=False)
+    op.create_index(
+        op.f("ix_sweeps_project_id_position"), "sweeps", ["project_id", "position"], unique=False
+    )
     op.create_index(
         "ix_sweeps_unfinished",
         "sweeps",
@@ -265,7 +308,12 @@ def upgrade() -> None:
     )
     op.create_table(
         "uploads",
-        sa.Column("position", sa.BigInteger().with_variant(sa.Integer(), "sqlite"), autoincrement=True, nullable=False),
+        sa.Column(
+            "position",
+            sa.BigInteger().with_variant(sa.Integer(), "sqlite"),
+            autoincrement=True,
+            nullable=False,
+        ),
         sa.Column("id", sa.Text(), nullable=False),
         sa.Column("project_id", sa.Text(), nullable=False),
         sa.Column("filename", sa.Text(), nullable=False),
@@ -277,7 +325,9 @@ def upgrade() -> None:
         sa.Column("expires_at", sa.Double(), nullable=False),
         sa.Column("part_ids", sa.JSON(), nullable=True),
         sa.Column("file_id", sa.Text(), nullable=True),
-        sa.ForeignKeyConstraint(["project_id"], ["projects.id"], name=op.f("fk_uploads_project_id")),
+        sa.ForeignKeyConstraint(
+            ["project_id"], ["projects.id"], name=op.f("fk_uploads_project_id")
+        ),
         sa.PrimaryKeyConstraint("position", name=op.f("pk_uploads")),
         sa.UniqueConstraint("id", name=op.f("uq_uploads_id")),
         sqlite_autoincrement=True,
@@ -304,7 +354,12 @@ def upgrade() -> None:
     )
     op.create_table(
         "webhook_endpoints",
-        sa.Column("position", sa.BigInteger().with_variant(sa.Integer(), "sqlite"), autoincrement=True, nullable=False),
+        sa.Column(
+            "position",
+            sa.BigInteger().with_variant(sa.Integer(), "sqlite"),
+            autoincrement=True,
+            nullable=False,
+        ),
         sa.Column("id", sa.Text(), nullable=False),
         sa.Column("project_id", sa.Text(), nullable=False),
         sa.Column("name", sa.Text(), nullable=False),
@@ -315,13 +370,18 @@ def upgrade() -> None:
         sa.Column("old_secret_expires_at", sa.Double(), nullable=True),
         sa.Column("created_at", sa.Double(), nullable=False),
         sa.Column("updated_at", sa.Double(), nullable=False),
-        sa.ForeignKeyConstraint(["project_id"], ["projects.id"], name=op.f("fk_webhook_endpoints_project_id")),
+        sa.ForeignKeyConstraint(
+            ["project_id"], ["projects.id"], name=op.f("fk_webhook_endpoints_project_id")
+        ),
         sa.PrimaryKeyConstraint("position", name=op.f("pk_webhook_endpoints")),
         sa.UniqueConstraint("id", name=op.f("uq_webhook_endpoints_id")),
         sqlite_autoincrement=True,
     )
     op.create_index(
-        op.f("ix_webhook_endpoints_project_id_position"), "webhook_endpoints", ["project_id", "position"], unique=False
+        op.f("ix_webhook_endpoints_project_id_position"),
+        "webhook_endpoints",
+        ["project_id", "position"],
+        unique=False,
     )
     op.create_table(
         "checkpoints",
@@ -334,14 +394,26 @@ def upgrade() -> None:
         sa.Column("created_at", sa.Double(), nullable=False),
         sa.Column("metrics", sa.JSON(), nullable=True),
         sa.ForeignKeyConstraint(["job_id"], ["jobs.id"], name=op.f("fk_checkpoints_job_id")),
-        sa.ForeignKeyConstraint(["project_id"], ["projects.id"], name=op.f("fk_checkpoints_project_id")),
+        sa.ForeignKeyConstraint(
+            ["project_id"], ["projects.id"], name=op.f("fk_checkpoints_project_id")
+        ),
         sa.PrimaryKeyConstraint("id", name=op.f("pk_checkpoints")),
         sa.UniqueConstraint("job_id", "name", name=op.f("uq_checkpoints_job_id_name")),
     )
-    op.create_index(op.f("ix_checkpoints_job_id_step_attempt"), "checkpoints", ["job_id", "step", "attempt"], unique=False)
+    op.create_index(
+        op.f("ix_checkpoints_job_id_step_attempt"),
+        "checkpoints",
+        ["job_id", "step", "attempt"],
+        unique=False,
+    )
     op.create_table(
         "events",
-        sa.Column("position", sa.BigInteger().with_variant(sa.Integer(), "sqlite"), autoincrement=True, nullable=False),
+        sa.Column(
+            "position",
+            sa.BigInteger().with_variant(sa.Integer(), "sqlite"),
+            autoincrement=True,
+            nullable=False,
+        ),
         sa.Column("id", sa.Text(), nullable=False),
         sa.Column("project_id", sa.Text(), nullable=False),
         sa.Column("job_id", sa.Text(), nullable=False),
@@ -356,10 +428,18 @@ def upgrade() -> None:
         sa.ForeignKeyConstraint(["project_id"], ["projects.id"], name=op.f("fk_events_project_id")),
         sa.PrimaryKeyConstraint("position", name=op.f("pk_events")),
         sa.UniqueConstraint("id", name=op.f("uq_events_id")),
-        sa.UniqueConstraint("job_id", "attempt", "segment", "line", name=op.f("uq_events_job_id_attempt_segment_line")),
+        sa.UniqueConstraint(
+            "job_id",
+            "attempt",
+            "segment",
+            "line",
+            name=op.f("uq_events_job_id_attempt_segment_line"),
+        ),
         sqlite_autoincrement=True,
     )
-    op.create_index(op.f("ix_events_job_id_position"), "events", ["job_id", "position"], unique=False)
+    op.create_index(
+        op.f("ix_events_job_id_position"), "events", ["job_id", "position"], unique=False
+    )
     op.create_table(
         "integrations",
         sa.Column("job_id", sa.Text(), nullable=False),
@@ -374,7 +454,9 @@ def upgrade() -> None:
         sa.Column("lease_expires_at", sa.Double(), nullable=False),
         sa.Column("finished_at", sa.Double(), nullable=True),
         sa.ForeignKeyConstraint(["job_id"], ["jobs.id"], name=op.f("fk_integrations_job_id")),
-        sa.ForeignKeyConstraint(["project_id"], ["projects.id"], name=op.f("fk_integrations_project_id")),
+        sa.ForeignKeyConstraint(
+            ["project_id"], ["projects.id"], name=op.f("fk_integrations_project_id")
+        ),
         sa.PrimaryKeyConstraint("job_id", "number", name=op.f("pk_integrations")),
     )
     op.create_index(
@@ -387,15 +469,29 @@ def upgrade() -> None:
     )
     op.create_table(
         "job_metadata",
-        sa.Column("job_position", sa.BigInteger().with_variant(sa.Integer(), "sqlite"), autoincrement=False, nullable=False),
+        sa.Column(
+            "job_position",
+            sa.BigInteger().with_variant(sa.Integer(), "sqlite"),
+            autoincrement=False,
+            nullable=False,
+        ),
         sa.Column("key", sa.Text(), nullable=False),
         sa.Column("value", sa.Text(), nullable=False),
         sa.Column("project_id", sa.Text(), nullable=False),
-        sa.ForeignKeyConstraint(["job_position"], ["jobs.position"], name=op.f("fk_job_metadata_job_position")),
-        sa.ForeignKeyConstraint(["project_id"], ["projects.id"], name=op.f("fk_job_metadata_project_id")),
+        sa.ForeignKeyConstraint(
+            ["job_position"], ["jobs.position"], name=op.f("fk_job_metadata_job_position")
+        ),
+        sa.ForeignKeyConstraint(
+            ["project_id"], ["projects.id"], name=op.f("fk_job_metadata_project_id")
+        ),
         sa.PrimaryKeyConstraint("job_position", "key", name=op.f("pk_job_metadata")),
     )
-    op.create_index("ix_job_metadata_pair", "job_metadata", ["project_id", "key", "value", "job_position"], unique=False)
+    op.create_index(
+        "ix_job_metadata_pair",
+        "job_metadata",
+        ["project_id", "key", "value", "job_position"],
+        unique=False,
+    )
     op.create_table(
         "sessions",
         sa.Column("digest", sa.Text(), nullable=False),
@@ -405,7 +501,9 @@ def upgrade() -> None:
         sa.Column("created_at", sa.Double(), nullable=False),
         sa.Column("expires_at", sa.Double(), nullable=False),
         sa.ForeignKeyConstraint(["key_id"], ["keys.id"], name=op.f("fk_sessions_key_id")),
-        sa.ForeignKeyConstraint(["project_id"], ["projects.id"], name=op.f("fk_sessions_project_id")),
+        sa.ForeignKeyConstraint(
+            ["project_id"], ["projects.id"], name=op.f("fk_sessions_project_id")
+        ),
         sa.PrimaryKeyConstraint("digest", name=op.f("pk_sessions")),
     )
     op.create_index(op.f("ix_sessions_expires_at"), "sessions", ["expires_at"], unique=False)
@@ -425,15 +523,24 @@ def upgrade() -> None:
     op.create_index(op.f("ix_slots_project_id"), "slots", ["project_id"], unique=False)
     op.create_table(
         "upload_parts",
-        sa.Column("position", sa.BigInteger().with_variant(sa.Integer(), "sqlite"), autoincrement=True, nullable=False),
+        sa.Column(
+            "position",
+            sa.BigInteger().with_variant(sa.Integer(), "sqlite"),
+            autoincrement=True,
+            nullable=False,
+        ),
         sa.Column("id", sa.Text(), nullable=False),
         sa.Column("project_id", sa.Text(), nullable=False),
         sa.Column("upload_id", sa.Text(), nullable=False),
         sa.Column("bytes", sa.BigInteger(), nullable=False),
         sa.Column("sha256", sa.Text(), nullable=False),
         sa.Column("created_at", sa.Double(), nullable=False),
-        sa.ForeignKeyConstraint(["project_id"], ["projects.id"], name=op.f("fk_upload_parts_project_id")),
-        sa.ForeignKeyConstraint(["upload_id"], ["uploads.id"], name=op.f("fk_upload_parts_upload_id")),
+        sa.ForeignKeyConstraint(
+            ["project_id"], ["projects.id"], name=op.f("fk_upload_parts_project_id")
+        ),
+        sa.ForeignKeyConstraint(
+            ["upload_id"], ["uploads.id"], name=op.f("fk_upload_parts_upload_id")
+        ),
         sa.PrimaryKeyConstraint("position", name=op.f("pk_upload_parts")),
         sa.UniqueConstraint("id", name=op.f("uq_upload_parts_id")),
         sqlite_autoincrement=True,
@@ -441,7 +548,12 @@ def upgrade() -> None:
     op.create_index(op.f("ix_upload_parts_upload_id"), "upload_parts", ["upload_id"], unique=False)
     op.create_table(
         "webhook_deliveries",
-        sa.Column("position", sa.BigInteger().with_variant(sa.Integer(), "sqlite"), autoincrement=True, nullable=False),
+        sa.Column(
+            "position",
+            sa.BigInteger().with_variant(sa.Integer(), "sqlite"),
+            autoincrement=True,
+            nullable=False,
+        ),
         sa.Column("id", sa.Text(), nullable=False),
         sa.Column("project_id", sa.Text(), nullable=False),
         sa.Column("endpoint_id", sa.Text(), nullable=False),
@@ -451,8 +563,14 @@ def upgrade() -> None:
         sa.Column("next_try_at", sa.Double(), nullable=False),
         sa.Column("finished_at", sa.Double(), nullable=True),
         sa.Column("error", sa.Text(), nullable=True),
-        sa.ForeignKeyConstraint(["endpoint_id"], ["webhook_endpoints.id"], name=op.f("fk_webhook_deliveries_endpoint_id")),
-        sa.ForeignKeyConstraint(["project_id"], ["projects.id"], name=op.f("fk_webhook_deliveries_project_id")),
+        sa.ForeignKeyConstraint(
+            ["endpoint_id"],
+            ["webhook_endpoints.id"],
+            name=op.f("fk_webhook_deliveries_endpoint_id"),
+        ),
+        sa.ForeignKeyConstraint(
+            ["project_id"], ["projects.id"], name=op.f("fk_webhook_deliveries_project_id")
+        ),
         sa.PrimaryKeyConstraint("position", name=op.f("pk_webhook_deliveries")),
         sa.UniqueConstraint("id", name=op.f("uq_webhook_deliveries_id")),
         sqlite_autoincrement=True,
@@ -465,4 +583,9 @@ def upgrade() -> None:
         sqlite_where=sa.text("finished_at IS NULL"),
         postgresql_where=sa.text("finished_at IS NULL"),
     )
-    op.create_index(op.f("ix_webhook_deliveries_endpoint_id"), "webhook_deliveries", ["endpoint_id"], unique=False)
+    op.create_index(
+        op.f("ix_webhook_deliveries_endpoint_id"),
+        "webhook_deliveries",
+        ["endpoint_id"],
+        unique=False,
+    )

@@ -25,7 +25,9 @@ def upgrade() -> None:
         sa.Column("divided_at", sa.Double(), nullable=False),
         sa.Column("closing_at", sa.Double(), nullable=True),
         sa.Column("ended_at", sa.Double(), nullable=True),
-        sa.ForeignKeyConstraint(["project_id"], ["projects.id"], name=op.f("fk_engines_project_id")),
+        sa.ForeignKeyConstraint(
+            ["project_id"], ["projects.id"], name=op.f("fk_engines_project_id")
+        ),
         sa.PrimaryKeyConstraint("id", name=op.f("pk_engines")),
     )
     op.create_index(

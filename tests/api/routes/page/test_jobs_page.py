@@ -24,10 +24,16 @@ def opened(service: Service) -> Iterator[dict[str, httpx2.Client]]:
     """Browsers that are signed in with keys of two projects: PROJECT SCOPE → browser."""
     service.store.projects.ensure_project("theirs", "local")
     browsers = {}
-    holders: tuple[tuple[str, Scope], ...] = (("default", "admin"), ("default", "submit"), ("theirs", "admin"))
+    holders: tuple[tuple[str, Scope], ...] = (
+        ("default", "admin"),
+        ("default", "submit"),
+        ("theirs", "admin"),
+    )
     for project, scope in holders:
         _, key = service.store.keys.create_key(project_id=project, name="k", scope=scope)
-        browsers[f"{project} {scope}"] = browser = httpx2.Client(base_url=service.url, trust_env=False, timeout=60.0)
+        browsers[f"{project} {scope}"] = browser = httpx2.Client(
+            base_url=service.url, trust_env=False, timeout=60.0
+        )
         browser.post("/sign-in", data={"key": key})
     yield browsers
     for browser in browsers.values():
@@ -36,15 +42,22 @@ def opened(service: Service) -> Iterator[dict[str, httpx2.Client]]:
 
 @pytest.fixture
 def their_job(service: Service, opened: dict[str, httpx2.Client]) -> str:
-    client = service.client(service.store.keys.create_key(project_id="theirs", name="k", scope="submit")[1])
+    client = service.client(
+        service.store.keys.create_key(project_id="theirs", name="k", scope="submit")[1]
+    )
     file = client.files.create(file=("train.jsonl", TRAINING), purpose="fine-tune")
-    return client.fine_tuning.jobs.create(model="tiny", training_file=file.id, suffix="their-job").id
+    return client.fine_tuning.jobs.create(
+        model="tiny", training_file=file.id, suffix="their-job"
+    ).id
 
 
 def test_what_a_screen_holds_is_painted_first_and_then_all_of_it(
     client: openai.OpenAI, training_file: str, opened: dict[str, httpx2.Client]
 ) -> None:
-    made = [client.fine_tuning.jobs.create(model="tiny", training_file=training_file).id for _ in range(22)]
+    made = [
+        client.fine_tuning.jobs.create(model="tiny", training_file=training_file).id
+        for _ in range(22)
+    ]
     painted = opened["default submit"].get("/jobs").text
     assert LINKED.findall(painted) == made[:1:-1]
     assert 'hx-get="/page/live/jobs?&seen=" hx-trigger="load delay' in painted
@@ -54,7 +67,10 @@ def test_what_a_screen_holds_is_painted_first_and_then_all_of_it(
 def test_what_is_unfinished_stands_above_all_others_and_nothing_is_left_out(
     service: Service, client: openai.OpenAI, training_file: str, opened: dict[str, httpx2.Client]
 ) -> None:
-    made = [client.fine_tuning.jobs.create(model="tiny", training_file=training_file).id for _ in range(5)]
+    made = [
+        client.fine_tuning.jobs.create(model="tiny", training_file=training_file).id
+        for _ in range(5)
+    ]
     for job_id in (made[0], made[3], made[4]):
         client.fine_tuning.jobs.cancel(job_id)
     browser = opened["default submit"]
@@ -63,10 +79,16 @@ def test_what_is_unfinished_stands_above_all_others_and_nothing_is_left_out(
     assert re.findall(r'scope="rowgroup">(\w+)<', listed) == ["Unfinished", "Earlier"]
     older = browser.get(f"/page/live/jobs?after={made[3]}").text
     assert LINKED.findall(older) == [made[2], made[1], made[0]], "in their order"
-    assert LINKED.findall(browser.get("/page/live/jobs?status=cancelled").text) == [made[4], made[3], made[0]]
+    assert LINKED.findall(browser.get("/page/live/jobs?status=cancelled").text) == [
+        made[4],
+        made[3],
+        made[0],
+    ]
 
 
-def test_jobs_are_searched_by_name(client: openai.OpenAI, training_file: str, opened: dict[str, httpx2.Client]) -> None:
+def test_jobs_are_searched_by_name(
+    client: openai.OpenAI, training_file: str, opened: dict[str, httpx2.Client]
+) -> None:
     nightly, other = (
         client.fine_tuning.jobs.create(model="tiny", training_file=training_file, suffix=suffix).id
         for suffix in ("Nightly-7", "x")
@@ -83,7 +105,9 @@ def test_a_job_that_is_over_is_deleted_on_the_page(
     browser = opened["default submit"]
     headers = {"x-csrf-token": token_of(secret_of(browser)), "hx-request": "true"}
     assert 'id="verb-delete"' not in browser.get(f"/jobs/{job_id}").text
-    assert browser.post(f"/jobs/{job_id}/delete", headers=headers).status_code == 400, "it is not over"
+    assert browser.post(f"/jobs/{job_id}/delete", headers=headers).status_code == 400, (
+        "it is not over"
+    )
     client.fine_tuning.jobs.cancel(job_id)
     assert 'id="verb-delete"' in browser.get(f"/jobs/{job_id}").text
     deleted = browser.post(f"/jobs/{job_id}/delete", headers=headers)
@@ -113,13 +137,22 @@ def test_no_other_key_looks_at_another_projects_list(
     whose: str, opened: dict[str, httpx2.Client], their_job: str, service: Service
 ) -> None:
     other = "theirs" if whose.startswith("default") else "default"
-    assert opened["default admin"].get("/page/live/jobs?project=theirs").status_code == 200, "and it is remembered"
+    assert opened["default admin"].get("/page/live/jobs?project=theirs").status_code == 200, (
+        "and it is remembered"
+    )
     browser = opened[whose]
     assert 'name="project"' not in browser.get("/jobs").text
-    for path in (f"/jobs?project={other}", f"/page/live/jobs?project={other}", f"/v1/fine_tuning/jobs?project={other}"):
+    for path in (
+        f"/jobs?project={other}",
+        f"/page/live/jobs?project={other}",
+        f"/v1/fine_tuning/jobs?project={other}",
+    ):
         answer = browser.get(path)
         assert answer.status_code == 404, path
-        assert f"There is no project &#39;{other}&#39;" in answer.text or f"There is no project '{other}'" in answer.text
+        assert (
+            f"There is no project &#39;{other}&#39;" in answer.text
+            or f"There is no project '{other}'" in answer.text
+        )
 
 
 def test_a_project_of_another_organisation_is_none(service: Service) -> None:
@@ -146,7 +179,11 @@ def test_a_job_that_stops_cannot_be_paused_again(
 
 @pytest.mark.parametrize("inference_url", ["http://vllm/v1", ""])
 def test_only_a_tuned_model_is_offered_to_try(
-    service: Service, client: openai.OpenAI, browser: httpx2.Client, training_file: str, inference_url: str
+    service: Service,
+    client: openai.OpenAI,
+    browser: httpx2.Client,
+    training_file: str,
+    inference_url: str,
 ) -> None:
     service.use(service.settings.model_copy(update={"inference_url": inference_url}))
     job_id = client.fine_tuning.jobs.create(model="tiny", training_file=training_file).id
@@ -162,14 +199,19 @@ def test_list_and_job_say_the_same_time_left_whatever_the_last_step_took(
 ) -> None:
     job_id = client.fine_tuning.jobs.create(model="tiny", training_file=training_file).id
     for step, seconds in enumerate((10.0, 10.0, 10.0, 10.0, 60.0), 1):
-        metrics = METRICS.model_copy(update={"step": step, "total_steps": 1005, "step_seconds": seconds})
+        metrics = METRICS.model_copy(
+            update={"step": step, "total_steps": 1005, "step_seconds": seconds}
+        )
         event = NewEvent(level="info", message=f"Step {step}/1005", metrics=metrics)
         put(service, job_id, event, state=State.RUNNING, phase=Phase.TRAINING, attempt=1, host="h")
     now = service.store.now()
     ends = client.fine_tuning.jobs.retrieve(job_id).estimated_finish
     assert ends is not None
     assert 19_900 < ends - now < 20_000, "1000 steps of 20 s in the mean"
-    times = [re.findall(r'data-until="([^"]+)"', browser.get(path).text) for path in ("/page/live/jobs?", f"/jobs/{job_id}")]
+    times = [
+        re.findall(r'data-until="([^"]+)"', browser.get(path).text)
+        for path in ("/page/live/jobs?", f"/jobs/{job_id}")
+    ]
     assert len({minute[:15] for found in times for minute in found}) <= 2
     assert all(times)
 
@@ -178,7 +220,9 @@ def test_a_form_works_without_scripts_and_what_no_form_sends_is_refused_on_a_pag
     client: openai.OpenAI, training_file: str, browser: httpx2.Client
 ) -> None:
     """Browsers send fields that were left empty, too."""
-    logs = f"/jobs/{client.fine_tuning.jobs.create(model='tiny', training_file=training_file).id}/logs"
+    logs = (
+        f"/jobs/{client.fine_tuning.jobs.create(model='tiny', training_file=training_file).id}/logs"
+    )
     shown = browser.get(logs, params={"attempt": "", "rank": ""})
     assert shown.status_code == 200
     assert "Nothing was printed yet." in shown.text
@@ -195,7 +239,10 @@ def test_a_list_is_filtered_by_a_pair_or_not_at_all(browser: httpx2.Client) -> N
 
 
 def test_the_list_of_files_goes_on(
-    client: openai.OpenAI, training_file: str, browser: httpx2.Client, monkeypatch: pytest.MonkeyPatch
+    client: openai.OpenAI,
+    training_file: str,
+    browser: httpx2.Client,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(data_page, "_FILES", 1)
     newer = client.files.create(file=("newer.jsonl", TRAINING), purpose="fine-tune").id

@@ -18,7 +18,10 @@ from tests.support.rest.service import Service
 def rows(html: str) -> dict[str, str]:
     """Name of a base → its row."""
     table = html[html.index('id="bases"') :]
-    return {found[1]: found[0] for found in re.finditer(r'<tr><td class="name"><b>([^<]*)</b>.*?</tr>', table, re.DOTALL)}
+    return {
+        found[1]: found[0]
+        for found in re.finditer(r'<tr><td class="name"><b>([^<]*)</b>.*?</tr>', table, re.DOTALL)
+    }
 
 
 @pytest.fixture
@@ -46,7 +49,9 @@ def test_a_base_is_shown_as_being_examined_until_it_was(
     assert "being examined" in later["tiny"], "whose files are others"
 
 
-def test_a_refused_base_is_shown_with_the_reason_and_not_offered(service: Service, browser: httpx2.Client) -> None:
+def test_a_refused_base_is_shown_with_the_reason_and_not_offered(
+    service: Service, browser: httpx2.Client
+) -> None:
     save_base(service.settings.models[0] / "<b>no-decoder", model_type="t5")
     row = rows(browser.get("/models").text)
     assert "t5" in row["&lt;b&gt;no-decoder"]

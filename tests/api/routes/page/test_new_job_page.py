@@ -1,4 +1,6 @@
-"""The form of a new job as it is served: what it offers to choose from, and how files are told apart."""
+"""The form of a new job as it is served: what it offers to choose from, and how files are told
+apart.
+"""
 
 from __future__ import annotations
 
@@ -36,29 +38,47 @@ def test_bases_that_cannot_be_tuned_are_not_offered_nor_named_by_a_refusal(
     assert bases is not None
     assert "tiny" in bases[0]
     assert "no-decoder" not in bases[0]
-    with pytest.raises(openai.BadRequestError, match=r"There are: meta-llama/Llama-3\.2-1B, tiny") as refused:
+    with pytest.raises(
+        openai.BadRequestError, match=r"There are: meta-llama/Llama-3\.2-1B, tiny"
+    ) as refused:
         client.fine_tuning.jobs.create(model="absent", training_file=training_file)
     assert "no-decoder" not in str(refused.value)
 
 
-def test_files_of_one_name_differ_by_when_they_came(browser: httpx2.Client, client: openai.OpenAI) -> None:
-    made = [client.files.create(file=("chat.jsonl", b'{"text": "a"}\n'), purpose="fine-tune") for _ in range(2)]
+def test_files_of_one_name_differ_by_when_they_came(
+    browser: httpx2.Client, client: openai.OpenAI
+) -> None:
+    made = [
+        client.files.create(file=("chat.jsonl", b'{"text": "a"}\n'), purpose="fine-tune")
+        for _ in range(2)
+    ]
     offered = re.findall(r'<option value="file-[^>]*>([^<]*)<', browser.get("/new").text)
     assert len(set(offered)) == len(made), "for training and for validation"
     assert all(re.search(r"\d{4}-\d\d-\d\d \d\d:\d\d UTC", text) for text in offered)
 
 
 def test_run_again_keeps_files_that_are_not_among_the_newest_and_says_which_were_deleted(
-    client: openai.OpenAI, browser: httpx2.Client, training_file: str, monkeypatch: pytest.MonkeyPatch
+    client: openai.OpenAI,
+    browser: httpx2.Client,
+    training_file: str,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Without its validation file in the form, the same job would be created without validation."""
     monkeypatch.setattr(new_job_page, "MOST_FILES", 1)
-    line = (json.dumps({"messages": [{"role": r, "content": "a"} for r in ("user", "assistant")]}) + "\n").encode()
+    line = (
+        json.dumps({"messages": [{"role": r, "content": "a"} for r in ("user", "assistant")]})
+        + "\n"
+    ).encode()
     validation = client.files.create(file=("validation.jsonl", line), purpose="fine-tune").id
-    job = client.fine_tuning.jobs.create(model="tiny", training_file=training_file, validation_file=validation)
+    job = client.fine_tuning.jobs.create(
+        model="tiny", training_file=training_file, validation_file=validation
+    )
     client.files.create(file=("newer.jsonl", line), purpose="fine-tune")
     opened = browser.get(f"/new?again={job.id}").text
-    assert re.findall(r'<option value="(file-[^"]*)" selected', opened) == [training_file, validation]
+    assert re.findall(r'<option value="(file-[^"]*)" selected', opened) == [
+        training_file,
+        validation,
+    ]
     assert "was deleted" not in opened
     client.files.delete(validation)
     opened = browser.get(f"/new?again={job.id}").text
@@ -66,9 +86,13 @@ def test_run_again_keeps_files_that_are_not_among_the_newest_and_says_which_were
     assert "The validation file of that job was deleted." in opened
 
 
-def test_prompts_are_checked_as_those_of_reinforcement(browser: httpx2.Client, client: openai.OpenAI) -> None:
+def test_prompts_are_checked_as_those_of_reinforcement(
+    browser: httpx2.Client, client: openai.OpenAI
+) -> None:
     line = {"messages": [{"role": "user", "content": "1 + 1 ="}], "answer": "2"}
-    prompts = client.files.create(file=("prompts.jsonl", (json.dumps(line) + "\n").encode() * 4), purpose="fine-tune")
+    prompts = client.files.create(
+        file=("prompts.jsonl", (json.dumps(line) + "\n").encode() * 4), purpose="fine-tune"
+    )
     headers = {TOKEN_HEADER: token_of(*browser.cookies.values())}
     form = {"model": "tiny", "training_file": prompts.id, "other": json.dumps({"method": method()})}
     plan = browser.post("/new/plan", data=form, headers=headers).text
@@ -80,18 +104,26 @@ def test_prompts_are_checked_as_those_of_reinforcement(browser: httpx2.Client, c
 def test_a_job_is_not_created_with_a_file_that_the_form_calls_unusable(
     browser: httpx2.Client, client: openai.OpenAI, training_file: str, param: str
 ) -> None:
-    unknown = client.files.create(file=("own.csv", b"ask,say\n" + b"one,two\n" * 4), purpose="fine-tune").id
+    unknown = client.files.create(
+        file=("own.csv", b"ask,say\n" + b"one,two\n" * 4), purpose="fine-tune"
+    ).id
     headers = {TOKEN_HEADER: token_of(*browser.cookies.values())}
     form = {"model": "tiny", "training_file": training_file, param: unknown}
     refused = browser.post("/new", data=form, headers=headers)
     assert refused.status_code == 400
     assert f"The {param.replace('_', ' ')} cannot be trained on." in refused.text
     assert not client.fine_tuning.jobs.list().data
-    mapped = browser.post("/new", data=form | {"data": "{instruction: ask, output: say}"}, headers=headers)
-    assert (mapped.status_code == 400) == (param == "validation_file"), "the mapping is of both files"
+    mapped = browser.post(
+        "/new", data=form | {"data": "{instruction: ask, output: say}"}, headers=headers
+    )
+    assert (mapped.status_code == 400) == (param == "validation_file"), (
+        "the mapping is of both files"
+    )
 
 
-def test_yaml_is_read_and_written_beside_the_event_loop(browser: httpx2.Client, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_yaml_is_read_and_written_beside_the_event_loop(
+    browser: httpx2.Client, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """A megabyte of it takes many seconds, in which the server would answer nobody."""
     where: dict[str, bool] = {}
 
@@ -109,7 +141,12 @@ def test_yaml_is_read_and_written_beside_the_event_loop(browser: httpx2.Client, 
     for name in ("body_of", "yaml_text", "fields_of"):
         monkeypatch.setattr(job_form, name, noted(name))
     headers = {TOKEN_HEADER: token_of(*browser.cookies.values())}
-    assert browser.post("/new/plan", data={"model": "tiny", "other": "a: ["}, headers=headers).status_code == 200
+    assert (
+        browser.post(
+            "/new/plan", data={"model": "tiny", "other": "a: ["}, headers=headers
+        ).status_code
+        == 200
+    )
     assert browser.post("/new/plan", data={"model": "tiny"}, headers=headers).status_code == 200
     assert browser.get("/new").status_code == 200
     assert where == {"body_of": False, "yaml_text": False, "fields_of": False}
@@ -130,7 +167,10 @@ def test_a_base_that_is_being_examined_is_offered_with_a_note_and_a_job_on_it_is
     assert 'role="alert"' not in plan
     assert 'hx-trigger="load delay:5s"' in plan, "the plan is asked for again"
     made = browser.post("/new", data=form, headers=headers | {"hx-request": "true"})
-    assert client.fine_tuning.jobs.retrieve(made.headers["hx-redirect"].removeprefix("/jobs/")).model == "tiny"
+    assert (
+        client.fine_tuning.jobs.retrieve(made.headers["hx-redirect"].removeprefix("/jobs/")).model
+        == "tiny"
+    )
     folder = service.settings.models[0] / "tiny"
     descriptions.add(folder, described_here(folder))
     assert '<option value="tiny">tiny</option>' in browser.get("/new").text
@@ -144,6 +184,8 @@ def test_a_base_that_nothing_here_can_describe_is_shown_with_the_way_out(
     catalogue = Catalogue.from_settings(service.settings, descriptions)
     service.app.state.services = replace(service.app.state.services, catalogue=catalogue)
     headers = {TOKEN_HEADER: token_of(*browser.cookies.values())}
-    plan = browser.post("/new/plan", data={"model": "tiny", "training_file": training_file}, headers=headers).text
+    plan = browser.post(
+        "/new/plan", data={"model": "tiny", "training_file": training_file}, headers=headers
+    ).text
     assert "Install the &lt;workers&gt;." in plan
     assert "hx-post" not in plan, "to ask again does not help"

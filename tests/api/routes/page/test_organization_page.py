@@ -24,10 +24,20 @@ def test_what_needs_an_admin_key_says_so(service: Service, path: str) -> None:
         assert f'href="{path}"' not in browser.get("/jobs").text
 
 
-def test_limits_of_a_project_are_written_in_words_and_kept(service: Service, browser: httpx2.Client) -> None:
+def test_limits_of_a_project_are_written_in_words_and_kept(
+    service: Service, browser: httpx2.Client
+) -> None:
     token = {"x-csrf-token": token_of(secret_of(browser)), "hx-request": "true"}
-    made = browser.post("/projects", data={"name": "Team & <co>"}, headers=token).headers["hx-redirect"]
-    form = {"max_slots": "4", "max_bytes": "1.5 GiB", "bases": "tiny, other", "max_priority": "-2", "name": "Team"}
+    made = browser.post("/projects", data={"name": "Team & <co>"}, headers=token).headers[
+        "hx-redirect"
+    ]
+    form = {
+        "max_slots": "4",
+        "max_bytes": "1.5 GiB",
+        "bases": "tiny, other",
+        "max_priority": "-2",
+        "name": "Team",
+    }
     assert browser.post(f"{made}/limits", data=form, headers=token).headers["hx-redirect"] == made
     project = service.store.projects.get_project(made.rpartition("/")[2])
     assert (project.name, project.limits) == (
@@ -35,11 +45,16 @@ def test_limits_of_a_project_are_written_in_words_and_kept(service: Service, bro
         TenantLimits(max_slots=4, max_bytes=3 * 2**29, bases=("tiny", "other"), max_priority=-2),
     )
     fields = dict(re.findall(r'name="(\w+)" value="([^"]*)"', browser.get(made).text))
-    assert {name: fields[name] for name in form} == form | {"max_bytes": "1536 MiB", "bases": "tiny, other"}
+    assert {name: fields[name] for name in form} == form | {
+        "max_bytes": "1536 MiB",
+        "bases": "tiny, other",
+    }
     for value in ("many", "--5", "5" * 5000):
         wrong = browser.post(f"{made}/limits", data={"max_slots": value}, headers=token)
         assert (wrong.status_code, wrong.json()["error"]["param"]) == (400, "limits.max_slots")
-        wrong = browser.post(f"{made}/keys", data={"name": "mine", "expires_days": value}, headers=token)
+        wrong = browser.post(
+            f"{made}/keys", data={"name": "mine", "expires_days": value}, headers=token
+        )
         assert (wrong.status_code, wrong.json()["error"]["param"]) == (400, "expires_in_seconds")
     fields["bases"] = "none"
     for _ in range(2):  # the second time as the page has it

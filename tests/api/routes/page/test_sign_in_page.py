@@ -36,7 +36,9 @@ def test_without_a_session_there_is_only_the_door(service: Service) -> None:
             answer = browser.get(path)
             assert (answer.status_code, answer.headers["location"]) == (303, door)
         behind_a_proxy = {"authorization": "Bearer of-the-proxy", "accept": "text/html,*/*;q=0.8"}
-        assert browser.get("/models", headers=behind_a_proxy).status_code == 303, "a program asks for no page"
+        assert browser.get("/models", headers=behind_a_proxy).status_code == 303, (
+            "a program asks for no page"
+        )
         part = browser.get("/page/live/jobs", headers={"hx-request": "true"})
         assert (part.status_code, part.headers["hx-redirect"]) == (401, "/sign-in")
 
@@ -54,7 +56,12 @@ def test_a_link_to_a_page_leads_there_after_the_sign_in(service: Service) -> Non
     [
         ("cross-site", "navigate", "document", True),
         ("same-site", "navigate", "document", True),
-        ("same-origin", "navigate", "document", False),  # where it leads to, which ends at the sign-in page
+        (
+            "same-origin",
+            "navigate",
+            "document",
+            False,
+        ),  # where it leads to, which ends at the sign-in page
         ("none", "navigate", "document", False),
         ("cross-site", "navigate", "iframe", False),
         ("cross-site", "no-cors", "image", False),
@@ -72,13 +79,20 @@ def test_a_link_on_another_site_is_opened_again_with_the_sessions_cookie(
         assert browser.post("/jobs/ftjob-x/pause", headers=headers).status_code == 303
 
 
-@pytest.mark.parametrize(("there", "to"), [("http://x/models?a=1", "%2Fmodels%3Fa%3D1"), ("http://[", "%2Fjobs")])
-def test_a_part_of_the_page_whose_single_sign_on_is_over_says_where_it_was(service: Service, there: str, to: str) -> None:
+@pytest.mark.parametrize(
+    ("there", "to"), [("http://x/models?a=1", "%2Fmodels%3Fa%3D1"), ("http://[", "%2Fjobs")]
+)
+def test_a_part_of_the_page_whose_single_sign_on_is_over_says_where_it_was(
+    service: Service, there: str, to: str
+) -> None:
     with new_browser(service) as browser:
         cookie = f"ft_session_{service.url.rpartition(':')[2]}={SIGN_ON_MARK}over"
         headers = {"hx-request": "true", "hx-current-url": there, "cookie": cookie}
         answer = browser.get("/page/live/jobs", headers=headers)
-        assert (answer.status_code, answer.headers["hx-redirect"]) == (401, f"/sign-in/oidc?to={to}")
+        assert (answer.status_code, answer.headers["hx-redirect"]) == (
+            401,
+            f"/sign-in/oidc?to={to}",
+        )
 
 
 @pytest.mark.parametrize("key", ["", "ft-not-a-key-of-anybody-here"])
@@ -102,7 +116,8 @@ def link_fields(browser: httpx2.Client, path: str) -> dict[str, str]:
     answer = browser.get(path)
     assert answer.status_code == 200
     return {
-        name: html.unescape(value) for name, value in re.findall(r'type="hidden" name="(\w+)" value="([^"]*)"', answer.text)
+        name: html.unescape(value)
+        for name, value in re.findall(r'type="hidden" name="(\w+)" value="([^"]*)"', answer.text)
     }
 
 
@@ -124,7 +139,9 @@ def test_a_link_signs_in_once_by_a_button_and_leads_nowhere_else(service: Servic
 
 
 def test_to_follow_a_link_changes_no_session(service: Service, browser: httpx2.Client) -> None:
-    """Any site can have a browser follow one, and would then see what is uploaded in its own project."""
+    """Any site can have a browser follow one, and would then see what is uploaded in its own
+    project.
+    """
     service.store.projects.ensure_project("evil", "evil")
     key = service.store.keys.create_key(project_id="evil", name="k", scope="submit")[1]
     link = service.http("POST", "/v1/sign_in_links", key=key).json()["path"]
@@ -157,18 +174,24 @@ def test_another_sites_form_signs_nobody_in(service: Service, headers: dict[str,
             assert not browser.cookies
     with new_browser(service) as browser:
         own = {"origin": service.url, "sec-fetch-site": "same-origin"}
-        assert browser.post("/sign-in", data=fields, headers=own).status_code == 303, "refused, it was not used up"
+        assert browser.post("/sign-in", data=fields, headers=own).status_code == 303, (
+            "refused, it was not used up"
+        )
 
 
 def test_a_proxy_that_replaces_the_host_is_named(service: Service) -> None:
     headers = {"origin": "https://ft.example.com", "sec-fetch-site": "same-origin"}
     with new_browser(service) as browser:
-        error = check_error(browser.post("/sign-in", data={"key": service.key}, headers=headers), 403)
+        error = check_error(
+            browser.post("/sign-in", data={"key": service.key}, headers=headers), 403
+        )
     assert "'https://ft.example.com', and was sent to '127.0.0.1:" in error["message"]
     assert "a proxy in between has replaced the header Host" in error["message"]
 
 
-@pytest.mark.parametrize("to", ["//[", "/\\evil.example", "//evil.example", "https://[evil", "/jobs\n"])
+@pytest.mark.parametrize(
+    "to", ["//[", "/\\evil.example", "//evil.example", "https://[evil", "/jobs\n"]
+)
 def test_signing_in_leads_nowhere_else(service: Service, to: str) -> None:
     with new_browser(service) as browser:
         assert 'name="to" value="/jobs"' in browser.get("/sign-in", params={"to": to}).text
@@ -176,7 +199,9 @@ def test_signing_in_leads_nowhere_else(service: Service, to: str) -> None:
         assert (answer.status_code, answer.headers["location"]) == (303, "/jobs")
 
 
-def test_a_project_sees_nothing_of_anothers(service: Service, client: openai.OpenAI, training_file: str) -> None:
+def test_a_project_sees_nothing_of_anothers(
+    service: Service, client: openai.OpenAI, training_file: str
+) -> None:
     job = client.fine_tuning.jobs.create(model="tiny", training_file=training_file)
     service.store.projects.ensure_project("other", "local")
     _, key = service.store.keys.create_key(project_id="other", name="theirs", scope="admin")
@@ -188,14 +213,22 @@ def test_a_project_sees_nothing_of_anothers(service: Service, client: openai.Ope
             assert answer.status_code == 404, tab
         token = {"x-csrf-token": token_of(secret_of(browser)), "hx-request": "true"}
         assert browser.post(f"/jobs/{job.id}/cancel", headers=token).status_code == 404
-        for path in ("/projects/default", f"/try?model=ft:tiny:local::{job.id.removeprefix('ftjob-')}"):
+        for path in (
+            "/projects/default",
+            f"/try?model=ft:tiny:local::{job.id.removeprefix('ftjob-')}",
+        ):
             assert browser.get(path).status_code == 404, path
-        assert browser.post("/projects/default/keys", data={"name": "x"}, headers=token).status_code == 404
+        assert (
+            browser.post("/projects/default/keys", data={"name": "x"}, headers=token).status_code
+            == 404
+        )
         service.store.keys.create_key(project_id="default", name="secret-name", scope="read")
         for path in ("/projects", "/usage?project=default", "/keys", "/changes"):
             answer = browser.get(path)
             assert answer.status_code == 200, path
-            assert not {"secret-name", "default", job.id} & set(re.findall(r"[\w-]+", answer.text)), path
+            assert not {"secret-name", "default", job.id} & set(
+                re.findall(r"[\w-]+", answer.text)
+            ), path
     assert client.fine_tuning.jobs.retrieve(job.id).status == "validating_files"
 
 
@@ -209,7 +242,9 @@ def test_where_nothing_answers_the_page_says_why(service: Service, browser: http
     assert browser.get("/v1/inference").json()["answered_by"] == "inference_server"
 
 
-def test_every_answer_forbids_what_is_not_the_pages_own(service: Service, browser: httpx2.Client) -> None:
+def test_every_answer_forbids_what_is_not_the_pages_own(
+    service: Service, browser: httpx2.Client
+) -> None:
     for path in ("/jobs", "/sign-in", "/sign-in?link=x", "/jobs/ftjob-nothing"):
         policy = browser.get(path).headers["content-security-policy"]
         assert "default-src 'none'" in policy
@@ -218,8 +253,21 @@ def test_every_answer_forbids_what_is_not_the_pages_own(service: Service, browse
 
 def test_no_answer_can_be_framed(service: Service, browser: httpx2.Client) -> None:
     paths = [
-        *("/", "/jobs", "/sign-in", "/sign-in?link=x", "/page/static/page.css", "/page/static/nothing", "/page/live/jobs"),
-        *("/docs", "/openapi.json", "/static-offline-docs/swagger-ui-bundle.js", "/static-offline-docs/nothing"),
+        *(
+            "/",
+            "/jobs",
+            "/sign-in",
+            "/sign-in?link=x",
+            "/page/static/page.css",
+            "/page/static/nothing",
+            "/page/live/jobs",
+        ),
+        *(
+            "/docs",
+            "/openapi.json",
+            "/static-offline-docs/swagger-ui-bundle.js",
+            "/static-offline-docs/nothing",
+        ),
         *("/livez", "/metrics", "/nothing", "/v1/nothing", "/v1/models", "/v1/files/file-none"),
     ]
     for path in paths:
@@ -227,10 +275,15 @@ def test_no_answer_can_be_framed(service: Service, browser: httpx2.Client) -> No
             headers = browser.request(method, path).headers
             assert "frame-ancestors 'none'" in headers["content-security-policy"], path
             assert "default-src 'none'" in headers["content-security-policy"], path
-            given = [headers[name] for name in ("x-frame-options", "referrer-policy", "x-content-type-options")]
+            given = [
+                headers[name]
+                for name in ("x-frame-options", "referrer-policy", "x-content-type-options")
+            ]
             assert given == ["DENY", "same-origin", "nosniff"], path
             assert headers.get_list("x-frame-options") == ["DENY"], path
-    scripts = re.findall(r"script-src ([^;]*)", browser.get("/docs").headers["content-security-policy"])
+    scripts = re.findall(
+        r"script-src ([^;]*)", browser.get("/docs").headers["content-security-policy"]
+    )
     assert "unsafe" not in scripts[0]
     assert "'sha256-" in scripts[0]
 
@@ -239,7 +292,12 @@ def test_a_form_with_a_validation_file_and_a_share_is_refused_in_the_apis_words(
     browser: httpx2.Client, training_file: str
 ) -> None:
     token = {"x-csrf-token": token_of(secret_of(browser)), "hx-request": "true"}
-    form = {"model": "tiny", "training_file": training_file, "validation_file": training_file, "validation_split": "0.1"}
+    form = {
+        "model": "tiny",
+        "training_file": training_file,
+        "validation_file": training_file,
+        "validation_split": "0.1",
+    }
     told = "validation_file and validation_split are both given: keep one"
     assert told in browser.post("/new/plan", data=form, headers=token).text
     refused = browser.post("/new", data=form, headers=token)

@@ -1,4 +1,7 @@
-"""Tinker's wire, with a thread in place of the ranks. Its own client is in tests/e2e/test_tinker.py."""
+"""Tinker's wire, with a thread in place of the ranks.
+
+Its own client is in tests/e2e/test_tinker.py.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +23,13 @@ from api.http import sample_answers
 from api.http.dependencies import Services
 from api.routes.tinker import training_routes
 from ft_service.control import tinker_models
-from ft_service.control.tinker_models import MODEL_KEY, count_bytes, ended_text, pause_idle, remove_unused
+from ft_service.control.tinker_models import (
+    MODEL_KEY,
+    count_bytes,
+    ended_text,
+    pause_idle,
+    remove_unused,
+)
 from ft_service.jobs.reasons import Reason
 from ft_service.jobs.states import Job, State
 from ft_service.rundir.documents import Desired
@@ -39,7 +48,9 @@ from tests.support.training.loss_messages import loss_message
 
 
 class Ranks(threading.Thread):
-    """What the ranks of all models would do: answer every command, in the order of their numbers."""
+    """What the ranks of all models would do: answer every command, in the order of their
+    numbers.
+    """
 
     def __init__(self, service: Service) -> None:
         super().__init__()
@@ -62,13 +73,18 @@ def answer(command: Command) -> CommandResult:
     match command.op:
         case "forward_backward":
             call = LossRequest.parse(command.body).call(vocabulary=1000, longest=64)
-            return CommandResult({}, write_output([datum.inputs["weights"] for datum in call.data], {"loss:sum": 1.5}))
+            return CommandResult(
+                {},
+                write_output([datum.inputs["weights"] for datum in call.data], {"loss:sum": 1.5}),
+            )
         case "refused":
             return CommandResult.failed(command.options["error"])
         case "create_model":
             return CommandResult({"model_id": command.options["model_id"], "type": "create_model"})
         case "optim_step":
-            return CommandResult({"type": "optim_step", "metrics": {"lr": command.options["learning_rate"]}})
+            return CommandResult(
+                {"type": "optim_step", "metrics": {"lr": command.options["learning_rate"]}}
+            )
         case op:
             return CommandResult({"path": command.options.get("path"), "type": op})
 
@@ -82,9 +98,13 @@ def ranks(service: Service) -> Iterator[Ranks]:
     thread.join()
 
 
-def send(service: Service, method: str, path: str, key: str | None = None, **options: Any) -> httpx2.Response:
+def send(
+    service: Service, method: str, path: str, key: str | None = None, **options: Any
+) -> httpx2.Response:
     headers = {"x-api-key": KEY_PREFIX + (key or service.key)}
-    return service.connections.request(method, f"{service.url}/api/v1/{path}", headers=headers, **options)
+    return service.connections.request(
+        method, f"{service.url}/api/v1/{path}", headers=headers, **options
+    )
 
 
 def post(service: Service, path: str, body: Any, key: str | None = None) -> httpx2.Response:
@@ -107,7 +127,12 @@ def new_session(service: Service) -> str:
 
 def new_model(service: Service, session: str | None = None, **lora: Any) -> str:
     session = session or new_session(service)
-    body = {"session_id": session, "model_seq_id": 0, "base_model": "tiny", "lora_config": {"rank": 4, **lora}}
+    body = {
+        "session_id": session,
+        "model_seq_id": 0,
+        "base_model": "tiny",
+        "lora_config": {"rank": 4, **lora},
+    }
     return result(service, post(service, "create_model", body))["model_id"]
 
 
@@ -119,12 +144,21 @@ def loss(service: Service, model: str, seq: int) -> httpx2.Response:
 
 
 def step(service: Service, model: str, seq: int, rate: float) -> httpx2.Response:
-    return post(service, "optim_step", {"model_id": model, "seq_id": seq, "adam_params": {"learning_rate": rate}})
+    return post(
+        service,
+        "optim_step",
+        {"model_id": model, "seq_id": seq, "adam_params": {"learning_rate": rate}},
+    )
 
 
 def test_commands_are_carried_out_in_order_once(service: Service, ranks: Ranks) -> None:
     model = new_model(service, seed=5)
-    sent = [step(service, model, 4, 0.5), loss(service, model, 3), step(service, model, 2, 0.25), loss(service, model, 1)]
+    sent = [
+        step(service, model, 4, 0.5),
+        loss(service, model, 3),
+        step(service, model, 2, 0.25),
+        loss(service, model, 1),
+    ]
     assert [result(service, request) for request in reversed(sent)] == [
         {"loss:sum": 1.5},
         {"type": "optim_step", "metrics": {"lr": 0.25}},
@@ -147,9 +181,17 @@ def test_a_model_is_a_job(service: Service, ranks: Ranks) -> None:
     session = new_session(service)
     model = new_model(service, session, seed=5)
     body = {"session_id": session, "model_seq_id": 0, "base_model": "tiny"}
-    assert post(service, "create_model", body).json()["model_id"] == model, "a repeated request finds it"
+    assert post(service, "create_model", body).json()["model_id"] == model, (
+        "a repeated request finds it"
+    )
     [job] = service.store.jobs.list_jobs("default").data
-    assert (job.id, job.spec.training_data, job.spec.lora.r, job.spec.lora.lora_alpha, job.spec.seed) == (
+    assert (
+        job.id,
+        job.spec.training_data,
+        job.spec.lora.r,
+        job.spec.lora.lora_alpha,
+        job.spec.seed,
+    ) == (
         job_id_of(model),
         None,
         4,
@@ -166,7 +208,11 @@ def test_a_model_is_a_job(service: Service, ranks: Ranks) -> None:
 
 
 def test_a_job_with_a_models_metadata_is_none(service: Service) -> None:
-    create = {"model": "tiny", "training_file": upload(service), "metadata": {MODEL_KEY: "session-1:train:0"}}
+    create = {
+        "model": "tiny",
+        "training_file": upload(service),
+        "metadata": {MODEL_KEY: "session-1:train:0"},
+    }
     service.client().fine_tuning.jobs.create(**create)
     put_state(service.store, service.store.jobs.list_jobs("default").data[0].id, State.RUNNING)
     pause_idle(service.store, service.app.state.services.places, -1.0)
@@ -181,9 +227,16 @@ def upload(service: Service) -> str:
 
 def test_only_attention_or_only_the_rest(service: Service) -> None:
     for number, lora in enumerate(({"train_mlp": False}, {"train_attn": False})):
-        body = {"session_id": new_session(service), "model_seq_id": number, "base_model": "tiny", "lora_config": lora}
+        body = {
+            "session_id": new_session(service),
+            "model_seq_id": number,
+            "base_model": "tiny",
+            "lora_config": lora,
+        }
         post(service, "create_model", body)
-    rest, attention = (job.spec.lora.target_modules for job in service.store.jobs.list_jobs("default").data)
+    rest, attention = (
+        job.spec.lora.target_modules for job in service.store.jobs.list_jobs("default").data
+    )
     assert all("self_attn" in name for name in attention)
     assert all("mlp" in name for name in rest)
     assert len(attention) == 4 * len(rest) / 3
@@ -196,15 +249,24 @@ def test_wrong_options_are_the_requests_result(service: Service, ranks: Ranks) -
     assert (wrong["category"], "learning_rate = -1" in wrong["error"]) == ("user", True)
     named = post(service, "save_weights", {"model_id": model, "seq_id": 2, "path": "a b"})
     assert "1 to 128 letters" in result(service, named)["error"]
-    missing = {"model_id": model, "seq_id": 3, "path": f"tinker://{model}/weights/none", "optimizer": True}
+    missing = {
+        "model_id": model,
+        "seq_id": 3,
+        "path": f"tinker://{model}/weights/none",
+        "optimizer": True,
+    }
     assert "no saved weights" in result(service, post(service, "load_weights", missing))["error"]
     external = post(service, "save_weights_external", {"model_id": model, "seq_id": 4, "path": "x"})
     assert "External weights are not here" in result(service, external)["error"]
     assert result(service, step(service, model, 5, 0.25))["metrics"] == {"lr": 0.25}
-    assert post(service, "optim_step", {"model_id": model, "seq_id": True}).status_code == 400, "no number"
+    assert post(service, "optim_step", {"model_id": model, "seq_id": True}).status_code == 400, (
+        "no number"
+    )
 
 
-def test_a_call_that_is_too_large_is_its_own_result(service: Service, ranks: Ranks, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_call_that_is_too_large_is_its_own_result(
+    service: Service, ranks: Ranks, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(training_routes, "MOST_CALL_BYTES", 100)
     model = new_model(service)
     too_large = result(service, loss(service, model, 1))
@@ -232,7 +294,10 @@ def test_commands_ahead_have_a_limit(service: Service, monkeypatch: pytest.Monke
     codes = [step(service, model, seq, 0.5).status_code for seq in (10, 11, 12, 13)]
     assert codes == [200, 200, 200, 429]
     refused = step(service, model, 13, 0.5)
-    assert (refused.json()["error"]["code"], "retry-after" in refused.headers) == ("too_many_commands", True)
+    assert (refused.json()["error"]["code"], "retry-after" in refused.headers) == (
+        "too_many_commands",
+        True,
+    )
     assert "the number 1" in refused.json()["error"]["message"]
     assert step(service, model, 1, 0.5).status_code == 200, "the ranks wait for it"
     assert step(service, model, 12, 0.5).status_code == 200, "it is there"
@@ -245,7 +310,9 @@ def test_commands_ahead_have_a_limit(service: Service, monkeypatch: pytest.Monke
     assert answer.json()["error"]["code"] == "too_many_commands"
 
 
-def test_the_bytes_of_commands_count_for_their_project(service: Service, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_bytes_of_commands_count_for_their_project(
+    service: Service, monkeypatch: pytest.MonkeyPatch
+) -> None:
     model = new_model_without_ranks(service)
     service.store.projects.update_project("default", limits={"max_bytes": 40_000})
 
@@ -254,7 +321,9 @@ def test_the_bytes_of_commands_count_for_their_project(service: Service, monkeyp
         message.model_id = model
         return send(service, "POST", "forward_backward", content=message.SerializeToString())
 
-    assert [call(seq).status_code for seq in (10, 11, 12, 10)] == [200, 200, 429, 200], "of 16 kB each"
+    assert [call(seq).status_code for seq in (10, 11, 12, 10)] == [200, 200, 429, 200], (
+        "of 16 kB each"
+    )
     assert call(12).json()["error"]["code"] == "storage_limit"
     with pytest.raises(openai.RateLimitError) as refused:
         service.client().files.create(file=("train.jsonl", TRAINING * 30), purpose="fine-tune")
@@ -279,7 +348,8 @@ def test_sessions_have_limits(service: Service, monkeypatch: pytest.MonkeyPatch)
     assert (refused.status_code, refused.json()["error"]["param"]) == (400, "user_metadata")
     assert f"{MOST_METADATA_BYTES:,} bytes" in refused.json()["error"]["message"]
     monkeypatch.setattr(tinker, "MOST_SESSIONS", 2)
-    first, _ = new_session(service), new_session(service)
+    first = new_session(service)
+    _ = new_session(service)
     one_more = post(service, "create_session", {})
     assert (one_more.status_code, one_more.json()["error"]["code"]) == (429, "too_many_sessions")
     monkeypatch.setattr(tinker, "MOST_SESSIONS", 100)
@@ -301,7 +371,12 @@ def test_samplers_have_a_limit(service: Service, monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(tinker, "MOST_SAMPLERS", 1)
     monkeypatch.setattr(Services, "refuse_samples", lambda *_, **__: None)
     new = {"session_id": new_session(service), "base_model": "tiny"}
-    codes = [post(service, "create_sampling_session", {**new, "sampling_session_seq_id": seq}).status_code for seq in (0, 1, 0)]
+    codes = [
+        post(
+            service, "create_sampling_session", {**new, "sampling_session_seq_id": seq}
+        ).status_code
+        for seq in (0, 1, 0)
+    ]
     assert codes == [200, 429, 200]
 
 
@@ -310,26 +385,49 @@ def test_what_is_not_used_is_removed(service: Service, monkeypatch: pytest.Monke
     sessions = [new_session(service) for _ in range(4)]
     new = {"sampling_session_seq_id": 0, "base_model": "tiny"}
     samplers = [
-        post(service, "create_sampling_session", {**new, "session_id": session}).json()["sampling_session_id"]
+        post(service, "create_sampling_session", {**new, "session_id": session}).json()[
+            "sampling_session_id"
+        ]
         for session in sessions[:2]
     ]
     post(service, f"sessions/{sessions[2]}/finish", {"reason": {"type": "success"}})
     post(service, f"sessions/{sessions[3]}/finish", {"reason": {"type": "success"}})
-    week, day = tinker.KEEP_UNUSED_SECONDS + 1, tinker.KEEP_FINISHED_SECONDS + 1
-    service.sql("UPDATE tinker_sessions SET used_at = used_at - :age WHERE id = :id", age=week, id=sessions[0])
-    service.sql("UPDATE tinker_samplers SET used_at = used_at - :age WHERE id = :id", age=week, id=samplers[0])
-    service.sql("UPDATE tinker_sessions SET finished_at = finished_at - :age WHERE id = :id", age=day, id=sessions[2])
+    week = tinker.KEEP_UNUSED_SECONDS + 1
+    day = tinker.KEEP_FINISHED_SECONDS + 1
+    service.sql(
+        "UPDATE tinker_sessions SET used_at = used_at - :age WHERE id = :id",
+        age=week,
+        id=sessions[0],
+    )
+    service.sql(
+        "UPDATE tinker_samplers SET used_at = used_at - :age WHERE id = :id",
+        age=week,
+        id=samplers[0],
+    )
+    service.sql(
+        "UPDATE tinker_sessions SET finished_at = finished_at - :age WHERE id = :id",
+        age=day,
+        id=sessions[2],
+    )
     remove_unused(service.store, service.app.state.services.places)
     assert send(service, "GET", "sessions").json() == {"sessions": [sessions[3], sessions[1]]}
-    assert [send(service, "GET", f"samplers/{sampler}").status_code for sampler in samplers] == [404, 200]
+    assert [send(service, "GET", f"samplers/{sampler}").status_code for sampler in samplers] == [
+        404,
+        200,
+    ]
 
 
-def test_waiting_requests_share_their_looks(service: Service, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_waiting_requests_share_their_looks(
+    service: Service, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """300 at once, for results that do not come."""
-    model, looks, asked = new_model_without_ranks(service), list[int](), Counter[str]()
+    model = new_model_without_ranks(service)
+    looks = list[int]()
+    asked = Counter[str]()
     assert [step(service, model, seq, 0.5).status_code for seq in (2, 3)] == [200, 200]
     monkeypatch.setattr(training_routes, "HELD_SECONDS", 3.0)
-    results_of, result_of = sample_answers.results_of, tinker_models.result_of
+    results_of = sample_answers.results_of
+    result_of = tinker_models.result_of
 
     def counted(models: Any) -> dict[str, list[int]]:
         looks.append(sum(len(seqs) for _, seqs in models.values()))
@@ -345,9 +443,13 @@ def test_waiting_requests_share_their_looks(service: Service, monkeypatch: pytes
     async def all_wait() -> Counter[int]:
         headers = {"x-api-key": KEY_PREFIX + service.key}
         limits = httpx2.Limits(max_connections=None)
-        async with httpx2.AsyncClient(base_url=service.url, headers=headers, timeout=120, limits=limits) as client:
+        async with httpx2.AsyncClient(
+            base_url=service.url, headers=headers, timeout=120, limits=limits
+        ) as client:
             bodies = [{"request_id": f"{model}#{2 + number % 2}"} for number in range(300)]
-            answers = await asyncio.gather(*(client.post("/api/v1/retrieve_future", json=body) for body in bodies))
+            answers = await asyncio.gather(
+                *(client.post("/api/v1/retrieve_future", json=body) for body in bodies)
+            )
         return Counter(answer.status_code for answer in answers)
 
     began = time.monotonic()
@@ -357,7 +459,9 @@ def test_waiting_requests_share_their_looks(service: Service, monkeypatch: pytes
     assert max(looks) == 2, "numbers, not requests"
 
 
-def test_a_keys_waiting_requests_have_a_limit(service: Service, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_keys_waiting_requests_have_a_limit(
+    service: Service, monkeypatch: pytest.MonkeyPatch
+) -> None:
     model = new_model_without_ranks(service)
     monkeypatch.setattr(sample_answers, "MOST_WAITING", 0)
     refused = post(service, "retrieve_future", {"request_id": f"{model}#0"})
@@ -367,14 +471,20 @@ def test_a_keys_waiting_requests_have_a_limit(service: Service, monkeypatch: pyt
         assert post(service, "retrieve_future", {"request_id": f"{model}#0"}).status_code == 200
 
 
-def test_saved_weights_have_limits(service: Service, ranks: Ranks, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_saved_weights_have_limits(
+    service: Service, ranks: Ranks, monkeypatch: pytest.MonkeyPatch
+) -> None:
     model = new_model(service)
-    saved = SavedWeights(name="one", checkpoint="step-1-a1", step=1, command=1, created_at=1.0, bytes=600)
+    saved = SavedWeights(
+        name="one", checkpoint="step-1-a1", step=1, command=1, created_at=1.0, bytes=600
+    )
     for name in ("one", "two"):
         run_dir(service, job_id_of(model)).write(f"saved_weights/{name}.json", saved)
 
     def save(seq: int, op: str = "save_weights") -> Any:
-        return result(service, post(service, op, {"model_id": model, "seq_id": seq, "path": f"at-{seq}"}))
+        return result(
+            service, post(service, op, {"model_id": model, "seq_id": seq, "path": f"at-{seq}"})
+        )
 
     assert "error" not in save(1)
     service.store.projects.update_project("default", limits={"max_bytes": 1200})
@@ -385,12 +495,20 @@ def test_saved_weights_have_limits(service: Service, ranks: Ranks, monkeypatch: 
 
 
 def test_options_are_of_the_weights_that_are_saved(service: Service, ranks: Ranks) -> None:
-    """The ranks write them with the weights; a request that is refused changes nothing, and deleted weights leave none."""
+    """The ranks write them with the weights; a request that is refused changes nothing, and deleted
+    weights leave none.
+    """
     model = new_model(service)
     run = run_dir(service, job_id_of(model))
-    run.write("saved_weights/one.json", SavedWeights(name="one", checkpoint="c", step=1, command=1, created_at=1.0, bytes=6))
+    run.write(
+        "saved_weights/one.json",
+        SavedWeights(name="one", checkpoint="c", step=1, command=1, created_at=1.0, bytes=6),
+    )
     own = {"ttl_seconds": 3600, "user_metadata": {"epoch": "1"}}
-    result(service, post(service, "save_weights", {"model_id": model, "seq_id": 1, "path": "one", **own}))
+    result(
+        service,
+        post(service, "save_weights", {"model_id": model, "seq_id": 1, "path": "one", **own}),
+    )
     command = CommandLog(run).command(1)
     assert command is not None
     assert command.options.items() >= own.items()
@@ -404,21 +522,47 @@ def test_options_are_of_the_weights_that_are_saved(service: Service, ranks: Rank
 
 def test_metadata_that_is_no_text_is_refused_by_its_number(service: Service, ranks: Ranks) -> None:
     """Without a command of its number, the model would wait for it for ever."""
-    body = json.dumps({"model_id": new_model(service), "seq_id": 1, "path": "one", "user_metadata": {"a": "\ud800"}})
-    assert "user_metadata.a" in result(service, send(service, "POST", "save_weights", content=body))["error"]
+    body = json.dumps(
+        {
+            "model_id": new_model(service),
+            "seq_id": 1,
+            "path": "one",
+            "user_metadata": {"a": "\ud800"},
+        }
+    )
+    assert (
+        "user_metadata.a"
+        in result(service, send(service, "POST", "save_weights", content=body))["error"]
+    )
 
 
 REFUSED = {
-    "a base that is not there": ("create_model", {"base_model": "nothing"}, "there is no such base model"),
-    "a rank": ("create_model", {"base_model": "tiny", "lora_config": {"rank": 0}}, "lora_config.rank = 0"),
+    "a base that is not there": (
+        "create_model",
+        {"base_model": "nothing"},
+        "there is no such base model",
+    ),
+    "a rank": (
+        "create_model",
+        {"base_model": "tiny", "lora_config": {"rank": 0}},
+        "lora_config.rank = 0",
+    ),
     "the head alone": (
         "create_model",
         {"base_model": "tiny", "lora_config": {"train_mlp": False, "train_attn": False}},
         "output head alone",
     ),
-    "another optimizer": ("create_model", {"base_model": "tiny", "optimizer_config": {"type": "dimuon"}}, "AdamW only"),
+    "another optimizer": (
+        "create_model",
+        {"base_model": "tiny", "optimizer_config": {"type": "dimuon"}},
+        "AdamW only",
+    ),
     "no sampler": ("create_sampling_session", {"base_model": "tiny"}, "preview is off"),
-    "an unknown field": ("create_sampling_session", {"surprise": "x"}, "surprise: this service does not know it"),
+    "an unknown field": (
+        "create_sampling_session",
+        {"surprise": "x"},
+        "surprise: this service does not know it",
+    ),
 }
 
 
@@ -432,7 +576,10 @@ def test_what_is_refused_is_named(service: Service, case: str) -> None:
     assert service.store.jobs.list_jobs("default").data == []
 
 
-@pytest.mark.parametrize(("path", "text"), [("copy_weights", "publish the weights"), ("nothing/at/all", "docs/tinker.md")])
+@pytest.mark.parametrize(
+    ("path", "text"),
+    [("copy_weights", "publish the weights"), ("nothing/at/all", "docs/tinker.md")],
+)
 def test_what_is_not_here_is_named(service: Service, path: str, text: str) -> None:
     answer = post(service, path, {})
     assert (answer.status_code, answer.json()["error"]["code"]) == (404, "unsupported_operation")
@@ -444,10 +591,18 @@ def test_a_session_that_is_finished_ends_its_models(service: Service, ranks: Ran
     session = new_session(service)
     model = new_model(service, session)
     assert result(service, step(service, model, 1, 0.5))
-    assert post(service, f"sessions/{session}/finish", {"reason": {"type": "success"}}).status_code == 200
-    assert post(service, f"sessions/{session}/finish", {"reason": {"type": "errored"}}).status_code == 200
+    assert (
+        post(service, f"sessions/{session}/finish", {"reason": {"type": "success"}}).status_code
+        == 200
+    )
+    assert (
+        post(service, f"sessions/{session}/finish", {"reason": {"type": "errored"}}).status_code
+        == 200
+    )
     wait_until(lambda: ranks.done[-1][1:] == (2, "finish"))
-    answer = post(service, "create_model", {"session_id": session, "model_seq_id": 1, "base_model": "tiny"})
+    answer = post(
+        service, "create_model", {"session_id": session, "model_seq_id": 1, "base_model": "tiny"}
+    )
     assert answer.json()["error"]["code"] == "session_finished"
 
 
@@ -459,11 +614,15 @@ def test_a_failed_job_answers_what_waits(service: Service) -> None:
     service.client().fine_tuning.jobs.cancel(job.id)
     ended = result(service, request)
     assert (ended["category"], "has ended (cancelled)" in ended["error"]) == ("server", True)
-    assert step(service, request.json()["model_id"], 1, 0.5).json()["error"]["code"] == "model_ended"
+    assert (
+        step(service, request.json()["model_id"], 1, 0.5).json()["error"]["code"] == "model_ended"
+    )
 
 
 def test_keys(service: Service) -> None:
-    assert service.connections.post(f"{service.url}/api/v1/create_session", json={}).status_code == 401
+    assert (
+        service.connections.post(f"{service.url}/api/v1/create_session", json={}).status_code == 401
+    )
     assert post(service, "create_session", {}, key="wrong").status_code == 401
     _, read = service.store.keys.create_key(project_id="default", name="r", scope="read")
     assert post(service, "create_session", {}, key=read).status_code == 403
@@ -477,18 +636,31 @@ def test_a_read_key_reads_by_the_posts_that_change_nothing(service: Service, ran
         post(service, "get_info", {"model_id": model}, read),
         post(service, "retrieve_future", {"request_id": request_id(model, 0)}, read),
         post(service, "weights_info", {"tinker_path": f"tinker://{model}/weights/none"}, read),
-        post(service, "optim_step", {"model_id": model, "seq_id": 1, "adam_params": {"learning_rate": 0.1}}, read),
+        post(
+            service,
+            "optim_step",
+            {"model_id": model, "seq_id": 1, "adam_params": {"learning_rate": 0.1}},
+            read,
+        ),
     ]
-    assert [answer.status_code for answer in answers] == [200, 200, 404, 403], [answer.text for answer in answers]
+    assert [answer.status_code for answer in answers] == [200, 200, 404, 403], [
+        answer.text for answer in answers
+    ]
 
 
-def test_a_client_is_told_the_name_of_a_base_and_not_its_path(service: Service, ranks: Ranks) -> None:
+def test_a_client_is_told_the_name_of_a_base_and_not_its_path(
+    service: Service, ranks: Ranks
+) -> None:
     answer = post(service, "get_info", {"model_id": new_model(service)})
     assert answer.json()["model_data"] == {"model_name": "tiny", "tokenizer_id": "tiny"}
 
 
 def test_the_reason_why_a_model_has_ended_is_one_sentence(service: Service) -> None:
-    post(service, "create_model", {"session_id": new_session(service), "model_seq_id": 0, "base_model": "tiny"})
+    post(
+        service,
+        "create_model",
+        {"session_id": new_session(service), "model_seq_id": 0, "base_model": "tiny"},
+    )
     [job] = service.store.jobs.list_jobs("default").data
     told = ended_text(replace(job, state=State.FAILED, error={"message": "3 attempts failed."}))
     assert told.startswith("The model has ended (failed): 3 attempts failed. Create another one;")
@@ -497,7 +669,9 @@ def test_the_reason_why_a_model_has_ended_is_one_sentence(service: Service) -> N
 def test_another_project_sees_nothing(service: Service, ranks: Ranks) -> None:
     session = new_session(service)
     model = new_model(service, session)
-    saved = SavedWeights(name="mine", checkpoint="step-1-a1", step=1, command=1, created_at=1.0, bytes=3)
+    saved = SavedWeights(
+        name="mine", checkpoint="step-1-a1", step=1, command=1, created_at=1.0, bytes=3
+    )
     run_dir(service, job_id_of(model)).write("saved_weights/mine.json", saved)
     service.store.projects.ensure_project("other", "local")
     _, key = service.store.keys.create_key(project_id="other", name="o", scope="admin")
@@ -506,26 +680,39 @@ def test_another_project_sees_nothing(service: Service, ranks: Ranks) -> None:
         post(service, "get_info", {"model_id": model}, key),
         post(service, "optim_step", {"model_id": model, "seq_id": 9}, key),
         post(service, "session_heartbeat", {"session_id": session}, key),
-        post(service, "create_model", {"session_id": session, "model_seq_id": 5, "base_model": "tiny"}, key),
+        post(
+            service,
+            "create_model",
+            {"session_id": session, "model_seq_id": 5, "base_model": "tiny"},
+            key,
+        ),
         post(service, "retrieve_future", {"request_id": f"{model}#0"}, key),
         post(service, "weights_info", {"tinker_path": path}, key),
         *(
             send(service, "GET", place, key)
-            for place in (f"sessions/{session}", f"training_runs/{model}", f"training_runs/{model}/checkpoints")
+            for place in (
+                f"sessions/{session}",
+                f"training_runs/{model}",
+                f"training_runs/{model}/checkpoints",
+            )
         ),
     ]
     assert [answer.status_code for answer in tried] == [404] * len(tried)
     place = f"training_runs/{model}/checkpoints/weights/mine"
     assert send(service, "POST", f"{place}/publish", key).status_code == 404
     assert send(service, "POST", f"{place}/publish").status_code == 204
-    assert post(service, "weights_info", {"tinker_path": path}, key).json()["base_model"] == "tiny", "for all who know the path"
+    assert (
+        post(service, "weights_info", {"tinker_path": path}, key).json()["base_model"] == "tiny"
+    ), "for all who know the path"
     assert send(service, "DELETE", f"{place}/publish").status_code == 204
     assert post(service, "weights_info", {"tinker_path": path}, key).status_code == 404
     assert send(service, "PUT", f"{place}/ttl", json={"ttl_seconds": 60}).status_code == 400
     assert send(service, "DELETE", place).status_code == 204
     assert send(service, "GET", f"training_runs/{model}/checkpoints").json() == {"checkpoints": []}
     changes = [
-        entry for entry in service.store.audit.list_audit(project_id="default").data if entry.type.startswith("weights.")
+        entry
+        for entry in service.store.audit.list_audit(project_id="default").data
+        if entry.type.startswith("weights.")
     ]
     assert [(entry.type, entry.target) for entry in reversed(changes)] == [
         ("weights.published", path),
@@ -549,7 +736,9 @@ def test_a_model_that_waits_is_paused_and_returns(service: Service, ranks: Ranks
     assert service.store.jobs.get_job("default", job_id).desired is Desired.RUN
     service.client().fine_tuning.jobs.pause(job_id)
     assert result(service, step(service, model, 2, 0.5))
-    assert service.store.jobs.get_job("default", job_id).desired is Desired.PAUSE, "whom its user pauses, no command resumes"
+    assert service.store.jobs.get_job("default", job_id).desired is Desired.PAUSE, (
+        "whom its user pauses, no command resumes"
+    )
 
 
 def test_the_wire_can_be_switched_off(service: Service) -> None:

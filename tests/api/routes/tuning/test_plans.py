@@ -1,4 +1,6 @@
-"""Whether a job would be taken is asked before its files are uploaded; refused jobs leave none, and none is uploaded twice."""
+"""Whether a job would be taken is asked before its files are uploaded; refused jobs leave none, and
+none is uploaded twice.
+"""
 
 from __future__ import annotations
 
@@ -26,7 +28,11 @@ def checked(service: Service, job: dict[str, Any], files: Any = ANNOUNCED) -> An
 def test_what_creation_refuses_is_refused_before_the_files_are_there(
     service: Service, client: openai.OpenAI, training_file: str
 ) -> None:
-    assert checked(service, {"model": "tiny"}) == {"object": "fine_tuning.check", "accepted": True, "jobs": 1}
+    assert checked(service, {"model": "tiny"}) == {
+        "object": "fine_tuning.check",
+        "accepted": True,
+        "jobs": 1,
+    }
     sweep = {"model": "tiny", "validation_split": 0.5, "sweep": {"lora.r": [4, 8, 16]}}
     assert checked(service, sweep)["jobs"] == 3
     for body in (
@@ -36,7 +42,9 @@ def test_what_creation_refuses_is_refused_before_the_files_are_there(
         {"model": "tiny", "validation_file": "file-gone"},
         {"modle": "tiny"},
     ):
-        there = service.http("POST", "/v1/fine_tuning/jobs", json={**body, "training_file": training_file}).json()
+        there = service.http(
+            "POST", "/v1/fine_tuning/jobs", json={**body, "training_file": training_file}
+        ).json()
         assert checked(service, body) == there
         assert there["error"]["code"]
     assert client.fine_tuning.jobs.list().data == []
@@ -49,19 +57,34 @@ def test_limits_of_files_and_of_the_queue_count_before_the_upload(service: Servi
     def refused(files: Any, job: dict[str, Any] | None = None) -> Any:
         return checked(service, job or {"model": "tiny"}, files)["error"]
 
-    too_large = {"training_file": {"filename": "a.jsonl", "bytes": service.settings.max_file_bytes + 1}}
+    too_large = {
+        "training_file": {"filename": "a.jsonl", "bytes": service.settings.max_file_bytes + 1}
+    }
     assert refused(too_large)["code"] == "file_too_large"
-    assert refused({"training_file": {"filename": "a.txt", "bytes": 1}})["param"] == "files.training_file.filename"
-    assert "given twice" in refused(ANNOUNCED, {"model": "tiny", "training_file": "file-1"})["message"]
+    assert (
+        refused({"training_file": {"filename": "a.txt", "bytes": 1}})["param"]
+        == "files.training_file.filename"
+    )
+    assert (
+        "given twice" in refused(ANNOUNCED, {"model": "tiny", "training_file": "file-1"})["message"]
+    )
     assert "files.prompts" in refused({"prompts": {"filename": "a.jsonl", "bytes": 1}})["message"]
-    both = {param: {"filename": "a.jsonl", "bytes": 300} for param in ("training_file", "validation_file")}
+    both = {
+        param: {"filename": "a.jsonl", "bytes": 300}
+        for param in ("training_file", "validation_file")
+    }
     assert refused(both)["code"] == "storage_limit"
     assert (
-        refused(ANNOUNCED, {"model": "tiny", "validation_split": 0.5, "sweep": {"lora.r": [4, 8, 16]}})["code"] == "queue_limit"
+        refused(
+            ANNOUNCED, {"model": "tiny", "validation_split": 0.5, "sweep": {"lora.r": [4, 8, 16]}}
+        )["code"]
+        == "queue_limit"
     )
 
 
-def test_files_are_found_by_their_contents_and_only_those_of_the_project(service: Service, client: openai.OpenAI) -> None:
+def test_files_are_found_by_their_contents_and_only_those_of_the_project(
+    service: Service, client: openai.OpenAI
+) -> None:
     first = client.files.create(file=("a.jsonl", TRAINING), purpose="fine-tune").id
     client.files.create(file=("b.jsonl", TRAINING + LINE.encode()), purpose="fine-tune")
     digest = hashlib.sha256(TRAINING).hexdigest()
@@ -84,7 +107,9 @@ def spec(tmp_path: Path) -> Path:
 def test_a_refused_submit_leaves_no_file_and_contents_are_uploaded_once(
     service: Service, client: openai.OpenAI, ft: Callable[..., str], spec: Path
 ) -> None:
-    assert "lora.target_modules" in ft("submit", str(spec), "--set", "lora.target_modules=[q_prj]", code=64)
+    assert "lora.target_modules" in ft(
+        "submit", str(spec), "--set", "lora.target_modules=[q_prj]", code=64
+    )
     assert stored(service) == []
     ft("submit", str(spec))
     [file] = client.files.list().data
@@ -92,13 +117,20 @@ def test_a_refused_submit_leaves_no_file_and_contents_are_uploaded_once(
     copy = spec.with_name("copy.jsonl")
     copy.write_bytes(spec.with_name("data.jsonl").read_bytes())
     said = ft("submit", str(spec), "--set", "training_file=copy.jsonl", "--suffix", "other")
-    assert f"copy.jsonl is on the server already ({file.id} and called data.jsonl): it is not uploaded again." in said
+    assert (
+        f"copy.jsonl is on the server already ({file.id} and called data.jsonl): it is not "
+        "uploaded again." in said
+    )
     assert len(client.files.list().data) == 1
     assert {job.training_file for job in client.fine_tuning.jobs.list()} == {file.id}
 
 
 def test_files_go_again_if_the_job_is_refused_after_all(
-    service: Service, client: openai.OpenAI, ft: Callable[..., str], spec: Path, monkeypatch: pytest.MonkeyPatch
+    service: Service,
+    client: openai.OpenAI,
+    ft: Callable[..., str],
+    spec: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(Client, "check_job", lambda *_: 1)  # what was free then is taken now
     ft("submit", str(spec), "--set", "lora.target_modules=[q_prj]", code=64)
@@ -126,10 +158,23 @@ def test_a_job_goes_on_from_a_tuned_model_by_any_word_that_names_its_job(
     assert "Jobs with tuned models: mine." in said
 
 
-def test_a_data_file_is_submitted_without_a_spec(ft: Callable[..., str], client: openai.OpenAI, spec: Path) -> None:
+def test_a_data_file_is_submitted_without_a_spec(
+    ft: Callable[..., str], client: openai.OpenAI, spec: Path
+) -> None:
     data = spec.with_name("data.jsonl")
     assert "--model M" in ft("submit", str(data), code=64)
-    ft("submit", str(data), "--model", "tiny", "--suffix", "bare", "--set", "lora.r=4", "--set", "training.n_epochs=1")
+    ft(
+        "submit",
+        str(data),
+        "--model",
+        "tiny",
+        "--suffix",
+        "bare",
+        "--set",
+        "lora.r=4",
+        "--set",
+        "training.n_epochs=1",
+    )
     [job] = client.fine_tuning.jobs.list()
     shown: Any = job.model_dump()
     assert (shown["suffix"], shown["lora"]["r"], shown["training"]["n_epochs"]) == ("bare", 4, 1)

@@ -1,4 +1,6 @@
-"""`ft data`: a file's records as OpenAI's lines, and options that a file or command has no use for."""
+"""`ft data`: a file's records as OpenAI's lines, and options that a file or command has no use
+for.
+"""
 
 from __future__ import annotations
 
@@ -20,8 +22,12 @@ from ft_service.installation import SAMPLE_MODELS
 TEXTS = ("four in all", "four in all", " ", "it is five")
 
 
-def test_each_answer_becomes_the_end_of_a_line_of_its_own_and_is_learned_alone(tmp_path: Path) -> None:
-    """What a template that writes earlier answers otherwise than their prompts say needs (docs/data.md)."""
+def test_each_answer_becomes_the_end_of_a_line_of_its_own_and_is_learned_alone(
+    tmp_path: Path,
+) -> None:
+    """What a template that writes earlier answers otherwise than their prompts say needs
+    (docs/data.md).
+    """
     said = [
         {"role": "user", "content": "a"},
         {"role": "assistant", "content": "b"},
@@ -32,54 +38,85 @@ def test_each_answer_becomes_the_end_of_a_line_of_its_own_and_is_learned_alone(t
     ]
     (tmp_path / "in.jsonl").write_text(json.dumps({"messages": said}) + "\n")
     out = tmp_path / "out.jsonl"
-    done = CliRunner().invoke(app, ["data", "convert", "--each-answer", str(tmp_path / "in.jsonl"), str(out)])
+    done = CliRunner().invoke(
+        app, ["data", "convert", "--each-answer", str(tmp_path / "in.jsonl"), str(out)]
+    )
     assert done.exit_code == 0, done.output
     assert "2 lines in" in done.output
     lines: list[Any] = [json.loads(line)["messages"] for line in out.read_text().splitlines()]
-    assert [[message["content"] for message in line] for line in lines] == [["a", "b"], ["a", "b", "c", "d", "e", "f"]]
-    learned = [[m["content"] for m in line if m["role"] == "assistant" and m.get("weight", 1)] for line in lines]
+    assert [[message["content"] for message in line] for line in lines] == [
+        ["a", "b"],
+        ["a", "b", "c", "d", "e", "f"],
+    ]
+    learned = [
+        [m["content"] for m in line if m["role"] == "assistant" and m.get("weight", 1)]
+        for line in lines
+    ]
     assert learned == [["b"], ["f"]]
 
 
 @pytest.mark.parametrize(
     ("options", "said"),
-    [(["--split", "test"], "--split = 'test': in.jsonl is a single file"), (["--chat-template", "llama3"], "Give --model too")],
+    [
+        (["--split", "test"], "--split = 'test': in.jsonl is a single file"),
+        (["--chat-template", "llama3"], "Give --model too"),
+    ],
 )
 def test_an_option_without_effect_is_refused(options: list[str], said: str, tmp_path: Path) -> None:
     (tmp_path / "in.jsonl").write_text('{"text": "a"}\n')
-    done = CliRunner().invoke(app, ["data", "check", str(tmp_path / "in.jsonl"), *options], standalone_mode=False)
+    done = CliRunner().invoke(
+        app, ["data", "check", str(tmp_path / "in.jsonl"), *options], standalone_mode=False
+    )
     assert isinstance(done.exception, SpecError)
     assert said in str(done.exception)
 
 
 def test_nothing_is_printed_of_a_file_with_a_line_at_fault(tmp_path: Path) -> None:
     (tmp_path / "in.jsonl").write_text('{"text": "a"}\n{"text": 1}\n')
-    done = CliRunner().invoke(app, ["data", "convert", str(tmp_path / "in.jsonl"), "-"], standalone_mode=False)
+    done = CliRunner().invoke(
+        app, ["data", "convert", str(tmp_path / "in.jsonl"), "-"], standalone_mode=False
+    )
     assert isinstance(done.exception, DataError)
     assert done.output == ""
 
 
 def test_a_check_warns_of_copies_and_of_empty_answers(tmp_path: Path) -> None:
     def chat(question: str, **answer: Any) -> dict[str, Any]:
-        return {"messages": [{"role": "user", "content": question}, {"role": "assistant", **answer}]}
+        return {
+            "messages": [{"role": "user", "content": question}, {"role": "assistant", **answer}]
+        }
 
     call = {"id": "a", "type": "function", "function": {"name": "f", "arguments": "{}"}}
     answers = [{"content": "4"}, {"content": "4"}, {"content": " \n"}, {"tool_calls": [call]}]
     lines = [chat("2+2?", **answer) for answer in answers]
     (tmp_path / "in.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
-    done = CliRunner().invoke(app, ["data", "check", str(tmp_path / "in.jsonl")], standalone_mode=False)
+    done = CliRunner().invoke(
+        app, ["data", "check", str(tmp_path / "in.jsonl")], standalone_mode=False
+    )
     copies, empty = [line for line in done.output.splitlines() if line.startswith("Warning: ")]
-    assert copies.startswith("Warning: in.jsonl: 1 sample (line 2) with the same tokens as an earlier one")
-    assert empty.startswith("Warning: in.jsonl: 1 sample (line 3) with an answer of at most 1 token.")
-    as_json = CliRunner().invoke(app, ["data", "check", str(tmp_path / "in.jsonl"), "--json"], standalone_mode=False)
-    assert [f"Warning: {warning}" for warning in json.loads(as_json.output)["warnings"]] == [copies, empty]
+    assert copies.startswith(
+        "Warning: in.jsonl: 1 sample (line 2) with the same tokens as an earlier one"
+    )
+    assert empty.startswith(
+        "Warning: in.jsonl: 1 sample (line 3) with an answer of at most 1 token."
+    )
+    as_json = CliRunner().invoke(
+        app, ["data", "check", str(tmp_path / "in.jsonl"), "--json"], standalone_mode=False
+    )
+    assert [f"Warning: {warning}" for warning in json.loads(as_json.output)["warnings"]] == [
+        copies,
+        empty,
+    ]
 
 
 def test_with_a_base_a_check_reads_a_file_once_and_warns_by_its_tokens(
     home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(data_commands, "check_lines", pytest.fail)
-    chats = [[{"role": "user", "content": "2+2?", "name": "Ann"}, {"role": "assistant", "content": text}] for text in TEXTS]
+    chats = [
+        [{"role": "user", "content": "2+2?", "name": "Ann"}, {"role": "assistant", "content": text}]
+        for text in TEXTS
+    ]
     path = tmp_path / "in.jsonl"
     path.write_text("".join(json.dumps({"messages": chat}) + "\n" for chat in chats))
     asked = ["data", "check", str(path), "--model", str(SAMPLE_MODELS / "tiny-llama"), "--json"]
@@ -96,11 +133,19 @@ def test_with_a_base_a_check_reads_a_file_once_and_warns_by_its_tokens(
 def test_a_record_beyond_any_file_is_refused(tmp_path: Path) -> None:
     """Of hundreds of digits, it could not be sent to the process that reads."""
     (tmp_path / "in.jsonl").write_text('{"text": "a"}\n')
-    done = CliRunner().invoke(app, ["data", "show", str(tmp_path / "in.jsonl"), "--model", "m", "--after", "9" * 400])
+    done = CliRunner().invoke(
+        app, ["data", "show", str(tmp_path / "in.jsonl"), "--model", "m", "--after", "9" * 400]
+    )
     assert done.exit_code == 2
-    assert "Input should be less than or equal to 1000000000000" in " ".join(done.output.split()).replace("│ │ ", "")
+    assert "Input should be less than or equal to 1000000000000" in " ".join(
+        done.output.split()
+    ).replace("│ │ ", "")
 
 
 def test_a_file_without_samples_is_said_to_have_none(capsys: pytest.CaptureFixture[str]) -> None:
-    show_page(Console(), SamplePage(samples=(), has_more=False, word="line", shape="JSON lines"), ids=False)
+    show_page(
+        Console(),
+        SamplePage(samples=(), has_more=False, word="line", shape="JSON lines"),
+        ids=False,
+    )
     assert "There are no samples here" in capsys.readouterr().out

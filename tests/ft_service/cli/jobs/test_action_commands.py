@@ -18,11 +18,16 @@ def test_verbs(ft: Ft, server: StubServer) -> None:
     assert json.loads(ft("cancel", "ftjob-1", "--json").out)["status"] == "cancelled"
 
 
-def test_a_job_that_still_stops_says_so(ft: Ft, server: StubServer, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_job_that_still_stops_says_so(
+    ft: Ft, server: StubServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
     job = RemoteJob.model_validate(job_body(status="running", phase="stopping"))
     monkeypatch.setattr(Client, "pause", lambda self, job_id: job)
     server.jobs["ftjob-1"] = job_body(status="running")
-    said = "ftjob-1 will be paused as soon as it has written a checkpoint.\nResume it: ft resume ftjob-1\n"
+    said = (
+        "ftjob-1 will be paused as soon as it has written a checkpoint.\nResume it: ft resume "
+        "ftjob-1\n"
+    )
     assert ft("pause", "ftjob-1").out == said
     assert job.state_text == "stopping at a checkpoint"
 
@@ -30,7 +35,9 @@ def test_a_job_that_still_stops_says_so(ft: Ft, server: StubServer, monkeypatch:
 TUNED = "ft:tiny:local:mine:1"
 
 
-def test_rm_removes_a_file_or_a_tuned_model_and_asks_first(ft: Ft, server: StubServer, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_rm_removes_a_file_or_a_tuned_model_and_asks_first(
+    ft: Ft, server: StubServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
     server.files = [{"id": "file-1", "filename": "train.jsonl", "bytes": 5}]
     server.jobs["ftjob-1"] = job_body(status="succeeded", fine_tuned_model=TUNED)
     monkeypatch.setattr(sys.stdin, "isatty", lambda: False, raising=False)
@@ -42,7 +49,10 @@ def test_rm_removes_a_file_or_a_tuned_model_and_asks_first(ft: Ft, server: StubS
     assert server.files == []
     assert json.loads(ft("rm", "last", "--yes", "--json").out) == {"id": TUNED, "deleted": True}
     assert server.requests[-1].method == "DELETE"
-    assert "would remove the job ftjob-1 with all that it has made. Say so" in ft("rm", "--job", "last").err
+    assert (
+        "would remove the job ftjob-1 with all that it has made. Say so"
+        in ft("rm", "--job", "last").err
+    )
     assert ft("rm", "--job", "last", "--yes").out == f"Removed the job ftjob-1, {TUNED}.\n"
     assert server.jobs == {}
     server.jobs["ftjob-1"] = job_body(status="running", fine_tuned_model=None)

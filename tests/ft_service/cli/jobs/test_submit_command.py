@@ -20,7 +20,10 @@ training: {learning_rate: 2e-3}
 """
 
 
-CHAT = '{"messages": [{"role": "user", "content": "Hello"}, {"role": "assistant", "content": "Good day."}]}\n'
+CHAT = (
+    '{"messages": [{"role": "user", "content": "Hello"}, {"role": "assistant", "content": '
+    '"Good day."}]}\n'
+)
 
 
 @pytest.fixture
@@ -37,10 +40,14 @@ def spec(tmp_path: Path) -> Path:
 def _at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """Polls without waiting."""
     follow = Client.follow
-    monkeypatch.setattr(Client, "follow", lambda self, job_id: follow(self, job_id, sleep=lambda seconds: None))
+    monkeypatch.setattr(
+        Client, "follow", lambda self, job_id: follow(self, job_id, sleep=lambda seconds: None)
+    )
 
 
-def test_submit_uploads_the_files_and_creates_the_job(ft: Ft, server: StubServer, spec: Path) -> None:
+def test_submit_uploads_the_files_and_creates_the_job(
+    ft: Ft, server: StubServer, spec: Path
+) -> None:
     ended = ft("submit", spec)
     assert (ended.code, ended.out) == (0, "Created ftjob-1.\nWatch it: ft watch ftjob-1\n")
     assert server.uploads == [("train.jsonl", CHAT.encode()), ("valid.jsonl", 2 * CHAT.encode())]
@@ -58,7 +65,9 @@ def test_submit_as_json(ft: Ft, server: StubServer, spec: Path) -> None:
     assert json.loads(ft("submit", spec, "--json").out)["id"] == "ftjob-1"
 
 
-def test_a_missing_file_stops_submit_before_anything_is_sent(ft: Ft, server: StubServer, spec: Path) -> None:
+def test_a_missing_file_stops_submit_before_anything_is_sent(
+    ft: Ft, server: StubServer, spec: Path
+) -> None:
     (spec.parent / "data/valid.jsonl").unlink()
     ended = ft("submit", spec)
     assert ended.code == 64
@@ -66,11 +75,16 @@ def test_a_missing_file_stops_submit_before_anything_is_sent(ft: Ft, server: Stu
     assert server.requests == []
 
 
-def test_faults_of_the_data_are_told_before_anything_is_uploaded(ft: Ft, server: StubServer, spec: Path) -> None:
-    (spec.parent / "data/valid.jsonl").write_text(CHAT + '{"instruction": "x", "output": "y"}\n' * 7)
+def test_faults_of_the_data_are_told_before_anything_is_uploaded(
+    ft: Ft, server: StubServer, spec: Path
+) -> None:
+    (spec.parent / "data/valid.jsonl").write_text(
+        CHAT + '{"instruction": "x", "output": "y"}\n' * 7
+    )
     ended = ft("submit", spec)
     alpaca = (
-        "is Alpaca (instruction, input, output), and this file began as OpenAI chat (messages): put each format into a file of"
+        "is Alpaca (instruction, input, output), and this file began as OpenAI chat "
+        "(messages): put each format into a file of"
     )
     assert (ended.code, server.uploads) == (64, [])
     assert ended.err.splitlines() == [
@@ -79,7 +93,10 @@ def test_faults_of_the_data_are_told_before_anything_is_uploaded(ft: Ft, server:
     ]
     assert ft("submit", spec, "--unchecked").code == 0
     (spec.parent / "data/valid.jsonl").write_text("")
-    assert ft("submit", spec).err == "ft: valid.jsonl: the file holds no examples. Nothing was uploaded.\n"
+    assert (
+        ft("submit", spec).err
+        == "ft: valid.jsonl: the file holds no examples. Nothing was uploaded.\n"
+    )
 
 
 @pytest.mark.usefixtures("_at_once", "no_tokens")
@@ -94,18 +111,26 @@ def test_beside_the_server_tokens_are_counted_before_the_upload_and_warned_of_on
         server.on_read = lambda reads: server.jobs["ftjob-2"].update(status="succeeded")
         watched = ft("submit", spec, "--watch")
     assert (watched.out + watched.err).count(warning) == 1
-    assert warning not in ft("submit", spec).err, "what a base elsewhere makes of the data is the server's to say"
+    assert warning not in ft("submit", spec).err, (
+        "what a base elsewhere makes of the data is the server's to say"
+    )
 
 
-def test_files_for_a_server_elsewhere_are_one_only_if_their_contents_are(ft: Ft, server: StubServer, spec: Path) -> None:
+def test_files_for_a_server_elsewhere_are_one_only_if_their_contents_are(
+    ft: Ft, server: StubServer, spec: Path
+) -> None:
     data = spec.parent / "data"
-    (data / "valid.jsonl").write_text((data / "train.jsonl").read_text() + CHAT.replace("Hello", "Hi"))
+    (data / "valid.jsonl").write_text(
+        (data / "train.jsonl").read_text() + CHAT.replace("Hello", "Hi")
+    )
     assert "is the training file" not in ft("submit", spec).err
     (data / "valid.jsonl").write_text((data / "train.jsonl").read_text())
     assert "Warning: valid.jsonl is the training file" in ft("submit", spec).err
 
 
-def test_pairs_are_checked_as_pairs_where_the_method_says_so(ft: Ft, server: StubServer, spec: Path) -> None:
+def test_pairs_are_checked_as_pairs_where_the_method_says_so(
+    ft: Ft, server: StubServer, spec: Path
+) -> None:
     pair = '{"prompt": "a", "chosen": "b", "rejected": "c"}\n'
     for name in ("train", "valid"):
         (spec.parent / f"data/{name}.jsonl").write_text(pair)
@@ -114,10 +139,15 @@ def test_pairs_are_checked_as_pairs_where_the_method_says_so(ft: Ft, server: Stu
     assert ft("submit", spec).code == 0
 
 
-def test_a_model_that_the_server_does_not_know_is_refused_before_the_upload(ft: Ft, server: StubServer, spec: Path) -> None:
+def test_a_model_that_the_server_does_not_know_is_refused_before_the_upload(
+    ft: Ft, server: StubServer, spec: Path
+) -> None:
     spec.write_text(SPEC.replace("model: tiny", "model: tinny"))
     ended = ft("submit", spec)
-    assert (ended.code, ended.err.splitlines()[-1]) == (64, "ft: model = 'tinny': there is no such base model.")
+    assert (ended.code, ended.err.splitlines()[-1]) == (
+        64,
+        "ft: model = 'tinny': there is no such base model.",
+    )
     assert server.uploads == []
 
 

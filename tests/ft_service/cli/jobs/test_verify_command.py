@@ -31,7 +31,10 @@ def test_the_command_says_what_differs_and_exits_1(ft: Ft, run: RunDir) -> None:
     flip_a_bit(run.path("adapter/adapter_model.safetensors"))
     ended = ft("verify", run.root)
     assert ended.code == 1
-    assert "differs: adapter_model.safetensors has other contents than when it was written" in ended.out
+    assert (
+        "differs: adapter_model.safetensors has other contents than when it was written"
+        in ended.out
+    )
     document = json.loads(ft("verify", run.path("adapter"), "--json").out)
     assert (document["ok"], document["manifest"]["job"]) == (False, "ftjob-1")
     assert ft("verify", run.root / "absent").code == 64

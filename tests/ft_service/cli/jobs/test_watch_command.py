@@ -14,7 +14,9 @@ from tests.support.rest.stub_server import StubServer, event_body, job_body, met
 def _at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """Polls without waiting."""
     follow = Client.follow
-    monkeypatch.setattr(Client, "follow", lambda self, job_id: follow(self, job_id, sleep=lambda seconds: None))
+    monkeypatch.setattr(
+        Client, "follow", lambda self, job_id: follow(self, job_id, sleep=lambda seconds: None)
+    )
 
 
 @pytest.mark.usefixtures("_at_once")
@@ -24,10 +26,14 @@ def test_watch_prints_plain_lines_where_there_is_no_terminal(ft: Ft, server: Stu
 
     def pass_time(reads: int) -> None:
         steps = range(100 * (reads - 1) + 1, 100 * reads + 1)
-        server.events.extend(metrics_event(step, step, total=200, step_seconds=0.5, tokens=64) for step in steps)
+        server.events.extend(
+            metrics_event(step, step, total=200, step_seconds=0.5, tokens=64) for step in steps
+        )
         if reads == 2:
             server.events.append(event_body(999, "Nearly out of disk.", level="warn"))
-            server.jobs["ftjob-1"].update(status="succeeded", phase=None, fine_tuned_model="ft:tiny")
+            server.jobs["ftjob-1"].update(
+                status="succeeded", phase=None, fine_tuned_model="ft:tiny"
+            )
 
     server.on_read = pass_time
     ended = ft("watch", "ftjob-1")
@@ -44,8 +50,13 @@ def test_watch_prints_plain_lines_where_there_is_no_terminal(ft: Ft, server: Stu
 @pytest.mark.usefixtures("_at_once")
 def test_watch_says_with_whom_a_job_shares_its_engine(ft: Ft, server: StubServer) -> None:
     server.jobs["ftjob-1"] = job_body(status="running", phase="training", engine_id="engine-1")
-    seats = [{"id": f"ftjob-{n}", "since": 1_700_000_000, "slot_seconds": seconds} for n, seconds in ((1, 10.0), (3, 30.0))]
-    server.engines = [{"id": "engine-1", "created_at": 1_700_000_000, "ranks": 2, "most_jobs": 8, "jobs": seats}]
+    seats = [
+        {"id": f"ftjob-{n}", "since": 1_700_000_000, "slot_seconds": seconds}
+        for n, seconds in ((1, 10.0), (3, 30.0))
+    ]
+    server.engines = [
+        {"id": "engine-1", "created_at": 1_700_000_000, "ranks": 2, "most_jobs": 8, "jobs": seats}
+    ]
 
     def pass_time(reads: int) -> None:
         if reads == 3:
@@ -53,7 +64,9 @@ def test_watch_says_with_whom_a_job_shares_its_engine(ft: Ft, server: StubServer
 
     server.on_read = pass_time
     lines = [line[10:] for line in ft("watch", "ftjob-1").out.splitlines()]
-    told = f"training in engine-1 since {local_time(1_700_000_000)}, 25% of its time, beside ftjob-3"
+    told = (
+        f"training in engine-1 since {local_time(1_700_000_000)}, 25% of its time, beside ftjob-3"
+    )
     assert lines.count(told) == 1
 
 
@@ -66,14 +79,20 @@ def test_watch_says_with_whom_a_job_shares_its_engine(ft: Ft, server: StubServer
         ("failed", 1, "ft: ftjob-1 has failed: Out of memory.\n"),
     ],
 )
-def test_watch_ends_with_the_jobs_outcome(ft: Ft, server: StubServer, status: str, code: int, line: str) -> None:
-    server.jobs["ftjob-1"] = job_body(status=status, error={"message": "Out of memory."} if status == "failed" else None)
+def test_watch_ends_with_the_jobs_outcome(
+    ft: Ft, server: StubServer, status: str, code: int, line: str
+) -> None:
+    server.jobs["ftjob-1"] = job_body(
+        status=status, error={"message": "Out of memory."} if status == "failed" else None
+    )
     ended = ft("watch", "ftjob-1")
     assert (ended.code, ended.err) == (code, line)
 
 
 @pytest.mark.usefixtures("_at_once")
-def test_watch_as_json_prints_a_line_for_each_event_and_the_job_last(ft: Ft, server: StubServer) -> None:
+def test_watch_as_json_prints_a_line_for_each_event_and_the_job_last(
+    ft: Ft, server: StubServer
+) -> None:
     server.jobs["ftjob-1"] = job_body(status="succeeded")
     server.events += [event_body(1), metrics_event(2, 10)]
     lines = [json.loads(line) for line in ft("watch", "ftjob-1", "--json").out.splitlines()]
@@ -105,10 +124,17 @@ def test_watching_says_when_it_does_not_begin_at_the_beginning(ft: Ft, server: S
 
 def test_models_and_logs(ft: Ft, server: StubServer) -> None:
     server.jobs["ftjob-1"] = job_body()
-    assert ft("models").out.splitlines()[1].split() == ["tiny"], "of a server that does not say more"
+    assert ft("models").out.splitlines()[1].split() == ["tiny"], (
+        "of a server that does not say more"
+    )
     assert ft("logs", "ftjob-1").out == "rank 0 says hello\n"
-    assert json.loads(ft("logs", "ftjob-1", "--rank", "0", "--json").out)["text"] == "rank 0 says hello\n"
+    assert (
+        json.loads(ft("logs", "ftjob-1", "--rank", "0", "--json").out)["text"]
+        == "rank 0 says hello\n"
+    )
     assert server.requests[-1].url.params["rank"] == "0"
     assert ft("logs", "-f", "ftjob-1").out == "rank 0 stdout | hello\nrank 0 stdout | bye\n"
-    assert [json.loads(line)["line"] for line in ft("logs", "-f", "ftjob-1", "--json").out.splitlines()] == ["hello", "bye"]
+    assert [
+        json.loads(line)["line"] for line in ft("logs", "-f", "ftjob-1", "--json").out.splitlines()
+    ] == ["hello", "bye"]
     assert ft("logs", "-f", "ftjob-1", "--attempt", "1").code == 64

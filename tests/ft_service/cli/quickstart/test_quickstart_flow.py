@@ -10,8 +10,21 @@ from threading import Thread
 import pytest
 from openai.resources.fine_tuning.jobs import Jobs
 
-from ft_service.cli.quickstart.quickstart_flow import OPENAI_FIELDS, Remembered, choose, create_arguments, openai_client
-from ft_service.cli.quickstart.quickstart_report import change, curve, decode_metrics, draw_losses, percent, side_by_side
+from ft_service.cli.quickstart.quickstart_flow import (
+    OPENAI_FIELDS,
+    Remembered,
+    choose,
+    create_arguments,
+    openai_client,
+)
+from ft_service.cli.quickstart.quickstart_report import (
+    change,
+    curve,
+    decode_metrics,
+    draw_losses,
+    percent,
+    side_by_side,
+)
 from ft_service.client.connection import Connection
 from ft_service.installation import SAMPLE_SPEC
 from ft_service.spec_files.spec_file import load_spec_file
@@ -77,14 +90,18 @@ class _NoModels(BaseHTTPRequestHandler):
     def log_message(self, format: str, *args: object) -> None: ...
 
 
-def test_its_own_server_is_reached_past_a_proxy_from_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_its_own_server_is_reached_past_a_proxy_from_the_environment(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     for name in ("HTTP_PROXY", "http_proxy", "ALL_PROXY"):
         monkeypatch.setenv(name, "http://127.0.0.1:9")
     with ThreadingHTTPServer(("127.0.0.1", 0), _NoModels) as server:
         thread = Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01})
         thread.start()
         try:
-            with openai_client(Connection(f"http://127.0.0.1:{server.server_port}/v1", "ft-key")) as client:
+            with openai_client(
+                Connection(f"http://127.0.0.1:{server.server_port}/v1", "ft-key")
+            ) as client:
                 assert client.models.list().data == []
         finally:
             server.shutdown()

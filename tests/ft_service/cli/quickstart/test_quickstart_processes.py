@@ -66,7 +66,10 @@ def test_the_server_is_ready_when_the_block_begins_and_gone_after_it(home: Path)
 def test_a_server_that_does_not_start_says_why(home: Path) -> None:
     home.mkdir()
     (home / "ft.db").write_text("not a database, and longer than its header" * 10)
-    with pytest.raises(ProcessError, match=r"The server did not start: .*database"), QuickstartServer(home, SAMPLE_MODELS):
+    with (
+        pytest.raises(ProcessError, match=r"The server did not start: .*database"),
+        QuickstartServer(home, SAMPLE_MODELS),
+    ):
         pass
 
 
@@ -82,8 +85,14 @@ def test_the_server_dies_with_the_quickstart(home: Path) -> None:
 @pytest.mark.slow
 def test_interrupted_it_pauses_and_leaves_nothing_and_the_next_run_finishes(home: Path) -> None:
     spec = home.parent / "spec.yaml"
-    text = SAMPLE_SPEC.read_text().replace("../../examples", str(EXAMPLES)).replace("max_steps: 150", "max_steps: 40")
-    text = text.replace("batch_size: 32", "batch_size: 4").replace("train_batch_size: 16", "train_batch_size: 2")
+    text = (
+        SAMPLE_SPEC.read_text()
+        .replace("../../examples", str(EXAMPLES))
+        .replace("max_steps: 150", "max_steps: 40")
+    )
+    text = text.replace("batch_size: 32", "batch_size: 4").replace(
+        "train_batch_size: 16", "train_batch_size: 2"
+    )
     spec.write_text(text)
 
     first = start(home, FLOW, home, spec)
@@ -100,7 +109,11 @@ def test_interrupted_it_pauses_and_leaves_nothing_and_the_next_run_finishes(home
     assert second.wait(2 * SECONDS) == 0, output(home)
     assert "resumed from its checkpoint" in output(home)
     assert " of 100 held-out messages" in output(home)
-    titles = [line.split()[0] for line in output(home).splitlines() if line.startswith(("  message ", "  base ", "  tuned "))]
+    titles = [
+        line.split()[0]
+        for line in output(home).splitlines()
+        if line.startswith(("  message ", "  base ", "  tuned "))
+    ]
     assert titles == ["message", "base", "tuned"] * 3
     [results] = (home / "quickstart").iterdir()
     assert (results / "adapter/adapter_model.safetensors").is_file()

@@ -1,4 +1,7 @@
-"""Turns of projects in the lanes, counted by the work that begins. No process is needed: the work itself waits."""
+"""Turns of projects in the lanes, counted by the work that begins.
+
+No process is needed: the work itself waits.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +21,10 @@ class Some:
     """Work that lasts until it may end."""
 
     def __init__(self, name: str, *, is_long: bool, size: int = 1) -> None:
-        self.name, self.project, self.bytes, self.is_long = name, name[0], size, is_long
+        self.name = name
+        self.project = name[0]
+        self.bytes = size
+        self.is_long = is_long
         self.end = threading.Event()
 
     def run(self, examiner: Examiner) -> None:
@@ -32,7 +38,9 @@ def lanes() -> Iterator[Lanes]:
     lanes = Lanes()
     yield lanes
     lanes.close()
-    wait_for(lambda: not [thread for thread in threading.enumerate() if thread.name == "data-check"])
+    wait_for(
+        lambda: not [thread for thread in threading.enumerate() if thread.name == "data-check"]
+    )
 
 
 def put(lanes: Lanes, *names: str, is_long: bool) -> dict[str, Some]:
@@ -59,7 +67,9 @@ def test_a_project_has_one_long_lane_and_the_next_ones_go_to_the_others(lanes: L
     wait_for(lambda: not lanes.under_way())
 
 
-def test_a_lane_whose_thread_has_not_run_yet_counts_for_one_work_only(lanes: Lanes, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_lane_whose_thread_has_not_run_yet_counts_for_one_work_only(
+    lanes: Lanes, monkeypatch: pytest.MonkeyPatch
+) -> None:
     threads: list[threading.Thread] = []
     with monkeypatch.context() as held:
         held.setattr(threading.Thread, "start", lambda thread: threads.append(thread))

@@ -1,4 +1,6 @@
-"""Bases and files that would be read for ever: an error of their line after one attempt, without effect on other jobs."""
+"""Bases and files that would be read for ever: an error of their line after one attempt, without
+effect on other jobs.
+"""
 
 from __future__ import annotations
 
@@ -33,7 +35,10 @@ from tests.support.reconciling import PROJECT, add_job, get, new_reconciler, new
 from tests.support.training.models import save_tokenizer
 
 ENDLESS = "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}"
-GROWING = "{% set ns = namespace(x='x') %}{% for a in range(99999) %}{% set ns.x = ns.x + ns.x %}{% endfor %}"
+GROWING = (
+    "{% set ns = namespace(x='x') %}{% for a in range(99999) %}{% set ns.x = ns.x + ns.x "
+    "%}{% endfor %}"
+)
 MIB = 2**20
 
 AT = """
@@ -67,7 +72,11 @@ class Scripted:
     def asked(self) -> list[int]:
         """Process ids that were asked, one a request."""
         calls = self._folder / "calls"
-        return [int(line.split()[0]) for line in calls.read_text().splitlines()] if calls.exists() else []
+        return (
+            [int(line.split()[0]) for line in calls.read_text().splitlines()]
+            if calls.exists()
+            else []
+        )
 
     def alive(self) -> int:
         return sum(_is_alive(pid) for pid in set(self.asked()))
@@ -102,7 +111,9 @@ def base(folder: Path, template: str | None = None) -> BaseModelRef:
 
 
 def data(path: Path, turns: int = 2, lines: int = 1) -> DataFileRef:
-    messages = [{"role": "assistant" if n % 2 else "user", "content": f"turn {n}"} for n in range(turns)]
+    messages = [
+        {"role": "assistant" if n % 2 else "user", "content": f"turn {n}"} for n in range(turns)
+    ]
     path.write_text((json.dumps({"messages": messages}) + "\n") * lines)
     return DataFileRef(name=path.name, path=str(path), sha256=sha256_of(path))
 
@@ -110,7 +121,9 @@ def data(path: Path, turns: int = 2, lines: int = 1) -> DataFileRef:
 def test_a_good_job_passes_poisoned_ones_which_fail_with_line_and_cause(
     monkeypatch: pytest.MonkeyPatch, store: Store, tmp_path: Path
 ) -> None:
-    """With real processes. The endless one, of another project, comes first and is still at it when the others are done."""
+    """With real processes. The endless one, of another project, comes first and is still at it when
+    the others are done.
+    """
     monkeypatch.setattr(check_lanes, "SHORT_SECONDS", 1.0)
     monkeypatch.setattr(examiner, "RENDER_SECONDS", 600.0)
     monkeypatch.setattr(examiner, "MEMORY_BYTES", 256 * MIB)
@@ -121,7 +134,9 @@ def test_a_good_job_passes_poisoned_ones_which_fail_with_line_and_cause(
         "long": (good, data(tmp_path / "long.jsonl", turns=5000)),
         "good": (good, data(tmp_path / "good.jsonl")),
     }
-    reconciler = new_reconciler(tmp_path, store, FakeLauncher(2), check=partial(check_data, places=Places(tmp_path)))
+    reconciler = new_reconciler(
+        tmp_path, store, FakeLauncher(2), check=partial(check_data, places=Places(tmp_path))
+    )
     try:
         model, training_data = files["endless"]
         store.projects.ensure_project("other", "local")
@@ -132,7 +147,10 @@ def test_a_good_job_passes_poisoned_ones_which_fail_with_line_and_cause(
         step_until(reconciler, store, State.QUEUED, State.RUNNING, job_id="good")
         assert get(store, "endless", "other").state is State.VALIDATING
         step_until(reconciler, store, State.QUEUED, State.RUNNING, job_id="long")
-        for name, why in (("growing", "needed more than 256 MiB of memory"), ("endless again", "took longer than 1 seconds")):
+        for name, why in (
+            ("growing", "needed more than 256 MiB of memory"),
+            ("endless again", "took longer than 1 seconds"),
+        ):
             if name == "endless again":
                 assert get(store, "endless", "other").state is State.VALIDATING
                 monkeypatch.setattr(examiner, "RENDER_SECONDS", 1.0)
@@ -152,49 +170,74 @@ def request(model: BaseModelRef, file: DataFileRef, **limits: Any) -> ExamineReq
 
 
 def test_after_a_few_samples_beyond_a_limit_the_file_is_given_up(tmp_path: Path) -> None:
-    model, file = base(tmp_path / "endless", ENDLESS), data(tmp_path / "a.jsonl", lines=500)
+    model = base(tmp_path / "endless", ENDLESS)
+    file = data(tmp_path / "a.jsonl", lines=500)
     with Examiner() as reading:
         report = reading.examine(request(model, file, render_seconds=0.2))
         again = reading.pid
-        assert reading.examine(request(base(tmp_path / "good"), data(tmp_path / "b.jsonl"))).counts is not None
+        assert (
+            reading.examine(request(base(tmp_path / "good"), data(tmp_path / "b.jsonl"))).counts
+            is not None
+        )
         assert reading.pid == again, "the process continues"
     error = report.error("training_file", "a.jsonl")
     assert error is not None
     slow = "3 lines (1, 2, 3): the base's chat template took longer than 0.2 seconds"
-    assert error.message == f"a.jsonl: 3 lines cannot be trained on, and the rest was not read.\n{slow}"
+    assert (
+        error.message
+        == f"a.jsonl: 3 lines cannot be trained on, and the rest was not read.\n{slow}"
+    )
 
 
 def test_a_tokenizer_that_grows_without_bound_is_told_with_the_lines(tmp_path: Path) -> None:
     """It does so in Rust, which ends the process."""
-    model, file = base(tmp_path / "growing"), data(tmp_path / "a.jsonl", lines=3)
+    model = base(tmp_path / "growing")
+    file = data(tmp_path / "a.jsonl", lines=3)
     tokenizer = PreTrainedTokenizerFast.from_pretrained(model.path)
     tokenizer._tokenizer.normalizer = normalizers.Sequence([normalizers.Replace("t", "t" * 64)] * 8)
     tokenizer.save_pretrained(model.path)
     with Examiner() as reading:
         report = reading.examine(request(model, file, memory_bytes=256 * MIB))
     reason = "the base's tokenizer needed more than 256 MiB of memory"
-    assert report == DataReport(0, [Fault(1, "", reason, last_line=3, over_limit=True)], 1, unread=True)
+    assert report == DataReport(
+        0, [Fault(1, "", reason, last_line=3, over_limit=True)], 1, unread=True
+    )
 
 
 def test_a_process_that_is_stuck_is_killed_and_what_it_was_at_is_told(scripted: Scripted) -> None:
-    with Examiner(command=scripted.command("Task.ENCODING, 3, 9", SPIN), stuck_seconds=0.2) as reading:
+    with Examiner(
+        command=scripted.command("Task.ENCODING, 3, 9", SPIN), stuck_seconds=0.2
+    ) as reading:
         (fault,) = reading.examine(ExamineRequest("/a", "a", "/m", "t", 10)).faults
-        assert str(fault) == "lines 3 to 9: the base's tokenizer took longer than 0.2 seconds of a processor"
+        assert (
+            str(fault)
+            == "lines 3 to 9: the base's tokenizer took longer than 0.2 seconds of a processor"
+        )
         assert scripted.alive() == 0
         scripted.command("Task.LOADING", SPIN)
-        with pytest.raises(SpecError, match=r"tokenizer cannot be loaded: that took longer than 0\.2 seconds"):
+        with pytest.raises(
+            SpecError, match=r"tokenizer cannot be loaded: that took longer than 0\.2 seconds"
+        ):
             reading.examine(ExamineRequest("/b", "b", "/m", "t", 10))
 
 
-def test_a_file_that_takes_more_processor_time_than_its_size_allows_is_told_what_to_change(scripted: Scripted) -> None:
-    """Though the process is never at one line for too long. The report is not kept: another host may be faster."""
+def test_a_file_that_takes_more_processor_time_than_its_size_allows_is_told_what_to_change(
+    scripted: Scripted,
+) -> None:
+    """Though the process is never at one line for too long.
+
+    The report is not kept: another host may be faster.
+    """
     asked = ExamineRequest("/a", "a", "/m", "t", 10, cpu_seconds=0.3)
     with Examiner(command=scripted.command("Task.RENDERING, 3, 3", SPIN)) as reading:
         report = reading.examine(asked)
         error = report.error("training_file", "a.jsonl")
         assert error is not None
         assert (error.code, error.param) == ("invalid_training_file", "training_file")
-        assert "takes more than 0 seconds of a processor, the limit for its size: use a chat template" in error.message
+        assert (
+            "takes more than 0 seconds of a processor, the limit for its size: use a chat template"
+            in error.message
+        )
         assert not report.is_lasting
         with pytest.raises(SpecError) as refused:
             reading.show(asked)
@@ -204,17 +247,24 @@ def test_a_file_that_takes_more_processor_time_than_its_size_allows_is_told_what
 
 
 @pytest.mark.parametrize(("size", "seconds"), [(0, 600), (400 * 1024, 606.25), (512 * MIB, 8792)])
-def test_the_limit_of_processor_time_grows_with_the_file(tmp_path: Path, size: int, seconds: float) -> None:
+def test_the_limit_of_processor_time_grows_with_the_file(
+    tmp_path: Path, size: int, seconds: float
+) -> None:
     with (tmp_path / "a").open("wb") as file:
         file.truncate(size)
-    assert check_seconds(tmp_path / "a", DataFileRef(name="a", path="/elsewhere", sha256="")) == seconds
+    assert (
+        check_seconds(tmp_path / "a", DataFileRef(name="a", path="/elsewhere", sha256=""))
+        == seconds
+    )
 
 
 def test_a_process_that_the_host_gives_no_processor_is_lost_and_no_line_is_at_fault(
     monkeypatch: pytest.MonkeyPatch, scripted: Scripted
 ) -> None:
     monkeypatch.setattr(examiner, "LOST_SECONDS", 0.2)
-    with Examiner(command=scripted.command("Task.ENCODING, 3, 9", HANG), stuck_seconds=60.0) as reading:
+    with Examiner(
+        command=scripted.command("Task.ENCODING, 3, 9", HANG), stuck_seconds=60.0
+    ) as reading:
         with pytest.raises(ExaminerLost, match="no processor") as lost:
             reading.examine(ExamineRequest("/a", "a", "/m", "t", 10))
         assert (lost.value.is_lost, lost.value.retry_after) == (True, 10)
@@ -226,7 +276,9 @@ def ask(job: Job, reading: Examiner, tell: Tell) -> Checked:
 
 
 def checks_with(monkeypatch: pytest.MonkeyPatch, command: list[str]) -> Checks:
-    monkeypatch.setattr(check_lanes, "Examiner", lambda known, tokens: Examiner(known, command=command))
+    monkeypatch.setattr(
+        check_lanes, "Examiner", lambda known, tokens: Examiner(known, command=command)
+    )
     return Checks(ask, lambda: None)
 
 
@@ -235,13 +287,16 @@ def test_a_process_that_crashes_at_a_line_is_not_tried_again(
     monkeypatch: pytest.MonkeyPatch, scripted: Scripted, store: Store, sent: str
 ) -> None:
     crash = f"os.kill(os.getpid(), signal.{sent})"
-    checks, job = checks_with(monkeypatch, scripted.command("Task.ENCODING, 7, 7", crash)), add_job(store)
+    checks = checks_with(monkeypatch, scripted.command("Task.ENCODING, 7, 7", crash))
+    job = add_job(store)
     found = wait_for(lambda: checks.result(job))
     checks.close()
     assert found.error is not None
     head, fault = found.error.message.splitlines()
     assert head == "a.jsonl: 1 line cannot be trained on, and the rest was not read."
-    assert fault.startswith("line 7: the base's tokenizer crashed the process that reads data files (signal")
+    assert fault.startswith(
+        "line 7: the base's tokenizer crashed the process that reads data files (signal"
+    )
     assert len(scripted.asked()) == 1
 
 
@@ -249,7 +304,8 @@ def test_what_is_killed_from_outside_at_a_line_is_tried_again(
     monkeypatch: pytest.MonkeyPatch, scripted: Scripted, store: Store
 ) -> None:
     command = scripted.command("Task.ENCODING, 7, 7", "os.kill(os.getpid(), signal.SIGKILL)")
-    checks, job = checks_with(monkeypatch, command), add_job(store)
+    checks = checks_with(monkeypatch, command)
+    job = add_job(store)
     found = wait_for(lambda: checks.result(job))
     checks.close()
     assert found.error is None
@@ -257,11 +313,14 @@ def test_what_is_killed_from_outside_at_a_line_is_tried_again(
     assert len(scripted.asked()) == 3
 
 
-def test_who_waits_for_a_lane_is_told_so_until_its_check_begins(store: Store, tmp_path: Path) -> None:
+def test_who_waits_for_a_lane_is_told_so_until_its_check_begins(
+    store: Store, tmp_path: Path
+) -> None:
     """Two long checks of one project, and one of another, which goes past the second."""
     with (tmp_path / "large").open("wb") as file:
         file.truncate(LARGE_BYTES + 1)
-    begun, go = list[str](), {name: threading.Event() for name in ("a1", "a2", "b1")}
+    begun = list[str]()
+    go = {name: threading.Event() for name in ("a1", "a2", "b1")}
 
     def check(job: Job, reading: Examiner, tell: Tell) -> Checked:
         begun.append(job.id)

@@ -1,4 +1,6 @@
-"""Sending over a real store, by real processes whose tracker is a folder (tests/support/programs/tracker.py)."""
+"""Sending over a real store, by real processes whose tracker is a folder
+(tests/support/programs/tracker.py).
+"""
 
 from __future__ import annotations
 
@@ -29,7 +31,12 @@ from tests.support.creating import create_job
 from tests.support.reconciling import PROJECT, get, new_store, spec_of
 from tests.support.secrets import SECRETS
 
-TRAINING: dict[str, Any] = {"state": State.RUNNING, "phase": Phase.TRAINING, "attempt": 1, "host": "h"}
+TRAINING: dict[str, Any] = {
+    "state": State.RUNNING,
+    "phase": Phase.TRAINING,
+    "attempt": 1,
+    "host": "h",
+}
 PROGRAM = Path(__file__).parents[3] / "support/programs/tracker.py"
 SECRET = "se-cret"
 
@@ -38,11 +45,17 @@ class Senders:
     """Servers that send to one tracker."""
 
     def __init__(self, settings: Settings, store: Store, tracker: Path) -> None:
-        self.settings, self.store, self.tracker = settings, store, tracker
+        self.settings = settings
+        self.store = store
+        self.tracker = tracker
         self.all: list[MetricsSender] = []
 
     def new(self) -> MetricsSender:
-        self.all.append(MetricsSender(self.settings, self.store, (sys.executable, str(PROGRAM), str(self.tracker))))
+        self.all.append(
+            MetricsSender(
+                self.settings, self.store, (sys.executable, str(PROGRAM), str(self.tracker))
+            )
+        )
         return self.all[-1]
 
     def run(self, job_id: str = "ftjob-1") -> dict[str, Any]:
@@ -75,10 +88,20 @@ def senders(store: Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> It
 
 
 def add(store: Store, job_id: str = "ftjob-1", integrations: int = 1) -> Job:
-    request = {"training_file": "f", "integrations": [{"type": "wandb", "wandb": {"project": "p"}}] * integrations}
+    request = {
+        "training_file": "f",
+        "integrations": [{"type": "wandb", "wandb": {"project": "p"}}] * integrations,
+    }
     spec = StoredSpec.of(spec_of(job_id))
     state = State.VALIDATING
-    job = Job(id=job_id, project_id=PROJECT, created_at=0.0, request=request, stored_spec=spec, state=state)
+    job = Job(
+        id=job_id,
+        project_id=PROJECT,
+        created_at=0.0,
+        request=request,
+        stored_spec=spec,
+        state=state,
+    )
     return create_job(store, job)
 
 
@@ -87,7 +110,10 @@ def put(store: Store, *steps: int, **changes: Any) -> None:
     claim = store.leases.claim(host="h", owner="test", lease_seconds=60.0, idle_seconds=0.0)
     assert claim is not None
     events = [
-        NewEvent(level="info", message="s", metrics=Metrics(step=step, total_steps=9), source=(step, 0)) for step in steps
+        NewEvent(
+            level="info", message="s", metrics=Metrics(step=step, total_steps=9), source=(step, 0)
+        )
+        for step in steps
     ]
     assert store.leases.apply(claim, JobChange(job=replace(claim.job, **changes), events=events))
 
@@ -104,7 +130,11 @@ def until(sender: MetricsSender, condition: Callable[[], object]) -> None:
 
 
 def told(store: Store, job_id: str = "ftjob-1") -> list[str]:
-    return [e.message for e in reversed(store.jobs.list_events(PROJECT, job_id, limit=50).data) if "W&B" in e.message]
+    return [
+        e.message
+        for e in reversed(store.jobs.list_events(PROJECT, job_id, limit=50).data)
+        if "W&B" in e.message
+    ]
 
 
 def execute(store: Store, statement: str) -> None:
@@ -232,7 +262,9 @@ def test_a_tracker_that_hangs_holds_up_no_other_run_and_no_end(
     assert tries(store) == [(1, False)], "the stop of a server is not the tracker's fault"
 
 
-def test_a_process_that_dies_is_followed_by_another_and_its_last_words_hold_no_secret(store: Store, senders: Senders) -> None:
+def test_a_process_that_dies_is_followed_by_another_and_its_last_words_hold_no_secret(
+    store: Store, senders: Senders
+) -> None:
     sender = senders.new()
     die = senders.tracker / "die"
     die.touch()
@@ -252,7 +284,9 @@ def test_a_process_that_dies_is_followed_by_another_and_its_last_words_hold_no_s
     until(sender, lambda: senders.run()["steps"] == [1, 2])
 
 
-def test_what_does_not_arrive_is_found_and_sent_again(store: Store, senders: Senders, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_does_not_arrive_is_found_and_sent_again(
+    store: Store, senders: Senders, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(metric_sender, "CHECK_SECONDS", 0.1)
     sender = senders.new()
     add(store)
@@ -268,7 +302,9 @@ def test_what_does_not_arrive_is_found_and_sent_again(store: Store, senders: Sen
     until(sender, lambda: senders.run()["steps"] == [1, 2])
 
 
-def test_an_end_that_fails_is_tried_until_three_days_after_the_job(store: Store, senders: Senders) -> None:
+def test_an_end_that_fails_is_tried_until_three_days_after_the_job(
+    store: Store, senders: Senders
+) -> None:
     sender = senders.new()
     add(store)
     put(store, 1, **TRAINING)
@@ -288,14 +324,19 @@ def test_an_end_that_fails_is_tried_until_three_days_after_the_job(store: Store,
     assert "not tried any more" in told(store)[-1]
 
 
-def test_only_one_server_sends_until_its_lease_ends(store: Store, senders: Senders, monkeypatch: pytest.MonkeyPatch) -> None:
-    first, second = senders.new(), senders.new()
+def test_only_one_server_sends_until_its_lease_ends(
+    store: Store, senders: Senders, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first = senders.new()
+    second = senders.new()
     add(store)
     put(store, 1, **TRAINING)
     until(first, lambda: senders.run()["steps"] == [1])
     looks(second)
     assert second.pids == []
-    execute(store, "UPDATE integrations SET lease_expires_at = 0")  # as when the first server cannot reach the database
+    execute(
+        store, "UPDATE integrations SET lease_expires_at = 0"
+    )  # as when the first server cannot reach the database
     until(second, lambda: second.pids)
     until(second, lambda: len(senders.run()["described"]) == 2)
     for running, _ in first._running.values():
@@ -305,7 +346,9 @@ def test_only_one_server_sends_until_its_lease_ends(store: Store, senders: Sende
     until(second, lambda: senders.run()["steps"] == [1, 2])
 
 
-def test_a_server_that_stops_leaves_runs_open_and_lets_others_go_on(store: Store, senders: Senders) -> None:
+def test_a_server_that_stops_leaves_runs_open_and_lets_others_go_on(
+    store: Store, senders: Senders
+) -> None:
     first = senders.new()
     add(store)
     put(store, 1, **TRAINING)
@@ -317,7 +360,9 @@ def test_a_server_that_stops_leaves_runs_open_and_lets_others_go_on(store: Store
     assert len(told(store)) == 1
 
 
-def test_many_steps_are_read_in_parts(store: Store, senders: Senders, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_many_steps_are_read_in_parts(
+    store: Store, senders: Senders, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(metric_sender, "STEPS_AT_ONCE", 3)
     add(store)
     put(store, *range(1, 8), **TRAINING)
@@ -334,7 +379,11 @@ def test_no_secret_is_in_the_environment_or_among_the_arguments(
     put(store, 1, **TRAINING)
     until(sender, lambda: senders.run()["steps"] == [1])
     process = Path(f"/proc/{sender.pids[0]}")
-    environment = dict((line.split("=", 1)) for line in (process / "environ").read_text().split("\0") if "=" in line)
+    environment = dict(
+        (line.split("=", 1))
+        for line in (process / "environ").read_text().split("\0")
+        if "=" in line
+    )
     assert SECRETS.keys() & environment.keys() == {"HTTPS_PROXY"}, "by which it reaches the tracker"
     assert environment["WANDB_DATA_DIR"].startswith(str(senders.settings.home))
     assert "WANDB_MODE" not in environment

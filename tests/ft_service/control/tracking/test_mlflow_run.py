@@ -70,6 +70,18 @@ print("done")
 def test_a_run_has_every_step_once_and_is_gone_on_with(tmp_path: Path) -> None:
     pytest.importorskip("mlflow", reason="the extra `mlflow` is not installed")
     command = [sys.executable, "-P", "-c", PROGRAM, str(tmp_path / "runs")]
-    environment = {"PATH": "/usr/bin:/bin", "HOME": str(tmp_path), "PYTHONPATH": str(Path(__file__).parents[4])}
-    done = subprocess.run(command, capture_output=True, text=True, timeout=300, env=environment, cwd=tmp_path, check=False)
+    environment = {
+        "PATH": "/usr/bin:/bin",
+        "HOME": str(tmp_path),
+        "PYTHONPATH": str(Path(__file__).parents[4]),
+    }
+    done = subprocess.run(
+        command,
+        capture_output=True,
+        text=True,
+        timeout=300,
+        env=environment,
+        cwd=tmp_path,
+        check=False,
+    )
     assert done.stdout.endswith("done\n"), done.stdout + done.stderr

@@ -1,4 +1,6 @@
-"""Runs of trackio: by its real package in a folder of this disk and on a server of its own, and against a place that fails."""
+"""Runs of trackio: by its real package in a folder of this disk and on a server of its own, and
+against a place that fails.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +14,13 @@ import pytest
 from ft_service.control.tracking.metric_points import RunDescription, RunError
 from ft_service.control.tracking.trackio_run import AT_ONCE, SentRun, TrackioAccount, TrackioRun
 
-ASKED: dict[str, Any] = {"kind": "trackio", "id": "ftjob-1", "project": "tuning", "entity": None, "tags": None}
+ASKED: dict[str, Any] = {
+    "kind": "trackio",
+    "id": "ftjob-1",
+    "project": "tuning",
+    "entity": None,
+    "tags": None,
+}
 CONFIG = {"lora": {"r": 4}, "seed": 7}
 
 PROGRAM = """
@@ -74,7 +82,15 @@ def test_a_run_has_every_step_once_and_is_gone_on_with(how: str, tmp_path: Path)
     pytest.importorskip("trackio", reason="the extra `trackio` is not installed")
     command = [sys.executable, "-P", "-c", PROGRAM, str(tmp_path / "runs"), how]
     environment = {"PATH": "/usr/bin:/bin", "HOME": str(tmp_path), "HF_HUB_OFFLINE": "1"}
-    done = subprocess.run(command, capture_output=True, text=True, timeout=600, env=environment, cwd=tmp_path, check=False)
+    done = subprocess.run(
+        command,
+        capture_output=True,
+        text=True,
+        timeout=600,
+        env=environment,
+        cwd=tmp_path,
+        check=False,
+    )
     assert done.stdout.endswith("done\n"), done.stdout + done.stderr
 
 
@@ -96,7 +112,11 @@ class Remembering:
 
 def opened(place: Remembering, **given: Any) -> TrackioRun:
     account = TrackioAccount("http://127.0.0.1:1/", "se-cret", 3600.0)
-    return TrackioRun(account, RunDescription(**{**ASKED, "group": None, "name": "mine", "config": CONFIG, **given}), place)
+    return TrackioRun(
+        account,
+        RunDescription(**{**ASKED, "group": None, "name": "mine", "config": CONFIG, **given}),
+        place,
+    )
 
 
 def test_steps_wait_for_company_and_are_sent_again_after_a_failure() -> None:
@@ -112,7 +132,9 @@ def test_steps_wait_for_company_and_are_sent_again_after_a_failure() -> None:
     place.away = False
     run.finish(0)
     assert [entry["step"] for entry in place.entries] == list(range(1, AT_ONCE + 10))
-    assert [entry["config"] is not None for entry in place.entries[:2]] == [True, False], "the options go with the first"
+    assert [entry["config"] is not None for entry in place.entries[:2]] == [True, False], (
+        "the options go with the first"
+    )
     assert run.url == "http://127.0.0.1:1/?project=tuning"
 
 

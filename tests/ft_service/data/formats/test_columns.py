@@ -30,8 +30,14 @@ def write(folder: Path, kind: str, rows: list[dict[str, Any]]) -> Path:
     if kind == "parquet":
         parquet.write_table(pa.Table.from_pylist(rows), path)
     elif kind == "csv":
-        cells = [[value if isinstance(value, str) else json.dumps(value) for value in row.values()] for row in rows]
-        quoted = [",".join('"' + cell.replace('"', '""') + '"' for cell in line) for line in [list(rows[0]), *cells]]
+        cells = [
+            [value if isinstance(value, str) else json.dumps(value) for value in row.values()]
+            for row in rows
+        ]
+        quoted = [
+            ",".join('"' + cell.replace('"', '""') + '"' for cell in line)
+            for line in [list(rows[0]), *cells]
+        ]
         path.write_text("\n".join(quoted) + "\n")
     else:
         path.write_text("".join(json.dumps(row) + "\n" for row in rows))
@@ -45,9 +51,14 @@ def records(path: Path, **named: str) -> list[Record | Fault]:
 
 @pytest.mark.parametrize("kind", ["jsonl", "csv", "parquet"])
 def test_columns_of_other_names_are_read_as_the_formats_own(tmp_path: Path, kind: str) -> None:
-    rows = [{"id": "1", "question": "Why?", "answer": "So."}, {"id": "2", "question": "How?", "answer": "Thus."}]
+    rows = [
+        {"id": "1", "question": "Why?", "answer": "So."},
+        {"id": "2", "question": "How?", "answer": "Thus."},
+    ]
     path = write(tmp_path, kind, rows)
-    assert records(path, prompt="question", completion="answer")[0] == PromptCompletion("Why?", "So.")
+    assert records(path, prompt="question", completion="answer")[0] == PromptCompletion(
+        "Why?", "So."
+    )
     (first, _) = records(path, instruction="question", output="answer")
     assert isinstance(first, Conversation)
     assert [message["content"] for message in first.messages] == ["Why?", "So."]
@@ -61,21 +72,35 @@ def test_messages_with_keys_of_their_own_are_read(tmp_path: Path, kind: str) -> 
     path = write(tmp_path, kind, [{"dialogue": TURNS}])
     (found,) = records(path, messages="dialogue", role="speaker", content="said")
     assert isinstance(found, Conversation)
-    assert [(message["role"], message["content"]) for message in found.messages] == [("user", "Hi"), ("assistant", "Hello")]
+    assert [(message["role"], message["content"]) for message in found.messages] == [
+        ("user", "Hi"),
+        ("assistant", "Hello"),
+    ]
 
 
 def test_a_column_that_has_the_name_of_another_is_left_out(tmp_path: Path) -> None:
-    path = write(tmp_path, "jsonl", [{"prompt": "not this", "question": "Why?", "completion": "So."}])
+    path = write(
+        tmp_path, "jsonl", [{"prompt": "not this", "question": "Why?", "completion": "So."}]
+    )
     assert records(path, prompt="question") == [PromptCompletion("Why?", "So.")]
     swapped = write(tmp_path, "jsonl", [{"prompt": "a", "completion": "b"}])
-    assert records(swapped, prompt="completion", completion="prompt") == [PromptCompletion("b", "a")]
+    assert records(swapped, prompt="completion", completion="prompt") == [
+        PromptCompletion("b", "a")
+    ]
 
 
 @pytest.mark.parametrize("kind", ["jsonl", "csv", "parquet"])
 def test_a_column_that_is_not_there_is_named_with_those_that_are(tmp_path: Path, kind: str) -> None:
-    (fault,) = records(write(tmp_path, kind, [{"question": "Why?", "answer": "So."}]), prompt="querstion", completion="answer")
+    (fault,) = records(
+        write(tmp_path, kind, [{"question": "Why?", "answer": "So."}]),
+        prompt="querstion",
+        completion="answer",
+    )
     assert isinstance(fault, Fault)
-    assert "querstion is not there, and data.prompt names it: its columns are 'question', 'answer'" in str(fault)
+    assert (
+        "querstion is not there, and data.prompt names it: its columns are 'question', 'answer'"
+        in str(fault)
+    )
 
 
 def test_a_mapping_is_checked_where_it_is_given() -> None:
@@ -90,11 +115,19 @@ def test_a_mapping_is_checked_where_it_is_given() -> None:
 
 def test_other_columns_are_another_token_set() -> None:
     given = TokenOptions(columns=Columns((("prompt", "question"),))).given()
-    assert given == {"columns": {"pairs": (("prompt", "question"),), "of_prompts": False, "apply_chat_template": False}}
+    assert given == {
+        "columns": {
+            "pairs": (("prompt", "question"),),
+            "of_prompts": False,
+            "apply_chat_template": False,
+        }
+    }
     assert DEFAULT.given() == {}
 
 
-def test_the_command_line_takes_a_mapping(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_command_line_takes_a_mapping(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     path = write(tmp_path, "csv", [{"question": "Why?", "answer": "So."}])
     assert run(["data", "check", str(path)]) == 64
     assert "--column instruction=question --column output=answer" in capsys.readouterr().err
@@ -102,19 +135,34 @@ def test_the_command_line_takes_a_mapping(tmp_path: Path, capsys: pytest.Capture
     assert run(["data", "check", str(path), *named]) == 0
     assert "Alpaca" in capsys.readouterr().out
     assert run(["data", "convert", str(path), "-", *named]) == 0
-    assert json.loads(capsys.readouterr().out)["messages"][1] == {"role": "assistant", "content": "So."}
+    assert json.loads(capsys.readouterr().out)["messages"][1] == {
+        "role": "assistant",
+        "content": "So.",
+    }
     assert run(["data", "check", str(path), "--column", "promt=question"]) == 64
     assert "promt" in capsys.readouterr().err
 
 
 def test_a_job_trains_on_mapped_columns_as_on_the_formats_own(tmp_path: Path) -> None:
     plain = [{"prompt": "Why? ", "completion": f"Since {n}."} for n in range(3)]
-    mapped = [{"question": row["prompt"], "answer": row["completion"], "prompt": "not this"} for row in plain]
-    files = [write(tmp_path / name, "jsonl", rows) for name, rows in made(tmp_path, plain=plain, mapped=mapped).items()]
+    mapped = [
+        {"question": row["prompt"], "answer": row["completion"], "prompt": "not this"}
+        for row in plain
+    ]
+    files = [
+        write(tmp_path / name, "jsonl", rows)
+        for name, rows in made(tmp_path, plain=plain, mapped=mapped).items()
+    ]
     tokenizer = load_tokenizer(str(SAMPLE))
-    asked = (DEFAULT, TokenOptions(columns=Columns((("completion", "answer"), ("prompt", "question")))))
+    asked = (
+        DEFAULT,
+        TokenOptions(columns=Columns((("completion", "answer"), ("prompt", "question")))),
+    )
     refs = [DataFileRef(name=file.name, path=str(file), sha256=sha256_of(file)) for file in files]
-    first, second = (list(file_samples(tokenizer, ref, options)) for ref, options in zip(refs, asked, strict=True))
+    first, second = (
+        list(file_samples(tokenizer, ref, options))
+        for ref, options in zip(refs, asked, strict=True)
+    )
     assert [sample.ids.tolist() for sample in first] == [sample.ids.tolist() for sample in second]
     assert len(first) == 3
 
@@ -125,7 +173,9 @@ def made(folder: Path, **rows: list[dict[str, Any]]) -> dict[str, list[dict[str,
     return rows
 
 
-def test_prompts_joined_as_bare_text_are_told_with_the_way_out(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_prompts_joined_as_bare_text_are_told_with_the_way_out(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     path = write(tmp_path, "csv", [{"prompt": "Why?", "completion": "So."}])
     assert run(["data", "check", str(path)]) == 0
     assert "--column instruction=prompt --column output=completion" in capsys.readouterr().out

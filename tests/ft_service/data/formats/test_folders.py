@@ -34,7 +34,9 @@ class TestFolders:
         expected = ("data/train-00000-of-00002.parquet", "data/train-00001-of-00002.parquet")
         assert dataset_files(tmp_path, "train") == expected
         assert dataset_files(tmp_path, "test") == ("data/test-00000-of-00001.parquet",)
-        with pytest.raises(DataError, match=r"has the splits test, train, and none is called validation"):
+        with pytest.raises(
+            DataError, match=r"has the splits test, train, and none is called validation"
+        ):
             dataset_files(tmp_path, "validation")
 
     def test_several_splits_that_datasets_saved(self, tmp_path: Path) -> None:

@@ -1,4 +1,6 @@
-"""Pictures, films and sound are refused wherever files have them; what only speaks of them is not."""
+"""Pictures, films and sound are refused wherever files have them; what only speaks of them is
+not.
+"""
 
 from __future__ import annotations
 
@@ -12,14 +14,17 @@ from ft_service.data.formats.reading import open_data
 from ft_service.data.line_errors import Fault
 from tests.support.data_formats import CONTAINERS, array, write
 
-ASK, SAY = {"role": "user", "content": "Who?"}, {"role": "assistant", "content": "Ann."}
+ASK = {"role": "user", "content": "Who?"}
+SAY = {"role": "assistant", "content": "Ann."}
 
 
 def turns(question: str, answer: str = "Ann.") -> list[dict[str, str]]:
     return [{"from": "human", "value": question}, {"from": "gpt", "value": answer}]
 
 
-def faults(row: dict[str, Any], folder: Path, columns: Columns = AS_THEY_ARE) -> list[tuple[int, str]]:
+def faults(
+    row: dict[str, Any], folder: Path, columns: Columns = AS_THEY_ARE
+) -> list[tuple[int, str]]:
     with open_data(write(folder, array([row])), columns=columns) as reader:
         return [(number, record.field) for number, record in reader if isinstance(record, Fault)]
 
@@ -34,17 +39,30 @@ def faults(row: dict[str, Any], folder: Path, columns: Columns = AS_THEY_ARE) ->
         ({"instruction": "Who?", "output": "Ann.", "audio": {"path": "a.wav"}}, "audio"),
         ({"prompt": "Who?", "chosen": "Ann.", "rejected": "Bob.", "images": ["a.jpg"]}, "images"),
         ({"conversations": turns("<image>\nWho are they?")}, "conversations.0.value"),
-        ({"messages": [{"role": "user", "content": "Compare <image> and <image>."}, SAY]}, "messages.0.content"),
         (
-            {"messages": [{"role": "user", "content": [{"type": "text", "text": "Who?<image>"}]}, SAY]},
+            {"messages": [{"role": "user", "content": "Compare <image> and <image>."}, SAY]},
+            "messages.0.content",
+        ),
+        (
+            {
+                "messages": [
+                    {"role": "user", "content": [{"type": "text", "text": "Who?<image>"}]},
+                    SAY,
+                ]
+            },
             "messages.0.content.0.text",
         ),
         ({"instruction": "<video>What happens?", "output": "Much."}, "instruction"),
         ({"prompt": "What is said?\n<audio>", "completion": "Much."}, "prompt"),
-        ({"prompt": [{"role": "user", "content": "<|image|>Who?"}], "completion": [SAY]}, "prompt.0.content"),
+        (
+            {"prompt": [{"role": "user", "content": "<|image|>Who?"}], "completion": [SAY]},
+            "prompt.0.content",
+        ),
     ],
 )
-def test_what_is_not_text_is_refused_by_its_place(row: dict[str, Any], place: str, tmp_path: Path) -> None:
+def test_what_is_not_text_is_refused_by_its_place(
+    row: dict[str, Any], place: str, tmp_path: Path
+) -> None:
     assert faults(row, tmp_path) == [(1, place)]
 
 
@@ -72,9 +90,14 @@ def test_a_column_that_the_job_maps_is_text(tmp_path: Path) -> None:
 @pytest.mark.parametrize("container", ["parquet", "arrow"])
 def test_a_table_is_looked_at_like_lines(container: str, tmp_path: Path) -> None:
     _, make = CONTAINERS[container]
-    rows = [{"messages": [ASK, SAY], "image": {"bytes": b"x", "path": "a"}}, {"messages": [ASK, SAY], "image": None}]
+    rows = [
+        {"messages": [ASK, SAY], "image": {"bytes": b"x", "path": "a"}},
+        {"messages": [ASK, SAY], "image": None},
+    ]
     with open_data(write(tmp_path, make(rows))) as reader:
-        assert [(number, record.field) for number, record in reader if isinstance(record, Fault)] == [(1, "image")]
+        assert [
+            (number, record.field) for number, record in reader if isinstance(record, Fault)
+        ] == [(1, "image")]
 
 
 def test_an_image_of_a_prompts_item_is_the_graders(tmp_path: Path) -> None:

@@ -11,7 +11,8 @@ from ft_service.data.line_errors import LineError
 from ft_service.data.sample_kinds import Conversation, Pair, Record
 
 HI, GOOD, BAD = (
-    {"role": role, "content": text} for role, text in (("user", "hi"), ("assistant", "good"), ("assistant", "bad"))
+    {"role": role, "content": text}
+    for role, text in (("user", "hi"), ("assistant", "good"), ("assistant", "bad"))
 )
 SYSTEM = {"role": "system", "content": "Be brief."}
 
@@ -25,34 +26,58 @@ def read(fields: dict[str, Any]) -> Record:
 @pytest.mark.parametrize("mask", [{"train": False}, {"weight": 0}])
 def test_a_masked_turn_of_sharegpt_is_not_learned(mask: dict[str, Any]) -> None:
     turns = [{"from": "human", "value": "hi"}, {"from": "gpt", "value": "bad", **mask}]
-    turns += [{"from": "human", "value": "hi", "train": False}, {"from": "gpt", "value": "good", "train": True}]
+    turns += [
+        {"from": "human", "value": "hi", "train": False},
+        {"from": "gpt", "value": "good", "train": True},
+    ]
     assert read({"conversations": turns}) == Conversation((HI, BAD, HI, GOOD), (0, 0, 0, 1))
-    with pytest.raises(LineError, match=r"conversations\.1\.train_detail: masks parts of a message"):
+    with pytest.raises(
+        LineError, match=r"conversations\.1\.train_detail: masks parts of a message"
+    ):
         read({"conversations": [turns[0], turns[1] | {"train_detail": []}]})
 
 
 def test_tools_of_sharegpt_may_be_a_string_of_json_as_llama_factory_has_them() -> None:
-    tool = {"name": "add", "description": "Adds.", "parameters": {"type": "object", "properties": {}}}
+    tool = {
+        "name": "add",
+        "description": "Adds.",
+        "parameters": {"type": "object", "properties": {}},
+    }
     turns = [
         ("human", "hi"),
         ("function_call", '{"name": "add", "arguments": {"a": 1}}'),
         ("observation", "1"),
         ("gpt", "good"),
     ]
-    record = read({"conversations": [{"from": who, "value": text} for who, text in turns], "tools": json.dumps([tool])})
+    record = read(
+        {
+            "conversations": [{"from": who, "value": text} for who, text in turns],
+            "tools": json.dumps([tool]),
+        }
+    )
     assert isinstance(record, Conversation)
     assert record.tools == ({"type": "function", "function": tool},)
     assert record.weights == (0, 1, 0, 1)
 
 
 def test_earlier_turns_of_alpacas_records_are_learned_as_by_llama_factory() -> None:
-    record = read({"instruction": "hi", "output": "good", "system": "Be brief.", "history": [["hi", "bad"]]})
+    record = read(
+        {"instruction": "hi", "output": "good", "system": "Be brief.", "history": [["hi", "bad"]]}
+    )
     assert record == Conversation((SYSTEM, HI, BAD, HI, GOOD), (0, 0, 1, 0, 1))
-    assert read({"instruction": "hi", "output": "good", "history": None}) == Conversation((HI, GOOD), (0, 1))
+    assert read({"instruction": "hi", "output": "good", "history": None}) == Conversation(
+        (HI, GOOD), (0, 1)
+    )
 
 
 @pytest.mark.parametrize(
-    ("history", "place"), [("hi", "history"), ([["hi"]], r"history\.0"), ([["hi", 1]], r"history\.0"), (["hi"], r"history\.0")]
+    ("history", "place"),
+    [
+        ("hi", "history"),
+        ([["hi"]], r"history\.0"),
+        ([["hi", 1]], r"history\.0"),
+        (["hi"], r"history\.0"),
+    ],
 )
 def test_earlier_turns_of_another_shape_are_refused(history: object, place: str) -> None:
     with pytest.raises(LineError, match=f"^{place}: must be"):
@@ -83,13 +108,25 @@ def test_pairs_of_other_tools_are_trls(fields: dict[str, Any]) -> None:
 
 
 def test_answers_that_are_whole_conversations_need_no_prompt_whatever_else_a_record_holds() -> None:
-    fields = {"conversation": [{"input": "hi", "output": "good"}], "chosen": [HI, GOOD], "rejected": [HI, BAD]}
+    fields = {
+        "conversation": [{"input": "hi", "output": "good"}],
+        "chosen": [HI, GOOD],
+        "rejected": [HI, BAD],
+    }
     assert read(fields) == Pair(Conversation((HI, GOOD), (0, 1)), Conversation((HI, BAD), (0, 1)))
 
 
 def test_faults_of_pairs_of_other_tools_are_told_by_their_own_names() -> None:
     turns = [{"from": "human", "value": "hi"}, {"from": "gpt", "value": "hm"}]
-    with pytest.raises(LineError, match=r"^conversations: must end with a message that the two answers answer"):
+    with pytest.raises(
+        LineError, match=r"^conversations: must end with a message that the two answers answer"
+    ):
         read({"conversations": turns, "chosen": "good", "rejected": "bad"})
     with pytest.raises(LineError, match=r"^chosen\.0\.from: must be one of"):
-        read({"conversations": turns[:1], "chosen": {"from": "x", "value": "good"}, "rejected": "bad"})
+        read(
+            {
+                "conversations": turns[:1],
+                "chosen": {"from": "x", "value": "good"},
+                "rejected": "bad",
+            }
+        )

@@ -44,7 +44,9 @@ from tests.support.data_formats import (
     ("case", "container"),
     [*itertools.product(SAME, CONTAINERS), *itertools.product(FLAT, TABLES)],
 )
-def test_a_format_is_the_same_records_in_every_container(case: str, container: str, tmp_path: Path) -> None:
+def test_a_format_is_the_same_records_in_every_container(
+    case: str, container: str, tmp_path: Path
+) -> None:
     format, row, expected = SAME[case]
     kind, make = {**CONTAINERS, **TABLES}[container]
     with open_data(write(tmp_path, make([row] * 5))) as reader:
@@ -66,7 +68,9 @@ def test_pieces_may_end_anywhere(
     make: Callable[[list[dict[str, Any]]], bytes], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Within an escape, a string, a bracket."""
-    path = write(tmp_path, make([{"messages": [USER, {"role": "assistant", "content": 'a\\"}],"'}]}] * 3))
+    path = write(
+        tmp_path, make([{"messages": [USER, {"role": "assistant", "content": 'a\\"}],"'}]}] * 3)
+    )
     whole = records(path)
     assert not any(isinstance(record, Fault) for record in whole)
     for size in (1, 2, 3, 5, 7):
@@ -80,13 +84,26 @@ def test_columns_of_no_use_are_left_out_and_named(tmp_path: Path) -> None:
         report = check_lines(write(tmp_path, make(rows)))
         assert (report.examples, report.unused) == (2, ("id", "source"))
     told = [message for _, message in report.messages("a.csv", 8)]
-    assert told == ["a.csv: plain text (text) in CSV.", "a.csv: 2 columns are not of this format, and left out: id, source."]
-    chats = [{"messages": [USER, ANSWER], "id": 7}, {"messages": [USER, ANSWER], "source": "a", "prompt": "x"}]
+    assert told == [
+        "a.csv: plain text (text) in CSV.",
+        "a.csv: 2 columns are not of this format, and left out: id, source.",
+    ]
+    chats = [
+        {"messages": [USER, ANSWER], "id": 7},
+        {"messages": [USER, ANSWER], "source": "a", "prompt": "x"},
+    ]
     report = check_lines(write(tmp_path, lines(chats)))
     assert (report.examples, report.unused) == (2, ("id", "source", "prompt")), "of every line"
-    hostile = check_lines(write(tmp_path, lines([{"messages": [USER, ANSWER], **{"k" * 200 + str(n): 1 for n in range(99)}}])))
+    hostile = check_lines(
+        write(
+            tmp_path,
+            lines([{"messages": [USER, ANSWER], **{"k" * 200 + str(n): 1 for n in range(99)}}]),
+        )
+    )
     assert len("".join(hostile.unused)) < 2000
-    assert check_lines(write(tmp_path, in_parquet([{"messages": [USER, ANSWER], "id": 7}]))).unused == ("id",)
+    assert check_lines(
+        write(tmp_path, in_parquet([{"messages": [USER, ANSWER], "id": 7}]))
+    ).unused == ("id",)
 
 
 def test_bad_answers_of_unpaired_preferences_are_refused(tmp_path: Path) -> None:
@@ -101,23 +118,34 @@ def test_bad_answers_of_unpaired_preferences_are_refused(tmp_path: Path) -> None
 
 
 def test_a_file_has_one_format(tmp_path: Path) -> None:
-    report = check_lines(write(tmp_path, lines([{"text": "a"}, {"prompt": "a", "completion": "b"}, {}])))
+    report = check_lines(
+        write(tmp_path, lines([{"text": "a"}, {"prompt": "a", "completion": "b"}, {}]))
+    )
     assert [str(fault) for fault in report.faults] == [
-        "line 2: is prompt and completion, and this file began as plain text (text): put each format into a file of its own",
+        "line 2: is prompt and completion, and this file began as plain text (text): put each "
+        "format into a file of its own",
         "line 3: text is required",
     ]
 
 
 def test_what_is_of_no_known_format_is_told_with_its_keys(tmp_path: Path) -> None:
     (fault,) = check_lines(write(tmp_path, lines([{"question": "a", "reply": "b"}]))).faults
-    assert fault.reason.startswith("is of no known format: its keys are 'question', 'reply'. Known are OpenAI")
+    assert fault.reason.startswith(
+        "is of no known format: its keys are 'question', 'reply'. Known are OpenAI"
+    )
 
 
 def test_a_table_of_no_known_format_is_told_with_its_columns(tmp_path: Path) -> None:
-    for head in (b"question,reply\na,b\n", b'\xef\xbb\xbfquestion;reply\n"a;\nb";c\n', b"question\treply\na\tb\n"):
+    for head in (
+        b"question,reply\na,b\n",
+        b'\xef\xbb\xbfquestion;reply\n"a;\nb";c\n',
+        b"question\treply\na\tb\n",
+    ):
         (fault,) = check_lines(write(tmp_path, head)).faults
         assert "it is CSV, and its columns are 'question', 'reply'" in fault.reason
-        assert fault.reason.endswith("data: {instruction: question, output: reply} makes conversations of them")
+        assert fault.reason.endswith(
+            "data: {instruction: question, output: reply} makes conversations of them"
+        )
     (dolly,) = check_lines(write(tmp_path, b"instruction,context,response\na,b,c\n")).faults
     assert "data: {instruction: instruction, input: context, output: response}" in dolly.reason
     (other,) = check_lines(write(tmp_path, b"Prompt,Completion\na,b\n")).faults
@@ -128,27 +156,53 @@ def test_a_table_of_no_known_format_is_told_with_its_columns(tmp_path: Path) -> 
     ("content", "place"),
     [
         pytest.param(array(good())[:-5], "the JSON array does not end", id="cut array"),
-        pytest.param(array(good()) + b"{}", "something follows the end of the JSON array", id="after the array"),
-        pytest.param(b"[" + lines(good(1)) + b",]", "element 2: is empty: there is a comma too many", id="comma"),
+        pytest.param(
+            array(good()) + b"{}",
+            "something follows the end of the JSON array",
+            id="after the array",
+        ),
+        pytest.param(
+            b"[" + lines(good(1)) + b",]",
+            "element 2: is empty: there is a comma too many",
+            id="comma",
+        ),
         pytest.param(b"[1]", "element 1: must be a JSON object", id="numbers"),
         pytest.param(b"[]", "the file holds no examples", id="empty array"),
-        pytest.param(b'[{"messages": ' + b'"' + b"x" * (MAX_LINE_BYTES + 9) + b'"}]', "element 1: is longer than", id="long"),
-        pytest.param(in_parquet(good())[:-9], "Parquet cannot be read after row 0", id="cut parquet"),
-        pytest.param(b"PAR1" + b"\0" * 90 + b"PAR1", "Parquet cannot be read after row 0", id="no parquet"),
+        pytest.param(
+            b'[{"messages": ' + b'"' + b"x" * (MAX_LINE_BYTES + 9) + b'"}]',
+            "element 1: is longer than",
+            id="long",
+        ),
+        pytest.param(
+            in_parquet(good())[:-9], "Parquet cannot be read after row 0", id="cut parquet"
+        ),
+        pytest.param(
+            b"PAR1" + b"\0" * 90 + b"PAR1", "Parquet cannot be read after row 0", id="no parquet"
+        ),
         pytest.param(in_arrow(good())[:-90], "Arrow cannot be read after row", id="cut arrow"),
         pytest.param(
-            gzip.compress(in_parquet(good())), "it is Parquet within gzip: give the Parquet file", id="parquet in gzip"
+            gzip.compress(in_parquet(good())),
+            "it is Parquet within gzip: give the Parquet file",
+            id="parquet in gzip",
         ),
         pytest.param(gzip.compress(lines(good()))[:-9], "its gzip data is damaged", id="cut gzip"),
         pytest.param(zstandard.compress(lines(good()))[:9], "", id="cut zstd"),
-        pytest.param(b"text\n\xff\n", "row 1: text is not UTF-8: byte 0xff at character 1", id="no utf-8"),
-        pytest.param(b"prompt,completion\na,b\nc\n", "row 2: has 1 cells, and the header has 2 columns", id="ragged"),
+        pytest.param(
+            b"text\n\xff\n", "row 1: text is not UTF-8: byte 0xff at character 1", id="no utf-8"
+        ),
+        pytest.param(
+            b"prompt,completion\na,b\nc\n",
+            "row 2: has 1 cells, and the header has 2 columns",
+            id="ragged",
+        ),
         pytest.param(b'text\na\n"b', "row 2 is not CSV", id="open quote"),
         pytest.param(b"messages\nhello\n", "row 1: messages is not JSON", id="no json"),
         pytest.param(b"text,text2\n,b\n", "row 1: text is empty", id="empty cell"),
     ],
 )
-def test_what_cannot_be_read_is_told_with_its_place(content: bytes, place: str, tmp_path: Path) -> None:
+def test_what_cannot_be_read_is_told_with_its_place(
+    content: bytes, place: str, tmp_path: Path
+) -> None:
     report = check_lines(write(tmp_path, content))
     error = report.error("training_file", "a")
     assert error is not None
@@ -166,7 +220,9 @@ def test_a_large_parquet_file_is_read_in_bounded_memory(tmp_path: Path) -> None:
     """One row group of 60 MB, and Python's own memory while it is read."""
     path = tmp_path / "large.parquet"
     text = [f"word {number} " * 300 for number in range(20_000)]
-    parquet.write_table(pa.table({"text": text, "other": text}), path, compression="none", use_dictionary=False)
+    parquet.write_table(
+        pa.table({"text": text, "other": text}), path, compression="none", use_dictionary=False
+    )
     del text
     before = pa.total_allocated_bytes()
     tracemalloc.start()

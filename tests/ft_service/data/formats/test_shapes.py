@@ -1,4 +1,7 @@
-"""Small files of shapes found in public: each is what it is, or is told what it is. None is silently something else."""
+"""Small files of shapes found in public: each is what it is, or is told what it is.
+
+None is silently something else.
+"""
 
 from __future__ import annotations
 
@@ -54,7 +57,9 @@ LEARNED = {
     "ultrafeedback.jsonl": "uA uA",
     "unanswered.jsonl": "uAu",
 }
-"""File → the roles of its first record's messages by their first letters, capitals where they are learned."""
+"""File → the roles of its first record's messages by their first letters, capitals where they are
+learned.
+"""
 TOLD = {
     "anthropic-batch.jsonl": (1, "", "'custom_id', 'params'"),
     "argilla.jsonl": (1, "", "'fields', 'responses'"),
@@ -134,7 +139,10 @@ def read(name: str) -> list[tuple[int, Record | Fault]]:
 def outline(record: Record | Fault) -> str:
     match record:
         case Conversation():
-            letters = ((message["role"][0], weight) for message, weight in zip(record.messages, record.weights, strict=True))
+            letters = (
+                (message["role"][0], weight)
+                for message, weight in zip(record.messages, record.weights, strict=True)
+            )
             return "".join(letter.upper() if weight else letter for letter, weight in letters)
         case Pair():
             return f"{outline(record.preferred)} {outline(record.rejected)}"
@@ -168,11 +176,18 @@ def test_the_way_out_of_pairs_that_begin_in_another_column_is_one() -> None:
     with open_data(SHAPES / "step-dpo.jsonl", columns=columns) as reader:
         ((_, pair),) = list(reader)
     assert isinstance(pair, Pair)
-    assert [own.messages[-1]["content"] for own in (pair.preferred, pair.rejected)] == ["Down.", "Up."]
+    assert [own.messages[-1]["content"] for own in (pair.preferred, pair.rejected)] == [
+        "Down.",
+        "Up.",
+    ]
 
 
-@pytest.mark.parametrize("named", [(), (("messages", "messages"), ("role", "role"), ("content", "content"))])
-def test_calls_of_llama_factory_are_calls_under_any_names(named: tuple[tuple[str, str], ...]) -> None:
+@pytest.mark.parametrize(
+    "named", [(), (("messages", "messages"), ("role", "role"), ("content", "content"))]
+)
+def test_calls_of_llama_factory_are_calls_under_any_names(
+    named: tuple[tuple[str, str], ...],
+) -> None:
     with open_data(SHAPES / "llama-factory-tool-roles.jsonl", columns=Columns(named)) as reader:
         ((_, chat),) = list(reader)
     assert isinstance(chat, Conversation)
@@ -182,11 +197,23 @@ def test_calls_of_llama_factory_are_calls_under_any_names(named: tuple[tuple[str
 
 
 def test_system_prompts_and_texts_arrive_whole() -> None:
-    for name in ("anthropic-blocks.jsonl", "bedrock-converse.jsonl", "gemini-contents.jsonl", "sharegpt-system.jsonl"):
+    for name in (
+        "anthropic-blocks.jsonl",
+        "bedrock-converse.jsonl",
+        "gemini-contents.jsonl",
+        "sharegpt-system.jsonl",
+    ):
         (_, chat), *_ = read(name)
         assert isinstance(chat, Conversation)
         texts = [message["content"] for message in chat.messages]
-        assert texts == ["You guide visitors.", "Which way to the harbour?", "Down the hill, then left."], name
+        assert texts == [
+            "You guide visitors.",
+            "Which way to the harbour?",
+            "Down the hill, then left.",
+        ], name
     (_, pair), *_ = read("hh-rlhf.jsonl")
     assert isinstance(pair, Pair)
-    assert [message["content"] for message in pair.rejected.messages][2:] == ["Which way to the harbour?", "Up the hill."]
+    assert [message["content"] for message in pair.rejected.messages][2:] == [
+        "Which way to the harbour?",
+        "Up the hill.",
+    ]

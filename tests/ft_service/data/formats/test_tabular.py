@@ -10,7 +10,8 @@ import pyarrow as pa
 import pyarrow.parquet as parquet
 import pytest
 
-ROWS, BYTES = 500, 20_000
+ROWS = 500
+BYTES = 20_000
 """Of a part of the table, and of the two messages in a row of it."""
 PARTS = 105
 MOST = 150_000_000
@@ -36,7 +37,13 @@ print(peaks[-1] - peaks[0])
 
 
 def chats() -> pa.Table:
-    one = [[{"role": "user", "content": f"{row} " + "q" * BYTES}, {"role": "assistant", "content": "a"}] for row in range(ROWS)]
+    one = [
+        [
+            {"role": "user", "content": f"{row} " + "q" * BYTES},
+            {"role": "assistant", "content": "a"},
+        ]
+        for row in range(ROWS)
+    ]
     return pa.table({"messages": one, "source": ["web"] * ROWS})
 
 
@@ -44,7 +51,8 @@ def chats() -> pa.Table:
 @pytest.mark.parametrize("groups", ["many row groups", "one row group"])
 def test_a_gigabyte_of_parquet_is_read_in_bounded_memory(groups: str, tmp_path: Path) -> None:
     part = chats()
-    small, large = tmp_path / "small.parquet", tmp_path / "large.parquet"
+    small = tmp_path / "small.parquet"
+    large = tmp_path / "large.parquet"
     plain = {"compression": "none", "use_dictionary": False}
     parquet.write_table(part, small, **plain)
     try:
@@ -53,11 +61,24 @@ def test_a_gigabyte_of_parquet_is_read_in_bounded_memory(groups: str, tmp_path: 
                 for _ in range(PARTS):
                     writer.write_table(part)
         else:
-            parquet.write_table(pa.concat_tables([part] * PARTS), large, row_group_size=ROWS * PARTS, **plain)
+            parquet.write_table(
+                pa.concat_tables([part] * PARTS), large, row_group_size=ROWS * PARTS, **plain
+            )
         assert large.stat().st_size > 1_000_000_000
-        command = [sys.executable, "-P", "-c", READ, str(small), str(ROWS), str(large), str(ROWS * PARTS)]
+        command = [
+            sys.executable,
+            "-P",
+            "-c",
+            READ,
+            str(small),
+            str(ROWS),
+            str(large),
+            str(ROWS * PARTS),
+        ]
         done = subprocess.run(command, capture_output=True, text=True, timeout=600, check=False)
         assert done.returncode == 0, done.stderr
-        assert int(done.stdout) < MOST, f"{int(done.stdout):,} bytes more than for a hundredth of the table"
+        assert int(done.stdout) < MOST, (
+            f"{int(done.stdout):,} bytes more than for a hundredth of the table"
+        )
     finally:
         large.unlink(missing_ok=True)

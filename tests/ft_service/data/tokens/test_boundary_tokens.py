@@ -24,7 +24,9 @@ ASKED = [{"role": "user", "content": "2+2?"}]
 def base() -> Any:
     """Bytes, one token for two new lines, and one that ends a turn."""
     words = [*sorted(pre_tokenizers.ByteLevel.alphabet()), "ĊĊ"]
-    tokenizer = Tokenizer(models.BPE({word: number for number, word in enumerate(words)}, [("Ċ", "Ċ")]))
+    tokenizer = Tokenizer(
+        models.BPE({word: number for number, word in enumerate(words)}, [("Ċ", "Ċ")])
+    )
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)  # pyright: ignore[reportAttributeAccessIssue]
     tokenizer.decoder = decoders.ByteLevel()  # pyright: ignore[reportAttributeAccessIssue]
     fast: Any = PreTrainedTokenizerFast(tokenizer_object=tokenizer)
@@ -47,7 +49,9 @@ def test_the_answer_goes_on_from_the_prompts_own_tokens(base: Any) -> None:
     assert not tokens.targets[: len(asked)].any()
     assert tokens.targets[len(asked) :].all()
     assert base.decode(tokens.ids[tokens.targets]) == "\n</think>\n\n4<|im_end|>"
-    assert base.convert_tokens_to_ids("ĊĊ") in tokens.ids[tokens.targets], "only what straddles is taken apart"
+    assert base.convert_tokens_to_ids("ĊĊ") in tokens.ids[tokens.targets], (
+        "only what straddles is taken apart"
+    )
 
 
 def test_tokens_that_do_not_straddle_stay(base: Any) -> None:
@@ -59,9 +63,15 @@ def test_tokens_that_do_not_straddle_stay(base: Any) -> None:
 
 
 def test_a_tokenizer_that_takes_no_text_apart_is_refused(base: Any) -> None:
-    """One that puts a space before whatever it is given: a piece of a text would get other tokens."""
-    words = list(dict.fromkeys(["\u2581", *"<|im_start>user\n?2+think4/d_", "\n\n"]))  # every character: no offset is off
-    tokenizer = Tokenizer(models.BPE({word: number for number, word in enumerate(words)}, [("\n", "\n")]))
+    """One that puts a space before whatever it is given: a piece of a text would get other
+    tokens.
+    """
+    words = list(
+        dict.fromkeys(["\u2581", *"<|im_start>user\n?2+think4/d_", "\n\n"])
+    )  # every character: no offset is off
+    tokenizer = Tokenizer(
+        models.BPE({word: number for number, word in enumerate(words)}, [("\n", "\n")])
+    )
     tokenizer.pre_tokenizer = pre_tokenizers.Metaspace(split=False)  # pyright: ignore[reportAttributeAccessIssue]
     fast: Any = PreTrainedTokenizerFast(tokenizer_object=tokenizer)
     fast.add_special_tokens({"eos_token": "<|im_end|>"})
@@ -70,14 +80,25 @@ def test_a_tokenizer_that_takes_no_text_apart_is_refused(base: Any) -> None:
     fault = tokenized(fast, line)
     assert isinstance(fault, Fault)
     assert (
-        "makes one token of the prompt's end and the answer's beginning, 't\\n<think>\\n' and '\\n</think>\\n'" in fault.reason
+        "makes one token of the prompt's end and the answer's beginning, 't\\n<think>\\n' and "
+        "'\\n</think>\\n'" in fault.reason
     )
 
 
 @pytest.mark.parametrize(
-    ("prompt", "completion"), [("Q\n\n", "bar"), ("Q:\n\n", "bar"), ("Q  ", "1"), ("\n\n", "b"), ("Q\n", "b"), ("Q\n\n", "\nb")]
+    ("prompt", "completion"),
+    [
+        ("Q\n\n", "bar"),
+        ("Q:\n\n", "bar"),
+        ("Q  ", "1"),
+        ("\n\n", "b"),
+        ("Q\n", "b"),
+        ("Q\n\n", "\nb"),
+    ],
 )
-def test_white_space_at_the_end_of_a_prompt_has_the_prompts_own_tokens(base: Any, prompt: str, completion: str) -> None:
+def test_white_space_at_the_end_of_a_prompt_has_the_prompts_own_tokens(
+    base: Any, prompt: str, completion: str
+) -> None:
     """GPT-2's pattern leaves the last of several white spaces to the word that follows."""
     tokenizer = Tokenizer.from_str(base.backend_tokenizer.to_str())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)  # pyright: ignore[reportAttributeAccessIssue]

@@ -13,11 +13,13 @@ from ft_service.errors import SpecError
 DAY = date(2026, 1, 2)
 CHAT = [{"role": "user", "content": "Why?"}, {"role": "assistant", "content": "So."}]
 PARTS = (
-    "{% for m in messages %}{% for p in m.content %}{% if p.type == 'text' %}[{{ p.text }}]{% endif %}{% endfor %}{% endfor %}"
+    "{% for m in messages %}{% for p in m.content %}{% if p.type == 'text' %}[{{ p.text }}]{% "
+    "endif %}{% endfor %}{% endfor %}"
 )
 TEXT_ARGUMENTS = (
     "{% for m in messages %}{{ m.content }}"
-    "{% for c in m.tool_calls or [] %}{{ '(' + c.function.arguments + ')' }}{% endfor %}{% endfor %}"
+    "{% for c in m.tool_calls or [] %}{{ '(' + c.function.arguments + ')' }}{% endfor %}{% endfor "
+    "%}"
 )
 
 
@@ -35,8 +37,10 @@ def test_contents_become_parts_and_arguments_text_only_for_templates_that_need_i
 
 
 MAGISTRAL = (
-    "{% for m in messages %}{% if m.content is string %}{{ m.content }}{% else %}{% for b in m.content %}"
-    "{% if b['type'] == 'text' %}{{ b['text'] }}{% elif b['type'] == 'thinking' %}{{ '[THINK]' + b['thinking'] + '[/THINK]' }}"
+    "{% for m in messages %}{% if m.content is string %}{{ m.content }}{% else %}{% for b in "
+    "m.content %}"
+    "{% if b['type'] == 'text' %}{{ b['text'] }}{% elif b['type'] == 'thinking' %}{{ '[THINK]' + "
+    "b['thinking'] + '[/THINK]' }}"
     "{% else %}{{ raise_exception('Only text and thinking blocks are supported.') }}{% endif %}"
     "{% endfor %}{% endif %};{% endfor %}"
 )
@@ -45,16 +49,24 @@ THINKING = [CHAT[0], {**CHAT[1], "reasoning_content": "Since."}]
 
 def test_reasoning_becomes_a_part_only_for_templates_that_need_it() -> None:
     assert template(MAGISTRAL).write(THINKING, None, DAY) == "Why?;[THINK]Since.[/THINK]So.;"
-    assert template(MAGISTRAL).write([CHAT[0], {**THINKING[1], "content": ""}], None, DAY) == "Why?;[THINK]Since.[/THINK];"
+    assert (
+        template(MAGISTRAL).write([CHAT[0], {**THINKING[1], "content": ""}], None, DAY)
+        == "Why?;[THINK]Since.[/THINK];"
+    )
     assert template(MAGISTRAL).write(CHAT, None, DAY) == "Why?;So.;"
-    by_name = "{% for m in messages %}{{ m.thinking }}{{ m.content }}{% endfor %}{# type thinking #}"
+    by_name = (
+        "{% for m in messages %}{{ m.thinking }}{{ m.content }}{% endfor %}{# type thinking #}"
+    )
     assert template(by_name).write(THINKING, None, DAY) == "Why?Since.So."
 
 
 def test_the_date_is_the_given_one() -> None:
     dated = template("{{ strftime_now('%Y-%m-%d') }}")
     assert dated.writes_date
-    assert [dated.write(CHAT, None, day) for day in (DAY, date(2025, 3, 4))] == ["2026-01-02", "2025-03-04"]
+    assert [dated.write(CHAT, None, day) for day in (DAY, date(2025, 3, 4))] == [
+        "2026-01-02",
+        "2025-03-04",
+    ]
 
 
 def test_wrong_templates_and_refused_conversations_are_told_apart() -> None:

@@ -1,4 +1,6 @@
-"""What a data file holds: tokens, what is cut, what the chat template refuses, in bounded memory."""
+"""What a data file holds: tokens, what is cut, what the chat template refuses, in bounded
+memory.
+"""
 
 from __future__ import annotations
 
@@ -34,7 +36,17 @@ def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> PreTrainedTokenizerFa
 
 
 def chat(question: str, answer: str) -> str:
-    return json.dumps({"messages": [{"role": "user", "content": question}, {"role": "assistant", "content": answer}]}) + "\n"
+    return (
+        json.dumps(
+            {
+                "messages": [
+                    {"role": "user", "content": question},
+                    {"role": "assistant", "content": answer},
+                ]
+            }
+        )
+        + "\n"
+    )
 
 
 def tell_nothing(progress: ReadProgress) -> None:
@@ -42,35 +54,59 @@ def tell_nothing(progress: ReadProgress) -> None:
 
 
 def found_in(
-    tokenizer: Any, path: Path, max_length: int = 512, *, pairs: bool = False, options: TokenOptions = DEFAULT
+    tokenizer: Any,
+    path: Path,
+    max_length: int = 512,
+    *,
+    pairs: bool = False,
+    options: TokenOptions = DEFAULT,
 ) -> DataReport:
-    request = ExamineRequest(str(path), sha256_of(path), "", "", max_length, pairs=pairs, options=options)
+    request = ExamineRequest(
+        str(path), sha256_of(path), "", "", max_length, pairs=pairs, options=options
+    )
     return Examination(tokenizer, request, ProgressReporter(3600.0, tell_nothing)).report()
 
 
-def test_counts_are_those_of_what_is_trained_on(tokenizer: PreTrainedTokenizerFast, tmp_path: Path) -> None:
+def test_counts_are_those_of_what_is_trained_on(
+    tokenizer: PreTrainedTokenizerFast, tmp_path: Path
+) -> None:
     path = tmp_path / "train.jsonl"
     path.write_text((chat("a", "b") + chat("a", "b" * 100) + chat("a" * 100, "b")) * CHUNK_SAMPLES)
-    samples = load_dataset(tokenizer, DataFileRef(name="f", path=str(path), sha256=sha256_of(path)), 40)
+    samples = load_dataset(
+        tokenizer, DataFileRef(name="f", path=str(path), sha256=sha256_of(path)), 40
+    )
     counts = found_in(tokenizer, path, 40).counts
     whole = found_in(tokenizer, path).counts
     assert counts is not None
     assert whole is not None
-    assert (counts.samples, counts.cut, counts.dropped) == (len(samples), 2 * CHUNK_SAMPLES, CHUNK_SAMPLES)
+    assert (counts.samples, counts.cut, counts.dropped) == (
+        len(samples),
+        2 * CHUNK_SAMPLES,
+        CHUNK_SAMPLES,
+    )
     assert counts.tokens == sum(len(sample.ids) for sample in samples)
     assert counts.targets == sum(sample.target_count for sample in samples)
-    assert (whole.samples, whole.cut, whole.dropped, whole.lost_tokens) == (3 * CHUNK_SAMPLES, 0, 0, 0)
+    assert (whole.samples, whole.cut, whole.dropped, whole.lost_tokens) == (
+        3 * CHUNK_SAMPLES,
+        0,
+        0,
+        0,
+    )
     assert whole.longest == counts.longest
     assert counts.lost_tokens == 2 * CHUNK_SAMPLES * (whole.longest - 40)
 
 
 def test_what_is_told_of_them() -> None:
-    counts = Counts(samples=1200, tokens=88815, targets=30132, longest=600, cut=3, lost_tokens=900, dropped=1)
+    counts = Counts(
+        samples=1200, tokens=88815, targets=30132, longest=600, cut=3, lost_tokens=900, dropped=1
+    )
     told = list(DataReport(1201, [], 0, counts).messages("a.jsonl", 512))
     assert [level for level, _ in told] == ["info", "warn", "warn"]
     assert [message for _, message in told] == [
-        "a.jsonl: 1,200 samples of 88,815 tokens, 30,132 of them the assistant's to learn; the longest sample has 600 tokens.",
-        "a.jsonl: 3 samples are cut to training.max_length = 512 tokens; 900 tokens are lost. A larger max_length keeps them.",
+        "a.jsonl: 1,200 samples of 88,815 tokens, 30,132 of them the assistant's to learn; the "
+        "longest sample has 600 tokens.",
+        "a.jsonl: 3 samples are cut to training.max_length = 512 tokens; 900 tokens are lost. A "
+        "larger max_length keeps them.",
         "a.jsonl: 1 sample is left out: no assistant token within 512 tokens.",
     ]
 
@@ -79,9 +115,13 @@ def test_faults_of_lines_and_of_the_template_are_named_in_the_order_of_the_file(
     tokenizer: PreTrainedTokenizerFast, tmp_path: Path
 ) -> None:
     strict = PreTrainedTokenizerFast(tokenizer_object=tokenizer._tokenizer)
-    strict.chat_template = "{{ raise_exception('no sevens') if '7' in messages[0].content }}" + str(tokenizer.chat_template)
+    strict.chat_template = "{{ raise_exception('no sevens') if '7' in messages[0].content }}" + str(
+        tokenizer.chat_template
+    )
     path = tmp_path / "train.jsonl"
-    path.write_text("".join("{}\n" if number == 9 else chat(str(number), "b") for number in range(1, 200)))
+    path.write_text(
+        "".join("{}\n" if number == 9 else chat(str(number), "b") for number in range(1, 200))
+    )
     report = found_in(strict, path)
     assert report.counts is None
     assert [fault.line for fault in report.faults][:4] == [7, 9, 17, 27]
@@ -91,20 +131,28 @@ def test_faults_of_lines_and_of_the_template_are_named_in_the_order_of_the_file(
     assert error is not None
     assert error.message == (
         "train.jsonl: 39 of 199 lines cannot be trained on.\n"
-        "38 lines (7, 17, 27, 37, 47, …): the base's chat template refuses this conversation: no sevens\n"
+        "38 lines (7, 17, 27, 37, 47, …): the base's chat template refuses this conversation: no "
+        "sevens\n"
         "line 9: messages is required"
     )
 
 
-def test_a_file_that_leaves_nothing_to_learn_is_at_fault(tokenizer: PreTrainedTokenizerFast, tmp_path: Path) -> None:
+def test_a_file_that_leaves_nothing_to_learn_is_at_fault(
+    tokenizer: PreTrainedTokenizerFast, tmp_path: Path
+) -> None:
     path = tmp_path / "train.jsonl"
     path.write_text(chat("a" * 100, "b"))
     error = found_in(tokenizer, path, 8).error("training_file", "a.jsonl")
     assert error is not None
-    assert error.message == "a.jsonl: no sample has an assistant token within training.max_length = 8 tokens."
+    assert (
+        error.message
+        == "a.jsonl: no sample has an assistant token within training.max_length = 8 tokens."
+    )
 
 
-def test_other_bytes_than_those_submitted_are_at_fault(tokenizer: PreTrainedTokenizerFast, tmp_path: Path) -> None:
+def test_other_bytes_than_those_submitted_are_at_fault(
+    tokenizer: PreTrainedTokenizerFast, tmp_path: Path
+) -> None:
     path = tmp_path / "train.jsonl"
     path.write_text(chat("a", "b"))
     request = ExamineRequest(str(path), "another", "", "", 8)
@@ -114,8 +162,12 @@ def test_other_bytes_than_those_submitted_are_at_fault(tokenizer: PreTrainedToke
     assert error.message == "a.jsonl: the file has changed since it was uploaded."
 
 
-def test_how_far_it_is_is_told_only_where_it_takes_long(tokenizer: PreTrainedTokenizerFast, tmp_path: Path) -> None:
-    """Without an interval, progress is reported at every line; `found_in` fails on a report within an hour."""
+def test_how_far_it_is_is_told_only_where_it_takes_long(
+    tokenizer: PreTrainedTokenizerFast, tmp_path: Path
+) -> None:
+    """Without an interval, progress is reported at every line; `found_in` fails on a report within
+    an hour.
+    """
     path = tmp_path / "train.jsonl"
     path.write_text("{}\n" + chat("a", "b") * 3 * CHUNK_SAMPLES)
     told: list[ReadProgress] = []
@@ -128,22 +180,38 @@ def test_how_far_it_is_is_told_only_where_it_takes_long(tokenizer: PreTrainedTok
 
 
 def test_what_is_told_of_how_far_it_is() -> None:
-    assert ReadProgress(412_000, 0.389).message("training_file") == "Validating training file: 412,000 lines (38 %)."
-    assert ReadProgress(7, 1.0).message("validation_file") == "Validating validation file: 7 lines (100 %)."
+    assert (
+        ReadProgress(412_000, 0.389).message("training_file")
+        == "Validating training file: 412,000 lines (38 %)."
+    )
+    assert (
+        ReadProgress(7, 1.0).message("validation_file")
+        == "Validating validation file: 7 lines (100 %)."
+    )
 
 
 @pytest.mark.slow
 def test_memory_does_not_grow_with_the_file(tmp_path: Path) -> None:
-    """The largest memory of the process after a small file, and after one of 20 times its size: less
-    than 130 bytes a line more, which any object of Python for each would take."""
+    """The largest memory of the process after a small file, and after one of 20 times its size:
+    less than 130 bytes a line more, which any object of Python for each would take.
+    """
     save_tokenizer(tmp_path / "base")
     peaks: list[int] = []
     with Examiner() as examiner:
         for lines in (4_000, 80_000):
             path = tmp_path / f"{lines}.jsonl"
-            path.write_text("".join(chat(f"say {number}" * 10, f"it is {number}" * 10) for number in range(lines)))
+            path.write_text(
+                "".join(
+                    chat(f"say {number}" * 10, f"it is {number}" * 10) for number in range(lines)
+                )
+            )
             asked = ExamineRequest(
-                str(path), sha256_of(path), str(tmp_path / "base"), "t", 512, tokens=str(tmp_path / "tokens")
+                str(path),
+                sha256_of(path),
+                str(tmp_path / "base"),
+                "t",
+                512,
+                tokens=str(tmp_path / "tokens"),
             )
             assert examiner.examine(asked).examples == lines
             (entry,) = entries_of(tmp_path / "tokens", asked.sha256)
@@ -169,16 +237,28 @@ def warned(report: DataReport, max_length: int = 512) -> list[str]:
 def test_names_that_the_template_does_not_write_are_told_with_their_lines(
     tokenizer: PreTrainedTokenizerFast, tmp_path: Path
 ) -> None:
-    user, answer = {"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}
-    ann, bot = user | {"name": "Ann"}, answer | {"name": "Bot"}
-    path = in_file(tmp_path / "a.jsonl", *({"messages": both} for both in ([ann, answer], [user, answer], [ann, bot])))
+    user = {"role": "user", "content": "a"}
+    answer = {"role": "assistant", "content": "b"}
+    ann = user | {"name": "Ann"}
+    bot = answer | {"name": "Bot"}
+    path = in_file(
+        tmp_path / "a.jsonl",
+        *({"messages": both} for both in ([ann, answer], [user, answer], [ann, bot])),
+    )
     expected = [
-        f"a.jsonl: {lines} with a name in messages of the role {role}. The base's chat template does not write it, so it has "
+        f"a.jsonl: {lines} with a name in messages of the role {role}. The base's chat template "
+        "does not write it, so it has "
         "no effect: write it into the content, or leave it out."
-        for role, lines in {"assistant": "1 sample (line 3)", "user": "2 samples (lines 1, 3)"}.items()
+        for role, lines in {
+            "assistant": "1 sample (line 3)",
+            "user": "2 samples (lines 1, 3)",
+        }.items()
     ]
     assert warned(found_in(tokenizer, path)) == expected
-    pairs = in_file(tmp_path / "p.jsonl", *({"prompt": [who], "chosen": [bot], "rejected": "c"} for who in (ann, user, ann)))
+    pairs = in_file(
+        tmp_path / "p.jsonl",
+        *({"prompt": [who], "chosen": [bot], "rejected": "c"} for who in (ann, user, ann)),
+    )
     assert warned(found_in(tokenizer, pairs, pairs=True))[1] == expected[1]
     naming = PreTrainedTokenizerFast(tokenizer_object=tokenizer._tokenizer)
     naming.chat_template = str(tokenizer.chat_template).replace("m.role", "m.name or m.role")
@@ -187,11 +267,17 @@ def test_names_that_the_template_does_not_write_are_told_with_their_lines(
     assert warned(found_in(naming, path)) == []
 
 
-def test_names_without_effect_in_prompts_to_grade_are_told(tokenizer: PreTrainedTokenizerFast, tmp_path: Path) -> None:
-    path = in_file(tmp_path / "a.jsonl", {"messages": [{"role": "user", "content": "a", "name": "Ann"}]})
+def test_names_without_effect_in_prompts_to_grade_are_told(
+    tokenizer: PreTrainedTokenizerFast, tmp_path: Path
+) -> None:
+    path = in_file(
+        tmp_path / "a.jsonl", {"messages": [{"role": "user", "content": "a", "name": "Ann"}]}
+    )
     options = TokenOptions(columns=Columns(of_prompts=True))
     request = ExamineRequest(str(path), sha256_of(path), "", "", 512, options=options)
-    (sentence,) = warned(Examination(tokenizer, request, ProgressReporter(3600.0, tell_nothing)).report())
+    (sentence,) = warned(
+        Examination(tokenizer, request, ProgressReporter(3600.0, tell_nothing)).report()
+    )
     assert "1 sample (line 1) with a name" in sentence
 
 
@@ -199,12 +285,18 @@ def pair(question: str, preferred: str, other: str) -> str:
     return json.dumps({"prompt": question, "chosen": preferred, "rejected": other}) + "\n"
 
 
-def test_pairs_are_counted_and_kept_together(tokenizer: PreTrainedTokenizerFast, tmp_path: Path) -> None:
+def test_pairs_are_counted_and_kept_together(
+    tokenizer: PreTrainedTokenizerFast, tmp_path: Path
+) -> None:
     path = tmp_path / "pairs.jsonl"
-    path.write_text(pair("a", "b", "c") * CHUNK_SAMPLES + pair("a" * 40, "b", "c") + pair("a", "b", "c" * 100))
+    path.write_text(
+        pair("a", "b", "c") * CHUNK_SAMPLES + pair("a" * 40, "b", "c") + pair("a", "b", "c" * 100)
+    )
     counts = found_in(tokenizer, path, 40, pairs=True).counts
     assert counts is not None
-    assert (counts.pairs, counts.samples) == (CHUNK_SAMPLES + 1, 2 * CHUNK_SAMPLES + 2), "one has no answer within 40 tokens"
+    assert (counts.pairs, counts.samples) == (CHUNK_SAMPLES + 1, 2 * CHUNK_SAMPLES + 2), (
+        "one has no answer within 40 tokens"
+    )
     assert (counts.dropped, counts.cut) == (1, 3)
     file = DataFileRef(name="f", path=str(path), sha256=sha256_of(path))
     with closing(file_samples(tokenizer, file, pairs=True)) as found:
@@ -219,21 +311,33 @@ def test_pairs_are_counted_and_kept_together(tokenizer: PreTrainedTokenizerFast,
     assert told[2].startswith("p.jsonl: 1 pair is left out")
 
 
-def test_pairs_whose_answers_are_alike_after_the_cut_are_left_out(tokenizer: PreTrainedTokenizerFast, tmp_path: Path) -> None:
+def test_pairs_whose_answers_are_alike_after_the_cut_are_left_out(
+    tokenizer: PreTrainedTokenizerFast, tmp_path: Path
+) -> None:
     """Their loss is ln 2 whatever is learned, and has no gradient."""
     path = tmp_path / "pairs.jsonl"
-    late, other = pair("a", "b" * 100 + "c", "b" * 100 + "d"), pair("a", "b", "c")
+    late = pair("a", "b" * 100 + "c", "b" * 100 + "d")
+    other = pair("a", "b", "c")
     path.write_text(other + late + pair("a" * 100, "b", "c") + late)
     report = found_in(tokenizer, path, 60, pairs=True)
     assert report.counts is not None
-    assert (report.counts.pairs, report.counts.dropped, report.counts.alike) == (1, 1, Lines(2, (2, 4)))
+    assert (report.counts.pairs, report.counts.dropped, report.counts.alike) == (
+        1,
+        1,
+        Lines(2, (2, 4)),
+    )
     alone = tmp_path / "alone.jsonl"
     alone.write_text(other)
     of_one = found_in(tokenizer, alone, 60, pairs=True).counts
     assert of_one is not None
-    assert (report.counts.samples, report.counts.tokens, report.counts.targets) == (2, of_one.tokens, of_one.targets)
+    assert (report.counts.samples, report.counts.tokens, report.counts.targets) == (
+        2,
+        of_one.tokens,
+        of_one.targets,
+    )
     assert warned(report, 60)[1] == (
-        "a.jsonl: 2 pairs (lines 2, 4) whose two answers are the same within training.max_length = 60 tokens, left out, "
+        "a.jsonl: 2 pairs (lines 2, 4) whose two answers are the same within training.max_length "
+        "= 60 tokens, left out, "
         "since nothing is learned from them. Raise it if the answers differ after that."
     )
     whole = found_in(tokenizer, path, 200, pairs=True).counts
@@ -243,8 +347,10 @@ def test_pairs_whose_answers_are_alike_after_the_cut_are_left_out(tokenizer: Pre
     error = found_in(tokenizer, path, 60, pairs=True).error("training_file", "a.jsonl")
     assert error is not None
     assert error.message == (
-        "a.jsonl: no pair has two answers within training.max_length = 60 tokens that differ and have an assistant token each, "
-        "so there is nothing to learn. Raise it if the answers differ after that, and else give others."
+        "a.jsonl: no pair has two answers within training.max_length = 60 tokens that differ and "
+        "have an assistant token each, "
+        "so there is nothing to learn. Raise it if the answers differ after that, and else give "
+        "others."
     )
 
 
@@ -264,19 +370,28 @@ def test_prompts_with_completions_are_conversations_where_that_is_asked(
         with pytest.raises(SpecError, match="has no chat template"):
             found_in(base, bare, options=options)
         return
-    report, joined = found_in(base, bare, options=options), found_in(base, bare)
+    report = found_in(base, bare, options=options)
+    joined = found_in(base, bare)
     is_chat = has_template and applied is not False
     assert report.counts == (found_in(base, chats) if is_chat else joined).counts
-    levels = [level for level, message in report.messages("a.jsonl", 512) if "prompt and completion are" in message]
+    levels = [
+        level
+        for level, message in report.messages("a.jsonl", 512)
+        if "prompt and completion are" in message
+    ]
     assert levels == ([] if not has_template else ["info"] if is_chat else ["warn"])
     verbatim = found_in(base, empty, options=options)
     assert verbatim.counts == (None if applied is True else found_in(base, empty).counts)
     assert [fault.field for fault in verbatim.faults] == (["prompt"] if applied is True else [])
 
 
-def test_a_pair_at_fault_is_one_line_at_fault(tokenizer: PreTrainedTokenizerFast, tmp_path: Path) -> None:
+def test_a_pair_at_fault_is_one_line_at_fault(
+    tokenizer: PreTrainedTokenizerFast, tmp_path: Path
+) -> None:
     path = tmp_path / "pairs.jsonl"
-    path.write_text(pair("a", "b", "c") + chat("a", "b") + pair("a", "b", "b") + pair("d", "e", "f"))
+    path.write_text(
+        pair("a", "b", "c") + chat("a", "b") + pair("a", "b", "b") + pair("d", "e", "f")
+    )
     report = found_in(tokenizer, path, 40, pairs=True)
     assert (report.examples, report.faults_total) == (2, 2)
     assert [fault.line for fault in report.faults] == [2, 3]

@@ -32,7 +32,12 @@ TURNS = {"messages": [USER, ANSWER]}
 BY_FORMAT: dict[str, dict[str, Any]] = {
     "chat": TURNS,
     "sharegpt": {"conversations": [{"from": "human", "value": "a"}, {"from": "gpt", "value": "b"}]},
-    "gemini": {"contents": [{"role": "user", "parts": [{"text": "a"}]}, {"role": "model", "parts": [{"text": "b"}]}]},
+    "gemini": {
+        "contents": [
+            {"role": "user", "parts": [{"text": "a"}]},
+            {"role": "model", "parts": [{"text": "b"}]},
+        ]
+    },
     "alpaca": {"instruction": "a", "output": "b"},
     "turns": {"prompt": [USER], "completion": [ANSWER]},
     "openai pairs": {
@@ -56,7 +61,9 @@ def conversations(record: Any) -> list[Conversation]:
 
 
 @pytest.mark.parametrize("name", BY_FORMAT)
-def test_each_record_is_written_with_its_own(name: str, tmp_path: Path, base: PreTrainedTokenizerFast) -> None:
+def test_each_record_is_written_with_its_own(
+    name: str, tmp_path: Path, base: PreTrainedTokenizerFast
+) -> None:
     given = BY_FORMAT[name]
     thinking, short = records(write(tmp_path, lines([given | SET, given])))
     assert not isinstance(thinking, Fault)
@@ -90,7 +97,9 @@ def test_they_stand_before_those_of_the_job(base: PreTrainedTokenizerFast) -> No
 
 def test_one_and_true_are_told_apart() -> None:
     template = ChatTemplate({"default": "{{ messages[0].content }}{{ x }}"}, {})
-    written = [template.setting({"x": x}).write([USER], None, date.min) for x in (1, True, 1.0, "1")]
+    written = [
+        template.setting({"x": x}).write([USER], None, date.min) for x in (1, True, 1.0, "1")
+    ]
     assert written == [f"{USER['content']}{text}" for text in ("1", "True", "1.0", "1")]
 
 
@@ -99,7 +108,9 @@ def test_null_ones_which_tables_write_are_left_out(tmp_path: Path) -> None:
     first, second = records(
         write(
             tmp_path,
-            lines([TURNS | {"chat_template_kwargs": given}, TURNS | {"chat_template_kwargs": None}]),
+            lines(
+                [TURNS | {"chat_template_kwargs": given}, TURNS | {"chat_template_kwargs": None}]
+            ),
         )
     )
     assert isinstance(first, Conversation)
@@ -111,13 +122,18 @@ def test_null_ones_which_tables_write_are_left_out(tmp_path: Path) -> None:
     ("line", "field"),
     [
         (TURNS | {"chat_template_kwargs": {"messages": "x"}}, "chat_template_kwargs.messages"),
-        (TURNS | {"chat_template_kwargs": {"enable_thinking": [1]}}, "chat_template_kwargs.enable_thinking"),
+        (
+            TURNS | {"chat_template_kwargs": {"enable_thinking": [1]}},
+            "chat_template_kwargs.enable_thinking",
+        ),
         (TURNS | {"chat_template_kwargs": "thinking"}, "chat_template_kwargs"),
         ({"text": "a"} | SET, "chat_template_kwargs"),
         ({"prompt": "a", "completion": "b"} | SET, "chat_template_kwargs"),
     ],
 )
-def test_those_without_an_effect_are_refused(line: dict[str, Any], field: str, tmp_path: Path) -> None:
+def test_those_without_an_effect_are_refused(
+    line: dict[str, Any], field: str, tmp_path: Path
+) -> None:
     with open_data(write(tmp_path, lines([line]))) as reader:
         ((_, fault),) = reader
     assert isinstance(fault, Fault)

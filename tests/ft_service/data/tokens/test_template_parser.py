@@ -27,9 +27,12 @@ def writing(tokenizer: Any) -> Write:
 
 @pytest.mark.parametrize("template", TEMPLATES)
 @pytest.mark.parametrize(
-    "messages", [[ASKED], [SYSTEM, ASKED], [SYSTEM, ASKED, SAID, ASKED], [ASKED, SAID, ASKED, SAID, ASKED]]
+    "messages",
+    [[ASKED], [SYSTEM, ASKED], [SYSTEM, ASKED, SAID, ASKED], [ASKED, SAID, ASKED, SAID, ASKED]],
 )
-def test_the_messages_of_a_prompt_are_found_in_its_tokens(template: str, messages: list[dict[str, Any]]) -> None:
+def test_the_messages_of_a_prompt_are_found_in_its_tokens(
+    template: str, messages: list[dict[str, Any]]
+) -> None:
     tokenizer = load_tokenizer(str(SAMPLE), named_template(template) if template else "")
     write = writing(tokenizer)
     ids = tokenizer(write(messages), add_special_tokens=False)["input_ids"]
@@ -40,5 +43,8 @@ def test_what_is_no_conversation_of_text_is_not_made_one() -> None:
     tokenizer = load_tokenizer(str(SAMPLE))
     write = writing(tokenizer)
     for text in ("Once upon a time", write([ASKED]) + "And so"):
-        assert turns_of(tokenizer(text, add_special_tokens=False)["input_ids"], tokenizer, write) is None
+        assert (
+            turns_of(tokenizer(text, add_special_tokens=False)["input_ids"], tokenizer, write)
+            is None
+        )
     assert turns_of([], tokenizer, write) is None

@@ -12,7 +12,9 @@ from ft_service.data.tokens.token_cache import tokens_key
 from tests.support.training.models import save_tokenizer
 
 
-def test_the_key_is_that_of_the_data_and_of_what_makes_tokens_of_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_key_is_that_of_the_data_and_of_what_makes_tokens_of_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     base = tmp_path / "base"
     save_tokenizer(base)
     copy = Path(shutil.copytree(base, tmp_path / "copy"))
@@ -22,7 +24,12 @@ def test_the_key_is_that_of_the_data_and_of_what_makes_tokens_of_it(tmp_path: Pa
     assert tokens_key(str(copy), "12") == key, "wherever the base lies"
     assert tokens_key(str(copy), "34") != key
     found = [key]
-    for name in ("tokenizer.json", "chat_template.jinja", "additional_chat_templates/tool_use.jinja", "merges.txt"):
+    for name in (
+        "tokenizer.json",
+        "chat_template.jinja",
+        "additional_chat_templates/tool_use.jinja",
+        "merges.txt",
+    ):
         (copy / name).parent.mkdir(exist_ok=True)
         (copy / name).write_text("another")
         found.append(tokens_key(str(copy), "12"))

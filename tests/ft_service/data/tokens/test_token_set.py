@@ -47,7 +47,12 @@ def test_a_set_is_its_samples() -> None:
 
 def test_a_set_of_nothing() -> None:
     nothing = TokenSet.of([])
-    assert (len(nothing), list(nothing), nothing.largest_id, nothing.lengths.tolist()) == (0, [], -1, [])
+    assert (len(nothing), list(nothing), nothing.largest_id, nothing.lengths.tolist()) == (
+        0,
+        [],
+        -1,
+        [],
+    )
     assert len(nothing.cut(3)) == 0
 
 
@@ -58,7 +63,9 @@ def test_a_set_is_cut_as_its_samples_are(max_length: int) -> None:
     assert same(cut, expected)
     assert cut.lengths.tolist() == [len(sample.ids) for sample in expected]
     assert cut.target_counts.tolist() == [sample.target_count for sample in expected]
-    assert same(cut.cut(2), [sample.cut(2) for sample in expected if sample.cut(2).target_count]), "cut again"
+    assert same(cut.cut(2), [sample.cut(2) for sample in expected if sample.cut(2).target_count]), (
+        "cut again"
+    )
 
 
 def test_a_sample_of_a_set_belongs_to_the_caller() -> None:

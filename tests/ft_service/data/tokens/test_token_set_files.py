@@ -1,4 +1,6 @@
-"""Tokens on the disk: those of the file, counted as if it were read again, whole or not there at all."""
+"""Tokens on the disk: those of the file, counted as if it were read again, whole or not there at
+all.
+"""
 
 from __future__ import annotations
 
@@ -46,7 +48,17 @@ def tokenizer(base: Path) -> PreTrainedTokenizerFast:
 
 
 def chat(question: str, answer: str) -> str:
-    return json.dumps({"messages": [{"role": "user", "content": question}, {"role": "assistant", "content": answer}]}) + "\n"
+    return (
+        json.dumps(
+            {
+                "messages": [
+                    {"role": "user", "content": question},
+                    {"role": "assistant", "content": answer},
+                ]
+            }
+        )
+        + "\n"
+    )
 
 
 @pytest.fixture
@@ -63,12 +75,16 @@ def tell_nothing(progress: ReadProgress) -> None:
 def examined(tokenizer: Any, file: DataFileRef, max_length: int, folder: Path | None) -> DataReport:
     destination = TokenDestination(folder, KEY) if folder is not None else None
     request = ExamineRequest(file.path, file.sha256, "", "", max_length)
-    return Examination(tokenizer, request, ProgressReporter(3600.0, tell_nothing)).report(destination)
+    return Examination(tokenizer, request, ProgressReporter(3600.0, tell_nothing)).report(
+        destination
+    )
 
 
 def same(found: TokenSet, expected: TokenSet) -> bool:
     return found.digest == expected.digest and all(
-        np.array_equal(a.ids, b.ids) and np.array_equal(a.targets, b.targets) and a.ids.dtype == b.ids.dtype
+        np.array_equal(a.ids, b.ids)
+        and np.array_equal(a.targets, b.targets)
+        and a.ids.dtype == b.ids.dtype
         for a, b in zip(found, expected, strict=True)
     )
 
@@ -85,7 +101,8 @@ def test_what_is_kept_is_what_a_rank_would_make(
     max_length: int, tokenizer: PreTrainedTokenizerFast, file: DataFileRef, tmp_path: Path
 ) -> None:
     examined(tokenizer, file, 50, tmp_path / "tokens")
-    samples, made = kept(tmp_path / "tokens"), load_dataset(tokenizer, file, 10_000)
+    samples = kept(tmp_path / "tokens")
+    made = load_dataset(tokenizer, file, 10_000)
     assert same(samples, made)
     assert (len(samples), samples.largest_id, samples.dated) == (LINES, made.largest_id, False)
     assert samples.lengths.tolist() == made.lengths.tolist()
@@ -97,20 +114,32 @@ def test_the_same_is_reported_without_a_tokenizer(
     max_length: int, tokenizer: PreTrainedTokenizerFast, file: DataFileRef, tmp_path: Path
 ) -> None:
     examined(tokenizer, file, 50, tmp_path / "tokens")
-    assert examined(None, file, max_length, tmp_path / "tokens") == examined(tokenizer, file, max_length, None)
+    assert examined(None, file, max_length, tmp_path / "tokens") == examined(
+        tokenizer, file, max_length, None
+    )
 
 
 @pytest.mark.parametrize("max_length", [40, 200])
-def test_the_same_is_reported_of_pairs(max_length: int, tokenizer: PreTrainedTokenizerFast, tmp_path: Path) -> None:
-    path, folder = tmp_path / "pairs.jsonl", tmp_path / "tokens"
+def test_the_same_is_reported_of_pairs(
+    max_length: int, tokenizer: PreTrainedTokenizerFast, tmp_path: Path
+) -> None:
+    path = tmp_path / "pairs.jsonl"
+    folder = tmp_path / "tokens"
     answers = [("b", "c"), ("b" * 100 + "c", "b" * 100 + "d"), (" b", "b "), ("b" * 99, "c" * 99)]
-    path.write_text("".join(json.dumps({"prompt": "a", "chosen": one, "rejected": two}) + "\n" for one, two in answers))
+    path.write_text(
+        "".join(
+            json.dumps({"prompt": "a", "chosen": one, "rejected": two}) + "\n"
+            for one, two in answers
+        )
+    )
     request = ExamineRequest(str(path), sha256_of(path), "", "", max_length, pairs=True)
     trimming = PreTrainedTokenizerFast(tokenizer_object=tokenizer._tokenizer)
     trimming.chat_template = str(tokenizer.chat_template).replace("m.content", "m.content | trim")
     tokenizers: tuple[Any, ...] = (trimming, None)
     first, again = (
-        Examination(of, request, ProgressReporter(3600.0, tell_nothing)).report(TokenDestination(folder, KEY))
+        Examination(of, request, ProgressReporter(3600.0, tell_nothing)).report(
+            TokenDestination(folder, KEY)
+        )
         for of in tokenizers
     )
     assert again == first
@@ -118,13 +147,18 @@ def test_the_same_is_reported_of_pairs(max_length: int, tokenizer: PreTrainedTok
     assert first.counts.alike == (Lines(2, (2, 3)) if max_length == 40 else Lines(1, (3,)))
 
 
-def test_the_samples_of_a_conversation_are_told_and_stay_together(tokenizer: PreTrainedTokenizerFast, tmp_path: Path) -> None:
+def test_the_samples_of_a_conversation_are_told_and_stay_together(
+    tokenizer: PreTrainedTokenizerFast, tmp_path: Path
+) -> None:
     """By a template that writes an answer otherwise once more follows."""
-    path, folder = tmp_path / "train.jsonl", tmp_path / "tokens"
+    path = tmp_path / "train.jsonl"
+    folder = tmp_path / "tokens"
     turn = json.loads(chat("a", "b"))["messages"]
     path.write_text(
         "".join(
-            json.dumps({"messages": turn[:-1] + [{**turn[1], "content": f"b{n}"}] + turn * (n % 3)}) + "\n" for n in range(9)
+            json.dumps({"messages": turn[:-1] + [{**turn[1], "content": f"b{n}"}] + turn * (n % 3)})
+            + "\n"
+            for n in range(9)
         )
     )
     other = PreTrainedTokenizerFast(tokenizer_object=tokenizer._tokenizer, eos_token="<|im_end|>")
@@ -132,13 +166,22 @@ def test_the_samples_of_a_conversation_are_told_and_stay_together(tokenizer: Pre
     request = ExamineRequest(str(path), sha256_of(path), "", "", 512)
     tokenizers: tuple[Any, ...] = (other, None)
     first, again = (
-        Examination(of, request, ProgressReporter(3600.0, tell_nothing)).report(TokenDestination(folder, KEY))
+        Examination(of, request, ProgressReporter(3600.0, tell_nothing)).report(
+            TokenDestination(folder, KEY)
+        )
         for of in tokenizers
     )
     assert again == first
     assert first.counts is not None
-    assert (first.examples, first.counts.samples, first.counts.several) == (9, 18, Lines(6, (2, 3, 5, 6, 8)))
-    assert any("6 conversations (lines 2, 3, 5, 6, 8, …)" in sentence for _, sentence in first.messages("f", 512))
+    assert (first.examples, first.counts.samples, first.counts.several) == (
+        9,
+        18,
+        Lines(6, (2, 3, 5, 6, 8)),
+    )
+    assert any(
+        "6 conversations (lines 2, 3, 5, 6, 8, …)" in sentence
+        for _, sentence in first.messages("f", 512)
+    )
     samples = kept(folder)
     assert samples.records.tolist() == [0, 1, 1, 2, 2, 2, 3, 4, 4, 5, 5, 5, 6, 7, 7, 8, 8, 8]
     training, validation = split_off(samples, Split(0.4, 3), "f")
@@ -150,7 +193,9 @@ def test_the_samples_of_a_conversation_are_told_and_stay_together(tokenizer: Pre
     assert (found.samples, found.cut, found.duplicates) == (2, Lines(1, (6,)), Lines())
 
 
-def test_nothing_is_kept_of_a_file_with_a_fault(tokenizer: PreTrainedTokenizerFast, file: DataFileRef, tmp_path: Path) -> None:
+def test_nothing_is_kept_of_a_file_with_a_fault(
+    tokenizer: PreTrainedTokenizerFast, file: DataFileRef, tmp_path: Path
+) -> None:
     with Path(file.path).open("a") as lines:
         lines.write("{}\n")
     changed = file.model_copy(update={"sha256": sha256_of(Path(file.path))})
@@ -176,7 +221,10 @@ def test_a_date_in_the_template_is_noted(base: Path, file: DataFileRef, tmp_path
 def test_names_and_messages_without_effect_are_kept_with_the_tokens(
     tokenizer: PreTrainedTokenizerFast, file: DataFileRef, tmp_path: Path
 ) -> None:
-    messages = [{"role": "user", "content": "a", "name": "Ann"}, {"role": "assistant", "content": "b"}]
+    messages = [
+        {"role": "user", "content": "a", "name": "Ann"},
+        {"role": "assistant", "content": "b"},
+    ]
     path = Path(file.path)
     asking = [*messages, {"role": "user", "content": "and c?"}]
     lines = [json.dumps({"messages": given}) + "\n" for given in (messages, asking)]
@@ -184,13 +232,21 @@ def test_names_and_messages_without_effect_are_kept_with_the_tokens(
     file = file.model_copy(update={"sha256": sha256_of(path)})
     first = examined(tokenizer, file, 50, tmp_path / "tokens")
     assert first.unread_names == {"user": Lines(2, (2, 3))}
-    assert first.unanswered == check_lines(path).unanswered == Lines(1, (3,)), "its last message is of the user"
-    (told,) = (message for level, message in first.messages("a.jsonl", 50) if "after the last answer" in message)
+    assert first.unanswered == check_lines(path).unanswered == Lines(1, (3,)), (
+        "its last message is of the user"
+    )
+    (told,) = (
+        message
+        for level, message in first.messages("a.jsonl", 50)
+        if "after the last answer" in message
+    )
     assert told.startswith("a.jsonl: 1 sample (line 3)")
     assert examined(None, file, 50, tmp_path / "tokens") == first
 
 
-def test_an_index_of_an_earlier_release_is_read(tokenizer: PreTrainedTokenizerFast, file: DataFileRef, tmp_path: Path) -> None:
+def test_an_index_of_an_earlier_release_is_read(
+    tokenizer: PreTrainedTokenizerFast, file: DataFileRef, tmp_path: Path
+) -> None:
     """Its seal is of the fields that there were."""
     examined(tokenizer, file, 50, tmp_path / "tokens")
     path = tmp_path / "tokens" / KEY / "index.json"
@@ -246,8 +302,13 @@ def test_a_damaged_folder_is_made_anew(
 def test_of_two_writers_one_is_first_and_nothing_is_left_over(
     tokenizer: PreTrainedTokenizerFast, file: DataFileRef, tmp_path: Path
 ) -> None:
-    cache, samples = Cache(tmp_path / "tokens"), load_dataset(tokenizer, file, 10_000)
-    with Recording(cache, KEY, 0) as first, Recording(cache, KEY, 0) as second, Recording(cache, KEY, 0) as third:
+    cache = Cache(tmp_path / "tokens")
+    samples = load_dataset(tokenizer, file, 10_000)
+    with (
+        Recording(cache, KEY, 0) as first,
+        Recording(cache, KEY, 0) as second,
+        Recording(cache, KEY, 0) as third,
+    ):
         for sample in samples:
             for recording in (first, second, third):
                 recording.add(sample)
@@ -269,7 +330,8 @@ def test_no_samples_can_be_kept_too(tmp_path: Path) -> None:
 
 def test_the_process_keeps_them_and_counts_them_again(base: Path, tmp_path: Path) -> None:
     spec = spec_for(base, save_chats(tmp_path / "train.jsonl", 20))
-    data, folder = spec.data_files[0], tmp_path / "tokens"
+    data = spec.data_files[0]
+    folder = tmp_path / "tokens"
     path = Path(data.path)
 
     def report() -> object:

@@ -1,4 +1,7 @@
-"""What the launcher promises, on a cluster: our own, or that of KUBECONFIG. Pods run our supervisor, whose workers play."""
+"""What the launcher promises, on a cluster: our own, or that of KUBECONFIG.
+
+Pods run our supervisor, whose workers play.
+"""
 
 from __future__ import annotations
 
@@ -55,14 +58,22 @@ def test_an_attempt_from_its_start_to_its_end(attempts: Attempts, cluster: Harne
     assert reason_of(attempt.wait_ended()) == "stopped", "what is known of it outlives the Job"
 
 
-def test_success_leaves_each_nodes_record_and_the_job_to_its_time_to_live(attempts: Attempts, cluster: HarnessCluster) -> None:
+def test_success_leaves_each_nodes_record_and_the_job_to_its_time_to_live(
+    attempts: Attempts, cluster: HarnessCluster
+) -> None:
     attempt = attempts("event,succeed")
     attempt.start()
     assert reason_of(attempt.wait_ended()) == "succeeded"
-    assert json.loads(attempt.run.get("attempts/1/nodes/1/exit.json") or b"")["reason"] == "succeeded"
+    assert (
+        json.loads(attempt.run.get("attempts/1/nodes/1/exit.json") or b"")["reason"] == "succeeded"
+    )
     assert Path(attempt.run.path("attempts/1/exit.json")).is_file()
     attempt.launcher.clean(attempt.handle)
-    conditions = {c["type"] for c in cluster.get("jobs", attempt.name)["status"]["conditions"] if c["status"] == "True"}
+    conditions = {
+        c["type"]
+        for c in cluster.get("jobs", attempt.name)["status"]["conditions"]
+        if c["status"] == "True"
+    }
     assert "Complete" in conditions
     short = attempts("event,succeed", nodes=1, ttl_seconds_after_finished=0)
     short.start()
@@ -71,7 +82,9 @@ def test_success_leaves_each_nodes_record_and_the_job_to_its_time_to_live(attemp
     assert reason_of(short.wait_ended()) == "succeeded"
 
 
-def test_starting_again_starts_nothing_and_another_launcher_takes_over(attempts: Attempts, cluster: HarnessCluster) -> None:
+def test_starting_again_starts_nothing_and_another_launcher_takes_over(
+    attempts: Attempts, cluster: HarnessCluster
+) -> None:
     attempt = attempts("event,hang")
     attempt.start()
     attempt.wait_reported()
@@ -169,14 +182,23 @@ def test_a_time_limit_that_passes_while_an_attempt_waits_for_a_place_is_no_failu
     cluster.patch_job(attempt.name, {"spec": {"activeDeadlineSeconds": 1}})
     wait_for(lambda: status.is_finished(cluster.get("jobs", attempt.name)), SECONDS)
     job = cluster.get("jobs", attempt.name)
-    failing = {**job, "status": {"conditions": [{"type": "FailureTarget", "status": "True", "reason": "DeadlineExceeded"}]}}
+    failing = {
+        **job,
+        "status": {
+            "conditions": [
+                {"type": "FailureTarget", "status": "True", "reason": "DeadlineExceeded"}
+            ]
+        },
+    }
     with monkeypatch.context() as before_its_end:
         before_its_end.setattr(Cluster, "job", lambda *_: failing)
         assert isinstance(attempt.seen(), Running)
     ended = attempt.wait_ended()
     assert reason_of(ended) == "stopped"
     assert ended.exit is not None
-    assert "pods had a place when its time was over (active_deadline_seconds = 1" in ended.exit.message
+    assert (
+        "pods had a place when its time was over (active_deadline_seconds = 1" in ended.exit.message
+    )
     assert ended.delay_seconds == RETRY_SECONDS
 
 
@@ -216,18 +238,29 @@ def test_an_image_that_is_not_there_is_told(attempts: Attempts) -> None:
     assert "ErrImagePull" in (seen.note or "")
 
 
-def test_why_a_node_does_not_start_a_pod_is_told(attempts: Attempts, cluster: HarnessCluster) -> None:
+def test_why_a_node_does_not_start_a_pod_is_told(
+    attempts: Attempts, cluster: HarnessCluster
+) -> None:
     attempt = attempts("succeed", nodes=1)
     cluster.kubelet.frozen = True
     try:
         attempt.start()
 
         def placed() -> str | None:
-            mine = (pod for pod in cluster.items("pods") if pod["metadata"]["labels"].get(JOB_NAME) == attempt.name)
-            return next((pod["metadata"]["name"] for pod in mine if pod["spec"].get("nodeName")), None)
+            mine = (
+                pod
+                for pod in cluster.items("pods")
+                if pod["metadata"]["labels"].get(JOB_NAME) == attempt.name
+            )
+            return next(
+                (pod["metadata"]["name"] for pod in mine if pod["spec"].get("nodeName")), None
+            )
 
         pod = wait_for(placed, SECONDS)
-        for reason, message in (("FailedMount", "mount failed: exit status 32"), ("FailedScheduling", "no nodes available")):
+        for reason, message in (
+            ("FailedMount", "mount failed: exit status 32"),
+            ("FailedScheduling", "no nodes available"),
+        ):
             event = {
                 "metadata": {"name": f"{pod}.{reason.lower()}", "namespace": cluster.namespace},
                 "involvedObject": {"kind": "Pod", "name": pod, "namespace": cluster.namespace},
@@ -236,9 +269,14 @@ def test_why_a_node_does_not_start_a_pod_is_told(attempts: Attempts, cluster: Ha
                 "message": message,
                 "lastTimestamp": "2026-11-26T12:00:00Z",
             }
-            cluster.http.post(f"/api/v1/namespaces/{cluster.namespace}/events", json=event).raise_for_status()
+            cluster.http.post(
+                f"/api/v1/namespaces/{cluster.namespace}/events", json=event
+            ).raise_for_status()
         seen = attempt.wait_noted()
-        assert (seen.note, seen.level) == (f"pod {pod} has not started: mount failed: exit status 32", "warn")
+        assert (seen.note, seen.level) == (
+            f"pod {pod} has not started: mount failed: exit status 32",
+            "warn",
+        )
         assert seen.admitted, "that time counts"
     finally:
         cluster.kubelet.frozen = False
@@ -252,7 +290,9 @@ def test_a_queue_admits(attempts: Attempts, cluster: HarnessCluster) -> None:
     assert "the queue team-a, and this cluster has no Kueue" in (seen.note or "")
     job = cluster.get("jobs", attempt.name)
     assert job["metadata"]["labels"]["kueue.x-k8s.io/queue-name"] == "team-a"
-    assert not [pod for pod in cluster.items("pods") if pod["metadata"]["name"].startswith(attempt.name)]
+    assert not [
+        pod for pod in cluster.items("pods") if pod["metadata"]["name"].startswith(attempt.name)
+    ]
     cluster.patch_job(attempt.name, {"spec": {"suspend": False}})  # as Kueue does
     assert reason_of(attempt.wait_ended()) == "succeeded"
 
@@ -266,10 +306,14 @@ def test_killing_ends_everything_and_says_why(attempts: Attempts) -> None:
     assert reason_of(ended) == "stalled"
     attempt.wait_gone()
     attempt.start()
-    assert attempt.cluster.get("jobs", attempt.name) is None, "an attempt that was ended cannot be started"
+    assert attempt.cluster.get("jobs", attempt.name) is None, (
+        "an attempt that was ended cannot be started"
+    )
 
 
-def test_an_attempt_that_was_given_up_before_its_start_cannot_be_started(attempts: Attempts, cluster: HarnessCluster) -> None:
+def test_an_attempt_that_was_given_up_before_its_start_cannot_be_started(
+    attempts: Attempts, cluster: HarnessCluster
+) -> None:
     attempt = attempts("succeed")
     attempt.launcher.kill(attempt.handle, Reason.USER_CANCELLED)
     attempt.start()
@@ -277,7 +321,9 @@ def test_an_attempt_that_was_given_up_before_its_start_cannot_be_started(attempt
     assert reason_of(attempt.wait_ended()) == "cancelled"
 
 
-def test_a_job_that_somebody_deletes_was_lost_and_not_absent(attempts: Attempts, cluster: HarnessCluster) -> None:
+def test_a_job_that_somebody_deletes_was_lost_and_not_absent(
+    attempts: Attempts, cluster: HarnessCluster
+) -> None:
     attempt = attempts("succeed", node_selector={"gpu": "none-has-it"})
     attempt.start()
     attempt.wait_noted()
@@ -286,13 +332,18 @@ def test_a_job_that_somebody_deletes_was_lost_and_not_absent(attempts: Attempts,
     assert attempt.seen() == Ended(None)
 
 
-def test_unfinished_jobs_of_this_installation_are_listed_and_can_be_ended(attempts: Attempts, cluster: HarnessCluster) -> None:
-    mine, done = attempts("event,hang", nodes=1, grace=1.0), attempts("succeed", nodes=1)
+def test_unfinished_jobs_of_this_installation_are_listed_and_can_be_ended(
+    attempts: Attempts, cluster: HarnessCluster
+) -> None:
+    mine = attempts("event,hang", nodes=1, grace=1.0)
+    done = attempts("succeed", nodes=1)
     foreign = attempts("hang", nodes=1, grace=1.0, labels=dict.fromkeys(INSTANCE, "other"))
     for attempt in (mine, done, foreign):
         attempt.start()
     done.wait_ended()
-    assert {listed.name: listed.job_id for listed in mine.launcher.unfinished()} == {mine.name: mine.job_id}
+    assert {listed.name: listed.job_id for listed in mine.launcher.unfinished()} == {
+        mine.name: mine.job_id
+    }
     assert [listed.name for listed in foreign.launcher.unfinished()] == [foreign.name]
     mine.launcher.end_unfinished(mine.name)
     mine.launcher.end_unfinished(mine.name)
@@ -301,7 +352,9 @@ def test_unfinished_jobs_of_this_installation_are_listed_and_can_be_ended(attemp
 
 def test_a_look_that_is_remembered_says_so(attempts: Attempts, cluster: HarnessCluster) -> None:
     attempt = attempts("event,hang", nodes=1)
-    launcher = KubernetesLauncher(cluster.client(), attempt.profile, Site(cluster.namespace, attempt.home), watch=True)
+    launcher = KubernetesLauncher(
+        cluster.client(), attempt.profile, Site(cluster.namespace, attempt.home), watch=True
+    )
     launcher.start(attempt.handle)
     attempt.wait_reported()
 
@@ -313,7 +366,9 @@ def test_a_look_that_is_remembered_says_so(attempts: Attempts, cluster: HarnessC
     launcher.signal(attempt.handle, Control(generation=2, desired=Desired.CANCEL))
 
 
-def test_a_node_that_does_not_answer_keeps_the_attempt_alive(attempts: Attempts, cluster: HarnessCluster) -> None:
+def test_a_node_that_does_not_answer_keeps_the_attempt_alive(
+    attempts: Attempts, cluster: HarnessCluster
+) -> None:
     """Its processes may still run: a second attempt would write into the same run directory."""
     attempt = attempts("event,hang", nodes=1)
     attempt.start()
@@ -343,7 +398,9 @@ def test_a_quota_is_told_while_it_lasts(attempts: Attempts, cluster: HarnessClus
 def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
     """Of launchers that are made from now on."""
     clock = Clock()
-    monkeypatch.setattr("tests.cluster.harness.KubernetesLauncher", partial(KubernetesLauncher, clock=clock))
+    monkeypatch.setattr(
+        "tests.cluster.harness.KubernetesLauncher", partial(KubernetesLauncher, clock=clock)
+    )
     return clock
 
 
@@ -357,7 +414,9 @@ class Clock:
         return self.now
 
 
-def test_a_quota_on_jobs_is_waited_for(clock: Clock, attempts: Attempts, cluster: HarnessCluster) -> None:
+def test_a_quota_on_jobs_is_waited_for(
+    clock: Clock, attempts: Attempts, cluster: HarnessCluster
+) -> None:
     attempt = attempts("event,succeed", nodes=1)
     with cluster.quota_used_up("count/jobs.batch"):
         for waits in (5.0, 10.0, 20.0, 40.0, 60.0, 60.0):  # longer each time
@@ -373,7 +432,9 @@ def test_a_quota_on_jobs_is_waited_for(clock: Clock, attempts: Attempts, cluster
     assert reason_of(attempt.wait_ended()) == "succeeded"
 
 
-@pytest.mark.parametrize(("wish", "ended"), [(Desired.CANCEL, Absent()), (Desired.PAUSE, "stopped")])
+@pytest.mark.parametrize(
+    ("wish", "ended"), [(Desired.CANCEL, Absent()), (Desired.PAUSE, "stopped")]
+)
 def test_what_waits_for_a_quota_on_jobs_can_be_stopped(
     attempts: Attempts, cluster: HarnessCluster, wish: Desired, ended: str | Absent
 ) -> None:
@@ -387,7 +448,9 @@ def test_what_waits_for_a_quota_on_jobs_can_be_stopped(
 
 
 @pytest.mark.parametrize("nodes", [1, 2])
-def test_a_quota_on_services_is_no_failure(attempts: Attempts, cluster: HarnessCluster, nodes: int) -> None:
+def test_a_quota_on_services_is_no_failure(
+    attempts: Attempts, cluster: HarnessCluster, nodes: int
+) -> None:
     attempt = attempts("event,succeed", nodes=nodes, node_selector={"gpu": "none-has-it"})
     with cluster.quota_used_up("services"):
         attempt.start()
@@ -429,12 +492,16 @@ def data_file(home: Path) -> DataFileRef:
 def test_a_job_that_nodes_evict_before_each_checkpoint_is_tried_less_and_less_often(
     cluster: HarnessCluster, tmp_path: Path
 ) -> None:
-    """As one that makes its nodes short of memory: tried at once it would train in vain for ever, and disturb its neighbours.
-    With a new checkpoint it goes on at once."""
-    vain, useful = "event,hang", "event,checkpoint=4,hang"
+    """As one that makes its nodes short of memory: tried at once it would train in vain for ever,
+    and disturb its neighbours. With a new checkpoint it goes on at once.
+    """
+    vain = "event,hang"
+    useful = "event,checkpoint=4,hang"
     script = "/".join((vain, vain, useful, vain, "succeed"))
     store = new_store(tmp_path)
-    launcher = cluster.launcher(profile_for(tmp_path, script, node_selector=cluster.node_selector), tmp_path)
+    launcher = cluster.launcher(
+        profile_for(tmp_path, script, node_selector=cluster.node_selector), tmp_path
+    )
     job_id = add_job(store, "ftjob-evicted", training_data=data_file(tmp_path)).id
     reconciler = new_reconciler(tmp_path, store, launcher)
     for number, seconds in enumerate((15, 30, None, 15), 1):
@@ -449,7 +516,9 @@ def test_a_job_that_nodes_evict_before_each_checkpoint_is_tried_less_and_less_of
         if seconds is None:
             assert (waiting.pending, waiting.not_before <= store.now()) == (None, True)
             continue
-        taken = f"pod {pod} is taken away (TerminationByKubelet): The node was low on resource: memory."
+        taken = (
+            f"pod {pod} is taken away (TerminationByKubelet): The node was low on resource: memory."
+        )
         assert waiting.pending == f"{taken} The next attempt is made in {seconds} seconds."
         assert waiting.pending in messages(store, job_id)
         assert waiting.not_before > store.now()
@@ -466,9 +535,13 @@ def test_a_job_that_nodes_evict_before_each_checkpoint_is_tried_less_and_less_of
     store.close()
 
 
-def test_a_job_that_waits_for_a_quota_on_jobs_is_no_failure(cluster: HarnessCluster, tmp_path: Path) -> None:
+def test_a_job_that_waits_for_a_quota_on_jobs_is_no_failure(
+    cluster: HarnessCluster, tmp_path: Path
+) -> None:
     store = new_store(tmp_path)
-    launcher = cluster.launcher(profile_for(tmp_path, "succeed", node_selector=cluster.node_selector), tmp_path)
+    launcher = cluster.launcher(
+        profile_for(tmp_path, "succeed", node_selector=cluster.node_selector), tmp_path
+    )
     reconciler = new_reconciler(tmp_path, store, launcher)
     add_job(store, training_data=data_file(tmp_path))
     with cluster.quota_used_up("count/jobs.batch"):
@@ -476,7 +549,9 @@ def test_a_job_that_waits_for_a_quota_on_jobs_is_no_failure(cluster: HarnessClus
         job = get(store)
         assert (job.attempt, job.failures) == (1, 0)
         assert "exceeded quota: none" in (job.pending or "")
-        assert [message for message in messages(store) if "exceeded quota" in message] == [job.pending]
+        assert [message for message in messages(store) if "exceeded quota" in message] == [
+            job.pending
+        ]
         store.jobs.request(PROJECT, job.id, Verb.CANCEL)
         wait_for(lambda: reconciler.step() and get(store).phase is None, SECONDS)
     assert (get(store).state, get(store).attempt) == (State.CANCELLED, 1)
@@ -493,7 +568,11 @@ def test_places_for_some_of_the_pods_are_given_back_and_cost_nothing(
     store = new_store(tmp_path)
     profile = profile_for(tmp_path, "hang/event,succeed", node_selector=cluster.node_selector)
     reconciler = new_reconciler(tmp_path, store, cluster.launcher(profile, tmp_path))
-    job = add_job(store, training_data=data_file(tmp_path), distributed=DistributedOptions(nnodes=2, nproc_per_node=1))
+    job = add_job(
+        store,
+        training_data=data_file(tmp_path),
+        distributed=DistributedOptions(nnodes=2, nproc_per_node=1),
+    )
 
     def turn() -> None:
         clock.now += SNAPSHOT_SECONDS  # so that it looks
@@ -501,7 +580,10 @@ def test_places_for_some_of_the_pods_are_given_back_and_cost_nothing(
 
     with cluster.quota_used_up(room=1):
         wait_for(lambda: turn() or get(store).phase is Phase.WAITING, SECONDS)
-        wait_for(lambda: turn() or (get(store).pending or "").startswith("The cluster refuses pods"), SECONDS)
+        wait_for(
+            lambda: turn() or (get(store).pending or "").startswith("The cluster refuses pods"),
+            SECONDS,
+        )
         assert (get(store).attempt, get(store).failures, get(store).state) == (1, 0, State.RUNNING)
         wait_for(lambda: turn() or get(store).attempt > 1, SECONDS)
         assert "exceeded quota" in (get(store).pending or "".join(messages(store)))
@@ -509,10 +591,15 @@ def test_places_for_some_of_the_pods_are_given_back_and_cost_nothing(
     wait_for(lambda: turn() or get(store).state is State.SUCCEEDED, SECONDS)
     told = messages(store)
     assert get(store).failures == 0, told
-    given_back = [message for message in told if "had a place for 120 seconds; it was given back." in message]
+    given_back = [
+        message for message in told if "had a place for 120 seconds; it was given back." in message
+    ]
     assert given_back, told
     assert given_back[0].startswith("Only 1 of the attempt's 2 pods")
-    assert len([message for message in told if message.startswith("The cluster refuses pods")]) <= get(store).attempt
+    assert (
+        len([message for message in told if message.startswith("The cluster refuses pods")])
+        <= get(store).attempt
+    )
     assert not cluster.kubelet.alive()
     cluster.delete_job(object_name(job.id, get(store).attempt))
     reconciler.close()
@@ -539,7 +626,9 @@ def test_the_time_in_which_a_pod_waits_for_one_without_a_place_does_not_count(
     assert attempt.seen() == ended, "the next try comes no later for being asked"
 
 
-def test_a_pod_that_gave_up_waiting_for_one_without_a_place_is_no_failure(attempts: Attempts, cluster: HarnessCluster) -> None:
+def test_a_pod_that_gave_up_waiting_for_one_without_a_place_is_no_failure(
+    attempts: Attempts, cluster: HarnessCluster
+) -> None:
     """The places were not released in time: the service was away."""
     attempt = attempts("vain")
     with cluster.quota_used_up(room=1):
@@ -547,12 +636,17 @@ def test_a_pod_that_gave_up_waiting_for_one_without_a_place_is_no_failure(attemp
         ended = attempt.wait_ended()
     assert reason_of(ended) == "stopped"
     assert ended.exit is not None
-    assert ended.exit.message == "Of 2 pods these never ran, and the others waited for them in vain: 1."
+    assert (
+        ended.exit.message
+        == "Of 2 pods these never ran, and the others waited for them in vain: 1."
+    )
     assert ended.delay_seconds > 0
 
 
 @pytest.mark.usefixtures("clock")
-def test_another_replica_that_creates_the_job_is_believed(attempts: Attempts, cluster: HarnessCluster) -> None:
+def test_another_replica_that_creates_the_job_is_believed(
+    attempts: Attempts, cluster: HarnessCluster
+) -> None:
     attempt = attempts("event,hang", nodes=1)
     with cluster.quota_used_up("count/jobs.batch"):
         attempt.start()
@@ -577,7 +671,8 @@ def test_what_the_cluster_refuses_for_good_is_told_and_cannot_come_to_life_later
 
 def test_changes_are_told_by_watching(attempts: Attempts, cluster: HarnessCluster) -> None:
     """Of what is there already, and of what comes."""
-    attempt, later = attempts("event,hang", nodes=1), attempts("event,hang", nodes=1)
+    attempt = attempts("event,hang", nodes=1)
+    later = attempts("event,hang", nodes=1)
     attempt.start()
     changes = JobChanges(cluster.client())
     wait_for(lambda: changes.take(attempt.name), SECONDS)
@@ -586,7 +681,8 @@ def test_changes_are_told_by_watching(attempts: Attempts, cluster: HarnessCluste
     wait_for(lambda: changes.take(later.name), SECONDS)
 
 
-# What only our own cluster can be made to do ---------------------------------------------------------------------------------
+# What only our own cluster can be made to do
+# ------------------------------------------------------------------------------
 
 
 @pytest.fixture
@@ -606,7 +702,8 @@ def queues(ours: HarnessCluster) -> Iterator[dict[str, int]]:
 
 def test_a_queue_says_why_an_attempt_waits(attempts: Attempts, queues: dict[str, int]) -> None:
     queues["team-a"] = 1
-    attempt, lost = attempts("event,succeed", queue="team-a"), attempts("event,succeed", queue="team-b")
+    attempt = attempts("event,succeed", queue="team-a")
+    lost = attempts("event,succeed", queue="team-b")
     attempt.start()
     lost.start()
     text = "couldn't assign flavors to pod set main: insufficient unused quota, 1 more needed"
@@ -638,7 +735,10 @@ def test_a_queue_that_takes_its_place_back_ends_the_attempt_at_a_checkpoint(
     try:
         Kueue(ours.fake.state).preempt(ours.get("jobs", attempt.name))
         queues["team-a"] = 0
-        attempt.wait_told("The queue team-a takes the attempt's place back (Preempted): Preempted to accommodate a workload")
+        attempt.wait_told(
+            "The queue team-a takes the attempt's place back (Preempted): Preempted to "
+            "accommodate a workload"
+        )
     finally:
         ours.kubelet.frozen = False
     ended = attempt.wait_ended()
@@ -647,9 +747,12 @@ def test_a_queue_that_takes_its_place_back_ends_the_attempt_at_a_checkpoint(
     assert reason_of(attempt.wait_ended()) == "stopped"
 
 
-def test_while_the_api_server_is_away_nothing_is_known_and_nothing_starts(attempts: Attempts, ours: HarnessCluster) -> None:
+def test_while_the_api_server_is_away_nothing_is_known_and_nothing_starts(
+    attempts: Attempts, ours: HarnessCluster
+) -> None:
     assert ours.fake is not None
-    attempt, other = attempts("event,hang", nodes=1), attempts("event,hang", nodes=1)
+    attempt = attempts("event,hang", nodes=1)
+    other = attempts("event,hang", nodes=1)
     attempt.start()
     attempt.wait_reported()
     assert attempt.launcher.away_seconds == 0
@@ -680,8 +783,12 @@ def test_after_a_break_changes_are_told_again(attempts: Attempts, ours: HarnessC
     wait_for(lambda: changes.take(later.name), SECONDS)
 
 
-def test_the_role_in_deploy_grants_what_is_used_and_nothing_else(attempts: Attempts, ours: HarnessCluster) -> None:
-    """All requests of this module are made under that role; here each kind is made once more, and compared."""
+def test_the_role_in_deploy_grants_what_is_used_and_nothing_else(
+    attempts: Attempts, ours: HarnessCluster
+) -> None:
+    """All requests of this module are made under that role; here each kind is made once more, and
+    compared.
+    """
     assert ours.fake is not None
     attempt = attempts("succeed", node_selector={"gpu": "none-has-it"})
     for _ in range(2):  # what is there already is looked at
@@ -695,7 +802,9 @@ def test_the_role_in_deploy_grants_what_is_used_and_nothing_else(attempts: Attem
     assert client.workload("none") is None, "without Kueue, too"
     attempt.launcher.kill(attempt.handle, Reason.STALLED)
     JobChanges(client)
-    wait_for(lambda: {"jobs", "pods"} <= {r.resource for r in made(ours) if r.verb == "watch"}, SECONDS)
+    wait_for(
+        lambda: {"jobs", "pods"} <= {r.resource for r in made(ours) if r.verb == "watch"}, SECONDS
+    )
     granted = {
         (verb, group, resource)
         for rule in role_rules()
@@ -708,4 +817,6 @@ def test_the_role_in_deploy_grants_what_is_used_and_nothing_else(attempts: Attem
 
 def made(cluster: HarnessCluster) -> set[Request]:
     assert cluster.fake is not None
-    return {request for request in set(cluster.fake.requests) if request.user.endswith(f":{ACCOUNT}")}
+    return {
+        request for request in set(cluster.fake.requests) if request.user.endswith(f":{ACCOUNT}")
+    }

@@ -1,4 +1,6 @@
-"""The objects of an attempt: golden files, and the schemas of the Kubernetes versions that are supported."""
+"""The objects of an attempt: golden files, and the schemas of the Kubernetes versions that are
+supported.
+"""
 
 from __future__ import annotations
 
@@ -49,7 +51,14 @@ LOCAL |= {
 
 CASES: dict[str, tuple[AttemptShape, dict[str, Any], dict[str, Any]]] = {
     "one-cpu-pod": (
-        AttemptShape(JOB, 1, 1, 2, RUN, VisibleFiles((HOME / "models", HOME / "files/file-1", HOME / "runs/ftjob-0/adapter"))),
+        AttemptShape(
+            JOB,
+            1,
+            1,
+            2,
+            RUN,
+            VisibleFiles((HOME / "models", HOME / "files/file-1", HOME / "runs/ftjob-0/adapter")),
+        ),
         {**LOCAL, "termination_grace_seconds": 25},
         {"models": (HOME / "models",)},
     ),
@@ -63,7 +72,10 @@ CASES: dict[str, tuple[AttemptShape, dict[str, Any], dict[str, Any]]] = {
             VisibleFiles(
                 (HOME / "models",),
                 (HOME / "project-runs/proj_1",),
-                {HOME / name: HOME / "engines" / f"{ENGINE_ID}.data" / name for name in ("files", "tokens")},
+                {
+                    HOME / name: HOME / "engines" / f"{ENGINE_ID}.data" / name
+                    for name in ("files", "tokens")
+                },
             ),
         ),
         {**LOCAL, "queue": "training"},
@@ -79,12 +91,19 @@ CASES: dict[str, tuple[AttemptShape, dict[str, Any], dict[str, Any]]] = {
             "requests": {"cpu": "32", "memory": "512Gi", "rdma/ib": 1},
             "limits": {"memory": "512Gi", "rdma/ib": 1},
             "node_selector": {"node.kubernetes.io/instance-type": "gpu-8"},
-            "tolerations": [{"key": "nvidia.com/gpu", "operator": "Exists", "effect": "NoSchedule"}],
+            "tolerations": [
+                {"key": "nvidia.com/gpu", "operator": "Exists", "effect": "NoSchedule"}
+            ],
             "priority_class": "training",
             "runtime_class": "nvidia",
             "annotations": {"k8s.v1.cni.cncf.io/networks": "rdma"},
             "env": [{"name": "NCCL_SOCKET_IFNAME", "value": "eth0"}],
-            "volumes": [{"name": "models", "persistentVolumeClaim": {"claimName": "models", "readOnly": True}}],
+            "volumes": [
+                {
+                    "name": "models",
+                    "persistentVolumeClaim": {"claimName": "models", "readOnly": True},
+                }
+            ],
             "volume_mounts": [{"name": "models", "mountPath": "/models", "readOnly": True}],
             "cache_volume": {"hostPath": {"path": "/var/cache/ft", "type": "DirectoryOrCreate"}},
             "shm_size": "16Gi",
@@ -103,7 +122,10 @@ def objects_of(case: str) -> list[dict[str, Any]]:
     attempt, profile, site = CASES[case]
     checked = PodProfile.model_validate(profile)
     job = job_manifest(attempt, checked, Site("training", HOME, **site))
-    created = {**job, "metadata": {**job["metadata"], "uid": "7f2c9b8e-0000-0000-0000-000000000000"}}
+    created = {
+        **job,
+        "metadata": {**job["metadata"], "uid": "7f2c9b8e-0000-0000-0000-000000000000"},
+    }
     return [job, *owned_manifests(created, checked)]
 
 
@@ -139,8 +161,21 @@ def test_every_example_of_a_profile_makes_valid_jobs(path: Path) -> None:
 @pytest.mark.parametrize(
     ("gang", "scheduler", "of_job", "of_pods"),
     [
-        ("volcano", "volcano", {"scheduling.volcano.sh/group-min-member": "2", "scheduling.volcano.sh/queue-name": "q"}, {}),
-        ("kai", "kai-scheduler", {"kai.scheduler/batch-min-member": "2"}, {"kai.scheduler/queue": "q"}),
+        (
+            "volcano",
+            "volcano",
+            {
+                "scheduling.volcano.sh/group-min-member": "2",
+                "scheduling.volcano.sh/queue-name": "q",
+            },
+            {},
+        ),
+        (
+            "kai",
+            "kai-scheduler",
+            {"kai.scheduler/batch-min-member": "2"},
+            {"kai.scheduler/queue": "q"},
+        ),
         (
             "coscheduling",
             "scheduler-plugins-scheduler",
@@ -149,8 +184,12 @@ def test_every_example_of_a_profile_makes_valid_jobs(path: Path) -> None:
         ),
     ],
 )
-def test_a_gang_is_all_pods_of_the_attempt(gang: str, scheduler: str, of_job: dict[str, str], of_pods: dict[str, str]) -> None:
-    profile = PodProfile.model_validate({**LOCAL, "gang": gang, "scheduler_queue": "q", "annotations": {"a": "1"}})
+def test_a_gang_is_all_pods_of_the_attempt(
+    gang: str, scheduler: str, of_job: dict[str, str], of_pods: dict[str, str]
+) -> None:
+    profile = PodProfile.model_validate(
+        {**LOCAL, "gang": gang, "scheduler_queue": "q", "annotations": {"a": "1"}}
+    )
     job, pod = attempt_of(profile)
     template = job["spec"]["template"]["metadata"]
     assert pod["schedulerName"] == scheduler
@@ -165,7 +204,12 @@ def test_a_gang_is_all_pods_of_the_attempt(gang: str, scheduler: str, of_job: di
     assert [(group["metadata"]["name"], group["spec"]) for group in groups] == (
         [(job["metadata"]["name"], {"minMember": 2})] if gang == "coscheduling" else []
     )
-    assert attempt_of(PodProfile.model_validate({**LOCAL, "scheduler_name": "mine"}))[1]["schedulerName"] == "mine"
+    assert (
+        attempt_of(PodProfile.model_validate({**LOCAL, "scheduler_name": "mine"}))[1][
+            "schedulerName"
+        ]
+        == "mine"
+    )
 
 
 def test_the_cluster_may_choose_users_and_claims_are_the_workers() -> None:
@@ -181,10 +225,17 @@ def test_the_cluster_may_choose_users_and_claims_are_the_workers() -> None:
         }
     )
     _, pod = attempt_of(profile)
-    assert pod["securityContext"].keys() == {"runAsNonRoot", "fsGroupChangePolicy", "seccompProfile"}
+    assert pod["securityContext"].keys() == {
+        "runAsNonRoot",
+        "fsGroupChangePolicy",
+        "seccompProfile",
+    }
     assert pod["containers"][0]["resources"]["claims"] == [{"name": "gpus"}]
     confined, given = (container["securityContext"] for container in pod["initContainers"])
-    assert (confined["readOnlyRootFilesystem"], confined["capabilities"]) == (True, {"drop": ["ALL"]})
+    assert (confined["readOnlyRootFilesystem"], confined["capabilities"]) == (
+        True,
+        {"drop": ["ALL"]},
+    )
     assert (given["readOnlyRootFilesystem"], given["capabilities"]["add"]) == (True, ["NET_ADMIN"])
     assert (pod["hostNetwork"], pod["dnsPolicy"]) == (True, "ClusterFirstWithHostNet")
 
@@ -219,23 +270,39 @@ def test_a_field_that_kubernetes_does_not_know_would_be_found() -> None:
 
 @pytest.mark.parametrize(
     ("longest", "asked", "ranks", "pod"),
-    [(None, 60.0, 60.0, 90), (25, 120.0, 20.0, 25), (25, 10.0, 10.0, 25), (10, 60.0, 8.0, 10), (600, 1000.0, 570.0, 600)],
+    [
+        (None, 60.0, 60.0, 90),
+        (25, 120.0, 20.0, 25),
+        (25, 10.0, 10.0, 25),
+        (10, 60.0, 8.0, 10),
+        (600, 1000.0, 570.0, 600),
+    ],
 )
-def test_a_pod_ends_within_the_notice_that_its_node_gets(longest: int | None, asked: float, ranks: float, pod: int) -> None:
+def test_a_pod_ends_within_the_notice_that_its_node_gets(
+    longest: int | None, asked: float, ranks: float, pod: int
+) -> None:
     profile = PodProfile.model_validate({**LOCAL, "termination_grace_seconds": longest})
     site = Site("training", HOME, stop_grace_seconds=asked)
     assert grace_periods(profile, site) == (ranks, pod)
     spec = job_manifest(AttemptShape(JOB, 1, 1, 1, RUN), profile, site)["spec"]["template"]["spec"]
     words = spec["containers"][0]["args"]
-    assert (spec["terminationGracePeriodSeconds"], words[words.index("--grace") + 1]) == (pod, f"{ranks:g}")
+    assert (spec["terminationGracePeriodSeconds"], words[words.index("--grace") + 1]) == (
+        pod,
+        f"{ranks:g}",
+    )
 
 
 def test_ranks_get_the_profiles_variables_and_no_credential_of_the_pod() -> None:
     secret = {"valueFrom": {"secretKeyRef": {"name": "s", "key": "k"}}}
     plain = {"NCCL_DEBUG": "INFO", "MY_PLUGIN": "1", "AWS_ENDPOINT_URL": "http://s3"}
-    env = [{"name": "AWS_SECRET_ACCESS_KEY", **secret}, *({"name": key, "value": value} for key, value in plain.items())]
+    env = [
+        {"name": "AWS_SECRET_ACCESS_KEY", **secret},
+        *({"name": key, "value": value} for key, value in plain.items()),
+    ]
     profile = PodProfile.model_validate({**LOCAL, "env": env})
-    spec = job_manifest(AttemptShape(JOB, 1, 1, 1, RUN), profile, Site("training", HOME))["spec"]["template"]["spec"]
+    spec = job_manifest(AttemptShape(JOB, 1, 1, 1, RUN), profile, Site("training", HOME))["spec"][
+        "template"
+    ]["spec"]
     pod = {entry["name"]: entry.get("value", "secret") for entry in spec["containers"][0]["env"]}
     assert {"AWS_SECRET_ACCESS_KEY", *plain} <= set(pod)
     ranks = child_environment(pod)
@@ -245,10 +312,14 @@ def test_ranks_get_the_profiles_variables_and_no_credential_of_the_pod() -> None
 def test_pods_carry_the_common_labels_and_the_operator_names_the_instance() -> None:
     for given, instance in (({}, "ft"), ({"app.kubernetes.io/instance": "blue"}, "blue")):
         profile = PodProfile.model_validate({**LOCAL, "labels": given})
-        labels = job_manifest(AttemptShape(JOB, 1, 1, 1, RUN), profile, Site("training", HOME))["spec"]["template"]["metadata"][
-            "labels"
-        ]
-        common = {key.partition("/")[2]: value for key, value in labels.items() if key.startswith("app.kubernetes.io/")}
+        labels = job_manifest(AttemptShape(JOB, 1, 1, 1, RUN), profile, Site("training", HOME))[
+            "spec"
+        ]["template"]["metadata"]["labels"]
+        common = {
+            key.partition("/")[2]: value
+            for key, value in labels.items()
+            if key.startswith("app.kubernetes.io/")
+        }
         assert common == {
             "name": "ft-worker",
             "instance": instance,
@@ -261,23 +332,37 @@ def test_pods_carry_the_common_labels_and_the_operator_names_the_instance() -> N
 
 def test_names_are_deterministic_and_fit_a_host_name() -> None:
     assert object_name(JOB, 3) == "ft-ab3de5gh7jk9mn1pq3st5vx7-3"
-    assert object_name("some other id!", 1) == object_name("some other id!", 1) != object_name("some other id?", 1)
+    assert (
+        object_name("some other id!", 1)
+        == object_name("some other id!", 1)
+        != object_name("some other id?", 1)
+    )
     assert len(f"{object_name(JOB, 99_999)}-511") <= 63
     assert object_name(ENGINE_ID, 1) == "ft-engine-ab3de5gh7jk9mn1pq3st5vx7-1"
 
 
 @pytest.mark.parametrize("user", [10001, 5000, None])
 def test_any_user_may_enter_what_is_mounted_below_the_home(user: int | None) -> None:
-    """In the image the home is its user's alone, and a mount below it cannot be reached by others (OpenShift's users)."""
+    """In the image the home is its user's alone, and a mount below it cannot be reached by others
+    (OpenShift's users).
+    """
     image = (Path(__file__).parents[4] / "deploy/containers/worker.Dockerfile").read_text()
     assert "useradd --uid 10001 " in image
     assert "install -d -m 0700 -o ft -g ft /var/lib/ft " in image
     profile = PodProfile.model_validate({**LOCAL, "run_as_user": user})
     site = Site("ft", HOME, models=(HOME / "models",))
-    described = describe_manifest("d", HOME / "models/tiny", profile, site, memory=1, seconds=1)["spec"]["template"]["spec"]
-    trained = job_manifest(AttemptShape(JOB, 1, 1, 2, RUN), profile, site)["spec"]["template"]["spec"]
+    described = describe_manifest("d", HOME / "models/tiny", profile, site, memory=1, seconds=1)[
+        "spec"
+    ]["template"]["spec"]
+    trained = job_manifest(AttemptShape(JOB, 1, 1, 2, RUN), profile, site)["spec"]["template"][
+        "spec"
+    ]
     for pod in (trained, described):
-        below = [mount for mount in pod["containers"][0]["volumeMounts"] if mount["mountPath"].startswith("/var/lib/ft")]
+        below = [
+            mount
+            for mount in pod["containers"][0]["volumeMounts"]
+            if mount["mountPath"].startswith("/var/lib/ft")
+        ]
         own = [mount for mount in below if mount["mountPath"] == "/var/lib/ft"]
         assert len(below) > len(own)
         assert own == ([] if user == 10001 else [{"name": "home", "mountPath": "/var/lib/ft"}])

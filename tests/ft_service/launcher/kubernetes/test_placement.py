@@ -52,7 +52,9 @@ def test_what_the_cluster_said_last_holds_until_there_is_a_place() -> None:
     placements.forget("a")
     assert placements.waits("a", None) is None
     clock.now += QUIET_SECONDS
-    assert placements.waits("a", None) == SILENT, "without a word, for however long, is no reason to give up"
+    assert placements.waits("a", None) == SILENT, (
+        "without a word, for however long, is no reason to give up"
+    )
     assert placements.waits("a", NO_ROOM) == NO_ROOM
 
 
@@ -73,14 +75,27 @@ def test_only_an_attempt_that_was_stopped_can_be_in_vain(reason: ExitReason | No
 
 @pytest.mark.parametrize(
     ("number", "written_by", "vain"),
-    [(1, [], True), (1, [1], False), (2, [1], True), (2, [1, 2], False), (12, [1, 2], True), (2, [12], True)],
+    [
+        (1, [], True),
+        (1, [1], False),
+        (2, [1], True),
+        (2, [1, 2], False),
+        (12, [1, 2], True),
+        (2, [12], True),
+    ],
 )
-def test_only_a_checkpoint_of_its_own_brings_a_job_on(number: int, written_by: list[int], vain: bool) -> None:
-    checkpoints = [checkpoint_name(10 * (index + 1), attempt) for index, attempt in enumerate(written_by)]
+def test_only_a_checkpoint_of_its_own_brings_a_job_on(
+    number: int, written_by: list[int], vain: bool
+) -> None:
+    checkpoints = [
+        checkpoint_name(10 * (index + 1), attempt) for index, attempt in enumerate(written_by)
+    ]
     assert was_in_vain(number, ExitReason.STOPPED, None, checkpoints) is vain
 
 
-@pytest.mark.parametrize(("desired", "vain"), [(Desired.PAUSE, False), (Desired.RUN, False), (Desired.CANCEL, True)])
+@pytest.mark.parametrize(
+    ("desired", "vain"), [(Desired.PAUSE, False), (Desired.RUN, False), (Desired.CANCEL, True)]
+)
 def test_what_was_asked_to_stop_is_not_put_off(desired: Desired, vain: bool) -> None:
     """RUN: it was paused, and resumed before it had ended. CANCEL: its places were given back."""
     assert was_in_vain(1, ExitReason.STOPPED, Control(generation=2, desired=desired), []) is vain

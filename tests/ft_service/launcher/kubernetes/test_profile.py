@@ -42,16 +42,26 @@ def test_a_notice_too_short_to_stop_in_is_refused(tmp_path: Path) -> None:
         load_profiles(path)
 
 
-@pytest.mark.parametrize("path", sorted(PROFILES.rglob("pod-profile.yaml")), ids=lambda path: path.parent.name)
+@pytest.mark.parametrize(
+    "path", sorted(PROFILES.rglob("pod-profile.yaml")), ids=lambda path: path.parent.name
+)
 def test_every_profile_in_deploy_loads(path: Path) -> None:
     load_profiles(path)
 
 
 @pytest.mark.parametrize(
     ("priority", "queue_class", "pod_class"),
-    [(-1, "lowest", None), (0, "normal", None), (9, "normal", "soon"), (10, "high", "soon"), (1000, "high", "soon")],
+    [
+        (-1, "lowest", None),
+        (0, "normal", None),
+        (9, "normal", "soon"),
+        (10, "high", "soon"),
+        (1000, "high", "soon"),
+    ],
 )
-def test_a_jobs_priority_becomes_the_clusters_classes(priority: int, queue_class: str, pod_class: str | None) -> None:
+def test_a_jobs_priority_becomes_the_clusters_classes(
+    priority: int, queue_class: str, pod_class: str | None
+) -> None:
     profile = PodProfile.model_validate(
         {
             **LOCAL,
@@ -61,7 +71,11 @@ def test_a_jobs_priority_becomes_the_clusters_classes(priority: int, queue_class
             "priority_classes": {5: "soon"},
         }
     )
-    job = job_manifest(AttemptShape(JOB, 1, 1, 1, HOME / "runs" / JOB, priority=priority), profile, Site("training", HOME))
+    job = job_manifest(
+        AttemptShape(JOB, 1, 1, 1, HOME / "runs" / JOB, priority=priority),
+        profile,
+        Site("training", HOME),
+    )
     for version in KUBERNETES_VERSIONS:
         kubernetes_validate.validate(job, version, strict=True)
     assert job["metadata"]["labels"]["kueue.x-k8s.io/priority-class"] == queue_class
@@ -89,32 +103,52 @@ def loaded(folder: Path, content: object) -> PodProfiles:
 def test_profiles_share_what_stands_beside_them_and_replace_it_whole(tmp_path: Path) -> None:
     profiles = loaded(tmp_path, SEVERAL).by_name
     assert list(profiles) == ["h100", "spot", "research", "old"]
-    assert (profiles["h100"].slots, profiles["h100"].ranks_per_node, profiles["h100"].tolerations) == (
+    assert (
+        profiles["h100"].slots,
+        profiles["h100"].ranks_per_node,
+        profiles["h100"].tolerations,
+    ) == (
         4,
         8,
         [{"operator": "Exists"}],
     )
-    assert (profiles["spot"].slots, profiles["spot"].ranks_per_node, profiles["spot"].tolerations) == (32, 2, [])
+    assert (
+        profiles["spot"].slots,
+        profiles["spot"].ranks_per_node,
+        profiles["spot"].tolerations,
+    ) == (32, 2, [])
     assert {profile.image for profile in profiles.values()} == {"ft-worker:dev"}
 
 
 @pytest.mark.parametrize(
     ("name", "project", "chosen"),
-    [(None, "proj_1", "h100"), ("spot", "proj_2", "spot"), ("research", "proj_1", "research"), ("old", None, "old")],
+    [
+        (None, "proj_1", "h100"),
+        ("spot", "proj_2", "spot"),
+        ("research", "proj_1", "research"),
+        ("old", None, "old"),
+    ],
 )
 def test_a_job_gets_the_profile_that_it_names_or_its_projects_first(
     tmp_path: Path, name: str | None, project: str | None, chosen: str
 ) -> None:
     assert loaded(tmp_path, SEVERAL).choose(name, project) == chosen
     own = {**SEVERAL, "profiles": dict(reversed(SEVERAL["profiles"].items()))}
-    assert loaded(tmp_path, own).choose(None, "proj_1") == "research", "its own comes first in this file"
+    assert loaded(tmp_path, own).choose(None, "proj_1") == "research", (
+        "its own comes first in this file"
+    )
     assert loaded(tmp_path, own).choose(None, "proj_2") == "spot"
 
 
 @pytest.mark.parametrize(
     ("name", "project", "says"),
     [
-        ("a100", "proj_1", r"distributed.profile = 'a100': this project has no such kind.*Choose from h100, spot, research,"),
+        (
+            "a100",
+            "proj_1",
+            r"distributed.profile = 'a100': this project has no such kind.*Choose from h100, "
+            r"spot, research,",
+        ),
         ("research", "proj_2", r"Choose from h100, spot, or leave it out"),
         ("old", "proj_1", r"Choose from h100, spot, research"),
     ],
@@ -135,7 +169,9 @@ def test_a_project_without_any_profile_is_told_whom_to_ask(tmp_path: Path) -> No
 
 def test_a_file_of_one_profile_has_no_names(tmp_path: Path) -> None:
     assert loaded(tmp_path, LOCAL).choose(None, "proj_1") is None
-    with pytest.raises(SpecError, match=r"'h100': this project has no such kind of pods. Leave it out"):
+    with pytest.raises(
+        SpecError, match=r"'h100': this project has no such kind of pods. Leave it out"
+    ):
         loaded(tmp_path, LOCAL).choose("h100", "proj_1")
 
 
@@ -159,17 +195,25 @@ def test_wrong_profiles_are_named(tmp_path: Path, profiles: object, says: str) -
     [
         (
             {"tolerations": [{"operator": "Exists"}, {"key": "k", "efect": "NoSchedule"}]},
-            r"tolerations\[1\]\.efect: Kubernetes' Toleration has no such field; did you mean effect\?",
+            r"tolerations\[1\]\.efect: Kubernetes' Toleration has no such field; did you mean "
+            r"effect\?",
         ),
         (
             {
                 "affinity": {
-                    "podAffinity": {"requiredDuringSchedulingIgnoredDuringExecution": [{"labelSelector": {"match": {}}}]}
+                    "podAffinity": {
+                        "requiredDuringSchedulingIgnoredDuringExecution": [
+                            {"labelSelector": {"match": {}}}
+                        ]
+                    }
                 }
             },
             r"affinity\.podAffinity\.required\w+\[0\]\.labelSelector\.match: .*matchLabels",
         ),
-        ({"volumes": [{"name": "a", "emptyDir": {"sizelimit": "1Gi"}}]}, r"volumes\[0\]\.emptyDir\.sizelimit: .*sizeLimit"),
+        (
+            {"volumes": [{"name": "a", "emptyDir": {"sizelimit": "1Gi"}}]},
+            r"volumes\[0\]\.emptyDir\.sizelimit: .*sizeLimit",
+        ),
         ({"cache_volume": {"hostpath": {"path": "/cache"}}}, r"cache_volume\.hostpath: .*hostPath"),
         (
             {"volume_mounts": [{"name": "data", "mountPath": "/x", "colour": 1}]},
@@ -189,7 +233,10 @@ def test_wrong_profiles_are_named(tmp_path: Path, profiles: object, says: str) -
             {"resource_claims": [{"name": "a", "resourceClaim": "s"}]},
             r"resource_claims\[0\]\.resourceClaim: .*resourceClaimName",
         ),
-        ({"env": [{"name": "A", "value": 1}]}, r"env\[0\]\.value: Expected `str \| null`, got `int`"),
+        (
+            {"env": [{"name": "A", "value": 1}]},
+            r"env\[0\]\.value: Expected `str \| null`, got `int`",
+        ),
     ],
 )
 def test_what_kubernetes_does_not_know_in_an_objects_field_is_refused_by_its_path(

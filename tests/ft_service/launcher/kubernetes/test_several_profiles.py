@@ -1,4 +1,6 @@
-"""Jobs of several pod profiles, side by side in a cluster: real Jobs and pods, a reconciler for each profile."""
+"""Jobs of several pod profiles, side by side in a cluster: real Jobs and pods, a reconciler for
+each profile.
+"""
 
 from __future__ import annotations
 
@@ -21,14 +23,21 @@ from tests.support.reconciling import add_job, get, messages, new_store
 
 
 def test_each_job_runs_as_pods_of_its_profile(cluster: HarnessCluster, tmp_path: Path) -> None:
-    store, stop = new_store(tmp_path), threading.Event()
+    store = new_store(tmp_path)
+    stop = threading.Event()
     launchers = []
     for number, name in enumerate(("big", "spot")):
         labels = {"ft-test/profile": name}
-        profile = profile_for(tmp_path, "event,succeed", node_selector=cluster.node_selector, labels=labels, slots=2)
+        profile = profile_for(
+            tmp_path, "event,succeed", node_selector=cluster.node_selector, labels=labels, slots=2
+        )
         site = Site(cluster.namespace, tmp_path, stop_grace_seconds=20.0)
         host = host_of_profile(name)
-        launchers.append(KubernetesLauncher(cluster.client(), profile, site, host=host, lists=not number, watch=False))
+        launchers.append(
+            KubernetesLauncher(
+                cluster.client(), profile, site, host=host, lists=not number, watch=False
+            )
+        )
     data = tmp_path / "files/file-1"
     data.parent.mkdir()
     data.touch()
@@ -41,13 +50,23 @@ def test_each_job_runs_as_pods_of_its_profile(cluster: HarnessCluster, tmp_path:
             distributed=DistributedOptions(nproc_per_node=2, profile=name),
         )
     options = ReconcilerOptions(check=lambda job, examiner, tell: Checked(), idle_seconds=0.2)
-    thread = threading.Thread(target=run_all, args=(store, launchers, Places(tmp_path), options, stop))
+    thread = threading.Thread(
+        target=run_all, args=(store, launchers, Places(tmp_path), options, stop)
+    )
     thread.start()
     try:
         for name in ("big", "spot"):
-            wait_for(lambda name=name: get(store, f"ftjob-{name}").state is State.SUCCEEDED, SECONDS)
-            jobs = [job for job in cluster.items("jobs") if job["metadata"]["labels"]["ft-service/job"] == f"ftjob-{name}"]
-            assert [job["metadata"]["labels"]["ft-test/profile"] for job in jobs] == [name], messages(store, f"ftjob-{name}")
+            wait_for(
+                lambda name=name: get(store, f"ftjob-{name}").state is State.SUCCEEDED, SECONDS
+            )
+            jobs = [
+                job
+                for job in cluster.items("jobs")
+                if job["metadata"]["labels"]["ft-service/job"] == f"ftjob-{name}"
+            ]
+            assert [job["metadata"]["labels"]["ft-test/profile"] for job in jobs] == [name], (
+                messages(store, f"ftjob-{name}")
+            )
     finally:
         stop.set()
         thread.join(SECONDS)

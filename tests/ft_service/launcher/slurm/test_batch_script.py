@@ -8,7 +8,13 @@ from pathlib import Path
 
 import pytest
 
-from ft_service.launcher.slurm.batch_script import SlurmSite, attempt_of, batch_script, job_name, sbatch_arguments
+from ft_service.launcher.slurm.batch_script import (
+    SlurmSite,
+    attempt_of,
+    batch_script,
+    job_name,
+    sbatch_arguments,
+)
 from ft_service.launcher.slurm.slurm_profile import SlurmProfile
 from ft_service.rundir.attempt import Attempt
 from ft_service.rundir.directory import RunDir
@@ -19,7 +25,14 @@ EVIL = "a b'$(touch owned)\"`touch owned`;touch owned\n--wrap=x"
 
 
 def start_of(nodes: int = 1, each: int = 2, job_id: str = "ftjob-x") -> Start:
-    return Start(job_id=job_id, attempt=3, world_size=nodes * each, generation=1, checkpoint=None, nodes=nodes)
+    return Start(
+        job_id=job_id,
+        attempt=3,
+        world_size=nodes * each,
+        generation=1,
+        checkpoint=None,
+        nodes=nodes,
+    )
 
 
 def test_the_arguments_of_sbatch() -> None:
@@ -38,7 +51,9 @@ def test_the_arguments_of_sbatch() -> None:
         }
     )
     run = Path("/srv/ft%/runs/ftjob-x")
-    found = sbatch_arguments(start_of(nodes=2, each=4), run, profile, SlurmSite(Path("/srv/ft%"), 30.5))
+    found = sbatch_arguments(
+        start_of(nodes=2, each=4), run, profile, SlurmSite(Path("/srv/ft%"), 30.5)
+    )
     assert found == [
         "--parsable",
         "--job-name=ft-ftjob-x-3",
@@ -67,9 +82,16 @@ def test_the_arguments_of_sbatch() -> None:
 
 def test_an_engine_is_a_batch_job_in_its_own_directory(tmp_path: Path) -> None:
     start = start_of(job_id="engine-Ab1").model_copy(update={"attempt": 1})
-    run, profile, site = tmp_path / "engines/engine-Ab1", SlurmProfile(ranks_per_node=8), SlurmSite(tmp_path)
+    run = tmp_path / "engines/engine-Ab1"
+    profile = SlurmProfile(ranks_per_node=8)
+    site = SlurmSite(tmp_path)
     found = sbatch_arguments(start, run, profile, site)
-    assert {f"--chdir={run}", f"--output={run}/attempts/1/logs/slurm.log", "--gres=gpu:2", "--nodes=1"} < set(found)
+    assert {
+        f"--chdir={run}",
+        f"--output={run}/attempts/1/logs/slurm.log",
+        "--gres=gpu:2",
+        "--nodes=1",
+    } < set(found)
     assert "--job-name=ft-engine-Ab1-1" in found
     assert attempt_of("ft-engine-Ab1-1") == ("engine-Ab1", 1)
     script = batch_script(start, run, profile, site)
@@ -95,24 +117,43 @@ def fake_srun(folder: Path, body: str) -> dict[str, str]:
 def script_for(folder: Path, start: Start, python: str, **values: object) -> str:
     profile = {"ranks_per_node": 8, "python": python, "scratch": str(folder / "scratch"), **values}
     site = SlurmSite(folder / "home's $HOME")
-    script = batch_script(start, site.home / "runs" / start.job_id, SlurmProfile.model_validate(profile), site)
-    return script.replace("/usr/local/bin:/usr/bin:/bin", f"{folder}/bin:/usr/local/bin:/usr/bin:/bin")
+    script = batch_script(
+        start, site.home / "runs" / start.job_id, SlurmProfile.model_validate(profile), site
+    )
+    return script.replace(
+        "/usr/local/bin:/usr/bin:/bin", f"{folder}/bin:/usr/local/bin:/usr/bin:/bin"
+    )
 
 
 @pytest.mark.parametrize("nodes", [1, 2])
-def test_the_script_starts_the_supervisor_with_every_value_quoted(tmp_path: Path, nodes: int) -> None:
+def test_the_script_starts_the_supervisor_with_every_value_quoted(
+    tmp_path: Path, nodes: int
+) -> None:
     seen = tmp_path / "seen"
     python = tmp_path / "it's python"
     python.write_text(f'#!/bin/bash\nprintf "%s\\n" "$MINE" "$HOME" "$@" > {seen}\nexit 75\n')
     python.chmod(0o755)
     script = script_for(tmp_path, start_of(nodes), str(python), env={"MINE": EVIL})
-    done = subprocess.run(["bash"], input=script, env=fake_srun(tmp_path, 'exec "$@"'), cwd=tmp_path, text=True, check=False)
+    done = subprocess.run(
+        ["bash"],
+        input=script,
+        env=fake_srun(tmp_path, 'exec "$@"'),
+        cwd=tmp_path,
+        text=True,
+        check=False,
+    )
     assert done.returncode == 75, "the supervisor's"
     assert not (tmp_path / "owned").exists()
     said = seen.read_text()
     assert said.startswith(f"{EVIL}\n{tmp_path}/scratch/ft-41234-0\n")
     words = said.removeprefix(f"{EVIL}\n").splitlines()
-    assert words[1:6] == ["-P", "-m", "ft_service.supervisor", f"{tmp_path}/home's $HOME/runs/ftjob-x", "3"]
+    assert words[1:6] == [
+        "-P",
+        "-m",
+        "ft_service.supervisor",
+        f"{tmp_path}/home's $HOME/runs/ftjob-x",
+        "3",
+    ]
     assert words[words.index("--node-rank") + 1] == "0"
     assert words[words.index("--scratch") + 1] == f"{tmp_path}/scratch/ft-41234-0"
     assert ("--rdzv-endpoint" in words) == (nodes == 2)
@@ -121,7 +162,9 @@ def test_the_script_starts_the_supervisor_with_every_value_quoted(tmp_path: Path
     assert not any((tmp_path / "scratch").iterdir())
 
 
-def test_a_notice_of_slurm_is_written_where_the_ranks_see_it_and_the_script_waits_for_them(tmp_path: Path) -> None:
+def test_a_notice_of_slurm_is_written_where_the_ranks_see_it_and_the_script_waits_for_them(
+    tmp_path: Path,
+) -> None:
     run = RunDir(tmp_path / "home's $HOME/runs/ftjob-x")
     attempt = Attempt(run, 3)
     attempt.write_start(start_of())
@@ -129,7 +172,14 @@ def test_a_notice_of_slurm_is_written_where_the_ranks_see_it_and_the_script_wait
     script = script_for(tmp_path, start_of(), sys.executable)
     process = subprocess.Popen(["bash", "-c", script], env=environment, start_new_session=True)
     try:
-        wait_for(lambda: subprocess.run(["pgrep", "-P", str(process.pid)], capture_output=True, check=False).stdout or None)
+        wait_for(
+            lambda: (
+                subprocess.run(
+                    ["pgrep", "-P", str(process.pid)], capture_output=True, check=False
+                ).stdout
+                or None
+            )
+        )
         process.send_signal(signal.SIGTERM)
         wait_for(attempt.read_stop)
         process.send_signal(signal.SIGTERM)

@@ -36,7 +36,9 @@ def program(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
 
 def test_what_squeue_prints_is_read() -> None:
     line = "17|PENDING|ft-ftjob-1-2|2026-01-01T00:00:00|Priority|ft-service /srv/a|b"
-    expected = SlurmJob(17, "PENDING", "ft-ftjob-1-2", "2026-01-01T00:00:00", "Priority", "ft-service /srv/a|b")
+    expected = SlurmJob(
+        17, "PENDING", "ft-ftjob-1-2", "2026-01-01T00:00:00", "Priority", "ft-service /srv/a|b"
+    )
     assert read_queue(f"{line}\n") == [expected]
     assert read_queue("") == []
     with pytest.raises(SlurmAwayError, match="squeue printed"):
@@ -46,22 +48,38 @@ def test_what_squeue_prints_is_read() -> None:
 @pytest.mark.parametrize(
     ("said", "error"),
     [
-        ("slurm_load_jobs error: Unable to contact slurm controller (connect failure)", SlurmAwayError),
-        ("sbatch: error: Batch job submission failed: Socket timed out on send/recv operation", SlurmAwayError),
+        (
+            "slurm_load_jobs error: Unable to contact slurm controller (connect failure)",
+            SlurmAwayError,
+        ),
+        (
+            "sbatch: error: Batch job submission failed: Socket timed out on send/recv operation",
+            SlurmAwayError,
+        ),
         ("sbatch: error: Munge encode failed: Unable to access munge socket", SlurmAwayError),
-        ("sbatch: error: Batch job submission failed: Invalid partition name specified", SlurmRefusedError),
-        ("sbatch: error: Batch job submission failed: Requested node configuration is not available", SlurmRefusedError),
+        (
+            "sbatch: error: Batch job submission failed: Invalid partition name specified",
+            SlurmRefusedError,
+        ),
+        (
+            "sbatch: error: Batch job submission failed: Requested node configuration is not "
+            "available",
+            SlurmRefusedError,
+        ),
         (f"sbatch: error: AssocMaxSubmitJobLimit {LIMIT}", SlurmPostponedError),
         (f"sbatch: error: AssocGrpSubmitJobsLimit {LIMIT}", SlurmPostponedError),
         (f"sbatch: error: QOSMaxSubmitJobPerUserLimit {LIMIT}", SlurmPostponedError),
         (f"sbatch: error: QOSMaxCpuPerJobLimit {LIMIT}", SlurmRefusedError),
         (
-            "sbatch: error: Batch job submission failed: Required partition not available (inactive or drain)",
+            "sbatch: error: Batch job submission failed: Required partition not available "
+            "(inactive or drain)",
             SlurmPostponedError,
         ),
     ],
 )
-def test_a_cluster_that_is_away_is_told_from_one_that_refuses(program, said: str, error: type[Exception]) -> None:
+def test_a_cluster_that_is_away_is_told_from_one_that_refuses(
+    program, said: str, error: type[Exception]
+) -> None:
     program("sbatch", f'echo "{said}" >&2; exit 1')
     with pytest.raises(error) as raised:
         SlurmCommands().submit([], "")
@@ -70,7 +88,10 @@ def test_a_cluster_that_is_away_is_told_from_one_that_refuses(program, said: str
 
 
 def test_the_number_of_a_batch_job_is_read_and_its_script_given(program, tmp_path: Path) -> None:
-    program("sbatch", f"cat > {tmp_path}/script; printf '%s\\n' \"$@\" > {tmp_path}/words; echo '12;cluster'")
+    program(
+        "sbatch",
+        f"cat > {tmp_path}/script; printf '%s\\n' \"$@\" > {tmp_path}/words; echo '12;cluster'",
+    )
     assert SlurmCommands().submit(["--comment=a b'$(x)"], "#!/bin/bash\n") == 12
     assert (tmp_path / "script").read_text() == "#!/bin/bash\n"
     assert (tmp_path / "words").read_text() == "--comment=a b'$(x)\n"
@@ -87,15 +108,21 @@ def test_a_command_that_does_not_end_is_ended(program, monkeypatch: pytest.Monke
 
 
 def test_a_command_that_would_sleep_is_ended_and_says_why(program) -> None:
-    """sbatch where Slurm has as many jobs as it takes; each job that starts would keep all others waiting."""
+    """sbatch where Slurm has as many jobs as it takes; each job that starts would keep all others
+    waiting.
+    """
     program(
-        "sbatch", "echo 'sbatch: error: Slurm temporarily unable to accept job, sleeping and retrying' >&2; exec sleep 3600"
+        "sbatch",
+        "echo 'sbatch: error: Slurm temporarily unable to accept job, sleeping and retrying' >&2; "
+        "exec sleep 3600",
     )
     with pytest.raises(SlurmPostponedError, match=r"^Slurm temporarily unable to accept job$"):
         SlurmCommands().submit([], "")
 
 
-def test_the_services_secrets_stay_with_it(program, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_services_secrets_stay_with_it(
+    program, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("FT_DATABASE_URL", "postgresql://u:hunter2@db/ft")
     monkeypatch.setenv("SLURM_CONF", "/etc/other.conf")
     monkeypatch.setenv("SBATCH_PARTITION", "other")
@@ -114,7 +141,9 @@ def test_without_accounting_nobody_knows_how_a_forgotten_job_ended(program) -> N
     assert SlurmCommands().ended_state(5) == "CANCELLED"
 
 
-def test_commands_that_are_not_there_are_named(program, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_commands_that_are_not_there_are_named(
+    program, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("PATH", str(tmp_path))
     program("squeue", "")
     assert missing_commands() == ["sbatch", "scancel", "srun"]

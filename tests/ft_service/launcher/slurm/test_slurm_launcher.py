@@ -1,4 +1,7 @@
-"""The Slurm launcher on a real Slurm: slurmctld and two slurmd of this machine. Without Slurm's packages these tests skip."""
+"""The Slurm launcher on a real Slurm: slurmctld and two slurmd of this machine.
+
+Without Slurm's packages these tests skip.
+"""
 
 from __future__ import annotations
 
@@ -34,7 +37,9 @@ from tests.support.environment import has_name
 from tests.support.reconciling import PROJECT, add_job, get, new_reconciler, new_store
 from tests.support.service import Server, submit, upload, wait_until, wait_until_step
 
-pytestmark = pytest.mark.skipif(bool(missing_parts()), reason=f"Slurm is not installed ({', '.join(missing_parts())})")
+pytestmark = pytest.mark.skipif(
+    bool(missing_parts()), reason=f"Slurm is not installed ({', '.join(missing_parts())})"
+)
 SECONDS = 120.0
 ROOT = Path(__file__).parents[4]
 POD_WORKER = ROOT / "tests/support/programs/pod_worker.py"
@@ -70,19 +75,35 @@ def profile_for(folder: Path, script: str | None = None, **values: Any) -> dict[
         )
         interpreter.chmod(interpreter.stat().st_mode | stat.S_IXUSR)
         python = str(interpreter)
-    return {"ranks_per_node": 2, "gres": None, "python": python, "env": env, "scratch": str(folder), **values}
+    return {
+        "ranks_per_node": 2,
+        "gres": None,
+        "python": python,
+        "env": env,
+        "scratch": str(folder),
+        **values,
+    }
 
 
 class OneAttempt:
     """An attempt of a job of its own, and a launcher."""
 
-    def __init__(self, home: Path, script: str, nodes: int = 1, grace: float = 20.0, **values: Any) -> None:
+    def __init__(
+        self, home: Path, script: str, nodes: int = 1, grace: float = 20.0, **values: Any
+    ) -> None:
         self.profile = SlurmProfile.model_validate(profile_for(home, script, **values))
         self.site = SlurmSite(home, grace)
         self.job_id = f"ftjob-{home.name}"
         self.run = RunDir(home / "runs" / self.job_id)
         self.handle = Attempt(self.run, 1, job_id=self.job_id)
-        start = Start(job_id=self.job_id, attempt=1, world_size=nodes, generation=1, checkpoint=None, nodes=nodes)
+        start = Start(
+            job_id=self.job_id,
+            attempt=1,
+            world_size=nodes,
+            generation=1,
+            checkpoint=None,
+            nodes=nodes,
+        )
         self.handle.write_start(start)
         self.launcher = self.new_launcher()
 
@@ -94,7 +115,9 @@ class OneAttempt:
         return self.launcher.observe(self.handle)
 
     def wait_reported(self) -> None:
-        wait_for(lambda: isinstance(seen := self.seen(), Running) and seen.reported, SECONDS, every=0.3)
+        wait_for(
+            lambda: isinstance(seen := self.seen(), Running) and seen.reported, SECONDS, every=0.3
+        )
 
     def wait_ended(self) -> Exit | None:
         def ended() -> Ended | None:
@@ -146,7 +169,9 @@ def test_a_pause_and_a_cancel_reach_the_ranks_on_all_nodes(tmp_path: Path, nodes
 
 
 @pytest.mark.slow
-def test_the_time_limit_is_told_in_time_and_the_ranks_stop_at_a_checkpoint(tmp_path: Path, cluster: SlurmCluster) -> None:
+def test_the_time_limit_is_told_in_time_and_the_ranks_stop_at_a_checkpoint(
+    tmp_path: Path, cluster: SlurmCluster
+) -> None:
     one = OneAttempt(tmp_path, "event,checkpoint=4,wait", 2, grace=1.0, time="2")
     assert notice_seconds(one.site) == 61
     one.launcher.start(one.handle)
@@ -160,9 +185,15 @@ def test_the_time_limit_is_told_in_time_and_the_ranks_stop_at_a_checkpoint(tmp_p
 
 
 @pytest.mark.slow
-def test_an_attempt_that_an_operator_cancels_is_no_failure(tmp_path: Path, cluster: SlurmCluster) -> None:
-    store, home = new_store(tmp_path), tmp_path
-    launcher = SlurmLauncher(SlurmProfile.model_validate(profile_for(home, "event,checkpoint=4,wait/succeed")), SlurmSite(home))
+def test_an_attempt_that_an_operator_cancels_is_no_failure(
+    tmp_path: Path, cluster: SlurmCluster
+) -> None:
+    store = new_store(tmp_path)
+    home = tmp_path
+    launcher = SlurmLauncher(
+        SlurmProfile.model_validate(profile_for(home, "event,checkpoint=4,wait/succeed")),
+        SlurmSite(home),
+    )
     reconciler = new_reconciler(home, store, launcher)
     add_job(store, distributed=DistributedOptions(nproc_per_node=2))
     wait_for(lambda: reconciler.step() and get(store).phase is Phase.TRAINING, SECONDS, every=0.1)
@@ -175,16 +206,34 @@ def test_an_attempt_that_an_operator_cancels_is_no_failure(tmp_path: Path, clust
 
 
 @pytest.mark.slow
-def test_a_preempted_attempt_stops_at_a_checkpoint_and_trains_on_later(tmp_path: Path, cluster: SlurmCluster) -> None:
+def test_a_preempted_attempt_stops_at_a_checkpoint_and_trains_on_later(
+    tmp_path: Path, cluster: SlurmCluster
+) -> None:
     store = new_store(tmp_path)
     profile = profile_for(tmp_path, "event,checkpoint=4,wait/succeed", partition="all")
-    reconciler = new_reconciler(tmp_path, store, SlurmLauncher(SlurmProfile.model_validate(profile), SlurmSite(tmp_path)))
+    reconciler = new_reconciler(
+        tmp_path, store, SlurmLauncher(SlurmProfile.model_validate(profile), SlurmSite(tmp_path))
+    )
     add_job(store, "ftjob-preempted", distributed=DistributedOptions(nproc_per_node=2, nnodes=2))
-    wait_for(lambda: reconciler.step() and get(store, "ftjob-preempted").phase is Phase.TRAINING, SECONDS, every=0.1)
-    urgent = ("--partition=urgent", "--nodes=2", "--exclusive", "--output=/dev/null", "--wrap=sleep 1")
+    wait_for(
+        lambda: reconciler.step() and get(store, "ftjob-preempted").phase is Phase.TRAINING,
+        SECONDS,
+        every=0.1,
+    )
+    urgent = (
+        "--partition=urgent",
+        "--nodes=2",
+        "--exclusive",
+        "--output=/dev/null",
+        "--wrap=sleep 1",
+    )
     done = cluster.run("sbatch", "--parsable", *urgent)
     assert done.returncode == 0, done.stderr
-    wait_for(lambda: reconciler.step() and get(store, "ftjob-preempted").state is State.SUCCEEDED, SECONDS, every=0.1)
+    wait_for(
+        lambda: reconciler.step() and get(store, "ftjob-preempted").state is State.SUCCEEDED,
+        SECONDS,
+        every=0.1,
+    )
     job = get(store, "ftjob-preempted")
     assert (job.attempt, job.failures) == (2, 0)
     ended = Attempt(RunDir(tmp_path / "runs/ftjob-preempted"), 1).read_exit()
@@ -195,39 +244,68 @@ def test_a_preempted_attempt_stops_at_a_checkpoint_and_trains_on_later(tmp_path:
 
 
 @pytest.mark.slow
-def test_an_attempt_whose_node_is_lost_is_tried_again(tmp_path: Path, cluster: SlurmCluster) -> None:
+def test_an_attempt_whose_node_is_lost_is_tried_again(
+    tmp_path: Path, cluster: SlurmCluster
+) -> None:
     store = new_store(tmp_path)
     profile = profile_for(tmp_path, "event,checkpoint=4,hang/succeed")
-    reconciler = new_reconciler(tmp_path, store, SlurmLauncher(SlurmProfile.model_validate(profile), SlurmSite(tmp_path)))
+    reconciler = new_reconciler(
+        tmp_path, store, SlurmLauncher(SlurmProfile.model_validate(profile), SlurmSite(tmp_path))
+    )
     add_job(store, "ftjob-lost", distributed=DistributedOptions(nproc_per_node=2, nnodes=2))
-    wait_for(lambda: reconciler.step() and get(store, "ftjob-lost").phase is Phase.TRAINING, SECONDS, every=0.1)
+    wait_for(
+        lambda: reconciler.step() and get(store, "ftjob-lost").phase is Phase.TRAINING,
+        SECONDS,
+        every=0.1,
+    )
     cluster.run("scontrol", "update", "NodeName=n2", "State=DOWN", "Reason=lost")
     try:
         wait_for(
-            lambda: reconciler.step() and get(store, "ftjob-lost").attempt == 1 and get(store, "ftjob-lost").losses == 1,
+            lambda: (
+                reconciler.step()
+                and get(store, "ftjob-lost").attempt == 1
+                and get(store, "ftjob-lost").losses == 1
+            ),
             SECONDS,
             every=0.1,
         )
         ended = Attempt(RunDir(tmp_path / "runs/ftjob-lost"), 1).read_exit()
         assert ended is not None
-        assert (ended.reason, ended.message) == (ExitReason.HOST_LOST, "A node of the attempt has failed.")
+        assert (ended.reason, ended.message) == (
+            ExitReason.HOST_LOST,
+            "A node of the attempt has failed.",
+        )
     finally:
         cluster.run("scontrol", "update", "NodeName=n2", "State=RESUME")
-    wait_for(lambda: reconciler.step() and get(store, "ftjob-lost").state is State.SUCCEEDED, SECONDS, every=0.1)
+    wait_for(
+        lambda: reconciler.step() and get(store, "ftjob-lost").state is State.SUCCEEDED,
+        SECONDS,
+        every=0.1,
+    )
     assert get(store, "ftjob-lost").attempt == 2
     reconciler.close()
     store.close()
 
 
 @pytest.mark.slow
-def test_an_engine_that_slurm_preempts_costs_its_jobs_nothing(tmp_path: Path, cluster: SlurmCluster) -> None:
-    store, two = new_store(tmp_path), ("ftjob-one", "ftjob-two")
+def test_an_engine_that_slurm_preempts_costs_its_jobs_nothing(
+    tmp_path: Path, cluster: SlurmCluster
+) -> None:
+    store = new_store(tmp_path)
+    two = ("ftjob-one", "ftjob-two")
     interpreter = tmp_path / "python"
     play = "*:checkpoint=4,event,hold,succeed"
-    interpreter.write_text(f"#!/bin/bash\nexec {sys.executable} \"$@\" --command {sys.executable} {ENGINE_PROGRAM} '{play}'\n")
+    interpreter.write_text(
+        f'#!/bin/bash\nexec {sys.executable} "$@" --command {sys.executable} {ENGINE_PROGRAM} '
+        f"'{play}'\n"
+    )
     interpreter.chmod(interpreter.stat().st_mode | stat.S_IXUSR)
-    profile = SlurmProfile.model_validate(profile_for(tmp_path, python=str(interpreter), partition="all"))
-    launcher = ClusterEngineLauncher(SlurmLauncher(profile, SlurmSite(tmp_path)), tmp_path / "engines")
+    profile = SlurmProfile.model_validate(
+        profile_for(tmp_path, python=str(interpreter), partition="all")
+    )
+    launcher = ClusterEngineLauncher(
+        SlurmLauncher(profile, SlurmSite(tmp_path)), tmp_path / "engines"
+    )
     engines = EngineOptions(most_seats=8, idle_seconds=0.5)
     reconciler = new_reconciler(tmp_path, store, launcher, engines=engines)
     for job_id in two:
@@ -243,23 +321,36 @@ def test_an_engine_that_slurm_preempts_costs_its_jobs_nothing(tmp_path: Path, cl
     (engine,) = store.engines.live_engines()
     assert [seat.id for seat in engine.seats] == list(two)
     assert [one.job_id for one in launcher.unfinished()] == [engine.id]
-    urgent = ("--partition=urgent", "--nodes=2", "--exclusive", "--output=/dev/null", "--wrap=sleep 1")
+    urgent = (
+        "--partition=urgent",
+        "--nodes=2",
+        "--exclusive",
+        "--output=/dev/null",
+        "--wrap=sleep 1",
+    )
     assert cluster.run("sbatch", "--parsable", *urgent).returncode == 0
     turn(lambda: all(get(store, job_id).attempt == 2 for job_id in two))
     (tmp_path / "go").touch()
     turn(lambda: all(get(store, job_id).state is State.SUCCEEDED for job_id in two))
-    assert [(job.attempt, job.failures, job.fault_group) for job in (get(store, job_id) for job_id in two)] == [
-        (2, 0, None)
-    ] * 2
-    wait_for(lambda: (reconciler.step() or True) and not store.engines.live_engines(), SECONDS, every=0.3)
+    assert [
+        (job.attempt, job.failures, job.fault_group)
+        for job in (get(store, job_id) for job_id in two)
+    ] == [(2, 0, None)] * 2
+    wait_for(
+        lambda: (reconciler.step() or True) and not store.engines.live_engines(), SECONDS, every=0.3
+    )
     reconciler.close()
     store.close()
 
 
-def test_a_job_waits_in_slurms_queue_and_can_be_cancelled_there(tmp_path: Path, cluster: SlurmCluster) -> None:
+def test_a_job_waits_in_slurms_queue_and_can_be_cancelled_there(
+    tmp_path: Path, cluster: SlurmCluster
+) -> None:
     store = new_store(tmp_path)
     values = {"options": ["--reservation=none-yet"]}
-    refused = SlurmLauncher(SlurmProfile.model_validate(profile_for(tmp_path, "succeed", **values)), SlurmSite(tmp_path))
+    refused = SlurmLauncher(
+        SlurmProfile.model_validate(profile_for(tmp_path, "succeed", **values)), SlurmSite(tmp_path)
+    )
     attempt = OneAttempt(tmp_path, "succeed").handle
     with pytest.raises(LaunchError, match=r"Slurm refuses the job: .*eservation"):
         refused.start(attempt)
@@ -267,10 +358,14 @@ def test_a_job_waits_in_slurms_queue_and_can_be_cancelled_there(tmp_path: Path, 
 
     cluster.run("scontrol", "update", "PartitionName=all", "State=DOWN")
     try:
-        launcher = SlurmLauncher(SlurmProfile.model_validate(profile_for(tmp_path, "succeed")), SlurmSite(tmp_path))
+        launcher = SlurmLauncher(
+            SlurmProfile.model_validate(profile_for(tmp_path, "succeed")), SlurmSite(tmp_path)
+        )
         reconciler = new_reconciler(tmp_path, store, launcher)
         add_job(store)
-        wait_for(lambda: reconciler.step() and get(store).phase is Phase.WAITING, SECONDS, every=0.1)
+        wait_for(
+            lambda: reconciler.step() and get(store).phase is Phase.WAITING, SECONDS, every=0.1
+        )
         assert get(store).pending == "The attempt waits in Slurm's queue: PartitionDown."
         assert [one.job_id for one in launcher.unfinished()] == ["ftjob-1"]
         store.jobs.request(PROJECT, "ftjob-1", Verb.CANCEL)
@@ -284,7 +379,9 @@ def test_a_job_waits_in_slurms_queue_and_can_be_cancelled_there(tmp_path: Path, 
 
 
 @pytest.mark.slow
-def test_while_slurmctld_is_away_nothing_is_known_and_nothing_starts_twice(tmp_path: Path, cluster: SlurmCluster) -> None:
+def test_while_slurmctld_is_away_nothing_is_known_and_nothing_starts_twice(
+    tmp_path: Path, cluster: SlurmCluster
+) -> None:
     one = OneAttempt(tmp_path, "event,checkpoint=4,wait")
     one.launcher.start(one.handle)
     one.wait_reported()
@@ -327,7 +424,9 @@ def test_a_start_that_was_not_heard_of_is_found_by_its_name(tmp_path: Path) -> N
 
 
 def test_two_batch_jobs_of_one_attempt_never_run_at_once(tmp_path: Path) -> None:
-    """One was submitted although the command had failed: Slurm holds the second back, and its supervisor does nothing."""
+    """One was submitted although the command had failed: Slurm holds the second back, and its
+    supervisor does nothing.
+    """
     one = OneAttempt(tmp_path, "event,checkpoint=4,wait")
     one.launcher.start(one.handle)
     one.wait_reported()
@@ -343,11 +442,15 @@ def test_two_batch_jobs_of_one_attempt_never_run_at_once(tmp_path: Path) -> None
     assert ended.reason is ExitReason.STOPPED
     first, second = sorted(one.batch_jobs)[::-1]
     assert first == "FAILED"
-    assert second in ("FAILED", "CANCELLED"), "it ran and did nothing, or the launcher was first to end it"
+    assert second in ("FAILED", "CANCELLED"), (
+        "it ran and did nothing, or the launcher was first to end it"
+    )
 
 
 @pytest.mark.slow
-def test_an_attempt_that_slurm_suspends_has_nothing_to_say_and_goes_on(tmp_path: Path, cluster: SlurmCluster) -> None:
+def test_an_attempt_that_slurm_suspends_has_nothing_to_say_and_goes_on(
+    tmp_path: Path, cluster: SlurmCluster
+) -> None:
     one = OneAttempt(tmp_path, "event,checkpoint=4,wait")
     now = [0.0]
     one.launcher = SlurmLauncher(one.profile, one.site, clock=lambda: now[0])
@@ -359,7 +462,8 @@ def test_an_attempt_that_slurm_suspends_has_nothing_to_say_and_goes_on(tmp_path:
     for _ in range(2):
         now[0] += 3600
         assert one.seen() == Running(
-            reported=True, note="Slurm has suspended the attempt's batch job, and lets it go on later."
+            reported=True,
+            note="Slurm has suspended the attempt's batch job, and lets it go on later.",
         )
     assert cluster.run("scontrol", "resume", launched.uid).returncode == 0
     now[0] += 3600
@@ -389,7 +493,8 @@ def test_an_attempt_that_an_operator_puts_back_into_the_queue_has_ended(
 @pytest.mark.slow
 def test_a_job_waits_while_its_partition_is_drained(tmp_path: Path, cluster: SlurmCluster) -> None:
     """Slurm then refuses to queue it, as it does with too many jobs of a user or account."""
-    store, now = new_store(tmp_path), [0.0]
+    store = new_store(tmp_path)
+    now = [0.0]
     profile = SlurmProfile.model_validate(profile_for(tmp_path, "succeed", partition="all"))
     launcher = SlurmLauncher(profile, SlurmSite(tmp_path), clock=lambda: now[0])
     reconciler = new_reconciler(tmp_path, store, launcher)
@@ -400,11 +505,20 @@ def test_a_job_waits_while_its_partition_is_drained(tmp_path: Path, cluster: Slu
     try:
         for _ in range(4):
             wait_for(
-                lambda: reconciler.step() and re.match(refused, get(store, "ftjob-drained").pending or ""), SECONDS, every=0.1
+                lambda: (
+                    reconciler.step()
+                    and re.match(refused, get(store, "ftjob-drained").pending or "")
+                ),
+                SECONDS,
+                every=0.1,
             )
             now[0] += 100
         store.jobs.request(PROJECT, "ftjob-given-up", Verb.CANCEL)
-        wait_for(lambda: reconciler.step() and get(store, "ftjob-given-up").state is State.CANCELLED, SECONDS, every=0.1)
+        wait_for(
+            lambda: reconciler.step() and get(store, "ftjob-given-up").state is State.CANCELLED,
+            SECONDS,
+            every=0.1,
+        )
     finally:
         cluster.run("scontrol", "update", "PartitionName=all", "State=UP")
 
@@ -465,7 +579,12 @@ def test_two_jobs_share_an_engine_that_is_one_batch_job(
             "precision": {"default": "nf4"},
             "lora": {"r": 4},
             "training": {"max_steps": 3, "batch_size": 16, "tokens_per_micro_batch": 256},
-            "distributed": {"nproc_per_node": 2, "replicate": 1, "activation_checkpointing": "none", "compile": False},
+            "distributed": {
+                "nproc_per_node": 2,
+                "replicate": 1,
+                "activation_checkpointing": "none",
+                "compile": False,
+            },
             "sweep": {"training.learning_rate": [1e-3, 2e-3], "halving": False},
         }
         sweep: Any = client.post("/fine_tuning/sweeps", body=body, cast_to=object)
@@ -476,7 +595,11 @@ def test_two_jobs_share_an_engine_that_is_one_batch_job(
         (engine,) = {start.engine for start in starts if start is not None}
         assert engine is not None
         name = job_name(Path(engine).name, 1)
-        ours = [(job.name, job.state) for job in SlurmCommands().jobs() if job.comment == f"ft-service {tmp_path}"]
+        ours = [
+            (job.name, job.state)
+            for job in SlurmCommands().jobs()
+            if job.comment == f"ft-service {tmp_path}"
+        ]
         assert ours == [(name, "RUNNING")], "one batch job for both; it waits for more"
         cluster.run("scancel", f"--name={name}")
 
@@ -492,7 +615,9 @@ def test_two_jobs_share_an_engine_that_is_one_batch_job(
 @pytest.mark.slow
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("nodes", [1, 2])
-def test_a_job_trains_on_slurm_while_its_server_is_killed(tmp_path: Path, nodes: int, data: Path, models: Path) -> None:
+def test_a_job_trains_on_slurm_while_its_server_is_killed(
+    tmp_path: Path, nodes: int, data: Path, models: Path
+) -> None:
     server = slurm_server(tmp_path, models)
     server.start()
     client = server.client()
@@ -506,5 +631,7 @@ def test_a_job_trains_on_slurm_while_its_server_is_killed(tmp_path: Path, nodes:
     assert job.fine_tuned_model
     said = [event.message for event in client.fine_tuning.jobs.list_events(job_id, limit=100)]
     assert not any("Attempt 2" in message for message in said)
-    assert [state.state for state in SlurmCommands().jobs() if state.name == job_name(job_id, 1)] == ["COMPLETED"]
+    assert [
+        state.state for state in SlurmCommands().jobs() if state.name == job_name(job_id, 1)
+    ] == ["COMPLETED"]
     assert server.stop() == 0

@@ -35,7 +35,9 @@ def written(folder: Path, **values: Any) -> Path:
         ({"python": "python"}, "python"),
     ],
 )
-def test_a_profile_that_is_wrong_is_named_with_its_field(tmp_path: Path, values: dict[str, Any], says: str) -> None:
+def test_a_profile_that_is_wrong_is_named_with_its_field(
+    tmp_path: Path, values: dict[str, Any], says: str
+) -> None:
     with pytest.raises(SpecError) as refused:
         load_slurm_profile(written(tmp_path, **values))
     assert says in refused.value.message
@@ -56,11 +58,15 @@ def test_a_profile_that_is_wrong_is_named_with_its_field(tmp_path: Path, values:
         ("0-00", None),
     ],
 )
-def test_time_is_read_as_sbatch_reads_it(tmp_path: Path, time: str | None, seconds: int | None) -> None:
+def test_time_is_read_as_sbatch_reads_it(
+    tmp_path: Path, time: str | None, seconds: int | None
+) -> None:
     assert load_slurm_profile(written(tmp_path, time=time)).time_seconds == seconds
 
 
-@pytest.mark.parametrize(("line", "seconds"), [("time: 4:00:00", 14400), ("time: 90", 5400), ("time: 90:30", 5430)])
+@pytest.mark.parametrize(
+    ("line", "seconds"), [("time: 4:00:00", 14400), ("time: 90", 5400), ("time: 90:30", 5430)]
+)
 def test_time_needs_no_quotes(tmp_path: Path, line: str, seconds: int) -> None:
     path = tmp_path / "slurm-profile.yaml"
     path.write_text(f"ranks_per_node: 8\n{line}\n")

@@ -9,20 +9,47 @@ from ft_service.rundir.documents import ErrorInfo, Exit, ExitReason, Outcome, Ou
 from ft_service.rundir.failure_origin import COLLECTIVE_TIMEOUT
 
 STATES = {
-    "waiting": ["PENDING", "REQUEUED", "REQUEUE_FED", "REQUEUE_HOLD", "RESV_DEL_HOLD", "SPECIAL_EXIT"],
+    "waiting": [
+        "PENDING",
+        "REQUEUED",
+        "REQUEUE_FED",
+        "REQUEUE_HOLD",
+        "RESV_DEL_HOLD",
+        "SPECIAL_EXIT",
+    ],
     "alive": [
-        *("CONFIGURING", "RUNNING", "COMPLETING", "SUSPENDED", "STOPPED", "SIGNALING", "RESIZING", "STAGE_OUT"),
+        *(
+            "CONFIGURING",
+            "RUNNING",
+            "COMPLETING",
+            "SUSPENDED",
+            "STOPPED",
+            "SIGNALING",
+            "RESIZING",
+            "STAGE_OUT",
+        ),
         "POWER_UP_NODE",
     ],
     "over": [
-        *("COMPLETED", "FAILED", "CANCELLED", "PREEMPTED", "REVOKED", "NODE_FAIL", "BOOT_FAIL", "LAUNCH_FAILED"),
+        *(
+            "COMPLETED",
+            "FAILED",
+            "CANCELLED",
+            "PREEMPTED",
+            "REVOKED",
+            "NODE_FAIL",
+            "BOOT_FAIL",
+            "LAUNCH_FAILED",
+        ),
         *("RECONFIG_FAIL", "TIMEOUT", "DEADLINE", "OUT_OF_MEMORY"),
     ],
     "unknown": ["", "RUNNING+", "running", "NEW_IN_SOME_VERSION"],
 }
 
 
-@pytest.mark.parametrize(("state", "said"), [(state, said) for said, states in STATES.items() for state in states])
+@pytest.mark.parametrize(
+    ("state", "said"), [(state, said) for said, states in STATES.items() for state in states]
+)
 def test_every_state_is_waiting_alive_over_or_not_known(state: str, said: str) -> None:
     assert standing(state) == said
 
@@ -46,7 +73,9 @@ def test_every_state_is_waiting_alive_over_or_not_known(state: str, said: str) -
         ("REQUEUED", None, None),
     ],
 )
-def test_how_an_attempt_ended_that_left_no_word(state: str | None, reason: Reason | None, retry: Retry | None) -> None:
+def test_how_an_attempt_ended_that_left_no_word(
+    state: str | None, reason: Reason | None, retry: Retry | None
+) -> None:
     """None: it was stopped, which is no failure."""
     ended = judge_exit(state, AttemptRecords(2, {}))
     found = reason_of(ended)
@@ -55,8 +84,12 @@ def test_how_an_attempt_ended_that_left_no_word(state: str | None, reason: Reaso
 
 
 STOPPED = Outcome(kind=OutcomeKind.STOPPED, checkpoint="step-4-a1")
-LOST_PEER = exit_of(ExitReason.WORKER_ERROR, "", ErrorInfo(code=COLLECTIVE_TIMEOUT, message="It waited in vain."))
-REFUSED = exit_of(ExitReason.PERMANENT_ERROR, "No.", ErrorInfo(code="training_failed", message="No."))
+LOST_PEER = exit_of(
+    ExitReason.WORKER_ERROR, "", ErrorInfo(code=COLLECTIVE_TIMEOUT, message="It waited in vain.")
+)
+REFUSED = exit_of(
+    ExitReason.PERMANENT_ERROR, "No.", ErrorInfo(code="training_failed", message="No.")
+)
 CANCELLED = exit_of(ExitReason.CANCELLED, "")
 
 
@@ -80,7 +113,11 @@ CANCELLED = exit_of(ExitReason.CANCELLED, "")
     ],
 )
 def test_what_the_ranks_said_comes_before_what_slurm_says(
-    state: str | None, exits: dict[int, Exit], outcome: Outcome | None, result: Result | None, reason: ExitReason
+    state: str | None,
+    exits: dict[int, Exit],
+    outcome: Outcome | None,
+    result: Result | None,
+    reason: ExitReason,
 ) -> None:
     ended = judge_exit(state, AttemptRecords(2, exits, outcome, result))
     assert ended is not None

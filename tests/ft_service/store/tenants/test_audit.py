@@ -16,7 +16,10 @@ from tests.support.records import OTHER, PROJECT, new_file, new_job
 
 def types(store: Store, project_id: str = PROJECT) -> list[str]:
     """Oldest first."""
-    return [entry.type for entry in reversed(store.audit.list_audit(project_id=project_id, limit=100).data)]
+    return [
+        entry.type
+        for entry in reversed(store.audit.list_audit(project_id=project_id, limit=100).data)
+    ]
 
 
 def test_jobs_sweeps_and_files_are_there_with_their_key_and_address(store: Store) -> None:
@@ -36,11 +39,16 @@ def test_jobs_sweeps_and_files_are_there_with_their_key_and_address(store: Store
         ("file.deleted", file.id),
     ]
     assert {(entry.key_id, entry.address) for entry in entries} == {("key_u", "10.0.0.1")}
-    assert [entries[0].detail, entries[2].detail] == [{"filename": file.filename, "bytes": 12}, {"jobs": 3}]
+    assert [entries[0].detail, entries[2].detail] == [
+        {"filename": file.filename, "bytes": 12},
+        {"jobs": 3},
+    ]
     assert types(store, OTHER) == []
 
 
-def test_old_entries_are_removed_however_many_they_are(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_old_entries_are_removed_however_many_they_are(
+    store: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(audit, "_AT_ONCE", 2)
     for _ in range(5):
         create_job(store, new_job())

@@ -19,10 +19,14 @@ def test_a_secret_opens_its_project(store):
     assert secret.startswith("ft-")
     assert secret.startswith(key.prefix)
     assert len(secret) >= 3 + 256 / 6
-    assert store.keys.authenticate(secret) == Principal(key_id=key.id, project_id=PROJECT, organization="acme", scope="user")
+    assert store.keys.authenticate(secret) == Principal(
+        key_id=key.id, project_id=PROJECT, organization="acme", scope="user"
+    )
 
 
-@pytest.mark.parametrize("wrong", ["", "ft-", "ft-unknown", "ft-\x00", "ft-\ud800", "ft-' OR 1=1 --"])
+@pytest.mark.parametrize(
+    "wrong", ["", "ft-", "ft-unknown", "ft-\x00", "ft-\ud800", "ft-' OR 1=1 --"]
+)
 def test_another_secret_opens_nothing(store, wrong):
     store.keys.create_key(project_id=PROJECT, name="mine", scope="user")
     assert store.keys.authenticate(wrong) is None
@@ -32,7 +36,9 @@ def test_another_secret_opens_nothing(store, wrong):
 def test_a_key_that_is_rotated_again_has_a_successor_of_the_same_life(store, ahead):
     """The answer to the first rotation may have been lost, with the secret in it."""
     ends = None if ahead is None else store.now() + ahead
-    key, old_secret = store.keys.create_key(project_id=PROJECT, name="mine", scope="user", expires_at=ends)
+    key, old_secret = store.keys.create_key(
+        project_id=PROJECT, name="mine", scope="user", expires_at=ends
+    )
     first, _ = store.keys.rotate_key(PROJECT, key.id, keep_seconds=60)
     second, _ = store.keys.rotate_key(PROJECT, key.id, keep_seconds=60)
     store.keys.rotate_key(PROJECT, first.id, keep_seconds=60)
@@ -53,7 +59,9 @@ def test_only_a_digest_is_kept(store, store_url):
 
 
 def test_a_given_secret_works_once(store):
-    key, secret = store.keys.create_key(project_id=PROJECT, name="first", scope="admin", secret="ft-chosen-by-the-operator")
+    key, secret = store.keys.create_key(
+        project_id=PROJECT, name="first", scope="admin", secret="ft-chosen-by-the-operator"
+    )
     assert secret == "ft-chosen-by-the-operator"
     assert store.keys.authenticate(secret).key_id == key.id
     with pytest.raises(ConflictError):
@@ -63,8 +71,12 @@ def test_a_given_secret_works_once(store):
 
 
 def test_an_expired_key_opens_nothing(store):
-    _, gone = store.keys.create_key(project_id=PROJECT, name="gone", scope="user", expires_at=store.now() - 1)
-    _, valid = store.keys.create_key(project_id=PROJECT, name="valid", scope="user", expires_at=store.now() + 1000)
+    _, gone = store.keys.create_key(
+        project_id=PROJECT, name="gone", scope="user", expires_at=store.now() - 1
+    )
+    _, valid = store.keys.create_key(
+        project_id=PROJECT, name="valid", scope="user", expires_at=store.now() + 1000
+    )
     assert store.keys.authenticate(gone) is None
     assert store.keys.authenticate(valid) is not None
 
@@ -102,7 +114,9 @@ def test_last_used_is_written_at_most_once_a_minute(store, store_url):
 
 def test_keys_are_listed_by_project(store):
     assert not store.keys.has_keys()
-    mine = [store.keys.create_key(project_id=PROJECT, name=name, scope="user")[0] for name in ("a", "b")]
+    mine = [
+        store.keys.create_key(project_id=PROJECT, name=name, scope="user")[0] for name in ("a", "b")
+    ]
     theirs, _ = store.keys.create_key(project_id=OTHER, name="c", scope="admin")
     assert store.keys.has_keys()
     assert {key.id for key in store.keys.list_keys(PROJECT)} == {key.id for key in mine}

@@ -1,4 +1,7 @@
-"""People who sign in by single sign-on: what their groups open, for how long, and what ends it. On both databases."""
+"""People who sign in by single sign-on: what their groups open, for how long, and what ends it.
+
+On both databases.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +15,9 @@ from tests.support.records import OTHER, PROJECT
 
 
 def ada(state: str, **grants: Any) -> SignOn:
-    return SignOn(identity="https://login.example ada", name="ada@example.com", grants=grants, state=state)
+    return SignOn(
+        identity="https://login.example ada", name="ada@example.com", grants=grants, state=state
+    )
 
 
 def test_a_person_has_one_key_in_each_project_that_nothing_but_a_session_opens(store):

@@ -23,7 +23,8 @@ def stores(emptied_postgres_url: str) -> Iterator[list[Store]]:
 def full_in(store: Store, seconds: float) -> None:
     with store.writing() as connection:
         connection.execute(
-            text("UPDATE request_rates SET full_at = extract(epoch FROM clock_timestamp()) + :s"), {"s": seconds}
+            text("UPDATE request_rates SET full_at = extract(epoch FROM clock_timestamp()) + :s"),
+            {"s": seconds},
         )
 
 
@@ -52,7 +53,10 @@ def test_servers_that_draw_at_once_get_what_there_is_once(stores: list[Store]) -
     with ThreadPoolExecutor(6) as threads:
         drawn = list(
             threads.map(
-                lambda number: stores[number % 3].request_buckets.draw_requests("proj_default", per_minute, 120, 0), range(60)
+                lambda number: stores[number % 3].request_buckets.draw_requests(
+                    "proj_default", per_minute, 120, 0
+                ),
+                range(60),
             )
         )
     taken = sum(one.taken for one in drawn)

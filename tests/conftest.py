@@ -58,9 +58,8 @@ def pytest_configure(config: pytest.Config) -> None:
     config.stash[_LEFT], config.stash[_CPU] = [], CpuSeconds()
     config.stash[_TREE] = working_tree()
     if processes := config.getoption("--processes"):
-        os.environ.setdefault(
-            "OMP_NUM_THREADS", "1"
-        )  # as many threads of torch as test processes, and not their product
+        # As many threads of torch as test processes, and not their product.
+        os.environ.setdefault("OMP_NUM_THREADS", "1")
         os.environ["PYTORCH_NVML_BASED_CUDA_CHECK"] = (
             "1"  # a process that has asked CUDA cannot fork ones that use it
         )
@@ -132,12 +131,10 @@ def pytest_sessionfinish(session: pytest.Session) -> None:
     if left:
         session.exitstatus = pytest.ExitCode.TESTS_FAILED
         if session.config.pluginmanager.hasplugin("cacheprovider"):
-            session.config.cache.set(
-                "cache/lastfailed", {}
-            )  # `make test-failed` finds nothing then, and fails: no test alone is to blame
-        print(
-            "\nThis run has left behind:", *dict.fromkeys(left), sep="\n  "
-        )  # forked processes share a port
+            # `make test-failed` finds nothing then, and fails: no test alone is to blame.
+            session.config.cache.set("cache/lastfailed", {})
+        # Forked processes share a port.
+        print("\nThis run has left behind:", *dict.fromkeys(left), sep="\n  ")
 
 
 def left_by_this_process() -> list[str]:

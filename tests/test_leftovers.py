@@ -141,7 +141,13 @@ def test_processes_end_with_the_one_that_forked_them(project: Path) -> None:
     (project / "tests/test_long.py").write_text(textwrap.dedent(body))
     cache = project / ".pytest_cache"
     cache.mkdir()
-    with subprocess.Popen([*PYTEST, *PARALLEL], cwd=project, env=environment()) as parent:
+    with subprocess.Popen(
+        [*PYTEST, *PARALLEL],
+        cwd=project,
+        env=environment(),
+        # As a shell starts what is to run in the background.
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_IGN),
+    ) as parent:
         wait_for(lambda: (cache / "begun").exists())
         parent.kill()
         wait_for(lambda: (cache / "ended").exists())

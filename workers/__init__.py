@@ -17,6 +17,7 @@ logging.getLogger("bitsandbytes").setLevel(logging.ERROR)
 from ft_service.host.quick_imports import quick_imports  # noqa: E402
 
 with quick_imports():
+    # First of all: PEFT would import it otherwise.
     from workers.patches import (
         bitsandbytes_import as bitsandbytes_import,
-    )  # first of all: PEFT would import it otherwise
+    )

@@ -79,9 +79,8 @@ def number(value: Any, digits: int = 4) -> str:
     if abs(value) < _LARGE and (isinstance(value, int) or abs(value) >= 10**digits):
         return f"{value:,.0f}"
     if value and not 1e-3 <= abs(value) < _LARGE:
-        mantissa, _, exponent = f"{Decimal(value):.{digits - 2}e}".partition(
-            "e"
-        )  # integers beyond any float too
+        # Integers beyond any float too.
+        mantissa, _, exponent = f"{Decimal(value):.{digits - 2}e}".partition("e")
         return f"{mantissa.rstrip('0').rstrip('.')}e{int(exponent)}"
     return f"{value:.{digits}g}"
 

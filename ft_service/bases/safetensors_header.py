@@ -171,9 +171,8 @@ def _entry(name: str, given: object, path: Path, data: int) -> TensorEntry:
 
 
 def _are_sizes(given: object) -> TypeGuard[list[int]]:
-    return isinstance(given, list) and all(
-        type(size) is int and size >= 0 for size in given
-    )  # a bool is no size
+    # A bool is no size.
+    return isinstance(given, list) and all(type(size) is int and size >= 0 for size in given)
 
 
 def _bits(shape: Iterable[int], of_value: int) -> int | None:

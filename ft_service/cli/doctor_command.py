@@ -43,12 +43,13 @@ def doctor(
     not know: they hold GPUs until they end. The exit code is 1 if something is at fault, or such
     processes are left.
     """
+    # It imports what few commands need.
     from ft_service.control.checkup import (
         Finding,
         Verdict,
         checkup,
         database,
-    )  # it imports what few commands need
+    )
 
     settings = with_sample_base(load_settings())
     findings = list(checkup(settings))

@@ -125,9 +125,8 @@ def write_export(
         finally:
             shutil.rmtree(temporary, ignore_errors=True)
         return {}
-    base_folder = base or (
-        None if to is ExportFormat.VLLM else local_base(adapter)
-    )  # vLLM's format needs no base
+    # vLLM's format needs no base.
+    base_folder = base or (None if to is ExportFormat.VLLM else local_base(adapter))
     options = ["--base", str(base_folder.absolute())] if base_folder else []
     return run_worker(
         WORKER, [str(adapter), str(out), "--format", to.value, "--samples", str(samples), *options]

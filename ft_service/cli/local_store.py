@@ -26,10 +26,12 @@ MAKES = ".ft"
 def local_store(settings: Settings) -> Iterator[Store]:
     """Open the store of FT_HOME or FT_DATABASE_URL, migrated to this version's schema."""
     from ft_service.store.database import DatabaseLimits
+
+    # Half of the command line's start-up time, for few rare commands.
     from ft_service.store.sql import (
         migrate,
         open_store,
-    )  # half of the command line's start-up time, for few rare commands
+    )
 
     create_home(settings.home)
     require_writable(settings.home)

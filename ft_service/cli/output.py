@@ -152,9 +152,8 @@ def print_table(
     ):
         table.add_column(title, no_wrap=True, width=width)
     for row in rows:
-        table.add_row(
-            *(Text(cell) for cell in row)
-        )  # Text, so that `:two:` in a name is not an emoji, nor `[bold]` a style
+        # Text, so that `:two:` in a name is not an emoji, nor `[bold]` a style.
+        table.add_row(*(Text(cell) for cell in row))
     with console.capture() as captured:
         console.print(table, highlight=False)
     header, *lines = captured.get().splitlines()

@@ -53,11 +53,12 @@ def prune(
     file; with an age (here or in FT_KEEP_…_DAYS) also what is older. Nothing that an unfinished job
     needs is removed. The server may run meanwhile.
     """
+    # The database takes time to import.
     from ft_service.control.pruning import (
         RetentionLimits,
         plan_pruning,
         remove,
-    )  # the database takes time to import
+    )
 
     given = {
         "runs": runs_days,

@@ -260,9 +260,8 @@ class Client:
         silent = 0
         while True:
             try:
-                job = self.job(
-                    job_id
-                )  # before the events, so that no event before the job's end is missed
+                # Before the events, so that no event before the job's end is missed.
+                job = self.job(job_id)
                 events = self.events(job_id, since=last, limit=None if last else PAGE)
             except UnavailableError:
                 silent += 1
@@ -353,9 +352,8 @@ class Client:
             self._download(path, archive, note, timeout or self._http.timeout)
             unpack(archive, unpacked)
             entries = list(unpacked.iterdir())
-            top = (
-                entries[0] if len(entries) == 1 and entries[0].is_dir() else unpacked
-            )  # the archive's own folder
+            # The archive's own folder.
+            top = entries[0] if len(entries) == 1 and entries[0].is_dir() else unpacked
             top.replace(out)
         return out
 

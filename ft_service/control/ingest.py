@@ -155,9 +155,8 @@ def note_event(note: str, level: Level = "info") -> NewEvent:
 
 
 def _new_event(source: tuple[int, int], event: Event) -> NewEvent:
-    metrics = (
-        event.metrics if event.kind == "metrics" else None
-    )  # a checkpoint's metrics were reported with its step
+    # A checkpoint's metrics were reported with its step.
+    metrics = event.metrics if event.kind == "metrics" else None
     return NewEvent(
         level=event.level,
         message=event.message,

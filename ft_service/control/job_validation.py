@@ -104,9 +104,8 @@ class JobValidation:
             return JobChange(job=replace(job, pending=delay), rest_seconds=CHECK_REST_SECONDS), None
         checked = self._checks.result(job)
         if checked is None:
-            again = (
-                job.pending if self._lost.count(job.id) else None
-            )  # why its last check could not be finished
+            # Why its last check could not be finished.
+            again = job.pending if self._lost.count(job.id) else None
             job = replace(job, pending=self._checks.waits(job) or again)
             return JobChange(
                 job=job, events=self._checks.news(job), rest_seconds=CHECK_REST_SECONDS

@@ -110,9 +110,8 @@ def _guessed(path: Path, size: int, spec: JobSpec) -> tuple[int | None, SampleLe
     ):  # split into windows, which fill rows if packed
         windows = -(-tokens // training.max_length)
         samples = max(1, windows if training.packing else max(samples, windows))
-    together = (
-        1 if spec.dpo is None else 2
-    )  # each sample of a pair may have most of the pair's tokens
+    # Each sample of a pair may have most of the pair's tokens.
+    together = 1 if spec.dpo is None else 2
     return samples, SampleLengths(together * tokens, together * samples)
 
 

@@ -310,9 +310,8 @@ def _leftovers(settings: Settings, store: Store) -> Iterator[Removal]:
         for names in pages(_names_in(folder), PAGE):
             for path in (folder / name for name in sorted(set(names) - known(names))):
                 root = _run_root(path, settings)
-                root = (
-                    path if root is not None and not root.exists() else root
-                )  # what it leads to is gone already
+                # What it leads to is gone already.
+                root = path if root is not None and not root.exists() else root
                 if root is not None and _changed_at(root) <= before:
                     yield Removal(
                         kind="leftover",

@@ -242,9 +242,8 @@ class RolloutLoop:
         if not done:
             self._put(first_commands(self.job.id))
             self._saves[0] = 1
-        self._wait_for(
-            self.run_dir.path(PROMPTS).is_file
-        )  # the ranks write it before their first command
+        # The ranks write it before their first command.
+        self._wait_for(self.run_dir.path(PROMPTS).is_file)
         self.prompts = PromptFile(self.run_dir)
         header = self.prompts.header
         self.schedule = RolloutSchedule.of(self.job.spec, header.training, header.validation)
@@ -260,9 +259,8 @@ class RolloutLoop:
             record = self._record(step)
             if write_record(self.run_dir, record) and (text := flat_text(record)) is not None:
                 self.tell(NewEvent(level="warn", message=text))
-            self._follow(
-                read_record(self.run_dir, step) or record
-            )  # another service may have been first
+            # Another service may have been first.
+            self._follow(read_record(self.run_dir, step) or record)
             remove_records(self.run_dir, self.options.keep_rollouts)
 
     # Commands

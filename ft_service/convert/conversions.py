@@ -701,9 +701,8 @@ def strategy(value: Any, source: Source) -> Verdict:
         return Taken({"distributed.reshard_after_forward": name == "FULL_SHARD"})
     if name not in _STRATEGIES:
         return ToCheck(f"such a sharding strategy is not known: one of {', '.join(_STRATEGIES)}")
-    machines = source.number(
-        "num_machines"
-    )  # sharded inside a machine, replicated between machines
+    # Sharded inside a machine, replicated between machines.
+    machines = source.number("num_machines")
     if machines is None:
         return ToCheck(
             "this file does not say on how many machines: set distributed.replicate to that number"

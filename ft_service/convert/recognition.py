@@ -102,9 +102,8 @@ def _settings(text: str, path: Path) -> dict[str, Any]:
             f"{path} is a data file, by its name, and this reads another tool's settings: see `ft "
             "data check`."
         )
-    read = parse_yaml(
-        text, str(path)
-    )  # JSON is YAML, except for indentation by tabs, which these tools do not write
+    # JSON is YAML, except for indentation by tabs, which these tools do not write.
+    read = parse_yaml(text, str(path))
     return {
         str(name): value for name, value in read.items()
     }  # `on`, `1` and dates are no text in YAML
@@ -162,9 +161,8 @@ def _merged(body: Mapping[str, Any], options: Mapping[str, Any]) -> dict[str, An
             below = target.get(section)
             target[section] = below if isinstance(below, dict) else {}
             target = target[section]
-        component = isinstance(target.get(last), dict) and isinstance(
-            value, str
-        )  # torchtune's way to choose another one
+        # torchtune's way to choose another one.
+        component = isinstance(target.get(last), dict) and isinstance(value, str)
         target.update({last: {**target[last], "_component_": value} if component else value})
     return merged
 

@@ -279,9 +279,8 @@ def _choice(values: Mapping[str, Mapping[str, Any]], otherwise: Rule) -> Rule:
     }
 
     def pick(value: Any, source: Source) -> Verdict:
-        key = (
-            "no" if as_plain(value) is False else str(value).lower()
-        )  # YAML reads an unquoted `no` as false
+        # YAML reads an unquoted `no` as false.
+        key = "no" if as_plain(value) is False else str(value).lower()
         return rules.get(key, otherwise)(value, source)
 
     return pick

@@ -72,9 +72,8 @@ class CallGrammar:
 
     @cached_property
     def _first(self) -> re.Pattern[str]:
-        return re.compile(
-            _spaced(self.opening).removeprefix(r"\s*")
-        )  # or white space would be searched again and again
+        # Or white space would be searched again and again.
+        return re.compile(_spaced(self.opening).removeprefix(r"\s*"))
 
     @cached_property
     def _next(self) -> re.Pattern[str]:

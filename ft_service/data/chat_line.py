@@ -447,9 +447,8 @@ def _tools_list(tools: Any) -> list[Any]:
 def _tool(tool: Any, place: str) -> Tool:
     if isinstance(tool, dict):
         tool = {key: value for key, value in tool.items() if value is not None}
-    is_bare = (
-        isinstance(tool, dict) and "function" not in tool and "name" in tool
-    )  # as LLaMA-Factory has them
+    # As LLaMA-Factory has them.
+    is_bare = isinstance(tool, dict) and "function" not in tool and "name" in tool
     if is_bare and tool.get("type", "function") == "function":
         return _function_tool({key: value for key, value in tool.items() if key != "type"}, place)
     refuse_keys(_object(tool, place), {"type", "function"}, {}, f"{place}.")

@@ -133,22 +133,19 @@ class EngineTending:
         seen = self._launcher.observe(directory.attempt)
         if isinstance(seen, Ended):
             directory.hide()
-            self._launcher.clean(
-                directory.attempt
-            )  # first: once its row says that it has ended, nobody looks after it
+            # first: once its row says that it has ended, nobody looks after it.
+            self._launcher.clean(directory.attempt)
             if self._store.engines.end_engine(engine.id):
                 why = seen.exit.message if seen.exit else "its processes vanished"
                 log.info("an engine has ended: %s", why, extra=fields(engine=engine.id))
         elif isinstance(seen, Absent) and not engine.seats:
-            self._launcher.kill(
-                directory.attempt, Reason.USER_CANCELLED
-            )  # so that it cannot start any more
+            # So that it cannot start any more.
+            self._launcher.kill(directory.attempt, Reason.USER_CANCELLED)
         elif isinstance(seen, Running) and engine.closing_at is not None:
             self._ask_to_end(directory, again=not seen.admitted)
         elif isinstance(seen, Running) and directory.run.has(directory.attempt.keys.stop):
-            self.close(
-                engine.id, if_idle=False
-            )  # its host takes the place back: its jobs must not join it again
+            # Its host takes the place back: its jobs must not join it again.
+            self.close(engine.id, if_idle=False)
         elif (
             isinstance(seen, Running)
             and not engine.seats

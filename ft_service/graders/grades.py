@@ -101,9 +101,8 @@ class Case:
     def as_json(self) -> bytes:
         """`{"sample", "item"}` as python and endpoint graders get it. Raises GradingError."""
         whole = written({"sample": self.sample.as_dict(), "item": dict(self.item)})
-        return whole.encode(
-            errors="backslashreplace"
-        )  # half of a surrogate pair is written as JSON escapes it
+        # Half of a surrogate pair is written as JSON escapes it.
+        return whole.encode(errors="backslashreplace")
 
 
 @dataclass(frozen=True)

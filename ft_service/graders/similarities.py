@@ -49,9 +49,8 @@ def bleu(answer: str, expected: str) -> float:
     from sacrebleu.tokenizers import tokenizer_13a, tokenizer_re
 
     try:
-        return min(
-            1.0, sentence_bleu(answer, [expected]).score / 100
-        )  # its mean of equal texts may round to more than 1
+        # Its mean of equal texts may round to more than 1.
+        return min(1.0, sentence_bleu(answer, [expected]).score / 100)
     finally:  # they keep 65,536 texts for tokenizers that are used once: gigabytes
         for tokenizer in (tokenizer_13a.Tokenizer13a, tokenizer_re.TokenizerRegexp):
             tokenizer.__call__.cache_clear()

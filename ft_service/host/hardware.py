@@ -226,9 +226,8 @@ def available_memory(meminfo: Path = Path("/proc/meminfo"), groups: Path = CONTR
                 available = min(available, int(line.split()[1]) * 1024)
     for limits, taken, counts, names in zip(_LIMITS, _TAKEN, _COUNTS, _FILES, strict=True):
         with contextlib.suppress(OSError, ValueError):
-            limit = int(
-                (groups / limits).read_text(encoding="utf-8")
-            )  # not a number where there is no limit
+            # Not a number where there is no limit.
+            limit = int((groups / limits).read_text(encoding="utf-8"))
             counted = dict(
                 line.split() for line in (groups / counts).read_text(encoding="utf-8").splitlines()
             )

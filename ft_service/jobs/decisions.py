@@ -401,9 +401,8 @@ def _continued(
     """Where the next attempt begins, in words, and the job until then."""
     where = f"from step {checkpoint_step}" if checkpoint_step >= 0 else "from the beginning"
     rest = _at_rest(job)
-    kept = (
-        rest.state is State.PAUSED and rest.reason is Reason.IDLE
-    )  # its next command resumes it, however it ended
+    # Its next command resumes it, however it ended.
+    kept = rest.state is State.PAUSED and rest.reason is Reason.IDLE
     rest = replace(rest, reason=Reason.IDLE if kept else reason, not_before=not_before)
     return where, rest if checkpoint_step >= 0 else replace(rest, left_seconds=None)
 

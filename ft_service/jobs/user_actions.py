@@ -63,9 +63,8 @@ def request(
     if verb is not Verb.CANCEL and (reason is not None or job.reason is Reason.IDLE):
         job = replace(job, reason=reason)
     if slots is not None:
-        job = replace(
-            job, slots=slots, shapes=(), share_key=None
-        )  # its ranks choose again what was "auto"
+        # Its ranks choose again what was "auto"
+        job = replace(job, slots=slots, shapes=(), share_key=None)
     if desired is Desired.CANCEL:
         phase = Phase.STOPPING if job.state is State.RUNNING else None
         return replace(

@@ -61,9 +61,8 @@ def admit(
     (activations, logits) are upper estimates: they cause warnings, and no refusal.
     """
     _refuse_absent(base, Path(spec.model.path))
-    refuse_ids_without_row(
-        base, Path(spec.model.path)
-    )  # again, since the tokenizer may change without the weights
+    # again, since the tokenizer may change without the weights.
+    refuse_ids_without_row(base, Path(spec.model.path))
     no_file = DataFileRef(name="", path="", sha256="")
     without_effect = {
         "job_id": "",
@@ -75,9 +74,8 @@ def admit(
     options = spec.model_copy(
         update=without_effect | {"validation_data": spec.validation_data and no_file}
     )
-    given = options.model_dump_json(
-        exclude_unset=True
-    )  # some warnings concern only options that the user has set
+    # Some warnings concern only options that the user has set.
+    given = options.model_dump_json(exclude_unset=True)
     admitted = _admitted(base, given, machine, lengths, most_per_host)
     sections = {
         name: getattr(admitted.spec, name)

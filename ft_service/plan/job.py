@@ -167,9 +167,10 @@ def plan_job(
     _refuse_without_position(base, spec, lengths)
     draft = _plan(base, spec, machine, lengths)
     if not base.downloaded:
+        # With YAML, which commands that only show a plan need not.
         from ft_service.bases.catalogue import (
             pickled_weights,
-        )  # with YAML, which commands that only show a plan need not
+        )
 
         pickled = pickled_weights(folder)
         why = WITHOUT_WEIGHTS if pickled is None else PICKLED.format(name=pickled)

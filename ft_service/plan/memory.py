@@ -290,9 +290,8 @@ def _backward_by_mode(
     layer = layer_activation_bytes(job, fused)
     inputs = compute * shape.hidden
     common = compute * _common_width(shape)
-    scaled = (
-        inputs if shape.shared_scaled else 0
-    )  # the gradient of what shared experts gave, until their backward
+    # The gradient of what shared experts gave, until their backward.
+    scaled = inputs if shape.shared_scaled else 0
     norm = _norm_bytes(job, _fuses_norms(shape, fused))
     of_norm = tokens * norm_backward_bytes(shape.hidden, compute, fused=fused.last_norm)
     product = tokens * max(common, compute * _routed_width(shape)) + extra
@@ -306,12 +305,10 @@ def _backward_by_mode(
     feed_forward = tokens * (layer + inputs + scaled) + needed
     of_layer = max(feed_forward, attention if of_attention else 0)
     before = tokens * (shape.layers - 1)
-    first = (
-        0 if job.trains_embedding else tokens * norm
-    )  # which the first layer's norm does not keep
-    same = (
-        tokens * norm if norm == inputs else 0
-    )  # a norm in fp32, or by a kernel, keeps its input itself, and no copy
+    # Which the first layer's norm does not keep.
+    first = 0 if job.trains_embedding else tokens * norm
+    # A norm in fp32, or by a kernel, keeps its input itself, and no copy.
+    same = tokens * norm if norm == inputs else 0
     recomputed = tokens * inputs * shape.layers - same + _casts(job) // max(1, shape.layers)
     return {
         "none": _casts(job) + before * layer - first + max(of_layer, tokens * layer + of_norm),

@@ -40,9 +40,8 @@ def seat_size(job: ShardedJob, machine: Machine, rank: RankBytes, tokens: int) -
     numel = sum(adapter.numel for adapter in job.adapters)
     sharded = job.layout.shard > 1
     outside = (job.compute_bytes + FP32_BYTES) * numel if sharded else rank.accumulation
-    mode = (
-        "none" if job.spec.distributed.checkpointing == "none" else "full"
-    )  # lanes compute whole layers again
+    # Lanes compute whole layers again.
+    mode = "none" if job.spec.distributed.checkpointing == "none" else "full"
     alone = rank.in_mode(mode)
     passing = max(alone.logits, alone.workspace)
     usable = usable_bytes(machine, job.spec)

@@ -78,6 +78,5 @@ def _target(home: Path, job_id: str) -> Path:
         target = Path(os.path.normpath(link.parent / link.readlink()))
     except OSError:  # there is nothing, or no link
         return link
-    return (
-        target if target.parents[1:2] == (home / PROJECT_RUNS,) else link
-    )  # else a link of the operator's
+    # Else a link of the operator's.
+    return target if target.parents[1:2] == (home / PROJECT_RUNS,) else link

@@ -315,9 +315,8 @@ def _document_faults(run: RunDir, manifest: Manifest) -> list[str]:
     base = base_without_path(manifest.base)
     if origins is None or (base_without_path(origins.base), origins.data) != (base, manifest.data):
         faults.append(f"{ORIGINS} names another base or other data than the manifest")
-    is_last = (
-        result is not None and manifest.checkpoint is None
-    )  # otherwise the adapter is that of an earlier, better step
+    # Otherwise the adapter is that of an earlier, better step.
+    is_last = result is not None and manifest.checkpoint is None
     if (
         result is None
         or result.attempt != manifest.attempt

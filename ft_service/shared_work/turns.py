@@ -78,9 +78,8 @@ class Turns(Generic[Item]):
         others = [own.used for own in self._shares.values() if own.waiting or own.running]
         share = self._shares.setdefault(project, _Share(0.0))
         if not (share.waiting or share.running):
-            share.used = max(
-                share.used, min([*others, self._level])
-            )  # either may hold costs that were expected too high
+            # Either may hold costs that were expected too high.
+            share.used = max(share.used, min([*others, self._level]))
         (share.waiting.appendleft if first else share.waiting.append)(
             Turn(project, item, cost, size)
         )

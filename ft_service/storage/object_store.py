@@ -118,9 +118,8 @@ class ObjectStore:
         Raises FileNotFoundError if it does not exist.
         """
         path.parent.mkdir(parents=True, exist_ok=True)
-        partial = path.with_name(
-            f".tmp-{uuid.uuid4().hex}"
-        )  # two requests may download one object at once
+        # Two requests may download one object at once.
+        partial = path.with_name(f".tmp-{uuid.uuid4().hex}")
         try:
             with self._errors():
                 self._fs.get_file(self._path(key), str(partial))

@@ -443,9 +443,8 @@ class JobStore(StorePart):
         """Metrics of a job's newest events, enough for its pace, and when each was stored; newest
         first.
         """
-        return self._measured(
-            _MEASURED.limit(2 * WINDOW), job_id
-        )  # a checkpoint repeats its step's numbers
+        # A checkpoint repeats its step's numbers.
+        return self._measured(_MEASURED.limit(2 * WINDOW), job_id)
 
     def latest_validation(self, job_id: str) -> Metrics | None:
         """Metrics of the newest event of a step with a validation; None if there was none."""

@@ -388,9 +388,8 @@ def _release_slots(connection: Connection, job: Job) -> None:
     if not number:
         return
     seconds = exact(max(0.0, now - taken_at))
-    add_to_share(
-        connection, job.project_id, number, seconds, now
-    )  # locks the project first, as who stores a file does
+    # Locks the project first, as who stores a file does.
+    add_to_share(connection, job.project_id, number, seconds, now)
     add_use(connection, job.project_id, job.key_id, now, slot_seconds=number * seconds)
     connection.execute(delete(slots).where(*mine))
     used = {

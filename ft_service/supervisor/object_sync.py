@@ -202,9 +202,8 @@ class Sync:
         mine = [
             name for name in complete_checkpoints(self.run) if name.endswith(f"-a{self.attempt}")
         ]
-        done = sum(self._push_checkpoint(name) for name in mine) == len(
-            mine
-        )  # each is tried, even after a failure
+        # Each is tried, even after a failure.
+        done = sum(self._push_checkpoint(name) for name in mine) == len(mine)
         if done:  # older checkpoints are removed once the newer one is complete on storage
             self._remove_old()
         done = self._push_events() and done

@@ -261,9 +261,8 @@ class Supervisor:
         if not wait_unlocked(self.node.ranks_lock(self.run_dir, start), EARLIER_RANKS_SECONDS):
             waited = f"{EARLIER_RANKS_SECONDS:g} seconds"
             return _unstarted(f"Processes of an earlier attempt are still alive after {waited}.")
-        result = self.run_dir.readable(
-            RESULT, Result
-        )  # one that cannot be read is replaced by this attempt's
+        # One that cannot be read is replaced by this attempt's.
+        result = self.run_dir.readable(RESULT, Result)
         if result is not None:
             return exit_of(
                 ExitReason.SUCCEEDED, f"Training had finished in attempt {result.attempt} already."
@@ -423,9 +422,8 @@ class Supervisor:
         """
         if hardware.memory_kills() <= self._memory_kills:
             return None
-        largest = (
-            resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss * 1024
-        )  # of torchrun and its ranks
+        # Of torchrun and its ranks.
+        largest = resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss * 1024
         limit = hardware.memory_bytes(hardware.own_group())
         return Starved(min(limit, largest * start.world_size // start.nodes), limit)
 

@@ -13,6 +13,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from ft_service.jobs.reasons import Reason
 from ft_service.jobs.states import State
 from ft_service.meters import Meters
+from tests.support.attempts import wait_for
 from tests.support.rest.service import Service, put
 
 DASHBOARD = Path(__file__).parents[2] / "deploy/grafana/ft-service.json"
@@ -31,6 +32,10 @@ def expressions() -> Iterator[str]:
     return (target["expr"] for panel in panels() for target in panel["targets"])
 
 
+def with_requests(text: str) -> str | None:
+    return text if "http_server_request_duration_seconds_count{" in text else None
+
+
 def test_every_metric_and_label_is_there_and_none_is_left_out(
     service: Service, client: Any, training_file: str
 ) -> None:
@@ -38,7 +43,9 @@ def test_every_metric_and_label_is_there_and_none_is_left_out(
     put(service, job.id, state=State.FAILED, reason=Reason.WORKER_ERROR, attempt=1, finished_at=1e9)
     meters: Meters = service.app.state.services.meters
     meters.attempts_ended.labels("succeeded").inc()
-    families = list(text_string_to_metric_families(service.http("GET", "/metrics").text))
+    # A request is counted once its answer has gone: its client may be first.
+    text = wait_for(lambda: with_requests(service.http("GET", "/metrics").text))
+    families = list(text_string_to_metric_families(text))
     names = {sample.name for family in families for sample in family.samples} | {
         family.name for family in families
     }

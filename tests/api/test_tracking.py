@@ -142,9 +142,8 @@ def holding(folder: Path, text: str) -> list[Path]:
     found = []
     for path in (Path(inside, name) for inside, _, names in os.walk(folder) for name in names):
         with suppress(FileNotFoundError):  # a process that ends removes its folder
-            found += (
-                [path] if path.is_file() and text.encode() in path.read_bytes() else []
-            )  # not the socket of W&B's SDK
+            # Not the socket of W&B's SDK.
+            found += [path] if path.is_file() and text.encode() in path.read_bytes() else []
     return found
 
 

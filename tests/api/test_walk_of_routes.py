@@ -165,9 +165,8 @@ def asked(service: Service, training_file: str, clock: int) -> float:
     ever.
     """
     began = time.clock_gettime(clock)
-    job = (
-        json.dumps({"model": "tiny", "training_file": training_file}) + " " * bodies.FREE_BYTES
-    )  # it needs room
+    # It needs room.
+    job = json.dumps({"model": "tiny", "training_file": training_file}) + " " * bodies.FREE_BYTES
     for _ in range(5):
         assert service.http("GET", "/v1/fine_tuning/jobs").status_code == 200
         assert service.http("GET", "/livez").status_code == 200

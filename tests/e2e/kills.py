@@ -240,9 +240,8 @@ class _Strikes:
             return
         left = processes_of(self._run)
         assert not left["rank"] + left["torchrun"], "a paused job trains no more"
-        eventually(
-            lambda: nothing_left(self._run)
-        )  # the supervisor writes its record, and then goes
+        # The supervisor writes its record, and then goes.
+        eventually(lambda: nothing_left(self._run))
         if blow.kind == "torn":
             self._tear(blow.victim)
         if blow.ranks != self._ranks:

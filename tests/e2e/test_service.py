@@ -158,9 +158,8 @@ def test_pause_resume_and_cancel(traced: tuple[Server, Collector], data: Path) -
     wait_until(client, job.id, "paused")
     left = processes_of(server.run(job.id))
     assert not left["rank"] + left["torchrun"], "a paused job trains no more"
-    eventually(
-        lambda: nothing_left(server.run(job.id))
-    )  # the supervisor writes its record, and then goes
+    # The supervisor writes its record, and then goes.
+    eventually(lambda: nothing_left(server.run(job.id)))
     checkpoint = client.fine_tuning.jobs.checkpoints.list(job.id).data[0].step_number
 
     assert client.fine_tuning.jobs.resume(job.id).status == "queued"

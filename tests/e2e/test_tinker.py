@@ -134,9 +134,10 @@ def test_twenty_clients_and_kills_lose_nothing_and_repeat_nothing(tmp_path: Path
         with loops(server, range(LOOPS)) as (process, lines):
             eventually(lambda: any(lines.values()))
             strike(server, "server", random)
+            # first, its model.
             eventually(
                 lambda: all(len(own) > 1 for own in lines.values()) or process.poll() is not None
-            )  # first, its model
+            )
             engines = {job.engine_id for job in server.client().fine_tuning.jobs.list(limit=100)}  # pyright: ignore
             for kind in BLOWS:
                 time.sleep(random.uniform(1, 4))

@@ -58,9 +58,8 @@ def wait_for(
     """
     began = time.monotonic()
     while True:
-        waited = (
-            time.monotonic() - began
-        )  # before the look, so that the last one comes when the time is over
+        # Before the look, so that the last one comes when the time is over.
+        waited = time.monotonic() - began
         if value := what():
             return value
         assert waited < seconds, f"did not happen within {seconds:g} seconds: {source_of(what)}"

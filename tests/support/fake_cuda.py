@@ -259,9 +259,8 @@ def compiling(record: Record) -> Iterator[None]:
         torch._functorch.config.patch(donated_buffer=False),  # of an engine that is not used
         warnings.catch_warnings(),
     ):
-        warnings.filterwarnings(
-            "ignore", "The .grad attribute of a Tensor"
-        )  # by Dynamo, which hides it where it is no error
+        # By Dynamo, which hides it where it is no error.
+        warnings.filterwarnings("ignore", "The .grad attribute of a Tensor")
         # else the tests of a process compile one layer together, which has a limit
         torch._dynamo.reset()
         yield
@@ -329,9 +328,8 @@ def _device_guard() -> Iterator[None]:
     their own.
     """
     library = ctypes.CDLL(str(Path(torch.__file__).parent / "lib/libc10.so"))
-    guards = (ctypes.c_void_p * 2).in_dll(
-        library, "_ZN3c104impl26device_guard_impl_registryE"
-    )  # by c10::DeviceType
+    # By c10::DeviceType.
+    guards = (ctypes.c_void_p * 2).in_dll(library, "_ZN3c104impl26device_guard_impl_registryE")
     before = guards[1]
     guards[1] = before or guards[0]
     try:
@@ -372,9 +370,8 @@ def fake_cuda(capability: tuple[int, int] = (9, 0)) -> Iterator[torch.device]:
         for cached in (nf4.values, fp8_products.ones, packed_attention.no_dropout):
             cached.cache_clear()
             stack.callback(cached.cache_clear)
-        enter(
-            patch.object(frozen_linear, "watched", torch.compiler.is_compiling)
-        )  # by no mode but this one
+        # By no mode but this one.
+        enter(patch.object(frozen_linear, "watched", torch.compiler.is_compiling))
         enter(FakeTensorMode(allow_non_fake_inputs=True))
         yield torch.device("cuda", 0)
 
@@ -483,9 +480,8 @@ def _called(node: Any, grads: dict[int, Tensor]) -> list[Tensor | None]:
     if not hasattr(node, "apply"):  # one of PyTorch
         made: Any = node(*own)
         return list(made) if isinstance(made, tuple) else [made]
-    made = node.apply(
-        *own
-    )  # a Python function's, for all of its arguments, also such as are no tensors and have no node
+    # A Python function's, for all of its arguments, also such as are no tensors and have no node.
+    made = node.apply(*own)
     made = made if isinstance(made, tuple) else (made,)
     needed = node.needs_input_grad
     assert not any(grad is not None for grad in made[len(needed) :])

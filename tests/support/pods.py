@@ -138,9 +138,8 @@ class Attempts:
 
     def remove(self) -> None:
         def killed(attempt: PodAttempt) -> bool:
-            attempt.launcher.kill(
-                attempt.handle, Reason.USER_CANCELLED
-            )  # again: a connection may be from before a break
+            # again: a connection may be from before a break.
+            attempt.launcher.kill(attempt.handle, Reason.USER_CANCELLED)
             return self._cluster.get("jobs", attempt.name) is None
 
         for attempt in self._made:

@@ -42,9 +42,8 @@ def run_on_ranks(
     The function must be importable. Raises AssertionError with the tracebacks of the ranks that
     failed, or TimeoutError.
     """
-    os.environ.setdefault(
-        CHECK_BY_DRIVER, "1"
-    )  # before the server begins: what it imports asks whether there is a GPU
+    # Before the server begins: what it imports asks whether there is a GPU.
+    os.environ.setdefault(CHECK_BY_DRIVER, "1")
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(PRELOAD)
     with tempfile.TemporaryDirectory() as folder:
@@ -168,9 +167,8 @@ def _rank_main(
     try:
         dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=world)
         result = function(rank, world, *args)
-        pipe.send_bytes(
-            pickle.dumps(("result", result, probes.PROBED))
-        )  # plain pickle: tensors by value, not by shared memory
+        # Plain pickle: tensors by value, not by shared memory.
+        pipe.send_bytes(pickle.dumps(("result", result, probes.PROBED)))
         dist.barrier()
     except BaseException:
         pipe.send_bytes(pickle.dumps(("error", traceback.format_exc(), {})))

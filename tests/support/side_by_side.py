@@ -91,10 +91,10 @@ class SideBySide:
         telling: Connection,
     ) -> None:
         """Run the tests of one process, in that process. It is interrupted if its parent dies."""
+        signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's `&` has it ignored
         tie(signal.SIGINT)
-        multiprocessing.set_start_method(
-            None, force=True
-        )  # of this process's own children: the default, not fork
+        # Of this process's own children: the default, not fork.
+        multiprocessing.set_start_method(None, force=True)
         config = session.config
         _own_files(config)
         config.pluginmanager.unregister(name="terminalreporter")
@@ -109,9 +109,8 @@ class SideBySide:
                 item.ihook.pytest_runtest_protocol(item=item, nextitem=following)
                 item = None if session.shouldfail or session.shouldstop else following
         finally:
-            session._setupstate.teardown_exact(
-                None
-            )  # where it was stopped, fixtures of the session are left
+            # Where it was stopped, fixtures of the session are left.
+            session._setupstate.teardown_exact(None)
         telling.send(("ended", self.end()))
 
     def _report(
@@ -195,9 +194,8 @@ def _heard(told: Connection) -> tuple[str, Any]:
     last.
     """
     try:
-        return (
-            told.recv() if told.poll() else ("died", None)
-        )  # a process of its own may hold the other end
+        # A process of its own may hold the other end.
+        return told.recv() if told.poll() else ("died", None)
     except EOFError:
         return "died", None
 
@@ -207,9 +205,8 @@ def _list_of(count: int) -> int:
     process alone.
     """
     reading, writing = os.pipe()
-    os.write(
-        writing, b"".join(map(_INDEX.pack, range(count)))
-    )  # the kernel holds 64 KiB: 16,000 files
+    numbers = b"".join(map(_INDEX.pack, range(count)))
+    os.write(writing, numbers)  # the kernel holds 64 KiB: 16,000 files
     os.close(writing)
     return reading
 

@@ -43,9 +43,8 @@ def serving(
         yield server
     finally:
         server.stop()
-        send(
-            set(trainers_of(server)), signal.SIGKILL
-        )  # which a failed test leaves, and go on without a server
+        # Which a failed test leaves, and go on without a server.
+        send(set(trainers_of(server)), signal.SIGKILL)
 
 
 def tinker_settings(

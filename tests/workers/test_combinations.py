@@ -178,9 +178,8 @@ def test_an_option_changes_the_losses_if_it_is_meant_to_and_else_not(
 def laid_out_otherwise(choice: Choice, spec: JobSpec) -> JobSpec:
     """The same job with other micro-batches, and what else decides no number."""
     training: dict[str, Any] = {"tokens_per_micro_batch": 100, "per_device_train_batch_size": None}
-    in_rows = (
-        "texts" in choice["data"] or choice["learned"] == "everything"
-    )  # a packed step counts these, a padded one samples
+    # A packed step counts these, a padded one samples.
+    in_rows = "texts" in choice["data"] or choice["learned"] == "everything"
     if choice["rows"] != "by length" and not in_rows:
         training["packing"] = choice["rows"] == "padded"
     recomputed = "full" if spec.distributed.activation_checkpointing == "none" else "none"

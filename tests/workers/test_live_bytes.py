@@ -178,9 +178,8 @@ def test_the_planned_peak_is_that_of_live_tensors(case: str, peaks: Peaks) -> No
     spec, of_ranks = peaks.of(case)
     planned = planned_of_a_step(spec, HOST)
     for measured in of_ranks:
-        hashed = (
-            2**19 if spec.lora.lora_dropout else 0
-        )  # of the thread that hashes 2^16 numbers at once
+        # Of the thread that hashes 2^16 numbers at once.
+        hashed = 2**19 if spec.lora.lora_dropout else 0
         assert planned == pytest.approx(
             measured, rel=0.02 if spec.world_size == 1 else 0.08, abs=hashed
         )

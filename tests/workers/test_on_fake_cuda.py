@@ -41,9 +41,8 @@ def step(
     """
     spec = spec_for(base, **options, distributed={"compile": compiled})
     if compiled:
-        importlib.import_module(
-            "torch._inductor.debug"
-        )  # it wants a whole Triton or none: not the stand-in
+        # It wants a whole Triton or none: not the stand-in.
+        importlib.import_module("torch._inductor.debug")
     with fake_cuda() as device:
         model = build_on(device, spec)
         samples = [

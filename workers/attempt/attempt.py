@@ -91,9 +91,8 @@ def train(runtime: Runtime, reporter: Reporter, stop: StopRequest, prepare: Prep
     The order matters; each step says why it stands where it does.
     """
     began = time.monotonic()
-    train_set, valid_set = _data(
-        runtime, reporter
-    )  # first: the cheapest way to find out that a job cannot run
+    # first: the cheapest way to find out that a job cannot run.
+    train_set, valid_set = _data(runtime, reporter)
     described = cached_description(runtime.spec.model.path)
     settled = settle_on_ranks(
         runtime.spec, runtime.device, train_set, lambda path: described or describe(path)
@@ -160,9 +159,8 @@ def train(runtime: Runtime, reporter: Reporter, stop: StopRequest, prepare: Prep
     )
     by_first(reporter.flush)  # the metrics table is made from the events
     probes = measure(built.peft_model, held_out, runtime.device)
-    forgetting = measure_forgetting(
-        context, job.step, seconds_of_job(runtime, began)
-    )  # before the model is merged
+    # Before the model is merged.
+    forgetting = measure_forgetting(context, job.step, seconds_of_job(runtime, began))
     second = partial(_sharded_over_all, runtime)
     shared = prepared.resident is not None
     seconds = seconds_of_job(runtime, began)

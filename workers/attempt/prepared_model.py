@@ -127,16 +127,14 @@ def construct(
     """
     options = spec.distributed
     compute_dtype = COMPUTE_DTYPE[spec.precision.compute]
-    built = build(
-        spec, device, probed
-    )  # on meta: formats and adapters are set before any memory is taken
+    # On meta: formats and adapters are set before any memory is taken.
+    built = build(spec, device, probed)
     checkpoint_activations(
         built.layers, options.checkpointing, spec.lora.r, compiled=options.compile is True
     )
     if options.compile is True:
-        compile_layers(
-            built.layers, warn
-        )  # before sharding: FSDP2's hooks, and so the collectives, stay outside
+        # Before sharding: FSDP2's hooks, and so the collectives, stay outside.
+        compile_layers(built.layers, warn)
     # Still on meta: the largest allocation that a rank ever makes is one of its own shards.
     shard(built.peft_model, built.layers, mesh, options, compute_dtype)
     # Each rank reads and quantises its own rows, which needs the shards' shapes.

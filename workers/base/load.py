@@ -88,9 +88,8 @@ def load(
             start, end = rows_of(parameter)
             first = initial_adapter(plain_name(name), tuple(parameter.shape), seed)
             place = _place(parameter, device, offload)
-            _replace(
-                parameter, first[start:end].to(place, copy=True), places
-            )  # a view would keep the whole
+            # A view would keep the whole.
+            _replace(parameter, first[start:end].to(place, copy=True), places)
         else:
             weights[base_tensor_name(name)] = FrozenWeight(parameter, places, rows_of(parameter))
     for weight in weights.values():

@@ -37,9 +37,8 @@ def settle_on_ranks(
     ranks = Ranks(world, nodes)
     if is_settled(spec, lengths, ranks):
         return Settled(spec)
-    decided = with_options(
-        spec, {COMPUTE: spec.precision.compute}
-    )  # results depend on it: the ranks do not choose it
+    # Results depend on it: the ranks do not choose it.
+    decided = with_options(spec, {COMPUTE: spec.precision.compute})
     return settle(describe(spec.model.path), decided, machine, lengths, ranks)
 
 

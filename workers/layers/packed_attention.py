@@ -210,16 +210,14 @@ def deterministic_mode() -> Iterator[None]:
     PyTorch's mode is of the process. Outside of this, operators that know no such way would be
     refused by it.
     """
-    settings = (
-        torch._C
-    )  # torch.use_deterministic_algorithms sets inductor's mode too, which takes longer
+    # torch.use_deterministic_algorithms sets inductor's mode too, which takes longer.
+    settings = torch._C
     mode = settings._get_deterministic_algorithms()
     warn_only = settings._get_deterministic_algorithms_warn_only()
     fill = settings._get_deterministic_fill_uninitialized_memory()
     settings._set_deterministic_fill_uninitialized_memory(False)  # all of it is written
-    settings._set_deterministic_algorithms(
-        True, warn_only=False
-    )  # with warn_only, the kernel warns and keeps to its order
+    # With warn_only, the kernel warns and keeps to its order.
+    settings._set_deterministic_algorithms(True, warn_only=False)
     try:
         yield
     finally:

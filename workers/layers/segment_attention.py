@@ -144,9 +144,8 @@ def described_mask(
     attention.
     """
     zero = torch.zeros((), dtype=torch.int64)
-    keys = torch.arange(
-        1 << 19
-    )  # behind any window in use: 262,144 are the most that are published
+    # Behind any window in use: 262,144 are the most that are published.
+    keys = torch.arange(1 << 19)
 
     def seen(query: Tensor, keys: Tensor) -> Tensor:
         shape = torch.broadcast_shapes(query.shape, keys.shape)

@@ -35,9 +35,8 @@ def why_padded(config: PreTrainedConfig, model: Any) -> str | None:
 
     `model`: its class, or one derived from it.
     """
-    model = next(
-        own for own in model.__mro__ if not own.__module__.startswith("torch.")
-    )  # FSDP2 derives classes
+    # FSDP2 derives classes.
+    model = next(own for own in model.__mro__ if not own.__module__.startswith("torch."))
     names = vars(sys.modules[model.__module__])
     own_attention = f"the attention of {config.model_type} cannot be replaced"
     if any(hasattr(value, _OWN_MASK) for value in names.values()):

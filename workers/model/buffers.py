@@ -39,13 +39,11 @@ def restore_buffers(
                 dtype = compute_dtype if buffer.dtype == STORAGE_DTYPE else buffer.dtype
                 empty = torch.empty_like(buffer, dtype=dtype, device=device)
                 module._buffers[name] = computed[f"{names[id(module)]}.{name}"] = poisoned(empty)
-    inside = set(
-        text_decoder(model).modules()
-    )  # what lies around a decoder lacks what its initialiser fills
+    # What lies around a decoder lacks what its initialiser fills.
+    inside = set(text_decoder(model).modules())
     for module, owner in owners:
-        fills = (
-            isinstance(module, PreTrainedModel) and module in inside
-        )  # some models fill the buffers of their layers
+        # Some models fill the buffers of their layers.
+        fills = isinstance(module, PreTrainedModel) and module in inside
         if module._non_persistent_buffers_set or fills:
             owner._init_weights(module)
     left = [name for name, buffer in computed.items() if is_poisoned(buffer)]

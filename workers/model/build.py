@@ -191,9 +191,8 @@ def base_on_meta(path: str) -> PreTrainedModel:
 
 def _on_meta(config: PreTrainedConfig) -> PreTrainedModel:
     if getattr(config, "quantization_config", None) is not None:
-        delattr(
-            config, "quantization_config"
-        )  # the modules are those of a plain base; see `formats_of_base`
+        # The modules are those of a plain base; see `formats_of_base`
+        delattr(config, "quantization_config")
     text = config.get_text_config(decoder=True)
     refuse_untunable(config)
     for part in (config, text):
@@ -344,6 +343,5 @@ def _without_noise(config: PreTrainedConfig) -> None:
     if (
         getattr(config, "altup_coef_clip", None) is not None
     ):  # in training alone, and past the layers: none is frozen so
-        set_unchecked(
-            config, "altup_coef_clip", None
-        )  # the config checks what it is set to, and its class knows None
+        # The config checks what it is set to, and its class knows None.
+        set_unchecked(config, "altup_coef_clip", None)

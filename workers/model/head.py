@@ -358,17 +358,17 @@ def _compare(kernels: Any, device: torch.device) -> None:
         right = torch.randint(0, words, (6,), generator=generator)
         right[0] = 50
         logits[0, 50], logits[1, :90], logits[2, right[2]] = 40.0, float("-inf"), 30.0
+        # Two are the most likely, and the first is not the target.
         logits[3, 7:9], right[3] = (
             50.0,
             8,
-        )  # two are the most likely, and the first is not the target
+        )
         for factors in (None, torch.rand(6, generator=generator)):
             own = logits.to(device).bfloat16()
             places = right.to(device)
             weights = None if factors is None else factors.to(device)
-            logs = own.log_softmax(
-                dim=-1, dtype=torch.float64
-            )  # in fp32 what is missing to a probability near 1 is rounded
+            # In fp32 what is missing to a probability near 1 is rounded.
+            logs = own.log_softmax(dim=-1, dtype=torch.float64)
             expected = logs.gather(1, places[:, None])[:, 0].float(), logs.argmax(dim=-1) == places
             graded = _gradient(logs, places[:, None]) * (1 if weights is None else weights[:, None])
             alone, found = (

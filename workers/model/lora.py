@@ -96,12 +96,10 @@ def add_adapters(
             *shortest_parameters(model, stacks),
             *(f"{name}.weight" for name in apart),
         ]
-    config.fan_in_fan_out = bool(
-        turned_weights(model)
-    )  # of the published class, on which the adapter is put
-    config.target_modules = shortest_names(
-        model, by_peft
-    )  # PEFT shortens long lists by a model that has no towers
+    # Of the published class, on which the adapter is put.
+    config.fan_in_fan_out = bool(turned_weights(model))
+    # PEFT shortens long lists by a model that has no towers.
+    config.target_modules = shortest_names(model, by_peft)
     if lora.use_dora:  # only now: PEFT would compute the norms of weights that are on meta
         config.use_dora = True
         for module in model.modules():

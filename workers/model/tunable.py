@@ -154,9 +154,8 @@ def _refuse_values(text: PreTrainedConfig) -> None:
         raise no_model("num_hidden_layers", layers, "it must be above zero")
     heads = _value(text, "num_attention_heads")
     groups = _value(text, "num_key_value_heads")
-    latent = _value(
-        text, "kv_lora_rank"
-    )  # keys and values of all heads come from one: the number of groups says nothing
+    # Keys and values of all heads come from one: the number of groups says nothing.
+    latent = _value(text, "kv_lora_rank")
     if (
         not latent
         and isinstance(heads, int)

@@ -107,9 +107,8 @@ def write_file(
         }
         start += plan.bytes
     text = json.dumps(header).encode()
-    text += b" " * (
-        -len(text) % 8
-    )  # tensors begin at a multiple of 8, so that readers can map them
+    # Tensors begin at a multiple of 8, so that readers can map them.
+    text += b" " * (-len(text) % 8)
     with path.open("wb") as file:
         file.write(struct.pack("<Q", len(text)) + text)
         for piece in pieces:

@@ -229,9 +229,8 @@ def gathered_adapter(job: JobState) -> Iterator[tuple[str, Tensor]]:
     Called by all ranks together. A matrix that lies whole on the CPU is not copied.
     """
     for name, parameter in job.parameters.items():
-        whole = (
-            parameter.detach().cpu()
-        )  # gathered there: on a device, gloo would read its memory as the host's
+        # Gathered there: on a device, gloo would read its memory as the host's.
+        whole = parameter.detach().cpu()
         if isinstance(whole, DTensor):
             whole = whole.full_tensor()
         yield peft_name(name), whole.contiguous()

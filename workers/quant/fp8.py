@@ -69,9 +69,8 @@ def quantize(weight: Tensor) -> FP8Parts:
 
 def scales_of(rows: Tensor) -> Tensor:
     """The scale of each row of [rows, cols], fp32 [rows, 1]."""
-    largest = torch.linalg.vector_norm(
-        rows, ord=math.inf, dim=1, keepdim=True
-    )  # one pass, in the rows' dtype
+    # One pass, in the rows' dtype.
+    largest = torch.linalg.vector_norm(rows, ord=math.inf, dim=1, keepdim=True)
     return divided(largest, LARGEST).float().clamp_(min=torch.finfo(torch.float32).tiny)
 
 

@@ -134,9 +134,8 @@ def checked(module: str, compare: Compare, device: torch.device) -> tuple[Any, s
     are compared with; else None, and why.
     """
     try:
-        kernels = importlib.import_module(
-            module
-        )  # here: Triton takes a second to import, and is not everywhere
+        # here: Triton takes a second to import, and is not everywhere.
+        kernels = importlib.import_module(module)
         for _ in range(2):  # what launchers remember of the first time is launched the second
             compare(kernels, device)
     except Exception as error:  # without a C compiler, to name one, Triton raises what it likes

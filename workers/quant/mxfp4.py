@@ -57,9 +57,8 @@ def quantize(weight: Tensor) -> MXFP4Parts:
     rows, cols = weight.shape
     blocks = -(-cols // BLOCK)
     grouped = pad(weight.detach().float(), (0, blocks * BLOCK - cols)).view(rows, blocks, BLOCK)
-    exponent = (
-        torch.frexp(grouped.abs().amax(2))[1] - 3
-    )  # of the largest magnitude, less 2 as 6 = 1.5 · 2²
+    # Of the largest magnitude, less 2 as 6 = 1.5 · 2².
+    exponent = torch.frexp(grouped.abs().amax(2))[1] - 3
     candidates = [_encoded(grouped, exponent + more) for more in (0, 1)]
     (low, low_scales, low_error), (high, high_scales, high_error) = candidates
     better = high_error < low_error

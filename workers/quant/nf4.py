@@ -78,9 +78,8 @@ def dequantize(parts: NF4Parts, cols: int, dtype: torch.dtype) -> Tensor:
 
 def _dequantize_by_parts(parts: NF4Parts, cols: int, dtype: torch.dtype) -> Tensor:
     codes, scales, row_max = parts
-    block_max = (
-        divided(scales, 255).square_().mul_(row_max)
-    )  # the division gives fp32 and reads the bytes as they are
+    # The division gives fp32 and reads the bytes as they are.
+    block_max = divided(scales, 255).square_().mul_(row_max)
     return dequantize_blocks(codes, block_max, cols, dtype)
 
 

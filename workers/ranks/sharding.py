@@ -80,9 +80,8 @@ def shard(
         if (
             not group.in_backward
         ):  # else an embedding that is trained gathers what the micro-batch before ended with
-            group.handle.set_modules_to_backward_prefetch(
-                [group.handle]
-            )  # which does nothing, as it is not gathered
+            # Which does nothing, as it is not gathered.
+            group.handle.set_modules_to_backward_prefetch([group.handle])
     apply(model)
     if options.prefetch is not None:
         _prefetch(groups, options.prefetch)

@@ -163,9 +163,8 @@ def _attend(query: Tensor, key: Tensor, value: Tensor, shape: AttentionPattern) 
     """
     new = query.shape[2]
     length = key.shape[2]
-    begin = (
-        max(0, length - new - shape.window + 1) if shape.window else 0
-    )  # the first key that any of them sees
+    # The first key that any of them sees.
+    begin = max(0, length - new - shape.window + 1) if shape.window else 0
     key = key[:, :, begin:]
     value = value[:, :, begin:]
     mask = None if new == 1 else _seen(new, length - begin, shape.window, query.device)

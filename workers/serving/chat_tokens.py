@@ -45,9 +45,8 @@ class Chats:
         """
         self.plain = PlainTokenizer(self.tokenizer, self.ends)
         of_base = partial(ChatTokenizer, path, self.tokenizer)
-        self._own = lru_cache(maxsize=1)(
-            of_base
-        )  # apart, so that no number of others takes its place
+        # apart, so that no number of others takes its place.
+        self._own = lru_cache(maxsize=1)(of_base)
         self._by = lru_cache(maxsize=_TEMPLATES)(of_base)
 
     def of(self, adapter: str | None) -> ChatTokenizer:

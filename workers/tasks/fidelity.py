@@ -120,9 +120,8 @@ def _data(spec: JobSpec, file: DataFileRef) -> TokenSet:
 
 
 def _loss(model: nn.Module, batches: list[Batch], compute: torch.dtype) -> float:
-    settle_attention(
-        model, batches[0].ids.device, compute
-    )  # packed or not: which attention the architecture needs
+    # Packed or not: which attention the architecture needs.
+    settle_attention(model, batches[0].ids.device, compute)
     targets = sum(len(batch.targets) for batch in batches)
     return finite_nats(Sums.read(evaluate(model.eval(), batches, world=1), targets).mean_loss)
 
@@ -153,9 +152,8 @@ def merged_model(spec: JobSpec, merged: Path, device: torch.device) -> nn.Module
     architecture loads.
     """
     folder = spec.model.model_copy(update={"path": str(merged)})
-    precision = spec.precision.model_copy(
-        update={"fp8_products": "off"}
-    )  # weights are compared, not ways to multiply
+    # Weights are compared, not ways to multiply.
+    precision = spec.precision.model_copy(update={"fp8_products": "off"})
     stored = spec.model_copy(update={"model": folder, "precision": precision})
     model = build(stored, device).peft_model
     load(

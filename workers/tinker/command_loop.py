@@ -297,9 +297,8 @@ class CommandLoop:
                     context.gradients.begin(last=False)
                 loss, losses, logprobs = loss_and_logprobs(context.model, batch, call, temperature)
                 if not call.forward_only:
-                    context.gradients.backward(
-                        loss * runtime.world
-                    )  # which averaging over the ranks takes back
+                    # Which averaging over the ranks takes back.
+                    context.gradients.backward(loss * runtime.world)
                 read |= dict(zip(own, zip(losses, logprobs, strict=True), strict=True))
         if call.forward_only:
             reshard(context.model)  # what a forward leaves gathered, only a backward would free
@@ -505,9 +504,8 @@ class CommandLoop:
         run = self.context.runtime.run
         names = complete_checkpoints(run)[-2:]
         if names:
-            done = (
-                self._next - 1
-            )  # the one that is carried out now has no result yet, and its client asks for it
+            # The one that is carried out now has no result yet, and its client asks for it.
+            done = self._next - 1
             self._log.prune(
                 min(read_position(run, names[0]).command, done), time.time() - KEEP_RESULT_SECONDS
             )

@@ -99,9 +99,8 @@ def check_ids(samples: TokenSet, rows: int) -> None:
     """
     if samples.largest_id < rows:  # the usual case, in which no token is read
         return
-    largest = max(
-        (int(sample.ids.max(initial=-1)) for sample in samples), default=-1
-    )  # of what is left of them once cut
+    # Of what is left of them once cut.
+    largest = max((int(sample.ids.max(initial=-1)) for sample in samples), default=-1)
     if largest >= rows:
         raise SpecError(
             f"The base's tokenizer makes token {largest} of the data, and the base's embedding "

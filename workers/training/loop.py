@@ -170,9 +170,8 @@ class Trainer:
                 return name if not self._done else None
             if self.schedule.saves_at(self.job.step, self.job.validations):
                 self.saver.save(self.job, metrics)
-            ended = DeviceEvent(
-                self.runtime.device
-            )  # validations and checkpoints are no time of steps
+            # Validations and checkpoints are no time of steps.
+            ended = DeviceEvent(self.runtime.device)
         return None
 
     @property

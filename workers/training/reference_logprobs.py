@@ -170,9 +170,8 @@ def compute_reference(context: TrainingContext, key: str, needed: NeededPairs) -
     if runtime.world > 1:
         dist.all_reduce(values)
     on_host = values.cpu()
-    on_host[torch.from_numpy(~needed.places())] = (
-        torch.nan
-    )  # so that a step that read one would not go unnoticed
+    # So that a step that read one would not go unnoticed.
+    on_host[torch.from_numpy(~needed.places())] = torch.nan
     by_first(lambda: _write(runtime, key, on_host.numpy()))
     seconds = time.monotonic() - began
     context.reporter.message(

@@ -365,7 +365,6 @@ def _local(parameter: Tensor) -> Tensor:
 
 
 def _whole(parameter: Tensor) -> Tensor:
-    whole = (
-        parameter.detach().cpu()
-    )  # gathered there, as an adapter is that is written (workers/output/outcome.py)
+    # Gathered there, as an adapter is that is written (workers/output/outcome.py)
+    whole = parameter.detach().cpu()
     return whole.full_tensor() if isinstance(whole, DTensor) else whole

@@ -147,9 +147,8 @@ async def settings(request: Request, job_id: str, api: Api) -> Response:
         plan = await api.get(f"{JOBS}/{job_id}/plan")
     except ApiError as error:  # such as a base that is gone
         plan = {"fault": error.message}
-    text, given = await parsed_in_turn(
-        lambda: (yaml_text(body), given_options(body))
-    )  # a megabyte takes many seconds
+    # A megabyte takes many seconds.
+    text, given = await parsed_in_turn(lambda: (yaml_text(body), given_options(body)))
     values = {"request_text": text, "given": given, "plan": plan}
     return await job_page(request, api, job_id, "job_settings.html", "settings", **values)
 
@@ -260,9 +259,8 @@ async def act(
 ) -> Response:
     """Pause, resume or cancel. The answer is the new head of the job's page."""
     job = await api.post(f"{JOBS}/{job_id}/{verb}")
-    services.recent_parts.pop(
-        (viewer.project_id, viewer.scope, "job", job_id), None
-    )  # it shows the state before
+    # It shows the state before.
+    services.recent_parts.pop((viewer.project_id, viewer.scope, "job", job_id), None)
     return fragment(request, "job_head.html", **await _head(api, job))
 
 

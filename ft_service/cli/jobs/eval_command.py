@@ -109,9 +109,10 @@ def evaluation(
 
 
 def _run_suite(job_word: str, words: Sequence[str], lm_eval: str, *, as_json: bool) -> None:
+    # HTTP and YAML are for this option alone.
     from ft_service.client.connection import (
         find_connection,
-    )  # HTTP and YAML are for this option alone
+    )
     from ft_service.client.suite import SuiteRun, find_tasks, require_lm_eval, suites_of
 
     tasks = find_tasks(words)
@@ -127,9 +128,8 @@ def _run_suite(job_word: str, words: Sequence[str], lm_eval: str, *, as_json: bo
                 f"Job {job_id} has no tuned model ({job.status}); only a job that has succeeded "
                 "has one."
             )
-        tokenizer = client.download_adapter(
-            job_id, Path(scratch) / "adapter"
-        )  # with the base's tokenizer
+        # With the base's tokenizer.
+        tokenizer = client.download_adapter(job_id, Path(scratch) / "adapter")
         run = SuiteRun(program, connection, tokenizer, tasks, Path(scratch))
         scores = {}
         for model in (job.base, job.fine_tuned_model):

@@ -169,9 +169,8 @@ def checkpoints(job_id: JobId, as_json: Json = False) -> None:
             for point in points
         ]
         titles = ("STEP", "LOSS", "VALID", "CREATED", "MODEL")
-        shown_columns = (
-            len(titles) - is_terminal()
-        )  # names of models that differ at their end only, which would be cut
+        # Names of models that differ at their end only, which would be cut.
+        shown_columns = len(titles) - is_terminal()
         print_table(titles[:shown_columns], [row[:shown_columns] for row in rows])
     else:
         print_text("No checkpoints yet.")

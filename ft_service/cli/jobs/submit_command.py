@@ -156,9 +156,8 @@ def _check_lines(spec: SpecFile) -> list[str]:
         except OSError as error:
             raise SpecError(f"{path} cannot be read: {error.strerror}.", param=param) from None
         if not report.faults_total:
-            alone = replace(
-                report, duplicates=Lines(), near_empty=Lines()
-            )  # which are advice on all files
+            # Which are advice on all files.
+            alone = replace(report, duplicates=Lines(), near_empty=Lines())
             told += [message for level, message in alone.messages(path.name, 0) if level == "warn"]
             continue
         text = report.fault_text(path.name, "Nothing was uploaded.")

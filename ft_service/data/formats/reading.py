@@ -204,9 +204,8 @@ class DataReader:
         self.shape.format = Format.PROMPTS
         try:
             named = self.columns.record(row)
-            refuse_media(
-                {"messages": named.get("messages")}, columns=()
-            )  # an item's image may be a container's
+            # An item's image may be a container's.
+            refuse_media({"messages": named.get("messages")}, columns=())
             own = {key: named[key] for key in KEYS if key in named}
             return parse_prompt(named | without_nulls(own))
         except LineError as error:

@@ -165,9 +165,8 @@ class ChatTemplate:
         """
         if not variables:
             return self
-        return _kept_setting(
-            self, json.dumps(dict(variables))
-        )  # text, since 1 and true are the same to a cache
+        # text, since 1 and true are the same to a cache.
+        return _kept_setting(self, json.dumps(dict(variables)))
 
     @property
     def text(self) -> str:

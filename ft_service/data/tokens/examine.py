@@ -429,9 +429,8 @@ def _counts(lengths: ArrayLike, targets: ArrayLike, limit: int, alike: np.ndarra
     """
     lengths = np.asarray(lengths)
     targets = np.asarray(targets)
-    kept = np.minimum(
-        lengths, min(limit, int(lengths.max(initial=0)))
-    )  # the limit itself may not fit into the array's type
+    # The limit itself may not fit into the array's type.
+    kept = np.minimum(lengths, min(limit, int(lengths.max(initial=0))))
     lost = lengths - kept
     together = 1 if alike is None else 2
     with_targets = (targets > 0).reshape(-1, together).all(axis=1)

@@ -103,9 +103,8 @@ def _sample(
         )
     (encoding,) = encode(tokenizer, [(number, sample)], None)
     tokens = SampleCheck(tokenizer, options).tokens(sample, encoding)
-    whole = (
-        tokens.target_count >= len(tokens.ids) - 1
-    )  # such samples are split into windows, and not cut
+    # Such samples are split into windows, and not cut.
+    whole = tokens.target_count >= len(tokens.ids) - 1
     max_length = max(max_length, len(tokens.ids)) if whole and not answer else max_length
     words = (
         words_of(tokenizer, record, text, options)

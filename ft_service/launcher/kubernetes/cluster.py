@@ -272,9 +272,8 @@ class Cluster:
             return OnErrorResult(OnErrorAction.STOP)
         if _code(error) == 410:
             raise ExpiredError from error
-        self.rest(
-            min(0.5 * 2**count, MAX_BREAK_SECONDS)
-        )  # not in the client, whose sleep cannot be interrupted
+        # Not in the client, whose sleep cannot be interrupted.
+        self.rest(min(0.5 * 2**count, MAX_BREAK_SECONDS))
         return OnErrorResult(OnErrorAction.RETRY, sleep=0)
 
 

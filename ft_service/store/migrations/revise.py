@@ -87,9 +87,8 @@ def _code(newest: str | None) -> str:
     if not isinstance(changes, UpgradeOps) or changes.is_empty():
         raise SystemExit("The tables are those of the newest revision: there is nothing to do.")
     code = render_python_code(changes, render_item=_render, migration_context=context)
-    return "\n".join(
-        line for line in code.splitlines() if not line.lstrip().startswith("# ###")
-    )  # Alembic's remarks
+    # Alembic's remarks.
+    return "\n".join(line for line in code.splitlines() if not line.lstrip().startswith("# ###"))
 
 
 def _render(kind: str, item: Any, _: Any) -> str | Literal[False]:

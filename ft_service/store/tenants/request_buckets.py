@@ -75,8 +75,7 @@ class BucketStore(StorePart):
             "returned": returned,
         }
         with self._database.writing() as connection:
-            connection.exec_driver_sql(
-                "SET LOCAL synchronous_commit = off"
-            )  # after a crash a bucket may be fuller than it was
+            # After a crash a bucket may be fuller than it was.
+            connection.exec_driver_sql("SET LOCAL synchronous_commit = off")
             taken, full_after = connection.execute(_DRAW, values).one()
         return Drawn(taken, max(0.0, full_after))

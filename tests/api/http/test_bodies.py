@@ -95,9 +95,8 @@ class Client:
 
 
 def _limit_memory() -> None:
-    resource.setrlimit(
-        resource.RLIMIT_STACK, (1024**2, 1024**2)
-    )  # threads take as much of the limit, used or not
+    # Threads take as much of the limit, used or not.
+    resource.setrlimit(resource.RLIMIT_STACK, (1024**2, 1024**2))
     resource.setrlimit(resource.RLIMIT_DATA, (GIB, GIB))
 
 

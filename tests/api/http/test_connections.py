@@ -127,9 +127,8 @@ def drip(connection: socket.socket, byte: bytes) -> bytes:
 def test_who_sends_nothing_or_never_ends_its_headers_is_ended() -> None:
     with serving(most=10, header_seconds=1.0) as connect:
         half = connect()
-        half.sendall(
-            b"GET / HTTP/1.1\r\nx-header: "
-        )  # at once: who has said nothing by then hears nothing
+        # At once: who has said nothing by then hears nothing.
+        half.sendall(b"GET / HTTP/1.1\r\nx-header: ")
         silent = connect()
         assert ended(silent) == b""
         assert drip(half, b"a").startswith(b"HTTP/1.1 408 ")

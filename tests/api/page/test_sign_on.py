@@ -59,9 +59,8 @@ def nobody(driver: webdriver.Chrome, place: Place) -> None:
     sized(driver, 1400, "light")
     driver.execute_cdp_cmd("Network.clearBrowserCookies", {})
     driver.execute_cdp_cmd("Network.enable", {})
-    driver.execute_cdp_cmd(
-        "Network.setBlockedURLs", {"urls": ["https://*"]}
-    )  # the style of the provider's page
+    # The style of the provider's page.
+    driver.execute_cdp_cmd("Network.setBlockedURLs", {"urls": ["https://*"]})
 
 
 def go(driver: webdriver.Chrome, place: Place, to: str = "/jobs") -> None:

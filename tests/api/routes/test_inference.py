@@ -290,9 +290,8 @@ class TestWaiting:
         listener.settimeout(HANG_SECONDS)
         with socket.create_connection((url.host, url.port)) as asking:
             asking.sendall(f"POST /v1/chat/completions HTTP/1.1\r\n{headers}\r\n{body}".encode())
-            connection, _ = (
-                listener.accept()
-            )  # who asks goes once the server has been asked, and not before
+            # Who asks goes once the server has been asked, and not before.
+            connection, _ = listener.accept()
         with connection:
             connection.settimeout(HANG_SECONDS)
             while connection.recv(65536):

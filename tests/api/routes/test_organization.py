@@ -315,9 +315,8 @@ def test_a_deleted_project_is_not_there_and_housekeeping_removes_what_it_has(
     service.store.projects.ensure_project("gone", "local")
     key = service.store.keys.create_key(project_id="gone", name="k", scope="admin")[1]
     gone = tenant(service, "gone", key)
-    service.sql(
-        "UPDATE jobs SET state = 'queued' WHERE finished_at IS NULL"
-    )  # those of the sweep, whose turn it would be
+    # Those of the sweep, whose turn it would be.
+    service.sql("UPDATE jobs SET state = 'queued' WHERE finished_at IS NULL")
     theirs = tenant(service, "default", service.key)
     path = "/v1/organization/projects"
     assert check_error(service.http("DELETE", f"{path}/gone", key=key), 403), (

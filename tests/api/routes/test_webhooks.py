@@ -304,9 +304,8 @@ def test_what_one_delivery_raises_is_its_own_failure(
         return await post(receiver, address, endpoint, *message)
 
     monkeypatch.setattr(webhook_delivery, "_post", fail)
-    monkeypatch.setattr(
-        webhook_delivery, "FIRST_RETRY_SECONDS", 100.0
-    )  # longer than all of them take together
+    # Longer than all of them take together.
+    monkeypatch.setattr(webhook_delivery, "FIRST_RETRY_SECONDS", 100.0)
     bad = [*CANNOT_BE_SENT_TO[:5], f"{receiver.url}/bug", f"http://{'x' * 63}.invalid"]
     for url in bad:
         add_for(service, "rival", url)

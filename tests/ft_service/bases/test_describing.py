@@ -301,9 +301,8 @@ def test_a_base_that_hangs_keeps_no_other_waiting_and_urgent_ones_go_first(
     log = tmp_path / "log"
     hanging = save_base(tmp_path / "hanging", test="hang", log=str(log))
     go = tmp_path / "go"
-    held = save_base(
-        tmp_path / "held", test="slow", log=str(log), go=str(go)
-    )  # which the others wait for
+    # Which the others wait for.
+    held = save_base(tmp_path / "held", test="slow", log=str(log), go=str(go))
     others = [
         save_base(tmp_path / f"other-{number}", rope_theta=float(number), log=str(log))
         for number in range(1, 7)

@@ -35,9 +35,8 @@ def test_every_command_ends_its_help_with_two_examples_that_it_takes(entry: str)
             assert len(line) <= WIDTH, line
             words = shlex.split(line)
             assert words[: len(name.split()) + 1] == ["ft", *name.split()]
-            command.make_context(
-                name, words[len(name.split()) + 1 :]
-            )  # raises for an option that there is not
+            # Raises for an option that there is not.
+            command.make_context(name, words[len(name.split()) + 1 :])
 
 
 def test_no_example_is_of_a_command_that_there_is_not() -> None:

@@ -137,9 +137,8 @@ def test_a_job_that_cannot_be_removed_keeps_no_other_and_is_tried_again(
     outside.mkdir()
     (outside / "kept").touch()
     shutil.rmtree(project_folder(settings.home, PROJECT) / "ftjob-c")
-    (project_folder(settings.home, PROJECT) / "ftjob-c").symlink_to(
-        outside
-    )  # by a worker: only the link goes
+    # By a worker: only the link goes.
+    (project_folder(settings.home, PROJECT) / "ftjob-c").symlink_to(outside)
     real = shutil.rmtree
 
     def rmtree(path: Path, *args: Any, **options: Any) -> None:

@@ -209,9 +209,8 @@ def test_what_admission_refuses_is_refused_later_with_the_same_words(
 def test_a_job_on_a_hostile_folder_costs_no_other_job(
     open_service: Open, tmp_path: Path, test: str
 ) -> None:
-    enough = (
-        threading.Event()
-    )  # a process that hangs is ended after the other job has begun, however long that takes
+    # A process that hangs is ended after the other job has begun, however long that takes.
+    enough = threading.Event()
     service = open_service(
         lambda folder, stop: oddly(HANG_SECONDS)(folder, lambda: stop() or enough.is_set())
     )

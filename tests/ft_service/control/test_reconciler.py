@@ -224,9 +224,8 @@ def test_a_new_job_and_a_verb_end_the_loops_rest(
     loop.start()
     try:
         add_job(store)
-        wait_for(
-            lambda: len(launcher.started) == 1
-        )  # a job that is cancelled before that needs no signal
+        # A job that is cancelled before that needs no signal.
+        wait_for(lambda: len(launcher.started) == 1)
         store.jobs.request(PROJECT, "ftjob-1", Verb.CANCEL)
         wait_for(lambda: get(store).signalled == get(store).generation)
     finally:

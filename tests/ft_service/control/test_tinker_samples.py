@@ -304,9 +304,8 @@ def test_comparisons_of_a_project_hold_up_no_others(
     other = place.store.projects.create_project(name="other", organization="local").id
     one = place.put(place.sampler_of(None, other), {"max_tokens": 1}, other)
     wait_for(lambda: one in place.store.tinker.answered([one]))
-    wait_for(
-        lambda: measured
-    )  # by a thread, which may begin later than the other project has its answer
+    # By a thread, which may begin later than the other project has its answer.
+    wait_for(lambda: measured)
     assert len(measured) == 1
     go.set()
     wait_for(lambda: place.store.tinker.answered(many) == set(many))

@@ -251,9 +251,8 @@ def test_other_orders_in_an_engines_folder_change_nothing(
     victim = seat(tmp_path, 2, "engine-2")
     engine.order(victim)
     engine.run.put("seats/ftjob-3-1.json", b"{")
-    engine.order(
-        Attempt(RunDir(tmp_path / "runs/ftjob-4"), 1, job_id="ftjob-4")
-    )  # whose files are removed
+    # Whose files are removed.
+    engine.order(Attempt(RunDir(tmp_path / "runs/ftjob-4"), 1, job_id="ftjob-4"))
     inner.end(ENGINE, 1, KILLED)
     assert ended(launcher.observe(one)) == (ExitReason.WORKER_KILLED, ALONE)
     assert not victim.has_exit()

@@ -196,9 +196,8 @@ def test_each_seat_is_paused_resumed_and_cancelled_for_itself(folder: Path, stor
     assert [
         step_until(reconciler, store, job_id=job_id).state for job_id in ("ftjob-1", "ftjob-3")
     ] == [State.SUCCEEDED] * 2
-    add_job(
-        store, "ftjob-4"
-    )  # which the idle engine keeps from its slots for half a minute, unless it is asked to end
+    # Which the idle engine keeps from its slots for half a minute, unless it is asked to end.
+    add_job(store, "ftjob-4")
     assert step_until(reconciler, store, job_id="ftjob-4").state is State.SUCCEEDED
 
 

@@ -51,9 +51,8 @@ def test_an_attempt_from_its_start_to_its_end(folder: Path) -> None:
     launcher = launcher_for("event,checkpoint=3,wait")
     assert launcher.observe(Attempt(run, 1)) == Absent()
     launcher.start(Attempt(run, 1))
-    assert isinstance(
-        launcher.observe(Attempt(run, 1)), Running
-    )  # from this moment on, without a gap
+    # From this moment on, without a gap.
+    assert isinstance(launcher.observe(Attempt(run, 1)), Running)
     wait_for(lambda: run.get("attempts/1/events/00000001.jsonl"))
     seen = launcher.observe(Attempt(run, 1))
     assert isinstance(seen, Running)

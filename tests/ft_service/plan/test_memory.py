@@ -175,9 +175,8 @@ def test_offloaded_weights_take_no_room_on_the_gpu(tmp_path: Path) -> None:
 def test_gathering_further_ahead_takes_a_layer_each(tmp_path: Path) -> None:
     usual, ahead = (plan_8b(tmp_path, 2, distributed={"prefetch": {"forward": n}}) for n in (1, 3))
     layer = sum(m.bytes for m in usual.modules if m.name.startswith("model.layers.0."))
-    assert ahead.rank.gather - usual.rank.gather == pytest.approx(
-        2 * 1050e6, rel=0.01
-    )  # the embedding is the largest
+    # The embedding is the largest.
+    assert ahead.rank.gather - usual.rank.gather == pytest.approx(2 * 1050e6, rel=0.01)
     assert layer < 1050e6
 
 

@@ -140,9 +140,8 @@ def test_experts_are_stored_as_one_weight_a_projection(tmp_path: Path) -> None:
         "bf16",
     )
     assert plans[0].adapter_parameters == 2 * 16 * (2 * 128 + 2 * (64 + 32))
-    per_expert = 2 * (
-        4 * 0.5 * 64 * 64 * 1.5 + 3 * 192 * 64 * 2
-    )  # q, k, v, o; and two of four experts
+    # q, k, v, o; and two of four experts.
+    per_expert = 2 * (4 * 0.5 * 64 * 64 * 1.5 + 3 * 192 * 64 * 2)
     attention_and_adapters = 6 * plans[0].adapter_parameters + 6 * 2 * plans[0].batches.length * 64
     assert (
         plans[0].flops_per_token

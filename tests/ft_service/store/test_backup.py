@@ -30,9 +30,8 @@ def test_what_changes_while_the_files_are_copied_does_not_damage_the_database_th
         live.backup(saved)
         for number in range(200):
             store.projects.ensure_project(f"between-{number}", "local")
-        live.execute(
-            "PRAGMA wal_checkpoint(RESTART)"
-        )  # the log begins anew, with changes of a database that was not saved
+        # The log begins anew, with changes of a database that was not saved.
+        live.execute("PRAGMA wal_checkpoint(RESTART)")
     store.projects.ensure_project("after", "local")
     (rsync,) = re.findall(r"^    rsync .*", PAGE.read_text(), re.MULTILINE)
     excluded = [word.strip("'") for word in re.findall(r"--exclude (\S+)", rsync)]

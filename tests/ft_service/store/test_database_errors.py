@@ -137,18 +137,16 @@ def test_a_key_opens_though_its_use_cannot_be_written_and_that_is_said_once(sqli
         sqlite.keys._used_keys.finish()
     assert [record.message for record in caplog.records if "use of keys" in record.message] != []
     assert sum("use of keys" in record.message for record in caplog.records) == 1
-    assert (
-        sum("readonly" in record.message for record in caplog.records) <= 2
-    )  # and is not tried again for a minute
+    # And is not tried again for a minute.
+    assert sum("readonly" in record.message for record in caplog.records) <= 2
 
 
 def test_a_key_opens_at_once_while_another_process_holds_the_lock(sqlite, tmp_path, monkeypatch):
     _, secret = sqlite.keys.create_key(project_id=PROJECT, name="mine", scope="user")
     other = sqlite3.connect(tmp_path / "ft.db", isolation_level=None)
     other.execute("BEGIN IMMEDIATE")
-    assert (
-        sqlite.keys.authenticate(secret) is not None
-    )  # without the thread this would raise, after a wait
+    # Without the thread this would raise, after a wait.
+    assert sqlite.keys.authenticate(secret) is not None
     other.rollback()
     other.close()
     wait_for(lambda: sqlite.keys.list_keys(PROJECT)[0].last_used_at, 60)

@@ -441,9 +441,8 @@ def _fill_with_ended_and_waiting(connection: Connection) -> None:
     }
     values = ", ".join(changed.get(name, name) for name in copied)
     names = ", ".join(copied)
-    connection.execute(
-        text("SET LOCAL session_replication_role = replica")
-    )  # asks for no projects of these names
+    # Asks for no projects of these names.
+    connection.execute(text("SET LOCAL session_replication_role = replica"))
     connection.execute(
         text(f"INSERT INTO jobs ({names}) SELECT {values} FROM jobs, generate_series(1, 2420) AS n")
     )

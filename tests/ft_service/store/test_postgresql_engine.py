@@ -62,9 +62,8 @@ def test_a_reconcilers_step_ends_though_its_connection_falls_silent_and_the_next
             raise
     assert isinstance(fault, UnavailableError)
     assert (fault.code, len(silenced)) == ("database_unreachable", 1)
-    behind.leases.look_again(
-        job.id
-    )  # what was sent may have been done: then its lease lasts for half a minute
+    # What was sent may have been done: then its lease lasts for half a minute.
+    behind.leases.look_again(job.id)
     with behind.writing() as connection:
         connection.execute(text("UPDATE jobs SET lease_expires_at = 0"))
     assert step_until(reconciler, behind, State.RUNNING).id == job.id

@@ -42,9 +42,8 @@ def workers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     package.mkdir(parents=True)
     (package / "__init__.py").touch()
     (package / "train.py").write_text(WORKERS)
-    package.with_name("ft_service").symlink_to(
-        installation.ROOT / "ft_service"
-    )  # workers are taken from beside it
+    # Workers are taken from beside it.
+    package.with_name("ft_service").symlink_to(installation.ROOT / "ft_service")
     monkeypatch.setenv(
         "PYTHONPATH", os.pathsep.join([str(package.parent), os.environ.get("PYTHONPATH", "")])
     )
@@ -84,9 +83,8 @@ def test_the_error_of_one_node_is_told_though_the_other_had_to_be_killed(folder:
     nodes = [supervise(run, node, port) for node in range(2)]
     try:
         failed = wait_for(lambda: run.read("attempts/1/nodes/1/exit.json", Exit), SECONDS)
-        nodes[0].send_signal(
-            signal.SIGTERM
-        )  # what a cluster does with the other pods of a Job that has failed
+        # What a cluster does with the other pods of a Job that has failed.
+        nodes[0].send_signal(signal.SIGTERM)
         assert nodes[0].wait(SECONDS) == 1
     finally:
         for node in nodes:

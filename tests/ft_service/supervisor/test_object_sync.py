@@ -186,9 +186,8 @@ def test_a_damaged_checkpoint_is_set_aside(
     newer = nodes.save(10)
     for sync in (nodes.syncs[1], nodes.syncs[0]):
         sync.push()
-    objects.put(
-        f"runs/{JOB}/checkpoints/{newer}/__1_0.distcp", b"SHARD 1 of step 10"
-    )  # as long as it was
+    # As long as it was.
+    objects.put(f"runs/{JOB}/checkpoints/{newer}/__1_0.distcp", b"SHARD 1 of step 10")
     assert newest_checkpoint(nodes.service) == newer
     with pytest.raises(
         FtError,
@@ -251,9 +250,8 @@ def test_a_sealed_attempts_nodes_bring_and_remove_nothing(
     """The old nodes were cut off: they have a newer checkpoint and an outcome of their own, and
     remove an older one.
     """
-    monkeypatch.setattr(
-        "ft_service.supervisor.object_sync.LOOK_SECONDS", 0.0
-    )  # longer ago than any look
+    # Longer ago than any look.
+    monkeypatch.setattr("ft_service.supervisor.object_sync.LOOK_SECONDS", 0.0)
     first = nodes.save(5)
     for sync in (nodes.syncs[1], nodes.syncs[0]):
         sync.push()
@@ -287,9 +285,8 @@ def test_the_later_attempts_outcome_replaces_what_an_old_one_brought_unfinished(
     publish(nodes)
     nodes.syncs[0]._put_outcome("adapter/adapter_model.safetensors")  # and then it was cut off
     following = Nodes(service, objects, tmp_path, 2)
-    nodes.syncs[0]._fence = Fence(
-        RunDir(tmp_path / "nothing"), 1
-    )  # stopped between its look and its act
+    # Stopped between its look and its act.
+    nodes.syncs[0]._fence = Fence(RunDir(tmp_path / "nothing"), 1)
     objects.put_if_absent(f"runs/{JOB}/result.json", nodes.runs[0].get("result.json") or b"")
     publish(following)
     following.syncs[0].flush()

@@ -165,9 +165,8 @@ def test_a_real_torchrun_listens_on_nothing_and_says_which_rank_was_killed(
     (stand_in / "workers").mkdir()
     (stand_in / "workers" / "__init__.py").touch()
     (stand_in / "workers" / "train.py").write_text(WORKERS)
-    (stand_in / "ft_service").symlink_to(
-        installation.ROOT / "ft_service"
-    )  # workers are taken from beside it
+    # Workers are taken from beside it.
+    (stand_in / "ft_service").symlink_to(installation.ROOT / "ft_service")
     monkeypatch.setenv(
         "PYTHONPATH", os.pathsep.join([str(stand_in), os.environ.get("PYTHONPATH", "")])
     )

@@ -73,10 +73,11 @@ class Provider:
         def note(status: str, headers: list[tuple[str, str]], *more: Any) -> Any:
             for number, (name, value) in enumerate(headers):
                 if name.lower() == "location" and "state=" not in value and "state" in query:
+                    # Which it forgets when it says no.
                     headers[number] = (
                         name,
                         f"{value}&state={query['state']}",
-                    )  # which it forgets when it says no
+                    )
             self.led_to += [value for name, value in headers if name.lower() == "location"]
             return start_response(status, headers, *more)
 

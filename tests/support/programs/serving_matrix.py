@@ -175,9 +175,10 @@ def served_by_vllm(python: str, family: str, scratch: Path) -> tuple[str, str]:
         text=True,
         check=True,
     )
+    # vLLM logs to it too.
     said = json.loads(
         next(line for line in ended.stdout.splitlines() if line.startswith('{"version"'))
-    )  # vLLM logs to it too
+    )
     if "refused" in said:
         return "no", f"vLLM: {said['refused']}"
     off = float((torch.tensor(said["logprobs"]) - expected).abs().max())

@@ -32,9 +32,8 @@ def datum(ids: list[int]) -> types.Datum:
 
 def train(base: str, steps: int, variants: int, seed: int) -> None:
     def say(**values: Any) -> None:
-        sys.stdout.write(
-            json.dumps({"seed": seed, **values}) + "\n"
-        )  # in one piece, beside other threads'
+        # In one piece, beside other threads'
+        sys.stdout.write(json.dumps({"seed": seed, **values}) + "\n")
         sys.stdout.flush()
 
     variant = seed % variants

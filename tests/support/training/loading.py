@@ -37,9 +37,8 @@ class Outcome:
 
 
 def built_and_sharded(spec: JobSpec, world: int) -> BuiltModel:
-    built = build(
-        spec, CPU, Probed(True, loss_in_chunks=True)
-    )  # trying a copy would leave memory for loading to reuse
+    # Trying a copy would leave memory for loading to reuse.
+    built = build(spec, CPU, Probed(True, loss_in_chunks=True))
     shard(
         built.peft_model,
         built.layers,

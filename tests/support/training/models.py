@@ -383,14 +383,12 @@ def reference(model: Path, spec: JobSpec, dtype: torch.dtype = torch.float32) ->
         model, dtype=dtype, attn_implementation="eager" if capped else None
     )
     targets = spec.lora.target_modules
-    named = (
-        base_on_meta(str(model)) if of_several else base
-    )  # without towers, whose layers overrides must not match
+    # Without towers, whose layers overrides must not match.
+    named = base_on_meta(str(model)) if of_several else base
     if of_several and targets == "all-linear":  # PEFT's own would adapt the towers too
         targets = adapted_modules(named, spec.lora, shared_experts=spec.shared_experts)
-    named = (
-        named if of_several else base_on_meta(str(model))
-    )  # which says of experts what published classes may not
+    # Which says of experts what published classes may not.
+    named = named if of_several else base_on_meta(str(model))
     for name, weight_format in precision_map(named, decoder_layers(named), spec.precision).items():
         weight = _weight(base, name)
         by_outputs = weight.data.mT if _is_transposed(base, name) else weight.data

@@ -635,9 +635,8 @@ def save_published(name: str, folder: Path) -> Path:
         _write_as_published(folder / "config.json", base)
         return folder
     if base.kind in WRAPPED:
-        config = AutoConfig.for_model(
-            base.kind, **deepcopy(base.config)
-        )  # some write into what they are given
+        # Some write into what they are given.
+        config = AutoConfig.for_model(base.kind, **deepcopy(base.config))
         with small_timm():
             model = AutoModelForImageTextToText.from_config(config, dtype=torch.bfloat16)
     else:

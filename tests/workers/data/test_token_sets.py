@@ -326,9 +326,8 @@ def test_a_job_goes_on_on_another_day_with_the_date_that_it_began_with(
     remove_own(run)
     monkeypatch.setattr(token_options, "date", AnotherDay)
     assert [content(samples) for samples in job_samples(run, began)] == first
-    earlier = began.model_copy(
-        update={"date": ""}
-    )  # of a version that pinned none: it continues, and the set says why it may
+    # Of a version that pinned none: it continues, and the set says why it may.
+    earlier = began.model_copy(update={"date": ""})
     (samples, _) = job_samples(run, earlier)
     assert f"Today Date: {date.today():%d %b %Y}" in load_tokenizer(began.model.path).decode(
         samples[0].ids

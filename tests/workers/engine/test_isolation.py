@@ -50,9 +50,8 @@ from workers.output import checkpoint, outcome
 from workers.training import loop
 from workers.training.loop import Trainer
 
-pytestmark = (
-    pytest.mark.slow
-)  # test_engine.py has jobs that end otherwise beside others; here are the causes, and the breaks
+# test_engine.py has jobs that end otherwise beside others; here are the causes, and the breaks.
+pytestmark = pytest.mark.slow
 
 WORLD = 2
 INFINITE = 0.5

@@ -117,9 +117,8 @@ def test_a_lora_linear_is_its_formula_with_its_gradients(
         torch.autograd.grad(expected, inputs, grad),
         strict=True,
     ):
-        torch.testing.assert_close(
-            found, right, rtol=1e-5, atol=4e-5
-        )  # fp32 sums in another order, on some processors
+        # fp32 sums in another order, on some processors.
+        torch.testing.assert_close(found, right, rtol=1e-5, atol=4e-5)
     assert torch.equal(x, kept)
 
 

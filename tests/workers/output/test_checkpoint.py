@@ -297,9 +297,8 @@ def test_a_full_disk_costs_that_checkpoint_and_nothing_else(
         "what was written is removed"
     )
     assert newest_checkpoint(run) == "step-2-a1"
-    assert_same_state(
-        run, waited_for, "step-2-a1"
-    )  # from which the job goes on, as behind a torn one below
+    # From which the job goes on, as behind a torn one below.
+    assert_same_state(run, waited_for, "step-2-a1")
 
 
 def without_privileges(rank: int, world: int, root: str, attempt: int) -> Outcome:

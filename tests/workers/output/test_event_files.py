@@ -79,9 +79,8 @@ def test_a_full_disk_holds_up_no_job_and_what_it_did_not_take_follows(tmp_path: 
 
     training = threading.Thread(target=report, daemon=True)
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(
-        resource.RLIMIT_FSIZE, (100_000, limits[1])
-    )  # enough for a segment, which is a file of its own
+    # Enough for a segment, which is a file of its own.
+    resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, limits[1]))
     try:
         training.start()
         training.join(HANG_SECONDS)

@@ -12,9 +12,8 @@ from workers.quant import fp8
 def test_error_is_at_most_half_a_step_of_e4m3() -> None:
     weight = torch.randn(64, 256, generator=torch.Generator().manual_seed(0))
     back = fp8.dequantize(fp8.quantize(weight), 256, torch.float32)
-    step = (
-        weight.abs() / 16 + weight.abs().amax(dim=1, keepdim=True) / 448 * 2**-10
-    )  # 3 bits of mantissa, then subnormals
+    # 3 bits of mantissa, then subnormals.
+    step = weight.abs() / 16 + weight.abs().amax(dim=1, keepdim=True) / 448 * 2**-10
     assert ((back - weight).abs() <= step).all()
     assert torch.allclose(back.abs().amax(dim=1), weight.abs().amax(dim=1)), (
         "the largest magnitude of a row is kept"

@@ -124,9 +124,8 @@ def test_compiled_code_that_uses_a_buffer_again_gets_its_new_values(quantised: l
     operator = torch.ops.ft_service.frozen_linear
     with torch.no_grad():
         operator(x, parts, numerics.name, 64)
-        torch.from_numpy(x.numpy()).mul_(
-            -1
-        )  # as a kernel of the compiler would: past the tensor's version
+        # As a kernel of the compiler would: past the tensor's version.
+        torch.from_numpy(x.numpy()).mul_(-1)
         y = operator(x, parts, numerics.name, 64)
     assert torch.equal(y, numerics.linear(x.clone(), parts, 64))
 

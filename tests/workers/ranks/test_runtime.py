@@ -71,9 +71,8 @@ def all_reduce_without_rank_1(rank: int, world: int, root: str) -> None:
     run = RunDir(root)
     group = dist.new_group()
     assert isinstance(group, dist.ProcessGroup)
-    _set_pg_timeout(
-        timedelta(seconds=1), group
-    )  # once all are in it: the second would be one for finding each other, too
+    # Once all are in it: the second would be one for finding each other, too.
+    _set_pg_timeout(timedelta(seconds=1), group)
     if rank == 1:
         deadline = time.monotonic() + 60
         while run.read(OUTCOME, Outcome) is None and time.monotonic() < deadline:

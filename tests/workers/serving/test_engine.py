@@ -106,9 +106,8 @@ def heard(served: ServedModel, chats: Chats) -> Heard:
 def test_answers_that_come_and_go_are_those_of_generate(
     heard: Heard, chat: ChatTokenizer, expected: list[list[int]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(
-        engine_module, "PROMPT_TOKENS", 20
-    )  # prompts are read in parts, between other answers
+    # Prompts are read in parts, between other answers.
+    monkeypatch.setattr(engine_module, "PROMPT_TOKENS", 20)
     heard.ask("0", CHATS[0])
     for _ in range(4):
         heard.engine.step()
@@ -374,9 +373,8 @@ def test_answers_go_on_where_they_were_when_their_base_is_back(
     for _ in range(3):
         heard.engine.step()
     heard.ask("2", CHATS[2])
-    heard.engine.add(
-        ChatRequest("3", CHATS[3], temperature=0.0, max_tokens=LIMIT)
-    )  # is rendered meanwhile
+    # Is rendered meanwhile.
+    heard.engine.add(ChatRequest("3", CHATS[3], temperature=0.0, max_tokens=LIMIT))
     heard.engine.park()
     assert sorted(heard.engine.requests) == ["0", "1", "2", "3"]
     heard.engine.drop("2")

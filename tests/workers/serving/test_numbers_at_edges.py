@@ -202,9 +202,8 @@ def test_a_number_at_an_edge_is_refused_by_its_name_or_answered(
             elif op == "text":
                 engine.add_text(TextRequest(name, **order))
             else:
-                json.dumps(
-                    bodies_of(order, "m", 2), allow_nan=False
-                )  # as an inference server reads it
+                # As an inference server reads it.
+                json.dumps(bodies_of(order, "m", 2), allow_nan=False)
                 engine.add_tokens(TokenRequest(name, **order))
     while engine.busy:
         engine.step()

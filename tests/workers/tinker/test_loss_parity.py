@@ -120,9 +120,8 @@ def assert_close(found: dict[str, Tensor], expected: dict[str, Tensor], bound: f
         "there is something to compare"
     )
     for key, tensor in expected.items():
-        torch.testing.assert_close(
-            found[key], tensor, rtol=bound, atol=bound
-        )  # some are larger than 1
+        # Some are larger than 1.
+        torch.testing.assert_close(found[key], tensor, rtol=bound, atol=bound)
 
 
 @pytest.fixture(scope="module")

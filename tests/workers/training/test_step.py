@@ -131,9 +131,8 @@ def step_and_sizes(
 ) -> tuple[Step, list[dict[str, int]], list[int]]:
     """One step, and what each layer and the other two groups put into a gather on this rank."""
     built = constructed(spec, world)
-    step = one_step(
-        rank, world, spec, built, dict(adapters(built.peft_model))
-    )  # before: FSDP2 pads shards at the first
+    # before: FSDP2 pads shards at the first.
+    step = one_step(rank, world, spec, built, dict(adapters(built.peft_model)))
     layers = [
         bytes_in_gather(layer, world, COMPUTE_DTYPE[spec.precision.compute])
         for layer in built.layers

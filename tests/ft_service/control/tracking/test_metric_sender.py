@@ -334,9 +334,8 @@ def test_only_one_server_sends_until_its_lease_ends(
     until(first, lambda: senders.run()["steps"] == [1])
     looks(second)
     assert second.pids == []
-    execute(
-        store, "UPDATE integrations SET lease_expires_at = 0"
-    )  # as when the first server cannot reach the database
+    # As when the first server cannot reach the database.
+    execute(store, "UPDATE integrations SET lease_expires_at = 0")
     until(second, lambda: second.pids)
     until(second, lambda: len(senders.run()["described"]) == 2)
     for running, _ in first._running.values():

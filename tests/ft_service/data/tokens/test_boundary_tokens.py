@@ -66,9 +66,8 @@ def test_a_tokenizer_that_takes_no_text_apart_is_refused(base: Any) -> None:
     """One that puts a space before whatever it is given: a piece of a text would get other
     tokens.
     """
-    words = list(
-        dict.fromkeys(["\u2581", *"<|im_start>user\n?2+think4/d_", "\n\n"])
-    )  # every character: no offset is off
+    # Every character: no offset is off.
+    words = list(dict.fromkeys(["\u2581", *"<|im_start>user\n?2+think4/d_", "\n\n"]))
     tokenizer = Tokenizer(
         models.BPE({word: number for number, word in enumerate(words)}, [("\n", "\n")])
     )

@@ -11,8 +11,10 @@ counts, since other programs may use the machine.
     engine    all at once; the clock starts with the supervisor and ends with the last result
     cold      one after the other, each with its supervisor and ranks
     warm      one after the other in one engine, which has trained another job before the clock
-    starts together  all at once in such an engine long      two jobs of rows of LONG tokens in an
-    engine that has trained before: at once, and one after the other
+              starts
+    together  all at once in such an engine
+    long      two jobs of rows of LONG tokens in an engine that has trained before: at once, and one
+              after the other
 
 Memory is the largest sum of PSS of all ranks. `planned_…` is what `ft plan` says of the same jobs
 on this host, starts of ranks included, and its ratio to what was measured: below 1 it promised too

@@ -4,8 +4,9 @@ one processor.
     python benchmarks/memory.py [--only nf4]
 
 Every rank of a case is a process of its own: a base of 6 layers, a packed micro-batch whose every
-token is a target, three steps. What the process holds before the model is built (interpreter,
-libraries) is taken off. The heap's gaps differ from run to run: of several runs the median counts.
+token is a target, three steps.
+What the process holds before the model is built (interpreter, libraries) is taken off. The heap's
+gaps differ from run to run: of several runs the median counts.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """The tuned task: a customer's message becomes one line of compact JSON.
 
 The splits are generated, so the data contain no customer's words. Order numbers and items of one
-split do not occur in another: a model that scores well on the held-out split cannot have memorised
-the answers.
+split do not
+occur in another: a model that scores well on the held-out split cannot have memorised the answers.
 """
 
 from __future__ import annotations

@@ -2,14 +2,17 @@
 
 FtError
 ├── SpecError            the request or spec is wrong: names the field, the value, the limit (HTTP
-400, exit code 64) ├── DataError            the contents of a data file are wrong: names file, line
-and reason (job fails, exit code 64) ├── NotFoundError        no such file, job or model in this
-project (HTTP 404) ├── AuthError            missing, malformed, unknown or expired API key (HTTP
-401) ├── ForbiddenError       the key is valid but may not do this (HTTP 403) ├── LimitError
-the project or the key has reached a limit (HTTP 429) ├── ConflictError        another request
-changed the same object first; a retry may help (HTTP 409) ├── OtherVersionError    another version
-of the service made it, with options that this one does not know (HTTP 409) └── UnavailableError
-a part the service needs does not answer (HTTP 503)
+                         400, exit code 64)
+├── DataError            the contents of a data file are wrong: names file, line and reason (job
+                         fails, exit code 64)
+├── NotFoundError        no such file, job or model in this project (HTTP 404)
+├── AuthError            missing, malformed, unknown or expired API key (HTTP 401)
+├── ForbiddenError       the key is valid but may not do this (HTTP 403)
+├── LimitError           the project or the key has reached a limit (HTTP 429)
+├── ConflictError        another request changed the same object first; a retry may help (HTTP 409)
+├── OtherVersionError    another version of the service made it, with options that this one does not
+                         know (HTTP 409)
+└── UnavailableError     a part the service needs does not answer (HTTP 503)
 """
 
 from __future__ import annotations

@@ -11,7 +11,7 @@ nothing, and pods that reach nothing but their volume are in it.
         check files                  until it is queued
         queue                        until it holds slots
         attempt 1                    while it holds them: supervisor and ranks, from their start to
-        their end
+                                     their end
           launch                     until the ranks report: processes, base, adapters
           steps 1 to 12                what one report of the ranks holds
           checkpoint step-12-a1

@@ -4,8 +4,8 @@ for every change.
 A session is opened with a key (api/routes/page/sign_in_page.py), or by single sign-on with a
 person's row among the keys (sign_on_page.py there). It has the key's rights in every route, until
 the key becomes invalid, the session expires or the user signs out. A request that changes something
-must send the session's token in a header: a form on another site does not know it, and cannot set
-headers.
+must send the session's token in a header:
+a form on another site does not know it, and cannot set headers.
 """
 
 from __future__ import annotations

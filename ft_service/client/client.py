@@ -148,10 +148,8 @@ class Client:
         return None if description is None else json.dumps(description).encode()
 
     def sign_in_link(self, path: str) -> str:
-        """Return a link to a page of the server that signs a browser in once.
-
-        Raises NotFoundError if the server has no page.
-        """
+        """Return a link to a page of the server that signs a browser in once. Raises NotFoundError
+        if the server has no page."""
         link = self._call("POST", "/sign_in_links")["path"]
         return f"{self.base_url.rpartition('/')[0]}{link}&to={path}"
 
@@ -309,10 +307,8 @@ class Client:
     def download_checkpoint(
         self, job_id: str, step: int, out: Path, note: Note = lambda done, total: None
     ) -> Path:
-        """Download the adapter of a job's checkpoint, as `download_adapter`.
-
-        Raises NotFoundError if there is no complete one at this step.
-        """
+        """Download the adapter of a job's checkpoint, as `download_adapter`. Raises NotFoundError
+        if there is no complete one at this step."""
         complete = self.checkpoints(job_id)
         chosen = next((point for point in complete if point.step_number == step), None)
         if chosen is None:

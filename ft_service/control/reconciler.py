@@ -192,10 +192,8 @@ class Reconciler:
         self._validation.close()
 
     def run(self, stop: threading.Event) -> None:
-        """Step until `stop` is set.
-
-        An error costs a job its turn, an unreachable database costs time; neither ends the loop.
-        """
+        """Step until `stop` is set. An error costs a job its turn, an unreachable database costs
+        time; neither ends the loop."""
         failures = 0
         self._validation.warm()
         try:
@@ -250,9 +248,7 @@ class Reconciler:
 
     def _report_failed_turn(self, claim: Claim, error: Exception) -> None:
         """Tell the user of a job whose turns fail repeatedly, and let it be cancelled all the same.
-
-        An outage is not counted.
-        """
+        An outage is not counted."""
         if isinstance(error, UnavailableError):
             return
         job = claim.job

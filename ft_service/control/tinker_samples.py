@@ -3,9 +3,10 @@ the preview's process, or by the operator's inference servers.
 
 A server that is killed loses none: what is not answered then is asked again by the next one. An
 answer that is stored stays. What the sampler does not take any more, since it has ended its process
-twice, is answered with that. Before weights are sampled from for the first time, the sampler's
-log-probabilities of the sequences that the trainer has left beside them are asked for: how far the
-two are apart is a metric, and a warning of the model's job if it is far.
+twice, is answered with that.
+Before weights are sampled from for the first time, the sampler's log-probabilities of the sequences
+that the trainer has left beside them are asked for: how far the two are apart is a metric, and a
+warning of the model's job if it is far.
 """
 
 from __future__ import annotations

@@ -10,10 +10,10 @@ A table has one of these rules for each option:
     lost: TEXT                  not supported, and the result may differ
     refuse: TEXT                a file with it is not converted
     rule: NAME or [NAME, …]     a function of `conversions.py` or another …`conversions.py` decides,
-        with these arguments
+                                with these arguments
     values: {"VALUE, …": RULE}  by value, as text without case; else: RULE
     if_on: RULE, if_off: RULE   for values that are on, and for those that are off (default: no
-        effect)
+                                effect)
     usual: [VALUE, …]           `none` for these values, and the rest of the rule for others
     dpo: RULE                   only for direct preference optimisation
 

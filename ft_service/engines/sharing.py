@@ -40,9 +40,10 @@ def share_key(
     those that do something to the base itself or its groups which an engine does not: NEFTune,
     adapters on stacks of experts, DoRA, modules that are trained whole, compiled layers, other
     groups than decoder layers, and weights that stay gathered, are gathered ahead or are offloaded.
-    So do jobs whose ranks still choose what is "auto", that gain less than WORTH_GAIN, or whose
-    seat has no room beside the base. The gain does not matter to a job whose client runs the
-    training loop: it would hold its ranks while it waits for its client.
+    So do jobs whose
+    ranks still choose what is "auto", that gain less than WORTH_GAIN, or whose seat has no room
+    beside the base. The gain does not matter to a job whose client runs the training loop: it would
+    hold its ranks while it waits for its client.
     """
     if seat is not None and not _is_worth(seat, by_gain=spec.training_data is not None):
         return None

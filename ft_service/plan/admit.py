@@ -49,11 +49,9 @@ def admit(
     lengths: SampleLengths | None = None,
     most_per_host: int = MOST_PER_HOST,
 ) -> Admitted:
-    """Plan a job for a machine.
-
-    `lengths`: lengths of its samples. Until they are counted (`settle_counted`), options that
-    depend on them are chosen for the longest possible samples, and the events do not mention them.
-    `most_per_host`: as in `plan_job`.
+    """Plan a job for a machine. `lengths`: lengths of its samples. Until they are counted
+    (`settle_counted`), options that depend on them are chosen for the longest possible samples, and
+    the events do not mention them. `most_per_host`: as in `plan_job`.
 
     Raises SpecError for a base whose weights are not downloaded or whose tokenizer does not fit,
     for patterns and names that match nothing in it, for a job that cannot fit, and for

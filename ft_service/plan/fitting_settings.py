@@ -7,10 +7,11 @@ memory never makes a job slower:
 
     precision.default         the most exact format with which any setting fits
     replicate                 whole on every rank: no gathers, no copies; or shared by the ranks of
-    a host activation checkpointing  none, selective (recomputes what is cheap), full (a third more
-    arithmetic) tokens per micro-batch    enough that a GPU computes for longer than its work takes
-    to launch; never below the longest
-                              sample, which goes alone
+                              a host
+    activation checkpointing  none, selective (recomputes what is cheap), full (a third more
+                              arithmetic)
+    tokens per micro-batch    enough that a GPU computes for longer than its work takes to launch;
+                              never below the longest sample, which goes alone
 """
 
 from __future__ import annotations

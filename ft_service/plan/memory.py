@@ -6,23 +6,20 @@ three moments, and the largest peak counts. T tokens, c bytes of a number in com
 the feed-forward's width, L layers, K bytes kept by a layer:
 
     the head              all that the layers keep, T (L K + c h), a chunk's logits, and the head's
-    input twice: its targets'
-                          rows and their gradient
+                          input twice: its targets' rows and their gradient
     the last norm         the same without the head's part, and five fp32 copies of its input:
-    PyTorch's RMS norm is a power, a
-                          mean and two products, whose backward makes one each; a fused kernel makes
-                          the gradient alone
+                          PyTorch's RMS norm is a power, a mean and two products, whose backward
+                          makes one each; a fused kernel makes the gradient alone
     the last feed-forward T (L K - 4 h), the incoming gradient, c h, and with a gate three of c i,
     less the one that is no
                           longer needed; or, in the product before, one of c i and the dequantised
                           weight, and on a processor that computes bf16 by fp32 4 i for the result
                           in it
     the experts' shares   with experts, k of which a token meets: T (L K - 4 h), the incoming
-    gradient, and three of c k h: the
-                          gradients of the sum's terms and of the experts' results, and the product
-                          of which the shares' gradient is the sum, in fp32 if the shares are, plus
-                          a copy in c; or, at the gates of wide experts, what a feed-forward needs,
-                          less c k h
+                          gradient, and three of c k h: the gradients of the sum's terms and of the
+                          experts' results, and the product of which the shares' gradient is the
+                          sum, in fp32 if the shares are, plus a copy in c; or, at the gates of wide
+                          experts, what a feed-forward needs, less c k h
 
 With experts K has the k results that their shares multiply, c k h, and i is k times an expert's
 width, apart from that of shared experts, which every token passes. Experts without adapters keep

@@ -8,6 +8,7 @@ prompt_file      the job's prompts as tokens, which its ranks write
 schedule         which prompts a step has, and what is due at it
 advantages       rewards of a group as advantages, and their weights in the loss
 step_records     what was sampled and graded for a step: a file that is written before anything is
-trained on it step_texts       the answers' texts and rewards of a step, for people step_commands
-the commands that follow from a record (ft_service/tinker/commands.py)
+                 trained on it
+step_texts       the answers' texts and rewards of a step, for people
+step_commands    the commands that follow from a record (ft_service/tinker/commands.py)
 """

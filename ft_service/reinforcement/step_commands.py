@@ -2,13 +2,13 @@
 with. Pure.
 
     checkpoint?  forward_backward…  optim_step  save_weights_for_sampler         the last record:
-    checkpoint?  finish
+                 checkpoint?  finish
 
 The loss of a token with advantage A is -sg(min(r, cap)) lp A, where r = exp(lp - q), lp is its
 log-probability by the trainer and q by the sampler, both at the temperature of sampling, since what
 is drawn from is the policy whose reward is to rise: the policy gradient with truncated importance
-sampling. It is the CISPO of ft_service/tinker without a lower bound. What counts as the mean over a
-step is in the advantages.
+sampling. It is the CISPO of ft_service/tinker without a
+lower bound. What counts as the mean over a step is in the advantages.
 """
 
 from __future__ import annotations

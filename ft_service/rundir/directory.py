@@ -1,48 +1,57 @@
-"""Run directory: the only contract between the service and the workers.
-
-(Keys of an attempt: attempt.py, of checkpoints: checkpoints.py.)
+"""Run directory: the only contract between the service and the workers. (Keys of an attempt:
+attempt.py, of checkpoints: checkpoints.py.)
 
     spec.json                             JobSpec, resolved, immutable
     origins.json                          Origins, by rank 0 of the first attempt (see manifest.py)
     base-status.json                      by rank 0: the base's files as they were when their
-    contents were last read reference.bin  reference.json         by rank 0: log-probabilities of
-    answer pairs before the first step (see
+                                          contents were last read
+    reference.bin  reference.json         by rank 0: log-probabilities of answer pairs before the
+                   first step (see
                                           workers/training/reference_logprobs.py)
     evaluations/step-<s>-a<n>.json        Evaluation, by rank 0: answers to a few prompts at a step
-    (see evaluations.py) attempts/<n>/start.json               Start, by the launcher, before
-    anything runs; it may name an engine, which then does
-                                          what ranks and supervisor do (an engine's own directory:
-                                          see engine.py)
+                                          (see evaluations.py)
+    attempts/<n>/start.json               Start, by the launcher, before anything runs; it may name
+                                          an engine, which then does what ranks and supervisor do
+                                          (an engine's own directory: see engine.py)
     attempts/<n>/control.json             Control, by the reconciler, rewritten as the user changes
-    their mind attempts/<n>/presence.json            Presence, by the reconciler, rewritten now and
-    then while ranks live by commands attempts/<n>/supervisor.lock          held by the supervisor
-    while it is alive attempts/<n>/launched.json            Launched, by the launcher of a cluster,
-    once the attempt's Job was created attempts/<n>/supervisor.json          ProcessIdentity, by the
-    supervisor, once it holds the attempt attempts/<n>/stop.json                Stop, by a
-    supervisor that was asked to stop (SIGTERM) attempts/<n>/events/<seq>.jsonl       immutable
-    event segments, by rank 0 (see events.py) attempts/<n>/logs/                    output of
-    supervisor, torchrun and ranks attempts/<n>/outcome.json             Outcome, by the first rank
-    that knows it attempts/<n>/exit.json                Exit, by the supervisor, last, or by the
-    launcher: it seals the attempt, as a later
-                                          one's start does (see attempt_seal.py)
-    checkpoints/step-<s>-a<n>/            DCP shards (and adapter/), then COMPLETE
-    (CheckpointMarker) last; DAMAGED by a later
+                                          their mind
+    attempts/<n>/presence.json            Presence, by the reconciler, rewritten now and then while
+                                          ranks live by commands
+    attempts/<n>/supervisor.lock          held by the supervisor while it is alive
+    attempts/<n>/launched.json            Launched, by the launcher of a cluster, once the attempt's
+                                          Job was created
+    attempts/<n>/supervisor.json          ProcessIdentity, by the supervisor, once it holds the
                                           attempt
+    attempts/<n>/stop.json                Stop, by a supervisor that was asked to stop (SIGTERM)
+    attempts/<n>/events/<seq>.jsonl       immutable event segments, by rank 0 (see events.py)
+    attempts/<n>/logs/                    output of supervisor, torchrun and ranks
+    attempts/<n>/outcome.json             Outcome, by the first rank that knows it
+    attempts/<n>/exit.json                Exit, by the supervisor, last, or by the launcher: it
+                                          seals the attempt, as a later one's start does (see
+                                          attempt_seal.py)
+    checkpoints/step-<s>-a<n>/            DCP shards (and adapter/), then COMPLETE
+                                          (CheckpointMarker) last; DAMAGED by a later attempt
     adapter/  metrics.csv  manifest.json  the outcome
     tensorboard/                          event files, by rank 0, where the job's integrations ask
-    for them adapters/step-<s>-a<n>/               adapters of checkpoints, made on request
+                                          for them
+    adapters/step-<s>-a<n>/               adapters of checkpoints, made on request
     exports/<format>/                     the outcome in formats of other programs, made by the
-    service on request; their state
-                                          is exports/<format>.json (see documents.py)
+                                          service on request; their state is exports/<format>.json
+                                          (see documents.py)
     served.json                           ServedQuality, with the outcome: quality of the adapter by
-    how it is served forgetting.json                       Forgetting, with the outcome: what the
-    tuned model has lost of what its base knew suites.json                           Suites, by the
-    service: accuracies in tasks of `ft eval --suite` probes.json                           Probes,
-    with the outcome: they verify a server of the adapter serving.json                          by
-    the service: where the adapter is served (ft_service/serving/handoff.py) result.json
-    Result, last of all; names the attempt tokens/                               token sets that a
-    rank made because it did not see the service's; removed on success ranks.lock
-    held (shared) by every living rank of any attempt
+                                          how it is served
+    forgetting.json                       Forgetting, with the outcome: what the tuned model has
+                                          lost of what its base knew
+    suites.json                           Suites, by the service: accuracies in tasks of `ft eval
+                                          --suite`
+    probes.json                           Probes, with the outcome: they verify a server of the
+                                          adapter
+    serving.json                          by the service: where the adapter is served
+                                          (ft_service/serving/handoff.py)
+    result.json                           Result, last of all; names the attempt
+    tokens/                               token sets that a rank made because it did not see the
+                                          service's; removed on success
+    ranks.lock                            held (shared) by every living rank of any attempt
 
 With several nodes, each node's supervisor.lock, supervisor.json and exit.json are in
 attempts/<n>/nodes/<k>/, and attempts/<n>/exit.json is made from theirs; ranks.lock is

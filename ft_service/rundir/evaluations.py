@@ -1,14 +1,15 @@
 """Documents about a model's answers and its quality.
 
     evaluations/step-<s>-a<n>.json    Evaluation, by rank 0, written whole and never again: answers
-    at a step to the job's
-                                      prompts, with those before training
+                                      at a step to the job's prompts, with those before training
     served.json                       ServedQuality: quality of the adapter by how it is served
     forgetting.json                   Forgetting: what the tuned model has lost of what its base
-    knew suites.json                       Suites, by the service: accuracies that lm-eval has
-    measured (`ft eval --suite`) probes.json                       Probes: the trainer's
-    log-probabilities of a few token sequences, with the adapter and
-                                      without, to verify a server of the adapter
+                                      knew
+    suites.json                       Suites, by the service: accuracies that lm-eval has measured
+                                      (`ft eval --suite`)
+    probes.json                       Probes: the trainer's log-probabilities of a few token
+                                      sequences, with the adapter and without, to verify a server of
+                                      the adapter
 
 Of a step that was trained again, the newest attempt's evaluation counts. Step 0 is before training.
 """

@@ -235,8 +235,7 @@ class Preview:
 
     def preload(self, job: Job) -> None:
         """Load the model of a succeeded job in advance, if models are being tried here and no other
-        request is delayed by it.
-        """
+        request is delayed by it."""
         with self._guard:
             self._expected = job
         self._changed.set()

@@ -2,7 +2,8 @@
 of how work ended.
 
     READING = Kind(name="reading", places=2, of_project=1, waiting=16, seconds=60, busy="Files are
-    being read") places = Places(READING) with places.hold(project_id): ...              in a thread
+    being read") places = Places(READING)
+    with places.hold(project_id): ...              in a thread
     async with places.held(project_id): ...        in an event loop
 
 Work whose error `is_lost` may be tried later: the host could not do it. Any other error is the

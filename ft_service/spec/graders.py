@@ -217,11 +217,8 @@ class EndpointGrader(Strict):
     timeout_seconds: Annotated[Number, Field(ge=1, le=120)] = 30.0
     """Time for one try. A try without an answer, or with status 429 or 5xx, is made again twice."""
     batch_size: Annotated[int, Field(ge=1, le=256)] = 1
-    """Samples in one request.
-
-    More than 1: the server gets `{"batch": [{"sample", "item"}, …]}` and answers `{"rewards":
-    [number, …]}`, with null for a sample that it cannot grade.
-    """
+    """Samples in one request. More than 1: the server gets `{"batch": [{"sample", "item"}, …]}` and
+    answers `{"rewards": [number, …]}`, with null for a sample that it cannot grade."""
 
 
 def _kind(value: Any) -> Any:

@@ -88,10 +88,8 @@ class Places:
         objects: ObjectStore | None = None,
         environment: Mapping[str, str] | None = None,
     ) -> None:
-        """`objects`: None: everything is below `home`, which all processes share.
-
-        `environment`: may set other folders of this host (FT_TOKENS).
-        """
+        """`objects`: None: everything is below `home`, which all processes share. `environment`:
+        may set other folders of this host (FT_TOKENS)."""
         self.files_dir = home / "files"
         self.tokens_dir = token_folder.folder_of(environment or {}, home)
         """Folder for the tokens of data files, on this host or the volume; None: they are not

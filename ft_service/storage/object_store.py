@@ -24,10 +24,8 @@ class ObjectStore:
     """
 
     def __init__(self, url: str, **options: Any) -> None:
-        """`options`: those of fsspec's file system.
-
-        Raises SpecError for another scheme, and if its package is not installed.
-        """
+        """`options`: those of fsspec's file system. Raises SpecError for another scheme, and if its
+        package is not installed."""
         scheme, _, rest = url.partition("://")
         package = PACKAGES.get(scheme)
         if package is None or not rest.strip("/"):

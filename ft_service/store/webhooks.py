@@ -202,8 +202,7 @@ class WebhookStore(StorePart):
 
     def forget_deliveries(self, older_than_seconds: float, give_up_seconds: float) -> None:
         """Remove records of finished deliveries, and give up those that wait for longer than
-        `give_up_seconds`, tried or not.
-        """
+        `give_up_seconds`, tried or not."""
         columns = webhook_deliveries.c
         now = database_time()
         late = update(webhook_deliveries).where(

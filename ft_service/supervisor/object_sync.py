@@ -278,11 +278,9 @@ class Sync:
         return True
 
     def _remove_old(self) -> None:
-        """Remove from storage what rank 0 has removed here, marker first.
-
-        Other nodes have only shards and remove theirs once the checkpoint has no marker on storage
-        and a newer one has. Files of later attempts are never touched.
-        """
+        """Remove from storage what rank 0 has removed here, marker first. Other nodes have only
+        shards and remove theirs once the checkpoint has no marker on storage and a newer one has.
+        Files of later attempts are never touched."""
         if self.run.list(self._keys.events):  # rank 0's node
             for name in {key.split("/")[1] for key in self._below(CHECKPOINTS)}:
                 if (

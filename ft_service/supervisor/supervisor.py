@@ -429,8 +429,7 @@ class Supervisor:
 
     def _room(self, log_tail: str) -> str | None:
         """Return the sentence for the user if a rank reports a full disk or hardly anything is
-        free; None: the disk has room.
-        """
+        free; None: the disk has room."""
         reported = any(words in log_tail for words in _NO_ROOM)
         if not reported and disk.free_bytes(self.run_dir.root) >= disk.LEAST_BYTES:
             return None

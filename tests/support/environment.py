@@ -36,9 +36,7 @@ def has_name() -> bool:
 
 def forget_settings() -> None:
     """The environment of a test run may have settings of the service, of hubs and of trackers.
-
-    Tests set those that they depend on.
-    """
+    Tests set those that they depend on."""
     for name in [
         name for name in os.environ if name.startswith(SETTINGS) and not name.startswith(OF_TESTS)
     ]:

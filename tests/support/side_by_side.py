@@ -31,10 +31,9 @@ class SideBySide:
     Args:
         processes: How many, at least 1.
         together: Beginnings of test IDs, as folders: tests of one are never side by side. Nor are
-            those of a file.
-        begin: Called in each process before its first test.
+        those of a file. begin: Called in each process before its first test.
         end: Called in each process after its last test; what it returns can be pickled, and goes to
-            `take`.
+        `take`.
         take: Called in the parent with what each process returned.
     """
 

@@ -257,7 +257,8 @@ def original_of(module: nn.Module, name: str) -> Tensor:
 
 def initial_adapter(name: str, shape: tuple[int, ...], seed: int) -> Tensor:
     """The first value of an adapter matrix [rows, cols], fp32: A from Kaiming uniform as PEFT does,
-    B zero. DoRA's magnitude [rows] is zero until its weight is loaded.
+    B zero.
+    DoRA's magnitude [rows] is zero until its weight is loaded.
 
     `name`: the plain name. The whole matrix is drawn from (seed, name), so that it depends neither
     on the world size nor on what was drawn before.

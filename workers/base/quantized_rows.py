@@ -1,15 +1,17 @@
 """Reading rows of bases that are published quantised, by layout:
 
     bitsandbytes NF4    codes and block scales in row-major order, the scales plain or nested
-    (quantised in blocks of 256) FP8 by rows         e4m3 codes and one scale a row (`weight_scale`:
-    fbgemm, compressed-tensors, torchao) FP8 by tensors      e4m3 codes and one scale, which becomes
-    the scale of every row FP8 by blocks       e4m3 codes and one scale a block, 128×128 as a rule
-    (`weight_scale_inv`: DeepSeek, Qwen), which becomes
-                        a scale of each of its rows
+                        (quantised in blocks of 256)
+    FP8 by rows         e4m3 codes and one scale a row (`weight_scale`: fbgemm, compressed-tensors,
+                        torchao)
+    FP8 by tensors      e4m3 codes and one scale, which becomes the scale of every row
+    FP8 by blocks       e4m3 codes and one scale a block, 128×128 as a rule (`weight_scale_inv`:
+                        DeepSeek, Qwen), which becomes a scale of each of its rows
     NVFP4, MXFP4        codes of four bits and one scale for every 16 or 32 inputs
-    (compressed-tensors, modelopt, torchao) INT4 in groups      codes of four bits and one scale a
-    group of inputs (compressed-tensors: Kimi K2) stacks of experts   in FP8 and MXFP4 (see
-    `workers.base.expert_stacks`)
+                        (compressed-tensors, modelopt, torchao)
+    INT4 in groups      codes of four bits and one scale a group of inputs (compressed-tensors: Kimi
+                        K2)
+    stacks of experts   in FP8 and MXFP4 (see `workers.base.expert_stacks`)
 
 Where the layout's rows are rows of one of our formats, `parts` gives them as they are. Elsewhere
 `rows` gives the values that the base's codes represent, to be quantised again. Scales of

@@ -6,7 +6,8 @@ share a micro-batch changes results by rounding only.
 
     round    one micro-batch on every rank, all at the same time
     budget   tokens of a micro-batch, padding included; a longer sample in the batch raises it to
-    its length unit     what is not divided: a sample, or the two samples of a pair
+             its length
+    unit     what is not divided: a sample, or the two samples of a pair
 """
 
 from __future__ import annotations

@@ -140,9 +140,7 @@ class TrainingEngine:
 
     def _agree(self) -> tuple[RoundOrders | None, list[list[tuple[int, int]]]]:
         """What rank 0 has decided, None: nothing, and (state, tokens) of each seat on all ranks.
-
-        Called by all ranks together.
-        """
+        Called by all ranks together."""
         runtime = self.runtime
         mine = self._decide() if runtime.rank == 0 else None
         known = [int(mine is not None)]
@@ -316,8 +314,7 @@ class TrainingEngine:
 
     def _go_on(self, given: Mapping[SeatThread, tuple[Any, ...]]) -> None:
         """Let seats go on with the results of their calls, through a backward of all of them, until
-        each waits for a forward.
-        """
+        each waits for a forward."""
         while given:
             for seat, results in given.items():
                 seat.resume(*results)

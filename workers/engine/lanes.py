@@ -178,10 +178,8 @@ class LaneModel:
             self._lane = before
 
     def _make_unit(self, unit: nn.Module, forward: Forward, *, bounded: bool) -> None:
-        """Let a module's call wait for all lanes.
-
-        `forward`: takes the arguments of every lane, in place of the module's own.
-        """
+        """Let a module's call wait for all lanes. `forward`: takes the arguments of every lane, in
+        place of the module's own."""
         replace_forward(unit, forward)
         replace_call(
             unit, partial(self._wait, partial(_call_bounded if bounded else call_itself, unit))

@@ -47,11 +47,8 @@ class AdamW:
     def __init__(
         self, parameters: Mapping[str, nn.Parameter], options: AdamOptions, ratio_of_b: float = 1.0
     ) -> None:
-        """`options`: of steps that have none of their own.
-
-        `ratio_of_b`: LoRA+'s, by which the matrices B learn faster, and DoRA's magnitudes, as PEFT
-        has it.
-        """
+        """`options`: of steps that have none of their own. `ratio_of_b`: LoRA+'s, by which the
+        matrices B learn faster, and DoRA's magnitudes, as PEFT has it."""
         self._parameters = dict(parameters)
         self._ratio_of_b = ratio_of_b
         self._options = options

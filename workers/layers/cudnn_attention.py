@@ -117,8 +117,7 @@ def attend_packed(
     query: Tensor, key: Tensor, value: Tensor, bounds: Bounds, pattern: AttentionPattern
 ) -> Tensor:
     """Attention of a row of samples that it `takes`: query [1, heads, tokens, d], key and value [1,
-    groups, tokens, d] → [1, tokens, heads, d].
-    """
+    groups, tokens, d] → [1, tokens, heads, d]."""
     return _CudnnAttention.apply(query, key, value, pattern.sinks, bounds, pattern.scale)  # pyright: ignore[reportReturnType]
 
 

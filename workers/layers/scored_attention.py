@@ -125,8 +125,8 @@ None: all samples have as many.
 Kernel = Callable[[Tensor, Tensor, Tensor, Tensor, Longest, AttentionPattern], Tensor]
 """Function of a GPU for samples in rows: query [rows, heads, length, d], key and value [rows,
 groups, length, d], the first token of each sample and the end, int32, as if the rows were one,
-tokens of the longest, and the pattern → [rows, length, heads, d].
-"""
+tokens of the longest, and the pattern
+→ [rows, length, heads, d]."""
 
 
 def most_tokens(longest: Longest, starts: Tensor, tokens: int) -> int:

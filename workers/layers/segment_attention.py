@@ -6,12 +6,15 @@ no mask is ever made. Rows of padded samples are taken the same way: as one segm
 padding comes last.
 
     segment    the tokens of one sample in a row: query i sees the keys i - window + 1 .. i of its
-    own segment window     keys that a query sees at most; 0: all before it chunk      tokens of a
-    segment's parts that do not see each other, in some layers (Llama 4); 0: it is whole softcap
-    scores become tanh(score / softcap) * softcap; 0: they stay sinks      one more score a head,
-    [heads], that takes part in the softmax and has no value (gpt-oss) chosen     positions in their
-    segment of the keys that a query sees, of those before it: what an indexer chose
-               (workers/patches/indexed_attention.py)
+               own segment
+    window     keys that a query sees at most; 0: all before it
+    chunk      tokens of a segment's parts that do not see each other, in some layers (Llama 4); 0:
+               it is whole
+    softcap    scores become tanh(score / softcap) * softcap; 0: they stay
+    sinks      one more score a head, [heads], that takes part in the softmax and has no value
+               (gpt-oss)
+    chosen     positions in their segment of the keys that a query sees, of those before it: what an
+               indexer chose (workers/patches/indexed_attention.py)
 
 Attention is opaque operators, as the products with frozen weights are: the compiler need not look
 into lengths that change at every step, and selective checkpointing keeps their results by their

@@ -2,8 +2,9 @@
 archive instead.
 
 Replaces: `fs` of `torch.distributed.checkpoint.FileSystemWriter`, by a file system derived from its
-own. Written for: torch 2.13 Fails when upstream changes:
-tests/workers/patches/test_checkpoint_writer.py
+own.
+Written for: torch 2.13
+Fails when upstream changes: tests/workers/patches/test_checkpoint_writer.py
 """
 
 from __future__ import annotations

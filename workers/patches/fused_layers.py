@@ -7,8 +7,9 @@ elsewhere. On tensors that the kernels do not take, a module's own forward is ca
 a compiler, which fuses by itself.
 
 Replaces: the forward of norms and feed-forwards of transformers' models, and `apply_rotary_pos_emb`
-of their modules. Written for: transformers 5.23 Fails when upstream changes:
-tests/workers/patches/test_fused_layers.py
+of their modules.
+Written for: transformers 5.23
+Fails when upstream changes: tests/workers/patches/test_fused_layers.py
 """
 
 from __future__ import annotations

@@ -11,8 +11,9 @@ The scores of a sample are computed for a number of queries at a time, by the pr
 indexer continues from a cache.
 
 Replaces: the forward of transformers' indexers (`DeepseekV32Indexer` and those with the same
-parameters), and the cache that they are given. Written for: transformers 5.23 Fails when upstream
-changes: tests/workers/patches/test_indexed_attention.py
+parameters), and the cache that they are given.
+Written for: transformers 5.23
+Fails when upstream changes: tests/workers/patches/test_indexed_attention.py
 """
 
 from __future__ import annotations

@@ -2,8 +2,9 @@
 them.
 
 Replaces: `torch.nn.Module.__call__` of one module, by the attribute under which torch keeps a
-compiled call. Written for: torch 2.13 Fails when upstream changes:
-tests/workers/patches/test_module_call.py
+compiled call.
+Written for: torch 2.13
+Fails when upstream changes: tests/workers/patches/test_module_call.py
 """
 
 from __future__ import annotations

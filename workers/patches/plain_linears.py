@@ -2,8 +2,9 @@
 that class, so that they can be stored, adapted and sharded as any other.
 
 Replaces: the class of instances of subclasses of `torch.nn.Linear`, where a small copy computes the
-same. Written for: transformers 5.23 Fails when upstream changes:
-tests/workers/patches/test_plain_linears.py
+same.
+Written for: transformers 5.23
+Fails when upstream changes: tests/workers/patches/test_plain_linears.py
 """
 
 from __future__ import annotations

@@ -3,8 +3,8 @@ between them mix in the towers.
 
 Replaces: the forward of a published class and of what stands between its head and its decoder;
 `get_output_embeddings` and `get_input_embeddings` of a class that leaves them to a part of it.
-Written for: transformers 5.23 Fails when upstream changes:
-tests/workers/patches/test_text_forward.py
+Written for: transformers 5.23
+Fails when upstream changes: tests/workers/patches/test_text_forward.py
 """
 
 from __future__ import annotations

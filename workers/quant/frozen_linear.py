@@ -1,12 +1,12 @@
-"""The linear layer on a quantised weight.
-
-Its parts are plain tensors; they are saved for backward, never a dequantised copy.
+"""The linear layer on a quantised weight. Its parts are plain tensors; they are saved for backward,
+never a dequantised copy.
 
 Under a compiler or a dispatch mode it is a pair of opaque operators. If the compiler saw the
-dequantise of forward and of backward, it would merge the two and keep a bf16 copy of every weight
-alive between them; selective checkpointing would keep the product and dequantise again for nothing.
-Everywhere else the same arithmetic is called directly: an operator written in Python costs more at
-each call than a small product does.
+dequantise of
+forward and of backward, it would merge the two and keep a bf16 copy of every weight alive between
+them; selective checkpointing would keep the product and dequantise again for nothing. Everywhere
+else the same arithmetic is called directly: an operator written in Python costs more at each call
+than a small product does.
 """
 
 from __future__ import annotations

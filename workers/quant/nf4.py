@@ -4,8 +4,9 @@ A weight [rows, cols] becomes three tensors whose dim 0 is the weight's dim 0, s
 rows is a valid split:
 
     codes    uint8    [rows, cols' / 2]    two 4-bit codes of the NF4 codebook a byte, the earlier
-    column in the high half scales   uint8    [rows, cols' / 64]   block maximum as (scales / 255)²
-    × row_max row_max  float32  [rows, 1]            largest magnitude of the row
+             column in the high half
+    scales   uint8    [rows, cols' / 64]   block maximum as (scales / 255)² × row_max
+    row_max  float32  [rows, 1]            largest magnitude of the row
 
 with cols' = cols rounded up to a multiple of the block (64); the padding columns hold zeros. That
 is 0.5 + 1/64 + 4/cols bytes a parameter. The square spends the 8 bits where block maxima lie:

@@ -2,9 +2,10 @@
 behind a [rows, cols] tensor.
 
     face       the tensor that modules and FSDP2 see: shape [rows, cols], dtype of the computation;
-    holds no memory parts      the tensors that hold memory: plain, dim 0 is the face's dim 0, plus
-    padding rows at the end, if any logical    rows of the face; the parts have at least as many
-    (the stored rows)
+               holds no memory
+    parts      the tensors that hold memory: plain, dim 0 is the face's dim 0, plus padding rows at
+               the end, if any
+    logical    rows of the face; the parts have at least as many (the stored rows)
 
 FSDP2 shards on dim 0, pads the last shards to equal height, gathers the parts' bytes, and cuts the
 padding off again. Three points need care:

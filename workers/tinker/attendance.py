@@ -45,10 +45,8 @@ class Attendance:
 
     @property
     def is_over(self) -> bool:
-        """Whether there was no sign for too long.
-
-        Reads the document a few times within the limit, however often it is asked.
-        """
+        """Whether there was no sign for too long. Reads the document a few times within the limit,
+        however often it is asked."""
         now = self._clock()
         if now - self._read_at >= self.limit / SIGNS:
             self._read_at = now

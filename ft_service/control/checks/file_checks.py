@@ -35,11 +35,8 @@ CHECK_BYTES = 1024**3
 
 @dataclass(frozen=True)
 class FileCheck:
-    """A file, and how a job would read it.
-
-    `pairs`: whether it must hold pairs of answers; None: either. `sensitive`: whether secrets and
-    personal data are looked for.
-    """
+    """A file, and how a job would read it. `pairs`: whether it must hold pairs of answers; None:
+    either. `sensitive`: whether secrets and personal data are looked for."""
 
     sha256: str
     columns: Columns = AS_THEY_ARE

@@ -1,11 +1,14 @@
 """Records of every format as one of the kinds in ft_service/data/sample_kinds.py. Pure.
 
 prompt, completion    strings: bare text; messages: a conversation of which the completion is
-learned text                  bare text contents              Gemini's conversation, whose turns
-have parts conversations         a conversation whose turns have `from` and `value` (or role and
-content) instruction, output   a conversation: instruction and input are the user's message, output
-the assistant's preference pairs      two conversations, or bare texts, that begin alike
-(LLaMA-Factory's: an instruction or turns, and answers)
+                      learned
+text                  bare text
+contents              Gemini's conversation, whose turns have parts
+conversations         a conversation whose turns have `from` and `value` (or role and content)
+instruction, output   a conversation: instruction and input are the user's message, output the
+                      assistant's
+preference pairs      two conversations, or bare texts, that begin alike (LLaMA-Factory's: an
+                      instruction or turns, and answers)
 """
 
 from __future__ import annotations

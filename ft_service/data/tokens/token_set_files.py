@@ -3,8 +3,10 @@
     ids.bin             int32 [tokens]; all files are little-endian
     targets.bin         uint8 [tokens], 0 or 1
     offsets.bin         int64 [samples + 1]: the place of each sample's first token, and the end of
-    the last target_counts.bin   int64 [samples] records.bin         int64 [samples]: the number of
-    each sample's record, from 0 index.json          TokenSetIndex, written last
+                        the last
+    target_counts.bin   int64 [samples]
+    records.bin         int64 [samples]: the number of each sample's record, from 0
+    index.json          TokenSetIndex, written last
 
 A folder is written under a temporary name and published by a rename
 (ft_service/bases/cache_folder.py). A folder whose files do not agree with its index is not a token
@@ -62,8 +64,7 @@ class TokenSetIndex(BaseModel):
     """Both are those of the TokenSet."""
     seal: str = ""
     """SHA-256 of all fields above; `unread_names` and `unanswered` only if there are some, since
-    earlier releases wrote none.
-    """
+    earlier releases wrote none."""
 
     def sealed(self) -> TokenSetIndex:
         return self.model_copy(update={"seal": self._seal()})

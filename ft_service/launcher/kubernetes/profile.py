@@ -1,12 +1,11 @@
-"""Pod profiles: the operator's settings of worker pods, in a YAML file named by FT_POD_PROFILE.
-
-A job cannot change them.
+"""Pod profiles: the operator's settings of worker pods, in a YAML file named by FT_POD_PROFILE. A
+job cannot change them.
 
 Fields with Kubernetes objects (tolerations, volumes, …) take them as in a pod's manifest; an
-unknown field in one is refused by its path. The file is one profile, or several by name under
-`profiles`: types of GPUs, pools, spot nodes, namespaces of projects. Fields beside `profiles` are
-shared; a field of a profile replaces the shared one as a whole. A job names its profile
-(`distributed.profile`), or gets the first one that its project may use.
+unknown field in one is refused by its path. The file is one profile, or several
+by name under `profiles`: types of GPUs, pools, spot nodes, namespaces of projects. Fields beside
+`profiles` are shared; a field of a profile replaces the shared one as a whole. A job names its
+profile (`distributed.profile`), or gets the first one that its project may use.
 """
 
 from __future__ import annotations

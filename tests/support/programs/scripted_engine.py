@@ -6,8 +6,9 @@ round. A job can be paused from its first step on: one that is to have a checkpo
 that first. Steps are those of scripted_worker.py (event, checkpoint=S, succeed, refuse), and
 
     hold         wait until there is a file `go` in the home or the run directory, or the seat is
-    stopped read=FILE    fail unless the file, in the home, can be read and not written die
-    crash, with every seat
+                 stopped
+    read=FILE    fail unless the file, in the home, can be read and not written
+    die          crash, with every seat
 
 The engine keeps to its contract (ft_service/rundir/engine.py): it takes orders, obeys each seat's
 control.json and its own, and ends when it was idle for as long as engine.json says.

@@ -1,8 +1,9 @@
 """The tables of bases in README and docs/models.md, from what the checks of published bases found.
 
 python -m tests.support.training.table            check every base, keep what was found, write the
-tables python -m tests.support.training.table NAME ...    check these again python -m
-tests.support.training.table --write     write the tables from what was found before
+                                                  tables
+python -m tests.support.training.table NAME ...    check these again
+python -m tests.support.training.table --write     write the tables from what was found before
 """
 
 from __future__ import annotations

@@ -6,8 +6,9 @@ and there are 500. It is a third of a second at the start of every process that 
 describes a base, or trains.
 
 Replaces: `transformers.utils.import_utils.define_import_structure`, while `transformers.models` is
-imported. Written for: transformers 5.23 Fails when upstream changes:
-tests/ft_service/data/tokens/patches/test_auto_tokenizer.py
+imported.
+Written for: transformers 5.23
+Fails when upstream changes: tests/ft_service/data/tokens/patches/test_auto_tokenizer.py
 """
 
 from __future__ import annotations

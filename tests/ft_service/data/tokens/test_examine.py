@@ -193,8 +193,8 @@ def test_what_is_told_of_how_far_it_is() -> None:
 @pytest.mark.slow
 def test_memory_does_not_grow_with_the_file(tmp_path: Path) -> None:
     """The largest memory of the process after a small file, and after one of 20 times its size:
-    less than 130 bytes a line more, which any object of Python for each would take.
-    """
+    less
+    than 130 bytes a line more, which any object of Python for each would take."""
     save_tokenizer(tmp_path / "base")
     peaks: list[int] = []
     with Examiner() as examiner:

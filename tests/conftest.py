@@ -59,22 +59,26 @@ def pytest_configure(config: pytest.Config) -> None:
     config.stash[_TREE] = working_tree()
     if processes := config.getoption("--processes"):
         # As many threads of torch as test processes, and not their product.
-        os.environ.setdefault("OMP_NUM_THREADS", "1")
-        os.environ["PYTORCH_NVML_BASED_CUDA_CHECK"] = (
-            "1"  # a process that has asked CUDA cannot fork ones that use it
-        )
+        threads = os.environ.get("OMP_NUM_THREADS", "1")
+        # OpenMP's threads do not live on in a process that is forked, which waits for them.
+        os.environ["OMP_NUM_THREADS"] = "1"
+        # A process that has asked CUDA cannot fork ones that use it.
+        os.environ["PYTORCH_NVML_BASED_CUDA_CHECK"] = "1"
         side_by_side = SideBySide(
             processes,
             TOGETHER,
-            _begin_process,
+            lambda: _begin_process(threads),
             lambda: _end_process(config),
             lambda told: _take(config, told),
         )
         config.pluginmanager.register(side_by_side)
 
 
-def _begin_process() -> None:
+def _begin_process(threads: str) -> None:
     os.environ[MARK] = uuid.uuid4().hex
+    os.environ["OMP_NUM_THREADS"] = threads
+    if (torch := sys.modules.get("torch")) is not None:
+        torch.set_num_threads(int(threads))
 
 
 def _end_process(config: pytest.Config) -> tuple[list[str], dict[str, float]]:

@@ -97,4 +97,4 @@ def test_exceptions_are_few_and_each_has_a_reason_and_a_source() -> None:
     assert all(name in KINDS for name in (*special_types.NOT_TUNED, *special_types.NOT_PREVIEWED))
     assert all(special_types.NOT_TUNED.values())
     reasons = len(set(special_types.NOT_TUNED.values())) + 2
-    assert len(re.findall(r"Source: ", source)) == reasons
+    assert len(re.findall(r"Source:\s", source)) == reasons

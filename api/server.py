@@ -99,6 +99,7 @@ def reconcile_here(
     """
     minutes = settings.preempt_after_minutes
     options = ReconcilerOptions(
+        without_paths=settings.without_paths,
         meters=meters,
         traces=traces,
         slot_user=preview,

@@ -331,10 +331,11 @@ async def _forward(url: str, settings: Settings, body: Any) -> Response:
         await answer.aclose()
         await client.aclose()
 
-    return ClosingResponse(_stream_of(answer), close, status_code=answer.status_code, headers=kept)
+    events = _stream_of(answer, settings)
+    return ClosingResponse(events, close, status_code=answer.status_code, headers=kept)
 
 
-async def _stream_of(answer: httpx2.Response) -> AsyncIterator[bytes]:
+async def _stream_of(answer: httpx2.Response, settings: Settings) -> AsyncIterator[bytes]:
     """Yield a server's events.
 
     If it goes away between two of them, the last is an error; within one, that cannot be told, and
@@ -353,4 +354,4 @@ async def _stream_of(answer: httpx2.Response) -> AsyncIterator[bytes]:
             "The inference server (FT_INFERENCE_URL) went away before its answer was whole. Try "
             "again."
         )
-        yield f"data: {json.dumps(error_body(cut))}\n\n".encode()
+        yield f"data: {json.dumps(error_body(settings, cut))}\n\n".encode()

@@ -21,6 +21,7 @@ from api.wire.chat_request import ChatCompletion
 from api.wire.error_views import error_body
 from ft_service.ids import new_id
 from ft_service.serving.preview import Deliver, Preview, Ticket
+from ft_service.settings import Settings
 
 GONE_POLL_SECONDS = 1.0
 """Interval of the check whether the caller of an answer that has not begun is still connected."""
@@ -54,7 +55,8 @@ async def answer(
                 async def close() -> None:
                     preview.cancel(ticket)
 
-                return ClosingResponse(_events(shape, parts), close, media_type="text/event-stream")
+                events = _events(request.app.state.services.settings, shape, parts)
+                return ClosingResponse(events, close, media_type="text/event-stream")
         return JSONResponse(shape.whole())
     finally:
         if not streams:
@@ -107,7 +109,9 @@ async def _next(parts: asyncio.Queue[Part], request: Request) -> Part | None:
         return part
 
 
-async def _events(shape: _Shape, parts: asyncio.Queue[Part]) -> AsyncIterator[str]:
+async def _events(
+    settings: Settings, shape: _Shape, parts: asyncio.Queue[Part]
+) -> AsyncIterator[str]:
     """Yield server-sent events.
 
     An error is an event of its own, after which the stream ends without `[DONE]`.
@@ -117,7 +121,7 @@ async def _events(shape: _Shape, parts: asyncio.Queue[Part]) -> AsyncIterator[st
     while True:
         part = await parts.get()
         if part["kind"] == "error":
-            yield _event(error_body(part["error"]))
+            yield _event(error_body(settings, part["error"]))
             return
         for chunk in shape.chunks(part):
             yield _event(chunk)

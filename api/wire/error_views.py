@@ -29,6 +29,7 @@ from ft_service.errors import (
     UnavailableError,
 )
 from ft_service.host.disk import disk_fault
+from ft_service.settings import Settings
 from ft_service.spec.validation_errors import words_of
 
 log = logging.getLogger("ft_service.api")
@@ -90,12 +91,11 @@ def internal_error(request_id: str) -> JSONResponse:
     )
 
 
-def error_body(error: FtError) -> dict[str, Any]:
+def error_body(settings: Settings, error: FtError) -> dict[str, Any]:
     """Return the body of an error in the middle of a stream, where no status can be sent."""
     _, kind = _status(error)
-    return {
-        "error": {"message": error.message, "type": kind, "param": error.param, "code": error.code}
-    }
+    message = settings.without_paths(error.message)
+    return {"error": {"message": message, "type": kind, "param": error.param, "code": error.code}}
 
 
 def _status(error: FtError) -> tuple[int, str]:

@@ -15,7 +15,7 @@ import platform
 import secrets
 import threading
 import time
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Protocol, assert_never
@@ -113,6 +113,8 @@ class ReconcilerOptions:
     """
     leave_after_seconds: float = LEAVE_AFTER_SECONDS
     """Time without a sign of the service after which ranks that live by commands leave."""
+    without_paths: Callable[[str], str] = str
+    """Returns a text for a user without the paths of this host's folders."""
     idle_seconds: float = IDLE_SECONDS
     lease_seconds: float = LEASE_SECONDS
 
@@ -523,9 +525,15 @@ class Reconciler:
     def _apply(self, turn: _Turn, change: JobChange) -> bool:
         """Store a change together with what the attempt reported. False if the claim was lost."""
         report = turn.report
-        change = replace(
-            change, events=[*report.events, *change.events], checkpoints=report.checkpoints
-        )
+        shown = self._options.without_paths
+        job = change.job
+        if job.error is not None and job.error != turn.claim.job.error:
+            job = replace(job, error={**job.error, "message": shown(job.error["message"])})
+        events = [
+            replace(event, message=shown(event.message))
+            for event in (*report.events, *change.events)
+        ]
+        change = replace(change, job=job, events=events, checkpoints=report.checkpoints)
         if not self._store.leases.apply(turn.claim, change):
             return False
         if change.release_slots or change.job.state is not turn.claim.job.state:

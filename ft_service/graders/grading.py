@@ -343,7 +343,8 @@ class _Run:
             await asyncio.shield(scored)
         except asyncio.CancelledError:
             fenced.kill()
-            await asyncio.wait([scored])  # the thread still uses what is closed next
+            # The thread still uses what is closed next.
+            await asyncio.gather(scored, return_exceptions=True)
             raise
         return _timed(began, [scored.result()])[0]
 

@@ -167,7 +167,8 @@ class FencedGrader:
     def score(self, message: bytes) -> Score:
         """Grade a case, which is JSON.
 
-        If the host kills the process, the case is graded by another one.
+        If the host kills the process, the case is graded by another one. Raises UnavailableError if
+        it kills each: that is no grade.
         """
         try:
             reply = self._persist(partial(self._graded, message))
@@ -178,10 +179,6 @@ class FencedGrader:
                     f"grade returned {reply.get('reward')}: no finite number",
                 )
             return Score(reward)
-        except UnavailableError as error:
-            return Score.failed(
-                GradingError("python_grader_server_error", f"killed: {error.message}")
-            )
         except GradingError as error:
             return Score.failed(error)
 

@@ -21,6 +21,7 @@ from ft_service.control.admission import AdmissionContext
 from ft_service.control.tinker_models import NewModel, find_model
 from ft_service.errors import FtError, NotFoundError, SpecError
 from ft_service.jobs.states import Job, State
+from ft_service.settings import Settings
 from ft_service.store.records import Principal
 from ft_service.store.tinker import TinkerSampler
 from ft_service.tinker.bodies import (
@@ -297,15 +298,22 @@ async def retrieve_future(body: JsonBody, caller: TinkerCaller, services: Svc) -
             )
             job = await in_thread(find_model, services.store, caller.project_id, owner)
             result = await in_thread(tinker_models.result_of, job, seq, services.places)
-        return _try_again(asked, job) if result is None else _answer(result)
+        return _try_again(asked, job) if result is None else _answer(result, services.settings)
 
 
-def _answer(result: CommandResult) -> Response:
+def _answer(result: CommandResult, settings: Settings) -> Response:
     return (
         Response(result.body, media_type=PROTOBUF)
         if result.body
-        else JSONResponse(dict(result.document))
+        else _told(result.document, settings)
     )
+
+
+def _told(document: Mapping[str, Any], settings: Settings) -> Response:
+    """A result that is no protobuf, without the paths of this host's folders."""
+    error = document.get("error")
+    told = {"error": settings.without_paths(error)} if isinstance(error, str) else {}
+    return JSONResponse({**document, **told})
 
 
 def _try_again(asked: str, job: Job) -> Response:
@@ -327,4 +335,5 @@ async def _sample_result(asked: str, caller: Principal, services: Services) -> R
     sample = await in_thread(services.store.tinker.get_sample, caller.project_id, asked)
     if sample.answer is not None:
         return Response(sample.answer, media_type=PROTOBUF)
-    return JSONResponse(sample.error or {"error": "It was not answered.", "category": "server"})
+    error = sample.error or {"error": "It was not answered.", "category": "server"}
+    return _told(error, services.settings)

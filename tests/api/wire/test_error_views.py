@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import json
 import re
+from pathlib import Path
 from typing import Any
 
 import openai
 import pytest
 
-from ft_service.errors import ConflictError, UnavailableError
+from api.wire.error_views import error_body
+from ft_service.errors import ConflictError, SpecError, UnavailableError
+from ft_service.settings import Settings
 from tests.support.rest.refusals import MALFORMED, check_error
 from tests.support.rest.service import Service
 
@@ -265,3 +268,10 @@ def test_the_documentation_works_without_a_network(service: Service) -> None:
         part.split('"')[0] for part in json.dumps(document).split('"#/components/schemas/')[1:]
     }
     assert references <= set(document["components"]["schemas"])
+
+
+def test_an_error_within_a_stream_names_no_path_of_the_host(tmp_path: Path) -> None:
+    settings = Settings(home=tmp_path, models=[tmp_path / "bases"])
+    error = SpecError(f"The base in {tmp_path}/bases/org/tiny is damaged.", param="model")
+    told = error_body(settings, error)["error"]
+    assert (told["message"], told["param"]) == ("The base in org/tiny is damaged.", "model")

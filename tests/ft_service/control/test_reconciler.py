@@ -37,6 +37,7 @@ from ft_service.rundir.documents import (
 )
 from ft_service.rundir.events import Event, Metrics, write_segment
 from ft_service.rundir.presence import Presence
+from ft_service.settings import Settings
 from ft_service.spec import DistributedOptions, JobSpec
 from ft_service.store.records import Claim, JobChange
 from ft_service.store.sql import Store
@@ -211,6 +212,31 @@ def test_a_data_file_at_fault_fails_the_job_without_an_attempt(
     )
     assert launcher.started == []
     assert messages(store)[-1] == error.message
+
+
+def test_no_job_tells_its_owner_where_the_host_keeps_things(
+    tmp_path: Path, store: Store, launcher: FakeLauncher
+) -> None:
+    """Though a worker has named the folder: to an operator, its log still does."""
+    settings = Settings(home=tmp_path, models=[tmp_path / "bases"])
+    error = ErrorInfo(
+        code="invalid_model",
+        message=f"The base in {tmp_path}/bases/org/tiny has a config.json that makes no model.",
+        param="model",
+    )
+    reconciler = new_reconciler(
+        tmp_path,
+        store,
+        launcher,
+        check=lambda job, examiner, tell: Checked(error),
+        without_paths=settings.without_paths,
+    )
+    add_job(store)
+    job = step_until(reconciler, store)
+    told = "The base in org/tiny has a config.json that makes no model."
+    assert (job.error or {})["message"] == told
+    assert messages(store)[-1] == told
+    assert not any(str(tmp_path) in message for message in messages(store))
 
 
 def test_a_new_job_and_a_verb_end_the_loops_rest(

@@ -11,12 +11,15 @@ import sysconfig
 import textwrap
 import threading
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from ft_service.errors import UnavailableError
 from ft_service.graders import python_fence, system_calls
 from ft_service.graders.grades import GradingError, Score
 from ft_service.graders.python_fence import FencedGrader
+from ft_service.shared_work.losses import TRIES
 from tests.support.attempts import HANG_SECONDS, family
 from tests.support.graders import case
 from tests.support.rest.service import wait_until
@@ -174,6 +177,31 @@ def test_a_case_whose_process_the_host_kills_is_graded_again() -> None:
             os.kill(family(pid)[-1] if kill_within else pid, signal.SIGKILL)
             assert grader.score(case("4").as_json()) == Score(1.0)
             assert grader._process.pid != pid
+
+
+@fenced_here
+def test_a_case_whose_process_is_always_killed_is_later_and_never_a_grade(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(python_fence, "FIRST_PAUSE_SECONDS", 0.01)
+    graded = FencedGrader._graded
+    killed: list[int] = []
+
+    def struck(grader: FencedGrader, message: bytes) -> Any:
+        if grader._process is None:
+            grader._load()
+        assert grader._process is not None
+        killed.append(grader._process.pid)
+        os.kill(killed[-1], signal.SIGKILL)
+        return graded(grader, message)
+
+    with FencedGrader("def grade(sample, item): return 1", private={}) as grader:
+        monkeypatch.setattr(FencedGrader, "_graded", struck)
+        with pytest.raises(UnavailableError, match="killed by signal 9") as lost:
+            grader.score(case("4").as_json())
+        assert (lost.value.is_lost, len(killed)) == (True, TRIES)
+        monkeypatch.setattr(FencedGrader, "_graded", graded)
+        assert grader.score(case("4").as_json()) == Score(1.0)
 
 
 @fenced_here

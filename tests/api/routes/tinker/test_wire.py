@@ -655,6 +655,15 @@ def test_a_client_is_told_the_name_of_a_base_and_not_its_path(
     assert answer.json()["model_data"] == {"model_name": "tiny", "tokenizer_id": "tiny"}
 
 
+def test_what_failed_is_told_without_the_hosts_paths(service: Service) -> None:
+    model = new_model_without_ranks(service)
+    folder = service.settings.model_folders()[0] / "tiny"
+    failed = CommandResult.failed(f"The base in {folder} makes no model.", by_user=False)
+    CommandLog(run_dir(service, job_id_of(model))).put_result(1, failed)
+    told = post(service, "retrieve_future", {"request_id": request_id(model, 1)}).json()
+    assert told == {"error": "The base in tiny makes no model.", "category": "server"}
+
+
 def test_the_reason_why_a_model_has_ended_is_one_sentence(service: Service) -> None:
     post(
         service,

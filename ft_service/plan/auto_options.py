@@ -85,7 +85,7 @@ def settle(
     since results depend on them. Raises SpecError as a plan does, and for precision.default "auto"
     on a machine whose memory is not known.
     """
-    settled = with_compute(spec, machine)
+    settled = with_format_open(with_compute(spec, machine), machine)
     if not is_settled(settled, lengths, ranks):
         settled = settle_on(base, _reopened(settled, lengths, ranks), machine, lengths)
     changed = [
@@ -109,6 +109,7 @@ def settle_on(
 ) -> JobSpec:
     """The spec with its "auto" options chosen."""
     spec = with_compute(with_rate(base, within_context(base, spec)), machine)
+    spec = with_format_open(spec, machine)
     given = [option for option in (*FITTED, COMPILE) if is_open(spec, option)]
     if not given:
         return spec
@@ -158,8 +159,21 @@ def with_compute(spec: JobSpec, machine: Machine) -> JobSpec:
     return with_options(spec, {COMPUTE: "fp32"}).model_copy(update={"chosen": chosen})
 
 
+def with_format_open(spec: JobSpec, machine: Machine) -> JobSpec:
+    """The spec with precision.default "auto" unless it was given, on a machine whose memory is
+    known.
+    """
+    if _format_given(spec) or usable_bytes(machine, spec) is None:
+        return spec
+    return with_options(spec, {FORMAT: AUTO})
+
+
 def _length_given(spec: JobSpec) -> bool:
     return "max_length" in spec.training.model_fields_set
+
+
+def _format_given(spec: JobSpec) -> bool:
+    return "default" in spec.precision.model_fields_set
 
 
 def _compute_given(spec: JobSpec) -> bool:
@@ -168,13 +182,16 @@ def _compute_given(spec: JobSpec) -> bool:
 
 def keep_choices(spec: JobSpec, before: JobSpec) -> JobSpec:
     """The spec with the options that results depend on as they were chosen for the same job before,
-    if they are still "auto"; training.max_length and precision.compute too, unless they are given.
+    if they are still "auto"; precision, training.max_length and precision.compute too, unless they
+    are given.
     """
     if not _length_given(spec):
         spec = with_options(spec, {LENGTH: before.training.max_length})
     if not _compute_given(spec):
         spec = with_options(spec, {COMPUTE: before.precision.compute})
     kept = {option: before.chosen[option] for option in KEPT if option in before.chosen}
+    if not _format_given(spec):
+        spec = with_options(spec, {FORMAT: AUTO if FORMAT in kept else before.precision.default})
     for option in (FORMAT, RATE):
         if not is_open(spec, option):
             kept.pop(option, None)

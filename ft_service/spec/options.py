@@ -138,9 +138,10 @@ class PrecisionOptions(Strict):
     base's files hold it, bit for bit: in NVFP4, MXFP4, FP8 or bitsandbytes NF4; plain ones, and
     those in a layout that no format holds (INT4), are bf16. "auto": the most exact of bf16,
     as_published, fp8 and nf4 that fits the machine, chosen once, when the job is created, since
-    results depend on it. Whatever is given, a base published in bitsandbytes NF4, or in FP8 by rows
-    or tensors, keeps its format, and one in FP8 by blocks keeps its blocks with fp8. All else is
-    made from the exact values of the published weights; the plan says what that costs.
+    results depend on it. So is what is not given, where the machine's memory is known. Whatever is
+    given, a base published in bitsandbytes NF4, or in FP8 by rows or tensors, keeps its format, and
+    one in FP8 by blocks keeps its blocks with fp8. All else is made from the exact values of the
+    published weights; the plan says what that costs.
     """
     overrides: Annotated[dict[Pattern, FormatChoice], FewPatterns] = {}
     """RE2 pattern on the module's full name → format, or as_published; the last matching pattern

@@ -203,7 +203,7 @@ def test_a_job_that_cannot_fit_is_refused_with_what_would(
     with pytest.raises(
         SpecError, match=r"does not fit small GPU.* 11\.28 GiB are usable"
     ) as caught:
-        admit(store, models, model="large")
+        admit(store, models, model="large", precision={"default": "bf16"})
     assert "with precision.default: nf4" in str(caught.value)
     assert caught.value.code == "does_not_fit"
     fitting = admit(store, models, model="large", precision={"default": "nf4"}).spec
@@ -211,8 +211,9 @@ def test_a_job_that_cannot_fit_is_refused_with_what_would(
         fitting.distributed.activation_checkpointing,
         fitting.training.tokens_per_micro_batch,
     ) == ("full", 8192)
-    chosen = admit(store, models, model="large", precision={"default": "auto"}).spec
-    assert (chosen.precision.default, "precision.default" in chosen.chosen) == ("fp8", True)
+    for given in ({"default": "auto"}, {}):
+        chosen = admit(store, models, model="large", precision=given).spec
+        assert (chosen.precision.default, "precision.default" in chosen.chosen) == ("fp8", True)
     long = admit(
         store, models, model="large", precision={"default": "nf4"}, training={"max_length": 100_000}
     )

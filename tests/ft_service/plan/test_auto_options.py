@@ -37,6 +37,31 @@ def test_who_knows_better_chooses_again_but_for_the_format(tmp_path: Path) -> No
     assert keep_choices(spec, created).precision == created.precision
 
 
+def test_a_format_that_is_not_given_is_the_most_exact_that_fits(tmp_path: Path) -> None:
+    spec = open_spec(tmp_path, "8b", 1, training={"max_length": 4096})
+    small = replace(MACHINES["RTX-4090"], memory=12 * GIB)
+    chosen = {
+        name: settle_for(spec, machine).spec
+        for name, machine in (("H200", MACHINES["H200"]), ("small", small))
+    }
+    assert {name: of.precision.default for name, of in chosen.items()} == {
+        "H200": "bf16",
+        "small": "nf4",
+    }
+    assert chosen["H200"].chosen["precision.default"].startswith("exact, peak")
+    assert chosen["small"].chosen["precision.default"].startswith("the most exact format that fits")
+    unknown = settle_for(spec, Machine("somewhere", None)).spec
+    assert (unknown.precision.default, "precision.default" in unknown.chosen) == ("bf16", False)
+    given = open_spec(tmp_path, "8b", 1, precision={"default": "bf16"})
+    assert settle_for(given, small).spec.precision.default == "bf16"
+    for before in chosen.values():
+        again = settle_for(keep_choices(spec, before), MACHINES["H200"]).spec
+        assert again.precision.default == before.precision.default, "results depend on it"
+    earlier = given.model_copy(update={"chosen": {}})  # made where bf16 was the default
+    kept = settle_for(keep_choices(spec, earlier), small).spec
+    assert kept.precision.default == "bf16"
+
+
 @pytest.mark.parametrize(
     ("machine", "fused", "lengths", "compiled", "why"),
     [

@@ -102,6 +102,7 @@ def test_each_option_stays_as_it_is_set(tmp_path: Path) -> None:
     )
     assert one.spec.distributed.activation_checkpointing == "full"
     assert one.spec.chosen.keys() == {
+        "precision.default",
         "distributed.replicate",
         "training.tokens_per_micro_batch",
         "distributed.compile",

@@ -48,7 +48,8 @@ def test_what_it_costs_to_store_a_published_base_otherwise_is_said(tmp_path: Pat
 
 
 def test_changes_are_proposed_in_order_and_marked_when_enough(tmp_path: Path) -> None:
-    plan = plan_8b(tmp_path, machine=Machine("small", 10 * GIB))
+    small = Machine("small", 10 * GIB)
+    plan = plan_8b(tmp_path, machine=small, precision={"default": "bf16"})
     assert plan.fits is False
     assert [next(iter(change.options)) for change in plan.changes][:5] == [
         "distributed.activation_checkpointing",

@@ -286,11 +286,12 @@ def test_a_processor_that_computes_bf16_by_fp32_has_a_products_result_in_it(tmp_
     def workspace(products: Products | None, compute: str) -> int:
         machine = replace(HOST, products=products)
         return plan_8b(
-            tmp_path, machine=machine, precision={"compute": compute}, **options
+            tmp_path, machine=machine, precision={"compute": compute, "default": "bf16"}, **options
         ).rank.workspace
 
     own = workspace(None, "bf16")
-    tokens = plan_8b(tmp_path, machine=HOST, **options).batches.tokens
+    plain = {"precision": {"default": "bf16"}}
+    tokens = plan_8b(tmp_path, machine=HOST, **plain, **options).batches.tokens
     assert workspace(by_fp32, "bf16") - own == tokens * (4 * 14_336 + 2 * 14_336 - 2 * 2 * 14_336)
     assert workspace(by_loop, "bf16") == workspace(fast, "bf16") == own
     assert workspace(by_fp32, "fp32") == workspace(None, "fp32")

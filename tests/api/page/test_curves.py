@@ -48,8 +48,7 @@ def test_a_jobs_curve_beside_its_parents_is_read_and_saved(
 
     # The values at the crosshair, by keyboard and by mouse
     tab_to(driver, LOSS)
-    for _ in range(30 - 12):
-        press(driver, Keys.ARROW_LEFT)
+    press(driver, *[Keys.ARROW_LEFT] * (30 - 12))
     until(lambda: "step 12" in text_of(driver, KEY))
     by_key = text_of(driver, KEY)
     ActionChains(driver, duration=0).move_to_element_with_offset(

@@ -28,6 +28,7 @@ from api.routes.page.organization_page import PROJECTS, every
 from api.routes.page.sign_in_page import Visitor, page_router
 from ft_service.jobs.method_options import loss_measure
 from ft_service.jobs.states import TERMINAL, State
+from ft_service.spec import is_tuned
 from ft_service.store.records import Principal
 
 router = page_router()
@@ -310,6 +311,8 @@ async def _parent_of(api: InnerApi, job: dict[str, Any]) -> dict[str, str] | Non
     None: it begins from a base, its parent's job is gone or another project's, or their losses
     measure different things.
     """
+    if not is_tuned(job["model"]):
+        return None  # a base's facts take a look at its files
     model = await api.find(f"/v1/models/{job['model']}")
     if not model or not model["parent"] or not model["job_id"]:
         return None

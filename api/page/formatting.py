@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass
 from datetime import UTC, datetime
 from decimal import Decimal
 from typing import Any
@@ -35,12 +36,12 @@ STATES: Mapping[str, str] = {
     "cancelled": "Cancelled",
 }
 NAVIGATION_PREFIXES: Mapping[str, tuple[str, ...]] = {
-    "/jobs": ("/jobs", "/sweeps", "/engines"),
     "/projects": ("/projects", "/changes"),
 }
 """Entry of the navigation → beginnings of the paths that it is current for, if there are more than
 its own.
 """
+_SECTIONS = ("training", "lora", "precision", "distributed", "checkpoint", "evaluation")
 ENDED = frozenset({"succeeded", "failed", "cancelled"})
 
 
@@ -147,6 +148,59 @@ def unused_options(job: Mapping[str, Any]) -> dict[str, str]:
     }
 
 
+@dataclass(frozen=True)
+class JobOption:
+    """An option of a job, as its settings show it."""
+
+    section: str
+    key: str
+    value: Any
+    given: bool
+    """Whether the create body sets it."""
+    chosen: str
+    """Why it has its value, where the service chose it; empty: the service did not."""
+    replaced_by: str
+    """The option that decides in its place; empty: it has an effect."""
+
+    @property
+    def name(self) -> str:
+        return f"{self.section}.{self.key}"
+
+
+@dataclass(frozen=True)
+class JobOptions:
+    """A job's options by who decided them."""
+
+    decided: tuple[JobOption, ...]
+    """Those that were given or chosen."""
+    rest: Mapping[str, tuple[JobOption, ...]]
+    """Section → its options that have their defaults."""
+
+
+def options_of(job: Mapping[str, Any], given: Collection[str]) -> JobOptions:
+    """Return a job's options. `given`: dotted names of those that its create body sets."""
+    unused = unused_options(job)
+    every = [
+        JobOption(
+            section,
+            key,
+            value,
+            given=name in given,
+            chosen=job["chosen"].get(name, ""),
+            replaced_by=unused.get(name, ""),
+        )
+        for section in _SECTIONS
+        for key, value in (job[section] or {}).items()
+        for name in [f"{section}.{key}"]
+    ]
+    decided = tuple(option for option in every if option.given or option.chosen)
+    rest: dict[str, tuple[JobOption, ...]] = {}
+    for option in every:
+        if option not in decided:
+            rest[option.section] = (*rest.get(option.section, ()), option)
+    return JobOptions(decided, rest)
+
+
 def model_title(model: Mapping[str, Any]) -> str:
     """Return the suffix of a tuned model's name; without one, its base."""
     try:
@@ -158,6 +212,12 @@ def model_title(model: Mapping[str, Any]) -> str:
 def job_title(job: Mapping[str, Any]) -> str:
     """Return a job's suffix, by which `ft get` finds it; without one, the name of its base."""
     return str(job.get("suffix") or str(job["model"]).split("/")[-1])
+
+
+def mean_reward(answers: Sequence[Mapping[str, Any]]) -> float | None:
+    """Return the mean reward of a group's answers that have one; None: none has."""
+    rewards = [own["reward"] for own in answers if own["reward"] is not None]
+    return sum(rewards) / len(rewards) if rewards else None
 
 
 def share_done(job: Mapping[str, Any]) -> float:
@@ -257,8 +317,9 @@ GLOBALS: Mapping[str, Any] = {
     function.__name__: function
     for function in (
         job_title,
+        mean_reward,
         model_title,
-        unused_options,
+        options_of,
         share_done,
         percent_done,
         share_of,

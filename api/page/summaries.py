@@ -141,25 +141,49 @@ def differing_options(jobs: Sequence[Mapping[str, Any]]) -> list[tuple[str, list
         (name, [own.get(name) for own in methods])
         for name in dict.fromkeys(name for own in methods for name in own)
     ]
-    return [(name, values) for name, values in rows if any(value != values[0] for value in values)]
+    differing = [(name, own) for name, own in rows if any(value != own[0] for value in own)]
+    # Drawn for each job, where it is not given.
+    return sorted(differing, key=lambda row: row[0] == "seed")
 
 
-def final_loss(series: Mapping[str, Any]) -> float | None:
-    """Return the lowest validation loss; without validation, the last training loss; None without
-    either.
+@dataclass(frozen=True)
+class Result:
+    """What a job has reached."""
+
+    value: float
+    measure: str
+    """`loss` (less is better) or `reward` (more is better)."""
+
+
+def best_validated(series: Mapping[str, Any]) -> Result | None:
+    """Return the lowest validation loss, of a job with rewards the highest mean reward on the
+    validation file; None without either.
     """
-    if values := _values(series, "valid_loss"):
-        return min(values)
-    return next(reversed(_values(series, "train_loss")), None)
+    if rewards := _values(series, "valid_mean_reward"):
+        return Result(max(rewards), "reward")
+    losses = _values(series, "valid_loss")
+    return Result(min(losses), "loss") if losses else None
 
 
-def final_reward(series: Mapping[str, Any]) -> float | None:
-    """Return the highest mean reward on the validation file; without one, the last of training;
-    None without either.
+def results_by_one_measure(
+    series_by_job: Mapping[str, Mapping[str, Any]], *, rewarded: bool
+) -> tuple[str, dict[str, float | None]]:
+    """Return the name of the measure, and each job's value by it; None: it was not measured.
+
+    The best on the validation file where each job that has numbers was validated; else the last
+    value of training, for all of them.
     """
-    if values := _values(series, "valid_mean_reward"):
-        return max(values)
-    return next(reversed(_values(series, "train_mean_reward")), None)
+    noun, valid, train, best = ("loss", "valid_loss", "train_loss", min)
+    if rewarded:
+        noun, valid, train, best = ("reward", "valid_mean_reward", "train_mean_reward", max)
+    measured = [own for own in series_by_job.values() if _values(own, valid) or _values(own, train)]
+    if measured and all(_values(own, valid) for own in measured):
+        by_job = {
+            job: best(_values(own, valid), default=None) for job, own in series_by_job.items()
+        }
+        return f"{'Highest' if rewarded else 'Lowest'} validation {noun}", by_job
+    last = {job: next(reversed(_values(own, train)), None) for job, own in series_by_job.items()}
+    return f"Last training {noun}", last
 
 
 def _values(series: Mapping[str, Any], name: str) -> list[float]:

@@ -6,12 +6,14 @@
   const jobs = JSON.parse(box.dataset.jobs);
   const titles = JSON.parse(box.dataset.titles);
   const several = jobs.length > 1;
+  const parent = box.dataset.parent ? JSON.parse(box.dataset.parent) : null; // of the model that this job continues: id, title
+  const ids = parent ? [...jobs, parent.id] : jobs;
   const POINTS = several ? 400 : 500;
   const EVERY = 4000;
   const CHARTS = [
-    { title: "Loss", large: true, log: true, lines: [["train_loss", "Training", true], ["valid_loss", "Validation"]] },
-    { title: "Mean reward", large: true, lines: [["train_mean_reward", "Training", true], ["valid_mean_reward", "Validation"]] },
-    { title: "Accuracy", unit: "share", lines: [["train_mean_token_accuracy", "Training", true], ["valid_mean_token_accuracy", "Validation"]] },
+    { title: "Loss", large: true, log: true, overlay: true, lines: [["train_loss", "Training", true], ["valid_loss", "Validation"]] },
+    { title: "Mean reward", large: true, overlay: true, lines: [["train_mean_reward", "Training", true], ["valid_mean_reward", "Validation"]] },
+    { title: "Accuracy", unit: "share", overlay: true, lines: [["train_mean_token_accuracy", "Training", true], ["valid_mean_token_accuracy", "Validation"]] },
     { title: "Tokens of an answer", lines: [["completions/mean_length", "Mean", true]] },
     { title: "Distance of sampler and trainer (nats)", log: true, lines: [["sampler/logprob_gap", "Mean of a token", true]] },
     { title: "Gradient norm", log: true, lines: [["grad_norm", "Before clipping", true]] },
@@ -19,7 +21,7 @@
     { title: "Tokens per second", lines: [["tokens_per_second", "All ranks", true]] },
   ];
   const query = new URLSearchParams(location.search);
-  const view = { time: query.get("axis") === "time", log: query.has("log"), smooth: Math.min(0.98, Number(query.get("smooth")) || 0) };
+  const view = { time: query.get("axis") === "time", log: query.has("log"), parent: query.get("parent") !== "off", smooth: Math.min(0.98, Number(query.get("smooth")) || 0) };
   let data = new Map();
   let drawn = [];
 
@@ -51,7 +53,13 @@
   };
 
   // One line of a chart: x, y and style. With smoothing, the measured values stay visible as a faint line.
-  const linesOf = (chart) => jobs.flatMap((id, nth) => {
+  const linesOf = (chart) => {
+    const own = jobs.flatMap((id, nth) => linesOfJob(chart, id, nth));
+    if (!own.length || !parent || !view.parent || !chart.overlay) return own;
+    const before = linesOfJob(chart, parent.id, 0).filter((line) => !line.faint);
+    return [...own, ...before.map((line) => ({ ...line, paint: "--s8", nth: 8, dash: line.second ? [2, 4] : [6, 4], label: `${parent.title}, ${line.label.toLowerCase()}`, points: false }))];
+  };
+  const linesOfJob = (chart, id, nth) => {
     const metrics = data.get(id);
     if (!metrics) return [];
     const began = Math.min(...Object.values(metrics.series).map((one) => one.times[0]));
@@ -61,11 +69,11 @@
       const xs = view.time ? one.times.map((time) => time - began) : one.steps;
       const ys = view.log && chart.log ? one.values.map((value) => (value > 0 ? value : null)) : one.values;
       const paint = `--s${several ? nth + 1 : place + 1}`;
-      const line = { xs, ys, paint, nth: several ? nth + 1 : place + 1, dash: several && place ? [5, 4] : undefined, width: 1.6, label: several ? titles[nth] : label, points: one.values.length < 40 || place > 0 };
+      const line = { xs, ys, paint, nth: several ? nth + 1 : place + 1, dash: several && place ? [5, 4] : undefined, second: place > 0, width: 1.6, label: several ? titles[nth] : label, points: one.values.length < 40 || place > 0 };
       if (!noisy || !view.smooth) return [line];
       return [{ ...line, faint: true, width: 1 }, { ...line, ys: smoothed(one.values), points: false }];
     });
-  });
+  };
 
   // Marks of one job: attempts and pauses as lines, checkpoints as ticks on the axis.
   const drawMarks = (u, large) => {
@@ -109,11 +117,12 @@
     const place = idx ?? u.data[0].length - 1;
     const at = u.data[0][place];
     const parts = card.lines.flatMap((line, nth) => {
-      if (line.faint || line.dash) return [];
+      if (line.faint || (several && line.dash)) return [];
       const mark = document.createElement("i");
       mark.className = `k${line.nth}`;
       const value = document.createElement("b");
-      value.textContent = written(card.chart, nearest(u.data[nth + 1], place));
+      // Of several jobs the table beside tells the results, by a measure of its own.
+      value.textContent = several && idx == null ? "" : written(card.chart, nearest(u.data[nth + 1], place));
       const item = document.createElement("span");
       item.append(mark, line.label, " ", value);
       return [item];
@@ -144,6 +153,54 @@
     };
   };
 
+  // What a card shows, as files: numbers as they were measured, whatever the smoothing; the picture with its title and key.
+  const save = (name, blob) => {
+    const link = document.createElement("a");
+    link.href = URL.createObjectURL(blob);
+    link.download = name;
+    link.click();
+    setTimeout(() => URL.revokeObjectURL(link.href), 10000);
+  };
+  const fileName = (card, ending) => `${several ? "compared" : jobs[0]}-${card.chart.title.toLowerCase().replace(/[^a-z]+/g, "-").replace(/-$/, "")}.${ending}`;
+  const saveCsv = (card) => {
+    const names = card.chart.lines.map(([name]) => name);
+    const rows = [["job", "step", "time", ...names]];
+    for (const id of card.chart.overlay && view.parent ? ids : jobs) {
+      const { series = {} } = data.get(id) ?? {};
+      const steps = new Map();
+      names.forEach((name, column) => series[name]?.steps.forEach((step, place) => {
+        if (!steps.has(step)) steps.set(step, [id, step, new Date(1000 * series[name].times[place]).toISOString(), ...names.map(() => "")]);
+        steps.get(step)[3 + column] = series[name].values[place];
+      }));
+      rows.push(...[...steps.values()].sort((a, b) => a[1] - b[1]));
+    }
+    save(fileName(card, "csv"), new Blob([rows.map((row) => row.join(",")).join("\n"), "\n"], { type: "text/csv" }));
+  };
+  const savePng = (card) => {
+    const drawing = card.u.ctx.canvas, scale = devicePixelRatio, above = 52 * scale;
+    const canvas = document.createElement("canvas");
+    [canvas.width, canvas.height] = [drawing.width, drawing.height + above];
+    const ctx = canvas.getContext("2d");
+    ctx.fillStyle = colour("--panel");
+    ctx.fillRect(0, 0, canvas.width, canvas.height);
+    const font = (weight) => { ctx.font = `${weight} ${13 * scale}px Inter, sans-serif`; };
+    const text = colour("--text");
+    font(600);
+    ctx.fillStyle = text;
+    ctx.fillText(several ? card.chart.title : `${card.chart.title} · ${titles[0]}`, 12 * scale, 20 * scale);
+    font(400);
+    let x = 12 * scale;
+    for (const line of card.lines.filter((one) => !one.faint && !(several && one.dash))) {
+      ctx.fillStyle = colour(line.paint);
+      ctx.fillRect(x, 34 * scale, 10 * scale, 3 * scale);
+      ctx.fillStyle = text;
+      ctx.fillText(line.label, x + 15 * scale, 40 * scale);
+      x += 31 * scale + ctx.measureText(line.label).width;
+    }
+    ctx.drawImage(drawing, 0, above);
+    canvas.toBlob((blob) => save(fileName(card, "png"), blob));
+  };
+
   const newCard = (chart) => {
     const root = document.createElement("section");
     root.className = `curve-card${chart.large ? " large" : ""}`;
@@ -151,11 +208,22 @@
     title.textContent = several && chart.lines.length > 1 ? `${chart.title} (dashed: validation)` : chart.title;
     const key = document.createElement("div");
     key.className = "key";
+    const saves = document.createElement("div");
+    saves.className = "saves";
+    for (const [format, save] of [["CSV", saveCsv], ["PNG", savePng]]) {
+      const button = document.createElement("button");
+      button.type = "button";
+      button.textContent = format;
+      button.setAttribute("aria-label", `${chart.title} as ${format}`);
+      button.title = format === "CSV" ? `The measured numbers, at most ${POINTS} steps of a line` : "The curve as it is drawn here";
+      button.addEventListener("click", () => save(card));
+      saves.append(button);
+    }
     const plot = document.createElement("div");
     plot.className = "plot";
     plot.tabIndex = 0;
     plot.setAttribute("role", "img");
-    root.append(title, key, plot);
+    root.append(title, saves, key, plot);
     box.append(root);
     const card = { chart, root, key, plot, lines: [], u: null, zoomed: false, shape: "" };
     plot.addEventListener("keydown", (event) => {
@@ -189,7 +257,7 @@
     card.plot.setAttribute("aria-label", `${card.chart.title}. ${ranges.join(". ")}. Left and right move along the curve.`);
   };
   const drawAll = (rebuild = false) => {
-    const any = [...data.values()].some((metrics) => Object.keys(metrics.series).length);
+    const any = jobs.some((id) => Object.keys(data.get(id)?.series ?? {}).length);
     $("[data-empty]", box).hidden = any;
     if (!drawn.length) drawn = CHARTS.map(newCard);
     drawn.forEach((card) => draw(card, rebuild));
@@ -207,11 +275,12 @@
     return true;
   };
   const refresh = async () => {
-    const fresh = await Promise.all(jobs.map(fetchOne));
+    const older = parent && !data.has(parent.id) ? [fetchOne(parent.id).catch(() => false)] : []; // it is over, or was deleted
+    const fresh = await Promise.all([...jobs.map(fetchOne), ...older]);
     if (fresh.includes(true)) drawAll();
     if (!performance.getEntriesByName("curves").length) performance.mark("curves");
   };
-  const ended = () => data.size === jobs.length && [...data.values()].every(({ status }) => ["succeeded", "failed", "cancelled"].includes(status));
+  const ended = () => jobs.every((id) => ["succeeded", "failed", "cancelled"].includes(data.get(id)?.status));
   const forever = async () => {
     while (!ended()) {
       if (!document.hidden || !data.size) try { await refresh(); } catch { /* the server does not answer: try again */ }
@@ -223,15 +292,17 @@
   const tools = () => {
     $$("[data-axis]").forEach((button) => button.setAttribute("aria-pressed", String((button.dataset.axis === "time") === view.time)));
     $("[data-log]").setAttribute("aria-pressed", String(view.log));
+    $("[data-overlay]")?.setAttribute("aria-pressed", String(view.parent));
     $("[data-smooth]").value = view.smooth;
     $("[data-smooth] + output").textContent = view.smooth ? view.smooth.toFixed(2) : "off";
     const wanted = new URLSearchParams(location.search);
-    for (const [name, value] of [["axis", view.time ? "time" : ""], ["log", view.log ? "1" : ""], ["smooth", view.smooth || ""]]) value ? wanted.set(name, value) : wanted.delete(name);
+    for (const [name, value] of [["axis", view.time ? "time" : ""], ["log", view.log ? "1" : ""], ["parent", view.parent ? "" : "off"], ["smooth", view.smooth || ""]]) value ? wanted.set(name, value) : wanted.delete(name);
     history.replaceState(null, "", `${location.pathname}${wanted.size ? `?${wanted}` : ""}`);
   };
   const change = (by) => { Object.assign(view, by); tools(); drawn.forEach((card) => { card.zoomed = false; }); drawAll(true); };
   $$("[data-axis]").forEach((button) => button.addEventListener("click", () => change({ time: button.dataset.axis === "time" })));
   $("[data-log]").addEventListener("click", () => change({ log: !view.log }));
+  $("[data-overlay]")?.addEventListener("click", () => change({ parent: !view.parent }));
   $("[data-smooth]").addEventListener("input", (event) => change({ smooth: Number(event.target.value) }));
   document.addEventListener("theme", () => drawAll(true));
   let resizing;

@@ -13,7 +13,8 @@ from fastapi.responses import Response
 from api.page.formatting import job_title
 from api.page.inner_api import Api, ApiError, InnerApi
 from api.page.rendering import fragment, page
-from api.page.summaries import differing_options, final_loss, final_reward
+from api.page.summaries import differing_options, results_by_one_measure
+from api.page.sweep_scatters import scatters_of
 from api.routes.page.jobs_page import JOBS
 from api.routes.page.sign_in_page import page_router
 from ft_service.jobs.method_options import loss_measure
@@ -30,8 +31,8 @@ _SWEEPS_PER_PAGE = 50
 async def compare(
     request: Request, api: Api, job: Annotated[list[str] | None, Query()] = None
 ) -> Response:
-    """Two to eight jobs: their curves in one chart, their results, best first, and the settings in
-    which they differ.
+    """Two to eight jobs: the settings in which they differ, their results, best first, and their
+    curves in one chart.
     """
     chosen = list(dict.fromkeys(job or ()))
     if len(chosen) > MOST_COMPARED:
@@ -53,21 +54,23 @@ async def compare(
     metrics = await api.get(
         "/v1/fine_tuning/metrics", job=chosen, points=_TABLE_POINTS, series=names
     )
-    found = final_reward if rewarded else final_loss
-    results = {view["job_id"]: found(view["series"]) for view in metrics["data"]}
+    measured, results = results_by_one_measure(
+        {view["job_id"]: view["series"] for view in metrics["data"]}, rewarded=rewarded
+    )
     sign = -1.0 if rewarded else 1.0
     best_first = sorted(
         jobs, key=lambda view: (results[view["id"]] is None, sign * (results[view["id"]] or 0.0))
     )
+    ranked = best_first if comparable else jobs
     values = {
         "jobs": jobs,
-        "ranked": best_first if comparable else jobs,
+        "ranked": ranked,
         "comparable": comparable,
         "measures": measures,
-        "measured": "Reward" if rewarded else "Loss",
+        "measured": measured,
         "results": results,
         "places": {job_id: place for place, job_id in enumerate(chosen, 1)},
-        "rows": differing_options(jobs),
+        "rows": differing_options(ranked),
         "titles": [job_title(view) for view in jobs],
     }
     return page(request, "compare.html", **values)
@@ -106,4 +109,9 @@ async def _sweep_values(api: InnerApi, sweep_id: str) -> dict[str, Any]:
     view = await api.get(f"{SWEEPS}/{sweep_id}")
     compared = [job["id"] for job in view["jobs"] if job["step"]][:MOST_COMPARED]
     address = f"/compare?{urlencode({'job': compared}, doseq=True)}" if len(compared) > 1 else None
-    return {"sweep": view, "compare": address, "compared": len(compared)}
+    return {
+        "sweep": view,
+        "compare": address,
+        "compared": len(compared),
+        "scatters": scatters_of(view),
+    }

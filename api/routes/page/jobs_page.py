@@ -15,6 +15,8 @@ from pydantic import BeforeValidator
 from api.http.auth import manages
 from api.http.dependencies import Services, Svc
 from api.http.threads import parsed_in_turn
+from api.page.export_commands import PLACES, run_commands
+from api.page.formatting import job_title
 from api.page.inner_api import Api, ApiError, InnerApi
 from api.page.job_form import given_options, yaml_text
 from api.page.rendering import DocumentPart, fragment, leave_for, page, rendered, sent
@@ -24,7 +26,9 @@ from api.routes.page.engines_page import ENGINES
 from api.routes.page.models_page import inference_of
 from api.routes.page.organization_page import PROJECTS, every
 from api.routes.page.sign_in_page import Visitor, page_router
+from ft_service.jobs.method_options import loss_measure
 from ft_service.jobs.states import TERMINAL, State
+from ft_service.spec import is_tuned
 from ft_service.store.records import Principal
 
 router = page_router()
@@ -59,15 +63,12 @@ TABS = (
     ("exports", "Exports"),
     ("events", "Events"),
 )
-EXPORT_FORMS = (
-    ("gguf", "Ollama, llama.cpp: the merged model in bf16"),
-    ("gguf-q8_0", "the same in 8 bits"),
-    ("gguf-adapter", "llama.cpp: the adapter, loaded with its base"),
-    ("vllm", "vLLM: the adapter with one rank"),
-    ("merged", "everything that reads safetensors"),
-    ("merged-fp8", "vLLM, transformers: linear layers in FP8"),
-    ("merged-int4", "vLLM, transformers: linear layers in INT4"),
-)
+_PLACES = {place.key: place for place in PLACES}
+Where = Annotated[
+    Literal["laptop", "server", "transformers"] | None,
+    BeforeValidator(lambda given: given or None),
+]
+"""A key of `PLACES`; None: not said yet."""
 
 
 @router.get("/jobs")
@@ -120,9 +121,9 @@ async def _shared(
 
 @router.get("/jobs/{job_id}")
 async def curves(request: Request, job_id: str, api: Api) -> Response:
-    return await job_page(
-        request, api, job_id, "job_curves.html", "", events=await _latest_events(api, job_id)
-    )
+    job = await api.get(f"{JOBS}/{job_id}")
+    values = {"events": await _latest_events(api, job_id), "parent": await _parent_of(api, job)}
+    return await job_page(request, api, job_id, "job_curves.html", "", job, **values)
 
 
 @router.get("/jobs/{job_id}/logs")
@@ -222,29 +223,38 @@ async def live_events(
 
 
 @router.get("/jobs/{job_id}/exports")
-async def exports(request: Request, job_id: str, api: Api) -> Response:
-    return await job_page(
-        request, api, job_id, "job_exports.html", "exports", **await _exports(api, job_id)
-    )
+async def exports(request: Request, job_id: str, api: Api, where: Where = None) -> Response:
+    job = await api.get(f"{JOBS}/{job_id}")
+    values = await _exports(api, job_id, where)
+    if where and job["fine_tuned_model"]:
+        base = (await api.get(f"/v1/models/{job['fine_tuned_model']}"))["root"]
+        commands = {
+            form: run_commands(form, job, base, job_title(job)) for form in _PLACES[where].forms
+        }
+        values |= {"base": base, "commands": commands}
+    return await job_page(request, api, job_id, "job_exports.html", "exports", job, **values)
 
 
 @router.get("/page/live/jobs/{job_id}/exports")
-async def live_exports(request: Request, job_id: str, api: Api) -> Response:
-    return fragment(
-        request, "job_exports_list.html", job={"id": job_id}, **await _exports(api, job_id)
-    )
+async def live_exports(request: Request, job_id: str, api: Api, where: Where = None) -> Response:
+    values = await _exports(api, job_id, where)
+    return fragment(request, "job_exports_list.html", job={"id": job_id}, **values)
 
 
 @router.post("/jobs/{job_id}/exports")
-async def make_export(request: Request, job_id: str, form: str, api: Api) -> Response:
+async def make_export(
+    request: Request, job_id: str, form: str, api: Api, where: Where = None
+) -> Response:
     await api.post(f"{JOBS}/{job_id}/exports", {"format": form})
-    return await live_exports(request, job_id, api)
+    return await live_exports(request, job_id, api, where)
 
 
 @router.post("/jobs/{job_id}/exports/{form}/delete")
-async def delete_export(request: Request, job_id: str, form: str, api: Api) -> Response:
+async def delete_export(
+    request: Request, job_id: str, form: str, api: Api, where: Where = None
+) -> Response:
     await api.delete(f"{JOBS}/{job_id}/exports/{form}")
-    return await live_exports(request, job_id, api)
+    return await live_exports(request, job_id, api, where)
 
 
 @router.post("/jobs/{job_id}/delete")
@@ -265,15 +275,21 @@ async def act(
 
 
 async def job_page(
-    request: Request, api: InnerApi, job_id: str, template: str, tab: str, **values: Any
+    request: Request,
+    api: InnerApi,
+    job_id: str,
+    template: str,
+    tab: str,
+    job: dict[str, Any] | None = None,
+    **values: Any,
 ) -> Response:
-    """Return a job's page with one of its tabs."""
-    job = await api.get(f"{JOBS}/{job_id}")
-    ranks = job["distributed"]["nproc_per_node"] * job["distributed"]["nnodes"]
+    """Return a job's page with one of its tabs. `job`: its view, where the caller has it."""
+    shown: dict[str, Any] = job or await api.get(f"{JOBS}/{job_id}")
+    ranks = shown["distributed"]["nproc_per_node"] * shown["distributed"]["nnodes"]
     return page(
         request,
         template,
-        **await _head(api, job) | {"tabs": TABS, "tab": tab, "ranks": ranks, "seen": ""} | values,
+        **await _head(api, shown) | {"tabs": TABS, "tab": tab, "ranks": ranks, "seen": ""} | values,
     )
 
 
@@ -289,14 +305,38 @@ async def _head(api: InnerApi, job: dict[str, Any]) -> dict[str, Any]:
     return {"job": job, "chat": chat, "engine": engine, "seat": seat}
 
 
+async def _parent_of(api: InnerApi, job: dict[str, Any]) -> dict[str, str] | None:
+    """Return id and title of the job whose tuned model a job continues.
+
+    None: it begins from a base, its parent's job is gone or another project's, or their losses
+    measure different things.
+    """
+    if not is_tuned(job["model"]):
+        return None  # a base's facts take a look at its files
+    model = await api.find(f"/v1/models/{job['model']}")
+    if not model or not model["parent"] or not model["job_id"]:
+        return None
+    parent = await api.find(f"{JOBS}/{model['job_id']}")
+    if not parent or loss_measure(parent["method"]) != loss_measure(job["method"]):
+        return None
+    return {"id": parent["id"], "title": job_title(parent)}
+
+
 async def _latest_events(api: InnerApi, job_id: str) -> list[dict[str, Any]]:
     """Return the newest messages, without the numbers of steps."""
     return (await api.get(f"{JOBS}/{job_id}/events", limit=_LATEST_EVENTS, type="message"))["data"]
 
 
-async def _exports(api: InnerApi, job_id: str) -> dict[str, Any]:
+async def _exports(api: InnerApi, job_id: str, where: str | None) -> dict[str, Any]:
+    """Return the values of `job_exports_list.html`: the forms for where the model will run; those
+    that were made where that is not said yet.
+    """
     listed = await api.get(f"{JOBS}/{job_id}/exports")
-    return {"exports": {view["format"]: view for view in listed["data"]}, "forms": EXPORT_FORMS}
+    made = {view["format"]: view for view in listed["data"]}
+    place = _PLACES.get(where or "")
+    every = {form: text for one in PLACES for form, text in one.forms.items()}
+    forms = place.forms if place else {form: every[form] for form in every if form in made}
+    return {"exports": made, "forms": forms.items(), "places": PLACES, "where": place}
 
 
 async def _projects(api: InnerApi, viewer: Principal) -> dict[str, str]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Annotated, Any, Literal
 
 from fastapi import Query, Request
@@ -9,6 +10,7 @@ from fastapi.responses import Response
 
 from api.page.inner_api import Api, InnerApi
 from api.page.rendering import fragment, leave_for, page
+from api.page.summaries import Result, best_validated
 from api.routes.page.sign_in_page import page_router
 
 router = page_router()
@@ -43,6 +45,7 @@ async def models(
         "number": page_number,
         "more": len(tuned) > begin + _PAGE,
         "lines": {view["id"]: _lineage(view, by_name) for view in shown},
+        "results": await _results(api, shown),
         "chat": await inference_of(api),
         "seen": "",
     }
@@ -119,6 +122,19 @@ async def chat(
 async def inference_of(api: InnerApi) -> dict[str, str | None]:
     """Return what answers chat completions here, or why nothing does."""
     return await api.get("/v1/inference")
+
+
+async def _results(api: InnerApi, models: Sequence[dict[str, Any]]) -> dict[str, Result]:
+    """Return job → its best result on its validation file; without one, the job is left out."""
+    jobs = [view["job_id"] for view in models if view["job_id"]]
+    if not jobs:
+        return {}
+    # The fewest points that a series keeps have its extremes.
+    metrics = await api.get(
+        "/v1/fine_tuning/metrics", job=jobs, points=4, series=["valid_loss", "valid_mean_reward"]
+    )
+    best = {view["job_id"]: best_validated(view["series"]) for view in metrics["data"]}
+    return {job_id: result for job_id, result in best.items() if result}
 
 
 def _lineage(model: dict[str, Any], by_name: dict[str, Any]) -> list[str]:

@@ -462,11 +462,14 @@ def test_a_sweep_by_click(driver: webdriver.Chrome, place: Place) -> None:
     sign_in(driver, place)
     click(driver, "a[href='/sweeps']")
     click(driver, f"a[href='/sweeps/{over}']")
-    assert text_of(driver, ".side nav [aria-current]") == "Jobs"
+    assert text_of(driver, ".side nav [aria-current]") == "Sweeps"
     losses = [
-        cell.text for cell in driver.find_elements(By.CSS_SELECTOR, "#sweep td:nth-last-child(2)")
+        cell.text for cell in driver.find_elements(By.CSS_SELECTOR, "#sweep td[data-label^=Valid]")
     ]
     assert losses == ["0.37", "0.44", "0.61", "0.92"], "best first"
+    first = driver.find_elements(By.CSS_SELECTOR, "#sweep td:first-child")
+    assert [cell.text for cell in first] == ["0.001", "3e-4", "1e-4", "0.003"]
+    assert len(driver.find_elements(By.CSS_SELECTOR, ".scatter circle")) == 4
     ranked = [one.text for one in driver.find_elements(By.CSS_SELECTOR, "#sweep td.name a")]
     click(driver, "#sweep .actions a")
     assert re.findall(r"ftjob-\w+", driver.current_url) == ranked

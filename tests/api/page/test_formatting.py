@@ -77,3 +77,21 @@ def test_a_tuned_model_is_called_by_its_suffix_or_its_base() -> None:
         ("other", "other"),
     ):
         assert formatting.model_title({"id": name, "root": "org/tiny"}) == title
+
+
+def test_options_that_were_given_or_chosen_stand_apart_from_defaults() -> None:
+    job = {
+        "training": {"n_epochs": 3, "max_steps": 8, "learning_rate": 2e-4, "weight_decay": 0.0},
+        **{"lora": {"r": 16}, "precision": {}, "distributed": {"nnodes": 1}},
+        **{"checkpoint": {}, "evaluation": None},
+        "chosen": {"training.learning_rate": "the usual rate of LoRA"},
+    }
+    found = formatting.options_of(job, {"training.n_epochs", "training.max_steps"})
+    shown = [(one.name, one.given, one.chosen, one.replaced_by) for one in found.decided]
+    assert shown == [
+        ("training.n_epochs", True, "", "max_steps"),
+        ("training.max_steps", True, "", ""),
+        ("training.learning_rate", False, "the usual rate of LoRA", ""),
+    ]
+    rest = {section: [one.key for one in those] for section, those in found.rest.items()}
+    assert rest == {"training": ["weight_decay"], "lora": ["r"], "distributed": ["nnodes"]}

@@ -29,16 +29,29 @@ def test_jobs_are_compared_by_what_differs() -> None:
         ("method.type", [None, "dpo"]),
         ("method.dpo.hyperparameters.beta", [None, 0.1]),
     ]
-    assert (
-        summaries.final_loss(
-            {"valid_loss": {"values": [2.0, 1.0, 1.5]}, "train_loss": {"values": [0.1]}}
-        )
-        == 1.0
+
+
+def test_results_of_jobs_have_one_measure() -> None:
+    def series(**values: list[float]) -> dict[str, Any]:
+        return {name: {"values": of} for name, of in values.items()}
+
+    validated = series(valid_loss=[2.0, 1.0, 1.5], train_loss=[0.1])
+    trained = series(train_loss=[0.5, 0.7])
+    assert summaries.results_by_one_measure(
+        {"a": validated, "b": validated, "queued": {}}, rewarded=False
+    ) == ("Lowest validation loss", {"a": 1.0, "b": 1.0, "queued": None})
+    assert summaries.results_by_one_measure({"a": validated, "b": trained}, rewarded=False) == (
+        "Last training loss",
+        {"a": 0.1, "b": 0.7},
     )
-    assert summaries.final_loss({"train_loss": {"values": [0.5, 0.7]}}) == 0.7
-    assert summaries.final_loss({}) is None
-    assert summaries.final_reward({"valid_mean_reward": {"values": [0.2, 0.9, 0.8]}}) == 0.9
-    assert summaries.final_reward({"train_mean_reward": {"values": [0.2, 0.9, 0.8]}}) == 0.8
+    graded = series(valid_mean_reward=[0.2, 0.9, 0.8], train_mean_reward=[0.3, 0.4])
+    assert summaries.results_by_one_measure({"a": graded}, rewarded=True) == (
+        "Highest validation reward",
+        {"a": 0.9},
+    )
+    assert summaries.best_validated(validated) == summaries.Result(1.0, "loss")
+    assert summaries.best_validated(graded) == summaries.Result(0.9, "reward")
+    assert summaries.best_validated(trained) is None, "training losses are another measure"
 
 
 def test_use_is_summed_by_day_project_and_key() -> None:

@@ -5,6 +5,7 @@ project.
 from __future__ import annotations
 
 import io
+import re
 import tarfile
 import threading
 from collections.abc import Callable
@@ -114,13 +115,22 @@ def test_the_page_has_them_made_shown_and_removed(service: Service, job_id: str)
         browser.post("/sign-in", data={"key": service.key})
         (secret,) = browser.cookies.values()
         token = {"x-csrf-token": token_of(secret)}
-        empty = browser.get(f"/jobs/{job_id}/exports").text
-        assert empty.count(">Make</button>") == 7
-        asked = browser.post(f"/jobs/{job_id}/exports?form=gguf", headers=token).text
+        asking = browser.get(f"/jobs/{job_id}/exports").text
+        assert ("Where will it run?" in asking, ">Make</button>" in asking) == (True, False)
+        offered = {
+            where: browser.get(f"/jobs/{job_id}/exports?where={where}").text
+            for where in re.findall(r'href="\?where=(\w+)"', asking)
+        }
+        counts = {where: text.count(">Make</button>") for where, text in offered.items()}
+        assert counts == {"laptop": 3, "server": 3, "transformers": 1}
+        assert f"tar xf {job_id}-gguf-q8_0.tar\nollama create" in offered["laptop"]
+        assert "vllm serve tiny --enable-lora" in offered["server"]
+        assert browser.get(f"/jobs/{job_id}/exports?where=moon").status_code == 400
+        asked = browser.post(f"/jobs/{job_id}/exports?form=gguf&where=laptop", headers=token).text
         assert "queued" in asked
-        assert f'hx-get="/page/live/jobs/{job_id}/exports" hx-trigger="every 3s"' in asked, (
-            "it looks again"
-        )
+        again = f'hx-get="/page/live/jobs/{job_id}/exports?where=laptop" hx-trigger="every 3s"'
+        assert again in asked, "it looks again"
+        assert asked.count(">Make</button>") == 2, "the other forms for there"
         exporting.make_all(service.settings, service.store, threading.Event(), made)
         shown = browser.get(f"/page/live/jobs/{job_id}/exports").text
         assert f'href="/v1/fine_tuning/jobs/{job_id}/exports/gguf/content" download' in shown

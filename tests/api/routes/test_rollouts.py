@@ -6,6 +6,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import httpx2
 import openai
 import pytest
 
@@ -164,3 +165,20 @@ def test_answers_are_listed_with_their_rewards(
         f"/fine_tuning/jobs/{created(client, prompts).id}/rollouts", cast_to=object
     )
     assert empty["data"] == []
+
+
+def test_the_page_shows_groups_whole_with_their_mean(
+    service: Service, client: openai.OpenAI, prompts: str
+) -> None:
+    job = created(client, prompts)
+    groups = [
+        group(0, [answer([n], float(n < 2), text=f"try {n}") for n in range(8)]),
+        group(1, [answer([1], None, text="ungraded")]),
+    ]
+    write_record(run_dir(service, job.id), record(1, groups, first_seq=1, time=5.0))
+    with httpx2.Client(base_url=service.url, trust_env=False, timeout=60.0) as browser:
+        browser.post("/sign-in", data={"key": service.key})
+        first, second = browser.get(f"/jobs/{job.id}/answers").text.split("<article")[1:]
+    assert all(f"<p>try {n}</p>" in first for n in range(8))
+    assert "mean reward <b>0.25</b> of 8 answers" in first
+    assert "no reward of 1 answer" in second

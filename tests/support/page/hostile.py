@@ -122,7 +122,10 @@ def hostile_views(place: Place) -> list[str]:
         *(f"/jobs/{first}{tab}" for tab in tabs),
         *(
             f"/jobs/{done.id}",
-            *(f"/jobs/{done.id}/{tab}" for tab in ("answers", "samples", "exports")),
+            *(
+                f"/jobs/{done.id}/{tab}"
+                for tab in ("answers", "samples", "exports", "exports?where=server")
+            ),
             f"/jobs?project={project}",
             "/projects",
             "/project",

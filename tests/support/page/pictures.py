@@ -151,7 +151,7 @@ def views(made: Mapping[str, str]) -> dict[str, str]:
         "samples": f"/jobs/{done}/samples",
         "answers": f"/jobs/{done}/answers",
         "checkpoints": f"/jobs/{done}/checkpoints",
-        "exports": f"/jobs/{done}/exports",
+        "exports": f"/jobs/{done}/exports?where=laptop",
         "events": f"/jobs/{done}/events",
         "new-job": f"/new?again={done}",
         "compare": "/compare?" + "&".join(f"job={made[name]}" for name in compared),

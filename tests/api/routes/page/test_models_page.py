@@ -6,13 +6,18 @@ import re
 from dataclasses import replace
 
 import httpx2
+import openai
 import pytest
 
+from api.page.formatting import NONE
 from ft_service.bases.catalogue import Catalogue
 from ft_service.bases.describing import Descriptions
+from ft_service.jobs.reasons import Reason
+from ft_service.jobs.states import State
+from ft_service.store.records import NewEvent
 from tests.support.bases import save_base
 from tests.support.describing import described_here
-from tests.support.rest.service import Service
+from tests.support.rest.service import METRICS, Service, put
 
 
 def rows(html: str) -> dict[str, str]:
@@ -47,6 +52,35 @@ def test_a_base_is_shown_as_being_examined_until_it_was(
     assert "possible" in later["small"]
     assert "being examined" not in later["small"]
     assert "being examined" in later["tiny"], "whose files are others"
+
+
+def test_tuned_models_tell_their_best_loss_and_every_view_is_in_the_navigation(
+    service: Service, client: openai.OpenAI, browser: httpx2.Client, training_file: str
+) -> None:
+    names = []
+    for losses in ((0.7, 0.4, 0.6), (None,)):
+        job_id = client.fine_tuning.jobs.create(model="tiny", training_file=training_file).id
+        events = [
+            NewEvent(
+                level="info",
+                message=f"Step {step}",
+                metrics=METRICS.model_copy(update={"step": step, "valid_loss": loss}),
+            )
+            for step, loss in enumerate(losses, 1)
+        ]
+        over = {"state": State.SUCCEEDED, "reason": Reason.SUCCEEDED, "finished_at": 1e9}
+        names.append(str(put(service, job_id, *events, attempt=1, **over).tuned_name))
+    page = browser.get("/models").text
+    cells = {
+        name: re.search(r'data-label="Best loss">([^<]*)', page[page.index(name) :])
+        for name in names
+    }
+    assert [found[1] if found else None for found in cells.values()] == ["0.4", NONE]
+    navigation = page[page.index('aria-label="Main"') :]
+    for address in ("/jobs", "/sweeps", "/engines", "/models"):
+        assert f'<a href="{address}"' in navigation
+        current = re.findall(r'href="([^"]*)" aria-current="page"', browser.get(address).text)
+        assert current[0] == address
 
 
 def test_a_refused_base_is_shown_with_the_reason_and_not_offered(

@@ -1,0 +1,95 @@
+"""Where a tuned model will run: the forms for it, the recommended one first, and the commands that
+run what was downloaded. Pure.
+"""
+
+from __future__ import annotations
+
+import shlex
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+_SMALLEST_RANK = 8
+"""vLLM takes --max-lora-rank in powers of two from here on."""
+
+
+@dataclass(frozen=True)
+class ExportPlace:
+    """Where a model will run."""
+
+    key: str
+    title: str
+    readers: str
+    forms: Mapping[str, str]
+    """Form → what it is. The first is recommended."""
+
+
+PLACES = (
+    ExportPlace(
+        "laptop",
+        "A laptop",
+        "Ollama or llama.cpp, with or without a GPU.",
+        {
+            "gguf-q8_0": "one model in 8 bits",
+            "gguf": "one model in bf16, twice as large",
+            "gguf-adapter": "the adapter alone, for a GGUF file of the base that is there already",
+        },
+    ),
+    ExportPlace(
+        "server",
+        "A GPU server",
+        "vLLM, for many requests at once.",
+        {
+            "vllm": "the adapter, loaded beside its base; many can share one base",
+            "merged-fp8": "one model with linear layers in FP8",
+            "merged-int4": "one model with linear layers in INT4: the smallest",
+        },
+    ),
+    ExportPlace(
+        "transformers",
+        "Python",
+        "Transformers, and whatever else reads safetensors.",
+        {"merged": "one model in bf16"},
+    ),
+)
+
+
+def run_commands(form: str, job: Mapping[str, Any], base: str, name: str) -> str:
+    """Return the shell commands that unpack a downloaded export and run it.
+
+    `base`: the base's name; `name`: that of the tuned model where it runs. Raises KeyError for an
+    unknown form.
+    """
+    name = shlex.quote(name)
+    base = shlex.quote(base)
+    serve = f"vllm serve ./{form} --served-model-name {name}"
+    llama = f"ollama create {name} -f {form}/Modelfile\nollama run {name}"
+    python = (
+        "python - <<'END'\n"
+        "from transformers import pipeline\n"
+        "answer = pipeline('text-generation', 'merged')\n"
+        "print(answer([{'role': 'user', 'content': 'Hello'}])[0]['generated_text'][-1]['content'])\n"
+        "END"
+    )
+    run = {
+        "gguf-q8_0": llama,
+        "gguf": llama,
+        "gguf-adapter": "llama-server -m BASE.gguf --lora gguf-adapter/adapter.gguf",
+        "vllm": (
+            f"vllm serve {base} --enable-lora --max-lora-rank {_rank_limit(job['lora'])} "
+            f"--lora-modules {name}=./vllm"
+        ),
+        "merged-fp8": serve,
+        "merged-int4": serve,
+        "merged": python,
+    }
+    return f"tar xf {job['id']}-{form}.tar\n{run[form]}\n"
+
+
+def _rank_limit(lora: Mapping[str, Any]) -> int:
+    """Return the smallest limit of vLLM that an adapter's ranks are below."""
+    largest = max([lora["r"], *(lora.get("rank_pattern") or {}).values()])
+    limit = _SMALLEST_RANK
+    while limit < largest:
+        limit = 2 * limit
+    return limit

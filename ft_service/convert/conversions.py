@@ -509,7 +509,8 @@ def dpo_loss(value: Any, source: Source, weights: str) -> Verdict:
     if other := next((name for name in names if name in _OTHER_METHODS), None):
         return Refused(f"{other} is not dpo: {_LOSSES}")
     first, *more = names or [""]
-    if first == "robust" and not as_number(source.get("label_smoothing") or 0):
+    wrong = as_number(source.get("label_smoothing") or source.get("dpo_label_smoothing") or 0)
+    if first == "robust" and not wrong:
         first = "sigmoid"  # the same without wrong labels
     given = source.get(weights)
     shares = (
@@ -522,7 +523,9 @@ def dpo_loss(value: Any, source: Source, weights: str) -> Verdict:
         or len(shares) != len(names)
     ):
         return Lost(_LOSSES)
-    taken = {"method.dpo.hyperparameters.loss_type": first}
+    taken: dict[str, Any] = {"method.dpo.hyperparameters.loss_type": first}
+    if first == "robust":  # one is not valid without the other
+        taken["method.dpo.hyperparameters.label_smoothing"] = wrong
     return Taken(taken | {"method.dpo.hyperparameters.rpo_alpha": shares[1]} if more else taken)
 
 
@@ -534,6 +537,8 @@ def smoothing(value: Any, source: Source, loss: str = "") -> Verdict:
     first = given[0] if isinstance(given, list) and given else given
     if first not in SMOOTHED:
         return NoEffect(f"{first} does not read it")
+    if first == "robust":
+        return NoEffect(f"{loss} takes it over")
     return Taken({"method.dpo.hyperparameters.label_smoothing": value})
 
 

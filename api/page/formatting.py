@@ -23,6 +23,8 @@ NONE = "\u2013"
 METHOD_NAMES: Mapping[str, str] = {
     "supervised": "Good answers (SFT)",
     "dpo": "Preferences (DPO)",
+    "simpo": "Preferences (SimPO)",
+    "orpo": "Preferences (ORPO)",
     "reinforcement": "Rewards (GRPO)",
     "tinker": "Your own loop (Tinker)",
 }

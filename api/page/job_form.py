@@ -15,7 +15,14 @@ from typing import Any
 
 import yaml
 
-from ft_service.spec import AUTO, LEARNING_RATES, EvaluationOptions, JobOptions, JobRequest
+from ft_service.spec import (
+    AUTO,
+    LEARNING_RATES,
+    PAIR_METHODS,
+    EvaluationOptions,
+    JobOptions,
+    JobRequest,
+)
 from ft_service.spec.yaml_loader import StrictLoader
 
 SECTIONS = ("training", "lora", "precision", "distributed", "checkpoint", "evaluation")
@@ -61,7 +68,7 @@ _PAIR = (
 )
 COLUMN_ROLES: Mapping[str, Sequence[tuple[str, str]]] = {
     "supervised": _CONVERSATION,
-    "dpo": _PAIR,
+    **dict.fromkeys(PAIR_METHODS, _PAIR),
     "reinforcement": (("messages", "question: list of messages"),),
 }
 """Type of a method → the names of its columns that a user may choose, each with what it holds."""
@@ -273,6 +280,9 @@ def _method_fields(method: Mapping[str, Any], other: dict[str, Any]) -> dict[str
     """
     kind = method.get("type", "supervised")
     if kind == "supervised":  # its hyperparameters have fields of their own
+        return {}
+    if kind not in METHODS:  # without a card
+        other["method"] = dict(method)
         return {}
     fields = {METHOD: kind}
     section = dict(method.get(kind) or {})

@@ -42,7 +42,15 @@ from ft_service.errors import NotFoundError, SpecError
 from ft_service.ids import new_id
 from ft_service.rundir.file_digest import FileDigest
 from ft_service.rundir.verified_files import fault
-from ft_service.spec import DataFileRef, Strict, TrainingOptions, TrainOn, parse_request, spec_error
+from ft_service.spec import (
+    PAIR_METHODS,
+    DataFileRef,
+    Strict,
+    TrainingOptions,
+    TrainOn,
+    parse_request,
+    spec_error,
+)
 from ft_service.spec.options import DataOptions
 from ft_service.spec.templates import named_template
 from ft_service.store.records import File, Order, Principal
@@ -219,7 +227,7 @@ async def check(
     file_id: str,
     caller: Caller,
     services: Svc,
-    method: Literal["supervised", "dpo", "reinforcement"] | None = None,
+    method: Literal["supervised", "dpo", "simpo", "orpo", "reinforcement"] | None = None,
     data: str | None = None,
     sensitive: bool = False,
 ) -> FileCheckView:
@@ -232,7 +240,7 @@ async def check(
     file = await in_thread(_data_file, file_id, "file_id", caller, services)
     columns = Columns.of(_columns(data), of_prompts=method == "reinforcement")
     request = FileCheck(
-        file.sha256, columns, None if method is None else method == "dpo", sensitive
+        file.sha256, columns, None if method is None else method in PAIR_METHODS, sensitive
     )
     path = await in_thread(fetched, file, services.places)
     return file_check_view(
@@ -251,7 +259,7 @@ class TokenQuery(BaseModel):
     data: Annotated[
         str | None, Field(description="The file's names of the format's columns, as JSON.")
     ] = None
-    method: Literal["supervised", "dpo", "reinforcement"] | None = None
+    method: Literal["supervised", "dpo", "simpo", "orpo", "reinforcement"] | None = None
     train_on: TrainOn = "all_assistant"
     max_length: Annotated[int, Field(ge=8, le=1_048_576)] = _DEFAULTS.max_length
 

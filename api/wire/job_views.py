@@ -20,7 +20,7 @@ from ft_service.rundir.evaluations import (
     SuiteTask,
 )
 from ft_service.rundir.events import Metrics
-from ft_service.spec import LEARNING_RATES, Integration, JobSpec, Strict
+from ft_service.spec import LEARNING_RATES, Integration, JobSpec, MethodType, Strict
 from ft_service.spec.methods import GROUP
 
 _JOB_FIELDS = (
@@ -64,7 +64,21 @@ class DpoHyperparametersView(HyperparametersView):
 
     beta: float
     loss_type: str
+    label_smoothing: float
     rpo_alpha: float | None
+
+
+class SimpoHyperparametersView(HyperparametersView):
+    """Hyperparameters of SimPO; its default rate is that of dpo."""
+
+    beta: float
+    gamma: float
+
+
+class OrpoHyperparametersView(HyperparametersView):
+    """Hyperparameters of ORPO; learning_rate_multiplier refers to its own default rate."""
+
+    beta: float
 
 
 class SupervisedView(View):
@@ -73,6 +87,14 @@ class SupervisedView(View):
 
 class DpoView(View):
     hyperparameters: DpoHyperparametersView
+
+
+class SimpoView(View):
+    hyperparameters: SimpoHyperparametersView
+
+
+class OrpoView(View):
+    hyperparameters: OrpoHyperparametersView
 
 
 class ReinforcementHyperparametersView(HyperparametersView):
@@ -101,9 +123,11 @@ class ReinforcementView(View):
 
 
 class MethodView(View):
-    type: Literal["supervised", "dpo", "reinforcement", "tinker"] = "supervised"
+    type: MethodType = "supervised"
     supervised: SupervisedView | None = None
     dpo: DpoView | None = None
+    simpo: SimpoView | None = None
+    orpo: OrpoView | None = None
     reinforcement: ReinforcementView | None = None
 
 
@@ -473,17 +497,22 @@ def _method(spec: JobSpec, hyperparameters: HyperparametersView) -> MethodView:
             type="reinforcement",
             reinforcement=ReinforcementView(grader=grader, hyperparameters=values),
         )
+    shared = hyperparameters.model_dump()
+    if spec.simpo is not None:
+        simpo = SimpoHyperparametersView(**shared, **spec.simpo.model_dump())
+        return MethodView(type="simpo", simpo=SimpoView(hyperparameters=simpo))
+    if spec.orpo is not None:
+        orpo = OrpoHyperparametersView(**shared, **spec.orpo.model_dump())
+        return MethodView(type="orpo", orpo=OrpoView(hyperparameters=orpo))
     if spec.dpo is None:
         return MethodView(supervised=SupervisedView(hyperparameters=hyperparameters))
-    own = DpoHyperparametersView(**hyperparameters.model_dump(), **spec.dpo.model_dump())
+    own = DpoHyperparametersView(**shared, **spec.dpo.model_dump())
     return MethodView(type="dpo", dpo=DpoView(hyperparameters=own))
 
 
 def _hyperparameters(spec: JobSpec) -> HyperparametersView:
     training = spec.training
-    unit = LEARNING_RATES[
-        "dpo" if spec.dpo else "reinforcement" if spec.reinforcement else "supervised"
-    ]
+    unit = LEARNING_RATES[spec.method]
     return HyperparametersView(
         n_epochs=training.epochs if training.max_steps is None else None,
         batch_size=training.batch,

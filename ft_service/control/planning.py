@@ -105,13 +105,13 @@ def _guessed(path: Path, size: int, spec: JobSpec) -> tuple[int | None, SampleLe
     training = spec.training
     if spec.reinforcement is not None:
         return samples, SampleLengths(tokens, samples).with_answers(spec)
-    if spec.dpo is None and (
+    if spec.preferences is None and (
         is_text or training.train_on == "everything"
     ):  # split into windows, which fill rows if packed
         windows = -(-tokens // training.max_length)
         samples = max(1, windows if training.packing else max(samples, windows))
     # Each sample of a pair may have most of the pair's tokens.
-    together = 1 if spec.dpo is None else 2
+    together = 1 if spec.preferences is None else 2
     return samples, SampleLengths(together * tokens, together * samples)
 
 

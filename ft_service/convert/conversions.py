@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, get_args
 
 from ft_service.convert.verdicts import (
     NOT_SET,
@@ -20,6 +20,7 @@ from ft_service.convert.verdicts import (
     as_number,
     as_plain,
 )
+from ft_service.spec.methods import SMOOTHED, DpoLoss
 from ft_service.spec.templates import TEMPLATES
 
 # Steps and their samples
@@ -476,7 +477,7 @@ def unpacked(value: Any, source: Source) -> Verdict:
 # ------------------------------------------------------------------------------
 
 _LOSSES = (
-    "for losses on pairs, dpo has sigmoid, ipo and sigmoid_norm, and sft as rpo_alpha in addition"
+    f"for losses on pairs, dpo has {', '.join(get_args(DpoLoss))}, and sft as rpo_alpha in addition"
 )
 _TRL_DROPOUT = 0.05
 """Of ModelConfig."""
@@ -508,19 +509,37 @@ def dpo_loss(value: Any, source: Source, weights: str) -> Verdict:
     if other := next((name for name in names if name in _OTHER_METHODS), None):
         return Refused(f"{other} is not dpo: {_LOSSES}")
     first, *more = names or [""]
+    wrong = as_number(source.get("label_smoothing") or source.get("dpo_label_smoothing") or 0)
+    if first == "robust" and not wrong:
+        first = "sigmoid"  # the same without wrong labels
     given = source.get(weights)
     shares = (
         [as_number(weight) for weight in given] if isinstance(given, list) else [1.0] * len(names)
     )
     if (
-        first not in ("sigmoid", "ipo", "sigmoid_norm")
+        first not in get_args(DpoLoss)
         or more not in ([], ["sft"])
         or shares[:1] != [1.0]
         or len(shares) != len(names)
     ):
         return Lost(_LOSSES)
-    taken = {"method.dpo.hyperparameters.loss_type": first}
+    taken: dict[str, Any] = {"method.dpo.hyperparameters.loss_type": first}
+    if first == "robust":  # one is not valid without the other
+        taken["method.dpo.hyperparameters.label_smoothing"] = wrong
     return Taken(taken | {"method.dpo.hyperparameters.rpo_alpha": shares[1]} if more else taken)
+
+
+def smoothing(value: Any, source: Source, loss: str = "") -> Verdict:
+    """The share of wrong labels, for the losses that read it. `loss`: the option that names the
+    loss; empty: it is sigmoid.
+    """
+    given = source.get(loss, "sigmoid") if loss else "sigmoid"
+    first = given[0] if isinstance(given, list) and given else given
+    if first not in SMOOTHED:
+        return NoEffect(f"{first} does not read it")
+    if first == "robust":
+        return NoEffect(f"{loss} takes it over")
+    return Taken({"method.dpo.hyperparameters.label_smoothing": value})
 
 
 # The data

@@ -239,7 +239,7 @@ class Examiner:
         except OSError as error:
             return unreadable(param, data, error)
         options = TokenOptions.of(spec)
-        pairs = spec.dpo is not None
+        pairs = spec.preferences is not None
         request = self.request(
             data, path, spec.model.path, spec.longest_sample, options, pairs=pairs
         )
@@ -312,7 +312,7 @@ class Examiner:
         max_length = spec.longest_sample
         options = TokenOptions.of(spec)
         request = self.request(
-            training, path, spec.model.path, max_length, options, pairs=spec.dpo is not None
+            training, path, spec.model.path, max_length, options, pairs=spec.preferences is not None
         )
         measure = replace(Measure.of(spec), training_file=training, validation_file=validation)
         if validation is not None:

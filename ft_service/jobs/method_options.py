@@ -48,10 +48,12 @@ def loss_measure(method: Mapping[str, Any]) -> str | None:
         return None
     if kind == "supervised":
         return "cross entropy"
-    if kind != "dpo":
+    if kind not in ("dpo", "simpo", "orpo"):
         return f"the loss of {kind}"
-    given = (method.get("dpo") or {}).get("hyperparameters") or {}
-    options = ", ".join(
-        f"{name} {given[name]:g}" for name in ("beta", "rpo_alpha") if given.get(name) is not None
-    )
-    return f"{given.get('loss_type') or 'sigmoid'} of pairs{f' ({options})' if options else ''}"
+    given = (method.get(kind) or {}).get("hyperparameters") or {}
+    names = ["beta", "gamma", "rpo_alpha"]
+    if given.get("label_smoothing"):
+        names.append("label_smoothing")
+    options = ", ".join(f"{name} {given[name]:g}" for name in names if given.get(name) is not None)
+    loss = (given.get("loss_type") or "sigmoid") if kind == "dpo" else kind
+    return f"{loss} of pairs{f' ({options})' if options else ''}"

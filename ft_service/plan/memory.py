@@ -181,7 +181,7 @@ def planned_micro_batches(
     """
     training = spec.training
     length = training.max_length if length is None else max(1, min(length, training.max_length))
-    together = 1 if spec.dpo is None else 2  # both samples of a pair are in one micro-batch
+    together = 1 if spec.preferences is None else 2  # both samples of a pair are in one micro-batch
     share = together * -(-training.batch * spec.samples_of_item // (together * layout.world))
     most = min(share, together * (training.per_device_train_batch_size or share))
     budget = training.tokens_per_micro_batch

@@ -12,7 +12,7 @@ experiments, since it finds that LoRA loses more than full fine-tuning does as b
 whatever the rank. Never below 4, nor below the number of ranks, which would leave some idle.
 
 Epochs: 3, but enough to see 100 samples (at most 25 epochs), and few enough to see no more than
-25,000 (at least one), as OpenAI's cookbook for preparing chat data estimates its default. Of direct
+25,000 (at least one), as OpenAI's cookbook for preparing chat data estimates its default. Of
 preference optimisation 1: further passes learn pairs by heart.
 """
 
@@ -20,7 +20,7 @@ from __future__ import annotations
 
 import math
 
-from ft_service.spec.methods import MethodType
+from ft_service.spec.methods import PAIR_METHODS, MethodType
 from ft_service.spec.options import DPO_EPOCHS, REINFORCEMENT_EPOCHS, LoraOptions
 from ft_service.wording import counted
 
@@ -86,10 +86,10 @@ def epochs_for(samples: int, method: MethodType) -> tuple[int, str]:
     """
     if method == "reinforcement":
         return REINFORCEMENT_EPOCHS, "every prompt is answered several times in a pass"
-    if method == "dpo":
+    if method in PAIR_METHODS:
         return (
             DPO_EPOCHS,
-            "further passes of direct preference optimisation learn the pairs by heart",
+            "further passes of preference optimisation learn the pairs by heart",
         )
     seen = _how_many(samples)
     if samples * EPOCHS < LEAST_SEEN:

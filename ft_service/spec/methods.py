@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Annotated, Any, Literal
+from collections.abc import Mapping, Sequence
+from typing import Annotated, Any, Literal, get_args
 
 from pydantic import Field, WithJsonSchema, field_validator, model_validator
 
@@ -12,26 +12,34 @@ from ft_service.spec.option_types import GREEDY, NullableSections, Number, Stric
 
 AUTO = "auto"
 
-DpoLoss = Literal["sigmoid", "ipo", "sigmoid_norm"]
+DpoLoss = Literal["sigmoid", "ipo", "sigmoid_norm", "hinge", "robust", "apo_zero", "apo_down"]
 Beta = Annotated[Number, Field(gt=0, le=100)]
 Weight = Annotated[Number, Field(gt=0, le=100)]
+Smoothing = Annotated[Number, Field(ge=0, lt=0.5)]
 
-BETAS: Mapping[DpoLoss, float] = {"sigmoid": 0.1, "ipo": 0.1, "sigmoid_norm": 5.0}
-"""Loss → beta "auto": 0.1 as in the papers of DPO and IPO, 5 where log-probabilities are means over
-tokens, as for Tülu 3.
+BETAS: Mapping[DpoLoss, float] = {**dict.fromkeys(get_args(DpoLoss), 0.1), "sigmoid_norm": 5.0}
+"""Loss → beta "auto": 0.1 as in the papers of DPO, IPO and APO, 5 where log-probabilities are means
+over tokens, as for Tülu 3.
 """
+SIMPO_BETA = 2.0
+"""beta "auto" of SimPO, the lower end of what its paper used."""
+ORPO_BETA = 0.1
+"""beta "auto" of ORPO, the weight of its paper's Mistral."""
+SMOOTHED: Sequence[DpoLoss] = ("sigmoid", "robust")
+"""Losses that read label_smoothing."""
 
 
 class Hyperparameters(Strict):
     """OpenAI's three. With "auto" the service chooses: epochs and batch by the number of samples,
     the learning rate by the base (ft_service/spec/auto_hyperparameters.py). Defaults: 3 epochs
-    (dpo: 1), a batch of 8 and the rate 2e-4 (dpo: 5e-6). dpo has no "auto" learning rate.
+    (dpo, simpo, orpo: 1), a batch of 8 and the rate 2e-4 (dpo, simpo: 5e-6; orpo: 5e-5). These
+    three have no "auto" learning rate.
     """
 
     n_epochs: Annotated[int, Field(ge=1, le=50)] | Literal["auto"] = AUTO
     batch_size: Annotated[int, Field(ge=1, le=256)] | Literal["auto"] = AUTO
     learning_rate_multiplier: Annotated[Number, Field(gt=0, le=5000)] | Literal["auto"] = AUTO
-    """training.learning_rate as a multiple of 2e-4 (dpo: of 5e-6)."""
+    """training.learning_rate as a multiple of 2e-4 (dpo, simpo: of 5e-6; orpo: of 5e-5)."""
 
 
 class SupervisedMethod(NullableSections):
@@ -39,7 +47,7 @@ class SupervisedMethod(NullableSections):
 
 
 class DpoHyperparameters(Hyperparameters):
-    """OpenAI's four, and two with the names of TRL's DPOConfig. batch_size counts pairs."""
+    """OpenAI's four, and three with the names of TRL's DPOConfig. batch_size counts pairs."""
 
     beta: Beta | Literal["auto"] = AUTO
     """Strength of the penalty for leaving the model that training starts from: the larger, the
@@ -49,7 +57,15 @@ class DpoHyperparameters(Hyperparameters):
     """sigmoid: that of the paper; ipo: a squared distance from 1 / (2 beta), which stops pushing
     pairs that are already separated; sigmoid_norm: as sigmoid. With ipo and sigmoid_norm
     log-probabilities are means over an answer's tokens, so that longer answers do not count
-    more.
+    more. hinge: no push beyond a margin of 1 / beta (SLiC); robust: without bias although a share
+    label_smoothing of the labels is wrong; apo_zero: makes preferred answers likelier and others
+    less likely, each against the reference, where answers are better than the model's own;
+    apo_down: makes both less likely, where they are worse than its own.
+    """
+    label_smoothing: Smoothing = 0.0
+    """Share of pairs whose label is assumed to be wrong. sigmoid: the loss of both orders, weighted
+    (conservative DPO); robust, which requires it: the unbiased estimate. Other losses do not read
+    it.
     """
     rpo_alpha: Weight | None = None
     """Weight of an additional term, the cross entropy of the preferred answers as in supervised
@@ -57,9 +73,51 @@ class DpoHyperparameters(Hyperparameters):
     others. None: off.
     """
 
+    @model_validator(mode="after")
+    def _smoothing_is_read(self) -> DpoHyperparameters:
+        if self.label_smoothing and self.loss_type not in SMOOTHED:
+            raise ValueError(
+                f"label_smoothing = {self.label_smoothing:g} with loss_type "
+                f"{self.loss_type!r}: only {' and '.join(SMOOTHED)} read it. Leave it out"
+            )
+        if self.loss_type == "robust" and not self.label_smoothing:
+            raise ValueError(
+                "loss_type 'robust' needs label_smoothing, the share of labels that is wrong, "
+                "above 0 and below 0.5: give it, or use sigmoid, which is the same with 0"
+            )
+        return self
+
 
 class DpoMethod(NullableSections):
     hyperparameters: DpoHyperparameters = DpoHyperparameters()
+
+
+class SimpoHyperparameters(Hyperparameters):
+    """OpenAI's three, and those of SimPO's paper. batch_size counts pairs."""
+
+    beta: Beta | Literal["auto"] = AUTO
+    """Factor of the difference of the answers' mean log-probabilities. "auto": 2."""
+    gamma: Annotated[Number, Field(ge=0, le=100)] = 1.0
+    """Margin by which beta times the preferred answer's mean log-probability is to exceed that of
+    the other; the paper recommends about half of beta.
+    """
+
+
+class SimpoMethod(NullableSections):
+    hyperparameters: SimpoHyperparameters = SimpoHyperparameters()
+
+
+class OrpoHyperparameters(Hyperparameters):
+    """OpenAI's three, and that of ORPO's paper. batch_size counts pairs."""
+
+    beta: Beta | Literal["auto"] = AUTO
+    """Weight of the odds ratio beside the cross entropy of the preferred answers: the paper's
+    lambda. "auto": 0.1.
+    """
+
+
+class OrpoMethod(NullableSections):
+    hyperparameters: OrpoHyperparameters = OrpoHyperparameters()
 
 
 class ReinforcementHyperparameters(Hyperparameters):
@@ -151,29 +209,40 @@ class ReinforcementMethod(NullableSections):
         return value
 
 
-MethodType = Literal["supervised", "dpo", "reinforcement", "tinker"]
+MethodType = Literal["supervised", "dpo", "simpo", "orpo", "reinforcement", "tinker"]
 """tinker: a job without data files, whose client runs the training loop.
 
 Tinker's wire alone creates it.
 """
-_OFFERED = WithJsonSchema({"type": "string", "enum": ["supervised", "dpo", "reinforcement"]})
+SECTIONS = ("supervised", "dpo", "simpo", "orpo", "reinforcement")
+"""Types that a request may name, each with a section of its own."""
+PAIR_METHODS: Sequence[MethodType] = ("dpo", "simpo", "orpo")
+"""Types whose data files hold pairs of answers."""
+_OFFERED = WithJsonSchema({"type": "string", "enum": list(SECTIONS)})
 
 
 class Method(NullableSections):
     """The loss. supervised: cross entropy of the assistant's tokens. dpo: direct preference
-    optimisation on pairs of answers. reinforcement: the model answers prompts, a grader gives
-    rewards, and answers that are better than others to their prompt become likelier.
+    optimisation on pairs of answers. simpo, orpo: losses on pairs that need no reference.
+    reinforcement: the model answers prompts, a grader gives rewards, and answers that are better
+    than others to their prompt become likelier.
     """
 
     type: Annotated[MethodType, _OFFERED] = "supervised"
     supervised: SupervisedMethod = SupervisedMethod()
     dpo: DpoMethod = DpoMethod()
+    simpo: SimpoMethod = SimpoMethod()
+    orpo: OrpoMethod = OrpoMethod()
     reinforcement: ReinforcementMethod | None = None
 
     @model_validator(mode="after")
     def _own_section_only(self) -> Method:
-        for other in {"supervised", "dpo", "reinforcement"} - {self.type}:
-            if other in self.model_fields_set and getattr(self, other) is not None:
+        for other in SECTIONS:
+            if (
+                other != self.type
+                and other in self.model_fields_set
+                and getattr(self, other) is not None
+            ):
                 raise ValueError(
                     f"method.{other} is given and method.type is {self.type!r}: give "
                     f"method.{self.type} instead"
@@ -189,7 +258,11 @@ class Method(NullableSections):
         """Hyperparameters of the type."""
         if self.reinforcement is not None:
             return self.reinforcement.hyperparameters
-        return (self.dpo if self.type == "dpo" else self.supervised).hyperparameters
+        if self.type == "dpo":
+            return self.dpo.hyperparameters
+        if self.type == "simpo":
+            return self.simpo.hyperparameters
+        return (self.orpo if self.type == "orpo" else self.supervised).hyperparameters
 
     def reinforcement_options(self) -> ReinforcementOptions | None:
         """The resolved options of reinforcement learning. None: the job has another method."""
@@ -212,12 +285,33 @@ class Method(NullableSections):
         )
 
     def dpo_options(self) -> DpoOptions | None:
-        """The resolved options of direct preference optimisation. None: the job is supervised."""
+        """The resolved options of direct preference optimisation. None: the job has another method."""
         if self.type != "dpo":
             return None
         given = self.dpo.hyperparameters
         beta = BETAS[given.loss_type] if given.beta == AUTO else given.beta
-        return DpoOptions(beta=beta, loss_type=given.loss_type, rpo_alpha=given.rpo_alpha)
+        return DpoOptions(
+            beta=beta,
+            loss_type=given.loss_type,
+            label_smoothing=given.label_smoothing,
+            rpo_alpha=given.rpo_alpha,
+        )
+
+    def simpo_options(self) -> SimpoOptions | None:
+        """The resolved options of SimPO. None: the job has another method."""
+        if self.type != "simpo":
+            return None
+        given = self.simpo.hyperparameters
+        return SimpoOptions(
+            beta=SIMPO_BETA if given.beta == AUTO else given.beta, gamma=given.gamma
+        )
+
+    def orpo_options(self) -> OrpoOptions | None:
+        """The resolved options of ORPO. None: the job has another method."""
+        if self.type != "orpo":
+            return None
+        given = self.orpo.hyperparameters
+        return OrpoOptions(beta=ORPO_BETA if given.beta == AUTO else given.beta)
 
 
 class DpoOptions(Strict):
@@ -225,7 +319,25 @@ class DpoOptions(Strict):
 
     beta: Beta
     loss_type: DpoLoss
+    label_smoothing: Smoothing = 0.0
     rpo_alpha: Weight | None = None
+
+
+class SimpoOptions(Strict):
+    """`SimpoHyperparameters` resolved for a worker."""
+
+    beta: Beta
+    gamma: float
+
+
+class OrpoOptions(Strict):
+    """`OrpoHyperparameters` resolved for a worker."""
+
+    beta: Beta
+
+
+PairOptions = DpoOptions | SimpoOptions | OrpoOptions
+"""Options of a loss on pairs of answers."""
 
 
 GROUP = 8

@@ -35,10 +35,12 @@ DPO_LEARNING_RATE = 5e-6
 """The same for direct preference optimisation: a fortieth, as usual with LoRA, since its loss
 compares differences.
 """
-DPO_EPOCHS = 1
-"""Default of training.n_epochs for direct preference optimisation: further passes memorise the
-pairs.
+ORPO_LEARNING_RATE = 5e-5
+"""The same for ORPO, most of whose loss is that of supervised training: its paper's rate of all
+weights is ten times that of DPO's.
 """
+DPO_EPOCHS = 1
+"""Default of training.n_epochs for losses on pairs: further passes memorise the pairs."""
 
 
 REINFORCEMENT_LEARNING_RATE = 4e-5
@@ -239,8 +241,8 @@ class TrainingOptions(Strict):
     """AdamW's peak learning rate.
 
     "auto": chosen by the base's width and family and the adapter's scaling, once, when the job is
-    created; the same as OpenAI's learning_rate_multiplier "auto". With method dpo it is 5e-6, with
-    reinforcement 4e-5.
+    created; the same as OpenAI's learning_rate_multiplier "auto". With method dpo or simpo it is
+    5e-6, with orpo 5e-5, with reinforcement 4e-5.
     """
     lr_scheduler_type: Literal["linear", "cosine", "constant", "warmup_stable_decay"] = "linear"
     """Decay of the rate after the warm-up: to 0, or to min_lr_ratio, behind the last step, not at

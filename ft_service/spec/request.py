@@ -13,12 +13,13 @@ from pydantic import Field, PrivateAttr, ValidationError, WithJsonSchema, model_
 
 from ft_service.errors import SpecError
 from ft_service.spec.integrations import Integrations
-from ft_service.spec.methods import AUTO, Hyperparameters, Method, MethodType
+from ft_service.spec.methods import AUTO, PAIR_METHODS, Hyperparameters, Method, MethodType
 from ft_service.spec.option_types import Number
 from ft_service.spec.options import (
     DPO_EPOCHS,
     DPO_LEARNING_RATE,
     LEARNING_RATE,
+    ORPO_LEARNING_RATE,
     REINFORCEMENT_EPOCHS,
     REINFORCEMENT_LEARNING_RATE,
     JobOptions,
@@ -50,10 +51,7 @@ NOT_YET_VALUES: Mapping[tuple[str, object], str] = {
         "kto",
     ): "make pairs of a good and a bad answer to a prompt, for dpo, or train on the good answers, "
     "supervised",
-    **dict.fromkeys(
-        (("method.type", name) for name in ("orpo", "simpo", "cpo")),
-        "use dpo, whose rpo_alpha is a supervised term",
-    ),
+    ("method.type", "cpo"): "use simpo or orpo, which need no reference either",
     **dict.fromkeys(
         (("method.type", name) for name in ("ppo", "rloo")), "use reinforcement, which is GRPO"
     ),
@@ -107,11 +105,16 @@ SWEEP = "sweep"
 LEARNING_RATES: Mapping[MethodType, float] = {
     "supervised": LEARNING_RATE,
     "dpo": DPO_LEARNING_RATE,
+    "simpo": DPO_LEARNING_RATE,
+    "orpo": ORPO_LEARNING_RATE,
     "reinforcement": REINFORCEMENT_LEARNING_RATE,
     "tinker": LEARNING_RATE,
 }
 """Method → its learning rate with `learning_rate_multiplier: 1`."""
-_EPOCHS: Mapping[MethodType, int] = {"dpo": DPO_EPOCHS, "reinforcement": REINFORCEMENT_EPOCHS}
+_EPOCHS: Mapping[MethodType, int] = {
+    **dict.fromkeys(PAIR_METHODS, DPO_EPOCHS),
+    "reinforcement": REINFORCEMENT_EPOCHS,
+}
 """Method → its passes over the training file, where it has its own."""
 
 _FILE_NAME = {"minLength": 1, "maxLength": 4096}
@@ -229,9 +232,9 @@ class JobRequest(JobOptions):
 
     @model_validator(mode="after")
     def _only_answers_are_preferred(self) -> JobRequest:
-        if self.method.type == "dpo" and self.training.train_on == "everything":
+        if self.method.type in PAIR_METHODS and self.training.train_on == "everything":
             raise ValueError(
-                "training.train_on = 'everything' with method dpo: only the answers of a pair are "
+                f"training.train_on = 'everything' with method {self.method.type}: only the answers of a pair are "
                 "compared, since the text "
                 "before them is the same. Leave it out"
             )

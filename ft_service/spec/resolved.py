@@ -14,7 +14,16 @@ from ft_service.errors import SpecError
 from ft_service.spec.auto_hyperparameters import COUNTED, batch_for, epochs_for
 from ft_service.spec.evaluation import EvaluationOptions
 from ft_service.spec.mesh import check_reshard_size, mesh_shape
-from ft_service.spec.methods import AUTO, DpoOptions, MethodType, ReinforcementOptions
+from ft_service.spec.methods import (
+    AUTO,
+    PAIR_METHODS,
+    DpoOptions,
+    MethodType,
+    OrpoOptions,
+    PairOptions,
+    ReinforcementOptions,
+    SimpoOptions,
+)
 from ft_service.spec.options import (
     CheckpointOptions,
     DataOptions,
@@ -116,9 +125,13 @@ class JobSpec(Resolved):
     False with lora_dropout, which PEFT does not have for them.
     """
     dpo: DpoOptions | None = None
-    """Options of direct preference optimisation, whose data files hold pairs of answers; None:
-    training is supervised.
+    """Options of direct preference optimisation, whose data files hold pairs of answers; None: the
+    job has another method.
     """
+    simpo: SimpoOptions | None = None
+    """The same of SimPO, whose pairs need no reference."""
+    orpo: OrpoOptions | None = None
+    """The same of ORPO, whose pairs need no reference."""
     reinforcement: ReinforcementOptions | None = None
     """Options of reinforcement learning, whose data files hold prompts; None: the job has another
     method.
@@ -142,6 +155,24 @@ class JobSpec(Resolved):
     """Shares of the steps, ascending, below 1, after which a sweep's job is also validated, so that
     the sweep can compare it (ft_service/sweeps/halving.py).
     """
+
+    @property
+    def preferences(self) -> PairOptions | None:
+        """Options of the loss on pairs of answers; None: its data are no pairs."""
+        return self.dpo or self.simpo or self.orpo
+
+    @property
+    def method(self) -> MethodType:
+        """Type of its method."""
+        if self.training_data is None:
+            return "tinker"
+        if self.reinforcement is not None:
+            return "reinforcement"
+        if self.simpo is not None:
+            return "simpo"
+        if self.orpo is not None:
+            return "orpo"
+        return "dpo" if self.dpo is not None else "supervised"
 
     @property
     def by_commands(self) -> bool:
@@ -180,7 +211,7 @@ class JobSpec(Resolved):
         """
         if self.reinforcement is not None:
             return self.reinforcement.num_generations
-        return 1 if self.dpo is None else 2
+        return 1 if self.preferences is None else 2
 
     @property
     def data_files(self) -> tuple[DataFileRef, ...]:
@@ -304,6 +335,8 @@ def resolve(request: JobRequest, context: JobContext) -> JobSpec:
         else parent.shared_experts,
         evaluation=request.evaluation,
         dpo=request.method.dpo_options(),
+        simpo=request.method.simpo_options(),
+        orpo=request.method.orpo_options(),
         reinforcement=request.method.reinforcement_options(),
         parent=parent,
         chosen=chosen,
@@ -322,7 +355,7 @@ def by_samples(
     usual = TrainingOptions()
     unknown = "the usual one; the number of samples is not known"
     if training.n_epochs == AUTO:
-        known = samples is not None or method in ("dpo", "reinforcement")
+        known = samples is not None or method in (*PAIR_METHODS, "reinforcement")
         found["n_epochs"] = epochs_for(samples or 0, method) if known else (usual.epochs, unknown)
     if training.batch_size == AUTO:
         found["batch_size"] = (

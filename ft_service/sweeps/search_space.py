@@ -139,8 +139,16 @@ REFUSED: Mapping[str, str] = {
         _OTHER_LOSS,
     ),
     **{
-        f"method.dpo.hyperparameters.{name}": _OTHER_LOSS
-        for name in ("beta", "loss_type", "rpo_alpha")
+        f"method.{place}": _OTHER_LOSS
+        for place in (
+            "dpo.hyperparameters.beta",
+            "dpo.hyperparameters.loss_type",
+            "dpo.hyperparameters.label_smoothing",
+            "dpo.hyperparameters.rpo_alpha",
+            "simpo.hyperparameters.beta",
+            "simpo.hyperparameters.gamma",
+            "orpo.hyperparameters.beta",
+        )
     },
     **dict.fromkeys(
         (

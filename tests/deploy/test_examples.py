@@ -62,6 +62,8 @@ def test_every_option_is_in_the_example_that_shows_them_all() -> None:
     # A job has one method: the options of the other one are shown in its own example.
     for file, section in (
         ("preferences.yaml", "method.dpo"),
+        ("simpo.yaml", "method.simpo"),
+        ("orpo.yaml", "method.orpo"),
         ("reinforcement.yaml", "method.reinforcement"),
     ):
         shown |= {

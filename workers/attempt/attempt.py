@@ -271,8 +271,12 @@ def _objectives(
     """Training and validation data with their loss; None if the job was stopped meanwhile."""
     run = context.runtime.run
     spec = context.runtime.spec
-    if spec.dpo is None:
+    if spec.preferences is None:
         return supervised(train, spec, packed=context.limits.packed), Supervised(valid)
+    if spec.dpo is None:  # no reference
+        return Preference.without_reference(train, spec.preferences), Preference.without_reference(
+            valid, spec.preferences
+        )
     needed = NeededPairs.of(spec, train, valid)
     key = key_of_reference(run, spec, train, valid)
     reference = find_reference(run, key, needed) or compute_reference(context, key, needed)
@@ -293,7 +297,9 @@ def _evaluator(context: TrainingContext, samples: TokenSet) -> Evaluator | None:
     tokenizer = load_tokenizer(spec.model.path, TokenOptions.of(spec).chat_template)
     chosen = [
         samples[i]
-        for i in range(0, len(samples), 1 if spec.dpo is None else 2)[: spec.evaluation.count]
+        for i in range(0, len(samples), 1 if spec.preferences is None else 2)[
+            : spec.evaluation.count
+        ]
     ]
     return Evaluator(context, asked_of(spec, chosen, tokenizer), tokenizer, spec.evaluation)
 

@@ -89,14 +89,18 @@ def as_trained(
     are the same after the cut, and their jobs go on with them, since steps and order depend on the
     number. Raises DataError if none has anything to learn.
     """
-    split = spec.dpo is None and spec.reinforcement is None and are_whole(samples)
+    split = spec.preferences is None and spec.reinforcement is None and are_whole(samples)
     windows = in_windows(samples, spec.training.max_length) if split else samples
     usable = trainable(
-        windows, file, spec.longest_sample, pairs=spec.dpo is not None, alike=begun is not None
+        windows,
+        file,
+        spec.longest_sample,
+        pairs=spec.preferences is not None,
+        alike=begun is not None,
     )
     if begun is None or len(usable) == begun:
         return usable
-    return trainable(windows, file, spec.longest_sample, pairs=spec.dpo is not None)
+    return trainable(windows, file, spec.longest_sample, pairs=spec.preferences is not None)
 
 
 def remove_own(run: RunDir) -> None:
@@ -115,7 +119,7 @@ def _samples(
 
     `make`: tokenises it into the run directory.
     """
-    pairs = spec.dpo is not None
+    pairs = spec.preferences is not None
     key = tokens_key(spec.model.path, file.sha256, TokenOptions.of(spec), pairs=pairs)
     shared = os.environ.get(token_folder.FOLDER)
     folders = [*([Path(shared)] if shared else []), run.path(token_folder.IN_RUN)]
@@ -214,7 +218,7 @@ def tokenise(spec: JobSpec, file: DataFileRef, examiner: Examiner) -> None:
     UnavailableError, OSError.
     """
     options = TokenOptions.of(spec)
-    pairs = spec.dpo is not None
+    pairs = spec.preferences is not None
     data = open_data(Path(file.path), file.files, options.columns)
     gone = next((path for path in data.paths if not path.is_file()), None)
     if gone is not None:

@@ -99,13 +99,13 @@ def _validation(spec: JobSpec, samples: int) -> tuple[Sequence[Tokens], str | No
         data = _data(spec, file)
     except DataError as error:
         return [], error.message
-    pairs = spec.dpo is not None
+    pairs = spec.preferences is not None
     return [data[number] for number in range(0, len(data), 2 if pairs else 1)[:samples]], None
 
 
 def _data(spec: JobSpec, file: DataFileRef) -> TokenSet:
     """What the job validated with. Raises DataError."""
-    pairs = spec.dpo is not None
+    pairs = spec.preferences is not None
     split = Split.of(spec)
     key = tokens_key(spec.model.path, file.sha256, TokenOptions.of(spec), pairs=pairs)
     with TemporaryDirectory(prefix="ft-") as folder:

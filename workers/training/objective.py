@@ -15,7 +15,7 @@ from torch import Tensor
 
 from ft_service.data.tokens.token_set import TokenSet
 from ft_service.data.tokens.training_set.windows import Rows, are_whole, in_rows
-from ft_service.spec import DpoOptions, JobSpec
+from ft_service.spec import JobSpec, PairOptions
 from workers.data.batches import Batch, BatchOrder, TokenCounts, make_batch
 from workers.data.micro_batches import MicroBatchLimits, Rounds, share_out, share_out_pairs
 from workers.ranks.runtime import Runtime
@@ -142,14 +142,21 @@ def supervised(samples: TokenSet, spec: JobSpec, *, packed: bool) -> Supervised:
 
 @dataclass(frozen=True)
 class Preference:
-    """Direct preference optimisation; item i is the pair of samples 2i and 2i + 1."""
+    """A loss on pairs of answers; item i is the pair of samples 2i and 2i + 1."""
 
     samples: TokenSet
     reference: Tensor
     """fp64 [samples], on the CPU: the answers' log-probabilities where training started
-    (reference_logprobs.py).
+    (reference_logprobs.py); zeros for losses without reference.
     """
-    options: DpoOptions
+    options: PairOptions
+
+    @classmethod
+    def without_reference(cls, samples: TokenSet, options: PairOptions) -> Preference:
+        """The objective of a loss that does not compare with the model that training starts
+        from.
+        """
+        return cls(samples, torch.zeros(len(samples), dtype=torch.float64), options)
 
     def __len__(self) -> int:
         return len(self.samples) // 2

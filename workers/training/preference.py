@@ -1,10 +1,10 @@
-"""Direct preference optimisation: of two answers to the same conversation the preferred one is to
-gain on the other.
+"""Losses on pairs: of two answers to the same conversation the preferred one is to gain on the
+other.
 
-What counts is by how much each answer has become likelier than it was for the model that training
-started from, its reference (reference_logprobs.py). The loss of a global batch is the mean over its
-pairs; with `rpo_alpha`, plus that times the mean cross entropy over the tokens of its preferred
-answers.
+In direct preference optimisation it counts by how much each answer has become likelier than it was
+for the model that training started from, its reference (reference_logprobs.py); in SimPO and ORPO
+how likely it is. The loss of a global batch is the mean over its pairs; with `rpo_alpha`, plus that
+times the mean cross entropy over the tokens of its preferred answers.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from ft_service.data.tokens.sample import Tokens
-from ft_service.spec import DpoOptions
+from ft_service.spec import DpoOptions, OrpoOptions, PairOptions, SimpoOptions
 from workers.data.batches import Batch, make_batch
 from workers.training.step import LossOf, target_log_probabilities
 
@@ -31,10 +31,15 @@ REWARDS = (
 )
 """Means over pairs, in the field's words.
 
-A reward is beta times by how much an answer's log-probability exceeds that of the reference;
+A reward is beta times by how much an answer's log-probability exceeds that of the reference,
+without reference beta times the mean log-probability of its tokens;
 accuracies: the share of pairs whose preferred answer has the larger one; logps: of whole answers,
 in nats.
 """
+
+
+CERTAIN = -1e-9
+"""Highest mean log-probability whose odds are taken."""
 
 
 @dataclass(frozen=True)
@@ -50,7 +55,7 @@ class PairBatch:
     """int64 [2 pairs]: targets of each sample."""
     reference: Tensor
     """fp64 [2 pairs]: log-probabilities of the answers by the reference; while these are computed,
-    empty.
+    empty; zeros for losses without reference.
     """
 
 
@@ -87,7 +92,7 @@ class PairSums:
     """Number of target tokens in preferred answers."""
 
     is_impossible = False
-    """The loss of pairs approaches 0 as the model prefers the right answers."""
+    """The loss of pairs falls without jumps as the model prefers the right answers."""
 
     @property
     def mean_loss(self) -> float:
@@ -124,32 +129,90 @@ def answer_log_probabilities(model: nn.Module, pairs: PairBatch) -> tuple[Tensor
     return rows.sum(dim=1), correct
 
 
+def dpo_losses(gained: Tensor, counts: Tensor, options: DpoOptions) -> Tensor:
+    """The loss of every pair, [pairs].
+
+    `gained`: [pairs, 2], preferred answers first, by how much each answer's log-probability exceeds
+    that of the reference; `counts`: their tokens. With w the gain of the preferred answer, l that
+    of the other, h = w - l, s the logistic function and e = label_smoothing:
+
+        sigmoid       -(1 - e) log s(beta h) - e log s(-beta h)
+                      DPO, arXiv 2305.18290; with e conservative DPO
+        sigmoid_norm  -log s(beta h), gains divided by their answers' tokens; arXiv 2411.15124
+        ipo           (h - 1 / (2 beta))^2, gains likewise; arXiv 2310.12036
+        hinge         max(0, 1 - beta h); arXiv 2305.10425
+        robust        (-(1 - e) log s(beta h) + e log s(-beta h)) / (1 - 2 e); arXiv 2403.00409
+        apo_zero      1 - s(beta w) + s(beta l); arXiv 2408.06266
+        apo_down      s(beta w) + 1 - s(beta h); arXiv 2408.06266
+    """
+    if options.loss_type in ("ipo", "sigmoid_norm"):
+        gained = gained / counts.clamp(min=1)
+    beta = options.beta
+    wrong = options.label_smoothing
+    scaled = beta * (gained[:, 0] - gained[:, 1])
+    match options.loss_type:
+        case "sigmoid":
+            return -(1 - wrong) * F.logsigmoid(scaled) - wrong * F.logsigmoid(-scaled)
+        case "sigmoid_norm":
+            return -F.logsigmoid(scaled)
+        case "ipo":
+            return (gained[:, 0] - gained[:, 1] - 1 / (2 * beta)).square()
+        case "hinge":
+            return F.relu(1 - scaled)
+        case "robust":
+            right = -(1 - wrong) * F.logsigmoid(scaled)
+            return (right + wrong * F.logsigmoid(-scaled)) / (1 - 2 * wrong)
+        case "apo_zero":
+            return F.sigmoid(-beta * gained[:, 0]) + F.sigmoid(beta * gained[:, 1])
+        case "apo_down":
+            return F.sigmoid(beta * gained[:, 0]) + F.sigmoid(-scaled)
+
+
+def simpo_losses(means: Tensor, options: SimpoOptions) -> Tensor:
+    """The loss of every pair, [pairs]: -log s(beta (w - l) - gamma); arXiv 2405.14734.
+
+    `means`: [pairs, 2], w and l, mean log-probabilities of the answers' tokens, preferred first.
+    """
+    return -F.logsigmoid(options.beta * (means[:, 0] - means[:, 1]) - options.gamma)
+
+
+def orpo_losses(means: Tensor, options: OrpoOptions) -> Tensor:
+    """The loss of every pair, [pairs]: -w - beta log s(log(odds(w) / odds(l))), where odds(x) =
+    exp(x) / (1 - exp(x)); arXiv 2403.07691.
+
+    `means`: as in `simpo_losses`. A mean of 0, of an answer that is certain, counts as CERTAIN.
+    """
+    below = means.clamp(max=CERTAIN)
+    log_odds = below - torch.log(-torch.expm1(below))
+    return -means[:, 0] - options.beta * F.logsigmoid(log_odds[:, 0] - log_odds[:, 1])
+
+
 def pair_losses(
-    logs: Tensor, reference: Tensor, counts: Tensor, options: DpoOptions
+    logs: Tensor, reference: Tensor, counts: Tensor, options: PairOptions
 ) -> tuple[Tensor, Tensor]:
     """The loss of every pair, [pairs], and the rewards of its answers, [pairs, 2].
 
     All of [pairs, 2], preferred answers first.
 
-    `logs`, `reference`: log-probabilities of the answers; `counts`: their tokens.
+    `logs`, `reference`: log-probabilities of the answers; `counts`: their tokens. SimPO and ORPO
+    do not read `reference`.
     """
-    gained = logs - reference
-    of_loss = gained if options.loss_type == "sigmoid" else gained / counts.clamp(min=1)
-    margin = of_loss[:, 0] - of_loss[:, 1]
-    squared = options.loss_type == "ipo"
-    losses = (
-        (margin - 1 / (2 * options.beta)).square()
-        if squared
-        else -F.logsigmoid(options.beta * margin)
-    )
-    return losses, options.beta * gained.detach()
+    if isinstance(options, DpoOptions):
+        gained = logs - reference
+        return dpo_losses(gained, counts, options), options.beta * gained.detach()
+    means = logs / counts.clamp(min=1)
+    rewards = options.beta * means.detach()
+    if isinstance(options, SimpoOptions):
+        return simpo_losses(means, options), rewards
+    return orpo_losses(means, options), rewards
 
 
-def preference_loss(options: DpoOptions, pairs: int, targets: int) -> LossOf[PairBatch]:
+def preference_loss(options: PairOptions, pairs: int, targets: int) -> LossOf[PairBatch]:
     """The loss of a global batch of so many pairs and target tokens of preferred answers
     (`LossOf`): the sums are those of a `PairSums`, fp64 [8].
     """
-    of_words = (options.rpo_alpha or 0.0) * pairs / max(1, targets)
+    weight = (options.rpo_alpha or 0.0) if isinstance(options, DpoOptions) else 0.0
+    of_words = weight * pairs / max(1, targets)
 
     def loss_of(model: nn.Module, own: PairBatch, scale: float) -> tuple[Tensor, Tensor]:
         of_answers, correct = answer_log_probabilities(model, own)

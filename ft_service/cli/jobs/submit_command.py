@@ -36,7 +36,7 @@ from ft_service.ids import new_id
 from ft_service.plan.auto_options import within_context
 from ft_service.rundir.file_digest import FileDigest
 from ft_service.settings import Settings
-from ft_service.spec import DataFileRef, JobSpec, by_samples
+from ft_service.spec import PAIR_METHODS, DataFileRef, JobSpec, by_samples
 from ft_service.spec_files.spec_file import LocalData, SpecFile, resolve_spec_file
 
 _PACKED = 100
@@ -148,7 +148,7 @@ def _check_lines(spec: SpecFile) -> list[str]:
         try:
             request = spec.request
             columns = Columns.of(request.data, of_prompts=request.method.type == "reinforcement")
-            pairs = request.method.type == "dpo"
+            pairs = request.method.type in PAIR_METHODS
             report = check_lines(
                 path, files=data.files, columns=columns, pairs=pairs, records=records
             )

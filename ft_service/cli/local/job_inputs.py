@@ -94,7 +94,10 @@ def examine_data(
         for param, data in data_files(spec):
             columns = TokenOptions.of(spec).columns
             report = check_lines(
-                Path(data.path), files=data.files, columns=columns, pairs=spec.dpo is not None
+                Path(data.path),
+                files=data.files,
+                columns=columns,
+                pairs=spec.preferences is not None,
             )
             reports[param] = refuse_faults(report.error(param, data.name) or report)
     return JobData(reports, statistics)

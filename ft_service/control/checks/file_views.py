@@ -77,7 +77,11 @@ def job_statistics(job: Job, places: Places) -> DataStatistics:
     """Statistics of a job's files, as it trains on them. Raises as `file_statistics`."""
     spec = job.spec
     return file_statistics(
-        Measure.of(spec), spec.model.path, TokenOptions.of(spec), places, pairs=spec.dpo is not None
+        Measure.of(spec),
+        spec.model.path,
+        TokenOptions.of(spec),
+        places,
+        pairs=spec.preferences is not None,
     )
 
 

@@ -146,7 +146,7 @@ def config(job: Job, spec: JobSpec) -> dict[str, Any]:
             name: getattr(spec, name).model_dump(mode="json")
             for name in ("lora", "precision", "training", "distributed", "checkpoint")
         },
-        **({"dpo": spec.dpo.model_dump(mode="json")} if spec.dpo else {}),
+        **({spec.method: own.model_dump(mode="json")} if (own := spec.preferences) else {}),
         # A grader may have the answers that are right, and addresses of its operator's.
         **(
             {"reinforcement": rl.model_dump(mode="json", exclude={"grader"})}

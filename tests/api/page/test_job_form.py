@@ -101,7 +101,9 @@ def test_openais_hyperparameters_become_the_forms_own_fields() -> None:
     )
 
 
-@pytest.mark.parametrize("method", [{"type": "supervised"}, {"type": "dpo"}, reinforcement()])
+@pytest.mark.parametrize(
+    "method", [{"type": "supervised"}, {"type": "dpo"}, {"type": "orpo"}, reinforcement()]
+)
 def test_a_multiplied_learning_rate_stays_the_same_with_every_method(
     method: dict[str, Any],
 ) -> None:
@@ -113,6 +115,7 @@ def test_a_multiplied_learning_rate_stays_the_same_with_every_method(
     }
     again = job_form.body_of(job_form.fields_of(body))
     assert "hyperparameters" not in again
+    assert again.get("method", {"type": "supervised"})["type"] == method["type"]
     rate = parse_request(body).resolved_training().rate
     assert parse_request(again).resolved_training().rate == pytest.approx(rate, rel=1e-9)
 

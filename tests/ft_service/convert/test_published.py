@@ -520,6 +520,16 @@ def test_training_of_all_weights_is_said_before_anything_else(tmp_path: Path) ->
         ),
         (ZEPHYR, {"beta": 0.01}),
         (
+            ZEPHYR | {"loss_type": "robust", "label_smoothing": 0.1},
+            {"beta": 0.01, "loss_type": "robust", "label_smoothing": 0.1},
+        ),
+        (ZEPHYR | {"loss_type": "robust"}, {"beta": 0.01, "loss_type": "sigmoid"}),
+        (
+            ZEPHYR | {"loss_type": "apo_zero", "label_smoothing": 0.1},
+            {"beta": 0.01, "loss_type": "apo_zero"},
+        ),
+        (FACTORY_DPO | {"pref_loss": "hinge"}, {"beta": 0.1, "loss_type": "hinge"}),
+        (
             ZEPHYR | {"loss_type": "sigmoid_norm", "rpo_alpha": 1.0},
             {"beta": 0.01, "loss_type": "sigmoid_norm", "rpo_alpha": 1.0},
         ),

@@ -37,3 +37,12 @@ def test_a_method_is_shown_without_the_options_of_training() -> None:
         "method.type": "dpo",
         "method.dpo.hyperparameters.beta": 0.1,
     }
+
+
+def test_losses_of_different_methods_on_pairs_are_not_compared() -> None:
+    simpo = {"type": "simpo", "simpo": {"hyperparameters": {"beta": 2, "gamma": 1}}}
+    orpo = {"type": "orpo", "orpo": {"hyperparameters": {"beta": 0.1}}}
+    assert loss_measure(simpo) == "simpo of pairs (beta 2, gamma 1)"
+    assert loss_measure(orpo) == "orpo of pairs (beta 0.1)"
+    smoothed = dpo(beta=0.1, loss_type="robust", label_smoothing=0.2)
+    assert loss_measure(smoothed) == "robust of pairs (beta 0.1, label_smoothing 0.2)"

@@ -8,6 +8,8 @@ from ft_service.errors import SpecError
 from ft_service.spec import (
     LEARNING_RATE,
     DpoOptions,
+    OrpoOptions,
+    SimpoOptions,
     parse_request,
 )
 
@@ -58,3 +60,32 @@ def test_preference_pairs_have_rates_and_epochs_of_their_own() -> None:
 def test_a_section_of_another_method_is_refused() -> None:
     with pytest.raises(SpecError, match=r"method\.dpo is given and method\.type is 'supervised'"):
         parse_request({**BODY, "method": {"dpo": {"hyperparameters": {"beta": 0.1}}}})
+
+
+@pytest.mark.parametrize(
+    ("given", "says"),
+    [
+        ({"loss_type": "hinge", "label_smoothing": 0.1}, "label_smoothing = 0.1 with loss_type"),
+        ({"loss_type": "robust"}, "'robust' needs label_smoothing"),
+        ({"label_smoothing": 0.5}, "label_smoothing"),
+    ],
+)
+def test_smoothing_that_no_loss_reads_is_refused(given: dict[str, Any], says: str) -> None:
+    with pytest.raises(SpecError, match=says):
+        parse_request({**BODY, **preferring(**given)})
+
+
+def test_methods_without_reference_have_options_rates_and_epochs_of_their_own() -> None:
+    request = parse_request({**BODY, "method": {"type": "simpo"}})
+    assert request.method.simpo_options() == SimpoOptions(beta=2.0, gamma=1.0)
+    assert request.method.dpo_options() is None
+    assert request.resolved_training().learning_rate == 5e-6
+    orpo = {"type": "orpo", "orpo": {"hyperparameters": {"beta": 0.3}}}
+    request = parse_request({**BODY, "method": orpo})
+    assert request.method.orpo_options() == OrpoOptions(beta=0.3)
+    training = request.resolved_training()
+    assert (training.learning_rate, training.n_epochs) == (5e-5, 1)
+    with pytest.raises(SpecError, match=r"method\.dpo is given and method\.type is 'orpo'"):
+        parse_request({**BODY, "method": {"type": "orpo", "dpo": {}}})
+    with pytest.raises(SpecError, match="with method simpo: only the answers"):
+        parse_request({**BODY, "method": {"type": "simpo"}, "training": {"train_on": "everything"}})

@@ -1,5 +1,5 @@
-"""Direct preference optimisation against the papers' formulas on stock parts, and against TRL:
-losses, rewards, gradients.
+"""Losses on pairs against the papers' formulas on stock parts, and those of direct preference
+optimisation against TRL: losses, rewards, gradients.
 """
 
 from __future__ import annotations
@@ -7,7 +7,7 @@ from __future__ import annotations
 import importlib.util
 import math
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, cast, get_args
 
 import numpy as np
 import pytest
@@ -16,7 +16,8 @@ from torch import Tensor
 
 from ft_service.data.tokens.sample import Tokens
 from ft_service.data.tokens.token_set import TokenSet
-from ft_service.spec import DpoOptions, JobSpec
+from ft_service.spec import DpoOptions, JobSpec, OrpoOptions, PairOptions, SimpoOptions
+from ft_service.spec.methods import DpoLoss
 from tests.support.ranks import run_on_ranks
 from tests.support.training.models import (
     VOCABULARY,
@@ -35,14 +36,24 @@ from workers.training.step import forward_backward
 
 PAIRS = 4
 STEPS = 3
-OPTIONS = {
+OPTIONS: dict[str, DpoOptions] = {
     "sigmoid": DpoOptions(beta=0.3, loss_type="sigmoid"),
     "ipo": DpoOptions(beta=0.3, loss_type="ipo"),
     "sigmoid_norm": DpoOptions(beta=2.0, loss_type="sigmoid_norm"),
+    "smoothed": DpoOptions(beta=0.3, loss_type="sigmoid", label_smoothing=0.2),
+    "hinge": DpoOptions(beta=0.3, loss_type="hinge"),
+    "robust": DpoOptions(beta=0.3, loss_type="robust", label_smoothing=0.2),
+    "apo_zero": DpoOptions(beta=0.3, loss_type="apo_zero"),
+    "apo_down": DpoOptions(beta=0.3, loss_type="apo_down"),
     "with a term of supervised training": DpoOptions(beta=0.3, loss_type="sigmoid", rpo_alpha=0.7),
 }
+WITHOUT_REFERENCE: dict[str, PairOptions] = {
+    "simpo": SimpoOptions(beta=2.0, gamma=1.0),
+    "orpo": OrpoOptions(beta=0.5),
+}
 IN_TRL: dict[str, tuple[list[str], list[float]]] = {
-    **{name: ([name], [1.0]) for name in ("sigmoid", "ipo", "sigmoid_norm")},
+    **{name: ([name], [1.0]) for name in OPTIONS if name in get_args(DpoLoss)},
+    "smoothed": (["sigmoid"], [1.0]),
     "with a term of supervised training": (["sigmoid", "sft"], [1.0, 0.7]),
 }
 
@@ -69,7 +80,7 @@ def reference_values() -> Tensor:
 
 
 def preference_steps(
-    rank: int, world: int, spec: JobSpec, packed: bool, options: list[DpoOptions]
+    rank: int, world: int, spec: JobSpec, packed: bool, options: list[PairOptions]
 ) -> list[list[Step]]:
     """Steps by the real worker code for each of the options, from the same beginning."""
     built = constructed(spec, world)
@@ -109,7 +120,7 @@ def _step(
     return done
 
 
-def paper_steps(model: Path, spec: JobSpec, options: DpoOptions) -> list[Step]:
+def paper_steps(model: Path, spec: JobSpec, options: PairOptions) -> list[Step]:
     """The same by the formula: whole logits, plain autograd, one unsharded process."""
     peft_model = reference(model, spec)
     trained = {plain_name(n): p for n, p in peft_model.named_parameters() if p.requires_grad}
@@ -119,19 +130,47 @@ def paper_steps(model: Path, spec: JobSpec, options: DpoOptions) -> list[Step]:
     for _ in range(STEPS):
         of_answers = torch.stack([_answer(peft_model, sample) for sample in data])
         tokens = torch.tensor([sample.target_count for sample in data], dtype=torch.float64)
-        gained = of_answers - kept
-        gained = gained if options.loss_type == "sigmoid" else gained / tokens
-        h = gained[0::2] - gained[1::2]
-        if options.loss_type == "ipo":
-            loss = ((h - 1 / (2 * options.beta)) ** 2).mean()
-        else:
-            loss = torch.log1p(torch.exp(-options.beta * h)).mean()
-        if options.rpo_alpha:
+        loss = paper_losses(of_answers, kept, tokens, options).mean()
+        if isinstance(options, DpoOptions) and options.rpo_alpha:
             loss = loss - options.rpo_alpha * of_answers[0::2].sum() / tokens[0::2].sum()
         loss.backward()
         done.append(Step(loss.item(), {name: full(p.grad) for name, p in trained.items()}))
         descend(trained)
     return done
+
+
+def paper_losses(of_answers: Tensor, kept: Tensor, tokens: Tensor, options: PairOptions) -> Tensor:
+    """The losses of the pairs, as their papers write them, by exp and log alone."""
+
+    def sigma(x: Tensor) -> Tensor:
+        return 1 / (1 + torch.exp(-x))
+
+    if not isinstance(options, DpoOptions):
+        means = of_answers / tokens
+        better = means[0::2]
+        worse = means[1::2]
+        if isinstance(options, SimpoOptions):
+            return -torch.log(sigma(options.beta * better - options.beta * worse - options.gamma))
+        odds = [torch.exp(mean) / (1 - torch.exp(mean)) for mean in (better, worse)]
+        return -better - options.beta * torch.log(sigma(torch.log(odds[0] / odds[1])))
+    gained = of_answers - kept
+    if options.loss_type in ("ipo", "sigmoid_norm"):
+        gained = gained / tokens
+    w = gained[0::2]
+    v = gained[1::2]
+    beta = options.beta
+    wrong = options.label_smoothing
+    right = -torch.log(sigma(beta * (w - v)))
+    swapped = -torch.log(sigma(beta * (v - w)))
+    return {
+        "sigmoid": (1 - wrong) * right + wrong * swapped,
+        "sigmoid_norm": right,
+        "ipo": (w - v - 1 / (2 * beta)) ** 2,
+        "hinge": torch.where(beta * (w - v) < 1, 1 - beta * (w - v), 0),
+        "robust": ((1 - wrong) * right - wrong * swapped) / (1 - 2 * wrong),
+        "apo_zero": 1 - sigma(beta * w) + sigma(beta * v),
+        "apo_down": sigma(beta * w) + 1 - sigma(beta * (w - v)),
+    }[options.loss_type]
 
 
 def _answer(model: torch.nn.Module, sample: Tokens) -> Tensor:
@@ -157,7 +196,7 @@ def test_losses_and_gradients_are_those_of_the_paper(
     spec = spec_for(
         model, ranks=world, precision={"default": storage, "compute": "fp32"}, lora={"r": 4}
     )
-    options = list(OPTIONS.values())
+    options = [*OPTIONS.values(), *WITHOUT_REFERENCE.values()]
     expected = [paper_steps(model, spec, own) for own in options]
     for rank in run_on_ranks(preference_steps, world, spec, packed, options):
         for ours, truth in zip(rank, expected, strict=True):
@@ -204,6 +243,7 @@ def trl_trainer(peft_model: Any, model: Path, loss: str, folder: Path) -> Any:
         beta=OPTIONS[loss].beta,
         loss_type=types,
         loss_weights=weights,
+        label_smoothing=OPTIONS[loss].label_smoothing,
         use_cpu=True,
         bf16=False,
         activation_checkpointing=False,
@@ -256,6 +296,38 @@ def steps_on_pairs_of_trl(rank: int, world: int, spec: JobSpec, options: DpoOpti
         )
         descend(trained)
     return steps
+
+
+@pytest.mark.parametrize("name", [*OPTIONS, *WITHOUT_REFERENCE])
+def test_losses_and_their_gradients_are_those_of_the_formula(name: str) -> None:
+    options = {**OPTIONS, **WITHOUT_REFERENCE}[name]
+    generator = torch.Generator().manual_seed(3)
+    tokens = torch.tensor([[3, 9], [5, 2], [7, 7], [1, 4]])
+    start = -torch.rand(4, 2, generator=generator) * 2 * tokens
+    kept = -torch.rand(4, 2, generator=generator) * 2 * tokens
+    ours = start.clone().requires_grad_()
+    theirs = start.clone().requires_grad_()
+    losses, rewards = pair_losses(ours, kept, tokens, options)
+    truth = paper_losses(theirs.flatten(), kept.flatten(), tokens.flatten(), options)
+    losses.sum().backward()
+    truth.sum().backward()
+    assert losses.tolist() == pytest.approx(truth.tolist(), rel=1e-6, abs=1e-6)
+    assert ours.grad is not None
+    assert theirs.grad is not None
+    assert ours.grad.flatten().tolist() == pytest.approx(
+        theirs.grad.flatten().tolist(), rel=1e-6, abs=1e-6
+    )
+    gained = start - kept if name in OPTIONS else start / tokens
+    assert torch.allclose(rewards, options.beta * gained)
+    assert not rewards.requires_grad
+
+
+def test_odds_of_certain_answers_are_finite() -> None:
+    logs = torch.tensor([[0.0, -1.0], [-1.0, 0.0]], dtype=torch.float64, requires_grad=True)
+    losses, _ = pair_losses(logs, logs, torch.ones(2, 2), WITHOUT_REFERENCE["orpo"])
+    losses.sum().backward()
+    assert logs.grad is not None
+    assert bool(losses.isfinite().all() and logs.grad.isfinite().all())
 
 
 def test_rewards_are_beta_times_what_was_gained() -> None:

@@ -195,7 +195,9 @@ def test_a_case_whose_process_is_always_killed_is_later_and_never_a_grade(
         os.kill(killed[-1], signal.SIGKILL)
         return graded(grader, message)
 
-    with FencedGrader("def grade(sample, item): return 1", private={}) as grader:
+    # Slow, so that no answer is on its way when the process is killed.
+    source = "import time\ndef grade(sample, item):\n    time.sleep(1)\n    return 1"
+    with FencedGrader(source, private={}) as grader:
         monkeypatch.setattr(FencedGrader, "_graded", struck)
         with pytest.raises(UnavailableError, match="killed by signal 9") as lost:
             grader.score(case("4").as_json())
@@ -212,12 +214,18 @@ def test_nothing_of_it_outlives_its_grader() -> None:
         pid = grader._process.pid
         below = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
         assert below
-        scores: list[Score] = []
-        thread = threading.Thread(target=lambda: scores.append(grader.score(case("4").as_json())))
+        lost: list[UnavailableError] = []
+
+        def score() -> None:
+            with pytest.raises(UnavailableError) as caught:
+                grader.score(case("4").as_json())
+            lost.append(caught.value)
+
+        thread = threading.Thread(target=score)
         thread.start()
         grader.kill()
         thread.join()
-        assert scores[0].error == "python_grader_server_error"
+        assert lost[0].is_lost
     wait_until(lambda: not any(Path(f"/proc/{one}").exists() for one in (pid, *below)))
 
 

@@ -37,7 +37,7 @@ _HINTS = {
     "training_file": "your data, relative to this file; see `ft data check FILE`",
 }
 _GRADER = "method.reinforcement.grader"
-_METHODS = "methods are supervised, dpo and reinforcement (GRPO)"
+_METHODS = "supervised, dpo and reinforcement (GRPO) are taken over"
 _OTHER_METHOD = re.compile(
     r"(?<![a-z])(orpo|kto|cpo|simpo|ppo|rloo|gkd|reward)(?![a-z])", re.IGNORECASE
 )

@@ -48,8 +48,9 @@ differs from ours, the SPEC states the value, with a comment. The exit code is
 
 - 0 if nothing that changes the result is lost: what is left is names to fill in, or notes to check,
 - 1 if something is not supported or is left to you, so that the result may differ until then,
-- 64 if nothing is written: the file is of an unknown kind, trains several times, or asks for a method that this service does
-  not have (KTO, ORPO, SimPO, PPO, RLOO, reward models).
+- 64 if nothing is written: the file is of an unknown kind, trains several times, or asks for a method that is
+  not taken over: ORPO and SimPO, for which you write `method: orpo` or `simpo` yourself, and those that this service does not
+  have (KTO, PPO, RLOO, reward models).
 
 [What becomes of public configs](converted-configs.md) has thirty of them, with what differs.
 

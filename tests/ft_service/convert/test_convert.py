@@ -502,7 +502,7 @@ def test_the_exit_code_says_whether_anything_is_lost(ft: Ft, tmp_path: Path) -> 
     path.write_text(yaml.safe_dump(AXOLOTL | {"rl": "kto"}))
     refused = ft("convert", path, "--out", tmp_path / "spec.yaml")
     assert (refused.code, refused.out) == (64, "")
-    assert 'rl: "kto": methods are supervised and dpo.' in refused.err
+    assert 'rl: "kto": supervised and dpo are taken over.' in refused.err
     assert not (tmp_path / "spec.yaml").exists()
     assert ft("convert", tmp_path / "absent.yaml").code == 64
 

@@ -19,6 +19,7 @@ from typing import Any
 import pytest
 
 from ft_service.host.quick_imports import begin_imports, end_imports
+from tests.support.cpu_budgets import budget_of, over_budget, slowness
 from tests.support.cpu_seconds import CpuSeconds
 from tests.support.environment import forget_settings
 from tests.support.ports import listening_sockets
@@ -43,11 +44,17 @@ SHOWN_FILES = 25
 _TREE = pytest.StashKey[set[str]]()
 _LEFT = pytest.StashKey[list[str]]()
 _CPU = pytest.StashKey[CpuSeconds]()
+_SLOWNESS = pytest.StashKey[list[float]]()
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
         "--processes", type=int, default=0, help="test processes side by side; 0: this one"
+    )
+    parser.addoption(
+        "--hold-budgets",
+        action="store_true",
+        help="a file far above its CPU seconds (tests/support/cpu_budgets.py) fails the run",
     )
 
 
@@ -56,6 +63,7 @@ def pytest_configure(config: pytest.Config) -> None:
     forget_settings()
     os.environ[MARK] = uuid.uuid4().hex
     config.stash[_LEFT], config.stash[_CPU] = [], CpuSeconds()
+    config.stash[_SLOWNESS] = [slowness()]
     config.stash[_TREE] = working_tree()
     if processes := config.getoption("--processes"):
         # As many threads of torch as test processes, and not their product.
@@ -81,15 +89,18 @@ def _begin_process(threads: str) -> None:
         torch.set_num_threads(int(threads))
 
 
-def _end_process(config: pytest.Config) -> tuple[list[str], dict[str, float]]:
-    """Return what this process's tests left behind, and their CPU seconds by file."""
-    return left_by_this_process(), dict(config.stash[_CPU].of_file)
+def _end_process(config: pytest.Config) -> tuple[list[str], dict[str, float], float]:
+    """Return what this process's tests left behind, their CPU seconds by file, and how slow the
+    processor is while others may still run.
+    """
+    return left_by_this_process(), dict(config.stash[_CPU].of_file), slowness()
 
 
-def _take(config: pytest.Config, told: tuple[list[str], dict[str, float]]) -> None:
-    left, seconds = told
+def _take(config: pytest.Config, told: tuple[list[str], dict[str, float], float]) -> None:
+    left, seconds, slower = told
     config.stash[_LEFT] += left
     config.stash[_CPU].of_file.update(seconds)
+    config.stash[_SLOWNESS].append(slower)
 
 
 @pytest.fixture(autouse=True, scope="session")
@@ -122,6 +133,22 @@ def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> Non
     cpu = config.stash[_CPU]
     if len(cpu.of_file) > SHOWN_FILES:
         terminalreporter.write_line(cpu.report(SHOWN_FILES))
+    for line in _dear(config) if config.getoption("--hold-budgets") else ():
+        terminalreporter.write_line(line)
+
+
+def _dear(config: pytest.Config) -> list[str]:
+    """Return a line for each file that took too much. The slowest of the run's own measures of the
+    processor counts.
+    """
+    seconds = config.stash[_CPU].of_file
+    slowest = max(config.stash[_SLOWNESS])
+    return [
+        f"{file} took {seconds[file]:.1f} CPU seconds, {times:.1f} times its budget of "
+        f"{budget_of(file)} on a processor {slowest:.1f} times as slow as theirs: share a fixture, "
+        "use smaller shapes, or remove cases that a lower test has"
+        for file, times in over_budget(seconds, slowest).items()
+    ]
 
 
 def pytest_collection_finish() -> None:
@@ -132,11 +159,13 @@ def pytest_collection_finish() -> None:
 def pytest_sessionfinish(session: pytest.Session) -> None:
     left = session.config.stash[_LEFT] + left_by_this_process()
     left += [f"file {line[3:]}" for line in sorted(working_tree() - session.config.stash[_TREE])]
-    if left:
+    held = session.config.getoption("--hold-budgets")
+    if left or (held and _dear(session.config)):
         session.exitstatus = pytest.ExitCode.TESTS_FAILED
         if session.config.pluginmanager.hasplugin("cacheprovider"):
             # `make test-failed` finds nothing then, and fails: no test alone is to blame.
             session.config.cache.set("cache/lastfailed", {})
+    if left:
         # Forked processes share a port.
         print("\nThis run has left behind:", *dict.fromkeys(left), sep="\n  ")
 

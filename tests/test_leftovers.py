@@ -17,6 +17,7 @@ from pathlib import Path
 import pytest
 
 from tests.support.attempts import HANG_SECONDS, wait_for
+from tests.support.cpu_budgets import ABOVE, ALLOWED, BUDGET, over_budget
 
 TESTS = Path(__file__).parent
 PYTEST = (sys.executable, "-m", "pytest", "-q")
@@ -28,11 +29,14 @@ UNTIDY = {
 }
 TIDY = "import subprocess\ndef test_it(): subprocess.run(['true'], check=True)"
 
+DEAR = "import time\ndef test_it():\n    begun = time.process_time()\n    while time.process_time() < begun + 0.2: pass"
+"""The system counts in hundredths of a second."""
+
 
 @pytest.fixture
 def project(tmp_path: Path) -> Path:
     """A working tree with this project's conftest and no tests."""
-    support = ("__init__", "cpu_seconds", "environment", "ports", "side_by_side")
+    support = ("__init__", "cpu_budgets", "cpu_seconds", "environment", "ports", "side_by_side")
     for name in ("__init__.py", "conftest.py", *(f"support/{module}.py" for module in support)):
         (tmp_path / "tests" / name).parent.mkdir(parents=True, exist_ok=True)
         shutil.copy(TESTS / name, tmp_path / "tests" / name)
@@ -125,6 +129,36 @@ def test_tests_whose_process_died_have_failed_and_others_are_run(project: Path) 
     last = ended.stdout.splitlines()[-1]
     assert (ended.returncode, last[:18]) == (1, "2 failed, 4 passed"), ended.stdout + ended.stderr
     assert "died in tests/test_dying.py::test_it (exit code 3)" in ended.stdout
+
+
+@pytest.mark.parametrize(
+    ("options", "code"), [(PARALLEL, 0), ((*PARALLEL, "--hold-budgets"), 1)], ids=["shown", "held"]
+)
+def test_a_run_with_a_file_above_its_budget_has_failed_if_budgets_are_held(
+    project: Path, options: tuple[str, ...], code: int
+) -> None:
+    with (project / "tests/support/cpu_budgets.py").open("a") as budgets:
+        budgets.write('\nABOVE["tests/test_dear.py"] = 0.001\n')
+    ended = run(project, {"dear": DEAR, "other": TIDY}, options)
+    named = re.findall(r"^(tests/\S+) took .* times its budget", ended.stdout, re.MULTILINE)
+    assert (ended.returncode, named) == (code, ["tests/test_dear.py"] * code), ended.stderr
+    assert "2 passed" in ended.stdout
+    assert "left behind" not in ended.stdout
+    again = run(project, {}, ("--last-failed", "--last-failed-no-failures", "none"))
+    assert again.returncode == 5, "`make test-failed` has nothing that could pass instead"
+
+
+def test_files_above_the_budget_are_there_and_no_row_is_for_nothing() -> None:
+    for file, seconds in ABOVE.items():
+        assert (TESTS.parent / file).is_file(), file
+        assert seconds > BUDGET, file
+
+
+def test_a_slow_processor_makes_no_file_dearer() -> None:
+    just = ALLOWED * BUDGET
+    seconds = {"tests/one.py": just + 0.1, "tests/other.py": just - 0.1}
+    assert list(over_budget(seconds, 1.0)) == ["tests/one.py"]
+    assert over_budget(seconds, 1.1) == {}
 
 
 def test_processes_end_with_the_one_that_forked_them(project: Path) -> None:

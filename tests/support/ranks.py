@@ -19,6 +19,8 @@ from ft_service.spec import JobSpec
 from workers.model import probes
 
 Result = TypeVar("Result")
+Work = tuple[Callable[[int, int, JobSpec], Any], dict[str, JobSpec]]
+"""A function, and the jobs that it is called with, by their cases."""
 
 CHECK_BY_DRIVER = "PYTORCH_NVML_BASED_CUDA_CHECK"
 """With it, whether there is a GPU is asked of its driver: to ask CUDA begins it, and no fork of
@@ -70,16 +72,20 @@ class Cases(Generic[Result]):
         function: Callable[[int, int, JobSpec], Result],
         specs: Mapping[str, JobSpec],
         slow: Collection[str] = (),
+        together: list[Cases[Any]] | None = None,
     ) -> None:
         """`function`: as for `run_on_ranks`.
 
         `specs`: jobs by the names of their cases. `slow`: those whose tests are marked so, without
-        which the others are computed.
+        which the others are computed. `together`: cases of other functions that are computed on the
+        same ranks; these are added to it. All are to be added before the first is asked for.
         """
         self._function = function
         self._specs = specs
         self._slow = frozenset(slow)
         self._found: dict[str, list[Result]] = {}
+        self._together: list[Cases[Any]] = [] if together is None else together
+        self._together.append(self)
 
     def of(self, case: str) -> tuple[JobSpec, list[Result]]:
         """The job of a case, and what the function returned on each of its ranks.
@@ -88,15 +94,21 @@ class Cases(Generic[Result]):
         """
         spec = self._specs[case]
         if case not in self._found:
-            alike = {
-                other: own
-                for other, own in self._specs.items()
-                if own.world_size == spec.world_size
-                and (other in self._slow) == (case in self._slow)
-            }
-            by_rank = run_on_ranks(_each, spec.world_size, self._function, alike)
-            self._found |= {other: [found[other] for found in by_rank] for other in alike}
+            alike = [own._alike(spec.world_size, case in self._slow) for own in self._together]
+            by_rank = run_on_ranks(_each, spec.world_size, alike)
+            for number, own in enumerate(self._together):
+                for other in alike[number][1]:
+                    own._found[other] = [found[number][other] for found in by_rank]
         return spec, self._found[case]
+
+    def _alike(self, world: int, slow: bool) -> Work:
+        """Return the function, and its jobs of so many ranks whose tests are slow, or not."""
+        specs = {
+            case: spec
+            for case, spec in self._specs.items()
+            if spec.world_size == world and (case in self._slow) == slow
+        }
+        return self._function, specs
 
 
 def often_and_slow(cases: Collection[str], slow: Collection[str]) -> list[Any]:
@@ -107,10 +119,11 @@ def often_and_slow(cases: Collection[str], slow: Collection[str]) -> list[Any]:
     return [pytest.param(case, marks=pytest.mark.slow) if case in slow else case for case in cases]
 
 
-def _each(
-    rank: int, world: int, function: Callable[[int, int, JobSpec], Any], specs: dict[str, JobSpec]
-) -> dict[str, Any]:
-    return {case: function(rank, world, spec) for case, spec in specs.items()}
+def _each(rank: int, world: int, work: list[Work]) -> list[dict[str, Any]]:
+    return [
+        {case: function(rank, world, spec) for case, spec in specs.items()}
+        for function, specs in work
+    ]
 
 
 def _start(

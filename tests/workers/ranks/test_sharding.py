@@ -17,7 +17,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import PreTrainedModel
 
 from ft_service.spec import JobSpec
-from tests.support.ranks import Cases, often_and_slow, run_on_ranks
+from tests.support.ranks import Cases, often_and_slow
 from tests.support.training.models import save_tiny_llama, spec_for
 from tests.support.training.parity import (
     CPU,
@@ -76,6 +76,43 @@ def references() -> References:
     return References()
 
 
+class Seen:
+    """What ranks see of every case, of whichever test: those of one number are started once."""
+
+    def __init__(self, deep: Path, tied: Path) -> None:
+        together: list[Cases[Any]] = []
+
+        def of(function: Any, specs: dict[str, JobSpec], slow: Collection[str] = ()) -> Cases[Any]:
+            return Cases(function, specs, slow, together)
+
+        def trained(model: Path, slow: Collection[str]) -> Cases[list[Step]]:
+            specs = {
+                case: job(model, 2, precision, **options)
+                for case, (precision, options, *_) in CASES.items()
+            }
+            return of(steps_of_sharding, specs, slow)
+
+        self.trained = {"deep": trained(deep, SLOW), "tied": trained(tied, SLOW_WHEN_TIED)}
+        others = {
+            case: job(deep, ranks, precision, each=8, **own)
+            for case, (ranks, precision, own, _) in OTHERS.items()
+        }
+        self.otherwise: Cases[list[Step]] = of(steps_of_sharding, others, SLOW_OTHERWISE)
+        depths = {depth: job(deep, 2, MIXED, each=8, **own) for depth, own in DEPTHS.items()}
+        self.prefetched: Cases[tuple[list[int], list[int]]] = of(gathers_before_each_layer, depths)
+        early = {"prefetching": job(deep, 2, MIXED, each=8, prefetch={})}
+        self.early: Cases[tuple[int, int]] = of(early_gathers, early)
+        ignoring = {"one kind": job(deep, 2, MIXED, ignored=[r".*mlp\.up_proj.*"])}
+        self.ignoring: Cases[dict[str, bool]] = of(sharded_or_whole, ignoring)
+        validated = {case: job(deep, 2, MIXED, **own) for case, own in VALIDATED.items()}
+        self.validated: Cases[list[str]] = of(unsharded_after_validation, validated)
+
+
+@pytest.fixture(scope="module")
+def seen(deep: Path, tied: Path) -> Seen:
+    return Seen(deep, tied)
+
+
 LAYERS = 3
 CASES: dict[
     str, tuple[dict[str, Any], dict[str, Any], int, int]
@@ -103,20 +140,6 @@ SLOW_WHEN_TIED = (
 """The others have each of its counts of gathers but one, and these are not about the head."""
 
 
-@pytest.fixture(scope="module")
-def trained(deep: Path, tied: Path) -> dict[str, Cases[list[Step]]]:
-    """What two ranks see of every case, by its base."""
-
-    def of(model: Path, slow: Collection[str]) -> Cases[list[Step]]:
-        specs = {
-            case: job(model, 2, precision, **options)
-            for case, (precision, options, *_) in CASES.items()
-        }
-        return Cases(steps_of_sharding, specs, slow)
-
-    return {"deep": of(deep, SLOW), "tied": of(tied, SLOW_WHEN_TIED)}
-
-
 @pytest.mark.parametrize(
     ("base", "case"),
     [
@@ -126,10 +149,10 @@ def trained(deep: Path, tied: Path) -> dict[str, Cases[list[Step]]]:
     ],
 )
 def test_gathers_and_reductions_of_a_step_of_two_micro_batches(
-    base: str, case: str, trained: dict[str, Cases[list[Step]]], references: References
+    base: str, case: str, seen: Seen, references: References
 ) -> None:
     _, options, untied_gathers, tied_gathers = CASES[case]
-    spec, of_ranks = trained[base].of(case)
+    spec, of_ranks = seen.trained[base].of(case)
     truth = references.of(spec, steps_needed(spec))
     for steps in of_ranks:
         assert_parity(steps, truth)
@@ -182,21 +205,12 @@ SLOW_OTHERWISE = {"every linear layer a group, checkpointed selectively"}
 """Another keeps less for the backward."""
 
 
-@pytest.fixture(scope="module")
-def otherwise(deep: Path) -> Cases[list[Step]]:
-    specs = {
-        case: job(deep, ranks, precision, each=8, **own)
-        for case, (ranks, precision, own, _) in OTHERS.items()
-    }
-    return Cases(steps_of_sharding, specs, SLOW_OTHERWISE)
-
-
 @pytest.mark.parametrize("case", often_and_slow(OTHERS, SLOW_OTHERWISE))
 def test_other_ways_to_shard_change_no_number(
-    case: str, otherwise: Cases[list[Step]], references: References
+    case: str, seen: Seen, references: References
 ) -> None:
     _, _, options, gathers = OTHERS[case]
-    spec, of_ranks = otherwise.of(case)
+    spec, of_ranks = seen.otherwise.of(case)
     truth = references.of(spec, steps_needed(spec))
     for steps in of_ranks:
         assert_parity(steps, truth)
@@ -231,9 +245,9 @@ def _parameters_of(group: ShardGroup) -> list[nn.Parameter]:
 
 
 def test_resharding_to_fewer_ranks_gathers_over_those_in_backward(
-    otherwise: Cases[list[Step]],
+    seen: Seen,
 ) -> None:
-    _, of_ranks = otherwise.of("resharded to two of four")
+    _, of_ranks = seen.otherwise.of("resharded to two of four")
     for first, *_ in of_ranks:
         sizes = [ranks for kind, _, _, ranks in first.collectives if kind == "gather"]
         forward = sizes[1 : 1 + LAYERS]
@@ -242,9 +256,8 @@ def test_resharding_to_fewer_ranks_gathers_over_those_in_backward(
         assert backward == [2] * LAYERS
 
 
-def test_ignored_weights_are_whole_and_what_remains_is_sharded(deep: Path) -> None:
-    spec = job(deep, 2, MIXED, ignored=[r".*mlp\.up_proj.*"])
-    for kinds in run_on_ranks(sharded_or_whole, 2, spec):
+def test_ignored_weights_are_whole_and_what_remains_is_sharded(seen: Seen) -> None:
+    for kinds in seen.ignoring.of("one kind")[1]:
         whole = {name for name, sharded in kinds.items() if not sharded}
         assert whole == {n for n in kinds if "up_proj.base_layer" in n}
 
@@ -267,22 +280,14 @@ DEPTHS: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.fixture(scope="module")
-def prefetched(deep: Path) -> Cases[tuple[list[int], list[int]]]:
-    specs = {depth: job(deep, 2, MIXED, each=8, **options) for depth, options in DEPTHS.items()}
-    return Cases(gathers_before_each_layer, specs)
-
-
 @pytest.mark.parametrize("depth", DEPTHS)
-def test_prefetch_gathers_so_many_layers_ahead(
-    depth: str, prefetched: Cases[tuple[list[int], list[int]]]
-) -> None:
+def test_prefetch_gathers_so_many_layers_ahead(depth: str, seen: Seen) -> None:
     """Without it the gather of a layer is issued when its forward begins; backward is FSDP2's own:
     one ahead.
     """
     ahead = int(depth)
     behind = int(depth) or 1
-    for forward, backward in prefetched.of(depth)[1]:
+    for forward, backward in seen.prefetched.of(depth)[1]:
         # Groups are embedding, three layers, norm with head. When layer i computes, its gather is
         # number i + 2.
         assert forward == [min(i + 2 + ahead, 5) for i in range(LAYERS)]
@@ -314,8 +319,8 @@ def gathers_before_each_layer(rank: int, world: int, spec: JobSpec) -> tuple[lis
     return forward, [count - 5 for count in backward]
 
 
-def test_the_first_gather_can_be_issued_before_the_forward(deep: Path) -> None:
-    for early, later in run_on_ranks(early_gathers, 2, job(deep, 2, MIXED, each=8, prefetch={})):
+def test_the_first_gather_can_be_issued_before_the_forward(seen: Seen) -> None:
+    for early, later in seen.early.of("prefetching")[1]:
         assert (early, later) == (1, 8), "and then not again"
 
 
@@ -339,15 +344,9 @@ VALIDATED: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.fixture(scope="module")
-def validated(deep: Path) -> Cases[list[str]]:
-    specs = {case: job(deep, 2, MIXED, **options) for case, options in VALIDATED.items()}
-    return Cases(unsharded_after_validation, specs)
-
-
 @pytest.mark.parametrize("case", VALIDATED)
-def test_a_validation_leaves_nothing_gathered(case: str, validated: Cases[list[str]]) -> None:
-    assert not any(validated.of(case)[1])
+def test_a_validation_leaves_nothing_gathered(case: str, seen: Seen) -> None:
+    assert not any(seen.validated.of(case)[1])
 
 
 def unsharded_after_validation(rank: int, world: int, spec: JobSpec) -> list[str]:

@@ -23,6 +23,7 @@ from ft_service.spec import (
     JobOptions,
     JobRequest,
 )
+from ft_service.spec.options import CHOSEN_UNLESS_GIVEN
 from ft_service.spec.yaml_loader import StrictLoader
 
 SECTIONS = ("training", "lora", "precision", "distributed", "checkpoint", "evaluation")
@@ -142,11 +143,7 @@ def options() -> dict[str, Option]:
                 name=full,
                 label=FIRST.get(full, name),
                 hint=about.get("description", ""),
-                default="none"
-                if default is None
-                else default
-                if isinstance(default, str)
-                else _scalar(default),
+                default=AUTO if full in CHOSEN_UNLESS_GIVEN else _default_text(default),
                 choices=_choices(about),
                 is_number=any(
                     part.get("type") in ("number", "integer")
@@ -154,6 +151,12 @@ def options() -> dict[str, Option]:
                 ),
             )
     return fields
+
+
+def _default_text(default: Any) -> str:
+    if default is None:
+        return "none"
+    return default if isinstance(default, str) else _scalar(default)
 
 
 def body_of(form: Mapping[str, str]) -> dict[str, Any]:

@@ -193,6 +193,10 @@ class PrecisionOptions(Strict):
         return self.default
 
 
+CHOSEN_UNLESS_GIVEN = ("precision.default", "precision.compute")
+"""Options that are chosen for the machine unless they are given, whatever their default."""
+
+
 class TrainingOptions(Strict):
     """The optimisation, in the names of Transformers' TrainingArguments."""
 

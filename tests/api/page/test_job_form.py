@@ -258,6 +258,14 @@ def test_the_fields_show_numbers_and_words_without_quotes() -> None:
     assert options["distributed.nproc_per_node"].default == "auto"
 
 
+def test_a_format_that_was_given_stays_given_where_the_default_is_chosen() -> None:
+    options = job_form.options()
+    for name in ("precision.default", "precision.compute"):
+        assert (options[name].default, "bf16" in options[name].choices) == ("auto", True)
+    fields = job_form.fields_of({"precision": {"default": "bf16"}})
+    assert job_form.body_of({"model": "tiny", **fields})["precision"] == {"default": "bf16"}
+
+
 def test_what_is_written_in_a_field_is_read_as_in_yaml() -> None:
     form = {
         "model": "tiny",

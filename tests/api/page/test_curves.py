@@ -58,7 +58,8 @@ def test_a_jobs_curve_beside_its_parents_is_read_and_saved(
 
     # What was measured, as a file: of both jobs, then of one without its parent's line
     click(driver, "[aria-label='Loss as CSV']")
-    saved = until(lambda: next(downloads.glob(f"{job.id}-loss.csv"), None))
+    saved = downloads / f"{job.id}-loss.csv"
+    until(saved.exists)
     with saved.open(encoding="utf-8") as lines:
         rows = list(csv.DictReader(lines))
     assert [row["job"] for row in rows] == [job.id] * 20 + [parent.id] * 30
@@ -66,7 +67,8 @@ def test_a_jobs_curve_beside_its_parents_is_read_and_saved(
     ends = [f"{float(rows[place]['train_loss']):.4g}" for place in (0, 19)]
     assert f"Training: from {ends[0]} to {ends[1]}." in attribute(driver, LOSS, "aria-label")
     click(driver, "[aria-label='Loss as PNG']")
-    picture = until(lambda: next(downloads.glob(f"{job.id}-loss.png"), None))
+    picture = downloads / f"{job.id}-loss.png"
+    until(picture.exists)
     until(lambda: picture.read_bytes()[:8] == b"\x89PNG\r\n\x1a\n")
     click(driver, "[data-overlay]")
     assert "first" not in attribute(driver, LOSS, "aria-label")

@@ -73,7 +73,7 @@ def records(
     parquet.write_table(pa.Table.from_pylist(lines), path / "a.parquet")
     found: list[list[Record]] = []
     for name in ("a.jsonl", "a.parquet"):
-        with open_data(path / name, columns=columns or Columns()) as reader:
+        with open_data(path / name, columns=Columns() if columns is None else columns) as reader:
             given = [record for _, record in reader]
         assert all(isinstance(record, Record) for record in given), given
         found.append([record for record in given if isinstance(record, Record)])

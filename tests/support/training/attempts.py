@@ -7,13 +7,15 @@ import os
 import subprocess
 import sys
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import torch
 from safetensors.torch import load_file
 
 from ft_service.rundir.directory import RunDir
-from ft_service.rundir.documents import Outcome, Start
+from ft_service.rundir.documents import Outcome, OutcomeKind, Start
+from ft_service.rundir.events import read_segments
 from ft_service.spec import JobSpec
 from tests.support.ranks import run_on_ranks
 from tests.support.training.kept_tokens import give_tokens
@@ -71,12 +73,28 @@ def run_spec(run: RunDir) -> JobSpec:
     return spec
 
 
+def trained(spec: JobSpec, folder: Path, world: int) -> RunDir:
+    """The run directory of a job that has succeeded on `world` ranks."""
+    run = RunDir(folder)
+    run.write("spec.json", spec)
+    assert run_attempt(run, 1, world) == Outcome(kind=OutcomeKind.SUCCEEDED)
+    return run
+
+
+def table(run: RunDir) -> list[dict[str, str]]:
+    """The rows of metrics.csv."""
+    with run.path("metrics.csv").open() as file:
+        return list(csv.DictReader(file))
+
+
+def messages(run: RunDir) -> list[str]:
+    """What the first attempt reported."""
+    return [event.message for segment in read_segments(run, 1) for event in segment.events]
+
+
 def losses(run: RunDir, column: str = "train_loss") -> dict[int, float]:
     """A column of metrics.csv by step."""
-    with run.path("metrics.csv").open() as table:
-        return {
-            int(row["step"]): float(row[column]) for row in csv.DictReader(table) if row[column]
-        }
+    return {int(row["step"]): float(row[column]) for row in table(run) if row[column]}
 
 
 def adapter(run: RunDir) -> dict[str, torch.Tensor]:

@@ -14,9 +14,15 @@ import torch
 from ft_service.rundir.directory import RunDir
 from ft_service.rundir.documents import Outcome, OutcomeKind
 from ft_service.spec import JobSpec
-from tests.support.training.attempts import adapter, losses, run_attempt
+from tests.support.training.attempts import (
+    adapter,
+    losses,
+    messages,
+    run_attempt,
+    table,
+    trained,
+)
 from tests.support.training.models import save_chat_base, save_pairs, spec_for
-from tests.workers.training.test_reference_logprobs import messages, table, trained
 
 STEPS = 4
 METHODS: dict[str, dict[str, Any]] = {

@@ -4,7 +4,6 @@ stopped, resumed, going on.
 
 from __future__ import annotations
 
-import csv
 import shutil
 from pathlib import Path
 
@@ -14,10 +13,16 @@ import torch
 
 from ft_service.rundir.directory import RunDir
 from ft_service.rundir.documents import Control, Desired, Outcome, OutcomeKind
-from ft_service.rundir.events import read_segments
 from ft_service.rundir.verify import verify
 from ft_service.spec import AdapterRef, JobSpec
-from tests.support.training.attempts import adapter, losses, run_attempt
+from tests.support.training.attempts import (
+    adapter,
+    losses,
+    messages,
+    run_attempt,
+    table,
+    trained,
+)
 from tests.support.training.models import save_chat_base, save_pairs, spec_for
 
 STEPS = 5
@@ -46,18 +51,6 @@ def spec(tmp_path_factory: pytest.TempPathFactory) -> JobSpec:
 def finished(spec: JobSpec, tmp_path_factory: pytest.TempPathFactory) -> RunDir:
     """The uninterrupted job on two ranks."""
     return trained(spec, tmp_path_factory.mktemp("finished"), 2)
-
-
-def trained(spec: JobSpec, folder: Path, world: int) -> RunDir:
-    run = RunDir(folder)
-    run.write("spec.json", spec)
-    assert run_attempt(run, 1, world) == Outcome(kind=OutcomeKind.SUCCEEDED)
-    return run
-
-
-def table(run: RunDir) -> list[dict[str, str]]:
-    with run.path("metrics.csv").open() as file:
-        return list(csv.DictReader(file))
 
 
 def test_pairs_are_learned_and_measured(finished: RunDir) -> None:
@@ -154,10 +147,6 @@ def test_only_what_the_steps_read_is_computed(spec: JobSpec, tmp_path: Path) -> 
     assert any("the 10 pairs of 15 that are read" in text for text in messages(longer)), (
         "its third step reads others"
     )
-
-
-def messages(run: RunDir) -> list[str]:
-    return [event.message for segment in read_segments(run, 1) for event in segment.events]
 
 
 @pytest.mark.slow

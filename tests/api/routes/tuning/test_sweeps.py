@@ -235,7 +235,7 @@ def test_the_page_shows_a_sweep_best_first_and_leads_to_its_comparison(
         empty = browser.get("/sweeps/ftsweep-none")
     assert f'href="/sweeps/{sweep["id"]}">rates</a>' in listed
     places = [
-        shown.index(f'<a href="/jobs/{job_id}" class="mono">{job_id}</a></td>')
+        shown.index(f'<a href="/jobs/{job_id}" class="mono small">{job_id}</a></td>')
         for job_id in (ids[2], ids[1], ids[0])
     ]
     assert places == sorted(places)

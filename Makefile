@@ -71,10 +71,11 @@ gpu-report:
 	@$(if $(wildcard $(BIN)/python),$(BIN)/python,$(PYTHON)) -m benchmarks.gpu_report $(if $(OUT),--out "$(OUT)") \
 		$(if $(GPU),--device cuda,--device cpu --tiny) $(if $(ONLY),--only "$(ONLY)")
 
+# pyright with Node's usual 4 GiB throws away what it knows, again and again.
 check: $(READY)
 	@$(BIN)/ruff format --check .
 	@$(BIN)/ruff check .
-	@NODE_OPTIONS=--max-old-space-size=8192 $(BIN)/pyright  # with Node's 4 GiB it throws away what it knows, again and again
+	@NODE_OPTIONS=--max-old-space-size=8192 $(BIN)/pyright
 	@$(BIN)/lint-imports
 	@$(BIN)/python -m docs.site.build
 

@@ -9,8 +9,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-_SMALLEST_RANK = 8
-"""vLLM takes --max-lora-rank in powers of two from here on."""
+from ft_service.spec.resolved import vllm_rank
 
 
 @dataclass(frozen=True)
@@ -62,6 +61,7 @@ def run_commands(form: str, job: Mapping[str, Any], base: str, name: str) -> str
     """
     name = shlex.quote(name)
     base = shlex.quote(base)
+    ranks = (job["lora"]["r"], *(job["lora"].get("rank_pattern") or {}).values())
     serve = f"vllm serve ./{form} --served-model-name {name}"
     llama = f"ollama create {name} -f {form}/Modelfile\nollama run {name}"
     python = (
@@ -76,7 +76,7 @@ def run_commands(form: str, job: Mapping[str, Any], base: str, name: str) -> str
         "gguf": llama,
         "gguf-adapter": "llama-server -m BASE.gguf --lora gguf-adapter/adapter.gguf",
         "vllm": (
-            f"vllm serve {base} --enable-lora --max-lora-rank {_rank_limit(job['lora'])} "
+            f"vllm serve {base} --enable-lora --max-lora-rank {vllm_rank(*ranks)} "
             f"--lora-modules {name}=./vllm"
         ),
         "merged-fp8": serve,
@@ -84,12 +84,3 @@ def run_commands(form: str, job: Mapping[str, Any], base: str, name: str) -> str
         "merged": python,
     }
     return f"tar xf {job['id']}-{form}.tar\n{run[form]}\n"
-
-
-def _rank_limit(lora: Mapping[str, Any]) -> int:
-    """Return the smallest limit of vLLM that an adapter's ranks are below."""
-    largest = max([lora["r"], *(lora.get("rank_pattern") or {}).values()])
-    limit = _SMALLEST_RANK
-    while limit < largest:
-        limit = 2 * limit
-    return limit

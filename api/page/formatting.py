@@ -13,6 +13,7 @@ from urllib.parse import quote
 
 from markupsafe import Markup
 
+from api.page.job_form import SECTIONS
 from ft_service.spec.tuned_name import TunedName
 from ft_service.wording import counted
 
@@ -43,7 +44,6 @@ NAVIGATION_PREFIXES: Mapping[str, tuple[str, ...]] = {
 """Entry of the navigation → beginnings of the paths that it is current for, if there are more than
 its own.
 """
-_SECTIONS = ("training", "lora", "precision", "distributed", "checkpoint", "evaluation")
 ENDED = frozenset({"succeeded", "failed", "cancelled"})
 
 
@@ -168,14 +168,18 @@ class JobOption:
     def name(self) -> str:
         return f"{self.section}.{self.key}"
 
+    @property
+    def is_decided(self) -> bool:
+        return self.given or bool(self.chosen)
+
 
 @dataclass(frozen=True)
 class JobOptions:
     """A job's options by who decided them."""
 
-    decided: tuple[JobOption, ...]
+    decided: Sequence[JobOption]
     """Those that were given or chosen."""
-    rest: Mapping[str, tuple[JobOption, ...]]
+    rest: Mapping[str, Sequence[JobOption]]
     """Section → its options that have their defaults."""
 
 
@@ -191,16 +195,15 @@ def options_of(job: Mapping[str, Any], given: Collection[str]) -> JobOptions:
             chosen=job["chosen"].get(name, ""),
             replaced_by=unused.get(name, ""),
         )
-        for section in _SECTIONS
+        for section in SECTIONS
         for key, value in (job[section] or {}).items()
         for name in [f"{section}.{key}"]
     ]
-    decided = tuple(option for option in every if option.given or option.chosen)
-    rest: dict[str, tuple[JobOption, ...]] = {}
+    rest: dict[str, list[JobOption]] = {}
     for option in every:
-        if option not in decided:
-            rest[option.section] = (*rest.get(option.section, ()), option)
-    return JobOptions(decided, rest)
+        if not option.is_decided:
+            rest.setdefault(option.section, []).append(option)
+    return JobOptions([option for option in every if option.is_decided], rest)
 
 
 def model_title(model: Mapping[str, Any]) -> str:

@@ -51,6 +51,7 @@ from ft_service.spec import (
     parse_request,
     spec_error,
 )
+from ft_service.spec.methods import OfferedMethod
 from ft_service.spec.options import DataOptions
 from ft_service.spec.templates import named_template
 from ft_service.store.records import File, Order, Principal
@@ -227,7 +228,7 @@ async def check(
     file_id: str,
     caller: Caller,
     services: Svc,
-    method: Literal["supervised", "dpo", "simpo", "orpo", "reinforcement"] | None = None,
+    method: OfferedMethod | None = None,
     data: str | None = None,
     sensitive: bool = False,
 ) -> FileCheckView:
@@ -259,7 +260,7 @@ class TokenQuery(BaseModel):
     data: Annotated[
         str | None, Field(description="The file's names of the format's columns, as JSON.")
     ] = None
-    method: Literal["supervised", "dpo", "simpo", "orpo", "reinforcement"] | None = None
+    method: OfferedMethod | None = None
     train_on: TrainOn = "all_assistant"
     max_length: Annotated[int, Field(ge=8, le=1_048_576)] = _DEFAULTS.max_length
 

@@ -40,6 +40,7 @@ from ft_service.serving.handoff import ends_of_handed_over
 from ft_service.serving.preview import Deliver, PreviewModel, Ticket
 from ft_service.settings import Settings
 from ft_service.spec import is_tuned
+from ft_service.spec.resolved import vllm_rank
 from ft_service.store.records import Principal
 
 log = logging.getLogger(__name__)
@@ -239,16 +240,6 @@ def _why_none(settings: Settings) -> str:
     )
 
 
-VLLM_RANKS = (8, 16, 32, 64, 128, 256, 320, 512)
-"""Values of vLLM's option --max-lora-rank, whose default is 16."""
-
-
-def _rank_for_vllm(tuned: tuned_models.Tuned) -> int:
-    lora = tuned.job.known_spec.lora
-    largest = max((lora.r, *lora.rank_pattern.values()))
-    return next(rank for rank in VLLM_RANKS if rank >= largest)
-
-
 def _not_served(tuned: tuned_models.Tuned | None) -> NotFoundError:
     if tuned is None:
         message = (
@@ -256,13 +247,14 @@ def _not_served(tuned: tuned_models.Tuned | None) -> NotFoundError:
             "an inference server."
         )
     else:
+        lora = tuned.job.known_spec.lora
         message = (
             f"{tuned.name} is trained and not served here. Download its adapter with "
             f"GET /v1/fine_tuning/jobs/{tuned.job.id}/adapter (or `ft download {tuned.job.id}`) "
             "and serve it on its base, for "
             f"example with vLLM, where BASE is the folder of {tuned.base}: vllm serve BASE "
             "--enable-lora --max-lora-rank "
-            f"{_rank_for_vllm(tuned)} --lora-modules '{tuned.name}={tuned.job.id}'"
+            f"{vllm_rank(lora.r, *lora.rank_pattern.values())} --lora-modules '{tuned.name}={tuned.job.id}'"
         )
     return NotFoundError(message, param="model", code="model_not_served")
 

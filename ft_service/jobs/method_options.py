@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from ft_service.spec import PAIR_METHODS
+
 _OF_TRAINING = ("n_epochs", "batch_size", "learning_rate_multiplier")
 """A method's options that `training` shows too."""
 
@@ -48,7 +50,7 @@ def loss_measure(method: Mapping[str, Any]) -> str | None:
         return None
     if kind == "supervised":
         return "cross entropy"
-    if kind not in ("dpo", "simpo", "orpo"):
+    if kind not in PAIR_METHODS:
         return f"the loss of {kind}"
     given = (method.get(kind) or {}).get("hyperparameters") or {}
     names = ["beta", "gamma", "rpo_alpha"]

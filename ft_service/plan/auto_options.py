@@ -99,7 +99,7 @@ def is_settled(
 ) -> bool:
     """Whether `settle` would not change the spec, whatever the base."""
     opened = _reopened(spec, lengths, ranks)
-    return _length_given(opened) and not any(
+    return _is_given(opened, LENGTH) and not any(
         is_open(opened, option) for option in (*FITTED, COMPILE, RATE)
     )
 
@@ -128,7 +128,7 @@ def settle_on(
 def within_context(base: Description, spec: JobSpec) -> JobSpec:
     """The spec with training.max_length limited to the base's positions, unless it was given."""
     longest = base.dimensions.max_positions
-    if _length_given(spec) or longest is None or spec.training.max_length <= longest:
+    if _is_given(spec, LENGTH) or longest is None or spec.training.max_length <= longest:
         return spec
     why = (
         f"limited by the base's context of {longest:,}; the default is {spec.training.max_length:,}"
@@ -153,7 +153,7 @@ def with_compute(spec: JobSpec, machine: Machine) -> JobSpec:
     given.
     """
     slow = machine.slow_in_bf16
-    if slow is None or _compute_given(spec):
+    if slow is None or _is_given(spec, COMPUTE):
         return spec
     chosen = {**spec.chosen, COMPUTE: slowness(slow)}
     return with_options(spec, {COMPUTE: "fp32"}).model_copy(update={"chosen": chosen})
@@ -163,34 +163,27 @@ def with_format_open(spec: JobSpec, machine: Machine) -> JobSpec:
     """The spec with precision.default "auto" unless it was given, on a machine whose memory is
     known.
     """
-    if _format_given(spec) or usable_bytes(machine, spec) is None:
+    if _is_given(spec, FORMAT) or usable_bytes(machine, spec) is None:
         return spec
     return with_options(spec, {FORMAT: AUTO})
 
 
-def _length_given(spec: JobSpec) -> bool:
-    return "max_length" in spec.training.model_fields_set
-
-
-def _format_given(spec: JobSpec) -> bool:
-    return "default" in spec.precision.model_fields_set
-
-
-def _compute_given(spec: JobSpec) -> bool:
-    return "compute" in spec.precision.model_fields_set
+def _is_given(spec: JobSpec, option: str) -> bool:
+    section, name = option.split(".")
+    return name in getattr(spec, section).model_fields_set
 
 
 def keep_choices(spec: JobSpec, before: JobSpec) -> JobSpec:
     """The spec with the options that results depend on as they were chosen for the same job before,
-    if they are still "auto"; precision, training.max_length and precision.compute too, unless they
-    are given.
+    if they are still "auto"; precision.default, precision.compute and training.max_length too,
+    unless they are given.
     """
-    if not _length_given(spec):
+    if not _is_given(spec, LENGTH):
         spec = with_options(spec, {LENGTH: before.training.max_length})
-    if not _compute_given(spec):
+    if not _is_given(spec, COMPUTE):
         spec = with_options(spec, {COMPUTE: before.precision.compute})
     kept = {option: before.chosen[option] for option in KEPT if option in before.chosen}
-    if not _format_given(spec):
+    if not _is_given(spec, FORMAT):
         spec = with_options(spec, {FORMAT: AUTO if FORMAT in kept else before.precision.default})
     for option in (FORMAT, RATE):
         if not is_open(spec, option):

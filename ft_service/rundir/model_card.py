@@ -10,6 +10,7 @@ from ft_service.bases.origin import is_published, licence_of, portable_name
 from ft_service.rundir.directory import RunDir
 from ft_service.rundir.manifest import AdapterSource, Manifest, manifest_of, write_manifest
 from ft_service.spec import JobOptions, JobSpec
+from ft_service.spec.resolved import vllm_rank
 from ft_service.wording import counted
 
 CARD = "README.md"
@@ -61,7 +62,7 @@ def model_card(manifest: Manifest, base: str, licence: str | None = None) -> str
         "\n".join(metadata_of(base, library="peft", licence=licence)),
         f"# {manifest.tuned_name}\n\nA LoRA adapter for `{base}`, trained with ft-service "
         f"{manifest.versions.get('ft-service', '')}.".rstrip(),
-        _USAGE.format(base=base, rank=_largest_rank(manifest)).rstrip(),
+        _USAGE.format(base=base, rank=_rank_for_vllm(manifest)).rstrip(),
         "## Results\n\n" + table(("", ""), results_of(manifest)),
         data_section(manifest),
         "\n".join(
@@ -156,5 +157,5 @@ def _plain(value: object) -> str:
     return value if isinstance(value, str) else json.dumps(value).replace("|", "\\|")
 
 
-def _largest_rank(manifest: Manifest) -> int:
-    return max([manifest.spec.lora.r, *manifest.spec.lora.rank_pattern.values()])
+def _rank_for_vllm(manifest: Manifest) -> int:
+    return vllm_rank(manifest.spec.lora.r, *manifest.spec.lora.rank_pattern.values())

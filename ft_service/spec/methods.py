@@ -214,11 +214,11 @@ MethodType = Literal["supervised", "dpo", "simpo", "orpo", "reinforcement", "tin
 
 Tinker's wire alone creates it.
 """
-SECTIONS = ("supervised", "dpo", "simpo", "orpo", "reinforcement")
+OfferedMethod = Literal["supervised", "dpo", "simpo", "orpo", "reinforcement"]
 """Types that a request may name, each with a section of its own."""
 PAIR_METHODS: Sequence[MethodType] = ("dpo", "simpo", "orpo")
 """Types whose data files hold pairs of answers."""
-_OFFERED = WithJsonSchema({"type": "string", "enum": list(SECTIONS)})
+_OFFERED = WithJsonSchema({"type": "string", "enum": list(get_args(OfferedMethod))})
 
 
 class Method(NullableSections):
@@ -237,7 +237,7 @@ class Method(NullableSections):
 
     @model_validator(mode="after")
     def _own_section_only(self) -> Method:
-        for other in SECTIONS:
+        for other in get_args(OfferedMethod):
             if (
                 other != self.type
                 and other in self.model_fields_set
@@ -285,7 +285,10 @@ class Method(NullableSections):
         )
 
     def dpo_options(self) -> DpoOptions | None:
-        """The resolved options of direct preference optimisation. None: the job has another method."""
+        """The resolved options of direct preference optimisation.
+
+        None: the job has another method.
+        """
         if self.type != "dpo":
             return None
         given = self.dpo.hyperparameters

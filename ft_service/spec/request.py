@@ -234,9 +234,9 @@ class JobRequest(JobOptions):
     def _only_answers_are_preferred(self) -> JobRequest:
         if self.method.type in PAIR_METHODS and self.training.train_on == "everything":
             raise ValueError(
-                f"training.train_on = 'everything' with method {self.method.type}: only the answers of a pair are "
-                "compared, since the text "
-                "before them is the same. Leave it out"
+                f"training.train_on = 'everything' with method {self.method.type}: only the "
+                "answers of a pair are compared, since the text before them is the same. Leave it "
+                "out"
             )
         return self
 

@@ -440,7 +440,7 @@ def check_distributed(options: DistributedOptions, ranks: int, gpus: int) -> Non
         )
 
 
-RANK_STEPS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
+_RANK_STEPS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
 """Values that vLLM accepts for --max-lora-rank."""
 _MERGE = "leave serve out and merge the tuned model (ft merge)"
 
@@ -472,10 +472,17 @@ def _refused(name: str, given: object, why: str) -> SpecError:
     )
 
 
+def vllm_rank(*ranks: int) -> int:
+    """The least --max-lora-rank of vLLM with which it takes an adapter of these ranks, at most 512
+    each.
+    """
+    return next(step for step in _RANK_STEPS if step >= max(ranks))
+
+
 def note_served(lora: LoraOptions) -> str:
     """A sentence for the operator of the inference server."""
     rank = max([lora.r, *lora.rank_pattern.values()])
-    step = next(step for step in RANK_STEPS if step >= rank)
+    step = vllm_rank(rank)
     text = f"vLLM serves it with --enable-lora --max-lora-rank {step} or more."
     if lora.rank_pattern or lora.alpha_pattern:
         text += (

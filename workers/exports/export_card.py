@@ -19,6 +19,7 @@ from ft_service.rundir.model_card import (
     results_of,
     table,
 )
+from ft_service.spec.resolved import vllm_rank
 from ft_service.wording import counted
 
 CURVE_ROWS = 12
@@ -49,9 +50,8 @@ _USE = {
         "model = PeftModel.from_pretrained(model, folder)\ntokenizer = "
         "AutoTokenizer.from_pretrained(folder)"
     ),
-    ExportFormat.VLLM: "`vllm serve {base} --enable-lora --max-lora-rank RANK --lora-modules "
-    "tuned=PATH_OF_THIS_FOLDER`, "
-    "with a RANK of {rank} or more.",
+    ExportFormat.VLLM: "`vllm serve {base} --enable-lora --max-lora-rank {rank} --lora-modules "
+    "tuned=PATH_OF_THIS_FOLDER`",
     ExportFormat.GGUF: "`ollama create NAME -f Modelfile`, or `llama-server -m model.gguf`.",
     ExportFormat.GGUF_ADAPTER: "`llama-server -m BASE.gguf --lora adapter.gguf`, where BASE.gguf "
     "is `{base}` in GGUF; for "
@@ -93,7 +93,7 @@ def export_card(
         f"# {manifest.tuned_name}\n\n{_KINDS[to]} {'for' if to in _ADAPTERS else 'made from'} "
         f"`{base}`, trained with "
         f"ft-service {manifest.versions.get('ft-service', '')}.".rstrip(),
-        "## Use\n\n" + use.format(base=base, rank=report.get("r", manifest.spec.lora.r)),
+        "## Use\n\n" + use.format(base=base, rank=vllm_rank(report.get("r", manifest.spec.lora.r))),
         "## Results\n\n" + table(("", ""), results_of(manifest)),
         *_cost(report),
         *_curve(folder),

@@ -17,7 +17,7 @@ def test_every_form_has_one_place_and_commands() -> None:
 
 
 @pytest.mark.parametrize(
-    ("lora", "limit"), [({"r": 4}, 8), ({"r": 16}, 16), ({"r": 8, "rank_pattern": {"q": 40}}, 64)]
+    ("lora", "limit"), [({"r": 4}, 8), ({"r": 300}, 320), ({"r": 8, "rank_pattern": {"q": 40}}, 64)]
 )
 def test_vllm_is_told_a_rank_that_holds_the_adapter(lora: dict[str, object], limit: int) -> None:
     text = run_commands("vllm", {"id": "ftjob-1", "lora": lora}, "org/base", "my model")

@@ -33,7 +33,7 @@ def test_the_card_says_how_to_use_the_adapter_and_how_well_it_does(
     assert f'AutoModelForCausalLM.from_pretrained("{manifest.base.name}"' in text
     assert "| validation loss | 1.5000 |" in text
     assert f"| `lora.r` | {manifest.spec.lora.r} |" in text
-    assert f"--max-lora-rank {manifest.spec.lora.r} " in text
+    assert "--max-lora-rank 8 " in text, "of 4, which vLLM takes no limit of"
 
 
 def test_nothing_that_leaves_with_an_adapter_names_a_path_of_its_host(run: RunDir) -> None:

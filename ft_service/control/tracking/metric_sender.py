@@ -37,7 +37,7 @@ from ft_service.control.tracking.metric_points import (
 )
 from ft_service.errors import NotFoundError, UnavailableError
 from ft_service.host.environment import NETWORK
-from ft_service.host.helper_process import HelperFailed, HelperProcess, Program
+from ft_service.host.helper_process import Failure, HelperFailed, HelperProcess, Program
 from ft_service.host.loops import every
 from ft_service.jobs.states import Job
 from ft_service.logs import about
@@ -211,7 +211,7 @@ class RunSender:
             self._send()
         except (RunError, HelperFailed) as error:
             if not self._stopped.is_set():
-                self._fail(str(error))
+                self._fail(str(error), is_lost=_was_killed(error))
 
     def _send(self) -> None:
         """Send until the job is paused or over. Raises RunError, HelperFailed, UnavailableError."""
@@ -310,13 +310,14 @@ class RunSender:
             self._integration, self._owner, retry_seconds=retry_seconds
         )
 
-    def _fail(self, why: str) -> None:
+    def _fail(self, why: str, *, is_lost: bool) -> None:
+        """`is_lost`: the host is at fault and not the tracker, which is not given up for that."""
         integration = self._integration
         job = self._job
         for secret in _secrets(self._settings):
             why = why.replace(secret, "…")
         why = without_users(why)
-        over_since = job.finished_at if job is not None else None
+        over_since = job.finished_at if job is not None and not is_lost else None
         retry = retry_after(
             integration.tries + 1, self._store.now() - over_since if over_since else 0.0
         )
@@ -352,6 +353,11 @@ def account_of(kind: str, settings: Settings, folder: Path) -> dict[str, Any]:
     else:
         own = {"url": settings.trackio_url, "token": writing and writing.get_secret_value()}
     return {**own, "transmit_seconds": TRANSMIT_SECONDS}
+
+
+def _was_killed(error: Exception) -> bool:
+    """Whether the host ended the process. One that took too long may have waited for the tracker."""
+    return isinstance(error, HelperFailed) and error.is_lost and error.failure is not Failure.TIME
 
 
 def _secrets(settings: Settings) -> list[str]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import subprocess
+from hashlib import sha256
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -13,6 +14,7 @@ import torch
 from peft import LoraConfig
 from safetensors.torch import load_file
 
+from tests.support.killed_helpers import Killer, is_done_in_the_end
 from tests.support.training.models import spec_for
 from workers.job.reread_adapter import WEIGHTS, differences
 from workers.output import outcome
@@ -56,6 +58,19 @@ def test_the_other_process_starts_without_torch(tmp_path: Path) -> None:
     assert json.loads(done.stdout) == []
     assert "safetensors" in done.stderr
     assert "torch" not in done.stderr.replace("safetensors.torch", "")
+
+
+def test_a_reading_back_that_the_host_kills_is_no_fault_of_the_adapter(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    given = tensors()
+    write(tmp_path, given)
+    digests = {name: sha256(tensor.numpy()).hexdigest() for name, tensor in given.items()}
+
+    def read_back(_: str) -> None:
+        outcome._check_in_fresh_process(tmp_path, digests)
+
+    is_done_in_the_end(Killer(tmp_path, monkeypatch), read_back)
 
 
 @pytest.mark.parametrize(

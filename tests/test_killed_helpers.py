@@ -58,7 +58,7 @@ from tests.support.creating import create_job
 from tests.support.describing import small_description, small_document
 from tests.support.graders import case
 from tests.support.killed_helpers import MOMENTS, Killer, is_done_in_the_end, says
-from tests.support.reconciling import PROJECT, add_job, new_store, spec_of
+from tests.support.reconciling import PROJECT, add_job, messages, new_store, spec_of
 from tests.support.records import new_job
 
 ROOT = Path(__file__).parents[1]
@@ -140,7 +140,7 @@ def render(_: Path) -> Iterator[Ask]:
     )
 
     def ask(_: str) -> None:
-        for _ in range(2):
+        for _again in range(2):
             told = process.write([{"role": "user", "content": "a"}], None, date(2026, 3, 2))
             assert told == "a!"
 
@@ -208,10 +208,15 @@ def track(folder: Path) -> Iterator[Ask]:
                 )
                 return found.scalar_one() is not None
 
-        wait_for(is_sent)
+        wait_for(is_sent, every=0.05)
         run = json.loads((tracker / f"{job.id}.json").read_text())
         assert run["steps"] == [1]
         assert run["ends"][-1] == 0
+        warned = [
+            told for told in messages(store, job.id) if "W&B" in told and "W&B run" not in told
+        ]
+        assert len(warned) == 1
+        assert "W&B gets the job's metrics later: tracker.py was killed" in warned[0]
 
     try:
         with pytest.MonkeyPatch.context() as patch:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import subprocess
@@ -63,7 +64,8 @@ class Killer:
         self._moment = moment
         for popen in self._all:
             if popen.returncode is None:
-                os.kill(popen.pid, signal.SIGKILL)
+                with contextlib.suppress(ProcessLookupError):  # another thread has asked just now
+                    os.kill(popen.pid, signal.SIGKILL)
                 wait_for(lambda: _has_ended(popen))  # noqa: B023  # waited for here
 
     @property

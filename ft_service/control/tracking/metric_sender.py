@@ -323,7 +323,7 @@ class RunSender:
         )
         log.warning("%s, try %d: %s", _label(integration), integration.tries + 1, why)
         self.over = True
-        events = _failure_events(integration, why, retry)
+        events = _failure_events(integration, why, retry, is_lost=is_lost)
         self._store.integrations.end_integration(
             integration, self._owner, events, error=why, retry_seconds=retry
         )
@@ -365,16 +365,16 @@ def _secrets(settings: Settings) -> list[str]:
     return [secret.get_secret_value() for secret in given if secret is not None]
 
 
-def _failure_events(integration: JobIntegration, why: str, retry: float | None) -> list[NewEvent]:
+def _failure_events(
+    integration: JobIntegration, why: str, retry: float | None, *, is_lost: bool
+) -> list[NewEvent]:
     """Events about a failure: one the first time, one when sending is given up."""
     label = _label(integration)
     if retry is None:
         message = f"{label}: not all metrics are there, and it is not tried any more: {why}"
     elif integration.error is None:
-        message = (
-            f"{label} does not take the job's metrics now: {why}. It is tried again; "
-            "training continues without it."
-        )
+        does = "gets the job's metrics later" if is_lost else "does not take the job's metrics now"
+        message = f"{label} {does}: {why}. It is tried again; training continues without it."
     else:
         return []
     return [NewEvent(level="warn", message=message)]

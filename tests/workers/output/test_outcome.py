@@ -65,7 +65,7 @@ def test_a_reading_back_that_the_host_kills_is_no_fault_of_the_adapter(
 ) -> None:
     given = tensors()
     write(tmp_path, given)
-    digests = {name: sha256(tensor.numpy()).hexdigest() for name, tensor in given.items()}
+    digests = {name: sha256(tensor.numpy().tobytes()).hexdigest() for name, tensor in given.items()}
 
     def read_back(_: str) -> None:
         outcome._check_in_fresh_process(tmp_path, digests)

@@ -6,6 +6,7 @@ from fastapi import FastAPI
 from fastapi_offline import FastAPIOffline
 
 from api import openapi
+from api.http.azure_paths import AzurePaths
 from api.http.dependencies import Services
 from api.http.middleware import RequestContext
 from api.page.inner_api import ApiError
@@ -118,6 +119,7 @@ def create_app(
         app.add_exception_handler(SignInNeeded, to_sign_in)
         app.add_exception_handler(ApiError, refusal)
     error_views.install_handlers(app)
+    app.add_middleware(AzurePaths)
     app.add_middleware(RequestContext, meters=meters, traces=traces)
     openapi.complete_document(app)
     openapi.add_page(app)

@@ -23,6 +23,7 @@ from fastapi.responses import StreamingResponse
 from pydantic import BaseModel
 
 from api.http.auth import Caller
+from api.http.azure_paths import deployment_of
 from api.http.closing_response import ClosingResponse
 from api.http.dependencies import JsonBody, Services, Svc, server_sent
 from api.http.gone_clients import DISCONNECTED
@@ -42,6 +43,7 @@ from ft_service.settings import Settings
 from ft_service.spec import is_tuned
 from ft_service.spec.resolved import vllm_rank
 from ft_service.store.records import Principal
+from ft_service.wording import shown_value
 
 log = logging.getLogger(__name__)
 
@@ -110,7 +112,7 @@ async def _model_of(
     """Return the tuned model that the preview is to answer with, None for a base, or an inference
     server's answer.
     """
-    name: Any = body.get("model") if isinstance(body, dict) else None
+    name: Any = _named(body, deployment_of(request)) if isinstance(body, dict) else None
     if not isinstance(name, str):
         raise SpecError(
             "model is required: the name of a tuned model.",
@@ -137,6 +139,22 @@ async def _model_of(
     if services.preview is None:
         raise _not_served(tuned)
     return tuned
+
+
+def _named(body: dict[str, Any], deployment: str | None) -> Any:
+    """Return the model that a body names. One without gets the model of the path, if that names
+    one. Raises SpecError if the two differ.
+    """
+    if deployment is None:
+        return body.get("model")
+    name = body.setdefault("model", deployment)
+    if name != deployment:
+        message = (
+            f"model = {shown_value(name)}: the path names the deployment "
+            f"{shown_value(deployment)}, and both are the name of a model here. Send the same."
+        )
+        raise SpecError(message, param="model", code="invalid_value")
+    return name
 
 
 def _as_trained(

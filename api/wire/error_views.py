@@ -8,6 +8,7 @@ import logging
 import math
 import re
 from typing import Any
+from urllib.parse import unquote
 
 from fastapi import FastAPI, Request
 from fastapi.exceptions import RequestValidationError
@@ -167,7 +168,7 @@ def invalid_parameter(error: RequestValidationError) -> dict[str, Any]:
 def _http_error(request: Request, error: Exception) -> JSONResponse:
     """Answer refusals by the framework: unknown routes, wrong methods."""
     assert isinstance(error, HTTPException)
-    operation = f"{request.method} {request.url.path}"
+    operation = f"{request.method} {_asked_path(request)}"
     headers = dict(error.headers or {})
     if error.status_code == 404:
         return unknown_route(request)
@@ -184,29 +185,31 @@ def _http_error(request: Request, error: Exception) -> JSONResponse:
 
 def unknown_route(request: Request) -> JSONResponse:
     """Return the refusal of a path that no route has."""
-    message = f"There is no route {request.method} {request.url.path}{_what_instead(request)}"
+    path = _asked_path(request)
+    message = f"There is no route {request.method} {path}{_what_instead(request, path)}"
     return error_response(404, message, kind=INVALID, code="unknown_url")
 
 
-def _what_instead(request: Request) -> str:
+def _asked_path(request: Request) -> str:
+    """Return the path that the client asked for, which is another one than that of the route if it
+    is one of Azure's (api/http/azure_paths.py).
+    """
+    return unquote(request.scope["raw_path"].decode("latin-1"))
+
+
+def _what_instead(request: Request, path: str) -> str:
     """Return the end of the sentence that refuses an unknown route: what a client of OpenAI's API
     has to change.
     """
-    path = request.url.path.rstrip("/")
-    if other := _OTHER_ROUTES.get(path):
-        return f": {other}. /docs lists all routes."
-    is_azures = path.startswith("/openai/") and not path.startswith("/openai/v1/")
+    path = path.rstrip("/")
     here = "/v1" + re.sub(r"^(/openai)?(/v1)*(/deployments/[^/]+(?=/))?", "", path)
+    if other := _OTHER_ROUTES.get(here):
+        return f": {other}. /docs lists all routes."
     scope = {**request.scope, "path": here}
     if not any(
         _serves(route, scope) for route in request.app.router.routes if isinstance(route, Route)
     ):
         return ". /docs lists them."
-    if is_azures:
-        return (
-            f": it is {here} here. Use the client OpenAI, not AzureOpenAI, which also sends "
-            "its key in another header."
-        )
     if here == path:
         return f": it is {here} here, without a slash at its end."
     return f": it is {here} here. The path of a client's base_url is /v1."

@@ -129,6 +129,14 @@ NAMES: Mapping[str, str] = {
 }
 """Last part of a name in another tool → our dotted name."""
 
+NO_MATCH: Mapping[str, str] = {
+    "trainingType": "it chooses where, and at what price, Azure trains, and jobs here run on this "
+    "service's own machines",
+}
+"""Name in another tool that nothing here corresponds to → what it does there. A similar name would
+mislead.
+"""
+
 VALUES: Mapping[str, str] = {
     **dict.fromkeys(("int4", "4bit", "4-bit", "qlora", "q4", "nf4_double", "bnb4", "fp4"), "nf4"),
     **dict.fromkeys(("int8", "8bit", "8-bit", "float8", "q8", "e4m3"), "fp8"),

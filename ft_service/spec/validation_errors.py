@@ -12,7 +12,7 @@ from typing import Annotated, Any, Union, get_args, get_origin
 from pydantic import BaseModel, ValidationError
 
 from ft_service.errors import SpecError
-from ft_service.spec.name_suggestions import name_for, value_for
+from ft_service.spec.name_suggestions import NO_MATCH, name_for, value_for
 from ft_service.wording import counted, shown_value
 
 _LISTED = 64
@@ -132,9 +132,10 @@ def _fault(
     """
     first = faults[0]
     if first["type"] == "extra_forbidden":
-        meant = name_for(place, model) if guess else None
         text = f"{place}: there is no such option. Check its spelling, or leave it out."
-        if meant:
+        if elsewhere := NO_MATCH.get(place):
+            text = f"{place}: there is no such option: {elsewhere}. Leave it out."
+        elif meant := name_for(place, model) if guess else None:
             text = f"{place}: there is no such option; did you mean {meant}?"
         return OptionFault(place, text, "unknown_parameter")
     if first["type"] == "missing":

@@ -1,5 +1,5 @@
 """Every method of the client works against a real server: of the newest client, of a 2.x and of a
-1.x.
+1.x, and of each of them as Azure's.
 """
 
 from __future__ import annotations
@@ -25,6 +25,9 @@ OLDER = Path(os.environ.get("FT_TEST_CLIENTS", Path(sys.prefix) / "clients"))
 """OpenAI clients of older major versions, each in a folder named after its major version; `make
 test-all` installs them.
 """
+AZURES = pytest.mark.parametrize("azure", [("azure_endpoint", ""), ("base_url", "/openai/v1")])
+"""How Azure's users give the address."""
+DATED = "2024-10-21"
 # They work on what a webhook's receiver has got, and ask nothing of the server.
 LOCAL = {"webhooks.unwrap", "webhooks.verify_signature"}
 
@@ -56,17 +59,26 @@ def tuned(service: Service, client: openai.OpenAI, file_id: str) -> tuple[str, s
 
 
 def walk(
-    service: Service, client: openai.OpenAI, receiver: Receiver, file_id: str, path: Path | None
+    service: Service,
+    client: openai.OpenAI,
+    receiver: Receiver,
+    file_id: str,
+    path: Path | None,
+    azure: tuple[str, str] | None = None,
 ) -> dict[str, Any]:
-    """What the walk printed, with the client from a folder (None: the installed one)."""
+    """What the walk printed, with the client from a folder (None: the installed one).
+
+    `azure`: the argument of Azure's client that names the address, and the path of the address.
+    """
     job_id, model = tuned(service, client, file_id)
     spare = {name: tuned(service, client, file_id)[1] for name in ("sync", "async")}
     ids = {"file": file_id, "job": job_id, "model": model, "receiver": receiver.url, **spare}
-    environment = {
-        **os.environ,
-        "OPENAI_BASE_URL": f"{service.url}/v1",
-        "OPENAI_API_KEY": service.key,
-    }
+    environment = {**os.environ, "OPENAI_BASE_URL": f"{service.url}/v1"}
+    environment |= {"OPENAI_API_KEY": service.key}
+    if azure:
+        ids[azure[0]] = service.url + azure[1]
+        environment |= {"OPENAI_API_KEY": "", "OPENAI_BASE_URL": "", "OPENAI_API_VERSION": DATED}
+        environment |= {"AZURE_OPENAI_API_KEY": service.key}
     if path:
         environment["PYTHONPATH"] = str(path)
     result = subprocess.run(
@@ -95,12 +107,31 @@ def test_every_method_of_the_installed_client_works(
     assert len(found["walks"][0]["called"]) > 35
 
 
+@AZURES
+def test_every_method_of_azures_client_works(
+    service: Service,
+    client: openai.OpenAI,
+    receiver: Receiver,
+    training_file: str,
+    azure: tuple[str, str],
+) -> None:
+    found = walk(service, client, receiver, training_file, None, azure)
+    check(found, openai.__version__)
+    assert [len(result["called"]) > 35 for result in found["walks"]] == [True, True]
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("major", ["1", "2"])
+@pytest.mark.parametrize("azure", [None, ("azure_endpoint", "")])
 def test_every_method_of_an_older_client_works(
-    service: Service, client: openai.OpenAI, receiver: Receiver, training_file: str, major: str
+    service: Service,
+    client: openai.OpenAI,
+    receiver: Receiver,
+    training_file: str,
+    major: str,
+    azure: tuple[str, str] | None,
 ) -> None:
     assert (OLDER / major).is_dir(), f"{OLDER / major} is not there: make test-all installs it"
-    found = walk(service, client, receiver, training_file, OLDER / major)
+    found = walk(service, client, receiver, training_file, OLDER / major, azure)
     check(found, f"{major}.")
     assert len(found["walks"][1]["called"]) > 20

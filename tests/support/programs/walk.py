@@ -3,8 +3,9 @@ resources, sync and async.
 
 A program of its own, so that it runs with whichever client its PYTHONPATH names: URL and key come
 from the environment (OPENAI_BASE_URL, OPENAI_API_KEY), the ids of what a test has prepared as JSON
-on the command line. It prints, as JSON, the client's version, what it called, and which methods the
-client has.
+on the command line. With `azure_endpoint` or `base_url` among them the client is AzureOpenAI, which
+reads AZURE_OPENAI_API_KEY and OPENAI_API_VERSION. It prints, as JSON, the client's version, what it
+called, and which methods the client has.
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ LINE = (
 )
 RESOURCES = ("files", "uploads", "fine_tuning", "models", "webhooks")
 IDS: dict[str, str] = json.loads(sys.argv[1])
+AZURE: dict[str, Any] = {name: IDS[name] for name in ("azure_endpoint", "base_url") if name in IDS}
 KINDS = ["fine_tuning.job.succeeded"]
 
 
@@ -165,8 +167,8 @@ async def webhooks(call: Callable[..., Any], all_of: Callable[..., Any]) -> None
 
 
 def clients() -> Iterator[Any]:
-    yield openai.OpenAI()
-    yield openai.AsyncOpenAI()
+    yield openai.AzureOpenAI(**AZURE) if AZURE else openai.OpenAI()
+    yield openai.AsyncAzureOpenAI(**AZURE) if AZURE else openai.AsyncOpenAI()
 
 
 if __name__ == "__main__":

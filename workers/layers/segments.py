@@ -5,12 +5,15 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 
 from workers.layers import packed_attention
+
+if TYPE_CHECKING:
+    from workers.layers.images import ImageInputs
 
 _CHUNKED = "chunked_attention"
 _CHUNK = "ft_chunk"
@@ -57,6 +60,8 @@ class Segments:
         """Whether the micro-batch is on a GPU that has a fused kernel for its segments."""
         self.choosing = False
         """While an indexer chooses keys: large scores, of which backward wants nothing."""
+        self.images: ImageInputs | None = None
+        """What pictures give the decoder. None: the micro-batch has none."""
         self.faults: list[str] | None = None
         """While it is tried whether an architecture can be trained this way: what stands against
         it.
@@ -69,13 +74,15 @@ class Segments:
         longest: int = 0,
         lengths: Sequence[int] = (),
         device: torch.device | None = None,
+        images: ImageInputs | None = None,
     ) -> None:
         """`starts`, `on_device`: as in `Bounds`; None: every row is one segment.
 
         `longest`: tokens of the longest segment. `lengths`: of the samples of padded rows.
-        `device`: of these; None: a processor.
+        `device`: of these; None: a processor. `images`: None: there are no pictures.
         """
         self.lengths = lengths
+        self.images = images
         where = device if on_device is None else on_device.device
         self.fused = where is not None and _has_kernel(where)
         self._whole = (

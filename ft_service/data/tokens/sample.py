@@ -9,18 +9,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-
-@dataclass(frozen=True)
-class Picture:
-    """An image of a sample, as its file had it."""
-
-    key: str
-    """64 hexadecimal digits: SHA-256 of the encoded bytes and of `detail`. Equal keys, equal
-    pictures."""
-    data: bytes
-    """The encoded image: JPEG, PNG, WEBP or GIF."""
-    detail: str = "auto"
-    """`low`, `high` or `auto`, as OpenAI's parts of images have it."""
+from ft_service.data.sample_kinds import Picture as Picture
 
 
 @dataclass(frozen=True)

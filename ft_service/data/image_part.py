@@ -69,26 +69,19 @@ def _data(url: str, place: str) -> bytes:
         if re.match(r"https?:", url, re.IGNORECASE):
             raise LineError(place, f"is on the web, and pictures are not fetched yet: {way_out}")
         raise LineError(place, f"is {shown_value(url[:40])}, and no data: URL in base64: {way_out}")
-    length = (len(url) - begin.end()) * 3 // 4
-    if length > MOST_BYTES + 2:  # the padding
-        raise _too_large(place, length)
+    length = (len(url) - begin.end()) * 3 // 4 - url[-2:].count("=")
+    if length > MOST_BYTES:
+        raise LineError(
+            place,
+            f"is a picture of {length:,} bytes, and one may have {MOST_BYTES:,}: make it smaller, "
+            "or leave the line out",
+        )
     try:
-        data = base64.b64decode(url[begin.end() :].encode(), validate=True)
+        return base64.b64decode(url[begin.end() :].encode(), validate=True)
     except (binascii.Error, ValueError) as error:
         raise LineError(
             place, f"is not base64 after {begin[0][:40]}: {error}. Write the file's bytes in it"
         ) from None
-    if len(data) > MOST_BYTES:
-        raise _too_large(place, len(data))
-    return data
-
-
-def _too_large(place: str, length: int) -> LineError:
-    return LineError(
-        place,
-        f"is a picture of {length:,} bytes, and one may have {MOST_BYTES:,}: make it smaller, or "
-        "leave the line out",
-    )
 
 
 def require_few(images: Found) -> None:

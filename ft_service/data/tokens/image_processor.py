@@ -133,7 +133,8 @@ class ImageProcessor:
             raise LineError(
                 "",
                 f"is {width:,} x {height:,} pixels, and the base's image processor refuses it: "
-                f"{error}. Give the picture another size, or leave the line out",
+                f"{str(error)[:200].rstrip('.')}. Give the picture another size, or leave the line "
+                "out",
             ) from None
         return dict(data), text
 

@@ -109,7 +109,7 @@ def render(
     if options.train_on == "everything":
         if sample.images:
             raise LineError(
-                *(sample.image_places[:1] or ("messages",)),
+                next(iter(sample.image_places), "messages"),
                 "is an image, and training.train_on = 'everything' learns all tokens, in windows "
                 "that would cut through images: leave it out, or learn the answers alone",
             )

@@ -10,10 +10,11 @@ Fails when upstream changes: tests/ft_service/data/tokens/test_image_processor.p
 from __future__ import annotations
 
 import importlib
+from typing import Any
 
 
 def need_no_num2words() -> None:
     """Let the class be made for images."""
-    module = importlib.import_module("transformers.models.smolvlm.processing_smolvlm")
+    module: Any = importlib.import_module("transformers.models.smolvlm.processing_smolvlm")
     if module.num2words is None:
         module.num2words = str

@@ -63,7 +63,7 @@ learned.
 TOLD = {
     "anthropic-batch.jsonl": (1, "", "'custom_id', 'params'"),
     "argilla.jsonl": (1, "", "'fields', 'responses'"),
-    "azure-vision.jsonl": (1, "messages.0.content.1.type", "image_url"),
+    "azure-vision.jsonl": (1, "messages.0.content.1.image_url.url", "not fetched yet"),
     "chatgpt-export.json": (1, "", "ChatGPT's export"),
     "cohere.jsonl": (1, "messages.0.role", "'System'"),
     "comments.ndjson": (1, "", "a comment"),
@@ -99,7 +99,7 @@ TOLD = {
     "oasst-tree.jsonl": (1, "", "'message_tree_id'"),
     "openai-batch-reply.jsonl": (1, "", "Batch API"),
     "openai-batch-request.jsonl": (1, "", "Batch API"),
-    "openai-image-url.jsonl": (1, "messages.0.content.1.type", "image_url"),
+    "openai-image-url.jsonl": (1, "messages.0.content.1.image_url.url", "not fetched yet"),
     "openai-reinforcement.jsonl": (1, "messages", "no assistant message"),
     "orca-pairs.jsonl": (1, "prompt", "data: {prompt: question}"),
     "own-names.csv": (1, "", "'Kundenfrage', 'Antwort des Supports'"),

@@ -288,10 +288,15 @@ class Description:
         )
 
 
-def no_images(base: Description) -> SpecError:
-    """The refusal of samples with images for a base whose pictures cannot be learned from."""
+def facts_of_images(base: Description) -> ImageFacts:
+    """What training needs to know of a base's towers.
+
+    Raises SpecError for a base whose pictures cannot be learned from.
+    """
+    if base.images is not None:
+        return base.images
     why = base.no_images_because or "it is a text model"
-    return SpecError(
+    raise SpecError(
         f"The base does not learn from images here: {why}. Leave the lines with images out, or "
         "take another base.",
         param="model",

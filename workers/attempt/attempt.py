@@ -114,7 +114,7 @@ def train(runtime: Runtime, reporter: Reporter, stop: StopRequest, prepare: Prep
     built = prepared.built
     if pictured:
         assert described is not None
-        read_images(runtime.run, described, built.peft_model)
+        read_images(runtime.run, described, built.peft_model, shared=prepared.resident is not None)
     check_positions(built.peft_model, train_set, valid_set)
     parent = _adopt_parent(runtime, prepared, reporter)
     # A job continues only on the base with which it began.
@@ -360,7 +360,7 @@ def _with_features(
     path = runtime.spec.model.path
     base = described or describe(path)
     began = time.monotonic()
-    count = compute_features(runtime.run, path, base, sets, runtime.device)
+    count = compute_features(runtime.run, path, base, sets, runtime.device, runtime.compute_dtype)
     if count:
         seconds = time.monotonic() - began
         reporter.message(

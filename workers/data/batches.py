@@ -20,7 +20,7 @@ from torch import Tensor
 from ft_service.data.tokens.sample import Tokens
 from workers.images.features import CURRENT_IMAGES
 from workers.layers.dropout import keys_from
-from workers.layers.images import ImageInputs
+from workers.layers.segments import ImageInputs
 
 
 @dataclass(frozen=True)

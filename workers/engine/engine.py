@@ -25,6 +25,7 @@ import torch
 import torch.distributed as dist
 
 from ft_service.bases.cache_folder import Cache
+from ft_service.data.tokenizer_files import IMAGE_FILES
 from ft_service.rundir.attempt import Attempt
 from ft_service.rundir.attempt_seal import Fence
 from ft_service.rundir.directory import RunDir
@@ -32,6 +33,7 @@ from ft_service.rundir.documents import Outcome, OutcomeKind
 from ft_service.rundir.engine import ENGINE, SEATS, SeatOrder
 from ft_service.rundir.engine_spec import EngineSpec
 from workers.attempt.prepared_model import cached_description
+from workers.describe import describe
 from workers.engine.resident_base import ResidentBase, load_resident_base
 from workers.engine.rounds import Turn, next_round
 from workers.engine.seat_thread import SeatState, SeatThread, over_ranks
@@ -56,10 +58,18 @@ def main(run: RunDir, attempt: int) -> int:
         runtime = surroundings(run, attempt, device, fence, engine_spec.spec)
         stop = StopRequest(runtime)
         signal.signal(signal.SIGTERM, stop.request)
-        described = cached_description(engine_spec.spec.model.path)
+        path = engine_spec.spec.model.path
+        described = cached_description(path)
+        if described is None and any((Path(path) / name).is_file() for name in IMAGE_FILES):
+            described = describe(path)  # jobs that come may have pictures
         probed = None if described is None else Probed.of(described)
         base = load_resident_base(
-            engine_spec.spec, runtime.mesh, device, Cache.from_environment(os.environ), probed
+            engine_spec.spec,
+            runtime.mesh,
+            device,
+            Cache.from_environment(os.environ),
+            probed,
+            None if described is None else described.images,
         )
         TrainingEngine(engine_spec, runtime, base, stop).run()
         if runtime.rank == 0:

@@ -7,7 +7,7 @@ run directory as a file for each picture, and mapped by every rank.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
@@ -16,7 +16,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from ft_service.data.tokens.sample import ImageUse, Tokens
-from workers.layers.images import ImageInputs
+from workers.layers.segments import ImageInputs
 
 FOLDER = "image-features"
 """Folder of a run directory."""
@@ -29,13 +29,17 @@ class Features:
     """What a tower gives a decoder of one picture."""
 
     rows: Tensor
-    """fp32 [placeholders, hidden]: in place of their embeddings."""
+    """[placeholders, hidden]: in place of their embeddings."""
     early: Tensor
-    """fp32 [layers, placeholders, hidden]: added to the results of the first decoder layers."""
+    """[layers, placeholders, hidden]: added to the results of the first decoder layers."""
     layout: dict[str, Tensor]
     """The integers of the image processor from which positions follow, such as `image_grid_thw`:
     int64 [1, ..] each.
     """
+
+    def stored_in(self, dtype: torch.dtype) -> Features:
+        """The same, rounded to a dtype."""
+        return replace(self, rows=self.rows.to(dtype), early=self.early.to(dtype))
 
     def save(self, file: Path) -> None:
         """Write a file, which is there whole or not at all. Raises OSError."""

@@ -17,8 +17,6 @@ from typing import Any
 
 import numpy as np
 import torch
-from ft_service.data.tokens.base_tokenizer import load_tokenizer
-from ft_service.data.tokens.image_processor import ImageProcessor
 from PIL import Image
 from torch import Tensor, nn
 from transformers import PreTrainedModel
@@ -26,14 +24,16 @@ from transformers import PreTrainedModel
 from ft_service.bases.description import ImageFacts
 from ft_service.data.line_errors import LineError
 from ft_service.data.sample_kinds import Picture
+from ft_service.data.tokens.base_tokenizer import load_tokenizer
+from ft_service.data.tokens.image_processor import ImageProcessor
 from ft_service.data.tokens.sample import ImageUse, Tokens
 from ft_service.errors import SpecError
 from workers.images.features import SampleImages
+from workers.images.placing import take_images
 from workers.images.tower import Tower, asked, positions_of
-from workers.layers.images import take_images
 from workers.layers.segments import CURRENT
 from workers.model.attention import own_attention, stay_within_segments
-from workers.model.multimodal import MissingHead, decoder_layers, put_in_place, text_decoder
+from workers.model.multimodal import MissingHead, put_in_place, text_decoder
 from workers.model.packed_trial import SAME
 from workers.model.small_copy import give_values, small_copy
 
@@ -55,8 +55,7 @@ def try_images(base: PreTrainedModel, folder: str) -> ImageFacts | str:
     try:
         processor = ImageProcessor.of(folder)
         tower = Tower.on_meta(folder, processor.token_id)
-        weights = sum(own.numel() for own in tower.model.parameters())
-        early = _early_if_equal(base, folder, processor, tower)
+        return _facts_if_equal(base, folder, processor, tower)
     except (SpecError, LineError) as error:
         return str(error)
     except Exception as error:  # architectures run their own code
@@ -64,16 +63,14 @@ def try_images(base: PreTrainedModel, folder: str) -> ImageFacts | str:
         return f"a small copy of its towers cannot be run ({type(error).__name__}: {said})"
     finally:
         CURRENT.use(None)
-    if isinstance(early, str):
-        return early
-    return ImageFacts(token_id=processor.token_id, early_layers=early, tower_weights=weights)
 
 
 @torch.no_grad()
-def _early_if_equal(
+def _facts_if_equal(
     base: PreTrainedModel, folder: str, processor: ImageProcessor, tower: Tower
-) -> int | str:
-    """The number of decoder layers that get features of their own; or what is not equal."""
+) -> ImageFacts | str:
+    """What `try_images` returns."""
+    weights = sum(own.numel() for own in tower.model.parameters())
     copy = small_copy(base).model
     stay_within_segments(copy)
     decoder = text_decoder(copy)
@@ -89,7 +86,8 @@ def _early_if_equal(
     images = SampleImages(features.__getitem__, processor.token_id, positions_of(copy))
     ids = torch.from_numpy(sample.ids.astype(np.int64))[None]
     blind = _logits(copy, [Tokens(sample.ids, sample.targets)], images, packed=False)[0]
-    take_images(decoder.get_input_embeddings(), decoder_layers(copy)[:early])
+    facts = ImageFacts(processor.token_id, early, weights)
+    take_images(copy, facts)
     ours = _logits(copy, [sample], images, packed=False)[0]
     attention = decoder.config._attn_implementation
     published = _published(tower, copy, decoder, ids, ids == processor.token_id, given)
@@ -105,7 +103,7 @@ def _early_if_equal(
     packed = _logits(copy, [sample, text, sample], images, packed=True)
     if max(_difference(own, ours) for own in (packed[0], packed[2])) > SAME[torch.float32]:
         return "its packed samples with pictures are not computed as they are apart"
-    return early
+    return facts
 
 
 def _published(

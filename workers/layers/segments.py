@@ -1,19 +1,18 @@
-"""Starts of the samples of the current micro-batch, and the chunks into which layers cut them."""
+"""Starts of the samples of the current micro-batch, the chunks into which layers cut them, and the
+features of their pictures.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from workers.layers import packed_attention
-
-if TYPE_CHECKING:
-    from workers.layers.images import ImageInputs
 
 _CHUNKED = "chunked_attention"
 _CHUNK = "ft_chunk"
@@ -41,6 +40,20 @@ class Bounds:
     """
     kept: dict[Any, Any] = field(default_factory=dict, compare=False, repr=False)
     """What kernels make of it once for all layers."""
+
+
+@dataclass(frozen=True)
+class ImageInputs:
+    """The features of all pictures of a micro-batch."""
+
+    places: Tensor
+    """int64 [n]: the placeholders, counted through all rows."""
+    features: Tensor
+    """[n, hidden]: what stands there in place of an embedding."""
+    early: Tensor
+    """[layers, n, hidden]: what is added to the results of the first decoder layers; of no layer
+    where the base's tower gives none.
+    """
 
 
 class Segments:

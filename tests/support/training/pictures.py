@@ -5,6 +5,7 @@ them.
 from __future__ import annotations
 
 import hashlib
+import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -14,12 +15,22 @@ from typing import Any
 import numpy as np
 import torch
 from peft import LoraConfig, get_peft_model
-from transformers import AutoConfig
+from transformers import AutoConfig, PreTrainedTokenizerFast
 
 from ft_service.data.tokens.sample import ImageUse, Picture, Tokens
+from ft_service.rundir.directory import sha256_of
+from ft_service.spec import DataFileRef
+from tests.support.image_bases import (
+    FAMILIES,
+    drawn,
+    encoded,
+    image_part,
+    save_image_base,
+    text_part,
+)
 from tests.support.training.checks import published_model
 from tests.support.training.composites import save_composite
-from tests.support.training.models import adapter_value, reference_name
+from tests.support.training.models import HIDDEN, adapter_value, reference_name
 from workers.base.load import plain_name
 from workers.data.batches import collate
 from workers.images.features import file_of
@@ -80,6 +91,7 @@ PICTURED: dict[str, Any] = {
 """Type → function that makes what its image processor would."""
 _CONFIG: Mapping[str, dict[str, Any]] = MappingProxyType(
     {
+        "qwen2_vl": {"vision_config": {"hidden_size": HIDDEN}},
         "llava": {"vision_config": {"image_size": 56, "patch_size": 14}},
         "mistral3": {"vision_config": {"image_size": 112}},
         "gemma3": {"vision_config": {"image_size": 56}, "mm_tokens_per_image": 4},
@@ -176,7 +188,9 @@ def save_pictured(kind: str, folder: Path) -> Pictured:
     return made
 
 
-def published_step(made: Pictured, built: BuiltModel) -> tuple[float, dict[str, torch.Tensor]]:
+def published_step(
+    made: Pictured, built: BuiltModel, dtype: torch.dtype = torch.float32
+) -> tuple[float, dict[str, torch.Tensor]]:
     """Loss and gradients of the published class with its towers, one sample at a time, with stock
     LoRA layers where a model of ours has them.
     """
@@ -187,8 +201,8 @@ def published_step(made: Pictured, built: BuiltModel) -> tuple[float, dict[str, 
         target_modules=ours.target_modules,
         target_parameters=ours.target_parameters,
     )
-    base: Any = published_model(made.folder)
-    stock = get_peft_model(base, config).eval()
+    base: Any = published_model(made.folder, dtype)
+    stock = get_peft_model(base, config).to(dtype).eval()
     trained = {plain_name(n): p for n, p in stock.named_parameters() if p.requires_grad}
     with torch.no_grad():
         for name, parameter in trained.items():
@@ -199,10 +213,68 @@ def published_step(made: Pictured, built: BuiltModel) -> tuple[float, dict[str, 
         bare = Tokens(sample.ids, sample.targets)
         own = collate([bare], CPU)
         told = asked(base, own.ids, own.ids == made.token_id)
-        logits = stock(input_ids=own.ids, use_cache=False, **told, **made.inputs_of(sample)).logits
+        pixels = made.inputs_of(sample)
+        pixels = {n: own.to(dtype) if own.is_floating_point() else own for n, own in pixels.items()}
+        logits = stock(input_ids=own.ids, use_cache=False, **told, **pixels).logits
         loss = torch.nn.functional.cross_entropy(
-            logits.flatten(0, 1)[own.places].float(), own.targets, reduction="sum"
+            logits.flatten(0, 1)[own.places], own.targets, reduction="sum"
         )
         (loss / targets).backward()
         total += loss.item() / targets
     return total, {name: p.grad for name, p in trained.items() if p.grad is not None}
+
+
+# Whole bases
+# ------------------------------------------------------------------------------
+
+WHOLE: dict[str, tuple[str, dict[str, Any]]] = {
+    "qwen 2.5 vl": ("qwen2_5_vl", {"vision_config": {"patch_size": 14}}),
+    "qwen 3 vl": ("qwen3_vl", {"vision_config": {"patch_size": 16}}),
+    "llava 1.5": ("llava", {**_CONFIG["llava"], "vision_feature_select_strategy": "default"}),
+    "gemma 3": ("gemma3", {**_CONFIG["gemma3"], "mm_tokens_per_image": 16}),
+    "mistral small 3.1": ("mistral3", {"vision_config": {"image_size": 140}}),
+    "internvl 3": ("internvl", dict(_CONFIG["internvl"])),
+    "smolvlm": ("smolvlm", {"vision_config": {"image_size": 64, "patch_size": 16}}),
+}
+"""Family (`image_bases.FAMILIES`) → its type of transformers, and values of its config."""
+_NAMED_TOKENS = {
+    "<|image_pad|>": "image_token_id",
+    "<|video_pad|>": "video_token_id",
+    "<|vision_start|>": "vision_start_token_id",
+    "<|vision_end|>": "vision_end_token_id",
+    "<start_of_image>": "boi_token_index",
+    "<end_of_image>": "eoi_token_index",
+}
+
+
+def save_whole_base(family: str, folder: Path) -> Path:
+    """A random base of a family with weights, tokenizer, chat template and image processor."""
+    save_image_base(folder, family)
+    tokenizer: Any = PreTrainedTokenizerFast.from_pretrained(folder)
+    kind, values = WHOLE[family]
+    known = AutoConfig.for_model(kind).to_dict()
+    tokens = {
+        key: tokenizer.convert_tokens_to_ids(token)
+        for token, key in _NAMED_TOKENS.items()
+        if key in known
+    }
+    image = tokenizer.convert_tokens_to_ids(FAMILIES[family].image_token)
+    tokens |= {key: image for key in ("image_token_id", "image_token_index") if key in known}
+    text = {"vocab_size": len(tokenizer) + 3}
+    assert save_composite(kind, folder, {**values, **tokens, "text_config": text})
+    return folder
+
+
+def save_pictured_chats(path: Path, count: int) -> DataFileRef:
+    """Chats as OpenAI's fine-tuning takes them: every fourth without a picture, every third with
+    two.
+    """
+    lines: list[dict[str, Any]] = []
+    for i in range(count):
+        sizes = [] if i % 4 == 3 else [(70, 50), (40, 90)][: 1 + (i % 3 == 0)]
+        parts = [image_part(encoded(drawn(*size, seed=i))) for size in sizes]
+        content = [text_part(f"what is it? {i}"), *parts, text_part("say")]
+        answer = {"role": "assistant", "content": f"it is {i * 7}" + "!" * (i % 5)}
+        lines.append({"messages": [{"role": "user", "content": content}, answer]})
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    return DataFileRef(name=path.name, path=str(path), sha256=sha256_of(path))

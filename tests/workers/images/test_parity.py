@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from ft_service.bases.description import ImageFacts
 from tests.support.training.checks import BOUND
 from tests.support.training.models import spec_for
 from tests.support.training.parity import set_adapters
@@ -17,13 +18,17 @@ from tests.support.training.pictures import CPU, PICTURED, Pictured, published_s
 from workers.base.load import adapters, load
 from workers.data.batches import make_batch
 from workers.images.features import CURRENT_IMAGES, SampleImages, kept_in
+from workers.images.placing import take_images
 from workers.images.tower import positions_of
-from workers.layers.images import take_images
 from workers.model.build import BuiltModel, build
-from workers.model.multimodal import causal_model, decoder_layers, text_decoder
+from workers.model.multimodal import causal_model
 from workers.ranks.sharding import Gradients
 from workers.training.step import Sums, forward_backward
 
+NOISY = {"qwen3_5": 2e-5}
+"""Types that are compared with their class in fp64, and how near they come in fp32: a recurrence
+over a longer sample rounds more.
+"""
 BOTH_WAYS = ("gemma3",)
 """Types whose placeholders see each other in both directions."""
 
@@ -40,8 +45,7 @@ def our_model(made: Pictured, work: Path) -> BuiltModel:
     with torch.no_grad():
         set_adapters(built.peft_model)
     causal = causal_model(built.peft_model)
-    embedding = text_decoder(causal).get_input_embeddings()
-    take_images(embedding, decoder_layers(causal)[:early])
+    take_images(causal, ImageFacts(made.token_id, early, 0))
     CURRENT_IMAGES.images = SampleImages(kept_in([work]), made.token_id, positions_of(causal))
     built.peft_model.train()
     return built
@@ -74,9 +78,9 @@ def test_pictures_train_as_in_the_published_class_with_plain_peft(
 ) -> None:
     made = save_pictured(kind, tmp_path / "base")
     built = our_model(made, tmp_path / "features")
-    truth = published_step(made, built)
+    truth = published_step(made, built, torch.float64 if kind in NOISY else torch.float32)
     for packed in (False, True):
         alone = our_step(made, built, [[0], [1], [2], [3]], packed=packed)
         together = our_step(made, built, [[2, 0, 1], [3]], packed=packed)
-        assert off(alone, truth) < BOUND, (packed, off(alone, truth))
-        assert off(together, truth) < BOUND, (packed, off(together, truth))
+        for step in (alone, together):
+            assert off(step, truth) < NOISY.get(kind, BOUND), (packed, off(step, truth))

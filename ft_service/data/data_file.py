@@ -49,7 +49,7 @@ RENDER_SECONDS = 10.0
 MEMORY_BYTES = 4 * 1024**3
 """Memory that reading a file may take; half of the host's memory if that is less.
 
-The longest line takes a quarter of it.
+The longest line takes two fifths of it.
 """
 CHECK_SECONDS = 600.0
 """Processor time in which a file must be read, rendered and tokenised, in seconds, whatever its

@@ -415,14 +415,16 @@ def _rendered(
     record: Record,
     limits: SampleLimits | None,
 ) -> list[SampleText] | Fault:
+    part = "chat template"
     if isinstance(record, Conversation) and record.images:
+        part += " or image processor"
         load()  # without the sample's limits
 
     def work() -> list[SampleText]:
         with limits.rendering(number) if limits is not None else nullcontext():
             return render(record)
 
-    return _or_fault(work, number, limits, "chat template")
+    return _or_fault(work, number, limits, part)
 
 
 def _or_fault(

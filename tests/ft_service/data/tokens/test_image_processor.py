@@ -14,6 +14,7 @@ from PIL import Image
 
 from ft_service.data.line_errors import LineError
 from ft_service.data.sample_kinds import Picture
+from ft_service.data.tokens import image_processor
 from ft_service.data.tokens.image_processor import ImageProcessor, decoded, size_of
 from ft_service.errors import SpecError
 from tests.support.image_bases import FAMILIES, drawn, encoded, save_image_base
@@ -106,7 +107,8 @@ def test_every_kind_of_pixel_becomes_8_bits_of_red_green_and_blue() -> None:
 def test_the_first_of_several_frames_is_seen(format: str) -> None:
     frames = [Image.new("RGB", (8, 8), colour) for colour in ("red", "blue")]
     film = picture(frames[0], format, save_all=True, append_images=frames[1:])
-    red, green, blue = decoded(film).getpixel((4, 4))
+    pixel: Any = decoded(film).getpixel((4, 4))
+    red, green, blue = pixel
     assert (red > 250, green < 5, blue < 5) == (True, True, True)
 
 
@@ -154,7 +156,7 @@ def test_the_digest_is_of_what_makes_the_pixels(
     changed = json.loads(file.read_text()) | {"image_mean": [0.1, 0.5, 0.5]}
     file.write_text(json.dumps(changed))
     assert ImageProcessor.of(str(same)).digest != first
-    monkeypatch.setattr(transformers, "__version__", "5.99")
+    monkeypatch.setattr(image_processor.transformers, "__version__", "5.99")
     assert ImageProcessor(str(qwen)).digest != first
 
 

@@ -48,8 +48,7 @@ def _in_place(own: Callable[..., Tensor], *args: Any, **kwargs: Any) -> Tensor:
     images = CURRENT.images
     if images is None:
         return embedded
-    flat = embedded.flatten(0, 1)
-    return flat.index_copy(0, images.places, images.features.to(flat.dtype)).view_as(embedded)
+    return embedded.index_put(_places(embedded), images.features.to(embedded.dtype))
 
 
 def _added(number: int, own: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
@@ -60,5 +59,11 @@ def _added(number: int, own: Callable[..., Any], *args: Any, **kwargs: Any) -> A
         return output
     hidden: Tensor = output[0] if isinstance(output, tuple) else output
     added = images.early[number].to(hidden.dtype)
-    whole = hidden.flatten(0, 1).index_add(0, images.places, added).view_as(hidden)
+    whole = hidden.index_put(_places(hidden), added, accumulate=True)
     return (whole, *output[1:]) if isinstance(output, tuple) else whole
+
+
+def _places(hidden: Tensor) -> tuple[Tensor, Tensor]:
+    """Row and column of every placeholder. No view of the rows is made, which FSDP2 warns of."""
+    assert CURRENT.images is not None
+    return CURRENT.images.places // hidden.shape[1], CURRENT.images.places % hidden.shape[1]

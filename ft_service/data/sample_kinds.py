@@ -35,6 +35,13 @@ class Picture:
     """The encoded image: JPEG, PNG, WEBP or GIF."""
     detail: str = "auto"
     """One of DETAILS."""
+    url: str | None = None
+    """Where it is on the web, if it was not fetched yet: it has no bytes then."""
+
+    @classmethod
+    def on_web(cls, url: str, detail: str = "auto") -> Self:
+        """One that is to be fetched."""
+        return cls(hashlib.sha256(f"{detail} {url}".encode()).hexdigest(), b"", detail, url)
 
     @classmethod
     def of(cls, data: bytes, detail: str = "auto") -> Self:

@@ -130,14 +130,9 @@ def test_the_character_of_pictures_is_a_text_like_others_where_there_are_none() 
         ({"type": "image_url", "image_url": "data:"}, ".image_url", "not a string"),
         ({"type": "image_url", "image_url": {}}, ".image_url.url", "is required"),
         (
-            {"type": "image_url", "image_url": {"url": "https://example.org/a.png"}},
-            ".image_url.url",
-            "not fetched yet: write the picture into the line, as data:image/png;base64,…",
-        ),
-        (
             {"type": "image_url", "image_url": {"url": "file:///etc/passwd"}},
             ".image_url.url",
-            "no data: URL in base64",
+            "nor a data: URL in base64",
         ),
         (
             {"type": "image_url", "image_url": {"url": "data:image/png;base64,iVBO*"}},
@@ -158,6 +153,12 @@ def test_a_part_that_is_no_picture_is_told(
         return
     error = refused(user(text_part("Read."), given), ANSWER)
     assert (error.field, reason in error.reason) == (f"messages.0.content.1{place}", True), error
+
+
+def test_a_picture_on_the_web_is_left_there_until_it_is_needed() -> None:
+    url = "https://example.org/a.png"
+    given = {"type": "image_url", "image_url": {"url": url, "detail": "low"}}
+    assert parsed(user(given), ANSWER).images == (Picture.on_web(url, "low"),)
 
 
 def test_a_picture_may_be_as_large_as_the_limit(monkeypatch: pytest.MonkeyPatch) -> None:

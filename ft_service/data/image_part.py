@@ -24,7 +24,7 @@ MOST_IMAGES = 10
 """Pictures of a line, at most, as at OpenAI."""
 MOST_BYTES = 10 * 1024**2
 """Bytes of a picture, at most: 10 MB at OpenAI."""
-SUPERVISED_ONLY = "images are learned from in supervised chats alone so far"
+SUPERVISED_ONLY = "images are learned from in supervised chats and prompts of pairs alone so far"
 USERS_ONLY = "only messages of the role user take images"
 _TYPES = (
     (re.compile(rb"\x89PNG\r\n\x1a\n"), "image/png"),

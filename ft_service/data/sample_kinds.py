@@ -181,4 +181,11 @@ def named_roles(record: Record) -> set[str]:
     }
 
 
+def images_of(record: Record) -> int:
+    """The number of pictures of a record; of a pair those of its prompt."""
+    if isinstance(record, Pair):
+        return len(record.preferred.images)
+    return len(record.images) if isinstance(record, Conversation) else 0
+
+
 Record = Conversation | PromptCompletion | Text | Pair | GradedPrompt

@@ -265,16 +265,26 @@ def save_whole_base(family: str, folder: Path) -> Path:
     return folder
 
 
-def save_pictured_chats(path: Path, count: int) -> DataFileRef:
+def save_pictured_chats(path: Path, count: int, *, pairs: bool = False) -> DataFileRef:
     """Chats as OpenAI's fine-tuning takes them: every fourth without a picture, every third with
-    two.
+    two. `pairs`: with two answers each, of which one is preferred.
     """
     lines: list[dict[str, Any]] = []
     for i in range(count):
         sizes = [] if i % 4 == 3 else [(70, 50), (40, 90)][: 1 + (i % 3 == 0)]
         parts = [image_part(encoded(drawn(*size, seed=i))) for size in sizes]
         content = [text_part(f"what is it? {i}"), *parts, text_part("say")]
+        messages = [{"role": "user", "content": content}]
         answer = {"role": "assistant", "content": f"it is {i * 7}" + "!" * (i % 5)}
-        lines.append({"messages": [{"role": "user", "content": content}, answer]})
+        other = {"role": "assistant", "content": f"no {i}"}
+        lines.append(
+            {
+                "input": {"messages": messages},
+                "preferred_output": [answer],
+                "non_preferred_output": [other],
+            }
+            if pairs
+            else {"messages": [*messages, answer]}
+        )
     path.write_text("".join(json.dumps(line) + "\n" for line in lines))
     return DataFileRef(name=path.name, path=str(path), sha256=sha256_of(path))

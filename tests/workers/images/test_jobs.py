@@ -82,3 +82,23 @@ def test_jobs_of_an_engine_are_those_alone(spec: JobSpec, on_two: RunDir, tmp_pa
     together = run_together([spec, other], tmp_path)
     assert_same(together[0], on_two)
     assert_same(together[1], alone)
+
+
+def test_pairs_with_pictures_are_learned_from(spec: JobSpec, tmp_path: Path) -> None:
+    """On one rank and on two; the first step compares the model with itself."""
+    data = save_pictured_chats(tmp_path / "pairs.jsonl", 8, pairs=True)
+    found = []
+    for world in (1, 2):
+        job = spec_for(
+            Path(spec.model.path),
+            data,
+            ranks=world,
+            precision={"default": "bf16", "compute": "fp32"},
+            method={"type": "dpo", "dpo": {"hyperparameters": {"beta": 0.5}}},
+            training={"max_steps": 2, "batch_size": 4, "learning_rate": 5e-3},
+            lora={"r": 4},
+        )
+        found.append(losses(trained(job, tmp_path / str(world), world)))
+    assert found[0][1] == pytest.approx(0.6931, abs=1e-3)
+    assert found[0][2] < found[0][1]
+    assert found[1] == pytest.approx(found[0], rel=1e-4)

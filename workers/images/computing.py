@@ -16,7 +16,6 @@ import torch.distributed as dist
 from torch import nn
 
 from ft_service.bases.description import Description, facts_of_images
-from ft_service.data.sample_kinds import Picture
 from ft_service.data.tokens.image_processor import ImageProcessor
 from ft_service.data.tokens.token_set import TokenSet
 from ft_service.errors import DataError
@@ -86,7 +85,11 @@ def compute_features(
     rank, world = (0, 1) if alone() else (dist.get_rank(), dist.get_world_size())
     own = {key: uses[key] for key in left[rank::world]}
     storage = Storage(folder, dtype)
-    by_first(lambda: storage.require_room(sum(len(uses[key][0]) for key in left), described))
+    by_first(
+        lambda: storage.require_room(
+            sum(uses[key].end - uses[key].begin for key in left), described
+        )
+    )
     together(_computed(storage, path, facts.token_id, own, device))
     if not all(from_all(all(file_of(folder, key).is_file() for key in uses))):
         raise OutsideError(f"The features of pictures are not on all ranks: they are in {folder}.")
@@ -123,32 +126,43 @@ def remove_features(run: RunDir) -> None:
     shutil.rmtree(run.path(FOLDER), ignore_errors=True)
 
 
-def _uses(sets: Sequence[TokenSet]) -> dict[str, tuple[list[int], Picture]]:
-    """Every picture by its key, and the tokens that stand for it."""
-    found: dict[str, tuple[list[int], Picture]] = {}
+@dataclass(frozen=True)
+class _Use:
+    """A picture of a set, and where tokens stand for it."""
+
+    samples: TokenSet
+    begin: int
+    end: int
+
+    @property
+    def tokens(self) -> list[int]:
+        return self.samples.ids[self.begin : self.end].tolist()
+
+
+def _uses(sets: Sequence[TokenSet]) -> dict[str, _Use]:
+    """One use of every picture that samples of these sets show, by the picture's key."""
+    found: dict[str, _Use] = {}
     for own in sets:
         if own.pictures is None:
             continue
-        for sample in own:
-            for use in sample.images:
-                tokens = sample.ids[use.begin : use.end].tolist()
-                found.setdefault(use.picture.key, (tokens, use.picture))
+        keys = own.pictures.keys
+        for begin, length in zip(own.begins.tolist(), own.lengths.tolist(), strict=True):
+            for first, end, number in own.uses_within(begin, begin + length):
+                found.setdefault(keys[number], _Use(own, first, end))
     return found
 
 
 def _computed(
-    storage: Storage,
-    path: str,
-    token_id: int,
-    own: dict[str, tuple[list[int], Picture]],
-    device: torch.device,
+    storage: Storage, path: str, token_id: int, own: dict[str, _Use], device: torch.device
 ) -> Iterator[None]:
     """Compute and write features, coming back after each picture."""
     if not own:
         return
     processor = ImageProcessor.of(path)
     tower = Tower.loaded(path, token_id, device)
-    for key, (tokens, picture) in own.items():
-        features = tower.features(tokens, processor.inputs(picture))
+    for key, use in own.items():
+        assert use.samples.pictures is not None
+        inputs = processor.inputs(use.samples.pictures[key])
+        features = tower.features(use.tokens, inputs)
         features.stored_in(storage.dtype).save(file_of(storage.folder, key))
         yield

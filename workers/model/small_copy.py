@@ -166,6 +166,24 @@ def _kind(model: PreTrainedModel, name: str, layer: nn.Module, count: int) -> Ha
     return entries, frozenset(parts)
 
 
+def pass_by(layers: Sequence[nn.Module], alike: Callable[[nn.Module], Hashable]) -> None:
+    """Let layers of a stack be passed by that are like one before them, and have its parameters.
+
+    `alike`: what layers have in common that compute alike.
+    """
+    first: dict[Hashable, nn.Module] = {}
+    said: list[Any] = [None]
+    for layer in layers:
+        own = first.setdefault(alike(layer), layer)
+        if own is layer:
+            layer.register_forward_hook(partial(_note, said))
+            continue
+        replace_forward(layer, _PassedBy(said))
+        layer._modules = own._modules
+        layer._parameters = own._parameters
+        layer._buffers = own._buffers
+
+
 def _note(said: list[Any], _layer: nn.Module, _inputs: Any, output: Any) -> None:
     said[0] = output
 

@@ -16,7 +16,7 @@ from ft_service.data.formats.columns import AS_THEY_ARE, Columns
 from ft_service.data.formats.detect_format import Container, Format
 from ft_service.data.formats.reading import FileFormat, open_data
 from ft_service.data.line_errors import Fault
-from ft_service.data.sample_kinds import Conversation, Pair, Record, is_unanswered
+from ft_service.data.sample_kinds import Pair, Record, images_of, is_unanswered
 from ft_service.data.sample_request import RecordRange, SamplePage
 from ft_service.data.sensitive_text import sensitive_kinds
 from ft_service.data.statistics import (
@@ -506,7 +506,7 @@ def check_lines(
                 findings.fault(record)
             else:
                 findings.examples += 1
-                findings.images += len(record.images) if isinstance(record, Conversation) else 0
+                findings.images += images_of(record)
                 records.add(number, record)
                 unanswered = unanswered.with_line(number) if is_unanswered(record) else unanswered
                 for kind in sensitive_kinds(record) if sensitive else ():

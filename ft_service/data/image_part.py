@@ -1,9 +1,10 @@
 """Pictures in messages, as OpenAI's parts of type image_url have them. Pure.
 
     {"type": "image_url", "image_url": {"url": "data:image/png;base64,…", "detail": "low"}}
+    {"type": "image_url", "image_url": {"url": "https://example.com/gauge.png"}}
 
-What a picture is, its first bytes say, and not what the URL claims. It is decoded later, where the
-base's image processor is (ft_service/data/tokens/image_processor.py).
+What a picture is, its first bytes say, and not what the URL claims. It is fetched and decoded
+later, where the base's image processor is (ft_service/data/tokens/).
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ MOST_IMAGES = 10
 """Pictures of a line, at most, as at OpenAI."""
 MOST_BYTES = 10 * 1024**2
 """Bytes of a picture, at most: 10 MB at OpenAI."""
-SUPERVISED_ONLY = "images are learned from in supervised chats alone so far"
+SUPERVISED_ONLY = "images are learned from in supervised chats and prompts of pairs alone so far"
 USERS_ONLY = "only messages of the role user take images"
 _TYPES = (
     (re.compile(rb"\x89PNG\r\n\x1a\n"), "image/png"),
@@ -32,6 +33,7 @@ _TYPES = (
     (re.compile(rb"GIF8[79]a"), "image/gif"),
 )
 _DATA = re.compile(r"data:[^,;]*(?:;[^,;]*)*;base64,", re.IGNORECASE)
+_WEB = re.compile(r"https?://", re.IGNORECASE)
 _SHOWN = 12
 
 Found = list[tuple[str, Picture]]
@@ -51,24 +53,34 @@ def parse_image(part: dict[str, Any], place: str) -> tuple[str, Picture]:
         raise LineError(
             f"{place}.detail", f"must be one of {', '.join(DETAILS)}, not {shown_value(detail)}"
         )
-    data = _data(text_of(required(given, "url", f"{place}."), f"{place}.url"), f"{place}.url")
+    url = text_of(required(given, "url", f"{place}."), f"{place}.url")
+    if _WEB.match(url):
+        return place, Picture.on_web(url, detail)
+    data = _data(url, f"{place}.url")
+    refuse_other_types(data, f"{place}.url")
+    return place, Picture.of(data, detail)
+
+
+def refuse_other_types(data: bytes, place: str) -> None:
+    """Raise LineError for bytes that are no picture of a type that is taken."""
     if type_of(data) is None:
         begin = f"begins with {data[:_SHOWN]!r}" if data else "is empty"
         raise LineError(
-            f"{place}.url",
+            place,
             f"is no PNG, JPEG, WEBP or GIF: what it holds {begin}. Save the picture in one of "
             "these formats, or leave the line out",
         )
-    return place, Picture.of(data, detail)
 
 
 def _data(url: str, place: str) -> bytes:
     begin = _DATA.match(url)
     if begin is None:
         way_out = "write the picture into the line, as data:image/png;base64,…"
-        if re.match(r"https?:", url, re.IGNORECASE):
-            raise LineError(place, f"is on the web, and pictures are not fetched yet: {way_out}")
-        raise LineError(place, f"is {shown_value(url[:40])}, and no data: URL in base64: {way_out}")
+        raise LineError(
+            place,
+            f"is {shown_value(url[:40])}, and neither an https: nor a data: URL in base64: "
+            f"{way_out}",
+        )
     length = (len(url) - begin.end()) * 3 // 4 - url[-2:].count("=")
     if length > MOST_BYTES:
         raise LineError(
@@ -121,6 +133,9 @@ def content_of(content: str, images: Sequence[Picture]) -> list[dict[str, Any]]:
 
 
 def _url_of(picture: Picture) -> dict[str, str]:
+    if picture.url is not None:
+        url = {"url": picture.url}
+        return url if picture.detail == "auto" else url | {"detail": picture.detail}
     encoded = base64.b64encode(picture.data).decode()
     url = {"url": f"data:{type_of(picture.data)};base64,{encoded}"}
     return url if picture.detail == "auto" else url | {"detail": picture.detail}

@@ -35,6 +35,13 @@ class Picture:
     """The encoded image: JPEG, PNG, WEBP or GIF."""
     detail: str = "auto"
     """One of DETAILS."""
+    url: str | None = None
+    """Where it is on the web, if it was not fetched yet: it has no bytes then."""
+
+    @classmethod
+    def on_web(cls, url: str, detail: str = "auto") -> Self:
+        """One that is to be fetched."""
+        return cls(hashlib.sha256(f"{detail} {url}".encode()).hexdigest(), b"", detail, url)
 
     @classmethod
     def of(cls, data: bytes, detail: str = "auto") -> Self:
@@ -172,6 +179,13 @@ def named_roles(record: Record) -> set[str]:
     return {
         message["role"] for message in messages if "name" in message and message["role"] != "tool"
     }
+
+
+def images_of(record: Record) -> int:
+    """The number of pictures of a record; of a pair those of its prompt."""
+    if isinstance(record, Pair):
+        return len(record.preferred.images)
+    return len(record.images) if isinstance(record, Conversation) else 0
 
 
 Record = Conversation | PromptCompletion | Text | Pair | GradedPrompt

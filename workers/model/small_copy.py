@@ -82,6 +82,20 @@ def small_copy(base: PreTrainedModel) -> SmallCopy:
     return SmallCopy(model.eval(), alike)
 
 
+def give_values(model: PreTrainedModel) -> None:
+    """Random weights for a model on meta that is run on the CPU in fp32.
+
+    Raises SpecError for a buffer that no rule computes.
+    """
+    with torch.random.fork_rng(devices=[]):
+        torch.default_generator.manual_seed(0)
+        parts = list(model.modules())
+        _give_memory(parts)
+        restore_buffers(model, torch.device("cpu"), torch.float32)
+        _initialise(model, parts)
+        _give_values(parts)
+
+
 def put_all_experts(model: nn.Module, layers: Iterable[nn.Module]) -> None:
     """Put our module in place of the experts in these layers, as training does, with weights in
     their own dtype on meta.

@@ -49,7 +49,9 @@ def _pair(pair: Pair) -> dict[str, Any]:
     chosen = pair.preferred
     rejected = pair.rejected
     begin = next(index for index, weight in enumerate(chosen.weights) if weight)
-    given = Conversation(chosen.messages[:begin], chosen.weights[:begin], chosen.tools)
+    given = Conversation(
+        chosen.messages[:begin], chosen.weights[:begin], chosen.tools, images=chosen.images
+    )
     return {
         "input": {"messages": _messages(given, 0), **_tools(given)},
         "preferred_output": _messages(chosen, begin, weights=False),

@@ -301,7 +301,8 @@ class Examination:
             counts = _counts(
                 found.samples.lengths, kept, found.samples.targets_within(limit), alike
             )
-            findings.images = len(found.samples.uses)
+            # Both samples of a pair show those of its prompt.
+            findings.images = len(found.samples.uses) // (1 + request.pairs)
             image_tokens = int((found.samples.uses[:, 1] - found.samples.uses[:, 0]).sum())
             counts = replace(counts, image_tokens=image_tokens)
             if not request.pairs:
@@ -393,11 +394,12 @@ class Examination:
                 else:
                     findings.examples += 1
                     cut: list[Tokens] = []
+                    uses = sum(len(sample.images) for sample in of_record)
+                    findings.images += uses // (1 + pairs)
                     for sample in of_record:
                         cut.append(sample.cut(self._length_limit(data)))
                         lengths.append(len(sample.ids))
                         kept.append(len(cut[-1].ids))
-                        findings.images += len(sample.images)
                         image_tokens += sum(use.end - use.begin for use in sample.images)
                         targets.append(cut[-1].target_count)
                         if recording is not None:

@@ -27,6 +27,7 @@ from ft_service.data.sample_kinds import (
 from ft_service.data.sample_request import Answer, RecordRange, SamplePage, ShownSample, ShownToken
 from ft_service.data.token_options import TokenOptions
 from ft_service.data.tokens.answer_markers import Span
+from ft_service.data.tokens.image_fetch import ImageFetcher
 from ft_service.data.tokens.image_processor import size_of
 from ft_service.data.tokens.render import words_of
 from ft_service.data.tokens.sample import ImageUse
@@ -83,6 +84,8 @@ def _shown(
     )
     for answer, part in parts.items():
         try:
+            if isinstance(part, Conversation):
+                part = ImageFetcher().fetched(part)
             for sample in as_texts(tokenizer, options, part):
                 yield _sample(tokenizer, number, sample, options, max_length, answer)
         except LineError as error:

@@ -37,6 +37,7 @@ from ft_service.data.token_options import DEFAULT, TokenOptions
 from ft_service.data.tokens.answer_markers import Span
 from ft_service.data.tokens.base_tokenizer import load_tokenizer as load_tokenizer
 from ft_service.data.tokens.boundary_tokens import Joined, as_prompted, require_prompted
+from ft_service.data.tokens.image_fetch import ImageFetcher
 from ft_service.data.tokens.image_processor import ImageProcessor
 from ft_service.data.tokens.render import render, render_bare, render_prompt, turn_ends, writes_date
 from ft_service.data.tokens.sample import ImageUse, Tokens
@@ -282,6 +283,7 @@ def _samples(
                 _rendered,
                 partial(as_texts, tokenizer, options),
                 partial(ImageProcessor.of, tokenizer.name_or_path),
+                ImageFetcher().fetched,
             ),
             records,
             limits,
@@ -411,6 +413,7 @@ def _with_images(tokenizer: Any, sample: SampleText) -> SampleText:
 def _rendered(
     render: Callable[[Record], list[SampleText]],
     load: Callable[[], object],
+    fetch: Callable[[Conversation], Conversation],
     number: int,
     record: Record,
     limits: SampleLimits | None,
@@ -419,6 +422,10 @@ def _rendered(
     if isinstance(record, Conversation) and record.images:
         part += " or image processor"
         load()  # without the sample's limits
+        fetched = _or_fault(partial(fetch, record), number, None, part)
+        if isinstance(fetched, Fault):
+            return fetched
+        record = fetched
 
     def work() -> list[SampleText]:
         with limits.rendering(number) if limits is not None else nullcontext():

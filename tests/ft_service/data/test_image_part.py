@@ -12,7 +12,7 @@ from ft_service.data.formats.normalize import as_record
 from ft_service.data.formats.writing import line_of
 from ft_service.data.line_errors import LineError
 from ft_service.data.prompt_line import parse_prompt
-from ft_service.data.sample_kinds import IMAGE, Conversation, Picture
+from ft_service.data.sample_kinds import IMAGE, Conversation, Pair, Picture, images_of
 from ft_service.data.sensitive_text import sensitive_kinds
 from ft_service.data.statistics import Records
 from tests.support.image_bases import drawn, encoded, text_part
@@ -135,14 +135,9 @@ def test_the_character_of_pictures_is_a_text_like_others_where_there_are_none() 
         ({"type": "image_url", "image_url": "data:"}, ".image_url", "not a string"),
         ({"type": "image_url", "image_url": {}}, ".image_url.url", "is required"),
         (
-            {"type": "image_url", "image_url": {"url": "https://example.org/a.png"}},
-            ".image_url.url",
-            "not fetched yet: write the picture into the line, as data:image/png;base64,…",
-        ),
-        (
             {"type": "image_url", "image_url": {"url": "file:///etc/passwd"}},
             ".image_url.url",
-            "no data: URL in base64",
+            "nor a data: URL in base64",
         ),
         (
             {"type": "image_url", "image_url": {"url": "data:image/png;base64,iVBO*"}},
@@ -157,6 +152,12 @@ def test_the_character_of_pictures_is_a_text_like_others_where_there_are_none() 
 def test_a_part_that_is_no_picture_is_told(given: dict[str, Any], place: str, reason: str) -> None:
     error = refused(user(text_part("Read."), given), ANSWER)
     assert (error.field, reason in error.reason) == (f"messages.0.content.1{place}", True), error
+
+
+def test_a_picture_on_the_web_is_left_there_until_it_is_needed() -> None:
+    url = "https://example.org/a.png"
+    given = {"type": "image_url", "image_url": {"url": url, "detail": "low"}}
+    assert parsed(user(given), ANSWER).images == (Picture.on_web(url, "low"),)
 
 
 def test_a_picture_may_be_as_large_as_the_limit(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -185,23 +186,37 @@ def test_only_users_show_pictures() -> None:
         assert "only messages of the role user take images" in error.reason
 
 
-def test_only_supervised_chats_have_pictures() -> None:
+@pytest.mark.parametrize("form", ["openai", "trl"])
+def test_prompts_of_pairs_have_pictures(form: str) -> None:
+    other = {**ANSWER, "content": "A clock."}
+    shown = [user(part(PNG), text_part("Read."))]
+    pair = (
+        as_record(
+            Format.OPENAI_PAIRS,
+            {
+                "input": {"messages": shown},
+                "preferred_output": [ANSWER],
+                "non_preferred_output": [other],
+            },
+        )
+        if form == "openai"
+        else as_record(Format.TRL_PAIRS, {"prompt": shown, "chosen": [ANSWER], "rejected": [other]})
+    )
+    assert isinstance(pair, Pair)
+    assert images_of(pair) == 1
+    for own in (pair.preferred, pair.rejected):
+        assert own.images == (Picture.of(PNG),)
+        assert own.messages[0]["content"] == f"{IMAGE}Read."
+    written = line_of(pair)
+    assert written["input"]["messages"][0]["content"][0]["type"] == "image_url"
+
+
+def test_only_supervised_chats_and_pairs_have_pictures() -> None:
     shown = [user(part(PNG))]
     data = base64.b64encode(PNG).decode()
     records: list[tuple[Any, str]] = [
         (lambda: parse_conversation(shown, []), "messages.0.content.0.type"),
         (lambda: parse_prompt({"messages": shown}), "messages.0.content.0.type"),
-        (
-            lambda: as_record(
-                Format.OPENAI_PAIRS,
-                {
-                    "input": {"messages": shown},
-                    "preferred_output": [ANSWER],
-                    "non_preferred_output": [{**ANSWER, "content": "A clock."}],
-                },
-            ),
-            "input.messages.0.content.0.type",
-        ),
         (
             lambda: as_record(Format.PROMPT_COMPLETION, {"prompt": shown, "completion": [ANSWER]}),
             "prompt.0.content.0.type",

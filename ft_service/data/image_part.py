@@ -48,7 +48,7 @@ def parse_image(part: dict[str, Any], place: str) -> tuple[str, Picture]:
     if not isinstance(given, dict):
         raise LineError(place, f"must be an object with url, not {kind(given)}")
     refuse_keys(given, {"url", "detail"}, {}, f"{place}.")
-    detail = given.get("detail", "auto")
+    detail = "auto" if given.get("detail") is None else given["detail"]
     if detail not in DETAILS:
         raise LineError(
             f"{place}.detail", f"must be one of {', '.join(DETAILS)}, not {shown_value(detail)}"

@@ -223,9 +223,9 @@ FAMILIES = {
 }
 
 
-def save_image_base(folder: Path, family: str) -> Path:
+def save_image_base(folder: Path, family: str | ImageBase) -> Path:
     """A base of this family, without weights."""
-    base = FAMILIES[family]
+    base = FAMILIES[family] if isinstance(family, str) else family
     folder.mkdir(parents=True, exist_ok=True)
     tokenizer = _tokenizer(base)
     own = TEMPLATES / f"{base.template}.jinja"

@@ -18,10 +18,11 @@ import io
 import json
 import warnings
 from collections import OrderedDict
+from collections.abc import Callable
 from contextlib import nullcontext
-from functools import lru_cache
+from functools import lru_cache, partial
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import PIL
@@ -52,6 +53,7 @@ _KNOWN_TEXTS = 32
 _LEAST_TRANSFORMERS = "5.23"
 _PIXTRAL = "PixtralProcessor"
 _SMOLVLM = "SmolVLMProcessor"
+Made = TypeVar("Made")
 _NOT_OPTIONS = {"processor_class", "auto_map", "chat_template", "image_processor", "tokenizer"}
 
 
@@ -180,17 +182,18 @@ def size_of(picture: Picture) -> tuple[int, int]:
 
     Raises LineError without a field.
     """
-    return _guarded(picture, lambda image: _turned(image))
+    return _guarded(picture, _turned)
 
 
 def decoded(picture: Picture) -> Image.Image:
     """A picture's first frame as RGB in 8 bits, turned as its camera notes, on white where it is
     transparent; that of `detail: low` is at most LOW_SIDE long. Raises LineError without a field.
     """
-    return _guarded(picture, lambda image: _as_rgb(image, picture.detail))
+    return _guarded(picture, partial(_as_rgb, detail=picture.detail))
 
 
-def _guarded(picture: Picture, work: Any) -> Any:
+def _guarded(picture: Picture, work: Callable[[Image.Image], Made]) -> Made:
+    """What `work` makes of a picture, of which only the size was read before. Raises LineError."""
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # Pillow's on sizes, which are checked here

@@ -74,6 +74,12 @@ def test_the_bytes_say_what_a_picture_is(mime: str) -> None:
     assert written == part(FILES[mime], mime)
 
 
+def test_no_detail_is_auto() -> None:
+    details: list[dict[str, Any]] = [{}, {"detail": None}, {"detail": "auto"}]
+    for detail in details:
+        assert parsed(user(part(PNG, **detail)), ANSWER).images == (Picture.of(PNG, "auto"),)
+
+
 def test_an_answer_alone_keeps_the_pictures_before_it() -> None:
     chat = parsed(user(part(PNG)), ANSWER, user(part(PNG, detail="high")), ANSWER)
     first, second = chat.by_answers()
@@ -124,7 +130,6 @@ def test_the_character_of_pictures_is_a_text_like_others_where_there_are_none() 
         (part(b"<!DOCTYPE html>"), ".image_url.url", "begins with b'<!DOCTYPE ht'"),
         (part(b"<svg xmlns='x'/>"), ".image_url.url", "no PNG, JPEG, WEBP or GIF"),
         (part(PNG, detail="best"), ".image_url.detail", "auto, low, high, not 'best'"),
-        (part(PNG, detail=None), "", None),
         (part(PNG, size=1), ".image_url.size", "not a known key"),
         ({"type": "image_url"}, ".image_url", "is required"),
         ({"type": "image_url", "image_url": "data:"}, ".image_url", "not a string"),
@@ -144,13 +149,7 @@ def test_the_character_of_pictures_is_a_text_like_others_where_there_are_none() 
         ({"type": "file"}, ".type", "no audio, films or files"),
     ],
 )
-def test_a_part_that_is_no_picture_is_told(
-    given: dict[str, Any], place: str, reason: str | None
-) -> None:
-    if reason is None:
-        given["image_url"]["detail"] = "auto"
-        assert parsed(user(given), ANSWER).images == (Picture.of(PNG),)
-        return
+def test_a_part_that_is_no_picture_is_told(given: dict[str, Any], place: str, reason: str) -> None:
     error = refused(user(text_part("Read."), given), ANSWER)
     assert (error.field, reason in error.reason) == (f"messages.0.content.1{place}", True), error
 

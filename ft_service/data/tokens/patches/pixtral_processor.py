@@ -5,7 +5,7 @@ torchvision; the one on Pillow has the same function.
 
 Replaces: `transformers.models.pixtral.image_processing_pixtral`, while the processor is imported.
 Written for: transformers 5.23
-Fails when upstream changes: tests/ft_service/data/tokens/test_image_processor.py
+Fails when upstream changes: tests/ft_service/data/tokens/patches/test_pixtral_processor.py
 """
 
 from __future__ import annotations

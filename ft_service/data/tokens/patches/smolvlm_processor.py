@@ -4,7 +4,7 @@ Its class refuses to be made where that package is missing, for images too.
 
 Replaces: `transformers.models.smolvlm.processing_smolvlm.num2words`, where it is missing.
 Written for: transformers 5.23
-Fails when upstream changes: tests/ft_service/data/tokens/test_image_processor.py
+Fails when upstream changes: tests/ft_service/data/tokens/patches/test_smolvlm_processor.py
 """
 
 from __future__ import annotations

@@ -4,6 +4,7 @@ import struct
 import subprocess
 import sys
 import zlib
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -202,6 +203,66 @@ def test_a_base_of_text_reads_no_images(tmp_path: Path) -> None:
     changed(folder, "config.json", model_type="vivit")
     with pytest.raises(SpecError, match="has no processor for its model_type 'vivit'"):
         ImageProcessor.of(str(folder))
+
+
+LLAVA = FAMILIES["llava 1.5"]
+GEMMA = FAMILIES["gemma 3"]
+OTHERS = {
+    "qwen 3.5": (
+        replace(FAMILIES["qwen 3 vl"], config={"model_type": "qwen3_5"}),
+        {"pixel_values": (16, 1536), "image_grid_thw": (1, 3)},
+    ),
+    "llava 1.6": (
+        replace(
+            LLAVA,
+            config={"model_type": "llava_next"},
+            preprocessor=LLAVA.preprocessor
+            | {
+                "image_processor_type": "LlavaNextImageProcessor",
+                "image_grid_pinpoints": [[56, 112], [112, 56]],
+            },
+            processor=LLAVA.processor | {"processor_class": "LlavaNextProcessor"},
+        ),
+        {"pixel_values": (1, 3, 3, 56, 56), "image_sizes": (1, 2)},
+    ),
+    "gemma 4": (
+        replace(
+            GEMMA,
+            config={"model_type": "gemma4"},
+            preprocessor={
+                "image_processor_type": "Gemma4ImageProcessor",
+                "patch_size": 16,
+                "max_soft_tokens": 70,
+                "pooling_kernel_size": 3,
+            },
+            processor={"processor_class": "Gemma4Processor", "image_seq_length": 70},
+            specials=(*GEMMA.specials, "<audio>", "<boa>", "<eoa>"),
+            named=GEMMA.named
+            | {"audio_token": "<audio>", "boa_token": "<boa>", "eoa_token": "<eoa>"},
+            id_key="image_token_id",
+        ),
+        {"pixel_values": (1, 630, 768), "image_position_ids": (1, 630, 2)},
+    ),
+}
+
+
+@pytest.mark.parametrize("family", OTHERS)
+def test_other_families_are_found_by_their_files(family: str, tmp_path: Path) -> None:
+    base, shapes = OTHERS[family]
+    inputs = ImageProcessor.of(str(save_image_base(tmp_path, base))).inputs(picture(drawn(70, 50)))
+    assert {name: array.shape for name, array in inputs.items()} == shapes
+
+
+def test_a_family_without_a_processor_on_pillow_is_told(tmp_path: Path) -> None:
+    base = replace(
+        LLAVA,
+        config={"model_type": "llama4"},
+        preprocessor={"image_processor_type": "Llama4ImageProcessorFast"},
+        processor={"processor_class": "Llama4Processor"},
+    )
+    with pytest.raises(SpecError, match="has no image processor on Pillow for its model_type") as e:
+        ImageProcessor.of(str(save_image_base(tmp_path, base)))
+    assert e.value.param == "model"
 
 
 def test_an_old_transformers_is_told(qwen: Path, monkeypatch: pytest.MonkeyPatch) -> None:

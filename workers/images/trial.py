@@ -116,8 +116,9 @@ def _published(
 ) -> Tensor:
     """Logits of the published class with pixels, [length, words]."""
     model: Any = tower.model
-    heads = {part: copy.get_output_embeddings() for part in _missing_heads(model)}
-    put_in_place(model, {tower.decoder: decoder, **heads})
+    head: Any = copy.get_output_embeddings()
+    others: dict[nn.Module, nn.Module] = dict.fromkeys(_missing_heads(model), head)
+    put_in_place(model, {tower.decoder: decoder, **others})
     decoder.set_attn_implementation(own_attention(decoder))
     CURRENT.use(None)
     pixels = {
@@ -158,7 +159,8 @@ def _sample(
         tokenizer(processor.replacement(own), add_special_tokens=False).input_ids
         for own in pictures
     ]
-    rows = base.get_input_embeddings().num_embeddings
+    embedding: Any = base.get_input_embeddings()
+    rows = int(embedding.num_embeddings)
     plain = sorted(set(range(1, min(rows, 2000))) - set().union(*marks) - _special(base, rows))
     generator = np.random.default_rng(0)
     ids: list[int] = []

@@ -159,7 +159,7 @@ def put_in_place(model: nn.Module, others: Mapping[nn.Module, nn.Module]) -> Non
     """Replace modules of a model by others, wherever they are registered."""
     for parent in list(model.modules()):
         for name, child in parent._modules.items():
-            if child in others:
+            if child is not None and child in others:
                 parent._modules[name] = others[child]
 
 

@@ -194,7 +194,7 @@ def published_step(
     """Loss and gradients of the published class with its towers, one sample at a time, with stock
     LoRA layers where a model of ours has them.
     """
-    ours = built.peft_model.peft_config["default"]
+    ours: Any = built.peft_model.peft_config["default"]
     config = LoraConfig(
         r=ours.r,
         lora_alpha=ours.lora_alpha,

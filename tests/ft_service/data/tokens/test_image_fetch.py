@@ -59,7 +59,7 @@ class Hostile(BaseHTTPRequestHandler):
                 return
             time.sleep(0.05)
 
-    def log_message(self, *_: object) -> None:
+    def log_message(self, format: str, *args: object) -> None:
         """Nothing."""
 
 

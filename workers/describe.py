@@ -53,11 +53,12 @@ from workers.base.layouts import (
 from workers.base.load import base_tensor_name, check_complete
 from workers.base.parameter_sources import NamedBase, find_pieces
 from workers.base.quantized_rows import StoredBase
+from workers.images.trial import try_images
 from workers.layers import fused
 from workers.layers.experts import GATED, ExpertsLinear, FrozenExperts
 from workers.model.build import base_on_meta
 from workers.model.lora import adapted_modules
-from workers.model.multimodal import decoder_layers, text_decoder
+from workers.model.multimodal import decoder_layers, is_of_several, text_decoder
 from workers.model.precision import formats_of_base, precision_map, swap, weighted_modules
 from workers.model.probes import Probed, probe
 from workers.model.products import products
@@ -121,8 +122,12 @@ def describe(folder: str) -> Description:
     probed = probe(base)
     if probed.refused is not None:
         raise SpecError(probed.refused, param="model")
+    images = try_images(base, folder) if is_of_several(base.config) else None
     swap(base.requires_grad_(False), layers, dict.fromkeys(formats, "bf16"))
-    return describe_model(base, layers, folder, held, probed, downloaded=downloaded)
+    described = describe_model(base, layers, folder, held, probed, downloaded=downloaded)
+    if isinstance(images, str):
+        return replace(described, no_images_because=images)
+    return replace(described, images=images)
 
 
 def describe_model(

@@ -38,7 +38,8 @@ class TokenView(View):
     text: str
     """The token's part of the sample's text: joined, the texts of all tokens are the sample.
 
-    Empty where the token before shows the character that both are part of.
+    Empty where the token before shows the character that both are part of. All tokens of an image
+    are shown as one: `[image 640x480, 256 tokens]`.
     """
     role: Role
     """learned: the model is trained to produce it; words: of a message or a prompt, only read;

@@ -146,6 +146,8 @@ class BaseView(View):
     """Positions that it was trained for."""
     chat_template: bool
     """Whether it has one."""
+    images: bool | None
+    """Whether jobs learn from images in chats; null: it is not described yet."""
     licence: str | None
     repository: str | None
     """ORG/NAME that it was pulled from."""

@@ -136,6 +136,18 @@ class Dimensions:
 
 
 @dataclass(frozen=True)
+class ImageFacts:
+    """What training needs to know of the towers of a base that reads pictures."""
+
+    token_id: int
+    """The token whose embedding is replaced by features of a picture."""
+    early_layers: int
+    """So many of the first decoder layers get features of their own (DeepStack)."""
+    tower_weights: int
+    """Numbers in the towers' weights, which are read and computed in fp32."""
+
+
+@dataclass(frozen=True)
 class Versions:
     """Versions of the packages that described a base; another version may build another model from
     the same config.
@@ -168,7 +180,7 @@ class Versions:
             raise LookupError(f"{error.name} is not installed here") from None
 
 
-_WORKERS_SOURCES = ("base", "layers", "model", "patches")
+_WORKERS_SOURCES = ("base", "images", "layers", "model", "patches")
 
 
 @cache
@@ -224,6 +236,10 @@ class Description:
     """
     warnings: tuple[str, ...] = ()
     """Sentences that a job's owner should read."""
+    images: ImageFacts | None = None
+    """None: its pictures cannot be learned from."""
+    no_images_because: str | None = None
+    """Why not, as the end of a sentence. None: it is a base of text, or they can."""
     products: Products | None = None
     """Matrix products on the processor of the process that described the base; None: not
     measured.
@@ -270,6 +286,21 @@ class Description:
         return WeightNames(
             [w.module for w in self.quantizable], outside, [*weighted, *sorted(stacks)]
         )
+
+
+def facts_of_images(base: Description) -> ImageFacts:
+    """What training needs to know of a base's towers.
+
+    Raises SpecError for a base whose pictures cannot be learned from.
+    """
+    if base.images is not None:
+        return base.images
+    why = base.no_images_because or "it is a text model"
+    raise SpecError(
+        f"The base does not learn from images here: {why}. Leave the lines with images out, or "
+        "take another base.",
+        param="model",
+    )
 
 
 @dataclass(frozen=True)

@@ -51,7 +51,8 @@ def models(as_json: Json = False) -> None:
     bases = [(model, model.base or {}) for model in known if not is_tuned(model.id)]
     tuned = [model for model in known if is_tuned(model.id)]
     if bases:
-        titles = ("BASE", "FAMILY", "SIZE", "FORMAT", "CONTEXT", "CHAT", "LICENCE", "TUNES")
+        facts_shown = ("FAMILY", "SIZE", "FORMAT", "CONTEXT", "CHAT", "IMAGES", "LICENCE")
+        titles = ("BASE", *facts_shown, "TUNES")
         notes = ("WHY NOT", [_why(facts) for _, facts in bases])
         print_table(
             titles, [_row(model.id, facts) for model, facts in bases], notes=notes, whole_notes=True
@@ -245,6 +246,7 @@ def _row(name: str, facts: dict[str, Any]) -> tuple[str, ...]:
         facts.get("format") or "",
         f"{context:,}" if context else "",
         _yes(facts.get("chat_template")),
+        _yes(facts.get("images")),
         facts.get("licence") or "",
         "not yet" if facts.get("described") is False else _yes(facts.get("trainable")),
     )

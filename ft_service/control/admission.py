@@ -14,6 +14,7 @@ from pydantic import ValidationError
 
 from ft_service.bases.catalogue import Catalogue
 from ft_service.bases.describing import Descriptions, NotDescribedError
+from ft_service.bases.description import facts_of_images
 from ft_service.bases.own_template import with_template_variables
 from ft_service.control import tuned_models
 from ft_service.control.capacity import Capacity, capacity_of, refuse_too_many
@@ -272,6 +273,10 @@ class LateAdmission:
         except FtError as error:
             error.message = self.settings.without_paths(error.message)
             raise
+
+    def require_images(self, spec: JobSpec) -> None:
+        """Raise SpecError for a job whose base cannot learn from images, UnavailableError."""
+        facts_of_images(self.descriptions.description(Path(spec.model.path)))
 
     def settle(self, spec: JobSpec, lengths: SampleLengths) -> Admitted:
         """Choose the values of "auto" options from the counted samples of a planned job.

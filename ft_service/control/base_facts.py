@@ -33,6 +33,8 @@ class BaseFacts:
     """Number of positions that it was made for."""
     chat_template: bool = False
     """Whether it has a chat template. Without one, a job brings its own or trains on bare text."""
+    images: bool | None = None
+    """Whether jobs learn from images in chats. None: not described yet."""
     licence: str | None = None
     repository: str | None = None
     """ORG/NAME that `ft pull` has fetched it from."""
@@ -77,6 +79,7 @@ def _facts(
             "parameters": sum(weight.numel for weight in base.weights),
             "format": base.layout,
             "context": base.dimensions.max_positions,
+            "images": base.images is not None,
         }
     elif refused is not None:
         known["family"] = refused.model_type

@@ -2,9 +2,10 @@
 "tools": […]}`.
 
 The service checks files with this module and the workers train on them with it, so both accept the
-same lines. Unsupported content (images, audio) is refused by name, never dropped silently. Chat
-templates of open models take tools and calls as OpenAI's API does, with one difference: a call's
-arguments are an object for them, and a string of JSON in OpenAI's files.
+same lines. Unsupported content (audio, files) is refused by name, never dropped silently; images
+are taken in the user's messages of supervised chats (image_part.py). Chat templates of open models
+take tools and calls as OpenAI's API does, with one difference: a call's arguments are an object for
+them, and a string of JSON in OpenAI's files.
 """
 
 from __future__ import annotations
@@ -19,15 +20,25 @@ from typing import Any
 
 from pydantic import TypeAdapter, ValidationError
 
+from ft_service.data.image_part import (
+    SUPERVISED_ONLY,
+    TYPE,
+    USERS_ONLY,
+    Found,
+    parse_image,
+    refuse_sign,
+    require_few,
+)
 from ft_service.data.json_faults import json_fault
 from ft_service.data.line_errors import LineError, json_of, refuse_keys, required, text_of
 from ft_service.data.null_fields import definition_without_null_fields, without_null_fields
-from ft_service.data.sample_kinds import Conversation, Tool, Variable
+from ft_service.data.sample_kinds import IMAGE, Conversation, Tool, Variable
 from ft_service.spec.template_variables import Variables
 from ft_service.wording import kind, shown_value
 
-MAX_LINE_BYTES = 10 * 1024**2
-"""Longest line that is accepted, without its line break."""
+MAX_LINE_BYTES = 16 * 1024**2
+"""Longest line that is accepted, without its line break: room for a picture of image_part.MOST_BYTES
+in base64."""
 
 WeightedMessage = tuple[dict[str, Any], int]
 """A message as a chat template takes it, and its weight: 1 if its tokens are trained on, else 0."""
@@ -91,7 +102,9 @@ def parse_line(text: str) -> Conversation:
 def parse_chat(line: Mapping[str, Any]) -> Conversation:
     """An object with messages as a conversation. Raises LineError with its first fault."""
     refuse_keys(line, KEYS, _REFUSED_KEYS, "")
-    parsed = parse_messages(required(line, "messages"), "messages")
+    images: Found = []
+    parsed = parse_messages(required(line, "messages"), "messages", images)
+    require_few(images)
     require_answered_calls(parsed)
     tools = parse_tools(line)
     if not any(message["role"] == "assistant" for message, _ in parsed):
@@ -101,7 +114,8 @@ def parse_chat(line: Mapping[str, Any]) -> Conversation:
             "messages", "every assistant message has weight 0, so there is nothing to train on"
         )
     messages, weights = zip(*parsed, strict=True)
-    return Conversation(messages, weights, tuple(tools), parse_variables(line))
+    places, pictures = zip(*images, strict=True) if images else ((), ())
+    return Conversation(messages, weights, tuple(tools), parse_variables(line), pictures, places)
 
 
 def parse_conversation(
@@ -178,17 +192,29 @@ def without_nulls(record: dict[str, Any]) -> dict[str, Any]:
     return without_null_fields(record, schemas)
 
 
-def parse_messages(messages: Any, place: str) -> list[WeightedMessage]:
-    """A list of messages with their weights. `place`: dotted, in the line. Raises LineError."""
+def parse_messages(messages: Any, place: str, images: Found | None = None) -> list[WeightedMessage]:
+    """A list of messages with their weights. `place`: dotted, in the line. `images`: receives the
+    pictures, for which IMAGE stands in contents; None: they are refused. Raises LineError.
+    """
     if not isinstance(messages, list) or not messages:
         raise LineError(place, f"must be a list with at least one message, not {kind(messages)}")
-    return [parse_message(message, f"{place}.{number}") for number, message in enumerate(messages)]
+    parsed = [
+        parse_message(message, f"{place}.{number}", images)
+        for number, message in enumerate(messages)
+    ]
+    if images:
+        for number, (message, _) in enumerate(parsed):
+            own = f"{place}.{number}.content"
+            pictures = sum(at.startswith(f"{own}.") for at, _ in images)
+            if message["role"] == "user" and message["content"].count(IMAGE) > pictures:
+                refuse_sign(message["content"], own)
+    return parsed
 
 
-def parse_message(message: Any, place: str) -> WeightedMessage:
+def parse_message(message: Any, place: str, images: Found | None = None) -> WeightedMessage:
     """A message as chat templates take it, and its weight.
 
-    `place`: dotted, in the line. Raises LineError.
+    `place`: dotted, in the line. `images`: as of `parse_messages`. Raises LineError.
 
     Fields that are null count as absent, and so do empty annotations: the messages of OpenAI's
     answers have them, which become training data and are sent back in a request.
@@ -218,7 +244,9 @@ def parse_message(message: Any, place: str) -> WeightedMessage:
         if "tool_calls" in message or "function_call" in message
         else None
     )
-    content = "" if calls and message.get("content") is None else _parse_content(message, place)
+    content = (
+        "" if calls and message.get("content") is None else _parse_content(message, place, images)
+    )
     parsed = {"role": ROLES[role], "content": content, **({"tool_calls": calls} if calls else {})}
     parsed |= _parse_reasoning(message, content, place)
     if role == "tool" and (
@@ -243,13 +271,24 @@ def _parse_participant(name: Any, place: str) -> str:
     return name
 
 
-def _parse_content(message: dict[str, Any], place: str) -> str:
+def _parse_content(message: dict[str, Any], place: str, images: Found | None) -> str:
     content = required(message, "content", f"{place}.")
-    if isinstance(content, list):
-        return "".join(
-            _parse_part(part, f"{place}.content.{number}") for number, part in enumerate(content)
-        )
-    return text_of(content, f"{place}.content")
+    if not isinstance(content, list):
+        return text_of(content, f"{place}.content")
+    texts: list[str] = []
+    for number, part in enumerate(content):
+        own = f"{place}.content.{number}"
+        if not isinstance(part, dict) or part.get("type") != TYPE:
+            texts.append(_parse_part(part, own))
+            continue
+        if images is None or message["role"] != "user":
+            why = SUPERVISED_ONLY if images is None else USERS_ONLY
+            raise LineError(
+                f"{own}.type", f"is '{TYPE}', and {why}. Leave the part out, or the line"
+            )
+        images.append(parse_image(part, own))
+        texts.append(IMAGE)
+    return "".join(texts)
 
 
 def _with_thoughts_apart(message: dict[str, Any], place: str) -> dict[str, Any]:
@@ -306,9 +345,9 @@ def _parse_part(part: Any, place: str) -> str:
     if (type := required(part, "type", f"{place}.")) != "text":
         raise LineError(
             f"{place}.type",
-            f"is {shown_value(type)}, and only parts of type 'text' are taken: no images, audio "
-            "or files. Leave the part out, "
-            "or the line",
+            f"is {shown_value(type)}, and only parts of type 'text' are taken, and '{TYPE}' in "
+            "the user's messages of supervised chats: no audio, films or files. Leave the part "
+            "out, or the line",
         )
     refuse_keys(part, {"type", "text"}, {}, f"{place}.")
     return text_of(part.get("text"), f"{place}.text")

@@ -16,7 +16,7 @@ from ft_service.data.formats.columns import AS_THEY_ARE, Columns
 from ft_service.data.formats.detect_format import Container, Format
 from ft_service.data.formats.reading import FileFormat, open_data
 from ft_service.data.line_errors import Fault
-from ft_service.data.sample_kinds import Pair, Record, is_unanswered
+from ft_service.data.sample_kinds import Pair, Record, images_of, is_unanswered
 from ft_service.data.sample_request import RecordRange, SamplePage
 from ft_service.data.sensitive_text import sensitive_kinds
 from ft_service.data.statistics import (
@@ -49,7 +49,7 @@ RENDER_SECONDS = 10.0
 MEMORY_BYTES = 4 * 1024**3
 """Memory that reading a file may take; half of the host's memory if that is less.
 
-The longest line takes a quarter of it.
+The longest line takes two fifths of it.
 """
 CHECK_SECONDS = 600.0
 """Processor time in which a file must be read, rendered and tokenised, in seconds, whatever its
@@ -138,6 +138,8 @@ class Counts:
     """Pairs left out because their two answers are the same tokens after the cut: their loss has no
     gradient, and would only dilute that of the others.
     """
+    image_tokens: int = 0
+    """Tokens that stand for images, before the cut."""
 
 
 @dataclass(frozen=True)
@@ -193,6 +195,8 @@ class DataReport:
     """Copies of earlier records; none if statistics of the tokens report them."""
     near_empty: Lines = field(default_factory=Lines)
     """Records with an empty answer, likewise."""
+    images: int = 0
+    """Images, each as often as a sample has it, or a record where no tokens were counted."""
 
     @property
     def is_lasting(self) -> bool:
@@ -260,6 +264,10 @@ class DataReport:
             yield self._joined_message(name)
         if self.counts is not None:
             yield from self._count_messages(self.counts, name, max_length, cut=cut)
+        if self.images:
+            tokens = self.counts.image_tokens if self.counts is not None else 0
+            of_them = f", {counted(tokens, 'token')} of them" if tokens else ""
+            yield "info", f"{name}: {counted(self.images, 'image')}{of_them}."
         for role, lines in self.unread_names.items():
             yield (
                 "warn",
@@ -420,6 +428,7 @@ class Findings:
         self._groups: dict[tuple[str, str], FaultGroup] = {}
         self.faults_total = 0
         self.examples = 0
+        self.images = 0
 
     def fault(self, fault: Fault) -> None:
         self.faults_total += 1
@@ -465,6 +474,7 @@ class Findings:
             joined=shape.joined,
             as_chats=None if applied == "auto" else applied,
             of_prompts=shape.format is Format.PROMPTS,
+            images=self.images,
         )
 
 
@@ -496,6 +506,7 @@ def check_lines(
                 findings.fault(record)
             else:
                 findings.examples += 1
+                findings.images += images_of(record)
                 records.add(number, record)
                 unanswered = unanswered.with_line(number) if is_unanswered(record) else unanswered
                 for kind in sensitive_kinds(record) if sensitive else ():

@@ -39,6 +39,7 @@ from ft_service.data.sample_request import SamplePage, ShownSample
 from ft_service.data.statistics import DataStatistics, Measure
 from ft_service.data.token_options import TokenOptions
 from ft_service.data.tokenizer_files import tokenizer_state
+from ft_service.data.tokens.image_fetch import ALLOW_PRIVATE
 from ft_service.errors import DataError, SpecError, UnavailableError
 from ft_service.host.hardware import memory_bytes
 from ft_service.host.helper_process import (
@@ -218,6 +219,7 @@ class Examiner:
                     program = Program(
                         command=(*self._command, str(shared.fileno())),
                         expendable=True,
+                        needs=(ALLOW_PRIVATE,),
                         variables={"HF_HUB_OFFLINE": "1", "TRANSFORMERS_VERBOSITY": "error"},
                         descriptors=(shared.fileno(),),
                     )

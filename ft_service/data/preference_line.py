@@ -13,6 +13,7 @@ Each line becomes two samples that begin with the same conversation; only the an
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 from ft_service.data.chat_line import (
@@ -21,6 +22,7 @@ from ft_service.data.chat_line import (
     parse_tools,
     require_answered_calls,
 )
+from ft_service.data.image_part import Found, require_few
 from ft_service.data.line_errors import LineError, refuse_keys, required, text_of
 from ft_service.data.sample_kinds import Conversation, Pair, Tool
 from ft_service.wording import kind
@@ -56,7 +58,8 @@ def _parse_openai(line: Mapping[str, Any]) -> Pair:
     if not isinstance(given, dict):
         raise LineError("input", f"must be an object with messages, not {kind(given)}")
     refuse_keys(given, {"messages", "tools", "parallel_tool_calls"}, {}, "input.")
-    prompt = parse_messages(required(given, "messages", "input."), "input.messages")
+    images: Found = []
+    prompt = parse_messages(required(given, "messages", "input."), "input.messages", images)
     try:
         tools = parse_tools(given)
     except LineError as error:
@@ -65,7 +68,7 @@ def _parse_openai(line: Mapping[str, Any]) -> Pair:
         name: parse_messages(output, name)
         for name, output in zip(_OPENAI[1:], outputs, strict=True)
     }
-    return _pair(prompt, tools, answers, "input.messages")
+    return _with_images(_pair(prompt, tools, answers, "input.messages"), images)
 
 
 def _parse_trl(line: Mapping[str, Any]) -> Pair:
@@ -85,7 +88,9 @@ def _parse_trl(line: Mapping[str, Any]) -> Pair:
     if (
         "prompt" in line and not is_prompt_repeated
     ):  # else both answers begin with the messages that the prompt's text repeats
-        return _pair(_text_or_messages(line["prompt"], "prompt", "user"), tools, answers, "prompt")
+        images: Found = []
+        prompt = _text_or_messages(line["prompt"], "prompt", "user", images)
+        return _with_images(_pair(prompt, tools, answers, "prompt"), images)
     if isinstance(chosen, str) or isinstance(rejected, str):
         raise LineError(
             "prompt", "is required where chosen and rejected are texts: give there what both answer"
@@ -172,7 +177,22 @@ def _common_prompt(
     return chosen[:same]
 
 
-def _text_or_messages(value: Any, place: str, role: str) -> list[WeightedMessage]:
+def _text_or_messages(
+    value: Any, place: str, role: str, images: Found | None = None
+) -> list[WeightedMessage]:
     if isinstance(value, str):
         return [({"role": role, "content": text_of(value, place)}, int(role == "assistant"))]
-    return parse_messages(value, place)
+    return parse_messages(value, place, images)
+
+
+def _with_images(pair: Pair, images: Found) -> Pair:
+    """A pair whose prompt shows these pictures."""
+    if not images:
+        return pair
+    require_few(images)
+    places, pictures = zip(*images, strict=True)
+    preferred, rejected = (
+        replace(answer, images=pictures, image_places=places)
+        for answer in (pair.preferred, pair.rejected)
+    )
+    return Pair(preferred, rejected)

@@ -6,14 +6,51 @@ them.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+import hashlib
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, Literal, Self, get_args
+
+Detail = Literal["auto", "low", "high"]
+"""How closely a picture is looked at, as OpenAI's parts of images have it."""
+DETAILS: tuple[Detail, ...] = get_args(Detail)
+IMAGE = "\ufdd0"
+"""Stands for a picture in the content of a user's message: a character that Unicode gives to no
+text. The n-th of a conversation with pictures stands for its n-th picture."""
 
 Tool = dict[str, Any]
 """The definition of a tool, as chat templates take it."""
 Variable = bool | int | float | str
 """The value of a variable that a chat template reads."""
+
+
+@dataclass(frozen=True)
+class Picture:
+    """An image of a sample, as its file had it."""
+
+    key: str
+    """64 hexadecimal digits: SHA-256 of the encoded bytes and of `detail`. Equal keys, equal
+    pictures."""
+    data: bytes = field(repr=False)
+    """The encoded image: JPEG, PNG, WEBP or GIF."""
+    detail: str = "auto"
+    """One of DETAILS."""
+    url: str | None = None
+    """Where it is on the web, if it was not fetched yet: it has no bytes then."""
+
+    @classmethod
+    def on_web(cls, url: str, detail: str = "auto") -> Self:
+        """One that is to be fetched."""
+        return cls(hashlib.sha256(f"{detail} {url}".encode()).hexdigest(), b"", detail, url)
+
+    @classmethod
+    def of(cls, data: bytes, detail: str = "auto") -> Self:
+        return cls(hashlib.sha256(detail.encode() + b"\0" + data).hexdigest(), data, detail)
+
+
+def images_in(messages: Iterable[Mapping[str, Any]]) -> int:
+    """The number of pictures in the messages of a conversation that has some."""
+    return sum(message["content"].count(IMAGE) for message in messages if message["role"] == "user")
 
 
 @dataclass(frozen=True)
@@ -35,6 +72,22 @@ class Conversation:
     """Definitions of tools."""
     variables: Mapping[str, Variable] = field(default_factory=dict)
     """Variables of the chat template that the record sets, beside the job's."""
+    images: tuple[Picture, ...] = ()
+    """Pictures of the user's messages, whose contents have IMAGE in their places."""
+    image_places: tuple[str, ...] = field(default=(), repr=False, compare=False)
+    """Dotted place of each in its line, for messages."""
+
+    def first(self, count: int, weights: tuple[int, ...]) -> Conversation:
+        """The conversation of the first `count` messages, with these weights."""
+        messages = self.messages[:count]
+        shown = images_in(messages) if self.images else 0
+        return replace(
+            self,
+            messages=messages,
+            weights=weights,
+            images=self.images[:shown],
+            image_places=self.image_places[:shown],
+        )
 
     @property
     def calls_tools(self) -> bool:
@@ -58,7 +111,7 @@ class Conversation:
         it.
         """
         for index in (index for index, weight in enumerate(self.weights) if weight):
-            yield replace(self, messages=self.messages[: index + 1], weights=(*(0,) * index, 1))
+            yield self.first(index + 1, (*(0,) * index, 1))
 
 
 @dataclass(frozen=True)
@@ -126,6 +179,13 @@ def named_roles(record: Record) -> set[str]:
     return {
         message["role"] for message in messages if "name" in message and message["role"] != "tool"
     }
+
+
+def images_of(record: Record) -> int:
+    """The number of pictures of a record; of a pair those of its prompt."""
+    if isinstance(record, Pair):
+        return len(record.preferred.images)
+    return len(record.images) if isinstance(record, Conversation) else 0
 
 
 Record = Conversation | PromptCompletion | Text | Pair | GradedPrompt

@@ -23,7 +23,7 @@ class ShownToken:
     id: int
     text: str
     """The token's part of the sample's text; empty if the previous token has the character that
-    both encode.
+    both encode. All tokens that stand for an image are shown as one: `[image 640x480, 256 tokens]`.
     """
     role: Role
 

@@ -12,6 +12,8 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import fields, is_dataclass
 from typing import Any
 
+from ft_service.data.sample_kinds import Picture
+
 _IBANS = (
     "AD24 AE23 AL28 AT20 AZ28 BA20 BE16 BG22 BH22 BR29 BY28 CH21 CR22 CY28 CZ24 DE22 DK18 DO28 "
     "EE20 EG29 "
@@ -119,5 +121,5 @@ def _texts(value: Any) -> Iterator[str]:
         yield from (text for inner in value.values() for text in _texts(inner))
     elif isinstance(value, list | tuple):
         yield from (text for inner in value for text in _texts(inner))
-    elif is_dataclass(value):
+    elif is_dataclass(value) and not isinstance(value, Picture):
         yield from (text for own in fields(value) for text in _texts(getattr(value, own.name)))

@@ -19,6 +19,8 @@ PATTERNS = (
     ),
     *("special_tokens_map.json", "added_tokens.json", "config.json"),
 )
+IMAGE_FILES = ("preprocessor_config.json", "processor_config.json")
+"""The files that determine how images become pixels and tokens."""
 _STOPS = "generation_config.json"
 
 
@@ -39,7 +41,7 @@ def tokenizer_state(model_path: str) -> str:
     folder = Path(model_path)
     files = [
         *tokenizer_files(folder),
-        *(path for path in folder.glob(_STOPS) if is_base_file(path)),
+        *(path for name in (_STOPS, *IMAGE_FILES) if is_base_file(path := folder / name)),
     ]
     states = [(str(path), (stat := path.stat()).st_size, stat.st_mtime_ns) for path in files]
     return hashlib.sha256(repr(states).encode()).hexdigest()

@@ -18,6 +18,7 @@ WORKER_PACKAGES = frozenset(
             "numpy",
             "nvidia-cudnn-frontend",
             "peft",
+            "pillow",
             "protobuf",
             "pyarrow",
             "rapidfuzz",

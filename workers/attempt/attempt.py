@@ -9,6 +9,7 @@ import os
 import time
 from functools import partial
 
+from ft_service.bases.description import Description
 from ft_service.data.token_options import TokenOptions
 from ft_service.data.tokens.token_set import TokenSet
 from ft_service.data.tokens.tokenize import load_tokenizer
@@ -24,6 +25,12 @@ from workers.attempt.prepared_model import Prepare, PreparedModel, cached_descri
 from workers.base.rank_objects import by_first, from_first, on_all
 from workers.data.token_sets import job_samples, remove_own
 from workers.describe import describe
+from workers.images.computing import (
+    compute_features,
+    has_images,
+    read_images,
+    remove_features,
+)
 from workers.job import origins
 from workers.job.auto_on_ranks import settle_on_ranks, settled_options
 from workers.job.parent_adapter import adopt
@@ -101,8 +108,13 @@ def train(runtime: Runtime, reporter: Reporter, stop: StopRequest, prepare: Prep
     runtime = with_spec(runtime, settled.spec)
     for sentence in settled.news:
         reporter.message(sentence)
+    if pictured := has_images(train_set, valid_set):
+        described = _with_features(runtime, reporter, described, train_set, valid_set)
     prepared = prepare(runtime, reporter, None if described is None else Probed.of(described))
     built = prepared.built
+    if pictured:
+        assert described is not None
+        read_images(runtime.run, described, built.peft_model, shared=prepared.resident is not None)
     check_positions(built.peft_model, train_set, valid_set)
     parent = _adopt_parent(runtime, prepared, reporter)
     # A job continues only on the base with which it began.
@@ -161,7 +173,7 @@ def train(runtime: Runtime, reporter: Reporter, stop: StopRequest, prepare: Prep
     probes = measure(built.peft_model, held_out, runtime.device)
     # Before the model is merged.
     forgetting = measure_forgetting(context, job.step, seconds_of_job(runtime, began))
-    second = partial(_sharded_over_all, runtime)
+    second = partial(_sharded_over_all, runtime, described if pictured else None)
     shared = prepared.resident is not None
     seconds = seconds_of_job(runtime, began)
     served = Comparison(
@@ -170,6 +182,7 @@ def train(runtime: Runtime, reporter: Reporter, stop: StopRequest, prepare: Prep
     publish(runtime, built, job, chosen, Measured(probes, forgetting, served), prepared.wait)
     if runtime.rank == 0:
         remove_own(runtime.run)
+        remove_features(runtime.run)
     which = (
         ""
         if job.step == steps
@@ -301,13 +314,26 @@ def _evaluator(context: TrainingContext, samples: TokenSet) -> Evaluator | None:
             : spec.evaluation.count
         ]
     ]
-    return Evaluator(context, asked_of(spec, chosen, tokenizer), tokenizer, spec.evaluation)
+    without = [sample for sample in chosen if not sample.images]
+    if not without and chosen and not spec.evaluation.given:
+        context.reporter.warn(
+            "No answers are compared: each of the samples has an image, and prompts with images "
+            "are not answered while training."
+        )
+        return None
+    return Evaluator(context, asked_of(spec, without, tokenizer), tokenizer, spec.evaluation)
 
 
-def _sharded_over_all(runtime: Runtime, spec: JobSpec) -> BuiltModel:
-    """The model of another spec, sharded over all ranks."""
+def _sharded_over_all(runtime: Runtime, pictured: Description | None, spec: JobSpec) -> BuiltModel:
+    """The model of another spec, sharded over all ranks.
+
+    `pictured`: the base's, if samples have pictures.
+    """
     mesh = make_mesh(runtime.device.type, runtime.world, 1)
-    return construct(spec, mesh, runtime.device, warn=lambda text: None)
+    built = construct(spec, mesh, runtime.device, warn=lambda text: None)
+    if pictured is not None:
+        read_images(runtime.run, pictured, built.peft_model)
+    return built
 
 
 def _data(runtime: Runtime, reporter: Reporter) -> tuple[TokenSet, TokenSet]:
@@ -322,6 +348,26 @@ def _data(runtime: Runtime, reporter: Reporter) -> tuple[TokenSet, TokenSet]:
         check_ids(training, rows)
         check_ids(validation, rows)
     return training, validation
+
+
+def _with_features(
+    runtime: Runtime, reporter: Reporter, described: Description | None, *sets: TokenSet
+) -> Description:
+    """The base's description, once the features of all pictures are written.
+
+    Before the model is built: towers and model are never in memory at the same time.
+    """
+    path = runtime.spec.model.path
+    base = described or describe(path)
+    began = time.monotonic()
+    count = compute_features(runtime.run, path, base, sets, runtime.device, runtime.compute_dtype)
+    if count:
+        seconds = time.monotonic() - began
+        reporter.message(
+            f"The base's tower has looked at {counted(count, 'image')} in {seconds:.1f} s; its "
+            "answers are kept for all steps."
+        )
+    return base
 
 
 def _set_damaged_aside(runtime: Runtime, reporter: Reporter) -> None:

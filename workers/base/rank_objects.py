@@ -4,13 +4,15 @@ group.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import TypeVar
 
 import torch.distributed as dist
 
 T = TypeVar("T")
+
+_DONE = object()
 
 Wait = Callable[[Callable[[], bool]], None]
 """Lets this rank do something else until a function, asked on rank 0, says so.
@@ -86,3 +88,19 @@ def _tried(act: Callable[[], T]) -> tuple[Exception | None, T | None]:
         return None, act()
     except Exception as error:
         return error, None
+
+
+def together(work: Iterator[None]) -> None:
+    """Do this rank's part, and wait for those of the others. What one raises, all do."""
+    while True:
+        state: bool | Exception
+        try:
+            state = next(work, _DONE) is not _DONE
+        except Exception as error:
+            state = error
+        states = from_all(state)
+        for said in (state, *states):  # one's own first, which knows where it was raised
+            if isinstance(said, Exception):
+                raise said
+        if not any(states):
+            return

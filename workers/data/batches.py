@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 
 import numpy as np
@@ -18,7 +18,9 @@ import torch
 from torch import Tensor
 
 from ft_service.data.tokens.sample import Tokens
+from workers.images.features import CURRENT_IMAGES
 from workers.layers.dropout import keys_from
+from workers.layers.segments import ImageInputs
 
 
 @dataclass(frozen=True)
@@ -42,14 +44,18 @@ class Batch:
     """
     lengths: Tensor | None = None
     """fp32 [rows, length]: tokens of every token's sample, for noise. None without keys."""
+    positions: Tensor | None = None
+    """int64 [rows, length], or [axes, rows, length] of bases that give pictures several axes: of
+    every token in its own sample. None: tokens of padded rows are numbered from 0.
+    """
+    images: ImageInputs | None = None
+    """None: the samples have no pictures."""
 
 
 @dataclass(frozen=True)
 class Packing:
     """Where the samples of a packed row are."""
 
-    positions: Tensor
-    """int64 [1, length]: of every token in its own sample."""
     starts: Tensor
     """int32 [samples + 1], on the CPU: the first token of each sample, and the row's length."""
     starts_on_device: Tensor
@@ -178,7 +184,16 @@ def collate(
         own_lengths = _moved(np.repeat(lengths[:, None], length, axis=1), device)
     on_device = (_moved(ids, device), _moved(places, device), _moved(targets, device))
     own = tuple(len(s.ids) for s in samples) or (length,)
-    return Batch(*on_device, rows=own, keys=of_tokens, lengths=own_lengths)
+    batch = Batch(*on_device, rows=own, keys=of_tokens, lengths=own_lengths)
+    pictured = CURRENT_IMAGES.of(samples)
+    if pictured is None:
+        return batch
+    positions = pictured.positions(samples, length)
+    return replace(
+        batch,
+        positions=None if positions is None else positions.to(device),
+        images=pictured.inputs(samples, [row * length for row in range(len(samples))], device),
+    )
 
 
 def pack(
@@ -191,9 +206,7 @@ def pack(
     places, targets = _targets(samples, starts.tolist())
     positions = np.arange(len(ids)) - np.repeat(starts[:-1], lengths)
     on_device = _moved(starts, device)
-    packing = Packing(
-        _moved(positions[None], device), torch.from_numpy(starts), on_device, max(lengths)
-    )
+    packing = Packing(torch.from_numpy(starts), on_device, max(lengths))
     of_tokens = own_lengths = None
     if keys is not None:
         rows = [
@@ -202,8 +215,23 @@ def pack(
         ]
         of_tokens = torch.cat(rows)[None]
         own_lengths = _moved(np.repeat(np.array(lengths, dtype=np.float32), lengths)[None], device)
-    on_device = (_moved(ids[None], device), _moved(places, device), _moved(targets, device))
-    return Batch(*on_device, packing, keys=of_tokens, lengths=own_lengths)
+    in_row = (_moved(ids[None], device), _moved(places, device), _moved(targets, device))
+    batch = Batch(
+        *in_row,
+        packing,
+        keys=of_tokens,
+        lengths=own_lengths,
+        positions=_moved(positions[None], device),
+    )
+    pictured = CURRENT_IMAGES.of(samples)
+    if pictured is None:
+        return batch
+    of_axes = pictured.positions(samples)
+    return replace(
+        batch,
+        positions=batch.positions if of_axes is None else of_axes.to(device),
+        images=pictured.inputs(samples, starts[:-1].tolist(), device),
+    )
 
 
 def _targets(samples: Sequence[Tokens], starts: Sequence[int]) -> tuple[np.ndarray, np.ndarray]:

@@ -34,15 +34,13 @@ from ft_service.errors import DataError
 from ft_service.rundir.directory import RunDir
 from ft_service.rundir.manifest import ORIGINS, Origins
 from ft_service.spec import DataFileRef, JobSpec
-from workers.base.rank_objects import alone, from_all
+from workers.base.rank_objects import alone, from_all, together
 from workers.ranks.runtime import OutsideError
 
 BEAT_SECONDS = 1.0
 """How often ranks that wait hear of the one that tokenises: a collective may not take longer than
 the job's limit for it.
 """
-
-_DONE = object()
 
 
 def job_samples(
@@ -134,7 +132,7 @@ def _samples(
     samples = look()
     if not all(from_all(samples is not None)):
         makes = samples is None and _is_first_here()
-        _together(make(file) if makes else iter(()))
+        together(make(file) if makes else iter(()))
         samples = samples or look()
     if not all(from_all(samples is not None)):
         raise OutsideError(
@@ -175,7 +173,7 @@ def _without_damaged(folders: list[Path], key: str) -> list[str]:
             if not Cache(folder).remove(key) and folder == folders[-1]:
                 raise OutsideError(f"{folder / key}: its tokens {fault}, and it cannot be removed.")
 
-    _together(read() if _is_first_here() else iter(()))
+    together(read() if _is_first_here() else iter(()))
     damaged = from_all({str(folder): fault for folder, fault in faults.items()})
     for named in damaged:
         folders[:] = [
@@ -239,19 +237,3 @@ def tokenise(spec: JobSpec, file: DataFileRef, examiner: Examiner) -> None:
     if token_set is None:
         raise OSError(errno.ENOSPC, "no room for its tokens", str(folder))
     token_set.entry.close()
-
-
-def _together(work: Iterator[None]) -> None:
-    """Do this rank's part, and wait for those of the others. What one raises, all do."""
-    while True:
-        state: bool | Exception
-        try:
-            state = next(work, _DONE) is not _DONE
-        except Exception as error:
-            state = error
-        states = from_all(state)
-        for said in (state, *states):  # one's own first, which knows where it was raised
-            if isinstance(said, Exception):
-                raise said
-        if not any(states):
-            return

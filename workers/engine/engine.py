@@ -23,15 +23,19 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
 
 from ft_service.bases.cache_folder import Cache
+from ft_service.data.tokenizer_files import IMAGE_FILES
 from ft_service.rundir.attempt import Attempt
 from ft_service.rundir.attempt_seal import Fence
 from ft_service.rundir.directory import RunDir
 from ft_service.rundir.documents import Outcome, OutcomeKind
 from ft_service.rundir.engine import ENGINE, SEATS, SeatOrder
 from ft_service.rundir.engine_spec import EngineSpec
+from ft_service.spec import JobSpec
 from workers.attempt.prepared_model import cached_description
+from workers.describe import describe
 from workers.engine.resident_base import ResidentBase, load_resident_base
 from workers.engine.rounds import Turn, next_round
 from workers.engine.seat_thread import SeatState, SeatThread, over_ranks
@@ -56,11 +60,8 @@ def main(run: RunDir, attempt: int) -> int:
         runtime = surroundings(run, attempt, device, fence, engine_spec.spec)
         stop = StopRequest(runtime)
         signal.signal(signal.SIGTERM, stop.request)
-        described = cached_description(engine_spec.spec.model.path)
-        probed = None if described is None else Probed.of(described)
-        base = load_resident_base(
-            engine_spec.spec, runtime.mesh, device, Cache.from_environment(os.environ), probed
-        )
+        cache = Cache.from_environment(os.environ)
+        base = load_described_base(engine_spec.spec, runtime.mesh, device, cache)
         TrainingEngine(engine_spec, runtime, base, stop).run()
         if runtime.rank == 0:
             Attempt(run, attempt).write_outcome(Outcome(kind=OutcomeKind.STOPPED))
@@ -71,6 +72,21 @@ def main(run: RunDir, attempt: int) -> int:
         report_failure(run, attempt, error)
         return 1
     return 0
+
+
+def load_described_base(
+    spec: JobSpec, mesh: DeviceMesh, device: torch.device, cache: Cache | None = None
+) -> ResidentBase:
+    """`load_resident_base` with what is known of the base, and of its towers if it has some: jobs
+    that come may have pictures.
+    """
+    path = spec.model.path
+    described = cached_description(path)
+    if described is None and any((Path(path) / name).is_file() for name in IMAGE_FILES):
+        described = describe(path)
+    if described is None:
+        return load_resident_base(spec, mesh, device, cache)
+    return load_resident_base(spec, mesh, device, cache, Probed.of(described), described.images)
 
 
 @dataclass(frozen=True)

@@ -10,11 +10,13 @@ import torch
 from torch.distributed.device_mesh import DeviceMesh
 
 from ft_service.bases.cache_folder import Cache
+from ft_service.bases.description import ImageFacts
 from ft_service.errors import SpecError
 from ft_service.spec import JobSpec
 from workers.base.frozen_weights import Loaded
 from workers.base.load import load
 from workers.engine.lanes import LaneModel
+from workers.images.placing import take_images
 from workers.job.origins import IdentifiedBase, identify_files
 from workers.model.build import BuiltBase, build_base
 from workers.model.probes import Probed
@@ -44,10 +46,13 @@ def load_resident_base(
     device: torch.device,
     cache: Cache | None = None,
     probed: Probed | None = None,
+    images: ImageFacts | None = None,
 ) -> ResidentBase:
     """The base that a spec names, in its precision.
 
     Of the spec's other options those of `distributed` count. `cache`, `probed`: as in `construct`.
+    `images`: what is known of its towers; None: its jobs have no pictures.
+
     Called by all ranks together. Raises SpecError for an option that an engine cannot follow, and
     TrainingError as `check_gathered_weights`.
     """
@@ -88,5 +93,7 @@ def load_resident_base(
     padded_because = settle_attention(built.model, device, compute_dtype)
     checkpointed = options.checkpointing != "none"
     outer = [module for module in outer if module not in built.layers]
+    if images is not None:
+        take_images(built.model, images)
     lanes = LaneModel(built.model, built.layers, outer, checkpointed=checkpointed)
     return ResidentBase(lanes, built, loaded, identified, padded_because)

@@ -13,6 +13,7 @@ from weakref import WeakKeyDictionary
 from torch import Tensor, nn
 
 from workers.layers.dropout import even_numbers, key_of
+from workers.layers.segments import CURRENT
 
 
 class Noise:
@@ -42,7 +43,10 @@ class Noise:
         numbers = even_numbers(self._tokens, key_of("noise on embeddings"), width).view(
             *self._tokens.shape, width
         )
-        return embedded + (numbers * spread.unsqueeze(-1)).to(embedded.dtype)
+        noise = (numbers * spread.unsqueeze(-1)).to(embedded.dtype)
+        if CURRENT.images is not None:  # which stand in place of what is embedded
+            noise = noise.flatten(0, 1).index_fill(0, CURRENT.images.places, 0).view_as(noise)
+        return embedded + noise
 
 
 _known: WeakKeyDictionary[nn.Module, list[Noise]] = WeakKeyDictionary()

@@ -1,4 +1,6 @@
-"""Starts of the samples of the current micro-batch, and the chunks into which layers cut them."""
+"""Starts of the samples of the current micro-batch, the chunks into which layers cut them, and the
+features of their pictures.
+"""
 
 from __future__ import annotations
 
@@ -40,6 +42,20 @@ class Bounds:
     """What kernels make of it once for all layers."""
 
 
+@dataclass(frozen=True)
+class ImageInputs:
+    """The features of all pictures of a micro-batch."""
+
+    places: Tensor
+    """int64 [n]: the placeholders, counted through all rows."""
+    features: Tensor
+    """[n, hidden]: what stands there in place of an embedding."""
+    early: Tensor
+    """[layers, n, hidden]: what is added to the results of the first decoder layers; of no layer
+    where the base's tower gives none.
+    """
+
+
 class Segments:
     """Segments of the current micro-batch, for its forward and what backward recomputes."""
 
@@ -57,6 +73,8 @@ class Segments:
         """Whether the micro-batch is on a GPU that has a fused kernel for its segments."""
         self.choosing = False
         """While an indexer chooses keys: large scores, of which backward wants nothing."""
+        self.images: ImageInputs | None = None
+        """What pictures give the decoder. None: the micro-batch has none."""
         self.faults: list[str] | None = None
         """While it is tried whether an architecture can be trained this way: what stands against
         it.
@@ -69,13 +87,15 @@ class Segments:
         longest: int = 0,
         lengths: Sequence[int] = (),
         device: torch.device | None = None,
+        images: ImageInputs | None = None,
     ) -> None:
         """`starts`, `on_device`: as in `Bounds`; None: every row is one segment.
 
         `longest`: tokens of the longest segment. `lengths`: of the samples of padded rows.
-        `device`: of these; None: a processor.
+        `device`: of these; None: a processor. `images`: None: there are no pictures.
         """
         self.lengths = lengths
+        self.images = images
         where = device if on_device is None else on_device.device
         self.fused = where is not None and _has_kernel(where)
         self._whole = (

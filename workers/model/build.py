@@ -6,7 +6,7 @@ No weight is touched here.
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -41,6 +41,7 @@ from workers.model.multimodal import (
     is_of_several,
     text_decoder,
     text_only,
+    without_text,
 )
 from workers.model.precision import choose_products, formats_of_base, precision_map, swap
 from workers.model.probes import Probed, probe
@@ -187,6 +188,27 @@ def base_on_meta(path: str) -> PreTrainedModel:
         raise
     except Exception as error:  # architectures check their configs in many ways, or not at all
         raise wrong_value(config) or _unusable(path, error) from None
+
+
+def towers_on_meta(path: str, decoder: Callable[[Any], nn.Module]) -> PreTrainedModel:
+    """The published class of a base of several models without its text, every tensor on meta.
+
+    `decoder`: makes what stands in place of its decoder. Raises SpecError for a base of one model,
+    and as `base_on_meta`.
+    """
+    config = _config(path)
+    if not is_of_several(config):
+        raise SpecError("The base is a text model: it reads no images.", param="model")
+    if getattr(config, "quantization_config", None) is not None:
+        delattr(config, "quantization_config")
+    for part in (config, *_parts(config)):
+        _without_noise(part)
+    return without_text(config, torch.float32, decoder)
+
+
+def _parts(config: PreTrainedConfig) -> list[PreTrainedConfig]:
+    found = (getattr(config, name, None) for name in config.sub_configs)
+    return [part for part in found if isinstance(part, PreTrainedConfig)]
 
 
 def _on_meta(config: PreTrainedConfig) -> PreTrainedModel:

@@ -8,6 +8,7 @@ the model as it is downloaded.
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -129,6 +130,37 @@ def _on_meta(published: Any, config: PreTrainedConfig, dtype: torch.dtype) -> An
         except ImportError:
             with allow_missing_towers(type(config.get_text_config(decoder=True))):
                 return published._from_config(config, dtype=dtype)
+
+
+def without_text(
+    config: PreTrainedConfig, dtype: torch.dtype, decoder: Callable[[Any], nn.Module]
+) -> PreTrainedModel:
+    """The published class of a base of several models on meta, without its text decoder and head.
+
+    `decoder`: makes what stands in the decoder's place, of the decoder on meta. Raises SpecError as
+    `text_only`, and for a class whose towers are not known here.
+    """
+    published = published_class(config)
+    if published is None:
+        raise not_tunable(config.model_type, NO_DECODER)
+    model: Any = _on_meta(published, config, dtype)
+    if any(isinstance(module, MissingTower) for module in model.modules()):
+        raise not_tunable(config.model_type, "has a tower that is not known here")
+    text, head = _decoder_and_head(model, config.get_text_config(decoder=True))
+    put_in_place(model, {text: decoder(text), head: MissingHead()})
+    return model
+
+
+class MissingHead(nn.Identity):
+    """Stands in place of a head."""
+
+
+def put_in_place(model: nn.Module, others: Mapping[nn.Module, nn.Module]) -> None:
+    """Replace modules of a model by others, wherever they are registered."""
+    for parent in list(model.modules()):
+        for name, child in parent._modules.items():
+            if child is not None and child in others:
+                parent._modules[name] = others[child]
 
 
 def text_decoder(model: nn.Module) -> Any:

@@ -82,6 +82,20 @@ def small_copy(base: PreTrainedModel) -> SmallCopy:
     return SmallCopy(model.eval(), alike)
 
 
+def give_values(model: PreTrainedModel) -> None:
+    """Random weights for a model on meta that is run on the CPU in fp32.
+
+    Raises SpecError for a buffer that no rule computes.
+    """
+    with torch.random.fork_rng(devices=[]):
+        torch.default_generator.manual_seed(0)
+        parts = list(model.modules())
+        _give_memory(parts)
+        restore_buffers(model, torch.device("cpu"), torch.float32)
+        _initialise(model, parts)
+        _give_values(parts)
+
+
 def put_all_experts(model: nn.Module, layers: Iterable[nn.Module]) -> None:
     """Put our module in place of the experts in these layers, as training does, with weights in
     their own dtype on meta.
@@ -150,6 +164,24 @@ def _kind(model: PreTrainedModel, name: str, layer: nn.Module, count: int) -> Ha
         for part_name, part in layer.named_modules()
     )
     return entries, frozenset(parts)
+
+
+def pass_by(layers: Sequence[nn.Module], alike: Callable[[nn.Module], Hashable]) -> None:
+    """Let layers of a stack be passed by that are like one before them, and have its parameters.
+
+    `alike`: what layers have in common that compute alike.
+    """
+    first: dict[Hashable, nn.Module] = {}
+    said: list[Any] = [None]
+    for layer in layers:
+        own = first.setdefault(alike(layer), layer)
+        if own is layer:
+            layer.register_forward_hook(partial(_note, said))
+            continue
+        replace_forward(layer, _PassedBy(said))
+        layer._modules = own._modules
+        layer._parameters = own._parameters
+        layer._buffers = own._buffers
 
 
 def _note(said: list[Any], _layer: nn.Module, _inputs: Any, output: Any) -> None:

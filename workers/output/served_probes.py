@@ -33,7 +33,8 @@ def measure(model: PeftModel, samples: Sequence[Tokens], device: torch.device) -
     ):  # for a handful of short sequences
         for sample in samples[:MOST_PROBES]:
             ids = torch.as_tensor(sample.ids[:MOST_TOKENS], dtype=torch.int64, device=device)
-            if len(ids) < 2:
+            # What serves the adapter sees other tokens in place of a picture.
+            if len(ids) < 2 or any(use.begin < len(ids) for use in sample.images):
                 continue
             tuned = _logprobs(model, ids)
             with without_adapter(model):

@@ -142,11 +142,15 @@ def logits_of(model: nn.Module, batch: Batch) -> Tensor:
     """[rows, length, words], or what the head returns in their place."""
     use_keys(model, batch.keys)
     use_noise(model, batch.keys, batch.lengths)
+    images = batch.images
     if batch.packing is None:
-        CURRENT.use(None, lengths=batch.rows, device=batch.ids.device)
-        return model(input_ids=batch.ids).logits
-    CURRENT.use(batch.packing.starts, batch.packing.starts_on_device, batch.packing.longest)
-    return model(input_ids=batch.ids, position_ids=batch.packing.positions).logits
+        CURRENT.use(None, lengths=batch.rows, device=batch.ids.device, images=images)
+        if batch.positions is None:
+            return model(input_ids=batch.ids).logits
+        return model(input_ids=batch.ids, position_ids=batch.positions).logits
+    packing = batch.packing
+    CURRENT.use(packing.starts, packing.starts_on_device, packing.longest, images=images)
+    return model(input_ids=batch.ids, position_ids=batch.positions).logits
 
 
 def target_log_probabilities(

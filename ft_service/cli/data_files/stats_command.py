@@ -137,12 +137,12 @@ def _resolved(body: dict[str, Any], file: Path, validation: Path | None, split: 
 
 def _with_plan(spec: JobSpec, machine: Machine) -> DataStatistics:
     settings = settings_with_models()
-    data = examine_data(spec, settings, print_note)
+    base = describe_base(Path(spec.model.path), spec.model.name, settings, print_note)
+    data = examine_data(spec, settings, print_note, base)
     statistics = data.statistics
     lengths = data.lengths(spec)
     assert statistics is not None, "tokens are counted"
     assert lengths is not None
-    base = describe_base(Path(spec.model.path), spec.model.name, settings, print_note)
     plan = plan_job(base, spec, measured(machine, base.products), lengths)
     likely = plan.likely or plan
     work = whole_training(lengths.of_training(spec), likely.flops_per_token, likely.speed)

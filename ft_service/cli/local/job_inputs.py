@@ -14,7 +14,13 @@ from typing import TypeVar
 
 from ft_service.bases.catalogue import has_tokenizer
 from ft_service.bases.describing import Descriptions, NotDescribedError
-from ft_service.bases.description import Described, Description, description_key, read_described
+from ft_service.bases.description import (
+    Described,
+    Description,
+    description_key,
+    facts_of_images,
+    read_described,
+)
 from ft_service.cli.output import connect
 from ft_service.control.describe_bases import local_descriptions
 from ft_service.data.data_file import Counts, DataReport, Param, check_lines
@@ -67,15 +73,21 @@ class JobData:
 
 
 def examine_data(
-    spec: JobSpec, settings: Settings, tell: Tell, *, need_counts: bool = True
+    spec: JobSpec,
+    settings: Settings,
+    tell: Tell,
+    base: Description | None = None,
+    *,
+    need_counts: bool = True,
 ) -> JobData:
     """Examine every data file, count its tokens and keep them for the ranks (FT_TOKENS).
 
-    `tell`: called with the progress if that takes long. `need_counts`: False: tokens are counted
+    `tell`: called with the progress if that takes long. `base`: the job's; None: whoever trains it
+    says whether it learns from images. `need_counts`: False: tokens are counted
     only if transformers is installed and the base has a tokenizer.
 
     Raises DataError for data that cannot be trained on, SpecError for a base with an unusable
-    tokenizer, ExaminerLost.
+    tokenizer, or one that cannot learn from the samples' images, ExaminerLost.
     """
     reports: dict[Param, DataReport] = {}
     statistics: DataStatistics | None = None
@@ -100,6 +112,8 @@ def examine_data(
                 pairs=spec.preferences is not None,
             )
             reports[param] = refuse_faults(report.error(param, data.name) or report)
+    if base is not None and any(report.images for report in reports.values()):
+        facts_of_images(base)
     return JobData(reports, statistics)
 
 

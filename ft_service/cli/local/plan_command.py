@@ -114,7 +114,7 @@ def plan(
     machine = measured(machine, base.products)
     resolved = within_context(base, found)
     plan_job(base, resolved, machine)  # an unusable base is reported before the data is read
-    data = examine_data(resolved, settings, print_note, need_counts=False)
+    data = examine_data(resolved, settings, print_note, base, need_counts=False)
     if loaded.sweep is not None:
         _plan_sweep(loaded, resolved, settings, machine, data, as_json)
         return

@@ -124,7 +124,10 @@ def run(
         for level, message in admitted.events:
             display.message(level, message, time.time())
         data = examine_data(
-            admitted.spec, settings, lambda sentence: display.message("info", sentence, time.time())
+            admitted.spec,
+            settings,
+            lambda sentence: display.message("info", sentence, time.time()),
+            base,
         )
         for level, message in data.messages(admitted.spec):
             display.message(level, message, time.time())

@@ -20,7 +20,7 @@ from ft_service.data.examiner import Examiner, ExaminerLost, Tell, data_files, u
 from ft_service.data.formats.reading import open_data
 from ft_service.data.statistics import DataStatistics, Level, Measure, messages
 from ft_service.data.token_folder import NOT_KEPT
-from ft_service.errors import FtError, UnavailableError, is_lost
+from ft_service.errors import FtError, SpecError, UnavailableError, is_lost
 from ft_service.jobs.states import Job
 from ft_service.plan.admit import Admitted
 from ft_service.plan.sample_lengths import SampleLengths
@@ -71,6 +71,8 @@ refused, UnavailableError.
 """
 Settle = Callable[[JobSpec, SampleLengths], Admitted]
 """Chooses the values of "auto" options from counted samples. Raises FtError."""
+RequireImages = Callable[[JobSpec], object]
+"""Raises SpecError for a job whose base cannot learn from its samples' images, UnavailableError."""
 Check = Callable[[Job, Examiner, Tell], Checked]
 """Checks a job, and reports its progress if that takes long.
 
@@ -85,13 +87,15 @@ def check_data(
     places: Places,
     plan: Plan | None = None,
     settle: Settle | None = None,
+    require_images: RequireImages | None = None,
 ) -> Checked:
     """Plan a job that has no plan, read its data files, and prepare the adapter that it continues
     from. Stops at the first error. `plan`: None: jobs stay without a plan. `settle`: None: the
-    ranks choose what is "auto".
+    ranks choose what is "auto". `require_images`: called for samples with images; None: the ranks
+    refuse them.
     """
     if job.work is not None or job.seat is not None or plan is None:
-        return _check_files(job, examiner, tell, places, settle)
+        return _check_files(job, examiner, tell, places, settle, require_images)
     data = job.spec.training_data
     try:
         size = None if data is None else open_data(places.fetched(Path(data.path)), data.files).size
@@ -103,12 +107,17 @@ def check_data(
     except OSError as error:
         assert data is not None, "only a file can be unreadable"
         return Checked(unreadable("training_file", data, error))
-    checked = _check_files(planned, examiner, tell, places, settle)
+    checked = _check_files(planned, examiner, tell, places, settle, require_images)
     return replace(checked, events=(*events, *checked.events), planned=planned)
 
 
 def _check_files(
-    job: Job, examiner: Examiner, tell: Tell, places: Places, settle: Settle | None
+    job: Job,
+    examiner: Examiner,
+    tell: Tell,
+    places: Places,
+    settle: Settle | None,
+    require_images: RequireImages | None,
 ) -> Checked:
     spec = job.spec
     if spec.parent is not None and (unfit := _prepare(spec.parent, places)) is not None:
@@ -125,6 +134,13 @@ def _check_files(
         if isinstance(report, ErrorInfo):
             return Checked(report)
         counts[param] = report.counts
+        if report.images and require_images is not None:
+            try:
+                require_images(spec)
+            except UnavailableError as error:
+                return Checked(waits=error.message)
+            except SpecError as error:
+                return Checked(ErrorInfo(code=error.code, message=error.message, param=error.param))
         try:
             places.share_tokens(data.sha256)
         except (OSError, UnavailableError):  # workers then make them themselves

@@ -207,8 +207,8 @@ def _row(number: int, text: bytes | None) -> Row:
         return Fault(
             number,
             "",
-            f"is longer than {MAX_LINE_BYTES // 2**20} MiB, the most for one record: split it, or "
-            "leave it out",
+            f"is longer than {MAX_LINE_BYTES // 2**20} MiB, the most for one record, images in "
+            "base64 included: split it, or leave it out",
         )
     if number == 1:  # Windows' editors put a byte order mark before the first line
         text = text.removeprefix(b"\xef\xbb\xbf")

@@ -294,7 +294,7 @@ def _with_system(chat: Conversation, fields: Fields) -> Conversation:
         return chat
     if chat.messages[0]["role"] == "system":
         raise LineError("system", "and a system message of other words are both given: keep one")
-    return Conversation((*system, *chat.messages), (0, *chat.weights), chat.tools)
+    return replace(chat, messages=(*system, *chat.messages), weights=(0, *chat.weights))
 
 
 def _listed(value: Any) -> Any:

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
+from itertools import islice
 from typing import Any
 
 from ft_service.data.chat_line import VARIABLES
+from ft_service.data.image_part import content_of
 from ft_service.data.line_errors import LineError
 from ft_service.data.sample_kinds import (
     Conversation,
@@ -15,6 +17,7 @@ from ft_service.data.sample_kinds import (
     PromptCompletion,
     Record,
     Text,
+    images_in,
 )
 
 
@@ -46,7 +49,9 @@ def _pair(pair: Pair) -> dict[str, Any]:
     chosen = pair.preferred
     rejected = pair.rejected
     begin = next(index for index, weight in enumerate(chosen.weights) if weight)
-    given = Conversation(chosen.messages[:begin], chosen.weights[:begin], chosen.tools)
+    given = Conversation(
+        chosen.messages[:begin], chosen.weights[:begin], chosen.tools, images=chosen.images
+    )
     return {
         "input": {"messages": _messages(given, 0), **_tools(given)},
         "preferred_output": _messages(chosen, begin, weights=False),
@@ -60,6 +65,13 @@ def _messages(chat: Conversation, begin: int, *, weights: bool = True) -> list[d
 
     `weights`: with weight 0 for answers that are not learned.
     """
+    images = iter(chat.images)
+    shown = [
+        message | {"content": content_of(message["content"], list(islice(images, count)))}
+        if chat.images and (count := images_in([message]))
+        else message
+        for message in chat.messages
+    ]
     return [
         _message(message)
         | (
@@ -67,7 +79,7 @@ def _messages(chat: Conversation, begin: int, *, weights: bool = True) -> list[d
             if weights and message["role"] == "assistant" and not weight and any(chat.weights)
             else {}
         )
-        for message, weight in zip(chat.messages[begin:], chat.weights[begin:], strict=True)
+        for message, weight in zip(shown[begin:], chat.weights[begin:], strict=True)
     ]
 
 

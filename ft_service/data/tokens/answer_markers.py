@@ -29,6 +29,7 @@ from typing import Any, Generic, TypeVar
 
 from ft_service.data.answer_format import THOUGHTS
 from ft_service.data.line_errors import LineError
+from ft_service.data.sample_kinds import IMAGE
 
 Span = tuple[int, int]
 Message = dict[str, Any]
@@ -270,11 +271,23 @@ class MarkedConversation:
             thought, answer = thought_and_answer(message)
             if place.part == "e":
                 words = answer if message["role"] == "assistant" else message["content"].strip()
-                begin = at - len(words)
-                spans += [(begin, at)] if self._prompt.startswith(words, begin) else []
+                spans += self._words_before(at, words)
             elif place.part == "r":
                 spans += [(at, at + len(thought))] if self._prompt.startswith(thought, at) else []
         return spans
+
+    def _words_before(self, end: int, words: str) -> list[Span]:
+        """The spans of a content that ends at a character of the prompt; between two of its
+        pictures stand words of their own.
+        """
+        spans: list[Span] = []
+        for part in reversed(words.split(IMAGE)):
+            begin = self._prompt.rfind(part, 0, end) if IMAGE in words else end - len(part)
+            if begin < 0 or not self._prompt.startswith(part, begin):
+                return []
+            spans += [(begin, begin + len(part))] if part or IMAGE not in words else []
+            end = begin
+        return spans[::-1]
 
     def require_kept(self) -> None:
         """Raise LineError if the template leaves out a call, or the content of a message that is

@@ -28,7 +28,7 @@ from transformers.utils import chat_template_utils
 
 from ft_service.data.chat_line import VARIABLES
 from ft_service.data.line_errors import LineError
-from ft_service.data.sample_kinds import Variable
+from ft_service.data.sample_kinds import IMAGE, Variable
 from ft_service.errors import SpecError
 from ft_service.spec.template_variables import GIVEN, before, variables_of, without_variables
 
@@ -198,12 +198,17 @@ class ChatTemplate:
         day: date,
         *,
         prompt: bool = False,
+        images: bool = False,
     ) -> str:
         """A conversation as text.
 
         `prompt`: with the generation prompt, which asks for an answer. `day`: the date for
-        templates that write today's. Raises LineError if the template refuses the conversation.
+        templates that write today's. `images`: IMAGE in the user's contents stands for a picture,
+        and the text has the base's own sign there. Raises LineError if the template refuses the
+        conversation.
         """
+        if images:
+            messages = [_in_parts(message) for message in messages]
         source = self._fitted[_WITH_TOOLS if tools and _WITH_TOOLS in self.sources else self._usual]
         return _rendered(
             source, self.special_tokens, self._named(messages), tools, day, prompt=prompt
@@ -239,6 +244,17 @@ class ChatTemplate:
             else message
             for message in messages
         ]
+
+
+def _in_parts(message: dict[str, Any]) -> dict[str, Any]:
+    """A message with its content as parts, as templates take pictures, if it has some."""
+    if message["role"] != "user" or IMAGE not in message["content"]:
+        return message
+    parts: list[dict[str, str]] = []
+    for number, text in enumerate(message["content"].split(IMAGE)):
+        parts += [{"type": "image"}] if number else []
+        parts += [{"type": "text", "text": text}] if text else []
+    return {**message, "content": parts}
 
 
 @lru_cache(maxsize=32)

@@ -276,7 +276,7 @@ class Examination:
             yield found.samples, data.shape.word
 
     def report(self, destination: TokenDestination | None = None) -> DataReport:
-        """The report on the file, in memory bounded by a chunk of it and 8 bytes a sample.
+        """The report on the file, in memory bounded by a chunk of it and 12 bytes a sample.
 
         Raises OSError.
 
@@ -297,9 +297,14 @@ class Examination:
             findings.examples = int(found.samples.records.max(initial=-1)) + 1
             limit = self._length_limit(data)
             alike = found.samples.alike(limit) if request.pairs else None
+            kept = found.samples.lengths_within(limit)
             counts = _counts(
-                found.samples.lengths, found.samples.targets_within(limit), limit, alike
+                found.samples.lengths, kept, found.samples.targets_within(limit), alike
             )
+            # Both samples of a pair show those of its prompt.
+            findings.images = len(found.samples.uses) // (1 + request.pairs)
+            image_tokens = int((found.samples.uses[:, 1] - found.samples.uses[:, 0]).sum())
+            counts = replace(counts, image_tokens=image_tokens)
             if not request.pairs:
                 records, made = np.unique(found.samples.records, return_counts=True)
                 counts = replace(counts, several=Lines.of((records[made > 1] + 1).tolist()))
@@ -368,8 +373,10 @@ class Examination:
         pairs = self.request.pairs
         options = self.request.options
         exceeded = 0
-        # 8 bytes a sample, and one a pair
+        image_tokens = 0
+        # 12 bytes a sample, and one a pair
         lengths = array("i")
+        kept = array("i")
         targets = array("i")
         alike = array("b")
         several = Lines()
@@ -387,9 +394,13 @@ class Examination:
                 else:
                     findings.examples += 1
                     cut: list[Tokens] = []
+                    uses = sum(len(sample.images) for sample in of_record)
+                    findings.images += uses // (1 + pairs)
                     for sample in of_record:
                         cut.append(sample.cut(self._length_limit(data)))
                         lengths.append(len(sample.ids))
+                        kept.append(len(cut[-1].ids))
+                        image_tokens += sum(use.end - use.begin for use in sample.images)
                         targets.append(cut[-1].target_count)
                         if recording is not None:
                             recording.add(sample)
@@ -397,13 +408,8 @@ class Examination:
                         several = several.with_line(findings.examples)
                     alike.append(pairs and cut[0].target_count > 0 and cut[0].is_same(cut[1]))
                 self.progress.update(findings.examples + findings.faults_total, reader)
-        counts = _counts(
-            lengths,
-            targets,
-            self._length_limit(data),
-            np.asarray(alike, np.bool_) if pairs else None,
-        )
-        return replace(counts, several=several), exceeded
+        counts = _counts(lengths, kept, targets, np.asarray(alike, np.bool_) if pairs else None)
+        return replace(counts, several=several, image_tokens=image_tokens), exceeded
 
     def _open(self) -> DataReader:
         return open_data(Path(self.request.path), self.request.files, self.request.options.columns)
@@ -420,17 +426,18 @@ class Examination:
         return sys.maxsize if is_whole else request.max_length
 
 
-def _counts(lengths: ArrayLike, targets: ArrayLike, limit: int, alike: np.ndarray | None) -> Counts:
+def _counts(
+    lengths: ArrayLike, kept: ArrayLike, targets: ArrayLike, alike: np.ndarray | None
+) -> Counts:
     """The counts of samples.
 
-    `lengths`: integers [samples], their tokens; `targets`: integers [samples], the targets within
-    the first `limit` tokens; `alike`: bool [pairs], TokenSet.alike, or None if these are no pairs.
-    The two samples of a pair are used together or not at all.
+    `lengths`: integers [samples], their tokens; `kept`: those after the cut; `targets`: integers
+    [samples], the targets among these; `alike`: bool [pairs], TokenSet.alike, or None if these are
+    no pairs. The two samples of a pair are used together or not at all.
     """
     lengths = np.asarray(lengths)
+    kept = np.asarray(kept)
     targets = np.asarray(targets)
-    # The limit itself may not fit into the array's type.
-    kept = np.minimum(lengths, min(limit, int(lengths.max(initial=0))))
     lost = lengths - kept
     together = 1 if alike is None else 2
     with_targets = (targets > 0).reshape(-1, together).all(axis=1)

@@ -102,9 +102,17 @@ def render(
     tools = list(sample.tools) or None
     if any(CLOSE in message["content"] for message in messages) and _doubles_thoughts(template):
         messages = [_with_thought_apart(message) for message in messages]
-    write: Template = partial(template.write, tools=tools, day=options.day)
+    write: Template = partial(
+        template.write, tools=tools, day=options.day, images=bool(sample.images)
+    )
     endings = _endings(tokenizer, template)
     if options.train_on == "everything":
+        if sample.images:
+            raise LineError(
+                next(iter(sample.image_places), "messages"),
+                "is an image, and training.train_on = 'everything' learns all tokens, in windows "
+                "that would cut through images: leave it out, or learn the answers alone",
+            )
         full = endings.ended(write(messages), messages[-1])
         return [Rendered(full, [(0, len(full))], sample)]
     learned = _learned(sample, options.train_on)
@@ -121,7 +129,7 @@ def render(
             raise LineError(error.field, f"{error.reason}. {way_out}") from None
         own = learned[-len(spans) :]
         weights = tuple(int(index in own) for index in range(own[-1] + 1))
-        source = replace(sample, messages=tuple(messages[: own[-1] + 1]), weights=weights)
+        source = replace(sample, messages=tuple(messages)).first(len(weights), weights)
         samples.insert(0, Rendered(text, spans, source))
         learned = learned[: -len(spans)]
         if len(samples) > 1 and sum(len(own.text) for own in samples) > MOST_CHARACTERS:
@@ -456,7 +464,9 @@ def words_of(
     template = template.setting(sample.variables)
     messages = list(sample.messages)
     tools = list(sample.tools) or None
-    write: Template = partial(template.write, tools=tools, day=options.day)
+    write: Template = partial(
+        template.write, tools=tools, day=options.day, images=bool(sample.images)
+    )
     if options.train_on != "everything":
         messages = messages[: _learned(sample, options.train_on)[-1] + 1]
         try:

@@ -9,6 +9,20 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
+from ft_service.data.sample_kinds import Picture as Picture
+
+
+@dataclass(frozen=True)
+class ImageUse:
+    """Where a sample holds a picture."""
+
+    begin: int
+    """The first token of what stands for the picture, in its sample: placeholders, and the marks
+    that the base writes around and between them."""
+    end: int
+    """The token behind the last one."""
+    picture: Picture
+
 
 @dataclass(frozen=True)
 class Tokens:
@@ -22,6 +36,8 @@ class Tokens:
     targets: np.ndarray
     continues: bool = False
     """It is of the same record as the sample before it."""
+    images: tuple[ImageUse, ...] = ()
+    """Its pictures, in the order of their places. None of their tokens is a target."""
 
     @property
     def target_count(self) -> int:
@@ -29,11 +45,19 @@ class Tokens:
         return int(np.count_nonzero(self.targets[1:]))
 
     def is_same(self, other: Tokens) -> bool:
-        """True if the other sample has the same tokens and the same targets."""
-        return np.array_equal(self.ids, other.ids) and np.array_equal(self.targets, other.targets)
+        """True if the other sample has the same tokens, targets and pictures."""
+        return (
+            np.array_equal(self.ids, other.ids)
+            and np.array_equal(self.targets, other.targets)
+            and [use.picture.key for use in self.images]
+            == [use.picture.key for use in other.images]
+        )
 
     def cut(self, max_length: int) -> Tokens:
-        """The sample's first tokens."""
+        """The sample's first tokens: `max_length`, or those before a picture that would be cut."""
         if len(self.ids) <= max_length:
             return self
-        return replace(self, ids=self.ids[:max_length], targets=self.targets[:max_length])
+        crossing = (use.begin for use in self.images if use.begin < max_length < use.end)
+        end = next(crossing, max_length)
+        images = tuple(use for use in self.images if use.end <= end)
+        return replace(self, ids=self.ids[:end], targets=self.targets[:end], images=images)

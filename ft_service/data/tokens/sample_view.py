@@ -1,7 +1,8 @@
 """Samples as the model sees them: every token with its text and its role.
 
 The texts of a sample's tokens, joined, are the sample's text: characters between two tokens belong
-to the second one, and of several tokens that encode one character, the first one has its text.
+to the second one, and of several tokens that encode one character, the first one has its text. What
+stands for an image is shown as one token, with the image's size and its number of tokens.
 """
 
 from __future__ import annotations
@@ -26,8 +27,12 @@ from ft_service.data.sample_kinds import (
 from ft_service.data.sample_request import Answer, RecordRange, SamplePage, ShownSample, ShownToken
 from ft_service.data.token_options import TokenOptions
 from ft_service.data.tokens.answer_markers import Span
+from ft_service.data.tokens.image_fetch import ImageFetcher
+from ft_service.data.tokens.image_processor import size_of
 from ft_service.data.tokens.render import words_of
+from ft_service.data.tokens.sample import ImageUse
 from ft_service.data.tokens.tokenize import SampleCheck, SampleText, as_texts, encode
+from ft_service.wording import counted
 
 MOST_CHARACTERS = 1024**2
 """Characters of a sample that is shown, at most.
@@ -79,6 +84,8 @@ def _shown(
     )
     for answer, part in parts.items():
         try:
+            if isinstance(part, Conversation):
+                part = ImageFetcher().fetched(part)
             for sample in as_texts(tokenizer, options, part):
                 yield _sample(tokenizer, number, sample, options, max_length, answer)
         except LineError as error:
@@ -96,10 +103,11 @@ def _sample(
     """A sample with the text and role of every token. Raises LineError."""
     text = sample.text
     record = sample.source
-    if len(text) > MOST_CHARACTERS:
+    written = sample.rendered or text
+    if len(written) > MOST_CHARACTERS:
         raise LineError(
             "",
-            f"has {len(text):,} characters, and samples of at most {MOST_CHARACTERS:,} are shown",
+            f"has {len(written):,} characters, and samples of at most {MOST_CHARACTERS:,} are shown",
         )
     (encoding,) = encode(tokenizer, [(number, sample)], None)
     tokens = SampleCheck(tokenizer, options).tokens(sample, encoding)
@@ -107,23 +115,35 @@ def _sample(
     whole = tokens.target_count >= len(tokens.ids) - 1
     max_length = max(max_length, len(tokens.ids)) if whole and not answer else max_length
     words = (
-        words_of(tokenizer, record, text, options)
+        sample.grown(words_of(tokenizer, record, written, options))
         if isinstance(record, Conversation)
         else _bare_words(record, text)
     )
     inside = _starts_within(encoding.offsets, words)
     shown: list[ShownToken] = []
-    end = 0
+    kept = tokens.cut(max_length)
+    images = {use.begin: use for use in tokens.images}
+    end = image_end = 0
     for place, (token, (_, until)) in enumerate(zip(encoding.ids, encoding.offsets, strict=True)):
         until = max(until, end)
-        read = "words" if inside[place] else "template"
-        learned = tokens.targets[place] and not sample.is_prompt
-        role = "cut" if place >= max_length else "learned" if learned else read
-        shown.append(ShownToken(int(token), text[end:until], role))
+        is_cut = place >= len(kept.ids)
+        if (image := images.get(place)) is not None:
+            image_end = image.end
+            shown.append(ShownToken(int(token), _of_image(image), "cut" if is_cut else "words"))
+        elif place >= image_end:
+            read = "words" if inside[place] else "template"
+            learned = tokens.targets[place] and not sample.is_prompt
+            role = "cut" if is_cut else "learned" if learned else read
+            shown.append(ShownToken(int(token), text[end:until], role))
         end = until
-    kept = tokens.cut(max_length)
-    cut_at = max_length if len(shown) > max_length else None
-    return ShownSample(number, tuple(shown), kept.target_count, len(shown), cut_at, answer=answer)
+    total = len(tokens.ids)
+    cut_at = len(kept.ids) if total > len(kept.ids) else None
+    return ShownSample(number, tuple(shown), kept.target_count, total, cut_at, answer=answer)
+
+
+def _of_image(use: ImageUse) -> str:
+    width, height = size_of(use.picture)
+    return f"[image {width}x{height}, {counted(use.end - use.begin, 'token')}]"
 
 
 def _bare_words(record: PromptCompletion | Text | GradedPrompt, text: str) -> list[Span]:

@@ -19,16 +19,19 @@ from types import TracebackType
 from typing import Any, Self
 
 import jinja2
+import PIL
 import tokenizers
 import transformers
 
+from ft_service.bases.base_files import is_base_file
 from ft_service.bases.cache_folder import INDEX, LOCK, Cache, CacheEntry
 from ft_service.data.data_file import PAIRING
 from ft_service.data.statistics import Lines
 from ft_service.data.token_folder import entry_key
 from ft_service.data.token_options import DEFAULT, TokenOptions
-from ft_service.data.tokenizer_files import stops_of, tokenizer_files
+from ft_service.data.tokenizer_files import IMAGE_FILES, stops_of, tokenizer_files
 from ft_service.data.tokens.chat_template import CLOCK
+from ft_service.data.tokens.image_processor import DECODING
 from ft_service.data.tokens.render import RENDERING
 from ft_service.data.tokens.sample import Tokens
 from ft_service.data.tokens.token_set import TokenSet
@@ -56,8 +59,9 @@ def tokens_key(
 def tokenizing_digest(
     model_path: str, options: TokenOptions = DEFAULT, *, pairs: bool = False
 ) -> str:
-    """A digest of the tokenizer's files (chat templates included), of the version of the code and
-    libraries that use them, and of the job's options; of the date only if a template may write it.
+    """A digest of the tokenizer's files (chat templates included), of those of a base's image
+    processor, of the version of the code and libraries that use them, and of the job's options; of
+    the date only if a template may write it.
     """
     folder = Path(model_path)
     files = tokenizer_files(folder)
@@ -72,6 +76,9 @@ def tokenizing_digest(
         "libraries": [transformers.__version__, tokenizers.__version__, jinja2.__version__],
         **({"options": given} if given else {}),
     }
+    if images := [folder / name for name in IMAGE_FILES if is_base_file(folder / name)]:
+        how["images"] = {path.name: sha256_of(path) for path in images}
+        how["image processing"] = [DECODING, PIL.__version__]
     if pairs:
         how["pairs"] = PAIRING
     return hashlib.sha256(json.dumps(how, sort_keys=True).encode()).hexdigest()[:40]

@@ -7,12 +7,63 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from typing import SupportsIndex, overload
 
 import numpy as np
 
+from ft_service.data.sample_kinds import DETAILS, Picture
 from ft_service.data.statistics import Lines
-from ft_service.data.tokens.sample import Tokens
+from ft_service.data.tokens.sample import ImageUse, Tokens
+
+KEY_BYTES = 32
+
+
+@dataclass(frozen=True, eq=False)
+class Pictures:
+    """The pictures of a set, each once, in the order of their first use."""
+
+    data: np.ndarray
+    """uint8 [bytes]: the encoded pictures, one after the other."""
+    offsets: np.ndarray
+    """int64 [pictures + 1]: the place of each one's first byte, and the end of the last."""
+    digests: np.ndarray
+    """uint8 [pictures, KEY_BYTES]: their keys."""
+    details: np.ndarray
+    """uint8 [pictures]: the place of each one's detail in DETAILS."""
+
+    @classmethod
+    def of(cls, pictures: Sequence[Picture]) -> Pictures:
+        sizes = np.array([0, *(len(picture.data) for picture in pictures)], np.int64)
+        keys = b"".join(bytes.fromhex(picture.key) for picture in pictures)
+        details = [DETAILS.index(picture.detail) for picture in pictures]
+        return cls(
+            np.frombuffer(b"".join(picture.data for picture in pictures), np.uint8),
+            np.cumsum(sizes),
+            np.frombuffer(keys, np.uint8).reshape(-1, KEY_BYTES),
+            np.array(details, np.uint8),
+        )
+
+    def __len__(self) -> int:
+        return len(self.details)
+
+    @cached_property
+    def keys(self) -> tuple[str, ...]:
+        return tuple(digest.tobytes().hex() for digest in self.digests)
+
+    @cached_property
+    def _numbers(self) -> dict[str, int]:
+        return {key: number for number, key in enumerate(self.keys)}
+
+    def __getitem__(self, key: str) -> Picture:
+        """A copy of the picture with this key."""
+        return self.at(self._numbers[key])
+
+    def at(self, number: int) -> Picture:
+        """A copy of a picture, by its place."""
+        begin, end = self.offsets[number : number + 2].tolist()
+        detail = DETAILS[self.details[number]]
+        return Picture(self.keys[number], self.data[begin:end].tobytes(), detail)
 
 
 @dataclass(frozen=True, eq=False)
@@ -49,12 +100,19 @@ class TokenSet(Sequence[Tokens]):
     """
     unanswered: Lines = field(default_factory=Lines)
     """Records of the file with messages after the last answer."""
+    pictures: Pictures | None = None
+    """All pictures of the file. None: it has none."""
+    uses: np.ndarray = field(default_factory=lambda: np.empty((0, 3), np.int64))
+    """int64 [uses, 3]: where the file's samples hold pictures, in their order: the places of the
+    first token and of that behind the last one in `ids`, and the picture's place in `pictures`."""
 
     @classmethod
     def of(cls, samples: Iterable[Tokens], *, dated: bool = False) -> TokenSet:
         """A set with copies of the samples."""
         digest = TokensDigest()
         given = [digest.add(sample) for sample in samples]
+        noted = ImageNotes()
+        pictures = [picture for sample in given for picture in noted.add(sample)]
         lengths = np.array([len(sample.ids) for sample in given], dtype=np.int64)
         ids = np.concatenate(
             [np.empty(0, np.int32), *(sample.ids for sample in given)], dtype=np.int32
@@ -69,6 +127,8 @@ class TokenSet(Sequence[Tokens]):
             largest_id=int(ids.max(initial=-1)),
             digest=digest.hexdigest(),
             dated=dated,
+            pictures=Pictures.of(pictures) if pictures else None,
+            uses=np.array(noted.uses, np.int64).reshape(-1, 3),
         )
 
     def __len__(self) -> int:
@@ -85,7 +145,25 @@ class TokenSet(Sequence[Tokens]):
         begin = int(self.begins[index])
         length = int(self.lengths[index])
         return Tokens(
-            self.ids[begin : begin + length].copy(), self.targets[begin : begin + length].copy()
+            self.ids[begin : begin + length].copy(),
+            self.targets[begin : begin + length].copy(),
+            images=self._images_within(begin, begin + length),
+        )
+
+    def uses_within(self, begin: int, end: int) -> list[list[int]]:
+        """The rows of `uses` between two places in `ids`."""
+        if not len(self.uses):
+            return []
+        first = int(np.searchsorted(self.uses[:, 0], begin))
+        last = int(np.searchsorted(self.uses[:, 1], end, side="right"))
+        return self.uses[first:last].tolist()
+
+    def _images_within(self, begin: int, end: int) -> tuple[ImageUse, ...]:
+        if self.pictures is None:
+            return ()
+        return tuple(
+            ImageUse(place - begin, until - begin, self.pictures.at(number))
+            for place, until, number in self.uses_within(begin, end)
         )
 
     def cut(self, max_length: int, *, pairs: bool = False, alike: bool = False) -> TokenSet:
@@ -97,7 +175,7 @@ class TokenSet(Sequence[Tokens]):
         the samples that are cut, and the tokens of equally long answers.
         """
         counts = self.targets_within(max_length)
-        cut = replace(self, lengths=np.minimum(self.lengths, max_length), target_counts=counts)
+        cut = replace(self, lengths=self.lengths_within(max_length), target_counts=counts)
         kept = counts > 0
         if pairs:
             of_pairs = kept.reshape(-1, 2).all(axis=1)
@@ -109,7 +187,7 @@ class TokenSet(Sequence[Tokens]):
         targets left. Reads only those that are equally long then.
         """
         counts = self.targets_within(max_length).reshape(-1, 2)
-        lengths = np.minimum(self.lengths, max_length).reshape(-1, 2)
+        lengths = self.lengths_within(max_length).reshape(-1, 2)
         alike = (
             (counts[:, 0] > 0) & (counts[:, 0] == counts[:, 1]) & (lengths[:, 0] == lengths[:, 1])
         )
@@ -123,10 +201,23 @@ class TokenSet(Sequence[Tokens]):
         if not len(longer):
             return self.target_counts
         counts = self.target_counts.copy()
+        lengths = self.lengths_within(max_length)
         for index in longer:
             begin = int(self.begins[index])
-            counts[index] = np.count_nonzero(self.targets[begin + 1 : begin + max_length])
+            counts[index] = np.count_nonzero(self.targets[begin + 1 : begin + lengths[index]])
         return counts
+
+    def lengths_within(self, max_length: int) -> np.ndarray:
+        """int64 [samples]: the number of tokens of each sample after the cut, which is before an
+        image that it would go through.
+        """
+        lengths = np.minimum(self.lengths, min(max_length, int(self.lengths.max(initial=0))))
+        if len(self.uses):
+            ends = self.begins + lengths
+            before = np.searchsorted(self.uses[:, 0], ends) - 1
+            crossed = (before >= 0) & (self.uses[before, 1] > ends)
+            lengths = np.where(crossed, self.uses[before, 0] - self.begins, lengths)
+        return lengths
 
     def some(self, which: slice | np.ndarray) -> TokenSet:
         """A set of the chosen samples, without copies. `which`: a slice, or bool [samples]."""
@@ -139,6 +230,9 @@ class TokensDigest:
 
     def __init__(self) -> None:
         self._parts = [hashlib.sha256() for _ in range(3)]
+        self._images = hashlib.sha256()
+        self._has_images = False
+        self._tokens = 0
 
     def add(self, sample: Tokens) -> Tokens:
         """Add the sample, and return it."""
@@ -149,14 +243,48 @@ class TokensDigest:
         )
         for part, array in zip(self._parts, arrays, strict=True):
             part.update(array.tobytes())
+        for use in sample.images:
+            self._images.update(
+                hashed_use(use.begin + self._tokens, use.end + self._tokens, use.picture.key)
+            )
+            self._has_images = True
+        self._tokens += len(sample.ids)
         return sample
 
     def hexdigest(self) -> str:
-        return self.combined(self._parts)
+        return self.combined([*self._parts, *([self._images] if self._has_images else [])])
 
     @staticmethod
     def combined(parts: Sequence[hashlib._Hash]) -> str:
-        """The digest from the hashes of all ids (int32), all targets (one byte each) and all
-        lengths (int64).
+        """The digest from the hashes of all ids (int32), all targets (one byte each), all lengths
+        (int64), and, where there are images, of their places and keys (hashed_use).
         """
         return hashlib.sha256(b"".join(part.digest() for part in parts)).hexdigest()
+
+
+def hashed_use(begin: int, end: int, key: str) -> bytes:
+    """The bytes of an image's places in `ids` and its key, for a digest."""
+    return np.array([begin, end], "<i8").tobytes() + bytes.fromhex(key)
+
+
+class ImageNotes:
+    """The pictures of samples that follow each other, and where they are used."""
+
+    def __init__(self) -> None:
+        self.uses: list[tuple[int, int, int]] = []
+        """As of TokenSet."""
+        self._tokens = 0
+        self._numbers: dict[str, int] = {}
+
+    def add(self, sample: Tokens) -> list[Picture]:
+        """Note a sample's images, and return its pictures that no earlier one has."""
+        new: list[Picture] = []
+        for use in sample.images:
+            key = use.picture.key
+            if key not in self._numbers:
+                self._numbers[key] = len(self._numbers)
+                new.append(use.picture)
+            begin, end = use.begin + self._tokens, use.end + self._tokens
+            self.uses.append((begin, end, self._numbers[key]))
+        self._tokens += len(sample.ids)
+        return new

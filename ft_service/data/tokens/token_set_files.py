@@ -8,6 +8,15 @@
     records.bin         int64 [samples]: the number of each sample's record, from 0
     index.json          TokenSetIndex, written last
 
+Where samples have images, also:
+
+    images.bin          the encoded pictures, each once
+    image_offsets.bin   int64 [pictures + 1]: the place of each one's first byte, and the end of
+                        the last
+    image_keys.bin      uint8 [pictures, 32]
+    image_details.bin   uint8 [pictures]: places in DETAILS
+    image_uses.bin      int64 [uses, 3]: TokenSet.uses
+
 A folder is written under a temporary name and published by a rename
 (ft_service/bases/cache_folder.py). A folder whose files do not agree with its index is not a token
 set.
@@ -27,9 +36,17 @@ import numpy as np
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from ft_service.bases.cache_folder import INDEX
+from ft_service.data.sample_kinds import DETAILS, Picture
 from ft_service.data.statistics import Lines
 from ft_service.data.tokens.sample import Tokens
-from ft_service.data.tokens.token_set import TokensDigest, TokenSet
+from ft_service.data.tokens.token_set import (
+    KEY_BYTES,
+    ImageNotes,
+    Pictures,
+    TokensDigest,
+    TokenSet,
+    hashed_use,
+)
 
 FORMAT = 2
 """Version of this format."""
@@ -41,6 +58,35 @@ _DTYPES = {
     "offsets.bin": "<i8",
     **dict.fromkeys(_OF_SAMPLES, "<i8"),
 }
+_IMAGE_DTYPES = {
+    "images.bin": "u1",
+    "image_offsets.bin": "<i8",
+    "image_keys.bin": "u1",
+    "image_details.bin": "u1",
+    "image_uses.bin": "<i8",
+}
+
+
+class ImagesIndex(BaseModel):
+    """The index of a folder's images."""
+
+    model_config = ConfigDict(frozen=True)
+
+    pictures: int
+    bytes: int
+    """Of all encoded pictures."""
+    uses: int
+
+    @property
+    def lengths(self) -> dict[str, int]:
+        """File name → number of elements."""
+        return {
+            "images.bin": self.bytes,
+            "image_offsets.bin": self.pictures + 1,
+            "image_keys.bin": self.pictures * KEY_BYTES,
+            "image_details.bin": self.pictures,
+            "image_uses.bin": self.uses * 3,
+        }
 
 
 class TokenSetIndex(BaseModel):
@@ -62,9 +108,11 @@ class TokenSetIndex(BaseModel):
     unread_names: Mapping[str, Lines] = Field(default_factory=dict)
     unanswered: Lines = Field(default_factory=Lines)
     """Both are those of the TokenSet."""
+    images: ImagesIndex | None = None
+    """None, and not written: there are none."""
     seal: str = ""
-    """SHA-256 of all fields above; `unread_names` and `unanswered` only if there are some, since
-    earlier releases wrote none."""
+    """SHA-256 of all fields above; `unread_names`, `unanswered` and `images` only if there are
+    some, since earlier releases wrote none."""
 
     def sealed(self) -> TokenSetIndex:
         return self.model_copy(update={"seal": self._seal()})
@@ -83,10 +131,21 @@ class TokenSetIndex(BaseModel):
             "targets.bin": tokens,
             "offsets.bin": samples + 1,
             **dict.fromkeys(_OF_SAMPLES, samples),
+            **(self.images.lengths if self.images is not None else {}),
         }
 
+    @property
+    def written(self) -> str:
+        """The text of the file."""
+        left_out = {"images"} if self.images is None else set[str]()
+        return self.model_dump_json(indent=2, exclude=left_out)
+
     def _seal(self) -> str:
-        given = {"unread_names": bool(self.unread_names), "unanswered": self.unanswered.count > 0}
+        given = {
+            "unread_names": bool(self.unread_names),
+            "unanswered": self.unanswered.count > 0,
+            "images": self.images is not None,
+        }
         left_out = {"seal", *(name for name, is_given in given.items() if not is_given)}
         return hashlib.sha256(self.model_dump_json(exclude=left_out).encode()).hexdigest()
 
@@ -103,6 +162,8 @@ class TokenSetWriter:
         self._records = hashlib.sha256()
         self._tokens = self._samples = 0
         self._largest = self._record = -1
+        self._notes = ImageNotes()
+        self._pictures = self._picture_bytes = 0
 
     def __enter__(self) -> Self:
         with ExitStack() as stack:
@@ -133,6 +194,24 @@ class TokenSetWriter:
         record = _int64(self._record)
         self._records.update(record)
         self._files["records.bin"].write(record)
+        uses = len(self._notes.uses)
+        for picture in self._notes.add(sample):
+            self._add_picture(picture)
+        for use in self._notes.uses[uses:]:
+            self._files["image_uses.bin"].write(b"".join(map(_int64, use)))
+
+    def _add_picture(self, picture: Picture) -> None:
+        if not self._pictures:
+            for name in _IMAGE_DTYPES:
+                file = self._stack.enter_context((self._folder / name).open("wb"))
+                self._files[name] = file
+            self._files["image_offsets.bin"].write(_int64(0))
+        self._pictures += 1
+        self._picture_bytes += len(picture.data)
+        self._files["images.bin"].write(picture.data)
+        self._files["image_offsets.bin"].write(_int64(self._picture_bytes))
+        self._files["image_keys.bin"].write(bytes.fromhex(picture.key))
+        self._files["image_details.bin"].write(bytes([DETAILS.index(picture.detail)]))
 
     def finish(
         self,
@@ -153,9 +232,14 @@ class TokenSetWriter:
             dated=dated,
             unread_names=unread_names or {},
             unanswered=unanswered or Lines(),
+            images=ImagesIndex(
+                pictures=self._pictures, bytes=self._picture_bytes, uses=len(self._notes.uses)
+            )
+            if self._pictures
+            else None,
         ).sealed()
         with (self._folder / INDEX).open("wb") as file:
-            file.write(index.model_dump_json(indent=2).encode() + b"\n")
+            file.write(index.written.encode() + b"\n")
             _onto_disk(file)
 
 
@@ -177,6 +261,9 @@ def open_token_set(folder: Path) -> TokenSet | None:
     ordered = offsets[0] == 0 and offsets[-1] == index.tokens and bool((lengths >= 0).all())
     if not ordered or not bool(((counts >= 0) & (counts <= lengths)).all()):
         return None
+    uses = _uses_of(arrays, index.tokens)
+    if uses is None:
+        return None
     return TokenSet(
         ids=arrays["ids.bin"],
         targets=arrays["targets.bin"],
@@ -189,7 +276,38 @@ def open_token_set(folder: Path) -> TokenSet | None:
         dated=index.dated,
         unread_names=index.unread_names,
         unanswered=index.unanswered,
+        pictures=None if index.images is None else _pictures_of(arrays),
+        uses=uses,
     )
+
+
+def _pictures_of(arrays: Mapping[str, np.ndarray]) -> Pictures:
+    return Pictures(
+        arrays["images.bin"],
+        arrays["image_offsets.bin"],
+        arrays["image_keys.bin"].reshape(-1, KEY_BYTES),
+        arrays["image_details.bin"],
+    )
+
+
+def _uses_of(arrays: Mapping[str, np.ndarray], tokens: int) -> np.ndarray | None:
+    """TokenSet.uses. None: they are not in order, or of no pictures."""
+    if "images.bin" not in arrays:
+        return np.empty((0, 3), np.int64)
+    offsets = arrays["image_offsets.bin"]
+    details = arrays["image_details.bin"]
+    uses = arrays["image_uses.bin"].reshape(-1, 3)
+    edges = np.concatenate([[0], uses[:, :2].reshape(-1), [tokens]])
+    numbers = uses[:, 2]
+    is_whole = (
+        bool((np.diff(edges) >= 0).all())
+        and bool(((numbers >= 0) & (numbers < len(details))).all())
+        and bool((details < len(DETAILS)).all())
+        and offsets[0] == 0
+        and offsets[-1] == len(arrays["images.bin"])
+        and bool((np.diff(offsets) >= 0).all())
+    )
+    return uses if is_whole else None
 
 
 def damage(folder: Path) -> Generator[None, None, str | None]:
@@ -214,10 +332,12 @@ def damage(folder: Path) -> Generator[None, None, str | None]:
         firsts = offsets[:-1][np.diff(offsets) > 0]
         targets = _mapped(folder / "targets.bin", index.tokens)
         records = hashlib.sha256((folder / "records.bin").read_bytes()).hexdigest()
+        images = yield from _hashed_images(folder, index)
         predicted = marked - int(np.count_nonzero(targets[firsts]))
     except (OSError, ValueError, IndexError) as error:
         return f"cannot be read: {error}"
-    if TokensDigest.combined([*parts, hashlib.sha256(np.diff(offsets).tobytes())]) != index.digest:
+    lengths = hashlib.sha256(np.diff(offsets).tobytes())
+    if TokensDigest.combined([*parts, lengths, *images]) != index.digest:
         return "have another digest than when they were written"
     if records != index.records:
         return "are of other records than when they were written"
@@ -228,12 +348,38 @@ def damage(folder: Path) -> Generator[None, None, str | None]:
     )
 
 
+def _hashed_images(
+    folder: Path, index: TokenSetIndex
+) -> Generator[None, None, list[hashlib._Hash]]:
+    """The part of a set's digest that its images make, none if it has none.
+
+    Yields after each picture. Raises ValueError for a picture with another key than its bytes give,
+    OSError.
+    """
+    if index.images is None:
+        return []
+    arrays = {name: _mapped(folder / name, count) for name, count in index.images.lengths.items()}
+    uses = _uses_of(arrays, index.tokens)
+    if uses is None:
+        raise ValueError("the places of its images are not in order")
+    pictures = _pictures_of(arrays)
+    for number in range(len(pictures)):
+        picture = pictures.at(number)
+        if Picture.of(picture.data, picture.detail) != picture:
+            raise ValueError(f"image {number} is another one than when it was written")
+        yield
+    part = hashlib.sha256()
+    for begin, end, number in uses.tolist():
+        part.update(hashed_use(begin, end, pictures.keys[number]))
+    return [part]
+
+
 def _mapped(path: Path, count: int) -> np.ndarray:
     """A file of `count` elements, mapped read-only.
 
     Raises ValueError if its size is another one, OSError.
     """
-    dtype = np.dtype(_DTYPES[path.name])
+    dtype = np.dtype((_DTYPES | _IMAGE_DTYPES)[path.name])
     if path.stat().st_size != count * dtype.itemsize:
         raise ValueError(f"{path} has not {count} elements")
     if not count:  # an empty file cannot be mapped

@@ -19,16 +19,8 @@ from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 from tokenizers import Encoding
-from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
+from transformers import PreTrainedTokenizerBase
 
-from ft_service.bases.base_files import (
-    TOKENIZER_FILE,
-    document_or_none,
-    is_base_file,
-    require_openable,
-    shown,
-    tokenizer_fault,
-)
 from ft_service.data.data_file import TWO_ANSWERS, answers
 from ft_service.data.formats.reading import open_data
 from ft_service.data.line_errors import Fault, LineError
@@ -36,16 +28,19 @@ from ft_service.data.sample_kinds import (
     Conversation,
     GradedPrompt,
     Pair,
+    Picture,
     PromptCompletion,
     Record,
     Text,
 )
 from ft_service.data.token_options import DEFAULT, TokenOptions
 from ft_service.data.tokens.answer_markers import Span
+from ft_service.data.tokens.base_tokenizer import load_tokenizer as load_tokenizer
 from ft_service.data.tokens.boundary_tokens import Joined, as_prompted, require_prompted
-from ft_service.data.tokens.patches.auto_tokenizer import AutoTokenizer
+from ft_service.data.tokens.image_fetch import ImageFetcher
+from ft_service.data.tokens.image_processor import ImageProcessor
 from ft_service.data.tokens.render import render, render_bare, render_prompt, turn_ends, writes_date
-from ft_service.data.tokens.sample import Tokens
+from ft_service.data.tokens.sample import ImageUse, Tokens
 from ft_service.data.tokens.sample_limits import SampleLimits, TimeUp
 from ft_service.data.tokens.token_set import TokenSet
 from ft_service.data.tokens.training_set.split import Split, split_off
@@ -59,7 +54,22 @@ take about a hundred times as much as their text.
 """
 
 
+CHUNK_IMAGE_BYTES = 32 * 1024**2
+"""The same of encoded images, which wait for their tokens."""
+
 _SHOWN = 40
+_SIGN = "the base's own sign for an image, which stands for images alone: write it otherwise"
+
+
+class ImageText(NamedTuple):
+    """What stands for a picture in a sample's text."""
+
+    begin: int
+    """Place of its first character."""
+    end: int
+    picture: Picture
+    grown: int
+    """Characters that it has more than the sign which the chat template wrote."""
 
 
 class SampleText(NamedTuple):
@@ -73,6 +83,18 @@ class SampleText(NamedTuple):
     """A chat template has written it, with an answer."""
     is_prompt: bool = False
     """It is a prompt to grade, of which nothing is learned."""
+    images: tuple[ImageText, ...] = ()
+    rendered: str = ""
+    """The text as the chat template wrote it, where there are images."""
+
+    def grown(self, spans: list[Span]) -> list[Span]:
+        """Spans of `rendered` as spans of `text`; an image that begins within one is part of it."""
+        return [(self._grown(first), self._grown(end)) for first, end in spans]
+
+    def _grown(self, place: int) -> int:
+        for image in self.images:
+            place += image.grown if image.begin < place else 0
+        return place
 
 
 class SampleCheck:
@@ -87,11 +109,14 @@ class SampleCheck:
         self._begin: tuple[int | None, str | None] = named.bos_token_id, named.bos_token
         self._end: str | None = named.eos_token
         self._everything = options.train_on == "everything"
+        self._path = named.name_or_path
 
     def tokens(self, sample: SampleText, encoding: Encoding | Joined) -> Tokens:
         """The sample's tokens, if they may be learned. Raises LineError with the text at fault."""
         require_prompted(sample.text, sample.spans, encoding)
         tokens = _prompt(encoding) if sample.is_prompt else _masked(sample, encoding)
+        if sample.images:
+            tokens = _with_uses(sample, encoding, tokens, ImageProcessor.of(self._path).token_id)
         self._require_one_begin(sample, tokens)
         if not tokens.target_count:
             raise LineError("", f"not one of its tokens is learned: {_shown(sample.text)}")
@@ -139,91 +164,6 @@ Kind = TypeVar("Kind", bound=Record)
 
 Chunk = list[tuple[int, SampleText | Fault]]
 """Samples that are tokenised at once, with the numbers of their lines."""
-
-
-def load_tokenizer(model_path: str, chat_template: str = "") -> PreTrainedTokenizerBase:
-    """The base's tokenizer.
-
-    `chat_template`: used in place of its own template. Raises SpecError if it cannot be loaded, or
-    is not a fast tokenizer. Templates are neither compiled nor rendered.
-    """
-    if not Path(
-        model_path
-    ).is_dir():  # else transformers takes it for a name on the hub, and its error is about that
-        raise SpecError(
-            f"The base is gone from {model_path}. Put it back.",
-            param="model",
-            code="model_unreadable",
-        )
-    folder = Path(model_path)
-    require_openable(folder)
-    fault = tokenizer_fault(path.name for path in folder.iterdir())
-    if fault is not None:
-        raise SpecError(f"The base cannot be trained on: {fault}.", param="model")
-    tokenizer: Any = _tokenizer_of(folder)
-    if not tokenizer.is_fast:
-        raise SpecError(
-            f"The base's tokenizer has no {TOKENIZER_FILE}, which is needed to find the "
-            "assistant's tokens.",
-            param="model",
-        )
-    if chat_template:
-        tokenizer.chat_template = chat_template
-    elif tokenizer.chat_template is None:
-        tokenizer.chat_template = _template_of_processor(Path(model_path))
-    return tokenizer
-
-
-def _tokenizer_of(folder: Path) -> Any:
-    """The tokenizer as transformers has it; where that would be code from the folder, the one in
-    its tokenizer.json.
-    """
-    try:
-        return AutoTokenizer.from_pretrained(
-            str(folder), local_files_only=True, trust_remote_code=False
-        )
-    except Exception as error:  # any class of error, depending on the files
-        code = _code_of_tokenizer(folder)
-        if code is None:
-            raise SpecError(
-                f"The base's tokenizer cannot be loaded: {error}", param="model"
-            ) from error
-        if not is_base_file(folder / TOKENIZER_FILE):
-            raise SpecError(
-                f"The base's tokenizer is code in its folder ({code}), which is never run, and "
-                f"there is no {TOKENIZER_FILE} "
-                "beside it. Put one into the folder that gives the publisher's tokens, or take "
-                "another base.",
-                param="model",
-            ) from None
-    try:
-        return PreTrainedTokenizerFast.from_pretrained(str(folder), local_files_only=True)
-    except Exception as error:
-        raise SpecError(
-            f"The base's {TOKENIZER_FILE} cannot be loaded: {error}", param="model"
-        ) from error
-
-
-def _code_of_tokenizer(folder: Path) -> str | None:
-    """The class in the folder's own code that its files name as their tokenizer; None: they name
-    none.
-    """
-    for name in ("tokenizer_config.json", "config.json"):
-        named = (document_or_none(folder / name) or {}).get("auto_map")
-        named = named.get("AutoTokenizer") if isinstance(named, dict) else named
-        classes = named if isinstance(named, list) else [named]
-        found = next((one for one in classes if isinstance(one, str)), None)
-        if found is not None:
-            return shown(found)
-    return None
-
-
-def _template_of_processor(folder: Path) -> str | None:
-    """The chat template in the processor's file, where multimodal bases have it and which
-    tokenizers do not read.
-    """
-    template = (document_or_none(folder / "chat_template.json") or {}).get("chat_template")
-    return template if isinstance(template, str) else None
 
 
 def file_samples(
@@ -339,7 +279,14 @@ def _samples(
     with ThreadPoolExecutor(1, "tokenize") as pool:
         previous: tuple[Chunk, Future[list[Encoding | Joined]]] | None = None
         for chunk in _chunks(
-            partial(_rendered, partial(as_texts, tokenizer, options)), records, limits
+            partial(
+                _rendered,
+                partial(as_texts, tokenizer, options),
+                partial(ImageProcessor.of, tokenizer.name_or_path),
+                ImageFetcher().fetched,
+            ),
+            records,
+            limits,
         ):
             started = chunk, pool.submit(encode, tokenizer, chunk, limits)
             if previous is not None:
@@ -355,16 +302,22 @@ def _chunks(
     limits: SampleLimits | None,
 ) -> Iterator[Chunk]:
     chunk: Chunk = []
-    characters = 0
+    characters = images = 0
     for number, record in records:
         rendered = record if isinstance(record, Fault) else render(number, record, limits)
         for sample in [rendered] if isinstance(rendered, Fault) else rendered:
             chunk.append((number, sample))
-            characters += 0 if isinstance(sample, Fault) else len(sample.text)
-            if len(chunk) == CHUNK_SAMPLES or characters >= CHUNK_CHARACTERS:
+            if not isinstance(sample, Fault):
+                characters += len(sample.text)
+                images += sum(len(image.picture.data) for image in sample.images)
+            if (
+                len(chunk) == CHUNK_SAMPLES
+                or characters >= CHUNK_CHARACTERS
+                or images >= CHUNK_IMAGE_BYTES
+            ):
                 yield chunk
                 chunk = []
-                characters = 0
+                characters = images = 0
         if (
             isinstance(rendered, Fault)
             and limits is not None
@@ -416,20 +369,69 @@ def as_texts(
             "or lines of bare text: prompt and completion, or text.",
             param="chat_template",
         )
-    return [SampleText(*sample, is_chat=True) for sample in render(tokenizer, record, options)]
+    return [
+        _with_images(tokenizer, SampleText(*sample, is_chat=True))
+        if sample.source.images
+        else SampleText(*sample, is_chat=True)
+        for sample in render(tokenizer, record, options)
+    ]
+
+
+def _with_images(tokenizer: Any, sample: SampleText) -> SampleText:
+    """A sample in which what its base's processor writes for each picture stands in place of the
+    chat template's sign. Raises LineError, and SpecError for a base that reads no images.
+    """
+    record = sample.source
+    assert isinstance(record, Conversation)
+    processor = ImageProcessor.of(tokenizer.name_or_path)
+    pieces = sample.text.split(processor.image_token)
+    if len(pieces) <= len(record.images):
+        raise LineError(
+            "messages",
+            f"has {len(record.images)} images, of which the base's chat template writes "
+            f"{len(pieces) - 1}: it leaves images out. Give a chat_template that writes parts of "
+            "type image, or leave the line out",
+        )
+    if len(pieces) - 1 > len(record.images):
+        raise LineError("messages", f"holds {_SIGN}")
+    made = pieces[0]
+    images: list[ImageText] = []
+    places = record.image_places or ("messages",) * len(record.images)
+    for picture, place, piece in zip(record.images, places, pieces[1:], strict=True):
+        try:
+            text = processor.replacement(picture)
+        except LineError as error:
+            raise LineError(place, error.reason) from None
+        begin = len(made)
+        grown = len(text) - len(processor.image_token)
+        images.append(ImageText(begin, begin + len(text), picture, grown))
+        made += text + piece
+    grown = sample._replace(text=made, images=tuple(images), rendered=sample.text)
+    return grown._replace(spans=grown.grown(sample.spans))
 
 
 def _rendered(
     render: Callable[[Record], list[SampleText]],
+    load: Callable[[], object],
+    fetch: Callable[[Conversation], Conversation],
     number: int,
     record: Record,
     limits: SampleLimits | None,
 ) -> list[SampleText] | Fault:
+    part = "chat template"
+    if isinstance(record, Conversation) and record.images:
+        part += " or image processor"
+        load()  # without the sample's limits
+        fetched = _or_fault(partial(fetch, record), number, None, part)
+        if isinstance(fetched, Fault):
+            return fetched
+        record = fetched
+
     def work() -> list[SampleText]:
         with limits.rendering(number) if limits is not None else nullcontext():
             return render(record)
 
-    return _or_fault(work, number, limits, "chat template")
+    return _or_fault(work, number, limits, part)
 
 
 def _or_fault(
@@ -533,6 +535,35 @@ def _masked(sample: SampleText, encoding: Encoding | Joined) -> Tokens:
     return Tokens(
         np.asarray(encoding.ids, dtype=np.int32), _inside(starts, sample.spans, len(sample.text))
     )
+
+
+def _with_uses(
+    sample: SampleText, encoding: Encoding | Joined, tokens: Tokens, token_id: int
+) -> Tokens:
+    """The tokens with the places of their images. Raises LineError."""
+    starts, ends = np.asarray(encoding.offsets, np.int64).reshape(-1, 2).T
+    uses = tuple(
+        ImageUse(
+            int(np.argmax(ends > image.begin)),
+            len(starts) - int(np.argmax((starts < image.end)[::-1])),
+            image.picture,
+        )
+        for image in sample.images
+    )
+    held = tokens.ids == token_id
+    for use in uses:
+        if not held[use.begin : use.end].any():
+            raise LineError(
+                "",
+                f"an image has no token {token_id}, whose embedding would be replaced: the "
+                "base's tokenizer does not know its image processor's signs",
+            )
+        if tokens.targets[use.begin : use.end].any():
+            raise LineError("", "an image would be learned, and models write text")
+        held[use.begin : use.end] = False
+    if held.any():
+        raise LineError("", f"its words hold {_SIGN}")
+    return replace(tokens, images=uses)
 
 
 def _inside(starts: np.ndarray, spans: list[Span], length: int) -> np.ndarray:

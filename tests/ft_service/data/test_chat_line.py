@@ -254,8 +254,8 @@ def test_weights_choose_what_is_trained_on() -> None:
         (line({"role": "user", "content": None}), "messages.0.content", "not null"),
         (
             line({"role": "user", "content": [{"type": "image_url"}]}),
-            "messages.0.content.0.type",
-            "no images",
+            "messages.0.content.0.image_url",
+            "is required",
         ),
         (line(USER, {"role": "assistant", "content": "\ud83d"}), "messages.1.content", "surrogate"),
         (line(USER, ANSWER | {"tool_calls": []}), "messages.1.tool_calls", "at least one"),

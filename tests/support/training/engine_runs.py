@@ -27,8 +27,7 @@ from ft_service.spec import JobSpec
 from tests.support.ranks import run_on_ranks
 from tests.support.training.attempts import adapter, losses, run_attempt
 from tests.support.training.kept_tokens import give_tokens
-from workers.engine.engine import TrainingEngine
-from workers.engine.resident_base import load_resident_base
+from workers.engine.engine import TrainingEngine, load_described_base
 from workers.ranks.runtime import surroundings
 from workers.training.context import StopRequest
 
@@ -78,7 +77,7 @@ def engine_on_rank(rank: int, world: int, root: str) -> None:
     spec = run.read(ENGINE, EngineSpec)
     assert spec is not None
     runtime = surroundings(run, 1, CPU, spec=spec.spec)
-    base = load_resident_base(spec.spec, runtime.mesh, CPU)
+    base = load_described_base(spec.spec, runtime.mesh, CPU)
     TrainingEngine(spec, runtime, base, StopRequest(runtime)).run()
 
 

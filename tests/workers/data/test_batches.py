@@ -57,7 +57,8 @@ def test_pack_puts_one_behind_the_other() -> None:
     assert batch.ids.tolist() == [[5, 6, 7, 8, 9]]
     assert (batch.places.tolist(), batch.targets.tolist()) == ([1, 3], [7, 9])
     assert batch.packing is not None
-    assert batch.packing.positions.tolist() == [[0, 1, 2, 0, 1]]
+    assert batch.positions is not None
+    assert batch.positions.tolist() == [[0, 1, 2, 0, 1]]
     assert batch.packing.starts.tolist() == batch.packing.starts_on_device.tolist() == [0, 3, 5]
     assert batch.packing.longest == 3
 

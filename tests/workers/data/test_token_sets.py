@@ -22,6 +22,7 @@ from ft_service.spec import DataFileRef, JobSpec
 from tests.support.ranks import run_on_ranks
 from tests.support.training.kept_tokens import give_tokens
 from tests.support.training.models import save_chats, save_pairs, save_tokenizer, spec_for
+from workers.base import rank_objects
 from workers.data import token_sets
 from workers.data.token_sets import job_samples, remove_own
 from workers.job.origins import compare_tokens
@@ -65,7 +66,7 @@ def samples_on_rank(
     """
     run = RunDir(root)
     worked = []
-    gathered = token_sets.from_all
+    gathered = rank_objects.from_all
 
     def noted(value: Any) -> list[Any]:
         worked.append(value)
@@ -78,6 +79,7 @@ def samples_on_rank(
         patch.object(token_sets, "tokenise", refuse if rank in broken else token_sets.tokenise),
         patch.object(token_sets, "BEAT_SECONDS", beat),
         patch.object(token_sets, "from_all", noted),
+        patch.object(rank_objects, "from_all", noted),
     ):
         try:
             train, valid = job_samples(run, spec_of(run))

@@ -4,6 +4,7 @@ ranks to itself.
 
 from __future__ import annotations
 
+import gc
 import os
 import random
 import signal
@@ -143,6 +144,7 @@ def poisoned_on_rank(rank: int, world: int, root: str) -> None:
 
     seat_thread.build = built
     engine_on_rank(rank, world, root)
+    gc.collect()  # an engine that ends at once has not collected what it let go
     assert not modules, "an engine without jobs holds no adapter"
     assert len(destroyed) == 3, (
         "of those that failed or were cancelled: an engine would come to have too many open files"

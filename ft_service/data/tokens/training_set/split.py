@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from ft_service.data.tokens.token_set import TokenSet
+from ft_service.data.tokens.token_set import TokenSet, hashed_use
 from ft_service.errors import DataError
 from ft_service.spec import JobSpec
 
@@ -104,6 +104,7 @@ def content_digests(samples: TokenSet) -> np.ndarray:
     the same.
     """
     ids = samples.ids
+    keys = samples.pictures.keys if samples.pictures is not None else ()
     edges = [*np.flatnonzero(np.diff(samples.records, prepend=-1)).tolist(), len(samples)]
     digests = np.empty(len(edges) - 1, np.uint64)
     begins = samples.begins.tolist()
@@ -115,5 +116,7 @@ def content_digests(samples: TokenSet) -> np.ndarray:
             length = lengths[sample]
             digest.update(length.to_bytes(8, "little"))
             digest.update(ids[begin : begin + length].astype("<i4", copy=False).data)
+            for use in samples.uses_within(begin, begin + length):
+                digest.update(hashed_use(use[0] - begin, use[1] - begin, keys[use[2]]))
         digests[record] = int.from_bytes(digest.digest(), "little")
     return digests

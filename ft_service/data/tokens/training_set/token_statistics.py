@@ -51,7 +51,7 @@ class RecordGroup:
         samples = self.samples.some(chosen[self.samples.records])
         targets = samples.targets_within(max_length)
         lengths = samples.lengths
-        kept = np.minimum(lengths, max_length)
+        kept = samples.lengths_within(max_length)
         with_targets = (targets > 0).reshape(-1, self.together).all(axis=1)
         alike = (
             samples.alike(max_length)
@@ -112,7 +112,7 @@ def measure(
     samples = training.samples.some(used[training.samples.records])
     if training.is_whole:
         samples = in_windows(samples, options.max_length)
-    lengths = np.minimum(samples.lengths, options.max_length)
+    lengths = samples.lengths_within(options.max_length)
     items = trained.samples
     if training.is_whole:
         items = (

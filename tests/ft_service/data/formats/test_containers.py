@@ -324,8 +324,7 @@ RECORDS: dict[str, tuple[Any, str]] = {
         chat(
             {"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}, ANSWER
         ),
-        "messages.0.content.0.type is 'image_url', and only parts of type 'text' are taken: no "
-        "images, audio or files",
+        "messages.0.content.0.image_url.url is 'x', and no data: URL in base64",
     ),
     "a sound": (
         chat(

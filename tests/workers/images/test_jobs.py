@@ -1,0 +1,104 @@
+"""Jobs whose samples have pictures: on any number of ranks, resumed, in an engine."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from ft_service.rundir.checkpoints import complete_checkpoints
+from ft_service.rundir.directory import RunDir
+from ft_service.spec import JobSpec
+from tests.support.training.attempts import adapter, losses, messages, run_attempt, trained
+from tests.support.training.engine_runs import assert_same, run_together
+from tests.support.training.models import spec_for
+from tests.support.training.pictures import save_pictured_chats, save_whole_base
+from workers.images.computing import FOLDER
+
+
+@pytest.fixture(scope="module")
+def spec(tmp_path_factory: pytest.TempPathFactory) -> JobSpec:
+    folder = tmp_path_factory.mktemp("job")
+    base = save_whole_base("qwen 3 vl", folder / "base")
+    options: dict[str, Any] = {
+        "precision": {"default": "nf4", "compute": "fp32"},
+        "checkpoint": {"save_steps": 2},
+        "training": {"max_steps": 4, "batch_size": 5, "learning_rate": 5e-3},
+        "lora": {"r": 4, "lora_dropout": 0.1},
+    }
+    data = save_pictured_chats(folder / "chats.jsonl", 12)
+    valid = save_pictured_chats(folder / "valid.jsonl", 5)
+    made = spec_for(base, data, valid=valid, ranks=2, **options)
+    return made.model_copy(update={"job_id": "ftjob-0"})
+
+
+@pytest.fixture(scope="module")
+def on_two(spec: JobSpec, tmp_path_factory: pytest.TempPathFactory) -> RunDir:
+    return trained(spec, tmp_path_factory.mktemp("two"), 2)
+
+
+def test_pictures_are_looked_at_once_and_their_features_removed(on_two: RunDir) -> None:
+    looked = [text for text in messages(on_two) if "looked at" in text]
+    # 9 of the 12 chats have pictures, 3 of them two; all of the 4 of 5 of validation are among them
+    assert [text.split(" in ")[0] for text in looked] == [
+        "The base's tower has looked at 12 images"
+    ]
+    assert not on_two.path(FOLDER).exists()
+
+
+@pytest.mark.parametrize("world", [1, 3])
+def test_the_number_of_ranks_changes_rounding_alone(
+    world: int, spec: JobSpec, on_two: RunDir, tmp_path: Path
+) -> None:
+    other = trained(spec, tmp_path, world)
+    assert losses(other) == pytest.approx(losses(on_two), rel=1e-5)
+    assert losses(other, "valid_loss") == pytest.approx(losses(on_two, "valid_loss"), rel=1e-5)
+    for name, expected in adapter(on_two).items():
+        found = adapter(other)[name]
+        assert (found - expected).norm() <= 1e-3 * expected.norm(), name
+
+
+def test_a_resumed_job_ends_with_the_same_bits(
+    spec: JobSpec, on_two: RunDir, tmp_path: Path
+) -> None:
+    run = RunDir(shutil.copytree(on_two.root, tmp_path / "run"))
+    first = next(name for name in complete_checkpoints(run) if name.startswith("step-2"))
+    shutil.rmtree(run.path("adapter"))
+    for later in set(complete_checkpoints(run)) - {first}:
+        shutil.rmtree(run.path(f"checkpoints/{later}"))
+    assert run_attempt(run, 2, 2, first).kind == "succeeded"
+    for name, expected in adapter(on_two).items():
+        assert torch.equal(adapter(run)[name], expected), name
+
+
+def test_jobs_of_an_engine_are_those_alone(spec: JobSpec, on_two: RunDir, tmp_path: Path) -> None:
+    """Another job on the same base, with other chats."""
+    data = save_pictured_chats(tmp_path / "other.jsonl", 7)
+    other = spec.model_copy(update={"job_id": "ftjob-1", "seed": 11, "training_data": data})
+    alone = trained(other, tmp_path / "alone", 2)
+    together = run_together([spec, other], tmp_path)
+    assert_same(together[0], on_two)
+    assert_same(together[1], alone)
+
+
+def test_pairs_with_pictures_are_learned_from(spec: JobSpec, tmp_path: Path) -> None:
+    """On one rank and on two; the first step compares the model with itself."""
+    data = save_pictured_chats(tmp_path / "pairs.jsonl", 8, pairs=True)
+    found = []
+    for world in (1, 2):
+        job = spec_for(
+            Path(spec.model.path),
+            data,
+            ranks=world,
+            precision={"default": "bf16", "compute": "fp32"},
+            method={"type": "dpo", "dpo": {"hyperparameters": {"beta": 0.5}}},
+            training={"max_steps": 2, "batch_size": 4, "learning_rate": 5e-3},
+            lora={"r": 4},
+        )
+        found.append(losses(trained(job, tmp_path / str(world), world)))
+    assert found[0][1] == pytest.approx(0.6931, abs=1e-3)
+    assert found[0][2] < found[0][1]
+    assert found[1] == pytest.approx(found[0], rel=1e-4)

@@ -1,0 +1,57 @@
+"""What a base's description says of its towers."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+
+from tests.support.training.models import save_chat_base
+from tests.support.training.pictures import WHOLE, save_whole_base
+from workers.describe import describe
+from workers.images import tower
+
+EARLY = {"qwen 3 vl": 1}
+
+
+@pytest.mark.parametrize("family", [family for family in WHOLE if family != "gemma 3"])
+def test_features_in_place_of_placeholders_are_what_the_published_class_computes(
+    family: str, tmp_path: Path
+) -> None:
+    found = describe(str(save_whole_base(family, tmp_path)))
+    assert found.no_images_because is None
+    assert found.images is not None
+    assert found.images.early_layers == EARLY.get(family, 0)
+    assert found.images.tower_weights > 10_000
+
+
+def test_placeholders_that_see_each_other_in_both_directions_are_refused(tmp_path: Path) -> None:
+    found = describe(str(save_whole_base("gemma 3", tmp_path)))
+    assert found.images is None
+    assert "in both directions" in str(found.no_images_because)
+
+
+@pytest.mark.parametrize("broken", ["positions", "early", "rows"])
+def test_a_step_that_is_left_out_is_found(broken: str, tmp_path: Path) -> None:
+    """Text positions, no features for the first layers, or features of another picture."""
+    folder = save_whole_base("qwen 3 vl", tmp_path)
+    features = tower.Tower.features
+
+    def without(self: Any, ids: Any, inputs: Any) -> Any:
+        made = features(self, ids, inputs)
+        if broken == "early":
+            return tower.Features(made.rows, made.early[:0], made.layout)
+        return tower.Features(made.rows.flip(0), made.early, made.layout)
+
+    positions = patch("workers.images.trial.positions_of", return_value=None)
+    with positions if broken == "positions" else patch.object(tower.Tower, "features", without):
+        found = describe(str(folder))
+    assert found.images is None
+    assert "in another way" in str(found.no_images_because)
+
+
+def test_a_text_model_has_no_towers(tmp_path: Path) -> None:
+    found = describe(str(save_chat_base(tmp_path / "base")))
+    assert (found.images, found.no_images_because) == (None, None)

@@ -14,7 +14,6 @@ from pydantic import ValidationError
 
 from ft_service.bases.catalogue import Catalogue
 from ft_service.bases.describing import Descriptions, NotDescribedError
-from ft_service.bases.description import facts_of_images
 from ft_service.bases.own_template import with_template_variables
 from ft_service.control import tuned_models
 from ft_service.control.capacity import Capacity, capacity_of, refuse_too_many
@@ -28,6 +27,7 @@ from ft_service.ids import new_id
 from ft_service.jobs.queue_snapshot import JobSize
 from ft_service.jobs.states import Job, State
 from ft_service.plan.admit import Admitted, admit, settle_counted
+from ft_service.plan.image_features import note_on_images
 from ft_service.plan.sample_lengths import SampleLengths
 from ft_service.settings import Settings
 from ft_service.spec import (
@@ -274,9 +274,10 @@ class LateAdmission:
             error.message = self.settings.without_paths(error.message)
             raise
 
-    def require_images(self, spec: JobSpec) -> None:
-        """Raise SpecError for a job whose base cannot learn from images, UnavailableError."""
-        facts_of_images(self.descriptions.description(Path(spec.model.path)))
+    def note_images(self, spec: JobSpec, images: int, tokens: int) -> str:
+        """`note_on_images` of a planned job. Raises the same, UnavailableError."""
+        base = self.descriptions.description(Path(spec.model.path))
+        return note_on_images(base, spec, images, tokens)
 
     def settle(self, spec: JobSpec, lengths: SampleLengths) -> Admitted:
         """Choose the values of "auto" options from the counted samples of a planned job.

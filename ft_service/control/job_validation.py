@@ -66,7 +66,7 @@ class JobValidation:
             places=places,
             plan=None if admission is None else admission.plan,
             settle=None if admission is None else admission.settle,
-            require_images=None if admission is None else admission.require_images,
+            note_images=None if admission is None else admission.note_images,
         )
         self._warms = check is None
         self._checks = Checks(check or usual, wake, places.tokens_dir)

@@ -10,6 +10,7 @@ import shutil
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Literal
 
 import torch
 import torch.distributed as dist
@@ -19,6 +20,7 @@ from ft_service.bases.description import Description, facts_of_images
 from ft_service.data.tokens.image_processor import ImageProcessor
 from ft_service.data.tokens.token_set import TokenSet
 from ft_service.errors import DataError
+from ft_service.plan.image_features import features_bytes
 from ft_service.rundir.directory import RunDir
 from ft_service.wording import bytes_text
 from workers.base.rank_objects import alone, by_first, from_all, from_first, together
@@ -26,7 +28,7 @@ from workers.images.features import CURRENT_IMAGES, SampleImages, file_of, kept_
 from workers.images.placing import take_images, takes_images
 from workers.images.tower import Tower, positions_of
 from workers.model.multimodal import causal_model
-from workers.ranks.runtime import OutsideError
+from workers.ranks.runtime import COMPUTE_DTYPE, OutsideError
 
 FOLDER = "image-features"
 """Folder of a run directory."""
@@ -42,22 +44,22 @@ class Storage:
     """Where the features of a job's pictures are kept, and how."""
 
     folder: Path
-    dtype: torch.dtype
+    compute: Literal["bf16", "fp32"]
+    """`precision.compute`, in which they are kept."""
 
     def require_room(self, tokens: int, base: Description) -> None:
         """Raise DataError if the features of so many placeholders do not fit.
 
         They take half of what is free at most, as others write to the same disk.
         """
-        assert base.images is not None
-        each = base.dimensions.hidden * self.dtype.itemsize * (1 + base.images.early_layers)
+        needed = features_bytes(base, tokens, self.compute)
         self.folder.mkdir(parents=True, exist_ok=True)
         free = shutil.disk_usage(self.folder).free
-        if tokens * each <= free // 2:
+        if needed <= free // 2:
             return
         raise DataError(
-            f"The features of the images would take {bytes_text(tokens * each)} ({tokens:,} "
-            f"tokens of {bytes_text(each)}), and half of the free disk of the run directory is "
+            f"The features of the images would take {bytes_text(needed)} (of {tokens:,} "
+            f"tokens), and half of the free disk of the run directory is "
             f"{bytes_text(free // 2)}. Give smaller or fewer images, or detail: low.",
             param="training_file",
             code="images_too_large",
@@ -70,11 +72,11 @@ def compute_features(
     described: Description,
     sets: Sequence[TokenSet],
     device: torch.device,
-    dtype: torch.dtype,
+    compute: Literal["bf16", "fp32"],
 ) -> int:
     """Write the features of all pictures that are not written yet; returns how many these were.
 
-    Called by all ranks together. `path`: the base's. `dtype`: in which they are kept. Raises
+    Called by all ranks together. `path`: the base's. `compute`: `precision.compute`. Raises
     SpecError on all of them for a base whose pictures cannot be learned from, DataError for more
     than the disk takes, OutsideError where the ranks do not see each other's files.
     """
@@ -84,7 +86,7 @@ def compute_features(
     left = from_first(sorted(key for key in uses if not file_of(folder, key).is_file()))
     rank, world = (0, 1) if alone() else (dist.get_rank(), dist.get_world_size())
     own = {key: uses[key] for key in left[rank::world]}
-    storage = Storage(folder, dtype)
+    storage = Storage(folder, compute)
     by_first(
         lambda: storage.require_room(
             sum(uses[key].end - uses[key].begin for key in left), described
@@ -164,5 +166,5 @@ def _computed(
         assert use.samples.pictures is not None
         inputs = processor.inputs(use.samples.pictures[key])
         features = tower.features(use.tokens, inputs)
-        features.stored_in(storage.dtype).save(file_of(storage.folder, key))
+        features.stored_in(COMPUTE_DTYPE[storage.compute]).save(file_of(storage.folder, key))
         yield

@@ -18,7 +18,6 @@ from ft_service.bases.description import (
     Described,
     Description,
     description_key,
-    facts_of_images,
     read_described,
 )
 from ft_service.cli.output import connect
@@ -31,6 +30,7 @@ from ft_service.data.token_options import TokenOptions
 from ft_service.errors import DataError, FtError, SpecError
 from ft_service.host.home import create_home
 from ft_service.installation import SAMPLE_DESCRIPTIONS, SAMPLE_MODELS
+from ft_service.plan.image_features import note_on_images
 from ft_service.plan.sample_lengths import SampleLengths
 from ft_service.rundir.documents import ErrorInfo
 from ft_service.settings import Settings
@@ -46,6 +46,8 @@ class JobData:
     reports: Mapping[Param, DataReport]
     statistics: DataStatistics | None
     """Statistics of the tokens; None: tokens were not counted."""
+    on_images: tuple[str, ...] = ()
+    """Sentences about images."""
 
     @property
     def counts(self) -> Counts | None:
@@ -68,6 +70,7 @@ class JobData:
             yield from self.reports[param].messages(
                 data.name, spec.training.max_length, cut=self.statistics is None
             )
+        yield from (("info", text) for text in self.on_images)
         if self.statistics is not None:
             yield from messages(self.statistics, Measure.of(spec))
 
@@ -112,9 +115,18 @@ def examine_data(
                 pairs=spec.preferences is not None,
             )
             reports[param] = refuse_faults(report.error(param, data.name) or report)
-    if base is not None and any(report.images for report in reports.values()):
-        facts_of_images(base)
-    return JobData(reports, statistics)
+    return JobData(reports, statistics, _notes_on_images(base, spec, reports))
+
+
+def _notes_on_images(
+    base: Description | None, spec: JobSpec, reports: Mapping[Param, DataReport]
+) -> tuple[str, ...]:
+    """Raises SpecError for a base that cannot learn from images. `base`: None: nothing is known."""
+    shown = [report for report in reports.values() if report.images]
+    if base is None or not shown:
+        return ()
+    tokens = sum(report.counts.image_tokens for report in shown if report.counts is not None)
+    return (note_on_images(base, spec, sum(report.images for report in shown), tokens),)
 
 
 def refuse_faults(examined: Found | ErrorInfo) -> Found:

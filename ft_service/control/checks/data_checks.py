@@ -71,8 +71,11 @@ refused, UnavailableError.
 """
 Settle = Callable[[JobSpec, SampleLengths], Admitted]
 """Chooses the values of "auto" options from counted samples. Raises FtError."""
-RequireImages = Callable[[JobSpec], object]
-"""Raises SpecError for a job whose base cannot learn from its samples' images, UnavailableError."""
+NoteImages = Callable[[JobSpec, int, int], str]
+"""The sentence about a job's images, of this number and so many tokens.
+
+Raises SpecError for a base that cannot learn from them, UnavailableError.
+"""
 Check = Callable[[Job, Examiner, Tell], Checked]
 """Checks a job, and reports its progress if that takes long.
 
@@ -87,15 +90,15 @@ def check_data(
     places: Places,
     plan: Plan | None = None,
     settle: Settle | None = None,
-    require_images: RequireImages | None = None,
+    note_images: NoteImages | None = None,
 ) -> Checked:
     """Plan a job that has no plan, read its data files, and prepare the adapter that it continues
     from. Stops at the first error. `plan`: None: jobs stay without a plan. `settle`: None: the
-    ranks choose what is "auto". `require_images`: called for samples with images; None: the ranks
-    refuse them.
+    ranks choose what is "auto". `note_images`: None: the ranks
+    say what is to be said of images.
     """
     if job.work is not None or job.seat is not None or plan is None:
-        return _check_files(job, examiner, tell, places, settle, require_images)
+        return _check_files(job, examiner, tell, places, settle, note_images)
     data = job.spec.training_data
     try:
         size = None if data is None else open_data(places.fetched(Path(data.path)), data.files).size
@@ -107,7 +110,7 @@ def check_data(
     except OSError as error:
         assert data is not None, "only a file can be unreadable"
         return Checked(unreadable("training_file", data, error))
-    checked = _check_files(planned, examiner, tell, places, settle, require_images)
+    checked = _check_files(planned, examiner, tell, places, settle, note_images)
     return replace(checked, events=(*events, *checked.events), planned=planned)
 
 
@@ -117,7 +120,7 @@ def _check_files(
     tell: Tell,
     places: Places,
     settle: Settle | None,
-    require_images: RequireImages | None,
+    note_images: NoteImages | None,
 ) -> Checked:
     spec = job.spec
     if spec.parent is not None and (unfit := _prepare(spec.parent, places)) is not None:
@@ -134,13 +137,15 @@ def _check_files(
         if isinstance(report, ErrorInfo):
             return Checked(report)
         counts[param] = report.counts
-        if report.images and require_images is not None:
+        if report.images and note_images is not None:
+            assert report.counts is not None, "the request asks for them"
             try:
-                require_images(spec)
+                note = note_images(spec, report.images, report.counts.image_tokens)
             except UnavailableError as error:
                 return Checked(waits=error.message)
             except SpecError as error:
                 return Checked(ErrorInfo(code=error.code, message=error.message, param=error.param))
+            told.append(("info", note))
         try:
             places.share_tokens(data.sha256)
         except (OSError, UnavailableError):  # workers then make them themselves

@@ -1,0 +1,37 @@
+"""What the images of a job take beside its training: the towers of the base, which look at each
+once before the model is loaded, and the features that they give, which are kept while it runs.
+"""
+
+from __future__ import annotations
+
+from ft_service.bases.description import Description, facts_of_images
+from ft_service.spec import JobSpec
+from ft_service.wording import bytes_text, counted
+
+_BYTES = {"fp32": 4, "bf16": 2}
+"""Compute dtype → bytes of a number, as features are kept in it."""
+TOWER_BYTES = 4
+"""Bytes of a tower's number: towers compute in fp32."""
+
+
+def features_bytes(base: Description, tokens: int, compute: str) -> int:
+    """Bytes of the features of so many placeholders. `compute`: `precision.compute`.
+
+    Raises SpecError for a base whose pictures cannot be learned from.
+    """
+    layers = 1 + facts_of_images(base).early_layers
+    return tokens * layers * base.dimensions.hidden * _BYTES[compute]
+
+
+def note_on_images(base: Description, spec: JobSpec, images: int, tokens: int) -> str:
+    """The sentence about a job's images. `tokens`: those that stand for them.
+
+    Raises SpecError for a base whose pictures cannot be learned from.
+    """
+    tower = facts_of_images(base).tower_weights * TOWER_BYTES
+    kept = features_bytes(base, tokens, spec.precision.compute)
+    return (
+        f"The base's tower ({bytes_text(tower)} a rank, before the model is loaded) looks at "
+        f"{counted(images, 'image')} once; the features of their {tokens:,} tokens take up to "
+        f"{bytes_text(kept)} in the run directory until the job has succeeded."
+    )

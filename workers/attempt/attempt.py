@@ -360,7 +360,9 @@ def _with_features(
     path = runtime.spec.model.path
     base = described or describe(path)
     began = time.monotonic()
-    count = compute_features(runtime.run, path, base, sets, runtime.device, runtime.compute_dtype)
+    count = compute_features(
+        runtime.run, path, base, sets, runtime.device, runtime.spec.precision.compute
+    )
     if count:
         seconds = time.monotonic() - began
         reporter.message(

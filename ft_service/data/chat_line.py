@@ -21,18 +21,17 @@ from typing import Any
 from pydantic import TypeAdapter, ValidationError
 
 from ft_service.data.image_part import (
+    COLUMNS,
     SUPERVISED_ONLY,
     TYPE,
+    TYPES,
     USERS_ONLY,
-    Found,
-    parse_image,
-    refuse_sign,
-    require_few,
+    LineImages,
 )
 from ft_service.data.json_faults import json_fault
 from ft_service.data.line_errors import LineError, json_of, refuse_keys, required, text_of
 from ft_service.data.null_fields import definition_without_null_fields, without_null_fields
-from ft_service.data.sample_kinds import IMAGE, Conversation, Tool, Variable
+from ft_service.data.sample_kinds import Conversation, Tool, Variable
 from ft_service.spec.template_variables import Variables
 from ft_service.wording import kind, shown_value
 
@@ -99,12 +98,14 @@ def parse_line(text: str) -> Conversation:
     return parse_chat(load_object(text))
 
 
-def parse_chat(line: Mapping[str, Any]) -> Conversation:
-    """An object with messages as a conversation. Raises LineError with its first fault."""
-    refuse_keys(line, KEYS, _REFUSED_KEYS, "")
-    images: Found = []
+def parse_chat(line: Mapping[str, Any], *, lead: bool = True) -> Conversation:
+    """An object with messages, and perhaps a column of pictures, as a conversation. `lead`: as of
+    LineImages.complete. Raises LineError with its first fault.
+    """
+    refuse_keys(line, (*KEYS, *COLUMNS), _REFUSED_KEYS, "")
+    images = LineImages.of(line)
     parsed = parse_messages(required(line, "messages"), "messages", images)
-    require_few(images)
+    parsed = images.complete(parsed, lead=lead)
     require_answered_calls(parsed)
     tools = parse_tools(line)
     if not any(message["role"] == "assistant" for message, _ in parsed):
@@ -114,8 +115,14 @@ def parse_chat(line: Mapping[str, Any]) -> Conversation:
             "messages", "every assistant message has weight 0, so there is nothing to train on"
         )
     messages, weights = zip(*parsed, strict=True)
-    places, pictures = zip(*images, strict=True) if images else ((), ())
-    return Conversation(messages, weights, tuple(tools), parse_variables(line), pictures, places)
+    return Conversation(
+        messages,
+        weights,
+        tuple(tools),
+        parse_variables(line),
+        tuple(images.pictures),
+        tuple(images.places),
+    )
 
 
 def parse_conversation(
@@ -192,26 +199,21 @@ def without_nulls(record: dict[str, Any]) -> dict[str, Any]:
     return without_null_fields(record, schemas)
 
 
-def parse_messages(messages: Any, place: str, images: Found | None = None) -> list[WeightedMessage]:
-    """A list of messages with their weights. `place`: dotted, in the line. `images`: receives the
-    pictures, for which IMAGE stands in contents; None: they are refused. Raises LineError.
+def parse_messages(
+    messages: Any, place: str, images: LineImages | None = None
+) -> list[WeightedMessage]:
+    """A list of messages with their weights. `place`: dotted, in the line. `images`: those of the
+    line, which is to be completed; None: they are refused. Raises LineError.
     """
     if not isinstance(messages, list) or not messages:
         raise LineError(place, f"must be a list with at least one message, not {kind(messages)}")
-    parsed = [
+    return [
         parse_message(message, f"{place}.{number}", images)
         for number, message in enumerate(messages)
     ]
-    if images:
-        for number, (message, _) in enumerate(parsed):
-            own = f"{place}.{number}.content"
-            pictures = sum(at.startswith(f"{own}.") for at, _ in images)
-            if message["role"] == "user" and message["content"].count(IMAGE) > pictures:
-                refuse_sign(message["content"], own)
-    return parsed
 
 
-def parse_message(message: Any, place: str, images: Found | None = None) -> WeightedMessage:
+def parse_message(message: Any, place: str, images: LineImages | None = None) -> WeightedMessage:
     """A message as chat templates take it, and its weight.
 
     `place`: dotted, in the line. `images`: as of `parse_messages`. Raises LineError.
@@ -271,23 +273,27 @@ def _parse_participant(name: Any, place: str) -> str:
     return name
 
 
-def _parse_content(message: dict[str, Any], place: str, images: Found | None) -> str:
-    content = required(message, "content", f"{place}.")
+def _parse_content(message: dict[str, Any], place: str, images: LineImages | None) -> str:
+    place = f"{place}.content"
+    content = required(message, "content", place.removesuffix("content"))
+    of_user = message["role"] == "user"
     if not isinstance(content, list):
-        return text_of(content, f"{place}.content")
+        text = text_of(content, place)
+        return text if images is None else images.text(text, place, of_user=of_user)
     texts: list[str] = []
     for number, part in enumerate(content):
-        own = f"{place}.content.{number}"
-        if not isinstance(part, dict) or part.get("type") != TYPE:
-            texts.append(_parse_part(part, own))
-            continue
-        if images is None or message["role"] != "user":
+        own = f"{place}.{number}"
+        if not isinstance(part, dict) or part.get("type") not in TYPES:
+            text = _parse_part(part, own)
+            own = f"{own}.text"
+            texts.append(text if images is None else images.text(text, own, of_user=of_user))
+        elif images is not None and of_user:
+            texts.append(images.part(part, own))
+        else:
             why = SUPERVISED_ONLY if images is None else USERS_ONLY
             raise LineError(
-                f"{own}.type", f"is '{TYPE}', and {why}. Leave the part out, or the line"
+                f"{own}.type", f"is '{part['type']}', and {why}. Leave the part out, or the line"
             )
-        images.append(parse_image(part, own))
-        texts.append(IMAGE)
     return "".join(texts)
 
 

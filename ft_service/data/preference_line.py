@@ -22,7 +22,7 @@ from ft_service.data.chat_line import (
     parse_tools,
     require_answered_calls,
 )
-from ft_service.data.image_part import Found, require_few
+from ft_service.data.image_part import COLUMNS, LineImages
 from ft_service.data.line_errors import LineError, refuse_keys, required, text_of
 from ft_service.data.sample_kinds import Conversation, Pair, Tool
 from ft_service.wording import kind
@@ -58,8 +58,9 @@ def _parse_openai(line: Mapping[str, Any]) -> Pair:
     if not isinstance(given, dict):
         raise LineError("input", f"must be an object with messages, not {kind(given)}")
     refuse_keys(given, {"messages", "tools", "parallel_tool_calls"}, {}, "input.")
-    images: Found = []
+    images = LineImages()
     prompt = parse_messages(required(given, "messages", "input."), "input.messages", images)
+    prompt = images.complete(prompt)
     try:
         tools = parse_tools(given)
     except LineError as error:
@@ -72,14 +73,11 @@ def _parse_openai(line: Mapping[str, Any]) -> Pair:
 
 
 def _parse_trl(line: Mapping[str, Any]) -> Pair:
-    refuse_keys(line, {*_TRL, "tools"}, _REFUSED, "")
+    refuse_keys(line, {*_TRL, "tools", *COLUMNS}, _REFUSED, "")
     chosen = required(line, "chosen")
     rejected = required(line, "rejected")
     tools = parse_tools(line)
-    answers = {
-        "chosen": _text_or_messages(chosen, "chosen", "assistant"),
-        "rejected": _text_or_messages(rejected, "rejected", "assistant"),
-    }
+    images = LineImages.of(line)
     is_prompt_repeated = (
         isinstance(chosen, list)
         and isinstance(rejected, list)
@@ -88,13 +86,26 @@ def _parse_trl(line: Mapping[str, Any]) -> Pair:
     if (
         "prompt" in line and not is_prompt_repeated
     ):  # else both answers begin with the messages that the prompt's text repeats
-        images: Found = []
         prompt = _text_or_messages(line["prompt"], "prompt", "user", images)
+        prompt = images.complete(prompt)
+        answers = {
+            "chosen": _text_or_messages(chosen, "chosen", "assistant", images),
+            "rejected": _text_or_messages(rejected, "rejected", "assistant", images),
+        }
         return _with_images(_pair(prompt, tools, answers, "prompt"), images)
     if isinstance(chosen, str) or isinstance(rejected, str):
         raise LineError(
             "prompt", "is required where chosen and rejected are texts: give there what both answer"
         )
+    if images.column:
+        raise LineError(
+            images.column,
+            "needs the messages that show it in a list of their own: give them as prompt",
+        )
+    answers = {
+        "chosen": parse_messages(chosen, "chosen"),
+        "rejected": parse_messages(rejected, "rejected"),
+    }
     prompt = _common_prompt(answers["chosen"], answers["rejected"])
     if not prompt:
         raise LineError(
@@ -178,21 +189,18 @@ def _common_prompt(
 
 
 def _text_or_messages(
-    value: Any, place: str, role: str, images: Found | None = None
+    value: Any, place: str, role: str, images: LineImages
 ) -> list[WeightedMessage]:
     if isinstance(value, str):
-        return [({"role": role, "content": text_of(value, place)}, int(role == "assistant"))]
+        text = images.text(text_of(value, place), place, of_user=role == "user")
+        return [({"role": role, "content": text}, int(role == "assistant"))]
     return parse_messages(value, place, images)
 
 
-def _with_images(pair: Pair, images: Found) -> Pair:
+def _with_images(pair: Pair, images: LineImages) -> Pair:
     """A pair whose prompt shows these pictures."""
-    if not images:
-        return pair
-    require_few(images)
-    places, pictures = zip(*images, strict=True)
     preferred, rejected = (
-        replace(answer, images=pictures, image_places=places)
+        replace(answer, images=tuple(images.pictures), image_places=tuple(images.places))
         for answer in (pair.preferred, pair.rejected)
     )
     return Pair(preferred, rejected)

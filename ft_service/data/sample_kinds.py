@@ -37,11 +37,19 @@ class Picture:
     """One of DETAILS."""
     url: str | None = None
     """Where it is on the web, if it was not fetched yet: it has no bytes then."""
+    path: str | None = None
+    """The file that holds it, as the line names it, if that was not read yet, likewise."""
 
     @classmethod
     def on_web(cls, url: str, detail: str = "auto") -> Self:
         """One that is to be fetched."""
         return cls(hashlib.sha256(f"{detail} {url}".encode()).hexdigest(), b"", detail, url)
+
+    @classmethod
+    def in_file(cls, path: str, detail: str = "auto") -> Self:
+        """One that is to be read from a file."""
+        key = hashlib.sha256(f"{detail} {path}".encode()).hexdigest()
+        return cls(key, b"", detail, path=path)
 
     @classmethod
     def of(cls, data: bytes, detail: str = "auto") -> Self:

@@ -12,6 +12,7 @@ import tempfile
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, replace
+from functools import partial
 from pathlib import Path
 from typing import IO, Annotated, Any
 
@@ -38,6 +39,7 @@ from ft_service.cli.data_files.stats_command import stats
 from ft_service.cli.local.job_inputs import refuse_faults
 from ft_service.cli.local_store import settings_with_models
 from ft_service.cli.output import Json, print_json, print_note, print_text
+from ft_service.data.chat_line import MAX_LINE_BYTES
 from ft_service.data.data_file import DataReport, Findings, check_lines
 from ft_service.data.examiner import Examiner
 from ft_service.data.formats.columns import AS_THEY_ARE, Columns
@@ -183,20 +185,28 @@ def convert(
 ) -> None:
     """Write a file as OpenAI's JSON lines: chats, preference pairs, or bare text as it was.
 
+    Images that it names by paths, absolute or below its folder, are written into the lines.
     Nothing is written if a line is at fault.
     """
     data = local_data(file, split)
-    columns = Columns.of(data_options(column))
+    write = partial(
+        write_lines,
+        data,
+        columns=Columns.of(data_options(column)),
+        as_chat=as_chat,
+        each_answer=each_answer,
+        reads_paths=True,
+    )
     if str(out) == "-":
         with tempfile.TemporaryFile("w+", encoding="utf-8") as lines:
-            write_lines(data, lines, columns, as_chat=as_chat, each_answer=each_answer)
+            write(lines)
             lines.seek(0)
             shutil.copyfileobj(lines, sys.stdout)
         return
     if out.exists():
         raise SpecError(f"{out} exists: name a new file.", param="out")
     with _written(out) as lines:
-        count = write_lines(data, lines, columns, as_chat=as_chat, each_answer=each_answer)
+        count = write(lines)
     if as_json:
         print_json({"lines": count, "path": str(out)})
     else:
@@ -237,13 +247,15 @@ def write_lines(
     *,
     as_chat: bool = False,
     each_answer: bool = False,
+    reads_paths: bool = False,
 ) -> int:
     """Write every record as a line of JSON, or with `each_answer` each learned answer of a
-    conversation, and return the number of lines. Raises DataError for invalid records.
+    conversation, and return the number of lines. `reads_paths`: as of DataReader. Raises DataError
+    for invalid records.
     """
     findings = Findings()
     written = 0
-    with open_data(data.path, data.files, columns) as reader:
+    with open_data(data.path, data.files, columns, reads_paths=reads_paths) as reader:
         for number, record in reader:
             lines = [_line(number, part, as_chat) for part in _parts(record, each_answer)]
             if (
@@ -253,7 +265,7 @@ def write_lines(
                 continue
             findings.examples += 1
             written += len(lines)
-            out.writelines(json.dumps(line, ensure_ascii=False) + "\n" for line in lines)
+            out.writelines(f"{line}\n" for line in lines)
     refuse_faults(_faults_of(findings.report(reader.shape), data))
     return written
 
@@ -277,13 +289,17 @@ def uploadable(data: LocalData) -> Iterator[Path]:
         yield path
 
 
-def _line(number: int, record: Any, as_chat: bool) -> dict[str, Any] | Fault:
+def _line(number: int, record: Any, as_chat: bool) -> str | Fault:
     if isinstance(record, Fault):
         return record
     try:
-        return line_of(record, as_chat=as_chat)
+        line = json.dumps(line_of(record, as_chat=as_chat), ensure_ascii=False)
     except LineError as error:
         return Fault(number, error.field, error.reason)
+    if (length := len(line.encode())) > MAX_LINE_BYTES:
+        reason = f"becomes a line of {length:,} bytes, and one may have {MAX_LINE_BYTES:,}"
+        return Fault(number, "", f"{reason}: shorten it, or make its images smaller")
+    return line
 
 
 def _faults_of(report: DataReport, data: LocalData) -> Any:

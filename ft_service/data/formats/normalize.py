@@ -33,6 +33,8 @@ from ft_service.data.formats import media
 from ft_service.data.formats.columns import PEOPLE, QUESTIONS, SPEAKERS
 from ft_service.data.formats.detect_format import FORMAT_KEYS, Format, recognise
 from ft_service.data.formats.media import refuse_media
+from ft_service.data.image_part import COLUMNS as PICTURES
+from ft_service.data.image_part import LineImages, refuse_paths
 from ft_service.data.line_errors import LineError, required, text_of
 from ft_service.data.preference_line import parse_pair
 from ft_service.data.sample_kinds import (
@@ -50,11 +52,11 @@ Fields = Mapping[str, Any]
 _SYSTEM_INSTRUCTION = ("systemInstruction", "system_instruction")
 _TOOLS = ("tools", "parallel_tool_calls", "functions")
 _COLUMNS: Mapping[Format, Sequence[str]] = {
-    Format.CHAT: (*chat_line.KEYS, "system"),
+    Format.CHAT: (*chat_line.KEYS, "system", *PICTURES),
     Format.PROMPTS: chat_line.KEYS,
-    Format.PROMPT_COMPLETION: ("prompt", "completion", *_TOOLS, VARIABLES),
+    Format.PROMPT_COMPLETION: ("prompt", "completion", *_TOOLS, *PICTURES, VARIABLES),
     Format.TEXT: ("text", VARIABLES),
-    Format.SHAREGPT: ("conversations", "conversation", "system", *_TOOLS, VARIABLES),
+    Format.SHAREGPT: ("conversations", "conversation", "system", *_TOOLS, *PICTURES, VARIABLES),
     Format.GEMINI: ("contents", *_SYSTEM_INSTRUCTION, "tools", VARIABLES),
     Format.ALPACA: ("instruction", "input", "output", "system", "history", VARIABLES),
     Format.OPENAI_PAIRS: (
@@ -68,7 +70,7 @@ _COLUMNS: Mapping[Format, Sequence[str]] = {
         VARIABLES,
     ),
     Format.TRL_PAIRS: (
-        *("prompt", "chosen", "rejected", "tools", VARIABLES),
+        *("prompt", "chosen", "rejected", "tools", *PICTURES, VARIABLES),
         *("conversations", "conversation", "instruction", "input", "system", "history"),
     ),
 }
@@ -89,10 +91,10 @@ def columns_of(format: Format) -> Sequence[str]:
     return _COLUMNS[format]
 
 
-def as_record(format: Format, fields: Fields) -> Record:
+def as_record(format: Format, fields: Fields, *, paths: bool = False) -> Record:
     """A record of this format, without keys that the format does not have.
 
-    Raises LineError with its first fault.
+    `paths`: pictures may be in files of their own. Raises LineError with its first fault.
     """
     own_keys = set().union(*(keys for other, keys in FORMAT_KEYS if other is format))
     other = recognise(fields) if own_keys.isdisjoint(fields) else None
@@ -130,14 +132,20 @@ def as_record(format: Format, fields: Fields) -> Record:
             name: value
             for name, value in fields.items()
             if name in _COLUMNS[format] or name in media.COLUMNS
-        }
+        },
+        columns=[name for name in media.COLUMNS if name not in _COLUMNS[format]],
+        placed=any(fields.get(name) for name in PICTURES),
     )
     own = {
-        name: value
+        name: _listed(value) if name in PICTURES else value
         for name, value in fields.items()
         if name in _COLUMNS[format] and name != VARIABLES
     }
-    return _setting(_PARSERS[format](own), parse_variables(fields))
+    record = _setting(_PARSERS[format](own), parse_variables(fields))
+    chat = record.preferred if isinstance(record, Pair) else record
+    if isinstance(chat, Conversation) and not paths:
+        refuse_paths(chat.images, chat.image_places)
+    return record
 
 
 def _setting(record: Record, variables: dict[str, Variable]) -> Record:
@@ -164,7 +172,14 @@ def _setting(record: Record, variables: dict[str, Variable]) -> Record:
 def _prompt_completion(fields: Fields) -> Record:
     prompt = required(fields, "prompt")
     completion = required(fields, "completion")
+    images = LineImages.of(fields)
     if isinstance(prompt, str) and isinstance(completion, str):
+        if images.column:
+            raise LineError(
+                images.column,
+                "holds a picture, which bare text does not show: give prompt and completion as "
+                "messages",
+            )
         _refuse_written(text_of(prompt, "prompt"), "prompt", words=False)
         if not text_of(completion, "completion"):
             raise LineError("completion", "is empty, so there is nothing to train on")
@@ -177,15 +192,21 @@ def _prompt_completion(fields: Fields) -> Record:
         )
     prompt = _of_people(prompt, "prompt")
     completion = _of_people(completion, "completion")
-    before = parse_messages(prompt, "prompt") if prompt else []
+    before = parse_messages(prompt, "prompt", images) if prompt else []
     require_answered_calls(before, "prompt")
-    answer = parse_messages(completion, "completion")
+    answer = parse_messages(completion, "completion", images)
     require_answered_calls(answer, "completion")
     if not any(weight for _, weight in answer):
         raise LineError("completion", "holds no assistant message to learn")
-    messages = tuple(message for message, _ in (*before, *answer))
+    messages = tuple(message for message, _ in images.complete([*before, *answer]))
     weights = (*(0 for _ in before), *(weight for _, weight in answer))
-    return Conversation(messages, weights, tuple(parse_tools(fields)))
+    return Conversation(
+        messages,
+        weights,
+        tuple(parse_tools(fields)),
+        images=tuple(images.pictures),
+        image_places=tuple(images.places),
+    )
 
 
 _WRITTEN = re.compile(
@@ -402,9 +423,11 @@ def _parts_text(turn: Any, place: str) -> str:
 def _sharegpt(fields: Fields) -> Record:
     key = "conversations" if "conversations" in fields else "conversation"
     messages = _messages_of(_listed(required(fields, key)), key)
-    tools = {name: fields[name] for name in _TOOLS if name in fields}
+    others = {name: fields[name] for name in (*_TOOLS, *PICTURES) if name in fields}
     try:
-        return _with_system(parse_chat({"messages": messages, **tools}), fields)
+        chat = parse_chat({"messages": messages, **others}, lead=False)
+        places = tuple(place.replace("messages", key, 1) for place in chat.image_places)
+        return _with_system(replace(chat, image_places=places), fields)
     except LineError as error:
         raise LineError(error.field.replace("messages", key, 1), error.reason) from None
 
@@ -441,6 +464,7 @@ def _trl_pair(fields: Fields) -> Record:
         None,
     )
     given = {name: _of_people(fields[name], name) for name in ("prompt", "tools") if name in fields}
+    given |= {name: fields[name] for name in PICTURES if name in fields}
     if is_answer and isinstance(given.get("prompt"), str) and not isinstance(fields["chosen"], str):
         given["prompt"] = [{"role": "user", "content": given["prompt"]}]
     if not is_answer or "prompt" in fields or key is None:

@@ -33,6 +33,7 @@ from ft_service.data.formats.detect_format import (
     recognise,
     why_unreadable,
 )
+from ft_service.data.formats.local_images import with_files_read
 from ft_service.data.formats.media import refuse_media
 from ft_service.data.formats.normalize import as_record, columns_of
 from ft_service.data.formats.tabular import arrow_rows, csv_rows
@@ -90,12 +91,17 @@ class DataReader:
     paths: Sequence[Path]
     columns: Columns = AS_THEY_ARE
     """The files' names of columns."""
+    reads_paths: bool = False
+    """Pictures that records name by paths are read, where each file is; else such a record is at
+    fault.
+    """
     shape: FileFormat = field(default_factory=FileFormat)
 
     def __post_init__(self) -> None:
         self._stack = ExitStack()
         self._file: BinaryIO | None = None
         self._columns: list[str] = []
+        self._folder = Path()
         self._done = 0
 
     def __enter__(self) -> Self:
@@ -144,6 +150,7 @@ class DataReader:
         parse = self._prompt if self.columns.of_prompts else self._record
         before = number = 0
         for path in self.paths:
+            self._folder = path.parent
             try:
                 for number, row in self._rows(path):
                     yield (
@@ -192,7 +199,9 @@ class DataReader:
             self.shape.columns = tuple(name[:_NAME] for name in (self._columns or row))[:NOTED]
         try:
             named = without_nulls(self.columns.record(row))
-            record = as_record(self._format(named, row), named)
+            record = as_record(self._format(named, row), named, paths=self.reads_paths)
+            if self.reads_paths:
+                record = with_files_read(record, self._folder)
         except LineError as error:
             return Fault(number, error.field, error.reason)
         if isinstance(record, PromptCompletion) and not self.shape.joined:
@@ -238,12 +247,19 @@ class DataReader:
             self.shape.unused = tuple(dict.fromkeys((*self.shape.unused, *unused)))[:NOTED]
 
 
-def open_data(path: Path, files: Sequence[str] = (), columns: Columns = AS_THEY_ARE) -> DataReader:
+def open_data(
+    path: Path,
+    files: Sequence[str] = (),
+    columns: Columns = AS_THEY_ARE,
+    *,
+    reads_paths: bool = False,
+) -> DataReader:
     """The reader of a file, or of some `files` of the folder `path` (dataset_files).
 
-    `columns`: their names of columns.
+    `columns`: their names of columns. `reads_paths`: as of DataReader.
     """
-    return DataReader([path / name for name in files] if files else [path], columns)
+    paths = [path / name for name in files] if files else [path]
+    return DataReader(paths, columns, reads_paths)
 
 
 def estimate_samples(

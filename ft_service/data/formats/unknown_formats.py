@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from ft_service.data.formats.columns import ANSWERS, CONTEXTS, QUESTIONS, listed
 from ft_service.data.formats.detect_format import FORMAT_KEYS, Container, recognise
 from ft_service.data.formats.normalize import columns_of
+from ft_service.data.image_part import COLUMNS
 
 _KNOWN: Sequence[tuple[frozenset[str], str]] = (
     (
@@ -59,7 +60,8 @@ def mapping_for(keys: Sequence[str]) -> str:
     """
     lower = {key.strip().lower(): key for key in reversed(keys)}
     if (format := recognise(lower)) is not None:
-        pairs = [f"{name}: {lower[name]}" for name in columns_of(format) if name in lower]
+        own = [name for name in columns_of(format) if name not in COLUMNS]
+        pairs = [f"{name}: {lower[name]}" for name in own if name in lower]
         return f"data: {{{', '.join(pairs)}}}"
     question, answer = (
         next((lower[name] for name in names if name in lower), "COLUMN")

@@ -11,7 +11,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from functools import lru_cache, partial
 
-from ft_service.data.image_part import MOST_BYTES, refuse_other_types
+from ft_service.data.image_part import MOST_BYTES, place_of_url, refuse_other_types
 from ft_service.data.line_errors import LineError
 from ft_service.data.sample_kinds import Conversation, Picture
 from ft_service.host.public_fetch import FetchError, fetch_public
@@ -66,9 +66,9 @@ class ImageFetcher:
             data = self._get(picture.url)
         except FetchError as error:
             raise LineError(
-                f"{place}.url",
+                place_of_url(place),
                 f"{error.message}. Write the picture into the line, as data:image/png;base64,…, "
                 "or leave the line out",
             ) from None
-        refuse_other_types(data, f"{place}.url")
+        refuse_other_types(data, place_of_url(place))
         return Picture.of(data, picture.detail)

@@ -18,6 +18,7 @@ from ft_service.cli.root_command import app
 from ft_service.data.sample_request import SamplePage
 from ft_service.errors import DataError, SpecError
 from ft_service.installation import SAMPLE_MODELS
+from tests.support.image_bases import drawn, encoded, image_part
 
 TEXTS = ("four in all", "four in all", " ", "it is five")
 
@@ -149,3 +150,44 @@ def test_a_file_without_samples_is_said_to_have_none(capsys: pytest.CaptureFixtu
         ids=False,
     )
     assert "There are no samples here" in capsys.readouterr().out
+
+
+def test_converting_writes_the_pictures_into_the_lines(tmp_path: Path) -> None:
+    (tmp_path / "cats").mkdir()
+    (tmp_path / "cats/1.png").write_bytes(picture := encoded(drawn()))
+    turns = [{"from": "human", "value": "<image>Who?"}, {"from": "gpt", "value": "Ann."}]
+    source = tmp_path / "in.jsonl"
+    source.write_text(json.dumps({"conversations": turns, "images": ["cats/1.png"]}) + "\n")
+    out = tmp_path / "out.jsonl"
+    refused = CliRunner().invoke(app, ["data", "check", str(source)], standalone_mode=False)
+    assert isinstance(refused.exception, DataError)
+    assert "`ft data convert FILE OUT.jsonl`" in refused.exception.message
+    done = CliRunner().invoke(app, ["data", "convert", str(source), str(out)])
+    assert done.exit_code == 0, done.output
+    (line,) = out.read_text().splitlines()
+    assert json.loads(line)["messages"][0]["content"] == [
+        image_part(picture),
+        {"type": "text", "text": "Who?"},
+    ]
+    checked = CliRunner().invoke(app, ["data", "check", str(out)])
+    assert (checked.exit_code, "1 image" in checked.output) == (0, True)
+    (tmp_path / "cats/1.png").unlink()
+    missing = CliRunner().invoke(
+        app, ["data", "convert", str(source), str(tmp_path / "b.jsonl")], standalone_mode=False
+    )
+    assert isinstance(missing.exception, DataError)
+    assert "line 1: images.0 is 'cats/1.png', and " in missing.exception.message
+    assert not (tmp_path / "b.jsonl").exists()
+
+
+def test_a_line_that_grows_too_long_is_told(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "1.png").write_bytes(encoded(drawn()))
+    said = [{"role": "user", "content": "Who?"}, {"role": "assistant", "content": "Ann."}]
+    source = tmp_path / "in.jsonl"
+    source.write_text(json.dumps({"messages": said, "image": "1.png"}) + "\n")
+    monkeypatch.setattr(data_commands, "MAX_LINE_BYTES", 200)
+    done = CliRunner().invoke(app, ["data", "convert", str(source), "-"], standalone_mode=False)
+    assert isinstance(done.exception, DataError)
+    assert "bytes, and one may have 200" in done.exception.message

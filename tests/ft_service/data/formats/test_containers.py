@@ -324,7 +324,7 @@ RECORDS: dict[str, tuple[Any, str]] = {
         chat(
             {"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}, ANSWER
         ),
-        "messages.0.content.0.image_url.url is 'x', and no data: URL in base64",
+        "messages.0.content.0.image_url.url is the path 'x', and the service has no such",
     ),
     "a sound": (
         chat(

@@ -33,11 +33,13 @@ def faults(
     ("row", "place"),
     [
         ({"conversations": turns("Who?"), "image": "a.jpg"}, "image"),
-        ({"messages": [ASK, SAY], "images": ["a.jpg"]}, "images"),
+        ({"messages": [ASK, SAY], "images": ["a.jpg"]}, "images.0"),
+        ({"instruction": "Who?", "output": "Ann.", "images": ["a.jpg"]}, "images"),
+        ({"prompt": "Who?", "completion": "Ann.", "images": ["a.jpg"]}, "images"),
         ({"messages": [ASK, SAY], "videos": ["a.mp4"]}, "videos"),
         ({"messages": [ASK, SAY], "audios": ["a.wav"]}, "audios"),
         ({"instruction": "Who?", "output": "Ann.", "audio": {"path": "a.wav"}}, "audio"),
-        ({"prompt": "Who?", "chosen": "Ann.", "rejected": "Bob.", "images": ["a.jpg"]}, "images"),
+        ({"prompt": "Who?", "chosen": "Ann.", "rejected": "Bob.", "images": ["a.jpg"]}, "images.0"),
         ({"conversations": turns("<image>\nWho are they?")}, "conversations.0.value"),
         (
             {"messages": [{"role": "user", "content": "Compare <image> and <image>."}, SAY]},

@@ -147,7 +147,7 @@ class Settings(BaseSettings):
     result_files_plain: bool = False
     """Serve metrics files as plain CSV instead of base64, which existing OpenAI scripts decode."""
     webhook_allow_private: bool = False
-    """Deliver webhooks to private addresses, and over plain HTTP.
+    """Deliver webhooks to private addresses, and over plain HTTP; fetch images from there too.
 
     Users can then make the server send requests to the internal network.
     """

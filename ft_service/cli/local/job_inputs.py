@@ -70,7 +70,8 @@ class JobData:
             yield from self.reports[param].messages(
                 data.name, spec.training.max_length, cut=self.statistics is None
             )
-        yield from (("info", text) for text in self.on_images)
+        for text in self.on_images:
+            yield "info", text
         if self.statistics is not None:
             yield from messages(self.statistics, Measure.of(spec))
 

@@ -47,6 +47,7 @@ _DATA = re.compile(r"data:[^,;]*(?:;[^,;]*)*;base64,", re.IGNORECASE)
 _WEB = re.compile(r"https?://", re.IGNORECASE)
 _OTHER_URL = re.compile(r"[a-z][a-z0-9+.-]+:", re.IGNORECASE)
 _LONGEST_PATH = 4096
+"""Characters of a path, at most: a longer text is no path."""
 _TAG = re.compile(rf"(?<![`\"']){TAG}")
 _SHOWN = 12
 _SHOWN_URL = 40
@@ -188,8 +189,8 @@ def refuse_paths(images: Sequence[Picture], places: Sequence[str]) -> None:
         if picture.path is not None:
             raise LineError(
                 place_of_url(place),
-                f"is the path {shown_value(picture.path[:_SHOWN_URL])}, and the service has no "
-                "such file: `ft data convert FILE OUT.jsonl` writes the pictures into the lines",
+                f"is the path {shown_value(picture.path)}, and the service has no such "
+                "file: `ft data convert FILE OUT.jsonl` writes the pictures into the lines",
             )
 
 

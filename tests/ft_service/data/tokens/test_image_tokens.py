@@ -11,6 +11,8 @@ import numpy as np
 import pytest
 
 from ft_service.data.chat_line import parse_line
+from ft_service.data.formats.detect_format import Format
+from ft_service.data.formats.normalize import as_record
 from ft_service.data.line_errors import Fault
 from ft_service.data.sample_kinds import IMAGE, Conversation
 from ft_service.data.token_options import DEFAULT, TokenOptions
@@ -204,6 +206,11 @@ def test_a_damaged_image_is_told_with_its_place(made: dict[str, Any]) -> None:
     assert isinstance(fault, Fault)
     assert fault.field == "messages.2.content.1.image_url"
     assert "cannot be decoded" in fault.reason
+    messages = [user("a"), answer("b")]
+    given = {"messages": messages, "images": [broken["image_url"]["url"]]}
+    fault = tokenized(made["qwen 2.5 vl"], as_record(Format.CHAT, given))
+    assert isinstance(fault, Fault)
+    assert (fault.field, "cannot be decoded" in fault.reason) == ("images.0", True)
 
 
 def test_everything_is_not_learned_of_images(made: dict[str, Any]) -> None:

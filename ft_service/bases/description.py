@@ -295,7 +295,7 @@ def facts_of_images(base: Description) -> ImageFacts:
     """
     if base.images is not None:
         return base.images
-    why = base.no_images_because or "it is a text model"
+    why = (base.no_images_because or "it is a text model").rstrip(".")
     raise SpecError(
         f"The base does not learn from images here: {why}. Leave the lines with images out, or "
         "take another base.",

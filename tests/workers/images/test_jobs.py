@@ -49,7 +49,7 @@ def test_pictures_are_looked_at_once_and_their_features_removed(on_two: RunDir) 
     assert not on_two.path(FOLDER).exists()
 
 
-@pytest.mark.parametrize("world", [1, 3])
+@pytest.mark.parametrize("world", [1, pytest.param(3, marks=pytest.mark.slow)])
 def test_the_number_of_ranks_changes_rounding_alone(
     world: int, spec: JobSpec, on_two: RunDir, tmp_path: Path
 ) -> None:

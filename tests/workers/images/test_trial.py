@@ -8,15 +8,17 @@ from unittest.mock import patch
 
 import pytest
 
+from tests.support.ranks import often_and_slow
 from tests.support.training.models import save_chat_base
 from tests.support.training.pictures import WHOLE, save_whole_base
 from workers.describe import describe
 from workers.images import tower
 
 EARLY = {"qwen 3 vl": 1}
+SLOW = ("qwen 2.5 vl", "internvl 3", "smolvlm")
 
 
-@pytest.mark.parametrize("family", [family for family in WHOLE if family != "gemma 3"])
+@pytest.mark.parametrize("family", often_and_slow(sorted(WHOLE.keys() - {"gemma 3"}), SLOW))
 def test_features_in_place_of_placeholders_are_what_the_published_class_computes(
     family: str, tmp_path: Path
 ) -> None:

@@ -117,7 +117,7 @@ def _published(
     """Logits of the published class with pixels, [length, words]."""
     model: Any = tower.model
     head: Any = copy.get_output_embeddings()
-    others = dict.fromkeys(_missing_heads(model), head)
+    others: dict[nn.Module, Any] = dict.fromkeys(_missing_heads(model), head)
     put_in_place(model, {tower.decoder: decoder, **others})
     decoder.set_attn_implementation(own_attention(decoder))
     CURRENT.use(None)

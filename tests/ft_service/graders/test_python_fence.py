@@ -167,9 +167,9 @@ def test_a_case_whose_process_the_host_kills_is_graded_again() -> None:
     """The process within the fence, or the one around it, while a case is graded and while it is
     idle.
     """
-    with FencedGrader(
-        "import time\ndef grade(sample, item): time.sleep(item.get('n', 0)); return 1", private={}
-    ) as grader:
+    # Slow, so that no answer is on its way when the process is killed.
+    source = "import time\ndef grade(sample, item):\n    time.sleep(1)\n    return 1"
+    with FencedGrader(source, private={}) as grader:
         for kill_within in (True, False):
             grader.start()
             assert grader._process is not None

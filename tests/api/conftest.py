@@ -121,17 +121,20 @@ def connections() -> Iterator[httpx2.Client]:
 @pytest.fixture
 def service(
     server: tuple[str, FastAPI], settings: Settings, store: Store, connections: httpx2.Client
-) -> Service:
+) -> Iterator[Service]:
     store.projects.ensure_project("default", "local")
     _, key = store.keys.create_key(project_id="default", name="test", scope="admin")
     url, app = server
+    before = app.state.services
     app.state.services = replace(
-        app.state.services,
+        before,
         settings=settings,
         store=store,
         catalogue=Catalogue.from_settings(settings, at_once()),
     )
-    return Service(url, settings, store, key, app, connections)
+    yield Service(url, settings, store, key, app, connections)
+    # What a test has put in its place, such as meters, is not the next one's.
+    app.state.services = before
 
 
 @pytest.fixture

@@ -74,8 +74,8 @@ def _facts_if_equal(
     copy = small_copy(base).model
     stay_within_segments(copy)
     decoder = text_decoder(copy)
-    _share_layers(tower.model)
-    give_values(tower.model)
+    stacks = [part for part in tower.model.modules() if isinstance(part, nn.ModuleList)]
+    give_values(tower.model, [layer for stack in stacks for layer in pass_by(stack, _kind)])
     sample, pictures = _sample(base, folder, processor)
     given = [processor.inputs(own) for own in pictures]
     features = {
@@ -129,12 +129,6 @@ def _published(
 
 def _missing_heads(model: nn.Module) -> Iterator[nn.Module]:
     return (part for part in model.modules() if isinstance(part, MissingHead))
-
-
-def _share_layers(model: nn.Module) -> None:
-    """Let layers of a tower that are alike be passed by: it takes little memory and time then."""
-    for stack in (part for part in model.modules() if isinstance(part, nn.ModuleList)):
-        pass_by(list(stack), _kind)
 
 
 def _kind(layer: nn.Module) -> Hashable:

@@ -82,14 +82,16 @@ def small_copy(base: PreTrainedModel) -> SmallCopy:
     return SmallCopy(model.eval(), alike)
 
 
-def give_values(model: PreTrainedModel) -> None:
+def give_values(model: PreTrainedModel, passed_by: Iterable[nn.Module]) -> None:
     """Random weights for a model on meta that is run on the CPU in fp32.
 
-    Raises SpecError for a buffer that no rule computes.
+    `passed_by`: layers that do without (`pass_by`), and stay on meta. Raises SpecError for a buffer
+    that no rule computes.
     """
+    skipped = {id(part) for layer in passed_by for part in layer.modules()}
     with torch.random.fork_rng(devices=[]):
         torch.default_generator.manual_seed(0)
-        parts = list(model.modules())
+        parts = [part for part in model.modules() if id(part) not in skipped]
         _give_memory(parts)
         restore_buffers(model, torch.device("cpu"), torch.float32)
         _initialise(model, parts)
@@ -166,22 +168,24 @@ def _kind(model: PreTrainedModel, name: str, layer: nn.Module, count: int) -> Ha
     return entries, frozenset(parts)
 
 
-def pass_by(layers: Sequence[nn.Module], alike: Callable[[nn.Module], Hashable]) -> None:
-    """Let layers of a stack be passed by that are like one before them, and have its parameters.
+def pass_by(layers: Iterable[nn.Module], alike: Callable[[nn.Module], Hashable]) -> list[nn.Module]:
+    """Let layers of a stack that are like one before them do without weights, and return them: they
+    are passed by, or, where that one gives another shape than it is given, computed by it.
 
     `alike`: what layers have in common that compute alike.
     """
     first: dict[Hashable, nn.Module] = {}
-    said: list[Any] = [None]
+    said: dict[nn.Module, list[Any]] = {}
+    passed: list[nn.Module] = []
     for layer in layers:
         own = first.setdefault(alike(layer), layer)
         if own is layer:
-            layer.register_forward_hook(partial(_note, said))
+            said[own] = [None]
+            own.register_forward_hook(partial(_note, said[own]))
             continue
-        replace_forward(layer, _PassedBy(said))
-        layer._modules = own._modules
-        layer._parameters = own._parameters
-        layer._buffers = own._buffers
+        replace_forward(layer, _PassedBy(said[own], own))
+        passed.append(layer)
+    return passed
 
 
 def _note(said: list[Any], _layer: nn.Module, _inputs: Any, output: Any) -> None:
@@ -193,12 +197,19 @@ class _PassedBy:
     return more, what the previous layer returned.
     """
 
-    def __init__(self, said: list[Any]) -> None:
+    def __init__(self, said: list[Any], alike: nn.Module | None = None) -> None:
+        """`alike`: the layer that `said` is of, which computes in this one's place where it gives
+        another shape than it is given; None: none does.
+        """
         self._said = said
+        self._alike = alike
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         hidden = args[0] if args else kwargs["hidden_states"]
         before = self._said[0]
+        made = before[0] if isinstance(before, tuple) else before
+        if self._alike is not None and made.shape != hidden.shape:
+            return self._alike(*args, **kwargs)
         return (hidden, *before[1:]) if isinstance(before, tuple) else hidden
 
 

@@ -229,7 +229,10 @@ def published_step(
 
 WHOLE: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen 2.5 vl": ("qwen2_5_vl", {"vision_config": {"patch_size": 14}}),
-    "qwen 3 vl": ("qwen3_vl", {"vision_config": {"patch_size": 16}}),
+    "qwen 3 vl": (
+        "qwen3_vl",
+        {"vision_config": {"patch_size": 16, "depth": 3, "deepstack_visual_indexes": [0, 1]}},
+    ),
     "llava 1.5": ("llava", {**_CONFIG["llava"], "vision_feature_select_strategy": "default"}),
     "gemma 3": ("gemma3", {**_CONFIG["gemma3"], "mm_tokens_per_image": 16}),
     "mistral small 3.1": ("mistral3", {"vision_config": {"image_size": 140}}),

@@ -14,7 +14,7 @@ from tests.support.training.pictures import WHOLE, save_whole_base
 from workers.describe import describe
 from workers.images import tower
 
-EARLY = {"qwen 3 vl": 1}
+EARLY = {"qwen 3 vl": 2}
 SLOW = ("qwen 2.5 vl", "internvl 3", "smolvlm")
 
 

@@ -185,15 +185,7 @@ def collate(
     on_device = (_moved(ids, device), _moved(places, device), _moved(targets, device))
     own = tuple(len(s.ids) for s in samples) or (length,)
     batch = Batch(*on_device, rows=own, keys=of_tokens, lengths=own_lengths)
-    pictured = CURRENT_IMAGES.of(samples)
-    if pictured is None:
-        return batch
-    positions = pictured.positions(samples, length)
-    return replace(
-        batch,
-        positions=None if positions is None else positions.to(device),
-        images=pictured.inputs(samples, [row * length for row in range(len(samples))], device),
-    )
+    return _with_pictures(batch, samples, [row * length for row in range(len(samples))])
 
 
 def pack(
@@ -223,14 +215,23 @@ def pack(
         lengths=own_lengths,
         positions=_moved(positions[None], device),
     )
+    return _with_pictures(batch, samples, starts[:-1].tolist())
+
+
+def _with_pictures(batch: Batch, samples: Sequence[Tokens], begins: Sequence[int]) -> Batch:
+    """A micro-batch with the pictures of its samples. `begins`: the places of their first tokens,
+    counted through all rows.
+    """
     pictured = CURRENT_IMAGES.of(samples)
     if pictured is None:
         return batch
-    of_axes = pictured.positions(samples)
+    device = batch.ids.device
+    length = None if batch.packing is not None else int(batch.ids.shape[1])
+    positions = pictured.positions(samples, length)
     return replace(
         batch,
-        positions=batch.positions if of_axes is None else of_axes.to(device),
-        images=pictured.inputs(samples, starts[:-1].tolist(), device),
+        positions=batch.positions if positions is None else positions.to(device),
+        images=pictured.inputs(samples, begins, device),
     )
 
 

@@ -23,6 +23,7 @@ from api.routes import (
     keys,
     models,
     organization,
+    responses,
     uploads,
     webhooks,
 )
@@ -62,7 +63,7 @@ _REST = (
     *(fine_tuning, job_metrics, plans, sweeps, engines),
     *(files, uploads, artefacts, graders, models, webhooks, organization),
 )
-_SERVICE = (inference, keys, health)
+_SERVICE = (inference, responses, keys, health)
 _TINKER = (training_routes, sampling_routes, run_routes, session_routes)
 _PAGE = (
     sign_in_page,

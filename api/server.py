@@ -193,8 +193,14 @@ def reconcile_only(
             stack.enter_context(probe.serving(settings.metrics_port, settings.bind, meters))
         descriptions = service_descriptions(settings, makes=True)
         traces = stack.enter_context(_traced())
-        reconcile = reconcile or partial(reconcile_here, descriptions=descriptions, traces=traces)
-        work = _background_work(settings, descriptions, reconcile)
+        # It answers requests for samples: nothing else does where API processes are others.
+        preview = Preview(settings, store) if settings.previews else None
+        if preview is not None:
+            stack.enter_context(_in_threads({"preview": preview.run}, end))
+        reconcile = reconcile or partial(
+            reconcile_here, descriptions=descriptions, preview=preview, traces=traces
+        )
+        work = _background_work(settings, descriptions, reconcile, preview)
         stack.enter_context(
             _in_threads(
                 {name: partial(one, settings, store, meters) for name, one in work.items()}, end

@@ -100,7 +100,11 @@ def kto_losses(gained: Tensor, good: Tensor, baseline: Tensor, options: KtoOptio
     kto: arXiv 2402.01306; apo_zero_unpaired: arXiv 2408.06266, whose apo_zero takes pairs.
     """
     away = options.beta * (gained - baseline)
-    weights = torch.where(good, options.desirable_weight, options.undesirable_weight)
+    weights = torch.where(
+        good,
+        away.new_full((), options.desirable_weight),
+        away.new_full((), options.undesirable_weight),
+    )
     return weights * F.sigmoid(torch.where(good, -away, away))
 
 

@@ -23,6 +23,7 @@ from ft_service.spec.integrations import Integration, Mlflow, Trackio, Wandb
 from ft_service.spec.methods import (
     AUTO,
     PAIR_METHODS,
+    PREFERENCE_METHODS,
     DpoHyperparameters,
     DpoOptions,
     Hyperparameters,
@@ -92,6 +93,7 @@ __all__ = [
     "NOT_YET",
     "NOT_YET_VALUES",
     "PAIR_METHODS",
+    "PREFERENCE_METHODS",
     "AdapterRef",
     "AnswerMetric",
     "BaseModelRef",

@@ -407,7 +407,7 @@ def converted(folder: Path, body: dict[str, Any], **asked: Any) -> Conversion:
         (LLAMA_DPO, "a config of Axolotl, rl: dpo", ["special_tokens.eos_token", "datasets"]),
         (
             TRL,
-            "a config of TRL, taken as supervised, since it says nothing of DPO or GRPO",
+            "a config of TRL, taken as supervised, since it says nothing of DPO, KTO or GRPO",
             ["use_peft"],
         ),
         (
@@ -573,10 +573,7 @@ def test_a_program_is_told_apart_from_settings(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("body", "says"),
     [
-        *(
-            (FACTORY | {"stage": stage}, f'stage: "{stage}"')
-            for stage in ("rm", "ppo", "other")
-        ),
+        *((FACTORY | {"stage": stage}, f'stage: "{stage}"') for stage in ("rm", "ppo", "other")),
         *(
             (LLAMA_DPO | {"rl": rl}, f'rl: "{rl}"')
             for rl in ("orpo", "simpo", "grpo", "gdpo", "ebft")

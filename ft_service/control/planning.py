@@ -95,9 +95,7 @@ def _guessed(path: Path, size: int, spec: JobSpec) -> tuple[int | None, SampleLe
     """(units of training.batch_size in an epoch, lengths of its samples), by the size of a stored
     file of `size` bytes.
     """
-    records, is_text = _records(
-        path, size, Columns.of(spec.data, of_prompts=spec.reinforcement is not None)
-    )
+    records, is_text = _records(path, size, Columns.of(spec.data, spec.method))
     if not records:
         return None, SampleLengths.of_size(size)
     samples = records - int(records * (spec.validation_split or 0))

@@ -316,7 +316,7 @@ def resolve_spec_file(
     request, model, parent = _model(spec, settings, to_train)
     validation = spec.validation_file
     training = spec.training_file
-    columns = Columns.of(request.data, of_prompts=request.method.type == "reinforcement")
+    columns = Columns.of(request.data, request.method.type)
     if like is None:
         training_data = training.ref()
         validation_data = validation.ref() if validation else None

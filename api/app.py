@@ -46,6 +46,7 @@ from ft_service.bases.catalogue import Catalogue
 from ft_service.bases.describing import Descriptions
 from ft_service.control.describe_bases import service_descriptions
 from ft_service.control.tinker_models import read_options
+from ft_service.errors import SpecError
 from ft_service.meters import Meters
 from ft_service.serving.preview import Preview
 from ft_service.settings import Settings
@@ -119,9 +120,26 @@ def create_app(
     if settings.page == "on":
         app.add_exception_handler(SignInNeeded, to_sign_in)
         app.add_exception_handler(ApiError, refusal)
+    if settings.mcp == "on":
+        _install_mcp(app)
     error_views.install_handlers(app)
     app.add_middleware(AzurePaths)
     app.add_middleware(RequestContext, meters=meters, traces=traces)
     openapi.complete_document(app)
     openapi.add_page(app)
     return app
+
+
+def _install_mcp(app: FastAPI) -> None:
+    """Raise SpecError if the package is missing."""
+    try:
+        from api.mcp import server
+    except ModuleNotFoundError as error:
+        if error.name is None or not error.name.startswith("mcp"):
+            raise
+        raise SpecError(
+            "FT_MCP = on needs the package mcp, which is missing: pip install 'ft-service[mcp]'.",
+            param="FT_MCP",
+            code="missing_package",
+        ) from None
+    server.install(app)

@@ -20,9 +20,11 @@ from ft_service.wording import counted
 
 bearer = HTTPBearer(auto_error=False, description="An API key of this service: `ft keys create`.")
 READING_POSTS = frozenset(
-    f"/api/v1/{name}" for name in ("get_info", "weights_info", "retrieve_future")
+    ("/mcp", *(f"/api/v1/{name}" for name in ("get_info", "weights_info", "retrieve_future")))
 )
-"""Paths of Tinker's wire at which a POST changes nothing."""
+"""Paths at which a POST changes nothing by itself: some of Tinker's wire; a tool of /mcp sends the
+requests that do.
+"""
 _Credentials = Annotated[HTTPAuthorizationCredentials | None, Depends(bearer)]
 
 

@@ -23,6 +23,7 @@ from api.routes import (
     keys,
     models,
     organization,
+    pulls,
     responses,
     uploads,
     webhooks,
@@ -35,6 +36,7 @@ from api.routes.page import (
     models_page,
     new_job_page,
     organization_page,
+    pulls_page,
     sign_in_page,
     sign_on_page,
 )
@@ -62,7 +64,7 @@ Everything that OpenAI's API does not have says so, and has the mark `x-beyond-o
 
 _REST = (
     *(fine_tuning, job_metrics, plans, sweeps, engines),
-    *(files, uploads, artefacts, graders, models, webhooks, organization),
+    *(files, uploads, artefacts, graders, models, pulls, webhooks, organization),
 )
 _SERVICE = (inference, responses, keys, health)
 _TINKER = (training_routes, sampling_routes, run_routes, session_routes)
@@ -74,6 +76,7 @@ _PAGE = (
     engines_page,
     data_page,
     models_page,
+    pulls_page,
     organization_page,
     jobs_page,
 )

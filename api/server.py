@@ -34,6 +34,7 @@ from ft_service.bases.describing import Descriptions
 from ft_service.control import (
     former_hosts,
     housekeeping,
+    pull_runner,
     reinforcement_jobs,
     tinker_models,
     tinker_samples,
@@ -256,6 +257,7 @@ def _background_work(
         "handoff": handoff.run,
         "exports": exporting.run,
         "bases": partial(watch_models, descriptions=descriptions),
+        "pulls": partial(pull_runner.run, descriptions=descriptions),
         "tinker": tinker_models.run,
         "reconciler": reconcile,
     }

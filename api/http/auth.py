@@ -128,6 +128,26 @@ def manages(caller: Principal) -> bool:
     return caller.scope == "admin" and caller.project_id == MANAGING_PROJECT
 
 
+def operates(caller: Principal, services: Services) -> bool:
+    """Return whether a caller may change what all organisations share: with an admin key of the
+    first project, if that is of the organisation that runs the service.
+    """
+    return manages(caller) and caller.organization == services.settings.organization
+
+
+async def _operator(caller: Admin, services: Svc) -> Principal:
+    if not operates(caller, services):
+        raise ForbiddenError(
+            "This changes what all projects share, and is for whoever runs the service: an API key "
+            f"of scope admin of the project {MANAGING_PROJECT}."
+        )
+    return caller
+
+
+Operator = Annotated[Principal, Depends(_operator)]
+"""A caller that `operates`; any other gets a ForbiddenError."""
+
+
 def known_project(project_id: str, caller: Principal, services: Services) -> Project:
     """Return a project that the caller may see: its own, and with a managing key every project of
     its organisation. Raises NotFoundError for any other, whether it exists or not.

@@ -313,3 +313,17 @@ def _url_of(picture: Picture) -> dict[str, str]:
     encoded = base64.b64encode(picture.data).decode()
     url = {"url": f"data:{type_of(picture.data)};base64,{encoded}"}
     return url if picture.detail == "auto" else url | {"detail": picture.detail}
+
+
+def as_json(picture: Picture) -> dict[str, Any]:
+    """A picture of the web or with bytes."""
+    if picture.url is not None:
+        return {"url": picture.url, "detail": picture.detail}
+    return {"data": base64.b64encode(picture.data).decode(), "detail": picture.detail}
+
+
+def of_json(given: Mapping[str, Any]) -> Picture:
+    """The picture that `as_json` wrote."""
+    if "url" in given:
+        return Picture.on_web(given["url"], given["detail"])
+    return Picture.of(base64.b64decode(given["data"]), given["detail"])

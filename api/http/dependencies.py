@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Annotated, Any, TypeVar
@@ -19,7 +19,7 @@ from api.http.request_limits import Rates
 from api.http.sample_answers import SampleAnswers
 from api.http.shared_polling import Watches
 from api.http.threads import parsed_in_turn
-from api.wire.chat_request import image_parts
+from api.wire.chat_request import urls_of
 from ft_service.bases.catalogue import Catalogue
 from ft_service.control.checks.file_checks import FileChecks
 from ft_service.control.forecasts import Forecasts
@@ -211,14 +211,7 @@ def _bytes_of_images(body: Any) -> int:
     """Return the bytes of the images that a chat's body holds, as they are in it."""
     if not isinstance(body, dict):
         return 0
-    return sum(len(url) for part in image_parts(body.get("messages")) for url in _urls(part))
-
-
-def _urls(part: Mapping[str, Any]) -> Iterator[str]:
-    for value in part.values():
-        url = value.get("url") if isinstance(value, dict) else value
-        if isinstance(url, str) and url.startswith("data:"):
-            yield url
+    return sum(len(url) for _, url in urls_of(body.get("messages")) if url.startswith("data:"))
 
 
 def parse_json(body: bytes | bytearray, *, exact: bool = False) -> Any:

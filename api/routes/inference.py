@@ -32,12 +32,14 @@ from api.http.routing import keyed_router
 from api.http.threads import in_thread, parsed_in_turn, turn
 from api.transfer import chat_answer, completion_answer
 from api.transfer.tar_stream import adapter_folder
-from api.wire.chat_request import parse_chat_completion
+from api.wire.chat_request import parse_chat_completion, urls_of
 from api.wire.completion_request import parse_completion
 from api.wire.error_views import error_body
 from ft_service.bases.description import ImageFacts, why_no_images
 from ft_service.control import tuned_models
+from ft_service.data.image_part import MOST_IMAGES
 from ft_service.errors import NotFoundError, SpecError, UnavailableError
+from ft_service.host.public_fetch import FetchError, require_public
 from ft_service.serving import server_samples
 from ft_service.serving.handoff import ends_of_handed_over
 from ft_service.serving.preview import Deliver, PreviewModel, Ticket
@@ -52,6 +54,8 @@ log = logging.getLogger(__name__)
 router = keyed_router("/v1", "inference")
 
 _TIMEOUT = httpx2.Timeout(600.0, connect=5.0)
+_LOOK_UP_SECONDS = 5.0
+"""For the name of one URL in a message that goes on."""
 _turn = count()
 """The next replica: requests go to the replicas in turn."""
 _PASSED_BACK = ("content-type", "retry-after", "retry-after-ms", "x-should-retry")
@@ -155,6 +159,9 @@ async def _model_of(
                 "(FT_INFERENCE_URL). Leave it out."
             )
             raise SpecError(message, param="processor", code="unsupported_parameter")
+        if path == CHAT:
+            allow_private = services.settings.webhook_allow_private
+            await in_thread(_refuse_private_urls, body, allow_private=allow_private)
         if tuned is None:
             _refuse_adapter_path(name)
         elif path == CHAT:
@@ -193,6 +200,26 @@ def _as_trained(
     ends = ends_of_handed_over(adapters, tuned.name) if adapters is not None else []
     own = {"chat_template": tuned.job.spec.chat_template, "stop_token_ids": ends}
     return {**body, **{name: body.get(name) or value for name, value in own.items() if value}}
+
+
+def _refuse_private_urls(body: dict[str, Any], *, allow_private: bool) -> None:
+    """Raise SpecError for a URL by which a message would lead the inference server anywhere but to
+    the public web.
+    """
+    found = [(place, url) for place, url in urls_of(body.get("messages")) if url[:5] != "data:"]
+    if allow_private:
+        return
+    for number, (place, url) in enumerate(found):
+        try:
+            if number >= MOST_IMAGES:
+                raise FetchError(f"is one of {len(found)} URLs, and {MOST_IMAGES} are possible")
+            require_public(url, _LOOK_UP_SECONDS, allow_private=False)
+        except FetchError as error:
+            raise SpecError(
+                f"{place}: {error.message}. Send what it holds, as data:image/png;base64,…",
+                param="messages",
+                code="private_address",
+            ) from None
 
 
 def _refuse_adapter_path(name: str) -> None:

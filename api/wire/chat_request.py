@@ -101,7 +101,7 @@ class ChatCompletion(Strict):
     @property
     def shows_images(self) -> bool:
         """Whether messages have parts that are images."""
-        return any(image_parts(self.messages))
+        return any(part.get("type") in TYPES for _, part in parts_of(self.messages))
 
     def order(self, adapter: str | None, images: ImageFacts | None = None) -> dict[str, Any]:
         """The order for the preview's process (workers/serving/engine.py).
@@ -134,13 +134,22 @@ class ChatCompletion(Strict):
         }
 
 
-def image_parts(messages: Any) -> Iterator[dict[str, Any]]:
-    """The parts of messages that are images, as a body has them."""
-    for message in messages if isinstance(messages, list) else ():
+def parts_of(messages: Any) -> Iterator[tuple[str, dict[str, Any]]]:
+    """The parts of messages as a body has them, with their places."""
+    for number, message in enumerate(messages if isinstance(messages, list) else ()):
         content = message.get("content") if isinstance(message, dict) else None
-        for part in content if isinstance(content, list) else ():
-            if isinstance(part, dict) and part.get("type") in TYPES:
-                yield part
+        for at, part in enumerate(content if isinstance(content, list) else ()):
+            if isinstance(part, dict):
+                yield f"messages.{number}.content.{at}", part
+
+
+def urls_of(messages: Any) -> Iterator[tuple[str, str]]:
+    """The URLs of images, films and sound in messages as a body has them, with their places."""
+    for place, part in parts_of(messages):
+        for name, value in part.items():
+            url = value.get("url") if isinstance(value, dict) else value
+            if isinstance(url, str) and (name.endswith("url") or name in TYPES):
+                yield f"{place}.{name}", url
 
 
 def _ordered(shown: LineImages, facts: ImageFacts) -> dict[str, Any]:

@@ -300,13 +300,14 @@ def content_of(content: str, images: Sequence[Picture]) -> list[dict[str, Any]]:
     parts: list[dict[str, Any]] = []
     for number, text in enumerate(content.split(IMAGE)):
         if number:
-            parts.append({"type": TYPE, TYPE: _url_of(images[number - 1])})
+            parts.append({"type": TYPE, TYPE: url_of(images[number - 1])})
         if text:
             parts.append({"type": "text", "text": text})
     return parts
 
 
-def _url_of(picture: Picture) -> dict[str, str]:
+def url_of(picture: Picture) -> dict[str, str]:
+    """A picture with bytes or of the web, as the value of OpenAI's image_url."""
     if picture.url is not None:
         url = {"url": picture.url}
         return url if picture.detail == "auto" else url | {"detail": picture.detail}

@@ -8,6 +8,7 @@ from dataclasses import asdict
 from datetime import date
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -23,6 +24,9 @@ from ft_service.data.sample_kinds import Picture
 from ft_service.data.tokens.base_tokenizer import load_tokenizer
 from ft_service.data.tokens.chat_template import ChatTemplate
 from ft_service.data.tokens.image_processor import ImageProcessor
+from ft_service.errors import UnavailableError
+from ft_service.host.helper_process import LATER_SECONDS, Failure, HelperFailed, Program
+from ft_service.serving.preview_process import _error
 from ft_service.spec import PrecisionOptions
 from tests.support.image_bases import drawn, encoded, image_part, text_part
 from tests.support.training.checks import published_model
@@ -236,6 +240,20 @@ def test_a_request_that_goes_or_fails_leaves_the_others_theirs(tmp_path: Path) -
     assert "the base's own sign for an image" in base.one("sign", "error")["message"]
     assert base.one("long", "error")["code"] == "context_length_exceeded"
     assert base.one("sign", "error")["param"] == base.one("long", "error")["param"] == "messages"
+
+
+def test_a_process_that_the_host_kills_is_later_and_not_the_pictures_fault(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    program = Program(command=("look",), limits_itself=True)
+    killed = HelperFailed(program, Failure.KILLED, "was killed", exit_code=-9)
+    monkeypatch.setattr(image_process.ImageProcess, "look", Mock(side_effect=killed))
+    base = Asked(str(save_whole_base("llava 1.5", tmp_path / "base")), 0)
+    base.ask("a", [image_part(encoded(drawn())), text_part("say")])
+    base.run()
+    error = _error(base.one("a", "error"))
+    assert isinstance(error, UnavailableError)
+    assert (error.code, error.retry_after) == ("helper_failed", LATER_SECONDS)
 
 
 def test_towers_for_which_a_host_has_no_memory_are_refused(

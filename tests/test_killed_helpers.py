@@ -31,8 +31,10 @@ from ft_service.control.pull_runner import Puller
 from ft_service.control.tracking import metric_sender
 from ft_service.control.tracking.metric_points import GIVE_UP_SECONDS
 from ft_service.control.tracking.metric_sender import MetricsSender
-from ft_service.data import template_process
+from ft_service.data import image_process, template_process
 from ft_service.data.examiner import Examiner, ExamineRequest
+from ft_service.data.image_process import ImageProcess
+from ft_service.data.sample_kinds import Picture
 from ft_service.data.template_process import TemplateProcess
 from ft_service.errors import UnavailableError
 from ft_service.graders import python_fence
@@ -150,6 +152,25 @@ def render(_: Path) -> Iterator[Ask]:
     try:
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(template_process, "RENDERING", rendering)
+            yield ask
+    finally:
+        process.close()
+
+
+@contextmanager
+def look(folder: Path) -> Iterator[Ask]:
+    process = ImageProcess(str(folder))
+    seen = {"key": "a", "text": "<image>", "inputs": {}}
+    reply = json.dumps({"image_token": "<image>", "pictures": [seen]})
+
+    def ask(_: str) -> None:
+        for _again in range(2):
+            (told,) = process.look([Picture.of(b"a")], ["messages"]).pictures
+            assert told.text == "<image>"
+
+    try:
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(image_process, "WORKER", says(reply, again=True))
             yield ask
     finally:
         process.close()
@@ -367,6 +388,7 @@ ROWS = {
     "ft_service/control/pull_runner.py:_ask": Row(pull),
     "ft_service/control/tracking/metric_sender.py:_program": Row(track, lines=2),
     "ft_service/data/examiner.py:start": Row(examine),
+    "ft_service/data/image_process.py:_made_program": Row(look),
     "ft_service/data/template_process.py:": Row(render),
     "ft_service/graders/python_fence.py:_started": Row(grade_python, lines=2),
     "ft_service/graders/text_processes.py:": Row(grade_texts, lines=2),

@@ -44,6 +44,19 @@ _BODIES = Places(
     )
 )
 
+PICTURES = Places(
+    Kind(
+        name="pictures",
+        places=BYTES,
+        of_project=BYTES_OF_PROJECT,
+        waiting=64,
+        seconds=60.0,
+        busy="Images of other chats are held, and take all bytes that there are",
+    )
+)
+"""Bytes of images that are held until the chats that show them are answered, or their answers
+begin."""
+
 
 class BodyTooLargeError(SpecError):
     """A body has more bytes than its route takes."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Annotated, Any, TypeVar
@@ -12,17 +12,19 @@ from typing import Annotated, Any, TypeVar
 from fastapi import Depends, Query, Request
 from pydantic import Field, ValidationError
 
-from api.http.bodies import ArrivingBody
+from api.http.bodies import ArrivingBody, BodyTooLargeError
 from api.http.curve_cache import CurveCache
 from api.http.oidc_provider import OidcProvider
 from api.http.request_limits import Rates
 from api.http.sample_answers import SampleAnswers
 from api.http.shared_polling import Watches
 from api.http.threads import parsed_in_turn
+from api.wire.chat_request import urls_of
 from ft_service.bases.catalogue import Catalogue
 from ft_service.control.checks.file_checks import FileChecks
 from ft_service.control.forecasts import Forecasts
 from ft_service.control.webhook_delivery import Sender
+from ft_service.data.chat_line import MAX_LINE_BYTES
 from ft_service.errors import SpecError
 from ft_service.graders.limits import GraderLimits
 from ft_service.meters import Meters
@@ -175,14 +177,44 @@ async def optional_json_body(request: Request) -> Any:
     return await _parsed(request, optional=True)
 
 
-async def _parsed(request: Request, *, exact: bool = False, optional: bool = False) -> Any:
-    """Parse a body: a large one in a thread, in its project's turn."""
-    async with ArrivingBody(request, MAX_JSON_BYTES).whole() as body:
+async def chat_body(request: Request) -> Any:
+    """Return the body as `json_body`, which may be as long as a line of a data file if images are
+    what makes it longer.
+    """
+    return await _parsed(request, most=MAX_LINE_BYTES, allowed=_bytes_of_images)
+
+
+async def _parsed(
+    request: Request,
+    *,
+    exact: bool = False,
+    optional: bool = False,
+    most: int = MAX_JSON_BYTES,
+    allowed: Callable[[Any], int] = lambda _: 0,
+) -> Any:
+    """Parse a body: a large one in a thread, in its project's turn.
+
+    `most`: bytes that it may have; more than MAX_JSON_BYTES must be `allowed` by what it holds.
+    """
+    async with ArrivingBody(request, most).whole() as body:
         if optional and not body:
             return None
         if len(body) <= SHORT_BYTES:
             return parse_json(body, exact=exact)
-        return await parsed_in_turn(parse_json, body, exact=exact)
+        parsed = await parsed_in_turn(parse_json, body, exact=exact)
+        if len(body) > MAX_JSON_BYTES and len(body) - allowed(parsed) > MAX_JSON_BYTES:
+            raise BodyTooLargeError(
+                f"The body is larger than {MAX_JSON_BYTES:,} bytes without its images."
+            )
+        return parsed
+
+
+def _bytes_of_images(body: Any) -> int:
+    """Return the bytes of the images that a chat's body holds, as they are in it."""
+    if not isinstance(body, dict):
+        return 0
+    messages = body.get("messages", body.get("input"))  # of a chat, or of a response
+    return sum(len(url) for _, url in urls_of(messages) if url.startswith("data:"))
 
 
 def parse_json(body: bytes | bytearray, *, exact: bool = False) -> Any:
@@ -352,5 +384,6 @@ Cursor = Annotated[
 After = Annotated[Cursor, Query()]
 """The cursor of a list, as a parameter of a route."""
 JsonBody = Annotated[Any, Depends(json_body)]
+ChatBody = Annotated[Any, Depends(chat_body)]
 ExactJsonBody = Annotated[Any, Depends(exact_json_body)]
 OptionalJsonBody = Annotated[Any, Depends(optional_json_body)]

@@ -24,18 +24,22 @@ from pydantic import BaseModel
 
 from api.http.auth import Caller
 from api.http.azure_paths import deployment_of
+from api.http.bodies import PICTURES
 from api.http.closing_response import ClosingResponse
-from api.http.dependencies import JsonBody, Services, Svc, server_sent
+from api.http.dependencies import ChatBody, JsonBody, Services, Svc, server_sent
 from api.http.gone_clients import DISCONNECTED
 from api.http.routing import keyed_router
-from api.http.threads import in_thread, turn
+from api.http.threads import in_thread, parsed_in_turn, turn
 from api.transfer import chat_answer, completion_answer
 from api.transfer.tar_stream import adapter_folder
-from api.wire.chat_request import parse_chat_completion
+from api.wire.chat_request import parse_chat_completion, urls_of
 from api.wire.completion_request import parse_completion
 from api.wire.error_views import error_body
+from ft_service.bases.description import ImageFacts, why_no_images
 from ft_service.control import tuned_models
+from ft_service.data.image_part import MOST_IMAGES
 from ft_service.errors import NotFoundError, SpecError, UnavailableError
+from ft_service.host.public_fetch import FetchError, require_public
 from ft_service.serving import server_samples
 from ft_service.serving.handoff import ends_of_handed_over
 from ft_service.serving.preview import Deliver, PreviewModel, Ticket
@@ -50,6 +54,8 @@ log = logging.getLogger(__name__)
 router = keyed_router("/v1", "inference")
 
 _TIMEOUT = httpx2.Timeout(600.0, connect=5.0)
+_LOOK_UP_SECONDS = 5.0
+"""For the name of one URL in a message that goes on."""
 _turn = count()
 """The next replica: requests go to the replicas in turn."""
 _PASSED_BACK = ("content-type", "retry-after", "retry-after-ms", "x-should-retry")
@@ -66,12 +72,13 @@ _BODY = {
 
 
 @router.post(CHAT, openapi_extra=_BODY, response_class=StreamingResponse, responses=_ANSWER)
-async def create(request: Request, body: JsonBody, caller: Caller, services: Svc) -> Response:
+async def create(request: Request, body: ChatBody, caller: Caller, services: Svc) -> Response:
     """Answer with a base, an alias, a tuned model or a checkpoint of one; as a stream if `stream`
     is true. Tuned models must be the project's own or granted to it. With FT_INFERENCE_URL, that
     server answers; else the preview of this host does (FT_PREVIEW). Training has priority: while it
     holds the slots, the answer is a 503 with `retry-after`, unless `processor` (not in OpenAI's
-    API) is true: then the processor computes the answer, slowly.
+    API) is true: then the processor computes the answer, slowly. Messages of the role user may show
+    images, as parts of type `image_url`, to models whose base learns from images.
     """
     tuned = await _model_of(request, body, caller, services, CHAT)
     if isinstance(tuned, Response):
@@ -79,9 +86,32 @@ async def create(request: Request, body: JsonBody, caller: Caller, services: Svc
     assert services.preview is not None
     completion = parse_chat_completion(body)
     found = await _previewed(completion.model, tuned, services)
-    order = completion.order(found.adapter)
+    if not completion.shows_images:
+        order = completion.order(found.adapter)
+        submit = partial(found.submit, services, order, caller.project_id, completion.processor)
+        return await chat_answer.answer(request, completion, services.preview, submit)
+    facts = await in_thread(_facts_of_images, Path(found.model.path), services)
+    order = await parsed_in_turn(completion.order, found.adapter, facts)
+    size = sum(len(own.get("data", "")) for own in order["images"]["pictures"])
     submit = partial(found.submit, services, order, caller.project_id, completion.processor)
-    return await chat_answer.answer(request, completion, services.preview, submit)
+    async with PICTURES.held(caller.project_id, cost=max(1, size), size=max(1, size)):
+        return await chat_answer.answer(request, completion, services.preview, submit)
+
+
+def _facts_of_images(folder: Path, services: Services) -> ImageFacts:
+    """What is known of the towers of a base.
+
+    Raises SpecError for one that sees no images here, UnavailableError while it is being described.
+    """
+    base = services.catalogue.descriptions.description(folder)
+    if base.images is not None:
+        return base.images
+    raise SpecError(
+        f"messages: the base sees no images here: {why_no_images(base)}. Leave them out, or take "
+        "another base.",
+        param="messages",
+        code="no_images",
+    )
 
 
 @router.post("/completions", openapi_extra=_BODY)
@@ -129,6 +159,9 @@ async def _model_of(
                 "(FT_INFERENCE_URL). Leave it out."
             )
             raise SpecError(message, param="processor", code="unsupported_parameter")
+        if path == CHAT:
+            allow_private = services.settings.webhook_allow_private
+            await in_thread(_refuse_private_urls, body, allow_private=allow_private)
         if tuned is None:
             _refuse_adapter_path(name)
         elif path == CHAT:
@@ -167,6 +200,26 @@ def _as_trained(
     ends = ends_of_handed_over(adapters, tuned.name) if adapters is not None else []
     own = {"chat_template": tuned.job.spec.chat_template, "stop_token_ids": ends}
     return {**body, **{name: body.get(name) or value for name, value in own.items() if value}}
+
+
+def _refuse_private_urls(body: dict[str, Any], *, allow_private: bool) -> None:
+    """Raise SpecError for a URL by which a message would lead the inference server anywhere but to
+    the public web.
+    """
+    found = [(place, url) for place, url in urls_of(body.get("messages")) if url[:5] != "data:"]
+    if allow_private:
+        return
+    for number, (place, url) in enumerate(found):
+        try:
+            if number >= MOST_IMAGES:
+                raise FetchError(f"is one of {len(found)} URLs, and {MOST_IMAGES} are possible")
+            require_public(url, _LOOK_UP_SECONDS, allow_private=False)
+        except FetchError as error:
+            raise SpecError(
+                f"{place}: {error.message}. Send what it holds, as data:image/png;base64,…",
+                param="messages",
+                code="private_address",
+            ) from None
 
 
 def _refuse_adapter_path(name: str) -> None:

@@ -12,7 +12,7 @@ from fastapi.responses import JSONResponse, StreamingResponse
 
 from api.http.auth import Caller
 from api.http.closing_response import ClosingResponse
-from api.http.dependencies import JsonBody, Svc, server_sent
+from api.http.dependencies import ChatBody, Svc, server_sent
 from api.http.routing import keyed_router
 from api.http.threads import parsed_in_turn
 from api.routes import inference
@@ -36,7 +36,7 @@ _END = "[DONE]"
 
 @router.post("/responses", openapi_extra=_BODY, response_class=StreamingResponse, responses=_ANSWER)
 async def create_response(
-    request: Request, body: JsonBody, caller: Caller, services: Svc
+    request: Request, body: ChatBody, caller: Caller, services: Svc
 ) -> Response:
     """Answer a text or items (messages, calls of functions, their results) with a base or a tuned
     model; as events if `stream` is true. Models and servers are those of chat completions, which
@@ -44,7 +44,10 @@ async def create_response(
     again.
     """
     events, chat = await parsed_in_turn(_read, body)
-    answered = await inference.create(request, chat, caller, services)
+    try:
+        answered = await inference.create(request, chat, caller, services)
+    except SpecError as error:
+        raise events.request.in_own_places(error) from None
     if answered.status_code != 200:
         return answered
     if not isinstance(answered, ClosingResponse):

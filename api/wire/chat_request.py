@@ -4,13 +4,16 @@ them. Pure.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict
 from typing import Annotated, Any, Literal, TypeVar
 
 from pydantic import Field, ValidationError
 
+from ft_service.bases.description import ImageFacts
 from ft_service.data.chat_line import parse_conversation
-from ft_service.data.line_errors import LineError
+from ft_service.data.image_part import TYPES, LineImages, as_json
+from ft_service.data.line_errors import OF_FILES, LineError
 from ft_service.errors import SpecError
 from ft_service.spec import Number, Strict, spec_error
 
@@ -97,20 +100,26 @@ class ChatCompletion(Strict):
     processor: bool = False
     """Not in OpenAI's API. Answer on the CPU, at low priority, while training has every slot."""
 
-    def order(self, adapter: str | None) -> dict[str, Any]:
+    @property
+    def shows_images(self) -> bool:
+        """Whether messages have parts that are images."""
+        return any(part.get("type") in TYPES for _, part in parts_of(self.messages))
+
+    def order(self, adapter: str | None, images: ImageFacts | None = None) -> dict[str, Any]:
         """The order for the preview's process (workers/serving/engine.py).
 
-        `adapter`: a PEFT folder; None: the base alone.
+        `adapter`: a PEFT folder; None: the base alone. `images`: facts of the base's towers, which
+        a request that `shows_images` needs.
 
         Raises SpecError for messages or tools that cannot be used.
         """
         try:
-            messages, tools = parse_conversation(self.messages, self.tools)
+            messages, tools, shown = parse_conversation(self.messages, self.tools)
         except LineError as error:
-            raise SpecError(
-                f"{error.field}: {error.reason}.", param=error.field.split(".")[0]
-            ) from None
+            reason = error.reason.removesuffix(OF_FILES)
+            raise SpecError(f"{error.field}: {reason}.", param=error.field.split(".")[0]) from None
         return {
+            **({} if images is None else {"images": _ordered(shown, images)}),
             "messages": messages,
             "tools": tools if self.tool_choice == "auto" else [],
             "adapter": adapter,
@@ -125,6 +134,33 @@ class ChatCompletion(Strict):
             "top_logprobs": (self.top_logprobs or 0) if self.logprobs else None,
             "parallel_tool_calls": self.parallel_tool_calls,
         }
+
+
+def parts_of(messages: Any) -> Iterator[tuple[str, dict[str, Any]]]:
+    """The parts of messages as a body has them, with their places."""
+    for number, message in enumerate(messages if isinstance(messages, list) else ()):
+        content = message.get("content") if isinstance(message, dict) else None
+        for at, part in enumerate(content if isinstance(content, list) else ()):
+            if isinstance(part, dict):
+                yield f"messages.{number}.content.{at}", part
+
+
+def urls_of(messages: Any) -> Iterator[tuple[str, str]]:
+    """The URLs of images, films and sound in messages as a body has them, with their places."""
+    for place, part in parts_of(messages):
+        for name, value in part.items():
+            url = value.get("url") if isinstance(value, dict) else value
+            if isinstance(url, str) and (name.endswith("url") or name in TYPES):
+                yield f"{place}.{name}", url
+
+
+def _ordered(shown: LineImages, facts: ImageFacts) -> dict[str, Any]:
+    """Pictures of an order, as workers/serving/pictures.py reads them."""
+    places = zip(shown.pictures, shown.places, strict=True)
+    return {
+        "facts": asdict(facts),
+        "pictures": [{**as_json(picture), "place": place} for picture, place in places],
+    }
 
 
 def parse_chat_completion(body: Mapping[str, Any]) -> ChatCompletion:

@@ -10,7 +10,7 @@ from pydantic import Field
 
 from api.wire.chat_request import PREVIEW_LACKS, Refused, StreamOptions, parse_fields
 from ft_service.data.chat_line import parse_conversation
-from ft_service.data.line_errors import LineError, required, text_of
+from ft_service.data.line_errors import OF_FILES, LineError, required, text_of
 from ft_service.errors import SpecError
 from ft_service.spec import Number, Strict
 from ft_service.wording import kind, shown_value
@@ -78,7 +78,8 @@ class ResponseRequest(Strict):
         try:
             parse_conversation(conversation.messages, tools)
         except LineError as error:
-            raise _fault(conversation.place_of(error.field), error.reason) from None
+            reason = error.reason.removesuffix(OF_FILES)
+            raise _fault(conversation.place_of(error.field), reason) from None
         body: dict[str, Any] = {
             "model": self.model,
             "messages": conversation.messages,
@@ -100,6 +101,14 @@ class ResponseRequest(Strict):
         if self.processor:
             body["processor"] = True
         return body
+
+    def in_own_places(self, error: SpecError) -> SpecError:
+        """Return a refusal of the chat completion with the place in this request."""
+        place, colon, reason = error.message.partition(": ")
+        if not colon or not place.startswith("messages"):
+            return error
+        own = _Conversation.of(self).place_of(place) if "." in place else "input"
+        return SpecError(f"{own}: {reason}", param=own.split(".")[0], code=error.code)
 
 
 def parse_response_request(body: Mapping[str, Any]) -> ResponseRequest:

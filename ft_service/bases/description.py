@@ -295,12 +295,16 @@ def facts_of_images(base: Description) -> ImageFacts:
     """
     if base.images is not None:
         return base.images
-    why = (base.no_images_because or "it is a text model").rstrip(".")
     raise SpecError(
-        f"The base does not learn from images here: {why}. Leave the lines with images out, or "
-        "take another base.",
+        f"The base does not learn from images here: {why_no_images(base)}. Leave the lines with "
+        "images out, or take another base.",
         param="model",
     )
+
+
+def why_no_images(base: Description) -> str:
+    """Why a base without facts of images reads none here, as the end of a sentence."""
+    return (base.no_images_because or "it is a text model").rstrip(".")
 
 
 @dataclass(frozen=True)

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import importlib
+import re
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import nullcontext, suppress
 from dataclasses import dataclass
 from itertools import chain
+from pathlib import Path
 from typing import Annotated, Any
 
 import typer
@@ -19,6 +21,9 @@ from rich.text import Text
 from ft_service.cli.jobs.job_argument import find_job
 from ft_service.cli.output import Json, connect, print_json, print_text
 from ft_service.client.client import Client
+from ft_service.data.image_part import TYPE, refuse_large, refuse_other_types, url_of
+from ft_service.data.line_errors import OF_FILES, LineError
+from ft_service.data.sample_kinds import Picture
 from ft_service.errors import FtError, NotFoundError, SpecError
 from ft_service.spec import is_tuned
 
@@ -73,6 +78,13 @@ def chat(
     max_tokens: Annotated[
         int | None, typer.Option(min=1, help="Longest answer, in tokens.")
     ] = None,
+    image: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="FILE|URL",
+            help="Show this image with the first message; may be given several times.",
+        ),
+    ] = None,
     cpu: Annotated[
         bool,
         typer.Option(
@@ -94,6 +106,7 @@ def chat(
         raise SpecError("--json needs a message: a conversation is for people.", param="json")
     if message == "-":
         message = sys.stdin.read()
+    images = [_image_part(given) for given in image or ()]
     with connect() as client:
         tuned, its_base = find_chat_targets(client, model, checkpoint)
         asked = (
@@ -108,7 +121,7 @@ def chat(
         )
         options |= {"processor": True} if cpu else {}
         begin = [{"role": "system", "content": system}] if system else []
-        talk = ChatSession(client, asked, options, begin)
+        talk = ChatSession(client, asked, options, begin, images)
         if message is None:
             talk.hold()
         elif as_json:
@@ -161,11 +174,14 @@ class ChatSession:
         targets: list[ChatTarget],
         options: dict[str, Any],
         begin: list[dict[str, Any]],
+        images: Sequence[dict[str, Any]] = (),
     ) -> None:
+        """`images`: parts that the first message of the user begins with."""
         self._client = client
         self._targets = targets
         self._options = options
         self._begin = begin
+        self._images = images
         self._history: dict[str, list[dict[str, Any]]] = {}
         self._console = Console(highlight=False, emoji=False)
         self.forget()
@@ -231,7 +247,9 @@ class ChatSession:
 
     def _stream(self, target: ChatTarget, message: str) -> Iterator[str]:
         said = self._history[target.model]
-        asked = [*said, {"role": "user", "content": message}]
+        shows = self._images and not any(own["role"] == "user" for own in said)
+        content = [*self._images, {"type": "text", "text": message}] if shows else message
+        asked = [*said, {"role": "user", "content": content}]
         body = {"model": target.model, "messages": asked, "stream": True, **self._options}
         answer = ""
         with (
@@ -245,3 +263,24 @@ class ChatSession:
             answer += text
             yield text
         self._history[target.model] = [*asked, {"role": "assistant", "content": answer}]
+
+
+def _image_part(given: str) -> dict[str, Any]:
+    """The part of a message that shows an image. `given`: its file or URL.
+
+    Raises SpecError for a file that is no image which a request may hold.
+    """
+    if re.match(r"(https?|data):", given):
+        return {"type": TYPE, TYPE: {"url": given}}
+    try:
+        data = Path(given).expanduser().read_bytes()
+        refuse_large(len(data), given)
+        refuse_other_types(data, given)
+    except OSError as error:
+        raise SpecError(
+            f"--image {given}: cannot be read: {error.strerror}.", param="image"
+        ) from None
+    except LineError as error:
+        reason = error.reason.removesuffix(OF_FILES)
+        raise SpecError(f"--image {given}: {reason}.", param="image") from None
+    return {"type": TYPE, TYPE: url_of(Picture.of(data))}

@@ -27,6 +27,7 @@ from ft_service.data.image_part import (
     TYPES,
     USERS_ONLY,
     LineImages,
+    refuse_paths,
 )
 from ft_service.data.json_faults import json_fault
 from ft_service.data.line_errors import LineError, json_of, refuse_keys, required, text_of
@@ -127,16 +128,22 @@ def parse_chat(line: Mapping[str, Any], *, lead: bool = True) -> Conversation:
 
 def parse_conversation(
     messages: list[Any], tools: list[Any]
-) -> tuple[list[dict[str, Any]], list[Tool]]:
-    """Messages to answer and definitions of tools from a request, as a chat template takes them.
+) -> tuple[list[dict[str, Any]], list[Tool], LineImages]:
+    """Messages to answer and definitions of tools from a request, as a chat template takes them,
+    and the pictures of IMAGE in the messages, of which none is in a file.
 
     Raises LineError.
     """
-    parsed = [
-        parse_message(message, f"messages.{number}") for number, message in enumerate(messages)
-    ]
+    images = LineImages()
+    parsed = images.complete(
+        [
+            parse_message(message, f"messages.{number}", images)
+            for number, message in enumerate(messages)
+        ]
+    )
+    refuse_paths(images.pictures, images.places)
     require_answered_calls(parsed)
-    return [message for message, _ in parsed], parse_tools({"tools": tools})
+    return [message for message, _ in parsed], parse_tools({"tools": tools}), images
 
 
 def parse_variables(line: Mapping[str, Any]) -> dict[str, Variable]:

@@ -300,16 +300,31 @@ def content_of(content: str, images: Sequence[Picture]) -> list[dict[str, Any]]:
     parts: list[dict[str, Any]] = []
     for number, text in enumerate(content.split(IMAGE)):
         if number:
-            parts.append({"type": TYPE, TYPE: _url_of(images[number - 1])})
+            parts.append({"type": TYPE, TYPE: url_of(images[number - 1])})
         if text:
             parts.append({"type": "text", "text": text})
     return parts
 
 
-def _url_of(picture: Picture) -> dict[str, str]:
+def url_of(picture: Picture) -> dict[str, str]:
+    """A picture with bytes or of the web, as the value of OpenAI's image_url."""
     if picture.url is not None:
         url = {"url": picture.url}
         return url if picture.detail == "auto" else url | {"detail": picture.detail}
     encoded = base64.b64encode(picture.data).decode()
     url = {"url": f"data:{type_of(picture.data)};base64,{encoded}"}
     return url if picture.detail == "auto" else url | {"detail": picture.detail}
+
+
+def as_json(picture: Picture) -> dict[str, Any]:
+    """A picture of the web or with bytes."""
+    if picture.url is not None:
+        return {"url": picture.url, "detail": picture.detail}
+    return {"data": base64.b64encode(picture.data).decode(), "detail": picture.detail}
+
+
+def of_json(given: Mapping[str, Any]) -> Picture:
+    """The picture that `as_json` wrote."""
+    if "url" in given:
+        return Picture.on_web(given["url"], given["detail"])
+    return Picture.of(base64.b64decode(given["data"]), given["detail"])

@@ -10,6 +10,9 @@ from typing import Any
 from ft_service.errors import DataError
 from ft_service.wording import kind, shown_value
 
+OF_FILES = ", or leave the line out"
+"""Advice at the end of reasons that is for lines of files alone."""
+
 
 class LineError(DataError):
     """A line cannot be trained on.

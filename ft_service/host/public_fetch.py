@@ -52,6 +52,21 @@ def fetch_public(url: str, most_bytes: int, seconds: float, *, allow_private: bo
     raise FetchError(f"is redirected more than {MOST_REDIRECTS} times")
 
 
+def require_public(url: str, seconds: float, *, allow_private: bool) -> None:
+    """Raise FetchError for a URL that `fetch_public` would not begin to fetch, or whose name is not
+    found within `seconds`.
+    """
+    try:
+        receiver = parse_receiver(url, allow_private=allow_private)
+        _address(receiver, time.monotonic() + seconds, allow_private=allow_private)
+    except FetchError:
+        raise
+    except FtError as error:
+        raise FetchError(f"cannot be fetched: {error.message}") from None
+    except (OSError, UnicodeError) as error:
+        raise FetchError(f"cannot be fetched: {error or type(error).__name__}") from None
+
+
 def _late(seconds: float) -> FetchError:
     return FetchError(f"was not there within {seconds:g} seconds")
 

@@ -41,6 +41,7 @@ from typing import Any
 
 from ft_service.bases.cache_folder import FOLDER, folder_of
 from ft_service.bases.safetensors_folder import read_tensors
+from ft_service.data.tokens.image_fetch import ALLOW_PRIVATE
 from ft_service.errors import FtError, SpecError, UnavailableError
 from ft_service.host.hardware import (
     available_memory,
@@ -511,7 +512,11 @@ class Preview:
 
     def _environment(self, slot: int | None) -> dict[str, str]:
         cache = folder_of(os.environ, self._settings.home)
-        environment = {"PYTHONSAFEPATH": "1", FOLDER: str(cache) if cache else ""}
+        environment = {
+            "PYTHONSAFEPATH": "1",
+            FOLDER: str(cache) if cache else "",
+            ALLOW_PRIVATE: str(int(self._settings.webhook_allow_private)),
+        }
         if self._gpu:
             environment[visibility_variable()] = "" if slot is None else visible_gpus()[slot]
         return environment

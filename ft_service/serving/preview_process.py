@@ -239,5 +239,12 @@ def as_part(error: FtError) -> dict[str, Any]:
 
 
 def _error(message: Mapping[str, Any]) -> FtError:
+    if message.get("later") is not None:
+        return UnavailableError(
+            message["message"],
+            param=message["param"],
+            code=message["code"],
+            retry_after=message["later"],
+        )
     kind = SpecError if message["wrong"] else FtError
     return kind(message["message"], param=message["param"], code=message["code"])

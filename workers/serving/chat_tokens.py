@@ -12,17 +12,25 @@ from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import lru_cache, partial
 from pathlib import Path
+from queue import SimpleQueue
 from typing import Any
 
+import numpy as np
+
 from ft_service.data.answer_format import AnswerFormat
-from ft_service.data.line_errors import LineError
-from ft_service.data.template_process import RenderLimits, TemplateProcess
+from ft_service.data.image_process import ImageProcess, SeenPictures
+from ft_service.data.limited_process import RenderLimits
+from ft_service.data.line_errors import OF_FILES, LineError
+from ft_service.data.sample_kinds import Picture
+from ft_service.data.template_process import TemplateProcess
 from ft_service.data.token_options import TokenOptions
 from ft_service.data.tokenizer_files import stops_of
 from ft_service.data.tokens.answer_ends import answer_ends, answer_format
 from ft_service.data.tokens.chat_template import ChatTemplate
-from ft_service.data.tokens.tokenize import load_tokenizer
+from ft_service.data.tokens.sample import Tokens
+from ft_service.data.tokens.tokenize import load_tokenizer, with_pictures, with_uses
 from ft_service.errors import SpecError, UnavailableError
+from workers.serving.pictures import ChatPictures, PromptPictures, RenderedChat
 
 LIMITS = RenderLimits(seconds=2.0, memory_bytes=256 * 1024**2)
 """Limits of rendering one conversation."""
@@ -30,6 +38,8 @@ _TEMPLATE = "chat_template.jinja"
 """File in an adapter's folder with the chat template of its job, where the job had its own."""
 _TEMPLATES = 8
 """Chat templates of jobs whose processes are kept."""
+LOOKING = 2
+"""Requests whose pictures are fetched and decoded at a time, each in a process of about 200 MB."""
 
 
 class Chats:
@@ -48,6 +58,10 @@ class Chats:
         # apart, so that no number of others takes its place.
         self._own = lru_cache(maxsize=1)(of_base)
         self._by = lru_cache(maxsize=_TEMPLATES)(of_base)
+        self._lookers = ThreadPoolExecutor(LOOKING, "images")
+        self._image_processes = SimpleQueue[ImageProcess]()
+        for _ in range(LOOKING):  # none is started before it is needed
+            self._image_processes.put(ImageProcess(path))
 
     def of(self, adapter: str | None) -> ChatTokenizer:
         """The chat tokenizer by which this adapter, a PEFT folder, was trained; None: the base's.
@@ -63,6 +77,36 @@ class Chats:
         except OSError:
             template = ""
         return self._by(template) if template else self._own()
+
+    def pictured_prompt(
+        self,
+        chat: ChatTokenizer,
+        messages: Sequence[dict[str, Any]],
+        tools: Sequence[Any],
+        pictures: ChatPictures,
+    ) -> Future[RenderedChat]:
+        """The prompt of a conversation with pictures, once they are looked at. At most LOOKING are
+        asked for at a time.
+
+        The result raises SpecError and UnavailableError, as of `ChatTokenizer.prompt`.
+        """
+        return self._lookers.submit(self._pictured, chat, messages, tools, pictures)
+
+    def _pictured(
+        self,
+        chat: ChatTokenizer,
+        messages: Sequence[dict[str, Any]],
+        tools: Sequence[Any],
+        pictures: ChatPictures,
+    ) -> RenderedChat:
+        process = self._image_processes.get()
+        try:
+            seen = process.look(pictures.pictures, pictures.places)
+        except LineError as error:
+            raise _at_fault(error) from None
+        finally:
+            self._image_processes.put(process)
+        return RenderedChat(chat.prompt(messages, tools, images=True).result().text, seen)
 
 
 class PlainTokenizer:
@@ -118,25 +162,44 @@ class ChatTokenizer:
         """Tokens that end an answer. Known once a prompt is."""
         return self._told()[1]
 
-    def prompt(self, messages: Sequence[dict[str, Any]], tools: Sequence[Any]) -> Future[str]:
+    def prompt(
+        self, messages: Sequence[dict[str, Any]], tools: Sequence[Any], *, images: bool = False
+    ) -> Future[RenderedChat]:
         """The text that an answer follows, once it is rendered: one conversation after the other.
+
+        `images`: IMAGE in it stands for pictures, and the text has the base's sign there.
 
         The result raises SpecError for a conversation that the template refuses, or that exceeds
         its limits; UnavailableError if the host lets no process render it.
         """
-        return self._queue.submit(self._prompt, list(messages), list(tools))
+        return self._queue.submit(self._prompt, list(messages), list(tools), images)
 
     def tokens(self, prompt: str) -> list[int]:
         """The tokens of a rendered prompt."""
         return self.tokenizer(prompt, add_special_tokens=False)["input_ids"]
 
-    def _prompt(self, messages: list[dict[str, Any]], tools: list[Any]) -> str:
+    def pictured_tokens(self, text: str, seen: SeenPictures, token_id: int) -> PromptPictures:
+        """The tokens of a rendered prompt with pictures. `token_id`: of placeholders.
+
+        Raises SpecError.
+        """
+        written = [(Picture(own.key, b""), own.text) for own in seen.pictures]
         try:
-            return self._write(messages, tools, prompt=True)
+            whole, images = with_pictures(text, seen.image_token, written, len(written))
+            encoding = self.tokenizer([whole], add_special_tokens=False).encodings[0]
+            ids = np.asarray(encoding.ids, np.int32)
+            tokens = Tokens(ids, np.zeros(len(ids), np.bool_))
+            return PromptPictures(with_uses(images, encoding, tokens, token_id), seen)
         except LineError as error:
-            raise SpecError(
-                f"{error.reason[:1].upper()}{error.reason[1:]}.", param="messages"
-            ) from None
+            raise _at_fault(error) from None
+
+    def _prompt(
+        self, messages: list[dict[str, Any]], tools: list[Any], images: bool
+    ) -> RenderedChat:
+        try:
+            return RenderedChat(self._write(messages, tools, prompt=True, images=images))
+        except LineError as error:
+            raise _at_fault(error) from None
 
     def _told(self) -> tuple[AnswerFormat, frozenset[int]]:
         """What the template says of itself.
@@ -161,9 +224,19 @@ class ChatTokenizer:
         tools: list[Any] | None = None,
         *,
         prompt: bool = False,
+        images: bool = False,
     ) -> str:
         """Raises LineError."""
-        return self._process.write(messages, tools, TokenOptions().day, prompt=prompt)
+        day = TokenOptions().day
+        return self._process.write(messages, tools, day, prompt=prompt, images=images)
+
+
+def _at_fault(error: LineError) -> SpecError:
+    """The error of a request whose messages are at fault."""
+    reason = error.reason.removesuffix(OF_FILES).rstrip(".")
+    if error.field:
+        return SpecError(f"{error.field}: {reason}.", param="messages")
+    return SpecError(f"{reason[:1].upper()}{reason[1:]}.", param="messages")
 
 
 def _token(tokenizer: Any, token: int) -> dict[str, Any]:

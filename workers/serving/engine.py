@@ -25,13 +25,15 @@ import torch
 from safetensors import SafetensorError
 from torch import Tensor
 
-from ft_service.errors import FtError, SpecError
+from ft_service.bases.description import ImageFacts
+from ft_service.errors import FtError, SpecError, UnavailableError
 from ft_service.shared_work.turns import Turn, Turns
 from workers.serving.answers import Answer, ChatAnswer, Say, TokenAnswer
 from workers.serving.batched_adapters import Adapter
 from workers.serving.cached_attention import KeyValueCache, Span
-from workers.serving.chat_tokens import Chats, ChatTokenizer
+from workers.serving.chat_tokens import LOOKING, Chats, ChatTokenizer
 from workers.serving.model import ServedModel, TokenSpan
+from workers.serving.pictures import ChatPictures, PromptImages, PromptPictures, RenderedChat
 from workers.serving.requests import ChatRequest, TextRequest, TokenRequest
 from workers.serving.room import Room, same_errors
 from workers.serving.sampling import Sampling, choose, scores
@@ -77,6 +79,8 @@ class _Sequence:
     """Likeliest tokens to report at each of their places."""
     name: Callable[[int], str] | None = None
     """Text of a token, to report these by; None: by their numbers."""
+    images: PromptImages | None = None
+    """Those of the prompt; None: there are none."""
     others: list[_Sequence] = field(default_factory=list)
     """Answers to the same prompt, which wait until this one has read it."""
     memory: KeyValueCache = field(default_factory=KeyValueCache)
@@ -115,6 +119,17 @@ class _Sequence:
         return self.prompt - 1 - self.scored
 
 
+@dataclass(eq=False)
+class _Unseen:
+    """A request some of whose pictures have no features yet."""
+
+    request: ChatRequest
+    chat: ChatTokenizer
+    text: str
+    facts: ImageFacts
+    pictures: PromptPictures
+
+
 class Engine:
     """Answers requests step by step and reports their answers. For one thread."""
 
@@ -124,7 +139,12 @@ class Engine:
         self._say = say
         self._rendering: dict[str, tuple[ChatRequest, ChatTokenizer]] = {}
         """Requests whose prompts are being rendered."""
-        self._rendered: queue.SimpleQueue[tuple[str, Future[str]]] = queue.SimpleQueue()
+        self._rendered: queue.SimpleQueue[tuple[str, Future[RenderedChat]]] = queue.SimpleQueue()
+        self._looks = Turns[str](LOOKING, of_project=1)
+        """Requests whose pictures are fetched and decoded, or are to be."""
+        self._looking: dict[str, Turn[str]] = {}
+        self._towers = Turns[_Unseen](1)
+        """Requests whose pictures wait for the base's towers."""
         self._turns = Turns[_Sequence](MOST_SEQUENCES, MOST_OF_PROJECT)
         """The places of answers.
 
@@ -145,12 +165,13 @@ class Engine:
 
     @property
     def busy(self) -> bool:
-        return bool(self._rendering or self._running or len(self._turns))
+        return bool(self._rendering or len(self._towers) or self._running or len(self._turns))
 
     @property
     def requests(self) -> list[str]:
         """Requests without a whole answer."""
-        return [*self._rendering, *self._tokens]
+        unseen = [turn.item.request.id for turn in self._towers]
+        return [*self._rendering, *unseen, *self._tokens]
 
     def add(self, request: ChatRequest) -> None:
         """Start to render a request's prompt, while current answers continue."""
@@ -161,9 +182,27 @@ class Engine:
                     "tools: the chat template has no place for tools, so they would be left out.",
                     param="tools",
                 )
-            prompt = chat.prompt(request.messages, request.tools)
             self._rendering[request.id] = request, chat
+            if request.images is not None:
+                self._looks.put(request.project, request.id)
+                self._begin_looks()
+                return
+            prompt = chat.prompt(request.messages, request.tools)
             prompt.add_done_callback(lambda rendered: self._rendered.put((request.id, rendered)))
+
+    def _begin_looks(self) -> None:
+        """Have pictures fetched and decoded, of each project in turn, while answers continue."""
+        while (turn := self._looks.take()) is not None:
+            request_id = turn.item
+            request, chat = self._rendering[request_id]
+            assert request.images is not None
+            self._looking[request_id] = turn
+            prompt = self._chats.pictured_prompt(
+                chat, request.messages, request.tools, ChatPictures.of(request.images)
+            )
+            prompt.add_done_callback(
+                lambda rendered, own=request_id: self._rendered.put((own, rendered))
+            )
 
     def add_tokens(self, request: TokenRequest) -> None:
         """Queue a request of tokens, whose prompt needs no rendering."""
@@ -213,14 +252,51 @@ class Engine:
             except queue.Empty:
                 return
             seconds = 0.0
+            if (turn := self._looking.pop(request_id, None)) is not None:
+                self._looks.end(turn)
+                self._begin_looks()
             if (
                 request := self._rendering.pop(request_id, None)
             ) is not None:  # else it was cancelled
                 self._begin(*request, prompt)
 
-    def _begin(self, request: ChatRequest, chat: ChatTokenizer, prompt: Future[str]) -> None:
+    def _begin(
+        self, request: ChatRequest, chat: ChatTokenizer, prompt: Future[RenderedChat]
+    ) -> None:
         with self._at(request), self._answering(request.id):
-            self._queue(request, self._answers(request, chat, prompt.result()))
+            rendered = prompt.result()
+            if rendered.seen is None:
+                tokens = chat.tokens(rendered.text)
+                self._queue(request, self._answers(request, chat, rendered.text, tokens))
+                return
+            assert request.images is not None
+            facts = ImageFacts(**request.images["facts"])
+            pictures = chat.pictured_tokens(rendered.text, rendered.seen, facts.token_id)
+            tokens = pictures.sample.ids.tolist()
+            self._room(tokens, request.max_tokens, "messages", "the messages")
+            self._wait_for_towers(_Unseen(request, chat, rendered.text, facts, pictures))
+
+    def _look(self) -> None:
+        """Compute the features of one picture, of each project in turn."""
+        turn = self._towers.take()
+        if turn is None:
+            return
+        self._towers.end(turn)
+        one = turn.item
+        request = one.request
+        with self._telling(request.id), self._answering(request.id):
+            with same_errors():
+                images = self._model.look(one.pictures, one.facts)
+            if images is None:
+                self._wait_for_towers(one, first=True)
+                return
+            tokens = one.pictures.sample.ids.tolist()
+            self._queue(request, self._answers(request, one.chat, one.text, tokens, images))
+
+    def _wait_for_towers(self, one: _Unseen, *, first: bool = False) -> None:
+        picture = one.pictures.next()
+        cost = 1 if picture is None else len(picture.tokens)
+        self._towers.put(one.request.project, one, cost, first=first)
 
     def _queue(
         self, request: ChatRequest | TextRequest | TokenRequest, sequences: list[_Sequence]
@@ -235,6 +311,10 @@ class Engine:
     def drop(self, request_id: str) -> None:
         """Cancel a request."""
         self._rendering.pop(request_id, None)
+        for turn in [turn for turn in self._looks if turn.item == request_id]:
+            self._looks.drop(turn.item)
+        for turn in [turn for turn in self._towers if turn.item.request.id == request_id]:
+            self._towers.drop(turn.item)
         for turn in [turn for turn in self._turns if turn.item.request_id == request_id]:
             self._turns.drop(turn.item)
         for one in [one for one in self._running if one.request_id == request_id]:
@@ -277,7 +357,9 @@ class Engine:
 
     def step(self) -> None:
         """Run one forward, or wait a little for a prompt if nothing else is to be done."""
-        self.take_rendered(0.0 if self._running or len(self._turns) else PROMPT_SECONDS)
+        busy = self._running or len(self._turns) or len(self._towers)
+        self.take_rendered(0.0 if busy else PROMPT_SECONDS)
+        self._look()
         self._admit()
         self._hold_back()
         for group in self._groups():
@@ -474,14 +556,20 @@ class Engine:
         self._turns.end(one.turn, cost=max(one.work, 1))
         one.turn = None
 
-    def _answers(self, request: ChatRequest, chat: ChatTokenizer, text: str) -> list[_Sequence]:
-        prompt = chat.tokens(text)
+    def _answers(
+        self,
+        request: ChatRequest,
+        chat: ChatTokenizer,
+        text: str,
+        prompt: list[int],
+        images: PromptImages | None = None,
+    ) -> list[_Sequence]:
         room = self._room(prompt, request.max_tokens, "messages", "the messages")
         limit = request.max_tokens or min(room, DEFAULT_MAX_TOKENS)
         answers = [
             ChatAnswer.of(request, index, chat, text, self._say) for index in range(request.n)
         ]
-        return self._sequences(request, prompt, limit, answers)
+        return self._sequences(request, prompt, limit, answers, images)
 
     def _continuations(self, request: TokenRequest) -> list[_Sequence]:
         room = self._room(request.prompt, request.max_tokens, "prompt", "the prompt")
@@ -534,6 +622,7 @@ class Engine:
         prompt: list[int],
         limit: int,
         answers: Sequence[Answer],
+        images: PromptImages | None = None,
     ) -> list[_Sequence]:
         """The sequences of a request's answers, each with a generator of its own: what is drawn
         depends on the seed and the place of the answer alone.
@@ -554,6 +643,7 @@ class Engine:
                 request.sampling,
                 torch.Generator().manual_seed(random.Random(f"{seed}/{index}").getrandbits(63)),
                 answer,
+                images=images,
             )
             for index, answer in enumerate(answers)
         ]
@@ -614,7 +704,13 @@ class Engine:
             span = Span(one.memory, place, place + count)
             pieces.append(
                 TokenSpan(
-                    one.ids[one.read : end], span, one.read, one.adapter, max(1, rows), len(one.ids)
+                    one.ids[one.read : end],
+                    span,
+                    one.read,
+                    one.adapter,
+                    max(1, rows),
+                    len(one.ids),
+                    one.images,
                 )
             )
             ran.append(one)
@@ -761,9 +857,9 @@ class Engine:
     def _fail(self, request_id: str, error: FtError) -> None:
         self.drop(request_id)
         said = {"message": error.message, "code": error.code, "param": error.param}
-        self._say(
-            {"id": request_id, "kind": "error", "wrong": isinstance(error, SpecError), **said}
-        )
+        later = error.retry_after if isinstance(error, UnavailableError) else None
+        wrong = isinstance(error, SpecError)
+        self._say({"id": request_id, "kind": "error", "wrong": wrong, "later": later, **said})
 
 
 @torch.inference_mode()

@@ -15,12 +15,18 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from ft_service.bases.cache_folder import Cache
+from ft_service.bases.description import ImageFacts
 from ft_service.errors import SpecError
 from ft_service.host.hardware import available_memory
+from ft_service.plan.image_features import TOWER_BYTES
 from ft_service.spec import PrecisionOptions
+from ft_service.wording import bytes_text
 from workers.base.load import load
+from workers.images.placing import take_images
+from workers.images.tower import Tower, positions_of
 from workers.layers.segment_attention import NAME as SEGMENTS
-from workers.layers.segments import chunk_in
+from workers.layers.segments import CURRENT as ROW
+from workers.layers.segments import ImageInputs, chunk_in
 from workers.model.attention import chooses_keys, mixes_otherwise, own_attention
 from workers.model.build import base_on_meta, decoder_layers, restore_buffers
 from workers.model.multimodal import text_decoder
@@ -31,6 +37,7 @@ from workers.patches.sample_positions import BY_LENGTH, rotate_by_length
 from workers.ranks.runtime import COMPUTE_DTYPE
 from workers.serving.batched_adapters import Adapter, Adapters, AdapterSpan
 from workers.serving.cached_attention import CURRENT, NAME, KeyValueCache, Span
+from workers.serving.pictures import PromptImages, PromptPictures, joined
 from workers.serving.room import Room
 
 _TRIALS = 3
@@ -52,6 +59,22 @@ class TokenSpan:
     """Tokens at its end whose logits are wanted."""
     length: int = 0
     """Tokens of the sequence that are known, which some rotary embeddings go by; 0: up to these."""
+    images: PromptImages | None = None
+    """Those of its prompt; None: there are none."""
+
+    @property
+    def positions(self) -> Tensor:
+        """int64 [axes, tokens]."""
+        if self.images is not None:
+            return self.images.positions_of(self.first, len(self.ids))
+        return torch.arange(self.first, self.first + len(self.ids))[None]
+
+    @property
+    def pictured(self) -> list[ImageInputs]:
+        """The features that stand among these tokens, at their places in the row."""
+        if self.images is None:
+            return []
+        return [self.images.within(self.first, self.first + len(self.ids), self.span.start)]
 
 
 class ServedModel:
@@ -62,6 +85,9 @@ class ServedModel:
     ) -> None:
         self.device = device
         compute = COMPUTE_DTYPE[precision.compute]
+        self._path, self._compute = path, compute
+        self._tower: Tower | None = None
+        """None: no picture was shown yet."""
         model = base_on_meta(path)
         decoder = text_decoder(model)
         own_kind = decoder.config._attn_implementation != SEGMENTS or bool(chunk_in(decoder.config))
@@ -174,6 +200,36 @@ class ServedModel:
         after = torch.tensor(tokens[1:], device=self.device)[:, None]
         return logits.log_softmax(dim=-1).gather(1, after)[:, 0].tolist()
 
+    def look(self, prompt: PromptPictures, facts: ImageFacts) -> PromptImages | None:
+        """Compute the features of one more picture of a prompt; those of all once it was the last.
+
+        The towers are loaded for the first picture and stay, in fp32. Raises SpecError where a
+        host has no memory for them, or the base's code refuses a picture.
+        """
+        if (picture := prompt.next()) is not None:
+            features = self._looking(facts).features(picture.tokens, picture.inputs)
+            prompt.features[picture.key] = features.stored_in(self._compute)
+        if prompt.next() is not None:
+            return None
+        return prompt.placed(facts.token_id, positions_of(self._model))
+
+    def _looking(self, facts: ImageFacts) -> Tower:
+        """The towers, loaded."""
+        if self._tower is None:
+            needed = TOWER_BYTES * facts.tower_weights
+            if self.device.type == "cpu" and needed > (most := available_memory() // 2):
+                raise SpecError(
+                    f"The base's towers for images take {bytes_text(needed)} of memory beside it, "
+                    f"and half of what is free on the preview's host is {bytes_text(most)}. Leave "
+                    "the images out, or serve the model with an inference server "
+                    "(FT_INFERENCE_URL).",
+                    param="messages",
+                    code="out_of_memory",
+                )
+            self._tower = Tower.loaded(self._path, facts.token_id, self.device)
+            take_images(self._model, facts)
+        return self._tower
+
     def require_device(self) -> None:
         """Raise the error of a GPU that cannot compute any more: after some, every further
         operation fails.
@@ -184,13 +240,14 @@ class ServedModel:
     def _row(self, pieces: Sequence[TokenSpan]) -> Tensor:
         """The logits at the places of `_last`, fp32 [places, words]."""
         ids = torch.tensor([[token for piece in pieces for token in piece.ids]], device=self.device)
-        positions = torch.cat(
-            [torch.arange(piece.first, piece.first + len(piece.ids)) for piece in pieces]
-        )
+        axes = max(1 if piece.images is None else piece.images.axes for piece in pieces)
+        positions = torch.cat([piece.positions.expand(axes, -1) for piece in pieces], dim=1)
+        positions = positions if axes == 1 else positions[:, None]
+        ROW.images = joined([own for piece in pieces for own in piece.pictured], self.device)
         CURRENT.spans = [piece.span for piece in pieces]
         self._length = max(max(piece.length, piece.first + len(piece.ids)) for piece in pieces)
         self.adapters.spans = _adapter_spans(pieces)
-        given = {"input_ids": ids, "position_ids": positions.to(self.device)[None]}
+        given = {"input_ids": ids, "position_ids": positions.to(self.device)}
         if not self.by_state:
             return self._model(**given, use_cache=False).logits[0].float()
         (piece,) = pieces

@@ -31,6 +31,8 @@ class ChatRequest:
     probes: list[list[int]] = field(default_factory=list)
     """Tokens whose log-probabilities show that the adapter's model answers."""
     parallel_tool_calls: bool = True
+    images: dict[str, Any] | None = None
+    """The pictures of IMAGE in the messages, as ChatPictures reads them; None: there are none."""
     project: str = ""
     apart: bool = False
 

@@ -4,7 +4,9 @@
   const { $, $$, say, token } = window.page;
   const [who, form, words, log] = [$("#who"), $("#ask"), $("#words"), $("#talk")];
   const KEPT = "messages";
+  const [MOST, MOST_BYTES] = [10, 10 * 1024 ** 2];
   let turns = [];
+  let pictures = [];
   let stopping = null;
 
   const element = (name, className, text = "") => {
@@ -16,11 +18,25 @@
   const chosen = () => [...new Set([who.elements.model.value, who.elements.beside.value].filter(Boolean))];
   const keep = () => { try { sessionStorage.setItem(KEPT, JSON.stringify(turns)); } catch { /* too long to keep: it is still here */ } };
 
-  // A turn: the message, and each model's answer {text, note, whole}.
+  const pictured = ({ url, name }) => {
+    const image = element("img", "");
+    image.src = url;
+    image.alt = name;
+    return image;
+  };
+  const listed = (shown) => {
+    const list = element("ul", "");
+    list.append(...shown.map((one) => { const item = element("li", ""); item.append(pictured(one)); return item; }));
+    return list;
+  };
+
+  // A turn: the message with its pictures {url, name}, and each model's answer {text, note, whole}.
   const draw = (turn) => {
     const box = element("section", "turn");
     const answers = element("div", "answers");
-    box.append(element("p", "message", turn.message), answers);
+    const message = element("div", "message", turn.message);
+    if (turn.pictures?.length) message.prepend(listed(turn.pictures));
+    box.append(message, answers);
     for (const [model, answer] of Object.entries(turn.answers)) {
       const one = element("article", "answer");
       one.append(element("h2", "mono", model), element("p", "text", answer.text), element("p", "sub", answer.note));
@@ -39,12 +55,16 @@
     if (atEnd) scrollTo(0, document.documentElement.scrollHeight);
   };
 
+  const asked = ({ message, pictures: shown }) => ({
+    role: "user",
+    content: shown?.length ? [...shown.map(({ url }) => ({ type: "image_url", image_url: { url } })), { type: "text", text: message }] : message,
+  });
   // The messages that a model gets: with its own complete answers only.
   const before = (model, until) => {
     const earlier = turns.slice(0, turns.indexOf(until)).filter((turn) => turn.answers[model]?.whole);
     const system = $("#system").value.trim();
-    const thread = earlier.flatMap((turn) => [{ role: "user", content: turn.message }, { role: "assistant", content: turn.answers[model].text }]);
-    return [...(system ? [{ role: "system", content: system }] : []), ...thread, { role: "user", content: until.message }];
+    const thread = earlier.flatMap((turn) => [asked(turn), { role: "assistant", content: turn.answers[model].text }]);
+    return [...(system ? [{ role: "system", content: system }] : []), ...thread, asked(until)];
   };
   const pause = (seconds, signal) => new Promise((resolve, reject) => {
     const timer = setTimeout(resolve, 1000 * seconds);
@@ -107,9 +127,11 @@
     const message = words.value.trim();
     if (!message || stopping) return;
     const models = chosen();
-    const turn = { message, answers: Object.fromEntries(models.map((model) => [model, { text: "", note: "Waiting for the model…" }])) };
+    const turn = { message, pictures, answers: Object.fromEntries(models.map((model) => [model, { text: "", note: "Waiting for the model…" }])) };
     turns.push(turn);
     words.value = "";
+    pictures = [];
+    drawPictures();
     const box = draw(turn);
     box.scrollIntoView({ block: "end" });
     stopping = new AbortController();
@@ -140,6 +162,38 @@
     $("[data-stop]").hidden = !is;
     $("[data-send]").hidden = is;
   };
+
+  const drawPictures = () => {
+    const list = $("#shown");
+    list.hidden = !pictures.length;
+    list.replaceChildren(...listed(pictures).children);
+    [...list.children].forEach((item, place) => {
+      const remove = element("button", "", "Remove");
+      remove.type = "button";
+      remove.setAttribute("aria-label", `Remove ${pictures[place].name}`);
+      remove.addEventListener("click", () => { pictures = pictures.filter((_, at) => at !== place); drawPictures(); words.focus(); });
+      item.append(remove);
+    });
+  };
+  const read64 = (file) => new Promise((resolve, reject) => {
+    const reader = new FileReader();
+    reader.addEventListener("load", () => resolve({ url: reader.result, name: file.name }));
+    reader.addEventListener("error", () => reject(reader.error));
+    reader.readAsDataURL(file);
+  });
+  $("#picture").addEventListener("change", async (event) => {
+    const files = [...event.target.files];
+    event.target.value = ""; // the same file may be chosen again
+    for (const file of files) {
+      if (pictures.length === MOST) say(`A message may show ${MOST} images.`);
+      else if (file.size > MOST_BYTES) say(`${file.name} is larger than 10 MiB: make it smaller.`);
+      else {
+        try { pictures = [...pictures, await read64(file)]; } catch { say(`${file.name} could not be read.`); }
+      }
+    }
+    drawPictures();
+    words.focus();
+  });
 
   form.addEventListener("submit", (event) => { event.preventDefault(); send(); });
   words.addEventListener("keydown", (event) => {

@@ -102,9 +102,14 @@ class ImageProcessor:
         """What the tower takes for a picture: `pixel_values` and what its class has beside, in a
         batch of one. Raises LineError without a field.
         """
-        data, _ = self._processed(picture)
+        return self.looked_at(picture)[0]
+
+    def looked_at(self, picture: Picture) -> tuple[dict[str, np.ndarray], str]:
+        """`inputs` and `replacement` at once. Raises LineError without a field."""
+        data, text = self._processed(picture)
         unused = {"rows", "cols", *self._processor.unused_input_names}
-        return {name: np.asarray(value) for name, value in data.items() if name not in unused}
+        inputs = {name: np.asarray(value) for name, value in data.items() if name not in unused}
+        return inputs, text
 
     def replacement(self, picture: Picture) -> str:
         """The text in place of one `image_token`: placeholders, and the base's marks around and

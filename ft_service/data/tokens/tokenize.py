@@ -7,7 +7,7 @@ import torch.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Iterable, Iterator
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import closing, nullcontext
 from dataclasses import replace
@@ -47,6 +47,7 @@ from ft_service.data.tokens.token_set import TokenSet
 from ft_service.data.tokens.training_set.split import Split, split_off
 from ft_service.errors import DataError, SpecError
 from ft_service.spec import DataFileRef
+from ft_service.wording import counted
 
 CHUNK_SAMPLES = 256
 CHUNK_CHARACTERS = 512 * 1024
@@ -117,7 +118,8 @@ class SampleCheck:
         require_prompted(sample.text, sample.spans, encoding)
         tokens = _prompt(encoding) if sample.is_prompt else _masked(sample, encoding)
         if sample.images:
-            tokens = _with_uses(sample, encoding, tokens, ImageProcessor.of(self._path).token_id)
+            token_id = ImageProcessor.of(self._path).token_id
+            tokens = with_uses(sample.images, encoding, tokens, token_id)
         self._require_one_begin(sample, tokens)
         if not tokens.target_count:
             raise LineError("", f"not one of its tokens is learned: {_shown(sample.text)}")
@@ -386,30 +388,44 @@ def _with_images(tokenizer: Any, sample: SampleText) -> SampleText:
     record = sample.source
     assert isinstance(record, Conversation)
     processor = ImageProcessor.of(tokenizer.name_or_path)
-    pieces = sample.text.split(processor.image_token)
-    if len(pieces) <= len(record.images):
+    places = record.image_places or ("messages",) * len(record.images)
+
+    def written() -> Iterator[tuple[Picture, str]]:
+        for picture, place in zip(record.images, places, strict=True):
+            try:
+                yield picture, processor.replacement(picture)
+            except LineError as error:
+                raise LineError(place, error.reason) from None
+
+    made, images = with_pictures(sample.text, processor.image_token, written(), len(record.images))
+    grown = sample._replace(text=made, images=images, rendered=sample.text)
+    return grown._replace(spans=grown.grown(sample.spans))
+
+
+def with_pictures(
+    text: str, image_token: str, written: Iterable[tuple[Picture, str]], count: int
+) -> tuple[str, tuple[ImageText, ...]]:
+    """A text with what stands for pictures in place of the chat template's sign, and the places.
+
+    `written`: `count` pictures in their order, and what stands for each. Raises LineError.
+    """
+    pieces = text.split(image_token)
+    if len(pieces) <= count:
         raise LineError(
             "messages",
-            f"has {len(record.images)} images, of which the base's chat template writes "
+            f"has {counted(count, 'image')}, of which the base's chat template writes "
             f"{len(pieces) - 1}: it leaves images out. Give a chat_template that writes parts of "
             "type image, or leave the line out",
         )
-    if len(pieces) - 1 > len(record.images):
+    if len(pieces) - 1 > count:
         raise LineError("messages", f"holds {_SIGN}")
     made = pieces[0]
     images: list[ImageText] = []
-    places = record.image_places or ("messages",) * len(record.images)
-    for picture, place, piece in zip(record.images, places, pieces[1:], strict=True):
-        try:
-            text = processor.replacement(picture)
-        except LineError as error:
-            raise LineError(place, error.reason) from None
+    for (picture, own), piece in zip(written, pieces[1:], strict=True):
         begin = len(made)
-        grown = len(text) - len(processor.image_token)
-        images.append(ImageText(begin, begin + len(text), picture, grown))
-        made += text + piece
-    grown = sample._replace(text=made, images=tuple(images), rendered=sample.text)
-    return grown._replace(spans=grown.grown(sample.spans))
+        images.append(ImageText(begin, begin + len(own), picture, len(own) - len(image_token)))
+        made += own + piece
+    return made, tuple(images)
 
 
 def _rendered(
@@ -539,10 +555,13 @@ def _masked(sample: SampleText, encoding: Encoding | Joined) -> Tokens:
     )
 
 
-def _with_uses(
-    sample: SampleText, encoding: Encoding | Joined, tokens: Tokens, token_id: int
+def with_uses(
+    images: Sequence[ImageText], encoding: Encoding | Joined, tokens: Tokens, token_id: int
 ) -> Tokens:
-    """The tokens with the places of their images. Raises LineError."""
+    """The tokens with the places of their images. Raises LineError.
+
+    `images`: where they are in the text. `token_id`: of placeholders.
+    """
     starts, ends = np.asarray(encoding.offsets, np.int64).reshape(-1, 2).T
     uses = tuple(
         ImageUse(
@@ -550,7 +569,7 @@ def _with_uses(
             len(starts) - int(np.argmax((starts < image.end)[::-1])),
             image.picture,
         )
-        for image in sample.images
+        for image in images
     )
     held = tokens.ids == token_id
     for use in uses:

@@ -20,6 +20,7 @@ from ft_service.control.admission import AdmissionContext
 from ft_service.control.sweep_admission import create_sweep
 from ft_service.serving import preview_process
 from tests.support.describing import at_once
+from tests.support.image_bases import drawn, encoded
 from tests.support.page.browser import (
     attribute,
     axe_faults,
@@ -178,7 +179,7 @@ def test_a_link_signs_in_by_a_button_and_the_api_is_described(
 
 
 def test_a_model_is_talked_to_beside_another(
-    driver: webdriver.Chrome, place: Place, monkeypatch: pytest.MonkeyPatch
+    driver: webdriver.Chrome, place: Place, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(preview_process, "RETRY_SECONDS", 1)
     files = seed_files(place.settings, place.store, "default")
@@ -257,6 +258,19 @@ def test_a_model_is_talked_to_beside_another(
     until(lambda: answers(1) == ["hello"])
     click(driver, "[data-restart]")
     assert not driver.find_elements(By.CSS_SELECTOR, ".turn")
+
+    # Images
+    files = [tmp_path / name for name in ("first.png", "second.png")]
+    for seed, file in enumerate(files):
+        file.write_bytes(encoded(drawn(seed=seed)))
+    driver.find_element(By.ID, "picture").send_keys("\n".join(map(str, files)))
+    until(lambda: len(driver.find_elements(By.CSS_SELECTOR, "#shown img")) == 2)
+    assert axe_faults(driver) == []
+    click(driver, "[aria-label='Remove first.png']")
+    press(driver, "say what", Keys.ENTER)
+    until(lambda: "the base sees no images here" in text_of(driver, ".turn .sub"))
+    assert attribute(driver, ".turn .message img", "alt") == "second.png"
+    assert not driver.find_elements(By.CSS_SELECTOR, "#shown img")
 
 
 def test_files_are_dropped_and_refused_ones_say_why(driver: webdriver.Chrome, place: Place) -> None:

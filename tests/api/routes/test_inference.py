@@ -66,6 +66,42 @@ def test_an_answer_comes_back_and_the_callers_key_does_not_leave(
     assert service.key not in str(arrived)
 
 
+def test_images_go_on_unchanged_if_they_lead_the_server_nowhere_private(
+    client: openai.OpenAI, receiver: Receiver, tuned: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    receiver.answer = lambda _: (
+        200,
+        {"content-type": "application/json"},
+        iter([json.dumps(completion("A gauge.")).encode()]),
+    )
+    addresses = {"public.example": "93.184.216.34", "inside.example": "10.0.0.7"}
+    resolve = socket.getaddrinfo
+
+    def look_up(host: Any, port: Any, *given: Any, **more: Any) -> Any:
+        return resolve(addresses.get(str(host), host), port, *given, **more)
+
+    monkeypatch.setattr(socket, "getaddrinfo", look_up)
+
+    def shown(*urls: str) -> list[Any]:
+        parts = [{"type": "image_url", "image_url": {"url": url, "detail": "low"}} for url in urls]
+        return [{"role": "user", "content": [{"type": "text", "text": "What?"}, *parts]}]
+
+    large = "data:image/png;base64," + "iVBO" * 400_000  # more than a body has without images
+    messages = shown(large, "https://public.example/a.png")
+    answer = client.chat.completions.create(model=tuned, messages=messages)
+    assert answer.choices[0].message.content == "A gauge."
+    sent = json.loads(receiver.arrived.get(timeout=60).body)
+    assert sent == {"model": tuned, "messages": messages}
+
+    refused = ["https://inside.example/a.png", "https://10.0.0.7/a", "http://public.example/a"]
+    for url in (*refused, "file:///etc/passwd"):
+        with pytest.raises(openai.BadRequestError) as error:
+            client.chat.completions.create(model=tuned, messages=shown(large[:30], url))
+        assert (error.value.code, error.value.param) == ("private_address", "messages")
+        assert "messages.0.content.2.image_url" in error.value.message
+    assert receiver.arrived.empty()
+
+
 def test_who_serves_models_answers_for_a_checkpoint_that_was_pruned_here(
     service: Service, client: openai.OpenAI, receiver: Receiver, training_file: str
 ) -> None:

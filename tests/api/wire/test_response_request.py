@@ -88,6 +88,29 @@ def test_tools_and_log_probabilities_are_those_of_a_chat() -> None:
     assert (body["logprobs"], body["top_logprobs"]) == (True, 2)
 
 
+PIXEL = "data:image/png;base64,iVBORw0KGgoAAAANSUhEUgAAAAEAAAABCAYAAAAfFcSJAAAADUlEQVR42mNk+M9QDwADhgGAWjR9awAAAABJRU5ErkJggg=="
+
+
+def test_images_are_parts_of_the_users_messages() -> None:
+    image = {"type": "input_image", "image_url": PIXEL, "detail": "low"}
+    words = {"type": "input_text", "text": "What is it?"}
+    asked = ASKED | {
+        "instructions": "Be brief.",
+        "input": [{"role": "user", "content": [words, image]}],
+    }
+    parsed = parse_response_request(asked)
+    assert parsed.chat()["messages"][1]["content"][1] == {
+        "type": "image_url",
+        "image_url": {"url": PIXEL, "detail": "low"},
+    }
+    refused = SpecError("messages.1.content.1: is no image.", param="messages", code="bad_image")
+    told = parsed.in_own_places(refused)
+    assert (told.message, told.param) == ("input.0.content.1: is no image.", "input")
+    assert told.code == "bad_image"
+    other = SpecError("temperature: is too hot.", param="temperature")
+    assert parsed.in_own_places(other) is other
+
+
 @pytest.mark.parametrize(
     "harmless",
     [

@@ -1,11 +1,13 @@
 from __future__ import annotations
 
+from base64 import b64encode
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
 
-from ft_service.cli.chat_command import ChatSession, ChatTarget, find_chat_targets
+from ft_service.cli.chat_command import ChatSession, ChatTarget, _image_part, find_chat_targets
 from ft_service.errors import NotFoundError, SpecError
 from tests.support.rest.stub_server import StubServer, job_body
 
@@ -33,7 +35,7 @@ class Answers:
     """In the place of a client: what is given to it, or a Ctrl-C in the middle."""
 
     def __init__(self) -> None:
-        self.asked: list[list[str]] = []
+        self.asked: list[list[Any]] = []
 
     def chat(self, body: dict[str, Any]) -> Iterator[str]:
         self.asked.append([said["content"] for said in body["messages"]])
@@ -66,6 +68,44 @@ def test_a_conversation_bears_ctrl_c_and_brackets(
     )
     shown = capsys.readouterr().out
     assert (shown.count("[/b] well"), shown.count("╭")) == (2, 2)
+
+
+def test_images_are_shown_with_the_first_message_of_each_conversation(tmp_path: Path) -> None:
+    png = b"\x89PNG\r\n\x1a\n"
+    (tmp_path / "a.png").write_bytes(png)
+    images = [_image_part(str(tmp_path / "a.png")), _image_part("https://a.example/b.png")]
+    urls = [f"data:image/png;base64,{b64encode(png).decode()}", "https://a.example/b.png"]
+    shown = [{"type": "image_url", "image_url": {"url": url}} for url in urls]
+    client: Any = Answers()
+    talk = ChatSession(client, [ChatTarget("tuned", TUNED)], {}, [], images)
+    for message in ("what?", "more"):
+        talk.ask(message)
+    talk.forget()
+    talk.ask("again")
+    first = [*shown, {"type": "text", "text": "what?"}]
+    assert client.asked[:2] == [[first], [first, "[/b] well", "more"]]
+    assert client.asked[2] == [[*shown, {"type": "text", "text": "again"}]]
+
+
+@pytest.mark.parametrize(
+    ("content", "reason"),
+    [
+        (None, "cannot be read: No such file"),
+        (b"", "is empty"),
+        (b"<html>", "is no PNG, JPEG, WEBP or GIF"),
+        (b"\x89PNG\r\n\x1a\n" + bytes(10 * 2**20), "one may have 10,485,760: make it smaller."),
+    ],
+)
+def test_what_is_no_image_is_refused_before_it_is_sent(
+    tmp_path: Path, content: bytes | None, reason: str
+) -> None:
+    if content is not None:
+        (tmp_path / "a.png").write_bytes(content)
+    with pytest.raises(SpecError) as refused:
+        _image_part(str(tmp_path / "a.png"))
+    assert refused.value.param == "image"
+    assert refused.value.message.startswith(f"--image {tmp_path / 'a.png'}: ")
+    assert reason in refused.value.message
 
 
 def test_chat_takes_the_words_for_jobs_that_other_commands_take() -> None:

@@ -9,6 +9,7 @@ from ft_service.data.chat_line import parse_conversation, parse_line
 from ft_service.data.formats.detect_format import Format
 from ft_service.data.formats.normalize import as_record
 from ft_service.data.formats.writing import line_of
+from ft_service.data.image_part import as_json, of_json
 from ft_service.data.line_errors import LineError
 from ft_service.data.prompt_line import parse_prompt
 from ft_service.data.sample_kinds import IMAGE, Conversation, Pair, Picture, images_of
@@ -210,14 +211,32 @@ def test_prompts_of_pairs_have_pictures(form: str) -> None:
     assert written["input"]["messages"][0]["content"][0]["type"] == "image_url"
 
 
-def test_only_supervised_chats_and_pairs_have_pictures() -> None:
-    shown = [user(part(PNG))]
-    records: list[tuple[Any, str]] = [
-        (lambda: parse_conversation(shown, []), "messages.0.content.0.type"),
-        (lambda: parse_prompt({"messages": shown}), "messages.0.content.0.type"),
-    ]
-    for parse, place in records:
-        with pytest.raises(LineError) as refusal:
-            parse()
-        assert refusal.value.field == place
-        assert image_part.SUPERVISED_ONLY in refusal.value.reason
+def test_prompts_to_grade_have_no_pictures() -> None:
+    with pytest.raises(LineError) as refusal:
+        parse_prompt({"messages": [user(part(PNG))]})
+    assert refusal.value.field == "messages.0.content.0.type"
+    assert image_part.SUPERVISED_ONLY in refusal.value.reason
+
+
+def test_a_request_has_pictures_with_their_places_and_as_json() -> None:
+    web = {"type": "image_url", "image_url": {"url": "https://a.example/b.png", "detail": "low"}}
+    messages, _, images = parse_conversation([user(part(PNG), web)], [])
+    assert messages == [{"role": "user", "content": IMAGE * 2}]
+    assert images.places == [f"messages.0.content.{n}.image_url" for n in (0, 1)]
+    assert images.pictures[1].url == "https://a.example/b.png"
+    assert [of_json(as_json(own)) for own in images.pictures] == images.pictures
+
+
+@pytest.mark.parametrize(
+    ("messages", "field"),
+    [
+        ([{"role": "system", "content": [part(PNG)]}], "messages.0.content.0.type"),
+        ([user({"type": "image"})], "messages.0.content.0"),
+        ([user({"type": "image", "path": "a.png"})], "messages.0.content.0.path"),
+        ([user(*[part(PNG)] * 11)], "messages.0.content.10.image_url"),
+    ],
+)
+def test_pictures_of_a_request_are_the_users_and_in_it(messages: list[Any], field: str) -> None:
+    with pytest.raises(LineError) as refusal:
+        parse_conversation(messages, [])
+    assert refusal.value.field == field

@@ -15,9 +15,10 @@ from typing import Any
 
 import pytest
 
-from ft_service.data import template_process
+from ft_service.data import limited_process
+from ft_service.data.limited_process import RenderLimits
 from ft_service.data.line_errors import LineError
-from ft_service.data.template_process import RenderLimits, TemplateProcess
+from ft_service.data.template_process import TemplateProcess
 from ft_service.data.tokens.chat_template import ChatTemplate
 from ft_service.data.tokens.tokenize import load_tokenizer
 from ft_service.host import processes
@@ -117,7 +118,7 @@ def test_a_conversation_whose_process_is_killed_is_rendered_again(
     assert hostile.pid is not None
     os.kill(hostile.pid, signal.SIGKILL)
     assert hostile.write(say("hello"), None, DAY) == "hello on 2026-03-02"
-    monkeypatch.setattr(template_process, "FIRST_PAUSE_SECONDS", 0.01)
+    monkeypatch.setattr(limited_process, "FIRST_PAUSE_SECONDS", 0.01)
     begin = HelperProcess.ask
     kills = [1]
 

@@ -130,12 +130,12 @@ class Pictured:
         names = own[0] if own else ()
         axis = 1 if own and own[0]["pixel_values"].ndim == 5 else 0
         return {
-            name: torch.from_numpy(np.concatenate(_alike([each[name] for each in own]), axis=axis))
+            name: torch.from_numpy(np.concatenate(alike([each[name] for each in own]), axis=axis))
             for name in names
         }
 
 
-def _alike(arrays: list[np.ndarray]) -> list[np.ndarray]:
+def alike(arrays: list[np.ndarray]) -> list[np.ndarray]:
     """Pixels of several pictures, with zeros behind those of the smaller ones."""
     if arrays[0].ndim != 4:
         return arrays

@@ -44,7 +44,7 @@ def test_a_tuned_model_is_talked_to_by_the_template_of_its_job(tmp_path: Path) -
     asked = [{"role": "user", "content": "2+2?"}]
     tuned = chats.of(str(adapter))
     assert (
-        tuned.prompt(asked, []).result()
+        tuned.prompt(asked, []).result().text
         == f"<|user|>\n2+2?{tuned.tokenizer.eos_token}\n<|assistant|>\n"
     )
     assert chats.of(str(adapter)) is tuned, "compiled once"

@@ -14,7 +14,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from ft_service.data.template_process import RenderLimits
+from ft_service.data.limited_process import RenderLimits
 from ft_service.spec import PrecisionOptions
 from tests.support.bases import SAMPLE
 from workers.serving import chat_tokens as chat_module
@@ -48,7 +48,7 @@ def chat(chats: Chats) -> ChatTokenizer:
 
 
 def prompt_of(chat: ChatTokenizer, messages: list[Any]) -> list[int]:
-    return chat.tokens(chat.prompt(messages, []).result())
+    return chat.tokens(chat.prompt(messages, []).result().text)
 
 
 @pytest.fixture(scope="module")

@@ -416,6 +416,8 @@ def multiplied_in_fp8(job: ShardedJob, machine: Machine) -> list[WeightStorage]:
     knows = machine.fp8_flops is not None or (machine.flops is None and not machine.shared_memory)
     if not knows or precision.fp8_products != "auto" or precision.compute != "bf16":
         return []
+    if precision.served_as is not None:
+        return []
     in_fp8 = (stored for stored in job.frozen if stored.format == "fp8")
     return [stored for stored in in_fp8 if fp8_fits(stored.weight.rows, stored.weight.numel_of_row)]
 

@@ -298,7 +298,7 @@ def resolve(request: JobRequest, context: JobContext) -> JobSpec:
 
     Raises SpecError for options that do not fit the number of ranks.
     """
-    check_served(request.serve, request.lora)
+    check_served(request.serve, request.lora, request.precision)
     distributed = _resolve_distributed(request.distributed, context.gpus)
     name = TunedName.of_job(
         context.job_id,
@@ -445,7 +445,7 @@ _RANK_STEPS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
 _MERGE = "leave serve out and merge the tuned model (ft merge)"
 
 
-def check_served(serve: str | None, lora: LoraOptions) -> None:
+def check_served(serve: str | None, lora: LoraOptions, precision: PrecisionOptions) -> None:
     """Raise SpecError naming the option that the inference server would refuse or silently
     ignore.
     """
@@ -462,6 +462,14 @@ def check_served(serve: str | None, lora: LoraOptions) -> None:
     for name in ("use_dora", "modules_to_save"):
         if given := getattr(lora, name, None):
             raise _refused(name, given, "it loads only A and B of LoRA. Leave it out, or")
+    if precision.served_as is not None:
+        raise SpecError(
+            f"precision.served_as = {shown_value(precision.served_as)} with serve = 'vllm': it "
+            "puts adapters on the base without rounding the sum, which such a job is trained on. "
+            f"Leave one of the two out, or {_MERGE}.",
+            param="precision.served_as",
+            code="not_served",
+        )
 
 
 def _refused(name: str, given: object, why: str) -> SpecError:

@@ -51,6 +51,7 @@ from ft_service.kernel_limits import (
     matrices_at_a_time,
     norm_backward_bytes,
     norm_kept_bytes,
+    served_bytes,
     whole_logits_bytes,
 )
 from ft_service.plan.machines import Machine
@@ -360,9 +361,14 @@ def _cast(job: ShardedJob, numel: int) -> int:
 
 
 def _dequantised(job: ShardedJob, machine: Machine) -> int:
-    """Bytes of the largest weight dequantised; of experts, one matrix, or on a GPU as many as it
-    multiplies at a time.
+    """Bytes of the largest weight dequantised, or rounded with its adapter; of experts, one matrix,
+    or on a GPU as many as it multiplies at a time.
     """
+    if job.spec.precision.served_as is not None:
+        return max(
+            served_bytes(weight.numel, job.compute_bytes, gpu=not machine.shared_memory)
+            for weight in job.base.quantizable
+        )
 
     def at_a_time(stored: WeightStorage) -> int:
         if stored.weight.kind != "experts":

@@ -203,6 +203,34 @@ class PrecisionOptions(Strict):
         return self.default
 
 
+def served_fault(precision: PrecisionOptions, lora: LoraOptions) -> str | None:
+    """Return what keeps such adapters from being rounded with their base, as precision.served_as
+    says; None: nothing.
+    """
+    if precision.served_as is None:
+        return None
+    everywhere = (
+        "all linear layers of the decoder layers are rounded, and each needs an adapter: all-linear"
+    )
+    found = (
+        ("use_dora", lora.use_dora, "its magnitudes would multiply rows that are rounded"),
+        (
+            "lora_dropout",
+            lora.lora_dropout > 0,
+            "what is served is one weight, of which no part can be dropped",
+        ),
+        ("target_parameters", lora.target_parameters != [], "mixtures are not merged to it"),
+        ("target_modules", lora.target_modules != "all-linear", everywhere),
+    )
+    for name, given, why in found:
+        if given:
+            return (
+                f"precision.served_as = {precision.served_as!r} with lora.{name}: {why}. Leave one "
+                "of the two out"
+            )
+    return None
+
+
 CHOSEN_UNLESS_GIVEN = ("precision.default", "precision.compute")
 """Options that are chosen for the machine unless they are given, whatever their default."""
 
@@ -732,30 +760,9 @@ class JobOptions(NullableSections):
 
     @model_validator(mode="after")
     def _served_as_it_is_merged(self) -> JobOptions:
-        served = self.precision.served_as
-        if served is None:
-            return self
-        lora = self.lora
-        for name, given, why in (
-            ("use_dora", lora.use_dora, "its magnitudes would multiply rows that are rounded"),
-            (
-                "lora_dropout",
-                lora.lora_dropout,
-                "what is served is one weight, of which no part can be dropped",
-            ),
-            ("target_parameters", lora.target_parameters, "mixtures are not merged to it"),
-            (
-                "target_modules",
-                lora.target_modules != "all-linear",
-                "all linear layers of the decoder layers are rounded, and each needs an adapter: "
-                "all-linear",
-            ),
-        ):
-            if given:
-                raise ValueError(
-                    f"precision.served_as = {served!r} with lora.{name}: {why}. Leave one of the "
-                    "two out"
-                )
+        fault = served_fault(self.precision, self.lora)
+        if fault is not None:
+            raise ValueError(fault)
         return self
 
     @model_validator(mode="after")

@@ -31,6 +31,7 @@ from ft_service.spec.options import (
     LoraOptions,
     PrecisionOptions,
     TrainingOptions,
+    served_fault,
 )
 from ft_service.spec.request import JobRequest
 from ft_service.spec.templates import named_template
@@ -386,6 +387,7 @@ def inherit(request: JobRequest, parent: JobSpec, name: str) -> JobRequest:
     given = request.lora.model_fields_set & {"lora_dropout"}
     lora = parent.lora.model_copy(update={field: getattr(request.lora, field) for field in given})
     precision = _inherited_precision(request.precision, parent.precision)
+    _refuse_inherited_form(precision, lora, request.method.type, name)
     chat_template = (
         request.chat_template if request.chat_template is not None else parent.chat_template or None
     )
@@ -394,6 +396,23 @@ def inherit(request: JobRequest, parent: JobSpec, name: str) -> JobRequest:
         variables = {**parent.chat_template_kwargs, **variables}
     changed = {"chat_template": chat_template, "chat_template_kwargs": variables or None}
     return request.model_copy(update={"lora": lora, "precision": precision, **changed})
+
+
+def _refuse_inherited_form(
+    precision: PrecisionOptions, lora: LoraOptions, method: MethodType, name: str
+) -> None:
+    """Raise SpecError for a precision.served_as, given or of the parent `name`, that does not fit
+    the rest.
+    """
+    fault = served_fault(precision, lora)
+    if fault is None and precision.served_as is not None and method in ("reinforcement", "tinker"):
+        fault = (
+            f"precision.served_as = {precision.served_as!r} of {name} with method.type = "
+            f"'{method}': the sampler puts the adapter on the base without rounding the sum. "
+            "Continue it with another method"
+        )
+    if fault is not None:
+        raise SpecError(f"{fault}.", param="precision.served_as")
 
 
 def _inherited_precision(given: PrecisionOptions, parent: PrecisionOptions) -> PrecisionOptions:

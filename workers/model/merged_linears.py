@@ -32,10 +32,10 @@ def merged_linears(
         )
     elif turned_weights(model):
         why = f"holds its matrices the other way round, which merging to {to} does not"
-    elif experts_of(layers):
-        why = f"is a mixture of experts, which merging to {to} does not support"
     elif missing:
         why = f"does not hold {missing[0]} by that name, which merging to {to} does not support"
+    elif experts_of(layers):
+        why = f"is a mixture of experts, which merging to {to} does not support"
     else:
         return names
     raise SpecError(f"The base {why}: {instead}.", param=param)

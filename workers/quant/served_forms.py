@@ -15,6 +15,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from ft_service.kernel_limits import SERVED_BLOCK
 from ft_service.spec import SERVED_FORMS, ServedAs
 from workers.quant import frozen_linear
 from workers.quant.division import divided
@@ -28,8 +29,6 @@ SHRINKS = tuple(torch.linspace(1.0, 0.7, 13).tolist())
 error is taken.
 """
 _LEAST = torch.finfo(torch.bfloat16).tiny
-_BLOCK_ELEMENTS = {"cpu": 2**17, "cuda": 2**24}
-"""Elements of a weight that are rounded at a time: each takes about 40 bytes meanwhile."""
 
 
 class AdapterFactors(NamedTuple):
@@ -115,7 +114,7 @@ def rounded_rows(
     """
     a, b = adapter.a.double(), adapter.b.double()
     cols = a.shape[1]
-    height = max(1, _BLOCK_ELEMENTS[a.device.type] // max(1, cols))
+    height = max(1, SERVED_BLOCK[a.device.type] // max(1, cols))
     for start in range(0, len(b), height):
         rows = slice(start, min(start + height, len(b)))
         weight = frozen_linear.rows_of(parts, stored_as, cols, rows).double()

@@ -12,19 +12,15 @@ from typing import Any
 
 import pytest
 import torch
-from compressed_tensors.compressors.pack_quantized.helpers import unpack_from_int32
-from safetensors.torch import load_file
 from torch import Tensor, nn
 from torch.nn import functional as F
-from transformers import AutoModelForCausalLM
 
 from ft_service.errors import SpecError
 from ft_service.rundir.directory import RunDir
 from ft_service.rundir.documents import Outcome, OutcomeKind
-from ft_service.spec import JobSpec, PrecisionOptions, inherit, parse_request
+from ft_service.spec import JobSpec, inherit, parse_request
 from tests.support.ranks import run_on_ranks
 from tests.support.training import parity
-from tests.support.training.adapters import difference, logits, merged_by_peft, save_adapter
 from tests.support.training.attempts import adapter as trained_adapter
 from tests.support.training.attempts import losses, messages, run_attempt, table, trained
 from tests.support.training.models import (
@@ -36,15 +32,10 @@ from tests.support.training.models import (
     spec_for,
 )
 from tests.support.training.parity import CPU, MIXED, assert_parity, reference_steps, train_steps
-from workers.exports.compressed_tensors import restore
-from workers.layers.linear import LoraLinear, stored_parts
-from workers.layers.segments import CURRENT
-from workers.layers.served import ServedLinear
 from workers.model.build import build
-from workers.quant.served_forms import AdapterFactors, rounded, rounded_rows, values_of
+from workers.quant.served_forms import rounded, values_of
 from workers.tasks.export import export
-from workers.tasks.fidelity import with_adapter
-from workers.tasks.merge import merge, merge_and_measure
+from workers.tasks.merge import merge_and_measure
 
 
 @pytest.fixture(scope="module")
@@ -107,89 +98,6 @@ def test_loss_and_every_gradient_are_those_of_autograd_straight_through_the_roun
         assert_parity(ours, truth)
 
 
-def codes_of(layer: ServedLinear) -> tuple[Tensor, Tensor]:
-    """What a layer multiplies by."""
-    weight: Any = layer.base_layer.weight
-    factors = AdapterFactors(
-        layer.lora_A["default"].weight.detach(),
-        layer.lora_B["default"].weight.detach(),
-        layer.scaling["default"],
-    )
-    rows = list(rounded_rows(*stored_parts(weight), factors, layer.served_as))
-    return torch.cat([own.codes for own in rows]), torch.cat([own.scales for own in rows])
-
-
-@pytest.mark.parametrize(("form", "to"), [("int4_g32", "int4"), ("fp8", "fp8")])
-def test_merging_writes_the_codes_by_which_training_has_multiplied(
-    base: Path, tmp_path: Path, form: str, to: str
-) -> None:
-    """Also of a base that training stores in FP8 and NF4."""
-    spec = served(base, form=form)
-    adapter = save_adapter(base, tmp_path / "adapter")
-    model = with_adapter(spec, adapter, CPU)
-    merge(base, adapter, tmp_path / "out", to=to, precision=spec.precision)
-    held = load_file(tmp_path / "out/model.safetensors")
-    layers = {
-        name.removeprefix("base_model.model."): module
-        for name, module in model.named_modules()
-        if isinstance(module, LoraLinear)
-    }
-    assert len(layers) == 14
-    stock = AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32)
-    for name, layer in layers.items():
-        assert isinstance(layer, ServedLinear)
-        codes, scales = codes_of(layer)
-        assert torch.equal(held[f"{name}.weight_scale"], scales)
-        if to == "int4":
-            shape = torch.Size(held[f"{name}.weight_shape"].tolist())
-            theirs = unpack_from_int32(held[f"{name}.weight_packed"], 4, shape).float()
-        else:
-            theirs = held[f"{name}.weight"].float()
-        assert torch.equal(theirs, codes.float())
-        weight = stock.get_submodule(name).weight
-        weight.data = (
-            theirs.unflatten(1, (scales.shape[1], -1)).mul(scales.float()[:, :, None]).flatten(1)
-        )
-    CURRENT.use(None)
-    ours = logits(model)
-    assert difference(logits(stock), ours) < 1e-6
-    assert difference(logits(merged_by_peft(base, adapter)), ours) > 0.01
-    if to == "int4":
-        restore(tmp_path / "out", tmp_path / "plain")
-        plain = AutoModelForCausalLM.from_pretrained(tmp_path / "plain", dtype=torch.float32)
-        assert difference(logits(plain), ours) < 1e-6
-    loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "out", dtype=torch.float32)
-    bound = 5e-3 if to == "int4" else 0.1  # values rounded to bf16; inputs rounded to FP8
-    assert difference(logits(loaded), ours) < bound
-
-
-def test_in_bf16_merging_takes_the_adapter_as_it_was_multiplied_in_bf16(
-    base: Path, tmp_path: Path
-) -> None:
-    spec = served(base, precision={"compute": "bf16"})
-    adapter = save_adapter(base, tmp_path / "adapter")
-    other = spec.precision.model_copy(update={"compute": "fp32"})
-    merge(base, adapter, tmp_path / "out", to="int4", precision=spec.precision)
-    merge(base, adapter, tmp_path / "other", to="int4", precision=other)
-    layer = next(
-        module
-        for module in with_adapter(spec, adapter, CPU).modules()
-        if isinstance(module, ServedLinear)
-    )
-    for name in ("lora_A", "lora_B"):
-        matrix = getattr(layer, name)["default"].weight
-        matrix.data = matrix.data.bfloat16()
-    name = "model.layers.0.self_attn.q_proj.weight_packed"
-    ours, others = (
-        unpack_from_int32(
-            load_file(tmp_path / folder / "model.safetensors")[name], 4, torch.Size((64, 64))
-        ).float()
-        for folder in ("out", "other")
-    )
-    assert torch.equal(ours, codes_of(layer)[0])
-    assert not torch.equal(ours, others)
-
-
 @pytest.fixture(scope="module")
 def finished(tmp_path_factory: pytest.TempPathFactory) -> RunDir:
     """A job on pairs, on two ranks."""
@@ -224,15 +132,10 @@ def test_a_resumed_job_ends_with_the_same_bits_and_its_reference_is_the_rounded_
         assert torch.equal(trained_adapter(run)[name], matrix), name
 
 
-def test_the_loss_of_what_is_merged_is_that_of_training_and_other_forms_are_refused(
+def test_other_forms_than_its_own_are_refused_by_every_export(
     finished: RunDir, tmp_path: Path
 ) -> None:
     adapter = finished.path("adapter")
-    report = merge_and_measure(adapter, tmp_path / "out", "int4", None, 4)
-    found = report["validation_loss"]
-    assert found["merged"] == pytest.approx(found["adapter_on_base_as_trained"], rel=1e-3)
-    apart = abs(found["merged"] - found["adapter_on_base_as_trained"])
-    assert abs(found["adapter_on_bf16_base"] - found["merged"]) > 5 * apart
     for to in ("bf16", "fp8"):
         with pytest.raises(SpecError, match="use ft merge --to int4, or") as refused:
             merge_and_measure(adapter, tmp_path / to, to, None, 0)
@@ -241,8 +144,16 @@ def test_the_loss_of_what_is_merged_is_that_of_training_and_other_forms_are_refu
         with pytest.raises(SpecError, match="--format merged-int4"):
             export(adapter, tmp_path / to, to, None, 0)
         assert not (tmp_path / to).exists()
-    assert export(adapter, tmp_path / "export", "merged-int4", None, 0)["to"] == "merged-int4"
-    config = json.loads((tmp_path / "export/config.json").read_text())["quantization_config"]
+
+
+@pytest.mark.slow
+def test_the_loss_of_what_is_exported_is_that_of_training(finished: RunDir, tmp_path: Path) -> None:
+    report = export(finished.path("adapter"), tmp_path / "out", "merged-int4", None, 4)
+    found = report["validation_loss"]
+    assert found["merged"] == pytest.approx(found["adapter_on_base_as_trained"], rel=1e-3)
+    apart = abs(found["merged"] - found["adapter_on_base_as_trained"])
+    assert abs(found["adapter_on_bf16_base"] - found["merged"]) > 5 * apart
+    config = json.loads((tmp_path / "out/config.json").read_text())["quantization_config"]
     assert config["config_groups"]["group_0"]["weights"]["group_size"] == 32
 
 
@@ -311,11 +222,3 @@ def test_a_base_that_is_not_merged_to_the_form_is_refused_before_training(
     with pytest.raises(SpecError, match=r"leave precision\.served_as out") as refused:
         build(spec_for(mixture, precision={"served_as": "fp8"}), CPU)
     assert refused.value.param == "precision.served_as"
-
-
-def test_a_plain_job_is_merged_as_ever(base: Path, tmp_path: Path) -> None:
-    adapter = save_adapter(base, tmp_path / "adapter")
-    merge(base, adapter, tmp_path / "one", to="int4")
-    merge(base, adapter, tmp_path / "other", to="int4", precision=PrecisionOptions())
-    one, other = (load_file(tmp_path / name / "model.safetensors") for name in ("one", "other"))
-    assert all(torch.equal(tensor, other[name]) for name, tensor in one.items())

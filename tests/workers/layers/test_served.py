@@ -108,7 +108,9 @@ def test_gradients_are_those_of_autograd_straight_through_the_rounding(
     x, a, b = x.detach(), a.detach(), b.detach()
     alone = F.linear(x, rounding(base, form), served.base_layer.bias)
     apart = alone + SCALE * F.linear(F.linear(x, a), b)
-    assert float((found.detach() - apart).norm() / apart.norm()) > 0.01, "the sum is rounded, not the base"
+    assert float((found.detach() - apart).norm() / apart.norm()) > 0.01, (
+        "the sum is rounded, not the base"
+    )
 
 
 def test_backward_keeps_no_rounded_weight_and_compute_in_bf16_rounds_the_adapter_first() -> None:

@@ -146,7 +146,7 @@ def test_rounding_with_the_adapter_costs_a_pass_for_each_forward_and_backward(
     assert plain.speed.dequantise_seconds == 0
     assert served.speed.dequantise_seconds == pytest.approx(passes * once, rel=1e-6)
     assert in_fp8.speed.compute_seconds == served.speed.compute_seconds, "no product is in FP8"
-    modes = served.rank.activations_by_mode, plain.rank.activations_by_mode
+    modes = served.rank.workspace_by_mode, plain.rank.workspace_by_mode
     assert modes[0]["selective"] > modes[1]["selective"], "a weight and a block of it at once"
     assert served_bytes(2**26, 2, gpu=True) == 2 * 2**26 + 36 * 2**22
     assert served_bytes(2**10, 4, gpu=False) == 4 * 2**10 + 36 * 2**10

@@ -254,3 +254,21 @@ def gate_kept(*, fused: bool) -> int:
     """How many tensors of a gated feed-forward's width are kept: gate, up, the product and, unless
     by a kernel, the gate's activation."""
     return 3 if fused else 4
+
+
+# Weights that are rounded with their adapter (workers/quant/served_forms.py) ------------------------
+
+SERVED_BLOCK = {"cpu": 2**17, "cuda": 2**22}
+"""Numbers of a weight that are rounded at a time: on a processor as many as its cache holds, on a
+GPU enough to keep it busy."""
+SERVED_BLOCK_BYTES = 36
+"""Bytes for each of them meanwhile: the sum in fp64 and fp32, magnitudes, codes and values."""
+SERVED_MOVED_BYTES = 96
+"""Bytes that rounding moves for each number of a weight: its dozen operations read and write it in
+fp32, those of the sum in fp64."""
+
+
+def served_bytes(numel: int, number_bytes: int, *, gpu: bool) -> int:
+    """Bytes while a weight is made that is multiplied by: itself, and the block that is rounded."""
+    block = min(numel, SERVED_BLOCK["cuda" if gpu else "cpu"])
+    return number_bytes * numel + SERVED_BLOCK_BYTES * block

@@ -44,7 +44,7 @@ from ft_service.serving import server_samples
 from ft_service.serving.handoff import ends_of_handed_over
 from ft_service.serving.preview import Deliver, PreviewModel, Ticket
 from ft_service.settings import Settings
-from ft_service.spec import is_tuned
+from ft_service.spec import SERVED_FORMS, JobSpec, is_tuned
 from ft_service.spec.resolved import vllm_rank
 from ft_service.store.records import Principal
 from ft_service.wording import shown_value
@@ -241,6 +241,7 @@ async def _previewed(name: str, tuned: tuned_models.Tuned | None, services: Serv
         except SpecError as error:
             raise NotFoundError(error.message, param="model", code="model_not_found") from None
         return Previewed(PreviewModel(str(base.path)), None)
+    _refuse_rounded(tuned.job.spec)
     async with turn("making") if tuned.checkpoint is not None else nullcontext():
         adapter = await in_thread(adapter_folder, tuned, services.places)
     spec = tuned.job.spec
@@ -248,6 +249,21 @@ async def _previewed(name: str, tuned: tuned_models.Tuned | None, services: Serv
     return Previewed(
         PreviewModel(spec.model.path, spec.precision.model_dump(mode="json"), job), str(adapter)
     )
+
+
+def _refuse_rounded(spec: JobSpec) -> None:
+    """Raise SpecError for a tuned model that is served rounded: the preview puts adapters on the
+    base without rounding the sum.
+    """
+    form = spec.precision.served_as
+    if form is not None:
+        raise SpecError(
+            f"The tuned model was trained to be served in {form} (precision.served_as), to which "
+            "the preview does not round base and adapter: merge it (ft merge --to "
+            f"{SERVED_FORMS[form].merged_to}), and serve the merged model.",
+            param="model",
+            code="model_not_served",
+        )
 
 
 @dataclass(frozen=True)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
 from typing import TypeVar
@@ -11,8 +11,10 @@ from ft_service.errors import SpecError
 from ft_service.spec import (
     AS_PUBLISHED,
     FORMATS,
+    SERVED_FORMS,
     FormatChoice,
     PrecisionOptions,
+    ServedAs,
     WeightFormat,
     keeps,
     match_pattern,
@@ -462,4 +464,39 @@ def _refuse_experts(wanted: str, matched: list[str]) -> None:
         "lora.target_parameters, and routers have no adapter; all-linear means the former, and "
         "leaves stacks and routers out.",
         param="lora.target_modules",
+    )
+
+
+def refuse_served(
+    form: ServedAs | None, widths: Mapping[str, int], adapted: Collection[str], experts: bool
+) -> None:
+    """Raise SpecError for a precision.served_as that the linear layers of the decoder layers cannot
+    be rounded to.
+
+    `widths`: their columns by name; `adapted`: modules with an adapter; `experts`: whether there
+    are stacks of experts.
+    """
+    if form is None:
+        return
+    group = SERVED_FORMS[form].group
+    odd = [name for name, width in widths.items() if group and width % group]
+    bare = [name for name in widths if name not in adapted]
+    if experts:
+        why = "the base is a mixture of experts, which is merged to bf16 only"
+    elif odd:
+        fit = [
+            other
+            for other, its in SERVED_FORMS.items()
+            if not its.group or all(width % its.group == 0 for width in widths.values())
+        ]
+        why = (
+            f"{odd[0]} has {widths[odd[0]]} columns, which are not groups of {group}. "
+            f"{' and '.join(fit)} would fit"
+        )
+    elif bare:
+        why = f"{bare[0]} is rounded too, and has no adapter of the kinds that this base takes"
+    else:
+        return
+    raise SpecError(
+        f"precision.served_as = {form!r}: {why}. Or leave it out.", param="precision.served_as"
     )

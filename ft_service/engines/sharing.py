@@ -38,7 +38,8 @@ def share_key(
 
     Alone run jobs with `engine: off`, on several hosts or on a number of ranks that may change, and
     those that do something to the base itself or its groups which an engine does not: NEFTune,
-    adapters on stacks of experts, DoRA, modules that are trained whole, compiled layers, other
+    adapters on stacks of experts, DoRA, modules that are trained whole, weights that are rounded
+    with their adapter (precision.served_as), compiled layers, other
     groups than decoder layers, and weights that stay gathered, are gathered ahead or are offloaded.
     So do jobs whose
     ranks still choose what is "auto", that gain less than WORTH_GAIN, or whose seat has no room
@@ -56,6 +57,7 @@ def share_key(
         or spec.lora.target_parameters
         or spec.lora.use_dora
         or spec.lora.modules_to_save
+        or spec.precision.served_as is not None
     ):
         return None
     if (

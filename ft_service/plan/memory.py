@@ -51,6 +51,7 @@ from ft_service.kernel_limits import (
     matrices_at_a_time,
     norm_backward_bytes,
     norm_kept_bytes,
+    served_bytes,
     whole_logits_bytes,
 )
 from ft_service.plan.machines import Machine
@@ -360,9 +361,14 @@ def _cast(job: ShardedJob, numel: int) -> int:
 
 
 def _dequantised(job: ShardedJob, machine: Machine) -> int:
-    """Bytes of the largest weight dequantised; of experts, one matrix, or on a GPU as many as it
-    multiplies at a time.
+    """Bytes of the largest weight dequantised, or rounded with its adapter; of experts, one matrix,
+    or on a GPU as many as it multiplies at a time.
     """
+    if job.spec.precision.served_as is not None:
+        return max(
+            served_bytes(weight.numel, job.compute_bytes, gpu=not machine.shared_memory)
+            for weight in job.base.quantizable
+        )
 
     def at_a_time(stored: WeightStorage) -> int:
         if stored.weight.kind != "experts":
@@ -415,6 +421,8 @@ def multiplied_in_fp8(job: ShardedJob, machine: Machine) -> list[WeightStorage]:
     precision = job.spec.precision
     knows = machine.fp8_flops is not None or (machine.flops is None and not machine.shared_memory)
     if not knows or precision.fp8_products != "auto" or precision.compute != "bf16":
+        return []
+    if precision.served_as is not None:
         return []
     in_fp8 = (stored for stored in job.frozen if stored.format == "fp8")
     return [stored for stored in in_fp8 if fp8_fits(stored.weight.rows, stored.weight.numel_of_row)]

@@ -4,10 +4,12 @@ a machine's figures.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
 from ft_service.bases.description import Description, Weight
+from ft_service.kernel_limits import SERVED_MOVED_BYTES
 from ft_service.plan.machines import EFFICIENCY, EFFICIENCY_BY_CUDNN, LINK_EFFICIENCY, Machine
 from ft_service.plan.memory import MicroBatches, job_attends_by_cudnn, multiplied_in_fp8
 from ft_service.plan.weight_storage import AdapterShape, GatherGroup, ShardedJob, trained_head
@@ -27,8 +29,14 @@ _LAUNCHED = {"none": 1.0, "selective": 1.3, "full": 1.35}
 """Activation checkpointing → launches as a multiple of those without it: what is computed again is
 launched again.
 """
+FP64_SHARE = 1 / 128
+"""FLOP/s in fp64 as a share of those in bf16, on the GPUs that are slowest at it: those of
+workstations. Others have a tenth.
+"""
+FP64_SHARE_OF_PROCESSOR = 1 / 2
 PASSES = {"none": 2, "selective": 2, "full": 3}
-"""Activation checkpointing → how often a micro-batch dequantises every weight: forward, backward,
+"""Activation checkpointing → how often a micro-batch dequantises every weight, or rounds it with its
+adapter: forward, backward,
 forward again.
 """
 
@@ -60,6 +68,7 @@ class Speed:
     step_seconds: float
     compute_seconds: float
     dequantise_seconds: float
+    """Of it, with precision.served_as, rounding base and adapter together."""
     wire_seconds: float
     launch_seconds: float
     """Time until all of a step's work is launched. A GPU with less work than that waits."""
@@ -162,6 +171,21 @@ def launch_seconds(rounds: int, layers: int, mode: str, *, gpu: bool) -> float:
     return rounds * layers * _LAUNCHED[mode] * (LAUNCH_SECONDS if gpu else DISPATCH_SECONDS)
 
 
+def served_seconds(job: ShardedJob, machine: Machine) -> float:
+    """Seconds of one pass of rounding all weights with their adapters; 0: the job rounds none.
+
+    The bytes that it moves, and the products of B and A, which are summed up in fp64.
+    """
+    if job.spec.precision.served_as is None:
+        return 0.0
+    assert machine.memory_bandwidth is not None
+    numel = sum(weight.numel for weight in job.base.quantizable)
+    summed = sum(2 * a.rows * a.cols * a.r for a in job.adapters if not a.whole)
+    share = FP64_SHARE_OF_PROCESSOR if machine.shared_memory else FP64_SHARE
+    flops = share * (machine.flops_in(job.spec.precision.compute) or math.inf)
+    return SERVED_MOVED_BYTES * numel / machine.memory_bandwidth + summed / flops
+
+
 def dequantised_bytes(job: ShardedJob, left_out: Collection[Weight] = ()) -> int:
     """Bytes that one pass of dequantising all weights but some moves: codes are read, bf16 is
     written.
@@ -187,8 +211,11 @@ def speed_on(
     in_fp8 = {s.weight for s in multiplied_in_fp8(job, machine) if s.weight.kind == "linear"}
     flops -= int((1 - 1 / FP8_GAIN) * 2 * PASSES[mode] * sum(weight.numel for weight in in_fp8))
     compute = batches.step_tokens * flops / (reached * efficiency(job, machine, batches, mode))
-    moved = dequantised_bytes(job, in_fp8)
-    dequantise = batches.rounds * PASSES[mode] * moved / machine.memory_bandwidth
+    # what is rounded is dequantised by the way
+    one_pass = served_seconds(job, machine) or (
+        dequantised_bytes(job, in_fp8) / machine.memory_bandwidth
+    )
+    dequantise = batches.rounds * PASSES[mode] * one_pass
     wired = wire.total / (machine.link_bandwidth * LINK_EFFICIENCY)
     launched = launch_seconds(
         batches.rounds, job.base.dimensions.layers, mode, gpu=not machine.shared_memory

@@ -16,6 +16,7 @@ from ft_service.bases.module_rules import (
     choose_parameters,
     choose_targets,
     refuse_resharding_of_held,
+    refuse_served,
     values_by_module,
 )
 from ft_service.errors import SpecError
@@ -270,6 +271,8 @@ def adapters_of(base: Description, spec: JobSpec) -> list[AdapterShape]:
     stacks = choose_parameters(experts, spec.lora.target_parameters, spec.lora.lora_dropout, chosen)
     ranks = values_by_module([*chosen, *stacks], spec.lora.rank_pattern, "lora.rank_pattern")
     values_by_module([*chosen, *stacks], spec.lora.alpha_pattern, "lora.alpha_pattern")
+    rounded = {w.module: w.numel_of_row for w in base.quantizable if w.kind == "linear"}
+    refuse_served(spec.precision.served_as, rounded, set(chosen), bool(experts))
     weights = [linears[name] for name in chosen]
     shapes = [
         AdapterShape(

@@ -80,7 +80,15 @@ from ft_service.spec.resolved import (
 from ft_service.spec.stored_spec import StoredSpec
 from ft_service.spec.tuned_name import TunedName, is_tuned
 from ft_service.spec.validation_errors import spec_error
-from ft_service.spec.weight_formats import AS_PUBLISHED, FORMATS, FormatChoice, WeightFormat, keeps
+from ft_service.spec.weight_formats import (
+    AS_PUBLISHED,
+    FORMATS,
+    SERVED_FORMS,
+    FormatChoice,
+    ServedAs,
+    WeightFormat,
+    keeps,
+)
 
 __all__ = [
     "AS_PUBLISHED",
@@ -94,6 +102,7 @@ __all__ = [
     "NOT_YET_VALUES",
     "PAIR_METHODS",
     "PREFERENCE_METHODS",
+    "SERVED_FORMS",
     "AdapterRef",
     "AnswerMetric",
     "BaseModelRef",
@@ -124,6 +133,7 @@ __all__ = [
     "Prefetch",
     "Prompt",
     "Resolved",
+    "ServedAs",
     "SimpoOptions",
     "StoredSpec",
     "Strict",

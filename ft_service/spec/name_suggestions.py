@@ -76,6 +76,7 @@ NAMES: Mapping[str, str] = {
         ("bf16", "fp16", "bfloat16", "float32", "torch_dtype", "dtype", "bnb_4bit_compute_dtype"),
         "precision.compute",
     ),
+    **dict.fromkeys(("qat", "qat_scheme", "quantization_aware"), "precision.served_as"),
     **dict.fromkeys(("num_train_epochs", "num_epochs", "epochs"), "training.n_epochs"),
     **dict.fromkeys(("steps", "max_train_steps"), "training.max_steps"),
     **dict.fromkeys(

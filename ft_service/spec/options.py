@@ -27,7 +27,7 @@ from ft_service.spec.option_types import (
 )
 from ft_service.spec.template_variables import Variables
 from ft_service.spec.templates import check_template
-from ft_service.spec.weight_formats import AS_PUBLISHED, FormatChoice
+from ft_service.spec.weight_formats import AS_PUBLISHED, FormatChoice, ServedAs
 
 LEARNING_RATE = 2e-4
 """Learning rate for `learning_rate_multiplier: 1`; the usual one for LoRA with AdamW."""
@@ -183,6 +183,16 @@ class PrecisionOptions(Strict):
     reading that base it may take a quarter of the job's time, or a minute. An event says what was
     left out, and why. off: never.
     """
+    served_as: ServedAs | None = None
+    """The form in which the tuned model will be served merged: int4_g128, int4_g64, int4_g32 (INT4
+    with a scale for every 128, 64 or 32 columns of a row) or fp8 (a scale for each row). Layers
+    then multiply by what base and adapter give together once that is rounded to this form, in
+    training as in validation, and `ft merge` writes exactly these codes. It needs an adapter on
+    every linear layer of the decoder layers, and is not for mixtures of experts, use_dora,
+    lora_dropout, sampling by method reinforcement or Tinker's clients, or engines: such a job is
+    trained alone. The adapter is for that form alone: other exports are refused. None: layers
+    compute with base and adapter as they are.
+    """
 
     @property
     def format(self) -> FormatChoice:
@@ -191,6 +201,34 @@ class PrecisionOptions(Strict):
             "precision.default is chosen before anything is built or stored"
         )
         return self.default
+
+
+def served_fault(precision: PrecisionOptions, lora: LoraOptions) -> str | None:
+    """Return what keeps such adapters from being rounded with their base, as precision.served_as
+    says; None: nothing.
+    """
+    if precision.served_as is None:
+        return None
+    everywhere = (
+        "all linear layers of the decoder layers are rounded, and each needs an adapter: all-linear"
+    )
+    found = (
+        ("use_dora", lora.use_dora, "its magnitudes would multiply rows that are rounded"),
+        (
+            "lora_dropout",
+            lora.lora_dropout > 0,
+            "what is served is one weight, of which no part can be dropped",
+        ),
+        ("target_parameters", lora.target_parameters != [], "mixtures are not merged to it"),
+        ("target_modules", lora.target_modules != "all-linear", everywhere),
+    )
+    for name, given, why in found:
+        if given:
+            return (
+                f"precision.served_as = {precision.served_as!r} with lora.{name}: {why}. Leave one "
+                "of the two out"
+            )
+    return None
 
 
 CHOSEN_UNLESS_GIVEN = ("precision.default", "precision.compute")
@@ -720,6 +758,13 @@ class JobOptions(NullableSections):
                 "lora.use_dora with lora.target_parameters: PEFT has no DoRA for stacks of "
                 "experts. Leave one of the two out"
             )
+        return self
+
+    @model_validator(mode="after")
+    def _served_as_it_is_merged(self) -> JobOptions:
+        fault = served_fault(self.precision, self.lora)
+        if fault is not None:
+            raise ValueError(fault)
         return self
 
     @model_validator(mode="after")

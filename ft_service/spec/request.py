@@ -68,6 +68,11 @@ _NOT_OF_SAMPLED = (
         "lora_dropout",
         "dropout would make the trainer another model than the sampler. Leave it out",
     ),
+    (
+        "precision",
+        "served_as",
+        "the sampler puts the adapter on the base without rounding the sum. Leave it out",
+    ),
 )
 _NOT_OF_REINFORCEMENT = (
     *_NOT_OF_SAMPLED,

@@ -32,6 +32,7 @@ from ft_service.spec.options import (
     LoraOptions,
     PrecisionOptions,
     TrainingOptions,
+    served_fault,
 )
 from ft_service.spec.request import JobRequest
 from ft_service.spec.templates import named_template
@@ -309,7 +310,7 @@ def resolve(request: JobRequest, context: JobContext) -> JobSpec:
 
     Raises SpecError for options that do not fit the number of ranks.
     """
-    check_served(request.serve, request.lora)
+    check_served(request.serve, request.lora, request.precision)
     distributed = _resolve_distributed(request.distributed, context.gpus)
     name = TunedName.of_job(
         context.job_id,
@@ -398,6 +399,7 @@ def inherit(request: JobRequest, parent: JobSpec, name: str) -> JobRequest:
     given = request.lora.model_fields_set & {"lora_dropout"}
     lora = parent.lora.model_copy(update={field: getattr(request.lora, field) for field in given})
     precision = _inherited_precision(request.precision, parent.precision)
+    _refuse_inherited_form(precision, lora, request.method.type, name)
     chat_template = (
         request.chat_template if request.chat_template is not None else parent.chat_template or None
     )
@@ -406,6 +408,23 @@ def inherit(request: JobRequest, parent: JobSpec, name: str) -> JobRequest:
         variables = {**parent.chat_template_kwargs, **variables}
     changed = {"chat_template": chat_template, "chat_template_kwargs": variables or None}
     return request.model_copy(update={"lora": lora, "precision": precision, **changed})
+
+
+def _refuse_inherited_form(
+    precision: PrecisionOptions, lora: LoraOptions, method: MethodType, name: str
+) -> None:
+    """Raise SpecError for a precision.served_as, given or of the parent `name`, that does not fit
+    the rest.
+    """
+    fault = served_fault(precision, lora)
+    if fault is None and precision.served_as is not None and method in ("reinforcement", "tinker"):
+        fault = (
+            f"precision.served_as = {precision.served_as!r} of {name} with method.type = "
+            f"'{method}': the sampler puts the adapter on the base without rounding the sum. "
+            "Continue it with another method"
+        )
+    if fault is not None:
+        raise SpecError(f"{fault}.", param="precision.served_as")
 
 
 def _inherited_precision(given: PrecisionOptions, parent: PrecisionOptions) -> PrecisionOptions:
@@ -457,7 +476,7 @@ _RANK_STEPS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
 _MERGE = "leave serve out and merge the tuned model (ft merge)"
 
 
-def check_served(serve: str | None, lora: LoraOptions) -> None:
+def check_served(serve: str | None, lora: LoraOptions, precision: PrecisionOptions) -> None:
     """Raise SpecError naming the option that the inference server would refuse or silently
     ignore.
     """
@@ -474,6 +493,14 @@ def check_served(serve: str | None, lora: LoraOptions) -> None:
     for name in ("use_dora", "modules_to_save"):
         if given := getattr(lora, name, None):
             raise _refused(name, given, "it loads only A and B of LoRA. Leave it out, or")
+    if precision.served_as is not None:
+        raise SpecError(
+            f"precision.served_as = {shown_value(precision.served_as)} with serve = 'vllm': it "
+            "puts adapters on the base without rounding the sum, which such a job is trained on. "
+            f"Leave one of the two out, or {_MERGE}.",
+            param="precision.served_as",
+            code="not_served",
+        )
 
 
 def _refused(name: str, given: object, why: str) -> SpecError:

@@ -20,6 +20,11 @@ published plain, or in a layout that no format holds.
 """
 FormatChoice = WeightFormat | Literal["as_published"]
 
+ServedAs = Literal["int4_g128", "int4_g64", "int4_g32", "fp8"]
+"""A form in which a merged model is served, and for which an adapter can be trained: INT4 with a
+scale for every 128, 64 or 32 columns of a row, or FP8 with one for each row.
+"""
+
 
 @dataclass(frozen=True)
 class StorageFormat:
@@ -72,3 +77,21 @@ def keeps(choice: FormatChoice, published: WeightFormat) -> bool:
     """Return whether a weight published in a format stays in it where `precision` says `choice`."""
     kept_by = FORMATS[published].kept_by
     return kept_by is None or choice in kept_by
+
+
+@dataclass(frozen=True)
+class ServedForm:
+    """What `ft merge` writes for a `ServedAs`."""
+
+    merged_to: Literal["fp8", "int4"]
+    """The value of its --to."""
+    group: int = 0
+    """Columns that share a scale; 0: those of the row."""
+
+
+SERVED_FORMS: dict[ServedAs, ServedForm] = {
+    "int4_g128": ServedForm("int4", 128),
+    "int4_g64": ServedForm("int4", 64),
+    "int4_g32": ServedForm("int4", 32),
+    "fp8": ServedForm("fp8"),
+}

@@ -100,6 +100,7 @@ DECIDE: dict[str, list[Any]] = {
     "validation_split": [0.25],
     "precision.default": ["fp8", "nf4", "nf4_fp32", "fp8_blocks", "nvfp4", "mxfp4"],
     "precision.compute": ["bf16"],
+    "precision.served_as": ["int4_g32", "int4_g64", "fp8"],
     "training.max_steps": [4],
     "training.batch_size": [3],
     "training.max_length": [40],

@@ -21,7 +21,6 @@ from ft_service.errors import SpecError
 from workers.base.base_tensors import Safetensors
 from workers.base.layouts import PACKED_DTYPE
 from workers.base.quantized_rows import from_int4
-from workers.quant.fp8 import LARGEST
 
 _INDEX = "model.safetensors.index.json"
 _CONFIG = "config.json"
@@ -63,48 +62,11 @@ SCALE = "_scale"
 SHAPE = "_shape"
 _PER_WORD = 8
 _ZERO = 8
-_SHRINKS = torch.linspace(1.0, 0.7, 13)
-"""Shares of a group's largest magnitude that are tried as its scale: the one with the least squared
-error is taken.
-"""
 
 
-def to_fp8(rows: Tensor) -> tuple[Tensor, Tensor]:
-    """Codes [rows, cols] e4m3 and scales [rows, 1] bf16 of fp32 rows.
-
-    The codes belong to the scale as stored.
-    """
-    scale = (
-        (rows.abs().amax(dim=1, keepdim=True) / LARGEST)
-        .clamp(min=torch.finfo(torch.bfloat16).tiny)
-        .bfloat16()
-    )
-    return (rows / scale.float()).clamp(-LARGEST, LARGEST).to(torch.float8_e4m3fn), scale
-
-
-def to_int4(rows: Tensor, group: int) -> tuple[Tensor, Tensor]:
-    """Packed codes [rows, cols / 8] int32 and scales [rows, cols / group] bf16 of fp32 rows."""
-    grouped = rows.unflatten(1, (-1, group))
-    largest = grouped.abs().amax(dim=2, keepdim=True).clamp(min=torch.finfo(torch.bfloat16).tiny)
-    best: tuple[Tensor, Tensor, Tensor] | None = None
-    for shrink in _SHRINKS:
-        scale = (largest * shrink / 7.5).bfloat16()
-        codes = (grouped / scale.float()).round().clamp(-_ZERO, _ZERO - 1)
-        error = (codes * scale.float() - grouped).square().sum(dim=2, keepdim=True)
-        if best is None:
-            best = error, codes, scale
-        else:
-            better = error < best[0]
-            best = tuple(
-                torch.where(better, new, old)
-                for new, old in zip((error, codes, scale), best, strict=True)
-            )  # type: ignore[assignment]
-    assert best is not None
-    return _packed(best[1].flatten(1).to(torch.int32)), best[2].squeeze(2)
-
-
-def _packed(codes: Tensor) -> Tensor:
-    words = (codes + _ZERO).unflatten(1, (-1, _PER_WORD)).to(torch.int64)
+def packed(codes: Tensor) -> Tensor:
+    """INT4 codes [rows, cols], fp32, as int32 [rows, cols / 8]."""
+    words = (codes.to(torch.int32) + _ZERO).unflatten(1, (-1, _PER_WORD)).to(torch.int64)
     shifts = 4 * torch.arange(_PER_WORD)
     return (words << shifts).sum(dim=2).to(torch.uint32).view(torch.int32)
 

@@ -126,7 +126,7 @@ class LoraLinear(peft.tuners.lora.Linear):
         assert self.magnitude is not None
         held: Any = self.base_layer.weight
         weight = _local(held)
-        parts, stored_as = _parts_of(weight)
+        parts, stored_as = stored_parts(weight)
         if not isinstance(held, DTensor):  # whole on every rank: `distributed.ignored`
             parts = [part[rows] for part in parts]
         _local(self.magnitude).copy_(row_norms(parts, stored_as, weight.shape[1]).to(dtype))
@@ -144,7 +144,9 @@ class LoraLinear(peft.tuners.lora.Linear):
     def _magnitude_ratio(self, dtype: torch.dtype) -> Tensor:
         name = self._adapter
         a, b = (getattr(self, part)[name].weight.detach() for part in ("lora_A", "lora_B"))
-        norms = row_norms(*_parts_of(self.base_layer.weight), a.shape[1], a, b, self.scaling[name])
+        norms = row_norms(
+            *stored_parts(self.base_layer.weight), a.shape[1], a, b, self.scaling[name]
+        )
         assert self.magnitude is not None
         return magnitude_ratio(self.magnitude.to(dtype), norms.to(dtype))
 
@@ -420,13 +422,13 @@ def _stored(layer: nn.Linear) -> tuple[Sequence[Tensor], str]:
     """The tensors that hold a layer's weight, and the name of the arithmetic on them."""
     weight: Any = layer.weight
     if not isinstance(weight, RowQuantized):
-        return _parts_of(weight)
+        return stored_parts(weight)
     in_fp8 = isinstance(layer, FrozenLinear) and layer.in_fp8
     numerics = weight.IN_FP8 if in_fp8 else weight.NUMERICS  # pyright: ignore
     return weight.parts, numerics.name
 
 
-def _parts_of(weight: Any) -> tuple[Sequence[Tensor], str]:
+def stored_parts(weight: Any) -> tuple[Sequence[Tensor], str]:
     """The tensors that hold a weight, and the name of its format."""
     return (
         (weight.parts, weight.NUMERICS.name)

@@ -18,12 +18,14 @@ from torch import nn
 from transformers import CONFIG_MAPPING, AutoConfig, PreTrainedConfig, PreTrainedModel, __version__
 
 from ft_service.bases.base_files import read_config, require_openable
-from ft_service.bases.module_rules import refuse_resharding_of_held
+from ft_service.bases.module_rules import refuse_resharding_of_held, refuse_served
 from ft_service.errors import SpecError
 from ft_service.host.processor import slow_bf16_advice
-from ft_service.spec import JobSpec, WeightFormat, WrapBySize
+from ft_service.spec import SERVED_FORMS, JobSpec, ServedAs, WeightFormat, WrapBySize
+from workers.base.base_tensors import Safetensors
 from workers.base.frozen_weights import Loaded
 from workers.base.parameter_sources import turn_convolutions
+from workers.base.quantized_rows import StoredBase
 from workers.layers import fused
 from workers.layers.experts import declare_input_scaled
 from workers.layers.noise import add_noise
@@ -33,7 +35,8 @@ from workers.model.attention import stay_within_segments, stock_attention, takes
 from workers.model.buffers import STORAGE_DTYPE, restore_buffers
 from workers.model.head import set_works_in_chunks
 from workers.model.joint_linears import join
-from workers.model.lora import add_adapters
+from workers.model.lora import adapted_modules, add_adapters
+from workers.model.merged_linears import merged_linears
 from workers.model.multimodal import (
     causal_class,
     decoder_layers,
@@ -72,10 +75,14 @@ class Arithmetic:
     """What fused kernels compute; None: nothing."""
     slow: str | None = None
     """What would be faster on a processor that is slow in bf16; None: nothing."""
+    served: str | None = None
+    """What the layers round base and adapter to together; None: nothing."""
 
     @property
     def notes(self) -> list[str]:
-        return [note for note in (self.products, self.fused, self.slow) if note is not None]
+        return [
+            note for note in (self.products, self.fused, self.slow, self.served) if note is not None
+        ]
 
 
 @dataclass(frozen=True)
@@ -119,7 +126,11 @@ def build(spec: JobSpec, device: torch.device, probed: Probed | None = None) -> 
     base = build_base(spec, device, probed)
     not_adapted = base.probed.not_adapted
     peft_model = add_adapters(
-        base.model, spec.lora, shared_experts=spec.shared_experts, not_adapted=not_adapted
+        base.model,
+        spec.lora,
+        shared_experts=spec.shared_experts,
+        not_adapted=not_adapted,
+        served_as=spec.precision.served_as,
     )
     if not isinstance(
         spec.distributed.wrap, WrapBySize
@@ -129,6 +140,29 @@ def build(spec: JobSpec, device: torch.device, probed: Probed | None = None) -> 
     if spec.training.neftune_noise_alpha is not None:
         add_noise(base.model, spec.training.neftune_noise_alpha)
     return BuiltModel(peft_model, base.layers, base.formats, base.arithmetic)
+
+
+def _refuse_served(
+    model: PreTrainedModel, spec: JobSpec, form: ServedAs, not_adapted: Mapping[str, str]
+) -> None:
+    """Raise SpecError for a base that cannot be merged to a form, or not with these adapters.
+
+    `model`: on meta, before layers are put on their storage formats.
+    """
+    with Safetensors(spec.model.path) as files:
+        names = StoredBase.open(files, spec.model.path).names()
+    linears = merged_linears(
+        model,
+        frozenset(names),
+        SERVED_FORMS[form].merged_to,
+        param="precision.served_as",
+        instead="leave precision.served_as out",
+    )
+    adapted = adapted_modules(
+        model, spec.lora, shared_experts=spec.shared_experts, not_adapted=not_adapted
+    )
+    widths = {name: model.get_submodule(name).in_features for name in sorted(linears)}
+    refuse_served(form, widths, adapted, experts=False)
 
 
 def build_base(spec: JobSpec, device: torch.device, probed: Probed | None = None) -> BuiltBase:
@@ -143,6 +177,8 @@ def build_base(spec: JobSpec, device: torch.device, probed: Probed | None = None
     held = formats_of_base(base, layers, spec.model.path)
     formats = precision_map(base, layers, spec.precision, held)
     refuse_resharding_of_held(spec.distributed.reshard_size, held, formats)
+    if spec.precision.served_as is not None:
+        _refuse_served(base, spec, spec.precision.served_as, probed.not_adapted)
     swap(base, layers, formats)
     arithmetic = choose_arithmetic(base, spec, device)
     set_works_in_chunks(base, probed.loss_in_chunks)
@@ -157,11 +193,22 @@ def choose_arithmetic(base: nn.Module, spec: JobSpec, device: torch.device) -> A
     compute = COMPUTE_DTYPE[spec.precision.compute]
     DeterministicAttention.wanted = spec.precision.deterministic_attention
     products = choose_products(base, spec.precision, compute, device)
+    served = _served_note(spec.precision.served_as)
     if device.type != "cuda" or not spec.wants_fused_kernels:
-        return Arithmetic(products, slow=_slow_bf16(compute, device))
+        return Arithmetic(products, slow=_slow_bf16(compute, device), served=served)
     if fused.KERNEL.on(device) is None:
-        return Arithmetic(products)
-    return Arithmetic(products, f"Fused kernels compute {fuse(base)}.")
+        return Arithmetic(products, served=served)
+    return Arithmetic(products, f"Fused kernels compute {fuse(base)}.", served=served)
+
+
+def _served_note(form: ServedAs | None) -> str | None:
+    if form is None:
+        return None
+    return (
+        f"The adapter is trained to be merged and served in {form} (precision.served_as): base and "
+        f"adapter are rounded together at every step. `ft merge --to {SERVED_FORMS[form].merged_to}"
+        "` writes the same codes; without that rounding the adapter is another model."
+    )
 
 
 def _slow_bf16(compute: torch.dtype, device: torch.device) -> str | None:

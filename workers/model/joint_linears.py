@@ -16,13 +16,14 @@ from workers.layers.linear import FrozenLinear, Joint, LoraLinear
 def join(model: nn.Module) -> None:
     """Let the layers of a model on meta that have one input be computed by one call (`Joint`).
 
-    All layers of a module must be gathered together. Those with a magnitude stay alone.
+    All layers of a module must be gathered together. Those with a magnitude stay alone,
+    and those that are rounded with their adapter.
     """
     for module in model.modules():
         layers = {
             name: own
             for name, own in module.named_children()
-            if isinstance(own, LoraLinear) and _is_plain(own)
+            if type(own) is LoraLinear and _is_plain(own)
         }
         widths = [_columns(own) for own in layers.values()]
         for width in dict.fromkeys(width for width in widths if widths.count(width) > 1):

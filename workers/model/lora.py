@@ -28,11 +28,12 @@ from ft_service.bases.module_rules import (
     values_by_module,
 )
 from ft_service.errors import SpecError
-from ft_service.spec import LoraOptions
+from ft_service.spec import LoraOptions, ServedAs
 from workers.base.parameter_sources import turned_weights
 from workers.layers.dropout import Dropping
 from workers.layers.experts import ExpertsLinear, FrozenExperts, adapt_experts
 from workers.layers.linear import FrozenLinear, LoraLinear
+from workers.layers.served import ServedLinear
 from workers.model.multimodal import has_unseen_towers, names_of_towers
 from workers.model.renamed_adapters import settle_names
 from workers.model.whole_modules import modules_trained_whole, outer_modules, train_whole
@@ -46,10 +47,12 @@ def add_adapters(
     *,
     shared_experts: bool,
     not_adapted: Mapping[str, str] = NOTHING,
+    served_as: ServedAs | None = None,
 ) -> PeftModel:
     """Wrap a model on meta by PEFT, with fp32 adapters.
 
-    `shared_experts`: the job's; `not_adapted`: as in `choose_targets`.
+    `shared_experts`: the job's; `not_adapted`: as in `choose_targets`; `served_as`: the form to
+    which linear layers round base and adapter together.
 
     Raises SpecError for names and patterns that match nothing, and for a base whose adapters PEFT
     could not load again.
@@ -73,7 +76,7 @@ def add_adapters(
         bias="none",
         task_type="CAUSAL_LM",
     )
-    config._register_custom_module({nn.Linear: LoraLinear})
+    config._register_custom_module({nn.Linear: LoraLinear if served_as is None else ServedLinear})
     try:
         peft_model = get_peft_model(
             model, config, low_cpu_mem_usage=True, autocast_adapter_dtype=True
@@ -105,6 +108,10 @@ def add_adapters(
         for module in model.modules():
             if isinstance(module, LoraLinear):
                 module.add_magnitude()
+    if served_as is not None:
+        for module in model.modules():
+            if isinstance(module, ServedLinear):
+                module.served_as = served_as
     if lora.lora_dropout:
         for name, module in model.named_modules():
             if isinstance(module, LoraLinear):

@@ -182,6 +182,8 @@ def _products_of_rows(
     reason = (
         "precision.fp8_products is off"
         if options.fp8_products == "off"
+        else f"precision.served_as is {options.served_as}"
+        if options.served_as is not None
         else why_not(compute, device)
     )
     if reason is not None:

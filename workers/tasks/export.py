@@ -31,7 +31,14 @@ from workers.exports.to_gguf import export_adapter, export_model
 from workers.output.outcome import new_folder
 from workers.tasks import print_result
 from workers.tasks.fidelity import measure
-from workers.tasks.merge import COPIED, FIDELITY, base_of_job, check_base, merge_and_measure
+from workers.tasks.merge import (
+    COPIED,
+    FIDELITY,
+    base_of_job,
+    check_base,
+    merge_and_measure,
+    refuse_other_form,
+)
 from workers.tasks.pad_ranks import pad_ranks
 
 MERGED = {"merged": "bf16", "merged-fp8": "fp8", "merged-int4": "int4"}
@@ -49,6 +56,7 @@ def export(adapter: Path, out: Path, to: str, base: Path | None, samples: int) -
     """
     manifest = Manifest.model_validate_json((adapter / MANIFEST).read_bytes())
     spec = spec_beside(adapter, manifest)
+    refuse_other_form(spec.precision, MERGED.get(to, to))
     with new_folder(out) as folder:
         if to in MERGED:
             report = merge_and_measure(adapter, folder / "model", MERGED[to], base, samples)

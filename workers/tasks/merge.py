@@ -46,24 +46,26 @@ from ft_service.rundir.manifest import (
     base_of,
     spec_beside,
 )
-from ft_service.spec import JobSpec, PrecisionOptions
+from ft_service.spec import SERVED_FORMS, JobSpec, PrecisionOptions, ServedAs
+from workers.base.frozen_weights import fill
 from workers.base.load import Safetensors
-from workers.base.parameter_sources import ParameterPiece, find_pieces, turned_weights
-from workers.base.quantized_rows import PlainBase, from_int4
+from workers.base.parameter_sources import NamedBase, ParameterPiece, find_pieces
+from workers.base.quantized_rows import PlainBase, StoredBase
 from workers.exports.compressed_tensors import (
     PACKED,
     SCALE,
     SHAPE,
     group_of,
     layout,
+    packed,
     restore,
-    to_fp8,
-    to_int4,
 )
 from workers.exports.own_template import take_template
-from workers.layers.experts import SCALES_INPUT, experts_of
+from workers.layers.experts import SCALES_INPUT
+from workers.layers.linear import stored_parts
+from workers.model.buffers import STORAGE_DTYPE
 from workers.model.build import base_on_meta, decoder_layers
-from workers.model.multimodal import names_of_towers
+from workers.model.merged_linears import merged_linears
 from workers.model.peft_adapter import (
     ExpertsUpdate,
     PeftAdapter,
@@ -71,9 +73,19 @@ from workers.model.peft_adapter import (
     expected_shapes,
     updates_by_tensor,
 )
-from workers.model.precision import precision_map
+from workers.model.precision import formats_of_base, precision_map
 from workers.output.model_shards import DTYPES, TensorPlan, in_files, write_file, write_index
 from workers.output.outcome import new_folder
+from workers.quant.served_forms import (
+    AdapterFactors,
+    RoundedRows,
+    rounded_rows,
+    to_fp8,
+    to_int4,
+    values_of,
+)
+from workers.quant.weights import QUANTIZED
+from workers.ranks.runtime import COMPUTE_DTYPE
 from workers.tasks import print_result
 from workers.tasks.fidelity import measure
 
@@ -131,19 +143,37 @@ def _squared_norm(rows: Tensor) -> float:
 
 
 def merge(
-    base: Path, adapter_folder: Path, out: Path, *, to: str, max_file_bytes: int = 5 * GIB
+    base: Path,
+    adapter_folder: Path,
+    out: Path,
+    *,
+    to: str,
+    precision: PrecisionOptions | None = None,
+    max_file_bytes: int = 5 * GIB,
 ) -> Rounding:
     """Write the merged model to the new folder `out`.
 
-    Raises SpecError for an adapter that does not fit the base.
+    `precision`: the options of the job that trained the adapter; None: not known, and the adapter
+    is for no form of its own. Raises SpecError for an adapter that does not fit the base, or `to`.
     """
+    refuse_other_form(precision, to)
     adapter = PeftAdapter(adapter_folder)
     model = base_on_meta(str(base))
     with Safetensors(base) as files_of_base, new_folder(out) as folder:
         tensors = PlainBase(files_of_base, base)
         targets = Targets(base, model, tensors, adapter)
-        quantised = linears_of_layers(model, tensors, to) if to != "bf16" else set[str]()
-        stored = MergedStorage(to, quantised, tensors, targets.changed)
+        linears = (
+            merged_linears(model, tensors, to, param="to", instead="merge to bf16")
+            if to != "bf16"
+            else set[str]()
+        )
+        quantised = {f"{name}.weight" for name in linears}
+        trained = (
+            None
+            if precision is None or precision.served_as is None
+            else TrainedRows(model, files_of_base, base, precision, precision.served_as)
+        )
+        stored = MergedStorage(to, quantised, tensors, targets.changed, trained)
         files = in_files([stored.unit(name) for name in tensors.names()], max_file_bytes)
         rounding = Rounding()
         for file, units in files.items():
@@ -348,33 +378,55 @@ def _replaced_once(
     return found
 
 
-def linears_of_layers(model: PreTrainedModel, tensors: PlainBase, to: str) -> set[str]:
-    """Weights of the linear layers inside the decoder layers.
-
-    Raises SpecError where they cannot be stored quantised here.
+def refuse_other_form(precision: PrecisionOptions | None, to: str) -> None:
+    """Raise SpecError for an adapter that was trained for another form than one merged to `to`
+    has.
     """
-    layers = decoder_layers(model)
-    if names_of_towers(model):
+    form = None if precision is None else precision.served_as
+    if form is not None and SERVED_FORMS[form].merged_to != to:
+        its = SERVED_FORMS[form].merged_to
         raise SpecError(
-            f"The base is made of several models, of which merging to {to} would leave some as "
-            "they are; no reader of that "
-            "layout knows which: merge to bf16.",
+            f"The adapter was trained to be served in {form} (precision.served_as), and in {to} it "
+            f"is a model whose loss nobody has seen: use ft merge --to {its}, or ft export "
+            f"--format merged-{its}.",
             param="to",
         )
-    if turned_weights(model):
-        raise SpecError(
-            f"The base holds its matrices the other way round, which merging to {to} does not: "
-            "merge to bf16.",
-            param="to",
+
+
+class TrainedRows:
+    """The weights by which a job with `precision.served_as` has multiplied."""
+
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        files: Safetensors,
+        base: Path,
+        precision: PrecisionOptions,
+        form: ServedAs,
+    ) -> None:
+        """`model`: on meta, as it was published."""
+        layers = decoder_layers(model)
+        stored = StoredBase.open(files, base)
+        self._formats = precision_map(
+            model, layers, precision, formats_of_base(model, layers, str(base))
         )
-    names = {f"{name}.weight" for name in precision_map(model, layers, PrecisionOptions())}
-    missing = sorted(name for name in names if name not in tensors)
-    if missing or experts_of(layers):
-        what = f"does not hold {missing[0]} by that name" if missing else "is a mixture of experts"
-        raise SpecError(
-            f"The base {what}, which merging to {to} does not support: merge to bf16.", param="to"
+        self._base = NamedBase(model, stored, lambda name: name)
+        self._compute = COMPUTE_DTYPE[precision.compute]
+        self.form = form
+
+    def rows(self, name: str, shape: tuple[int, ...], update: Update) -> Iterator[RoundedRows]:
+        """The rows of a tensor of the base: stored as the job stored them, and rounded as
+        `workers.layers.served` rounds them.
+        """
+        kind = QUANTIZED.get(self._formats[name.removesuffix(".weight")])
+        weight = (
+            torch.empty(shape, dtype=STORAGE_DTYPE)
+            if kind is None
+            else kind.empty(shape, STORAGE_DTYPE, "cpu")
         )
-    return names
+        fill(weight, self._base, name, 0, shape[0], STORAGE_DTYPE)
+        a, b = (matrix.to(self._compute) for matrix in (update.a, update.b))
+        return rounded_rows(*stored_parts(weight), AdapterFactors(a, b, update.scaling), self.form)
 
 
 class MergedStorage:
@@ -386,17 +438,30 @@ class MergedStorage:
     is in bf16 in any case.
     """
 
-    def __init__(self, to: str, quantised: Set[str], tensors: PlainBase, changed: Set[str]) -> None:
+    def __init__(
+        self,
+        to: str,
+        quantised: Set[str],
+        tensors: PlainBase,
+        changed: Set[str],
+        trained: TrainedRows | None = None,
+    ) -> None:
         """`quantised`: tensors of the base that are not in bf16.
 
-        `changed`: those that the adapter changes. Raises SpecError where no group of INT4 fits
+        `changed`: those that the adapter changes; `trained`: what the job has multiplied by; None:
+        the sum of base and adapter is rounded here. Raises SpecError where no group of INT4 fits
         them.
         """
+        self.trained = trained
         self.to = to
         self.quantised = quantised
         self.tensors = tensors
         self._changed = changed
-        self.group = group_of(tensors.shape(name)[1] for name in quantised) if to == "int4" else 0
+        widths = (tensors.shape(name)[1] for name in quantised)
+        if trained is not None:
+            self.group = SERVED_FORMS[trained.form].group
+        else:
+            self.group = group_of(widths) if to == "int4" else 0
         values: Counter[str] = Counter()
         for name in tensors.names():
             values[tensors.dtype(name)] += math.prod(tensors.shape(name))
@@ -433,13 +498,13 @@ class MergedStorage:
         is_vector = sum(side > 1 for side in self.tensors.shape(name)) < 2
         return dtype in WIDE and name not in self._changed and (is_vector or dtype != self._usual)
 
-    def quantise(self, rows: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Codes and scales of fp32 rows, and the values that they stand for."""
-        if self.to == "fp8":
-            codes, scale = to_fp8(rows)
-            return codes, scale, codes.float() * scale.float()
-        codes, scale = to_int4(rows, self.group)
-        return codes, scale, from_int4(codes, scale)
+    def quantise(self, rows: Tensor) -> tuple[Tensor, Tensor]:
+        """Codes and scales of fp32 rows."""
+        return to_fp8(rows) if self.to == "fp8" else to_int4(rows, self.group)
+
+    def written(self, codes: Tensor) -> Tensor:
+        """Codes as the file holds them."""
+        return codes if self.to == "fp8" else packed(codes)
 
 
 def _pieces(
@@ -458,23 +523,58 @@ def _pieces(
         yield whole.to(DTYPES[plan.dtype])
         return
     update = targets.update(name, shape[0])
-    height = max(1, CHUNK_BYTES // (4 * math.prod(shape[1:])))
-    scales = []
-    for start in range(0, shape[0], height):
-        held = tensors.rows(name, start, min(start + height, shape[0]))
+    if len(unit) > 1:
+        yield from _quantised(name, shape, update, stored, rounding)
+        if len(unit) == 3:
+            yield torch.tensor(shape)
+        return
+    for start, held in _held_rows(tensors, name):
         exact = update.rows(held.float(), start, start + len(held)) if update else held
-        if len(unit) == 1:
-            codes = values = exact.to(DTYPES[plan.dtype])
-        else:
-            codes, scale, values = stored.quantise(exact.float())
-            scales.append(scale)
+        values = exact.to(DTYPES[plan.dtype])
         if update:
             rounding.add(held.float(), exact, values.float())
-        yield codes
-    if scales:
-        yield torch.cat(scales)
-    if len(unit) == 3:
-        yield torch.tensor(shape)
+        yield values
+
+
+def _held_rows(tensors: PlainBase, name: str) -> Iterator[tuple[int, Tensor]]:
+    """First row and rows of a tensor of the base, CHUNK_BYTES of fp32 at a time."""
+    shape = tensors.shape(name)
+    height = max(1, CHUNK_BYTES // (4 * math.prod(shape[1:])))
+    for start in range(0, shape[0], height):
+        yield start, tensors.rows(name, start, min(start + height, shape[0]))
+
+
+def _quantised(
+    name: str,
+    shape: tuple[int, ...],
+    update: Update | ExpertsUpdate | None,
+    stored: MergedStorage,
+    rounding: Rounding,
+) -> Iterator[Tensor]:
+    """A tensor's codes, some rows at a time, and then its scales."""
+    scales = []
+    if stored.trained is not None:
+        if not isinstance(update, Update):
+            raise SpecError(
+                f"The adapter was trained to be served in {stored.trained.form}, and has nothing "
+                f"for {name}: it is not the whole adapter of its job.",
+                param="base",
+            )
+        for some in stored.trained.rows(name, shape, update):
+            held = stored.tensors.rows(name, some.rows.start, some.rows.stop).float()
+            scales.append(some.scales)
+            rounding.add(held, some.sums, values_of(some.codes, some.scales))
+            yield stored.written(some.codes)
+    else:
+        for start, held in _held_rows(stored.tensors, name):
+            held = held.float()
+            exact = update.rows(held, start, start + len(held)) if update else held
+            codes, scale = stored.quantise(exact)
+            scales.append(scale)
+            if update:
+                rounding.add(held, exact, values_of(codes, scale))
+            yield stored.written(codes)
+    yield torch.cat(scales)
 
 
 def _write_config(base: Path, model: PreTrainedModel, folder: Path, stored: MergedStorage) -> None:
@@ -536,7 +636,9 @@ def merge_and_measure(
     spec = spec_beside(adapter, manifest)
     folder = base or base_of_job(spec)
     check_base(manifest, folder)
-    rounding = merge(folder, adapter, out, to=to, max_file_bytes=max_file_bytes)
+    rounding = merge(
+        folder, adapter, out, to=to, precision=spec.precision, max_file_bytes=max_file_bytes
+    )
     shutil.copy(adapter / MANIFEST, out / EXPORT_MANIFEST)
     with _readable(out, to) as model:
         report = {

@@ -95,6 +95,8 @@ class Comparison:
         """
         items = list(range(min(len(self.valid), MOST_SAMPLES)))
         loaded = self.built.loaded
+        if self.context.runtime.spec.precision.served_as is not None:
+            return None  # it is served as it was trained, and in no other form
         published = loaded is not None and bool(loaded.kept or loaded.requantized)
         if self.context.runtime.spec.precision.compare_served == "off" or not items or published:
             return None

@@ -98,6 +98,7 @@ def test_who_shares_gains_and_fits(changes: dict[str, Any], shares: bool) -> Non
         sharing_spec(precision=PrecisionOptions(default="auto")),
         sharing_spec(lora=LoraOptions(target_parameters=["mlp.experts.down_proj"])),
         sharing_spec(lora=LoraOptions(use_dora=True)),
+        sharing_spec(precision=PrecisionOptions(served_as="fp8")),
         sharing_spec(lora=LoraOptions(modules_to_save=["lm_head"])),
         with_distributed(compile=True),
         with_distributed(compile="auto"),

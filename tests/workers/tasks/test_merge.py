@@ -36,7 +36,8 @@ from tests.support.training.models import (
 from tests.support.training.prequantized import bitsandbytes_4bit, fp8_by_blocks, fp8_by_rows
 from workers.base.quantized_rows import from_int4
 from workers.data.token_sets import job_samples
-from workers.exports.compressed_tensors import restore, to_fp8
+from workers.exports.compressed_tensors import restore
+from workers.quant.served_forms import to_fp8
 from workers.tasks import fidelity
 from workers.tasks.end_tokens import end_tokens
 from workers.tasks.fidelity import _validation

@@ -1,0 +1,194 @@
+"""The layer that rounds base and adapter together, next to autograd through an explicit
+straight-through product, and its rounding next to compressed-tensors' own.
+"""
+
+from __future__ import annotations
+
+from typing import Any, get_args
+
+import pytest
+import torch
+from compressed_tensors.quantization import QuantizationArgs
+from compressed_tensors.quantization.lifecycle.forward import quantize
+from compressed_tensors.quantization.utils import calculate_qparams
+from peft import LoraConfig, get_peft_model
+from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
+from torch.nn import functional as F
+
+from ft_service import kernel_limits
+from ft_service.spec import SERVED_FORMS, ServedAs
+from workers.layers.linear import FrozenLinear
+from workers.layers.served import ServedLinear
+from workers.quant import served_forms
+from workers.quant.served_forms import AdapterFactors, rounded, rounded_rows, values_of
+from workers.quant.weights import QUANTIZED
+
+ROWS, COLS, R, SCALE = 96, 128, 3, 7 / 3
+FORMS: tuple[ServedAs, ...] = get_args(ServedAs)
+
+
+def drawn(*shape: int, seed: int = 0) -> Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
+
+
+def layer(form: ServedAs, stored_as: str | None, dtype: torch.dtype) -> tuple[ServedLinear, Tensor]:
+    """A layer with a bias, and its base as values."""
+    weight = (0.05 * drawn(ROWS, COLS)).bfloat16()
+    linear = nn.Linear(COLS, ROWS, device="meta", dtype=dtype)
+    if stored_as is None:
+        linear.weight = nn.Parameter(weight.to(dtype), requires_grad=False)
+        values = weight.float()
+    else:
+        linear = FrozenLinear.on_meta(linear, QUANTIZED[stored_as])  # pyright: ignore
+        stored = QUANTIZED[stored_as].quantize(weight)  # pyright: ignore
+        linear.weight = nn.Parameter(stored, requires_grad=False)
+        values = stored.dequantize(torch.float32)
+    linear.bias = nn.Parameter(0.1 * drawn(ROWS, seed=1).to(dtype), requires_grad=False)
+    config = LoraConfig(r=R, lora_alpha=7, target_modules=["0"])
+    config._register_custom_module({nn.Linear: ServedLinear})
+    get_peft_model(model := nn.Sequential(linear), config)  # type: ignore[arg-type]
+    (served,) = model
+    assert isinstance(served, ServedLinear)
+    served.served_as = form
+    with torch.no_grad():
+        served.lora_A["default"].weight.copy_(0.1 * drawn(R, COLS, seed=2))
+        served.lora_B["default"].weight.copy_(0.1 * drawn(ROWS, R, seed=3))
+    return served, values
+
+
+def rounding(rows: Tensor, form: ServedAs) -> Tensor:
+    """The values of a form, written down once more."""
+    group = SERVED_FORMS[form].group
+    if not group:
+        scale = (rows.abs().amax(1, keepdim=True) / 448).bfloat16().float()
+        return (rows / scale).to(torch.float8_e4m3fn).float() * scale
+    grouped = rows.view(rows.shape[0], -1, group)
+    scale = (grouped.abs().amax(2, keepdim=True) / 7.5).bfloat16().float()
+    return ((grouped / scale).round().clamp(-8, 7) * scale).view_as(rows)
+
+
+class StraightThrough(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, rows: Tensor, form: ServedAs) -> Tensor:
+        return rounding(rows, form)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        return grad, None
+
+
+@pytest.mark.parametrize(
+    ("form", "stored_as"),
+    [(form, None) for form in FORMS] + [("int4_g32", "nf4"), ("fp8", "fp8"), ("fp8", "nvfp4")],
+)
+def test_gradients_are_those_of_autograd_straight_through_the_rounding(
+    form: ServedAs, stored_as: str | None
+) -> None:
+    served, base = layer(form, stored_as, torch.float32)
+    a, b = (getattr(served, name)["default"].weight for name in ("lora_A", "lora_B"))
+    theirs_a, theirs_b = (matrix.detach().clone().requires_grad_() for matrix in (a, b))
+    x = drawn(5, 4, COLS, seed=4).requires_grad_()
+    theirs_x = x.detach().clone().requires_grad_()
+    # In fp64, and rounded to fp32 once: what is next to a border between two codes decides nothing.
+    sums = (base.double() + SCALE * (theirs_b.double() @ theirs_a.double())).float()
+    assert served.base_layer.bias is not None
+    expected = F.linear(theirs_x, StraightThrough.apply(sums, form), served.base_layer.bias)  # type: ignore[arg-type]
+    found = served(x)
+    weights = drawn(*found.shape, seed=5)
+    (found * weights).sum().backward()
+    (expected * weights).sum().backward()
+    for ours, truth in (
+        (found, expected),
+        (x.grad, theirs_x.grad),
+        (a.grad, theirs_a.grad),
+        (b.grad, theirs_b.grad),
+    ):
+        assert float((ours - truth).detach().norm() / truth.detach().norm()) < 1e-6
+    x, a, b = x.detach(), a.detach(), b.detach()
+    alone = F.linear(x, rounding(base, form), served.base_layer.bias)
+    apart = alone + SCALE * F.linear(F.linear(x, a), b)
+    assert float((found.detach() - apart).norm() / apart.norm()) > 0.01, (
+        "the sum is rounded, not the base"
+    )
+
+
+def test_backward_keeps_no_rounded_weight_and_compute_in_bf16_rounds_the_adapter_first() -> None:
+    served, base = layer("int4_g64", "nf4", torch.bfloat16)
+    kept: list[Tensor] = []
+    x = drawn(6, COLS, seed=4).bfloat16().requires_grad_()
+    with saved_tensors_hooks(lambda tensor: kept.append(tensor) or tensor, lambda tensor: tensor):
+        found = served(x)
+    wide = [own for own in kept if own.numel() >= ROWS * COLS]
+    assert not any(own.is_floating_point() for own in wide)
+    a, b = (
+        getattr(served, name)["default"].weight.bfloat16().float() for name in ("lora_A", "lora_B")
+    )
+    values = rounding((base.double() + SCALE * (b.double() @ a.double())).float(), "int4_g64")
+    bias = served.base_layer.bias
+    assert torch.equal(found, F.linear(x, values.bfloat16()) + bias)
+    found.sum().backward()
+    assert (served.lora_B["default"].weight.grad != 0).any()
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_codes_depend_neither_on_how_many_rows_are_rounded_at_once_nor_on_the_others(
+    form: ServedAs, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    weight = drawn(200, 256).bfloat16()
+    adapter = AdapterFactors(drawn(40, 256, seed=1), drawn(200, 40, seed=2), 0.3)
+
+    def codes(parts: Tensor, factors: AdapterFactors) -> tuple[Tensor, Tensor]:
+        rows = list(rounded_rows([parts], "", factors, form))
+        return torch.cat([own.codes.float() for own in rows]), torch.cat(
+            [own.scales for own in rows]
+        )
+
+    whole = codes(weight, adapter)
+    for block in (3 * 256, 7 * 256, 200 * 256):
+        monkeypatch.setitem(kernel_limits.SERVED_BLOCK, "cpu", block)
+        assert all(map(torch.equal, codes(weight, adapter), whole))
+    some = slice(30, 141)
+    ours = codes(weight[some], adapter._replace(b=adapter.b[some]))
+    assert all(torch.equal(own, all_of[some]) for own, all_of in zip(ours, whole, strict=True))
+
+
+@pytest.mark.parametrize("kind", ["random", "zeros", "one large", "tiny", "ties"])
+@pytest.mark.parametrize("form", FORMS)
+def test_a_weight_is_rounded_as_compressed_tensors_rounds_it(form: ServedAs, kind: str) -> None:
+    rows = drawn(16, COLS)
+    if kind == "zeros":
+        rows[3:9] = 0
+    elif kind == "one large":
+        rows[:, 5] = 1e4
+    elif kind == "tiny":
+        rows *= 1e-30
+    elif kind == "ties":
+        rows = (rows * 4).round() / 4
+    group = SERVED_FORMS[form].group
+    how = {"strategy": "group", "group_size": group} if group else {"strategy": "channel"}
+    args = QuantizationArgs(
+        num_bits=4 if group else 8, type="int" if group else "float", symmetric=True, **how
+    )
+    grouped = rows.unflatten(1, (-1, group or COLS)).bfloat16()
+    exact = grouped.flatten(1).float()
+    low, high = grouped.amin(2), grouped.amax(2)
+    theirs, zero = calculate_qparams(low, high, args)
+    codes, scales = rounded(exact, form)
+    nonzero = grouped.abs().amax(2) > 0
+    assert torch.equal(scales[nonzero], theirs.to(torch.bfloat16)[nonzero])
+    wanted = quantize(exact, scales.float(), torch.zeros_like(zero).float(), args)
+    assert torch.equal(codes.float(), wanted.float())
+    assert torch.equal(values_of(codes, scales), rounding(exact, form).nan_to_num(0))
+
+
+def test_training_rounds_once_where_merging_alone_looks_for_the_best_scale() -> None:
+    rows = drawn(8, 64)
+    codes, scales = served_forms.to_int4(rows, 32)
+    once, its_scales = rounded(rows, "int4_g32")
+    searched, plain = (
+        float((values_of(*own) - rows).square().sum())
+        for own in ((codes, scales), (once, its_scales))
+    )
+    assert searched < plain
+    assert (scales <= its_scales).all()

@@ -1,6 +1,8 @@
-"""The task for pictures: a scale with a pointer, and the number from 0 to 9 above which it stands.
+"""The task for pictures: a scale with a pointer, and the number from 0 to 7 above which it stands.
 
-The splits are drawn, and no picture is in two of them.
+Each split is drawn from a seed of its own, and no picture is in two of them.
+
+    python examples/sample_gauges.py docs/pictures/gauges.png     # one gauge of each reading
 """
 
 from __future__ import annotations
@@ -9,15 +11,16 @@ import base64
 import io
 import json
 import random
+import sys
 from pathlib import Path
 
-from PIL import Image, ImageDraw
+from PIL import Image, ImageDraw, ImageFont
 from sample_pictures import COLOURS, PAPERS, SIDE
 
-SPLITS = {"train": 1000, "validation": 100, "heldout": 200}
+SPLITS = {"train": 1000, "validation": 96, "heldout": 200}
 """Pictures per split."""
 QUESTION = "What does the gauge show?"
-READINGS = 10
+READINGS = 8
 MARGIN = 6
 """Pixels beside a scale."""
 UNSTEADY = 0.2
@@ -73,10 +76,10 @@ def line(image: Image.Image, reading: int) -> dict[str, object]:
 
 def make_gauges(seed: int) -> dict[str, list[tuple[Image.Image, int]]]:
     """Pictures and readings of each split, as many of each reading."""
-    rng = random.Random(seed)
     seen = set[bytes]()
     splits: dict[str, list[tuple[Image.Image, int]]] = {}
     for split, count in SPLITS.items():
+        rng = random.Random(f"{split} {seed}")
         drawn = splits.setdefault(split, [])
         while len(drawn) < count:
             reading = len(drawn) % READINGS
@@ -94,3 +97,24 @@ def write_gauges(folder: Path, seed: int) -> None:
     for split, drawn in make_gauges(seed).items():
         lines = "".join(json.dumps(line(image, reading)) + "\n" for image, reading in drawn)
         (folder / f"gauges-{split}.jsonl").write_text(lines, encoding="utf-8")
+
+
+def overview(seed: int) -> Image.Image:
+    """A gauge of each reading, with what it shows."""
+    rng = random.Random(seed)
+    side, gap, foot = 2 * SIDE, 8, 32
+    image = Image.new("RGB", (READINGS * (side + gap) + gap, gap + side + foot), "white")
+    draw = ImageDraw.Draw(image)
+    for reading in range(READINGS):
+        left = gap + reading * (side + gap)
+        gauge = draw_gauge(rng, reading).resize((side, side), Image.Resampling.NEAREST)
+        image.paste(gauge, (left, gap))
+        middle = (left + side // 2, gap + side + foot // 2)
+        draw.text(
+            middle, str(reading), fill="black", anchor="mm", font=ImageFont.load_default(20)
+        )
+    return image
+
+
+if __name__ == "__main__":
+    Path(sys.argv[1]).write_bytes(png(overview(2024)))

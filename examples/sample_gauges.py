@@ -110,11 +110,9 @@ def overview(seed: int) -> Image.Image:
         gauge = draw_gauge(rng, reading).resize((side, side), Image.Resampling.NEAREST)
         image.paste(gauge, (left, gap))
         middle = (left + side // 2, gap + side + foot // 2)
-        draw.text(
-            middle, str(reading), fill="black", anchor="mm", font=ImageFont.load_default(20)
-        )
+        draw.text(middle, str(reading), fill="black", anchor="mm", font=ImageFont.load_default(20))
     return image
 
 
 if __name__ == "__main__":
-    Path(sys.argv[1]).write_bytes(png(overview(2024)))
+    overview(2024).save(Path(sys.argv[1]), "PNG", optimize=True)

@@ -23,6 +23,8 @@ from api.routes import (
     keys,
     models,
     organization,
+    pulls,
+    responses,
     uploads,
     webhooks,
 )
@@ -34,6 +36,7 @@ from api.routes.page import (
     models_page,
     new_job_page,
     organization_page,
+    pulls_page,
     sign_in_page,
     sign_on_page,
 )
@@ -45,6 +48,7 @@ from ft_service.bases.catalogue import Catalogue
 from ft_service.bases.describing import Descriptions
 from ft_service.control.describe_bases import service_descriptions
 from ft_service.control.tinker_models import read_options
+from ft_service.errors import SpecError
 from ft_service.meters import Meters
 from ft_service.serving.preview import Preview
 from ft_service.settings import Settings
@@ -60,9 +64,9 @@ Everything that OpenAI's API does not have says so, and has the mark `x-beyond-o
 
 _REST = (
     *(fine_tuning, job_metrics, plans, sweeps, engines),
-    *(files, uploads, artefacts, graders, models, webhooks, organization),
+    *(files, uploads, artefacts, graders, models, pulls, webhooks, organization),
 )
-_SERVICE = (inference, keys, health)
+_SERVICE = (inference, responses, keys, health)
 _TINKER = (training_routes, sampling_routes, run_routes, session_routes)
 _PAGE = (
     sign_in_page,
@@ -72,6 +76,7 @@ _PAGE = (
     engines_page,
     data_page,
     models_page,
+    pulls_page,
     organization_page,
     jobs_page,
 )
@@ -118,9 +123,26 @@ def create_app(
     if settings.page == "on":
         app.add_exception_handler(SignInNeeded, to_sign_in)
         app.add_exception_handler(ApiError, refusal)
+    if settings.mcp == "on":
+        _install_mcp(app)
     error_views.install_handlers(app)
     app.add_middleware(AzurePaths)
     app.add_middleware(RequestContext, meters=meters, traces=traces)
     openapi.complete_document(app)
     openapi.add_page(app)
     return app
+
+
+def _install_mcp(app: FastAPI) -> None:
+    """Raise SpecError if the package is missing."""
+    try:
+        from api.mcp import server
+    except ModuleNotFoundError as error:
+        if error.name is None or not error.name.startswith("mcp"):
+            raise
+        raise SpecError(
+            "FT_MCP = on needs the package mcp, which is missing: pip install 'ft-service[mcp]'.",
+            param="FT_MCP",
+            code="missing_package",
+        ) from None
+    server.install(app)

@@ -34,6 +34,7 @@ from ft_service.bases.describing import Descriptions
 from ft_service.control import (
     former_hosts,
     housekeeping,
+    pull_runner,
     reinforcement_jobs,
     tinker_models,
     tinker_samples,
@@ -193,8 +194,14 @@ def reconcile_only(
             stack.enter_context(probe.serving(settings.metrics_port, settings.bind, meters))
         descriptions = service_descriptions(settings, makes=True)
         traces = stack.enter_context(_traced())
-        reconcile = reconcile or partial(reconcile_here, descriptions=descriptions, traces=traces)
-        work = _background_work(settings, descriptions, reconcile)
+        # It answers requests for samples: nothing else does where API processes are others.
+        preview = Preview(settings, store) if settings.previews else None
+        if preview is not None:
+            stack.enter_context(_in_threads({"preview": preview.run}, end))
+        reconcile = reconcile or partial(
+            reconcile_here, descriptions=descriptions, preview=preview, traces=traces
+        )
+        work = _background_work(settings, descriptions, reconcile, preview)
         stack.enter_context(
             _in_threads(
                 {name: partial(one, settings, store, meters) for name, one in work.items()}, end
@@ -250,6 +257,7 @@ def _background_work(
         "handoff": handoff.run,
         "exports": exporting.run,
         "bases": partial(watch_models, descriptions=descriptions),
+        "pulls": partial(pull_runner.run, descriptions=descriptions),
         "tinker": tinker_models.run,
         "reconciler": reconcile,
     }

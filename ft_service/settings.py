@@ -172,6 +172,10 @@ class Settings(BaseSettings):
     """Seconds without a request after which the preview's process ends."""
     tinker: Literal["on", "off"] = "on"
     """Tinker's wire below `/api/v1`, by which clients run the training loop themselves."""
+    mcp: Literal["on", "off"] = "off"
+    """Tools for coding agents at `/mcp` (Model Context Protocol, streamable HTTP), with the rights
+    of the caller's key. Needs the package `ft-service[mcp]`.
+    """
     tinker_options: Path | None = None
     """YAML file with options of jobs (precision, lora, training, distributed, checkpoint) for all
     models that Tinker's clients create. None: the defaults.

@@ -25,7 +25,9 @@ from pydantic import SecretStr
 
 from ft_service.bases.describing import Descriptions, describe_in_process
 from ft_service.bases.description import write_described
+from ft_service.control.base_pulls import PullFolder
 from ft_service.control.checks.file_checks import FileCheck, FileChecks
+from ft_service.control.pull_runner import Puller
 from ft_service.control.tracking import metric_sender
 from ft_service.control.tracking.metric_points import GIVE_UP_SECONDS
 from ft_service.control.tracking.metric_sender import MetricsSender
@@ -58,6 +60,7 @@ from tests.support.creating import create_job
 from tests.support.describing import small_description, small_document
 from tests.support.graders import case
 from tests.support.killed_helpers import MOMENTS, Killer, is_done_in_the_end, says
+from tests.support.pulled import looked_up
 from tests.support.reconciling import PROJECT, add_job, messages, new_store, spec_of
 from tests.support.records import new_job
 
@@ -326,6 +329,29 @@ def mirror(folder: Path) -> Iterator[Ask]:
         yield lambda _: fetching.fetch()
 
 
+@contextmanager
+def pull(folder: Path) -> Iterator[Ask]:
+    """One whose process was killed is stopped; somebody lets it go on."""
+    pulls = PullFolder(folder / "models")
+    asked = pulls.add("org/tiny", None, look=True, anyway=False)
+    asked = looked_up(pulls.models, asked.id)
+    make = lambda base, stop: small_document(base)  # noqa: E731
+    puller = Puller(pulls, Descriptions(None, None, make), command=says("{}"))
+
+    def ask(_: str) -> None:
+        now = pulls.find(asked.id)
+        if now.state == "done":
+            assert pulls.change(now, ["done"], state="found")
+        pulls.go_on(asked.id)
+        puller.fetch_all(lambda: False)
+        ended = pulls.find(asked.id)
+        if ended.state == "stopped":
+            raise UnavailableError(str(ended.error))
+        assert ended.state == "done", ended
+
+    yield ask
+
+
 @dataclass(frozen=True)
 class Row:
     """How the helper of a place is tried."""
@@ -338,6 +364,7 @@ class Row:
 ROWS = {
     "ft_service/bases/describing.py:describe_in_process": Row(describe),
     "ft_service/control/checks/file_checks.py:_made": Row(check_file),
+    "ft_service/control/pull_runner.py:_ask": Row(pull),
     "ft_service/control/tracking/metric_sender.py:_program": Row(track, lines=2),
     "ft_service/data/examiner.py:start": Row(examine),
     "ft_service/data/template_process.py:": Row(render),

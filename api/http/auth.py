@@ -20,9 +20,11 @@ from ft_service.wording import counted
 
 bearer = HTTPBearer(auto_error=False, description="An API key of this service: `ft keys create`.")
 READING_POSTS = frozenset(
-    f"/api/v1/{name}" for name in ("get_info", "weights_info", "retrieve_future")
+    ("/mcp", *(f"/api/v1/{name}" for name in ("get_info", "weights_info", "retrieve_future")))
 )
-"""Paths of Tinker's wire at which a POST changes nothing."""
+"""Paths at which a POST changes nothing by itself: some of Tinker's wire; a tool of /mcp sends the
+requests that do.
+"""
 _Credentials = Annotated[HTTPAuthorizationCredentials | None, Depends(bearer)]
 
 
@@ -124,6 +126,26 @@ def manages(caller: Principal) -> bool:
     the first project.
     """
     return caller.scope == "admin" and caller.project_id == MANAGING_PROJECT
+
+
+def operates(caller: Principal, services: Services) -> bool:
+    """Return whether a caller may change what all organisations share: with an admin key of the
+    first project, if that is of the organisation that runs the service.
+    """
+    return manages(caller) and caller.organization == services.settings.organization
+
+
+async def _operator(caller: Admin, services: Svc) -> Principal:
+    if not operates(caller, services):
+        raise ForbiddenError(
+            "This changes what all projects share, and is for whoever runs the service: an API key "
+            f"of scope admin of the project {MANAGING_PROJECT}."
+        )
+    return caller
+
+
+Operator = Annotated[Principal, Depends(_operator)]
+"""A caller that `operates`; any other gets a ForbiddenError."""
 
 
 def known_project(project_id: str, caller: Principal, services: Services) -> Project:

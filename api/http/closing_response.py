@@ -28,11 +28,12 @@ class ClosingResponse(StreamingResponse):
     ) -> None:
         """`close`: awaited once."""
         super().__init__(body, status_code, {**(headers or {}), **NOT_BUFFERED}, media_type)
-        self._close = close
+        self.close = close
+        """What `body` reads from is closed by it; awaited once, when the answer has ended."""
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         try:
             await super().__call__(scope, receive, send)
         finally:  # not in the iterator: it is never closed if the client goes before its first part
             with anyio.CancelScope(shield=True):
-                await self._close()
+                await self.close()

@@ -122,15 +122,17 @@ class Services:
         return Forecasts(self.store)
 
     def refuse_samples(self, *, of_weights: bool = False) -> None:
-        """Raise SpecError if requests for samples are not answered here; `of_weights`: of weights
+        """Raise SpecError if this service answers no requests for samples; `of_weights`: of weights
         that were trained here.
+
+        Requests wait in the database, so that any process of the service takes them, whichever
+        answers.
         """
         text = None
-        if self.preview is None and not self.settings.inference_urls:
+        if not self.settings.previews and not self.settings.inference_urls:
             text = (
-                "This service answers no requests for samples: its preview is off, or runs in "
-                "another process (FT_PREVIEW, "
-                "FT_LAUNCHER = local), and there is no inference server (FT_INFERENCE_URL)."
+                "This service answers no requests for samples: its preview is off (FT_PREVIEW; it "
+                "needs FT_LAUNCHER = local), and there is no inference server (FT_INFERENCE_URL)."
             )
         if of_weights and self.settings.inference_urls and self.settings.adapters is None:
             text = (

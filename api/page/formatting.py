@@ -26,6 +26,7 @@ METHOD_NAMES: Mapping[str, str] = {
     "dpo": "Preferences (DPO)",
     "simpo": "Preferences (SimPO)",
     "orpo": "Preferences (ORPO)",
+    "kto": "Thumbs up and down (KTO)",
     "reinforcement": "Rewards (GRPO)",
     "tinker": "Your own loop (Tinker)",
 }

@@ -18,8 +18,10 @@ from starlette.types import Receive, Scope, Send
 from api.http.middleware import INNER
 
 QueryValue = str | int | Sequence[str] | None
-_PASSED = (b"cookie", b"host", b"x-csrf-token", b"x-forwarded-proto")
-"""Headers of the visitor's request that the API gets too."""
+OF_VISITOR = (b"cookie", b"host", b"x-csrf-token", b"x-forwarded-proto")
+"""Headers of a visitor's request that the API gets too."""
+OF_KEY = (b"authorization", b"host", b"x-forwarded-proto")
+"""Headers of a request with an API key that the API gets too."""
 
 
 class ApiError(Exception):
@@ -36,12 +38,14 @@ class ApiError(Exception):
 
 @dataclass(frozen=True)
 class InnerApi:
-    """The API with the rights of the visitor's session.
+    """The API with the rights of the visitor's session, or of a request's key.
 
     A query value of None leaves the parameter out. Every method raises ApiError.
     """
 
     request: Request
+    passed: Sequence[bytes] = OF_VISITOR
+    """Headers of the request that the API gets too."""
 
     async def get(self, path: str, **query: QueryValue) -> Any:
         """Return the JSON of the answer."""
@@ -60,9 +64,12 @@ class InnerApi:
         """Return an answer that is plain text."""
         return (await self._send("GET", path, query)).text
 
-    async def post(self, path: str, body: Any = None) -> Any:
-        """Return the JSON of the answer. The visitor's request must hold the session's token."""
-        return (await self._send("POST", path, body=body)).json()
+    async def post(self, path: str, body: Any = None, key: str | None = None) -> Any:
+        """Return the JSON of the answer. The visitor's request must hold the session's token.
+
+        `key`: of idempotency: a repeated request has the first one's answer.
+        """
+        return (await self._send("POST", path, body=body, key=key)).json()
 
     async def upload(self, name: str, content: bytes) -> Any:
         """Return the JSON of a new data file.
@@ -83,12 +90,15 @@ class InnerApi:
         query: dict[str, QueryValue] | None = None,
         body: Any = None,
         parts: Any = None,
+        key: str | None = None,
     ) -> httpx2.Response:
         """`parts`: those of a multipart form, by name, in place of a JSON body."""
         outer = self.request
         url = f"{outer.url.scheme}://page{quote(path, safe='/:')}"
         params = {name: value for name, value in (query or {}).items() if value is not None}
-        headers = [(name, value) for name, value in outer.headers.raw if name in _PASSED]
+        headers = [(name, value) for name, value in outer.headers.raw if name in self.passed]
+        if key is not None:
+            headers.append((b"idempotency-key", key.encode()))
         content = {"json": body} if parts is None else {"files": parts}
         request = httpx2.Request(method, url, params=params or None, headers=headers, **content)
         answer = await httpx2.ASGITransport(self._app).handle_async_request(request)

@@ -43,12 +43,14 @@ _TOP_LEVEL = ("model", *_FILES, "suffix", *_NUMBERS)
 METHOD = "method"
 BETA = "method.beta"
 GRADER = "method.grader"
-"""The fields for the method's type, for DPO's beta, and for the grader of reinforcement learning: a
-mapping, as YAML.
+"""The fields for the method's type, for beta of DPO and KTO, and for the grader of reinforcement
+learning: a mapping, as YAML.
 """
+_WITH_BETA = ("dpo", "kto")
 METHODS: Mapping[str, str] = {
     "supervised": "Each sample is a conversation with the answer that the model should give.",
     "dpo": "Each sample has two answers to one question, of which one is better.",
+    "kto": "Each sample is a conversation whose answer is good or bad, by its label.",
     "reinforcement": "Each sample is a question. The model answers, and a grader scores its "
     "answers.",
 }
@@ -70,6 +72,7 @@ _PAIR = (
 COLUMN_ROLES: Mapping[str, Sequence[tuple[str, str]]] = {
     "supervised": _CONVERSATION,
     **dict.fromkeys(PAIR_METHODS, _PAIR),
+    "kto": (*_CONVERSATION[:-1], ("label", "whether the answer is good: true or false")),
     "reinforcement": (("messages", "question: list of messages"),),
 }
 """Type of a method → the names of its columns that a user may choose, each with what it holds."""
@@ -196,7 +199,7 @@ def _method(form: Mapping[str, str], other: Any) -> dict[str, Any]:
             f"method.type is {kind!r} by its card, and {rest['type']!r} in other options: keep one."
         )
     section = dict(rest.get(kind) or {})
-    if kind == "dpo" and form.get(BETA, "").strip():
+    if kind in _WITH_BETA and form.get(BETA, "").strip():
         given = dict(section.get("hyperparameters") or {})
         _refuse_twice("beta", given)
         section["hyperparameters"] = {"beta": _value(form[BETA].strip()), **given}
@@ -290,7 +293,7 @@ def _method_fields(method: Mapping[str, Any], other: dict[str, Any]) -> dict[str
     fields = {METHOD: kind}
     section = dict(method.get(kind) or {})
     given = section.get("hyperparameters")
-    if kind == "dpo" and isinstance(given, dict) and "beta" in given:
+    if kind in _WITH_BETA and isinstance(given, dict) and "beta" in given:
         fields[BETA] = _scalar(given["beta"])
         section["hyperparameters"] = {
             name: value for name, value in given.items() if name != "beta"

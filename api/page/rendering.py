@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 from typing import Any
-from urllib.parse import SplitResult, urlencode, urlsplit
+from urllib.parse import urlencode
 
 from fastapi import Request
 from fastapi.responses import HTMLResponse, JSONResponse, RedirectResponse, Response
@@ -19,6 +19,7 @@ from jinja2 import Environment, FileSystemLoader
 from markupsafe import Markup
 
 from api.http import sessions
+from api.http.origins import address_parts
 from api.page import formatting
 from api.page.inner_api import ApiError
 from api.wire.error_views import unknown_route
@@ -104,14 +105,6 @@ def leave_for(request: Request, path: str) -> Response:
     if "hx-request" in request.headers:
         return Response(status_code=204, headers={**HEADERS, "hx-redirect": path})
     return RedirectResponse(path, 303, headers=HEADERS)
-
-
-def address_parts(address: str) -> SplitResult | None:
-    """Return the parts of a client's address. None: it is none, such as `//[`."""
-    try:
-        return urlsplit(address)
-    except ValueError:
-        return None
 
 
 def to_sign_in(request: Request, error: Exception) -> Response:

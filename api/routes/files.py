@@ -239,7 +239,7 @@ async def check(
     beginning of the file is read.
     """
     file = await in_thread(_data_file, file_id, "file_id", caller, services)
-    columns = Columns.of(_columns(data), of_prompts=method == "reinforcement")
+    columns = Columns.of(_columns(data), method)
     request = FileCheck(
         file.sha256, columns, None if method is None else method in PAIR_METHODS, sensitive
     )
@@ -274,7 +274,7 @@ class TokenQuery(BaseModel):
         if self.chat_template_kwargs is not None:
             given["chat_template_kwargs"] = parse_json(self.chat_template_kwargs.encode())
         request = with_template_variables(parse_request(given), base)
-        columns = Columns.of(_columns(self.data), of_prompts=self.method == "reinforcement")
+        columns = Columns.of(_columns(self.data), self.method or "supervised")
         template = request.chat_template
         return TokenOptions(
             named_template(template) if template else "", train_on=self.train_on, columns=columns

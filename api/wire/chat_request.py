@@ -5,7 +5,7 @@ them. Pure.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, TypeVar
 
 from pydantic import Field, ValidationError
 
@@ -17,7 +17,9 @@ from ft_service.spec import Number, Strict, spec_error
 PREVIEW_LACKS = (
     "the preview does not have it; an inference server has (FT_INFERENCE_URL). Leave it out"
 )
-_REFUSED: Mapping[str, tuple[tuple[Any, ...], str]] = {
+Refused = Mapping[str, tuple[tuple[Any, ...], str]]
+M = TypeVar("M", bound=Strict)
+_REFUSED: Refused = {
     "functions": ((), "is the older word for tools: send tools"),
     "function_call": ((), "is the older word for tool_choice: send tools"),
     "tool_choice": (
@@ -130,23 +132,32 @@ def parse_chat_completion(body: Mapping[str, Any]) -> ChatCompletion:
 
     Raises SpecError naming the field, its value and the limit.
     """
+    parsed = parse_fields(body, ChatCompletion, _REFUSED)
+    _refuse_together(parsed)
+    return parsed
+
+
+def parse_fields(body: Mapping[str, Any], of: type[M], refused: Refused) -> M:
+    """Parse the fields of a body that change its answer; a null one counts as missing.
+
+    `refused`: unsupported fields of OpenAI's API: values without effect, and the message for any
+    other value. Raises SpecError naming the field, its value and the limit.
+    """
     given = {
         name: value for name, value in body.items() if value is not None and name not in NAMES_ONLY
     }
-    for name, (harmless, why) in _REFUSED.items():
+    for name, (harmless, why) in refused.items():
         if name in given and given[name] not in harmless:
             raise SpecError(f"{name}: {why}.", param=name, code="unsupported_parameter")
     known = {
         name: value
         for name, value in given.items()
-        if name not in _REFUSED or name in ChatCompletion.model_fields
+        if name not in refused or name in of.model_fields
     }
     try:
-        parsed = ChatCompletion.model_validate(known)
+        return of.model_validate(known)
     except ValidationError as error:
-        raise spec_error(error, ChatCompletion) from None
-    _refuse_together(parsed)
-    return parsed
+        raise spec_error(error, of) from None
 
 
 def _refuse_together(parsed: ChatCompletion) -> None:

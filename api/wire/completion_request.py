@@ -7,14 +7,14 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Annotated, Any
 
-from pydantic import Field, ValidationError
+from pydantic import Field
 
-from api.wire.chat_request import NAMES_ONLY, PREVIEW_LACKS, StopText
+from api.wire.chat_request import PREVIEW_LACKS, Refused, StopText, parse_fields
 from ft_service.errors import SpecError
-from ft_service.spec import Number, Strict, spec_error
+from ft_service.spec import Number, Strict
 
 MOST_PROMPTS = 32
-_REFUSED: Mapping[str, tuple[tuple[Any, ...], str]] = {
+_REFUSED: Refused = {
     "stream": (
         (False,),
         "these answers are sent whole; chat completions are streamed. Leave it out",
@@ -93,18 +93,7 @@ def parse_completion(body: Mapping[str, Any]) -> Completion:
 
     Raises SpecError naming the field, its value and the limit.
     """
-    given = {
-        name: value for name, value in body.items() if value is not None and name not in NAMES_ONLY
-    }
-    for name, (harmless, why) in _REFUSED.items():
-        if name in given and given[name] not in harmless:
-            raise SpecError(f"{name}: {why}.", param=name, code="unsupported_parameter")
-    try:
-        parsed = Completion.model_validate(
-            {name: value for name, value in given.items() if name not in _REFUSED}
-        )
-    except ValidationError as error:
-        raise spec_error(error, Completion) from None
+    parsed = parse_fields(body, Completion, _REFUSED)
     if parsed.max_tokens == 0 and not parsed.echo:
         raise SpecError(
             "max_tokens = 0 without echo: there would be no answer. Ask for at least 1.",

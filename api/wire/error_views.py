@@ -53,7 +53,8 @@ STATUS: dict[type[FtError], tuple[int, str]] = {
 """HTTP status and `error.type` of each class; a class that is missing has its parent's."""
 
 _OTHER_ROUTES = {
-    "/v1/responses": "models are asked by POST /v1/chat/completions here",
+    "/v1/responses": "answers are not kept here, and a conversation goes on by sending its items "
+    "again",
     "/v1/fine-tunes": "fine-tuning is /v1/fine_tuning/jobs",
 }
 """Routes that OpenAI has or had, and what serves their purpose here."""
@@ -203,7 +204,8 @@ def _what_instead(request: Request, path: str) -> str:
     """
     path = path.rstrip("/")
     here = "/v1" + re.sub(r"^(/openai)?(/v1)*(/deployments/[^/]+(?=/))?", "", path)
-    if other := _OTHER_ROUTES.get(here):
+    others = (why for route, why in _OTHER_ROUTES.items() if f"{here}/".startswith(f"{route}/"))
+    if other := next(others, None):
         return f": {other}. /docs lists all routes."
     scope = {**request.scope, "path": here}
     if not any(

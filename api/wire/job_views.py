@@ -81,6 +81,15 @@ class OrpoHyperparametersView(HyperparametersView):
     beta: float
 
 
+class KtoHyperparametersView(HyperparametersView):
+    """Hyperparameters of KTO; its default rate is that of dpo."""
+
+    beta: float
+    loss_type: str
+    desirable_weight: float
+    undesirable_weight: float
+
+
 class SupervisedView(View):
     hyperparameters: HyperparametersView
 
@@ -95,6 +104,10 @@ class SimpoView(View):
 
 class OrpoView(View):
     hyperparameters: OrpoHyperparametersView
+
+
+class KtoView(View):
+    hyperparameters: KtoHyperparametersView
 
 
 class ReinforcementHyperparametersView(HyperparametersView):
@@ -128,6 +141,7 @@ class MethodView(View):
     dpo: DpoView | None = None
     simpo: SimpoView | None = None
     orpo: OrpoView | None = None
+    kto: KtoView | None = None
     reinforcement: ReinforcementView | None = None
 
 
@@ -504,6 +518,9 @@ def _method(spec: JobSpec, hyperparameters: HyperparametersView) -> MethodView:
     if spec.orpo is not None:
         orpo = OrpoHyperparametersView(**shared, **spec.orpo.model_dump())
         return MethodView(type="orpo", orpo=OrpoView(hyperparameters=orpo))
+    if spec.kto is not None:
+        kto = KtoHyperparametersView(**shared, **spec.kto.model_dump())
+        return MethodView(type="kto", kto=KtoView(hyperparameters=kto))
     if spec.dpo is None:
         return MethodView(supervised=SupervisedView(hyperparameters=hyperparameters))
     own = DpoHyperparametersView(**shared, **spec.dpo.model_dump())

@@ -10,6 +10,7 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
+from copy import copy
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
@@ -78,6 +79,7 @@ class Catalogue:
         self.descriptions = descriptions or Descriptions(None, None)
         self._folders = [folder.absolute() for folder in folders]
         self._aliases = dict(aliases or {})
+        self._staged: Mapping[str, Path] = {}
 
     @classmethod
     def from_settings(
@@ -89,6 +91,14 @@ class Catalogue:
         """
         aliases = read_aliases(settings.model_aliases) if settings.model_aliases else None
         return cls(settings.model_folders(), aliases, descriptions)
+
+    def with_staged(self, staged: Mapping[str, Path]) -> Catalogue:
+        """The same catalogue, for plans: `find` knows bases of which all but the weights is here
+        too, by the folders that hold it.
+        """
+        other = copy(self)
+        other._staged = staged
+        return other
 
     def list_models(self) -> list[Base]:
         """Every base that may be read, sorted by name, also those with pickled weights, which
@@ -158,6 +168,9 @@ class Catalogue:
                 return fault
             with suppress(FileNotFoundError):  # it has been removed
                 return _base(name, path)
+        if name in self._staged:
+            with suppress(FileNotFoundError):  # it is in its place by now, or was removed
+                return _base(name, self._staged[name])
         return None
 
     def _may_be_tuned(self, base: Base) -> bool:

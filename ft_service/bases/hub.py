@@ -1,15 +1,15 @@
 """Bases from Hugging Face's hub, or from another with its API (HF_ENDPOINT): looked up, fetched,
 and published as a whole.
 
-    <model folder>/.pulls/<organisation>--<name>@<commit>/    files that are being fetched, until
-    all are there and verified <model folder>/<organisation>/<name>/                     the base,
-    with origin.json
+    <model folder>/.pulls/<organisation>--<name>@<commit>/    being fetched, until all is verified
+    <model folder>/<organisation>/<name>/                     the base, with origin.json
 
 An interrupted pull keeps files and parts of files, and the next pull continues there.
 """
 
 from __future__ import annotations
 
+import fcntl
 import hashlib
 import io
 import os
@@ -19,7 +19,7 @@ import sys
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from pathlib import Path
@@ -27,7 +27,7 @@ from typing import Any, Literal
 
 from ft_service.bases.base_files import DOCUMENT, limit_of, shown
 from ft_service.bases.origin import Origin, is_published, read_origin, write_origin
-from ft_service.errors import FtError, SpecError, UnavailableError
+from ft_service.errors import FtError, SpecError, UnavailableError, is_lost
 
 STAGED = ".pulls"
 ENDPOINT = "https://huggingface.co"
@@ -237,37 +237,86 @@ def pull(
     files, FtError for a full disk, a damaged file and a folder that exists already;
     UnavailableError.
     """
-    target = folder / name
     weights = model.weights()
-    small = model.small_files()
+    refuse_taken(folder / name)
+    with _alone(model, _staged_of(model, folder)) as staged:
+        _fetch_files(model, staged, model.small_files(), shows_bars=False)
+        try:
+            judge(staged)
+        except FtError as error:
+            if not is_lost(error):  # else the next pull goes on with what has arrived before
+                shutil.rmtree(staged, ignore_errors=True)
+            raise
+        files = "file" if len(weights) == 1 else "files"
+        tell(
+            f"{model.repository} at {model.commit[:12]}: {len(weights)} {files} of weights, "
+            f"{_gb(model.bytes(weights))}."
+        )
+        _require_room(folder, staged, model.bytes([*weights, *model.small_files()]))
+        _fetch_files(model, staged, weights, shows_bars=shows_bars)
+        tell("Reading it once more, to compare it with the hub's digests.")
+        return _publish(model, staged, folder / name)
+
+
+def fetch_small_files(model: HubRepository, folder: Path) -> Path:
+    """Fetch what a base's description and plan need, all but its weights, into the folder where
+    `pull` goes on. Returns that folder. Raises as `pull`.
+    """
+    model.weights()  # refused before anything is written
+    with _alone(model, _staged_of(model, folder)) as staged:
+        _fetch_files(model, staged, model.small_files(), shows_bars=False)
+        return staged
+
+
+def refuse_taken(target: Path) -> None:
+    """Raise FtError if there is something in the place of a base."""
     if target.exists():
         raise FtError(
             f"{target} exists{_whose(target)}. Remove it, or give this one another name with --as.",
             param="model",
         )
-    staged = folder / STAGED / f"{model.repository.replace('/', '--')}@{model.commit[:12]}"
-    _make(staged)
-    _fetch_files(model, staged, small, shows_bars=False)
-    try:
-        judge(staged)
-    except FtError:
-        shutil.rmtree(staged, ignore_errors=True)
-        raise
-    _require_room(folder, staged, model.bytes([*weights, *small]))
-    files = "file" if len(weights) == 1 else "files"
-    tell(
-        f"{model.repository} at {model.commit[:12]}: {len(weights)} {files} of weights, "
-        f"{_gb(model.bytes(weights))}."
-    )
-    _fetch_files(model, staged, weights, shows_bars=shows_bars)
-    tell("Reading it once more, to compare it with the hub's digests.")
-    downloaded = digests(model, staged, [*small, *weights])
+
+
+def is_there(target: Path, repository: str, commit: str) -> bool:
+    """Whether a folder holds a repository at a commit, as it was pulled."""
+    origin = read_origin(target)
+    return origin is not None and (origin.repository, origin.commit) == (repository, commit)
+
+
+def _staged_of(model: HubRepository, folder: Path) -> Path:
+    return folder / STAGED / f"{model.repository.replace('/', '--')}@{model.commit[:12]}"
+
+
+def _publish(model: HubRepository, staged: Path, target: Path) -> Path:
+    """Compare all files with the hub's digests, and move them to their place."""
+    downloaded = digests(model, staged, [*model.small_files(), *model.weights()])
     write_origin(
         staged, Origin(model.repository, model.revision, model.commit, model.licence, downloaded)
     )
     target.parent.mkdir(parents=True, exist_ok=True)
     staged.rename(target)
     return target
+
+
+@contextmanager
+def _alone(model: HubRepository, staged: Path) -> Iterator[Path]:
+    """Keep other processes from fetching into a folder, since two would write the same parts.
+
+    Raises FtError if one does already.
+    """
+    _make(staged)
+    held = os.open(staged, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        fcntl.flock(held, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        os.close(held)
+        raise FtError(
+            f"{model.repository} is being fetched already, by another process.", param="model"
+        ) from None
+    try:
+        yield staged
+    finally:
+        os.close(held)
 
 
 def fetch(found: HubRepository, staged: Path, names: Sequence[str], *, shows_bars: bool) -> None:
@@ -281,7 +330,7 @@ def fetch(found: HubRepository, staged: Path, names: Sequence[str], *, shows_bar
 
 
 def _require_room(folder: Path, staged: Path, whole: int) -> None:
-    left = whole - _held(staged)
+    left = whole - held(staged)
     free = shutil.disk_usage(staged).free
     if left + _SPARE_BYTES > free:
         raise FtError(
@@ -377,8 +426,14 @@ def _fetch_file(model: HubRepository, staged: Path, name: str, stop: threading.E
     part.rename(staged / name)
 
 
-def _held(staged: Path) -> int:
-    return sum(path.stat().st_size for path in staged.rglob("*") if path.is_file())
+def held(staged: Path) -> int:
+    """Bytes of the files in a folder, also while others are written and renamed there."""
+    total = 0
+    for folder, _, names in os.walk(staged):
+        for name in names:
+            with suppress(FileNotFoundError):
+                total += (Path(folder) / name).stat().st_size
+    return total
 
 
 def digests(model: HubRepository, staged: Path, names: Sequence[str]) -> dict[str, str]:
@@ -479,6 +534,12 @@ def _library() -> Any:
         )
         raise FtError(message, code="missing_package") from None
     return huggingface_hub
+
+
+def without_token(text: str) -> str:
+    """A text for others than the hub's user: without the token, which libraries may quote."""
+    token = _library().get_token()
+    return text.replace(token, "[HF_TOKEN]") if token else text
 
 
 def _gb(number: int) -> str:

@@ -9,9 +9,7 @@ from typing import Annotated, Any
 import typer
 
 from ft_service.bases import hub
-from ft_service.bases.catalogue import MAX_DEPTH, is_model_name
 from ft_service.bases.description import Described
-from ft_service.bases.origin import read_origin
 from ft_service.cli.local_store import settings_with_models
 from ft_service.cli.output import (
     Json,
@@ -26,11 +24,10 @@ from ft_service.cli.output import (
 )
 from ft_service.control.base_facts import BaseFacts, base_facts
 from ft_service.control.describe_bases import local_descriptions
+from ft_service.control.pulling import described, folder_for, refusal
 from ft_service.data.hub_data import FOLDER, PREFIX, pull_data
-from ft_service.errors import FtError, SpecError
+from ft_service.errors import SpecError
 from ft_service.host.home import create_home
-from ft_service.installation import SAMPLE_MODELS
-from ft_service.plan.vocabulary_check import refuse_ids_without_row
 from ft_service.spec import is_tuned
 
 INTERRUPTED = 130
@@ -94,12 +91,11 @@ def pull(
         return _pull_data(model, name, as_json)
     repository, revision = hub.parse_name(model)
     called = repository if name is None else name
-    folder = _model_folder(called)
+    folder = folder_for(called, settings_with_models().model_folders(), field="--as")
     listing = hub.look_up(repository, revision)
     create_home(settings_with_models().home)
-    there = read_origin(folder / called)
     target = folder / called
-    if there is not None and (there.repository, there.commit) == (repository, listing.commit):
+    if hub.is_there(target, repository, listing.commit):
         print_note(f"{called} is there already, at {listing.commit[:12]}.")
     else:
         try:
@@ -107,7 +103,7 @@ def pull(
                 listing,
                 folder,
                 called,
-                lambda staged: _judge(staged, called, anyway),
+                lambda staged: _judge(staged, anyway),
                 print_note,
                 shows_bars=sys.stderr.isatty(),
             )
@@ -165,52 +161,10 @@ def _pull_data(named: str, called: str | None, as_json: bool) -> int:
     return 0
 
 
-def _model_folder(called: str) -> Path:
-    """Return the first folder of models other than the sample's.
-
-    Raises SpecError for an unusable name.
-    """
-    deep = called.count("/") >= MAX_DEPTH
-    if (
-        not is_model_name(called)
-        or deep
-        or is_tuned(called)
-        or called != called.strip()
-        or called.startswith("-")
-    ):
-        raise SpecError(
-            f"--as = {called[:80]!r}: must be a name as in ORG/NAME, of at most {MAX_DEPTH} "
-            "parts, not empty and not "
-            "hidden, that begins with neither '-' nor 'ft:', the beginning of tuned models' names.",
-            param="as",
-        )
-    folders = [
-        folder
-        for folder in settings_with_models().model_folders()
-        if folder.absolute() != SAMPLE_MODELS
-    ]
-    if not folders:
-        raise SpecError(
-            "FT_MODELS names the sample's folder only: add one for what is pulled.",
-            param="FT_MODELS",
-        )
-    return folders[0].absolute()
-
-
-def _judge(staged: Path, called: str, anyway: bool) -> None:
-    try:
-        if (document := _described(staged)) is not None:
-            refuse_ids_without_row(document.description(), staged)
-    except FtError as error:
-        if (
-            error.code == "model_unreadable"
-        ):  # config.json alone does not say enough: the weights will
-            return
-        if not anyway:
-            message = (
-                f"{error.message} No weights were fetched; --anyway fetches them all the same."
-            )
-            raise SpecError(message, param="model", code=error.code) from None
+def _judge(staged: Path, anyway: bool) -> None:
+    if not anyway and (why := refusal(staged, _described)) is not None:
+        message = f"{why.message} No weights were fetched; --anyway fetches them all the same."
+        raise SpecError(message, param="model", code=why.code)
 
 
 def _described(folder: Path) -> Described | None:
@@ -218,10 +172,9 @@ def _described(folder: Path) -> Described | None:
     description.
     """
     descriptions = local_descriptions(settings_with_models())
-    if descriptions.missing is not None:
-        return descriptions.known(folder)
-    print_note("Describing it …")
-    return descriptions.describe(folder)
+    if descriptions.missing is None:
+        print_note("Describing it …")
+    return described(folder, descriptions)
 
 
 def _verdict(called: str, facts: BaseFacts) -> str:

@@ -382,7 +382,7 @@ def _count_samples(request: JobRequest, context: AdmissionContext) -> int | None
     return _counted(
         Places.of(context.settings).file(file.id),
         file.bytes,
-        Columns.of(request.data, of_prompts=request.method.type == "reinforcement"),
+        Columns.of(request.data, request.method.type),
     )
 
 

@@ -4,6 +4,7 @@ submitted, and of a job.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
@@ -11,10 +12,13 @@ from typing import Any
 from ft_service.bases.describing import Descriptions
 from ft_service.bases.description import Description
 from ft_service.control.admission import AdmissionContext, file_ids, read, resolve_parsed
+from ft_service.control.base_pulls import staged_bases
 from ft_service.control.capacity import capacity_of
+from ft_service.control.pulling import NOT_HERE
 from ft_service.data.formats.columns import Columns
 from ft_service.data.formats.detect_format import Container, Format
 from ft_service.data.formats.reading import estimate_samples, open_data
+from ft_service.errors import SpecError
 from ft_service.jobs.states import Job
 from ft_service.plan.auto_options import within_context
 from ft_service.plan.job import plan_job, training_time
@@ -33,7 +37,8 @@ _CHUNK = 1024**2
 def plan_body(body: object, context: AdmissionContext, places: Places) -> dict[str, Any]:
     """The plan of a create body.
 
-    Without `training_file` it has no time, and the most memory that the job can need.
+    Without `training_file` it has no time, and the most memory that the job can need. A base that
+    was only looked up so far is planned too; `not_here` is then a sentence that says so, else None.
 
     Raises SpecError as the creation of the job would, except for a job that does not fit.
     """
@@ -45,13 +50,23 @@ def plan_body(body: object, context: AdmissionContext, places: Places) -> dict[s
     capacity = capacity_of(
         context.settings, parsed.request.distributed.profile, context.principal.project_id
     )
-    spec = resolve_parsed(parsed, files, capacity, context, data=known)
+    not_here = None
+    try:
+        spec = resolve_parsed(parsed, files, capacity, context, data=known)
+    except SpecError as error:
+        staged = dict(staged_bases(context.settings))
+        if error.code != "model_not_found" or parsed.base not in staged:
+            raise
+        context = replace(context, catalogue=context.catalogue.with_staged(staged))
+        spec = resolve_parsed(parsed, files, capacity, context, data=known)
+        not_here = NOT_HERE.format(name=parsed.base)
     file_id = parsed.request.training_file if known else None
     size = None if file_id is None else files[file_id].bytes
     path = None if file_id is None else places.file(file_id)
     base = context.catalogue.descriptions.description(Path(spec.model.path))
     most = capacity.most_per_node(spec.distributed.nnodes, context.principal.limits.max_slots)
-    return _document(base, spec, capacity.machine_for(base), path, size, most)
+    planned = _document(base, spec, capacity.machine_for(base), path, size, most)
+    return planned | {"not_here": not_here}
 
 
 def plan_of_job(
@@ -95,9 +110,7 @@ def _guessed(path: Path, size: int, spec: JobSpec) -> tuple[int | None, SampleLe
     """(units of training.batch_size in an epoch, lengths of its samples), by the size of a stored
     file of `size` bytes.
     """
-    records, is_text = _records(
-        path, size, Columns.of(spec.data, of_prompts=spec.reinforcement is not None)
-    )
+    records, is_text = _records(path, size, Columns.of(spec.data, spec.method))
     if not records:
         return None, SampleLengths.of_size(size)
     samples = records - int(records * (spec.validation_split or 0))

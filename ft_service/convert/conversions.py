@@ -20,7 +20,7 @@ from ft_service.convert.verdicts import (
     as_number,
     as_plain,
 )
-from ft_service.spec.methods import SMOOTHED, DpoLoss
+from ft_service.spec.methods import SMOOTHED, DpoLoss, KtoLoss
 from ft_service.spec.templates import TEMPLATES
 
 # Steps and their samples
@@ -482,23 +482,30 @@ _LOSSES = (
 _TRL_DROPOUT = 0.05
 """Of ModelConfig."""
 _OTHER_METHODS = ("kto", "simpo", "orpo", "cpo", "kto_pair", "apo_zero_unpaired")
+_KTO_LOSSES = " and ".join(get_args(KtoLoss))
+_KTO_LOSS = "method.kto.hyperparameters.loss_type"
 
 
 def adapter_dropout(value: Any, source: Source) -> Verdict:
-    """DPO's trainers set every dropout to 0, the adapter's too, unless disable_dropout is false.
+    """DPO's and KTO's trainers set every dropout to 0, the adapter's too, unless disable_dropout is
+    false.
 
     None: TRL's default.
     """
-    if source.method == "dpo" and as_plain(source.get("disable_dropout", True)) is not False:
+    of_answers = source.method in ("dpo", "kto")
+    if of_answers and as_plain(source.get("disable_dropout", True)) is not False:
         return NoEffect(
-            f"in DPO {source.tool} turns all dropout off, unless disable_dropout says false"
+            f"in {str(source.method).upper()} {source.tool} turns all dropout off, unless disable_dropout says false"
         )
     return Taken({"lora.lora_dropout": _TRL_DROPOUT if value is None else value})
 
 
 def dpo_loss(value: Any, source: Source, weights: str) -> Verdict:
-    """TRL's loss_type: one loss, or one loss and "sft", whose weight is rpo_alpha here."""
+    """TRL's loss_type: one loss, or one loss and "sft", whose weight is rpo_alpha here; or KTO's."""
     names = [str(name) for name in value] if isinstance(value, list) else [str(value)]
+    if source.method == "kto":
+        known = len(names) == 1 and names[0] in get_args(KtoLoss)
+        return Taken({_KTO_LOSS: names[0]}) if known else Lost(f"KTO here has {_KTO_LOSSES}")
     if source.method != "dpo":
         plain = names in (["nll"], ["chunked_nll"])
         return (

@@ -37,11 +37,12 @@ _HINTS = {
     "training_file": "your data, relative to this file; see `ft data check FILE`",
 }
 _GRADER = "method.reinforcement.grader"
-_METHODS = "supervised, dpo and reinforcement (GRPO) are taken over"
+_METHODS = "supervised, dpo, kto and reinforcement (GRPO) are taken over"
 _OTHER_METHOD = re.compile(
-    r"(?<![a-z])(orpo|kto|cpo|simpo|ppo|rloo|gkd|reward)(?![a-z])", re.IGNORECASE
+    r"(?<![a-z])(orpo|cpo|simpo|ppo|rloo|gkd|reward)(?![a-z])", re.IGNORECASE
 )
 """Methods of TRL whose files may have the same options as a file for DPO or GRPO."""
+_KTO = re.compile(r"(?<![a-z])kto(?![a-z])", re.IGNORECASE)
 _GRPO = re.compile(r"(?<![a-z])(grpo|gspo|dapo)(?![a-z])", re.IGNORECASE)
 _SECRET = re.compile(r"(hub|hf|ms|om|auth)_token$|api_key$")
 """Options whose values are not shown."""
@@ -400,12 +401,17 @@ def _method(
     )
     if groups is not None:
         return "reinforcement", f"taken as GRPO's, since it says {groups}"
+    thumbs = marks.get("kto") or next(
+        (name for name in _TITLES if _KTO.search(str(source.get(name, "")))), None
+    )
+    if thumbs is not None:
+        return "kto", f"taken as KTO's, since it says {thumbs}"
     if marks["dpo"] is not None:
         return "dpo", f"taken as DPO's, since it says {marks['dpo']} (else: --method supervised)"
     return (
         "supervised",
-        "taken as supervised, since it says nothing of DPO or GRPO (else: --method dpo, or "
-        "reinforcement)",
+        "taken as supervised, since it says nothing of DPO, KTO or GRPO (else: --method dpo, kto, "
+        "or reinforcement)",
     )
 
 
@@ -505,9 +511,9 @@ def _defaults(
 def _ours(option: str, taken: Mapping[str, Any]) -> Any:
     """Our default of an option."""
     request: JobRequest = parse_request(PLACEHOLDERS | nested(taken))
-    dpo = request.method.dpo_options()
-    if option.startswith("method.dpo."):
-        return getattr(dpo, option.rpartition(".")[2], None)
+    if option.startswith(("method.dpo.", "method.kto.")):
+        own = request.method.dpo_options() or request.method.kto_options()
+        return getattr(own, option.rpartition(".")[2], None)
     value: Any = request.model_copy(update={"training": request.resolved_training()})
     for part in option.split("."):
         value = getattr(value, part)

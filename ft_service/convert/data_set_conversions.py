@@ -201,6 +201,8 @@ def _factory_columns(described: Mapping[str, Any]) -> tuple[dict[str, str], dict
     other = {key: item for key, item in described.items() if key not in _FACTORY_KNOWN}
     chats = described.get("formatting", "alpaca") == "sharegpt"
     named = {name: str(columns.pop(name)) for name in _FACTORY_PAIRS if name in columns}
+    if "kto_tag" in columns:
+        named["label"] = str(columns.pop("kto_tag"))
     if not chats:
         named |= {
             _FACTORY_ALPACA[name]: str(columns.pop(name))

@@ -13,6 +13,7 @@ from typing import Any
 from ft_service.convert.rules import Table, for_method, load_table, verdict_on
 from ft_service.convert.verdicts import (
     ONLY_DPO,
+    ONLY_KTO,
     Lost,
     Named,
     NoEffect,
@@ -50,14 +51,14 @@ differs from ours, the SPEC states the value, with a comment. The exit code is
 - 1 if something is not supported or is left to you, so that the result may differ until then,
 - 64 if nothing is written: the file is of an unknown kind, trains several times, or asks for a method that is
   not taken over: ORPO and SimPO, for which you write `method: orpo` or `simpo` yourself, and those that this service does not
-  have (KTO, PPO, RLOO, reward models).
+  have (PPO, RLOO, reward models).
 
 [What becomes of public configs](converted-configs.md) has thirty of them, with what differs.
 
 `--gpus N` gives the number of GPUs that trained together: the batch size depends on it. A script often says it
 (`--nproc_per_node`, `--num_processes`); most files do not.
-`--method dpo` or `--method reinforcement` says what a TRL file is for if the file does not show it. `--out SPEC` writes a
-file; `--force` overwrites one.
+`--method dpo`, `--method kto` or `--method reinforcement` says what a TRL file is for if the file does not show it.
+`--out SPEC` writes a file; `--force` overwrites one.
 
 The tables below are generated from the rules in `ft_service/convert/tables/` (one line of YAML per option; you can add
 lines), each with an example value. They list the usual options; the command knows more. Unsloth is configured in Python: its
@@ -162,12 +163,15 @@ def _verdict(table: Table, name: str, usual: Mapping[str, Any]) -> Verdict:
     if verdict == ONLY_DPO or (name == "loss_type" and not isinstance(verdict, Taken)):
         source.method = "dpo"
         verdict = verdict_on(table, source, name)
+    if verdict == ONLY_KTO:
+        source.method = "kto"
+        verdict = verdict_on(table, source, name)
     return verdict
 
 
 _MICRO = ("per_device_train_batch_size", "micro_batch_size", "batch_size")
 _COMPUTED = {
-    "adapter_dropout": "0.05 (supervised), 0 (dpo, where disable_dropout is on)",
+    "adapter_dropout": "0.05 (supervised), 0 (dpo and kto, where disable_dropout is on)",
     "batch_size": "{} x 1 x your number of GPUs",
     "prompts_of_step": "{} x 1 x your number of GPUs, divided by `num_generations`",
     "prompt_length": "the longest prompt and the longest answer: 1024",

@@ -15,7 +15,7 @@ A table has one of these rules for each option:
     if_on: RULE, if_off: RULE   for values that are on, and for those that are off (default: no
                                 effect)
     usual: [VALUE, …]           `none` for these values, and the rest of the rule for others
-    dpo: RULE                   only for direct preference optimisation
+    dpo: RULE, kto: RULE        only for direct preference optimisation, or KTO
 
 A section names its source, the file of the tool that defines the options, and may list options with
 the same verdict by text: `none`, `check`, `todo`, `lost`, or `check_if_on`, `todo_if_on`,
@@ -37,6 +37,7 @@ from ft_service.convert import conversions, data_set_conversions, reinforcement_
 from ft_service.convert.verdicts import (
     OFF,
     ONLY_DPO,
+    ONLY_KTO,
     Lost,
     NoEffect,
     Refused,
@@ -248,9 +249,11 @@ def compile_rule(spec: Mapping[str, Any]) -> Rule:
         rest = {key: value for key, value in spec.items() if key not in ("usual", "none", "else")}
         other = compile_rule(rest | spec.get("else", {}))
         return lambda value, source: here if _is_one_of(value, usual) else other(value, source)
-    if "dpo" in spec:
-        of_dpo = compile_rule(spec["dpo"])
-        return lambda value, source: of_dpo(value, source) if source.method == "dpo" else ONLY_DPO
+    if of_methods := {name: compile_rule(spec[name]) for name in ("dpo", "kto") if name in spec}:
+        other = ONLY_DPO if "dpo" in of_methods else ONLY_KTO
+        return lambda value, source: (
+            of_methods[source.method](value, source) if source.method in of_methods else other
+        )
     if "if_on" in spec:
         on = compile_rule(spec["if_on"])
         off: Rule = (

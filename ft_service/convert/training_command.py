@@ -41,7 +41,12 @@ _NO_PROGRAMS = ("torch.distributed.run", "torch.distributed.launch", "accelerate
 """Modules that start another program."""
 _OVERRIDES = ("verl", "torchtune", "llama_factory")
 """Tables of tools whose options are given as `name=value`."""
-_METHODS: Mapping[str, Method] = {"sft": "supervised", "dpo": "dpo", "grpo": "reinforcement"}
+_METHODS: Mapping[str, Method] = {
+    "sft": "supervised",
+    "dpo": "dpo",
+    "kto": "kto",
+    "grpo": "reinforcement",
+}
 _METHOD_NAME = re.compile(
     r"(?<![a-z])(sft|dpo|grpo|orpo|kto|cpo|simpo|ppo|rloo|gkd|reward)(?![a-z])"
 )
@@ -166,7 +171,8 @@ def _method(name: str) -> Method | None:
     found = _METHOD_NAME.findall(name.lower())
     if other := next((method for method in found if method not in _METHODS), None):
         raise SpecError(
-            f"{name} is for {other.upper()}, which is not converted: methods are sft, dpo and grpo."
+            f"{name} is for {other.upper()}, which is not converted: methods are sft, dpo, kto and "
+            "grpo."
         )
     return _METHODS[found[-1]] if found else None
 

@@ -27,7 +27,7 @@ _SETTINGS = (
     "GRPOConfig",
     "TrainingArguments",
 )
-_TRAINERS = ("SFTTrainer", "DPOTrainer", "GRPOTrainer", "UnslothTrainer", "Trainer")
+_TRAINERS = ("SFTTrainer", "DPOTrainer", "KTOTrainer", "GRPOTrainer", "UnslothTrainer", "Trainer")
 _OF_TRAINER = (
     "packing",
     "max_seq_length",
@@ -38,8 +38,13 @@ _OF_TRAINER = (
     "neftune_noise_alpha",
 )
 """Arguments of trainers that are settings; the others are objects."""
-_METHODS: Mapping[str, Method] = {"DPO": "dpo", "GRPO": "reinforcement", "SFT": "supervised"}
-_OTHER_METHODS = ("ORPO", "KTO", "CPO", "RLOO", "PPO", "Reward")
+_METHODS: Mapping[str, Method] = {
+    "DPO": "dpo",
+    "KTO": "kto",
+    "GRPO": "reinforcement",
+    "SFT": "supervised",
+}
+_OTHER_METHODS = ("ORPO", "CPO", "RLOO", "PPO", "Reward")
 _OBJECTS = (
     "model",
     "tokenizer",
@@ -106,8 +111,8 @@ def unsloth_program(text: str, name: str) -> Program:
         called = _name(call)
         if called.removesuffix("Config").removesuffix("Trainer") in _OTHER_METHODS:
             raise SpecError(
-                f"{name}, line {call.lineno}: {called} is not converted: methods are SFT, DPO and "
-                "GRPO."
+                f"{name}, line {call.lineno}: {called} is not converted: methods are SFT, DPO, "
+                "KTO and GRPO."
             )
         methods |= {
             method: call

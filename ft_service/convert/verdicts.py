@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any, Literal
 
-Method = Literal["supervised", "dpo", "reinforcement"]
+Method = Literal["supervised", "dpo", "kto", "reinforcement"]
 """Methods of files that can be converted."""
 
 
@@ -109,6 +109,7 @@ OFF: tuple[Any, ...] = (None, False, "", "no", "none", "NO", "off", 0, [], {})
 NOT_SET = NoEffect("it is not set")
 """The verdict on a value that has the same meaning as leaving the option out."""
 ONLY_DPO = NoEffect("only direct preference optimisation reads it")
+ONLY_KTO = NoEffect("only KTO reads it")
 
 
 def as_plain(value: Any) -> Any:

@@ -5,6 +5,7 @@ that makes them.
 from __future__ import annotations
 
 import re
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -15,8 +16,9 @@ from pydantic import TypeAdapter
 from ft_service.data.formats.columns import AS_THEY_ARE, Columns
 from ft_service.data.formats.detect_format import Container, Format
 from ft_service.data.formats.reading import FileFormat, open_data
+from ft_service.data.label_balance import balance_messages
 from ft_service.data.line_errors import Fault
-from ft_service.data.sample_kinds import Pair, Record, images_of, is_unanswered
+from ft_service.data.sample_kinds import Pair, Record, images_of, is_unanswered, label_of
 from ft_service.data.sample_request import RecordRange, SamplePage
 from ft_service.data.sensitive_text import sensitive_kinds
 from ft_service.data.statistics import (
@@ -30,6 +32,7 @@ from ft_service.data.statistics import (
 )
 from ft_service.data.token_options import DEFAULT, TokenOptions
 from ft_service.rundir.documents import ErrorInfo
+from ft_service.spec import KtoOptions
 from ft_service.spec.options import Applied
 from ft_service.wording import counted
 
@@ -197,6 +200,10 @@ class DataReport:
     """Records with an empty answer, likewise."""
     images: int = 0
     """Images, each as often as a sample has it, or a record where no tokens were counted."""
+    good: int = 0
+    """Records whose label says that the answer is a good one."""
+    bad: int = 0
+    """Records whose label says that it is not."""
 
     @property
     def is_lasting(self) -> bool:
@@ -245,11 +252,17 @@ class DataReport:
         )
 
     def messages(
-        self, name: str, max_length: int, *, cut: bool = True
+        self,
+        name: str,
+        max_length: int,
+        *,
+        cut: bool = True,
+        kto: KtoOptions | None = None,
     ) -> Iterator[tuple[Literal["info", "warn"], str]]:
         """Level and sentence for events: what is trained on, what is left out and why.
 
         `name`: the file's. `cut`: False if statistics report what the cut does to samples.
+        `kto`: options of the method of a file with labels; None: the defaults.
         """
         if self.shape:
             yield "info", f"{name}: {self.shape}."
@@ -264,6 +277,8 @@ class DataReport:
             yield self._joined_message(name)
         if self.counts is not None:
             yield from self._count_messages(self.counts, name, max_length, cut=cut)
+        if self.good or self.bad:
+            yield from balance_messages(name, self.good, self.bad, kto)
         if self.images:
             tokens = self.counts.image_tokens if self.counts is not None else 0
             of_them = f", {counted(tokens, 'token')} of them" if tokens else ""
@@ -429,6 +444,8 @@ class Findings:
         self.faults_total = 0
         self.examples = 0
         self.images = 0
+        self.labels = Counter[bool]()
+        """Label → records that have it."""
 
     def fault(self, fault: Fault) -> None:
         self.faults_total += 1
@@ -475,6 +492,8 @@ class Findings:
             as_chats=None if applied == "auto" else applied,
             of_prompts=shape.format is Format.PROMPTS,
             images=self.images,
+            good=self.labels[True],
+            bad=self.labels[False],
         )
 
 
@@ -507,6 +526,8 @@ def check_lines(
             else:
                 findings.examples += 1
                 findings.images += images_of(record)
+                if (label := label_of(record)) is not None:
+                    findings.labels[label] += 1
                 records.add(number, record)
                 unanswered = unanswered.with_line(number) if is_unanswered(record) else unanswered
                 for kind in sensitive_kinds(record) if sensitive else ():

@@ -84,6 +84,8 @@ class Conversation:
     """Pictures of the user's messages, whose contents have IMAGE in their places."""
     image_places: tuple[str, ...] = field(default=(), repr=False, compare=False)
     """Dotted place of each in its line, for messages."""
+    label: bool | None = None
+    """Whether its answer is a good one, of data for KTO; None: it has no label."""
 
     def first(self, count: int, weights: tuple[int, ...]) -> Conversation:
         """The conversation of the first `count` messages, with these weights."""
@@ -131,13 +133,17 @@ class PromptCompletion:
 
     prompt: str
     completion: str
+    label: bool | None = None
+    """As of a Conversation."""
 
     @property
     def as_chat(self) -> Conversation:
         """The conversation of a user's message and its answer."""
         turns = ("user", self.prompt), ("assistant", self.completion)
         return Conversation(
-            tuple({"role": role, "content": content} for role, content in turns), (0, 1)
+            tuple({"role": role, "content": content} for role, content in turns),
+            (0, 1),
+            label=self.label,
         )
 
 
@@ -187,6 +193,11 @@ def named_roles(record: Record) -> set[str]:
     return {
         message["role"] for message in messages if "name" in message and message["role"] != "tool"
     }
+
+
+def label_of(record: Record) -> bool | None:
+    """Whether the record's answer is a good one. None: it has no label."""
+    return record.label if isinstance(record, Conversation | PromptCompletion) else None
 
 
 def images_of(record: Record) -> int:

@@ -14,8 +14,8 @@ training.max_length, which is not used.
 """
 MOST_LINES = 10**12
 """Upper limit of record numbers in requests; no file has more records."""
-Answer = Literal["", "preferred", "rejected"]
-"""The answer of a preference pair; empty: the record is not a pair."""
+Answer = Literal["", "preferred", "rejected", "good", "bad"]
+"""The answer of a preference pair, or what its label says of an answer; empty: neither."""
 
 
 @dataclass(frozen=True)

@@ -263,11 +263,9 @@ def messages(found: DataStatistics, asked: Measure) -> Iterator[tuple[Level, str
         )
     yield (
         "info",
-        f"{counted(found.steps, 'step')} over {counted(training.samples, 'sample')}, half of them "
-        "no longer than "
-        f"{lengths.median:,} tokens, 99 % "
-        f"no longer than {lengths.p99:,}; {share(training.targets, training.tokens)} of all "
-        "tokens are learned.",
+        f"Half of the samples have at most {lengths.median:,} tokens, 99 % at most "
+        f"{lengths.p99:,}; {share(training.targets, training.tokens)} of all tokens are learned, "
+        f"in {counted(found.steps, 'step')}.",
     )
     for sentence in advice(found, asked):
         yield "warn", sentence

@@ -28,7 +28,7 @@ class TokenOptions:
             spec.chat_template,
             spec.date,
             spec.training.train_on,
-            Columns.of(spec.data, of_prompts=spec.reinforcement is not None),
+            Columns.of(spec.data, spec.method),
         )
 
     @property
@@ -37,11 +37,14 @@ class TokenOptions:
 
     def given(self) -> dict[str, Any]:
         """The options that differ from the defaults, by name."""
-        return {
+        given = {
             name: value
             for name, value in asdict(self).items()
             if getattr(self, name) != getattr(DEFAULT, name)
         }
+        if not self.columns.labels and "columns" in given:  # as keys of stored sets have it
+            del given["columns"]["labels"]
+        return given
 
 
 DEFAULT = TokenOptions()

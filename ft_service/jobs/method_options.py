@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from ft_service.spec import PAIR_METHODS
+from ft_service.spec import PREFERENCE_METHODS
 
 _OF_TRAINING = ("n_epochs", "batch_size", "learning_rate_multiplier")
 """A method's options that `training` shows too."""
@@ -50,12 +50,13 @@ def loss_measure(method: Mapping[str, Any]) -> str | None:
         return None
     if kind == "supervised":
         return "cross entropy"
-    if kind not in PAIR_METHODS:
+    if kind not in PREFERENCE_METHODS:
         return f"the loss of {kind}"
     given = (method.get(kind) or {}).get("hyperparameters") or {}
-    names = ["beta", "gamma", "rpo_alpha"]
+    names = ["beta", "gamma", "rpo_alpha", "desirable_weight", "undesirable_weight"]
     if given.get("label_smoothing"):
         names.append("label_smoothing")
     options = ", ".join(f"{name} {given[name]:g}" for name in names if given.get(name) is not None)
-    loss = (given.get("loss_type") or "sigmoid") if kind == "dpo" else kind
-    return f"{loss} of pairs{f' ({options})' if options else ''}"
+    loss = given.get("loss_type") or ("sigmoid" if kind == "dpo" else kind)
+    what = "labelled answers" if kind == "kto" else "pairs"
+    return f"{loss} of {what}{f' ({options})' if options else ''}"

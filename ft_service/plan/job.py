@@ -338,12 +338,19 @@ def _hints(
             f"answers of at most {longest:,} "
             f"tokens, {answers * longest:,} together{text}; and so does grading."
         )
-    if spec.dpo is not None:
-        yield (
+    if spec.has_reference:
+        what = "pair" if spec.dpo is not None else "answer"
+        text = (
             "Times are those of the steps alone. Before them the reference's log-probabilities of "
-            "each pair that they read are "
-            "computed once, which takes about half as long as a first pass over these pairs."
+            f"each {what} that they read are "
+            f"computed once, which takes about half as long as a first pass over these {what}s."
         )
+        if spec.kto is not None and spec.kto.loss_type == "kto":
+            text += (
+                " A mismatched answer for each one doubles that, and makes steps about half as long "
+                "again; method.kto.hyperparameters.loss_type: apo_zero_unpaired does without."
+            )
+        yield text
     if (
         draft.layout.shard == 1
         or spec.distributed.replicate == AUTO

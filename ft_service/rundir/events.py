@@ -59,7 +59,8 @@ class Metrics(BaseModel):
     """Further metrics of the job's method by field name; those of the validation file begin with
     `valid_`. Direct preference optimisation: rewards/chosen, rewards/rejected, rewards/margins,
     rewards/accuracies, logps/chosen and logps/rejected, means over the pairs
-    (workers/training/preference.py). Metrics of the job's evaluation begin with `evaluation/`.
+    (workers/training/preference.py); KTO: the same without accuracies, means over the good or bad
+    answers, and kl (workers/training/kto.py). Metrics of the job's evaluation begin with `evaluation/`.
     """
     checkpoint_stall_seconds: float | None = None
     """Seconds for which training stood still for the checkpoint, including the wait for the

@@ -20,7 +20,7 @@ from __future__ import annotations
 
 import math
 
-from ft_service.spec.methods import PAIR_METHODS, MethodType
+from ft_service.spec.methods import PREFERENCE_METHODS, MethodType
 from ft_service.spec.options import DPO_EPOCHS, REINFORCEMENT_EPOCHS, LoraOptions
 from ft_service.wording import counted
 
@@ -86,10 +86,10 @@ def epochs_for(samples: int, method: MethodType) -> tuple[int, str]:
     """
     if method == "reinforcement":
         return REINFORCEMENT_EPOCHS, "every prompt is answered several times in a pass"
-    if method in PAIR_METHODS:
+    if method in PREFERENCE_METHODS:
         return (
             DPO_EPOCHS,
-            "further passes of preference optimisation learn the pairs by heart",
+            "further passes of preference optimisation learn the answers by heart",
         )
     seen = _how_many(samples)
     if samples * EPOCHS < LEAST_SEEN:

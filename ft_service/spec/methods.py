@@ -14,6 +14,7 @@ AUTO = "auto"
 
 DpoLoss = Literal["sigmoid", "ipo", "sigmoid_norm", "hinge", "robust", "apo_zero", "apo_down"]
 Beta = Annotated[Number, Field(gt=0, le=100)]
+KtoLoss = Literal["kto", "apo_zero_unpaired"]
 Weight = Annotated[Number, Field(gt=0, le=100)]
 Smoothing = Annotated[Number, Field(ge=0, lt=0.5)]
 
@@ -25,6 +26,8 @@ SIMPO_BETA = 2.0
 """beta "auto" of SimPO, the lower end of what its paper used."""
 ORPO_BETA = 0.1
 """beta "auto" of ORPO, the weight of its paper's Mistral."""
+KTO_BETA = 0.1
+"""beta "auto" of KTO, as in its paper."""
 SMOOTHED: Sequence[DpoLoss] = ("sigmoid", "robust")
 """Losses that read label_smoothing."""
 
@@ -32,14 +35,14 @@ SMOOTHED: Sequence[DpoLoss] = ("sigmoid", "robust")
 class Hyperparameters(Strict):
     """OpenAI's three. With "auto" the service chooses: epochs and batch by the number of samples,
     the learning rate by the base (ft_service/spec/auto_hyperparameters.py). Defaults: 3 epochs
-    (dpo, simpo, orpo: 1), a batch of 8 and the rate 2e-4 (dpo, simpo: 5e-6; orpo: 5e-5). These
-    three have no "auto" learning rate.
+    (dpo, simpo, orpo, kto: 1), a batch of 8 and the rate 2e-4 (dpo, simpo, kto: 5e-6; orpo: 5e-5).
+    These four have no "auto" learning rate.
     """
 
     n_epochs: Annotated[int, Field(ge=1, le=50)] | Literal["auto"] = AUTO
     batch_size: Annotated[int, Field(ge=1, le=256)] | Literal["auto"] = AUTO
     learning_rate_multiplier: Annotated[Number, Field(gt=0, le=5000)] | Literal["auto"] = AUTO
-    """training.learning_rate as a multiple of 2e-4 (dpo, simpo: of 5e-6; orpo: of 5e-5)."""
+    """training.learning_rate as a multiple of 2e-4 (dpo, simpo, kto: of 5e-6; orpo: of 5e-5)."""
 
 
 class SupervisedMethod(NullableSections):
@@ -118,6 +121,31 @@ class OrpoHyperparameters(Hyperparameters):
 
 class OrpoMethod(NullableSections):
     hyperparameters: OrpoHyperparameters = OrpoHyperparameters()
+
+
+class KtoHyperparameters(Hyperparameters):
+    """OpenAI's three, and those of KTO's paper with the names of TRL's KTOConfig. batch_size counts
+    answers.
+    """
+
+    beta: Beta | Literal["auto"] = AUTO
+    """Strength of the penalty for leaving the model that training starts from: the larger, the
+    closer the answers stay. "auto": 0.1.
+    """
+    loss_type: KtoLoss = "kto"
+    """kto: that of the paper, which measures each answer against z0, how far the model has moved
+    on answers to other prompts; apo_zero_unpaired: against 0, which saves a third of a step.
+    """
+    desirable_weight: Weight = 1.0
+    """Weight of the loss of good answers."""
+    undesirable_weight: Weight = 1.0
+    """Weight of the loss of bad answers. The paper asks for weights by which the good answers'
+    number times their weight is 1 to 4/3 times the bad ones' number times theirs.
+    """
+
+
+class KtoMethod(NullableSections):
+    hyperparameters: KtoHyperparameters = KtoHyperparameters()
 
 
 class ReinforcementHyperparameters(Hyperparameters):
@@ -209,21 +237,25 @@ class ReinforcementMethod(NullableSections):
         return value
 
 
-MethodType = Literal["supervised", "dpo", "simpo", "orpo", "reinforcement", "tinker"]
+MethodType = Literal["supervised", "dpo", "simpo", "orpo", "kto", "reinforcement", "tinker"]
 """tinker: a job without data files, whose client runs the training loop.
 
 Tinker's wire alone creates it.
 """
-OfferedMethod = Literal["supervised", "dpo", "simpo", "orpo", "reinforcement"]
+OfferedMethod = Literal["supervised", "dpo", "simpo", "orpo", "kto", "reinforcement"]
 """Types that a request may name, each with a section of its own."""
 PAIR_METHODS: Sequence[MethodType] = ("dpo", "simpo", "orpo")
 """Types whose data files hold pairs of answers."""
+PREFERENCE_METHODS: Sequence[MethodType] = (*PAIR_METHODS, "kto")
+"""Types that learn which answers are better."""
 _OFFERED = WithJsonSchema({"type": "string", "enum": list(get_args(OfferedMethod))})
 
 
 class Method(NullableSections):
     """The loss. supervised: cross entropy of the assistant's tokens. dpo: direct preference
-    optimisation on pairs of answers. simpo, orpo: losses on pairs that need no reference.
+    optimisation on pairs of answers. simpo, orpo: losses on pairs that need no reference. kto:
+    good answers become likelier than the reference has them, and bad ones less likely, each by its
+    label.
     reinforcement: the model answers prompts, a grader gives rewards, and answers that are better
     than others to their prompt become likelier.
     """
@@ -233,6 +265,7 @@ class Method(NullableSections):
     dpo: DpoMethod = DpoMethod()
     simpo: SimpoMethod = SimpoMethod()
     orpo: OrpoMethod = OrpoMethod()
+    kto: KtoMethod = KtoMethod()
     reinforcement: ReinforcementMethod | None = None
 
     @model_validator(mode="after")
@@ -262,6 +295,8 @@ class Method(NullableSections):
             return self.dpo.hyperparameters
         if self.type == "simpo":
             return self.simpo.hyperparameters
+        if self.type == "kto":
+            return self.kto.hyperparameters
         return (self.orpo if self.type == "orpo" else self.supervised).hyperparameters
 
     def reinforcement_options(self) -> ReinforcementOptions | None:
@@ -316,6 +351,18 @@ class Method(NullableSections):
         given = self.orpo.hyperparameters
         return OrpoOptions(beta=ORPO_BETA if given.beta == AUTO else given.beta)
 
+    def kto_options(self) -> KtoOptions | None:
+        """The resolved options of KTO. None: the job has another method."""
+        if self.type != "kto":
+            return None
+        given = self.kto.hyperparameters
+        return KtoOptions(
+            beta=KTO_BETA if given.beta == AUTO else given.beta,
+            loss_type=given.loss_type,
+            desirable_weight=given.desirable_weight,
+            undesirable_weight=given.undesirable_weight,
+        )
+
 
 class DpoOptions(Strict):
     """`DpoHyperparameters` resolved for a worker."""
@@ -337,6 +384,15 @@ class OrpoOptions(Strict):
     """`OrpoHyperparameters` resolved for a worker."""
 
     beta: Beta
+
+
+class KtoOptions(Strict):
+    """`KtoHyperparameters` resolved for a worker."""
+
+    beta: Beta
+    loss_type: KtoLoss
+    desirable_weight: Weight
+    undesirable_weight: Weight
 
 
 PairOptions = DpoOptions | SimpoOptions | OrpoOptions

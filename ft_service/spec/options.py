@@ -245,8 +245,8 @@ class TrainingOptions(Strict):
     """AdamW's peak learning rate.
 
     "auto": chosen by the base's width and family and the adapter's scaling, once, when the job is
-    created; the same as OpenAI's learning_rate_multiplier "auto". With method dpo or simpo it is
-    5e-6, with orpo 5e-5, with reinforcement 4e-5.
+    created; the same as OpenAI's learning_rate_multiplier "auto". With method dpo, simpo or kto it
+    is 5e-6, with orpo 5e-5, with reinforcement 4e-5.
     """
     lr_scheduler_type: Literal["linear", "cosine", "constant", "warmup_stable_decay"] = "linear"
     """Decay of the rate after the warm-up: to 0, or to min_lr_ratio, behind the last step, not at
@@ -554,6 +554,8 @@ class DataOptions(Strict):
     """The preferred answer of a preference pair."""
     rejected: ColumnName | None = None
     """The other answer of a preference pair."""
+    label: ColumnName | None = None
+    """Whether an answer is good, of method kto: true or false."""
 
     @property
     def pairs(self) -> tuple[tuple[str, str], ...]:

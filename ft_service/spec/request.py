@@ -13,7 +13,7 @@ from pydantic import Field, PrivateAttr, ValidationError, WithJsonSchema, model_
 
 from ft_service.errors import SpecError
 from ft_service.spec.integrations import Integrations
-from ft_service.spec.methods import AUTO, PAIR_METHODS, Hyperparameters, Method, MethodType
+from ft_service.spec.methods import AUTO, PREFERENCE_METHODS, Hyperparameters, Method, MethodType
 from ft_service.spec.option_types import Number
 from ft_service.spec.options import (
     DPO_EPOCHS,
@@ -46,11 +46,6 @@ NOT_YET_VALUES: Mapping[tuple[str, object], str] = {
         (("lora.init_lora_weights", name) for name in ("pissa", "loftq", "olora")),
         f"use true: {_OWN_BASE}",
     ),
-    (
-        "method.type",
-        "kto",
-    ): "make pairs of a good and a bad answer to a prompt, for dpo, or train on the good answers, "
-    "supervised",
     ("method.type", "cpo"): "use simpo or orpo, which need no reference either",
     **dict.fromkeys(
         (("method.type", name) for name in ("ppo", "rloo")), "use reinforcement, which is GRPO"
@@ -106,13 +101,14 @@ LEARNING_RATES: Mapping[MethodType, float] = {
     "supervised": LEARNING_RATE,
     "dpo": DPO_LEARNING_RATE,
     "simpo": DPO_LEARNING_RATE,
+    "kto": DPO_LEARNING_RATE,
     "orpo": ORPO_LEARNING_RATE,
     "reinforcement": REINFORCEMENT_LEARNING_RATE,
     "tinker": LEARNING_RATE,
 }
 """Method → its learning rate with `learning_rate_multiplier: 1`."""
 _EPOCHS: Mapping[MethodType, int] = {
-    **dict.fromkeys(PAIR_METHODS, DPO_EPOCHS),
+    **dict.fromkeys(PREFERENCE_METHODS, DPO_EPOCHS),
     "reinforcement": REINFORCEMENT_EPOCHS,
 }
 """Method → its passes over the training file, where it has its own."""
@@ -232,11 +228,10 @@ class JobRequest(JobOptions):
 
     @model_validator(mode="after")
     def _only_answers_are_preferred(self) -> JobRequest:
-        if self.method.type in PAIR_METHODS and self.training.train_on == "everything":
+        if self.method.type in PREFERENCE_METHODS and self.training.train_on == "everything":
             raise ValueError(
                 f"training.train_on = 'everything' with method {self.method.type}: only the "
-                "answers of a pair are compared, since the text before them is the same. Leave it "
-                "out"
+                "answers are compared, and not the text before them. Leave it out"
             )
         return self
 

@@ -16,8 +16,9 @@ from ft_service.spec.evaluation import EvaluationOptions
 from ft_service.spec.mesh import check_reshard_size, mesh_shape
 from ft_service.spec.methods import (
     AUTO,
-    PAIR_METHODS,
+    PREFERENCE_METHODS,
     DpoOptions,
+    KtoOptions,
     MethodType,
     OrpoOptions,
     PairOptions,
@@ -132,6 +133,9 @@ class JobSpec(Resolved):
     """The same of SimPO, whose pairs need no reference."""
     orpo: OrpoOptions | None = None
     """The same of ORPO, whose pairs need no reference."""
+    kto: KtoOptions | None = None
+    """Options of KTO, whose data files hold answers with labels; None: the job has another method.
+    """
     reinforcement: ReinforcementOptions | None = None
     """Options of reinforcement learning, whose data files hold prompts; None: the job has another
     method.
@@ -162,6 +166,11 @@ class JobSpec(Resolved):
         return self.dpo or self.simpo or self.orpo
 
     @property
+    def has_reference(self) -> bool:
+        """Whether its loss compares with the model that training starts from."""
+        return self.dpo is not None or self.kto is not None
+
+    @property
     def method(self) -> MethodType:
         """Type of its method."""
         if self.training_data is None:
@@ -172,6 +181,8 @@ class JobSpec(Resolved):
             return "simpo"
         if self.orpo is not None:
             return "orpo"
+        if self.kto is not None:
+            return "kto"
         return "dpo" if self.dpo is not None else "supervised"
 
     @property
@@ -337,6 +348,7 @@ def resolve(request: JobRequest, context: JobContext) -> JobSpec:
         dpo=request.method.dpo_options(),
         simpo=request.method.simpo_options(),
         orpo=request.method.orpo_options(),
+        kto=request.method.kto_options(),
         reinforcement=request.method.reinforcement_options(),
         parent=parent,
         chosen=chosen,
@@ -355,7 +367,7 @@ def by_samples(
     usual = TrainingOptions()
     unknown = "the usual one; the number of samples is not known"
     if training.n_epochs == AUTO:
-        known = samples is not None or method in (*PAIR_METHODS, "reinforcement")
+        known = samples is not None or method in (*PREFERENCE_METHODS, "reinforcement")
         found["n_epochs"] = epochs_for(samples or 0, method) if known else (usual.epochs, unknown)
     if training.batch_size == AUTO:
         found["batch_size"] = (

@@ -50,6 +50,9 @@ from ft_service.spec_files.parent import find_local, name_of_local
 from ft_service.sweeps.search_space import AskedSweep, parse_sweep
 
 _SPEC_ENDINGS = (".yaml", ".yml", ".json")
+_UNKNOWN = "file-not-chosen-yet"
+NO_DATA = DataFileRef(name="", path="", sha256="")
+"""The data of a job whose base alone is planned."""
 
 
 @dataclass(frozen=True)
@@ -86,6 +89,11 @@ class SpecFile:
     """Folder of the data sets that were fetched from the hub; None: unknown."""
     sweep: AskedSweep | None = None
     """Sweep, of which `request` is the first job; None: it is one job."""
+
+    @property
+    def has_data(self) -> bool:
+        """Whether it names its training file; False: `spec_of_base` made it."""
+        return self.request.training_file != _UNKNOWN
 
     @property
     def training_file(self) -> LocalData:
@@ -162,6 +170,20 @@ def load_spec_file(
     return SpecFile(
         path=path.absolute(), body=body, request=request, datasets=datasets, sweep=parsed_sweep
     )
+
+
+def spec_of_base(name: str, options: Mapping[str, Any]) -> SpecFile:
+    """Return the SPEC of a job on a base, without data, for its plan. Raises SpecError."""
+    body = _with_options({"model": name, "training_file": _UNKNOWN}, options)
+    return SpecFile(path=Path.cwd() / "SPEC", body=body, request=parse_request(body))
+
+
+def may_be_base(path: Path) -> bool:
+    """Return whether what was given as a SPEC is the name of a base: nothing is there, and its
+    ending is neither a SPEC's nor that of data.
+    """
+    is_file = path.suffix.lower() in _SPEC_ENDINGS or may_hold_data(path.name)
+    return not path.exists() and not path.is_absolute() and not is_file
 
 
 def is_data(path: Path) -> bool:
@@ -310,15 +332,17 @@ def resolve_spec_file(
     `like`: another job on the same files, which are not read again. `gpus`: those of the host that
     would train; None: of this one.
 
+    A SPEC without data (`spec_of_base`) has NO_DATA.
+
     Raises SpecError for a missing model or file; a tuned model must have been trained in this
     FT_HOME.
     """
     request, model, parent = _model(spec, settings, to_train)
     validation = spec.validation_file
-    training = spec.training_file
-    columns = Columns.of(request.data, of_prompts=request.method.type == "reinforcement")
+    training = spec.training_file if spec.has_data else None
+    columns = Columns.of(request.data, request.method.type)
     if like is None:
-        training_data = training.ref()
+        training_data = training.ref() if training else NO_DATA
         validation_data = validation.ref() if validation else None
     else:
         training_data = like.training_data
@@ -334,7 +358,7 @@ def resolve_spec_file(
         parent=parent,
         date=datetime.now(UTC).date().isoformat(),
         samples=estimate_samples(training.path, training.files, columns, most=COUNTED)
-        if request.counts_samples
+        if request.counts_samples and training
         else None,
     )
     return resolve(with_template_variables(request, Path(model.path)), context)

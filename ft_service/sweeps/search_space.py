@@ -148,6 +148,10 @@ REFUSED: Mapping[str, str] = {
             "simpo.hyperparameters.beta",
             "simpo.hyperparameters.gamma",
             "orpo.hyperparameters.beta",
+            "kto.hyperparameters.beta",
+            "kto.hyperparameters.loss_type",
+            "kto.hyperparameters.desirable_weight",
+            "kto.hyperparameters.undesirable_weight",
         )
     },
     **dict.fromkeys(

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import shutil
-import socket
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -14,10 +13,8 @@ from typing import Any
 import httpx2
 import openai
 import pytest
-import uvicorn
 from fastapi import FastAPI
 
-from api.app import create_app
 from ft_service.bases.catalogue import Catalogue
 from ft_service.cli.root_command import run
 from ft_service.control.checks import file_views
@@ -27,7 +24,7 @@ from ft_service.store.sql import Store, migrate, open_store
 from tests.support.bases import save_base
 from tests.support.describing import at_once
 from tests.support.rest.process import end_forker
-from tests.support.rest.service import TRAINING, Service, wait_until
+from tests.support.rest.service import TRAINING, Service, serving_app
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -95,21 +92,8 @@ def store(settings: Settings, new_database: Path) -> Iterator[Store]:
 @pytest.fixture(scope="session")
 def server(new_database: Path) -> Iterator[tuple[str, FastAPI]]:
     """The address of one server for all tests; what stands behind it is each test's own."""
-    store = open_store(f"sqlite:///{new_database}")
-    app = create_app(Settings(home=new_database.parent), store)
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        listener.listen(16)
-        server = uvicorn.Server(uvicorn.Config(app, log_level="critical"))
-        thread = threading.Thread(target=server.run, args=([listener],), name="web")
-        thread.start()
-        try:
-            wait_until(lambda: server.started)
-            yield f"http://127.0.0.1:{listener.getsockname()[1]}", app
-        finally:
-            server.should_exit = True
-            thread.join()
-            store.close()
+    with serving_app(Settings(home=new_database.parent), new_database) as served:
+        yield served
 
 
 @pytest.fixture(scope="session")

@@ -64,6 +64,7 @@ def test_every_option_is_in_the_example_that_shows_them_all() -> None:
         ("preferences.yaml", "method.dpo"),
         ("simpo.yaml", "method.simpo"),
         ("orpo.yaml", "method.orpo"),
+        ("kto.yaml", "method.kto"),
         ("reinforcement.yaml", "method.reinforcement"),
     ):
         shown |= {

@@ -31,6 +31,8 @@ class Hub:
     is.
     """
     broken: bool = False
+    holds_after: int | None = None
+    """A larger file stops coming after so many bytes, until its receiver is gone; None: all come."""
     licence: str = "apache-2.0"
     damaged: str = ""
     """A file of which other bytes are sent than its digest says."""
@@ -148,6 +150,14 @@ class _Handler(BaseHTTPRequestHandler):
             return
         self.served.asked.append((name, asked))
         sent = body[start:]
+        holds = self.served.holds_after
+        if holds is not None and len(sent) > holds:
+            self.wfile.write(sent[:holds])
+            self.wfile.flush()
+            with contextlib.suppress(ConnectionError):
+                self.connection.recv(1)
+            self.close_connection = True
+            return
         breaks = self.served.breaks_after
         if breaks is not None and len(sent) > breaks:
             self.served.broken = True

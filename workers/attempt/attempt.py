@@ -7,7 +7,10 @@ from __future__ import annotations
 
 import os
 import time
+from collections.abc import Callable, Sequence
 from functools import partial
+
+import numpy as np
 
 from ft_service.bases.description import Description
 from ft_service.data.token_options import TokenOptions
@@ -58,11 +61,13 @@ from workers.training.evaluation_answers import Evaluator
 from workers.training.evaluation_prompts import asked_of
 from workers.training.forgetting import measure_forgetting, seconds_of_job
 from workers.training.guards import AdapterWatch, check_ids, check_positions
+from workers.training.kto import Labelled
 from workers.training.loop import Schedule, Trainer
 from workers.training.objective import Objective, Preference, Supervised, supervised
 from workers.training.packing import limits_of
 from workers.training.reference_logprobs import (
-    NeededPairs,
+    NeededAnswers,
+    Referred,
     compute_reference,
     find_reference,
     is_intact,
@@ -264,7 +269,7 @@ def _adopt_parent(runtime: Runtime, prepared: PreparedModel, reporter: Reporter)
     resumes = runtime.start.checkpoint is not None
     first_answers = evaluated_steps(run).get(0, "")
     lost = bool(spec.evaluation and not run.path(first_answers).is_file()) or bool(
-        spec.dpo and not is_intact(run)
+        spec.has_reference and not is_intact(run)
     )
     parent = spec.parent if spec.parent and from_first(not resumes or lost) else None
     adopted = on_all(partial(adopt, prepared.parameters, parent)) if parent else None
@@ -284,36 +289,46 @@ def _objectives(
     """Training and validation data with their loss; None if the job was stopped meanwhile."""
     run = context.runtime.run
     spec = context.runtime.spec
-    if spec.preferences is None:
-        return supervised(train, spec, packed=context.limits.packed), Supervised(valid)
-    if spec.dpo is None:  # no reference
-        return Preference.without_reference(train, spec.preferences), Preference.without_reference(
-            valid, spec.preferences
+    of_samples: Callable[[TokenSet], Referred]
+    if spec.kto is not None:
+        of_samples = partial(
+            Labelled.without_values,
+            options=spec.kto,
+            seed=spec.seed,
+            max_length=spec.training.max_length,
         )
-    needed = NeededPairs.of(spec, train, valid)
+    elif spec.preferences is not None:
+        of_samples = partial(Preference.without_reference, options=spec.preferences)
+    else:
+        return supervised(train, spec, packed=context.limits.packed), Supervised(valid)
+    training, validation = of_samples(train), of_samples(valid)
+    if not spec.has_reference:
+        return training, validation
+    needed = NeededAnswers.of(spec, training, validation)
     key = key_of_reference(run, spec, train, valid)
     reference = find_reference(run, key, needed) or compute_reference(context, key, needed)
     if reference is None:
         return None
-    return Preference(train, reference.training, spec.dpo), Preference(
-        valid, reference.validation, spec.dpo
-    )
+    own = len(training.parts)
+    return training.with_reference(reference[:own]), validation.with_reference(reference[own:])
+
+
+def _answered(spec: JobSpec, samples: TokenSet) -> Sequence[int]:
+    """Numbers of the samples whose answers are worth learning."""
+    if spec.kto is not None:
+        return np.flatnonzero(samples.labels).tolist()
+    return range(0, len(samples), 1 if spec.preferences is None else 2)
 
 
 def _evaluator(context: TrainingContext, samples: TokenSet) -> Evaluator | None:
     """The prompts of the job: its own, or the first samples, each up to its last answer; of each
-    pair the preferred one.
+    pair the preferred one, of answers with labels the good ones.
     """
     spec = context.runtime.spec
     if spec.evaluation is None:
         return None
     tokenizer = load_tokenizer(spec.model.path, TokenOptions.of(spec).chat_template)
-    chosen = [
-        samples[i]
-        for i in range(0, len(samples), 1 if spec.preferences is None else 2)[
-            : spec.evaluation.count
-        ]
-    ]
+    chosen = [samples[i] for i in _answered(spec, samples)[: spec.evaluation.count]]
     without = [sample for sample in chosen if not sample.images]
     if not without and chosen and not spec.evaluation.given:
         context.reporter.warn(

@@ -87,7 +87,8 @@ def as_trained(
     are the same after the cut, and their jobs go on with them, since steps and order depend on the
     number. Raises DataError if none has anything to learn.
     """
-    split = spec.preferences is None and spec.reinforcement is None and are_whole(samples)
+    of_answers = spec.preferences is not None or spec.kto is not None
+    split = not of_answers and spec.reinforcement is None and are_whole(samples)
     windows = in_windows(samples, spec.training.max_length) if split else samples
     usable = trainable(
         windows,

@@ -11,6 +11,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
+import numpy as np
 import torch
 from torch import nn
 
@@ -42,8 +43,8 @@ _WITH_RESULTS = 1.1
 
 def measure(spec: JobSpec, base: Path, adapter: Path, merged: Path, samples: int) -> dict[str, Any]:
     """The three losses over the first `samples` of the validation file, of pairs over their
-    preferred answers. None, with the reason: there is no file to use, or no memory, of which
-    merging itself needs little.
+    preferred answers, of answers with labels over the good ones. None, with the reason: there is no
+    file to use, or no memory, of which merging itself needs little.
 
     All in the job's compute dtype and on one device (a GPU if there is one that has room), one
     model after the other. FP8 weights of a merged model are multiplied out: kernels that also
@@ -99,8 +100,13 @@ def _validation(spec: JobSpec, samples: int) -> tuple[Sequence[Tokens], str | No
         data = _data(spec, file)
     except DataError as error:
         return [], error.message
-    pairs = spec.preferences is not None
-    return [data[number] for number in range(0, len(data), 2 if pairs else 1)[:samples]], None
+    if spec.kto is not None:
+        numbers = np.flatnonzero(data.labels).tolist()
+        if not numbers:
+            return [], "its validation samples have no good answer"
+    else:
+        numbers = range(0, len(data), 1 if spec.preferences is None else 2)
+    return [data[number] for number in numbers[:samples]], None
 
 
 def _data(spec: JobSpec, file: DataFileRef) -> TokenSet:

@@ -27,8 +27,15 @@ from workers.ranks.sharding import gather_first
 from workers.training.context import TrainingContext
 from workers.training.evaluation_answers import Evaluator
 from workers.training.guards import AdapterWatch, check_step
-from workers.training.objective import BatchSums, Objective, RankShare, batch_order
-from workers.training.step import evaluate, forward_backward
+from workers.training.objective import (
+    BatchSums,
+    Objective,
+    RankShare,
+    Shared,
+    batch_order,
+    loss_with_baseline,
+)
+from workers.training.step import LossOf, evaluate, forward_backward
 
 
 class DeviceEvent:
@@ -199,6 +206,7 @@ class Trainer:
         batch = self._order.of_step(self.job.step)
         rate = learning_rate_at(self.job.step, self.schedule.total_steps, options)
         tokens = int(self.train.samples.lengths[self.train.members(batch)].sum())
+        loss_of = self._loss_of(self.train, batch)
         if distributed.prefetch is not None:
             gather_first(self.context.model)  # while the batch is put together
         mine = self._mine(self.train, batch, self.job.step)
@@ -207,7 +215,7 @@ class Trainer:
             mine,
             self.train.divisor(batch),
             self.runtime.world,
-            loss_of=self.train.loss_of(batch),
+            loss_of=loss_of,
             gradients=self.context.gradients,
         )
         norm = self.job.update(rate, options.max_grad_norm)
@@ -278,14 +286,18 @@ class Trainer:
         items = list(range(len(self.valid)))
         model = self.context.model
         model.eval()
-        sums = evaluate(
-            model, self._mine(self.valid, items), self.runtime.world, self.valid.loss_of(items)
-        )
+        loss_of = self._loss_of(self.valid, items)
+        sums = evaluate(model, self._mine(self.valid, items), self.runtime.world, loss_of)
         model.train()
         return self.valid.read(sums.tolist(), items)
 
+    def _loss_of(self, objective: Objective, items: Sequence[int]) -> LossOf[Any]:
+        return loss_with_baseline(
+            self.context.model, objective, items, self.runtime.world, self._mine
+        )
+
     def _mine(
-        self, objective: Objective, items: Sequence[int], step: int | None = None
+        self, objective: Shared, items: Sequence[int], step: int | None = None
     ) -> Iterator[Any]:
         """Yield this rank's micro-batches of a global batch.
 

@@ -43,38 +43,39 @@ CERTAIN = -1e-9
 
 
 @dataclass(frozen=True)
-class PairBatch:
-    """A micro-batch of pairs: samples 2i and 2i + 1 are the preferred and the other answer of pair
-    i.
+class AnswerBatch:
+    """A micro-batch of answers; of pairs, samples 2i and 2i + 1 are the preferred and the other
+    answer of pair i.
     """
 
     batch: Batch
     answers: Tensor
     """int64 [targets]: which sample each target is of."""
     counts: Tensor
-    """int64 [2 pairs]: targets of each sample."""
+    """int64 [samples]: targets of each one."""
     reference: Tensor
-    """fp64 [2 pairs]: log-probabilities of the answers by the reference; while these are computed,
-    empty; zeros for losses without reference.
+    """fp64 [samples]: log-probabilities of the answers by the reference; while these are computed,
+    and for losses without reference, zeros.
     """
 
 
-def make_pairs(
+def make_answers(
     samples: Sequence[Tokens],
     reference: Tensor,
     device: torch.device,
     keys: Sequence[int] | None = None,
     *,
     packed: bool = True,
-) -> PairBatch:
-    """Pairs as a micro-batch.
+) -> AnswerBatch:
+    """Answers as a micro-batch.
 
-    `samples`: of whole pairs; `reference`: fp64 [samples], on the CPU; `keys`: as in make_batch.
+    `samples`: of whole pairs, if they are pairs; `reference`: fp64 [samples], on the CPU; `keys`:
+    as in make_batch.
     """
     counts = torch.tensor([sample.target_count for sample in samples], dtype=torch.int64)
     answers = torch.repeat_interleave(torch.arange(len(samples)), counts)
     batch = make_batch(samples, device, keys, packed=packed)
-    return PairBatch(batch, answers.to(device), counts.to(device), reference.to(device))
+    return AnswerBatch(batch, answers.to(device), counts.to(device), reference.to(device))
 
 
 @dataclass(frozen=True)
@@ -112,20 +113,20 @@ class PairSums:
         }
 
 
-def answer_log_probabilities(model: nn.Module, pairs: PairBatch) -> tuple[Tensor, Tensor]:
-    """Log-probabilities of the answers, fp64 [2 pairs], and which targets were the most likely
+def answer_log_probabilities(model: nn.Module, own: AnswerBatch) -> tuple[Tensor, Tensor]:
+    """Log-probabilities of the answers, fp64 [samples], and which targets were the most likely
     token, bool [targets].
     """
-    logs, correct = target_log_probabilities(model, pairs.batch)
+    logs, correct = target_log_probabilities(model, own.batch)
     # In a row for each answer and then summed: adding up in place takes another order each time on
     # a GPU.
-    counts = pairs.counts
+    counts = own.counts
     firsts = counts.cumsum(0) - counts
-    places = torch.arange(len(logs), device=logs.device) - firsts.index_select(0, pairs.answers)
-    batch = pairs.batch
+    places = torch.arange(len(logs), device=logs.device) - firsts.index_select(0, own.answers)
+    batch = own.batch
     longest = int(batch.ids.shape[1]) if batch.packing is None else batch.packing.longest
     rows = logs.new_zeros(len(counts), longest, dtype=torch.float64)
-    rows = rows.index_put((pairs.answers, places), logs.double())
+    rows = rows.index_put((own.answers, places), logs.double())
     return rows.sum(dim=1), correct
 
 
@@ -207,14 +208,14 @@ def pair_losses(
     return orpo_losses(means, options), rewards
 
 
-def preference_loss(options: PairOptions, pairs: int, targets: int) -> LossOf[PairBatch]:
+def preference_loss(options: PairOptions, pairs: int, targets: int) -> LossOf[AnswerBatch]:
     """The loss of a global batch of so many pairs and target tokens of preferred answers
     (`LossOf`): the sums are those of a `PairSums`, fp64 [8].
     """
     weight = (options.rpo_alpha or 0.0) if isinstance(options, DpoOptions) else 0.0
     of_words = weight * pairs / max(1, targets)
 
-    def loss_of(model: nn.Module, own: PairBatch, scale: float) -> tuple[Tensor, Tensor]:
+    def loss_of(model: nn.Module, own: AnswerBatch, scale: float) -> tuple[Tensor, Tensor]:
         of_answers, correct = answer_log_probabilities(model, own)
         logs = of_answers.view(-1, 2)
         losses, rewards = pair_losses(

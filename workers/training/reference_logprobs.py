@@ -1,14 +1,16 @@
-"""The reference of direct preference optimisation: log-probabilities of the answers by the model
-that training starts from.
+"""The reference of direct preference optimisation and of KTO: log-probabilities of the answers by
+the model that training starts from.
 
 That is the base, since a new adapter adds nothing to it, or the tuned model that the job starts
-from: in both cases the model as it is before the first step. One pass over the pairs that the steps
-and validations read replaces a second model, and no adapter is switched off. The values are kept in
-the run directory, so that every later attempt subtracts the same numbers, on any number of ranks;
-they are computed again only if they are gone, or if the data or the base have changed.
+from: in both cases the model as it is before the first step. One pass over the answers that the
+steps and validations read, of KTO also over the mismatched ones (kto.py), replaces a second model,
+and no adapter is switched off. The values are kept in the run directory, so that every later
+attempt subtracts the same numbers, on any number of ranks; they are computed again only if they are
+gone, or if the data or the base have changed.
 
-    reference.bin     fp64, little-endian: training answers, then validation answers; NaN: no step
-    reads it reference.json    Index, last
+    reference.bin     fp64, little-endian: training answers, then validation answers, each followed
+                      by KTO's mismatched ones; NaN: no step reads it
+    reference.json    ReferenceIndex, last
 """
 
 from __future__ import annotations
@@ -28,7 +30,7 @@ from torch import Tensor
 from ft_service.data.tokens.token_set import TokenSet
 from ft_service.rundir.directory import RunDir
 from ft_service.rundir.manifest import ORIGINS, Origins
-from ft_service.spec import DpoOptions, JobSpec
+from ft_service.spec import JobSpec
 from ft_service.wording import counted
 from workers.base.rank_objects import by_first
 from workers.data.micro_batches import MicroBatchLimits
@@ -36,12 +38,15 @@ from workers.output.publishing import put_document
 from workers.ranks.runtime import Runtime
 from workers.ranks.sharding import reshard
 from workers.training.context import TrainingContext
+from workers.training.kto import Labelled, LabelledBatch
 from workers.training.loop import Schedule
-from workers.training.objective import Preference, RankShare, batch_order
+from workers.training.objective import Answers, Preference, RankShare, batch_order
 from workers.training.preference import answer_log_probabilities
 
 VALUES = "reference.bin"
 INDEX = "reference.json"
+Referred = Preference | Labelled
+"""Objectives whose loss compares with the reference."""
 ROUNDS_AT_ONCE = 16
 """Approximate number of micro-batches a rank computes between two checks for a stop."""
 REPORT_SECONDS = 30.0
@@ -56,14 +61,6 @@ class ReferenceIndex(BaseModel):
     """Digest of reference.bin."""
 
 
-@dataclass(frozen=True)
-class Reference:
-    """Log-probabilities of the answers, fp64 [samples] each, on the CPU."""
-
-    training: Tensor
-    validation: Tensor
-
-
 def key_of_reference(run: RunDir, spec: JobSpec, train: TokenSet, valid: TokenSet) -> str:
     """Return a digest of what decides the values. Requires origins.json."""
     origins = run.read(ORIGINS, Origins)
@@ -75,54 +72,66 @@ def key_of_reference(run: RunDir, spec: JobSpec, train: TokenSet, valid: TokenSe
         "max_length": spec.training.max_length,
         "samples": [[len(samples), samples.digest] for samples in (train, valid)],
     }
+    if spec.kto is not None:
+        decides["mismatched"] = spec.seed
     return hashlib.sha256(json.dumps(decides, sort_keys=True).encode()).hexdigest()
 
 
 @dataclass(frozen=True)
-class NeededPairs:
-    """The data, with the numbers of the pairs whose reference is read."""
+class Part:
+    """Items of answers, of which some are read."""
 
-    train: TokenSet
-    valid: TokenSet
-    trained: Sequence[int]
-    """Pairs of `train` that the job's steps read, ascending: with max_steps perhaps few.
+    begin: int
+    """Place of the first value."""
+    answers: Answers
+    values: int
+    """Values of all items, one for each sample."""
+    read: Sequence[int]
+    """Items that the job's steps and validations read, ascending."""
 
-    Validations read all of `valid`.
-    """
+
+@dataclass(frozen=True)
+class NeededAnswers:
+    """The data, with the items whose reference is read."""
+
+    parts: Sequence[Part]
+    unit: str
+    """What an item is: a pair, or an answer."""
 
     @classmethod
-    def of(cls, spec: JobSpec, train: TokenSet, valid: TokenSet) -> NeededPairs:
-        pairs = _without_values(train)
-        return cls(
-            train,
-            valid,
-            batch_order(pairs, spec).of_first(Schedule.of(spec, len(pairs)).total_steps),
-        )
-
-    @property
-    def parts(self) -> Sequence[tuple[int, TokenSet, Sequence[int]]]:
-        """Place of the first value, data and pairs of each of the two."""
-        return (0, self.train, self.trained), (
-            len(self.train),
-            self.valid,
-            range(len(self.valid) // 2),
-        )
+    def of(cls, spec: JobSpec, train: Referred, valid: Referred) -> NeededAnswers:
+        """Steps read with max_steps perhaps few items of `train`; validations read all of
+        `valid`.
+        """
+        steps = Schedule.of(spec, len(train)).total_steps
+        trained = batch_order(train, spec).of_first(steps)
+        parts: list[Part] = []
+        values = 0
+        for objective, read in ((train, trained), (valid, range(len(valid)))):
+            for answers in objective.parts:
+                parts.append(Part(values, answers, len(objective.samples), read))
+                values += len(objective.samples)
+        return cls(parts, "pair" if spec.preferences is not None else "answer")
 
     @property
     def values(self) -> int:
-        return len(self.train) + len(self.valid)
+        return sum(part.values for part in self.parts)
 
     @property
-    def pairs(self) -> int:
-        return len(self.trained) + len(self.valid) // 2
+    def items(self) -> int:
+        """Items that are read."""
+        return sum(len(part.read) for part in self.parts)
 
     def places(self) -> np.ndarray:
         """bool [values]: which values are read."""
         found = np.zeros(self.values, dtype=bool)
-        for begin, _, items in self.parts:
-            for side in (0, 1):
-                found[begin + side + 2 * np.asarray(items, dtype=np.int64)] = True
+        for part in self.parts:
+            found[part.begin + np.asarray(part.answers.members(part.read), dtype=np.int64)] = True
         return found
+
+    def split(self, values: Tensor) -> list[Tensor]:
+        """The values of each part."""
+        return list(values.split([part.values for part in self.parts]))
 
 
 def is_intact(run: RunDir) -> bool:
@@ -131,17 +140,20 @@ def is_intact(run: RunDir) -> bool:
     return _stored(run, size) is not None
 
 
-def find_reference(run: RunDir, key: str, needed: NeededPairs) -> Reference | None:
-    """Return what an earlier attempt stored, None if it is absent, damaged, or lacks a value.
+def find_reference(run: RunDir, key: str, needed: NeededAnswers) -> list[Tensor] | None:
+    """Return what an earlier attempt stored, fp64 on the CPU for each part; None if it is absent,
+    damaged, or lacks a value.
 
     Called by all ranks together; rank 0 reads.
     """
     values = by_first(lambda: _read(run, key, needed))
-    return None if values is None else _split(torch.from_numpy(values), len(needed.train))
+    return None if values is None else needed.split(torch.from_numpy(values))
 
 
-def compute_reference(context: TrainingContext, key: str, needed: NeededPairs) -> Reference | None:
-    """Compute and store the reference with the model as it is.
+def compute_reference(
+    context: TrainingContext, key: str, needed: NeededAnswers
+) -> list[Tensor] | None:
+    """Compute and store the reference with the model as it is, fp64 on the CPU for each part.
 
     Called by all ranks together, before the first step.
 
@@ -154,15 +166,15 @@ def compute_reference(context: TrainingContext, key: str, needed: NeededPairs) -
     began = time.monotonic()
     reported = began
     model.eval()
-    for begin, samples, pairs in needed.parts:
-        for items in _portions(samples, pairs, runtime.world, context.limits):
+    for part in needed.parts:
+        for items in _portions(part, runtime.world, context.limits):
             if context.stop.agreed():
                 return None
-            _add(values[begin:], context, samples, items)
+            _add(values[part.begin :], context, part.answers, items)
             done += len(items)
             if time.monotonic() - reported >= REPORT_SECONDS:
                 reported = time.monotonic()
-                of_all = counted(needed.pairs, "pair")
+                of_all = counted(needed.items, needed.unit)
                 context.reporter.message(
                     f"Reference log-probabilities of {done:,} of {of_all} are computed."
                 )
@@ -177,31 +189,28 @@ def compute_reference(context: TrainingContext, key: str, needed: NeededPairs) -
     context.reporter.message(
         f"Reference log-probabilities of {_which(needed)} are computed, in {seconds:.0f} seconds."
     )
-    return _split(on_host, len(needed.train))
+    return needed.split(on_host)
 
 
-def _which(needed: NeededPairs) -> str:
+def _which(needed: NeededAnswers) -> str:
     """`all 11 pairs`, or `the 7 pairs of 15 that are read`."""
-    pairs = needed.values // 2
+    total = sum(len(part.answers) for part in needed.parts)
     return (
-        f"all {pairs:,} pairs"
-        if needed.pairs == pairs
-        else f"the {needed.pairs:,} pairs of {pairs:,} that are read"
+        f"all {total:,} {needed.unit}s"
+        if needed.items == total
+        else f"the {needed.items:,} {needed.unit}s of {total:,} that are read"
     )
 
 
-def _portions(
-    samples: TokenSet, pairs: Sequence[int], world: int, limits: MicroBatchLimits
-) -> Iterator[list[int]]:
-    """Yield the pairs in order, as many at a time as the ranks compute in about ROUNDS_AT_ONCE
+def _portions(part: Part, world: int, limits: MicroBatchLimits) -> Iterator[list[int]]:
+    """Yield the items in order, as many at a time as the ranks compute in about ROUNDS_AT_ONCE
     micro-batches.
     """
     budget = ROUNDS_AT_ONCE * world * limits.tokens
     portion: list[int] = []
     tokens = 0
-    lengths = samples.lengths.reshape(-1, 2).sum(axis=1)
-    for number in pairs:
-        length = int(lengths[number])
+    lengths = part.answers.lengths(part.read)
+    for number, length in zip(part.read, lengths, strict=True):
         if portion and tokens + length > budget:
             yield portion
             portion = []
@@ -213,34 +222,21 @@ def _portions(
 
 
 @torch.no_grad()
-def _add(values: Tensor, context: TrainingContext, samples: TokenSet, items: Sequence[int]) -> None:
-    """Put this rank's share of the pairs' values in their places."""
-    objective = _without_values(samples)
+def _add(values: Tensor, context: TrainingContext, answers: Answers, items: Sequence[int]) -> None:
+    """Put this rank's share of the items' values in their places."""
     share = RankShare.of(context.runtime, context.limits)
     for members, batch in zip(
-        share.members(objective, items), share.batches(objective, items), strict=True
+        share.members(answers, items), share.batches(answers, items), strict=True
     ):
         # so many micro-batches may take longer than a job may be silent
         context.reporter.heartbeat()
-        of_answers, _ = answer_log_probabilities(context.model, batch)
+        own = batch.answers if isinstance(batch, LabelledBatch) else batch
+        of_answers, _ = answer_log_probabilities(context.model, own)
         values[torch.tensor(members, dtype=torch.int64, device=values.device)] = of_answers
     reshard(context.model)
 
 
-def _without_values(samples: TokenSet) -> Preference:
-    """Pairs of which no loss is taken."""
-    return Preference(
-        samples,
-        torch.zeros(len(samples), dtype=torch.float64),
-        DpoOptions(beta=1.0, loss_type="sigmoid"),
-    )
-
-
-def _split(values: Tensor, training: int) -> Reference:
-    return Reference(values[:training], values[training:])
-
-
-def _read(run: RunDir, key: str, needed: NeededPairs) -> np.ndarray | None:
+def _read(run: RunDir, key: str, needed: NeededAnswers) -> np.ndarray | None:
     stored = _stored(run, 8 * needed.values)
     if stored is None or stored[0].key != key or len(stored[1]) != needed.values:
         return None

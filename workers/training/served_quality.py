@@ -13,6 +13,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -42,7 +43,7 @@ from workers.model.build import BuiltModel
 from workers.ranks.runtime import Runtime
 from workers.training.context import TrainingContext
 from workers.training.evaluation_answers import Evaluator, mean_scores
-from workers.training.objective import Objective, RankShare
+from workers.training.objective import Objective, RankShare, Shared, loss_with_baseline
 from workers.training.packing import settle_limits
 from workers.training.step import evaluate
 
@@ -176,15 +177,17 @@ class Comparison:
         training = model.training
         model.eval()
         with torch.compiler.set_stance("force_eager"):
-            sums = evaluate(
-                model, self._mine(items, limits), runtime.world, self.valid.loss_of(items)
-            )
+            batches = partial(self._mine, limits)
+            loss_of = loss_with_baseline(model, self.valid, items, runtime.world, batches)
+            sums = evaluate(model, batches(self.valid, items), runtime.world, loss_of)
         model.train(training)
         return finite_nats(self.valid.read(sums.tolist(), items).mean_loss)
 
-    def _mine(self, items: Sequence[int], limits: MicroBatchLimits) -> Iterator[Any]:
+    def _mine(
+        self, limits: MicroBatchLimits, objective: Shared, items: Sequence[int]
+    ) -> Iterator[Any]:
         """This rank's micro-batches, reporting meanwhile that it goes on."""
-        for batch in RankShare.of(self.context.runtime, limits).batches(self.valid, items):
+        for batch in RankShare.of(self.context.runtime, limits).batches(objective, items):
             self.context.reporter.heartbeat()
             yield batch
 

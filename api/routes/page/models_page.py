@@ -11,6 +11,7 @@ from fastapi.responses import Response
 from api.page.inner_api import Api, InnerApi
 from api.page.rendering import fragment, leave_for, page
 from api.page.summaries import Result, best_validated
+from api.routes.page.pulls_page import pulls_of
 from api.routes.page.sign_in_page import page_router
 
 router = page_router()
@@ -49,6 +50,8 @@ async def models(
         "chat": await inference_of(api),
         "seen": "",
     }
+    pulls = await pulls_of(api) if values["show"] == "bases" else None
+    values |= {"may_fetch": pulls is not None, **(pulls or {})}
     return page(request, "models.html", **values)
 
 

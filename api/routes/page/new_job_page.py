@@ -10,13 +10,15 @@ from typing import Any
 from fastapi import Request
 from fastapi.responses import Response
 
+from api.http.auth import operates
+from api.http.dependencies import Svc
 from api.http.threads import in_thread, parsed_in_turn
 from api.page import job_form
 from api.page.inner_api import Api, ApiError, InnerApi
 from api.page.rendering import leave_for, page
 from api.page.sample_job import sample_files, sample_options
 from api.routes.page.jobs_page import JOBS
-from api.routes.page.sign_in_page import form_of, page_router
+from api.routes.page.sign_in_page import Visitor, form_of, page_router
 from ft_service.bases.describing import NotDescribedError
 from ft_service.data.formats.detect_format import COMPRESSED_ENDINGS, DATA_ENDINGS
 
@@ -30,6 +32,8 @@ MOST_FILES = 200
 async def form(
     request: Request,
     api: Api,
+    viewer: Visitor,
+    services: Svc,
     again: str | None = None,
     model: str | None = None,
     ask: int | None = None,
@@ -56,6 +60,7 @@ async def form(
     values = {
         "names": names if fields.get("model") in (None, *names) else [*names, fields["model"]],
         "examined": [name for name, base in bases.items() if base and base["trainable"] is None],
+        "may_fetch": operates(viewer, services),
         "files": files,
         "missing": missing,
         "fields": fields,

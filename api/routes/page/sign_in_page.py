@@ -15,12 +15,12 @@ from api.http import sessions, sign_on
 from api.http.auth import authenticated
 from api.http.bodies import ArrivingBody
 from api.http.dependencies import MAX_JSON_BYTES, SHORT_BYTES, Services, Svc
+from api.http.origins import address_parts, other_origin
 from api.http.threads import in_thread, parsed_in_turn, with_key
 from api.page.inner_api import ApiError
 from api.page.rendering import (
     HEADERS,
     SignInNeeded,
-    address_parts,
     leave_for,
     page,
     static_answer,
@@ -168,18 +168,12 @@ def _refuse_other_sites(request: Request) -> None:
     A browser names the site in at least one of two headers; a client that names none is not a
     browser.
     """
-    origin = request.headers.get("origin")
-    fetched_from = request.headers.get("sec-fetch-site", "none")
-    sender = None if origin is None else address_parts(origin)
-    foreign = origin is not None and (
-        sender is None or sender.netloc != request.headers.get("host")
-    )
-    if fetched_from not in ("none", "same-origin"):
+    if request.headers.get("sec-fetch-site", "none") not in ("none", "same-origin"):
         raise ForbiddenError("Sign in on the page itself.", code="csrf")
-    if foreign:
+    if (origin := other_origin(request)) is not None:
         host = request.headers.get("host", "")
         raise ForbiddenError(
-            f"Sign in on the page itself: the form is of {str(origin)[:80]!r}, and was sent to "
+            f"Sign in on the page itself: the form is of {origin[:80]!r}, and was sent to "
             f"{host[:80]!r}. If the first is "
             "the page's address, a proxy in between has replaced the header Host: its operator "
             "has to have it pass that on.",

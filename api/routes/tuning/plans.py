@@ -20,7 +20,7 @@ from ft_service.spec import JobRequest
 
 router = keyed_router("/v1/fine_tuning", "fine-tuning")
 
-_PLAN: dict[int | str, dict[str, Any]] = {
+PLAN: dict[int | str, dict[str, Any]] = {
     200: {"content": {"application/json": {"schema": {"type": "object"}}}}
 }
 
@@ -34,7 +34,7 @@ class CheckView(BaseModel):
     """Number of jobs: 1, or those of the sweep."""
 
 
-@router.post("/plan", openapi_extra=body_schema(JobRequest), responses=_PLAN)
+@router.post("/plan", openapi_extra=body_schema(JobRequest), responses=PLAN)
 def of_body(body: JsonBody, caller: Caller, services: Svc) -> Response:
     """Not in OpenAI's API. Plan a job with this create body: memory of each rank, network traffic
     and time, whether it fits, and changes that would help. `training_file` may be missing. Nothing
@@ -54,7 +54,7 @@ def check(body: JsonBody, caller: Caller, services: Svc) -> CheckView:
     return CheckView(jobs=jobs)
 
 
-@router.get("/jobs/{job_id}/plan", responses=_PLAN)
+@router.get("/jobs/{job_id}/plan", responses=PLAN)
 def of_job(job_id: str, caller: Caller, services: Svc) -> Response:
     """Not in OpenAI's API. The plan of an existing job, with its options as they were chosen."""
     job = services.store.jobs.get_job(caller.project_id, job_id)
@@ -65,7 +65,7 @@ def of_job(job_id: str, caller: Caller, services: Svc) -> Response:
     )
 
 
-@router.get("/jobs/{job_id}/request", responses=_PLAN)
+@router.get("/jobs/{job_id}/request", responses=PLAN)
 def request(job_id: str, caller: Caller, services: Svc) -> Response:
     """Not in OpenAI's API. The body that the job was created with, for the creation of another
     one.

@@ -92,7 +92,7 @@ def check(
     base's tokenizer.
     """
     data = local_data(file, split)
-    columns = Columns.of(data_options(column))
+    columns = Columns.of(data_options(column), None)
     if chat_template and not model:
         raise SpecError(
             "--chat-template: a template is applied with a base's tokenizer. Give --model too.",
@@ -149,7 +149,7 @@ def show(
     that are read, the template's, or cut.
     """
     data = local_data(file, split)
-    columns = Columns.of(data_options(column))
+    columns = Columns.of(data_options(column), None)
     options = TokenOptions(template_text(chat_template), train_on=train_on, columns=columns)
     with Examiner() as examiner:
         request = examiner.request(data.ref(), data.path, base_folder(model), max_length, options)
@@ -192,7 +192,7 @@ def convert(
     write = partial(
         write_lines,
         data,
-        columns=Columns.of(data_options(column)),
+        columns=Columns.of(data_options(column), None),
         as_chat=as_chat,
         each_answer=each_answer,
         reads_paths=True,
@@ -223,6 +223,7 @@ def examined(data: LocalData, model: str, options: TokenOptions, max_length: int
         reader = open_data(data.path, data.files, options.columns)
         reader.look()
         pairs = reader.shape.format is not None and reader.shape.format.is_pairs
+        options = replace(options, columns=replace(options.columns, labels=reader.shape.labelled))
         file = data.ref()
         request = examiner.request(
             file, data.path, base_folder(model), max_length, options, pairs=pairs
@@ -285,7 +286,7 @@ def uploadable(data: LocalData) -> Iterator[Path]:
             folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="ft-")))
             path = folder / f"{data.path.name}.jsonl.gz"
             with _written(path) as lines:
-                write_lines(data, lines)
+                write_lines(data, lines, Columns(labels=None))
         yield path
 
 

@@ -112,10 +112,12 @@ def _resolved(body: dict[str, Any], file: Path, validation: Path | None, split: 
     held_out = (
         local_data(validation, "validation", "validation") if validation is not None else None
     )
-    reader = open_data(data.path, data.files, Columns.of(parse_request(body).data))
+    reader = open_data(data.path, data.files, Columns.of(parse_request(body).data, None))
     reader.look()
     if reader.shape.format is not None and reader.shape.format.is_pairs:
         body = body | {"method": {"type": "dpo"}}
+    elif reader.shape.labelled:
+        body = body | {"method": {"type": "kto"}}
     request = parse_request(body)
     folder = base_folder(request.model)
     spec = resolve(

@@ -147,7 +147,7 @@ def _check_lines(spec: SpecFile) -> list[str]:
         records = records_by_file[param] = Records(path.name)
         try:
             request = spec.request
-            columns = Columns.of(request.data, of_prompts=request.method.type == "reinforcement")
+            columns = Columns.of(request.data, request.method.type)
             pairs = request.method.type in PAIR_METHODS
             report = check_lines(
                 path, files=data.files, columns=columns, pairs=pairs, records=records
@@ -158,7 +158,11 @@ def _check_lines(spec: SpecFile) -> list[str]:
         if not report.faults_total:
             # Which are advice on all files.
             alone = replace(report, duplicates=Lines(), near_empty=Lines())
-            told += [message for level, message in alone.messages(path.name, 0) if level == "warn"]
+            told += [
+                message
+                for level, message in alone.messages(path.name, 0, kto=request.method.kto_options())
+                if level == "warn"
+            ]
             continue
         text = report.fault_text(path.name, "Nothing was uploaded.")
         raise DataError(text, param=param, code=f"invalid_{param}")

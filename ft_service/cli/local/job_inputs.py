@@ -68,7 +68,10 @@ class JobData:
         """
         for param, data in data_files(spec):
             yield from self.reports[param].messages(
-                data.name, spec.training.max_length, cut=self.statistics is None
+                data.name,
+                spec.training.max_length,
+                cut=self.statistics is None,
+                kto=spec.kto,
             )
         for text in self.on_images:
             yield "info", text

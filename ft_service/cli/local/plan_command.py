@@ -12,8 +12,14 @@ from typing import Annotated, Any
 import typer
 
 from ft_service.bases.description import Description
+from ft_service.cli.local.hub_base import planned_base
 from ft_service.cli.local.job_inputs import JobData, describe_base, examine_data
-from ft_service.cli.local.spec_arguments import Changes, ModelName, SpecOrData, load_spec_arguments
+from ft_service.cli.local.spec_arguments import (
+    Changes,
+    ModelName,
+    SpecDataOrBase,
+    load_spec_arguments,
+)
 from ft_service.cli.local_store import settings_with_models
 from ft_service.cli.output import (
     Json,
@@ -88,7 +94,7 @@ def register(app: typer.Typer) -> None:
 
 
 def plan(
-    spec: SpecOrData,
+    spec: SpecDataOrBase,
     model: ModelName = None,
     changes: Changes = None,
     hardware: HardwareName = None,
@@ -98,37 +104,60 @@ def plan(
 ) -> None:
     """Show whether a SPEC fits, what it takes in memory and time, and what would help.
 
-    Of a sweep: all its jobs. Nothing is started.
+    Of a sweep: all its jobs. Nothing is started. A base that is not here is planned by what the hub
+    says of it: all but its weights is fetched, and not kept.
     """
     machine = find_machine(hardware) if hardware else this_host()
     if memory is not None:
         machine = replace(machine, memory=parse_size(memory))
-    settings = settings_with_models()
-    loaded = load_spec_arguments(spec, changes, model, sweep=None)
+    loaded = load_spec_arguments(spec, changes, model, sweep=None, bases=True)
+    with planned_base(loaded.request.model, settings_with_models(), print_note) as (settings, told):
+        _plan(
+            loaded, settings, machine, told, on_host=not hardware, verbose=verbose, as_json=as_json
+        )
+
+
+def _plan(
+    loaded: SpecFile,
+    settings: Settings,
+    machine: Machine,
+    not_here: str | None,
+    *,
+    on_host: bool,
+    verbose: bool,
+    as_json: bool,
+) -> None:
+    """Show a plan. `not_here`: a sentence on a base whose weights are not here; `on_host`: whether
+    it is for this host.
+    """
     found = resolve_spec_file(
         loaded, settings, job_id=new_id("ftjob-"), seed=0, to_train=False, gpus=_gpus(machine)
     )
-    if not hardware:  # another host than this one may have any number of ranks
+    if on_host:  # another host than this one may have any number of ranks
         refuse_too_many(found, _nodes_like_this_host(settings))
     base = describe_base(Path(found.model.path), found.model.name, settings, print_note)
     machine = measured(machine, base.products)
     resolved = within_context(base, found)
-    plan_job(base, resolved, machine)  # an unusable base is reported before the data is read
+    most = settings.slots or default_slots() if on_host else MOST_PER_HOST
+    alone = plan_job(base, resolved, machine, None, most)
+    if not loaded.has_data:
+        _show_alone(alone, found.model.name, not_here, verbose=verbose, as_json=as_json)
+        return
+    # An unusable base was reported before the data is read.
     data = examine_data(resolved, settings, print_note, base, need_counts=False)
     if loaded.sweep is not None:
         _plan_sweep(loaded, resolved, settings, machine, data, as_json)
+        if not_here is not None and not as_json:
+            print_text(not_here)
         return
-    most = MOST_PER_HOST if hardware else settings.slots or default_slots()
     its_plan = plan_job(base, resolved, machine, data.lengths(resolved), most)
     examples = _examples(data)
     duration = training_time(its_plan, resolved, examples)
     largest = _largest(base, resolved, machine, data.lengths(resolved), examples)
     if as_json:
-        more = (
-            {}
-            if largest is None
-            else {"largest": largest[0].as_dict() | {"ranks": largest[1], "time": largest[2]}}
-        )
+        more: dict[str, Any] = {} if not_here is None else {"not_here": not_here}
+        if largest is not None:
+            more["largest"] = largest[0].as_dict() | {"ranks": largest[1], "time": largest[2]}
         print_json(its_plan.as_dict() | {"time": duration, "data": _counts(data)} | more)
         return
     _show(its_plan, duration)
@@ -140,11 +169,32 @@ def plan(
     if not resolved.checkpoint.save_steps:
         print_text(_checkpoints_text(resolved, examples, duration["steps"]))
     _show_data(data, resolved)
+    if not_here is not None:
+        print_text(not_here)
+    _show_choices(its_plan, verbose)
+
+
+def _show_alone(
+    plan: Plan, name: str, not_here: str | None, *, verbose: bool, as_json: bool
+) -> None:
+    """Show the plan of a job on a base whose data are not known."""
+    if as_json:
+        more = {} if not_here is None else {"not_here": not_here}
+        print_json(plan.as_dict() | {"time": None, "data": None} | more)
+        return
+    print_text(verdict(plan))
+    for line in advice_lines(plan):
+        print_text(line)
+    print_text(not_here or f"With data it also says how long that takes: ft plan DATA -m {name}")
+    _show_choices(plan, verbose)
+
+
+def _show_choices(plan: Plan, verbose: bool) -> None:
     if verbose:
-        _show_details(its_plan)
-    elif its_plan.chosen:
+        _show_details(plan)
+    elif plan.chosen:
         print_text(
-            f"Chosen: {', '.join(sentence.partition(' (')[0] for sentence in its_plan.chosen)}. "
+            f"Chosen: {', '.join(sentence.partition(' (')[0] for sentence in plan.chosen)}. "
             "Why: ft plan --verbose"
         )
 

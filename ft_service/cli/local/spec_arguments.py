@@ -12,13 +12,27 @@ import typer
 from ft_service.cli.output import load_settings
 from ft_service.data.hub_data import FOLDER
 from ft_service.errors import SpecError
-from ft_service.spec_files.spec_file import SpecFile, load_spec_file, parse_option
+from ft_service.spec_files.spec_file import (
+    SpecFile,
+    load_spec_file,
+    may_be_base,
+    parse_option,
+    spec_of_base,
+)
 
 SpecOrData = Annotated[
     Path,
     typer.Argument(
         metavar="SPEC|DATA",
         help="YAML file, whose paths are relative to it; or a data file, with --model.",
+    ),
+]
+SpecDataOrBase = Annotated[
+    Path,
+    typer.Argument(
+        metavar="SPEC|DATA|BASE",
+        help="YAML file, whose paths are relative to it; a data file, with --model; or a base's "
+        "name alone, such as ORG/NAME.",
     ),
 ]
 Changes = Annotated[
@@ -52,9 +66,11 @@ def load_spec_arguments(
     suffix: str | None = None,
     *,
     sweep: bool | None = False,
+    bases: bool = False,
 ) -> SpecFile:
-    """Read the SPEC with the options of the command line.  `sweep`: as for `load_spec_file`.
-    Raises SpecError as that does, and for an option given twice.
+    """Read the SPEC with the options of the command line.  `sweep`: as for `load_spec_file`;
+    `bases`: whether a base's name in place of the SPEC stands for a job on it without data. Raises
+    SpecError as that does, and for an option given twice.
     """
     options: dict[str, Any] = {
         name: value for name, value in (("model", model), ("suffix", suffix)) if value is not None
@@ -69,6 +85,8 @@ def load_spec_arguments(
             )
             raise SpecError(f"{ways}: keep one.", param=name)
         options[name] = value
+    if bases and may_be_base(spec) and "model" not in options:
+        return spec_of_base(str(spec), options)
     return load_spec_file(
         spec, sweep=sweep, options=options, datasets=load_settings().home / FOLDER
     )

@@ -146,7 +146,11 @@ def config(job: Job, spec: JobSpec) -> dict[str, Any]:
             name: getattr(spec, name).model_dump(mode="json")
             for name in ("lora", "precision", "training", "distributed", "checkpoint")
         },
-        **({spec.method: own.model_dump(mode="json")} if (own := spec.preferences) else {}),
+        **(
+            {spec.method: own.model_dump(mode="json")}
+            if (own := spec.preferences or spec.kto)
+            else {}
+        ),
         # A grader may have the answers that are right, and addresses of its operator's.
         **(
             {"reinforcement": rl.model_dump(mode="json", exclude={"grader"})}

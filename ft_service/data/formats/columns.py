@@ -10,9 +10,14 @@ from functools import cached_property
 from typing import Any, Self
 
 from ft_service.data.line_errors import LineError
+from ft_service.spec import MethodType
 from ft_service.spec.options import Applied, DataOptions
 from ft_service.wording import shown_value
 
+LABEL = "label"
+"""The column of a record that says whether its answer is a good one: TRL's, ms-swift's."""
+LABELS = (LABEL, "kto_tag")
+"""Its names; the second is LLaMA-Factory's."""
 INSIDE = ("role", "content")
 """Keys of a message, in any column that holds messages."""
 OPTIONAL = ("input", "system", "tools")
@@ -33,11 +38,16 @@ class Columns:
     of_prompts: bool = False
     """Whether the file holds prompts to grade, whose other columns are the prompts' items."""
     apply_chat_template: Applied = False
+    labels: bool | None = False
+    """Whether every record has a label, good or bad (method kto). None: a record may have one, as
+    where no method is known.
+    """
 
     @classmethod
-    def of(cls, data: DataOptions, *, of_prompts: bool = False) -> Self:
-        """The columns of a job's files."""
-        return cls(data.pairs, of_prompts, data.apply_chat_template)
+    def of(cls, data: DataOptions, method: MethodType | None = "supervised") -> Self:
+        """The columns of a job's files. `method`: the job's; None: not known."""
+        labels = None if method is None else method == "kto"
+        return cls(data.pairs, method == "reinforcement", data.apply_chat_template, labels)
 
     @cached_property
     def ours(self) -> Mapping[str, str]:

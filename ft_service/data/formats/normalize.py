@@ -9,6 +9,8 @@ instruction, output   a conversation: instruction and input are the user's messa
                       assistant's
 preference pairs      two conversations, or bare texts, that begin alike (LLaMA-Factory's: an
                       instruction or turns, and answers)
+label                 beside a prompt with its completion, or a conversation: whether the answer is
+                      a good one
 """
 
 from __future__ import annotations
@@ -30,7 +32,7 @@ from ft_service.data.chat_line import (
     require_answered_calls,
 )
 from ft_service.data.formats import media
-from ft_service.data.formats.columns import PEOPLE, QUESTIONS, SPEAKERS
+from ft_service.data.formats.columns import LABELS, PEOPLE, QUESTIONS, SPEAKERS
 from ft_service.data.formats.detect_format import FORMAT_KEYS, Format, recognise
 from ft_service.data.formats.media import refuse_media
 from ft_service.data.image_part import COLUMNS as PICTURES
@@ -76,10 +78,9 @@ _COLUMNS: Mapping[Format, Sequence[str]] = {
 }
 
 
-LABEL = "label"
 _BEGUN = "initial_reason_steps"
 _OF_A_MESSAGE = ("role", "user", "ts")
-LOOKED_AT = (LABEL, _BEGUN, *_OF_A_MESSAGE)
+LOOKED_AT = (*LABELS, _BEGUN, *_OF_A_MESSAGE)
 """Keys that say what a record is, and are left out: whether an answer of TRL's unpaired preferences
 is a good one; the beginning of both answers of Step-DPO; and what exports of OpenAssistant and
 Slack have beside the text of a message.
@@ -91,10 +92,13 @@ def columns_of(format: Format) -> Sequence[str]:
     return _COLUMNS[format]
 
 
-def as_record(format: Format, fields: Fields, *, paths: bool = False) -> Record:
+def as_record(
+    format: Format, fields: Fields, *, paths: bool = False, labels: bool | None = False
+) -> Record:
     """A record of this format, without keys that the format does not have.
 
-    `paths`: pictures may be in files of their own. Raises LineError with its first fault.
+    `paths`: pictures may be in files of their own. `labels`: as of Columns. Raises LineError with
+    its first fault.
     """
     own_keys = set().union(*(keys for other, keys in FORMAT_KEYS if other is format))
     other = recognise(fields) if own_keys.isdisjoint(fields) else None
@@ -104,12 +108,14 @@ def as_record(format: Format, fields: Fields, *, paths: bool = False) -> Record:
             f"is {other.value}, and this file began as {format.value}: put each format into a "
             "file of its own",
         )
-    if format is Format.PROMPT_COMPLETION and fields.get(LABEL) is False:
-        raise LineError(
-            LABEL,
-            "is false, and the answer would be learned like a good one: remove such records, or "
-            "make pairs",
-        )
+    if labels is False and format in _LABELLED:
+        refused = next((name for name in LABELS if fields.get(name) is False), None)
+        if refused is not None:
+            raise LineError(
+                refused,
+                "is false, and the answer would be learned like a good one: method: {type: kto} "
+                "learns from good and bad ones; or remove such records",
+            )
     if format is Format.TRL_PAIRS:
         _refuse_without_prompt(fields)
         if fields.get(_BEGUN) and "full_chosen" in fields:
@@ -142,10 +148,67 @@ def as_record(format: Format, fields: Fields, *, paths: bool = False) -> Record:
         if name in _COLUMNS[format] and name != VARIABLES
     }
     record = _setting(_PARSERS[format](own), parse_variables(fields))
+    if labels is not False:
+        record = _labelled(record, format, fields, required=labels is True)
     chat = record.preferred if isinstance(record, Pair) else record
     if isinstance(chat, Conversation) and not paths:
         refuse_paths(chat.images, chat.image_places)
     return record
+
+
+_LABELLED = (Format.CHAT, Format.PROMPT_COMPLETION, Format.SHAREGPT, Format.ALPACA, Format.GEMINI)
+"""Formats of records with one answer, which may have a label."""
+
+
+def _labelled(record: Record, format: Format, fields: Fields, *, required: bool) -> Record:
+    """The record with its label, if it has one. Only what the label is of is learned then: the
+    completion, or what follows the user's last message.
+
+    `required`: it must have one. Raises LineError.
+    """
+    if not isinstance(record, Conversation | PromptCompletion):
+        if required and isinstance(record, Text):
+            reason = "is a document, and a label is of an answer: give prompt and completion"
+            raise LineError("text", f"{reason}, or messages")
+        return record
+    label = _label(fields, required=required)
+    if label is None:
+        return record
+    if isinstance(record, PromptCompletion) or format is Format.PROMPT_COMPLETION:
+        return replace(record, label=label)
+    asked = max(
+        (n for n, message in enumerate(record.messages) if message["role"] == "user"), default=-1
+    )
+    weights = tuple(weight if number > asked else 0 for number, weight in enumerate(record.weights))
+    if not any(weights):
+        raise LineError(
+            "",
+            "has no answer to learn after the user's last message, and the label is of that answer",
+        )
+    return replace(record, weights=weights, label=label)
+
+
+def _label(fields: Fields, *, required: bool) -> bool | None:
+    """The record's label. None: it has none, and none is required. Raises LineError."""
+    name = next((name for name in LABELS if name in fields), None)
+    if name is None:
+        if not required:
+            return None
+        raise LineError(
+            LABELS[0],
+            "is required by method kto: true for a good answer, false for a bad one (data: {label: "
+            "COLUMN} names it where it is called otherwise)",
+        )
+    value = fields[name]
+    if isinstance(value, str):  # a cell of a table
+        value = {"true": True, "false": False}.get(value.strip().lower(), value)
+    if isinstance(value, bool):
+        return value
+    if not required and name == LABELS[0]:  # a column of another meaning
+        return None
+    raise LineError(
+        name, f"must be true for a good answer or false for a bad one, not {shown_value(value)}"
+    )
 
 
 def _setting(record: Record, variables: dict[str, Variable]) -> Record:

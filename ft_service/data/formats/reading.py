@@ -20,7 +20,7 @@ from types import TracebackType
 from typing import BinaryIO, Self, cast
 
 from ft_service.data.chat_line import KEYS, without_nulls
-from ft_service.data.formats.columns import AS_THEY_ARE, Columns
+from ft_service.data.formats.columns import AS_THEY_ARE, LABELS, Columns
 from ft_service.data.formats.containers import Expanding, Numbered, UnreadableError, elements, lines
 from ft_service.data.formats.detect_format import (
     HEAD_BYTES,
@@ -40,7 +40,7 @@ from ft_service.data.formats.tabular import arrow_rows, csv_rows
 from ft_service.data.formats.unknown_formats import unknown_format
 from ft_service.data.line_errors import Fault, LineError
 from ft_service.data.prompt_line import parse_prompt
-from ft_service.data.sample_kinds import GradedPrompt, PromptCompletion, Record
+from ft_service.data.sample_kinds import GradedPrompt, PromptCompletion, Record, label_of
 from ft_service.rundir.directory import sha256_of
 
 NOTED = 20
@@ -67,6 +67,8 @@ class FileFormat:
     """
     columns: tuple[str, ...] = ()
     """The file's names of the keys of its first record; the first NOTED of them."""
+    labelled: bool = False
+    """Whether a record had a label, good or bad."""
 
     @property
     def word(self) -> str:
@@ -199,11 +201,18 @@ class DataReader:
             self.shape.columns = tuple(name[:_NAME] for name in (self._columns or row))[:NOTED]
         try:
             named = without_nulls(self.columns.record(row))
-            record = as_record(self._format(named, row), named, paths=self.reads_paths)
+            record = as_record(
+                self._format(named, row),
+                named,
+                paths=self.reads_paths,
+                labels=self.columns.labels,
+            )
             if self.reads_paths:
                 record = with_files_read(record, self._folder)
         except LineError as error:
             return Fault(number, error.field, error.reason)
+        if label_of(record) is not None:
+            self.shape.labelled = True
         if isinstance(record, PromptCompletion) and not self.shape.joined:
             given = dict(self.columns.pairs)
             self.shape.joined = tuple(given.get(name, name) for name in ("prompt", "completion"))
@@ -241,7 +250,10 @@ class DataReader:
     def _note_unused(self, names: Iterable[str]) -> None:
         """Collect the file's names of columns that its format does not have."""
         assert self.shape.format is not None
-        known = columns_of(self.shape.format)
+        known = [
+            *columns_of(self.shape.format),
+            *(LABELS if self.columns.labels is not False else ()),
+        ]
         unused = [name[:_NAME] for name in names if self.columns.name(name) not in known]
         if unused and len(self.shape.unused) < NOTED:
             self.shape.unused = tuple(dict.fromkeys((*self.shape.unused, *unused)))[:NOTED]

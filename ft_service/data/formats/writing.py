@@ -8,6 +8,7 @@ from itertools import islice
 from typing import Any
 
 from ft_service.data.chat_line import VARIABLES
+from ft_service.data.formats.columns import LABEL
 from ft_service.data.image_part import content_of
 from ft_service.data.line_errors import LineError
 from ft_service.data.sample_kinds import (
@@ -29,11 +30,16 @@ def line_of(record: Record, *, as_chat: bool = False) -> dict[str, Any]:
     """
     match record:
         case Conversation():
-            return {"messages": _messages(record, 0), **_tools(record), **_variables(record)}
+            return {
+                "messages": _messages(record, 0, weights=record.label is None),
+                **_tools(record),
+                **_variables(record),
+                **_label(record),
+            }
         case PromptCompletion() if as_chat:
             return line_of(record.as_chat)
         case PromptCompletion():
-            return {"prompt": record.prompt, "completion": record.completion}
+            return {"prompt": record.prompt, "completion": record.completion, **_label(record)}
         case Text() if as_chat:
             raise LineError("text", "is a document, and not a conversation")
         case Text():
@@ -103,6 +109,10 @@ def _message(message: Mapping[str, Any]) -> dict[str, Any]:
 def _called(call: Mapping[str, Any]) -> dict[str, Any]:
     function = call["function"]
     return function | {"arguments": json.dumps(function["arguments"], ensure_ascii=False)}
+
+
+def _label(record: Conversation | PromptCompletion) -> dict[str, bool]:
+    return {} if record.label is None else {LABEL: record.label}
 
 
 def _tools(chat: Conversation | GradedPrompt) -> dict[str, Sequence[Any]]:

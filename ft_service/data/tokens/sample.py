@@ -39,6 +39,14 @@ class Tokens:
     images: tuple[ImageUse, ...] = ()
     """Its pictures, in the order of their places. None of their tokens is a target."""
 
+    def labelled(self, label: bool) -> Tokens:
+        """The sample with a label, whether its answer is a good one: in the place of its first
+        target, since the first token has no predecessor that could predict it.
+        """
+        targets = self.targets.copy()
+        targets[0] = label
+        return replace(self, targets=targets)
+
     @property
     def target_count(self) -> int:
         """The number of targets that are predicted: the first token has no predecessor."""

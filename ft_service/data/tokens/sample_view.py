@@ -7,7 +7,7 @@ stands for an image is shown as one token, with the image's size and its number 
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import closing
 from itertools import islice
 
@@ -23,6 +23,7 @@ from ft_service.data.sample_kinds import (
     PromptCompletion,
     Record,
     Text,
+    label_of,
 )
 from ft_service.data.sample_request import Answer, RecordRange, SamplePage, ShownSample, ShownToken
 from ft_service.data.token_options import TokenOptions
@@ -40,6 +41,8 @@ MOST_CHARACTERS = 1024**2
 A longer one takes the time of the whole page, and gigabytes.
 """
 
+_ANSWERS: Mapping[bool | None, Answer] = {None: "", True: "good", False: "bad"}
+"""A record's label → what is shown of it."""
 Shown = Conversation | PromptCompletion | Text | GradedPrompt
 """A record that is no pair."""
 
@@ -80,7 +83,7 @@ def _shown(
     parts = (
         {"preferred": record.preferred, "rejected": record.rejected}
         if isinstance(record, Pair)
-        else {"": record}
+        else {_ANSWERS[label_of(record)]: record}
     )
     for answer, part in parts.items():
         try:
@@ -132,7 +135,7 @@ def _sample(
             shown.append(ShownToken(int(token), _of_image(image), "cut" if is_cut else "words"))
         elif place >= image_end:
             read = "words" if inside[place] else "template"
-            learned = tokens.targets[place] and not sample.is_prompt
+            learned = place > 0 and tokens.targets[place] and not sample.is_prompt
             role = "cut" if is_cut else "learned" if learned else read
             shown.append(ShownToken(int(token), text[end:until], role))
         end = until

@@ -195,6 +195,13 @@ class TokenSet(Sequence[Tokens]):
             alike[pair] = self[2 * pair].cut(max_length).is_same(self[2 * pair + 1].cut(max_length))
         return alike
 
+    @property
+    def labels(self) -> np.ndarray:
+        """bool [samples]: whether the answer is a good one, of samples that have labels
+        (Tokens.labelled).
+        """
+        return self.targets[self.begins]
+
     def targets_within(self, max_length: int) -> np.ndarray:
         """int64 [samples]: the number of targets of each sample after the cut."""
         longer = np.flatnonzero(self.lengths > max_length)

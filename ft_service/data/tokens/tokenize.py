@@ -32,6 +32,7 @@ from ft_service.data.sample_kinds import (
     PromptCompletion,
     Record,
     Text,
+    label_of,
 )
 from ft_service.data.token_options import DEFAULT, TokenOptions
 from ft_service.data.tokens.answer_markers import Span
@@ -129,7 +130,8 @@ class SampleCheck:
                     "ask for training.train_on = 'everything'",
                 )
             self._require_end_of_turn(sample)
-        return tokens
+        label = label_of(sample.source)
+        return tokens if label is None else tokens.labelled(label)
 
     def _require_one_begin(self, sample: SampleText, tokens: Tokens) -> None:
         number, name = self._begin

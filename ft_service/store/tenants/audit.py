@@ -79,7 +79,12 @@ def record(connection: Connection, project_id: str, what: str, target: str, **de
 
 
 class AuditStore(StorePart):
-    """Reading and shortening the audit log."""
+    """The audit log by itself."""
+
+    def note(self, project_id: str, what: str, target: str, **detail: Any) -> None:
+        """Add an entry for a change outside of the database, as `record`."""
+        with self._database.writing() as connection:
+            record(connection, project_id, what, target, **detail)
 
     def list_audit(
         self,

@@ -102,7 +102,8 @@ def test_openais_hyperparameters_become_the_forms_own_fields() -> None:
 
 
 @pytest.mark.parametrize(
-    "method", [{"type": "supervised"}, {"type": "dpo"}, {"type": "orpo"}, reinforcement()]
+    "method",
+    [{"type": "supervised"}, {"type": "dpo"}, {"type": "kto"}, {"type": "orpo"}, reinforcement()],
 )
 def test_a_multiplied_learning_rate_stays_the_same_with_every_method(
     method: dict[str, Any],

@@ -149,6 +149,25 @@ def test_tuned_models_and_their_base_answer_as_themselves(
     )
     assert chunks[-1].usage.total_tokens > chunks[-1].usage.completion_tokens > 0
 
+    said = client.responses.create(
+        model=names[0],
+        instructions=MESSAGES[0]["content"],
+        input=MESSAGES[1]["content"],
+        temperature=0,
+        max_output_tokens=LIMIT,
+        include=["message.output_text.logprobs"],
+    )
+    assert said.output_text == expected[names[0]]
+    assert said.usage is not None
+    assert said.usage.input_tokens == whole.usage.prompt_tokens
+    item: Any = said.output[0]
+    assert item.content[0].logprobs[0].logprob == pytest.approx(told[0].logprob, abs=1e-5)
+    with client.responses.stream(
+        model=names[1], input=MESSAGES, temperature=0, max_output_tokens=LIMIT
+    ) as stream:
+        texts = [event.delta for event in stream if event.type == "response.output_text.delta"]
+    assert "".join(texts) == expected[names[1]]
+
     with pytest.raises(openai.BadRequestError, match="512 tokens") as caught:
         client.chat.completions.create(model=names[0], messages=MESSAGES, max_tokens=600)
     assert caught.value.code == "context_length_exceeded"

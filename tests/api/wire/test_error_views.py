@@ -136,8 +136,8 @@ def test_a_client_with_another_address_is_told_the_right_one(
 def test_other_routes_of_openai_are_refused_with_what_serves_their_purpose(
     service: Service, client: openai.OpenAI
 ) -> None:
-    with pytest.raises(openai.NotFoundError, match="asked by POST /v1/chat/completions"):
-        client.responses.create(model="tiny", input="hello")
+    with pytest.raises(openai.NotFoundError, match="fine-tuning is /v1/fine_tuning/jobs"):
+        client.get("/fine-tunes", cast_to=dict)
     error = check_error(service.http("GET", "/v1/files/"), 404)
     assert error["message"].endswith("it is /v1/files here, without a slash at its end.")
 

@@ -499,10 +499,10 @@ def test_the_exit_code_says_whether_anything_is_lost(ft: Ft, tmp_path: Path) -> 
     path.write_text(yaml.safe_dump(AXOLOTL))
     printed = ft("convert", path)
     assert (printed.code, printed.err) == (0, "")
-    path.write_text(yaml.safe_dump(AXOLOTL | {"rl": "kto"}))
+    path.write_text(yaml.safe_dump(AXOLOTL | {"rl": "gdpo"}))
     refused = ft("convert", path, "--out", tmp_path / "spec.yaml")
     assert (refused.code, refused.out) == (64, "")
-    assert 'rl: "kto": supervised and dpo are taken over.' in refused.err
+    assert 'rl: "gdpo": supervised, dpo and kto are taken over.' in refused.err
     assert not (tmp_path / "spec.yaml").exists()
     assert ft("convert", tmp_path / "absent.yaml").code == 64
 

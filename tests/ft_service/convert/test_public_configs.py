@@ -41,7 +41,7 @@ def test_the_page_has_the_table() -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "code"), [("trl-sft.sh", 0), ("unsloth-alpaca.py", 1), ("trl-kto.sh", 64)]
+    ("name", "code"), [("trl-sft.sh", 0), ("unsloth-alpaca.py", 1), ("trl-kto.sh", 0)]
 )
 def test_the_exit_code_is_that_of_the_table(ft: Ft, name: str, code: int) -> None:
     assert ft("convert", FOLDER / name).code == code

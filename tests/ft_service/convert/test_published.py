@@ -12,7 +12,7 @@ import yaml
 from ft_service.convert import Conversion, convert_file
 from ft_service.convert.verdicts import NoEffect, Taken, ToCheck
 from ft_service.errors import SpecError
-from ft_service.spec import parse_request
+from ft_service.spec import KtoOptions, parse_request
 
 FACTORY: dict[str, Any] = {
     **{
@@ -407,7 +407,7 @@ def converted(folder: Path, body: dict[str, Any], **asked: Any) -> Conversion:
         (LLAMA_DPO, "a config of Axolotl, rl: dpo", ["special_tokens.eos_token", "datasets"]),
         (
             TRL,
-            "a config of TRL, taken as supervised, since it says nothing of DPO or GRPO",
+            "a config of TRL, taken as supervised, since it says nothing of DPO, KTO or GRPO",
             ["use_peft"],
         ),
         (
@@ -573,20 +573,16 @@ def test_a_program_is_told_apart_from_settings(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("body", "says"),
     [
-        *(
-            (FACTORY | {"stage": stage}, f'stage: "{stage}"')
-            for stage in ("rm", "ppo", "kto", "other")
-        ),
+        *((FACTORY | {"stage": stage}, f'stage: "{stage}"') for stage in ("rm", "ppo", "other")),
         *(
             (LLAMA_DPO | {"rl": rl}, f'rl: "{rl}"')
-            for rl in ("kto", "orpo", "simpo", "grpo", "gdpo", "ebft")
+            for rl in ("orpo", "simpo", "grpo", "gdpo", "ebft")
         ),
         (GPT_OSS | {"reward_model": True}, "reward_model: true"),
         *(
             (FACTORY_DPO | {"pref_loss": loss}, f'pref_loss: "{loss}"')
             for loss in ("orpo", "simpo")
         ),
-        (TRL | {"desirable_weight": 1.5}, "says desirable_weight is for KTO"),
         (TRL | {"loss_type": "simpo"}, "loss_type=simpo is for ORPO, CPO or SimPO"),
         (TRL | {"center_rewards_coefficient": 0.01}, "is for reward modelling"),
         (ORPO, "hub_model_id: zephyr-orpo-141b-A35b seems to be for ORPO"),
@@ -599,6 +595,43 @@ def test_other_methods_are_refused_and_never_become_supervised(
     with pytest.raises(SpecError) as caught:
         converted(tmp_path, body)
     assert says in caught.value.message
+
+
+WEIGHTS = {"desirable_weight": 1.0, "undesirable_weight": 1.5}
+
+
+@pytest.mark.parametrize(
+    ("body", "beta"),
+    [
+        (TRL | {"loss_type": "kto", **WEIGHTS}, 0.1),
+        (TRL | {"beta": 0.3, **WEIGHTS}, 0.3),
+        (FACTORY | {"stage": "kto", "kto_chosen_weight": 1.0, "kto_rejected_weight": 1.5}, 0.1),
+        (
+            LLAMA_DPO
+            | {
+                "rl": "kto",
+                "rl_beta": 0.2,
+                "kto_desirable_weight": 1.0,
+                "kto_undesirable_weight": 1.5,
+            },
+            0.2,
+        ),
+    ],
+)
+def test_kto_is_taken_over_with_its_weights(
+    body: dict[str, Any], beta: float, tmp_path: Path
+) -> None:
+    found = converted(tmp_path, body).body["method"]
+    options = parse_request({"model": "a", "training_file": "b", "method": found}).method
+    assert options.kto_options() == KtoOptions(beta=beta, loss_type="kto", **WEIGHTS)
+
+
+def test_a_loss_without_z0_and_a_name_say_kto_too(tmp_path: Path) -> None:
+    unpaired = converted(tmp_path, TRL | {"loss_type": "apo_zero_unpaired"}).body["method"]
+    assert unpaired["kto"]["hyperparameters"]["loss_type"] == "apo_zero_unpaired"
+    assert converted(tmp_path, TRL | {"output_dir": "out/a-kto"}).body["method"]["type"] == "kto"
+    assert converted(tmp_path, TRL, method="kto").body["method"]["type"] == "kto"
+    assert "method" not in converted(tmp_path, FACTORY | {"kto_chosen_weight": 2.0}).body
 
 
 def test_a_method_that_is_asked_for_must_be_that_of_the_file(tmp_path: Path) -> None:

@@ -131,6 +131,18 @@ def test_data_and_long_files_are_told_apart_from_settings(tmp_path: Path) -> Non
             {
                 "file_name": "a.json",
                 "formatting": "sharegpt",
+                "columns": {"messages": "turns", "kto_tag": "thumb"},
+            },
+            {
+                "training_file": "{}/a.json",
+                "data": {"conversations": "turns", "label": "thumb"},
+            },
+            False,
+        ),
+        (
+            {
+                "file_name": "a.json",
+                "formatting": "sharegpt",
                 "columns": {"messages": "messages", "tools": "tools"},
             }
             | {

@@ -105,6 +105,7 @@ def test_what_ms_swifts_commands_differ_in_is_said() -> None:
     assert only("swift rlhf --model m").options["rlhf_type"] == "dpo"
     assert only("python swift/cli/pt.py --model m").options == {"loss_scale": "all", "model": "m"}
     assert only("swift rlhf --rlhf_type kto").options["rlhf_type"] == "kto"
+    assert only("trl kto --beta 1").method == "kto"
 
 
 def test_a_file_of_options_is_named() -> None:
@@ -119,10 +120,10 @@ def test_a_file_of_options_is_named() -> None:
 
 
 @pytest.mark.parametrize(
-    "text", ["trl kto --beta 1", "python run_orpo.py", "accelerate launch examples/ppo.py"]
+    "text", ["trl orpo --beta 1", "python run_orpo.py", "accelerate launch examples/ppo.py"]
 )
 def test_other_methods_are_refused_by_the_command(text: str) -> None:
-    with pytest.raises(SpecError, match="is not converted: methods are sft, dpo and grpo"):
+    with pytest.raises(SpecError, match="is not converted: methods are sft, dpo, kto and grpo"):
         training_programs(text, "train.sh")
 
 

@@ -46,3 +46,12 @@ def test_losses_of_different_methods_on_pairs_are_not_compared() -> None:
     assert loss_measure(orpo) == "orpo of pairs (beta 0.1)"
     smoothed = dpo(beta=0.1, loss_type="robust", label_smoothing=0.2)
     assert loss_measure(smoothed) == "robust of pairs (beta 0.1, label_smoothing 0.2)"
+
+
+def test_losses_of_labelled_answers_are_compared_with_the_same_weights_only() -> None:
+    own = {"beta": 0.1, "desirable_weight": 1.0, "undesirable_weight": 1.5}
+    kto = {"type": "kto", "kto": {"hyperparameters": {"loss_type": "apo_zero_unpaired", **own}}}
+    assert loss_measure(kto) == (
+        "apo_zero_unpaired of labelled answers (beta 0.1, desirable_weight 1, "
+        "undesirable_weight 1.5)"
+    )

@@ -8,6 +8,7 @@ from ft_service.errors import SpecError
 from ft_service.spec import (
     LEARNING_RATE,
     DpoOptions,
+    KtoOptions,
     OrpoOptions,
     SimpoOptions,
     parse_request,
@@ -89,3 +90,16 @@ def test_methods_without_reference_have_options_rates_and_epochs_of_their_own() 
         parse_request({**BODY, "method": {"type": "orpo", "dpo": {}}})
     with pytest.raises(SpecError, match="with method simpo: only the answers"):
         parse_request({**BODY, "method": {"type": "simpo"}, "training": {"train_on": "everything"}})
+
+
+def test_kto_has_its_papers_options_and_learns_answers_alone() -> None:
+    request = parse_request({**BODY, "method": {"type": "kto"}})
+    assert request.method.kto_options() == KtoOptions(
+        beta=0.1, loss_type="kto", desirable_weight=1.0, undesirable_weight=1.0
+    )
+    assert request.resolved_training().learning_rate == 5e-6
+    with pytest.raises(SpecError, match="with method kto: only the answers"):
+        parse_request({**BODY, "method": {"type": "kto"}, "training": {"train_on": "everything"}})
+    weightless = {"type": "kto", "kto": {"hyperparameters": {"undesirable_weight": 0}}}
+    with pytest.raises(SpecError, match=r"method\.kto\.hyperparameters\.undesirable_weight"):
+        parse_request({**BODY, "method": weightless})

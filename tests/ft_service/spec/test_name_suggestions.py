@@ -106,7 +106,6 @@ def test_a_refusal_names_what_was_likely_meant(more: dict[str, object], says: st
         ),
         ({"training": {"lr_scheduler_type": "wsd"}}, "did you mean warmup_stable_decay?"),
         ({"method": {"type": "grpo"}}, "did you mean reinforcement?"),
-        ({"method": {"type": "kto"}}, "make pairs of a good and a bad answer to a prompt, for dpo"),
         ({"method": {"type": "cpo"}}, "use simpo or orpo, which need no reference either."),
         ({"method": {"type": "ppo"}}, "use reinforcement, which is GRPO."),
     ],

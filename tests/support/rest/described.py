@@ -96,6 +96,7 @@ def tenant(
         "api_key_id": api_key.id,
         "key_id": api_key.id,
         "format": "vllm",
+        "pull_id": "pull-none",
     }
 
 

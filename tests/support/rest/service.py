@@ -5,15 +5,21 @@ would write to its jobs.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+import socket
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 import httpx2
 import openai
+import uvicorn
 from fastapi import FastAPI
 from sqlalchemy import text
 
+from api.app import create_app
 from ft_service.ids import new_id
 from ft_service.jobs.states import Job, Phase, State
 from ft_service.rundir.directory import RunDir
@@ -21,7 +27,7 @@ from ft_service.rundir.documents import CheckpointMarker
 from ft_service.rundir.events import Metrics
 from ft_service.settings import Settings
 from ft_service.store.records import Checkpoint, JobChange, NewEvent
-from ft_service.store.sql import Store
+from ft_service.store.sql import Store, open_store
 from tests.support.attempts import HANG_SECONDS, wait_for
 
 LINE = (
@@ -85,6 +91,26 @@ class Service:
 def wait_until(condition: Callable[[], object], seconds: float = HANG_SECONDS) -> None:
     """As `wait_for`, of what is soon there: the first pauses are 5 milliseconds."""
     wait_for(condition, seconds, every=0.005)
+
+
+@contextmanager
+def serving_app(settings: Settings, database: Path) -> Iterator[tuple[str, FastAPI]]:
+    """The address of a server, and its application."""
+    store = open_store(f"sqlite:///{database}")
+    app = create_app(settings, store)
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        listener.listen(16)
+        server = uvicorn.Server(uvicorn.Config(app, log_level="critical"))
+        thread = threading.Thread(target=server.run, args=([listener],), name="web")
+        thread.start()
+        try:
+            wait_until(lambda: server.started)
+            yield f"http://127.0.0.1:{listener.getsockname()[1]}", app
+        finally:
+            server.should_exit = True
+            thread.join()
+            store.close()
 
 
 def put(

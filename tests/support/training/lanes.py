@@ -33,7 +33,7 @@ from workers.quant import frozen_linear
 from workers.quant.frozen_linear import Numerics
 from workers.ranks.runtime import COMPUTE_DTYPE
 from workers.ranks.sharding import make_mesh
-from workers.training.preference import make_pairs, preference_loss
+from workers.training.preference import make_answers, preference_loss
 from workers.training.step import LossOf, cross_entropies, forward_backward
 
 DPO = 2
@@ -48,7 +48,7 @@ def work_of(number: int, spec: JobSpec, rank: int, world: int) -> Work:
     if number == DPO:
         own = [data[i : i + 2] for i in range(2 * rank, len(data), 2 * world)]
         pairs = [
-            make_pairs(pair, torch.full((2,), -30.0, dtype=torch.float64), CPU) for pair in own
+            make_answers(pair, torch.full((2,), -30.0, dtype=torch.float64), CPU) for pair in own
         ]
         count = len(data) // 2
         return (

@@ -514,6 +514,19 @@ def save_chats(path: Path, count: int) -> DataFileRef:
     return DataFileRef(name=path.name, path=str(path), sha256=sha256_of(path))
 
 
+def save_labelled(path: Path, count: int, *, bad: int = 2) -> DataFileRef:
+    """Chats with labels, of which every `bad`-th is a bad answer; prompts of several lengths."""
+    lines: list[dict[str, Any]] = []
+    for i in range(count):
+        good = i % bad > 0
+        words = f"it is {i * 7}" + "!" * (i % 5) if good else f"no {i}" + "?" * (3 * i % 7)
+        turns = (("user", "say " + "so " * (i % 4) + str(i)), ("assistant", words))
+        messages = [{"role": role, "content": content} for role, content in turns]
+        lines.append({"messages": messages, "label": good})
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines), encoding="utf-8")
+    return DataFileRef(name=path.name, path=str(path), sha256=sha256_of(path))
+
+
 def save_pairs(path: Path, count: int) -> DataFileRef:
     """Preference pairs as OpenAI writes them. The preferred answer is the shorter one by turns."""
     lines: list[dict[str, Any]] = []

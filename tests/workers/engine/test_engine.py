@@ -39,7 +39,13 @@ from tests.support.training.engine_runs import (
     run_together,
 )
 from tests.support.training.kept_tokens import give_tokens
-from tests.support.training.models import save_chat_base, save_chats, save_pairs, spec_for
+from tests.support.training.models import (
+    save_chat_base,
+    save_chats,
+    save_labelled,
+    save_pairs,
+    spec_for,
+)
 from workers.base.frozen_weights import initial_adapter
 from workers.engine import seat_thread
 from workers.engine.engine import TrainingEngine
@@ -165,6 +171,27 @@ def test_jobs_of_one_engine_leave_what_they_leave_alone(
     for number, run in enumerate(run_together(specs, tmp_path)):
         assert exit_of(run).reason is ExitReason.SUCCEEDED
         assert_same(run, alone(number))
+
+
+@pytest.mark.slow
+def test_a_job_whose_loss_has_a_baseline_leaves_what_it_leaves_alone(
+    specs: list[JobSpec], alone: Callable[[int], RunDir], tmp_path: Path
+) -> None:
+    """KTO computes z0 without gradients before each step, while the other job goes on."""
+    spec = spec_for(
+        Path(specs[0].model.path),
+        save_labelled(tmp_path / "labelled.jsonl", 9),
+        ranks=2,
+        precision={"default": "nf4", "compute": "fp32"},
+        checkpoint={"save_steps": 3},
+        training={"max_steps": STEPS, "per_device_train_batch_size": 2, "learning_rate": 5e-3},
+        method={"type": "kto", "kto": {"hyperparameters": {"beta": 0.5, "batch_size": 4}}},
+    ).model_copy(update={"job_id": "ftjob-labelled", "seed": 5})
+    by_itself = ran_alone(spec, tmp_path / "by-itself", 2)
+    other, own = run_together([specs[1], spec], tmp_path)
+    assert exit_of(own).reason is ExitReason.SUCCEEDED
+    assert_same(own, by_itself)
+    assert_same(other, alone(1))
 
 
 def with_time_on_rank(rank: int, world: int, root: str, engine: bool) -> None:

@@ -31,7 +31,12 @@ from workers.base.load import adapters, plain_name
 from workers.data.batches import collate
 from workers.data.micro_batches import MicroBatchLimits
 from workers.training.objective import Preference, RankShare
-from workers.training.preference import PairSums, answer_log_probabilities, make_pairs, pair_losses
+from workers.training.preference import (
+    PairSums,
+    answer_log_probabilities,
+    make_answers,
+    pair_losses,
+)
 from workers.training.step import forward_backward
 
 PAIRS = 4
@@ -281,7 +286,7 @@ def steps_on_pairs_of_trl(rank: int, world: int, spec: JobSpec, options: DpoOpti
     trained = dict(adapters(built.peft_model))
     with torch.no_grad():
         nothing = torch.zeros(len(data), dtype=torch.float64)
-        kept, _ = answer_log_probabilities(built.peft_model, make_pairs(data, nothing, CPU))
+        kept, _ = answer_log_probabilities(built.peft_model, make_answers(data, nothing, CPU))
     objective = Preference(TokenSet.of(data), kept, options)
     items = list(range(PAIRS))
     steps = []
@@ -343,7 +348,7 @@ def test_rewards_are_beta_times_what_was_gained() -> None:
 
 
 def test_a_rank_without_pairs_takes_part() -> None:
-    empty = make_pairs([], torch.zeros(0, dtype=torch.float64), CPU)
+    empty = make_answers([], torch.zeros(0, dtype=torch.float64), CPU)
     assert empty.batch.ids.shape == (1, 2)
     assert len(empty.answers) == len(empty.counts) == 0
 

@@ -557,7 +557,6 @@ REFUSED = {
         {"base_model": "tiny", "optimizer_config": {"type": "dimuon"}},
         "AdamW only",
     ),
-    "no sampler": ("create_sampling_session", {"base_model": "tiny"}, "preview is off"),
     "an unknown field": (
         "create_sampling_session",
         {"surprise": "x"},
@@ -574,6 +573,19 @@ def test_what_is_refused_is_named(service: Service, case: str) -> None:
     assert answer.status_code == 400, answer.text
     assert text in answer.json()["error"]["message"]
     assert service.store.jobs.list_jobs("default").data == []
+
+
+def test_samples_are_refused_where_no_process_of_the_service_answers(service: Service) -> None:
+    """One that serves the API alone takes requests, which another answers."""
+    new = {"session_id": new_session(service), "base_model": "tiny", "sampling_session_seq_id": 0}
+    services = service.app.state.services
+    assert services.preview is None
+    assert post(service, "create_sampling_session", new).status_code == 200
+    off = service.settings.model_copy(update={"preview": "off"})
+    service.app.state.services = replace(services, settings=off)
+    answer = post(service, "create_sampling_session", {**new, "sampling_session_seq_id": 1})
+    assert (answer.status_code, answer.json()["error"]["code"]) == (400, "no_sampler")
+    assert "preview is off" in answer.json()["error"]["message"]
 
 
 @pytest.mark.parametrize(

@@ -6,7 +6,7 @@ import re
 import subprocess
 import sys
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -21,6 +21,7 @@ from ft_service.plan.seat import SEAT_SECONDS, START_SECONDS
 from tests.support.bases import LLAMA_8B, save_base
 from tests.support.command_line import Ft
 from tests.support.describing import described_here
+from tests.support.hub import Hub, hub_serving
 from tests.support.run_directories import CHAT
 
 ROOT = Path(__file__).parents[4]
@@ -355,3 +356,68 @@ def test_more_ranks_than_this_host_has_do_not_fit(
         "ft: distributed.nproc_per_node = 64: this host runs at most 2 ranks at once."
     )
     assert ft("plan", spec, "--hardware", "h100").code == 0, "such hosts may have any number"
+
+
+@pytest.fixture
+def hub(spec: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Hub]:
+    save_base(tmp_path / "published")
+    monkeypatch.delenv("HF_TOKEN", raising=False)
+    monkeypatch.delenv("HF_HUB_OFFLINE", raising=False)
+    monkeypatch.setenv("HF_TOKEN_PATH", str(tmp_path / "none"))
+    with hub_serving(tmp_path / "published") as serving:
+        monkeypatch.setenv("HF_ENDPOINT", serving.url)
+        yield serving
+
+
+def test_a_base_that_is_not_here_is_planned_by_what_the_hub_says_of_it(
+    ft: Ft, spec: Path, hub: Hub
+) -> None:
+    save_base(spec.parent / "models/org/here")
+    here = ft("plan", "org/here", "--hardware", "H100")
+    assert (here.code, here.err) == (0, "")
+    assert here.out.splitlines()[-2] == (
+        "With data it also says how long that takes: ft plan DATA -m org/here"
+    )
+    ended = ft("plan", "org/tiny", "--hardware", "H100")
+    assert ended.code == 0, ended.err
+    assert ended.out.splitlines()[0] == here.out.splitlines()[0]
+    told = ended.out.splitlines()[-2]
+    assert told.startswith("The weights of org/tiny are not here yet: ")
+    assert told.endswith("(licence: apache-2.0): ft pull org/tiny")
+    assert "config.json" in {name for name, _ in hub.asked}
+    assert "model.safetensors" not in {name for name, _ in hub.asked}
+    data = ("plan", spec.with_name("train.jsonl"), "--hardware", "H100", "--json", "-m")
+    plan, same = (json.loads(ft(*data, name).out) for name in ("org/tiny", "org/here"))
+    assert plan.pop("not_here") == told
+    assert [plan.pop("warnings"), same.pop("warnings")] == [
+        [
+            "The weights of the base are not here, or not all of them: their shapes are taken from its config.json."
+        ],
+        [],
+    ]
+    assert plan == same
+    assert plan["time"]["steps"] > 0
+    alone = json.loads(ft("plan", "org/tiny", "--hardware", "H100", "--json").out)
+    assert (alone["time"], alone["not_here"]) == (None, told)
+    assert not (spec.parent / "models/org/tiny").exists()
+    assert not (spec.parent / "models/.pulls").exists()
+
+
+def test_what_neither_this_host_nor_the_hub_has_is_refused_with_a_way_out(
+    ft: Ft, spec: Path, hub: Hub, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    save_base(spec.parent / "models/org/here")
+    wrong = ft("plan", "org/heer")
+    assert wrong.code == 64
+    assert "there is no such base model. Did you mean org/here?" in wrong.err
+    assert "There is no model org/heer at " in wrong.err
+    assert "there is no such base model. Did you mean llama-8b?" in ft("plan", "lama-8b").err
+    assert ft("plan", "jobs/none.yaml").err.endswith("No such file or directory.\n")
+    hub.token = "hf_x"
+    assert "org/tiny is gated: accept its terms" in ft("plan", "org/tiny").err
+    monkeypatch.setenv("HF_ENDPOINT", "http://127.0.0.1:9")
+    away = ft("plan", "org/tiny")
+    assert away.code == 64
+    assert "To fetch it, on the server's host: ft pull org/tiny." in away.err
+    assert "cannot be reached" in away.err
+    assert "can be planned without a hub: --model DIR" in away.err

@@ -102,7 +102,7 @@ def test_a_run_shows_its_progress_and_where_the_adapter_is(
     assert shown.index("starting") == 0 < shown.index("running")
     assert shown[1].startswith("Plan: at most ")
     assert shown[2].startswith("train.jsonl: 1 sample of 7 tokens, ")
-    assert any(line.startswith("3 steps over 1 sample, ") for line in shown)
+    assert any(line.endswith(" of all tokens are learned, in 3 steps.") for line in shown)
     warning = "warn: train.jsonl: only 1 sample to train on. Give at least 10, better hundreds."
     assert shown.index(warning) < shown.index("running")
     assert {"Training starts.", "step 1/2 · loss 1.000", "step 2/2 · loss 0.500"} <= set(shown)

@@ -1,0 +1,1 @@
+"""The service as tools of the Model Context Protocol, for coding agents (FT_MCP)."""

@@ -2,7 +2,8 @@
 
 Usage:
     python examples/make_sample.py               # both; trains the base for some minutes
-    python examples/make_sample.py --data-only   # the data alone, byte for byte the same each time
+    python examples/make_sample.py --data-only   # the data alone, the same each time: texts byte
+    # for byte, pictures pixel for pixel
     python -m workers.describe examples/models/tiny-llama > examples/descriptions/tiny-llama.json
     # after a new base
 """
@@ -12,6 +13,7 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
+from sample_gauges import write_gauges
 from sample_sums import write_sums
 from sample_task import make_splits, write_splits
 
@@ -27,6 +29,7 @@ def main() -> None:
     splits = make_splits(SEED)
     write_splits(options.out / "data", splits)
     write_sums(options.out / "data", SEED)
+    write_gauges(options.out / "data", SEED)
     if options.data_only:
         return
     # Imported late: the data need neither torch nor transformers, and load in no time without.

@@ -57,7 +57,7 @@ def output(home: Path) -> str:
 def test_the_server_is_ready_when_the_block_begins_and_gone_after_it(home: Path) -> None:
     with QuickstartServer(home, SAMPLE_MODELS) as server, Client(server.connection) as client:
         assert home.stat().st_mode & 0o777 == 0o700
-        assert [model.id for model in client.models()] == ["tiny-llama"]
+        assert [model.id for model in client.models()] == ["tiny-llama", "tiny-vision"]
         server_process = processes.of(json.loads((home / "server.json").read_text())["pid"])
         assert processes.is_alive(server_process)
     assert not processes.is_alive(server_process)

@@ -88,7 +88,7 @@ def main() -> None:
 
 def by_generate(model: Any, chat: ChatTokenizer, tokens: int) -> float:
     """Tokens a second of one answer by transformers."""
-    ids = torch.tensor([chat.tokens(chat.prompt(ASKED, []).result())], device=model.device)
+    ids = torch.tensor([chat.tokens(chat.prompt(ASKED, []).result().text)], device=model.device)
     begin = time.perf_counter()
     model.generate(
         input_ids=ids,

@@ -161,7 +161,8 @@ def _refuse_served(
     adapted = adapted_modules(
         model, spec.lora, shared_experts=spec.shared_experts, not_adapted=not_adapted
     )
-    widths = {name: model.get_submodule(name).in_features for name in sorted(linears)}
+    modules: dict[str, Any] = dict(model.named_modules())
+    widths = {name: modules[name].in_features for name in sorted(linears)}
     refuse_served(form, widths, adapted, experts=False)
 
 

@@ -412,7 +412,7 @@ class TrainedRows:
         )
         self._base = NamedBase(model, stored, lambda name: name)
         self._compute = COMPUTE_DTYPE[precision.compute]
-        self.form = form
+        self.form: ServedAs = form
 
     def rows(self, name: str, shape: tuple[int, ...], update: Update) -> Iterator[RoundedRows]:
         """The rows of a tensor of the base: stored as the job stored them, and rounded as

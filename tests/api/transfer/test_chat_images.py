@@ -83,9 +83,10 @@ def test_images_are_answered_and_those_that_cannot_be_are_named(
     client: openai.OpenAI, preview: Preview, describe: dict[str, Description]
 ) -> None:
     def ask(*parts: Any, **options: Any) -> Any:
+        messages: Any = [{"role": "user", "content": [text_part("What?"), *parts]}]
         return client.chat.completions.create(
             model=BASE,
-            messages=[{"role": "user", "content": [text_part("What?"), *parts]}],
+            messages=messages,
             temperature=0,
             max_tokens=LIMIT,
             **options,

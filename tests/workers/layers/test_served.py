@@ -32,7 +32,7 @@ def drawn(*shape: int, seed: int = 0) -> Tensor:
     return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
 
 
-def layer(form: ServedAs, stored_as: str | None, dtype: torch.dtype) -> tuple[ServedLinear, Tensor]:
+def layer(form: ServedAs, stored_as: str | None, dtype: torch.dtype) -> tuple[Any, Tensor]:
     """A layer with a bias, and its base as values."""
     weight = (0.05 * drawn(ROWS, COLS)).bfloat16()
     linear = nn.Linear(COLS, ROWS, device="meta", dtype=dtype)
@@ -51,9 +51,10 @@ def layer(form: ServedAs, stored_as: str | None, dtype: torch.dtype) -> tuple[Se
     (served,) = model
     assert isinstance(served, ServedLinear)
     served.served_as = form
+    matrices: Any = (served.lora_A["default"], served.lora_B["default"])
     with torch.no_grad():
-        served.lora_A["default"].weight.copy_(0.1 * drawn(R, COLS, seed=2))
-        served.lora_B["default"].weight.copy_(0.1 * drawn(ROWS, R, seed=3))
+        matrices[0].weight.copy_(0.1 * drawn(R, COLS, seed=2))
+        matrices[1].weight.copy_(0.1 * drawn(ROWS, R, seed=3))
     return served, values
 
 
@@ -74,7 +75,7 @@ class StraightThrough(torch.autograd.Function):
         return rounding(rows, form)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:  # pyright: ignore
         return grad, None
 
 
@@ -98,12 +99,13 @@ def test_gradients_are_those_of_autograd_straight_through_the_rounding(
     weights = drawn(*found.shape, seed=5)
     (found * weights).sum().backward()
     (expected * weights).sum().backward()
-    for ours, truth in (
+    pairs: Any = (
         (found, expected),
         (x.grad, theirs_x.grad),
         (a.grad, theirs_a.grad),
         (b.grad, theirs_b.grad),
-    ):
+    )
+    for ours, truth in pairs:
         assert float((ours - truth).detach().norm() / truth.detach().norm()) < 1e-6
     x, a, b = x.detach(), a.detach(), b.detach()
     alone = F.linear(x, rounding(base, form), served.base_layer.bias)
@@ -166,10 +168,9 @@ def test_a_weight_is_rounded_as_compressed_tensors_rounds_it(form: ServedAs, kin
     elif kind == "ties":
         rows = (rows * 4).round() / 4
     group = SERVED_FORMS[form].group
-    how = {"strategy": "group", "group_size": group} if group else {"strategy": "channel"}
-    args = QuantizationArgs(
-        num_bits=4 if group else 8, type="int" if group else "float", symmetric=True, **how
-    )
+    how: Any = {"strategy": "group", "group_size": group} if group else {"strategy": "channel"}
+    how |= {"num_bits": 4, "type": "int"} if group else {"num_bits": 8, "type": "float"}
+    args = QuantizationArgs(symmetric=True, **how)
     grouped = rows.unflatten(1, (-1, group or COLS)).bfloat16()
     exact = grouped.flatten(1).float()
     low, high = grouped.amin(2), grouped.amax(2)

@@ -38,7 +38,7 @@ def served(base: Path, form: str, compute: str = "fp32") -> JobSpec:
     return spec_for(base, lora={"r": 4, "lora_alpha": 8}, precision=precision)
 
 
-def codes_of(layer: ServedLinear) -> tuple[Tensor, Tensor]:
+def codes_of(layer: Any) -> tuple[Tensor, Tensor]:
     """What a layer multiplies by."""
     weight: Any = layer.base_layer.weight
     factors = AdapterFactors(

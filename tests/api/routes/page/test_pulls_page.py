@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from typing import Any
 
 import httpx2
 
@@ -28,7 +29,7 @@ def test_what_is_known_of_a_base_is_told_before_its_weights_come(
     service: Service, browser: httpx2.Client
 ) -> None:
     token = re.findall(r"x-csrf-token[^,}]*?([0-9a-f]{16,})", browser.get("/jobs").text)[0]
-    sent = {"headers": {"x-csrf-token": token}}
+    sent: Any = {"headers": {"x-csrf-token": token}}
     refused = browser.post("/models/pulls", data={"model": "tiny"}, **sent)
     assert (refused.status_code, "names no model" in refused.text) == (400, True)
     waits = browser.post("/models/pulls", data={"model": " org/new "}, **sent).text

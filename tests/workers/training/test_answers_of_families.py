@@ -189,7 +189,7 @@ def test_what_goes_in_comes_out(base: tuple[str, Any], monkeypatch: pytest.Monke
         date="2026-01-01",
         training=SimpleNamespace(train_on="all_assistant"),
         data=DataOptions(),
-        reinforcement=None,
+        method="supervised",
     )
     evaluation = asked_of(spec, [sample for _, _, sample in proven], tokenizer)
     stored = json.loads(json.dumps(asdict(PromptHeader([], 1, 0, evaluation.answers))))

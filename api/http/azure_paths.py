@@ -13,7 +13,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from api.wire.error_views import INVALID, error_response
 
 _SERVED = (
-    *("files", "uploads", "fine_tuning", "models", "chat/completions", "completions"),
+    *("files", "uploads", "fine_tuning", "models", "chat/completions", "completions", "responses"),
     *("webhook_endpoints", "webhook_event_types"),
 )
 """What Azure's paths lead to below `/v1`. Organisations and keys have one address only: a proxy may

@@ -49,7 +49,7 @@ def test_a_key_of_scope_read_changes_nothing(
                 assert answer.status_code == 200, "a session may no more than its key"
             elif (
                 method != "GET"
-                or path.startswith(("/v1/organization/", "/v1/keys"))
+                or path.startswith(("/v1/organization/", "/v1/keys", "/v1/pulls"))
                 or path.endswith("/permissions")
             ):
                 assert check_error(answer, 403)["code"] == "insufficient_permissions"

@@ -371,7 +371,7 @@ def test_who_ends_the_service_ends_the_process_and_says_nothing_of_the_base(
     base = save_base(tmp_path / "base", test="hang", log=str(log))
     descriptions = open_descriptions(oddly())
     descriptions.ask(base)
-    wait_for(log.exists)
+    wait_for(lambda: log.exists() and len(log.read_text().split()) > 1)
     pid = int(log.read_text().split()[1])
     descriptions.close()
 

@@ -73,7 +73,7 @@ def asked(**distributed: Any) -> JobRequest:
         (
             {"method": {"type": "dpo"}, "training": {"train_on": "everything"}},
             "training.train_on",
-            "only the answers of a pair",
+            "only the answers are compared",
         ),
         ({"priority": 1001}, "priority", "at most 1000"),
         (

@@ -191,7 +191,7 @@ def test_a_comparison_that_would_take_more_than_its_time_is_left_out(
     told = list[str]()
     nothing = SimpleNamespace()
     monkeypatch.setattr(served_quality.time, "monotonic", lambda: now[0])
-    spec = SimpleNamespace(precision=SimpleNamespace(compare_served="auto"))
+    spec = SimpleNamespace(precision=SimpleNamespace(compare_served="auto", served_as=None))
     context: Any = SimpleNamespace(
         runtime=SimpleNamespace(spec=spec),
         reporter=SimpleNamespace(message=told.append),

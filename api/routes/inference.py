@@ -61,17 +61,19 @@ _turn = count()
 _PASSED_BACK = ("content-type", "retry-after", "retry-after-ms", "x-should-retry")
 CHAT = "/chat/completions"
 """Route of conversations, here and on an inference server."""
-_ANSWER = server_sent()
-_ANSWER[200]["content"]["application/json"] = {"schema": {"type": "object"}}
-_BODY = {
+ANSWER = server_sent()
+"""`responses` of a route that answers with one object, or with events."""
+ANSWER[200]["content"]["application/json"] = {"schema": {"type": "object"}}
+BODY = {
     "requestBody": {
         "required": True,
         "content": {"application/json": {"schema": {"type": "object"}}},
     }
 }
+"""What a route says of a body that is an object."""
 
 
-@router.post(CHAT, openapi_extra=_BODY, response_class=StreamingResponse, responses=_ANSWER)
+@router.post(CHAT, openapi_extra=BODY, response_class=StreamingResponse, responses=ANSWER)
 async def create(request: Request, body: ChatBody, caller: Caller, services: Svc) -> Response:
     """Answer with a base, an alias, a tuned model or a checkpoint of one; as a stream if `stream`
     is true. Tuned models must be the project's own or granted to it. With FT_INFERENCE_URL, that
@@ -114,7 +116,7 @@ def _facts_of_images(folder: Path, services: Services) -> ImageFacts:
     )
 
 
-@router.post("/completions", openapi_extra=_BODY)
+@router.post("/completions", openapi_extra=BODY)
 async def create_completion(
     request: Request, body: JsonBody, caller: Caller, services: Svc
 ) -> Response:

@@ -12,7 +12,7 @@ from fastapi.responses import JSONResponse, StreamingResponse
 
 from api.http.auth import Caller
 from api.http.closing_response import ClosingResponse
-from api.http.dependencies import ChatBody, Svc, server_sent
+from api.http.dependencies import ChatBody, Svc
 from api.http.routing import keyed_router
 from api.http.threads import parsed_in_turn
 from api.routes import inference
@@ -23,18 +23,15 @@ from ft_service.wording import kind
 
 router = keyed_router("/v1", "inference")
 
-_ANSWER = server_sent()
-_ANSWER[200]["content"]["application/json"] = {"schema": {"type": "object"}}
-_BODY = {
-    "requestBody": {
-        "required": True,
-        "content": {"application/json": {"schema": {"type": "object"}}},
-    }
-}
 _END = "[DONE]"
 
 
-@router.post("/responses", openapi_extra=_BODY, response_class=StreamingResponse, responses=_ANSWER)
+@router.post(
+    "/responses",
+    openapi_extra=inference.BODY,
+    response_class=StreamingResponse,
+    responses=inference.ANSWER,
+)
 async def create_response(
     request: Request, body: ChatBody, caller: Caller, services: Svc
 ) -> Response:

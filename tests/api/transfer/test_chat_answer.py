@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 import shutil
-import threading
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import replace
 from typing import Any
 
 import openai
@@ -34,20 +31,6 @@ PROBED = [5, 70, 9, 200, 31, 8, 6]
 def settings(settings: Settings) -> Settings:
     shutil.copytree(SAMPLE, settings.home / "models" / SAMPLE.name)
     return settings
-
-
-@pytest.fixture
-def preview(service: Service, monkeypatch: pytest.MonkeyPatch) -> Iterator[Preview]:
-    monkeypatch.setenv("OMP_NUM_THREADS", "1")
-    preview = Preview(service.settings, service.store)
-    stop = threading.Event()
-    thread = threading.Thread(target=preview.run, args=(stop,))
-    thread.start()
-    service.app.state.services = replace(service.app.state.services, preview=preview)
-    yield preview
-    service.app.state.services = replace(service.app.state.services, preview=None)
-    stop.set()
-    thread.join()
 
 
 def tuned_name(

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import base64
 import struct
-import threading
 import zlib
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -32,20 +30,6 @@ PNG = encoded(drawn())
 def settings(settings: Settings) -> Settings:
     save_whole_base("qwen 3 vl", settings.home / "models" / BASE)
     return settings
-
-
-@pytest.fixture
-def preview(service: Service, monkeypatch: pytest.MonkeyPatch) -> Iterator[Preview]:
-    monkeypatch.setenv("OMP_NUM_THREADS", "1")
-    preview = Preview(service.settings, service.store)
-    stop = threading.Event()
-    thread = threading.Thread(target=preview.run, args=(stop,))
-    thread.start()
-    service.app.state.services = replace(service.app.state.services, preview=preview)
-    yield preview
-    service.app.state.services = replace(service.app.state.services, preview=None)
-    stop.set()
-    thread.join()
 
 
 @pytest.fixture

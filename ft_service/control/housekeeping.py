@@ -14,12 +14,11 @@ from itertools import islice
 
 from ft_service.bases import cache_folder
 from ft_service.control import erasing, pruning
-from ft_service.control.job_placement import Interval
 from ft_service.control.webhook_delivery import GIVE_UP_SECONDS, KEEP_SECONDS
 from ft_service.data import token_folder
 from ft_service.engines.engine_directory import PREFIX, EngineDirectory
 from ft_service.errors import UnavailableError
-from ft_service.host.loops import every, log_errors
+from ft_service.host.loops import Interval, every, log_errors
 from ft_service.logs import fields
 from ft_service.meters import Meters
 from ft_service.settings import Settings

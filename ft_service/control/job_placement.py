@@ -32,22 +32,6 @@ SEARCH_SHARE = 0.1
 """Most of the time that searches of the queue take which find no job to start."""
 
 
-class Interval:
-    """A task that is due again some seconds after it was last done. For one thread."""
-
-    def __init__(self, seconds: float) -> None:
-        self._seconds = seconds
-        self._next = 0.0
-
-    @property
-    def is_due(self) -> bool:
-        return time.monotonic() >= self._next
-
-    def restart(self, seconds: float | None = None) -> None:
-        """Note that the task was done. `seconds`: until it is due again; None: as always."""
-        self._next = time.monotonic() + (self._seconds if seconds is None else seconds)
-
-
 @dataclass(frozen=True, kw_only=True)
 class PlacementRules:
     """As in ReconcilerOptions."""

@@ -12,9 +12,9 @@ from pathlib import Path
 from ft_service.bases.describing import files_state
 from ft_service.control.admission import LateAdmission
 from ft_service.control.checks.data_checks import Check, Checked, Checks, check_data
-from ft_service.control.job_placement import Interval
 from ft_service.engines.sharing import share_key
 from ft_service.errors import NotFoundError
+from ft_service.host.loops import Interval
 from ft_service.jobs import decisions
 from ft_service.jobs.states import Job, State
 from ft_service.shared_work.losses import Losses, pause_seconds

@@ -24,13 +24,14 @@ from ft_service.control.admission import LateAdmission
 from ft_service.control.checks.data_checks import Check
 from ft_service.control.housekeeping import remove_unrecorded
 from ft_service.control.ingest import Intake, collect_result, note_event, read_report, result_seen
-from ft_service.control.job_placement import Interval, JobPlacement, PlacementRules
+from ft_service.control.job_placement import JobPlacement, PlacementRules
 from ft_service.control.job_trace import ended_parts
 from ft_service.control.job_validation import JobValidation
 from ft_service.control.orphans import COUNT_SECONDS, find_orphans
 from ft_service.engines.tending import EngineOptions, EngineTending
 from ft_service.errors import FtError, UnavailableError
 from ft_service.host import disk
+from ft_service.host.loops import Interval
 from ft_service.jobs import decisions, reasons
 from ft_service.jobs.decisions import Become, Kill, Launch, Place, Signal, Validate, Wait
 from ft_service.jobs.queue_snapshot import ExpectedStart

@@ -18,9 +18,8 @@ from typing import Any
 
 from ft_service.bases.description import Description
 from ft_service.control.admission import AdmissionContext, new_job, read_request
-from ft_service.control.job_placement import Interval
 from ft_service.errors import ConflictError, LimitError, NotFoundError, SpecError
-from ft_service.host.loops import every, log_errors
+from ft_service.host.loops import Interval, every, log_errors
 from ft_service.jobs.reasons import Reason
 from ft_service.jobs.states import TERMINAL, Job
 from ft_service.jobs.user_actions import Verb

@@ -7,6 +7,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import threading
+import time
 from collections.abc import Callable, Iterator
 
 from ft_service.errors import FtError, UnavailableError
@@ -15,6 +16,22 @@ log = logging.getLogger(__name__)
 
 MOST_SECONDS = 60.0
 """Longest pause after errors, unless the usual one is longer."""
+
+
+class Interval:
+    """A task that is due again some seconds after it was last done. For one thread."""
+
+    def __init__(self, seconds: float) -> None:
+        self._seconds = seconds
+        self._next = 0.0
+
+    @property
+    def is_due(self) -> bool:
+        return time.monotonic() >= self._next
+
+    def restart(self, seconds: float | None = None) -> None:
+        """Note that the task was done. `seconds`: until it is due again; None: as always."""
+        self._next = time.monotonic() + (self._seconds if seconds is None else seconds)
 
 
 def every(seconds: float, work: Callable[[], object], stop: threading.Event, what: str) -> None:

@@ -46,8 +46,8 @@ from api.wire import error_views
 from ft_service import __version__
 from ft_service.bases.catalogue import Catalogue
 from ft_service.bases.describing import Descriptions
-from ft_service.control.describe_bases import service_descriptions
-from ft_service.control.tinker_models import read_options
+from ft_service.control.bases.describe_bases import service_descriptions
+from ft_service.control.tinker.tinker_models import read_options
 from ft_service.errors import SpecError
 from ft_service.meters import Meters
 from ft_service.serving.preview import Preview

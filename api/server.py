@@ -31,21 +31,18 @@ from api.transfer.multipart import TEMPORARY_PREFIX
 from ft_service import logs
 from ft_service.bases.cache_folder import Cache
 from ft_service.bases.describing import Descriptions
-from ft_service.control import (
-    former_hosts,
-    housekeeping,
-    pull_runner,
-    reinforcement_jobs,
-    tinker_models,
-    tinker_samples,
-    webhook_delivery,
-)
 from ft_service.control import sweep_loop as sweep_keeper
-from ft_service.control.admission import LateAdmission
-from ft_service.control.describe_bases import service_descriptions, watch_models
-from ft_service.control.launcher_choice import new_launchers
-from ft_service.control.reconciler import ReconcilerOptions
-from ft_service.control.reconcilers import run_all
+from ft_service.control import webhook_delivery
+from ft_service.control.admission.job_admission import LateAdmission
+from ft_service.control.bases import pull_runner
+from ft_service.control.bases.describe_bases import service_descriptions, watch_models
+from ft_service.control.cleanup import housekeeping
+from ft_service.control.jobs import former_hosts
+from ft_service.control.jobs.reconciler import ReconcilerOptions
+from ft_service.control.jobs.reconcilers import run_all
+from ft_service.control.places.launcher_choice import new_launchers
+from ft_service.control.reinforcement import reinforcement_jobs
+from ft_service.control.tinker import tinker_models, tinker_samples
 from ft_service.control.tracking import metric_sender
 from ft_service.engines.tending import EngineOptions
 from ft_service.errors import SpecError, UnavailableError

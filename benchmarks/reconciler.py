@@ -30,7 +30,7 @@ import psutil
 from sqlalchemy import event, insert, text, update
 
 from benchmarks.machine import machine, save
-from ft_service.control.reconciler import Reconciler
+from ft_service.control.jobs.reconciler import Reconciler
 from ft_service.jobs.states import Job, Phase, Running, State
 from ft_service.rundir.events import Event, Metrics, write_segment
 from ft_service.spec import StoredSpec

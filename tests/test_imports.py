@@ -20,14 +20,14 @@ SERVICE = (
     "alembic",
     "psycopg",
     "ft_service.store",
-    "ft_service.control.reconciler",
+    "ft_service.control.jobs.reconciler",
 )
 
 
 @pytest.mark.parametrize(
     ("module", "forbidden"),
     [
-        ("ft_service.control.reconciler", (*HEAVY, "fastapi", "starlette")),
+        ("ft_service.control.jobs.reconciler", (*HEAVY, "fastapi", "starlette")),
         ("ft_service.supervisor", HEAVY + SERVICE),
         ("ft_service.client.client", HEAVY + SERVICE),
         ("api.server", HEAVY),

@@ -25,9 +25,9 @@ from pydantic import SecretStr
 
 from ft_service.bases.describing import Descriptions, describe_in_process
 from ft_service.bases.description import write_described
-from ft_service.control.base_pulls import PullFolder
+from ft_service.control.bases.base_pulls import PullFolder
+from ft_service.control.bases.pull_runner import Puller
 from ft_service.control.checks.file_checks import FileCheck, FileChecks
-from ft_service.control.pull_runner import Puller
 from ft_service.control.tracking import metric_sender
 from ft_service.control.tracking.metric_points import GIVE_UP_SECONDS
 from ft_service.control.tracking.metric_sender import MetricsSender
@@ -385,7 +385,7 @@ class Row:
 ROWS = {
     "ft_service/bases/describing.py:describe_in_process": Row(describe),
     "ft_service/control/checks/file_checks.py:_made": Row(check_file),
-    "ft_service/control/pull_runner.py:_ask": Row(pull),
+    "ft_service/control/bases/pull_runner.py:_ask": Row(pull),
     "ft_service/control/tracking/metric_sender.py:_program": Row(track, lines=2),
     "ft_service/data/examiner.py:start": Row(examine),
     "ft_service/data/image_process.py:_made_program": Row(look),

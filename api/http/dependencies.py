@@ -22,7 +22,7 @@ from api.http.threads import parsed_in_turn
 from api.wire.chat_request import urls_of
 from ft_service.bases.catalogue import Catalogue
 from ft_service.control.checks.file_checks import FileChecks
-from ft_service.control.forecasts import Forecasts
+from ft_service.control.jobs.forecasts import Forecasts
 from ft_service.control.webhook_delivery import Sender
 from ft_service.data.chat_line import MAX_LINE_BYTES
 from ft_service.errors import SpecError

@@ -13,7 +13,7 @@ from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-from ft_service.control.capacity import total_slots
+from ft_service.control.places.capacity import total_slots
 from ft_service.errors import UnavailableError
 from ft_service.jobs.reasons import Reason, may_fail
 from ft_service.jobs.states import TERMINAL, State

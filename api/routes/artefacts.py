@@ -24,7 +24,7 @@ from api.wire.views import (
     View,
     list_view,
 )
-from ft_service.control import tuned_models
+from ft_service.control.admission import tuned_models
 from ft_service.errors import NotFoundError, SpecError
 from ft_service.jobs.states import Job, State
 from ft_service.rundir.documents import ExportFormat, read_export

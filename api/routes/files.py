@@ -32,7 +32,7 @@ from api.wire.views import DeletedView, FileView, ListView, list_view
 from ft_service.bases.own_template import with_template_variables
 from ft_service.control.checks.file_checks import FileCheck
 from ft_service.control.checks.file_views import fetched, file_samples, file_statistics
-from ft_service.control.housekeeping import free, remove_unrecorded
+from ft_service.control.cleanup.housekeeping import free, remove_unrecorded
 from ft_service.data.formats.columns import Columns
 from ft_service.data.formats.detect_format import refuse_no_data_file
 from ft_service.data.sample_request import MOST_LINES, RecordRange

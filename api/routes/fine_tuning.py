@@ -52,10 +52,14 @@ from api.wire.views import (
     event_view,
     list_view,
 )
-from ft_service.control import tuned_models
-from ft_service.control.admission import AdmissionContext, create_job, slots_to_resume_with
+from ft_service.control.admission import tuned_models
+from ft_service.control.admission.job_admission import (
+    AdmissionContext,
+    create_job,
+    slots_to_resume_with,
+)
 from ft_service.control.checks.file_views import job_samples, job_statistics
-from ft_service.control.ingest import cancel_job
+from ft_service.control.jobs.ingest import cancel_job
 from ft_service.data.sample_request import MOST_LINES, RecordRange
 from ft_service.data.statistics import Measure
 from ft_service.errors import NotFoundError, SpecError

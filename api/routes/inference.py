@@ -36,7 +36,7 @@ from api.wire.chat_request import parse_chat_completion, urls_of
 from api.wire.completion_request import parse_completion
 from api.wire.error_views import error_body
 from ft_service.bases.description import ImageFacts, why_no_images
-from ft_service.control import tuned_models
+from ft_service.control.admission import tuned_models
 from ft_service.data.image_part import MOST_IMAGES
 from ft_service.errors import NotFoundError, SpecError, UnavailableError
 from ft_service.host.public_fetch import FetchError, require_public

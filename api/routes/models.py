@@ -15,8 +15,8 @@ from api.http.routing import keyed_router
 from api.wire.views import BaseView, DeletedModelView, ModelsView, ModelView, VerifyView
 from ft_service.bases.catalogue import Base
 from ft_service.bases.description import write_described
-from ft_service.control import tuned_models
-from ft_service.control.base_facts import base_facts
+from ft_service.control.admission import tuned_models
+from ft_service.control.bases.base_facts import base_facts
 from ft_service.errors import ForbiddenError, NotFoundError, SpecError
 from ft_service.rundir.verify import verify
 from ft_service.spec import is_tuned

@@ -20,10 +20,10 @@ from api.http.dependencies import (
 from api.http.routing import keyed_router
 from api.routes.tuning.plans import PLAN
 from api.wire.views import ListView, Seconds, View, list_view
-from ft_service.control import planning
-from ft_service.control.admission import AdmissionContext
-from ft_service.control.base_pulls import Pull, PullFolder, ShownState
-from ft_service.control.pulling import NO_FOLDER
+from ft_service.control.admission import planning
+from ft_service.control.admission.job_admission import AdmissionContext
+from ft_service.control.bases.base_pulls import Pull, PullFolder, ShownState
+from ft_service.control.bases.pulling import NO_FOLDER
 from ft_service.errors import NotFoundError, SpecError
 from ft_service.spec import Strict
 

@@ -30,7 +30,7 @@ from api.transfer.multipart import (
     sync_folder,
 )
 from api.wire.views import FileView, UploadPartView, UploadView
-from ft_service.control.housekeeping import remove_unrecorded
+from ft_service.control.cleanup.housekeeping import remove_unrecorded
 from ft_service.errors import NotFoundError, SpecError, UnavailableError
 from ft_service.ids import new_id
 from ft_service.spec import Strict

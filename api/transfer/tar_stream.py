@@ -11,7 +11,7 @@ from pathlib import Path
 
 from fastapi.responses import StreamingResponse
 
-from ft_service.control.tuned_models import Tuned, refuse_pruned
+from ft_service.control.admission.tuned_models import Tuned, refuse_pruned
 from ft_service.errors import NotFoundError
 from ft_service.rundir.verified_files import refuse_damaged
 from ft_service.serving import worker_tasks

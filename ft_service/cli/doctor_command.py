@@ -98,8 +98,8 @@ def _orphans(settings: Settings, store: Store, *, end: bool) -> list[ListedAttem
 
     Raises UnavailableError.
     """
-    from ft_service.control.launcher_choice import new_launchers
-    from ft_service.control.orphans import find_orphans
+    from ft_service.control.jobs.orphans import find_orphans
+    from ft_service.control.places.launcher_choice import new_launchers
     from ft_service.launcher.protocol import LaunchError, ListsAttempts
 
     launchers = (

@@ -22,9 +22,9 @@ from ft_service.cli.output import (
     print_table,
     print_text,
 )
-from ft_service.control.base_facts import BaseFacts, base_facts
-from ft_service.control.describe_bases import local_descriptions
-from ft_service.control.pulling import described, folder_for, refusal
+from ft_service.control.bases.base_facts import BaseFacts, base_facts
+from ft_service.control.bases.describe_bases import local_descriptions
+from ft_service.control.bases.pulling import described, folder_for, refusal
 from ft_service.data.hub_data import FOLDER, PREFIX, pull_data
 from ft_service.errors import SpecError
 from ft_service.host.home import create_home

@@ -23,7 +23,7 @@ from ft_service.errors import SpecError
 from ft_service.plan.plan_text import bytes_text
 
 if TYPE_CHECKING:
-    from ft_service.control.pruning import Removal
+    from ft_service.control.cleanup.pruning import Removal
 
 
 def register(app: typer.Typer) -> None:
@@ -54,7 +54,7 @@ def prune(
     needs is removed. The server may run meanwhile.
     """
     # The database takes time to import.
-    from ft_service.control.pruning import (
+    from ft_service.control.cleanup.pruning import (
         RetentionLimits,
         plan_pruning,
         remove,

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path
 
-from ft_service.control.describe_bases import models_report
+from ft_service.control.bases.describe_bases import models_report
 from ft_service.errors import FtError
 from ft_service.graders.limits import GraderLimits
 from ft_service.host.disk import free_bytes

@@ -2,7 +2,7 @@
 the better answers.
 
     prompts ──▶ sample ──▶ grade ──▶ record of the step ──▶ commands ──▶ ranks
-    (ft_service/control/reinforcement_jobs.py)
+    (ft_service/control/reinforcement/reinforcement_jobs.py)
 
 prompt_file      the job's prompts as tokens, which its ranks write
 schedule         which prompts a step has, and what is due at it

@@ -19,7 +19,7 @@ import yaml
 
 from ft_service.bases.catalogue import Catalogue
 from ft_service.bases.own_template import with_template_variables
-from ft_service.control.describe_bases import local_descriptions
+from ft_service.control.bases.describe_bases import local_descriptions
 from ft_service.data.answer_metrics import check_metrics
 from ft_service.data.chat_line import MAX_LINE_BYTES
 from ft_service.data.formats.columns import Columns

@@ -1,6 +1,6 @@
 """Deletion of jobs and projects, and of records by age: a mark hides them at once, then their rows
 go in small transactions, each of which may be repeated after a kill. What lies on the disk goes
-before the row that names it (control/erasing.py).
+before the row that names it (control/cleanup/erasing.py).
 """
 
 from __future__ import annotations

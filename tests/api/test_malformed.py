@@ -11,7 +11,7 @@ from typing import Any
 import openai
 import pytest
 
-from ft_service.control.reconciler import Reconciler, ReconcilerOptions
+from ft_service.control.jobs.reconciler import Reconciler, ReconcilerOptions
 from ft_service.jobs.states import State
 from ft_service.storage.locations import Places
 from tests.support.bases import save_base

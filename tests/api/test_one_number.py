@@ -10,8 +10,8 @@ from typing import Any
 import openai
 import pytest
 
-from ft_service.control.admission import LateAdmission
-from ft_service.control.reconciler import Reconciler, ReconcilerOptions
+from ft_service.control.admission.job_admission import LateAdmission
+from ft_service.control.jobs.reconciler import Reconciler, ReconcilerOptions
 from ft_service.rundir.directory import RunDir
 from ft_service.rundir.events import Event, SettledOption, write_segment
 from ft_service.spec import JobSpec

@@ -54,7 +54,7 @@ import threading
 from api import server
 from ft_service.launcher.local_launcher import LocalLauncher
 from ft_service.storage.locations import Places
-from ft_service.control.reconciler import Reconciler, ReconcilerOptions
+from ft_service.control.jobs.reconciler import Reconciler, ReconcilerOptions
 from ft_service.settings import Settings
 
 def check(job, examiner, tell) -> None:

@@ -381,7 +381,7 @@ SERVE_SCRIPTED = """
 from api import server
 from ft_service.launcher.local_launcher import LocalLauncher
 from ft_service.storage.locations import Places
-from ft_service.control.reconciler import Reconciler, ReconcilerOptions
+from ft_service.control.jobs.reconciler import Reconciler, ReconcilerOptions
 from ft_service.settings import Settings
 from ft_service.control.tracking import metric_sender
 from tests.support.attempts import scripted

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from ft_service.control.reconciler import Reconciler, ReconcilerOptions
+from ft_service.control.jobs.reconciler import Reconciler, ReconcilerOptions
 from ft_service.jobs.states import Job, State
 from ft_service.launcher.kubernetes.manifests import object_name
 from ft_service.launcher.kubernetes.profile import PodProfile

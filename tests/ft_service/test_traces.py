@@ -35,7 +35,7 @@ def test_they_are_off_unless_switched_on(environment: dict[str, str]) -> None:
 
 def test_nothing_of_it_is_imported_while_they_are_off() -> None:
     code = (
-        "import sys; import ft_service.control.reconciler, ft_service.traces;"
+        "import sys; import ft_service.control.jobs.reconciler, ft_service.traces;"
         "assert ft_service.traces.Traces.from_environment({}) is None;"
         "found = [name for name in sys.modules if name.startswith('opentelemetry')];"
         # FastAPI imports OpenTelemetry's interface wherever it is installed

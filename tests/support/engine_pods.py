@@ -7,7 +7,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from ft_service.control.reconciler import Reconciler
+from ft_service.control.jobs.reconciler import Reconciler
 from ft_service.engines.engine_directory import EngineDirectory
 from ft_service.engines.engine_launcher import ClusterEngineLauncher
 from ft_service.engines.tending import EngineOptions

@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from ft_service.control.reconciler import Reconciler
+from ft_service.control.jobs.reconciler import Reconciler
 from ft_service.engines.engine_launcher import EngineLauncher
 from ft_service.engines.tending import EngineOptions
 from ft_service.jobs.states import Job

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from ft_service.control.base_pulls import Pull, PullFolder
+from ft_service.control.bases.base_pulls import Pull, PullFolder
 from tests.support.bases import save_base
 from tests.support.hub import COMMIT
 

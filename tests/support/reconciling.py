@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from ft_service.control.checks.data_checks import Checked
-from ft_service.control.reconciler import Reconciler, ReconcilerOptions
+from ft_service.control.jobs.reconciler import Reconciler, ReconcilerOptions
 from ft_service.jobs.states import TERMINAL, Job, State
 from ft_service.launcher.protocol import Launcher
 from ft_service.spec import (

@@ -25,6 +25,7 @@ from workers.base.load import adapters, own_rows
 from workers.engine.lanes import LaneModel
 from workers.layers.linear import LoraLinear
 from workers.patches.shared_base import replace_base
+from workers.quant.local_rows import local_rows
 from workers.ranks.sharding import Gradients, average_unsharded_gradients
 
 # Renamed in torch 2.13.
@@ -94,7 +95,7 @@ class Seat(Gradients):
         heights = {name: -(-whole.shape[0] // self._shards) for name, whole in self._whole.items()}
         mine = []
         for name, master in self.masters.items():
-            local = _local(master).to(self._dtype)
+            local = local_rows(master).to(self._dtype)
             padded = local.new_zeros(heights[name], *local.shape[1:])
             padded[: local.shape[0]] = local
             mine.append(padded.flatten())
@@ -152,7 +153,7 @@ class Seat(Gradients):
             dist.all_reduce(mine, group=self._mesh.get_group(0))
         mine.div_(world)
         for master, part in zip(self.masters.values(), mine.split(sizes), strict=True):
-            local = _local(master)
+            local = local_rows(master)
             grad = part[: local.numel()].view(local.shape)
             assert isinstance(master, DTensor)
             master.grad = self._distributed(grad, master.shape)  # pyright: ignore[reportAttributeAccessIssue]
@@ -206,7 +207,3 @@ def _adapted(job: PeftModel, base: nn.Module) -> dict[nn.Module, partial[Any]]:
             param="lora",
         )
     return found
-
-
-def _local(parameter: Tensor) -> Tensor:
-    return parameter.to_local() if isinstance(parameter, DTensor) else parameter

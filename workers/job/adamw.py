@@ -19,6 +19,7 @@ from torch.optim.adamw import adamw
 
 from ft_service.bases.adapter_names import MAGNITUDE
 from ft_service.spec import TrainingOptions
+from workers.quant.local_rows import local_rows
 
 
 @dataclass(frozen=True)
@@ -56,7 +57,9 @@ class AdamW:
         self.exp_avg_sq = {
             name: torch.zeros_like(p).detach() for name, p in self._parameters.items()
         }
-        device = next((_local(p).device for p in self._parameters.values()), torch.device("cpu"))
+        device = next(
+            (local_rows(p).device for p in self._parameters.values()), torch.device("cpu")
+        )
         self.steps = torch.zeros(len(self._parameters), device=device)
         """How often each parameter was updated, fp32 on the parameters' device: what takes the
         moments' bias away.
@@ -77,10 +80,12 @@ class AdamW:
         steps = self.steps.unbind()
         rows: dict[float, list[tuple[Tensor, ...]]] = {}
         for i, (name, p) in enumerate(self._parameters.items()):
-            if p.grad is not None and _local(p.grad).numel() > 0:
-                moments = _local(self.exp_avg[name]), _local(self.exp_avg_sq[name])
+            if p.grad is not None and local_rows(p.grad).numel() > 0:
+                moments = local_rows(self.exp_avg[name]), local_rows(self.exp_avg_sq[name])
                 ratio = self._ratio_of_b if ".lora_B." in name or f".{MAGNITUDE}." in name else 1.0
-                rows.setdefault(ratio, []).append((_local(p), _local(p.grad), *moments, steps[i]))
+                rows.setdefault(ratio, []).append(
+                    (local_rows(p), local_rows(p.grad), *moments, steps[i])
+                )
         norm = global_norm(self._parameters.values(), self.steps.device)
         for ratio, alike in rows.items():
             self._update(
@@ -92,8 +97,8 @@ class AdamW:
         """Begin again: without moments, as before the first step."""
         self.steps.zero_()
         for name in self._parameters:
-            _local(self.exp_avg[name]).zero_()
-            _local(self.exp_avg_sq[name]).zero_()
+            local_rows(self.exp_avg[name]).zero_()
+            local_rows(self.exp_avg_sq[name]).zero_()
 
     def _update(
         self,
@@ -144,8 +149,10 @@ def global_norm(parameters: Any, device: torch.device) -> Tensor:
     for parameter in parameters:
         if isinstance(parameter, DTensor):
             meshes.append(parameter.device_mesh)
-        if parameter.grad is not None and _local(parameter.grad).numel() > 0:
-            (sharded if isinstance(parameter, DTensor) else plain).append(_local(parameter.grad))
+        if parameter.grad is not None and local_rows(parameter.grad).numel() > 0:
+            (sharded if isinstance(parameter, DTensor) else plain).append(
+                local_rows(parameter.grad)
+            )
     squares = _squares(sharded, device)
     if meshes:  # whatever this rank's shards hold: the others wait for it
         dist.all_reduce(squares, group=meshes[0].get_group(meshes[0].ndim - 1))
@@ -157,7 +164,3 @@ def _squares(gradients: list[Tensor], device: torch.device) -> Tensor:
         return torch.zeros((), device=device)
     norms = torch._foreach_norm(gradients)  # pyright: ignore[reportPrivateImportUsage]
     return torch.stack(norms).float().square().sum()
-
-
-def _local(tensor: Any) -> Tensor:
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor

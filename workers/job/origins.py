@@ -13,7 +13,6 @@ import torch
 import torch.distributed as dist
 from pydantic import BaseModel
 from torch import nn
-from torch.distributed.tensor import DTensor
 
 from ft_service.data.tokens.token_set import TokenSet
 from ft_service.errors import DataError, SpecError
@@ -34,6 +33,7 @@ from ft_service.spec import BaseModelRef, DataFileRef, JobSpec
 from workers.base.load import base_tensor_name
 from workers.base.rank_objects import by_first, from_all
 from workers.model.build import BuiltModel
+from workers.quant.local_rows import local_rows
 from workers.quant.rowwise import RowQuantized
 from workers.quant.weights import VERSIONS
 
@@ -219,7 +219,7 @@ def stored_modules(built: BuiltModel, compute: str) -> list[FrozenModule]:
 
 
 def _stored_bytes(parameter: nn.Parameter) -> int:
-    local = parameter.to_local() if isinstance(parameter, DTensor) else parameter
+    local = local_rows(parameter)
     return local.stored_bytes if isinstance(local, RowQuantized) else local.nbytes
 
 

@@ -11,7 +11,6 @@ from typing import Any
 import torch
 from safetensors import safe_open
 from torch import nn
-from torch.distributed.tensor import DTensor
 
 from ft_service.bases.adapter_names import AdapterNames, peft_name
 from ft_service.errors import SpecError
@@ -21,6 +20,7 @@ from ft_service.rundir.manifest import MANIFEST, Manifest
 from ft_service.spec import AdapterRef
 from workers.base.load import rows_of
 from workers.job.reread_adapter import WEIGHTS
+from workers.quant.local_rows import local_rows
 
 
 def adopt(parameters: Mapping[str, nn.Parameter], parent: AdapterRef) -> Manifest:
@@ -53,7 +53,7 @@ def adopt(parameters: Mapping[str, nn.Parameter], parent: AdapterRef) -> Manifes
         _check_shapes(parent, wanted, file, names)
         for name, parameter in wanted.items():
             start, end = rows_of(parameter)
-            local = parameter.to_local() if isinstance(parameter, DTensor) else parameter
+            local = local_rows(parameter)
             if start < end:
                 local.copy_(file.get_slice(name)[start:end])
     return manifest

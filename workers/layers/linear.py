@@ -20,6 +20,7 @@ from workers.layers import dropout, low_rank
 from workers.layers.dropout import Dropping, Keys
 from workers.quant import frozen_linear
 from workers.quant.direct_function import DirectFunction, once_differentiable
+from workers.quant.local_rows import local_rows
 from workers.quant.rowwise import RowQuantized
 
 
@@ -125,11 +126,13 @@ class LoraLinear(peft.tuners.lora.Linear):
         """
         assert self.magnitude is not None
         held: Any = self.base_layer.weight
-        weight = _local(held)
+        weight = local_rows(held.detach())
         parts, stored_as = stored_parts(weight)
         if not isinstance(held, DTensor):  # whole on every rank: `distributed.ignored`
             parts = [part[rows] for part in parts]
-        _local(self.magnitude).copy_(row_norms(parts, stored_as, weight.shape[1]).to(dtype))
+        local_rows(self.magnitude.detach()).copy_(
+            row_norms(parts, stored_as, weight.shape[1]).to(dtype)
+        )
 
     def forward(self, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         bias: Any = self.base_layer.bias
@@ -435,10 +438,6 @@ def stored_parts(weight: Any) -> tuple[Sequence[Tensor], str]:
         if isinstance(weight, RowQuantized)
         else ((weight,), frozen_linear.PLAIN)
     )
-
-
-def _local(parameter: Any) -> Any:
-    return parameter.to_local() if isinstance(parameter, DTensor) else parameter.detach()
 
 
 NORM_ROWS = 1024

@@ -16,13 +16,13 @@ import torch
 import torch.distributed as dist
 from peft import PeftModel
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 
 from ft_service.bases.adapter_names import is_lora
 from ft_service.bases.module_rules import OuterModules
 from workers.base.frozen_weights import original_of
 from workers.base.load import plain_name, rows_of
+from workers.quant.local_rows import local_rows
 from workers.quant.rowwise import RowQuantized
 from workers.ranks.sharding import reshard
 
@@ -147,7 +147,7 @@ def original_modules(model: nn.Module) -> Iterator[None]:
         return
     reshard(model)  # the shards are changed, and what is gathered has other values
     swapped = [
-        (_local(module._parameters[name]), original_of(module, name))
+        (local_rows(module.get_parameter(name).detach()), original_of(module, name))
         for module, name in _trained(model)
     ]
     once = list({id(original): (local, original) for local, original in swapped}.values())
@@ -174,7 +174,3 @@ def _trained(model: nn.Module) -> list[tuple[nn.Module, str]]:
         for own, parameter in module._parameters.items()
         if parameter is not None and parameter.requires_grad and not is_lora(f"{name}.{own}")
     ]
-
-
-def _local(parameter: Any) -> Tensor:
-    return parameter.to_local() if isinstance(parameter, DTensor) else parameter.detach()

@@ -45,6 +45,7 @@ from workers.base.rank_objects import by_first
 from workers.job.training_state import JobState, Validations
 from workers.output.publishing import explained
 from workers.patches.checkpoint_writer import checkpoint_writer
+from workers.quant.local_rows import local_rows
 from workers.ranks.runtime import CheckpointError
 
 Found = TypeVar("Found")
@@ -113,10 +114,7 @@ class Stager:
             updates=job.updates,
         )
         tensors = job.tensors()
-        locals_ = {
-            name: tensor.to_local() if isinstance(tensor, DTensor) else tensor
-            for name, tensor in tensors.items()
-        }
+        locals_ = {name: local_rows(tensor) for name, tensor in tensors.items()}
         places = self._places(list(locals_.values()))
         copies: dict[str, Tensor] = {}
         for (name, tensor), local, place in zip(

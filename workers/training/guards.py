@@ -26,6 +26,7 @@ from workers.base.load import own_rows, plain_name
 from workers.job.training_state import JobState
 from workers.model.multimodal import causal_model, text_decoder
 from workers.model.whole_modules import EmbeddedRows
+from workers.quant.local_rows import local_rows
 from workers.quant.rowwise import RowQuantized
 from workers.ranks.runtime import TrainingError
 from workers.training.objective import BatchSums
@@ -257,7 +258,7 @@ class AdapterWatch:
             all(new != old for new, old in zip(now, before, strict=True))
             for now, before in zip(self._checksums(), self._before, strict=True)
         ]
-        holds = [_local(it.parameter).numel() > 0 for it in self._watched]
+        holds = [local_rows(it.parameter).numel() > 0 for it in self._watched]
         if (
             self._embedded is not None
         ):  # rows without a gradient stay as they were in a healthy job, too
@@ -268,7 +269,7 @@ class AdapterWatch:
         return [_Ranks(*of_adapter) for of_adapter in counts.t().tolist()]
 
     def _checksums(self) -> list[list[int]]:
-        return [[checksum(_local(tensor)) for tensor in it.tensors] for it in self._watched]
+        return [[checksum(local_rows(tensor)) for tensor in it.tensors] for it in self._watched]
 
 
 @dataclass(frozen=True)
@@ -334,10 +335,6 @@ def _unchanged(what: str) -> TrainingError:
         "reaches it.",
         code="adapter_unchanged",
     )
-
-
-def _local(tensor: Tensor) -> Tensor:
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 def _device(watched: list[_Watched]) -> torch.device:

@@ -40,6 +40,7 @@ from workers.data.micro_batches import MicroBatchLimits
 from workers.job.training_state import JobState
 from workers.layers.linear import LoraLinear, magnitude_ratio
 from workers.model.build import BuiltModel
+from workers.quant.local_rows import local_rows
 from workers.ranks.runtime import Runtime
 from workers.training.context import TrainingContext
 from workers.training.evaluation_answers import Evaluator, mean_scores
@@ -170,7 +171,7 @@ class Comparison:
             for name, parameter in adapters(built.peft_model):
                 whole = _whole(self.job.parameters[name])
                 start, end = rows_of(parameter)
-                _local(parameter).copy_(whole[start:end])
+                local_rows(parameter.detach()).copy_(whole[start:end])
         return built.peft_model
 
     def _loss(self, model: nn.Module, items: Sequence[int], limits: MicroBatchLimits) -> float:
@@ -324,7 +325,9 @@ def merged_in_place(model: PeftModel) -> Iterator[bool]:
     The base stays merged. What is trained whole is put back at the end, as it is the job's own, in
     fp32.
     """
-    whole = [_local(parameter) for name, parameter in adapters(model) if not is_lora(name)]
+    whole = [
+        local_rows(parameter.detach()) for name, parameter in adapters(model) if not is_lora(name)
+    ]
     masters = [own.to("cpu", copy=True) for own in whole]
     try:
         yield _merge(model, whole)
@@ -352,7 +355,7 @@ def _merge(model: PeftModel, whole: Sequence[Tensor]) -> bool:
         weight = layer.base_layer.weight
         assert isinstance(weight, nn.Parameter)
         start, end = rows_of(weight)
-        local = _local(weight)
+        local = local_rows(weight.detach())
         update = layer.scaling[name] * (b[start:end].to(local.device) @ a.to(local.device))
         merged = local.float() + update
         if layer.magnitude is not None:
@@ -361,12 +364,6 @@ def _merge(model: PeftModel, whole: Sequence[Tensor]) -> bool:
         local.copy_(merged.bfloat16())
         layer.scaling[name] = 0.0
     return True
-
-
-def _local(parameter: Tensor) -> Tensor:
-    """This rank's rows."""
-    own = parameter.detach()
-    return own.to_local() if isinstance(own, DTensor) else own
 
 
 def _whole(parameter: Tensor) -> Tensor:

@@ -13,7 +13,7 @@ from fastapi import Query, Request, Response
 
 from api.http.dependencies import JsonBody, Services, Svc
 from api.http.tinker_auth import TinkerCaller, tinker_router
-from ft_service.control.tinker_models import (
+from ft_service.control.tinker.tinker_models import (
     MODEL_KEY,
     delete_weights,
     find_model,

@@ -1,5 +1,5 @@
 """Samplers of Tinker clients, and their requests for samples, which wait for
-ft_service/control/tinker_samples.py.
+ft_service/control/tinker/tinker_samples.py.
 """
 
 from __future__ import annotations
@@ -8,7 +8,7 @@ from typing import Any
 
 from api.http.dependencies import JsonBody, Services, Svc
 from api.http.tinker_auth import TinkerCaller, tinker_router
-from ft_service.control import tinker_models
+from ft_service.control.tinker import tinker_models
 from ft_service.errors import SpecError
 from ft_service.store.records import Principal
 from ft_service.store.tinker import TinkerSample, TinkerSampler

@@ -8,7 +8,7 @@ from fastapi import Query
 
 from api.http.dependencies import JsonBody, Svc
 from api.http.tinker_auth import TinkerCaller, tinker_router
-from ft_service.control.tinker_models import MODEL_KEY, finish_models, project_models
+from ft_service.control.tinker.tinker_models import MODEL_KEY, finish_models, project_models
 from ft_service.errors import NotFoundError, SpecError
 from ft_service.ids import new_id
 from ft_service.tinker.bodies import CreateSession, FinishSession, OfSession

@@ -16,9 +16,9 @@ from api.http.dependencies import JsonBody, Services, Svc
 from api.http.threads import in_thread
 from api.http.tinker_auth import TinkerCaller, tinker_router
 from ft_service.bases.origin import portable_name
-from ft_service.control import tinker_models
-from ft_service.control.admission import AdmissionContext
-from ft_service.control.tinker_models import NewModel, find_model
+from ft_service.control.admission.job_admission import AdmissionContext
+from ft_service.control.tinker import tinker_models
+from ft_service.control.tinker.tinker_models import NewModel, find_model
 from ft_service.errors import FtError, NotFoundError, SpecError
 from ft_service.jobs.states import Job, State
 from ft_service.settings import Settings

@@ -12,10 +12,9 @@ from pydantic import BaseModel
 from api.http.auth import Caller
 from api.http.dependencies import JsonBody, Svc, body_schema, parse_body
 from api.http.routing import keyed_router
-from ft_service.control import planning
-from ft_service.control.admission import AdmissionContext
-from ft_service.control.checks import dry_run
-from ft_service.control.checks.dry_run import CheckRequest
+from ft_service.control.admission import dry_run, planning
+from ft_service.control.admission.dry_run import CheckRequest
+from ft_service.control.admission.job_admission import AdmissionContext
 from ft_service.spec import JobRequest
 
 router = keyed_router("/v1/fine_tuning", "fine-tuning")

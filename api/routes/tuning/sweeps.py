@@ -15,9 +15,10 @@ from api.http.dependencies import After, JsonBody, Services, Svc, body_schema
 from api.http.routing import keyed_router
 from api.wire.sweep_views import DeletedSweepView, SweepView, sweep_view
 from api.wire.views import ListView, list_view
-from ft_service.control import ingest, sweep_loop
-from ft_service.control.admission import AdmissionContext
-from ft_service.control.sweep_admission import PREFIX, create_sweep
+from ft_service.control import sweep_loop
+from ft_service.control.admission.job_admission import AdmissionContext
+from ft_service.control.admission.sweep_admission import PREFIX, create_sweep
+from ft_service.control.jobs import ingest
 from ft_service.store.records import Sweep
 from ft_service.sweeps.search_space import SweepRequest
 

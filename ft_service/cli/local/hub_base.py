@@ -12,7 +12,7 @@ from pathlib import Path
 from ft_service.bases import hub
 from ft_service.bases.catalogue import Catalogue
 from ft_service.bases.origin import is_published
-from ft_service.control.pulling import NOT_HERE
+from ft_service.control.bases.pulling import NOT_HERE
 from ft_service.errors import SpecError, UnavailableError
 from ft_service.settings import Settings
 from ft_service.wording import bytes_text

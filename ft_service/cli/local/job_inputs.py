@@ -21,7 +21,7 @@ from ft_service.bases.description import (
     read_described,
 )
 from ft_service.cli.output import connect
-from ft_service.control.describe_bases import local_descriptions
+from ft_service.control.bases.describe_bases import local_descriptions
 from ft_service.data.data_file import Counts, DataReport, Param, check_lines
 from ft_service.data.examiner import Examiner, Tell, data_files
 from ft_service.data.statistics import DataStatistics, Level, Measure, messages

@@ -30,7 +30,7 @@ from ft_service.cli.output import (
     print_text,
 )
 from ft_service.client.responses import shown
-from ft_service.control.capacity import MOST_NODES, Capacity, refuse_too_many
+from ft_service.control.places.capacity import MOST_NODES, Capacity, refuse_too_many
 from ft_service.engines.sharing import share_key
 from ft_service.errors import SpecError
 from ft_service.host.hardware import default_slots, gpu_count

@@ -26,7 +26,7 @@ from ft_service.cli.local.spec_arguments import (
 )
 from ft_service.cli.local_store import settings_with_models
 from ft_service.cli.output import Json, print_error, print_json, print_note, print_text
-from ft_service.control.reinforcement_admission import refuse_without_sampler
+from ft_service.control.admission.reinforcement_admission import refuse_without_sampler
 from ft_service.control.tracking.integration_check import refuse_without_server
 from ft_service.errors import SpecError
 from ft_service.host.hardware import default_slots, gpu_count

@@ -11,7 +11,7 @@ import httpx2
 import pytest
 
 from api.http import probe
-from ft_service.control.reconciler import Reconciler
+from ft_service.control.jobs.reconciler import Reconciler
 from ft_service.errors import SpecError
 from ft_service.meters import HANGING_SECONDS, STALLED_SECONDS, Meters
 from tests.support.attempts import wait_for

@@ -16,8 +16,8 @@ from selenium.webdriver.support.select import Select
 
 from api.page import formatting
 from ft_service.bases.catalogue import Catalogue
-from ft_service.control.admission import AdmissionContext
-from ft_service.control.sweep_admission import create_sweep
+from ft_service.control.admission.job_admission import AdmissionContext
+from ft_service.control.admission.sweep_admission import create_sweep
 from ft_service.serving import preview_process
 from tests.support.describing import at_once
 from tests.support.image_bases import drawn, encoded

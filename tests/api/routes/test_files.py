@@ -11,7 +11,7 @@ from typing import Any
 import openai
 import pytest
 
-from ft_service.control.housekeeping import remove_expired
+from ft_service.control.cleanup.housekeeping import remove_expired
 from ft_service.errors import UnavailableError
 from ft_service.ids import new_id
 from ft_service.store.records import File

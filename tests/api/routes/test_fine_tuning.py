@@ -14,7 +14,7 @@ from typing import Any
 import openai
 import pytest
 
-from ft_service.control import admission
+from ft_service.control.admission import job_admission
 from ft_service.ids import new_id
 from ft_service.jobs.reasons import Reason
 from ft_service.jobs.states import Phase, State
@@ -871,8 +871,8 @@ def test_a_large_body_holds_up_neither_the_small_ones_nor_anything_else(
     reading = threading.Event()
     matching = threading.Event()
     released = threading.Event()
-    read = admission.read
-    new_job = admission.new_job
+    read = job_admission.read
+    new_job = job_admission.new_job
 
     def slow_read(body: Any, *known: Any) -> Any:
         if "lora" in body:
@@ -880,14 +880,14 @@ def test_a_large_body_holds_up_neither_the_small_ones_nor_anything_else(
             assert released.wait(60)
         return read(body, *known)
 
-    def slow_new_job(parsed: admission.ParsedJob, *known: Any) -> Any:
+    def slow_new_job(parsed: job_admission.ParsedJob, *known: Any) -> Any:
         if "precision" in parsed.body:
             matching.set()
             assert released.wait(60)
         return new_job(parsed, *known)
 
-    monkeypatch.setattr(admission, "read", slow_read)
-    monkeypatch.setattr(admission, "new_job", slow_new_job)
+    monkeypatch.setattr(job_admission, "read", slow_read)
+    monkeypatch.setattr(job_admission, "new_job", slow_new_job)
     body: dict[str, Any] = {"model": "tiny", "training_file": training_file}
     patterns = {f"[ab]{number}": 8 for number in range(200)}
     with ThreadPoolExecutor(2) as pool:

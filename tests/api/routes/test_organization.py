@@ -8,8 +8,8 @@ from typing import Any
 import openai
 import pytest
 
-from ft_service.control.erasing import erase
-from ft_service.control.housekeeping import remove_expired
+from ft_service.control.cleanup.erasing import erase
+from ft_service.control.cleanup.housekeeping import remove_expired
 from ft_service.jobs.states import State
 from ft_service.storage.locations import Places
 from ft_service.store.records import TenantLimits

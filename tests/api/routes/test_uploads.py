@@ -12,7 +12,7 @@ import openai
 import pytest
 
 from api.routes import uploads
-from ft_service.control.housekeeping import remove_expired
+from ft_service.control.cleanup.housekeeping import remove_expired
 from ft_service.errors import UnavailableError
 from ft_service.store.records import Upload, UploadPart
 from tests.support.rest.service import LINE, Service, stored

@@ -8,7 +8,7 @@ import pytest
 
 from ft_service.cli.local import job_inputs
 from ft_service.client import client, connection
-from ft_service.control import describe_bases
+from ft_service.control.bases import describe_bases
 from ft_service.data.data_file import Counts, DataReport, ExamineRequest, ReadProgress, check_lines
 from ft_service.data.examiner import Examiner
 from ft_service.data.statistics import DataStatistics, Records, without_base

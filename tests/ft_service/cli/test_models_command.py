@@ -12,7 +12,7 @@ from huggingface_hub import constants
 from ft_service.bases.catalogue import Catalogue
 from ft_service.bases.origin import portable_name
 from ft_service.client.client import Client
-from ft_service.control.base_facts import base_facts
+from ft_service.control.bases.base_facts import base_facts
 from ft_service.errors import FtError, SpecError
 from ft_service.spec_files.spec_file import load_spec_file
 from tests.support.bases import save_base

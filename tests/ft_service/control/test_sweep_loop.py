@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 from sqlalchemy import text
 
-from ft_service.control.reconciler import Reconciler
+from ft_service.control.jobs.reconciler import Reconciler
 from ft_service.control.sweep_loop import move_sweeps
 from ft_service.errors import LimitError, SpecError
 from ft_service.jobs.reasons import Reason

@@ -12,8 +12,8 @@ from typing import Any
 
 import pytest
 
-from ft_service.control.orphans import find_orphans
-from ft_service.control.reconciler import Reconciler
+from ft_service.control.jobs.orphans import find_orphans
+from ft_service.control.jobs.reconciler import Reconciler
 from ft_service.jobs import decisions
 from ft_service.jobs.reasons import Reason
 from ft_service.jobs.states import Phase, State

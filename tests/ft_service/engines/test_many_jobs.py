@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from ft_service.control.reconciler import Reconciler
+from ft_service.control.jobs.reconciler import Reconciler
 from ft_service.host import processes
 from ft_service.host.processes import ProcessIdentity
 from ft_service.jobs import decisions

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 from sqlalchemy import text
 
-from ft_service.control.housekeeping import remove_ended_engines
+from ft_service.control.cleanup.housekeeping import remove_ended_engines
 from ft_service.engines import tending
 from ft_service.engines.engine_directory import EngineDirectory
 from ft_service.engines.tending import EngineOptions, EngineTending

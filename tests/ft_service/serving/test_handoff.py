@@ -15,7 +15,7 @@ from unittest.mock import Mock
 import pytest
 from sqlalchemy import text
 
-from ft_service.control.erasing import erase
+from ft_service.control.cleanup.erasing import erase
 from ft_service.errors import FtError, NotFoundError, SpecError, UnavailableError
 from ft_service.jobs.states import Job, State
 from ft_service.meters import Meters

@@ -19,7 +19,7 @@ from typing import Any
 import pytest
 
 from ft_service.bases.catalogue import Catalogue
-from ft_service.control.tinker_samples import SampleLoop
+from ft_service.control.tinker.tinker_samples import SampleLoop
 from ft_service.errors import FtError, SpecError, UnavailableError
 from ft_service.ids import new_id
 from ft_service.jobs.states import Job, State

@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 from sqlalchemy import text
 
-from ft_service.control import tuned_models
-from ft_service.control.tinker_models import MODEL_KEY, pause_idle
+from ft_service.control.admission import tuned_models
+from ft_service.control.tinker.tinker_models import MODEL_KEY, pause_idle
 from ft_service.errors import OtherVersionError
 from ft_service.jobs.reasons import Reason
 from ft_service.jobs.states import Job, Phase, State

@@ -17,7 +17,7 @@ import uvicorn
 
 from api.app import create_app
 from ft_service.control.checks.data_checks import Checked
-from ft_service.control.reconciler import Reconciler, ReconcilerOptions
+from ft_service.control.jobs.reconciler import Reconciler, ReconcilerOptions
 from ft_service.jobs.states import Job, Running
 from ft_service.rundir.attempt import AttemptKeys
 from ft_service.rundir.attempt_outcome import exit_of

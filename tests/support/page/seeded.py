@@ -16,7 +16,7 @@ from typing import Any
 from sqlalchemy import insert, update
 
 from ft_service.bases.catalogue import Catalogue
-from ft_service.control.admission import AdmissionContext, create_job
+from ft_service.control.admission.job_admission import AdmissionContext, create_job
 from ft_service.ids import new_id
 from ft_service.jobs.states import Job
 from ft_service.rundir.checkpoints import checkpoint_name, marker_key

@@ -9,8 +9,8 @@ from typing import Any
 from sqlalchemy import insert, update
 
 from ft_service.bases.catalogue import Catalogue
-from ft_service.control.admission import AdmissionContext
-from ft_service.control.sweep_admission import create_sweep
+from ft_service.control.admission.job_admission import AdmissionContext
+from ft_service.control.admission.sweep_admission import create_sweep
 from ft_service.ids import new_id
 from ft_service.jobs.states import Job
 from ft_service.rundir.evaluations import EvaluatedPrompt, Evaluation, evaluation_key

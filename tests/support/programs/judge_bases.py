@@ -17,7 +17,7 @@ from typing import Any
 from ft_service.bases.catalogue import Catalogue
 from ft_service.bases.describing import Descriptions
 from ft_service.bases.description import Description
-from ft_service.control.base_facts import base_facts
+from ft_service.control.bases.base_facts import base_facts
 from ft_service.data.tokenizer_files import stops_of, tokenizer_files, tokenizer_state
 from ft_service.errors import FtError
 from ft_service.plan.admit import admit

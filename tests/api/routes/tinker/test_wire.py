@@ -22,8 +22,8 @@ import pytest
 from api.http import sample_answers
 from api.http.dependencies import Services
 from api.routes.tinker import training_routes
-from ft_service.control import tinker_models
-from ft_service.control.tinker_models import (
+from ft_service.control.tinker import tinker_models
+from ft_service.control.tinker.tinker_models import (
     MODEL_KEY,
     count_bytes,
     ended_text,

@@ -13,7 +13,7 @@ import pytest
 
 from ft_service.bases.description import Described
 from ft_service.cli.local import job_inputs
-from ft_service.control import describe_bases
+from ft_service.control.bases import describe_bases
 from ft_service.host.running_servers import announced
 from ft_service.installation import SAMPLE_SPEC
 from ft_service.plan.plan_text import time_text
@@ -96,7 +96,7 @@ def test_the_sample_base_is_planned_without_the_workers_packages(
     def installed() -> None:
         raise LookupError("torch is not installed here")
 
-    monkeypatch.setattr("ft_service.control.describe_bases.Versions.installed", installed)
+    monkeypatch.setattr("ft_service.control.bases.describe_bases.Versions.installed", installed)
     assert "150 steps over " in ft("plan", SAMPLE_SPEC, "--hardware", "H100").out
     monkeypatch.setattr("ft_service.cli.local.job_inputs.SAMPLE_DESCRIPTIONS", ROOT)
     assert (

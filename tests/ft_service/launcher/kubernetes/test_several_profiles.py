@@ -7,10 +7,10 @@ from __future__ import annotations
 import threading
 from pathlib import Path
 
-from ft_service.control.capacity import host_of_profile
 from ft_service.control.checks.data_checks import Checked
-from ft_service.control.reconciler import ReconcilerOptions
-from ft_service.control.reconcilers import run_all
+from ft_service.control.jobs.reconciler import ReconcilerOptions
+from ft_service.control.jobs.reconcilers import run_all
+from ft_service.control.places.capacity import host_of_profile
 from ft_service.jobs.states import State
 from ft_service.launcher.kubernetes.kubernetes_launcher import KubernetesLauncher
 from ft_service.launcher.kubernetes.manifests import Site

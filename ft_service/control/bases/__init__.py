@@ -1,0 +1,1 @@
+"""Base models of a service: their descriptions and facts, and how they are fetched."""

@@ -1,0 +1,1 @@
+"""Where jobs can run: which launcher the settings choose, and what its machines have."""

@@ -1,0 +1,1 @@
+"""Jobs of reinforcement learning: their answers, grades and commands."""

@@ -1,0 +1,659 @@
+"""The loop that samples, grades, records and gives commands: with ranks and samplers that only
+answer.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import signal
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from ft_service.control.reinforcement import reinforcement_jobs
+from ft_service.control.reinforcement.reinforcement_jobs import (
+    JobPaused,
+    ReinforcementJobs,
+    RolloutLoop,
+)
+from ft_service.data.answer_format import AnswerFormat
+from ft_service.data.tool_call_parser import CallFormat
+from ft_service.errors import SpecError
+from ft_service.graders import text_processes
+from ft_service.graders.grading import GraderContext
+from ft_service.graders.limits import GraderLimits
+from ft_service.host.helper_process import HelperProcess
+from ft_service.jobs.states import Desired, Job, Phase, State
+from ft_service.reinforcement.prompt_file import PromptHeader, PromptTokens, write_prompts
+from ft_service.reinforcement.schedule import RolloutSchedule
+from ft_service.reinforcement.step_commands import commands_of, first_commands
+from ft_service.reinforcement.step_records import (
+    StepRecord,
+    read_record,
+    record_key,
+    recorded_steps,
+)
+from ft_service.reinforcement.step_texts import read_texts, texts_key
+from ft_service.rundir.directory import RunDir
+from ft_service.rundir.evaluations import Probe
+from ft_service.serving import server_samples, token_sampler
+from ft_service.serving.server_samples import PREFIX, ServerSampler
+from ft_service.serving.token_sampler import Sampler, SamplingStopped
+from ft_service.settings import Settings
+from ft_service.spec import JobSpec, StoredSpec
+from ft_service.storage.locations import Places
+from ft_service.store.records import NewEvent
+from ft_service.tinker.commands import Command, CommandLog, CommandResult
+from ft_service.tinker.saved_weights import PROBES, SamplerProbes, sampler_key, samplers_of
+from tests.support.attempts import wait_for
+from tests.support.creating import create_job
+from tests.support.reconciling import PROJECT, get, new_store
+from tests.support.records import new_job
+from tests.support.rest.fake_vllm import FakeVllm, fake_vllm
+from tests.support.rollouts import rollout_spec, save_prompts
+
+STEPS = 3
+TUNED = [-0.1, -0.2, -0.1]
+BASE = [-2.0, -3.0, -2.5]
+CALLS = CallFormat("<call>", "name", "arguments")
+HEADER = PromptHeader(ends=[9], training=4, validation=2, answers=AnswerFormat(("<end>",), CALLS))
+
+
+class EchoSampler:
+    """Answers the first of a prompt's answers rightly, and no two requests with the same tokens."""
+
+    def __init__(self) -> None:
+        self.prompts: list[list[int]] = []
+        self.adapters: list[str] = []
+        self.orders: list[dict[str, Any]] = []
+
+    def submit(
+        self,
+        model: object,
+        order: dict[str, Any],
+        deliver: Callable[[dict[str, Any]], None],
+        **_: Any,
+    ) -> object:
+        self.prompts.append(order["prompt"])
+        self.adapters.append(Path(order["adapter"]).name)
+        self.orders.append(order)
+        if order["scored"]:
+            deliver(
+                {
+                    "kind": "scores",
+                    "place": len(order["prompt"]) - order["scored"],
+                    "logprobs": TUNED[-order["scored"] :],
+                }
+            )
+        for index in range(order["n"]):
+            text = f"{order['prompt'][0]}<end>" if index == 0 else "wrong"
+            deliver(
+                {
+                    "kind": "tokens",
+                    "index": index,
+                    "tokens": [len(self.prompts), index],
+                    "logprobs": [-0.7, -0.7],
+                }
+            )
+            deliver(
+                {
+                    "kind": "end",
+                    "index": index,
+                    "reason": "length" if index else "stop",
+                    "text": text,
+                }
+            )
+        deliver({"kind": "done"})
+        return None
+
+    def cancel(self, ticket: object) -> None:
+        pass
+
+
+@dataclass
+class Place:
+    """A run directory with prompts, and ranks that answer commands in their order without computing
+    anything.
+    """
+
+    run: RunDir
+    spec: JobSpec
+    sampler: Sampler
+    told: list[NewEvent] = field(default_factory=list)
+    fails: dict[int, str] = field(default_factory=dict)
+    """Number of a command → error that is its result."""
+    stopped: threading.Event = field(default_factory=threading.Event)
+
+    @property
+    def job(self) -> Job:
+        request = {"method": {"type": "reinforcement"}}
+        spec = StoredSpec.of(self.spec)
+        running = {"state": State.RUNNING, "phase": Phase.TRAINING}
+        return new_job(
+            id=self.spec.job_id,
+            project_id=PROJECT,
+            request=request,
+            stored_spec=spec,
+            slots=1,
+            **running,
+        )
+
+    @property
+    def schedule(self) -> RolloutSchedule:
+        return RolloutSchedule.of(self.spec, HEADER.training, HEADER.validation)
+
+    def loop(self) -> RolloutLoop:
+        return RolloutLoop(
+            self.job,
+            self.run,
+            self.sampler,
+            GraderContext(project="p"),
+            self.told.append,
+            self.stopped.is_set,
+        )
+
+    def records(self) -> list[StepRecord]:
+        found = [read_record(self.run, step) for step in recorded_steps(self.run)]
+        return [record for record in found if record is not None]
+
+    def require_commands_of_records(self) -> None:
+        """Every step has one record, and exactly the commands that follow from it."""
+        assert recorded_steps(self.run) == list(range(1, STEPS + 2))
+        assert all(self.run.has(texts_key(step)) for step in range(1, STEPS + 2))
+        commands = first_commands(self.spec.job_id)
+        for record in self.records():
+            assert record.head.first_seq == len(commands)
+            commands += commands_of(record, self.spec, self.schedule)
+        log = CommandLog(self.run)
+        assert [log.command(seq) for seq in range(log.first_missing())] == commands
+
+    @contextmanager
+    def ranks(self) -> Iterator[None]:
+        ended = threading.Event()
+
+        def answer_commands() -> None:
+            log = CommandLog(self.run)
+            seq = 0
+            while not ended.is_set():
+                if (command := log.command(seq)) is None:
+                    ended.wait(0.002)
+                    continue
+                log.put_result(seq, self._carry_out(command))
+                seq += 1
+
+        thread = threading.Thread(target=answer_commands)
+        thread.start()
+        try:
+            yield
+        finally:
+            ended.set()
+            thread.join()
+
+    @contextmanager
+    def running(self) -> Iterator[None]:
+        """The loop in a thread, whose end is waited for unless the test fails."""
+        thread = threading.Thread(target=self.loop().run, daemon=True)
+        thread.start()
+        yield
+        thread.join(30)
+        assert not thread.is_alive()
+
+    def _carry_out(self, command: Command) -> CommandResult:
+        if command.seq in self.fails:
+            return CommandResult.failed(self.fails[command.seq])
+        if command.op == "save_weights_for_sampler":
+            probes = [Probe(tokens=[1, 2, 3, 4], tuned=TUNED, base=BASE)] * (command.seq > 1)
+            self.run.put("saved/adapter_model.safetensors", command.options["name"].encode())
+            self.run.put("saved/adapter_config.json", json.dumps({"r": 8}).encode())
+            self.run.put(
+                f"saved/{PROBES}",
+                SamplerProbes(command=command.seq, probes=probes).model_dump_json().encode(),
+            )
+            target = self.run.path(sampler_key(command.options["name"]))
+            target.parent.mkdir(exist_ok=True)
+            self.run.path("saved").rename(target)
+        return CommandResult({"type": command.op})
+
+
+def new_place(
+    folder: Path,
+    sampler: Sampler,
+    answers: Sequence[dict[str, str]] | None = None,
+    **hyperparameters: Any,
+) -> Place:
+    """`answers`: items of the training prompts; None: each has the first token of its prompt."""
+    files = (
+        save_prompts(folder / "prompts.jsonl", HEADER.training),
+        save_prompts(folder / "valid.jsonl", HEADER.validation),
+    )
+    given = {
+        "batch_size": 2,
+        "num_generations": 2,
+        "eval_interval": 2,
+        "max_completion_length": 4,
+        **hyperparameters,
+    }
+    spec = rollout_spec(
+        folder,
+        files[0],
+        given,
+        validation=files[1],
+        training={"max_length": 32, "max_steps": STEPS},
+    )
+    run = Places(folder).run(spec.job_id)
+    numbers = [{"answer": str(number)} for number in range(HEADER.training)]
+    prompts = [
+        PromptTokens([i, 2], item, f"prompt {i}", tools=True)
+        for i, item in enumerate(answers or numbers)
+    ]
+    held_out = [
+        PromptTokens([i, 3], item, f"held out {i}")
+        for i, item in enumerate(numbers[: HEADER.validation])
+    ]
+    write_prompts(run, HEADER, [*prompts, *held_out])
+    return Place(run, spec, sampler)
+
+
+@pytest.fixture
+def place(tmp_path: Path) -> Place:
+    return new_place(tmp_path, EchoSampler())
+
+
+def test_each_step_is_sampled_graded_recorded_and_then_given(place: Place) -> None:
+    with place.ranks():
+        place.loop().run()
+    place.require_commands_of_records()
+    records = place.records()
+    assert [record.head.sampled_from for record in records] == [0, 1, 2, 3]
+    assert [record.head.ends for record in records] == [False, False, False, True]
+    for step, record in enumerate(records[:-1], start=1):
+        assert [group.prompt for group in record.groups] == place.schedule.prompts_of(step)
+        assert [group.rewards for group in record.groups] == [[1.0, 0.0]] * 2, (
+            "the end's text is no part of the answer"
+        )
+        assert [answer.truncated for answer in record.answers] == [False, True] * 2
+    assert [len(record.validation) for record in records] == [2, 0, 2, 2]
+    assert records[0].validation[0].answers[0].reward == 1.0
+    assert place.told == []
+    assert samplers_of(place.run) == ["step-000003"], "earlier weights are removed"
+
+
+def test_rewards_that_never_differ_are_told_once_with_two_answers(tmp_path: Path) -> None:
+    place = new_place(tmp_path, EchoSampler(), [{"answer": "nothing"}] * HEADER.training)
+    with place.ranks():
+        place.loop().run()
+        assert [record.head.flat_steps for record in place.records()] == [1, 2, 3, 0]
+        (told,) = place.told
+        assert told.level == "warn"
+        assert told.message.startswith("Steps 1 to 3: in none of their groups")
+        group = place.records()[2].groups[0]
+        assert (
+            f"Two answers to prompt {group.prompt + 1} and their rewards: '{group.ids[0]}': 0; "
+            "'wrong': 0." in told.message
+        )
+        place.run.path(record_key(STEPS + 1)).unlink()
+        place.loop().run()
+    assert len(place.told) == 1, "another service does not tell it again"
+
+
+class KilledHere(Exception):
+    pass
+
+
+class KilledLog(CommandLog):
+    """The log of a service that is killed before its second new command."""
+
+    has_given = False
+
+    def put(self, command: Command) -> bool:
+        if not self.has(command.seq):
+            if self.has_given:
+                raise KilledHere
+            self.has_given = True
+        return super().put(command)
+
+
+def test_a_service_that_is_killed_before_any_command_goes_on_with_the_recorded_answers(
+    tmp_path: Path,
+) -> None:
+    place = new_place(tmp_path, sampler := EchoSampler())
+    kills = 0
+    with place.ranks():
+        while True:
+            loop = place.loop()
+            loop.commands = KilledLog(place.run)
+            with contextlib.suppress(KilledHere):
+                loop.run()
+                break
+            kills += 1
+    place.require_commands_of_records()
+    assert kills == CommandLog(place.run).first_missing() - 1, "before each but the first"
+    drawn = [prompt for prompt in sampler.prompts if prompt[1:] == [2]]
+    assert len(drawn) == 2 * STEPS, "no step is sampled twice"
+
+
+def test_texts_that_were_not_written_before_a_kill_are_written_when_the_job_goes_on(
+    place: Place,
+) -> None:
+    with place.ranks():
+        place.loop().run()
+        path = place.run.path(texts_key(STEPS + 1))
+        path.unlink()
+        place.loop().run()
+    assert path.is_file()
+    [texts] = read_texts(place.run, [STEPS + 1], 100)
+    assert texts.valid_mean_reward == place.records()[-1].valid_mean_reward
+
+
+def test_a_step_that_the_ranks_could_not_carry_out_is_a_warning(place: Place) -> None:
+    place.fails = {2: "log-probabilities are missing", 3: "the gradient was not finite"}
+    with place.ranks():
+        place.loop().run()
+    assert [(event.level, event.message) for event in place.told] == [
+        ("warn", "Step 1: log-probabilities are missing"),
+        ("warn", "Step 1: the gradient was not finite"),
+    ]
+    place.require_commands_of_records()
+
+
+def test_weights_that_could_not_be_saved_pause_the_job_and_are_saved_again(place: Place) -> None:
+    place.fails = {4: "the disk is full"}
+    with place.ranks():
+        with pytest.raises(JobPaused, match="the disk is full"):
+            place.loop().run()
+        assert recorded_steps(place.run) == [1]
+        place.loop().run()
+    assert recorded_steps(place.run) == [1, 2, 3, 4]
+    seqs = [record.head.first_seq for record in place.records()]
+    assert seqs[1] == 6, "number 5 saves the weights after the first step again"
+
+
+@pytest.mark.parametrize(("most", "is_paused"), [(0.5, False), (0.4, True)])
+def test_answers_without_a_grade(tmp_path: Path, most: float, is_paused: bool) -> None:
+    """The items of half of the prompts lack what the grader reads."""
+    items = [{"answer": "0"}, {"other": "1"}, {"answer": "2"}, {"other": "3"}]
+    place = new_place(tmp_path, EchoSampler(), items, batch_size=4, max_error_share=most)
+    with place.ranks():
+        if is_paused:
+            with pytest.raises(
+                JobPaused,
+                match=r"4 of the 8 answers of step 1 got no grade.*invalid_variable_error",
+            ):
+                place.loop().run()
+            assert recorded_steps(place.run) == []
+        else:
+            place.loop().run()
+            rewards = [answer.reward for answer in place.records()[0].answers]
+            assert sorted(map(str, rewards)) == ["0.0"] * 2 + ["1.0"] * 2 + ["None"] * 4
+
+
+def test_a_host_that_kills_what_grades_is_waited_for(
+    place: Place, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    started = text_processes._started
+    kills = 2 * text_processes.TRIES
+    killed: list[int] = []
+
+    def killed_at_first() -> HelperProcess:
+        process = started()
+        if len(killed) < kills:
+            killed.append(process.pid)
+            os.kill(process.pid, signal.SIGKILL)
+        return process
+
+    text_processes.TEXT_PROCESSES.close()
+    monkeypatch.setattr(text_processes, "_started", killed_at_first)
+    monkeypatch.setattr(reinforcement_jobs, "pause_seconds", lambda _: 0.01)
+    monkeypatch.setattr(reinforcement_jobs, "TOLD_AFTER", 2)
+    with place.ranks():
+        place.loop().run()
+    assert len(killed) == kills
+    place.require_commands_of_records()
+    assert [group.rewards for record in place.records()[:-1] for group in record.groups] == [
+        [1.0, 0.0]
+    ] * 2 * STEPS
+    assert [event.level for event in place.told] == ["warn"]
+
+
+def test_a_user_who_stops_a_job_ends_its_loop(place: Place) -> None:
+    place.stopped.set()
+    with pytest.raises(SamplingStopped):  # no ranks: it waits for the first weights
+        place.loop().run()
+
+
+@pytest.mark.parametrize(
+    ("error", "why", "tries"),
+    [
+        (
+            SpecError("The prompt is too long."),
+            "Its answers cannot be sampled: The prompt is too long.",
+            1,
+        ),
+        (
+            OverflowError("too large"),
+            "The service failed 5 times at its answers (OverflowError: too large).",
+            5,
+        ),
+    ],
+)
+def test_a_job_that_cannot_go_on_is_paused_with_the_reason(
+    error: Exception, why: str, tries: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Refusing(EchoSampler):
+        def submit(
+            self,
+            model: object,
+            order: dict[str, Any],
+            deliver: Callable[[dict[str, Any]], None],
+            **_: Any,
+        ) -> object:
+            self.prompts.append(order["prompt"])
+            raise error
+
+    monkeypatch.setattr(reinforcement_jobs, "LOOK_SECONDS", 0.02)
+
+    place = new_place(tmp_path, sampler := Refusing())
+    store = new_store(tmp_path)
+    stop = threading.Event()
+    job = create_job(store, place.job)
+    jobs = ReinforcementJobs(store, sampler, Places(tmp_path), GraderLimits())
+    thread = threading.Thread(target=jobs.run, args=(stop,))
+    with place.ranks():
+        thread.start()
+        try:
+            assert wait_for(lambda: get(store, job.id).desired is Desired.PAUSE, 20)
+        finally:
+            stop.set()
+            thread.join()
+    errors = [
+        event.message
+        for event in store.jobs.list_events(PROJECT, job.id).data
+        if event.level == "error"
+    ]
+    assert (errors, len(sampler.prompts)) == (
+        [f"{why} The job is paused; resume it to try again."],
+        tries,
+    )
+    store.close()
+
+
+def test_a_job_whose_run_directory_was_replaced_is_paused_and_keeps_no_other_from_its_start(
+    tmp_path: Path,
+) -> None:
+    """Pods of engines may write to the folder of their project."""
+    place = new_place(tmp_path, EchoSampler())
+    store = new_store(tmp_path)
+    stop = threading.Event()
+    job = create_job(store, place.job)
+    other = create_job(store, replace(place.job, id="ftjob-other"))
+    run = Places(tmp_path).run_of_project(PROJECT, job.id).root
+    run.rename(run.with_name("elsewhere"))
+    run.symlink_to(run.with_name("elsewhere"))
+    jobs = ReinforcementJobs(store, place.sampler, Places(tmp_path), GraderLimits())
+    thread = threading.Thread(target=jobs.run, args=(stop,))
+    thread.start()
+    try:
+        assert wait_for(lambda: get(store, job.id).desired is Desired.PAUSE, 20)
+        assert wait_for(lambda: CommandLog(Places(tmp_path).run(other.id)).has(0), 20)
+    finally:
+        stop.set()
+        thread.join()
+    [why] = [
+        event.message
+        for event in store.jobs.list_events(PROJECT, job.id).data
+        if event.level == "error"
+    ]
+    assert "was replaced by a link" in why
+    store.close()
+
+
+# Inference servers
+
+
+@pytest.fixture
+def vllm() -> Iterator[FakeVllm]:
+    with fake_vllm() as vllm:
+        vllm.logprobs = lambda name, tokens: TUNED if name.startswith(PREFIX) else BASE
+        yield vllm
+
+
+@pytest.fixture
+def served(tmp_path: Path, vllm: FakeVllm, monkeypatch: pytest.MonkeyPatch) -> Iterator[Place]:
+    """A job whose answers come from a server; patience is short."""
+    monkeypatch.setattr(token_sampler, "BUSY_SECONDS", 0.01)
+    monkeypatch.setattr(token_sampler, "LOOK_SECONDS", 0.01)
+    monkeypatch.setattr(server_samples, "AWAY_SECONDS", 0.01)
+    monkeypatch.setattr(reinforcement_jobs, "TELL_SECONDS", 0.02)
+    settings = Settings.model_validate(
+        {"home": tmp_path, "inference_url": vllm.url, "adapters": tmp_path / "served"}
+    )
+    sampler = ServerSampler(settings)
+    stop = threading.Event()
+    yield (place := new_place(tmp_path, sampler))
+    place.stopped.set()
+    stop.set()
+    sampler.run(stop)
+
+
+def of_the_server(served: Place) -> list[NewEvent]:
+    """What was told, but that the rewards of these answers never differ."""
+    return [event for event in served.told if "do the rewards differ" not in event.message]
+
+
+@pytest.mark.parametrize("status", [404, 500, 503])
+def test_a_server_that_fails_is_waited_for_and_its_words_are_told_once(
+    served: Place, vllm: FakeVllm, status: int
+) -> None:
+    vllm.status = status
+    with served.ranks(), served.running():
+        assert wait_for(lambda: bool(served.told), 20)
+        vllm.status = None
+    served.require_commands_of_records()
+    [event] = of_the_server(served)
+    assert event.level == "warn"
+    assert f"answers {status}: Not now" in event.message
+    assert "waits for up to 30 minutes" in event.message
+
+
+def test_a_server_that_fails_for_long_pauses_the_job(
+    served: Place, vllm: FakeVllm, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(reinforcement_jobs, "MOST_REFUSED_SECONDS", 0.1)
+    vllm.status = 404
+    with (
+        served.ranks(),
+        pytest.raises(
+            JobPaused, match=r"Nothing was sampled for 0 minutes: .* answers 404: Not now\.$"
+        ),
+    ):
+        served.loop().run()
+    assert recorded_steps(served.run) == []
+
+
+def test_a_server_that_ignores_the_adapter_pauses_the_job(served: Place, vllm: FakeVllm) -> None:
+    vllm.logprobs = lambda name, tokens: BASE
+    with (
+        served.ranks(),
+        pytest.raises(JobPaused, match=r"after step 1 are not in use: the server.* 2\.367 nats"),
+    ):
+        served.loop().run()
+    assert recorded_steps(served.run) == [1], "the base's answers are not trained on"
+
+
+def test_a_server_that_computes_otherwise_is_a_warning(served: Place, vllm: FakeVllm) -> None:
+    vllm.logprobs = lambda name, tokens: [logprob - 1.0 for logprob in TUNED]
+    with served.ranks():
+        served.loop().run()
+    served.require_commands_of_records()
+    [event] = of_the_server(served)
+    assert (
+        "the server's answers are not the trained model's: 1 prompts' log-probabilities lie 1.000 "
+        "nats" in event.message
+    )
+
+
+@pytest.mark.parametrize(("processed", "beta"), [(True, 0.0), (True, 0.1), (False, 0.0)])
+def test_a_server_must_tell_log_probabilities_at_the_temperature_of_sampling(
+    served: Place, tmp_path: Path, vllm: FakeVllm, processed: bool, beta: float
+) -> None:
+    raw = -0.3 if processed else -0.5
+    """Of a token that the server draws at -0.5, 0.4 nats behind the likeliest, which has -0.1 at
+    either temperature.
+    """
+    vllm.logprobs = lambda name, tokens: TUNED if tokens == [1, 2, 3, 4] else [raw] * len(tokens)
+    (tmp_path / "warm").mkdir()
+    place = new_place(tmp_path / "warm", served.sampler, temperature=0.5, beta=beta)
+    with place.ranks():
+        if processed and not beta:
+            place.loop().run()
+            place.require_commands_of_records()
+            assert {record.head.temperature for record in place.records()} == {0.5}
+            return
+        with pytest.raises(SpecError) as refused:
+            place.loop().run()
+    assert refused.value.param == "temperature"
+    assert ("processed_logprobs" in str(refused.value)) == (not processed)
+    assert recorded_steps(place.run) == []
+
+
+def test_the_preview_is_asked_for_log_probabilities_at_the_temperature_of_sampling(
+    tmp_path: Path,
+) -> None:
+    place = new_place(tmp_path, EchoSampler(), temperature=0.5, beta=0.1)
+    with place.ranks():
+        place.loop().run()
+    assert isinstance(place.sampler, EchoSampler)
+    asked = {
+        (bool(order["scored"]), order["temperature"], order["logprobs_at"])
+        for order in place.sampler.orders
+    }
+    assert asked == {(False, 0.5, 0.5), (True, 0.0, 0.5), (True, 0.0, 1.0)}, (
+        "of answers, of the start, and of probes"
+    )
+
+
+def test_calls_of_tools_are_read_from_a_servers_answers(served: Place, vllm: FakeVllm) -> None:
+    vllm.text = 'I add.<end> <call>{"name": "add", "arguments": {"a": 1}}'
+    with served.ranks():
+        served.loop().run()
+    answers = [answer for record in served.records() for answer in record.answers]
+    assert {answer.text for answer in answers} == {"I add."}
+    assert all(answer.calls == [{"name": "add", "arguments": '{"a": 1}'}] for answer in answers)
+    held_out = [
+        answer
+        for record in served.records()
+        for prompt in record.validation
+        for answer in prompt.answers
+    ]
+    assert held_out
+    assert {answer.text for answer in held_out} == {vllm.text.replace("<end>", "")}, (
+        "its prompts offer no tools"
+    )
+    assert not any(body["skip_special_tokens"] for body in vllm.bodies)

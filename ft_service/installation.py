@@ -36,6 +36,9 @@ SAMPLE_DATA = ROOT / "examples" / "data"
 SAMPLE_SPEC = ROOT / "deploy" / "examples" / "quickstart.yaml"
 """SPEC of the quickstart, which names its data relative to itself."""
 
+SKILL = ROOT / "skills" / "ft-service" / "SKILL.md"
+"""What a coding agent should know before it uses this service (docs/agents.md)."""
+
 
 def is_installed() -> bool:
     """Return whether this is an installed wheel; False: it runs from the repository."""

@@ -20,6 +20,7 @@ from ft_service.jobs.states import TERMINAL
 from ft_service.plan.plan_text import time_text
 from ft_service.rundir.documents import ExportFormat
 from ft_service.spec import Strict
+from ft_service.spec.methods import OfferedMethod
 from ft_service.wording import counted
 
 MOST_BYTES = 2 * 1024**2
@@ -52,7 +53,7 @@ class OfFile(Strict):
     """A data file and how a job would read it."""
 
     file_id: str
-    method: Literal["supervised", "dpo", "simpo", "orpo", "reinforcement"] | None = None
+    method: OfferedMethod | None = None
     columns: dict[str, str] | None = None
     """Names of the file's columns, such as {"prompt": "question", "completion": "answer"}."""
 

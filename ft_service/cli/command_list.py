@@ -248,6 +248,11 @@ ENTRIES: Mapping[str, CommandEntry] = {
         "Open the server's page in a browser, signed in: by a link that works once, within 15 "
         "minutes.",
     ),
+    "mcp": CommandEntry(
+        "mcp_command",
+        _SERVICE,
+        "Let a coding agent use the server's tools (Model Context Protocol).",
+    ),
     "keys": CommandEntry(
         "keys_command",
         _SERVICE,

@@ -57,6 +57,8 @@ EXAMPLES: Mapping[str, tuple[str, str]] = {
     "serve": ("", "--port 8001"),
     "quickstart": ("", "--copy my-quickstart"),
     "open": ("", "last"),
+    "mcp add": ("claude-code", "codex --variable MY_FT_KEY"),
+    "mcp skill": ("", "> SKILL.md"),
     "keys create": ("--name laptop --scope submit", "--scope read --expires-days 30"),
     "keys list": ("", "--project vision"),
     "keys rotate": ("key_7T44Ba5A", "key_7T44Ba5A --keep-hours 1"),

@@ -89,6 +89,7 @@ def checkup(settings: Settings) -> Iterator[Finding]:
             line,
             "Fetch one: ft pull ORG/NAME" if empty else "",
         )
+    yield coding_agents(settings.mcp == "on", importlib.util.find_spec("mcp") is not None)
     refused = GraderLimits.from_settings(settings).no_python
     advice = "Only `python` graders need it: install bubblewrap." if refused else ""
     yield Finding(
@@ -97,6 +98,25 @@ def checkup(settings: Settings) -> Iterator[Finding]:
         refused or "fenced by bubblewrap",
         advice,
     )
+
+
+def coding_agents(wanted: bool, installed: bool) -> Finding:
+    """Return the finding on the tools for coding agents (docs/agents.md).
+
+    Args:
+        wanted: Whether FT_MCP is on.
+        installed: Whether the package that speaks their protocol is there.
+    """
+    if not wanted:
+        return Finding("coding agents", Verdict.OK, "have no tools here (FT_MCP is off)")
+    if not installed:
+        return Finding(
+            "coding agents",
+            Verdict.FAULT,
+            "FT_MCP is on, and the package mcp is missing",
+            "pip install 'ft-service[mcp]'",
+        )
+    return Finding("coding agents", Verdict.OK, "find their tools at /mcp: ft mcp add AGENT")
 
 
 def database(settings: Settings, now: Callable[[], float]) -> Finding:

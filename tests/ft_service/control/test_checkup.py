@@ -11,6 +11,7 @@ from ft_service.control.checkup import (
     LITTLE_DISK,
     Verdict,
     checkup,
+    coding_agents,
     database,
     disk,
     gpus,
@@ -111,5 +112,16 @@ def test_the_checkup_names_all_that_jobs_need(tmp_path: Path) -> None:
         "server",
         "models",
         "python graders",
+        "coding agents",
     }
     assert found["models"].advice == "Fetch one: ft pull ORG/NAME"
+
+
+@pytest.mark.parametrize(
+    ("wanted", "installed", "verdict"),
+    [(False, False, Verdict.OK), (True, True, Verdict.OK), (True, False, Verdict.FAULT)],
+)
+def test_tools_for_coding_agents_need_their_package(
+    wanted: bool, installed: bool, verdict: Verdict
+) -> None:
+    assert coding_agents(wanted, installed).verdict is verdict

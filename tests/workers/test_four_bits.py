@@ -89,7 +89,9 @@ def steps_of_each(rank: int, world: int, specs: list[JobSpec]) -> list[list[Step
     return [train_steps(rank, world, spec) for spec in specs]
 
 
-@pytest.mark.parametrize("world", [1, pytest.param(2, marks=pytest.mark.slow), 3])
+@pytest.mark.parametrize(
+    "world", [*(pytest.param(world, marks=pytest.mark.slow) for world in (1, 2)), 3]
+)
 def test_loss_and_every_gradient_are_those_of_the_values_on_any_number_of_ranks(
     world: int, bases: dict[str, Path]
 ) -> None:

@@ -49,7 +49,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.mark.parametrize(
     ("world", "storage", "checkpointing"),
     [
-        (1, MIXED, "full"),
+        pytest.param(1, MIXED, "full", marks=pytest.mark.slow),
         (2, MIXED, "full"),
         pytest.param(2, {"default": "bf16"}, "none", marks=pytest.mark.slow),
         pytest.param(2, {"default": "fp8"}, "full", marks=pytest.mark.slow),

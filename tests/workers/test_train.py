@@ -62,7 +62,7 @@ def spec(tmp_path_factory: pytest.TempPathFactory) -> JobSpec:
         save_chats(folder / "train.jsonl", 5),
         valid=save_chats(folder / "valid.jsonl", 3),
         ranks=2,
-        precision={"default": "nf4", "compute": "fp32"},
+        precision={"default": "nf4", "compute": "fp32", "compare_served": "off"},
         training={
             "max_steps": STEPS,
             "batch_size": 4,

@@ -36,6 +36,13 @@ def spec(tmp_path_factory: pytest.TempPathFactory) -> JobSpec:
 
 
 @pytest.fixture(scope="module")
+def uncompared(spec: JobSpec) -> JobSpec:
+    """The same without losses on what will be served, of which `on_two` has some."""
+    precision = spec.precision.model_copy(update={"compare_served": "off"})
+    return spec.model_copy(update={"precision": precision})
+
+
+@pytest.fixture(scope="module")
 def on_two(spec: JobSpec, tmp_path_factory: pytest.TempPathFactory) -> RunDir:
     return trained(spec, tmp_path_factory.mktemp("two"), 2)
 
@@ -51,9 +58,9 @@ def test_pictures_are_looked_at_once_and_their_features_removed(on_two: RunDir) 
 
 @pytest.mark.parametrize("world", [1, pytest.param(3, marks=pytest.mark.slow)])
 def test_the_number_of_ranks_changes_rounding_alone(
-    world: int, spec: JobSpec, on_two: RunDir, tmp_path: Path
+    world: int, uncompared: JobSpec, on_two: RunDir, tmp_path: Path
 ) -> None:
-    other = trained(spec, tmp_path, world)
+    other = trained(uncompared, tmp_path, world)
     assert losses(other) == pytest.approx(losses(on_two), rel=1e-5)
     assert losses(other, "valid_loss") == pytest.approx(losses(on_two, "valid_loss"), rel=1e-5)
     for name, expected in adapter(on_two).items():
@@ -62,11 +69,12 @@ def test_the_number_of_ranks_changes_rounding_alone(
 
 
 def test_a_resumed_job_ends_with_the_same_bits(
-    spec: JobSpec, on_two: RunDir, tmp_path: Path
+    uncompared: JobSpec, on_two: RunDir, tmp_path: Path
 ) -> None:
     run = RunDir(shutil.copytree(on_two.root, tmp_path / "run"))
     first = next(name for name in complete_checkpoints(run) if name.startswith("step-1"))
     shutil.rmtree(run.path("adapter"))
+    run.write("spec.json", uncompared)
     for later in set(complete_checkpoints(run)) - {first}:
         shutil.rmtree(run.path(f"checkpoints/{later}"))
     assert run_attempt(run, 2, 2, first).kind == "succeeded"
@@ -76,14 +84,15 @@ def test_a_resumed_job_ends_with_the_same_bits(
 
 @pytest.mark.parametrize("both", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_jobs_of_an_engine_are_those_alone(
-    both: bool, spec: JobSpec, on_two: RunDir, tmp_path: Path
+    both: bool, uncompared: JobSpec, on_two: RunDir, tmp_path: Path
 ) -> None:
     """Another job on the same base, with other chats. `both`: it is compared with itself alone,
     too.
     """
     data = save_pictured_chats(tmp_path / "other.jsonl", 7)
-    other = spec.model_copy(update={"job_id": "ftjob-1", "seed": 11, "training_data": data})
-    together = run_together([spec, other], tmp_path)
+    changes = {"job_id": "ftjob-1", "seed": 11, "training_data": data}
+    other = uncompared.model_copy(update=changes)
+    together = run_together([uncompared, other], tmp_path)
     assert_same(together[0], on_two)
     if both:
         assert_same(together[1], trained(other, tmp_path / "alone", 2))

@@ -42,7 +42,7 @@ def spec_of(method: str, folder: Path) -> JobSpec:
             "type": method,
             method: {"hyperparameters": {**METHODS[method], "batch_size": 5}},
         },
-        precision={"default": "nf4", "compute": "fp32"},
+        precision={"default": "nf4", "compute": "fp32", "compare_served": "off"},
         training={"max_steps": STEPS, "tokens_per_micro_batch": 128, "learning_rate": 5e-3},
         checkpoint={"save_steps": 2, "save_total_limit": 10},
         lora={"r": 4, "lora_dropout": 0.1},

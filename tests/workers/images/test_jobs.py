@@ -82,20 +82,17 @@ def test_a_resumed_job_ends_with_the_same_bits(
         assert torch.equal(adapter(run)[name], expected), name
 
 
-@pytest.mark.parametrize("both", [False, pytest.param(True, marks=pytest.mark.slow)])
+@pytest.mark.slow  # engine/test_engine.py has jobs of an engine, and what is above their pictures
 def test_jobs_of_an_engine_are_those_alone(
-    both: bool, uncompared: JobSpec, on_two: RunDir, tmp_path: Path
+    uncompared: JobSpec, on_two: RunDir, tmp_path: Path
 ) -> None:
-    """Another job on the same base, with other chats. `both`: it is compared with itself alone,
-    too.
-    """
+    """Another job on the same base, with other chats."""
     data = save_pictured_chats(tmp_path / "other.jsonl", 7)
     changes = {"job_id": "ftjob-1", "seed": 11, "training_data": data}
     other = uncompared.model_copy(update=changes)
     together = run_together([uncompared, other], tmp_path)
     assert_same(together[0], on_two)
-    if both:
-        assert_same(together[1], trained(other, tmp_path / "alone", 2))
+    assert_same(together[1], trained(other, tmp_path / "alone", 2))
 
 
 @pytest.mark.parametrize("worlds", [(1,), pytest.param((1, 2), marks=pytest.mark.slow)], ids=str)

@@ -106,7 +106,8 @@ def resumed(finished: RunDir, folder: Path, world: int, *, reference: bool) -> R
     return run
 
 
-@pytest.mark.parametrize("reference", [True, pytest.param(False, marks=pytest.mark.slow)])
+@pytest.mark.slow  # test_kto_attempts.py has one whose reference is kept
+@pytest.mark.parametrize("reference", [True, False])
 def test_a_resumed_job_equals_the_uninterrupted_one(
     finished: RunDir, tmp_path: Path, reference: bool
 ) -> None:

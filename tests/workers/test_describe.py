@@ -5,8 +5,7 @@ tuned.
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
+import os
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -23,8 +22,8 @@ from ft_service.bases.safetensors_header import read_header
 from ft_service.errors import SpecError
 from ft_service.installation import SAMPLE_DESCRIPTIONS, SAMPLE_MODELS
 from ft_service.plan.weight_storage import layout_of, stored_weights
-from tests.support.attempts import HANG_SECONDS
 from tests.support.bases import TINY, llama_shapes, save_base, save_headers, spec_on
+from tests.support.ranks import run_on_ranks
 from tests.support.training.causal_types import save_type
 from tests.support.training.models import save_tiny, save_tiny_llama
 from tests.support.training.prequantized import (
@@ -35,17 +34,19 @@ from tests.support.training.prequantized import (
     nvfp4_of_modelopt,
 )
 from tests.support.training.published import save_published
-from workers.describe import _document, describe
+from workers.describe import _document, describe, main
 
 
-def _described(folder: Path) -> bytes:
-    command = [sys.executable, "-m", "workers.describe", str(folder)]
-    return subprocess.run(command, check=True, capture_output=True, timeout=HANG_SECONDS).stdout
+def described_on_rank(rank: int, world: int, folder: Path, printed: Path) -> None:
+    os.dup2(os.open(printed, os.O_CREAT | os.O_WRONLY), 1)
+    main(str(folder))
 
 
 def test_the_process_prints_one_document(tmp_path: Path) -> None:
-    save_tiny("llama", tmp_path)
-    document = read_described(_described(tmp_path))
+    """One that has imported everything: tests/e2e/test_describing.py starts the true one."""
+    save_tiny("llama", tmp_path / "base")
+    run_on_ranks(described_on_rank, 1, tmp_path / "base", tmp_path / "printed")
+    document = read_described((tmp_path / "printed").read_bytes())
     base = document.description()
     names = {weight.files for weight in base.weights}
     assert "model.layers.0.self_attn.q_proj.weight" in names

@@ -86,10 +86,12 @@ def spec_of(name: str, folder: Path, ranks: int, default: str = "as_published") 
 
 
 def steps_of_each(rank: int, world: int, specs: list[JobSpec]) -> list[list[Step]]:
-    return [train_steps(rank, world, spec) for spec in specs]
+    return [train_steps(rank, world, spec, steps=1) for spec in specs]
 
 
-@pytest.mark.parametrize("world", [1, pytest.param(2, marks=pytest.mark.slow), 3])
+@pytest.mark.parametrize(
+    "world", [*(pytest.param(world, marks=pytest.mark.slow) for world in (1, 2)), 3]
+)
 def test_loss_and_every_gradient_are_those_of_the_values_on_any_number_of_ranks(
     world: int, bases: dict[str, Path]
 ) -> None:
@@ -97,14 +99,13 @@ def test_loss_and_every_gradient_are_those_of_the_values_on_any_number_of_ranks(
         steps_of_each, world, [spec_of(name, folder, world) for name, folder in bases.items()]
     )
     for number, (name, folder) in enumerate(bases.items()):
-        truth = reference_steps(folder / VALUES, spec_of(name, folder / VALUES, 1, "bf16"))
+        truth = reference_steps(folder / VALUES, spec_of(name, folder / VALUES, 1, "bf16"), steps=1)
         for of_rank in found:
             assert_parity(of_rank[number], truth)
 
 
-@pytest.mark.parametrize(
-    "name", ["gpt-oss", pytest.param("experts in nvfp4", marks=pytest.mark.slow)]
-)
+@pytest.mark.slow  # test_train.py has it of NF4: a checkpoint holds nothing of the base
+@pytest.mark.parametrize("name", ["gpt-oss", "experts in nvfp4"])
 def test_an_interrupted_job_ends_with_bitwise_the_adapter_of_an_uninterrupted_one(
     name: str, bases: dict[str, Path], tmp_path: Path
 ) -> None:

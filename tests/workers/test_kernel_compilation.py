@@ -20,29 +20,39 @@ from workers.quant.gpu_kernels import AS_WRITTEN
 
 ROOT = Path(__file__).parents[2]
 PROGRAM = """
-import importlib, json, sys
+import importlib, json, sys, traceback
+from pathlib import Path
 import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-given = json.loads(sys.argv[1])
-kernel = getattr(importlib.import_module(given["module"]), given["name"])
-first, *others = given["constants"]
-for capability in given["capabilities"]:
-    for constants in (first, *others) if capability == 90 else (first,):
-        for aligned in given["aligned"] if capability == 90 else given["aligned"][-1:]:
-            places = {(kernel.arg_names.index(name),): value for name, value in constants.items()}
-            types = {name: given["types"].get(name, "constexpr") for name in kernel.arg_names}
-            whole = [["tt.divisibility", 16]]
-            attrs = {(kernel.arg_names.index(name),): whole for name in aligned}
-            source = ASTSource(fn=kernel, signature=types, constexprs=places, attrs=attrs)
-            target = GPUTarget("cuda", capability, 32)
-            asm = triton.compile(source, target=target, options=given["options"]).asm
-            assert asm["cubin"]
-            for instructions in given["has"].get(str(capability), given["has"].get("", [])):
-                assert any(one in asm["ptx"] for one in instructions), (capability, instructions)
-            for instruction in given["has_not"].get(str(capability), given["has_not"].get("", [])):
-                assert instruction not in asm["ptx"], (capability, instruction)
+def compile_for_all(given):
+    kernel = getattr(importlib.import_module(given["module"]), given["name"])
+    first, *others = given["constants"]
+    for capability in given["capabilities"]:
+        for constants in (first, *others) if capability == 90 else (first,):
+            for aligned in given["aligned"] if capability == 90 else given["aligned"][-1:]:
+                places = {(kernel.arg_names.index(name),): value for name, value in constants.items()}
+                types = {name: given["types"].get(name, "constexpr") for name in kernel.arg_names}
+                whole = [["tt.divisibility", 16]]
+                attrs = {(kernel.arg_names.index(name),): whole for name in aligned}
+                source = ASTSource(fn=kernel, signature=types, constexprs=places, attrs=attrs)
+                target = GPUTarget("cuda", capability, 32)
+                asm = triton.compile(source, target=target, options=given["options"]).asm
+                assert asm["cubin"]
+                for instructions in given["has"].get(str(capability), given["has"].get("", [])):
+                    assert any(one in asm["ptx"] for one in instructions), (capability, instructions)
+                for instruction in given["has_not"].get(str(capability), given["has_not"].get("", [])):
+                    assert instruction not in asm["ptx"], (capability, instruction)
+
+faults = []
+for given in json.loads(sys.argv[1]):
+    try:
+        compile_for_all(given)
+        faults.append("")
+    except Exception:
+        faults.append(traceback.format_exc())
+Path(sys.argv[2]).write_text(json.dumps(faults))
 """
 
 
@@ -210,15 +220,48 @@ PARTS = {
 """Functions that kernels call, and that are compiled with them."""
 
 
+OFTEN = (80, 90)
+"""The oldest GPU in use, and the one of which every variant of a kernel is compiled."""
+
+
+class Faults:
+    """What keeps each kernel from being compiled, or is wrong with what it becomes: found for all
+    of them in one process, which has to import Triton.
+    """
+
+    def __init__(self, folders: pytest.TempPathFactory) -> None:
+        self._folders = folders
+        self._found: dict[bool, list[str]] = {}
+
+    def of(self, kernel: Compiled, *, often: bool) -> str:
+        """`often`: for the GPUs of `OFTEN`, and else for the others."""
+        if often not in self._found:
+            folder = self._folders.mktemp("compiled")
+            given = [
+                asdict(own)
+                | {
+                    "options": {"num_warps": own.warps} | ({} if own.fuses else AS_WRITTEN),
+                    "has": own.has or {},
+                    "has_not": own.has_not or {},
+                    "capabilities": [one for one in own.capabilities if (one in OFTEN) == often],
+                }
+                for own in KERNELS
+            ]
+            found = folder / "faults.json"
+            run_with_triton(PROGRAM, folder, json.dumps(given), str(found))
+            self._found[often] = json.loads(found.read_text())
+        return self._found[often][KERNELS.index(kernel)]
+
+
+@pytest.fixture(scope="module")
+def faults(tmp_path_factory: pytest.TempPathFactory) -> Faults:
+    return Faults(tmp_path_factory)
+
+
+@pytest.mark.parametrize("often", [True, pytest.param(False, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("kernel", KERNELS, ids=lambda own: own.name)
-def test_it_compiles_for_every_gpu(kernel: Compiled, tmp_path: Path) -> None:
-    options = {"num_warps": kernel.warps} | ({} if kernel.fuses else AS_WRITTEN)
-    given = asdict(kernel) | {
-        "options": options,
-        "has": kernel.has or {},
-        "has_not": kernel.has_not or {},
-    }
-    run_with_triton(PROGRAM, tmp_path, json.dumps(given))
+def test_it_compiles_for_every_gpu(kernel: Compiled, often: bool, faults: Faults) -> None:
+    assert not faults.of(kernel, often=often)
 
 
 def is_kernel(function: ast.FunctionDef) -> bool:

@@ -83,8 +83,8 @@ CASES: dict[str, tuple[int, list[str]]] = {
 }
 TIED = "tied on {}"
 IN_BF16 = "in bf16 on two"
-ON_ONE = ("both on one", TIED.format(1))
-"""Slow ones: on one rank nothing is sharded."""
+SLOW = ("both on one", TIED.format(1), "the head on two")
+"""On one rank nothing is sharded, and the head is trained on three too."""
 
 
 @pytest.fixture(scope="module")
@@ -94,10 +94,10 @@ def trained(base: Path, tied: Path) -> Cases[list[Step]]:
     specs = {case: whole(base, world, names, **several) for case, (world, names) in CASES.items()}
     specs |= {TIED.format(world): whole(tied, world, ["lm_head"]) for world in (1, 2)}
     specs[IN_BF16] = whole(base, 2, BOTH, "bf16")
-    return Cases(train_steps, specs, ON_ONE)
+    return Cases(train_steps, specs, SLOW)
 
 
-@pytest.mark.parametrize("case", often_and_slow(CASES, CASES.keys() & ON_ONE))
+@pytest.mark.parametrize("case", often_and_slow(CASES, CASES.keys() & SLOW))
 def test_loss_and_every_gradient_are_those_of_peft(
     case: str, base: Path, trained: Cases[list[Step]]
 ) -> None:

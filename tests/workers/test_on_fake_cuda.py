@@ -61,7 +61,7 @@ def step(
             return record, backward(loss)
 
 
-PADDED = ("bf16", "nf4")
+PADDED = ("bf16",)
 """Formats that are tried with padded rows too, which change nothing of how weights are
 multiplied.
 """

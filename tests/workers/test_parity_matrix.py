@@ -131,9 +131,12 @@ def covering(cases: list[Case], share: float = 1.0) -> list[Case]:
 
 
 PRODUCT = list(product())
-SHORT = covering(PRODUCT, share=0.8)
+SHORT = covering(PRODUCT, share=0.75)
 COMPILED = covering([replace(case, compiled=True) for case in PRODUCT])
-ONE_COMPILED = Case("mixed", 2, "uneven", True, "none", True, False, 1, compiled=True)
+ONE_COMPILED = Case("mixed", 2, "one layer", True, "none", True, False, 1, compiled=True)
+"""A second layer would be compiled once more; that any number takes two is tested in
+tests/workers/model/test_compiling.py.
+"""
 
 
 def train_all(rank: int, world: int, specs: dict[Case, JobSpec]) -> dict[Case, list[Step]]:
@@ -182,6 +185,7 @@ def bases(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("bases")
     for rows, changes in ROWS.items():
         save_tiny_llama(folder / rows, **changes)
+    save_tiny_llama(folder / ONE_COMPILED.rows, **ROWS["uneven"], num_hidden_layers=1)
     return folder
 
 
@@ -219,8 +223,8 @@ def test_every_pair_of_options_compiled_equals_the_unsharded_reference(
 
 
 def test_the_short_list_is_short_and_holds_every_value() -> None:
-    assert len(SHORT) <= 8
-    assert len(pairs_of(SHORT)) >= 0.8 * len(pairs_of(PRODUCT))
+    assert len(SHORT) <= 7
+    assert len(pairs_of(SHORT)) >= 0.75 * len(pairs_of(PRODUCT))
     for case in PRODUCT:
         for field, value in case.__dict__.items():
             assert value in {getattr(chosen, field) for chosen in SHORT}, field

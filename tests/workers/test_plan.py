@@ -183,10 +183,14 @@ SLOW = {
     "fp8 by blocks in bf16",
     "fp8 by blocks of another width",
     "gpt-oss",
-    "qwen3 on three",
+    "gpt-oss on three",
+    "kept over two of four",
+    "fp8 by blocks on three, columns that do not divide",
+    "nvfp4",
 }
 """Of which others have more: another type on one rank, all formats on three, what is tied trained
-whole, blocks across rows, blocks in NF4, experts on three.
+whole, blocks across rows, blocks in NF4, experts on three, blocks published on two, both formats of
+four bits on three.
 """
 
 

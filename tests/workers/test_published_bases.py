@@ -8,19 +8,21 @@ from pathlib import Path
 
 import pytest
 
+from tests.support.ranks import often_and_slow
 from tests.support.training import table
 from tests.support.training.checks import check, check_here
 from tests.support.training.published import BASES, NO_TOKENIZER, RELEASED_TEMPLATES, save_published
 
 TEMPLATES = Path(__file__).parents[1] / "support/chat_templates_by_family"
 SHORT = ("gemma-4-e4b", "gemma-4-31b", "phi-4-multimodal", "qwen-3-moe")
+OFTEN = ("gemma-4-e4b", "qwen-3-moe")
 """Several models in one, with more adapters than PEFT keeps by their full names; layers that differ
 in their heads; rotations that keep what a forward computes; shared experts and stacks.
 """
 
 
 @pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize("name", SHORT)
+@pytest.mark.parametrize("name", often_and_slow(SHORT, set(SHORT) - set(OFTEN)))
 def test_a_base_trains_as_it_is_published(name: str, tmp_path: Path) -> None:
     found = check_here(save_published(name, tmp_path / "base"), tmp_path)
     assert found.exact, found.faults()

@@ -25,7 +25,13 @@ from ft_service.rundir.engine_spec import EngineSpec
 from ft_service.rundir.events import read_segments
 from ft_service.spec import JobSpec
 from tests.support.ranks import run_on_ranks
-from tests.support.training.attempts import adapter, losses, run_attempt
+from tests.support.training.attempts import (
+    adapter,
+    as_given,
+    give_description,
+    losses,
+    run_attempt,
+)
 from tests.support.training.kept_tokens import give_tokens
 from workers.engine.engine import TrainingEngine, load_described_base
 from workers.ranks.runtime import surroundings
@@ -63,6 +69,7 @@ def prepare(
 def new_engine(folder: Path, spec: JobSpec, world: int = 2) -> RunDir:
     engine = RunDir(folder)
     limits = {"most_seats": 8, "idle_seconds": 0.3}
+    give_description(engine, spec.model.path)
     engine.write(ENGINE, EngineSpec(engine_id="engine-1", project_id="proj", spec=spec, **limits))
     engine.write(
         "attempts/1/start.json",
@@ -77,8 +84,9 @@ def engine_on_rank(rank: int, world: int, root: str) -> None:
     spec = run.read(ENGINE, EngineSpec)
     assert spec is not None
     runtime = surroundings(run, 1, CPU, spec=spec.spec)
-    base = load_described_base(spec.spec, runtime.mesh, CPU)
-    TrainingEngine(spec, runtime, base, StopRequest(runtime)).run()
+    with as_given(run):
+        base = load_described_base(spec.spec, runtime.mesh, CPU)
+        TrainingEngine(spec, runtime, base, StopRequest(runtime)).run()
 
 
 def follow(run: RunDir, step: int, act: Callable[[], None]) -> threading.Thread:

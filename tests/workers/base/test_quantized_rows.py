@@ -5,7 +5,7 @@ what is refused.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -16,7 +16,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from ft_service.errors import SpecError
-from tests.support.ranks import run_on_ranks
+from tests.support.ranks import often_and_slow, run_on_ranks
 from tests.support.training.loading import (
     CPU,
     Outcome,
@@ -142,6 +142,23 @@ OTHERWISE: dict[str, tuple[Publish, dict[str, Any], str, Callable[[Tensor], Tens
     ),
 }
 PUBLISHED = {name: case[:2] for cases in (EXACT, AGAIN, OTHERWISE) for name, case in cases.items()}
+OFTEN = {
+    "bitsandbytes, nested",
+    "bitsandbytes in larger blocks",
+    "FP8 by rows",
+    "FP8 by tensors of Mistral",
+    "FP8 by blocks",
+    "FP8 by larger blocks",
+    "NVFP4 of compressed-tensors",
+    "MXFP4 of torchao",
+    "FP8 by smaller blocks",
+    "bitsandbytes, blocks across rows",
+    "INT4 in groups",
+    "FP8 by blocks, in nf4",
+}
+"""Loaded on ranks in every run: each format and kind of parts. The others differ in how a file says
+the same, which `test_any_rows_have_the_values_that_the_checkpoint_stands_for` has of all.
+"""
 ASKED = {name: "fp8" for name in PUBLISHED if name.startswith("FP8")} | {
     **{name: "as_published" for name in PUBLISHED if name.startswith(("NVFP4", "MXFP4"))},
     "FP8 by blocks, in bf16": "bf16",
@@ -185,13 +202,36 @@ class Run:
     three: list[Outcome]
 
 
+def often_of(layouts: Collection[str]) -> list[Any]:
+    return often_and_slow(layouts, [layout for layout in layouts if layout not in OFTEN])
+
+
+class Runs:
+    """What was loaded of each layout: of those that every run has, and of the others, when the
+    first of them is asked for.
+    """
+
+    def __init__(self, folders: pytest.TempPathFactory) -> None:
+        self._folders = folders
+        self._found: dict[str, Run] = {}
+
+    def __getitem__(self, layout: str) -> Run:
+        if layout not in self._found:
+            alike = [name for name in PUBLISHED if (name in OFTEN) == (layout in OFTEN)]
+            self._found |= loaded_runs({name: self._folders.mktemp("base") for name in alike})
+        return self._found[layout]
+
+
 @pytest.fixture(scope="module")
-def runs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Run]:
-    """Every layout. All of them in two groups of processes, since these are what takes time."""
-    folders = {layout: tmp_path_factory.mktemp("base") for layout in PUBLISHED}
+def runs(tmp_path_factory: pytest.TempPathFactory) -> Runs:
+    return Runs(tmp_path_factory)
+
+
+def loaded_runs(folders: dict[str, Path]) -> dict[str, Run]:
+    """All of them in two groups of processes, since these are what takes time."""
     values = {
-        layout: publish(save_tiny_llama(folders[layout], **changes))
-        for layout, (publish, changes) in PUBLISHED.items()
+        layout: PUBLISHED[layout][0](save_tiny_llama(folder, **PUBLISHED[layout][1]))
+        for layout, folder in folders.items()
     }
     found = {}
     for world in (1, 3):
@@ -202,12 +242,12 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Run]:
         found[world] = list(zip(*run_on_ranks(load_each_on_rank, world, specs), strict=True))
     return {
         layout: Run(folders[layout], values[layout], found[1][i][0], list(found[3][i]))
-        for i, layout in enumerate(PUBLISHED)
+        for i, layout in enumerate(folders)
     }
 
 
-@pytest.mark.parametrize("layout", EXACT)
-def test_layouts_by_rows_are_kept_bit_for_bit(layout: str, runs: dict[str, Run]) -> None:
+@pytest.mark.parametrize("layout", often_of(EXACT))
+def test_layouts_by_rows_are_kept_bit_for_bit(layout: str, runs: Runs) -> None:
     run = runs[layout]
     for outcomes in ([run.alone], run.three):
         for name, value in run.values.items():
@@ -221,10 +261,8 @@ def test_layouts_by_rows_are_kept_bit_for_bit(layout: str, runs: dict[str, Run])
         assert [level for level, _ in outcomes[0].messages] == ["info"]
 
 
-@pytest.mark.parametrize("layout", AGAIN)
-def test_other_layouts_are_quantised_again_and_the_loss_is_said(
-    layout: str, runs: dict[str, Run]
-) -> None:
+@pytest.mark.parametrize("layout", often_of(AGAIN))
+def test_other_layouts_are_quantised_again_and_the_loss_is_said(layout: str, runs: Runs) -> None:
     _, _, kind, bound = AGAIN[layout]
     run = runs[layout]
     for name, value in run.values.items():
@@ -242,9 +280,9 @@ def test_other_layouts_are_quantised_again_and_the_loss_is_said(
     assert f"{max(run.alone.loaded.changed.values()):.2%}" in text
 
 
-@pytest.mark.parametrize("layout", OTHERWISE)
+@pytest.mark.parametrize("layout", often_of(OTHERWISE))
 def test_what_the_job_stores_otherwise_begins_with_the_exact_values(
-    layout: str, runs: dict[str, Run]
+    layout: str, runs: Runs
 ) -> None:
     _, _, kind, stored = OTHERWISE[layout]
     run = runs[layout]
@@ -260,10 +298,10 @@ def test_what_the_job_stores_otherwise_begins_with_the_exact_values(
     assert (level, text.split(" weights")[0]) == ("info", str(len(run.values)))
 
 
-@pytest.mark.parametrize("layout", [name for name in EXACT if "blocks" in name and "FP8" in name])
-def test_published_blocks_are_kept_code_by_code_and_scale_by_scale(
-    layout: str, runs: dict[str, Run]
-) -> None:
+@pytest.mark.parametrize(
+    "layout", often_of([name for name in EXACT if "blocks" in name and "FP8" in name])
+)
+def test_published_blocks_are_kept_code_by_code_and_scale_by_scale(layout: str, runs: Runs) -> None:
     run = runs[layout]
     published = load_file(run.folder / "model.safetensors")
     size = 256 if "larger" in layout else 128
@@ -628,7 +666,11 @@ def test_stored_modules_stay_whatever_the_default_is_and_plain_ones_follow_it(
 
 @pytest.mark.parametrize(
     ("publish", "hidden", "inner"),
-    [(fp8_by_rows, 64, 64), (bitsandbytes_4bit, 64, 64), (fp8_by_blocks, 160, 144)],
+    [
+        (fp8_by_rows, 64, 64),
+        pytest.param(bitsandbytes_4bit, 64, 64, marks=pytest.mark.slow),
+        (fp8_by_blocks, 160, 144),
+    ],
 )
 def test_experts_that_come_one_by_one_are_kept_in_their_stacks(
     publish: Publish, hidden: int, inner: int, tmp_path: Path

@@ -70,7 +70,7 @@ def specs(tmp_path_factory: pytest.TempPathFactory) -> list[JobSpec]:
     pairs = save_pairs(folder / "pairs.jsonl", 9)
     valid = save_chats(folder / "valid.jsonl", 5)
     shared: dict[str, Any] = {
-        "precision": {"default": "nf4", "compute": "fp32"},
+        "precision": {"default": "nf4", "compute": "fp32", "compare_served": "off"},
         "checkpoint": {"save_steps": 3},
     }
 
@@ -184,7 +184,7 @@ def test_a_job_whose_loss_has_a_baseline_leaves_what_it_leaves_alone(
         Path(specs[0].model.path),
         save_labelled(tmp_path / "labelled.jsonl", 9),
         ranks=2,
-        precision={"default": "nf4", "compute": "fp32"},
+        precision={"default": "nf4", "compute": "fp32", "compare_served": "off"},
         checkpoint={"save_steps": 3},
         training={"max_steps": STEPS, "per_device_train_batch_size": 2, "learning_rate": 5e-3},
         method={"type": "kto", "kto": {"hyperparameters": {"beta": 0.5, "batch_size": 4}}},

@@ -22,6 +22,9 @@ LORA: list[dict[str, Any]] = [
     {"r": 32, "target_modules": "all-linear"},
 ]
 
+POISONED = 1
+"""The job whose adapters are not numbers, where one is."""
+
 
 def specs_of(model: Path, world: int, storage: dict[str, Any], checkpointing: str) -> list[JobSpec]:
     distributed = {"activation_checkpointing": checkpointing}
@@ -36,9 +39,11 @@ def specs_of(model: Path, world: int, storage: dict[str, Any], checkpointing: st
 
 
 def alone_and_together(rank: int, world: int, specs: list[JobSpec]) -> tuple[Any, Any, Any]:
+    """Each job by itself and all of them, and all in another order, one of them of NaNs."""
     alone = [trained_alone(number, spec, rank, world) for number, spec in enumerate(specs)]
-    together = Together(specs, rank, world)
-    return alone, together.train(range(len(specs))), together.rounds
+    together = Together(specs, rank, world).train(range(len(specs)))
+    poisoned = Together(specs, rank, world, poisoned=POISONED).train([3, 1, 2, 0])
+    return alone, together, poisoned
 
 
 @pytest.fixture(scope="module")
@@ -49,7 +54,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.mark.parametrize(
     ("world", "storage", "checkpointing"),
     [
-        (1, MIXED, "full"),
+        pytest.param(1, MIXED, "full", marks=pytest.mark.slow),
         (2, MIXED, "full"),
         pytest.param(2, {"default": "bf16"}, "none", marks=pytest.mark.slow),
         pytest.param(2, {"default": "fp8"}, "full", marks=pytest.mark.slow),
@@ -59,10 +64,14 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_every_job_computes_the_bits_that_it_computes_alone(
     model: Path, world: int, storage: dict[str, Any], checkpointing: str
 ) -> None:
+    """In any order, and beside one of NaNs."""
     specs = specs_of(model, world, storage, checkpointing)
-    for alone, together, _ in run_on_ranks(alone_and_together, world, specs):
-        for found, expected in zip(together, alone, strict=True):
-            assert_same(found, expected)
+    for alone, together, poisoned in run_on_ranks(alone_and_together, world, specs):
+        for number, expected in enumerate(alone):
+            assert_same(together[number], expected)
+            if number != POISONED:
+                assert_same(poisoned[number], expected)
+        assert all(gradient.isnan().any() for gradient in poisoned[POISONED][1].values())
 
 
 def rounds_of(rank: int, world: int, specs: list[JobSpec]) -> list[tuple[int, int, int]]:
@@ -83,20 +92,6 @@ def test_neither_gathers_nor_dequantised_weights_grow_with_the_jobs(
     assert [lanes for lanes, _, _ in (one, three)] == [1, 3]
     assert one[1] == three[1] > 0
     assert 0 < three[2] <= one[2]
-
-
-def poisoned(rank: int, world: int, specs: list[JobSpec]) -> tuple[Any, Any, bool]:
-    alone = {number: trained_alone(number, specs[number], rank, world) for number in (0, 2, 3)}
-    together = Together(specs, rank, world, poisoned=1).train([3, 1, 2, 0])
-    return alone, together, all(gradient.isnan().any() for gradient in together[1][1].values())
-
-
-def test_a_job_of_nans_changes_nothing_of_the_others_in_any_order(model: Path) -> None:
-    specs = specs_of(model, 2, {"default": "nf4"}, "full")
-    for alone, together, is_poisoned in run_on_ranks(poisoned, 2, specs):
-        assert is_poisoned
-        for number, expected in alone.items():
-            assert_same(together[number], expected)
 
 
 def validated(

@@ -10,7 +10,6 @@ import json
 import shutil
 import subprocess
 import sys
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -24,12 +23,12 @@ from tokenizers.processors import TemplateProcessing
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from ft_service.data.template_process import TemplateProcess
-from ft_service.data.tokens.chat_template import ChatTemplate
 from ft_service.errors import SpecError
 from tests.support import programs
 from tests.support.bases import SAMPLE, TOKENIZER
 from tests.support.training.adapters import merged_by_peft, save_adapter
 from tests.support.training.models import save_tiny
+from tests.support.training.rendered_here import RenderedHere
 from workers.exports import to_gguf
 from workers.exports.to_gguf import export_adapter, export_model
 from workers.tasks.merge import merge
@@ -82,16 +81,6 @@ def values(file: Path) -> dict[str, torch.Tensor]:
 
 def fields(file: Path) -> dict[str, Any]:
     return {name: field.contents() for name, field in GGUFReader(file).fields.items()}
-
-
-class RenderedHere:
-    """In place of a template's process, which takes a second to start."""
-
-    def __init__(self, sources: Mapping[str, str], special_tokens: Mapping[str, Any]) -> None:
-        self.write = ChatTemplate(sources, special_tokens).write
-
-    def close(self) -> None:
-        pass
 
 
 @pytest.fixture(autouse=True)

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from ft_service.bases.description import ImageFacts
+from tests.support.ranks import often_and_slow
 from tests.support.training.checks import BOUND
 from tests.support.training.models import spec_for
 from tests.support.training.parity import set_adapters
@@ -31,6 +32,8 @@ over a longer sample rounds more.
 """
 BOTH_WAYS = ("gemma3",)
 """Types whose placeholders see each other in both directions."""
+SLOW = ("qwen2_vl", "qwen3_vl_moe", "smolvlm")
+"""Types that are computed as qwen2_5_vl, qwen3_vl and idefics3, but for what text passes too."""
 
 
 def our_model(made: Pictured, work: Path) -> BuiltModel:
@@ -72,7 +75,9 @@ def off(ours: tuple[float, dict[str, Tensor]], truth: tuple[float, dict[str, Ten
     )
 
 
-@pytest.mark.parametrize("kind", [kind for kind in PICTURED if kind not in BOTH_WAYS])
+@pytest.mark.parametrize(
+    "kind", often_and_slow([kind for kind in PICTURED if kind not in BOTH_WAYS], SLOW)
+)
 def test_pictures_train_as_in_the_published_class_with_plain_peft(
     kind: str, tmp_path: Path
 ) -> None:

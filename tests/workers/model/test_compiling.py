@@ -194,15 +194,13 @@ def loaded(spec: JobSpec) -> BuiltModel:
 LENGTHS = ((20, 30, 9), (21, 40, 9), (22, 500, 12, 8), (255, 31), (300, 5), (20, 33, 9))
 
 
+@pytest.mark.slow  # tracing takes a quarter of a minute
 @pytest.mark.filterwarnings(
     "ignore:The .grad attribute of a Tensor"
 )  # by Dynamo, which hides it where it is no error
 @pytest.mark.parametrize(
     ("packed", "lengths", "checkpointing"),
-    [
-        (True, (*LENGTHS, (600,)), "selective"),
-        pytest.param(False, LENGTHS, "none", marks=pytest.mark.slow),
-    ],
+    [(True, (*LENGTHS, (600,)), "selective"), (False, LENGTHS, "none")],
     ids=["packed-selective", "padded"],
 )
 def test_layers_on_a_gpu_are_compiled_once_whatever_their_number_and_the_lengths_of_samples(

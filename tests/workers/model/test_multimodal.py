@@ -98,14 +98,20 @@ def check(family: str, ours: Step, truth: Step) -> None:
 
 
 @pytest.mark.parametrize(
-    "precision",
-    [{"default": "nf4"}, pytest.param(MIXED_IN_FAMILIES, marks=pytest.mark.slow)],
-    ids=["nf4", "mixed"],
+    ("precision", "worlds"),
+    [
+        ({"default": "nf4"}, (2,)),
+        *(
+            pytest.param(own, (1, 2), marks=pytest.mark.slow)
+            for own in ({"default": "nf4"}, MIXED_IN_FAMILIES)
+        ),
+    ],
+    ids=["nf4 on two", "nf4", "mixed"],
 )
 def test_the_text_decoder_trains_as_in_the_published_class(
-    precision: dict[str, Any], bases: Path
+    precision: dict[str, Any], worlds: tuple[int, ...], bases: Path
 ) -> None:
-    """Loss and every gradient on one rank and on two, quantised, by the names that the published
+    """Loss and every gradient on any number of ranks, quantised, by the names that the published
     class gives them.
     """
     specs = {
@@ -113,12 +119,12 @@ def test_the_text_decoder_trains_as_in_the_published_class(
             family: spec_for(bases / family, ranks=world, **options_for(precision, family))
             for family in IN_SHORT
         }
-        for world in (1, 2)
+        for world in worlds
     }
-    one, two = (run_on_ranks(train_all, world, specs[world]) for world in (1, 2))
-    for family, spec in specs[1].items():
+    ranks = [found for world in worlds for found in run_on_ranks(train_all, world, specs[world])]
+    for family, spec in specs[2].items():
         (truth,) = reference_steps(Path(spec.model.path), spec, steps=1)
-        for found in (*one, *two):
+        for found in ranks:
             check(family, found[family], truth)
 
 
@@ -184,7 +190,7 @@ def test_samples_of_a_wrapped_base_are_packed(family: str, bases: Path) -> None:
     assert settle_attention(loaded(bases / family), CPU, torch.float32) is None
 
 
-@pytest.mark.parametrize("family", WRAPPERS)
+@pytest.mark.parametrize("family", FAMILIES)
 def test_the_plan_counts_what_the_worker_loads_by_the_same_names(family: str, bases: Path) -> None:
     model = base_on_meta(str(bases / family))
     described = describe(bases / family)

@@ -55,7 +55,7 @@ def spec(tmp_path_factory: pytest.TempPathFactory) -> JobSpec:
         save_chats(folder / "train.jsonl", 7),
         valid=save_chats(folder / "valid.jsonl", 2),
         ranks=2,
-        precision={"default": "nf4", "compute": "fp32"},
+        precision={"default": "nf4", "compute": "fp32", "compare_served": "off"},
         training={"max_steps": STEPS, "batch_size": 3, "learning_rate": 1e-2},
         checkpoint={"save_steps": 2, "save_total_limit": 10},
         lora={"r": 3},

@@ -57,18 +57,15 @@ def rows_of(offset, rows, cols, heads=2):
     left, right = tensor(rows, 16, offset=offset), tensor(16, cols)
     return [
         lambda: fused_kernels.normed(x, weight, 1e-6, 0),
-        lambda: fused_kernels.normed(x, weight, 1e-6, 1),
         lambda: fused_kernels.normed(x, None, 1e-6, 3),
         lambda: fused_kernels.normed_grad(x, x, weight, root, 0),
         lambda: fused_kernels.rotated(query, key, angles, angles, back=False),
-        lambda: fused_kernels.rotated(query, key, angles, angles, back=True),
         lambda: fused_kernels.gated(x, gate),
         lambda: fused_kernels.gated_grad(x, x, gate),
         lambda: fp8_kernels.quantise_rows(x, None, codes, scales),
         lambda: fp8_kernels.quantise_rows(x, factors, codes, scales),
         lambda: fp8_kernels.transposed(codes),
         lambda: nf4_kernels.dequantised(*nf4, torch.bfloat16),
-        lambda: nf4_kernels.dequantised(*nf4, torch.float32),
         lambda: low_rank_kernel.added(x, left, right, 2.0, ()),
         lambda: low_rank_kernel.added(x, left, right, 2, [gate]),
     ]

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from ft_service.spec import JobSpec
-from tests.support.ranks import Cases
+from tests.support.ranks import Cases, often_and_slow
 from tests.support.training.models import save_tiny_llama, spec_for
 from tests.support.training.parity import MIXED, Step, assert_parity, reference_steps, train_steps
 
@@ -21,6 +21,8 @@ CASES: dict[str, tuple[int, int, dict[str, object]]] = {
     "2x1 tied": (2, 2, {"tie_word_embeddings": True}),
 }
 """Beside those of tests/workers/test_parity_matrix.py, which have rows that do not divide."""
+SLOW = ("2x1",)
+"""The same with tied embeddings has more."""
 
 
 def job(base: Path, case: str) -> JobSpec:
@@ -36,10 +38,11 @@ def job(base: Path, case: str) -> JobSpec:
 
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory: pytest.TempPathFactory) -> Cases[list[Step]]:
-    return Cases(train_steps, {case: job(tmp_path_factory.mktemp("base"), case) for case in CASES})
+    specs = {case: job(tmp_path_factory.mktemp("base"), case) for case in CASES}
+    return Cases(train_steps, specs, SLOW)
 
 
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("case", often_and_slow(CASES, SLOW))
 def test_loss_and_gradients_equal_the_unsharded_reference(
     case: str, trained: Cases[list[Step]]
 ) -> None:

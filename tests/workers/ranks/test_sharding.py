@@ -99,7 +99,9 @@ class Seen:
         }
         self.otherwise: Cases[list[Step]] = of(steps_of_sharding, others, SLOW_OTHERWISE)
         depths = {depth: job(deep, 2, MIXED, each=8, **own) for depth, own in DEPTHS.items()}
-        self.prefetched: Cases[tuple[list[int], list[int]]] = of(gathers_before_each_layer, depths)
+        self.prefetched: Cases[tuple[list[int], list[int]]] = of(
+            gathers_before_each_layer, depths, SLOW_DEPTHS
+        )
         early = {"prefetching": job(deep, 2, MIXED, each=8, prefetch={})}
         self.early: Cases[tuple[int, int]] = of(early_gathers, early)
         ignoring = {"one kind": job(deep, 2, MIXED, ignored=[r".*mlp\.up_proj.*"])}
@@ -129,15 +131,14 @@ CASES: dict[
 }
 
 
-SLOW = ("kept unsharded, prefetching",)
+SLOW = ("kept unsharded, prefetching", "prefetching two ahead", "all at once, kept")
 SLOW_WHEN_TIED = (
     *SLOW,
-    "prefetching two ahead",
-    "all at once, kept",
+    "not resharded",
     "full checkpointing",
     "selective checkpointing",
 )
-"""The others have each of its counts of gathers but one, and these are not about the head."""
+"""The others have most counts of gathers, and these are not about the head."""
 
 
 @pytest.mark.parametrize(
@@ -201,8 +202,12 @@ OTHERS: dict[
 }
 
 
-SLOW_OTHERWISE = {"every linear layer a group, checkpointed selectively"}
-"""Another keeps less for the backward."""
+SLOW_OTHERWISE = {
+    "every linear layer a group",
+    "every linear layer a group, checkpointed selectively",
+    "resharded to two of four, one copy of two",
+}
+"""Another keeps less for the backward; test_hsdp.py has copies."""
 
 
 @pytest.mark.parametrize("case", often_and_slow(OTHERS, SLOW_OTHERWISE))
@@ -280,7 +285,10 @@ DEPTHS: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("depth", DEPTHS)
+SLOW_DEPTHS = ("1",)
+
+
+@pytest.mark.parametrize("depth", often_and_slow(DEPTHS, SLOW_DEPTHS))
 def test_prefetch_gathers_so_many_layers_ahead(depth: str, seen: Seen) -> None:
     """Without it the gather of a layer is issued when its forward begins; backward is FSDP2's own:
     one ahead.

@@ -34,8 +34,10 @@ from tests.support.training.models import (
     spec_for,
 )
 from tests.support.training.prequantized import bitsandbytes_4bit, fp8_by_blocks, fp8_by_rows
+from tests.support.training.rendered_here import RenderedHere
 from workers.base.quantized_rows import from_int4
 from workers.data.token_sets import job_samples
+from workers.exports import own_template
 from workers.exports.compressed_tensors import restore
 from workers.quant.served_forms import to_fp8
 from workers.tasks import fidelity
@@ -92,7 +94,7 @@ def test_plain_transformers_loads_it_and_gives_peft_s_logits(base: Path, tmp_pat
 
 
 def test_the_chat_template_is_the_one_that_the_job_trained_with_and_its_ends_end_answers(
-    base: Path, tmp_path: Path
+    base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Such as a base that ends texts, whose job trained on turns."""
     adapter = save_adapter(base, tmp_path / "adapter")
@@ -106,6 +108,7 @@ def test_the_chat_template_is_the_one_that_the_job_trained_with_and_its_ends_end
 
     own = "{% for m in messages %}{{ m.role }}: {{ m.content }}<|im_start|>{% endfor %}"
     (adapter / "chat_template.jinja").write_text(own)
+    monkeypatch.setattr(own_template, "TemplateProcess", RenderedHere)
     merge(folder, adapter, tmp_path / "own", to="bf16")
     assert (tmp_path / "own/chat_template.jinja").read_text() == own
     ends = [7, *sorted(tokenizer.get_vocab()[name] for name in ("<|im_start|>", "<|im_end|>"))]
@@ -117,11 +120,12 @@ def test_the_chat_template_is_the_one_that_the_job_trained_with_and_its_ends_end
 
 
 def test_of_a_base_that_ends_texts_the_ends_of_turns_end_answers(
-    base: Path, tmp_path: Path
+    base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Such as Qwen2.5's, whose own chat template ends turns otherwise than its tokenizer ends
     texts.
     """
+    monkeypatch.setattr(own_template, "TemplateProcess", RenderedHere)
     adapter = save_adapter(base, tmp_path / "adapter")
     folder = tmp_path / "base"
     shutil.copytree(base, folder)

@@ -132,18 +132,12 @@ def test_it_is_the_policy_gradient_of_the_groups(on_two: RunDir, base: Path) -> 
     assert_follows_gradient(on_two, base, betas=(0.9, 0.999), eps=1e-8)
 
 
-def test_adamw_has_the_numbers_of_the_job(base: Path, tmp_path: Path) -> None:
-    run = trained(
-        tmp_path, base, 1, adam={"adam_beta1": 0.5, "adam_beta2": 0.8, "adam_epsilon": 1e-3}
-    )
-    assert_follows_gradient(run, base, betas=(0.5, 0.8), eps=1e-3)
-
-
-def test_at_a_temperature_it_is_the_gradient_of_the_policy_that_is_drawn_from(
+def test_adamw_has_the_numbers_of_the_job_and_the_policy_the_temperature_of_its_answers(
     base: Path, tmp_path: Path
 ) -> None:
-    run = trained(tmp_path, base, 1, temperature=0.6)
-    assert_follows_gradient(run, base, temperature=0.6, betas=(0.9, 0.999), eps=1e-8)
+    adam = {"adam_beta1": 0.5, "adam_beta2": 0.8, "adam_epsilon": 1e-3}
+    run = trained(tmp_path, base, 1, adam=adam, temperature=0.6)
+    assert_follows_gradient(run, base, temperature=0.6, betas=(0.5, 0.8), eps=1e-3)
 
 
 def assert_follows_gradient(

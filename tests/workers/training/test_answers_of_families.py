@@ -21,13 +21,13 @@ from ft_service.data.chat_line import parse_line
 from ft_service.data.line_errors import Fault
 from ft_service.data.sample_kinds import Conversation
 from ft_service.data.token_options import DEFAULT
-from ft_service.data.tokens.chat_template import ChatTemplate
 from ft_service.data.tokens.sample import Tokens
 from ft_service.data.tokens.tokenize import as_texts, load_tokenizer, tokenize
 from ft_service.reinforcement.prompt_file import PromptHeader, PromptTokens
 from ft_service.spec.options import DataOptions
 from tests.support.chat_templates import TEMPLATES
 from tests.support.training.models import save_tokenizer
+from tests.support.training.rendered_here import RenderedHere
 from workers.serving.answer_text import AnswerText
 from workers.training import evaluation_prompts
 from workers.training.evaluation_prompts import asked_of, last_stretch
@@ -164,17 +164,8 @@ def chatted(
     return Answer(words, thoughts, whole.calls)
 
 
-class Here:
-    """What renders in a process of its own, in this one."""
-
-    def __init__(self, sources: dict[str, str], special_tokens: dict[str, str]) -> None:
-        self.write = ChatTemplate(sources, special_tokens).write
-
-    def close(self) -> None: ...
-
-
 def test_what_goes_in_comes_out(base: tuple[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(evaluation_prompts, "TemplateProcess", Here)
+    monkeypatch.setattr(evaluation_prompts, "TemplateProcess", RenderedHere)
     family, tokenizer = base
     chosen = {
         name: messages for name, messages in CONVERSATIONS.items() if (family, name) not in MERGED

@@ -33,7 +33,7 @@ def spec_of(folder: Path, *, ranks: int, loss_type: str = "kto", **training: Any
         valid=save_labelled(folder / "valid.jsonl", 6),
         ranks=ranks,
         method={"type": "kto", "kto": {"hyperparameters": {**hyperparameters, "batch_size": 6}}},
-        precision={"default": "nf4", "compute": "fp32"},
+        precision={"default": "nf4", "compute": "fp32", "compare_served": "off"},
         training={
             "max_steps": STEPS,
             "tokens_per_micro_batch": 128,

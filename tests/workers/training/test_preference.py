@@ -56,6 +56,10 @@ WITHOUT_REFERENCE: dict[str, PairOptions] = {
     "simpo": SimpoOptions(beta=2.0, gamma=1.0),
     "orpo": OrpoOptions(beta=0.5),
 }
+ON_RANKS = ("sigmoid_norm", "with a term of supervised training", "orpo")
+"""On ranks in every run: with a reference, by the tokens of answers, by those of the batch, and by
+odds. The formulas of all are compared below.
+"""
 IN_TRL: dict[str, tuple[list[str], list[float]]] = {
     **{name: ([name], [1.0]) for name in OPTIONS if name in get_args(DpoLoss)},
     "smoothed": (["sigmoid"], [1.0]),
@@ -185,23 +189,29 @@ def _answer(model: torch.nn.Module, sample: Tokens) -> Tensor:
 
 
 @pytest.mark.parametrize(
-    ("world", "storage", "packed"),
+    ("world", "storage", "packed", "losses"),
     [
-        (2, "nf4", True),
-        pytest.param(1, "nf4", True, marks=pytest.mark.slow),
-        pytest.param(3, "nf4", False, marks=pytest.mark.slow),
-        pytest.param(2, "fp8", True, marks=pytest.mark.slow),
-        pytest.param(2, "bf16", True, marks=pytest.mark.slow),
+        (2, "nf4", True, ON_RANKS),
+        *(
+            pytest.param(*case, (*OPTIONS, *WITHOUT_REFERENCE), marks=pytest.mark.slow)
+            for case in (
+                (2, "nf4", True),
+                (1, "nf4", True),
+                (3, "nf4", False),
+                (2, "fp8", True),
+                (2, "bf16", True),
+            )
+        ),
     ],
 )
 def test_losses_and_gradients_are_those_of_the_paper(
-    world: int, storage: str, packed: bool, tmp_path: Path
+    world: int, storage: str, packed: bool, losses: tuple[str, ...], tmp_path: Path
 ) -> None:
     model = save_tiny_llama(tmp_path / "base")
     spec = spec_for(
         model, ranks=world, precision={"default": storage, "compute": "fp32"}, lora={"r": 4}
     )
-    options = [*OPTIONS.values(), *WITHOUT_REFERENCE.values()]
+    options = [{**OPTIONS, **WITHOUT_REFERENCE}[loss] for loss in losses]
     expected = [paper_steps(model, spec, own) for own in options]
     for rank in run_on_ranks(preference_steps, world, spec, packed, options):
         for ours, truth in zip(rank, expected, strict=True):

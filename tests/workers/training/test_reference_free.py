@@ -42,15 +42,27 @@ def spec_of(method: str, folder: Path) -> JobSpec:
             "type": method,
             method: {"hyperparameters": {**METHODS[method], "batch_size": 5}},
         },
-        precision={"default": "nf4", "compute": "fp32"},
+        precision={"default": "nf4", "compute": "fp32", "compare_served": "off"},
         training={"max_steps": STEPS, "tokens_per_micro_batch": 128, "learning_rate": 5e-3},
         checkpoint={"save_steps": 2, "save_total_limit": 10},
         lora={"r": 4, "lora_dropout": 0.1},
     )
 
 
-@pytest.mark.parametrize("method", METHODS)
-def test_a_method_learns_alike_on_ranks_and_resumed(method: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("method", "ways"),
+    [
+        ("simpo", {"alone"}),
+        ("orpo", {"resumed"}),
+        # test_preference.py has its numbers, and test_reference_logprobs.py jobs with a reference
+        *(pytest.param(name, {"alone", "resumed"}, marks=pytest.mark.slow) for name in METHODS),
+    ],
+    ids=str,
+)
+def test_a_method_learns_alike_on_ranks_and_resumed(
+    method: str, ways: set[str], tmp_path: Path
+) -> None:
+    """`ways`: in which it is trained besides on two ranks."""
     spec = spec_of(method, tmp_path)
     finished = trained(spec, tmp_path / "finished", 2)
     rows = table(finished)
@@ -63,13 +75,18 @@ def test_a_method_learns_alike_on_ranks_and_resumed(method: str, tmp_path: Path)
     assert finished.path("reference.bin").is_file() == with_reference
     assert any("Reference log-prob" in text for text in messages(finished)) == with_reference
 
-    alone = trained(spec, tmp_path / "alone", 1)
-    assert losses(alone) == pytest.approx(losses(finished), rel=1e-6, abs=1e-6)
+    if "alone" in ways:
+        alone = trained(spec, tmp_path / "alone", 1)
+        assert losses(alone) == pytest.approx(losses(finished), rel=1e-6, abs=1e-6)
+    if "resumed" in ways:
+        assert_resumes(finished, tmp_path, ("reference.json", "reference.bin") * with_reference)
 
+
+def assert_resumes(finished: RunDir, tmp_path: Path, kept: tuple[str, ...]) -> None:
+    """`kept`: what the job has besides its spec and origins."""
     run = RunDir(tmp_path / "resumed")
     shutil.copytree(finished.path("attempts"), run.path("attempts"))
     shutil.copytree(finished.path("checkpoints/step-2-a1"), run.path("checkpoints/step-2-a1"))
-    kept = ("reference.json", "reference.bin") if with_reference else ()
     for name in ("spec.json", "origins.json", *kept):
         shutil.copy(finished.path(name), run.path(name))
     assert run_attempt(run, 2, 2, "step-2-a1") == Outcome(kind=OutcomeKind.SUCCEEDED)

@@ -126,7 +126,10 @@ def test_losses_where_it_is_served_are_those_of_plain_peft(world: int, tmp_path:
 
 @pytest.mark.parametrize(
     ("lora", "share"),
-    [({"use_dora": True}, 1 / 3), ({"modules_to_save": ["lm_head"]}, 1 / 29)],
+    [
+        pytest.param({"use_dora": True}, 1 / 3, marks=pytest.mark.slow),
+        ({"modules_to_save": ["lm_head"]}, 1 / 29),
+    ],
     ids=["magnitudes", "head"],
 )
 def test_what_is_trained_beside_a_and_b_is_that_of_plain_peft_and_merges_as_there(

@@ -133,6 +133,8 @@ def test_an_eviction_is_an_agreed_stop(attempts: Attempts, cluster: HarnessClust
     assert (reason_of(ended), ended.checkpoint_step, ended.delay_seconds) == ("stopped", 3, 0)
 
 
+# how a pod's end is read: test_status.py
+@pytest.mark.slow
 def test_a_permanent_failure_keeps_its_words(attempts: Attempts) -> None:
     attempt = attempts("event,refuse", nodes=1)
     attempt.start()
@@ -142,6 +144,7 @@ def test_a_permanent_failure_keeps_its_words(attempts: Attempts) -> None:
     assert ended.exit.message == "This model cannot be trained."
 
 
+@pytest.mark.slow
 def test_a_pod_that_runs_out_of_memory_says_so(attempts: Attempts, cluster: HarnessCluster) -> None:
     attempt = attempts("event,hang", grace=1.0)
     attempt.start()

@@ -420,7 +420,7 @@ def some_and_all() -> Iterator[Any]:
         yield pytest.param(kind, method, VALUES, id=f"{name}-all", marks=pytest.mark.slow)
 
 
-@pytest.mark.parametrize(("kind", "method", "values"), some_and_all())
+@pytest.mark.parametrize(("kind", "method", "values"), list(some_and_all()))
 def test_whatever_a_file_says_the_spec_that_comes_out_is_valid(
     kind: str, method: Any, values: tuple[Any, ...]
 ) -> None:

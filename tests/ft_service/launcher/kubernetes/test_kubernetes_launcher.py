@@ -711,6 +711,8 @@ def queues(ours: HarnessCluster) -> Iterator[dict[str, int]]:
     ours.fake.state.queues.clear()
 
 
+# the words: test_status.py
+@pytest.mark.slow
 def test_a_queue_says_why_an_attempt_waits(attempts: Attempts, queues: dict[str, int]) -> None:
     queues["team-a"] = 1
     attempt = attempts("event,succeed", queue="team-a")

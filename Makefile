@@ -1,7 +1,8 @@
 # make quickstart   one fine-tuning job on this machine, from upload to adapter
 # make serve        the server in the foreground, with the sample base model
 # make wheel        everything as one file for pip, in dist
-# make test         every test that needs no GPU        make test-all   the long ones too
+# make test         the tests that need no GPU, but for the long ones        make test-all   all that need none
+# make check-docs   the tests of the documentation's site, the wheel, the Helm chart and the manifests, which make test leaves out
 # make test-failed  those that failed then, once more and one after another
 # make bench        every benchmark; results go to benchmarks/results
 # make gpu-report   what one GPU shows of the workers: right numbers, speed, memory; without a GPU: that it would run
@@ -37,7 +38,7 @@ GPU := $(wildcard /dev/nvidia0)
 PYTEST := env -u PYTHONDONTWRITEBYTECODE PYTEST_DISABLE_PLUGIN_AUTOLOAD=1 $(BIN)/python -m pytest -p pytest_timeout
 SIDE_BY_SIDE := --processes 3
 
-.PHONY: help quickstart serve wheel test test-failed test-all bench gpu-report docs check
+.PHONY: help quickstart serve wheel test check-docs test-failed test-all bench gpu-report docs check
 
 help:
 	@sed -n 's/^# \{0,1\}//p' Makefile | sed -n '1,/^$$/p'
@@ -54,7 +55,11 @@ wheel: $(READY)
 	@ls dist/ft_service-*.whl
 
 test: $(READY) $(TRITON)
-	@$(PYTEST) $(SIDE_BY_SIDE) -m "not slow$(if $(GPU),, and not gpu)"
+	@$(PYTEST) $(SIDE_BY_SIDE) -m "not slow and not docs$(if $(GPU),, and not gpu)"
+
+# Of folders that import little: not all that `make test` collects.
+check-docs: $(READY)
+	@$(PYTEST) -m "docs and not slow" tests/test_*.py tests/deploy
 
 test-failed: $(READY) $(TRITON)
 	@$(PYTEST) --last-failed --last-failed-no-failures none

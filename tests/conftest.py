@@ -30,7 +30,13 @@ MARK = "FT_TEST_RUN"
 OWN_HELPERS = ("multiprocessing.forkserver", "multiprocessing.resource_tracker")
 """They end with this process: the forkserver that ranks are forked from, and its bookkeeper."""
 ROOT = Path(__file__).parents[1]
-LONG = ("tests/e2e/", "tests/ft_service/store/", "tests/ft_service/supervisor/", "tests/workers/")
+LONG = (
+    "tests/e2e/",
+    "tests/api/page/",
+    "tests/ft_service/store/",
+    "tests/ft_service/supervisor/",
+    "tests/workers/",
+)
 """Begun first, those with the longest pieces before: side by side, test processes then end at about
 the same time.
 """
@@ -39,7 +45,9 @@ TOGETHER = ("tests/gpu/", "tests/ft_service/store/")
 longer than most of them.
 """
 SHOWN_FILES = 25
-"""Files whose CPU seconds are printed at the end of a run of many."""
+"""Files whose CPU seconds are printed at the end of a run of more, and after them those above their
+budgets.
+"""
 
 _TREE = pytest.StashKey[set[str]]()
 _LEFT = pytest.StashKey[list[str]]()
@@ -133,8 +141,9 @@ def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> Non
     cpu = config.stash[_CPU]
     if len(cpu.of_file) > SHOWN_FILES:
         terminalreporter.write_line(cpu.report(SHOWN_FILES))
-    for line in _dear(config) if config.getoption("--hold-budgets") else ():
-        terminalreporter.write_line(line)
+    if len(cpu.of_file) > SHOWN_FILES or config.getoption("--hold-budgets"):
+        for line in _dear(config):
+            terminalreporter.write_line(line)
 
 
 def _dear(config: pytest.Config) -> list[str]:

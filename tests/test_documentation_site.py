@@ -16,6 +16,7 @@ from docs.site import build, document, generated, llms_txt, schema_text, version
 from ft_service.settings import Settings
 from ft_service.spec.request import JobRequest
 
+pytestmark = pytest.mark.docs
 ROOT = Path(__file__).parents[1]
 
 

@@ -5,6 +5,7 @@ pyproject.toml allows.
 from __future__ import annotations
 
 import os
+import re
 import shutil
 import subprocess
 import tomllib
@@ -77,6 +78,19 @@ def test_nothing_is_installed_again_once_it_is_there(checkout: Path) -> None:
     assert make(checkout, "--question", ".venv/.ready").returncode == 0
     (checkout / ".venv/.ready").unlink()
     assert make(checkout, "--question", ".venv/.ready").returncode == 1
+
+
+def test_check_docs_looks_where_tests_are_marked_so() -> None:
+    command = re.search(r'-m "docs and not slow" (.+)', (ROOT / "Makefile").read_text())
+    assert command is not None
+    looked = {path for pattern in command[1].split() for path in ROOT.glob(pattern)}
+    marked = {
+        path
+        for path in (ROOT / "tests").rglob("test_*.py")
+        if re.search(r"^(pytestmark = |@)pytest\.mark\.docs", path.read_text(), re.MULTILINE)
+    }
+    assert len(marked) >= 4
+    assert not [path for path in marked if not looked & {path, *path.parents}]
 
 
 def test_every_requirement_is_pinned_to_a_version_that_it_allows() -> None:

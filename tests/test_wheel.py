@@ -17,6 +17,7 @@ from ft_service import __version__
 from ft_service.installation import BUNDLED, PYTHONPATH, ROOT, python_path, root_of
 from tests.support.wheels import build_wheel
 
+pytestmark = pytest.mark.docs
 CORE = "ft_service"
 BESIDE = (
     "api",

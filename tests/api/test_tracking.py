@@ -203,6 +203,8 @@ def test_every_step_arrives_once_whatever_ends_in_between(
     assert client.fine_tuning.jobs.retrieve(job_id).status == "succeeded"
 
 
+# of any tracker: tests/ft_service/control/tracking/test_metric_sender.py
+@pytest.mark.slow
 def test_a_refused_key_is_told_once_and_holds_nothing_up(
     service: Service,
     client: openai.OpenAI,

@@ -25,7 +25,14 @@ OLDER = Path(os.environ.get("FT_TEST_CLIENTS", Path(sys.prefix) / "clients"))
 """OpenAI clients of older major versions, each in a folder named after its major version; `make
 test-all` installs them.
 """
-AZURES = pytest.mark.parametrize("azure", [("azure_endpoint", ""), ("base_url", "/openai/v1")])
+AZURES = pytest.mark.parametrize(
+    "azure",
+    [
+        ("azure_endpoint", ""),
+        # whose paths alone are others: tests/api/http/test_azure_paths.py
+        pytest.param(("base_url", "/openai/v1"), marks=pytest.mark.slow),
+    ],
+)
 """How Azure's users give the address."""
 DATED = "2024-10-21"
 # They work on what a webhook's receiver has got, and ask nothing of the server.

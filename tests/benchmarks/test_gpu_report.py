@@ -95,6 +95,7 @@ def test_the_command_runs_every_section(tmp_path: Path) -> None:
     assert {row.section for row in rows} == SECTIONS.keys()
 
 
+@pytest.mark.slow
 def test_sections_measure_on_a_processor(tmp_path: Path) -> None:
     names = ["kernels", "speed nf4", "synchronisations"]
     run_on_ranks(sections_on_rank, 1, names, str(tmp_path))

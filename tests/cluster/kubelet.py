@@ -29,7 +29,7 @@ import httpx2
 
 from tests.cluster.apiserver import Object, now
 
-POLL_SECONDS = 0.1
+POLL_SECONDS = 0.2
 HEARTBEAT_SECONDS = 10.0
 CONFIRM_SECONDS = 1.0
 """Between two words that a pod is gone: the cluster may have reasons of its own to keep it for a

@@ -29,7 +29,7 @@ NODE_SECONDS = 60.0
 """How long a node of ours may take to be there."""
 SCHEDULER_SECONDS = 5.0
 """How long a pod of a control plane with a scheduler is without a word of it."""
-POLL_SECONDS = 0.1
+POLL_SECONDS = 0.2
 STRATEGIC = {"Content-Type": "application/strategic-merge-patch+json"}
 PROBE = "ft-probe"
 

@@ -7,13 +7,13 @@ from __future__ import annotations
 import ast
 import re
 import subprocess
-import sys
 from pathlib import Path
 
 import kubernetes_validate
 import pytest
 import yaml
 
+from ft_service.cli.root_command import run as run_command
 from ft_service.settings import Settings
 from ft_service.spec_files.spec_file import load_spec_file
 from tests.cluster.versions import KUBERNETES_VERSIONS
@@ -22,7 +22,6 @@ from tests.support.pod_security import pods_in, violations
 ROOT = Path(__file__).parents[2]
 HOSTS = ROOT / "deploy/examples/gpu-hosts"
 FILES = sorted(path for path in HOSTS.iterdir() if path.is_file())
-FT = Path(sys.executable).parent / "ft"
 
 
 def test_there_is_one_file_for_each_kind_of_host() -> None:
@@ -43,17 +42,15 @@ def test_what_it_names_is_there(path: Path) -> None:
     assert "--model" in text
 
 
-def test_the_commands_have_the_options_that_are_given() -> None:
+def test_the_commands_have_the_options_that_are_given(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "200")
     given = "".join(path.read_text() for path in FILES)
     for command, option in (("run", "--model"), ("run", "--run-dir"), ("pull", None)):
-        helped = subprocess.run(
-            [FT, command, "--help"],
-            capture_output=True,
-            text=True,
-            check=True,
-            env={"COLUMNS": "200"},
-        )
-        assert option is None or (option in given and f"{option} " in helped.stdout), command
+        assert run_command([command, "--help"]) == 0
+        helped = capsys.readouterr().out
+        assert option is None or (option in given and f"{option} " in helped), command
 
 
 def test_skypilots_task_has_fields_that_it_knows() -> None:

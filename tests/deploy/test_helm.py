@@ -18,6 +18,7 @@ from tests.support import helm
 from tests.support.kustomize import KUBERNETES, NOT_KUBERNETES, OVERLAYS, Object, kustomize
 from tests.support.pod_security import pods_in, violations
 
+pytestmark = pytest.mark.docs
 VALUES = helm.ROOT / "deploy/helm/values"
 DIGEST = "sha256:" + "0123456789abcdef" * 4
 EVERYTHING = {

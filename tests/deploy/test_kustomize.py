@@ -33,6 +33,8 @@ from tests.support.kustomize import (
     kustomize,
 )
 
+pytestmark = pytest.mark.docs
+
 
 @pytest.fixture(scope="module")
 def rendered() -> dict[str, list[Object]]:

@@ -18,7 +18,7 @@ LONG = (
     "many-lists-config.json",
     "many-lists-model.safetensors.index.json",
 )
-HOSTILE = ("layers", *(pytest.param(name, marks=pytest.mark.slow) for name in LONG))
+HOSTILE = ("layers", *LONG)
 
 
 @pytest.fixture(scope="module")
@@ -38,6 +38,8 @@ def test_a_base_is_described_by_a_process_under_its_limits(tmp_path: Path) -> No
     assert found.key == description_key(tmp_path, found.versions)
 
 
+# each by itself, in one process: tests/workers/test_describe.py
+@pytest.mark.slow
 @pytest.mark.parametrize("name", HOSTILE)
 def test_a_hostile_folder_is_refused_in_words_by_the_process_itself(
     hostile: Path, name: str

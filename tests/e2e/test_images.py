@@ -33,7 +33,7 @@ def test_chats_with_images_are_learned_and_others_told_before_training(
     save_pictured_chats(data, 16)
     options: dict[str, Any] = {
         "precision": {"default": "nf4", "compute": "fp32"},
-        "distributed": {"nproc_per_node": 2},
+        "distributed": {"nproc_per_node": 1},
         "training": {"max_steps": 3, "learning_rate": 5e-3},
     }
     file = upload(client, data)

@@ -33,8 +33,10 @@ def server(tmp_path: Path) -> Iterator[Server]:
         yield server
 
 
-def test_every_method(server: Server, tmp_path: Path) -> None:
-    command = [sys.executable, str(PROGRAMS / "tinker_walk.py"), "tiny"]
+@pytest.mark.parametrize("forms", ["one", pytest.param("both", marks=pytest.mark.slow)])
+def test_every_method(server: Server, tmp_path: Path, forms: str) -> None:
+    """`forms`: of methods that have an asynchronous one beside the other."""
+    command = [sys.executable, str(PROGRAMS / "tinker_walk.py"), "tiny", f"--{forms}"]
     folder = tmp_path / "models"  # where the client finds the tokenizer of "tiny"
     walked = subprocess.run(
         command, env=environment_of(server), cwd=folder, capture_output=True, text=True, timeout=800
@@ -43,6 +45,8 @@ def test_every_method(server: Server, tmp_path: Path) -> None:
     lines = [json.loads(line) for line in walked.stdout.splitlines() if line.startswith("{")]
     errors = {line["method"]: line["error"] for line in lines}
     wanted = {f"{client}.{name}" for client in CLIENTS for name in methods(client)}
+    if forms == "one":
+        wanted = {name for name in wanted if name.removesuffix("_async") not in wanted - {name}}
     assert errors.keys() == wanted
     refused = {method for method in wanted if method.removesuffix("_async") in NOT_HERE}
     assert {method for method, error in errors.items() if error} == refused, {

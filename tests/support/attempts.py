@@ -63,7 +63,7 @@ def wait_for(
         if value := what():
             return value
         assert waited < seconds, f"did not happen within {seconds:g} seconds: {source_of(what)}"
-        time.sleep(max(every, min(LONGEST_PAUSE, waited / 20)))
+        time.sleep(max(every, min(LONGEST_PAUSE, waited / 10)))
 
 
 def source_of(what: Callable[..., Any]) -> str:

@@ -24,6 +24,8 @@ from tests.support.attempts import wait_for
 POD_WORKER = Path(__file__).parent / "programs/pod_worker.py"
 SECONDS = 120.0
 """Long enough on a busy machine, and on a cluster that takes its time."""
+LOOK_SECONDS = 0.1
+"""Between two looks: each asks the control plane for the Job, its pods and their events."""
 
 
 @dataclass
@@ -61,7 +63,7 @@ class PodAttempt:
             assert not isinstance(seen, Ended), seen
             return isinstance(seen, Running) and seen.reported
 
-        wait_for(reported, SECONDS)
+        wait_for(reported, SECONDS, every=LOOK_SECONDS)
 
     def wait_noted(self) -> Running:
         """What is seen, once there is something to tell."""
@@ -70,7 +72,7 @@ class PodAttempt:
             seen = self.seen()
             return seen if isinstance(seen, Running) and seen.note else None
 
-        return wait_for(noted, SECONDS)
+        return wait_for(noted, SECONDS, every=LOOK_SECONDS)
 
     def wait_told(self, note: str) -> None:
         """Until this is what its place says about it."""
@@ -79,14 +81,14 @@ class PodAttempt:
             seen = self.seen()
             return isinstance(seen, Running) and seen.note == note
 
-        wait_for(told, SECONDS)
+        wait_for(told, SECONDS, every=LOOK_SECONDS)
 
     def wait_ended(self) -> Ended:
         def ended() -> Ended | None:
             seen = self.seen()
             return seen if isinstance(seen, Ended) else None
 
-        return wait_for(ended, SECONDS)
+        return wait_for(ended, SECONDS, every=LOOK_SECONDS)
 
     def only_logs_are_left(self) -> None:
         """Its Job stays to be looked at, and so do its pods, of which nothing runs."""

@@ -10,7 +10,6 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, TypeVar
@@ -145,14 +144,15 @@ def wait_until(
     client: openai.OpenAI, job_id: str, *states: str, seconds: float = SECONDS
 ) -> FineTuningJob:
     """The job, once it is in one of the states. Fails at once in another final state."""
-    deadline = time.monotonic() + seconds
-    while (job := client.fine_tuning.jobs.retrieve(job_id)).status not in states:
+
+    def reached() -> FineTuningJob | None:
+        job = client.fine_tuning.jobs.retrieve(job_id)
+        if job.status in states:
+            return job
         assert job.status not in ("succeeded", "failed", "cancelled"), f"{job.status}: {job.error}"
-        assert time.monotonic() < deadline, (
-            f"job {job_id} is {job.status} after {seconds:g} seconds"
-        )
-        time.sleep(0.1)
-    return job
+        return None
+
+    return wait_for(reached, seconds, every=0.1)
 
 
 def wait_until_step(client: openai.OpenAI, job_id: str, step: int, attempt: int = 1) -> int:
@@ -166,7 +166,7 @@ def wait_until_step(client: openai.OpenAI, job_id: str, step: int, attempt: int 
         reached = job.progress["step"] if job.progress else 0
         return reached if job.attempt >= attempt and reached >= step else None
 
-    return wait_for(progress, SECONDS)
+    return wait_for(progress, SECONDS, every=0.1)
 
 
 def processes_of(run: RunDir) -> dict[str, list[int]]:

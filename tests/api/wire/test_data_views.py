@@ -149,6 +149,7 @@ def get(service: Service, path: str, **query: object) -> httpx2.Response:
     return service.http("GET", path, params=query)
 
 
+@pytest.mark.usefixtures("examined_by_one_process")
 def test_samples_of_a_file_and_of_a_job(service: Service) -> None:
     file = service.client().files.create(file=("a.jsonl", LINES), purpose="fine-tune")
     answer = get(service, f"/v1/files/{file.id}/samples", model="tiny", limit=2).json()
@@ -187,6 +188,7 @@ def test_samples_of_a_file_and_of_a_job(service: Service) -> None:
     assert "there are chatml, llama-3" in wrong["message"]
 
 
+@pytest.mark.usefixtures("examined_by_one_process")
 def test_statistics_of_a_file_and_of_a_job(service: Service) -> None:
     client = service.client()
     lines = b"".join(b'{"text": "%d"}\n' % (number % 30) for number in range(32))

@@ -305,7 +305,7 @@ def test_a_base_that_hangs_keeps_no_other_waiting_and_urgent_ones_go_first(
     held = save_base(tmp_path / "held", test="slow", log=str(log), go=str(go))
     others = [
         save_base(tmp_path / f"other-{number}", rope_theta=float(number), log=str(log))
-        for number in range(1, 7)
+        for number in range(1, 3)
     ]
     urgent = save_base(tmp_path / "urgent", rope_theta=99.0, log=str(log))
     descriptions = open_descriptions(oddly())
@@ -332,7 +332,7 @@ def test_no_more_than_two_bases_are_described_at_once(
         save_base(
             tmp_path / f"b{number}", test="slow", log=str(log), go=str(go), rope_theta=float(number)
         )
-        for number in range(5)
+        for number in range(3)
     ]
     descriptions = open_descriptions(oddly())
     for base in bases:

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
 from copy import deepcopy
 from pathlib import Path
 from typing import Any
@@ -405,14 +406,26 @@ def test_whatever_an_option_of_a_method_says_the_file_is_refused_or_valid(kind: 
     assert [text for text in refusals if "not converted" not in text] == []
 
 
-@pytest.mark.parametrize(
-    ("kind", "method"),
-    [(name, None) for name in FORMATS if name not in ("transformers", "trl")]  # which others extend
-    + [("trl", "dpo"), ("trl", "reinforcement")],
-)
-def test_whatever_a_file_says_the_spec_that_comes_out_is_valid(kind: str, method: Any) -> None:
+FILES = [
+    (name, None) for name in FORMATS if name not in ("transformers", "trl")
+]  # others extend these
+FILES += [("trl", "dpo"), ("trl", "reinforcement")]
+
+
+def some_and_all() -> Iterator[Any]:
+    """Every file with a third of the values, each value in some files; with all of them, slow."""
+    for number, (kind, method) in enumerate(FILES):
+        name = f"{kind}-{method}"
+        yield pytest.param(kind, method, VALUES[number % 3 :: 3], id=name)
+        yield pytest.param(kind, method, VALUES, id=f"{name}-all", marks=pytest.mark.slow)
+
+
+@pytest.mark.parametrize(("kind", "method", "values"), list(some_and_all()))
+def test_whatever_a_file_says_the_spec_that_comes_out_is_valid(
+    kind: str, method: Any, values: tuple[Any, ...]
+) -> None:
     table = load_table(kind)
-    for value in VALUES:
+    for value in values:
         body: dict[str, Any] = {}
         for name in for_method(table, method).rules:
             target = body

@@ -29,7 +29,7 @@ from tests.cluster.harness import HarnessCluster, open_cluster
 from tests.cluster.kubelet import can_mount
 from tests.support.attempts import wait_for
 from tests.support.engine_pods import add_pod_job, pod_launcher, pod_reconciler
-from tests.support.pods import SECONDS
+from tests.support.pods import LOOK_SECONDS, SECONDS
 from tests.support.reconciling import PROJECT, get, messages, new_store
 
 JOBS = tuple(f"ftjob-{secrets.token_hex(3)}" for _ in range(3))
@@ -63,7 +63,7 @@ def turn_until(reconciler: Reconciler, what: Any) -> Any:
             reconciler.step()
         return what()
 
-    return wait_for(turned, SECONDS)
+    return wait_for(turned, SECONDS, every=LOOK_SECONDS)
 
 
 def start_two(reconciler: Reconciler, store: Store, home: Path) -> tuple[str, str]:
@@ -173,6 +173,8 @@ def test_a_pod_that_its_cluster_takes_away_costs_its_jobs_nothing(
     reconciler.close()
 
 
+# who parts, and how: test_engine_launcher.py, tests/ft_service/jobs/test_decisions.py
+@pytest.mark.slow
 def test_a_pod_that_runs_out_of_memory_parts_its_jobs(
     cluster: HarnessCluster, folder: Path, store: Store
 ) -> None:

@@ -79,7 +79,7 @@ def until(condition: Callable[[], Found], seconds: float = HANG_SECONDS) -> Foun
         except (NoAlertPresentException, NoSuchElementException, StaleElementReferenceException):
             return None
 
-    return wait_for(found, seconds, every=0.05)
+    return wait_for(found, seconds, every=0.1)
 
 
 def find(driver: webdriver.Chrome, css: str) -> WebElement:

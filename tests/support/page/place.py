@@ -112,7 +112,7 @@ class Place:
             self.store,
             self.launcher,
             Places(self.home),
-            ReconcilerOptions(check=check, idle_seconds=0.05),
+            ReconcilerOptions(check=check, idle_seconds=0.25),
         )
         if self.moves:
             reconciler.run(self._stop_moving)

@@ -1,9 +1,10 @@
 """Calls every method of the `tinker` package's clients against a service, and prints one JSON line
 a method: {method, error}.
 
-    python tinker_walk.py BASE
+    python tinker_walk.py BASE [--both]
 
-Run with TINKER_BASE_URL and TINKER_API_KEY, in a folder that holds the base's, so that the client
+Of a method that has an asynchronous form too, the other one alone is called; with `--both` both
+are. Run with TINKER_BASE_URL and TINKER_API_KEY, in a folder that holds the base's, so that the client
 finds its tokenizer.
 """
 
@@ -24,6 +25,7 @@ from tinker.lib.api_future_impl import QueueState
 
 warnings.simplefilter("ignore")
 base = sys.argv[1]
+both = "--both" in sys.argv
 
 
 def done(value: Any) -> Any:
@@ -38,11 +40,10 @@ def done(value: Any) -> Any:
 
 
 def call(client: Any, name: str, *args: Any, **named: Any) -> Any:
-    """The result of a method, called in both of its forms if it has two; the second one's."""
+    """The result of a method, called in one of its forms or in all; the last one's."""
     value: Any = None
-    for each in (name, f"{name}_async"):
-        if not hasattr(client, each):
-            continue
+    forms = [each for each in (name, f"{name}_async") if hasattr(client, each)]
+    for each in forms if both else forms[:1]:
         full = f"{type(client).__name__}.{each}"
         error = None
         given = [

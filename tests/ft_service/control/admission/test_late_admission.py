@@ -205,7 +205,16 @@ def test_what_admission_refuses_is_refused_later_with_the_same_words(
     assert again.value.message == refused.value.message, "the base is described now"
 
 
-@pytest.mark.parametrize("test", ["hang", "crash", "eat", "garbage"])
+# how each of them ends: tests/ft_service/bases/test_describing.py
+@pytest.mark.parametrize(
+    "test",
+    [
+        "hang",
+        "crash",
+        pytest.param("eat", marks=pytest.mark.slow),
+        pytest.param("garbage", marks=pytest.mark.slow),
+    ],
+)
 def test_a_job_on_a_hostile_folder_costs_no_other_job(
     open_service: Open, tmp_path: Path, test: str
 ) -> None:

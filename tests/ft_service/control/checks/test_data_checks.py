@@ -118,6 +118,8 @@ def data(path: Path, turns: int = 2, lines: int = 1) -> DataFileRef:
     return DataFileRef(name=path.name, path=str(path), sha256=sha256_of(path))
 
 
+# its parts are below: each limit by itself, and the lanes with scripted processes
+@pytest.mark.slow
 def test_a_good_job_passes_poisoned_ones_which_fail_with_line_and_cause(
     monkeypatch: pytest.MonkeyPatch, store: Store, tmp_path: Path
 ) -> None:

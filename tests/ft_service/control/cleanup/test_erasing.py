@@ -266,6 +266,10 @@ def in_a_process_killed_at(number: int, work: Callable[[], object]) -> bool:
         os._exit(failed)
 
 
+# the statements, on both: tests/ft_service/store/test_erasure.py
+@pytest.mark.parametrize(
+    "store_url", ["sqlite", pytest.param("postgresql", marks=pytest.mark.slow)], indirect=True
+)
 def test_a_projects_erasure_goes_on_where_a_kill_has_ended_it(
     store_url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

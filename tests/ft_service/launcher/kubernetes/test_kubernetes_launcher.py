@@ -133,6 +133,8 @@ def test_an_eviction_is_an_agreed_stop(attempts: Attempts, cluster: HarnessClust
     assert (reason_of(ended), ended.checkpoint_step, ended.delay_seconds) == ("stopped", 3, 0)
 
 
+# how a pod's end is read: test_status.py
+@pytest.mark.slow
 def test_a_permanent_failure_keeps_its_words(attempts: Attempts) -> None:
     attempt = attempts("event,refuse", nodes=1)
     attempt.start()
@@ -142,6 +144,7 @@ def test_a_permanent_failure_keeps_its_words(attempts: Attempts) -> None:
     assert ended.exit.message == "This model cannot be trained."
 
 
+@pytest.mark.slow
 def test_a_pod_that_runs_out_of_memory_says_so(attempts: Attempts, cluster: HarnessCluster) -> None:
     attempt = attempts("event,hang", grace=1.0)
     attempt.start()
@@ -383,6 +386,8 @@ def test_a_node_that_does_not_answer_keeps_the_attempt_alive(
     assert reason_of(attempt.wait_ended()) == "stalled"
 
 
+# the words: test_status.py
+@pytest.mark.slow
 def test_a_quota_is_told_while_it_lasts(attempts: Attempts, cluster: HarnessCluster) -> None:
     attempt = attempts("event,succeed", nodes=1)
     with cluster.quota_used_up():
@@ -489,6 +494,8 @@ def data_file(home: Path) -> DataFileRef:
     return DataFileRef(name="train.jsonl", path=str(path), sha256="0")
 
 
+# the pauses: test_placement.py
+@pytest.mark.slow
 def test_a_job_that_nodes_evict_before_each_checkpoint_is_tried_less_and_less_often(
     cluster: HarnessCluster, tmp_path: Path
 ) -> None:
@@ -560,6 +567,8 @@ def test_a_job_that_waits_for_a_quota_on_jobs_is_no_failure(
     store.close()
 
 
+# what is decided: test_placement.py
+@pytest.mark.slow
 def test_places_for_some_of_the_pods_are_given_back_and_cost_nothing(
     clock: Clock, cluster: HarnessCluster, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -626,6 +635,8 @@ def test_the_time_in_which_a_pod_waits_for_one_without_a_place_does_not_count(
     assert attempt.seen() == ended, "the next try comes no later for being asked"
 
 
+# what is decided: test_placement.py
+@pytest.mark.slow
 def test_a_pod_that_gave_up_waiting_for_one_without_a_place_is_no_failure(
     attempts: Attempts, cluster: HarnessCluster
 ) -> None:
@@ -700,6 +711,8 @@ def queues(ours: HarnessCluster) -> Iterator[dict[str, int]]:
     ours.fake.state.queues.clear()
 
 
+# the words: test_status.py
+@pytest.mark.slow
 def test_a_queue_says_why_an_attempt_waits(attempts: Attempts, queues: dict[str, int]) -> None:
     queues["team-a"] = 1
     attempt = attempts("event,succeed", queue="team-a")
@@ -722,6 +735,8 @@ def test_coscheduling_needs_its_plugin(attempts: Attempts, ours: HarnessCluster)
     assert attempt.wait_ended()
 
 
+# as an eviction does, above
+@pytest.mark.slow
 def test_a_queue_that_takes_its_place_back_ends_the_attempt_at_a_checkpoint(
     attempts: Attempts, ours: HarnessCluster, queues: dict[str, int]
 ) -> None:

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from ft_service.launcher.kubernetes.status import PodWait, judge_pods, places, waiting
+from ft_service.launcher.kubernetes.status import PodWait, end_of, judge_pods, places, waiting
 from ft_service.rundir.attempt_outcome import AttemptRecords, exit_of
 from ft_service.rundir.documents import ErrorInfo, Exit, ExitReason, Outcome, OutcomeKind, Result
 
@@ -210,6 +210,12 @@ def test_how_an_attempt_ended(seen: dict[str, Any], reason: str, code: str | Non
     found = judge_pods(AttemptRecords(2, **records), **cluster)
     assert isinstance(found, Exit)
     assert (found.reason, found.error.code if found.error else None) == (reason, code)
+
+
+def test_how_one_pod_ended_is_a_clause() -> None:
+    assert end_of(ended_by("OOMKilled")) == "ran out of memory"
+    assert end_of(ended_by("Error", 3)) == "ended with code 3"
+    assert end_of(pod()) is None
 
 
 def test_where_nobody_left_a_word_nothing_is_made_up() -> None:

@@ -511,20 +511,11 @@ def _method(spec: JobSpec, hyperparameters: HyperparametersView) -> MethodView:
             type="reinforcement",
             reinforcement=ReinforcementView(grader=grader, hyperparameters=values),
         )
-    shared = hyperparameters.model_dump()
-    if spec.simpo is not None:
-        simpo = SimpoHyperparametersView(**shared, **spec.simpo.model_dump())
-        return MethodView(type="simpo", simpo=SimpoView(hyperparameters=simpo))
-    if spec.orpo is not None:
-        orpo = OrpoHyperparametersView(**shared, **spec.orpo.model_dump())
-        return MethodView(type="orpo", orpo=OrpoView(hyperparameters=orpo))
-    if spec.kto is not None:
-        kto = KtoHyperparametersView(**shared, **spec.kto.model_dump())
-        return MethodView(type="kto", kto=KtoView(hyperparameters=kto))
-    if spec.dpo is None:
+    if (loss := spec.loss) is None:
         return MethodView(supervised=SupervisedView(hyperparameters=hyperparameters))
-    own = DpoHyperparametersView(**shared, **spec.dpo.model_dump())
-    return MethodView(type="dpo", dpo=DpoView(hyperparameters=own))
+    values = {**hyperparameters.model_dump(), **loss.model_dump(exclude={"type"})}
+    section = {"hyperparameters": values}
+    return MethodView.model_validate({"type": loss.type, loss.type: section})
 
 
 def _hyperparameters(spec: JobSpec) -> HyperparametersView:

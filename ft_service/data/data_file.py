@@ -32,7 +32,7 @@ from ft_service.data.statistics import (
 )
 from ft_service.data.token_options import DEFAULT, TokenOptions
 from ft_service.rundir.documents import ErrorInfo
-from ft_service.spec import KtoOptions
+from ft_service.spec import LossOptions
 from ft_service.spec.options import Applied
 from ft_service.wording import counted
 
@@ -257,12 +257,12 @@ class DataReport:
         max_length: int,
         *,
         cut: bool = True,
-        kto: KtoOptions | None = None,
+        loss: LossOptions | None = None,
     ) -> Iterator[tuple[Literal["info", "warn"], str]]:
         """Level and sentence for events: what is trained on, what is left out and why.
 
         `name`: the file's. `cut`: False if statistics report what the cut does to samples.
-        `kto`: options of the method of a file with labels; None: the defaults.
+        `loss`: options of the job's method; None: the defaults.
         """
         if self.shape:
             yield "info", f"{name}: {self.shape}."
@@ -278,7 +278,7 @@ class DataReport:
         if self.counts is not None:
             yield from self._count_messages(self.counts, name, max_length, cut=cut)
         if self.good or self.bad:
-            yield from balance_messages(name, self.good, self.bad, kto)
+            yield from balance_messages(name, self.good, self.bad, loss)
         if self.images:
             tokens = self.counts.image_tokens if self.counts is not None else 0
             of_them = f", {counted(tokens, 'token')} of them" if tokens else ""

@@ -44,7 +44,14 @@ from ft_service.plan.weight_storage import (
     stored_weights,
 )
 from ft_service.rundir.engine import SeatSize
-from ft_service.spec import AS_PUBLISHED, FORMATS, JobSpec, WeightFormat, check_distributed
+from ft_service.spec import (
+    AS_PUBLISHED,
+    FORMATS,
+    JobSpec,
+    KtoOptions,
+    WeightFormat,
+    check_distributed,
+)
 from ft_service.spec.options import DistributedOptions
 from ft_service.wording import bytes_text
 
@@ -339,13 +346,13 @@ def _hints(
             f"tokens, {answers * longest:,} together{text}; and so does grading."
         )
     if spec.has_reference:
-        what = "pair" if spec.dpo is not None else "answer"
+        what = "answer" if spec.preferences is None else "pair"
         text = (
             "Times are those of the steps alone. Before them the reference's log-probabilities of "
             f"each {what} that they read are "
             f"computed once, which takes about half as long as a first pass over these {what}s."
         )
-        if spec.kto is not None and spec.kto.loss_type == "kto":
+        if isinstance(spec.loss, KtoOptions) and spec.loss.loss_type == "kto":
             text += (
                 " A mismatched answer for each one doubles that, and makes steps about half as long "
                 "again; method.kto.hyperparameters.loss_type: apo_zero_unpaired does without."

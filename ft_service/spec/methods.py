@@ -90,6 +90,14 @@ class DpoHyperparameters(Hyperparameters):
             )
         return self
 
+    def resolved(self) -> DpoOptions:
+        return DpoOptions(
+            beta=BETAS[self.loss_type] if self.beta == AUTO else self.beta,
+            loss_type=self.loss_type,
+            label_smoothing=self.label_smoothing,
+            rpo_alpha=self.rpo_alpha,
+        )
+
 
 class DpoMethod(NullableSections):
     hyperparameters: DpoHyperparameters = DpoHyperparameters()
@@ -105,6 +113,9 @@ class SimpoHyperparameters(Hyperparameters):
     the other; the paper recommends about half of beta.
     """
 
+    def resolved(self) -> SimpoOptions:
+        return SimpoOptions(beta=SIMPO_BETA if self.beta == AUTO else self.beta, gamma=self.gamma)
+
 
 class SimpoMethod(NullableSections):
     hyperparameters: SimpoHyperparameters = SimpoHyperparameters()
@@ -117,6 +128,9 @@ class OrpoHyperparameters(Hyperparameters):
     """Weight of the odds ratio beside the cross entropy of the preferred answers: the paper's
     lambda. "auto": 0.1.
     """
+
+    def resolved(self) -> OrpoOptions:
+        return OrpoOptions(beta=ORPO_BETA if self.beta == AUTO else self.beta)
 
 
 class OrpoMethod(NullableSections):
@@ -142,6 +156,14 @@ class KtoHyperparameters(Hyperparameters):
     """Weight of the loss of bad answers. The paper asks for weights by which the good answers'
     number times their weight is 1 to 4/3 times the bad ones' number times theirs.
     """
+
+    def resolved(self) -> KtoOptions:
+        return KtoOptions(
+            beta=KTO_BETA if self.beta == AUTO else self.beta,
+            loss_type=self.loss_type,
+            desirable_weight=self.desirable_weight,
+            undesirable_weight=self.undesirable_weight,
+        )
 
 
 class KtoMethod(NullableSections):
@@ -319,54 +341,27 @@ class Method(NullableSections):
             **{name: getattr(given, name) for name in SHARED_OPTIONS},
         )
 
-    def dpo_options(self) -> DpoOptions | None:
-        """The resolved options of direct preference optimisation.
-
-        None: the job has another method.
+    def loss_options(self) -> LossOptions | None:
+        """The resolved options of its loss. None: cross entropy, or the loss of answers that are
+        sampled.
         """
-        if self.type != "dpo":
-            return None
-        given = self.dpo.hyperparameters
-        beta = BETAS[given.loss_type] if given.beta == AUTO else given.beta
-        return DpoOptions(
-            beta=beta,
-            loss_type=given.loss_type,
-            label_smoothing=given.label_smoothing,
-            rpo_alpha=given.rpo_alpha,
-        )
-
-    def simpo_options(self) -> SimpoOptions | None:
-        """The resolved options of SimPO. None: the job has another method."""
-        if self.type != "simpo":
-            return None
-        given = self.simpo.hyperparameters
-        return SimpoOptions(
-            beta=SIMPO_BETA if given.beta == AUTO else given.beta, gamma=given.gamma
-        )
-
-    def orpo_options(self) -> OrpoOptions | None:
-        """The resolved options of ORPO. None: the job has another method."""
-        if self.type != "orpo":
-            return None
-        given = self.orpo.hyperparameters
-        return OrpoOptions(beta=ORPO_BETA if given.beta == AUTO else given.beta)
-
-    def kto_options(self) -> KtoOptions | None:
-        """The resolved options of KTO. None: the job has another method."""
-        if self.type != "kto":
-            return None
-        given = self.kto.hyperparameters
-        return KtoOptions(
-            beta=KTO_BETA if given.beta == AUTO else given.beta,
-            loss_type=given.loss_type,
-            desirable_weight=given.desirable_weight,
-            undesirable_weight=given.undesirable_weight,
-        )
+        match self.type:
+            case "dpo":
+                return self.dpo.hyperparameters.resolved()
+            case "simpo":
+                return self.simpo.hyperparameters.resolved()
+            case "orpo":
+                return self.orpo.hyperparameters.resolved()
+            case "kto":
+                return self.kto.hyperparameters.resolved()
+            case _:
+                return None
 
 
 class DpoOptions(Strict):
     """`DpoHyperparameters` resolved for a worker."""
 
+    type: Literal["dpo"] = "dpo"
     beta: Beta
     loss_type: DpoLoss
     label_smoothing: Smoothing = 0.0
@@ -376,6 +371,7 @@ class DpoOptions(Strict):
 class SimpoOptions(Strict):
     """`SimpoHyperparameters` resolved for a worker."""
 
+    type: Literal["simpo"] = "simpo"
     beta: Beta
     gamma: float
 
@@ -383,12 +379,14 @@ class SimpoOptions(Strict):
 class OrpoOptions(Strict):
     """`OrpoHyperparameters` resolved for a worker."""
 
+    type: Literal["orpo"] = "orpo"
     beta: Beta
 
 
 class KtoOptions(Strict):
     """`KtoHyperparameters` resolved for a worker."""
 
+    type: Literal["kto"] = "kto"
     beta: Beta
     loss_type: KtoLoss
     desirable_weight: Weight
@@ -397,6 +395,8 @@ class KtoOptions(Strict):
 
 PairOptions = DpoOptions | SimpoOptions | OrpoOptions
 """Options of a loss on pairs of answers."""
+LossOptions = PairOptions | KtoOptions
+"""Options of a method whose loss is another one than cross entropy, by their `type`."""
 
 
 GROUP = 8

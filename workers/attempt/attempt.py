@@ -22,7 +22,7 @@ from ft_service.rundir.checkpoints import newest_checkpoint, set_damaged_aside, 
 from ft_service.rundir.documents import Outcome, OutcomeKind
 from ft_service.rundir.evaluations import evaluated_steps
 from ft_service.rundir.manifest import Manifest
-from ft_service.spec import JobSpec
+from ft_service.spec import JobSpec, KtoOptions
 from ft_service.wording import counted
 from workers.attempt.prepared_model import Prepare, PreparedModel, cached_description, construct
 from workers.base.rank_objects import by_first, from_first, on_all
@@ -290,17 +290,18 @@ def _objectives(
     run = context.runtime.run
     spec = context.runtime.spec
     of_samples: Callable[[TokenSet], Referred]
-    if spec.kto is not None:
-        of_samples = partial(
-            Labelled.without_values,
-            options=spec.kto,
-            seed=spec.seed,
-            max_length=spec.training.max_length,
-        )
-    elif spec.preferences is not None:
-        of_samples = partial(Preference.without_reference, options=spec.preferences)
-    else:
-        return supervised(train, spec, packed=context.limits.packed), Supervised(valid)
+    match spec.loss:
+        case None:
+            return supervised(train, spec, packed=context.limits.packed), Supervised(valid)
+        case KtoOptions() as options:
+            of_samples = partial(
+                Labelled.without_values,
+                options=options,
+                seed=spec.seed,
+                max_length=spec.training.max_length,
+            )
+        case options:
+            of_samples = partial(Preference.without_reference, options=options)
     training, validation = of_samples(train), of_samples(valid)
     if not spec.has_reference:
         return training, validation
@@ -315,7 +316,7 @@ def _objectives(
 
 def _answered(spec: JobSpec, samples: TokenSet) -> Sequence[int]:
     """Numbers of the samples whose answers are worth learning."""
-    if spec.kto is not None:
+    if isinstance(spec.loss, KtoOptions):
         return np.flatnonzero(samples.labels).tolist()
     return range(0, len(samples), 1 if spec.preferences is None else 2)
 

@@ -87,8 +87,7 @@ def as_trained(
     are the same after the cut, and their jobs go on with them, since steps and order depend on the
     number. Raises DataError if none has anything to learn.
     """
-    of_answers = spec.preferences is not None or spec.kto is not None
-    split = not of_answers and spec.reinforcement is None and are_whole(samples)
+    split = spec.loss is None and spec.reinforcement is None and are_whole(samples)
     windows = in_windows(samples, spec.training.max_length) if split else samples
     usable = trainable(
         windows,

@@ -71,7 +71,7 @@ class JobData:
                 data.name,
                 spec.training.max_length,
                 cut=self.statistics is None,
-                kto=spec.kto,
+                loss=spec.loss,
             )
         for text in self.on_images:
             yield "info", text

@@ -150,7 +150,7 @@ def _check_files(
             places.share_tokens(data.sha256)
         except (OSError, UnavailableError):  # workers then make them themselves
             log.exception("the tokens of %s could not be brought to object storage", data.name)
-        told += report.messages(data.name, spec.training.max_length, cut=False, kto=spec.kto)
+        told += report.messages(data.name, spec.training.max_length, cut=False, loss=spec.loss)
     if not counts:
         return Checked()
     if spec.reinforcement is not None:

@@ -19,6 +19,7 @@ from ft_service.ids import new_id
 from ft_service.jobs.reasons import Reason
 from ft_service.jobs.states import Phase, State
 from ft_service.serving import worker_tasks
+from ft_service.spec import DpoOptions
 from ft_service.store.records import NewEvent
 from tests.support.creating import create_job
 from tests.support.records import claim_next
@@ -230,8 +231,8 @@ def test_a_job_of_preference_pairs_shows_its_method(
         "batch_size": 8,
         "learning_rate_multiplier": 2,
     }
-    dpo = service.store.jobs.get_job("default", job.id).spec.dpo
-    assert dpo is not None
+    dpo = service.store.jobs.get_job("default", job.id).spec.loss
+    assert isinstance(dpo, DpoOptions)
     assert (dpo.beta, dpo.loss_type) == (0.2, "sigmoid")
 
 

@@ -39,7 +39,7 @@ def test_openai_hyperparameters_become_training_options(place: str) -> None:
 
 def test_preference_pairs_have_rates_and_epochs_of_their_own() -> None:
     request = parse_request({**BODY, **preferring()})
-    assert request.method.dpo_options() == DpoOptions(beta=0.1, loss_type="sigmoid")
+    assert request.method.loss_options() == DpoOptions(beta=0.1, loss_type="sigmoid")
     assert (request.resolved_training().learning_rate, request.resolved_training().n_epochs) == (
         5e-6,
         1,
@@ -53,9 +53,9 @@ def test_preference_pairs_have_rates_and_epochs_of_their_own() -> None:
     assert given.resolved_training().learning_rate == 1e-3
     lengths = parse_request(
         {**BODY, **preferring(loss_type="sigmoid_norm", rpo_alpha=1)}
-    ).method.dpo_options()
+    ).method.loss_options()
     assert lengths == DpoOptions(beta=5.0, loss_type="sigmoid_norm", rpo_alpha=1.0)
-    assert parse_request(BODY).method.dpo_options() is None
+    assert parse_request(BODY).method.loss_options() is None
 
 
 def test_a_section_of_another_method_is_refused() -> None:
@@ -78,12 +78,11 @@ def test_smoothing_that_no_loss_reads_is_refused(given: dict[str, Any], says: st
 
 def test_methods_without_reference_have_options_rates_and_epochs_of_their_own() -> None:
     request = parse_request({**BODY, "method": {"type": "simpo"}})
-    assert request.method.simpo_options() == SimpoOptions(beta=2.0, gamma=1.0)
-    assert request.method.dpo_options() is None
+    assert request.method.loss_options() == SimpoOptions(beta=2.0, gamma=1.0)
     assert request.resolved_training().learning_rate == 5e-6
     orpo = {"type": "orpo", "orpo": {"hyperparameters": {"beta": 0.3}}}
     request = parse_request({**BODY, "method": orpo})
-    assert request.method.orpo_options() == OrpoOptions(beta=0.3)
+    assert request.method.loss_options() == OrpoOptions(beta=0.3)
     training = request.resolved_training()
     assert (training.learning_rate, training.n_epochs) == (5e-5, 1)
     with pytest.raises(SpecError, match=r"method\.dpo is given and method\.type is 'orpo'"):
@@ -94,7 +93,7 @@ def test_methods_without_reference_have_options_rates_and_epochs_of_their_own() 
 
 def test_kto_has_its_papers_options_and_learns_answers_alone() -> None:
     request = parse_request({**BODY, "method": {"type": "kto"}})
-    assert request.method.kto_options() == KtoOptions(
+    assert request.method.loss_options() == KtoOptions(
         beta=0.1, loss_type="kto", desirable_weight=1.0, undesirable_weight=1.0
     )
     assert request.resolved_training().learning_rate == 5e-6

@@ -316,7 +316,7 @@ def _objectives(
 
 def _answered(spec: JobSpec, samples: TokenSet) -> Sequence[int]:
     """Numbers of the samples whose answers are worth learning."""
-    if isinstance(spec.loss, KtoOptions):
+    if samples.labels is not None:
         return np.flatnonzero(samples.labels).tolist()
     return range(0, len(samples), 1 if spec.preferences is None else 2)
 

@@ -26,7 +26,7 @@ from ft_service.data.tokens.training_set.split import Split, split_off
 from ft_service.errors import DataError
 from ft_service.host.hardware import available_memory
 from ft_service.rundir.evaluations import finite_nats
-from ft_service.spec import DataFileRef, JobSpec, KtoOptions, PrecisionOptions
+from ft_service.spec import DataFileRef, JobSpec, PrecisionOptions
 from ft_service.wording import bytes_text
 from workers.base.load import adapters, load
 from workers.data.batches import Batch, collate
@@ -100,7 +100,7 @@ def _validation(spec: JobSpec, samples: int) -> tuple[Sequence[Tokens], str | No
         data = _data(spec, file)
     except DataError as error:
         return [], error.message
-    if isinstance(spec.loss, KtoOptions):
+    if data.labels is not None:
         numbers = np.flatnonzero(data.labels).tolist()
         if not numbers:
             return [], "its validation samples have no good answer"

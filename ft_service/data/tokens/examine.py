@@ -303,7 +303,7 @@ class Examination:
             )
             # Both samples of a pair show those of its prompt.
             findings.images = len(found.samples.uses) // (1 + request.pairs)
-            if request.options.columns.labels:
+            if found.samples.labels is not None:
                 _, first = np.unique(found.samples.records, return_index=True)
                 findings.labels.update(found.samples.labels[first].tolist())
             image_tokens = int((found.samples.uses[:, 1] - found.samples.uses[:, 0]).sum())
@@ -399,8 +399,8 @@ class Examination:
                     cut: list[Tokens] = []
                     uses = sum(len(sample.images) for sample in of_record)
                     findings.images += uses // (1 + pairs)
-                    if options.columns.labels:
-                        findings.labels[bool(of_record[0].targets[0])] += 1
+                    if of_record[0].label is not None:
+                        findings.labels[of_record[0].label] += 1
                     for sample in of_record:
                         cut.append(sample.cut(self._length_limit(data)))
                         lengths.append(len(sample.ids))

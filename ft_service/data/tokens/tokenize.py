@@ -111,6 +111,7 @@ class SampleCheck:
         self._begin: tuple[int | None, str | None] = named.bos_token_id, named.bos_token
         self._end: str | None = named.eos_token
         self._everything = options.train_on == "everything"
+        self._labelled = options.columns.labels is True
         self._path = named.name_or_path
 
     def tokens(self, sample: SampleText, encoding: Encoding | Joined) -> Tokens:
@@ -132,8 +133,7 @@ class SampleCheck:
                     "ask for training.train_on = 'everything'",
                 )
             self._require_end_of_turn(sample)
-        label = label_of(sample.source)
-        return tokens if label is None else tokens.labelled(label)
+        return replace(tokens, label=label_of(sample.source)) if self._labelled else tokens
 
     def _require_one_begin(self, sample: SampleText, tokens: Tokens) -> None:
         number, name = self._begin

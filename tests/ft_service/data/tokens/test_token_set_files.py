@@ -6,7 +6,8 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Generator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -20,9 +21,10 @@ from ft_service.data.examiner import Examiner
 from ft_service.data.statistics import Lines
 from ft_service.data.token_folder import entries_of, remove_entries
 from ft_service.data.tokens.examine import Examination, ProgressReporter, TokenDestination
+from ft_service.data.tokens.sample import Tokens
 from ft_service.data.tokens.token_cache import Recording, find, tokens_key
 from ft_service.data.tokens.token_set import TokenSet
-from ft_service.data.tokens.token_set_files import open_token_set
+from ft_service.data.tokens.token_set_files import TokenSetWriter, damage, open_token_set
 from ft_service.data.tokens.tokenize import CHUNK_SAMPLES, load_dataset
 from ft_service.data.tokens.training_set.split import Split, split_off
 from ft_service.data.tokens.training_set.token_statistics import RecordGroup
@@ -145,6 +147,44 @@ def test_the_same_is_reported_of_pairs(
     assert again == first
     assert first.counts is not None
     assert first.counts.alike == (Lines(2, (2, 3)) if max_length == 40 else Lines(1, (3,)))
+
+
+def test_labels_are_kept_beside_the_targets_and_stay_with_their_samples(
+    tmp_path: Path,
+) -> None:
+    targets = np.array([False, True])
+    ids = [np.array([1, n], np.int32) for n in range(4)]
+    labels = [True, False, False, True]
+    samples = [Tokens(own, targets, label=label) for own, label in zip(ids, labels, strict=True)]
+    plain = [Tokens(own, targets) for own in ids]
+    with TokenSetWriter(tmp_path) as writer:
+        for sample in samples:
+            writer.add(sample)
+        writer.finish(dated=False)
+    found = open_token_set(tmp_path)
+    assert found is not None
+    assert found.labels is not None
+    assert found.labels.tolist() == labels
+    assert not any(sample.targets[0] for sample in found)
+    assert [sample.label for sample in found.some(np.array([False, True, False, True]))] == [
+        False,
+        True,
+    ]
+    assert found.digest == TokenSet.of(samples).digest
+    others = [replace(sample, label=not sample.label) for sample in samples]
+    assert len({found.digest, TokenSet.of(plain).digest, TokenSet.of(others).digest}) == 3
+    assert _ended(damage(tmp_path)) is None
+    (tmp_path / "labels.bin").write_bytes(bytes([1, 1, 0, 1]))
+    assert "another digest" in (_ended(damage(tmp_path)) or "")
+    assert TokenSet.of(plain).labels is None
+
+
+def _ended(reading: Generator[None, None, str | None]) -> str | None:
+    while True:
+        try:
+            next(reading)
+        except StopIteration as ended:
+            return ended.value
 
 
 def test_the_samples_of_a_conversation_are_told_and_stay_together(

@@ -20,7 +20,14 @@ from ft_service.rundir.evaluations import (
     SuiteTask,
 )
 from ft_service.rundir.events import Metrics
-from ft_service.spec import LEARNING_RATES, Integration, JobSpec, MethodType, Strict
+from ft_service.spec import (
+    LEARNING_RATES,
+    DistillationOptions,
+    Integration,
+    JobSpec,
+    MethodType,
+    Strict,
+)
 from ft_service.spec.methods import GROUP
 
 _JOB_FIELDS = (
@@ -90,6 +97,13 @@ class KtoHyperparametersView(HyperparametersView):
     undesirable_weight: float
 
 
+class DistillationHyperparametersView(HyperparametersView):
+    """Hyperparameters of distillation; beta is read with jsd alone."""
+
+    loss_type: str
+    beta: float
+
+
 class SupervisedView(View):
     hyperparameters: HyperparametersView
 
@@ -108,6 +122,14 @@ class OrpoView(View):
 
 class KtoView(View):
     hyperparameters: KtoHyperparametersView
+
+
+class DistillationView(View):
+    hyperparameters: DistillationHyperparametersView
+    teacher: str
+    """The base's name: the base without adapter."""
+    with_context: str | None
+    on: Literal["data"] = "data"
 
 
 class ReinforcementHyperparametersView(HyperparametersView):
@@ -142,6 +164,7 @@ class MethodView(View):
     simpo: SimpoView | None = None
     orpo: OrpoView | None = None
     kto: KtoView | None = None
+    distillation: DistillationView | None = None
     reinforcement: ReinforcementView | None = None
 
 
@@ -513,8 +536,10 @@ def _method(spec: JobSpec, hyperparameters: HyperparametersView) -> MethodView:
         )
     if (loss := spec.loss) is None:
         return MethodView(supervised=SupervisedView(hyperparameters=hyperparameters))
-    values = {**hyperparameters.model_dump(), **loss.model_dump(exclude={"type"})}
-    section = {"hyperparameters": values}
+    values = {**hyperparameters.model_dump(), **loss.model_dump(exclude={"type", "with_context"})}
+    section: dict[str, Any] = {"hyperparameters": values}
+    if isinstance(loss, DistillationOptions):
+        section |= {"teacher": spec.model.name, "with_context": loss.with_context or None}
     return MethodView.model_validate({"type": loss.type, loss.type: section})
 
 

@@ -180,6 +180,8 @@ class DataReport:
     """The file's names of prompt and completion, if these are strings; empty: there are no such
     records, or the base has no chat template.
     """
+    has_context: bool = False
+    """Samples 2i and 2i + 1 are what a student and its teacher read."""
     as_chats: bool | None = False
     """Whether these become conversations, which the base's chat template writes
     (data.apply_chat_template). None: where the base has one.
@@ -333,6 +335,8 @@ class DataReport:
             yield "info", f"{name}: {prompts}; the longest has {counted(counts.longest, 'token')}."
             return
         pairs = f"{counted(counts.pairs, 'pair')} of answers"
+        if self.has_context:
+            pairs = f"{counted(counts.pairs, 'sample')}, each also behind the teacher's context,"
         of = pairs if counts.pairs else counted(counts.samples, "sample")
         whose = "" if self.is_bare and not (self.joined and self.as_chats) else "the assistant's "
         yield (
@@ -360,7 +364,8 @@ class DataReport:
         if counts.alike.count and cut:
             yield "warn", alike_text(name, counts.alike, self.word, max_length)
         if counts.dropped:
-            left_out = counted(counts.dropped, "pair" if counts.pairs else "sample", "is", "are")
+            is_pair = counts.pairs and not self.has_context
+            left_out = counted(counts.dropped, "pair" if is_pair else "sample", "is", "are")
             yield (
                 "warn",
                 f"{name}: {left_out} left out: no assistant token within {max_length} tokens.",

@@ -18,6 +18,7 @@ from ft_service.spec.mesh import check_reshard_size, mesh_shape
 from ft_service.spec.methods import (
     AUTO,
     PREFERENCE_METHODS,
+    DistillationOptions,
     DpoOptions,
     KtoOptions,
     LossOptions,
@@ -172,6 +173,18 @@ class JobSpec(Resolved):
     def preferences(self) -> PairOptions | None:
         """Options of the loss on pairs of answers; None: its data are no pairs."""
         return self.loss if isinstance(self.loss, PairOptions) else None
+
+    @property
+    def context(self) -> str:
+        """What a teacher reads before each sample, and the student does not; empty: nothing."""
+        return self.loss.with_context if isinstance(self.loss, DistillationOptions) else ""
+
+    @property
+    def in_pairs(self) -> bool:
+        """Whether samples 2i and 2i + 1 of its token sets belong together: the answers of a pair,
+        or a sample as the student reads it and as its teacher does.
+        """
+        return self.preferences is not None or bool(self.context)
 
     @property
     def has_reference(self) -> bool:

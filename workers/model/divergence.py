@@ -4,7 +4,6 @@ gradient in the student's logits.
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 
 import torch
@@ -24,6 +23,12 @@ DIVERGENCE_SUMS = (
 """Sums over targets: the loss; targets that the student finds likeliest; KL(teacher || student) and
 KL(student || teacher), in nats; targets at which both find the same token likeliest; and the
 log-probabilities of the targets, in nats.
+"""
+
+
+_FAR = 60.0
+"""Nats by which a word's probabilities differ at most in a mixture: beyond, the smaller one adds
+nothing, and its exponential would be no number in fp32.
 """
 
 
@@ -51,18 +56,22 @@ def divergence_sums(
         reverse_kl  sum s log(s / t)
         jsd         beta sum t log(t / m) + (1 - beta) sum s log(s / m); arXiv 2306.13649
     """
-    # Both sum up to 1. Where these in fp32 do not, what they lack is an error of the logarithms too,
-    # which the difference takes out: else it would be of the size of a small divergence.
+    apart = teacher - student
     own, others = student.exp(), teacher.exp()
-    forward = (others * (teacher - student) + (own - others)).sum(dtype=torch.float64)
-    reverse = (own * (student - teacher) + (others - own)).sum(dtype=torch.float64)
-    if divergence.kind == "jsd":
-        mixed = _mixture(student, teacher, divergence.beta)
-        beta = divergence.beta
-        both = beta * others * (teacher - mixed) + (1 - beta) * own * (student - mixed)
-        loss = both.sum(dtype=torch.float64)
-    else:
-        loss = forward if divergence.kind == "forward_kl" else reverse
+    # Probabilities sum up to 1. Where those in fp32 do not, what they lack is an error of their
+    # logarithms too, which the difference takes out: else it has the size of a small divergence.
+    forward = (others * apart + (own - others)).sum(dtype=torch.float64)
+    reverse = ((others - own) - own * apart).sum(dtype=torch.float64)
+    match divergence.kind:
+        case "forward_kl":
+            loss = forward
+        case "reverse_kl":
+            loss = reverse
+        case _:
+            beta = divergence.beta
+            of_teacher = beta * others * _above_mixture(-apart, 1 - beta)
+            of_student = (1 - beta) * own * _above_mixture(apart, beta)
+            loss = (of_teacher + of_student).sum(dtype=torch.float64)
     likeliest = student.argmax(dim=-1)
     of_targets = [logs.gather(1, targets[:, None]).sum() for logs in (teacher, student)]
     return torch.stack(
@@ -89,10 +98,13 @@ def divergence_gradient(student: Tensor, teacher: Tensor, divergence: Divergence
     if divergence.kind == "reverse_kl":
         adds = student - teacher
     else:
-        adds = (1 - divergence.beta) * (student - _mixture(student, teacher, divergence.beta))
+        beta = divergence.beta
+        adds = (1 - beta) * _above_mixture(teacher - student, beta)
     return own * (adds - (own * adds).sum(dim=-1, keepdim=True))
 
 
-def _mixture(student: Tensor, teacher: Tensor, beta: float) -> Tensor:
-    """log m."""
-    return torch.logaddexp(teacher + math.log(beta), student + math.log1p(-beta))
+def _above_mixture(other: Tensor, weight: float) -> Tensor:
+    """log(p / m) of m = (1 - weight) p + weight q, from `other` = log(q / p): exact where they are
+    nearly the same.
+    """
+    return -torch.log1p(weight * torch.expm1(other.clamp(-_FAR, _FAR)))

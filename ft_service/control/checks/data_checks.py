@@ -181,7 +181,7 @@ def _settled(
         lengths = (
             SampleLengths.of_prompts(counts, spec)
             if measured is None
-            else SampleLengths.of_data(counts, measured)
+            else SampleLengths.of_data(counts, measured, spec)
         )
         return settle(spec, lengths)
     except FtError as error:  # the ranks then choose, and report why they cannot

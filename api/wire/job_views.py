@@ -129,7 +129,7 @@ class DistillationView(View):
     teacher: str
     """The base's name: the base without adapter."""
     with_context: str | None
-    on: Literal["data"] = "data"
+    answers: Literal["data"] = "data"
 
 
 class ReinforcementHyperparametersView(HyperparametersView):

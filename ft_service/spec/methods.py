@@ -208,17 +208,17 @@ class DistillationMethod(NullableSections):
     """Text that the teacher reads and the student does not: a system prompt, or demonstrations. It
     begins the system message of chats, or is one; it stands before the prompt of bare text.
     """
-    on: Literal["data"] = "data"
+    answers: Literal["data"] = "data"
     """Whose answers are learned on. data: those of the training file."""
     top_k: None = None
     """Must be left out: the loss is over the whole vocabulary."""
 
-    @field_validator("on", mode="before")
+    @field_validator("answers", mode="before")
     @classmethod
     def _answers_of_files(cls, value: Any) -> Any:
         if value == "student":
             raise ValueError(
-                "on = 'student' is not available: answers are those of the training file. Have "
+                "answers = 'student' is not available: they are those of the training file. Have "
                 "the student's own written there (ft chat, POST /v1/chat/completions), or train "
                 "by Tinker's wire, which scores sampled tokens by a teacher (docs/tinker-methods.md)"
             )
@@ -370,7 +370,7 @@ class Method(NullableSections):
     simpo: SimpoMethod = SimpoMethod()
     orpo: OrpoMethod = OrpoMethod()
     kto: KtoMethod = KtoMethod()
-    distillation: DistillationMethod | None = None
+    distillation: DistillationMethod = DistillationMethod()
     reinforcement: ReinforcementMethod | None = None
 
     @model_validator(mode="after")
@@ -389,10 +389,8 @@ class Method(NullableSections):
             raise ValueError(
                 "method.type is 'reinforcement': give method.reinforcement with a grader"
             )
-        if self.type == "distillation" and (
-            self.distillation is None
-            or (self.distillation.with_context is None and self.distillation.teacher is None)
-        ):
+        given = self.distillation
+        if self.type == "distillation" and given.with_context is None and given.teacher is None:
             raise ValueError(
                 "method.type is 'distillation': give method.distillation.with_context, what the "
                 "teacher reads and the student does not"
@@ -404,14 +402,14 @@ class Method(NullableSections):
         """Hyperparameters of the type."""
         if self.reinforcement is not None:
             return self.reinforcement.hyperparameters
-        if self.distillation is not None:
-            return self.distillation.hyperparameters
         if self.type == "dpo":
             return self.dpo.hyperparameters
         if self.type == "simpo":
             return self.simpo.hyperparameters
         if self.type == "kto":
             return self.kto.hyperparameters
+        if self.type == "distillation":
+            return self.distillation.hyperparameters
         return (self.orpo if self.type == "orpo" else self.supervised).hyperparameters
 
     def reinforcement_options(self) -> ReinforcementOptions | None:
@@ -448,7 +446,6 @@ class Method(NullableSections):
             case "kto":
                 return self.kto.hyperparameters.resolved()
             case "distillation":
-                assert self.distillation is not None, "its section is required"
                 return self.distillation.resolved()
             case _:
                 return None

@@ -22,6 +22,7 @@ from ft_service.spec.methods import (
     DpoOptions,
     KtoOptions,
     LossOptions,
+    Method,
     MethodType,
     PairOptions,
     ReinforcementOptions,
@@ -325,6 +326,7 @@ def resolve(request: JobRequest, context: JobContext) -> JobSpec:
     Raises SpecError for options that do not fit the number of ranks.
     """
     check_served(request.serve, request.lora, request.precision)
+    _check_teacher(request.method, context)
     distributed = _resolve_distributed(request.distributed, context.gpus)
     name = TunedName.of_job(
         context.job_id,
@@ -369,6 +371,29 @@ def resolve(request: JobRequest, context: JobContext) -> JobSpec:
         tensorboard=request.integrated("tensorboard"),
         engine=request.engine,
     )
+
+
+def _check_teacher(method: Method, context: JobContext) -> None:
+    """Raise SpecError for a teacher that the ranks do not hold, or from which nothing is learned."""
+    if method.type != "distillation":
+        return
+    given = method.distillation
+    base = context.model.name
+    if given.teacher not in (None, base):
+        raise SpecError(
+            f"method.distillation.teacher = {shown_value(given.teacher)}: the teacher is the job's "
+            f"base, {base}, without adapter. Leave it out; to learn from another model, have it "
+            "answer the prompts and train on its answers (method.type: supervised).",
+            param="method.distillation.teacher",
+            code="not_available",
+        )
+    if given.with_context is None and context.parent is None:
+        raise SpecError(
+            f"method.distillation.teacher = {shown_value(given.teacher)}: student and teacher begin "
+            "as the same model that reads the same, so there is nothing to learn. Give "
+            "method.distillation.with_context.",
+            param="method.distillation.with_context",
+        )
 
 
 def by_samples(

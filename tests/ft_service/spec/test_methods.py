@@ -7,6 +7,7 @@ import pytest
 from ft_service.errors import SpecError
 from ft_service.spec import (
     LEARNING_RATE,
+    DistillationOptions,
     DpoOptions,
     KtoOptions,
     OrpoOptions,
@@ -102,3 +103,54 @@ def test_kto_has_its_papers_options_and_learns_answers_alone() -> None:
     weightless = {"type": "kto", "kto": {"hyperparameters": {"undesirable_weight": 0}}}
     with pytest.raises(SpecError, match=r"method\.kto\.hyperparameters\.undesirable_weight"):
         parse_request({**BODY, "method": weightless})
+
+
+def teaching(**section: Any) -> dict[str, Any]:
+    return {**BODY, "method": {"type": "distillation", "distillation": section}}
+
+
+def test_distillation_has_the_options_and_rates_of_supervised_training() -> None:
+    request = parse_request(teaching(with_context="Be brief."))
+    assert request.method.loss_options() == DistillationOptions(
+        loss_type="forward_kl", beta=0.5, with_context="Be brief."
+    )
+    training = request.resolved_training()
+    assert (training.n_epochs, training.learning_rate) == (3, LEARNING_RATE)
+    given = {"loss_type": "jsd", "beta": 0.1, "learning_rate_multiplier": 2}
+    request = parse_request(teaching(with_context="Be brief.", hyperparameters=given))
+    assert request.method.loss_options() == DistillationOptions(
+        loss_type="jsd", beta=0.1, with_context="Be brief."
+    )
+    assert request.resolved_training().learning_rate == 2 * LEARNING_RATE
+
+
+@pytest.mark.parametrize(
+    ("section", "more", "says"),
+    [
+        ({}, {}, "give method.distillation.with_context"),
+        ({"with_context": "x", "answers": "student"}, {}, "answers = 'student' is not available"),
+        ({"with_context": "x", "top_k": 20}, {}, "top_k is not available"),
+        ({"with_context": "x", "hyperparameters": {"beta": 0.5}}, {}, "only jsd reads it"),
+        (
+            {"with_context": "x"},
+            {"training": {"train_on": "everything"}},
+            "with method distillation: only the answers",
+        ),
+        (
+            {"with_context": "x"},
+            {"lora": {"modules_to_save": ["lm_head"]}},
+            "lora.modules_to_save with method.type = 'distillation'",
+        ),
+        (
+            {"with_context": "x"},
+            {"precision": {"default": "bf16", "served_as": "int4_g32"}},
+            "precision.served_as with method.type = 'distillation'",
+        ),
+    ],
+)
+def test_what_cannot_be_distilled_is_refused_by_name(
+    section: dict[str, Any], more: dict[str, Any], says: str
+) -> None:
+    with pytest.raises(SpecError) as refused:
+        parse_request({**teaching(**section), **more})
+    assert says in str(refused.value)

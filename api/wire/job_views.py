@@ -20,7 +20,14 @@ from ft_service.rundir.evaluations import (
     SuiteTask,
 )
 from ft_service.rundir.events import Metrics
-from ft_service.spec import LEARNING_RATES, Integration, JobSpec, MethodType, Strict
+from ft_service.spec import (
+    LEARNING_RATES,
+    DistillationOptions,
+    Integration,
+    JobSpec,
+    MethodType,
+    Strict,
+)
 from ft_service.spec.methods import GROUP
 
 _JOB_FIELDS = (
@@ -90,6 +97,13 @@ class KtoHyperparametersView(HyperparametersView):
     undesirable_weight: float
 
 
+class DistillationHyperparametersView(HyperparametersView):
+    """Hyperparameters of distillation; beta is read with jsd alone."""
+
+    loss_type: str
+    beta: float
+
+
 class SupervisedView(View):
     hyperparameters: HyperparametersView
 
@@ -108,6 +122,14 @@ class OrpoView(View):
 
 class KtoView(View):
     hyperparameters: KtoHyperparametersView
+
+
+class DistillationView(View):
+    hyperparameters: DistillationHyperparametersView
+    teacher: str
+    """The base's name: the base without adapter."""
+    with_context: str | None
+    answers: Literal["data"] = "data"
 
 
 class ReinforcementHyperparametersView(HyperparametersView):
@@ -142,6 +164,7 @@ class MethodView(View):
     simpo: SimpoView | None = None
     orpo: OrpoView | None = None
     kto: KtoView | None = None
+    distillation: DistillationView | None = None
     reinforcement: ReinforcementView | None = None
 
 
@@ -511,20 +534,13 @@ def _method(spec: JobSpec, hyperparameters: HyperparametersView) -> MethodView:
             type="reinforcement",
             reinforcement=ReinforcementView(grader=grader, hyperparameters=values),
         )
-    shared = hyperparameters.model_dump()
-    if spec.simpo is not None:
-        simpo = SimpoHyperparametersView(**shared, **spec.simpo.model_dump())
-        return MethodView(type="simpo", simpo=SimpoView(hyperparameters=simpo))
-    if spec.orpo is not None:
-        orpo = OrpoHyperparametersView(**shared, **spec.orpo.model_dump())
-        return MethodView(type="orpo", orpo=OrpoView(hyperparameters=orpo))
-    if spec.kto is not None:
-        kto = KtoHyperparametersView(**shared, **spec.kto.model_dump())
-        return MethodView(type="kto", kto=KtoView(hyperparameters=kto))
-    if spec.dpo is None:
+    if (loss := spec.loss) is None:
         return MethodView(supervised=SupervisedView(hyperparameters=hyperparameters))
-    own = DpoHyperparametersView(**shared, **spec.dpo.model_dump())
-    return MethodView(type="dpo", dpo=DpoView(hyperparameters=own))
+    values = {**hyperparameters.model_dump(), **loss.model_dump(exclude={"type", "with_context"})}
+    section: dict[str, Any] = {"hyperparameters": values}
+    if isinstance(loss, DistillationOptions):
+        section |= {"teacher": spec.model.name, "with_context": loss.with_context or None}
+    return MethodView.model_validate({"type": loss.type, loss.type: section})
 
 
 def _hyperparameters(spec: JobSpec) -> HyperparametersView:

@@ -512,8 +512,7 @@ def _ours(option: str, taken: Mapping[str, Any]) -> Any:
     """Our default of an option."""
     request: JobRequest = parse_request(PLACEHOLDERS | nested(taken))
     if option.startswith(("method.dpo.", "method.kto.")):
-        own = request.method.dpo_options() or request.method.kto_options()
-        return getattr(own, option.rpartition(".")[2], None)
+        return getattr(request.method.loss_options(), option.rpartition(".")[2], None)
     value: Any = request.model_copy(update={"training": request.resolved_training()})
     for part in option.split("."):
         value = getattr(value, part)

@@ -32,7 +32,7 @@ from ft_service.data.statistics import (
 )
 from ft_service.data.token_options import DEFAULT, TokenOptions
 from ft_service.rundir.documents import ErrorInfo
-from ft_service.spec import KtoOptions
+from ft_service.spec import LossOptions
 from ft_service.spec.options import Applied
 from ft_service.wording import counted
 
@@ -180,6 +180,8 @@ class DataReport:
     """The file's names of prompt and completion, if these are strings; empty: there are no such
     records, or the base has no chat template.
     """
+    has_context: bool = False
+    """Samples 2i and 2i + 1 are what a student and its teacher read."""
     as_chats: bool | None = False
     """Whether these become conversations, which the base's chat template writes
     (data.apply_chat_template). None: where the base has one.
@@ -257,12 +259,12 @@ class DataReport:
         max_length: int,
         *,
         cut: bool = True,
-        kto: KtoOptions | None = None,
+        loss: LossOptions | None = None,
     ) -> Iterator[tuple[Literal["info", "warn"], str]]:
         """Level and sentence for events: what is trained on, what is left out and why.
 
         `name`: the file's. `cut`: False if statistics report what the cut does to samples.
-        `kto`: options of the method of a file with labels; None: the defaults.
+        `loss`: options of the job's method; None: the defaults.
         """
         if self.shape:
             yield "info", f"{name}: {self.shape}."
@@ -278,7 +280,7 @@ class DataReport:
         if self.counts is not None:
             yield from self._count_messages(self.counts, name, max_length, cut=cut)
         if self.good or self.bad:
-            yield from balance_messages(name, self.good, self.bad, kto)
+            yield from balance_messages(name, self.good, self.bad, loss)
         if self.images:
             tokens = self.counts.image_tokens if self.counts is not None else 0
             of_them = f", {counted(tokens, 'token')} of them" if tokens else ""
@@ -333,6 +335,8 @@ class DataReport:
             yield "info", f"{name}: {prompts}; the longest has {counted(counts.longest, 'token')}."
             return
         pairs = f"{counted(counts.pairs, 'pair')} of answers"
+        if self.has_context:
+            pairs = f"{counted(counts.pairs, 'sample')}, each also behind the teacher's context,"
         of = pairs if counts.pairs else counted(counts.samples, "sample")
         whose = "" if self.is_bare and not (self.joined and self.as_chats) else "the assistant's "
         yield (
@@ -360,7 +364,8 @@ class DataReport:
         if counts.alike.count and cut:
             yield "warn", alike_text(name, counts.alike, self.word, max_length)
         if counts.dropped:
-            left_out = counted(counts.dropped, "pair" if counts.pairs else "sample", "is", "are")
+            is_pair = counts.pairs and not self.has_context
+            left_out = counted(counts.dropped, "pair" if is_pair else "sample", "is", "are")
             yield (
                 "warn",
                 f"{name}: {left_out} left out: no assistant token within {max_length} tokens.",

@@ -241,7 +241,7 @@ class Examiner:
         except OSError as error:
             return unreadable(param, data, error)
         options = TokenOptions.of(spec)
-        pairs = spec.preferences is not None
+        pairs = spec.in_pairs
         request = self.request(
             data, path, spec.model.path, spec.longest_sample, options, pairs=pairs
         )
@@ -314,7 +314,7 @@ class Examiner:
         max_length = spec.longest_sample
         options = TokenOptions.of(spec)
         request = self.request(
-            training, path, spec.model.path, max_length, options, pairs=spec.preferences is not None
+            training, path, spec.model.path, max_length, options, pairs=spec.in_pairs
         )
         measure = replace(Measure.of(spec), training_file=training, validation_file=validation)
         if validation is not None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Literal
 
-from ft_service.spec import KtoOptions
+from ft_service.spec import KtoOptions, LossOptions
 
 MOST = 4 / 3
 """Highest weight of all good answers together as a multiple of that of all bad ones, by the paper
@@ -14,11 +14,11 @@ MOST = 4 / 3
 
 
 def balance_messages(
-    name: str, good: int, bad: int, kto: KtoOptions | None = None
+    name: str, good: int, bad: int, loss: LossOptions | None = None
 ) -> Iterator[tuple[Literal["info", "warn"], str]]:
     """Level and sentence for events: what a file's labels say, and what is to be changed.
 
-    `name`: the file's; `good`, `bad`: its answers with each label; `kto`: options of the method;
+    `name`: the file's; `good`, `bad`: its answers with each label; `loss`: options of the method;
     None: the defaults.
     """
     yield "info", f"{name}: {good:,} good and {bad:,} bad answers."
@@ -30,8 +30,9 @@ def balance_messages(
             f"{name}: all its answers are {which}, and KTO learns from good and bad ones{instead}.",
         )
         return
-    desirable = kto.desirable_weight if kto is not None else 1.0
-    undesirable = kto.undesirable_weight if kto is not None else 1.0
+    weighted = isinstance(loss, KtoOptions)
+    desirable = loss.desirable_weight if weighted else 1.0
+    undesirable = loss.undesirable_weight if weighted else 1.0
     share = desirable * good / (undesirable * bad)
     if 1 <= share <= MOST:
         return

@@ -178,6 +178,18 @@ class GradedPrompt:
     """As of a Conversation."""
 
 
+def in_context(record: Conversation | PromptCompletion, context: str) -> Record:
+    """The record behind a context: as the beginning of its system message, or before its prompt."""
+    if isinstance(record, PromptCompletion):
+        return replace(record, prompt=f"{context}{record.prompt}")
+    first = record.messages[0]
+    if first["role"] == "system":
+        begun = {**first, "content": f"{context}\n\n{first['content']}"}
+        return replace(record, messages=(begun, *record.messages[1:]))
+    begun = {"role": "system", "content": context}
+    return replace(record, messages=(begun, *record.messages), weights=(0, *record.weights))
+
+
 def is_unanswered(record: Record) -> bool:
     """Return whether messages follow a conversation's last answer, of which nothing is learned."""
     return isinstance(record, Conversation) and record.messages[-1]["role"] != "assistant"

@@ -21,6 +21,8 @@ class TokenOptions:
     train_on: TrainOn = "all_assistant"
     columns: Columns = AS_THEY_ARE
     """The data files' names of columns."""
+    context: str = ""
+    """What a teacher reads before each record: every sample is followed by the teacher's."""
 
     @classmethod
     def of(cls, spec: JobSpec) -> TokenOptions:
@@ -29,6 +31,7 @@ class TokenOptions:
             spec.date,
             spec.training.train_on,
             Columns.of(spec.data, spec.method),
+            spec.context,
         )
 
     @property

@@ -29,6 +29,11 @@ def method_options(method: Mapping[str, Any]) -> dict[str, Any]:
     grader = own.get("grader")
     return {
         "method.type": kind,
+        **{
+            f"method.{kind}.{name}": own[name]
+            for name in ("teacher", "with_context")
+            if own.get(name) is not None
+        },
         **(
             {f"method.{kind}.grader": f"{grader.get('name')} ({grader.get('type')})"}
             if grader
@@ -50,6 +55,11 @@ def loss_measure(method: Mapping[str, Any]) -> str | None:
         return None
     if kind == "supervised":
         return "cross entropy"
+    if kind == "distillation":
+        given = (method.get(kind) or {}).get("hyperparameters") or {}
+        loss = given.get("loss_type") or "forward_kl"
+        weight = f" (beta {given['beta']:g})" if loss == "jsd" and given.get("beta") else ""
+        return f"{loss} from a teacher{weight}"
     if kind not in PREFERENCE_METHODS:
         return f"the loss of {kind}"
     given = (method.get(kind) or {}).get("hyperparameters") or {}

@@ -32,6 +32,7 @@ from ft_service.plan.speed import (
     dequantised_bytes,
     efficiency,
     flops_per_token,
+    forwards_only,
     launch_seconds,
     wire_bytes,
 )
@@ -217,7 +218,9 @@ class _Paces:
     """
 
     def __init__(self, job: ShardedJob, machine: Machine) -> None:
-        self._flops = lru_cache(partial(flops_per_token, job.base, job.adapters))
+        self._flops = lru_cache(
+            partial(flops_per_token, job.base, job.adapters, forwards=forwards_only(job.spec))
+        )
         self._wire = lru_cache(partial(wire_bytes, job))
         self._dequantised = dequantised_bytes(job)
         self._layers = job.base.dimensions.layers

@@ -27,9 +27,11 @@ from ft_service.plan.memory import MicroBatches, RankBytes, planned_micro_batche
 from ft_service.plan.sample_lengths import SampleLengths
 from ft_service.plan.seat import lanes_of, seat_size, sharing_gain
 from ft_service.plan.speed import (
+    PASSES,
     CollectiveBytes,
     Speed,
     flops_per_token,
+    forwards_only,
     sampling_seconds,
     speed_on,
     whole_training,
@@ -44,7 +46,15 @@ from ft_service.plan.weight_storage import (
     stored_weights,
 )
 from ft_service.rundir.engine import SeatSize
-from ft_service.spec import AS_PUBLISHED, FORMATS, JobSpec, WeightFormat, check_distributed
+from ft_service.spec import (
+    AS_PUBLISHED,
+    FORMATS,
+    DistillationOptions,
+    JobSpec,
+    KtoOptions,
+    WeightFormat,
+    check_distributed,
+)
 from ft_service.spec.options import DistributedOptions
 from ft_service.wording import bytes_text
 
@@ -205,11 +215,23 @@ def training_time(plan: Plan, spec: JobSpec, examples: int) -> dict[str, Any]:
     options = spec.training
     steps = options.max_steps or options.epochs * -(-examples // options.batch)
     whole_steps = items_of_steps(steps, options.batch, examples) / options.batch
+    whole_steps += reference_steps(spec, min(steps * options.batch, examples) / options.batch)
     most, likely = (
         None if cost is None or cost.speed is None else whole_steps * cost.speed.step_seconds
         for cost in (plan, plan.likely)
     )
     return {"examples": examples, "steps": steps, "seconds_at_most": most, "seconds_likely": likely}
+
+
+def reference_steps(spec: JobSpec, steps: float) -> float:
+    """Steps that take as long as computing the reference's log-probabilities of what so many read:
+    one forward of each answer, and one of its mismatched one, as a share of a step's passes.
+    """
+    if not spec.has_reference:
+        return 0.0
+    mismatched = forwards_only(spec)
+    passes = PASSES.get(spec.distributed.activation_checkpointing, PASSES["none"]) + mismatched
+    return steps * (1 + mismatched) / passes
 
 
 def _plan(
@@ -257,7 +279,13 @@ def _cost(job: ShardedJob, machine: Machine, length: int | None) -> Cost:
     batches = planned_micro_batches(job.spec, job.layout, length)
     wire = wire_bytes(job, batches.rounds)
     checkpointed = job.spec.distributed.checkpointing == "full"
-    flops = flops_per_token(job.base, job.adapters, batches.length, checkpointed=checkpointed)
+    flops = flops_per_token(
+        job.base,
+        job.adapters,
+        batches.length,
+        checkpointed=checkpointed,
+        forwards=forwards_only(job.spec),
+    )
     return Cost(
         batches,
         rank_bytes(job, batches, machine),
@@ -339,18 +367,23 @@ def _hints(
             f"tokens, {answers * longest:,} together{text}; and so does grading."
         )
     if spec.has_reference:
-        what = "pair" if spec.dpo is not None else "answer"
+        what = "answer" if spec.preferences is None else "pair"
         text = (
-            "Times are those of the steps alone. Before them the reference's log-probabilities of "
-            f"each {what} that they read are "
-            f"computed once, which takes about half as long as a first pass over these {what}s."
+            f"Before the steps the reference's log-probabilities of each {what} that they read are "
+            f"computed once: a whole training's time has it, {reference_steps(spec, 1):.2g} times "
+            f"as long as a first pass over these {what}s; that of a step does not."
         )
-        if spec.kto is not None and spec.kto.loss_type == "kto":
+        if isinstance(spec.loss, KtoOptions) and spec.loss.loss_type == "kto":
             text += (
-                " A mismatched answer for each one doubles that, and makes steps about half as long "
-                "again; method.kto.hyperparameters.loss_type: apo_zero_unpaired does without."
+                " A mismatched answer for each one is a forward more there and in each step; "
+                "method.kto.hyperparameters.loss_type: apo_zero_unpaired does without."
             )
         yield text
+    if isinstance(spec.loss, DistillationOptions):
+        yield (
+            "Each step has a forward of the teacher, without gradients, of rows as long as the "
+            "context and the sample: times and memory count it."
+        )
     if (
         draft.layout.shard == 1
         or spec.distributed.replicate == AUTO

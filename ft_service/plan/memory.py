@@ -62,7 +62,7 @@ from ft_service.plan.weight_storage import (
     WeightStorage,
     trained_head,
 )
-from ft_service.spec import JobSpec
+from ft_service.spec import DistillationOptions, JobSpec
 
 ROW_BYTES = 2 * (3 * 8 + 2 * 4)
 """Bytes per token of a micro-batch: id, label, position, number of the sample and key for dropout;
@@ -235,12 +235,18 @@ def rank_bytes(job: ShardedJob, batches: MicroBatches, machine: Machine) -> Rank
 def _logits(job: ShardedJob, batches: MicroBatches) -> int:
     """Bytes when the loss is taken: in chunks, or of the logits of all targets."""
     shape = job.base.dimensions
+    taught = isinstance(job.spec.loss, DistillationOptions)
     if not job.base.loss_in_chunks:
-        return whole_logits_bytes(shape.vocabulary, batches.tokens)
+        return (1 + taught) * whole_logits_bytes(shape.vocabulary, batches.tokens)
     targets = max(1, batches.tokens - batches.samples)
     head = trained_head(job.base, job.adapters)
-    return head_bytes(shape.vocabulary, shape.hidden, targets, job.compute_bytes, head) + _cast(
-        job, head
+    # What the head is given of the teacher waits for the student; both logits are in a chunk of half
+    # as many rows.
+    teacher = taught * targets * shape.hidden * job.compute_bytes
+    return (
+        teacher
+        + head_bytes(shape.vocabulary, shape.hidden, targets, job.compute_bytes, head)
+        + _cast(job, head)
     )
 
 

@@ -36,13 +36,16 @@ class SampleLengths:
         return cls(counts.tokens, counts.samples, counts.longest or None)
 
     @classmethod
-    def of_data(cls, counts: Counts, statistics: DataStatistics) -> SampleLengths:
-        """The lengths without the samples that validation_split sets aside.
+    def of_data(cls, counts: Counts, statistics: DataStatistics, spec: JobSpec) -> SampleLengths:
+        """The lengths without the samples that validation_split sets aside; of a sample and of what
+        its teacher reads, which is one of both, the mean.
 
         `counts`: counts of the whole training file.
         """
         samples = statistics.items * (2 if counts.pairs else 1)
-        return cls(statistics.training.tokens, samples, counts.longest or None)
+        beside = 2 if spec.context else 1
+        tokens = -(-statistics.training.tokens // beside)
+        return cls(tokens, samples // beside, counts.longest or None)
 
     @classmethod
     def of_prompts(cls, counts: Counts, spec: JobSpec) -> SampleLengths:

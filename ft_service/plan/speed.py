@@ -13,6 +13,7 @@ from ft_service.kernel_limits import SERVED_MOVED_BYTES
 from ft_service.plan.machines import EFFICIENCY, EFFICIENCY_BY_CUDNN, LINK_EFFICIENCY, Machine
 from ft_service.plan.memory import MicroBatches, job_attends_by_cudnn, multiplied_in_fp8
 from ft_service.plan.weight_storage import AdapterShape, GatherGroup, ShardedJob, trained_head
+from ft_service.spec import DistillationOptions, JobSpec, KtoOptions
 
 FP8_GAIN = 1.33
 """How many times as fast frozen products are in FP8 as in bf16, with rounding and transposing: an
@@ -39,6 +40,14 @@ PASSES = {"none": 2, "selective": 2, "full": 3}
 adapter: forward, backward,
 forward again.
 """
+
+
+def forwards_only(spec: JobSpec) -> int:
+    """Forwards without gradients that each micro-batch of a step has besides its own: a teacher's,
+    or that of KTO's mismatched answers.
+    """
+    mismatched = isinstance(spec.loss, KtoOptions) and spec.loss.loss_type == "kto"
+    return int(mismatched or isinstance(spec.loss, DistillationOptions))
 
 
 @dataclass(frozen=True)
@@ -104,8 +113,13 @@ def wire_bytes(job: ShardedJob, rounds: int) -> CollectiveBytes:
         return CollectiveBytes(0, 0, between, 0, 0)
     times = 1 if job.spec.distributed.keep_unsharded else rounds
     own = [group.gathered_bytes_on_rank(layout, job.compute_bytes) for group in job.groups]
+    more = 0 if job.spec.distributed.keep_unsharded else forwards_only(job.spec)
     received = [
-        _received(group, size, layout.shard) for group, size in zip(job.groups, own, strict=True)
+        [forward] * more + [forward, *backward]
+        for forward, *backward in (
+            _received(group, size, layout.shard)
+            for group, size in zip(job.groups, own, strict=True)
+        )
     ]
     return CollectiveBytes(
         gather=times * sum(map(sum, received)),
@@ -129,7 +143,12 @@ def _received(group: GatherGroup, own: int, shard: int) -> list[int]:
 
 
 def flops_per_token(
-    base: Description, adapters: Sequence[AdapterShape], length: int, *, checkpointed: bool
+    base: Description,
+    adapters: Sequence[AdapterShape],
+    length: int,
+    *,
+    checkpointed: bool,
+    forwards: int = 0,
 ) -> int:
     """FLOP of forward and backward of a token, with a frozen base: only adapters have weight
     gradients.
@@ -138,7 +157,8 @@ def flops_per_token(
     experts and of adapters on them, those of the chosen experts), H of the head, L layers, q =
     heads × head size, and samples of s tokens with causal attention: 4 (N + H) + 6 A + 6 L s q.
     With full activation checkpointing, whose backward runs the layers' forward again: 6 N + 4 H + 8
-    A + 8 L s q. A head that is trained: 2 H more.
+    A + 8 L s q. A head that is trained: 2 H more. Each of `forwards` without gradients: 2 (N + H + A) + 2
+    L s q more.
     """
     shape = base.dimensions
     n = sum(_met_by_token(base, weight.numel, weight.kind) for weight in base.quantizable)
@@ -150,9 +170,10 @@ def flops_per_token(
     )
     of_head = 2 * trained_head(base, adapters)
     attention = shape.layers * length * shape.q
+    more = of_head + forwards * 2 * (n + h + a + attention)
     if checkpointed:
-        return 6 * n + 4 * h + 8 * a + 8 * attention + of_head
-    return 4 * (n + h) + 6 * a + 6 * attention + of_head
+        return 6 * n + 4 * h + 8 * a + 8 * attention + more
+    return 4 * (n + h) + 6 * a + 6 * attention + more
 
 
 def efficiency(job: ShardedJob, machine: Machine, batches: MicroBatches, mode: str) -> float:
@@ -209,15 +230,16 @@ def speed_on(
         return None
     mode = job.spec.distributed.checkpointing
     in_fp8 = {s.weight for s in multiplied_in_fp8(job, machine) if s.weight.kind == "linear"}
-    flops -= int((1 - 1 / FP8_GAIN) * 2 * PASSES[mode] * sum(weight.numel for weight in in_fp8))
+    passes = PASSES[mode] + forwards_only(job.spec)
+    flops -= int((1 - 1 / FP8_GAIN) * 2 * passes * sum(weight.numel for weight in in_fp8))
     compute = batches.step_tokens * flops / (reached * efficiency(job, machine, batches, mode))
     # what is rounded is dequantised by the way
     one_pass = served_seconds(job, machine) or (
         dequantised_bytes(job, in_fp8) / machine.memory_bandwidth
     )
-    dequantise = batches.rounds * PASSES[mode] * one_pass
+    dequantise = batches.rounds * passes * one_pass
     wired = wire.total / (machine.link_bandwidth * LINK_EFFICIENCY)
-    launched = launch_seconds(
+    launched = (passes / PASSES[mode]) * launch_seconds(
         batches.rounds, job.base.dimensions.layers, mode, gpu=not machine.shared_memory
     )
     step = max(compute + dequantise, wired, launched)

@@ -11,6 +11,8 @@ import math
 from collections.abc import Sequence
 from typing import Literal
 
+from ft_service.spec.methods import ReinforcementLoss
+
 LEAST_DEVIATION = 1e-4
 """Added to the standard deviation that divides, as TRL's GRPOTrainer does."""
 SAME = 1e-9
@@ -39,9 +41,7 @@ def advantages(rewards: Sequence[float | None], scale: Literal["none", "group"])
     return [0.0 if reward is None else (reward - mean) / divisor for reward in rewards]
 
 
-def weights(
-    lengths: Sequence[int], loss_type: Literal["dapo", "grpo", "dr_grpo"], longest: int
-) -> list[float]:
+def weights(lengths: Sequence[int], loss_type: ReinforcementLoss, longest: int) -> list[float]:
     """The weight of each token of an answer in the step's loss, which is a sum.
 
     `lengths`: tokens of all answers of the step with a reward, also of those whose advantage is 0;
@@ -49,14 +49,14 @@ def weights(
 
     dapo: one over all tokens (Yu et al., DAPO, 2025, equation 8). grpo: one over answers times the
     answer's tokens (DeepSeekMath, equation 3). dr_grpo: one over answers times the most tokens (Dr.
-    GRPO, section 3.2).
+    GRPO, section 3.2). gspo: as grpo (Zheng et al., GSPO, 2025, equation 5).
     """
     count = max(1, len(lengths))
     tokens = max(1, sum(lengths))
     match loss_type:
         case "dapo":
             return [1.0 / tokens] * len(lengths)
-        case "grpo":
+        case "grpo" | "gspo":
             return [1.0 / (count * max(1, length)) for length in lengths]
         case "dr_grpo":
             return [1.0 / (count * longest)] * len(lengths)

@@ -8,7 +8,8 @@ The loss of a token with advantage A is -sg(min(r, cap)) lp A, where r = exp(lp 
 log-probability by the trainer and q by the sampler, both at the temperature of sampling, since what
 is drawn from is the policy whose reward is to rise: the policy gradient with truncated importance
 sampling. It is the CISPO of ft_service/tinker without a
-lower bound. What counts as the mean over a step is in the advantages.
+lower bound. With loss_type gspo it is the GSPO there, whose ratio is one for all tokens of an
+answer, clipped to the cap and its inverse. What counts as the mean over a step is in the advantages.
 """
 
 from __future__ import annotations
@@ -210,8 +211,10 @@ def _datum(group: AnsweredPrompt, answer: SampledAnswer, own: np.ndarray) -> pb.
 
 
 def _message(data: Sequence[pb.Datum], options: ReinforcementOptions) -> pb.ForwardBackwardRequest:
-    message = pb.ForwardBackwardRequest(loss_fn="cispo")
+    cap = options.importance_sampling_cap
+    of_sequences = options.loss_type == "gspo"
+    message = pb.ForwardBackwardRequest(loss_fn="gspo" if of_sequences else "cispo")
     message.data.extend(data)
-    message.loss_fn_config[CLIP_LOW] = 0.0
-    message.loss_fn_config[CLIP_HIGH] = options.importance_sampling_cap
+    message.loss_fn_config[CLIP_LOW] = 1 / cap if of_sequences else 0.0
+    message.loss_fn_config[CLIP_HIGH] = cap
     return message

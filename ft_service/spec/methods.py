@@ -15,6 +15,8 @@ AUTO = "auto"
 DpoLoss = Literal["sigmoid", "ipo", "sigmoid_norm", "hinge", "robust", "apo_zero", "apo_down"]
 Beta = Annotated[Number, Field(gt=0, le=100)]
 KtoLoss = Literal["kto", "apo_zero_unpaired"]
+DistillationLoss = Literal["forward_kl", "reverse_kl", "jsd"]
+ReinforcementLoss = Literal["dapo", "grpo", "dr_grpo", "gspo"]
 Weight = Annotated[Number, Field(gt=0, le=100)]
 Smoothing = Annotated[Number, Field(ge=0, lt=0.5)]
 
@@ -28,6 +30,8 @@ ORPO_BETA = 0.1
 """beta "auto" of ORPO, the weight of its paper's Mistral."""
 KTO_BETA = 0.1
 """beta "auto" of KTO, as in its paper."""
+JSD_BETA = 0.5
+"""beta "auto" of distillation with jsd: neither side weighs more."""
 SMOOTHED: Sequence[DpoLoss] = ("sigmoid", "robust")
 """Losses that read label_smoothing."""
 
@@ -90,6 +94,14 @@ class DpoHyperparameters(Hyperparameters):
             )
         return self
 
+    def resolved(self) -> DpoOptions:
+        return DpoOptions(
+            beta=BETAS[self.loss_type] if self.beta == AUTO else self.beta,
+            loss_type=self.loss_type,
+            label_smoothing=self.label_smoothing,
+            rpo_alpha=self.rpo_alpha,
+        )
+
 
 class DpoMethod(NullableSections):
     hyperparameters: DpoHyperparameters = DpoHyperparameters()
@@ -105,6 +117,9 @@ class SimpoHyperparameters(Hyperparameters):
     the other; the paper recommends about half of beta.
     """
 
+    def resolved(self) -> SimpoOptions:
+        return SimpoOptions(beta=SIMPO_BETA if self.beta == AUTO else self.beta, gamma=self.gamma)
+
 
 class SimpoMethod(NullableSections):
     hyperparameters: SimpoHyperparameters = SimpoHyperparameters()
@@ -117,6 +132,9 @@ class OrpoHyperparameters(Hyperparameters):
     """Weight of the odds ratio beside the cross entropy of the preferred answers: the paper's
     lambda. "auto": 0.1.
     """
+
+    def resolved(self) -> OrpoOptions:
+        return OrpoOptions(beta=ORPO_BETA if self.beta == AUTO else self.beta)
 
 
 class OrpoMethod(NullableSections):
@@ -143,9 +161,86 @@ class KtoHyperparameters(Hyperparameters):
     number times their weight is 1 to 4/3 times the bad ones' number times theirs.
     """
 
+    def resolved(self) -> KtoOptions:
+        return KtoOptions(
+            beta=KTO_BETA if self.beta == AUTO else self.beta,
+            loss_type=self.loss_type,
+            desirable_weight=self.desirable_weight,
+            undesirable_weight=self.undesirable_weight,
+        )
+
 
 class KtoMethod(NullableSections):
     hyperparameters: KtoHyperparameters = KtoHyperparameters()
+
+
+class DistillationHyperparameters(Hyperparameters):
+    """OpenAI's three, and how far the student is from its teacher. batch_size counts samples."""
+
+    loss_type: DistillationLoss = "forward_kl"
+    """Divergence of the student's probabilities from the teacher's, over the whole vocabulary, at
+    every token of the answers. forward_kl: KL(teacher || student), by which the student covers all
+    that the teacher may say; reverse_kl: KL(student || teacher), by which it keeps to what the
+    teacher finds likely; jsd: between the two (generalised Jensen-Shannon, arXiv 2306.13649).
+    """
+    beta: Annotated[Number, Field(gt=0, lt=1)] | Literal["auto"] = AUTO
+    """Weight of the teacher in the mixture that jsd compares both with; near 0 the loss is beta
+    times forward_kl, near 1 it is 1 - beta times reverse_kl. "auto": 0.5.
+    """
+
+    @model_validator(mode="after")
+    def _beta_is_read(self) -> DistillationHyperparameters:
+        if self.beta != AUTO and self.loss_type != "jsd":
+            raise ValueError(
+                f"beta = {self.beta:g} with loss_type {self.loss_type!r}: only jsd reads it. "
+                "Leave it out"
+            )
+        return self
+
+
+class DistillationMethod(NullableSections):
+    hyperparameters: DistillationHyperparameters = DistillationHyperparameters()
+    teacher: Annotated[str, Field(min_length=1, max_length=512)] | None = None
+    """The model whose probabilities are learned. None, or the name of the job's base: the base
+    without adapter.
+    """
+    with_context: Annotated[str, Field(min_length=1, max_length=1_000_000)] | None = None
+    """Text that the teacher reads and the student does not: a system prompt, or demonstrations. It
+    begins the system message of chats, or is one; it stands before the prompt of bare text.
+    """
+    answers: Literal["data"] = "data"
+    """Whose answers are learned on. data: those of the training file."""
+    top_k: None = None
+    """Must be left out: the loss is over the whole vocabulary."""
+
+    @field_validator("answers", mode="before")
+    @classmethod
+    def _answers_of_files(cls, value: Any) -> Any:
+        if value == "student":
+            raise ValueError(
+                "answers = 'student' is not available: they are those of the training file. Have "
+                "the student's own written there (ft chat, POST /v1/chat/completions), or train "
+                "by Tinker's wire, which scores sampled tokens by a teacher (docs/tinker-methods.md)"
+            )
+        return value
+
+    @field_validator("top_k", mode="before")
+    @classmethod
+    def _whole_vocabulary(cls, value: Any) -> Any:
+        if value is not None:
+            raise ValueError(
+                "top_k is not available: the loss is over the whole vocabulary, of which no part "
+                "is left out. Leave it out"
+            )
+        return value
+
+    def resolved(self) -> DistillationOptions:
+        given = self.hyperparameters
+        return DistillationOptions(
+            loss_type=given.loss_type,
+            beta=JSD_BETA if given.beta == AUTO else given.beta,
+            with_context=self.with_context or "",
+        )
 
 
 class ReinforcementHyperparameters(Hyperparameters):
@@ -185,10 +280,12 @@ class ReinforcementHyperparameters(Hyperparameters):
     DeepSeekMath. none: they are not, since that favours prompts that are nearly always, or nearly
     never, answered well (Dr. GRPO).
     """
-    loss_type: Literal["dapo", "grpo", "dr_grpo"] = "dapo"
+    loss_type: ReinforcementLoss = "dapo"
     """What a step's loss is the mean over. dapo: all tokens of its answers. grpo: the answers, each
     the mean over its tokens, which favours short good ones. dr_grpo: the answers, each the sum over
-    its tokens divided by max_completion_length.
+    its tokens divided by max_completion_length. gspo: as grpo, with one ratio of probabilities for
+    a whole answer, the geometric mean over its tokens, in place of one for each token (arXiv
+    2507.18071), clipped to importance_sampling_cap and its inverse.
     """
     importance_sampling_cap: Annotated[Number, Field(ge=1, le=1000)] = 2.0
     """Highest ratio of a token's probability by the trainer to that by the sampler; larger ones are
@@ -237,17 +334,23 @@ class ReinforcementMethod(NullableSections):
         return value
 
 
-MethodType = Literal["supervised", "dpo", "simpo", "orpo", "kto", "reinforcement", "tinker"]
+MethodType = Literal[
+    "supervised", "dpo", "simpo", "orpo", "kto", "distillation", "reinforcement", "tinker"
+]
 """tinker: a job without data files, whose client runs the training loop.
 
 Tinker's wire alone creates it.
 """
-OfferedMethod = Literal["supervised", "dpo", "simpo", "orpo", "kto", "reinforcement"]
+OfferedMethod = Literal[
+    "supervised", "dpo", "simpo", "orpo", "kto", "distillation", "reinforcement"
+]
 """Types that a request may name, each with a section of its own."""
 PAIR_METHODS: Sequence[MethodType] = ("dpo", "simpo", "orpo")
 """Types whose data files hold pairs of answers."""
 PREFERENCE_METHODS: Sequence[MethodType] = (*PAIR_METHODS, "kto")
 """Types that learn which answers are better."""
+ANSWER_METHODS: Sequence[MethodType] = (*PREFERENCE_METHODS, "distillation")
+"""Types whose loss is of answers alone."""
 _OFFERED = WithJsonSchema({"type": "string", "enum": list(get_args(OfferedMethod))})
 
 
@@ -255,7 +358,8 @@ class Method(NullableSections):
     """The loss. supervised: cross entropy of the assistant's tokens. dpo: direct preference
     optimisation on pairs of answers. simpo, orpo: losses on pairs that need no reference. kto:
     good answers become likelier than the reference has them, and bad ones less likely, each by its
-    label.
+    label. distillation: a student learns the probabilities of a teacher, which may read a context
+    that the student does not.
     reinforcement: the model answers prompts, a grader gives rewards, and answers that are better
     than others to their prompt become likelier.
     """
@@ -266,6 +370,7 @@ class Method(NullableSections):
     simpo: SimpoMethod = SimpoMethod()
     orpo: OrpoMethod = OrpoMethod()
     kto: KtoMethod = KtoMethod()
+    distillation: DistillationMethod = DistillationMethod()
     reinforcement: ReinforcementMethod | None = None
 
     @model_validator(mode="after")
@@ -284,6 +389,12 @@ class Method(NullableSections):
             raise ValueError(
                 "method.type is 'reinforcement': give method.reinforcement with a grader"
             )
+        given = self.distillation
+        if self.type == "distillation" and given.with_context is None and given.teacher is None:
+            raise ValueError(
+                "method.type is 'distillation': give method.distillation.with_context, what the "
+                "teacher reads and the student does not"
+            )
         return self
 
     @property
@@ -297,6 +408,8 @@ class Method(NullableSections):
             return self.simpo.hyperparameters
         if self.type == "kto":
             return self.kto.hyperparameters
+        if self.type == "distillation":
+            return self.distillation.hyperparameters
         return (self.orpo if self.type == "orpo" else self.supervised).hyperparameters
 
     def reinforcement_options(self) -> ReinforcementOptions | None:
@@ -319,54 +432,29 @@ class Method(NullableSections):
             **{name: getattr(given, name) for name in SHARED_OPTIONS},
         )
 
-    def dpo_options(self) -> DpoOptions | None:
-        """The resolved options of direct preference optimisation.
-
-        None: the job has another method.
+    def loss_options(self) -> LossOptions | None:
+        """The resolved options of its loss. None: cross entropy, or the loss of answers that are
+        sampled.
         """
-        if self.type != "dpo":
-            return None
-        given = self.dpo.hyperparameters
-        beta = BETAS[given.loss_type] if given.beta == AUTO else given.beta
-        return DpoOptions(
-            beta=beta,
-            loss_type=given.loss_type,
-            label_smoothing=given.label_smoothing,
-            rpo_alpha=given.rpo_alpha,
-        )
-
-    def simpo_options(self) -> SimpoOptions | None:
-        """The resolved options of SimPO. None: the job has another method."""
-        if self.type != "simpo":
-            return None
-        given = self.simpo.hyperparameters
-        return SimpoOptions(
-            beta=SIMPO_BETA if given.beta == AUTO else given.beta, gamma=given.gamma
-        )
-
-    def orpo_options(self) -> OrpoOptions | None:
-        """The resolved options of ORPO. None: the job has another method."""
-        if self.type != "orpo":
-            return None
-        given = self.orpo.hyperparameters
-        return OrpoOptions(beta=ORPO_BETA if given.beta == AUTO else given.beta)
-
-    def kto_options(self) -> KtoOptions | None:
-        """The resolved options of KTO. None: the job has another method."""
-        if self.type != "kto":
-            return None
-        given = self.kto.hyperparameters
-        return KtoOptions(
-            beta=KTO_BETA if given.beta == AUTO else given.beta,
-            loss_type=given.loss_type,
-            desirable_weight=given.desirable_weight,
-            undesirable_weight=given.undesirable_weight,
-        )
+        match self.type:
+            case "dpo":
+                return self.dpo.hyperparameters.resolved()
+            case "simpo":
+                return self.simpo.hyperparameters.resolved()
+            case "orpo":
+                return self.orpo.hyperparameters.resolved()
+            case "kto":
+                return self.kto.hyperparameters.resolved()
+            case "distillation":
+                return self.distillation.resolved()
+            case _:
+                return None
 
 
 class DpoOptions(Strict):
     """`DpoHyperparameters` resolved for a worker."""
 
+    type: Literal["dpo"] = "dpo"
     beta: Beta
     loss_type: DpoLoss
     label_smoothing: Smoothing = 0.0
@@ -376,6 +464,7 @@ class DpoOptions(Strict):
 class SimpoOptions(Strict):
     """`SimpoHyperparameters` resolved for a worker."""
 
+    type: Literal["simpo"] = "simpo"
     beta: Beta
     gamma: float
 
@@ -383,20 +472,35 @@ class SimpoOptions(Strict):
 class OrpoOptions(Strict):
     """`OrpoHyperparameters` resolved for a worker."""
 
+    type: Literal["orpo"] = "orpo"
     beta: Beta
 
 
 class KtoOptions(Strict):
     """`KtoHyperparameters` resolved for a worker."""
 
+    type: Literal["kto"] = "kto"
     beta: Beta
     loss_type: KtoLoss
     desirable_weight: Weight
     undesirable_weight: Weight
 
 
+class DistillationOptions(Strict):
+    """`DistillationMethod` resolved for a worker: the teacher is the base without adapter."""
+
+    type: Literal["distillation"] = "distillation"
+    loss_type: DistillationLoss
+    beta: float
+    """Read with jsd alone."""
+    with_context: str
+    """What the teacher reads and the student does not."""
+
+
 PairOptions = DpoOptions | SimpoOptions | OrpoOptions
 """Options of a loss on pairs of answers."""
+LossOptions = PairOptions | KtoOptions | DistillationOptions
+"""Options of a method whose loss is another one than cross entropy, by their `type`."""
 
 
 GROUP = 8
@@ -427,7 +531,7 @@ class ReinforcementOptions(Strict):
     eval_samples: int
     temperature: float
     scale_rewards: Literal["none", "group"]
-    loss_type: Literal["dapo", "grpo", "dr_grpo"]
+    loss_type: ReinforcementLoss
     importance_sampling_cap: float
     beta: float
     mask_truncated_completions: bool

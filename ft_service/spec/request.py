@@ -13,7 +13,14 @@ from pydantic import Field, PrivateAttr, ValidationError, WithJsonSchema, model_
 
 from ft_service.errors import SpecError
 from ft_service.spec.integrations import Integrations
-from ft_service.spec.methods import AUTO, PREFERENCE_METHODS, Hyperparameters, Method, MethodType
+from ft_service.spec.methods import (
+    ANSWER_METHODS,
+    AUTO,
+    PREFERENCE_METHODS,
+    Hyperparameters,
+    Method,
+    MethodType,
+)
 from ft_service.spec.option_types import Number
 from ft_service.spec.options import (
     DPO_EPOCHS,
@@ -94,7 +101,24 @@ _NOT_OF_REINFORCEMENT = (
     ("lora", "target_parameters", "the sampler takes adapters of linear layers only. Leave it out"),
     ("lora", "modules_to_save", "the sampler takes adapters of linear layers only. Leave it out"),
 )
-_NOT_OF_METHOD = {"reinforcement": _NOT_OF_REINFORCEMENT, "tinker": _NOT_OF_SAMPLED}
+_NOT_OF_DISTILLATION = (
+    (
+        "lora",
+        "modules_to_save",
+        "the teacher's embedding and head are the base's, and kept beside the student's by no "
+        "one. Leave it out",
+    ),
+    (
+        "precision",
+        "served_as",
+        "the teacher is the base, which it would round too. Leave it out",
+    ),
+)
+_NOT_OF_METHOD = {
+    "reinforcement": _NOT_OF_REINFORCEMENT,
+    "tinker": _NOT_OF_SAMPLED,
+    "distillation": _NOT_OF_DISTILLATION,
+}
 """Method → section, option, and what to do instead."""
 
 SWEEP = "sweep"
@@ -107,6 +131,7 @@ LEARNING_RATES: Mapping[MethodType, float] = {
     "dpo": DPO_LEARNING_RATE,
     "simpo": DPO_LEARNING_RATE,
     "kto": DPO_LEARNING_RATE,
+    "distillation": LEARNING_RATE,
     "orpo": ORPO_LEARNING_RATE,
     "reinforcement": REINFORCEMENT_LEARNING_RATE,
     "tinker": LEARNING_RATE,
@@ -233,7 +258,7 @@ class JobRequest(JobOptions):
 
     @model_validator(mode="after")
     def _only_answers_are_preferred(self) -> JobRequest:
-        if self.method.type in PREFERENCE_METHODS and self.training.train_on == "everything":
+        if self.method.type in ANSWER_METHODS and self.training.train_on == "everything":
             raise ValueError(
                 f"training.train_on = 'everything' with method {self.method.type}: only the "
                 "answers are compared, and not the text before them. Leave it out"

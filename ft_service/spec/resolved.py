@@ -5,10 +5,11 @@ digest.
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Literal
+from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict
+from pydantic import BaseModel, ConfigDict, Field, field_serializer, model_validator
 
 from ft_service.errors import SpecError
 from ft_service.spec.auto_hyperparameters import COUNTED, batch_for, epochs_for
@@ -17,13 +18,14 @@ from ft_service.spec.mesh import check_reshard_size, mesh_shape
 from ft_service.spec.methods import (
     AUTO,
     PREFERENCE_METHODS,
+    DistillationOptions,
     DpoOptions,
     KtoOptions,
+    LossOptions,
+    Method,
     MethodType,
-    OrpoOptions,
     PairOptions,
     ReinforcementOptions,
-    SimpoOptions,
 )
 from ft_service.spec.options import (
     CheckpointOptions,
@@ -92,7 +94,8 @@ class AdapterRef(Resolved):
 class JobSpec(Resolved):
     """`spec.json`: everything that a worker needs, resolved and immutable."""
 
-    version: Literal[1] = 1
+    version: Literal[1, 2] = 1
+    """2: it has a `loss`, which version 0.2 would not see and therefore refuses by this number."""
     job_id: str
     model: BaseModelRef
     training_data: DataFileRef | None
@@ -126,16 +129,9 @@ class JobSpec(Resolved):
 
     False with lora_dropout, which PEFT does not have for them.
     """
-    dpo: DpoOptions | None = None
-    """Options of direct preference optimisation, whose data files hold pairs of answers; None: the
-    job has another method.
-    """
-    simpo: SimpoOptions | None = None
-    """The same of SimPO, whose pairs need no reference."""
-    orpo: OrpoOptions | None = None
-    """The same of ORPO, whose pairs need no reference."""
-    kto: KtoOptions | None = None
-    """Options of KTO, whose data files hold answers with labels; None: the job has another method.
+    loss: Annotated[LossOptions, Field(discriminator="type")] | None = None
+    """Options of a method whose loss is another one than cross entropy; None: the job has another
+    method.
     """
     reinforcement: ReinforcementOptions | None = None
     """Options of reinforcement learning, whose data files hold prompts; None: the job has another
@@ -161,15 +157,40 @@ class JobSpec(Resolved):
     the sweep can compare it (ft_service/sweeps/halving.py).
     """
 
+    @model_validator(mode="before")
+    @classmethod
+    def _loss_of_earlier_versions(cls, document: Any) -> Any:
+        """Version 0.2 wrote options of direct preference optimisation as `dpo`, its only loss."""
+        if not isinstance(document, Mapping) or document.get("dpo") is None:
+            return document
+        return {**document, "loss": {"type": "dpo", **document["dpo"]}}
+
+    @field_serializer("loss", mode="wrap")
+    def _named_loss(self, loss: LossOptions | None, write: Any) -> Any:
+        """With its type, also where only what is given is written."""
+        return None if loss is None else {"type": loss.type, **write(loss)}
+
     @property
     def preferences(self) -> PairOptions | None:
         """Options of the loss on pairs of answers; None: its data are no pairs."""
-        return self.dpo or self.simpo or self.orpo
+        return self.loss if isinstance(self.loss, PairOptions) else None
+
+    @property
+    def context(self) -> str:
+        """What a teacher reads before each sample, and the student does not; empty: nothing."""
+        return self.loss.with_context if isinstance(self.loss, DistillationOptions) else ""
+
+    @property
+    def in_pairs(self) -> bool:
+        """Whether samples 2i and 2i + 1 of its token sets belong together: the answers of a pair,
+        or a sample as the student reads it and as its teacher does.
+        """
+        return self.preferences is not None or bool(self.context)
 
     @property
     def has_reference(self) -> bool:
         """Whether its loss compares with the model that training starts from."""
-        return self.dpo is not None or self.kto is not None
+        return isinstance(self.loss, DpoOptions | KtoOptions)
 
     @property
     def method(self) -> MethodType:
@@ -178,13 +199,7 @@ class JobSpec(Resolved):
             return "tinker"
         if self.reinforcement is not None:
             return "reinforcement"
-        if self.simpo is not None:
-            return "simpo"
-        if self.orpo is not None:
-            return "orpo"
-        if self.kto is not None:
-            return "kto"
-        return "dpo" if self.dpo is not None else "supervised"
+        return "supervised" if self.loss is None else self.loss.type
 
     @property
     def by_commands(self) -> bool:
@@ -311,6 +326,7 @@ def resolve(request: JobRequest, context: JobContext) -> JobSpec:
     Raises SpecError for options that do not fit the number of ranks.
     """
     check_served(request.serve, request.lora, request.precision)
+    _check_teacher(request.method, context)
     distributed = _resolve_distributed(request.distributed, context.gpus)
     name = TunedName.of_job(
         context.job_id,
@@ -325,7 +341,9 @@ def resolve(request: JobRequest, context: JobContext) -> JobSpec:
         samples = round(samples * (1 - request.validation_split))
     counted = None if samples is None else min(samples, COUNTED)
     training, chosen = by_samples(request.resolved_training(), counted, ranks, request.method.type)
+    loss = request.method.loss_options()
     return JobSpec(
+        version=1 if loss is None else 2,
         job_id=context.job_id,
         model=context.model,
         training_data=context.training_data,
@@ -346,16 +364,36 @@ def resolve(request: JobRequest, context: JobContext) -> JobSpec:
         if parent is None
         else parent.shared_experts,
         evaluation=request.evaluation,
-        dpo=request.method.dpo_options(),
-        simpo=request.method.simpo_options(),
-        orpo=request.method.orpo_options(),
-        kto=request.method.kto_options(),
+        loss=loss,
         reinforcement=request.method.reinforcement_options(),
         parent=parent,
         chosen=chosen,
         tensorboard=request.integrated("tensorboard"),
         engine=request.engine,
     )
+
+
+def _check_teacher(method: Method, context: JobContext) -> None:
+    """Raise SpecError for a teacher that the ranks do not hold, or from which nothing is learned."""
+    if method.type != "distillation":
+        return
+    given = method.distillation
+    base = context.model.name
+    if given.teacher not in (None, base):
+        raise SpecError(
+            f"method.distillation.teacher = {shown_value(given.teacher)}: the teacher is the job's "
+            f"base, {base}, without adapter. Leave it out; to learn from another model, have it "
+            "answer the prompts and train on its answers (method.type: supervised).",
+            param="method.distillation.teacher",
+            code="not_available",
+        )
+    if given.with_context is None and context.parent is None:
+        raise SpecError(
+            f"method.distillation.teacher = {shown_value(given.teacher)}: student and teacher begin "
+            "as the same model that reads the same, so there is nothing to learn. Give "
+            "method.distillation.with_context.",
+            param="method.distillation.with_context",
+        )
 
 
 def by_samples(

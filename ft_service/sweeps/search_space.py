@@ -152,6 +152,8 @@ REFUSED: Mapping[str, str] = {
             "kto.hyperparameters.loss_type",
             "kto.hyperparameters.desirable_weight",
             "kto.hyperparameters.undesirable_weight",
+            "distillation.hyperparameters.loss_type",
+            "distillation.hyperparameters.beta",
         )
     },
     **dict.fromkeys(

@@ -33,6 +33,7 @@ LOSS_INPUTS: Mapping[str, tuple[str, ...]] = {
     "ppo": _RATIO,
     "cispo": _RATIO,
     "dro": _RATIO,
+    "gspo": _RATIO,
 }
 """Loss function → the arrays that it takes beside target_tokens, each as long as these. weights are
 1 where they are left out.
@@ -45,6 +46,7 @@ LOSS_CONFIG: Mapping[str, Mapping[str, float | None]] = {
     "ppo": {CLIP_LOW: 0.8, CLIP_HIGH: 1.2},
     "cispo": {CLIP_LOW: 0.8, CLIP_HIGH: 1.2},
     "dro": {"beta": None},
+    "gspo": {CLIP_LOW: 1 - 3e-4, CLIP_HIGH: 1 + 4e-4},
 }
 """Loss function → its options with their defaults; None: it must be given."""
 

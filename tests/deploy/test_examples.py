@@ -65,6 +65,7 @@ def test_every_option_is_in_the_example_that_shows_them_all() -> None:
         ("simpo.yaml", "method.simpo"),
         ("orpo.yaml", "method.orpo"),
         ("kto.yaml", "method.kto"),
+        ("distillation.yaml", "method.distillation"),
         ("reinforcement.yaml", "method.reinforcement"),
     ):
         shown |= {

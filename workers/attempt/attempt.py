@@ -22,7 +22,7 @@ from ft_service.rundir.checkpoints import newest_checkpoint, set_damaged_aside, 
 from ft_service.rundir.documents import Outcome, OutcomeKind
 from ft_service.rundir.evaluations import evaluated_steps
 from ft_service.rundir.manifest import Manifest
-from ft_service.spec import JobSpec
+from ft_service.spec import DistillationOptions, JobSpec, KtoOptions
 from ft_service.wording import counted
 from workers.attempt.prepared_model import Prepare, PreparedModel, cached_description, construct
 from workers.base.rank_objects import by_first, from_first, on_all
@@ -57,6 +57,7 @@ from workers.ranks.sharding import make_mesh
 from workers.tinker.command_loop import CommandLoop
 from workers.tinker.offered_prompts import offer_prompts
 from workers.training.context import StopRequest, TrainingContext
+from workers.training.distillation import Taught
 from workers.training.evaluation_answers import Evaluator
 from workers.training.evaluation_prompts import asked_of
 from workers.training.forgetting import measure_forgetting, seconds_of_job
@@ -290,17 +291,20 @@ def _objectives(
     run = context.runtime.run
     spec = context.runtime.spec
     of_samples: Callable[[TokenSet], Referred]
-    if spec.kto is not None:
-        of_samples = partial(
-            Labelled.without_values,
-            options=spec.kto,
-            seed=spec.seed,
-            max_length=spec.training.max_length,
-        )
-    elif spec.preferences is not None:
-        of_samples = partial(Preference.without_reference, options=spec.preferences)
-    else:
-        return supervised(train, spec, packed=context.limits.packed), Supervised(valid)
+    match spec.loss:
+        case None:
+            return supervised(train, spec, packed=context.limits.packed), Supervised(valid)
+        case DistillationOptions() as options:
+            return Taught(train, options), Taught(valid, options)
+        case KtoOptions() as options:
+            of_samples = partial(
+                Labelled.without_values,
+                options=options,
+                seed=spec.seed,
+                max_length=spec.training.max_length,
+            )
+        case options:
+            of_samples = partial(Preference.without_reference, options=options)
     training, validation = of_samples(train), of_samples(valid)
     if not spec.has_reference:
         return training, validation
@@ -315,9 +319,9 @@ def _objectives(
 
 def _answered(spec: JobSpec, samples: TokenSet) -> Sequence[int]:
     """Numbers of the samples whose answers are worth learning."""
-    if spec.kto is not None:
+    if samples.labels is not None:
         return np.flatnonzero(samples.labels).tolist()
-    return range(0, len(samples), 1 if spec.preferences is None else 2)
+    return range(0, len(samples), 2 if spec.in_pairs else 1)
 
 
 def _evaluator(context: TrainingContext, samples: TokenSet) -> Evaluator | None:

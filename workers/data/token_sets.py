@@ -87,19 +87,18 @@ def as_trained(
     are the same after the cut, and their jobs go on with them, since steps and order depend on the
     number. Raises DataError if none has anything to learn.
     """
-    of_answers = spec.preferences is not None or spec.kto is not None
-    split = not of_answers and spec.reinforcement is None and are_whole(samples)
+    split = spec.loss is None and spec.reinforcement is None and are_whole(samples)
     windows = in_windows(samples, spec.training.max_length) if split else samples
     usable = trainable(
         windows,
         file,
         spec.longest_sample,
-        pairs=spec.preferences is not None,
+        pairs=spec.in_pairs,
         alike=begun is not None,
     )
     if begun is None or len(usable) == begun:
         return usable
-    return trainable(windows, file, spec.longest_sample, pairs=spec.preferences is not None)
+    return trainable(windows, file, spec.longest_sample, pairs=spec.in_pairs)
 
 
 def remove_own(run: RunDir) -> None:
@@ -118,7 +117,7 @@ def _samples(
 
     `make`: tokenises it into the run directory.
     """
-    pairs = spec.preferences is not None
+    pairs = spec.in_pairs
     key = tokens_key(spec.model.path, file.sha256, TokenOptions.of(spec), pairs=pairs)
     shared = os.environ.get(token_folder.FOLDER)
     folders = [*([Path(shared)] if shared else []), run.path(token_folder.IN_RUN)]
@@ -217,7 +216,7 @@ def tokenise(spec: JobSpec, file: DataFileRef, examiner: Examiner) -> None:
     UnavailableError, OSError.
     """
     options = TokenOptions.of(spec)
-    pairs = spec.preferences is not None
+    pairs = spec.in_pairs
     data = open_data(Path(file.path), file.files, options.columns)
     gone = next((path for path in data.paths if not path.is_file()), None)
     if gone is not None:

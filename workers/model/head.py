@@ -29,6 +29,12 @@ from torch.nn import functional as F
 from transformers import PreTrainedModel
 
 from ft_service.kernel_limits import chunk_rows
+from workers.model.divergence import (
+    DIVERGENCE_SUMS,
+    Divergence,
+    divergence_gradient,
+    divergence_sums,
+)
 from workers.model.multimodal import text_decoder
 from workers.patches.head_forward import CAP, head_replaced
 from workers.quant import gpu_kernels
@@ -103,6 +109,44 @@ def log_probabilities_in_head(
 
     with _in_head(model, places, forward):
         yield likeliest
+
+
+@contextmanager
+def hidden_in_head(model: PreTrainedModel, places: Tensor) -> Iterator[None]:
+    """While it is entered, a forward's `logits` are what the head is given at these places,
+    [places, hidden].
+
+    `places`: int64, as in a `Batch`.
+    """
+    with _in_head(model, places, lambda own, head: own):
+        yield
+
+
+@contextmanager
+def divergence_in_head(
+    model: PreTrainedModel,
+    places: Tensor,
+    targets: Tensor,
+    teacher: Tensor,
+    divergence: Divergence,
+    scale: float,
+) -> Iterator[list[Tensor]]:
+    """While it is entered, a forward's `logits` are the sum of divergences times `scale`, and the
+    list takes the sums of `DIVERGENCE_SUMS`, fp64.
+
+    `places`, `targets`: int64 [targets], as in a `Batch`. `teacher`: [targets, hidden], what the
+    head is given of the teacher at the same targets (`hidden_in_head`).
+    """
+    taken: list[Tensor] = []
+
+    def forward(own: Tensor, head: _Head) -> Tensor:
+        made = _HeadDivergence.apply(own, head, teacher, targets, divergence, scale)
+        scaled, sums = made  # pyright: ignore[reportGeneralTypeIssues]
+        taken.append(sums)
+        return scaled
+
+    with _in_head(model, places, forward):
+        yield taken
 
 
 @contextmanager
@@ -348,6 +392,47 @@ class _HeadLogProbabilities(torch.autograd.Function):
             None,
             None,
         )
+
+
+class _HeadDivergence(torch.autograd.Function):
+    """hidden [n, h] of the student, with a frozen head and the teacher's hidden → loss × scale, and
+    the sums of DIVERGENCE_SUMS. Only hidden gets a gradient.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        hidden: Tensor,
+        head: _Head,
+        teacher: Tensor,
+        targets: Tensor,
+        divergence: Divergence,
+        scale: float,
+    ) -> tuple[Tensor, Tensor]:
+        gradient = torch.empty_like(hidden) if ctx.needs_input_grad[0] else None
+        sums = torch.zeros(len(DIVERGENCE_SUMS), dtype=torch.float64, device=hidden.device)
+        height = max(1, chunk_rows(head.weight.shape[0]) // 2)  # two logits of each row
+        for start in range(0, len(hidden), height):
+            rows = slice(start, start + height)
+            own, through = _log_softmax(hidden[rows], head)
+            others, _ = _log_softmax(teacher[rows], head)
+            sums += divergence_sums(own, others, targets[rows], divergence)
+            if gradient is None:
+                continue
+            of_logits = divergence_gradient(own, others, divergence)
+            if through is not None:
+                of_logits.mul_(through)
+            into = gradient[rows]
+            of_logits = of_logits.to(hidden.dtype)
+            torch.addmm(into, of_logits, head.weight, beta=0, alpha=scale, out=into)
+        ctx.save_for_backward(gradient)
+        ctx.mark_non_differentiable(sums)
+        return (sums[0] * scale).float(), sums
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        (gradient,) = ctx.saved_tensors
+        return gradient * grads[0].to(gradient.dtype), None, None, None, None, None
 
 
 def _compare(kernels: Any, device: torch.device) -> None:

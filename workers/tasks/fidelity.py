@@ -100,18 +100,18 @@ def _validation(spec: JobSpec, samples: int) -> tuple[Sequence[Tokens], str | No
         data = _data(spec, file)
     except DataError as error:
         return [], error.message
-    if spec.kto is not None:
+    if data.labels is not None:
         numbers = np.flatnonzero(data.labels).tolist()
         if not numbers:
             return [], "its validation samples have no good answer"
     else:
-        numbers = range(0, len(data), 1 if spec.preferences is None else 2)
+        numbers = range(0, len(data), 2 if spec.in_pairs else 1)
     return [data[number] for number in numbers[:samples]], None
 
 
 def _data(spec: JobSpec, file: DataFileRef) -> TokenSet:
     """What the job validated with. Raises DataError."""
-    pairs = spec.preferences is not None
+    pairs = spec.in_pairs
     split = Split.of(spec)
     key = tokens_key(spec.model.path, file.sha256, TokenOptions.of(spec), pairs=pairs)
     with TemporaryDirectory(prefix="ft-") as folder:

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from ft_service.data.tokens.sample import Tokens
 from ft_service.tinker.loss_calls import Datum, LossCall
 from workers.data.batches import Batch, make_batch
-from workers.tinker.losses import LOSSES
+from workers.tinker.losses import LOSSES, SIZES
 from workers.training.step import target_log_probabilities
 
 
@@ -95,8 +95,9 @@ def loss_and_logprobs(
     logs, _ = target_log_probabilities(model, own.batch, temperature)
     if not own.shapes:
         return logs.sum(), [], []
-    losses = LOSSES[call.loss_fn](logs, own.inputs, call.config)
     sizes = [int(np.prod(shape)) for shape in own.shapes]
+    inputs = {**own.inputs, SIZES: torch.tensor(sizes)}
+    losses = LOSSES[call.loss_fn](logs, inputs, call.config)
     of_data = zip(
         losses.detach().double().split(sizes),
         logs.detach().float().cpu().split(sizes),

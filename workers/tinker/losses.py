@@ -14,7 +14,9 @@ from torch import Tensor
 from ft_service.tinker.loss_calls import CLIP_HIGH, CLIP_LOW
 
 Inputs = Mapping[str, Tensor]
-"""Arrays beside the targets (LOSS_INPUTS of ft_service/tinker/loss_calls.py)."""
+"""Arrays beside the targets (LOSS_INPUTS of ft_service/tinker/loss_calls.py), and SIZES."""
+SIZES = "sizes"
+"""int64 [data]: targets of each datum."""
 Config = Mapping[str, float]
 
 
@@ -49,12 +51,31 @@ def dro(lp: Tensor, inputs: Inputs, config: Config) -> Tensor:
     return -(lp * inputs["advantages"] - 0.5 * config["beta"] * (lp - inputs["logprobs"]).square())
 
 
+def gspo(lp: Tensor, inputs: Inputs, config: Config) -> Tensor:
+    """-min(s A, clip(s) A), with s = sg(exp(mean(lp - q)) / p) p, where p = exp(lp), and the mean is
+    over the tokens of the datum whose A is not 0, those of its answer: GSPO (Zheng et al., 2025,
+    arXiv 2507.18071) in its form for tokens. Where A is an answer's, divided by its tokens, the sum
+    over these is the loss of the answer with one ratio for all of it.
+    """
+    advantages = inputs["advantages"]
+    learned = advantages != 0
+    gained = (lp.detach() - inputs["logprobs"]).where(learned, 0.0)
+    sizes = inputs[SIZES].tolist()
+    ratios = [
+        (own.sum() / counted.sum().clamp(min=1)).exp().expand(len(own))
+        for own, counted in zip(gained.split(sizes), learned.split(sizes), strict=True)
+    ]
+    ratio = torch.cat(ratios) * (lp - lp.detach()).where(learned, 0.0).exp()
+    return -torch.minimum(ratio * advantages, _clipped(ratio, config) * advantages)
+
+
 LOSSES: Mapping[str, Callable[[Tensor, Inputs, Config], Tensor]] = {
     "cross_entropy": cross_entropy,
     "importance_sampling": importance_sampling,
     "ppo": ppo,
     "cispo": cispo,
     "dro": dro,
+    "gspo": gspo,
 }
 
 

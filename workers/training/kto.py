@@ -317,4 +317,5 @@ class Labelled:
     @cached_property
     def _good(self) -> np.ndarray:
         """bool [samples]."""
+        assert self.samples.labels is not None, "its file has labels"
         return np.asarray(self.samples.labels)

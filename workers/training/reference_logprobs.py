@@ -30,7 +30,7 @@ from torch import Tensor
 from ft_service.data.tokens.token_set import TokenSet
 from ft_service.rundir.directory import RunDir
 from ft_service.rundir.manifest import ORIGINS, Origins
-from ft_service.spec import JobSpec
+from ft_service.spec import JobSpec, KtoOptions
 from ft_service.wording import counted
 from workers.base.rank_objects import by_first
 from workers.data.micro_batches import MicroBatchLimits
@@ -72,7 +72,7 @@ def key_of_reference(run: RunDir, spec: JobSpec, train: TokenSet, valid: TokenSe
         "max_length": spec.training.max_length,
         "samples": [[len(samples), samples.digest] for samples in (train, valid)],
     }
-    if spec.kto is not None:
+    if isinstance(spec.loss, KtoOptions):
         decides["mismatched"] = spec.seed
     return hashlib.sha256(json.dumps(decides, sort_keys=True).encode()).hexdigest()
 

@@ -160,7 +160,9 @@ def _check_lines(spec: SpecFile) -> list[str]:
             alone = replace(report, duplicates=Lines(), near_empty=Lines())
             told += [
                 message
-                for level, message in alone.messages(path.name, 0, kto=request.method.kto_options())
+                for level, message in alone.messages(
+                    path.name, 0, loss=request.method.loss_options()
+                )
                 if level == "warn"
             ]
             continue

@@ -60,7 +60,7 @@ class JobData:
             return SampleLengths.of_prompts(self.counts, spec)
         if self.counts is None or self.statistics is None:
             return None
-        return SampleLengths.of_data(self.counts, self.statistics)
+        return SampleLengths.of_data(self.counts, self.statistics, spec)
 
     def messages(self, spec: JobSpec) -> Iterator[tuple[Level, str]]:
         """Yield (level, sentence): what each file contains, what is not trained on, and what to
@@ -71,7 +71,7 @@ class JobData:
                 data.name,
                 spec.training.max_length,
                 cut=self.statistics is None,
-                kto=spec.kto,
+                loss=spec.loss,
             )
         for text in self.on_images:
             yield "info", text

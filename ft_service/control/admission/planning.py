@@ -128,6 +128,8 @@ def _guessed(path: Path, size: int, spec: JobSpec) -> tuple[int | None, SampleLe
     ):  # split into windows, which fill rows if packed
         windows = -(-tokens // training.max_length)
         samples = max(1, windows if training.packing else max(samples, windows))
+    # The teacher reads the context before each sample: on average of both, half of it comes on top.
+    tokens += samples * len(spec.context) // (2 * BYTES_PER_TOKEN)
     # Each sample of a pair may have most of the pair's tokens.
     together = 1 if spec.preferences is None else 2
     return samples, SampleLengths(together * tokens, together * samples)

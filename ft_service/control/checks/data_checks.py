@@ -150,7 +150,7 @@ def _check_files(
             places.share_tokens(data.sha256)
         except (OSError, UnavailableError):  # workers then make them themselves
             log.exception("the tokens of %s could not be brought to object storage", data.name)
-        told += report.messages(data.name, spec.training.max_length, cut=False, kto=spec.kto)
+        told += report.messages(data.name, spec.training.max_length, cut=False, loss=spec.loss)
     if not counts:
         return Checked()
     if spec.reinforcement is not None:
@@ -181,7 +181,7 @@ def _settled(
         lengths = (
             SampleLengths.of_prompts(counts, spec)
             if measured is None
-            else SampleLengths.of_data(counts, measured)
+            else SampleLengths.of_data(counts, measured, spec)
         )
         return settle(spec, lengths)
     except FtError as error:  # the ranks then choose, and report why they cannot

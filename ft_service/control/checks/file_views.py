@@ -81,7 +81,7 @@ def job_statistics(job: Job, places: Places) -> DataStatistics:
         spec.model.path,
         TokenOptions.of(spec),
         places,
-        pairs=spec.preferences is not None,
+        pairs=spec.in_pairs,
     )
 
 

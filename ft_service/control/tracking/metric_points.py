@@ -147,8 +147,8 @@ def config(job: Job, spec: JobSpec) -> dict[str, Any]:
             for name in ("lora", "precision", "training", "distributed", "checkpoint")
         },
         **(
-            {spec.method: own.model_dump(mode="json")}
-            if (own := spec.preferences or spec.kto)
+            {loss.type: loss.model_dump(mode="json", exclude={"type"})}
+            if (loss := spec.loss)
             else {}
         ),
         # A grader may have the answers that are right, and addresses of its operator's.

@@ -46,7 +46,6 @@ from ft_service.data.data_file import (
     Findings,
     Param,
     ReadProgress,
-    answers,
 )
 from ft_service.data.formats.detect_format import Format
 from ft_service.data.formats.reading import DataReader, open_data
@@ -68,7 +67,7 @@ from ft_service.data.tokens.sample_limits import (
 from ft_service.data.tokens.sample_view import page_of
 from ft_service.data.tokens.token_cache import Recording, find, tokens_key, unkept
 from ft_service.data.tokens.token_set import TokenSet
-from ft_service.data.tokens.tokenize import load_tokenizer, nothing_to_learn, tokenize
+from ft_service.data.tokens.tokenize import load_tokenizer, nothing_to_learn, sources, tokenize
 from ft_service.data.tokens.training_set.token_statistics import RecordGroup, measure
 from ft_service.errors import DataError, SpecError
 from ft_service.rundir.documents import ErrorInfo
@@ -303,7 +302,7 @@ class Examination:
             )
             # Both samples of a pair show those of its prompt.
             findings.images = len(found.samples.uses) // (1 + request.pairs)
-            if request.options.columns.labels:
+            if found.samples.labels is not None:
                 _, first = np.unique(found.samples.records, return_index=True)
                 findings.labels.update(found.samples.labels[first].tolist())
             image_tokens = int((found.samples.uses[:, 1] - found.samples.uses[:, 0]).sum())
@@ -349,6 +348,7 @@ class Examination:
             as_chats=as_chats,
             unread_names=unread_names,
             unanswered=noted.unanswered,
+            has_context=bool(request.options.context),
         )
 
     def _unread(self, noted: NotedRecords) -> dict[str, Lines]:
@@ -385,7 +385,7 @@ class Examination:
         several = Lines()
         with data as reader, contextlib.ExitStack() as stack:
             records = noted.noted(reader)
-            source = answers(records) if pairs else records
+            source = sources(self.tokenizer, records, options, pairs=pairs)
             for of_record in stack.enter_context(
                 closing(tokenize(self.tokenizer, source, self.limits, options))
             ):
@@ -399,8 +399,8 @@ class Examination:
                     cut: list[Tokens] = []
                     uses = sum(len(sample.images) for sample in of_record)
                     findings.images += uses // (1 + pairs)
-                    if options.columns.labels:
-                        findings.labels[bool(of_record[0].targets[0])] += 1
+                    if of_record[0].label is not None:
+                        findings.labels[of_record[0].label] += 1
                     for sample in of_record:
                         cut.append(sample.cut(self._length_limit(data)))
                         lengths.append(len(sample.ids))

@@ -38,14 +38,8 @@ class Tokens:
     """It is of the same record as the sample before it."""
     images: tuple[ImageUse, ...] = ()
     """Its pictures, in the order of their places. None of their tokens is a target."""
-
-    def labelled(self, label: bool) -> Tokens:
-        """The sample with a label, whether its answer is a good one: in the place of its first
-        target, since the first token has no predecessor that could predict it.
-        """
-        targets = self.targets.copy()
-        targets[0] = label
-        return replace(self, targets=targets)
+    label: bool | None = None
+    """Whether its answer is a good one. None: the file has no labels."""
 
     @property
     def target_count(self) -> int:

@@ -135,8 +135,7 @@ def _sample(
             shown.append(ShownToken(int(token), _of_image(image), "cut" if is_cut else "words"))
         elif place >= image_end:
             read = "words" if inside[place] else "template"
-            is_label = place == 0 and answer in ("good", "bad")  # Tokens.labelled
-            learned = tokens.targets[place] and not is_label and not sample.is_prompt
+            learned = tokens.targets[place] and not sample.is_prompt
             role = "cut" if is_cut else "learned" if learned else read
             shown.append(ShownToken(int(token), text[end:until], role))
         end = until

@@ -105,6 +105,8 @@ class TokenSet(Sequence[Tokens]):
     uses: np.ndarray = field(default_factory=lambda: np.empty((0, 3), np.int64))
     """int64 [uses, 3]: where the file's samples hold pictures, in their order: the places of the
     first token and of that behind the last one in `ids`, and the picture's place in `pictures`."""
+    labels: np.ndarray | None = None
+    """bool [samples]: whether the answer is a good one. None: the file has no labels."""
 
     @classmethod
     def of(cls, samples: Iterable[Tokens], *, dated: bool = False) -> TokenSet:
@@ -114,6 +116,7 @@ class TokenSet(Sequence[Tokens]):
         noted = ImageNotes()
         pictures = [picture for sample in given for picture in noted.add(sample)]
         lengths = np.array([len(sample.ids) for sample in given], dtype=np.int64)
+        labels = [sample.label for sample in given]
         ids = np.concatenate(
             [np.empty(0, np.int32), *(sample.ids for sample in given)], dtype=np.int32
         )
@@ -129,6 +132,7 @@ class TokenSet(Sequence[Tokens]):
             dated=dated,
             pictures=Pictures.of(pictures) if pictures else None,
             uses=np.array(noted.uses, np.int64).reshape(-1, 3),
+            labels=np.array(labels, np.bool_) if given and None not in labels else None,
         )
 
     def __len__(self) -> int:
@@ -148,6 +152,7 @@ class TokenSet(Sequence[Tokens]):
             self.ids[begin : begin + length].copy(),
             self.targets[begin : begin + length].copy(),
             images=self._images_within(begin, begin + length),
+            label=None if self.labels is None else bool(self.labels[index]),
         )
 
     def uses_within(self, begin: int, end: int) -> list[list[int]]:
@@ -195,13 +200,6 @@ class TokenSet(Sequence[Tokens]):
             alike[pair] = self[2 * pair].cut(max_length).is_same(self[2 * pair + 1].cut(max_length))
         return alike
 
-    @property
-    def labels(self) -> np.ndarray:
-        """bool [samples]: whether the answer is a good one, of samples that have labels
-        (Tokens.labelled).
-        """
-        return self.targets[self.begins]
-
     def targets_within(self, max_length: int) -> np.ndarray:
         """int64 [samples]: the number of targets of each sample after the cut."""
         longer = np.flatnonzero(self.lengths > max_length)
@@ -228,7 +226,8 @@ class TokenSet(Sequence[Tokens]):
 
     def some(self, which: slice | np.ndarray) -> TokenSet:
         """A set of the chosen samples, without copies. `which`: a slice, or bool [samples]."""
-        names = ("begins", "lengths", "target_counts", "records")
+        names = ["begins", "lengths", "target_counts", "records"]
+        names += [] if self.labels is None else ["labels"]
         return replace(self, **{name: getattr(self, name)[which] for name in names})
 
 
@@ -239,6 +238,8 @@ class TokensDigest:
         self._parts = [hashlib.sha256() for _ in range(3)]
         self._images = hashlib.sha256()
         self._has_images = False
+        self._labels = hashlib.sha256()
+        self._has_labels = False
         self._tokens = 0
 
     def add(self, sample: Tokens) -> Tokens:
@@ -255,16 +256,22 @@ class TokensDigest:
                 hashed_use(use.begin + self._tokens, use.end + self._tokens, use.picture.key)
             )
             self._has_images = True
+        if sample.label is not None:
+            self._labels.update(bytes([sample.label]))
+            self._has_labels = True
         self._tokens += len(sample.ids)
         return sample
 
     def hexdigest(self) -> str:
-        return self.combined([*self._parts, *([self._images] if self._has_images else [])])
+        images = [self._images] if self._has_images else []
+        labels = [self._labels] if self._has_labels else []
+        return self.combined([*self._parts, *images, *labels])
 
     @staticmethod
     def combined(parts: Sequence[hashlib._Hash]) -> str:
         """The digest from the hashes of all ids (int32), all targets (one byte each), all lengths
-        (int64), and, where there are images, of their places and keys (hashed_use).
+        (int64), where there are images, of their places and keys (hashed_use), and, where there are
+        labels, of all labels (one byte each).
         """
         return hashlib.sha256(b"".join(part.digest() for part in parts)).hexdigest()
 

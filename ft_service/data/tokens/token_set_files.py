@@ -17,6 +17,10 @@ Where samples have images, also:
     image_details.bin   uint8 [pictures]: places in DETAILS
     image_uses.bin      int64 [uses, 3]: TokenSet.uses
 
+Where samples have labels, also:
+
+    labels.bin          uint8 [samples], 0 or 1
+
 A folder is written under a temporary name and published by a rename
 (ft_service/bases/cache_folder.py). A folder whose files do not agree with its index is not a token
 set.
@@ -67,6 +71,10 @@ _IMAGE_DTYPES = {
 }
 
 
+_LABELS = "labels.bin"
+_OTHER_DTYPES = {**_IMAGE_DTYPES, _LABELS: "?"}
+
+
 class ImagesIndex(BaseModel):
     """The index of a folder's images."""
 
@@ -110,9 +118,11 @@ class TokenSetIndex(BaseModel):
     """Both are those of the TokenSet."""
     images: ImagesIndex | None = None
     """None, and not written: there are none."""
+    labelled: bool = False
+    """Whether samples have labels. False is not written."""
     seal: str = ""
-    """SHA-256 of all fields above; `unread_names`, `unanswered` and `images` only if there are
-    some, since earlier releases wrote none."""
+    """SHA-256 of all fields above; `unread_names`, `unanswered`, `images` and `labelled` only
+    if there are some, since earlier releases wrote none."""
 
     def sealed(self) -> TokenSetIndex:
         return self.model_copy(update={"seal": self._seal()})
@@ -132,12 +142,14 @@ class TokenSetIndex(BaseModel):
             "offsets.bin": samples + 1,
             **dict.fromkeys(_OF_SAMPLES, samples),
             **(self.images.lengths if self.images is not None else {}),
+            **({_LABELS: samples} if self.labelled else {}),
         }
 
     @property
     def written(self) -> str:
         """The text of the file."""
-        left_out = {"images"} if self.images is None else set[str]()
+        given = {"images": self.images is not None, "labelled": self.labelled}
+        left_out = {name for name, is_given in given.items() if not is_given}
         return self.model_dump_json(indent=2, exclude=left_out)
 
     def _seal(self) -> str:
@@ -145,6 +157,7 @@ class TokenSetIndex(BaseModel):
             "unread_names": bool(self.unread_names),
             "unanswered": self.unanswered.count > 0,
             "images": self.images is not None,
+            "labelled": self.labelled,
         }
         left_out = {"seal", *(name for name, is_given in given.items() if not is_given)}
         return hashlib.sha256(self.model_dump_json(exclude=left_out).encode()).hexdigest()
@@ -194,11 +207,19 @@ class TokenSetWriter:
         record = _int64(self._record)
         self._records.update(record)
         self._files["records.bin"].write(record)
+        if sample.label is not None:
+            self._add_label(sample.label)
         uses = len(self._notes.uses)
         for picture in self._notes.add(sample):
             self._add_picture(picture)
         for use in self._notes.uses[uses:]:
             self._files["image_uses.bin"].write(b"".join(map(_int64, use)))
+
+    def _add_label(self, label: bool) -> None:
+        if _LABELS not in self._files:
+            file = (self._folder / _LABELS).open("wb")
+            self._files[_LABELS] = self._stack.enter_context(file)
+        self._files[_LABELS].write(bytes([label]))
 
     def _add_picture(self, picture: Picture) -> None:
         if not self._pictures:
@@ -237,6 +258,7 @@ class TokenSetWriter:
             )
             if self._pictures
             else None,
+            labelled=_LABELS in self._files,
         ).sealed()
         with (self._folder / INDEX).open("wb") as file:
             file.write(index.written.encode() + b"\n")
@@ -278,6 +300,7 @@ def open_token_set(folder: Path) -> TokenSet | None:
         unanswered=index.unanswered,
         pictures=None if index.images is None else _pictures_of(arrays),
         uses=uses,
+        labels=arrays.get(_LABELS),
     )
 
 
@@ -333,11 +356,12 @@ def damage(folder: Path) -> Generator[None, None, str | None]:
         targets = _mapped(folder / "targets.bin", index.tokens)
         records = hashlib.sha256((folder / "records.bin").read_bytes()).hexdigest()
         images = yield from _hashed_images(folder, index)
+        labels = [hashlib.sha256((folder / _LABELS).read_bytes())] if index.labelled else []
         predicted = marked - int(np.count_nonzero(targets[firsts]))
     except (OSError, ValueError, IndexError) as error:
         return f"cannot be read: {error}"
     lengths = hashlib.sha256(np.diff(offsets).tobytes())
-    if TokensDigest.combined([*parts, lengths, *images]) != index.digest:
+    if TokensDigest.combined([*parts, lengths, *images, *labels]) != index.digest:
         return "have another digest than when they were written"
     if records != index.records:
         return "are of other records than when they were written"
@@ -379,7 +403,7 @@ def _mapped(path: Path, count: int) -> np.ndarray:
 
     Raises ValueError if its size is another one, OSError.
     """
-    dtype = np.dtype((_DTYPES | _IMAGE_DTYPES)[path.name])
+    dtype = np.dtype((_DTYPES | _OTHER_DTYPES)[path.name])
     if path.stat().st_size != count * dtype.itemsize:
         raise ValueError(f"{path} has not {count} elements")
     if not count:  # an empty file cannot be mapped

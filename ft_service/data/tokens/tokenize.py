@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import closing, nullcontext
+from contextlib import closing, nullcontext, suppress
 from dataclasses import replace
 from functools import partial
 from itertools import groupby
@@ -21,7 +21,7 @@ import numpy as np
 from tokenizers import Encoding
 from transformers import PreTrainedTokenizerBase
 
-from ft_service.data.data_file import TWO_ANSWERS, answers
+from ft_service.data.data_file import TWO_ANSWERS, answers, for_method
 from ft_service.data.formats.reading import open_data
 from ft_service.data.line_errors import Fault, LineError
 from ft_service.data.sample_kinds import (
@@ -32,6 +32,7 @@ from ft_service.data.sample_kinds import (
     PromptCompletion,
     Record,
     Text,
+    in_context,
     label_of,
 )
 from ft_service.data.token_options import DEFAULT, TokenOptions
@@ -60,6 +61,15 @@ CHUNK_IMAGE_BYTES = 32 * 1024**2
 """The same of encoded images, which wait for their tokens."""
 
 _SHOWN = 40
+_NO_ANSWER = (
+    "is a text without an answer, of which a teacher and its student would read other parts: give "
+    "prompts with completions, or chats"
+)
+_OTHER_ANSWER = (
+    "behind method.distillation.with_context the base's tokenizer or chat template writes other "
+    "tokens for its answers, so that teacher and student cannot be compared. End the context with "
+    "a blank line, or leave the line out"
+)
 _SIGN = "the base's own sign for an image, which stands for images alone: write it otherwise"
 
 
@@ -111,6 +121,7 @@ class SampleCheck:
         self._begin: tuple[int | None, str | None] = named.bos_token_id, named.bos_token
         self._end: str | None = named.eos_token
         self._everything = options.train_on == "everything"
+        self._labelled = options.columns.labels is True
         self._path = named.name_or_path
 
     def tokens(self, sample: SampleText, encoding: Encoding | Joined) -> Tokens:
@@ -132,8 +143,7 @@ class SampleCheck:
                     "ask for training.train_on = 'everything'",
                 )
             self._require_end_of_turn(sample)
-        label = label_of(sample.source)
-        return tokens if label is None else tokens.labelled(label)
+        return replace(tokens, label=label_of(sample.source)) if self._labelled else tokens
 
     def _require_one_begin(self, sample: SampleText, tokens: Tokens) -> None:
         number, name = self._begin
@@ -192,7 +202,7 @@ def file_samples(
     with (
         data as reader,
         closing(
-            tokenize(tokenizer, answers(reader) if pairs else reader, options=options)
+            tokenize(tokenizer, sources(tokenizer, reader, options, pairs=pairs), options=options)
         ) as found,
     ):
         for of_record in found:
@@ -263,14 +273,64 @@ def tokenize(
     sample; after a few of these the iteration ends.
     """
     with closing(_samples(tokenizer, records, limits, options)) as samples:
-        for _, of_record in groupby(samples, itemgetter(0)):
+        for number, of_record in groupby(samples, itemgetter(0)):
             found = [outcome for _, outcome in of_record]
             fault = next((outcome for outcome in found if isinstance(outcome, Fault)), None)
             tokens = [outcome for outcome in found if isinstance(outcome, Tokens)]
+            if fault is None and options.context:
+                tokens = beside_teachers(number, tokens)
+                fault = tokens if isinstance(tokens, Fault) else None
             yield fault or [
                 *tokens[:1],
                 *(replace(sample, continues=True) for sample in tokens[1:]),
             ]
+
+
+def sources(
+    tokenizer: PreTrainedTokenizerBase,
+    records: Iterable[tuple[int, Record | Fault]],
+    options: TokenOptions,
+    *,
+    pairs: bool,
+) -> Iterator[tuple[int, Record | Fault]]:
+    """What the samples of a file's records are made of: of pairs, both answers; with a context, the
+    record and then the record behind it; else the record. `pairs`: samples belong together in twos.
+    """
+    if options.context:
+        return _with_context(tokenizer, records, options)
+    return answers(records) if pairs else iter(records)
+
+
+def _with_context(
+    tokenizer: PreTrainedTokenizerBase,
+    records: Iterable[tuple[int, Record | Fault]],
+    options: TokenOptions,
+) -> Iterator[tuple[int, Record | Fault]]:
+    for number, record in for_method(records, pairs=False):
+        yield number, record
+        if isinstance(record, Fault):
+            continue
+        if not isinstance(record, Conversation | PromptCompletion):
+            yield number, Fault(number, "", _NO_ANSWER)
+            continue
+        with suppress(LineError):  # which the record alone raises too
+            yield number, in_context(as_asked(tokenizer, options, record), options.context)
+
+
+def beside_teachers(number: int, samples: list[Tokens]) -> list[Tokens] | Fault:
+    """A record's samples, each followed by the same as its teacher reads it.
+
+    `samples`: first those of the record, and then those of the record behind its context; `number`:
+    the record's. A fault if the two do not learn the same tokens.
+    """
+    half = len(samples) // 2
+    made = list(zip(samples[:half], samples[half:], strict=False))
+    same = len(samples) == 2 * half and all(
+        np.array_equal(*(each.ids[1:][each.targets[1:]] for each in pair)) for pair in made
+    )
+    if not same:
+        return Fault(number, "", _OTHER_ANSWER)
+    return [sample for pair in made for sample in pair]
 
 
 def _samples(

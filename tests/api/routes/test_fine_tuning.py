@@ -19,6 +19,7 @@ from ft_service.ids import new_id
 from ft_service.jobs.reasons import Reason
 from ft_service.jobs.states import Phase, State
 from ft_service.serving import worker_tasks
+from ft_service.spec import DpoOptions
 from ft_service.store.records import NewEvent
 from tests.support.creating import create_job
 from tests.support.records import claim_next
@@ -230,9 +231,30 @@ def test_a_job_of_preference_pairs_shows_its_method(
         "batch_size": 8,
         "learning_rate_multiplier": 2,
     }
-    dpo = service.store.jobs.get_job("default", job.id).spec.dpo
-    assert dpo is not None
+    dpo = service.store.jobs.get_job("default", job.id).spec.loss
+    assert isinstance(dpo, DpoOptions)
     assert (dpo.beta, dpo.loss_type) == (0.2, "sigmoid")
+
+
+def test_a_job_of_distillation_shows_its_teacher_and_context(
+    service: Service, client: openai.OpenAI, training_file: str
+) -> None:
+    options = {"loss_type": "jsd", "beta": 0.25, "n_epochs": 2}
+    method: Any = {
+        "type": "distillation",
+        "distillation": {"with_context": "Be brief.", "hyperparameters": options},
+    }
+    job = client.fine_tuning.jobs.create(model="tiny", training_file=training_file, method=method)
+    shown: Any = job.method.model_dump() if job.method is not None else {}
+    assert (shown["type"], shown["supervised"]) == ("distillation", None)
+    section = shown["distillation"]
+    assert (section["teacher"], section["with_context"]) == ("tiny", "Be brief.")
+    assert section["hyperparameters"]["loss_type"] == "jsd"
+    assert section["hyperparameters"]["beta"] == 0.25
+    method["distillation"]["teacher"] = "other"
+    with pytest.raises(openai.BadRequestError) as refused:
+        client.fine_tuning.jobs.create(model="tiny", training_file=training_file, method=method)
+    assert refused.value.param == "method.distillation.teacher"
 
 
 def test_every_key_of_the_schema_is_there_even_when_empty(

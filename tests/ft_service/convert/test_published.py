@@ -597,7 +597,7 @@ def test_other_methods_are_refused_and_never_become_supervised(
     assert says in caught.value.message
 
 
-WEIGHTS = {"desirable_weight": 1.0, "undesirable_weight": 1.5}
+WEIGHTS: dict[str, Any] = {"desirable_weight": 1.0, "undesirable_weight": 1.5}
 
 
 @pytest.mark.parametrize(
@@ -623,7 +623,7 @@ def test_kto_is_taken_over_with_its_weights(
 ) -> None:
     found = converted(tmp_path, body).body["method"]
     options = parse_request({"model": "a", "training_file": "b", "method": found}).method
-    assert options.kto_options() == KtoOptions(beta=beta, loss_type="kto", **WEIGHTS)
+    assert options.loss_options() == KtoOptions(beta=beta, loss_type="kto", **WEIGHTS)
 
 
 def test_a_loss_without_z0_and_a_name_say_kto_too(tmp_path: Path) -> None:

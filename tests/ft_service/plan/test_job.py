@@ -3,12 +3,13 @@ from __future__ import annotations
 import re
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from ft_service.bases.description import Weight
 from ft_service.errors import SpecError
-from ft_service.plan.job import plan_job, training_time
+from ft_service.plan.job import Plan, plan_job, training_time
 from ft_service.plan.machines import GIB, Machine
 from ft_service.plan.sample_lengths import SampleLengths
 from tests.support.bases import LLAMA_8B, describe, plan_of, save_base, save_fp8_index, spec_on
@@ -146,3 +147,31 @@ def test_samples_longer_than_the_learned_positions_are_refused(
         match=r"longest sample has 65 tokens, .* learned 64 positions \(model\.embed_positions",
     ):
         plan_job(base, spec, H100, SampleLengths(1000, 20, longest))
+
+
+def test_forwards_without_gradients_are_counted(tmp_path: Path) -> None:
+    """A teacher's, KTO's mismatched answers in each step, and a reference's before them."""
+    folder = save_base(tmp_path / "8b", LLAMA_8B)
+    plain = {"distributed": {"activation_checkpointing": "none"}}
+
+    def planned(**method: Any) -> tuple[Plan, float]:
+        spec = spec_on(folder, **plain, **({"method": method} if method else {}))
+        plan = plan_of(spec, H100)
+        assert plan.speed is not None
+        seconds = training_time(plan, spec, spec.training.batch)["seconds_at_most"]
+        return plan, seconds / plan.speed.step_seconds / spec.training.epochs
+
+    supervised, _ = planned()
+    taught, of_taught = planned(type="distillation", distillation={"with_context": "Be brief."})
+    assert taught.flops_per_token / supervised.flops_per_token == pytest.approx(1.5, rel=0.01)
+    hidden = taught.batches.tokens * 4096 * 2
+    assert taught.rank.logits - supervised.rank.logits == pytest.approx(hidden, rel=0.01)
+    assert of_taught == 1
+    _, of_dpo = planned(type="dpo")
+    assert of_dpo == 1 + 1 / 2
+    kto, of_kto = planned(type="kto")
+    assert kto.flops_per_token == taught.flops_per_token
+    assert of_kto == pytest.approx(1 + 2 / 3)
+    unpaired = {"hyperparameters": {"loss_type": "apo_zero_unpaired"}}
+    alone, of_alone = planned(type="kto", kto=unpaired)
+    assert (alone.flops_per_token, of_alone) == (supervised.flops_per_token, 1.5)

@@ -7,6 +7,7 @@ import pytest
 from ft_service.errors import SpecError
 from ft_service.spec import (
     LEARNING_RATE,
+    DistillationOptions,
     DpoOptions,
     KtoOptions,
     OrpoOptions,
@@ -39,7 +40,7 @@ def test_openai_hyperparameters_become_training_options(place: str) -> None:
 
 def test_preference_pairs_have_rates_and_epochs_of_their_own() -> None:
     request = parse_request({**BODY, **preferring()})
-    assert request.method.dpo_options() == DpoOptions(beta=0.1, loss_type="sigmoid")
+    assert request.method.loss_options() == DpoOptions(beta=0.1, loss_type="sigmoid")
     assert (request.resolved_training().learning_rate, request.resolved_training().n_epochs) == (
         5e-6,
         1,
@@ -53,9 +54,9 @@ def test_preference_pairs_have_rates_and_epochs_of_their_own() -> None:
     assert given.resolved_training().learning_rate == 1e-3
     lengths = parse_request(
         {**BODY, **preferring(loss_type="sigmoid_norm", rpo_alpha=1)}
-    ).method.dpo_options()
+    ).method.loss_options()
     assert lengths == DpoOptions(beta=5.0, loss_type="sigmoid_norm", rpo_alpha=1.0)
-    assert parse_request(BODY).method.dpo_options() is None
+    assert parse_request(BODY).method.loss_options() is None
 
 
 def test_a_section_of_another_method_is_refused() -> None:
@@ -78,12 +79,11 @@ def test_smoothing_that_no_loss_reads_is_refused(given: dict[str, Any], says: st
 
 def test_methods_without_reference_have_options_rates_and_epochs_of_their_own() -> None:
     request = parse_request({**BODY, "method": {"type": "simpo"}})
-    assert request.method.simpo_options() == SimpoOptions(beta=2.0, gamma=1.0)
-    assert request.method.dpo_options() is None
+    assert request.method.loss_options() == SimpoOptions(beta=2.0, gamma=1.0)
     assert request.resolved_training().learning_rate == 5e-6
     orpo = {"type": "orpo", "orpo": {"hyperparameters": {"beta": 0.3}}}
     request = parse_request({**BODY, "method": orpo})
-    assert request.method.orpo_options() == OrpoOptions(beta=0.3)
+    assert request.method.loss_options() == OrpoOptions(beta=0.3)
     training = request.resolved_training()
     assert (training.learning_rate, training.n_epochs) == (5e-5, 1)
     with pytest.raises(SpecError, match=r"method\.dpo is given and method\.type is 'orpo'"):
@@ -94,7 +94,7 @@ def test_methods_without_reference_have_options_rates_and_epochs_of_their_own() 
 
 def test_kto_has_its_papers_options_and_learns_answers_alone() -> None:
     request = parse_request({**BODY, "method": {"type": "kto"}})
-    assert request.method.kto_options() == KtoOptions(
+    assert request.method.loss_options() == KtoOptions(
         beta=0.1, loss_type="kto", desirable_weight=1.0, undesirable_weight=1.0
     )
     assert request.resolved_training().learning_rate == 5e-6
@@ -103,3 +103,54 @@ def test_kto_has_its_papers_options_and_learns_answers_alone() -> None:
     weightless = {"type": "kto", "kto": {"hyperparameters": {"undesirable_weight": 0}}}
     with pytest.raises(SpecError, match=r"method\.kto\.hyperparameters\.undesirable_weight"):
         parse_request({**BODY, "method": weightless})
+
+
+def teaching(**section: Any) -> dict[str, Any]:
+    return {**BODY, "method": {"type": "distillation", "distillation": section}}
+
+
+def test_distillation_has_the_options_and_rates_of_supervised_training() -> None:
+    request = parse_request(teaching(with_context="Be brief."))
+    assert request.method.loss_options() == DistillationOptions(
+        loss_type="forward_kl", beta=0.5, with_context="Be brief."
+    )
+    training = request.resolved_training()
+    assert (training.n_epochs, training.learning_rate) == (3, LEARNING_RATE)
+    given = {"loss_type": "jsd", "beta": 0.1, "learning_rate_multiplier": 2}
+    request = parse_request(teaching(with_context="Be brief.", hyperparameters=given))
+    assert request.method.loss_options() == DistillationOptions(
+        loss_type="jsd", beta=0.1, with_context="Be brief."
+    )
+    assert request.resolved_training().learning_rate == 2 * LEARNING_RATE
+
+
+@pytest.mark.parametrize(
+    ("section", "more", "says"),
+    [
+        ({}, {}, "give method.distillation.with_context"),
+        ({"with_context": "x", "answers": "student"}, {}, "answers = 'student' is not available"),
+        ({"with_context": "x", "top_k": 20}, {}, "top_k is not available"),
+        ({"with_context": "x", "hyperparameters": {"beta": 0.5}}, {}, "only jsd reads it"),
+        (
+            {"with_context": "x"},
+            {"training": {"train_on": "everything"}},
+            "with method distillation: only the answers",
+        ),
+        (
+            {"with_context": "x"},
+            {"lora": {"modules_to_save": ["lm_head"]}},
+            "lora.modules_to_save with method.type = 'distillation'",
+        ),
+        (
+            {"with_context": "x"},
+            {"precision": {"default": "bf16", "served_as": "int4_g32"}},
+            "precision.served_as with method.type = 'distillation'",
+        ),
+    ],
+)
+def test_what_cannot_be_distilled_is_refused_by_name(
+    section: dict[str, Any], more: dict[str, Any], says: str
+) -> None:
+    with pytest.raises(SpecError) as refused:
+        parse_request({**teaching(**section), **more})
+    assert says in str(refused.value)

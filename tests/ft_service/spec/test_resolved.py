@@ -201,3 +201,30 @@ def test_a_job_that_goes_on_keeps_the_variables_of_its_template_and_may_set_othe
         assert (
             inherit(parse_request(BODY | given), parent, "ft:m").chat_template_kwargs == variables
         )
+
+
+@pytest.mark.parametrize(
+    ("section", "param"),
+    [
+        ({"teacher": "larger", "with_context": "x"}, "method.distillation.teacher"),
+        ({"teacher": "ft:tiny:local::other"}, "method.distillation.teacher"),
+        ({"teacher": "meta/tiny"}, "method.distillation.with_context"),
+    ],
+)
+def test_a_teacher_is_the_base_and_reads_something_else(
+    section: dict[str, str], param: str
+) -> None:
+    with pytest.raises(SpecError) as refused:
+        resolved(method={"type": "distillation", "distillation": section})
+    assert refused.value.param == param
+
+
+def test_a_teacher_may_read_the_same_where_the_student_begins_elsewhere() -> None:
+    begun = AdapterRef(name="ft:tiny:local::before", job_id="ftjob-0", path="/before")
+    taught: dict[str, Any] = {"type": "distillation", "distillation": {"teacher": "meta/tiny"}}
+    spec = resolved(parent=begun, method=taught)
+    assert (spec.version, spec.method, spec.in_pairs) == (2, "distillation", False)
+    taught["distillation"] = {"teacher": "meta/tiny", "with_context": "x"}
+    spec = resolved(method=taught)
+    assert (spec.context, spec.in_pairs, spec.samples_of_item) == ("x", True, 1)
+    assert (resolved().version, resolved().loss) == (1, None)

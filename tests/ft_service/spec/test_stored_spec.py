@@ -8,10 +8,20 @@ from typing import Any
 import pytest
 
 from ft_service.errors import OtherVersionError
-from ft_service.spec import JobSpec, PrecisionOptions, StoredSpec, inherit, parse_request
+from ft_service.spec import (
+    DpoOptions,
+    JobSpec,
+    KtoOptions,
+    OrpoOptions,
+    PrecisionOptions,
+    StoredSpec,
+    inherit,
+    parse_request,
+)
 from tests.support.reconciling import spec_of
 from tests.support.records import new_job
 
+WEIGHTS: dict[str, Any] = {"desirable_weight": 1.0, "undesirable_weight": 2.0}
 DOCUMENT: dict[str, Any] = spec_of("ftjob-1").model_dump(mode="json")
 
 
@@ -41,6 +51,22 @@ def test_specs_of_other_versions_are_read() -> None:
     assert (read.adam_beta1, read.adam_beta2, read.adam_epsilon) == (0.9, 0.999, 1e-8), (
         "what every job had"
     )
+
+
+def test_a_loss_is_one_value_and_pairs_of_version_0_2_are_read() -> None:
+    older = {key: value for key, value in DOCUMENT.items() if key != "loss"}
+    options = {"beta": 0.2, "loss_type": "ipo", "rpo_alpha": None}
+    read = StoredSpec({**older, "dpo": options}).parsed
+    assert read.loss == DpoOptions(beta=0.2, loss_type="ipo")
+    assert (read.method, read.has_reference) == ("dpo", True)
+    assert StoredSpec({**older, "dpo": None}).parsed == spec_of("ftjob-1")
+    for loss in (read.loss, KtoOptions(beta=1, loss_type="kto", **WEIGHTS), OrpoOptions(beta=1)):
+        for planned in (False, True):
+            spec = spec_of("ftjob-1").model_copy(update={"loss": loss})
+            again = StoredSpec(StoredSpec.of(spec, planned=planned).document).parsed.loss
+            assert again == loss
+    later = StoredSpec({**older, "loss": {"type": "orpo", "beta": 1, "dropped": 1}})
+    assert later.unknown == ["loss.dropped"]
 
 
 def test_a_job_whose_spec_cannot_be_read_still_has_its_names() -> None:

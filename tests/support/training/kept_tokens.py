@@ -41,9 +41,7 @@ def give_tokens(run: RunDir, spec: JobSpec) -> None:
 
 def _entry(spec: JobSpec, file: DataFileRef) -> Path:
     folder = Path(_folder().name)
-    key = tokens_key(
-        spec.model.path, file.sha256, TokenOptions.of(spec), pairs=spec.preferences is not None
-    )
+    key = tokens_key(spec.model.path, file.sha256, TokenOptions.of(spec), pairs=spec.in_pairs)
     if not (folder / key).is_dir():
         with closing(KeptExaminer(tokens=folder)) as examiner:
             tokenise(spec, file, examiner)

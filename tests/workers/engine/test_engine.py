@@ -176,18 +176,28 @@ def test_jobs_of_one_engine_leave_what_they_leave_alone(
 
 
 @pytest.mark.slow
-def test_a_job_whose_loss_has_a_baseline_leaves_what_it_leaves_alone(
-    specs: list[JobSpec], alone: Callable[[int], RunDir], tmp_path: Path
+@pytest.mark.parametrize("method", ["kto", "distillation"])
+def test_a_job_with_forwards_without_gradients_leaves_what_it_leaves_alone(
+    method: str, specs: list[JobSpec], alone: Callable[[int], RunDir], tmp_path: Path
 ) -> None:
-    """KTO computes z0 without gradients before each step, while the other job goes on."""
+    """Before each step KTO computes z0, and in each micro-batch a teacher its hidden states, while
+    the other job goes on.
+    """
+    own_options: dict[str, Any] = {"hyperparameters": {"batch_size": 4}}
+    if method == "kto":
+        own_options["hyperparameters"]["beta"] = 0.5
+        data = save_labelled(tmp_path / "labelled.jsonl", 9)
+    else:
+        own_options["with_context"] = "Say it. "
+        data = save_chats(tmp_path / "taught.jsonl", 9)
     spec = spec_for(
         Path(specs[0].model.path),
-        save_labelled(tmp_path / "labelled.jsonl", 9),
+        data,
         ranks=2,
         precision={"default": "nf4", "compute": "fp32", "compare_served": "off"},
         checkpoint={"save_steps": 3},
         training={"max_steps": STEPS, "per_device_train_batch_size": 2, "learning_rate": 5e-3},
-        method={"type": "kto", "kto": {"hyperparameters": {"beta": 0.5, "batch_size": 4}}},
+        method={"type": method, method: own_options},
     ).model_copy(update={"job_id": "ftjob-labelled", "seed": 5})
     by_itself = ran_alone(spec, tmp_path / "by-itself", 2)
     other, own = run_together([specs[1], spec], tmp_path)

@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping
 import pytest
 import torch
 
-from workers.tinker.losses import LOSSES
+from workers.tinker.losses import LOSSES, SIZES
 
 LP = [-0.2, -1.5, -3.0, -0.7]
 INPUTS = {
@@ -50,7 +50,7 @@ SLOPE: Mapping[str, Scalar] = {
 }
 
 
-@pytest.mark.parametrize("name", list(LOSSES))
+@pytest.mark.parametrize("name", CONFIG)
 def test_values_and_gradients(name: str) -> None:
     logs = torch.tensor(LP, dtype=torch.float64, requires_grad=True)
     inputs = {key: torch.tensor(values, dtype=torch.float64) for key, values in INPUTS.items()}
@@ -60,6 +60,33 @@ def test_values_and_gradients(name: str) -> None:
     assert losses.tolist() == pytest.approx([VALUE[name](*place) for place in places])
     assert logs.grad is not None
     assert logs.grad.tolist() == pytest.approx([SLOPE[name](*place) for place in places])
+
+
+@pytest.mark.parametrize("high", [1.2, 1.5])
+def test_gspo_has_one_ratio_for_an_answer(high: float) -> None:
+    """Equation 5 of its paper, with plain autograd: two answers, the first behind a prompt."""
+    sizes = [5, 3]
+    answers = [slice(2, 5), slice(5, 8)]
+    rewards = [1.5, -0.5]
+    logs = torch.tensor([-9, -9, -0.2, -1.5, -0.4, -0.7, -2.0, -1.0], dtype=torch.float64)
+    sampled = torch.tensor([0, 0, -0.4, -1.9, -1.0, -0.6, -1.5, -1.2], dtype=torch.float64)
+    of_tokens = torch.tensor([0, 0, *[0.5] * 3, *[-0.5 / 3] * 3], dtype=torch.float64)
+    ours = logs.clone().requires_grad_()
+    theirs = logs.clone().requires_grad_()
+    config = {"clip_low_threshold": 0.5, "clip_high_threshold": high}
+    inputs = {"logprobs": sampled, "advantages": of_tokens, SIZES: torch.tensor(sizes)}
+    losses = LOSSES["gspo"](ours, inputs, config)
+    losses.sum().backward()
+    truth = torch.zeros((), dtype=torch.float64)
+    for answer, reward in zip(answers, rewards, strict=True):
+        ratio = (theirs[answer] - sampled[answer]).mean().exp()
+        truth = truth - torch.minimum(ratio * reward, ratio.clamp(0.5, high) * reward)
+    truth.backward()
+    assert ours.grad is not None
+    assert theirs.grad is not None
+    assert losses.sum().item() == pytest.approx(truth.item())
+    assert ours.grad.tolist() == pytest.approx(theirs.grad.tolist())
+    assert (ours.grad[2] == 0) == (high == 1.2), "the first answer's ratio is 1.49"
 
 
 @pytest.mark.parametrize("name", ["importance_sampling", "ppo", "cispo"])

@@ -64,7 +64,8 @@ def token_set(given: list[tuple[list[int], list[int], bool]]) -> TokenSet:
         Tokens(
             np.array(prompt + answer, dtype=np.int32),
             np.array([False] * len(prompt) + [True] * len(answer)),
-        ).labelled(good)
+            label=good,
+        )
         for prompt, answer, good in given
     )
 
@@ -354,9 +355,9 @@ def test_a_mismatched_answer_stands_behind_the_prompt_and_its_images_and_is_cut(
         np.arange(10, dtype=np.int32),
         np.array([False] * 6 + [True, False, True, True]),
         images=(ImageUse(2, 4, picture),),
-    ).labelled(True)
+    )
     second = Tokens(np.arange(20, 27, dtype=np.int32), np.array([False] * 3 + [True] * 4))
-    samples = TokenSet.of([first, second.labelled(False)])
+    samples = TokenSet.of([replace(first, label=True), replace(second, label=False)])
     objective = Labelled.without_values(samples, OPTIONS["kto"], seed=0, max_length=8)
     assert objective.baseline is not None
     found = objective.baseline.sample(0)

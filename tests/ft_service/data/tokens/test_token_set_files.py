@@ -6,7 +6,8 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Generator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,15 +18,19 @@ from transformers import PreTrainedTokenizerFast
 from ft_service.bases.cache_folder import Cache
 from ft_service.data.data_file import DataReport, ExamineRequest, ReadProgress, check_lines
 from ft_service.data.examiner import Examiner
+from ft_service.data.line_errors import Fault
 from ft_service.data.statistics import Lines
 from ft_service.data.token_folder import entries_of, remove_entries
+from ft_service.data.token_options import TokenOptions
 from ft_service.data.tokens.examine import Examination, ProgressReporter, TokenDestination
+from ft_service.data.tokens.sample import Tokens
 from ft_service.data.tokens.token_cache import Recording, find, tokens_key
 from ft_service.data.tokens.token_set import TokenSet
-from ft_service.data.tokens.token_set_files import open_token_set
-from ft_service.data.tokens.tokenize import CHUNK_SAMPLES, load_dataset
+from ft_service.data.tokens.token_set_files import TokenSetWriter, damage, open_token_set
+from ft_service.data.tokens.tokenize import CHUNK_SAMPLES, beside_teachers, load_dataset
 from ft_service.data.tokens.training_set.split import Split, split_off
 from ft_service.data.tokens.training_set.token_statistics import RecordGroup
+from ft_service.errors import DataError
 from ft_service.rundir.directory import sha256_of
 from ft_service.spec import DataFileRef
 from tests.support.chat_templates import TEMPLATES
@@ -145,6 +150,98 @@ def test_the_same_is_reported_of_pairs(
     assert again == first
     assert first.counts is not None
     assert first.counts.alike == (Lines(2, (2, 3)) if max_length == 40 else Lines(1, (3,)))
+
+
+def test_each_sample_is_followed_by_what_its_teacher_reads(
+    tokenizer: PreTrainedTokenizerFast, tmp_path: Path
+) -> None:
+    def say(role: str, content: str) -> dict[str, str]:
+        return {"role": role, "content": content}
+
+    asked = [say("user", "ask"), say("assistant", "one"), say("user", "more")]
+    records = [
+        {"messages": [*asked, say("assistant", "two")]},
+        {"messages": [say("system", "own"), say("user", "ask"), say("assistant", "three")]},
+        {"prompt": "bare ", "completion": "four"},
+    ]
+    path = tmp_path / "train.jsonl"
+    context = TokenOptions(context="context: ")
+    for lines, options in ((records[:2], context), (records[2:], context)):
+        path.write_text("".join(json.dumps(line) + "\n" for line in lines), encoding="utf-8")
+        file = DataFileRef(name=path.name, path=str(path), sha256=sha256_of(path))
+        samples = load_dataset(tokenizer, file, 10_000, options, pairs=True)
+        alone = load_dataset(tokenizer, file, 10_000)
+        assert len(samples) == 2 * len(lines)
+        for number, own in enumerate(alone):
+            student, teacher = samples[2 * number], samples[2 * number + 1]
+            assert student.is_same(own)
+            assert teacher.ids[teacher.targets].tolist() == own.ids[own.targets].tolist()
+            text = tokenizer.decode(teacher.ids)
+            assert text.count("context: ") == 1
+            assert len(teacher.ids) > len(own.ids)
+            if "messages" in lines[number] and number == 1:
+                assert "context: \n\nown" in text
+        request = ExamineRequest(
+            file.path, file.sha256, "", "", 10_000, pairs=True, options=options
+        )
+        report = Examination(tokenizer, request, ProgressReporter(3600.0, tell_nothing)).report()
+        assert report.counts is not None
+        assert (report.counts.pairs, report.has_context) == (len(lines), True)
+
+
+def test_a_record_that_cannot_be_taught_is_told_by_line(
+    tokenizer: PreTrainedTokenizerFast, tmp_path: Path
+) -> None:
+    path = tmp_path / "train.jsonl"
+    path.write_text(json.dumps({"text": "a document"}) + "\n", encoding="utf-8")
+    file = DataFileRef(name=path.name, path=str(path), sha256=sha256_of(path))
+    with pytest.raises(DataError, match=r"line 1: is a text without an answer"):
+        load_dataset(tokenizer, file, 100, TokenOptions(context="x"), pairs=True)
+    answer = np.array([False, True])
+    samples = [Tokens(np.array([1, last], np.int32), answer) for last in (2, 2, 2, 3)]
+    student, teacher = beside_teachers(4, samples[:2])[0:2]  # pyright: ignore[reportIndexIssue]
+    assert (student, teacher) == (samples[0], samples[1])
+    found = beside_teachers(4, samples)
+    assert isinstance(found, Fault)
+    assert (found.line, "with_context" in found.reason) == (4, True)
+
+
+def test_labels_are_kept_beside_the_targets_and_stay_with_their_samples(
+    tmp_path: Path,
+) -> None:
+    targets = np.array([False, True])
+    ids = [np.array([1, n], np.int32) for n in range(4)]
+    labels = [True, False, False, True]
+    samples = [Tokens(own, targets, label=label) for own, label in zip(ids, labels, strict=True)]
+    plain = [Tokens(own, targets) for own in ids]
+    with TokenSetWriter(tmp_path) as writer:
+        for sample in samples:
+            writer.add(sample)
+        writer.finish(dated=False)
+    found = open_token_set(tmp_path)
+    assert found is not None
+    assert found.labels is not None
+    assert found.labels.tolist() == labels
+    assert not any(sample.targets[0] for sample in found)
+    assert [sample.label for sample in found.some(np.array([False, True, False, True]))] == [
+        False,
+        True,
+    ]
+    assert found.digest == TokenSet.of(samples).digest
+    others = [replace(sample, label=not sample.label) for sample in samples]
+    assert len({found.digest, TokenSet.of(plain).digest, TokenSet.of(others).digest}) == 3
+    assert _ended(damage(tmp_path)) is None
+    (tmp_path / "labels.bin").write_bytes(bytes([1, 1, 0, 1]))
+    assert "another digest" in (_ended(damage(tmp_path)) or "")
+    assert TokenSet.of(plain).labels is None
+
+
+def _ended(reading: Generator[None, None, str | None]) -> str | None:
+    while True:
+        try:
+            next(reading)
+        except StopIteration as ended:
+            return ended.value
 
 
 def test_the_samples_of_a_conversation_are_told_and_stay_together(

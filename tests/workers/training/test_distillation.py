@@ -1,0 +1,247 @@
+"""Distillation: its formula written out, on real gloo ranks; and whole attempts of it."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from ft_service.data.tokens.sample import Tokens
+from ft_service.data.tokens.token_set import TokenSet
+from ft_service.rundir.directory import RunDir, sha256_of
+from ft_service.rundir.documents import Outcome, OutcomeKind
+from ft_service.spec import DataFileRef, DistillationOptions, JobSpec
+from tests.support.ranks import run_on_ranks
+from tests.support.training.attempts import adapter, losses, run_attempt, table, trained
+from tests.support.training.models import (
+    VOCABULARY,
+    reference,
+    save_chat_base,
+    save_tiny_llama,
+    spec_for,
+)
+from tests.support.training.parity import CPU, Step, assert_parity, constructed, full
+from workers.base.load import adapters, plain_name
+from workers.data.batches import collate
+from workers.data.micro_batches import MicroBatchLimits
+from workers.model.divergence import Divergence, divergence_gradient, divergence_sums
+from workers.training.distillation import Taught
+from workers.training.objective import RankShare
+from workers.training.step import forward_backward
+
+STEPS = 2
+COUNT = 5
+KINDS = (("forward_kl", 0.5), ("reverse_kl", 0.5), ("jsd", 0.3))
+CONTEXT = "Say only the number. "
+
+
+def options_of(kind: str, beta: float) -> DistillationOptions:
+    return DistillationOptions(loss_type=kind, beta=beta, with_context=CONTEXT)  # pyright: ignore[reportArgumentType]
+
+
+def drawn_samples() -> TokenSet:
+    """What the student reads, then the same behind a context; one context is so long that the cut
+    leaves only some of its answer.
+    """
+    generator = torch.Generator().manual_seed(2)
+
+    def drawn(length: int) -> list[int]:
+        return torch.randint(3, VOCABULARY, (length,), generator=generator).tolist()
+
+    samples: list[Tokens] = []
+    for i in range(COUNT):
+        answer = drawn(9 - i)
+        for before in (drawn(3 + i), drawn(12 + 3 * i)):
+            ids = np.array(before + answer, dtype=np.int32)
+            samples.append(Tokens(ids, np.arange(len(ids)) >= len(before)))
+    return TokenSet.of(samples).cut(28, pairs=True)
+
+
+@torch.no_grad()
+def descend(parameters: dict[str, Any]) -> None:
+    for parameter in parameters.values():
+        parameter.sub_(parameter.grad, alpha=0.05)
+        parameter.grad = None
+
+
+def our_steps(rank: int, world: int, spec: JobSpec, packed: bool) -> list[list[Step]]:
+    """Steps by the real worker code with each loss."""
+    built = constructed(spec, world)
+    parameters = dict(adapters(built.peft_model))
+    begun = {name: parameter.detach().clone() for name, parameter in parameters.items()}
+    share = RankShare(rank, world, CPU, MicroBatchLimits(60, None, packed))
+    found = []
+    for kind, beta in KINDS:
+        with torch.no_grad():
+            for name, parameter in parameters.items():
+                parameter.copy_(begun[name])
+        objective = Taught(drawn_samples(), options_of(kind, beta))
+        items = list(range(COUNT))
+        steps = []
+        for _ in range(STEPS):
+            sums = forward_backward(
+                built.peft_model,
+                share.batches(objective, items),
+                objective.divisor(items),
+                world,
+                loss_of=objective.loss_of(items),
+            )
+            read = objective.read(sums.tolist(), items)
+            grads = {name: full(p.grad) for name, p in parameters.items()}
+            steps.append(Step(read.mean_loss, grads))
+            descend(parameters)
+        found.append(steps)
+    return found
+
+
+def written_out(model: Path, spec: JobSpec, kind: str, beta: float) -> list[Step]:
+    """The same by the formula: whole logits, plain autograd, one unsharded process."""
+    peft_model: Any = reference(model, spec)
+    parameters = {plain_name(n): p for n, p in peft_model.named_parameters() if p.requires_grad}
+    samples = drawn_samples()
+    steps = []
+    for _ in range(STEPS):
+        divergences: list[Tensor] = []
+        for i in range(COUNT):
+            with torch.no_grad(), peft_model.disable_adapter():
+                t = _answer(peft_model, samples[2 * i + 1]).log_softmax(-1)
+            s = _answer(peft_model, samples[2 * i]).log_softmax(-1)
+            s = s[: len(t)]  # what the cut leaves of both
+            m = (beta * t.exp() + (1 - beta) * s.exp()).log()
+            forward = (t.exp() * (t - s)).sum(-1)
+            reverse = (s.exp() * (s - t)).sum(-1)
+            mixed = beta * (t.exp() * (t - m)).sum(-1) + (1 - beta) * (s.exp() * (s - m)).sum(-1)
+            divergences.append({"forward_kl": forward, "reverse_kl": reverse, "jsd": mixed}[kind])
+        loss = torch.cat(divergences).mean()
+        loss.backward()
+        grads = {name: full(p.grad) for name, p in parameters.items()}
+        steps.append(Step(loss.item(), grads))
+        descend(parameters)
+    return steps
+
+
+def _answer(model: torch.nn.Module, sample: Tokens) -> Tensor:
+    batch = collate([sample], CPU)
+    return model(input_ids=batch.ids).logits.double().flatten(0, 1)[batch.places]
+
+
+@pytest.mark.parametrize(
+    ("world", "storage", "packed"),
+    [
+        (2, "nf4", True),
+        pytest.param(1, "nf4", False, marks=pytest.mark.slow),
+        pytest.param(3, "nf4", True, marks=pytest.mark.slow),
+        pytest.param(2, "fp8", False, marks=pytest.mark.slow),
+        pytest.param(2, "bf16", True, marks=pytest.mark.slow),
+    ],
+)
+def test_losses_and_gradients_are_those_of_the_formula(
+    world: int, storage: str, packed: bool, tmp_path: Path
+) -> None:
+    model = save_tiny_llama(tmp_path / "base")
+    spec = spec_for(
+        model, ranks=world, precision={"default": storage, "compute": "fp32"}, lora={"r": 4}
+    )
+    expected = [written_out(model, spec, *kind) for kind in KINDS]
+    assert len({steps[0].loss for steps in expected}) == len(KINDS)
+    for rank in run_on_ranks(our_steps, world, spec, packed):
+        for ours, truth in zip(rank, expected, strict=True):
+            assert_parity(ours, truth)
+
+
+@pytest.mark.parametrize(("kind", "beta"), KINDS)
+def test_a_gradient_is_that_of_the_sum(kind: str, beta: float) -> None:
+    generator = torch.Generator().manual_seed(3)
+    student, teacher = (
+        3 * torch.randn(4, 11, generator=generator, dtype=torch.float64) for _ in range(2)
+    )
+    student.requires_grad_()
+    teacher = teacher.log_softmax(-1)
+    divergence = Divergence(kind, beta)
+    targets = torch.tensor([0, 3, 10, 5])
+    own = student.log_softmax(-1)
+    sums = divergence_sums(own, teacher, targets, divergence)
+    sums[0].backward()
+    assert student.grad is not None
+    assert divergence_gradient(own, teacher, divergence).tolist() == [
+        pytest.approx(row, abs=1e-12) for row in student.grad.tolist()
+    ]
+    assert sums[5].item() == pytest.approx(teacher.gather(1, targets[:, None]).sum().item())
+    same = divergence_sums(teacher, teacher, targets, divergence)
+    assert (same[0].item(), same[4].item()) == (pytest.approx(0, abs=1e-12), 4)
+
+
+def test_only_what_the_cut_leaves_of_both_is_learned() -> None:
+    objective = Taught(drawn_samples(), options_of("forward_kl", 0.5))
+    counts = objective.samples.target_counts.reshape(-1, 2).tolist()
+    assert counts == [[9, 9], [8, 8], [7, 7], [6, 6], [5, 4]]
+    assert objective.divisor(range(COUNT)) == 34
+    batch = objective.micro_batch(objective.members([4]), CPU, None, packed=True)
+    assert batch.student.targets.tolist() == batch.teacher.targets.tolist()
+    assert len(batch.student.targets) == 4
+    assert objective.share_out([0, 4], 1, MicroBatchLimits(28, None, True)) == [[[1]], [[0]]]
+
+
+def spec_of(folder: Path, *, ranks: int, **training: Any) -> JobSpec:
+    def save(name: str, count: int) -> DataFileRef:
+        path = folder / name
+        lines = [
+            {
+                "messages": [
+                    {"role": "user", "content": f"say {i}"},
+                    {"role": "assistant", "content": f"it is {i * 7}" + "!" * (i % 5)},
+                ]
+            }
+            for i in range(count)
+        ]
+        path.write_text("".join(json.dumps(line) + "\n" for line in lines), encoding="utf-8")
+        return DataFileRef(name=name, path=str(path), sha256=sha256_of(path))
+
+    hyperparameters = {"loss_type": "forward_kl", "batch_size": 6}
+    method = {"with_context": CONTEXT, "hyperparameters": hyperparameters}
+    return spec_for(
+        save_chat_base(folder / "base"),
+        save("train.jsonl", 13),
+        valid=save("valid.jsonl", 4),
+        ranks=ranks,
+        method={"type": "distillation", "distillation": method},
+        precision={"default": "nf4", "compute": "fp32"},
+        training={
+            "max_steps": 4,
+            "tokens_per_micro_batch": 128,
+            "learning_rate": 5e-3,
+            "eval_steps": 2,
+            **training,
+        },
+        checkpoint={"save_steps": 2, "save_total_limit": 10},
+        lora={"r": 4, "lora_dropout": 0.1},
+    )
+
+
+def test_a_context_is_learned_alike_on_ranks_and_resumed(tmp_path: Path) -> None:
+    spec = spec_of(tmp_path, ranks=2)
+    finished = trained(spec, tmp_path / "finished", 2)
+    rows = table(finished)
+    for row in rows:
+        assert float(row["train_loss"]) == pytest.approx(float(row["kl/forward"]), rel=1e-6)
+    assert 0 < float(rows[-1]["valid_loss"]) < float(rows[1]["valid_loss"])
+    assert "valid_teacher/gap" in rows[-1]
+
+    alone = trained(spec, tmp_path / "alone", 1)
+    assert losses(alone) == pytest.approx(losses(finished), rel=1e-5, abs=1e-7)
+
+    run = RunDir(tmp_path / "resumed")
+    shutil.copytree(finished.path("attempts"), run.path("attempts"))
+    shutil.copytree(finished.path("checkpoints/step-2-a1"), run.path("checkpoints/step-2-a1"))
+    for name in ("spec.json", "origins.json"):
+        shutil.copy(finished.path(name), run.path(name))
+    assert run_attempt(run, 2, 2, "step-2-a1") == Outcome(kind=OutcomeKind.SUCCEEDED)
+    assert losses(run) == losses(finished)
+    for name, matrix in adapter(finished).items():
+        assert torch.equal(adapter(run)[name], matrix), name

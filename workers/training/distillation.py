@@ -1,0 +1,185 @@
+"""The loss of distillation: how far a student is from its teacher, at every token of the answers.
+
+The teacher is the base, whose adapter is switched off, and which may read a context that the student
+does not: a long system prompt is learned into the adapter. So no second model is held. Of each
+micro-batch the teacher's rows are computed first, without gradients; of them only what the head is
+given stays, [targets, hidden], from which the head makes both logits a few tokens at a time
+(workers/model/head.py). Answers are compared token by token, by ids.
+
+    micro-batch ─▶ teacher's rows, adapter off ─▶ hidden states ─▶ student's rows ─▶ divergence
+
+The loss of a global batch is the mean over its answers' tokens.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import cached_property
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from ft_service.data.tokens.sample import Tokens
+from ft_service.data.tokens.token_set import TokenSet
+from ft_service.spec import DistillationOptions
+from workers.data.batches import Batch, make_batch
+from workers.data.micro_batches import MicroBatchLimits, Rounds, share_out
+from workers.model.divergence import (
+    DIVERGENCE_SUMS,
+    Divergence,
+    divergence_sums,
+)
+from workers.model.head import divergence_in_head, hidden_in_head, works_in_chunks
+from workers.model.multimodal import causal_model
+from workers.output.served_probes import without_adapter
+from workers.training.step import LossOf, logits_of, target_logits
+
+
+@dataclass(frozen=True)
+class TaughtBatch:
+    """A micro-batch as the student reads it, and as its teacher does: with the same targets."""
+
+    student: Batch
+    teacher: Batch
+
+
+@dataclass(frozen=True)
+class TaughtSums:
+    """Sums over the answers' tokens of a global batch."""
+
+    sums: Sequence[float]
+    """In the order of DIVERGENCE_SUMS."""
+    targets: int
+
+    is_impossible = False
+    """A student that is its teacher has no loss."""
+
+    @property
+    def loss(self) -> float:
+        return self.sums[0]
+
+    @property
+    def mean_loss(self) -> float:
+        return self.loss / max(1, self.targets)
+
+    @property
+    def accuracy(self) -> float:
+        """Share of the answers' tokens that the student finds likeliest."""
+        return self.sums[1] / max(1, self.targets)
+
+    @property
+    def more(self) -> dict[str, float]:
+        """Means over tokens by their names in DIVERGENCE_SUMS; teacher/gap: by how many nats the
+        teacher finds the answers' tokens likelier than the student.
+        """
+        names = DIVERGENCE_SUMS[2:]
+        found = {
+            name: value / max(1, self.targets)
+            for name, value in zip(names, self.sums[2:], strict=True)
+        }
+        return {**found, "teacher/gap": found["teacher/logps"] - found["student/logps"]}
+
+
+@dataclass(frozen=True, eq=False)
+class Taught:
+    """The loss of distillation; item i is what the student reads, and what its teacher reads:
+    samples 2i and 2i + 1 where the teacher has a context, else both are sample i.
+    """
+
+    samples: TokenSet
+    options: DistillationOptions
+
+    baseline = None
+
+    @cached_property
+    def _together(self) -> int:
+        return 2 if self.options.with_context else 1
+
+    @cached_property
+    def _targets(self) -> np.ndarray:
+        """int64 [items]: targets of each, those that the cut leaves of both."""
+        return self.samples.target_counts.reshape(-1, self._together).min(axis=1)
+
+    def __len__(self) -> int:
+        return len(self.samples) // self._together
+
+    def members(self, items: Sequence[int]) -> list[int]:
+        count = self._together
+        return [count * item + side for item in items for side in range(count)]
+
+    def share_out(self, items: Sequence[int], world: int, limits: MicroBatchLimits) -> Rounds:
+        """By what the teacher reads, the longer of the two."""
+        lengths = self.samples.lengths.reshape(-1, self._together).max(axis=1)
+        return share_out(lengths[list(items)].tolist(), world, limits)
+
+    def micro_batch(
+        self, members: Sequence[int], device: torch.device, keys: Sequence[int] | None, packed: bool
+    ) -> TaughtBatch:
+        count = self._together
+        both = [
+            [
+                self._sample(number, self._targets[number // count])
+                for number in members[side::count]
+            ]
+            for side in (0, count - 1)
+        ]
+        own = None if keys is None else keys[::count]
+        return TaughtBatch(
+            make_batch(both[0], device, own, packed=packed),
+            make_batch(both[1], device, None, packed=packed),
+        )
+
+    def _sample(self, number: int, targets: int) -> Tokens:
+        """A sample up to so many targets."""
+        sample = self.samples[number]
+        places = np.flatnonzero(sample.targets[1:]) + 1
+        if len(places) <= targets:
+            return sample
+        return sample.cut(int(places[targets]))
+
+    def divisor(self, items: Sequence[int]) -> int:
+        return int(self._targets[list(items)].sum())
+
+    def loss_of(self, items: Sequence[int], baseline: Tensor | None = None) -> LossOf[TaughtBatch]:
+        return distillation_loss(Divergence.of(self.options))
+
+    def read(self, sums: Sequence[float], items: Sequence[int]) -> TaughtSums:
+        return TaughtSums(tuple(sums), self.divisor(items))
+
+
+def distillation_loss(divergence: Divergence) -> LossOf[TaughtBatch]:
+    """The sum of divergences over the targets (`LossOf`); its sums are DIVERGENCE_SUMS."""
+
+    def loss_of(model: nn.Module, own: TaughtBatch, scale: float) -> tuple[Tensor, Tensor]:
+        causal = causal_model(model)
+        targets = own.student.targets
+        if not works_in_chunks(causal):
+            with _as_teacher(model):
+                teacher = target_logits(model, own.teacher).log_softmax(dim=-1)
+            student = target_logits(model, own.student).log_softmax(dim=-1)
+            sums = divergence_sums(student, teacher, targets, divergence)
+            return (sums[0] * scale).float(), sums.detach()
+        with _as_teacher(model), hidden_in_head(causal, own.teacher.places):
+            given = logits_of(model, own.teacher)
+        with divergence_in_head(
+            causal, own.student.places, targets, given, divergence, scale
+        ) as taken:
+            loss = logits_of(model, own.student)
+        return loss, taken[0]
+
+    return loss_of
+
+
+@contextmanager
+def _as_teacher(model: nn.Module) -> Iterator[None]:
+    """The base as it is, without gradients and without what is random."""
+    training = model.training
+    model.eval()
+    try:
+        with torch.no_grad(), without_adapter(model):
+            yield
+    finally:
+        model.train(training)

@@ -25,6 +25,8 @@ class SampleLengths:
     """None: not counted."""
     longest: int | None = None
     """Tokens of the longest before it was cut; None: not counted, up to training.max_length."""
+    with_images: bool = False
+    """Whether any sample is known to have an image."""
 
     @property
     def mean(self) -> int | None:
@@ -33,7 +35,12 @@ class SampleLengths:
 
     @classmethod
     def counted(cls, counts: Counts) -> SampleLengths:
-        return cls(counts.tokens, counts.samples, counts.longest or None)
+        return cls(
+            counts.tokens,
+            counts.samples,
+            counts.longest or None,
+            with_images=counts.image_tokens > 0,
+        )
 
     @classmethod
     def of_data(cls, counts: Counts, statistics: DataStatistics) -> SampleLengths:
@@ -42,7 +49,12 @@ class SampleLengths:
         `counts`: counts of the whole training file.
         """
         samples = statistics.items * (2 if counts.pairs else 1)
-        return cls(statistics.training.tokens, samples, counts.longest or None)
+        return cls(
+            statistics.training.tokens,
+            samples,
+            counts.longest or None,
+            with_images=counts.image_tokens > 0,
+        )
 
     @classmethod
     def of_prompts(cls, counts: Counts, spec: JobSpec) -> SampleLengths:

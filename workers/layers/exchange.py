@@ -27,10 +27,6 @@ from torch import Tensor
 from workers.layers.scored_attention import AttentionPattern
 from workers.layers.segments import CURRENT, RowPart
 
-_TOKENS = 1
-_HEADS = 2
-"""Dimensions of [rows, tokens, heads, d]."""
-
 
 def with_fewer_heads(
     query: Tensor, key: Tensor, value: Tensor, ranks: int
@@ -44,16 +40,18 @@ def with_fewer_heads(
     heads = query.shape[1]
     groups = key.shape[1]
     if heads % ranks:
-        raise NotImplementedError(
-            f"attention of {heads} heads cannot be divided by {ranks} ranks"
-        )
+        raise NotImplementedError(f"attention of {heads} heads cannot be divided by {ranks} ranks")
     copies = math.lcm(groups, ranks) // groups
     if copies > 1:
         key, value = (own.repeat_interleave(copies, dim=1) for own in (key, value))
-    of_ranks = [own.transpose(1, 2).unflatten(2, (ranks, -1)) for own in (query, key, value)]
-    counts = [own.shape[3] for own in of_ranks]
-    moved = exchange(torch.cat(of_ranks, dim=3).flatten(2, 3), _HEADS, _TOKENS, ranks)
-    query, key, value = (own.transpose(1, 2) for own in moved.split(counts, dim=2))
+    of_ranks = [
+        own.transpose(1, 2).unflatten(2, (ranks, -1)).movedim(2, 0) for own in (query, key, value)
+    ]
+    got = exchange(torch.cat(of_ranks, dim=3))
+    whole = got.movedim(0, 1).flatten(1, 2)
+    query, key, value = (
+        own.transpose(1, 2) for own in whole.split([own.shape[3] for own in of_ranks], dim=2)
+    )
     return query, key, value
 
 
@@ -61,7 +59,7 @@ def with_all_heads(out: Tensor, ranks: int) -> Tensor:
     """[rows, ranks · length, heads / ranks, d], this rank's heads → [rows, length, heads, d], its
     part of the tokens.
     """
-    return exchange(out, _TOKENS, _HEADS, ranks)
+    return exchange(out.unflatten(1, (ranks, -1)).movedim(1, 0)).movedim(0, 2).flatten(2, 3)
 
 
 def of_own_heads(pattern: AttentionPattern, part: RowPart) -> AttentionPattern:
@@ -77,36 +75,26 @@ def of_own_heads(pattern: AttentionPattern, part: RowPart) -> AttentionPattern:
 
 
 @torch.library.custom_op("ft_ranks::exchange", mutates_args=())
-def exchange(tensor: Tensor, cut: int, joined: int, ranks: int) -> Tensor:
-    """Cut dimension `cut` of [rows, tokens, heads, d] into one piece for each of the ranks that
-    share the current rows, and join the pieces that these have for this rank, in their order, along
-    dimension `joined`. Called by these ranks together.
+def exchange(pieces: Tensor) -> Tensor:
+    """[ranks, ..], a piece for each of the ranks that share the current rows → [ranks, ..], the
+    pieces that these have for this rank, in their order. Called by these ranks together.
     """
     part = CURRENT.part
     assert part is not None
-    assert part.ranks == ranks
-    sent = tensor.unflatten(cut, (ranks, -1)).movedim(cut, 0).contiguous()
+    assert len(pieces) == part.ranks
+    sent = pieces.contiguous()
     got = torch.empty_like(sent)
     dist.all_to_all_single(got, sent, group=part.group)
-    moved = got.movedim(0, joined).flatten(joined, joined + 1)
-    # A new tensor, as an operator has to return one.
-    return moved.contiguous()
+    return got
 
 
 @exchange.register_fake
-def _(tensor: Tensor, cut: int, joined: int, ranks: int) -> Tensor:
-    shape = list(tensor.shape)
-    shape[cut] //= ranks
-    shape[joined] *= ranks
-    return tensor.new_empty(shape)
+def _(pieces: Tensor) -> Tensor:
+    return pieces.new_empty(pieces.shape)
 
 
-def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-    _, ctx.cut, ctx.joined, ctx.ranks = inputs
+def _backward(ctx: Any, grad: Tensor) -> Tensor:
+    return exchange(grad)
 
 
-def _backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
-    return exchange(grad, ctx.joined, ctx.cut, ctx.ranks), None, None, None
-
-
-exchange.register_autograd(_backward, setup_context=_setup_context)
+exchange.register_autograd(_backward)

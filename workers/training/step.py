@@ -151,9 +151,7 @@ def logits_of(model: nn.Module, batch: Batch) -> Tensor:
             return model(input_ids=batch.ids).logits
         return model(input_ids=batch.ids, position_ids=batch.positions).logits
     packing = batch.packing
-    CURRENT.use(
-        packing.starts, packing.starts_on_device, packing.longest, images=images, part=part
-    )
+    CURRENT.use(packing.starts, packing.starts_on_device, packing.longest, images=images, part=part)
     return model(input_ids=batch.ids, position_ids=batch.positions).logits
 
 

@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import pytest
 import torch
 from torch import nn
 
@@ -17,7 +16,7 @@ from ft_service.data.tokens.sample import Tokens
 from ft_service.data.tokens.token_set import TokenSet
 from ft_service.spec import JobSpec
 from tests.support.ranks import run_on_ranks
-from tests.support.training.models import FAMILIES, OF_EXPERTS, VOCABULARY, save_tiny, spec_for
+from tests.support.training.models import OF_EXPERTS, VOCABULARY, save_tiny, spec_for
 from tests.support.training.parity import CPU, constructed, full, relative_error
 from workers.base.load import adapters
 from workers.data.micro_batches import MicroBatchLimits
@@ -100,7 +99,9 @@ def errors(
     return found
 
 
-def specs_of(folder: Path, families: Mapping[str, dict[str, Any]], ranks: int) -> dict[str, JobSpec]:
+def specs_of(
+    folder: Path, families: Mapping[str, dict[str, Any]], ranks: int
+) -> dict[str, JobSpec]:
     found = {}
     for name, options in families.items():
         family = name.partition("-")[0]

@@ -147,7 +147,8 @@ def work_lines(plan: Plan) -> Iterator[str]:
     if plan.speed is not None:
         speed = plan.likely.speed if plan.likely and plan.likely.speed else plan.speed
         yield f"Estimate on {plan.machine}: {speed.tokens_per_second:,.0f} tokens/s over all ranks."
-    yield f"{_seat_text(plan.seat)}."
+    if batches.ranks == 1:
+        yield f"{_seat_text(plan.seat)}."
 
 
 def _seat_text(seat: SeatSize) -> str:

@@ -15,7 +15,7 @@ import json
 from collections.abc import Sequence
 
 from ft_service.jobs.states import ALONE
-from ft_service.plan.fitting_settings import COMPILE, FITTED, RATE, is_open
+from ft_service.plan.fitting_settings import COMPILE, CONTEXT, FITTED, RATE, is_open
 from ft_service.rundir.engine import SeatSize
 from ft_service.spec import JobSpec
 from ft_service.spec.mesh import mesh_shape
@@ -77,7 +77,9 @@ def share_key(
         or options.ranks_per_sample > 1
     ):
         return None
-    if any(is_open(spec, option) for option in (*FITTED, COMPILE, RATE)) or options.compile:
+    # An engine shares no samples: "auto" leaves a job stored before the option as it was.
+    chosen = {*FITTED, COMPILE, RATE} - {CONTEXT}
+    if any(is_open(spec, option) for option in chosen) or options.compile:
         return None
     common = {
         "model": spec.model.model_dump(mode="json"),

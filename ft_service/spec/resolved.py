@@ -449,9 +449,9 @@ def _resolve_distributed(options: DistributedOptions, gpus: int) -> DistributedO
     check_distributed(resolved, options.nnodes * ranks, gpus)
     if ranks % options.ranks_per_sample:
         raise SpecError(
-            f"distributed.context_parallel = {options.ranks_per_sample}: the {ranks} ranks of a host "
-            "cannot be divided into groups of as many. Set distributed.nproc_per_node to a multiple "
-            "of it, or leave it out.",
+            f"distributed.context_parallel = {options.ranks_per_sample}: it must divide the ranks "
+            f"of a host, and distributed.nproc_per_node is {ranks}. Set that to a multiple of "
+            f"{options.ranks_per_sample}, or context_parallel to a divisor of {ranks} or auto.",
             param="distributed.context_parallel",
         )
     return resolved

@@ -19,7 +19,7 @@ memory never makes a job slower:
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache, partial
 from itertools import product
@@ -164,8 +164,12 @@ def best_setting(
     return smallest, smallest.rank.total <= usable
 
 
-def ranks_per_sample(base: Description, spec: JobSpec, lengths: SampleLengths | None) -> list[int]:
-    """Numbers of ranks that may share a sample, the fewest first."""
+def ranks_per_sample(
+    base: Description, spec: JobSpec, lengths: SampleLengths | None
+) -> Sequence[int | str]:
+    """Numbers of ranks that may share a sample, the fewest first; what is given, if it is not to be
+    chosen.
+    """
     given = spec.distributed.context_parallel
     if not is_open(spec, CONTEXT):
         return [given]

@@ -29,5 +29,5 @@ class ContextGroup:
         if ranks == 1:
             return None
         group, _ = dist.new_subgroups(group_size=ranks, timeout=timeout)
-        assert group is not None, "every rank is in a group"
+        assert isinstance(group, dist.ProcessGroup), "every rank is in a group"
         return cls(dist.get_rank(group), ranks, group)

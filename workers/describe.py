@@ -56,6 +56,7 @@ from workers.base.quantized_rows import StoredBase
 from workers.images.trial import try_images
 from workers.layers import fused
 from workers.layers.experts import GATED, ExpertsLinear, FrozenExperts
+from workers.model.attention import why_whole
 from workers.model.build import base_on_meta
 from workers.model.lora import adapted_modules
 from workers.model.multimodal import decoder_layers, is_of_several, text_decoder
@@ -160,6 +161,7 @@ def describe_model(
         outer=outer_modules(model),
         loss_in_chunks=probed.loss_in_chunks,
         padded_because=probed.padded_because,
+        whole_because=probed.padded_because or why_whole(decoder.config, type(decoder)),
         not_adapted=probed.not_adapted,
         unkept=unkept,
         downloaded=downloaded,

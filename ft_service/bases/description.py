@@ -226,6 +226,10 @@ class Description:
     """Whether the loss is computed inside the output head, a few tokens' logits at a time."""
     padded_because: str | None = None
     """Why samples are padded and not packed; None: they are packed."""
+    whole_because: str | None = None
+    """Why ranks cannot share a sample (distributed.context_parallel), as the end of a sentence;
+    None: they can, if they divide its attention heads.
+    """
     not_adapted: Mapping[str, str] = field(default_factory=dict[str, str])
     """Full name of a linear layer that cannot have an adapter → reason."""
     unkept: Mapping[str, str] = field(default_factory=dict[str, str])

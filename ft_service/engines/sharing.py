@@ -15,7 +15,7 @@ import json
 from collections.abc import Sequence
 
 from ft_service.jobs.states import ALONE
-from ft_service.plan.fitting_settings import COMPILE, FITTED, RATE, is_open
+from ft_service.plan.fitting_settings import COMPILE, CONTEXT, FITTED, RATE, is_open
 from ft_service.rundir.engine import SeatSize
 from ft_service.spec import JobSpec
 from ft_service.spec.mesh import mesh_shape
@@ -24,7 +24,10 @@ WORTH_GAIN = 1.15
 """Least gain of a job that shares (`SeatSize.gain`): it also waits for the validation and the last
 writes of the others.
 """
-_SHAPE = {"nnodes", "max_nnodes", "nproc_per_node", "max_nproc_per_node", "replicate"}
+_SHAPE = {
+    *("nnodes", "max_nnodes", "nproc_per_node", "max_nproc_per_node"),
+    *("replicate", "context_parallel"),
+}
 
 
 def share_key(
@@ -40,8 +43,8 @@ def share_key(
     those that do something to the base itself or its groups which an engine does not: NEFTune,
     adapters on stacks of experts, DoRA, modules that are trained whole, weights that are rounded
     with their adapter (precision.served_as), compiled layers, other
-    groups than decoder layers, and weights that stay gathered, are gathered ahead or are offloaded.
-    So do jobs whose
+    groups than decoder layers, weights that stay gathered, are gathered ahead or are offloaded, and
+    samples that ranks share. So do jobs whose
     ranks still choose what is "auto", that gain less than WORTH_GAIN, or whose seat has no room
     beside the base. The gain does not matter to a job whose client runs the training loop: it would
     hold its ranks while it waits for its client.
@@ -71,9 +74,12 @@ def share_key(
         or options.keep_unsharded
         or options.prefetch is not None
         or options.offload
+        or options.ranks_per_sample > 1
     ):
         return None
-    if any(is_open(spec, option) for option in (*FITTED, COMPILE, RATE)) or options.compile:
+    # An engine shares no samples: "auto" leaves a job stored before the option as it was.
+    chosen = {*FITTED, COMPILE, RATE} - {CONTEXT}
+    if any(is_open(spec, option) for option in chosen) or options.compile:
         return None
     common = {
         "model": spec.model.model_dump(mode="json"),

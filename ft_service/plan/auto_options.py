@@ -21,6 +21,7 @@ from ft_service.plan.fitting_settings import (
     CHECKPOINTING,
     COMPILE,
     COMPUTE,
+    CONTEXT,
     COPIES,
     EPOCHS,
     FITTED,
@@ -255,6 +256,7 @@ def _reasons(
         )
     yield FORMAT, _format_reason(base, setting, room)
     yield COPIES, _copies_reason(setting)
+    yield CONTEXT, _context_reason(setting, fits=fits)
     yield CHECKPOINTING, _checkpointing_reason(setting, usable)
     yield BUDGET, f"{room}; {_budget_reason(setting, gpu=not machine.shared_memory)}"
 
@@ -280,6 +282,15 @@ def _copies_reason(setting: Setting) -> str:
     return f"{layout.shard} ranks share a copy, {weights} of the base each: the fastest that fits"
 
 
+def _context_reason(setting: Setting, *, fits: bool) -> str:
+    length = f"{setting.batches.length:,} tokens"
+    if setting.batches.ranks == 1:
+        return f"a sample of {length} fits on one rank" if fits else "sharing samples does not help"
+    if not fits:
+        return f"needs least memory for samples of {length}"
+    return f"the fewest ranks that have room for a sample of {length}"
+
+
 def _checkpointing_reason(setting: Setting, usable: int) -> str:
     tokens = setting.batches.tokens
     rank = setting.rank
@@ -299,6 +310,8 @@ def _budget_reason(setting: Setting, *, gpu: bool) -> str:
     budget = setting.spec.training.tokens_per_micro_batch
     if batches.step_tokens <= batches.tokens:
         return "one micro-batch holds the whole step"
+    if batches.ranks > 1 and budget == -(-batches.length // batches.ranks):
+        return "a rank's part of the longest sample"
     if budget == batches.length:
         return "the longest sample"
     return (

@@ -6,6 +6,8 @@ that do not depend on its speed. The fitting setting with the best pace is taken
 memory never makes a job slower:
 
     precision.default         the most exact format with which any setting fits
+    context_parallel          1, or if nothing fits then the fewest ranks a sample with which
+                              something does
     replicate                 whole on every rank: no gathers, no copies; or shared by the ranks of
                               a host
     activation checkpointing  none, selective (recomputes what is cheap), full (a third more
@@ -17,13 +19,15 @@ memory never makes a job slower:
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache, partial
+from itertools import product
 from typing import Any
 
 from ft_service.bases.description import Description
 from ft_service.bases.module_rules import staying
+from ft_service.plan.context_parallel import why_whole
 from ft_service.plan.machines import LINK_EFFICIENCY, Machine, usable_bytes
 from ft_service.plan.memory import MicroBatches, RankBytes, planned_micro_batches, rank_bytes
 from ft_service.plan.sample_lengths import SampleLengths
@@ -31,6 +35,7 @@ from ft_service.plan.speed import (
     PASSES,
     dequantised_bytes,
     efficiency,
+    exchange_bytes,
     flops_per_token,
     forwards_only,
     launch_seconds,
@@ -43,6 +48,7 @@ AUTO = "auto"
 CHECKPOINTING = "distributed.activation_checkpointing"
 BUDGET = "training.tokens_per_micro_batch"
 COPIES = "distributed.replicate"
+CONTEXT = "distributed.context_parallel"
 FORMAT = "precision.default"
 LENGTH = "training.max_length"
 RATE = "training.learning_rate"
@@ -52,7 +58,7 @@ COMPUTE = "precision.compute"
 KEPT = (FORMAT, COMPUTE, LENGTH, RATE, BATCH, EPOCHS)
 """Options that results depend on: chosen once, and never again for the same job."""
 COMPILE = "distributed.compile"
-FITTED = (FORMAT, COPIES, CHECKPOINTING, BUDGET)
+FITTED = (FORMAT, COPIES, CONTEXT, CHECKPOINTING, BUDGET)
 """Options that are chosen together, by memory and pace."""
 
 GPU_BUDGETS = (256, 512, 1024, 1536, 2048, 3072, 4096, 6144, 8192, 12_288, 16_384)
@@ -108,8 +114,8 @@ def value_of(spec: JobSpec, option: str) -> Any:
 
 
 def is_open(spec: JobSpec, option: str) -> bool:
-    """Whether an option (dotted) is still to be chosen."""
-    return value_of(spec, option) == AUTO
+    """Whether an option (dotted) is still to be chosen. One rank shares no sample."""
+    return value_of(spec, option) == AUTO and not (option == CONTEXT and spec.world_size == 1)
 
 
 def with_options(spec: JobSpec, options: dict[str, Any]) -> JobSpec:
@@ -124,7 +130,13 @@ def with_options(spec: JobSpec, options: dict[str, Any]) -> JobSpec:
 
 def assumed(spec: JobSpec) -> JobSpec:
     """The spec that is planned for a machine whose memory is not known."""
-    usual = {FORMAT: "bf16", COPIES: spec.distributed.nnodes, CHECKPOINTING: "none", COMPILE: False}
+    usual = {
+        FORMAT: "bf16",
+        COPIES: spec.distributed.nnodes,
+        CONTEXT: 1,
+        CHECKPOINTING: "none",
+        COMPILE: False,
+    }
     return with_options(
         spec, {option: value for option, value in usual.items() if is_open(spec, option)}
     )
@@ -142,13 +154,32 @@ def best_setting(
     usable = usable_bytes(machine, spec)
     assert usable is not None, "nothing can be chosen for a machine that is not known"
     tried: list[Setting] = []
-    for weight_format in _formats(base, spec):
-        tried = list(_settings(base, with_options(spec, {FORMAT: weight_format}), machine, lengths))
+    ways = product(ranks_per_sample(base, spec, lengths), _formats(base, spec))
+    for ranks, weight_format in ways:
+        options = {CONTEXT: ranks, FORMAT: weight_format}
+        tried = list(_settings(base, with_options(spec, options), machine, lengths))
         fitting = [setting for setting in tried if setting.rank.total <= ROOM * usable]
         if fitting:
             return min(fitting, key=lambda setting: setting.order(not machine.shared_memory)), True
     smallest = min(tried, key=lambda setting: setting.rank.total)
     return smallest, smallest.rank.total <= usable
+
+
+def ranks_per_sample(
+    base: Description, spec: JobSpec, lengths: SampleLengths | None
+) -> Sequence[int | str]:
+    """Numbers of ranks that may share a sample, the fewest first; what is given, if it is not to be
+    chosen.
+    """
+    given = spec.distributed.context_parallel
+    if not is_open(spec, CONTEXT):
+        return [given]
+    per_host = spec.world_size // spec.distributed.nnodes
+    return [
+        ranks
+        for ranks in range(1, per_host + 1)
+        if per_host % ranks == 0 and (ranks == 1 or why_whole(base, spec, lengths, ranks) is None)
+    ]
 
 
 def _formats(base: Description, spec: JobSpec) -> tuple[FormatChoice, ...]:
@@ -208,7 +239,8 @@ def _budgets(
         with_options(spec, {BUDGET: usual[-1]}), layout, lengths and lengths.longest
     )
     enough = next((budget for budget in usual if budget >= whole.tokens), usual[-1])
-    return sorted({whole.length, *(budget for budget in usual if whole.length <= budget <= enough)})
+    least = -(-whole.length // whole.ranks)
+    return sorted({least, *(budget for budget in usual if least <= budget <= enough)})
 
 
 class _Paces:
@@ -218,6 +250,7 @@ class _Paces:
     """
 
     def __init__(self, job: ShardedJob, machine: Machine) -> None:
+        self._exchanged = partial(exchange_bytes, job)
         self._flops = lru_cache(
             partial(flops_per_token, job.base, job.adapters, forwards=forwards_only(job.spec))
         )
@@ -242,10 +275,14 @@ class _Paces:
             rounds * PASSES[mode] * self._dequantised + 2 * wire.gather
         ) / self._memory_bandwidth
         launched = launch_seconds(rounds, self._layers, mode, gpu=self._on_gpu)
-        wired = wire.total / (self._link * LINK_EFFICIENCY)
+        link = self._link * LINK_EFFICIENCY
+        wired = wire.total / link
+        exchanged = self._exchanged(batches, mode) / link
         if self._on_gpu:
-            return max(compute + moved, wired, launched) / batches.step_tokens
-        return max(compute + moved + launched, wired) / batches.step_tokens
+            step = max(max(compute + moved, wired) + exchanged, launched)
+        else:
+            step = max(compute + moved + launched, wired) + exchanged
+        return step / batches.step_tokens
 
 
 def _figures(machine: Machine) -> tuple[float, float, float]:

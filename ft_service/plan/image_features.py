@@ -5,6 +5,7 @@ once before the model is loaded, and the features that they give, which are kept
 from __future__ import annotations
 
 from ft_service.bases.description import Description, facts_of_images
+from ft_service.plan.context_parallel import IMAGES, not_shareable
 from ft_service.spec import JobSpec
 from ft_service.wording import bytes_text, counted
 
@@ -26,8 +27,11 @@ def features_bytes(base: Description, tokens: int, compute: str) -> int:
 def note_on_images(base: Description, spec: JobSpec, images: int, tokens: int) -> str:
     """The sentence about a job's images. `tokens`: those that stand for them.
 
-    Raises SpecError for a base whose pictures cannot be learned from.
+    Raises SpecError for a base whose pictures cannot be learned from, and for a job whose ranks
+    share samples.
     """
+    if spec.distributed.ranks_per_sample > 1 and "distributed.context_parallel" not in spec.chosen:
+        raise not_shareable(spec.distributed.ranks_per_sample, IMAGES)
     tower = facts_of_images(base).tower_weights * TOWER_BYTES
     kept = features_bytes(base, tokens, spec.precision.compute)
     return (

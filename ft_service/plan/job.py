@@ -21,6 +21,7 @@ from ft_service.data.statistics import items_of_steps
 from ft_service.errors import SpecError
 from ft_service.host.processor import slow_bf16_advice
 from ft_service.plan.auto_options import sentences, settle_on, with_compute
+from ft_service.plan.context_parallel import refuse_to_share
 from ft_service.plan.fitting_settings import AUTO, FORMAT, GPU_BUDGETS, KEPT, assumed, with_options
 from ft_service.plan.machines import Machine, usable_bytes
 from ft_service.plan.memory import MicroBatches, RankBytes, planned_micro_batches, rank_bytes
@@ -30,6 +31,7 @@ from ft_service.plan.speed import (
     PASSES,
     CollectiveBytes,
     Speed,
+    exchange_bytes,
     flops_per_token,
     forwards_only,
     sampling_seconds,
@@ -175,6 +177,7 @@ def plan_job(
     folder = Path(spec.model.path)
     refuse_ids_without_row(base, folder)
     _refuse_without_position(base, spec, lengths)
+    refuse_to_share(base, spec, lengths)
     draft = _plan(base, spec, machine, lengths)
     if not base.downloaded:
         # With YAML, which commands that only show a plan need not.
@@ -277,8 +280,9 @@ def _plan(
 def _cost(job: ShardedJob, machine: Machine, length: int | None) -> Cost:
     """The cost with samples of `length` tokens; None: training.max_length."""
     batches = planned_micro_batches(job.spec, job.layout, length)
-    wire = wire_bytes(job, batches.rounds)
-    checkpointed = job.spec.distributed.checkpointing == "full"
+    mode = job.spec.distributed.checkpointing
+    wire = replace(wire_bytes(job, batches.rounds), exchange=exchange_bytes(job, batches, mode))
+    checkpointed = mode == "full"
     flops = flops_per_token(
         job.base,
         job.adapters,
@@ -421,6 +425,8 @@ def _candidates(base: Description, spec: JobSpec, most_per_host: int) -> Iterato
         yield {"training.tokens_per_micro_batch": AUTO}
     if training.max_length > _SHORT:
         yield {"training.max_length": training.max_length // 2}
+    if distributed.context_parallel != AUTO and spec.world_size > 1:
+        yield {"distributed.context_parallel": AUTO}
     if distributed.replicate != AUTO and layout_of(spec).replicate > 1:
         yield {"distributed.replicate": AUTO}
     plain = distributed.reshard_size is not None
@@ -555,10 +561,10 @@ def _warnings(job: ShardedJob) -> Iterator[str]:
             "positions "
             "(max_position_embeddings). Lower it, or expect worse results of longer samples."
         )
-    if layout.world > spec.training.batch:
+    groups = layout.world // spec.distributed.ranks_per_sample
+    if groups > spec.training.batch:
+        idle = layout.world - spec.training.batch * spec.distributed.ranks_per_sample
         yield (
             f"training.batch_size = {spec.training.batch_size}: {layout.world} ranks share it, so "
-            "that "
-            f"{layout.world - spec.training.batch} of them have nothing to do. Raise it, or ask "
-            "for fewer ranks."
+            f"that {idle} of them have nothing to do. Raise it, or ask for fewer ranks."
         )

@@ -35,6 +35,7 @@ process on a processor takes more than that: `HEAP_FACTOR` in `ft_service.plan.m
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, replace
 
 from ft_service.bases.description import Dimensions, FusedParts
@@ -92,6 +93,10 @@ class MicroBatches:
     """
     step_tokens: int
     """Tokens of all micro-batches."""
+    ranks: int = 1
+    """Ranks that share each micro-batch, each with so many `tokens`: `samples` are in all parts
+    together.
+    """
 
 
 @dataclass(frozen=True)
@@ -178,18 +183,25 @@ def planned_micro_batches(
 ) -> MicroBatches:
     """Micro-batches of a full global batch of samples of `length` tokens (None:
     training.max_length), cut as `workers.data` cuts it: a sample that is longer than the budget
-    goes alone.
+    goes alone. Ranks that share samples have the budget each.
     """
     training = spec.training
+    ranks = spec.distributed.ranks_per_sample
     length = training.max_length if length is None else max(1, min(length, training.max_length))
     together = 1 if spec.preferences is None else 2  # both samples of a pair are in one micro-batch
-    share = together * -(-training.batch * spec.samples_of_item // (together * layout.world))
+    groups = max(1, layout.world // ranks)
+    share = together * -(-training.batch * spec.samples_of_item // (together * groups))
     most = min(share, together * (training.per_device_train_batch_size or share))
-    budget = training.tokens_per_micro_batch
-    budget = max(together * length, UNKNOWN_BUDGET if budget == "auto" else budget)
+    given = training.tokens_per_micro_batch
+    budget = max(together * length, ranks * (UNKNOWN_BUDGET if given == "auto" else given))
     samples = min(most, budget // length)
     return MicroBatches(
-        -(-share // samples), samples, length, min(most * length, budget), share * length
+        rounds=-(-share // samples),
+        samples=samples,
+        length=length,
+        tokens=-(-min(most * length, budget) // ranks),
+        step_tokens=-(-share * length // ranks),
+        ranks=ranks,
     )
 
 
@@ -209,9 +221,8 @@ def rank_bytes(job: ShardedJob, batches: MicroBatches, machine: Machine) -> Rank
     by_token = _product_workspace(job, machine) + _copied_by_lots(job, machine)
     by_token += _fp32_results(job, machine)
     extra = _dequantised(job, machine) + by_token * batches.tokens
-    backward = _backward_by_mode(
-        job, batches.tokens, extra, _attention_workspace(job, batches, machine), fused
-    )
+    of_attention = _attention_workspace(job, batches, machine) + exchange_buffers(job, batches)
+    backward = _backward_by_mode(job, batches.tokens, extra, of_attention, fused)
     workspace = {mode: max(0, backward[mode] - kept[mode]) for mode in kept}
     mode = job.spec.distributed.checkpointing
     return RankBytes(
@@ -225,7 +236,7 @@ def rank_bytes(job: ShardedJob, batches: MicroBatches, machine: Machine) -> Rank
         activations_by_mode=kept,
         workspace=workspace[mode],
         workspace_by_mode=workspace,
-        rows=batches.tokens * (ROW_BYTES + 2 * compute * shape.q // shape.heads),
+        rows=batches.tokens * (batches.ranks * ROW_BYTES + 2 * compute * shape.q // shape.heads),
         logits=_logits(job, batches),
         offloaded=job.spec.distributed.offload,
         heap_factor=machine.heap_factor,
@@ -326,18 +337,18 @@ def _backward_by_mode(
 def _attention_workspace(job: ShardedJob, batches: MicroBatches, machine: Machine) -> int:
     """Bytes in which cuDNN's backward of attention works. 0: PyTorch's kernel computes it."""
     shape = job.base.dimensions
-    tokens = batches.tokens
+    tokens = batches.ranks * batches.tokens
     if not job_attends_by_cudnn(job, machine, tokens, batches.length):
         return 0
     longest = min(batches.length, tokens)
     grouped = shape.kv < shape.q
     return cudnn_workspace_bytes(
-        tokens, longest, shape.heads, shape.q // shape.heads, grouped=grouped
+        tokens, longest, shape.heads // batches.ranks, shape.q // shape.heads, grouped=grouped
     )
 
 
 def job_attends_by_cudnn(job: ShardedJob, machine: Machine, tokens: int, length: int) -> bool:
-    """Whether cuDNN computes the attention of a job's rows of so many tokens, with samples of
+    """Whether cuDNN computes the attention of a job's whole rows of so many tokens, with samples of
     `length`, unless checkpointing is selective. Samples longer than a layer's window, of which the
     plan does not know, are left to PyTorch's kernel.
     """
@@ -348,8 +359,32 @@ def job_attends_by_cudnn(job: ShardedJob, machine: Machine, tokens: int, length:
     return (
         machine.by_cudnn
         and wanted
-        and attends_by_cudnn(tokens, length, shape.heads, shape.q // shape.heads)
+        and attends_by_cudnn(
+            tokens,
+            length,
+            shape.heads // spec.distributed.ranks_per_sample,
+            shape.q // shape.heads,
+        )
     )
+
+
+def exchanged_width(job: ShardedJob) -> int:
+    """Numbers per token and layer that ranks which share a sample exchange in the forward: queries,
+    keys and values, repeated where several ranks' heads share them, and what attention gives.
+    """
+    shape = job.base.dimensions
+    groups = max(1, shape.heads * shape.kv // shape.q)
+    copies = math.lcm(groups, job.spec.distributed.ranks_per_sample) // groups
+    return 2 * shape.q + 2 * copies * shape.kv
+
+
+def exchange_buffers(job: ShardedJob, batches: MicroBatches) -> int:
+    """Bytes of queries, keys and values on their way between ranks: as they were computed, in the
+    order in which they are sent, and as they come.
+    """
+    if batches.ranks == 1:
+        return 0
+    return 3 * job.compute_bytes * (exchanged_width(job) - job.base.dimensions.q) * batches.tokens
 
 
 def _casts(job: ShardedJob) -> int:
@@ -565,6 +600,8 @@ def layer_activation_bytes(job: ShardedJob, fused: FusedParts) -> int:
     )
     inputs = (1 + bool(_common_width(shape)) + shape.shared_scaled) * compute * shape.hidden
     attention = compute * (2 * shape.q + 2 * shape.kv) + FP32_BYTES * shape.heads
+    if job.spec.distributed.ranks_per_sample > 1:  # the output before it is exchanged, and after
+        attention += compute * (exchanged_width(job) - shape.q - 2 * shape.kv)
     inner = _inner_bytes(job, fused)
     scaled = sum(a.rows for a in job.adapters if a.magnitude and a.layer is not None) / max(
         1, shape.layers

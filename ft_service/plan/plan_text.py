@@ -128,6 +128,11 @@ def work_lines(plan: Plan) -> Iterator[str]:
     wire = plan.wire
     times = "1 micro-batch" if batches.rounds == 1 else f"{batches.rounds} micro-batches"
     yield f"A step of a rank: {times} of {batches.tokens:,} tokens at most, samples of up to {batches.length:,}."
+    if batches.ranks > 1:
+        yield (
+            f"{batches.ranks} ranks share each sample (distributed.context_parallel), and exchange "
+            f"{bytes_text(wire.exchange)} per rank and step."
+        )
     if plan.likely is not None:
         usual = plan.likely.batches
         tokens = min(usual.tokens, usual.step_tokens)
@@ -142,7 +147,8 @@ def work_lines(plan: Plan) -> Iterator[str]:
     if plan.speed is not None:
         speed = plan.likely.speed if plan.likely and plan.likely.speed else plan.speed
         yield f"Estimate on {plan.machine}: {speed.tokens_per_second:,.0f} tokens/s over all ranks."
-    yield f"{_seat_text(plan.seat)}."
+    if batches.ranks == 1:
+        yield f"{_seat_text(plan.seat)}."
 
 
 def _seat_text(seat: SeatSize) -> str:

@@ -25,6 +25,8 @@ class SampleLengths:
     """None: not counted."""
     longest: int | None = None
     """Tokens of the longest before it was cut; None: not counted, up to training.max_length."""
+    with_images: bool = False
+    """Whether any sample is known to have an image."""
 
     @property
     def mean(self) -> int | None:
@@ -33,7 +35,12 @@ class SampleLengths:
 
     @classmethod
     def counted(cls, counts: Counts) -> SampleLengths:
-        return cls(counts.tokens, counts.samples, counts.longest or None)
+        return cls(
+            counts.tokens,
+            counts.samples,
+            counts.longest or None,
+            with_images=counts.image_tokens > 0,
+        )
 
     @classmethod
     def of_data(cls, counts: Counts, statistics: DataStatistics, spec: JobSpec) -> SampleLengths:
@@ -44,8 +51,12 @@ class SampleLengths:
         """
         samples = statistics.items * (2 if counts.pairs else 1)
         beside = 2 if spec.context else 1
-        tokens = -(-statistics.training.tokens // beside)
-        return cls(tokens, samples // beside, counts.longest or None)
+        return cls(
+            -(-statistics.training.tokens // beside),
+            samples // beside,
+            counts.longest or None,
+            with_images=counts.image_tokens > 0,
+        )
 
     @classmethod
     def of_prompts(cls, counts: Counts, spec: JobSpec) -> SampleLengths:

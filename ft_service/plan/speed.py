@@ -11,7 +11,12 @@ from dataclasses import dataclass
 from ft_service.bases.description import Description, Weight
 from ft_service.kernel_limits import SERVED_MOVED_BYTES
 from ft_service.plan.machines import EFFICIENCY, EFFICIENCY_BY_CUDNN, LINK_EFFICIENCY, Machine
-from ft_service.plan.memory import MicroBatches, job_attends_by_cudnn, multiplied_in_fp8
+from ft_service.plan.memory import (
+    MicroBatches,
+    exchanged_width,
+    job_attends_by_cudnn,
+    multiplied_in_fp8,
+)
 from ft_service.plan.weight_storage import AdapterShape, GatherGroup, ShardedJob, trained_head
 from ft_service.spec import DistillationOptions, JobSpec, KtoOptions
 
@@ -62,10 +67,17 @@ class CollectiveBytes:
     """Number of all-gathers."""
     reduces: int
     """Number of reductions inside a copy (reduce-scatter)."""
+    exchange: int = 0
+    """Heads and tokens from the ranks that share its samples."""
+
+    @property
+    def overlapped(self) -> int:
+        """Bytes that come while the rank computes."""
+        return self.gather + self.reduce + self.all_reduce
 
     @property
     def total(self) -> int:
-        return self.gather + self.reduce + self.all_reduce
+        return self.overlapped + self.exchange
 
 
 @dataclass(frozen=True)
@@ -128,6 +140,20 @@ def wire_bytes(job: ShardedJob, rounds: int) -> CollectiveBytes:
         gathers=times * sum(map(len, received)),
         reduces=len(reduced),
     )
+
+
+def exchange_bytes(job: ShardedJob, batches: MicroBatches, mode: str) -> int:
+    """Bytes that a rank receives in a step from the ranks that share its samples: in every layer's
+    forward, again as gradients in its backward, and where that computes the layer again once more.
+
+    `mode`: activation checkpointing.
+    """
+    if batches.ranks == 1:
+        return 0
+    times = 2 if mode == "none" else 3
+    layer = job.compute_bytes * exchanged_width(job) * batches.step_tokens
+    received = layer * (batches.ranks - 1) // batches.ranks
+    return times * job.base.dimensions.layers * received
 
 
 def _received(group: GatherGroup, own: int, shard: int) -> list[int]:
@@ -223,7 +249,8 @@ def speed_on(
 
     `flops`: FLOP per token; `wire`: bytes of a step.
 
-    Gathers and launches overlap with the arithmetic, so that the slowest of the three counts.
+    Gathers and launches overlap with the arithmetic, so that the slowest of the three counts; what
+    ranks that share samples exchange does not.
     """
     reached = machine.flops_in(job.spec.precision.compute)
     if reached is None or machine.memory_bandwidth is None or machine.link_bandwidth is None:
@@ -238,13 +265,20 @@ def speed_on(
         dequantised_bytes(job, in_fp8) / machine.memory_bandwidth
     )
     dequantise = batches.rounds * passes * one_pass
-    wired = wire.total / (machine.link_bandwidth * LINK_EFFICIENCY)
+    link = machine.link_bandwidth * LINK_EFFICIENCY
+    exchanged = wire.exchange / link
+    overlapped = wire.overlapped / link
     launched = (passes / PASSES[mode]) * launch_seconds(
         batches.rounds, job.base.dimensions.layers, mode, gpu=not machine.shared_memory
     )
-    step = max(compute + dequantise, wired, launched)
+    step = max(max(compute + dequantise, overlapped) + exchanged, launched)
     return Speed(
-        job.layout.world * batches.step_tokens / step, step, compute, dequantise, wired, launched
+        tokens_per_second=job.layout.world * batches.step_tokens / step,
+        step_seconds=step,
+        compute_seconds=compute,
+        dequantise_seconds=dequantise,
+        wire_seconds=overlapped + exchanged,
+        launch_seconds=launched,
     )
 
 

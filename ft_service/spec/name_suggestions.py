@@ -114,6 +114,10 @@ NAMES: Mapping[str, str] = {
         ("num_processes", "nproc", "gpus", "num_gpus", "world_size"), "distributed.nproc_per_node"
     ),
     **dict.fromkeys(("dp_replicate_size",), "distributed.replicate"),
+    **dict.fromkeys(
+        ("context_parallel_size", "sequence_parallel_size", "sequence_parallel_degree", "cp_size"),
+        "distributed.context_parallel",
+    ),
     **dict.fromkeys(("num_machines", "num_nodes", "nodes"), "distributed.nnodes"),
     **dict.fromkeys(
         ("gradient_checkpointing", "use_gradient_checkpointing", "checkpointing"),

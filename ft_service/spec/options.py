@@ -455,6 +455,14 @@ class DistributedOptions(Strict):
 
     None: FSDP2's default, one group ahead.
     """
+    context_parallel: Annotated[int, Field(ge=1, le=64)] | Literal["auto"] = "auto"
+    """Ranks that share each sample, or packed row: each has a part of its tokens, and for attention
+    all tokens of some heads (Ulysses). For samples that do not fit on one rank. Must divide
+    nproc_per_node and the base's attention heads. Results are the same but for rounding. Bases
+    whose layers mix tokens by something other than attention, images, reinforcement learning and
+    jobs of Tinker's clients need 1; a job with more shares no engine. "auto": 1, or if the longest
+    sample does not fit so, the fewest ranks with which it does.
+    """
     offload: bool = False
     """Keep shards, gradients and optimizer state in the host's memory.
 
@@ -498,6 +506,11 @@ class DistributedOptions(Strict):
             "activation_checkpointing is chosen before a model is built"
         )
         return self.activation_checkpointing
+
+    @property
+    def ranks_per_sample(self) -> int:
+        """`context_parallel`; 1 as long as it is not chosen."""
+        return 1 if self.context_parallel == "auto" else self.context_parallel
 
     @property
     def asks_to_shard(self) -> bool:

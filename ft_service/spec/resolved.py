@@ -267,6 +267,8 @@ class JobSpec(Resolved):
             *((options.nnodes, ranks) for ranks in per_host),
             *((number, most) for number in nodes),
         ):
+            if shape[1] % options.ranks_per_sample:
+                continue
             try:
                 check_distributed(options, shape[0] * shape[1], gpus)
             except SpecError:  # replicate or reshard_after_forward does not divide it
@@ -328,6 +330,7 @@ def resolve(request: JobRequest, context: JobContext) -> JobSpec:
     check_served(request.serve, request.lora, request.precision)
     _check_teacher(request.method, context)
     distributed = _resolve_distributed(request.distributed, context.gpus)
+    _check_method_shares(distributed, request.method.type)
     name = TunedName.of_job(
         context.job_id,
         base=context.model.name,
@@ -482,7 +485,35 @@ def _resolve_distributed(options: DistributedOptions, gpus: int) -> DistributedO
     ranks = max(1, gpus) if options.nproc_per_node == AUTO else options.nproc_per_node
     resolved = options.model_copy(update={"nproc_per_node": ranks})
     check_distributed(resolved, options.nnodes * ranks, gpus)
+    if ranks % options.ranks_per_sample:
+        raise SpecError(
+            f"distributed.context_parallel = {options.ranks_per_sample}: it must divide the ranks "
+            f"of a host, and distributed.nproc_per_node is {ranks}. Set that to a multiple of "
+            f"{options.ranks_per_sample}, or context_parallel to a divisor of {ranks} or auto.",
+            param="distributed.context_parallel",
+        )
     return resolved
+
+
+def not_shared_by_method(method: MethodType) -> str | None:
+    """Why ranks cannot share the samples of a job with this method, as the end of a sentence; None:
+    they can.
+    """
+    if method == "reinforcement":
+        return "in reinforcement learning every rank takes whole answers"
+    if method == "tinker":
+        return "every rank takes whole samples from the client of method.type = 'tinker'"
+    return None
+
+
+def _check_method_shares(options: DistributedOptions, method: MethodType) -> None:
+    why = not_shared_by_method(method)
+    if options.ranks_per_sample > 1 and why is not None:
+        raise SpecError(
+            f"distributed.context_parallel = {options.ranks_per_sample}: {why}. Leave it out; if "
+            "samples do not fit, lower training.max_length.",
+            param="distributed.context_parallel",
+        )
 
 
 def check_distributed(options: DistributedOptions, ranks: int, gpus: int) -> None:

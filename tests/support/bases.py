@@ -42,7 +42,12 @@ LLAMA_8B: dict[str, Any] = {
     "tie_word_embeddings": False,
 }
 
-AS_IT_IS: dict[str, Any] = {"replicate": 1, "activation_checkpointing": "none", "compile": False}
+AS_IT_IS: dict[str, Any] = {
+    "replicate": 1,
+    "context_parallel": 1,
+    "activation_checkpointing": "none",
+    "compile": False,
+}
 """Options of distribution with which nothing is chosen for a machine."""
 
 

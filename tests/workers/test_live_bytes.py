@@ -32,6 +32,7 @@ from workers.layers import fused
 from workers.model import build
 from workers.model.products import products
 from workers.patches.fused_layers import fuse
+from workers.ranks.context_group import ContextGroup
 from workers.training.step import forward_backward
 
 HOST = Machine(CPU, 16 * GIB, shared_memory=True, products=products())
@@ -67,6 +68,8 @@ CASES: dict[str, tuple[int, dict[str, Any], dict[str, Any]]] = {
         {"default": "nf4", "samples": 1},
     ),
     "two ranks": (2, LARGE, {"default": "nf4"}),
+    "two ranks that share samples": (2, SMALL, {"context": 2}),
+    "two ranks that share samples, full": (2, SMALL, {"context": 2, "mode": "full"}),
 }
 EXPERTS: dict[str, Any] = {
     **SMALL,
@@ -151,7 +154,10 @@ def spec_of(
             "modules_to_save": options.get("whole", []),
             "target_parameters": options.get("stacks", []),
         },
-        distributed={"activation_checkpointing": options.get("mode", "none")},
+        distributed={
+            "activation_checkpointing": options.get("mode", "none"),
+            "context_parallel": options.get("context", 1),
+        },
     )
 
 
@@ -219,9 +225,10 @@ def peak_of_a_step(rank: int, world: int, spec: JobSpec) -> int:
     data = full_samples(spec.training.batch)
 
     keys = list(range(len(data))) if spec.lora.lora_dropout else None
+    context = ContextGroup.made(spec.distributed.ranks_per_sample)
 
     def step() -> None:
-        batches = batches_of(data, rank, world, spec, keys)
+        batches = batches_of(data, rank, world, spec, keys, context)
         forward_backward(built.peft_model, batches, sum(t.target_count for t in data), world)
         job.update(1e-4, 1.0)
 

@@ -75,6 +75,7 @@ from workers.training.reference_logprobs import (
     key_of_reference,
 )
 from workers.training.served_quality import Comparison
+from workers.training.shared_rows_trial import refuse_images_in_shared_rows
 
 
 def run_attempt(runtime: Runtime, stop: StopRequest, prepare: Prepare) -> Outcome:
@@ -107,14 +108,20 @@ def train(runtime: Runtime, reporter: Reporter, stop: StopRequest, prepare: Prep
     # first: the cheapest way to find out that a job cannot run.
     train_set, valid_set = _data(runtime, reporter)
     described = cached_description(runtime.spec.model.path)
+    pictured = has_images(train_set, valid_set)
     settled = settle_on_ranks(
-        runtime.spec, runtime.device, train_set, lambda path: described or describe(path)
+        runtime.spec,
+        runtime.device,
+        train_set,
+        lambda path: described or describe(path),
+        with_images=pictured,
     )
     spec = settled.spec
     runtime = with_spec(runtime, settled.spec)
     for sentence in settled.news:
         reporter.message(sentence)
-    if pictured := has_images(train_set, valid_set):
+    refuse_images_in_shared_rows(runtime.context, pictured=pictured)
+    if pictured:
         described = _with_features(runtime, reporter, described, train_set, valid_set)
     prepared = prepare(runtime, reporter, None if described is None else Probed.of(described))
     built = prepared.built

@@ -33,6 +33,7 @@ from workers.ranks.sharding import Gradients, shard
 from workers.training.context import Wait
 from workers.training.guards import check_gathered_weights
 from workers.training.packing import settle_attention
+from workers.training.shared_rows_trial import refuse_if_unlike
 
 
 @dataclass(frozen=True)
@@ -76,6 +77,7 @@ def prepare_alone(runtime: Runtime, reporter: Reporter, probed: Probed | None) -
     check_gathered_weights(model, runtime.compute_dtype)
     model.train()
     padded_because = settle_attention(model, runtime.device, runtime.compute_dtype)
+    refuse_if_unlike(model, runtime.context, padded_because, runtime.device, runtime.compute_dtype)
     gradients = Gradients(model, runtime.world, keep_unsharded=spec.distributed.keep_unsharded)
     return PreparedModel(built, dict(adapters(model)), padded_because, gradients)
 

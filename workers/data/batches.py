@@ -18,9 +18,11 @@ import torch
 from torch import Tensor
 
 from ft_service.data.tokens.sample import Tokens
+from workers.data.row_parts import SharedRows
 from workers.images.features import CURRENT_IMAGES
 from workers.layers.dropout import keys_from
 from workers.layers.segments import ImageInputs
+from workers.ranks.context_group import ContextGroup
 
 
 @dataclass(frozen=True)
@@ -50,6 +52,32 @@ class Batch:
     """
     images: ImageInputs | None = None
     """None: the samples have no pictures."""
+    shared: SharedRows | None = None
+    """What of its rows this rank has; samples and packing are those of whole rows. None: all."""
+
+    @property
+    def row_length(self) -> int:
+        """Tokens of a row, of which the rank may have a part."""
+        return int(self.ids.shape[1]) if self.shared is None else self.shared.length
+
+    def part_of(self, own: ContextGroup) -> Batch:
+        """This rank's part of a micro-batch that all ranks of its group have made, without
+        pictures.
+        """
+        assert self.images is None, "a row with pictures is not shared"
+        shared = SharedRows.of(own, self.row_length, self.places)
+        packing = self.packing
+        return replace(
+            self,
+            ids=shared.cut(self.ids),
+            places=shared.places,
+            targets=self.targets.index_select(0, shared.kept),
+            packing=None if packing is None else packing.filled_by(shared.filled),
+            keys=None if self.keys is None else shared.cut(self.keys),
+            lengths=None if self.lengths is None else shared.cut(self.lengths, 1.0),
+            positions=shared.positions(self.positions, len(self.ids), self.ids.device),
+            shared=shared,
+        )
 
 
 @dataclass(frozen=True)
@@ -61,6 +89,15 @@ class Packing:
     starts_on_device: Tensor
     longest: int
     """Tokens of the longest sample."""
+
+    def filled_by(self, tokens: int) -> Packing:
+        """The same with so many tokens more, in a sample of their own."""
+        if not tokens:
+            return self
+        starts, on_device = (
+            torch.cat([own, own[-1:] + tokens]) for own in (self.starts, self.starts_on_device)
+        )
+        return Packing(starts, on_device, max(self.longest, tokens))
 
 
 BATCHES_SORTED = 50

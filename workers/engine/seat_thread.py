@@ -18,12 +18,14 @@ from greenlet import getcurrent, greenlet
 
 from ft_service.errors import FtError
 from ft_service.host.disk import is_no_room, no_room
+from ft_service.plan.fitting_settings import CONTEXT, with_options
 from ft_service.rundir.attempt import Attempt
 from ft_service.rundir.attempt_outcome import Evidence, decide_exit
 from ft_service.rundir.attempt_seal import Fence, SealedError
 from ft_service.rundir.directory import RunDir, UnreadableDocumentError
 from ft_service.rundir.documents import Desired
 from ft_service.rundir.engine import SeatOrder, SeatSize, seat_key
+from ft_service.spec import JobSpec
 from workers.attempt.attempt import run_attempt
 from workers.attempt.prepared_model import PreparedModel, report_built
 from workers.base.frozen_weights import initial_adapter
@@ -216,7 +218,7 @@ class SeatThread:
         assert start is not None, f"attempt {self.order.attempt} has no start.json"
         self.size = start.seat
         self.priority = start.priority
-        spec = read_spec(self._run)
+        spec = _with_whole_samples(read_spec(self._run))
         fence = self._fence
         return Runtime(
             self._run,
@@ -266,3 +268,11 @@ def over_ranks(values: list[int], group: dist.ProcessGroup) -> list[list[int]]:
     everyone = [torch.empty_like(mine) for _ in range(dist.get_world_size(group))]
     dist.all_gather(everyone, mine, group=group)
     return [one.tolist() for one in everyone]
+
+
+def _with_whole_samples(spec: JobSpec) -> JobSpec:
+    """The spec without a choice that its own ranks would have: those of an engine share no
+    samples.
+    """
+    chosen = {option: why for option, why in spec.chosen.items() if option != CONTEXT}
+    return with_options(spec.model_copy(update={"chosen": chosen}), {CONTEXT: 1})

@@ -22,16 +22,26 @@ from workers.model.products import products
 
 
 def settle_on_ranks(
-    spec: JobSpec, device: torch.device, train: TokenSet, describe: Callable[[str], Description]
+    spec: JobSpec,
+    device: torch.device,
+    train: TokenSet,
+    describe: Callable[[str], Description],
+    *,
+    with_images: bool = False,
 ) -> Settled:
     """The spec without "auto", the same on all ranks, which call this together.
 
     `describe`: builds a base and describes it, and is only called if anything is to be chosen.
+    `with_images`: whether any sample has an image.
     Raises SpecError as `settle` does, on all.
     """
     machine = _smallest(_machine(device))
     tokens = int(train.lengths.sum())
-    lengths = SampleLengths(tokens, len(train), int(train.lengths.max())) if len(train) else None
+    lengths = (
+        SampleLengths(tokens, len(train), int(train.lengths.max()), with_images=with_images)
+        if len(train)
+        else None
+    )
     world = dist.get_world_size()
     nodes = world // int(os.environ.get("LOCAL_WORLD_SIZE", world // spec.distributed.nnodes or 1))
     ranks = Ranks(world, nodes)

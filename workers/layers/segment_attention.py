@@ -34,7 +34,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from transformers import AttentionInterface
 
-from workers.layers import capped_attention, cudnn_attention, packed_attention
+from workers.layers import capped_attention, cudnn_attention, exchange, packed_attention
 from workers.layers.packed_attention import add_sinks
 from workers.layers.scored_attention import (
     AttentionPattern,
@@ -63,9 +63,11 @@ def segment_attention(
 ) -> tuple[Tensor, None]:
     """The attention function that transformers calls: query [rows, heads, length, d], key and value
     [rows, groups, length, ..] → [rows, length, heads, ..]. `options`: transformers' own; its
-    `indices` are the chosen keys, int [rows, length, keys].
+    `indices` are the chosen keys, int [rows, length, keys]. Where ranks share a row, all of this is
+    of this rank's part of it.
 
-    Raises NotImplementedError for what only a mask could say.
+    Raises NotImplementedError for what only a mask could say, and for a part of a row as
+    `exchange.with_fewer_heads`.
     """
     pattern = attention_pattern(query, options)
     if not is_causal(module, options) or query.shape[2] != key.shape[2]:
@@ -75,9 +77,13 @@ def segment_attention(
         attention_mask is not None and attention_mask.numel()
     ):  # an empty one says nothing: indexed_attention.py
         _compare(module, attention_mask, pattern.window, chunk)
-    bounds = CURRENT.bounds(query.shape[2], chunk)
     width = value.shape[-1]
-    query, key, value = _of_one_width(tempered(module, query), key, value)
+    query, key, value = _of_one_width(query, key, value)
+    if CURRENT.part is not None:
+        query, key, value = exchange.with_fewer_heads(query, key, value, CURRENT.part.ranks)
+        pattern = exchange.of_own_heads(pattern, CURRENT.part)
+    query = tempered(module, query)
+    bounds = CURRENT.bounds(query.shape[2], chunk)
     kernel = _fused_kernel(query, pattern)
     if (
         kernel is not None
@@ -101,7 +107,11 @@ def segment_attention(
     else:
         fields = (pattern.scale, pattern.window, pattern.softcap, pattern.sinks, pattern.chosen)
         out, _lse = attend(query, key, value, bounds.starts, *fields)
-    return (out if out.shape[-1] == width else out[..., :width]), None
+    if out.shape[-1] != width:
+        out = out[..., :width]
+    if CURRENT.part is not None:
+        out = exchange.with_all_heads(out, CURRENT.part.ranks)
+    return out, None
 
 
 def _refuse(what: str) -> None:

@@ -1,5 +1,5 @@
-"""Starts of the samples of the current micro-batch, the chunks into which layers cut them, and the
-features of their pictures.
+"""Starts of the samples of the current micro-batch, the chunks into which layers cut them, the part
+of its rows that this rank has, and the features of their pictures.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ from itertools import pairwise
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 from workers.layers import packed_attention
@@ -56,6 +57,26 @@ class ImageInputs:
     """
 
 
+@dataclass(frozen=True)
+class RowPart:
+    """The tokens that a rank has of each row, where several ranks share a micro-batch's rows: one
+    after the other, all as many.
+    """
+
+    rank: int
+    """Number of this one among them."""
+    ranks: int
+    length: int
+    """Tokens of a part."""
+    group: dist.ProcessGroup
+    """Of the ranks that share a row, in the order of their parts."""
+
+    @property
+    def first(self) -> int:
+        """Place in the row of the part's first token."""
+        return self.rank * self.length
+
+
 class Segments:
     """Segments of the current micro-batch, for its forward and what backward recomputes."""
 
@@ -75,6 +96,9 @@ class Segments:
         """While an indexer chooses keys: large scores, of which backward wants nothing."""
         self.images: ImageInputs | None = None
         """What pictures give the decoder. None: the micro-batch has none."""
+        self.part: RowPart | None = None
+        """What the model is given of each row; segments are those of whole rows. None: whole rows.
+        """
         self.faults: list[str] | None = None
         """While it is tried whether an architecture can be trained this way: what stands against
         it.
@@ -88,14 +112,17 @@ class Segments:
         lengths: Sequence[int] = (),
         device: torch.device | None = None,
         images: ImageInputs | None = None,
+        part: RowPart | None = None,
     ) -> None:
         """`starts`, `on_device`: as in `Bounds`; None: every row is one segment.
 
         `longest`: tokens of the longest segment. `lengths`: of the samples of padded rows.
-        `device`: of these; None: a processor. `images`: None: there are no pictures.
+        `device`: of these; None: a processor. `images`: None: there are no pictures. `part`: None:
+        the model is given whole rows.
         """
         self.lengths = lengths
         self.images = images
+        self.part = part
         where = device if on_device is None else on_device.device
         self.fused = where is not None and _has_kernel(where)
         self._whole = (
@@ -193,20 +220,25 @@ def _kinds(config: object) -> Sequence[str]:
 
 
 def tempered(module: nn.Module, query: Tensor) -> Tensor:
-    """Queries [rows, heads, length, d] with the temperature of their place in their own sample.
+    """Queries [rows, heads, length, d] of whole rows with the temperature of their place in their
+    own sample.
 
-    Llama 4 makes queries longer the farther they stand in the row, in layers without rotation: 1 +
-    attn_scale * log(1 + floor((place + 1) / floor_scale)). Which is that of a place in the sample
-    in padded rows only.
+    Llama 4 makes queries longer the farther they stand in what it is given, in layers without
+    rotation: 1 + attn_scale * log(1 + floor((place + 1) / floor_scale)). Which is that of a place
+    in the sample in padded rows only, and where no other rank has what is before.
     """
-    if not (CURRENT.packed and getattr(module, "attn_temperature_tuning", False)) or getattr(
-        module, "use_rope", True
-    ):
+    part = CURRENT.part
+    if not getattr(module, "attn_temperature_tuning", False) or getattr(module, "use_rope", True):
+        return query
+    if part is None and not CURRENT.packed:
         return query
     row = torch.arange(query.shape[2], device=query.device)
-    starts = CURRENT.starts if query.device.type == "cpu" else CURRENT.on_device
-    sample = torch.bucketize(row, starts[1:], right=True)
-    ratio = _temperature(module, row - starts[sample]) / _temperature(module, row)
+    given = row if part is None else row % part.length
+    place = row
+    if CURRENT.packed:
+        starts = CURRENT.starts if query.device.type == "cpu" else CURRENT.on_device
+        place = row - starts[torch.bucketize(row, starts[1:], right=True)]
+    ratio = _temperature(module, place) / _temperature(module, given)
     return (query * ratio.view(1, 1, -1, 1)).to(query.dtype)
 
 

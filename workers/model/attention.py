@@ -35,8 +35,7 @@ def why_padded(config: PreTrainedConfig, model: Any) -> str | None:
 
     `model`: its class, or one derived from it.
     """
-    # FSDP2 derives classes.
-    model = next(own for own in model.__mro__ if not own.__module__.startswith("torch."))
+    model = _published(model)
     names = vars(sys.modules[model.__module__])
     own_attention = f"the attention of {config.model_type} cannot be replaced"
     if any(hasattr(value, _OWN_MASK) for value in names.values()):
@@ -56,6 +55,25 @@ def why_padded(config: PreTrainedConfig, model: Any) -> str | None:
             f"({', '.join(sorted(unknown))})"
         )
     return None if replaceable else own_attention
+
+
+def why_whole(config: PreTrainedConfig, model: type) -> str | None:
+    """The reason why ranks cannot share a sample of a text decoder, as far as its class says, which
+    can be packed.
+
+    None: it names no such reason. `model`: its class, or one derived from it.
+    """
+    model = _published(model)
+    if mixes_otherwise(model):
+        return f"layers of {config.model_type} mix tokens by more than attention"
+    if indexed_attention.indexers_of(model):
+        return f"{config.model_type} chooses keys by an indexer, which looks at whole samples"
+    return None
+
+
+def _published(model: Any) -> Any:
+    """The class of transformers: FSDP2 derives classes."""
+    return next(own for own in model.__mro__ if not own.__module__.startswith("torch."))
 
 
 def mixes_otherwise(model: type) -> bool:

@@ -126,7 +126,7 @@ def _packing_fault(
 ) -> str | None:
     samples = trial_samples(model)
     other = [_other_end(model, samples[0]), *samples[1:]]
-    with _uncompiled():
+    with uncompiled():
         try:
             with _masks_told() as faults:
                 apart = logits_apart(model, samples, device)
@@ -147,12 +147,12 @@ def _packing_fault(
             reshard(model)
     if faults:
         return faults[0]
-    if _difference(apart, together) > SAME[compute_dtype]:
+    if difference(apart, together) > SAME[compute_dtype]:
         return "its packed samples are not computed as they are apart"
-    if _difference(together[1:], beside_other[1:]) > UNMOVED[compute_dtype]:
+    if difference(together[1:], beside_other[1:]) > UNMOVED[compute_dtype]:
         return "its layers carry something from one packed sample into the next"
     if (
-        _difference([together[0][:BEGINNING]], [beside_other[0][:BEGINNING]])
+        difference([together[0][:BEGINNING]], [beside_other[0][:BEGINNING]])
         > UNMOVED[compute_dtype]
     ):
         return "its packed samples' tokens see those behind them"
@@ -164,7 +164,7 @@ def _sees_behind(model: nn.Module, device: torch.device, compute_dtype: torch.dt
     """Whether a change of a sample's end changes the answers to its beginning."""
     ids = trial_samples(model)[0]
     try:
-        with _uncompiled():
+        with uncompiled():
             one, other = (
                 logits_apart(model, [own], device)[0][:BEGINNING]
                 for own in (ids, _other_end(model, ids))
@@ -186,7 +186,7 @@ def _sees_behind(model: nn.Module, device: torch.device, compute_dtype: torch.dt
             param="model",
         ) from error
     reshard(model)
-    return _difference([one], [other]) > UNMOVED[compute_dtype]
+    return difference([one], [other]) > UNMOVED[compute_dtype]
 
 
 def _other_end(model: nn.Module, ids: Tensor) -> Tensor:
@@ -195,7 +195,7 @@ def _other_end(model: nn.Module, ids: Tensor) -> Tensor:
     return torch.cat([ids[:BEGINNING], 1 + ids[BEGINNING:] % (words - 1)])
 
 
-def _uncompiled() -> AbstractContextManager[object]:
+def uncompiled() -> AbstractContextManager[object]:
     """Compiled layers run as they are meanwhile: what is tried here is not worth compiling.
 
     Does not load the compiler.
@@ -221,7 +221,7 @@ def _masks_told() -> Iterator[list[str]]:
         CURRENT.faults = None
 
 
-def _difference(ours: Sequence[Tensor], theirs: Sequence[Tensor]) -> float:
+def difference(ours: Sequence[Tensor], theirs: Sequence[Tensor]) -> float:
     """The largest difference of a token's logits, as a share of their spread."""
     a = torch.cat(list(ours))
     b = torch.cat(list(theirs))

@@ -3,8 +3,8 @@
 With the kinds `longrope` and `dynamic` transformers takes one set of frequencies for a whole batch,
 by the longest of its samples, and `dynamic` also by what came before. A sample's loss would then
 depend on the other samples of its micro-batch. Here every sample, packed or padded, is rotated as
-it is alone, and a sequence of the preview, of which a forward has a part, by all that is known of
-it.
+it is alone, whether the rank has all of it or a part; and a sequence of the preview, of which a
+forward has a part, by all that is known of it.
 
 Replaces: the forward of transformers' rotary embeddings of these kinds.
 Written for: transformers 5.23
@@ -14,12 +14,13 @@ Fails when upstream changes: tests/workers/patches/test_sample_positions.py
 from __future__ import annotations
 
 from collections.abc import Callable
+from itertools import pairwise
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from workers.layers.segments import CURRENT
+from workers.layers.segments import CURRENT, RowPart
 from workers.patches.forward import replace_forward
 
 BY_LENGTH = ("dynamic", "longrope")
@@ -72,13 +73,14 @@ class _RotatedBySample:
         self._stock = stock
 
     def __call__(self, x: Tensor, position_ids: Tensor, *args: Any, **kwargs: Any) -> Rotation:
+        if CURRENT.part is not None:
+            return self._of_part(CURRENT.part, x, position_ids, *args, **kwargs)
         if CURRENT.packed:
-            parts = [
-                self._alone(x, own, *args, **kwargs)
-                for own in position_ids.split(CURRENT.starts.diff().tolist(), dim=1)
-            ]
-            return torch.cat([cos for cos, _ in parts], dim=1), torch.cat(
-                [sin for _, sin in parts], dim=1
+            return _in_a_row(
+                [
+                    self._alone(x, own, *args, **kwargs)
+                    for own in position_ids.split(CURRENT.starts.diff().tolist(), dim=1)
+                ]
             )
         if len(CURRENT.lengths) < 2:
             return self._alone(x, position_ids, *args, **kwargs)
@@ -87,6 +89,34 @@ class _RotatedBySample:
         return _stacked([cos for cos, _ in rows], length), _stacked(
             [sin for _, sin in rows], length
         )
+
+    def _of_part(
+        self, part: RowPart, x: Tensor, position_ids: Tensor, *args: Any, **kwargs: Any
+    ) -> Rotation:
+        """The same of the rank's part of every row."""
+        if CURRENT.packed:
+            spans = pairwise((CURRENT.starts - part.first).tolist())
+            return _in_a_row(
+                [
+                    self._as_long(end - begin, x, own, *args, **kwargs)
+                    for begin, end in spans
+                    if (own := position_ids[:, max(0, begin) : max(0, end)]).numel()
+                ]
+            )
+        rows = [
+            self._as_long(own, x, position_ids[:1, : max(0, own - part.first)], *args, **kwargs)
+            for own in CURRENT.lengths
+        ]
+        return _stacked([cos for cos, _ in rows], part.length), _stacked(
+            [sin for _, sin in rows], part.length
+        )
+
+    def _as_long(
+        self, length: int, x: Tensor, position_ids: Tensor, *args: Any, **kwargs: Any
+    ) -> Rotation:
+        """Some positions of a sample of `length` tokens, which its last one tells the module."""
+        rotate = _RotatedByLength(self._alone, lambda: length)
+        return rotate(x, position_ids, *args, **kwargs)
 
     def _alone(self, x: Tensor, position_ids: Tensor, *args: Any, **kwargs: Any) -> Rotation:
         module: Any = self._module
@@ -114,6 +144,12 @@ class _RotatedByLength:
         last = position_ids.new_full((len(position_ids), 1), self._length() - 1)
         cos, sin = self._stock(x, torch.cat([position_ids, last], dim=1), *args, **kwargs)
         return cos[:, :-1], sin[:, :-1]
+
+
+def _in_a_row(parts: list[Rotation]) -> Rotation:
+    """Rotations [1, own, channels] one after the other."""
+    cosines, sines = zip(*parts, strict=True)
+    return torch.cat(cosines, dim=1), torch.cat(sines, dim=1)
 
 
 def _stacked(rows: list[Tensor], length: int) -> Tensor:

@@ -35,6 +35,7 @@ from ft_service.rundir.failure_origin import COLLECTIVE_TIMEOUT, is_lost_connect
 from ft_service.spec import JobSpec
 from workers.base.rank_objects import FailedElsewhere
 from workers.ranks.allocator import keep_freed_memory
+from workers.ranks.context_group import ContextGroup
 from workers.ranks.sharding import make_mesh
 
 INIT_METHOD = "FT_INIT_METHOD"
@@ -113,6 +114,8 @@ class Runtime:
     groups: Groups
     fence: Fence
     """Looked at before anything is published or removed."""
+    context: ContextGroup | None = None
+    """The ranks that share the rows of micro-batches with this one; None: it has whole rows."""
 
     @property
     def reads_late(self) -> bool:
@@ -166,15 +169,32 @@ def surroundings(
     mesh = _mesh(device, world, spec)
     groups = Groups.made(spec, world)
     return Runtime(
-        run, spec, start, rank, world, device, mesh, groups, fence or Fence(run, attempt)
+        run,
+        spec,
+        start,
+        rank,
+        world,
+        device,
+        mesh,
+        groups,
+        fence or Fence(run, attempt),
+        _context(spec),
     )
 
 
 def with_spec(runtime: Runtime, spec: JobSpec) -> Runtime:
     """The runtime for a spec whose options were chosen. Called by all ranks together."""
-    if spec.distributed.replicate == runtime.spec.distributed.replicate:
-        return replace(runtime, spec=spec)
-    return replace(runtime, spec=spec, mesh=_mesh(runtime.device, runtime.world, spec))
+    before = runtime.spec.distributed
+    changed = replace(runtime, spec=spec)
+    if spec.distributed.replicate != before.replicate:
+        changed = replace(changed, mesh=_mesh(runtime.device, runtime.world, spec))
+    if spec.distributed.ranks_per_sample != before.ranks_per_sample:
+        changed = replace(changed, context=_context(spec))
+    return changed
+
+
+def _context(spec: JobSpec) -> ContextGroup | None:
+    return ContextGroup.made(spec.distributed.ranks_per_sample, _timeout(spec))
 
 
 def _mesh(device: torch.device, world: int, spec: JobSpec) -> DeviceMesh:

@@ -25,6 +25,8 @@ from ft_service.data.tokens.token_set import TokenSet
 from ft_service.spec import KtoOptions
 from workers.data.batches import BatchOrder
 from workers.data.micro_batches import MicroBatchLimits, Rounds, share_out
+from workers.data.row_parts import taken_once
+from workers.ranks.context_group import ContextGroup
 from workers.training.preference import AnswerBatch, answer_log_probabilities, make_answers
 from workers.training.step import LossOf
 
@@ -36,6 +38,10 @@ class LabelledBatch:
     answers: AnswerBatch
     good: Tensor
     """bool [samples]: whether the answer is a good one."""
+
+    def part_of(self, own: ContextGroup) -> LabelledBatch:
+        """The same answers, of whose tokens this rank has a part."""
+        return replace(self, answers=self.answers.part_of(own))
 
 
 @dataclass(frozen=True)
@@ -199,7 +205,7 @@ class Mismatched:
         def gained_of(model: nn.Module, own: AnswerBatch, scale: float) -> tuple[Tensor, Tensor]:
             logs, _ = answer_log_probabilities(model, own)
             gained = (logs - own.reference).sum()
-            return gained * scale, gained[None]
+            return gained * scale, taken_once(gained[None], own.batch.shared)
 
         return gained_of
 
@@ -281,7 +287,8 @@ class Labelled:
                 *((values * which).sum() for values in (rewards, logs) for which in _sides(own)),
                 zero * len(own.good) / count,
             ]
-            return (loss * scale).float(), torch.stack(sums)
+            shared = own.answers.batch.shared
+            return (loss * scale).float(), taken_once(torch.stack(sums), shared)
 
         return loss_of
 

@@ -18,6 +18,7 @@ from ft_service.data.tokens.training_set.windows import Rows, are_whole, in_rows
 from ft_service.spec import JobSpec, PairOptions
 from workers.data.batches import Batch, BatchOrder, TokenCounts, make_batch
 from workers.data.micro_batches import MicroBatchLimits, Rounds, share_out, share_out_pairs
+from workers.ranks.context_group import ContextGroup
 from workers.ranks.runtime import Runtime
 from workers.training.preference import AnswerBatch, PairSums, make_answers, preference_loss
 from workers.training.step import LossOf, Sums, cross_entropies, evaluate
@@ -54,7 +55,8 @@ class Shared(Protocol):
     def micro_batch(
         self, members: Sequence[int], device: torch.device, keys: Sequence[int] | None, packed: bool
     ) -> Any:
-        """The samples of whole items as a micro-batch, for the loss.
+        """The samples of whole items as a micro-batch, for the loss; its `part_of` is what a rank
+        has of it.
 
         `keys`: of the samples, for dropout.
         """
@@ -253,21 +255,25 @@ def batch_order(data: Objective, spec: JobSpec) -> BatchOrder:
 
 @dataclass(frozen=True)
 class RankShare:
-    """What decides which micro-batches of a global batch a rank computes."""
+    """What decides which micro-batches of a global batch a rank computes, and which part of them."""
 
     rank: int
     world: int
     device: torch.device
     limits: MicroBatchLimits
+    context: ContextGroup | None = None
+    """The ranks that share every row with this one; None: it has whole rows."""
 
     @classmethod
     def of(cls, runtime: Runtime, limits: MicroBatchLimits) -> RankShare:
-        return cls(runtime.rank, runtime.world, runtime.device, limits)
+        return cls(runtime.rank, runtime.world, runtime.device, limits, runtime.context)
 
     def members(self, objective: Shared, items: Sequence[int]) -> Iterator[list[int]]:
         """Numbers of the samples in each micro-batch."""
-        for micro in objective.share_out(items, self.world, self.limits):
-            yield objective.members([items[i] for i in micro[self.rank]])
+        ranks = 1 if self.context is None else self.context.ranks
+        limits = replace(self.limits, tokens=ranks * self.limits.tokens)
+        for micro in objective.share_out(items, self.world // ranks, limits):
+            yield objective.members([items[i] for i in micro[self.rank // ranks]])
 
     def batches(
         self, objective: Shared, items: Sequence[int], key: Callable[[int], int] | None = None
@@ -277,7 +283,8 @@ class RankShare:
         """
         for own in self.members(objective, items):
             keys = None if key is None else [key(i) for i in own]
-            yield objective.micro_batch(own, self.device, keys, self.limits.packed)
+            batch = objective.micro_batch(own, self.device, keys, self.limits.packed)
+            yield batch if self.context is None else batch.part_of(self.context)
 
 
 def loss_with_baseline(

@@ -10,7 +10,7 @@ times the mean cross entropy over the tokens of its preferred answers.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor, nn
@@ -19,6 +19,8 @@ from torch.nn import functional as F
 from ft_service.data.tokens.sample import Tokens
 from ft_service.spec import DpoOptions, OrpoOptions, PairOptions, SimpoOptions
 from workers.data.batches import Batch, make_batch
+from workers.data.row_parts import taken_once
+from workers.ranks.context_group import ContextGroup
 from workers.training.step import LossOf, target_log_probabilities
 
 REWARDS = (
@@ -57,6 +59,10 @@ class AnswerBatch:
     """fp64 [samples]: log-probabilities of the answers by the reference; while these are computed,
     and for losses without reference, zeros.
     """
+
+    def part_of(self, own: ContextGroup) -> AnswerBatch:
+        """The same answers, of whose tokens this rank has a part."""
+        return replace(self, batch=self.batch.part_of(own))
 
 
 def make_answers(
@@ -124,7 +130,7 @@ def answer_log_probabilities(model: nn.Module, own: AnswerBatch) -> tuple[Tensor
     firsts = counts.cumsum(0) - counts
     places = torch.arange(len(logs), device=logs.device) - firsts.index_select(0, own.answers)
     batch = own.batch
-    longest = int(batch.ids.shape[1]) if batch.packing is None else batch.packing.longest
+    longest = batch.row_length if batch.packing is None else batch.packing.longest
     rows = logs.new_zeros(len(counts), longest, dtype=torch.float64)
     rows = rows.index_put((own.answers, places), logs.double())
     return rows.sum(dim=1), correct
@@ -233,6 +239,6 @@ def preference_loss(options: PairOptions, pairs: int, targets: int) -> LossOf[An
         sums = torch.cat(
             [loss.detach()[None], right.double()[None], *(part.double() for part in of_pairs)]
         )
-        return (loss * scale).float(), sums
+        return (loss * scale).float(), taken_once(sums, own.batch.shared)
 
     return loss_of

@@ -232,6 +232,8 @@ def _add(values: Tensor, context: TrainingContext, answers: Answers, items: Sequ
         context.reporter.heartbeat()
         own = batch.answers if isinstance(batch, LabelledBatch) else batch
         of_answers, _ = answer_log_probabilities(context.model, own)
+        if own.batch.shared is not None and not own.batch.shared.reports:
+            continue  # all ranks' values are added
         values[torch.tensor(members, dtype=torch.int64, device=values.device)] = of_answers
     reshard(context.model)
 

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from workers.data.batches import Batch
+from workers.data.row_parts import of_all_targets
 from workers.layers.linear import use_keys
 from workers.layers.noise import use_noise
 from workers.layers.segments import CURRENT
@@ -143,13 +144,14 @@ def logits_of(model: nn.Module, batch: Batch) -> Tensor:
     use_keys(model, batch.keys)
     use_noise(model, batch.keys, batch.lengths)
     images = batch.images
+    part = None if batch.shared is None else batch.shared.part
     if batch.packing is None:
-        CURRENT.use(None, lengths=batch.rows, device=batch.ids.device, images=images)
+        CURRENT.use(None, lengths=batch.rows, device=batch.ids.device, images=images, part=part)
         if batch.positions is None:
             return model(input_ids=batch.ids).logits
         return model(input_ids=batch.ids, position_ids=batch.positions).logits
     packing = batch.packing
-    CURRENT.use(packing.starts, packing.starts_on_device, packing.longest, images=images)
+    CURRENT.use(packing.starts, packing.starts_on_device, packing.longest, images=images, part=part)
     return model(input_ids=batch.ids, position_ids=batch.positions).logits
 
 
@@ -157,8 +159,17 @@ def target_log_probabilities(
     model: nn.Module, batch: Batch, temperature: float = 1.0
 ) -> tuple[Tensor, Tensor]:
     """Log-probabilities of the batch's targets at a temperature, fp32 [targets], and which were the
-    most likely token, bool [targets].
+    most likely token, bool [targets]; of a part those of the whole micro-batch.
     """
+    logs, correct = _own_log_probabilities(model, batch, temperature)
+    if batch.shared is None:
+        return logs, correct
+    return of_all_targets(logs, batch.shared), of_all_targets(correct.int(), batch.shared) > 0
+
+
+def _own_log_probabilities(
+    model: nn.Module, batch: Batch, temperature: float
+) -> tuple[Tensor, Tensor]:
     causal = causal_model(model)
     if works_in_chunks(causal):
         with log_probabilities_in_head(

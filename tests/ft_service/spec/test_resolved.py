@@ -59,6 +59,13 @@ def resolved(gpus: int = 0, parent: AdapterRef | None = None, **more: Any) -> Jo
         (0, {"offload": True}, "distributed.offload", "has no GPU"),
         (1, {"offload": True}, "distributed.offload", "nothing is sharded"),
         (4, {"offload": True, "replicate": -1}, "distributed.offload", "nothing is sharded"),
+        (4, {"context_parallel": 3}, "distributed.context_parallel", "nproc_per_node is 4"),
+        (
+            0,
+            {"context_parallel": 2, "nnodes": 2},
+            "distributed.context_parallel",
+            "nproc_per_node is 1",
+        ),
     ],
 )
 def test_options_of_sharding_must_fit_the_ranks(
@@ -67,6 +74,21 @@ def test_options_of_sharding_must_fit_the_ranks(
     with pytest.raises(SpecError, match=says) as refused:
         resolved(gpus, distributed=distributed)
     assert refused.value.param == param
+
+
+def test_ranks_share_no_samples_in_reinforcement_learning() -> None:
+    grader = {
+        "type": "string_check",
+        "name": "is",
+        "input": "{{sample.output_text}}",
+        "reference": "{{item.answer}}",
+        "operation": "eq",
+    }
+    method = {"type": "reinforcement", "reinforcement": {"grader": grader}}
+    with pytest.raises(SpecError) as refused:
+        resolved(4, method=method, distributed={"context_parallel": 2})
+    assert refused.value.param == "distributed.context_parallel"
+    assert resolved(4, method=method).distributed.context_parallel == "auto"
 
 
 def test_options_of_sharding_that_fit_are_kept() -> None:
@@ -137,6 +159,11 @@ def test_shapes_go_from_the_most_ranks_to_the_fewest_as_far_as_machines_and_opti
     assert copies.shapes(1, 8, 0) == [(1, 8), (1, 6), (1, 4), (1, 2)], (
         "what two copies cannot divide is left out"
     )
+    shared = spec_of(
+        "j",
+        distributed=DistributedOptions(nproc_per_node=2, max_nproc_per_node=7, context_parallel=2),
+    )
+    assert shared.shapes(1, 8, 0) == [(1, 6), (1, 4), (1, 2)], "ranks that share samples are two"
     there = spec.on(3, 4)
     assert (there.world_size, there.distributed.max_nnodes) == (12, None)
 

@@ -25,6 +25,7 @@ from workers.base.load import adapters
 from workers.data.batches import Batch, collate, make_batch
 from workers.data.micro_batches import MicroBatchLimits, share_out
 from workers.model.build import BuiltModel
+from workers.ranks.context_group import ContextGroup
 from workers.ranks.sharding import Gradients, make_mesh
 from workers.training.step import Sums, forward_backward
 
@@ -124,20 +125,27 @@ def one_step(
 
 
 def batches_of(
-    data: list[Tokens], rank: int, world: int, spec: JobSpec, keys: list[int] | None = None
+    data: list[Tokens],
+    rank: int,
+    world: int,
+    spec: JobSpec,
+    keys: list[int] | None = None,
+    context: ContextGroup | None = None,
 ) -> list[Batch]:
     """A rank's micro-batches of a global batch, as the worker makes them.
 
-    `keys`: of the samples, for dropout.
+    `keys`: of the samples, for dropout. `context`: the ranks that share rows with this one.
     """
+    ranks = 1 if context is None else context.ranks
     options = spec.training
     tokens = 4096 if options.tokens_per_micro_batch == "auto" else options.tokens_per_micro_batch
-    limits = MicroBatchLimits(tokens, options.per_device_train_batch_size, options.packing)
+    limits = MicroBatchLimits(ranks * tokens, options.per_device_train_batch_size, options.packing)
     batches = []
-    for micro in share_out([len(sample.ids) for sample in data], world, limits):
-        own = micro[rank]
+    for micro in share_out([len(sample.ids) for sample in data], world // ranks, limits):
+        own = micro[rank // ranks]
         of_samples = None if keys is None else [keys[i] for i in own]
-        batches.append(make_batch([data[i] for i in own], CPU, of_samples, packed=options.packing))
+        batch = make_batch([data[i] for i in own], CPU, of_samples, packed=options.packing)
+        batches.append(batch if context is None else batch.part_of(context))
     return batches
 
 

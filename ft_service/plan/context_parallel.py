@@ -1,0 +1,46 @@
+"""Whether several ranks can share a job's samples (distributed.context_parallel), and the refusal where
+they cannot.
+"""
+
+from __future__ import annotations
+
+from ft_service.bases.description import Description
+from ft_service.errors import SpecError
+from ft_service.plan.sample_lengths import SampleLengths
+from ft_service.spec import JobSpec
+from ft_service.spec.resolved import not_shared_by_method
+
+IMAGES = "its samples have images, whose features stand at places in whole rows"
+
+
+def why_whole(
+    base: Description, spec: JobSpec, lengths: SampleLengths | None, ranks: int
+) -> str | None:
+    """Why so many ranks cannot share a sample, as the end of a sentence; None: they can."""
+    heads = base.dimensions.heads
+    if (method := not_shared_by_method(spec.method)) is not None:
+        return method
+    if base.whole_because is not None:
+        return base.whole_because
+    if lengths is not None and lengths.with_images:
+        return IMAGES
+    if heads % ranks:
+        return f"{heads} attention heads cannot be divided by {ranks}"
+    return None
+
+
+def refuse_to_share(base: Description, spec: JobSpec, lengths: SampleLengths | None) -> None:
+    """Raise SpecError where distributed.context_parallel is more than the job allows."""
+    ranks = spec.distributed.ranks_per_sample
+    if ranks > 1 and (why := why_whole(base, spec, lengths, ranks)) is not None:
+        raise not_shareable(ranks, why)
+
+
+def not_shareable(ranks: int, why: str) -> SpecError:
+    """The refusal. `why`: as the end of a sentence."""
+    return SpecError(
+        f"distributed.context_parallel = {ranks}: {ranks} ranks cannot share a sample of this job, "
+        f"since {why}. Set it to 1 or auto, and if the longest samples do not fit then lower "
+        "training.max_length.",
+        param="distributed.context_parallel",
+    )

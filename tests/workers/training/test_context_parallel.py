@@ -1,0 +1,272 @@
+"""Rows that several ranks share against the same rows on one rank each: losses, gradients,
+preferences, and a job that goes on with whole rows.
+"""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable, Mapping
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+from ft_service.data.tokens.sample import Tokens
+from ft_service.data.tokens.token_set import TokenSet
+from ft_service.errors import SpecError
+from ft_service.rundir.directory import RunDir
+from ft_service.rundir.documents import Outcome, OutcomeKind
+from ft_service.spec import DpoOptions, JobSpec, KtoOptions
+from tests.support.ranks import run_on_ranks
+from tests.support.training.attempts import adapter, losses, run_attempt
+from tests.support.training.models import (
+    FAMILIES,
+    OF_EXPERTS,
+    VOCABULARY,
+    save_chat_base,
+    save_chats,
+    save_tiny,
+    spec_for,
+)
+from tests.support.training.parity import CPU, constructed, full, relative_error
+from workers.base.load import adapters
+from workers.data.micro_batches import MicroBatchLimits
+from workers.ranks.context_group import ContextGroup
+from workers.ranks.sharding import Gradients
+from workers.training.kto import Labelled
+from workers.training.objective import (
+    Objective,
+    Preference,
+    RankShare,
+    Supervised,
+    loss_with_baseline,
+)
+from workers.training.shared_rows_trial import refuse_if_unlike
+from workers.training.step import evaluate, forward_backward
+
+EXACT = {"default": "bf16", "compute": "fp32"}
+BOUND = 1e-6
+"""Relative: of each loss, and of all gradients of a model together."""
+ROW = 60
+"""Tokens of a row."""
+
+
+def of_lengths(*lengths: int) -> TokenSet:
+    generator = np.random.default_rng(1)
+    return TokenSet.of(
+        Tokens(
+            generator.integers(0, VOCABULARY, length).astype(np.int32),
+            (np.arange(length) > 2) & (generator.random(length) < 0.7) | (np.arange(length) == 3),
+        ).labelled(number % 3 > 0)
+        for number, length in enumerate(lengths)
+    )
+
+
+SAMPLES = of_lengths(21, 1, 13, 2, 17, 30, 5)
+"""Rows of them are cut within samples and between, and padded to a multiple of the ranks."""
+ANSWERS = of_lengths(9, 12, 20, 6, 15, 11)
+REFERENCE = -4.0 * torch.arange(6, dtype=torch.float64)
+
+METHODS: dict[str, Callable[[], Objective]] = {
+    "supervised": partial(Supervised, SAMPLES),
+    "dpo": lambda: Preference(
+        ANSWERS, REFERENCE, DpoOptions(beta=0.1, loss_type="sigmoid", rpo_alpha=0.5)
+    ),
+    "kto": lambda: Labelled.without_values(
+        ANSWERS,
+        KtoOptions(beta=0.1, loss_type="kto", desirable_weight=1.0, undesirable_weight=1.3),
+        seed=3,
+        max_length=64,
+    ).with_reference([REFERENCE, REFERENCE - 20]),
+}
+
+
+def step(
+    model: nn.Module, objective: Objective, share: RankShare, *, random: bool
+) -> tuple[torch.Tensor, torch.Tensor, dict[str, torch.Tensor]]:
+    """Sums in training and validation, and all gradients, whole."""
+    items = range(len(objective))
+    key = (lambda sample: 1000 + sample) if random else None
+    loss_of = loss_with_baseline(model, objective, items, share.world, share.batches)
+    sums = forward_backward(
+        model,
+        share.batches(objective, items, key),
+        objective.divisor(items),
+        share.world,
+        loss_of=loss_of,
+        gradients=Gradients(model, share.world),
+    )
+    trained = dict(adapters(model))
+    grads = {name: full(parameter.grad) for name, parameter in trained.items()}
+    for parameter in trained.values():
+        parameter.grad = None
+    model.eval()
+    valid = evaluate(model, share.batches(objective, items), share.world, loss_of)
+    model.train()
+    return sums, valid, grads
+
+
+def errors(
+    rank: int,
+    world: int,
+    specs: Mapping[str, JobSpec],
+    ranks: int,
+    methods: Mapping[str, tuple[str, ...]],
+) -> dict[str, float]:
+    """Of every base, its methods, packed and padded: the largest error of sums, of training and
+    validation, and gradient with `ranks` ranks a row.
+    """
+    context = ContextGroup.made(ranks)
+    found = {}
+    for name, spec in specs.items():
+        model = constructed(spec, world).peft_model
+        refuse_if_unlike(model, context, None, CPU, torch.float32)
+        random = spec.lora.lora_dropout > 0
+        for method in methods.get(name, ("supervised",)):
+            for packed in (True, False):
+                limits = MicroBatchLimits(ROW // ranks, None, packed)
+                alone, shared = (
+                    step(
+                        model,
+                        METHODS[method](),
+                        RankShare(rank, world, CPU, limits, own),
+                        random=random,
+                    )
+                    for own in (None, context)
+                )
+                gradients = (
+                    torch.cat([grads[key].flatten() for key in alone[2]])
+                    for grads in (shared[2], alone[2])
+                )
+                found[f"{name} {method} {'packed' if packed else 'padded'}"] = max(
+                    relative_error(shared[0], alone[0]),
+                    relative_error(shared[1], alone[1]),
+                    relative_error(*gradients),
+                )
+    return found
+
+
+def specs_of(
+    folder: Path, families: Mapping[str, dict[str, Any]], ranks: int
+) -> dict[str, JobSpec]:
+    """Jobs on tiny bases of some families, by name. Values: `config`, and options of a request."""
+    found = {}
+    for family, given in families.items():
+        options = {"precision": EXACT, **given}
+        base = save_tiny(family, folder / family, **options.pop("config", {}))
+        lora = {"r": 3, "target_modules": OF_EXPERTS.get(family, "all-linear")}
+        lora |= options.pop("lora", {})
+        found[family] = spec_for(base, ranks=ranks, lora=lora, **options)
+    return found
+
+
+def beyond(found: Mapping[str, float]) -> dict[str, float]:
+    return {case: error for case, error in found.items() if not error <= BOUND}
+
+
+NOISY = {"lora": {"lora_dropout": 0.2}, "training": {"neftune_noise_alpha": 5.0}}
+OFTEN: dict[str, dict[str, Any]] = {"llama": NOISY, "gpt_oss": {}, "llama4_text": {}}
+WHOLE = {
+    *("nemotron_h", "qwen3_next", "qwen3_5_text", "olmo_hybrid", "kimi_linear"),
+    *("granitemoehybrid", "falcon_h1", "bamba", "lfm2", "jamba"),
+}
+"""Families whose layers mix tokens by more than attention."""
+BY_LENGTH = {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}
+ALL_METHODS = {"llama": tuple(METHODS)}
+
+
+def test_two_ranks_a_sample_train_as_one_does(tmp_path: Path) -> None:
+    """Windows, sinks, chunks, temperatures by position, dropout, noise, and preferences."""
+    found = run_on_ranks(errors, 2, specs_of(tmp_path, OFTEN, 2), 2, ALL_METHODS)[0]
+    assert len(found) == 10
+    assert beyond(found) == {}
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore")
+def test_every_family_of_attention_does_in_every_format(tmp_path: Path) -> None:
+    formats = ("bf16", "fp8", "nf4")
+    families: dict[str, dict[str, Any]] = {
+        family: {"precision": {"default": formats[number % 3], "compute": "fp32"}}
+        for number, family in enumerate(sorted(FAMILIES.keys() - WHOLE))
+    }
+    families["qwen2"]["config"] = {"rope_parameters": BY_LENGTH, "max_position_embeddings": 16}
+    assert beyond(run_on_ranks(errors, 2, specs_of(tmp_path, families, 2), 2, {})[0]) == {}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("world", "ranks", "heads"), [(4, 4, 4), (3, 3, 6), (4, 2, 4)])
+def test_ranks_share_groups_of_heads_that_they_outnumber(
+    world: int, ranks: int, heads: int, tmp_path: Path
+) -> None:
+    """Two groups of keys and values; with four ranks two that share rows and two others."""
+    config = {"num_attention_heads": heads}
+    families = {"llama": {"config": config}, "gemma2": {"config": config}}
+    specs = specs_of(tmp_path, families, world)
+    assert beyond(run_on_ranks(errors, world, specs, ranks, ALL_METHODS)[0]) == {}
+
+
+def refusals(rank: int, world: int, specs: Mapping[str, JobSpec]) -> dict[str, str | None]:
+    """The parameter that each refusal names."""
+    context = ContextGroup.made(world)
+    found: dict[str, str | None] = {}
+    for name, spec in specs.items():
+        model = constructed(spec, world).peft_model
+        try:
+            refuse_if_unlike(model, context, None, CPU, torch.float32)
+        except SpecError as error:
+            found[name] = error.param
+    return found
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore")
+def test_what_cannot_be_shared_is_refused_before_training(tmp_path: Path) -> None:
+    families: dict[str, dict[str, Any]] = {family: {} for family in WHOLE}
+    families["mistral"] = {"config": {"num_attention_heads": 3, "num_key_value_heads": 1}}
+    found = run_on_ranks(refusals, 2, specs_of(tmp_path, families, 2))[0]
+    assert found == dict.fromkeys(families, "distributed.context_parallel")
+
+
+@pytest.mark.slow
+def test_a_job_goes_on_with_whole_rows_on_another_number_of_ranks(tmp_path: Path) -> None:
+    base = save_chat_base(tmp_path / "base")
+    data = save_chats(tmp_path / "train.jsonl", 8)
+    valid = save_chats(tmp_path / "valid.jsonl", 3)
+
+    def spec(ranks: int, shared: int) -> JobSpec:
+        return spec_for(
+            base,
+            data,
+            ranks=ranks,
+            valid=valid,
+            distributed={"context_parallel": shared},
+            precision={"compute": "fp32"},
+            training={"max_steps": 4, "batch_size": 3, "learning_rate": 5e-3, "eval_steps": 2},
+            lora={"lora_dropout": 0.1},
+            checkpoint={"save_steps": 2, "save_total_limit": 3},
+        )
+
+    succeeded = Outcome(kind=OutcomeKind.SUCCEEDED)
+    alone, shared, on = (RunDir(tmp_path / name) for name in ("alone", "shared", "on"))
+    alone.write("spec.json", spec(1, 1))
+    assert run_attempt(alone, 1, 1) == succeeded
+    shared.write("spec.json", spec(2, 2))
+    assert run_attempt(shared, 1, 2) == succeeded
+
+    shutil.copytree(shared.path("attempts"), on.path("attempts"))
+    shutil.copytree(shared.path("checkpoints/step-2-a1"), on.path("checkpoints/step-2-a1"))
+    shutil.copy(shared.path("origins.json"), on.path("origins.json"))
+    on.write("spec.json", spec(1, 1))
+    assert run_attempt(on, 2, 1, "step-2-a1") == succeeded
+    for column in ("train_loss", "valid_loss"):
+        expected = losses(alone, column)
+        for run in (shared, on):
+            assert losses(run, column) == pytest.approx(expected, rel=1e-5), column
+    for name, matrix in adapter(alone).items():
+        for run in (shared, on):
+            assert relative_error(adapter(run)[name], matrix) < 1e-3, name

@@ -161,6 +161,7 @@ def describe_model(
         loss_in_chunks=probed.loss_in_chunks,
         padded_because=probed.padded_because,
         not_adapted=probed.not_adapted,
+        row_wise=probed.row_wise,
         unkept=unkept,
         downloaded=downloaded,
         warnings=probed.warnings,

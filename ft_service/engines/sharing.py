@@ -19,6 +19,7 @@ from ft_service.plan.fitting_settings import COMPILE, FITTED, RATE, is_open
 from ft_service.rundir.engine import SeatSize
 from ft_service.spec import JobSpec
 from ft_service.spec.mesh import mesh_shape
+from ft_service.spec.options import FOR_LONG_SAMPLES
 
 WORTH_GAIN = 1.15
 """Least gain of a job that shares (`SeatSize.gain`): it also waits for the validation and the last
@@ -40,8 +41,8 @@ def share_key(
     those that do something to the base itself or its groups which an engine does not: NEFTune,
     adapters on stacks of experts, DoRA, modules that are trained whole, weights that are rounded
     with their adapter (precision.served_as), compiled layers, other
-    groups than decoder layers, and weights that stay gathered, are gathered ahead or are offloaded.
-    So do jobs whose
+    groups than decoder layers, weights that stay gathered, are gathered ahead or are offloaded, and
+    layers that are computed by tiles. So do jobs whose
     ranks still choose what is "auto", that gain less than WORTH_GAIN, or whose seat has no room
     beside the base. The gain does not matter to a job whose client runs the training loop: it would
     hold its ranks while it waits for its client.
@@ -71,6 +72,7 @@ def share_key(
         or options.keep_unsharded
         or options.prefetch is not None
         or options.offload
+        or options.activation_checkpointing in FOR_LONG_SAMPLES
     ):
         return None
     if any(is_open(spec, option) for option in (*FITTED, COMPILE, RATE)) or options.compile:

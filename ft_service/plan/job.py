@@ -21,12 +21,21 @@ from ft_service.data.statistics import items_of_steps
 from ft_service.errors import SpecError
 from ft_service.host.processor import slow_bf16_advice
 from ft_service.plan.auto_options import sentences, settle_on, with_compute
-from ft_service.plan.fitting_settings import AUTO, FORMAT, GPU_BUDGETS, KEPT, assumed, with_options
-from ft_service.plan.machines import Machine, usable_bytes
+from ft_service.plan.fitting_settings import (
+    AUTO,
+    FORMAT,
+    GPU_BUDGETS,
+    KEPT,
+    assumed,
+    host_fits,
+    with_options,
+)
+from ft_service.plan.machines import Machine, usable_bytes, usable_host_bytes
 from ft_service.plan.memory import MicroBatches, RankBytes, planned_micro_batches, rank_bytes
 from ft_service.plan.sample_lengths import SampleLengths
 from ft_service.plan.seat import lanes_of, seat_size, sharing_gain
 from ft_service.plan.speed import (
+    WHOLE_LAYERS,
     CollectiveBytes,
     Speed,
     flops_per_token,
@@ -105,6 +114,8 @@ class Plan(Cost):
     machine: str
     memory: int | None
     """Bytes that tensors of a rank can have; None: not known."""
+    host_memory: int | None
+    """Bytes of the host's memory that a rank can pin; None: not known."""
     layout: ShardLayout
     modules: tuple[Module, ...]
     frozen_parameters: int
@@ -237,6 +248,7 @@ def _plan(
     return Plan(
         machine=machine.name,
         memory=memory,
+        host_memory=usable_host_bytes(machine, spec),
         layout=job.layout,
         modules=tuple(_modules(job)),
         frozen_parameters=sum(part.weight.numel for part in job.frozen),
@@ -244,7 +256,9 @@ def _plan(
         **vars(most),
         likely=likely,
         seat=seat,
-        fits=None if memory is None else most.rank.total <= memory,
+        fits=None
+        if memory is None
+        else most.rank.total <= memory and host_fits(most.rank, spec, machine),
         chosen=tuple(sentences(spec).values()),
         changes=(),
         hints=(),
@@ -256,15 +270,11 @@ def _cost(job: ShardedJob, machine: Machine, length: int | None) -> Cost:
     """The cost with samples of `length` tokens; None: training.max_length."""
     batches = planned_micro_batches(job.spec, job.layout, length)
     wire = wire_bytes(job, batches.rounds)
-    checkpointed = job.spec.distributed.checkpointing == "full"
+    checkpointed = job.spec.distributed.checkpointing in WHOLE_LAYERS
     flops = flops_per_token(job.base, job.adapters, batches.length, checkpointed=checkpointed)
-    return Cost(
-        batches,
-        rank_bytes(job, batches, machine),
-        wire,
-        flops,
-        speed_on(machine, job, batches, flops, wire),
-    )
+    rank = rank_bytes(job, batches, machine)
+    speed = speed_on(machine, job, batches, flops, wire, rank.host)
+    return Cost(batches, rank, wire, flops, speed)
 
 
 def _modules(job: ShardedJob) -> Iterator[Module]:
@@ -380,7 +390,7 @@ def _candidates(base: Description, spec: JobSpec, most_per_host: int) -> Iterato
     """
     training = spec.training
     distributed = spec.distributed
-    if distributed.activation_checkpointing not in ("full", AUTO):
+    if distributed.activation_checkpointing not in ("offload", AUTO):
         yield {"distributed.activation_checkpointing": AUTO}
     if distributed.keep_unsharded:
         yield {"distributed.keep_unsharded": False}

@@ -461,6 +461,12 @@ def check_distributed(options: DistributedOptions, ranks: int, gpus: int) -> Non
             "Leave it out.",
             param="distributed.offload",
         )
+    if options.activation_checkpointing == "offload" and gpus == 0:
+        raise SpecError(
+            "distributed.activation_checkpointing = 'offload': this host has no GPU, and layers' "
+            "inputs in its memory already cannot be moved there. Use 'tiled', or 'auto'.",
+            param="distributed.activation_checkpointing",
+        )
     if options.offload and shards == 1:
         raise SpecError(
             "distributed.offload = True: with one rank to a copy nothing is sharded, and only "

@@ -219,6 +219,12 @@ def offload_blocks(input_bytes: int) -> int:
     return -(-input_bytes // OFFLOAD_BLOCK_BYTES)
 
 
+def offloaded_bytes(input_bytes: int, layers: int) -> int:
+    """Bytes of the blocks that hold the inputs of so many layers, of which the last one's stays on
+    the device."""
+    return max(0, layers - 1) * offload_blocks(input_bytes) * OFFLOAD_BLOCK_BYTES
+
+
 # Grouped products of experts (workers/quant/grouped_linear.py) ------------------------------------
 
 GROUPED_BYTES = 2**30

@@ -30,7 +30,7 @@ from ft_service.plan.fitting_settings import (
     host_fits,
     with_options,
 )
-from ft_service.plan.machines import Machine, usable_bytes, usable_host_bytes
+from ft_service.plan.machines import Machine, ranks_per_host, usable_bytes, usable_host_bytes
 from ft_service.plan.memory import MicroBatches, RankBytes, planned_micro_batches, rank_bytes
 from ft_service.plan.sample_lengths import SampleLengths
 from ft_service.plan.seat import lanes_of, seat_size, sharing_gain
@@ -116,6 +116,7 @@ class Plan(Cost):
     """Bytes that tensors of a rank can have; None: not known."""
     host_memory: int | None
     """Bytes of the host's memory that a rank can pin; None: not known."""
+    ranks_per_host: int
     layout: ShardLayout
     modules: tuple[Module, ...]
     frozen_parameters: int
@@ -191,8 +192,28 @@ def plan_job(
     if draft.fits is None:
         return draft
     return replace(
-        draft, changes=tuple(_changes(base, _opened(spec), machine, lengths, most_per_host))
+        draft,
+        changes=tuple(_changes(base, _opened(spec), machine, lengths, most_per_host)),
+        warnings=(*draft.warnings, *_unpinnable(draft)),
     )
+
+
+def _unpinnable(draft: Plan) -> Iterator[str]:
+    """What the host lacks, where the job would fit if layers' inputs were in its memory."""
+    offloaded = draft.rank.in_mode("offload")
+    assert draft.memory is not None
+    if (
+        draft.host_memory is not None
+        and offloaded.total <= draft.memory
+        and offloaded.host > draft.host_memory
+    ):
+        yield (
+            "distributed.activation_checkpointing: offload takes "
+            f"{bytes_text(offloaded.total)} of the GPU, which fits, and pins "
+            f"{bytes_text(offloaded.host)} of the host's memory per rank, of which there are "
+            f"{bytes_text(draft.host_memory)}: it needs a host with more memory, or fewer ranks on "
+            "one (distributed.nproc_per_node)."
+        )
 
 
 def _refuse_without_position(
@@ -249,6 +270,7 @@ def _plan(
         machine=machine.name,
         memory=memory,
         host_memory=usable_host_bytes(machine, spec),
+        ranks_per_host=ranks_per_host(spec),
         layout=job.layout,
         modules=tuple(_modules(job)),
         frozen_parameters=sum(part.weight.numel for part in job.frozen),

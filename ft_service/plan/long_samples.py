@@ -19,7 +19,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from ft_service.kernel_limits import OFFLOAD_BLOCK_BYTES, offload_blocks, tile_rows
+from ft_service.kernel_limits import tile_rows
 from ft_service.plan.machines import LINK_EFFICIENCY, Machine
 
 FORWARD_SHARE = 1 / 4
@@ -64,14 +64,6 @@ def backward_by_tiles(layer: LayerBytes, tokens: int, of_attention: int, dequant
     attention = tokens * (outside - layer.norm + 2 * (layer.q + layer.kv)) + of_attention
     of_products = 3 * layer.hidden + layer.norm + layer.q + 2 * layer.kv + layer.outer_product
     return max(feed_forward, attention, tokens * of_products + dequantised)
-
-
-def host_bytes(tokens: int, hidden_bytes: int, layers: int) -> int:
-    """Pinned bytes of a rank for a micro-batch of so many tokens: the inputs of all layers but the
-    last, each in whole blocks.
-    """
-    blocks = offload_blocks(tokens * hidden_bytes)
-    return max(0, layers - 1) * blocks * OFFLOAD_BLOCK_BYTES
 
 
 def copy_seconds(machine: Machine, one_way: int) -> float:

@@ -120,6 +120,7 @@ def _host_bandwidth(name: str) -> float:
         return 450e9
     return 16e9 if name in _PCIE_3 else 32e9 if name in _PCIE_4 else 64e9
 
+
 MACHINES = {
     machine.name: replace(
         machine,
@@ -196,8 +197,11 @@ def usable_host_bytes(machine: Machine, spec: JobSpec) -> int | None:
     """Bytes of the memory of a GPU's host that one rank can pin; None: not known."""
     if machine.host_memory is None:
         return None
-    ranks = max(1, spec.world_size // spec.distributed.nnodes)
-    return int(machine.host_memory * PINNED) // ranks
+    return int(machine.host_memory * PINNED) // ranks_per_host(spec)
+
+
+def ranks_per_host(spec: JobSpec) -> int:
+    return max(1, spec.world_size // spec.distributed.nnodes)
 
 
 def find_machine(name: str) -> Machine:
@@ -260,9 +264,7 @@ def this_host(
     return replace(_gpu_of_this_host(driver, products, wsl), host_memory=memory_bytes())
 
 
-def _gpu_of_this_host(
-    driver: Path, products: Path, wsl: Callable[[], Sequence[str]]
-) -> Machine:
+def _gpu_of_this_host(driver: Path, products: Path, wsl: Callable[[], Sequence[str]]) -> Machine:
     lines = (
         line
         for path in sorted(driver.glob("*/information"))

@@ -53,15 +53,12 @@ from ft_service.kernel_limits import (
     matrices_at_a_time,
     norm_backward_bytes,
     norm_kept_bytes,
+    offloaded_bytes,
     served_bytes,
+    tiles_of,
     whole_logits_bytes,
 )
-from ft_service.plan.long_samples import (
-    DEVICE_INPUTS,
-    LayerBytes,
-    backward_by_tiles,
-    host_bytes,
-)
+from ft_service.plan.long_samples import DEVICE_INPUTS, LayerBytes, backward_by_tiles
 from ft_service.plan.machines import Machine
 from ft_service.plan.weight_storage import (
     FP32_BYTES,
@@ -232,7 +229,7 @@ def rank_bytes(job: ShardedJob, batches: MicroBatches, machine: Machine) -> Rank
     workspace = {mode: max(0, backward[mode] - kept[mode]) for mode in kept}
     mode = job.spec.distributed.checkpointing
     host = dict.fromkeys(kept, 0)
-    host["offload"] = host_bytes(batches.tokens, compute * shape.hidden, shape.layers)
+    host["offload"] = offloaded_bytes(batches.tokens * compute * shape.hidden, shape.layers)
     return RankBytes(
         base=by_format,
         adapters=numel * FP32_BYTES,
@@ -348,7 +345,7 @@ def _backward_for_long_samples(
     tokens = batches.tokens
     inputs = job.compute_bytes * shape.hidden
     on_device = tokens * inputs * min(DEVICE_INPUTS, shape.layers)
-    if not job.base.tiles:
+    if not job.base.tiles or tiles_of(tokens) == 1:
         return {"tiled": full, "offload": full - tokens * inputs * shape.layers + on_device}
     norm = _norm_bytes(job, _fuses_norms(shape, fused))
     common = job.compute_bytes * _common_width(shape)
@@ -368,9 +365,7 @@ def _backward_for_long_samples(
     of_layer = backward_by_tiles(
         layer, tokens, _any_attention_workspace(job, batches, machine), _dequantised(job, machine)
     )
-    of_norm = tokens * norm_backward_bytes(
-        shape.hidden, job.compute_bytes, fused=fused.last_norm
-    )
+    of_norm = tokens * norm_backward_bytes(shape.hidden, job.compute_bytes, fused=fused.last_norm)
     # A norm in fp32, or by a kernel, keeps the layer's input itself, and no copy.
     same = tokens * norm if norm == inputs else 0
     beside = max(of_layer - same, of_norm) + _casts(job) // max(1, shape.layers)

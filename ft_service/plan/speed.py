@@ -50,7 +50,6 @@ def passes(mode: str, tokens: int) -> int:
     return PASSES[mode] * (tiles_of(tokens) if mode in FOR_LONG_SAMPLES else 1)
 
 
-
 @dataclass(frozen=True)
 class CollectiveBytes:
     """Bytes that a rank receives from other ranks in an optimizer step."""

@@ -9,6 +9,7 @@ import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -35,7 +36,9 @@ from tests.support.training.prequantized import (
     nvfp4_of_modelopt,
 )
 from tests.support.training.published import save_published
-from workers.describe import _document, describe
+from workers.describe import _document, _max_positions, describe
+
+ORIGINAL = "original_max_position_embeddings"
 
 
 def _described(folder: Path) -> bytes:
@@ -278,3 +281,21 @@ def test_the_index_announces_the_formats_that_the_files_hold(publish: Any, tmp_p
     else:
         assert held
         assert describe(str(tmp_path)).held == held
+
+
+@pytest.mark.parametrize(
+    ("positions", "rope", "expected"),
+    [
+        (40_960, {"rope_type": "default"}, 40_960),
+        (40_960, {"rope_type": "yarn", "factor": 4.0, **{ORIGINAL: 32_768}}, 131_072),
+        (131_072, {"rope_type": "llama3", "factor": 8.0, **{ORIGINAL: 8192}}, 131_072),
+        (131_072, {"full_attention": {"factor": 8.0, **{ORIGINAL: 32_768}}}, 262_144),
+        (None, {"factor": 4.0, **{ORIGINAL: 8192}}, None),
+        (2048, None, 2048),
+    ],
+)
+def test_the_context_is_that_to_which_positions_are_scaled(
+    positions: int | None, rope: dict[str, Any] | None, expected: int | None
+) -> None:
+    config = SimpleNamespace(max_position_embeddings=positions, rope_parameters=rope)
+    assert _max_positions(config) == expected

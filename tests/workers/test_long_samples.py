@@ -108,7 +108,9 @@ def step(rank: int, world: int, spec: JobSpec) -> Step:
     batches = batches_of(data, rank, world, spec, keys)
     sums = forward_backward(built.peft_model, batches, targets, world)
     trained = dict(adapters(built.peft_model))
-    return Step(Sums.read(sums, targets).loss, {name: full(own.grad) for name, own in trained.items()})
+    return Step(
+        Sums.read(sums, targets).loss, {name: full(own.grad) for name, own in trained.items()}
+    )
 
 
 @pytest.mark.parametrize("case", often_and_slow(CASES, SLOW))

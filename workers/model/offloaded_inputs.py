@@ -134,9 +134,7 @@ class OffloadedInputs:
 class _Input:
     """One layer's input, in blocks or on the device."""
 
-    def __init__(
-        self, x: Tensor, before: weakref.ref[_Input] | None, free: list[Tensor]
-    ) -> None:
+    def __init__(self, x: Tensor, before: weakref.ref[_Input] | None, free: list[Tensor]) -> None:
         self.tensor: Tensor | None = x
         """On the device; None: in the blocks."""
         self.shape, self.dtype, self.device = x.shape, x.dtype, x.device
@@ -192,7 +190,9 @@ class CudaCopies:
         """Pinned memory. Raises SpecError where the host has no more of it."""
         self._held += OFFLOAD_BLOCK_BYTES
         if self._held > self._most:
-            raise _no_memory(self._held, f"its share of this host's memory is {bytes_text(self._most)}")
+            raise _no_memory(
+                self._held, f"its share of this host's memory is {bytes_text(self._most)}"
+            )
         try:
             # PyTorch rounds pinned memory up to a power of two, which a block is.
             return torch.empty(OFFLOAD_BLOCK_BYTES, dtype=torch.uint8, pin_memory=True)

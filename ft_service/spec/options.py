@@ -465,7 +465,7 @@ class DistributedOptions(Strict):
 
     Needs GPUs and at least two ranks that share a copy.
     """
-    activation_checkpointing: Checkpointing | Literal["auto"] = "auto"
+    activation_checkpointing: Literal[Checkpointing, "auto"] = "auto"
     """Recompute activations in backward: "full" keeps only the input of each decoder layer,
     "selective" also the results of matrix products and attention. For long samples: "tiled" is
     "full" with feed-forwards computed 8,192 tokens at a time, "offload" is "tiled" with the inputs

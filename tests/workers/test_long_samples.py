@@ -52,7 +52,7 @@ SLOW = CASES.keys() - {
 
 def spec_of(bases: Path, case: str) -> JobSpec:
     world, family, given = CASES[case]
-    options = {name: dict(values) for name, values in given.items()}
+    options: dict[str, Any] = {name: dict(values) for name, values in given.items()}
     options.setdefault("lora", {}).setdefault("r", 4)
     options.setdefault("precision", {}).setdefault("compute", "fp32")
     options.setdefault("training", {})["per_device_train_batch_size"] = 3

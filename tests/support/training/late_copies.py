@@ -33,7 +33,8 @@ class _Place:
         storage = torch.UntypedStorage._new_with_weak_ptr(self._storage.cdata)
         assert storage is not None, "freed before its copy was waited for"
         first, count = self._span
-        return torch.empty(0, dtype=torch.uint8).set_(storage, first, (count,))
+        whole = torch.empty(0, dtype=torch.uint8).set_(storage)  # pyright: ignore
+        return whole[first : first + count]
 
 
 @dataclass(eq=False)

@@ -105,14 +105,17 @@ def test_without_a_gradient_rows_go_by_tiles_too_and_few_rows_as_they_are() -> N
 
 
 def test_bf16_gradients_are_summed_in_fp32() -> None:
-    rows = 64 * TILE
+    tiles = 16
     module = tiled().to(torch.bfloat16)
     module.down.weight.requires_grad_(False)
-    y = module(torch.zeros(1, rows, 6, dtype=torch.bfloat16))
-    y.backward(torch.full_like(y, 1.0))
-    grad = module.down.bias.grad
-    assert grad is not None
-    assert grad.tolist() == [float(rows)] * 6, "in bf16 sums stop to grow at 256"
+    y = module(torch.zeros(1, tiles * TILE, 6, dtype=torch.bfloat16))
+    grad = torch.ones_like(y)
+    grad[:, :TILE] = 1024
+    y.backward(grad)
+    found = module.down.bias.grad
+    assert found is not None
+    expected = torch.tensor(1024.0 * TILE + (tiles - 1) * TILE).bfloat16()
+    assert found.tolist() == [float(expected)] * 6, "in bf16 the first tile's sum would not grow"
 
 
 def test_dropout_of_a_tile_is_that_of_its_rows() -> None:

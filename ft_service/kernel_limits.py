@@ -177,6 +177,54 @@ def cudnn_workspace_bytes(
     return scores + (2 * _FP32_BYTES * row * heads * width if grouped else 0)
 
 
+# PyTorch's attention on GPUs (workers/layers/packed_attention.py) ----------------------------------
+
+
+def flash_workspace_bytes(
+    tokens: int, heads: int, width: int, number_bytes: int, *, grouped: bool
+) -> int:
+    """Bytes in which a backward of a row by PyTorch's kernel works (`mha_varlen_bwd` of its
+    FlashAttention): the sum of the query's gradient in fp32, and if keys are shared by groups of
+    heads the gradients of a key and a value for each head."""
+    numbers = tokens * heads * width
+    return _FP32_BYTES * numbers + (2 * number_bytes * numbers if grouped else 0)
+
+
+# Feed-forwards by tiles of rows (workers/layers/tiles.py) ------------------------------------------
+
+TILE_ROWS = 2**13
+"""Most rows of a tile: enough that a GPU's products are as fast as with all of them, and dequantising
+a weight for each tile hardly shows."""
+
+
+def tile_rows(rows: int) -> int:
+    """Rows of each tile but the last: tiles are as even as they can be."""
+    return -(-rows // tiles_of(rows)) if rows else 0
+
+
+def tiles_of(rows: int) -> int:
+    """Number of tiles, of which the last may be smaller."""
+    return max(1, -(-rows // TILE_ROWS))
+
+
+# Layers' inputs in the host's memory (workers/model/offloaded_inputs.py) ---------------------------
+
+OFFLOAD_BLOCK_BYTES = 2**26
+"""Pinned host memory is taken in blocks of 64 MiB. PyTorch rounds each up to a power of two, so that
+one block for a whole input would take up to twice its bytes."""
+
+
+def offload_blocks(input_bytes: int) -> int:
+    """Number of blocks that hold a layer's input of so many bytes."""
+    return -(-input_bytes // OFFLOAD_BLOCK_BYTES)
+
+
+def offloaded_bytes(input_bytes: int, layers: int) -> int:
+    """Bytes of the blocks that hold the inputs of so many layers, of which the last one's stays on
+    the device."""
+    return max(0, layers - 1) * offload_blocks(input_bytes) * OFFLOAD_BLOCK_BYTES
+
+
 # Grouped products of experts (workers/quant/grouped_linear.py) ------------------------------------
 
 GROUPED_BYTES = 2**30

@@ -163,6 +163,7 @@ def describe_model(
         padded_because=probed.padded_because,
         whole_because=probed.padded_because or why_whole(decoder.config, type(decoder)),
         not_adapted=probed.not_adapted,
+        row_wise=probed.row_wise,
         unkept=unkept,
         downloaded=downloaded,
         warnings=probed.warnings,
@@ -324,7 +325,7 @@ def _dimensions(
         experts=experts,
         experts_per_token=min(experts, _size(config, *_COUNTS_OF_CHOSEN) or 1),
         expert_intermediate=max(inner, default=intermediate),
-        max_positions=_size(config, "max_position_embeddings", "n_positions"),
+        max_positions=_max_positions(config),
         fused=_fused_parts(model, layers, hidden),
         shared_intermediate=max(shared.values(), default=0) // (hidden * (3 if gated else 2)),
         shared_scaled=any(weight.rows == 1 for weight in beside),
@@ -409,6 +410,23 @@ def _fused_parts(model: PreTrainedModel, layers: list[nn.Module], hidden: int) -
         last_norm=any(of_hidden(module) for module in model.modules() if module not in of_layers),
         gate=all(any(module in gates for module in layer.modules()) for layer in layers),
     )
+
+
+def _max_positions(config: Any) -> int | None:
+    """The context that a config says, or to which it scales rotary positions, if that is longer: of
+    bases that are published for a scaling which their users add (YaRN), the config has only the
+    context without it.
+    """
+    named = _size(config, "max_position_embeddings", "n_positions")
+    given = getattr(config, "rope_parameters", None) or {}
+    # Some have one for each kind of layer.
+    kinds = [own for own in (given, *given.values()) if isinstance(own, dict)]
+    scaled = [
+        int(own["factor"] * own["original_max_position_embeddings"])
+        for own in kinds
+        if own.get("factor") and own.get("original_max_position_embeddings")
+    ]
+    return named if named is None else max(named, *scaled, 0)
 
 
 def _size(config: Any, *names: str) -> int | None:

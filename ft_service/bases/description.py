@@ -232,6 +232,10 @@ class Description:
     """
     not_adapted: Mapping[str, str] = field(default_factory=dict[str, str])
     """Full name of a linear layer that cannot have an adapter → reason."""
+    row_wise: tuple[str, ...] = ()
+    """Full names of the feed-forwards that compute every token by itself, so that they can be
+    computed by tiles of rows.
+    """
     unkept: Mapping[str, str] = field(default_factory=dict[str, str])
     """Module → layout that its weight is published in, of those that no format keeps."""
     downloaded: bool = True
@@ -258,6 +262,13 @@ class Description:
             w for w in self.weights if w.layer is not None and w.kind in ("linear", "experts")
         ]
         return tuple(w for w in inside if not kept_plain(w.module) and not w.kept_fp32)
+
+    @cached_property
+    def tiles(self) -> bool:
+        """Whether the feed-forward of every layer can be computed by tiles of rows."""
+        layers = {w.module.split(f".{w.layer}.")[0] + f".{w.layer}" for w in self.quantizable}
+        tiled = {name.rpartition(".")[0] for name in self.row_wise}
+        return bool(layers) and layers <= tiled
 
     @cached_property
     def held(self) -> Mapping[str, WeightFormat]:

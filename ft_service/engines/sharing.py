@@ -19,6 +19,7 @@ from ft_service.plan.fitting_settings import COMPILE, CONTEXT, FITTED, RATE, is_
 from ft_service.rundir.engine import SeatSize
 from ft_service.spec import JobSpec
 from ft_service.spec.mesh import mesh_shape
+from ft_service.spec.options import FOR_LONG_SAMPLES
 
 WORTH_GAIN = 1.15
 """Least gain of a job that shares (`SeatSize.gain`): it also waits for the validation and the last
@@ -42,12 +43,12 @@ def share_key(
     Alone run jobs with `engine: off`, on several hosts or on a number of ranks that may change, and
     those that do something to the base itself or its groups which an engine does not: NEFTune,
     adapters on stacks of experts, DoRA, modules that are trained whole, weights that are rounded
-    with their adapter (precision.served_as), compiled layers, other
-    groups than decoder layers, weights that stay gathered, are gathered ahead or are offloaded, and
-    samples that ranks share. So do jobs whose
-    ranks still choose what is "auto", that gain less than WORTH_GAIN, or whose seat has no room
-    beside the base. The gain does not matter to a job whose client runs the training loop: it would
-    hold its ranks while it waits for its client.
+    with their adapter (precision.served_as), compiled layers, other groups than decoder layers,
+    weights that stay gathered, are gathered ahead or are offloaded, layers that are computed by
+    tiles, and samples that ranks share. So do jobs whose ranks still choose what is "auto", that
+    gain less than WORTH_GAIN, or whose seat has no room beside the base. The gain does not matter
+    to a job whose client runs the training loop: it would hold its ranks while it waits for its
+    client.
     """
     if seat is not None and not _is_worth(seat, by_gain=spec.training_data is not None):
         return None
@@ -75,6 +76,7 @@ def share_key(
         or options.prefetch is not None
         or options.offload
         or options.ranks_per_sample > 1
+        or options.activation_checkpointing in FOR_LONG_SAMPLES
     ):
         return None
     # An engine shares no samples: "auto" leaves a job stored before the option as it was.

@@ -39,7 +39,7 @@ from ft_service.plan.machines import Machine, usable_bytes
 from ft_service.plan.sample_lengths import SampleLengths
 from ft_service.spec import AS_PUBLISHED, JobSpec
 from ft_service.spec.auto_hyperparameters import rate_for
-from ft_service.spec.options import WrapBySize
+from ft_service.spec.options import FOR_LONG_SAMPLES, WrapBySize
 from ft_service.wording import bytes_text, duration_text
 
 COMPILED_SHARE = 0.15
@@ -299,9 +299,10 @@ def _checkpointing_reason(setting: Setting, usable: int) -> str:
     if mode == "none":
         return f"activations of {tokens:,} tokens take {bytes_text(rank.activations)}, and fit"
     compared = "more than the" if without > usable else "of the"
+    pinned = f"; {bytes_text(rank.host)} of host memory are pinned per rank" if rank.host else ""
     return (
         f"without it {tokens:,} tokens need {bytes_text(without)}, {compared} "
-        f"{bytes_text(usable)} that there are"
+        f"{bytes_text(usable)} that there are{pinned}"
     )
 
 
@@ -327,6 +328,8 @@ def _compile(
     """Whether to compile, and why."""
     if machine.shared_memory:
         return False, "only GPUs gain from it"
+    if setting.spec.distributed.activation_checkpointing in FOR_LONG_SAMPLES:
+        return False, "it works on whole decoder layers, and feed-forwards go by tiles"
     if isinstance(spec.distributed.wrap, WrapBySize):
         return False, "it works on whole decoder layers, and distributed.wrap groups by size"
     if spec.precision.fused_kernels != "off" and spec.precision.compute == "bf16":

@@ -11,7 +11,7 @@ memory never makes a job slower:
     replicate                 whole on every rank: no gathers, no copies; or shared by the ranks of
                               a host
     activation checkpointing  none, selective (recomputes what is cheap), full (a third more
-                              arithmetic)
+                              arithmetic); only if nothing fits, in no format, tiled and then offload
     tokens per micro-batch    enough that a GPU computes for longer than its work takes to launch;
                               never below the longest sample, which goes alone
 """
@@ -28,21 +28,28 @@ from typing import Any
 from ft_service.bases.description import Description
 from ft_service.bases.module_rules import staying
 from ft_service.plan.context_parallel import why_whole
-from ft_service.plan.machines import LINK_EFFICIENCY, Machine, usable_bytes
+from ft_service.plan.machines import (
+    LINK_EFFICIENCY,
+    Machine,
+    usable_bytes,
+    usable_host_bytes,
+)
 from ft_service.plan.memory import MicroBatches, RankBytes, planned_micro_batches, rank_bytes
 from ft_service.plan.sample_lengths import SampleLengths
 from ft_service.plan.speed import (
-    PASSES,
+    WHOLE_LAYERS,
     dequantised_bytes,
     efficiency,
     exchange_bytes,
     flops_per_token,
     forwards_only,
     launch_seconds,
+    passes,
     wire_bytes,
 )
 from ft_service.plan.weight_storage import ShardedJob, ShardLayout
 from ft_service.spec import AS_PUBLISHED, FormatChoice, JobSpec
+from ft_service.spec.options import WrapBySize
 
 AUTO = "auto"
 CHECKPOINTING = "distributed.activation_checkpointing"
@@ -71,7 +78,7 @@ BUSY = {True: 8192, False: 2048}
 NOTICEABLE = 1.02
 """Ratio of paces below which two settings count as equally fast."""
 
-_RECOMPUTED = {"none": 1.0, "selective": 1.08, "full": 1.0}
+_RECOMPUTED = {"none": 1.0, "selective": 1.08, "full": 1.0, "tiled": 1.0, "offload": 1.0}
 """Activation checkpointing → arithmetic as a multiple of `flops_per_token`: norms and activation
 functions come on top.
 """
@@ -153,16 +160,54 @@ def best_setting(
     """
     usable = usable_bytes(machine, spec)
     assert usable is not None, "nothing can be chosen for a machine that is not known"
-    tried: list[Setting] = []
-    ways = product(ranks_per_sample(base, spec, lengths), _formats(base, spec))
-    for ranks, weight_format in ways:
+    smallest: list[Setting] = []
+    ways = product(
+        _modes(base, spec, machine), ranks_per_sample(base, spec, lengths), _formats(base, spec)
+    )
+    for modes, ranks, weight_format in ways:
         options = {CONTEXT: ranks, FORMAT: weight_format}
-        tried = list(_settings(base, with_options(spec, options), machine, lengths))
-        fitting = [setting for setting in tried if setting.rank.total <= ROOM * usable]
+        tried = list(_settings(base, with_options(spec, options), machine, lengths, modes))
+        fitting = [own for own in tried if _fits(own, machine, int(ROOM * usable))]
         if fitting:
             return min(fitting, key=lambda setting: setting.order(not machine.shared_memory)), True
-    smallest = min(tried, key=lambda setting: setting.rank.total)
-    return smallest, smallest.rank.total <= usable
+        smallest += tried
+    least = min(
+        smallest,
+        key=lambda own: (not host_fits(own.rank, own.spec, machine), own.rank.total),
+    )
+    return least, _fits(least, machine, usable)
+
+
+def _fits(setting: Setting, machine: Machine, usable: int) -> bool:
+    return setting.rank.total <= usable and host_fits(setting.rank, setting.spec, machine)
+
+
+def host_fits(rank: RankBytes, spec: JobSpec, machine: Machine) -> bool:
+    """Whether a host has the memory for what its ranks keep there, as far as it is known."""
+    pinned = usable_host_bytes(machine, spec)
+    return pinned is None or rank.host <= pinned
+
+
+def _modes(base: Description, spec: JobSpec, machine: Machine) -> Iterator[tuple[str, ...]]:
+    """Values of activation checkpointing, those that are tried together; later ones only if none
+    before fits.
+    """
+    if not is_open(spec, CHECKPOINTING):
+        yield (spec.distributed.activation_checkpointing,)
+        return
+    yield "none", "selective", "full"
+    options = spec.distributed
+    refused = (
+        options.compile is True
+        or isinstance(options.wrap, WrapBySize)
+        or spec.precision.served_as is not None
+    )
+    if refused:
+        return
+    if base.tiles:
+        yield ("tiled",)
+    if not machine.shared_memory:
+        yield ("offload",)
 
 
 def ranks_per_sample(
@@ -194,13 +239,12 @@ def _formats(base: Description, spec: JobSpec) -> tuple[FormatChoice, ...]:
 
 
 def _settings(
-    base: Description, spec: JobSpec, machine: Machine, lengths: SampleLengths | None
+    base: Description,
+    spec: JobSpec,
+    machine: Machine,
+    lengths: SampleLengths | None,
+    modes: tuple[str, ...],
 ) -> Iterator[Setting]:
-    modes = (
-        ("none", "selective", "full")
-        if is_open(spec, CHECKPOINTING)
-        else (spec.distributed.activation_checkpointing,)
-    )
     for copies in _copies(spec):
         job = ShardedJob.of(base, with_options(spec, {COPIES: copies, CHECKPOINTING: modes[0]}))
         paces = _Paces(job, machine)
@@ -268,11 +312,11 @@ class _Paces:
         """Seconds per token of one rank in a step of these micro-batches."""
         rounds = -(-batches.step_tokens // batches.tokens)
         wire = self._wire(rounds)
-        flops = self._flops(batches.length, checkpointed=mode == "full") * _RECOMPUTED[mode]
+        flops = self._flops(batches.length, checkpointed=mode in WHOLE_LAYERS) * _RECOMPUTED[mode]
         reached = self._flops_of_machine * self._efficiency(batches, mode)
         compute = batches.step_tokens * flops / reached * self._sharded
         moved = (
-            rounds * PASSES[mode] * self._dequantised + 2 * wire.gather
+            rounds * passes(mode, batches.tokens) * self._dequantised + 2 * wire.gather
         ) / self._memory_bandwidth
         launched = launch_seconds(rounds, self._layers, mode, gpu=self._on_gpu)
         link = self._link * LINK_EFFICIENCY

@@ -22,13 +22,22 @@ from ft_service.errors import SpecError
 from ft_service.host.processor import slow_bf16_advice
 from ft_service.plan.auto_options import sentences, settle_on, with_compute
 from ft_service.plan.context_parallel import refuse_to_share
-from ft_service.plan.fitting_settings import AUTO, FORMAT, GPU_BUDGETS, KEPT, assumed, with_options
-from ft_service.plan.machines import Machine, usable_bytes
+from ft_service.plan.fitting_settings import (
+    AUTO,
+    FORMAT,
+    GPU_BUDGETS,
+    KEPT,
+    assumed,
+    host_fits,
+    with_options,
+)
+from ft_service.plan.machines import Machine, ranks_per_host, usable_bytes, usable_host_bytes
 from ft_service.plan.memory import MicroBatches, RankBytes, planned_micro_batches, rank_bytes
 from ft_service.plan.sample_lengths import SampleLengths
 from ft_service.plan.seat import lanes_of, seat_size, sharing_gain
 from ft_service.plan.speed import (
     PASSES,
+    WHOLE_LAYERS,
     CollectiveBytes,
     Speed,
     exchange_bytes,
@@ -117,6 +126,9 @@ class Plan(Cost):
     machine: str
     memory: int | None
     """Bytes that tensors of a rank can have; None: not known."""
+    host_memory: int | None
+    """Bytes of the host's memory that a rank can pin; None: not known."""
+    ranks_per_host: int
     layout: ShardLayout
     modules: tuple[Module, ...]
     frozen_parameters: int
@@ -193,8 +205,28 @@ def plan_job(
     if draft.fits is None:
         return draft
     return replace(
-        draft, changes=tuple(_changes(base, _opened(spec), machine, lengths, most_per_host))
+        draft,
+        changes=tuple(_changes(base, _opened(spec), machine, lengths, most_per_host)),
+        warnings=(*draft.warnings, *_unpinnable(draft)),
     )
+
+
+def _unpinnable(draft: Plan) -> Iterator[str]:
+    """What the host lacks, where the job would fit if layers' inputs were in its memory."""
+    offloaded = draft.rank.in_mode("offload")
+    assert draft.memory is not None
+    if (
+        draft.host_memory is not None
+        and offloaded.total <= draft.memory
+        and offloaded.host > draft.host_memory
+    ):
+        yield (
+            "distributed.activation_checkpointing: offload takes "
+            f"{bytes_text(offloaded.total)} of the GPU, which fits, and pins "
+            f"{bytes_text(offloaded.host)} of the host's memory per rank, of which there are "
+            f"{bytes_text(draft.host_memory)}: it needs a host with more memory, or fewer ranks on "
+            "one (distributed.nproc_per_node)."
+        )
 
 
 def _refuse_without_position(
@@ -262,6 +294,8 @@ def _plan(
     return Plan(
         machine=machine.name,
         memory=memory,
+        host_memory=usable_host_bytes(machine, spec),
+        ranks_per_host=ranks_per_host(spec),
         layout=job.layout,
         modules=tuple(_modules(job)),
         frozen_parameters=sum(part.weight.numel for part in job.frozen),
@@ -269,7 +303,9 @@ def _plan(
         **vars(most),
         likely=likely,
         seat=seat,
-        fits=None if memory is None else most.rank.total <= memory,
+        fits=None
+        if memory is None
+        else most.rank.total <= memory and host_fits(most.rank, spec, machine),
         chosen=tuple(sentences(spec).values()),
         changes=(),
         hints=(),
@@ -282,7 +318,7 @@ def _cost(job: ShardedJob, machine: Machine, length: int | None) -> Cost:
     batches = planned_micro_batches(job.spec, job.layout, length)
     mode = job.spec.distributed.checkpointing
     wire = replace(wire_bytes(job, batches.rounds), exchange=exchange_bytes(job, batches, mode))
-    checkpointed = mode == "full"
+    checkpointed = mode in WHOLE_LAYERS
     flops = flops_per_token(
         job.base,
         job.adapters,
@@ -290,13 +326,9 @@ def _cost(job: ShardedJob, machine: Machine, length: int | None) -> Cost:
         checkpointed=checkpointed,
         forwards=forwards_only(job.spec),
     )
-    return Cost(
-        batches,
-        rank_bytes(job, batches, machine),
-        wire,
-        flops,
-        speed_on(machine, job, batches, flops, wire),
-    )
+    rank = rank_bytes(job, batches, machine)
+    speed = speed_on(machine, job, batches, flops, wire, rank.host)
+    return Cost(batches, rank, wire, flops, speed)
 
 
 def _modules(job: ShardedJob) -> Iterator[Module]:
@@ -417,7 +449,7 @@ def _candidates(base: Description, spec: JobSpec, most_per_host: int) -> Iterato
     """
     training = spec.training
     distributed = spec.distributed
-    if distributed.activation_checkpointing not in ("full", AUTO):
+    if distributed.activation_checkpointing not in ("offload", AUTO):
         yield {"distributed.activation_checkpointing": AUTO}
     if distributed.keep_unsharded:
         yield {"distributed.keep_unsharded": False}

@@ -34,6 +34,11 @@ USABLE = 0.94
 rest.
 """
 
+PINNED = 0.8
+"""Share of a host's memory that its ranks can pin: their processes, and the page cache through
+which weights are read, need the rest.
+"""
+
 GIB = 2**30
 
 
@@ -67,6 +72,12 @@ class Machine:
     """Whether the workers give attention of long rows to cuDNN there (`attends_by_cudnn` in
     ft_service/kernel_limits.py).
     """
+    host_bandwidth: float = 16e9
+    """Bytes/s in one direction between a GPU and its host's memory; the default is PCIe 3 x 16, for
+    GPUs without figures.
+    """
+    host_memory: int | None = None
+    """Bytes of memory of a GPU's host; None: not known."""
     products: Products | None = None
     """What was measured of a processor; None: it is taken to be as fast in bf16 as in fp32."""
 
@@ -94,10 +105,28 @@ _BY_CUDNN = ("GH200", "H200", "H200-NVL", "H100", "H100-NVL", "H100-PCIe")
 """Of compute capability 9.0."""
 _WITHOUT_KERNELS = ("MI300X", "T4")
 """Not NVIDIA's; without products in bf16."""
+_PCIE_3 = ("T4",)
+_PCIE_4 = (
+    *("A100", "A100-40GB", "A100-PCIe", "A100-PCIe-40GB", "L40S", "L40", "L4", "A40", "A10"),
+    *("A10G", "RTX-6000-Ada", "RTX-A6000", "RTX-4090", "RTX-3090"),
+)
+
+
+def _host_bandwidth(name: str) -> float:
+    """Bytes/s in one direction between a card and its host's memory: of 16 lanes of the PCIe that
+    it has, or of NVLink-C2C.
+    """
+    if name == "GH200":
+        return 450e9
+    return 16e9 if name in _PCIE_3 else 32e9 if name in _PCIE_4 else 64e9
+
 
 MACHINES = {
     machine.name: replace(
-        machine, fuses=machine.name not in _WITHOUT_KERNELS, by_cudnn=machine.name in _BY_CUDNN
+        machine,
+        fuses=machine.name not in _WITHOUT_KERNELS,
+        by_cudnn=machine.name in _BY_CUDNN,
+        host_bandwidth=_host_bandwidth(machine.name),
     )
     for machine in (
         Machine("B300", int(267.7 * GIB), 2250e12, 8e12, 900e9, 4500e12),
@@ -164,6 +193,17 @@ def usable_bytes(machine: Machine, spec: JobSpec) -> int | None:
     return int(machine.memory // ranks * USABLE)
 
 
+def usable_host_bytes(machine: Machine, spec: JobSpec) -> int | None:
+    """Bytes of the memory of a GPU's host that one rank can pin; None: not known."""
+    if machine.host_memory is None:
+        return None
+    return int(machine.host_memory * PINNED) // ranks_per_host(spec)
+
+
+def ranks_per_host(spec: JobSpec) -> int:
+    return max(1, spec.world_size // spec.distributed.nnodes)
+
+
 def find_machine(name: str) -> Machine:
     """A machine by its name in any spelling (`RTX4090`, `rtx 4090`), or by its marketing name.
 
@@ -221,6 +261,10 @@ def this_host(
     """
     if not gpu_count():
         return host_cpu()
+    return replace(_gpu_of_this_host(driver, products, wsl), host_memory=memory_bytes())
+
+
+def _gpu_of_this_host(driver: Path, products: Path, wsl: Callable[[], Sequence[str]]) -> Machine:
     lines = (
         line
         for path in sorted(driver.glob("*/information"))
@@ -249,7 +293,7 @@ def machine_of_model(model: str) -> Machine:
 
 
 def machine_of_gpu(model: str, memory: int) -> Machine:
-    """The machine of a GPU that reports its memory, in bytes: that of a part of the card, or of a
-    card without figures.
+    """The machine of a GPU of this host that reports its memory, in bytes: that of a part of the
+    card, or of a card without figures.
     """
-    return replace(machine_of_model(model), memory=memory)
+    return replace(machine_of_model(model), memory=memory, host_memory=memory_bytes())

@@ -36,6 +36,7 @@ process on a processor takes more than that: `HEAP_FACTOR` in `ft_service.plan.m
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
 from ft_service.bases.description import Dimensions, FusedParts
@@ -44,6 +45,7 @@ from ft_service.kernel_limits import (
     copied_by_lots,
     cudnn_workspace_bytes,
     dropout_bytes,
+    flash_workspace_bytes,
     fp8_backward_bytes,
     fp8_fits,
     gate_kept,
@@ -52,9 +54,12 @@ from ft_service.kernel_limits import (
     matrices_at_a_time,
     norm_backward_bytes,
     norm_kept_bytes,
+    offloaded_bytes,
     served_bytes,
+    tiles_of,
     whole_logits_bytes,
 )
+from ft_service.plan.long_samples import DEVICE_INPUTS, LayerBytes, backward_by_tiles
 from ft_service.plan.machines import Machine
 from ft_service.plan.weight_storage import (
     FP32_BYTES,
@@ -130,6 +135,11 @@ class RankBytes:
     are gone.
     """
     workspace_by_mode: dict[str, int]
+    host: int
+    """Pinned bytes of the host's memory for layers' inputs, with the spec's activation
+    checkpointing; they are in no sum here.
+    """
+    host_by_mode: dict[str, int]
     rows: int
     """The micro-batch, the next one, and the rotary angles of its positions."""
     logits: int
@@ -174,7 +184,10 @@ class RankBytes:
     def in_mode(self, mode: str) -> RankBytes:
         """These bytes with another distributed.activation_checkpointing."""
         return replace(
-            self, activations=self.activations_by_mode[mode], workspace=self.workspace_by_mode[mode]
+            self,
+            activations=self.activations_by_mode[mode],
+            workspace=self.workspace_by_mode[mode],
+            host=self.host_by_mode[mode],
         )
 
 
@@ -223,8 +236,11 @@ def rank_bytes(job: ShardedJob, batches: MicroBatches, machine: Machine) -> Rank
     extra = _dequantised(job, machine) + by_token * batches.tokens
     of_attention = _attention_workspace(job, batches, machine) + exchange_buffers(job, batches)
     backward = _backward_by_mode(job, batches.tokens, extra, of_attention, fused)
+    backward |= _backward_for_long_samples(job, batches, machine, fused, backward["full"])
     workspace = {mode: max(0, backward[mode] - kept[mode]) for mode in kept}
     mode = job.spec.distributed.checkpointing
+    host = dict.fromkeys(kept, 0)
+    host["offload"] = offloaded_bytes(batches.tokens * compute * shape.hidden, shape.layers)
     return RankBytes(
         base=by_format,
         adapters=numel * FP32_BYTES,
@@ -236,6 +252,8 @@ def rank_bytes(job: ShardedJob, batches: MicroBatches, machine: Machine) -> Rank
         activations_by_mode=kept,
         workspace=workspace[mode],
         workspace_by_mode=workspace,
+        host=host[mode],
+        host_by_mode=host,
         rows=batches.tokens * (batches.ranks * ROW_BYTES + 2 * compute * shape.q // shape.heads),
         logits=_logits(job, batches),
         offloaded=job.spec.distributed.offload,
@@ -281,6 +299,8 @@ def _kept_by_mode(job: ShardedJob, tokens: int, fused: FusedParts) -> dict[str, 
         + (last_norm if job.trains_embedding else 0),
         "full": inputs * shape.layers + last_norm,
         "selective": (inputs + _product_bytes(job)) * shape.layers + last_norm,
+        "tiled": inputs * shape.layers + last_norm,
+        "offload": inputs + last_norm,
     }
     return {
         mode: (kept + inputs) * tokens + (_casts(job) if mode == "none" else 0)
@@ -332,6 +352,61 @@ def _backward_by_mode(
         + before * _product_bytes(job)
         + max(feed_forward, of_norm),  # by PyTorch's kernel
     }
+
+
+def _backward_for_long_samples(
+    job: ShardedJob, batches: MicroBatches, machine: Machine, fused: FusedParts, full: int
+) -> dict[str, int]:
+    """Bytes where the backward of "tiled" and "offload" needs most. `full`: that of "full"."""
+    shape = job.base.dimensions
+    tokens = batches.tokens
+    inputs = job.compute_bytes * shape.hidden
+    on_device = tokens * inputs * min(DEVICE_INPUTS, shape.layers)
+    if not job.base.tiles or tiles_of(tokens) == 1:
+        return {"tiled": full, "offload": full - tokens * inputs * shape.layers + on_device}
+    norm = _norm_bytes(job, _fuses_norms(shape, fused))
+    common = job.compute_bytes * _common_width(shape)
+    inner_product = _product_workspace(job, machine) + _copied_by_lots(job, machine)
+    inner_product += _fp32_results(job, machine)
+    layer = LayerBytes(
+        kept=layer_activation_bytes(job, fused),
+        inner=_inner_bytes(job, fused),
+        hidden=inputs,
+        norm=norm,
+        q=job.compute_bytes * shape.q,
+        kv=job.compute_bytes * shape.kv,
+        inner_needed=max((2 if shape.gated else 1) * common, _backward_of_experts(job)),
+        inner_product=max(common, job.compute_bytes * _routed_width(shape)) + inner_product,
+        outer_product=_product_workspace(job, machine, max(shape.hidden, shape.q)),
+    )
+    of_layer = backward_by_tiles(
+        layer,
+        tokens,
+        _any_attention_workspace(job, batches, machine) + exchange_buffers(job, batches),
+        _dequantised(job, machine),
+    )
+    of_norm = tokens * norm_backward_bytes(shape.hidden, job.compute_bytes, fused=fused.last_norm)
+    # A norm in fp32, or by a kernel, keeps the layer's input itself, and no copy.
+    same = tokens * norm if norm == inputs else 0
+    beside = max(of_layer - same, of_norm) + _casts(job) // max(1, shape.layers)
+    return {"tiled": tokens * inputs * shape.layers + beside, "offload": on_device + beside}
+
+
+def _any_attention_workspace(job: ShardedJob, batches: MicroBatches, machine: Machine) -> int:
+    """Bytes in which the backward of attention works on a GPU, by any kernel; 0: on a processor,
+    whose samples are computed one after the other.
+    """
+    shape = job.base.dimensions
+    if machine.shared_memory:
+        return 0
+    by_flash = flash_workspace_bytes(
+        batches.tokens,
+        shape.heads,
+        shape.q // shape.heads,
+        job.compute_bytes,
+        grouped=shape.kv < shape.q,
+    )
+    return max(by_flash, _attention_workspace(job, batches, machine))
 
 
 def _attention_workspace(job: ShardedJob, batches: MicroBatches, machine: Machine) -> int:
@@ -469,12 +544,16 @@ def multiplied_in_fp8(job: ShardedJob, machine: Machine) -> list[WeightStorage]:
     return [stored for stored in in_fp8 if fp8_fits(stored.weight.rows, stored.weight.numel_of_row)]
 
 
-def _product_workspace(job: ShardedJob, machine: Machine) -> int:
+def _product_workspace(job: ShardedJob, machine: Machine, widest: int | None = None) -> int:
     """Bytes per token that the backward of a layer's last product needs in addition to its result,
-    with dropout and in FP8.
+    with dropout and in FP8. `widest`: of products with inputs of at most this width.
     """
-    dropped = max((a.cols for a in job.adapters), default=0) if job.spec.lora.lora_dropout else 0
-    rounded = max((s.weight.numel_of_row for s in multiplied_in_fp8(job, machine)), default=0)
+
+    def most(widths: Iterable[int]) -> int:
+        return max((own for own in widths if widest is None or own <= widest), default=0)
+
+    dropped = most(a.cols for a in job.adapters) if job.spec.lora.lora_dropout else 0
+    rounded = most(s.weight.numel_of_row for s in multiplied_in_fp8(job, machine))
     of_fp8 = fp8_backward_bytes(job.base.dimensions.hidden, rounded) if rounded else 0
     return dropout_bytes(dropped, job.compute_bytes) + of_fp8
 

@@ -59,13 +59,14 @@ def memory_table(plan: Plan) -> list[tuple[str, str]]:
         *(
             (f"  with activation_checkpointing: {mode}", count)
             for mode, count in rank.activations_by_mode.items()
-            if count != rank.activations
+            if count != rank.activations and mode != "tiled"  # which keeps what "full" keeps
         ),
         ("logits", rank.logits)
         if rank.logits >= rank.workspace
         else ("backward's workspace", rank.workspace),
         ("the allocator's gaps", rank.gaps),
         ("total", rank.total),
+        ("layers' inputs, beside it in pinned host memory", rank.host),
     ]
     return [(name, bytes_text(count)) for name, count in rows if count]
 
@@ -122,8 +123,27 @@ def change_text(change: OptionChange) -> str:
     )
 
 
+def _host_text(plan: Plan) -> str:
+    """A sentence about the host's memory that layers' inputs need."""
+    ranks = plan.ranks_per_host
+    text = f"Layers' inputs: {bytes_text(plan.rank.host)} of pinned host memory per rank"
+    if ranks > 1:
+        text += f", {bytes_text(ranks * plan.rank.host)} on a host of {ranks} ranks"
+    if plan.host_memory is None:
+        text += "; whether its host has it is not known here"
+    elif plan.rank.host > plan.host_memory:
+        text += f", more than the {bytes_text(plan.host_memory)} that one can pin"
+    else:
+        text += f" of {bytes_text(plan.host_memory)} that one can pin"
+    if plan.speed is not None:
+        copies = duration_text(plan.speed.copy_seconds)
+        computed = duration_text(plan.speed.compute_seconds)
+        text += f". A step copies them for {copies} out and as long back, beside {computed} of arithmetic"
+    return f"{text}."
+
+
 def work_lines(plan: Plan) -> Iterator[str]:
-    """Micro-batches, wire, arithmetic, and the speed that follows."""
+    """Micro-batches, wire, arithmetic, copies, and the speed that follows."""
     batches = plan.batches
     wire = plan.wire
     times = "1 micro-batch" if batches.rounds == 1 else f"{batches.rounds} micro-batches"
@@ -144,6 +164,8 @@ def work_lines(plan: Plan) -> Iterator[str]:
             f"{bytes_text(wire.reduce + wire.all_reduce)})."
         )
     yield f"Arithmetic: {plan.flops_per_token / 1e9:.3g} GFLOP a token."
+    if plan.rank.host:
+        yield _host_text(plan)
     if plan.speed is not None:
         speed = plan.likely.speed if plan.likely and plan.likely.speed else plan.speed
         yield f"Estimate on {plan.machine}: {speed.tokens_per_second:,.0f} tokens/s over all ranks."

@@ -9,7 +9,8 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
 from ft_service.bases.description import Description, Weight
-from ft_service.kernel_limits import SERVED_MOVED_BYTES
+from ft_service.kernel_limits import SERVED_MOVED_BYTES, tiles_of
+from ft_service.plan.long_samples import beside_copies, copy_seconds
 from ft_service.plan.machines import EFFICIENCY, EFFICIENCY_BY_CUDNN, LINK_EFFICIENCY, Machine
 from ft_service.plan.memory import (
     MicroBatches,
@@ -19,6 +20,7 @@ from ft_service.plan.memory import (
 )
 from ft_service.plan.weight_storage import AdapterShape, GatherGroup, ShardedJob, trained_head
 from ft_service.spec import DistillationOptions, JobSpec, KtoOptions
+from ft_service.spec.options import FOR_LONG_SAMPLES
 
 FP8_GAIN = 1.33
 """How many times as fast frozen products are in FP8 as in bf16, with rounding and transposing: an
@@ -31,7 +33,7 @@ measured for 32 layers.
 """
 DISPATCH_SECONDS = 0.002
 """The same on a processor, which computes nothing meanwhile."""
-_LAUNCHED = {"none": 1.0, "selective": 1.3, "full": 1.35}
+_LAUNCHED = {"none": 1.0, "selective": 1.3, "full": 1.35, "tiled": 1.35, "offload": 1.35}
 """Activation checkpointing → launches as a multiple of those without it: what is computed again is
 launched again.
 """
@@ -40,11 +42,18 @@ FP64_SHARE = 1 / 128
 workstations. Others have a tenth.
 """
 FP64_SHARE_OF_PROCESSOR = 1 / 2
-PASSES = {"none": 2, "selective": 2, "full": 3}
+PASSES = {"none": 2, "selective": 2, "full": 3, "tiled": 3, "offload": 3}
 """Activation checkpointing → how often a micro-batch dequantises every weight, or rounds it with its
 adapter: forward, backward,
-forward again.
+forward again. By tiles, so often for each tile.
 """
+WHOLE_LAYERS = ("full", *FOR_LONG_SAMPLES)
+"""Activation checkpointing whose backward computes whole layers again."""
+
+
+def passes(mode: str, tokens: int) -> int:
+    """How often a micro-batch of so many tokens dequantises a weight, at most."""
+    return PASSES[mode] * (tiles_of(tokens) if mode in FOR_LONG_SAMPLES else 1)
 
 
 def forwards_only(spec: JobSpec) -> int:
@@ -93,6 +102,10 @@ class Speed:
     wire_seconds: float
     launch_seconds: float
     """Time until all of a step's work is launched. A GPU with less work than that waits."""
+    copy_seconds: float = 0.0
+    """Time in which layers' inputs are copied to the host's memory, and the same again in which
+    they are copied back.
+    """
 
 
 @dataclass(frozen=True)
@@ -243,35 +256,44 @@ def dequantised_bytes(job: ShardedJob, left_out: Collection[Weight] = ()) -> int
 
 
 def speed_on(
-    machine: Machine, job: ShardedJob, batches: MicroBatches, flops: int, wire: CollectiveBytes
+    machine: Machine,
+    job: ShardedJob,
+    batches: MicroBatches,
+    flops: int,
+    wire: CollectiveBytes,
+    host: int = 0,
 ) -> Speed | None:
     """The speed on a machine; None: its figures are not known.
 
-    `flops`: FLOP per token; `wire`: bytes of a step.
+    `flops`: FLOP per token; `wire`: bytes of a step; `host`: bytes of a micro-batch that lie in the
+    host's memory between forward and backward.
 
-    Gathers and launches overlap with the arithmetic, so that the slowest of the three counts; what
-    ranks that share samples exchange does not.
+    Gathers, copies and launches overlap with the arithmetic, so that the slowest counts; what ranks
+    that share samples exchange does not.
     """
     reached = machine.flops_in(job.spec.precision.compute)
     if reached is None or machine.memory_bandwidth is None or machine.link_bandwidth is None:
         return None
     mode = job.spec.distributed.checkpointing
     in_fp8 = {s.weight for s in multiplied_in_fp8(job, machine) if s.weight.kind == "linear"}
-    passes = PASSES[mode] + forwards_only(job.spec)
-    flops -= int((1 - 1 / FP8_GAIN) * 2 * passes * sum(weight.numel for weight in in_fp8))
+    beside = forwards_only(job.spec)
+    products = PASSES[mode] + beside
+    flops -= int((1 - 1 / FP8_GAIN) * 2 * products * sum(weight.numel for weight in in_fp8))
     compute = batches.step_tokens * flops / (reached * efficiency(job, machine, batches, mode))
     # what is rounded is dequantised by the way
     one_pass = served_seconds(job, machine) or (
         dequantised_bytes(job, in_fp8) / machine.memory_bandwidth
     )
-    dequantise = batches.rounds * passes * one_pass
+    dequantise = batches.rounds * (passes(mode, batches.tokens) + beside) * one_pass
+    copies = batches.rounds * copy_seconds(machine, host)
     link = machine.link_bandwidth * LINK_EFFICIENCY
     exchanged = wire.exchange / link
     overlapped = wire.overlapped / link
-    launched = (passes / PASSES[mode]) * launch_seconds(
+    launched = (1 + beside / PASSES[mode]) * launch_seconds(
         batches.rounds, job.base.dimensions.layers, mode, gpu=not machine.shared_memory
     )
-    step = max(max(compute + dequantise, overlapped) + exchanged, launched)
+    computed = beside_copies(compute + dequantise, copies)
+    step = max(max(computed, overlapped) + exchanged, launched)
     return Speed(
         tokens_per_second=job.layout.world * batches.step_tokens / step,
         step_seconds=step,
@@ -279,6 +301,7 @@ def speed_on(
         dequantise_seconds=dequantise,
         wire_seconds=overlapped + exchanged,
         launch_seconds=launched,
+        copy_seconds=copies,
     )
 
 

@@ -54,6 +54,11 @@ ColumnName = Annotated[str, Field(min_length=1, max_length=200)]
 NEVER = 10**12
 """Optimizer steps: more than any job has. The upper limit of every interval."""
 
+Checkpointing = Literal["none", "full", "selective", "tiled", "offload"]
+"""Values of distributed.activation_checkpointing that a model is built with."""
+FOR_LONG_SAMPLES: tuple[Checkpointing, ...] = ("tiled", "offload")
+"""Those that compute feed-forwards by tiles of tokens, from the fastest to the smallest."""
+
 _RANGE = re.compile(r"([0-9]{1,6}):([0-9]{1,6})")
 
 
@@ -459,7 +464,7 @@ class DistributedOptions(Strict):
     """Ranks that share each sample, or packed row: each has a part of its tokens, and for attention
     all tokens of some heads (Ulysses). For samples that do not fit on one rank. Must divide
     nproc_per_node and the base's attention heads. Results are the same but for rounding. Bases
-    whose layers mix tokens by something other than attention, images, reinforcement learning and
+    whose layers mix tokens otherwise than by attention, images, reinforcement, distillation and
     jobs of Tinker's clients need 1; a job with more shares no engine. "auto": 1, or if the longest
     sample does not fit so, the fewest ranks with which it does.
     """
@@ -468,10 +473,13 @@ class DistributedOptions(Strict):
 
     Needs GPUs and at least two ranks that share a copy.
     """
-    activation_checkpointing: Literal["none", "full", "selective", "auto"] = "auto"
+    activation_checkpointing: Literal[Checkpointing, "auto"] = "auto"
     """Recompute activations in backward: "full" keeps only the input of each decoder layer,
-    "selective" also the results of matrix products and attention. "auto": the fastest that fits,
-    which is "none" if memory suffices.
+    "selective" also the results of matrix products and attention. For long samples: "tiled" is
+    "full" with feed-forwards computed 8,192 tokens at a time, "offload" is "tiled" with the inputs
+    in pinned host memory, 2 bytes x hidden size x layers a token; it needs GPUs. "auto": the
+    fastest that fits, which is "none" if memory suffices, and the last two only where no format
+    fits without them.
     """
     compile: bool | Literal["auto"] = "auto"
     """torch.compile for each decoder layer.  If it fails, the job continues uncompiled, with a
@@ -500,7 +508,7 @@ class DistributedOptions(Strict):
         return split
 
     @property
-    def checkpointing(self) -> Literal["none", "full", "selective"]:
+    def checkpointing(self) -> Checkpointing:
         """`activation_checkpointing` after it was chosen."""
         assert self.activation_checkpointing != "auto", (
             "activation_checkpointing is chosen before a model is built"
@@ -718,12 +726,29 @@ class JobOptions(NullableSections):
                 "distributed.compile works on whole decoder layers: leave it out, or use wrap "
                 "'layers'"
             )
+        if options.activation_checkpointing in FOR_LONG_SAMPLES:
+            self._refuse_beside_tiles()
         if options.offload and options.ignored:
             raise ValueError(
                 "distributed.offload moves shards only, and distributed.ignored weights have "
                 "none: keep one"
             )
         return self
+
+    def _refuse_beside_tiles(self) -> None:
+        """Raise ValueError for what cannot be combined with layers that are computed by tiles."""
+        options = self.distributed
+        beside = {
+            "distributed.compile: true": options.compile is True,
+            "distributed.wrap by size": isinstance(options.wrap, WrapBySize),
+            "precision.served_as": self.precision.served_as is not None,
+        }
+        for name in (name for name, given in beside.items() if given):
+            raise ValueError(
+                f"distributed.activation_checkpointing = {options.activation_checkpointing!r} "
+                f"computes feed-forwards by tiles, and cannot be combined with {name}: leave it "
+                "out, or use 'full'"
+            )
 
     @model_validator(mode="after")
     def _one_warmup(self) -> JobOptions:

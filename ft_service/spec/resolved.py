@@ -501,6 +501,8 @@ def not_shared_by_method(method: MethodType) -> str | None:
     """
     if method == "reinforcement":
         return "in reinforcement learning every rank takes whole answers"
+    if method == "distillation":
+        return "a teacher reads whole samples"
     if method == "tinker":
         return "every rank takes whole samples from the client of method.type = 'tinker'"
     return None
@@ -529,6 +531,12 @@ def check_distributed(options: DistributedOptions, ranks: int, gpus: int) -> Non
             "cannot be moved there. "
             "Leave it out.",
             param="distributed.offload",
+        )
+    if options.activation_checkpointing == "offload" and gpus == 0:
+        raise SpecError(
+            "distributed.activation_checkpointing = 'offload': this host has no GPU, and layers' "
+            "inputs in its memory already cannot be moved there. Use 'tiled', or 'auto'.",
+            param="distributed.activation_checkpointing",
         )
     if options.offload and shards == 1:
         raise SpecError(

@@ -25,6 +25,7 @@ from workers.layers import cudnn_attention, dropout, fused, low_rank, packed_att
 from workers.model import head
 from workers.model.activation_checkpointing import checkpoint_activations
 from workers.model.build import build
+from workers.model.offloaded_inputs import copies_for
 from workers.quant import fp8_products, nf4
 from workers.training.step import forward_backward
 
@@ -61,12 +62,63 @@ def test_peak_memory_is_within_ten_percent_of_the_plan(
     assert peak_of_two_steps(spec) == pytest.approx(planned, rel=0.1)
 
 
+@pytest.mark.parametrize("checkpointing", ["full", "tiled", "offload"])
+def test_a_long_sample_takes_what_is_planned(base: Path, checkpointing: str) -> None:
+    spec = spec_for(
+        base,
+        precision={"default": "nf4"},
+        training={"batch_size": 2, "per_device_train_batch_size": 2, "max_length": 32_768},
+        lora={"r": 16},
+        distributed={"activation_checkpointing": "full"},
+    )
+    how = spec.distributed.model_copy(update={"activation_checkpointing": checkpointing})
+    spec = spec.model_copy(update={"distributed": how})
+    planned = plan_of(spec, MACHINES["H200"]).rank.total
+    assert peak_of_two_steps(spec) == pytest.approx(planned, rel=0.1)
+
+
+def test_offloaded_inputs_change_no_bit(base: Path) -> None:
+    """Over layers that take less time than the copies beside them: what does not wait would show."""
+    device = torch.device("cuda", 0)
+    found: list[dict[str, torch.Tensor]] = []
+    for checkpointing in ("full", "offload", "offload"):
+        spec = spec_for(base, precision={"default": "bf16"}, lora={"r": 16})
+        built = build(spec, device)
+        checkpoint_activations(
+            built.layers,
+            checkpointing,
+            16,
+            copies=copies_for(device) if checkpointing == "offload" else None,
+        )
+        load(built.peft_model, spec.model.path, seed=0, compute_dtype=torch.bfloat16, device=device)
+        built.peft_model.train()
+        trained = dict(adapters(built.peft_model))
+        for name, own in trained.items():
+            if "lora_B" in name:
+                torch.nn.init.constant_(own, 1e-3)
+        ids = torch.arange(4 * LENGTH).remainder(LLAMA.vocabulary).int().numpy()
+        batch = pack([Tokens(ids, ids >= 0)], device)
+        for _ in range(3):
+            forward_backward(built.peft_model, [batch], len(ids) - 1, 1)
+        found.append({n: own.grad for n, own in trained.items() if own.grad is not None})
+        assert found[-1].keys() == trained.keys()
+    for other in found[1:]:
+        assert all(torch.equal(grad, other[name]) for name, grad in found[0].items())
+
+
 def peak_of_two_steps(spec: JobSpec) -> int:
     """Bytes that tensors take at most, from the first forward on."""
     device = torch.device("cuda", 0)
     gc.collect()  # models of other tests
     built = build(spec, device)
-    checkpoint_activations(built.layers, spec.distributed.checkpointing, spec.lora.r)
+    mode = spec.distributed.checkpointing
+    checkpoint_activations(
+        built.layers,
+        mode,
+        spec.lora.r,
+        row_wise=built.row_wise,
+        copies=copies_for(device) if mode == "offload" else None,
+    )
     load(built.peft_model, spec.model.path, seed=0, compute_dtype=torch.bfloat16, device=device)
     # Compared with others before a job begins.
     for kernels in (
@@ -82,15 +134,16 @@ def peak_of_two_steps(spec: JobSpec) -> int:
         kernels.KERNEL.fault(device)
     built.peft_model.train()
     job = JobState(dict(adapters(built.peft_model)), spec.training)
+    length = spec.training.max_length
     ids = (
-        torch.randint(0, LLAMA.vocabulary, (2, LENGTH), generator=torch.Generator().manual_seed(0))
+        torch.randint(0, LLAMA.vocabulary, (2, length), generator=torch.Generator().manual_seed(0))
         .int()
         .numpy()
     )
     batch = pack([Tokens(row, row >= 0) for row in ids], device)
     torch.cuda.reset_peak_memory_stats()
     for _ in range(2):
-        forward_backward(built.peft_model, [batch], 2 * (LENGTH - 1), 1)
+        forward_backward(built.peft_model, [batch], 2 * (length - 1), 1)
         job.update(1e-4, 1.0)
     return torch.cuda.max_memory_allocated()
 

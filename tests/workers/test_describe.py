@@ -8,6 +8,7 @@ import json
 import os
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -34,7 +35,9 @@ from tests.support.training.prequantized import (
     nvfp4_of_modelopt,
 )
 from tests.support.training.published import save_published
-from workers.describe import _document, describe, main
+from workers.describe import _document, _max_positions, describe, main
+
+ORIGINAL = "original_max_position_embeddings"
 
 
 def described_on_rank(rank: int, world: int, folder: Path, printed: Path) -> None:
@@ -279,3 +282,21 @@ def test_the_index_announces_the_formats_that_the_files_hold(publish: Any, tmp_p
     else:
         assert held
         assert describe(str(tmp_path)).held == held
+
+
+@pytest.mark.parametrize(
+    ("positions", "rope", "expected"),
+    [
+        (40_960, {"rope_type": "default"}, 40_960),
+        (40_960, {"rope_type": "yarn", "factor": 4.0, **{ORIGINAL: 32_768}}, 131_072),
+        (131_072, {"rope_type": "llama3", "factor": 8.0, **{ORIGINAL: 8192}}, 131_072),
+        (131_072, {"full_attention": {"factor": 8.0, **{ORIGINAL: 32_768}}}, 262_144),
+        (None, {"factor": 4.0, **{ORIGINAL: 8192}}, None),
+        (2048, None, 2048),
+    ],
+)
+def test_the_context_is_that_to_which_positions_are_scaled(
+    positions: int | None, rope: dict[str, Any] | None, expected: int | None
+) -> None:
+    config = SimpleNamespace(max_position_embeddings=positions, rope_parameters=rope)
+    assert _max_positions(config) == expected

@@ -23,6 +23,7 @@ from workers.model.activation_checkpointing import checkpoint_activations
 from workers.model.build import BuiltModel, balance_note, build
 from workers.model.compiling import compile_layers
 from workers.model.kernel_faults import kernel_faults
+from workers.model.offloaded_inputs import copies_for
 from workers.model.probes import Probed
 from workers.output.report import Reporter
 from workers.ranks.runtime import (
@@ -132,7 +133,12 @@ def construct(
     # On meta: formats and adapters are set before any memory is taken.
     built = build(spec, device, probed)
     checkpoint_activations(
-        built.layers, options.checkpointing, spec.lora.r, compiled=options.compile is True
+        built.layers,
+        options.checkpointing,
+        spec.lora.r,
+        compiled=options.compile is True,
+        row_wise=built.row_wise,
+        copies=copies_for(device) if options.checkpointing == "offload" else None,
     )
     if options.compile is True:
         # Before sharding: FSDP2's hooks, and so the collectives, stay outside.

@@ -13,6 +13,7 @@ from ft_service.bases.cache_folder import Cache
 from ft_service.bases.description import ImageFacts
 from ft_service.errors import SpecError
 from ft_service.spec import JobSpec
+from ft_service.spec.options import FOR_LONG_SAMPLES
 from workers.base.frozen_weights import Loaded
 from workers.base.load import load
 from workers.engine.lanes import LaneModel
@@ -66,6 +67,7 @@ def load_resident_base(
         **taken,
         "prefetch": options.prefetch is not None,
         "offload": options.offload,
+        "activation_checkpointing": options.activation_checkpointing in FOR_LONG_SAMPLES,
     }.items():
         if refused:
             value = getattr(options, name)

@@ -15,6 +15,7 @@ Masks are never kept: backward computes them again from the keys.
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -206,7 +207,16 @@ class Dropping:
         self.rate = rate
         self._key = key_of("module", module)
         self._tokens: Tensor | None = None
+        self._rows: slice | None = None
         self._module: Tensor | None = None
+
+    @staticmethod
+    def look_at(droppings: Iterable[Dropping], rows: slice | None) -> None:
+        """Let modules be given only these rows of the current tokens, counted through all samples;
+        None: all of them.
+        """
+        for dropping in droppings:
+            dropping._rows = rows
 
     def use(self, tokens: Tensor) -> None:
         """Set the keys of the tokens for the coming forward and its backward: int32 [samples,
@@ -220,13 +230,15 @@ class Dropping:
         """Whether x [rows, length, cols] is of the current tokens: not of the one before the first,
         for which layers that look back insert zeros (Zaya).
         """
-        return self._tokens is None or x.shape[-2] != 1 or self._tokens.shape[-1] == 1
+        alone = self._tokens is not None and self._rows is None and self._tokens.shape[-1] != 1
+        return x.shape[-2] != 1 or not alone
 
     @property
     def keys(self) -> Keys:
         assert self._tokens is not None, "a forward in training needs the keys of its tokens"
         assert self._module is not None
-        return Keys(self._tokens, self._module)
+        tokens = self._tokens if self._rows is None else self._tokens.reshape(-1)[self._rows]
+        return Keys(tokens, self._module)
 
     def __call__(self, x: Tensor, a: Tensor) -> Tensor:
         """x [.., cols] and a [r, cols] → [.., r]."""

@@ -1,6 +1,12 @@
 """Activation checkpointing of decoder layers: what backward needs of a layer is computed again
 instead of kept.
 
+    mode        kept on the device between a layer's forward and its backward
+    selective   its input, and the results of products and attention
+    full        its input
+    tiled       its input; while it is computed again, of the feed-forward only a tile of rows
+    offload     the same, but the input is in the host's memory
+
 A layer's `forward` is replaced, not its module: parameter names stay as they are, and FSDP2's hooks
 stay outside, so that a layer is gathered once for its recomputation and its backward together.
 """
@@ -9,9 +15,10 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -23,7 +30,10 @@ from torch.utils.checkpoint import (
     create_selective_checkpoint_contexts,
 )
 
+from ft_service.spec.options import Checkpointing
 from workers.layers.segments import CURRENT
+from workers.layers.tiles import Tiled
+from workers.model.offloaded_inputs import Copies, OffloadedInputs
 from workers.patches.forward import replace_forward
 
 aten = torch.ops.aten
@@ -44,21 +54,37 @@ KEPT_NAMESPACE = "ft_service"
 
 
 def checkpoint_activations(
-    layers: Iterable[nn.Module],
-    mode: Literal["none", "full", "selective"],
+    layers: Sequence[nn.Module],
+    mode: Checkpointing,
     adapter_rank: int,
     *,
     compiled: bool = False,
+    row_wise: Iterable[nn.Module] = (),
+    copies: Copies | None = None,
 ) -> None:
     """Replace the layers' forward, in place.
 
-    "full" keeps only a layer's input; "selective" also what is costly to recompute.
+    "full" keeps only a layer's input; "selective" also what is costly to recompute; "tiled" is
+    "full" with feed-forwards by tiles of rows; "offload" is "tiled" with inputs in the host's
+    memory.
 
-    `adapter_rank`: r of the adapters. The product with B sums over no more than r numbers: it is as
-    large as the frozen product next to it and costs next to nothing to compute again. `compiled`:
-    whether the layers will be compiled.
+    `layers`: in order. `adapter_rank`: r of the adapters. The product with B sums over no more than
+    r numbers: it is as large as the frozen product next to it and costs next to nothing to compute
+    again. `compiled`: whether the layers will be compiled. `row_wise`: modules that compute every
+    token by itself. `copies`: of "offload".
     """
     if mode == "none":
+        return
+    if mode in ("tiled", "offload"):
+        for part in row_wise:
+            replace_forward(part, Tiled(part, part.forward))
+    if mode == "offload":
+        assert copies is not None
+        inputs = OffloadedInputs(copies)
+        for number, layer in enumerate(layers):
+            stays = number == len(layers) - 1
+            around = partial(inputs.layer, number, stays=stays)
+            replace_forward(layer, partial(_offloaded, layer.forward, around))
         return
     contexts: dict[str, Any] = {}
     if mode == "selective":
@@ -68,6 +94,24 @@ def checkpoint_activations(
         )
     for layer in layers:
         replace_forward(layer, partial(checkpoint, layer.forward, use_reentrant=False, **contexts))
+
+
+def _offloaded(
+    forward: Callable[..., Any],
+    around: Callable[[], AbstractContextManager[Any]],
+    hidden_states: Tensor,
+    *others: Any,
+    **named: Any,
+) -> Any:
+    """A layer's output. Only its hidden states are offloaded: its other arguments, such as rotary
+    angles, are those of all layers.
+    """
+
+    def of_hidden(x: Tensor) -> Any:
+        return forward(x, *others, **named)
+
+    with around():
+        return checkpoint(of_hidden, hidden_states, use_reentrant=False)
 
 
 Costly = Callable[[Any, Sequence[Any]], bool]

@@ -100,6 +100,8 @@ class BuiltModel:
     """How the layers compute."""
     loaded: Loaded | None = None
     """What loading did, once that is done."""
+    row_wise: tuple[nn.Module, ...] = ()
+    """The feed-forwards that compute every token by itself."""
 
 
 @dataclass(frozen=True)
@@ -139,7 +141,8 @@ def build(spec: JobSpec, device: torch.device, probed: Probed | None = None) -> 
     compute_in(base.model, COMPUTE_DTYPE[spec.precision.compute])
     if spec.training.neftune_noise_alpha is not None:
         add_noise(base.model, spec.training.neftune_noise_alpha)
-    return BuiltModel(peft_model, base.layers, base.formats, base.arithmetic)
+    row_wise = tuple(base.model.get_submodule(name) for name in base.probed.row_wise)
+    return BuiltModel(peft_model, base.layers, base.formats, base.arithmetic, row_wise=row_wise)
 
 
 def _refuse_served(

@@ -39,6 +39,7 @@ from workers.model.packed_trial import (
     settle_attention,
     trial_samples,
 )
+from workers.model.row_wise import row_wise_parts
 from workers.model.small_copy import DENSE, SmallCopy, put_all_experts, small_copy
 
 _CPU = torch.device("cpu")
@@ -68,6 +69,8 @@ class Probed:
     """Whether the head is the model's last step, but for `final_logit_softcapping`."""
     not_adapted: Mapping[str, str] = field(default_factory=dict[str, str])
     """Full name of a linear layer of the base → why an adapter on it would be in vain."""
+    row_wise: tuple[str, ...] = ()
+    """Full names of the feed-forwards that compute every token by itself."""
     refused: str | None = None
     """Why the base cannot be tuned, for users."""
     warnings: tuple[str, ...] = ()
@@ -77,7 +80,12 @@ class Probed:
     def of(cls, base: Description) -> Probed:
         """What a description says that the probes found."""
         return cls(
-            True, base.padded_because, base.loss_in_chunks, base.not_adapted, warnings=base.warnings
+            True,
+            base.padded_because,
+            base.loss_in_chunks,
+            base.not_adapted,
+            base.row_wise,
+            warnings=base.warnings,
         )
 
 
@@ -141,7 +149,8 @@ def _tried(copy: SmallCopy) -> Probed:
     """Raises NotCausalError, and what the copy raises."""
     padded_because = settle_attention(copy.model, _CPU, torch.float32)
     unmoved = without_effect(copy)
-    return Probed(True, padded_because, works_in_chunks(copy.model), unmoved)
+    row_wise = row_wise_parts(copy)
+    return Probed(True, padded_because, works_in_chunks(copy.model), unmoved, row_wise)
 
 
 # Adapters
@@ -168,15 +177,7 @@ def without_effect(copy: SmallCopy) -> dict[str, str]:
     unmoved = [
         name for name, adapter in adapters.items() if adapter.grad is None or not adapter.grad.any()
     ]
-    return dict.fromkeys((own for name in unmoved for own in _alike(copy, name)), NO_EFFECT)
-
-
-def _alike(copy: SmallCopy, name: str) -> Sequence[str]:
-    """A module of the copy, and those at its place in the layers that its layer represents."""
-    for layer, others in copy.alike.items():
-        if name.startswith(f"{layer}."):
-            return [other + name[len(layer) :] for other in others]
-    return [name]
+    return dict.fromkeys((own for name in unmoved for own in copy.alike_of(name)), NO_EFFECT)
 
 
 @contextmanager

@@ -55,6 +55,13 @@ class SmallCopy:
         """Whether some kinds of the base's layers are not in the copy."""
         return sum(map(len, self.alike.values())) < len(decoder_layers(self.model))
 
+    def alike_of(self, name: str) -> Sequence[str]:
+        """A module of the copy, and those at its place in the layers that its layer represents."""
+        for layer, others in self.alike.items():
+            if name.startswith(f"{layer}."):
+                return [other + name[len(layer) :] for other in others]
+        return [name]
+
 
 def small_copy(base: PreTrainedModel) -> SmallCopy:
     """The copy of a base that `base_on_meta` built, which is left as it is; the same at every call.

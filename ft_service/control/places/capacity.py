@@ -128,6 +128,8 @@ def _of_profile(profile: PodProfile) -> Capacity:
     )
     if machine.shared_memory:  # of the worker pod, not of the pod that this process runs in
         machine = replace(machine, memory=profile.memory_limit)
+    else:
+        machine = replace(machine, host_memory=profile.memory_limit)
     slots = profile.slots if profile.queue is None else QUEUE_SLOTS
     gpus = profile.ranks_per_node if profile.has_gpus else 0
     return Capacity(

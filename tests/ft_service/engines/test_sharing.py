@@ -109,6 +109,8 @@ def test_who_shares_gains_and_fits(changes: dict[str, Any], shares: bool) -> Non
         with_distributed(prefetch=Prefetch()),
         with_distributed(offload=True),
         with_distributed(context_parallel=2),
+        with_distributed(activation_checkpointing="tiled"),
+        with_distributed(activation_checkpointing="offload"),
         with_distributed(replicate="auto"),
         with_distributed(nnodes=2),
         with_distributed(max_nnodes=2),

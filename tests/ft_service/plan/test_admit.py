@@ -17,7 +17,7 @@ def test_a_job_that_cannot_fit_is_refused_with_what_to_change(tmp_path: Path) ->
     spec = open_spec(tmp_path, "8b", precision={"default": "bf16"})
     with pytest.raises(
         SpecError,
-        match=r"not fit small: .* with precision\.default: nf4.*: 7\.50 GiB per rank, fits",
+        match=r"not fit small: .* with precision\.default: nf4.*: 7\.06 GiB per rank, fits",
     ) as caught:
         admit(describe(spec.model.path), spec, Machine("small", 8 * GIB))
     assert caught.value.code == "does_not_fit"

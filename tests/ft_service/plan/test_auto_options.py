@@ -20,7 +20,7 @@ def test_who_knows_better_chooses_again_but_for_the_format(tmp_path: Path) -> No
     spec = open_spec(
         tmp_path, "8b", 4, precision={"default": "auto"}, training={"max_length": 32_768}
     )
-    created = settle_for(spec, replace(MACHINES["RTX-4090"], memory=12 * GIB)).spec
+    created = settle_for(spec, replace(MACHINES["RTX-4090"], memory=10 * GIB)).spec
     assert (created.precision.default, created.distributed.replicate) == ("nf4", 1)
     read = settle_for(
         created, machine_of_gpu("NVIDIA H100 80GB HBM3", 79 * GIB), CHATS, Ranks(1, 1)

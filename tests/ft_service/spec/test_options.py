@@ -158,7 +158,15 @@ def asked(**distributed: Any) -> JobRequest:
         (
             {"distributed": {"activation_checkpointing": "some"}},
             "distributed.activation_checkpointing",
-            "selective or auto",
+            "tiled, offload or auto",
+        ),
+        (
+            {
+                "distributed": {"activation_checkpointing": "tiled"},
+                "precision": {"served_as": "int4_g32"},
+            },
+            "distributed.activation_checkpointing",
+            "precision.served_as",
         ),
         ({"distributed": {"compile": "yes"}}, "distributed.compile", "= 'yes'"),
         ({"distributed": {"replicate": "all"}}, "distributed.replicate", "= 'all'"),
@@ -201,6 +209,16 @@ def test_a_wrong_value_is_refused_with_its_place(
             "whole decoder layers",
         ),
         ({"offload": True, "ignored": [".*"]}, "distributed.offload", "keep one"),
+        (
+            {"activation_checkpointing": "tiled", "compile": True},
+            "distributed.activation_checkpointing",
+            "distributed.compile: true",
+        ),
+        (
+            {"activation_checkpointing": "offload", "wrap": {"min_params": 9}},
+            "distributed.activation_checkpointing",
+            "distributed.wrap",
+        ),
     ],
 )
 def test_options_of_sharding_that_exclude_each_other_are_refused(

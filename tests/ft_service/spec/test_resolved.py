@@ -57,6 +57,12 @@ def resolved(gpus: int = 0, parent: AdapterRef | None = None, **more: Any) -> Jo
             "Use true or false",
         ),
         (0, {"offload": True}, "distributed.offload", "has no GPU"),
+        (
+            0,
+            {"activation_checkpointing": "offload"},
+            "distributed.activation_checkpointing",
+            "has no GPU",
+        ),
         (1, {"offload": True}, "distributed.offload", "nothing is sharded"),
         (4, {"offload": True, "replicate": -1}, "distributed.offload", "nothing is sharded"),
         (4, {"context_parallel": 3}, "distributed.context_parallel", "nproc_per_node is 4"),

@@ -42,17 +42,25 @@ def probed(folder: Path) -> Probed:
     return probe(base_on_meta(str(folder)))
 
 
+ROW_WISE = tuple(f"model.layers.{number}.mlp" for number in range(3))
 EXPECTED = {
-    "none": Probed(causal=True, loss_in_chunks=True),
+    "none": Probed(causal=True, loss_in_chunks=True, row_wise=ROW_WISE),
     "mixes": Probed(
-        True, "its packed samples are not computed as they are apart", loss_in_chunks=True
+        True,
+        "its packed samples are not computed as they are apart",
+        loss_in_chunks=True,
+        row_wise=ROW_WISE,
     ),
-    "scales logits": Probed(causal=True),
-    "caps logits": Probed(causal=True),
+    "scales logits": Probed(causal=True, row_wise=ROW_WISE),
+    "caps logits": Probed(causal=True, row_wise=ROW_WISE),
     **dict.fromkeys(
         ("past the layer", "chooses"),
         Probed(
-            True, None, True, {f"model.layers.{number}.extra": NO_EFFECT for number in range(3)}
+            True,
+            None,
+            True,
+            {f"model.layers.{number}.extra": NO_EFFECT for number in range(3)},
+            ROW_WISE,
         ),
     ),
 }

@@ -127,7 +127,8 @@ def _of_profile(profile: PodProfile) -> Capacity:
         else Machine("a node of this cluster", None)
     )
     if machine.shared_memory:  # of the worker pod, not of the pod that this process runs in
-        machine = replace(machine, memory=profile.memory_limit)
+        shared, own = profile.memory_limit or (None, 0)
+        machine = replace(machine, memory=shared, rank_memory=own)
     slots = profile.slots if profile.queue is None else QUEUE_SLOTS
     gpus = profile.ranks_per_node if profile.has_gpus else 0
     return Capacity(

@@ -54,6 +54,8 @@ class Machine:
     """
     shared_memory: bool = False
     """Whether all ranks of the host share `memory`."""
+    rank_memory: int = 0
+    """Bytes that each rank has besides its part of a shared `memory`."""
     heap_factor: float = 1.0
     """Memory that the process takes, as a multiple of its live tensors.
 
@@ -161,7 +163,7 @@ def usable_bytes(machine: Machine, spec: JobSpec) -> int | None:
     if machine.memory is None:
         return None
     ranks = spec.world_size // spec.distributed.nnodes if machine.shared_memory else 1
-    return int(machine.memory // ranks * USABLE)
+    return int((machine.memory // ranks + machine.rank_memory) * USABLE)
 
 
 def find_machine(name: str) -> Machine:

@@ -10,6 +10,7 @@ profile (`distributed.profile`), or gets the first one that its project may use.
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -41,6 +42,26 @@ Quantity = Annotated[
 ]
 """A number as Kubernetes writes it: `8Gi`, `1048576Ki`, `500m`, `2e9`."""
 Objects = list[dict[str, Any]]
+
+
+def _numbered(value: object) -> object:
+    """Keys of a map from priorities as numbers: Helm makes texts of all keys of values.
+
+    Raises ValueError for a number that is given twice, as `0` and `"0"`.
+    """
+    if not isinstance(value, Mapping):
+        return value
+    texts = {
+        key: int(key) for key in value if isinstance(key, str) and re.fullmatch(r"-?[0-9]+", key)
+    }
+    found = {texts.get(key, key): named for key, named in value.items()}
+    if len(found) < len(value):
+        raise ValueError("a priority is given twice: keep one")
+    return found
+
+
+ByPriority = BeforeValidator(_numbered)
+"""Mark of a map whose keys are priorities: whole numbers, or texts of them."""
 
 
 @dataclass(frozen=True)
@@ -93,8 +114,15 @@ class PodProfile(Strict):
     None: memory is not checked.
     """
     requests: dict[str, Quantity] = Field(default_factory=dict)
-    """Requests of a pod, without GPUs."""
+    """Requests of a pod, however many ranks it has, without GPUs."""
     limits: dict[str, Quantity] = Field(default_factory=dict)
+    """The same for its limits."""
+    requests_per_rank: dict[str, Quantity] = Field(default_factory=dict)
+    """What a pod requests besides for each of its ranks: processors, memory, network cards. With
+    `{cpu: 12, memory: 128Gi}` and nodes of 8 GPUs, a job of one GPU takes an eighth of a node.
+    """
+    limits_per_rank: dict[str, Quantity] = Field(default_factory=dict)
+    """The same for its limits."""
     node_selector: dict[str, str] = Field(default_factory=dict)
     tolerations: Annotated[Objects, Kind("Toleration")] = Field(default_factory=list)
     affinity: Annotated[dict[str, Any], Kind("Affinity")] = Field(default_factory=dict)
@@ -166,6 +194,11 @@ class PodProfile(Strict):
     """Group of the pods and of their volumes; None: the cluster chooses."""
     rendezvous_port: Annotated[int, Field(ge=1024, le=65535)] = 29400
     """Port of the rendezvous on the pod of node 0."""
+    network_policy: bool = True
+    """Give each attempt a NetworkPolicy: its pods reach each other, and besides only what other
+    policies allow. false: where policies are not wanted, or others make them; then whoever
+    reaches the pods reaches the rendezvous, which has no authentication.
+    """
 
     termination_grace_seconds: Annotated[int, Field(ge=10, le=86_400)] | None = None
     """Longest time that a pod may take to end once it is asked to: 25 for spot nodes with a notice
@@ -192,12 +225,12 @@ class PodProfile(Strict):
     """
     queue_priority_class: str | None = None
     """Kueue's WorkloadPriorityClass; ignored without `queue`."""
-    queue_priority_classes: dict[int, str] = Field(default_factory=dict)
+    queue_priority_classes: Annotated[dict[int, str], ByPriority] = Field(default_factory=dict)
     """A job's priority → Kueue's WorkloadPriorityClass: that of the highest number which is not
     above the job's. Lower ones get `queue_priority_class`. Empty: Kueue gets no priority, and a job
     with one says so. Only with `queue`.
     """
-    priority_classes: dict[int, Name] = Field(default_factory=dict)
+    priority_classes: Annotated[dict[int, Name], ByPriority] = Field(default_factory=dict)
     """The same for the pods' PriorityClass; lower ones get `priority_class`."""
 
     @model_validator(mode="after")
@@ -207,6 +240,15 @@ class PodProfile(Strict):
             fault = None if given is None else _fault_of(name, kind, given)
             if fault is not None:
                 raise ValueError(fault)
+        return self
+
+    @model_validator(mode="after")
+    def _gpus_once(self) -> PodProfile:
+        for name in ("requests_per_rank", "limits_per_rank"):
+            if self.gpu_resource is not None and self.gpu_resource in getattr(self, name):
+                raise ValueError(
+                    f"{name}: each rank has one {self.gpu_resource} by gpu_resource; leave it out"
+                )
         return self
 
     @model_validator(mode="after")
@@ -235,11 +277,23 @@ class PodProfile(Strict):
         """Whether pods have GPUs, one for each rank."""
         return bool(self.gpu_resource or self.resource_claims)
 
+    def resources(self, ranks: int) -> dict[str, dict[str, str]]:
+        """Return requests and limits of a pod of so many ranks, without GPUs."""
+        return {
+            "requests": _with_ranks(self.requests, self.requests_per_rank, ranks),
+            "limits": _with_ranks(self.limits, self.limits_per_rank, ranks),
+        }
+
     @property
-    def memory_limit(self) -> int | None:
-        """Bytes of memory that a pod may use; None: no limit is set."""
-        given = self.limits.get("memory")
-        return None if given is None else _bytes(given)
+    def memory_limit(self) -> tuple[int, int] | None:
+        """Bytes of memory that a pod may use: for all its ranks together, and for each of them
+        besides; None: no limit is set.
+        """
+        given = self.limits.get("memory"), self.limits_per_rank.get("memory")
+        if given == (None, None):
+            return None
+        shared, own = (0 if quantity is None else _bytes(quantity) for quantity in given)
+        return shared, own
 
     def class_of(self, priority: int) -> str | None:
         """Return the pods' PriorityClass for a job of this priority."""
@@ -302,9 +356,34 @@ _UNITS: Mapping[str, Decimal] = {
 
 def _bytes(quantity: str) -> int:
     """Parse a size, in bytes, rounded down."""
+    number, unit = _parts(quantity)
+    return int(number * _UNITS[unit])
+
+
+def _parts(quantity: str) -> tuple[Decimal, str]:
+    """Return the number and the unit of a quantity."""
     match = re.fullmatch(r"([0-9.]+(?:[eE][+-]?[0-9]+)?)([a-zA-Z]*)", str(quantity))
     assert match is not None, "the profile was validated"
-    return int(Decimal(match[1]) * _UNITS[match[2]])
+    return Decimal(match[1]), match[2]
+
+
+def _with_ranks(
+    shared: Mapping[str, str], each: Mapping[str, str], ranks: int
+) -> dict[str, str]:
+    """Return a pod's quantities: those that do not depend on its ranks, and those of each rank."""
+    return {**shared, **{name: _sum(shared.get(name), each[name], ranks) for name in each}}
+
+
+def _sum(shared: str | None, each: str, ranks: int) -> str:
+    """Return `shared + ranks * each` in their unit; if they have two, in none, or in thousandths,
+    rounded up.
+    """
+    number, unit = _parts(each)
+    more, its_unit = _parts(shared) if shared is not None else (Decimal(0), unit)
+    if its_unit == unit:
+        return f"{more + ranks * number:f}{unit}"
+    total = more * _UNITS[its_unit] + ranks * number * _UNITS[unit]
+    return f"{total:.0f}" if total == int(total) else f"{math.ceil(total * 1000)}m"
 
 
 @dataclass(frozen=True)

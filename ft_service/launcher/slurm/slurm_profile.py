@@ -72,7 +72,13 @@ class SlurmProfile(Strict):
     """
     cpus_per_rank: Annotated[int, Field(ge=1)] | None = None
     memory_per_node: Annotated[str, Field(pattern=r"^[0-9]+[KMGT]?$")] | None = None
-    """Memory as `--mem` takes it, such as `200G`; None: the partition's."""
+    """Memory of a node, however many ranks an attempt has there, as `--mem` takes it: `200G`. None:
+    the partition's.
+    """
+    memory_per_rank: Annotated[str, Field(pattern=r"^[0-9]+[KMGT]?$")] | None = None
+    """In its place the memory of each rank: with `100G` and nodes of 8 GPUs a job of one GPU takes
+    an eighth of a node's 800G.
+    """
     options: list[str] = Field(default_factory=list)
     """Further options of sbatch, each written `--name` or `--name=value`, such as
     `--reservation=tuning`.
@@ -107,6 +113,22 @@ class SlurmProfile(Strict):
                 "it is not a time limit of sbatch: write minutes, H:MM:SS or D-HH:MM:SS"
             )
         return None if value is None else text
+
+    @model_validator(mode="after")
+    def _one_memory(self) -> SlurmProfile:
+        if self.memory_per_node is not None and self.memory_per_rank is not None:
+            raise ValueError("memory_per_node and memory_per_rank are both set: leave out one")
+        return self
+
+    def memory_of(self, ranks: int) -> str | None:
+        """Return the memory of a node with so many ranks, as `--mem` takes it; None: the
+        partition's.
+        """
+        each = self.memory_per_rank
+        if each is None:
+            return self.memory_per_node
+        number = each.rstrip("KMGT")
+        return f"{ranks * int(number)}{each[len(number) :]}"
 
     @model_validator(mode="after")
     def _own_options(self) -> SlurmProfile:

@@ -46,7 +46,7 @@ _KILLED = {
     "DEADLINE": ("deadline_exceeded", "The attempt's batch job reached its deadline in Slurm."),
     "OUT_OF_MEMORY": (
         "out_of_memory",
-        "The attempt used more memory than Slurm gives it: raise memory_per_node in the Slurm "
+        "The attempt used more memory than Slurm gives it: raise its memory in the Slurm "
         "profile, or make the job "
         "smaller.",
     ),
@@ -112,12 +112,16 @@ def judge_exit(state: str | None, records: AttemptRecords) -> Exit | None:
 
     `state`: None: unknown.
 
-    What `is_conclusive` comes first; then causes that ranks cannot see; then errors of ranks that
+    What `is_conclusive` comes first, and of a stop who in Slurm wanted it; then causes that ranks cannot see; then errors of ranks that
     only lost their peers or could not stop.
     """
     reported = None if records.is_empty else conclude(records)
+    taken = _TAKEN | _PUT_BACK
     if reported is not None and is_conclusive(reported, records):
-        return reported
+        why = (taken | _HOST_LOST).get(state or "")
+        if reported.reason is not ExitReason.STOPPED or why is None:
+            return reported
+        return exit_of(ExitReason.STOPPED, f"{why} {reported.message}")
     if state in _KILLED:
         code, message = _KILLED[state]
         return exit_of(ExitReason.WORKER_KILLED, message, ErrorInfo(code=code, message=message))
@@ -127,7 +131,6 @@ def judge_exit(state: str | None, records: AttemptRecords) -> Exit | None:
             _HOST_LOST[state],
             ErrorInfo(code="worker_lost", message=_HOST_LOST[state]),
         )
-    taken = _TAKEN | _PUT_BACK
     if state in taken:
         return exit_of(ExitReason.STOPPED, taken[state])
     return reported

@@ -8,6 +8,7 @@ import pytest
 from ft_service.control.capacity import capacity_of, refuse_too_many, total_slots
 from ft_service.errors import SpecError
 from ft_service.settings import Settings
+from ft_service.plan.machines import USABLE, usable_bytes
 from ft_service.spec import DistributedOptions
 from tests.support.cluster_settings import cluster_settings
 from tests.support.reconciling import spec_of
@@ -53,6 +54,16 @@ def test_pods_without_gpus_have_the_memory_that_they_are_given(
     machine = capacity_of(settings).machine
     assert machine is not None
     assert machine.memory == memory
+
+
+@pytest.mark.parametrize("ranks", [1, 4])
+def test_memory_of_each_rank_is_a_ranks_whatever_their_number(tmp_path: Path, ranks: int) -> None:
+    limits = {"limits": {"memory": "8Gi"}, "limits_per_rank": {"memory": "2Gi"}}
+    settings = cluster_settings(tmp_path, hardware="cpu", gpu_resource=None, **limits)
+    machine = capacity_of(settings).machine
+    assert machine is not None
+    usable = usable_bytes(machine, spec_of("j", distributed=DistributedOptions(nproc_per_node=ranks)))
+    assert usable == int((8 // ranks + 2) * 2**30 * USABLE)
 
 
 def test_with_a_queue_the_cluster_counts(tmp_path: Path) -> None:

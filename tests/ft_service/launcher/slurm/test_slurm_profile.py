@@ -26,6 +26,7 @@ def written(folder: Path, **values: Any) -> Path:
         ({"gres": "gpu --wrap=x"}, "gres"),
         ({"time": "soon"}, "it is not a time limit of sbatch"),
         ({"memory_per_node": "much"}, "memory_per_node"),
+        ({"memory_per_node": "8G", "memory_per_rank": "1G"}, "memory_per_rank"),
         ({"options": ["reservation=x"]}, "is not written as --name or --name=value"),
         ({"options": ["--reservation x"]}, "is not written as --name or --name=value"),
         ({"options": ["--requeue"]}, "--requeue is the service's; leave it out"),

@@ -133,3 +133,25 @@ def test_a_waiting_job_says_why() -> None:
     assert is_lasting("PartitionTimeLimit")
     assert not is_lasting("Resources")
     assert not is_lasting("QOSMaxJobsPerUserLimit")
+
+
+@pytest.mark.parametrize(
+    ("state", "who"),
+    [
+        ("CANCELLED", "cancelled in Slurm"),
+        ("PREEMPTED", "preempted"),
+        ("NODE_FAIL", "node"),
+        ("REQUEUED", "queue"),
+        ("COMPLETED", ""),
+        (None, ""),
+    ],
+)
+def test_a_stop_says_who_in_slurm_wanted_it_and_where_training_goes_on(
+    state: str | None, who: str
+) -> None:
+    ended = judge_exit(state, AttemptRecords(1, {}, STOPPED))
+    assert ended is not None
+    assert ended.reason is ExitReason.STOPPED
+    assert who in ended.message
+    assert ended.message.startswith("Training") is not bool(who)
+    assert "step-4-a1" in ended.message

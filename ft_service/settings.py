@@ -19,6 +19,14 @@ ENGINE_JOBS = 8
 NO_HEADER_TEXT = (
     "holds a line break, or another character that no HTTP header can carry: give the key alone"
 )
+OTHER_VARIABLES = (
+    "FT_CACHE",
+    "FT_CACHE_BYTES",
+    "FT_TOKENS",
+    "FT_CHECKPOINT_ADAPTERS",
+    "FT_PASS_ENVIRONMENT",
+)
+"""Variables of the service's processes that are no fields of `Settings`."""
 _KEYS = ("inference_api_key", "wandb_api_key", "mlflow_token", "trackio_token")
 """Settings that are sent in headers."""
 

@@ -409,9 +409,7 @@ def _container(
         "securityContext": _CONFINED | {"capabilities": capabilities},
     }
     if profile.resource_claims:
-        resources["claims"] = [
-            {"name": claim["name"]} for claim in profile.resource_claims
-        ]
+        resources["claims"] = [{"name": claim["name"]} for claim in profile.resource_claims]
     if attempt.nodes > 1:
         container["ports"] = [
             {"name": "rendezvous", "containerPort": profile.rendezvous_port, "protocol": "TCP"}

@@ -18,7 +18,7 @@ from decimal import Decimal
 from pathlib import Path, PurePosixPath
 from typing import Annotated, Any, Literal
 
-from pydantic import BeforeValidator, Field, ValidationError, model_validator
+from pydantic import BeforeValidator, Field, ValidationError, WithJsonSchema, model_validator
 
 from ft_service.errors import SpecError
 from ft_service.spec import Strict, spec_error
@@ -35,10 +35,12 @@ def _as_text(value: object) -> object:
     return str(value) if isinstance(value, int | float) and not isinstance(value, bool) else value
 
 
+_QUANTITY = r"^([0-9]+\.?[0-9]*|\.[0-9]+)([KMGTPE]i|[numkMGTPE]|[eE][+-]?[0-9]{1,2})?$"
 Quantity = Annotated[
     str,
     BeforeValidator(_as_text),
-    Field(pattern=r"^([0-9]+\.?[0-9]*|\.[0-9]+)([KMGTPE]i|[numkMGTPE]|[eE][+-]?[0-9]{1,2})?$"),
+    Field(pattern=_QUANTITY),
+    WithJsonSchema({"type": ["string", "number"], "pattern": _QUANTITY}),
 ]
 """A number as Kubernetes writes it: `8Gi`, `1048576Ki`, `500m`, `2e9`."""
 Objects = list[dict[str, Any]]
@@ -60,8 +62,18 @@ def _numbered(value: object) -> object:
     return found
 
 
-ByPriority = BeforeValidator(_numbered)
-"""Mark of a map whose keys are priorities: whole numbers, or texts of them."""
+Priorities = Annotated[
+    dict[int, str],
+    BeforeValidator(_numbered),
+    WithJsonSchema(
+        {
+            "type": "object",
+            "patternProperties": {"^-?[0-9]+$": {"type": "string"}},
+            "additionalProperties": False,
+        }
+    ),
+]
+"""A map whose keys are priorities: whole numbers, or texts of them."""
 
 
 @dataclass(frozen=True)
@@ -225,12 +237,12 @@ class PodProfile(Strict):
     """
     queue_priority_class: str | None = None
     """Kueue's WorkloadPriorityClass; ignored without `queue`."""
-    queue_priority_classes: Annotated[dict[int, str], ByPriority] = Field(default_factory=dict)
+    queue_priority_classes: Priorities = Field(default_factory=dict)
     """A job's priority → Kueue's WorkloadPriorityClass: that of the highest number which is not
     above the job's. Lower ones get `queue_priority_class`. Empty: Kueue gets no priority, and a job
     with one says so. Only with `queue`.
     """
-    priority_classes: Annotated[dict[int, Name], ByPriority] = Field(default_factory=dict)
+    priority_classes: Priorities = Field(default_factory=dict)
     """The same for the pods' PriorityClass; lower ones get `priority_class`."""
 
     @model_validator(mode="after")
@@ -367,9 +379,7 @@ def _parts(quantity: str) -> tuple[Decimal, str]:
     return Decimal(match[1]), match[2]
 
 
-def _with_ranks(
-    shared: Mapping[str, str], each: Mapping[str, str], ranks: int
-) -> dict[str, str]:
+def _with_ranks(shared: Mapping[str, str], each: Mapping[str, str], ranks: int) -> dict[str, str]:
     """Return a pod's quantities: those that do not depend on its ranks, and those of each rank."""
     return {**shared, **{name: _sum(shared.get(name), each[name], ranks) for name in each}}
 

@@ -62,7 +62,9 @@ def test_memory_of_each_rank_is_a_ranks_whatever_their_number(tmp_path: Path, ra
     settings = cluster_settings(tmp_path, hardware="cpu", gpu_resource=None, **limits)
     machine = capacity_of(settings).machine
     assert machine is not None
-    usable = usable_bytes(machine, spec_of("j", distributed=DistributedOptions(nproc_per_node=ranks)))
+    usable = usable_bytes(
+        machine, spec_of("j", distributed=DistributedOptions(nproc_per_node=ranks))
+    )
     assert usable == int((8 // ranks + 2) * 2**30 * USABLE)
 
 

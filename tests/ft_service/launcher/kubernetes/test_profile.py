@@ -282,7 +282,10 @@ def test_what_is_no_quantity_of_kubernetes_is_refused(tmp_path: Path, given: str
 
 def test_priorities_may_be_texts_as_helm_makes_them() -> None:
     """Keys of Helm's values are texts, whatever they were in the file."""
-    given = {"queue_priority_classes": {"0": "normal", "-5": "low"}, "priority_classes": {"10": "p"}}
+    given = {
+        "queue_priority_classes": {"0": "normal", "-5": "low"},
+        "priority_classes": {"10": "p"},
+    }
     profile = PodProfile.model_validate({**LOCAL, "queue": "training", **given})
     assert profile.queue_priority_classes == {0: "normal", -5: "low"}
     assert (profile.class_of(9), profile.class_of(10)) == (None, "p")

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from functools import partial
 from typing import TYPE_CHECKING
 
-from ft_service.control.capacity import host_of_profile
+from ft_service.control.capacity import capacity_of, host_of_profile
 from ft_service.engines.engine_directory import EngineDirectory
 from ft_service.engines.engine_launcher import ClusterEngineLauncher, EngineLauncher
 from ft_service.errors import SpecError
@@ -69,6 +69,7 @@ def _slurm(settings: Settings) -> Launcher:
             "that.",
             param="FT_SLURM_PROFILE",
         )
+    _warn_without_memory(settings, "FT_SLURM_PROFILE", None)
     return SlurmLauncher(profile, site)
 
 
@@ -97,6 +98,7 @@ def _kubernetes(settings: Settings, move_host: Callable[[str, str], None]) -> li
         if host is not None and not launchers:  # jobs of the time when the file was one profile
             move_host(f"kubernetes/{site.namespace}", host)
         _warn_without_kueue(cluster, profile)
+        _warn_without_memory(settings, "FT_POD_PROFILE", name)
         launcher = KubernetesLauncher(
             cluster, profile, site, host=host, lists=site.namespace not in listed
         )
@@ -107,6 +109,23 @@ def _kubernetes(settings: Settings, move_host: Callable[[str, str], None]) -> li
             show = partial(EngineDirectory.show, home=settings.home)
             launchers.append(ClusterEngineLauncher(launcher, Places.of(settings).engines_dir, show))
     return launchers
+
+
+def _warn_without_memory(settings: Settings, setting: str, profile: str | None) -> None:
+    """Log that no engine will form by itself: where the memory of the nodes is not known, ranks
+    choose what is "auto", each for its own job.
+    """
+    machine = capacity_of(settings, profile).machine
+    if not settings.seats or machine is None or machine.memory is not None:
+        return
+    log.warning(
+        "FT_ENGINE_JOBS = %d, and %s%s does not say how much memory a rank has: jobs that leave "
+        'options at "auto" run without an engine. Set hardware; for hardware without GPUs of its '
+        "own (cpu), also limits or limits_per_rank with memory.",
+        settings.seats,
+        setting,
+        "" if profile is None else f" (profiles.{profile})",
+    )
 
 
 def _warn_without_kueue(cluster: Cluster, profile: PodProfile) -> None:

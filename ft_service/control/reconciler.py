@@ -172,7 +172,7 @@ class Reconciler:
             self.wake,
             options.check,
             options.admission,
-            shares_adapters=not options.engines.mounts,
+            engines=options.engines,
         )
         self._queue_first = self._new_first = False
         self._looked = self._busy = 0

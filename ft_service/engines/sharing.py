@@ -73,7 +73,7 @@ def share_key(
         or options.offload
     ):
         return None
-    if any(is_open(spec, option) for option in (*FITTED, COMPILE, RATE)) or options.compile:
+    if options_left_open(spec) or options.compile:
         return None
     common = {
         "model": spec.model.model_dump(mode="json"),
@@ -84,6 +84,11 @@ def share_key(
         "copies": mesh_shape(options.replicate, spec.world_size)[0],
     }
     return hashlib.sha256(json.dumps(common, sort_keys=True).encode()).hexdigest()
+
+
+def options_left_open(spec: JobSpec) -> list[str]:
+    """Return the options (dotted) that ranks still choose: a job with one has no share_key."""
+    return [option for option in (*FITTED, COMPILE, RATE) if is_open(spec, option)]
 
 
 def _is_worth(seat: SeatSize, *, by_gain: bool) -> bool:

@@ -155,3 +155,32 @@ def test_every_profile_must_have_the_run_directories(
             cluster_settings(tmp_path, **volumes, profiles={"a": {}, "b": {"volume_mounts": []}}),
             new_store(tmp_path),
         )
+
+
+@pytest.mark.parametrize(
+    ("profile", "engine_jobs", "warns"),
+    [
+        ({}, 8, True),
+        ({"hardware": "cpu", "gpu_resource": None}, 8, True),
+        ({"hardware": "cpu", "gpu_resource": None, "limits": {"memory": "4Gi"}}, 8, False),
+        ({"hardware": "H100"}, 8, False),
+        ({}, None, False),
+    ],
+)
+def test_the_log_says_where_no_engine_will_form(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    profile: dict[str, Any],
+    engine_jobs: int | None,
+    warns: bool,
+) -> None:
+    """Because the memory of a rank is not known, and so what is "auto" stays open."""
+    monkeypatch.setattr(cluster_module, "Cluster", ClosedCluster)
+    volumes = {"volume_mounts": [{"name": "home", "mountPath": str(tmp_path)}], "namespace": "ft"}
+    settings = cluster_settings(tmp_path, **volumes, **profile)
+    new_launchers(settings.model_copy(update={"engine_jobs": engine_jobs}))
+    told = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
+    assert [text.startswith("FT_ENGINE_JOBS = 8, and FT_POD_PROFILE") for text in told] == (
+        [True] if warns else []
+    )

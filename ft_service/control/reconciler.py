@@ -574,6 +574,9 @@ class Reconciler:
                 job.pending or "its log says why",
                 extra=lost,
             )
+        if job.state is State.FAILED and before.state is not State.FAILED:
+            reason = job.reason.value if job.reason else ""
+            self._meters.count_failure(job.project_id, reason)
         if (before.state, before.phase) != (job.state, job.phase):
             moved = fields(
                 state=job.state.value,

@@ -112,8 +112,8 @@ def judge_exit(state: str | None, records: AttemptRecords) -> Exit | None:
 
     `state`: None: unknown.
 
-    What `is_conclusive` comes first, and of a stop who in Slurm wanted it; then causes that ranks cannot see; then errors of ranks that
-    only lost their peers or could not stop.
+    What `is_conclusive` comes first, and of a stop who in Slurm wanted it; then causes that ranks
+    cannot see; then errors of ranks that only lost their peers or could not stop.
     """
     reported = None if records.is_empty else conclude(records)
     taken = _TAKEN | _PUT_BACK

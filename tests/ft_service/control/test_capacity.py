@@ -7,8 +7,8 @@ import pytest
 
 from ft_service.control.capacity import capacity_of, refuse_too_many, total_slots
 from ft_service.errors import SpecError
-from ft_service.settings import Settings
 from ft_service.plan.machines import USABLE, usable_bytes
+from ft_service.settings import Settings
 from ft_service.spec import DistributedOptions
 from tests.support.cluster_settings import cluster_settings
 from tests.support.reconciling import spec_of

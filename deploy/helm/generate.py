@@ -290,7 +290,10 @@ TEMPLATES: dict[str, Template] = {
         labelled=False,
     ),
     "rules": Template(
-        "components/monitoring/rules.yaml", when=".Values.monitoring", labelled=False
+        "components/monitoring/rules.yaml",
+        (("runbook_url: docs/runbook.md", "runbook_url: {{ .Values.runbookUrl }}"),),
+        when=".Values.monitoring",
+        labelled=False,
     ),
     "ingress": Template(
         "components/ingress/ingress.yaml",

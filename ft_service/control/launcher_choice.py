@@ -18,8 +18,8 @@ from ft_service.launcher.local_launcher import LocalLauncher
 from ft_service.launcher.protocol import Launcher
 from ft_service.launcher.slurm.batch_script import SlurmSite, notice_seconds
 from ft_service.launcher.slurm.slurm_commands import missing_commands
-from ft_service.launcher.slurm.slurm_launcher import SlurmLauncher
-from ft_service.launcher.slurm.slurm_profile import load_slurm_profile
+from ft_service.launcher.slurm.slurm_launcher import PLACE, SlurmLauncher
+from ft_service.launcher.slurm.slurm_profile import SlurmProfile, load_slurm_profiles
 from ft_service.settings import Settings
 from ft_service.storage.locations import Places
 
@@ -46,13 +46,12 @@ def new_launchers(settings: Settings, move_host: Callable[[str, str], None]) -> 
         )
         return [EngineLauncher(ranks, Places.of(settings).engines_dir)]
     if settings.launcher == "slurm":
-        return [ClusterEngineLauncher(_slurm(settings), Places.of(settings).engines_dir)]
+        return _slurm(settings, move_host)
     return _kubernetes(settings, move_host)
 
 
-def _slurm(settings: Settings) -> Launcher:
+def _slurm(settings: Settings, move_host: Callable[[str, str], None]) -> list[Launcher]:
     assert settings.slurm_profile is not None, "the settings demand one"
-    profile = load_slurm_profile(settings.slurm_profile)
     if missing := missing_commands():
         raise SpecError(
             f"FT_LAUNCHER = slurm: {' and '.join(missing)} cannot be found here. Install Slurm's "
@@ -61,6 +60,20 @@ def _slurm(settings: Settings) -> Launcher:
             param="FT_LAUNCHER",
         )
     site = SlurmSite(settings.home, settings.stop_grace_seconds)
+    launchers: list[Launcher] = []
+    for name, profile in load_slurm_profiles(settings.slurm_profile).by_name.items():
+        _refuse_short_time(profile, site)
+        _warn_without_memory(settings, "FT_SLURM_PROFILE", name)
+        host = PLACE if name is None else host_of_profile("slurm", name)
+        if name is not None and not launchers:  # jobs of the time when the file was one profile
+            move_host(PLACE, host)
+        launcher = SlurmLauncher(profile, site, host=host, lists=not launchers)
+        launchers.append(ClusterEngineLauncher(launcher, Places.of(settings).engines_dir))
+    return launchers
+
+
+def _refuse_short_time(profile: SlurmProfile, site: SlurmSite) -> None:
+    """Raise SpecError for a time limit in which an attempt would hardly train."""
     if profile.time_seconds is not None and profile.time_seconds <= 2 * notice_seconds(site):
         raise SpecError(
             f"FT_SLURM_PROFILE: time = {profile.time!r}: an attempt must stop "
@@ -69,8 +82,6 @@ def _slurm(settings: Settings) -> Launcher:
             "that.",
             param="FT_SLURM_PROFILE",
         )
-    _warn_without_memory(settings, "FT_SLURM_PROFILE", None)
-    return SlurmLauncher(profile, site)
 
 
 def new_describe_pods(settings: Settings) -> DescribePods:
@@ -94,7 +105,7 @@ def _kubernetes(settings: Settings, move_host: Callable[[str, str], None]) -> li
         cluster, site = _cluster(settings, profile)
         from ft_service.launcher.kubernetes.kubernetes_launcher import KubernetesLauncher
 
-        host = None if name is None else host_of_profile(name)
+        host = None if name is None else host_of_profile("kubernetes", name)
         if host is not None and not launchers:  # jobs of the time when the file was one profile
             move_host(f"kubernetes/{site.namespace}", host)
         _warn_without_kueue(cluster, profile)

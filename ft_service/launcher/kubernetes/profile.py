@@ -2,10 +2,8 @@
 job cannot change them.
 
 Fields with Kubernetes objects (tolerations, volumes, …) take them as in a pod's manifest; an
-unknown field in one is refused by its path. The file is one profile, or several
-by name under `profiles`: types of GPUs, pools, spot nodes, namespaces of projects. Fields beside
-`profiles` are shared; a field of a profile replaces the shared one as a whole. A job names its
-profile (`distributed.profile`), or gets the first one that its project may use.
+unknown field in one is refused by its path. A file may hold several profiles: types of GPUs, pools,
+spot nodes, namespaces of projects (ft_service/launcher/profiles.py).
 """
 
 from __future__ import annotations
@@ -18,11 +16,10 @@ from decimal import Decimal
 from pathlib import Path, PurePosixPath
 from typing import Annotated, Any, Literal
 
-from pydantic import BeforeValidator, Field, ValidationError, WithJsonSchema, model_validator
+from pydantic import BeforeValidator, Field, WithJsonSchema, model_validator
 
-from ft_service.errors import SpecError
-from ft_service.spec import Strict, spec_error
-from ft_service.spec.yaml_loader import read_yaml_setting
+from ft_service.launcher.profiles import Profiles, read_profiles
+from ft_service.spec import Strict
 
 ServiceAccountFolder = Path("/var/run/secrets/kubernetes.io/serviceaccount")
 QUEUE_SLOTS = 4096
@@ -396,48 +393,10 @@ def _sum(shared: str | None, each: str, ranks: int) -> str:
     return f"{total:.0f}" if total == int(total) else f"{math.ceil(total * 1000)}m"
 
 
-@dataclass(frozen=True)
-class PodProfiles:
-    """The profiles of a file."""
-
-    by_name: Mapping[str | None, PodProfile]
-    """In the file's order. None: the file is one profile, which has no name."""
-
-    @property
-    def first(self) -> PodProfile:
-        """The profile of pods that belong to no job: they describe bases."""
-        return next(iter(self.by_name.values()))
-
-    def choose(self, name: str | None, project: str | None) -> str | None:
-        """Return the name of the profile of a job that asks for `name` (None: for none), of a
-        project (None: of any).
-
-        Raises SpecError if there is no such profile for the project.
-        """
-        if name is None and None in self.by_name:
-            return None
-        allowed = [
-            key
-            for key, profile in self.by_name.items()
-            if project is None or profile.projects is None or project in profile.projects
-        ]
-        if name is None and allowed:
-            return allowed[0]
-        if name is not None and name in allowed:
-            return name
-        named = ", ".join(key for key in allowed if key is not None)
-        choice = (
-            f"Choose from {named}, or leave it out."
-            if named
-            else "Leave it out."
-            if None in self.by_name
-            else ""
-        )
-        choice = choice or "The operator has to give it one (projects in FT_POD_PROFILE)."
-        raise SpecError(
-            f"distributed.profile = {name!r}: this project has no such kind of pods. {choice}",
-            param="distributed.profile",
-        )
+PodProfiles = Profiles[PodProfile]
+"""The profiles of a file; the first is also that of pods that belong to no job: they describe
+bases.
+"""
 
 
 def load_profiles(path: Path) -> PodProfiles:
@@ -445,39 +404,8 @@ def load_profiles(path: Path) -> PodProfiles:
 
     Raises SpecError that names the file, the profile and the field.
     """
-    where = f"FT_POD_PROFILE = {path}"
-    given = read_yaml_setting("FT_POD_PROFILE", path)
-    if not isinstance(given, dict) or "profiles" not in given:
-        return PodProfiles({None: _validated(given, where)})
-    shared = {key: value for key, value in given.items() if key != "profiles"}
-    own = given["profiles"]
-    if not isinstance(own, dict) or not own or not all(_is_name(name) for name in own):
-        message = (
-            f"{where}: profiles: give each a name (lower-case letters, digits and hyphens, "
-            "at most 40) and its fields."
-        )
-        raise SpecError(message, param="FT_POD_PROFILE")
-    found = {
-        name: _validated({**shared, **(fields or {})}, f"{where}: profiles.{name}")
-        for name, fields in own.items()
-    }
-    return PodProfiles(found)
-
-
-def _is_name(name: object) -> bool:
-    return (
-        isinstance(name, str)
-        and re.fullmatch(r"[a-z0-9]([-a-z0-9]{0,38}[a-z0-9])?", name) is not None
-    )
-
-
-def _validated(given: object, where: str) -> PodProfile:
-    try:
-        return PodProfile.model_validate(given)
-    except ValidationError as error:
-        raise SpecError(
-            f"{where}: {spec_error(error, PodProfile).message}", param="FT_POD_PROFILE"
-        ) from None
+    setting = "FT_POD_PROFILE"
+    return Profiles(read_profiles(setting, path, PodProfile), setting, "kind of pods")
 
 
 def own_namespace(folder: Path = ServiceAccountFolder) -> str | None:

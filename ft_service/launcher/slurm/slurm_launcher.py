@@ -50,6 +50,8 @@ from ft_service.spec import JobSpec
 
 log = logging.getLogger(__name__)
 
+PLACE = "slurm"
+"""Host of jobs where there is one profile."""
 QUEUE_SLOTS = 4096
 """Ranks of jobs in Slurm's queue at once."""
 QUEUE_AGE_SECONDS = 3.0
@@ -92,7 +94,6 @@ class _Postponed:
 class SlurmLauncher:
     """Runs attempts as batch jobs of this process's user. For one thread."""
 
-    host = "slurm"
     slots = QUEUE_SLOTS
     counts = False
     slots_name_gpus = False
@@ -102,9 +103,16 @@ class SlurmLauncher:
         profile: SlurmProfile,
         site: SlurmSite,
         *,
+        host: str = PLACE,
+        lists: bool = True,
         commands: SlurmCommands | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
+        """`host`: its name in the database. `lists`: whether `unfinished` lists the batch jobs;
+        False: another launcher's does.
+        """
+        self.host = host
+        self._lists = lists
         self._profile = profile
         self._site = site
         self._commands = commands or SlurmCommands()
@@ -239,7 +247,7 @@ class SlurmLauncher:
     def unfinished(self) -> list[ListedAttempt]:
         """Return the batch jobs of this installation, known by their comment, that are not over."""
         try:
-            jobs = self._commands.jobs()
+            jobs = self._commands.jobs() if self._lists else []
         except (SlurmAwayError, SlurmRefusedError) as error:
             raise LaunchError(f"Slurm does not answer: {error}") from error
         ours = [

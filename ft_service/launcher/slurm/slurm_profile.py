@@ -1,6 +1,7 @@
-"""Slurm profile: the operator's settings of batch jobs, in a YAML file named by FT_SLURM_PROFILE.
+"""Slurm profiles: the operator's settings of batch jobs, in a YAML file named by FT_SLURM_PROFILE.
 
-A job cannot change them.
+A job cannot change them. A file may hold several: accounts of projects, partitions, types of GPUs
+(ft_service/launcher/profiles.py).
 """
 
 from __future__ import annotations
@@ -10,11 +11,10 @@ import sys
 from pathlib import Path
 from typing import Annotated
 
-from pydantic import Field, ValidationError, field_validator, model_validator
+from pydantic import Field, field_validator, model_validator
 
-from ft_service.errors import SpecError
-from ft_service.spec import Strict, spec_error
-from ft_service.spec.yaml_loader import read_yaml_setting
+from ft_service.launcher.profiles import Profiles, read_profiles
+from ft_service.spec import Strict
 
 RENDEZVOUS_PORTS = 1000
 """Number of ports from `rendezvous_port` on; the batch job's number selects one."""
@@ -48,6 +48,11 @@ _OWN = {
 
 class SlurmProfile(Strict):
     """Settings of the batch jobs of attempts."""
+
+    projects: list[str] | None = None
+    """Ids of the projects whose jobs may use it; None: all. [] keeps a profile for the jobs that
+    have it and gives it to no new one.
+    """
 
     ranks_per_node: Annotated[int, Field(ge=1, le=64)]
     """Largest number of ranks on one node: its GPUs. `nproc_per_node: auto` takes so many."""
@@ -160,11 +165,10 @@ class SlurmProfile(Strict):
         return seconds or None
 
 
-def load_slurm_profile(path: Path) -> SlurmProfile:
-    """Read a profile. Raises SpecError that names the file and the field."""
-    given = read_yaml_setting("FT_SLURM_PROFILE", path)
-    try:
-        return SlurmProfile.model_validate(given)
-    except ValidationError as error:
-        message = spec_error(error, SlurmProfile).message
-        raise SpecError(f"FT_SLURM_PROFILE = {path}: {message}", param="FT_SLURM_PROFILE") from None
+def load_slurm_profiles(path: Path) -> Profiles[SlurmProfile]:
+    """Read the profiles of a file.
+
+    Raises SpecError that names the file, the profile and the field.
+    """
+    setting = "FT_SLURM_PROFILE"
+    return Profiles(read_profiles(setting, path, SlurmProfile), setting, "kind of batch jobs")

@@ -184,3 +184,24 @@ def test_the_log_says_where_no_engine_will_form(
     assert [text.startswith("FT_ENGINE_JOBS = 8, and FT_POD_PROFILE") for text in told] == (
         [True] if warns else []
     )
+
+
+def test_each_slurm_profile_has_a_launcher_and_the_first_takes_over_what_ran_before(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(launcher_choice, "missing_commands", list)
+    store = new_store(tmp_path)
+    add_job(store, host="slurm")
+    (before,) = new_launchers(slurm_settings(tmp_path), store)
+    assert (before.host, get(store).host) == ("slurm", "slurm")
+    profiles = {"vision": {"projects": ["proj_1"], "account": "v"}, "others": {"gres": "gpu:l4"}}
+    settings = slurm_settings(tmp_path, {"profiles": profiles})
+    launchers = new_launchers(settings, store)
+    assert [launcher.host for launcher in launchers] == ["slurm/vision", "slurm/others"]
+    assert get(store).host == "slurm/vision"
+    assert capacity_of(settings, None, "proj_1").host == "slurm/vision"
+    others = capacity_of(settings, None, "proj_2")
+    assert (others.host, others.place) == ("slurm/others", "a node of the profile others")
+    with pytest.raises(SpecError, match="no such kind of batch jobs"):
+        capacity_of(settings, "vision", "proj_2")
+    store.close()

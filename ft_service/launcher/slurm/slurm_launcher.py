@@ -41,6 +41,7 @@ from ft_service.launcher.slurm.slurm_states import (
     judge_exit,
     standing,
     waiting_text,
+    with_cause,
 )
 from ft_service.rundir.attempt import Attempt
 from ft_service.rundir.attempt_outcome import exit_of, killed_exit, recorded_exit
@@ -328,6 +329,7 @@ class SlurmLauncher:
         ended = recorded_exit(attempt, lambda records: judge_exit(state, records))
         if ended is not None:
             attempt.write_exit(ended)
+            ended = with_cause(state, ended, attempt.readable_control())
         seen = Ended(ended, newest_step(attempt.run))
         if ended is not None and ended.reason is ExitReason.STOPPED and not attempt.has_segment(0):
             return replace(seen, delay_seconds=TAKEN_SECONDS)

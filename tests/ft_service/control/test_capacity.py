@@ -95,7 +95,8 @@ def test_each_profile_has_a_capacity_and_a_host_of_its_own(tmp_path: Path) -> No
 
 def test_where_no_profiles_are_one_is_refused(tmp_path: Path) -> None:
     with pytest.raises(
-        SpecError, match=r"distributed.profile = 'h100': this service does not run jobs as pods"
+        SpecError,
+        match=r"distributed.profile = 'h100': this service does not run jobs in a cluster",
     ):
         capacity_of(Settings(home=tmp_path), "h100")
 

@@ -27,7 +27,7 @@ def new_launchers(settings: Settings, store: Store | None = None) -> list[Launch
 
 def slurm_settings(folder: Path, profile: dict[str, Any] | None = None, **values: Any) -> Settings:
     path = folder / "slurm-profile.yaml"
-    path.write_text(yaml.safe_dump({"ranks_per_node": 4, **(profile or {})}))
+    path.write_text(yaml.safe_dump({"ranks_per_node": 4, **(profile or {})}, sort_keys=False))
     database = f"sqlite:///{folder / 'ft.db'}"
     return Settings(
         **{

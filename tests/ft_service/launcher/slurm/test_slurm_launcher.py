@@ -34,7 +34,7 @@ from tests.cluster.slurm import SlurmCluster, missing_parts
 from tests.support.attempts import wait_for
 from tests.support.engines import ENGINE_PROGRAM, add_sharing_job
 from tests.support.environment import has_name
-from tests.support.reconciling import PROJECT, add_job, get, new_reconciler, new_store
+from tests.support.reconciling import PROJECT, add_job, get, messages, new_reconciler, new_store
 from tests.support.service import Server, submit, upload, wait_until, wait_until_step
 
 pytestmark = pytest.mark.skipif(
@@ -201,6 +201,7 @@ def test_an_attempt_that_an_operator_cancels_is_no_failure(
     wait_for(lambda: reconciler.step() and get(store).state is State.SUCCEEDED, SECONDS, every=0.1)
     job = get(store)
     assert (job.attempt, job.failures) == (2, 0)
+    assert any("was cancelled in Slurm. Training has stopped" in text for text in messages(store))
     reconciler.close()
     store.close()
 

@@ -80,13 +80,11 @@ def test_a_file_that_is_none_is_named(tmp_path: Path) -> None:
 
 
 def test_a_project_gets_the_account_that_is_its_own(tmp_path: Path) -> None:
-    several = written(
-        tmp_path,
-        partition="gpu",
-        profiles={
-            "vision": {"projects": ["proj_1"], "account": "vision"},
-            "others": {"account": "shared", "partition": "a100", "gres": "gpu:a100"},
-        },
+    several = tmp_path / "several.yaml"
+    several.write_text(
+        "{ranks_per_node: 8, partition: gpu, profiles: {"
+        "vision: {projects: [proj_1], account: vision}, "
+        "others: {account: shared, partition: a100, gres: 'gpu:a100'}}}"
     )
     profiles = load_slurm_profiles(several)
     mine, theirs = (profiles.by_name[profiles.choose(None, of)] for of in ("proj_1", "proj_2"))

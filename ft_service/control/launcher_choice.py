@@ -68,6 +68,9 @@ def _slurm(settings: Settings, move_host: Callable[[str, str], None]) -> list[La
         if name is not None and not launchers:  # jobs of the time when the file was one profile
             move_host(PLACE, host)
         launcher = SlurmLauncher(profile, site, host=host, lists=not launchers)
+        if (why := launcher.refusal()) is not None:  # not refused: jobs that run are to be observed
+            where = "" if name is None else f" (profiles.{name})"
+            log.error("FT_SLURM_PROFILE%s: Slurm refuses every job: %s", where, why)
         launchers.append(ClusterEngineLauncher(launcher, Places.of(settings).engines_dir))
     return launchers
 

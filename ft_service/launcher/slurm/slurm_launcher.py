@@ -46,7 +46,7 @@ from ft_service.launcher.slurm.slurm_states import (
 from ft_service.rundir.attempt import Attempt
 from ft_service.rundir.attempt_outcome import exit_of, killed_exit, recorded_exit
 from ft_service.rundir.checkpoints import newest_step
-from ft_service.rundir.documents import Control, Desired, ExitReason, Launched
+from ft_service.rundir.documents import Control, Desired, ExitReason, Launched, Start
 from ft_service.spec import JobSpec
 
 log = logging.getLogger(__name__)
@@ -126,6 +126,14 @@ class SlurmLauncher:
         """Cancelled batch jobs whose supervisors were notified → deadline of their end (monotonic
         clock).
         """
+
+    def refusal(self) -> str | None:
+        """Return in Slurm's words why it refuses every job of the profile: a partition, an account
+        or a QOS that there is not; None: it does not, or says nothing now. Nothing is submitted.
+        """
+        start = Start(job_id="none", attempt=1, world_size=1, generation=1, checkpoint=None)
+        described = start, self._site.home, self._profile, self._site
+        return self._commands.refusal(sbatch_arguments(*described), batch_script(*described))
 
     @property
     def away_seconds(self) -> float:

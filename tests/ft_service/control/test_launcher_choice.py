@@ -12,6 +12,7 @@ from ft_service.engines.engine_launcher import ClusterEngineLauncher, EngineLaun
 from ft_service.errors import SpecError
 from ft_service.launcher.kubernetes import cluster as cluster_module
 from ft_service.launcher.protocol import Launcher, ListsAttempts
+from ft_service.launcher.slurm.slurm_launcher import SlurmLauncher
 from ft_service.settings import Settings
 from ft_service.spec import DistributedOptions
 from ft_service.store.sql import Store
@@ -44,6 +45,7 @@ def test_slurm_is_chosen_where_its_commands_are(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(launcher_choice, "missing_commands", list)
+    monkeypatch.setattr(SlurmLauncher, "refusal", lambda self: None)
     (launcher,) = new_launchers(slurm_settings(tmp_path))
     assert isinstance(launcher, ClusterEngineLauncher)
     assert isinstance(launcher, ListsAttempts)
@@ -59,6 +61,7 @@ def test_a_time_limit_that_leaves_no_time_to_train_is_refused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(launcher_choice, "missing_commands", list)
+    monkeypatch.setattr(SlurmLauncher, "refusal", lambda self: None)
     with pytest.raises(SpecError, match=r"FT_SLURM_PROFILE: time = '4'.*120 seconds before"):
         new_launchers(slurm_settings(tmp_path, {"time": "4"}))
     assert new_launchers(slurm_settings(tmp_path, {"time": "5"}))
@@ -187,9 +190,12 @@ def test_the_log_says_where_no_engine_will_form(
 
 
 def test_each_slurm_profile_has_a_launcher_and_the_first_takes_over_what_ran_before(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(launcher_choice, "missing_commands", list)
+    monkeypatch.setattr(
+        SlurmLauncher, "refusal", lambda self: "nosuch" if "others" in self.host else None
+    )
     store = new_store(tmp_path)
     add_job(store, host="slurm")
     (before,) = new_launchers(slurm_settings(tmp_path), store)
@@ -199,6 +205,8 @@ def test_each_slurm_profile_has_a_launcher_and_the_first_takes_over_what_ran_bef
     launchers = new_launchers(settings, store)
     assert [launcher.host for launcher in launchers] == ["slurm/vision", "slurm/others"]
     assert get(store).host == "slurm/vision"
+    (told,) = [record.getMessage() for record in caplog.records if record.levelname == "ERROR"]
+    assert told.startswith("FT_SLURM_PROFILE (profiles.others): ")
     assert capacity_of(settings, None, "proj_1").host == "slurm/vision"
     others = capacity_of(settings, None, "proj_2")
     assert (others.host, others.place) == ("slurm/others", "a node of the profile others")

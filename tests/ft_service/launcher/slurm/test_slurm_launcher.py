@@ -344,6 +344,11 @@ def test_an_engine_that_slurm_preempts_costs_its_jobs_nothing(
     store.close()
 
 
+def profiled(home: Path, **values: Any) -> SlurmLauncher:
+    profile = SlurmProfile.model_validate(profile_for(home, "succeed", **values))
+    return SlurmLauncher(profile, SlurmSite(home))
+
+
 def test_a_job_waits_in_slurms_queue_and_can_be_cancelled_there(
     tmp_path: Path, cluster: SlurmCluster
 ) -> None:
@@ -352,7 +357,12 @@ def test_a_job_waits_in_slurms_queue_and_can_be_cancelled_there(
     refused = SlurmLauncher(
         SlurmProfile.model_validate(profile_for(tmp_path, "succeed", **values)), SlurmSite(tmp_path)
     )
-    attempt = OneAttempt(tmp_path, "succeed").handle
+    one = OneAttempt(tmp_path, "succeed")
+    attempt = one.handle
+    assert "eservation" in (refused.refusal() or "")
+    assert one.launcher.refusal() is None
+    assert "artition" in (profiled(tmp_path, partition="nosuch").refusal() or "")
+    assert not one.launcher.unfinished(), "nothing was submitted"
     with pytest.raises(LaunchError, match=r"Slurm refuses the job: .*eservation"):
         refused.start(attempt)
     assert isinstance(refused.observe(attempt), Ended)

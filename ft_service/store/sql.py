@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 from alembic import command
 from alembic.config import Config
@@ -137,7 +138,7 @@ class Store(Database):
                 file_bytes=int(connection.scalars(kept).one()),
                 webhooks_waiting=connection.scalars(unsent).one(),
                 projects=_projects(
-                    [tuple(row) for row in connection.execute(of_projects)],
+                    connection.execute(of_projects).all(),
                     {row[0]: row[1] for row in connection.execute(by_project)},
                 ),
             )
@@ -158,7 +159,7 @@ class Store(Database):
 
 
 def _projects(
-    rows: Sequence[tuple[str, str, int, float | None]], held: Mapping[str, int]
+    rows: Iterable[Sequence[Any]], held: Mapping[str, int]
 ) -> dict[str, ProjectStatistics]:
     """Return the numbers of projects. `rows`: (project, state, jobs, age of the oldest one that is
     queued). `held`: project → slots.

@@ -16,6 +16,7 @@ from typing import Any
 import jwt
 import pytest
 from cryptography.hazmat.primitives.asymmetric import ec
+from jwt.algorithms import ECAlgorithm
 from pydantic import SecretStr, ValidationError
 
 from api.http import oidc_provider
@@ -187,7 +188,7 @@ class Signer:
     def answer(self) -> bytes:
         """Return one document as discovery and as keys."""
         self.fetched += 1
-        public = json.loads(jwt.algorithms.ECAlgorithm.to_jwk(self.key.public_key()))
+        public = json.loads(ECAlgorithm.to_jwk(self.key.public_key()))
         named = {"issuer": self.issuer, "jwks_uri": f"{self.issuer}/keys", "keys": [public]}
         return json.dumps(named).encode()
 

@@ -1,7 +1,8 @@
 """Metrics of the service for Prometheus: modules update them, and the web layer exposes them.
 
 Names follow Prometheus: `_total` counts since this process began, `_seconds` are durations. Labels
-never contain a name or an id that a user chose. Values that the database knows are read at each
+never contain a name or an id that a user chose; of projects they have the id, of MOST_PROJECTS at
+most. Values that the database knows are read at each
 scrape instead (api/http/prometheus.py).
 """
 
@@ -11,7 +12,7 @@ import math
 import time
 from collections.abc import Callable
 
-from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, ProcessCollector
 
 STALLED_SECONDS = 300.0
 """Age of the reconciler's last turn at which a process counts as not ready.
@@ -21,9 +22,14 @@ Turns that store large results take minutes.
 HANGING_SECONDS = 900.0
 """Age at which it does not count as alive any more, and its cluster restarts it."""
 
-_SHORT = (0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 10, 60)
+_SHORT = (0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60)
 _NATS = (0.0001, 0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 1)
 _LONG = (0.1, 0.5, 1, 5, 15, 60, 300, 900, 3600, 4 * 3600, 24 * 3600)
+
+
+MOST_PROJECTS = 200
+"""Most projects that have series of their own; those of others are one, with OTHERS as project."""
+OTHERS = "others"
 
 
 class Meters:
@@ -40,8 +46,11 @@ class Meters:
         """Host → when its loop last began a turn."""
         self._away: list[Callable[[], float]] = []
         self._orphans: dict[str, int] = {}
+        self._projects: set[str] = set()
+        """Projects with series of their own."""
         self.registry = CollectorRegistry()
         registry = self.registry
+        ProcessCollector(registry=registry)
         self.requests = Histogram(
             "http_server_request_duration_seconds",
             "Requests by method, route and status, until the last byte of the answer.",
@@ -89,6 +98,17 @@ class Meters:
             "Turns that ended in an error, which the log holds.",
             registry=registry,
         )
+        self._failed = Counter(
+            "ft_project_jobs_failed",
+            "Jobs that have failed since this process began, by project and reason.",
+            ["project", "reason"],
+            registry=registry,
+        )
+        self.webhooks_given_up = Counter(
+            "ft_webhooks_given_up",
+            "Webhook deliveries that were tried for as long as they are, in vain.",
+            registry=registry,
+        )
         self.sampler_gap = Histogram(
             "ft_sampler_gap_nats",
             "Mean distance of the sampler's log-probabilities from the trainer's, once per "
@@ -114,6 +134,13 @@ class Meters:
             "not run in this process.",
             registry=registry,
         ).set_function(lambda: self.turn_age() if self._turned else math.nan)
+
+    def count_failure(self, project: str, reason: str) -> None:
+        """Record that a job of a project has failed."""
+        if len(self._projects) < MOST_PROJECTS:
+            self._projects.add(project)
+        shown = project if project in self._projects else OTHERS
+        self._failed.labels(shown, reason).inc()
 
     def observe_place(self, away: Callable[[], float]) -> None:
         """Report a place where attempts run.

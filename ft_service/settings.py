@@ -5,6 +5,8 @@ passed down.
 from __future__ import annotations
 
 import os
+from collections.abc import Iterable
+from difflib import get_close_matches
 from pathlib import Path
 from typing import Annotated, Literal
 from urllib.parse import SplitResult, urlsplit
@@ -19,6 +21,18 @@ ENGINE_JOBS = 8
 NO_HEADER_TEXT = (
     "holds a line break, or another character that no HTTP header can carry: give the key alone"
 )
+OTHER_VARIABLES = (
+    "FT_CACHE",
+    "FT_CACHE_BYTES",
+    "FT_TOKENS",
+    "FT_CHECKPOINT_ADAPTERS",
+    "FT_PASS_ENVIRONMENT",
+)
+"""Variables of the service's processes that are no fields of `Settings`."""
+_OF_OTHERS = ("FT_BASE_URL", "FT_API_KEY", "FT_TEST_RUN")
+"""Variables of clients and tests."""
+_MISSPELT = 0.85
+"""Likeness (difflib) from which on a name is taken to be a misspelt one."""
 _KEYS = ("inference_api_key", "wandb_api_key", "mlflow_token", "trackio_token")
 """Settings that are sent in headers."""
 
@@ -491,3 +505,21 @@ class Settings(BaseSettings):
     @property
     def runs_dir(self) -> Path:
         return self.home / "runs"
+
+
+def refuse_misspelt(names: Iterable[str]) -> None:
+    """Raise SpecError for the name of an environment variable that is nearly one of a setting, and
+    would be ignored. Other names that begin with FT_ may be anybody's.
+    """
+    settings = [f"FT_{name.upper()}" for name in Settings.model_fields]
+    known = {*settings, *OTHER_VARIABLES, *_OF_OTHERS}
+    for name in sorted(names):
+        if not name.startswith("FT_") or name in known:
+            continue
+        close = get_close_matches(name, (*settings, *OTHER_VARIABLES), n=1, cutoff=_MISSPELT)
+        if close:
+            raise SpecError(
+                f"{name} is no setting: did you mean {close[0]}? Else unset it, or give it a name "
+                "that does not begin with FT_.",
+                param=name,
+            )

@@ -15,6 +15,7 @@ from pydantic import Field, ValidationError
 from api.http.bodies import ArrivingBody, BodyTooLargeError
 from api.http.curve_cache import CurveCache
 from api.http.oidc_provider import OidcProvider
+from api.http.prometheus import ReadStatistics
 from api.http.request_limits import Rates
 from api.http.sample_answers import SampleAnswers
 from api.http.shared_polling import Watches
@@ -75,6 +76,11 @@ class Services:
     def provider(self) -> OidcProvider | None:
         """The provider that people sign in through; None: there is none."""
         return OidcProvider(self.settings) if self.settings.oidc_issuer else None
+
+    @cached_property
+    def statistics(self) -> ReadStatistics:
+        """Numbers over all projects, for scrapes of /metrics."""
+        return ReadStatistics(self.store)
 
     @cached_property
     def rates(self) -> Rates:

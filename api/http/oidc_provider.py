@@ -24,7 +24,7 @@ from urllib.parse import quote, urlencode, urlsplit
 
 import httpx2
 
-from api.http.person_grants import grants_of, read_groups, values_of
+from api.http.person_grants import Groups, GroupsFile, grants_of, values_of
 from ft_service.errors import AuthError, SpecError, UnavailableError
 from ft_service.settings import Settings
 from ft_service.store.tenants.people import STATE_SECONDS, SignOn
@@ -51,7 +51,9 @@ _SECONDS = 10.0
 _KEPT_SECONDS = 3600.0
 """Time after which the discovery document and the keys are fetched again."""
 _NEW_KEY_SECONDS = 60.0
-"""Shortest time between two fetches of the keys because of one that is not among them."""
+"""Shortest time between two fetches of the keys because of one that is not among them, or of a
+signature that is not theirs.
+"""
 _FAILED_SECONDS = 5.0
 """Time for which a document that could not be fetched is not asked for again: who waits for it is
 told so at once.
@@ -139,7 +141,7 @@ class OidcProvider:
             raise SpecError(message, param="FT_OIDC_ISSUER", code="missing_package") from None
         self._settings = settings
         self._secret = _client_secret(settings)
-        self._groups = read_groups(settings.oidc_groups) if settings.oidc_groups else None
+        self._groups = GroupsFile(settings.oidc_groups) if settings.oidc_groups else None
         self._documents: dict[str, tuple[float, dict[str, Any]]] = {}
         self._failures: dict[str, tuple[float, str]] = {}
         self._fetching = asyncio.Lock()
@@ -212,12 +214,29 @@ class OidcProvider:
         claims = await self._checked(id_token, sign_in.nonce)
         if not values_of(claims, self._settings.oidc_groups_claim):
             claims = await self._user_info(claims, tokens.get("access_token"))
-        return SignedIn(self._person(claims, sign_in.state), id_token)
+        self._refuse_left_out(claims)
+        groups = None if self._groups is None else await asyncio.to_thread(self._groups.current)
+        return SignedIn(self._person(claims, sign_in.state, groups), id_token)
 
-    def _person(self, claims: Mapping[str, Any], state: str) -> SignOn:
+    def _refuse_left_out(self, claims: Mapping[str, Any]) -> None:
+        """Raise AuthError for a person of so many groups that the provider only says where they
+        can be asked for (OpenID Connect Core 1.0, 5.6.2: distributed claims).
+        """
+        claim = self._settings.oidc_groups_claim
+        elsewhere = claims.get("_claim_names")
+        if values_of(claims, claim) or not isinstance(elsewhere, Mapping) or claim not in elsewhere:
+            return
+        raise AuthError(
+            f"{self.name} has left out your groups, since there are too many for a token (Entra "
+            "ID: more than 200). Its administrator can have it send only groups that are assigned "
+            "to this application.",
+            code="sign_in_refused",
+        )
+
+    def _person(self, claims: Mapping[str, Any], state: str, groups: Groups | None) -> SignOn:
         named = [claims.get(name) for name in ("email", "preferred_username", "name", "sub")]
         name = next(text for text in named if isinstance(text, str) and text)[:_NAME_CHARACTERS]
-        grants = grants_of(claims, self._settings.oidc_groups_claim, self._groups)
+        grants = grants_of(claims, self._settings.oidc_groups_claim, groups)
         return SignOn(
             identity=f"{claims['iss']} {claims['sub']}", name=name, grants=grants, state=state
         )
@@ -263,16 +282,10 @@ class OidcProvider:
 
         try:
             header = jwt.get_unverified_header(id_token)
-            key = await self._key(header)
-            claims = jwt.decode(
-                id_token,
-                jwt.PyJWK(key, algorithm=header["alg"]),
-                algorithms=[header["alg"]],
-                audience=self._settings.oidc_client_id,
-                issuer=self._settings.oidc_issuer,
-                leeway=_LEEWAY_SECONDS,
-                options={"require": ["iss", "sub", "aud", "exp", "iat"]},
-            )
+            try:
+                claims = await self._decoded(id_token, header, _KEPT_SECONDS)
+            except jwt.InvalidSignatureError:  # keys without an id may be new ones
+                claims = await self._decoded(id_token, header, _NEW_KEY_SECONDS)
         except jwt.PyJWTError as error:
             log.warning("an ID token of %s is refused: %s", self._settings.oidc_issuer, error)
             message = f"The ID token of {self.name} is not valid here: {str(error)[:200]}."
@@ -291,8 +304,30 @@ class OidcProvider:
             )
         return claims
 
-    async def _key(self, header: Mapping[str, Any]) -> dict[str, Any]:
-        """Return the public key that a token's header names. Raises AuthError if there is none."""
+    async def _decoded(
+        self, id_token: str, header: Mapping[str, Any], oldest: float
+    ) -> dict[str, Any]:
+        """Return the claims of a token whose signature, times and names are right.
+
+        `oldest`: as `_key`'s. Raises AuthError, PyJWTError.
+        """
+        import jwt
+
+        key = await self._key(header, oldest)
+        return jwt.decode(
+            id_token,
+            jwt.PyJWK(key, algorithm=header["alg"]),
+            algorithms=[header["alg"]],
+            audience=self._settings.oidc_client_id,
+            issuer=self._settings.oidc_issuer,
+            leeway=_LEEWAY_SECONDS,
+            options={"require": ["iss", "sub", "aud", "exp", "iat"]},
+        )
+
+    async def _key(self, header: Mapping[str, Any], oldest: float) -> dict[str, Any]:
+        """Return the public key that a token's header names, of keys that were fetched within
+        `oldest` seconds. Raises AuthError if there is none.
+        """
         if header.get("alg") not in ALGORITHMS:
             alg = str(header.get("alg"))[:20]
             message = (
@@ -300,8 +335,8 @@ class OidcProvider:
                 f"{', '.join(ALGORITHMS)}."
             )
             raise AuthError(message, code="sign_in_refused")
-        for oldest in (_KEPT_SECONDS, _NEW_KEY_SECONDS):  # a key that is not known may be new
-            document = await self._document(await self._endpoint("jwks_uri"), oldest)
+        for age in (oldest, _NEW_KEY_SECONDS):  # a key that is not known may be new
+            document = await self._document(await self._endpoint("jwks_uri"), age)
             for key in document.get("keys", []):
                 if isinstance(key, dict) and _fits(key, header):
                     return key
@@ -388,11 +423,9 @@ class OidcProvider:
                 raise ValueError("not a JSON object")
             return answer.status_code, value
         except (httpx2.HTTPError, TimeoutError, ValueError, RecursionError) as error:
-            log.warning("%s %s: %s", method, url, error or type(error).__name__)
-            message = (
-                f"{self.name} does not answer as a provider of sign-ins does: "
-                f"{error or type(error).__name__}."
-            )
+            why = str(error) or type(error).__name__
+            log.warning("%s %s: %s", method, url, why)
+            message = f"{self.name} does not answer as a provider of sign-ins does: {why}."
             raise UnavailableError(message, retry_after=10) from None
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, get_args
@@ -10,6 +11,8 @@ from ft_service.errors import SpecError
 from ft_service.spec.yaml_loader import read_yaml_setting
 from ft_service.store.records import Scope
 from ft_service.wording import kind, shown_value
+
+log = logging.getLogger(__name__)
 
 EVERYONE = "*"
 """The group of everyone who can sign in."""
@@ -43,6 +46,38 @@ def read_groups(path: Path) -> Groups:
                     "read",
                 )
     return groups
+
+
+class GroupsFile:
+    """The mapping in FT_OIDC_GROUPS, read again once the file has changed."""
+
+    def __init__(self, path: Path) -> None:
+        """Raises SpecError as `read_groups`."""
+        self._path = path
+        self._stamp = _stamp(path)
+        self._groups = read_groups(path)
+
+    def current(self) -> Groups:
+        """Return the mapping; while the file is wrong, which is logged, the one before."""
+        stamp = _stamp(self._path)
+        if stamp != self._stamp:
+            try:
+                self._groups = read_groups(self._path)
+            except SpecError as error:
+                log.error("%s What it said before still holds.", error)
+            else:
+                log.info("FT_OIDC_GROUPS = %s is read again", self._path)
+            self._stamp = stamp
+        return self._groups
+
+
+def _stamp(path: Path) -> tuple[int, int, int] | None:
+    """Return what differs between two states of a file; None: it cannot be looked at."""
+    try:
+        seen = path.stat()
+    except OSError:
+        return None
+    return seen.st_ino, seen.st_mtime_ns, seen.st_size
 
 
 def grants_of(claims: Mapping[str, Any], claim: str, groups: Groups | None) -> dict[str, Scope]:

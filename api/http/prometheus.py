@@ -5,9 +5,10 @@ the disk.
 from __future__ import annotations
 
 import shutil
+import threading
 import time
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Mapping
 
 from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
@@ -17,9 +18,10 @@ from ft_service.control.places.capacity import total_slots
 from ft_service.errors import UnavailableError
 from ft_service.jobs.reasons import Reason, may_fail
 from ft_service.jobs.states import TERMINAL, State
-from ft_service.meters import Meters
+from ft_service.meters import MOST_PROJECTS, OTHERS, Meters
 from ft_service.settings import Settings
 from ft_service.shared_work.places import Outcome, every_kind
+from ft_service.store.records import ProjectStatistics, ServiceStatistics
 from ft_service.store.sql import Store
 
 _TERMINAL = {state.value for state in TERMINAL}
@@ -42,12 +44,42 @@ _UP = (
 )
 
 
-def exposition(meters: Meters, settings: Settings, store: Store) -> bytes:
+_KEPT_PER_SECOND = 20.0
+"""Seconds for which statistics count that took the database a second: however many jobs there are,
+reading them takes a twentieth of its time at most.
+"""
+
+
+class ReadStatistics:
+    """Statistics of the database, with the seconds that reading took. Safe between threads."""
+
+    def __init__(self, store: Store, clock: Callable[[], float] = time.monotonic) -> None:
+        """`clock`: seconds since any moment."""
+        self.store = store
+        self._clock = clock
+        self._guard = threading.Lock()
+        self._kept: tuple[ServiceStatistics, float] | None = None
+        self._until = 0.0
+
+    def read(self) -> tuple[ServiceStatistics, float]:
+        """Return them, read now or not long ago. Raises UnavailableError."""
+        with self._guard:
+            if self._kept is not None and self._clock() < self._until:
+                return self._kept
+            began = self._clock()
+            found = self.store.statistics()
+            took = self._clock() - began
+            self._kept = found, took
+            self._until = began + took + _KEPT_PER_SECOND * took
+            return self._kept
+
+
+def exposition(meters: Meters, settings: Settings, statistics: ReadStatistics) -> bytes:
     """Return the text of one scrape; without a database's answer, of this process and the disk
     alone.
     """
     current = CollectorRegistry()
-    current.register(_Now(settings, store))
+    current.register(_Now(settings, statistics))
     current.register(_Work())
     return generate_latest(meters.registry) + generate_latest(current)
 
@@ -57,9 +89,9 @@ class _Now(Collector):
     after a restart.
     """
 
-    def __init__(self, settings: Settings, store: Store) -> None:
+    def __init__(self, settings: Settings, statistics: ReadStatistics) -> None:
         self._settings = settings
-        self._store = store
+        self._statistics = statistics
 
     def describe(self) -> Iterable[Metric]:
         return []  # registering would otherwise query the database
@@ -75,14 +107,27 @@ class _Now(Collector):
                 total_slots(self._settings),
             ),
         )
-        started = time.perf_counter()
+        store = self._statistics.store
+        yield from _gauges(
+            (
+                "ft_database_connections",
+                "Connections to the database that this process uses.",
+                store.connections,
+            ),
+            (
+                "ft_database_connections_limit",
+                "Most that it may use (FT_DATABASE_CONNECTIONS).",
+                store.most_connections,
+            ),
+        )
         try:
-            statistics = self._store.statistics()
+            store.now()
+            statistics, seconds = self._statistics.read()
         except UnavailableError:
             yield from _gauges(("ft_database_up", _UP, 0))
             return
-        seconds = time.perf_counter() - started
         yield from _jobs(statistics.jobs)
+        yield from _projects(statistics.projects)
         yield _in_use(statistics.slots_in_use)
         yield from _gauges(
             ("ft_database_up", _UP, 1),
@@ -105,7 +150,7 @@ class _Now(Collector):
                 "Webhook deliveries that still wait.",
                 statistics.webhooks_waiting,
             ),
-            ("ft_statistics_seconds", "Time that the database took for this scrape.", seconds),
+            ("ft_statistics_seconds", "Time that the database took for these numbers.", seconds),
         )
 
 
@@ -163,6 +208,40 @@ def _jobs(counts: dict[tuple[str, str], int]) -> Iterable[Metric]:
     for state, count in by_state.items():
         states.add_metric([state], count)
     return states, ended
+
+
+def _projects(projects: Mapping[str, ProjectStatistics]) -> Iterable[Metric]:
+    """Metrics of the projects with most slots and jobs; those of the others are summed."""
+    by_size = sorted(
+        projects, key=lambda name: (projects[name].slots, sum(projects[name].jobs.values()), name)
+    )
+    shown = set(by_size[-MOST_PROJECTS:])
+    slots: Counter[str] = Counter()
+    counts: Counter[tuple[str, str]] = Counter()
+    oldest: dict[str, float] = {}
+    for name, project in projects.items():
+        label = name if name in shown else OTHERS
+        slots[label] += project.slots
+        oldest[label] = max(oldest.get(label, 0.0), project.oldest_queued_seconds)
+        for state, count in project.jobs.items():
+            counts[label, state] += count
+    held = GaugeMetricFamily(
+        "ft_project_slots_in_use", "Slots that jobs of a project hold.", labels=["project"]
+    )
+    jobs = GaugeMetricFamily(
+        "ft_project_jobs", "Unfinished jobs, by project and state.", labels=["project", "state"]
+    )
+    waiting = GaugeMetricFamily(
+        "ft_project_queue_oldest_seconds",
+        "Age of a project's job that is queued longest.",
+        labels=["project"],
+    )
+    for label, count in sorted(slots.items()):
+        held.add_metric([label], count)
+        waiting.add_metric([label], oldest[label])
+    for (label, state), count in sorted(counts.items()):
+        jobs.add_metric([label, state], count)
+    return held, jobs, waiting
 
 
 def _in_use(slots: dict[str, int]) -> Metric:

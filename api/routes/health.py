@@ -53,5 +53,5 @@ def metrics(services: Svc, allowed: Annotated[None, Depends(may_scrape)]) -> Res
     unless the operator has set FT_METRICS_OPEN. While the database does not answer, keys are not
     known, and open metrics are those of the process and the disk, with `ft_database_up` 0.
     """
-    body = exposition(services.meters, services.settings, services.store)
+    body = exposition(services.meters, services.settings, services.statistics)
     return Response(body, media_type=CONTENT_TYPE_LATEST)

@@ -2,17 +2,24 @@
 values in place of some lines.
 
 `docs/site/generated.py` writes them; a test compares what Helm renders with what kustomize makes,
-object by object. Only `values.yaml`, `values.schema.json`, the helpers, the ConfigMaps and the
-notes are written by hand.
+object by object. Only `values.yaml`, the helpers, the ConfigMaps, the notes and what
+`values.schema.json` says of other values than `podProfile` and `config` are written by hand.
 """
 
 from __future__ import annotations
 
+import json
 import re
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
+
+from pydantic import BaseModel
 
 from ft_service import __version__
+from ft_service.launcher.kubernetes.profile import PodProfile
+from ft_service.settings import OTHER_VARIABLES, Settings
 
 KUBERNETES = Path(__file__).parents[1] / "kubernetes"
 CHART = "deploy/helm/ft-service"
@@ -51,6 +58,24 @@ _BACKUP_SECURITY = "".join(f"    {line}" for line in _SECURITY.splitlines(keepen
 _CHECKSUM = """\
         checksum/config: {{ list (include "ft.config" .) (include "ft.podProfile" .) | toJson | sha256sum }}
 """
+_NOTES = """\
+        prometheus.io/scrape: "true"
+        prometheus.io/port: "%d"
+        prometheus.io/path: /metrics
+"""
+_POD_FIELDS = """\
+      serviceAccountName: ft-%s
+      automountServiceAccountToken: %s
+      enableServiceLinks: false
+      terminationGracePeriodSeconds: 30
+"""
+_INGRESS_NOTES = """\
+    nginx.ingress.kubernetes.io/proxy-body-size: 513m
+    nginx.ingress.kubernetes.io/proxy-request-buffering: "off"
+    nginx.ingress.kubernetes.io/proxy-buffering: "off"
+    nginx.ingress.kubernetes.io/proxy-read-timeout: "3600"
+    nginx.ingress.kubernetes.io/proxy-send-timeout: "3600"
+"""
 _STORAGE_SECRET = """\
             {{- if .Values.storage }}
             - secretRef: { name: ft-storage, optional: true }
@@ -85,25 +110,36 @@ def _optional(path: str, indent: int, key: str = "") -> str:
     return f"{pad}{{{{- with {path} }}}}\n{head}{_block('.', indent)}{pad}{{{{- end }}}}\n"
 
 
-def _deployment(name: str, arguments: str, resources: str) -> Edits:
-    """Values of a Deployment: image, resources, security context, and any other field of its
-    pods.
+def _merged(lines: str, path: str) -> tuple[str, str]:
+    """Return an edit of fields of one level: an operator's value (a map) replaces those of its own
+    keys, and adds others. A key that stood there twice would be no YAML.
     """
+    indent = len(lines) - len(lines.lstrip(" "))
+    plain = "".join(line[indent:] for line in lines.splitlines(keepends=True))
+    merged = f"mergeOverwrite (fromYaml `{plain}`) {path}"
+    return lines, f"{' ' * indent}{{{{- {merged} | toYaml | nindent {indent} }}}}\n"
+
+
+def _deployment(name: str, arguments: str, resources: str, port: int) -> Edits:
+    """Values of a Deployment: image, resources, security context, and any other field of its
+    pods. `port`: of its metrics.
+    """
+    token = "true" if name == "reconciler" else "false"
     values = f".Values.{name}"
     source = (
         f"          args: [{arguments}]\n          envFrom:\n            - configMapRef: {{ "
         "name: ft-config }\n"
     )
     notes = "      annotations:\n"
-    pods = _optional(".Values.imagePullSecrets", 8, "imagePullSecrets") + _optional(
-        f"{values}.podFields", 6
-    )
+    pods = _optional(".Values.imagePullSecrets", 8, "imagePullSecrets")
     return (
         (
             "image: ft-api\n",
             'image: {{ include "ft.image" (dict "image" .Values.images.api "chart" .Chart) }}\n',
         ),
-        (notes, notes + _CHECKSUM + _optional(f"{values}.podAnnotations", 8)),
+        (notes, notes + _CHECKSUM),
+        _merged(_NOTES % port, f"{values}.podAnnotations"),
+        _merged(_POD_FIELDS % (name, token), f"{values}.podFields"),
         (_SECURITY, "      securityContext:\n" + _block(".Values.podSecurityContext", 8) + pods),
         (source, source + _STORAGE_SECRET + _optional(f"{values}.envFrom", 12)),
         (resources, "          resources:\n" + _block(f"{values}.resources", 12)),
@@ -113,7 +149,6 @@ def _deployment(name: str, arguments: str, resources: str) -> Edits:
     )
 
 
-_EACH_NAMESPACE = "{{- range $namespace := prepend .Values.workerNamespaces .Release.Namespace }}\n"
 _SPREAD = """\
       {{- if and (gt (int .Values.api.replicas) 1) (not (hasKey .Values.api.podFields "topologySpreadConstraints")) }}
       topologySpreadConstraints:
@@ -130,6 +165,12 @@ _PRE_STOP = """\
             # Until every node has heard that the pod leaves, requests still come here.
             preStop: { sleep: { seconds: 5 } }
           {{- end }}
+"""
+
+
+_DNS = """\
+        - { port: 53, protocol: UDP }
+        - { port: 53, protocol: TCP }
 """
 
 
@@ -165,7 +206,7 @@ TEMPLATES: dict[str, Template] = {
     "api": Template(
         "base/api.yaml",
         (
-            *_deployment("api", "serve, --api-only", _API_RESOURCES),
+            *_deployment("api", "serve, --api-only", _API_RESOURCES, 8000),
             ("replicas: 1\n", "replicas: {{ .Values.api.replicas }}\n"),
             ("      initContainers:\n", _SPREAD + "      initContainers:\n"),
             ("          startupProbe:\n", _PRE_STOP + "          startupProbe:\n"),
@@ -173,26 +214,47 @@ TEMPLATES: dict[str, Template] = {
         ),
     ),
     "reconciler": Template(
-        "base/reconciler.yaml", _deployment("reconciler", "reconcile", _RECONCILER_RESOURCES)
+        "base/reconciler.yaml", _deployment("reconciler", "reconcile", _RECONCILER_RESOURCES, 9090)
     ),
     "rbac": Template("base/rbac.yaml"),
     "workers-rbac": Template("base/workers/rbac.yaml", per_namespace=True),
     "workers-network": Template(
-        "base/workers/network.yaml", when=".Values.networkPolicies", per_namespace=True
+        "base/workers/network.yaml",
+        (
+            (
+                _DNS,
+                _DNS + _optional("$.Values.workerEgress", 4),
+            ),
+        ),
+        when=".Values.networkPolicies",
+        per_namespace=True,
     ),
     "storage": Template(
         "base/storage.yaml", (*_claim("home", "200Gi"), *_claim("models", "500Gi"))
     ),
     "network": Template("base/network.yaml", when=".Values.networkPolicies"),
-    "postgres": Template("overlays/local/postgres.yaml", when=".Values.postgres", labelled=False),
+    "postgres": Template(
+        "overlays/local/postgres.yaml",
+        (
+            ("image: postgres:17", "image: {{ .Values.images.postgres }}"),
+            (
+                "      containers:\n",
+                _optional(".Values.imagePullSecrets", 8, "imagePullSecrets")
+                + "      containers:\n",
+            ),
+        ),
+        when=".Values.postgres",
+        labelled=False,
+    ),
     "kueue-queue": Template(
         "overlays/kueue/queue.yaml",
         (
-            ("  name: ft-training\n", "  name: {{ .Values.kueue.localQueue }}\n"),
-            ("clusterQueue: training", "clusterQueue: {{ .Values.kueue.clusterQueue }}"),
+            ("  name: ft-training\n", "  name: {{ $.Values.kueue.localQueue }}\n"),
+            ("clusterQueue: training", "clusterQueue: {{ $.Values.kueue.clusterQueue }}"),
         ),
         when=".Values.kueue.clusterQueue",
         labelled=False,
+        per_namespace=True,
     ),
     "kueue-rbac": Template(
         "overlays/kueue/rights/rbac.yaml",
@@ -213,18 +275,37 @@ TEMPLATES: dict[str, Template] = {
         per_namespace=True,
     ),
     "pod-monitor": Template(
-        "components/monitoring/pod-monitor.yaml", when=".Values.monitoring", labelled=False
+        "components/monitoring/pod-monitor.yaml",
+        tuple(
+            (
+                f"    - {{ port: {port}, path: /metrics, interval: 30s }}\n",
+                f"    - port: {port}\n      path: /metrics\n      interval: 30s\n"
+                "      {{- with .Values.metricsSecret }}\n"
+                "      authorization: { credentials: { name: {{ . }}, key: key } }\n"
+                "      {{- end }}\n",
+            )
+            for port in ("http", "metrics")
+        ),
+        when=".Values.monitoring",
+        labelled=False,
     ),
     "rules": Template(
-        "components/monitoring/rules.yaml", when=".Values.monitoring", labelled=False
+        "components/monitoring/rules.yaml",
+        (("runbook_url: docs/runbook.md", "runbook_url: {{ .Values.runbookUrl }}"),),
+        when=".Values.monitoring",
+        labelled=False,
     ),
     "ingress": Template(
         "components/ingress/ingress.yaml",
         (
             ("ft.example.com", "{{ .Values.ingress.host }}"),
             ("ingressClassName: nginx", "ingressClassName: {{ .Values.ingress.className }}"),
-            ("secretName: ft-tls", "secretName: {{ .Values.ingress.tlsSecret }}"),
-            ("  annotations:\n", "  annotations:\n" + _optional(".Values.ingress.annotations", 4)),
+            (
+                "      secretName: ft-tls\n",
+                "      {{- with .Values.ingress.tlsSecret }}\n      secretName: {{ . }}\n"
+                "      {{- end }}\n",
+            ),
+            _merged(_INGRESS_NOTES, ".Values.ingress.annotations"),
         ),
         when=".Values.ingress.host",
         labelled=False,
@@ -247,6 +328,11 @@ TEMPLATES: dict[str, Template] = {
             ('value: "14"', "value: {{ .Values.backup.keep | quote }}"),
             ("storage: 20Gi", "storage: {{ .Values.backup.size }}"),
             ("image: postgres:17", "image: {{ .Values.backup.image }}"),
+            (
+                "          containers:\n",
+                _optional(".Values.imagePullSecrets", 12, "imagePullSecrets")
+                + "          containers:\n",
+            ),
             (
                 _BACKUP_SECURITY,
                 "          securityContext:\n" + _block(".Values.podSecurityContext", 12),
@@ -332,6 +418,63 @@ def _metadata(document: str, made: Template) -> str:
         return found[0] + " " * indent + include.format(indent)
 
     return re.sub(r"(?m)^( +)labels:\n", labelled, document)
+
+
+SCALAR = {"type": ["string", "number", "boolean"]}
+_SECRET_URL = "database_url"
+"""Holds a password: FT_DATABASE_URL_FILE names the file of a Secret."""
+_WORDS = ("title", "description", "default")
+_NOT_FT = "^([A-EG-Z]|F([A-SU-Z0-9_]|T([A-Z0-9]|$)|$))[A-Z0-9_]*$"
+"""Variables of other programs, such as HTTPS_PROXY."""
+
+
+def values_schema() -> str:
+    """Return the schema of values, with `podProfile` and `config` as the service takes them."""
+    text = (KUBERNETES.parents[1] / CHART / "values.schema.json").read_text(encoding="utf-8")
+    fields = {name: _of_values(made) for name, made in _properties(PodProfile)}
+    named = "^[a-z0-9]([-a-z0-9]{0,38}[a-z0-9])?$"
+    own = {"anyOf": [{"type": "null"}, {"$ref": "#/definitions/podProfileFields"}]}
+    several = {"type": "object", "propertyNames": {"pattern": named}, "additionalProperties": own}
+    shared = {
+        name: {"$ref": f"#/definitions/podProfileFields/properties/{name}"} for name in fields
+    }
+    settings = {
+        f"FT_{name.upper()}": SCALAR
+        for name, made in _properties(Settings)
+        if name != _SECRET_URL and "writeOnly" not in json.dumps(made)
+    }
+    settings |= dict.fromkeys(OTHER_VARIABLES, SCALAR)
+    for name, properties, more in (
+        ("podProfile", {**shared, "profiles": several}, {}),
+        ("podProfileFields", fields, {}),
+        ("config", settings, {"patternProperties": {_NOT_FT: SCALAR}}),
+    ):
+        lines = ",\n".join(
+            f"        {json.dumps(key)}: {json.dumps(made)}" for key, made in properties.items()
+        )
+        rest = "".join(f"      {json.dumps(key)}: {json.dumps(of)},\n" for key, of in more.items())
+        block = (
+            f'    "{name}": {{\n      "$comment": "Made by `make docs`.",\n      "type": "object",\n'
+            f'      "additionalProperties": false,\n{rest}'
+            f'      "properties": {{\n{lines}\n      }}\n    }}'
+        )
+        found = re.compile(rf'(?ms)^    "{name}": \{{\n.*?^    \}}(?=,?$)')
+        text, times = found.subn(lambda _, block=block: block, text, count=1)
+        assert times == 1, f"values.schema.json has no {name}"
+    return text
+
+
+def _properties(model: type[BaseModel]) -> Iterable[tuple[str, Any]]:
+    return model.model_json_schema()["properties"].items()
+
+
+def _of_values(made: Any) -> Any:
+    """Return a JSON schema without what only people read."""
+    if isinstance(made, list):
+        return [_of_values(item) for item in made]
+    if not isinstance(made, dict):
+        return made
+    return {key: _of_values(of) for key, of in made.items() if key not in _WORDS}
 
 
 def chart_yaml() -> str:

@@ -20,6 +20,7 @@ PAGES: Mapping[str, Callable[[], str]] = {
     "docs/from-other-tools.md": names_page.page,
     "docs/tinker-methods.md": tinker_page.page,
     f"{chart.CHART}/Chart.yaml": chart.chart_yaml,
+    f"{chart.CHART}/values.schema.json": chart.values_schema,
     **{
         f"{chart.CHART}/templates/{name}.yaml": partial(chart.template, name)
         for name in chart.TEMPLATES

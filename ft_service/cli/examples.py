@@ -18,7 +18,7 @@ EXAMPLES: Mapping[str, tuple[str, str]] = {
     "files": ("-n 10", "--json"),
     "compare": ("mine faster", "mine last --json"),
     "eval": ("last", "mine --suite arithmetic"),
-    "pause": ("last", "mine"),
+    "pause": ("last", "--all"),
     "resume": ("last", "mine --nproc-per-node 2"),
     "cancel": ("last", "mine"),
     "rm": ("file-7T44Ba5A", "mine --job --yes"),

@@ -5,6 +5,7 @@ containers of their own; `ft open`: its page.
 from __future__ import annotations
 
 import importlib
+import os
 import signal
 import webbrowser
 from typing import Annotated, Any
@@ -19,6 +20,7 @@ from ft_service.cli.output import Json, connect, load_settings, print_json_line,
 from ft_service.errors import FtError
 from ft_service.host.lifetime import die_with_parent
 from ft_service.host.quick_imports import quick_imports
+from ft_service.settings import refuse_misspelt
 
 WEB_PACKAGES = frozenset(
     {"api", "fastapi", "fastapi_offline", "starlette", "uvicorn", "python_multipart"}
@@ -52,6 +54,7 @@ def serve(
     """Serve the REST API and run jobs on this machine, until Ctrl-C."""
     if with_parent:
         die_with_parent(with_signal=signal.SIGTERM)
+    refuse_misspelt(os.environ)
     settings = with_sample_base(load_settings(port=port, bind=host))
     _server().serve(settings, api_only=api_only, as_json=as_json)
 
@@ -60,6 +63,7 @@ def reconcile(as_json: Json = False) -> None:
     """Move jobs, deliver webhooks and remove what is no longer needed, without serving the API,
     until Ctrl-C.
     """
+    refuse_misspelt(os.environ)
     _server().reconcile_only(with_sample_base(load_settings()), as_json=as_json)
 
 

@@ -120,9 +120,15 @@ class Deliveries:
     """
 
     def __init__(
-        self, settings: Settings, store: Store, *, at_once_of_project: int = AT_ONCE_OF_PROJECT
+        self,
+        settings: Settings,
+        store: Store,
+        meters: Meters | None = None,
+        *,
+        at_once_of_project: int = AT_ONCE_OF_PROJECT,
     ) -> None:
         self._store = store
+        self._meters = meters or Meters()
         self._of_project = at_once_of_project
         allow_private = settings.webhook_allow_private
         self._sender = Sender(
@@ -183,6 +189,8 @@ class Deliveries:
                 delivery.tries,
                 error,
             )
+        if error and retry is None:
+            self._meters.webhooks_given_up.inc()
         try:
             await asyncio.to_thread(
                 self._store.webhooks.settle_delivery, delivery, error=error, retry_seconds=retry
@@ -210,7 +218,7 @@ def run(settings: Settings, store: Store, meters: Meters, stop: threading.Event)
 
     A try interrupted by the end of the process is repeated.
     """
-    asyncio.run(_run(Deliveries(settings, store), stop))
+    asyncio.run(_run(Deliveries(settings, store, meters), stop))
 
 
 async def _run(deliveries: Deliveries, stop: threading.Event) -> None:

@@ -79,9 +79,7 @@ def share_key(
         or options.activation_checkpointing in FOR_LONG_SAMPLES
     ):
         return None
-    # An engine shares no samples: "auto" leaves a job stored before the option as it was.
-    chosen = {*FITTED, COMPILE, RATE} - {CONTEXT}
-    if any(is_open(spec, option) for option in chosen) or options.compile:
+    if options_left_open(spec) or options.compile:
         return None
     common = {
         "model": spec.model.model_dump(mode="json"),
@@ -92,6 +90,16 @@ def share_key(
         "copies": mesh_shape(options.replicate, spec.world_size)[0],
     }
     return hashlib.sha256(json.dumps(common, sort_keys=True).encode()).hexdigest()
+
+
+def options_left_open(spec: JobSpec) -> list[str]:
+    """Return the options (dotted) that ranks still choose: a job with one has no share_key.
+
+    Ranks of an engine share no samples: "auto" leaves a job stored before that option as it was.
+    """
+    return [
+        option for option in (*FITTED, COMPILE, RATE) if option != CONTEXT and is_open(spec, option)
+    ]
 
 
 def _is_worth(seat: SeatSize, *, by_gain: bool) -> bool:

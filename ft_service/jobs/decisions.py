@@ -19,7 +19,7 @@ from dataclasses import dataclass, replace
 from typing import assert_never
 
 from ft_service.jobs.queue_snapshot import LONGEST_WAIT_SECONDS, JobSize, QueuedJob, is_ahead
-from ft_service.jobs.reasons import Reason, Retry, failure_text, reason_of, retry_of
+from ft_service.jobs.reasons import OF_PAUSES, Reason, Retry, failure_text, reason_of, retry_of
 from ft_service.jobs.states import (
     TERMINAL,
     Absent,
@@ -401,9 +401,9 @@ def _continued(
     """Where the next attempt begins, in words, and the job until then."""
     where = f"from step {checkpoint_step}" if checkpoint_step >= 0 else "from the beginning"
     rest = _at_rest(job)
-    # Its next command resumes it, however it ended.
-    kept = rest.state is State.PAUSED and rest.reason is Reason.IDLE
-    rest = replace(rest, reason=Reason.IDLE if kept else reason, not_before=not_before)
+    # By its reason it is resumed, however it ended.
+    kept = rest.state is State.PAUSED and rest.reason in OF_PAUSES
+    rest = replace(rest, reason=rest.reason if kept else reason, not_before=not_before)
     return where, rest if checkpoint_step >= 0 else replace(rest, left_seconds=None)
 
 

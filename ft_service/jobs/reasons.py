@@ -125,6 +125,12 @@ class Reason(StrEnum):
         "continues with the next command.",
     )
     """The service has paused it."""
+    MAINTENANCE = (
+        "maintenance",
+        Retry.UNCOUNTED,
+        "maintenance",
+        "The operator pauses all jobs for a while. The job continues from its checkpoint afterwards.",
+    )
     UNREADABLE = (
         "unreadable",
         Retry.COUNTED,
@@ -134,6 +140,10 @@ class Reason(StrEnum):
     """A document of the attempt cannot be read."""
 
 
+OF_PAUSES = frozenset({Reason.IDLE, Reason.MAINTENANCE})
+"""Reasons for which the service itself pauses a job, until its user asks for something else."""
+USERS = frozenset({Reason.INVALID_FILE, Reason.PERMANENT_ERROR, Reason.TIME_LIMIT})
+"""Reasons of failed jobs that their users mend, not the operator: the alerts keep them apart."""
 _BY_ITSELF = frozenset({CRASHED, OUT_OF_MEMORY, "deadline_exceeded", "evicted"})
 """`error.code` of a killed attempt that would end in the same way again: it crashed, or used more
 than its host or its place gives one job.

@@ -6,7 +6,7 @@ from dataclasses import replace
 from enum import StrEnum
 
 from ft_service.errors import SpecError
-from ft_service.jobs.reasons import Reason
+from ft_service.jobs.reasons import OF_PAUSES, Reason
 from ft_service.jobs.states import TERMINAL, Job, Phase, State
 from ft_service.rundir.documents import Desired
 
@@ -58,9 +58,9 @@ def request(
         verb
     ]
     if job.desired is desired:
-        return replace(job, reason=reason) if job.reason is Reason.IDLE else job
+        return replace(job, reason=reason) if job.reason in OF_PAUSES else job
     job = replace(job, desired=desired, generation=job.generation + 1, pending=None)
-    if verb is not Verb.CANCEL and (reason is not None or job.reason is Reason.IDLE):
+    if verb is not Verb.CANCEL and (reason is not None or job.reason in OF_PAUSES):
         job = replace(job, reason=reason)
     if slots is not None:
         # Its ranks choose again what was "auto"

@@ -9,6 +9,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
+from ft_service.errors import UnavailableError
 from ft_service.jobs.states import Running
 from ft_service.rundir.attempt import Attempt
 
@@ -29,9 +30,16 @@ class EventAge:
         self._segments: dict[tuple[Path, int], tuple[int, float]] = {}
 
     def running(self, attempt: Attempt) -> Running:
-        """Return the observation of an attempt whose processes are alive."""
+        """Return the observation of an attempt whose processes are alive.
+
+        Raises UnavailableError if its files cannot be looked at.
+        """
         known, since = self._segments.get(_key(attempt), (0, self._clock()))
-        count = _segments(attempt, known)
+        try:
+            count = _segments(attempt, known)
+        except UnavailableError:  # what the storage keeps back is no silence of the ranks
+            self._segments[_key(attempt)] = (known, self._clock())
+            raise
         if count != known:
             since = self._clock()
         self._segments[_key(attempt)] = (count, since)

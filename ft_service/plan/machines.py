@@ -59,6 +59,10 @@ class Machine:
     """
     shared_memory: bool = False
     """Whether all ranks of the host share `memory`."""
+    rank_memory: int = 0
+    """Bytes of its host that each rank has besides its part of what all ranks share: of a shared
+    `memory`, or of `host_memory`.
+    """
     heap_factor: float = 1.0
     """Memory that the process takes, as a multiple of its live tensors.
 
@@ -189,15 +193,16 @@ def usable_bytes(machine: Machine, spec: JobSpec) -> int | None:
     """Bytes that tensors of one rank can have; None: not known."""
     if machine.memory is None:
         return None
-    ranks = spec.world_size // spec.distributed.nnodes if machine.shared_memory else 1
-    return int(machine.memory // ranks * USABLE)
+    if not machine.shared_memory:
+        return int(machine.memory * USABLE)
+    return int((machine.memory // ranks_per_host(spec) + machine.rank_memory) * USABLE)
 
 
 def usable_host_bytes(machine: Machine, spec: JobSpec) -> int | None:
     """Bytes of the memory of a GPU's host that one rank can pin; None: not known."""
     if machine.host_memory is None:
         return None
-    return int(machine.host_memory * PINNED) // ranks_per_host(spec)
+    return int((machine.host_memory // ranks_per_host(spec) + machine.rank_memory) * PINNED)
 
 
 def ranks_per_host(spec: JobSpec) -> int:

@@ -160,6 +160,10 @@ class Attempt(_ExitRecord):
     def read_control(self) -> Control | None:
         return self.run.read(self.keys.control, Control, MOST_BYTES)
 
+    def readable_control(self) -> Control | None:
+        """Return the document; None also if it cannot be read."""
+        return self.run.readable(self.keys.control, Control, MOST_BYTES)
+
     def write_control(self, control: Control) -> None:
         """Write control.json, replacing an earlier one."""
         self.run.write(self.keys.control, control)

@@ -41,6 +41,7 @@ from sqlalchemy import (
 from sqlalchemy.dialects import postgresql, sqlite
 from sqlalchemy.exc import ArgumentError, DBAPIError, IntegrityError, SQLAlchemyError
 from sqlalchemy.ext.compiler import compiles
+from sqlalchemy.pool import QueuePool
 from sqlalchemy.sql.functions import FunctionElement
 
 from ft_service.errors import ConflictError, SpecError, UnavailableError
@@ -192,6 +193,7 @@ class Database:
         """Connects on first use. Raises SpecError if the URL is not one of the two databases'."""
         parsed = _parse(url)
         limits = limits or DatabaseLimits()
+        self.most_connections = limits.connections
         self._patience = Patience(BUSY_SECONDS, limits.statement_seconds + ANSWER_SECONDS)
         self._engine = _create_engine(parsed, limits, self._patience)
         self._begin = begin_statement(limits.statement_seconds, limits.lock_seconds)
@@ -217,6 +219,12 @@ class Database:
         # SQLite waits for another writer by sleeping ever longer, so that one of many waiting
         # writers may wait for seconds.
         self._turn = threading.Lock()
+
+    @property
+    def connections(self) -> int:
+        """Connections that this process uses now, of `most_connections`."""
+        pool = self._engine.pool
+        return pool.checkedout() if isinstance(pool, QueuePool) else 0
 
     @property
     def is_shared(self) -> bool:

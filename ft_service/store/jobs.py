@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Collection, Sequence
 from typing import Any, Literal
 
@@ -21,10 +22,10 @@ from sqlalchemy import (
     update,
 )
 
-from ft_service.errors import ConflictError, LimitError, NotFoundError
+from ft_service.errors import ConflictError, LimitError, NotFoundError, SpecError
 from ft_service.jobs import decisions, user_actions
 from ft_service.jobs.queue_snapshot import QueuedJob
-from ft_service.jobs.reasons import Reason
+from ft_service.jobs.reasons import OF_PAUSES, Reason
 from ft_service.jobs.states import Job, State
 from ft_service.jobs.time_left import WINDOW
 from ft_service.jobs.user_actions import Verb
@@ -238,7 +239,7 @@ class JobStore(StorePart):
                 if (
                     new.state is State.QUEUED
                     and old.state is State.PAUSED
-                    and old.reason is not Reason.IDLE
+                    and old.reason not in OF_PAUSES
                 ):
                     limit = lock_project(connection, project_id).get("max_queued")
                     _refuse_waiting_beyond(connection, project_id, 1, limit)
@@ -260,6 +261,31 @@ class JobStore(StorePart):
             self._database.changed.set()
             return job
         raise ConflictError(f"Job {job_id} keeps changing; try again.")
+
+    def pause_all(self) -> int:
+        """Pause every job of every project that is to run, for maintenance. Return their number.
+
+        Raises as `request`.
+        """
+        return self._request_all(jobs.c.desired == Desired.RUN.value, Verb.PAUSE)
+
+    def resume_all(self) -> int:
+        """Resume the jobs that `pause_all` has paused and nobody has touched since. Return their
+        number. Raises as `request`.
+        """
+        return self._request_all(jobs.c.reason == Reason.MAINTENANCE.value, Verb.RESUME)
+
+    def _request_all(self, which: ColumnElement[bool], verb: Verb) -> int:
+        chosen = select(jobs.c.project_id, jobs.c.id).where(UNFINISHED, _THERE, which)
+        with self._database.reading() as connection:
+            found = [tuple(row) for row in connection.execute(chosen.order_by(jobs.c.position))]
+        done = 0
+        reason = Reason.MAINTENANCE if verb is Verb.PAUSE else None
+        for project_id, job_id in found:
+            with contextlib.suppress(NotFoundError, SpecError):  # it ended meanwhile
+                self.request(project_id, job_id, verb, reason=reason)
+                done += 1
+        return done
 
     def preempt(self, head: QueuedJob, job_id: str) -> bool:
         """Stop a running job at a checkpoint so that `head` can start.

@@ -361,6 +361,18 @@ class JobIntegration:
 
 
 @dataclass(frozen=True, kw_only=True)
+class ProjectStatistics:
+    """Numbers of a project that has unfinished jobs, or holds slots."""
+
+    jobs: dict[str, int]
+    """State → unfinished jobs."""
+    oldest_queued_seconds: float
+    """As in ServiceStatistics."""
+    slots: int
+    """Slots that its jobs and engines hold."""
+
+
+@dataclass(frozen=True, kw_only=True)
 class ServiceStatistics:
     """Numbers over all projects."""
 
@@ -382,6 +394,7 @@ class ServiceStatistics:
     """Bytes of all files that are not freed."""
     webhooks_waiting: int
     """Number of deliveries that are neither made nor given up."""
+    projects: dict[str, ProjectStatistics]
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import logging
 import time
+from collections.abc import Iterable, Mapping, Sequence
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 from alembic import command
 from alembic.config import Config
 from alembic.runtime.migration import MigrationContext
 from alembic.script import ScriptDirectory
-from sqlalchemy import Connection, func, select, text
+from sqlalchemy import Connection, case, func, select, text
 
 from ft_service.errors import UnavailableError
 from ft_service.store.database import Database, DatabaseLimits, database_time
@@ -23,13 +25,14 @@ from ft_service.store.jobs import JobStore
 from ft_service.store.leases import LeaseStore
 from ft_service.store.models import ModelStore
 from ft_service.store.queue import QueueStore
-from ft_service.store.records import ServiceStatistics
+from ft_service.store.records import ProjectStatistics, ServiceStatistics
 from ft_service.store.sweeps import SweepStore
 from ft_service.store.tables import (
     LIVE,
     NEEDS_ATTENTION,
     QUEUED,
     SEATED,
+    UNFINISHED,
     UNSENT,
     engines,
     files,
@@ -111,6 +114,17 @@ class Store(Database):
         seats = select(func.count()).where(SEATED)
         kept = select(func.coalesce(func.sum(files.c.bytes), 0)).where(files.c.freed_at.is_(None))
         unsent = select(func.count()).select_from(webhook_deliveries).where(UNSENT)
+        of_projects = (
+            select(
+                jobs.c.project_id,
+                jobs.c.state,
+                func.count(),
+                database_time() - func.min(case((QUEUED, jobs.c.queued_at))),
+            )
+            .where(UNFINISHED)
+            .group_by(jobs.c.project_id, jobs.c.state)
+        )
+        by_project = select(slots.c.project_id, func.count()).group_by(slots.c.project_id)
         with self.reading() as connection:
             return ServiceStatistics(
                 jobs={
@@ -123,6 +137,10 @@ class Store(Database):
                 seats=connection.scalars(seats.select_from(jobs)).one(),
                 file_bytes=int(connection.scalars(kept).one()),
                 webhooks_waiting=connection.scalars(unsent).one(),
+                projects=_projects(
+                    connection.execute(of_projects).all(),
+                    {row[0]: row[1] for row in connection.execute(by_project)},
+                ),
             )
 
     def check(self) -> None:
@@ -138,6 +156,27 @@ class Store(Database):
                 f"{_named(wanted)}. Bring it up "
                 "to date: ft migrate"
             )
+
+
+def _projects(
+    rows: Iterable[Sequence[Any]], held: Mapping[str, int]
+) -> dict[str, ProjectStatistics]:
+    """Return the numbers of projects. `rows`: (project, state, jobs, age of the oldest one that is
+    queued). `held`: project → slots.
+    """
+    states: dict[str, dict[str, int]] = {project: {} for project in held}
+    oldest: dict[str, float] = {}
+    for project, state, count, age in rows:
+        states.setdefault(project, {})[state] = count
+        oldest[project] = max(oldest.get(project, 0.0), age or 0.0)
+    return {
+        project: ProjectStatistics(
+            jobs=counted,
+            oldest_queued_seconds=oldest.get(project, 0.0),
+            slots=held.get(project, 0),
+        )
+        for project, counted in states.items()
+    }
 
 
 def open_store(url: str, limits: DatabaseLimits | None = None) -> Store:

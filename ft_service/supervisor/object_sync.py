@@ -12,6 +12,7 @@ and records are uploaded. Nothing here needs torch.
 
 from __future__ import annotations
 
+import itertools
 import logging
 import shutil
 import sys
@@ -42,6 +43,7 @@ from ft_service.rundir.directory import RunDir
 from ft_service.rundir.documents import CheckpointMarker, Result
 from ft_service.rundir.evaluations import EVALUATIONS, PROBES, SERVED
 from ft_service.rundir.events import MOST_SEGMENT_BYTES, parse_events
+from ft_service.shared_work.losses import pause_seconds
 from ft_service.spec import JobSpec
 from ft_service.storage.locations import ObjectRunDir
 from ft_service.storage.object_store import ObjectStore
@@ -49,16 +51,22 @@ from ft_service.storage.object_store import ObjectStore
 log = logging.getLogger(__name__)
 
 FOLLOW_SECONDS = 0.5
-LOOK_SECONDS = 2.0
-"""Pause between looks for the seal where nothing is at risk: each request costs money."""
+LOOK_SECONDS = 3.0
+"""Pause between looks for requests of the service, and for the seal where nothing is at risk: each
+request costs money.
+"""
 LOGS_SECONDS = 10.0
 """Pause between uploads of the growing logs."""
 FLUSH_SECONDS = 60.0
 """Time for which the flush waits for other nodes' shards of the last checkpoint."""
 DOWNLOADS = 16
 """Documents that are downloaded at once."""
-TRIES = 4
-"""Number of tries if storage does not answer, after 2, 4 and 8 seconds."""
+TRY_SECONDS = {"fetch": 14.0, "flush": 3600.0}
+"""Verb → how long after the first try the last one may begin if storage does not answer. A fetch is
+the next attempt's to repeat; what the last flush leaves here goes with the pod's disk.
+"""
+FIRST_PAUSE_SECONDS = 2.0
+MOST_PAUSE_SECONDS = 60.0
 _MOST_BYTES = 2**40
 """Largest size of a file that one node uploads whole: values of pairs grow with the data."""
 _OUTCOME = ("adapter", "metrics.csv", "manifest.json", PROBES, SERVED)
@@ -379,7 +387,8 @@ def main(arguments: Sequence[str]) -> int:
     )
     if verb == "follow":
         _follow(url, run_dir, int(attempt), int(node))
-    for tries_left in reversed(range(TRIES)):
+    began = time.monotonic()
+    for tries in itertools.count(1):
         try:
             sync = Sync(ObjectStore(url), RunDir(run_dir), int(attempt), int(node))
             if verb == "fetch":
@@ -398,18 +407,23 @@ def main(arguments: Sequence[str]) -> int:
         except SealedError as over:
             log.error("%s: %s", verb, over)
             return 1
-        if tries_left:
-            time.sleep(2.0 ** (TRIES - tries_left))
-    return 1
+        pause = pause_seconds(tries, first=FIRST_PAUSE_SECONDS, longest=MOST_PAUSE_SECONDS)
+        if time.monotonic() + pause > began + TRY_SECONDS[verb]:
+            return 1
+        time.sleep(pause)
+    raise AssertionError("it returns from within the loop")
 
 
 def _follow(url: str, run_dir: str, attempt: int, node: int) -> None:
     """Copy changes until this process is ended. An outage of the storage only delays them."""
     sync: Sync | None = None
+    look_at = 0.0
     while True:
         try:
             sync = sync or Sync(ObjectStore(url), RunDir(run_dir), attempt, node)
-            sync.listen()
+            if time.monotonic() >= look_at:
+                sync.listen()
+                look_at = time.monotonic() + LOOK_SECONDS
             sync.push()
         except UnavailableError as error:
             log.warning("%s", error.message)

@@ -18,7 +18,7 @@ from tests.support.rest.service import Service, put
 
 DASHBOARD = Path(__file__).parents[2] / "deploy/grafana/ft-service.json"
 _METRIC = re.compile(r"\b((?:ft|http_server)_\w+)")
-_OF_PROMETHEUS = {"le", "job", "host"}
+_OF_PROMETHEUS = {"le", "job", "host", "instance"}
 _UNITS = {"short", "s", "percentunit", "reqps", "bytes"}
 
 
@@ -43,6 +43,7 @@ def test_every_metric_and_label_is_there_and_none_is_left_out(
     put(service, job.id, state=State.FAILED, reason=Reason.WORKER_ERROR, attempt=1, finished_at=1e9)
     meters: Meters = service.app.state.services.meters
     meters.attempts_ended.labels("succeeded").inc()
+    meters.count_failure("default", "worker_error")
     # A request is counted once its answer has gone: its client may be first.
     text = wait_for(lambda: with_requests(service.http("GET", "/metrics").text))
     families = list(text_string_to_metric_families(text))

@@ -14,7 +14,7 @@ import pytest
 import yaml
 from sqlalchemy import create_engine, text
 
-from api.http.prometheus import exposition
+from api.http.prometheus import ReadStatistics, exposition
 from ft_service.launcher.kubernetes.manifests import object_name
 from ft_service.meters import Meters
 from ft_service.settings import Settings
@@ -31,7 +31,7 @@ COMPONENTS = KUBERNETES / "components"
 def exposed(tmp_path: Path) -> str:
     """What a process of the API exposes before the first job."""
     store = new_store(tmp_path)
-    text = exposition(Meters(), Settings(home=tmp_path), store).decode()
+    text = exposition(Meters(), Settings(home=tmp_path), ReadStatistics(store)).decode()
     store.close()
     return text
 

@@ -49,6 +49,20 @@ def test_images_say_what_they_are_and_what_is_in_them(path: Path) -> None:
     assert "COPY --from=build /opt/ft /opt/ft" in final
 
 
+@pytest.mark.parametrize(
+    ("image", "left_out"),
+    [("api", {"quickstart", "workers"}), ("worker", {"quickstart", "kubernetes"})],
+)
+def test_images_hold_what_the_documentation_offers(image: str, left_out: set[str]) -> None:
+    """Without a package a setting of the chart, or of compose, would end in a refusal."""
+    text = (ROOT / f"deploy/containers/{image}.Dockerfile").read_text()
+    (wanted,) = re.findall(r"'\.\[(.+)\]'", text)
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    (everything,) = project["optional-dependencies"]["all"]
+    offered = set(everything.removeprefix("ft-service[").removesuffix("]").split(","))
+    assert set(wanted.split(",")) == offered - left_out
+
+
 def test_the_api_has_no_torch() -> None:
     text = (ROOT / "deploy/containers/api.Dockerfile").read_text()
     assert "torch" not in re.sub(r"^#.*$", "", text, flags=re.MULTILINE)

@@ -6,12 +6,14 @@ from __future__ import annotations
 
 import re
 import shutil
+from pathlib import Path
 from typing import Any
 
 import kubernetes_validate
 import pytest
 import yaml
 
+from ft_service.launcher.kubernetes.profile import load_profiles
 from ft_service.settings import Settings
 from tests.cluster.versions import KUBERNETES_VERSIONS
 from tests.support import helm
@@ -61,7 +63,40 @@ CASES: dict[str, dict[str, Any]] = {
     "research": {
         "workerNamespaces": ["ft-research"],
         "kueue": {"clusterQueue": "training"},
-        "podProfile": {"queue": "ft-training"},
+        "podProfile": {
+            "queue": "ft-training",
+            "queue_priority_classes": {"0": "normal", "10": "high"},
+            "priority_classes": {"5": "soon"},
+        },
+    },
+    "no policies": {"networkPolicies": False},
+    "own": {
+        "imagePullSecrets": [{"name": "registry"}],
+        "images": {"postgres": "reg.example/postgres:17"},
+        "postgres": True,
+        "backup": {"schedule": "17 2 * * *"},
+        "api": {"podAnnotations": {"prometheus.io/scrape": "false", "mine": "1"}},
+        "reconciler": {"podFields": {"terminationGracePeriodSeconds": 90}},
+        "workerEgress": [{"to": [{"ipBlock": {"cidr": "169.254.169.254/32"}}]}],
+        "monitoring": True,
+        "metricsSecret": "ft-metrics",
+        "config": {"FT_METRICS_OPEN": "false", "HTTPS_PROXY": "http://proxy:3128"},
+        "ingress": {
+            "host": "ft.example.com",
+            "tlsSecret": "",
+            "annotations": {"nginx.ingress.kubernetes.io/proxy-body-size": "2100m"},
+        },
+        "extraObjects": [
+            {
+                "apiVersion": "v1",
+                "kind": "ConfigMap",
+                "metadata": {"name": "mine", "namespace": "{{ .Release.Namespace }}"},
+            }
+        ],
+        "podProfile": {
+            "requests_per_rank": {"cpu": 8, "memory": "64Gi"},
+            "profiles": {"big": None, "small": {"slots": 1}},
+        },
     },
 }
 REFUSED: dict[str, tuple[dict[str, Any], str]] = {
@@ -79,6 +114,37 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "a queue that no job names": (
         {"kueue": {"clusterQueue": "training"}},
         "podProfile.queue must be kueue.localQueue",
+    ),
+    "no such field of a pod profile": ({"podProfile": {"slotz": 3}}, "slotz"),
+    "no such field of one of several": (
+        {"podProfile": {"profiles": {"big": {"slotz": 3}}}},
+        "slotz",
+    ),
+    "a priority that is none": (
+        {"podProfile": {"priority_classes": {"high": "p"}}},
+        "priority_classes",
+    ),
+    "no such setting": ({"config": {"FT_ENGINE_JOB": 8}}, "FT_ENGINE_JOB"),
+    "a secret in a ConfigMap": ({"config": {"FT_WANDB_API_KEY": "k"}}, "FT_WANDB_API_KEY"),
+    "a password in a ConfigMap": (
+        {"config": {"FT_DATABASE_URL": "postgresql://u:p@h/n"}},
+        "FT_DATABASE_URL",
+    ),
+    "engines with storage": (
+        {"storage": "s3://b/ft", "config": {"FT_ENGINE_JOBS": 8}},
+        "config.FT_ENGINE_JOBS",
+    ),
+    "ages of files with storage": (
+        {"storage": "s3://b/ft", "config": {"FT_KEEP_RUNS_DAYS": 8}},
+        "config.FT_KEEP_RUNS_DAYS",
+    ),
+    "metrics that nobody may read": (
+        {"monitoring": True, "config": {"FT_METRICS_OPEN": False}},
+        "metricsSecret",
+    ),
+    "secrets of images twice": (
+        {"api": {"podFields": {"imagePullSecrets": []}}},
+        "podFields/imagePullSecrets",
     ),
     "two reconcilers": ({"reconciler": {"replicas": 2}}, "replicas"),
 }
@@ -170,7 +236,7 @@ def test_lint_finds_nothing(charts: dict[str, dict[str, Any]], case: str) -> Non
 
 
 @pytest.mark.parametrize("version", KUBERNETES_VERSIONS[::2])
-@pytest.mark.parametrize("case", ["everything", "openshift", "research"])
+@pytest.mark.parametrize("case", ["everything", "openshift", "research", "own"])
 def test_what_no_overlay_has_fits_the_oldest_and_the_newest_version(
     charts: dict[str, dict[str, Any]], case: str, version: str
 ) -> None:
@@ -185,7 +251,8 @@ def test_every_pod_is_restricted(charts: dict[str, dict[str, Any]], case: str) -
     write.
     """
     pods = dict(pods_in(charts[case]["objects"]))
-    assert len(pods) == 2 + (case == "local") + (case in ("everything", "openshift"))
+    databases = (case in ("local", "own")) + (case in ("everything", "openshift", "own"))
+    assert len(pods) == 2 + databases
     for name, pod in pods.items():
         assert violations(pod) == [], name
         for container in [*pod.get("initContainers", []), *pod["containers"]]:
@@ -310,3 +377,89 @@ def test_a_change_of_settings_or_profile_replaces_the_pods() -> None:
 
 def test_the_values_that_make_overlays_are_those_of_the_folder() -> None:
     assert {path.stem for path in VALUES.iterdir()} == set(OVERLAYS)
+
+
+def named(objects: list[Object], kind: str) -> dict[str, Object]:
+    """Objects of a kind, by name; the last one of several namespaces."""
+    return {item["metadata"]["name"]: item for item in objects if item["kind"] == kind}
+
+
+def test_what_an_operator_says_of_a_key_counts_once(charts: dict[str, dict[str, Any]]) -> None:
+    """Rather than standing there beside the chart's, which is no YAML."""
+    own = charts["own"]["objects"]
+    plain = charts["default"]["objects"]
+    notes = named(own, "Deployment")["ft-api"]["spec"]["template"]["metadata"]["annotations"]
+    assert (notes["prometheus.io/scrape"], notes["mine"]) == ("false", "1")
+    assert notes["prometheus.io/port"] == "8000"
+    assert deployment(own, "ft-reconciler")["terminationGracePeriodSeconds"] == 90
+    assert deployment(plain, "ft-reconciler")["terminationGracePeriodSeconds"] == 30
+    assert deployment(own, "ft-reconciler")["serviceAccountName"] == "ft-reconciler"
+    ingress = named(own, "Ingress")["ft-api"]
+    proxy = "nginx.ingress.kubernetes.io/proxy-"
+    assert ingress["metadata"]["annotations"][f"{proxy}body-size"] == "2100m"
+    assert ingress["metadata"]["annotations"][f"{proxy}read-timeout"] == "3600"
+    assert ingress["spec"]["tls"] == [{"hosts": ["ft.example.com"]}]
+
+
+def test_every_pod_pulls_with_the_secrets_that_are_given(
+    charts: dict[str, dict[str, Any]],
+) -> None:
+    pods = dict(pods_in(charts["own"]["objects"]))
+    assert len(pods) == 4
+    assert all(pod["imagePullSecrets"] == [{"name": "registry"}] for pod in pods.values())
+    images = {c["image"] for pod in pods.values() for c in pod["containers"]}
+    assert "reg.example/postgres:17" in images
+
+
+def test_prometheus_has_a_key_where_metrics_are_not_open(
+    charts: dict[str, dict[str, Any]],
+) -> None:
+    monitors = {
+        case: named(charts[case]["objects"], "PodMonitor")["ft"] for case in ("own", "everything")
+    }
+    given = {
+        case: [end.get("authorization") for end in found["spec"]["podMetricsEndpoints"]]
+        for case, found in monitors.items()
+    }
+    key = {"credentials": {"name": "ft-metrics", "key": "key"}}
+    assert given == {"own": [key, key], "everything": [None, None]}
+
+
+def test_policies_can_be_left_out_whole_and_let_more_out(
+    charts: dict[str, dict[str, Any]],
+) -> None:
+    off = charts["no policies"]["objects"]
+    assert named(off, "NetworkPolicy") == {}
+    assert profile_of(off)["network_policy"] is False
+    assert "network_policy" not in profile_of(charts["default"]["objects"])
+    own, plain = (
+        named(charts[case]["objects"], "NetworkPolicy")["ft-workers"]["spec"]["egress"]
+        for case in ("own", "default")
+    )
+    assert own == [*plain, *CASES["own"]["workerEgress"]]
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_the_service_takes_every_profile_that_the_chart_renders(
+    charts: dict[str, dict[str, Any]], case: str, tmp_path: Path
+) -> None:
+    path = tmp_path / "pod-profile.yaml"
+    path.write_text(yaml.safe_dump(profile_of(charts[case]["objects"])))
+    loaded = load_profiles(path)
+    if case == "research":
+        assert loaded.first.queue_class_of(12) == "high"
+        assert loaded.first.class_of(4) is None
+
+
+def test_a_namespace_of_workers_has_its_queue(charts: dict[str, dict[str, Any]]) -> None:
+    queues = [o for o in charts["research"]["objects"] if o["kind"] == "LocalQueue"]
+    assert {(o["metadata"]["namespace"], o["spec"]["clusterQueue"]) for o in queues} == {
+        ("ft", "training"),
+        ("ft-research", "training"),
+    }
+
+
+def test_objects_of_the_operators_are_there_with_values_filled_in(
+    charts: dict[str, dict[str, Any]],
+) -> None:
+    assert named(charts["own"]["objects"], "ConfigMap")["mine"]["metadata"]["namespace"] == "ft"

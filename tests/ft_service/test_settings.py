@@ -8,7 +8,7 @@ import pytest
 
 from ft_service.cli.output import load_settings
 from ft_service.errors import SpecError
-from ft_service.settings import Settings
+from ft_service.settings import Settings, refuse_misspelt
 from ft_service.store.sql import open_store
 
 KEYS = ("FT_INFERENCE_API_KEY", "FT_WANDB_API_KEY", "FT_MLFLOW_TOKEN", "FT_TRACKIO_TOKEN")
@@ -107,3 +107,25 @@ def test_texts_for_users_have_names_in_place_of_paths(tmp_path: Path) -> None:
     )
     assert told == "org/tiny and tiny: ft.db, in FT_HOME or FT_MODELS."
     assert Settings(home=Path("/")).without_paths("a / b") == "a / b"
+
+
+@pytest.mark.parametrize(
+    ("name", "meant"),
+    [
+        ("FT_ENGINE_JOB", "FT_ENGINE_JOBS"),
+        ("FT_MODEL", "FT_MODELS"),
+        ("FT_TOKEN", "FT_TOKENS"),
+        ("FT_KEEP_RUN_DAYS", "FT_KEEP_RUNS_DAYS"),
+    ],
+)
+def test_a_setting_that_is_misspelt_is_refused_at_the_start(name: str, meant: str) -> None:
+    """It would be ignored."""
+    with pytest.raises(SpecError, match=rf"^{name} is no setting: did you mean {meant}\?") as found:
+        refuse_misspelt(["PATH", name])
+    assert found.value.param == name
+
+
+def test_names_that_others_use_are_nobodys_mistake() -> None:
+    links = ["FT_API_SERVICE_HOST", "FT_API_PORT", "FT_POSTGRES_PORT_5432_TCP"]
+    own = [f"FT_{name.upper()}" for name in Settings.model_fields]
+    refuse_misspelt([*links, *own, "FT_CACHE", "FT_API_KEY", "FT_BASE_URL", "FT_TEAM", "GIFT_JOBS"])

@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 import sys
-from typing import Annotated
+from typing import Annotated, Literal
 
 import typer
 
-from ft_service.cli.jobs.job_argument import SEARCHED, JobId, connect_to_job, find_job
+from ft_service.cli.jobs.job_argument import SEARCHED, JobId, OneJobId, connect_to_job, find_job
+from ft_service.cli.local_store import local_store, settings_of_server
 from ft_service.cli.output import Json, connect, print_json, print_text
 from ft_service.client.client import Client
 from ft_service.client.responses import RemoteFile, RemoteJob
 from ft_service.errors import SpecError
 from ft_service.jobs.states import State
 from ft_service.spec import is_tuned
+from ft_service.wording import counted
 
 Ranks = Annotated[
     int | None, typer.Option(min=1, help="Resume with this number of ranks (default: as before).")
@@ -27,14 +29,27 @@ def register(app: typer.Typer) -> None:
     app.command("rm")(remove)
 
 
+AllJobs = Annotated[
+    bool,
+    typer.Option(
+        "--all",
+        help="For maintenance, in this machine's database: those of all projects that are to run; "
+        "`ft resume --all` resumes just these.",
+    ),
+]
+
+
 def cancel(job_id: JobId, as_json: Json = False) -> None:
     """Stop a job for good. Its checkpoints stay."""
     with connect_to_job(job_id, only_one=True, fit=lambda job: not job.over) as (client, job_id):
         _show(client.cancel(job_id), as_json)
 
 
-def pause(job_id: JobId, as_json: Json = False) -> None:
+def pause(job_id: OneJobId = None, all_jobs: AllJobs = False, as_json: Json = False) -> None:
     """Stop a job at a checkpoint and free its processors, until it is resumed."""
+    if (job_id := _one_or_all(job_id, all_jobs)) is None:
+        _for_all("pause", as_json)
+        return
     with connect_to_job(job_id, fit=lambda job: not (job.over or job.paused)) as (client, job_id):
         job = client.pause(job_id)
     if as_json or job.status != State.RUNNING:
@@ -44,10 +59,43 @@ def pause(job_id: JobId, as_json: Json = False) -> None:
         print_text(f"Resume it: ft resume {job.id}")
 
 
-def resume(job_id: JobId, nproc_per_node: Ranks = None, as_json: Json = False) -> None:
+def resume(
+    job_id: OneJobId = None,
+    nproc_per_node: Ranks = None,
+    all_jobs: AllJobs = False,
+    as_json: Json = False,
+) -> None:
     """Resume a paused job from its checkpoint."""
+    if (job_id := _one_or_all(job_id, all_jobs)) is None:
+        if nproc_per_node is not None:
+            raise SpecError(
+                "--nproc-per-node is for one job: leave out --all.", param="nproc_per_node"
+            )
+        _for_all("resume", as_json)
+        return
     with connect_to_job(job_id, fit=lambda job: not job.over) as (client, job_id):
         _show(client.resume(job_id, nproc_per_node), as_json)
+
+
+def _one_or_all(job_id: str | None, all_jobs: bool) -> str | None:
+    """Return the given job; None: all. Raises SpecError unless one of the two was given."""
+    if (job_id is None) is not all_jobs:
+        raise SpecError("Name one job, or give --all.", param="id")
+    return job_id
+
+
+def _for_all(verb: Literal["pause", "resume"], as_json: bool) -> None:
+    with local_store(settings_of_server()) as store:
+        number = store.jobs.pause_all() if verb == "pause" else store.jobs.resume_all()
+    if as_json:
+        print_json({verb: number})
+        return
+    jobs = counted(number, "job")
+    if verb == "resume":
+        print_text(f"{jobs} of those that were paused so: resumed.")
+        return
+    print_text(f"{jobs} of all projects: each stops as soon as it has written a checkpoint.")
+    print_text("Jobs that are created from now on start. Afterwards: ft resume --all")
 
 
 def remove(

@@ -50,15 +50,15 @@ def complete_job(incomplete: str) -> list[str]:
     return []
 
 
-JobId = Annotated[
-    str,
-    typer.Argument(
-        metavar="ID",
-        help="The job: its id or the beginning of it, its suffix (the newest with that), or "
-        "`last`.",
-        autocompletion=complete_job,
-    ),
-]
+_ARGUMENT = typer.Argument(
+    metavar="ID",
+    help="The job: its id or the beginning of it, its suffix (the newest with that), or `last`.",
+    autocompletion=complete_job,
+    show_default=False,
+)
+JobId = Annotated[str, _ARGUMENT]
+OneJobId = Annotated[str | None, _ARGUMENT]
+"""The same where an option may take its place."""
 
 
 def find_job(client: Client, word: str, *, only_one: bool = False, fit: Fit = _any) -> str:

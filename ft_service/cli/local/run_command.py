@@ -28,8 +28,8 @@ from ft_service.cli.local_store import settings_with_models
 from ft_service.cli.output import Json, print_error, print_json, print_note, print_text
 from ft_service.control.admission.reinforcement_admission import refuse_without_sampler
 from ft_service.control.tracking.integration_check import refuse_without_server
-from ft_service.errors import SpecError
-from ft_service.host.hardware import default_slots, gpu_count
+from ft_service.errors import FtError, SpecError
+from ft_service.host.hardware import default_slots, gpu_count, torch_build
 from ft_service.host.home import create_home
 from ft_service.ids import new_id
 from ft_service.local.run import run_local, wait_begun
@@ -100,6 +100,11 @@ def run(
 
     Ctrl-C stops it at a checkpoint; the same --run-dir continues it.
     """
+    if torch_build() is None:
+        raise FtError(
+            "ft run trains on this host, and PyTorch is not installed here: pip install "
+            "'ft-service[workers]'."
+        )
     settings = settings_with_models()
     loaded = load_spec_arguments(spec, changes, model, suffix)
     refuse_without_server(loaded.request)

@@ -15,7 +15,7 @@ from ft_service.engines.engine_directory import EngineDirectory
 from ft_service.host.lifetime import RANKS_LOCK, is_locked
 from ft_service.host.loops import every, log_errors
 from ft_service.launcher.local_launcher import host_id
-from ft_service.launcher.slurm.slurm_launcher import SlurmLauncher
+from ft_service.launcher.slurm.slurm_launcher import PLACE
 from ft_service.meters import Meters
 from ft_service.rundir.attempt import Attempt
 from ft_service.settings import Settings
@@ -56,7 +56,7 @@ def take_over(store: Store, places: Places, here: str) -> None:
 
 def _is_machine(host: str) -> bool:
     """Whether a host is a machine, not a cluster or one of its pod profiles."""
-    return host != SlurmLauncher.host and "/" not in host
+    return host != PLACE and "/" not in host
 
 
 def _has_ended(store: Store, places: Places, host: str) -> bool:

@@ -12,7 +12,8 @@ from pathlib import Path
 from ft_service.bases.describing import files_state
 from ft_service.control.admission.job_admission import LateAdmission
 from ft_service.control.checks.data_checks import Check, Checked, Checks, check_data
-from ft_service.engines.sharing import share_key
+from ft_service.engines.sharing import options_left_open, share_key
+from ft_service.engines.tending import EngineOptions
 from ft_service.errors import NotFoundError
 from ft_service.host.loops import Interval
 from ft_service.jobs import decisions
@@ -36,6 +37,13 @@ DROP_SECONDS = 0.5
 """Interval at which checks of cancelled jobs are looked for."""
 
 
+ALONE = (
+    "It runs without an engine: the memory of the nodes is not known here, so its ranks choose "
+    "{options}. Give these, or ask the operator for `hardware` in the profile, and without GPUs "
+    "for a limit of memory."
+)
+
+
 class JobValidation:
     """Checks of new jobs, and what becomes of the jobs. For the reconciler's thread."""
 
@@ -47,15 +55,15 @@ class JobValidation:
         check: Check | None,
         admission: LateAdmission | None,
         *,
-        shares_adapters: bool = True,
+        engines: EngineOptions | None = None,
     ) -> None:
         """`wake`: called in another thread when a check has ended.
 
-        `check`, `admission`: as in ReconcilerOptions. `shares_adapters`: as `share_key`'s.
+        `check`, `admission`: as in ReconcilerOptions. `engines`: those of the place; None: none.
         """
         self._store = store
         self._admission = admission
-        self._shares_adapters = shares_adapters
+        self._engines = engines or EngineOptions()
         self._waiting_for_base: dict[str, Job] = {}
         self._lost = Losses(
             "the check of a job", first=CHECK_AGAIN_SECONDS, longest=MOST_CHECK_REST_SECONDS
@@ -125,13 +133,22 @@ class JobValidation:
                 job=replace(job, pending=checked.waits), events=events, rest_seconds=rest
             ), checked
         job = _with_plan(
-            decisions.validated(job, checked.error, now), checked, self._shares_adapters
+            decisions.validated(job, checked.error, now), checked, not self._engines.mounts
         )
         if job.state is State.FAILED:
             ended = NewEvent(level="error", message=str(job.error and job.error["message"]))
         else:
             ended = NewEvent(level="info", message="Files validated, moving job to queued state.")
-        return JobChange(job=job, events=[*checked.events, ended]), checked
+        events = [*checked.events, *self._why_alone(job), ended]
+        return JobChange(job=job, events=events), checked
+
+    def _why_alone(self, job: Job) -> list[NewEvent]:
+        """Return an event if the operator's profile alone keeps a job out of engines."""
+        asks = job.state is not State.FAILED and not job.shapes and job.spec.engine != "off"
+        left = options_left_open(job.spec) if self._engines.most_seats and asks else []
+        if not left:
+            return []
+        return [NewEvent(level="info", message=ALONE.format(options=", ".join(left)))]
 
     def stored(self, job: Job, checked: Checked) -> None:
         """Forget a finished check once the change that follows from it is stored."""

@@ -179,7 +179,7 @@ class Reconciler:
             self.wake,
             options.check,
             options.admission,
-            shares_adapters=not options.engines.mounts,
+            engines=options.engines,
         )
         self._queue_first = self._new_first = False
         self._looked = self._busy = 0
@@ -581,6 +581,9 @@ class Reconciler:
                 job.pending or "its log says why",
                 extra=lost,
             )
+        if job.state is State.FAILED and before.state is not State.FAILED:
+            reason = job.reason.value if job.reason else ""
+            self._meters.count_failure(job.project_id, reason)
         if (before.state, before.phase) != (job.state, job.phase):
             moved = fields(
                 state=job.state.value,

@@ -5,12 +5,13 @@ cluster.
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from typing import Literal
 
 from ft_service.bases.description import Description
 from ft_service.errors import SpecError
 from ft_service.host import hardware
 from ft_service.launcher.kubernetes.profile import QUEUE_SLOTS, PodProfile, load_profiles
-from ft_service.launcher.slurm.slurm_profile import SlurmProfile, load_slurm_profile
+from ft_service.launcher.slurm.slurm_profile import SlurmProfile, load_slurm_profiles
 from ft_service.plan.machines import Machine, find_machine, measured, this_host
 from ft_service.settings import Settings
 from ft_service.spec import JobSpec
@@ -49,7 +50,9 @@ class Capacity:
     effect.
     """
     profile: str | None = None
-    """Name of the pod profile; None: there is only one kind of place."""
+    """Name of the cluster's profile; None: there is only one kind of place."""
+    host: str | None = None
+    """The only host (`Launcher.host`) that may start a job with this profile; None: any."""
 
     def most_per_node(self, nodes: int, max_slots: int | None) -> int:
         """Ranks that each of a job's nodes may have.
@@ -64,21 +67,16 @@ class Capacity:
         """
         return self.machine or measured(this_host(), base.products)
 
-    @property
-    def host(self) -> str | None:
-        """The only host (`Launcher.host`) that may start a job with this profile; None: any."""
-        return None if self.profile is None else host_of_profile(self.profile)
 
-
-def host_of_profile(profile: str) -> str:
-    """Name of the host that runs the jobs of a pod profile."""
-    return f"kubernetes/{profile}"
+def host_of_profile(launcher: Literal["kubernetes", "slurm"], profile: str) -> str:
+    """Name of the host that runs the jobs of a cluster's profile."""
+    return f"{launcher}/{profile}"
 
 
 def total_slots(settings: Settings) -> int:
     """The slots of all places. Raises as `capacity_of`."""
     if settings.launcher != "kubernetes" or settings.pod_profile is None:
-        return capacity_of(settings).slots
+        return capacity_of(settings).slots  # of Slurm's profiles each is a way into one queue
     return sum(
         _of_profile(profile).slots
         for profile in load_profiles(settings.pod_profile).by_name.values()
@@ -98,25 +96,35 @@ def capacity_of(
         assert settings.pod_profile is not None, "the settings demand one"
         profiles = load_profiles(settings.pod_profile)
         name = profiles.choose(profile, project)
-        capacity = _of_profile(profiles.by_name[name])
-        return (
-            capacity
-            if name is None
-            else replace(capacity, place=f"a pod of the profile {name}", profile=name)
-        )
-    if profile is not None:
-        raise SpecError(
-            f"distributed.profile = {profile!r}: this service does not run jobs as pods of a "
-            "cluster, and has no profiles. "
-            "Leave it out.",
-            param="distributed.profile",
-        )
+        return _named(_of_profile(profiles.by_name[name]), "kubernetes", name, "pod")
     if settings.launcher == "slurm":
         assert settings.slurm_profile is not None, "the settings demand one"
-        return _of_slurm(load_slurm_profile(settings.slurm_profile))
+        several = load_slurm_profiles(settings.slurm_profile)
+        name = several.choose(profile, project)
+        return _named(_of_slurm(several.by_name[name]), "slurm", name, "node")
+    if profile is not None:
+        raise SpecError(
+            f"distributed.profile = {profile!r}: this service does not run jobs in a cluster, and "
+            "has no profiles. Leave it out.",
+            param="distributed.profile",
+        )
     slots = settings.slots or hardware.default_slots()
     return Capacity(
         "this host", slots, slots, min(hardware.gpu_count(), slots), None, several_nodes=False
+    )
+
+
+def _named(
+    capacity: Capacity, launcher: Literal["kubernetes", "slurm"], name: str | None, unit: str
+) -> Capacity:
+    """The capacity with the name of its profile, if it has one. `unit`: where its ranks are."""
+    if name is None:
+        return capacity
+    return replace(
+        capacity,
+        place=f"a {unit} of the profile {name}",
+        profile=name,
+        host=host_of_profile(launcher, name),
     )
 
 
@@ -126,10 +134,11 @@ def _of_profile(profile: PodProfile) -> Capacity:
         if profile.hardware
         else Machine("a node of this cluster", None)
     )
+    shared, own = profile.memory_limit or (None, 0)
     if machine.shared_memory:  # of the worker pod, not of the pod that this process runs in
-        machine = replace(machine, memory=profile.memory_limit)
+        machine = replace(machine, memory=shared, rank_memory=own)
     else:
-        machine = replace(machine, host_memory=profile.memory_limit)
+        machine = replace(machine, host_memory=shared, rank_memory=own)
     slots = profile.slots if profile.queue is None else QUEUE_SLOTS
     gpus = profile.ranks_per_node if profile.has_gpus else 0
     return Capacity(

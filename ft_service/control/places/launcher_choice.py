@@ -7,7 +7,7 @@ from collections.abc import Callable
 from functools import partial
 from typing import TYPE_CHECKING
 
-from ft_service.control.places.capacity import host_of_profile
+from ft_service.control.places.capacity import capacity_of, host_of_profile
 from ft_service.engines.engine_directory import EngineDirectory
 from ft_service.engines.engine_launcher import ClusterEngineLauncher, EngineLauncher
 from ft_service.errors import SpecError
@@ -18,8 +18,8 @@ from ft_service.launcher.local_launcher import LocalLauncher
 from ft_service.launcher.protocol import Launcher
 from ft_service.launcher.slurm.batch_script import SlurmSite, notice_seconds
 from ft_service.launcher.slurm.slurm_commands import missing_commands
-from ft_service.launcher.slurm.slurm_launcher import SlurmLauncher
-from ft_service.launcher.slurm.slurm_profile import load_slurm_profile
+from ft_service.launcher.slurm.slurm_launcher import PLACE, SlurmLauncher
+from ft_service.launcher.slurm.slurm_profile import SlurmProfile, load_slurm_profiles
 from ft_service.settings import Settings
 from ft_service.storage.locations import Places
 
@@ -46,13 +46,12 @@ def new_launchers(settings: Settings, move_host: Callable[[str, str], None]) -> 
         )
         return [EngineLauncher(ranks, Places.of(settings).engines_dir)]
     if settings.launcher == "slurm":
-        return [ClusterEngineLauncher(_slurm(settings), Places.of(settings).engines_dir)]
+        return _slurm(settings, move_host)
     return _kubernetes(settings, move_host)
 
 
-def _slurm(settings: Settings) -> Launcher:
+def _slurm(settings: Settings, move_host: Callable[[str, str], None]) -> list[Launcher]:
     assert settings.slurm_profile is not None, "the settings demand one"
-    profile = load_slurm_profile(settings.slurm_profile)
     if missing := missing_commands():
         raise SpecError(
             f"FT_LAUNCHER = slurm: {' and '.join(missing)} cannot be found here. Install Slurm's "
@@ -61,6 +60,23 @@ def _slurm(settings: Settings) -> Launcher:
             param="FT_LAUNCHER",
         )
     site = SlurmSite(settings.home, settings.stop_grace_seconds)
+    launchers: list[Launcher] = []
+    for name, profile in load_slurm_profiles(settings.slurm_profile).by_name.items():
+        _refuse_short_time(profile, site)
+        _warn_without_memory(settings, "FT_SLURM_PROFILE", name)
+        host = PLACE if name is None else host_of_profile("slurm", name)
+        if name is not None and not launchers:  # jobs of the time when the file was one profile
+            move_host(PLACE, host)
+        launcher = SlurmLauncher(profile, site, host=host, lists=not launchers)
+        if (why := launcher.refusal()) is not None:  # not refused: jobs that run are to be observed
+            where = "" if name is None else f" (profiles.{name})"
+            log.error("FT_SLURM_PROFILE%s: Slurm refuses every job: %s", where, why)
+        launchers.append(ClusterEngineLauncher(launcher, Places.of(settings).engines_dir))
+    return launchers
+
+
+def _refuse_short_time(profile: SlurmProfile, site: SlurmSite) -> None:
+    """Raise SpecError for a time limit in which an attempt would hardly train."""
     if profile.time_seconds is not None and profile.time_seconds <= 2 * notice_seconds(site):
         raise SpecError(
             f"FT_SLURM_PROFILE: time = {profile.time!r}: an attempt must stop "
@@ -69,7 +85,6 @@ def _slurm(settings: Settings) -> Launcher:
             "that.",
             param="FT_SLURM_PROFILE",
         )
-    return SlurmLauncher(profile, site)
 
 
 def new_describe_pods(settings: Settings) -> DescribePods:
@@ -93,10 +108,11 @@ def _kubernetes(settings: Settings, move_host: Callable[[str, str], None]) -> li
         cluster, site = _cluster(settings, profile)
         from ft_service.launcher.kubernetes.kubernetes_launcher import KubernetesLauncher
 
-        host = None if name is None else host_of_profile(name)
+        host = None if name is None else host_of_profile("kubernetes", name)
         if host is not None and not launchers:  # jobs of the time when the file was one profile
             move_host(f"kubernetes/{site.namespace}", host)
         _warn_without_kueue(cluster, profile)
+        _warn_without_memory(settings, "FT_POD_PROFILE", name)
         launcher = KubernetesLauncher(
             cluster, profile, site, host=host, lists=site.namespace not in listed
         )
@@ -107,6 +123,23 @@ def _kubernetes(settings: Settings, move_host: Callable[[str, str], None]) -> li
             show = partial(EngineDirectory.show, home=settings.home)
             launchers.append(ClusterEngineLauncher(launcher, Places.of(settings).engines_dir, show))
     return launchers
+
+
+def _warn_without_memory(settings: Settings, setting: str, profile: str | None) -> None:
+    """Log that no engine will form by itself: where the memory of the nodes is not known, ranks
+    choose what is "auto", each for its own job.
+    """
+    machine = capacity_of(settings, profile).machine
+    if not settings.seats or machine is None or machine.memory is not None:
+        return
+    log.warning(
+        "FT_ENGINE_JOBS = %d, and %s%s does not say how much memory a rank has: jobs that leave "
+        'options at "auto" run without an engine. Set hardware; for hardware without GPUs of its '
+        "own (cpu), also limits or limits_per_rank with memory.",
+        settings.seats,
+        setting,
+        "" if profile is None else f" (profiles.{profile})",
+    )
 
 
 def _warn_without_kueue(cluster: Cluster, profile: PodProfile) -> None:

@@ -235,10 +235,12 @@ def _group(job: Manifest, pods: Manifest, name: str, nodes: int, profile: PodPro
 
 def owned_manifests(job: Manifest, profile: PodProfile) -> list[Manifest]:
     """Return the Service and NetworkPolicy of a created Job, which owns them: they are deleted with
-    the Job. With coscheduling also the PodGroup, until which its pods wait.
+    the Job. With coscheduling also the PodGroup, until which its pods wait; without the profile's
+    `network_policy` no policy.
     """
     group = [_pod_group(job)] if profile.gang == "coscheduling" else []
-    return [*group, _service(job, profile.rendezvous_port), _policy(job)]
+    policy = [_policy(job)] if profile.network_policy else []
+    return [*group, _service(job, profile.rendezvous_port), *policy]
 
 
 def _pod_group(job: Manifest) -> Manifest:
@@ -388,6 +390,8 @@ def _container(
     name: str, attempt: AttemptShape, profile: PodProfile, site: Site, mounts: list[Manifest]
 ) -> Manifest:
     gpus = {profile.gpu_resource: attempt.ranks_per_node} if profile.gpu_resource else {}
+    resources: Manifest = profile.resources(attempt.ranks_per_node)
+    resources["limits"] |= gpus
     capabilities: Manifest = {"drop": ["ALL"]}
     if profile.add_capabilities:
         capabilities["add"] = profile.add_capabilities
@@ -398,16 +402,14 @@ def _container(
         "command": command_line.program(profile.command),
         "args": _arguments(name, attempt, profile, site),
         "env": [*_environment(profile, site), *profile.env],
-        "resources": {"requests": profile.requests, "limits": {**profile.limits, **gpus}},
+        "resources": resources,
         "volumeMounts": mounts,
         "workingDir": SCRATCH,
         "terminationMessagePolicy": "FallbackToLogsOnError",
         "securityContext": _CONFINED | {"capabilities": capabilities},
     }
     if profile.resource_claims:
-        container["resources"]["claims"] = [
-            {"name": claim["name"]} for claim in profile.resource_claims
-        ]
+        resources["claims"] = [{"name": claim["name"]} for claim in profile.resource_claims]
     if attempt.nodes > 1:
         container["ports"] = [
             {"name": "rendezvous", "containerPort": profile.rendezvous_port, "protocol": "TCP"}

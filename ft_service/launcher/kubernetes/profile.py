@@ -2,14 +2,13 @@
 job cannot change them.
 
 Fields with Kubernetes objects (tolerations, volumes, …) take them as in a pod's manifest; an
-unknown field in one is refused by its path. The file is one profile, or several
-by name under `profiles`: types of GPUs, pools, spot nodes, namespaces of projects. Fields beside
-`profiles` are shared; a field of a profile replaces the shared one as a whole. A job names its
-profile (`distributed.profile`), or gets the first one that its project may use.
+unknown field in one is refused by its path. A file may hold several profiles: types of GPUs, pools,
+spot nodes, namespaces of projects (ft_service/launcher/profiles.py).
 """
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -17,11 +16,10 @@ from decimal import Decimal
 from pathlib import Path, PurePosixPath
 from typing import Annotated, Any, Literal
 
-from pydantic import BeforeValidator, Field, ValidationError, model_validator
+from pydantic import BeforeValidator, Field, WithJsonSchema, model_validator
 
-from ft_service.errors import SpecError
-from ft_service.spec import Strict, spec_error
-from ft_service.spec.yaml_loader import read_yaml_setting
+from ft_service.launcher.profiles import Profiles, read_profiles
+from ft_service.spec import Strict
 
 ServiceAccountFolder = Path("/var/run/secrets/kubernetes.io/serviceaccount")
 QUEUE_SLOTS = 4096
@@ -34,13 +32,45 @@ def _as_text(value: object) -> object:
     return str(value) if isinstance(value, int | float) and not isinstance(value, bool) else value
 
 
+_QUANTITY = r"^([0-9]+\.?[0-9]*|\.[0-9]+)([KMGTPE]i|[numkMGTPE]|[eE][+-]?[0-9]{1,2})?$"
 Quantity = Annotated[
     str,
     BeforeValidator(_as_text),
-    Field(pattern=r"^([0-9]+\.?[0-9]*|\.[0-9]+)([KMGTPE]i|[numkMGTPE]|[eE][+-]?[0-9]{1,2})?$"),
+    Field(pattern=_QUANTITY),
+    WithJsonSchema({"type": ["string", "number"], "pattern": _QUANTITY}),
 ]
 """A number as Kubernetes writes it: `8Gi`, `1048576Ki`, `500m`, `2e9`."""
 Objects = list[dict[str, Any]]
+
+
+def _numbered(value: object) -> object:
+    """Keys of a map from priorities as numbers: Helm makes texts of all keys of values.
+
+    Raises ValueError for a number that is given twice, as `0` and `"0"`.
+    """
+    if not isinstance(value, Mapping):
+        return value
+    texts = {
+        key: int(key) for key in value if isinstance(key, str) and re.fullmatch(r"-?[0-9]+", key)
+    }
+    found = {texts.get(key, key): named for key, named in value.items()}
+    if len(found) < len(value):
+        raise ValueError("a priority is given twice: keep one")
+    return found
+
+
+Priorities = Annotated[
+    dict[int, str],
+    BeforeValidator(_numbered),
+    WithJsonSchema(
+        {
+            "type": "object",
+            "patternProperties": {"^-?[0-9]+$": {"type": "string"}},
+            "additionalProperties": False,
+        }
+    ),
+]
+"""A map whose keys are priorities: whole numbers, or texts of them."""
 
 
 @dataclass(frozen=True)
@@ -93,8 +123,15 @@ class PodProfile(Strict):
     None: memory is not checked.
     """
     requests: dict[str, Quantity] = Field(default_factory=dict)
-    """Requests of a pod, without GPUs."""
+    """Requests of a pod, however many ranks it has, without GPUs."""
     limits: dict[str, Quantity] = Field(default_factory=dict)
+    """The same for its limits."""
+    requests_per_rank: dict[str, Quantity] = Field(default_factory=dict)
+    """What a pod requests besides for each of its ranks: processors, memory, network cards. With
+    `{cpu: 12, memory: 128Gi}` and nodes of 8 GPUs, a job of one GPU takes an eighth of a node.
+    """
+    limits_per_rank: dict[str, Quantity] = Field(default_factory=dict)
+    """The same for its limits."""
     node_selector: dict[str, str] = Field(default_factory=dict)
     tolerations: Annotated[Objects, Kind("Toleration")] = Field(default_factory=list)
     affinity: Annotated[dict[str, Any], Kind("Affinity")] = Field(default_factory=dict)
@@ -166,6 +203,11 @@ class PodProfile(Strict):
     """Group of the pods and of their volumes; None: the cluster chooses."""
     rendezvous_port: Annotated[int, Field(ge=1024, le=65535)] = 29400
     """Port of the rendezvous on the pod of node 0."""
+    network_policy: bool = True
+    """Give each attempt a NetworkPolicy: its pods reach each other, and besides only what other
+    policies allow. false: where policies are not wanted, or others make them; then whoever
+    reaches the pods reaches the rendezvous, which has no authentication.
+    """
 
     termination_grace_seconds: Annotated[int, Field(ge=10, le=86_400)] | None = None
     """Longest time that a pod may take to end once it is asked to: 25 for spot nodes with a notice
@@ -192,12 +234,12 @@ class PodProfile(Strict):
     """
     queue_priority_class: str | None = None
     """Kueue's WorkloadPriorityClass; ignored without `queue`."""
-    queue_priority_classes: dict[int, str] = Field(default_factory=dict)
+    queue_priority_classes: Priorities = Field(default_factory=dict)
     """A job's priority → Kueue's WorkloadPriorityClass: that of the highest number which is not
     above the job's. Lower ones get `queue_priority_class`. Empty: Kueue gets no priority, and a job
     with one says so. Only with `queue`.
     """
-    priority_classes: dict[int, Name] = Field(default_factory=dict)
+    priority_classes: Priorities = Field(default_factory=dict)
     """The same for the pods' PriorityClass; lower ones get `priority_class`."""
 
     @model_validator(mode="after")
@@ -207,6 +249,15 @@ class PodProfile(Strict):
             fault = None if given is None else _fault_of(name, kind, given)
             if fault is not None:
                 raise ValueError(fault)
+        return self
+
+    @model_validator(mode="after")
+    def _gpus_once(self) -> PodProfile:
+        for name in ("requests_per_rank", "limits_per_rank"):
+            if self.gpu_resource is not None and self.gpu_resource in getattr(self, name):
+                raise ValueError(
+                    f"{name}: each rank has one {self.gpu_resource} by gpu_resource; leave it out"
+                )
         return self
 
     @model_validator(mode="after")
@@ -235,11 +286,23 @@ class PodProfile(Strict):
         """Whether pods have GPUs, one for each rank."""
         return bool(self.gpu_resource or self.resource_claims)
 
+    def resources(self, ranks: int) -> dict[str, dict[str, str]]:
+        """Return requests and limits of a pod of so many ranks, without GPUs."""
+        return {
+            "requests": _with_ranks(self.requests, self.requests_per_rank, ranks),
+            "limits": _with_ranks(self.limits, self.limits_per_rank, ranks),
+        }
+
     @property
-    def memory_limit(self) -> int | None:
-        """Bytes of memory that a pod may use; None: no limit is set."""
-        given = self.limits.get("memory")
-        return None if given is None else _bytes(given)
+    def memory_limit(self) -> tuple[int, int] | None:
+        """Bytes of memory that a pod may use: for all its ranks together, and for each of them
+        besides; None: no limit is set.
+        """
+        given = self.limits.get("memory"), self.limits_per_rank.get("memory")
+        if given == (None, None):
+            return None
+        shared, own = (0 if quantity is None else _bytes(quantity) for quantity in given)
+        return shared, own
 
     def class_of(self, priority: int) -> str | None:
         """Return the pods' PriorityClass for a job of this priority."""
@@ -302,53 +365,38 @@ _UNITS: Mapping[str, Decimal] = {
 
 def _bytes(quantity: str) -> int:
     """Parse a size, in bytes, rounded down."""
+    number, unit = _parts(quantity)
+    return int(number * _UNITS[unit])
+
+
+def _parts(quantity: str) -> tuple[Decimal, str]:
+    """Return the number and the unit of a quantity."""
     match = re.fullmatch(r"([0-9.]+(?:[eE][+-]?[0-9]+)?)([a-zA-Z]*)", str(quantity))
     assert match is not None, "the profile was validated"
-    return int(Decimal(match[1]) * _UNITS[match[2]])
+    return Decimal(match[1]), match[2]
 
 
-@dataclass(frozen=True)
-class PodProfiles:
-    """The profiles of a file."""
+def _with_ranks(shared: Mapping[str, str], each: Mapping[str, str], ranks: int) -> dict[str, str]:
+    """Return a pod's quantities: those that do not depend on its ranks, and those of each rank."""
+    return {**shared, **{name: _sum(shared.get(name), each[name], ranks) for name in each}}
 
-    by_name: Mapping[str | None, PodProfile]
-    """In the file's order. None: the file is one profile, which has no name."""
 
-    @property
-    def first(self) -> PodProfile:
-        """The profile of pods that belong to no job: they describe bases."""
-        return next(iter(self.by_name.values()))
+def _sum(shared: str | None, each: str, ranks: int) -> str:
+    """Return `shared + ranks * each` in their unit; if they have two, in none, or in thousandths,
+    rounded up.
+    """
+    number, unit = _parts(each)
+    more, its_unit = _parts(shared) if shared is not None else (Decimal(0), unit)
+    if its_unit == unit:
+        return f"{more + ranks * number:f}{unit}"
+    total = more * _UNITS[its_unit] + ranks * number * _UNITS[unit]
+    return f"{total:.0f}" if total == int(total) else f"{math.ceil(total * 1000)}m"
 
-    def choose(self, name: str | None, project: str | None) -> str | None:
-        """Return the name of the profile of a job that asks for `name` (None: for none), of a
-        project (None: of any).
 
-        Raises SpecError if there is no such profile for the project.
-        """
-        if name is None and None in self.by_name:
-            return None
-        allowed = [
-            key
-            for key, profile in self.by_name.items()
-            if project is None or profile.projects is None or project in profile.projects
-        ]
-        if name is None and allowed:
-            return allowed[0]
-        if name is not None and name in allowed:
-            return name
-        named = ", ".join(key for key in allowed if key is not None)
-        choice = (
-            f"Choose from {named}, or leave it out."
-            if named
-            else "Leave it out."
-            if None in self.by_name
-            else ""
-        )
-        choice = choice or "The operator has to give it one (projects in FT_POD_PROFILE)."
-        raise SpecError(
-            f"distributed.profile = {name!r}: this project has no such kind of pods. {choice}",
-            param="distributed.profile",
-        )
+PodProfiles = Profiles[PodProfile]
+"""The profiles of a file; the first is also that of pods that belong to no job: they describe
+bases.
+"""
 
 
 def load_profiles(path: Path) -> PodProfiles:
@@ -356,39 +404,8 @@ def load_profiles(path: Path) -> PodProfiles:
 
     Raises SpecError that names the file, the profile and the field.
     """
-    where = f"FT_POD_PROFILE = {path}"
-    given = read_yaml_setting("FT_POD_PROFILE", path)
-    if not isinstance(given, dict) or "profiles" not in given:
-        return PodProfiles({None: _validated(given, where)})
-    shared = {key: value for key, value in given.items() if key != "profiles"}
-    own = given["profiles"]
-    if not isinstance(own, dict) or not own or not all(_is_name(name) for name in own):
-        message = (
-            f"{where}: profiles: give each a name (lower-case letters, digits and hyphens, "
-            "at most 40) and its fields."
-        )
-        raise SpecError(message, param="FT_POD_PROFILE")
-    found = {
-        name: _validated({**shared, **(fields or {})}, f"{where}: profiles.{name}")
-        for name, fields in own.items()
-    }
-    return PodProfiles(found)
-
-
-def _is_name(name: object) -> bool:
-    return (
-        isinstance(name, str)
-        and re.fullmatch(r"[a-z0-9]([-a-z0-9]{0,38}[a-z0-9])?", name) is not None
-    )
-
-
-def _validated(given: object, where: str) -> PodProfile:
-    try:
-        return PodProfile.model_validate(given)
-    except ValidationError as error:
-        raise SpecError(
-            f"{where}: {spec_error(error, PodProfile).message}", param="FT_POD_PROFILE"
-        ) from None
+    setting = "FT_POD_PROFILE"
+    return Profiles(read_profiles(setting, path, PodProfile), setting, "kind of pods")
 
 
 def own_namespace(folder: Path = ServiceAccountFolder) -> str | None:

@@ -88,7 +88,7 @@ def sbatch_arguments(start: Start, run: Path, profile: SlurmProfile, site: Slurm
         "qos": profile.qos,
         "constraint": profile.constraint,
         "time": profile.time,
-        "mem": profile.memory_per_node,
+        "mem": profile.memory_of(ranks),
         "gres": f"{profile.gres}:{ranks}" if profile.gres else None,
         "cpus-per-task": profile.cpus_per_rank and profile.cpus_per_rank * ranks,
     }

@@ -118,6 +118,18 @@ class SlurmCommands:
             raise SlurmAwayError(f"sbatch printed {output[:200]!r}")
         return int(number)
 
+    def refusal(self, arguments: Sequence[str], script: str) -> str | None:
+        """Return why Slurm would refuse a batch job, which is not submitted; None: it would not, or
+        says nothing now.
+        """
+        try:
+            self._run("sbatch", "--test-only", *arguments, script=script)
+        except SlurmRefusedError as error:
+            return None if isinstance(error, SlurmPostponedError) else str(error)
+        except SlurmAwayError:
+            return None
+        return None
+
     def cancel(self, name: str) -> None:
         """Cancel every batch job of that name, if there is one."""
         try:

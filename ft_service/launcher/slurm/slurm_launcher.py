@@ -41,15 +41,18 @@ from ft_service.launcher.slurm.slurm_states import (
     judge_exit,
     standing,
     waiting_text,
+    with_cause,
 )
 from ft_service.rundir.attempt import Attempt
 from ft_service.rundir.attempt_outcome import exit_of, killed_exit, recorded_exit
 from ft_service.rundir.checkpoints import newest_step
-from ft_service.rundir.documents import Control, Desired, ExitReason, Launched
+from ft_service.rundir.documents import Control, Desired, ExitReason, Launched, Start
 from ft_service.spec import JobSpec
 
 log = logging.getLogger(__name__)
 
+PLACE = "slurm"
+"""Host of jobs where there is one profile."""
 QUEUE_SLOTS = 4096
 """Ranks of jobs in Slurm's queue at once."""
 QUEUE_AGE_SECONDS = 3.0
@@ -92,7 +95,6 @@ class _Postponed:
 class SlurmLauncher:
     """Runs attempts as batch jobs of this process's user. For one thread."""
 
-    host = "slurm"
     slots = QUEUE_SLOTS
     counts = False
     slots_name_gpus = False
@@ -102,9 +104,16 @@ class SlurmLauncher:
         profile: SlurmProfile,
         site: SlurmSite,
         *,
+        host: str = PLACE,
+        lists: bool = True,
         commands: SlurmCommands | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
+        """`host`: its name in the database. `lists`: whether `unfinished` lists the batch jobs;
+        False: another launcher's does.
+        """
+        self.host = host
+        self._lists = lists
         self._profile = profile
         self._site = site
         self._commands = commands or SlurmCommands()
@@ -117,6 +126,14 @@ class SlurmLauncher:
         """Cancelled batch jobs whose supervisors were notified → deadline of their end (monotonic
         clock).
         """
+
+    def refusal(self) -> str | None:
+        """Return in Slurm's words why it refuses every job of the profile: a partition, an account
+        or a QOS that there is not; None: it does not, or says nothing now. Nothing is submitted.
+        """
+        start = Start(job_id="none", attempt=1, world_size=1, generation=1, checkpoint=None)
+        described = start, self._site.home, self._profile, self._site
+        return self._commands.refusal(sbatch_arguments(*described), batch_script(*described))
 
     @property
     def away_seconds(self) -> float:
@@ -239,7 +256,7 @@ class SlurmLauncher:
     def unfinished(self) -> list[ListedAttempt]:
         """Return the batch jobs of this installation, known by their comment, that are not over."""
         try:
-            jobs = self._commands.jobs()
+            jobs = self._commands.jobs() if self._lists else []
         except (SlurmAwayError, SlurmRefusedError) as error:
             raise LaunchError(f"Slurm does not answer: {error}") from error
         ours = [
@@ -320,6 +337,7 @@ class SlurmLauncher:
         ended = recorded_exit(attempt, lambda records: judge_exit(state, records))
         if ended is not None:
             attempt.write_exit(ended)
+            ended = with_cause(state, ended, attempt.readable_control())
         seen = Ended(ended, newest_step(attempt.run))
         if ended is not None and ended.reason is ExitReason.STOPPED and not attempt.has_segment(0):
             return replace(seen, delay_seconds=TAKEN_SECONDS)

@@ -1,6 +1,7 @@
-"""Slurm profile: the operator's settings of batch jobs, in a YAML file named by FT_SLURM_PROFILE.
+"""Slurm profiles: the operator's settings of batch jobs, in a YAML file named by FT_SLURM_PROFILE.
 
-A job cannot change them.
+A job cannot change them. A file may hold several: accounts of projects, partitions, types of GPUs
+(ft_service/launcher/profiles.py).
 """
 
 from __future__ import annotations
@@ -10,11 +11,10 @@ import sys
 from pathlib import Path
 from typing import Annotated
 
-from pydantic import Field, ValidationError, field_validator, model_validator
+from pydantic import Field, field_validator, model_validator
 
-from ft_service.errors import SpecError
-from ft_service.spec import Strict, spec_error
-from ft_service.spec.yaml_loader import read_yaml_setting
+from ft_service.launcher.profiles import Profiles, read_profiles
+from ft_service.spec import Strict
 
 RENDEZVOUS_PORTS = 1000
 """Number of ports from `rendezvous_port` on; the batch job's number selects one."""
@@ -49,6 +49,11 @@ _OWN = {
 class SlurmProfile(Strict):
     """Settings of the batch jobs of attempts."""
 
+    projects: list[str] | None = None
+    """Ids of the projects whose jobs may use it; None: all. [] keeps a profile for the jobs that
+    have it and gives it to no new one.
+    """
+
     ranks_per_node: Annotated[int, Field(ge=1, le=64)]
     """Largest number of ranks on one node: its GPUs. `nproc_per_node: auto` takes so many."""
     gres: Annotated[str, Field(pattern=r"^[a-z][a-z0-9_]*(:[A-Za-z0-9_.-]+)?$")] | None = "gpu"
@@ -72,7 +77,13 @@ class SlurmProfile(Strict):
     """
     cpus_per_rank: Annotated[int, Field(ge=1)] | None = None
     memory_per_node: Annotated[str, Field(pattern=r"^[0-9]+[KMGT]?$")] | None = None
-    """Memory as `--mem` takes it, such as `200G`; None: the partition's."""
+    """Memory of a node, however many ranks an attempt has there, as `--mem` takes it: `200G`. None:
+    the partition's.
+    """
+    memory_per_rank: Annotated[str, Field(pattern=r"^[0-9]+[KMGT]?$")] | None = None
+    """In its place the memory of each rank: with `100G` and nodes of 8 GPUs a job of one GPU takes
+    an eighth of a node's 800G.
+    """
     options: list[str] = Field(default_factory=list)
     """Further options of sbatch, each written `--name` or `--name=value`, such as
     `--reservation=tuning`.
@@ -109,6 +120,22 @@ class SlurmProfile(Strict):
         return None if value is None else text
 
     @model_validator(mode="after")
+    def _one_memory(self) -> SlurmProfile:
+        if self.memory_per_node is not None and self.memory_per_rank is not None:
+            raise ValueError("memory_per_node and memory_per_rank are both set: leave out one")
+        return self
+
+    def memory_of(self, ranks: int) -> str | None:
+        """Return the memory of a node with so many ranks, as `--mem` takes it; None: the
+        partition's.
+        """
+        each = self.memory_per_rank
+        if each is None:
+            return self.memory_per_node
+        number = each.rstrip("KMGT")
+        return f"{ranks * int(number)}{each[len(number) :]}"
+
+    @model_validator(mode="after")
     def _own_options(self) -> SlurmProfile:
         for option in self.options:
             match = _OPTION.fullmatch(option)
@@ -138,11 +165,10 @@ class SlurmProfile(Strict):
         return seconds or None
 
 
-def load_slurm_profile(path: Path) -> SlurmProfile:
-    """Read a profile. Raises SpecError that names the file and the field."""
-    given = read_yaml_setting("FT_SLURM_PROFILE", path)
-    try:
-        return SlurmProfile.model_validate(given)
-    except ValidationError as error:
-        message = spec_error(error, SlurmProfile).message
-        raise SpecError(f"FT_SLURM_PROFILE = {path}: {message}", param="FT_SLURM_PROFILE") from None
+def load_slurm_profiles(path: Path) -> Profiles[SlurmProfile]:
+    """Read the profiles of a file.
+
+    Raises SpecError that names the file, the profile and the field.
+    """
+    setting = "FT_SLURM_PROFILE"
+    return Profiles(read_profiles(setting, path, SlurmProfile), setting, "kind of batch jobs")

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Literal
 
 from ft_service.rundir.attempt_outcome import AttemptRecords, conclude, exit_of, is_conclusive
-from ft_service.rundir.documents import ErrorInfo, Exit, ExitReason
+from ft_service.rundir.documents import Control, Desired, ErrorInfo, Exit, ExitReason
 
 Standing = Literal["waiting", "alive", "over", "unknown"]
 
@@ -32,6 +32,7 @@ _PUT_BACK = {
     REQUEUED: "The attempt's batch job was put back into Slurm's queue; the service makes a new "
     "one."
 }
+_STOPS = _TAKEN | _PUT_BACK
 _HOST_LOST = {
     "NODE_FAIL": "A node of the attempt has failed.",
     "BOOT_FAIL": "A node of the attempt did not boot.",
@@ -46,7 +47,7 @@ _KILLED = {
     "DEADLINE": ("deadline_exceeded", "The attempt's batch job reached its deadline in Slurm."),
     "OUT_OF_MEMORY": (
         "out_of_memory",
-        "The attempt used more memory than Slurm gives it: raise memory_per_node in the Slurm "
+        "The attempt used more memory than Slurm gives it: raise its memory in the Slurm "
         "profile, or make the job "
         "smaller.",
     ),
@@ -127,7 +128,20 @@ def judge_exit(state: str | None, records: AttemptRecords) -> Exit | None:
             _HOST_LOST[state],
             ErrorInfo(code="worker_lost", message=_HOST_LOST[state]),
         )
-    taken = _TAKEN | _PUT_BACK
-    if state in taken:
-        return exit_of(ExitReason.STOPPED, taken[state])
+    if state in _STOPS:
+        return exit_of(ExitReason.STOPPED, _STOPS[state])
     return reported
+
+
+def with_cause(state: str | None, ended: Exit, asked: Control | None) -> Exit:
+    """Return the exit record of an attempt that stopped at a checkpoint with what Slurm did to its
+    batch job, if that is why: ranks see only that they are to stop.
+
+    `state`: as `judge_exit`. `asked`: the last request to the attempt; None: none. What the service
+    itself asked to stop is not Slurm's doing.
+    """
+    why = (_STOPS | _HOST_LOST).get(state or "")
+    by_service = asked is not None and asked.desired is not Desired.RUN
+    if ended.reason is not ExitReason.STOPPED or why is None or by_service or why in ended.message:
+        return ended
+    return ended.model_copy(update={"message": f"{why} {ended.message}"})

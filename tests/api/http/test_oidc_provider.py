@@ -13,7 +13,10 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
+import jwt
 import pytest
+from cryptography.hazmat.primitives.asymmetric import ec
+from jwt.algorithms import ECAlgorithm
 from pydantic import SecretStr, ValidationError
 
 from api.http import oidc_provider
@@ -122,6 +125,7 @@ def test_a_slow_provider_holds_nobody_for_long(
     provider, _ = provider_at(server)
     assert "does not answer" in refused(provider)
     over.set()
+    assert "sign-ins does: ." not in refused(provider)
 
 
 def test_an_answer_that_took_too_long_or_is_another_browsers_is_refused(
@@ -167,3 +171,58 @@ def test_settings_that_do_not_fit_are_refused(settings: dict[str, Any], why: str
     whole = {"home": "/nowhere", "oidc_issuer": "https://login.example", "oidc_client_id": "c"}
     with pytest.raises(ValidationError, match=why):
         Settings(**{**whole, **settings})
+
+
+class Signer:
+    """A provider that signs with one key, which it publishes without an id."""
+
+    def __init__(self, server: Any) -> None:
+        self.provider, self.issuer = provider_at(server)
+        self.fetched = 0
+        self.rotate()
+        server.answer = self.answer
+
+    def rotate(self) -> None:
+        self.key = ec.generate_private_key(ec.SECP256R1())
+
+    def answer(self) -> bytes:
+        """Return one document as discovery and as keys."""
+        self.fetched += 1
+        public = json.loads(ECAlgorithm.to_jwk(self.key.public_key()))
+        named = {"issuer": self.issuer, "jwks_uri": f"{self.issuer}/keys", "keys": [public]}
+        return json.dumps(named).encode()
+
+    def token(self) -> str:
+        now = int(time.time())
+        claims = {"iss": self.issuer, "sub": "s", "aud": "c", "iat": now, "exp": now + 60}
+        return jwt.encode({**claims, "nonce": "n"}, self.key, algorithm="ES256")
+
+    def check(self, token: str) -> dict[str, Any]:
+        return asyncio.run(self.provider._checked(token, "n"))
+
+
+def test_keys_that_were_rotated_without_an_id_are_fetched_again_once(
+    server: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    signer = Signer(server)
+    assert signer.check(signer.token())["sub"] == "s"
+    fetched = signer.fetched
+    signer.rotate()
+    forged = signer.token()
+    signer.rotate()
+    with pytest.raises(AuthError):
+        signer.check(forged)
+    assert signer.fetched == fetched, "the keys are new: not asked for again within a minute"
+    monkeypatch.setattr(oidc_provider, "_NEW_KEY_SECONDS", 0.0)
+    assert signer.check(signer.token())["sub"] == "s"
+    assert signer.fetched == fetched + 1
+
+
+def test_a_person_whose_groups_the_provider_left_out_is_told(server: Any) -> None:
+    provider, _ = provider_at(server)
+    left_out = {"_claim_names": {"groups": "src1"}}
+    with pytest.raises(AuthError) as caught:
+        provider._refuse_left_out(left_out)
+    assert caught.value.code == "sign_in_refused"
+    provider._refuse_left_out(left_out | {"groups": ["a"]})
+    provider._refuse_left_out({})

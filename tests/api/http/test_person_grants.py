@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from api.http.person_grants import Groups, grants_of, read_groups, values_of
+from api.http.person_grants import Groups, GroupsFile, grants_of, read_groups, values_of
 from ft_service.errors import SpecError
 
 GROUPS: Groups = {
@@ -73,3 +73,16 @@ def test_a_mapping_that_is_wrong_is_refused_by_name(tmp_path: Path, text: str, w
     with pytest.raises(SpecError, match="FT_OIDC_GROUPS = ") as caught:
         read_groups(path)
     assert why in str(caught.value)
+
+
+def test_groups_are_read_again_when_their_file_has_changed(tmp_path: Path) -> None:
+    path = tmp_path / "groups.yaml"
+    path.write_text("ml: {default: read}\n")
+    groups = GroupsFile(path)
+    assert groups.current() == {"ml": {"default": "read"}}
+    path.write_text("ml: {default: read}\nnew: {team: admin}\n")
+    assert groups.current().keys() == {"ml", "new"}
+    path.write_text("ml: {default: root, and more}\n")
+    assert groups.current().keys() == {"ml", "new"}, "what is wrong takes nobody's access"
+    path.unlink()
+    assert groups.current().keys() == {"ml", "new"}

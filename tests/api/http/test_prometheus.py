@@ -3,20 +3,25 @@
 from __future__ import annotations
 
 import time
+from pathlib import Path
+from typing import Any, cast
 
 import openai
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
+from api.http.prometheus import ReadStatistics, exposition
 from ft_service.errors import UnavailableError
 from ft_service.jobs.reasons import Reason
 from ft_service.jobs.states import Job, Phase, State
+from ft_service.meters import MOST_PROJECTS, OTHERS, Meters
 from ft_service.rundir.attempt_outcome import exit_of
 from ft_service.rundir.documents import ExitReason
 from ft_service.rundir.events import Event, Metrics, write_segment
+from ft_service.settings import Settings
 from ft_service.spec import StoredSpec
 from ft_service.storage.locations import Places
-from ft_service.store.records import Scope, TenantLimits
+from ft_service.store.records import ProjectStatistics, Scope, ServiceStatistics, TenantLimits
 from tests.support.attempts import wait_for
 from tests.support.creating import create_job
 from tests.support.fake_launcher import FakeLauncher
@@ -30,8 +35,9 @@ SLACK = 100.0
 
 def samples(service: Service, key: str | None = None) -> dict[tuple[str, tuple[str, ...]], float]:
     """(name, label values) → value, without the buckets of histograms, which are most of it and
-    slow to parse.
+    slow to parse; and read from the database now.
     """
+    vars(service.app.state.services).pop("statistics", None)
     answer = service.http("GET", "/metrics", key=key)
     assert answer.status_code == 200, answer.text
     lines = (line for line in answer.text.splitlines(keepends=True) if "_bucket{" not in line)
@@ -248,3 +254,103 @@ def test_without_a_database_open_metrics_say_so_and_are_the_process_s_own(
     assert not [name for name, _ in found if name.startswith(("ft_jobs", "ft_queue_oldest"))], (
         "they are not known"
     )
+
+
+def test_slots_queue_and_failures_are_counted_by_project(
+    service: Service, client: openai.OpenAI
+) -> None:
+    service.store.projects.ensure_project("proj_2", "second")
+    add_job(service, "job-1", State.QUEUED)
+    made_older(service, "queued_at", job_1=500.0)
+    for number in range(2):
+        spec = StoredSpec.of(spec_of(f"other-{number}"))
+        job = Job(
+            id=f"other-{number}",
+            project_id="proj_2",
+            created_at=0.0,
+            request={"training_file": "file-1"},
+            stored_spec=spec,
+            state=State.QUEUED,
+            slots=2,
+        )
+        create_job(service.store, job)
+    launcher = FakeLauncher(2)
+    meters = service.app.state.services.meters
+    reconciler = new_reconciler(service.settings.home, service.store, launcher, meters=meters)
+    wait_for(lambda: reconciler.step() and bool(launcher.started))
+    found = samples(service)
+    (place,) = launcher.started
+    holder = "default" if place[0] == "job-1" else "proj_2"
+    assert found["ft_project_slots_in_use", (holder,)] == 2
+    assert found["ft_project_jobs", (holder, "running")] == 1
+    waiting = sum(found.get(("ft_project_jobs", (of, "queued")), 0) for of in ("default", "proj_2"))
+    assert waiting == 2
+    ends = exit_of(ExitReason.PERMANENT_ERROR, "No.")
+    launcher.end(*place, ends)
+    failed = ("ft_project_jobs_failed_total", (holder, "permanent_error"))
+    wait_for(lambda: reconciler.step() and samples(service).get(failed, 0) == 1)
+    assert found["process_open_fds", ()] > 0
+    assert found["ft_database_connections_limit", ()] == service.store.most_connections
+    assert found["ft_database_connections", ()] >= 0
+
+
+class CountedStore:
+    """A store whose statistics take a second."""
+
+    most_connections = 1
+    connections = 0
+
+    def __init__(self) -> None:
+        self.at = 0.0
+        self.reads = 0
+
+    def statistics(self) -> ServiceStatistics:
+        self.at += 1.0
+        self.reads += 1
+        projects = {
+            f"proj_{number}": ProjectStatistics(
+                jobs={"queued": number}, oldest_queued_seconds=number, slots=1
+            )
+            for number in range(3 * MOST_PROJECTS)
+        }
+        return ServiceStatistics(
+            jobs={},
+            oldest_queued_seconds=0.0,
+            overdue_seconds=0.0,
+            slots_in_use={},
+            engines=0,
+            seats=0,
+            file_bytes=0,
+            webhooks_waiting=0,
+            projects=projects,
+        )
+
+    def now(self) -> float:
+        return self.at
+
+
+def test_slow_statistics_are_read_a_twentieth_of_the_time(tmp_path: Path) -> None:
+    store = CountedStore()
+    read = ReadStatistics(cast("Any", store), clock=lambda: store.at)
+    while store.at < 1000.0:
+        assert read.read()[1] == 1.0
+        store.at += 0.5
+    assert 40 <= store.reads <= 1000 / 20
+
+
+def test_of_many_projects_those_with_most_have_series_of_their_own(tmp_path: Path) -> None:
+    store = CountedStore()
+    meters = Meters()
+    for number in range(2 * MOST_PROJECTS):
+        meters.count_failure(f"proj_{number}", "stalled")
+    settings = Settings(home=tmp_path)
+    text = exposition(meters, settings, ReadStatistics(cast("Any", store))).decode()
+    lines = [line for line in text.splitlines() if line.startswith("ft_project_jobs{")]
+    assert len(lines) == MOST_PROJECTS + 1
+    counts = [float(line.rsplit(" ", 1)[1]) for line in lines]
+    assert sum(counts) == sum(range(3 * MOST_PROJECTS))
+    failed = [
+        line for line in text.splitlines() if line.startswith("ft_project_jobs_failed_total{")
+    ]
+    assert len(failed) == MOST_PROJECTS + 1
+    assert f'{{project="{OTHERS}",reason="stalled"}} {MOST_PROJECTS}.0' in failed[-1]

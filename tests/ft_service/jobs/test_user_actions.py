@@ -3,7 +3,7 @@ from __future__ import annotations
 import pytest
 
 from ft_service.errors import SpecError
-from ft_service.jobs.reasons import Reason
+from ft_service.jobs.reasons import OF_PAUSES, Reason
 from ft_service.jobs.states import Phase, State
 from ft_service.jobs.user_actions import Verb, request
 from ft_service.rundir.documents import Desired
@@ -76,10 +76,11 @@ def test_only_a_paused_job_goes_on_with_another_number_of_ranks() -> None:
         request(going_on, Verb.RESUME, NOW, 2)
 
 
-def test_the_service_pauses_a_job_for_its_own_reason_until_a_request() -> None:
+@pytest.mark.parametrize("reason", sorted(OF_PAUSES))
+def test_the_service_pauses_a_job_for_its_own_reason_until_a_request(reason: Reason) -> None:
     running = new_job(state=State.RUNNING, phase=Phase.TRAINING)
-    idle = request(running, Verb.PAUSE, NOW, reason=Reason.IDLE)
-    assert (idle.desired, idle.reason) == (Desired.PAUSE, Reason.IDLE)
+    idle = request(running, Verb.PAUSE, NOW, reason=reason)
+    assert (idle.desired, idle.reason) == (Desired.PAUSE, reason)
     assert request(idle, Verb.RESUME, NOW).reason is None
     by_user = request(idle, Verb.PAUSE, NOW)
     assert (by_user.desired, by_user.reason) == (Desired.PAUSE, None), (

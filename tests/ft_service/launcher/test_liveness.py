@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 
+from ft_service.errors import UnavailableError
 from ft_service.launcher.liveness import MAX_REMIND_SECONDS, EventAge, Outage
 from ft_service.rundir.attempt import Attempt
 from ft_service.rundir.directory import RunDir
@@ -81,3 +82,23 @@ def test_a_new_process_finds_the_newest_of_many_segments_in_few_looks(tmp_path: 
         attempt.looks = 0
         ages.running(attempt)
         assert attempt.looks == 1
+
+
+def test_an_outage_of_the_storage_is_no_silence_of_the_ranks(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    clock = Clock()
+    attempt = Segments(RunDir(tmp_path), 3)
+    ages = EventAge(clock)
+    ages.running(attempt)
+    clock.now += 100.0
+    with monkeypatch.context() as away:
+
+        def fail(self: Segments, seq: int) -> bool:
+            raise UnavailableError("503 Slow Down")
+
+        away.setattr(Segments, "has_segment", fail)
+        with pytest.raises(UnavailableError):
+            ages.running(attempt)
+    clock.now += 30.0
+    assert ages.running(attempt).silent_seconds == 30.0

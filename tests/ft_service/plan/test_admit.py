@@ -1,15 +1,19 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from ft_service.control.places.capacity import capacity_of
+from ft_service.engines.sharing import options_left_open, share_key
 from ft_service.errors import SpecError
 from ft_service.plan.admit import admit, settle_counted
 from ft_service.plan.job import plan_job
 from ft_service.plan.machines import GIB, MACHINES, Machine
 from ft_service.plan.sample_lengths import SampleLengths
 from tests.support.bases import LLAMA_8B, describe, save_fp8_index
+from tests.support.cluster_settings import cluster_settings
 from tests.support.plans import open_spec
 
 
@@ -51,3 +55,25 @@ def test_a_base_whose_weights_are_absent_is_refused(tmp_path: Path) -> None:
     (tmp_path / "8b" / "model.safetensors").unlink()
     with pytest.raises(SpecError, match=r"model-00001-of-00001\.safetensors .*: it is not there"):
         admit(describe(spec.model.path), spec, MACHINES["H200"])
+
+
+@pytest.mark.parametrize(
+    ("profile", "shares"),
+    [
+        ({}, False),
+        ({"hardware": "cpu", "gpu_resource": None}, False),
+        ({"hardware": "cpu", "gpu_resource": None, "limits": {"memory": "64Gi"}}, True),
+        ({"hardware": "cpu", "gpu_resource": None, "limits_per_rank": {"memory": "64Gi"}}, True),
+        ({"hardware": "H100"}, True),
+    ],
+)
+def test_jobs_of_pods_may_share_an_engine_once_the_memory_of_a_rank_is_known(
+    tmp_path: Path, profile: dict[str, Any], shares: bool
+) -> None:
+    spec = open_spec(tmp_path, "tiny", precision={"default": "bf16"})
+    base = describe(spec.model.path)
+    machine = capacity_of(cluster_settings(tmp_path, **profile)).machine_for(base)
+    first = admit(base, spec, machine, SampleLengths.of_size(20_000))
+    counted = settle_counted(base, first.spec, machine, SampleLengths(4000, 200, 40))
+    assert bool(options_left_open(counted.spec)) is not shares
+    assert (share_key(counted.spec, counted.seat) is not None) is shares

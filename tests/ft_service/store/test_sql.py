@@ -35,3 +35,7 @@ def test_statistics_count_jobs_slots_and_bytes_of_all_projects(store):
     queued = store.jobs.get_job(PROJECT, claimed.job.id)
     assert queued.queued_at is not None
     assert 0 <= found.oldest_queued_seconds < 60
+    of_default, of_other = found.projects[PROJECT], found.projects.get("other")
+    assert (of_default.jobs, of_default.slots) == ({"running": 1, "queued": 1}, 2)
+    assert 0 <= of_default.oldest_queued_seconds < 60
+    assert of_other is None, "what is over is counted by its reason alone"

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import fnmatch
+import itertools
 import json
 import signal
 import subprocess
@@ -12,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from ft_service.errors import FtError
+from ft_service.errors import FtError, UnavailableError
 from ft_service.host import processes
 from ft_service.rundir.attempt_outcome import exit_of
 from ft_service.rundir.attempt_seal import Fence
@@ -34,6 +35,7 @@ from ft_service.rundir.file_digest import NamedFile
 from ft_service.spec import DataFileRef
 from ft_service.storage.locations import Places
 from ft_service.storage.object_store import ObjectStore
+from ft_service.supervisor import object_sync
 from ft_service.supervisor.object_sync import Sync
 from tests.support.attempts import family, gone, scripted, signal_all, wait_for
 from tests.support.reconciling import spec_of
@@ -532,3 +534,45 @@ def test_the_workers_policy_is_enough_and_gives_no_file_away(
     for action in ("s3:PutObject", "s3:DeleteObject"):
         assert not allowed(bucket, action, "ft/files/file-1")
     assert not allowed(bucket, "s3:GetObject", "ft/credentials")
+
+
+class Clock:
+    """Time that passes by sleeping alone."""
+
+    def __init__(self) -> None:
+        self.now = 0.0
+
+    def monotonic(self) -> float:
+        return self.now
+
+    def sleep(self, seconds: float) -> None:
+        self.now += seconds
+
+
+@pytest.mark.parametrize(
+    ("verb", "outage", "code"),
+    [("flush", 2700.0, 0), ("flush", 7200.0, 1), ("fetch", 10.0, 0), ("fetch", 60.0, 1)],
+)
+def test_the_last_upload_waits_out_an_outage_and_a_fetch_is_left_to_the_next_attempt(
+    monkeypatch: pytest.MonkeyPatch, verb: str, outage: float, code: int
+) -> None:
+    clock = Clock()
+    tries: list[float] = []
+
+    class Away:
+        def __init__(self, *_: object) -> None:
+            tries.append(clock.now)
+            if clock.now < outage:
+                raise UnavailableError("503 Slow Down")
+
+        def flush(self) -> None: ...
+
+        def fetch(self) -> None: ...
+
+    monkeypatch.setattr(object_sync, "Sync", Away)
+    monkeypatch.setattr(object_sync, "ObjectStore", lambda url: None)
+    monkeypatch.setattr(object_sync, "time", clock)
+    assert object_sync.main([verb, "s3://b/ft", "/nowhere/runs/j", "1", "0"]) == code
+    assert tries[:4] == [0.0, 2.0, 6.0, 14.0]
+    assert all(after - before <= 60.0 for before, after in itertools.pairwise(tries))
+    assert clock.now <= 3600.0

@@ -30,5 +30,8 @@ app.kubernetes.io/managed-by: {{ .Release.Service }}
 {{- if ne .Release.Name "ft" }}
 {{- $profile = set $profile "labels" (dict "app.kubernetes.io/instance" .Release.Name) }}
 {{- end }}
+{{- if not .Values.networkPolicies }}
+{{- $profile = set $profile "network_policy" false }}
+{{- end }}
 {{- toYaml (mergeOverwrite $profile .Values.podProfile) }}
 {{- end }}

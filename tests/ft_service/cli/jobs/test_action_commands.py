@@ -2,12 +2,20 @@ from __future__ import annotations
 
 import json
 import sys
+from contextlib import closing
+from pathlib import Path
 
 import pytest
 
 from ft_service.client.client import Client
 from ft_service.client.responses import RemoteJob
+from ft_service.jobs.reasons import Reason
+from ft_service.jobs.states import State
+from ft_service.jobs.user_actions import Verb
+from ft_service.store.sql import open_store
 from tests.support.command_line import Ft
+from tests.support.creating import create_job
+from tests.support.records import new_job
 from tests.support.rest.stub_server import StubServer, job_body
 
 
@@ -57,3 +65,33 @@ def test_rm_removes_a_file_or_a_tuned_model_and_asks_first(
     assert server.jobs == {}
     server.jobs["ftjob-1"] = job_body(status="running", fine_tuned_model=None)
     assert "Job ftjob-1 has no tuned model to remove (running)." in ft("rm", "last", "--yes").err
+
+
+def test_an_operator_pauses_all_projects_and_resumes_just_those(ft: Ft, home: Path) -> None:
+    """Without a server or a key; and not what users have paused themselves."""
+    made = json.loads(ft("projects", "create", "second", "--json").out)
+    with closing(open_store(f"sqlite:///{home / 'ft.db'}")) as store:
+        create_job(store, new_job(id="ftjob-1", project_id="default", state=State.QUEUED))
+        create_job(store, new_job(id="ftjob-2", project_id=made["id"], state=State.QUEUED))
+        create_job(store, new_job(id="ftjob-3", project_id="default", state=State.QUEUED))
+        create_job(
+            store,
+            new_job(id="ftjob-4", project_id="default", state=State.SUCCEEDED, finished_at=1.0),
+        )
+        store.jobs.request("default", "ftjob-3", Verb.PAUSE)
+        assert json.loads(ft("pause", "--all", "--json").out) == {"pause": 2}
+        two = [("default", "ftjob-1"), (made["id"], "ftjob-2")]
+        paused = [store.jobs.get_job(*one) for one in two]
+        assert [job.state for job in paused] == [State.PAUSED] * 2
+        assert {job.reason for job in paused} == {Reason.MAINTENANCE}
+        assert ft("pause", "--all").out.startswith("0 jobs")
+        store.jobs.request("default", "ftjob-1", Verb.RESUME)
+        assert json.loads(ft("resume", "--all", "--json").out) == {"resume": 1}
+        states = [store.jobs.get_job(*one).state for one in (*two, ("default", "ftjob-3"))]
+        assert states == [State.QUEUED, State.QUEUED, State.PAUSED]
+    for wrong in (
+        ("pause",),
+        ("pause", "ftjob-1", "--all"),
+        ("resume", "--all", "--nproc-per-node", 2),
+    ):
+        assert ft(*wrong).code == 64

@@ -256,3 +256,12 @@ def test_a_base_that_can_never_work_is_refused_before_anything_starts(
     ended = ft(command, spec)
     assert ended.code == 64
     assert said in ended.err
+
+
+def test_without_pytorch_a_run_names_the_package_to_install(
+    ft: Ft, spec: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(run_command, "torch_build", lambda: None)
+    ended = ft("run", spec)
+    assert ended.code != 0
+    assert "pip install 'ft-service[workers]'" in ended.err

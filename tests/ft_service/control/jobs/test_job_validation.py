@@ -17,6 +17,7 @@ from ft_service.bases.cache_folder import Cache
 from ft_service.control.checks.data_checks import Checked, check_data
 from ft_service.control.jobs import job_validation
 from ft_service.data.tokens.token_cache import Recording, unkept
+from ft_service.engines.tending import EngineOptions
 from ft_service.jobs.states import Job, State
 from ft_service.jobs.user_actions import Verb
 from ft_service.rundir.directory import sha256_of
@@ -24,6 +25,7 @@ from ft_service.spec import BaseModelRef, DataFileRef
 from ft_service.storage.locations import Places
 from ft_service.store.sql import Store
 from tests.support.attempts import wait_for
+from tests.support.engines import SETTLED
 from tests.support.fake_launcher import FakeLauncher
 from tests.support.reconciling import (
     PROJECT,
@@ -143,3 +145,21 @@ def test_the_cause_is_the_true_one_and_nothing_is_left(
     assert recording.error is not None
     assert unkept(folder, recording.error).startswith(told.format(folder))
     assert list(folder.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    ("seats", "options", "told"),
+    [(8, {}, True), (0, {}, False), (8, SETTLED, False), (8, {"engine": "off"}, False)],
+)
+def test_a_job_says_that_it_is_alone_because_the_nodes_memory_is_not_known(
+    tmp_path: Path, store: Store, seats: int, options: dict[str, object], told: bool
+) -> None:
+    add_job(store, **options)
+    reconciler = new_reconciler(
+        tmp_path, store, FakeLauncher(), engines=EngineOptions(most_seats=seats)
+    )
+    step_until(reconciler, store, State.RUNNING)
+    alone = [text for text in messages(store) if "without an engine" in text]
+    assert len(alone) == told
+    assert all("distributed.activation_checkpointing" in text for text in alone)
+    assert (get(store).share_key is not None) == (options == SETTLED)

@@ -7,6 +7,7 @@ import pytest
 
 from ft_service.control.places.capacity import capacity_of, refuse_too_many, total_slots
 from ft_service.errors import SpecError
+from ft_service.plan.machines import USABLE, usable_bytes
 from ft_service.settings import Settings
 from ft_service.spec import DistributedOptions
 from tests.support.cluster_settings import cluster_settings
@@ -55,6 +56,18 @@ def test_pods_without_gpus_have_the_memory_that_they_are_given(
     assert machine.memory == memory
 
 
+@pytest.mark.parametrize("ranks", [1, 4])
+def test_memory_of_each_rank_is_a_ranks_whatever_their_number(tmp_path: Path, ranks: int) -> None:
+    limits = {"limits": {"memory": "8Gi"}, "limits_per_rank": {"memory": "2Gi"}}
+    settings = cluster_settings(tmp_path, hardware="cpu", gpu_resource=None, **limits)
+    machine = capacity_of(settings).machine
+    assert machine is not None
+    usable = usable_bytes(
+        machine, spec_of("j", distributed=DistributedOptions(nproc_per_node=ranks))
+    )
+    assert usable == int((8 // ranks + 2) * 2**30 * USABLE)
+
+
 def test_with_a_queue_the_cluster_counts(tmp_path: Path) -> None:
     spec = spec_of("j", distributed=DistributedOptions(nnodes=100, nproc_per_node=4))
     refuse_too_many(spec, capacity_of(cluster_settings(tmp_path, queue="team-a")))
@@ -82,7 +95,8 @@ def test_each_profile_has_a_capacity_and_a_host_of_its_own(tmp_path: Path) -> No
 
 def test_where_no_profiles_are_one_is_refused(tmp_path: Path) -> None:
     with pytest.raises(
-        SpecError, match=r"distributed.profile = 'h100': this service does not run jobs as pods"
+        SpecError,
+        match=r"distributed.profile = 'h100': this service does not run jobs in a cluster",
     ):
         capacity_of(Settings(home=tmp_path), "h100")
 

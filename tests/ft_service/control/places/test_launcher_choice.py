@@ -12,6 +12,7 @@ from ft_service.engines.engine_launcher import ClusterEngineLauncher, EngineLaun
 from ft_service.errors import SpecError
 from ft_service.launcher.kubernetes import cluster as cluster_module
 from ft_service.launcher.protocol import Launcher, ListsAttempts
+from ft_service.launcher.slurm.slurm_launcher import SlurmLauncher
 from ft_service.settings import Settings
 from ft_service.spec import DistributedOptions
 from ft_service.store.sql import Store
@@ -27,7 +28,7 @@ def new_launchers(settings: Settings, store: Store | None = None) -> list[Launch
 
 def slurm_settings(folder: Path, profile: dict[str, Any] | None = None, **values: Any) -> Settings:
     path = folder / "slurm-profile.yaml"
-    path.write_text(yaml.safe_dump({"ranks_per_node": 4, **(profile or {})}))
+    path.write_text(yaml.safe_dump({"ranks_per_node": 4, **(profile or {})}, sort_keys=False))
     database = f"sqlite:///{folder / 'ft.db'}"
     return Settings(
         **{
@@ -44,6 +45,7 @@ def test_slurm_is_chosen_where_its_commands_are(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(launcher_choice, "missing_commands", list)
+    monkeypatch.setattr(SlurmLauncher, "refusal", lambda self: None)
     (launcher,) = new_launchers(slurm_settings(tmp_path))
     assert isinstance(launcher, ClusterEngineLauncher)
     assert isinstance(launcher, ListsAttempts)
@@ -59,6 +61,7 @@ def test_a_time_limit_that_leaves_no_time_to_train_is_refused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(launcher_choice, "missing_commands", list)
+    monkeypatch.setattr(SlurmLauncher, "refusal", lambda self: None)
     with pytest.raises(SpecError, match=r"FT_SLURM_PROFILE: time = '4'.*120 seconds before"):
         new_launchers(slurm_settings(tmp_path, {"time": "4"}))
     assert new_launchers(slurm_settings(tmp_path, {"time": "5"}))
@@ -155,3 +158,58 @@ def test_every_profile_must_have_the_run_directories(
             cluster_settings(tmp_path, **volumes, profiles={"a": {}, "b": {"volume_mounts": []}}),
             new_store(tmp_path),
         )
+
+
+@pytest.mark.parametrize(
+    ("profile", "engine_jobs", "warns"),
+    [
+        ({}, 8, True),
+        ({"hardware": "cpu", "gpu_resource": None}, 8, True),
+        ({"hardware": "cpu", "gpu_resource": None, "limits": {"memory": "4Gi"}}, 8, False),
+        ({"hardware": "H100"}, 8, False),
+        ({}, None, False),
+    ],
+)
+def test_the_log_says_where_no_engine_will_form(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    profile: dict[str, Any],
+    engine_jobs: int | None,
+    warns: bool,
+) -> None:
+    """Because the memory of a rank is not known, and so what is "auto" stays open."""
+    monkeypatch.setattr(cluster_module, "Cluster", ClosedCluster)
+    volumes = {"volume_mounts": [{"name": "home", "mountPath": str(tmp_path)}], "namespace": "ft"}
+    settings = cluster_settings(tmp_path, **volumes, **profile)
+    new_launchers(settings.model_copy(update={"engine_jobs": engine_jobs}))
+    told = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
+    assert [text.startswith("FT_ENGINE_JOBS = 8, and FT_POD_PROFILE") for text in told] == (
+        [True] if warns else []
+    )
+
+
+def test_each_slurm_profile_has_a_launcher_and_the_first_takes_over_what_ran_before(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(launcher_choice, "missing_commands", list)
+    monkeypatch.setattr(
+        SlurmLauncher, "refusal", lambda self: "nosuch" if "others" in self.host else None
+    )
+    store = new_store(tmp_path)
+    add_job(store, host="slurm")
+    (before,) = new_launchers(slurm_settings(tmp_path), store)
+    assert (before.host, get(store).host) == ("slurm", "slurm")
+    profiles = {"vision": {"projects": ["proj_1"], "account": "v"}, "others": {"gres": "gpu:l4"}}
+    settings = slurm_settings(tmp_path, {"profiles": profiles})
+    launchers = new_launchers(settings, store)
+    assert [launcher.host for launcher in launchers] == ["slurm/vision", "slurm/others"]
+    assert get(store).host == "slurm/vision"
+    (told,) = [record.getMessage() for record in caplog.records if record.levelname == "ERROR"]
+    assert told.startswith("FT_SLURM_PROFILE (profiles.others): ")
+    assert capacity_of(settings, None, "proj_1").host == "slurm/vision"
+    others = capacity_of(settings, None, "proj_2")
+    assert (others.host, others.place) == ("slurm/others", "a node of the profile others")
+    with pytest.raises(SpecError, match="no such kind of batch jobs"):
+        capacity_of(settings, "vision", "proj_2")
+    store.close()

@@ -367,3 +367,35 @@ def test_any_user_may_enter_what_is_mounted_below_the_home(user: int | None) -> 
         assert len(below) > len(own)
         assert own == ([] if user == 10001 else [{"name": "home", "mountPath": "/var/lib/ft"}])
         assert {"name": "home", "emptyDir": {}} in pod["volumes"] or not own
+
+
+@pytest.mark.parametrize("path", PROFILES, ids=lambda path: path.stem)
+def test_a_job_of_one_gpu_takes_a_share_of_a_node(path: Path) -> None:
+    """Of processors, memory and cards, so that as many such jobs fit there as it has GPUs. Where a
+    claim gives all GPUs of a node, it takes a node.
+    """
+    for profile in load_profiles(path).by_name.values():
+        one, all_ranks = (
+            job_manifest(AttemptShape(JOB, 1, 1, ranks, RUN), profile, Site("training", HOME))[
+                "spec"
+            ]["template"]["spec"]["containers"][0]["resources"]
+            for ranks in (1, profile.ranks_per_node)
+        )
+        if profile.resource_claims:
+            assert one == all_ranks
+            continue
+        ranks = profile.ranks_per_node
+        assert one["limits"]["nvidia.com/gpu"] == 1
+        assert all_ranks["limits"]["nvidia.com/gpu"] == ranks
+        for name, quantity in profile.requests_per_rank.items():
+            assert all_ranks["requests"][name] == quantity.replace(
+                quantity.rstrip("GMik"), str(ranks * int(quantity.rstrip("GMik")))
+            )
+        assert {"cpu", "memory"} <= one["requests"].keys()
+
+
+def test_without_policies_the_launcher_makes_none() -> None:
+    profile = PodProfile.model_validate({**LOCAL, "network_policy": False})
+    job, _ = attempt_of(profile)
+    owner = {**job, "metadata": {**job["metadata"], "uid": "u"}}
+    assert [item["kind"] for item in owned_manifests(owner, profile)] == ["Service"]

@@ -262,7 +262,8 @@ def test_what_kubernetes_does_not_know_in_an_objects_field_is_refused_by_its_pat
     ],
 )
 def test_a_pods_memory_is_read_as_kubernetes_reads_it(given: str | float, size: int) -> None:
-    assert PodProfile.model_validate({**LOCAL, "limits": {"memory": given}}).memory_limit == size
+    profile = PodProfile.model_validate({**LOCAL, "limits": {"memory": given}})
+    assert profile.memory_limit == (size, 0)
 
 
 def test_numbers_of_yaml_are_quantities_as_in_a_pods_manifest() -> None:
@@ -277,3 +278,44 @@ def test_numbers_of_yaml_are_quantities_as_in_a_pods_manifest() -> None:
 def test_what_is_no_quantity_of_kubernetes_is_refused(tmp_path: Path, given: str) -> None:
     with pytest.raises(SpecError, match=r"shm_size = .*must match"):
         loaded(tmp_path, {**LOCAL, "shm_size": given})
+
+
+def test_priorities_may_be_texts_as_helm_makes_them() -> None:
+    """Keys of Helm's values are texts, whatever they were in the file."""
+    given = {
+        "queue_priority_classes": {"0": "normal", "-5": "low"},
+        "priority_classes": {"10": "p"},
+    }
+    profile = PodProfile.model_validate({**LOCAL, "queue": "training", **given})
+    assert profile.queue_priority_classes == {0: "normal", -5: "low"}
+    assert (profile.class_of(9), profile.class_of(10)) == (None, "p")
+    for wrong in ({"0.5": "p"}, {"high": "p"}, {0: "p", "0": "q"}):
+        with pytest.raises(ValidationError, match="priority_classes"):
+            PodProfile.model_validate({**LOCAL, "priority_classes": wrong})
+
+
+@pytest.mark.parametrize(
+    ("shared", "each", "ranks", "found"),
+    [
+        (None, "12", 8, "96"),
+        (None, "128Gi", 1, "128Gi"),
+        ("16Gi", "128Gi", 8, "1040Gi"),
+        ("2", "500m", 3, "3500m"),
+        ("1Gi", "500M", 1, "1573741824"),
+        (None, "0.5", 3, "1.5"),
+        (None, 4, 8, "32"),
+    ],
+)
+def test_a_pod_takes_what_its_ranks_take(
+    shared: str | None, each: str | int, ranks: int, found: str
+) -> None:
+    given = {} if shared is None else {"requests": {"it": shared}}
+    profile = PodProfile.model_validate({**LOCAL, **given, "requests_per_rank": {"it": each}})
+    assert profile.resources(ranks)["requests"] == {"it": found}
+
+
+def test_ranks_get_their_gpus_by_one_field() -> None:
+    with pytest.raises(ValidationError, match=r"limits_per_rank.*gpu_resource"):
+        PodProfile.model_validate(
+            {**LOCAL, "gpu_resource": "nvidia.com/gpu", "limits_per_rank": {"nvidia.com/gpu": 1}}
+        )

@@ -32,7 +32,7 @@ def test_each_job_runs_as_pods_of_its_profile(cluster: HarnessCluster, tmp_path:
             tmp_path, "event,succeed", node_selector=cluster.node_selector, labels=labels, slots=2
         )
         site = Site(cluster.namespace, tmp_path, stop_grace_seconds=20.0)
-        host = host_of_profile(name)
+        host = host_of_profile("kubernetes", name)
         launchers.append(
             KubernetesLauncher(
                 cluster.client(), profile, site, host=host, lists=not number, watch=False
@@ -45,7 +45,7 @@ def test_each_job_runs_as_pods_of_its_profile(cluster: HarnessCluster, tmp_path:
         add_job(
             store,
             f"ftjob-{name}",
-            host=host_of_profile(name),
+            host=host_of_profile("kubernetes", name),
             training_data=DataFileRef(name="train.jsonl", path=str(data), sha256="0"),
             distributed=DistributedOptions(nproc_per_node=2, profile=name),
         )

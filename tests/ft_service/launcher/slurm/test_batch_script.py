@@ -193,3 +193,12 @@ def test_a_notice_of_slurm_is_written_where_the_ranks_see_it_and_the_script_wait
     stop = attempt.read_stop()
     assert stop is not None
     assert stop.reason == "Slurm takes the allocation back"
+
+
+@pytest.mark.parametrize(("each", "memory"), [(1, "--mem=50G"), (8, "--mem=400G")])
+def test_memory_and_processors_follow_the_ranks_of_a_node(each: int, memory: str) -> None:
+    profile = SlurmProfile(ranks_per_node=8, cpus_per_rank=6, memory_per_rank="50G")
+    found = sbatch_arguments(
+        start_of(nodes=2, each=each), Path("/run"), profile, SlurmSite(Path("/srv/ft"))
+    )
+    assert {memory, f"--cpus-per-task={6 * each}"} <= set(found)

@@ -34,7 +34,7 @@ from tests.cluster.slurm import SlurmCluster, missing_parts
 from tests.support.attempts import wait_for
 from tests.support.engines import ENGINE_PROGRAM, add_sharing_job
 from tests.support.environment import has_name
-from tests.support.reconciling import PROJECT, add_job, get, new_reconciler, new_store
+from tests.support.reconciling import PROJECT, add_job, get, messages, new_reconciler, new_store
 from tests.support.service import Server, submit, upload, wait_until, wait_until_step
 
 pytestmark = pytest.mark.skipif(
@@ -201,6 +201,7 @@ def test_an_attempt_that_an_operator_cancels_is_no_failure(
     wait_for(lambda: reconciler.step() and get(store).state is State.SUCCEEDED, SECONDS, every=0.1)
     job = get(store)
     assert (job.attempt, job.failures) == (2, 0)
+    assert any("was cancelled in Slurm. Training has stopped" in text for text in messages(store))
     reconciler.close()
     store.close()
 
@@ -343,6 +344,11 @@ def test_an_engine_that_slurm_preempts_costs_its_jobs_nothing(
     store.close()
 
 
+def profiled(home: Path, **values: Any) -> SlurmLauncher:
+    profile = SlurmProfile.model_validate(profile_for(home, "succeed", **values))
+    return SlurmLauncher(profile, SlurmSite(home))
+
+
 def test_a_job_waits_in_slurms_queue_and_can_be_cancelled_there(
     tmp_path: Path, cluster: SlurmCluster
 ) -> None:
@@ -351,7 +357,12 @@ def test_a_job_waits_in_slurms_queue_and_can_be_cancelled_there(
     refused = SlurmLauncher(
         SlurmProfile.model_validate(profile_for(tmp_path, "succeed", **values)), SlurmSite(tmp_path)
     )
-    attempt = OneAttempt(tmp_path, "succeed").handle
+    one = OneAttempt(tmp_path, "succeed")
+    attempt = one.handle
+    assert "eservation" in (refused.refusal() or "")
+    assert one.launcher.refusal() is None
+    assert "artition" in (profiled(tmp_path, partition="nosuch").refusal() or "")
+    assert not one.launcher.unfinished(), "nothing was submitted"
     with pytest.raises(LaunchError, match=r"Slurm refuses the job: .*eservation"):
         refused.start(attempt)
     assert isinstance(refused.observe(attempt), Ended)

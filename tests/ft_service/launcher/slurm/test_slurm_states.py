@@ -3,9 +3,24 @@ from __future__ import annotations
 import pytest
 
 from ft_service.jobs.reasons import Reason, Retry, reason_of, retry_of
-from ft_service.launcher.slurm.slurm_states import is_lasting, judge_exit, standing, waiting_text
+from ft_service.launcher.slurm.slurm_states import (
+    is_lasting,
+    judge_exit,
+    standing,
+    waiting_text,
+    with_cause,
+)
 from ft_service.rundir.attempt_outcome import AttemptRecords, exit_of
-from ft_service.rundir.documents import ErrorInfo, Exit, ExitReason, Outcome, OutcomeKind, Result
+from ft_service.rundir.documents import (
+    Control,
+    Desired,
+    ErrorInfo,
+    Exit,
+    ExitReason,
+    Outcome,
+    OutcomeKind,
+    Result,
+)
 from ft_service.rundir.failure_origin import COLLECTIVE_TIMEOUT
 
 STATES = {
@@ -133,3 +148,31 @@ def test_a_waiting_job_says_why() -> None:
     assert is_lasting("PartitionTimeLimit")
     assert not is_lasting("Resources")
     assert not is_lasting("QOSMaxJobsPerUserLimit")
+
+
+@pytest.mark.parametrize(
+    ("state", "asked", "who"),
+    [
+        ("CANCELLED", None, "cancelled in Slurm"),
+        ("CANCELLED", Desired.RUN, "cancelled in Slurm"),
+        ("PREEMPTED", None, "preempted"),
+        ("NODE_FAIL", None, "node"),
+        ("REQUEUED", None, "queue"),
+        ("CANCELLED", Desired.PAUSE, ""),
+        ("COMPLETED", None, ""),
+        (None, None, ""),
+    ],
+)
+def test_a_stop_says_who_in_slurm_wanted_it_and_where_training_goes_on(
+    state: str | None, asked: Desired | None, who: str
+) -> None:
+    stopped = exit_of(ExitReason.STOPPED, "Training has stopped at checkpoint step-4-a1.")
+    control = asked and Control(generation=2, desired=asked)
+    ended = with_cause(state, stopped, control)
+    assert (ended.reason, ended.code) == (stopped.reason, stopped.code)
+    assert ended.message.endswith(stopped.message)
+    assert (ended == stopped) is not bool(who)
+    assert who in ended.message
+    assert with_cause(state, ended, control) == ended
+    failed = exit_of(ExitReason.WORKER_ERROR, "It failed.")
+    assert with_cause(state, failed, control) == failed

@@ -45,7 +45,6 @@ CASES: dict[str, tuple[int, str, dict[str, Any]]] = {
 SLOW = CASES.keys() - {
     "nf4, fp8 and bf16, two ranks",
     "whole on each rank, dropout and noise",
-    "experts",
     "a norm behind the feed-forward",
 }
 

@@ -29,6 +29,7 @@ from ft_service.errors import SpecError
 from ft_service.spec import LoraOptions
 from workers.layers.segments import CURRENT
 from workers.model.attention import stay_within_segments
+from workers.model.feed_forwards import row_wise_parts
 from workers.model.head import loss_in_head
 from workers.model.lora import add_adapters, linear_names
 from workers.model.multimodal import causal_model, decoder_layers, text_decoder
@@ -39,7 +40,6 @@ from workers.model.packed_trial import (
     settle_attention,
     trial_samples,
 )
-from workers.model.row_wise import row_wise_parts
 from workers.model.small_copy import DENSE, SmallCopy, put_all_experts, small_copy
 
 _CPU = torch.device("cpu")

@@ -11,7 +11,7 @@ from torch import Tensor
 from tests.support.training.models import save_tiny
 from workers.model.attention import stay_within_segments
 from workers.model.build import base_on_meta
-from workers.model.row_wise import row_wise_parts
+from workers.model.feed_forwards import row_wise_parts
 from workers.model.small_copy import SmallCopy, small_copy
 
 

@@ -86,7 +86,7 @@ def make(folder: Path) -> None:
             "distillation": {"with_context": CONTEXT, "hyperparameters": {"batch_size": 16}},
         },
         "lora": {"r": 16, "lora_alpha": 32},
-        "precision": {"compute": "fp32"},
+        "precision": {"default": "bf16", "compute": "fp32"},
         "training": {
             "max_steps": STEPS,
             "learning_rate": 4e-3,

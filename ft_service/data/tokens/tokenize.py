@@ -278,8 +278,9 @@ def tokenize(
             fault = next((outcome for outcome in found if isinstance(outcome, Fault)), None)
             tokens = [outcome for outcome in found if isinstance(outcome, Tokens)]
             if fault is None and options.context:
-                tokens = beside_teachers(number, tokens)
-                fault = tokens if isinstance(tokens, Fault) else None
+                beside = beside_teachers(tokens)
+                tokens = beside or []
+                fault = None if beside else Fault(number, "", _OTHER_ANSWER)
             yield fault or [
                 *tokens[:1],
                 *(replace(sample, continues=True) for sample in tokens[1:]),
@@ -317,19 +318,20 @@ def _with_context(
             yield number, in_context(as_asked(tokenizer, options, record), options.context)
 
 
-def beside_teachers(number: int, samples: list[Tokens]) -> list[Tokens] | Fault:
+def beside_teachers(samples: list[Tokens]) -> list[Tokens] | None:
     """A record's samples, each followed by the same as its teacher reads it.
 
-    `samples`: first those of the record, and then those of the record behind its context; `number`:
-    the record's. A fault if the two do not learn the same tokens.
+    `samples`: first those of the record, and then those of the record behind its context. None: the
+    two do not learn the same tokens.
     """
     half = len(samples) // 2
     made = list(zip(samples[:half], samples[half:], strict=False))
     same = len(samples) == 2 * half and all(
-        np.array_equal(*(each.ids[1:][each.targets[1:]] for each in pair)) for pair in made
+        np.array_equal(own.ids[1:][own.targets[1:]], other.ids[1:][other.targets[1:]])
+        for own, other in made
     )
     if not same:
-        return Fault(number, "", _OTHER_ANSWER)
+        return None
     return [sample for pair in made for sample in pair]
 
 

@@ -152,10 +152,10 @@ def test_samples_longer_than_the_learned_positions_are_refused(
 def test_forwards_without_gradients_are_counted(tmp_path: Path) -> None:
     """A teacher's, KTO's mismatched answers in each step, and a reference's before them."""
     folder = save_base(tmp_path / "8b", LLAMA_8B)
-    plain = {"distributed": {"activation_checkpointing": "none"}}
 
     def planned(**method: Any) -> tuple[Plan, float]:
-        spec = spec_on(folder, **plain, **({"method": method} if method else {}))
+        options: dict[str, Any] = {"distributed": {"activation_checkpointing": "none"}}
+        spec = spec_on(folder, 1, **options, **({"method": method} if method else {}))
         plan = plan_of(spec, H100)
         assert plan.speed is not None
         seconds = training_time(plan, spec, spec.training.batch)["seconds_at_most"]

@@ -18,7 +18,6 @@ from transformers import PreTrainedTokenizerFast
 from ft_service.bases.cache_folder import Cache
 from ft_service.data.data_file import DataReport, ExamineRequest, ReadProgress, check_lines
 from ft_service.data.examiner import Examiner
-from ft_service.data.line_errors import Fault
 from ft_service.data.statistics import Lines
 from ft_service.data.token_folder import entries_of, remove_entries
 from ft_service.data.token_options import TokenOptions
@@ -199,11 +198,9 @@ def test_a_record_that_cannot_be_taught_is_told_by_line(
         load_dataset(tokenizer, file, 100, TokenOptions(context="x"), pairs=True)
     answer = np.array([False, True])
     samples = [Tokens(np.array([1, last], np.int32), answer) for last in (2, 2, 2, 3)]
-    student, teacher = beside_teachers(4, samples[:2])[0:2]  # pyright: ignore[reportIndexIssue]
-    assert (student, teacher) == (samples[0], samples[1])
-    found = beside_teachers(4, samples)
-    assert isinstance(found, Fault)
-    assert (found.line, "with_context" in found.reason) == (4, True)
+    assert beside_teachers([*samples[:2], *samples[1:3]]) == [samples[i] for i in (0, 1, 1, 2)]
+    assert beside_teachers(samples) is None
+    assert beside_teachers(samples[:3]) is None
 
 
 def test_labels_are_kept_beside_the_targets_and_stay_with_their_samples(

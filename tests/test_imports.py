@@ -37,8 +37,7 @@ OF_THE_WORKERS = (("workers.train", ("torch._inductor.compile_fx", *SERVICE)),)
     "modules",
     [
         pytest.param(OF_THE_SERVICE, id="service"),
-        # what import-linter sees too, but for the compiler
-        pytest.param(OF_THE_WORKERS, id="workers", marks=pytest.mark.slow),
+        pytest.param(OF_THE_WORKERS, id="workers"),
     ],
 )
 def test_a_fresh_interpreter_loads_nothing_from_the_wrong_side(

@@ -36,6 +36,10 @@ class PromptTokens:
     """Whether it offers tools, so that answers may call them."""
     closing: str = ""
     """Text that closes the thought which the prompt opens; empty: it opens none."""
+    messages: Sequence[Mapping[str, Any]] = ()
+    """The conversation, for an agent; empty without an environment."""
+    offered: Sequence[Mapping[str, Any]] = ()
+    """The tools that it offers, for an agent."""
 
 
 @dataclass(frozen=True)

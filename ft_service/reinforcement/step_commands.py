@@ -27,6 +27,7 @@ from ft_service.reinforcement.step_records import (
     AnsweredPrompt,
     SampledAnswer,
     StepRecord,
+    TrainedRow,
     mean_reward,
 )
 from ft_service.spec import JobSpec
@@ -75,7 +76,8 @@ def commands_of(record: StepRecord, spec: JobSpec, schedule: RolloutSchedule) ->
             {"report": {"total_steps": schedule.total_steps, "more": _validation_metrics(record)}},
         )
         return commands
-    data = list(_data(record, spec.reinforcement, spec.longest_answer))
+    trained = list(_data(record, spec.reinforcement, spec.longest_answer))
+    data = [datum for answer in trained for datum in answer]
     at = {} if head.temperature == 1 else {TEMPERATURE: head.temperature}
     for part in _parts(data):
         add(
@@ -86,7 +88,7 @@ def commands_of(record: StepRecord, spec: JobSpec, schedule: RolloutSchedule) ->
     report = {
         "total_steps": schedule.total_steps,
         "epoch": head.step / schedule.steps_of_epoch,
-        "more": {**metrics_of(record, len(data)), **_validation_metrics(record)},
+        "more": {**metrics_of(record, len(trained)), **_validation_metrics(record)},
     }
     add("optim_step", {"scheduled": schedule.total_steps, "skipped": not data, "report": report})
     commands.append(save_command(seq + len(commands), head.step))
@@ -135,8 +137,11 @@ def save_command(seq: int, after: int) -> Command:
     return Command(seq, "save_weights_for_sampler", {"name": name, "path": name})
 
 
-def _data(record: StepRecord, options: ReinforcementOptions, longest: int) -> Iterator[pb.Datum]:
-    """The answers whose advantage is not 0.
+def _data(
+    record: StepRecord, options: ReinforcementOptions, longest: int
+) -> Iterator[list[pb.Datum]]:
+    """The rows of each answer whose advantage is not 0. All rows of an answer share its advantage,
+    and count as one answer together.
 
     Of those that the loss leaves out since they were cut off it is a mean over the answers, but not
     over their tokens, as TRL has it.
@@ -170,7 +175,7 @@ def _data(record: StepRecord, options: ReinforcementOptions, longest: int) -> It
                     np.asarray(answer.logprobs) - np.asarray(answer.reference)
                 )
             if of_tokens.any():
-                yield _datum(group, answer, of_tokens * weight_of[id(answer)])
+                yield list(_rows(group, answer, of_tokens * weight_of[id(answer)]))
 
 
 def _parts(data: Sequence[pb.Datum]) -> Iterator[list[pb.Datum]]:
@@ -189,19 +194,28 @@ def _parts(data: Sequence[pb.Datum]) -> Iterator[list[pb.Datum]]:
         yield part
 
 
-def _datum(group: AnsweredPrompt, answer: SampledAnswer, own: np.ndarray) -> pb.Datum:
-    whole = [*group.ids, *answer.tokens]
-    before = len(group.ids) - 1  # targets that belong to the prompt
+def _rows(group: AnsweredPrompt, answer: SampledAnswer, own: np.ndarray) -> Iterator[pb.Datum]:
+    """`own`: advantage times weight of each of the answer's tokens."""
+    logprobs = np.asarray(answer.logprobs)
+    at = 0
+    for row in answer.rows(group.ids):
+        there = at + len(row.answered)
+        yield _datum(row, logprobs[at:there], own[at:there])
+        at = there
+
+
+def _datum(row: TrainedRow, logprobs: np.ndarray, own: np.ndarray) -> pb.Datum:
+    """`logprobs`, `own`: of the row's sampled tokens; its other tokens count for nothing."""
+    places = np.concatenate([np.arange(begin, end) for begin, end in row.sampled]) - 1
     datum = pb.Datum()
-    datum.model_input.add().encoded_text.tokens = np.asarray(whole[:-1], "<i4").tobytes()
-    arrays: Mapping[str, tuple[int, np.ndarray]] = {
-        "target_tokens": (pb.DTYPE_INT64, np.asarray(whole[1:], "<i8")),
-        "logprobs": (
-            pb.DTYPE_FLOAT32,
-            np.concatenate([np.zeros(before), answer.logprobs]).astype("<f4"),
-        ),
-        "advantages": (pb.DTYPE_FLOAT32, np.concatenate([np.zeros(before), own]).astype("<f4")),
+    datum.model_input.add().encoded_text.tokens = np.asarray(row.tokens[:-1], "<i4").tobytes()
+    arrays: dict[str, tuple[int, np.ndarray]] = {
+        "target_tokens": (pb.DTYPE_INT64, np.asarray(row.tokens[1:], "<i8"))
     }
+    for name, values in (("logprobs", logprobs), ("advantages", own)):
+        of_targets = np.zeros(len(row.tokens) - 1)
+        of_targets[places] = values
+        arrays[name] = pb.DTYPE_FLOAT32, of_targets.astype("<f4")
     for name, (dtype, values) in arrays.items():
         tensor = datum.loss_fn_inputs[name]
         tensor.dtype, tensor.dense = dtype, values.tobytes()

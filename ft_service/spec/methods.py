@@ -7,6 +7,7 @@ from typing import Annotated, Any, Literal, get_args
 
 from pydantic import Field, WithJsonSchema, field_validator, model_validator
 
+from ft_service.spec.environments import Environment
 from ft_service.spec.graders import Grader
 from ft_service.spec.option_types import GREEDY, NullableSections, Number, Strict
 
@@ -217,7 +218,12 @@ class ReinforcementHyperparameters(Hyperparameters):
 
 
 class ReinforcementMethod(NullableSections):
-    grader: Grader
+    grader: Grader | None = None
+    """What gives rewards. Only with an environment it may be left out: its agent then gives them."""
+    environment: Environment | None = None
+    """Not in OpenAI's API. Where the model acts for several turns; None: it answers each prompt
+    once.
+    """
     hyperparameters: ReinforcementHyperparameters = ReinforcementHyperparameters()
     response_format: None = None
     """Must be left out: the sampler draws from all tokens.
@@ -235,6 +241,12 @@ class ReinforcementMethod(NullableSections):
                 "answers of another form reward 0 (`{{ sample.output_json }}` exists for JSON only)"
             )
         return value
+
+    @model_validator(mode="after")
+    def _is_rewarded(self) -> ReinforcementMethod:
+        if self.grader is None and self.environment is None:
+            raise ValueError("grader: is missing. Give one, or an environment that gives rewards")
+        return self
 
 
 MethodType = Literal["supervised", "dpo", "simpo", "orpo", "kto", "reinforcement", "tinker"]
@@ -310,6 +322,7 @@ class Method(NullableSections):
         )
         return ReinforcementOptions(
             grader=self.reinforcement.grader,
+            environment=self.reinforcement.environment,
             num_generations=min(128, max(2, group)),
             max_completion_length=None
             if given.max_completion_length == AUTO
@@ -418,7 +431,8 @@ SHARED_OPTIONS = (
 class ReinforcementOptions(Strict):
     """`ReinforcementMethod` resolved."""
 
-    grader: Grader
+    grader: Grader | None
+    environment: Environment | None = None
     num_generations: int
     max_completion_length: int | None
     """None: JobSpec.longest_answer goes by training.max_length."""

@@ -131,7 +131,10 @@ class ReinforcementHyperparametersView(HyperparametersView):
 
 
 class ReinforcementView(View):
-    grader: dict[str, Any]
+    grader: dict[str, Any] | None
+    """null: the environment's agent gives the rewards."""
+    environment: dict[str, Any] | None
+    """Not in OpenAI's API. null: each prompt is answered once."""
     hyperparameters: ReinforcementHyperparametersView
 
 
@@ -499,8 +502,10 @@ def _method(spec: JobSpec, hyperparameters: HyperparametersView) -> MethodView:
     if spec.training_data is None:
         return MethodView(type="tinker")
     if (options := spec.reinforcement) is not None:
-        grader = options.grader.model_dump(mode="json", exclude_none=True)
-        given = options.model_dump(exclude={"grader", "max_completion_length"})
+        outside = options.model_dump(
+            mode="json", include={"grader", "environment"}, exclude_none=True
+        )
+        given = options.model_dump(exclude={"grader", "environment", "max_completion_length"})
         more = {
             "compute_multiplier": options.num_generations / GROUP,
             "max_completion_length": spec.longest_answer,
@@ -509,7 +514,11 @@ def _method(spec: JobSpec, hyperparameters: HyperparametersView) -> MethodView:
         values = ReinforcementHyperparametersView(**hyperparameters.model_dump(), **given, **more)
         return MethodView(
             type="reinforcement",
-            reinforcement=ReinforcementView(grader=grader, hyperparameters=values),
+            reinforcement=ReinforcementView(
+                grader=outside.get("grader"),
+                environment=outside.get("environment"),
+                hyperparameters=values,
+            ),
         )
     shared = hyperparameters.model_dump()
     if spec.simpo is not None:

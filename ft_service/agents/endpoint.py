@@ -36,8 +36,6 @@ timeout: no answer within deadline_seconds; reward_invalid: an answer that is no
 beyond MOST_REWARD; no_reward: neither the agent nor a grader gives one; no_calls: the model was
 never called, so there is nothing to learn; flood: too many calls were refused.
 """
-AGENT_ERRORS = "agent_"
-"""Beginning of these names, which no grader's error has."""
 TRIES = 3
 """Tries of an agent that has not called the model yet: a server that starts again misses none."""
 RETRY_SECONDS = 1.0

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -52,25 +52,22 @@ class AgentRollouts:
         wanted = [(number, prompt, n) for number, prompt in prompts for n in range(count)]
         found: dict[int, EndedRollout] = {}
         while left := [place for place in range(len(wanted)) if place not in found]:
-            opened = [self._opened(adapter, *wanted[place], step) for place in left]
+            opened = [
+                self._opened(adapter, seed_of(seed_of(self.spec.seed, step, number), step, n))
+                for number, _, n in map(wanted.__getitem__, left)
+            ]
             items = [agent_item(wanted[place][1]) for place in left]
-            pairs = list(zip(opened, items, strict=True))
-            for place, ended in zip(
-                left, self.endpoint.run(pairs, self._looks(opened)), strict=True
-            ):
-                if ended.unserved is None:
-                    found[place] = ended
+            given = list(zip(opened, items, strict=True))
+            ended = self.endpoint.run(given, self._looks(opened))
+            pairs = zip(left, ended, strict=True)
+            found |= {place: own for place, own in pairs if own.unserved is None}
         self._tell_of_sampling(found.values())
         return [answer_of(found[place]) for place in range(len(wanted))]
 
-    def _opened(
-        self, adapter: str, number: int, prompt: PromptTokens, index: int, step: int
-    ) -> OpenRollout:
-        del prompt
+    def _opened(self, adapter: str, seed: int) -> OpenRollout:
         spec = self.spec
         environment = self.endpoint.environment
         assert spec.reinforcement is not None, "the job's method is reinforcement"
-        seed = seed_of(seed_of(spec.seed, step, number), step, index)
         model = RolloutModel(
             model=self.model,
             adapter=adapter,
@@ -100,7 +97,7 @@ class AgentRollouts:
 
         return look
 
-    def _tell_of_sampling(self, ended: Sequence[EndedRollout] | Any) -> None:
+    def _tell_of_sampling(self, ended: Iterable[EndedRollout]) -> None:
         """Tell the job's user once what the agent asks for, and does not get."""
         asked = {name: value for own in ended for name, value in own.rollout.sampling.items()}
         new = {name: value for name, value in asked.items() if name not in self._told}

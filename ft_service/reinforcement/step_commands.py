@@ -24,6 +24,7 @@ from ft_service.reinforcement.advantages import advantages, weights
 from ft_service.reinforcement.flat_steps import is_flat
 from ft_service.reinforcement.schedule import RolloutSchedule
 from ft_service.reinforcement.step_records import (
+    AGENT_ERRORS,
     AnsweredPrompt,
     SampledAnswer,
     StepRecord,
@@ -76,7 +77,7 @@ def commands_of(record: StepRecord, spec: JobSpec, schedule: RolloutSchedule) ->
             {"report": {"total_steps": schedule.total_steps, "more": _validation_metrics(record)}},
         )
         return commands
-    trained = list(_data(record, spec.reinforcement, spec.longest_answer))
+    trained = list(_data(record, spec.reinforcement, spec.longest_rollout))
     data = [datum for answer in trained for datum in answer]
     at = {} if head.temperature == 1 else {TEMPERATURE: head.temperature}
     for part in _parts(data):
@@ -116,10 +117,27 @@ def metrics_of(record: StepRecord, trained: int) -> dict[str, float]:
     if known:
         found = {"train_mean_reward": fmean(known), "train_reward_std": pstdev(known), **found}
     kinds = Counter(kind for answer in answers for kind in answer.errors)
-    found |= {
-        f"grader/errors/{kind}": count / len(answers) for kind, count in sorted(kinds.items())
+    for kind, count in sorted(kinds.items()):
+        whose = "environment" if kind.startswith(AGENT_ERRORS) else "grader"
+        found[f"{whose}/errors/{kind}"] = count / len(answers)
+    return {**found, **_environment_metrics(answers)}
+
+
+def _environment_metrics(answers: Sequence[SampledAnswer]) -> dict[str, float]:
+    """Means over rollouts. rewritten: the share of calls behind a rollout's first whose history was
+    another one than was sampled. refused: refused calls of a rollout.
+    """
+    ways = [answer.trajectory for answer in answers if answer.trajectory is not None]
+    if not ways:
+        return {}
+    later = sum(max(0, len(way.calls) - 1) for way in ways)
+    return {
+        "environment/turns": fmean(len(way.calls) for way in ways),
+        "environment/rows": fmean(len(way.rows) for way in ways),
+        "environment/rewritten": sum(way.rewritten for way in ways) / max(1, later),
+        "environment/refused": fmean(sum(way.refused.values()) for way in ways),
+        "environment/seconds": fmean(way.seconds for way in ways),
     }
-    return found
 
 
 def _validation_metrics(record: StepRecord) -> dict[str, float]:

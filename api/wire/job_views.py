@@ -365,6 +365,29 @@ class GradedAnswerView(View):
     """Kind of the grader's error → what happened."""
     scores: dict[str, float]
     """Name → score of each single grader."""
+    trajectory: TrajectoryView | None
+    """null: the job has no environment."""
+
+
+class TrajectoryView(View):
+    """A rollout with an environment."""
+
+    messages: list[dict[str, Any]]
+    """The conversation of the last call with its answer, as the agent has sent it: its beginning
+    and its last message, up to 65,536 characters.
+    """
+    calls: list[dict[str, Any]]
+    """finish_reason, prompt_tokens and completion_tokens of each call of the model."""
+    turns: int
+    rows: int
+    """Rows that are trained on: 1 unless the agent, or the chat template, has written its history
+    anew.
+    """
+    rewritten: int
+    """Calls behind the first that began another row."""
+    refused: dict[str, int]
+    """Code → refused calls."""
+    seconds: float
 
 
 class GradedPromptView(View):
@@ -417,7 +440,13 @@ def rollout_id(job_id: str, step: int) -> str:
 
 def _graded_prompt(own: PromptTexts) -> GradedPromptView:
     answers = [
-        GradedAnswerView.of(answer, tool_calls=[dict(call) for call in answer.calls])
+        GradedAnswerView.of(
+            answer,
+            tool_calls=[dict(call) for call in answer.calls],
+            trajectory=None
+            if (way := answer.trajectory) is None
+            else TrajectoryView.of(way, turns=len(way.calls)),
+        )
         for answer in own.answers
     ]
     return GradedPromptView(prompt=own.prompt, text=own.text, answers=answers)

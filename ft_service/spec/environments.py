@@ -7,7 +7,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Annotated, Any, Literal
 
-from pydantic import BeforeValidator, Field
+from pydantic import Field
 
 from ft_service.spec.option_types import Number, Strict
 
@@ -44,7 +44,8 @@ class EndpointEnvironment(Strict):
     """Rollouts of the job at once."""
 
 
-def _available(value: Any) -> Any:
+def refuse_unavailable(value: Any) -> Any:
+    """Return an environment as it is given. Raises ValueError for a type that is not available."""
     kind = value.get("type") if isinstance(value, Mapping) else None
     if kind in _NOT_YET:
         raise ValueError(
@@ -52,6 +53,3 @@ def _available(value: Any) -> Any:
             "itself. Give type 'endpoint' with the url of an agent that asks it (ft rollout serve)"
         )
     return value
-
-
-Environment = Annotated[EndpointEnvironment, BeforeValidator(_available)]

@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal, get_args
 
 from pydantic import Field, WithJsonSchema, field_validator, model_validator
 
-from ft_service.spec.environments import Environment
+from ft_service.spec.environments import EndpointEnvironment, refuse_unavailable
 from ft_service.spec.graders import Grader
 from ft_service.spec.option_types import GREEDY, NullableSections, Number, Strict
 
@@ -220,7 +220,7 @@ class ReinforcementHyperparameters(Hyperparameters):
 class ReinforcementMethod(NullableSections):
     grader: Grader | None = None
     """What gives rewards. Only with an environment it may be left out: its agent then gives them."""
-    environment: Environment | None = None
+    environment: EndpointEnvironment | None = None
     """Not in OpenAI's API. Where the model acts for several turns; None: it answers each prompt
     once.
     """
@@ -241,6 +241,11 @@ class ReinforcementMethod(NullableSections):
                 "answers of another form reward 0 (`{{ sample.output_json }}` exists for JSON only)"
             )
         return value
+
+    @field_validator("environment", mode="before")
+    @classmethod
+    def _available_environment(cls, value: Any) -> Any:
+        return refuse_unavailable(value)
 
     @model_validator(mode="after")
     def _is_rewarded(self) -> ReinforcementMethod:
@@ -432,7 +437,7 @@ class ReinforcementOptions(Strict):
     """`ReinforcementMethod` resolved."""
 
     grader: Grader | None
-    environment: Environment | None = None
+    environment: EndpointEnvironment | None = None
     num_generations: int
     max_completion_length: int | None
     """None: JobSpec.longest_answer goes by training.max_length."""

@@ -149,7 +149,7 @@ def test_answers_are_listed_with_their_rewards(
     assert newest["prompts"][0]["answers"] == [
         {
             **{"text": "2", "tool_calls": [], "tokens": 2, "truncated": False},
-            **{"reward": 1.0, "errors": {}, "scores": {}},
+            **{"reward": 1.0, "errors": {}, "scores": {}, "trajectory": None},
         }
     ]
     rest: Any = client.get(f"{path}?after={page['last_id']}", cast_to=object)

@@ -237,7 +237,8 @@ def check_agent(
         raise
     except FtError as error:
         raise type(error)(
-            f"environment.{error.message}", param="environment.webhook_endpoint_id"
+            f"environment.webhook_endpoint_id: {error.message}",
+            param="environment.webhook_endpoint_id",
         ) from None
 
 

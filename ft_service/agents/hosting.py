@@ -1,6 +1,6 @@
 """A Python function as an agent at an address of this host (`ft rollout serve`).
 
-    async def rollout(client, item):                       agent.py
+    async def rollout(client, item):
         answer = await client.chat.completions.create(model="", messages=item["messages"])
         return float(item["answer"] in answer.choices[0].message.content)
 

@@ -250,7 +250,7 @@ class ReinforcementMethod(NullableSections):
     @model_validator(mode="after")
     def _is_rewarded(self) -> ReinforcementMethod:
         if self.grader is None and self.environment is None:
-            raise ValueError("grader: is missing. Give one, or an environment that gives rewards")
+            raise ValueError("grader is required, unless an environment gives the rewards")
         return self
 
 

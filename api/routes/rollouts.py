@@ -21,6 +21,7 @@ from api.routes.inference import ANSWER, BODY
 from api.transfer import chat_answer
 from api.wire.chat_request import ChatCompletion, parse_chat_completion
 from ft_service.agents.open_rollouts import (
+    CLIENT_GONE,
     KEY_PREFIX,
     CallUnderWay,
     OpenRollout,
@@ -83,7 +84,8 @@ async def create(request: Request, body: ChatBody, rollout: Opened, services: Sv
         raise
     try:
         parts = await _answered(request, rollout, call, services)
-        if parts is None:
+        if parts is None:  # counted, since it has cost as much as one that was answered
+            rollout.refuse(CLIENT_GONE)
             return Response(status_code=DISCONNECTED)
         rollout.end(call, parts)
     except FtError as error:

@@ -34,6 +34,7 @@ MOST_SEEN = 4
 """Earlier conversations whose tokens a prompt may begin with."""
 TURNS_USED = "rollout_turns_used"
 TOKENS_USED = "rollout_tokens_used"
+CLIENT_GONE = "rollout_client_gone"
 WRONG_KEY = "rollout_wrong_key"
 
 
@@ -203,7 +204,7 @@ class OpenRollout:
                 self._under_way.remove(call)
 
     def refuse(self, code: str) -> None:
-        """Count a refused call."""
+        """Count a call that was refused, or whose client has gone before its answer."""
         with self._guard:
             self.refused[code] += 1
 

@@ -227,7 +227,7 @@ def _datum(row: TrainedRow, logprobs: np.ndarray, own: np.ndarray) -> pb.Datum:
     places = np.concatenate([np.arange(begin, end) for begin, end in row.sampled]) - 1
     datum = pb.Datum()
     datum.model_input.add().encoded_text.tokens = np.asarray(row.tokens[:-1], "<i4").tobytes()
-    arrays: dict[str, tuple[int, np.ndarray]] = {
+    arrays: dict[str, tuple[pb.DType, np.ndarray]] = {
         "target_tokens": (pb.DTYPE_INT64, np.asarray(row.tokens[1:], "<i8"))
     }
     for name, values in (("logprobs", logprobs), ("advantages", own)):

@@ -46,7 +46,7 @@ class EndpointEnvironment(Strict):
 
 def refuse_unavailable(value: Any) -> Any:
     """Return an environment as it is given. Raises ValueError for a type that is not available."""
-    kind = value.get("type") if isinstance(value, Mapping) else None
+    kind = str(value.get("type")) if isinstance(value, Mapping) else ""
     if kind in _NOT_YET:
         raise ValueError(
             f"type {kind!r} is not available: {_NOT_YET[kind]} is not asked by this service "

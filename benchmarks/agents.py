@@ -37,7 +37,7 @@ def main() -> None:
             Path(folder),
             ROOT / "examples/models",
             described=False,
-            OMP_NUM_THREADS="2",
+            OMP_NUM_THREADS="1",
             FT_WEBHOOK_ALLOW_PRIVATE="1",
         )
         server.start()

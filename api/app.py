@@ -25,6 +25,7 @@ from api.routes import (
     organization,
     pulls,
     responses,
+    rollouts,
     uploads,
     webhooks,
 )
@@ -44,6 +45,7 @@ from api.routes.tinker import run_routes, sampling_routes, session_routes, train
 from api.routes.tuning import plans, sweeps
 from api.wire import error_views
 from ft_service import __version__
+from ft_service.agents.open_rollouts import OpenRollouts
 from ft_service.bases.catalogue import Catalogue
 from ft_service.bases.describing import Descriptions
 from ft_service.control.bases.describe_bases import service_descriptions
@@ -66,7 +68,7 @@ _REST = (
     *(fine_tuning, job_metrics, plans, sweeps, engines),
     *(files, uploads, artefacts, graders, models, pulls, webhooks, organization),
 )
-_SERVICE = (inference, responses, keys, health)
+_SERVICE = (inference, responses, rollouts, keys, health)
 _TINKER = (training_routes, sampling_routes, run_routes, session_routes)
 _PAGE = (
     sign_in_page,
@@ -92,11 +94,13 @@ def create_app(
     preview: Preview | None = None,
     descriptions: Descriptions | None = None,
     traces: Traces | None = None,
+    rollouts: OpenRollouts | None = None,
 ) -> FastAPI:
     """Return the application over a store whose schema is up to date.
 
     `meters` None: new ones. `preview`: answers chat completions; None: nothing here does.
     `descriptions` None: those in the cache. `traces` None: nothing is traced.
+    `rollouts`: those whose agents call the model here; None: there are none.
 
     Raises SpecError if FT_MODEL_ALIASES, FT_GRADER_MODELS, FT_TINKER_OPTIONS, or a file for single
     sign-on, is wrong.
@@ -113,7 +117,8 @@ def create_app(
     catalogue = Catalogue.from_settings(
         settings, descriptions or service_descriptions(settings, makes=False)
     )
-    app.state.services = services = Services(settings, store, catalogue, meters, preview)
+    opened = rollouts or OpenRollouts("")
+    app.state.services = services = Services(settings, store, catalogue, meters, preview, opened)
     services.grader_limits  # read now  # noqa: B018
     services.provider  # too  # noqa: B018
     read_options(settings.tinker_options)

@@ -29,6 +29,7 @@ from api.http import probe
 from api.http.connections import limited, possible_connections
 from api.transfer.multipart import TEMPORARY_PREFIX
 from ft_service import logs
+from ft_service.agents.open_rollouts import OpenRollouts
 from ft_service.bases.cache_folder import Cache
 from ft_service.bases.describing import Descriptions
 from ft_service.control import sweep_loop as sweep_keeper
@@ -135,7 +136,8 @@ def serve(
         preview = Preview(settings, store) if settings.previews and not api_only else None
         descriptions = service_descriptions(settings, makes=not api_only)
         traces = stack.enter_context(_traced())
-        app = create_app(settings, store, meters, preview, descriptions, traces)
+        rollouts = OpenRollouts(settings.public_url or url)
+        app = create_app(settings, store, meters, preview, descriptions, traces, rollouts)
         _warn_of_shown(app.state.services.grader_limits.private)
         key = prepare(settings, store)
         store.keep_reserve()
@@ -155,7 +157,7 @@ def serve(
             reconcile = reconcile or partial(
                 reconcile_here, descriptions=descriptions, preview=preview, traces=traces
             )
-            work = _background_work(settings, descriptions, reconcile, preview)
+            work = _background_work(settings, descriptions, reconcile, preview, rollouts)
             given = {name: partial(one, settings, store, meters) for name, one in work.items()}
             stack.enter_context(_in_threads(given, end))
         _greet(url, key, as_json, _link(settings, store))
@@ -243,8 +245,13 @@ def _traced() -> Iterator[Traces | None]:
 
 
 def _background_work(
-    settings: Settings, descriptions: Descriptions, reconcile: Work, preview: Preview | None = None
+    settings: Settings,
+    descriptions: Descriptions,
+    reconcile: Work,
+    preview: Preview | None = None,
+    rollouts: OpenRollouts | None = None,
 ) -> dict[str, Work]:
+    """`rollouts`: those whose agents call the model at this process; None: none can."""
     work: dict[str, Work] = {
         "housekeeping": housekeeping.run,
         "hosts": former_hosts.run,
@@ -260,7 +267,11 @@ def _background_work(
     }
     sampler = ServerSampler(settings) if settings.inference_urls else preview
     if sampler is not None:
-        work["reinforcement"] = partial(reinforcement_jobs.run, sampler=sampler)
+        work["reinforcement"] = partial(
+            reinforcement_jobs.run,
+            sampler=sampler,
+            rollouts=rollouts if sampler is preview else None,
+        )
         if settings.tinker == "on":
             work["samples"] = partial(
                 tinker_samples.run, sampler=sampler, descriptions=descriptions

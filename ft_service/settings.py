@@ -131,6 +131,10 @@ class Settings(BaseSettings):
     """Address the server listens on."""
     port: int = Field(default=8000, ge=0, le=65535)
     """0: any free port; the chosen one is printed and written to FT_HOME/server.json."""
+    public_url: str = Field(default="", pattern=r"^(https?://[^?#\s]+[^?#\s/])?$")
+    """Address of this server, without /v1, as agents of reinforcement learning reach it from where
+    they run. Empty: the address that it listens on.
+    """
     max_streams: int = Field(default=100, ge=1)
     """Streams of events or logs that a key may follow at once on each server."""
     max_connections: int = Field(default=1000, ge=16)

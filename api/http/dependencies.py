@@ -21,6 +21,7 @@ from api.http.sample_answers import SampleAnswers
 from api.http.shared_polling import Watches
 from api.http.threads import parsed_in_turn
 from api.wire.chat_request import urls_of
+from ft_service.agents.open_rollouts import OpenRollouts
 from ft_service.bases.catalogue import Catalogue
 from ft_service.control.checks.file_checks import FileChecks
 from ft_service.control.jobs.forecasts import Forecasts
@@ -71,6 +72,8 @@ class Services:
     meters: Meters = field(default_factory=Meters)
     preview: Preview | None = None
     """None: chat completions are not answered here."""
+    rollouts: OpenRollouts = field(default_factory=lambda: OpenRollouts(""))
+    """Rollouts whose agents call the model here."""
 
     @cached_property
     def provider(self) -> OidcProvider | None:

@@ -39,12 +39,16 @@ class ThreadRoute(APIRoute):
         self.query_names = frozenset(_query_names(self.dependant))
 
 
-def keyed_router(prefix: str, tag: str) -> APIRouter:
+def keyed_router(
+    prefix: str, tag: str, checked_by: Callable[..., Any] = authenticated
+) -> APIRouter:
     """Return a router whose routes all need a key, and refuse query parameters that they do not
     have. The key is checked here, and not only in functions with a caller, so that no body is read
     without a key.
+
+    `checked_by`: the dependency that checks it.
     """
-    needed = [Depends(authenticated), Depends(_known_query)]
+    needed = [Depends(checked_by), Depends(_known_query)]
     return APIRouter(
         prefix=prefix, tags=[tag], route_class=ThreadRoute, dependencies=needed, responses=ERRORS
     )

@@ -7,7 +7,7 @@ from __future__ import annotations
 import asyncio
 import json
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -61,6 +61,28 @@ async def answer(
     finally:
         if not streams:
             preview.cancel(ticket)
+
+
+def whole(completion: ChatCompletion, parts: Sequence[Part]) -> Response:
+    """Return the answer to a request whose parts have all come: one object, or server-sent events
+    at once.
+    """
+    shape = _Shape(completion)
+    if not completion.stream:
+        for part in parts:
+            shape.take(part)
+        return JSONResponse(shape.whole())
+    begins = [shape.chunk(0, {"role": "assistant", "content": ""})]
+    chunks = [chunk for part in parts for chunk in _counted(shape, part)]
+    events = "".join(map(_event, [*begins, *chunks])) + "data: [DONE]\n\n"
+    return Response(events, media_type="text/event-stream")
+
+
+def _counted(shape: _Shape, part: Part) -> list[dict[str, Any]]:
+    """Return the chunks of a part, of which the first one says how long the prompt is."""
+    if part["kind"] == "begun":
+        shape.take(part)
+    return shape.chunks(part)
 
 
 async def parts_of(request: Request, preview: Preview, submit: Submit) -> list[Part] | None:

@@ -153,7 +153,10 @@ class ReinforcementHyperparametersView(HyperparametersView):
 
 
 class ReinforcementView(View):
-    grader: dict[str, Any]
+    grader: dict[str, Any] | None
+    """null: the environment's agent gives the rewards."""
+    environment: dict[str, Any] | None
+    """Not in OpenAI's API. null: each prompt is answered once."""
     hyperparameters: ReinforcementHyperparametersView
 
 
@@ -385,6 +388,29 @@ class GradedAnswerView(View):
     """Kind of the grader's error → what happened."""
     scores: dict[str, float]
     """Name → score of each single grader."""
+    trajectory: TrajectoryView | None
+    """null: the job has no environment."""
+
+
+class TrajectoryView(View):
+    """A rollout with an environment."""
+
+    messages: list[dict[str, Any]]
+    """The conversation of the last call with its answer, as the agent has sent it: its beginning
+    and its last message, up to 65,536 characters.
+    """
+    calls: list[dict[str, Any]]
+    """finish_reason, prompt_tokens and completion_tokens of each call of the model."""
+    turns: int
+    rows: int
+    """Rows that are trained on: 1 unless the agent, or the chat template, has written its history
+    anew.
+    """
+    rewritten: int
+    """Calls behind the first that began another row."""
+    refused: dict[str, int]
+    """Code → refused calls."""
+    seconds: float
 
 
 class GradedPromptView(View):
@@ -437,7 +463,13 @@ def rollout_id(job_id: str, step: int) -> str:
 
 def _graded_prompt(own: PromptTexts) -> GradedPromptView:
     answers = [
-        GradedAnswerView.of(answer, tool_calls=[dict(call) for call in answer.calls])
+        GradedAnswerView.of(
+            answer,
+            tool_calls=[dict(call) for call in answer.calls],
+            trajectory=None
+            if (way := answer.trajectory) is None
+            else TrajectoryView.of(way, turns=len(way.calls)),
+        )
         for answer in own.answers
     ]
     return GradedPromptView(prompt=own.prompt, text=own.text, answers=answers)
@@ -522,8 +554,10 @@ def _method(spec: JobSpec, hyperparameters: HyperparametersView) -> MethodView:
     if spec.training_data is None:
         return MethodView(type="tinker")
     if (options := spec.reinforcement) is not None:
-        grader = options.grader.model_dump(mode="json", exclude_none=True)
-        given = options.model_dump(exclude={"grader", "max_completion_length"})
+        outside = options.model_dump(
+            mode="json", include={"grader", "environment"}, exclude_none=True
+        )
+        given = options.model_dump(exclude={"grader", "environment", "max_completion_length"})
         more = {
             "compute_multiplier": options.num_generations / GROUP,
             "max_completion_length": spec.longest_answer,
@@ -532,7 +566,11 @@ def _method(spec: JobSpec, hyperparameters: HyperparametersView) -> MethodView:
         values = ReinforcementHyperparametersView(**hyperparameters.model_dump(), **given, **more)
         return MethodView(
             type="reinforcement",
-            reinforcement=ReinforcementView(grader=grader, hyperparameters=values),
+            reinforcement=ReinforcementView(
+                grader=outside.get("grader"),
+                environment=outside.get("environment"),
+                hyperparameters=values,
+            ),
         )
     if (loss := spec.loss) is None:
         return MethodView(supervised=SupervisedView(hyperparameters=hyperparameters))

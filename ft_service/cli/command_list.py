@@ -161,6 +161,12 @@ ENTRIES: Mapping[str, CommandEntry] = {
         "Show a job's answers before and after training side by side, with their scores at every "
         "step that was evaluated.",
     ),
+    "rollouts": CommandEntry(
+        "jobs.rollouts_command",
+        _JOBS,
+        "Show what a job of reinforcement learning has sampled, with rewards: an agent's rollouts "
+        "as conversations.",
+    ),
     "pause": CommandEntry(
         "jobs.action_commands",
         _JOBS,
@@ -235,6 +241,9 @@ ENTRIES: Mapping[str, CommandEntry] = {
     ),
     "serve": CommandEntry(
         "serve_command", _SERVICE, "Serve the REST API and run jobs on this machine, until Ctrl-C."
+    ),
+    "rollout": CommandEntry(
+        "rollout_command", _SERVICE, "Serve a Python function as an agent that jobs train."
     ),
     "quickstart": CommandEntry(
         "quickstart.quickstart_command",

@@ -15,7 +15,7 @@ from itertools import islice
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self, TypeVar
-from urllib.parse import quote
+from urllib.parse import quote, urlencode
 
 import httpx2
 
@@ -215,6 +215,21 @@ class Client:
             f"{_job(job_id)}/evaluation", RemoteEvaluation, min(limit, EVALUATIONS_AT_ONCE)
         )
         return list(islice(pages, limit))
+
+    def rollouts(self, job_id: str, step: int | None, prompts: int) -> dict[str, Any] | None:
+        """Return what was sampled for a step, with its first `prompts`, and as many answers.
+
+        `step` None: the newest. None: there is nothing of it.
+        """
+        query = {"limit": "1" if step is None else "20", "prompts": str(prompts)}
+        while True:
+            page = self._call("GET", f"{_job(job_id)}/rollouts?{urlencode(query)}")
+            for found in page["data"]:
+                if step is None or found["step"] == step:
+                    return found
+            if not page["has_more"]:
+                return None
+            query["after"] = page["last_id"]
 
     def checkpoints(self, job_id: str) -> list[RemoteCheckpoint]:
         """Return all of a job's complete checkpoints, newest first."""

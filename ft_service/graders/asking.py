@@ -209,9 +209,16 @@ answer.
 
 @asynccontextmanager
 async def signed_posts(
-    receiver: Receiver, secrets: Sequence[str], *, allow_private: bool
+    receiver: Receiver,
+    secrets: Sequence[str],
+    *,
+    allow_private: bool,
+    agent: str = "ft-service-graders",
 ) -> AsyncIterator[Post]:
-    """Give what sends messages to a receiver, whose name is looked up once. Raises GradingError."""
+    """Give what sends messages to a receiver, whose name is looked up once. Raises GradingError.
+
+    `agent`: the user agent.
+    """
     looked_up = look_up(receiver)
     try:
         async with asyncio.timeout(LOOKUP_SECONDS):
@@ -225,7 +232,7 @@ async def signed_posts(
 
     async def post(message_id: str, body: bytes, seconds: float) -> tuple[int, bytes]:
         message = SignedMessage(message_id, body, secrets)
-        async with signed_post(receiver, address, message, "ft-service-graders", seconds) as answer:
+        async with signed_post(receiver, address, message, agent, seconds) as answer:
             return await _read(answer, "endpoint_grader_parse_error")
 
     yield post

@@ -65,6 +65,12 @@ class Sample:
     finish_reason: str = "stop"
     reasoning: str = ""
     """Its thoughts, which are no part of output_text."""
+    messages: Sequence[Mapping[str, Any]] = ()
+    """With an environment: the conversation whose last message the answer is."""
+    calls: Sequence[Mapping[str, Any]] = ()
+    """With an environment: what each call of the model has answered, with its finish_reason and
+    numbers of tokens.
+    """
 
     @cached_property
     def output_json(self) -> Any:
@@ -88,6 +94,8 @@ class Sample:
             "output_json": None if self.output_json is NO_JSON else self.output_json,
             "output_tools": list(self.output_tools),
             "choices": self.choices,
+            **({"messages": list(self.messages)} if self.messages else {}),
+            **({"calls": list(self.calls)} if self.calls else {}),
         }
 
 

@@ -16,7 +16,7 @@ MOST_FILLED = 2**20
 """Characters of a text with its values, at most: it may name an answer hundreds of times."""
 _PATH = re.compile(r"(item|sample)((?:\.\w+|\[\d{1,9}\])+)")
 _STEP = re.compile(r"\.(\w+)|\[(\d+)\]")
-_SAMPLE = ("output_text", "output_json", "output_tools", "choices")
+_SAMPLE = ("output_text", "output_json", "output_tools", "choices", "messages", "calls")
 
 Variable = tuple[str | int, ...]
 """The steps to a value: `("item", "answers", 0)`."""
@@ -70,7 +70,8 @@ def _variable(text: str) -> Variable:
         raise TemplateError(
             f"{{{{ {text[:200]} }}}} names nothing; there are sample.output_text, "
             "sample.output_json.KEY, "
-            "sample.output_tools[0].function.name, sample.choices[0] and item.KEY"
+            "sample.output_tools[0].function.name, sample.choices[0] and item.KEY; with an "
+            "environment sample.messages[0] and sample.calls[0]"
         )
     return (match[1], *steps)
 

@@ -214,6 +214,8 @@ def _batch(
             [dict(call) for call in own.output_tools],
             own.finish_reason,
             own.reasoning,
+            list(map(dict, own.messages)),
+            list(map(dict, own.calls)),
         )
         try:
             first = marshal.dumps((task, sample))

@@ -27,6 +27,7 @@ def method_options(method: Mapping[str, Any]) -> dict[str, Any]:
         if name not in _OF_TRAINING and value is not None
     }
     grader = own.get("grader")
+    environment = own.get("environment") or {}
     return {
         "method.type": kind,
         **{
@@ -39,6 +40,11 @@ def method_options(method: Mapping[str, Any]) -> dict[str, Any]:
             if grader
             else {}
         ),
+        **{
+            f"method.{kind}.environment.{name}": value
+            for name, value in environment.items()
+            if name != "webhook_endpoint_id"
+        },
         **{
             f"method.{kind}.hyperparameters.{name}": value
             for name, value in hyperparameters.items()

@@ -388,7 +388,7 @@ def _hints(
         yield slow_bf16_advice(slow)
     if spec.reinforcement is not None:
         answers = spec.training.batch * spec.samples_of_item
-        longest = spec.longest_answer
+        longest = spec.longest_rollout
         seconds = sampling_seconds(
             machine, base, sum(module.bytes for module in draft.modules), answers, longest
         )

@@ -71,8 +71,11 @@ class SampleLengths:
         """
         assert self.samples is not None, "the prompts are counted"
         group = spec.samples_of_item
-        answer = spec.longest_answer
-        longest = None if self.longest is None else self.longest + answer
+        answer = spec.longest_rollout
+        if spec.environment is not None:
+            longest = spec.training.max_length  # of a row; an agent adds to the prompt
+        else:
+            longest = None if self.longest is None else self.longest + answer
         return SampleLengths(
             group * (self.tokens + self.samples * answer), group * self.samples, longest
         )
@@ -91,7 +94,7 @@ class SampleLengths:
                 training.epochs
                 * prompts
                 * spec.samples_of_item
-                * (PROMPT_TOKENS + spec.longest_answer)
+                * (PROMPT_TOKENS + spec.longest_rollout)
             )
         if training.max_steps is None:
             return training.epochs * self.tokens

@@ -10,5 +10,6 @@ advantages       rewards of a group as advantages, and their weights in the loss
 step_records     what was sampled and graded for a step: a file that is written before anything is
                  trained on it
 step_texts       the answers' texts and rewards of a step, for people
+trajectories     rows of a rollout whose model was called several times: what was sampled, by token
 step_commands    the commands that follow from a record (ft_service/tinker/commands.py)
 """

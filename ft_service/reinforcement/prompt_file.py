@@ -22,6 +22,8 @@ from ft_service.rundir.directory import RunDir, unfinished
 PROMPTS = "rollouts/prompts.jsonl"
 """Its first line is the header, then one line for each prompt."""
 
+_OF_AGENTS = ("messages", "offered")
+
 
 @dataclass(frozen=True)
 class PromptTokens:
@@ -36,6 +38,10 @@ class PromptTokens:
     """Whether it offers tools, so that answers may call them."""
     closing: str = ""
     """Text that closes the thought which the prompt opens; empty: it opens none."""
+    messages: Sequence[Mapping[str, Any]] = ()
+    """The conversation, for an agent; empty without an environment."""
+    offered: Sequence[Mapping[str, Any]] = ()
+    """The tools that it offers, for an agent."""
 
 
 @dataclass(frozen=True)
@@ -74,6 +80,7 @@ def write_prompts(run: RunDir, header: PromptHeader, prompts: Iterable[PromptTok
         file.write(json.dumps(asdict(header)) + "\n")
         for prompt in prompts:
             line = asdict(prompt) | {"ids": [int(token) for token in prompt.ids]}
+            line = {name: line[name] for name in line if line[name] or name not in _OF_AGENTS}
             file.write(json.dumps(line, ensure_ascii=False) + "\n")
         file.flush()
         os.fsync(file.fileno())

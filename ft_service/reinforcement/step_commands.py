@@ -25,9 +25,11 @@ from ft_service.reinforcement.advantages import advantages, weights
 from ft_service.reinforcement.flat_steps import is_flat
 from ft_service.reinforcement.schedule import RolloutSchedule
 from ft_service.reinforcement.step_records import (
+    AGENT_ERRORS,
     AnsweredPrompt,
     SampledAnswer,
     StepRecord,
+    TrainedRow,
     mean_reward,
 )
 from ft_service.spec import JobSpec
@@ -76,7 +78,8 @@ def commands_of(record: StepRecord, spec: JobSpec, schedule: RolloutSchedule) ->
             {"report": {"total_steps": schedule.total_steps, "more": _validation_metrics(record)}},
         )
         return commands
-    data = list(_data(record, spec.reinforcement, spec.longest_answer))
+    trained = list(_data(record, spec.reinforcement, spec.longest_rollout))
+    data = [datum for answer in trained for datum in answer]
     at = {} if head.temperature == 1 else {TEMPERATURE: head.temperature}
     for part in _parts(data):
         add(
@@ -87,7 +90,7 @@ def commands_of(record: StepRecord, spec: JobSpec, schedule: RolloutSchedule) ->
     report = {
         "total_steps": schedule.total_steps,
         "epoch": head.step / schedule.steps_of_epoch,
-        "more": {**metrics_of(record, len(data)), **_validation_metrics(record)},
+        "more": {**metrics_of(record, len(trained)), **_validation_metrics(record)},
     }
     add("optim_step", {"scheduled": schedule.total_steps, "skipped": not data, "report": report})
     commands.append(save_command(seq + len(commands), head.step))
@@ -115,10 +118,27 @@ def metrics_of(record: StepRecord, trained: int) -> dict[str, float]:
     if known:
         found = {"train_mean_reward": fmean(known), "train_reward_std": pstdev(known), **found}
     kinds = Counter(kind for answer in answers for kind in answer.errors)
-    found |= {
-        f"grader/errors/{kind}": count / len(answers) for kind, count in sorted(kinds.items())
+    for kind, count in sorted(kinds.items()):
+        whose = "environment" if kind.startswith(AGENT_ERRORS) else "grader"
+        found[f"{whose}/errors/{kind}"] = count / len(answers)
+    return {**found, **_environment_metrics(answers)}
+
+
+def _environment_metrics(answers: Sequence[SampledAnswer]) -> dict[str, float]:
+    """Means over rollouts. rewritten: the share of calls behind a rollout's first whose history was
+    another one than was sampled. refused: refused calls of a rollout.
+    """
+    ways = [answer.trajectory for answer in answers if answer.trajectory is not None]
+    if not ways:
+        return {}
+    later = sum(max(0, len(way.calls) - 1) for way in ways)
+    return {
+        "environment/turns": fmean(len(way.calls) for way in ways),
+        "environment/rows": fmean(len(way.rows) for way in ways),
+        "environment/rewritten": sum(way.rewritten for way in ways) / max(1, later),
+        "environment/refused": fmean(sum(way.refused.values()) for way in ways),
+        "environment/seconds": fmean(way.seconds for way in ways),
     }
-    return found
 
 
 def _validation_metrics(record: StepRecord) -> dict[str, float]:
@@ -136,8 +156,11 @@ def save_command(seq: int, after: int) -> Command:
     return Command(seq, "save_weights_for_sampler", {"name": name, "path": name})
 
 
-def _data(record: StepRecord, options: ReinforcementOptions, longest: int) -> Iterator[pb.Datum]:
-    """The answers whose advantage is not 0.
+def _data(
+    record: StepRecord, options: ReinforcementOptions, longest: int
+) -> Iterator[list[pb.Datum]]:
+    """The rows of each answer whose advantage is not 0. All rows of an answer share its advantage,
+    and count as one answer together.
 
     Of those that the loss leaves out since they were cut off it is a mean over the answers, but not
     over their tokens, as TRL has it.
@@ -171,7 +194,7 @@ def _data(record: StepRecord, options: ReinforcementOptions, longest: int) -> It
                     np.asarray(answer.logprobs) - np.asarray(answer.reference)
                 )
             if of_tokens.any():
-                yield _datum(group, answer, of_tokens * weight_of[id(answer)])
+                yield list(_rows(group, answer, of_tokens * weight_of[id(answer)]))
 
 
 def _parts(data: Sequence[pb.Datum]) -> Iterator[list[pb.Datum]]:
@@ -190,19 +213,28 @@ def _parts(data: Sequence[pb.Datum]) -> Iterator[list[pb.Datum]]:
         yield part
 
 
-def _datum(group: AnsweredPrompt, answer: SampledAnswer, own: np.ndarray) -> pb.Datum:
-    whole = [*group.ids, *answer.tokens]
-    before = len(group.ids) - 1  # targets that belong to the prompt
+def _rows(group: AnsweredPrompt, answer: SampledAnswer, own: np.ndarray) -> Iterator[pb.Datum]:
+    """`own`: advantage times weight of each of the answer's tokens."""
+    logprobs = np.asarray(answer.logprobs)
+    at = 0
+    for row in answer.rows(group.ids):
+        there = at + len(row.answered)
+        yield _datum(row, logprobs[at:there], own[at:there])
+        at = there
+
+
+def _datum(row: TrainedRow, logprobs: np.ndarray, own: np.ndarray) -> pb.Datum:
+    """`logprobs`, `own`: of the row's sampled tokens; its other tokens count for nothing."""
+    places = np.concatenate([np.arange(begin, end) for begin, end in row.sampled]) - 1
     datum = pb.Datum()
-    datum.model_input.add().encoded_text.tokens = np.asarray(whole[:-1], "<i4").tobytes()
-    arrays: Mapping[str, tuple[int, np.ndarray]] = {
-        "target_tokens": (pb.DTYPE_INT64, np.asarray(whole[1:], "<i8")),
-        "logprobs": (
-            pb.DTYPE_FLOAT32,
-            np.concatenate([np.zeros(before), answer.logprobs]).astype("<f4"),
-        ),
-        "advantages": (pb.DTYPE_FLOAT32, np.concatenate([np.zeros(before), own]).astype("<f4")),
+    datum.model_input.add().encoded_text.tokens = np.asarray(row.tokens[:-1], "<i4").tobytes()
+    arrays: dict[str, tuple[pb.DType, np.ndarray]] = {
+        "target_tokens": (pb.DTYPE_INT64, np.asarray(row.tokens[1:], "<i8"))
     }
+    for name, values in (("logprobs", logprobs), ("advantages", own)):
+        of_targets = np.zeros(len(row.tokens) - 1)
+        of_targets[places] = values
+        arrays[name] = pb.DTYPE_FLOAT32, of_targets.astype("<f4")
     for name, (dtype, values) in arrays.items():
         tensor = datum.loss_fn_inputs[name]
         tensor.dtype, tensor.dense = dtype, values.tobytes()

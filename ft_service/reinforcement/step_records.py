@@ -12,6 +12,7 @@ from __future__ import annotations
 import io
 import re
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from statistics import fmean
 from typing import Any
 
@@ -25,6 +26,10 @@ from ft_service.rundir.directory import RunDir, UnreadableDocumentError
 FOLDER = "rollouts"
 MOST_BYTES = 256 * 1024**2
 """Limit of a record, compressed and expanded."""
+AGENT_ERRORS = "agent_"
+"""Beginning of the kinds of errors of agents (ft_service/agents/endpoint.py), which no grader's
+has.
+"""
 _NAME = re.compile(r"step-([0-9]{6,9})\.jsonl\.zst")
 
 
@@ -32,6 +37,44 @@ class Line(BaseModel):
     """A part of a record that is stored as a line of JSON."""
 
     model_config = ConfigDict(frozen=True)
+
+
+class TrainedRow(Line):
+    """Tokens of a rollout of which those that were sampled are learned."""
+
+    tokens: Sequence[int]
+    sampled: Sequence[tuple[int, int]]
+    """Where its answers begin and end, in their order: [begin, end)."""
+
+    @property
+    def answered(self) -> list[int]:
+        """Its sampled tokens."""
+        return [token for begin, end in self.sampled for token in self.tokens[begin:end]]
+
+    def of_sampled(self, values: Sequence[float]) -> list[float]:
+        """Of values of all tokens from the first sampled one on, those of the sampled ones."""
+        first = self.sampled[0][0]
+        return [
+            value for begin, end in self.sampled for value in values[begin - first : end - first]
+        ]
+
+
+class Trajectory(Line):
+    """How a rollout with an environment went: several calls of the model."""
+
+    rows: Sequence[TrainedRow] = ()
+    """Their sampled tokens, one row after the other, are the answer's `tokens`."""
+    messages: Sequence[Mapping[str, Any]] = ()
+    """The conversation of the last call with its answer, as in OpenAI's chat completions."""
+    calls: Sequence[Mapping[str, Any]] = ()
+    """Of each call: the `message` that it answered, its `finish_reason`, `prompt_tokens` and
+    `completion_tokens`.
+    """
+    rewritten: int = 0
+    """Calls behind the first whose history was another one, so that each began a row."""
+    refused: Mapping[str, int] = {}
+    """Code → number of the agent's requests that were refused with it."""
+    seconds: float = 0.0
 
 
 class SampledAnswer(Line):
@@ -57,11 +100,25 @@ class SampledAnswer(Line):
     """Log-probabilities of the tokens by the model that training started from; None: not asked
     for.
     """
+    trajectory: Trajectory | None = None
+    """With an environment: the calls that `tokens` are the answers to, and text, reasoning and
+    calls those of the last one.
+    """
 
     @property
     def sample(self) -> Sample:
         """The answer as graders get it."""
-        return Answer(self.text, self.reasoning, self.calls).sample(truncated=self.truncated)
+        sample = Answer(self.text, self.reasoning, self.calls).sample(truncated=self.truncated)
+        if self.trajectory is None:
+            return sample
+        return replace(sample, messages=self.trajectory.messages, calls=self.trajectory.calls)
+
+    def rows(self, prompt: Sequence[int]) -> Sequence[TrainedRow]:
+        """The rows that are trained on. `prompt`: the tokens of an answer without environment."""
+        if self.trajectory is not None:
+            return self.trajectory.rows
+        whole = [*prompt, *self.tokens]
+        return [TrainedRow(tokens=whole, sampled=[(len(prompt), len(whole))])]
 
 
 class AnsweredPrompt(Line):

@@ -21,6 +21,7 @@ from ft_service.reinforcement.step_records import (
     RecordHead,
     SampledAnswer,
     StepRecord,
+    Trajectory,
     compressed,
     expanded,
     mean_reward,
@@ -40,6 +41,23 @@ MOST_READ = 16 * 1024**2
 """Bytes that are parsed for a view, after which it begins no further step."""
 
 
+class TrajectoryTexts(Line):
+    """A rollout with an environment as it is shown."""
+
+    messages: Sequence[Mapping[str, Any]] = ()
+    calls: Sequence[Mapping[str, Any]] = ()
+    rows: int
+    """Number of rows that were trained on."""
+    rewritten: int
+    refused: Mapping[str, int] = {}
+    seconds: float
+
+    @classmethod
+    def of(cls, trajectory: Trajectory) -> TrajectoryTexts:
+        same = {name: getattr(trajectory, name) for name in cls.model_fields if name != "rows"}
+        return cls(**same, rows=len(trajectory.rows))
+
+
 class AnswerTexts(Line):
     """One answer as it is shown."""
 
@@ -52,11 +70,14 @@ class AnswerTexts(Line):
     reward: float | None = None
     errors: Mapping[str, str] = {}
     scores: Mapping[str, float] = {}
+    trajectory: TrajectoryTexts | None = None
 
     @classmethod
     def of(cls, answer: SampledAnswer) -> AnswerTexts:
-        same = {name: getattr(answer, name) for name in cls.model_fields if name != "tokens"}
-        return cls(**same, tokens=len(answer.tokens))
+        others = ("tokens", "trajectory")
+        same = {name: getattr(answer, name) for name in cls.model_fields if name not in others}
+        way = None if answer.trajectory is None else TrajectoryTexts.of(answer.trajectory)
+        return cls(**same, tokens=len(answer.tokens), trajectory=way)
 
 
 class PromptTexts(Line):

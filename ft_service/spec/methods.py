@@ -7,6 +7,7 @@ from typing import Annotated, Any, Literal, get_args
 
 from pydantic import Field, WithJsonSchema, field_validator, model_validator
 
+from ft_service.spec.environments import EndpointEnvironment, refuse_unavailable
 from ft_service.spec.graders import Grader
 from ft_service.spec.option_types import GREEDY, NullableSections, Number, Strict
 
@@ -314,7 +315,12 @@ class ReinforcementHyperparameters(Hyperparameters):
 
 
 class ReinforcementMethod(NullableSections):
-    grader: Grader
+    grader: Grader | None = None
+    """What gives rewards. Only with an environment it may be left out: its agent then gives them."""
+    environment: EndpointEnvironment | None = None
+    """Not in OpenAI's API. Where the model acts for several turns; None: it answers each prompt
+    once.
+    """
     hyperparameters: ReinforcementHyperparameters = ReinforcementHyperparameters()
     response_format: None = None
     """Must be left out: the sampler draws from all tokens.
@@ -332,6 +338,17 @@ class ReinforcementMethod(NullableSections):
                 "answers of another form reward 0 (`{{ sample.output_json }}` exists for JSON only)"
             )
         return value
+
+    @field_validator("environment", mode="before")
+    @classmethod
+    def _available_environment(cls, value: Any) -> Any:
+        return refuse_unavailable(value)
+
+    @model_validator(mode="after")
+    def _is_rewarded(self) -> ReinforcementMethod:
+        if self.grader is None and self.environment is None:
+            raise ValueError("grader is required, unless an environment gives the rewards")
+        return self
 
 
 MethodType = Literal[
@@ -423,6 +440,7 @@ class Method(NullableSections):
         )
         return ReinforcementOptions(
             grader=self.reinforcement.grader,
+            environment=self.reinforcement.environment,
             num_generations=min(128, max(2, group)),
             max_completion_length=None
             if given.max_completion_length == AUTO
@@ -522,7 +540,8 @@ SHARED_OPTIONS = (
 class ReinforcementOptions(Strict):
     """`ReinforcementMethod` resolved."""
 
-    grader: Grader
+    grader: Grader | None
+    environment: EndpointEnvironment | None = None
     num_generations: int
     max_completion_length: int | None
     """None: JobSpec.longest_answer goes by training.max_length."""

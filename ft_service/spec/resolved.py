@@ -13,6 +13,7 @@ from pydantic import BaseModel, ConfigDict, Field, field_serializer, model_valid
 
 from ft_service.errors import SpecError
 from ft_service.spec.auto_hyperparameters import COUNTED, batch_for, epochs_for
+from ft_service.spec.environments import EndpointEnvironment
 from ft_service.spec.evaluation import EvaluationOptions
 from ft_service.spec.mesh import check_reshard_size, mesh_shape
 from ft_service.spec.methods import (
@@ -230,6 +231,19 @@ class JobSpec(Resolved):
         """Tokens of an answer of reinforcement learning at most."""
         given = None if self.reinforcement is None else self.reinforcement.max_completion_length
         return min(MOST_ANSWERED, max(1, self.training.max_length // 2)) if given is None else given
+
+    @property
+    def environment(self) -> EndpointEnvironment | None:
+        """Where a model of reinforcement learning acts; None: it answers each prompt once."""
+        return None if self.reinforcement is None else self.reinforcement.environment
+
+    @property
+    def longest_rollout(self) -> int:
+        """Tokens that the model answers a prompt with at most: one answer, or all of a rollout."""
+        environment = self.environment
+        if environment is None:
+            return self.longest_answer
+        return min(environment.max_tokens, environment.max_turns * self.longest_answer)
 
     @property
     def samples_of_item(self) -> int:

@@ -251,16 +251,15 @@ def _types_of(model: type[BaseModel]) -> Sequence[Any]:
 
 
 def _kinds_of(annotation: Any) -> list[Any]:
-    """The members of a union but None, or the annotation alone; without the metadata of
-    `Annotated`.
+    """The members of a union but None, also of unions in it, or the annotation alone; without the
+    metadata of `Annotated`.
     """
     annotation = _bare(annotation)
-    union = get_origin(annotation) in (Union, UnionType)
-    return (
-        [_bare(part) for part in get_args(annotation) if part is not NoneType]
-        if union
-        else [annotation]
-    )
+    if get_origin(annotation) not in (Union, UnionType):
+        return [annotation]
+    return [
+        kind for part in get_args(annotation) if part is not NoneType for kind in _kinds_of(part)
+    ]
 
 
 def _bare(annotation: Any) -> Any:

@@ -12,6 +12,7 @@ import yaml
 from pydantic import BaseModel
 
 from ft_service.spec import JobRequest
+from ft_service.spec.environments import EndpointEnvironment
 from ft_service.spec.methods import ReinforcementMethod
 from ft_service.spec_files.spec_file import load_spec_file
 
@@ -42,6 +43,8 @@ def options_of(model: type[BaseModel], prefix: str = "") -> Iterator[str]:
         inner: Any = field.annotation
         if name == "reinforcement":  # a section without defaults, since its grader has none
             inner = ReinforcementMethod
+        if name == "environment":  # nor has it any by itself
+            inner = EndpointEnvironment
         older_place = name == "hyperparameters" and not prefix  # its options are shown under method
         if isinstance(inner, type) and issubclass(inner, BaseModel) and not older_place:
             yield from options_of(inner, f"{prefix}{name}.")
@@ -67,6 +70,7 @@ def test_every_option_is_in_the_example_that_shows_them_all() -> None:
         ("kto.yaml", "method.kto"),
         ("distillation.yaml", "method.distillation"),
         ("reinforcement.yaml", "method.reinforcement"),
+        ("agent.yaml", "method.reinforcement.environment"),
     ):
         shown |= {
             name

@@ -29,7 +29,7 @@ ABOVE = {
     "tests/e2e/test_upgrade.py": 20,
     "tests/ft_service/bases/test_describing.py": 10,
     "tests/ft_service/cli/local/test_plan_command.py": 13,
-    "tests/ft_service/control/test_pull_runner.py": 10,
+    "tests/ft_service/control/bases/test_pull_runner.py": 10,
     "tests/ft_service/data/test_template_process.py": 12,
     "tests/ft_service/launcher/kubernetes/test_kubernetes_launcher.py": 25,
     "tests/ft_service/supervisor/test_supervisor.py": 9,

@@ -14,7 +14,9 @@ from ft_service.reinforcement.step_records import (
     RecordHead,
     SampledAnswer,
     StepRecord,
+    Trajectory,
 )
+from ft_service.reinforcement.trajectories import RecordedCall, rows_of
 from ft_service.rundir.directory import sha256_of
 from ft_service.spec import BaseModelRef, DataFileRef, JobContext, JobSpec, resolve
 from ft_service.spec.request import parse_request
@@ -122,5 +124,43 @@ def random_groups(count: int, answers: int, vocabulary: int, *, seed: int) -> li
             tokens = random.integers(3, vocabulary, size=int(random.integers(1, 12))).tolist()
             logprobs = (-np.log(vocabulary) + random.normal(scale=0.3, size=len(tokens))).tolist()
             own.append(answer(tokens, float(random.normal()), logprobs=logprobs))
+        groups.append(group(number, own, ids))
+    return groups
+
+
+def rollout(calls: Sequence[RecordedCall], reward: float | None, **changes: Any) -> SampledAnswer:
+    """The answer of a rollout with an environment."""
+    rows, logprobs = rows_of(calls)
+    numbers = [{"completion_tokens": len(call.tokens)} for call in calls]
+    way = {"rows": rows, "calls": numbers, "rewritten": max(0, len(rows) - 1), "seconds": 2.0}
+    trajectory = Trajectory(**{**way, **changes})
+    tokens = [token for row in rows for token in row.answered]
+    return answer(tokens, reward, logprobs=logprobs, trajectory=trajectory)
+
+
+def random_trajectories(
+    count: int, answers: int, vocabulary: int, *, seed: int
+) -> list[AnsweredPrompt]:
+    """Groups of rollouts of three calls, of which the last but one of each group has forgotten what
+    came before.
+    """
+    random = np.random.default_rng(seed)
+
+    def tokens(least: int, most: int) -> list[int]:
+        return random.integers(3, vocabulary, size=int(random.integers(least, most))).tolist()
+
+    groups = []
+    for number in range(count):
+        ids = tokens(3, 9)
+        own = []
+        for place in range(answers):
+            calls: list[RecordedCall] = []
+            prompt = ids
+            for _ in range(3):
+                drawn = tokens(1, 8)
+                spread = random.normal(scale=0.3, size=len(drawn))
+                calls.append(RecordedCall(prompt, drawn, (spread - np.log(vocabulary)).tolist()))
+                prompt = [*ids, *tokens(1, 5)] if place == 1 else [*prompt, *drawn, *tokens(1, 5)]
+            own.append(rollout(calls, float(random.normal())))
         groups.append(group(number, own, ids))
     return groups

@@ -48,6 +48,8 @@ class ChatAnswer:
     """Takes the text apart; None: all of it is text."""
     unsaid: list[dict[str, Any]] = field(default_factory=list)
     """Log-probabilities of tokens whose text is kept back."""
+    drawn: list[Choice] = field(default_factory=list)
+    """All tokens, where they are recorded."""
 
     @classmethod
     def of(
@@ -67,7 +69,11 @@ class ChatAnswer:
 
     def push(self, choice: Choice) -> bool:
         ends = choice.token in self.chat.ends
-        if choice.logprob is not None and (not ends or isinstance(self.request, TextRequest)):
+        if self.is_recorded:
+            self.drawn.append(choice)
+        if self.request.top_logprobs is not None and (
+            not ends or isinstance(self.request, TextRequest)
+        ):
             # The token that ends a text counts among its log-probabilities, as with vLLM: harnesses
             # drop what they asked for.
             self.unsaid.append(_shown(self.chat, choice))
@@ -79,6 +85,7 @@ class ChatAnswer:
 
     def end(self, reason: str) -> None:
         text = self.text.end()
+        record = self._record(reason)
         reasoning = ""
         calls: list[dict[str, Any]] = []
         if self.parts is not None:
@@ -98,8 +105,25 @@ class ChatAnswer:
                 "index": self.index,
                 "reason": reason,
                 "calls": calls,
+                **record,
             }
         )
+
+    @property
+    def is_recorded(self) -> bool:
+        return isinstance(self.request, ChatRequest) and self.request.recorded
+
+    def _record(self, reason: str) -> dict[str, Any]:
+        """All tokens that were drawn, the one that ends the answer included, if they are asked
+        for.
+        """
+        if not self.is_recorded:
+            return {}
+        return {
+            "tokens": [choice.token for choice in self.drawn],
+            "logprobs": [choice.logprob for choice in self.drawn],
+            "truncated": reason == "length",
+        }
 
     def _tell(self, text: str, reasoning: str, *, last: bool = False) -> None:
         if not text and not reasoning and not (last and self.unsaid):

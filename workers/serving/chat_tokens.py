@@ -174,8 +174,21 @@ class ChatTokenizer:
         """
         return self._queue.submit(self._prompt, list(messages), list(tools), images)
 
-    def tokens(self, prompt: str) -> list[int]:
-        """The tokens of a rendered prompt."""
+    def tokens(self, prompt: str, seen: Sequence[Sequence[int]] = ()) -> list[int]:
+        """The tokens of a rendered prompt.
+
+        `seen`: tokens of earlier prompts with their answers; the longest with whose text the prompt
+        begins is its beginning, however its text is tokenised else.
+        """
+        decode = self.tokenizer.decode
+        for earlier in sorted(seen, key=len, reverse=True):
+            text = decode(earlier)
+            if not prompt.startswith(text):
+                continue
+            whole = [*earlier, *self.tokens(prompt.removeprefix(text))]
+            # Some tokenizers begin every text with a space, which this one would have within.
+            if decode(whole) == prompt:
+                return whole
         return self.tokenizer(prompt, add_special_tokens=False)["input_ids"]
 
     def pictured_tokens(self, text: str, seen: SeenPictures, token_id: int) -> PromptPictures:

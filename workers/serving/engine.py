@@ -266,7 +266,7 @@ class Engine:
         with self._at(request), self._answering(request.id):
             rendered = prompt.result()
             if rendered.seen is None:
-                tokens = chat.tokens(rendered.text)
+                tokens = chat.tokens(rendered.text, request.seen)
                 self._queue(request, self._answers(request, chat, rendered.text, tokens))
                 return
             assert request.images is not None
@@ -304,7 +304,9 @@ class Engine:
         """Queue the answers of a request: the first of them reads the prompt for all."""
         first, *others = sequences
         first.others = others
-        self._say({"id": request.id, "kind": "begun", "prompt_tokens": first.prompt})
+        recorded = isinstance(request, ChatRequest) and request.recorded
+        prompt = {"prompt": list(first.ids)} if recorded else {}
+        self._say({"id": request.id, "kind": "begun", "prompt_tokens": first.prompt, **prompt})
         self._tokens[request.id] = 0
         self._wait(first)
 
@@ -564,8 +566,11 @@ class Engine:
         prompt: list[int],
         images: PromptImages | None = None,
     ) -> list[_Sequence]:
-        room = self._room(prompt, request.max_tokens, "messages", "the messages")
-        limit = request.max_tokens or min(room, DEFAULT_MAX_TOKENS)
+        if request.window is None:
+            room = self._room(prompt, request.max_tokens, "messages", "the messages")
+            limit = request.max_tokens or min(room, DEFAULT_MAX_TOKENS)
+        else:
+            limit = self._within(request.window, prompt, request.max_tokens)
         answers = [
             ChatAnswer.of(request, index, chat, text, self._say) for index in range(request.n)
         ]
@@ -590,6 +595,21 @@ class Engine:
                 raise SpecError(
                     f"{name}[{place}] = {token}: {known}. Use the base's own tokenizer.", param=name
                 )
+
+    def _within(self, window: int, prompt: Sequence[int], wanted: int | None) -> int:
+        """Tokens of an answer that may have `window` tokens with its prompt.
+
+        Raises SpecError if there is room for none.
+        """
+        room = min(window - len(prompt), self._room(prompt, None, "messages", "the messages"))
+        if room < 1:
+            raise SpecError(
+                f"messages: they have {len(prompt)} tokens, and with their answer they may have "
+                f"{window} (training.max_length). Shorten them.",
+                param="messages",
+                code="context_length_exceeded",
+            )
+        return min(room, wanted or room)
 
     def _room(self, prompt: Sequence[int], wanted: int | None, param: str, which: str) -> int:
         """Tokens that fit behind a prompt.

@@ -33,12 +33,29 @@ class ChatRequest:
     parallel_tool_calls: bool = True
     images: dict[str, Any] | None = None
     """The pictures of IMAGE in the messages, as ChatPictures reads them; None: there are none."""
+    recorded: bool = False
+    """Whether the prompt's tokens are reported, and at an answer's end all that were drawn, with
+    their log-probabilities: for training on them.
+    """
+    logprobs_at: float = 1.0
+    """The temperature of log-probabilities."""
+    window: int | None = None
+    """Tokens that prompt and answer may have together, whatever `max_tokens` is; None: as many as
+    the base's context.
+    """
+    seen: list[list[int]] = field(default_factory=list)
+    """Tokens of earlier prompts with their answers. A prompt whose text begins with the text of one
+    begins with its tokens, which are no others only because text is tokenised again.
+    """
     project: str = ""
     apart: bool = False
 
     @property
     def sampling(self) -> Sampling:
-        return Sampling(self.temperature, self.top_p, top_logprobs=self.top_logprobs)
+        top = 0 if self.recorded and self.top_logprobs is None else self.top_logprobs
+        return Sampling(
+            self.temperature, self.top_p, top_logprobs=top, logprobs_at=self.logprobs_at
+        )
 
 
 @dataclass(frozen=True)

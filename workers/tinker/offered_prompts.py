@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import closing
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -50,13 +51,19 @@ def offer_prompts(run: RunDir, spec: JobSpec, training: TokenSet, validation: To
 def _prompts(
     spec: JobSpec, options: TokenOptions, tokenizer: Any, training: TokenSet, validation: TokenSet
 ) -> Iterator[PromptTokens]:
+    asks_agents = spec.reinforcement is not None and spec.reinforcement.environment is not None
     for file, samples in ((spec.training_data, training), (spec.validation_data, validation)):
         if file is None:
             continue
         for number, record in enumerate(_records(file, options)):
             ids = samples[number].ids.tolist()
             closing = closing_of(tokenizer.decode(ids))
-            yield PromptTokens(ids, record.item, _last_message(record), bool(record.tools), closing)
+            own = PromptTokens(ids, record.item, _last_message(record), bool(record.tools), closing)
+            yield _for_agents(own, record) if asks_agents else own
+
+
+def _for_agents(prompt: PromptTokens, record: GradedPrompt) -> PromptTokens:
+    return replace(prompt, messages=record.messages, offered=record.tools)
 
 
 def _records(file: DataFileRef, options: TokenOptions) -> Iterator[GradedPrompt]:

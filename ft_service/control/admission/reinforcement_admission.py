@@ -4,6 +4,7 @@ them.
 
 from __future__ import annotations
 
+from ft_service.agents.endpoint import check_agent
 from ft_service.control.webhook_delivery import secrets_of
 from ft_service.errors import FtError, SpecError
 from ft_service.graders.grading import GraderContext, check_outside, require_usable
@@ -37,16 +38,34 @@ def refuse_unless_graded(
     def secrets(endpoint_id: str) -> list[str]:
         return secrets_of(store.webhooks.get_webhook(project_id, endpoint_id))
 
+    if method.environment is not None and not settings.previews:
+        raise no_calls_here()
     limits = GraderLimits.from_settings(settings)
     try:
-        require_usable(method.grader, limits)
-        check_outside(
-            method.grader, GraderContext(project=project_id, limits=limits, secrets=secrets)
-        )
+        if method.environment is not None:
+            check_agent(method.environment, secrets, allow_private=limits.allow_private)
+        if method.grader is not None:
+            require_usable(method.grader, limits)
+            check_outside(
+                method.grader, GraderContext(project=project_id, limits=limits, secrets=secrets)
+            )
     except FtError as error:
         raise SpecError(
             _PLACE + error.message, param=_PLACE + (error.param or "grader"), code=error.code
         ) from None
+
+
+def no_calls_here() -> SpecError:
+    """The error of a job whose agent cannot call the model."""
+    return SpecError(
+        _PLACE
+        + "environment: agents call the model at the server that samples by its own preview, "
+        "and this service samples by inference servers (FT_INFERENCE_URL), or moves jobs in a "
+        "process without the API. Leave the environment out, or submit the job to a server with "
+        "FT_PREVIEW=on and without FT_INFERENCE_URL.",
+        param=_PLACE + "environment",
+        code="not_available",
+    )
 
 
 def refuse_without_sampler(request: JobRequest) -> None:

@@ -11,9 +11,15 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
+from ft_service.agents.endpoint import AgentEndpoint
+from ft_service.agents.open_rollouts import OpenRollouts
+from ft_service.control.admission.reinforcement_admission import no_calls_here
+from ft_service.control.reinforcement import agent_rollouts
+from ft_service.control.reinforcement.agent_rollouts import AgentRollouts
 from ft_service.control.webhook_delivery import secrets_of
 from ft_service.errors import FtError, UnavailableError
 from ft_service.graders.grades import Case, Grade
@@ -48,6 +54,8 @@ from ft_service.serving.served_verdict import is_of_base, judge
 from ft_service.serving.token_sampler import Sampler, SamplingStopped, TokenSampler
 from ft_service.settings import Settings
 from ft_service.shared_work.losses import TOLD_AFTER, pause_seconds
+from ft_service.spec.environments import EndpointEnvironment
+from ft_service.spec.graders import Grader
 from ft_service.spec.methods import ReinforcementOptions
 from ft_service.storage.locations import Places
 from ft_service.store.records import NewEvent
@@ -55,7 +63,6 @@ from ft_service.store.sql import Store
 from ft_service.tinker.commands import Command, CommandLog
 from ft_service.tinker.sample_calls import (
     ModelInput,
-    Sampled,
     SampleRequest,
     SamplingParams,
     TextChunk,
@@ -82,12 +89,20 @@ MOST_TEXT = 16_384
 
 
 def run(
-    settings: Settings, store: Store, meters: Meters, stop: threading.Event, *, sampler: Sampler
+    settings: Settings,
+    store: Store,
+    meters: Meters,
+    stop: threading.Event,
+    *,
+    sampler: Sampler,
+    rollouts: OpenRollouts | None = None,
 ) -> None:
-    """Look after jobs until `stop` is set."""
-    ReinforcementJobs(
-        store, sampler, Places.of(settings), GraderLimits.from_settings(settings)
-    ).run(stop)
+    """Look after jobs until `stop` is set.
+
+    `rollouts`: where agents call the model; None: not in this process.
+    """
+    limits = GraderLimits.from_settings(settings)
+    ReinforcementJobs(store, sampler, Places.of(settings), limits, rollouts).run(stop)
 
 
 @dataclass
@@ -98,6 +113,7 @@ class ReinforcementJobs:
     sampler: Sampler
     places: Places
     limits: GraderLimits
+    rollouts: OpenRollouts | None = None
     threads: dict[str, threading.Thread] = field(default_factory=dict[str, threading.Thread])
     running: frozenset[str] = frozenset()
     """Jobs that run and are to run on."""
@@ -149,6 +165,7 @@ class ReinforcementJobs:
             GraderContext(project=job.project_id, limits=self.limits, secrets=secrets),
             lambda event: self.store.jobs.add_events(job, [event]),
             stopped,
+            self.rollouts,
         )
 
     def _drive(self, job: Job, stop: threading.Event) -> None:
@@ -205,6 +222,8 @@ class RolloutLoop:
     graders: GraderContext
     tell: Callable[[NewEvent], object]
     stopped: Callable[[], bool]
+    rollouts: OpenRollouts | None = None
+    """Where agents call the model; None: not in this process."""
 
     def __post_init__(self) -> None:
         options = self.job.spec.reinforcement
@@ -217,6 +236,7 @@ class RolloutLoop:
         self._sampler = TokenSampler(
             self.sampler, self.job.project_id, model, self.stopped, self._refused
         )
+        self.agents = self._agents(options.environment, model)
         self.commands = CommandLog(self.run_dir)
         self._saves: dict[int, int] = {}
         """Number of steps → number of the command that saves the weights after them."""
@@ -232,6 +252,32 @@ class RolloutLoop:
         """Whether the user is told if nothing is sampled, or if the sampler is far from the
         trainer; once is enough.
         """
+
+    def _agents(
+        self, environment: EndpointEnvironment | None, model: PreviewModel
+    ) -> AgentRollouts | None:
+        """What runs the job's rollouts; None: it has no environment.
+
+        Raises SpecError if agents cannot call the model here.
+        """
+        if environment is None:
+            return None
+        if self.rollouts is None:
+            raise no_calls_here()
+        endpoint = AgentEndpoint(
+            environment=environment,
+            project=self.job.project_id,
+            model=self.job.spec.model.name,
+            secrets=self.graders.secrets,
+            allow_private=self.graders.limits.allow_private,
+            opened=self.rollouts,
+        )
+
+        def look() -> None:
+            if self.stopped():
+                raise SamplingStopped
+
+        return AgentRollouts(self.job.spec, model, endpoint, look, self._refused, self.tell)
 
     def run(self) -> None:
         """Give the ranks one step after the other until the last one.
@@ -393,29 +439,13 @@ class RolloutLoop:
         self._weights(after)
         self._require_weights_in_use(after)
         began = time.perf_counter()
-        requests = [
-            self._request(prompt, count, seed_of(self.job.spec.seed, step, number))
-            for number, prompt in prompts
-        ]
-        sampled = self._sampler.sample(
-            self._weights(after), requests, logprobs_at=self.options.temperature
-        )
-        reference = self._reference(prompts, sampled) if self.options.beta and step > 0 else None
+        if self.agents is None:
+            answers = self._from_sampler(after, step, prompts, count)
+        else:
+            answers = self.agents.answers(self._weights(after), prompts, count, step)
+        if self.options.beta and step > 0:
+            answers = self._with_reference(prompts, answers, count)
         sampled_at = time.perf_counter()
-        answers: list[SampledAnswer] = []
-        for group, ((_, prompt), own) in enumerate(zip(prompts, sampled, strict=True)):
-            for index in range(count):
-                read = self.prompts.header.read(own.texts[index], prompt)
-                answer = SampledAnswer(
-                    tokens=own.tokens[index],
-                    logprobs=own.logprobs[index],
-                    text=read.text,
-                    reasoning=read.reasoning,
-                    calls=read.calls,
-                    truncated=own.reasons[index] == "length",
-                    reference=reference[group][index] if reference else None,
-                )
-                answers.append(answer)
         items = [prompt.item for _, prompt in prompts for _ in range(count)]
         graded = self._graded(answers, items)
         seconds[0] += sampled_at - began
@@ -430,6 +460,32 @@ class RolloutLoop:
             )
             for place, (number, prompt) in enumerate(prompts)
         ]
+
+    def _from_sampler(
+        self, after: int, step: int, prompts: Sequence[tuple[int, PromptTokens]], count: int
+    ) -> list[SampledAnswer]:
+        """One answer after the other to each prompt, not graded yet."""
+        requests = [
+            self._request(prompt, count, seed_of(self.job.spec.seed, step, number))
+            for number, prompt in prompts
+        ]
+        sampled = self._sampler.sample(
+            self._weights(after), requests, logprobs_at=self.options.temperature
+        )
+        answers: list[SampledAnswer] = []
+        for (_, prompt), own in zip(prompts, sampled, strict=True):
+            for index in range(count):
+                read = self.prompts.header.read(own.texts[index], prompt)
+                answer = SampledAnswer(
+                    tokens=own.tokens[index],
+                    logprobs=own.logprobs[index],
+                    text=read.text,
+                    reasoning=read.reasoning,
+                    calls=read.calls,
+                    truncated=own.reasons[index] == "length",
+                )
+                answers.append(answer)
+        return answers
 
     def _request(self, prompt: PromptTokens, count: int, seed: int) -> SampleRequest:
         params = SamplingParams(
@@ -483,42 +539,69 @@ class RolloutLoop:
                 )
             )
 
-    def _reference(
-        self, prompts: Sequence[tuple[int, PromptTokens]], sampled: Sequence[Sampled]
-    ) -> list[list[list[float]]]:
-        """Log-probabilities of each answer's tokens by the model that training started from:
-        [prompts][answers][tokens].
+    def _with_reference(
+        self,
+        prompts: Sequence[tuple[int, PromptTokens]],
+        answers: Sequence[SampledAnswer],
+        count: int,
+    ) -> list[SampledAnswer]:
+        """The answers with the log-probabilities of their tokens by the model that training started
+        from.
         """
-        pairs = zip(prompts, sampled, strict=True)
-        answers = [
-            ([*prompt.ids, *tokens], len(tokens))
-            for (_, prompt), own in pairs
-            for tokens in own.tokens
+        rows = [answer.rows(prompts[place // count][1].ids) for place, answer in enumerate(answers)]
+        sequences = [
+            (row.tokens, len(row.tokens) - row.sampled[0][0]) for own in rows for row in own
         ]
         scored = iter(
-            self._sampler.score(self._weights(0), answers, logprobs_at=self.options.temperature)
+            self._sampler.score(self._weights(0), sequences, logprobs_at=self.options.temperature)
         )
-        return [[next(scored) for _ in own.tokens] for own in sampled]
+        found = []
+        for answer, own in zip(answers, rows, strict=True):
+            reference = [value for row in own for value in row.of_sampled(next(scored))]
+            found.append(answer.model_copy(update={"reference": reference}))
+        return found
 
     def _graded(
-        self, answers: Sequence[SampledAnswer], items: Sequence[object]
+        self, answers: Sequence[SampledAnswer], items: Sequence[Mapping[str, Any]]
     ) -> list[SampledAnswer]:
-        cases = [Case(answer.sample, item) for answer, item in zip(answers, items, strict=True)]  # pyright: ignore[reportArgumentType]
-        grades = self._grades(cases)
-        return [
-            answer.model_copy(
-                update={
-                    "text": answer.text[:MOST_TEXT],
-                    "reasoning": answer.reasoning[:MOST_TEXT],
+        """The answers with their grades, unless an agent has given them a reward or an error, and
+        with their texts cut.
+        """
+        places = [
+            place
+            for place, answer in enumerate(answers)
+            if answer.reward is None and not answer.errors
+        ]
+        grader = self.options.grader
+        graded = dict(enumerate(answers))
+        if grader is None:
+            why = "the agent gives no reward, and the job has no grader"
+            for place in places:
+                graded[place] = answers[place].model_copy(
+                    update={"errors": {"agent_no_reward": why}}
+                )
+        elif places:
+            cases = [Case(answers[place].sample, items[place]) for place in places]
+            for place, grade in zip(places, self._grades(grader, cases), strict=True):
+                given = {
                     "reward": None if grade.errors else grade.reward,
                     "errors": dict(grade.errors),
                     "scores": dict(grade.scores),
                 }
-            )
-            for answer, grade in zip(answers, grades, strict=True)
-        ]
+                graded[place] = answers[place].model_copy(update=given)
+        return [self._cut(graded[place]) for place in range(len(answers))]
 
-    def _grades(self, cases: Sequence[Case]) -> list[Grade]:
+    def _cut(self, answer: SampledAnswer) -> SampledAnswer:
+        """An answer with as much of its texts as its record keeps."""
+        texts: dict[str, Any] = {
+            "text": answer.text[:MOST_TEXT],
+            "reasoning": answer.reasoning[:MOST_TEXT],
+        }
+        if answer.trajectory is not None:
+            texts["trajectory"] = agent_rollouts.cut(answer.trajectory)
+        return answer.model_copy(update=texts)
+
+    def _grades(self, grader: Grader, cases: Sequence[Case]) -> list[Grade]:
         """The grades of answers; while the host cannot grade, the job waits.
 
         Raises SamplingStopped.
@@ -526,7 +609,7 @@ class RolloutLoop:
         losses = 0
         while not self.stopped():
             try:
-                return grade_all(self.options.grader, cases, self.graders)
+                return grade_all(grader, cases, self.graders)
             except UnavailableError as error:
                 losses += 1
                 if losses == TOLD_AFTER:

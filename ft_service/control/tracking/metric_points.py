@@ -151,9 +151,9 @@ def config(job: Job, spec: JobSpec) -> dict[str, Any]:
             if (loss := spec.loss)
             else {}
         ),
-        # A grader may have the answers that are right, and addresses of its operator's.
+        # A grader may have the answers that are right, and both have addresses.
         **(
-            {"reinforcement": rl.model_dump(mode="json", exclude={"grader"})}
+            {"reinforcement": rl.model_dump(mode="json", exclude={"grader", "environment"})}
             if (rl := spec.reinforcement)
             else {}
         ),

@@ -11,9 +11,10 @@ import openai
 import pytest
 
 from ft_service.reinforcement.step_records import write_record
+from ft_service.reinforcement.trajectories import RecordedCall
 from tests.support.rest.refusals import check_error
 from tests.support.rest.service import Service, run_dir
-from tests.support.rollouts import GRADER, answer, group, method, record
+from tests.support.rollouts import GRADER, answer, group, method, record, rollout
 
 PROMPTS = b'{"messages": [{"role": "user", "content": "1 + 1 ="}], "answer": "2"}\n' * 20
 
@@ -21,6 +22,11 @@ PROMPTS = b'{"messages": [{"role": "user", "content": "1 + 1 ="}], "answer": "2"
 @pytest.fixture
 def prompts(client: openai.OpenAI) -> str:
     return client.files.create(file=("prompts.jsonl", PROMPTS), purpose="fine-tune").id
+
+
+def with_environment(**environment: Any) -> dict[str, Any]:
+    given = {"type": "endpoint", "url": "http://127.0.0.1:9", "webhook_endpoint_id": "none"}
+    return {"type": "reinforcement", "reinforcement": {"environment": {**given, **environment}}}
 
 
 def created(client: openai.OpenAI, prompts: str, **changes: Any) -> Any:
@@ -89,6 +95,14 @@ def test_a_new_job_shows_what_was_resolved(
             "lora.lora_dropout with method.type = 'reinforcement'",
         ),
         ({"extra_body": {"validation_split": 0.1}}, "give a validation_file"),
+        ({"method": with_environment(type="mcp")}, "type 'mcp' is not available"),
+        ({"method": with_environment(type="openenv")}, "type 'openenv' is not available"),
+        ({"method": with_environment(max_turns=0)}, "environment.max_turns = 0"),
+        ({"method": with_environment()}, "environment.url"),
+        (
+            {"method": with_environment(url="https://agent.example")},
+            "environment.webhook_endpoint_id",
+        ),
         (
             {
                 "method": {
@@ -149,7 +163,7 @@ def test_answers_are_listed_with_their_rewards(
     assert newest["prompts"][0]["answers"] == [
         {
             **{"text": "2", "tool_calls": [], "tokens": 2, "truncated": False},
-            **{"reward": 1.0, "errors": {}, "scores": {}},
+            **{"reward": 1.0, "errors": {}, "scores": {}, "trajectory": None},
         }
     ]
     rest: Any = client.get(f"{path}?after={page['last_id']}", cast_to=object)
@@ -182,3 +196,35 @@ def test_the_page_shows_groups_whole_with_their_mean(
     assert all(f"<p>try {n}</p>" in first for n in range(8))
     assert "mean reward <b>0.25</b> of 8 answers" in first
     assert "no reward of 1 answer" in second
+
+
+def test_rollouts_of_agents_are_shown_as_conversations(
+    service: Service, client: openai.OpenAI, prompts: str
+) -> None:
+    endpoint = client.webhooks.create(
+        name="agent", url="https://agent.example", event_types=["fine_tuning.job.failed"]
+    )
+    place = {"url": "https://agent.example", "webhook_endpoint_id": endpoint.id}
+    job = created(client, prompts, method=with_environment(**place))
+    shown = job.method.reinforcement.model_dump()
+    assert (shown["grader"], shown["environment"]["max_turns"]) == (None, 16)
+    messages = [
+        {"role": "user", "content": "1 + 1 ="},
+        {
+            "role": "assistant",
+            "content": "",
+            "tool_calls": [{"function": {"name": "add", "arguments": "<b>"}}],
+        },
+    ]
+    calls = [RecordedCall([1], [2, 3], [-1.0, -1.0]), RecordedCall([4], [5], [-1.0])]
+    own = rollout(calls, 0.5, messages=messages, refused={"rollout_turns_used": 1})
+    write_record(run_dir(service, job.id), record(1, [group(0, [own])], first_seq=1, time=5.0))
+    page: Any = client.get(f"/fine_tuning/jobs/{job.id}/rollouts", cast_to=object)
+    way = page["data"][0]["prompts"][0]["answers"][0]["trajectory"]
+    assert (way["turns"], way["rows"], way["rewritten"]) == (2, 2, 1)
+    assert (way["messages"], way["refused"]) == (messages, {"rollout_turns_used": 1})
+    with httpx2.Client(base_url=service.url, trust_env=False, timeout=60.0) as browser:
+        browser.post("/sign-in", data={"key": service.key})
+        text = browser.get(f"/jobs/{job.id}/answers").text
+    assert "2 turns, 3 tokens in 2 rows" in text
+    assert "<code>add(&lt;b&gt;)</code>" in text

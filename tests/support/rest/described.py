@@ -97,6 +97,7 @@ def tenant(
         "key_id": api_key.id,
         "format": "vllm",
         "pull_id": "pull-none",
+        "rollout_id": "rollout_none",
     }
 
 

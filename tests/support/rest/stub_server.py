@@ -74,6 +74,8 @@ class StubServer:
     """Oldest first."""
     evaluations: list[dict[str, Any]] = field(default_factory=list)
     """The newest step first."""
+    rollouts: list[dict[str, Any]] = field(default_factory=list)
+    """The newest step first."""
     adapter: bytes = b""
     logs: str = "rank 0 says hello\n"
     bases: list[dict[str, Any]] = field(
@@ -179,6 +181,8 @@ class StubServer:
             return page(request, self.checkpoints)
         if verb == "evaluation":
             return page(request, self.evaluations)
+        if verb == "rollouts":
+            return page(request, self.rollouts)
         if verb == "adapter" or verb in [
             f"checkpoints/{point['id']}/adapter" for point in self.checkpoints
         ]:

@@ -423,3 +423,59 @@ def test_it_is_told_when_a_request_is_run_that_may_end_the_process(
             heard.text(str(number))
             == chat.tokenizer.decode(expected[number], skip_special_tokens=True).strip()
         )
+
+
+def test_a_recorded_answer_tells_every_token_that_it_was_sampled_behind_and_that_was_drawn(
+    heard: Heard, served: ServedModel, chat: ChatTokenizer, expected: list[list[int]]
+) -> None:
+    prompt = prompt_of(chat, CHATS[0])
+    heard.ask("a", recorded=True, logprobs_at=0.5)
+    heard.run()
+    end = heard.of("a", "end")[0]
+    assert heard.of("a", "begun")[0]["prompt"] == prompt
+    assert end["tokens"] == expected[0], "the token that ends the answer is one of them"
+    assert "logprobs" not in heard.of("a", "text")[0], "they are not asked for as text"
+    ids = torch.tensor([[*prompt, *expected[0]]])
+    model: Any = AutoModelForCausalLM.from_pretrained(SAMPLE, dtype=torch.float32)
+    logs = (model(ids).logits[0, len(prompt) - 1 : -1] / 0.5).log_softmax(-1)
+    drawn = logs.gather(1, ids[0, len(prompt) :, None])[:, 0].tolist()
+    assert end["logprobs"] == pytest.approx(drawn, abs=1e-4)
+
+
+@pytest.mark.parametrize("room", [3, 0])
+def test_a_recorded_answer_stays_within_its_window(
+    heard: Heard, chat: ChatTokenizer, room: int
+) -> None:
+    window = len(prompt_of(chat, CHATS[0])) + room
+    heard.ask("a", recorded=True, window=window)
+    heard.run()
+    if room:
+        end = heard.of("a", "end")[0]
+        assert (len(end["tokens"]), end["truncated"]) == (room, True)
+    else:
+        assert heard.of("a", "error")[0]["code"] == "context_length_exceeded"
+
+
+def test_a_conversation_that_goes_on_begins_with_the_tokens_that_were_drawn(
+    heard: Heard, chat: ChatTokenizer
+) -> None:
+    """Though its text becomes other tokens: "th" and "e" are not "the"."""
+    tokenizer = chat.tokenizer
+    text = chat.prompt(CHATS[0], []).result().text
+    pieces = [tokenizer(piece, add_special_tokens=False)["input_ids"] for piece in ("th", "e")]
+    seen = [*chat.tokens(text), *pieces[0], *pieces[1], tokenizer.eos_token_id]
+    again = tokenizer.decode(seen)
+    assert chat.tokens(again) != seen
+    messages = [
+        *CHATS[0],
+        {"role": "assistant", "content": "the"},
+        {"role": "user", "content": "And?"},
+    ]
+    plain = prompt_of(chat, messages)
+    heard.ask("a", messages, recorded=True, seen=[seen[:3], seen])
+    heard.ask("b", messages, recorded=True, seen=[[*seen[:-3], 5]])
+    heard.run()
+    told = heard.of("a", "begun")[0]["prompt"]
+    assert told[: len(seen)] == seen
+    assert tokenizer.decode(told) == tokenizer.decode(plain)
+    assert heard.of("b", "begun")[0]["prompt"] == plain, "another history is another prompt"

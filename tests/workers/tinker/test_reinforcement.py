@@ -17,7 +17,7 @@ from ft_service.data.tokens.tokenize import load_tokenizer
 from ft_service.reinforcement.prompt_file import PromptFile
 from ft_service.reinforcement.schedule import RolloutSchedule
 from ft_service.reinforcement.step_commands import commands_of, first_commands
-from ft_service.reinforcement.step_records import StepRecord
+from ft_service.reinforcement.step_records import StepRecord, TrainedRow
 from ft_service.rundir.checkpoints import complete_checkpoints
 from ft_service.rundir.directory import RunDir
 from ft_service.rundir.documents import CheckpointMarker, Outcome, OutcomeKind, Result
@@ -26,7 +26,15 @@ from ft_service.spec import JobSpec
 from ft_service.tinker.commands import CommandLog
 from ft_service.tinker.saved_weights import samplers_of
 from tests.support.ranks import run_on_ranks
-from tests.support.rollouts import answer, group, random_groups, record, rollout_spec, save_prompts
+from tests.support.rollouts import (
+    answer,
+    group,
+    random_groups,
+    random_trajectories,
+    record,
+    rollout_spec,
+    save_prompts,
+)
 from tests.support.training.attempts import adapter, attempt_on_rank, losses, run_attempt
 from tests.support.training.engine_runs import engine_on_rank, new_engine, prepare
 from tests.support.training.models import (
@@ -91,16 +99,16 @@ def give(
 
 
 def two_steps(seed: int = 0, temperature: float = 1.0) -> list[StepRecord]:
-    """Records of two steps, each of one forward_backward, and of the end.
+    """Records of two steps, each of one forward_backward, and of the end. The second step has
+    rollouts of several calls.
 
     `temperature`: of the answers.
     """
     first = record(
         1, random_groups(3, 4, VOCABULARY, seed=seed), first_seq=2, temperature=temperature
     )
-    second = record(
-        2, random_groups(3, 4, VOCABULARY, seed=seed + 1), first_seq=5, temperature=temperature
-    )
+    rollouts = random_trajectories(3, 4, VOCABULARY, seed=seed + 1)
+    second = record(2, rollouts, first_seq=5, temperature=temperature)
     return [first, second, record(3, [], first_seq=8, ends=True)]
 
 
@@ -171,18 +179,20 @@ def grpo_loss(model: nn.Module, own: StepRecord, temperature: float) -> Tensor:
     for prompt in own.groups:
         rewards = torch.tensor([answer.reward for answer in prompt.answers])
         for one, advantage in zip(prompt.answers, rewards - rewards.mean(), strict=True):
-            ids = torch.tensor([*prompt.ids, *one.tokens])
-            logs = (
-                model(ids[None])
-                .logits[0, len(prompt.ids) - 1 : -1]
-                .float()
-                .div(temperature)
-                .log_softmax(-1)
+            drawn = torch.cat(
+                [logs_of_drawn(model, row, temperature) for row in one.rows(prompt.ids)]
             )
-            drawn = logs.gather(1, ids[len(prompt.ids) :, None])[:, 0]
             ratio = (drawn.detach() - torch.tensor(one.logprobs)).exp().clamp(max=2.0)
             parts.append(-(ratio * advantage * drawn))
     return torch.cat(parts).mean()
+
+
+def logs_of_drawn(model: nn.Module, row: TrainedRow, temperature: float) -> Tensor:
+    """Log-probabilities of a row's sampled tokens."""
+    ids = torch.tensor(row.tokens)
+    logs = model(ids[None]).logits[0].float().div(temperature).log_softmax(-1)
+    places = [place for begin, end in row.sampled for place in range(begin, end)]
+    return torch.stack([logs[place - 1, ids[place]] for place in places])
 
 
 def test_what_the_ranks_tell_and_offer(on_two: RunDir, base: Path) -> None:

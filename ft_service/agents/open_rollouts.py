@@ -1,0 +1,305 @@
+"""Rollouts that are open: an agent calls the model with a key that works for one of them alone, and
+what was sampled is recorded, token for token.
+
+Any thread may use them. A rollout is closed when its agent has answered, or its time is over; then
+its key opens nothing, and answers that come later are not recorded.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+import secrets
+import threading
+import time
+import zlib
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from ft_service.errors import AuthError, FtError, LimitError, NotFoundError, SpecError
+from ft_service.ids import new_id
+from ft_service.reinforcement.trajectories import RecordedCall
+from ft_service.serving.preview import PreviewModel
+
+KEY_PREFIX = "ftr-"
+CALLS_AT_ONCE = 8
+"""Calls of one rollout at once."""
+MOST_REFUSED = 100
+"""Refused calls of a rollout, after which it is ended: a client that does nothing but repeat them
+would keep the service from others.
+"""
+MOST_SEEN = 4
+"""Earlier conversations whose tokens a prompt may begin with."""
+TURNS_USED = "rollout_turns_used"
+TOKENS_USED = "rollout_tokens_used"
+CLIENT_GONE = "rollout_client_gone"
+WRONG_KEY = "rollout_wrong_key"
+
+
+@dataclass(frozen=True, kw_only=True)
+class RolloutBudget:
+    """What a rollout may use."""
+
+    turns: int
+    tokens: int
+    """Sampled tokens of all calls together."""
+    longest_answer: int
+    """Sampled tokens of one call at most."""
+    window: int
+    """Tokens of one call with its prompt at most: what a row that is trained on may have."""
+    seconds: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class RolloutModel:
+    """The weights that answer, and how answers are drawn."""
+
+    model: PreviewModel
+    adapter: str
+    """A PEFT folder."""
+    temperature: float
+    seed: int
+
+
+@dataclass(eq=False)
+class CallUnderWay:
+    """A call whose answer is not there yet."""
+
+    order: dict[str, Any]
+    """For the preview's process (workers/serving/requests.py, ChatRequest)."""
+    messages: Sequence[Any]
+    """As the agent has sent them."""
+    tokens: int
+    """Reserved of the budget."""
+
+
+@dataclass(frozen=True)
+class AnsweredCall:
+    """A call with its answer."""
+
+    recorded: RecordedCall
+    message: Mapping[str, Any]
+    """The answer, as in OpenAI's chat completions."""
+    finish_reason: str
+    text: str
+    reasoning: str
+    calls: Sequence[Mapping[str, Any]]
+    """Calls of tools: name and arguments."""
+
+
+class OpenRollout:
+    """One rollout."""
+
+    def __init__(self, project_id: str, model: RolloutModel, budget: RolloutBudget) -> None:
+        self.id = new_id("rollout_")
+        self.key = KEY_PREFIX + secrets.token_urlsafe(32)
+        """Opens this rollout alone, while it is open."""
+        self.project_id = project_id
+        self.model = model
+        self.budget = budget
+        self.ends_at = math.inf
+        """When its time is over; it begins with `start`."""
+        self.was_called = False
+        self.answered: list[AnsweredCall] = []
+        """In the order in which they ended."""
+        self.messages: Sequence[Any] = ()
+        """The conversation of the last answered call, without its answer."""
+        self.refused: Counter[str] = Counter()
+        """Code → refused calls."""
+        self.sampling: dict[str, Any] = {}
+        """Parameters of sampling that the agent has asked for, and that the job decides."""
+        self.unserved: FtError | None = None
+        """Why the newest call waits for the sampler; None: none does."""
+        self._guard = threading.Lock()
+        self._under_way: list[CallUnderWay] = []
+        self._closed = False
+
+    def start(self) -> None:
+        """Begin the rollout's time."""
+        self.ends_at = time.monotonic() + self.budget.seconds
+
+    @property
+    def is_closed(self) -> bool:
+        return self._closed
+
+    @property
+    def is_flooded(self) -> bool:
+        """Whether so many calls were refused that the rollout is to be ended."""
+        return self.refused.total() >= MOST_REFUSED
+
+    @property
+    def seconds_left(self) -> float:
+        return self.ends_at - time.monotonic()
+
+    def begin(
+        self, order: Mapping[str, Any], messages: Sequence[Any], sampling: Mapping[str, Any]
+    ) -> CallUnderWay:
+        """Begin a call, if the budget has room for it.
+
+        `order`: of the conversation for the preview's process; how the answer is drawn is the
+        job's. `sampling`: parameters of it that the agent has given. Raises SpecError for a budget
+        that is used up, LimitError for too many calls at once, NotFoundError for a rollout that is
+        over.
+        """
+        budget = self.budget
+        with self._guard:
+            self.was_called = True
+            if self._closed or self.is_flooded:
+                raise is_over(self.id)
+            if len(self._under_way) >= CALLS_AT_ONCE:
+                raise LimitError(
+                    f"{CALLS_AT_ONCE} calls of this rollout are under way. Wait for an answer.",
+                    code="too_many_at_once",
+                    retry_after=1.0,
+                )
+            turn = len(self.answered) + len(self._under_way)
+            if turn >= budget.turns:
+                raise _used_up(f"max_turns = {budget.turns}", TURNS_USED, "calls")
+            used = sum(len(own.recorded.tokens) for own in self.answered)
+            left = budget.tokens - used - sum(own.tokens for own in self._under_way)
+            if left < 1:
+                raise _used_up(f"max_tokens = {budget.tokens}", TOKENS_USED, "tokens")
+            tokens = min(left, budget.longest_answer, order["max_tokens"] or left)
+            self.sampling |= sampling
+            call = CallUnderWay(
+                {
+                    **order,
+                    "adapter": self.model.adapter,
+                    "n": 1,
+                    "max_tokens": tokens,
+                    "temperature": self.model.temperature,
+                    "top_p": 1.0,
+                    "seed": zlib.crc32(f"{self.model.seed}/{turn}".encode()),
+                    "logprobs_at": self.model.temperature,
+                    "recorded": True,
+                    "window": budget.window,
+                    "seen": self._seen(),
+                },
+                messages,
+                tokens,
+            )
+            self._under_way.append(call)
+            return call
+
+    def _seen(self) -> list[list[int]]:
+        recorded = [own.recorded for own in self.answered[-MOST_SEEN:]]
+        return [[*own.prompt, *own.tokens] for own in recorded]
+
+    def end(self, call: CallUnderWay, parts: Iterable[Mapping[str, Any]]) -> None:
+        """Record the answer to a call. `parts`: all that the preview has delivered."""
+        answered = _answered(parts)
+        with self._guard:
+            self._under_way.remove(call)
+            self.unserved = None
+            if not self._closed:
+                self.answered.append(answered)
+                self.messages = call.messages
+
+    def drop(self, call: CallUnderWay) -> None:
+        """Forget a call without an answer: it was refused, or its client has gone."""
+        with self._guard:
+            if call in self._under_way:
+                self._under_way.remove(call)
+
+    def refuse(self, code: str) -> None:
+        """Count a call that was refused, or whose client has gone before its answer."""
+        with self._guard:
+            self.refused[code] += 1
+
+    def close(self) -> None:
+        """Record nothing any more."""
+        with self._guard:
+            self._closed = True
+
+
+@dataclass
+class OpenRollouts:
+    """The rollouts that are open in this process."""
+
+    base_url: str
+    """Address of this server as agents reach it, without /v1."""
+    _by_key: dict[bytes, OpenRollout] = field(default_factory=dict[bytes, OpenRollout])
+    """SHA-256 of the key → rollout."""
+    _guard: threading.Lock = field(default_factory=threading.Lock)
+
+    def open(self, rollout: OpenRollout) -> None:
+        """Let a rollout be called with its key."""
+        with self._guard:
+            self._by_key[_digest(rollout.key)] = rollout
+
+    def close(self, rollout: OpenRollout) -> None:
+        """End a rollout: its key opens nothing any more."""
+        rollout.close()
+        with self._guard:
+            self._by_key.pop(_digest(rollout.key), None)
+
+    def find(self, rollout_id: str, key: str) -> OpenRollout:
+        """Return the rollout that a key opens.
+
+        Raises AuthError for a key that opens none, NotFoundError for that of another one.
+        """
+        rollout = self._by_key.get(_digest(key))
+        if rollout is None:
+            raise AuthError(
+                "This key opens no rollout: it works until its rollout has ended, or its "
+                "deadline is over."
+            )
+        if rollout.id != rollout_id:
+            rollout.refuse(WRONG_KEY)
+            raise is_over(rollout_id)
+        return rollout
+
+    def url_of(self, rollout: OpenRollout) -> str:
+        """`base_url` for an OpenAI client."""
+        return f"{self.base_url}/v1/rollouts/{rollout.id}"
+
+
+def is_over(rollout_id: str) -> NotFoundError:
+    """The error for a rollout that a key does not open."""
+    return NotFoundError(
+        f"There is no open rollout {rollout_id[:80]!r} for this key.",
+        param="rollout_id",
+        code="rollout_not_found",
+    )
+
+
+def _used_up(limit: str, code: str, what: str) -> SpecError:
+    return SpecError(
+        f"The rollout's {what} are used up ({limit} of its environment). End it with a reward.",
+        code=code,
+    )
+
+
+def _digest(key: str) -> bytes:
+    return hashlib.sha256(key.encode(errors="replace")).digest()
+
+
+def _answered(parts: Iterable[Mapping[str, Any]]) -> AnsweredCall:
+    prompt: Sequence[int] = ()
+    text = ""
+    reasoning = ""
+    end: Mapping[str, Any] = {}
+    for part in parts:
+        match part["kind"]:
+            case "begun":
+                prompt = part["prompt"]
+            case "text":
+                text += part["text"]
+                reasoning += part.get("reasoning", "")
+            case "end":
+                end = part
+            case _:
+                pass
+    called = [
+        {"id": new_id("call_"), "type": "function", "function": dict(call)} for call in end["calls"]
+    ]
+    message = {
+        "role": "assistant",
+        "content": text,
+        **({"reasoning_content": reasoning} if reasoning else {}),
+        **({"tool_calls": called} if called else {}),
+    }
+    recorded = RecordedCall(prompt, end["tokens"], end["logprobs"], end["truncated"])
+    return AnsweredCall(recorded, message, end["reason"], text, reasoning, end["calls"])

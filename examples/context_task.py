@@ -16,6 +16,7 @@ import argparse
 import json
 import random
 from pathlib import Path
+from typing import Any
 
 import yaml
 from sample_skills import ITEMS, MARKS
@@ -122,7 +123,7 @@ def score(folder: Path, context: str, adapter: Path | None = None) -> float:
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     tokenizer = AutoTokenizer.from_pretrained(BASE, padding_side="left")
-    model = AutoModelForCausalLM.from_pretrained(BASE, dtype=torch.float32).eval()
+    model: Any = AutoModelForCausalLM.from_pretrained(BASE, dtype=torch.float32).eval()
     if adapter is not None:
         model = PeftModel.from_pretrained(model, str(adapter)).eval()
     text = (folder / "heldout.jsonl").read_text(encoding="utf-8")

@@ -224,6 +224,7 @@ def spec_of(folder: Path, *, ranks: int, **training: Any) -> JobSpec:
     )
 
 
+@pytest.mark.slow
 def test_a_context_is_learned_alike_on_ranks_and_resumed(tmp_path: Path) -> None:
     spec = spec_of(tmp_path, ranks=2)
     finished = trained(spec, tmp_path / "finished", 2)

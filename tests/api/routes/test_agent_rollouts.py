@@ -25,7 +25,11 @@ from ft_service.reinforcement.step_commands import commands_of, first_commands
 from ft_service.reinforcement.step_records import SampledAnswer
 from ft_service.storage.locations import Places
 from ft_service.tinker.commands import CommandLog
-from tests.ft_service.control.test_reinforcement_jobs import HEADER, EchoSampler, Place
+from tests.ft_service.control.reinforcement.test_reinforcement_jobs import (
+    HEADER,
+    EchoSampler,
+    Place,
+)
 from tests.support.agents import new_rollout, parts_of
 from tests.support.rest.refusals import check_error
 from tests.support.rest.service import Service

@@ -336,10 +336,12 @@ def test_a_line_of_verls_data_is_read_and_graded_as_the_spec_says(
     }
     request = parse_request(yaml.safe_load(converted(tmp_path, VERL).spec_yaml()))
     prompt = parse_prompt(Columns(request.data.pairs, of_prompts=True).record(line))
-    assert request.method.reinforcement is not None
+    options = request.method.reinforcement
+    assert options is not None
+    assert options.grader is not None
     assert (
         grade(
-            request.method.reinforcement.grader,
+            options.grader,
             Sample(answer),
             prompt.item,
             GraderContext(project="p"),

@@ -61,7 +61,8 @@ def of_lengths(*lengths: int) -> TokenSet:
         Tokens(
             generator.integers(0, VOCABULARY, length).astype(np.int32),
             (np.arange(length) > 2) & (generator.random(length) < 0.7) | (np.arange(length) == 3),
-        ).labelled(number % 3 > 0)
+            label=number % 3 > 0,
+        )
         for number, length in enumerate(lengths)
     )
 

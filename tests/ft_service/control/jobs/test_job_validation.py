@@ -10,6 +10,7 @@ import fcntl
 from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -152,7 +153,7 @@ def test_the_cause_is_the_true_one_and_nothing_is_left(
     [(8, {}, True), (0, {}, False), (8, SETTLED, False), (8, {"engine": "off"}, False)],
 )
 def test_a_job_says_that_it_is_alone_because_the_nodes_memory_is_not_known(
-    tmp_path: Path, store: Store, seats: int, options: dict[str, object], told: bool
+    tmp_path: Path, store: Store, seats: int, options: dict[str, Any], told: bool
 ) -> None:
     add_job(store, **options)
     reconciler = new_reconciler(

@@ -167,7 +167,7 @@ def test_a_stop_says_who_in_slurm_wanted_it_and_where_training_goes_on(
     state: str | None, asked: Desired | None, who: str
 ) -> None:
     stopped = exit_of(ExitReason.STOPPED, "Training has stopped at checkpoint step-4-a1.")
-    control = asked and Control(generation=2, desired=asked)
+    control = None if asked is None else Control(generation=2, desired=asked)
     ended = with_cause(state, stopped, control)
     assert (ended.reason, ended.code) == (stopped.reason, stopped.code)
     assert ended.message.endswith(stopped.message)

@@ -25,6 +25,7 @@ from urllib.parse import quote, urlencode, urlsplit
 import httpx2
 
 from api.http.person_grants import Groups, GroupsFile, grants_of, values_of
+from api.http.threads import in_thread
 from ft_service.errors import AuthError, SpecError, UnavailableError
 from ft_service.settings import Settings
 from ft_service.store.tenants.people import STATE_SECONDS, SignOn
@@ -215,7 +216,7 @@ class OidcProvider:
         if not values_of(claims, self._settings.oidc_groups_claim):
             claims = await self._user_info(claims, tokens.get("access_token"))
         self._refuse_left_out(claims)
-        groups = None if self._groups is None else await asyncio.to_thread(self._groups.current)
+        groups = None if self._groups is None else await in_thread(self._groups.current)
         return SignedIn(self._person(claims, sign_in.state, groups), id_token)
 
     def _refuse_left_out(self, claims: Mapping[str, Any]) -> None:

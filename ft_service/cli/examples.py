@@ -60,7 +60,7 @@ EXAMPLES: Mapping[str, tuple[str, str]] = {
     "quickstart": ("", "--copy my-quickstart"),
     "open": ("", "last"),
     "mcp add": ("claude-code", "codex --variable MY_FT_KEY"),
-    "mcp skill": ("", "> SKILL.md"),
+    "mcp skill": ("", "--json"),
     "keys create": ("--name laptop --scope submit", "--scope read --expires-days 30"),
     "keys list": ("", "--project vision"),
     "keys rotate": ("key_7T44Ba5A", "key_7T44Ba5A --keep-hours 1"),

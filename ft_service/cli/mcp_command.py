@@ -81,9 +81,13 @@ def add(
 
 
 @mcp.command()
-def skill() -> None:
+def skill(as_json: Json = False) -> None:
     """Print a skill for coding agents: which method fits which data, how results are read."""
-    print_text(SKILL.read_text(encoding="utf-8").rstrip())
+    text = SKILL.read_text(encoding="utf-8")
+    if as_json:
+        print_json({"skill": text})
+    else:
+        print_text(text.rstrip())
 
 
 def _next(agent: Agent, variable: str) -> str:

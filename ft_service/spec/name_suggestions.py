@@ -115,7 +115,13 @@ NAMES: Mapping[str, str] = {
     ),
     **dict.fromkeys(("dp_replicate_size",), "distributed.replicate"),
     **dict.fromkeys(
-        ("context_parallel_size", "sequence_parallel_size", "sequence_parallel_degree", "cp_size"),
+        (
+            "context_parallel_size",
+            "sequence_parallel_size",
+            "sequence_parallel_degree",
+            "cp_size",
+            "hyper_parallel_cp_size",
+        ),
         "distributed.context_parallel",
     ),
     **dict.fromkeys(("num_machines", "num_nodes", "nodes"), "distributed.nnodes"),

@@ -5,24 +5,21 @@ code, block by block.
 from __future__ import annotations
 
 import gc
-from collections.abc import Iterator, Mapping
-from dataclasses import replace
+from collections.abc import Mapping
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 from unittest.mock import patch
 
 import pytest
 import torch
-from torch import Tensor
 
-from ft_service.plan.machines import CPU, GIB, Machine
+from ft_service.plan.machines import Machine
 from ft_service.spec import JobSpec
 from tests.support.bases import plan_of
 from tests.support.fused_attention import fused_attention
-from tests.support.fused_layers import kernels_of_the_processor
 from tests.support.ranks import Cases, often_and_slow
 from tests.support.training.live_bytes import peak_bytes
+from tests.support.training.measured_machines import GPU, HOST, kernels_of_a_gpu
 from tests.support.training.models import save_tiny, spec_for
 from tests.support.training.parity import batches_of, constructed
 from workers.base.load import adapters
@@ -30,13 +27,10 @@ from workers.data.batches import Tokens
 from workers.job.training_state import JobState
 from workers.layers import fused
 from workers.model import build
-from workers.model.products import products
 from workers.patches.fused_layers import fuse
 from workers.ranks.context_group import ContextGroup
 from workers.training.step import forward_backward
 
-HOST = Machine(CPU, 16 * GIB, shared_memory=True, products=products())
-"""This one, without what an allocator holds besides tensors."""
 SHAPE: dict[str, Any] = {
     "hidden_size": 64,
     "intermediate_size": 192,
@@ -250,7 +244,6 @@ def full_samples(count: int) -> list[Tokens]:
 # With fused kernels
 # ------------------------------------------------------------------------------
 
-GPU = replace(HOST, shared_memory=False, fuses=True)
 WIDE = {**SMALL, "intermediate_size": 384, "head_dim": 16, "num_hidden_layers": 4}
 """A feed-forward whose backward needs more than that of attention, for which the processor writes
 its scores; and so many layers that what they keep is most of the peak.
@@ -297,63 +290,3 @@ def peak_of_a_fused_step(rank: int, world: int, spec: JobSpec) -> int:
         fused_attention(),
     ):
         return peak_of_a_step(rank, world, spec)
-
-
-ROWS = 32
-"""That the kernels' stand-ins compute at a time, so that what PyTorch's operations write in between
-hardly counts.
-"""
-
-
-def kernels_of_a_gpu() -> Any:
-    """The kernels' module, whose functions allocate what they return and little else."""
-    by = kernels_of_the_processor()
-
-    def rows_of(x: Tensor) -> Iterator[slice]:
-        return (slice(start, start + ROWS) for start in range(0, len(x), ROWS))
-
-    def normed(x: Tensor, weight: Tensor | None, eps: float, form: int) -> tuple[Tensor, Tensor]:
-        y = torch.empty_like(x)
-        rows, given = (own.flatten(0, -2) for own in (y, x))
-        for own in rows_of(rows):
-            rows[own] = by.normed(given[own], weight, eps, form)[0]
-        return y, torch.full((len(rows),), eps)
-
-    def normed_grad(
-        grad: Tensor, x: Tensor, weight: Tensor | None, root: Tensor, form: int
-    ) -> Tensor:
-        of_x = torch.empty_like(grad)
-        rows, *given = (own.flatten(0, -2) for own in (of_x, grad, x))
-        for own in rows_of(rows):
-            rows[own] = by.normed_grad(*(part[own] for part in given), weight, root[:1], form)
-        return of_x
-
-    def rotated(
-        query: Tensor, key: Tensor, cos: Tensor, sin: Tensor, *, back: bool
-    ) -> tuple[Tensor, Tensor]:
-        turned = torch.empty_like(query), torch.empty_like(key)
-        for own in rows_of(cos[0]):
-            parts = by.rotated(
-                query[:, :, own], key[:, :, own], cos[:, own], sin[:, own], back=back
-            )
-            for whole, part in zip(turned, parts, strict=True):
-                whole[:, :, own] = part
-        return turned
-
-    def gated(gate: Tensor, up: Tensor) -> Tensor:
-        y = torch.empty_like(gate)
-        rows, *given = (x.flatten(0, -2) for x in (y, gate, up))
-        for own in rows_of(rows):
-            rows[own] = by.gated(*(x[own] for x in given))
-        return y
-
-    def gated_grad(grad: Tensor, gate: Tensor, up: Tensor) -> tuple[Tensor, Tensor]:
-        found = torch.empty_like(gate), torch.empty_like(up)
-        of_gate, of_up, *given = (x.flatten(0, -2) for x in (*found, grad, gate, up))
-        for own in rows_of(of_gate):
-            of_gate[own], of_up[own] = by.gated_grad(*(x[own] for x in given))
-        return found
-
-    return SimpleNamespace(
-        normed=normed, normed_grad=normed_grad, rotated=rotated, gated=gated, gated_grad=gated_grad
-    )

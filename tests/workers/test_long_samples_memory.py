@@ -19,10 +19,9 @@ from tests.support.fused_attention import fused_attention
 from tests.support.ranks import Cases, often_and_slow
 from tests.support.training.late_copies import on_small_scale
 from tests.support.training.live_bytes import peak_bytes
+from tests.support.training.measured_machines import GPU, kernels_of_a_gpu
 from tests.support.training.models import save_tiny, spec_for
 from tests.support.training.parity import CPU, constructed
-from tests.workers import test_live_bytes
-from tests.workers.test_live_bytes import GPU, kernels_of_a_gpu
 from workers.base.load import adapters
 from workers.data.batches import Tokens, make_batch
 from workers.job.training_state import JobState
@@ -91,14 +90,13 @@ def peak_of_a_step(_rank: int, _world: int, spec: JobSpec) -> tuple[int, int]:
     """Most bytes of tensors during a step, besides those that were there before it, and bytes of
     pinned memory.
     """
-    kernels = kernels_of_a_gpu()
+    kernels = kernels_of_a_gpu(spec.training.max_length // 64)
     with (
         patch.object(
             build, "choose_arithmetic", lambda base, *_: build.Arithmetic(fused=str(fuse(base)))
         ),
         patch.object(fused.KERNEL, "on", lambda device: kernels),
         fused_attention(),
-        patch.object(test_live_bytes, "ROWS", spec.training.max_length // 64),
         patch.object(packed_attention, "_kernel", _attended),
         patch.object(packed_attention, "_kernel_grad", _gradients),
         on_small_scale(TILE, BLOCK) as copies,

@@ -25,14 +25,14 @@ from ft_service.reinforcement.step_commands import commands_of, first_commands
 from ft_service.reinforcement.step_records import SampledAnswer
 from ft_service.storage.locations import Places
 from ft_service.tinker.commands import CommandLog
-from tests.ft_service.control.reinforcement.test_reinforcement_jobs import (
+from tests.support.agents import new_rollout, parts_of
+from tests.support.rest.refusals import check_error
+from tests.support.rest.service import Service
+from tests.support.rollout_loops import (
     HEADER,
     EchoSampler,
     Place,
 )
-from tests.support.agents import new_rollout, parts_of
-from tests.support.rest.refusals import check_error
-from tests.support.rest.service import Service
 from tests.support.rollouts import GRADER, rollout_spec, save_prompts
 
 SECRET = "whsec_c2VjcmV0"

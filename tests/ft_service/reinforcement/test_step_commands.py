@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
 from ft_service.reinforcement import step_commands
-from ft_service.reinforcement.schedule import RolloutSchedule
 from ft_service.reinforcement.step_commands import (
     TOKENS_OF_COMMAND,
     commands_of,
@@ -18,41 +16,15 @@ from ft_service.reinforcement.step_commands import (
     metrics_of,
 )
 from ft_service.reinforcement.step_records import StepRecord
-from ft_service.spec import DataFileRef, JobSpec
-from ft_service.tinker.commands import MOST_BYTES, Command
-from ft_service.tinker.loss_calls import Datum, LossRequest
-from tests.support.rollouts import answer, group, record, rollout_spec
+from ft_service.tinker.commands import MOST_BYTES
+from ft_service.tinker.loss_calls import LossRequest
+from tests.support.rollout_commands import SCHEDULE, data_of, spec_with
+from tests.support.rollouts import answer, group, record
 
-FILE = DataFileRef(name="prompts.jsonl", path="/nowhere", sha256="")
-SCHEDULE = RolloutSchedule(
-    prompts=8,
-    batch=2,
-    total_steps=4,
-    eval_interval=2,
-    save_interval=2,
-    keep_every=None,
-    validates=True,
-    steps_ahead=0,
-    seed=1,
-)
 GROUPS = [
     group(0, [answer([11, 12], 1.0), answer([13], 0.0)]),
     group(1, [answer([14], 1.0), answer([15, 16, 17], 1.0)]),
 ]
-
-
-def spec_with(**hyperparameters: Any) -> JobSpec:
-    return rollout_spec(Path("/nowhere"), FILE, hyperparameters, training={"max_length": 40})
-
-
-def data_of(commands: list[Command]) -> list[Datum]:
-    calls = [
-        LossRequest.parse(command.body).call(vocabulary=100, longest=40)
-        for command in commands
-        if command.body
-    ]
-    assert all(call.loss_fn == "cispo" and call.config["clip_low_threshold"] == 0 for call in calls)
-    return [datum for call in calls for datum in call.data]
 
 
 def advantages_of(found: StepRecord, **hyperparameters: Any) -> list[list[float]]:

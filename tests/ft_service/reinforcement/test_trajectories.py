@@ -13,7 +13,7 @@ from ft_service.reinforcement.step_commands import commands_of, metrics_of
 from ft_service.reinforcement.step_records import StepRecord, read_record, write_record
 from ft_service.reinforcement.trajectories import RecordedCall, rows_of
 from ft_service.rundir.directory import RunDir
-from tests.ft_service.reinforcement.test_step_commands import SCHEDULE, data_of, spec_with
+from tests.support.rollout_commands import SCHEDULE, data_of, spec_with
 from tests.support.rollouts import answer, group, record, rollout
 
 THOUGHT = 1

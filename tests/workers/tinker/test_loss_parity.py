@@ -25,7 +25,10 @@ from tests.support.training.models import VOCABULARY, reference, save_chat_base
 from workers.tinker.losses import LOSSES
 
 OPTIONS: dict[str, Any] = {"lora": {"r": 4}, "precision": {"default": "nf4", "compute": "fp32"}}
-CONFIG = {"dro": {"beta": 0.1}}
+CONFIG = {
+    "dro": {"beta": 0.1},
+    "gspo": {"clip_low_threshold": 0.8, "clip_high_threshold": 1.2},
+}
 GRADIENT = {"learning_rate": 0.0, "beta1": 0.0, "beta2": 0.0}
 """A step of AdamW that changes no weight, and whose first moment is the gradient."""
 Example = tuple[np.ndarray, dict[str, np.ndarray]]
@@ -35,12 +38,19 @@ def clipped(ratio: Tensor) -> Tensor:
     return torch.clamp(ratio, 0.8, 1.2)
 
 
+def gspo(lp: Tensor, q: Tensor, a: Tensor) -> Tensor:
+    """Equations 8 and 9 of arXiv 2507.18071, whose ratio is one for the whole answer."""
+    ratio = torch.exp((lp - q).mean()).detach() * torch.exp(lp - lp.detach())
+    return -torch.minimum(ratio * a, clipped(ratio) * a)
+
+
 PLAIN: dict[str, Callable[[Tensor, Tensor, Tensor], Tensor]] = {
     "cross_entropy": lambda lp, q, a: -(a * lp),
     "importance_sampling": lambda lp, q, a: -(torch.exp(lp - q) * a),
     "ppo": lambda lp, q, a: -torch.minimum(torch.exp(lp - q) * a, clipped(torch.exp(lp - q)) * a),
     "cispo": lambda lp, q, a: -(clipped(torch.exp(lp - q)).detach() * lp * a),
     "dro": lambda lp, q, a: -(lp * a - 0.05 * (lp - q) ** 2),
+    "gspo": gspo,
 }
 
 

@@ -177,6 +177,7 @@ def test_what_goes_in_comes_out(base: tuple[str, Any], monkeypatch: pytest.Monke
         model=SimpleNamespace(path=tokenizer.name_or_path),
         evaluation=SimpleNamespace(given=()),
         chat_template="",
+        context="",
         date="2026-01-01",
         training=SimpleNamespace(train_on="all_assistant"),
         data=DataOptions(),

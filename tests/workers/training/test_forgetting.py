@@ -172,7 +172,7 @@ def test_perplexity_is_a_number_whatever_the_loss() -> None:
 def test_a_divergence_that_is_no_number_is_not_none_at_all(monkeypatch: pytest.MonkeyPatch) -> None:
     broken = torch.tensor([math.nan, 0.0], dtype=torch.float64)
     monkeypatch.setattr(forgetting, "evaluate", lambda *_: broken)
-    runtime = SimpleNamespace(rank=0, world=1, device=torch.device("cpu"))
+    runtime = SimpleNamespace(rank=0, world=1, device=torch.device("cpu"), context=None)
     context: Any = SimpleNamespace(runtime=runtime, limits=MicroBatchLimits(8), model=None)
     question = Question(np.arange(3, dtype=np.int32), "abc", None)
     measurement = forgetting._Measurement(context, 1, 1.0)

@@ -143,7 +143,7 @@ def test_a_job_is_for_the_host_of_its_pod_profile_and_is_planned_for_its_machine
     )
     with pytest.raises(SpecError, match="Choose from h100, l4"):
         admit(store, models, settings=settings, distributed={"profile": "a100"})
-    with pytest.raises(SpecError, match="does not run jobs as pods"):
+    with pytest.raises(SpecError, match="does not run jobs in a cluster"):
         admit(store, models, distributed={"profile": "h100"})
 
 

@@ -15,7 +15,7 @@ import pytest
 from tests.support.bases import save_base
 from tests.support.hostile_bases import save_hostile
 
-ROOT = Path(__file__).parents[3]
+ROOT = Path(__file__).parents[4]
 SECONDS = 120
 """After which a process hangs: it takes about three."""
 DESCRIBED = frozenset(

@@ -275,7 +275,7 @@ def test_whatever_happens_slots_and_limits_hold_and_every_accepted_job_ends(
         "job_placement.TOO_LARGE_SECONDS",
         "job_validation.DROP_SECONDS",
     ):
-        monkeypatch.setattr(f"ft_service.control.{name}", 0.0)
+        monkeypatch.setattr(f"ft_service.control.jobs.{name}", 0.0)
     store = new_store(tmp_path)
     store.projects.ensure_project(LIMITED, "local")
     store.projects.update_project(

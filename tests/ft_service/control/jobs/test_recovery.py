@@ -41,7 +41,7 @@ from tests.support.reconciling import (
     step_until,
 )
 
-RECONCILE = Path(__file__).parents[2] / "support/programs/reconcile.py"
+RECONCILE = Path(__file__).parents[3] / "support/programs/reconcile.py"
 
 
 @pytest.fixture(autouse=True)

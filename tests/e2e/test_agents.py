@@ -14,7 +14,7 @@ from openai.types.fine_tuning import FineTuningJob
 
 from ft_service.agents.hosting import hosting
 from ft_service.reinforcement.step_records import StepRecord, read_record, recorded_steps
-from tests.e2e.test_reinforcement import records_are_whole, serving
+from tests.support.rollout_servers import records_are_whole, serving
 from tests.support.rollouts import save_prompts
 from tests.support.service import Server, upload, wait_until
 

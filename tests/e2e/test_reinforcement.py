@@ -9,7 +9,6 @@ import os
 import signal
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -25,8 +24,8 @@ from ft_service.reinforcement.step_records import read_record, recorded_steps
 from ft_service.rundir.directory import RunDir
 from ft_service.spec import JobSpec
 from ft_service.tinker.commands import CommandLog
-from tests.support.ports import free_port
 from tests.support.rest.receiver import Answer, Received, receiving
+from tests.support.rollout_servers import records_are_whole, serving
 from tests.support.rollouts import save_prompts
 from tests.support.service import (
     Server,
@@ -38,7 +37,6 @@ from tests.support.service import (
     wait_until_step,
 )
 from tests.support.training.attempts import run_attempt
-from tests.support.training.models import save_chat_base
 
 STEPS = 4
 GRADER: dict[str, Any] = {
@@ -61,24 +59,6 @@ def kept(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     """Of the tests that kill nothing."""
     with serving(tmp_path_factory.mktemp("kept")) as server:
         yield server
-
-
-@contextmanager
-def serving(folder: Path) -> Iterator[Server]:
-    save_chat_base(folder / "models" / "tiny")
-    (folder / "home").mkdir()
-    server = Server(
-        folder / "home",
-        folder / "models",
-        slots=2,
-        FT_WEBHOOK_ALLOW_PRIVATE="1",
-        FT_PORT=str(free_port()),  # the same after a kill
-    )
-    server.start()
-    try:
-        yield server
-    finally:
-        server.stop()
 
 
 def submit(
@@ -115,24 +95,6 @@ def submit(
             **changes,
         },
     )
-
-
-def records_are_whole(run: RunDir, steps: int) -> None:
-    """Every step has one record, and its commands one result each, whose numbers follow each
-    other.
-    """
-    assert recorded_steps(run) == list(range(1, steps + 2))
-    spec = run.read("spec.json", JobSpec)
-    assert spec is not None
-    schedule = RolloutSchedule.of(spec, 8, 3)
-    following = len(first_commands(spec.job_id))
-    for step in recorded_steps(run):
-        record = read_record(run, step)
-        assert record is not None
-        assert record.head.first_seq == following
-        commands = commands_of(record, spec, schedule)
-        assert all(CommandLog(run).has_result(command.seq) for command in commands[:-1])
-        following = commands[-1].seq + 1
 
 
 def trained_again(run: RunDir, folder: Path) -> dict[str, torch.Tensor]:

@@ -23,6 +23,7 @@ from ft_service.rundir.documents import Outcome, OutcomeKind
 from ft_service.spec import DpoOptions, JobSpec, KtoOptions
 from tests.support.ranks import run_on_ranks
 from tests.support.training.attempts import adapter, losses, run_attempt
+from tests.support.training.late_copies import on_small_scale
 from tests.support.training.models import (
     FAMILIES,
     OF_EXPERTS,
@@ -211,6 +212,28 @@ def test_ranks_share_groups_of_heads_that_they_outnumber(
     families = {"llama": {"config": config}, "gemma2": {"config": config}}
     specs = specs_of(tmp_path, families, world)
     assert beyond(run_on_ranks(errors, world, specs, ranks, ALL_METHODS)[0]) == {}
+
+
+def errors_by_tiles(
+    rank: int, world: int, specs: Mapping[str, JobSpec], ranks: int
+) -> dict[str, float]:
+    """Errors where feed-forwards go by tiles of 8 rows, and layers' inputs lie in host memory."""
+    # `offload` is refused where there is no GPU: given to the model, past the spec's checks.
+    update = {"activation_checkpointing": "offload"}
+    offloading = {
+        name: spec.model_copy(update={"distributed": spec.distributed.model_copy(update=update)})
+        for name, spec in specs.items()
+    }
+    with on_small_scale(8) as copies:
+        found = errors(rank, world, offloading, ranks, ALL_METHODS)
+    assert copies.asked > 0
+    return found
+
+
+@pytest.mark.slow
+def test_shared_samples_go_by_tiles_and_are_offloaded_too(tmp_path: Path) -> None:
+    specs = specs_of(tmp_path, {"llama": NOISY, "qwen3_moe": NOISY}, 2)
+    assert beyond(run_on_ranks(errors_by_tiles, 2, specs, 2)[0]) == {}
 
 
 def refusals(rank: int, world: int, specs: Mapping[str, JobSpec]) -> dict[str, str | None]:

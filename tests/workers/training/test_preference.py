@@ -215,7 +215,9 @@ def test_losses_and_gradients_are_those_of_the_paper(
     expected = [paper_steps(model, spec, own) for own in options]
     for rank in run_on_ranks(preference_steps, world, spec, packed, options):
         for ours, truth in zip(rank, expected, strict=True):
-            assert_parity(ours, truth)
+            # In three steps some fall to a quarter: a difference of log-probabilities as large as
+            # before, whose roundings are a larger share of it.
+            assert_parity(ours, truth, loss=2e-6)
 
 
 @pytest.mark.slow

@@ -130,7 +130,8 @@ def lots_of(lengths: Sequence[int], heads: int, groups: int) -> tuple[list[Lot],
     for one.
 
     A lot's scores of 2 bytes, count · heads · length², take at most ATTENTION_SCORE_BYTES, and at
-    most those of a row that is full of samples of more than half the length."""
+    most those of a row that is full of samples of more than half the length.
+    """
     tokens = next_power(sum(lengths))
     by_length: dict[int, list[int]] = {}
     for sample, length in enumerate(lengths):
@@ -177,7 +178,7 @@ def cudnn_workspace_bytes(
     return scores + (2 * _FP32_BYTES * row * heads * width if grouped else 0)
 
 
-# PyTorch's attention on GPUs (workers/layers/packed_attention.py) ----------------------------------
+# PyTorch's attention on GPUs (workers/layers/packed_attention.py) ---------------------------------
 
 
 def flash_workspace_bytes(
@@ -190,11 +191,12 @@ def flash_workspace_bytes(
     return _FP32_BYTES * numbers + (2 * number_bytes * numbers if grouped else 0)
 
 
-# Feed-forwards by tiles of rows (workers/layers/tiles.py) ------------------------------------------
+# Feed-forwards by tiles of rows (workers/layers/tiles.py) -----------------------------------------
 
 TILE_ROWS = 2**13
-"""Most rows of a tile: enough that a GPU's products are as fast as with all of them, and dequantising
-a weight for each tile hardly shows."""
+"""Most rows of a tile: enough that a GPU's products are as fast as with all of them, and
+dequantising a weight for each tile hardly shows.
+"""
 
 
 def tile_rows(rows: int) -> int:
@@ -207,11 +209,12 @@ def tiles_of(rows: int) -> int:
     return max(1, -(-rows // TILE_ROWS))
 
 
-# Layers' inputs in the host's memory (workers/model/offloaded_inputs.py) ---------------------------
+# Layers' inputs in the host's memory (workers/model/offloaded_inputs.py) --------------------------
 
 OFFLOAD_BLOCK_BYTES = 2**26
-"""Pinned host memory is taken in blocks of 64 MiB. PyTorch rounds each up to a power of two, so that
-one block for a whole input would take up to twice its bytes."""
+"""Pinned host memory is taken in blocks of 64 MiB. PyTorch rounds each up to a power of two, so
+that one block for a whole input would take up to twice its bytes.
+"""
 
 
 def offload_blocks(input_bytes: int) -> int:
@@ -304,7 +307,7 @@ def gate_kept(*, fused: bool) -> int:
     return 3 if fused else 4
 
 
-# Weights that are rounded with their adapter (workers/quant/served_forms.py) ------------------------
+# Weights that are rounded with their adapter (workers/quant/served_forms.py) ----------------------
 
 SERVED_BLOCK = {"cpu": 2**17, "cuda": 2**22}
 """Numbers of a weight that are rounded at a time: on a processor as many as its cache holds, on a

@@ -48,7 +48,18 @@ PLACES = (
         "transformers",
         "Python",
         "Transformers, and whatever else reads safetensors.",
-        {"merged": "one model in bf16"},
+        {
+            "merged": "one model in bf16",
+            "torchao-int8": "linear layers in INT8, for processors and GPUs",
+            "torchao-fp8": "linear layers in FP8",
+            "torchao-nvfp4": "linear layers in NVFP4",
+        },
+    ),
+    ExportPlace(
+        "phone",
+        "A phone",
+        "ExecuTorch, which makes one file of it for the app.",
+        {"torchao-8da4w": "4-bit weights, 8-bit inputs and embedding"},
     ),
 )
 
@@ -67,7 +78,7 @@ def run_commands(form: str, job: Mapping[str, Any], base: str, name: str) -> str
     python = (
         "python - <<'END'\n"
         "from transformers import pipeline\n"
-        "answer = pipeline('text-generation', 'merged')\n"
+        f"answer = pipeline('text-generation', '{form}')\n"
         "print(answer([{'role': 'user', 'content': 'Hello'}])[0]['generated_text'][-1]['content'])\n"
         "END"
     )
@@ -82,5 +93,10 @@ def run_commands(form: str, job: Mapping[str, Any], base: str, name: str) -> str
         "merged-fp8": serve,
         "merged-int4": serve,
         "merged": python,
+        **dict.fromkeys(("torchao-int8", "torchao-fp8", "torchao-nvfp4"), python),
+        "torchao-8da4w": (
+            f"optimum-cli export executorch --model ./{form} --task text-generation "
+            f"--recipe xnnpack --use_custom_sdpa --use_custom_kv_cache --output_dir {name}"
+        ),
     }
     return f"tar xf {job['id']}-{form}.tar\n{run[form]}\n"

@@ -197,6 +197,16 @@ class ExportFormat(StrEnum):
     """As `gguf`, with matrices in Q8_0."""
     GGUF_ADAPTER = "gguf-adapter"
     """Adapter alone, for llama.cpp and Ollama."""
+    TORCHAO_INT8 = "torchao-int8"
+    """As `merged`, with linear layers in INT8 by rows, rounded and written by torchao."""
+    TORCHAO_FP8 = "torchao-fp8"
+    """The same in FP8 by rows."""
+    TORCHAO_NVFP4 = "torchao-nvfp4"
+    """The same in NVFP4."""
+    TORCHAO_8DA4W = "torchao-8da4w"
+    """The same in INT4 by 32 columns, inputs rounded to INT8 by whatever runs it, the embedding in
+    INT8: for phones, by ExecuTorch.
+    """
 
 
 ExportStatus = Literal["queued", "running", "succeeded", "failed"]

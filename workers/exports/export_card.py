@@ -38,6 +38,11 @@ _KINDS = {
     ExportFormat.GGUF: "A GGUF file in bf16, base and LoRA adapter merged,",
     ExportFormat.GGUF_Q8: "A GGUF file in Q8_0, base and LoRA adapter merged,",
     ExportFormat.GGUF_ADAPTER: "A LoRA adapter in GGUF",
+    ExportFormat.TORCHAO_INT8: "A model in INT8 (torchao), base and LoRA adapter merged,",
+    ExportFormat.TORCHAO_FP8: "A model in FP8 (torchao), base and LoRA adapter merged,",
+    ExportFormat.TORCHAO_NVFP4: "A model in NVFP4 (torchao), base and LoRA adapter merged,",
+    ExportFormat.TORCHAO_8DA4W: "A model in INT4 for inputs in INT8 (torchao, 8da4w), base and "
+    "LoRA adapter merged,",
 }
 _FROM_HUB = (
     "```python\nfrom transformers import AutoModelForCausalLM, AutoTokenizer\n\nfolder = "
@@ -57,6 +62,13 @@ _USE = {
     "is `{base}` in GGUF; for "
     "Ollama name it in the Modelfile.",
 }
+_USE_TORCHAO = (
+    _FROM_HUB.format(
+        model='model = AutoModelForCausalLM.from_pretrained(folder, dtype="auto")\n'
+        "tokenizer = AutoTokenizer.from_pretrained(folder)"
+    )
+    + "\n\nIt needs `pip install torchao`."
+)
 _USE_MERGED = (
     _FROM_HUB.format(
         model='model = AutoModelForCausalLM.from_pretrained(folder, dtype="auto")\n'
@@ -80,7 +92,8 @@ def export_card(
     if it has them; `base`: the base's portable name; `licence`: the base's, None: unknown.
     """
     run = RunDir(folder)
-    use = _USE.get(ExportFormat.GGUF if to is ExportFormat.GGUF_Q8 else to, _USE_MERGED)
+    whole = _USE_TORCHAO if to.value.startswith("torchao") else _USE_MERGED
+    use = _USE.get(ExportFormat.GGUF if to is ExportFormat.GGUF_Q8 else to, whole)
     kind = (
         "peft"
         if to in (ExportFormat.PEFT, ExportFormat.VLLM)

@@ -21,6 +21,7 @@ if __name__ == "__main__":  # before transformers is imported
     keep_torchao_out()
     begin_imports()
 from ft_service.bases.origin import licence_of, portable_name
+from ft_service.host.helper_process import Program, run_once
 from ft_service.rundir.documents import ExportFormat
 from ft_service.rundir.manifest import EXPORT_MANIFEST, MANIFEST, Manifest, spec_beside
 from ft_service.rundir.model_card import CARD
@@ -44,6 +45,8 @@ from workers.tasks.pad_ranks import pad_ranks
 MERGED = {"merged": "bf16", "merged-fp8": "fp8", "merged-int4": "int4"}
 """Format → how `workers.tasks.merge` stores it."""
 GGUF: dict[str, Stored] = {"gguf": "bf16", "gguf-q8_0": "q8_0"}
+TORCHAO = {f"torchao-{form}": form for form in ("int8", "fp8", "nvfp4", "8da4w")}
+"""Format → how `workers.tasks.round_by_torchao` rounds it."""
 
 
 def export(adapter: Path, out: Path, to: str, base: Path | None, samples: int) -> dict[str, Any]:
@@ -74,6 +77,8 @@ def export(adapter: Path, out: Path, to: str, base: Path | None, samples: int) -
             report = export_adapter(
                 there, adapter, folder, title=manifest.tuned_name, chat_template=spec.chat_template
             )
+        elif to in TORCHAO:
+            report = _by_torchao(spec, adapter, folder, TORCHAO[to], base, samples)
         else:
             report = _gguf(spec, adapter, folder, GGUF[to], base, samples)
         report = {**report, "to": to}
@@ -146,12 +151,42 @@ def _gguf(
     return {**report, **exported}
 
 
+def _by_torchao(
+    spec: JobSpec, adapter: Path, folder: Path, form: str, base: Path | None, samples: int
+) -> dict[str, Any]:
+    """The merged model, rounded by torchao in a process that may import it.
+
+    The losses are those of the weights as they are read again.
+    """
+    merged = folder / ".merged"
+    restored = folder / ".restored"
+    report = merge_and_measure(adapter, merged, "bf16", base, 0)
+    program = Program(
+        command=(
+            *(sys.executable, "-P", "-m", "workers.tasks.round_by_torchao"),
+            *(str(merged), str(folder), "--form", form, "--restored", str(restored)),
+        ),
+        variables={"PYTHONSAFEPATH": "1", "CUDA_VISIBLE_DEVICES": ""},
+    )
+    rounded = run_once(program)
+    measured = measure(spec, base or base_of_job(spec), adapter, restored, samples)
+    for pattern in COPIED:
+        for path in merged.glob(pattern):
+            if not (folder / path.name).exists():
+                shutil.copy(path, folder)
+    for scratch in (merged, restored):
+        shutil.rmtree(scratch)
+    return {**report, "reason": None, **measured, **rounded}
+
+
 def main(arguments: list[str]) -> int:
     """Print one line of JSON: the report, or the error. Exit code 0 or 64."""
     parser = argparse.ArgumentParser(prog="python -m workers.tasks.export", description=__doc__)
     parser.add_argument("adapter", type=Path, help="an adapter's folder with its manifest")
     parser.add_argument("out", type=Path)
-    parser.add_argument("--format", choices=("vllm", "gguf-adapter", *MERGED, *GGUF), required=True)
+    parser.add_argument(
+        "--format", choices=("vllm", "gguf-adapter", *MERGED, *GGUF, *TORCHAO), required=True
+    )
     parser.add_argument(
         "--base", type=Path, help="the base's folder; default: where the job found it"
     )

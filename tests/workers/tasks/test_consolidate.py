@@ -280,6 +280,23 @@ def test_a_gguf_reports_the_losses_of_what_it_holds(
     assert (report["tensors"], 0 < report["relative_error"] < 0.01) == (21, True)
 
 
+@pytest.mark.slow
+def test_a_form_of_torchao_reports_the_losses_of_what_is_read_again(
+    finished: RunDir, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    arguments = [str(finished.path("adapter")), str(tmp_path / "out"), "--format"]
+    assert export.main([*arguments, "torchao-8da4w"]) == 0
+    report = json.loads(capsys.readouterr().out)
+    names = {path.name for path in (tmp_path / "out").iterdir()}
+    assert {"model.safetensors", "config.json", "tokenizer.json", "README.md"} < names
+    assert not any(name.startswith(".") for name in names)
+    assert (report["to"], report["tensors"], report["exact"]) == ("torchao-8da4w", 16, 16)
+    assert 0.01 < report["relative_error"] < 0.2
+    losses = report["validation_loss"]
+    assert losses["merged"] == pytest.approx(losses["adapter_on_bf16_base"], rel=0.05)
+    assert losses["merged"] != losses["adapter_on_bf16_base"], "rounding costs something"
+
+
 def test_a_merge_onto_another_base_is_refused(
     finished: RunDir, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -65,7 +65,7 @@ from workers.layers.experts import SCALES_INPUT
 from workers.layers.linear import stored_parts
 from workers.model.buffers import STORAGE_DTYPE
 from workers.model.build import base_on_meta, decoder_layers
-from workers.model.merged_linears import merged_linears
+from workers.model.merged_linears import merged_weights
 from workers.model.peft_adapter import (
     ExpertsUpdate,
     PeftAdapter,
@@ -162,12 +162,7 @@ def merge(
     with Safetensors(base) as files_of_base, new_folder(out) as folder:
         tensors = PlainBase(files_of_base, base)
         targets = Targets(base, model, tensors, adapter)
-        linears = (
-            merged_linears(model, tensors, to, param="to", instead="merge to bf16")
-            if to != "bf16"
-            else set[str]()
-        )
-        quantised = {f"{name}.weight" for name in linears}
+        quantised = merged_weights(model, tensors, to) if to != "bf16" else set[str]()
         trained = (
             None
             if precision is None or precision.served_as is None
@@ -585,10 +580,23 @@ def _write_config(base: Path, model: PreTrainedModel, folder: Path, stored: Merg
     config.pop("torch_dtype", None)
     config["dtype"] = "bfloat16"
     if stored.quantised:
-        linears = [name for name, module in model.named_modules() if isinstance(module, nn.Linear)]
-        ignored = [name for name in linears if f"{name}.weight" not in stored.quantised]
+        ignored = _ignored(model, stored)
         config["quantization_config"] = layout(stored.to, ignored, stored.group)
     (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
+
+
+def _ignored(model: PreTrainedModel, stored: MergedStorage) -> list[str]:
+    """Modules that readers must not take for quantised: other linear layers, and other matrices of
+    the files, such as routers, which are linear layers for some readers.
+    """
+    linears = [name for name, module in model.named_modules() if isinstance(module, nn.Linear)]
+    matrices = [
+        name.removesuffix(".weight")
+        for name in stored.tensors.names()
+        if name.endswith(".weight") and len(stored.tensors.shape(name)) == 2
+    ]
+    names = dict.fromkeys([*linears, *matrices])
+    return [name for name in names if f"{name}.weight" not in stored.quantised]
 
 
 def main(arguments: list[str]) -> int:

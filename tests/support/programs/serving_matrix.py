@@ -48,6 +48,15 @@ FITTING: dict[str, dict[str, Any]] = {
     "granitemoehybrid": {"mamba_n_heads": 8},
     "falcon_h1": {"mamba_n_heads": 8, "mamba_d_ssm": 128},
     "bamba": {"mamba_n_heads": 8},
+    "mixtral": {"intermediate_size": 64},
+    "qwen3_moe": {"moe_intermediate_size": 64, "head_dim": 16},
+    "olmoe": {"intermediate_size": 64},
+    "deepseek_v3": {"moe_intermediate_size": 64},
+    "qwen3_next": {
+        "intermediate_size": 64,
+        "moe_intermediate_size": 64,
+        "shared_expert_intermediate_size": 64,
+    },
 }
 """What published models of a family have, and the tiny ones of other tests have not."""
 CONVERTED = ("olmo_hybrid", "kimi_linear")

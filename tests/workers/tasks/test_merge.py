@@ -27,22 +27,24 @@ from tests.support.training.adapters import difference, logits, merged_by_peft, 
 from tests.support.training.checks import published_as
 from tests.support.training.composites import save_composite
 from tests.support.training.models import (
+    OF_EXPERTS,
     save_pairs,
     save_tiny,
     save_tiny_llama,
     save_tokenizer,
     spec_for,
 )
+from tests.support.training.parity import CPU
 from tests.support.training.prequantized import bitsandbytes_4bit, fp8_by_blocks, fp8_by_rows
 from tests.support.training.rendered_here import RenderedHere
 from workers.base.quantized_rows import from_int4
 from workers.data.token_sets import job_samples
 from workers.exports import own_template
-from workers.exports.compressed_tensors import restore
+from workers.exports.compressed_tensors import RestoredFolder, restore
 from workers.quant.served_forms import to_fp8
 from workers.tasks import fidelity
 from workers.tasks.end_tokens import end_tokens
-from workers.tasks.fidelity import _validation
+from workers.tasks.fidelity import _validation, merged_model
 from workers.tasks.merge import merge
 
 
@@ -235,7 +237,7 @@ def test_fp8_is_stored_by_rows_with_what_is_no_linear_of_a_layer_in_bf16(
     held = load_file(tmp_path / "out/model.safetensors")
     exact = merged_by_peft(base, adapter).state_dict()
     config = json.loads((tmp_path / "out/config.json").read_text())["quantization_config"]
-    assert config["ignore"] == ["lm_head"]
+    assert config["ignore"] == ["lm_head", "model.embed_tokens"]
     assert {name for name, tensor in held.items() if tensor.dtype == torch.float8_e4m3fn} == {
         name for name in exact if "_proj.weight" in name
     }
@@ -282,6 +284,76 @@ def test_int4_is_packed_as_compressed_tensors_packs_it_and_transformers_loads_it
         "what is measured is what transformers computes"
     )
     assert difference(logits(loaded), logits(exact)) < 0.3
+
+
+EXPERTS = ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]
+SLOW = pytest.mark.slow
+GROUPED_BY_64 = {"hidden_size": 64, "intermediate_size": 64, "moe_intermediate_size": 64}
+
+
+@pytest.mark.parametrize(
+    ("family", "to", "changes"),
+    [
+        ("qwen3_moe", "fp8", {}),
+        ("ernie4_5_moe", "int4", GROUPED_BY_64),
+        *(
+            pytest.param(family, "fp8", {}, marks=SLOW)
+            for family in ("mixtral", "olmoe", "deepseek_v3", "ernie4_5_moe", "qwen3_next")
+        ),
+    ],
+)
+def test_experts_are_stored_one_by_one_and_read_by_transformers_and_here(
+    tmp_path: Path, family: str, to: str, changes: dict[str, Any]
+) -> None:
+    base = save_tiny(family, tmp_path / "base", original_format=True, **changes)
+    targets: Any = OF_EXPERTS[family]
+    adapter = save_adapter(
+        base, tmp_path / "adapter", target_modules=targets, target_parameters=EXPERTS
+    )
+    exact_folder, out, plain = (tmp_path / name for name in ("exact", to, "plain"))
+    merge(base, adapter, exact_folder, to="bf16")
+    merge(base, adapter, out, to=to)
+    exact = load_file(exact_folder / "model.safetensors")
+    held = load_file(out / "model.safetensors")
+    restored = RestoredFolder(plain, out)
+    for name, values in exact.items():
+        stored = values
+        if f"{name}_scale" in held:
+            scale = held[f"{name}_scale"]
+            stored = (
+                held[name].float() * scale.float()
+                if to == "fp8"
+                else from_int4(held[f"{name}_packed"], scale)
+            )
+            assert difference(stored, values.float()) < {"fp8": 0.04, "int4": 0.14}[to], name
+        restored.put(name, stored)
+    restored.close()
+    experts = [name for name in exact if ".experts." in name]
+    assert experts
+    assert all(f"{name}_scale" in held for name in experts)
+    ignored = json.loads((out / "config.json").read_text())["quantization_config"]["ignore"]
+    matrices = {n for n, values in exact.items() if values.ndim == 2 and n.endswith(".weight")}
+    assert matrices == {
+        *(f"{name}.weight" for name in ignored if f"{name}.weight" in exact),
+        *(name.removesuffix("_scale") for name in held if name.endswith("_scale")),
+    }
+    theirs = AutoModelForCausalLM.from_pretrained(out, dtype=torch.float32).state_dict()
+    values = AutoModelForCausalLM.from_pretrained(plain, dtype=torch.float32)
+    for name, parameter in values.named_parameters():
+        if name.endswith(tuple(EXPERTS)):
+            apart = difference(theirs[name].float(), parameter.detach())
+            assert apart <= (0 if to == "fp8" else 2**-8), name  # its products are in bf16
+    if to == "fp8":  # as a report of losses reads it
+        ours = merged_model(spec_for(base, precision={"compute": "fp32"}), out, CPU)
+        assert difference(logits(ours), logits(values)) < 1e-5
+
+
+def test_experts_in_stacks_are_refused(tmp_path: Path) -> None:
+    base = save_tiny("gpt_oss", tmp_path / "base", original_format=True)
+    adapter = save_adapter(base, tmp_path / "adapter", target_modules=OF_EXPERTS["gpt_oss"])
+    with pytest.raises(SpecError, match="holds its experts in stacks") as refused:
+        merge(base, adapter, tmp_path / "out", to="fp8")
+    assert refused.value.param == "to"
 
 
 def test_a_layer_that_no_group_of_int4_divides_is_refused(tmp_path: Path) -> None:
@@ -426,7 +498,7 @@ MEASURED = """
 import re, sys, threading
 from pathlib import Path
 import torch
-from workers.tasks.fidelity import _validation
+from workers.tasks.fidelity import _validation, merged_model
 from workers.tasks.merge import merge
 def own_memory():
     return int(re.search(r"RssAnon:\\s+(\\d+)", Path("/proc/self/status").read_text())[1]) * 1024

@@ -9,6 +9,7 @@ list of jobs, with the parameter `project`.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Annotated, Any, Literal
 
 from fastapi import Header, Query
@@ -23,6 +24,7 @@ from api.wire.organization_views import (
     DAY_SECONDS,
     ApiKeyView,
     AuditView,
+    CostsView,
     DeletedApiKeyView,
     DeletedProjectView,
     NewApiKeyView,
@@ -30,15 +32,18 @@ from api.wire.organization_views import (
     UsageView,
     api_key_view,
     audit_view,
+    costs_view,
     new_api_key_view,
     project_view,
     usage_csv,
     usage_view,
 )
 from api.wire.views import ListView, list_view
+from ft_service.control.places.price_list import price_list
 from ft_service.errors import ForbiddenError, SpecError
 from ft_service.spec import Strict
-from ft_service.store.records import Principal, Project, TenantLimits
+from ft_service.spec.option_types import Number
+from ft_service.store.records import Principal, Project, TenantLimits, Usage
 from ft_service.store.tenants.keys import PREFIX as KEY_PREFIX
 from ft_service.store.tenants.projects import MANAGING_PROJECT
 from ft_service.store.tenants.projects import PREFIX as PROJECT_PREFIX
@@ -64,6 +69,7 @@ class ProjectLimits(Strict):
     max_priority: Annotated[int, Field(ge=-1000, le=1000)] | None = None
     bases: Annotated[list[Name], Field(max_length=1000)] | None = None
     wandb_entities: Annotated[list[Name], Field(max_length=1000)] | None = None
+    max_cost_per_month: Annotated[Number, Field(gt=0, le=1_000_000_000)] | None = None
 
     def given(self) -> dict[str, Any]:
         values = self.model_dump(include=self.model_fields_set)
@@ -136,6 +142,7 @@ def create_project(
     """Create a project, without keys. `limits` are not in OpenAI's API."""
     given = parse_body(body, ProjectRequest)
     _refuse_unless_managing(caller)
+    _refuse_without_prices(given.limits, services)
     limits = TenantLimits(**given.limits.given())
     keyed_id = idempotency.keyed_id(PROJECT_PREFIX, idempotency_key, caller)
     store = services.store
@@ -163,6 +170,7 @@ def update_project(project_id: str, body: JsonBody, caller: Admin, services: Svc
     given = parse_body(body, ProjectUpdate)
     known_project(project_id, caller, services)
     _refuse_unless_managing(caller)
+    _refuse_without_prices(given.limits, services)
     return _view(
         services.store.projects.update_project(
             project_id, name=given.name, limits=given.limits.given()
@@ -305,6 +313,38 @@ def usage(caller: Admin, services: Svc, query: Annotated[UsageParameters, Query(
 
     `start_time`: default: a week ago. `format` csv: one line for each day, project and key.
     """
+    first, end, next_page = _period(query, services)
+    names = ("project_id", "api_key_id") if query.format == "csv" else query.group_by or ()
+    rows = _rows(query, first, end, names, caller, services)
+    if query.format == "csv":
+        return PlainTextResponse(usage_csv(rows), media_type="text/csv")
+    return usage_view(rows, first, end, next_page=next_page)
+
+
+class CostParameters(UsageParameters):
+    """Which costs are summed, and how they are grouped. OpenAI's."""
+
+    group_by: list[Literal["project_id", "api_key_id", "line_item"]] | None = None
+    limit: Annotated[int, Field(ge=1, le=180)] = 7
+    format: Literal["json"] = "json"
+
+
+@router.get("/costs")
+def costs(caller: Admin, services: Svc, query: Annotated[CostParameters, Query()]) -> CostsView:
+    """Costs by day (UTC), by the prices of FT_PRICES when the slots were taken. The only line item
+    is the time of slots; a slot's time counts on the day when it became free.
+    """
+    first, end, next_page = _period(query, services)
+    names = query.group_by or ()
+    rows = _rows(query, first, end, names, caller, services)
+    return costs_view(rows, first, end, by_line_item="line_item" in names, next_page=next_page)
+
+
+def _period(query: UsageParameters, services: Services) -> tuple[int, int, str | None]:
+    """Return the first and the last day of a page, and the name of the next page.
+
+    Raises SpecError for a page that no answer named.
+    """
     today = int(services.store.now() // DAY_SECONDS)
     first = (
         max(0, today - _DEFAULT_DAYS + 1)
@@ -319,24 +359,44 @@ def usage(caller: Admin, services: Svc, query: Annotated[UsageParameters, Query(
             )
         first = max(first, int(query.page))
     end = min(last, first + query.limit - 1)
-    names = ("project_id", "api_key_id") if query.format == "csv" else query.group_by or ()
-    rows = services.store.usage.usage(
+    return first, end, str(end + 1) if end < last else None
+
+
+def _rows(
+    query: UsageParameters,
+    first: int,
+    end: int,
+    names: Sequence[str],
+    caller: Principal,
+    services: Services,
+) -> list[Usage]:
+    """Return the usage of a page. `names`: what it is grouped by besides the day."""
+    grouped = [{"api_key_id": "key_id"}.get(name, name) for name in names if name != "line_item"]
+    return services.store.usage.usage(
         UsageQuery(
             first_day=first,
             last_day=end,
             project_ids=query.project_ids,
             key_ids=query.api_key_ids,
-            group_by=[{"api_key_id": "key_id"}.get(name, name) for name in names],
+            group_by=grouped,
             **_scope(caller, "only_project"),
         )
     )
-    if query.format == "csv":
-        return PlainTextResponse(usage_csv(rows), media_type="text/csv")
-    return usage_view(rows, first, end, next_page=str(end + 1) if end < last else None)
 
 
 def _view(project: Project, services: Services) -> ProjectView:
     return project_view(project, services.forecasts.share_of(project.id))
+
+
+def _refuse_without_prices(limits: ProjectLimits, services: Services) -> None:
+    """Raise SpecError for a limit of costs of a service without prices."""
+    if limits.max_cost_per_month is not None and not price_list(services.settings).currency:
+        raise SpecError(
+            "limits.max_cost_per_month: this service has no prices by which costs could be "
+            "counted. Leave it out; the operator sets prices in FT_PRICES.",
+            param="limits.max_cost_per_month",
+            code="no_price",
+        )
 
 
 def _refuse_unless_managing(caller: Principal) -> None:

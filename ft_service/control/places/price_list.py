@@ -20,23 +20,33 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Annotated
 
-from pydantic import Field, ValidationError
+from pydantic import AfterValidator, Field, ValidationError
 
 from ft_service.control.places.capacity import Capacity
 from ft_service.errors import SpecError
 from ft_service.launcher.kubernetes.profile import load_profiles
 from ft_service.launcher.local_launcher import host_id
 from ft_service.launcher.slurm.slurm_profile import load_slurm_profiles
-from ft_service.money import Rate, micros
+from ft_service.money import MICROS, Rate, micros
 from ft_service.plan.machines import find_machine
 from ft_service.settings import Settings
 from ft_service.spec import Strict, spec_error
+from ft_service.spec.option_types import Number
 from ft_service.spec.yaml_loader import read_yaml_setting
 from ft_service.wording import did_you_mean
 
 SETTING = "FT_PRICES"
-Price = Annotated[Decimal, Field(gt=0, le=1_000_000, decimal_places=6)]
-Grams = Annotated[float, Field(ge=0, le=10_000, allow_inf_nan=False)]
+
+
+def _whole_micros(price: float) -> float:
+    """Raises ValueError for a price that money cannot hold exactly."""
+    if Decimal(str(price)) * MICROS % 1:
+        raise ValueError("has more than six digits behind the point: round it")
+    return price
+
+
+Price = Annotated[Number, Field(gt=0, le=1_000_000), AfterValidator(_whole_micros)]
+Grams = Annotated[Number, Field(ge=0, le=10_000)]
 Name = Annotated[str, Field(min_length=1, max_length=256)]
 
 
@@ -69,6 +79,8 @@ class PriceList:
     """The prices of a service. Without FT_PRICES nothing has one."""
 
     file: PriceFile | None = None
+    here: str = ""
+    """Name of the place of jobs that name no profile: this host, or the cluster's launcher."""
 
     @property
     def currency(self) -> str | None:
@@ -90,7 +102,7 @@ class PriceList:
 
     def rate_of(self, capacity: Capacity) -> Rate | None:
         """What the place of a job takes: of one that any host may start, this host."""
-        return self.rate(capacity.host or host_id())
+        return self.rate(capacity.host or self.here)
 
     def rate_of_hardware(self, machine: str) -> Rate | None:
         """What a kind of hardware takes, by its name in `ft_service.plan.machines`."""
@@ -113,10 +125,10 @@ def price_list(settings: Settings) -> PriceList:
         if name not in known:
             raise _wrong(
                 settings.prices,
-                f"places.{name}: no profile is called so.{did_you_mean(name, known)} There are "
-                f"{', '.join(sorted(known))}.",
+                f"places.{name}: jobs run in no place of this name.{did_you_mean(name, known)} There "
+                f"are {', '.join(sorted(known))}.",
             )
-    return PriceList(prices)
+    return PriceList(prices, host_id() if settings.launcher == "local" else settings.launcher)
 
 
 def refuse_other_currency(settings: Settings, recorded: str | None) -> None:
@@ -142,7 +154,7 @@ def _read(path: Path) -> PriceFile:
         file = PriceFile.model_validate({} if given is None else given)
     except ValidationError as error:
         raise _wrong(path, spec_error(error, PriceFile).message) from None
-    hardware: dict[str, Decimal] = {}
+    hardware: dict[str, float] = {}
     for name, price in file.hardware.items():
         try:
             machine = find_machine(name).name
@@ -162,17 +174,20 @@ def _wrong(path: Path, why: str) -> SpecError:
 def _names(host: str) -> Iterable[str]:
     """Names under which a host may stand in the file."""
     yield host
-    if "/" in host:  # of a cluster's profile
+    if "/" in host:  # of a cluster: its profile, or its launcher where it has only one
         yield host.partition("/")[2]
+        yield host.partition("/")[0]
     elif host == host_id():
         yield platform.node()
 
 
 def _profiles(settings: Settings) -> set[str]:
-    """Names of the cluster's profiles; empty: there are none, and hosts may be called anything."""
+    """Names of the cluster's profiles, and its launcher's name where it has only one, without a
+    name; empty: jobs run on hosts, which may be called anything.
+    """
     named: Iterable[str | None] = ()
     if settings.launcher == "kubernetes" and settings.pod_profile is not None:
         named = load_profiles(settings.pod_profile).by_name
     elif settings.launcher == "slurm" and settings.slurm_profile is not None:
         named = load_slurm_profiles(settings.slurm_profile).by_name
-    return {name for name in named if name is not None}
+    return {name or settings.launcher for name in named}

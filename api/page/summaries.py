@@ -215,7 +215,7 @@ class Use:
 
     def add(self, result: Mapping[str, Any]) -> None:
         for name, theirs in _RESULT_FIELDS.items():
-            setattr(self, name, getattr(self, name) + result[theirs])
+            setattr(self, name, getattr(self, name) + (result[theirs] or 0))
         self.cost += result["cost"]["value"] if result["cost"] else 0.0
 
 

@@ -10,11 +10,11 @@ list of jobs, with the parameter `project`.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, TypeVar
 
-from fastapi import Header, Query
+from fastapi import Header, Query, Request
 from fastapi.responses import PlainTextResponse
-from pydantic import BaseModel, Field
+from pydantic import BaseModel, Field, ValidationError
 
 from api.http import idempotency
 from api.http.auth import Admin, known_project, manages
@@ -39,9 +39,9 @@ from api.wire.organization_views import (
     usage_view,
 )
 from api.wire.views import ListView, list_view
-from ft_service.control.places.price_list import price_list
+from ft_service.control.admission.budget import refuse_limit_without_prices
 from ft_service.errors import ForbiddenError, SpecError
-from ft_service.spec import Strict
+from ft_service.spec import Strict, spec_error
 from ft_service.spec.option_types import Number
 from ft_service.store.records import Principal, Project, TenantLimits, Usage
 from ft_service.store.tenants.keys import PREFIX as KEY_PREFIX
@@ -142,7 +142,7 @@ def create_project(
     """Create a project, without keys. `limits` are not in OpenAI's API."""
     given = parse_body(body, ProjectRequest)
     _refuse_unless_managing(caller)
-    _refuse_without_prices(given.limits, services)
+    refuse_limit_without_prices(given.limits.max_cost_per_month, services.settings)
     limits = TenantLimits(**given.limits.given())
     keyed_id = idempotency.keyed_id(PROJECT_PREFIX, idempotency_key, caller)
     store = services.store
@@ -170,7 +170,7 @@ def update_project(project_id: str, body: JsonBody, caller: Admin, services: Svc
     given = parse_body(body, ProjectUpdate)
     known_project(project_id, caller, services)
     _refuse_unless_managing(caller)
-    _refuse_without_prices(given.limits, services)
+    refuse_limit_without_prices(given.limits.max_cost_per_month, services.settings)
     return _view(
         services.store.projects.update_project(
             project_id, name=given.name, limits=given.limits.given()
@@ -308,17 +308,23 @@ class UsageParameters(BaseModel):
 @router.get(
     "/usage/fine_tuning", response_model=UsageView, responses={200: {"content": {"text/csv": {}}}}
 )
-def usage(caller: Admin, services: Svc, query: Annotated[UsageParameters, Query()]) -> Any:
+def usage(
+    request: Request, caller: Admin, services: Svc, query: Annotated[UsageParameters, Query()]
+) -> Any:
     """Not in OpenAI's API. Usage by day (UTC), and by project and key if `group_by` says so.
 
     `start_time`: default: a week ago. `format` csv: one line for each day, project and key.
     """
+    query = _with_lists(query, request)
     first, end, next_page = _period(query, services)
     names = ("project_id", "api_key_id") if query.format == "csv" else query.group_by or ()
     rows = _rows(query, first, end, names, caller, services)
     if query.format == "csv":
         return PlainTextResponse(usage_csv(rows), media_type="text/csv")
     return usage_view(rows, first, end, next_page=next_page)
+
+
+Parameters = TypeVar("Parameters", bound=UsageParameters)
 
 
 class CostParameters(UsageParameters):
@@ -330,14 +336,31 @@ class CostParameters(UsageParameters):
 
 
 @router.get("/costs")
-def costs(caller: Admin, services: Svc, query: Annotated[CostParameters, Query()]) -> CostsView:
+def costs(
+    request: Request, caller: Admin, services: Svc, query: Annotated[CostParameters, Query()]
+) -> CostsView:
     """Costs by day (UTC), by the prices of FT_PRICES when the slots were taken. The only line item
     is the time of slots; a slot's time counts on the day when it became free.
     """
+    query = _with_lists(query, request)
     first, end, next_page = _period(query, services)
     names = query.group_by or ()
     rows = _rows(query, first, end, names, caller, services)
     return costs_view(rows, first, end, by_line_item="line_item" in names, next_page=next_page)
+
+
+def _with_lists(query: Parameters, request: Request) -> Parameters:
+    """Return the parameters with the lists that OpenAI's clients write as `group_by[]=…`.
+
+    Raises SpecError for values that a list does not have.
+    """
+    names = ("project_ids", "api_key_ids", "group_by")
+    lists = {name: request.query_params.getlist(f"{name}[]") for name in names}
+    given = {name: values for name, values in lists.items() if values}
+    try:
+        return type(query).model_validate({**query.model_dump(exclude_unset=True), **given})
+    except ValidationError as error:
+        raise spec_error(error, type(query)) from None
 
 
 def _period(query: UsageParameters, services: Services) -> tuple[int, int, str | None]:
@@ -386,17 +409,6 @@ def _rows(
 
 def _view(project: Project, services: Services) -> ProjectView:
     return project_view(project, services.forecasts.share_of(project.id))
-
-
-def _refuse_without_prices(limits: ProjectLimits, services: Services) -> None:
-    """Raise SpecError for a limit of costs of a service without prices."""
-    if limits.max_cost_per_month is not None and not price_list(services.settings).currency:
-        raise SpecError(
-            "limits.max_cost_per_month: this service has no prices by which costs could be "
-            "counted. Leave it out; the operator sets prices in FT_PRICES.",
-            param="limits.max_cost_per_month",
-            code="no_price",
-        )
 
 
 def _refuse_unless_managing(caller: Principal) -> None:

@@ -156,10 +156,10 @@ class UsageResultView(View):
     """Jobs whose files were checked."""
     cost: MoneyView | None
     """null: the slots had no price."""
-    energy_joules: float
-    """As far as it was measured; 0: nothing was."""
-    co2_grams: float
-    """As far as it is known."""
+    energy_joules: float | None
+    """As far as it was measured; null: nothing was."""
+    co2_grams: float | None
+    """What that weighs, as far as it is known; null: nothing is."""
     project_id: str | None
     api_key_id: str | None
 
@@ -258,8 +258,8 @@ def usage_view(
     for row in rows:
         more = {
             "cost": money_view(row.cost, row.currency),
-            "energy_joules": row.joules,
-            "co2_grams": row.co2_grams,
+            "energy_joules": row.joules or None,
+            "co2_grams": row.co2_grams or None,
         }
         of_day[row.day].append(
             UsageResultView(**dict(zip(_USAGE_COLUMNS, _amounts(row), strict=True)), **more)
@@ -315,7 +315,8 @@ def usage_csv(rows: Sequence[Usage]) -> str:
     for row in rows:
         day = datetime.fromtimestamp(row.day * DAY_SECONDS, UTC).date().isoformat()
         cost = "" if row.currency is None else f"{Decimal(row.cost) / MICROS:f}"
-        table.writerow((day, *_amounts(row), cost, row.currency or "", row.joules, row.co2_grams))
+        more = (cost, row.currency or "", row.joules or "", row.co2_grams or "")
+        table.writerow((day, *_amounts(row), *more))
     return text.getvalue()
 
 

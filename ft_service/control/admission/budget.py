@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from ft_service.control.places.price_list import price_list
 from ft_service.errors import LimitError, SpecError
 from ft_service.jobs.states import Job
 from ft_service.money import micros, money_text
+from ft_service.settings import Settings
 from ft_service.store.sql import Store
 from ft_service.store.tenants.usage import Spent
 
@@ -31,6 +33,17 @@ def refuse_without_price(job: Job) -> None:
             "max_cost: slots have no price here, by which costs could be counted. Leave it out, or "
             "limit the time (max_seconds); the operator sets prices in FT_PRICES.",
             param="max_cost",
+            code="no_price",
+        )
+
+
+def refuse_limit_without_prices(limit: float | None, settings: Settings) -> None:
+    """Raise SpecError for a limit max_cost_per_month of a service without prices."""
+    if limit is not None and price_list(settings).currency is None:
+        raise SpecError(
+            "limits.max_cost_per_month: no prices are known here by which costs could be counted "
+            "(FT_PRICES). Set it as the server has it, or leave the limit out.",
+            param="limits.max_cost_per_month",
             code="no_price",
         )
 

@@ -291,17 +291,22 @@ def list_audit(caller: Admin, services: Svc, after: After = None, limit: Limit =
     return list_view([audit_view(entry) for entry in page.data], page.has_more)
 
 
-class UsageParameters(BaseModel):
-    """Which usage is summed, and how it is grouped."""
+class PeriodParameters(BaseModel):
+    """Days, projects and keys, and the page of an answer."""
 
     start_time: Time = None
     end_time: Time = None
     bucket_width: Literal["1d"] = "1d"
     project_ids: list[str] | None = None
     api_key_ids: list[str] | None = None
-    group_by: list[Literal["project_id", "api_key_id"]] | None = None
     limit: Annotated[int, Field(ge=1, le=366)] = 31
     page: str | None = None
+
+
+class UsageParameters(PeriodParameters):
+    """Which usage is summed, and how it is grouped."""
+
+    group_by: list[Literal["project_id", "api_key_id"]] | None = None
     format: Literal["json", "csv"] = "json"
 
 
@@ -324,15 +329,14 @@ def usage(
     return usage_view(rows, first, end, next_page=next_page)
 
 
-Parameters = TypeVar("Parameters", bound=UsageParameters)
+Parameters = TypeVar("Parameters", bound=PeriodParameters)
 
 
-class CostParameters(UsageParameters):
+class CostParameters(PeriodParameters):
     """Which costs are summed, and how they are grouped. OpenAI's."""
 
     group_by: list[Literal["project_id", "api_key_id", "line_item"]] | None = None
     limit: Annotated[int, Field(ge=1, le=180)] = 7
-    format: Literal["json"] = "json"
 
 
 @router.get("/costs")
@@ -363,7 +367,7 @@ def _with_lists(query: Parameters, request: Request) -> Parameters:
         raise spec_error(error, type(query)) from None
 
 
-def _period(query: UsageParameters, services: Services) -> tuple[int, int, str | None]:
+def _period(query: PeriodParameters, services: Services) -> tuple[int, int, str | None]:
     """Return the first and the last day of a page, and the name of the next page.
 
     Raises SpecError for a page that no answer named.
@@ -386,7 +390,7 @@ def _period(query: UsageParameters, services: Services) -> tuple[int, int, str |
 
 
 def _rows(
-    query: UsageParameters,
+    query: PeriodParameters,
     first: int,
     end: int,
     names: Sequence[str],

@@ -5,13 +5,11 @@ the kernel lets this process read them. Nothing is estimated from temperatures o
 from __future__ import annotations
 
 import contextlib
-import logging
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
+from importlib import import_module
 from pathlib import Path
-from typing import Any, Protocol
-
-log = logging.getLogger(__name__)
+from typing import Any, Literal, Protocol
 
 POWERCAP = Path("/sys/class/powercap")
 PROC = Path("/proc")
@@ -24,8 +22,7 @@ _TICKS = 100.0
 class Counter(Protocol):
     """Energy of something since a first look at it."""
 
-    source: str
-    """`nvml` or `rapl`."""
+    source: Literal["nvml", "rapl"]
 
     def joules(self) -> float:
         """Joules that the ranks' processors have taken since the counter was made; it never falls."""
@@ -35,7 +32,7 @@ class Counter(Protocol):
 class GpuCounter:
     """The boards of some GPUs, by NVML's total-energy counter (Volta and newer)."""
 
-    source = "nvml"
+    source: Literal["nvml", "rapl"] = "nvml"
 
     def __init__(self, devices: Sequence[str], nvml: Any = None) -> None:
         """`devices`: numbers or UUIDs, as in CUDA_VISIBLE_DEVICES. `nvml`: None: the package
@@ -62,7 +59,7 @@ class ProcessorCounter:
     have taken: as their part of the processor time in which anything ran.
     """
 
-    source = "rapl"
+    source: Literal["nvml", "rapl"] = "rapl"
 
     def __init__(
         self,
@@ -143,10 +140,9 @@ def seconds_of(pid: int, proc: Path = PROC) -> float:
 
 
 def _nvml() -> Any:
-    import pynvml  # only on hosts with GPUs
-
-    pynvml.nvmlInit()
-    return pynvml
+    nvml = import_module("pynvml")  # only on hosts with GPUs
+    nvml.nvmlInit()
+    return nvml
 
 
 def _handle(nvml: Any, device: str) -> Any:

@@ -305,8 +305,8 @@ def _add_energy(connection: Connection, job: Job, joules: float, now: float) -> 
     if grams is not None:
         more["co2_grams"] = func.coalesce(jobs.c.co2_grams, 0.0) + grams
     connection.execute(update(jobs).where(jobs.c.id == job.id).values(**more))
-    use = {"joules": joules, "co2_grams": grams or 0.0}
-    add_use(connection, job.project_id, job.key_id, now, **use)
+    weight = grams or 0.0
+    add_use(connection, job.project_id, job.key_id, now, joules=joules, co2_grams=weight)
 
 
 def _divide(

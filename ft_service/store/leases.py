@@ -332,11 +332,9 @@ def _write_rest(connection: Connection, claim: Claim, change: JobChange) -> None
         more = job.seen_tokens - claim.job.seen_tokens
         add_use(connection, job.project_id, job.key_id, claim.now, tokens=more)
     if (job.joules or 0.0) > (claim.job.joules or 0.0):
-        energy = {
-            name: (getattr(job, name) or 0.0) - (getattr(claim.job, name) or 0.0)
-            for name in ("joules", "co2_grams")
-        }
-        add_use(connection, job.project_id, job.key_id, claim.now, **energy)
+        joules = (job.joules or 0.0) - (claim.job.joules or 0.0)
+        grams = (job.co2_grams or 0.0) - (claim.job.co2_grams or 0.0)
+        add_use(connection, job.project_id, job.key_id, claim.now, joules=joules, co2_grams=grams)
     if job.state is not claim.job.state:
         announce(connection, job)
     if change.new_engine is not None:

@@ -134,7 +134,7 @@ def test_costs_of_an_organization_are_those_of_openai(
     service: Service, client: openai.OpenAI, training_file: str
 ) -> None:
     spend(service, create(client, training_file)["id"], 1_500_000)
-    usage = openai.OpenAI(
+    usage: Any = openai.OpenAI(
         base_url=f"{service.url}/v1",
         api_key="none",
         admin_api_key=service.key,

@@ -6,6 +6,7 @@ import os
 import threading
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
@@ -137,7 +138,7 @@ def test_the_meter_writes_what_the_counter_says(tmp_path: Path) -> None:
         looked.set()
         return next(readings)
 
-    counter = SimpleNamespace(source="nvml", joules=joules)
+    counter: Any = SimpleNamespace(source="nvml", joules=joules)
     meter = EnergyMeter(attempt.node(), lambda: counter, every_seconds=0.01)
     assert looked.wait(30)
     meter.close()
@@ -149,7 +150,7 @@ def test_the_meter_writes_what_the_counter_says(tmp_path: Path) -> None:
 def test_a_node_without_a_counter_leaves_no_record(tmp_path: Path) -> None:
     attempt = Attempt(RunDir(tmp_path), 1)
 
-    def broken() -> None:
+    def broken() -> Any:
         raise OSError("no driver")
 
     EnergyMeter(attempt.node(), broken).close()

@@ -152,6 +152,7 @@ def test_a_limited_job_does_not_start_where_nothing_has_a_price(
 ) -> None:
     reconciler = new_reconciler(tmp_path, store, launcher)
     add_limited(store, max_cost=100)
-    waiting = wait_for(lambda: (reconciler.step(), get(store))[1].pending and get(store))
+    wait_for(lambda: (reconciler.step(), get(store).pending)[1])
+    waiting = get(store)
     assert (waiting.state, launcher.started) == (State.QUEUED, [])
     assert "FT_PRICES" in (waiting.pending or "")

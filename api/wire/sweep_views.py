@@ -93,7 +93,7 @@ def sweep_view(
     """Return the view of a sweep.
 
     `jobs`: its jobs in the order of their creation; `best`: the best of them so far; `costs`: what
-    each has cost until now (control/jobs/costs.py).
+    each has cost until now (ft_service/control/jobs/costs.py).
     """
     request = sweep.request
     settings = sweep.settings

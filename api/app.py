@@ -49,6 +49,7 @@ from ft_service.agents.open_rollouts import OpenRollouts
 from ft_service.bases.catalogue import Catalogue
 from ft_service.bases.describing import Descriptions
 from ft_service.control.bases.describe_bases import service_descriptions
+from ft_service.control.places.price_list import price_list
 from ft_service.control.tinker.tinker_models import read_options
 from ft_service.errors import SpecError
 from ft_service.meters import Meters
@@ -121,6 +122,7 @@ def create_app(
     app.state.services = services = Services(settings, store, catalogue, meters, preview, opened)
     services.grader_limits  # read now  # noqa: B018
     services.provider  # too  # noqa: B018
+    price_list(settings)
     read_options(settings.tinker_options)
     for module in (*_REST, *_SERVICE, *_TINKER, *(_PAGE if settings.page == "on" else ())):
         # Not by include_router: FastAPI searches an included router again at every request.

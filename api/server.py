@@ -42,6 +42,7 @@ from ft_service.control.jobs import former_hosts
 from ft_service.control.jobs.reconciler import ReconcilerOptions
 from ft_service.control.jobs.reconcilers import run_all
 from ft_service.control.places.launcher_choice import new_launchers
+from ft_service.control.places.price_list import price_list, refuse_other_currency
 from ft_service.control.reinforcement import reinforcement_jobs
 from ft_service.control.tinker import tinker_models, tinker_samples
 from ft_service.control.tracking import metric_sender
@@ -106,6 +107,7 @@ def reconcile_here(
         engines=EngineOptions(most_seats=settings.seats, mounts=settings.launcher == "kubernetes"),
         admission=LateAdmission(store, settings, descriptions),
         leave_after_seconds=settings.unattended_seconds,
+        rate_of=price_list(settings).rate,
     )
     run_all(
         store, new_launchers(settings, store.leases.move_host), Places.of(settings), options, stop
@@ -132,6 +134,7 @@ def serve(
         if not api_only:
             migrate(settings.resolved_database_url())
         store = stack.enter_context(_opened(settings))
+        refuse_other_currency(settings, store.usage.currency())
         meters = Meters()
         preview = Preview(settings, store) if settings.previews and not api_only else None
         descriptions = service_descriptions(settings, makes=not api_only)
@@ -182,6 +185,7 @@ def reconcile_only(
     ended = SimpleQueue[None]()  # as in _ended_by_signals
     with contextlib.ExitStack() as stack:
         store = stack.enter_context(_opened(settings))
+        refuse_other_currency(settings, store.usage.currency())
 
         def end() -> None:
             ended.put(None)

@@ -120,6 +120,10 @@ class Settings(BaseSettings):
     """YAML file with the settings of worker pods, for FT_LAUNCHER = kubernetes."""
     slurm_profile: Path | None = None
     """YAML file with the settings of batch jobs, for FT_LAUNCHER = slurm."""
+    prices: Path | None = None
+    """YAML file with the price of a slot-hour in each place where jobs run, its currency, and grams
+    of CO2 of a kWh (docs/costs.md), read when the service starts. None: costs are not counted.
+    """
     bootstrap_key_file: Path | None = None
     """File whose content becomes the first admin key, instead of a random one."""
     organization: str = Field(default="local", pattern=r"^[a-z0-9-]{1,40}$")

@@ -14,6 +14,7 @@ from urllib.parse import quote
 from markupsafe import Markup
 
 from api.page.job_form import SECTIONS
+from ft_service.money import energy_text, grams_text, micros, money_text
 from ft_service.spec.tuned_name import TunedName
 from ft_service.wording import counted
 
@@ -92,6 +93,26 @@ def number(value: Any, digits: int = 4) -> str:
 
 def percent(share: float | None) -> str:
     return NONE if share is None else f"{100 * share:.1f} %"
+
+
+def money(amount: Mapping[str, Any] | None) -> str:
+    """Return an amount of the API to the cent; a dash where there is none."""
+    return money_text(micros(amount["value"]), amount["currency"]) if amount else NONE
+
+
+def plan_cost(plan: Mapping[str, Any]) -> str:
+    """Return the likely cost of a plan of the API, or the highest; empty: it is not known."""
+    cost = plan.get("cost")
+    if not cost or cost["at_most"] is None:
+        return ""
+    most = "≤ " if cost["likely"] is None else ""
+    value = cost["at_most"] if cost["likely"] is None else cost["likely"]
+    return f"{most}{money({'value': value, 'currency': cost['currency']})}"
+
+
+def energy(measured: Mapping[str, Any] | None) -> str:
+    """Return the energy of the API; a dash where none was measured."""
+    return energy_text(measured["joules"]) if measured else NONE
 
 
 def duration(seconds: float | None) -> str:
@@ -318,8 +339,11 @@ def length_bars(samples: Sequence[Mapping[str, Any]], most: int = 24) -> dict[st
 
 FILTERS: Mapping[str, Callable[..., str]] = {
     function.__name__: function
-    for function in (number, percent, duration, moment, plain_time, segment, breakable, option_text)
-} | {"bytes": byte_text, "counted": counted}
+    for function in (
+        *(number, percent, money, energy, duration, moment, plain_time, segment),
+        *(breakable, option_text),
+    )
+} | {"bytes": byte_text, "counted": counted, "grams": grams_text}
 GLOBALS: Mapping[str, Any] = {
     function.__name__: function
     for function in (
@@ -327,6 +351,7 @@ GLOBALS: Mapping[str, Any] = {
         mean_reward,
         model_title,
         options_of,
+        plan_cost,
         share_done,
         percent_done,
         share_of,

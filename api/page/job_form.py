@@ -38,7 +38,7 @@ FIRST: Mapping[str, str] = {
 }
 """Options that users change first → their labels."""
 _FILES = ("training_file", "validation_file")
-_NUMBERS = ("validation_split", "seed", "priority", "max_seconds")
+_NUMBERS = ("validation_split", "seed", "priority", "max_seconds", "max_cost")
 _TOP_LEVEL = ("model", *_FILES, "suffix", *_NUMBERS)
 METHOD = "method"
 BETA = "method.beta"

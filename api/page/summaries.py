@@ -18,12 +18,16 @@ _RESULT_FIELDS = {
     "gpu_seconds": "gpu_seconds",
     "bytes": "uploaded_bytes",
     "jobs": "num_jobs",
+    "joules": "energy_joules",
+    "grams": "co2_grams",
 }
 AMOUNTS: Mapping[str, str] = {
     "gpu_seconds": "GPU hours",
     "tokens": "Trained tokens",
     "bytes": "Uploaded bytes",
     "jobs": "Jobs",
+    "cost": "Cost",
+    "joules": "Energy",
 }
 """Field of `Use` → its label."""
 
@@ -203,10 +207,16 @@ class Use:
     gpu_seconds: float = 0.0
     bytes: int = 0
     jobs: int = 0
+    cost: float = 0.0
+    """In the service's currency."""
+    joules: float = 0.0
+    grams: float = 0.0
+    """Of CO2."""
 
     def add(self, result: Mapping[str, Any]) -> None:
         for name, theirs in _RESULT_FIELDS.items():
-            setattr(self, name, getattr(self, name) + result[theirs])
+            setattr(self, name, getattr(self, name) + (result[theirs] or 0))
+        self.cost += result["cost"]["value"] if result["cost"] else 0.0
 
 
 @dataclass
@@ -219,6 +229,15 @@ class UsageSummary:
     projects: dict[str, Use] = field(default_factory=dict)
     keys: dict[tuple[str, str], Use] = field(default_factory=dict)
     """Project and key → usage; the key is empty where it is not known."""
+    currency: str | None = None
+    """That of all costs; None: nothing had a price."""
+
+    @property
+    def amounts(self) -> dict[str, str]:
+        """The amounts that there are: field of `Use` → its label."""
+        left_out = {"cost"} if self.currency is None else set()
+        left_out |= set() if self.total.joules else {"joules"}
+        return {name: label for name, label in AMOUNTS.items() if name not in left_out}
 
 
 def usage_summary(buckets: Sequence[Mapping[str, Any]]) -> UsageSummary:
@@ -232,6 +251,8 @@ def usage_summary(buckets: Sequence[Mapping[str, Any]]) -> UsageSummary:
         for result in bucket["results"]:
             project = result["project_id"] or ""
             key = result["api_key_id"] or ""
+            if result["cost"]:
+                summary.currency = result["cost"]["currency"]
             of_project = summary.projects.setdefault(project, Use())
             for use in (
                 summary.total,

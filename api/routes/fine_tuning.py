@@ -53,12 +53,14 @@ from api.wire.views import (
     list_view,
 )
 from ft_service.control.admission import tuned_models
+from ft_service.control.admission.budget import refuse_spent, refuse_without_price
 from ft_service.control.admission.job_admission import (
     AdmissionContext,
     create_job,
     slots_to_resume_with,
 )
 from ft_service.control.checks.file_views import job_samples, job_statistics
+from ft_service.control.jobs.costs import costs_of
 from ft_service.control.jobs.ingest import cancel_job
 from ft_service.data.sample_request import MOST_LINES, RecordRange
 from ft_service.data.statistics import Measure
@@ -66,6 +68,7 @@ from ft_service.errors import NotFoundError, SpecError
 from ft_service.jobs.states import Job, State
 from ft_service.jobs.time_left import pace_of, seconds_left
 from ft_service.jobs.user_actions import Verb
+from ft_service.money import micros
 from ft_service.reinforcement.step_records import recorded_steps
 from ft_service.reinforcement.step_texts import read_texts
 from ft_service.rundir.evaluations import (
@@ -206,18 +209,24 @@ def pause(job_id: str, caller: Caller, services: Svc) -> JobView:
 @router.post("/{job_id}/resume", openapi_extra=body_schema(ResumeBody, required=False))
 def resume(job_id: str, caller: Caller, services: Svc, body: OptionalJsonBody) -> JobView:
     """Continue from the last checkpoint; with a body (not in OpenAI's API), on another number of
-    ranks.
+    ranks, or with another `max_cost`.
     """
     slots = None
     changes = ResumeBody() if body is None else parse_body(body, ResumeBody)
+    refuse_spent(services.store, caller.project_id, caller.limits.max_cost_per_month)
+    if changes.max_cost is not None:
+        job = services.store.jobs.get_job(caller.project_id, job_id)
+        refuse_without_price(job)
     if changes.distributed is not None:
         job = services.store.jobs.get_job(caller.project_id, job_id)
         slots = slots_to_resume_with(
             job, changes.distributed.nproc_per_node, services.settings, caller.limits
         )
-    return _view(
-        services.store.jobs.request(caller.project_id, job_id, Verb.RESUME, slots), caller, services
+    max_cost = None if changes.max_cost is None else micros(changes.max_cost)
+    resumed = services.store.jobs.request(
+        caller.project_id, job_id, Verb.RESUME, slots, max_cost=max_cost
     )
+    return _view(resumed, caller, services)
 
 
 @router.post("/{job_id}/suites", openapi_extra=body_schema(SuitesBody))
@@ -493,6 +502,7 @@ def _view(job: Job, caller: Principal, services: Services) -> JobView:
         if job.state is State.SUCCEEDED
         else None,
         suites=read_suites(services.places.run(job.id)) if job.state is State.SUCCEEDED else None,
+        cost=costs_of(store, [job])[job.id],
     )
     return job_view(job, caller.organization, progress)
 

@@ -9,11 +9,12 @@ list of jobs, with the parameter `project`.
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal
+from collections.abc import Sequence
+from typing import Annotated, Any, Literal, TypeVar
 
-from fastapi import Header, Query
+from fastapi import Header, Query, Request
 from fastapi.responses import PlainTextResponse
-from pydantic import BaseModel, Field
+from pydantic import BaseModel, Field, ValidationError
 
 from api.http import idempotency
 from api.http.auth import Admin, known_project, manages
@@ -23,6 +24,7 @@ from api.wire.organization_views import (
     DAY_SECONDS,
     ApiKeyView,
     AuditView,
+    CostsView,
     DeletedApiKeyView,
     DeletedProjectView,
     NewApiKeyView,
@@ -30,15 +32,18 @@ from api.wire.organization_views import (
     UsageView,
     api_key_view,
     audit_view,
+    costs_view,
     new_api_key_view,
     project_view,
     usage_csv,
     usage_view,
 )
 from api.wire.views import ListView, list_view
+from ft_service.control.admission.budget import refuse_limit_without_prices
 from ft_service.errors import ForbiddenError, SpecError
-from ft_service.spec import Strict
-from ft_service.store.records import Principal, Project, TenantLimits
+from ft_service.spec import Strict, spec_error
+from ft_service.spec.option_types import Number
+from ft_service.store.records import Principal, Project, TenantLimits, Usage
 from ft_service.store.tenants.keys import PREFIX as KEY_PREFIX
 from ft_service.store.tenants.projects import MANAGING_PROJECT
 from ft_service.store.tenants.projects import PREFIX as PROJECT_PREFIX
@@ -64,6 +69,7 @@ class ProjectLimits(Strict):
     max_priority: Annotated[int, Field(ge=-1000, le=1000)] | None = None
     bases: Annotated[list[Name], Field(max_length=1000)] | None = None
     wandb_entities: Annotated[list[Name], Field(max_length=1000)] | None = None
+    max_cost_per_month: Annotated[Number, Field(gt=0, le=1_000_000_000)] | None = None
 
     def given(self) -> dict[str, Any]:
         values = self.model_dump(include=self.model_fields_set)
@@ -136,6 +142,7 @@ def create_project(
     """Create a project, without keys. `limits` are not in OpenAI's API."""
     given = parse_body(body, ProjectRequest)
     _refuse_unless_managing(caller)
+    refuse_limit_without_prices(given.limits.max_cost_per_month, services.settings)
     limits = TenantLimits(**given.limits.given())
     keyed_id = idempotency.keyed_id(PROJECT_PREFIX, idempotency_key, caller)
     store = services.store
@@ -163,6 +170,7 @@ def update_project(project_id: str, body: JsonBody, caller: Admin, services: Svc
     given = parse_body(body, ProjectUpdate)
     known_project(project_id, caller, services)
     _refuse_unless_managing(caller)
+    refuse_limit_without_prices(given.limits.max_cost_per_month, services.settings)
     return _view(
         services.store.projects.update_project(
             project_id, name=given.name, limits=given.limits.given()
@@ -283,27 +291,86 @@ def list_audit(caller: Admin, services: Svc, after: After = None, limit: Limit =
     return list_view([audit_view(entry) for entry in page.data], page.has_more)
 
 
-class UsageParameters(BaseModel):
-    """Which usage is summed, and how it is grouped."""
+class PeriodParameters(BaseModel):
+    """Days, projects and keys, and the page of an answer."""
 
     start_time: Time = None
     end_time: Time = None
     bucket_width: Literal["1d"] = "1d"
     project_ids: list[str] | None = None
     api_key_ids: list[str] | None = None
-    group_by: list[Literal["project_id", "api_key_id"]] | None = None
     limit: Annotated[int, Field(ge=1, le=366)] = 31
     page: str | None = None
+
+
+class UsageParameters(PeriodParameters):
+    """Which usage is summed, and how it is grouped."""
+
+    group_by: list[Literal["project_id", "api_key_id"]] | None = None
     format: Literal["json", "csv"] = "json"
 
 
 @router.get(
     "/usage/fine_tuning", response_model=UsageView, responses={200: {"content": {"text/csv": {}}}}
 )
-def usage(caller: Admin, services: Svc, query: Annotated[UsageParameters, Query()]) -> Any:
+def usage(
+    request: Request, caller: Admin, services: Svc, query: Annotated[UsageParameters, Query()]
+) -> Any:
     """Not in OpenAI's API. Usage by day (UTC), and by project and key if `group_by` says so.
 
     `start_time`: default: a week ago. `format` csv: one line for each day, project and key.
+    """
+    query = _with_lists(query, request)
+    first, end, next_page = _period(query, services)
+    names = ("project_id", "api_key_id") if query.format == "csv" else query.group_by or ()
+    rows = _rows(query, first, end, names, caller, services)
+    if query.format == "csv":
+        return PlainTextResponse(usage_csv(rows), media_type="text/csv")
+    return usage_view(rows, first, end, next_page=next_page)
+
+
+Parameters = TypeVar("Parameters", bound=PeriodParameters)
+
+
+class CostParameters(PeriodParameters):
+    """Which costs are summed, and how they are grouped. OpenAI's."""
+
+    group_by: list[Literal["project_id", "api_key_id", "line_item"]] | None = None
+    limit: Annotated[int, Field(ge=1, le=180)] = 7
+
+
+@router.get("/costs")
+def costs(
+    request: Request, caller: Admin, services: Svc, query: Annotated[CostParameters, Query()]
+) -> CostsView:
+    """Costs by day (UTC), by the prices of FT_PRICES when the slots were taken. The only line item
+    is the time of slots; a slot's time counts on the day when it became free.
+    """
+    query = _with_lists(query, request)
+    first, end, next_page = _period(query, services)
+    names = query.group_by or ()
+    rows = _rows(query, first, end, names, caller, services)
+    return costs_view(rows, first, end, by_line_item="line_item" in names, next_page=next_page)
+
+
+def _with_lists(query: Parameters, request: Request) -> Parameters:
+    """Return the parameters with the lists that OpenAI's clients write as `group_by[]=…`.
+
+    Raises SpecError for values that a list does not have.
+    """
+    names = ("project_ids", "api_key_ids", "group_by")
+    lists = {name: request.query_params.getlist(f"{name}[]") for name in names}
+    given = {name: values for name, values in lists.items() if values}
+    try:
+        return type(query).model_validate({**query.model_dump(exclude_unset=True), **given})
+    except ValidationError as error:
+        raise spec_error(error, type(query)) from None
+
+
+def _period(query: PeriodParameters, services: Services) -> tuple[int, int, str | None]:
+    """Return the first and the last day of a page, and the name of the next page.
+
+    Raises SpecError for a page that no answer named.
     """
     today = int(services.store.now() // DAY_SECONDS)
     first = (
@@ -319,20 +386,29 @@ def usage(caller: Admin, services: Svc, query: Annotated[UsageParameters, Query(
             )
         first = max(first, int(query.page))
     end = min(last, first + query.limit - 1)
-    names = ("project_id", "api_key_id") if query.format == "csv" else query.group_by or ()
-    rows = services.store.usage.usage(
+    return first, end, str(end + 1) if end < last else None
+
+
+def _rows(
+    query: PeriodParameters,
+    first: int,
+    end: int,
+    names: Sequence[str],
+    caller: Principal,
+    services: Services,
+) -> list[Usage]:
+    """Return the usage of a page. `names`: what it is grouped by besides the day."""
+    grouped = [{"api_key_id": "key_id"}.get(name, name) for name in names if name != "line_item"]
+    return services.store.usage.usage(
         UsageQuery(
             first_day=first,
             last_day=end,
             project_ids=query.project_ids,
             key_ids=query.api_key_ids,
-            group_by=[{"api_key_id": "key_id"}.get(name, name) for name in names],
+            group_by=grouped,
             **_scope(caller, "only_project"),
         )
     )
-    if query.format == "csv":
-        return PlainTextResponse(usage_csv(rows), media_type="text/csv")
-    return usage_view(rows, first, end, next_page=str(end + 1) if end < last else None)
 
 
 def _view(project: Project, services: Services) -> ProjectView:

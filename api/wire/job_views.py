@@ -7,9 +7,10 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
-from api.wire.views import Seconds, View, whole_seconds
+from api.wire.views import EnergyView, MoneyView, Seconds, View, money_view, whole_seconds
 from ft_service.jobs.forecast import QueuePosition
 from ft_service.jobs.states import Job, Phase, State
+from ft_service.money import amount
 from ft_service.reinforcement.step_texts import PromptTexts, StepTexts
 from ft_service.rundir.evaluations import (
     EvaluatedPrompt,
@@ -29,6 +30,7 @@ from ft_service.spec import (
     Strict,
 )
 from ft_service.spec.methods import GROUP
+from ft_service.spec.option_types import Number
 
 _JOB_FIELDS = (
     "id",
@@ -53,6 +55,8 @@ class ResumeBody(Strict):
 
     distributed: ResumeRanks | None = None
     """A new number of ranks per node; the job trains on the same samples in the same order."""
+    max_cost: Annotated[Number, Field(gt=0, le=1_000_000_000)] | None = None
+    """A new limit of what the job may cost; also for one that runs."""
 
 
 class HyperparametersView(View):
@@ -302,6 +306,18 @@ class JobView(View):
     """The inference server that the adapter is made for; null: not named."""
     priority: int
     max_seconds: int | None
+    max_cost: float | None
+    """What it may cost, in the currency of `cost`; null: no limit."""
+    cost: MoneyView | None
+    """What its slots have cost until now: slot-seconds times the price of a slot-hour when each
+    attempt began; in an engine its share of them. null: they have no price.
+    """
+    planned_cost: MoneyView | None
+    """The same of the planned training, by the price when it was created or last started; null: not
+    known.
+    """
+    energy: EnergyView | None
+    """What its attempts have taken, up to the last checkpoint or their end; null: not measured."""
     lora: dict[str, Any]
     precision: dict[str, Any]
     training: dict[str, Any]
@@ -491,6 +507,8 @@ class LiveProgress:
     """What was measured at its end."""
     suites: Suites | None = None
     """What lm-eval has measured since."""
+    cost: int | None = None
+    """What it has cost until now (ft_service/control/jobs/costs.py); None: no attempt of it runs."""
 
 
 def job_view(job: Job, organization: str, known: LiveProgress = LiveProgress()) -> JobView:
@@ -514,6 +532,10 @@ def job_view(job: Job, organization: str, known: LiveProgress = LiveProgress()) 
             Integration.model_validate(given) for given in job.request.get("integrations") or ()
         ],
         method=_method(spec, hyperparameters),
+        max_cost=None if job.max_cost is None else amount(job.max_cost),
+        cost=money_view(job.cost if known.cost is None else known.cost, job.currency),
+        planned_cost=money_view(job.planned_cost, job.currency),
+        energy=energy_view(job),
         phase=job.phase.value if job.phase else None,
         reason=job.reason.value if job.reason else None,
         progress=_progress(known.metrics, known.valid_loss) if known.metrics else None,
@@ -533,6 +555,11 @@ def job_view(job: Job, organization: str, known: LiveProgress = LiveProgress()) 
         forgetting=_forgetting(known.forgetting) if known.forgetting else None,
         suites=dict(known.suites.tasks) if known.suites else {},
     )
+
+
+def energy_view(job: Job) -> EnergyView | None:
+    """Return the energy of a job; None: it was not measured."""
+    return None if job.joules is None else EnergyView.of(job)
 
 
 def status_text(job: Job) -> str:

@@ -6,9 +6,11 @@ import csv
 import io
 from collections.abc import Sequence
 from datetime import UTC, datetime
+from decimal import Decimal
 from typing import Any, Literal
 
-from api.wire.views import Deleted, Seconds, View
+from api.wire.views import Deleted, MoneyView, Seconds, View, money_view
+from ft_service.money import MICROS, amount
 from ft_service.store.records import ApiKey, AuditEntry, Project, Usage
 
 DAY_SECONDS = 86_400
@@ -20,6 +22,8 @@ _USAGE_COLUMNS = (
     "uploaded_bytes",
     "num_jobs",
 )
+_COST_COLUMNS = ("cost", "currency", "energy_joules", "co2_grams")
+_LINE_ITEM = "fine-tuning, slot-hours"
 
 
 class LimitsView(View):
@@ -38,6 +42,8 @@ class LimitsView(View):
     """Bases that its jobs may train on."""
     wandb_entities: list[str] | None
     """Weights & Biases entities to which its jobs may send metrics."""
+    max_cost_per_month: float | None
+    """What its jobs may cost in a month (UTC), in the currency of the service's prices."""
 
 
 class ProjectView(View):
@@ -148,6 +154,12 @@ class UsageResultView(View):
     uploaded_bytes: int
     num_jobs: int
     """Jobs whose files were checked."""
+    cost: MoneyView | None
+    """null: the slots had no price."""
+    energy_joules: float | None
+    """As far as it was measured; null: nothing was."""
+    co2_grams: float | None
+    """What that weighs, as far as it is known; null: nothing is."""
     project_id: str | None
     api_key_id: str | None
 
@@ -157,6 +169,34 @@ class UsageBucketView(View):
     start_time: int
     end_time: int
     results: list[UsageResultView]
+
+
+class CostsResultView(View):
+    """OpenAI's result of costs."""
+
+    object: Literal["organization.costs.result"] = "organization.costs.result"
+    amount: MoneyView
+    """`currency` in lower case, as OpenAI writes it."""
+    line_item: str | None
+    project_id: str | None
+    api_key_id: str | None
+    quantity: float | None
+    """Slot-hours, where results are grouped by line_item."""
+    organization_id: str | None = None
+
+
+class CostsBucketView(View):
+    object: Literal["bucket"] = "bucket"
+    start_time: int
+    end_time: int
+    results: list[CostsResultView]
+
+
+class CostsView(View):
+    object: Literal["page"] = "page"
+    data: list[CostsBucketView]
+    has_more: bool
+    next_page: str | None
 
 
 class UsageView(View):
@@ -216,8 +256,13 @@ def usage_view(
     """
     of_day: dict[int, list[UsageResultView]] = {day: [] for day in range(first_day, last_day + 1)}
     for row in rows:
+        more = {
+            "cost": money_view(row.cost, row.currency),
+            "energy_joules": row.joules or None,
+            "co2_grams": row.co2_grams or None,
+        }
         of_day[row.day].append(
-            UsageResultView(**dict(zip(_USAGE_COLUMNS, _amounts(row), strict=True)))
+            UsageResultView(**dict(zip(_USAGE_COLUMNS, _amounts(row), strict=True)), **more)
         )
     buckets = [
         UsageBucketView(
@@ -228,14 +273,50 @@ def usage_view(
     return UsageView(data=buckets, has_more=next_page is not None, next_page=next_page)
 
 
+def costs_view(
+    rows: Sequence[Usage],
+    first_day: int,
+    last_day: int,
+    *,
+    by_line_item: bool,
+    next_page: str | None,
+) -> CostsView:
+    """Return one bucket for each day, also for days without costs.
+
+    `by_line_item`: whether results name what was paid for, the only item being slot-hours.
+    """
+    of_day: dict[int, list[CostsResultView]] = {day: [] for day in range(first_day, last_day + 1)}
+    for row in rows:
+        if row.currency is None:
+            continue
+        of_day[row.day].append(
+            CostsResultView(
+                amount=MoneyView(value=amount(row.cost), currency=row.currency.lower()),
+                line_item=_LINE_ITEM if by_line_item else None,
+                quantity=row.slot_seconds / 3600 if by_line_item else None,
+                project_id=row.project_id,
+                api_key_id=row.key_id,
+            )
+        )
+    buckets = [
+        CostsBucketView(
+            start_time=day * DAY_SECONDS, end_time=(day + 1) * DAY_SECONDS, results=results
+        )
+        for day, results in of_day.items()
+    ]
+    return CostsView(data=buckets, has_more=next_page is not None, next_page=next_page)
+
+
 def usage_csv(rows: Sequence[Usage]) -> str:
     """Return one line for each day, project and key."""
     text = io.StringIO()
     table = csv.writer(text, lineterminator="\n")
-    table.writerow(("day", *_USAGE_COLUMNS))
+    table.writerow(("day", *_USAGE_COLUMNS, *_COST_COLUMNS))
     for row in rows:
         day = datetime.fromtimestamp(row.day * DAY_SECONDS, UTC).date().isoformat()
-        table.writerow((day, *_amounts(row)))
+        cost = "" if row.currency is None else f"{Decimal(row.cost) / MICROS:f}"
+        more = (cost, row.currency or "", row.joules or "", row.co2_grams or "")
+        table.writerow((day, *_amounts(row), *more))
     return text.getvalue()
 
 

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
 from api.wire.job_views import status_text
-from api.wire.views import Deleted, Seconds, View
+from api.wire.views import Deleted, EnergyView, MoneyView, Seconds, View, money_view
 from ft_service.jobs.states import TERMINAL, Job, State
 from ft_service.store.records import Sweep
 from ft_service.sweeps.halving import SweepJobProgress
@@ -33,6 +33,8 @@ class SweepJobView(View):
     best_step: int | None
     """The step with the lowest validation loss."""
     fine_tuned_model: str | None
+    cost: MoneyView | None
+    """As that of the job."""
 
 
 class BestView(View):
@@ -73,6 +75,10 @@ class SweepView(View):
     """Status → number of jobs."""
     best: BestView | None
     """The best job so far; once the sweep is over, the best of the jobs that have succeeded."""
+    cost: MoneyView | None
+    """What its jobs have cost together; null: their slots have no price."""
+    energy: EnergyView | None
+    """What was measured of its jobs; null: nothing."""
     jobs: list[SweepJobView]
     """Best first; jobs without a loss come last, in the order of their creation."""
 
@@ -81,10 +87,13 @@ class DeletedSweepView(Deleted):
     object: Literal["fine_tuning.sweep"] = "fine_tuning.sweep"
 
 
-def sweep_view(sweep: Sweep, jobs: Sequence[Job], best: Job | None) -> SweepView:
+def sweep_view(
+    sweep: Sweep, jobs: Sequence[Job], best: Job | None, costs: Mapping[str, int]
+) -> SweepView:
     """Return the view of a sweep.
 
-    `jobs`: its jobs in the order of their creation; `best`: the best of them so far.
+    `jobs`: its jobs in the order of their creation; `best`: the best of them so far; `costs`: what
+    each has cost until now (ft_service/control/jobs/costs.py).
     """
     request = sweep.request
     settings = sweep.settings
@@ -98,14 +107,29 @@ def sweep_view(sweep: Sweep, jobs: Sequence[Job], best: Job | None) -> SweepView
         seed=settings.get("seed"),
         counts=dict(Counter(status_text(job) for job in jobs)),
         best=_best_view(best) if best else None,
+        cost=_whole_cost(jobs, costs),
+        energy=_whole_energy(jobs),
         jobs=sorted(
-            (_job_view(job) for job in jobs),
+            (_job_view(job, costs[job.id]) for job in jobs),
             key=lambda view: (view.valid_loss is None, view.valid_loss or 0.0),
         ),
     )
 
 
-def _job_view(job: Job) -> SweepJobView:
+def _whole_cost(jobs: Sequence[Job], costs: Mapping[str, int]) -> MoneyView | None:
+    priced = [job for job in jobs if job.currency is not None]
+    return money_view(sum(costs[job.id] for job in priced), priced[0].currency) if priced else None
+
+
+def _whole_energy(jobs: Sequence[Job]) -> EnergyView | None:
+    joules = [job.joules for job in jobs if job.joules is not None]
+    grams = [job.co2_grams for job in jobs if job.co2_grams is not None]
+    return (
+        EnergyView(joules=sum(joules), co2_grams=sum(grams) if grams else None) if joules else None
+    )
+
+
+def _job_view(job: Job, cost: int) -> SweepJobView:
     course = SweepJobProgress.read(job.sweep_course)
     return SweepJobView(
         id=job.id,
@@ -120,11 +144,12 @@ def _job_view(job: Job) -> SweepJobView:
         valid_loss=course.best_loss,
         best_step=course.best_step,
         fine_tuned_model=str(job.tuned_name) if job.state is State.SUCCEEDED else None,
+        cost=money_view(cost, job.currency),
     )
 
 
 def _best_view(job: Job) -> BestView:
-    view = _job_view(job)
+    view = _job_view(job, job.cost)
     return BestView.of(view, job_id=job.id, step=view.best_step)
 
 

@@ -11,6 +11,7 @@ from typing import Annotated, Any, Generic, Literal, Self, TypeVar
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict
 
+from ft_service.money import amount
 from ft_service.rundir.events import Metrics
 from ft_service.spec import TunedName
 from ft_service.store.records import Checkpoint, StoredEvent
@@ -39,6 +40,29 @@ class View(BaseModel):
         """
         names = (name for name in cls.model_fields if name not in values and hasattr(record, name))
         return cls(**{name: getattr(record, name) for name in names}, **values)
+
+
+class MoneyView(View):
+    """An amount of money, exact to a millionth."""
+
+    value: float
+    currency: str
+    """Its three letters (ISO 4217), such as EUR."""
+
+
+class EnergyView(View):
+    """Energy that was measured: of GPUs their boards', else a job's part of that of processors."""
+
+    joules: float
+    co2_grams: float | None
+    """null: the operator has not said what a kWh weighs."""
+
+
+def money_view(money: int | None, currency: str | None) -> MoneyView | None:
+    """Return the view of millionths of a currency; None: there is no price."""
+    if money is None or currency is None:
+        return None
+    return MoneyView(value=amount(money), currency=currency)
 
 
 class ErrorBody(View):

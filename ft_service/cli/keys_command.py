@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 from dataclasses import asdict, replace
 from enum import StrEnum
 from typing import TYPE_CHECKING, Annotated, Any
@@ -232,7 +233,8 @@ Set = Annotated[
     typer.Option(
         "--limit",
         metavar="NAME=VALUE",
-        help="max_slots, max_queued, max_bytes, max_requests_per_minute, max_priority: a number; "
+        help="max_slots, max_queued, max_bytes, max_requests_per_minute, max_priority, "
+        "max_cost_per_month: a number; "
         "bases, wandb_entities: names, "
         "with commas between them. NAME= takes the limit away. May be given several times.",
     ),
@@ -249,7 +251,9 @@ def create_project(
     """Create a project. Make it a key: ft keys create --project NAME"""
     limits = replace(TenantLimits(), **parse_limits(limit or []))
     _check_name(name)
-    with local_store(settings_of_server()) as store:
+    settings = settings_of_server()
+    _refuse_without_prices(limits.max_cost_per_month, settings)
+    with local_store(settings) as store:
         organization = store.projects.get_project(
             PROJECT
         ).organization  # the server's, whatever FT_ORGANIZATION is here
@@ -307,9 +311,12 @@ def update_project(
     """Change a project's name and limits. What is not named stays."""
     if name is not None:
         _check_name(name)
-    with local_store(settings_of_server()) as store:
+    limits = parse_limits(limit or [])
+    settings = settings_of_server()
+    _refuse_without_prices(limits.get("max_cost_per_month"), settings)
+    with local_store(settings) as store:
         project = store.projects.update_project(
-            find_project(store, project_id), name=name, limits=parse_limits(limit or [])
+            find_project(store, project_id), name=name, limits=limits
         )
     if as_json:
         print_json(asdict(project))
@@ -436,9 +443,27 @@ def parse_limits(given: list[str]) -> dict[str, Any]:
             limits[name] = None
         elif name in _LISTS:
             limits[name] = tuple(part.strip() for part in value.split(",") if part.strip())
+        elif name == "max_cost_per_month":
+            limits[name] = _amount(name, value)
         else:
             limits[name] = _number(name, value)
     return limits
+
+
+def _refuse_without_prices(limit: float | None, settings: Settings) -> None:
+    from ft_service.control.admission.budget import (  # most commands of keys do not need it
+        refuse_limit_without_prices,
+    )
+
+    refuse_limit_without_prices(limit, settings)
+
+
+def _amount(name: str, value: str) -> float:
+    if not re.fullmatch(r"[0-9]{1,9}(\.[0-9]{1,6})?", value) or not float(value):
+        raise SpecError(
+            f"--limit {name}={value}: it must be an amount above 0, such as 99.50.", param="limit"
+        )
+    return float(value)
 
 
 def _number(name: str, value: str) -> int:

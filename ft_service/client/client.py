@@ -198,10 +198,21 @@ class Client:
     def pause(self, job_id: str) -> RemoteJob:
         return RemoteJob.model_validate(self._call("POST", f"{_job(job_id)}/pause"))
 
-    def resume(self, job_id: str, ranks: int | None = None) -> RemoteJob:
-        """Resume a paused job. `ranks`: new number of ranks; None: as before."""
-        body = None if ranks is None else {"distributed": {"nproc_per_node": ranks}}
-        return RemoteJob.model_validate(self._call("POST", f"{_job(job_id)}/resume", json=body))
+    def resume(
+        self, job_id: str, ranks: int | None = None, max_cost: float | None = None
+    ) -> RemoteJob:
+        """Resume a paused job.
+
+        `ranks`: new number of ranks; `max_cost`: new limit of its cost; None: as before.
+        """
+        body: dict[str, Any] = {}
+        if ranks is not None:
+            body["distributed"] = {"nproc_per_node": ranks}
+        if max_cost is not None:
+            body["max_cost"] = max_cost
+        return RemoteJob.model_validate(
+            self._call("POST", f"{_job(job_id)}/resume", json=body or None)
+        )
 
     def keep_suites(self, job_id: str, found: Suites) -> RemoteJob:
         """Keep accuracies in tasks with a job that has succeeded."""

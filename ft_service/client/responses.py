@@ -12,7 +12,9 @@ from typing import Any
 from pydantic import BaseModel, ConfigDict, ValidationError
 
 from ft_service.jobs.method_options import method_options
+from ft_service.jobs.reasons import Reason
 from ft_service.jobs.states import TERMINAL, State
+from ft_service.money import energy_text, grams_text, micros, money_text
 from ft_service.rundir.evaluations import SuiteTask
 from ft_service.rundir.events import Metrics
 from ft_service.spec import JobOptions
@@ -27,6 +29,35 @@ class RemoteObject(BaseModel):
     model_config = ConfigDict(extra="allow", frozen=True)
 
     id: str
+
+
+class Money(BaseModel):
+    """An amount of a currency."""
+
+    model_config = ConfigDict(extra="allow", frozen=True)
+
+    value: float
+    currency: str
+
+    @property
+    def text(self) -> str:
+        """The amount to the cent: `12.40 EUR`."""
+        return money_text(micros(self.value), self.currency)
+
+
+class Energy(BaseModel):
+    """Energy that was measured, and grams of CO2 as far as they are known."""
+
+    model_config = ConfigDict(extra="allow", frozen=True)
+
+    joules: float
+    co2_grams: float | None = None
+
+    @property
+    def text(self) -> str:
+        """`1.25 kWh, 425 g of CO2`."""
+        weight = "" if self.co2_grams is None else f", {grams_text(self.co2_grams)} of CO2"
+        return f"{energy_text(self.joules)}{weight}"
 
 
 class RemoteExport(RemoteObject):
@@ -89,6 +120,15 @@ class RemoteJob(RemoteObject):
     """Comparison with the base alone, on general text and prompts; None: not measured."""
     suites: dict[str, SuiteTask] = {}
     """Task of `ft eval --suite` → accuracies."""
+    reason: str | None = None
+    """Why it is in its final state, or its last attempt ended."""
+    max_cost: float | None = None
+    """What it may cost, in the currency of `cost`."""
+    cost: Money | None = None
+    """What it has cost until now; None: its slots have no price."""
+    planned_cost: Money | None = None
+    energy: Energy | None = None
+    """What was measured; None: nothing."""
 
     @property
     def options(self) -> dict[str, Any]:
@@ -155,6 +195,8 @@ class RemoteJob(RemoteObject):
             return "stopping at a checkpoint"
         if self.status == State.CANCELLED and self.phase == "stopping":
             return "cancelled; its processes are ending"
+        if self.paused and self.reason == Reason.COST_LIMIT:
+            return "paused, since it has cost as much as it may: ft resume --max-cost AMOUNT"
         return self.waiting_text or (f"{self.status} ({self.phase})" if self.phase else self.status)
 
     @property
@@ -170,6 +212,17 @@ class RemoteJob(RemoteObject):
         at = place.get("estimated_start")
         starts = f", starts about {datetime.fromtimestamp(at):%Y-%m-%d %H:%M}" if at else ""
         return f"queued: number {place.get('position')}{starts}. {place.get('reason')}"
+
+    @property
+    def cost_text(self) -> str | None:
+        """What it has cost, what was planned and what it may cost; None: there is no price."""
+        if self.cost is None:
+            return None
+        planned = "" if self.planned_cost is None else f", planned {self.planned_cost.text}"
+        limit = ""
+        if self.max_cost is not None:
+            limit = f", at most {money_text(micros(self.max_cost), self.cost.currency)}"
+        return f"{self.cost.text}{planned}{limit}"
 
     @property
     def stopped_text(self) -> str | None:
@@ -211,8 +264,11 @@ class RemoteSweep(RemoteObject):
     """Best job so far: job_id, valid_loss, step, values, fine_tuned_model."""
     jobs: list[dict[str, Any]] = []
     """Jobs with id, values, status, phase, stopped, error, step, total_steps, valid_loss,
-    best_step, fine_tuned_model.
+    best_step, fine_tuned_model, cost.
     """
+    cost: Money | None = None
+    """What they have cost together."""
+    energy: Energy | None = None
 
     @property
     def over(self) -> bool:

@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import importlib.util
+import platform
 import socket
 import sys
 import time
@@ -15,7 +16,8 @@ from enum import StrEnum
 from pathlib import Path
 
 from ft_service.control.bases.describe_bases import models_report
-from ft_service.errors import FtError
+from ft_service.control.places.price_list import price_list
+from ft_service.errors import FtError, SpecError
 from ft_service.graders.limits import GraderLimits
 from ft_service.host.disk import free_bytes
 from ft_service.host.hardware import (
@@ -31,6 +33,8 @@ from ft_service.host.hardware import (
 from ft_service.host.home import openness, require_writable
 from ft_service.host.port_owner import holder
 from ft_service.host.running_servers import living_servers
+from ft_service.launcher.local_launcher import host_id
+from ft_service.money import money_text
 from ft_service.settings import Settings
 from ft_service.wording import counted
 
@@ -89,6 +93,7 @@ def checkup(settings: Settings) -> Iterator[Finding]:
             line,
             "Fetch one: ft pull ORG/NAME" if empty else "",
         )
+    yield prices(settings)
     yield coding_agents(settings.mcp == "on", importlib.util.find_spec("mcp") is not None)
     refused = GraderLimits.from_settings(settings).no_python
     advice = "Only `python` graders need it: install bubblewrap." if refused else ""
@@ -97,6 +102,29 @@ def checkup(settings: Settings) -> Iterator[Finding]:
         Verdict.LOOK if refused else Verdict.OK,
         refused or "fenced by bubblewrap",
         advice,
+    )
+
+
+def prices(settings: Settings) -> Finding:
+    """Return the finding on the prices (docs/costs.md), and whether this host has one."""
+    try:
+        known = price_list(settings)
+    except SpecError as error:
+        return Finding("prices", Verdict.FAULT, error.message, "Mend the file, or unset FT_PRICES.")
+    if known.currency is None:
+        return Finding("prices", Verdict.OK, "none (FT_PRICES): costs are not counted")
+    if settings.launcher != "local":
+        return Finding("prices", Verdict.OK, f"in {known.currency}")
+    rate = known.rate(host_id())
+    if rate is None:
+        return Finding(
+            "prices",
+            Verdict.LOOK,
+            f"in {known.currency}, and none is of this host",
+            f"Give FT_PRICES a slot_hour, or one in places under {platform.node()}.",
+        )
+    return Finding(
+        "prices", Verdict.OK, f"{money_text(rate.price, rate.currency)} a slot-hour on this host"
     )
 
 

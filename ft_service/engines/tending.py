@@ -131,6 +131,9 @@ class EngineTending:
     def _tend(self, engine: EngineRecord) -> None:
         directory = self._directory(engine.id)
         seen = self._launcher.observe(directory.attempt)
+        joules = directory.attempt.joules(nodes=1)
+        if joules is not None and joules > (engine.joules or 0.0):
+            self._store.engines.measured(engine.id, joules)
         if isinstance(seen, Ended):
             directory.hide()
             # first: once its row says that it has ended, nobody looks after it.

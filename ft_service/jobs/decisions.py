@@ -33,6 +33,7 @@ from ft_service.jobs.states import (
     State,
     Unknown,
 )
+from ft_service.jobs.user_actions import Verb, request
 from ft_service.rundir.documents import Desired, ErrorInfo
 from ft_service.shared_work.losses import pause_seconds
 from ft_service.wording import counted
@@ -98,7 +99,7 @@ REST_SECONDS = 120.0
 BACKOFF_SECONDS.
 """
 OTHER_VERSION_SECONDS = 60.0
-"""Interval at which it is tried to start a job that another version has made."""
+"""Interval at which it is tried to start a job that this version, or this host, cannot start."""
 RECHECK_SECONDS = 5.0
 """Interval at which a queued job is checked whose last attempt cannot be observed."""
 UNSEEN_SECONDS = 10.0
@@ -109,11 +110,17 @@ _UNSEEN_RUNS = f"{_UNSEEN}its processes keep running"
 _UNSEEN_WAITS = f"{_UNSEEN}its next attempt has not started yet"
 
 
-def decide(job: Job, seen: Observation, now: float) -> Action:
+def decide(job: Job, seen: Observation, now: float, spent: str | None = None) -> Action:
     """What to do next for a job.
 
-    `seen`: what was observed of its newest attempt; `now`: database time in seconds.
+    `seen`: what was observed of its newest attempt; `now`: database time in seconds; `spent`: a
+    sentence for the user that the job, or its project, has cost as much as it may; None: it has
+    not.
     """
+    if spent is not None and _costs_more(job, seen):
+        return Become(
+            request(job, Verb.PAUSE, now, reason=Reason.COST_LIMIT), message=spent, level="warn"
+        )
     match job.state:
         case State.VALIDATING:
             return Validate()
@@ -127,6 +134,15 @@ def decide(job: Job, seen: Observation, now: float) -> Action:
             return Wait()
         case _:
             assert_never(job.state)
+
+
+def _costs_more(job: Job, seen: Observation) -> bool:
+    """Whether a job takes slots, or would take them next, without having been asked to stop."""
+    if job.effective_desired is not Desired.RUN or _is_unseen(job):
+        return False
+    return job.state is State.QUEUED or (
+        job.state is State.RUNNING and isinstance(seen, Running) and job.generation == job.signalled
+    )
 
 
 def _decide_at_rest(job: Job, seen: Observation, now: float) -> Action:
@@ -464,6 +480,7 @@ def placed(job: Job, host: str, shape: JobSize | None = None, engine_id: str | N
         phase=Phase.LAUNCHING,
         attempt=job.attempt + 1,
         ingested=-1,
+        attempt_joules=None,
         host=host,
         engine_id=engine_id,
         halt=None,
@@ -480,6 +497,17 @@ def too_large(job: Job) -> Job:
         "Smaller jobs go first. It starts "
         "when the host has enough; or cancel it, and ask for fewer ranks "
         "(distributed.nproc_per_node).",
+    )
+
+
+def without_price(job: Job, now: float) -> Job:
+    """The job, still queued, with the reason that this place cannot count its cost."""
+    return replace(
+        job,
+        not_before=now + OTHER_VERSION_SECONDS,
+        pending="It has a limit of its cost (max_cost), and this host has no price by which that "
+        "could be counted (FT_PRICES). It starts where there is one; or cancel it, and create it "
+        "without max_cost.",
     )
 
 

@@ -131,6 +131,13 @@ class Reason(StrEnum):
         "maintenance",
         "The operator pauses all jobs for a while. The job continues from its checkpoint afterwards.",
     )
+    COST_LIMIT = (
+        "cost_limit",
+        Retry.UNCOUNTED,
+        "cost_limit",
+        "The job has cost as much as it may, and is paused at a checkpoint.",
+    )
+    """The service has paused it; whoever resumes it raises the limit."""
     UNREADABLE = (
         "unreadable",
         Retry.COUNTED,
@@ -140,7 +147,7 @@ class Reason(StrEnum):
     """A document of the attempt cannot be read."""
 
 
-OF_PAUSES = frozenset({Reason.IDLE, Reason.MAINTENANCE})
+OF_PAUSES = frozenset({Reason.IDLE, Reason.MAINTENANCE, Reason.COST_LIMIT})
 """Reasons for which the service itself pauses a job, until its user asks for something else."""
 USERS = frozenset({Reason.INVALID_FILE, Reason.PERMANENT_ERROR, Reason.TIME_LIMIT})
 """Reasons of failed jobs that their users mend, not the operator: the alerts keep them apart."""

@@ -8,6 +8,7 @@ from typing import Any, Literal
 
 from ft_service.jobs.queue_snapshot import JobSize
 from ft_service.jobs.reasons import Reason
+from ft_service.money import cost_of
 from ft_service.rundir.documents import Desired, Exit
 from ft_service.rundir.engine import SeatSize
 from ft_service.spec import JobSpec, StoredSpec, TunedName
@@ -130,6 +131,26 @@ class Job:
     """Time that its ended attempts held slots; written by the store."""
     slot_seconds: float = 0.0
     """The same multiplied with the number of slots."""
+    max_cost: int | None = None
+    """The most that it may cost, in millionths of the currency (ft_service/money.py); None: no
+    limit.
+    """
+    price: int | None = None
+    """Of a slot-hour, in the same unit: what its newest attempt pays, and before the first what was
+    asked when it was created. None: no price is known.
+    """
+    currency: str | None = None
+    """Its three letters; None: nothing of it ever had a price."""
+    grams_per_kwh: float | None = None
+    """Grams of CO2 of a kWh where its newest attempt runs; None: not known."""
+    cost: int = 0
+    """What its ended attempts have cost; written by the store."""
+    joules: float | None = None
+    """Energy that all its attempts have taken; None: not measured."""
+    attempt_joules: float | None = None
+    """The same of the newest attempt, of ranks of its own."""
+    co2_grams: float | None = None
+    """What that energy weighs; None: not known."""
     seen_tokens: int = 0
     """Trained tokens that its attempts have reported; steps repeated after a resume count once."""
     sweep_id: str | None = None
@@ -179,6 +200,23 @@ class Job:
 
     def is_out_of_time(self, now: float) -> bool:
         return self.max_seconds is not None and self.seconds_held(now) >= self.max_seconds
+
+    def cost_at(self, now: float, seat_seconds: float = 0.0) -> int:
+        """What all its attempts have cost up to `now`, in millionths.
+
+        `seat_seconds`: slot-seconds that its seat in an engine has taken, if it has one.
+        """
+        held = 0.0 if self.taken_at is None else self.slots * max(0.0, now - self.taken_at)
+        return self.cost + cost_of(held if self.engine_id is None else seat_seconds, self.price)
+
+    @property
+    def planned_cost(self) -> int | None:
+        """What its planned training costs, in millionths; None: its time or its price is not
+        known.
+        """
+        if self.planned_seconds is None or self.price is None:
+            return None
+        return cost_of(self.planned_seconds * self.slots, self.price)
 
     @property
     def spec(self) -> JobSpec:

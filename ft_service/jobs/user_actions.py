@@ -8,6 +8,7 @@ from enum import StrEnum
 from ft_service.errors import SpecError
 from ft_service.jobs.reasons import OF_PAUSES, Reason
 from ft_service.jobs.states import TERMINAL, Job, Phase, State
+from ft_service.money import money_text
 from ft_service.rundir.documents import Desired
 
 
@@ -25,6 +26,7 @@ def request(
     *,
     succeeded: int | None = None,
     reason: Reason | None = None,
+    max_cost: int | None = None,
 ) -> Job:
     """The job after a user's request.
 
@@ -33,7 +35,8 @@ def request(
     `slots`: ranks to resume with; None: as many as before. Raises SpecError if the job is not
     paused (yet). `succeeded`: an attempt whose result is on the disk though the job does not show
     it yet; None: none. A cancel is too late for it. `reason`: why the service makes the request
-    itself; None: the user makes it.
+    itself; None: the user makes it. `max_cost`: its new limit (Job.max_cost); None: as before. A
+    job that has cost as much as its limit is not resumed: SpecError.
     """
     if verb is Verb.CANCEL and job.state is State.CANCELLED:
         return job
@@ -54,6 +57,10 @@ def request(
             param="distributed.nproc_per_node",
             code="invalid_state",
         )
+    if max_cost is not None:
+        job = replace(job, max_cost=max_cost)
+    if verb is Verb.RESUME:
+        _refuse_beyond_cost(job)
     desired = {Verb.CANCEL: Desired.CANCEL, Verb.PAUSE: Desired.PAUSE, Verb.RESUME: Desired.RUN}[
         verb
     ]
@@ -75,6 +82,18 @@ def request(
     if desired is Desired.RUN and job.state is State.PAUSED:
         return replace(job, state=State.QUEUED, not_before=0.0, failures=0, losses=0)
     return job
+
+
+def _refuse_beyond_cost(job: Job) -> None:
+    if job.max_cost is None or job.cost < job.max_cost:
+        return
+    currency = job.currency or ""
+    raise SpecError(
+        f"max_cost = {money_text(job.max_cost, currency)}: the job has cost "
+        f"{money_text(job.cost, currency)}. Resume it with a higher max_cost.",
+        param="max_cost",
+        code="cost_limit",
+    )
 
 
 def _ended(state: State) -> str:

@@ -4,7 +4,7 @@ change if it does not.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -20,6 +20,7 @@ from ft_service.bases.module_rules import (
 from ft_service.data.statistics import items_of_steps
 from ft_service.errors import SpecError
 from ft_service.host.processor import slow_bf16_advice
+from ft_service.money import Rate, amount, cost_of
 from ft_service.plan.auto_options import sentences, settle_on, with_compute
 from ft_service.plan.context_parallel import refuse_to_share
 from ft_service.plan.fitting_settings import (
@@ -256,6 +257,26 @@ def training_time(plan: Plan, spec: JobSpec, examples: int) -> dict[str, Any]:
         for cost in (plan, plan.likely)
     )
     return {"examples": examples, "steps": steps, "seconds_at_most": most, "seconds_likely": likely}
+
+
+def training_cost(
+    time: Mapping[str, Any] | None, ranks: int, rate: Rate | None
+) -> dict[str, Any] | None:
+    """What the planned training costs in the rate's currency, its start-up left out: `at_most` and
+    `likely`, as of `time`, each None if the time is not known.
+
+    `time`: from `training_time`; None: the data is not known. None: neither is the price.
+    """
+    if rate is None:
+        return None
+    seconds = {"at_most": "seconds_at_most", "likely": "seconds_likely"}
+    costs = {
+        name: None
+        if time is None or time[key] is None
+        else amount(cost_of(time[key] * ranks, rate.price))
+        for name, key in seconds.items()
+    }
+    return {"currency": rate.currency, "slot_hour": amount(rate.price), **costs}
 
 
 def reference_steps(spec: JobSpec, steps: float) -> float:

@@ -6,6 +6,7 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
+from ft_service.money import micros, money_text
 from ft_service.plan.job import Module, OptionChange, Plan
 from ft_service.plan.machines import CPU
 from ft_service.rundir.engine import SeatSize
@@ -107,6 +108,20 @@ def time_text(time: Mapping[str, Any]) -> str:
         else f" (at worst {worst}, if all were as long as the longest)"
     )
     return f"{text} {verb} {about(likely)}{end}."
+
+
+def cost_text(cost: Mapping[str, Any] | None) -> str | None:
+    """A sentence that says what training costs. `cost`: from `training_cost`.
+
+    None: its time or its price is not known.
+    """
+    if cost is None or cost["at_most"] is None:
+        return None
+    most = money_text(micros(cost["at_most"]), cost["currency"])
+    if cost["likely"] is None:
+        return f"That costs at most {most}."
+    likely = money_text(micros(cost["likely"]), cost["currency"])
+    return f"That costs about {likely}{'' if likely == most else f' (at worst {most})'}."
 
 
 def about(seconds: float) -> str:

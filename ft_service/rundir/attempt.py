@@ -14,6 +14,7 @@ from ft_service.host.processes import ProcessIdentity
 from ft_service.rundir.directory import RunDir, UnreadableDocumentError
 from ft_service.rundir.documents import (
     Control,
+    Energy,
     ErrorInfo,
     Exit,
     ExitReason,
@@ -44,6 +45,7 @@ class NodeKeys:
         self.logs = logs
         self.supervisor = f"{folder}/supervisor.json"
         self.exit = f"{folder}/{_EXIT}"
+        self.energy = f"{folder}/energy.json"
         self.lock = f"{folder}/{_LOCK}"
         self.rendezvous = f"{folder}/rendezvous"
         self.supervisor_log = f"{logs}/supervisor.log"
@@ -201,6 +203,18 @@ class Attempt(_ExitRecord):
         exits = {index: self.node(index, nodes).read_exit() for index in range(nodes)}
         return {index: ended for index, ended in exits.items() if ended is not None}
 
+    def joules(self, nodes: int) -> float | None:
+        """Energy that the attempt has taken so far, of all nodes that have measured it.
+
+        None: none has. `nodes`: the attempt's number of nodes.
+        """
+        found = [
+            self.run.readable(self.keys.node(index, nodes).energy, Energy, MOST_BYTES)
+            for index in range(nodes)
+        ]
+        measured = [one.joules for one in found if one is not None]
+        return sum(measured) if measured else None
+
     def read_result(self) -> Result | None:
         """Read result.json if this attempt wrote it.
 
@@ -238,6 +252,10 @@ class AttemptNode(_ExitRecord):
     def __init__(self, run: RunDir, keys: NodeKeys) -> None:
         super().__init__(run, keys.exit)
         self.keys = keys
+
+    def write_energy(self, energy: Energy) -> None:
+        """Write energy.json, replacing an earlier one."""
+        self.run.write(self.keys.energy, energy)
 
     @property
     def lock(self) -> Path:

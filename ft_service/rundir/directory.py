@@ -22,6 +22,7 @@ attempt.py, of checkpoints: checkpoints.py.)
                                           Job was created
     attempts/<n>/supervisor.json          ProcessIdentity, by the supervisor, once it holds the
                                           attempt
+    attempts/<n>/energy.json              Energy, by the supervisor, rewritten while its ranks run
     attempts/<n>/stop.json                Stop, by a supervisor that was asked to stop (SIGTERM)
     attempts/<n>/events/<seq>.jsonl       immutable event segments, by rank 0 (see events.py)
     attempts/<n>/logs/                    output of supervisor, torchrun and ranks
@@ -53,8 +54,8 @@ attempt.py, of checkpoints: checkpoints.py.)
                                           service's; removed on success
     ranks.lock                            held (shared) by every living rank of any attempt
 
-With several nodes, each node's supervisor.lock, supervisor.json and exit.json are in
-attempts/<n>/nodes/<k>/, and attempts/<n>/exit.json is made from theirs; ranks.lock is
+With several nodes, each node's supervisor.lock, supervisor.json, energy.json and exit.json
+are in attempts/<n>/nodes/<k>/, and attempts/<n>/exit.json is made from theirs; ranks.lock is
 ranks-<k>.lock then.
 
 Documents are read and written with few operations (put, put-if-absent, get, has, list), which

@@ -79,6 +79,14 @@ class Launched(_RunDocument):
     """Id of the job in the cluster, which differs between jobs of one name."""
 
 
+class Energy(_RunDocument):
+    """What the ranks of a node have taken since the attempt's start, as far as it was measured."""
+
+    joules: Annotated[float, Field(ge=0, le=1e15, allow_inf_nan=False)]
+    source: Literal["nvml", "rapl"]
+    """The boards of its GPUs, or the ranks' part of its processors' energy."""
+
+
 class ErrorInfo(_RunDocument):
     """Failure as the user sees it (OpenAI's `error` object), with details for operators."""
 

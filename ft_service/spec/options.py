@@ -679,6 +679,12 @@ class JobOptions(NullableSections):
     its model continues there. None: no limit. With `ft run` the limit of each call, which stops at
     a checkpoint.
     """
+    max_cost: Annotated[Number, Field(gt=0, le=1_000_000_000)] | None = None
+    """What the job may cost, in the currency of the service's prices, over all its attempts: its
+    slot-seconds times the price of a slot-hour, in an engine its share of them. Then it pauses at a
+    checkpoint with reason `cost_limit`, and continues once it is resumed with a higher max_cost.
+    None: no limit. Refused where slots have no price, and by `ft run`.
+    """
     engine: AutoOrOff = "auto"
     """auto: the job may be trained in an engine, where jobs of its project on the same base, with
     the same precision and ranks, share the base's weights where slots are short and they gain by

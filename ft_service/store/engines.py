@@ -18,6 +18,7 @@ from sqlalchemy import Connection, delete, func, insert, select, update
 
 from ft_service.jobs.queue_snapshot import fit_together
 from ft_service.jobs.states import Job
+from ft_service.money import co2_grams, cost_of
 from ft_service.store.database import StorePart, database_time
 from ft_service.store.records import NewEngine
 from ft_service.store.rows import seat_of
@@ -63,6 +64,12 @@ class EngineRecord:
     closing_at: float | None
     """When it was asked to end; None: it was not."""
     ended_at: float | None
+    price: int | None = None
+    """Of a slot-hour, as in Job; None: no price is known."""
+    currency: str | None = None
+    grams_per_kwh: float | None = None
+    joules: float | None = None
+    """Energy that was reported so far; None: not measured."""
     seats: tuple[SeatedJob, ...] = ()
     """The jobs that it trains, the oldest first."""
 
@@ -134,6 +141,7 @@ class EngineStore(StorePart):
             ends = update(engines).where(engines.c.id == engine_id, LIVE).values(ended_at=now)
             if connection.execute(ends).rowcount != 1:
                 return False
+            engine = connection.execute(select(engines).where(engines.c.id == engine_id)).one()
             held = select(slots.c.project_id, func.count(), func.min(slots.c.taken_at)).where(
                 slots.c.engine_id == engine_id
             )
@@ -141,10 +149,45 @@ class EngineStore(StorePart):
                 held.group_by(slots.c.project_id)
             ).all():
                 add_to_share(connection, project_id, number, exact(max(0.0, now - taken_at)), now)
-                add_use(connection, project_id, None, now, slot_seconds=unused)
+                cost = cost_of(unused, engine.price)
+                use = {"slot_seconds": unused, "cost": cost} | _nobodys_energy(engine)
+                add_use(connection, project_id, None, now, engine.currency, **use)
             connection.execute(delete(slots).where(slots.c.engine_id == engine_id))
         self._database.changed.set()
         return True
+
+    def used(self, engine_id: str, job_id: str) -> float:
+        """Slot-seconds that a job's seat has taken until now; 0 if it has none there."""
+        query = select(engines.c.use, engines.c.divided_at, engines.c.ranks, database_time())
+        with self._database.reading() as connection:
+            engine = connection.execute(query.where(engines.c.id == engine_id)).one_or_none()
+            seated = _seated(connection, engine_id)
+        if engine is None or job_id not in seated:
+            return 0.0
+        use, divided_at, ranks, now = engine
+        return (use or {}).get(job_id, 0.0) + exact(
+            ranks * max(0.0, now - divided_at) / len(seated)
+        )
+
+    def measured(self, engine_id: str, joules: float) -> None:
+        """Divide the energy that an engine has taken since the last report equally among the jobs
+        that sit there now.
+
+        `joules`: since its start; less than was reported before changes nothing.
+        """
+        with self._database.writing() as connection:
+            _lock(connection, engine_id)
+            columns = select(engines.c.joules, engines.c.energy)
+            row = connection.execute(columns.where(engines.c.id == engine_id, LIVE)).one_or_none()
+            if row is None or joules <= (row.joules or 0.0):
+                return
+            sat = _seated(connection, engine_id) or [_NOBODY]
+            energy: dict[str, float] = dict(row.energy or {})
+            for job_id in sat:
+                each = (joules - (row.joules or 0.0)) / len(sat)
+                energy[job_id] = energy.get(job_id, 0.0) + each
+            values = {"joules": joules, "energy": energy}
+            connection.execute(update(engines).where(engines.c.id == engine_id).values(**values))
 
     def ended_engines(self, ids: Sequence[str], seconds: float) -> set[str]:
         """Of these ids those of engines that ended more than so many seconds ago."""
@@ -155,9 +198,16 @@ class EngineStore(StorePart):
             )
 
 
+def _nobodys_energy(engine: Any) -> dict[str, float]:
+    """What an engine's row says of the energy without a job."""
+    joules = (engine.energy or {}).get(_NOBODY, 0.0)
+    return {"joules": joules, "co2_grams": co2_grams(joules, engine.grams_per_kwh) or 0.0}
+
+
 def _record(row: dict[str, Any], seats: Sequence[Any], now: float) -> EngineRecord:
     """`seats`: (id, base, taken_at) of its jobs."""
     use: Mapping[str, float] = row.pop("use") or {}
+    del row["energy"]
     since_then = row["ranks"] * max(0.0, now - row["divided_at"]) / max(1, len(seats))
     seated = [
         SeatedJob(
@@ -186,6 +236,9 @@ def insert_engine(connection: Connection, job: Job, new: NewEngine) -> None:
         "ranks": job.slots,
         "most_seats": new.most_seats,
         "room": new.room,
+        "price": job.price,
+        "currency": job.currency,
+        "grams_per_kwh": job.grams_per_kwh,
     }
     connection.execute(insert(engines).values(**row, **values, **times))
 
@@ -210,7 +263,11 @@ def take_seat(connection: Connection, job: Job) -> None:
     ):
         raise NoSeatError
     _divide(connection, job.engine_id, now, joining=job.id)
-    connection.execute(update(jobs).where(jobs.c.id == job.id).values(taken_at=now))
+    rate = select(engines.c.price, engines.c.currency, engines.c.grams_per_kwh).where(
+        engines.c.id == job.engine_id
+    )
+    values = {"taken_at": now, **connection.execute(rate).mappings().one()}
+    connection.execute(update(jobs).where(jobs.c.id == job.id).values(**values))
 
 
 def leave_seat(connection: Connection, job: Job) -> None:
@@ -219,18 +276,37 @@ def leave_seat(connection: Connection, job: Job) -> None:
     now = connection.scalars(_NOW).one()
     shares = _divide(connection, job.engine_id, now)
     used = shares.pop(job.id, 0.0)
-    connection.execute(update(engines).where(engines.c.id == job.engine_id).values(use=shares))
-    add_use(connection, job.project_id, job.key_id, now, slot_seconds=used)
+    engine = engines.c.id == job.engine_id
+    energy = dict(connection.scalars(select(engines.c.energy).where(engine)).one() or {})
+    joules = energy.pop(job.id, 0.0)
+    connection.execute(update(engines).where(engine).values(use=shares, energy=energy))
+    cost = cost_of(used, job.price)
+    currency = None if job.price is None else job.currency
+    add_use(connection, job.project_id, job.key_id, now, currency, slot_seconds=used, cost=cost)
     mine = jobs.c.id == job.id
     taken_at = connection.scalars(select(jobs.c.taken_at).where(mine)).one()
     seconds = 0.0 if taken_at is None else exact(max(0.0, now - taken_at))
     more = {
         "held_seconds": jobs.c.held_seconds + seconds,
         "slot_seconds": jobs.c.slot_seconds + used,
+        "cost": jobs.c.cost + cost,
     }
     connection.execute(
         update(jobs).where(mine).values(engine_id=None, taken_at=None, ends_at=None, **more)
     )
+    if joules:
+        _add_energy(connection, job, joules, now)
+
+
+def _add_energy(connection: Connection, job: Job, joules: float, now: float) -> None:
+    """Add a seat's share of its engine's energy to the job and its project."""
+    grams = co2_grams(joules, job.grams_per_kwh)
+    more: dict[str, Any] = {"joules": func.coalesce(jobs.c.joules, 0.0) + joules}
+    if grams is not None:
+        more["co2_grams"] = func.coalesce(jobs.c.co2_grams, 0.0) + grams
+    connection.execute(update(jobs).where(jobs.c.id == job.id).values(**more))
+    weight = grams or 0.0
+    add_use(connection, job.project_id, job.key_id, now, joules=joules, co2_grams=weight)
 
 
 def _divide(

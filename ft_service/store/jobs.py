@@ -223,6 +223,7 @@ class JobStore(StorePart):
         *,
         succeeded: int | None = None,
         reason: Reason | None = None,
+        max_cost: int | None = None,
     ) -> Job:
         """Apply `user_actions.request` by compare-and-set, with an event.
 
@@ -234,7 +235,13 @@ class JobStore(StorePart):
                 old = read_job(connection, project_id, job_id)
                 now = connection.scalars(select(database_time())).one()
                 new = user_actions.request(
-                    old, verb, now, slots, succeeded=succeeded, reason=reason
+                    old,
+                    verb,
+                    now,
+                    slots,
+                    succeeded=succeeded,
+                    reason=reason,
+                    max_cost=max_cost,
                 )
                 if (
                     new.state is State.QUEUED

@@ -27,6 +27,7 @@ from sqlalchemy.sql.dml import ReturningUpdate
 
 from ft_service.jobs.queue_snapshot import LONGEST_WAIT_SECONDS
 from ft_service.jobs.states import Job, State
+from ft_service.money import cost_of
 from ft_service.store.database import StorePart, database_time, is_over, upsert
 from ft_service.store.engines import NoSeatError, insert_engine, leave_seat, take_seat
 from ft_service.store.records import Claim, JobChange
@@ -330,6 +331,10 @@ def _write_rest(connection: Connection, claim: Claim, change: JobChange) -> None
     if job.seen_tokens > claim.job.seen_tokens:
         more = job.seen_tokens - claim.job.seen_tokens
         add_use(connection, job.project_id, job.key_id, claim.now, tokens=more)
+    if (job.joules or 0.0) > (claim.job.joules or 0.0):
+        joules = (job.joules or 0.0) - (claim.job.joules or 0.0)
+        grams = (job.co2_grams or 0.0) - (claim.job.co2_grams or 0.0)
+        add_use(connection, job.project_id, job.key_id, claim.now, joules=joules, co2_grams=grams)
     if job.state is not claim.job.state:
         announce(connection, job)
     if change.new_engine is not None:
@@ -390,11 +395,16 @@ def _release_slots(connection: Connection, job: Job) -> None:
     seconds = exact(max(0.0, now - taken_at))
     # Locks the project first, as who stores a file does.
     add_to_share(connection, job.project_id, number, seconds, now)
-    add_use(connection, job.project_id, job.key_id, now, slot_seconds=number * seconds)
+    slot_seconds = number * seconds
+    cost = cost_of(slot_seconds, job.price)
+    use = {"slot_seconds": slot_seconds, "cost": cost}
+    currency = None if job.price is None else job.currency
+    add_use(connection, job.project_id, job.key_id, now, currency, **use)
     connection.execute(delete(slots).where(*mine))
     used = {
         "held_seconds": jobs.c.held_seconds + seconds,
-        "slot_seconds": jobs.c.slot_seconds + number * seconds,
+        "slot_seconds": jobs.c.slot_seconds + slot_seconds,
+        "cost": jobs.c.cost + cost,
     }
     connection.execute(
         update(jobs).where(jobs.c.id == job.id).values(**used, taken_at=None, ends_at=None)

@@ -61,6 +61,8 @@ class TenantLimits:
     """Names of bases that it may train on."""
     wandb_entities: tuple[str, ...] | None = None
     """Weights & Biases entities that its jobs may send metrics to."""
+    max_cost_per_month: float | None = None
+    """What its jobs may cost in a month (UTC), in the operator's currency."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -107,6 +109,14 @@ class Usage:
     """Bytes uploaded."""
     jobs: int
     """Jobs created."""
+    cost: int = 0
+    """In millionths of the currency."""
+    currency: str | None = None
+    """None: nothing had a price."""
+    joules: float = 0.0
+    """Energy, as far as it was measured."""
+    co2_grams: float = 0.0
+    """What that weighs, as far as it is known."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -50,7 +50,7 @@ _FIELDS = [field.name for field in fields(Job)]
 _REASONS = {reason.value: reason for reason in Reason}
 """By value, so that a job is not hidden by a reason that a later version has added."""
 _ENUMERATED = ("state", "phase", "desired", "halt", "reason")
-_FIXED = _REQUEST | {"queued_at", "taken_at", "held_seconds", "slot_seconds"}
+_FIXED = _REQUEST | {"queued_at", "taken_at", "held_seconds", "slot_seconds", "cost"}
 
 
 def to_job(row: RowMapping | dict[str, Any]) -> Job:

@@ -206,6 +206,19 @@ jobs = Table(
     Column("held_seconds", Double, nullable=False, server_default="0"),
     Column("slot_seconds", Double, nullable=False, server_default="0"),
     Column("seen_tokens", BigInteger, nullable=False, server_default="0"),
+    # Money in millionths of the currency (ft_service/money.py). The most that it may cost; NULL: no
+    # limit.
+    Column("max_cost", BigInteger),
+    # Of a slot-hour, as its newest attempt pays it; NULL: no price is known.
+    Column("price", BigInteger),
+    Column("currency", StorableText),
+    Column("grams_per_kwh", Double),
+    # What its attempts that have given their slots back have cost.
+    Column("cost", BigInteger, nullable=False, server_default="0"),
+    # Energy of all attempts, and of the newest one so far; NULL: not measured.
+    Column("joules", Double),
+    Column("attempt_joules", Double),
+    Column("co2_grams", Double),
     # The sweep that it is one of (ft_service/store/sweeps.py), and what it has of its own there;
     # NULL: it is alone.
     Column("sweep_id", StorableText),
@@ -435,6 +448,14 @@ engines = Table(
     # or left a seat.
     Column("use", StorableJson),
     Column("divided_at", Double, nullable=False),
+    # As in jobs, of all its seats.
+    Column("price", BigInteger),
+    Column("currency", StorableText),
+    Column("grams_per_kwh", Double),
+    # Energy that was reported so far, and of it that of each job which still sits there; NULL: not
+    # measured.
+    Column("joules", Double),
+    Column("energy", StorableJson),
     # When it was asked to end.
     Column("closing_at", Double),
     # When its slots became free.
@@ -607,6 +628,11 @@ usage = Table(
     Column("tokens", BigInteger, nullable=False, server_default="0"),
     Column("bytes", BigInteger, nullable=False, server_default="0"),
     Column("jobs", Integer, nullable=False, server_default="0"),
+    # In millionths of the currency; NULL: nothing had a price.
+    Column("cost", BigInteger, nullable=False, server_default="0"),
+    Column("currency", StorableText),
+    Column("joules", Double, nullable=False, server_default="0"),
+    Column("co2_grams", Double, nullable=False, server_default="0"),
 )
 
 # How many requests projects send, where several servers share that: when the bucket is full again,

@@ -199,6 +199,7 @@ class Sync:
             done = True
         if logs or time.monotonic() - self._logged_at > LOGS_SECONDS:
             self._push_changed(self.run.list(self._keys.logs))
+            self._push_energy()
             self._logged_at = time.monotonic()
         return done
 
@@ -245,6 +246,11 @@ class Sync:
             if size is not None and self._remote_sizes.get(key) != size:
                 self.objects.upload(self.run.root / key, f"{self._prefix}/{key}")
                 self._remote_sizes[key] = size
+
+    def _push_energy(self) -> None:
+        """Upload what this node has measured, which is rewritten with the same size."""
+        for key in (own.energy for own in self._own if self.run.has(own.energy)):
+            self.objects.upload(self.run.root / key, f"{self._prefix}/{key}")
 
     def _push_shards(self) -> None:
         """Upload the files of this attempt's checkpoints without the markers, since other nodes'

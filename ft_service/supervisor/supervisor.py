@@ -60,6 +60,7 @@ from ft_service.rundir.documents import (
 )
 from ft_service.rundir.failure_origin import nccl_gave_up
 from ft_service.supervisor import command_line, torchrun
+from ft_service.supervisor.energy_meter import EnergyMeter, counter_of
 from ft_service.supervisor.object_mirror import Mirror
 from ft_service.supervisor.torchrun import Node
 from ft_service.wording import counted
@@ -287,7 +288,13 @@ class Supervisor:
             )
         if self.mirror is not None:
             self.mirror.follow()
+        # After the fork, which must not copy a thread.
+        meter = EnergyMeter(
+            self.node.files(self.run_dir, start),
+            counter_of(torchrun.devices(start), process.pid),
+        )
         self._watch(process, start)
+        meter.close()
         self._wait_for_ranks(self.node.ranks_lock(self.run_dir, start))
         return self._judge(start, process.returncode)
 

@@ -183,11 +183,19 @@ def _devices(start: Start) -> dict[str, str]:
     """Restrict ranks to the GPUs of the attempt's slots; without slots, or without GPUs, nothing is
     hidden.
     """
-    gpus = visible_gpus()
-    slots = start.slots
-    if not slots or not gpus:
+    if not start.slots or not visible_gpus():
         return {}
-    return {visibility_variable(): ",".join(gpus[slot] for slot in slots if slot < len(gpus))}
+    return {visibility_variable(): ",".join(devices(start))}
+
+
+def devices(start: Start) -> list[str]:
+    """Return the GPUs that the ranks of this node see, as `visible_gpus` names them; none on a host
+    without any.
+    """
+    gpus = visible_gpus()
+    if not start.slots:
+        return gpus
+    return [gpus[slot] for slot in start.slots if slot < len(gpus)]
 
 
 def guilty_tail(logs: Path, local_rank: int | None, lines: int = TAIL_LINES) -> str:

@@ -131,7 +131,8 @@ _NO_RESULT = (
 )
 REFUSED: Mapping[str, str] = {
     **dict.fromkeys(
-        ("suffix", "metadata", "integrations", "priority", "max_seconds", "evaluation"), _OF_ALL
+        ("suffix", "metadata", "integrations", "priority", "max_seconds", "max_cost", "evaluation"),
+        _OF_ALL,
     ),
     **dict.fromkeys(("training_file", "validation_file", "validation_split"), _ONE_FILE),
     **dict.fromkeys(

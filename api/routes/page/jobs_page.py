@@ -25,7 +25,7 @@ from api.page.summaries import answers_of, graded_over_time
 from api.routes.page.engines_page import ENGINES
 from api.routes.page.models_page import inference_of
 from api.routes.page.organization_page import PROJECTS, every
-from api.routes.page.sign_in_page import Visitor, page_router
+from api.routes.page.sign_in_page import Visitor, form_of, page_router
 from ft_service.jobs.method_options import loss_measure
 from ft_service.jobs.states import TERMINAL, State
 from ft_service.spec import is_tuned
@@ -267,8 +267,12 @@ async def delete(request: Request, job_id: str, api: Api) -> Response:
 async def act(
     request: Request, job_id: str, verb: str, api: Api, viewer: Visitor, services: Svc
 ) -> Response:
-    """Pause, resume or cancel. The answer is the new head of the job's page."""
-    job = await api.post(f"{JOBS}/{job_id}/{verb}")
+    """Pause, resume or cancel. The answer is the new head of the job's page.
+
+    `max_cost` in the form: a new limit to resume with.
+    """
+    limit = (await form_of(request)).get("max_cost", "").strip() if verb == "resume" else ""
+    job = await api.post(f"{JOBS}/{job_id}/{verb}", {"max_cost": limit} if limit else None)
     # It shows the state before.
     services.recent_parts.pop((viewer.project_id, viewer.scope, "job", job_id), None)
     return fragment(request, "job_head.html", **await _head(api, job))

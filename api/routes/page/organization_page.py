@@ -14,7 +14,7 @@ from api.http.auth import manages
 from api.page.formatting import byte_count
 from api.page.inner_api import Api, InnerApi
 from api.page.rendering import leave_for, page
-from api.page.summaries import AMOUNTS, usage_bars, usage_summary
+from api.page.summaries import usage_bars, usage_summary
 from api.routes.page.sign_in_page import Visitor, form_of, page_router
 
 router = page_router()
@@ -36,6 +36,7 @@ LIMITS = {
     "max_priority": ("Highest priority", "higher ones of its jobs are lowered to it"),
     "bases": ("Bases", "names, separated by commas, or none"),
     "wandb_entities": ("W&B entities", "names, separated by commas, or none"),
+    "max_cost_per_month": ("Cost a month", "in the currency of the prices"),
 }
 """Limit of a project → its label and what to enter."""
 
@@ -45,7 +46,7 @@ async def usage(
     request: Request,
     api: Api,
     days: Annotated[int, Query(ge=1, le=366)] = 30,
-    of: Literal["gpu_seconds", "tokens", "bytes", "jobs"] = "gpu_seconds",
+    of: Literal["gpu_seconds", "tokens", "bytes", "jobs", "cost", "joules"] = "gpu_seconds",
     project: str | None = None,
 ) -> Response:
     """Sums over the last days (UTC), today included."""
@@ -58,6 +59,7 @@ async def usage(
         view["id"]: view["name"] for view in await every(api, PROJECTS, include_archived="true")
     }
     summary = usage_summary(used["data"])
+    of = of if of in summary.amounts else "gpu_seconds"
     keys = {
         key["id"]: key["name"]
         for name in list(summary.projects)[:_MOST_NAMED]
@@ -66,7 +68,7 @@ async def usage(
     values = {
         "summary": summary,
         "bars": usage_bars(summary.days, of),
-        "amounts_named": AMOUNTS,
+        "amounts_named": summary.amounts,
         "projects": projects,
         "keys": keys,
         "days": days,
@@ -198,6 +200,8 @@ def _limit(name: str, text: str) -> Any:
         )
     if name == "max_bytes":
         return byte_count(text)
+    if name == "max_cost_per_month":
+        return text  # the API reads numbers with digits behind the point
     return _whole(text)
 
 

@@ -19,6 +19,7 @@ from ft_service.control import sweep_loop
 from ft_service.control.admission.job_admission import AdmissionContext
 from ft_service.control.admission.sweep_admission import PREFIX, create_sweep
 from ft_service.control.jobs import ingest
+from ft_service.control.jobs.costs import costs_of
 from ft_service.store.records import Sweep
 from ft_service.sweeps.search_space import SweepRequest
 
@@ -60,8 +61,9 @@ def list_sweeps(
     """Not in OpenAI's API. List sweeps, the newest first."""
     page = services.store.sweeps.list_sweeps(caller.project_id, after=after, limit=limit)
     jobs = services.store.sweeps.jobs_of_sweeps([sweep.id for sweep in page.data])
+    costs = costs_of(services.store, [job for own in jobs.values() for job in own])
     views = [
-        sweep_view(sweep, jobs[sweep.id], sweep_loop.best_job(jobs[sweep.id]))
+        sweep_view(sweep, jobs[sweep.id], sweep_loop.best_job(jobs[sweep.id]), costs)
         for sweep in page.data
     ]
     return list_view(views, page.has_more)
@@ -98,4 +100,4 @@ def delete(
 
 def _view(sweep: Sweep, services: Services) -> SweepView:
     jobs = services.store.sweeps.jobs_of_sweeps([sweep.id])[sweep.id]
-    return sweep_view(sweep, jobs, sweep_loop.best_job(jobs))
+    return sweep_view(sweep, jobs, sweep_loop.best_job(jobs), costs_of(services.store, jobs))

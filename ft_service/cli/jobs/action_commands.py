@@ -62,19 +62,23 @@ def pause(job_id: OneJobId = None, all_jobs: AllJobs = False, as_json: Json = Fa
 def resume(
     job_id: OneJobId = None,
     nproc_per_node: Ranks = None,
+    max_cost: Annotated[
+        float | None, typer.Option(metavar="AMOUNT", help="A new limit of what the job may cost.")
+    ] = None,
     all_jobs: AllJobs = False,
     as_json: Json = False,
 ) -> None:
     """Resume a paused job from its checkpoint."""
     if (job_id := _one_or_all(job_id, all_jobs)) is None:
-        if nproc_per_node is not None:
-            raise SpecError(
-                "--nproc-per-node is for one job: leave out --all.", param="nproc_per_node"
-            )
+        for option, value in (("nproc_per_node", nproc_per_node), ("max_cost", max_cost)):
+            if value is not None:
+                raise SpecError(
+                    f"--{option.replace('_', '-')} is for one job: leave out --all.", param=option
+                )
         _for_all("resume", as_json)
         return
     with connect_to_job(job_id, fit=lambda job: not job.over) as (client, job_id):
-        _show(client.resume(job_id, nproc_per_node), as_json)
+        _show(client.resume(job_id, nproc_per_node, max_cost), as_json)
 
 
 def _one_or_all(job_id: str | None, all_jobs: bool) -> str | None:

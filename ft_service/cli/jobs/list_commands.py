@@ -62,9 +62,11 @@ def list_jobs(
     if as_json:
         print_json([job.model_dump() for job in newest])
     elif newest:
-        rows = [_row(job) for job in newest]
+        priced = any(job.cost is not None for job in newest)
+        rows = [_row(job, priced) for job in newest]
+        costs = ("COST",) if priced else ()
         print_table(
-            ("ID", "SUFFIX", "BASE", "STATUS", "STEP", "VALID", "TOOK"),
+            ("ID", "SUFFIX", "BASE", "STATUS", "STEP", "VALID", "TOOK", *costs),
             rows,
             notes=("WHY", [_note(job) for job in newest]),
         )
@@ -115,6 +117,8 @@ def get(job_id: JobId, as_json: Json = False) -> None:
                 f"{job.trained_tokens:,}" if job.trained_tokens is not None else None,
             ),
             ("took", clock(job.seconds(time.time())) if job.finished_at else None),
+            ("cost", job.cost_text),
+            ("energy", job.energy and job.energy.text),
             ("created", local_time(job.created_at)),
             ("finished", local_time(job.finished_at)),
             ("checkpoints", f"at step{'s' if len(points) > 1 else ''} {steps}" if steps else None),
@@ -198,7 +202,8 @@ def files(limit: Newest = 20, as_json: Json = False) -> None:
         print_text("No files yet. `ft submit SPEC` uploads those that a SPEC names.")
 
 
-def _row(job: RemoteJob) -> tuple[str, ...]:
+def _row(job: RemoteJob, priced: bool) -> tuple[str, ...]:
+    """`priced`: whether there is a column of costs."""
     known = job.progress or {}
     step = f"{known['step']}/{known['total_steps']}" if known.get("total_steps") else ""
     name = job.id.removeprefix(PREFIX)[:_SHORT] if is_terminal() else job.id
@@ -211,6 +216,7 @@ def _row(job: RemoteJob) -> tuple[str, ...]:
         step,
         _valid(job) or "",
         clock(job.seconds(time.time())),
+        *((job.cost.text if job.cost else "",) if priced else ()),
     )
 
 

@@ -18,10 +18,12 @@ from ft_service.cli.jobs.watch_command import watch_job
 from ft_service.cli.local.job_inputs import describe_base, examine_data
 from ft_service.cli.local.spec_arguments import (
     Changes,
+    MaxCost,
     ModelName,
     SpecOrData,
     Suffix,
     load_spec_arguments,
+    with_max_cost,
 )
 from ft_service.cli.local_store import settings_with_models
 from ft_service.cli.output import Json, connect, print_json, print_json_line, print_note, print_text
@@ -52,6 +54,7 @@ def submit(
     model: ModelName = None,
     suffix: Suffix = None,
     changes: Changes = None,
+    max_cost: MaxCost = None,
     follow: Annotated[bool, typer.Option("--watch", help="Wait, and show the progress.")] = False,
     unchecked: Annotated[
         bool, typer.Option("--unchecked", help="Do not check the data here; the server will.")
@@ -63,7 +66,7 @@ def submit(
     Before the upload the server checks whether it would accept the job; a file that it has already
     is not uploaded again.
     """
-    loaded = load_spec_arguments(spec, changes, model, suffix)
+    loaded = load_spec_arguments(spec, with_max_cost(changes, max_cost), model, suffix)
     with connect() as client:
         loaded = check_accepted(client, loaded)
         seen_messages = frozenset() if unchecked else check_data(client, loaded)
@@ -75,10 +78,12 @@ def submit(
                 print_json_line(job.model_dump())
             else:
                 print_json(job.model_dump())
-        elif follow:
-            print_text(f"Created {job.id}.")
         else:
-            print_text(f"Created {job.id}.\nWatch it: ft watch {job.id}")
+            planned = (
+                "" if job.planned_cost is None else f" It costs about {job.planned_cost.text}."
+            )
+            watch = "" if follow else f"\nWatch it: ft watch {job.id}"
+            print_text(f"Created {job.id}.{planned}{watch}")
         return watch_job(client, job.id, as_json, seen_messages=seen_messages) if follow else 0
 
 

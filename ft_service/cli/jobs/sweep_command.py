@@ -11,7 +11,14 @@ import typer
 from ft_service.cli.jobs.action_commands import ask_to_remove
 from ft_service.cli.jobs.job_argument import LAST, PREFIX
 from ft_service.cli.jobs.submit_command import check_accepted, check_data, uploaded
-from ft_service.cli.local.spec_arguments import Changes, ModelName, Suffix, load_spec_arguments
+from ft_service.cli.local.spec_arguments import (
+    Changes,
+    MaxCost,
+    ModelName,
+    Suffix,
+    load_spec_arguments,
+    with_max_cost,
+)
 from ft_service.cli.output import (
     Json,
     connect,
@@ -60,6 +67,7 @@ def submit(
     model: ModelName = None,
     suffix: Suffix = None,
     changes: Changes = None,
+    max_cost: MaxCost = None,
     follow: Annotated[
         bool, typer.Option("--watch", help="Wait until it is over, and show the results.")
     ] = False,
@@ -69,7 +77,7 @@ def submit(
     as_json: Json = False,
 ) -> int:
     """Check a SPEC with its sweep and its data, upload the files once and create all jobs."""
-    loaded = load_spec_arguments(spec, changes, model, suffix, sweep=True)
+    loaded = load_spec_arguments(spec, with_max_cost(changes, max_cost), model, suffix, sweep=True)
     with connect() as client:
         loaded = check_accepted(client, loaded)
         if not unchecked:
@@ -223,6 +231,10 @@ def _print(sweep: RemoteSweep) -> None:
         [_row(sweep, job) for job in sweep.jobs],
         notes=("WHY", [_why(job) for job in sweep.jobs]),
     )
+    if sweep.cost is not None:
+        print_text(f"They have cost {sweep.cost.text}.")
+    if sweep.energy is not None:
+        print_text(f"They have taken {sweep.energy.text}.")
     best = sweep.best
     if best is None:
         print_text(

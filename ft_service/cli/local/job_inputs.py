@@ -54,6 +54,12 @@ class JobData:
         """Counts of the training file, including what validation_split sets aside."""
         return self.reports["training_file"].counts
 
+    @property
+    def examples(self) -> int:
+        """Units of training.batch_size in an epoch."""
+        counted = self.reports["training_file"].examples
+        return self.statistics.items if self.statistics else counted
+
     def lengths(self, spec: JobSpec) -> SampleLengths | None:
         """Lengths of the training samples; None: not counted."""
         if self.counts is not None and spec.reinforcement is not None:

@@ -14,6 +14,7 @@ import typer
 from ft_service.bases.description import Description
 from ft_service.cli.local.hub_base import planned_base
 from ft_service.cli.local.job_inputs import JobData, describe_base, examine_data
+from ft_service.cli.local.plan_ranking import ALL, rank_hardware
 from ft_service.cli.local.spec_arguments import (
     Changes,
     ModelName,
@@ -31,16 +32,20 @@ from ft_service.cli.output import (
 )
 from ft_service.client.responses import shown
 from ft_service.control.places.capacity import MOST_NODES, Capacity, refuse_too_many
+from ft_service.control.places.price_list import price_list
 from ft_service.engines.sharing import share_key
 from ft_service.errors import SpecError
 from ft_service.host.hardware import default_slots, gpu_count
 from ft_service.ids import new_id
+from ft_service.launcher.local_launcher import host_id
+from ft_service.money import Rate
 from ft_service.plan.auto_options import settle_on, within_context
-from ft_service.plan.job import MOST_PER_HOST, Plan, plan_job, training_time
+from ft_service.plan.job import MOST_PER_HOST, Plan, plan_job, training_cost, training_time
 from ft_service.plan.machines import MACHINES, Machine, find_machine, measured, this_host
 from ft_service.plan.plan_text import (
     about,
     advice_lines,
+    cost_text,
     memory_table,
     modules_table,
     time_text,
@@ -71,7 +76,10 @@ _MOST_MEMORY = 2**50
 HardwareName = Annotated[
     str | None,
     typer.Option(
-        "--hardware", metavar="NAME", help=f"{', '.join(MACHINES)} or cpu. Default: this host."
+        "--hardware",
+        metavar="NAME",
+        help=f"{', '.join(MACHINES)} or cpu; all: every GPU, the cheapest or fastest first. "
+        "Default: this host.",
     ),
 ]
 Memory = Annotated[
@@ -107,11 +115,17 @@ def plan(
     Of a sweep: all its jobs. Nothing is started. A base that is not here is planned by what the hub
     says of it: all but its weights is fetched, and not kept.
     """
-    machine = find_machine(hardware) if hardware else this_host()
+    ranks_all = hardware == ALL
+    machine = find_machine(hardware) if hardware and not ranks_all else this_host()
     if memory is not None:
+        if ranks_all:
+            raise SpecError("--memory: of one GPU. Name it in --hardware.", param="memory")
         machine = replace(machine, memory=parse_size(memory))
     loaded = load_spec_arguments(spec, changes, model, sweep=None, bases=True)
     with planned_base(loaded.request.model, settings_with_models(), print_note) as (settings, told):
+        if ranks_all:
+            rank_hardware(loaded, settings, as_json=as_json)
+            return
         _plan(
             loaded, settings, machine, told, on_host=not hardware, verbose=verbose, as_json=as_json
         )
@@ -135,6 +149,8 @@ def _plan(
     )
     if on_host:  # another host than this one may have any number of ranks
         refuse_too_many(found, _nodes_like_this_host(settings))
+    prices = price_list(settings)
+    rate = prices.rate(host_id()) if on_host else prices.rate_of_hardware(machine.name)
     base = describe_base(Path(found.model.path), found.model.name, settings, print_note)
     machine = measured(machine, base.products)
     resolved = within_context(base, found)
@@ -146,26 +162,28 @@ def _plan(
     # An unusable base was reported before the data is read.
     data = examine_data(resolved, settings, print_note, base, need_counts=False)
     if loaded.sweep is not None:
-        _plan_sweep(loaded, resolved, settings, machine, data, as_json)
+        _plan_sweep(loaded, resolved, settings, machine, data, rate, as_json)
         if not_here is not None and not as_json:
             print_text(not_here)
         return
     its_plan = plan_job(base, resolved, machine, data.lengths(resolved), most)
-    examples = _examples(data)
+    examples = data.examples
     duration = training_time(its_plan, resolved, examples)
+    cost = training_cost(duration, resolved.world_size, rate)
     largest = _largest(base, resolved, machine, data.lengths(resolved), examples)
     if as_json:
         more: dict[str, Any] = {} if not_here is None else {"not_here": not_here}
         if largest is not None:
             more["largest"] = largest[0].as_dict() | {"ranks": largest[1], "time": largest[2]}
-        print_json(its_plan.as_dict() | {"time": duration, "data": _counts(data)} | more)
+        planned = {"time": duration, "cost": cost, "data": _counts(data)}
+        print_json(its_plan.as_dict() | planned | more)
         return
-    _show(its_plan, duration)
+    _show(its_plan, duration, cost)
     if largest is not None:
         print_text(
             f"All this is for the fewest ranks, {resolved.world_size}. On the most, {largest[1]}:"
         )
-        _show(largest[0], largest[2])
+        _show(largest[0], largest[2], training_cost(largest[2], largest[1], rate))
     if not resolved.checkpoint.save_steps:
         print_text(_checkpoints_text(resolved, examples, duration["steps"]))
     _show_data(data, resolved)
@@ -230,13 +248,14 @@ def _plan_sweep(
     settings: Settings,
     machine: Machine,
     data: JobData,
+    rate: Rate | None,
     as_json: bool,
 ) -> None:
     """Show what all jobs of a sweep take. `first`: the first job; all have the same base."""
     sweep = spec.sweep
     assert sweep is not None
     base = describe_base(Path(first.model.path), first.model.name, settings, print_note)
-    examples = _examples(data)
+    examples = data.examples
     planned: list[tuple[Plan, dict[str, Any]]] = []
     settled: list[JobSpec] = []
     for job in sweep.jobs:
@@ -262,6 +281,8 @@ def _plan_sweep(
             for name in ("seconds_at_most", "seconds_likely")
         },
     }
+    # All jobs have the same ranks.
+    cost = training_cost(total, first.world_size, rate)
     shared = _seconds_in_engine(settled, planned, settings.seats)
     if as_json:
         jobs = [
@@ -273,9 +294,8 @@ def _plan_sweep(
             }
             for job, (its_plan, time) in zip(sweep.jobs, planned, strict=True)
         ]
-        print_json(
-            {"jobs": jobs, "time": total | {"seconds_in_engine": shared}, "data": _counts(data)}
-        )
+        time = total | {"seconds_in_engine": shared}
+        print_json({"jobs": jobs, "time": time, "cost": cost, "data": _counts(data)})
         return
     largest = max(planned, key=lambda one: one[0].rank.total)[0]
     its_verdict = verdict(largest)
@@ -283,6 +303,8 @@ def _plan_sweep(
         f"{len(planned)} jobs, of which the largest {its_verdict[0].lower()}{its_verdict[1:]}"
     )
     print_text(f"One after the other, their {time_text(total)}")
+    if (said := cost_text(cost)) is not None:
+        print_text(said)
     if shared is not None:
         alone = about(
             sum(
@@ -348,10 +370,6 @@ def _gpus(machine: Machine) -> int:
     return 0 if machine.shared_memory else max(1, gpu_count())
 
 
-def _examples(data: JobData) -> int:
-    return data.statistics.items if data.statistics else data.reports["training_file"].examples
-
-
 def _counts(data: JobData) -> dict[str, Any]:
     return {
         param: report.counts and asdict(report.counts) for param, report in data.reports.items()
@@ -389,9 +407,11 @@ def parse_size(text: str) -> int:
     return int(size)
 
 
-def _show(plan: Plan, duration: dict[str, Any]) -> None:
+def _show(plan: Plan, duration: dict[str, Any], cost: dict[str, Any] | None) -> None:
     print_text(verdict(plan))
     print_text(time_text(duration))
+    if (said := cost_text(cost)) is not None:
+        print_text(said)
     for line in advice_lines(plan):
         print_text(line)
 

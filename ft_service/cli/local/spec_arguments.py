@@ -59,6 +59,20 @@ Suffix = Annotated[
 ]
 
 
+MaxCost = Annotated[
+    float | None,
+    typer.Option(
+        metavar="AMOUNT",
+        help="What each job may cost, in the server's currency: then it pauses at a checkpoint.",
+    ),
+]
+
+
+def with_max_cost(changes: list[str] | None, max_cost: float | None) -> list[str]:
+    """Return the changes with the limit of the cost, if it is given."""
+    return [*(changes or ()), *([] if max_cost is None else [f"max_cost={max_cost:.15g}"])]
+
+
 def load_spec_arguments(
     spec: Path,
     changes: list[str] | None = None,

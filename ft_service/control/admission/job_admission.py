@@ -16,8 +16,10 @@ from ft_service.bases.catalogue import Catalogue
 from ft_service.bases.describing import Descriptions, NotDescribedError
 from ft_service.bases.own_template import with_template_variables
 from ft_service.control.admission import tuned_models
+from ft_service.control.admission.budget import refuse_spent, refuse_without_price
 from ft_service.control.admission.reinforcement_admission import refuse_unless_graded
 from ft_service.control.places.capacity import Capacity, capacity_of, refuse_too_many
+from ft_service.control.places.price_list import price_list
 from ft_service.control.tracking.integration_check import refuse_unless_possible
 from ft_service.data.answer_metrics import check_metrics
 from ft_service.data.formats.columns import Columns
@@ -26,6 +28,7 @@ from ft_service.errors import ForbiddenError, FtError, NotFoundError, SpecError
 from ft_service.ids import new_id
 from ft_service.jobs.queue_snapshot import JobSize
 from ft_service.jobs.states import Job, State
+from ft_service.money import micros, money_text
 from ft_service.plan.admit import Admitted, admit, settle_counted
 from ft_service.plan.image_features import note_on_images
 from ft_service.plan.sample_lengths import SampleLengths
@@ -168,11 +171,13 @@ def new_job(parsed: ParsedJob, context: AdmissionContext, announced: Sequence[Fi
     request = parsed.request
     principal = context.principal
     limits = context.principal.limits
+    refuse_spent(context.store, principal.project_id, limits.max_cost_per_month)
     capacity = capacity_of(context.settings, request.distributed.profile, principal.project_id)
     files = context.store.files.find_files(file_ids(request)) | {
         file.id: file for file in announced
     }
     spec = resolve_parsed(parsed, files, capacity, context)
+    rate = price_list(context.settings).rate_of(capacity)
     priority = (
         request.priority
         if limits.max_priority is None
@@ -190,22 +195,41 @@ def new_job(parsed: ParsedJob, context: AdmissionContext, announced: Sequence[Fi
         nodes=spec.distributed.nnodes,
         shapes=_shapes(spec, capacity, limits),
         max_seconds=request.max_seconds,
+        max_cost=None if request.max_cost is None else micros(request.max_cost),
+        price=rate and rate.price,
+        currency=rate and rate.currency,
+        grams_per_kwh=rate and rate.grams_per_kwh,
         host=capacity.host,
         key_id=principal.key_id,
         traceparent=current_traceparent(),
         sweep_id=parsed.sweep and parsed.sweep.sweep_id,
         sweep_values=parsed.sweep and parsed.sweep.values,
     )
+    if job.max_cost is not None:
+        refuse_without_price(job)
     try:
         size = None if request.training_file is None else files[request.training_file].bytes
         job, events = planned(
             job, size, capacity=capacity, limits=limits, descriptions=context.catalogue.descriptions
         )
+        events = [*events, *_beyond_limit(job)]
     except NotDescribedError:
         events = [NewEvent(level="info", message=NOT_PLANNED.format(base=spec.model.name))]
     return NewJob(
         job, [*events, *_first_events(request, spec, capacity, priority)], limits.max_queued
     )
+
+
+def _beyond_limit(job: Job) -> list[NewEvent]:
+    """A warning of a limit that the planned training is likely to reach."""
+    cost, limit, currency = job.planned_cost, job.max_cost, job.currency or ""
+    if cost is None or limit is None or cost <= limit:
+        return []
+    message = (
+        f"The plan costs {money_text(cost, currency)}, more than max_cost = "
+        f"{money_text(limit, currency)}: the job will pause at a checkpoint on its way."
+    )
+    return [NewEvent(level="warn", message=message)]
 
 
 def planned(

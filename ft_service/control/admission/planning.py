@@ -20,13 +20,14 @@ from ft_service.control.admission.job_admission import (
 from ft_service.control.bases.base_pulls import staged_bases
 from ft_service.control.bases.pulling import NOT_HERE
 from ft_service.control.places.capacity import capacity_of
+from ft_service.control.places.price_list import price_list
 from ft_service.data.formats.columns import Columns
 from ft_service.data.formats.detect_format import Container, Format
 from ft_service.data.formats.reading import estimate_samples, open_data
 from ft_service.errors import SpecError
 from ft_service.jobs.states import Job
 from ft_service.plan.auto_options import within_context
-from ft_service.plan.job import plan_job, training_time
+from ft_service.plan.job import plan_job, training_cost, training_time
 from ft_service.plan.machines import Machine
 from ft_service.plan.plan_text import change_text
 from ft_service.plan.sample_lengths import BYTES_PER_TOKEN, SampleLengths
@@ -71,7 +72,9 @@ def plan_body(body: object, context: AdmissionContext, places: Places) -> dict[s
     base = context.catalogue.descriptions.description(Path(spec.model.path))
     most = capacity.most_per_node(spec.distributed.nnodes, context.principal.limits.max_slots)
     planned = _document(base, spec, capacity.machine_for(base), path, size, most)
-    return planned | {"not_here": not_here}
+    rate = price_list(context.settings).rate_of(capacity)
+    cost = training_cost(planned["time"], spec.world_size, rate)
+    return planned | {"cost": cost, "not_here": not_here}
 
 
 def plan_of_job(
@@ -87,7 +90,9 @@ def plan_of_job(
     capacity = capacity_of(settings, job.spec.distributed.profile)
     machine = capacity.machine_for(base)
     most = capacity.most_per_node(job.nodes, None)
-    return _document(base, job.spec, machine, path if size is not None else None, size, most)
+    planned = _document(base, job.spec, machine, path if size is not None else None, size, most)
+    rate = price_list(settings).rate_of(capacity)
+    return planned | {"cost": training_cost(planned["time"], job.spec.world_size, rate)}
 
 
 def _document(

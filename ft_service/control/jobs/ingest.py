@@ -18,8 +18,9 @@ from ft_service.errors import UnavailableError
 from ft_service.ids import new_id
 from ft_service.jobs.states import ALONE, Ended, Job, Level, Observation, State
 from ft_service.jobs.user_actions import Verb
+from ft_service.money import co2_grams
 from ft_service.plan.fitting_settings import COMPILE, FITTED, FORMAT, is_open, value_of
-from ft_service.rundir.attempt import RESULT, unreadable_exit
+from ft_service.rundir.attempt import RESULT, Attempt, unreadable_exit
 from ft_service.rundir.checkpoints import CHECKPOINT_NAME
 from ft_service.rundir.directory import RunDir, UnreadableDocumentError
 from ft_service.rundir.documents import ExitReason, Result
@@ -98,6 +99,26 @@ def _with_progress(job: Job, events: Sequence[Event], now: float) -> Job:
         return job
     left = min(_MOST_SECONDS, max(0, steps[-1].total_steps - steps[-1].step) * median(seconds))
     return replace(job, left_seconds=left, ends_at=now + left)
+
+
+def with_energy(job: Job, run: RunDir) -> Job:
+    """The job with the energy that its newest attempt has reported, unless an engine trains it.
+
+    A report that fell, as an attempt's never does, changes nothing.
+    """
+    if not job.attempt or job.engine_id is not None:
+        return job
+    reported = Attempt(run, job.attempt).joules(job.nodes)
+    more = (reported or 0.0) - (job.attempt_joules or 0.0)
+    if reported is None or more < 0 or (more == 0 and job.attempt_joules is not None):
+        return job
+    grams = co2_grams(more, job.grams_per_kwh)
+    return replace(
+        job,
+        attempt_joules=reported,
+        joules=(job.joules or 0.0) + more,
+        co2_grams=job.co2_grams if grams is None else (job.co2_grams or 0.0) + grams,
+    )
 
 
 def _with_choices(job: Job, events: Sequence[Event]) -> Job:

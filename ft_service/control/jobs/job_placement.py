@@ -18,6 +18,7 @@ from ft_service.jobs.queue import choose_closing, choose_preempted, choose_slots
 from ft_service.jobs.queue_snapshot import ExpectedStart, Host, QueueSnapshot
 from ft_service.jobs.states import Job
 from ft_service.launcher.protocol import Launcher
+from ft_service.money import Rate
 from ft_service.store.leases import HOST_SECONDS
 from ft_service.store.records import Claim, JobChange, NewEngine, NewEvent
 from ft_service.store.sql import Store
@@ -39,6 +40,8 @@ class PlacementRules:
 
     lease_seconds: float
     preempt_after: float | None
+    rate: Rate | None = None
+    """What this place takes for its slots; None: it has no price."""
 
 
 class JobPlacement:
@@ -59,6 +62,7 @@ class JobPlacement:
         self._owner = owner
         self._lease_seconds = rules.lease_seconds
         self._preempt_after = rules.preempt_after
+        self._rate = rules.rate
         self._too_large, self._preemption = Interval(TOO_LARGE_SECONDS), Interval(PREEMPT_SECONDS)
         self._search = Interval(0.0)
         self._announcement, self._measurement = Interval(HOST_SECONDS / 6), Interval(0.0)
@@ -127,6 +131,10 @@ class JobPlacement:
                 job=waiting,
                 events=[NewEvent(level="warn", message=f"The job waits. {waiting.pending}")],
             )
+        if job.max_cost is not None and self._rate is None:
+            waiting = decisions.without_price(job, now)
+            told = [NewEvent(level="warn", message=f"The job waits. {waiting.pending}")]
+            return JobChange(job=waiting, events=told if waiting.pending != job.pending else [])
         if (
             start is not None
             and (start.engine is not None or start.new_engine)
@@ -148,6 +156,7 @@ class JobPlacement:
         if start is None or slots is None:
             return JobChange(job=job)
         placed = _placed(job, start, now, new_id(PREFIX) if start.new_engine else None)
+        placed = _priced(placed, self._rate)
         # The ranks themselves report that training starts.
         message = f"Attempt {placed.attempt} is placed on {counted(placed.slots, 'slot')}"
         message += f", in the new engine {placed.engine_id}." if start.new_engine else "."
@@ -192,6 +201,13 @@ class JobPlacement:
 def _placed(job: Job, start: ExpectedStart, now: float, engine_id: str | None) -> Job:
     ends_at = None if start.seconds is None else now + start.seconds
     return replace(decisions.placed(job, start.host, start.shape, engine_id), ends_at=ends_at)
+
+
+def _priced(job: Job, rate: Rate | None) -> Job:
+    """The job with what its new attempt pays for its slots."""
+    if rate is None:
+        return replace(job, price=None, grams_per_kwh=None)
+    return replace(job, price=rate.price, currency=rate.currency, grams_per_kwh=rate.grams_per_kwh)
 
 
 def _still_shares(job: Job, start: ExpectedStart) -> bool:

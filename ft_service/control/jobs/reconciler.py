@@ -23,12 +23,14 @@ from typing import Protocol, assert_never
 from ft_service.control.admission.job_admission import LateAdmission
 from ft_service.control.checks.data_checks import Check
 from ft_service.control.cleanup.housekeeping import remove_unrecorded
+from ft_service.control.jobs.budgets import Budgets
 from ft_service.control.jobs.ingest import (
     Intake,
     collect_result,
     note_event,
     read_report,
     result_seen,
+    with_energy,
 )
 from ft_service.control.jobs.job_placement import JobPlacement, PlacementRules
 from ft_service.control.jobs.job_trace import ended_parts
@@ -45,6 +47,7 @@ from ft_service.jobs.states import Absent, Ended, Job, Observation, Running, Sta
 from ft_service.launcher.protocol import Launcher, LaunchError, ListsAttempts
 from ft_service.logs import about, fields
 from ft_service.meters import Meters
+from ft_service.money import Rate
 from ft_service.rundir.attempt import Attempt
 from ft_service.rundir.checkpoints import newest_checkpoint, newest_step
 from ft_service.rundir.directory import RunDir
@@ -118,6 +121,8 @@ class ReconcilerOptions:
     """Admission of jobs on bases that are described later; None: no job waits for its base, and the
     ranks choose what is "auto".
     """
+    rate_of: Callable[[str], Rate | None] = lambda host: None
+    """What a host takes for its slots; None: it has no price."""
     leave_after_seconds: float = LEAVE_AFTER_SECONDS
     """Time without a sign of the service after which ranks that live by commands leave."""
     without_paths: Callable[[str], str] = str
@@ -169,7 +174,12 @@ class Reconciler:
         self._lease_seconds = lease_seconds = options.lease_seconds
         self._owner = f"{platform.node()}:{os.getpid()}"
         self._engines = EngineTending(store, launcher, places, options.engines)
-        rules = PlacementRules(lease_seconds=lease_seconds, preempt_after=options.preempt_after)
+        self._budgets = Budgets(store)
+        rules = PlacementRules(
+            lease_seconds=lease_seconds,
+            preempt_after=options.preempt_after,
+            rate=options.rate_of(launcher.host),
+        )
         self._placement = JobPlacement(
             store, launcher, self._engines, owner=self._owner, rules=rules
         )
@@ -358,7 +368,7 @@ class Reconciler:
                 _, seen, report = self._observe(job, now)
                 reported = report.job != job or report.events or report.checkpoints or report.more
                 idle = not (reported or self._sign_is_due(job, seen)) and isinstance(
-                    decisions.decide(job, seen, now), Wait
+                    decisions.decide(job, seen, now, self._budgets.spent(job, now)), Wait
                 )
         except Exception:
             return False
@@ -375,6 +385,8 @@ class Reconciler:
         )
         # Read after observing: all that an attempt wrote before it ended is then there.
         report = read_report(run, job, now)
+        if report.checkpoints or isinstance(seen, Ended):
+            report = replace(report, job=with_energy(report.job, run))
         if isinstance(seen, Running) and seen.note:
             report = replace(report, events=[*report.events, note_event(seen.note, seen.level)])
         return run, seen, report
@@ -410,7 +422,8 @@ class Reconciler:
 
     def _act(self, turn: _Turn) -> None:
         job = turn.job
-        action = decisions.decide(job, turn.seen, turn.claim.now)
+        now = turn.claim.now
+        action = decisions.decide(job, turn.seen, now, self._budgets.spent(job, now))
         match action:
             case Wait():
                 self._apply(turn, JobChange(job=job))

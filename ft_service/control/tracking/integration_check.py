@@ -65,7 +65,15 @@ def _refuse_unless_sent(kind: str, settings: Settings) -> None:
 
 
 def refuse_without_server(request: JobRequest) -> None:
-    """Raise SpecError for integrations that need a server, and as `refuse_without_writer`."""
+    """Raise SpecError for integrations and limits that need a server, and as
+    `refuse_without_writer`.
+    """
+    if request.max_cost is not None:
+        raise SpecError(
+            f"max_cost = {request.max_cost:g}: costs are counted by a server only. Submit the job "
+            "to one (ft submit), or limit the time (max_seconds).",
+            param="max_cost",
+        )
     if any(request.integrated(kind) for kind in NAMES):
         raise _refusal(
             "metrics are sent by a server only. Submit the job to one (ft submit), or leave "

@@ -6,16 +6,19 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from datetime import UTC, date, datetime
+from typing import Any
 
 from sqlalchemy import Connection, func, select, update
 
 from ft_service.jobs.queue_snapshot import accrued, remembered
-from ft_service.store.database import StorePart, upsert
+from ft_service.money import cost_of
+from ft_service.store.database import StorePart, database_time, upsert
 from ft_service.store.records import Usage
-from ft_service.store.tables import projects, usage
+from ft_service.store.tables import LIVE, engines, jobs, projects, usage
 
 DAY_SECONDS = 86_400
-AMOUNTS = ("slot_seconds", "tokens", "bytes", "jobs")
+AMOUNTS = ("slot_seconds", "tokens", "bytes", "jobs", "cost", "joules", "co2_grams")
 
 
 def exact(seconds: float) -> float:
@@ -24,14 +27,25 @@ def exact(seconds: float) -> float:
 
 
 def add_use(
-    connection: Connection, project_id: str, key_id: str | None, now: float, **amounts: float
+    connection: Connection,
+    project_id: str,
+    key_id: str | None,
+    now: float,
+    currency: str | None = None,
+    **amounts: float,
 ) -> None:
     """Add usage on the day of `now` (database time).
 
-    `amounts`: slot_seconds, tokens, bytes or jobs.
+    `currency`: that of the cost; None: there is no cost. `amounts`: some of AMOUNTS.
     """
-    row = {"project_id": project_id, "key_id": key_id or "", "day": int(now // DAY_SECONDS)}
-    more = {name: usage.c[name] + amount for name, amount in amounts.items()}
+    row: dict[str, Any] = {
+        "project_id": project_id,
+        "key_id": key_id or "",
+        "day": int(now // DAY_SECONDS),
+    }
+    more: dict[str, Any] = {name: usage.c[name] + amount for name, amount in amounts.items()}
+    if currency is not None:
+        row["currency"] = more["currency"] = currency
     statement = upsert(connection, usage).values(**row, **dict.fromkeys(AMOUNTS, 0) | amounts)
     connection.execute(
         statement.on_conflict_do_update(index_elements=["project_id", "key_id", "day"], set_=more)
@@ -70,6 +84,18 @@ class UsageQuery:
     """Some of project_id and key_id; usage is always grouped by day."""
 
 
+@dataclass(frozen=True)
+class Spent:
+    """Costs of a project in the month, what its slots have taken until now included."""
+
+    cost: int
+    """In millionths of the currency."""
+    currency: str | None
+    """None: nothing had a price."""
+    limit: float | None
+    """Its limit max_cost_per_month, in the currency; None: none."""
+
+
 class UsageStore(StorePart):
     """Reading usage."""
 
@@ -80,7 +106,11 @@ class UsageStore(StorePart):
             *(usage.c[name] for name in ("project_id", "key_id") if name in asked.group_by),
         ]
         query = (
-            select(*groups, *(func.sum(usage.c[name]).label(name) for name in AMOUNTS))
+            select(
+                *groups,
+                *(func.sum(usage.c[name]).label(name) for name in AMOUNTS),
+                func.max(usage.c.currency).label("currency"),
+            )
             .where(usage.c.day >= asked.first_day, usage.c.day <= asked.last_day)
             .group_by(*groups)
             .order_by(*groups)
@@ -105,6 +135,51 @@ class UsageStore(StorePart):
                 tokens=int(row["tokens"]),
                 bytes=int(row["bytes"]),
                 jobs=int(row["jobs"]),
+                cost=int(row["cost"]),
+                currency=row["currency"],
+                joules=float(row["joules"]),
+                co2_grams=float(row["co2_grams"]),
             )
             for row in rows
         ]
+
+    def currency(self) -> str | None:
+        """Currency of all costs in this database; None: there are none."""
+        with self._database.reading() as connection:
+            return connection.scalars(select(func.max(usage.c.currency))).one()
+
+    def spent(self, project_id: str) -> Spent:
+        """What a project has spent in this month (UTC), and may spend."""
+        with self._database.reading() as connection:
+            now = connection.scalars(select(database_time())).one()
+            this_month = datetime.fromtimestamp(now, UTC).replace(day=1)
+            first = (this_month.date() - date(1970, 1, 1)).days
+            mine = (usage.c.project_id == project_id, usage.c.day >= first)
+            booked = select(func.sum(usage.c.cost), func.max(usage.c.currency)).where(*mine)
+            cost, currency = connection.execute(booked).one()
+            limits = connection.scalars(
+                select(projects.c.limits).where(projects.c.id == project_id)
+            ).one_or_none()
+            holders = select(jobs.c.price, jobs.c.currency, jobs.c.slots, jobs.c.taken_at).where(
+                jobs.c.project_id == project_id,
+                jobs.c.taken_at.is_not(None),
+                jobs.c.engine_id.is_(None),
+            )
+            taken = [
+                (row.currency, cost_of(row.slots * max(0.0, now - row.taken_at), row.price))
+                for row in connection.execute(holders)
+            ]
+            shared = select(engines).where(engines.c.project_id == project_id, LIVE)
+            taken += [
+                (row.currency, cost_of(_engine_seconds(row, now), row.price))
+                for row in connection.execute(shared)
+            ]
+        currency = currency or next((one for one, _ in taken if one is not None), None)
+        whole = int(cost or 0) + sum(money for _, money in taken)
+        return Spent(whole, currency, (limits or {}).get("max_cost_per_month"))
+
+
+def _engine_seconds(engine: Any, now: float) -> float:
+    """Slot-seconds of an engine that no usage holds yet. `engine`: its row."""
+    since = engine.ranks * max(0.0, now - engine.divided_at)
+    return sum((engine.use or {}).values(), since)

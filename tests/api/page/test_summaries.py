@@ -63,6 +63,9 @@ def test_use_is_summed_by_day_project_and_key() -> None:
             "gpu_seconds": seconds,
             "uploaded_bytes": 10,
             "num_jobs": 1,
+            "cost": {"value": seconds / 64, "currency": "EUR"} if key else None,
+            "energy_joules": 3.0 if key else None,
+            "co2_grams": None,
         }
 
     days = [
@@ -73,7 +76,12 @@ def test_use_is_summed_by_day_project_and_key() -> None:
     found = summaries.usage_summary(
         [{"start_time": 86_400 * day, "results": results} for day, results in enumerate(days)]
     )
-    assert found.total == summaries.Use(tokens=15, gpu_seconds=271.0, bytes=40, jobs=4)
+    assert found.total == summaries.Use(
+        tokens=15, gpu_seconds=271.0, bytes=40, jobs=4, cost=270.5 / 64, joules=9.0
+    )
+    assert found.currency == "EUR"
+    assert list(found.amounts)[-2:] == ["cost", "joules"]
+    assert set(summaries.usage_summary([]).amounts).isdisjoint({"cost", "joules"})
     assert [one.tokens for one in found.days.values()] == [12, 0, 3]
     assert list(found.projects) == ["a", "b"], "who used most first"
     assert [(key, one.tokens) for key, one in found.keys.items()] == [

@@ -5,7 +5,10 @@ from __future__ import annotations
 from api.wire.organization_views import api_key_view, new_api_key_view, usage_csv, usage_view
 from ft_service.store.records import ApiKey, Usage
 
-ROWS = [Usage(day=1, project_id="p", key_id=None, slot_seconds=1.5, tokens=10, bytes=3, jobs=2)]
+MORE = {"cost": 2_250_000, "currency": "EUR", "joules": 7.5}
+ROWS = [
+    Usage(day=1, project_id="p", key_id=None, slot_seconds=1.5, tokens=10, bytes=3, jobs=2, **MORE)
+]
 
 
 def test_usage_has_a_bucket_for_every_day() -> None:
@@ -22,6 +25,9 @@ def test_usage_has_a_bucket_for_every_day() -> None:
         "gpu_seconds": 1.5,
         "uploaded_bytes": 3,
         "num_jobs": 2,
+        "cost": {"value": 2.25, "currency": "EUR"},
+        "energy_joules": 7.5,
+        "co2_grams": None,
         "project_id": "p",
         "api_key_id": None,
     }
@@ -30,7 +36,9 @@ def test_usage_has_a_bucket_for_every_day() -> None:
 
 def test_usage_as_csv() -> None:
     assert usage_csv(ROWS) == (
-        "day,project_id,api_key_id,trained_tokens,gpu_seconds,uploaded_bytes,num_jobs\n1970-01-02,p,,10,1.5,3,2\n"
+        "day,project_id,api_key_id,trained_tokens,gpu_seconds,uploaded_bytes,num_jobs,"
+        "cost,currency,energy_joules,co2_grams\n"
+        "1970-01-02,p,,10,1.5,3,2,2.25,EUR,7.5,\n"
     )
 
 

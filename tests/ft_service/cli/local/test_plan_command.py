@@ -16,6 +16,7 @@ from ft_service.cli.local import job_inputs
 from ft_service.control.bases import describe_bases
 from ft_service.host.running_servers import announced
 from ft_service.installation import SAMPLE_SPEC
+from ft_service.plan.machines import MACHINES
 from ft_service.plan.plan_text import time_text
 from ft_service.plan.seat import SEAT_SECONDS, START_SECONDS
 from tests.support.bases import LLAMA_8B, save_base
@@ -41,6 +42,51 @@ def spec(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         "training: {batch_size: 8, n_epochs: 2}\ndistributed: {nproc_per_node: 2}\n"
     )
     return path
+
+
+def test_every_gpu_is_ranked_by_cost_and_the_rest_by_time(
+    ft: Ft, spec: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    by_time = ft("plan", spec, "--hardware", "all").out.splitlines()
+    titles = next(line.split() for line in by_time if line.startswith("HARDWARE"))
+    assert titles == ["HARDWARE", "FITS", "PER", "RANK", "TIME"]
+    prices = tmp_path / "prices.yaml"
+    prices.write_text("currency: EUR\nslot_hour: 1\nhardware: {L40S: 0.01, H100: 99}\n")
+    monkeypatch.setenv("FT_PRICES", str(prices))
+    ranked = json.loads(ft("plan", spec, "--hardware", "all", "--json").out)
+    assert {one["hardware"] for one in ranked} == set(MACHINES)
+    names = [one["hardware"] for one in ranked]
+    assert names[:2] == ["L40S", "H100"]
+    assert ranked[1]["cost"]["currency"] == "EUR"
+    fitting = [one for one in ranked if one["fits"]]
+    assert ranked[: len(fitting)] == fitting
+    times = [one["time"]["seconds_likely"] for one in fitting[2:]]
+    assert times == sorted(times)
+    table = ft("plan", spec, "--hardware", "all").out
+    assert "COST" in table
+    for words in ((spec, "--memory", "24GiB"), (spec.parent / "models/llama-8b",)):
+        ended = ft("plan", *words, "--hardware", "all")
+        assert ended.code == 64, ended
+
+
+def test_a_plan_says_what_it_costs_on_this_host_and_on_others(
+    ft: Ft, spec: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    prices = tmp_path / "prices.yaml"
+    prices.write_text("currency: EUR\nslot_hour: 1\nhardware: {H100: 99}\n")
+    monkeypatch.setenv("FT_PRICES", str(prices))
+    there = json.loads(ft("plan", spec, "--hardware", "h100", "--json").out)
+    seconds = there["time"]["seconds_likely"]
+    assert there["cost"]["likely"] == pytest.approx(2 * 99 * seconds / 3600, rel=1e-3)
+    assert "EUR" in ft("plan", spec, "--hardware", "h100").out
+    assert json.loads(ft("plan", spec, "--hardware", "a100", "--json").out)["cost"] is None
+    here = json.loads(ft("plan", spec, "--json").out)
+    assert here["cost"]["slot_hour"] == 1.0
+    prices.rename(tmp_path / "gone")
+    monkeypatch.setenv("FT_PRICES", str(tmp_path / "wrong.yaml"))
+    (tmp_path / "wrong.yaml").write_text("currency: EUR\nhardwear: {}\n")
+    ended = ft("plan", spec, "--hardware", "h100")
+    assert (ended.code, "hardwear" in ended.err) == (64, True)
 
 
 def test_a_plan_lists_modules_bytes_and_whether_it_fits(ft: Ft, spec: Path) -> None:

@@ -4,14 +4,16 @@ workers.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
-from ft_service.control.jobs.ingest import collect_result
-from ft_service.rundir.attempt import AttemptKeys
+from ft_service.control.jobs.ingest import collect_result, with_energy
+from ft_service.jobs.decisions import placed
+from ft_service.rundir.attempt import Attempt, AttemptKeys
 from ft_service.rundir.directory import RunDir
-from ft_service.rundir.documents import Result
+from ft_service.rundir.documents import Energy, Result
 from ft_service.rundir.events import Event, read_segments, write_segment
 from ft_service.storage.locations import Places
 from tests.support.records import new_job
@@ -60,3 +62,22 @@ def test_an_event_segment_that_is_a_link_is_none(run: RunDir, secret: Path) -> N
     assert [event.message for segment in read_segments(run, 1) for event in segment.events] == [
         "mine"
     ]
+
+
+def test_energy_is_added_up_over_attempts_and_never_twice(run: RunDir) -> None:
+    job = new_job(attempt=1, grams_per_kwh=360.0)
+    assert with_energy(job, run) == job, "not measured"
+    Attempt(run, 1).node().write_energy(Energy(joules=2e6, source="nvml"))
+    job = with_energy(job, run)
+    assert (job.joules, job.attempt_joules, job.co2_grams) == (2e6, 2e6, 200.0)
+    assert with_energy(job, run) == job
+    Attempt(run, 1).node().write_energy(Energy(joules=5e6, source="nvml"))
+    job = with_energy(job, run)
+    Attempt(run, 1).node().write_energy(Energy(joules=1.0, source="nvml"))
+    assert with_energy(job, run) == job, "it cannot fall"
+    Attempt(run, 2).node().write_energy(Energy(joules=1e6, source="nvml"))
+    second = with_energy(replace(placed(job, "h"), grams_per_kwh=None), run)
+    assert (second.joules, second.attempt_joules) == (6e6, 1e6)
+    assert second.co2_grams == 500.0, "what a kWh weighs is not known there"
+    seated = replace(job, attempt=2, engine_id="engine-1")
+    assert with_energy(seated, run) == seated, "the engine's own is divided"

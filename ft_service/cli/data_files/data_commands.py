@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import gzip
-import io
 import json
 import os
 import shutil
@@ -20,6 +18,7 @@ import typer
 from rich.console import Console
 from rich.text import Text
 
+from ft_service.cli.data_files.chats_command import from_chats
 from ft_service.cli.data_files.data_arguments import (
     MAX_LENGTH,
     Column,
@@ -35,6 +34,7 @@ from ft_service.cli.data_files.data_arguments import (
     local_data,
     template_text,
 )
+from ft_service.cli.data_files.new_files import refuse_existing, written
 from ft_service.cli.data_files.stats_command import stats
 from ft_service.cli.local.job_inputs import refuse_faults
 from ft_service.cli.local_store import settings_with_models
@@ -68,6 +68,7 @@ def register(typer_app: typer.Typer) -> None:
 
 
 app.command()(stats)
+app.command()(from_chats)
 
 
 @app.command()
@@ -203,9 +204,8 @@ def convert(
             lines.seek(0)
             shutil.copyfileobj(lines, sys.stdout)
         return
-    if out.exists():
-        raise SpecError(f"{out} exists: name a new file.", param="out")
-    with _written(out) as lines:
+    refuse_existing(out)
+    with written(out) as lines:
         count = write(lines)
     if as_json:
         print_json({"lines": count, "path": str(out)})
@@ -285,7 +285,7 @@ def uploadable(data: LocalData) -> Iterator[Path]:
         if data.files:
             folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="ft-")))
             path = folder / f"{data.path.name}.jsonl.gz"
-            with _written(path) as lines:
+            with written(path) as lines:
                 write_lines(data, lines, Columns(labels=None))
         yield path
 
@@ -308,37 +308,6 @@ def _faults_of(report: DataReport, data: LocalData) -> Any:
     return (
         report if error is None else error.model_copy(update={"message": in_flags(error.message)})
     )
-
-
-@contextmanager
-def _compressed(path: Path) -> Iterator[IO[str]]:
-    """Open a gzip file without name and time, so that equal records give equal bytes, and a server
-    recognises them.
-    """
-    with (
-        path.open("wb") as raw,
-        gzip.GzipFile(filename="", mode="wb", fileobj=raw, mtime=0) as packed,
-        io.TextIOWrapper(packed, encoding="utf-8") as lines,
-    ):
-        yield lines
-
-
-@contextmanager
-def _written(path: Path) -> Iterator[IO[str]]:
-    """Open a new text file, compressed if its name says so, which appears only if the block
-    succeeds.
-    """
-    temporary = path.with_name(f"{path.name}.part")
-    try:
-        with (
-            _compressed(temporary)
-            if path.suffix == ".gz"
-            else temporary.open("w", encoding="utf-8") as lines
-        ):
-            yield lines
-        temporary.replace(path)
-    finally:
-        temporary.unlink(missing_ok=True)
 
 
 STYLES: Mapping[Role, str] = {

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import openai
 import pytest
 
+from ft_service.client import client as client_module
 from ft_service.control.cleanup.housekeeping import remove_expired
 from ft_service.jobs.states import State
 from tests.support.rest.receiver import Answer, Receiver, receiving
@@ -235,3 +237,56 @@ def test_lifetime_ends_a_chat_and_housekeeping_removes_it(
     remove_expired(service.settings, service.store)
     service.sql("UPDATE stored_chats SET expires_at = expires_at + 1000")
     assert not client.chat.completions.list().data
+
+
+def test_chats_become_data_that_the_check_accepts(
+    service: Service,
+    client: openai.OpenAI,
+    rival: openai.OpenAI,
+    receiver: Receiver,
+    tuned: str,
+    ft: Callable[..., str],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(client_module, "PAGE", 2)
+    says = [{"label": True}, {"label": False, "better": "Better."}, {"label": False}, None]
+    ids: list[str] = []
+    for number, said in enumerate(says):
+        receiver.answer = lambda _, number=number: completion(f"Answer {number}")
+        ids.append(ask(client, tuned, metadata={"app": "a" if number < 3 else "b"}).id)
+        if said is not None:
+            path = f"/v1/chat/completions/{ids[-1]}/feedback"
+            assert service.http("POST", path, json=said).is_success
+
+    def made(shape: str, *options: str) -> tuple[list[Any], list[str]]:
+        out = tmp_path / f"{shape}{len(list(tmp_path.iterdir()))}.jsonl"
+        ft("data", "from-chats", "--as", shape, "-o", str(out), *options)
+        ft("data", "check", str(out))
+        origins = out.with_name(f"{out.stem}.origin.jsonl").read_text().splitlines()
+        lines = [json.loads(line) for line in out.read_text().splitlines()]
+        origin = [json.loads(line) for line in origins]
+        assert [own["line"] for own in origin] == list(range(1, len(lines) + 1))
+        return lines, [own["id"] for own in origin]
+
+    lines, origin = made("sft")
+    last = [line["messages"][-1]["content"] for line in lines]
+    assert last == ["Answer 0", "Better.", "Answer 3"]
+    assert origin == [ids[0], ids[1], ids[3]]
+    lines, origin = made("kto")
+    assert [line["label"] for line in lines] == [True, False, True, False]
+    assert origin == [ids[0], ids[1], ids[1], ids[2]]
+    lines, origin = made("dpo")
+    assert origin == [ids[1]]
+    assert made("sft", "--label", "good")[1] == [ids[0]]
+    assert made("sft", "--metadata", "app=b", "--model", tuned, "--since", "1d")[1] == [ids[3]]
+
+    before = sorted(tmp_path.iterdir())
+    none = str(tmp_path / "none.jsonl")
+    said = ft("data", "from-chats", "-o", none, "--since", "2990-01-01", code=64)
+    assert "0 chats" in said
+    for wrong in (("--since", "yesterday"), ("--metadata", "app")):
+        assert wrong[0] in ft("data", "from-chats", "-o", none, *wrong, code=64)
+    monkeypatch.setenv("FT_API_KEY", rival.api_key)
+    ft("data", "from-chats", "-o", none, code=64)
+    assert sorted(tmp_path.iterdir()) == before

@@ -38,7 +38,7 @@ EXAMPLES: Mapping[str, tuple[str, str]] = {
     "convert": ("axolotl.yaml --gpus 8 --out job.yaml", "train.sh --gpus 1"),
     "data check": (
         "train.jsonl --model tiny-llama",
-        "chats.csv --column instruction=question --column output=answer",
+        "train.jsonl --validation validation.jsonl --drop clean.jsonl",
     ),
     "data show": ("train.jsonl --model tiny-llama -n 3", "train.jsonl --model tiny-llama --ids"),
     "data stats": (

@@ -72,7 +72,7 @@ class Comparison:
         """Advice on what was found. `name`: the file's; `word`: the name of its records."""
         if self.near_copies.count:
             yield (
-                f"{name}: {self.near_copies.text(word)} that nearly repeat an earlier one. `ft "
+                f"{name}: {self.near_copies.text(word)} nearly the same as an earlier one. `ft "
                 "data check --drop OUT` writes the file without them."
             )
         for where, lines in self.overlaps.items():

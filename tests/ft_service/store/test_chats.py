@@ -9,24 +9,16 @@ from sqlalchemy import func, select, update
 
 from ft_service.errors import NotFoundError, SpecError
 from ft_service.store import chats as chats_module
-from ft_service.store.chats import ChatFilter, StoredChat
+from ft_service.store.chats import ChatFilter
 from ft_service.store.sql import Store
 from ft_service.store.tables import chat_metadata, stored_chats
-from tests.support.records import OTHER, PROJECT
+from tests.support.records import OTHER, PROJECT, new_chat
 
 ROOM = 10_000
 
 
 def add(store: Store, name: str, *, room: int = ROOM, size: int = 100, **values: Any) -> int:
-    given: dict[str, Any] = {
-        "project_id": PROJECT,
-        "model": "m",
-        "messages": [{"role": "user", "content": name}],
-        "tools": None,
-        "answer": {"choices": [{"index": 0}]},
-        "pairs": None,
-    }
-    chat = StoredChat(id=name, bytes=size, **{**given, **values})
+    chat = new_chat(id=name, bytes=size, **values)
     return store.chats.add_chat(chat, seconds=60, room=room)
 
 

@@ -15,7 +15,6 @@ from ft_service.jobs.states import Job, Phase, State
 from ft_service.jobs.user_actions import Verb
 from ft_service.spec import StoredSpec, TunedName
 from ft_service.store import erasure
-from ft_service.store.chats import StoredChat
 from ft_service.store.records import JobChange, NewEvent, NewSweep, UploadPart, WebhookEndpoint
 from ft_service.store.sql import Store
 from ft_service.store.tables import (
@@ -33,7 +32,7 @@ from ft_service.store.tables import (
 from ft_service.store.tinker import TinkerSample, TinkerSampler
 from ft_service.store.uploads import Upload
 from tests.support.creating import create_job
-from tests.support.records import OTHER, PROJECT, claim, new_checkpoint, new_file, new_job
+from tests.support.records import OTHER, PROJECT, claim, new_chat, new_checkpoint, new_file, new_job
 
 DAY = 86_400.0
 
@@ -259,17 +258,7 @@ def full_project(store: Store) -> None:
         TinkerSampler(id="s", project_id=PROJECT, session_id="session-1", base="b", model_path=None)
     )
     store.tinker.put_sample(TinkerSample(id="s#1", project_id=PROJECT, sampler_id="s", request={}))
-    chat = StoredChat(
-        id="chat",
-        project_id=PROJECT,
-        model="m",
-        messages=[],
-        tools=None,
-        answer={},
-        pairs={"k": "v"},
-        bytes=1,
-    )
-    store.chats.add_chat(chat, seconds=60, room=9)
+    store.chats.add_chat(new_chat(pairs={"k": "v"}), seconds=60, room=1000)
     with store.writing() as connection:
         for key_id, day in ((key.id, 3), ("key_2", 3), ("key_2", 4)):
             row = {

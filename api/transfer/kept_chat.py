@@ -206,8 +206,8 @@ def _add_delta(message: dict[str, Any], delta: Mapping[str, Any]) -> None:
                 _add_call(message.setdefault("tool_calls", []), part)
         elif name != "role" and value is not None:
             known = message.get(name)
-            grows = isinstance(known, str) and isinstance(value, str)
-            message[name] = known + value if grows else value
+            both = isinstance(known, str) and isinstance(value, str)
+            message[name] = f"{known}{value}" if both else value
 
 
 def _add_call(calls: list[dict[str, Any]], part: Mapping[str, Any]) -> None:

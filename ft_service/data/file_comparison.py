@@ -17,8 +17,8 @@ from ft_service.data.line_errors import Fault
 from ft_service.data.record_comparison import (
     RecordComparison,
     References,
+    asked_by,
     suite_texts,
-    text_of_record,
 )
 from ft_service.data.statistics import Comparison
 from ft_service.spec import DataFileRef
@@ -52,7 +52,7 @@ def compare_files(asked: FilesToCompare) -> Comparison:
     try:
         if asked.validation is not None:
             validation = asked.validation
-            for text in texts_of(Path(validation.path), validation.files, asked.columns):
+            for text in questions_of(Path(validation.path), validation.files, asked.columns):
                 references.add(validation.name, text)
                 if time.process_time() > end:
                     references.is_whole = False
@@ -71,9 +71,9 @@ def compare_files(asked: FilesToCompare) -> Comparison:
         return Comparison()
 
 
-def texts_of(path: Path, files: Sequence[str], columns: Columns) -> Iterator[str]:
-    """The texts of a data file's records. `files`: those of the folder `path`. Raises OSError."""
+def questions_of(path: Path, files: Sequence[str], columns: Columns) -> Iterator[str]:
+    """What the records of a data file ask. `files`: those of the folder `path`. Raises OSError."""
     with open_data(path, files, columns) as reader:
         for _, record in reader:
             if not isinstance(record, Fault):
-                yield text_of_record(record)
+                yield asked_by(record)

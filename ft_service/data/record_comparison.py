@@ -3,10 +3,11 @@ model is measured by.
 
 Words are what `words_of` makes of a text, without a base's tokenizer. Two records are near copies
 if their 5-grams of words, and those of their answers, have a Jaccard similarity of 0.8 or more,
-which MinHash estimates (128 permutations; candidates by locality-sensitive hashing). Records
-overlap with a text if they share 13 words in a row, or the whole of a shorter text; a run that many
-records have is boilerplate, and counts for nothing. 13 words, and what is boilerplate, as in
-Brown et al., "Language Models are Few-Shot Learners", 2020, appendix C.
+which MinHash estimates (128 permutations; candidates by locality-sensitive hashing). A record
+overlaps with a text if it has half of the text's runs of 13 words, or the whole of a shorter text.
+A run that several texts or many records have is boilerplate, and counts for nothing. 13 words, and
+how many records make boilerplate, as in Brown et al., "Language Models are Few-Shot Learners",
+2020, appendix C; half, since questions of one task begin and end alike.
 
 Memory and time are bounded: RECORD_BYTES for each of so many records, and MOST_GRAMS of the texts.
 """
@@ -25,7 +26,7 @@ from importlib.resources import files
 from math import inf
 from typing import Any
 
-from rensa import RMinHash, RMinHashLSH
+from rensa import RMinHash, RMinHashLSH  # pyright: ignore[reportAttributeAccessIssue]
 
 from ft_service.data.sample_kinds import (
     Conversation,
@@ -40,7 +41,9 @@ from ft_service.data.statistics import Comparison, Lines
 GRAM = 5
 """Words of a gram by which records are compared with each other."""
 RUN = 13
-"""Words in a row that a record and a text have in common if they overlap."""
+"""Words of a run by which a record is compared with a text."""
+OVERLAP = 0.5
+"""Share of a text's runs that a record has if they overlap."""
 SHORTEST = 4
 """Words of the shortest text that is looked for in records."""
 SIMILAR = 0.8
@@ -63,7 +66,9 @@ COMMON_LEAST = 20
 """A gram of more of these records than both is boilerplate: a part of a prompt's template."""
 BOILERPLATE = 10
 """A run of words in more records than this is boilerplate."""
-_MOST_HITS = 16
+MOST_HITS = 4_000_000
+"""Runs of all records that some text has too, in 32 MB."""
+_SHARED = -1
 _SEED = 1
 _BY_CHARACTER = "\u0e00-\u0eff\u1000-\u109f\u1780-\u17ff\u3040-\u30ff\u3400-\u9fff\uf900-\ufaff"
 """Letters of scripts without spaces between words: each is a word."""
@@ -98,11 +103,15 @@ class References:
 
     def __init__(self) -> None:
         self.names: list[str] = []
+        self.owners: list[int] = []
+        """Number of the name of each text that has long runs."""
         self.is_whole = True
         """Whether all texts are known, and not the first MOST_GRAMS runs alone."""
-        self._runs: dict[int, dict[int, int]] = {}
-        """Words of a run → hash of a run → number of the name."""
-        self._count = 0
+        self.long: dict[int, int] = {}
+        """Hash of a run of RUN words → number of its text; _SHARED: several texts have it."""
+        self._short: dict[int, dict[int, int]] = {}
+        """Words of a shorter text → its hash → number of its name."""
+        self._known: set[int] = set()
 
     @classmethod
     def of(cls, texts: Mapping[str, Iterable[str]]) -> References:
@@ -115,25 +124,37 @@ class References:
 
     def add(self, name: str, text: str) -> None:
         words = words_of(text)
-        if len(words) < SHORTEST:
+        whole = hash(tuple(words))
+        if len(words) < SHORTEST or whole in self._known:
             return
+        if len(self.long) + len(words) > MOST_GRAMS:
+            self.is_whole = False
+            return
+        self._known.add(whole)
         if name not in self.names:
             self.names.append(name)
-        length = min(len(words), RUN)
-        known = self._runs.setdefault(length, {})
-        for run in _hashed(words, length):
-            if self._count >= MOST_GRAMS:
-                self.is_whole = False
-                return
-            self._count += run not in known
-            known.setdefault(run, self.names.index(name))
+        number = self.names.index(name)
+        if len(words) < RUN:
+            self._short.setdefault(len(words), {}).setdefault(whole, number)
+            return
+        for run in set(_hashed(words, RUN)):
+            self.long[run] = _SHARED if run in self.long else len(self.owners)
+        self.owners.append(number)
 
-    def shared(self, words: Sequence[str]) -> Iterator[tuple[int, int, int]]:
-        """(words of a run, its hash, number of the name) of each run that a record has too."""
-        for length, known in self._runs.items():
-            for run in _hashed(words, length):
-                if run in known:
-                    yield length, run, known[run]
+    def found_short(self, words: Sequence[str]) -> set[int]:
+        """Numbers of the names of short texts that a record has."""
+        return {
+            known[run]
+            for length, known in self._short.items()
+            for run in _hashed(words, length)
+            if run in known
+        }
+
+    def found_long(self, words: Sequence[str]) -> set[int]:
+        """Hashes of the runs that a record and one text have."""
+        if not self.long:
+            return set()
+        return {run for run in _hashed(words, RUN) if self.long.get(run, _SHARED) != _SHARED}
 
 
 @dataclass(frozen=True)
@@ -175,15 +196,16 @@ class RecordComparison:
     """Number of a record → some of the long runs that it shares."""
     _counts: Counter[int] = field(default_factory=Counter)
     """Records that have a long run."""
+    _held: int = 0
 
     def __post_init__(self) -> None:
         self._index = RMinHashLSH(SIMILAR, PERMUTATIONS, BANDS)
-        self._names: dict[int, int] = {}
         self._spent = 0.0
 
     def add(self, number: int, record: Record, *, is_copy: bool = False) -> None:
         """Compare a record. `number`: of those of the file; `is_copy`: it is known to be one."""
-        if self.records >= self.most or self._spent > self.seconds:
+        is_full = self.records >= self.most or self._held > MOST_HITS
+        if is_full or self._spent > self.seconds:
             self.is_whole = False
             return
         began = time.perf_counter()
@@ -205,10 +227,12 @@ class RecordComparison:
     def finish(self) -> Comparison:
         """What was found, once the last record was added."""
         self._end_sample()
+        owners = self.references.owners
+        wholes = self._by_text(self.references.long)
         for number, hits in self._hits.items():
-            for run in hits:
-                if self._counts[run] <= BOILERPLATE:
-                    self._overlap(self._names[run], number)
+            for text, count in self._by_text(hits).items():
+                if count >= OVERLAP * wholes[text]:
+                    self._overlap(owners[text], number)
         self._hits = {}
         overlaps = {name: Lines.of(sorted(own)) for name, own in sorted(self.overlaps.items())}
         compared = None if self.is_whole and self.references.is_whole else self.records
@@ -225,16 +249,19 @@ class RecordComparison:
         return self.copies.union(*self.overlaps.values())
 
     def _find_shared(self, own: _Compared) -> None:
-        long = array("q")
-        for length, run, name in self.references.shared(own.words):
-            if length < RUN:
-                self._overlap(name, own.number)
-            else:
-                long.append(run)
-                self._names[run] = name
-        self._counts.update(set(long))
-        if long:
-            self._hits[own.number] = long[:: -(-len(long) // _MOST_HITS)]
+        for name in self.references.found_short(own.words):
+            self._overlap(name, own.number)
+        found = self.references.found_long(own.words)
+        self._counts.update(found)
+        self._held += len(found)
+        if found:
+            self._hits[own.number] = array("q", found)
+
+    def _by_text(self, runs: Iterable[int]) -> Counter[int]:
+        """Number of a text → how many of the runs are its own alone, and no boilerplate."""
+        long = self.references.long
+        own = (long[run] for run in runs if self._counts[run] <= BOILERPLATE)
+        return Counter(text for text in own if text != _SHARED)
 
     def _overlap(self, name: int, number: int) -> None:
         self.overlaps.setdefault(self.references.names[name], set()).add(number)
@@ -319,9 +346,18 @@ def _texts(record: Record) -> tuple[str, str, int]:
             return text, text, 0
 
 
-def text_of_record(record: Record) -> str:
-    """The text of a record with which others are compared."""
-    return _texts(record)[0]
+def asked_by(record: Record) -> str:
+    """What a record asks: its text before the answer that is learned; of a document, all of it."""
+    match record:
+        case Conversation():
+            first = next(at for at, weight in enumerate(record.weights) if weight)
+            return _said(record.messages[:first])
+        case PromptCompletion():
+            return record.prompt
+        case Pair():
+            return asked_by(record.preferred)
+        case Text() | GradedPrompt():
+            return _texts(record)[0]
 
 
 def _said(messages: Iterable[Mapping[str, Any]]) -> str:

@@ -77,7 +77,7 @@ class Comparison:
             )
         for where, lines in self.overlaps.items():
             yield (
-                f"{name}: {lines.text(word)} with words of {where}, so that scores there look "
+                f"{name}: {lines.text(word)} with what {where} asks, so that scores there look "
                 "better than they are. `ft data check --drop OUT` writes the file without them."
             )
         if self.compared is not None and (self.near_copies.count or self.overlaps):

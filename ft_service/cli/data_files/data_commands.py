@@ -42,7 +42,7 @@ from ft_service.cli.output import Json, print_json, print_note, print_text
 from ft_service.data.chat_line import MAX_LINE_BYTES
 from ft_service.data.data_file import DataReport, Findings, check_lines
 from ft_service.data.examiner import Examiner
-from ft_service.data.file_comparison import texts_of
+from ft_service.data.file_comparison import questions_of
 from ft_service.data.formats.columns import AS_THEY_ARE, Columns
 from ft_service.data.formats.reading import open_data
 from ft_service.data.formats.writing import line_of
@@ -165,7 +165,7 @@ def _references(validation: Path | None, prompts: Path | None, columns: Columns)
     texts: dict[str, Iterable[str]] = dict(suite_texts())
     if validation is not None:
         held_out = local_data(validation, "validation", "validation")
-        texts[validation.name] = texts_of(held_out.path, held_out.files, columns)
+        texts[validation.name] = questions_of(held_out.path, held_out.files, columns)
     if prompts is not None:
         try:
             rows = read_prompts(prompts.read_text(encoding="utf-8"), prompts.name)

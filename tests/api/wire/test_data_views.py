@@ -259,7 +259,7 @@ def test_a_jobs_records_are_compared_with_each_other_and_with_what_it_is_measure
         },
         "compared": None,
     }
-    for named in ("(line 2) nearly the same", "(line 3) with words of evaluation.prompts"):
+    for named in ("(line 2) nearly the same", "(line 3) with what evaluation.prompts asks"):
         assert any(named in warning for warning in found["warnings"]), named
     (warning,) = [one for one in check(service, "a.jsonl", body)["warnings"] if "nearly" in one]
     assert "a.jsonl: 1 sample (line 2) nearly the same" in warning

@@ -16,6 +16,7 @@ from ft_service.data.record_comparison import (
     RECORD_BYTES,
     RecordComparison,
     References,
+    asked_by,
     most_records,
     suite_texts,
     words_of,
@@ -117,7 +118,7 @@ def test_words_are_those_of_scripts_without_spaces_too() -> None:
     assert words_of("東京は abc") == ["東", "京", "は", "abc"]
 
 
-def test_records_overlap_with_texts_that_they_share_a_run_or_a_short_whole_with() -> None:
+def test_records_overlap_with_texts_of_which_they_have_half_the_runs_or_a_short_whole() -> None:
     held_out = texts(3, 40, seed=8)
     references = References.of(
         {
@@ -127,8 +128,8 @@ def test_records_overlap_with_texts_that_they_share_a_run_or_a_short_whole_with(
     )
     before, after, other = texts(3, 20, seed=9)
     records = [
-        Text(" ".join([*before, *held_out[0][5:18], *after])),
-        Text(" ".join([*other, *held_out[0][5:17], *other])),
+        Text(" ".join([*before, *held_out[0][5:31], *after])),  # 14 of 28 runs
+        Text(" ".join([*other, *held_out[1][5:30], *other])),
         chat("what IS the capital of Freedonia?", "Fredville."),
         chat("Hi there", "Hello"),
         Text(" ".join(held_out[2])),
@@ -142,14 +143,28 @@ def test_records_overlap_with_texts_that_they_share_a_run_or_a_short_whole_with(
     assert found.compared is None
 
 
-def test_a_run_that_many_records_have_is_boilerplate() -> None:
+def test_a_run_that_many_records_or_several_texts_have_is_boilerplate() -> None:
     run = " ".join(texts(1, 20, seed=10)[0])
     own = [" ".join(words) for words in texts(12, 20, seed=11)]
-    references = References.of({"held.jsonl": [f"{run} {own[0]}"]})
-    few = [Text(f"{run} {words}") for words in own[1:11]]
-    assert compared(few, references=references)[1].overlaps["held.jsonl"].count == 10
-    many = [Text(f"{run} {words}") for words in own]
-    assert compared(many, references=references)[1].overlaps["held.jsonl"].first == (1,)
+
+    def overlaps(records: list[str], *held_out: str) -> tuple[int, ...]:
+        references = References.of({"held.jsonl": held_out})
+        _, found = compared(map(Text, records), references=references)
+        return found.overlaps["held.jsonl"].first if found.overlaps else ()
+
+    templated = [f"{run} {words}" for words in own]
+    assert overlaps(templated[:3], run) == (1, 2, 3)
+    assert overlaps(templated, run) == ()
+    assert overlaps(templated[1:4], f"{run} {own[5]}", f"{run} {own[0]}") == ()
+    assert overlaps(templated, templated[0], templated[5], templated[5]) == (1, 6)
+
+
+def test_what_a_record_asks_is_what_stands_before_its_answer() -> None:
+    asked = chat("Who?", "I.", system="Be brief.")
+    assert asked_by(asked) == "Who?"
+    assert asked_by(Pair(asked, asked)) == "Who?"
+    assert asked_by(PromptCompletion("Who?", "I.")) == "Who?"
+    assert asked_by(Text("All of it.")) == "All of it."
 
 
 def test_suites_are_known_by_what_they_ask() -> None:
@@ -164,6 +179,9 @@ def test_records_time_and_texts_are_bounded(monkeypatch: pytest.MonkeyPatch) -> 
     comparison, found = compared([*records, records[0]], most=5)
     assert (found.compared, comparison.copies) == (5, set())
     assert compared(records, seconds=0.0)[1].compared == 1
+    references = References.of({"held.jsonl": [" ".join(texts(1)[0])]})
+    monkeypatch.setattr(record_comparison, "MOST_HITS", 10)
+    assert compared(records, references=references)[1].compared == 1
     monkeypatch.setattr(record_comparison, "MOST_GRAMS", 10)
     references = References.of({"held.jsonl": ["a b c d", " ".join(texts(1)[0])]})
     assert compared(records, references=references)[1].compared == 5

@@ -57,7 +57,7 @@ def test_copies_and_overlaps_are_told_and_how_many_records_were_compared() -> No
     found_ones = Comparison(Lines(2, (3, 4)), {"held.jsonl": Lines(1, (7,))}, 100)
     near, overlap, compared = told(found(comparison=found_ones))
     assert near.startswith("a.jsonl: 2 samples (lines 3, 4) nearly the same")
-    assert overlap.startswith("a.jsonl: 1 sample (line 7) with words of held.jsonl")
+    assert overlap.startswith("a.jsonl: 1 sample (line 7) with what held.jsonl asks")
     assert compared == "a.jsonl: only the first 100 of its records were compared."
     assert told(found(comparison=Comparison(compared=100))) == []
 

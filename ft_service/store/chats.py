@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from sqlalchemy import Connection, Select, and_, delete, func, insert, select, update
+from sqlalchemy import Connection, and_, delete, func, insert, select, update
 
 from ft_service.store.database import StorePart, database_time, is_over
 from ft_service.store.records import Page
@@ -109,7 +109,7 @@ class ChatStore(StorePart):
         """
         mine = (stored_chats.c.project_id == project_id, _VISIBLE)
         sized = select(stored_chats.c.position, stored_chats.c.bytes)
-        query: Select[Any] = sized.where(*mine)
+        query: Any = sized.where(*mine)
         for condition in _conditions(which or ChatFilter()):
             query = query.where(condition)
         listing = Listing(

@@ -13,6 +13,7 @@ from api.page.inner_api import ApiError
 from api.page.rendering import SignInNeeded, refusal, to_sign_in
 from api.routes import (
     artefacts,
+    chats,
     engines,
     files,
     fine_tuning,
@@ -69,7 +70,7 @@ _REST = (
     *(fine_tuning, job_metrics, plans, sweeps, engines),
     *(files, uploads, artefacts, graders, models, pulls, webhooks, organization),
 )
-_SERVICE = (inference, responses, rollouts, keys, health)
+_SERVICE = (inference, chats, responses, rollouts, keys, health)
 _TINKER = (training_routes, sampling_routes, run_routes, session_routes)
 _PAGE = (
     sign_in_page,

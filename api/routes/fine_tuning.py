@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Sequence
 from dataclasses import replace
 from itertools import islice
@@ -26,6 +25,7 @@ from api.http.dependencies import (
     parse_body,
     server_sent,
 )
+from api.http.metadata_filter import metadata_filter
 from api.http.routing import keyed_router
 from api.http.threads import takes_turns
 from api.transfer import event_stream, log_tail, tar_stream
@@ -84,8 +84,6 @@ from ft_service.spec import JobRequest
 from ft_service.store.records import Principal
 
 router = keyed_router("/v1/fine_tuning/jobs", "fine-tuning")
-
-_METADATA = re.compile(r"metadata\[(.+)\]", re.DOTALL)
 
 Limit = Annotated[int, Query(ge=1, le=100)]
 
@@ -162,7 +160,7 @@ def list_jobs(
         project_id,
         after=query.after,
         limit=query.limit,
-        metadata=_metadata(request),
+        metadata=metadata_filter(request),
         states=query.status,
         base=query.base,
         suffix=query.suffix,
@@ -518,32 +516,3 @@ def _end_of(steps: Sequence[tuple[Metrics, float]], now: float) -> float | None:
     pace = pace_of(metrics for metrics, _ in reversed(steps))
     left = seconds_left(pace, newest.step, newest.total_steps, since=now - reported_at)
     return None if left is None else now + left
-
-
-def _metadata(request: Request) -> dict[str, str] | Literal["none"] | None:
-    """Return the pairs of `metadata[k]=v`, "none" for `metadata=null`, or for `metadata=`, as
-    OpenAI's client for JavaScript writes null. Raises SpecError for other forms, which would
-    otherwise list every job.
-    """
-    given = [
-        (name, value)
-        for name, value in request.query_params.multi_items()
-        if name.startswith("metadata")
-    ]
-    if given in ([("metadata", "null")], [("metadata", "")]):
-        return "none"
-    pairs: dict[str, str] = {}
-    for name, value in given:
-        match = _METADATA.fullmatch(name)
-        if match is None:
-            raise SpecError(
-                f"{name[:80]} = {value[:80]!r}: filter by metadata[key]=value, or by "
-                "metadata=null alone.",
-                param="metadata",
-            )
-        if pairs.setdefault(match[1], value) != value:
-            raise SpecError(
-                f"{name[:80]} is given twice with different values, and a job can have only one.",
-                param=name[:80],
-            )
-    return pairs or None

@@ -31,6 +31,7 @@ from api.http.gone_clients import DISCONNECTED
 from api.http.routing import keyed_router
 from api.http.threads import in_thread, parsed_in_turn, turn
 from api.transfer import chat_answer, completion_answer
+from api.transfer.kept_chat import ChatKeeper, ChatToKeep
 from api.transfer.tar_stream import adapter_folder
 from api.wire.chat_request import parse_chat_completion, urls_of
 from api.wire.completion_request import parse_completion
@@ -80,8 +81,20 @@ async def create(request: Request, body: ChatBody, caller: Caller, services: Svc
     server answers; else the preview of this host does (FT_PREVIEW). Training has priority: while it
     holds the slots, the answer is a 503 with `retry-after`, unless `processor` (not in OpenAI's
     API) is true: then the processor computes the answer, slowly. Messages of the role user may show
-    images, as parts of type `image_url`, to models whose base learns from images.
+    images, as parts of type `image_url`, to models whose base learns from images. With `store` the
+    chat is kept with its `metadata`, if the operator allows it (FT_STORED_CHATS_DAYS).
     """
+    to_keep = await in_thread(ChatToKeep.of, body, services.settings)
+    answered = await _answered(request, body, caller, services)
+    if to_keep is None:
+        return answered
+    keeper = ChatKeeper(
+        to_keep, body["model"], caller.project_id, services.settings, services.store
+    )
+    return await keeper.kept(answered)
+
+
+async def _answered(request: Request, body: Any, caller: Principal, services: Services) -> Response:
     tuned = await _model_of(request, body, caller, services, CHAT)
     if isinstance(tuned, Response):
         return tuned

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import codecs
 import json
-from collections.abc import AsyncIterable, AsyncIterator, Mapping
+from collections.abc import AsyncIterator, Mapping
 from typing import Any
 
 from fastapi import Request, Response
@@ -16,14 +15,13 @@ from api.http.dependencies import ChatBody, Svc
 from api.http.routing import keyed_router
 from api.http.threads import parsed_in_turn
 from api.routes import inference
+from api.transfer.answer_chunks import chunks_of
 from api.wire.response_events import ResponseEvents
 from api.wire.response_request import parse_response_request
 from ft_service.errors import SpecError
 from ft_service.wording import kind
 
 router = keyed_router("/v1", "inference")
-
-_END = "[DONE]"
 
 
 @router.post(
@@ -49,7 +47,7 @@ async def create_response(
         return answered
     if not isinstance(answered, ClosingResponse):
         return JSONResponse(events.whole(json.loads(bytes(answered.body))))
-    chunks = _chunks(answered.body_iterator)
+    chunks = chunks_of(answered.body_iterator)
     return ClosingResponse(_events(events, chunks), answered.close, media_type="text/event-stream")
 
 
@@ -84,18 +82,3 @@ async def _events(
 
 def _sent(event: Mapping[str, Any]) -> str:
     return f"event: {event['type']}\ndata: {json.dumps(event, ensure_ascii=False)}\n\n"
-
-
-async def _chunks(parts: AsyncIterable[Any]) -> AsyncIterator[Mapping[str, Any]]:
-    """Yield the objects of a stream of server-sent events, until it says that it has ended."""
-    decoder = codecs.getincrementaldecoder("utf-8")()
-    left = ""
-    async for part in parts:
-        left += part if isinstance(part, str) else decoder.decode(part)
-        *lines, left = left.split("\n")
-        for line in lines:
-            said = line.strip().removeprefix("data:").strip() if line.startswith("data:") else ""
-            if said == _END:
-                return
-            if said:
-                yield json.loads(said)

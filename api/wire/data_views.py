@@ -127,6 +127,17 @@ class FileStatisticsView(View):
     """Answers of at most one token, the end of the turn not counted."""
 
 
+class ComparisonView(View):
+    near_copies: LinesView
+    """Records that are nearly copies of an earlier one."""
+    overlaps: dict[str, LinesView]
+    """The validation file, `evaluation.prompts`, or a suite of `ft eval` → records that share words
+    with it.
+    """
+    compared: int | None
+    """Only so many records, the first ones, were compared; null: all were."""
+
+
 class StatisticsView(View):
     object: Literal["fine_tuning.statistics"] = "fine_tuning.statistics"
     training: FileStatisticsView
@@ -145,6 +156,10 @@ class StatisticsView(View):
     seconds: float | None
     """Training time by the plan; null: not known."""
     flops: float | None
+    comparison: ComparisonView
+    """The training file's records, compared with each other and with what a model is measured
+    by.
+    """
     warnings: list[str]
     """Suggested changes, with the lines or the option that cause them."""
 

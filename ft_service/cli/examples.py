@@ -38,7 +38,7 @@ EXAMPLES: Mapping[str, tuple[str, str]] = {
     "convert": ("axolotl.yaml --gpus 8 --out job.yaml", "train.sh --gpus 1"),
     "data check": (
         "train.jsonl --model tiny-llama",
-        "chats.csv --column instruction=question --column output=answer",
+        "train.jsonl --validation validation.jsonl --drop clean.jsonl",
     ),
     "data show": ("train.jsonl --model tiny-llama -n 3", "train.jsonl --model tiny-llama --ids"),
     "data stats": (
@@ -46,6 +46,10 @@ EXAMPLES: Mapping[str, tuple[str, str]] = {
         "train.jsonl --model tiny-llama --validation-split 0.1",
     ),
     "data convert": ("alpaca.csv train.jsonl", "chats.parquet train.jsonl --each-answer"),
+    "data from-chats": (
+        "--since 7d --label good -o chats.jsonl",
+        "--as dpo --metadata app=support -o pairs.jsonl",
+    ),
     "models": ("", "--json"),
     "pull": ("Qwen/Qwen3-8B", "--data HuggingFaceH4/no_robots"),
     "chat": ("last", 'mine "Where is parcel 7?" --compare'),

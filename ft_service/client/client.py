@@ -22,6 +22,7 @@ import httpx2
 from ft_service.client.connection import Connection, error_of, not_ours, reaching
 from ft_service.client.responses import (
     LogLine,
+    RemoteChat,
     RemoteCheckpoint,
     RemoteEngine,
     RemoteEvaluation,
@@ -219,6 +220,12 @@ class Client:
         return RemoteJob.model_validate(
             self._call("POST", f"{_job(job_id)}/suites", json=found.model_dump())
         )
+
+    def chats(self, **filters: str) -> Iterator[RemoteChat]:
+        """Chats that are kept, with their messages, the oldest first. `filters`: parameters of the
+        list.
+        """
+        return self._pages("/chat/completions", RemoteChat, PAGE, include="messages", **filters)
 
     def evaluations(self, job_id: str, limit: int = PAGE) -> list[RemoteEvaluation]:
         """Return the job's newest `limit` evaluations, the newest step first."""
@@ -421,11 +428,11 @@ class Client:
 
     # Transport
 
-    def _pages(self, path: str, model: type[Item], limit: int, **filters: str) -> Iterator[Item]:
+    def _pages(self, path: str, item: type[Item], limit: int, /, **filters: str) -> Iterator[Item]:
         after: dict[str, str] = {}
         while True:
             page = self._call("GET", path, params={"limit": limit, **filters, **after})
-            items = [model.model_validate(item) for item in page["data"]]
+            items = [item.model_validate(one) for one in page["data"]]
             yield from items
             if not items or not page.get("has_more"):
                 return

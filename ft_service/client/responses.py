@@ -60,6 +60,18 @@ class Energy(BaseModel):
         return f"{energy_text(self.joules)}{weight}"
 
 
+class RemoteChat(RemoteObject):
+    """A chat completion that is kept, with the messages of its request."""
+
+    model: str
+    created: int
+    choices: list[dict[str, Any]]
+    messages: list[dict[str, Any]]
+    tools: list[dict[str, Any]] | None = None
+    metadata: dict[str, str] | None = None
+    feedback: dict[str, Any] | None = None
+
+
 class RemoteExport(RemoteObject):
     """Export of a job's outcome to another format."""
 

@@ -18,10 +18,12 @@ from ft_service.data.formats.detect_format import Container, Format
 from ft_service.data.formats.reading import FileFormat, open_data
 from ft_service.data.label_balance import balance_messages
 from ft_service.data.line_errors import Fault
+from ft_service.data.record_comparison import RecordComparison
 from ft_service.data.sample_kinds import Pair, Record, images_of, is_unanswered, label_of
 from ft_service.data.sample_request import RecordRange, SamplePage
 from ft_service.data.sensitive_text import sensitive_kinds
 from ft_service.data.statistics import (
+    Comparison,
     DataStatistics,
     Lines,
     Measure,
@@ -206,6 +208,8 @@ class DataReport:
     """Records whose label says that the answer is a good one."""
     bad: int = 0
     """Records whose label says that it is not."""
+    comparison: Comparison = field(default_factory=Comparison)
+    """Of its records with each other, and with texts; nothing if nobody asked for it."""
 
     @property
     def is_lasting(self) -> bool:
@@ -304,6 +308,8 @@ class DataReport:
         for sentence in advice_on_records(
             name, self.word, self.examples, self.duplicates, self.near_empty
         ):
+            yield "warn", sentence
+        for sentence in self.comparison.advice(name, self.word):
             yield "warn", sentence
 
     def _joined_message(self, name: str) -> tuple[Literal["info", "warn"], str]:
@@ -510,14 +516,16 @@ def check_lines(
     pairs: bool | None = None,
     records: Records | None = None,
     sensitive: bool = False,
+    comparison: RecordComparison | None = None,
     stop: Callable[[], bool] = lambda: False,
 ) -> DataReport:
     """Report on a data file without counting tokens. Raises OSError if it cannot be read.
 
     `files`: those of the folder `path`. `columns`: their names of columns. `pairs`: it must hold
     pairs of answers, or must not; None: either is accepted. `records`: receives every record
-    without a fault. `sensitive`: secrets and personal data are looked for. `stop`: is called after
-    each record; True ends reading.
+    without a fault. `sensitive`: secrets and personal data are looked for. `comparison`: receives
+    them too, and what it finds is in the report. `stop`: is called after each record; True ends
+    reading.
     """
     findings = Findings()
     records = records or Records()
@@ -533,7 +541,9 @@ def check_lines(
                 findings.images += images_of(record)
                 if (label := label_of(record)) is not None:
                     findings.labels[label] += 1
-                records.add(number, record)
+                is_copy = records.add(number, record)
+                if comparison is not None:
+                    comparison.add(number, record, is_copy=is_copy)
                 unanswered = unanswered.with_line(number) if is_unanswered(record) else unanswered
                 for kind in sensitive_kinds(record) if sensitive else ():
                     kinds[kind] = kinds.get(kind, Lines()).with_line(number)
@@ -544,7 +554,12 @@ def check_lines(
     copies = records.duplicates
     near_empty = records.near_empty
     return replace(
-        report, unanswered=unanswered, sensitive=kinds, duplicates=copies, near_empty=near_empty
+        report,
+        unanswered=unanswered,
+        sensitive=kinds,
+        duplicates=copies,
+        near_empty=near_empty,
+        comparison=Comparison() if comparison is None else comparison.finish(),
     )
 
 

@@ -17,6 +17,12 @@ from pydantic import TypeAdapter
 from ft_service.data.data_file import DataReport, check_lines
 from ft_service.data.formats.columns import AS_THEY_ARE, Columns
 from ft_service.data.line_errors import Fault
+from ft_service.data.record_comparison import (
+    RecordComparison,
+    References,
+    most_records,
+    suite_texts,
+)
 from ft_service.data.tokens.sample_limits import limit_memory, mebibytes
 
 COMMAND = (sys.executable, "-P", "-m", "ft_service.data.file_check")
@@ -39,6 +45,8 @@ class FileCheckRequest:
     """It must hold pairs of answers, or must not; None: either is accepted."""
 
 
+COMPARED_SHARE = 0.4
+"""The part of the time in which records are compared with each other."""
 REQUEST = TypeAdapter(FileCheckRequest)
 REPORT = TypeAdapter(DataReport)
 
@@ -58,6 +66,11 @@ def answer(request: FileCheckRequest) -> DataReport:
             columns=request.columns,
             pairs=request.pairs,
             sensitive=request.sensitive,
+            comparison=RecordComparison(
+                References.of(suite_texts()),
+                most_records(request.memory_bytes),
+                COMPARED_SHARE * request.seconds,
+            ),
             stop=lambda: time.monotonic() > end,
         )
     except MemoryError:

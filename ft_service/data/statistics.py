@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from itertools import dropwhile
 from typing import Literal
 
@@ -53,6 +53,35 @@ class Lines:
         """
         shown = ", ".join(map(str, self.first)) + (", …" if self.count > len(self.first) else "")
         return f"{counted(self.count, what)} ({word}{'s' if self.count > 1 else ''} {shown})"
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """What was found when records were compared with each other, and with the texts that a model is
+    measured by (ft_service/data/record_comparison.py).
+    """
+
+    near_copies: Lines = Lines()
+    """Records that are nearly copies of an earlier one, without exact copies."""
+    overlaps: Mapping[str, Lines] = field(default_factory=dict)
+    """Where a text is → records that share words with it."""
+    compared: int | None = None
+    """The first records alone were compared, so many; None: all were, or none."""
+
+    def advice(self, name: str, word: str) -> Iterator[str]:
+        """Advice on what was found. `name`: the file's; `word`: the name of its records."""
+        if self.near_copies.count:
+            yield (
+                f"{name}: {self.near_copies.text(word)} nearly the same as an earlier one. `ft "
+                "data check --drop OUT` writes the file without them."
+            )
+        for where, lines in self.overlaps.items():
+            yield (
+                f"{name}: {lines.text(word)} with what {where} asks, so that scores there look "
+                "better than they are. `ft data check --drop OUT` writes the file without them."
+            )
+        if self.compared is not None and (self.near_copies.count or self.overlaps):
+            yield f"{name}: only the first {self.compared:,} of its records were compared."
 
 
 @dataclass(frozen=True)
@@ -135,6 +164,10 @@ class DataStatistics:
     """Estimated duration of training; None: the machine's speed is not known."""
     flops: float | None = None
     """Estimated operations of the whole training, over all ranks."""
+    comparison: Comparison = field(default_factory=Comparison)
+    """Of the training file's records with each other, with the validation file, with the prompts of
+    `evaluation`, and with the suites of `ft eval`.
+    """
 
 
 @dataclass(frozen=True)
@@ -148,6 +181,8 @@ class Measure:
     seed: int = 0
     at_context: bool = False
     """training.max_length is the base's context, to which it was limited."""
+    prompts: tuple[str, ...] = ()
+    """Texts of the prompts of `evaluation` that the job itself gives."""
 
     @property
     def is_of_one_file(self) -> bool:
@@ -161,6 +196,7 @@ class Measure:
     def of(cls, spec: JobSpec) -> Measure:
         assert spec.training_data is not None, "the job has a training file"
         limited = "training.max_length" in spec.chosen
+        given = spec.evaluation.given if spec.evaluation is not None else ()
         return cls(
             spec.training_data,
             spec.validation_data,
@@ -168,6 +204,7 @@ class Measure:
             spec.validation_split,
             spec.seed,
             limited,
+            tuple(prompt.text for prompt in given),
         )
 
 
@@ -191,16 +228,19 @@ class Records:
         self.duplicates = self.near_empty = Lines()
         self._contents: dict[int, int] = {}
 
-    def add(self, number: int, record: Record) -> None:
+    def add(self, number: int, record: Record) -> bool:
+        """Count a record. Returns whether it is a copy of an earlier one."""
         content = int.from_bytes(hashlib.blake2b(repr(record).encode(), digest_size=8).digest())
         self.count += 1
-        if content in self._contents:
+        is_copy = content in self._contents
+        if is_copy:
             self.duplicates = self.duplicates.with_line(number)
         elif len(self._contents) < MOST_COMPARED:
             self._contents[content] = number
         answers = (record.preferred, record.rejected) if isinstance(record, Pair) else (record,)
         if any(isinstance(answer, Conversation) and answer.is_without_answer for answer in answers):
             self.near_empty = self.near_empty.with_line(number)
+        return is_copy
 
     def statistics(self) -> FileStatistics:
         """Statistics without numbers of tokens."""
@@ -281,6 +321,7 @@ def advice(found: DataStatistics, asked: Measure) -> Iterator[str]:
             if file.alike.count:
                 yield alike_text(file.name, file.alike, file.word, asked.training.max_length)
             yield from _advice_on_samples(file)
+    yield from found.comparison.advice(found.training.name, found.training.word)
     yield from _advice_on_validation(found, asked)
     yield from _advice_on_steps(found, asked.training)
 

@@ -67,6 +67,13 @@ class Prompt(Strict):
     item: dict[str, Any] = {}
     """Other values for graders, as `{{ item.key }}`."""
 
+    @property
+    def text(self) -> str:
+        """What it asks, without what the system says."""
+        asked = self.messages or ()
+        contents = [own.content for own in asked if own.role != "system"]
+        return "\n".join(one for one in (*contents, self.prompt) if isinstance(one, str))
+
     @model_validator(mode="after")
     def _one_form(self) -> Prompt:
         if (self.messages is None) == (self.prompt is None):

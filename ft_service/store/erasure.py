@@ -39,6 +39,7 @@ from ft_service.store.tables import (
     UNTRIMMED,
     VISIBLE,
     audit,
+    chat_metadata,
     checkpoints,
     deleted_models,
     engines,
@@ -53,6 +54,7 @@ from ft_service.store.tables import (
     request_rates,
     sessions,
     slots,
+    stored_chats,
     sweeps,
     tinker_samplers,
     tinker_samples,
@@ -83,6 +85,7 @@ _OF_JOB = (events, checkpoints, integrations)
 _OF_PROJECT = (
     *(webhook_deliveries, webhook_endpoints, sweeps, sessions, keys, upload_parts, uploads),
     *(tinker_samples, tinker_samplers, tinker_sessions, request_rates),
+    *(chat_metadata, stored_chats),
 )
 """Tables of which a project's rows go first, each after those that refer to it.
 

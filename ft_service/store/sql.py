@@ -16,6 +16,7 @@ from alembic.script import ScriptDirectory
 from sqlalchemy import Connection, case, func, select, text
 
 from ft_service.errors import UnavailableError
+from ft_service.store.chats import ChatStore
 from ft_service.store.database import Database, DatabaseLimits, database_time
 from ft_service.store.engines import EngineStore
 from ft_service.store.erasure import ErasureStore
@@ -94,6 +95,7 @@ class Store(Database):
         self.engines = EngineStore(self)
         self.queue = QueueStore(self)
         self.tinker = TinkerStore(self)
+        self.chats = ChatStore(self)
         self.erasure = ErasureStore(self)
 
     def close(self) -> None:

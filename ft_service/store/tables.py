@@ -697,6 +697,56 @@ Index(
     postgresql_where=OF_SWEEPS,
 )
 
+# Chats that their callers asked to keep (`store: true`), as data to learn from.
+stored_chats = Table(
+    "stored_chats",
+    metadata,
+    _position(),
+    _id(),
+    _project(),
+    Column("created_at", Double, nullable=False),
+    Column("expires_at", Double, nullable=False),
+    # Of messages, tools and answer, as JSON.
+    Column("bytes", BigInteger, nullable=False),
+    Column("model", StorableText, nullable=False),
+    # What its users say: whether the answer is a good one, which of several it is, and a better
+    # one, as a message. NULL: nothing.
+    Column("label", Boolean),
+    Column("choice", Integer, nullable=False, server_default="0"),
+    Column("better", StorableJson),
+    Column("pairs", StorableJson),
+    Column("messages", StorableJson, nullable=False),
+    Column("tools", StorableJson),
+    # The chat completion.
+    Column("answer", StorableJson, nullable=False),
+    sqlite_autoincrement=True,
+)
+Index(None, stored_chats.c.project_id, stored_chats.c.position, stored_chats.c.bytes)
+Index(None, stored_chats.c.expires_at)
+
+# The pairs of their metadata, to find them by.
+chat_metadata = Table(
+    "chat_metadata",
+    metadata,
+    Column(
+        "chat_position",
+        BigInteger().with_variant(Integer, "sqlite"),
+        ForeignKey("stored_chats.position"),
+        primary_key=True,
+        autoincrement=False,
+    ),
+    Column("key", StorableText, primary_key=True),
+    Column("value", StorableText, nullable=False),
+    _project(),
+)
+Index(
+    "ix_chat_metadata_pair",
+    chat_metadata.c.project_id,
+    chat_metadata.c.key,
+    chat_metadata.c.value,
+    chat_metadata.c.chat_position,
+)
+
 # Sessions of Tinker clients; their models are jobs.
 tinker_sessions = Table(
     "tinker_sessions",

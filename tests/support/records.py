@@ -13,6 +13,7 @@ from ft_service.jobs.queue import next_start
 from ft_service.jobs.queue_snapshot import Host
 from ft_service.jobs.states import Job, State
 from ft_service.spec import StoredSpec
+from ft_service.store.chats import StoredChat
 from ft_service.store.records import Checkpoint, Claim, File, JobChange
 from ft_service.store.sql import Store
 from ft_service.store.tables import projects
@@ -31,6 +32,21 @@ def new_job(**values: Any) -> Job:
         "state": State.VALIDATING,
     }
     return Job(**defaults | values)
+
+
+def new_chat(**values: Any) -> StoredChat:
+    """A chat that was kept: `store.chats.add_chat` stores it."""
+    given: dict[str, Any] = {
+        "id": new_id("chatcmpl-"),
+        "project_id": PROJECT,
+        "model": "m",
+        "messages": [{"role": "user", "content": "?"}],
+        "tools": None,
+        "answer": {"choices": [{"index": 0}]},
+        "pairs": None,
+        "bytes": 100,
+    }
+    return StoredChat(**{**given, **values})
 
 
 def new_file(**values: Any) -> File:

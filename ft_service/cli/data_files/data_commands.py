@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import gzip
-import io
 import json
 import os
 import shutil
 import sys
 import tempfile
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, replace
 from functools import partial
@@ -20,6 +18,7 @@ import typer
 from rich.console import Console
 from rich.text import Text
 
+from ft_service.cli.data_files.chats_command import from_chats
 from ft_service.cli.data_files.data_arguments import (
     MAX_LENGTH,
     Column,
@@ -35,6 +34,7 @@ from ft_service.cli.data_files.data_arguments import (
     local_data,
     template_text,
 )
+from ft_service.cli.data_files.new_files import refuse_existing, written
 from ft_service.cli.data_files.stats_command import stats
 from ft_service.cli.local.job_inputs import refuse_faults
 from ft_service.cli.local_store import settings_with_models
@@ -42,10 +42,12 @@ from ft_service.cli.output import Json, print_json, print_note, print_text
 from ft_service.data.chat_line import MAX_LINE_BYTES
 from ft_service.data.data_file import DataReport, Findings, check_lines
 from ft_service.data.examiner import Examiner
+from ft_service.data.file_comparison import questions_of
 from ft_service.data.formats.columns import AS_THEY_ARE, Columns
 from ft_service.data.formats.reading import open_data
 from ft_service.data.formats.writing import line_of
 from ft_service.data.line_errors import Fault, LineError
+from ft_service.data.record_comparison import RecordComparison, References, suite_texts
 from ft_service.data.sample_kinds import Conversation
 from ft_service.data.sample_request import MOST_LINES, RecordRange, Role, SamplePage, ShownSample
 from ft_service.data.statistics import Measure
@@ -54,6 +56,7 @@ from ft_service.data.token_options import TokenOptions
 from ft_service.errors import DataError, SpecError
 from ft_service.host.home import create_home
 from ft_service.spec import TrainingOptions
+from ft_service.spec.evaluation import Prompt, read_prompts
 from ft_service.spec_files.spec_file import LocalData
 from ft_service.wording import counted
 
@@ -68,6 +71,7 @@ def register(typer_app: typer.Typer) -> None:
 
 
 app.command()(stats)
+app.command()(from_chats)
 
 
 @app.command()
@@ -86,35 +90,64 @@ def check(
             help="Also name lines with keys, e-mail addresses, card and account numbers.",
         ),
     ] = False,
+    validation: Annotated[
+        Path | None,
+        typer.Option("--validation", metavar="FILE", help="Name lines with words of this file."),
+    ] = None,
+    prompts: Annotated[
+        Path | None,
+        typer.Option("--prompts", metavar="FILE", help="Or of the prompts of an evaluation."),
+    ] = None,
+    drop: Annotated[
+        Path | None,
+        typer.Option(
+            "--drop", metavar="OUT", help="Write the file without copies and without such lines."
+        ),
+    ] = None,
     as_json: Json = False,
 ) -> None:
-    """Say what a file is, and name every line that cannot be trained on; with --model also by the
-    base's tokenizer.
+    """Say what a file is, name every line that cannot be trained on, that nearly repeats an earlier
+    one, or has words of what a model is measured by; with --model also by the base's tokenizer.
     """
     data = local_data(file, split)
     columns = Columns.of(data_options(column), None)
+    if drop is not None:
+        refuse_existing(drop, "drop")
     if chat_template and not model:
         raise SpecError(
             "--chat-template: a template is applied with a base's tokenizer. Give --model too.",
             param="chat_template",
         )
+    comparison = RecordComparison(_references(validation, prompts, columns))
+    look = partial(
+        check_lines,
+        data.path,
+        files=data.files,
+        columns=columns,
+        sensitive=sensitive,
+        comparison=comparison,
+    )
     if model:
         options = TokenOptions(template_text(chat_template), train_on=train_on, columns=columns)
         report = examined(data, model, options, max_length)
-        if sensitive:
-            of_lines = check_lines(data.path, files=data.files, columns=columns, sensitive=True)
-            report = replace(report, sensitive=of_lines.sensitive)
+        if sensitive or validation or prompts or drop:
+            of_lines = look()
+            report = replace(report, sensitive=of_lines.sensitive, comparison=of_lines.comparison)
     else:
-        of_lines = check_lines(data.path, files=data.files, columns=columns, sensitive=sensitive)
-        report = refuse_faults(_faults_of(of_lines, data))
+        report = refuse_faults(_faults_of(look(), data))
     messages = [
         (level, in_flags(message)) for level, message in report.messages(data.path.name, max_length)
     ]
+    written_lines = None
+    if drop is not None:
+        with written(drop) as lines:
+            written_lines = write_lines(data, lines, columns, without=comparison.left_out)
     if as_json:
         print_json(
             {
                 **asdict(report),
                 "warnings": [message for level, message in messages if level == "warn"],
+                **({} if drop is None else {"lines": written_lines, "path": str(drop)}),
             }
         )
         return
@@ -122,6 +155,24 @@ def check(
     for level, message in messages:
         if not report.shape or report.shape not in message:
             print_text(message if level == "info" else f"Warning: {message}")
+    if written_lines is not None:
+        left_out = counted(len(comparison.left_out), "record")
+        print_text(f"{counted(written_lines, 'line')} in {drop}, without {left_out}")
+
+
+def _references(validation: Path | None, prompts: Path | None, columns: Columns) -> References:
+    """What the records of a file are compared with. Raises SpecError."""
+    texts: dict[str, Iterable[str]] = dict(suite_texts())
+    if validation is not None:
+        held_out = local_data(validation, "validation", "validation")
+        texts[validation.name] = questions_of(held_out.path, held_out.files, columns)
+    if prompts is not None:
+        try:
+            rows = read_prompts(prompts.read_text(encoding="utf-8"), prompts.name)
+        except (OSError, ValueError) as error:
+            raise SpecError(f"--prompts = {str(prompts)!r}: {error}.", param="prompts") from None
+        texts[prompts.name] = [Prompt.model_validate(row).text for row in rows]
+    return References.of(texts)
 
 
 @app.command()
@@ -203,9 +254,8 @@ def convert(
             lines.seek(0)
             shutil.copyfileobj(lines, sys.stdout)
         return
-    if out.exists():
-        raise SpecError(f"{out} exists: name a new file.", param="out")
-    with _written(out) as lines:
+    refuse_existing(out)
+    with written(out) as lines:
         count = write(lines)
     if as_json:
         print_json({"lines": count, "path": str(out)})
@@ -234,11 +284,17 @@ def examined(data: LocalData, model: str, options: TokenOptions, max_length: int
         report = refuse_faults(_faults_of(report, data))
         measure = Measure(file, None, TrainingOptions(max_length=max_length))
         try:
-            found = examiner.measure(replace(request, measure=measure)).training
+            found = examiner.measure(replace(request, measure=measure))
         except DataError as error:  # the tokens could not be kept, which the report does not need
             print_note(error.message)
             return report
-    return replace(report, duplicates=found.duplicates, near_empty=found.near_empty)
+    training = found.training
+    return replace(
+        report,
+        duplicates=training.duplicates,
+        near_empty=training.near_empty,
+        comparison=found.comparison,
+    )
 
 
 def write_lines(
@@ -249,15 +305,18 @@ def write_lines(
     as_chat: bool = False,
     each_answer: bool = False,
     reads_paths: bool = False,
+    without: Collection[int] = (),
 ) -> int:
     """Write every record as a line of JSON, or with `each_answer` each learned answer of a
-    conversation, and return the number of lines. `reads_paths`: as of DataReader. Raises DataError
-    for invalid records.
+    conversation, and return the number of lines. `reads_paths`: as of DataReader. `without`: numbers
+    of records that are left out. Raises DataError for invalid records.
     """
     findings = Findings()
     written = 0
     with open_data(data.path, data.files, columns, reads_paths=reads_paths) as reader:
         for number, record in reader:
+            if number in without:
+                continue
             lines = [_line(number, part, as_chat) for part in _parts(record, each_answer)]
             if (
                 fault := next((line for line in lines if isinstance(line, Fault)), None)
@@ -285,7 +344,7 @@ def uploadable(data: LocalData) -> Iterator[Path]:
         if data.files:
             folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="ft-")))
             path = folder / f"{data.path.name}.jsonl.gz"
-            with _written(path) as lines:
+            with written(path) as lines:
                 write_lines(data, lines, Columns(labels=None))
         yield path
 
@@ -308,37 +367,6 @@ def _faults_of(report: DataReport, data: LocalData) -> Any:
     return (
         report if error is None else error.model_copy(update={"message": in_flags(error.message)})
     )
-
-
-@contextmanager
-def _compressed(path: Path) -> Iterator[IO[str]]:
-    """Open a gzip file without name and time, so that equal records give equal bytes, and a server
-    recognises them.
-    """
-    with (
-        path.open("wb") as raw,
-        gzip.GzipFile(filename="", mode="wb", fileobj=raw, mtime=0) as packed,
-        io.TextIOWrapper(packed, encoding="utf-8") as lines,
-    ):
-        yield lines
-
-
-@contextmanager
-def _written(path: Path) -> Iterator[IO[str]]:
-    """Open a new text file, compressed if its name says so, which appears only if the block
-    succeeds.
-    """
-    temporary = path.with_name(f"{path.name}.part")
-    try:
-        with (
-            _compressed(temporary)
-            if path.suffix == ".gz"
-            else temporary.open("w", encoding="utf-8") as lines
-        ):
-            yield lines
-        temporary.replace(path)
-    finally:
-        temporary.unlink(missing_ok=True)
 
 
 STYLES: Mapping[Role, str] = {

@@ -1,6 +1,6 @@
 """Removal of expired data: bytes of deleted and expired files that no unfinished job needs, parts
-of ended uploads, and deleted jobs and projects; less often, adapters of deleted models and data
-older than the operator's age limits (FT_KEEP_…_DAYS).
+of ended uploads, kept chats, and deleted jobs and projects; less often, adapters of deleted models
+and data older than the operator's age limits (FT_KEEP_…_DAYS).
 """
 
 from __future__ import annotations
@@ -69,6 +69,8 @@ def remove_expired(settings: Settings, store: Store) -> None:
     _remove_parts(settings, store)
     remove_ended_engines(store, places)
     store.webhooks.forget_deliveries(KEEP_SECONDS, GIVE_UP_SECONDS)
+    while store.chats.forget_chats():
+        pass
 
 
 def retain(settings: Settings, store: Store) -> None:

@@ -47,9 +47,11 @@ from ft_service.data.data_file import (
     Param,
     ReadProgress,
 )
+from ft_service.data.file_comparison import FilesToCompare, compare_files
 from ft_service.data.formats.detect_format import Format
 from ft_service.data.formats.reading import DataReader, open_data
 from ft_service.data.line_errors import Fault
+from ft_service.data.record_comparison import most_records
 from ft_service.data.sample_kinds import Record, is_unanswered, named_roles
 from ft_service.data.sample_request import SamplePage, ShownSample
 from ft_service.data.statistics import DataStatistics, Lines
@@ -241,11 +243,20 @@ class Examination:
 
             training = group("training_file", measured.training_file)
             validation = measured.validation_file
-            return measure(
+            found = measure(
                 measured,
                 training,
                 None if validation is None else group("validation_file", validation),
             )
+        asked = FilesToCompare(
+            measured.training_file,
+            None if measured.is_of_one_file else validation,
+            measured.prompts,
+            self.request.options.columns,
+            self.request.pairs,
+            most_records(self.request.memory_bytes),
+        )
+        return replace(found, comparison=compare_files(asked))
 
     @contextlib.contextmanager
     def _token_set(self, param: Param, file: DataFileRef) -> Iterator[tuple[TokenSet, str]]:

@@ -151,6 +151,12 @@ def test_tuned_models_and_their_base_answer_as_themselves(
         texts = [event.delta for event in stream if event.type == "response.output_text.delta"]
     assert "".join(texts) == expected[names[1]]
 
+    service.use(service.settings.model_copy(update={"stored_chats_days": 1}))
+    ask(names[0], store=True, tools=[])
+    list(ask(names[1], store=True, stream=True))
+    kept = [chat.choices[0].message.content for chat in client.chat.completions.list()]
+    assert kept == [expected[name] for name in names]
+
     with pytest.raises(openai.BadRequestError, match="512 tokens") as caught:
         client.chat.completions.create(model=names[0], messages=MESSAGES, max_tokens=600)
     assert caught.value.code == "context_length_exceeded"

@@ -218,3 +218,48 @@ def test_statistics_of_a_file_and_of_a_job(service: Service) -> None:
         service, f"/v1/files/{file.id}/statistics", **asked, validation_file=other.id
     ).json()["error"]
     assert refused["param"] == "validation_split"
+
+
+STORY = "the harbour master counted seven grey boats before the fog came in and hid them all"
+
+
+def completions(*pairs: tuple[str, str]) -> bytes:
+    lines = [{"prompt": prompt, "completion": completion} for prompt, completion in pairs]
+    return b"".join(json.dumps(line).encode() + b"\n" for line in lines)
+
+
+@pytest.mark.usefixtures("examined_by_one_process")
+def test_a_jobs_records_are_compared_with_each_other_and_with_what_it_is_measured_by(
+    service: Service,
+) -> None:
+    client = service.client()
+    other = STORY.replace("seven", "nine")
+    body = completions(
+        (f"Tell me a long story of boats: {STORY}", f"{STORY}, {STORY}."),
+        (f"tell me a long story of boats: {STORY}", f"{STORY}, {STORY}."),
+        ("Which town has the oldest lighthouse of all?", "Freeport."),
+        (f"So {other}", "Indeed."),
+    )
+    training = client.files.create(file=("train.jsonl", body), purpose="fine-tune").id
+    held_out = completions((f"Once {other}", "Why?"))
+    validation = client.files.create(file=("held.jsonl", held_out), purpose="fine-tune").id
+    asked = [{"prompt": "Which town has the oldest lighthouse of all?"}]
+    job = client.fine_tuning.jobs.create(
+        model="tiny",
+        training_file=training,
+        validation_file=validation,
+        extra_body={"evaluation": {"prompts": asked}},
+    )
+    found = get(service, f"/v1/fine_tuning/jobs/{job.id}/statistics").json()
+    assert found["comparison"] == {
+        "near_copies": {"count": 1, "first": [2]},
+        "overlaps": {
+            "evaluation.prompts": {"count": 1, "first": [3]},
+            "held.jsonl": {"count": 1, "first": [4]},
+        },
+        "compared": None,
+    }
+    for named in ("(line 2) nearly the same", "(line 3) with what evaluation.prompts asks"):
+        assert any(named in warning for warning in found["warnings"]), named
+    (warning,) = [one for one in check(service, "a.jsonl", body)["warnings"] if "nearly" in one]
+    assert "a.jsonl: 1 sample (line 2) nearly the same" in warning

@@ -11,6 +11,7 @@ from ft_service.data import statistics
 from ft_service.data.sample_kinds import Text
 from ft_service.data.statistics import (
     Bucket,
+    Comparison,
     DataStatistics,
     FileStatistics,
     Lines,
@@ -50,6 +51,15 @@ def told(statistics: DataStatistics, measured: Measure | None = None) -> list[st
 
 def like_fine(**changed: Any) -> FileStatistics:
     return FileStatistics(**{**vars(FINE), **changed})
+
+
+def test_copies_and_overlaps_are_told_and_how_many_records_were_compared() -> None:
+    found_ones = Comparison(Lines(2, (3, 4)), {"held.jsonl": Lines(1, (7,))}, 100)
+    near, overlap, compared = told(found(comparison=found_ones))
+    assert near.startswith("a.jsonl: 2 samples (lines 3, 4) nearly the same")
+    assert overlap.startswith("a.jsonl: 1 sample (line 7) with what held.jsonl asks")
+    assert compared == "a.jsonl: only the first 100 of its records were compared."
+    assert told(found(comparison=Comparison(compared=100))) == []
 
 
 def test_nothing_is_said_where_all_is_well() -> None:

@@ -32,7 +32,7 @@ from ft_service.store.tables import (
 from ft_service.store.tinker import TinkerSample, TinkerSampler
 from ft_service.store.uploads import Upload
 from tests.support.creating import create_job
-from tests.support.records import OTHER, PROJECT, claim, new_checkpoint, new_file, new_job
+from tests.support.records import OTHER, PROJECT, claim, new_chat, new_checkpoint, new_file, new_job
 
 DAY = 86_400.0
 
@@ -258,6 +258,7 @@ def full_project(store: Store) -> None:
         TinkerSampler(id="s", project_id=PROJECT, session_id="session-1", base="b", model_path=None)
     )
     store.tinker.put_sample(TinkerSample(id="s#1", project_id=PROJECT, sampler_id="s", request={}))
+    store.chats.add_chat(new_chat(pairs={"k": "v"}), seconds=60, room=1000)
     with store.writing() as connection:
         for key_id, day in ((key.id, 3), ("key_2", 3), ("key_2", 4)):
             row = {

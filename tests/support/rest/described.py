@@ -10,6 +10,7 @@ from typing import Any
 
 from ft_service.jobs.reasons import Reason
 from ft_service.jobs.states import State
+from tests.support.records import new_chat
 from tests.support.rest.service import TRAINING, Service, put, run_dir
 
 MAKES = {
@@ -80,10 +81,13 @@ def tenant(
     tried = {"suffix": "secret-name", "sweep": {"lora.r": [4, 8]}}
     body = {"model": "tiny", "training_file": file_id, "validation_file": file_id, **tried}
     sweep = service.http("POST", "/v1/fine_tuning/sweeps", key=key, json=body).json()
+    chat = new_chat(project_id=project_id, model="secret-name", pairs={"k": "secret-name"})
+    service.store.chats.add_chat(chat, seconds=3600, room=1000)
     [checkpoint] = client.fine_tuning.jobs.checkpoints.list(job_id).data
     return {
         "job_id": job_id,
         "sweep_id": sweep["id"],
+        "chat_id": chat.id,
         "file_id": file_id,
         "upload_id": upload.id,
         "model": job.spec.tuned_name,

@@ -191,3 +191,55 @@ def test_a_line_that_grows_too_long_is_told(
     done = CliRunner().invoke(app, ["data", "convert", str(source), "-"], standalone_mode=False)
     assert isinstance(done.exception, DataError)
     assert "bytes, and one may have 200" in done.exception.message
+
+
+def test_a_check_names_copies_and_overlaps_and_drops_them(tmp_path: Path) -> None:
+    def words(seed: int) -> str:
+        return " ".join(f"w{seed}x{number}" for number in range(40))
+
+    def chat(asked: str, answer: str) -> str:
+        turns = (("user", asked), ("assistant", answer))
+        messages = [{"role": role, "content": content} for role, content in turns]
+        return json.dumps({"messages": messages}) + "\n"
+
+    lines = [
+        *(chat(words(1), words(2)), chat(words(3), words(4)), chat(words(1), words(2))),
+        *(chat(words(3), words(4) + "."), chat("The capital of France is", "Paris.")),
+        *(chat(f"so {words(5)}", "b"), chat("Who counts the grey boats?", "I.")),
+    ]
+    path, held_out, asked = (tmp_path / f"{name}.jsonl" for name in ("in", "held", "asked"))
+    path.write_text("".join(lines))
+    held_out.write_text(chat("Say: " + words(5), "a"))
+    asked.write_text(json.dumps({"prompt": "who counts the grey boats?"}) + "\n")
+    out = tmp_path / "out.jsonl"
+
+    def checked(*options: str) -> Any:
+        return CliRunner().invoke(
+            app, ["data", "check", str(path), *options], standalone_mode=False
+        )
+
+    done = checked(
+        *("--validation", str(held_out), "--prompts", str(asked), "--drop", str(out), "--json")
+    )
+    assert done.exit_code == 0, done.output
+    found = json.loads(done.output)
+    comparison = found["comparison"]
+    assert found["duplicates"]["first"] == [3]
+    assert comparison["near_copies"]["first"] == [4]
+    assert {name: own["first"] for name, own in comparison["overlaps"].items()} == {
+        "held.jsonl": [6],
+        "asked.jsonl": [7],
+        "the suite facts": [5],
+    }
+    assert (found["lines"], found["path"]) == (2, str(out))
+    assert out.read_text() == "".join(lines[:2])
+
+    refused = checked("--drop", str(out))
+    assert isinstance(refused.exception, SpecError)
+    assert refused.exception.param == "drop"
+    missing = checked("--prompts", str(tmp_path / "none.jsonl"))
+    assert isinstance(missing.exception, SpecError)
+    assert missing.exception.param == "prompts"
+    said = checked("--drop", str(tmp_path / "more.jsonl")).output
+    assert "4 lines in" in said
+    assert "without 3 records" in said

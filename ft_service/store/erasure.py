@@ -42,6 +42,9 @@ from ft_service.store.tables import (
     checkpoints,
     deleted_models,
     engines,
+    eval_items,
+    eval_runs,
+    evals,
     events,
     files,
     integrations,
@@ -83,6 +86,7 @@ _OF_JOB = (events, checkpoints, integrations)
 _OF_PROJECT = (
     *(webhook_deliveries, webhook_endpoints, sweeps, sessions, keys, upload_parts, uploads),
     *(tinker_samples, tinker_samplers, tinker_sessions, request_rates),
+    *(eval_items, eval_runs, evals),
 )
 """Tables of which a project's rows go first, each after those that refer to it.
 

@@ -19,6 +19,7 @@ from ft_service.errors import UnavailableError
 from ft_service.store.database import Database, DatabaseLimits, database_time
 from ft_service.store.engines import EngineStore
 from ft_service.store.erasure import ErasureStore
+from ft_service.store.evals import EvalStore
 from ft_service.store.files import FileStore
 from ft_service.store.integrations import IntegrationStore
 from ft_service.store.jobs import JobStore
@@ -94,6 +95,7 @@ class Store(Database):
         self.engines = EngineStore(self)
         self.queue = QueueStore(self)
         self.tinker = TinkerStore(self)
+        self.evals = EvalStore(self)
         self.erasure = ErasureStore(self)
 
     def close(self) -> None:

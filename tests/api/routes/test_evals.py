@@ -131,33 +131,28 @@ def carry_out(service: Service) -> Callable[[openai.OpenAI, Any], Any]:
     return wait
 
 
-def test_a_base_and_a_tuned_model_are_judged_by_the_same_eval(
-    service: Service,
-    client: openai.OpenAI,
-    training_file: str,
-    receiver: Receiver,
-    carry_out: Callable[..., Any],
+def test_two_models_are_judged_by_the_same_eval(
+    service: Service, client: openai.OpenAI, receiver: Receiver, carry_out: Callable[..., Any]
 ) -> None:
-    job_id = client.fine_tuning.jobs.create(model="tiny", training_file=training_file).id
-    tuned = put(service, job_id, state=State.SUCCEEDED, attempt=1).spec.tuned_name
+    other = "meta-llama/Llama-3.2-1B"
     made = client.evals.create(
         name="sums", data_source_config=CONFIG, testing_criteria=[SAME, NEAR], metadata={"a": "b"}
     )
     assert made.data_source_config.to_dict()["schema"]["properties"]["item"] == SCHEMA
     assert made.testing_criteria[1].to_dict()["pass_threshold"] == 0.5
     run = client.evals.runs.create(
-        made.id, name="first", data_source=source("one", "two", "six", model=tuned)
+        made.id, name="first", data_source=source("one", "two", "six", model=other)
     )
-    assert (run.status, run.model, run.result_counts.total) == ("queued", tuned, 0)
+    assert (run.status, run.model, run.result_counts.total) == ("queued", other, 0)
     ended = carry_out(client, run)
     counts = ended.result_counts
     assert (ended.status, counts.total, counts.passed, counts.failed) == ("completed", 3, 2, 1)
     judged = {one.testing_criteria: one for one in ended.per_testing_criteria_results}
     assert (judged["same"].passed, judged["same"].failed) == (2, 1)
     (usage,) = ended.per_model_usage
-    assert (usage.model_name, usage.invocation_count, usage.total_tokens) == (tuned, 3, 12)
+    assert (usage.model_name, usage.invocation_count, usage.total_tokens) == (other, 3, 12)
     sent = [json.loads(receiver.arrived.get(timeout=60).body) for _ in range(3)]
-    assert {body["model"] for body in sent} == {tuned}
+    assert {body["model"] for body in sent} == {other}
     assert {body["max_completion_tokens"] for body in sent} == {1024}
     assert sent[0]["messages"][0] == {"role": "developer", "content": "Answer."}
 
@@ -288,7 +283,8 @@ def test_a_run_that_is_cancelled_or_lost_to_another_process_stores_nothing_more(
     assert not service.store.evals.end_run(taken.id, "third", "completed")
 
 
-def test_a_model_that_is_gone_fails_the_run_and_a_refusal_its_item(
+@pytest.mark.slow
+def test_a_tuned_model_is_judged_until_it_is_gone(
     service: Service,
     client: openai.OpenAI,
     training_file: str,
@@ -299,9 +295,19 @@ def test_a_model_that_is_gone_fails_the_run_and_a_refusal_its_item(
     tuned = put(service, job_id, state=State.SUCCEEDED, attempt=1).spec.tuned_name
     made = client.evals.create(data_source_config=CONFIG, testing_criteria=[SAME])
     run = client.evals.runs.create(made.id, data_source=source("one", model=tuned))
+    ended = carry_out(client, run)
+    assert (ended.result_counts.passed, ended.model) == (1, tuned)
+    assert json.loads(receiver.arrived.get(timeout=60).body)["model"] == tuned
+    run = client.evals.runs.create(made.id, data_source=source("one", model=tuned))
     client.models.delete(tuned)
     failed = carry_out(client, run)
     assert (failed.status, failed.error.code) == ("failed", "model_not_found")
+
+
+def test_a_servers_refusal_is_the_items(
+    client: openai.OpenAI, receiver: Receiver, carry_out: Callable[..., Any]
+) -> None:
+    made = client.evals.create(data_source_config=CONFIG, testing_criteria=[SAME])
     receiver.answer = lambda _: (400, JSON, iter([b'{"error": {"message": "too long"}}']))
     run = client.evals.runs.create(made.id, data_source=source("one"))
     ended = carry_out(client, run)

@@ -129,6 +129,8 @@ class EvalRuns:
             log.info("a run of an eval waits: %s", error.message)
         except FtError as error:
             self._fail(run, error)
+        except RecursionError:
+            self._fail(run, SpecError("An item is nested too deeply.", code="invalid_item"))
         except Exception:
             log.exception("a run of an eval has failed")
             self._fail(run, FtError("The service has failed at it; its log says how."))
@@ -225,7 +227,7 @@ class RunWork:
                 code="file_too_large",
             )
         with self._runs.places.file(file.id).open("rb") as opened:
-            return list(read_lines(opened.read(MOST_FILE).split(b"\n"), self._schema))
+            return list(read_lines(opened, self._schema))
 
     def _take_given(self, batch: Sequence[_Asked]) -> None:
         need = any(map(needs_sample, self._criteria))

@@ -5,7 +5,7 @@ Pure.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Discriminator, Field, Tag, ValidationError, field_validator
@@ -37,6 +37,8 @@ MOST_LINE = 65_536
 """Bytes of an item with its sample."""
 MOST_FILE = 32 * 1024**2
 """Bytes of a file of items."""
+MOST_LINES = 10 * MOST_ITEMS
+"""Lines of such a file, empty ones too."""
 MOST_VALUES = 4096
 """Brackets and commas of a line: the interpreter does nothing else while it parses them."""
 MOST_TOKENS = 4096
@@ -291,10 +293,12 @@ def check_run(request: RunRequest, schema: Mapping[str, Any]) -> None:
                 raise SpecError(f"{place}.{fault}.", param=place, code="invalid_item")
 
 
-def read_lines(lines: Sequence[bytes], schema: Mapping[str, Any]) -> Iterator[ItemLine]:
+def read_lines(lines: Iterable[bytes], schema: Mapping[str, Any]) -> Iterator[ItemLine]:
     """Yield the items of a file's lines. Raises SpecError naming the line."""
     count = 0
     for number, line in enumerate(lines, 1):
+        if number > MOST_LINES:
+            raise _wrong_line(number, f"a file has at most {MOST_LINES:,}. Leave out empty ones")
         if not line.strip():
             continue
         count += 1

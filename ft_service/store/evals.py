@@ -318,9 +318,9 @@ class EvalStore(StorePart):
 
 
 def _row(new: Eval | EvalRun) -> dict[str, Any]:
-    row = asdict(new) | {"created_at": database_time()}
-    texts = [value for name, value in asdict(new).items() if name != "created_at"]
-    return row | {"bytes": ROW_BYTES + len(json.dumps(texts))}
+    row: dict[str, Any] = asdict(new)
+    size = ROW_BYTES + len(json.dumps(list(row.values())))
+    return row | {"created_at": database_time(), "bytes": size}
 
 
 def _change(connection: Connection, run_id: str, owner: str, **values: Any) -> bool:

@@ -18,6 +18,7 @@ import pytest
 from ft_service.jobs.reasons import Reason
 from ft_service.jobs.states import State
 from tests.support.older_clients import older_client
+from tests.support.rest.described import an_eval
 from tests.support.rest.receiver import Receiver, receiving
 from tests.support.rest.service import Service, put
 
@@ -77,6 +78,7 @@ def walk(
     job_id, model = tuned(service, client, file_id)
     spare = {name: tuned(service, client, file_id)[1] for name in ("sync", "async")}
     ids = {"file": file_id, "job": job_id, "model": model, "receiver": receiver.url, **spare}
+    ids |= an_eval(service, "default")
     environment = {**os.environ, "OPENAI_BASE_URL": f"{service.url}/v1"}
     environment |= {"OPENAI_API_KEY": service.key}
     if azure:

@@ -9,6 +9,7 @@ import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import openai
@@ -88,8 +89,10 @@ def receiver() -> Iterator[Receiver]:
 
 
 @pytest.fixture
-def configure(configure: dict[str, Any], receiver: Receiver) -> dict[str, Any]:
-    return configure | {"inference_url": f"{receiver.url}/v1"}
+def configure(configure: dict[str, Any], receiver: Receiver, tmp_path: Path) -> dict[str, Any]:
+    models = tmp_path / "graders.yaml"
+    models.write_text(f"judge: {{base_url: {receiver.url}/v1}}\n")
+    return configure | {"inference_url": f"{receiver.url}/v1", "grader_models": models}
 
 
 @pytest.fixture(autouse=True)
@@ -138,7 +141,8 @@ def test_two_models_are_judged_by_the_same_eval(
     made = client.evals.create(
         name="sums", data_source_config=CONFIG, testing_criteria=[SAME, NEAR], metadata={"a": "b"}
     )
-    assert made.data_source_config.to_dict()["schema"]["properties"]["item"] == SCHEMA
+    config: Any = made.data_source_config
+    assert config.schema_["properties"]["item"] == SCHEMA
     assert made.testing_criteria[1].to_dict()["pass_threshold"] == 0.5
     run = client.evals.runs.create(
         made.id, name="first", data_source=source("one", "two", "six", model=other)
@@ -214,10 +218,9 @@ def test_items_of_a_file_and_answers_that_lines_bring_along(
 def test_messages_that_an_item_holds(
     client: openai.OpenAI, carry_out: Callable[..., Any], receiver: Receiver
 ) -> None:
-    config = {**CONFIG, "item_schema": {"type": "object"}}
-    made = client.evals.create(
-        data_source_config=config, testing_criteria=[{**SAME, "reference": "1"}]
-    )
+    config: Any = {**CONFIG, "item_schema": {"type": "object"}}
+    one: Any = {**SAME, "reference": "1"}
+    made = client.evals.create(data_source_config=config, testing_criteria=[one])
     content = [
         {"item": {"chat": [{"role": "user", "content": "one?"}]}},
         {"item": {"chat": "one?"}},
@@ -228,6 +231,43 @@ def test_messages_that_an_item_holds(
     ended = carry_out(client, client.evals.runs.create(made.id, data_source=data))
     assert (ended.result_counts.passed, ended.result_counts.errored) == (1, 2)
     assert receiver.arrived.qsize() == 1
+
+
+def test_models_that_grade_say_who_passes(
+    client: openai.OpenAI, carry_out: Callable[..., Any], receiver: Receiver
+) -> None:
+    asked = [{"role": "user", "content": "{{ item.answer }} {{ sample.output_text }}"}]
+    common = {"model": "judge", "input": asked}
+    criteria: Any = [
+        {"type": "score_model", "name": "a", "range": [0, 7], "pass_threshold": 5, **common},
+        {"type": "label_model", "name": "b", "labels": ["x", "y"], "passing_labels": ["x"]}
+        | common,
+    ]
+
+    def answer(arrived: Any) -> Any:
+        body = json.loads(arrived.body)
+        if body["model"] != "judge":
+            return (200, JSON, iter([chat("1")]))
+        schema = body["response_format"]["json_schema"]["schema"]["properties"]["result"]
+        of_one = body["messages"][0]["content"] == "1 1"
+        if schema["type"] == "number":
+            result: Any = 5 if of_one else 4.5
+        else:
+            result = "x" if of_one else "z"
+        return (200, JSON, iter([chat(json.dumps({"steps": [], "result": result}))]))
+
+    receiver.answer = answer
+    made = client.evals.create(data_source_config=CONFIG, testing_criteria=criteria)
+    ended = carry_out(client, client.evals.runs.create(made.id, data_source=source("one", "two")))
+    counts = ended.result_counts
+    assert (counts.passed, counts.failed, counts.errored) == (1, 0, 1)
+    judged = {own.testing_criteria: own for own in ended.per_testing_criteria_results}
+    assert (judged["a"].passed, judged["a"].failed) == (1, 1)
+    assert (judged["b"].passed, judged["b"].failed) == (1, 0), "a label that is none is no grade"
+    items = client.evals.runs.output_items.list(ended.id, eval_id=made.id).data
+    assert [result.score for result in items[1].results] == [4.5, 0]
+    error: Any = items[1].results[1].to_dict()["error"]
+    assert error["code"] == "model_grader_parse_error"
 
 
 def test_a_run_goes_on_where_another_process_has_left_it(

@@ -102,12 +102,12 @@ def tenant(
         "format": "vllm",
         "pull_id": "pull-none",
         "rollout_id": "rollout_none",
-        **_evals(service, project_id),
+        **an_eval(service, project_id),
     }
 
 
-def _evals(service: Service, project_id: str) -> dict[str, str]:
-    """An eval with a run, and what came of an item."""
+def an_eval(service: Service, project_id: str) -> dict[str, str]:
+    """Ids of an eval with a run, and of what came of an item."""
     evals = service.store.evals
     schema: dict[str, Any] = {"type": "object"}
     config = {"type": "custom", "item_schema": schema, "include_sample_schema": True}

@@ -51,7 +51,7 @@ log = logging.getLogger(__name__)
 T = TypeVar("T")
 
 LOOK_SECONDS = 0.5
-AT_ONCE = 8
+AT_ONCE = 32
 OF_PROJECT = 2
 """Runs that a process carries out at once, and those of one project; others wait."""
 BATCH = 8

@@ -172,6 +172,9 @@ async def asked(
     own = {} if services.settings.inference_url else {"processor": True}
     scope = {"type": "http", "method": "POST", "path": CHAT, "headers": [], "query_string": b""}
     answer = await create(Request(scope, _nothing_more), {**body, **own}, caller, services)
+    if isinstance(answer, ClosingResponse):
+        await answer.close()
+        raise SpecError("The inference server answered with events.", code="inference_server_error")
     try:
         told = json.loads(bytes(answer.body))
     except ValueError:

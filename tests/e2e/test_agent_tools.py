@@ -87,7 +87,7 @@ async def tune(client: Client) -> tuple[Agent, dict[str, Any]]:
         "validation_split": 0.1,
         "precision": {"default": "nf4", "compute": "fp32"},
         "lora": {"r": 16, "lora_alpha": 32},
-        "training": {"max_steps": 40, "batch_size": 32, "learning_rate": 4e-3},
+        "training": {"max_steps": 25, "batch_size": 32, "learning_rate": 4e-3},
         "distributed": {"nproc_per_node": 1},
         "evaluation": {"prompts": [{"messages": asked}], "max_new_tokens": 40},
     }
@@ -112,7 +112,6 @@ def test_an_agent_gets_from_a_table_to_a_verified_adapter_in_twelve_calls(server
     client = server.client()
     url = str(client.base_url).removesuffix("/v1/")
     agent, found = used_tools(url, client.api_key, tune)
-    print(len(agent.called), agent.called)
     assert agent.counted <= MOST_CALLS, agent.called
     assert found["job"]["status"] == "succeeded"
     assert f"The tuned model is {found['job']['fine_tuned_model']}" in "".join(agent.told)

@@ -354,6 +354,15 @@ def test_a_servers_refusal_is_the_items(
     assert (ended.status, ended.result_counts.errored) == ("completed", 1)
     (item,) = client.evals.runs.output_items.list(run.id, eval_id=made.id).data
     assert item.sample.error.message.endswith("answered 400: too long")
+    for headers, body in (
+        (JSON, b"[]"),
+        (JSON, b"{}"),
+        ({"content-type": "text/event-stream"}, b""),
+    ):
+        receiver.answer = lambda _, told=(200, headers, body): (*told[:2], iter([told[2]]))
+        run = client.evals.runs.create(made.id, data_source=source("one"))
+        ended = carry_out(client, run)
+        assert (ended.status, ended.result_counts.errored) == ("completed", 1)
 
 
 def test_what_is_lacking_is_refused_by_name(service: Service, client: openai.OpenAI) -> None:

@@ -116,10 +116,10 @@ def create(
     upload: Annotated[ReceivedFile, Depends(_upload)],
     idempotency_key: Annotated[str | None, Header()] = None,
 ) -> FileView:
-    """Upload a data file (purpose `fine-tune`; `evals` for items of evals): OpenAI's chat lines or preference pairs, prompts
-    with completions, text, ShareGPT, Alpaca or TRL's pairs, as JSON lines, a JSON array, CSV or
-    Parquet, also compressed with gzip or zstd. The format is detected from the contents, which are
-    checked when a job uses them.
+    """Upload a data file (purpose `fine-tune`; `evals` for items of evals): OpenAI's chat lines or
+    preference pairs, prompts with completions, text, ShareGPT, Alpaca or TRL's pairs, as JSON
+    lines, a JSON array, CSV or Parquet, also compressed with gzip or zstd. The format is
+    detected from the contents, which are checked when a job uses them.
     """
     _check_form(upload)
     seconds = _lifetime(upload.fields)

@@ -87,7 +87,7 @@ async def tune(client: Client) -> tuple[Agent, dict[str, Any]]:
         "validation_split": 0.1,
         "precision": {"default": "nf4", "compute": "fp32"},
         "lora": {"r": 16, "lora_alpha": 32},
-        "training": {"max_steps": 25, "batch_size": 32, "learning_rate": 4e-3},
+        "training": {"max_steps": 40, "batch_size": 32, "learning_rate": 4e-3},
         "distributed": {"nproc_per_node": 1},
         "evaluation": {"prompts": [{"messages": asked}], "max_new_tokens": 40},
     }

@@ -136,7 +136,7 @@ class EvalStore(StorePart):
 
     def create_run(self, new: EvalRun) -> EvalRun:
         """Raises LimitError if the project has too many, or may not keep the bytes."""
-        row = _row(new) | {"owned_until": 0.0}
+        row: dict[str, Any] = {**_row(new), "owned_until": 0.0}
         with self._database.writing() as connection:
             _read_eval(connection, new.project_id, new.eval_id)
             _refuse_more(connection, eval_runs, new.project_id, MOST_RUNS, "runs of evals")

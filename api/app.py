@@ -15,6 +15,7 @@ from api.routes import (
     artefacts,
     chats,
     engines,
+    evals,
     files,
     fine_tuning,
     graders,
@@ -68,7 +69,7 @@ Everything that OpenAI's API does not have says so, and has the mark `x-beyond-o
 
 _REST = (
     *(fine_tuning, job_metrics, plans, sweeps, engines),
-    *(files, uploads, artefacts, graders, models, pulls, webhooks, organization),
+    *(files, uploads, artefacts, graders, evals, models, pulls, webhooks, organization),
 )
 _SERVICE = (inference, chats, responses, rollouts, keys, health)
 _TINKER = (training_routes, sampling_routes, run_routes, session_routes)

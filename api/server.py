@@ -27,13 +27,16 @@ from api.app import create_app
 from api.bootstrap import PROJECT, local_holder, prepare
 from api.http import probe
 from api.http.connections import limited, possible_connections
+from api.http.dependencies import Services
+from api.routes import inference
 from api.transfer.multipart import TEMPORARY_PREFIX
 from ft_service import logs
 from ft_service.agents.open_rollouts import OpenRollouts
 from ft_service.bases.cache_folder import Cache
+from ft_service.bases.catalogue import Catalogue
 from ft_service.bases.describing import Descriptions
+from ft_service.control import eval_runs, webhook_delivery
 from ft_service.control import sweep_loop as sweep_keeper
-from ft_service.control import webhook_delivery
 from ft_service.control.admission.job_admission import LateAdmission
 from ft_service.control.bases import pull_runner
 from ft_service.control.bases.describe_bases import service_descriptions, watch_models
@@ -160,7 +163,8 @@ def serve(
             reconcile = reconcile or partial(
                 reconcile_here, descriptions=descriptions, preview=preview, traces=traces
             )
-            work = _background_work(settings, descriptions, reconcile, preview, rollouts)
+            services = app.state.services
+            work = _background_work(settings, descriptions, reconcile, services, rollouts)
             given = {name: partial(one, settings, store, meters) for name, one in work.items()}
             stack.enter_context(_in_threads(given, end))
         _greet(url, key, as_json, _link(settings, store))
@@ -204,7 +208,9 @@ def reconcile_only(
         reconcile = reconcile or partial(
             reconcile_here, descriptions=descriptions, preview=preview, traces=traces
         )
-        work = _background_work(settings, descriptions, reconcile, preview)
+        catalogue = Catalogue.from_settings(settings, descriptions)
+        services = Services(settings, store, catalogue, meters, preview)
+        work = _background_work(settings, descriptions, reconcile, services)
         stack.enter_context(
             _in_threads(
                 {name: partial(one, settings, store, meters) for name, one in work.items()}, end
@@ -252,10 +258,12 @@ def _background_work(
     settings: Settings,
     descriptions: Descriptions,
     reconcile: Work,
-    preview: Preview | None = None,
+    services: Services,
     rollouts: OpenRollouts | None = None,
 ) -> dict[str, Work]:
-    """`rollouts`: those whose agents call the model at this process; None: none can."""
+    """`services`: by which this process answers chat completions. `rollouts`: those whose agents
+    call the model at this process; None: none can.
+    """
     work: dict[str, Work] = {
         "housekeeping": housekeeping.run,
         "hosts": former_hosts.run,
@@ -269,8 +277,10 @@ def _background_work(
         "tinker": tinker_models.run,
         "reconciler": reconcile,
     }
+    preview = services.preview
     sampler = ServerSampler(settings) if settings.inference_urls else preview
     if sampler is not None:
+        work["evals"] = partial(eval_runs.run, ask=partial(inference.asked, services=services))
         work["reinforcement"] = partial(
             reinforcement_jobs.run,
             sampler=sampler,

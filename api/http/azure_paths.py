@@ -14,7 +14,7 @@ from api.wire.error_views import INVALID, error_response
 
 _SERVED = (
     *("files", "uploads", "fine_tuning", "models", "chat/completions", "completions", "responses"),
-    *("webhook_endpoints", "webhook_event_types"),
+    *("webhook_endpoints", "webhook_event_types", "evals"),
 )
 """What Azure's paths lead to below `/v1`. Organisations and keys have one address only: a proxy may
 close it.

@@ -58,7 +58,8 @@ from ft_service.store.records import File, Order, Principal
 
 router = keyed_router("/v1/files", "files")
 
-PURPOSE = "fine-tune"
+PURPOSES = ("fine-tune", "evals")
+"""Samples to train on, and items of evals."""
 RESULTS = "fine-tune-results"
 _PARTS = ("file", "purpose", "expires_after[anchor]", "expires_after[seconds]")
 _DEFAULTS = TrainingOptions()
@@ -87,7 +88,7 @@ _FORM = {
                     "required": ["file", "purpose"],
                     "properties": {
                         "file": {"type": "string", "format": "binary"},
-                        "purpose": {"const": PURPOSE},
+                        "purpose": {"enum": list(PURPOSES)},
                         "expires_after": ExpiresAfter.model_json_schema(),
                     },
                 },
@@ -115,10 +116,10 @@ def create(
     upload: Annotated[ReceivedFile, Depends(_upload)],
     idempotency_key: Annotated[str | None, Header()] = None,
 ) -> FileView:
-    """Upload a data file (purpose `fine-tune`): OpenAI's chat lines or preference pairs, prompts
-    with completions, text, ShareGPT, Alpaca or TRL's pairs, as JSON lines, a JSON array, CSV or
-    Parquet, also compressed with gzip or zstd. The format is detected from the contents, which are
-    checked when a job uses them.
+    """Upload a data file (purpose `fine-tune`; `evals` for items of evals): OpenAI's chat lines or
+    preference pairs, prompts with completions, text, ShareGPT, Alpaca or TRL's pairs, as JSON
+    lines, a JSON array, CSV or Parquet, also compressed with gzip or zstd. The format is
+    detected from the contents, which are checked when a job uses them.
     """
     _check_form(upload)
     seconds = _lifetime(upload.fields)
@@ -126,7 +127,7 @@ def create(
         id=new_id("file-"),
         project_id=caller.project_id,
         filename=upload.filename,
-        purpose=PURPOSE,
+        purpose=upload.fields["purpose"],
         bytes=upload.bytes,
         sha256=upload.sha256,
         created_at=0.0,
@@ -342,7 +343,7 @@ def _data_file(file_id: str, param: str, caller: Principal, services: Services) 
     Raises NotFoundError, and SpecError for a file of another purpose.
     """
     file = services.store.files.get_file(caller.project_id, file_id)
-    if file.purpose != PURPOSE:
+    if file.purpose not in PURPOSES:
         raise SpecError(
             f"{param} = {file.id!r}: its purpose is {file.purpose}, so it holds no samples.",
             param=param,
@@ -400,8 +401,9 @@ def require_data_file(filename: str, param: str, purpose: str) -> None:
 
     `param`: the field that held the name.
     """
-    if purpose != PURPOSE:
-        message = f"purpose = {purpose[:80]!r}: only {PURPOSE!r} is available in this version."
+    if purpose not in PURPOSES:
+        known = " and ".join(map(repr, PURPOSES))
+        message = f"purpose = {purpose[:80]!r}: only {known} are available in this version."
         raise SpecError(message, param="purpose", code="not_available")
     refuse_no_data_file(filename, param)
 

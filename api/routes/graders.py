@@ -116,7 +116,7 @@ def validate(body: JsonBody, caller: Caller, services: Svc) -> GraderValidationV
     """
     grader = parse_body(body, GraderBody).grader
     require_usable(grader, services.grader_limits)
-    check_outside(grader, _context(services, caller.project_id))
+    check_outside(grader, grader_context(services, caller.project_id))
     return GraderValidationView(grader=body["grader"])
 
 
@@ -137,12 +137,17 @@ def run(body: ExactJsonBody, caller: Caller, services: Svc) -> GraderRunView:
     given = parse_body(body, GraderRun)
     require_usable(given.grader, services.grader_limits)
     graded = grade(
-        given.grader, Sample(given.model_sample), given.item, _context(services, caller.project_id)
+        given.grader,
+        Sample(given.model_sample),
+        given.item,
+        grader_context(services, caller.project_id),
     )
     return _view(given.grader, graded)
 
 
-def _context(services: Services, project_id: str) -> GraderContext:
+def grader_context(services: Services, project_id: str) -> GraderContext:
+    """Return what graders that a request tries work with."""
+
     def secrets(endpoint_id: str) -> list[str]:
         return secrets_of(services.store.webhooks.get_webhook(project_id, endpoint_id))
 

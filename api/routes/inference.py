@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Mapping
 from contextlib import nullcontext, suppress
 from dataclasses import dataclass
 from functools import partial
@@ -29,13 +29,14 @@ from api.http.closing_response import ClosingResponse
 from api.http.dependencies import ChatBody, JsonBody, Services, Svc, server_sent
 from api.http.gone_clients import DISCONNECTED
 from api.http.routing import keyed_router
-from api.http.threads import in_thread, parsed_in_turn, turn
+from api.http.threads import in_thread, parsed_in_turn, turn, work_for
 from api.transfer import chat_answer, completion_answer
 from api.transfer.kept_chat import ChatKeeper, ChatToKeep
 from api.transfer.tar_stream import adapter_folder
 from api.wire.chat_request import parse_chat_completion, urls_of
 from api.wire.completion_request import parse_completion
 from api.wire.error_views import error_body
+from ft_service.bases.catalogue import Base
 from ft_service.bases.description import ImageFacts, why_no_images
 from ft_service.control.admission import tuned_models
 from ft_service.data.image_part import MOST_IMAGES
@@ -59,6 +60,8 @@ _LOOK_UP_SECONDS = 5.0
 """For the name of one URL in a message that goes on."""
 _turn = count()
 """The next replica: requests go to the replicas in turn."""
+_LATER = (408, 409, 425, 429, 500, 502, 503, 504)
+"""Status codes of an inference server after which the same request may be answered."""
 _PASSED_BACK = ("content-type", "retry-after", "retry-after-ms", "x-should-retry")
 CHAT = "/chat/completions"
 """Route of conversations, here and on an inference server."""
@@ -149,6 +152,59 @@ async def create_completion(
         return partial(found.submit, services, order, caller.project_id, completion.processor)
 
     return await completion_answer.answer(request, completion, services.preview, submit)
+
+
+def require_answerable(body: dict[str, Any], caller: Principal, services: Services) -> None:
+    """Raise FtError if nothing here would answer a chat completion with such a body, whichever
+    process of the service is asked.
+    """
+    name = body["model"]
+    tuned = tuned_models.find(name, caller, services.store) if is_tuned(name) else None
+    if services.settings.inference_urls:
+        if tuned is None:
+            _refuse_adapter_path(name)
+        return
+    if not services.settings.previews:
+        raise _not_served(tuned)
+    parse_chat_completion(body)
+    if tuned is None:
+        _base_named(name, services)
+    else:
+        tuned_models.refuse_pruned(tuned, services.places)
+        _refuse_rounded(tuned.job.spec)
+
+
+async def asked(
+    caller: Principal, body: Mapping[str, Any], *, services: Services
+) -> Mapping[str, Any]:
+    """Return the answer to a chat completion that the service asks for a project.
+
+    Raises FtError: UnavailableError and LimitError if it may be answered later.
+    """
+    work_for(caller.project_id)
+    own = {} if services.settings.inference_url else {"processor": True}
+    scope = {"type": "http", "method": "POST", "path": CHAT, "headers": [], "query_string": b""}
+    answer = await create(Request(scope, _nothing_more), {**body, **own}, caller, services)
+    if isinstance(answer, ClosingResponse):
+        await answer.close()
+        raise SpecError("The inference server answered with events.", code="inference_server_error")
+    try:
+        told = json.loads(bytes(answer.body))
+    except ValueError:
+        told = None
+    if answer.status_code == 200 and isinstance(told, dict):
+        return told
+    error = told.get("error") if isinstance(told, dict) else None
+    said = error.get("message") if isinstance(error, dict) else None
+    message = f"The inference server answered {answer.status_code}: {str(said)[:500]}"
+    if answer.status_code in _LATER:
+        raise UnavailableError(message)
+    raise SpecError(message, code="inference_server_error")
+
+
+async def _nothing_more() -> Any:
+    """Receive for a request whose caller stays."""
+    await asyncio.Event().wait()
 
 
 async def _model_of(
@@ -251,10 +307,7 @@ def _refuse_adapter_path(name: str) -> None:
 async def _previewed(name: str, tuned: tuned_models.Tuned | None, services: Services) -> Previewed:
     """Find the model in the preview's terms, with the adapter in a folder."""
     if tuned is None:
-        try:
-            base = await in_thread(services.catalogue.find, name)
-        except SpecError as error:
-            raise NotFoundError(error.message, param="model", code="model_not_found") from None
+        base = await in_thread(_base_named, name, services)
         return Previewed(PreviewModel(str(base.path)), None)
     _refuse_rounded(tuned.job.spec)
     async with turn("making") if tuned.checkpoint is not None else nullcontext():
@@ -264,6 +317,14 @@ async def _previewed(name: str, tuned: tuned_models.Tuned | None, services: Serv
     return Previewed(
         PreviewModel(spec.model.path, spec.precision.model_dump(mode="json"), job), str(adapter)
     )
+
+
+def _base_named(name: str, services: Services) -> Base:
+    """Raises NotFoundError."""
+    try:
+        return services.catalogue.find(name)
+    except SpecError as error:
+        raise NotFoundError(error.message, param="model", code="model_not_found") from None
 
 
 def _refuse_rounded(spec: JobSpec) -> None:

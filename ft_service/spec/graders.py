@@ -225,7 +225,8 @@ def _kind(value: Any) -> Any:
     return value.get("type") if isinstance(value, Mapping) else getattr(value, "type", None)
 
 
-def _unknown(*types: str) -> Discriminator:
+def by_type(*types: str) -> Discriminator:
+    """Return what chooses among tagged graders by their `type`."""
     message = (
         f"must have a type that is known: a grader has a type: {', '.join(types[:-1])} or "
         f"{types[-1]}"
@@ -244,7 +245,7 @@ _OutsideGrader = (
 Single = StringCheck | TextSimilarity | ScoreModel | LabelModel | PythonGrader | EndpointGrader
 SingleByType = Annotated[
     TextGrader | _OutsideGrader | Annotated[LabelModel, Tag("label_model")],
-    _unknown("string_check", "text_similarity", "score_model", "label_model", "python", "endpoint"),
+    by_type("string_check", "text_similarity", "score_model", "label_model", "python", "endpoint"),
 ]
 
 
@@ -285,7 +286,7 @@ def _labels_only_in_multi(value: Any) -> Any:
 
 Grader = Annotated[
     TextGrader | _OutsideGrader | Annotated[Multi, Tag("multi")],
-    _unknown("string_check", "text_similarity", "score_model", "python", "endpoint", "multi"),
+    by_type("string_check", "text_similarity", "score_model", "python", "endpoint", "multi"),
     BeforeValidator(_labels_only_in_multi),
 ]
 

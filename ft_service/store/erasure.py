@@ -43,6 +43,9 @@ from ft_service.store.tables import (
     checkpoints,
     deleted_models,
     engines,
+    eval_items,
+    eval_runs,
+    evals,
     events,
     files,
     integrations,
@@ -86,6 +89,7 @@ _OF_PROJECT = (
     *(webhook_deliveries, webhook_endpoints, sweeps, sessions, keys, upload_parts, uploads),
     *(tinker_samples, tinker_samplers, tinker_sessions, request_rates),
     *(chat_metadata, stored_chats),
+    *(eval_items, eval_runs, evals),
 )
 """Tables of which a project's rows go first, each after those that refer to it.
 

@@ -20,6 +20,7 @@ from ft_service.store.chats import ChatStore
 from ft_service.store.database import Database, DatabaseLimits, database_time
 from ft_service.store.engines import EngineStore
 from ft_service.store.erasure import ErasureStore
+from ft_service.store.evals import EvalStore
 from ft_service.store.files import FileStore
 from ft_service.store.integrations import IntegrationStore
 from ft_service.store.jobs import JobStore
@@ -96,6 +97,7 @@ class Store(Database):
         self.queue = QueueStore(self)
         self.tinker = TinkerStore(self)
         self.chats = ChatStore(self)
+        self.evals = EvalStore(self)
         self.erasure = ErasureStore(self)
 
     def close(self) -> None:

@@ -821,3 +821,81 @@ Index(
     postgresql_where=UNANSWERED,
 )
 Index(None, tinker_samples.c.answered_at)
+
+evals = Table(
+    "evals",
+    metadata,
+    _position(),
+    _id(),
+    _project(),
+    Column("created_at", Double, nullable=False),
+    Column("name", StorableText),
+    Column("metadata", StorableJson),
+    # The create body's data_source_config and testing_criteria.
+    Column("data_source_config", StorableJson, nullable=False),
+    Column("testing_criteria", StorableJson, nullable=False),
+    Column("bytes", BigInteger, nullable=False),
+    sqlite_autoincrement=True,
+)
+Index(None, evals.c.project_id, evals.c.position)
+
+eval_runs = Table(
+    "eval_runs",
+    metadata,
+    _position(),
+    _id(),
+    _project(),
+    Column("eval_id", ForeignKey("evals.id"), nullable=False),
+    Column("created_at", Double, nullable=False),
+    # The key that asked for it.
+    Column("key_id", StorableText, nullable=False),
+    Column("name", StorableText),
+    Column("metadata", StorableJson),
+    # Of the create body.
+    Column("data_source", StorableJson, nullable=False),
+    # OpenAI's words: queued, in_progress, completed, canceled, failed.
+    Column("status", StorableText, nullable=False),
+    Column("error", StorableJson),
+    # Items; NULL: the file is not read yet.
+    Column("total", Integer),
+    # Counts of its items (ft_service/evals/item_results.py).
+    Column("tally", StorableJson, nullable=False),
+    # The process that carries it out, and until when.
+    Column("owner", StorableText),
+    Column("owned_until", Double, nullable=False),
+    # Of its body and of its items.
+    Column("bytes", BigInteger, nullable=False),
+    sqlite_autoincrement=True,
+)
+UNFINISHED_RUN = eval_runs.c.status.in_(
+    [literal_column("'queued'"), literal_column("'in_progress'")]
+)
+Index(None, eval_runs.c.eval_id, eval_runs.c.position)
+Index(None, eval_runs.c.project_id, eval_runs.c.position)
+Index(
+    "ix_eval_runs_unfinished",
+    eval_runs.c.position,
+    sqlite_where=UNFINISHED_RUN,
+    postgresql_where=UNFINISHED_RUN,
+)
+
+eval_items = Table(
+    "eval_items",
+    metadata,
+    _position(),
+    _id(),
+    _project(),
+    Column("run_id", ForeignKey("eval_runs.id"), nullable=False),
+    Column("created_at", Double, nullable=False),
+    # Its place in the source.
+    Column("number", Integer, nullable=False),
+    # OpenAI's words: pass, fail; and error.
+    Column("status", StorableText, nullable=False),
+    Column("item", StorableJson, nullable=False),
+    Column("sample", StorableJson, nullable=False),
+    Column("results", StorableJson, nullable=False),
+    UniqueConstraint("run_id", "number"),
+    sqlite_autoincrement=True,
+)
+Index(None, eval_items.c.run_id, eval_items.c.position)
+Index(None, eval_items.c.project_id)

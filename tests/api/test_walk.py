@@ -17,14 +17,12 @@ import pytest
 
 from ft_service.jobs.reasons import Reason
 from ft_service.jobs.states import State
+from tests.support.older_clients import older_client
+from tests.support.rest.described import an_eval
 from tests.support.rest.receiver import Receiver, receiving
 from tests.support.rest.service import Service, put
 
 WALK = Path(__file__).parents[1] / "support/programs/walk.py"
-OLDER = Path(os.environ.get("FT_TEST_CLIENTS", Path(sys.prefix) / "clients"))
-"""OpenAI clients of older major versions, each in a folder named after its major version; `make
-test-all` installs them.
-"""
 AZURES = pytest.mark.parametrize(
     "azure",
     [
@@ -70,7 +68,7 @@ def walk(
     client: openai.OpenAI,
     receiver: Receiver,
     file_id: str,
-    path: Path | None,
+    path: str | None,
     azure: tuple[str, str] | None = None,
 ) -> dict[str, Any]:
     """What the walk printed, with the client from a folder (None: the installed one).
@@ -80,6 +78,7 @@ def walk(
     job_id, model = tuned(service, client, file_id)
     spare = {name: tuned(service, client, file_id)[1] for name in ("sync", "async")}
     ids = {"file": file_id, "job": job_id, "model": model, "receiver": receiver.url, **spare}
+    ids |= an_eval(service, "default")
     environment = {**os.environ, "OPENAI_BASE_URL": f"{service.url}/v1"}
     environment |= {"OPENAI_API_KEY": service.key}
     if azure:
@@ -87,7 +86,7 @@ def walk(
         environment |= {"OPENAI_API_KEY": "", "OPENAI_BASE_URL": "", "OPENAI_API_VERSION": DATED}
         environment |= {"AZURE_OPENAI_API_KEY": service.key}
     if path:
-        environment["PYTHONPATH"] = str(path)
+        environment["PYTHONPATH"] = path
     result = subprocess.run(
         [sys.executable, str(WALK), json.dumps(ids), ""],
         env=environment,
@@ -138,7 +137,6 @@ def test_every_method_of_an_older_client_works(
     major: str,
     azure: tuple[str, str] | None,
 ) -> None:
-    assert (OLDER / major).is_dir(), f"{OLDER / major} is not there: make test-all installs it"
-    found = walk(service, client, receiver, training_file, OLDER / major, azure)
+    found = walk(service, client, receiver, training_file, older_client(major), azure)
     check(found, f"{major}.")
     assert len(found["walks"][1]["called"]) > 20

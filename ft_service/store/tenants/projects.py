@@ -16,6 +16,8 @@ from ft_service.store.tables import (
     PENDING,
     TINKER_ROW_BYTES,
     VISIBLE,
+    eval_runs,
+    evals,
     files,
     projects,
     referred_to,
@@ -280,12 +282,15 @@ def _announced(connection: Connection, project_id: str, besides: str) -> int:
 
 def _kept_bytes(connection: Connection, project_id: str) -> int:
     """Bytes of files that are kept: also of expired ones until they are removed, and of deleted
-    ones that a job still needs; and of what Tinker's clients keep.
+    ones that a job still needs; of what Tinker's clients keep, and of
+    evals.
     """
     kept = files.c.freed_at.is_(None), or_(VISIBLE, referred_to())
     sums = [
         select(func.sum(files.c.bytes)).where(files.c.project_id == project_id, *kept),
         select(func.sum(tinker_sessions.c.bytes)).where(tinker_sessions.c.project_id == project_id),
+        select(func.sum(evals.c.bytes)).where(evals.c.project_id == project_id),
+        select(func.sum(eval_runs.c.bytes)).where(eval_runs.c.project_id == project_id),
         select(func.count() * TINKER_ROW_BYTES).where(tinker_samplers.c.project_id == project_id),
         select(projects.c.model_bytes).where(projects.c.id == project_id),
     ]

@@ -240,7 +240,7 @@ def test_what_azure_has_and_this_service_has_not_is_refused_by_name(
         "/openai/batches",
         "/openai/threads",
         "/openai/assistants",
-        "/openai/v1/evals",
+        "/openai/v1/vector_stores",
         "/openai/deployments/tiny/images/generations",
         "/openai/deployments/tiny/audio/speech",
         "/openai/fine_tuning/jobs/a/checkpoints/b/copy",

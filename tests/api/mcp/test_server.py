@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
 import sys
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import httpx2
 import pytest
 from fastapi import FastAPI
 from mcp.client.client import Client
-from mcp.client.streamable_http import streamable_http_client
 
 import api.mcp
 from api.app import create_app
@@ -21,9 +18,8 @@ from api.mcp.tools import TOOLS, plan_id
 from ft_service.errors import SpecError
 from ft_service.jobs.states import State
 from ft_service.settings import Settings
+from tests.support.mcp_clients import Use, used_tools
 from tests.support.rest.service import TRAINING, Service, put, serving_app
-
-Use = Callable[[Client], Awaitable[Any]]
 
 
 @pytest.fixture(scope="module")
@@ -35,14 +31,7 @@ def server(new_database: Path) -> Iterator[tuple[str, FastAPI]]:
 def used(service: Service, use: Use, key: str | None = None) -> Any:
     """What comes of the client's use of the tools."""
 
-    async def connect() -> Any:
-        headers = {"authorization": f"Bearer {key or service.key}"}
-        async with httpx2.AsyncClient(headers=headers, timeout=120.0) as http:
-            transport = streamable_http_client(f"{service.url}/mcp", http_client=http)
-            async with Client(transport) as client:
-                return await use(client)
-
-    return asyncio.run(connect())
+    return used_tools(service.url, key or service.key, use)
 
 
 def called(service: Service, tool: str, key: str | None = None, /, **arguments: Any) -> Any:

@@ -1,4 +1,4 @@
-"""Calls every method of an openai client's files, uploads, fine-tuning, models and webhooks
+"""Calls every method of an openai client's files, uploads, fine-tuning, models, webhooks and evals
 resources, sync and async.
 
 A program of its own, so that it runs with whichever client its PYTHONPATH names: URL and key come
@@ -23,7 +23,7 @@ LINE = (
     b'{"messages": [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": '
     b'"Hello"}]}\n'
 )
-RESOURCES = ("files", "uploads", "fine_tuning", "models", "webhooks")
+RESOURCES = ("files", "uploads", "fine_tuning", "models", "webhooks", "evals")
 IDS: dict[str, str] = json.loads(sys.argv[1])
 AZURE: dict[str, Any] = {name: IDS[name] for name in ("azure_endpoint", "base_url") if name in IDS}
 KINDS = ["fine_tuning.job.succeeded"]
@@ -74,6 +74,7 @@ async def walk(client: Any) -> list[str]:
     await jobs(call, all_of)
     await models(call, all_of)
     await webhooks(call, all_of)
+    await evals(call, all_of)
     return called
 
 
@@ -164,6 +165,39 @@ async def webhooks(call: Callable[..., Any], all_of: Callable[..., Any]) -> None
     assert (await call("webhooks.rotate_secret", made.id)).signing_secret != made.signing_secret
     assert KINDS[0] in (await call("webhooks.event_types.list")).data
     assert (await call("webhooks.delete", made.id)).deleted is True
+
+
+async def evals(call: Callable[..., Any], all_of: Callable[..., Any]) -> None:
+    config = {"type": "custom", "item_schema": {"type": "object"}, "include_sample_schema": True}
+    template = {"type": "template", "template": [{"role": "user", "content": "{{ item.a }}"}]}
+    source = {"type": "file_content", "content": [{"item": {"a": "b"}}]}
+    data = {"type": "completions", "model": "tiny", "source": source, "input_messages": template}
+    criterion = {
+        "type": "string_check",
+        "name": "same",
+        "input": "{{ sample.output_text }}",
+        "reference": "x",
+        "operation": "eq",
+    }
+    made = await call(
+        "evals.create", name="a", data_source_config=config, testing_criteria=[criterion]
+    )
+    if made is None:
+        return
+    assert (await call("evals.retrieve", made.id)).name == "a"
+    assert (await call("evals.update", made.id, metadata={"a": "b"})).metadata == {"a": "b"}
+    assert made.id in [own.id for own in await all_of("evals.list", limit=1)]
+    run = await call("evals.runs.create", made.id, data_source=data)
+    assert (await call("evals.runs.retrieve", run.id, eval_id=made.id)).status == "queued"
+    assert [own.id for own in await all_of("evals.runs.list", made.id)] == [run.id]
+    assert (await call("evals.runs.cancel", run.id, eval_id=made.id)).status == "canceled"
+    assert (await call("evals.runs.delete", run.id, eval_id=made.id)).deleted is True
+    assert (await call("evals.delete", made.id)).deleted is True
+    of_run = {"eval_id": IDS["eval_id"], "run_id": IDS["run_id"]}
+    items = await all_of("evals.runs.output_items.list", IDS["run_id"], eval_id=IDS["eval_id"])
+    assert [item.id for item in items] == [IDS["output_item_id"]]
+    one = await call("evals.runs.output_items.retrieve", items[0].id, **of_run)
+    assert one.datasource_item_id == 0
 
 
 def clients() -> Iterator[Any]:

@@ -6,11 +6,15 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
+from ft_service.evals.item_results import ItemOutcome
+from ft_service.ids import new_id
 from ft_service.jobs.reasons import Reason
 from ft_service.jobs.states import State
 from tests.support.records import new_chat
+from ft_service.store.evals import Eval, EvalRun
 from tests.support.rest.service import TRAINING, Service, put, run_dir
 
 MAKES = {
@@ -102,7 +106,41 @@ def tenant(
         "format": "vllm",
         "pull_id": "pull-none",
         "rollout_id": "rollout_none",
+        **an_eval(service, project_id),
     }
+
+
+def an_eval(service: Service, project_id: str) -> dict[str, str]:
+    """Ids of an eval with a run, and of what came of an item."""
+    evals = service.store.evals
+    schema: dict[str, Any] = {"type": "object"}
+    config = {"type": "custom", "item_schema": schema, "include_sample_schema": True}
+    own = evals.create_eval(
+        Eval(
+            id=new_id("eval_"),
+            project_id=project_id,
+            data_source_config=config,
+            testing_criteria=[{"name": "secret-name"}],
+            name="secret-name",
+        )
+    )
+    source = {"type": "file_content", "content": [{"item": {"text": "secret-name"}}]}
+    run = evals.create_run(
+        EvalRun(
+            id=new_id("evalrun_"),
+            project_id=project_id,
+            eval_id=own.id,
+            key_id="",
+            data_source={"type": "jsonl", "source": source},
+            name="secret-name",
+        )
+    )
+    claimed = evals.claim_run("test", [])
+    assert claimed == replace(run, status="in_progress")
+    assert evals.add_items(run, "test", [ItemOutcome(0, {"text": "secret-name"}, {})])
+    assert evals.end_run(run.id, "test", "completed")
+    [item] = evals.list_items(run.id, status=None, after=None, limit=2, order="asc").data
+    return {"eval_id": own.id, "run_id": run.id, "output_item_id": item.id}
 
 
 def needed(path: str) -> dict[str, str]:

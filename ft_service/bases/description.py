@@ -145,6 +145,10 @@ class ImageFacts:
     """So many of the first decoder layers get features of their own (DeepStack)."""
     tower_weights: int
     """Numbers in the towers' weights, which are read and computed in fp32."""
+    two_way: tuple[str, ...] = ()
+    """Kinds of decoder layers in which the tokens of a picture see each other in both directions,
+    as its config names them (`layer_types`).
+    """
 
 
 @dataclass(frozen=True)

@@ -108,8 +108,11 @@ class SampleImages:
         None: there are no pictures. Raises RuntimeError for a picture without features.
         """
         places: list[Tensor] = []
+        spans: list[Tensor] = []
         found: list[Features] = []
         for sample, begin in zip(samples, begins, strict=True):
+            held = self._placeholders(sample, sample.images)
+            spans.append(begin + _runs(held))
             for use in sample.images:
                 own = torch.from_numpy(self._placeholders(sample, [use]))
                 features = self._find(use.picture.key)
@@ -125,7 +128,10 @@ class SampleImages:
         rows = torch.cat([own.rows for own in found])
         early = torch.cat([own.early for own in found], dim=1)
         return ImageInputs(
-            _moved(torch.cat(places), device), _moved(rows, device), _moved(early, device)
+            _moved(torch.cat(places), device),
+            _moved(rows, device),
+            _moved(early, device),
+            torch.cat(spans).int(),
         )
 
     def positions(self, samples: Sequence[Tokens], length: int | None = None) -> Tensor | None:
@@ -155,6 +161,12 @@ class SampleImages:
         for use in uses:
             within[use.begin : use.end] = True
         return within & (sample.ids == self._token_id)
+
+
+def _runs(held: np.ndarray) -> Tensor:
+    """The first place and the end of every run of placeholders, int64 [runs, 2]. `held`: bool."""
+    edges = np.diff(held.astype(np.int8), prepend=0, append=0)
+    return torch.from_numpy(np.stack([np.flatnonzero(edges == 1), np.flatnonzero(edges == -1)], 1))
 
 
 def _padded(positions: Tensor, length: int) -> Tensor:

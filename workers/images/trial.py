@@ -108,9 +108,7 @@ def _facts_if_equal(
     return facts
 
 
-def _two_way(
-    decoder: Any, published: Tensor, ours: Callable[[], Tensor]
-) -> tuple[str, ...] | None:
+def _two_way(decoder: Any, published: Tensor, ours: Callable[[], Tensor]) -> tuple[str, ...] | None:
     """The kinds of layers in which the tokens of a picture see each other in both directions, so
     that logits are the published class's. None: no kinds make them so.
     """

@@ -29,7 +29,13 @@ _Places = tuple[Tensor, slice, Tensor]
 
 
 def add_ahead(
-    out: Tensor, sums: Tensor, query: Tensor, key: Tensor, value: Tensor, spans: Tensor, scale: float
+    out: Tensor,
+    sums: Tensor,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    spans: Tensor,
+    scale: float,
 ) -> Tensor:
     """Change a kernel's out [rows, heads, length, d] in place, and return the log-sums that its
     backward is to be given, fp32 [rows, heads, length]. `sums`: the kernel's; query [rows, heads,

@@ -150,7 +150,9 @@ def cached_attention(
     for span in CURRENT.spans:
         own = slice(span.start, span.end)
         keys, values = span.memory.extend(id(module), key[:, :, own], value[:, :, own])
-        parts.append(_attend(query[:, :, own], keys, values, shape.of_segment(span.start, span.end)))
+        parts.append(
+            _attend(query[:, :, own], keys, values, shape.of_segment(span.start, span.end))
+        )
     out = parts[0] if len(parts) == 1 else torch.cat(parts, dim=2)
     return out.transpose(1, 2), None
 

@@ -112,7 +112,16 @@ PICTURED: dict[str, Any] = {
 """Family → function that makes what its image processor would."""
 _TYPE = {"pixtral": "llava"}
 """Family → its type of transformers, where it has another name."""
-_MIXED_WINDOWS = {"layer_types": ["sliding_attention", "full_attention"]}
+TWO_WAY = {
+    **dict.fromkeys(("gemma3", "gemma 3"), ("sliding_attention", "full_attention")),
+    **dict.fromkeys(("gemma4", "gemma 4"), ("sliding_attention",)),
+}
+"""Family → kinds of layers in which the tokens of a picture see each other in both directions."""
+_WINDOWS = {
+    "num_hidden_layers": 3,
+    "layer_types": ["sliding_attention", "full_attention", "full_attention"],
+}
+"""What pictures' tokens see of each other in the last layer, no later token reads."""
 _CONFIG: Mapping[str, dict[str, Any]] = MappingProxyType(
     {
         "qwen2_vl": {"vision_config": {"hidden_size": HIDDEN}},
@@ -129,7 +138,7 @@ _CONFIG: Mapping[str, dict[str, Any]] = MappingProxyType(
         "gemma3": {
             "vision_config": {"image_size": 56},
             "mm_tokens_per_image": 16,
-            "text_config": _MIXED_WINDOWS,
+            "text_config": _WINDOWS,
         },
         "gemma4": {
             "vision_config": {
@@ -138,7 +147,7 @@ _CONFIG: Mapping[str, dict[str, Any]] = MappingProxyType(
                 **{"head_dim": 8, "pooling_kernel_size": 2, "position_embedding_size": 16},
                 "standardize": True,
             },
-            "text_config": {"use_bidirectional_attention": "vision"},
+            "text_config": {**_WINDOWS, "use_bidirectional_attention": "vision"},
         },
         "llama4": {
             "vision_config": {
@@ -290,6 +299,18 @@ WHOLE: dict[str, tuple[str, dict[str, Any]]] = {
     "mistral small 3.1": ("mistral3", {"vision_config": {"image_size": 140}}),
     "internvl 3": ("internvl", dict(_CONFIG["internvl"])),
     "smolvlm": ("smolvlm", {"vision_config": {"image_size": 64, "patch_size": 16}}),
+    "qwen 3.5": ("qwen3_5", {"vision_config": {"patch_size": 16}}),
+    "gemma 4": (
+        "gemma4",
+        {
+            "vision_config": {
+                **_CONFIG["gemma4"]["vision_config"],
+                **{"pooling_kernel_size": 3, "position_embedding_size": 64},
+            },
+            "text_config": {**_CONFIG["gemma4"]["text_config"], "max_position_embeddings": 512},
+        },
+    ),
+    "pixtral": ("llava", dict(_CONFIG["pixtral"])),
 }
 """Family (`image_bases.FAMILIES`) → its type of transformers, and values of its config."""
 _NAMED_TOKENS = {
@@ -297,6 +318,8 @@ _NAMED_TOKENS = {
     "<|video_pad|>": "video_token_id",
     "<|vision_start|>": "vision_start_token_id",
     "<|vision_end|>": "vision_end_token_id",
+    "<|image>": "boi_token_id",
+    "<image|>": "eoi_token_id",
     "<start_of_image>": "boi_token_index",
     "<end_of_image>": "eoi_token_index",
 }
@@ -315,7 +338,7 @@ def save_whole_base(family: str, folder: Path) -> Path:
     }
     image = tokenizer.convert_tokens_to_ids(FAMILIES[family].image_token)
     tokens |= {key: image for key in ("image_token_id", "image_token_index") if key in known}
-    text = {"vocab_size": len(tokenizer) + 3}
+    text = {**values.get("text_config", {}), "vocab_size": len(tokenizer) + 3}
     assert save_composite(kind, folder, {**values, **tokens, "text_config": text})
     return folder
 

@@ -15,7 +15,14 @@ from tests.support.ranks import often_and_slow
 from tests.support.training.checks import BOUND
 from tests.support.training.models import spec_for
 from tests.support.training.parity import set_adapters
-from tests.support.training.pictures import CPU, PICTURED, Pictured, published_step, save_pictured
+from tests.support.training.pictures import (
+    CPU,
+    PICTURED,
+    TWO_WAY,
+    Pictured,
+    published_step,
+    save_pictured,
+)
 from workers.base.load import adapters, load
 from workers.data.batches import make_batch
 from workers.images.features import CURRENT_IMAGES, SampleImages, kept_in
@@ -30,8 +37,6 @@ NOISY = {"qwen3_5": 2e-5}
 """Types that are compared with their class in fp64, and how near they come in fp32: a recurrence
 over a longer sample rounds more.
 """
-TWO_WAY = {"gemma3": ("sliding_attention", "full_attention"), "gemma4": ("sliding_attention",)}
-"""Types whose placeholders see each other in both directions, in layers of these kinds."""
 SLOW = ("qwen2_vl", "qwen3_vl_moe", "smolvlm")
 """Types that are computed as qwen2_5_vl, qwen3_vl and idefics3, but for what text passes too."""
 

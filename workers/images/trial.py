@@ -95,15 +95,15 @@ def _facts_if_equal(
     if two_way is None:
         return "its class computes samples with pictures in another way"
     facts = replace(facts, two_way=two_way)
-    if two_way and _narrow([decoder, tower.model], features):
-        if _difference(ours()[0], published()) > _EQUAL:
-            return "its windows bound in another way what the tokens of a picture see of each other"
-    ours = ours()[0]
-    if _difference(ours, blind) < _SEEN:
+    narrowed = bool(two_way) and _narrow([decoder, tower.model], features)
+    if narrowed and _difference(ours()[0], published()) > _EQUAL:
+        return "its windows bound in another way what the tokens of a picture see of each other"
+    whole = ours()[0]
+    if _difference(whole, blind) < _SEEN:
         return "what it answers does not depend on the picture"
     text = replace(sample, images=(), ids=sample.ids[: sample.images[0].begin])
     packed = _logits(copy, [sample, text, sample], images, packed=True)
-    if max(_difference(own, ours) for own in (packed[0], packed[2])) > SAME[torch.float32]:
+    if max(_difference(own, whole) for own in (packed[0], packed[2])) > SAME[torch.float32]:
         return "its packed samples with pictures are not computed as they are apart"
     return facts
 

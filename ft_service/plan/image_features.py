@@ -48,6 +48,7 @@ def note_on_images(base: Description, spec: JobSpec, images: int, tokens: int) -
     return (
         f"The base's tower ({bytes_text(tower)} a rank, before the model is loaded) looks at "
         f"{counted(images, 'image')} once; the features of their {tokens:,} tokens take up to "
-        f"{bytes_text(kept)} in the run directory until the job has succeeded."
-        f"{beside}"
+        f"{bytes_text(kept)} in the run directory until the job has succeeded. If that is more than "
+        "half of its free disk, the tower stays on every rank and looks at each micro-batch's images "
+        f"anew.{beside}"
     )

@@ -29,6 +29,7 @@ from workers.base.rank_objects import by_first, from_first, on_all
 from workers.data.token_sets import job_samples, remove_own
 from workers.describe import describe
 from workers.images.computing import (
+    LiveTower,
     compute_features,
     has_images,
     read_images,
@@ -121,13 +122,15 @@ def train(runtime: Runtime, reporter: Reporter, stop: StopRequest, prepare: Prep
     for sentence in settled.news:
         reporter.message(sentence)
     refuse_images_in_shared_rows(runtime.context, pictured=pictured)
+    live = None
     if pictured:
-        described = _with_features(runtime, reporter, described, train_set, valid_set)
+        described, live = _with_features(runtime, reporter, described, train_set, valid_set)
     prepared = prepare(runtime, reporter, None if described is None else Probed.of(described))
     built = prepared.built
     if pictured:
         assert described is not None
-        read_images(runtime.run, described, built.peft_model, shared=prepared.resident is not None)
+        shared = prepared.resident is not None
+        read_images(runtime.run, described, built.peft_model, shared=shared, live=live)
     check_positions(built.peft_model, train_set, valid_set)
     parent = _adopt_parent(runtime, prepared, reporter)
     # A job continues only on the base with which it began.
@@ -378,24 +381,31 @@ def _data(runtime: Runtime, reporter: Reporter) -> tuple[TokenSet, TokenSet]:
 
 def _with_features(
     runtime: Runtime, reporter: Reporter, described: Description | None, *sets: TokenSet
-) -> Description:
-    """The base's description, once the features of all pictures are written.
+) -> tuple[Description, LiveTower | None]:
+    """The base's description, once the features of all pictures are written, or else the tower
+    that computes them for each micro-batch.
 
-    Before the model is built: towers and model are never in memory at the same time.
+    Before the model is built: a tower whose answers are kept is never in memory beside it.
     """
     path = runtime.spec.model.path
+    compute = runtime.spec.precision.compute
     base = described or describe(path)
     began = time.monotonic()
-    count = compute_features(
-        runtime.run, path, base, sets, runtime.device, runtime.spec.precision.compute
-    )
+    count = compute_features(runtime.run, path, base, sets, runtime.device, compute)
+    if count is None:
+        reporter.message(
+            "The features of the images would take more than half of the free disk of the run "
+            "directory, and are not kept: the base's tower stays on every rank and looks at the "
+            "images of each micro-batch anew. The numbers are the same."
+        )
+        return base, on_all(lambda: LiveTower(path, base, runtime.device, compute))
     if count:
         seconds = time.monotonic() - began
         reporter.message(
             f"The base's tower has looked at {counted(count, 'image')} in {seconds:.1f} s; its "
             "answers are kept for all steps."
         )
-    return base
+    return base, None
 
 
 def _set_damaged_aside(runtime: Runtime, reporter: Reporter) -> None:

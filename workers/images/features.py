@@ -1,12 +1,14 @@
 """Features of pictures: what a base's frozen tower makes of each, once for all steps of a job.
 
 The tower is not trained, so its answer is a constant. It is computed before training, kept in the
-run directory as a file for each picture, and mapped by every rank.
+run directory as a file for each picture, and mapped by every rank. Where a disk has no room for the
+files, every rank has the tower, which computes the same numbers for each micro-batch.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections import OrderedDict
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -18,8 +20,6 @@ from torch import Tensor
 from ft_service.data.tokens.sample import ImageUse, Tokens
 from workers.layers.segments import ImageInputs
 
-FOLDER = "image-features"
-"""Folder of a run directory."""
 _LAYOUT = "layout."
 """Prefix of the names of layout tensors in a file."""
 
@@ -36,6 +36,10 @@ class Features:
     """The integers of the image processor from which positions follow, such as `image_grid_thw`:
     int64 [1, ..] each.
     """
+
+    @property
+    def nbytes(self) -> int:
+        return self.rows.nbytes + self.early.nbytes
 
     def stored_in(self, dtype: torch.dtype) -> Features:
         """The same, rounded to a dtype."""
@@ -67,16 +71,44 @@ def file_of(folder: Path, key: str) -> Path:
     return folder / key[:2] / f"{key}.safetensors"
 
 
-def kept_in(folders: Sequence[Path]) -> Callable[[str], Features]:
-    """Function that reads the features of a picture by its key, from the first of the folders that
-    has them. It raises RuntimeError if none has.
+FeaturesOf = Callable[[Tokens, ImageUse], Features]
+"""Function that gives the features of a picture where a sample shows it."""
+
+
+def by_key(features: Mapping[str, Features]) -> FeaturesOf:
+    """Function that looks up those of a picture by its key."""
+    return lambda _, use: features[use.picture.key]
+
+
+def kept_in(folders: Sequence[Path], otherwise: FeaturesOf | None = None) -> FeaturesOf:
+    """Function that reads the features of a picture from the first of the folders that has them,
+    else has them computed; it raises RuntimeError where nothing does.
     """
 
-    def find(key: str) -> Features:
+    def find(sample: Tokens, use: ImageUse) -> Features:
+        key = use.picture.key
         found = next((file for own in folders if (file := file_of(own, key)).is_file()), None)
-        if found is None:
+        if found is not None:
+            return Features.load(found)
+        if otherwise is None:
             raise RuntimeError(f"the features of picture {key} are gone")
-        return Features.load(found)
+        return otherwise(sample, use)
+
+    return find
+
+
+def newest_of(features: FeaturesOf, most_bytes: int) -> FeaturesOf:
+    """The same function, which keeps the newest answers up to so many bytes: a micro-batch asks
+    for positions and for rows, and a pair shows a picture twice.
+    """
+    kept: OrderedDict[str, Features] = OrderedDict()
+
+    def find(sample: Tokens, use: ImageUse) -> Features:
+        key = use.picture.key
+        kept[key] = kept.pop(key, None) or features(sample, use)
+        while len(kept) > 1 and sum(own.nbytes for own in kept.values()) > most_bytes:
+            kept.popitem(last=False)
+        return kept[key]
 
     return find
 
@@ -90,10 +122,8 @@ and of the layouts of its pictures; returns int64 [axes, length].
 class SampleImages:
     """Reads what micro-batches hold of their samples' pictures."""
 
-    def __init__(
-        self, find: Callable[[str], Features], token_id: int, positions: Positions | None
-    ) -> None:
-        """`find`: the features of a picture by its key. `token_id`: of placeholders. `positions`:
+    def __init__(self, find: FeaturesOf, token_id: int, positions: Positions | None) -> None:
+        """`find`: the features of a picture. `token_id`: of placeholders. `positions`:
         None: tokens are numbered one by one, as in text.
         """
         self._find = find
@@ -115,7 +145,7 @@ class SampleImages:
             spans.append(begin + _runs(held))
             for use in sample.images:
                 own = torch.from_numpy(self._placeholders(sample, [use]))
-                features = self._find(use.picture.key)
+                features = self._find(sample, use)
                 if len(features.rows) != int(own.sum()):
                     raise RuntimeError(
                         f"a picture has {int(own.sum())} placeholders and {len(features.rows)} "
@@ -151,9 +181,7 @@ class SampleImages:
         assert self._positions is not None
         ids = torch.from_numpy(sample.ids.astype(np.int64))
         held = torch.from_numpy(self._placeholders(sample, sample.images))
-        return self._positions(
-            ids, held, [self._find(use.picture.key).layout for use in sample.images]
-        )
+        return self._positions(ids, held, [self._find(sample, use).layout for use in sample.images])
 
     def _placeholders(self, sample: Tokens, uses: Iterable[ImageUse]) -> np.ndarray:
         """bool [length]: which tokens stand for these pictures."""
@@ -185,6 +213,8 @@ class _Current:
     def __init__(self) -> None:
         self.folders: list[Path] = []
         """Of the jobs' features. Equal keys are equal pictures, whatever job they are of."""
+        self.live: FeaturesOf | None = None
+        """Computes those that no folder has. None: nothing does."""
         self.images: SampleImages | None = None
 
     def of(self, samples: Sequence[Tokens]) -> SampleImages | None:

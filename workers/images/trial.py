@@ -29,7 +29,7 @@ from ft_service.data.tokens.base_tokenizer import load_tokenizer
 from ft_service.data.tokens.image_processor import ImageProcessor
 from ft_service.data.tokens.sample import ImageUse, Tokens
 from ft_service.errors import SpecError
-from workers.images.features import Features, SampleImages
+from workers.images.features import Features, SampleImages, by_key
 from workers.images.placing import take_images
 from workers.images.tower import Tower, asked, positions_of
 from workers.layers.segments import CURRENT, kinds_in, tell_two_way
@@ -84,7 +84,7 @@ def _facts_if_equal(
         for use, own in zip(sample.images, given, strict=True)
     }
     early = max(len(own.early) for own in features.values())
-    images = SampleImages(features.__getitem__, processor.token_id, positions_of(copy))
+    images = SampleImages(by_key(features), processor.token_id, positions_of(copy))
     ids = torch.from_numpy(sample.ids.astype(np.int64))[None]
     blind = _logits(copy, [Tokens(sample.ids, sample.targets)], images, packed=False)[0]
     facts = ImageFacts(processor.token_id, early, weights)

@@ -17,7 +17,7 @@ from ft_service.data.image_part import of_json
 from ft_service.data.image_process import SeenPictures
 from ft_service.data.sample_kinds import Picture
 from ft_service.data.tokens.sample import Tokens
-from workers.images.features import Features, Positions, SampleImages
+from workers.images.features import Features, Positions, SampleImages, by_key
 from workers.layers.segments import ImageInputs
 
 
@@ -79,7 +79,7 @@ class PromptPictures:
 
     def placed(self, token_id: int, positions: Positions | None) -> PromptImages:
         """Their features at their places. `token_id`: of placeholders."""
-        images = SampleImages(self.features.__getitem__, token_id, positions)
+        images = SampleImages(by_key(self.features), token_id, positions)
         inputs = images.inputs([self.sample], [0], torch.device("cpu"))
         assert inputs is not None
         numbered = images.positions([self.sample])

@@ -29,6 +29,13 @@ from workers.images.tower import asked
 NOISY = {"qwen 3.5": 2e-5}
 """Families of recurrences, which round more over longer samples."""
 BOUND = 1e-6
+ENDED = (
+    "{% for message in messages %}{% if message.role == 'user' %}USER: {% for part in "
+    "message.content %}{{ '<image>' if part.type == 'image' else part.text }}{% endfor %}"
+    "{% else %} ASSISTANT: {{ message.content }}</s>{% endif %}{% endfor %}"
+    "{% if add_generation_prompt %} ASSISTANT: {% endif %}"
+)
+"""A chat template in place of LLaVA 1.5's, which ends no answer."""
 
 
 def job(family: str, folder: Path, ranks: int) -> JobSpec:
@@ -41,6 +48,7 @@ def job(family: str, folder: Path, ranks: int) -> JobSpec:
         "checkpoint": {"save_steps": 1},
         "training": {"max_steps": 2, "batch_size": 4, "learning_rate": 5e-3, "eval_steps": 1},
         "lora": {"r": 4},
+        **({"chat_template": ENDED} if family == "llava 1.5" else {}),
     }
     return spec_for(base, data, valid=valid, ranks=ranks, **options)
 

@@ -33,6 +33,7 @@ from workers.images.features import (
 )
 from workers.images.placing import take_images, takes_images
 from workers.images.tower import Tower, positions_of
+from workers.images.trained_tower import TrainedTower
 from workers.model.multimodal import causal_model
 from workers.ranks.runtime import COMPUTE_DTYPE, OutsideError
 
@@ -101,7 +102,7 @@ def read_images(
     model: nn.Module,
     *,
     shared: bool = False,
-    live: LiveTower | None = None,
+    live: LiveTower | TrainedTower | None = None,
 ) -> None:
     """Let a model take the pictures of a job's samples, whose features are written, or are
     computed by `live`.
@@ -118,8 +119,15 @@ def read_images(
     folder = run.path(FOLDER)
     if folder not in CURRENT_IMAGES.folders:
         CURRENT_IMAGES.folders.append(folder)
-    if live is not None:
+    if isinstance(live, TrainedTower):
+        CURRENT_IMAGES.trained = live
+    elif live is not None:
         CURRENT_IMAGES.live = newest_of(live.features, _NEWEST_BYTES)
+    trained = CURRENT_IMAGES.trained
+    if trained is not None:
+        found = positions_of(causal)
+        CURRENT_IMAGES.images = SampleImages(trained.layout, facts.token_id, found, trained.later)
+        return
     find = kept_in(CURRENT_IMAGES.folders, CURRENT_IMAGES.live)
     CURRENT_IMAGES.images = SampleImages(find, facts.token_id, positions_of(causal))
 

@@ -11,11 +11,12 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Protocol
 
 import numpy as np
 import torch
 from safetensors.torch import load_file, save_file
-from torch import Tensor
+from torch import Tensor, nn
 
 from ft_service.data.tokens.sample import ImageUse, Tokens
 from workers.layers.segments import ImageInputs
@@ -119,16 +120,42 @@ and of the layouts of its pictures; returns int64 [axes, length].
 """
 
 
+Later = Callable[[Sequence[tuple[Tokens, ImageUse]]], Callable[[], tuple[Tensor, Tensor]]]
+"""Function of the pictures of a micro-batch, in the samples that show them; returns what computes
+their rows and early features within its forward.
+"""
+
+
+class LooksLater(Protocol):
+    """A tower that is trained (workers/images/trained_tower.py)."""
+
+    model: nn.Module
+
+    def layout(self, sample: Tokens, use: ImageUse) -> Features: ...
+
+    def later(
+        self, shown: Sequence[tuple[Tokens, ImageUse]]
+    ) -> Callable[[], tuple[Tensor, Tensor]]: ...
+
+
 class SampleImages:
     """Reads what micro-batches hold of their samples' pictures."""
 
-    def __init__(self, find: FeaturesOf, token_id: int, positions: Positions | None) -> None:
-        """`find`: the features of a picture. `token_id`: of placeholders. `positions`:
-        None: tokens are numbered one by one, as in text.
+    def __init__(
+        self,
+        find: FeaturesOf,
+        token_id: int,
+        positions: Positions | None,
+        later: Later | None = None,
+    ) -> None:
+        """`find`: the features of a picture. `token_id`: of placeholders. `positions`: None: tokens
+        are numbered one by one, as in text. `later`: of a tower that is trained, where `find` gives
+        layouts alone.
         """
         self._find = find
         self._token_id = token_id
         self._positions = positions
+        self._later = later
 
     def inputs(
         self, samples: Sequence[Tokens], begins: Sequence[int], device: torch.device
@@ -137,32 +164,33 @@ class SampleImages:
 
         None: there are no pictures. Raises RuntimeError for a picture without features.
         """
-        places: list[Tensor] = []
-        spans: list[Tensor] = []
-        found: list[Features] = []
-        for sample, begin in zip(samples, begins, strict=True):
-            held = self._placeholders(sample, sample.images)
-            spans.append(begin + _runs(held))
-            for use in sample.images:
-                own = torch.from_numpy(self._placeholders(sample, [use]))
-                features = self._find(sample, use)
-                if len(features.rows) != int(own.sum()):
-                    raise RuntimeError(
-                        f"a picture has {int(own.sum())} placeholders and {len(features.rows)} "
-                        "features"
-                    )
-                places.append(begin + own.nonzero()[:, 0])
-                found.append(features)
-        if not found:
+        shown = [(sample, use) for sample in samples for use in sample.images]
+        if not shown:
             return None
+        each = [
+            (begin, self._placeholders(sample, sample.images))
+            for sample, begin in zip(samples, begins, strict=True)
+        ]
+        places = torch.cat([begin + torch.from_numpy(held).nonzero()[:, 0] for begin, held in each])
+        spans = torch.cat([begin + _runs(held) for begin, held in each]).int()
+        if self._later is not None:
+            none = torch.empty(0, device=device)
+            return ImageInputs(_moved(places, device), none, none, spans, self._later(shown))
+        found = [self._found(sample, use) for sample, use in shown]
         rows = torch.cat([own.rows for own in found])
         early = torch.cat([own.early for own in found], dim=1)
         return ImageInputs(
-            _moved(torch.cat(places), device),
-            _moved(rows, device),
-            _moved(early, device),
-            torch.cat(spans).int(),
+            _moved(places, device), _moved(rows, device), _moved(early, device), spans
         )
+
+    def _found(self, sample: Tokens, use: ImageUse) -> Features:
+        features = self._find(sample, use)
+        wanted = int(self._placeholders(sample, [use]).sum())
+        if len(features.rows) != wanted:
+            raise RuntimeError(
+                f"a picture has {wanted} placeholders and {len(features.rows)} features"
+            )
+        return features
 
     def positions(self, samples: Sequence[Tokens], length: int | None = None) -> Tensor | None:
         """Positions of tokens, int64 [axes, 1, length] of the samples one after the other, or with
@@ -215,6 +243,8 @@ class _Current:
         """Of the jobs' features. Equal keys are equal pictures, whatever job they are of."""
         self.live: FeaturesOf | None = None
         """Computes those that no folder has. None: nothing does."""
+        self.trained: LooksLater | None = None
+        """The towers with adapters that the job trains. None: they are frozen."""
         self.images: SampleImages | None = None
 
     def of(self, samples: Sequence[Tokens]) -> SampleImages | None:

@@ -4,8 +4,8 @@ of its rows that this rank has, and the features and places of their pictures.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from typing import Any
 
@@ -61,6 +61,16 @@ class ImageInputs:
     """
     spans: Tensor
     """int32 [spans, 2], on the CPU: the first place and the end of every run of placeholders."""
+    later: Callable[[], tuple[Tensor, Tensor]] | None = None
+    """Computes features and early ones, in a forward that trains the tower; None: they are there.
+    """
+
+    def computed(self) -> ImageInputs:
+        """The same with all features. Called within the forward that reads them."""
+        if self.later is None:
+            return self
+        features, early = self.later()
+        return replace(self, features=features, early=early, later=None)
 
 
 @dataclass(frozen=True)

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import MappingProxyType
@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 import torch
 from peft import LoraConfig, get_peft_model
+from peft.tuners.lora import LoraLayer
 from transformers import AutoConfig, PreTrainedTokenizerFast
 
 from ft_service.data.tokens.sample import ImageUse, Picture, Tokens
@@ -249,16 +250,19 @@ def save_pictured(kind: str, folder: Path) -> Pictured:
 
 
 def published_step(
-    made: Pictured, built: BuiltModel, dtype: torch.dtype = torch.float32
+    made: Pictured,
+    built: BuiltModel,
+    dtype: torch.dtype = torch.float32,
+    beside: Sequence[str] = (),
 ) -> tuple[float, dict[str, torch.Tensor]]:
     """Loss and gradients of the published class with its towers, one sample at a time, with stock
-    LoRA layers where a model of ours has them.
+    LoRA layers where a model of ours has them, and `beside`: on these modules too.
     """
     ours: Any = built.peft_model.peft_config["default"]
     config = LoraConfig(
         r=ours.r,
         lora_alpha=ours.lora_alpha,
-        target_modules=ours.target_modules,
+        target_modules=[*adapted_by_peft(built), *beside] if beside else ours.target_modules,
         target_parameters=ours.target_parameters,
     )
     base: Any = published_model(made.folder, dtype)
@@ -283,6 +287,12 @@ def published_step(
         (loss / targets).backward()
         total += loss.item() / targets
     return total, {name: p.grad for name, p in trained.items() if p.grad is not None}
+
+
+def adapted_by_peft(built: BuiltModel) -> list[str]:
+    """Full names of the modules of a model that have adapters."""
+    names = (name for name, own in built.peft_model.named_modules() if isinstance(own, LoraLayer))
+    return [name.removeprefix("base_model.model.") for name in names]
 
 
 # Whole bases

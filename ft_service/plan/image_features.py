@@ -5,6 +5,7 @@ once before the model is loaded, and the features that they give, which are kept
 from __future__ import annotations
 
 from ft_service.bases.description import Description, facts_of_images
+from ft_service.bases.module_rules import choose_tower_targets, refuse_with_towers
 from ft_service.kernel_limits import span_bytes
 from ft_service.plan.context_parallel import IMAGES, not_shareable
 from ft_service.spec import JobSpec
@@ -36,6 +37,9 @@ def note_on_images(base: Description, spec: JobSpec, images: int, tokens: int) -
     facts = facts_of_images(base)
     tower = facts.tower_weights * TOWER_BYTES
     kept = features_bytes(base, tokens, spec.precision.compute)
+    linears = [weight.module for weight in base.linears]
+    trained = choose_tower_targets(base.tower_linears, spec.lora.target_modules, linears)
+    refuse_with_towers(spec, trained)
     beside = ""
     if facts.two_way:
         asked = spec.training.tokens_per_micro_batch
@@ -44,6 +48,13 @@ def note_on_images(base: Description, spec: JobSpec, images: int, tokens: int) -
         beside = (
             f" In layers where the tokens of an image see each other in both directions, attention "
             f"works in up to {bytes_text(works_in)} more."
+        )
+    if trained:
+        return (
+            f"lora.target_modules names {counted(len(trained), 'layer')} of the base's tower: it is "
+            f"trained whole on every rank ({bytes_text(tower)} beside the model, and what its layers "
+            f"make of a micro-batch's images), and looks at each of the {counted(images, 'image')} "
+            f"in every epoch.{beside}"
         )
     return (
         f"The base's tower ({bytes_text(tower)} a rank, before the model is loaded) looks at "

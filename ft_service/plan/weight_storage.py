@@ -275,7 +275,9 @@ def adapters_of(base: Description, spec: JobSpec) -> list[AdapterShape]:
         outer=outer,
         towers=base.tower_linears,
     )
-    towers = choose_tower_targets(base.tower_linears, wanted, list(linears))
+    # Of a pattern nobody knows before the samples are counted: without images it means text alone.
+    by_name = not isinstance(wanted, str)
+    towers = choose_tower_targets(base.tower_linears, wanted, list(linears)) if by_name else []
     refuse_with_towers(spec, towers)
     stacks = choose_parameters(experts, spec.lora.target_parameters, spec.lora.lora_dropout, chosen)
     ranks = values_by_module([*chosen, *stacks], spec.lora.rank_pattern, "lora.rank_pattern")

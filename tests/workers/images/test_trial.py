@@ -64,6 +64,18 @@ def test_a_step_that_is_left_out_is_found(broken: str, tmp_path: Path) -> None:
     assert "in another way" in str(found.no_images_because)
 
 
+@pytest.mark.slow
+def test_embeddings_of_every_layer_are_refused(tmp_path: Path) -> None:
+    """As Gemma 4 E2B has them."""
+    kind, values = WHOLE["gemma 4"]
+    own = {"hidden_size_per_layer_input": 8, "vocab_size_per_layer_input": 300}
+    small = {**values, "text_config": {**values["text_config"], **own, "enable_moe_block": False}}
+    with patch.dict(WHOLE, {"gemma 4": (kind, small)}):
+        found = describe(str(save_whole_base("gemma 4", tmp_path)))
+    assert found.images is None
+    assert "cannot be run" in str(found.no_images_because)
+
+
 def test_a_text_model_has_no_towers(tmp_path: Path) -> None:
     found = describe(str(save_chat_base(tmp_path / "base")))
     assert (found.images, found.no_images_because) == (None, None)

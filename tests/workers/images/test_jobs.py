@@ -133,6 +133,7 @@ def attempt_without_room(rank: int, world: int, root: str, attempt: int) -> Outc
         return attempt_on_rank(rank, world, root, attempt)
 
 
+@pytest.mark.slow
 def test_a_tower_on_every_rank_gives_the_same_bits_where_features_have_no_room(
     uncompared: JobSpec, on_two: RunDir, tmp_path: Path
 ) -> None:

@@ -134,12 +134,12 @@ def train(runtime: Runtime, reporter: Reporter, stop: StopRequest, prepare: Prep
         live = _trained_tower(runtime, reporter, described)
         live = live or _with_features(runtime, reporter, described, train_set, valid_set)
     prepared = prepare(runtime, reporter, None if described is None else Probed.of(described))
+    prepared = _with_tower(prepared, live, spec)
     built = prepared.built
     if pictured:
         assert described is not None
         shared = prepared.resident is not None
         read_images(runtime.run, described, built.peft_model, shared=shared, live=live)
-    prepared = _with_tower(prepared, live, spec)
     check_positions(built.peft_model, train_set, valid_set)
     parent = _adopt_parent(runtime, prepared, reporter)
     # A job continues only on the base with which it began.

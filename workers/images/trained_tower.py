@@ -6,9 +6,8 @@ average once a step. A rank whose micro-batches have no pictures adds zeros.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import lru_cache, partial
-from typing import Any
 
 import numpy as np
 import torch
@@ -62,7 +61,9 @@ class TrainedTower:
         none = torch.empty(0)
         return Features(none, none, layout_of(self._inputs(use.picture)))
 
-    def later(self, shown: Sequence[tuple[Tokens, ImageUse]]) -> Any:
+    def later(
+        self, shown: Sequence[tuple[Tokens, ImageUse]]
+    ) -> Callable[[], tuple[Tensor, Tensor]]:
         """Function that computes rows and early features of pictures in the samples that show them
         (`ImageInputs`), for the forward in which it is called.
         """

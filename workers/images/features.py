@@ -131,7 +131,7 @@ class LooksLater(Protocol):
 
     model: nn.Module
 
-    def layout(self, sample: Tokens, use: ImageUse) -> Features: ...
+    def layout(self, sample: Tokens, use: ImageUse, /) -> Features: ...
 
     def later(
         self, shown: Sequence[tuple[Tokens, ImageUse]]

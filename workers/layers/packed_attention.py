@@ -155,7 +155,7 @@ def _attended(
     if sinks is not None:
         sums = add_sinks(out.transpose(0, 1), sums, sinks)
     if spans is not None:
-        rows = (_one_row(own) for own in (query, key, value))
+        rows = _one_row(query), _one_row(key), _one_row(value)
         sums = add_ahead(_one_row(out), sums[None], *rows, spans, scale)[0]
     return out, sums
 
@@ -197,8 +197,8 @@ def _gradients(
         found = _kernel_grad(*given, scale=scale, **_seen(window))
     if spans is not None:
         grads = _one_row(found[0]), _one_row(found[1]), _one_row(found[2])
-        rows = (_one_row(own) for own in (grad, query, key, value, out))
-        add_ahead_grads(grads, *rows, sums[None], spans, scale)
+        inputs = _one_row(query), _one_row(key), _one_row(value)
+        add_ahead_grads(grads, _one_row(grad), *inputs, _one_row(out), sums[None], spans, scale)
     return found
 
 

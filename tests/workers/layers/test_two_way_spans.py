@@ -20,10 +20,20 @@ SPANS = [[1, 5], [9, 12], [13, 20]]
 SINKS = torch.tensor([-1.0, 0.0, 2.0, 1.0])
 
 
-def rows(count: int) -> list[Tensor]:
+def rows(count: int) -> tuple[tuple[Tensor, Tensor, Tensor], Tensor]:
+    """Query, key and value, and a gradient of what is made of them."""
     generator = torch.Generator().manual_seed(1)
-    heads = (4, 2, 2, 4)
-    return [torch.randn(count, n, LENGTH, 8, generator=generator) for n in heads]
+
+    def drawn(heads: int) -> Tensor:
+        return torch.randn(count, heads, LENGTH, 8, generator=generator)
+
+    return (drawn(4), drawn(2), drawn(2)), drawn(4)
+
+
+def wanted(inputs: tuple[Tensor, Tensor, Tensor]) -> tuple[Tensor, Tensor, Tensor]:
+    """Copies that take gradients."""
+    query, key, value = (own.clone().requires_grad_() for own in inputs)
+    return query, key, value
 
 
 def expected(
@@ -61,11 +71,11 @@ def test_a_segment_is_computed_as_its_mask_says(
 ) -> None:
     count, starts = (1, STARTS) if packed else (2, None)
     spans = SPANS if packed else [[1, 5], [LENGTH + 2, LENGTH + 9], [LENGTH + 15, 2 * LENGTH]]
-    *inputs, grad = rows(count)
-    ours = [own.clone().requires_grad_() for own in inputs]
+    inputs, grad = rows(count)
+    ours = wanted(inputs)
     given = torch.tensor(spans, dtype=torch.int32)
     out, _ = attend(*ours, starts, 0.3, window, 0.0, sinks, None, given)
-    theirs = [own.clone().requires_grad_() for own in inputs]
+    theirs = wanted(inputs)
     truth = expected(*theirs, mask(count, starts, window, spans), sinks)
     assert torch.allclose(out.transpose(1, 2), truth, atol=1e-5)
     found = torch.autograd.grad(out, ours, grad.transpose(1, 2))
@@ -77,9 +87,9 @@ def on_cpu(query: Tensor, key: Tensor, value: Tensor, starts: Tensor, *_: Any, *
     """In place of a GPU's kernel for rows of samples: out [tokens, heads, d] and log-sums."""
     out, sums = torch.empty_like(query), query.new_empty(query.shape[1], len(query))
     for start, end in pairwise(starts.tolist()):
-        own = [t[start:end].transpose(0, 1)[None] for t in (query, key, value)]
-        wide = segment_attention._for_kernel(*own[1:], query.shape[1])
-        part, logs = segment_attention._kernel(own[0], *wide, 0.0, True, scale=given["scale"])
+        q, k, v = (t[start:end].transpose(0, 1)[None] for t in (query, key, value))
+        wide = segment_attention._for_kernel(k, v, query.shape[1])
+        part, logs = segment_attention._kernel(q, *wide, 0.0, True, scale=given["scale"])
         out[start:end], sums[:, start:end] = part[0].transpose(0, 1), logs[0]
     return out, sums
 
@@ -103,8 +113,8 @@ def grad_on_cpu(grad: Tensor, *given: Any, scale: float, **_: Any) -> tuple[Tens
 @pytest.mark.parametrize("sinks", [None, SINKS])
 def test_what_is_seen_ahead_is_added_to_a_kernel_for_rows(sinks: Tensor | None) -> None:
     """As on a GPU, whose kernel's formula stands for it here."""
-    *inputs, grad = rows(1)
-    ours = [own.clone().requires_grad_() for own in inputs]
+    inputs, grad = rows(1)
+    ours = wanted(inputs)
     pattern = AttentionPattern(0.3, sinks=sinks, spans=torch.tensor(SPANS, dtype=torch.int32))
     with (
         patch.object(packed_attention, "_kernel", on_cpu),
@@ -113,7 +123,7 @@ def test_what_is_seen_ahead_is_added_to_a_kernel_for_rows(sinks: Tensor | None) 
     ):
         out = packed_attention.attend_packed(*ours, STARTS, 13, pattern)
         found = torch.autograd.grad(out, ours, grad.transpose(1, 2))
-    theirs = [own.clone().requires_grad_() for own in inputs]
+    theirs = wanted(inputs)
     truth = expected(*theirs, mask(1, STARTS, 0, SPANS), sinks)
     assert torch.allclose(out.transpose(1, 2), truth, atol=1e-5)
     for one, other in zip(found, torch.autograd.grad(truth, theirs, grad), strict=True):

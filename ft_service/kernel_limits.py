@@ -191,6 +191,27 @@ def flash_workspace_bytes(
     return _FP32_BYTES * numbers + (2 * number_bytes * numbers if grouped else 0)
 
 
+# Pictures whose tokens see each other in both directions (workers/layers/two_way_spans.py) ---------
+
+SPAN_SCORES = 2**24
+"""Most scores of tokens that see each other ahead of a causal kernel, at a time; one picture may
+have more."""
+_SPAN_SCORE_BYTES = 16
+"""Of a score in a backward: itself, its share, and the gradients of both, in fp32."""
+
+
+def spans_at_once(tokens: int, heads: int) -> int:
+    """Pictures of so many tokens whose scores exist at a time."""
+    return max(1, SPAN_SCORES // (heads * tokens**2))
+
+
+def span_bytes(row: int, picture: int, heads: int) -> int:
+    """Most bytes in which a backward of a row of so many tokens works beside its kernel, with
+    pictures of `picture` tokens at most."""
+    at_once = min(spans_at_once(picture, heads), -(-row // max(1, picture)))
+    return _SPAN_SCORE_BYTES * heads * at_once * picture**2
+
+
 # Feed-forwards by tiles of rows (workers/layers/tiles.py) -----------------------------------------
 
 TILE_ROWS = 2**13

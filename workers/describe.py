@@ -59,7 +59,12 @@ from workers.layers.experts import GATED, ExpertsLinear, FrozenExperts
 from workers.model.attention import why_whole
 from workers.model.build import base_on_meta
 from workers.model.lora import adapted_modules
-from workers.model.multimodal import decoder_layers, is_of_several, text_decoder
+from workers.model.multimodal import (
+    decoder_layers,
+    is_of_several,
+    linears_of_towers,
+    text_decoder,
+)
 from workers.model.precision import formats_of_base, precision_map, swap, weighted_modules
 from workers.model.probes import Probed, probe
 from workers.model.products import products
@@ -128,7 +133,7 @@ def describe(folder: str) -> Description:
     described = describe_model(base, layers, folder, held, probed, downloaded=downloaded)
     if isinstance(images, str):
         return replace(described, no_images_because=images)
-    return replace(described, images=images)
+    return replace(described, images=images, tower_linears=linears_of_towers(base))
 
 
 def describe_model(

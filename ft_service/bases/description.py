@@ -145,6 +145,10 @@ class ImageFacts:
     """So many of the first decoder layers get features of their own (DeepStack)."""
     tower_weights: int
     """Numbers in the towers' weights, which are read and computed in fp32."""
+    two_way: tuple[str, ...] = ()
+    """Kinds of decoder layers in which the tokens of a picture see each other in both directions,
+    as its config names them (`layer_types`).
+    """
 
 
 @dataclass(frozen=True)
@@ -246,6 +250,8 @@ class Description:
     """Sentences that a job's owner should read."""
     images: ImageFacts | None = None
     """None: its pictures cannot be learned from."""
+    tower_linears: Mapping[str, tuple[int, int]] = field(default_factory=dict[str, tuple[int, int]])
+    """Full name of a linear layer outside the text part → rows and columns of its weight."""
     no_images_because: str | None = None
     """Why not, as the end of a sentence. None: it is a base of text, or they can."""
     products: Products | None = None

@@ -13,6 +13,7 @@ from ft_service.spec import (
     FORMATS,
     SERVED_FORMS,
     FormatChoice,
+    JobSpec,
     PrecisionOptions,
     ServedAs,
     WeightFormat,
@@ -181,13 +182,15 @@ def choose_targets(
     shared_experts: bool = False,
     not_adapted: Mapping[str, str] = NOTHING,
     outer: OuterModules | None = None,
+    towers: Collection[str] = (),
 ) -> list[str]:
-    """The modules that get an adapter, in the model's order.
+    """The modules of the text part that get an adapter, in the model's order.
 
     `linears`: every linear layer except the output head; `experts`: stacks of experts; `wanted`:
     lora.target_modules; `shared_experts`: whether all-linear includes shared experts, and dense
     layers of a mixture; `not_adapted`: full name of a linear layer that cannot have an adapter →
-    reason; `outer`: embedding and head. Raises SpecError for a name or pattern that matches
+    reason; `outer`: embedding and head; `towers`: linear layers outside the text part, which may be
+    named beside (`choose_tower_targets`). Raises SpecError for a name or pattern that matches
     nothing, or that matches experts or a layer that cannot be adapted, or embedding and head, which
     are trained whole.
     """
@@ -200,6 +203,7 @@ def choose_targets(
         experts,
         wanted,
         shared_experts,
+        towers,
     )
     for name in chosen:
         if name in not_adapted:
@@ -216,6 +220,7 @@ def _choose_targets(
     experts: Sequence[str],
     wanted: str | Sequence[str],
     shared_experts: bool,
+    towers: Collection[str],
 ) -> list[str]:
     barred = [name for name in linears if experts and last_name(name) in EXPERT_WORDS]
     allowed = [name for name in linears if name not in barred] if barred else list(linears)
@@ -225,8 +230,11 @@ def _choose_targets(
         return _matches(
             "all-linear", [name for name in meant if left_out.isdisjoint(name.split("."))], allowed
         )
+    beside = choose_tower_targets(towers, wanted, linears)
     if isinstance(wanted, str):
         _refuse_experts(wanted, match_pattern(wanted, [*experts, *barred]))
+        if beside and not match_pattern(wanted, allowed):
+            raise _towers_alone(wanted)
         return _matches(wanted, match_pattern(wanted, allowed), allowed, is_pattern=True)
     chosen: set[str] = set()
     for word in wanted:
@@ -234,8 +242,58 @@ def _choose_targets(
         _refuse_experts(
             word, [word] if experts and last_name(word) in EXPERT_WORDS and not named else []
         )
+        if not (named or _ending(linears, word)) and _ending(beside, word):
+            continue
         chosen.update(named or _matches(word, _ending(allowed, word), allowed))
+    if beside and not chosen:
+        raise _towers_alone(wanted)
     return [name for name in linears if name in chosen]
+
+
+def choose_tower_targets(
+    towers: Collection[str], wanted: str | Sequence[str], linears: Sequence[str]
+) -> list[str]:
+    """The linear layers outside the text part that get an adapter, in the model's order: those that
+    a pattern matches, or that are named by a name which no layer of the text part ends in.
+
+    `towers`: all of them; `linears`: those of the text part. all-linear means none.
+    """
+    if wanted == "all-linear":
+        return []
+    if isinstance(wanted, str):
+        return match_pattern(wanted, towers)
+    words = [word for word in wanted if not _ending(linears, word)]
+    return [name for name in towers if any(_ending([name], word) for word in words)]
+
+
+def _towers_alone(wanted: str | Sequence[str]) -> SpecError:
+    return SpecError(
+        f"lora.target_modules: {wanted!r} names layers of the base's tower alone, and those of its "
+        "text part are adapted with them. Name some of these too, such as q_proj and v_proj.",
+        param="lora.target_modules",
+    )
+
+
+def refuse_with_towers(spec: JobSpec, towers: Sequence[str]) -> None:
+    """Raise SpecError for options that adapters on towers cannot have.
+
+    `towers`: as `choose_tower_targets` returns them.
+    """
+    lora = spec.lora
+    given = {
+        "lora.use_dora": lora.use_dora,
+        "lora.lora_dropout": lora.lora_dropout,
+        "lora.target_parameters": lora.target_parameters,
+        "precision.served_as": spec.precision.served_as,
+        "method": spec.by_commands,
+    }
+    for option, value in given.items():
+        if towers and value:
+            raise SpecError(
+                f"lora.target_modules names {towers[0]}, a layer of the base's tower, whose adapters "
+                f"are trained without {option}. Leave one of the two out.",
+                param=option,
+            )
 
 
 def named_apart(chosen: Sequence[str], experts: Sequence[str]) -> list[str]:

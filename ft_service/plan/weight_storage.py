@@ -15,8 +15,10 @@ from ft_service.bases.module_rules import (
     choose_ignored,
     choose_parameters,
     choose_targets,
+    choose_tower_targets,
     refuse_resharding_of_held,
     refuse_served,
+    refuse_with_towers,
     values_by_module,
 )
 from ft_service.errors import SpecError
@@ -108,6 +110,8 @@ class AdapterShape:
 
     kind: Kind = "linear"
     """Of the parameter."""
+    on_every_rank: bool = False
+    """Whether it lies whole on every rank: those of towers."""
 
     @property
     def whole(self) -> bool:
@@ -126,6 +130,8 @@ class AdapterShape:
         )
 
     def numel_on_rank(self, layout: ShardLayout) -> int:
+        if self.on_every_rank:
+            return self.numel
         if self.whole:
             return layout.rows(self.rows) * self.cols
         return layout.rows(self.r) * self.cols + layout.rows(self.rows) * (self.r + self.magnitude)
@@ -267,7 +273,12 @@ def adapters_of(base: Description, spec: JobSpec) -> list[AdapterShape]:
         shared_experts=shared,
         not_adapted=base.not_adapted,
         outer=outer,
+        towers=base.tower_linears,
     )
+    # Of a pattern nobody knows before the samples are counted: without images it means text alone.
+    by_name = not isinstance(wanted, str)
+    towers = choose_tower_targets(base.tower_linears, wanted, list(linears)) if by_name else []
+    refuse_with_towers(spec, towers)
     stacks = choose_parameters(experts, spec.lora.target_parameters, spec.lora.lora_dropout, chosen)
     ranks = values_by_module([*chosen, *stacks], spec.lora.rank_pattern, "lora.rank_pattern")
     values_by_module([*chosen, *stacks], spec.lora.alpha_pattern, "lora.alpha_pattern")
@@ -298,6 +309,9 @@ def adapters_of(base: Description, spec: JobSpec) -> list[AdapterShape]:
                 count,
             )
         )
+    for name in towers:
+        rows, columns = base.tower_linears[name]
+        shapes.append(AdapterShape(name, None, rows, columns, spec.lora.r, on_every_rank=True))
     whole = trained_whole(base, spec)
     return shapes + [
         AdapterShape(w.module, None, w.rows, w.numel_of_row, r=0, kind=w.kind) for w in whole
@@ -313,6 +327,7 @@ def groups_of(
     bytes in other pieces, and are planned as decoder layers.
     """
     options = spec.distributed
+    adapters = [own for own in adapters if not own.on_every_rank]
     if options.wrap == "none":
         return [GatherGroup("all", tuple(stored), tuple(adapters), held=True)]
     embedding = tuple(s for s in stored if s.weight.kind == "embedding")

@@ -81,7 +81,12 @@ class LoraOptions(Strict):
     In a mixture of experts "all-linear" includes shared experts and dense feed-forwards, but not
     with lora_dropout, which PEFT does not have for them, and never routers. Such layers are named
     with their parent (shared_expert.down_proj, mlp.down_proj), and stacks of experts in
-    target_parameters. Vision and audio towers are never adapted."""
+    target_parameters. "all-linear" means the text part alone. In jobs whose samples have images, a
+    pattern that matches linear layers of the base's tower or connector adapts these too, as in
+    PEFT, and so does a name that no layer of the text part ends in; the tower is then trained on
+    every rank, with lora.r, and not with use_dora, lora_dropout, target_parameters, served_as, in
+    an engine, or by commands. Serve such an adapter with vLLM's --enable-tower-connector-lora, or
+    merge it."""
     target_parameters: Names = []
     """Stacks of experts that get an adapter in addition to target_modules, by their names or the
     ends of these, as in PEFT: `mlp.experts.gate_up_proj`, `mlp.experts.down_proj`. Each expert has

@@ -220,6 +220,28 @@ FAMILIES = {
             "image_token": "<image>",
         },
     ),
+    "qwen 3.5": _qwen("qwen3_5", 16, "Qwen3VLProcessor", "qwen 3 vl"),
+    "gemma 4": ImageBase(
+        template="gemma 4 of pictures",
+        config={"model_type": "gemma4"},
+        preprocessor={
+            "image_processor_type": "Gemma4ImageProcessor",
+            "do_convert_rgb": True,
+            "do_normalize": False,
+            "do_rescale": True,
+            "do_resize": True,
+            "max_soft_tokens": 70,
+            "patch_size": 16,
+            "pooling_kernel_size": 3,
+            "resample": 3,
+            "rescale_factor": 1 / 255,
+            "processor_class": "Gemma4Processor",
+        },
+        processor={"image_seq_length": 70, "processor_class": "Gemma4Processor"},
+        image_token="<|image|>",
+        specials=("<bos>", "<turn|>", "<|turn>", "<|image>", "<image|>"),
+        named={"boi_token": "<|image>", "eoi_token": "<image|>", "image_token": "<|image|>"},
+    ),
 }
 
 

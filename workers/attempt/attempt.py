@@ -8,14 +8,17 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import partial
 
 import numpy as np
 
 from ft_service.bases.description import Description
+from ft_service.bases.module_rules import choose_tower_targets, refuse_with_towers
 from ft_service.data.token_options import TokenOptions
 from ft_service.data.tokens.token_set import TokenSet
 from ft_service.data.tokens.tokenize import load_tokenizer
+from ft_service.errors import SpecError
 from ft_service.reinforcement.schedule import RolloutSchedule
 from ft_service.rundir.attempt import Attempt
 from ft_service.rundir.checkpoints import newest_checkpoint, set_damaged_aside, step_of
@@ -29,16 +32,20 @@ from workers.base.rank_objects import by_first, from_first, on_all
 from workers.data.token_sets import job_samples, remove_own
 from workers.describe import describe
 from workers.images.computing import (
+    LiveTower,
     compute_features,
     has_images,
     read_images,
     remove_features,
 )
+from workers.images.trained_tower import TrainedTower
 from workers.job import origins
 from workers.job.auto_on_ranks import settle_on_ranks, settled_options
 from workers.job.parent_adapter import adopt
 from workers.job.training_state import JobState
 from workers.model.build import BuiltModel, token_rows
+from workers.model.lora import adapted_in_towers
+from workers.model.multimodal import causal_model
 from workers.model.probes import Probed
 from workers.model.whole_modules import EmbeddedRows
 from workers.output import checkpoint
@@ -121,13 +128,18 @@ def train(runtime: Runtime, reporter: Reporter, stop: StopRequest, prepare: Prep
     for sentence in settled.news:
         reporter.message(sentence)
     refuse_images_in_shared_rows(runtime.context, pictured=pictured)
+    live: LiveTower | TrainedTower | None = None
     if pictured:
-        described = _with_features(runtime, reporter, described, train_set, valid_set)
+        described = described or describe(spec.model.path)
+        live = _trained_tower(runtime, reporter, described)
+        live = live or _with_features(runtime, reporter, described, train_set, valid_set)
     prepared = prepare(runtime, reporter, None if described is None else Probed.of(described))
+    prepared = _with_tower(prepared, live, spec)
     built = prepared.built
     if pictured:
         assert described is not None
-        read_images(runtime.run, described, built.peft_model, shared=prepared.resident is not None)
+        shared = prepared.resident is not None
+        read_images(runtime.run, described, built.peft_model, shared=shared, live=live)
     check_positions(built.peft_model, train_set, valid_set)
     parent = _adopt_parent(runtime, prepared, reporter)
     # A job continues only on the base with which it began.
@@ -189,9 +201,9 @@ def train(runtime: Runtime, reporter: Reporter, stop: StopRequest, prepare: Prep
     second = partial(_sharded_over_all, runtime, described if pictured else None)
     shared = prepared.resident is not None
     seconds = seconds_of_job(runtime, began)
-    served = Comparison(
-        context, built, job, valid_data, evaluator, second, shared, seconds
-    ).measured(job.step)
+    comparison = Comparison(context, built, job, valid_data, evaluator, second, shared, seconds)
+    # A merged base has no adapters of its tower.
+    served = None if isinstance(live, TrainedTower) else comparison.measured(job.step)
     publish(runtime, built, job, chosen, Measured(probes, forgetting, served), prepared.wait)
     if runtime.rank == 0:
         remove_own(runtime.run)
@@ -376,26 +388,76 @@ def _data(runtime: Runtime, reporter: Reporter) -> tuple[TokenSet, TokenSet]:
     return training, validation
 
 
-def _with_features(
-    runtime: Runtime, reporter: Reporter, described: Description | None, *sets: TokenSet
-) -> Description:
-    """The base's description, once the features of all pictures are written.
+def _trained_tower(runtime: Runtime, reporter: Reporter, base: Description) -> TrainedTower | None:
+    """The tower with adapters, of a job with pictures that asks for some there."""
+    spec = runtime.spec
+    linears = [weight.module for weight in base.linears]
+    targets = choose_tower_targets(base.tower_linears, spec.lora.target_modules, linears)
+    if not targets:
+        return None
+    refuse_with_towers(spec, targets)
+    reporter.message(
+        f"lora.target_modules names {counted(len(targets), 'layer')} of the base's tower: it is "
+        "trained on every rank, and looks at the images of each micro-batch."
+    )
+    device = runtime.device
+    return on_all(
+        lambda: TrainedTower(spec.model.path, base, targets, spec.lora, spec.seed, device)
+    )
 
-    Before the model is built: towers and model are never in memory at the same time.
+
+def _with_tower(
+    prepared: PreparedModel, live: LiveTower | TrainedTower | None, spec: JobSpec
+) -> PreparedModel:
+    """The model of a job with the adapters of its tower. Raises SpecError where these cannot be
+    trained.
+    """
+    causal = causal_model(prepared.built.peft_model)
+    named = adapted_in_towers(causal, spec.lora)
+    if not isinstance(live, TrainedTower):
+        if named and not isinstance(spec.lora.target_modules, str):
+            raise SpecError(
+                f"lora.target_modules names {named[0]}, a layer of the base's tower, and no sample "
+                "has an image. Leave it out, or add images to the data.",
+                param="lora.target_modules",
+            )
+        return prepared
+    if prepared.resident is not None:
+        raise SpecError(
+            f"lora.target_modules names {named[0]}, a layer of the base's tower, which jobs that "
+            "share a base do not train. Set engine: off.",
+            param="engine",
+        )
+    prepared.gradients.add(live.parameters.values())
+    return replace(prepared, parameters={**prepared.parameters, **live.parameters})
+
+
+def _with_features(
+    runtime: Runtime, reporter: Reporter, base: Description, *sets: TokenSet
+) -> LiveTower | None:
+    """Have the features of all pictures written; or else the tower that computes them for each
+    micro-batch.
+
+    Before the model is built: a tower whose answers are kept is never in memory beside it.
     """
     path = runtime.spec.model.path
-    base = described or describe(path)
+    compute = runtime.spec.precision.compute
     began = time.monotonic()
-    count = compute_features(
-        runtime.run, path, base, sets, runtime.device, runtime.spec.precision.compute
-    )
+    count = compute_features(runtime.run, path, base, sets, runtime.device, compute)
+    if count is None:
+        reporter.message(
+            "The features of the images would take more than half of the free disk of the run "
+            "directory, and are not kept: the base's tower stays on every rank and looks at the "
+            "images of each micro-batch anew. The numbers are the same."
+        )
+        return on_all(lambda: LiveTower(path, base, runtime.device, compute))
     if count:
         seconds = time.monotonic() - began
         reporter.message(
             f"The base's tower has looked at {counted(count, 'image')} in {seconds:.1f} s; its "
             "answers are kept for all steps."
         )
-    return base
+    return None
 
 
 def _set_damaged_aside(runtime: Runtime, reporter: Reporter) -> None:

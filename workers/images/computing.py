@@ -18,20 +18,29 @@ from torch import nn
 
 from ft_service.bases.description import Description, facts_of_images
 from ft_service.data.tokens.image_processor import ImageProcessor
+from ft_service.data.tokens.sample import ImageUse, Tokens
 from ft_service.data.tokens.token_set import TokenSet
-from ft_service.errors import DataError
 from ft_service.plan.image_features import features_bytes
 from ft_service.rundir.directory import RunDir
-from ft_service.wording import bytes_text
 from workers.base.rank_objects import alone, by_first, from_all, from_first, together
-from workers.images.features import CURRENT_IMAGES, SampleImages, file_of, kept_in
+from workers.images.features import (
+    CURRENT_IMAGES,
+    Features,
+    SampleImages,
+    file_of,
+    kept_in,
+    newest_of,
+)
 from workers.images.placing import take_images, takes_images
 from workers.images.tower import Tower, positions_of
+from workers.images.trained_tower import TrainedTower
 from workers.model.multimodal import causal_model
 from workers.ranks.runtime import COMPUTE_DTYPE, OutsideError
 
 FOLDER = "image-features"
 """Folder of a run directory."""
+_NEWEST_BYTES = 2**28
+"""Most bytes of features that a tower on every rank has just computed, and keeps."""
 
 
 def has_images(*sets: TokenSet) -> bool:
@@ -47,23 +56,13 @@ class Storage:
     compute: Literal["bf16", "fp32"]
     """`precision.compute`, in which they are kept."""
 
-    def require_room(self, tokens: int, base: Description) -> None:
-        """Raise DataError if the features of so many placeholders do not fit.
-
-        They take half of what is free at most, as others write to the same disk.
+    def has_room(self, tokens: int, base: Description) -> bool:
+        """Whether the features of so many placeholders fit on the disk: they take half of what is
+        free at most, as others write to it too.
         """
-        needed = features_bytes(base, tokens, self.compute)
         self.folder.mkdir(parents=True, exist_ok=True)
         free = shutil.disk_usage(self.folder).free
-        if needed <= free // 2:
-            return
-        raise DataError(
-            f"The features of the images would take {bytes_text(needed)} (of {tokens:,} "
-            f"tokens), and half of the free disk of the run directory is "
-            f"{bytes_text(free // 2)}. Give smaller or fewer images, or detail: low.",
-            param="training_file",
-            code="images_too_large",
-        )
+        return features_bytes(base, tokens, self.compute) <= free // 2
 
 
 def compute_features(
@@ -73,12 +72,13 @@ def compute_features(
     sets: Sequence[TokenSet],
     device: torch.device,
     compute: Literal["bf16", "fp32"],
-) -> int:
+) -> int | None:
     """Write the features of all pictures that are not written yet; returns how many these were.
+    None: the disk has no room for them, and nothing is written.
 
     Called by all ranks together. `path`: the base's. `compute`: `precision.compute`. Raises
-    SpecError on all of them for a base whose pictures cannot be learned from, DataError for more
-    than the disk takes, OutsideError where the ranks do not see each other's files.
+    SpecError on all of them for a base whose pictures cannot be learned from, OutsideError where
+    the ranks do not see each other's files.
     """
     facts = facts_of_images(described)
     folder = run.path(FOLDER)
@@ -87,11 +87,9 @@ def compute_features(
     rank, world = (0, 1) if alone() else (dist.get_rank(), dist.get_world_size())
     own = {key: uses[key] for key in left[rank::world]}
     storage = Storage(folder, compute)
-    by_first(
-        lambda: storage.require_room(
-            sum(uses[key].end - uses[key].begin for key in left), described
-        )
-    )
+    tokens = sum(uses[key].end - uses[key].begin for key in left)
+    if not by_first(lambda: storage.has_room(tokens, described)):
+        return None
     together(_computed(storage, path, facts.token_id, own, device))
     if not all(from_all(all(file_of(folder, key).is_file() for key in uses))):
         raise OutsideError(f"The features of pictures are not on all ranks: they are in {folder}.")
@@ -104,8 +102,10 @@ def read_images(
     model: nn.Module,
     *,
     shared: bool = False,
+    live: LiveTower | TrainedTower | None = None,
 ) -> None:
-    """Let a model take the pictures of a job's samples, whose features are written.
+    """Let a model take the pictures of a job's samples, whose features are written, or are
+    computed by `live`.
 
     `shared`: its base is that of other jobs too, which takes pictures since it was built. Raises
     OutsideError if it does not.
@@ -119,13 +119,39 @@ def read_images(
     folder = run.path(FOLDER)
     if folder not in CURRENT_IMAGES.folders:
         CURRENT_IMAGES.folders.append(folder)
-    find = kept_in(CURRENT_IMAGES.folders)
+    if isinstance(live, TrainedTower):
+        CURRENT_IMAGES.trained = live
+    elif live is not None:
+        CURRENT_IMAGES.live = newest_of(live.features, _NEWEST_BYTES)
+    trained = CURRENT_IMAGES.trained
+    if trained is not None:
+        found = positions_of(causal)
+        CURRENT_IMAGES.images = SampleImages(trained.layout, facts.token_id, found, trained.later)
+        return
+    find = kept_in(CURRENT_IMAGES.folders, CURRENT_IMAGES.live)
     CURRENT_IMAGES.images = SampleImages(find, facts.token_id, positions_of(causal))
 
 
 def remove_features(run: RunDir) -> None:
     """Remove the features of a job that needs them no more."""
     shutil.rmtree(run.path(FOLDER), ignore_errors=True)
+
+
+class LiveTower:
+    """The towers of a base, whole on a rank, and without gradients."""
+
+    def __init__(
+        self, path: str, described: Description, device: torch.device, compute: str
+    ) -> None:
+        """`compute`: `precision.compute`. Raises SpecError as `Tower.loaded`, OSError."""
+        self._processor = ImageProcessor.of(path)
+        self._tower = Tower.loaded(path, facts_of_images(described).token_id, device)
+        self._dtype = COMPUTE_DTYPE[compute]
+
+    def features(self, sample: Tokens, use: ImageUse) -> Features:
+        """Those that would be kept of a picture (`FeaturesOf`)."""
+        ids = sample.ids[use.begin : use.end].tolist()
+        return self._tower.features(ids, self._processor.inputs(use.picture)).stored_in(self._dtype)
 
 
 @dataclass(frozen=True)

@@ -1,25 +1,26 @@
 """Features of pictures: what a base's frozen tower makes of each, once for all steps of a job.
 
 The tower is not trained, so its answer is a constant. It is computed before training, kept in the
-run directory as a file for each picture, and mapped by every rank.
+run directory as a file for each picture, and mapped by every rank. Where a disk has no room for the
+files, every rank has the tower, which computes the same numbers for each micro-batch.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections import OrderedDict
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Protocol
 
 import numpy as np
 import torch
 from safetensors.torch import load_file, save_file
-from torch import Tensor
+from torch import Tensor, nn
 
 from ft_service.data.tokens.sample import ImageUse, Tokens
 from workers.layers.segments import ImageInputs
 
-FOLDER = "image-features"
-"""Folder of a run directory."""
 _LAYOUT = "layout."
 """Prefix of the names of layout tensors in a file."""
 
@@ -36,6 +37,10 @@ class Features:
     """The integers of the image processor from which positions follow, such as `image_grid_thw`:
     int64 [1, ..] each.
     """
+
+    @property
+    def nbytes(self) -> int:
+        return self.rows.nbytes + self.early.nbytes
 
     def stored_in(self, dtype: torch.dtype) -> Features:
         """The same, rounded to a dtype."""
@@ -67,16 +72,44 @@ def file_of(folder: Path, key: str) -> Path:
     return folder / key[:2] / f"{key}.safetensors"
 
 
-def kept_in(folders: Sequence[Path]) -> Callable[[str], Features]:
-    """Function that reads the features of a picture by its key, from the first of the folders that
-    has them. It raises RuntimeError if none has.
+FeaturesOf = Callable[[Tokens, ImageUse], Features]
+"""Function that gives the features of a picture where a sample shows it."""
+
+
+def by_key(features: Mapping[str, Features]) -> FeaturesOf:
+    """Function that looks up those of a picture by its key."""
+    return lambda _, use: features[use.picture.key]
+
+
+def kept_in(folders: Sequence[Path], otherwise: FeaturesOf | None = None) -> FeaturesOf:
+    """Function that reads the features of a picture from the first of the folders that has them,
+    else has them computed; it raises RuntimeError where nothing does.
     """
 
-    def find(key: str) -> Features:
+    def find(sample: Tokens, use: ImageUse) -> Features:
+        key = use.picture.key
         found = next((file for own in folders if (file := file_of(own, key)).is_file()), None)
-        if found is None:
+        if found is not None:
+            return Features.load(found)
+        if otherwise is None:
             raise RuntimeError(f"the features of picture {key} are gone")
-        return Features.load(found)
+        return otherwise(sample, use)
+
+    return find
+
+
+def newest_of(features: FeaturesOf, most_bytes: int) -> FeaturesOf:
+    """The same function, which keeps the newest answers up to so many bytes: a micro-batch asks
+    for positions and for rows, and a pair shows a picture twice.
+    """
+    kept: OrderedDict[str, Features] = OrderedDict()
+
+    def find(sample: Tokens, use: ImageUse) -> Features:
+        key = use.picture.key
+        kept[key] = kept.pop(key, None) or features(sample, use)
+        while len(kept) > 1 and sum(own.nbytes for own in kept.values()) > most_bytes:
+            kept.popitem(last=False)
+        return kept[key]
 
     return find
 
@@ -87,18 +120,42 @@ and of the layouts of its pictures; returns int64 [axes, length].
 """
 
 
+Later = Callable[[Sequence[tuple[Tokens, ImageUse]]], Callable[[], tuple[Tensor, Tensor]]]
+"""Function of the pictures of a micro-batch, in the samples that show them; returns what computes
+their rows and early features within its forward.
+"""
+
+
+class LooksLater(Protocol):
+    """A tower that is trained (workers/images/trained_tower.py)."""
+
+    model: nn.Module
+
+    def layout(self, sample: Tokens, use: ImageUse, /) -> Features: ...
+
+    def later(
+        self, shown: Sequence[tuple[Tokens, ImageUse]]
+    ) -> Callable[[], tuple[Tensor, Tensor]]: ...
+
+
 class SampleImages:
     """Reads what micro-batches hold of their samples' pictures."""
 
     def __init__(
-        self, find: Callable[[str], Features], token_id: int, positions: Positions | None
+        self,
+        find: FeaturesOf,
+        token_id: int,
+        positions: Positions | None,
+        later: Later | None = None,
     ) -> None:
-        """`find`: the features of a picture by its key. `token_id`: of placeholders. `positions`:
-        None: tokens are numbered one by one, as in text.
+        """`find`: the features of a picture. `token_id`: of placeholders. `positions`: None: tokens
+        are numbered one by one, as in text. `later`: of a tower that is trained, where `find` gives
+        layouts alone.
         """
         self._find = find
         self._token_id = token_id
         self._positions = positions
+        self._later = later
 
     def inputs(
         self, samples: Sequence[Tokens], begins: Sequence[int], device: torch.device
@@ -107,26 +164,33 @@ class SampleImages:
 
         None: there are no pictures. Raises RuntimeError for a picture without features.
         """
-        places: list[Tensor] = []
-        found: list[Features] = []
-        for sample, begin in zip(samples, begins, strict=True):
-            for use in sample.images:
-                own = torch.from_numpy(self._placeholders(sample, [use]))
-                features = self._find(use.picture.key)
-                if len(features.rows) != int(own.sum()):
-                    raise RuntimeError(
-                        f"a picture has {int(own.sum())} placeholders and {len(features.rows)} "
-                        "features"
-                    )
-                places.append(begin + own.nonzero()[:, 0])
-                found.append(features)
-        if not found:
+        shown = [(sample, use) for sample in samples for use in sample.images]
+        if not shown:
             return None
+        each = [
+            (begin, self._placeholders(sample, sample.images))
+            for sample, begin in zip(samples, begins, strict=True)
+        ]
+        places = torch.cat([begin + torch.from_numpy(held).nonzero()[:, 0] for begin, held in each])
+        spans = torch.cat([begin + _runs(held) for begin, held in each]).int()
+        if self._later is not None:
+            none = torch.empty(0, device=device)
+            return ImageInputs(_moved(places, device), none, none, spans, self._later(shown))
+        found = [self._found(sample, use) for sample, use in shown]
         rows = torch.cat([own.rows for own in found])
         early = torch.cat([own.early for own in found], dim=1)
         return ImageInputs(
-            _moved(torch.cat(places), device), _moved(rows, device), _moved(early, device)
+            _moved(places, device), _moved(rows, device), _moved(early, device), spans
         )
+
+    def _found(self, sample: Tokens, use: ImageUse) -> Features:
+        features = self._find(sample, use)
+        wanted = int(self._placeholders(sample, [use]).sum())
+        if len(features.rows) != wanted:
+            raise RuntimeError(
+                f"a picture has {wanted} placeholders and {len(features.rows)} features"
+            )
+        return features
 
     def positions(self, samples: Sequence[Tokens], length: int | None = None) -> Tensor | None:
         """Positions of tokens, int64 [axes, 1, length] of the samples one after the other, or with
@@ -145,9 +209,7 @@ class SampleImages:
         assert self._positions is not None
         ids = torch.from_numpy(sample.ids.astype(np.int64))
         held = torch.from_numpy(self._placeholders(sample, sample.images))
-        return self._positions(
-            ids, held, [self._find(use.picture.key).layout for use in sample.images]
-        )
+        return self._positions(ids, held, [self._find(sample, use).layout for use in sample.images])
 
     def _placeholders(self, sample: Tokens, uses: Iterable[ImageUse]) -> np.ndarray:
         """bool [length]: which tokens stand for these pictures."""
@@ -155,6 +217,12 @@ class SampleImages:
         for use in uses:
             within[use.begin : use.end] = True
         return within & (sample.ids == self._token_id)
+
+
+def _runs(held: np.ndarray) -> Tensor:
+    """The first place and the end of every run of placeholders, int64 [runs, 2]. `held`: bool."""
+    edges = np.diff(held.astype(np.int8), prepend=0, append=0)
+    return torch.from_numpy(np.stack([np.flatnonzero(edges == 1), np.flatnonzero(edges == -1)], 1))
 
 
 def _padded(positions: Tensor, length: int) -> Tensor:
@@ -173,6 +241,10 @@ class _Current:
     def __init__(self) -> None:
         self.folders: list[Path] = []
         """Of the jobs' features. Equal keys are equal pictures, whatever job they are of."""
+        self.live: FeaturesOf | None = None
+        """Computes those that no folder has. None: nothing does."""
+        self.trained: LooksLater | None = None
+        """The towers with adapters that the job trains. None: they are frozen."""
         self.images: SampleImages | None = None
 
     def of(self, samples: Sequence[Tokens]) -> SampleImages | None:

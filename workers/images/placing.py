@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from ft_service.bases.description import ImageFacts
-from workers.layers.segments import CURRENT
+from workers.layers.segments import CURRENT, tell_two_way
 from workers.model.multimodal import decoder_layers, text_decoder
 from workers.patches.forward import replace_forward
 
@@ -34,6 +34,7 @@ def take_images(causal: PreTrainedModel, facts: ImageFacts) -> None:
     replace_forward(embedding, partial(_in_place, embedding.forward))
     for number, layer in enumerate(decoder_layers(causal)[: facts.early_layers]):
         replace_forward(layer, partial(_added, number, layer.forward))
+    tell_two_way(text_decoder(causal), facts.two_way)
     setattr(embedding, _TAKES, True)
 
 

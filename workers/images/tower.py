@@ -63,10 +63,17 @@ class Tower:
 
     @torch.no_grad()
     def features(self, ids: Sequence[int], inputs: Mapping[str, np.ndarray]) -> Features:
-        """Those of one picture.
+        """Those of one picture, on the CPU.
 
         `ids`: the tokens that stand for it, with the base's marks. `inputs`: what the image
         processor makes of it. Raises what the architecture's own code raises.
+        """
+        rows, early = self.answer(ids, inputs)
+        return Features(rows.cpu(), early.cpu(), layout_of(inputs))
+
+    def answer(self, ids: Sequence[int], inputs: Mapping[str, np.ndarray]) -> tuple[Tensor, Tensor]:
+        """Rows and early features of one picture, fp32 where the tower is (`Features`), and with
+        gradients if it has trained adapters. Arguments and errors as `features`.
         """
         device = next(self.model.parameters()).device
         row = torch.tensor([list(ids)], dtype=torch.int64, device=device)
@@ -76,15 +83,19 @@ class Tower:
         with suppress(_NotedError):
             self.model(input_ids=row, **asked(self.model, row, held), **given)
         noted: dict[str, Any] = self.decoder.noted or {}
+        self.decoder.noted = None
         rows = noted["inputs_embeds"][held].float()
         early = [own.float() for own in noted.get(_EARLY) or ()]
-        layout = {
-            name: torch.from_numpy(np.asarray(own)).long()
-            for name, own in inputs.items()
-            if np.issubdtype(own.dtype, np.integer) and own.size <= MOST_LAYOUT
-        }
-        stacked = torch.stack(early) if early else rows.new_empty(0, *rows.shape)
-        return Features(rows.cpu(), stacked.cpu(), layout)
+        return rows, torch.stack(early) if early else rows.new_empty(0, *rows.shape)
+
+
+def layout_of(inputs: Mapping[str, np.ndarray]) -> dict[str, Tensor]:
+    """What of an image processor's answer positions follow from (`Features.layout`)."""
+    return {
+        name: torch.from_numpy(np.asarray(own)).long()
+        for name, own in inputs.items()
+        if np.issubdtype(own.dtype, np.integer) and own.size <= MOST_LAYOUT
+    }
 
 
 def asked(model: nn.Module, ids: Tensor, held: Tensor) -> dict[str, Tensor]:

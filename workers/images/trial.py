@@ -10,8 +10,9 @@ layers share one set of them.
 from __future__ import annotations
 
 import io
-from collections.abc import Hashable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from itertools import accumulate
 from typing import Any
 
@@ -28,10 +29,10 @@ from ft_service.data.tokens.base_tokenizer import load_tokenizer
 from ft_service.data.tokens.image_processor import ImageProcessor
 from ft_service.data.tokens.sample import ImageUse, Tokens
 from ft_service.errors import SpecError
-from workers.images.features import SampleImages
+from workers.images.features import Features, SampleImages, by_key
 from workers.images.placing import take_images
 from workers.images.tower import Tower, asked, positions_of
-from workers.layers.segments import CURRENT
+from workers.layers.segments import CURRENT, kinds_in, tell_two_way
 from workers.model.attention import own_attention, stay_within_segments
 from workers.model.multimodal import MissingHead, put_in_place, text_decoder
 from workers.model.packed_trial import SAME
@@ -83,27 +84,51 @@ def _facts_if_equal(
         for use, own in zip(sample.images, given, strict=True)
     }
     early = max(len(own.early) for own in features.values())
-    images = SampleImages(features.__getitem__, processor.token_id, positions_of(copy))
+    images = SampleImages(by_key(features), processor.token_id, positions_of(copy))
     ids = torch.from_numpy(sample.ids.astype(np.int64))[None]
     blind = _logits(copy, [Tokens(sample.ids, sample.targets)], images, packed=False)[0]
     facts = ImageFacts(processor.token_id, early, weights)
     take_images(copy, facts)
-    ours = _logits(copy, [sample], images, packed=False)[0]
-    attention = decoder.config._attn_implementation
-    published = _published(tower, copy, decoder, ids, ids == processor.token_id, given)
-    decoder.set_attn_implementation(attention)
-    if _difference(ours, published) > _EQUAL:
-        return (
-            "its class computes samples with pictures in another way, such as with placeholders "
-            "that see each other in both directions"
-        )
-    if _difference(ours, blind) < _SEEN:
+    published = partial(_published, tower, copy, decoder, ids, ids == processor.token_id, given)
+    ours = partial(_logits, copy, [sample], images, packed=False)
+    two_way = _two_way(decoder, published(), lambda: ours()[0])
+    if two_way is None:
+        return "its class computes samples with pictures in another way"
+    facts = replace(facts, two_way=two_way)
+    narrowed = bool(two_way) and _narrow([decoder, tower.model], features)
+    if narrowed and _difference(ours()[0], published()) > _EQUAL:
+        return "its windows bound in another way what the tokens of a picture see of each other"
+    whole = ours()[0]
+    if _difference(whole, blind) < _SEEN:
         return "what it answers does not depend on the picture"
     text = replace(sample, images=(), ids=sample.ids[: sample.images[0].begin])
     packed = _logits(copy, [sample, text, sample], images, packed=True)
-    if max(_difference(own, ours) for own in (packed[0], packed[2])) > SAME[torch.float32]:
+    if max(_difference(own, whole) for own in (packed[0], packed[2])) > SAME[torch.float32]:
         return "its packed samples with pictures are not computed as they are apart"
     return facts
+
+
+def _two_way(decoder: Any, published: Tensor, ours: Callable[[], Tensor]) -> tuple[str, ...] | None:
+    """The kinds of layers in which the tokens of a picture see each other in both directions, so
+    that logits are the published class's. None: no kinds make them so.
+    """
+    kinds = kinds_in(decoder.config)
+    for tried in dict.fromkeys([(), tuple(kinds), *((kind,) for kind in kinds)]):
+        tell_two_way(decoder, tried)
+        if _difference(ours(), published) <= _EQUAL:
+            return tried
+    return None
+
+
+def _narrow(models: Sequence[Any], features: Mapping[str, Features]) -> bool:
+    """Let the windows of layers be shorter than a picture. Returns whether there are any."""
+    window = max(2, min(len(own.rows) for own in features.values()) // 2)
+    parts = [part for model in models for part in model.modules()]
+    texts = [model.config.get_text_config(decoder=True) for model in models]
+    having = [own for own in (*parts, *texts) if getattr(own, "sliding_window", None)]
+    for own in having:
+        own.sliding_window = window
+    return bool(having)
 
 
 def _published(
@@ -119,12 +144,15 @@ def _published(
     head: Any = copy.get_output_embeddings()
     others: dict[nn.Module, Any] = dict.fromkeys(_missing_heads(model), head)
     put_in_place(model, {tower.decoder: decoder, **others})
+    attention = decoder.config._attn_implementation
     decoder.set_attn_implementation(own_attention(decoder))
     CURRENT.use(None)
     pixels = {
         name: torch.from_numpy(np.concatenate([own[name] for own in given])) for name in given[0]
     }
-    return model(input_ids=ids, use_cache=False, **asked(model, ids, held), **pixels).logits[0]
+    logits = model(input_ids=ids, use_cache=False, **asked(model, ids, held), **pixels).logits[0]
+    decoder.set_attn_implementation(attention)
+    return logits
 
 
 def _missing_heads(model: nn.Module) -> Iterator[nn.Module]:

@@ -25,12 +25,13 @@ from workers.quant import gpu_kernels
 
 def takes(query: Tensor, pattern: AttentionPattern) -> bool:
     """Return whether the package computes it: scores are capped, and there are no sinks, no chosen
-    keys and no compiler.
+    keys, no spans and no compiler.
     """
     if (
         not pattern.softcap
         or pattern.sinks is not None
         or pattern.chosen is not None
+        or pattern.spans is not None
         or torch.compiler.is_compiling()
     ):
         return False

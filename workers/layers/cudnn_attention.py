@@ -59,7 +59,9 @@ def takes(
     ):  # asked first: the compiler would make a variant of a layer for each number that is compared
         return False
     _, heads, tokens, width = query.shape
-    if not pattern.is_plain or (pattern.window and pattern.window < bounds.longest):
+    if not pattern.is_plain or pattern.spans is not None:
+        return False
+    if pattern.window and pattern.window < bounds.longest:
         return False
     if not query.is_cuda or any(tensor.dtype != torch.bfloat16 for tensor in (query, key, value)):
         return False
@@ -162,7 +164,7 @@ class _CudnnAttention(DirectFunction):
             query, key, value, out, sums = saved
             sums = sums.t().contiguous()
             found = packed_attention._gradients(
-                grad, query, key, value, out, sums, starts, longest, scale, 0
+                grad, query, key, value, out, sums, None, starts, longest, scale, 0
             )
         return *(tensor.unsqueeze(0).transpose(1, 2) for tensor in found), None, None, None
 
@@ -192,7 +194,8 @@ def _gradients(
     for (start, end), starts in tables.long:
         g, q, k, v, o = (tensor[start:end] for tensor in (grad, query, key, value, out))
         own_sums = sums[start:end].t().contiguous()
-        parts = packed_attention._gradients(g, q, k, v, o, own_sums, starts, end - start, scale, 0)
+        given = g, q, k, v, o, own_sums, None, starts
+        parts = packed_attention._gradients(*given, end - start, scale, 0)
         for whole, part in zip(made, parts, strict=True):
             whole[start:end] = part
     return made

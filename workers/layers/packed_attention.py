@@ -34,6 +34,7 @@ from workers.layers.scored_attention import (
     joined,
     most_tokens,
 )
+from workers.layers.two_way_spans import add_ahead, add_ahead_grads
 from workers.quant import frozen_linear, gpu_kernels
 from workers.quant.direct_function import DirectFunction, once_differentiable
 
@@ -53,8 +54,14 @@ def add_sinks(out: Tensor, sums: Tensor, sinks: Tensor) -> Tensor:
 
 
 def _compare(_: Any, device: torch.device) -> None:
-    for sinks in (None, torch.tensor([-1.0, 0.0, 2.0, 4.0], device=device)):
-        assert_same(attend_packed, AttentionPattern(0.2, sinks=sinks), device)
+    sinks = torch.tensor([-1.0, 0.0, 2.0, 4.0], device=device)
+    spans = torch.tensor([[3, 60], [80, 81], [100, 220]], dtype=torch.int32)
+    for pattern in (
+        AttentionPattern(0.2),
+        AttentionPattern(0.2, sinks=sinks),
+        AttentionPattern(0.2, spans=spans),
+    ):
+        assert_same(attend_packed, pattern, device)
 
 
 KERNEL = gpu_kernels.CheckedKernel(__name__, _compare)
@@ -74,9 +81,10 @@ def attend_packed(
     if frozen_linear.watched():
         given = torch.tensor(longest, dtype=torch.int32) if isinstance(longest, int) else longest
         rows = (joined(tensor) for tensor in (query, key, value))
-        out, _ = packed_attention(*rows, pattern.sinks, starts, given, *options)
+        out, _ = packed_attention(*rows, pattern.sinks, pattern.spans, starts, given, *options)
         return out.unflatten(0, (query.shape[0], query.shape[2]))
-    return _Attention.apply(query, key, value, pattern.sinks, starts, longest, *options)  # pyright: ignore[reportReturnType]
+    rows = query, key, value, pattern.sinks, pattern.spans
+    return _Attention.apply(*rows, starts, longest, *options)  # pyright: ignore[reportReturnType]
 
 
 class _Attention(DirectFunction):
@@ -93,6 +101,7 @@ class _Attention(DirectFunction):
         key: Tensor,
         value: Tensor,
         sinks: Tensor | None,
+        spans: Tensor | None,
         starts: Tensor,
         longest: Any,
         scale: float,
@@ -101,8 +110,8 @@ class _Attention(DirectFunction):
         ctx.sizes = query.shape[0], query.shape[2]
         ctx.rest = longest, scale, window
         query, key, value = (joined(tensor) for tensor in (query, key, value))
-        out, sums = _attended(query, key, value, sinks, starts, longest, scale, window)
-        ctx.save_for_backward(query, key, value, out, sums, starts)
+        out, sums = _attended(query, key, value, sinks, spans, starts, longest, scale, window)
+        ctx.save_for_backward(query, key, value, out, sums, spans, starts)
         return out.view(*ctx.sizes, *out.shape[1:])
 
     @staticmethod
@@ -116,6 +125,7 @@ class _Attention(DirectFunction):
             None,
             None,
             None,
+            None,
         )
 
 
@@ -124,6 +134,7 @@ def _attended(
     key: Tensor,
     value: Tensor,
     sinks: Tensor | None,
+    spans: Tensor | None,
     starts: Tensor,
     longest: Tensor | None,
     scale: float,
@@ -131,7 +142,7 @@ def _attended(
 ) -> tuple[Tensor, Tensor]:
     """A GPU's fused attention of one row of samples: query [tokens, heads, d], key and value
     [tokens, groups, d], sinks [heads] → [tokens, heads, d], and the log-sums that the backward
-    wants, fp32 [heads, tokens].
+    wants, fp32 [heads, tokens]. `spans`: as in `AttentionPattern`.
 
     starts, longest: as a `Kernel` has them; window: keys that a query sees at most, 0 for all
     before it.
@@ -141,7 +152,12 @@ def _attended(
     out, sums, *_ = _kernel(
         query, key, value, starts, starts, most, most, 0.0, not window, False, scale=scale, **seen
     )
-    return out, sums if sinks is None else add_sinks(out.transpose(0, 1), sums, sinks)
+    if sinks is not None:
+        sums = add_sinks(out.transpose(0, 1), sums, sinks)
+    if spans is not None:
+        rows = _one_row(query), _one_row(key), _one_row(value)
+        sums = add_ahead(_one_row(out), sums[None], *rows, spans, scale)[0]
+    return out, sums
 
 
 def _gradients(
@@ -151,6 +167,7 @@ def _gradients(
     value: Tensor,
     out: Tensor,
     sums: Tensor,
+    spans: Tensor | None,
     starts: Tensor,
     longest: Tensor | None,
     scale: float,
@@ -177,7 +194,17 @@ def _gradients(
         *no_dropout(query.device),
     )
     with deterministic_mode() if DeterministicAttention.wanted else nullcontext():
-        return _kernel_grad(*given, scale=scale, **_seen(window))
+        found = _kernel_grad(*given, scale=scale, **_seen(window))
+    if spans is not None:
+        grads = _one_row(found[0]), _one_row(found[1]), _one_row(found[2])
+        inputs = _one_row(query), _one_row(key), _one_row(value)
+        add_ahead_grads(grads, _one_row(grad), *inputs, _one_row(out), sums[None], spans, scale)
+    return found
+
+
+def _one_row(own: Tensor) -> Tensor:
+    """[tokens, heads, d] → [1, heads, tokens, d], the same memory."""
+    return own.transpose(0, 1)[None]
 
 
 @functools.cache
@@ -240,14 +267,14 @@ _grad_operator.register_fake(gradients_like)
 
 
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
-    query, key, value, _sinks, starts, longest, *ctx.rest = inputs
-    ctx.save_for_backward(query, key, value, *output, starts, longest)
+    query, key, value, _sinks, spans, starts, longest, *ctx.rest = inputs
+    ctx.save_for_backward(query, key, value, *output, spans, starts, longest)
     ctx.set_materialize_grads(False)
 
 
 def _backward(ctx: Any, grad: Tensor | None, _: Tensor | None) -> tuple[Tensor | None, ...]:
     assert grad is not None, "nothing but the output is used"
-    return *_grad_operator(grad, *ctx.saved_tensors, *ctx.rest), None, None, None, None, None
+    return *_grad_operator(grad, *ctx.saved_tensors, *ctx.rest), *[None] * 6
 
 
 packed_attention.register_autograd(_backward, setup_context=_setup_context)

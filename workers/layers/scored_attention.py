@@ -32,13 +32,24 @@ class AttentionPattern:
     """Positions of the keys that a query sees of those before it, int [rows, length, keys];
     positions outside the row are ignored. None: all.
     """
+    spans: Tensor | None = None
+    """int32 [n, 2], on the CPU: the first place and the end of every run of tokens that see each
+    other in both directions, counted through all rows. None: there are none.
+    """
 
     @property
     def is_plain(self) -> bool:
-        """Whether fused kernels compute it; sinks are added to what they give
-        (`workers.layers.packed_attention`).
+        """Whether fused kernels compute it; sinks and what spans see ahead are added to what they
+        give (`workers.layers.packed_attention`, `two_way_spans`).
         """
         return not self.softcap and self.chosen is None
+
+    def of_segment(self, start: int, end: int) -> AttentionPattern:
+        """The same with the spans of a segment [start, end) of a row, counted from its start."""
+        if self.spans is None:
+            return self
+        within = (self.spans[:, 0] >= start) & (self.spans[:, 1] <= end)
+        return replace(self, spans=self.spans[within] - start if within.any() else None)
 
 
 def attention_pattern(query: Tensor, options: Mapping[str, Any]) -> AttentionPattern:
@@ -170,8 +181,10 @@ def assert_same(
         parts = [
             [tensor.detach()[:, :, sample] for tensor in (*inputs, grad)] for sample in samples
         ]
-        grads = zip(*(scored_grad(g, q, k, v, own) for q, k, v, g in parts), strict=True)
-        expected = [tuple(scored(q, k, v, own) for q, k, v, _ in parts), *grads]
+        patterns = [own.of_segment(sample.start, sample.stop) for sample in samples]
+        each = list(zip(parts, patterns, strict=True))
+        grads = zip(*(scored_grad(g, q, k, v, of) for (q, k, v, g), of in each), strict=True)
+        expected = [tuple(scored(q, k, v, of) for (q, k, v, _), of in each), *grads]
         for name, ours, theirs in zip(
             ("output", "query", "key", "value"), found, expected, strict=True
         ):
@@ -210,19 +223,32 @@ def shares_of(
 
 def _parts(query: Tensor, shape: AttentionPattern) -> Iterator[tuple[slice, slice, Tensor]]:
     """Queries, the keys that any of them sees, and which of them each does: bool [queries, keys],
-    or [rows, 1, queries, keys] where they are chosen.
+    or [rows, 1, queries, keys] where they are chosen, or see each other in spans.
     """
     length = query.shape[2]
     window = shape.window
+    ends = None if shape.spans is None else _ends(query, shape.spans)
     for start in range(0, length, ROWS_AT_ONCE):
         end = min(start + ROWS_AT_ONCE, length)
         first = max(0, start - window + 1) if window else 0
-        queries = torch.arange(start, end, device=query.device)[:, None]
-        distance = queries - torch.arange(first, end, device=query.device)
-        mask = (distance >= 0) & (distance < window) if window else distance >= 0
+        last = end if ends is None else int(ends[:, start:end].max())
+        keys = torch.arange(first, last, device=query.device)
+        distance = torch.arange(start, end, device=query.device)[:, None] - keys
+        mask = distance >= 0 if ends is None else (keys < ends[:, start:end, None])[:, None]
+        if window:
+            mask = mask & (distance < window)
         if shape.chosen is not None:
-            mask = mask & _picked(shape.chosen[:, start:end], length)[:, None, :, first:end]
-        yield slice(start, end), slice(first, end), mask
+            mask = mask & _picked(shape.chosen[:, start:end], length)[:, None, :, first:last]
+        yield slice(start, end), slice(first, last), mask
+
+
+def _ends(query: Tensor, spans: Tensor) -> Tensor:
+    """Behind the last key that each query sees, int64 [rows, length]."""
+    rows, _, length, _ = query.shape
+    ends = (torch.arange(length) + 1).repeat(rows)
+    for begin, end in spans.tolist():
+        ends[begin:end] = (end - 1) % length + 1
+    return ends.view(rows, length).to(query.device)
 
 
 def _picked(chosen: Tensor, count: int) -> Tensor:

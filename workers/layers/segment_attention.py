@@ -13,6 +13,8 @@ padding comes last.
     softcap    scores become tanh(score / softcap) * softcap; 0: they stay
     sinks      one more score a head, [heads], that takes part in the softmax and has no value
                (gpt-oss)
+    spans      runs of tokens of a picture that also see those behind them in their run, in some
+               layers (Gemma 3)
     chosen     positions in their segment of the keys that a query sees, of those before it: what an
                indexer chose (workers/patches/indexed_attention.py)
 
@@ -45,7 +47,8 @@ from workers.layers.scored_attention import (
     scored,
     scored_grad,
 )
-from workers.layers.segments import CURRENT, Bounds, chunk_of, tempered
+from workers.layers.segments import CURRENT, Bounds, chunk_of, spans_of, tempered
+from workers.layers.two_way_spans import add_ahead, add_ahead_grads
 
 NAME = "ft_segments"
 """Name of this attention among transformers' implementations."""
@@ -83,6 +86,9 @@ def segment_attention(
         query, key, value = exchange.with_fewer_heads(query, key, value, CURRENT.part.ranks)
         pattern = exchange.of_own_heads(pattern, CURRENT.part)
     query = tempered(module, query)
+    pattern = replace(pattern, spans=spans_of(module))
+    if pattern.spans is not None and (chunk or pattern.chosen is not None):
+        _refuse(f"{type(module).__name__} cuts samples, and its pictures see both ways")
     bounds = CURRENT.bounds(query.shape[2], chunk)
     kernel = _fused_kernel(query, pattern)
     if (
@@ -100,13 +106,14 @@ def segment_attention(
     elif (
         pattern.is_plain
         and pattern.sinks is None
+        and pattern.spans is None
         and query.is_cuda
         and _without_window(bounds, pattern.window)
     ):
         out = causal_segments(query, key, value, bounds.starts, pattern.scale)
     else:
         fields = (pattern.scale, pattern.window, pattern.softcap, pattern.sinks, pattern.chosen)
-        out, _lse = attend(query, key, value, bounds.starts, *fields)
+        out, _lse = attend(query, key, value, bounds.starts, *fields, pattern.spans)
     if out.shape[-1] != width:
         out = out[..., :width]
     if CURRENT.part is not None:
@@ -269,6 +276,7 @@ def attend(
     softcap: float,
     sinks: Tensor | None,
     chosen: Tensor | None,
+    spans: Tensor | None,
 ) -> tuple[Tensor, Tensor]:
     """query [rows, heads, length, d], key and value [rows, groups, length, d] → [rows, length,
     heads, d], in the query's dtype, and the log-sums that the backward wants, fp32 [rows, heads,
@@ -277,7 +285,7 @@ def attend(
     rows, heads, length, _ = query.shape
     out = query.new_empty(rows, length, heads, query.shape[-1])
     sums = query.new_zeros(rows, heads, length, dtype=torch.float32)
-    shape = AttentionPattern(scale, window, softcap, sinks, chosen)
+    shape = AttentionPattern(scale, window, softcap, sinks, chosen, spans)
     for own, shape_of_own in _segments(starts, length, shape):
         q = query[:, :, own]
         k = key[:, :, own]
@@ -285,9 +293,11 @@ def attend(
         if _by_kernel(q, shape_of_own):
             k, v = _for_kernel(k, v, heads)
             part, own_sums = _kernel(q, k, v, 0.0, True, scale=scale)
-            sums[:, :, own] = (
-                own_sums if shape.sinks is None else add_sinks(part, own_sums, shape.sinks)
-            )
+            if shape.sinks is not None:
+                own_sums = add_sinks(part, own_sums, shape.sinks)
+            if shape_of_own.spans is not None:
+                own_sums = add_ahead(part, own_sums, q, k, v, shape_of_own.spans, scale)
+            sums[:, :, own] = own_sums
         else:
             part = scored(q, k, v, shape_of_own)
         out[:, own] = part.transpose(1, 2)
@@ -308,10 +318,11 @@ def _attend_grad(
     softcap: float,
     sinks: Tensor | None,
     chosen: Tensor | None,
+    spans: Tensor | None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     grads = torch.empty_like(query), torch.empty_like(key), torch.empty_like(value)
     heads, length = query.shape[1:3]
-    shape = AttentionPattern(scale, window, softcap, sinks, chosen)
+    shape = AttentionPattern(scale, window, softcap, sinks, chosen, spans)
     for own, shape_of_own in _segments(starts, length, shape):
         q = query[:, :, own]
         k = key[:, :, own]
@@ -319,17 +330,11 @@ def _attend_grad(
         g = grad[:, own].transpose(1, 2)
         if _by_kernel(q, shape_of_own):
             wide_k, wide_v = _for_kernel(k, v, heads)
-            parts = _kernel_grad(
-                g,
-                q,
-                wide_k,
-                wide_v,
-                out[:, own].transpose(1, 2),
-                sums[:, :, own],
-                0.0,
-                True,
-                scale=scale,
-            )
+            answer = out[:, own].transpose(1, 2), sums[:, :, own]
+            parts = _kernel_grad(g, q, wide_k, wide_v, *answer, 0.0, True, scale=scale)
+            if shape_of_own.spans is not None:
+                ahead = (shape_of_own.spans, scale)
+                add_ahead_grads(parts, g, q, wide_k, wide_v, *answer, *ahead)
         else:
             parts = scored_grad(g, q, k, v, shape_of_own)
         for all_of, part in zip(grads, parts, strict=True):
@@ -377,7 +382,7 @@ def _segments(
     starts: Tensor | None, length: int, shape: AttentionPattern
 ) -> Iterator[tuple[slice, AttentionPattern]]:
     """Each segment of a row of `length` tokens, and its attention: with the chosen keys of its
-    queries, where it chooses.
+    queries, where it chooses, and with its own spans.
     """
     places = [0, length] if starts is None else starts.tolist()
     assert places[-1] == length, "the segments are those of another micro-batch"
@@ -387,7 +392,8 @@ def _segments(
             if shape.chosen is None or end - start <= shape.chosen.shape[-1]
             else shape.chosen[:, start:end]
         )
-        yield slice(start, end), replace(shape, chosen=chosen)
+        own = shape if starts is None else shape.of_segment(start, end)
+        yield slice(start, end), replace(own, chosen=chosen)
 
 
 # One segment

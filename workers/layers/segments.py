@@ -1,11 +1,11 @@
 """Starts of the samples of the current micro-batch, the chunks into which layers cut them, the part
-of its rows that this rank has, and the features of their pictures.
+of its rows that this rank has, and the features and places of their pictures.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from typing import Any
 
@@ -18,6 +18,10 @@ from workers.layers import packed_attention
 _CHUNKED = "chunked_attention"
 _CHUNK = "ft_chunk"
 """Attribute of an attention that cuts samples: tokens of the parts."""
+FULL = "full_attention"
+"""Kind of all layers of a decoder whose config names none."""
+_TWO_WAY = "ft_two_way"
+"""Attribute of an attention whose pictures see both ways."""
 
 
 @dataclass(frozen=True)
@@ -55,6 +59,18 @@ class ImageInputs:
     """[layers, n, hidden]: what is added to the results of the first decoder layers; of no layer
     where the base's tower gives none.
     """
+    spans: Tensor
+    """int32 [spans, 2], on the CPU: the first place and the end of every run of placeholders."""
+    later: Callable[[], tuple[Tensor, Tensor]] | None = None
+    """Computes features and early ones, in a forward that trains the tower; None: they are there.
+    """
+
+    def computed(self) -> ImageInputs:
+        """The same with all features. Called within the forward that reads them."""
+        if self.later is None:
+            return self
+        features, early = self.later()
+        return replace(self, features=features, early=early, later=None)
 
 
 @dataclass(frozen=True)
@@ -212,6 +228,32 @@ def tell_chunks(model: nn.Module) -> None:
 def chunk_of(module: nn.Module) -> int:
     """What `tell_chunks` told an attention; 0: it sees whole samples."""
     return getattr(module, _CHUNK, 0)
+
+
+def tell_two_way(model: nn.Module, kinds: Sequence[str]) -> None:
+    """Tell every attention in layers of these kinds that the tokens of a picture see each other in
+    both directions. Of a decoder that names no kinds all layers are `FULL`.
+    """
+    for module in model.modules():
+        index = getattr(module, "layer_idx", None)
+        own = _kinds(getattr(module, "config", None))
+        if index is not None:
+            setattr(module, _TWO_WAY, (own[index] if index < len(own) else FULL) in kinds)
+
+
+def kinds_in(config: Any) -> list[str]:
+    """Kinds of a decoder's layers, in their order."""
+    return list(dict.fromkeys(_kinds(config))) or [FULL]
+
+
+def spans_of(module: nn.Module) -> Tensor | None:
+    """The runs of the micro-batch's placeholders (`ImageInputs.spans`), for an attention whose
+    pictures see both ways. None: it is causal.
+    """
+    images = CURRENT.images
+    if images is None or not getattr(module, _TWO_WAY, False) or not len(images.spans):
+        return None
+    return images.spans
 
 
 def _kinds(config: object) -> Sequence[str]:

@@ -6,21 +6,22 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import TypeVar
 
 import torch
-from peft import LoraConfig, PeftModel, get_peft_model
+from peft import LoraConfig, PeftConfig, PeftModel, get_peft_model
 from peft.tuners.lora import LoraLayer
 from peft.utils.constants import DUMMY_TARGET_MODULES
 from torch import nn
 from transformers import PreTrainedModel
 
-from ft_service.bases.adapter_names import peft_name
+from ft_service.bases.adapter_names import is_lora, peft_name
 from ft_service.bases.module_rules import (
     NOTHING,
     choose_parameters,
     choose_targets,
+    choose_tower_targets,
     last_name,
     named_apart,
     refuse_dora,
@@ -34,11 +35,13 @@ from workers.layers.dropout import Dropping
 from workers.layers.experts import ExpertsLinear, FrozenExperts, adapt_experts
 from workers.layers.linear import FrozenLinear, LoraLinear
 from workers.layers.served import ServedLinear
-from workers.model.multimodal import has_unseen_towers, names_of_towers
+from workers.model.multimodal import has_unseen_towers, linears_of_towers, names_of_towers
 from workers.model.renamed_adapters import settle_names
 from workers.model.whole_modules import modules_trained_whole, outer_modules, train_whole
 
 T = TypeVar("T", int, float)
+_TOWERS = "_ft_towers"
+"""Attribute of an adapter's config: full names of the modules of towers that may have adapters."""
 
 
 def add_adapters(
@@ -128,9 +131,13 @@ def add_adapters(
     assert all(parameter.dtype == torch.float32 for parameter in trained.values()), (
         "adapters are fp32 masters"
     )
-    settle_names(
-        peft_model, config, {peft_name(name): p.detach() for name, p in trained.items()}, tied
-    )
+    tensors = {peft_name(name): p.detach() for name, p in trained.items()}
+    in_towers = adapted_in_towers(model, lora)
+    vars(config)[_TOWERS] = frozenset(in_towers)
+    for name in in_towers:
+        for matrix in ("lora_A", "lora_B"):
+            tensors[f"base_model.model.{name}.{matrix}.weight"] = torch.empty(1, 1, device="meta")
+    settle_names(peft_model, config, tensors, tied)
     return peft_model
 
 
@@ -165,11 +172,34 @@ def adapted_modules(
     """
     names = linear_names(model)
     experts = expert_stacks(model)
-    outer = outer_modules(model)
-    wanted = lora.target_modules
     return choose_targets(
-        names, experts, wanted, shared_experts=shared_experts, not_adapted=not_adapted, outer=outer
+        names,
+        experts,
+        lora.target_modules,
+        shared_experts=shared_experts,
+        not_adapted=not_adapted,
+        outer=outer_modules(model),
+        towers=linears_of_towers(model),
     )
+
+
+def adapted_in_towers(model: PreTrainedModel, lora: LoraOptions) -> list[str]:
+    """Full names of the linear layers outside the text part that get an adapter too, in jobs whose
+    samples have pictures.
+    """
+    return choose_tower_targets(linears_of_towers(model), lora.target_modules, linear_names(model))
+
+
+def name_towers(config: PeftConfig, tensors: Iterable[str]) -> None:
+    """Let an adapter's config name the modules of towers that are among its tensors.
+
+    `config`: as `add_adapters` made it; `tensors`: PEFT's names. Modules then have full names, by
+    which PEFT finds no others.
+    """
+    modules = list(dict.fromkeys(name.partition(".lora_")[0] for name in tensors if is_lora(name)))
+    plain = [name.removeprefix("base_model.model.") for name in modules]
+    if set(plain) & vars(config).get(_TOWERS, frozenset()):
+        config.target_modules = plain  # pyright: ignore[reportAttributeAccessIssue]
 
 
 def adapted_stacks(model: PreTrainedModel, lora: LoraOptions, modules: list[str]) -> list[str]:

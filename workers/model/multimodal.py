@@ -23,6 +23,7 @@ from workers.patches.text_forward import answer_as, pass_text_through
 
 _DECODER = "_ft_decoder"
 _TOWERS = "_ft_towers"
+_TOWER_LINEARS = "_ft_tower_linears"
 _UNSEEN = "_ft_unseen"
 UNKNOWN_PARTS = "does not say where its text decoder or its head is"
 NO_DECODER = "has no text part that reads from left to right on its own"
@@ -100,6 +101,11 @@ def text_only(config: PreTrainedConfig, dtype: torch.dtype) -> PreTrainedModel:
             config.model_type, f"cannot be built from its config.json ({error})"
         ) from None
     whole = [name for name, _ in model.named_modules()]
+    linears = {
+        name: (own.out_features, own.in_features)
+        for name, own in model.named_modules()
+        if type(own) is nn.Linear
+    }
     unseen = any(isinstance(module, MissingTower) for module in model.modules())
     decoder, head = _decoder_and_head(model, config.get_text_config(decoder=True))
     _take_out(model, {id(decoder), id(head)})
@@ -116,6 +122,8 @@ def text_only(config: PreTrainedConfig, dtype: torch.dtype) -> PreTrainedModel:
     left = set(dict(model.named_modules()))
     object.__setattr__(model, _DECODER, decoder)
     object.__setattr__(model, _TOWERS, tuple(name for name in whole if name not in left))
+    taken = {name: shape for name, shape in linears.items() if name not in left}
+    object.__setattr__(model, _TOWER_LINEARS, taken)
     object.__setattr__(model, _UNSEEN, unseen)
     return model
 
@@ -180,6 +188,11 @@ def names_of_towers(model: nn.Module) -> tuple[str, ...]:
     not.
     """
     return getattr(model, _TOWERS, ())
+
+
+def linears_of_towers(model: nn.Module) -> dict[str, tuple[int, int]]:
+    """Full name of a linear layer of these modules → rows and columns of its weight."""
+    return getattr(model, _TOWER_LINEARS, {})
 
 
 def has_unseen_towers(model: nn.Module) -> bool:

@@ -53,6 +53,7 @@ from workers.job import reread_adapter
 from workers.job.reread_adapter import WEIGHTS
 from workers.job.training_state import JobState
 from workers.model.build import BuiltModel
+from workers.model.lora import name_towers
 from workers.model.renamed_adapters import names_of
 from workers.output import checkpoint
 from workers.output.checkpoint_pruning import best, checkpoint_entries
@@ -281,6 +282,7 @@ def write_adapter(
     write_file(folder / WEIGHTS, plans, hashed(), names.metadata)
     config.base_model_name_or_path = portable_name(Path(spec.model.path), spec.model.name)
     config.inference_mode = True
+    name_towers(config, shapes)
     if isinstance(config.target_modules, set):  # pyright: ignore[reportAttributeAccessIssue]
         config.target_modules = sorted(config.target_modules)  # pyright: ignore  a set has another order in every process
     config.save_pretrained(str(folder))

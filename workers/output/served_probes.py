@@ -9,12 +9,13 @@ from typing import Any
 
 import torch
 from peft import PeftModel
+from peft.tuners.lora import LoraLayer
 from torch import Tensor, nn
 
 from ft_service.data.tokens.sample import Tokens
 from ft_service.rundir.evaluations import MOST_PROBES, MOST_TOKENS, Probe
+from workers.images.features import CURRENT_IMAGES
 from workers.layers.experts import FrozenExperts
-from workers.layers.linear import LoraLinear
 from workers.layers.segments import CURRENT
 from workers.model.whole_modules import original_modules
 from workers.ranks.sharding import reshard
@@ -59,7 +60,9 @@ def without_adapter(model: nn.Module) -> Iterator[None]:
 
     What is trained whole has the base's values.
     """
-    scalings = [module.scaling for module in model.modules() if isinstance(module, LoraLinear)]
+    tower = CURRENT_IMAGES.trained
+    parts = [*model.modules(), *(() if tower is None else tower.model.modules())]
+    scalings = [part.scaling for part in parts if isinstance(part, LoraLayer)]
     experts = [module for module in model.modules() if isinstance(module, FrozenExperts)]
     stacks: list[Any] = [adapter for module in experts for adapter in module.adapters.values()]
     before = [dict(scaling) for scaling in scalings]

@@ -8,7 +8,7 @@ instead. Both paths compute the same.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from functools import partial
 
 import torch
@@ -174,6 +174,14 @@ class Gradients:
         self._model = model
         self._world = world
         self._keep_unsharded = keep_unsharded
+        self._beside: list[nn.Parameter] = []
+
+    def add(self, parameters: Iterable[nn.Parameter]) -> None:
+        """Average those of parameters too that are whole on every rank, and no part of the model.
+
+        A step without any of them counts as zeros, on one rank as on several.
+        """
+        self._beside += parameters
 
     @property
     def reduces_in_backward(self) -> bool:
@@ -195,18 +203,24 @@ class Gradients:
 
         Called by all ranks together.
         """
-        average_unsharded_gradients(self._model, self._world)
+        for parameter in self._beside:
+            if parameter.grad is None:
+                parameter.grad = torch.zeros_like(parameter)
+        average_unsharded_gradients(self._model, self._world, self._beside)
 
 
-def average_unsharded_gradients(model: nn.Module, world: int) -> None:
+def average_unsharded_gradients(
+    model: nn.Module, world: int, beside: Sequence[nn.Parameter] = ()
+) -> None:
     """Average over all ranks the gradients that FSDP2 does not hold, in one fp32 buffer; FSDP2
-    averages the others itself.
+    averages the others itself. `beside`: further parameters, no part of the model.
 
     A parameter without a gradient on this rank counts as zero: another rank may have one.
     """
     if world == 1:
         return
-    parameters = [p for p in model.parameters() if p.requires_grad and not isinstance(p, DTensor)]
+    own = [p for p in model.parameters() if p.requires_grad and not isinstance(p, DTensor)]
+    parameters = [*own, *beside]
     if not parameters:
         return
     gradients = [torch.zeros_like(p) if p.grad is None else p.grad for p in parameters]

@@ -24,6 +24,7 @@ from workers.layers.scored_attention import (
     one_a_head,
     shares_of,
 )
+from workers.layers.segments import spans_of
 from workers.serving.room import FIRST_CAPACITY, SPARE, tensors_in
 
 NAME = "ft_cached"
@@ -144,12 +145,14 @@ def cached_attention(
         raise NotImplementedError(
             f"{type(module).__name__} is not causal, has a bias by position, or needs a mask"
         )
-    shape = replace(attention_pattern(query, options), chosen=None)
+    shape = replace(attention_pattern(query, options), chosen=None, spans=spans_of(module))
     parts = []
     for span in CURRENT.spans:
         own = slice(span.start, span.end)
         keys, values = span.memory.extend(id(module), key[:, :, own], value[:, :, own])
-        parts.append(_attend(query[:, :, own], keys, values, shape))
+        parts.append(
+            _attend(query[:, :, own], keys, values, shape.of_segment(span.start, span.end))
+        )
     out = parts[0] if len(parts) == 1 else torch.cat(parts, dim=2)
     return out.transpose(1, 2), None
 
@@ -167,7 +170,7 @@ def _attend(query: Tensor, key: Tensor, value: Tensor, shape: AttentionPattern) 
     begin = max(0, length - new - shape.window + 1) if shape.window else 0
     key = key[:, :, begin:]
     value = value[:, :, begin:]
-    mask = None if new == 1 else _seen(new, length - begin, shape.window, query.device)
+    mask = None if new == 1 else _seen(new, length - begin, shape, query.device)
     if shape.softcap or shape.sinks is not None:
         wide_key, wide_value = one_a_head(query, key, value)
         mask = (
@@ -178,7 +181,8 @@ def _attend(query: Tensor, key: Tensor, value: Tensor, shape: AttentionPattern) 
         shares, _ = shares_of(query, wide_key, mask, shape)
         return shares.to(value.dtype) @ wide_value
     grouped = query.shape[1] != key.shape[1]
-    whole = new > 1 and new == length and (not shape.window or length <= shape.window)
+    causal = shape.spans is None and (not shape.window or length <= shape.window)
+    whole = new > 1 and new == length and causal
     return F.scaled_dot_product_attention(
         query,
         key,
@@ -190,8 +194,11 @@ def _attend(query: Tensor, key: Tensor, value: Tensor, shape: AttentionPattern) 
     )
 
 
-def _seen(new: int, length: int, window: int, device: torch.device) -> Tensor:
-    """Which keys each of the last `new` tokens sees: bool [new, length]."""
+def _seen(new: int, length: int, shape: AttentionPattern, device: torch.device) -> Tensor:
+    """Which keys each of the last `new` tokens sees: bool [new, length]. Spans are of these."""
     places = torch.arange(length, device=device)
     distance = places[length - new :, None] - places
-    return (distance >= 0) & (distance < window) if window else distance >= 0
+    seen = distance >= 0
+    for begin, end in [] if shape.spans is None else (shape.spans + length - new).tolist():
+        seen[begin - length + new : end - length + new, begin:end] = True
+    return seen & (distance < shape.window) if shape.window else seen

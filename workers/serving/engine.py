@@ -782,6 +782,8 @@ class Engine:
             if unread > 1 and not self._model.by_state:
                 most = one.unscored + scored[one.project] - one.read if one.scored else unread
                 count = min(unread, budget[one.project], most)
+                if one.images is not None and count:
+                    count = one.images.whole_to(one.read + count) - one.read
             if count == 0:
                 continue
             budget[one.project] -= count if unread > 1 else 0

@@ -216,6 +216,8 @@ class ServedModel:
     def _looking(self, facts: ImageFacts) -> Tower:
         """The towers, loaded."""
         if self._tower is None:
+            if facts.two_way and self.by_state:
+                raise _answers_otherwise(text_decoder(self._model).config.model_type)
             needed = TOWER_BYTES * facts.tower_weights
             if self.device.type == "cpu" and needed > (most := available_memory() // 2):
                 raise SpecError(

@@ -17,7 +17,7 @@ from ft_service.data.image_part import of_json
 from ft_service.data.image_process import SeenPictures
 from ft_service.data.sample_kinds import Picture
 from ft_service.data.tokens.sample import Tokens
-from workers.images.features import Features, Positions, SampleImages
+from workers.images.features import Features, Positions, SampleImages, by_key
 from workers.layers.segments import ImageInputs
 
 
@@ -79,7 +79,7 @@ class PromptPictures:
 
     def placed(self, token_id: int, positions: Positions | None) -> PromptImages:
         """Their features at their places. `token_id`: of placeholders."""
-        images = SampleImages(self.features.__getitem__, token_id, positions)
+        images = SampleImages(by_key(self.features), token_id, positions)
         inputs = images.inputs([self.sample], [0], torch.device("cpu"))
         assert inputs is not None
         numbered = images.positions([self.sample])
@@ -104,9 +104,18 @@ class PromptImages:
         places = self.inputs.places
         begin, behind = torch.searchsorted(places, torch.tensor([first, end])).tolist()
         own = slice(begin, behind)
+        spans = self.inputs.spans
         return ImageInputs(
-            places[own] - first + start, self.inputs.features[own], self.inputs.early[:, own]
+            places[own] - first + start,
+            self.inputs.features[own],
+            self.inputs.early[:, own],
+            spans[(spans[:, 0] >= first) & (spans[:, 1] <= end)] - first + start,
         )
+
+    def whole_to(self, end: int) -> int:
+        """Where a part of the prompt ends that would end at `end`, and cuts no picture."""
+        spans = self.inputs.spans
+        return max([end, *spans[(spans[:, 0] < end) & (spans[:, 1] > end), 1].tolist()])
 
     def positions_of(self, first: int, count: int) -> Tensor:
         """int64 [axes, count]: positions of tokens of the prompt and of its answer, which goes on
@@ -129,4 +138,5 @@ def joined(parts: Sequence[ImageInputs], device: torch.device) -> ImageInputs | 
         torch.cat([own.places for own in held]).to(device),
         torch.cat([own.features for own in held]).to(device),
         torch.cat([own.early for own in held], dim=1).to(device),
+        torch.cat([own.spans for own in held]),
     )

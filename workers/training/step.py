@@ -143,7 +143,7 @@ def logits_of(model: nn.Module, batch: Batch) -> Tensor:
     """[rows, length, words], or what the head returns in their place."""
     use_keys(model, batch.keys)
     use_noise(model, batch.keys, batch.lengths)
-    images = batch.images
+    images = None if batch.images is None else batch.images.computed()
     part = None if batch.shared is None else batch.shared.part
     if batch.packing is None:
         CURRENT.use(None, lengths=batch.rows, device=batch.ids.device, images=images, part=part)

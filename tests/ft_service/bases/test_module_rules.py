@@ -11,6 +11,7 @@ from ft_service.bases.module_rules import (
     WeightNames,
     assign_formats,
     choose_targets,
+    choose_tower_targets,
     refuse_resharding_of_held,
 )
 from ft_service.errors import SpecError
@@ -122,3 +123,31 @@ def test_overrides_keep_some_weights_as_published_and_convert_others() -> None:
     with pytest.raises(SpecError, match="holds some in fp8 and fp8_blocks and nvfp4"):
         refuse_resharding_of_held(2, HELD, formats)
     refuse_resharding_of_held(2, {"a.mx": "mxfp4"}, {"a.mx": "bf16"})
+
+
+TOWER = ["visual.blocks.0.attn.qkv", "visual.blocks.0.mlp.fc1", "visual.merger.q_proj"]
+
+
+@pytest.mark.parametrize(
+    ("wanted", "of_tower"),
+    [
+        ("all-linear", []),
+        (["q_proj"], []),  # a layer of the text part ends so
+        (["q_proj", "qkv"], TOWER[:1]),
+        (["q_proj", "merger.q_proj"], TOWER[2:]),
+        (r".*\.(q_proj|fc1)", TOWER[1:]),
+    ],
+)
+def test_towers_are_named_by_patterns_and_by_names_that_mean_no_text(
+    wanted: str | list[str], of_tower: list[str]
+) -> None:
+    text = ["layers.0.self_attn.q_proj", "layers.0.self_attn.o_proj"]
+    chosen = choose_targets(text, [], wanted, towers=TOWER)
+    assert chosen == (text if wanted == "all-linear" else text[:1])
+    assert choose_tower_targets(TOWER, wanted, text) == of_tower
+
+
+@pytest.mark.parametrize("wanted", [["qkv"], r"visual\..*"])
+def test_a_tower_alone_is_refused(wanted: str | list[str]) -> None:
+    with pytest.raises(SpecError, match="tower alone"):
+        choose_targets(["layers.0.self_attn.q_proj"], [], wanted, towers=TOWER)

@@ -13,8 +13,8 @@ from ft_service.evals.item_results import ItemOutcome
 from ft_service.ids import new_id
 from ft_service.jobs.reasons import Reason
 from ft_service.jobs.states import State
-from tests.support.records import new_chat
 from ft_service.store.evals import Eval, EvalRun
+from tests.support.records import new_chat
 from tests.support.rest.service import TRAINING, Service, put, run_dir
 
 MAKES = {

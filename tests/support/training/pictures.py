@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import MappingProxyType
@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 import torch
 from peft import LoraConfig, get_peft_model
+from peft.tuners.lora import LoraLayer
 from transformers import AutoConfig, PreTrainedTokenizerFast
 
 from ft_service.data.tokens.sample import ImageUse, Picture, Tokens
@@ -53,7 +54,7 @@ def _patches(config: Any, size: tuple[int, int], seed: int) -> tuple[int, Inputs
 
 def _sized(config: Any, size: tuple[int, int], seed: int) -> tuple[int, Inputs]:
     """As Pixtral's processor: pixels of any size, which is told."""
-    side = config.vision_config.patch_size * config.spatial_merge_size
+    side = config.vision_config.patch_size * getattr(config, "spatial_merge_size", 1)
     pixels = _values(seed, (1, 3, size[0] * side // 2, size[1] * side // 2))
     return size[0] * size[1] // 4, {
         "pixel_values": pixels,
@@ -76,25 +77,85 @@ def _tiled(config: Any, size: tuple[int, int], seed: int) -> tuple[int, Inputs]:
     return count, {"pixel_values": pixels, "pixel_attention_mask": mask}
 
 
+def _placed(config: Any, size: tuple[int, int], seed: int) -> tuple[int, Inputs]:
+    """As Gemma 4's processor: patches with their places, and some that are padding."""
+    vision = config.vision_config
+    rows, columns = size
+    places = np.full((1, MOST_PATCHES, 2), -1)
+    places[0, : rows * columns] = [(x, y) for y in range(rows) for x in range(columns)]
+    values = np.random.default_rng(seed).random((1, MOST_PATCHES, 3 * vision.patch_size**2))
+    count = rows * columns // vision.pooling_kernel_size**2
+    return count, {"pixel_values": values.astype(np.float32), "image_position_ids": places}
+
+
 def _values(seed: int, shape: tuple[int, ...]) -> np.ndarray:
     return np.random.default_rng(seed).standard_normal(shape).astype(np.float32)
 
 
-TOKENS_OF_SQUARE = {"llava": 16, "internvl": 4, "gemma3": 4, "smolvlm": 4, "idefics3": 4}
+TOKENS_OF_SQUARE = {
+    "llava": 16,
+    "internvl": 4,
+    "gemma3": 16,
+    "smolvlm": 4,
+    "idefics3": 4,
+    "llama4": 4,
+}
+MOST_PATCHES = 40
+"""Patches of a picture, with padding, as `_placed` has them."""
 
 PICTURED: dict[str, Any] = {
     **dict.fromkeys(("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "qwen3_5"), _patches),
-    "mistral3": _sized,
-    **dict.fromkeys(("llava", "internvl", "gemma3"), _square),
+    **dict.fromkeys(("mistral3", "pixtral"), _sized),
+    **dict.fromkeys(("llava", "internvl", "gemma3", "llama4"), _square),
+    "gemma4": _placed,
     **dict.fromkeys(("smolvlm", "idefics3"), _tiled),
 }
-"""Type → function that makes what its image processor would."""
+"""Family → function that makes what its image processor would."""
+_TYPE = {"pixtral": "llava"}
+"""Family → its type of transformers, where it has another name."""
+TWO_WAY = {
+    **dict.fromkeys(("gemma3", "gemma 3"), ("sliding_attention", "full_attention")),
+    **dict.fromkeys(("gemma4", "gemma 4"), ("sliding_attention",)),
+}
+"""Family → kinds of layers in which the tokens of a picture see each other in both directions."""
+_WINDOWS = {
+    "num_hidden_layers": 3,
+    "layer_types": ["sliding_attention", "full_attention", "full_attention"],
+}
+"""What pictures' tokens see of each other in the last layer, no later token reads."""
 _CONFIG: Mapping[str, dict[str, Any]] = MappingProxyType(
     {
         "qwen2_vl": {"vision_config": {"hidden_size": HIDDEN}},
         "llava": {"vision_config": {"image_size": 56, "patch_size": 14}},
         "mistral3": {"vision_config": {"image_size": 112}},
-        "gemma3": {"vision_config": {"image_size": 56}, "mm_tokens_per_image": 4},
+        "pixtral": {
+            "vision_config": {
+                **{"model_type": "pixtral", "image_size": 112, "patch_size": 14},
+                **{"hidden_size": 16, "intermediate_size": 24, "head_dim": 8},
+                **{"num_hidden_layers": 2, "num_attention_heads": 2},
+            },
+            **{"vision_feature_layer": -1, "vision_feature_select_strategy": "full"},
+        },
+        "gemma3": {
+            "vision_config": {"image_size": 56},
+            "mm_tokens_per_image": 16,
+            "text_config": _WINDOWS,
+        },
+        "gemma4": {
+            "vision_config": {
+                **{"model_type": "gemma4_vision", "hidden_size": 16, "intermediate_size": 24},
+                **{"num_hidden_layers": 2, "num_attention_heads": 2, "num_key_value_heads": 2},
+                **{"head_dim": 8, "pooling_kernel_size": 2, "position_embedding_size": 16},
+                "standardize": True,
+            },
+            "text_config": {**_WINDOWS, "use_bidirectional_attention": "vision"},
+        },
+        "llama4": {
+            "vision_config": {
+                **{"image_size": 56, "intermediate_size": 64, "projector_input_dim": 20},
+                **{"projector_output_dim": 20, "vision_output_dim": 20},
+            }
+        },
         "internvl": {"vision_config": {"image_size": [56, 56], "patch_size": [14, 14]}},
         "smolvlm": {"vision_config": {"image_size": 56}, "scale_factor": 2},
         "idefics3": {"vision_config": {"image_size": 56}, "scale_factor": 2},
@@ -150,7 +211,7 @@ def save_pictured(kind: str, folder: Path) -> Pictured:
     """A random base of a type, in bf16, and four samples: with one picture, without, with two, and
     with one at its very beginning.
     """
-    assert save_composite(kind, folder, _CONFIG.get(kind, {}))
+    assert save_composite(_TYPE.get(kind, kind), folder, _CONFIG.get(kind, {}))
     config: Any = AutoConfig.from_pretrained(folder)
     token = getattr(config, "image_token_id", None) or config.image_token_index
     words = config.get_text_config(decoder=True).vocab_size
@@ -189,20 +250,24 @@ def save_pictured(kind: str, folder: Path) -> Pictured:
 
 
 def published_step(
-    made: Pictured, built: BuiltModel, dtype: torch.dtype = torch.float32
+    made: Pictured,
+    built: BuiltModel,
+    dtype: torch.dtype = torch.float32,
+    beside: Sequence[str] = (),
 ) -> tuple[float, dict[str, torch.Tensor]]:
     """Loss and gradients of the published class with its towers, one sample at a time, with stock
-    LoRA layers where a model of ours has them.
+    LoRA layers where a model of ours has them, and `beside`: on these modules too.
     """
     ours: Any = built.peft_model.peft_config["default"]
     config = LoraConfig(
         r=ours.r,
         lora_alpha=ours.lora_alpha,
-        target_modules=ours.target_modules,
+        target_modules=[*adapted_by_peft(built), *beside] if beside else ours.target_modules,
         target_parameters=ours.target_parameters,
     )
     base: Any = published_model(made.folder, dtype)
-    stock = get_peft_model(base, config).to(dtype).eval()
+    stock = get_peft_model(base, config).eval()
+    stock = stock if dtype == torch.float32 else stock.to(dtype)  # turns of Llama 4 are complex
     trained = {plain_name(n): p for n, p in stock.named_parameters() if p.requires_grad}
     with torch.no_grad():
         for name, parameter in trained.items():
@@ -224,6 +289,12 @@ def published_step(
     return total, {name: p.grad for name, p in trained.items() if p.grad is not None}
 
 
+def adapted_by_peft(built: BuiltModel) -> list[str]:
+    """Full names of the modules of a model that have adapters."""
+    names = (name for name, own in built.peft_model.named_modules() if isinstance(own, LoraLayer))
+    return [name.removeprefix("base_model.model.") for name in names]
+
+
 # Whole bases
 # ------------------------------------------------------------------------------
 
@@ -234,10 +305,22 @@ WHOLE: dict[str, tuple[str, dict[str, Any]]] = {
         {"vision_config": {"patch_size": 16, "depth": 3, "deepstack_visual_indexes": [0, 1]}},
     ),
     "llava 1.5": ("llava", {**_CONFIG["llava"], "vision_feature_select_strategy": "default"}),
-    "gemma 3": ("gemma3", {**_CONFIG["gemma3"], "mm_tokens_per_image": 16}),
+    "gemma 3": ("gemma3", dict(_CONFIG["gemma3"])),
     "mistral small 3.1": ("mistral3", {"vision_config": {"image_size": 140}}),
     "internvl 3": ("internvl", dict(_CONFIG["internvl"])),
     "smolvlm": ("smolvlm", {"vision_config": {"image_size": 64, "patch_size": 16}}),
+    "qwen 3.5": ("qwen3_5", {"vision_config": {"patch_size": 16}}),
+    "gemma 4": (
+        "gemma4",
+        {
+            "vision_config": {
+                **_CONFIG["gemma4"]["vision_config"],
+                **{"pooling_kernel_size": 3, "position_embedding_size": 64},
+            },
+            "text_config": {**_CONFIG["gemma4"]["text_config"], "max_position_embeddings": 512},
+        },
+    ),
+    "pixtral": ("llava", dict(_CONFIG["pixtral"])),
 }
 """Family (`image_bases.FAMILIES`) → its type of transformers, and values of its config."""
 _NAMED_TOKENS = {
@@ -245,6 +328,8 @@ _NAMED_TOKENS = {
     "<|video_pad|>": "video_token_id",
     "<|vision_start|>": "vision_start_token_id",
     "<|vision_end|>": "vision_end_token_id",
+    "<|image>": "boi_token_id",
+    "<image|>": "eoi_token_id",
     "<start_of_image>": "boi_token_index",
     "<end_of_image>": "eoi_token_index",
 }
@@ -263,7 +348,7 @@ def save_whole_base(family: str, folder: Path) -> Path:
     }
     image = tokenizer.convert_tokens_to_ids(FAMILIES[family].image_token)
     tokens |= {key: image for key in ("image_token_id", "image_token_index") if key in known}
-    text = {"vocab_size": len(tokenizer) + 3}
+    text = {**values.get("text_config", {}), "vocab_size": len(tokenizer) + 3}
     assert save_composite(kind, folder, {**values, **tokens, "text_config": text})
     return folder
 

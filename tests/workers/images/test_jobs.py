@@ -5,18 +5,27 @@ from __future__ import annotations
 import shutil
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
 
 from ft_service.rundir.checkpoints import complete_checkpoints
 from ft_service.rundir.directory import RunDir
+from ft_service.rundir.documents import Outcome
 from ft_service.spec import JobSpec
-from tests.support.training.attempts import adapter, losses, messages, run_attempt, trained
+from tests.support.training.attempts import (
+    adapter,
+    attempt_on_rank,
+    losses,
+    messages,
+    run_attempt,
+    trained,
+)
 from tests.support.training.engine_runs import assert_same, run_together
 from tests.support.training.models import spec_for
 from tests.support.training.pictures import save_pictured_chats, save_whole_base
-from workers.images.computing import FOLDER
+from workers.images.computing import FOLDER, Storage
 
 
 @pytest.fixture(scope="module")
@@ -116,3 +125,22 @@ def test_pairs_with_pictures_are_learned_from(
     assert found[0][1] == pytest.approx(0.6931, abs=1e-3)
     assert found[0][2] < found[0][1]
     assert all(other == pytest.approx(found[0], rel=1e-4) for other in found[1:])
+
+
+def attempt_without_room(rank: int, world: int, root: str, attempt: int) -> Outcome:
+    """On a rank whose disk has no room for features."""
+    with patch.object(Storage, "has_room", return_value=False):
+        return attempt_on_rank(rank, world, root, attempt)
+
+
+@pytest.mark.slow
+def test_a_tower_on_every_rank_gives_the_same_bits_where_features_have_no_room(
+    uncompared: JobSpec, on_two: RunDir, tmp_path: Path
+) -> None:
+    run = RunDir(tmp_path / "run")
+    run.write("spec.json", uncompared)
+    assert run_attempt(run, 1, 2, on_rank=attempt_without_room).kind == "succeeded"
+    assert any("stays on every rank" in text for text in messages(run))
+    assert not list(run.path(FOLDER).rglob("*.safetensors"))
+    for name, expected in adapter(on_two).items():
+        assert torch.equal(adapter(run)[name], expected), name

@@ -210,8 +210,10 @@ def test_pytorch_s_own_kernels_a_segment_give_the_same(starts: Tensor | None) ->
 
 
 def test_the_operator_is_one_that_the_compiler_can_trust() -> None:
-    rest = (SCALE, 9, 0.0, None, choices(1, LENGTHS, 7))
-    torch.library.opcheck(attend, (*drawn(1, sum(LENGTHS), 16), STARTS, *rest))
+    own = drawn(1, sum(LENGTHS), 16)
+    spans = torch.tensor([[1, 3]], dtype=torch.int32)
+    for rest in ((9, 0.0, None, choices(1, LENGTHS, 7), None), (0, 0.0, None, None, spans)):
+        torch.library.opcheck(attend, (*own, STARTS, SCALE, *rest))
 
 
 def test_segments_of_another_micro_batch_are_an_error() -> None:
@@ -397,7 +399,7 @@ def test_the_operator_for_packed_rows_is_one_that_the_compiler_can_trust(
             starts = STARTS if longest is not None else STARTS[[0, -1]]
             torch.library.opcheck(
                 packed_attention.packed_attention,
-                (query, key, value, own, starts, longest, SCALE, 9),
+                (query, key, value, own, None, starts, longest, SCALE, 9),
             )
 
 

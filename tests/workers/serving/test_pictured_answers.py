@@ -30,7 +30,7 @@ from ft_service.serving.preview_process import _error
 from ft_service.spec import PrecisionOptions
 from tests.support.image_bases import drawn, encoded, image_part, text_part
 from tests.support.training.checks import published_model
-from tests.support.training.pictures import alike, save_whole_base
+from tests.support.training.pictures import TWO_WAY, alike, save_whole_base
 from workers.images.tower import asked
 from workers.serving import engine as engine_module
 from workers.serving import model as model_module
@@ -45,9 +45,11 @@ FAMILIES = {
     "llava 1.5": 0,
     "mistral small 3.1": 0,
     "internvl 3": 0,
+    "gemma 3": 0,
+    "gemma 4": 0,
 }
 """Family → decoder layers that get features of their own."""
-MORE = ("llava 1.5", "internvl 3")
+MORE = ("llava 1.5", "internvl 3", "gemma 4")
 """Those of which `make test` knows enough by the others."""
 LIMIT = 6
 DAY = date(2026, 3, 2)
@@ -75,8 +77,10 @@ def write_here(self: template_process.TemplateProcess, *given: Any, **options: A
 class Asked:
     """A base that answers, and what it says."""
 
-    def __init__(self, path: str, early: int, tower_weights: int = 0) -> None:
-        self.facts = ImageFacts(ImageProcessor.of(path).token_id, early, tower_weights)
+    def __init__(
+        self, path: str, early: int, tower_weights: int = 0, two_way: tuple[str, ...] = ()
+    ) -> None:
+        self.facts = ImageFacts(ImageProcessor.of(path).token_id, early, tower_weights, two_way)
         self.parts: list[dict[str, Any]] = []
         self.served = ServedModel(path, FP32, torch.device("cpu"), None)
         self.engine = Engine(self.served, Chats(path), self.parts.append)
@@ -200,7 +204,7 @@ def test_greedy_answers_are_those_of_generate_with_pixels_beside_text(
     expected_tuned, _ = generated(tuned, path, content)
     assert expected_tuned != pytest.approx(expected, abs=1e-2)
 
-    base = Asked(path, FAMILIES[family])
+    base = Asked(path, FAMILIES[family], two_way=TWO_WAY.get(family, ()))
     base.ask("alone", "hello there, who is it?")
     base.run()
     base.ask("text", "hello there, who is it?")

@@ -19,7 +19,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Self
 
-from ft_service.data.line_errors import LineError, refuse_keys, required, text_of
+from ft_service.data.line_errors import ImageError, LineError, refuse_keys, required, text_of
 from ft_service.data.sample_kinds import DETAILS, IMAGE, Detail, Picture
 from ft_service.wording import counted, kind, shown_value
 
@@ -252,7 +252,7 @@ def _of_url(url: Any, place: str, detail: Detail) -> Picture:
     if (begin := _DATA.match(url)) is None:
         if 0 < len(url) <= _LONGEST_PATH and not _OTHER_URL.match(url):
             return Picture.in_file(url, detail)
-        raise LineError(
+        raise ImageError(
             place,
             f"is {shown_value(url[:_SHOWN_URL])}, and neither an https: nor a data: URL in base64: "
             "write the picture into the line, as data:image/png;base64,…",
@@ -261,7 +261,7 @@ def _of_url(url: Any, place: str, detail: Detail) -> Picture:
     try:
         data = base64.b64decode(url[begin.end() :].encode(), validate=True)
     except (binascii.Error, ValueError) as error:
-        raise LineError(
+        raise ImageError(
             place,
             f"is not base64 after {begin[0][:_SHOWN_URL]}: {error}. Write the file's bytes in it",
         ) from None
@@ -270,9 +270,9 @@ def _of_url(url: Any, place: str, detail: Detail) -> Picture:
 
 
 def refuse_large(length: int, place: str) -> None:
-    """Raise LineError for a picture of more bytes than one may have."""
+    """Raise ImageError for a picture of more bytes than one may have."""
     if length > MOST_BYTES:
-        raise LineError(
+        raise ImageError(
             place,
             f"is a picture of {length:,} bytes, and one may have {MOST_BYTES:,}: make it smaller, "
             "or leave the line out",
@@ -280,10 +280,10 @@ def refuse_large(length: int, place: str) -> None:
 
 
 def refuse_other_types(data: bytes, place: str) -> None:
-    """Raise LineError for bytes that are no picture of a type that is taken."""
+    """Raise ImageError for bytes that are no picture of a type that is taken."""
     if type_of(data) is None:
         begin = f"begins with {data[:_SHOWN]!r}" if data else "is empty"
-        raise LineError(
+        raise ImageError(
             place,
             f"is no PNG, JPEG, WEBP or GIF: what it holds {begin}. Save the picture in one of "
             "these formats, or leave the line out",

@@ -386,9 +386,9 @@ def _with_features(
     path = runtime.spec.model.path
     base = described or describe(path)
     began = time.monotonic()
-    count = compute_features(
-        runtime.run, path, base, sets, runtime.device, runtime.spec.precision.compute
-    )
+    pixels = TokenOptions.of(runtime.spec).pixels
+    compute = runtime.spec.precision.compute
+    count = compute_features(runtime.run, path, base, sets, runtime.device, compute, pixels)
     if count:
         seconds = time.monotonic() - began
         reporter.message(

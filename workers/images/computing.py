@@ -7,8 +7,9 @@ goes on with the same numbers.
 from __future__ import annotations
 
 import shutil
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Literal
 
@@ -17,6 +18,7 @@ import torch.distributed as dist
 from torch import nn
 
 from ft_service.bases.description import Description, facts_of_images
+from ft_service.data.token_options import NO_BOUNDS, PixelBounds
 from ft_service.data.tokens.image_processor import ImageProcessor
 from ft_service.data.tokens.token_set import TokenSet
 from ft_service.errors import DataError
@@ -73,10 +75,12 @@ def compute_features(
     sets: Sequence[TokenSet],
     device: torch.device,
     compute: Literal["bf16", "fp32"],
+    bounds: PixelBounds = NO_BOUNDS,
 ) -> int:
     """Write the features of all pictures that are not written yet; returns how many these were.
 
-    Called by all ranks together. `path`: the base's. `compute`: `precision.compute`. Raises
+    Called by all ranks together. `path`: the base's. `compute`: `precision.compute`. `bounds`: of
+    the job's pictures. Raises
     SpecError on all of them for a base whose pictures cannot be learned from, DataError for more
     than the disk takes, OutsideError where the ranks do not see each other's files.
     """
@@ -92,7 +96,8 @@ def compute_features(
             sum(uses[key].end - uses[key].begin for key in left), described
         )
     )
-    together(_computed(storage, path, facts.token_id, own, device))
+    processor = partial(ImageProcessor.of, path, bounds)
+    together(_computed(storage, processor, path, facts.token_id, own, device))
     if not all(from_all(all(file_of(folder, key).is_file() for key in uses))):
         raise OutsideError(f"The features of pictures are not on all ranks: they are in {folder}.")
     return len(left)
@@ -155,12 +160,17 @@ def _uses(sets: Sequence[TokenSet]) -> dict[str, _Use]:
 
 
 def _computed(
-    storage: Storage, path: str, token_id: int, own: dict[str, _Use], device: torch.device
+    storage: Storage,
+    load: Callable[[], ImageProcessor],
+    path: str,
+    token_id: int,
+    own: dict[str, _Use],
+    device: torch.device,
 ) -> Iterator[None]:
     """Compute and write features, coming back after each picture."""
     if not own:
         return
-    processor = ImageProcessor.of(path)
+    processor = load()
     tower = Tower.loaded(path, token_id, device)
     for key, use in own.items():
         assert use.samples.pictures is not None

@@ -197,8 +197,9 @@ class Engine:
             request, chat = self._rendering[request_id]
             assert request.images is not None
             self._looking[request_id] = turn
+            pictures = ChatPictures.of(request.images)
             prompt = self._chats.pictured_prompt(
-                chat, request.messages, request.tools, ChatPictures.of(request.images)
+                chat, request.messages, request.tools, pictures, request.adapter
             )
             prompt.add_done_callback(
                 lambda rendered, own=request_id: self._rendered.put((own, rendered))

@@ -33,7 +33,7 @@ from ft_service.cli.data_files.data_arguments import (
     data_options,
     in_flags,
     local_data,
-    template_text,
+    token_options,
 )
 from ft_service.cli.data_files.stats_command import stats
 from ft_service.cli.local.job_inputs import refuse_faults
@@ -92,14 +92,15 @@ def check(
     base's tokenizer.
     """
     data = local_data(file, split)
-    columns = Columns.of(data_options(column), None)
+    given = data_options(column)
+    columns = Columns.of(given, None)
     if chat_template and not model:
         raise SpecError(
             "--chat-template: a template is applied with a base's tokenizer. Give --model too.",
             param="chat_template",
         )
     if model:
-        options = TokenOptions(template_text(chat_template), train_on=train_on, columns=columns)
+        options = token_options(given, chat_template, train_on)
         report = examined(data, model, options, max_length)
         if sensitive:
             of_lines = check_lines(data.path, files=data.files, columns=columns, sensitive=True)
@@ -149,8 +150,7 @@ def show(
     that are read, the template's, or cut.
     """
     data = local_data(file, split)
-    columns = Columns.of(data_options(column), None)
-    options = TokenOptions(template_text(chat_template), train_on=train_on, columns=columns)
+    options = token_options(data_options(column), chat_template, train_on)
     with Examiner() as examiner:
         request = examiner.request(data.ref(), data.path, base_folder(model), max_length, options)
         page = examiner.show(replace(request, show=RecordRange(after, limit)))

@@ -21,6 +21,7 @@ from ft_service.data.chat_line import parse_conversation
 from ft_service.data.image_part import as_json
 from ft_service.data.image_process import SeenPicture, SeenPictures
 from ft_service.data.sample_kinds import Picture
+from ft_service.data.token_options import PixelBounds
 from ft_service.data.tokens.base_tokenizer import load_tokenizer
 from ft_service.data.tokens.chat_template import ChatTemplate
 from ft_service.data.tokens.image_processor import ImageProcessor
@@ -56,10 +57,13 @@ SIZES = [(70, 50), (40, 90)]
 
 
 def look_here(
-    self: image_process.ImageProcess, pictures: Sequence[Picture], places: Sequence[str]
+    self: image_process.ImageProcess,
+    pictures: Sequence[Picture],
+    places: Sequence[str],
+    bounds: PixelBounds,
 ) -> SeenPictures:
     """`ImageProcess.look` without a process."""
-    processor = ImageProcessor.of(self._begin["path"])
+    processor = ImageProcessor.of(self._begin["path"], bounds)
     seen = [(own.key, *processor.looked_at(own)) for own in pictures]
     return SeenPictures(
         processor.image_token, [SeenPicture(key, text, inputs) for key, inputs, text in seen]

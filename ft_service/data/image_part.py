@@ -84,6 +84,11 @@ class LineImages:
             return cls(column, [(column, value)])
         return cls(column, [(f"{column}.{at}", inner) for at, inner in enumerate(value)])
 
+    @property
+    def placed(self) -> list[tuple[Picture, str]]:
+        """The pictures with their places."""
+        return list(zip(self.pictures, self.places, strict=True))
+
     def text(self, text: str, place: str, *, of_user: bool) -> str:
         """A message's text, with IMAGE at the places of pictures of the column. Raises LineError
         for a place in another message than a user's.

@@ -54,12 +54,13 @@ from workers.ranks.runtime import (
     with_spec,
 )
 from workers.ranks.sharding import make_mesh
+from workers.tinker.call_pictures import CallPictures
 from workers.tinker.command_loop import CommandLoop
 from workers.tinker.offered_prompts import offer_prompts
 from workers.training.context import StopRequest, TrainingContext
 from workers.training.distillation import Taught
 from workers.training.evaluation_answers import Evaluator
-from workers.training.evaluation_prompts import asked_of
+from workers.training.evaluation_prompts import asked_of, pictured_prompts
 from workers.training.forgetting import measure_forgetting, seconds_of_job
 from workers.training.guards import AdapterWatch, check_ids, check_positions
 from workers.training.kto import Labelled
@@ -108,7 +109,8 @@ def train(runtime: Runtime, reporter: Reporter, stop: StopRequest, prepare: Prep
     # first: the cheapest way to find out that a job cannot run.
     train_set, valid_set = _data(runtime, reporter)
     described = cached_description(runtime.spec.model.path)
-    pictured = has_images(train_set, valid_set)
+    prompts = pictured_prompts(runtime.spec)
+    pictured = has_images(train_set, valid_set, prompts)
     settled = settle_on_ranks(
         runtime.spec,
         runtime.device,
@@ -122,7 +124,7 @@ def train(runtime: Runtime, reporter: Reporter, stop: StopRequest, prepare: Prep
         reporter.message(sentence)
     refuse_images_in_shared_rows(runtime.context, pictured=pictured)
     if pictured:
-        described = _with_features(runtime, reporter, described, train_set, valid_set)
+        described = _with_features(runtime, reporter, described, train_set, valid_set, prompts)
     prepared = prepare(runtime, reporter, None if described is None else Probed.of(described))
     built = prepared.built
     if pictured:
@@ -226,7 +228,14 @@ def _carry_out_commands(
     _resume(runtime, reporter, job, steps)
     vocabulary = built.peft_model.get_input_embeddings().num_embeddings
     watch = AdapterWatch(job, reporter.warn, EmbeddedRows.of(built.peft_model))
-    loop = CommandLoop(context, job, _saver(context), watch, vocabulary, prepared.wait)
+    path = runtime.spec.model.path
+    pictures = CallPictures(
+        runtime,
+        built.peft_model,
+        lambda: cached_description(path) or describe(path),
+        shared=prepared.resident is not None,
+    )
+    loop = CommandLoop(context, job, _saver(context), watch, vocabulary, prepared.wait, pictures)
     finished, checkpoint = loop.run()
     if not finished and loop.left_alone is not None:
         reporter.warn(
@@ -242,6 +251,8 @@ def _carry_out_commands(
     step = use_best(runtime.run, runtime.spec, job, reporter.warn)
     probes = measure(built.peft_model, loop.newest_sequences, runtime.device)
     publish(runtime, built, job, step, Measured(probes), prepared.wait)
+    if runtime.rank == 0:
+        remove_features(runtime.run)
     which = (
         ""
         if job.step == step.steps
@@ -340,14 +351,7 @@ def _evaluator(context: TrainingContext, samples: TokenSet) -> Evaluator | None:
         return None
     tokenizer = load_tokenizer(spec.model.path, TokenOptions.of(spec).chat_template)
     chosen = [samples[i] for i in _answered(spec, samples)[: spec.evaluation.count]]
-    without = [sample for sample in chosen if not sample.images]
-    if not without and chosen and not spec.evaluation.given:
-        context.reporter.warn(
-            "No answers are compared: each of the samples has an image, and prompts with images "
-            "are not answered while training."
-        )
-        return None
-    return Evaluator(context, asked_of(spec, without, tokenizer), tokenizer, spec.evaluation)
+    return Evaluator(context, asked_of(spec, chosen, tokenizer), tokenizer, spec.evaluation)
 
 
 def _sharded_over_all(runtime: Runtime, pictured: Description | None, spec: JobSpec) -> BuiltModel:

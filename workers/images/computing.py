@@ -76,11 +76,12 @@ def compute_features(
     device: torch.device,
     compute: Literal["bf16", "fp32"],
     bounds: PixelBounds = NO_BOUNDS,
+    load_tower: Callable[[str, int, torch.device], Tower] = Tower.loaded,
 ) -> int:
     """Write the features of all pictures that are not written yet; returns how many these were.
 
     Called by all ranks together. `path`: the base's. `compute`: `precision.compute`. `bounds`: of
-    the job's pictures. Raises
+    the job's pictures. `load_tower`: as Tower.loaded. Raises
     SpecError on all of them for a base whose pictures cannot be learned from, DataError for more
     than the disk takes, OutsideError where the ranks do not see each other's files.
     """
@@ -96,8 +97,9 @@ def compute_features(
             sum(uses[key].end - uses[key].begin for key in left), described
         )
     )
-    processor = partial(ImageProcessor.of, path, bounds)
-    together(_computed(storage, processor, path, facts.token_id, own, device))
+    load = partial(ImageProcessor.of, path, bounds)
+    load_own = partial(load_tower, path, facts.token_id, device)
+    together(_computed(storage, load, load_own, own))
     if not all(from_all(all(file_of(folder, key).is_file() for key in uses))):
         raise OutsideError(f"The features of pictures are not on all ranks: they are in {folder}.")
     return len(left)
@@ -161,17 +163,15 @@ def _uses(sets: Sequence[TokenSet]) -> dict[str, _Use]:
 
 def _computed(
     storage: Storage,
-    load: Callable[[], ImageProcessor],
-    path: str,
-    token_id: int,
+    load_processor: Callable[[], ImageProcessor],
+    load_tower: Callable[[], Tower],
     own: dict[str, _Use],
-    device: torch.device,
 ) -> Iterator[None]:
     """Compute and write features, coming back after each picture."""
     if not own:
         return
-    processor = load()
-    tower = Tower.loaded(path, token_id, device)
+    processor = load_processor()
+    tower = load_tower()
     for key, use in own.items():
         assert use.samples.pictures is not None
         inputs = processor.inputs(use.samples.pictures[key])

@@ -96,6 +96,11 @@ class Chats:
         look = partial(self._seen, pictures, bounds)
         return self._lookers.submit(self._pictured, chat, messages, tools, look)
 
+    def seen(self, pictures: ChatPictures, adapter: str | None) -> Future[RenderedChat]:
+        """Pictures of a prompt of tokens, likewise, without a text."""
+        bounds = NO_BOUNDS if adapter is None else bounds_of(Path(adapter))
+        return self._lookers.submit(lambda: RenderedChat("", self._seen(pictures, bounds)))
+
     def _pictured(
         self,
         chat: ChatTokenizer,

@@ -19,6 +19,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Self
 
+from ft_service.data.image_limits import most_bytes, most_images
 from ft_service.data.line_errors import ImageError, LineError, refuse_keys, required, text_of
 from ft_service.data.sample_kinds import DETAILS, IMAGE, Detail, Picture
 from ft_service.wording import counted, kind, shown_value
@@ -31,10 +32,6 @@ COLUMNS = ("image", "images")
 """Keys beside messages whose pictures stand, in their order, at the places in them."""
 TAG = "<image>"
 """The place of a picture in a text, in files of LLaVA and LLaMA-Factory."""
-MOST_IMAGES = 10
-"""Pictures of a line, at most, as at OpenAI."""
-MOST_BYTES = 10 * 1024**2
-"""Bytes of a picture, at most: 10 MB at OpenAI."""
 SUPERVISED_ONLY = "images are learned from in supervised chats and prompts of pairs alone so far"
 USERS_ONLY = "only messages of the role user take images"
 _TYPES = (
@@ -139,10 +136,10 @@ class LineImages:
                 f"{counted(self._taken, 'place')} for them, which are {TAG} or a part of type "
                 f"{_PLACED}: give as many places as pictures",
             )
-        if len(self.pictures) > MOST_IMAGES:
+        if len(self.pictures) > (most := most_images()):
             raise LineError(
-                self.places[MOST_IMAGES],
-                f"is one of {len(self.pictures)} images, and a line may have {MOST_IMAGES}: make "
+                self.places[most],
+                f"is one of {len(self.pictures)} images, and a line may have {most}: make "
                 "several lines of it, or leave some out",
             )
         if self.pictures and self._sign:
@@ -276,10 +273,10 @@ def _of_url(url: Any, place: str, detail: Detail) -> Picture:
 
 def refuse_large(length: int, place: str) -> None:
     """Raise ImageError for a picture of more bytes than one may have."""
-    if length > MOST_BYTES:
+    if length > (most := most_bytes()):
         raise ImageError(
             place,
-            f"is a picture of {length:,} bytes, and one may have {MOST_BYTES:,}: make it smaller, "
+            f"is a picture of {length:,} bytes, and one may have {most:,}: make it smaller, "
             "or leave the line out",
         )
 

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import numpy as np
 from google.protobuf.message import DecodeError
 
-from ft_service.data.image_part import MOST_IMAGES
+from ft_service.data.image_limits import most_images
 from ft_service.data.line_errors import OF_FILES, LineError
 from ft_service.data.tokens.sample import ImageUse, Picture
 from ft_service.errors import SpecError
@@ -204,9 +204,9 @@ def _model_input(
                 f"{own}: {named}: this service trains on tokens and images only.", param=place
             )
         length += len(chunks[-1])
-    if len(images) > MOST_IMAGES:
+    if len(images) > (most := most_images()):
         raise SpecError(
-            f"{place}.model_input: {len(images)} images; at most {MOST_IMAGES} are possible.",
+            f"{place}.model_input: {len(images)} images; at most {most} are possible.",
             param=place,
         )
     ids = np.concatenate(chunks).astype(np.int64) if chunks else np.zeros(0, np.int64)

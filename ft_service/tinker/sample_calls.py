@@ -14,7 +14,8 @@ import numpy as np
 from pydantic import Discriminator, Field, Tag
 
 from ft_service.bases.description import ImageFacts
-from ft_service.data.image_part import MOST_IMAGES, as_json, refuse_large, refuse_other_types
+from ft_service.data.image_limits import most_images
+from ft_service.data.image_part import as_json, refuse_large, refuse_other_types
 from ft_service.data.line_errors import OF_FILES, LineError
 from ft_service.data.sample_kinds import Picture
 from ft_service.errors import SpecError
@@ -226,9 +227,9 @@ def parse_sample_request(body: object) -> SampleRequest:
 def _check_pictures(request: SampleRequest) -> None:
     """Raises SpecError."""
     shown = request.pictures
-    if len(shown) > MOST_IMAGES:
+    if len(shown) > (most := most_images()):
         raise SpecError(
-            f"prompt: it has {len(shown)} images; at most {MOST_IMAGES} are possible.",
+            f"prompt: it has {len(shown)} images; at most {most} are possible.",
             param="prompt",
         )
     for number, _, chunk in shown:

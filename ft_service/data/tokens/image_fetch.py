@@ -11,7 +11,8 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from functools import lru_cache, partial
 
-from ft_service.data.image_part import MOST_BYTES, place_of_url, refuse_other_types
+from ft_service.data.image_limits import most_bytes
+from ft_service.data.image_part import place_of_url, refuse_other_types
 from ft_service.data.line_errors import ImageError
 from ft_service.data.sample_kinds import Conversation, Picture
 from ft_service.host.public_fetch import FetchError, fetch_public
@@ -35,7 +36,7 @@ class ImageFetcher:
         self._get: Callable[[str], bytes] = lru_cache(_KEPT)(
             partial(
                 fetch_public,
-                most_bytes=MOST_BYTES,
+                most_bytes=most_bytes(),
                 seconds=FETCH_SECONDS,
                 allow_private=os.environ.get(ALLOW_PRIVATE, "").lower() in ("1", "true"),
             )

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 
 import pytest
 
+from ft_service.data.image_limits import BYTES
 from ft_service.data.line_errors import LineError
 from ft_service.data.sample_kinds import IMAGE, Conversation, Picture
 from ft_service.data.tokens import image_fetch
@@ -23,7 +24,7 @@ def server() -> Iterator[str]:
 def bounds(monkeypatch: pytest.MonkeyPatch) -> None:
     ASKED.clear()
     monkeypatch.setenv(image_fetch.ALLOW_PRIVATE, "true")
-    monkeypatch.setattr(image_fetch, "MOST_BYTES", 4000)
+    monkeypatch.setenv(BYTES, "4000")
 
 
 def chat(*urls: str) -> Conversation:

@@ -18,9 +18,9 @@ from ft_service.data.data_file import DataReport, ExamineRequest, check_lines
 from ft_service.data.fault_groups import may_skip
 from ft_service.data.formats.columns import Columns
 from ft_service.data.formats.reading import open_data
+from ft_service.data.image_limits import BYTES
 from ft_service.data.sample_request import RecordRange
 from ft_service.data.token_options import TokenOptions
-from ft_service.data.tokens import image_fetch
 from ft_service.data.tokens.examine import Examination, ProgressReporter, TokenDestination
 from ft_service.data.tokens.sample_view import page_of
 from ft_service.data.tokens.token_set import line_numbers
@@ -124,7 +124,7 @@ def examined(
 def test_of_twelve_hostile_images_each_is_learned_or_told(
     base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(image_fetch, "MOST_BYTES", 20_000)
+    monkeypatch.setenv(BYTES, "20000")
     with public_images(monkeypatch) as server:
         lines = [line(GOOD) for _ in range(20)]
         for given, _ in HOSTILE.values():

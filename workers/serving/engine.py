@@ -209,13 +209,13 @@ class Engine:
             assert request.images is not None
             self._looking[request_id] = turn
             pictures = ChatPictures.of(request.images)
-            prompt = (
-                self._chats.seen(pictures, request.adapter)
-                if isinstance(request, TokenRequest)
-                else self._chats.pictured_prompt(
+            if isinstance(request, TokenRequest):
+                prompt = self._chats.seen(pictures, request.adapter)
+            else:
+                assert chat is not None
+                prompt = self._chats.pictured_prompt(
                     chat, request.messages, request.tools, pictures, request.adapter
                 )
-            )
             prompt.add_done_callback(
                 lambda rendered, own=request_id: self._rendered.put((own, rendered))
             )
@@ -308,7 +308,7 @@ class Engine:
         given = TokenPictures.of(request.images)
         tokenizer = self._chats.tokenizer
         pictures = given.prompt(request.prompt, rendered.seen, tokenizer)
-        self._room(pictures.sample.ids, request.max_tokens, "prompt", "the prompt")
+        self._room(pictures.sample.ids.tolist(), request.max_tokens, "prompt", "the prompt")
         self._wait_for_towers(_Unseen(request, None, "", given.facts, pictures))
 
     def _look(self) -> None:

@@ -151,14 +151,15 @@ def test_a_merged_model_reads_images_as_the_adapter_does(
     count = int(pixels["image_grid_thw"].prod()) // processor.merge_size**2
     ids = tokenizer(text.replace(sign, sign * count), return_tensors="pt")["input_ids"]
 
+    merged = AutoModelForImageTextToText.from_pretrained(out, dtype=torch.float32).eval()
+    plain = AutoModelForImageTextToText.from_pretrained(base, dtype=torch.float32).eval()
+
     def logits(model: Any) -> torch.Tensor:
         token = tokenizer.convert_tokens_to_ids(sign)
         with torch.no_grad():
-            told = asked(getattr(model, "base_model", model), ids, ids == token)
+            told = asked(plain, ids, ids == token)
             return model(input_ids=ids, **told, **pixels).logits.float().log_softmax(dim=-1)
 
-    merged = AutoModelForImageTextToText.from_pretrained(out, dtype=torch.float32).eval()
-    plain = AutoModelForImageTextToText.from_pretrained(base, dtype=torch.float32).eval()
     before = logits(plain)
     tuned = PeftModel.from_pretrained(plain, on_two.path("adapter")).eval()
     expected = logits(tuned)

@@ -140,7 +140,7 @@ def test_of_twelve_hostile_images_each_is_learned_or_told(
         place = "messages.0.content.1.image_url"
         (group,) = [own for own in report.skipped.groups if numbers[name] in own.lines]
         assert group.first.field.startswith(place), name
-        assert HOSTILE[name][1] in group.first.reason, said
+        assert str(HOSTILE[name][1]) in group.first.reason, said
 
 
 def test_a_strict_job_refuses_what_others_skip(base: Path, tmp_path: Path) -> None:

@@ -173,6 +173,12 @@ class Settings(BaseSettings):
 
     Users can then make the server send requests to the internal network.
     """
+    image_bytes: int = Field(default=10 * 1024**2, ge=1024, le=64 * 1024**2)
+    """Largest image of a data file or a chat, encoded. Workers that tokenise data themselves, as on
+    other hosts without the kept tokens, need the same value.
+    """
+    line_images: int = Field(default=10, ge=1, le=64)
+    """Most images of a line of a data file, of a chat, and of a Tinker client's sequence."""
     inference_url: str = Field(default="", pattern=r"^(https?://.+)?$")
     """Base URL (with /v1) of an OpenAI-compatible server that serves the tuned models by their
     names: chat completions are forwarded to it. Several replicas are separated by commas. Empty:

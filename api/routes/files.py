@@ -37,7 +37,7 @@ from ft_service.data.formats.columns import Columns
 from ft_service.data.formats.detect_format import refuse_no_data_file
 from ft_service.data.sample_request import MOST_LINES, RecordRange
 from ft_service.data.statistics import Measure
-from ft_service.data.token_options import TokenOptions
+from ft_service.data.token_options import PixelBounds, TokenOptions
 from ft_service.errors import NotFoundError, SpecError
 from ft_service.ids import new_id
 from ft_service.rundir.file_digest import FileDigest
@@ -275,10 +275,13 @@ class TokenQuery(BaseModel):
         if self.chat_template_kwargs is not None:
             given["chat_template_kwargs"] = parse_json(self.chat_template_kwargs.encode())
         request = with_template_variables(parse_request(given), base)
-        columns = Columns.of(_columns(self.data), self.method or "supervised")
+        data = _columns(self.data)
         template = request.chat_template
         return TokenOptions(
-            named_template(template) if template else "", train_on=self.train_on, columns=columns
+            named_template(template) if template else "",
+            train_on=self.train_on,
+            columns=Columns.of(data, self.method or "supervised"),
+            pixels=PixelBounds.of(data),
         )
 
 

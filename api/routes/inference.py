@@ -39,7 +39,7 @@ from api.wire.error_views import error_body
 from ft_service.bases.catalogue import Base
 from ft_service.bases.description import ImageFacts, why_no_images
 from ft_service.control.admission import tuned_models
-from ft_service.data.image_part import MOST_IMAGES
+from ft_service.data.image_limits import most_images
 from ft_service.errors import NotFoundError, SpecError, UnavailableError
 from ft_service.host.public_fetch import FetchError, require_public
 from ft_service.serving import server_samples
@@ -282,8 +282,8 @@ def _refuse_private_urls(body: dict[str, Any], *, allow_private: bool) -> None:
         return
     for number, (place, url) in enumerate(found):
         try:
-            if number >= MOST_IMAGES:
-                raise FetchError(f"is one of {len(found)} URLs, and {MOST_IMAGES} are possible")
+            if number >= (most := most_images()):
+                raise FetchError(f"is one of {len(found)} URLs, and {most} are possible")
             require_public(url, _LOOK_UP_SECONDS, allow_private=False)
         except FetchError as error:
             raise SpecError(

@@ -125,6 +125,8 @@ class FileStatisticsView(View):
     """Samples with the same tokens as an earlier one."""
     near_empty: LinesView
     """Answers of at most one token, the end of the turn not counted."""
+    skipped: LinesView
+    """Records of the whole file that are left out for an image that cannot be used."""
 
 
 class ComparisonView(View):

@@ -294,9 +294,9 @@ class JobView(View):
     queue: QueueView | None
     """Set while the job is queued."""
     suffix: str | None
-    data: dict[str, str | bool]
-    """Column of the format → its name in the data files, and apply_chat_template if it is not
-    false; empty: the files use the format's names.
+    data: dict[str, str | bool | int]
+    """Column of the format → its name in the data files, and what else of `data` is not at its
+    default; empty: the files use the format's names.
     """
     chat_template: str | None
     """The text of the chat template that replaces the base's; null: the base's is used."""

@@ -4,7 +4,6 @@ that makes them.
 
 from __future__ import annotations
 
-import re
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -13,6 +12,7 @@ from typing import Literal
 
 from pydantic import TypeAdapter
 
+from ft_service.data.fault_groups import FaultGroup, FaultGroups, Skipped, may_skip
 from ft_service.data.formats.columns import AS_THEY_ARE, Columns
 from ft_service.data.formats.detect_format import Container, Format
 from ft_service.data.formats.reading import FileFormat, open_data
@@ -40,12 +40,6 @@ from ft_service.wording import counted
 
 SHOWN_FAULTS = 20
 """Faults that a report keeps, and reasons that its message lists; the rest is counted."""
-SHOWN_LINES = 5
-"""Lines that a message names for each reason."""
-_GROUPS = 100
-"""Reasons that are grouped separately; lines with further reasons are only counted."""
-_NUMBER = re.compile(r"\d+")
-
 PROGRESS_SECONDS = 30.0
 """Interval of progress messages while a file is read."""
 
@@ -72,43 +66,6 @@ TWO_ANSWERS = "is a preference pair, which needs method: {type: dpo}"
 _ONE_ANSWER = (
     "has one answer, of supervised training: give method: {type: supervised}, or pairs of answers"
 )
-
-
-@dataclass(frozen=True)
-class FaultGroup:
-    """Lines that are at fault for the same reason."""
-
-    first: Fault
-    count: int = 1
-    lines: tuple[int, ...] = ()
-    """Numbers of the first lines."""
-    numbers_differ: bool = False
-    """Other lines have other numbers in the reason, such as another character at fault."""
-
-    def text(self, word: str) -> str:
-        """The lines and the reason. `word`: the name of the file's records, such as line or row."""
-        if self.count == 1:
-            return self.first.text(word)
-        more = ", …" if self.count > len(self.lines) else ""
-        lines = f"{self.count:,} {word}s ({', '.join(map(str, self.lines))}{more})"
-        reason = " ".join(part for part in (self.first.field, self.first.reason) if part)
-        return (
-            f"{lines}: {reason} ({word} {self.first.line}; the others likewise)"
-            if self.numbers_differ
-            else f"{lines}: {reason}"
-        )
-
-    def with_fault(self, fault: Fault) -> FaultGroup:
-        """The group with one more line.
-
-        Numbers in which the places of its lines differ become stars: `messages.*.role`.
-        """
-        field = (
-            self.first.field if fault.field == self.first.field else _NUMBER.sub("*", fault.field)
-        )
-        lines = (*self.lines, fault.line) if len(self.lines) < SHOWN_LINES else self.lines
-        differ = self.numbers_differ or fault.reason != self.first.reason
-        return FaultGroup(replace(self.first, field=field), self.count + 1, lines, differ)
 
 
 @dataclass(frozen=True)
@@ -210,11 +167,18 @@ class DataReport:
     """Records whose label says that it is not."""
     comparison: Comparison = field(default_factory=Comparison)
     """Of its records with each other, and with texts; nothing if nobody asked for it."""
+    skipped: Skipped = field(default_factory=Skipped)
+    may_skip: int | None = None
+    """Lines that may be skipped for their images, where there were more; None: there were not."""
+    unused_bounds: bool = False
+    """The job gives bounds for the pixels of images, and no record has one."""
 
     @property
     def is_lasting(self) -> bool:
         """True if every host would report the same at any time."""
-        return not self.unread and not any(fault.over_limit for fault in self.faults)
+        grouped = [group.first for group in (*self.groups, *self.skipped.groups)]
+        faults = [*self.faults, *grouped]
+        return not self.unread and not any(fault.over_limit or fault.passing for fault in faults)
 
     def error(self, param: Param, filename: str) -> ErrorInfo | None:
         """The job's error, which names file, lines and reasons.
@@ -237,6 +201,8 @@ class DataReport:
             which = f"{counted(total, self.word)} cannot be trained on, and the rest was not read"
         else:
             which = f"{total:,} of {counted(total + self.examples, self.word)} cannot be trained on"
+        if self.may_skip is not None:
+            which += f", and at most {self.may_skip:,} may be skipped for an image"
         groups = self.groups or [FaultGroup(fault) for fault in self.faults]
         reasons = [group.text(self.word) for group in groups[:SHOWN_FAULTS]]
         listed = sum(group.count for group in groups[:SHOWN_FAULTS])
@@ -252,6 +218,9 @@ class DataReport:
                 f"{filename}: {kind}; the first {read} can be trained on. The rest was not "
                 "read: a job reads it."
             )
+        if self.skipped:
+            skipped = counted(len(self.skipped.lines), self.word, "is", "are")
+            return f"{filename}: {kind}; {read} can be trained on, {skipped} skipped."
         return (
             f"{filename}: {kind}; {read}, "
             f"{'and it is fine' if self.examples == 1 else 'all of them fine'}."
@@ -279,6 +248,8 @@ class DataReport:
                 f"{name}: {len(self.unused)} {columns} not of this format, and left out: "
                 f"{', '.join(self.unused)}.",
             )
+        if self.skipped:
+            yield "warn", self.skipped.text(name, self.word, self.examples)
         if self.joined:
             yield self._joined_message(name)
         if self.counts is not None:
@@ -289,6 +260,12 @@ class DataReport:
             tokens = self.counts.image_tokens if self.counts is not None else 0
             of_them = f", {counted(tokens, 'token')} of them" if tokens else ""
             yield "info", f"{name}: {counted(self.images, 'image')}{of_them}."
+        if self.unused_bounds:
+            yield (
+                "warn",
+                f"{name}: no {self.word} has an image, so data.min_pixels and data.max_pixels have "
+                "no effect: leave them out.",
+            )
         for role, lines in self.unread_names.items():
             yield (
                 "warn",
@@ -449,24 +426,60 @@ class Findings:
     Keeps the first SHOWN_FAULTS and counts the rest.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, *, strict_images: bool = True) -> None:
+        """`strict_images`: lines with pictures that cannot be used are at fault; else they are
+        skipped.
+        """
+        self._strict_images = strict_images
         self._faults: list[Fault] = []
-        self._groups: dict[tuple[str, str], FaultGroup] = {}
+        self._groups = FaultGroups()
+        self._skipped_faults: list[Fault] = []
+        self._skipped_groups = FaultGroups()
+        self._may_skip: int | None = None
+        self.skipped_lines: list[int] = []
+        """Numbers of the lines that are skipped for their pictures."""
         self.faults_total = 0
         self.examples = 0
         self.images = 0
         self.labels = Counter[bool]()
         """Label → records that have it."""
 
-    def fault(self, fault: Fault) -> None:
+    def fault(self, fault: Fault) -> bool:
+        """Note a fault. Returns False if its line is skipped."""
+        if self.skips(fault):
+            self.skipped_lines.append(fault.line)
+            self._skipped_groups.add(fault)
+            if len(self._skipped_faults) < SHOWN_FAULTS:
+                self._skipped_faults.append(fault)
+            return False
         self.faults_total += 1
         if len(self._faults) < SHOWN_FAULTS:
             self._faults.append(fault)
-        key = (_NUMBER.sub("#", fault.field), _NUMBER.sub("#", fault.reason))
-        if key in self._groups:
-            self._groups[key] = self._groups[key].with_fault(fault)
-        elif len(self._groups) < _GROUPS:
-            self._groups[key] = FaultGroup(fault, 1, (fault.line,))
+        self._groups.add(fault)
+        return True
+
+    def skips(self, fault: Fault) -> bool:
+        """Whether the fault's line is skipped."""
+        return fault.of_image and not self._strict_images
+
+    @property
+    def skipped(self) -> Skipped:
+        return Skipped(tuple(self.skipped_lines), self._skipped_groups.listed)
+
+    @property
+    def records(self) -> int:
+        """The number of records so far."""
+        return self.examples + self.faults_total + len(self.skipped_lines)
+
+    def conclude(self) -> None:
+        """At the end of the file: too many lines that are skipped are at fault."""
+        most = may_skip(self.records)
+        if len(self.skipped_lines) <= most:
+            return
+        together = sorted([*self._faults, *self._skipped_faults], key=lambda fault: fault.line)
+        self._faults = together[:SHOWN_FAULTS]
+        self.faults_total += len(self.skipped_lines)
+        self._may_skip = most
 
     def report(
         self,
@@ -480,8 +493,10 @@ class Findings:
 
         `applied`: data.apply_chat_template.
         """
-        if not self.examples and not self.faults_total:
+        if not self.records:
             self.fault(Fault(0, "", "the file holds no examples"))
+        too_many = self._may_skip is not None
+        also = self._skipped_groups.listed if too_many else ()
         usual = (
             shape.format in (None, Format.CHAT)
             and shape.container is Container.LINES
@@ -493,7 +508,7 @@ class Findings:
             self.faults_total,
             None if self.faults_total else counts,
             unread,
-            list(self._groups.values()),
+            [*self._groups.listed, *also],
             shape="" if usual else str(shape),
             unused=shape.unused,
             columns=shape.columns,
@@ -505,6 +520,8 @@ class Findings:
             images=self.images,
             good=self.labels[True],
             bad=self.labels[False],
+            skipped=Skipped() if too_many else self.skipped,
+            may_skip=self._may_skip,
         )
 
 
@@ -527,7 +544,7 @@ def check_lines(
     them too, and what it finds is in the report. `stop`: is called after each record; True ends
     reading.
     """
-    findings = Findings()
+    findings = Findings(strict_images=columns.strict_images)
     records = records or Records()
     unanswered = Lines()
     kinds = dict[str, Lines]()
@@ -550,6 +567,8 @@ def check_lines(
             if stopped := stop():
                 break
     records.word = reader.shape.word
+    if not stopped:
+        findings.conclude()
     report = findings.report(reader.shape, unread=stopped, applied=columns.apply_chat_template)
     copies = records.duplicates
     near_empty = records.near_empty

@@ -19,7 +19,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Self
 
-from ft_service.data.line_errors import LineError, refuse_keys, required, text_of
+from ft_service.data.image_limits import most_bytes, most_images
+from ft_service.data.line_errors import ImageError, LineError, refuse_keys, required, text_of
 from ft_service.data.sample_kinds import DETAILS, IMAGE, Detail, Picture
 from ft_service.wording import counted, kind, shown_value
 
@@ -31,10 +32,6 @@ COLUMNS = ("image", "images")
 """Keys beside messages whose pictures stand, in their order, at the places in them."""
 TAG = "<image>"
 """The place of a picture in a text, in files of LLaVA and LLaMA-Factory."""
-MOST_IMAGES = 10
-"""Pictures of a line, at most, as at OpenAI."""
-MOST_BYTES = 10 * 1024**2
-"""Bytes of a picture, at most: 10 MB at OpenAI."""
 SUPERVISED_ONLY = "images are learned from in supervised chats and prompts of pairs alone so far"
 USERS_ONLY = "only messages of the role user take images"
 _TYPES = (
@@ -83,6 +80,11 @@ class LineImages:
         if not isinstance(value, list):
             return cls(column, [(column, value)])
         return cls(column, [(f"{column}.{at}", inner) for at, inner in enumerate(value)])
+
+    @property
+    def placed(self) -> list[tuple[Picture, str]]:
+        """The pictures with their places."""
+        return list(zip(self.pictures, self.places, strict=True))
 
     def text(self, text: str, place: str, *, of_user: bool) -> str:
         """A message's text, with IMAGE at the places of pictures of the column. Raises LineError
@@ -134,10 +136,10 @@ class LineImages:
                 f"{counted(self._taken, 'place')} for them, which are {TAG} or a part of type "
                 f"{_PLACED}: give as many places as pictures",
             )
-        if len(self.pictures) > MOST_IMAGES:
+        if len(self.pictures) > (most := most_images()):
             raise LineError(
-                self.places[MOST_IMAGES],
-                f"is one of {len(self.pictures)} images, and a line may have {MOST_IMAGES}: make "
+                self.places[most],
+                f"is one of {len(self.pictures)} images, and a line may have {most}: make "
                 "several lines of it, or leave some out",
             )
         if self.pictures and self._sign:
@@ -252,7 +254,7 @@ def _of_url(url: Any, place: str, detail: Detail) -> Picture:
     if (begin := _DATA.match(url)) is None:
         if 0 < len(url) <= _LONGEST_PATH and not _OTHER_URL.match(url):
             return Picture.in_file(url, detail)
-        raise LineError(
+        raise ImageError(
             place,
             f"is {shown_value(url[:_SHOWN_URL])}, and neither an https: nor a data: URL in base64: "
             "write the picture into the line, as data:image/png;base64,…",
@@ -261,7 +263,7 @@ def _of_url(url: Any, place: str, detail: Detail) -> Picture:
     try:
         data = base64.b64decode(url[begin.end() :].encode(), validate=True)
     except (binascii.Error, ValueError) as error:
-        raise LineError(
+        raise ImageError(
             place,
             f"is not base64 after {begin[0][:_SHOWN_URL]}: {error}. Write the file's bytes in it",
         ) from None
@@ -270,20 +272,20 @@ def _of_url(url: Any, place: str, detail: Detail) -> Picture:
 
 
 def refuse_large(length: int, place: str) -> None:
-    """Raise LineError for a picture of more bytes than one may have."""
-    if length > MOST_BYTES:
-        raise LineError(
+    """Raise ImageError for a picture of more bytes than one may have."""
+    if length > (most := most_bytes()):
+        raise ImageError(
             place,
-            f"is a picture of {length:,} bytes, and one may have {MOST_BYTES:,}: make it smaller, "
+            f"is a picture of {length:,} bytes, and one may have {most:,}: make it smaller, "
             "or leave the line out",
         )
 
 
 def refuse_other_types(data: bytes, place: str) -> None:
-    """Raise LineError for bytes that are no picture of a type that is taken."""
+    """Raise ImageError for bytes that are no picture of a type that is taken."""
     if type_of(data) is None:
         begin = f"begins with {data[:_SHOWN]!r}" if data else "is empty"
-        raise LineError(
+        raise ImageError(
             place,
             f"is no PNG, JPEG, WEBP or GIF: what it holds {begin}. Save the picture in one of "
             "these formats, or leave the line out",

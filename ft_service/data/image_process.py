@@ -13,7 +13,7 @@ import sys
 import tempfile
 import weakref
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any
 
 import numpy as np
@@ -21,6 +21,7 @@ import numpy as np
 from ft_service.data.image_part import as_json
 from ft_service.data.limited_process import LimitedProcess, RenderLimits, Wording
 from ft_service.data.sample_kinds import Picture
+from ft_service.data.token_options import NO_BOUNDS, PixelBounds
 from ft_service.data.tokens.image_fetch import ALLOW_PRIVATE
 from ft_service.host.helper_process import Program
 
@@ -78,8 +79,11 @@ class ImageProcess(LimitedProcess):
             descriptors=(self._file,),
         )
 
-    def look(self, pictures: Sequence[Picture], places: Sequence[str]) -> SeenPictures:
+    def look(
+        self, pictures: Sequence[Picture], places: Sequence[str], bounds: PixelBounds = NO_BOUNDS
+    ) -> SeenPictures:
         """What the tower takes of pictures. `places`: of each in its request, for errors.
+        `bounds`: of those on which the answering adapter was trained.
 
         Raises LineError with the place of a picture that cannot be used, and for a limit;
         HelperFailed if the host lets no process work on it.
@@ -90,7 +94,7 @@ class ImageProcess(LimitedProcess):
         ]
         found: list[dict[str, np.ndarray]] = []
         reply = self.ask(
-            {"pictures": request, "most_bytes": MOST_MADE_BYTES},
+            {"pictures": request, "most_bytes": MOST_MADE_BYTES, "bounds": asdict(bounds)},
             lambda said: found.extend(self._arrays(own) for own in said.get("pictures", ())),
         )
         return SeenPictures(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Self
 
 from ft_service.errors import DataError
 from ft_service.wording import kind, shown_value
@@ -26,6 +26,21 @@ class LineError(DataError):
         self.reason = reason
 
 
+class ImageError(LineError):
+    """A line has a picture that cannot be used: the line may be skipped (data.images).
+
+    `passing`: another try may find the picture.
+    """
+
+    def __init__(self, field: str, reason: str, *, passing: bool = False) -> None:
+        super().__init__(field, reason)
+        self.passing = passing
+
+    def at(self, place: str) -> ImageError:
+        """The same of the picture at this place."""
+        return ImageError(place, self.reason, passing=self.passing)
+
+
 @dataclass(frozen=True)
 class Fault:
     """The reason why a line cannot be trained on."""
@@ -41,6 +56,16 @@ class Fault:
     """
     over_limit: bool = False
     """A limit on time or memory was exceeded; on another host it may not be."""
+    of_image: bool = False
+    """A picture cannot be used, and nothing else is known to be wrong."""
+    passing: bool = False
+    """As of an ImageError."""
+
+    @classmethod
+    def of(cls, line: int, error: LineError) -> Self:
+        of_image = isinstance(error, ImageError)
+        passing = isinstance(error, ImageError) and error.passing
+        return cls(line, error.field, error.reason, of_image=of_image, passing=passing)
 
     def __str__(self) -> str:
         return self.text("line")

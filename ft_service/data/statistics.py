@@ -138,6 +138,8 @@ class FileStatistics:
     """Samples with the same tokens as an earlier one."""
     near_empty: Lines = Lines()
     """Samples whose answer is nearly empty (NEAR_EMPTY)."""
+    skipped: Lines = Lines()
+    """Records of the whole file that are left out for an image that cannot be used."""
 
 
 @dataclass(frozen=True)

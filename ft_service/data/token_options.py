@@ -4,10 +4,29 @@ from __future__ import annotations
 
 from dataclasses import asdict, dataclass
 from datetime import date
-from typing import Any
+from typing import Any, Self
 
 from ft_service.data.formats.columns import AS_THEY_ARE, Columns
 from ft_service.spec import JobSpec, TrainOn
+from ft_service.spec.options import DataOptions
+
+
+@dataclass(frozen=True)
+class PixelBounds:
+    """Pixels of a picture as the base's towers see it. None: the base's own bound."""
+
+    least: int | None = None
+    most: int | None = None
+
+    @classmethod
+    def of(cls, data: DataOptions) -> Self:
+        return cls(data.min_pixels, data.max_pixels)
+
+    def __bool__(self) -> bool:
+        return self != NO_BOUNDS
+
+
+NO_BOUNDS = PixelBounds()
 
 
 @dataclass(frozen=True)
@@ -23,6 +42,7 @@ class TokenOptions:
     """The data files' names of columns."""
     context: str = ""
     """What a teacher reads before each record: every sample is followed by the teacher's."""
+    pixels: PixelBounds = NO_BOUNDS
 
     @classmethod
     def of(cls, spec: JobSpec) -> TokenOptions:
@@ -32,6 +52,7 @@ class TokenOptions:
             spec.training.train_on,
             Columns.of(spec.data, spec.method),
             spec.context,
+            PixelBounds.of(spec.data),
         )
 
     @property
@@ -45,8 +66,9 @@ class TokenOptions:
             for name, value in asdict(self).items()
             if getattr(self, name) != getattr(DEFAULT, name)
         }
-        if not self.columns.labels and "columns" in given:  # as keys of stored sets have it
-            del given["columns"]["labels"]
+        for name in ("labels", "strict_images"):  # as keys of stored sets have it
+            if "columns" in given and not getattr(self.columns, name):
+                del given["columns"][name]
         return given
 
 

@@ -88,6 +88,12 @@ def share_key(
         "distributed": options.model_dump(mode="json", exclude=_SHAPE),
         "ranks": spec.world_size,
         "copies": mesh_shape(options.replicate, spec.world_size)[0],
+        # An engine finds the features of a picture by the picture alone.
+        **(
+            {"pixels": bounds}
+            if any(bounds := (spec.data.min_pixels, spec.data.max_pixels))
+            else {}
+        ),
     }
     return hashlib.sha256(json.dumps(common, sort_keys=True).encode()).hexdigest()
 

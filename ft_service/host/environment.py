@@ -95,6 +95,8 @@ SERVICE = (
         "FT_TOKENS",
         "FT_CHECKPOINT_ADAPTERS",
         "FT_STOP_GRACE_SECONDS",
+        "FT_IMAGE_BYTES",
+        "FT_LINE_IMAGES",
     ),
     *("FT_TEST_RUN", PASS_ENVIRONMENT, "JOB_COMPLETION_INDEX", "POD_IP"),
 )

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Literal
 
 from ft_service.bases.base_files import unreadable_base
-from ft_service.bases.description import Description
+from ft_service.bases.description import Description, why_no_images
 from ft_service.bases.safetensors_folder import weight_files
 from ft_service.errors import SpecError
 from ft_service.plan.auto_options import sentences, settle
@@ -59,6 +59,7 @@ def admit(
     (activations, logits) are upper estimates: they cause warnings, and no refusal.
     """
     _refuse_absent(base, Path(spec.model.path))
+    _refuse_unseen(base, spec)
     # again, since the tokenizer may change without the weights.
     refuse_ids_without_row(base, Path(spec.model.path))
     no_file = DataFileRef(name="", path="", sha256="")
@@ -102,6 +103,18 @@ def settle_counted(
         lengths,
         most_per_host,
     )
+
+
+def _refuse_unseen(base: Description, spec: JobSpec) -> None:
+    """Raise SpecError for prompts of the evaluation with images that the base does not see."""
+    given = spec.evaluation.given if spec.evaluation is not None else []
+    number = next((at for at, own in enumerate(given, 1) if own.shows_images), None)
+    if number is not None and base.images is None:
+        raise SpecError(
+            f"evaluation.prompts: prompt {number} shows an image, and the base sees none here: "
+            f"{why_no_images(base)}. Leave it out, or take another base.",
+            param="evaluation.prompts",
+        )
 
 
 @lru_cache(maxsize=128)

@@ -73,6 +73,8 @@ class DataFile(_ManifestDocument):
     targets: int
     token_digest: str
     """SHA-256 over the tokens and targets of the whole file."""
+    images: int = 0
+    """Different images of the file, none of which earlier versions counted."""
 
 
 class FrozenModule(_ManifestDocument):

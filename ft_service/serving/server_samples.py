@@ -264,6 +264,12 @@ def bodies_of(order: Mapping[str, Any], name: str, max_tokens: int) -> list[dict
     option is given: a server takes those that are left out from the base's
     generation_config.json.
     """
+    if order.get("images"):
+        raise SpecError(
+            "prompt: images are shown to the preview alone, and FT_INFERENCE_URL has the samples "
+            "drawn by inference servers. Leave them out.",
+            param="prompt",
+        )
     greedy = order["temperature"] < GREEDY
     body = {
         "model": name,

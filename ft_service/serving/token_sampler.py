@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Generic, Protocol, TypeVar
 
+from ft_service.bases.description import ImageFacts
 from ft_service.errors import FtError, UnavailableError
 from ft_service.rundir.directory import RunDir
 from ft_service.rundir.evaluations import Probe
@@ -86,13 +87,15 @@ class SampleOrders(Generic[K]):
         *,
         texts: bool = False,
         logprobs_at: float = 1.0,
+        images: ImageFacts | None = None,
     ) -> None:
         """Have a request answered.
 
         `adapter`: a PEFT folder; None: the base alone; `logprobs_at`: the temperature of the
-        log-probabilities that are told. Raises UnavailableError.
+        log-probabilities that are told. `images`: as of SampleRequest.order. Raises
+        UnavailableError.
         """
-        order = {**request.order(adapter), "texts": texts, "logprobs_at": logprobs_at}
+        order = {**request.order(adapter, images), "texts": texts, "logprobs_at": logprobs_at}
         deliver: Deliver = lambda part: self._parts.put((key, part))  # noqa: E731
         ticket = self._sampler.submit(
             model, order, deliver, project_id=project_id, on_processor=True

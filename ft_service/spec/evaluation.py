@@ -8,7 +8,15 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, Literal
 
-from pydantic import BeforeValidator, Discriminator, Field, Tag, ValidationError, model_validator
+from pydantic import (
+    AfterValidator,
+    BeforeValidator,
+    Discriminator,
+    Field,
+    Tag,
+    ValidationError,
+    model_validator,
+)
 
 from ft_service.spec.graders import Multi, TextGrader
 from ft_service.spec.option_types import Strict
@@ -52,9 +60,47 @@ Metric = Annotated[
 ]
 
 
+def _of_data(url: str) -> str:
+    if not url.startswith("data:"):
+        raise ValueError(
+            "the picture of a prompt is a data: URL, data:image/png;base64,…, as the prompts are a "
+            "part of the job: write it into it; or give prompts as a number, by which samples of "
+            "the data files are asked, with their images"
+        )
+    return url
+
+
+class AskedUrl(Strict):
+    url: Annotated[str, AfterValidator(_of_data)]
+    detail: Literal["auto", "low", "high"] = "auto"
+
+
+class AskedImage(Strict):
+    type: Literal["image_url"]
+    image_url: AskedUrl
+
+
+class AskedText(Strict):
+    type: Literal["text"]
+    text: str
+
+
 class AskedMessage(Strict):
     role: Literal["system", "developer", "user", "assistant"]
-    content: str
+    content: str | list[Annotated[AskedText | AskedImage, Field(discriminator="type")]]
+    """Text, or OpenAI's parts; the user's may be images."""
+
+    @property
+    def shows_images(self) -> bool:
+        return not isinstance(self.content, str) and any(
+            isinstance(part, AskedImage) for part in self.content
+        )
+
+    @model_validator(mode="after")
+    def _images_of_users(self) -> AskedMessage:
+        if self.shows_images and self.role != "user":
+            raise ValueError("only messages of the role user take images")
+        return self
 
 
 class Prompt(Strict):
@@ -85,6 +131,10 @@ class Prompt(Strict):
             )
         return self
 
+    @property
+    def shows_images(self) -> bool:
+        return any(message.shows_images for message in self.messages or ())
+
 
 class EvaluationOptions(Strict):
     """Greedy answers to held-out prompts before the first step and after the last, scored and
@@ -100,7 +150,8 @@ class EvaluationOptions(Strict):
     """A number: that many samples from the start of the validation file (without one: of the
     training file), each up to its last answer. Or a file's id, in a SPEC file its path: JSON lines
     with `messages` (a last answer is the expected one) or `prompt`, and `reference`; other keys are
-    for graders. Or a list of such objects.
+    for graders. Or a list of such objects. Messages of users may have images, as `data:` URLs in
+    OpenAI's parts; all prompts together have 262,144 characters at most.
     """
     max_new_tokens: Annotated[int, Field(ge=1, le=2048)] = 64
     """Most tokens of an answer; each token takes a forward of the whole model, since training has
@@ -134,7 +185,8 @@ class EvaluationOptions(Strict):
             if size > MOST_CHARACTERS:
                 raise ValueError(
                     f"evaluation.prompts: {size:,} characters, at most {MOST_CHARACTERS:,}: give "
-                    "fewer or shorter ones"
+                    "fewer or shorter ones, or a number, by which samples of the data files are "
+                    "asked, with their images"
                 )
         return self
 

@@ -41,6 +41,8 @@ NAMES: Mapping[str, str] = {
         ),
         "validation_split",
     ),
+    "image_max_pixels": "data.max_pixels",
+    "image_min_pixels": "data.min_pixels",
     **dict.fromkeys(("rank", "lora_r", "lora_rank"), "lora.r"),
     **dict.fromkeys(("alpha", "lora_alpha"), "lora.lora_alpha"),
     **dict.fromkeys(("dropout", "lora_dropout"), "lora.lora_dropout"),

@@ -576,6 +576,14 @@ class CheckpointOptions(Strict):
 
 Applied = bool | Literal["auto"]
 """Whether prompts with completions are conversations (DataOptions.apply_chat_template)."""
+PIXELS = ("min_pixels", "max_pixels")
+"""Fields of DataOptions that bound pictures."""
+_NO_COLUMNS = {"apply_chat_template", "images", *PIXELS}
+"""Fields of DataOptions that name no column."""
+MOST_PIXELS = 64_000_000
+"""Pixels of a picture, at most: as much as large cameras make, and 192 MB."""
+LEAST_MOST_PIXELS = 1024
+"""The least value of data.max_pixels: towers take squares of up to 32 pixels a side."""
 
 
 class DataOptions(Strict):
@@ -620,12 +628,41 @@ class DataOptions(Strict):
     """The other answer of a preference pair."""
     label: ColumnName | None = None
     """Whether an answer is good, of method kto: true or false."""
+    images: Literal["skip", "strict"] = "skip"
+    """What a picture does that is damaged, too large, of another type or not to be had: skip: its
+    line is left out, named and counted, as at OpenAI; strict: the file is refused. Of a file at
+    most half of the lines are skipped, and more than 200 only up to a tenth.
+    """
+    min_pixels: Annotated[int, Field(ge=1, le=MOST_PIXELS)] | None = None
+    """Pixels of a picture, at least, as the base's towers see it: a smaller one is enlarged. Only
+    for bases whose image processor has such a bound. None: the base's own.
+    """
+    max_pixels: Annotated[int, Field(ge=LEAST_MOST_PIXELS, le=MOST_PIXELS)] | None = None
+    """Pixels of a picture, at most, likewise: a larger one is made smaller, and takes fewer
+    tokens. The bounds are written into the adapter's folder, and used wherever the service answers
+    with it.
+    """
+
+    @property
+    def bounds(self) -> dict[str, int]:
+        """Those of min_pixels and max_pixels that are given."""
+        return self.model_dump(include=set(PIXELS), exclude_none=True)
 
     @property
     def pairs(self) -> tuple[tuple[str, str], ...]:
         """(name in the format, name in the files) of each given column."""
-        given = self.model_dump(exclude_none=True, exclude={"apply_chat_template"})
+        given = self.model_dump(exclude_none=True, exclude=_NO_COLUMNS)
         return tuple((ours, given[ours]) for ours in sorted(given))
+
+    @model_validator(mode="after")
+    def _least_below_most(self) -> DataOptions:
+        least, most = self.min_pixels, self.max_pixels
+        if least is not None and most is not None and least > most:
+            raise ValueError(
+                f"data.min_pixels = {least:,} is more than data.max_pixels = {most:,}: give bounds "
+                "between which pictures can be"
+            )
+        return self
 
     @model_validator(mode="after")
     def _each_column_once(self) -> DataOptions:

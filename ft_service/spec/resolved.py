@@ -342,6 +342,7 @@ def resolve(request: JobRequest, context: JobContext) -> JobSpec:
     Raises SpecError for options that do not fit the number of ranks.
     """
     check_served(request.serve, request.lora, request.precision)
+    _check_pixels(request)
     _check_teacher(request.method, context)
     distributed = _resolve_distributed(request.distributed, context.gpus)
     _check_method_shares(distributed, request.method.type)
@@ -388,6 +389,25 @@ def resolve(request: JobRequest, context: JobContext) -> JobSpec:
         tensorboard=request.integrated("tensorboard"),
         engine=request.engine,
     )
+
+
+def _check_pixels(request: JobRequest) -> None:
+    """Raise SpecError for bounds of pictures that nobody would keep."""
+    given = request.data.bounds
+    if not given:
+        return
+    name, value = next(iter(given.items()))
+    method = request.method.type
+    why = None
+    if method in ("reinforcement", "tinker"):
+        why = f"data of method.type = {shown_value(method)} show no images. Leave it out."
+    elif request.serve is not None:
+        why = (
+            f"{request.serve} shows pictures to all adapters by the base's own bounds. Leave it out, or "
+            f"{_MERGE}, which keeps them."
+        )
+    if why is not None:
+        raise SpecError(f"data.{name} = {value:,}: {why}", param=f"data.{name}")
 
 
 def _check_teacher(method: Method, context: JobContext) -> None:
@@ -438,8 +458,8 @@ def by_samples(
 def inherit(request: JobRequest, parent: JobSpec, name: str) -> JobRequest:
     """A request that continues the adapter `name`, which `parent` trained.
 
-    It keeps the adapter's shape, and the options of precision and the chat template that it does
-    not set. Raises SpecError naming an option of lora that changes the shape.
+    It keeps the adapter's shape, and the options of precision, the chat template and the bounds of
+    images' pixels that it does not set. Raises SpecError naming an option of lora that changes the shape.
     """
     for field in sorted(request.lora.model_fields_set - {"lora_dropout"}):
         wanted = getattr(request.lora, field)
@@ -462,6 +482,8 @@ def inherit(request: JobRequest, parent: JobSpec, name: str) -> JobRequest:
     if request.chat_template is None:
         variables = {**parent.chat_template_kwargs, **variables}
     changed = {"chat_template": chat_template, "chat_template_kwargs": variables or None}
+    if not request.data.bounds:
+        changed["data"] = request.data.model_copy(update=parent.data.bounds)
     return request.model_copy(update={"lora": lora, "precision": precision, **changed})
 
 

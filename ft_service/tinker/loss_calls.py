@@ -7,12 +7,15 @@ The wire's forms are those of the `tinker` package (its modules request_conv and
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 from google.protobuf.message import DecodeError
 
+from ft_service.data.image_limits import most_images
+from ft_service.data.line_errors import OF_FILES, LineError
+from ft_service.data.tokens.sample import ImageUse, Picture
 from ft_service.errors import SpecError
 from ft_service.tinker import tinker_messages_pb2 as pb
 from ft_service.tinker.loss_wire import MOST_DATUMS, NO_CALL, refuse_parts_beyond
@@ -57,6 +60,12 @@ _NUMPY = {
 }
 
 
+ReadPicture = Callable[[bytes], tuple[np.ndarray, Picture]]
+"""Function of an encoded picture: the tokens that stand for it, int64, and the picture. Raises
+LineError, SpecError.
+"""
+
+
 @dataclass(frozen=True)
 class Datum:
     """One sequence with what its loss is taken of."""
@@ -69,6 +78,8 @@ class Datum:
     """
     inputs: Mapping[str, np.ndarray]
     """The loss function's arrays (LOSS_INPUTS), fp32 of the shape of `targets`."""
+    images: tuple[ImageUse, ...] = ()
+    """Its pictures, whose tokens are among `ids`."""
 
 
 @dataclass(frozen=True)
@@ -98,9 +109,9 @@ class LossRequest:
             raise SpecError(NO_CALL) from None
         return cls(message)
 
-    def call(self, *, vocabulary: int, longest: int) -> LossCall:
+    def call(self, *, vocabulary: int, longest: int, read: ReadPicture | None = None) -> LossCall:
         """The call, checked. `vocabulary`: rows of the base's embedding; `longest`: most tokens of
-        a sequence.
+        a sequence; `read`: None: there are no pictures here.
 
         Raises SpecError naming the datum and the field with its value and limit.
         """
@@ -119,7 +130,7 @@ class LossRequest:
             )
         _check_targets(message)
         data = [
-            _datum(datum, f"data.{number}", message.loss_fn, vocabulary, longest)
+            _datum(datum, f"data.{number}", message.loss_fn, vocabulary, longest, read)
             for number, datum in enumerate(message.data)
         ]
         return LossCall(message.loss_fn, _config(message), data, message.forward_only)
@@ -171,17 +182,70 @@ def _check_targets(message: pb.ForwardBackwardRequest) -> None:
         raise SpecError(text, param="data")
 
 
-def _datum(datum: pb.Datum, place: str, loss_fn: str, vocabulary: int, longest: int) -> Datum:
-    chunks = []
-    for chunk in datum.model_input:
+def _model_input(
+    datum: pb.Datum, place: str, read: ReadPicture | None
+) -> tuple[np.ndarray, tuple[ImageUse, ...]]:
+    """The tokens of a datum, int64, and its pictures."""
+    chunks: list[np.ndarray] = []
+    images: list[ImageUse] = []
+    length = 0
+    for number, chunk in enumerate(datum.model_input):
+        own = f"{place}.model_input"
         kind = chunk.WhichOneof("kind")
-        if kind != "encoded_text":
+        if kind == "encoded_text":
+            chunks.append(_numbers(chunk.encoded_text.tokens, np.dtype("<i4"), own))
+        elif kind == "image" and read is not None:
+            ids, picture = _picture(chunk.image, f"{own}.{number}", read)
+            chunks.append(ids)
+            images.append(ImageUse(length, length + len(ids), picture))
+        else:
             named = kind or "an empty chunk"
             raise SpecError(
-                f"{place}.model_input: {named}: this service trains on tokens only.", param=place
+                f"{own}: {named}: this service trains on tokens and images only.", param=place
             )
-        chunks.append(_numbers(chunk.encoded_text.tokens, np.dtype("<i4"), f"{place}.model_input"))
+        length += len(chunks[-1])
+    if len(images) > (most := most_images()):
+        raise SpecError(
+            f"{place}.model_input: {len(images)} images; at most {most} are possible.",
+            param=place,
+        )
     ids = np.concatenate(chunks).astype(np.int64) if chunks else np.zeros(0, np.int64)
+    return ids, tuple(images)
+
+
+def _picture(image: pb.ImageChunk, place: str, read: ReadPicture) -> tuple[np.ndarray, Picture]:
+    """The tokens of a picture, int64, and the picture. Raises SpecError."""
+    try:
+        ids, picture = read(image.data)
+    except LineError as error:
+        reason = error.reason.removesuffix(OF_FILES)
+        raise SpecError(f"{place}: the image {reason}.", param=place) from None
+    if image.HasField("expected_tokens"):
+        refuse_unexpected(image.expected_tokens, len(ids), place)
+    return ids, picture
+
+
+def refuse_unexpected(expected: int | None, found: int, place: str) -> None:
+    """Raise SpecError for a picture for which another number of tokens stands than its client
+    expects.
+    """
+    if expected is not None and expected != found:
+        raise SpecError(
+            f"{place}: expected_tokens = {expected}, and the base's image processor makes {found}. "
+            "Give that.",
+            param=place,
+        )
+
+
+def _datum(
+    datum: pb.Datum,
+    place: str,
+    loss_fn: str,
+    vocabulary: int,
+    longest: int,
+    read: ReadPicture | None,
+) -> Datum:
+    ids, images = _model_input(datum, place, read)
     if not 1 <= len(ids) <= longest:
         raise SpecError(
             f"{place}.model_input: {len(ids)} tokens; 1 to {longest:,} are possible on this base.",
@@ -240,7 +304,7 @@ def _datum(datum: pb.Datum, place: str, loss_fn: str, vocabulary: int, longest: 
             raise SpecError(
                 f"{place}.loss_fn_inputs.{name}: a value is not a finite number.", param=place
             )
-    return Datum(ids, targets.astype(np.int64), inputs)
+    return Datum(ids, targets.astype(np.int64), inputs, images)
 
 
 def _check_ids(ids: np.ndarray, place: str, vocabulary: int) -> None:

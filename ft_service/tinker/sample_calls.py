@@ -4,17 +4,24 @@ the client gets back. Pure.
 
 from __future__ import annotations
 
+import base64
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import Any
+from dataclasses import asdict, dataclass, field
+from typing import Annotated, Any
 
 import numpy as np
-from pydantic import Field
+from pydantic import Discriminator, Field, Tag
 
+from ft_service.bases.description import ImageFacts
+from ft_service.data.image_limits import most_images
+from ft_service.data.image_part import as_json, refuse_large, refuse_other_types
+from ft_service.data.line_errors import OF_FILES, LineError
+from ft_service.data.sample_kinds import Picture
 from ft_service.errors import SpecError
 from ft_service.tinker import tinker_messages_pb2 as pb
 from ft_service.tinker.bodies import Body
+from ft_service.wording import shown_value
 
 MOST_SAMPLES = 128
 """Limit of answers of one request."""
@@ -23,6 +30,7 @@ MOST_TOP = 20
 MOST_STOPS = 64
 NO_LOGPROB = -99999.0
 """Value of the `tinker` package (its module topk_logprobs in 0.38)."""
+_IMAGES = ("image", "image_asset_pointer")
 _NOT_HERE = {
     "target_prompt_logprobs": "log-probabilities of other tokens at the prompt's places are not "
     "computed here",
@@ -38,10 +46,42 @@ class TextChunk(Body):
     tokens: list[int] = Field(default_factory=list[int])
 
 
+class ImageChunk(Body):
+    """A picture, in base64."""
+
+    type: str = "image"
+    data: str
+    format: str = ""
+    """Not read: its first bytes say what it is."""
+    expected_tokens: int | None = Field(default=None, ge=0)
+
+
+class ImageAssetPointerChunk(Body):
+    """A picture on the web."""
+
+    type: str = "image_asset_pointer"
+    location: str
+    format: str = ""
+    expected_tokens: int | None = Field(default=None, ge=0)
+
+
+def _kind(value: Any) -> str:
+    kind = value.get("type") if isinstance(value, Mapping) else getattr(value, "type", None)
+    return kind if kind in _IMAGES else "encoded_text"
+
+
+Chunk = Annotated[
+    Annotated[TextChunk, Tag("encoded_text")]
+    | Annotated[ImageChunk, Tag("image")]
+    | Annotated[ImageAssetPointerChunk, Tag("image_asset_pointer")],
+    Discriminator(_kind),
+]
+
+
 class ModelInput(Body):
     """A prompt."""
 
-    chunks: list[TextChunk] = Field(max_length=4096)
+    chunks: list[Chunk] = Field(max_length=4096)
 
 
 class SamplingParams(Body):
@@ -74,20 +114,42 @@ class SampleRequest(Body):
 
     @property
     def tokens(self) -> list[int]:
-        return [token for chunk in self.prompt.chunks for token in chunk.tokens]
+        """Those of the text."""
+        texts = (chunk for chunk in self.prompt.chunks if isinstance(chunk, TextChunk))
+        return [token for chunk in texts for token in chunk.tokens]
+
+    @property
+    def pictures(self) -> list[tuple[int, int, ImageChunk | ImageAssetPointerChunk]]:
+        """The number of each picture's chunk, and of the tokens of text before it, and the
+        chunk.
+        """
+        found: list[tuple[int, int, ImageChunk | ImageAssetPointerChunk]] = []
+        before = 0
+        for number, chunk in enumerate(self.prompt.chunks):
+            if isinstance(chunk, TextChunk):
+                before += len(chunk.tokens)
+            else:
+                found.append((number, before, chunk))
+        return found
+
+    @property
+    def length(self) -> int:
+        """Tokens of the prompt, with as many for each picture as the client expects."""
+        return len(self.tokens) + sum(chunk.expected_tokens or 0 for _, _, chunk in self.pictures)
 
     @property
     def scored(self) -> int:
         """Tokens at the prompt's end whose log-probabilities are asked for."""
         if not (self.prompt_logprobs or self.topk_prompt_logprobs):
             return 0
-        most = len(self.tokens) - 1
+        most = self.length - 1
         return most if self.prompt_logprobs_last_n is None else self.prompt_logprobs_last_n
 
-    def order(self, adapter: str | None) -> dict[str, Any]:
+    def order(self, adapter: str | None, images: ImageFacts | None = None) -> dict[str, Any]:
         """The order for the preview's process (TokenRequest of workers/serving/requests.py).
 
-        `adapter`: a PEFT folder; None: the base alone.
+        `adapter`: a PEFT folder; None: the base alone. `images`: facts of the base's towers, which
+        a request with pictures needs.
         """
         given = self.sampling_params
         stop = self.sampling_params.stop
@@ -112,21 +174,36 @@ class SampleRequest(Body):
             "top_logprobs": self.topk_sample_logprobs,
             "scored": self.scored,
             "top_prompt_logprobs": self.topk_prompt_logprobs,
+            **({} if images is None else {"images": self._ordered(images)}),
         }
+
+    def _ordered(self, facts: ImageFacts) -> dict[str, Any]:
+        """Pictures of an order, as workers/serving/pictures.py reads them."""
+        pictures = [
+            {
+                **as_json(_picture(chunk, number)),
+                "place": f"prompt.chunks.{number}",
+                "before": before,
+                "expected": chunk.expected_tokens,
+            }
+            for number, before, chunk in self.pictures
+        ]
+        return {"facts": asdict(facts), "pictures": pictures}
 
 
 def parse_sample_request(body: object) -> SampleRequest:
     """Raises SpecError naming the field, its value and the limit."""
     request = SampleRequest.parse(body, _NOT_HERE)
     for number, chunk in enumerate(request.prompt.chunks):
-        if chunk.type != "encoded_text":
+        if isinstance(chunk, TextChunk) and chunk.type != "encoded_text":
             raise SpecError(
-                f"prompt.chunks.{number}: {chunk.type[:40]}: this service samples from tokens "
-                "only.",
+                f"prompt.chunks.{number}: {chunk.type[:40]}: this service samples from tokens and "
+                "images only.",
                 param="prompt",
             )
-    count = len(request.tokens)
-    if not count:
+    _check_pictures(request)
+    count = request.length
+    if not request.prompt.chunks or not (count or request.pictures):
         raise SpecError("prompt: it has no tokens; at least one is needed.", param="prompt")
     if request.scored and not 1 <= request.scored < count:
         most = (
@@ -145,6 +222,48 @@ def parse_sample_request(body: object) -> SampleRequest:
             param="sampling_params",
         )
     return request
+
+
+def _check_pictures(request: SampleRequest) -> None:
+    """Raises SpecError."""
+    shown = request.pictures
+    if len(shown) > (most := most_images()):
+        raise SpecError(
+            f"prompt: it has {len(shown)} images; at most {most} are possible.",
+            param="prompt",
+        )
+    for number, _, chunk in shown:
+        _picture(chunk, number)
+    unknown = next((at for at, _, chunk in shown if chunk.expected_tokens is None), None)
+    if unknown is not None and (request.prompt_logprobs or request.topk_prompt_logprobs):
+        raise SpecError(
+            f"prompt.chunks.{unknown}.expected_tokens: log-probabilities of a prompt need it, to "
+            "say which token each is of.",
+            param="prompt",
+        )
+
+
+def _picture(chunk: ImageChunk | ImageAssetPointerChunk, number: int) -> Picture:
+    """The picture of a prompt's chunk of this number. Raises SpecError."""
+    place = f"prompt.chunks.{number}"
+    if isinstance(chunk, ImageAssetPointerChunk):
+        if not chunk.location.startswith(("https://", "http://")):
+            raise SpecError(
+                f"{place}.location = {shown_value(chunk.location)}: images are fetched from https: "
+                "addresses. Send its bytes, as an ImageChunk.",
+                param="prompt",
+            )
+        return Picture.on_web(chunk.location)
+    try:
+        data = base64.b64decode(chunk.data.encode(), validate=True)
+        refuse_large(len(data), "")
+        refuse_other_types(data, "")
+    except LineError as error:
+        reason = error.reason.removesuffix(OF_FILES)
+        raise SpecError(f"{place}.data: {reason}.", param="prompt") from None
+    except ValueError as error:
+        raise SpecError(f"{place}.data: is no base64: {error}.", param="prompt") from None
+    return Picture.of(data)
 
 
 @dataclass
@@ -204,7 +323,7 @@ class Sampled:
             sequence.logprobs = np.asarray(logprobs, "<f4").tobytes()
             if self.request.topk_sample_logprobs:
                 _fill(sequence.topk_sampled_logprobs, top, self.request.topk_sample_logprobs)
-        places = range(len(self.request.tokens))
+        places = range(self.request.length)
         if self.request.prompt_logprobs:
             values = [self.prompt.get(place, (math.nan, ()))[0] for place in places]
             message.prompt_logprobs = np.asarray(values, "<f4").tobytes()

@@ -24,7 +24,7 @@ _sym_db = _symbol_database.Default()
 
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\'ft_service/tinker/tinker_messages.proto\x12\x11\x66t_service.tinker\"F\n\tSparseCsr\x12\x0e\n\x06values\x18\x01 \x01(\x0c\x12\x14\n\x0c\x63row_indices\x18\x02 \x01(\x0c\x12\x13\n\x0b\x63ol_indices\x18\x03 \x01(\x0c\"\x8f\x01\n\x06Tensor\x12\x0f\n\x05\x64\x65nse\x18\x01 \x01(\x0cH\x00\x12\x32\n\nsparse_csr\x18\x02 \x01(\x0b\x32\x1c.ft_service.tinker.SparseCsrH\x00\x12\'\n\x05\x64type\x18\x03 \x01(\x0e\x32\x18.ft_service.tinker.DType\x12\r\n\x05shape\x18\x04 \x03(\x03\x42\x08\n\x06layout\"\"\n\x10\x45ncodedTextChunk\x12\x0e\n\x06tokens\x18\x01 \x01(\x0c\"*\n\nImageChunk\x12\x0c\n\x04\x64\x61ta\x18\x01 \x01(\x0c\x12\x0e\n\x06\x66ormat\x18\x02 \x01(\t\"\x19\n\tDmelChunk\x12\x0c\n\x04\x64mel\x18\x01 \x01(\x0c\"\xaa\x01\n\x05\x43hunk\x12;\n\x0c\x65ncoded_text\x18\x01 \x01(\x0b\x32#.ft_service.tinker.EncodedTextChunkH\x00\x12.\n\x05image\x18\x02 \x01(\x0b\x32\x1d.ft_service.tinker.ImageChunkH\x00\x12,\n\x04\x64mel\x18\x03 \x01(\x0b\x32\x1c.ft_service.tinker.DmelChunkH\x00\x42\x06\n\x04kind\"\xca\x01\n\x05\x44\x61tum\x12-\n\x0bmodel_input\x18\x01 \x03(\x0b\x32\x18.ft_service.tinker.Chunk\x12\x42\n\x0eloss_fn_inputs\x18\x02 \x03(\x0b\x32*.ft_service.tinker.Datum.LossFnInputsEntry\x1aN\n\x11LossFnInputsEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12(\n\x05value\x18\x02 \x01(\x0b\x32\x19.ft_service.tinker.Tensor:\x02\x38\x01\"<\n\x0fLossConfigValue\x12\x10\n\x06number\x18\x01 \x01(\x01H\x00\x12\x0e\n\x04text\x18\x02 \x01(\tH\x00\x42\x07\n\x05value\"\xc8\x03\n\x16\x46orwardBackwardRequest\x12\x10\n\x08model_id\x18\x01 \x01(\t\x12\x0e\n\x06seq_id\x18\x02 \x01(\x05\x12&\n\x04\x64\x61ta\x18\x03 \x03(\x0b\x32\x18.ft_service.tinker.Datum\x12\x0f\n\x07loss_fn\x18\x04 \x01(\t\x12S\n\x0eloss_fn_config\x18\x05 \x03(\x0b\x32;.ft_service.tinker.ForwardBackwardRequest.LossFnConfigEntry\x12\x14\n\x0c\x66orward_only\x18\x06 \x01(\x08\x12X\n\x11loss_fn_config_v2\x18\x07 \x03(\x0b\x32=.ft_service.tinker.ForwardBackwardRequest.LossFnConfigV2Entry\x1a\x33\n\x11LossFnConfigEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x01:\x02\x38\x01\x1aY\n\x13LossFnConfigV2Entry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\x31\n\x05value\x18\x02 \x01(\x0b\x32\".ft_service.tinker.LossConfigValue:\x02\x38\x01\"o\n\rBatchedTensor\x12\x0c\n\x04\x64\x61ta\x18\x01 \x01(\x0c\x12\x0f\n\x07offsets\x18\x02 \x01(\x0c\x12\'\n\x05\x64type\x18\x03 \x01(\x0e\x32\x18.ft_service.tinker.DType\x12\x16\n\x0etrailing_shape\x18\x04 \x03(\x03\"\xc0\x01\n\x0b\x41rrayRecord\x12\x10\n\x08type_tag\x18\x01 \x01(\t\x12:\n\x06\x66ields\x18\x02 \x03(\x0b\x32*.ft_service.tinker.ArrayRecord.FieldsEntry\x12\x12\n\nnum_datums\x18\x03 \x01(\x03\x1aO\n\x0b\x46ieldsEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12/\n\x05value\x18\x02 \x01(\x0b\x32 .ft_service.tinker.BatchedTensor:\x02\x38\x01\"\xe5\x01\n\x15\x46orwardBackwardOutput\x12\x1b\n\x13loss_fn_output_type\x18\x01 \x01(\t\x12\x37\n\x0floss_fn_outputs\x18\x02 \x03(\x0b\x32\x1e.ft_service.tinker.ArrayRecord\x12\x46\n\x07metrics\x18\x03 \x03(\x0b\x32\x35.ft_service.tinker.ForwardBackwardOutput.MetricsEntry\x1a.\n\x0cMetricsEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x01:\x02\x38\x01\"N\n\x0cTopkLogprobs\x12\x11\n\ttoken_ids\x18\x01 \x01(\x0c\x12\x10\n\x08logprobs\x18\x02 \x01(\x0c\x12\t\n\x01k\x18\x03 \x01(\r\x12\x0e\n\x06length\x18\x04 \x01(\r\"\xd8\x01\n\x0fSampledSequence\x12\x32\n\x0bstop_reason\x18\x01 \x01(\x0e\x32\x1d.ft_service.tinker.StopReason\x12\x0e\n\x06tokens\x18\x02 \x01(\x0c\x12\x15\n\x08logprobs\x18\x03 \x01(\x0cH\x00\x88\x01\x01\x12\x43\n\x15topk_sampled_logprobs\x18\x04 \x01(\x0b\x32\x1f.ft_service.tinker.TopkLogprobsH\x01\x88\x01\x01\x42\x0b\n\t_logprobsB\x18\n\x16_topk_sampled_logprobs\"\xd6\x01\n\x0eSampleResponse\x12\x35\n\tsequences\x18\x01 \x03(\x0b\x32\".ft_service.tinker.SampledSequence\x12\x1c\n\x0fprompt_logprobs\x18\x02 \x01(\x0cH\x00\x88\x01\x01\x12\x42\n\x14topk_prompt_logprobs\x18\x03 \x01(\x0b\x32\x1f.ft_service.tinker.TopkLogprobsH\x01\x88\x01\x01\x42\x12\n\x10_prompt_logprobsB\x17\n\x15_topk_prompt_logprobs*g\n\x05\x44Type\x12\x15\n\x11\x44TYPE_UNSPECIFIED\x10\x00\x12\x11\n\rDTYPE_FLOAT32\x10\x01\x12\x0f\n\x0b\x44TYPE_INT64\x10\x02\x12\x0f\n\x0b\x44TYPE_INT32\x10\x03\x12\x12\n\x0e\x44TYPE_BFLOAT16\x10\x04*:\n\nStopReason\x12\x14\n\x10STOP_REASON_STOP\x10\x00\x12\x16\n\x12STOP_REASON_LENGTH\x10\x01\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\'ft_service/tinker/tinker_messages.proto\x12\x11\x66t_service.tinker\"F\n\tSparseCsr\x12\x0e\n\x06values\x18\x01 \x01(\x0c\x12\x14\n\x0c\x63row_indices\x18\x02 \x01(\x0c\x12\x13\n\x0b\x63ol_indices\x18\x03 \x01(\x0c\"\x8f\x01\n\x06Tensor\x12\x0f\n\x05\x64\x65nse\x18\x01 \x01(\x0cH\x00\x12\x32\n\nsparse_csr\x18\x02 \x01(\x0b\x32\x1c.ft_service.tinker.SparseCsrH\x00\x12\'\n\x05\x64type\x18\x03 \x01(\x0e\x32\x18.ft_service.tinker.DType\x12\r\n\x05shape\x18\x04 \x03(\x03\x42\x08\n\x06layout\"\"\n\x10\x45ncodedTextChunk\x12\x0e\n\x06tokens\x18\x01 \x01(\x0c\"\\\n\nImageChunk\x12\x0c\n\x04\x64\x61ta\x18\x01 \x01(\x0c\x12\x0e\n\x06\x66ormat\x18\x02 \x01(\t\x12\x1c\n\x0f\x65xpected_tokens\x18\x03 \x01(\x05H\x00\x88\x01\x01\x42\x12\n\x10_expected_tokens\"\x19\n\tDmelChunk\x12\x0c\n\x04\x64mel\x18\x01 \x01(\x0c\"\xaa\x01\n\x05\x43hunk\x12;\n\x0c\x65ncoded_text\x18\x01 \x01(\x0b\x32#.ft_service.tinker.EncodedTextChunkH\x00\x12.\n\x05image\x18\x02 \x01(\x0b\x32\x1d.ft_service.tinker.ImageChunkH\x00\x12,\n\x04\x64mel\x18\x03 \x01(\x0b\x32\x1c.ft_service.tinker.DmelChunkH\x00\x42\x06\n\x04kind\"\xca\x01\n\x05\x44\x61tum\x12-\n\x0bmodel_input\x18\x01 \x03(\x0b\x32\x18.ft_service.tinker.Chunk\x12\x42\n\x0eloss_fn_inputs\x18\x02 \x03(\x0b\x32*.ft_service.tinker.Datum.LossFnInputsEntry\x1aN\n\x11LossFnInputsEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12(\n\x05value\x18\x02 \x01(\x0b\x32\x19.ft_service.tinker.Tensor:\x02\x38\x01\"<\n\x0fLossConfigValue\x12\x10\n\x06number\x18\x01 \x01(\x01H\x00\x12\x0e\n\x04text\x18\x02 \x01(\tH\x00\x42\x07\n\x05value\"\xc8\x03\n\x16\x46orwardBackwardRequest\x12\x10\n\x08model_id\x18\x01 \x01(\t\x12\x0e\n\x06seq_id\x18\x02 \x01(\x05\x12&\n\x04\x64\x61ta\x18\x03 \x03(\x0b\x32\x18.ft_service.tinker.Datum\x12\x0f\n\x07loss_fn\x18\x04 \x01(\t\x12S\n\x0eloss_fn_config\x18\x05 \x03(\x0b\x32;.ft_service.tinker.ForwardBackwardRequest.LossFnConfigEntry\x12\x14\n\x0c\x66orward_only\x18\x06 \x01(\x08\x12X\n\x11loss_fn_config_v2\x18\x07 \x03(\x0b\x32=.ft_service.tinker.ForwardBackwardRequest.LossFnConfigV2Entry\x1a\x33\n\x11LossFnConfigEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x01:\x02\x38\x01\x1aY\n\x13LossFnConfigV2Entry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\x31\n\x05value\x18\x02 \x01(\x0b\x32\".ft_service.tinker.LossConfigValue:\x02\x38\x01\"o\n\rBatchedTensor\x12\x0c\n\x04\x64\x61ta\x18\x01 \x01(\x0c\x12\x0f\n\x07offsets\x18\x02 \x01(\x0c\x12\'\n\x05\x64type\x18\x03 \x01(\x0e\x32\x18.ft_service.tinker.DType\x12\x16\n\x0etrailing_shape\x18\x04 \x03(\x03\"\xc0\x01\n\x0b\x41rrayRecord\x12\x10\n\x08type_tag\x18\x01 \x01(\t\x12:\n\x06\x66ields\x18\x02 \x03(\x0b\x32*.ft_service.tinker.ArrayRecord.FieldsEntry\x12\x12\n\nnum_datums\x18\x03 \x01(\x03\x1aO\n\x0b\x46ieldsEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12/\n\x05value\x18\x02 \x01(\x0b\x32 .ft_service.tinker.BatchedTensor:\x02\x38\x01\"\xe5\x01\n\x15\x46orwardBackwardOutput\x12\x1b\n\x13loss_fn_output_type\x18\x01 \x01(\t\x12\x37\n\x0floss_fn_outputs\x18\x02 \x03(\x0b\x32\x1e.ft_service.tinker.ArrayRecord\x12\x46\n\x07metrics\x18\x03 \x03(\x0b\x32\x35.ft_service.tinker.ForwardBackwardOutput.MetricsEntry\x1a.\n\x0cMetricsEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x01:\x02\x38\x01\"N\n\x0cTopkLogprobs\x12\x11\n\ttoken_ids\x18\x01 \x01(\x0c\x12\x10\n\x08logprobs\x18\x02 \x01(\x0c\x12\t\n\x01k\x18\x03 \x01(\r\x12\x0e\n\x06length\x18\x04 \x01(\r\"\xd8\x01\n\x0fSampledSequence\x12\x32\n\x0bstop_reason\x18\x01 \x01(\x0e\x32\x1d.ft_service.tinker.StopReason\x12\x0e\n\x06tokens\x18\x02 \x01(\x0c\x12\x15\n\x08logprobs\x18\x03 \x01(\x0cH\x00\x88\x01\x01\x12\x43\n\x15topk_sampled_logprobs\x18\x04 \x01(\x0b\x32\x1f.ft_service.tinker.TopkLogprobsH\x01\x88\x01\x01\x42\x0b\n\t_logprobsB\x18\n\x16_topk_sampled_logprobs\"\xd6\x01\n\x0eSampleResponse\x12\x35\n\tsequences\x18\x01 \x03(\x0b\x32\".ft_service.tinker.SampledSequence\x12\x1c\n\x0fprompt_logprobs\x18\x02 \x01(\x0cH\x00\x88\x01\x01\x12\x42\n\x14topk_prompt_logprobs\x18\x03 \x01(\x0b\x32\x1f.ft_service.tinker.TopkLogprobsH\x01\x88\x01\x01\x42\x12\n\x10_prompt_logprobsB\x17\n\x15_topk_prompt_logprobs*g\n\x05\x44Type\x12\x15\n\x11\x44TYPE_UNSPECIFIED\x10\x00\x12\x11\n\rDTYPE_FLOAT32\x10\x01\x12\x0f\n\x0b\x44TYPE_INT64\x10\x02\x12\x0f\n\x0b\x44TYPE_INT32\x10\x03\x12\x12\n\x0e\x44TYPE_BFLOAT16\x10\x04*:\n\nStopReason\x12\x14\n\x10STOP_REASON_STOP\x10\x00\x12\x16\n\x12STOP_REASON_LENGTH\x10\x01\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -41,10 +41,10 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_ARRAYRECORD_FIELDSENTRY']._serialized_options = b'8\001'
   _globals['_FORWARDBACKWARDOUTPUT_METRICSENTRY']._loaded_options = None
   _globals['_FORWARDBACKWARDOUTPUT_METRICSENTRY']._serialized_options = b'8\001'
-  _globals['_DTYPE']._serialized_start=2342
-  _globals['_DTYPE']._serialized_end=2445
-  _globals['_STOPREASON']._serialized_start=2447
-  _globals['_STOPREASON']._serialized_end=2505
+  _globals['_DTYPE']._serialized_start=2392
+  _globals['_DTYPE']._serialized_end=2495
+  _globals['_STOPREASON']._serialized_start=2497
+  _globals['_STOPREASON']._serialized_end=2555
   _globals['_SPARSECSR']._serialized_start=62
   _globals['_SPARSECSR']._serialized_end=132
   _globals['_TENSOR']._serialized_start=135
@@ -52,37 +52,37 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_ENCODEDTEXTCHUNK']._serialized_start=280
   _globals['_ENCODEDTEXTCHUNK']._serialized_end=314
   _globals['_IMAGECHUNK']._serialized_start=316
-  _globals['_IMAGECHUNK']._serialized_end=358
-  _globals['_DMELCHUNK']._serialized_start=360
-  _globals['_DMELCHUNK']._serialized_end=385
-  _globals['_CHUNK']._serialized_start=388
-  _globals['_CHUNK']._serialized_end=558
-  _globals['_DATUM']._serialized_start=561
-  _globals['_DATUM']._serialized_end=763
-  _globals['_DATUM_LOSSFNINPUTSENTRY']._serialized_start=685
-  _globals['_DATUM_LOSSFNINPUTSENTRY']._serialized_end=763
-  _globals['_LOSSCONFIGVALUE']._serialized_start=765
-  _globals['_LOSSCONFIGVALUE']._serialized_end=825
-  _globals['_FORWARDBACKWARDREQUEST']._serialized_start=828
-  _globals['_FORWARDBACKWARDREQUEST']._serialized_end=1284
-  _globals['_FORWARDBACKWARDREQUEST_LOSSFNCONFIGENTRY']._serialized_start=1142
-  _globals['_FORWARDBACKWARDREQUEST_LOSSFNCONFIGENTRY']._serialized_end=1193
-  _globals['_FORWARDBACKWARDREQUEST_LOSSFNCONFIGV2ENTRY']._serialized_start=1195
-  _globals['_FORWARDBACKWARDREQUEST_LOSSFNCONFIGV2ENTRY']._serialized_end=1284
-  _globals['_BATCHEDTENSOR']._serialized_start=1286
-  _globals['_BATCHEDTENSOR']._serialized_end=1397
-  _globals['_ARRAYRECORD']._serialized_start=1400
-  _globals['_ARRAYRECORD']._serialized_end=1592
-  _globals['_ARRAYRECORD_FIELDSENTRY']._serialized_start=1513
-  _globals['_ARRAYRECORD_FIELDSENTRY']._serialized_end=1592
-  _globals['_FORWARDBACKWARDOUTPUT']._serialized_start=1595
-  _globals['_FORWARDBACKWARDOUTPUT']._serialized_end=1824
-  _globals['_FORWARDBACKWARDOUTPUT_METRICSENTRY']._serialized_start=1778
-  _globals['_FORWARDBACKWARDOUTPUT_METRICSENTRY']._serialized_end=1824
-  _globals['_TOPKLOGPROBS']._serialized_start=1826
-  _globals['_TOPKLOGPROBS']._serialized_end=1904
-  _globals['_SAMPLEDSEQUENCE']._serialized_start=1907
-  _globals['_SAMPLEDSEQUENCE']._serialized_end=2123
-  _globals['_SAMPLERESPONSE']._serialized_start=2126
-  _globals['_SAMPLERESPONSE']._serialized_end=2340
+  _globals['_IMAGECHUNK']._serialized_end=408
+  _globals['_DMELCHUNK']._serialized_start=410
+  _globals['_DMELCHUNK']._serialized_end=435
+  _globals['_CHUNK']._serialized_start=438
+  _globals['_CHUNK']._serialized_end=608
+  _globals['_DATUM']._serialized_start=611
+  _globals['_DATUM']._serialized_end=813
+  _globals['_DATUM_LOSSFNINPUTSENTRY']._serialized_start=735
+  _globals['_DATUM_LOSSFNINPUTSENTRY']._serialized_end=813
+  _globals['_LOSSCONFIGVALUE']._serialized_start=815
+  _globals['_LOSSCONFIGVALUE']._serialized_end=875
+  _globals['_FORWARDBACKWARDREQUEST']._serialized_start=878
+  _globals['_FORWARDBACKWARDREQUEST']._serialized_end=1334
+  _globals['_FORWARDBACKWARDREQUEST_LOSSFNCONFIGENTRY']._serialized_start=1192
+  _globals['_FORWARDBACKWARDREQUEST_LOSSFNCONFIGENTRY']._serialized_end=1243
+  _globals['_FORWARDBACKWARDREQUEST_LOSSFNCONFIGV2ENTRY']._serialized_start=1245
+  _globals['_FORWARDBACKWARDREQUEST_LOSSFNCONFIGV2ENTRY']._serialized_end=1334
+  _globals['_BATCHEDTENSOR']._serialized_start=1336
+  _globals['_BATCHEDTENSOR']._serialized_end=1447
+  _globals['_ARRAYRECORD']._serialized_start=1450
+  _globals['_ARRAYRECORD']._serialized_end=1642
+  _globals['_ARRAYRECORD_FIELDSENTRY']._serialized_start=1563
+  _globals['_ARRAYRECORD_FIELDSENTRY']._serialized_end=1642
+  _globals['_FORWARDBACKWARDOUTPUT']._serialized_start=1645
+  _globals['_FORWARDBACKWARDOUTPUT']._serialized_end=1874
+  _globals['_FORWARDBACKWARDOUTPUT_METRICSENTRY']._serialized_start=1828
+  _globals['_FORWARDBACKWARDOUTPUT_METRICSENTRY']._serialized_end=1874
+  _globals['_TOPKLOGPROBS']._serialized_start=1876
+  _globals['_TOPKLOGPROBS']._serialized_end=1954
+  _globals['_SAMPLEDSEQUENCE']._serialized_start=1957
+  _globals['_SAMPLEDSEQUENCE']._serialized_end=2173
+  _globals['_SAMPLERESPONSE']._serialized_start=2176
+  _globals['_SAMPLERESPONSE']._serialized_end=2390
 # @@protoc_insertion_point(module_scope)

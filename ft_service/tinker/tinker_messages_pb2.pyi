@@ -56,12 +56,14 @@ class EncodedTextChunk(_message.Message):
     def __init__(self, tokens: _Optional[bytes] = ...) -> None: ...
 
 class ImageChunk(_message.Message):
-    __slots__ = ("data", "format")
+    __slots__ = ("data", "format", "expected_tokens")
     DATA_FIELD_NUMBER: _ClassVar[int]
     FORMAT_FIELD_NUMBER: _ClassVar[int]
+    EXPECTED_TOKENS_FIELD_NUMBER: _ClassVar[int]
     data: bytes
     format: str
-    def __init__(self, data: _Optional[bytes] = ..., format: _Optional[str] = ...) -> None: ...
+    expected_tokens: int
+    def __init__(self, data: _Optional[bytes] = ..., format: _Optional[str] = ..., expected_tokens: _Optional[int] = ...) -> None: ...
 
 class DmelChunk(_message.Message):
     __slots__ = ("dmel",)

@@ -61,12 +61,13 @@ from workers.ranks.runtime import (
     with_spec,
 )
 from workers.ranks.sharding import make_mesh
+from workers.tinker.call_pictures import CallPictures
 from workers.tinker.command_loop import CommandLoop
 from workers.tinker.offered_prompts import offer_prompts
 from workers.training.context import StopRequest, TrainingContext
 from workers.training.distillation import Taught
 from workers.training.evaluation_answers import Evaluator
-from workers.training.evaluation_prompts import asked_of
+from workers.training.evaluation_prompts import asked_of, pictured_prompts
 from workers.training.forgetting import measure_forgetting, seconds_of_job
 from workers.training.guards import AdapterWatch, check_ids, check_positions
 from workers.training.kto import Labelled
@@ -115,7 +116,8 @@ def train(runtime: Runtime, reporter: Reporter, stop: StopRequest, prepare: Prep
     # first: the cheapest way to find out that a job cannot run.
     train_set, valid_set = _data(runtime, reporter)
     described = cached_description(runtime.spec.model.path)
-    pictured = has_images(train_set, valid_set)
+    prompts = pictured_prompts(runtime.spec)
+    pictured = has_images(train_set, valid_set, prompts)
     settled = settle_on_ranks(
         runtime.spec,
         runtime.device,
@@ -132,7 +134,7 @@ def train(runtime: Runtime, reporter: Reporter, stop: StopRequest, prepare: Prep
     if pictured:
         described = described or describe(spec.model.path)
         live = _trained_tower(runtime, reporter, described)
-        live = live or _with_features(runtime, reporter, described, train_set, valid_set)
+        live = live or _with_features(runtime, reporter, described, train_set, valid_set, prompts)
     prepared = prepare(runtime, reporter, None if described is None else Probed.of(described))
     prepared = _with_tower(prepared, live, spec)
     built = prepared.built
@@ -238,7 +240,14 @@ def _carry_out_commands(
     _resume(runtime, reporter, job, steps)
     vocabulary = built.peft_model.get_input_embeddings().num_embeddings
     watch = AdapterWatch(job, reporter.warn, EmbeddedRows.of(built.peft_model))
-    loop = CommandLoop(context, job, _saver(context), watch, vocabulary, prepared.wait)
+    path = runtime.spec.model.path
+    pictures = CallPictures(
+        runtime,
+        built.peft_model,
+        lambda: cached_description(path) or describe(path),
+        shared=prepared.resident is not None,
+    )
+    loop = CommandLoop(context, job, _saver(context), watch, vocabulary, prepared.wait, pictures)
     finished, checkpoint = loop.run()
     if not finished and loop.left_alone is not None:
         reporter.warn(
@@ -254,6 +263,8 @@ def _carry_out_commands(
     step = use_best(runtime.run, runtime.spec, job, reporter.warn)
     probes = measure(built.peft_model, loop.newest_sequences, runtime.device)
     publish(runtime, built, job, step, Measured(probes), prepared.wait)
+    if runtime.rank == 0:
+        remove_features(runtime.run)
     which = (
         ""
         if job.step == step.steps
@@ -352,14 +363,7 @@ def _evaluator(context: TrainingContext, samples: TokenSet) -> Evaluator | None:
         return None
     tokenizer = load_tokenizer(spec.model.path, TokenOptions.of(spec).chat_template)
     chosen = [samples[i] for i in _answered(spec, samples)[: spec.evaluation.count]]
-    without = [sample for sample in chosen if not sample.images]
-    if not without and chosen and not spec.evaluation.given:
-        context.reporter.warn(
-            "No answers are compared: each of the samples has an image, and prompts with images "
-            "are not answered while training."
-        )
-        return None
-    return Evaluator(context, asked_of(spec, without, tokenizer), tokenizer, spec.evaluation)
+    return Evaluator(context, asked_of(spec, chosen, tokenizer), tokenizer, spec.evaluation)
 
 
 def _sharded_over_all(runtime: Runtime, pictured: Description | None, spec: JobSpec) -> BuiltModel:
@@ -401,8 +405,9 @@ def _trained_tower(runtime: Runtime, reporter: Reporter, base: Description) -> T
         "trained on every rank, and looks at the images of each micro-batch."
     )
     device = runtime.device
+    pixels = TokenOptions.of(spec).pixels
     return on_all(
-        lambda: TrainedTower(spec.model.path, base, targets, spec.lora, spec.seed, device)
+        lambda: TrainedTower(spec.model.path, base, targets, spec.lora, spec.seed, device, pixels)
     )
 
 
@@ -443,14 +448,15 @@ def _with_features(
     path = runtime.spec.model.path
     compute = runtime.spec.precision.compute
     began = time.monotonic()
-    count = compute_features(runtime.run, path, base, sets, runtime.device, compute)
+    pixels = TokenOptions.of(runtime.spec).pixels
+    count = compute_features(runtime.run, path, base, sets, runtime.device, compute, pixels)
     if count is None:
         reporter.message(
             "The features of the images would take more than half of the free disk of the run "
             "directory, and are not kept: the base's tower stays on every rank and looks at the "
             "images of each micro-batch anew. The numbers are the same."
         )
-        return on_all(lambda: LiveTower(path, base, runtime.device, compute))
+        return on_all(lambda: LiveTower(path, base, runtime.device, compute, pixels))
     if count:
         seconds = time.monotonic() - began
         reporter.message(

@@ -7,8 +7,9 @@ goes on with the same numbers.
 from __future__ import annotations
 
 import shutil
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Literal
 
@@ -17,6 +18,7 @@ import torch.distributed as dist
 from torch import nn
 
 from ft_service.bases.description import Description, facts_of_images
+from ft_service.data.token_options import NO_BOUNDS, PixelBounds
 from ft_service.data.tokens.image_processor import ImageProcessor
 from ft_service.data.tokens.sample import ImageUse, Tokens
 from ft_service.data.tokens.token_set import TokenSet
@@ -72,13 +74,16 @@ def compute_features(
     sets: Sequence[TokenSet],
     device: torch.device,
     compute: Literal["bf16", "fp32"],
+    bounds: PixelBounds = NO_BOUNDS,
+    load_tower: Callable[[str, int, torch.device], Tower] = Tower.loaded,
 ) -> int | None:
     """Write the features of all pictures that are not written yet; returns how many these were.
     None: the disk has no room for them, and nothing is written.
 
-    Called by all ranks together. `path`: the base's. `compute`: `precision.compute`. Raises
-    SpecError on all of them for a base whose pictures cannot be learned from, OutsideError where
-    the ranks do not see each other's files.
+    Called by all ranks together. `path`: the base's. `compute`: `precision.compute`. `bounds`: of
+    the job's pictures. `load_tower`: as Tower.loaded. Raises SpecError on all of them for a base
+    whose pictures cannot be learned from, OutsideError where the ranks do not see each other's
+    files.
     """
     facts = facts_of_images(described)
     folder = run.path(FOLDER)
@@ -90,7 +95,9 @@ def compute_features(
     tokens = sum(uses[key].end - uses[key].begin for key in left)
     if not by_first(lambda: storage.has_room(tokens, described)):
         return None
-    together(_computed(storage, path, facts.token_id, own, device))
+    load = partial(ImageProcessor.of, path, bounds)
+    load_own = partial(load_tower, path, facts.token_id, device)
+    together(_computed(storage, load, load_own, own))
     if not all(from_all(all(file_of(folder, key).is_file() for key in uses))):
         raise OutsideError(f"The features of pictures are not on all ranks: they are in {folder}.")
     return len(left)
@@ -141,10 +148,17 @@ class LiveTower:
     """The towers of a base, whole on a rank, and without gradients."""
 
     def __init__(
-        self, path: str, described: Description, device: torch.device, compute: str
+        self,
+        path: str,
+        described: Description,
+        device: torch.device,
+        compute: str,
+        bounds: PixelBounds = NO_BOUNDS,
     ) -> None:
-        """`compute`: `precision.compute`. Raises SpecError as `Tower.loaded`, OSError."""
-        self._processor = ImageProcessor.of(path)
+        """`compute`: `precision.compute`. `bounds`: of the job's pictures. Raises SpecError as
+        `Tower.loaded`, OSError.
+        """
+        self._processor = ImageProcessor.of(path, bounds)
         self._tower = Tower.loaded(path, facts_of_images(described).token_id, device)
         self._dtype = COMPUTE_DTYPE[compute]
 
@@ -181,13 +195,16 @@ def _uses(sets: Sequence[TokenSet]) -> dict[str, _Use]:
 
 
 def _computed(
-    storage: Storage, path: str, token_id: int, own: dict[str, _Use], device: torch.device
+    storage: Storage,
+    load_processor: Callable[[], ImageProcessor],
+    load_tower: Callable[[], Tower],
+    own: dict[str, _Use],
 ) -> Iterator[None]:
     """Compute and write features, coming back after each picture."""
     if not own:
         return
-    processor = ImageProcessor.of(path)
-    tower = Tower.loaded(path, token_id, device)
+    processor = load_processor()
+    tower = load_tower()
     for key, use in own.items():
         assert use.samples.pictures is not None
         inputs = processor.inputs(use.samples.pictures[key])

@@ -15,6 +15,7 @@ from peft import LoraConfig, get_peft_model
 from torch import Tensor, nn
 
 from ft_service.bases.description import Description, facts_of_images
+from ft_service.data.token_options import NO_BOUNDS, PixelBounds
 from ft_service.data.tokens.image_processor import ImageProcessor
 from ft_service.data.tokens.sample import ImageUse, Tokens
 from ft_service.spec import LoraOptions
@@ -38,9 +39,12 @@ class TrainedTower:
         lora: LoraOptions,
         seed: int,
         device: torch.device,
+        bounds: PixelBounds = NO_BOUNDS,
     ) -> None:
-        """`targets`: full names of the layers. Raises SpecError as `Tower.loaded`, OSError."""
-        self._processor = ImageProcessor.of(path)
+        """`targets`: full names of the layers. `bounds`: of the job's pictures. Raises SpecError as
+        `Tower.loaded`, OSError.
+        """
+        self._processor = ImageProcessor.of(path, bounds)
         self._tower = Tower.loaded(path, facts_of_images(described).token_id, device)
         config = LoraConfig(
             r=lora.r,

@@ -249,4 +249,5 @@ def _data_file(role: Any, file: DataFileRef, samples: TokenSet) -> DataFile:
         tokens=int(samples.lengths.sum()),
         targets=int(samples.target_counts.sum()),
         token_digest=samples.digest,
+        images=0 if samples.pictures is None else len(samples.pictures),
     )

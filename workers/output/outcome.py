@@ -28,7 +28,9 @@ from ft_service import __version__
 from ft_service.bases.adapter_names import peft_name
 from ft_service.bases.base_files import copy_base_file, read_document
 from ft_service.bases.origin import portable_name
+from ft_service.data.token_options import TokenOptions
 from ft_service.data.tokenizer_files import tokenizer_files
+from ft_service.data.tokens.image_processor import bounded_documents
 from ft_service.host.helper_process import HelperFailed, Program, run_once
 from ft_service.rundir.checkpoints import checkpoint_faults
 from ft_service.rundir.directory import RunDir, unfinished
@@ -295,6 +297,9 @@ def write_adapter(
         spec.chat_template
     ):  # goes before the one in the tokenizer's configuration, wherever the folder is loaded
         (folder / "chat_template.jinja").write_text(spec.chat_template, encoding="utf-8")
+    options = TokenOptions.of(spec)
+    for name, document in bounded_documents(spec.model.path, options.pixels).items():
+        (folder / name).write_text(json.dumps(document, indent=2) + "\n", encoding="utf-8")
     sync(folder)
     _check_in_fresh_process(folder, digests)
 

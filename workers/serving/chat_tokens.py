@@ -8,7 +8,7 @@ template or conversation delays only requests with the same template.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import lru_cache, partial
 from pathlib import Path
@@ -23,10 +23,11 @@ from ft_service.data.limited_process import RenderLimits
 from ft_service.data.line_errors import OF_FILES, LineError
 from ft_service.data.sample_kinds import Picture
 from ft_service.data.template_process import TemplateProcess
-from ft_service.data.token_options import TokenOptions
+from ft_service.data.token_options import NO_BOUNDS, PixelBounds, TokenOptions
 from ft_service.data.tokenizer_files import stops_of
 from ft_service.data.tokens.answer_ends import answer_ends, answer_format
 from ft_service.data.tokens.chat_template import ChatTemplate
+from ft_service.data.tokens.image_processor import bounds_of
 from ft_service.data.tokens.sample import Tokens
 from ft_service.data.tokens.tokenize import load_tokenizer, with_pictures, with_uses
 from ft_service.errors import SpecError, UnavailableError
@@ -84,29 +85,40 @@ class Chats:
         messages: Sequence[dict[str, Any]],
         tools: Sequence[Any],
         pictures: ChatPictures,
+        adapter: str | None,
     ) -> Future[RenderedChat]:
-        """The prompt of a conversation with pictures, once they are looked at. At most LOOKING are
-        asked for at a time.
+        """The prompt of a conversation with pictures, once they are looked at as in the training of
+        the adapter, a PEFT folder. At most LOOKING are asked for at a time.
 
         The result raises SpecError and UnavailableError, as of `ChatTokenizer.prompt`.
         """
-        return self._lookers.submit(self._pictured, chat, messages, tools, pictures)
+        bounds = NO_BOUNDS if adapter is None else bounds_of(Path(adapter))
+        look = partial(self._seen, pictures, bounds)
+        return self._lookers.submit(self._pictured, chat, messages, tools, look)
+
+    def seen(self, pictures: ChatPictures, adapter: str | None) -> Future[RenderedChat]:
+        """Pictures of a prompt of tokens, likewise, without a text."""
+        bounds = NO_BOUNDS if adapter is None else bounds_of(Path(adapter))
+        return self._lookers.submit(lambda: RenderedChat("", self._seen(pictures, bounds)))
 
     def _pictured(
         self,
         chat: ChatTokenizer,
         messages: Sequence[dict[str, Any]],
         tools: Sequence[Any],
-        pictures: ChatPictures,
+        look: Callable[[], SeenPictures],
     ) -> RenderedChat:
+        seen = look()
+        return RenderedChat(chat.prompt(messages, tools, images=True).result().text, seen)
+
+    def _seen(self, pictures: ChatPictures, bounds: PixelBounds) -> SeenPictures:
         process = self._image_processes.get()
         try:
-            seen = process.look(pictures.pictures, pictures.places)
+            return process.look(pictures.pictures, pictures.places, bounds)
         except LineError as error:
             raise _at_fault(error) from None
         finally:
             self._image_processes.put(process)
-        return RenderedChat(chat.prompt(messages, tools, images=True).result().text, seen)
 
 
 class PlainTokenizer:

@@ -33,7 +33,13 @@ from workers.serving.batched_adapters import Adapter
 from workers.serving.cached_attention import KeyValueCache, Span
 from workers.serving.chat_tokens import LOOKING, Chats, ChatTokenizer
 from workers.serving.model import ServedModel, TokenSpan
-from workers.serving.pictures import ChatPictures, PromptImages, PromptPictures, RenderedChat
+from workers.serving.pictures import (
+    ChatPictures,
+    PromptImages,
+    PromptPictures,
+    RenderedChat,
+    TokenPictures,
+)
 from workers.serving.requests import ChatRequest, TextRequest, TokenRequest
 from workers.serving.room import Room, same_errors
 from workers.serving.sampling import Sampling, choose, scores
@@ -119,12 +125,17 @@ class _Sequence:
         return self.prompt - 1 - self.scored
 
 
+Pictured = ChatRequest | TokenRequest
+"""A request that may show pictures."""
+
+
 @dataclass(eq=False)
 class _Unseen:
     """A request some of whose pictures have no features yet."""
 
-    request: ChatRequest
-    chat: ChatTokenizer
+    request: Pictured
+    chat: ChatTokenizer | None
+    """None: it is a prompt of tokens."""
     text: str
     facts: ImageFacts
     pictures: PromptPictures
@@ -137,8 +148,8 @@ class Engine:
         self._model = model
         self._chats = chats
         self._say = say
-        self._rendering: dict[str, tuple[ChatRequest, ChatTokenizer]] = {}
-        """Requests whose prompts are being rendered."""
+        self._rendering: dict[str, tuple[Pictured, ChatTokenizer | None]] = {}
+        """Requests whose prompts are being rendered, or of tokens whose pictures are looked at."""
         self._rendered: queue.SimpleQueue[tuple[str, Future[RenderedChat]]] = queue.SimpleQueue()
         self._looks = Turns[str](LOOKING, of_project=1)
         """Requests whose pictures are fetched and decoded, or are to be."""
@@ -197,9 +208,14 @@ class Engine:
             request, chat = self._rendering[request_id]
             assert request.images is not None
             self._looking[request_id] = turn
-            prompt = self._chats.pictured_prompt(
-                chat, request.messages, request.tools, ChatPictures.of(request.images)
-            )
+            pictures = ChatPictures.of(request.images)
+            if isinstance(request, TokenRequest):
+                prompt = self._chats.seen(pictures, request.adapter)
+            else:
+                assert chat is not None
+                prompt = self._chats.pictured_prompt(
+                    chat, request.messages, request.tools, pictures, request.adapter
+                )
             prompt.add_done_callback(
                 lambda rendered, own=request_id: self._rendered.put((own, rendered))
             )
@@ -207,7 +223,13 @@ class Engine:
     def add_tokens(self, request: TokenRequest) -> None:
         """Queue a request of tokens, whose prompt needs no rendering."""
         with self._at(request), self._answering(request.id):
-            self._queue(request, self._continuations(request))
+            if request.images is None:
+                self._queue(request, self._continuations(request, request.prompt))
+                return
+            self._require_known("prompt", request.prompt)
+            self._rendering[request.id] = request, None
+            self._looks.put(request.project, request.id)
+            self._begin_looks()
 
     def add_text(self, request: TextRequest) -> None:
         """Queue a request to continue a text."""
@@ -261,10 +283,14 @@ class Engine:
                 self._begin(*request, prompt)
 
     def _begin(
-        self, request: ChatRequest, chat: ChatTokenizer, prompt: Future[RenderedChat]
+        self, request: Pictured, chat: ChatTokenizer | None, prompt: Future[RenderedChat]
     ) -> None:
         with self._at(request), self._answering(request.id):
             rendered = prompt.result()
+            if isinstance(request, TokenRequest):
+                self._begin_tokens(request, rendered)
+                return
+            assert chat is not None
             if rendered.seen is None:
                 tokens = chat.tokens(rendered.text, request.seen)
                 self._queue(request, self._answers(request, chat, rendered.text, tokens))
@@ -275,6 +301,15 @@ class Engine:
             tokens = pictures.sample.ids.tolist()
             self._room(tokens, request.max_tokens, "messages", "the messages")
             self._wait_for_towers(_Unseen(request, chat, rendered.text, facts, pictures))
+
+    def _begin_tokens(self, request: TokenRequest, rendered: RenderedChat) -> None:
+        assert request.images is not None
+        assert rendered.seen is not None
+        given = TokenPictures.of(request.images)
+        tokenizer = self._chats.tokenizer
+        pictures = given.prompt(request.prompt, rendered.seen, tokenizer)
+        self._room(pictures.sample.ids.tolist(), request.max_tokens, "prompt", "the prompt")
+        self._wait_for_towers(_Unseen(request, None, "", given.facts, pictures))
 
     def _look(self) -> None:
         """Compute the features of one picture, of each project in turn."""
@@ -291,6 +326,10 @@ class Engine:
                 self._wait_for_towers(one, first=True)
                 return
             tokens = one.pictures.sample.ids.tolist()
+            if isinstance(request, TokenRequest):
+                self._queue(request, self._continuations(request, tokens, images))
+                return
+            assert one.chat is not None
             self._queue(request, self._answers(request, one.chat, one.text, tokens, images))
 
     def _wait_for_towers(self, one: _Unseen, *, first: bool = False) -> None:
@@ -576,14 +615,17 @@ class Engine:
         ]
         return self._sequences(request, prompt, limit, answers, images)
 
-    def _continuations(self, request: TokenRequest) -> list[_Sequence]:
-        room = self._room(request.prompt, request.max_tokens, "prompt", "the prompt")
-        self._require_known("prompt", request.prompt)
+    def _continuations(
+        self, request: TokenRequest, prompt: list[int], images: PromptImages | None = None
+    ) -> list[_Sequence]:
+        room = self._room(prompt, request.max_tokens, "prompt", "the prompt")
+        self._require_known("prompt", prompt)
         self._require_known("stop", request.stop_tokens)
         answers = [
             TokenAnswer.of(request, index, self._chats, self._say) for index in range(request.n)
         ]
-        sequences = self._sequences(request, request.prompt, request.max_tokens or room, answers)
+        limit = request.max_tokens or room
+        sequences = self._sequences(request, prompt, limit, answers, images)
         sequences[0].scored = request.scored
         sequences[0].top = request.top_prompt_logprobs
         return sequences

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Self
 
 import numpy as np
 import torch
@@ -16,7 +16,8 @@ from ft_service.bases.description import ImageFacts
 from ft_service.data.image_part import of_json
 from ft_service.data.image_process import SeenPictures
 from ft_service.data.sample_kinds import Picture
-from ft_service.data.tokens.sample import Tokens
+from ft_service.data.tokens.sample import ImageUse, Tokens
+from ft_service.tinker.loss_calls import refuse_unexpected
 from workers.images.features import Features, Positions, SampleImages, by_key
 from workers.layers.segments import ImageInputs
 
@@ -36,6 +37,46 @@ class ChatPictures:
         pictures = [of_json(own) for own in given["pictures"]]
         return cls(
             ImageFacts(**given["facts"]), pictures, [own["place"] for own in given["pictures"]]
+        )
+
+
+@dataclass(frozen=True)
+class TokenPictures(ChatPictures):
+    """Those of a prompt of tokens."""
+
+    before: Sequence[int] = ()
+    """Tokens of text before each."""
+    expected: Sequence[int | None] = ()
+    """Tokens that the client expects for each; None: it does not say."""
+
+    @classmethod
+    def of(cls, given: dict[str, Any]) -> Self:
+        """Those of an order (ft_service/tinker/sample_calls.py)."""
+        chat = ChatPictures.of(given)
+        told = given["pictures"]
+        before, expected = ([own[name] for own in told] for name in ("before", "expected"))
+        return cls(chat.facts, chat.pictures, chat.places, before, expected)
+
+    def prompt(self, tokens: Sequence[int], seen: SeenPictures, tokenizer: Any) -> PromptPictures:
+        """The prompt, with the tokens that stand for each picture in their places.
+
+        `tokens`: of the text. Raises SpecError for a picture of another number of them than is
+        expected.
+        """
+        ids: list[int] = []
+        uses: list[ImageUse] = []
+        end = 0
+        for number, own in enumerate(seen.pictures):
+            ids += tokens[end : self.before[number]]
+            end = self.before[number]
+            stands = tokenizer(own.text, add_special_tokens=False)["input_ids"]
+            refuse_unexpected(self.expected[number], len(stands), self.places[number])
+            uses.append(ImageUse(len(ids), len(ids) + len(stands), Picture(own.key, b"")))
+            ids += stands
+        ids += tokens[end:]
+        whole = np.asarray(ids, np.int32)
+        return PromptPictures(
+            Tokens(whole, np.zeros(len(whole), np.bool_), images=tuple(uses)), seen
         )
 
 

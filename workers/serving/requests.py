@@ -113,6 +113,8 @@ class TokenRequest:
     """Whether a continuation's text, with special tokens, is reported too, at its end."""
     logprobs_at: float = 1.0
     """The temperature of the log-probabilities that are reported, of the prompt's tokens too."""
+    images: dict[str, Any] | None = None
+    """The pictures of the prompt, as TokenPictures reads them; None: there are none."""
     probes: list[list[int]] = field(default_factory=list)
     project: str = ""
     apart: bool = False

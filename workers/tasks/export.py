@@ -21,11 +21,13 @@ if __name__ == "__main__":  # before transformers is imported
     keep_torchao_out()
     begin_imports()
 from ft_service.bases.origin import licence_of, portable_name
+from ft_service.errors import SpecError
 from ft_service.host.helper_process import Program, run_once
 from ft_service.rundir.documents import ExportFormat
 from ft_service.rundir.manifest import EXPORT_MANIFEST, MANIFEST, Manifest, spec_beside
 from ft_service.rundir.model_card import CARD
 from ft_service.spec import JobSpec
+from ft_service.wording import counted
 from workers.exports.export_card import export_card
 from workers.exports.gguf_file import Stored
 from workers.exports.to_gguf import export_adapter, export_model
@@ -60,6 +62,7 @@ def export(adapter: Path, out: Path, to: str, base: Path | None, samples: int) -
     manifest = Manifest.model_validate_json((adapter / MANIFEST).read_bytes())
     spec = spec_beside(adapter, manifest)
     refuse_other_form(spec.precision, MERGED.get(to, to))
+    _refuse_images(manifest, to)
     with new_folder(out) as folder:
         if to in MERGED:
             report = merge_and_measure(adapter, folder / "model", MERGED[to], base, samples)
@@ -86,6 +89,19 @@ def export(adapter: Path, out: Path, to: str, base: Path | None, samples: int) -
         write_card(folder, manifest, to, report, spec, adapter)
         (folder / FIDELITY).write_text(json.dumps(report, indent=2) + "\n", encoding="utf-8")
     return report
+
+
+def _refuse_images(manifest: Manifest, to: str) -> None:
+    """Raise SpecError for a form that would lose what was learned of images."""
+    images = sum(data.images for data in manifest.data)
+    if to.startswith("gguf") and images:
+        raise SpecError(
+            f"GGUF: {manifest.tuned_name} was trained on {counted(images, 'image')}, for "
+            "which llama.cpp needs the base's towers in a file of their own (mmproj), and this "
+            "service writes none. Export 'merged' or 'vllm'.",
+            param="format",
+            code="not_exportable",
+        )
 
 
 def _lift(inner: Path) -> None:

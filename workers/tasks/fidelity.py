@@ -5,8 +5,9 @@ base, and merged.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import closing
+from dataclasses import dataclass
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -16,9 +17,11 @@ import torch
 from torch import nn
 
 from ft_service.bases.adapter_names import peft_name
+from ft_service.bases.description import ImageFacts, facts_of_images
 from ft_service.bases.safetensors_folder import read_tensors
 from ft_service.data.examiner import Examiner
 from ft_service.data.token_options import TokenOptions
+from ft_service.data.tokens.image_processor import ImageProcessor
 from ft_service.data.tokens.sample import Tokens
 from ft_service.data.tokens.token_cache import find, tokens_key
 from ft_service.data.tokens.token_set import TokenSet
@@ -31,7 +34,12 @@ from ft_service.wording import bytes_text
 from workers.base.load import adapters, load
 from workers.data.batches import Batch, collate
 from workers.data.token_sets import as_trained, tokenise
+from workers.describe import describe
+from workers.images.features import CURRENT_IMAGES, Features, SampleImages, by_key
+from workers.images.placing import take_images
+from workers.images.tower import Tower, positions_of
 from workers.model.build import build
+from workers.model.multimodal import causal_model
 from workers.model.peft_adapter import PeftAdapter
 from workers.ranks.runtime import COMPUTE_DTYPE
 from workers.training.packing import settle_attention
@@ -52,21 +60,21 @@ def measure(spec: JobSpec, base: Path, adapter: Path, merged: Path, samples: int
     """
     spec = spec.model_copy(update={"model": spec.model.model_copy(update={"path": str(base)})})
     tokens, reason = _validation(spec, samples)
+    if reason is None:
+        reason = _unmeasured_tower(base, adapter, tokens)
     if reason is not None:
         return {"validation_loss": None, "reason": reason}
     device = _device(merged, COMPUTE_DTYPE[spec.precision.compute])
     if isinstance(device, str):
         return {"validation_loss": None, "reason": device}
-    batches = [collate([sample], device) for sample in tokens]
     compute = COMPUTE_DTYPE[spec.precision.compute]
+    data = _Data(tokens, _seen(spec, tokens, device), device)
     plain = spec.model_copy(update={"precision": PrecisionOptions(compute=spec.precision.compute)})
     try:
         losses = {
-            "adapter_on_base_as_trained": _loss(
-                with_adapter(spec, adapter, device), batches, compute
-            ),
-            "adapter_on_bf16_base": _loss(with_adapter(plain, adapter, device), batches, compute),
-            "merged": _loss(merged_model(plain, merged, device), batches, compute),
+            "adapter_on_base_as_trained": _loss(with_adapter(spec, adapter, device), data, compute),
+            "adapter_on_bf16_base": _loss(with_adapter(plain, adapter, device), data, compute),
+            "merged": _loss(merged_model(plain, merged, device), data, compute),
         }
     except torch.OutOfMemoryError:
         return {
@@ -74,6 +82,19 @@ def measure(spec: JobSpec, base: Path, adapter: Path, merged: Path, samples: int
             "reason": "the memory of the GPU did not suffice, of which something else took more",
         }
     return {"validation_loss": losses, "samples": len(tokens), "compute": spec.precision.compute}
+
+
+def _unmeasured_tower(base: Path, adapter: Path, samples: Sequence[Tokens]) -> str | None:
+    """Why the losses of an adapter that changes the base's tower are not compared; None: it does
+    not, or no sample has a picture.
+    """
+    if not any(sample.images for sample in samples):
+        return None
+    changed = PeftAdapter(adapter).weights().keys()
+    towers = {f"{name}.weight" for name in describe(str(base)).tower_linears}
+    if changed.isdisjoint(towers):
+        return None
+    return "the adapter changes the base's tower, whose answers are compared nowhere yet"
 
 
 def _device(merged: Path, compute: torch.dtype) -> torch.device | str:
@@ -125,9 +146,53 @@ def _data(spec: JobSpec, file: DataFileRef) -> TokenSet:
             return TokenSet.of(as_trained(chosen, file, spec))
 
 
-def _loss(model: nn.Module, batches: list[Batch], compute: torch.dtype) -> float:
+@dataclass(frozen=True)
+class _Seen:
+    """What the base's towers make of the samples' pictures, by their keys."""
+
+    facts: ImageFacts
+    features: Mapping[str, Features]
+
+
+def _seen(spec: JobSpec, samples: Sequence[Tokens], device: torch.device) -> _Seen | None:
+    """None: no sample has a picture."""
+    uses = {use.picture.key: (sample, use) for sample in samples for use in sample.images}
+    if not uses:
+        return None
+    path = spec.model.path
+    facts = facts_of_images(describe(path))
+    processor = ImageProcessor.of(path, TokenOptions.of(spec).pixels)
+    tower = Tower.loaded(path, facts.token_id, device)
+    features: dict[str, Features] = {}
+    for key, (sample, use) in uses.items():
+        ids = sample.ids[use.begin : use.end].tolist()
+        features[key] = tower.features(ids, processor.inputs(use.picture))
+    return _Seen(facts, features)
+
+
+@dataclass(frozen=True)
+class _Data:
+    """The samples on which losses are compared."""
+
+    samples: Sequence[Tokens]
+    seen: _Seen | None
+    device: torch.device
+
+    def batches(self, model: nn.Module) -> list[Batch]:
+        """A batch for each sample, for a model, which is made to take their pictures."""
+        if self.seen is not None:
+            causal = causal_model(model)
+            take_images(causal, self.seen.facts)
+            CURRENT_IMAGES.images = SampleImages(
+                by_key(self.seen.features), self.seen.facts.token_id, positions_of(causal)
+            )
+        return [collate([sample], self.device) for sample in self.samples]
+
+
+def _loss(model: nn.Module, data: _Data, compute: torch.dtype) -> float:
     # Packed or not: which attention the architecture needs.
-    settle_attention(model, batches[0].ids.device, compute)
+    settle_attention(model, data.device, compute)
+    batches = data.batches(model)
     targets = sum(len(batch.targets) for batch in batches)
     return finite_nats(Sums.read(evaluate(model.eval(), batches, world=1), targets).mean_loss)
 

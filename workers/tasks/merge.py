@@ -36,6 +36,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from ft_service.bases.base_files import copy_base_file, is_base_file, read_config
+from ft_service.data.tokenizer_files import IMAGE_FILES
 from ft_service.errors import SpecError
 from ft_service.rundir.file_digest import FileDigest
 from ft_service.rundir.manifest import (
@@ -181,6 +182,9 @@ def merge(
         ):
             copy_base_file(path, folder / path.name)
         take_template(adapter_folder, folder)
+        for own in (adapter_folder / name for name in IMAGE_FILES):
+            if own.is_file():  # with the bounds of pixels of its job
+                shutil.copyfile(own, folder / own.name)
     return rounding
 
 

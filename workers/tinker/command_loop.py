@@ -31,7 +31,7 @@ from ft_service.rundir.evaluations import MOST_PROBES, MOST_TOKENS
 from ft_service.rundir.events import Metrics
 from ft_service.spec import JobSpec
 from ft_service.tinker.commands import TEMPERATURE, Command, CommandLog, CommandResult
-from ft_service.tinker.loss_calls import LossCall, LossRequest, write_output
+from ft_service.tinker.loss_calls import Datum, LossCall, LossRequest, write_output
 from ft_service.tinker.saved_weights import (
     PROBES,
     SamplerProbes,
@@ -51,6 +51,7 @@ from workers.output.served_probes import measure
 from workers.ranks.runtime import ExportError, TrainingError
 from workers.ranks.sharding import reshard
 from workers.tinker.attendance import Attendance, pause_after
+from workers.tinker.call_pictures import CallPictures
 from workers.tinker.loss_batches import loss_and_logprobs, make_loss_batch, share_out
 from workers.training.context import TrainingContext, Wait
 from workers.training.guards import AdapterWatch
@@ -111,6 +112,8 @@ class CommandLoop:
     """Rows of the base's embedding."""
     wait: Wait | None = None
     """None: the job has its ranks to itself."""
+    pictures: CallPictures | None = None
+    """None: calls may show none."""
     newest_sequences: list[Tokens] = field(default_factory=list[Tokens])
     """The first sequences of the newest call, on which the trainer's log-probabilities are compared
     with a sampler's.
@@ -257,23 +260,28 @@ class CommandLoop:
         began = time.perf_counter()
         options = self.context.runtime.spec.training
         request = LossRequest.parse(command.body)
-        call = request.call(vocabulary=self.vocabulary, longest=options.max_length)
+        read = None if self.pictures is None else self.pictures.read
+        call = request.call(vocabulary=self.vocabulary, longest=options.max_length, read=read)
         if call.forward_only and order.answered:
             return None
-        self.newest_sequences = [_cut(datum.ids) for datum in call.data[:MOST_PROBES]]
-        read = self._computed(call, command.options.get(TEMPERATURE, 1.0))
+        if self.pictures is not None:
+            self.pictures.look_at(call.data)
+        self.newest_sequences = [_cut(datum) for datum in call.data[:MOST_PROBES]]
+        found = self._computed(call, command.options.get(TEMPERATURE, 1.0))
         if not call.forward_only:
             sums = self._sums
             sums.data += len(call.data)
             sums.tokens += sum(len(datum.ids) for datum in call.data)
             sums.weight += math.fsum(_weight(datum.inputs) for datum in call.data)
-            sums.loss += math.fsum(loss for loss, _ in read.values())
+            sums.loss += math.fsum(loss for loss, _ in found.values())
             if self.context.runtime.rank == 0:  # which has all
-                _add_gap(sums, call, read)
+                _add_gap(sums, call, found)
             sums.seconds += time.perf_counter() - began
         if self.context.runtime.rank != 0 or order.answered:
             return None
-        losses, logprobs = zip(*(read[position] for position in range(len(call.data))), strict=True)
+        losses, logprobs = zip(
+            *(found[position] for position in range(len(call.data))), strict=True
+        )
         return CommandResult({}, write_output(logprobs, {"loss:sum": math.fsum(losses)}))
 
     def _computed(self, call: LossCall, temperature: float) -> dict[int, tuple[float, np.ndarray]]:
@@ -611,9 +619,9 @@ def _add_gap(sums: StepSums, call: LossCall, read: Mapping[int, tuple[float, np.
             )
 
 
-def _cut(ids: np.ndarray) -> Tokens:
-    kept = ids[:MOST_TOKENS]
-    return Tokens(kept.astype(np.int32), np.zeros(len(kept), dtype=bool))
+def _cut(datum: Datum) -> Tokens:
+    ids = datum.ids.astype(np.int32)
+    return Tokens(ids, np.zeros(len(ids), dtype=bool), images=datum.images).cut(MOST_TOKENS)
 
 
 def _weight(inputs: Mapping[str, np.ndarray]) -> float:

@@ -57,7 +57,10 @@ class LossBatch:
 def make_loss_batch(data: Sequence[Datum], device: torch.device, *, packed: bool) -> LossBatch:
     """Data as a micro-batch, packed or padded. Without data: an empty one."""
     samples = [
-        Tokens(datum.ids.astype(np.int32), np.zeros(len(datum.ids), dtype=bool)) for datum in data
+        Tokens(
+            datum.ids.astype(np.int32), np.zeros(len(datum.ids), dtype=bool), images=datum.images
+        )
+        for datum in data
     ]
     batch = make_batch(samples, device, packed=packed)
     width = int(batch.ids.shape[1])

@@ -25,7 +25,7 @@ from torch import nn
 from ft_service.bases.module_rules import learned_positions
 from ft_service.data.answer_format import Answer
 from ft_service.data.answer_metrics import score
-from ft_service.data.tokens.sample import Tokens
+from ft_service.data.tokens.sample import ImageUse, Tokens
 from ft_service.rundir.evaluations import (
     EvaluatedPrompt,
     Evaluation,
@@ -162,6 +162,7 @@ class Evaluator:
                 [question.ids for question in own],
                 decoding,
                 self._goes_on(step, seconds),
+                images=[question.images for question in own],
             )
         model.train(training)
         if written is None:
@@ -321,16 +322,19 @@ def greedy(
     prompts: Sequence[np.ndarray],
     decoding: GreedyDecoding,
     goes_on: Callable[[int], bool] = lambda token: True,
+    *,
+    images: Sequence[tuple[ImageUse, ...]] = (),
 ) -> list[list[int]] | None:
     """Return the likeliest tokens after each of this rank's prompts.
 
     Called by all ranks together, which take part as long as any rank has an unfinished answer.
 
     `goes_on` is called before every token, with its number from 1; once it returns False, the
-    result is None.
+    result is None. `images`: those of each prompt; empty: there are none.
     """
     written: list[list[int]] = [[] for _ in prompts]
     rows = [prompt.astype(np.int32) for prompt in prompts]
+    shown = images or [()] * len(rows)
     open_ones = [i for i, row in enumerate(rows) if _has_room(row, decoding)]
     for token_number in range(1, decoding.max_new_tokens + 1):
         if not goes_on(token_number):
@@ -346,7 +350,9 @@ def greedy(
         ]:  # an empty one meets those of the other ranks
             for i, token in zip(
                 members,
-                _next_tokens(runtime, model, [rows[i] for i in members], decoding),
+                _next_tokens(
+                    runtime, model, [_asked(rows[i], shown[i]) for i in members], decoding
+                ),
                 strict=True,
             ):
                 if token in decoding.ends:
@@ -371,12 +377,15 @@ def _forwards(lengths: Mapping[int, int], limits: MicroBatchLimits) -> list[list
 
 
 def _next_tokens(
-    runtime: Runtime, model: nn.Module, rows: Sequence[np.ndarray], decoding: GreedyDecoding
+    runtime: Runtime, model: nn.Module, rows: Sequence[Tokens], decoding: GreedyDecoding
 ) -> list[int]:
     """The likeliest token after each of some rows, by one forward."""
-    none = [Tokens(row, np.zeros(len(row), dtype=bool)) for row in rows]
-    batch = make_batch(none, runtime.device, packed=decoding.limits.packed)
-    return last_logits(model, batch, [len(row) for row in rows]).argmax(dim=-1).tolist()
+    batch = make_batch(rows, runtime.device, packed=decoding.limits.packed)
+    return last_logits(model, batch, [len(row.ids) for row in rows]).argmax(dim=-1).tolist()
+
+
+def _asked(ids: np.ndarray, images: tuple[ImageUse, ...]) -> Tokens:
+    return Tokens(ids, np.zeros(len(ids), dtype=bool), images=images)
 
 
 def _most(here: int, runtime: Runtime) -> int:

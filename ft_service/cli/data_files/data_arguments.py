@@ -13,10 +13,12 @@ from pydantic import ValidationError
 
 from ft_service.bases.catalogue import Catalogue
 from ft_service.cli.local_store import settings_with_models
+from ft_service.data.formats.columns import Columns
 from ft_service.data.formats.folders import dataset_files
+from ft_service.data.token_options import PixelBounds, TokenOptions
 from ft_service.errors import SpecError
 from ft_service.spec import TrainOn
-from ft_service.spec.options import DataOptions, TrainingOptions
+from ft_service.spec.options import PIXELS, DataOptions, TrainingOptions
 from ft_service.spec.templates import check_template, named_template
 from ft_service.spec.validation_errors import words_of
 from ft_service.spec_files.spec_file import LocalData
@@ -57,17 +59,23 @@ Column = Annotated[
     typer.Option(
         "--column",
         metavar="NAME=COLUMN",
-        help="Name of a column in the file, such as prompt=question; or apply_chat_template=auto.",
+        help="Name of a column in the file, such as prompt=question; or apply_chat_template=auto, "
+        "images=strict, max_pixels=200000.",
     ),
 ]
 
 
 def data_options(given: Sequence[str]) -> DataOptions:
     """Return the mapping of several `--column NAME=COLUMN`. Raises SpecError."""
-    pairs = [pair.partition("=") for pair in given]
+    pairs = [
+        (ours.strip(), theirs.strip()) for ours, _, theirs in (p.partition("=") for p in given)
+    ]
     try:
         return DataOptions.model_validate(
-            {ours.strip(): theirs.strip() for ours, _, theirs in pairs}
+            {
+                ours: int(theirs) if ours in PIXELS and theirs.isdigit() else theirs
+                for ours, theirs in pairs
+            }
         )
     except ValidationError as error:
         fault = error.errors(include_url=False)[0]
@@ -80,6 +88,16 @@ def data_options(given: Sequence[str]) -> DataOptions:
         raise SpecError(
             f"--column {' '.join(given)}: {what or words_of(fault)}.", param="column"
         ) from None
+
+
+def token_options(data: DataOptions, chat_template: str, train_on: TrainOn) -> TokenOptions:
+    """Return the options by which a file becomes tokens. Raises SpecError."""
+    return TokenOptions(
+        template_text(chat_template),
+        train_on=train_on,
+        columns=Columns.of(data, None),
+        pixels=PixelBounds.of(data),
+    )
 
 
 def in_flags(message: str) -> str:

@@ -32,7 +32,7 @@ from ft_service.cli.data_files.data_arguments import (
     data_options,
     in_flags,
     local_data,
-    template_text,
+    token_options,
 )
 from ft_service.cli.data_files.new_files import refuse_existing, written
 from ft_service.cli.data_files.stats_command import stats
@@ -110,7 +110,8 @@ def check(
     one, or has words of what a model is measured by; with --model also by the base's tokenizer.
     """
     data = local_data(file, split)
-    columns = Columns.of(data_options(column), None)
+    given = data_options(column)
+    columns = Columns.of(given, None)
     if drop is not None:
         refuse_existing(drop, "drop")
     if chat_template and not model:
@@ -128,7 +129,7 @@ def check(
         comparison=comparison,
     )
     if model:
-        options = TokenOptions(template_text(chat_template), train_on=train_on, columns=columns)
+        options = token_options(given, chat_template, train_on)
         report = examined(data, model, options, max_length)
         if sensitive or validation or prompts or drop:
             of_lines = look()
@@ -200,8 +201,7 @@ def show(
     that are read, the template's, or cut.
     """
     data = local_data(file, split)
-    columns = Columns.of(data_options(column), None)
-    options = TokenOptions(template_text(chat_template), train_on=train_on, columns=columns)
+    options = token_options(data_options(column), chat_template, train_on)
     with Examiner() as examiner:
         request = examiner.request(data.ref(), data.path, base_folder(model), max_length, options)
         page = examiner.show(replace(request, show=RecordRange(after, limit)))

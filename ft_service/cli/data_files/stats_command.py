@@ -210,4 +210,5 @@ def _traits(file: FileStatistics) -> list[tuple[str, Any]]:
         "answers alike": file.alike,
         "the same as others": file.duplicates,
     }
-    return [*named.items(), ("nearly empty", file.near_empty)]
+    last = {"nearly empty": file.near_empty, "skipped for an image": file.skipped}
+    return [*named.items(), *last.items()]

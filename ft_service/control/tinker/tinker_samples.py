@@ -17,10 +17,12 @@ import time
 from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from ft_service.bases.catalogue import Catalogue
 from ft_service.bases.describing import Descriptions
+from ft_service.bases.description import ImageFacts, why_no_images
 from ft_service.control.tinker.tinker_models import find_weights
 from ft_service.errors import FtError, NotFoundError, SpecError, UnavailableError
 from ft_service.jobs.states import Job
@@ -166,9 +168,30 @@ class SampleLoop:
             self._pool.submit(self._measure, sampler, model, str(adapter), job)
             return True
         self._orders.submit(
-            (sample.id, sample.project_id), model, adapter, request, sampler.project_id
+            (sample.id, sample.project_id),
+            model,
+            adapter,
+            request,
+            sampler.project_id,
+            images=self._facts(model.path) if request.pictures else None,
         )
         return False
+
+    def _facts(self, folder: str) -> ImageFacts:
+        """What is known of the towers of a base.
+
+        Raises SpecError for one that sees no images here, or is being described.
+        """
+        try:
+            base = self.catalogue.descriptions.description(Path(folder))
+        except UnavailableError as error:  # which other requests do not wait for
+            raise SpecError(f"prompt: {error.message} Ask again then.", param="prompt") from None
+        if base.images is None:
+            raise SpecError(
+                f"prompt: the base sees no images here: {why_no_images(base)}. Leave them out.",
+                param="prompt",
+            )
+        return base.images
 
     def _model(self, sampler: TinkerSampler) -> tuple[PreviewModel, str | None, Job | None]:
         """The base with its formats, the folder of the adapter, and the job that trained it.

@@ -42,12 +42,16 @@ class Columns:
     """Whether every record has a label, good or bad (method kto). None: a record may have one, as
     where no method is known.
     """
+    strict_images: bool = False
+    """Whether a picture that cannot be used is a fault of the file, and not only of its line."""
 
     @classmethod
     def of(cls, data: DataOptions, method: MethodType | None = "supervised") -> Self:
         """The columns of a job's files. `method`: the job's; None: not known."""
         labels = None if method is None else method == "kto"
-        return cls(data.pairs, method == "reinforcement", data.apply_chat_template, labels)
+        applied = data.apply_chat_template
+        strict = data.images == "strict"
+        return cls(data.pairs, method == "reinforcement", applied, labels, strict)
 
     @cached_property
     def ours(self) -> Mapping[str, str]:

@@ -5,7 +5,8 @@ from __future__ import annotations
 from dataclasses import replace
 from pathlib import Path
 
-from ft_service.data.image_part import MOST_BYTES, place_of_url, refuse_large, refuse_other_types
+from ft_service.data.image_limits import most_bytes
+from ft_service.data.image_part import place_of_url, refuse_large, refuse_other_types
 from ft_service.data.line_errors import LineError
 from ft_service.data.sample_kinds import Conversation, Pair, Picture, Record
 from ft_service.wording import shown_value
@@ -48,7 +49,7 @@ def _read(name: str, folder: Path, detail: str, place: str) -> Picture:
             )
         refuse_large(path.stat().st_size, place)
         with path.open("rb") as file:
-            data = file.read(MOST_BYTES + 1)
+            data = file.read(most_bytes() + 1)
     except (OSError, ValueError, RuntimeError) as error:  # no right to it, a zero byte, a loop
         raise LineError(place, f"is {shown_value(name)}, which cannot be read: {error}") from None
     refuse_large(len(data), place)

@@ -210,7 +210,7 @@ class DataReader:
             if self.reads_paths:
                 record = with_files_read(record, self._folder)
         except LineError as error:
-            return Fault(number, error.field, error.reason)
+            return Fault.of(number, error)
         if label_of(record) is not None:
             self.shape.labelled = True
         if isinstance(record, PromptCompletion) and not self.shape.joined:

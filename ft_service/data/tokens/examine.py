@@ -23,7 +23,7 @@ if __name__ == "__main__":  # before the slow imports
 
 import contextlib
 from array import array
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import closing
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
@@ -68,7 +68,7 @@ from ft_service.data.tokens.sample_limits import (
 )
 from ft_service.data.tokens.sample_view import page_of
 from ft_service.data.tokens.token_cache import Recording, find, tokens_key, unkept
-from ft_service.data.tokens.token_set import TokenSet
+from ft_service.data.tokens.token_set import TokenSet, line_numbers
 from ft_service.data.tokens.tokenize import load_tokenizer, nothing_to_learn, sources, tokenize
 from ft_service.data.tokens.training_set.token_statistics import RecordGroup, measure
 from ft_service.errors import DataError, SpecError
@@ -295,7 +295,7 @@ class Examination:
         """
         request = self.request
         data = self._open()
-        findings = Findings()
+        findings = Findings(strict_images=request.options.columns.strict_images)
         if data.digest() != request.sha256:
             findings.fault(Fault(0, "", "the file has changed since it was uploaded"))
             return findings.report(data.shape)
@@ -305,12 +305,12 @@ class Examination:
         if found is not None:
             data.look()
             findings.examples = int(found.samples.records.max(initial=-1)) + 1
+            skipped = found.samples.skipped
             limit = self._length_limit(data)
             alike = found.samples.alike(limit) if request.pairs else None
             kept = found.samples.lengths_within(limit)
-            counts = _counts(
-                found.samples.lengths, kept, found.samples.targets_within(limit), alike
-            )
+            targets = found.samples.targets_within(limit)
+            counts = _counts(found.samples.lengths, kept, targets, alike, skipped.lines)
             # Both samples of a pair show those of its prompt.
             findings.images = len(found.samples.uses) // (1 + request.pairs)
             if found.samples.labels is not None:
@@ -320,21 +320,27 @@ class Examination:
             counts = replace(counts, image_tokens=image_tokens)
             if not request.pairs:
                 records, made = np.unique(found.samples.records, return_counts=True)
-                counts = replace(counts, several=Lines.of((records[made > 1] + 1).tolist()))
+                several = line_numbers(records[made > 1], skipped.lines)
+                counts = replace(counts, several=Lines.of(several.tolist()))
             unread_names = found.samples.unread_names
             noted.unanswered = found.samples.unanswered
             found.entry.close()
         elif destination is None:
             counts, exceeded = self._tokenize(data, findings, noted, None)
+            skipped = findings.skipped
             unread_names = self._unread(noted)
         else:
             with Recording(Cache(destination.folder), destination.key, data.size) as recording:
                 counts, exceeded = self._tokenize(data, findings, noted, recording)
+                skipped = findings.skipped
                 unread_names = self._unread(noted)
                 if not findings.faults_total:
                     dated = writes_date(self.tokenizer)
                     recording.publish(
-                        dated=dated, unread_names=unread_names, unanswered=noted.unanswered
+                        dated=dated,
+                        unread_names=unread_names,
+                        unanswered=noted.unanswered,
+                        skipped=skipped,
                     )
             destination.error = recording.error
         if counts.cut and request.options.columns.of_prompts and not findings.faults_total:
@@ -360,6 +366,8 @@ class Examination:
             unread_names=unread_names,
             unanswered=noted.unanswered,
             has_context=bool(request.options.context),
+            skipped=skipped if report.may_skip is None else report.skipped,
+            unused_bounds=bool(request.options.pixels) and not report.images,
         )
 
     def _unread(self, noted: NotedRecords) -> dict[str, Lines]:
@@ -401,9 +409,8 @@ class Examination:
                 closing(tokenize(self.tokenizer, source, self.limits, options))
             ):
                 if isinstance(of_record, Fault):
-                    findings.fault(of_record)
                     exceeded += of_record.over_limit
-                    if recording is not None:
+                    if findings.fault(of_record) and recording is not None:
                         recording.stop()
                 else:
                     findings.examples += 1
@@ -421,10 +428,13 @@ class Examination:
                         if recording is not None:
                             recording.add(sample)
                     if not pairs and len(cut) > 1:
-                        several = several.with_line(findings.examples)
+                        several = several.with_line(findings.records)
                     alike.append(pairs and cut[0].target_count > 0 and cut[0].is_same(cut[1]))
-                self.progress.update(findings.examples + findings.faults_total, reader)
-        counts = _counts(lengths, kept, targets, np.asarray(alike, np.bool_) if pairs else None)
+                self.progress.update(findings.records, reader)
+        if exceeded < GIVE_UP_AFTER:
+            findings.conclude()
+        are_alike = np.asarray(alike, np.bool_) if pairs else None
+        counts = _counts(lengths, kept, targets, are_alike, findings.skipped_lines)
         return replace(counts, several=several, image_tokens=image_tokens), exceeded
 
     def _open(self) -> DataReader:
@@ -443,13 +453,18 @@ class Examination:
 
 
 def _counts(
-    lengths: ArrayLike, kept: ArrayLike, targets: ArrayLike, alike: np.ndarray | None
+    lengths: ArrayLike,
+    kept: ArrayLike,
+    targets: ArrayLike,
+    alike: np.ndarray | None,
+    skipped: Sequence[int],
 ) -> Counts:
     """The counts of samples.
 
     `lengths`: integers [samples], their tokens; `kept`: those after the cut; `targets`: integers
     [samples], the targets among these; `alike`: bool [pairs], TokenSet.alike, or None if these are
-    no pairs. The two samples of a pair are used together or not at all.
+    no pairs. The two samples of a pair are used together or not at all. `skipped`: numbers of the
+    file's lines that are no samples.
     """
     lengths = np.asarray(lengths)
     kept = np.asarray(kept)
@@ -468,7 +483,9 @@ def _counts(
         cut=int(np.count_nonzero(lost)),
         lost_tokens=int(lost.sum()),
         dropped=int(np.count_nonzero(~with_targets)),
-        alike=Lines() if alike is None else Lines.of((np.flatnonzero(alike) + 1).tolist()),
+        alike=Lines()
+        if alike is None
+        else Lines.of(line_numbers(np.flatnonzero(alike), skipped).tolist()),
     )
 
 

@@ -11,8 +11,9 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from functools import lru_cache, partial
 
-from ft_service.data.image_part import MOST_BYTES, place_of_url, refuse_other_types
-from ft_service.data.line_errors import LineError
+from ft_service.data.image_limits import most_bytes
+from ft_service.data.image_part import place_of_url, refuse_other_types
+from ft_service.data.line_errors import ImageError
 from ft_service.data.sample_kinds import Conversation, Picture
 from ft_service.host.public_fetch import FetchError, fetch_public
 
@@ -35,23 +36,24 @@ class ImageFetcher:
         self._get: Callable[[str], bytes] = lru_cache(_KEPT)(
             partial(
                 fetch_public,
-                most_bytes=MOST_BYTES,
+                most_bytes=most_bytes(),
                 seconds=FETCH_SECONDS,
                 allow_private=os.environ.get(ALLOW_PRIVATE, "").lower() in ("1", "true"),
             )
         )
 
     def fetched(self, chat: Conversation) -> Conversation:
-        """A conversation that holds its pictures. Raises LineError with the place of one that
+        """A conversation that holds its pictures. Raises ImageError with the place of one that
         cannot be fetched.
         """
         if not any(picture.url for picture in chat.images):
             return chat
         if self._spent > MOST_FETCH_SECONDS:
-            raise LineError(
+            raise ImageError(
                 "messages",
                 f"has images by URL, and those before it took {MOST_FETCH_SECONDS:,.0f} seconds: "
                 "write them into the file, as data:image/png;base64,…",
+                passing=True,
             )
         began = time.monotonic()
         with ThreadPoolExecutor(_AT_ONCE, "fetch-image") as threads:
@@ -65,10 +67,11 @@ class ImageFetcher:
         try:
             data = self._get(picture.url)
         except FetchError as error:
-            raise LineError(
+            raise ImageError(
                 place_of_url(place),
                 f"{error.message}. Write the picture into the line, as data:image/png;base64,…, "
                 "or leave the line out",
+                passing=True,
             ) from None
         refuse_other_types(data, place_of_url(place))
         return Picture.of(data, picture.detail)

@@ -30,16 +30,16 @@ import transformers
 from PIL import Image, ImageOps
 
 from ft_service.bases.base_files import document_or_none, shown
-from ft_service.data.line_errors import LineError
+from ft_service.data.line_errors import ImageError
 from ft_service.data.sample_kinds import Picture
+from ft_service.data.token_options import NO_BOUNDS, PixelBounds
 from ft_service.data.tokenizer_files import IMAGE_FILES, tokenizer_state
 from ft_service.data.tokens.base_tokenizer import load_tokenizer
 from ft_service.data.tokens.patches.pixtral_processor import without_torchvision
 from ft_service.data.tokens.patches.smolvlm_processor import need_no_num2words
 from ft_service.errors import SpecError
+from ft_service.spec.options import MOST_PIXELS
 
-MOST_PIXELS = 64_000_000
-"""Pixels of a picture, at most: as much as large cameras make, and 192 MB."""
 MOST_ASPECT = 200
 """The longer side of a picture by its shorter one, at most: processors refuse more, or enlarge it
 beyond all memory."""
@@ -49,6 +49,8 @@ processor sees it; that of `high` and `auto` is not."""
 DECODING = 1
 """Version of the pixels that `decoded` makes of a file; increase it when they change."""
 _FORMATS = ("PNG", "JPEG", "WEBP", "GIF")
+_LEAST = "min_pixels"
+_MOST = "max_pixels"
 _KNOWN_TEXTS = 32
 _LEAST_TRANSFORMERS = "5.23"
 _PIXTRAL = "PixtralProcessor"
@@ -67,8 +69,8 @@ class ImageProcessor:
     digest: str
     """Of all that determines `inputs`: classes, options, versions of libraries."""
 
-    def __init__(self, model_path: str) -> None:
-        """Raises SpecError if the base reads no images here."""
+    def __init__(self, model_path: str, bounds: PixelBounds = NO_BOUNDS) -> None:
+        """Raises SpecError if the base reads no images here, or its processor has no bounds."""
         folder = Path(model_path)
         config = document_or_none(folder / "config.json") or {}
         own, options = _documents(folder)
@@ -84,28 +86,34 @@ class ImageProcessor:
                 "images. Leave the lines with images out, or take a base that reads them"
             )
         self.token_id = token_id
-        self._processor = _processor(folder, config, own, options)
+        self._processor = _processor(folder, config, own, options, bounds)
         self.image_token = self._processor.image_token
         self.digest = self._digest(options)
         self._texts: OrderedDict[str, str] = OrderedDict()
         self._try()
 
     @classmethod
-    def of(cls, model_path: str) -> ImageProcessor:
-        """The processor of a base's folder.
+    def of(cls, model_path: str, bounds: PixelBounds = NO_BOUNDS) -> ImageProcessor:
+        """The processor of a base's folder, with other bounds of pixels.
 
-        Raises SpecError (param: model) if the base reads no images, or not with Pillow.
+        Raises SpecError (param: model) if the base reads no images, or not with Pillow; (param:
+        data.max_pixels or data.min_pixels) if its processor has no bounds of pixels.
         """
-        return _kept(model_path, tokenizer_state(model_path))
+        return _kept(model_path, tokenizer_state(model_path), bounds)
+
+    @property
+    def size(self) -> dict[str, int]:
+        """The image processor's `size`."""
+        return dict(self._processor.image_processor.size)
 
     def inputs(self, picture: Picture) -> dict[str, np.ndarray]:
         """What the tower takes for a picture: `pixel_values` and what its class has beside, in a
-        batch of one. Raises LineError without a field.
+        batch of one. Raises ImageError without a field.
         """
         return self.looked_at(picture)[0]
 
     def looked_at(self, picture: Picture) -> tuple[dict[str, np.ndarray], str]:
-        """`inputs` and `replacement` at once. Raises LineError without a field."""
+        """`inputs` and `replacement` at once. Raises ImageError without a field."""
         data, text = self._processed(picture)
         unused = {"rows", "cols", *self._processor.unused_input_names}
         inputs = {name: np.asarray(value) for name, value in data.items() if name not in unused}
@@ -113,7 +121,7 @@ class ImageProcessor:
 
     def replacement(self, picture: Picture) -> str:
         """The text in place of one `image_token`: placeholders, and the base's marks around and
-        between them. Raises LineError without a field.
+        between them. Raises ImageError without a field.
         """
         text = self._texts.get(picture.key)
         if text is None:
@@ -137,7 +145,7 @@ class ImageProcessor:
             raise
         except Exception as error:  # of any class, by the size of the picture
             width, height = image.size
-            raise LineError(
+            raise ImageError(
                 "",
                 f"is {width:,} x {height:,} pixels, and the base's image processor refuses it: "
                 f"{str(error)[:200].rstrip('.')}. Give the picture another size, or leave the line "
@@ -151,7 +159,7 @@ class ImageProcessor:
         Image.new("RGB", (64, 48), "white").save(file, "PNG")
         try:
             text = self.replacement(Picture.of(file.getvalue()))
-        except LineError as error:
+        except ImageError as error:
             reason = f"its image processor fails for a white picture, which {error.reason}"
             raise _refused(reason) from None
         sign = self._processor.tokenizer.convert_ids_to_tokens(self.token_id)
@@ -177,41 +185,68 @@ class ImageProcessor:
 
 
 @lru_cache(maxsize=2)
-def _kept(model_path: str, state: str) -> ImageProcessor:
+def _kept(model_path: str, state: str, bounds: PixelBounds) -> ImageProcessor:
     """`state`: of the base's files, so that changed files are read again."""
-    return ImageProcessor(model_path)
+    return ImageProcessor(model_path, bounds)
+
+
+def bounded_documents(model_path: str, bounds: PixelBounds) -> dict[str, dict[str, Any]]:
+    """The files of a base's image processor with other bounds of pixels, by name: those that have
+    its options. None without bounds.
+    """
+    if not bounds:
+        return {}
+    size = ImageProcessor.of(model_path, bounds).size
+    changed = {"size": size, _LEAST: size["shortest_edge"], _MOST: size["longest_edge"]}
+    made: dict[str, dict[str, Any]] = {}
+    for name in IMAGE_FILES:
+        document = document_or_none(Path(model_path) / name) or {}
+        if isinstance(nested := document.get("image_processor"), dict):
+            made[name] = {**document, "image_processor": {**nested, **changed}}
+        elif name == IMAGE_FILES[0] and document:
+            made[name] = {**document, **changed}
+    return made
+
+
+def bounds_of(folder: Path) -> PixelBounds:
+    """Those of the files that `bounded_documents` made, in this folder; none where there are
+    none.
+    """
+    own, _ = _documents(folder)
+    bounds = [value if type(value := own.get(name)) is int else None for name in (_LEAST, _MOST)]
+    return PixelBounds(*bounds)
 
 
 def size_of(picture: Picture) -> tuple[int, int]:
     """Width and height of a picture as it is seen, in pixels, of which none is decoded.
 
-    Raises LineError without a field.
+    Raises ImageError without a field.
     """
     return _guarded(picture, _turned)
 
 
 def decoded(picture: Picture) -> Image.Image:
     """A picture's first frame as RGB in 8 bits, turned as its camera notes, on white where it is
-    transparent; that of `detail: low` is at most LOW_SIDE long. Raises LineError without a field.
+    transparent; that of `detail: low` is at most LOW_SIDE long. Raises ImageError without a field.
     """
     return _guarded(picture, partial(_as_rgb, detail=picture.detail))
 
 
 def _guarded(picture: Picture, work: Callable[[Image.Image], Made]) -> Made:
-    """What `work` makes of a picture, of which only the size was read before. Raises LineError."""
+    """What `work` makes of a picture, of which only the size was read before. Raises ImageError."""
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # Pillow's on sizes, which are checked here
             with Image.open(io.BytesIO(picture.data), formats=_FORMATS) as image:
                 _require_size(*image.size)
                 return work(image)
-    except (LineError, MemoryError):
+    except (ImageError, MemoryError):
         raise
     except Image.DecompressionBombError:
         raise _too_many(f"more than {2 * (Image.MAX_IMAGE_PIXELS or 0):,}") from None
     except Exception as error:  # of any class: decoders raise what they like
         reason = "" if isinstance(error, PIL.UnidentifiedImageError) else f": {error}"
-        raise LineError(
+        raise ImageError(
             "",
             f"cannot be decoded{reason}. The file is damaged or cut off: save the picture again, "
             "or leave the line out",
@@ -222,15 +257,15 @@ def _require_size(width: int, height: int) -> None:
     if width * height > MOST_PIXELS:
         raise _too_many(f"{width:,} x {height:,}")
     if max(width, height) > MOST_ASPECT * min(width, height):
-        raise LineError(
+        raise ImageError(
             "",
             f"is {width:,} x {height:,} pixels, and one side may be at most {MOST_ASPECT} times "
             "the other: cut the picture, or leave the line out",
         )
 
 
-def _too_many(size: str) -> LineError:
-    return LineError(
+def _too_many(size: str) -> ImageError:
+    return ImageError(
         "",
         f"has {size} pixels, and a picture may have {MOST_PIXELS:,}: make it smaller, or leave "
         "the line out",
@@ -269,7 +304,11 @@ def _documents(folder: Path) -> tuple[dict[str, Any], dict[str, Any]]:
 
 
 def _processor(
-    folder: Path, config: dict[str, Any], own: dict[str, Any], options: dict[str, Any]
+    folder: Path,
+    config: dict[str, Any],
+    own: dict[str, Any],
+    options: dict[str, Any],
+    bounds: PixelBounds,
 ) -> Any:
     """The published processor, with its image processor on Pillow. Raises SpecError."""
     if not hasattr(transformers.ProcessorMixin, "replace_image_token"):
@@ -280,6 +319,7 @@ def _processor(
     model_type = str(config.get("model_type"))
     kind = _processor_class(options.get("processor_class"), model_type)
     image_kind = _image_processor_class(own.get("image_processor_type"), model_type)
+    own = _within(image_kind, own, bounds)
     tokenizer = load_tokenizer(str(folder))
     try:
         parts: dict[str, Any] = dict.fromkeys(kind.get_attributes())
@@ -292,6 +332,37 @@ def _processor(
             f"its {kind.__name__} cannot be made: {shown(error)}. Take the base with all its "
             "files as published"
         ) from error
+
+
+def _within(kind: Any, own: dict[str, Any], bounds: PixelBounds) -> dict[str, Any]:
+    """Options of an image processor with other bounds of pixels. Raises SpecError if its class has
+    none.
+
+    One that has them takes min_pixels and max_pixels, and keeps them as `size`: shortest_edge and
+    longest_edge, which count pixels there.
+    """
+    given = {_LEAST: bounds.least, _MOST: bounds.most}
+    given = {name: pixels for name, pixels in given.items() if pixels is not None}
+    if not given:
+        return own
+    known = inspect.get_annotations(kind.valid_kwargs)
+    name = next(iter(given))
+    if not known.keys() >= {_LEAST, _MOST}:
+        raise SpecError(
+            f"data.{name} = {given[name]:,}: the base's image processor, {kind.__name__}, has no "
+            "bounds of pixels: it makes all pictures of sizes of its own. Leave it out, or give "
+            "detail: low to make pictures smaller before",
+            param=f"data.{name}",
+        )
+    size = kind(**{**own, **given}).size
+    if size["shortest_edge"] > size["longest_edge"]:
+        other = next(iter({_LEAST, _MOST} - given.keys()))
+        raise SpecError(
+            f"data.{name} = {given[name]:,}: the base's own pictures have {size['shortest_edge']:,}"
+            f" pixels at least and {size['longest_edge']:,} at most with it. Give data.{other} too",
+            param=f"data.{name}",
+        )
+    return {**own, **given}
 
 
 def _processor_class(named: Any, model_type: str) -> Any:

@@ -22,8 +22,9 @@ from typing import Any
 import numpy as np
 
 from ft_service.data.image_part import of_json
-from ft_service.data.line_errors import LineError
+from ft_service.data.line_errors import ImageError, LineError
 from ft_service.data.sample_kinds import Conversation
+from ft_service.data.token_options import PixelBounds
 from ft_service.data.tokens.image_fetch import ImageFetcher
 from ft_service.data.tokens.image_processor import ImageProcessor
 from ft_service.data.tokens.limited_worker import Work, serve
@@ -31,8 +32,10 @@ from ft_service.errors import SpecError
 
 
 def _begin(given: dict[str, Any]) -> Work:
+    path = given["path"]
     try:
-        return partial(_seen, ImageProcessor.of(given["path"]))
+        ImageProcessor.of(path)
+        return partial(_seen, path)
     except SpecError as error:
         return partial(_refused, error.message)
 
@@ -41,8 +44,12 @@ def _refused(reason: str, _: dict[str, Any]) -> dict[str, Any]:
     return {"refused": reason}
 
 
-def _seen(processor: ImageProcessor, request: dict[str, Any]) -> dict[str, Any]:
+def _seen(path: str, request: dict[str, Any]) -> dict[str, Any]:
     """Raises LineError."""
+    try:
+        processor = ImageProcessor.of(path, PixelBounds(**request["bounds"]))
+    except SpecError as error:
+        return _refused(error.message, request)
     pictures = [of_json(own) for own in request["pictures"]]
     places = tuple(own["place"] for own in request["pictures"])
     chat = Conversation((), (), images=tuple(pictures), image_places=places)
@@ -52,8 +59,8 @@ def _seen(processor: ImageProcessor, request: dict[str, Any]) -> dict[str, Any]:
     for picture, place in zip(ImageFetcher().fetched(chat).images, places, strict=True):
         try:
             inputs, text = processor.looked_at(picture)
-        except LineError as error:
-            raise LineError(place, error.reason) from None
+        except ImageError as error:
+            raise error.at(place) from None
         if offset + sum(own.nbytes for own in inputs.values()) > request["most_bytes"]:
             raise LineError(
                 place,

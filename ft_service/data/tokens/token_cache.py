@@ -26,6 +26,7 @@ import transformers
 from ft_service.bases.base_files import is_base_file
 from ft_service.bases.cache_folder import INDEX, LOCK, Cache, CacheEntry
 from ft_service.data.data_file import PAIRING
+from ft_service.data.fault_groups import Skipped
 from ft_service.data.statistics import Lines
 from ft_service.data.token_folder import entry_key
 from ft_service.data.token_options import DEFAULT, TokenOptions
@@ -188,6 +189,7 @@ class Recording:
         dated: bool,
         unread_names: Mapping[str, Lines] | None = None,
         unanswered: Lines | None = None,
+        skipped: Skipped | None = None,
     ) -> None:
         """Make the recorded token set the entry of the key, unless there is one already.
 
@@ -196,7 +198,9 @@ class Recording:
         if self._writer is None or self._staged is None:
             return
         try:
-            self._writer.finish(dated=dated, unread_names=unread_names, unanswered=unanswered)
+            self._writer.finish(
+                dated=dated, unread_names=unread_names, unanswered=unanswered, skipped=skipped
+            )
             self._close_writer()
         except OSError as error:
             self._failed(error)

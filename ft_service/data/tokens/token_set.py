@@ -11,7 +11,9 @@ from functools import cached_property
 from typing import SupportsIndex, overload
 
 import numpy as np
+from numpy.typing import ArrayLike
 
+from ft_service.data.fault_groups import Skipped
 from ft_service.data.sample_kinds import DETAILS, Picture
 from ft_service.data.statistics import Lines
 from ft_service.data.tokens.sample import ImageUse, Tokens
@@ -107,6 +109,8 @@ class TokenSet(Sequence[Tokens]):
     first token and of that behind the last one in `ids`, and the picture's place in `pictures`."""
     labels: np.ndarray | None = None
     """bool [samples]: whether the answer is a good one. None: the file has no labels."""
+    skipped: Skipped = field(default_factory=Skipped)
+    """Lines of the file that are left out, and have no number in `records`."""
 
     @classmethod
     def of(cls, samples: Iterable[Tokens], *, dated: bool = False) -> TokenSet:
@@ -229,6 +233,17 @@ class TokenSet(Sequence[Tokens]):
         names = ["begins", "lengths", "target_counts", "records"]
         names += [] if self.labels is None else ["labels"]
         return replace(self, **{name: getattr(self, name)[which] for name in names})
+
+
+def line_numbers(records: ArrayLike, skipped: Sequence[int]) -> np.ndarray:
+    """int64, as many: numbers of records in their file, from 1.
+
+    `records`: their numbers among those that are not skipped, from 0. `skipped`: numbers of the
+    skipped ones in the file, from 1, in their order.
+    """
+    numbers = np.asarray(records, np.int64)
+    before = np.asarray(skipped, np.int64) - 1 - np.arange(len(skipped))
+    return numbers + 1 + np.searchsorted(before, numbers, side="right")
 
 
 class TokensDigest:

@@ -40,6 +40,7 @@ import numpy as np
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from ft_service.bases.cache_folder import INDEX
+from ft_service.data.fault_groups import Skipped
 from ft_service.data.sample_kinds import DETAILS, Picture
 from ft_service.data.statistics import Lines
 from ft_service.data.tokens.sample import Tokens
@@ -120,9 +121,11 @@ class TokenSetIndex(BaseModel):
     """None, and not written: there are none."""
     labelled: bool = False
     """Whether samples have labels. False is not written."""
+    skipped: Skipped = Field(default_factory=Skipped)
+    """That of the TokenSet. None at all are not written."""
     seal: str = ""
-    """SHA-256 of all fields above; `unread_names`, `unanswered`, `images` and `labelled` only
-    if there are some, since earlier releases wrote none."""
+    """SHA-256 of all fields above; `unread_names`, `unanswered`, `images`, `labelled` and `skipped`
+    only if there are some, since earlier releases wrote none."""
 
     def sealed(self) -> TokenSetIndex:
         return self.model_copy(update={"seal": self._seal()})
@@ -148,7 +151,11 @@ class TokenSetIndex(BaseModel):
     @property
     def written(self) -> str:
         """The text of the file."""
-        given = {"images": self.images is not None, "labelled": self.labelled}
+        given = {
+            "images": self.images is not None,
+            "labelled": self.labelled,
+            "skipped": bool(self.skipped),
+        }
         left_out = {name for name, is_given in given.items() if not is_given}
         return self.model_dump_json(indent=2, exclude=left_out)
 
@@ -158,6 +165,7 @@ class TokenSetIndex(BaseModel):
             "unanswered": self.unanswered.count > 0,
             "images": self.images is not None,
             "labelled": self.labelled,
+            "skipped": bool(self.skipped),
         }
         left_out = {"seal", *(name for name, is_given in given.items() if not is_given)}
         return hashlib.sha256(self.model_dump_json(exclude=left_out).encode()).hexdigest()
@@ -240,6 +248,7 @@ class TokenSetWriter:
         dated: bool,
         unread_names: Mapping[str, Lines] | None = None,
         unanswered: Lines | None = None,
+        skipped: Skipped | None = None,
     ) -> None:
         """Write all samples to the disk and then the index, which makes the folder complete."""
         for file in self._files.values():
@@ -259,6 +268,7 @@ class TokenSetWriter:
             if self._pictures
             else None,
             labelled=_LABELS in self._files,
+            skipped=skipped or Skipped(),
         ).sealed()
         with (self._folder / INDEX).open("wb") as file:
             file.write(index.written.encode() + b"\n")
@@ -301,6 +311,7 @@ def open_token_set(folder: Path) -> TokenSet | None:
         pictures=None if index.images is None else _pictures_of(arrays),
         uses=uses,
         labels=arrays.get(_LABELS),
+        skipped=index.skipped,
     )
 
 

@@ -23,7 +23,7 @@ from transformers import PreTrainedTokenizerBase
 
 from ft_service.data.data_file import TWO_ANSWERS, answers, for_method
 from ft_service.data.formats.reading import open_data
-from ft_service.data.line_errors import Fault, LineError
+from ft_service.data.line_errors import Fault, ImageError, LineError
 from ft_service.data.sample_kinds import (
     Conversation,
     GradedPrompt,
@@ -35,7 +35,7 @@ from ft_service.data.sample_kinds import (
     in_context,
     label_of,
 )
-from ft_service.data.token_options import DEFAULT, TokenOptions
+from ft_service.data.token_options import DEFAULT, PixelBounds, TokenOptions
 from ft_service.data.tokens.answer_markers import Span
 from ft_service.data.tokens.base_tokenizer import load_tokenizer as load_tokenizer
 from ft_service.data.tokens.boundary_tokens import Joined, as_prompted, require_prompted
@@ -123,13 +123,14 @@ class SampleCheck:
         self._everything = options.train_on == "everything"
         self._labelled = options.columns.labels is True
         self._path = named.name_or_path
+        self._pixels = options.pixels
 
     def tokens(self, sample: SampleText, encoding: Encoding | Joined) -> Tokens:
         """The sample's tokens, if they may be learned. Raises LineError with the text at fault."""
         require_prompted(sample.text, sample.spans, encoding)
         tokens = _prompt(encoding) if sample.is_prompt else _masked(sample, encoding)
         if sample.images:
-            token_id = ImageProcessor.of(self._path).token_id
+            token_id = ImageProcessor.of(self._path, self._pixels).token_id
             tokens = with_uses(sample.images, encoding, tokens, token_id)
         self._require_one_begin(sample, tokens)
         if not tokens.target_count:
@@ -189,7 +190,8 @@ def file_samples(
 ) -> Generator[Tokens]:
     """The uncut samples of a file. `pairs`: it holds pairs, of which each answer is a sample.
 
-    Raises DataError if the file changed after submission, or has a line that cannot be trained on.
+    Raises DataError if the file changed after submission, or has a line that cannot be trained on,
+    unless it is skipped (data.images), of which too many are not looked for.
     """
     data = open_data(Path(file.path), file.files, options.columns)
     missing = next((path for path in data.paths if not path.is_file()), None)
@@ -207,6 +209,8 @@ def file_samples(
     ):
         for of_record in found:
             if isinstance(of_record, Fault):
+                if of_record.of_image and not options.columns.strict_images:
+                    continue
                 raise DataError(f"{file.name}: {of_record.text(data.shape.word)}.")
             yield from of_record
 
@@ -348,7 +352,7 @@ def _samples(
             partial(
                 _rendered,
                 partial(as_texts, tokenizer, options),
-                partial(ImageProcessor.of, tokenizer.name_or_path),
+                partial(ImageProcessor.of, tokenizer.name_or_path, options.pixels),
                 ImageFetcher().fetched,
             ),
             records,
@@ -436,28 +440,28 @@ def as_texts(
             param="chat_template",
         )
     return [
-        _with_images(tokenizer, SampleText(*sample, is_chat=True))
+        _with_images(tokenizer, SampleText(*sample, is_chat=True), options.pixels)
         if sample.source.images
         else SampleText(*sample, is_chat=True)
         for sample in render(tokenizer, record, options)
     ]
 
 
-def _with_images(tokenizer: Any, sample: SampleText) -> SampleText:
+def _with_images(tokenizer: Any, sample: SampleText, pixels: PixelBounds) -> SampleText:
     """A sample in which what its base's processor writes for each picture stands in place of the
     chat template's sign. Raises LineError, and SpecError for a base that reads no images.
     """
     record = sample.source
     assert isinstance(record, Conversation)
-    processor = ImageProcessor.of(tokenizer.name_or_path)
+    processor = ImageProcessor.of(tokenizer.name_or_path, pixels)
     places = record.image_places or ("messages",) * len(record.images)
 
     def written() -> Iterator[tuple[Picture, str]]:
         for picture, place in zip(record.images, places, strict=True):
             try:
                 yield picture, processor.replacement(picture)
-            except LineError as error:
-                raise LineError(place, error.reason) from None
+            except ImageError as error:
+                raise error.at(place) from None
 
     made, images = with_pictures(sample.text, processor.image_token, written(), len(record.images))
     grown = sample._replace(text=made, images=images, rendered=sample.text)
@@ -524,7 +528,7 @@ def _or_fault(
     try:
         return work()
     except LineError as error:
-        return Fault(number, error.field, error.reason)
+        return Fault.of(number, error)
     except TimeUp:
         assert limits is not None
         return Fault(

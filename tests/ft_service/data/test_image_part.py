@@ -9,6 +9,7 @@ from ft_service.data.chat_line import parse_conversation, parse_line
 from ft_service.data.formats.detect_format import Format
 from ft_service.data.formats.normalize import as_record
 from ft_service.data.formats.writing import line_of
+from ft_service.data.image_limits import BYTES
 from ft_service.data.image_part import as_json, of_json
 from ft_service.data.line_errors import LineError
 from ft_service.data.prompt_line import parse_prompt
@@ -161,7 +162,7 @@ def test_a_picture_on_the_web_is_left_there_until_it_is_needed() -> None:
 
 
 def test_a_picture_may_be_as_large_as_the_limit(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(image_part, "MOST_BYTES", len(PNG))
+    monkeypatch.setenv(BYTES, str(len(PNG)))
     assert parsed(user(part(PNG)), ANSWER).images == (Picture.of(PNG),)
     for longer in (PNG + b"0", PNG * 2):
         error = refused(user(part(longer)), ANSWER)

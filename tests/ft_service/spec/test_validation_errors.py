@@ -234,7 +234,7 @@ def test_of_a_list_where_a_number_may_stand_the_fault_within_is_told() -> None:
     with pytest.raises(SpecError) as caught:
         parse_request(BODY | {"evaluation": {"prompts": prompts}, "method": method})
     assert sorted(caught.value.message.splitlines()[1:]) == [
-        "evaluation.prompts.0.messages.0.content = 5: must be text.",
+        "evaluation.prompts.0.messages.0.content = 5: must be text or a list.",
         "evaluation.prompts.1.colour: there is no such option. Check its spelling, or leave it "
         "out.",
         "evaluation.prompts.2 = 7: must be an object with options of its own.",

@@ -94,8 +94,8 @@ WRONG: dict[str, Change] = {
     ),
     r"data: 0 sequences": lambda m: m.ClearField("data"),
     r"data\.0\.model_input: 0 tokens": lambda m: m.data[0].ClearField("model_input"),
-    r"data\.0\.model_input: image: this service trains on tokens only": lambda m: (
-        m.data[0].model_input.add().image.SetInParent()
+    r"data\.0\.model_input: dmel: this service trains on tokens and images only": lambda m: (
+        m.data[0].model_input.add().dmel.SetInParent()
     ),
     r"data\.0\.model_input: 9 tokens; 1 to 8": lambda m: setattr(
         m.data[0].model_input[0].encoded_text, "tokens", np.zeros(9, "<i4").tobytes()

@@ -45,8 +45,22 @@ def test_what_ends_an_answer(stop: Any, texts: list[str], tokens: list[int], end
 WRONG: dict[str, dict[str, Any]] = {
     r"num_samples = 0": {"num_samples": 0},
     r"prompt: it has no tokens": {"prompt": {"chunks": []}},
-    r"prompt\.chunks\.0: image: this service samples from tokens only": {
-        "prompt": {"chunks": [{"type": "image", "tokens": []}]}
+    r"prompt\.chunks\.0: dmel: this service samples from tokens and images only": {
+        "prompt": {"chunks": [{"type": "dmel", "tokens": []}]}
+    },
+    r"prompt\.chunks\.0\.data: is no base64": {
+        "prompt": {"chunks": [{"type": "image", "data": "…", "format": "png"}]}
+    },
+    r"prompt\.chunks\.0\.data: is no PNG, JPEG, WEBP or GIF": {
+        "prompt": {"chunks": [{"type": "image", "data": "aGVsbG8=", "format": "png"}]}
+    },
+    r"prompt\.chunks\.0\.data is required": {"prompt": {"chunks": [{"type": "image"}]}},
+    r"prompt\.chunks\.0\.location = 'tinker://a': images are fetched from https:": {
+        "prompt": {"chunks": [{"type": "image_asset_pointer", "location": "tinker://a"}]}
+    },
+    r"prompt\.chunks\.0\.expected_tokens: log-probabilities of a prompt need it": {
+        "prompt": {"chunks": [{"type": "image_asset_pointer", "location": "https://a.b/c.png"}]},
+        "prompt_logprobs": True,
     },
     r"sampling_params\.top_p = 0": {"sampling_params": {"top_p": 0}},
     r"sampling_params\.surprise: this service does not know it": {

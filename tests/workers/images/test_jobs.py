@@ -9,11 +9,16 @@ from unittest.mock import patch
 
 import pytest
 import torch
+from peft import PeftModel
+from transformers import AutoImageProcessor, AutoModelForImageTextToText, AutoTokenizer
 
+from ft_service.bases.safetensors_folder import read_tensors
+from ft_service.errors import SpecError
 from ft_service.rundir.checkpoints import complete_checkpoints
 from ft_service.rundir.directory import RunDir
 from ft_service.rundir.documents import Outcome
 from ft_service.spec import JobSpec
+from tests.support.image_bases import drawn
 from tests.support.training.attempts import (
     adapter,
     attempt_on_rank,
@@ -26,6 +31,8 @@ from tests.support.training.engine_runs import assert_same, run_together
 from tests.support.training.models import spec_for
 from tests.support.training.pictures import save_pictured_chats, save_whole_base
 from workers.images.computing import FOLDER, Storage
+from workers.images.tower import asked
+from workers.tasks.export import export
 
 
 @pytest.fixture(scope="module")
@@ -144,3 +151,56 @@ def test_a_tower_on_every_rank_gives_the_same_bits_where_features_have_no_room(
     assert not list(run.path(FOLDER).rglob("*.safetensors"))
     for name, expected in adapter(on_two).items():
         assert torch.equal(adapter(run)[name], expected), name
+
+
+def test_a_merged_model_reads_images_as_the_adapter_does(
+    spec: JobSpec, on_two: RunDir, tmp_path: Path
+) -> None:
+    """By the published class and its own processor, under the published names."""
+    out = tmp_path / "merged"
+    report = export(on_two.path("adapter"), out, "merged", None, samples=3)
+    losses_of = report["validation_loss"]
+    assert losses_of["merged"] == pytest.approx(losses_of["adapter_on_bf16_base"], rel=5e-3)
+    base = Path(spec.model.path)
+    names = {name for name, _ in read_tensors(base).items()}
+    assert {name for name, _ in read_tensors(out).items()} == names
+    for name in ("preprocessor_config.json", "chat_template.jinja"):
+        assert (out / name).read_bytes() == (base / name).read_bytes()
+    processor: Any = AutoImageProcessor.from_pretrained(out, backend="pil")
+    tokenizer: Any = AutoTokenizer.from_pretrained(out)
+    picture = drawn(70, 50)
+    pixels = processor(picture, return_tensors="pt")
+    sign = "<|image_pad|>"
+    text = tokenizer.apply_chat_template(
+        [{"role": "user", "content": [{"type": "image"}, {"type": "text", "text": "what is it?"}]}],
+        tokenize=False,
+        add_generation_prompt=True,
+    )
+    count = int(pixels["image_grid_thw"].prod()) // processor.merge_size**2
+    ids = tokenizer(text.replace(sign, sign * count), return_tensors="pt")["input_ids"]
+
+    merged = AutoModelForImageTextToText.from_pretrained(out, dtype=torch.float32).eval()
+    plain = AutoModelForImageTextToText.from_pretrained(base, dtype=torch.float32).eval()
+
+    def logits(model: Any) -> torch.Tensor:
+        token = tokenizer.convert_tokens_to_ids(sign)
+        with torch.no_grad():
+            told = asked(plain, ids, ids == token)
+            return model(input_ids=ids, **told, **pixels).logits.float().log_softmax(dim=-1)
+
+    before = logits(plain)
+    tuned = PeftModel.from_pretrained(plain, on_two.path("adapter")).eval()
+    expected = logits(tuned)
+    changed = (expected - before).norm()
+    assert changed > 0
+    assert (logits(merged) - expected).norm() < 0.1 * changed
+
+
+@pytest.mark.parametrize("to", ["gguf", "gguf-q8_0", "gguf-adapter"])
+def test_gguf_of_what_was_learned_of_images_is_refused(
+    to: str, on_two: RunDir, tmp_path: Path
+) -> None:
+    with pytest.raises(SpecError, match=r"trained on \d+ images, .*\(mmproj\)") as refusal:
+        export(on_two.path("adapter"), tmp_path / "out", to, None, samples=0)
+    assert refusal.value.code == "not_exportable"
+    assert not (tmp_path / "out").exists()

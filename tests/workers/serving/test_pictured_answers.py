@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 import inspect
 from collections.abc import Sequence
 from dataclasses import asdict
@@ -21,6 +22,7 @@ from ft_service.data.chat_line import parse_conversation
 from ft_service.data.image_part import as_json
 from ft_service.data.image_process import SeenPicture, SeenPictures
 from ft_service.data.sample_kinds import Picture
+from ft_service.data.token_options import PixelBounds
 from ft_service.data.tokens.base_tokenizer import load_tokenizer
 from ft_service.data.tokens.chat_template import ChatTemplate
 from ft_service.data.tokens.image_processor import ImageProcessor
@@ -28,6 +30,7 @@ from ft_service.errors import UnavailableError
 from ft_service.host.helper_process import LATER_SECONDS, Failure, HelperFailed, Program
 from ft_service.serving.preview_process import _error
 from ft_service.spec import PrecisionOptions
+from ft_service.tinker.sample_calls import SampleRequest, parse_sample_request
 from tests.support.image_bases import drawn, encoded, image_part, text_part
 from tests.support.training.checks import published_model
 from tests.support.training.pictures import TWO_WAY, alike, save_whole_base
@@ -37,7 +40,7 @@ from workers.serving import model as model_module
 from workers.serving.chat_tokens import Chats
 from workers.serving.engine import Engine
 from workers.serving.model import ServedModel
-from workers.serving.requests import ChatRequest
+from workers.serving.requests import ChatRequest, TokenRequest
 
 FAMILIES = {
     "qwen 2.5 vl": 0,
@@ -58,14 +61,23 @@ SIZES = [(70, 50), (40, 90)]
 
 
 def look_here(
-    self: image_process.ImageProcess, pictures: Sequence[Picture], places: Sequence[str]
+    self: image_process.ImageProcess,
+    pictures: Sequence[Picture],
+    places: Sequence[str],
+    bounds: PixelBounds,
 ) -> SeenPictures:
     """`ImageProcess.look` without a process."""
-    processor = ImageProcessor.of(self._begin["path"])
+    processor = ImageProcessor.of(self._begin["path"], bounds)
     seen = [(own.key, *processor.looked_at(own)) for own in pictures]
     return SeenPictures(
         processor.image_token, [SeenPicture(key, text, inputs) for key, inputs, text in seen]
     )
+
+
+def chunk_of(given: list[int] | bytes | dict[str, Any]) -> dict[str, Any]:
+    if isinstance(given, bytes):
+        return {"type": "image", "data": base64.b64encode(given).decode(), "format": "png"}
+    return {"type": "encoded_text", "tokens": given} if isinstance(given, list) else given
 
 
 def write_here(self: template_process.TemplateProcess, *given: Any, **options: Any) -> str:
@@ -97,6 +109,19 @@ class Asked:
         more = {"images": shown} if images.pictures else {}
         options = {"temperature": 0.0, "max_tokens": LIMIT, "top_logprobs": 1, **options}
         self.engine.add(ChatRequest(name, messages, **more, **options))
+
+    def ask_tokens(self, name: str, chunks: Sequence[Any], **options: Any) -> None:
+        """A prompt of tokens with encoded pictures between."""
+        request = SampleRequest.model_validate(
+            {
+                "prompt": {"chunks": [chunk_of(own) for own in chunks]},
+                "sampling_params": {"max_tokens": LIMIT, "temperature": 0.0, "stop": []},
+                **options,
+            }
+        )
+        order = parse_sample_request(request.model_dump()).order(None, self.facts)
+        del order["op"]
+        self.engine.add_tokens(TokenRequest(name, **order))
 
     def run(self) -> None:
         while self.engine.busy:
@@ -218,6 +243,50 @@ def test_greedy_answers_are_those_of_generate_with_pixels_beside_text(
             assert base.ends(name, index) or len(told) == LIMIT
         assert base.one(name, "begun")["prompt_tokens"] == length
     assert base.logprobs("text") == pytest.approx(base.logprobs("alone"), abs=1e-4)
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_prompts_of_tokens_show_pictures_as_chats_do(tmp_path: Path) -> None:
+    """As Tinker's clients send them, and with the log-probabilities of the prompt."""
+    path = str(save_whole_base("qwen 3 vl", tmp_path / "base"))
+    model: Any = published_model(Path(path)).eval()
+    pictures = [encoded(drawn(*size, seed=3)) for size in SIZES]
+    content = [text_part("what"), image_part(pictures[0]), image_part(pictures[1])]
+    expected, length = generated(model, path, content)
+    ids, pixels = prompt_with_pixels(path, content)
+    token = ImageProcessor.of(path).token_id
+    row, held = ids[0].tolist(), (ids[0] == token).tolist()
+    starts = [at for at, own in enumerate(held) if own and not held[at - 1]]
+    ends = [at + 1 for at, own in enumerate(held) if own and not held[at + 1]]
+    counts = [end - start for start, end in zip(starts, ends, strict=True)]
+
+    def told(data: bytes, count: int) -> dict[str, Any]:
+        return {**chunk_of(data), "expected_tokens": count}
+
+    first, second = pictures
+    texts = [row[: starts[0]], row[ends[0] : starts[1]], row[ends[1] :]]
+    known = [texts[0], told(first, counts[0]), texts[1], told(second, counts[1]), texts[2]]
+    base = Asked(path, FAMILIES["qwen 3 vl"])
+    base.ask_tokens("bare", [texts[0], first, texts[1], second, texts[2]])
+    base.ask_tokens("scored", known, prompt_logprobs=True)
+    base.ask_tokens("wrong", [texts[0], told(first, counts[0] + 1), texts[1]])
+    base.ask("chat", content)
+    base.run()
+    for name in ("bare", "scored"):
+        parts = [own for own in base.parts if own["id"] == name and own["kind"] == "tokens"]
+        logprobs = [log for own in parts for log in own["logprobs"]]
+        assert logprobs == pytest.approx(expected, abs=1e-4)
+        assert base.one(name, "begun")["prompt_tokens"] == length
+    with torch.no_grad():
+        published = model(input_ids=ids, **asked(model, ids, ids == token), **pixels).logits
+    logs = published[0, :-1].float().log_softmax(dim=-1).gather(1, ids[0, 1:, None])[:, 0].tolist()
+    scores = [own for own in base.parts if own["id"] == "scored" and own["kind"] == "scores"]
+    found = {own["place"] + at: log for own in scores for at, log in enumerate(own["logprobs"])}
+    assert [found[at] for at in range(1, length)] == pytest.approx(logs, abs=1e-4)
+    error = base.one("wrong", "error")
+    said = f"prompt.chunks.1: expected_tokens = {counts[0] + 1}, and the base's image processor"
+    assert said in error["message"]
+    assert f"makes {counts[0]}" in error["message"]
 
 
 @pytest.mark.filterwarnings("ignore")

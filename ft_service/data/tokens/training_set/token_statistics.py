@@ -17,7 +17,7 @@ from ft_service.data.statistics import (
     Spread,
     items_of_steps,
 )
-from ft_service.data.tokens.token_set import TokenSet
+from ft_service.data.tokens.token_set import TokenSet, line_numbers
 from ft_service.data.tokens.training_set.split import Split, content_digests, set_aside
 from ft_service.data.tokens.training_set.windows import are_whole, in_rows, in_windows
 from ft_service.spec import TrainingOptions
@@ -47,7 +47,8 @@ class RecordGroup:
     def measured(self, chosen: np.ndarray, max_length: int) -> FileStatistics:
         """The statistics of some records. `chosen`: bool [records]."""
         max_length = sys.maxsize if self.is_whole else max_length
-        numbers = np.flatnonzero(chosen) + 1
+        skipped = self.samples.skipped.lines
+        numbers = line_numbers(np.flatnonzero(chosen), skipped)
         samples = self.samples.some(chosen[self.samples.records])
         targets = samples.targets_within(max_length)
         lengths = samples.lengths
@@ -63,7 +64,7 @@ class RecordGroup:
 
         def of_any(which: np.ndarray) -> Lines:
             """The records of which one of the samples is chosen. `which`: bool [samples]."""
-            return Lines.of((np.unique(samples.records[which]) + 1).tolist())
+            return Lines.of(line_numbers(np.unique(samples.records[which]), skipped).tolist())
 
         _, first = np.unique(self.contents[chosen], return_index=True)
         again = np.ones(len(numbers), np.bool_)
@@ -83,6 +84,7 @@ class RecordGroup:
             alike=_lines(numbers, alike) if self.together == 2 else Lines(),
             duplicates=_lines(numbers, again),
             near_empty=of_any(samples.target_counts <= NEAR_EMPTY + self.ending),
+            skipped=Lines.of(skipped),
         )
 
 
@@ -100,7 +102,7 @@ def measure(
     if validation is not None:
         everything = np.ones(len(validation.contents), np.bool_)
         held_out = validation.measured(everything, options.max_length)
-        numbers = np.arange(1, len(everything) + 1)
+        numbers = line_numbers(np.arange(len(everything)), validation.samples.skipped.lines)
         overlap = _lines(numbers, np.isin(validation.contents, training.contents))
     elif asked.validation_split is not None:
         aside = set_aside(

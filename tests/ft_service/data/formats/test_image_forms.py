@@ -20,6 +20,7 @@ from ft_service.data.formats.detect_format import recognise
 from ft_service.data.formats.normalize import as_record
 from ft_service.data.formats.reading import open_data
 from ft_service.data.formats.writing import line_of
+from ft_service.data.image_limits import BYTES
 from ft_service.data.line_errors import Fault, LineError
 from ft_service.data.sample_kinds import IMAGE, Conversation, Pair, Picture, Record
 from tests.support.data_formats import CONTAINERS, lines, records, write
@@ -357,7 +358,7 @@ def test_the_limits_of_pictures_hold_in_columns(monkeypatch: pytest.MonkeyPatch)
     eleven = {"messages": [ask("<image>" * 11), SAY], "images": [WEB] * 11}
     field, told = refused(eleven)
     assert (field, "one of 11 images, and a line may have 10" in told) == ("images.10", True)
-    monkeypatch.setattr(limits, "MOST_BYTES", len(PNG))
+    monkeypatch.setenv(BYTES, str(len(PNG)))
     given = {"messages": [ask(HERE, "Read it."), SAY]}
     assert read(given | {"image": {"bytes": PNG}}) == ONCE
     for longer in ({"bytes": PNG + b"0"}, PNG + b"0", f"{DATA}{base64.b64encode(b'000').decode()}"):
@@ -438,7 +439,7 @@ def test_a_path_that_is_no_picture_to_read_is_told(
 ) -> None:
     folder = tmp_path / "set"
     folder.mkdir()
-    monkeypatch.setattr(limits, "MOST_BYTES", 100)
+    monkeypatch.setenv(BYTES, "100")
     (folder / "large.png").write_bytes(PNG * 2)
     (folder / "words.png").write_bytes(b"words")
     (tmp_path / "2.png").write_bytes(PNG)

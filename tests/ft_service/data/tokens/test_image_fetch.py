@@ -2,82 +2,29 @@
 
 from __future__ import annotations
 
-import threading
-import time
-from collections import Counter
 from collections.abc import Iterator
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import pytest
 
+from ft_service.data.image_limits import BYTES
 from ft_service.data.line_errors import LineError
 from ft_service.data.sample_kinds import IMAGE, Conversation, Picture
 from ft_service.data.tokens import image_fetch
 from ft_service.data.tokens.image_fetch import ImageFetcher
-from tests.support.image_bases import drawn, encoded
-
-PNG = encoded(drawn())
-ASKED = Counter[str]()
-
-
-class Hostile(BaseHTTPRequestHandler):
-    def do_GET(self) -> None:
-        ASKED[self.path] += 1
-        if self.path == "/loop":
-            self._answer(302, b"", location="/loop")
-        elif self.path == "/there":
-            self._answer(302, b"", location="/good.png")
-        elif self.path == "/file":
-            self._answer(302, b"", location="file:///etc/passwd")
-        elif self.path == "/large":
-            self._answer(200, b"x" * 5000)
-        elif self.path == "/page":
-            self._answer(200, b"<!DOCTYPE html>")
-        elif self.path == "/endless":
-            self._endless()
-        elif self.path == "/good.png":
-            self._answer(200, PNG)
-        else:
-            self._answer(404, b"no")
-
-    def _answer(self, status: int, body: bytes, **headers: str) -> None:
-        self.send_response(status)
-        for name, value in {"content-length": str(len(body)), **headers}.items():
-            self.send_header(name, value)
-        self.end_headers()
-        self.wfile.write(body)
-
-    def _endless(self) -> None:
-        """One byte now and then, so that no wait for the network is long."""
-        self.send_response(200)
-        self.end_headers()
-        for _ in range(200):
-            try:
-                self.wfile.write(b"x")
-                self.wfile.flush()
-            except OSError:
-                return
-            time.sleep(0.05)
-
-    def log_message(self, format: str, *args: object) -> None:
-        """Nothing."""
+from tests.support.image_servers import ASKED, PNG, serving_images
 
 
 @pytest.fixture(scope="module")
 def server() -> Iterator[str]:
-    with ThreadingHTTPServer(("127.0.0.1", 0), Hostile) as server:
-        thread = threading.Thread(target=server.serve_forever)
-        thread.start()
-        yield f"http://127.0.0.1:{server.server_port}"
-        server.shutdown()
-        thread.join()
+    with serving_images() as url:
+        yield url
 
 
 @pytest.fixture(autouse=True)
 def bounds(monkeypatch: pytest.MonkeyPatch) -> None:
     ASKED.clear()
     monkeypatch.setenv(image_fetch.ALLOW_PRIVATE, "true")
-    monkeypatch.setattr(image_fetch, "MOST_BYTES", 4000)
+    monkeypatch.setenv(BYTES, "4000")
 
 
 def chat(*urls: str) -> Conversation:

@@ -1,4 +1,5 @@
 import hashlib
+import io
 import json
 import struct
 import subprocess
@@ -15,8 +16,15 @@ from PIL import Image
 
 from ft_service.data.line_errors import LineError
 from ft_service.data.sample_kinds import Picture
+from ft_service.data.token_options import PixelBounds
 from ft_service.data.tokens import image_processor
-from ft_service.data.tokens.image_processor import ImageProcessor, decoded, size_of
+from ft_service.data.tokens.image_processor import (
+    ImageProcessor,
+    bounded_documents,
+    bounds_of,
+    decoded,
+    size_of,
+)
 from ft_service.errors import SpecError
 from tests.support.image_bases import FAMILIES, drawn, encoded, save_image_base
 
@@ -297,3 +305,65 @@ for folder in sys.argv[1:]:
         inputs = ImageProcessor.of(str(folder)).inputs(Picture.of(data))
         here = hashlib.sha256(b"".join(inputs[name].tobytes() for name in sorted(inputs)))
         assert here.hexdigest() == found, folder.name
+
+
+SIDE = 28  # of the square for which there is one token
+
+
+@pytest.mark.parametrize(
+    ("bounds", "size", "tokens"),
+    [
+        (PixelBounds(), (560, 280), 55),  # at most 64, at least 4, by the base
+        (PixelBounds(most=18 * SIDE**2), (560, 280), 18),
+        (PixelBounds(least=32 * SIDE**2), (56, 28), 32),
+        (PixelBounds(2 * SIDE**2, 2 * SIDE**2), (56, 28), 2),
+        (PixelBounds(most=200 * SIDE**2), (560, 280), 200),
+    ],
+)
+def test_a_job_s_bounds_are_the_processor_s_own(
+    bounds: PixelBounds, size: tuple[int, int], tokens: int, qwen: Path
+) -> None:
+    base = ImageProcessor.of(str(qwen))
+    bounded = ImageProcessor.of(str(qwen), bounds)
+    assert bounded.replacement(picture(drawn(*size))) == "<|image_pad|>" * tokens
+    grid = bounded.inputs(picture(drawn(*size)))["image_grid_thw"]
+    assert int(np.prod(grid)) == 4 * tokens
+    assert (bounded.digest == base.digest) is (not bounds)
+
+
+@pytest.mark.parametrize(
+    ("family", "bounds", "param", "reason"),
+    [
+        ("gemma 3", PixelBounds(most=2000), "data.max_pixels", "has no bounds of pixels"),
+        ("pixtral", PixelBounds(least=2000), "data.min_pixels", "has no bounds of pixels"),
+        ("qwen 2.5 vl", PixelBounds(most=2000), "data.max_pixels", "3,136 pixels at least"),
+        ("qwen 2.5 vl", PixelBounds(least=60_000), "data.min_pixels", "50,176 at most with it"),
+    ],
+)
+def test_bounds_that_do_nothing_are_refused(
+    family: str, bounds: PixelBounds, param: str, reason: str, tmp_path: Path
+) -> None:
+    with pytest.raises(SpecError, match=reason) as refusal:
+        ImageProcessor.of(str(save_image_base(tmp_path, family)), bounds)
+    assert refusal.value.param == param
+
+
+@pytest.mark.parametrize("nested", [False, True])
+def test_bounds_are_written_as_published_classes_read_them(nested: bool, tmp_path: Path) -> None:
+    base = save_image_base(tmp_path / "base", "qwen 2.5 vl")
+    if nested:
+        alone = json.loads((base / "preprocessor_config.json").read_text())
+        (base / "processor_config.json").write_text(json.dumps({"image_processor": alone}))
+    bounds = PixelBounds(most=18 * SIDE**2)
+    documents = bounded_documents(str(base), bounds)
+    assert sorted(documents) == ["preprocessor_config.json", *["processor_config.json"] * nested]
+    assert bounded_documents(str(base), PixelBounds()) == {}
+    wide = picture(drawn(560, 280))
+    expected = ImageProcessor.of(str(base), bounds).inputs(wide)
+    for name, document in documents.items():
+        (base / name).write_text(json.dumps(document))
+    published = transformers.AutoImageProcessor.from_pretrained(base, backend="pil")
+    found = published(Image.open(io.BytesIO(wide.data)), return_tensors="np")
+    assert np.array_equal(found["pixel_values"], expected["pixel_values"])
+    assert bounds_of(base) == PixelBounds(4 * SIDE**2, 18 * SIDE**2)
+    assert bounds_of(tmp_path) == PixelBounds()

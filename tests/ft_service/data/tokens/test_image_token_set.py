@@ -320,5 +320,7 @@ def test_the_process_that_examines_files_reads_images_without_torch(
     samples = open_token_set(entry)
     assert samples is not None
     assert same(samples, load_dataset(load_tokenizer(str(base)), file, 10_000))
-    assert not isinstance(fault, DataReport)
-    assert "line 2: messages.0.content.1.image_url cannot be decoded" in fault.message
+    assert isinstance(fault, DataReport)
+    assert (fault.examples, fault.skipped.lines) == (1, (2,))
+    (group,) = fault.skipped.groups
+    assert group.first.field == "messages.0.content.1.image_url"

@@ -325,6 +325,7 @@ def _cost(job: ShardedJob, machine: Machine, length: int | None) -> Cost:
         batches.length,
         checkpointed=checkpointed,
         forwards=forwards_only(job.spec),
+        teacher=job.base.teacher,
     )
     rank = rank_bytes(job, batches, machine)
     speed = speed_on(machine, job, batches, flops, wire, rank.host)
@@ -420,6 +421,10 @@ def _hints(
             "Each step has a forward of the teacher, without gradients, of rows as long as the "
             "context and the sample: times and memory count it."
         )
+        if draft.rank.teacher:
+            yield (
+                f"The teacher takes {bytes_text(draft.rank.teacher)} of each rank beside the base."
+            )
     if (
         draft.layout.shard == 1
         or spec.distributed.replicate == AUTO

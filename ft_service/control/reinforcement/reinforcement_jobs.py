@@ -129,7 +129,7 @@ class ReinforcementJobs:
             self.threads = {
                 job_id: thread for job_id, thread in self.threads.items() if thread.is_alive()
             }
-            jobs = {job.id: job for job in self.store.jobs.running_with_method("reinforcement")}
+            jobs = {job.id: job for job in self.store.jobs.running_that_sample()}
             self.running = frozenset(jobs)
             self.failures = {
                 job_id: failed for job_id, failed in self.failures.items() if job_id in jobs

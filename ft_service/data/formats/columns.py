@@ -44,10 +44,19 @@ class Columns:
     """
 
     @classmethod
-    def of(cls, data: DataOptions, method: MethodType | None = "supervised") -> Self:
-        """The columns of a job's files. `method`: the job's; None: not known."""
+    def of(
+        cls,
+        data: DataOptions,
+        method: MethodType | None = "supervised",
+        *,
+        sampled: bool = False,
+    ) -> Self:
+        """The columns of a job's files. `method`: the job's; None: not known. `sampled`: whether
+        the answers are sampled, as always in reinforcement learning.
+        """
         labels = None if method is None else method == "kto"
-        return cls(data.pairs, method == "reinforcement", data.apply_chat_template, labels)
+        of_prompts = sampled or method == "reinforcement"
+        return cls(data.pairs, of_prompts, data.apply_chat_template, labels)
 
     @cached_property
     def ours(self) -> Mapping[str, str]:

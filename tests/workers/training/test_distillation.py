@@ -34,6 +34,7 @@ from workers.model.divergence import Divergence, divergence_gradient, divergence
 from workers.training.distillation import Taught
 from workers.training.objective import RankShare
 from workers.training.step import forward_backward
+from workers.training.teachers import Teacher
 
 STEPS = 2
 COUNT = 5
@@ -81,7 +82,7 @@ def our_steps(rank: int, world: int, spec: JobSpec, packed: bool) -> list[list[S
         with torch.no_grad():
             for name, parameter in parameters.items():
                 parameter.copy_(begun[name])
-        objective = Taught(drawn_samples(), options_of(kind, beta))
+        objective = Taught(drawn_samples(), options_of(kind, beta), Teacher())
         items = list(range(COUNT))
         steps = []
         for _ in range(STEPS):
@@ -178,7 +179,7 @@ def test_a_gradient_is_that_of_the_sum(kind: str, beta: float) -> None:
 
 
 def test_only_what_the_cut_leaves_of_both_is_learned() -> None:
-    objective = Taught(drawn_samples(), options_of("forward_kl", 0.5))
+    objective = Taught(drawn_samples(), options_of("forward_kl", 0.5), Teacher())
     counts = objective.samples.target_counts.reshape(-1, 2).tolist()
     assert counts == [[9, 9], [8, 8], [7, 7], [6, 6], [5, 4]]
     assert objective.divisor(range(COUNT)) == 34

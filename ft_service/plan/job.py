@@ -390,6 +390,7 @@ def _hints(
     if spec.reinforcement is not None:
         answers = spec.training.batch * spec.samples_of_item
         longest = spec.longest_rollout
+        graded = "; and so does grading" if spec.loss is None else ""
         seconds = sampling_seconds(
             machine, base, sum(module.bytes for module in draft.modules), answers, longest
         )
@@ -401,7 +402,7 @@ def _hints(
         yield (
             f"Times are those of training alone. Sampling comes on top: a step's {answers:,} "
             f"answers of at most {longest:,} "
-            f"tokens, {answers * longest:,} together{text}; and so does grading."
+            f"tokens, {answers * longest:,} together{text}{graded}."
         )
     if spec.has_reference:
         what = "answer" if spec.preferences is None else "pair"

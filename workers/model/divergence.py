@@ -39,6 +39,10 @@ nothing, and its exponential would be no number in fp32.
 """
 
 
+LEAST = torch.finfo(torch.float32).tiny
+"""Probability that other words have at least together."""
+
+
 @dataclass(frozen=True)
 class Divergence:
     """Which one: DistillationHyperparameters.loss_type, beta of jsd, and top_k."""
@@ -81,9 +85,8 @@ def _grouped(logs: Tensor, words: Tensor) -> Tensor:
 
     The others' are added up, since what is missing to 1 has no digits left where it is small.
     """
-    others = logs.exp().scatter_(1, words, 0.0).sum(dim=1, keepdim=True)
-    least = torch.finfo(others.dtype).tiny
-    return torch.cat([logs.gather(1, words), others.clamp(min=least).log()], dim=1)
+    others = logs.exp().scatter(1, words, 0.0).sum(dim=1, keepdim=True)
+    return torch.cat([logs.gather(1, words), others.clamp(min=LEAST).log()], dim=1)
 
 
 def divergence_sums(

@@ -67,6 +67,11 @@ class TaughtSums:
     is_impossible = False
     """A student that is its teacher has no loss."""
 
+    def plus(self, other: TaughtSums) -> TaughtSums:
+        """Of both batches together."""
+        sums = [one + more for one, more in zip(self.sums, other.sums, strict=True)]
+        return TaughtSums(sums, self.targets + other.targets, self.of_some_words)
+
     @property
     def loss(self) -> float:
         return self.sums[0]
@@ -173,9 +178,9 @@ def distillation_loss(divergence: Divergence, teacher: Teacher) -> LossOf[Taught
         in_chunks = works_in_chunks(causal)
         with teacher.speaking(model) as speaker:
             given = _given(speaker, own.teacher, words, divergence.top_k, in_chunks=in_chunks)
-            if isinstance(given, TeacherHidden) and teacher.base is not None:
-                head = OtherHead.of(teacher.base, given.hidden.dtype)
-                given = TeacherHidden(given.hidden, head)
+        if isinstance(given, TeacherHidden) and teacher.base is not None:  # which is sharded again
+            head = OtherHead.of(teacher.base, given.hidden.dtype)
+            given = TeacherHidden(given.hidden, head)
         if in_chunks and not isinstance(given, Tensor):
             with divergence_in_head(
                 causal, own.student.places, targets, given, words, divergence, scale

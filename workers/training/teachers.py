@@ -12,6 +12,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import torch
 from peft import PeftModel
@@ -72,7 +73,8 @@ class Teacher:
         tokenizer pad an embedding, and bases differ in how many.
         """
         models = (causal_model(student), *([] if self.base is None else [self.base]))
-        return min(model.get_output_embeddings().weight.shape[0] for model in models)
+        heads: list[Any] = [model.get_output_embeddings() for model in models]
+        return min(head.weight.shape[0] for head in heads)
 
 
 def adapter_as_teacher(
@@ -92,6 +94,15 @@ def adapter_as_teacher(
             param=PLACE,
             code="base_changed",
         )
+    return Teacher(factors_of(model, ref, dtype, device))
+
+
+def factors_of(
+    model: PeftModel, ref: TeacherRef, dtype: torch.dtype, device: torch.device
+) -> dict[LoraLinear, Factors]:
+    """What stands in place of the student's adapter on each layer of a model. Raises SpecError for
+    an adapter that is on layers which the job does not adapt.
+    """
     adapter = PeftAdapter(Path(ref.path))
     layers = {
         plain_name(name).removeprefix("base_model.model."): module
@@ -110,4 +121,4 @@ def adapter_as_teacher(
         found[layer] = Factors(a, b, update.scaling)
     if adapter.replaced:
         raise refused_teacher(ref.name, f"it replaces {next(iter(adapter.replaced))}")
-    return Teacher(found)
+    return found

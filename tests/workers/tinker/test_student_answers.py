@@ -9,19 +9,20 @@ import pytest
 import torch
 from torch import Tensor
 
+from ft_service.plan.teacher import teaching_spec
 from ft_service.reinforcement.schedule import RolloutSchedule
 from ft_service.reinforcement.step_commands import commands_of, first_commands
 from ft_service.reinforcement.step_records import StepRecord
 from ft_service.rundir.directory import RunDir
-from ft_service.rundir.documents import OutcomeKind
+from ft_service.rundir.documents import Outcome, OutcomeKind
 from ft_service.spec import BaseModelRef, JobContext, JobSpec, parse_request, resolve
 from ft_service.spec.teachers import TeacherRef
 from ft_service.tinker.commands import CommandLog
 from tests.support.bases import AS_IT_IS
 from tests.support.rollouts import random_groups, record, save_prompts
-from tests.support.training.attempts import adapter, run_attempt, table
+from tests.support.training.attempts import adapter, attempt_on_rank, run_attempt, table
 from tests.support.training.models import VOCABULARY, reference, save_chat_base
-from workers.base.load import plain_name
+from workers.tinker import attendance
 
 RATE = 2e-3
 
@@ -113,10 +114,13 @@ def trained(folder: Path, base: Path, ranks: int, **method: Any) -> RunDir:
     return run
 
 
+def attempt_with_short_wait_on_rank(rank: int, world: int, root: str, attempt: int) -> Outcome:
+    attendance.LEAVE_AFTER_SECONDS = 0.5
+    return attempt_on_rank(rank, world, root, attempt)
+
+
 def mean_reverse_kl(base: Path, spec: JobSpec, own: StepRecord) -> float:
     """KL(student || teacher) at every token of the answers, of the student as it begins."""
-    from ft_service.plan.teacher import teaching_spec
-
     other = base.with_name("other")
     student: Any = reference(base, spec)
     teacher: Any = reference(other, teaching_spec(spec, str(other), "other"))
@@ -155,7 +159,11 @@ def test_ranks_and_a_second_attempt_change_nothing(base: Path, tmp_path: Path) -
         ours, theirs = ([float(row[name]) for row in table(own)[:2]] for own in (whole, alone))
         assert ours == pytest.approx(theirs, rel=1e-5), name
     run, spec = new_run(tmp_path / "again", base, 2, top_k=6)
-    give(run, spec, two_steps())
-    assert run_attempt(run, 1, 2).kind is OutcomeKind.SUCCEEDED
+    records = two_steps()
+    give(run, spec, records[:1])
+    outcome = run_attempt(run, 1, 2, on_rank=attempt_with_short_wait_on_rank)
+    assert outcome.kind is OutcomeKind.STOPPED
+    give(run, spec, records)
+    assert run_attempt(run, 2, 2, outcome.checkpoint).kind is OutcomeKind.SUCCEEDED
     for name, matrix in adapter(whole).items():
-        assert torch.equal(adapter(run)[name], matrix), plain_name(name)
+        assert torch.equal(adapter(run)[name], matrix), name

@@ -231,9 +231,7 @@ def _carry_out_commands(
     _resume(runtime, reporter, job, steps)
     vocabulary = built.peft_model.get_input_embeddings().num_embeddings
     watch = AdapterWatch(job, reporter.warn, EmbeddedRows.of(built.peft_model))
-    loop = CommandLoop(
-        context, job, _saver(context), watch, vocabulary, prepared.wait, teacher=teacher
-    )
+    loop = CommandLoop(context, job, _saver(context), watch, vocabulary, prepared.wait, teacher)
     finished, checkpoint = loop.run()
     if not finished and loop.left_alone is not None:
         reporter.warn(

@@ -410,7 +410,7 @@ class RolloutLoop:
             )
             if self.is_graded:
                 self._require_graded(step, groups)
-                self._flat_steps = flat_steps(groups, self._flat_steps)
+        self._flat_steps = flat_steps(groups, self._flat_steps) if self.is_graded else 0
         self._forget_weights(min(sampled_from, after))
         head = RecordHead(
             step=step,

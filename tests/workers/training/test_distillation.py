@@ -100,7 +100,7 @@ def teachers_beside(folder: Path) -> dict[str, TeacherRef]:
         for name, parameter in model.named_parameters():
             if "lora_" in name:
                 parameter.copy_(0.1 * torch.randn(parameter.shape, generator=generator))
-    model.save_pretrained(tuned)
+    model.save_pretrained(str(tuned))
     return {
         "tuned": TeacherRef(kind="adapter", name="tuned", path=str(tuned), job_id="ftjob-1"),
         "other": TeacherRef(kind="base", name="other", path=str(other)),

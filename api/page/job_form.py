@@ -43,14 +43,19 @@ _TOP_LEVEL = ("model", *_FILES, "suffix", *_NUMBERS)
 METHOD = "method"
 BETA = "method.beta"
 GRADER = "method.grader"
-"""The fields for the method's type, for beta of DPO and KTO, and for the grader of reinforcement
-learning: a mapping, as YAML.
+TEACHER = "method.teacher"
+CONTEXT = "method.with_context"
+"""The fields for the method's type, for beta of DPO and KTO, for the grader of reinforcement
+learning: a mapping, as YAML; and for a teacher's name, and what it alone reads, as text.
 """
 _WITH_BETA = ("dpo", "kto")
+_OF_TEACHER = {TEACHER: "teacher", CONTEXT: "with_context"}
 METHODS: Mapping[str, str] = {
     "supervised": "Each sample is a conversation with the answer that the model should give.",
     "dpo": "Each sample has two answers to one question, of which one is better.",
     "kto": "Each sample is a conversation whose answer is good or bad, by its label.",
+    "distillation": "Each sample is a conversation. The model learns how likely another one, or "
+    "itself behind a prompt, finds each word of the answers.",
     "reinforcement": "Each sample is a question. The model answers, and a grader scores its "
     "answers.",
 }
@@ -73,6 +78,7 @@ COLUMN_ROLES: Mapping[str, Sequence[tuple[str, str]]] = {
     "supervised": _CONVERSATION,
     **dict.fromkeys(PAIR_METHODS, _PAIR),
     "kto": (*_CONVERSATION[:-1], ("label", "whether the answer is good: true or false")),
+    "distillation": _CONVERSATION[:-1],
     "reinforcement": (("messages", "question: list of messages"),),
 }
 """Type of a method → the names of its columns that a user may choose, each with what it holds."""
@@ -203,6 +209,11 @@ def _method(form: Mapping[str, str], other: Any) -> dict[str, Any]:
         given = dict(section.get("hyperparameters") or {})
         _refuse_twice("beta", given)
         section["hyperparameters"] = {"beta": _value(form[BETA].strip()), **given}
+    if kind == "distillation":
+        for field, name in _OF_TEACHER.items():
+            if text := form.get(field, "").replace("\r\n", "\n"):
+                _refuse_twice(name, section)
+                section[name] = text if field == CONTEXT else text.strip()
     if kind == "reinforcement" and form.get(GRADER, "").strip():
         _refuse_twice("grader", section)
         section["grader"] = _grader(form[GRADER])
@@ -301,6 +312,10 @@ def _method_fields(method: Mapping[str, Any], other: dict[str, Any]) -> dict[str
         section = {
             name: value for name, value in section.items() if name != "hyperparameters" or value
         }
+    if kind == "distillation":
+        for field, name in _OF_TEACHER.items():
+            if isinstance(section.get(name), str):
+                fields[field] = section.pop(name)
     if kind == "reinforcement" and isinstance(section.get("grader"), dict):
         fields[GRADER] = yaml.safe_dump(
             section.pop("grader"), sort_keys=False, allow_unicode=True, width=100

@@ -102,10 +102,15 @@ class KtoHyperparametersView(HyperparametersView):
 
 
 class DistillationHyperparametersView(HyperparametersView):
-    """Hyperparameters of distillation; beta is read with jsd alone."""
+    """Hyperparameters of distillation; beta is read with jsd alone, the last three where the
+    student answers.
+    """
 
     loss_type: str
     beta: float
+    num_generations: int | None = None
+    max_completion_length: int | None = None
+    temperature: float | None = None
 
 
 class SupervisedView(View):
@@ -131,9 +136,10 @@ class KtoView(View):
 class DistillationView(View):
     hyperparameters: DistillationHyperparametersView
     teacher: str
-    """The base's name: the base without adapter."""
+    """A tuned model, or a base; the job's own: the base without adapter."""
     with_context: str | None
-    answers: Literal["data"] = "data"
+    answers: Literal["data", "student"] = "data"
+    top_k: int | None = None
 
 
 class ReinforcementHyperparametersView(HyperparametersView):
@@ -580,7 +586,7 @@ def _membership(job: Job) -> MembershipView | None:
 def _method(spec: JobSpec, hyperparameters: HyperparametersView) -> MethodView:
     if spec.training_data is None:
         return MethodView(type="tinker")
-    if (options := spec.reinforcement) is not None:
+    if (options := spec.reinforcement) is not None and spec.loss is None:
         outside = options.model_dump(
             mode="json", include={"grader", "environment"}, exclude_none=True
         )
@@ -601,10 +607,22 @@ def _method(spec: JobSpec, hyperparameters: HyperparametersView) -> MethodView:
         )
     if (loss := spec.loss) is None:
         return MethodView(supervised=SupervisedView(hyperparameters=hyperparameters))
-    values = {**hyperparameters.model_dump(), **loss.model_dump(exclude={"type", "with_context"})}
+    outer = {"type", "with_context", "teacher", "top_k"}
+    values = {**hyperparameters.model_dump(), **loss.model_dump(exclude=outer)}
     section: dict[str, Any] = {"hyperparameters": values}
     if isinstance(loss, DistillationOptions):
-        section |= {"teacher": spec.model.name, "with_context": loss.with_context or None}
+        section |= {
+            "teacher": loss.teacher.name if loss.teacher else spec.model.name,
+            "with_context": loss.with_context or None,
+            "top_k": loss.top_k,
+        }
+        if options is not None:
+            section["answers"] = "student"
+            values |= {
+                "num_generations": options.num_generations,
+                "max_completion_length": spec.longest_answer,
+                "temperature": options.temperature,
+            }
     return MethodView.model_validate({"type": loss.type, loss.type: section})
 
 

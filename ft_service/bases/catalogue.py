@@ -124,14 +124,14 @@ class Catalogue:
             (alias, bases[name]) for alias, name in sorted(self._aliases.items()) if name in bases
         ]
 
-    def find(self, name: str, *, to_train: bool = True) -> Base:
+    def find(self, name: str, *, to_train: bool = True, param: str = "model") -> Base:
         """A base by its name or an alias.
 
-        `to_train` False: its config.json suffices. Raises SpecError with its fault or the known
-        names.
+        `to_train` False: its config.json suffices. `param`: the option that names it. Raises
+        SpecError with its fault or the known names.
         """
         target = self._aliases.get(name, name)
-        named = f"model = {shown(name)}" + (
+        named = f"{param} = {shown(name)}" + (
             f" (an alias of {shown(target)})" if target != name else ""
         )
         found = self._search(target, to_train)
@@ -139,6 +139,7 @@ class Catalogue:
             raise self._not_found(
                 f"{named}: {found or 'there is no such base model'}.",
                 target if found is None else None,
+                param,
             )
         return found
 
@@ -178,7 +179,9 @@ class Catalogue:
         document = self.descriptions.known(base.path)
         return pickled_weights(base.path) is None and (document is None or document.refused is None)
 
-    def _not_found(self, message: str, wanted: str | None = None) -> SpecError:
+    def _not_found(
+        self, message: str, wanted: str | None = None, param: str = "model"
+    ) -> SpecError:
         """`wanted`: a name that no base has, for which a similar one is proposed, or the way to
         fetch it.
         """
@@ -197,7 +200,7 @@ class Catalogue:
                 else ""
             )
             message = f"{message}{similar or fetch}"
-        return SpecError(f"{message} {there}", param="model", code="model_not_found")
+        return SpecError(f"{message} {there}", param=param, code="model_not_found")
 
 
 def _listed(names: Sequence[str]) -> str:

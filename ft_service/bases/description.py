@@ -258,6 +258,8 @@ class Description:
     """Matrix products on the processor of the process that described the base; None: not
     measured.
     """
+    teacher: Description | None = None
+    """That of the base which teaches a job (ft_service/plan/teacher.py); no document has it."""
 
     @cached_property
     def quantizable(self) -> tuple[Weight, ...]:

@@ -38,6 +38,12 @@ _HINTS = {
 }
 _GRADER = "method.reinforcement.grader"
 _METHODS = "supervised, dpo, kto and reinforcement (GRPO) are taken over"
+_BY_HAND: Mapping[str, str] = {
+    "distillation": "write method.distillation by hand: teacher names the model, answers: student "
+    "stands for lmbda 1 and data for 0, loss_type: forward_kl for beta 0, reverse_kl for 1 and jsd "
+    "with that beta between, and top_k for loss_top_k with its tail"
+}
+"""Beginning of a method that is not converted → what to do instead."""
 _OTHER_METHOD = re.compile(
     r"(?<![a-z])(orpo|cpo|simpo|ppo|rloo|gkd|reward)(?![a-z])", re.IGNORECASE
 )
@@ -378,9 +384,10 @@ def _method(
     }
     for method, mark in marks.items():
         if mark is not None and method not in get_args(Method):
+            by_hand = (text for name, text in _BY_HAND.items() if method.startswith(name))
             raise SpecError(
                 f"{table.title} that says {mark} is for {method}, which is not converted: "
-                f"{_METHODS}."
+                f"{next(by_hand, _METHODS)}."
             )
     groups = marks["reinforcement"]
     if asked is not None:

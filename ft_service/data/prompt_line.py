@@ -1,8 +1,9 @@
-"""Lines of a file of prompts, for reinforcement learning: a conversation that the model answers,
-and what a grader needs.
+"""Lines of a file of prompts, which the model answers: a conversation, and what a grader needs.
 
 {"messages": […], "tools": […], "reference_answer": …, …}     OpenAI's format: all other keys are
 the item, `{{ item.key }}`
+
+{"prompt": […], …}     the same under the name that TRL's and verl's files have for it
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from ft_service.data.chat_line import (
 )
 from ft_service.data.line_errors import LineError, json_of, required, text_of
 from ft_service.data.sample_kinds import GradedPrompt
+from ft_service.wording import shown_value
 
 _ANSWERED: Mapping[str, str] = {
     **dict.fromkeys(("preferred_output", "non_preferred_output", "chosen", "rejected"), "dpo"),
@@ -28,6 +30,27 @@ _ANSWERED: Mapping[str, str] = {
 
 With them instead of messages, the file is of that method.
 """
+
+
+def _with_messages(line: Mapping[str, Any]) -> Mapping[str, Any]:
+    """A line whose conversation is its prompt. Raises LineError."""
+    prompt = line.get("prompt")
+    if isinstance(prompt, list):
+        return {
+            **{key: value for key, value in line.items() if key != "prompt"},
+            "messages": prompt,
+        }
+    if isinstance(prompt, str):
+        raise LineError(
+            "prompt",
+            "is text, and the model answers conversations: write it as "
+            '"messages": [{"role": "user", "content": …}]',
+        )
+    raise LineError(
+        "messages",
+        "is required, the conversation that the model answers: data: {messages: COLUMN} names its "
+        f"column, and there are {', '.join(map(shown_value, list(line)[:8]))}",
+    )
 
 
 def parse_prompt(line: Mapping[str, Any]) -> GradedPrompt:
@@ -41,6 +64,8 @@ def parse_prompt(line: Mapping[str, Any]) -> GradedPrompt:
             "and no answer"
         )
         raise LineError(other, reason)
+    if "messages" not in line:
+        line = _with_messages(line)
     given = required(line, "messages")
     parsed = parse_messages(given, "messages")
     for number, message in enumerate(given):

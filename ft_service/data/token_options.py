@@ -50,7 +50,7 @@ class TokenOptions:
             spec.chat_template,
             spec.date,
             spec.training.train_on,
-            Columns.of(spec.data, spec.method),
+            Columns.of(spec.data, spec.method, sampled=spec.reinforcement is not None),
             spec.context,
             PixelBounds.of(spec.data),
         )

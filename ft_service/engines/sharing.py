@@ -45,7 +45,8 @@ def share_key(
     adapters on stacks of experts, DoRA, modules that are trained whole, weights that are rounded
     with their adapter (precision.served_as), compiled layers, other groups than decoder layers,
     weights that stay gathered, are gathered ahead or are offloaded, layers that are computed by
-    tiles, and samples that ranks share. So do jobs whose ranks still choose what is "auto", that
+    tiles, samples that ranks share, and a teacher beside the base or a student whose answers are
+    sampled. So do jobs whose ranks still choose what is "auto", that
     gain less than WORTH_GAIN, or whose seat has no room beside the base. The gain does not matter
     to a job whose client runs the training loop: it would hold its ranks while it waits for its
     client.
@@ -62,6 +63,8 @@ def share_key(
         or spec.lora.use_dora
         or spec.lora.modules_to_save
         or spec.precision.served_as is not None
+        or spec.teacher is not None
+        or (spec.loss is not None and spec.reinforcement is not None)
     ):
         return None
     if (

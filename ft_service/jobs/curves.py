@@ -21,6 +21,10 @@ Name = Literal[
     "valid_mean_reward",
     "completions/mean_length",
     "sampler/logprob_gap",
+    "kl/forward",
+    "kl/reverse",
+    "teacher/gap",
+    "rewards/margins",
 ]
 """Series that a job may have; the units are those of `Metrics`."""
 NAMES: tuple[Name, ...] = get_args(Name)

@@ -32,8 +32,8 @@ def method_options(method: Mapping[str, Any]) -> dict[str, Any]:
         "method.type": kind,
         **{
             f"method.{kind}.{name}": own[name]
-            for name in ("teacher", "with_context")
-            if own.get(name) is not None
+            for name in ("teacher", "with_context", "answers", "top_k")
+            if own.get(name) not in (None, "data")
         },
         **(
             {f"method.{kind}.grader": f"{grader.get('name')} ({grader.get('type')})"}
@@ -62,10 +62,13 @@ def loss_measure(method: Mapping[str, Any]) -> str | None:
     if kind == "supervised":
         return "cross entropy"
     if kind == "distillation":
-        given = (method.get(kind) or {}).get("hyperparameters") or {}
+        own = method.get(kind) or {}
+        given = own.get("hyperparameters") or {}
         loss = given.get("loss_type") or "forward_kl"
+        whose = " on the student's answers" if own.get("answers") == "student" else ""
+        words = f", {own['top_k']} words" if own.get("top_k") else ""
         weight = f" (beta {given['beta']:g})" if loss == "jsd" and given.get("beta") else ""
-        return f"{loss} from a teacher{weight}"
+        return f"{loss} from a teacher{weight}{words}{whose}"
     if kind not in PREFERENCE_METHODS:
         return f"the loss of {kind}"
     given = (method.get(kind) or {}).get("hyperparameters") or {}

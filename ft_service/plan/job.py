@@ -346,6 +346,7 @@ def _cost(job: ShardedJob, machine: Machine, length: int | None) -> Cost:
         batches.length,
         checkpointed=checkpointed,
         forwards=forwards_only(job.spec),
+        teacher=job.base.teacher,
     )
     rank = rank_bytes(job, batches, machine)
     speed = speed_on(machine, job, batches, flops, wire, rank.host)
@@ -410,6 +411,7 @@ def _hints(
     if spec.reinforcement is not None:
         answers = spec.training.batch * spec.samples_of_item
         longest = spec.longest_rollout
+        graded = "; and so does grading" if spec.loss is None else ""
         seconds = sampling_seconds(
             machine, base, sum(module.bytes for module in draft.modules), answers, longest
         )
@@ -421,7 +423,7 @@ def _hints(
         yield (
             f"Times are those of training alone. Sampling comes on top: a step's {answers:,} "
             f"answers of at most {longest:,} "
-            f"tokens, {answers * longest:,} together{text}; and so does grading."
+            f"tokens, {answers * longest:,} together{text}{graded}."
         )
     if spec.has_reference:
         what = "answer" if spec.preferences is None else "pair"
@@ -441,6 +443,10 @@ def _hints(
             "Each step has a forward of the teacher, without gradients, of rows as long as the "
             "context and the sample: times and memory count it."
         )
+        if draft.rank.teacher:
+            yield (
+                f"The teacher takes {bytes_text(draft.rank.teacher)} of each rank beside the base."
+            )
     if (
         draft.layout.shard == 1
         or spec.distributed.replicate == AUTO

@@ -39,7 +39,7 @@ import math
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
-from ft_service.bases.description import Dimensions, FusedParts
+from ft_service.bases.description import Description, Dimensions, FusedParts
 from ft_service.kernel_limits import (
     attends_by_cudnn,
     copied_by_lots,
@@ -61,6 +61,7 @@ from ft_service.kernel_limits import (
 )
 from ft_service.plan.long_samples import DEVICE_INPUTS, LayerBytes, backward_by_tiles
 from ft_service.plan.machines import Machine
+from ft_service.plan.teacher import teaching_adapter_bytes, teaching_job
 from ft_service.plan.weight_storage import (
     FP32_BYTES,
     ShardedJob,
@@ -150,11 +151,14 @@ class RankBytes:
     """
     heap_factor: float = 1.0
     """Memory that the process takes, as a multiple of live tensors."""
+    teacher: int = 0
+    """Weights of a teacher beside the base: another base, or the adapter of a tuned model."""
 
     @property
     def stored(self) -> int:
         """Bytes held from the first to the last step, whatever the data."""
-        return sum(self.base.values()) + self.adapters + self.gradients + self.optimizer
+        of_job = self.adapters + self.gradients + self.optimizer
+        return sum(self.base.values()) + self.teacher + of_job
 
     @property
     def resident(self) -> int:
@@ -239,6 +243,9 @@ def rank_bytes(job: ShardedJob, batches: MicroBatches, machine: Machine) -> Rank
     backward |= _backward_for_long_samples(job, batches, machine, fused, backward["full"])
     workspace = {mode: max(0, backward[mode] - kept[mode]) for mode in kept}
     mode = job.spec.distributed.checkpointing
+    teacher = teaching_job(job)
+    taught_by = 0 if teacher is None else sum(w.bytes_on_rank(layout) for w in teacher.frozen)
+    gathered = [own for own in (job, teacher) if own is not None and layout.shard > 1]
     host = dict.fromkeys(kept, 0)
     host["offload"] = offloaded_bytes(batches.tokens * compute * shape.hidden, shape.layers)
     return RankBytes(
@@ -246,7 +253,7 @@ def rank_bytes(job: ShardedJob, batches: MicroBatches, machine: Machine) -> Rank
         adapters=numel * FP32_BYTES,
         gradients=numel * FP32_BYTES,
         optimizer=2 * numel * FP32_BYTES + sum(a.tensors for a in job.adapters) * FP32_BYTES,
-        gather=_gather(job) if layout.shard > 1 else 0,
+        gather=sum(map(_gather, gathered)),
         accumulation=_accumulation(job, batches),
         activations=kept[mode],
         activations_by_mode=kept,
@@ -258,25 +265,37 @@ def rank_bytes(job: ShardedJob, batches: MicroBatches, machine: Machine) -> Rank
         logits=_logits(job, batches),
         offloaded=job.spec.distributed.offload,
         heap_factor=machine.heap_factor,
+        teacher=taught_by + teaching_adapter_bytes(job),
     )
 
 
 def _logits(job: ShardedJob, batches: MicroBatches) -> int:
     """Bytes when the loss is taken: in chunks, or of the logits of all targets."""
     shape = job.base.dimensions
-    taught = isinstance(job.spec.loss, DistillationOptions)
-    if not job.base.loss_in_chunks:
+    loss = job.spec.loss
+    taught = isinstance(loss, DistillationOptions)
+    by = job.base.teacher or job.base
+    if not (job.base.loss_in_chunks and by.loss_in_chunks):
         return (1 + taught) * whole_logits_bytes(shape.vocabulary, batches.tokens)
     targets = max(1, batches.tokens - batches.samples)
     head = trained_head(job.base, job.adapters)
-    # What the head is given of the teacher waits for the student; both logits are in a chunk of half
-    # as many rows.
-    teacher = taught * targets * shape.hidden * job.compute_bytes
+    teacher = _of_teacher(job, by, loss, targets) if taught else 0
     return (
         teacher
         + head_bytes(shape.vocabulary, shape.hidden, targets, job.compute_bytes, head)
         + _cast(job, head)
     )
+
+
+def _of_teacher(job: ShardedJob, by: Description, loss: DistillationOptions, targets: int) -> int:
+    """Bytes of a teacher that wait for the student: its likeliest words with their logarithms; or
+    what its head is given, with the whole head of another base. Both logits are in a chunk of half
+    as many rows.
+    """
+    if loss.top_k is not None:
+        return targets * (loss.top_k * 12 + 3 * FP32_BYTES)
+    head = 0 if by is job.base else by.dimensions.vocabulary * by.dimensions.hidden
+    return (targets * by.dimensions.hidden + head) * job.compute_bytes
 
 
 def _fused_parts(job: ShardedJob, machine: Machine) -> FusedParts:

@@ -50,6 +50,7 @@ def memory_table(plan: Plan) -> list[tuple[str, str]]:
     where = " (host memory)" if rank.offloaded else ""
     rows = [(f"base in {name}{where}", count) for name, count in rank.base.items()]
     rows += [
+        (f"teacher{where}", rank.teacher),
         (f"adapters (fp32){where}", rank.adapters),
         (f"gradients{where}", rank.gradients),
         (f"optimizer (AdamW){where}", rank.optimizer),

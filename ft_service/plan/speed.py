@@ -188,6 +188,7 @@ def flops_per_token(
     *,
     checkpointed: bool,
     forwards: int = 0,
+    teacher: Description | None = None,
 ) -> int:
     """FLOP of forward and backward of a token, with a frozen base: only adapters have weight
     gradients.
@@ -197,11 +198,10 @@ def flops_per_token(
     heads × head size, and samples of s tokens with causal attention: 4 (N + H) + 6 A + 6 L s q.
     With full activation checkpointing, whose backward runs the layers' forward again: 6 N + 4 H + 8
     A + 8 L s q. A head that is trained: 2 H more. Each of `forwards` without gradients: 2 (N + H + A) + 2
-    L s q more.
+    L s q more, with the numbers of `teacher` if another base does it.
     """
     shape = base.dimensions
-    n = sum(_met_by_token(base, weight.numel, weight.kind) for weight in base.quantizable)
-    h = shape.vocabulary * shape.hidden
+    n, h = _matrices(base)
     trained = [adapter for adapter in adapters if not adapter.whole]
     a = sum(
         _met_by_token(base, each.numel, "experts" if each.experts > 1 else "linear")
@@ -209,10 +209,21 @@ def flops_per_token(
     )
     of_head = 2 * trained_head(base, adapters)
     attention = shape.layers * length * shape.q
-    more = of_head + forwards * 2 * (n + h + a + attention)
+    forward = n + h + a + attention
+    if teacher is not None:
+        own = teacher.dimensions
+        forward = sum(_matrices(teacher)) + own.layers * length * own.q
+    more = of_head + forwards * 2 * forward
     if checkpointed:
         return 6 * n + 4 * h + 8 * a + 8 * attention + more
     return 4 * (n + h) + 6 * a + 6 * attention + more
+
+
+def _matrices(base: Description) -> tuple[int, int]:
+    """Parameters of the layers' matrices that a token meets, and of the head."""
+    shape = base.dimensions
+    met = sum(_met_by_token(base, weight.numel, weight.kind) for weight in base.quantizable)
+    return met, shape.vocabulary * shape.hidden
 
 
 def efficiency(job: ShardedJob, machine: Machine, batches: MicroBatches, mode: str) -> float:
@@ -318,11 +329,7 @@ def sampling_seconds(
     """
     if machine.flops is None or machine.memory_bandwidth is None:
         return None
-    shape = base.dimensions
-    met = (
-        sum(_met_by_token(base, weight.numel, weight.kind) for weight in base.quantizable)
-        + shape.vocabulary * shape.hidden
-    )
+    met = sum(_matrices(base))
     return longest * max(
         stored / machine.memory_bandwidth, 2 * met * answers / (machine.flops * EFFICIENCY)
     )

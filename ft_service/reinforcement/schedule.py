@@ -34,7 +34,7 @@ class RolloutSchedule:
     def of(cls, spec: JobSpec, prompts: int, validation: int) -> RolloutSchedule:
         """`prompts`, `validation`: numbers of prompts."""
         options = spec.reinforcement
-        assert options is not None, "the job's method is reinforcement"
+        assert options is not None, "the job's answers are sampled"
         training = spec.training
         of_epoch = math.ceil(prompts / training.batch)
         steps = training.max_steps or training.epochs * of_epoch

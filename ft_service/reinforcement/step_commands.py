@@ -10,6 +10,9 @@ is drawn from is the policy whose reward is to rise: the policy gradient with tr
 sampling. It is the CISPO of ft_service/tinker without a
 lower bound. With loss_type gspo it is the GSPO there, whose ratio is one for all tokens of an
 answer, clipped to the cap and its inverse. What counts as the mean over a step is in the advantages.
+
+In distillation `distill` stands in place of `forward_backward`: its answers have no rewards, and the
+ranks ask the teacher about each of their tokens.
 """
 
 from __future__ import annotations
@@ -35,7 +38,7 @@ from ft_service.reinforcement.step_records import (
 from ft_service.spec import JobSpec
 from ft_service.spec.methods import ReinforcementOptions
 from ft_service.tinker import tinker_messages_pb2 as pb
-from ft_service.tinker.commands import TEMPERATURE, Command
+from ft_service.tinker.commands import TARGETS, TEMPERATURE, Command
 from ft_service.tinker.loss_calls import CLIP_HIGH, CLIP_LOW
 
 DATA_OF_COMMAND = 256
@@ -58,7 +61,7 @@ def sampler_name(after: int) -> str:
 
 def commands_of(record: StepRecord, spec: JobSpec, schedule: RolloutSchedule) -> list[Command]:
     """The commands of a record, in their order."""
-    assert spec.reinforcement is not None, "the job's method is reinforcement"
+    assert spec.reinforcement is not None, "the job's answers are sampled"
     head = record.head
     seq = record.head.first_seq
     commands: list[Command] = []
@@ -78,27 +81,46 @@ def commands_of(record: StepRecord, spec: JobSpec, schedule: RolloutSchedule) ->
             {"report": {"total_steps": schedule.total_steps, "more": _validation_metrics(record)}},
         )
         return commands
-    trained = list(_data(record, spec.reinforcement, spec.longest_rollout))
-    data = [datum for answer in trained for datum in answer]
-    at = {} if head.temperature == 1 else {TEMPERATURE: head.temperature}
-    for part in _parts(data):
-        add(
-            "forward_backward",
-            at,
-            _message(part, spec.reinforcement).SerializeToString(deterministic=True),
-        )
+    if spec.loss is not None:
+        trained = [answer for answer in record.answers if answer.tokens]
+        data = list(_answered(record))
+        options = {TARGETS: sum(len(answer.tokens) for answer in trained)}
+        for part in _parts(data):
+            add("distill", options, _answers_message(part).SerializeToString(deterministic=True))
+        more = answer_metrics(record)
+    else:
+        trained = list(_data(record, spec.reinforcement, spec.longest_rollout))
+        data = [datum for answer in trained for datum in answer]
+        at = {} if head.temperature == 1 else {TEMPERATURE: head.temperature}
+        for part in _parts(data):
+            body = _message(part, spec.reinforcement).SerializeToString(deterministic=True)
+            add("forward_backward", at, body)
+        more = {**metrics_of(record, len(trained)), **_validation_metrics(record)}
     report = {
         "total_steps": schedule.total_steps,
         "epoch": head.step / schedule.steps_of_epoch,
-        "more": {**metrics_of(record, len(trained)), **_validation_metrics(record)},
+        "more": more,
     }
     add("optim_step", {"scheduled": schedule.total_steps, "skipped": not data, "report": report})
     commands.append(save_command(seq + len(commands), head.step))
     return commands
 
 
+def answer_metrics(record: StepRecord) -> dict[str, float]:
+    """Metrics of a step's answers, whatever is learned of them."""
+    answers = record.answers
+    if not answers:
+        return {}
+    return {
+        "completions/mean_length": fmean(len(answer.tokens) for answer in answers),
+        "completions/max_length": float(max(len(answer.tokens) for answer in answers)),
+        "completions/truncated": fmean(answer.truncated for answer in answers),
+        "seconds/sampling": record.head.sampling_seconds,
+    }
+
+
 def metrics_of(record: StepRecord, trained: int) -> dict[str, float]:
-    """Metrics of a step's answers. `trained`: number of answers that are trained on."""
+    """Metrics of a step's graded answers. `trained`: number of answers that are trained on."""
     answers = record.answers
     head = record.head
     if not answers:
@@ -106,13 +128,10 @@ def metrics_of(record: StepRecord, trained: int) -> dict[str, float]:
     known = [answer.reward for answer in answers if answer.reward is not None]
     same = sum(map(is_flat, record.groups))
     found = {
-        "completions/mean_length": fmean(len(answer.tokens) for answer in answers),
-        "completions/max_length": float(max(len(answer.tokens) for answer in answers)),
-        "completions/truncated": fmean(answer.truncated for answer in answers),
+        **answer_metrics(record),
         "completions/trained": trained / len(answers),
         "groups/without_variance": same / len(record.groups),
         "grader/errors": sum(answer.reward is None for answer in answers) / len(answers),
-        "seconds/sampling": head.sampling_seconds,
         "seconds/grading": head.grading_seconds,
     }
     if known:
@@ -197,6 +216,22 @@ def _data(
                 yield list(_rows(group, answer, of_tokens * weight_of[id(answer)]))
 
 
+def _answered(record: StepRecord) -> Iterator[pb.Datum]:
+    """The rows of each answer, in which its tokens have weight 1."""
+    for group in record.groups:
+        for row in (row for answer in group.answers for row in answer.rows(group.ids)):
+            weights = np.ones(len(row.answered))
+            if len(weights):
+                yield _datum(row, {"weights": weights})
+
+
+def _answers_message(data: Sequence[pb.Datum]) -> pb.ForwardBackwardRequest:
+    """Rows in the form that the ranks check and read."""
+    message = pb.ForwardBackwardRequest(loss_fn="cross_entropy")
+    message.data.extend(data)
+    return message
+
+
 def _parts(data: Sequence[pb.Datum]) -> Iterator[list[pb.Datum]]:
     """The data of each command, in their order."""
     part: list[pb.Datum] = []
@@ -219,19 +254,19 @@ def _rows(group: AnsweredPrompt, answer: SampledAnswer, own: np.ndarray) -> Iter
     at = 0
     for row in answer.rows(group.ids):
         there = at + len(row.answered)
-        yield _datum(row, logprobs[at:there], own[at:there])
+        yield _datum(row, {"logprobs": logprobs[at:there], "advantages": own[at:there]})
         at = there
 
 
-def _datum(row: TrainedRow, logprobs: np.ndarray, own: np.ndarray) -> pb.Datum:
-    """`logprobs`, `own`: of the row's sampled tokens; its other tokens count for nothing."""
+def _datum(row: TrainedRow, inputs: Mapping[str, np.ndarray]) -> pb.Datum:
+    """`inputs`: of the row's sampled tokens; its other tokens count for nothing."""
     places = np.concatenate([np.arange(begin, end) for begin, end in row.sampled]) - 1
     datum = pb.Datum()
     datum.model_input.add().encoded_text.tokens = np.asarray(row.tokens[:-1], "<i4").tobytes()
     arrays: dict[str, tuple[pb.DType, np.ndarray]] = {
         "target_tokens": (pb.DTYPE_INT64, np.asarray(row.tokens[1:], "<i8"))
     }
-    for name, values in (("logprobs", logprobs), ("advantages", own)):
+    for name, values in inputs.items():
         of_targets = np.zeros(len(row.tokens) - 1)
         of_targets[places] = values
         arrays[name] = pb.DTYPE_FLOAT32, of_targets.astype("<f4")

@@ -10,6 +10,7 @@ from pydantic import Field, WithJsonSchema, field_validator, model_validator
 from ft_service.spec.environments import EndpointEnvironment, refuse_unavailable
 from ft_service.spec.graders import Grader
 from ft_service.spec.option_types import GREEDY, NullableSections, Number, Strict
+from ft_service.spec.teachers import TeacherRef
 
 AUTO = "auto"
 
@@ -33,6 +34,10 @@ KTO_BETA = 0.1
 """beta "auto" of KTO, as in its paper."""
 JSD_BETA = 0.5
 """beta "auto" of distillation with jsd: neither side weighs more."""
+MOST_TOP_K = 1024
+"""Words of a teacher that are compared one by one, at most."""
+_OF_SAMPLING = ("num_generations", "max_completion_length", "temperature")
+"""Hyperparameters of distillation that the student's own answers alone read."""
 SMOOTHED: Sequence[DpoLoss] = ("sigmoid", "robust")
 """Losses that read label_smoothing."""
 
@@ -176,17 +181,31 @@ class KtoMethod(NullableSections):
 
 
 class DistillationHyperparameters(Hyperparameters):
-    """OpenAI's three, and how far the student is from its teacher. batch_size counts samples."""
+    """OpenAI's three, and how far the student is from its teacher. batch_size counts samples, or
+    the prompts that the student answers.
+    """
 
-    loss_type: DistillationLoss = "forward_kl"
-    """Divergence of the student's probabilities from the teacher's, over the whole vocabulary, at
-    every token of the answers. forward_kl: KL(teacher || student), by which the student covers all
-    that the teacher may say; reverse_kl: KL(student || teacher), by which it keeps to what the
-    teacher finds likely; jsd: between the two (generalised Jensen-Shannon, arXiv 2306.13649).
+    loss_type: DistillationLoss | Literal["auto"] = AUTO
+    """Divergence of the student's probabilities from the teacher's at every token of the answers.
+    forward_kl: KL(teacher || student), by which the student covers all that the teacher may say;
+    reverse_kl: KL(student || teacher), by which it keeps to what the teacher finds likely; jsd:
+    between the two (generalised Jensen-Shannon, arXiv 2306.13649). "auto": forward_kl on answers of
+    the file, reverse_kl on the student's own.
     """
     beta: Annotated[Number, Field(gt=0, lt=1)] | Literal["auto"] = AUTO
     """Weight of the teacher in the mixture that jsd compares both with; near 0 the loss is beta
     times forward_kl, near 1 it is 1 - beta times reverse_kl. "auto": 0.5.
+    """
+    num_generations: Annotated[int, Field(ge=1, le=128)] | Literal["auto"] = AUTO
+    """The student's answers to each prompt; only with answers: student. "auto": 1."""
+    max_completion_length: Annotated[int, Field(ge=1, le=1_048_576)] | Literal["auto"] = AUTO
+    """Tokens of the student's answer at most, where a longer one is cut off; only with answers:
+    student. "auto": half of training.max_length, at most 512. Prompts get the rest of
+    training.max_length.
+    """
+    temperature: Annotated[Number, Field(ge=GREEDY, le=10)] | Literal["auto"] = AUTO
+    """Temperature at which the student's answers are sampled; only with answers: student. Student
+    and teacher are compared at temperature 1, whatever it is. "auto": 1.
     """
 
     @model_validator(mode="after")
@@ -202,45 +221,67 @@ class DistillationHyperparameters(Hyperparameters):
 class DistillationMethod(NullableSections):
     hyperparameters: DistillationHyperparameters = DistillationHyperparameters()
     teacher: Annotated[str, Field(min_length=1, max_length=512)] | None = None
-    """The model whose probabilities are learned. None, or the name of the job's base: the base
-    without adapter.
+    """The model whose probabilities are learned: a tuned model on the job's base, whose adapter
+    lies on the ranks beside the student's; or another base with the same tokenizer, which the ranks
+    hold as a second model, sharded. None, or the name of the job's base: the base without adapter.
     """
     with_context: Annotated[str, Field(min_length=1, max_length=1_000_000)] | None = None
     """Text that the teacher reads and the student does not: a system prompt, or demonstrations. It
     begins the system message of chats, or is one; it stands before the prompt of bare text.
     """
-    answers: Literal["data"] = "data"
-    """Whose answers are learned on. data: those of the training file."""
-    top_k: None = None
-    """Must be left out: the loss is over the whole vocabulary."""
+    answers: Literal["data", "student"] = "data"
+    """Whose answers are learned on. data: those of the training file. student: the student's own,
+    sampled while it trains as in reinforcement learning; the training file holds prompts.
+    """
+    top_k: Annotated[int, Field(ge=1, le=MOST_TOP_K)] | None = None
+    """How many of the words that the teacher finds likeliest are compared one by one; all others
+    are one word more, with the sum of their probabilities. None: each of the vocabulary is.
+    """
 
-    @field_validator("answers", mode="before")
-    @classmethod
-    def _answers_of_files(cls, value: Any) -> Any:
-        if value == "student":
-            raise ValueError(
-                "answers = 'student' is not available: they are those of the training file. Have "
-                "the student's own written there (ft chat, POST /v1/chat/completions), or train "
-                "by Tinker's wire, which scores sampled tokens by a teacher (docs/tinker-methods.md)"
-            )
-        return value
-
-    @field_validator("top_k", mode="before")
-    @classmethod
-    def _whole_vocabulary(cls, value: Any) -> Any:
-        if value is not None:
-            raise ValueError(
-                "top_k is not available: the loss is over the whole vocabulary, of which no part "
-                "is left out. Leave it out"
-            )
-        return value
+    @model_validator(mode="after")
+    def _is_possible(self) -> DistillationMethod:
+        if self.answers == "student":
+            if self.with_context is not None:
+                raise ValueError(
+                    "answers = 'student' with with_context is not available: its prompts are read "
+                    "by student and teacher alike. Leave answers out, and give samples with "
+                    "answers; or give a tuned model or another base as teacher"
+                )
+            return self
+        for name in _OF_SAMPLING:
+            given = getattr(self.hyperparameters, name)
+            if given != AUTO:
+                raise ValueError(
+                    f"hyperparameters.{name} = {given:g} with answers = 'data': only the "
+                    "student's own answers read it. Leave it out, or give answers = 'student'"
+                )
+        return self
 
     def resolved(self) -> DistillationOptions:
         given = self.hyperparameters
+        usual: DistillationLoss = "reverse_kl" if self.answers == "student" else "forward_kl"
         return DistillationOptions(
-            loss_type=given.loss_type,
+            loss_type=usual if given.loss_type == AUTO else given.loss_type,
             beta=JSD_BETA if given.beta == AUTO else given.beta,
             with_context=self.with_context or "",
+            top_k=self.top_k,
+        )
+
+    def sampling(self) -> ReinforcementOptions | None:
+        """How the student's answers are sampled. None: they are the file's."""
+        if self.answers == "data":
+            return None
+        given = self.hyperparameters
+        usual = ReinforcementHyperparameters()
+        length = given.max_completion_length
+        own = {
+            "num_generations": 1 if given.num_generations == AUTO else given.num_generations,
+            "max_completion_length": None if length == AUTO else length,
+            "temperature": 1.0 if given.temperature == AUTO else given.temperature,
+        }
+        shared = {name: getattr(usual, name) for name in SHARED_OPTIONS}
+        return ReinforcementOptions(
+            grader=None, eval_interval=None, eval_samples=1, **{**shared, **own}
         )
 
 
@@ -409,10 +450,17 @@ class Method(NullableSections):
         given = self.distillation
         if self.type == "distillation" and given.with_context is None and given.teacher is None:
             raise ValueError(
-                "method.type is 'distillation': give method.distillation.with_context, what the "
-                "teacher reads and the student does not"
+                "method.type is 'distillation': give method.distillation.teacher, a tuned model or "
+                "another base, or method.distillation.with_context, what the teacher reads and the "
+                "student does not"
             )
         return self
+
+    @property
+    def samples_answers(self) -> bool:
+        """Whether answers are sampled to the prompts that its data files hold."""
+        by_student = self.type == "distillation" and self.distillation.answers == "student"
+        return by_student or self.type == "reinforcement"
 
     @property
     def hyperparameters(self) -> Hyperparameters:
@@ -430,7 +478,9 @@ class Method(NullableSections):
         return (self.orpo if self.type == "orpo" else self.supervised).hyperparameters
 
     def reinforcement_options(self) -> ReinforcementOptions | None:
-        """The resolved options of reinforcement learning. None: the job has another method."""
+        """The resolved options of answers that are sampled. None: the job has a file of them."""
+        if self.type == "distillation":
+            return self.distillation.sampling()
         if self.reinforcement is None:
             return None
         given = self.reinforcement.hyperparameters
@@ -505,7 +555,7 @@ class KtoOptions(Strict):
 
 
 class DistillationOptions(Strict):
-    """`DistillationMethod` resolved for a worker: the teacher is the base without adapter."""
+    """`DistillationMethod` resolved for a worker."""
 
     type: Literal["distillation"] = "distillation"
     loss_type: DistillationLoss
@@ -513,6 +563,9 @@ class DistillationOptions(Strict):
     """Read with jsd alone."""
     with_context: str
     """What the teacher reads and the student does not."""
+    top_k: int | None = None
+    teacher: TeacherRef | None = None
+    """None: the base without adapter."""
 
 
 PairOptions = DpoOptions | SimpoOptions | OrpoOptions
@@ -538,7 +591,7 @@ SHARED_OPTIONS = (
 
 
 class ReinforcementOptions(Strict):
-    """`ReinforcementMethod` resolved."""
+    """`ReinforcementMethod` resolved; of distillation, how the student's answers are sampled."""
 
     grader: Grader | None
     environment: EndpointEnvironment | None = None

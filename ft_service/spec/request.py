@@ -6,7 +6,7 @@ refused with an alternative.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Annotated, Any
 
 from pydantic import Field, PrivateAttr, ValidationError, WithJsonSchema, model_validator
@@ -114,12 +114,36 @@ _NOT_OF_DISTILLATION = (
         "the teacher is the base, which it would round too. Leave it out",
     ),
 )
+_NOT_OF_STUDENT = (
+    *_NOT_OF_DISTILLATION,
+    *(refused for refused in _NOT_OF_SAMPLED if refused[1] != "served_as"),
+    (
+        "",
+        "validation_file",
+        "no answers to it are compared while the student trains. Leave it out, and score the tuned "
+        "model afterwards (ft eval)",
+    ),
+    ("", "validation_split", "no answers to it are compared. Leave it out"),
+    ("", "evaluation", "the student answers the training file's prompts alone. Leave it out"),
+    ("training", "train_on", "the answers are the student's own. Leave it out"),
+    ("training", "group_by_length", "answers have no length before they are sampled. Leave it out"),
+    ("training", "eval_steps", "there is no validation. Leave it out"),
+    ("lora", "use_dora", "the sampler takes A and B of LoRA only. Leave it out"),
+    ("lora", "target_parameters", "the sampler takes adapters of linear layers only. Leave it out"),
+)
 _NOT_OF_METHOD = {
     "reinforcement": _NOT_OF_REINFORCEMENT,
     "tinker": _NOT_OF_SAMPLED,
     "distillation": _NOT_OF_DISTILLATION,
 }
 """Method → section, option, and what to do instead."""
+
+
+def _not_of(method: Method) -> Sequence[tuple[str, str, str]]:
+    if method.type == "distillation" and method.samples_answers:
+        return _NOT_OF_STUDENT
+    return _NOT_OF_METHOD.get(method.type, ())
+
 
 SWEEP = "sweep"
 """The key in a body or a SPEC file that requests several jobs
@@ -235,7 +259,12 @@ class JobRequest(JobOptions):
 
     @model_validator(mode="after")
     def _possible_with_method(self) -> JobRequest:
-        for section, name, why in _NOT_OF_METHOD.get(self.method.type, ()):
+        whose = (
+            "distillation with answers = 'student'"
+            if self.method.type == "distillation" and self.method.samples_answers
+            else f"method.type = '{self.method.type}'"
+        )
+        for section, name, why in _not_of(self.method):
             options = getattr(self, section) if section else self
             if name in options.model_fields_set and getattr(options, name) not in (
                 None,
@@ -244,13 +273,13 @@ class JobRequest(JobOptions):
                 [],
             ):
                 place = f"{section}.{name}" if section else name
-                raise ValueError(f"{place} with method.type = '{self.method.type}': {why}")
+                raise ValueError(f"{place} with {whose}: {why}")
         options = self.method.reinforcement_options()
         length = self.training.max_length
         longest = None if options is None else options.max_completion_length
         if longest is not None and longest >= length:
             raise ValueError(
-                f"method.reinforcement.hyperparameters.max_completion_length = {longest}: "
+                f"method.{self.method.type}.hyperparameters.max_completion_length = {longest}: "
                 f"training.max_length = {length} is "
                 "for prompt and answer together. Raise that, or lower this"
             )

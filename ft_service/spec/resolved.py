@@ -38,6 +38,7 @@ from ft_service.spec.options import (
     served_fault,
 )
 from ft_service.spec.request import JobRequest
+from ft_service.spec.teachers import TeacherRef, adapter_fault, refused_teacher
 from ft_service.spec.templates import named_template
 from ft_service.spec.tuned_name import TunedName
 from ft_service.wording import shown_value
@@ -135,8 +136,8 @@ class JobSpec(Resolved):
     method.
     """
     reinforcement: ReinforcementOptions | None = None
-    """Options of reinforcement learning, whose data files hold prompts; None: the job has another
-    method.
+    """Options of reinforcement learning, and of a distillation whose student answers: of jobs whose
+    data files hold prompts. None: the answers are in the files.
     """
     parent: AdapterRef | None = None
     """The tuned model whose adapter training starts from; None: a new one.
@@ -198,14 +199,34 @@ class JobSpec(Resolved):
         """Type of its method."""
         if self.training_data is None:
             return "tinker"
-        if self.reinforcement is not None:
-            return "reinforcement"
-        return "supervised" if self.loss is None else self.loss.type
+        if self.loss is not None:
+            return self.loss.type
+        return "supervised" if self.reinforcement is None else "reinforcement"
+
+    @property
+    def teacher(self) -> TeacherRef | None:
+        """The teacher that its ranks hold beside the base; None: none."""
+        return self.loss.teacher if isinstance(self.loss, DistillationOptions) else None
+
+    @property
+    def adapters_read(self) -> tuple[AdapterRef, ...]:
+        """Adapters of other jobs that its ranks read: the parent's, and the teacher's."""
+        found = [] if self.parent is None else [self.parent]
+        if (teacher := self.teacher) is not None and teacher.job_id is not None:
+            found.append(AdapterRef(name=teacher.name, job_id=teacher.job_id, path=teacher.path))
+        return tuple(found)
+
+    @property
+    def bases_read(self) -> tuple[str, ...]:
+        """Folders of the bases that its ranks read: its own, and a teacher's."""
+        teacher = self.teacher
+        other = () if teacher is None or teacher.kind != "base" else (teacher.path,)
+        return (self.model.path, *other)
 
     @property
     def by_commands(self) -> bool:
         """Whether the ranks carry out commands (ft_service/tinker/commands.py): a client's, or
-        those of reinforcement learning.
+        those that follow from sampled answers.
         """
         return self.training_data is None or self.reinforcement is not None
 
@@ -327,6 +348,8 @@ class JobContext:
     gpus: int
     """GPUs of the host that will train, for `nproc_per_node: auto`."""
     parent: AdapterRef | None = None
+    teacher: TeacherRef | None = None
+    """What method.distillation.teacher names, unless that is the base."""
     date: str = ""
     """`JobSpec.date`."""
     samples: int | None = None
@@ -360,6 +383,8 @@ def resolve(request: JobRequest, context: JobContext) -> JobSpec:
     counted = None if samples is None else min(samples, COUNTED)
     training, chosen = by_samples(request.resolved_training(), counted, ranks, request.method.type)
     loss = request.method.loss_options()
+    if isinstance(loss, DistillationOptions):
+        loss = loss.model_copy(update={"teacher": context.teacher})
     return JobSpec(
         version=1 if loss is None else 2,
         job_id=context.job_id,
@@ -411,26 +436,63 @@ def _check_pixels(request: JobRequest) -> None:
 
 
 def _check_teacher(method: Method, context: JobContext) -> None:
-    """Raise SpecError for a teacher that the ranks do not hold, or from which nothing is learned."""
+    """Raise SpecError for a teacher that was not found, or from which nothing is learned."""
     if method.type != "distillation":
         return
     given = method.distillation
     base = context.model.name
     if given.teacher not in (None, base):
-        raise SpecError(
-            f"method.distillation.teacher = {shown_value(given.teacher)}: the teacher is the job's "
-            f"base, {base}, without adapter. Leave it out; to learn from another model, have it "
-            "answer the prompts and train on its answers (method.type: supervised).",
-            param="method.distillation.teacher",
-            code="not_available",
-        )
+        if context.teacher is None:
+            raise refused_teacher(given.teacher, "teachers are models of a server or of FT_HOME")
+        return
     if given.with_context is None and context.parent is None:
         raise SpecError(
             f"method.distillation.teacher = {shown_value(given.teacher)}: student and teacher begin "
             "as the same model that reads the same, so there is nothing to learn. Give "
-            "method.distillation.with_context.",
+            "method.distillation.with_context, or a tuned model or another base as teacher.",
             param="method.distillation.with_context",
         )
+
+
+def named_teacher(request: JobRequest, base: str) -> str | None:
+    """The teacher that a request names, unless it is the job's base, of this name."""
+    method = request.method
+    given = method.distillation.teacher if method.type == "distillation" else None
+    return None if given == base else given
+
+
+def teaching_adapter(
+    trained: JobSpec, adapter: AdapterRef, own: LoraOptions, base: str
+) -> TeacherRef:
+    """A tuned model as teacher. `trained`: its spec; `own`: the job's options; `base`: the name of
+    the job's base.
+
+    Raises SpecError for one that ranks cannot hold beside the student's adapter.
+    """
+    if trained.model.name != base:
+        raise refused_teacher(
+            adapter.name,
+            f"it is on the base {trained.model.name}, and the job's is {base}, on which its "
+            "adapter does not lie",
+        )
+    if (fault := adapter_fault(trained.lora, trained.precision, own)) is not None:
+        raise refused_teacher(adapter.name, fault)
+    return TeacherRef(
+        kind="adapter",
+        name=adapter.name,
+        path=adapter.path,
+        job_id=adapter.job_id,
+        lora=trained.lora,
+    )
+
+
+def teaching_base(found: BaseModelRef, own: BaseModelRef) -> TeacherRef:
+    """Another base as teacher. Raises SpecError if it is the job's, under another name."""
+    if found.path == own.path:
+        raise refused_teacher(
+            found.name, f"it is the job's base; name it as the job does: {own.name}"
+        )
+    return TeacherRef(kind="base", name=found.name, path=found.path)
 
 
 def by_samples(

@@ -17,16 +17,16 @@ SEARCHED = 1000
 """Number of the newest jobs in which a name is searched."""
 
 
-def find_local(name: str, settings: Settings) -> tuple[JobSpec, AdapterRef]:
+def find_local(name: str, settings: Settings, place: str = "model") -> tuple[JobSpec, AdapterRef]:
     """Return the job that trained a tuned model here, and the path of its adapter, which for a
-    checkpoint may have to be made first.
+    checkpoint may have to be made first. `place`: the option that names it.
 
     Raises SpecError that says what to do if FT_HOME has no such job, or no adapter of it.
     """
     try:
         tuned = TunedName.parse(name)
     except ValueError as error:
-        raise _refusal(name, str(error)) from None
+        raise _refusal(name, str(error), place) from None
     run = RunDir(settings.runs_dir / tuned.job_id)
     before = run.readable("spec.json", JobSpec) if tuned.id.isalnum() else None
     if before is None or before.tuned_name != str(tuned.outcome):
@@ -34,6 +34,7 @@ def find_local(name: str, settings: Settings) -> tuple[JobSpec, AdapterRef]:
             name,
             f"no job in {settings.runs_dir} has trained it. `ft submit` continues models that a "
             "server has trained",
+            place,
         )
     if tuned.step is None:
         if not run.path("adapter").is_dir():
@@ -41,12 +42,13 @@ def find_local(name: str, settings: Settings) -> tuple[JobSpec, AdapterRef]:
                 name,
                 f"its job has left no adapter in {run.root}. Name one of its checkpoints: "
                 f"…{CHECKPOINT}N",
+                place,
             )
         return before, _ref(name, before, run, "adapter")
     try:
         point = worker_tasks.name_of_step(run, tuned.step)
     except NotFoundError as error:
-        raise _refusal(name, error.message.rstrip(".")) from None
+        raise _refusal(name, error.message.rstrip("."), place) from None
     return before, _ref(name, before, run, f"adapters/{point}")
 
 
@@ -106,5 +108,5 @@ def prepare_local(parent: AdapterRef) -> None:
         ) from error
 
 
-def _refusal(name: str, why: str) -> SpecError:
-    return SpecError(f"model = {name[:120]!r}: {why}.", param="model", code="model_not_found")
+def _refusal(name: str, why: str, place: str = "model") -> SpecError:
+    return SpecError(f"{place} = {name[:120]!r}: {why}.", param=place, code="model_not_found")

@@ -45,6 +45,8 @@ from ft_service.spec import (
 )
 from ft_service.spec.auto_hyperparameters import COUNTED
 from ft_service.spec.request import SWEEP
+from ft_service.spec.resolved import named_teacher, teaching_adapter, teaching_base
+from ft_service.spec.teachers import PLACE, TeacherRef
 from ft_service.spec.yaml_loader import StrictLoader
 from ft_service.spec_files.parent import find_local, name_of_local
 from ft_service.sweeps.search_space import AskedSweep, parse_sweep
@@ -340,7 +342,7 @@ def resolve_spec_file(
     request, model, parent = _model(spec, settings, to_train)
     validation = spec.validation_file
     training = spec.training_file if spec.has_data else None
-    columns = Columns.of(request.data, request.method.type)
+    columns = Columns.of(request.data, request.method.type, sampled=request.method.samples_answers)
     if like is None:
         training_data = training.ref() if training else NO_DATA
         validation_data = validation.ref() if validation else None
@@ -356,6 +358,7 @@ def resolve_spec_file(
         seed=seed,
         gpus=gpu_count() if gpus is None else gpus,
         parent=parent,
+        teacher=_teacher(request, model, settings, to_train),
         date=datetime.now(UTC).date().isoformat(),
         samples=estimate_samples(training.path, training.files, columns, most=COUNTED)
         if request.counts_samples and training
@@ -386,6 +389,20 @@ def _model(
     there = Path(before.model.path).is_dir()
     base = before.model if there else _catalogue(settings).find(before.model.name).ref()
     return inherit(request, before, parent.name), base, parent
+
+
+def _teacher(
+    request: JobRequest, base: BaseModelRef, settings: Settings, to_train: bool
+) -> TeacherRef | None:
+    """Return what method.distillation.teacher names here; None: the job's base. Raises SpecError."""
+    name = named_teacher(request, base.name)
+    if name is None:
+        return None
+    if is_tuned(name):
+        before, adapter = find_local(name, settings, PLACE)
+        return teaching_adapter(before, adapter, request.lora, base.name)
+    found = _catalogue(settings).find(name, to_train=to_train, param=PLACE).ref()
+    return teaching_base(found, base)
 
 
 def _catalogue(settings: Settings) -> Catalogue:

@@ -208,11 +208,16 @@ class JobStore(StorePart):
                 for row in connection.execute(_running_on(_has_key(metadata_key))).mappings()
             ]
 
-    def running_with_method(self, method: str) -> list[Job]:
-        """Jobs of all projects that run and are to run on, and have this method."""
-        has_method = jobs.c.request["method"]["type"].as_string() == method
+    def running_that_sample(self) -> list[Job]:
+        """Jobs of all projects that run and are to run on, and whose answers are sampled."""
+        method = jobs.c.request["method"]
+        own = method["distillation"]["answers"].as_string() == "student"
+        samples = or_(
+            method["type"].as_string() == "reinforcement",
+            and_(method["type"].as_string() == "distillation", own),
+        )
         with self._database.reading() as connection:
-            return [to_job(row) for row in connection.execute(_running_on(has_method)).mappings()]
+            return [to_job(row) for row in connection.execute(_running_on(samples)).mappings()]
 
     def request(
         self,

@@ -121,13 +121,13 @@ class Sync:
                     Path(data.path).relative_to(self._home).as_posix(), Path(data.path)
                 )
             self._fetch_tokens(data.sha256)
-        if spec.parent is not None:
-            self._fetch_folder(Path(spec.parent.path))
+        for adapter in spec.adapters_read:
+            self._fetch_folder(Path(adapter.path))
         if start.checkpoint is not None:
             self._fetch_checkpoint(start.checkpoint)
 
     def _fetch_folder(self, folder: Path) -> None:
-        """Download a folder of another job's run directory: the adapter that this job continues."""
+        """Download a folder of another job's run directory: an adapter that this job reads."""
         for key in self.objects.list(folder.relative_to(self._home).as_posix()):
             self.objects.download(key, self._home / key)
 

@@ -35,6 +35,10 @@ MOST_AHEAD_BYTES = 256 * 1024**2
 
 TEMPERATURE = "temperature"
 """Option of forward_backward: the temperature of its log-probabilities. Left out: 1."""
+TARGETS = "targets"
+"""Option of distill: target tokens of all such commands of a step, over which its loss is the
+mean.
+"""
 
 
 @dataclass(frozen=True)
@@ -44,13 +48,15 @@ class Command:
     seq: int
     """Its number: 0 creates the model, the client counts from 1."""
     op: str
-    """create_model, forward_backward, optim_step, save_weights, save_weights_for_sampler,
-    load_weights, finish, or refused: one that the service could not accept, which has a number all
+    """create_model, forward_backward, distill, optim_step, save_weights,
+    save_weights_for_sampler, load_weights, finish, or refused: one that the service could not accept, which has a number all
     the same.
     """
     options: Mapping[str, Any] = field(default_factory=dict[str, Any])
     body: bytes | bytearray = b""
-    """forward_backward: the client's message."""
+    """forward_backward: the client's message; distill: one of the same form, in which tokens of
+    weight 1 are the student's answers.
+    """
 
 
 @dataclass(frozen=True)

@@ -31,7 +31,7 @@ OTHERS = {"vllm.yaml"}
 def test_every_example_loads_and_finds_its_files(path: Path) -> None:
     spec = load_spec_file(path, sweep=path.name == "sweep.yaml")
     assert spec.training_file.path.is_file()
-    assert spec.validation_file is not None or path.name == "sums-shown.yaml"
+    assert spec.validation_file is not None or path.name in ("sums-shown.yaml", "student.yaml")
 
 
 def test_there_are_examples() -> None:
@@ -69,6 +69,7 @@ def test_every_option_is_in_the_example_that_shows_them_all() -> None:
         ("orpo.yaml", "method.orpo"),
         ("kto.yaml", "method.kto"),
         ("distillation.yaml", "method.distillation"),
+        ("student.yaml", "method.distillation"),
         ("reinforcement.yaml", "method.reinforcement"),
         ("agent.yaml", "method.reinforcement.environment"),
     ):

@@ -10,7 +10,7 @@ import subprocess
 import sys
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 from unittest.mock import patch
 
 import pytest
@@ -49,6 +49,7 @@ from workers.base.rank_objects import FailedElsewhere
 from workers.job.parent_adapter import adopt
 from workers.model.build import build, choose_arithmetic
 from workers.tasks.consolidate import consolidate
+from workers.training.teachers import Teacher
 
 CPU = torch.device("cpu")
 STEPS = 5
@@ -584,4 +585,4 @@ def test_a_disk_that_refuses_the_last_events_of_a_client_s_job_ends_it_on_all_ra
     prepared: Any = SimpleNamespace(built=SimpleNamespace(peft_model=model), wait=None)
     data: Any = ((), ())
     with pytest.raises(FailedElsewhere):
-        _carry_out_commands(context, prepared, SimpleNamespace(step=1), data)  # pyright: ignore[reportArgumentType]
+        _carry_out_commands(context, prepared, cast(Any, SimpleNamespace(step=1)), data, Teacher())

@@ -28,6 +28,7 @@ from ft_service.rundir.manifest import Manifest
 from ft_service.spec import DistillationOptions, JobSpec, KtoOptions
 from ft_service.wording import counted
 from workers.attempt.prepared_model import Prepare, PreparedModel, cached_description, construct
+from workers.attempt.prepared_teacher import prepare_teacher
 from workers.base.rank_objects import by_first, from_first, on_all
 from workers.data.token_sets import job_samples, remove_own
 from workers.describe import describe
@@ -84,6 +85,7 @@ from workers.training.reference_logprobs import (
 )
 from workers.training.served_quality import Comparison
 from workers.training.shared_rows_trial import refuse_images_in_shared_rows
+from workers.training.teachers import Teacher
 
 
 def run_attempt(runtime: Runtime, stop: StopRequest, prepare: Prepare) -> Outcome:
@@ -149,14 +151,15 @@ def train(runtime: Runtime, reporter: Reporter, stop: StopRequest, prepare: Prep
         runtime.run, spec, built, train_set, valid_set, parent, prepared.resident
     ):
         reporter.warn(text)
+    teacher, padded_because = prepare_teacher(runtime, reporter, prepared, pictured=pictured)
     job = JobState(prepared.parameters, spec.training, prepared.changed)
-    limits = limits_of(built.peft_model, spec, prepared.padded_because, reporter.warn)
+    limits = limits_of(built.peft_model, spec, padded_because, reporter.warn)
     context = TrainingContext(
         runtime, built.peft_model, limits, reporter, stop, prepared.gradients, prepared.wait
     )
     if spec.by_commands:
-        return _carry_out_commands(context, prepared, job, (train_set, valid_set))
-    objectives = _objectives(context, train_set, valid_set)  # before the adapter changes
+        return _carry_out_commands(context, prepared, job, (train_set, valid_set), teacher)
+    objectives = _objectives(context, train_set, valid_set, teacher)  # before the adapter changes
     if objectives is None:
         return _stopped(
             context, "before the first step, while reference log-probabilities were computed"
@@ -226,9 +229,11 @@ def _carry_out_commands(
     prepared: PreparedModel,
     job: JobState,
     data: tuple[TokenSet, TokenSet],
+    teacher: Teacher,
 ) -> Outcome:
-    """Train as the job's client says, or in reinforcement learning the service: by commands that
-    come meanwhile (workers/tinker). `data`: the prompts for training and validation.
+    """Train as the job's client says, or where answers are sampled the service: by commands that
+    come meanwhile (workers/tinker). `data`: the prompts for training and validation. `teacher`: of
+    the student whose answers they are.
     """
     runtime = context.runtime
     reporter = context.reporter
@@ -247,7 +252,8 @@ def _carry_out_commands(
         lambda: cached_description(path) or describe(path),
         shared=prepared.resident is not None,
     )
-    loop = CommandLoop(context, job, _saver(context), watch, vocabulary, prepared.wait, pictures)
+    saver = _saver(context)
+    loop = CommandLoop(context, job, saver, watch, vocabulary, prepared.wait, pictures, teacher)
     finished, checkpoint = loop.run()
     if not finished and loop.left_alone is not None:
         reporter.warn(
@@ -315,7 +321,7 @@ def _adopt_parent(runtime: Runtime, prepared: PreparedModel, reporter: Reporter)
 
 
 def _objectives(
-    context: TrainingContext, train: TokenSet, valid: TokenSet
+    context: TrainingContext, train: TokenSet, valid: TokenSet, teacher: Teacher
 ) -> tuple[Objective, Objective] | None:
     """Training and validation data with their loss; None if the job was stopped meanwhile."""
     run = context.runtime.run
@@ -325,7 +331,7 @@ def _objectives(
         case None:
             return supervised(train, spec, packed=context.limits.packed), Supervised(valid)
         case DistillationOptions() as options:
-            return Taught(train, options), Taught(valid, options)
+            return Taught(train, options, teacher), Taught(valid, options, teacher)
         case KtoOptions() as options:
             of_samples = partial(
                 Labelled.without_values,

@@ -32,20 +32,8 @@ def adopt(parameters: Mapping[str, nn.Parameter], parent: AdapterRef) -> Manifes
     Every rank reads its own rows. Raises SpecError if the parent is absent, differs from its
     manifest, or has another shape than the job's adapter.
     """
+    manifest = intact_manifest(parent)
     folder = Path(parent.path)
-    manifest = RunDir(folder).read(MANIFEST, Manifest)
-    if manifest is None or not (folder / WEIGHTS).is_file():
-        raise SpecError(
-            f"The adapter of {parent.name} is gone from {folder}.",
-            param="model",
-            code="model_not_found",
-        )
-    if FileDigest.of(folder / WEIGHTS) != manifest.files.get(WEIGHTS):
-        message = (
-            f"The adapter of {parent.name} is damaged: {folder / WEIGHTS} is not what its "
-            "manifest says."
-        )
-        raise SpecError(message, param="model", code="adapter_damaged")
     wanted = {peft_name(name): parameter for name, parameter in parameters.items()}
     with safe_open(folder / WEIGHTS, framework="pt") as file, torch.no_grad():
         names = AdapterNames.of_file(file.metadata())
@@ -56,6 +44,28 @@ def adopt(parameters: Mapping[str, nn.Parameter], parent: AdapterRef) -> Manifes
             local = local_rows(parameter)
             if start < end:
                 local.copy_(file.get_slice(name)[start:end])
+    return manifest
+
+
+def intact_manifest(adapter: AdapterRef, param: str = "model") -> Manifest:
+    """The manifest of another job's adapter, whose weights are what it says.
+
+    `param`: the option that names it. Raises SpecError if it is absent or damaged.
+    """
+    folder = Path(adapter.path)
+    manifest = RunDir(folder).read(MANIFEST, Manifest)
+    if manifest is None or not (folder / WEIGHTS).is_file():
+        raise SpecError(
+            f"The adapter of {adapter.name} is gone from {folder}.",
+            param=param,
+            code="model_not_found",
+        )
+    if FileDigest.of(folder / WEIGHTS) != manifest.files.get(WEIGHTS):
+        message = (
+            f"The adapter of {adapter.name} is damaged: {folder / WEIGHTS} is not what its "
+            "manifest says."
+        )
+        raise SpecError(message, param=param, code="adapter_damaged")
     return manifest
 
 

@@ -80,6 +80,16 @@ class FrozenLinear(nn.Linear):
         return y if self.bias is None else y + self.bias
 
 
+class Factors(NamedTuple):
+    """A low-rank matrix scale · B A, in the dtype of what it is multiplied with."""
+
+    a: Tensor
+    """[r, in]."""
+    b: Tensor
+    """[out, r]."""
+    scale: float
+
+
 class LoraLinear(peft.tuners.lora.Linear):
     """PEFT's LoRA layer, computing in the dtype of its input.
 
@@ -95,6 +105,8 @@ class LoraLinear(peft.tuners.lora.Linear):
     """
     joint: Joint | None = None
     """The layers with which it shares its input, itself among them; None: it is computed alone."""
+    instead: Factors | None = None
+    """What stands in place of its own adapter; None: that adapter."""
 
     def add_magnitude(self) -> None:
         """Train DoRA's magnitude too, fp32 [out], on the device of the adapter; `begin_magnitude`
@@ -136,7 +148,8 @@ class LoraLinear(peft.tuners.lora.Linear):
 
     def forward(self, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         bias: Any = self.base_layer.bias
-        if self.magnitude is None or not self.scaling[self._adapter]:
+        own = self.instead is None and self.scaling[self._adapter]
+        if self.magnitude is None or not own:
             return self._forward(x, bias, *args, **kwargs)
         # DoRA (arXiv 2402.09353): m / ‖W + scale · B A‖ times what W + scale · B A makes of x,
         # without a gradient to the norm.
@@ -159,13 +172,11 @@ class LoraLinear(peft.tuners.lora.Linear):
         dropping = self.dropping if self.training else None
         dropping = dropping if dropping is None or dropping.concerns(x) else None
         if torch.compiler.is_compiling() or type(base) not in (nn.Linear, FrozenLinear):
-            name = self._adapter
             down = F.linear if dropping is None else dropping
-            a: Any = self.lora_A[name].weight  # [r, in]
-            b: Any = self.lora_B[name].weight  # [out, r]
+            a, b, scale = self._factors()
             y = base(x, *args, **kwargs)
             y = y if bias is base.bias else y - base.bias
-            return y + F.linear(down(x, a.to(x.dtype)), b.to(x.dtype)) * self.scaling[name]
+            return y + F.linear(down(x, a.to(x.dtype)), b.to(x.dtype)) * scale
         if (
             self.joint is not None
             and dropping is None
@@ -179,11 +190,19 @@ class LoraLinear(peft.tuners.lora.Linear):
         self, bias: Tensor | None, dropping: Dropping | None
     ) -> tuple[_Call, Sequence[Any]]:
         base: Any = self.base_layer
-        name = self._adapter
+        a, b, scale = self._factors()
         parts, stored_as = _stored(base)
         keys, rate = (None, 0.0) if dropping is None else (dropping.keys, dropping.rate)
-        call = _Call(stored_as, base.in_features, self.scaling[name], len(parts), keys, rate)
-        return call, (self.lora_A[name].weight, self.lora_B[name].weight, bias, *parts)
+        call = _Call(stored_as, base.in_features, scale, len(parts), keys, rate)
+        return call, (a, b, bias, *parts)
+
+    def _factors(self) -> Factors:
+        if self.instead is not None:
+            return self.instead
+        name = self._adapter
+        a: Any = self.lora_A[name].weight
+        b: Any = self.lora_B[name].weight
+        return Factors(a, b, self.scaling[name])
 
 
 class Joint:

@@ -25,6 +25,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 from torch.nn import functional as F
 from transformers import PreTrainedModel
 
@@ -32,6 +33,7 @@ from ft_service.kernel_limits import chunk_rows
 from workers.model.divergence import (
     DIVERGENCE_SUMS,
     Divergence,
+    Likeliest,
     divergence_gradient,
     divergence_sums,
 )
@@ -122,25 +124,93 @@ def hidden_in_head(model: PreTrainedModel, places: Tensor) -> Iterator[None]:
         yield
 
 
+@dataclass(frozen=True)
+class OtherHead:
+    """The output head of another model than the one that is trained."""
+
+    weight: Tensor
+    """[words, hidden], in the compute dtype."""
+    bias: Tensor | None
+    cap: float | None
+
+    @classmethod
+    def of(cls, model: PreTrainedModel, dtype: torch.dtype) -> OtherHead:
+        """The head of a frozen model, gathered if it is sharded. Called by all ranks together."""
+        head: Any = model.get_output_embeddings()
+        weight, bias = (
+            part.full_tensor() if isinstance(part, DTensor) else part
+            for part in (head.weight.detach(), head.bias)
+        )
+        cap = getattr(text_decoder(model).config, CAP, None)
+        return cls(weight.to(dtype), None if bias is None else bias.detach().to(dtype), cap)
+
+
+@dataclass(frozen=True)
+class TeacherHidden:
+    """What the head is given of a teacher (`hidden_in_head`)."""
+
+    hidden: Tensor
+    """[targets, hidden]."""
+    head: OtherHead | None = None
+    """None: the student's own."""
+
+    def rows(self, rows: slice) -> Tensor:
+        """Those of some targets."""
+        return self.hidden[rows]
+
+
+@contextmanager
+def likeliest_in_head(
+    model: PreTrainedModel, places: Tensor, targets: Tensor, words: int, k: int
+) -> Iterator[list[Likeliest]]:
+    """While it is entered, the list takes a forward's likeliest words of the first `words`, whose
+    probabilities sum up to 1.
+
+    `places`, `targets`: int64 [targets], as in a `Batch`.
+    """
+    taken: list[Likeliest] = []
+
+    def forward(own: Tensor, head: _Head) -> Tensor:
+        head = head.first(words)
+        height = chunk_rows(words)
+        parts = [
+            Likeliest.of(_log_softmax(own[rows], head)[0], targets[rows], k)
+            for start in range(0, max(1, len(own)), height)
+            for rows in [slice(start, start + height)]
+        ]
+        taken.append(
+            Likeliest(
+                torch.cat([part.words for part in parts]),
+                torch.cat([part.logs for part in parts]),
+                torch.cat([part.targets for part in parts]),
+            )
+        )
+        return own
+
+    with _in_head(model, places, forward):
+        yield taken
+
+
 @contextmanager
 def divergence_in_head(
     model: PreTrainedModel,
     places: Tensor,
     targets: Tensor,
-    teacher: Tensor,
+    teacher: TeacherHidden | Likeliest,
+    words: int,
     divergence: Divergence,
     scale: float,
 ) -> Iterator[list[Tensor]]:
     """While it is entered, a forward's `logits` are the sum of divergences times `scale`, and the
     list takes the sums of `DIVERGENCE_SUMS`, fp64.
 
-    `places`, `targets`: int64 [targets], as in a `Batch`. `teacher`: [targets, hidden], what the
-    head is given of the teacher at the same targets (`hidden_in_head`).
+    `places`, `targets`: int64 [targets], as in a `Batch`. `teacher`: at the same targets. `words`:
+    so many, the first ones, are compared.
     """
     taken: list[Tensor] = []
 
     def forward(own: Tensor, head: _Head) -> Tensor:
-        made = _HeadDivergence.apply(own, head, teacher, targets, divergence, scale)
+        made = _HeadDivergence.apply(own, head.first(words), teacher, targets, divergence, scale)
         scaled, sums = made  # pyright: ignore[reportGeneralTypeIssues]
         taken.append(sums)
         return scaled
@@ -240,6 +310,13 @@ class _Head:
     bias: Tensor | None
     cap: float | None
     temperature: float = 1.0
+
+    def first(self, words: int) -> _Head:
+        """The head of the first words alone."""
+        if words == self.weight.shape[0]:
+            return self
+        bias = None if self.bias is None else self.bias[:words]
+        return _Head(self.weight[:words], bias, self.cap, self.temperature)
 
     def chunks(
         self,
@@ -395,8 +472,8 @@ class _HeadLogProbabilities(torch.autograd.Function):
 
 
 class _HeadDivergence(torch.autograd.Function):
-    """hidden [n, h] of the student, with a frozen head and the teacher's hidden → loss × scale, and
-    the sums of DIVERGENCE_SUMS. Only hidden gets a gradient.
+    """hidden [n, h] of the student, with a frozen head, and the teacher's → loss × scale, and the
+    sums of DIVERGENCE_SUMS. Only hidden gets a gradient.
     """
 
     @staticmethod
@@ -404,18 +481,22 @@ class _HeadDivergence(torch.autograd.Function):
         ctx: Any,
         hidden: Tensor,
         head: _Head,
-        teacher: Tensor,
+        teacher: TeacherHidden | Likeliest,
         targets: Tensor,
         divergence: Divergence,
         scale: float,
     ) -> tuple[Tensor, Tensor]:
+        other = None if isinstance(teacher, Likeliest) else teacher.head
+        theirs = head if other is None else _Head(other.weight, other.bias, other.cap)
+        theirs = theirs.first(head.weight.shape[0])
         gradient = torch.empty_like(hidden) if ctx.needs_input_grad[0] else None
         sums = torch.zeros(len(DIVERGENCE_SUMS), dtype=torch.float64, device=hidden.device)
         height = max(1, chunk_rows(head.weight.shape[0]) // 2)  # two logits of each row
         for start in range(0, len(hidden), height):
             rows = slice(start, start + height)
             own, through = _log_softmax(hidden[rows], head)
-            others, _ = _log_softmax(teacher[rows], head)
+            given = teacher.rows(rows)
+            others = given if isinstance(given, Likeliest) else _log_softmax(given, theirs)[0]
             sums += divergence_sums(own, others, targets[rows], divergence)
             if gradient is None:
                 continue

@@ -23,14 +23,21 @@ import torch
 import torch.distributed as dist
 
 from ft_service.data.tokens.sample import Tokens
+from ft_service.data.tokens.token_set import TokenSet
 from ft_service.errors import FtError, SpecError
 from ft_service.rundir.attempt import Attempt
 from ft_service.rundir.checkpoints import checkpoint_key, complete_checkpoints
 from ft_service.rundir.directory import RunDir
 from ft_service.rundir.evaluations import MOST_PROBES, MOST_TOKENS
 from ft_service.rundir.events import Metrics
-from ft_service.spec import JobSpec
-from ft_service.tinker.commands import TEMPERATURE, Command, CommandLog, CommandResult
+from ft_service.spec import DistillationOptions, JobSpec
+from ft_service.tinker.commands import (
+    TARGETS,
+    TEMPERATURE,
+    Command,
+    CommandLog,
+    CommandResult,
+)
 from ft_service.tinker.loss_calls import Datum, LossCall, LossRequest, write_output
 from ft_service.tinker.saved_weights import (
     PROBES,
@@ -43,6 +50,7 @@ from ft_service.tinker.saved_weights import (
 from workers.base.rank_objects import from_all, from_first
 from workers.job.adamw import AdamOptions
 from workers.job.training_state import JobState, learning_rate_at
+from workers.model.divergence import DIVERGENCE_SUMS
 from workers.output.checkpoint import read_position, take_weights
 from workers.output.checkpoint_pruning import keeps_best
 from workers.output.checkpoint_saver import Saver
@@ -54,7 +62,10 @@ from workers.tinker.attendance import Attendance, pause_after
 from workers.tinker.call_pictures import CallPictures
 from workers.tinker.loss_batches import loss_and_logprobs, make_loss_batch, share_out
 from workers.training.context import TrainingContext, Wait
+from workers.training.distillation import Taught, TaughtSums
 from workers.training.guards import AdapterWatch
+from workers.training.objective import RankShare
+from workers.training.teachers import Teacher
 
 SAVE_SECONDS = 60.0
 """Time of work after which a checkpoint is due: what an attempt's end costs is computed again."""
@@ -98,6 +109,8 @@ class StepSums:
     """Tokens that a sampler has drawn, and that count in the loss."""
     gap: float = 0.0
     """Sum over these of how far the trainer's log-probability lies from the sampler's, in nats."""
+    distilled: TaughtSums | None = None
+    """Of the student's answers."""
 
 
 @dataclass
@@ -114,6 +127,8 @@ class CommandLoop:
     """None: the job has its ranks to itself."""
     pictures: CallPictures | None = None
     """None: calls may show none."""
+    teacher: Teacher = field(default_factory=Teacher)
+    """Whom distill asks."""
     newest_sequences: list[Tokens] = field(default_factory=list[Tokens])
     """The first sequences of the newest call, on which the trainer's log-probabilities are compared
     with a sampler's.
@@ -223,6 +238,7 @@ class CommandLoop:
         acts: Mapping[str, Callable[[Order, Command], CommandResult | None]] = {
             "create_model": self._create,
             "forward_backward": self._forward_backward,
+            "distill": self._distill,
             "optim_step": self._optim_step,
             "checkpoint": self._checkpoint,
             "save_weights": self._save_weights,
@@ -315,6 +331,37 @@ class CommandLoop:
             for own in from_all(read, runtime.groups.stop)
             for position, of_datum in own.items()
         }
+
+    def _distill(self, order: Order, command: Command) -> CommandResult | None:
+        """Add the gradients of a student's answers: how far it is from its teacher there."""
+        began = time.perf_counter()
+        context = self.context
+        runtime = context.runtime
+        options = runtime.spec.loss
+        if not isinstance(options, DistillationOptions):
+            raise SpecError(f"Command {command.seq}: the job's method is no distillation.")
+        request = LossRequest.parse(command.body)
+        call = request.call(vocabulary=self.vocabulary, longest=runtime.spec.training.max_length)
+        self.newest_sequences = [_cut(datum.ids) for datum in call.data[:MOST_PROBES]]
+        objective = Taught(TokenSet.of(map(_answered, call.data)), options, self.teacher)
+        items = range(len(objective))
+        scale = runtime.world / max(1, int(command.options[TARGETS]))
+        loss_of = objective.loss_of(items)
+        found = torch.zeros(len(DIVERGENCE_SUMS), dtype=torch.float64, device=runtime.device)
+        share = RankShare.of(runtime, context.limits)
+        for batch in share.batches(objective, items):
+            context.gradients.begin(last=False)
+            loss, own = loss_of(context.model, batch, scale)
+            context.gradients.backward(loss)
+            found += own
+        sums = self._sums
+        sums.data += len(call.data)
+        sums.tokens += sum(len(datum.ids) for datum in call.data)
+        of_all = np.sum(from_all(found.tolist(), runtime.groups.stop), axis=0)
+        read = objective.read(of_all.tolist(), items)
+        sums.distilled = read if sums.distilled is None else sums.distilled.plus(read)
+        sums.seconds += time.perf_counter() - began
+        return CommandResult({"type": "distill"})
 
     def _optim_step(self, order: Order, command: Command) -> CommandResult | None:
         began = time.perf_counter()
@@ -431,7 +478,9 @@ class CommandLoop:
         """`report`: what the commands say of the step besides."""
         sums = sums or StepSums()
         report = report or {}
+        taught = sums.distilled
         more = {
+            **({} if taught is None else taught.more),
             **({"sampler/logprob_gap": sums.gap / sums.drawn} if sums.drawn else {}),
             **report.get("more", {}),
         }
@@ -447,7 +496,9 @@ class CommandLoop:
             total_steps=int(report.get("total_steps", self.job.step)),
             epoch=report.get("epoch"),
             more=more or None,
-            train_loss=sums.loss / sums.weight if has_loss else None,
+            train_loss=taught.mean_loss
+            if taught is not None
+            else (sums.loss / sums.weight if has_loss else None),
             learning_rate=rate,
             grad_norm=norm,
             tokens=sums.tokens or None,
@@ -622,6 +673,12 @@ def _add_gap(sums: StepSums, call: LossCall, read: Mapping[int, tuple[float, np.
 def _cut(datum: Datum) -> Tokens:
     ids = datum.ids.astype(np.int32)
     return Tokens(ids, np.zeros(len(ids), dtype=bool), images=datum.images).cut(MOST_TOKENS)
+
+
+def _answered(datum: Datum) -> Tokens:
+    """A row of a student's answer, of which the tokens with a weight are targets."""
+    ids = np.concatenate([datum.ids[:1], datum.targets]).astype(np.int32)
+    return Tokens(ids, np.concatenate([[False], datum.inputs["weights"] > 0]))
 
 
 def _weight(inputs: Mapping[str, np.ndarray]) -> float:

@@ -1,20 +1,20 @@
 """The loss of distillation: how far a student is from its teacher, at every token of the answers.
 
-The teacher is the base, whose adapter is switched off, and which may read a context that the student
-does not: a long system prompt is learned into the adapter. So no second model is held. Of each
-micro-batch the teacher's rows are computed first, without gradients; of them only what the head is
-given stays, [targets, hidden], from which the head makes both logits a few tokens at a time
-(workers/model/head.py). Answers are compared token by token, by ids.
+The teacher (teachers.py) may be the base, whose adapter is switched off, and may read a context
+that the student does not: a long system prompt is learned into the adapter. Of each micro-batch the
+teacher's rows are computed first, without gradients; of them only what the head is given stays,
+[targets, hidden], from which the head makes both logits a few tokens at a time
+(workers/model/head.py), or with top_k its likeliest words. Answers are compared token by token, by
+ids.
 
-    micro-batch ─▶ teacher's rows, adapter off ─▶ hidden states ─▶ student's rows ─▶ divergence
+    micro-batch ─▶ teacher's rows ─▶ hidden states ─▶ student's rows ─▶ divergence
 
 The loss of a global batch is the mean over its answers' tokens.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -30,12 +30,20 @@ from workers.data.micro_batches import MicroBatchLimits, Rounds, share_out
 from workers.model.divergence import (
     DIVERGENCE_SUMS,
     Divergence,
+    Likeliest,
     divergence_sums,
 )
-from workers.model.head import divergence_in_head, hidden_in_head, works_in_chunks
+from workers.model.head import (
+    OtherHead,
+    TeacherHidden,
+    divergence_in_head,
+    hidden_in_head,
+    likeliest_in_head,
+    works_in_chunks,
+)
 from workers.model.multimodal import causal_model
-from workers.output.served_probes import without_adapter
 from workers.training.step import LossOf, logits_of, target_logits
+from workers.training.teachers import Teacher
 
 
 @dataclass(frozen=True)
@@ -53,9 +61,16 @@ class TaughtSums:
     sums: Sequence[float]
     """In the order of DIVERGENCE_SUMS."""
     targets: int
+    of_some_words: bool = False
+    """Whether only some words are compared one by one."""
 
     is_impossible = False
     """A student that is its teacher has no loss."""
+
+    def plus(self, other: TaughtSums) -> TaughtSums:
+        """Of both batches together."""
+        sums = [one + more for one, more in zip(self.sums, other.sums, strict=True)]
+        return TaughtSums(sums, self.targets + other.targets, self.of_some_words)
 
     @property
     def loss(self) -> float:
@@ -79,6 +94,7 @@ class TaughtSums:
         found = {
             name: value / max(1, self.targets)
             for name, value in zip(names, self.sums[2:], strict=True)
+            if name != "teacher/kept" or self.of_some_words
         }
         return {**found, "teacher/gap": found["teacher/logps"] - found["student/logps"]}
 
@@ -91,6 +107,7 @@ class Taught:
 
     samples: TokenSet
     options: DistillationOptions
+    teacher: Teacher
 
     baseline = None
 
@@ -144,42 +161,54 @@ class Taught:
         return int(self._targets[list(items)].sum())
 
     def loss_of(self, items: Sequence[int], baseline: Tensor | None = None) -> LossOf[TaughtBatch]:
-        return distillation_loss(Divergence.of(self.options))
+        return distillation_loss(Divergence.of(self.options), self.teacher)
 
     def read(self, sums: Sequence[float], items: Sequence[int]) -> TaughtSums:
-        return TaughtSums(tuple(sums), self.divisor(items))
+        some = self.options.top_k is not None
+        return TaughtSums(tuple(sums), self.divisor(items), some)
 
 
-def distillation_loss(divergence: Divergence) -> LossOf[TaughtBatch]:
+def distillation_loss(divergence: Divergence, teacher: Teacher) -> LossOf[TaughtBatch]:
     """The sum of divergences over the targets (`LossOf`); its sums are DIVERGENCE_SUMS."""
 
     def loss_of(model: nn.Module, own: TaughtBatch, scale: float) -> tuple[Tensor, Tensor]:
         causal = causal_model(model)
         targets = own.student.targets
-        if not works_in_chunks(causal):
-            with _as_teacher(model):
-                teacher = target_logits(model, own.teacher).log_softmax(dim=-1)
-            student = target_logits(model, own.student).log_softmax(dim=-1)
-            sums = divergence_sums(student, teacher, targets, divergence)
-            return (sums[0] * scale).float(), sums.detach()
-        with _as_teacher(model), hidden_in_head(causal, own.teacher.places):
-            given = logits_of(model, own.teacher)
-        with divergence_in_head(
-            causal, own.student.places, targets, given, divergence, scale
-        ) as taken:
-            loss = logits_of(model, own.student)
-        return loss, taken[0]
+        words = teacher.words(model)
+        in_chunks = works_in_chunks(causal)
+        with teacher.speaking(model) as speaker:
+            given = _given(speaker, own.teacher, words, divergence.top_k, in_chunks=in_chunks)
+        if isinstance(given, TeacherHidden) and teacher.base is not None:  # which is sharded again
+            head = OtherHead.of(teacher.base, given.hidden.dtype)
+            given = TeacherHidden(given.hidden, head)
+        if in_chunks and not isinstance(given, Tensor):
+            with divergence_in_head(
+                causal, own.student.places, targets, given, words, divergence, scale
+            ) as taken:
+                loss = logits_of(model, own.student)
+            return loss, taken[0]
+        assert not isinstance(given, TeacherHidden), "it is made for a head that works in chunks"
+        student = target_logits(model, own.student)[:, :words].log_softmax(dim=-1)
+        sums = divergence_sums(student, given, targets, divergence)
+        return (sums[0] * scale).float(), sums.detach()
 
     return loss_of
 
 
-@contextmanager
-def _as_teacher(model: nn.Module) -> Iterator[None]:
-    """The base as it is, without gradients and without what is random."""
-    training = model.training
-    model.eval()
-    try:
-        with torch.no_grad(), without_adapter(model):
-            yield
-    finally:
-        model.train(training)
+def _given(
+    speaker: nn.Module, batch: Batch, words: int, top_k: int | None, *, in_chunks: bool
+) -> TeacherHidden | Likeliest | Tensor:
+    """What is kept of a teacher's rows: what its head is given, its likeliest words, or its
+    log-probabilities, fp32 [targets, words]. `in_chunks`: whether the student's head takes what a
+    head is given.
+    """
+    taught = causal_model(speaker)
+    if not works_in_chunks(taught) or (top_k is None and not in_chunks):
+        logs = target_logits(speaker, batch)[:, :words].log_softmax(dim=-1)
+        return logs if top_k is None else Likeliest.of(logs, batch.targets, top_k)
+    if top_k is not None:
+        with likeliest_in_head(taught, batch.places, batch.targets, words, top_k) as taken:
+            logits_of(speaker, batch)
+        return taken[0]
+    with hidden_in_head(taught, batch.places):
+        return TeacherHidden(logits_of(speaker, batch))

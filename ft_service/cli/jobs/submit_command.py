@@ -15,7 +15,7 @@ from ft_service.bases.catalogue import has_tokenizer
 from ft_service.cli.data_files.data_commands import uploadable
 from ft_service.cli.jobs.job_argument import find_model
 from ft_service.cli.jobs.watch_command import watch_job
-from ft_service.cli.local.job_inputs import describe_base, examine_data
+from ft_service.cli.local.job_inputs import describe_job, examine_data
 from ft_service.cli.local.spec_arguments import (
     Changes,
     MaxCost,
@@ -126,7 +126,7 @@ def _resolved(spec: SpecFile, settings: Settings) -> JobSpec | None:
             spec, settings, job_id=new_id("ftjob-"), seed=spec.request.seed or 0, to_train=False
         )
         return within_context(
-            describe_base(Path(resolved.model.path), resolved.model.name, settings, print_note),
+            describe_job(resolved, settings, print_note),
             resolved,
         )
     except (SpecError, NotFoundError, UnavailableError):
@@ -152,7 +152,9 @@ def _check_lines(spec: SpecFile) -> list[str]:
         records = records_by_file[param] = Records(path.name)
         try:
             request = spec.request
-            columns = Columns.of(request.data, request.method.type)
+            columns = Columns.of(
+                request.data, request.method.type, sampled=request.method.samples_answers
+            )
             pairs = request.method.type in PAIR_METHODS
             report = check_lines(
                 path, files=data.files, columns=columns, pairs=pairs, records=records

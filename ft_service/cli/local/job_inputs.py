@@ -32,6 +32,7 @@ from ft_service.host.home import create_home
 from ft_service.installation import SAMPLE_DESCRIPTIONS, SAMPLE_MODELS
 from ft_service.plan.image_features import note_on_images
 from ft_service.plan.sample_lengths import SampleLengths
+from ft_service.plan.teacher import described_job
 from ft_service.rundir.documents import ErrorInfo
 from ft_service.settings import Settings
 from ft_service.spec import JobSpec
@@ -177,6 +178,18 @@ def describe_base(
         or _of_sample(folder)
         or _of_server(folder, name, descriptions, descriptions.missing or "")
     ).description()
+
+
+def describe_job(spec: JobSpec, settings: Settings, notify: Callable[[str], None]) -> Description:
+    """`describe_base` of a job's base, and of the base that teaches it, if there is one.
+
+    Raises SpecError also for a teacher with another tokenizer.
+    """
+    names = {Path(spec.model.path): spec.model.name}
+    return described_job(
+        spec,
+        lambda folder: describe_base(folder, names.get(folder, folder.name), settings, notify),
+    )
 
 
 def _of_sample(folder: Path) -> Described | None:

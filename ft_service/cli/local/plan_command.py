@@ -6,14 +6,13 @@ import math
 import re
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, replace
-from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
 from ft_service.bases.description import Description
 from ft_service.cli.local.hub_base import planned_base
-from ft_service.cli.local.job_inputs import JobData, describe_base, examine_data
+from ft_service.cli.local.job_inputs import JobData, describe_job, examine_data
 from ft_service.cli.local.plan_ranking import ALL, rank_hardware
 from ft_service.cli.local.spec_arguments import (
     Changes,
@@ -151,7 +150,7 @@ def _plan(
         refuse_too_many(found, _nodes_like_this_host(settings))
     prices = price_list(settings)
     rate = prices.rate(host_id()) if on_host else prices.rate_of_hardware(machine.name)
-    base = describe_base(Path(found.model.path), found.model.name, settings, print_note)
+    base = describe_job(found, settings, print_note)
     machine = measured(machine, base.products)
     resolved = within_context(base, found)
     most = settings.slots or default_slots() if on_host else MOST_PER_HOST
@@ -254,7 +253,7 @@ def _plan_sweep(
     """Show what all jobs of a sweep take. `first`: the first job; all have the same base."""
     sweep = spec.sweep
     assert sweep is not None
-    base = describe_base(Path(first.model.path), first.model.name, settings, print_note)
+    base = describe_job(first, settings, print_note)
     examples = data.examples
     planned: list[tuple[Plan, dict[str, Any]]] = []
     settled: list[JobSpec] = []

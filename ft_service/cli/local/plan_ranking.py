@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from pathlib import Path
 
 from ft_service.bases.description import Description
-from ft_service.cli.local.job_inputs import JobData, describe_base, examine_data
+from ft_service.cli.local.job_inputs import JobData, describe_job, examine_data
 from ft_service.cli.output import print_json, print_note, print_table, print_text
 from ft_service.control.places.price_list import PriceList, price_list
 from ft_service.errors import SpecError
@@ -46,7 +45,7 @@ def rank_hardware(loaded: SpecFile, settings: Settings, *, as_json: bool) -> Non
     found = resolve_spec_file(
         loaded, settings, job_id=new_id("ftjob-"), seed=0, to_train=False, gpus=gpus
     )
-    base = describe_base(Path(found.model.path), found.model.name, settings, print_note)
+    base = describe_job(found, settings, print_note)
     spec = within_context(base, found)
     data = examine_data(spec, settings, print_note, base, need_counts=False)
     choices = ranked(_choices(base, spec, data, price_list(settings)))

@@ -16,7 +16,7 @@ import typer
 from rich.console import Console
 
 from ft_service.cli.display import Display, display_for
-from ft_service.cli.local.job_inputs import describe_base, examine_data
+from ft_service.cli.local.job_inputs import describe_job, examine_data
 from ft_service.cli.local.spec_arguments import (
     Changes,
     ModelName,
@@ -117,13 +117,14 @@ def run(
     if node is not None and node.index:
         wait_begun(folder)  # its id and its seed are drawn on host 0
     resolved = _with_ranks_of_this_host(resolve_for(loaded, settings, folder, job_id))
-    base = describe_base(Path(resolved.model.path), resolved.model.name, settings, print_note)
+    base = describe_job(resolved, settings, print_note)
     machine = measured(this_host(), base.products)
     admitted = admit(base, resolved, machine, SampleLengths.of_size(loaded.training_file.bytes))
-    if resolved.parent is not None and not RunDir(folder).list(
-        ATTEMPTS
-    ):  # one that has begun has its own checkpoints
-        prepare_local(resolved.parent)
+    begun = RunDir(folder).list(ATTEMPTS)
+    for adapter in resolved.adapters_read:
+        if adapter is resolved.parent and begun:  # which has its own checkpoints
+            continue
+        prepare_local(adapter)
     with display_for(Console(highlight=False, emoji=False, stderr=as_json)) as display:
         display.status("starting")
         for level, message in admitted.events:

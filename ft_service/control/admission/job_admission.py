@@ -32,6 +32,7 @@ from ft_service.money import micros, money_text
 from ft_service.plan.admit import Admitted, admit, settle_counted
 from ft_service.plan.image_features import note_on_images
 from ft_service.plan.sample_lengths import SampleLengths
+from ft_service.plan.teacher import described_job
 from ft_service.settings import Settings
 from ft_service.spec import (
     AdapterRef,
@@ -49,7 +50,14 @@ from ft_service.spec import (
     resolve,
 )
 from ft_service.spec.auto_hyperparameters import COUNTED
-from ft_service.spec.resolved import note_served
+from ft_service.spec.resolved import (
+    BaseModelRef,
+    named_teacher,
+    note_served,
+    teaching_adapter,
+    teaching_base,
+)
+from ft_service.spec.teachers import PLACE, TeacherRef
 from ft_service.storage.locations import Places
 from ft_service.store.database import UNSTORABLE
 from ft_service.store.records import File, NewEvent, NewJob, Principal, TenantLimits
@@ -246,7 +254,7 @@ def planned(
 
     Raises SpecError as `create_job`, NotDescribedError if the base has no description yet.
     """
-    base = descriptions.description(Path(job.spec.model.path))
+    base = described_job(job.spec, descriptions.description)
     lengths = None if size is None else SampleLengths.of_size(size)
     most = capacity.most_per_node(job.nodes, limits.max_slots)
     admitted = admit(base, job.spec, capacity.machine_for(base), lengths, most)
@@ -275,10 +283,13 @@ class LateAdmission:
         """Text for the owner why the job waits for its base; None: the base is described or
         refused.
         """
-        folder = Path(job.spec.model.path)
-        if self.descriptions.ask(folder, job.project_id) is not None:
+        folders = map(Path, job.spec.bases_read)
+        waits = [
+            folder for folder in folders if self.descriptions.ask(folder, job.project_id) is None
+        ]
+        if not waits:
             return None
-        why = self.descriptions.delay(folder)
+        why = self.descriptions.delay(waits[0])
         return (
             self.settings.without_paths(why) if why else f"Its base {job.base} is being described."
         )
@@ -308,7 +319,7 @@ class LateAdmission:
 
         Raises as `planned`.
         """
-        base = self.descriptions.description(Path(spec.model.path))
+        base = described_job(spec, self.descriptions.description)
         capacity = capacity_of(self.settings, spec.distributed.profile)
         most = capacity.most_per_node(spec.distributed.nnodes, None)
         return settle_counted(base, spec, capacity.machine_for(base), lengths, most)
@@ -383,6 +394,7 @@ def resolve_parsed(
             seed=secrets.randbelow(2**31),
             gpus=capacity.gpus,
             parent=parsed.parent,
+            teacher=_find_teacher(request, model.ref(), context),
             date=datetime.now(UTC).date().isoformat(),
             samples=parsed.samples,
         ),
@@ -406,7 +418,7 @@ def _count_samples(request: JobRequest, context: AdmissionContext) -> int | None
     return _counted(
         Places.of(context.settings).file(file.id),
         file.bytes,
-        Columns.of(request.data, request.method.type),
+        Columns.of(request.data, request.method.type, sampled=request.method.samples_answers),
     )
 
 
@@ -434,21 +446,52 @@ def slots_to_resume_with(
     return spec.world_size
 
 
-def _find_parent(name: str, context: AdmissionContext) -> tuple[JobSpec, AdapterRef]:
-    """The spec of the job that trained a tuned model, and the (future) place of its adapter."""
+def _find_teacher(
+    request: JobRequest, base: BaseModelRef, context: AdmissionContext
+) -> TeacherRef | None:
+    """What method.distillation.teacher names; None: the job's base.
+
+    Raises SpecError for an unknown teacher and for one that ranks cannot hold, ForbiddenError for a
+    base that the project may not use.
+    """
+    name = named_teacher(request, base.name)
+    if name is None:
+        return None
+    if is_tuned(name):
+        before, adapter = _find_parent(name, context, PLACE)
+        return teaching_adapter(before, adapter, request.lora, base.name)
+    found = context.catalogue.find(name, param=PLACE).ref()
+    allowed = context.principal.limits.bases
+    if allowed is not None and found.name not in allowed:
+        raise ForbiddenError(
+            f"{PLACE} = {found.name!r}: this project may use {_names(allowed)}.",
+            param=PLACE,
+            code="base_not_allowed",
+        )
+    return teaching_base(found, base)
+
+
+def _find_parent(
+    name: str, context: AdmissionContext, place: str = "model"
+) -> tuple[JobSpec, AdapterRef]:
+    """The spec of the job that trained a tuned model, and the (future) place of its adapter.
+
+    `place`: the option that names it.
+    """
     places = Places.of(context.settings)
     try:
         parent = tuned_models.find(name, context.principal, context.store)
         tuned_models.refuse_pruned(parent, places)
     except NotFoundError as error:
-        raise SpecError(error.message, param="model", code="model_not_found") from None
+        message = error.message.replace("model =", f"{place} =", 1)
+        raise SpecError(message, param=place, code="model_not_found") from None
     run = places.run(parent.job.id)
     if parent.checkpoint is None and not run.path(parent.adapter_key).is_dir():
         message = (
-            f"model = {name[:120]!r}: its adapter is gone from the service's disk. Name a "
+            f"{place} = {name[:120]!r}: its adapter is gone from the service's disk. Name a "
             "checkpoint of that job."
         )
-        raise SpecError(message, param="model", code="model_not_found")
+        raise SpecError(message, param=place, code="model_not_found")
     before = parent.job.spec
     path = str(run.root / parent.adapter_key)
     return before, AdapterRef(

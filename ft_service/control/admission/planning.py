@@ -24,6 +24,7 @@ from ft_service.control.places.price_list import price_list
 from ft_service.data.formats.columns import Columns
 from ft_service.data.formats.detect_format import Container, Format
 from ft_service.data.formats.reading import estimate_samples, open_data
+from ft_service.data.token_options import TokenOptions
 from ft_service.errors import SpecError
 from ft_service.jobs.states import Job
 from ft_service.plan.auto_options import within_context
@@ -31,6 +32,7 @@ from ft_service.plan.job import plan_job, training_cost, training_time
 from ft_service.plan.machines import Machine
 from ft_service.plan.plan_text import change_text
 from ft_service.plan.sample_lengths import BYTES_PER_TOKEN, SampleLengths
+from ft_service.plan.teacher import described_job
 from ft_service.settings import Settings
 from ft_service.spec import JobSpec
 from ft_service.spec.auto_hyperparameters import COUNTED
@@ -69,7 +71,7 @@ def plan_body(body: object, context: AdmissionContext, places: Places) -> dict[s
     file_id = parsed.request.training_file if known else None
     size = None if file_id is None else files[file_id].bytes
     path = None if file_id is None else places.file(file_id)
-    base = context.catalogue.descriptions.description(Path(spec.model.path))
+    base = described_job(spec, context.catalogue.descriptions.description)
     most = capacity.most_per_node(spec.distributed.nnodes, context.principal.limits.max_slots)
     planned = _document(base, spec, capacity.machine_for(base), path, size, most)
     rate = price_list(context.settings).rate_of(capacity)
@@ -83,7 +85,7 @@ def plan_of_job(
     """The plan of a job. Raises SpecError if its base is gone, NotDescribedError if it has no
     description.
     """
-    base = descriptions.description(Path(job.spec.model.path))
+    base = described_job(job.spec, descriptions.description)
     file_id = job.request["training_file"]
     path = None if file_id is None else places.file(file_id)
     size = path.stat().st_size if path is not None and path.is_file() else None
@@ -120,7 +122,7 @@ def _guessed(path: Path, size: int, spec: JobSpec) -> tuple[int | None, SampleLe
     """(units of training.batch_size in an epoch, lengths of its samples), by the size of a stored
     file of `size` bytes.
     """
-    records, is_text = _records(path, size, Columns.of(spec.data, spec.method))
+    records, is_text = _records(path, size, TokenOptions.of(spec).columns)
     if not records:
         return None, SampleLengths.of_size(size)
     samples = records - int(records * (spec.validation_split or 0))

@@ -1,4 +1,4 @@
-"""Admission of jobs of reinforcement learning: whether this service can sample and grade for
+"""Admission of jobs whose answers are sampled: whether this service can sample and grade for
 them.
 """
 
@@ -19,21 +19,24 @@ _PLACE = "method.reinforcement."
 def refuse_unless_graded(
     request: JobRequest, project_id: str, settings: Settings, store: Store
 ) -> None:
-    """Raise SpecError if this service cannot sample for a job of reinforcement learning, or its
+    """Raise SpecError if this service cannot sample for a job whose answers are sampled, or its
     grader cannot grade here.
     """
-    method = request.method.reinforcement
-    if method is None:
+    if not request.method.samples_answers:
         return
     if not settings.previews and not (settings.inference_urls and settings.adapters):
         raise SpecError(
-            "method.type = 'reinforcement': this service has no sampler. The operator switches "
+            f"method.type = {request.method.type!r}: this service has no sampler. The operator switches "
             "the preview on (FT_PREVIEW=on), "
             "or names an inference server and the folder from which it loads adapters "
             "(FT_INFERENCE_URL, FT_ADAPTERS).",
             param="method.type",
             code="not_available",
         )
+
+    method = request.method.reinforcement
+    if method is None:
+        return
 
     def secrets(endpoint_id: str) -> list[str]:
         return secrets_of(store.webhooks.get_webhook(project_id, endpoint_id))
@@ -70,9 +73,9 @@ def no_calls_here() -> SpecError:
 
 def refuse_without_sampler(request: JobRequest) -> None:
     """Raise SpecError for a job that needs a service to sample and grade for it."""
-    if request.method.reinforcement is not None:
+    if request.method.samples_answers:
         raise SpecError(
-            "method.type = 'reinforcement': answers are sampled and graded by a server. Start one "
+            f"method.type = {request.method.type!r}: answers are sampled by a server. Start one "
             "(ft serve) and submit the "
             "job to it (ft submit).",
             param="method.type",

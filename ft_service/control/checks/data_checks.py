@@ -123,8 +123,9 @@ def _check_files(
     note_images: NoteImages | None,
 ) -> Checked:
     spec = job.spec
-    if spec.parent is not None and (unfit := _prepare(spec.parent, places)) is not None:
-        return unfit
+    for adapter in spec.adapters_read:
+        if (unfit := _prepare(adapter, places)) is not None:
+            return unfit
     told: list[tuple[Level, str]] = []
     counts: dict[str, Counts | None] = {}
     paths: dict[str, Path] = {}
@@ -189,26 +190,26 @@ def _settled(
         return None
 
 
-def _prepare(parent: AdapterRef, places: Places) -> Checked | None:
+def _prepare(adapter: AdapterRef, places: Places) -> Checked | None:
     """Make the adapter of a checkpoint unless it exists, which a job's outcome always does.
 
     Returns why the job cannot use it, or not yet.
     """
-    folder = Path(parent.path)
+    folder = Path(adapter.path)
     if places.fetched(folder).is_dir():
         return None
     try:
         places.share(
             worker_tasks.make_checkpoint_adapter(
-                places.whole_run(parent.job_id, folder.name), folder.name
+                places.whole_run(adapter.job_id, folder.name), folder.name
             )
         )
     except FtError as error:
         if is_lost(error):
-            return Checked(waits=f"{parent.name} cannot be prepared now: {error.message}")
+            return Checked(waits=f"{adapter.name} cannot be prepared now: {error.message}")
         return Checked(
             ErrorInfo(
-                code="model_not_found", message=f"{parent.name}: {error.message}", param="model"
+                code="model_not_found", message=f"{adapter.name}: {error.message}", param="model"
             )
         )
     return None

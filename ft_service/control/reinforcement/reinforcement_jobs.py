@@ -1,5 +1,5 @@
-"""Jobs of reinforcement learning: their answers are sampled and graded here, and their ranks get
-the commands that follow.
+"""Jobs whose answers are sampled, of reinforcement learning and of distillation by a student: they
+are sampled and graded here, and their ranks get the commands that follow.
 
 Each running job has a thread. All that it has decided is a file of the job's run directory: the
 record of a step is stored before the first of its commands, so that a service that is killed goes
@@ -129,7 +129,7 @@ class ReinforcementJobs:
             self.threads = {
                 job_id: thread for job_id, thread in self.threads.items() if thread.is_alive()
             }
-            jobs = {job.id: job for job in self.store.jobs.running_with_method("reinforcement")}
+            jobs = {job.id: job for job in self.store.jobs.running_that_sample()}
             self.running = frozenset(jobs)
             self.failures = {
                 job_id: failed for job_id, failed in self.failures.items() if job_id in jobs
@@ -227,9 +227,11 @@ class RolloutLoop:
 
     def __post_init__(self) -> None:
         options = self.job.spec.reinforcement
-        assert options is not None, "the job's method is reinforcement"
+        assert options is not None, "the job's answers are sampled"
         self.options: ReinforcementOptions = options
         spec = self.job.spec
+        self.is_graded = spec.loss is None
+        """Whether answers get rewards. Those of a student are compared with its teacher's."""
         model = PreviewModel(
             spec.model.path, spec.precision.model_dump(mode="json"), name=spec.model.name
         )
@@ -406,8 +408,9 @@ class RolloutLoop:
             groups = self._answered(
                 sampled_from, step, prompts, self.options.num_generations, seconds
             )
-            self._require_graded(step, groups)
-        self._flat_steps = flat_steps(groups, self._flat_steps)
+            if self.is_graded:
+                self._require_graded(step, groups)
+        self._flat_steps = flat_steps(groups, self._flat_steps) if self.is_graded else 0
         self._forget_weights(min(sampled_from, after))
         head = RecordHead(
             step=step,
@@ -447,7 +450,7 @@ class RolloutLoop:
             answers = self._with_reference(prompts, answers, count)
         sampled_at = time.perf_counter()
         items = [prompt.item for _, prompt in prompts for _ in range(count)]
-        graded = self._graded(answers, items)
+        graded = self._graded(answers, items) if self.is_graded else list(map(self._cut, answers))
         seconds[0] += sampled_at - began
         seconds[1] += time.perf_counter() - sampled_at
         is_trained = step > 0

@@ -16,7 +16,15 @@ from typing import Any, Literal, Protocol
 from ft_service.jobs.states import TERMINAL, Job, State
 from ft_service.rundir.events import Metrics
 from ft_service.shared_work.losses import pause_seconds
-from ft_service.spec import Integration, JobSpec, Mlflow, Trackio, Wandb
+from ft_service.spec import (
+    DistillationOptions,
+    Integration,
+    JobSpec,
+    LossOptions,
+    Mlflow,
+    Trackio,
+    Wandb,
+)
 from ft_service.store.records import JobIntegration
 
 FIRST_RETRY_SECONDS = 5.0
@@ -146,18 +154,24 @@ def config(job: Job, spec: JobSpec) -> dict[str, Any]:
             name: getattr(spec, name).model_dump(mode="json")
             for name in ("lora", "precision", "training", "distributed", "checkpoint")
         },
-        **(
-            {loss.type: loss.model_dump(mode="json", exclude={"type"})}
-            if (loss := spec.loss)
-            else {}
-        ),
+        **({loss.type: _without_paths(loss)} if (loss := spec.loss) else {}),
         # A grader may have the answers that are right, and both have addresses.
         **(
-            {"reinforcement": rl.model_dump(mode="json", exclude={"grader", "environment"})}
+            {
+                "sampling" if spec.loss else "reinforcement": rl.model_dump(
+                    mode="json", exclude={"grader", "environment"}
+                )
+            }
             if (rl := spec.reinforcement)
             else {}
         ),
     }
+
+
+def _without_paths(loss: LossOptions) -> dict[str, Any]:
+    options = loss.model_dump(mode="json", exclude={"type", "teacher"})
+    teacher = loss.teacher if isinstance(loss, DistillationOptions) else None
+    return options if teacher is None else {**options, "teacher": teacher.name}
 
 
 def flat(config: Mapping[str, Any], prefix: str = "") -> dict[str, str]:

@@ -46,12 +46,20 @@ class Columns:
     """Whether a picture that cannot be used is a fault of the file, and not only of its line."""
 
     @classmethod
-    def of(cls, data: DataOptions, method: MethodType | None = "supervised") -> Self:
-        """The columns of a job's files. `method`: the job's; None: not known."""
+    def of(
+        cls,
+        data: DataOptions,
+        method: MethodType | None = "supervised",
+        *,
+        sampled: bool = False,
+    ) -> Self:
+        """The columns of a job's files. `method`: the job's; None: not known. `sampled`: whether
+        the answers are sampled, as always in reinforcement learning.
+        """
         labels = None if method is None else method == "kto"
-        applied = data.apply_chat_template
+        of_prompts = sampled or method == "reinforcement"
         strict = data.images == "strict"
-        return cls(data.pairs, method == "reinforcement", applied, labels, strict)
+        return cls(data.pairs, of_prompts, data.apply_chat_template, labels, strict)
 
     @cached_property
     def ours(self) -> Mapping[str, str]:

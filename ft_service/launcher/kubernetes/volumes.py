@@ -87,16 +87,17 @@ class VisibleFiles:
 
 
 def reads_of(spec: JobSpec, home: Home, profile: PodProfile) -> list[Path]:
-    """Return the files and folders that the job's pods must see: its base, its data, and the
-    adapter that it continues.
+    """Return the files and folders that the job's pods must see: its bases, its data, and the
+    adapters that it continues or learns from.
 
     Raises LaunchError for data or an adapter that no volume contains; a base may be in the image.
     """
-    base = base_reads(Path(spec.model.path), home, profile)
+    bases = [path for name in spec.bases_read for path in base_reads(Path(name), home, profile)]
+    bases = list(dict.fromkeys(bases))
     if not home.shared:
-        return base
+        return bases
     named = [Path(data.path) for data in spec.data_files]
-    named += [Path(spec.parent.path)] if spec.parent is not None else []
+    named += [Path(adapter.path) for adapter in spec.adapters_read]
     for path in named:
         if _mount_of(path, profile) is None:
             raise LaunchError(
@@ -104,7 +105,7 @@ def reads_of(spec: JobSpec, home: Home, profile: PodProfile) -> list[Path]:
                 "this path in the pod profile "
                 "(volume_mounts), or create the job again from files that the service has now."
             )
-    return [*base, *named]
+    return [*bases, *named]
 
 
 def base_reads(folder: Path, home: Home, profile: PodProfile) -> list[Path]:

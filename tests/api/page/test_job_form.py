@@ -65,6 +65,13 @@ def test_the_method_is_that_of_the_card_and_its_fields_with_the_other_options() 
     fields = job_form.fields_of({"method": wanted})
     assert (fields["method"], fields["method.beta"]) == ("dpo", "0.2")
     assert job_form.body_of(fields)["method"] == wanted
+    taught = {"teacher": "larger", "with_context": "Be brief.\n"}
+    of_teacher = {"method": "distillation", **{f"method.{k}": v for k, v in taught.items()}}
+    body = job_form.body_of(card | of_teacher | {"other": "method: {distillation: {top_k: 20}}"})
+    assert body["method"] == {"type": "distillation", "distillation": {"top_k": 20, **taught}}
+    fields = job_form.fields_of(body)
+    assert {name: fields[name] for name in of_teacher} == of_teacher
+    assert job_form.body_of(fields)["method"] == body["method"]
     graded = job_form.body_of(card | {"method": "reinforcement"})["method"]
     assert graded["reinforcement"]["grader"]["operation"] == "eq"
     for other, told in (

@@ -251,6 +251,30 @@ def test_a_job_of_distillation_shows_its_teacher_and_context(
     assert (section["teacher"], section["with_context"]) == ("tiny", "Be brief.")
     assert section["hyperparameters"]["loss_type"] == "jsd"
     assert section["hyperparameters"]["beta"] == 0.25
+    method["distillation"] |= {"teacher": "meta-llama/Llama-3.2-1B", "top_k": 20}
+    job = client.fine_tuning.jobs.create(model="tiny", training_file=training_file, method=method)
+    spec = service.store.jobs.get_job("default", job.id).spec
+    assert spec.teacher is not None
+    assert (spec.teacher.kind, spec.teacher.path in spec.bases_read) == ("base", True)
+    shown = job.method.model_dump() if job.method is not None else {}
+    section = shown["distillation"]
+    assert (section["teacher"], section["top_k"]) == ("meta-llama/Llama-3.2-1B", 20)
+    of_student = {"teacher": "meta-llama/Llama-3.2-1B", "answers": "student"}
+    job = client.fine_tuning.jobs.create(
+        model="tiny",
+        training_file=training_file,
+        method={"type": "distillation", "distillation": of_student},  # pyright: ignore
+    )
+    assert [own.id for own in service.store.jobs.running_that_sample()] == []
+    shown = job.method.model_dump() if job.method is not None else {}
+    section = shown["distillation"]
+    assert (shown["type"], shown["reinforcement"], section["answers"]) == (
+        "distillation",
+        None,
+        "student",
+    )
+    values = section["hyperparameters"]
+    assert (values["loss_type"], values["num_generations"]) == ("reverse_kl", 1)
     method["distillation"]["teacher"] = "other"
     with pytest.raises(openai.BadRequestError) as refused:
         client.fine_tuning.jobs.create(model="tiny", training_file=training_file, method=method)

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import json
 import re
 from dataclasses import replace
 from pathlib import Path
@@ -12,6 +13,10 @@ from ft_service.errors import SpecError
 from ft_service.plan.job import Plan, plan_job, training_time
 from ft_service.plan.machines import GIB, Machine
 from ft_service.plan.sample_lengths import SampleLengths
+from ft_service.plan.teacher import described_job
+from ft_service.spec import DistillationOptions, JobSpec
+from ft_service.spec.options import LoraOptions
+from ft_service.spec.teachers import TeacherRef
 from tests.support.bases import LLAMA_8B, describe, plan_of, save_base, save_fp8_index, spec_on
 from tests.support.plans import H100, plan_8b
 
@@ -149,6 +154,40 @@ def test_samples_longer_than_the_learned_positions_are_refused(
         plan_job(base, spec, H100, SampleLengths(1000, 20, longest))
 
 
+def test_a_teacher_beside_the_base_takes_memory_and_time(tmp_path: Path) -> None:
+    folder = save_base(tmp_path / "8b", LLAMA_8B)
+    own = spec_on(folder, 2, method={"type": "distillation", "distillation": {"with_context": "x"}})
+    loss = own.loss
+    assert isinstance(loss, DistillationOptions)
+
+    def taught_by(ref: TeacherRef) -> JobSpec:
+        return own.model_copy(update={"loss": loss.model_copy(update={"teacher": ref})})
+
+    alone = plan_of(own, H100)
+    adapter = TeacherRef(kind="adapter", name="t", path="/t", job_id="j", lora=LoraOptions(r=8))
+    tuned = plan_of(taught_by(adapter), H100)
+    r8 = plan_of(own.model_copy(update={"lora": LoraOptions(r=8)}), H100).adapter_parameters
+    assert (alone.rank.teacher, tuned.rank.teacher) == (0, 2 * r8)
+    assert tuned.rank.stored - alone.rank.stored == tuned.rank.teacher
+
+    smaller = {**LLAMA_8B, "num_hidden_layers": 4}
+    other = save_base(tmp_path / "small", smaller)
+    ref = TeacherRef(kind="base", name="small", path=str(other))
+    for path, ids in ((folder, {"a": 0}), (other, {"a": 1})):
+        (path / "tokenizer.json").unlink(missing_ok=True)
+        (path / "tokenizer.json").write_text(json.dumps({"model": {"vocab": ids}}))
+    with pytest.raises(SpecError, match="another vocabulary") as refused:
+        described_job(taught_by(ref), lambda path: describe(str(path)))
+    assert refused.value.param == "method.distillation.teacher"
+    (other / "tokenizer.json").write_text('{"added_tokens": [],  "model": {"vocab": {"a": 0}}}')
+    base = described_job(taught_by(ref), lambda path: describe(str(path)))
+    plan = plan_job(base, taught_by(ref), H100)
+    smaller_alone = plan_of(spec_on(other, 2), H100)
+    assert plan.rank.teacher == sum(smaller_alone.rank.base.values())
+    forwards = [p.flops_per_token for p in (alone, plan)]
+    assert forwards[1] < forwards[0], "its forward has fewer layers than the base's"
+
+
 def test_forwards_without_gradients_are_counted(tmp_path: Path) -> None:
     """A teacher's, KTO's mismatched answers in each step, and a reference's before them."""
     folder = save_base(tmp_path / "8b", LLAMA_8B)
@@ -164,6 +203,10 @@ def test_forwards_without_gradients_are_counted(tmp_path: Path) -> None:
     supervised, _ = planned()
     taught, of_taught = planned(type="distillation", distillation={"with_context": "Be brief."})
     assert taught.flops_per_token / supervised.flops_per_token == pytest.approx(1.5, rel=0.01)
+    by_words: dict[str, Any] = {"with_context": "Be brief.", "top_k": 20}
+    few, _ = planned(type="distillation", distillation=by_words)
+    kept = (few.batches.tokens - 1) * (20 * 12 + 3 * 4)
+    assert few.rank.logits - supervised.rank.logits == pytest.approx(kept, rel=0.01)
     hidden = taught.batches.tokens * 4096 * 2
     assert taught.rank.logits - supervised.rank.logits == pytest.approx(hidden, rel=0.01)
     assert of_taught == 1

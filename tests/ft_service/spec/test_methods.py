@@ -124,12 +124,52 @@ def test_distillation_has_the_options_and_rates_of_supervised_training() -> None
     assert request.resolved_training().learning_rate == 2 * LEARNING_RATE
 
 
+def test_a_student_that_answers_samples_as_in_reinforcement_learning() -> None:
+    given = {"num_generations": 3, "max_completion_length": 16}
+    method = parse_request(
+        teaching(teacher="t", answers="student", top_k=20, hyperparameters=given)
+    ).method
+    assert method.loss_options() == DistillationOptions(
+        loss_type="reverse_kl", beta=0.5, with_context="", top_k=20
+    )
+    sampling = method.reinforcement_options()
+    assert sampling is not None
+    assert (sampling.num_generations, sampling.max_completion_length) == (3, 16)
+    assert (sampling.temperature, sampling.grader, sampling.beta) == (1.0, None, 0.0)
+    by_file = parse_request(teaching(teacher="t")).method
+    assert (by_file.samples_answers, by_file.reinforcement_options()) == (False, None)
+
+
 @pytest.mark.parametrize(
     ("section", "more", "says"),
     [
-        ({}, {}, "give method.distillation.with_context"),
-        ({"with_context": "x", "answers": "student"}, {}, "answers = 'student' is not available"),
-        ({"with_context": "x", "top_k": 20}, {}, "top_k is not available"),
+        ({}, {}, "give method.distillation.teacher"),
+        ({"with_context": "x", "answers": "student"}, {}, "with with_context is not available"),
+        ({"with_context": "x", "top_k": 0}, {}, "top_k"),
+        (
+            {"with_context": "x", "hyperparameters": {"temperature": 0.7}},
+            {},
+            "hyperparameters.temperature = 0.7 with answers = 'data'",
+        ),
+        (
+            {"teacher": "y", "answers": "student"},
+            {"validation_file": "file-2"},
+            "validation_file with distillation with answers = 'student'",
+        ),
+        (
+            {"teacher": "y", "answers": "student"},
+            {"lora": {"lora_dropout": 0.1}},
+            "lora.lora_dropout with distillation with answers = 'student'",
+        ),
+        (
+            {
+                "teacher": "y",
+                "answers": "student",
+                "hyperparameters": {"max_completion_length": 9000},
+            },
+            {},
+            "method.distillation.hyperparameters.max_completion_length = 9000",
+        ),
         ({"with_context": "x", "hyperparameters": {"beta": 0.5}}, {}, "only jsd reads it"),
         (
             {"with_context": "x"},

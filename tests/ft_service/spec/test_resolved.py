@@ -17,14 +17,21 @@ from ft_service.spec import (
     parse_request,
     resolve,
 )
-from ft_service.spec.resolved import note_served
+from ft_service.spec.options import LoraOptions
+from ft_service.spec.resolved import note_served, teaching_adapter, teaching_base
+from ft_service.spec.teachers import TeacherRef
 from tests.support.bases import spec_on
 from tests.support.reconciling import spec_of
 
 BODY: dict[str, Any] = {"model": "tiny", "training_file": "file-1"}
 
 
-def resolved(gpus: int = 0, parent: AdapterRef | None = None, **more: Any) -> JobSpec:
+def resolved(
+    gpus: int = 0,
+    parent: AdapterRef | None = None,
+    teacher: TeacherRef | None = None,
+    **more: Any,
+) -> JobSpec:
     return resolve(
         parse_request(BODY | more),
         JobContext(
@@ -36,6 +43,7 @@ def resolved(gpus: int = 0, parent: AdapterRef | None = None, **more: Any) -> Jo
             seed=99,
             gpus=gpus,
             parent=parent,
+            teacher=teacher,
         ),
     )
 
@@ -250,6 +258,52 @@ def test_a_teacher_is_the_base_and_reads_something_else(
     with pytest.raises(SpecError) as refused:
         resolved(method={"type": "distillation", "distillation": section})
     assert refused.value.param == param
+
+
+@pytest.mark.parametrize(
+    ("trained", "own", "says"),
+    [
+        ({}, {}, None),
+        ({"lora": {"target_modules": ["q_proj"], "r": 4}}, {}, None),
+        (
+            {"lora": {"target_modules": ["q_proj"]}},
+            {"target_modules": ["v_proj"]},
+            "target_modules",
+        ),
+        ({"lora": {"use_dora": True}}, {}, "use_dora"),
+        ({"lora": {"modules_to_save": ["lm_head"]}}, {}, "modules_to_save"),
+    ],
+)
+def test_a_tuned_teacher_lies_beside_the_student(
+    trained: dict[str, Any], own: dict[str, Any], says: str | None
+) -> None:
+    before = resolved(**trained)
+    adapter = AdapterRef(name="ft:tiny:local::before", job_id="ftjob-0", path="/before")
+    options = LoraOptions(**own)
+    if says is not None:
+        with pytest.raises(SpecError, match=says) as refused:
+            teaching_adapter(before, adapter, options, before.model.name)
+        assert refused.value.param == "method.distillation.teacher"
+        return
+    teacher = teaching_adapter(before, adapter, options, before.model.name)
+    taught = {"type": "distillation", "distillation": {"teacher": adapter.name}}
+    spec = resolved(method=taught, teacher=teacher)
+    assert (spec.teacher, spec.bases_read) == (teacher, (spec.model.path,))
+    assert [found.path for found in spec.adapters_read] == ["/before"]
+    assert JobSpec.model_validate_json(spec.model_dump_json()) == spec
+    with pytest.raises(SpecError, match="is on the base"):
+        teaching_adapter(before, adapter, options, "another")
+
+
+def test_another_base_teaches_if_it_is_another() -> None:
+    own = resolved().model
+    with pytest.raises(SpecError, match="it is the job's base"):
+        teaching_base(own.model_copy(update={"name": "alias"}), own)
+    teacher = teaching_base(own.model_copy(update={"name": "larger", "path": "/larger"}), own)
+    method = {"type": "distillation", "distillation": {"teacher": "larger", "answers": "student"}}
+    spec = resolved(method=method, teacher=teacher)
+    assert (spec.method, spec.by_commands) == ("distillation", True)
+    assert (spec.bases_read, spec.adapters_read) == ((own.path, "/larger"), ())
 
 
 def test_a_teacher_may_read_the_same_where_the_student_begins_elsewhere() -> None:

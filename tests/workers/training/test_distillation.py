@@ -4,19 +4,25 @@ from __future__ import annotations
 
 import json
 import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
 import torch
+from peft import LoraConfig, get_peft_model
 from torch import Tensor
+from transformers import AutoModelForCausalLM
 
 from ft_service.data.tokens.sample import Tokens
 from ft_service.data.tokens.token_set import TokenSet
+from ft_service.plan.teacher import teaching_spec
 from ft_service.rundir.directory import RunDir, sha256_of
 from ft_service.rundir.documents import Outcome, OutcomeKind
 from ft_service.spec import DataFileRef, DistillationOptions, JobSpec
+from ft_service.spec.teachers import TeacherRef
 from tests.support.ranks import run_on_ranks
 from tests.support.training.attempts import adapter, losses, run_attempt, table, trained
 from tests.support.training.models import (
@@ -27,22 +33,78 @@ from tests.support.training.models import (
     spec_for,
 )
 from tests.support.training.parity import CPU, Step, assert_parity, constructed, full
+from workers.attempt.prepared_teacher import teaching_base
 from workers.base.load import adapters, plain_name
 from workers.data.batches import collate
 from workers.data.micro_batches import MicroBatchLimits
-from workers.model.divergence import Divergence, divergence_gradient, divergence_sums
+from workers.model.divergence import (
+    Divergence,
+    Likeliest,
+    divergence_gradient,
+    divergence_sums,
+)
+from workers.ranks.sharding import make_mesh
 from workers.training.distillation import Taught
 from workers.training.objective import RankShare
 from workers.training.step import forward_backward
+from workers.training.teachers import Teacher, factors_of
 
 STEPS = 2
 COUNT = 5
 KINDS = (("forward_kl", 0.5), ("reverse_kl", 0.5), ("jsd", 0.3))
 CONTEXT = "Say only the number. "
+MORE_WORDS = 8
+"""Rows of another base's embedding beyond those of the student's."""
 
 
-def options_of(kind: str, beta: float) -> DistillationOptions:
-    return DistillationOptions(loss_type=kind, beta=beta, with_context=CONTEXT)  # pyright: ignore[reportArgumentType]
+class Case(NamedTuple):
+    """A loss and its teacher."""
+
+    kind: str
+    beta: float
+    who: str = "base"
+    """Or tuned: an adapter on it; or other: another base, wider and with more words."""
+    top_k: int | None = None
+
+
+CASES = (
+    *(Case(kind, beta) for kind, beta in KINDS),
+    Case("reverse_kl", 0.5, "tuned"),
+    Case("jsd", 0.3, "tuned", 5),
+    Case("forward_kl", 0.5, "other"),
+    Case("reverse_kl", 0.5, "other", 7),
+)
+
+
+def options_of(kind: str, beta: float, top_k: int | None = None) -> DistillationOptions:
+    return DistillationOptions(
+        loss_type=kind,  # pyright: ignore[reportArgumentType]
+        beta=beta,
+        with_context=CONTEXT,
+        top_k=top_k,
+    )
+
+
+def teachers_beside(folder: Path) -> dict[str, TeacherRef]:
+    """A tuned model on the base of that folder, and another base, beside it."""
+    other = save_tiny_llama(
+        folder.with_name("other"), hidden_size=96, vocab_size=VOCABULARY + MORE_WORDS
+    )
+    tuned = folder.with_name("tuned")
+    config = LoraConfig(r=3, lora_alpha=9, target_modules=["q_proj", "down_proj"])
+    model = get_peft_model(
+        AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32), config
+    )
+    generator = torch.Generator().manual_seed(6)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if "lora_" in name:
+                parameter.copy_(0.1 * torch.randn(parameter.shape, generator=generator))
+    model.save_pretrained(str(tuned))
+    return {
+        "tuned": TeacherRef(kind="adapter", name="tuned", path=str(tuned), job_id="ftjob-1"),
+        "other": TeacherRef(kind="base", name="other", path=str(other)),
+    }
 
 
 def drawn_samples() -> TokenSet:
@@ -70,18 +132,26 @@ def descend(parameters: dict[str, Any]) -> None:
         parameter.grad = None
 
 
-def our_steps(rank: int, world: int, spec: JobSpec, packed: bool) -> list[list[Step]]:
-    """Steps by the real worker code with each loss."""
+def our_steps(
+    rank: int, world: int, spec: JobSpec, packed: bool, refs: dict[str, TeacherRef]
+) -> list[list[Step]]:
+    """Steps by the real worker code in each case."""
     built = constructed(spec, world)
+    mesh = make_mesh("cpu", world, spec.distributed.replicate)
+    teachers = {
+        "base": Teacher(),
+        "tuned": Teacher(factors_of(built.peft_model, refs["tuned"], torch.float32, CPU)),
+        "other": Teacher(base=teaching_base(spec, refs["other"], mesh, CPU)),
+    }
     parameters = dict(adapters(built.peft_model))
     begun = {name: parameter.detach().clone() for name, parameter in parameters.items()}
     share = RankShare(rank, world, CPU, MicroBatchLimits(60, None, packed))
     found = []
-    for kind, beta in KINDS:
+    for kind, beta, who, top_k in CASES:
         with torch.no_grad():
             for name, parameter in parameters.items():
                 parameter.copy_(begun[name])
-        objective = Taught(drawn_samples(), options_of(kind, beta))
+        objective = Taught(drawn_samples(), options_of(kind, beta, top_k), teachers[who])
         items = list(range(COUNT))
         steps = []
         for _ in range(STEPS):
@@ -100,19 +170,29 @@ def our_steps(rank: int, world: int, spec: JobSpec, packed: bool) -> list[list[S
     return found
 
 
-def written_out(model: Path, spec: JobSpec, kind: str, beta: float) -> list[Step]:
+def written_out(model: Path, spec: JobSpec, case: Case, refs: dict[str, TeacherRef]) -> list[Step]:
     """The same by the formula: whole logits, plain autograd, one unsharded process."""
+    kind, beta, who, top_k = case
     peft_model: Any = reference(model, spec)
     parameters = {plain_name(n): p for n, p in peft_model.named_parameters() if p.requires_grad}
+    teacher = peft_model
+    if who == "tuned":
+        peft_model.load_adapter(refs["tuned"].path, "teacher")
+        peft_model.set_adapter("default")
+    if who == "other":
+        other = Path(refs["other"].path)
+        teacher = reference(other, teaching_spec(spec, str(other), "other"))
     samples = drawn_samples()
     steps = []
     for _ in range(STEPS):
         divergences: list[Tensor] = []
         for i in range(COUNT):
-            with torch.no_grad(), peft_model.disable_adapter():
-                t = _answer(peft_model, samples[2 * i + 1]).log_softmax(-1)
+            with torch.no_grad(), _speaking(teacher, who):
+                t = _answer(teacher, samples[2 * i + 1])[:, :VOCABULARY].log_softmax(-1)
             s = _answer(peft_model, samples[2 * i]).log_softmax(-1)
             s = s[: len(t)]  # what the cut leaves of both
+            if top_k is not None:
+                s, t = _grouped(s, t, top_k)
             m = (beta * t.exp() + (1 - beta) * s.exp()).log()
             forward = (t.exp() * (t - s)).sum(-1)
             reverse = (s.exp() * (s - t)).sum(-1)
@@ -124,6 +204,30 @@ def written_out(model: Path, spec: JobSpec, kind: str, beta: float) -> list[Step
         steps.append(Step(loss.item(), grads))
         descend(parameters)
     return steps
+
+
+@contextmanager
+def _speaking(teacher: Any, who: str) -> Iterator[None]:
+    if who != "tuned":
+        with teacher.disable_adapter():
+            yield
+        return
+    teacher.set_adapter("teacher")
+    yield
+    teacher.set_adapter("default")
+
+
+def _grouped(s: Tensor, t: Tensor, k: int) -> tuple[Tensor, Tensor]:
+    """The teacher's likeliest words, and all others as one."""
+    likeliest = t.topk(k).indices
+    others = torch.ones_like(t, dtype=torch.bool).scatter(1, likeliest, value=False)
+    of_both = [
+        torch.cat(
+            [logs.gather(1, likeliest), (logs.exp() * others).sum(1, keepdim=True).log()], dim=1
+        )
+        for logs in (s, t)
+    ]
+    return of_both[0], of_both[1]
 
 
 def _answer(model: torch.nn.Module, sample: Tokens) -> Tensor:
@@ -148,9 +252,10 @@ def test_losses_and_gradients_are_those_of_the_formula(
     spec = spec_for(
         model, ranks=world, precision={"default": storage, "compute": "fp32"}, lora={"r": 4}
     )
-    expected = [written_out(model, spec, *kind) for kind in KINDS]
-    assert len({steps[0].loss for steps in expected}) == len(KINDS)
-    for rank in run_on_ranks(our_steps, world, spec, packed):
+    refs = teachers_beside(model)
+    expected = [written_out(model, spec, case, refs) for case in CASES]
+    assert len({steps[0].loss for steps in expected}) == len(CASES)
+    for rank in run_on_ranks(our_steps, world, spec, packed, refs):
         for ours, truth in zip(rank, expected, strict=True):
             assert_parity(ours, truth)
 
@@ -175,10 +280,36 @@ def test_a_gradient_is_that_of_the_sum(kind: str, beta: float) -> None:
     assert sums[5].item() == pytest.approx(teacher.gather(1, targets[:, None]).sum().item())
     same = divergence_sums(teacher, teacher, targets, divergence)
     assert (same[0].item(), same[4].item()) == (pytest.approx(0, abs=1e-12), 4)
+    assert (sums[7].item(), same[7].item()) == (4, 4)
+
+
+@pytest.mark.parametrize(("kind", "beta"), KINDS)
+def test_words_that_are_one_together_share_its_gradient(kind: str, beta: float) -> None:
+    generator = torch.Generator().manual_seed(3)
+    student, teacher = (
+        3 * torch.randn(4, 11, generator=generator, dtype=torch.float64) for _ in range(2)
+    )
+    student.requires_grad_()
+    teacher = teacher.log_softmax(-1)
+    targets = torch.tensor([0, 3, 10, 5])
+    own = student.log_softmax(-1)
+    whole = divergence_sums(own, teacher, targets, Divergence(kind, beta))
+    for k in (1, 4, 11, 20):
+        divergence = Divergence(kind, beta, k)
+        kept = Likeliest.of(teacher, targets, k)
+        sums = divergence_sums(own, kept, targets, divergence)
+        (expected,) = torch.autograd.grad(sums[0], student, retain_graph=True)
+        assert divergence_gradient(own, kept, divergence).tolist() == [
+            pytest.approx(row, abs=1e-12) for row in expected.tolist()
+        ]
+        assert sums[0] <= whole[0] + 1e-12
+        assert sums[[1, 4, 5, 6]].tolist() == pytest.approx(whole[[1, 4, 5, 6]].tolist())
+        most = teacher.exp().topk(min(k, 11)).values.sum().item()
+        assert sums[7].item() == pytest.approx(most)
 
 
 def test_only_what_the_cut_leaves_of_both_is_learned() -> None:
-    objective = Taught(drawn_samples(), options_of("forward_kl", 0.5))
+    objective = Taught(drawn_samples(), options_of("forward_kl", 0.5), Teacher())
     counts = objective.samples.target_counts.reshape(-1, 2).tolist()
     assert counts == [[9, 9], [8, 8], [7, 7], [6, 6], [5, 4]]
     assert objective.divisor(range(COUNT)) == 34

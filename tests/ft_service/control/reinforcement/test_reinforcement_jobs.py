@@ -35,9 +35,11 @@ from ft_service.serving import server_samples, token_sampler
 from ft_service.serving.server_samples import PREFIX, ServerSampler
 from ft_service.serving.token_sampler import Sampler, SamplingStopped
 from ft_service.settings import Settings
+from ft_service.spec import parse_request
 from ft_service.storage.locations import Places
 from ft_service.store.records import NewEvent
-from ft_service.tinker.commands import Command, CommandLog
+from ft_service.tinker.commands import TARGETS, Command, CommandLog
+from ft_service.tinker.loss_calls import LossRequest
 from ft_service.tinker.saved_weights import samplers_of
 from tests.support.attempts import wait_for
 from tests.support.creating import create_job
@@ -91,6 +93,48 @@ def new_place(
     ]
     write_prompts(run, HEADER, [*prompts, *held_out])
     return Place(run, spec, sampler)
+
+
+def test_a_students_answers_are_recorded_without_grades_and_given_to_its_teacher(
+    tmp_path: Path,
+) -> None:
+    place = new_place(tmp_path, EchoSampler())
+    method = {
+        "type": "distillation",
+        "distillation": {
+            "teacher": "tiny",
+            "answers": "student",
+            "hyperparameters": {
+                "batch_size": 2,
+                "num_generations": 2,
+                "max_completion_length": 4,
+            },
+        },
+    }
+    student = parse_request({"model": "tiny", "training_file": "prompts", "method": method}).method
+    changed = {"loss": student.loss_options(), "reinforcement": student.reinforcement_options()}
+    place.spec = place.spec.model_copy(update={**changed, "validation_data": None})
+    assert (place.spec.method, place.job.spec.by_commands) == ("distillation", True)
+    with place.ranks():
+        place.loop().run()
+    records = place.records()
+    assert [len(record.answers) for record in records] == [4, 4, 4, 0]
+    assert {answer.reward for record in records for answer in record.answers} == {None}
+    log = CommandLog(place.run)
+    given = [command for seq in range(log.first_missing()) if (command := log.command(seq))]
+    taught = [command for command in given if command.op == "distill"]
+    assert len(taught) == STEPS
+    assert "forward_backward" not in {command.op for command in given}
+    call = LossRequest.parse(taught[0].body).call(vocabulary=300, longest=32)
+    assert [datum.inputs["weights"].tolist() for datum in call.data] == [[0, 1, 1]] * 4
+    assert taught[0].options == {TARGETS: 8}
+    report = next(command.options["report"] for command in given if command.op == "optim_step")
+    assert report["more"].keys() == {
+        "completions/mean_length",
+        "completions/max_length",
+        "completions/truncated",
+        "seconds/sampling",
+    }
 
 
 @pytest.fixture

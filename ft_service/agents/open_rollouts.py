@@ -345,5 +345,12 @@ def _answered(parts: Iterable[Mapping[str, Any]]) -> AnsweredCall:
         **({"reasoning_content": reasoning} if reasoning else {}),
         **({"tool_calls": called} if called else {}),
     }
-    recorded = RecordedCall(prompt, end["tokens"], end["logprobs"], end["truncated"])
+    recorded = RecordedCall(
+        prompt,
+        end["tokens"],
+        end["logprobs"],
+        end["truncated"],
+        end.get("prompt_text", ""),
+        end.get("drawn_text", ""),
+    )
     return AnsweredCall(recorded, message, end["reason"], text, reasoning, end["calls"])

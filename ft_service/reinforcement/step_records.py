@@ -45,6 +45,10 @@ class TrainedRow(Line):
     tokens: Sequence[int]
     sampled: Sequence[tuple[int, int]]
     """Where its answers begin and end, in their order: [begin, end)."""
+    texts: Sequence[tuple[str, bool]] = ()
+    """For people: its texts with special tokens, in their order, each with whether it is
+    sampled. Empty: they were not kept.
+    """
 
     @property
     def answered(self) -> list[int]:

@@ -85,7 +85,7 @@ class OpenEnvEnvironment(PlayedEnvironment):
 
 
 def _type_of(value: Any) -> str:
-    """Up to 0.3 the only type was `endpoint`, and might be left out."""
+    """The type, which may be left out for an agent."""
     given = value.get("type") if isinstance(value, Mapping) else getattr(value, "type", None)
     return "endpoint" if given is None else str(given)
 

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -15,7 +15,7 @@ from ft_service.agents.running import Counterpart, EndedRollout, run_rollouts
 from ft_service.errors import FtError
 from ft_service.reinforcement.prompt_file import PromptTokens
 from ft_service.reinforcement.schedule import seed_of
-from ft_service.reinforcement.step_records import SampledAnswer, Trajectory
+from ft_service.reinforcement.step_records import SampledAnswer, TrainedRow, Trajectory
 from ft_service.reinforcement.trajectories import rows_of
 from ft_service.serving.preview import PreviewModel
 from ft_service.spec import JobSpec
@@ -163,7 +163,7 @@ def answer_of(ended: EndedRollout) -> SampledAnswer:
 
 def cut(trajectory: Trajectory) -> Trajectory:
     """A trajectory as its record keeps it: the first messages of its conversation, and the last
-    one, up to MOST_TEXT characters; of each call its numbers.
+    one, up to MOST_TEXT characters; as many of its rows' texts; of each call its numbers.
     """
     numbers = ("finish_reason", "prompt_tokens", "completion_tokens")
     calls = [{name: call[name] for name in numbers if name in call} for call in trajectory.calls]
@@ -176,4 +176,16 @@ def cut(trajectory: Trajectory) -> Trajectory:
             break
         kept.append(message)
     shown = [*kept, last] if trajectory.messages and len(json.dumps(last)) <= MOST_TEXT else kept
-    return trajectory.model_copy(update={"messages": shown, "calls": calls})
+    rows = list(_with_cut_texts(trajectory.rows))
+    return trajectory.model_copy(update={"messages": shown, "calls": calls, "rows": rows})
+
+
+def _with_cut_texts(rows: Sequence[TrainedRow]) -> Iterator[TrainedRow]:
+    left = MOST_TEXT
+    for row in rows:
+        texts: list[tuple[str, bool]] = []
+        for text, learned in row.texts:
+            if left > 0:
+                texts.append((text[:left], learned))
+            left -= len(text)
+        yield row.model_copy(update={"texts": texts})

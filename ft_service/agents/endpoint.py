@@ -132,6 +132,9 @@ def _read_reward(answer: Any) -> float | None:
     """Raises AgentError."""
     if answer is NO_JSON or not isinstance(answer, dict):
         raise AgentError("agent_reward_invalid", 'the answer is not {"reward": number} or {}')
+    if "rewards" in answer:
+        why = "the answer has rewards of single turns, which are not learned from: add them up"
+        raise AgentError("agent_reward_invalid", why)
     given = answer.get("reward")
     if given is None:
         return None

@@ -95,8 +95,19 @@ def test_a_new_job_shows_what_was_resolved(
             "lora.lora_dropout with method.type = 'reinforcement'",
         ),
         ({"extra_body": {"validation_split": 0.1}}, "give a validation_file"),
-        ({"method": with_environment(type="mcp")}, "type 'mcp' is not available"),
-        ({"method": with_environment(type="openenv")}, "type 'openenv' is not available"),
+        ({"method": with_environment(type="gym")}, "endpoint, mcp or openenv"),
+        (
+            {"method": with_environment(type="mcp", url="https://tools.example/mcp")},
+            "grader is required with an environment of type 'mcp'",
+        ),
+        (
+            {"method": with_environment(type="openenv", url="http://127.0.0.1:8000")},
+            "environment.url",
+        ),
+        (
+            {"method": with_environment(type="openenv", url="https://a.b", max_answer_bytes=0)},
+            "environment.max_answer_bytes = 0",
+        ),
         ({"method": with_environment(max_turns=0)}, "environment.max_turns = 0"),
         ({"method": with_environment()}, "environment.url"),
         (

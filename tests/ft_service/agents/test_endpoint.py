@@ -97,6 +97,7 @@ def test_an_agent_gets_a_signed_message_with_all_that_it_needs(asked: Asked) -> 
         (200, b'{"reward": 1e300}', "agent_reward_invalid"),
         (200, b'{"reward": "1"}', "agent_reward_invalid"),
         (200, b'{"reward": true}', "agent_reward_invalid"),
+        (200, b'{"rewards": [1, 2]}', "agent_reward_invalid"),
         (200, b"no", "agent_reward_invalid"),
         (200, b" " * 2**21, "agent_reward_invalid"),
         (500, b"", "agent_failed"),

@@ -19,6 +19,11 @@ from ft_service.host.signed_post import SignedMessage, trusted_context
 from ft_service.host.webhook_receiver import Receiver
 from ft_service.ids import new_id
 
+IDLE_SECONDS = 1.0
+"""After which a connection is not used again. Many servers close theirs after 5 idle seconds, and
+what is sent at that moment is lost.
+"""
+
 
 class AllowanceUsedError(httpx2.TransportError):
     """A server has sent more than it may."""
@@ -100,7 +105,11 @@ async def shared_connections() -> AsyncIterator[httpx2.AsyncBaseTransport]:
     """Give connections for several transports, which use neither a proxy nor a credential of the
     environment.
     """
-    limits = httpx2.Limits(max_connections=None, max_keepalive_connections=128)
+    limits = httpx2.Limits(
+        max_connections=None,
+        max_keepalive_connections=128,
+        keepalive_expiry=IDLE_SECONDS,
+    )
     transport = httpx2.AsyncHTTPTransport(verify=trusted_context(), trust_env=False, limits=limits)
     async with transport:
         yield transport

@@ -8,6 +8,7 @@ a schema could keep this process busy for ever.
 from __future__ import annotations
 
 import json
+import logging
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
@@ -144,6 +145,8 @@ class _Session:
 @asynccontextmanager
 async def mcp_servers(options: McpEnvironment, access: Access) -> AsyncIterator[Opens]:
     """Give what opens a session for a rollout, by an address that is found once."""
+    for name in ("mcp.client", "mcp.shared"):  # what a user's server does is told to that user
+        logging.getLogger(name).setLevel(logging.CRITICAL)
     receiver, secrets = await access.receiver(options)
     try:
         address = await find_address(receiver, allow_private=access.allow_private)

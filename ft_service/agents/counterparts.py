@@ -19,9 +19,16 @@ def counterpart_of(
     model: str,
     sampler: ChatSampler,
     opened: OpenRollouts,
+    has_grader: bool,
 ) -> Counterpart:
-    """`model`: name of the base. `opened`: where agents call it."""
+    """`model`: name of the base. `opened`: where agents call it. `has_grader`: the job has one."""
     if isinstance(environment, EndpointEnvironment):
         return AgentEndpoint(options=environment, access=access, model=model, opened=opened)
     connects = mcp_servers if isinstance(environment, McpEnvironment) else open_envs
-    return Playing(options=environment, access=access, sampler=sampler, connects=connects)
+    return Playing(
+        options=environment,
+        access=access,
+        sampler=sampler,
+        connects=connects,
+        has_grader=has_grader,
+    )

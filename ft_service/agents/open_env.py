@@ -63,9 +63,11 @@ class _Session:
     async def answer(self, said: AnsweredCall) -> Turn:
         action = self._action(said.text)
         if action is None:
-            return Turn([_of_user("error: the answer is not an action, an object in JSON")])
+            told = _of_user("error: the answer is not an action, an object in JSON")
+            return Turn([told], is_refused=True)
         data = await self._asked({"type": "step", "data": action})
-        return Turn([_of_user(self._shown(data))], _reward(data), _is_done(data))
+        told = _of_user(self._shown(data))
+        return Turn([told], _reward(data), _is_done(data), is_refused="error" in data)
 
     def _action(self, text: str) -> dict[str, Any] | None:
         """The action of an answer; None: it is none."""

@@ -59,6 +59,8 @@ class Turn:
     messages: Sequence[Message] = ()
     reward: float | None = None
     ends: bool = False
+    is_refused: bool = False
+    """Whether the answer was no action that the environment takes."""
 
 
 @dataclass(frozen=True)
@@ -102,6 +104,7 @@ class Playing:
     access: Access
     sampler: ChatSampler
     connects: Connects
+    has_grader: bool = False
 
     @property
     def project(self) -> str:
@@ -117,7 +120,9 @@ class Playing:
                 try:
                     async with asyncio.timeout(max(0.0, rollout.seconds_left)):
                         async with opens(rollout) as episode:
-                            return await _played(rollout, episode, item, self.sampler)
+                            return await _played(
+                                rollout, episode, item, self.sampler, has_grader=self.has_grader
+                            )
                 except TimeoutError:
                     why = f"the rollout has not ended in {limit}"
                     raise AgentError("environment_timeout", why) from None
@@ -126,9 +131,14 @@ class Playing:
 
 
 async def _played(
-    rollout: OpenRollout, episode: Episode, item: Mapping[str, Any], sampler: ChatSampler
+    rollout: OpenRollout,
+    episode: Episode,
+    item: Mapping[str, Any],
+    sampler: ChatSampler,
+    *,
+    has_grader: bool,
 ) -> float | None:
-    """The sum of the rewards of a rollout; None: there is none. Raises AgentError."""
+    """The reward of a rollout; None: the grader gives it. Raises AgentError."""
     if item.get("tools"):
         why = "the prompt's line offers tools, which nothing carries out: leave them out"
         raise AgentError("environment_failed", why)
@@ -143,13 +153,14 @@ async def _played(
             break
         turn = await episode.answer(said)
         tally.add(turn.reward)
+        tally.refused += turn.is_refused
         messages += [said.message, *turn.messages]
         rollout.ending = turn.messages
     if not rollout.answered:
         why = "the prompt leaves no room for an answer within training.max_length, or the "
         why += "environment has ended before one"
         raise AgentError("environment_no_room", why)
-    return tally.reward
+    return tally.reward(has_grader=has_grader)
 
 
 @dataclass
@@ -157,19 +168,20 @@ class _Tally:
     """The rewards of an episode's steps."""
 
     rewards: list[float] = field(default_factory=list[float])
+    refused: int = 0
 
     def add(self, reward: float | None) -> None:
         """Raises AgentError for one that is none."""
         if reward is not None:
             self.rewards.append(checked_reward(reward, "environment_reward_invalid"))
 
-    @property
-    def reward(self) -> float | None:
-        return (
-            checked_reward(sum(self.rewards), "environment_reward_invalid")
-            if self.rewards
-            else None
-        )
+    def reward(self, *, has_grader: bool) -> float | None:
+        """Their sum. Without any it is the grader's, and without a grader 0 where the model has not
+        found an action: that is to be learned.
+        """
+        if not self.rewards:
+            return None if has_grader or not self.refused else 0.0
+        return checked_reward(sum(self.rewards), "environment_reward_invalid")
 
 
 async def _asked(

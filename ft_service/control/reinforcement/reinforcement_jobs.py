@@ -269,6 +269,7 @@ class RolloutLoop:
             model=self.job.spec.model.name,
             sampler=self.sampler,
             opened=self.rollouts,
+            has_grader=self.options.grader is not None,
         )
 
         def look() -> None:

@@ -307,6 +307,12 @@ def test_an_answer_may_be_the_action_itself(game: str) -> None:
     ]
 
 
+def test_a_model_that_finds_no_action_has_no_reward_from_a_game(game: str) -> None:
+    rollout = new_rollout(turns=2)
+    [ended] = in_game(game, lambda _: ("no", []), [rollout], action_field=None)
+    assert (ended.error, ended.reward) == (None, 0.0)
+
+
 @pytest.mark.parametrize(
     ("answer", "kind"),
     [

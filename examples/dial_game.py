@@ -41,9 +41,9 @@ class Dial:
 
 def app() -> Any:
     """The game as OpenEnv's server serves it."""
-    from openenv.core.env_server import create_app
-    from openenv.core.env_server.interfaces import Environment
-    from openenv.core.env_server.types import Action, Observation, State
+    from openenv.core.env_server import create_app  # pyright: ignore[reportMissingImports]
+    from openenv.core.env_server.interfaces import Environment  # pyright: ignore[reportMissingImports]
+    from openenv.core.env_server.types import Action, Observation, State  # pyright: ignore[reportMissingImports]
 
     class Said(Action):
         message: str

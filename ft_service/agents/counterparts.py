@@ -7,8 +7,9 @@ from ft_service.agents.endpoint import AgentEndpoint
 from ft_service.agents.mcp_tools import mcp_servers
 from ft_service.agents.open_env import open_envs
 from ft_service.agents.open_rollouts import OpenRollouts
-from ft_service.agents.playing import ChatSampler, Playing
+from ft_service.agents.playing import Playing
 from ft_service.agents.running import Counterpart
+from ft_service.serving.token_sampler import Sampler
 from ft_service.spec.environments import EndpointEnvironment, Environment, McpEnvironment
 
 
@@ -17,7 +18,7 @@ def counterpart_of(
     access: Access,
     *,
     model: str,
-    sampler: ChatSampler,
+    sampler: Sampler,
     opened: OpenRollouts,
     has_grader: bool,
 ) -> Counterpart:

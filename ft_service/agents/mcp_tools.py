@@ -184,8 +184,9 @@ def _refusal(error: Exception) -> str | None:
     from mcp.shared.exceptions import MCPError
     from mcp_types import INVALID_PARAMS
 
-    is_refused = isinstance(error, MCPError) and error.error.code == INVALID_PARAMS
-    return error.error.message if is_refused else None
+    if isinstance(error, MCPError) and error.error.code == INVALID_PARAMS:
+        return error.error.message
+    return None
 
 
 def _fault(error: BaseException, allowance: Allowance, kind: AgentErrorKind) -> AgentError:

@@ -8,7 +8,7 @@ environment says is only read.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from dataclasses import dataclass, field
 from typing import Any, Protocol
@@ -26,30 +26,14 @@ from ft_service.agents.running import AgentError, RunOne, checked_reward
 from ft_service.data.chat_line import parse_conversation
 from ft_service.data.line_errors import LineError
 from ft_service.errors import FtError, SpecError
-from ft_service.serving.preview import PreviewModel
-from ft_service.spec.environments import PlayedEnvironment
+from ft_service.serving.token_sampler import Sampler
+from ft_service.spec.environments import McpEnvironment, OpenEnvEnvironment
 
 NO_ROOM = "context_length_exceeded"
 """The sampler's code for a conversation that leaves no room for an answer."""
 _ENDS = (TURNS_USED, TOKENS_USED, NO_ROOM)
 Message = Mapping[str, Any]
 Part = dict[str, Any]
-
-
-class ChatSampler(Protocol):
-    """What answers conversations: the preview."""
-
-    def submit(
-        self,
-        model: PreviewModel,
-        order: dict[str, Any],
-        deliver: Callable[[Part], object],
-        *,
-        project_id: str = "",
-        on_processor: bool = False,
-    ) -> object: ...
-
-    def cancel(self, ticket: Any) -> None: ...
 
 
 @dataclass(frozen=True)
@@ -100,9 +84,9 @@ class Connects(Protocol):
 class Playing:
     """An environment without an agent, for the rollouts of a project."""
 
-    options: PlayedEnvironment
+    options: McpEnvironment | OpenEnvEnvironment
     access: Access
-    sampler: ChatSampler
+    sampler: Sampler
     connects: Connects
     has_grader: bool = False
 
@@ -134,7 +118,7 @@ async def _played(
     rollout: OpenRollout,
     episode: Episode,
     item: Mapping[str, Any],
-    sampler: ChatSampler,
+    sampler: Sampler,
     *,
     has_grader: bool,
 ) -> float | None:
@@ -185,7 +169,7 @@ class _Tally:
 
 
 async def _asked(
-    rollout: OpenRollout, messages: Sequence[Message], tools: Sequence[Any], sampler: ChatSampler
+    rollout: OpenRollout, messages: Sequence[Message], tools: Sequence[Any], sampler: Sampler
 ) -> AnsweredCall | None:
     """The model's answer; None: a budget is used up. Raises AgentError."""
     try:
@@ -212,7 +196,7 @@ def _order(messages: Sequence[Message], tools: Sequence[Any]) -> dict[str, Any]:
     return {"messages": parsed, "tools": offered, "max_tokens": None}
 
 
-async def _parts(rollout: OpenRollout, call: CallUnderWay, sampler: ChatSampler) -> list[Part]:
+async def _parts(rollout: OpenRollout, call: CallUnderWay, sampler: Sampler) -> list[Part]:
     """All parts of an answer. Raises the FtError that it ends with."""
     loop = asyncio.get_running_loop()
     queued: asyncio.Queue[Part] = asyncio.Queue()

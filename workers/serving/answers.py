@@ -60,8 +60,9 @@ class ChatAnswer:
         """An answer to a conversation. `prompt`: the conversation's text."""
         text = AnswerText(chat.tokenizer, request.stop, keep_special=True)
         parts = AnswerStream(chat.answers, tools=bool(request.tools), closing=closing_of(prompt))
-        own = {"prompt": prompt} if request.recorded else {}
-        return cls(request, index, chat, text, say, parts, **own)
+        answer = cls(request, index, chat, text, say, parts)
+        answer.prompt = prompt if request.recorded else ""
+        return answer
 
     @classmethod
     def of_text(

@@ -1,37 +1,60 @@
-"""Mean reward of an agent that is trained: sums with a second try, on the sample base.
+"""Mean reward, by step, of a model that is trained with an environment, on the sample base.
 
-Runs deploy/examples/agent.yaml with several seeds, each from the same model that was shown some
-sums (sums-shown.yaml), and examples/sums_agent.py as the agent.
+    agent        sums with a second try: deploy/examples/agent.yaml, examples/sums_agent.py
+    calculator   tools of an MCP server: calculator.yaml, examples/calculator_mcp.py
+    dial         a text game of OpenEnv: dial.yaml, examples/dial_game.py
 
-    python benchmarks/agents.py [--seeds 3] [--limit 300] [--no-save]
+Each runs with several seeds, from the same model that was shown the task (sums-shown.yaml,
+turns-shown.yaml). Everything goes through a real server, as a user's job does. The game is served by
+OpenEnv itself with `--openenv PYTHON`, an interpreter that has the package; else by the tests' own
+server of its protocol.
+
+    python benchmarks/agents.py [agent] [calculator] [dial] [--seeds 3] [--limit 480] [--no-save]
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
+import json
+import subprocess
 import sys
 import tempfile
+import urllib.request
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import yaml
 
 if __name__ == "__main__":  # the repository's root, for benchmarks started by path
     sys.path.insert(0, str(Path(__file__).parent.parent))
 
-from benchmarks.machine import machine, save
+from benchmarks.machine import RESULTS, machine, save
 from benchmarks.reinforcement import EXAMPLES, ROOT, trained
+from examples.calculator_mcp import server as calculator
+from examples.dial_game import Dial
 from ft_service.agents.hosting import hosting, load_function
+from tests.support.attempts import wait_for
+from tests.support.environments import game_served, seen, tools_served
+from tests.support.ports import free_port
 from tests.support.service import Server
+
+SHOWN = {
+    "agent": "sums-shown.yaml",
+    "calculator": "turns-shown.yaml",
+    "dial": "turns-shown.yaml",
+}
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("tasks", nargs="*", choices=[*SHOWN, []], default=list(SHOWN))
     parser.add_argument("--seeds", type=int, default=3)
-    parser.add_argument("--limit", type=float, default=300.0, help="seconds of a job")
+    parser.add_argument("--limit", type=float, default=480.0, help="seconds of a job")
+    parser.add_argument("--openenv", type=Path, metavar="PYTHON")
     parser.add_argument("--no-save", action="store_true")
     options = parser.parse_args()
-    method = yaml.safe_load((EXAMPLES / "agent.yaml").read_text())["method"]
-    function = load_function(ROOT / "examples/sums_agent.py")
     with tempfile.TemporaryDirectory() as folder:
         server = Server(
             Path(folder),
@@ -42,25 +65,88 @@ def main() -> None:
         )
         server.start()
         try:
-            client = server.client()
-            endpoint = client.webhooks.create(
-                name="agent", url="http://127.0.0.1:9", event_types=["fine_tuning.job.failed"]
-            )
-            shown = trained(client, "sums-shown.yaml", seed=1, limit=options.limit)
-            with hosting(function) as url:
-                environment = method["reinforcement"]["environment"]
-                environment |= {"url": url, "webhook_endpoint_id": endpoint.id}
-                given = {"model": shown["model"], "limit": options.limit, "method": method}
-                jobs = [
-                    trained(client, "agent.yaml", seed=seed, **given)
-                    for seed in range(options.seeds)
-                ]
+            found = run(server.client(), options)
         finally:
             server.stop()
-    for job in jobs:
-        print({name: job[name] for name in ("first", "last", "seconds")})
     if not options.no_save:
-        save("agents", {**machine(), "shown_seconds": shown["seconds"], "jobs": jobs})
+        path = RESULTS / "agents.json"
+        before = json.loads(path.read_text()) if path.is_file() else {}
+        kept = {name: before[name] for name in SHOWN if name in before}
+        save("agents", {**machine(), **kept, **found})
+
+
+def run(client: Any, options: argparse.Namespace) -> dict[str, Any]:
+    """Task → its jobs, and the seconds in which its model was shown it."""
+    shown: dict[str, dict[str, Any]] = {}
+    found: dict[str, Any] = {}
+    for task in options.tasks:
+        spec = SHOWN[task]
+        if spec not in shown:
+            shown[spec] = trained(client, spec, seed=1, limit=options.limit)
+        with served(client, task, options.openenv) as environment:
+            method = yaml.safe_load((EXAMPLES / f"{task}.yaml").read_text())["method"]
+            method["reinforcement"]["environment"] |= environment
+            given = {"model": shown[spec]["model"], "limit": options.limit, "method": method}
+            jobs = []
+            for seed in range(options.seeds):
+                jobs.append(trained(client, f"{task}.yaml", seed=seed, **given))
+                print(task, {name: jobs[-1][name] for name in ("first", "last", "seconds")})
+        found[task] = {"shown_seconds": shown[spec]["seconds"], "jobs": jobs}
+    return found
+
+
+@contextlib.contextmanager
+def served(client: Any, task: str, openenv: Path | None) -> Iterator[dict[str, str]]:
+    """Give what the environment of a task needs in place of its example's."""
+    if task == "agent":
+        url = "http://127.0.0.1:9"
+        endpoint = client.webhooks.create(
+            name="agent", url=url, event_types=["fine_tuning.job.failed"]
+        )
+        with hosting(load_function(ROOT / "examples/sums_agent.py")) as url:
+            yield {"url": url, "webhook_endpoint_id": endpoint.id}
+    elif task == "calculator":
+        with tools_served(calculator) as url:
+            yield {"url": url}
+    elif openenv is not None:
+        with _by_openenv(openenv) as url:
+            yield {"url": url}
+    else:
+        with game_served(_game) as url:
+            yield {"url": url}
+
+
+@contextlib.contextmanager
+def _by_openenv(python: Path) -> Iterator[str]:
+    port = free_port()
+    command = [python, ROOT / "examples/dial_game.py", "--port", str(port)]
+    process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    url = f"http://127.0.0.1:{port}"
+
+    def answers() -> bool:
+        with contextlib.suppress(OSError):
+            return bool(urllib.request.urlopen(f"{url}/health"))
+        return False
+
+    try:
+        wait_for(answers)
+        yield url
+    finally:
+        process.terminate()
+        process.wait()
+
+
+def _game() -> Any:
+    """The game by the tests' server."""
+    dial = Dial()
+
+    def answer(kind: str, data: dict[str, Any]) -> dict[str, Any]:
+        if kind == "reset":
+            return seen(dial.begin(data["start"], data["goal"]))
+        text, reward, done = dial.move(data["message"])
+        return seen(text, reward, done=done)
+
+    return answer
 
 
 if __name__ == "__main__":

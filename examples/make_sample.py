@@ -16,6 +16,7 @@ from pathlib import Path
 from sample_gauges import write_gauges
 from sample_sums import write_sums
 from sample_task import make_splits, write_splits
+from sample_turns import write_turns
 
 SEED = 2024
 
@@ -30,6 +31,7 @@ def main() -> None:
     write_splits(options.out / "data", splits)
     write_sums(options.out / "data", SEED)
     write_gauges(options.out / "data", SEED)
+    write_turns(options.out / "data", SEED)
     if options.data_only:
         return
     # Imported late: the data need neither torch nor transformers, and load in no time without.

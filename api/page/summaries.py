@@ -98,8 +98,10 @@ def answers_of(evaluations: Sequence[Mapping[str, Any]], step: int | None) -> An
 class GradedOverTime:
     """Answers of reinforcement learning with their rewards."""
 
-    newest: Mapping[str, Any] | None
-    """The newest step with answers to train on, as the API shows it."""
+    shown: Mapping[str, Any] | None
+    """A step with answers to train on, as the API shows it."""
+    steps: tuple[int, ...]
+    """Steps that may be shown, ascending."""
     columns: tuple[int, ...]
     """Numbers of steps after which the validation file was answered, ascending."""
     means: tuple[float | None, ...]
@@ -108,14 +110,18 @@ class GradedOverTime:
     """Each validation prompt, and its first answer in each column."""
 
 
-def graded_over_time(rollouts: Sequence[Mapping[str, Any]], most: int = 4) -> GradedOverTime | None:
+def graded_over_time(
+    rollouts: Sequence[Mapping[str, Any]], step: int | None = None, most: int = 4
+) -> GradedOverTime | None:
     """Return what the page shows of a job's rollouts, the newest first.
 
-    None: there are none. `most`: columns.
+    None: there are none. `step`: the one to show; the newest one if it is None or not among them.
+    `most`: columns.
     """
     if not rollouts:
         return None
-    newest = next((own for own in rollouts if own["prompts"]), None)
+    trained = {own["step"]: own for own in rollouts if own["prompts"]}
+    shown = trained.get(step or 0) or next(iter(trained.values()), None)
     evaluated = [own for own in rollouts if own["validation"]][:most][::-1]
     by_prompt: dict[int, tuple[str, list[Mapping[str, Any] | None]]] = {}
     for place, own in enumerate(evaluated):
@@ -127,7 +133,7 @@ def graded_over_time(rollouts: Sequence[Mapping[str, Any]], most: int = 4) -> Gr
     rows = tuple((text, tuple(cells)) for text, cells in by_prompt.values())
     columns = tuple(own["step"] - 1 for own in evaluated)
     means = tuple(own["valid_mean_reward"] for own in evaluated)
-    return GradedOverTime(newest, columns, means, rows)
+    return GradedOverTime(shown, tuple(sorted(trained)), columns, means, rows)
 
 
 def differing_options(jobs: Sequence[Mapping[str, Any]]) -> list[tuple[str, list[Any]]]:

@@ -4,7 +4,6 @@ recorded token for token.
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Sequence
 from typing import Annotated, Any
 
@@ -26,11 +25,10 @@ from ft_service.agents.open_rollouts import (
     CallUnderWay,
     OpenRollout,
     is_over,
+    when_served,
 )
-from ft_service.errors import FtError, SpecError, UnavailableError
+from ft_service.errors import FtError, SpecError
 
-BUSY_SECONDS = 0.5
-"""Pause before a call is asked again that the sampler had no place for."""
 _SAMPLING = ("temperature", "top_p", "seed")
 """Parameters that the job decides."""
 
@@ -132,16 +130,4 @@ async def _answered(
             model, call.order, deliver, project_id=rollout.project_id, on_processor=True
         )
 
-    while not rollout.is_closed:
-        try:
-            async with asyncio.timeout(max(0.0, rollout.seconds_left)):
-                return await chat_answer.parts_of(request, preview, submit)
-        except UnavailableError as error:
-            rollout.unserved = error
-            await asyncio.sleep(BUSY_SECONDS)
-        except TimeoutError:
-            break
-        except FtError:
-            rollout.unserved = None
-            raise
-    raise is_over(rollout.id)
+    return await when_served(rollout, lambda: chat_answer.parts_of(request, preview, submit))

@@ -11,7 +11,7 @@ from api.wire.views import EnergyView, MoneyView, Seconds, View, money_view, who
 from ft_service.jobs.forecast import QueuePosition
 from ft_service.jobs.states import Job, Phase, State
 from ft_service.money import amount
-from ft_service.reinforcement.step_texts import PromptTexts, StepTexts
+from ft_service.reinforcement.step_texts import PromptTexts, StepTexts, TrajectoryTexts
 from ft_service.rundir.evaluations import (
     EvaluatedPrompt,
     Evaluation,
@@ -414,6 +414,14 @@ class GradedAnswerView(View):
     """null: the job has no environment."""
 
 
+class RowTextView(View):
+    """A part of a row that is trained on, with special tokens."""
+
+    text: str
+    learned: bool
+    """Whether the model has answered it, so that it is learned."""
+
+
 class TrajectoryView(View):
     """A rollout with an environment."""
 
@@ -428,6 +436,8 @@ class TrajectoryView(View):
     """Rows that are trained on: 1 unless the agent, or the chat template, has written its history
     anew.
     """
+    row_texts: list[list[RowTextView]]
+    """Of each row its parts, up to 65,536 characters in all; empty where they were not kept."""
     rewritten: int
     """Calls behind the first that began another row."""
     refused: dict[str, int]
@@ -483,14 +493,19 @@ def rollout_id(job_id: str, step: int) -> str:
     return f"{job_id}:rollout-{step}"
 
 
+def _trajectory(way: TrajectoryTexts) -> TrajectoryView:
+    texts = [
+        [RowTextView(text=text, learned=learned) for text, learned in row] for row in way.row_texts
+    ]
+    return TrajectoryView.of(way, turns=len(way.calls), row_texts=texts)
+
+
 def _graded_prompt(own: PromptTexts) -> GradedPromptView:
     answers = [
         GradedAnswerView.of(
             answer,
             tool_calls=[dict(call) for call in answer.calls],
-            trajectory=None
-            if (way := answer.trajectory) is None
-            else TrajectoryView.of(way, turns=len(way.calls)),
+            trajectory=None if (way := answer.trajectory) is None else _trajectory(way),
         )
         for answer in own.answers
     ]

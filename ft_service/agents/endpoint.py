@@ -1,8 +1,5 @@
 """Agents at an address of the user's: a POST begins a rollout, and its answer, within the rollout's
 time, ends it.
-
-Whatever an agent does (fails, hangs, lies about its reward, never ends), its rollout ends with a
-reward, without one, or with an error of a kind.
 """
 
 from __future__ import annotations
@@ -10,146 +7,61 @@ from __future__ import annotations
 import asyncio
 import json
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Mapping
+from contextlib import asynccontextmanager
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any
 
+from ft_service.agents import running
+from ft_service.agents.addresses import Access
 from ft_service.agents.open_rollouts import OpenRollout, OpenRollouts
-from ft_service.errors import FtError, UnavailableError
+from ft_service.agents.running import AgentError, RunOne, checked_reward
 from ft_service.graders.asking import Post, signed_posts
-from ft_service.graders.grades import MOST_REWARD, NO_JSON, GradingError, as_reward, parsed
-from ft_service.host.webhook_receiver import Receiver, parse_receiver
-from ft_service.shared_work.places import Kind, Places
+from ft_service.graders.grades import NO_JSON, GradingError, parsed
+from ft_service.host.webhook_receiver import Receiver
 from ft_service.spec.environments import EndpointEnvironment
 
-AgentErrorKind = Literal[
-    "agent_unreachable",
-    "agent_failed",
-    "agent_timeout",
-    "agent_reward_invalid",
-    "agent_no_reward",
-    "agent_no_calls",
-    "agent_flood",
-]
-"""unreachable: no connection, or no answer that HTTP knows; failed: a status other than 2xx;
-timeout: no answer within deadline_seconds; reward_invalid: an answer that is no reward, or one
-beyond MOST_REWARD; no_reward: neither the agent nor a grader gives one; no_calls: the model was
-never called, so there is nothing to learn; flood: too many calls were refused.
-"""
 TRIES = 3
 """Tries of an agent that has not called the model yet: a server that starts again misses none."""
 RETRY_SECONDS = 1.0
 """Wait before the second try; twice as long before the third."""
-LOOK_SECONDS = 0.2
 _RETRIED = (408, 425, 429, 500, 502, 503, 504)
-
-AGENTS = Places(Kind(name="rollouts of agents", places=256, of_project=64))
-"""Requests to users' agents, which may take as long as a rollout."""
-
-
-class AgentError(Exception):
-    """A rollout has no reward since its agent is at fault."""
-
-    def __init__(self, kind: AgentErrorKind, detail: str) -> None:
-        super().__init__(f"{kind}: {detail}")
-        self.kind: AgentErrorKind = kind
-        self.detail = detail[:2000].encode(errors="replace").decode()
-
-
-@dataclass(frozen=True)
-class EndedRollout:
-    """How a rollout has ended."""
-
-    rollout: OpenRollout
-    reward: float | None = None
-    """None: the agent leaves it to the grader, or is at fault."""
-    error: AgentError | None = None
-    unserved: FtError | None = None
-    """Why the sampler has not answered its newest call, so that its end says nothing; None: it
-    has.
-    """
-    seconds: float = 0.0
 
 
 @dataclass(frozen=True, kw_only=True)
 class AgentEndpoint:
     """An environment of type `endpoint`, for the rollouts of a project."""
 
-    environment: EndpointEnvironment
-    project: str
+    options: EndpointEnvironment
+    access: Access
     model: str
     """Name of the base, for clients that want one."""
-    secrets: Callable[[str], Sequence[str]]
-    """Valid secrets of a webhook endpoint by its id. Raises FtError."""
-    allow_private: bool
     opened: OpenRollouts
 
-    def run(
-        self, wanted: Sequence[tuple[OpenRollout, Mapping[str, Any]]], look: Callable[[], object]
-    ) -> list[EndedRollout]:
-        """Run rollouts, each with its item, several at once. Blocks.
+    @property
+    def project(self) -> str:
+        return self.access.project
 
-        `look`: called now and then; what it raises ends all of them, and is raised.
-        """
-        return asyncio.run(self._run(wanted, look))
-
-    async def _run(
-        self, wanted: Sequence[tuple[OpenRollout, Mapping[str, Any]]], look: Callable[[], object]
-    ) -> list[EndedRollout]:
-        receiver, secrets = await self._receiver()
-        at_once = asyncio.Semaphore(self.environment.concurrency)
-
-        async def run_one(
-            rollout: OpenRollout, item: Mapping[str, Any], post: Post
-        ) -> EndedRollout:
-            async with at_once, AGENTS.held(self.project):
-                return await self._ended(rollout, item, post, receiver)
-
+    @asynccontextmanager
+    async def connected(self) -> AsyncIterator[RunOne]:
+        """Give what has the agent run a rollout, whose name is looked up once."""
+        receiver, secrets = await self.access.receiver(self.options)
+        private = self.access.allow_private
         try:
             async with signed_posts(
-                receiver, secrets, allow_private=self.allow_private, agent="ft-service-rollouts"
+                receiver, secrets, allow_private=private, agent="ft-service-rollouts"
             ) as post:
-                tasks = [asyncio.create_task(run_one(*one, post)) for one in wanted]
-                try:
-                    while not all(task.done() for task in tasks):
-                        await asyncio.wait(tasks, timeout=LOOK_SECONDS)
-                        await asyncio.to_thread(look)
-                    return [task.result() for task in tasks]
-                finally:
-                    for task in tasks:
-                        task.cancel()
-                    await asyncio.gather(*tasks, return_exceptions=True)
+
+                async def run(rollout: OpenRollout, item: Mapping[str, Any]) -> float | None:
+                    self.opened.open(rollout)
+                    try:
+                        return await self._reward(rollout, item, post, receiver)
+                    finally:
+                        self.opened.close(rollout)
+
+                yield run
         except GradingError as error:  # the name of its host is not found
-            failed = AgentError("agent_unreachable", error.detail)
-            return [EndedRollout(rollout, error=failed) for rollout, _ in wanted]
-
-    async def _receiver(self) -> tuple[Receiver, Sequence[str]]:
-        """Raises FtError: the address is not allowed any more, or the secret is gone."""
-        environment = self.environment
-        secrets = await asyncio.to_thread(self.secrets, environment.webhook_endpoint_id)
-        return parse_receiver(environment.url, allow_private=self.allow_private), secrets
-
-    async def _ended(
-        self, rollout: OpenRollout, item: Mapping[str, Any], post: Post, receiver: Receiver
-    ) -> EndedRollout:
-        began = time.perf_counter()
-        rollout.start()
-        self.opened.open(rollout)
-        reward = None
-        error = None
-        try:
-            reward = await self._reward(rollout, item, post, receiver)
-        except AgentError as failed:
-            error = failed
-        finally:
-            self.opened.close(rollout)
-        return EndedRollout(
-            rollout,
-            reward,
-            error,
-            rollout.unserved if error is not None else None,
-            time.perf_counter() - began,
-        )
+            raise AgentError("agent_unreachable", error.detail) from None
 
     async def _reward(
         self, rollout: OpenRollout, item: Mapping[str, Any], post: Post, receiver: Receiver
@@ -159,7 +71,7 @@ class AgentEndpoint:
         try:
             while not asked.done():
                 if rollout.seconds_left <= 0:
-                    limit = f"deadline_seconds = {self.environment.deadline_seconds:g}"
+                    limit = f"deadline_seconds = {self.options.deadline_seconds:g}"
                     raise AgentError(
                         "agent_timeout", f"{receiver.host} has not answered in {limit}"
                     )
@@ -167,7 +79,7 @@ class AgentEndpoint:
                     codes = ", ".join(f"{code} {count}" for code, count in rollout.refused.items())
                     raise AgentError("agent_flood", f"calls that were refused: {codes}")
                 await asyncio.wait(
-                    [asked], timeout=min(LOOK_SECONDS, max(0.0, rollout.seconds_left))
+                    [asked], timeout=min(running.LOOK_SECONDS, max(0.0, rollout.seconds_left))
                 )
             reward = asked.result()
         finally:
@@ -189,7 +101,7 @@ class AgentEndpoint:
                 await asyncio.sleep(RETRY_SECONDS * 2 ** (number - 1))
             is_last = number == TRIES - 1
             try:
-                status, answer = await post(rollout.id, body, self.environment.deadline_seconds)
+                status, answer = await post(rollout.id, body, self.options.deadline_seconds)
             except GradingError as error:  # an answer that is too long
                 raise AgentError("agent_reward_invalid", error.detail) from None
             except Exception as error:  # libraries raise many kinds for addresses of users
@@ -216,41 +128,14 @@ class AgentEndpoint:
         }
 
 
-def check_agent(
-    environment: EndpointEnvironment,
-    secrets: Callable[[str], Sequence[str]],
-    *,
-    allow_private: bool,
-) -> None:
-    """Raise FtError, naming the field from `environment` on, for an address that is not allowed or
-    a webhook endpoint that is not there.
-    """
-    try:
-        parse_receiver(environment.url, allow_private=allow_private)
-    except FtError as error:
-        raise type(error)(
-            f"environment.{error.message}", param="environment.url", code=error.code
-        ) from None
-    try:
-        secrets(environment.webhook_endpoint_id)
-    except UnavailableError:
-        raise
-    except FtError as error:
-        raise type(error)(
-            f"environment.webhook_endpoint_id: {error.message}",
-            param="environment.webhook_endpoint_id",
-        ) from None
-
-
 def _read_reward(answer: Any) -> float | None:
     """Raises AgentError."""
     if answer is NO_JSON or not isinstance(answer, dict):
         raise AgentError("agent_reward_invalid", 'the answer is not {"reward": number} or {}')
+    if "rewards" in answer:
+        why = "the answer has rewards of single turns, which are not learned from: add them up"
+        raise AgentError("agent_reward_invalid", why)
     given = answer.get("reward")
     if given is None:
         return None
-    reward = as_reward(given)
-    if reward is None or abs(reward) > MOST_REWARD:
-        limit = f"a finite number from {-MOST_REWARD:g} to {MOST_REWARD:g}"
-        raise AgentError("agent_reward_invalid", f"the reward is not {limit}")
-    return reward
+    return checked_reward(given, "agent_reward_invalid")

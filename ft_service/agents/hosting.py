@@ -10,29 +10,18 @@ reward, or None to leave it to the job's grader.
 
 from __future__ import annotations
 
-import asyncio
 import importlib.util
 import inspect
-import json
-import ssl
 import sys
 import threading
-import time
-import traceback
-from collections.abc import Awaitable, Callable, Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from functools import partial
+from http.server import ThreadingHTTPServer
 from pathlib import Path
-from typing import Any
 
+from ft_service.agents.rollout_handler import Calls, RolloutFunction, RolloutHandler
 from ft_service.errors import SpecError, UnavailableError
-from ft_service.host.signed_post import is_signed
-
-MOST_BYTES = 64 * 1024**2
-"""Longest request: a line of a data file, and what is around it."""
-_NEEDED = ("item", "base_url", "api_key", "deadline")
-
-RolloutFunction = Callable[[Any, Mapping[str, Any]], Awaitable[float | None]]
 
 
 def load_function(path: Path) -> RolloutFunction:
@@ -75,52 +64,9 @@ def hosting(
             "Agents call the model by the package openai, which is missing: pip install openai."
         ) from None
 
-    trusted = ssl.create_default_context()  # takes many times what the other parts of a client do
-
-    async def rewarded(message: Mapping[str, Any]) -> float | None:
-        async with (
-            asyncio.timeout(max(0.0, message["deadline"] - time.time())),
-            openai.AsyncOpenAI(
-                base_url=message["base_url"],
-                api_key=message["api_key"],
-                http_client=openai.DefaultAsyncHttpxClient(verify=trusted),
-            ) as client,
-        ):
-            return await function(client, message["item"])
-
-    class Handler(BaseHTTPRequestHandler):
-        def do_POST(self) -> None:
-            status, answer = self._answer()
-            body = json.dumps(answer).encode()
-            self.send_response(status)
-            self.send_header("content-type", "application/json")
-            self.send_header("content-length", str(len(body)))
-            self.end_headers()
-            self.wfile.write(body)
-
-        def _answer(self) -> tuple[int, dict[str, Any]]:
-            length = int(self.headers.get("content-length") or 0)
-            if length > MOST_BYTES:
-                return 413, {"error": f"The body has more than {MOST_BYTES:,} bytes."}
-            body = self.rfile.read(length)
-            headers = {name.lower(): value for name, value in self.headers.items()}
-            if secret and not is_signed(headers, body, secret, time.time()):
-                return 401, {"error": "The request is not signed by the secret of this agent."}
-            message = _message(body)
-            if message is None:
-                return 400, {"error": f"The body is no object with {', '.join(_NEEDED)}."}
-            try:
-                reward = asyncio.run(rewarded(message))
-            except Exception as error:  # whatever a user's function raises
-                traceback.print_exc()
-                return 500, {"error": f"{type(error).__name__}: {error}"}
-            return 200, {} if reward is None else {"reward": float(reward)}
-
-        def log_message(self, format: str, *args: object) -> None:
-            pass
-
+    handler = partial(RolloutHandler, Calls(function, openai), secret)
     try:
-        server = ThreadingHTTPServer((bind, port), Handler)
+        server = ThreadingHTTPServer((bind, port), handler)
     except OSError as error:
         raise UnavailableError(f"{bind}, port {port}: {error.strerror or error}.") from None
     with server:
@@ -131,13 +77,3 @@ def hosting(
         finally:
             server.shutdown()
             thread.join()
-
-
-def _message(body: bytes) -> Mapping[str, Any] | None:
-    """None: it is not what begins a rollout."""
-    try:
-        message = json.loads(body)
-    except ValueError:
-        return None
-    is_whole = isinstance(message, dict) and all(name in message for name in _NEEDED)
-    return message if is_whole and isinstance(message["deadline"], int | float) else None

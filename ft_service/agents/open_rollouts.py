@@ -7,6 +7,7 @@ its key opens nothing, and answers that come later are not recorded.
 
 from __future__ import annotations
 
+import asyncio
 import hashlib
 import math
 import secrets
@@ -14,14 +15,23 @@ import threading
 import time
 import zlib
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeVar
 
-from ft_service.errors import AuthError, FtError, LimitError, NotFoundError, SpecError
+from ft_service.errors import (
+    AuthError,
+    FtError,
+    LimitError,
+    NotFoundError,
+    SpecError,
+    UnavailableError,
+)
 from ft_service.ids import new_id
 from ft_service.reinforcement.trajectories import RecordedCall
 from ft_service.serving.preview import PreviewModel
+
+T = TypeVar("T")
 
 KEY_PREFIX = "ftr-"
 CALLS_AT_ONCE = 8
@@ -32,6 +42,8 @@ would keep the service from others.
 """
 MOST_SEEN = 4
 """Earlier conversations whose tokens a prompt may begin with."""
+BUSY_SECONDS = 0.5
+"""Pause before a call is asked again that the sampler had no place for."""
 TURNS_USED = "rollout_turns_used"
 TOKENS_USED = "rollout_tokens_used"
 CLIENT_GONE = "rollout_client_gone"
@@ -92,13 +104,21 @@ class AnsweredCall:
 class OpenRollout:
     """One rollout."""
 
-    def __init__(self, project_id: str, model: RolloutModel, budget: RolloutBudget) -> None:
+    def __init__(
+        self,
+        project_id: str,
+        model: RolloutModel,
+        budget: RolloutBudget,
+        prompt_seed: int = 0,
+    ) -> None:
+        """`prompt_seed`: from 0 to 2**31 - 1, the same for all rollouts of a prompt."""
         self.id = new_id("rollout_")
         self.key = KEY_PREFIX + secrets.token_urlsafe(32)
         """Opens this rollout alone, while it is open."""
         self.project_id = project_id
         self.model = model
         self.budget = budget
+        self.prompt_seed = prompt_seed
         self.ends_at = math.inf
         """When its time is over; it begins with `start`."""
         self.was_called = False
@@ -106,6 +126,8 @@ class OpenRollout:
         """In the order in which they ended."""
         self.messages: Sequence[Any] = ()
         """The conversation of the last answered call, without its answer."""
+        self.ending: Sequence[Any] = ()
+        """What an environment has said to the last answer."""
         self.refused: Counter[str] = Counter()
         """Code → refused calls."""
         self.sampling: dict[str, Any] = {}
@@ -187,7 +209,7 @@ class OpenRollout:
         recorded = [own.recorded for own in self.answered[-MOST_SEEN:]]
         return [[*own.prompt, *own.tokens] for own in recorded]
 
-    def end(self, call: CallUnderWay, parts: Iterable[Mapping[str, Any]]) -> None:
+    def end(self, call: CallUnderWay, parts: Iterable[Mapping[str, Any]]) -> AnsweredCall:
         """Record the answer to a call. `parts`: all that the preview has delivered."""
         answered = _answered(parts)
         with self._guard:
@@ -196,6 +218,8 @@ class OpenRollout:
             if not self._closed:
                 self.answered.append(answered)
                 self.messages = call.messages
+                self.ending = ()
+        return answered
 
     def drop(self, call: CallUnderWay) -> None:
         """Forget a call without an answer: it was refused, or its client has gone."""
@@ -256,6 +280,26 @@ class OpenRollouts:
         return f"{self.base_url}/v1/rollouts/{rollout.id}"
 
 
+async def when_served(rollout: OpenRollout, ask: Callable[[], Awaitable[T]]) -> T:
+    """What `ask` gives. While the sampler has no place for it, wait until the rollout is over.
+
+    Raises FtError, NotFoundError if it is.
+    """
+    while not rollout.is_closed:
+        try:
+            async with asyncio.timeout(max(0.0, rollout.seconds_left)):
+                return await ask()
+        except UnavailableError as error:
+            rollout.unserved = error
+            await asyncio.sleep(BUSY_SECONDS)
+        except TimeoutError:
+            break
+        except FtError:
+            rollout.unserved = None
+            raise
+    raise is_over(rollout.id)
+
+
 def is_over(rollout_id: str) -> NotFoundError:
     """The error for a rollout that a key does not open."""
     return NotFoundError(
@@ -301,5 +345,12 @@ def _answered(parts: Iterable[Mapping[str, Any]]) -> AnsweredCall:
         **({"reasoning_content": reasoning} if reasoning else {}),
         **({"tool_calls": called} if called else {}),
     }
-    recorded = RecordedCall(prompt, end["tokens"], end["logprobs"], end["truncated"])
+    recorded = RecordedCall(
+        prompt,
+        end["tokens"],
+        end["logprobs"],
+        end["truncated"],
+        end.get("prompt_text", ""),
+        end.get("drawn_text", ""),
+    )
     return AnsweredCall(recorded, message, end["reason"], text, reasoning, end["calls"])

@@ -15,11 +15,10 @@ from typing import Any
 
 import httpx2
 
-from ft_service.errors import FtError
 from ft_service.graders.grades import NO_JSON, ErrorKind, GradingError, Score, as_reward, parsed
 from ft_service.graders.limits import GraderModel
 from ft_service.host.signed_post import SignedMessage, signed_post
-from ft_service.host.webhook_receiver import Receiver, address_of, look_up
+from ft_service.host.webhook_receiver import AddressError, Receiver, find_address
 from ft_service.ids import new_id
 from ft_service.spec.graders import EndpointGrader, LabelModel, ScoreModel
 
@@ -28,7 +27,6 @@ RETRY_SECONDS = 0.5
 """Wait before the second try; twice as long before the third."""
 MODEL_SECONDS = 60.0
 """Time for one try of a model."""
-LOOKUP_SECONDS = 10.0
 MOST_ANSWERED = 2**20
 """Bytes of an answer, at most."""
 MOST_VALUES = 65_536
@@ -219,15 +217,9 @@ async def signed_posts(
 
     `agent`: the user agent.
     """
-    looked_up = look_up(receiver)
     try:
-        async with asyncio.timeout(LOOKUP_SECONDS):
-            infos = await asyncio.wrap_future(looked_up)
-        address = address_of(receiver, infos, allow_private=allow_private)
-    except TimeoutError:
-        why = f"the name {receiver.host} was not found within {LOOKUP_SECONDS:g} seconds"
-        raise GradingError("endpoint_grader_server_error", why) from None
-    except (FtError, OSError, UnicodeError) as error:
+        address = await find_address(receiver, allow_private=allow_private)
+    except AddressError as error:
         raise GradingError("endpoint_grader_server_error", str(error)) from None
 
     async def post(message_id: str, body: bytes, seconds: float) -> tuple[int, bytes]:

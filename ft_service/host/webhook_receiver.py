@@ -8,6 +8,7 @@ exactly the address that was checked.
 
 from __future__ import annotations
 
+import asyncio
 import ipaddress
 import re
 import socket
@@ -21,6 +22,8 @@ import httpx2
 from ft_service.errors import FtError, SpecError
 from ft_service.host.public_addresses import is_public
 
+LOOKUP_SECONDS = 10.0
+"""Time for the lookup of a name that `find_address` waits for."""
 _MAX_URL = 2048
 _MAX_NAME = 253
 _PORTS = {"http": 80, "https": 443}
@@ -39,6 +42,10 @@ class NotPublicError(FtError):
     """A name resolves to an address that is not public."""
 
     code = "private_address"
+
+
+class AddressError(Exception):
+    """No address to connect to was found."""
 
 
 @dataclass(frozen=True)
@@ -131,6 +138,20 @@ def address_of(receiver: Receiver, infos: AddressInfos, *, allow_private: bool) 
             # network
             raise NotPublicError(f"{receiver.host} resolves to an address that is not public")
     return addresses[0]
+
+
+async def find_address(receiver: Receiver, *, allow_private: bool) -> str:
+    """Return the address to connect to. Raises AddressError."""
+    looked_up = look_up(receiver)
+    try:
+        async with asyncio.timeout(LOOKUP_SECONDS):
+            infos = await asyncio.wrap_future(looked_up)
+        return address_of(receiver, infos, allow_private=allow_private)
+    except TimeoutError:
+        why = f"the name {receiver.host} was not found within {LOOKUP_SECONDS:g} seconds"
+        raise AddressError(why) from None
+    except (FtError, OSError, UnicodeError) as error:
+        raise AddressError(str(error)) from None
 
 
 def _literal(host: str) -> ipaddress.IPv4Address | ipaddress.IPv6Address | None:

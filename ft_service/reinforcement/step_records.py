@@ -26,9 +26,9 @@ from ft_service.rundir.directory import RunDir, UnreadableDocumentError
 FOLDER = "rollouts"
 MOST_BYTES = 256 * 1024**2
 """Limit of a record, compressed and expanded."""
-AGENT_ERRORS = "agent_"
-"""Beginning of the kinds of errors of agents (ft_service/agents/endpoint.py), which no grader's
-has.
+AGENT_ERRORS = ("agent_", "environment_")
+"""Beginnings of the kinds of errors of agents and environments (ft_service/agents/running.py),
+which no grader's has.
 """
 _NAME = re.compile(r"step-([0-9]{6,9})\.jsonl\.zst")
 
@@ -45,6 +45,10 @@ class TrainedRow(Line):
     tokens: Sequence[int]
     sampled: Sequence[tuple[int, int]]
     """Where its answers begin and end, in their order: [begin, end)."""
+    texts: Sequence[tuple[str, bool]] = ()
+    """For people: its texts with special tokens, in their order, each with whether it is
+    sampled. Empty: they were not kept.
+    """
 
     @property
     def answered(self) -> list[int]:

@@ -48,14 +48,18 @@ class TrajectoryTexts(Line):
     calls: Sequence[Mapping[str, Any]] = ()
     rows: int
     """Number of rows that were trained on."""
+    row_texts: Sequence[Sequence[tuple[str, bool]]] = ()
+    """Of each row: its texts, each with whether it is learned."""
     rewritten: int
     refused: Mapping[str, int] = {}
     seconds: float
 
     @classmethod
     def of(cls, trajectory: Trajectory) -> TrajectoryTexts:
-        same = {name: getattr(trajectory, name) for name in cls.model_fields if name != "rows"}
-        return cls(**same, rows=len(trajectory.rows))
+        others = ("rows", "row_texts")
+        same = {name: getattr(trajectory, name) for name in cls.model_fields if name not in others}
+        texts = [row.texts for row in trajectory.rows if row.texts]
+        return cls(**same, rows=len(trajectory.rows), row_texts=texts)
 
 
 class AnswerTexts(Line):

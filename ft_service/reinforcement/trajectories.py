@@ -30,6 +30,9 @@ class RecordedCall:
     """The sampler's, in nats, of each of them."""
     truncated: bool = False
     """Whether the answer was cut off at its longest length."""
+    prompt_text: str = ""
+    drawn_text: str = ""
+    """Their texts with special tokens; empty: they are not known."""
 
 
 def rows_of(calls: Sequence[RecordedCall]) -> tuple[list[TrainedRow], list[float]]:
@@ -42,6 +45,7 @@ def rows_of(calls: Sequence[RecordedCall]) -> tuple[list[TrainedRow], list[float
     tokens: list[list[int]] = []
     sampled: list[list[tuple[int, int]]] = []
     logprobs: list[list[float]] = []
+    texts: list[list[tuple[str, bool]]] = []
     for call in calls:
         place = _continued(tokens, call.prompt)
         if place is None:
@@ -49,13 +53,23 @@ def rows_of(calls: Sequence[RecordedCall]) -> tuple[list[TrainedRow], list[float
             tokens.append([])
             sampled.append([])
             logprobs.append([])
+            texts.append([])
         row = tokens[place]
         row += call.prompt[len(row) :]
         sampled[place].append((len(row), len(row) + len(call.tokens)))
         row += call.tokens
         logprobs[place] += call.logprobs
-    rows = [TrainedRow(tokens=own, sampled=at) for own, at in zip(tokens, sampled, strict=True)]
+        texts[place] += _texts(texts[place], call)
+    parts = zip(tokens, sampled, texts, strict=True)
+    rows = [TrainedRow(tokens=own, sampled=at, texts=shown) for own, at, shown in parts]
     return rows, [value for own in logprobs for value in own]
+
+
+def _texts(before: Sequence[tuple[str, bool]], call: RecordedCall) -> list[tuple[str, bool]]:
+    """The texts that a call adds to those of its row."""
+    known = "".join(text for text, _ in before)
+    added = call.prompt_text.removeprefix(known)
+    return [(text, learned) for text, learned in ((added, False), (call.drawn_text, True)) if text]
 
 
 def _continued(rows: Sequence[Sequence[int]], prompt: Sequence[int]) -> int | None:

@@ -7,31 +7,20 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Annotated, Any, Literal
 
-from pydantic import Field
+from pydantic import Discriminator, Field, Tag
 
 from ft_service.spec.option_types import Number, Strict
 
-_NOT_YET: Mapping[str, str] = {
-    "openenv": "an OpenEnv environment",
-    "mcp": "an MCP server",
-}
-"""Types that are refused → what they would name."""
+WebhookEndpointId = Annotated[str, Field(min_length=1, max_length=64)]
 
 
-class EndpointEnvironment(Strict):
-    """An agent of the user's own. For each rollout it gets `{"rollout_id", "item", "base_url",
-    "api_key", "model", "max_turns", "max_tokens", "deadline"}` by POST, asks the model by chat
-    completions below `base_url` with `api_key`, and answers `{"reward": number}`, or `{}` to leave
-    the reward to the grader. The request is signed as webhooks are; https, and public addresses
-    only, unless the operator allows others.
-    """
+class _Environment(Strict):
+    """What every environment has: an address, and a rollout's budgets."""
 
-    type: Literal["endpoint"] = "endpoint"
     url: Annotated[str, Field(min_length=1, max_length=2048)]
-    webhook_endpoint_id: Annotated[str, Field(min_length=1, max_length=64)]
-    """The webhook endpoint of this project whose secret signs the requests."""
+    """https, and public addresses only, unless the operator allows others."""
     max_turns: Annotated[int, Field(ge=1, le=1000)] = 16
-    """Calls of the model in a rollout; further ones are refused with the code
+    """Calls of the model in a rollout. An agent's further ones are refused with the code
     `rollout_turns_used`.
     """
     max_tokens: Annotated[int, Field(ge=1, le=1_048_576)] = 4096
@@ -44,12 +33,71 @@ class EndpointEnvironment(Strict):
     """Rollouts of the job at once."""
 
 
-def refuse_unavailable(value: Any) -> Any:
-    """Return an environment as it is given. Raises ValueError for a type that is not available."""
-    kind = str(value.get("type")) if isinstance(value, Mapping) else ""
-    if kind in _NOT_YET:
-        raise ValueError(
-            f"type {kind!r} is not available: {_NOT_YET[kind]} is not asked by this service "
-            "itself. Give type 'endpoint' with the url of an agent that asks it (ft rollout serve)"
-        )
-    return value
+class EndpointEnvironment(_Environment):
+    """An agent of the user's own. For each rollout it gets `{"rollout_id", "item", "base_url",
+    "api_key", "model", "max_turns", "max_tokens", "deadline"}` by POST, asks the model by chat
+    completions below `base_url` with `api_key`, and answers `{"reward": number}`, or `{}` to leave
+    the reward to the grader. The request is signed as webhooks are.
+    """
+
+    type: Literal["endpoint"] = "endpoint"
+    webhook_endpoint_id: WebhookEndpointId
+    """The webhook endpoint of this project whose secret signs the requests."""
+
+
+class PlayedEnvironment(_Environment):
+    """An environment without an agent: the service itself takes turns between the model and it."""
+
+    webhook_endpoint_id: WebhookEndpointId | None = None
+    """The webhook endpoint of this project whose secret signs the requests (of OpenEnv the one that
+    opens a connection); None: they are not signed.
+    """
+    max_answer_bytes: Annotated[int, Field(ge=1, le=262_144)] = 16_384
+    """Bytes of the text of one answer of the environment that the model reads; what is beyond is
+    cut off, and the text says so.
+    """
+
+
+class McpEnvironment(PlayedEnvironment):
+    """The tools of an MCP server, by streamable HTTP, in a session for each rollout. A prompt offers
+    them as the chat template writes tools; what the model calls is carried out, and its answer is a
+    message of the role `tool`. An answer without a call ends the rollout, and the grader rewards it.
+    """
+
+    type: Literal["mcp"]
+
+
+class OpenEnvEnvironment(PlayedEnvironment):
+    """An environment of OpenEnv, by its WebSocket `<url>/ws`, in a session for each rollout.
+
+    `reset` gets the keys of the prompt's line and a seed that is the same for all answers to a
+    prompt; each answer is a `step`. A rollout ends when the environment is done, and its reward is
+    the sum of those of its steps; if none has one, the grader gives it.
+    """
+
+    type: Literal["openenv"]
+    action_field: Annotated[str, Field(min_length=1, max_length=64)] | None = "message"
+    """The field of the action that an answer's text is put into; None: the text is the action, an
+    object in JSON.
+    """
+    observation_field: Annotated[str, Field(min_length=1, max_length=64)] | None = None
+    """The field of the observation that the model reads, as text; None: all of it, as JSON."""
+
+
+def _type_of(value: Any) -> str:
+    """The type, which may be left out for an agent."""
+    given = value.get("type") if isinstance(value, Mapping) else getattr(value, "type", None)
+    return "endpoint" if given is None else str(given)
+
+
+Environment = Annotated[
+    Annotated[EndpointEnvironment, Tag("endpoint")]
+    | Annotated[McpEnvironment, Tag("mcp")]
+    | Annotated[OpenEnvEnvironment, Tag("openenv")],
+    Discriminator(
+        _type_of,
+        custom_error_type="environment_type",
+        custom_error_message="must have a type that is known: an environment has a type: endpoint, "
+        "mcp or openenv",
+    ),
+]

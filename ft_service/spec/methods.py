@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal, get_args
 
 from pydantic import Field, WithJsonSchema, field_validator, model_validator
 
-from ft_service.spec.environments import EndpointEnvironment, refuse_unavailable
+from ft_service.spec.environments import Environment, McpEnvironment
 from ft_service.spec.graders import Grader
 from ft_service.spec.option_types import GREEDY, NullableSections, Number, Strict
 from ft_service.spec.teachers import TeacherRef
@@ -357,8 +357,10 @@ class ReinforcementHyperparameters(Hyperparameters):
 
 class ReinforcementMethod(NullableSections):
     grader: Grader | None = None
-    """What gives rewards. Only with an environment it may be left out: its agent then gives them."""
-    environment: EndpointEnvironment | None = None
+    """What gives rewards. Only with an environment whose agent or steps give them it may be left
+    out.
+    """
+    environment: Environment | None = None
     """Not in OpenAI's API. Where the model acts for several turns; None: it answers each prompt
     once.
     """
@@ -380,15 +382,14 @@ class ReinforcementMethod(NullableSections):
             )
         return value
 
-    @field_validator("environment", mode="before")
-    @classmethod
-    def _available_environment(cls, value: Any) -> Any:
-        return refuse_unavailable(value)
-
     @model_validator(mode="after")
     def _is_rewarded(self) -> ReinforcementMethod:
         if self.grader is None and self.environment is None:
             raise ValueError("grader is required, unless an environment gives the rewards")
+        if self.grader is None and isinstance(self.environment, McpEnvironment):
+            raise ValueError(
+                "grader is required with an environment of type 'mcp': an MCP server gives no rewards"
+            )
         return self
 
 
@@ -594,7 +595,7 @@ class ReinforcementOptions(Strict):
     """`ReinforcementMethod` resolved; of distillation, how the student's answers are sampled."""
 
     grader: Grader | None
-    environment: EndpointEnvironment | None = None
+    environment: Environment | None = None
     num_generations: int
     max_completion_length: int | None
     """None: JobSpec.longest_answer goes by training.max_length."""

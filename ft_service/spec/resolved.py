@@ -13,7 +13,7 @@ from pydantic import BaseModel, ConfigDict, Field, field_serializer, model_valid
 
 from ft_service.errors import SpecError
 from ft_service.spec.auto_hyperparameters import COUNTED, batch_for, epochs_for
-from ft_service.spec.environments import EndpointEnvironment
+from ft_service.spec.environments import Environment
 from ft_service.spec.evaluation import EvaluationOptions
 from ft_service.spec.mesh import check_reshard_size, mesh_shape
 from ft_service.spec.methods import (
@@ -254,7 +254,7 @@ class JobSpec(Resolved):
         return min(MOST_ANSWERED, max(1, self.training.max_length // 2)) if given is None else given
 
     @property
-    def environment(self) -> EndpointEnvironment | None:
+    def environment(self) -> Environment | None:
         """Where a model of reinforcement learning acts; None: it answers each prompt once."""
         return None if self.reinforcement is None else self.reinforcement.environment
 

@@ -5,7 +5,6 @@ preview as the sampler.
 from __future__ import annotations
 
 import json
-import os
 import signal
 import time
 from collections.abc import Iterator
@@ -25,11 +24,10 @@ from ft_service.rundir.directory import RunDir
 from ft_service.spec import JobSpec
 from ft_service.tinker.commands import CommandLog
 from tests.support.rest.receiver import Answer, Received, receiving
-from tests.support.rollout_servers import records_are_whole, serving
+from tests.support.rollout_servers import records_are_whole, samplers, serving
 from tests.support.rollouts import save_prompts
 from tests.support.service import (
     Server,
-    eventually,
     processes_of,
     send,
     upload,
@@ -261,27 +259,3 @@ def test_kills_lose_no_step_and_repeat_none(server: Server, tmp_path: Path) -> N
     whole = trained_again(run, tmp_path / "again")
     own = load_file(run.path("adapter/adapter_model.safetensors"))
     assert all(torch.equal(tensor, whole[name]) for name, tensor in own.items())
-
-
-def samplers(server: Server) -> list[int]:
-    """Processes of the preview that this server has started."""
-
-    def found() -> list[int] | None:
-        own = []
-        for entry in Path("/proc").iterdir():
-            if not entry.name.isdigit():
-                continue
-            try:
-                words = (entry / "cmdline").read_bytes().decode().split("\0")
-                parent = int((entry / "stat").read_text().rpartition(")")[2].split()[1])
-            except (FileNotFoundError, ProcessLookupError):
-                continue
-            if (
-                "workers.serving" in words
-                and parent == server.pid
-                and int(entry.name) != os.getpid()
-            ):
-                own.append(int(entry.name))
-        return own or None
-
-    return eventually(found)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -13,9 +14,7 @@ from ft_service.rundir.directory import RunDir
 from ft_service.spec import JobSpec
 from ft_service.tinker.commands import CommandLog
 from tests.support.ports import free_port
-from tests.support.service import (
-    Server,
-)
+from tests.support.service import Server, eventually
 from tests.support.training.models import save_chat_base
 
 
@@ -53,3 +52,27 @@ def records_are_whole(run: RunDir, steps: int) -> None:
         commands = commands_of(record, spec, schedule)
         assert all(CommandLog(run).has_result(command.seq) for command in commands[:-1])
         following = commands[-1].seq + 1
+
+
+def samplers(server: Server) -> list[int]:
+    """Processes of the preview that this server has started."""
+
+    def found() -> list[int] | None:
+        own = []
+        for entry in Path("/proc").iterdir():
+            if not entry.name.isdigit():
+                continue
+            try:
+                words = (entry / "cmdline").read_bytes().decode().split("\0")
+                parent = int((entry / "stat").read_text().rpartition(")")[2].split()[1])
+            except (FileNotFoundError, ProcessLookupError):
+                continue
+            if (
+                "workers.serving" in words
+                and parent == server.pid
+                and int(entry.name) != os.getpid()
+            ):
+                own.append(int(entry.name))
+        return own or None
+
+    return eventually(found)

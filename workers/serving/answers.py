@@ -50,6 +50,8 @@ class ChatAnswer:
     """Log-probabilities of tokens whose text is kept back."""
     drawn: list[Choice] = field(default_factory=list)
     """All tokens, where they are recorded."""
+    prompt: str = ""
+    """The conversation's text, of a recorded answer."""
 
     @classmethod
     def of(
@@ -58,7 +60,9 @@ class ChatAnswer:
         """An answer to a conversation. `prompt`: the conversation's text."""
         text = AnswerText(chat.tokenizer, request.stop, keep_special=True)
         parts = AnswerStream(chat.answers, tools=bool(request.tools), closing=closing_of(prompt))
-        return cls(request, index, chat, text, say, parts)
+        answer = cls(request, index, chat, text, say, parts)
+        answer.prompt = prompt if request.recorded else ""
+        return answer
 
     @classmethod
     def of_text(
@@ -114,15 +118,18 @@ class ChatAnswer:
         return isinstance(self.request, ChatRequest) and self.request.recorded
 
     def _record(self, reason: str) -> dict[str, Any]:
-        """All tokens that were drawn, the one that ends the answer included, if they are asked
-        for.
+        """All tokens that were drawn, the one that ends the answer included, if they are asked for,
+        and the texts of what they were drawn behind and of themselves, with special tokens.
         """
         if not self.is_recorded:
             return {}
+        tokens = [choice.token for choice in self.drawn]
         return {
-            "tokens": [choice.token for choice in self.drawn],
+            "tokens": tokens,
             "logprobs": [choice.logprob for choice in self.drawn],
             "truncated": reason == "length",
+            "prompt_text": self.prompt,
+            "drawn_text": self.chat.tokenizer.decode(tokens),
         }
 
     def _tell(self, text: str, reasoning: str, *, last: bool = False) -> None:

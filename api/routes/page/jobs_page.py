@@ -175,7 +175,7 @@ async def answers(request: Request, job_id: str, api: Api, step: int | None = No
     rollouts = await api.find(
         f"{JOBS}/{job_id}/rollouts", limit=_ROLLOUTS, prompts=_PROMPTS_OF_ROLLOUT
     )
-    graded = graded_over_time(rollouts["data"]) if rollouts else None
+    graded = graded_over_time(rollouts["data"], step) if rollouts else None
     return await job_page(
         request, api, job_id, "job_answers.html", "answers", answers=shown, graded=graded
     )

@@ -4,7 +4,7 @@ them.
 
 from __future__ import annotations
 
-from ft_service.agents.endpoint import check_agent
+from ft_service.agents.addresses import Access, check_environment
 from ft_service.control.webhook_delivery import secrets_of
 from ft_service.errors import FtError, SpecError
 from ft_service.graders.grading import GraderContext, check_outside, require_usable
@@ -46,7 +46,8 @@ def refuse_unless_graded(
     limits = GraderLimits.from_settings(settings)
     try:
         if method.environment is not None:
-            check_agent(method.environment, secrets, allow_private=limits.allow_private)
+            access = Access(project_id, secrets, limits.allow_private)
+            check_environment(method.environment, access)
         if method.grader is not None:
             require_usable(method.grader, limits)
             check_outside(

@@ -6,16 +6,16 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from ft_service.agents.endpoint import AgentEndpoint, EndedRollout
 from ft_service.agents.open_rollouts import OpenRollout, RolloutBudget, RolloutModel
+from ft_service.agents.running import Counterpart, EndedRollout, run_rollouts
 from ft_service.errors import FtError
 from ft_service.reinforcement.prompt_file import PromptTokens
 from ft_service.reinforcement.schedule import seed_of
-from ft_service.reinforcement.step_records import SampledAnswer, Trajectory
+from ft_service.reinforcement.step_records import SampledAnswer, TrainedRow, Trajectory
 from ft_service.reinforcement.trajectories import rows_of
 from ft_service.serving.preview import PreviewModel
 from ft_service.spec import JobSpec
@@ -31,7 +31,7 @@ class AgentRollouts:
 
     spec: JobSpec
     model: PreviewModel
-    endpoint: AgentEndpoint
+    counterpart: Counterpart
     look: Callable[[], object]
     """Raises what ends the job's sampling, now and then."""
     refused: Callable[[FtError, float], object]
@@ -53,20 +53,21 @@ class AgentRollouts:
         found: dict[int, EndedRollout] = {}
         while left := [place for place in range(len(wanted)) if place not in found]:
             opened = [
-                self._opened(adapter, seed_of(seed_of(self.spec.seed, step, number), step, n))
+                self._opened(adapter, step, number, n)
                 for number, _, n in map(wanted.__getitem__, left)
             ]
             items = [agent_item(wanted[place][1]) for place in left]
             given = list(zip(opened, items, strict=True))
-            ended = self.endpoint.run(given, self._looks(opened))
+            ended = run_rollouts(self.counterpart, given, self._looks(opened))
             pairs = zip(left, ended, strict=True)
             found |= {place: own for place, own in pairs if own.unserved is None}
         self._tell_of_sampling(found.values())
         return [answer_of(found[place]) for place in range(len(wanted))]
 
-    def _opened(self, adapter: str, seed: int) -> OpenRollout:
+    def _opened(self, adapter: str, step: int, number: int, n: int) -> OpenRollout:
         spec = self.spec
-        environment = self.endpoint.environment
+        seed = seed_of(seed_of(spec.seed, step, number), step, n)
+        environment = self.counterpart.options
         assert spec.reinforcement is not None, "the job's method is reinforcement"
         model = RolloutModel(
             model=self.model,
@@ -81,7 +82,8 @@ class AgentRollouts:
             window=spec.training.max_length,
             seconds=environment.deadline_seconds,
         )
-        return OpenRollout(self.endpoint.project, model, budget)
+        same_for_prompt = seed_of(spec.seed, 0, number) % 2**31
+        return OpenRollout(self.counterpart.project, model, budget, same_for_prompt)
 
     def _looks(self, opened: Sequence[OpenRollout]) -> Callable[[], None]:
         def look() -> None:
@@ -127,7 +129,7 @@ def answer_of(ended: EndedRollout) -> SampledAnswer:
     answered = list(rollout.answered)
     rows, logprobs = rows_of([own.recorded for own in answered])
     newest = answered[-1] if answered else None
-    messages = [] if newest is None else [*rollout.messages, newest.message]
+    messages = [] if newest is None else [*rollout.messages, newest.message, *rollout.ending]
     calls = [
         {
             "message": own.message,
@@ -161,7 +163,7 @@ def answer_of(ended: EndedRollout) -> SampledAnswer:
 
 def cut(trajectory: Trajectory) -> Trajectory:
     """A trajectory as its record keeps it: the first messages of its conversation, and the last
-    one, up to MOST_TEXT characters; of each call its numbers.
+    one, up to MOST_TEXT characters; as many of its rows' texts; of each call its numbers.
     """
     numbers = ("finish_reason", "prompt_tokens", "completion_tokens")
     calls = [{name: call[name] for name in numbers if name in call} for call in trajectory.calls]
@@ -174,4 +176,16 @@ def cut(trajectory: Trajectory) -> Trajectory:
             break
         kept.append(message)
     shown = [*kept, last] if trajectory.messages and len(json.dumps(last)) <= MOST_TEXT else kept
-    return trajectory.model_copy(update={"messages": shown, "calls": calls})
+    rows = list(_with_cut_texts(trajectory.rows))
+    return trajectory.model_copy(update={"messages": shown, "calls": calls, "rows": rows})
+
+
+def _with_cut_texts(rows: Sequence[TrainedRow]) -> Iterator[TrainedRow]:
+    left = MOST_TEXT
+    for row in rows:
+        texts: list[tuple[str, bool]] = []
+        for text, learned in row.texts:
+            if left > 0:
+                texts.append((text[:left], learned))
+            left -= len(text)
+        yield row.model_copy(update={"texts": texts})

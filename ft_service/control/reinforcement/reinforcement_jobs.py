@@ -15,13 +15,14 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from ft_service.agents.endpoint import AgentEndpoint
+from ft_service.agents.addresses import Access
+from ft_service.agents.counterparts import counterpart_of
 from ft_service.agents.open_rollouts import OpenRollouts
 from ft_service.control.admission.reinforcement_admission import no_calls_here
 from ft_service.control.reinforcement import agent_rollouts
 from ft_service.control.reinforcement.agent_rollouts import AgentRollouts
 from ft_service.control.webhook_delivery import secrets_of
-from ft_service.errors import FtError, UnavailableError
+from ft_service.errors import FtError, SpecError, UnavailableError
 from ft_service.graders.grades import Case, Grade
 from ft_service.graders.grading import GraderContext, grade_all
 from ft_service.graders.limits import GraderLimits
@@ -30,7 +31,7 @@ from ft_service.jobs.states import Job
 from ft_service.jobs.user_actions import Verb
 from ft_service.meters import Meters
 from ft_service.reinforcement.flat_steps import flat_steps, flat_text
-from ft_service.reinforcement.prompt_file import PROMPTS, PromptFile, PromptTokens
+from ft_service.reinforcement.prompt_file import PROMPTS, PromptFile, PromptHeader, PromptTokens
 from ft_service.reinforcement.schedule import RolloutSchedule, seed_of
 from ft_service.reinforcement.step_commands import (
     commands_of,
@@ -54,7 +55,7 @@ from ft_service.serving.served_verdict import is_of_base, judge
 from ft_service.serving.token_sampler import Sampler, SamplingStopped, TokenSampler
 from ft_service.settings import Settings
 from ft_service.shared_work.losses import TOLD_AFTER, pause_seconds
-from ft_service.spec.environments import EndpointEnvironment
+from ft_service.spec.environments import Environment, McpEnvironment
 from ft_service.spec.graders import Grader
 from ft_service.spec.methods import ReinforcementOptions
 from ft_service.storage.locations import Places
@@ -255,9 +256,7 @@ class RolloutLoop:
         trainer; once is enough.
         """
 
-    def _agents(
-        self, environment: EndpointEnvironment | None, model: PreviewModel
-    ) -> AgentRollouts | None:
+    def _agents(self, environment: Environment | None, model: PreviewModel) -> AgentRollouts | None:
         """What runs the job's rollouts; None: it has no environment.
 
         Raises SpecError if agents cannot call the model here.
@@ -266,20 +265,20 @@ class RolloutLoop:
             return None
         if self.rollouts is None:
             raise no_calls_here()
-        endpoint = AgentEndpoint(
-            environment=environment,
-            project=self.job.project_id,
+        counterpart = counterpart_of(
+            environment,
+            Access(self.job.project_id, self.graders.secrets, self.graders.limits.allow_private),
             model=self.job.spec.model.name,
-            secrets=self.graders.secrets,
-            allow_private=self.graders.limits.allow_private,
+            sampler=self.sampler,
             opened=self.rollouts,
+            has_grader=self.options.grader is not None,
         )
 
         def look() -> None:
             if self.stopped():
                 raise SamplingStopped
 
-        return AgentRollouts(self.job.spec, model, endpoint, look, self._refused, self.tell)
+        return AgentRollouts(self.job.spec, model, counterpart, look, self._refused, self.tell)
 
     def run(self) -> None:
         """Give the ranks one step after the other until the last one.
@@ -294,6 +293,7 @@ class RolloutLoop:
         self._wait_for(self.run_dir.path(PROMPTS).is_file)
         self.prompts = PromptFile(self.run_dir)
         header = self.prompts.header
+        self._require_calls(header)
         self.schedule = RolloutSchedule.of(self.job.spec, header.training, header.validation)
         for step in done:
             record = read_record(self.run_dir, step)
@@ -310,6 +310,19 @@ class RolloutLoop:
             # Another service may have been first.
             self._follow(read_record(self.run_dir, step) or record)
             remove_records(self.run_dir, self.options.keep_rollouts)
+
+    def _require_calls(self, header: PromptHeader) -> None:
+        """Raise SpecError if tools are offered, and nobody knows how the base calls them."""
+        answers = header.answers
+        if not isinstance(self.options.environment, McpEnvironment):
+            return
+        if answers.calls is None and not answers.has_channels:
+            raise SpecError(
+                "method.reinforcement.environment.type = 'mcp': the chat template writes no calls "
+                "of tools that can be read. Give another job a chat_template that does, or a base "
+                "that has one.",
+                param="method.reinforcement.environment.type",
+            )
 
     # Commands
 
@@ -578,7 +591,7 @@ class RolloutLoop:
         grader = self.options.grader
         graded = dict(enumerate(answers))
         if grader is None:
-            why = "the agent gives no reward, and the job has no grader"
+            why = "the environment gives no reward, and the job has no grader"
             for place in places:
                 graded[place] = answers[place].model_copy(
                     update={"errors": {"agent_no_reward": why}}

@@ -156,8 +156,8 @@ def test_rewards_are_shown_over_time() -> None:
     ]
     found = summaries.graded_over_time(newest_first)
     assert found is not None
-    assert found.newest is not None
-    assert found.newest["step"] == 8, "the last record only evaluates"
+    assert found.shown is not None
+    assert found.shown["step"] == 8, "the last record only evaluates"
     assert (found.columns, found.means) == ((2, 4, 6, 8), (0.3, 0.5, 0.7, 0.9))
     [(text, cells)] = found.rows
     assert text == "1 + 1 ="

@@ -14,8 +14,9 @@ from typing import Any
 import openai
 import pytest
 
-from ft_service.agents.hosting import RolloutFunction, hosting
+from ft_service.agents.hosting import hosting
 from ft_service.agents.open_rollouts import OpenRollout, OpenRollouts
+from ft_service.agents.rollout_handler import RolloutFunction
 from ft_service.control.reinforcement.reinforcement_jobs import JobPaused, RolloutLoop
 from ft_service.errors import UnavailableError
 from ft_service.graders.grading import GraderContext

@@ -95,8 +95,19 @@ def test_a_new_job_shows_what_was_resolved(
             "lora.lora_dropout with method.type = 'reinforcement'",
         ),
         ({"extra_body": {"validation_split": 0.1}}, "give a validation_file"),
-        ({"method": with_environment(type="mcp")}, "type 'mcp' is not available"),
-        ({"method": with_environment(type="openenv")}, "type 'openenv' is not available"),
+        ({"method": with_environment(type="gym")}, "endpoint, mcp or openenv"),
+        (
+            {"method": with_environment(type="mcp", url="https://tools.example/mcp")},
+            "grader is required with an environment of type 'mcp'",
+        ),
+        (
+            {"method": with_environment(type="openenv", url="http://127.0.0.1:8000")},
+            "environment.url",
+        ),
+        (
+            {"method": with_environment(type="openenv", url="https://a.b", max_answer_bytes=0)},
+            "environment.max_answer_bytes = 0",
+        ),
         ({"method": with_environment(max_turns=0)}, "environment.max_turns = 0"),
         ({"method": with_environment()}, "environment.url"),
         (
@@ -216,15 +227,23 @@ def test_rollouts_of_agents_are_shown_as_conversations(
             "tool_calls": [{"function": {"name": "add", "arguments": "<b>"}}],
         },
     ]
-    calls = [RecordedCall([1], [2, 3], [-1.0, -1.0]), RecordedCall([4], [5], [-1.0])]
+    texts = {"prompt_text": "1 + 1 =", "drawn_text": "<b>"}
+    calls = [RecordedCall([1], [2, 3], [-1.0, -1.0], **texts), RecordedCall([4], [5], [-1.0])]
     own = rollout(calls, 0.5, messages=messages, refused={"rollout_turns_used": 1})
-    write_record(run_dir(service, job.id), record(1, [group(0, [own])], first_seq=1, time=5.0))
+    for step in (1, 2):
+        step_record = record(step, [group(0, [own])], first_seq=1, time=5.0)
+        write_record(run_dir(service, job.id), step_record)
     page: Any = client.get(f"/fine_tuning/jobs/{job.id}/rollouts", cast_to=object)
     way = page["data"][0]["prompts"][0]["answers"][0]["trajectory"]
     assert (way["turns"], way["rows"], way["rewritten"]) == (2, 2, 1)
     assert (way["messages"], way["refused"]) == (messages, {"rollout_turns_used": 1})
+    read, learned = {"text": "1 + 1 =", "learned": False}, {"text": "<b>", "learned": True}
+    assert way["row_texts"] == [[read, learned]]
     with httpx2.Client(base_url=service.url, trust_env=False, timeout=60.0) as browser:
         browser.post("/sign-in", data={"key": service.key})
         text = browser.get(f"/jobs/{job.id}/answers").text
+        first = browser.get(f"/jobs/{job.id}/answers?step=1").text
+    assert ("<h2>Step 2</h2>" in text, "<h2>Step 1</h2>" in first) == (True, True)
+    assert '<span class="t-learned">&lt;b&gt;</span>' in text
     assert "2 turns, 3 tokens in 2 rows" in text
     assert "<code>add(&lt;b&gt;)</code>" in text

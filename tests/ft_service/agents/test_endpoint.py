@@ -9,9 +9,11 @@ from typing import Any
 
 import pytest
 
-from ft_service.agents import endpoint
-from ft_service.agents.endpoint import AgentEndpoint, EndedRollout
+from ft_service.agents import endpoint, running
+from ft_service.agents.addresses import Access
+from ft_service.agents.endpoint import AgentEndpoint
 from ft_service.agents.open_rollouts import MOST_REFUSED, OpenRollout, OpenRollouts
+from ft_service.agents.running import EndedRollout, run_rollouts
 from ft_service.errors import UnavailableError
 from ft_service.host.signed_post import is_signed
 from ft_service.spec.environments import EndpointEnvironment
@@ -30,7 +32,7 @@ def agent() -> Iterator[Receiver]:
 @pytest.fixture(autouse=True)
 def _hurried(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(endpoint, "RETRY_SECONDS", 0.0)
-    monkeypatch.setattr(endpoint, "LOOK_SECONDS", 0.02)
+    monkeypatch.setattr(running, "LOOK_SECONDS", 0.02)
 
 
 class Asked:
@@ -41,11 +43,9 @@ class Asked:
         self.agent = agent
         self.opened = OpenRollouts("http://server")
         self.asks = AgentEndpoint(
-            environment=EndpointEnvironment(**given),
-            project="default",
+            options=EndpointEnvironment(**given),
+            access=Access("default", lambda _: [SECRET], allow_private=True),
             model="tiny",
-            secrets=lambda _: [SECRET],
-            allow_private=True,
             opened=self.opened,
         )
         self.rollouts: dict[str, OpenRollout] = {}
@@ -64,7 +64,7 @@ class Asked:
         self.agent.answer = answer
         rollout = new_rollout(**budget)
         self.rollouts[rollout.id] = rollout
-        [ended] = self.asks.run([(rollout, {"answer": "4"})], lambda: None)
+        [ended] = run_rollouts(self.asks, [(rollout, {"answer": "4"})], lambda: None)
         assert rollout.is_closed
         return ended
 
@@ -97,6 +97,7 @@ def test_an_agent_gets_a_signed_message_with_all_that_it_needs(asked: Asked) -> 
         (200, b'{"reward": 1e300}', "agent_reward_invalid"),
         (200, b'{"reward": "1"}', "agent_reward_invalid"),
         (200, b'{"reward": true}', "agent_reward_invalid"),
+        (200, b'{"rewards": [1, 2]}', "agent_reward_invalid"),
         (200, b"no", "agent_reward_invalid"),
         (200, b" " * 2**21, "agent_reward_invalid"),
         (500, b"", "agent_failed"),
@@ -172,7 +173,7 @@ def test_an_agent_that_starts_again_misses_no_rollout(asked: Asked) -> None:
 
     asked.agent.answer = answer
     rollout = new_rollout()
-    [ended] = asked.asks.run([(rollout, {})], lambda: None)
+    [ended] = run_rollouts(asked.asks, [(rollout, {})], lambda: None)
     assert (ended.reward, tries) == (1.0, [rollout.id] * endpoint.TRIES)
     assert asked.ended(503, b"").error is not None
     asked.agent.arrived.queue.clear()
@@ -182,7 +183,7 @@ def test_an_agent_that_starts_again_misses_no_rollout(asked: Asked) -> None:
 
 def test_an_address_where_nobody_listens(agent: Receiver) -> None:
     asked = Asked(agent, url="http://127.0.0.1:9")
-    [ended] = asked.asks.run([(new_rollout(), {})], lambda: None)
+    [ended] = run_rollouts(asked.asks, [(new_rollout(), {})], lambda: None)
     assert ended.error is not None
     assert ended.error.kind == "agent_unreachable"
 
@@ -204,7 +205,7 @@ def test_so_many_at_once_and_no_more(agent: Receiver) -> None:
     agent.answer = lambda received: (
         count(asked.rollouts[json.loads(received.body)["rollout_id"]]) or (200, {}, iter([b"{}"]))
     )
-    ended = asked.asks.run([(own, {}) for own in rollouts], lambda: None)
+    ended = run_rollouts(asked.asks, [(own, {}) for own in rollouts], lambda: None)
     assert [own.error for own in ended] == [None] * 6
     assert max(most) == 2
     assert [own.rollout for own in ended] == rollouts
@@ -228,5 +229,5 @@ def test_a_job_that_stops_waits_for_no_agent(asked: Asked) -> None:
         raise Stopped
 
     with pytest.raises(Stopped):
-        asked.asks.run([(rollout, {})], stop)
+        run_rollouts(asked.asks, [(rollout, {})], stop)
     assert rollout.is_closed

@@ -142,3 +142,18 @@ def test_metrics_of_rollouts() -> None:
     assert measured["environment/refused"] == 2
     assert measured["environment/errors/agent_timeout"] == 0.5
     assert not [name for name in measured if name.startswith("grader/errors/")]
+
+
+def test_the_texts_of_a_row_are_what_was_read_and_what_is_learned() -> None:
+    first = RecordedCall([1, 2], [3], [-1.0], prompt_text="<u>hi<a>", drawn_text="yo<e>")
+    second = RecordedCall(
+        [1, 2, 3, 4], [5], [-1.0], prompt_text="<u>hi<a>yo<e><u>so<a>", drawn_text="on<e>"
+    )
+    anew = RecordedCall([9], [5], [-1.0], prompt_text="<u>new<a>", drawn_text="on<e>")
+    rows, _ = rows_of([first, second, anew])
+    assert [list(row.texts) for row in rows] == [
+        [("<u>hi<a>", False), ("yo<e>", True), ("<u>so<a>", False), ("on<e>", True)],
+        [("<u>new<a>", False), ("on<e>", True)],
+    ]
+    unknown, _ = rows_of([RecordedCall([1], [2], [-1.0])])
+    assert list(unknown[0].texts) == []

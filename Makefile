@@ -102,7 +102,7 @@ $(READY): pyproject.toml constraints.txt
 	@echo "Installing PyTorch into $(VENV) (once; the largest part)"
 	@$(PIP_INSTALL) $(if $(TORCH_INDEX),--index-url $(TORCH_INDEX) "$$(grep '^torch==' constraints.txt)",-c constraints.txt torch) $(SHOW)
 	@echo "Installing everything else"
-	@$(PIP_INSTALL) -c constraints.txt -e '.[api,workers,kubernetes,s3,wandb,mlflow,trackio,push,oidc,otel,mcp,quickstart,docs,dev]' $(SHOW)
+	@$(PIP_INSTALL) -c constraints.txt -e '.[api,workers,kubernetes,s3,wandb,mlflow,trackio,push,oidc,otel,mcp,openenv,quickstart,docs,dev]' $(SHOW)
 	@touch $@
 	@echo "Set-up is done."
 

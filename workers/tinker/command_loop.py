@@ -342,7 +342,7 @@ class CommandLoop:
             raise SpecError(f"Command {command.seq}: the job's method is no distillation.")
         request = LossRequest.parse(command.body)
         call = request.call(vocabulary=self.vocabulary, longest=runtime.spec.training.max_length)
-        self.newest_sequences = [_cut(datum.ids) for datum in call.data[:MOST_PROBES]]
+        self.newest_sequences = [_cut(datum) for datum in call.data[:MOST_PROBES]]
         objective = Taught(TokenSet.of(map(_answered, call.data)), options, self.teacher)
         items = range(len(objective))
         scale = runtime.world / max(1, int(command.options[TARGETS]))

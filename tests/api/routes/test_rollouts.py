@@ -227,8 +227,8 @@ def test_rollouts_of_agents_are_shown_as_conversations(
             "tool_calls": [{"function": {"name": "add", "arguments": "<b>"}}],
         },
     ]
-    texts = {"prompt_text": "1 + 1 =", "drawn_text": "<b>"}
-    calls = [RecordedCall([1], [2, 3], [-1.0, -1.0], **texts), RecordedCall([4], [5], [-1.0])]
+    first = RecordedCall([1], [2, 3], [-1.0, -1.0], prompt_text="1 + 1 =", drawn_text="<b>")
+    calls = [first, RecordedCall([4], [5], [-1.0])]
     own = rollout(calls, 0.5, messages=messages, refused={"rollout_turns_used": 1})
     for step in (1, 2):
         step_record = record(step, [group(0, [own])], first_seq=1, time=5.0)

@@ -44,12 +44,16 @@ def seed_use(
             moment = NOW - ago * DAY_SECONDS
             if int(moment // DAY_SECONDS + 3) % 7 < 5:
                 hours = scale * noise.uniform(0.4, 1.6)
-                amounts = {
-                    "slot_seconds": round(3600 * hours),
-                    "tokens": round(9e6 * hours),
-                    "bytes": round(2e6 * hours),
-                }
-                add_use(connection, project, key_id, moment, jobs=noise.randint(1, 6), **amounts)
+                add_use(
+                    connection,
+                    project,
+                    key_id,
+                    moment,
+                    jobs=noise.randint(1, 6),
+                    slot_seconds=round(3600 * hours),
+                    tokens=round(9e6 * hours),
+                    bytes=round(2e6 * hours),
+                )
 
 
 def seed_teams(store: Store, admin: str, organization: str = "local") -> dict[str, str]:

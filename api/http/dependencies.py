@@ -193,6 +193,19 @@ async def chat_body(request: Request) -> Any:
     return await _parsed(request, most=MAX_LINE_BYTES, allowed=_bytes_of_images)
 
 
+def require_sendable(items: list[Any], param: str) -> None:
+    """Raise SpecError, which names `param`, for a response's items that one body could not hold."""
+    written = json.dumps(items, ensure_ascii=False).encode(errors="surrogatepass")
+    whose = f"{param}: the whole conversation"
+    _require_few(written, whose, param)
+    if len(written) - _bytes_of_images({"input": items}) > MAX_JSON_BYTES:
+        raise BodyTooLargeError(
+            f"{whose} has more than {MAX_JSON_BYTES:,} bytes without its images. Begin another "
+            "one, with what it needs of this one in input.",
+            param=param,
+        )
+
+
 async def _parsed(
     request: Request,
     *,
@@ -253,7 +266,7 @@ def parse_json(body: bytes | bytearray, *, exact: bool = False) -> Any:
     return value
 
 
-def _require_few(body: bytes | bytearray) -> int:
+def _require_few(body: bytes | bytearray, whose: str = "The body", param: str | None = None) -> int:
     """Return the number of objects and lists in JSON.
 
     Raises SpecError if they, or its texts, are too many.
@@ -268,9 +281,9 @@ def _require_few(body: bytes | bytearray) -> int:
     ):
         if count > most:
             message = (
-                f"The body has {count:,} {what}; at most {most:,} are possible. Send less at once."
+                f"{whose} has {count:,} {what}; at most {most:,} are possible. Send less at once."
             )
-            raise SpecError(message, code="request_too_large")
+            raise SpecError(message, param=param, code="request_too_large")
     return containers
 
 

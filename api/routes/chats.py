@@ -22,8 +22,7 @@ from api.wire.chat_views import (
     chat_view,
     message_views,
 )
-from api.wire.views import ListView, list_view
-from ft_service.errors import SpecError
+from api.wire.views import ListView, list_view, page_of
 from ft_service.store.chats import ChatFilter
 
 router = keyed_router("/v1/chat/completions", "inference")
@@ -95,13 +94,7 @@ def list_messages(
 ) -> Any:
     """List the messages of the request that a chat answers."""
     views = message_views(services.store.chats.get_chat(caller.project_id, chat_id))
-    if order == "desc":
-        views.reverse()
-    places = {view.id: number for number, view in enumerate(views, 1)}
-    if after is not None and after not in places:
-        raise SpecError(f"after = {after!r}: this list has no such item.", param="after")
-    begin = 0 if after is None else places[after]
-    return list_view(views[begin : begin + limit], len(views) > begin + limit)
+    return page_of(views, after, limit, newest_first=order == "desc")
 
 
 @router.post("/{chat_id}", openapi_extra=body_schema(ChatMetadata))

@@ -1,5 +1,5 @@
-"""Chat completions that their callers asked to keep (`store: true`): what is kept of a request, and
-its answer on the way to the client.
+"""Chat completions and responses that their callers asked to keep (`store: true`): what is kept of a
+request, and a chat's answer on the way to the client.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from ft_service.errors import FtError, SpecError, UnavailableError
 from ft_service.ids import new_id
 from ft_service.logs import fields
 from ft_service.settings import Settings
-from ft_service.store.chats import StoredChat
+from ft_service.store.chats import ChatKind, StoredChat
 from ft_service.store.sql import Store
 from ft_service.wording import counted
 
@@ -33,6 +33,21 @@ log = logging.getLogger(__name__)
 DAY_SECONDS = 86_400.0
 LEAST_CHATS = 16
 """A chat takes at most this part of its project's room."""
+
+
+def require_keeping(settings: Settings) -> None:
+    """Raise SpecError if nothing is kept here."""
+    if settings.stored_chats_days is None:
+        message = (
+            "store: chats and responses are not kept here; whoever runs the service allows it by "
+            "FT_STORED_CHATS_DAYS. Leave it out."
+        )
+        raise SpecError(message, param="store", code="unsupported_parameter")
+
+
+def most_bytes(settings: Settings) -> int:
+    """Bytes that one chat may have with its answer."""
+    return min(MAX_LINE_BYTES, settings.stored_chats_bytes // LEAST_CHATS)
 
 
 @dataclass(frozen=True)
@@ -45,6 +60,7 @@ class ChatToKeep:
     metadata: dict[str, str] | None
     most: int
     """Bytes that it may have with its answer."""
+    kind: ChatKind = "chat"
 
     @classmethod
     def of(cls, body: Any, settings: Settings) -> ChatToKeep | None:
@@ -55,13 +71,7 @@ class ChatToKeep:
         """
         if not isinstance(body, dict) or body.get("store") is not True:
             return None
-        if settings.stored_chats_days is None:
-            message = (
-                "store: chats are not kept here; whoever runs the service allows it by "
-                "FT_STORED_CHATS_DAYS. Leave it out."
-            )
-            raise SpecError(message, param="store", code="unsupported_parameter")
-        most = min(MAX_LINE_BYTES, settings.stored_chats_bytes // LEAST_CHATS)
+        require_keeping(settings)
         messages = body.get("messages")
         tools = body.get("tools")
         kept = cls(
@@ -69,7 +79,7 @@ class ChatToKeep:
             messages if isinstance(messages, list) else [],
             tools if isinstance(tools, list) and tools else None,
             parse_body({"metadata": body.get("metadata")}, ChatMetadata).metadata or None,
-            most,
+            most_bytes(settings),
         )
         kept.size({})
         del body["store"]
@@ -79,10 +89,11 @@ class ChatToKeep:
     def size(self, answer: Mapping[str, Any]) -> int:
         """Bytes of the chat with an answer. Raises SpecError if they are too many."""
         parts = (self.messages, self.tools, answer)
-        size = sum(len(json.dumps(part, ensure_ascii=False).encode()) for part in parts)
+        written = (json.dumps(part, ensure_ascii=False) for part in parts)
+        size = sum(len(text.encode(errors="surrogatepass")) for text in written)
         if size > self.most:
             raise SpecError(
-                f"store: the chat has {size:,} bytes, and one that is kept has at most "
+                f"store: the {self.kind} has {size:,} bytes, and one that is kept has at most "
                 f"{self.most:,}. Leave store out, or send less.",
                 param="store",
                 code="too_large",
@@ -111,7 +122,7 @@ class ChatKeeper:
             events = self._events(answered.body_iterator)
             return ClosingResponse(events, answered.close, media_type="text/event-stream")
         answer = {**_object(bytes(answered.body)), "id": self.chat.id}
-        await in_thread(self._keep, answer)
+        await self.keep(answer)
         return JSONResponse(answer)
 
     async def _events(self, parts: Any) -> AsyncIterator[str]:
@@ -125,11 +136,15 @@ class ChatKeeper:
         if failed or not answer.is_whole:
             return
         try:
-            await in_thread(self._keep, answer.whole())
+            await self.keep(answer.whole())
         except FtError as error:
             yield _event(error_body(self.settings, error))
             return
         yield f"data: {END}\n\n"
+
+    async def keep(self, answer: dict[str, Any]) -> None:
+        """Keep a whole answer. Raises SpecError, UnavailableError."""
+        await in_thread(self._keep, answer)
 
     def _keep(self, answer: dict[str, Any]) -> None:
         chat = self.chat
@@ -143,6 +158,7 @@ class ChatKeeper:
             answer=answer,
             pairs=chat.metadata,
             bytes=chat.size(answer),
+            kind=chat.kind,
         )
         removed = self.store.chats.add_chat(
             stored,

@@ -53,8 +53,8 @@ STATUS: dict[type[FtError], tuple[int, str]] = {
 """HTTP status and `error.type` of each class; a class that is missing has its parent's."""
 
 _OTHER_ROUTES = {
-    "/v1/responses": "answers are not kept here, and a conversation goes on by sending its items "
-    "again",
+    "/v1/responses": "a response is made while its caller waits, and found by its id if it was "
+    "asked for with store: true",
     "/v1/fine-tunes": "fine-tuning is /v1/fine_tuning/jobs",
 }
 """Routes that OpenAI has or had, and what serves their purpose here."""

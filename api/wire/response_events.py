@@ -52,7 +52,7 @@ class ResponseEvents:
 
     def begin(self) -> list[Event]:
         """Return the events before the first chunk."""
-        started = self._response("in_progress")
+        started = self.response("in_progress")
         return [
             self._event("created", response=started),
             self._event("in_progress", response=started),
@@ -82,12 +82,17 @@ class ResponseEvents:
         told = self._close(status)
         if not self._output:
             told = [*self._say("", []), *self._close(status)]
-        return [*told, self._event(status, response=self._response(status))]
+        return [*told, self._event(status, response=self.response(status))]
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether the chat has said why its answer ended."""
+        return self._finish is not None
 
     def fail(self, message: str) -> list[Event]:
         """Return the events of an answer that broke off."""
         told = self._close("incomplete")
-        failed = {**self._response("failed"), "error": {"code": "server_error", "message": message}}
+        failed = {**self.response("failed"), "error": {"code": "server_error", "message": message}}
         return [*told, self._event("failed", response=failed)]
 
     def whole(self, completion: Mapping[str, Any]) -> dict[str, Any]:
@@ -187,7 +192,8 @@ class ResponseEvents:
         self._told += 1
         return event
 
-    def _response(self, status: str) -> dict[str, Any]:
+    def response(self, status: str) -> dict[str, Any]:
+        """Return the answer as it is now."""
         request = self.request
         reason = _INCOMPLETE.get(self._finish or "") if status == "incomplete" else None
         return {
@@ -214,8 +220,8 @@ class ResponseEvents:
             "reasoning": {"effort": None, "summary": None},
             "truncation": "disabled",
             "background": False,
-            "store": False,
-            "previous_response_id": None,
+            "store": request.store,
+            "previous_response_id": request.previous_response_id,
         }
 
 

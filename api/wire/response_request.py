@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Annotated, Any, Literal
 
@@ -17,15 +17,20 @@ from ft_service.wording import kind, shown_value
 
 LOGPROBS = "message.output_text.logprobs"
 """What `include` names for log-probabilities."""
-NOT_KEPT = (
-    "answers are not kept here. Send what was said so far in input: the earlier items, and each "
-    "answer's output as it came"
+SEND_ALL = (
+    "Send what was said so far in input: the earlier items, and each answer's output as it came"
 )
+EARLIER = "previous_response_id"
+"""The field that names what a request goes on with, and the place of what is wrong there."""
+Items = Sequence[Any]
+"""Items of a conversation, as they came."""
 _TEXT_ONLY = "only text is answered: no JSON schemas. Leave it out, and ask for JSON in words"
 _REFUSED: Refused = {
-    "store": ((False,), NOT_KEPT.replace(". Send", "; store is false. Send")),
-    "previous_response_id": ((), NOT_KEPT),
-    "conversation": ((), NOT_KEPT),
+    "conversation": (
+        (),
+        "conversations are not kept here; a response that was asked for with store: true is, and "
+        "its id is a previous_response_id. Leave it out",
+    ),
     "prompt": ((), "there are no stored prompts here. Send instructions and input"),
     "background": ((False,), "an answer is made while its caller waits. Leave it out"),
     "text": (({}, {"format": {"type": "text"}}), _TEXT_ONLY),
@@ -65,15 +70,20 @@ class ResponseRequest(Strict):
     include: list[Literal["message.output_text.logprobs"]] = Field(default_factory=list)
     stream: bool = False
     stream_options: StreamOptions | None = None
+    store: bool = False
+    """Keep the answer, so that it can be found and gone on with; here not the default."""
+    previous_response_id: Annotated[str, Field(min_length=1, max_length=200)] | None = None
+    """A response that was kept, after whose conversation `input` is said."""
     processor: bool = False
     """Not in OpenAI's API, as for chat completions."""
 
-    def chat(self) -> dict[str, Any]:
+    def chat(self, earlier: Items = ()) -> dict[str, Any]:
         """Return the body of the chat completion that this request asks for.
 
-        Raises SpecError for items or tools that cannot be used, by their place in this request.
+        `earlier`: items of the conversation that it goes on with. Raises SpecError for items or
+        tools that cannot be used, by their place in this request.
         """
-        conversation = _Conversation.of(self)
+        conversation = _Conversation.of(self, earlier)
         tools = [_tool(tool, f"tools.{number}") for number, tool in enumerate(self.tools)]
         try:
             parse_conversation(conversation.messages, tools)
@@ -102,12 +112,12 @@ class ResponseRequest(Strict):
             body["processor"] = True
         return body
 
-    def in_own_places(self, error: SpecError) -> SpecError:
+    def in_own_places(self, error: SpecError, earlier: Items = ()) -> SpecError:
         """Return a refusal of the chat completion with the place in this request."""
         place, colon, reason = error.message.partition(": ")
         if not colon or not place.startswith("messages"):
             return error
-        own = _Conversation.of(self).place_of(place) if "." in place else "input"
+        own = _Conversation.of(self, earlier).place_of(place) if "." in place else "input"
         return SpecError(f"{own}: {reason}", param=own.split(".")[0], code=error.code)
 
 
@@ -147,22 +157,27 @@ class _Conversation:
     """Place of each message's first item in the request."""
 
     @classmethod
-    def of(cls, request: ResponseRequest) -> _Conversation:
+    def of(cls, request: ResponseRequest, earlier: Items) -> _Conversation:
         made = cls()
         if request.instructions is not None:
             made.add({"role": "system", "content": request.instructions}, "instructions")
+        for item in earlier:
+            made.take_sent(item, EARLIER)
         if isinstance(request.input, str):
             made.add({"role": "user", "content": request.input}, "input")
             return made
         for number, item in enumerate(request.input):
-            place = f"input.{number}"
-            if not isinstance(item, dict):
-                raise _fault(place, f"must be an object, not {kind(item)}")
-            try:
-                made.take(_without_nulls(item), place)
-            except LineError as error:
-                raise _fault(error.field, error.reason) from None
+            made.take_sent(item, f"input.{number}")
         return made
+
+    def take_sent(self, item: Any, place: str) -> None:
+        """Add an item as it came. Raises SpecError."""
+        if not isinstance(item, dict):
+            raise _fault(place, f"must be an object, not {kind(item)}")
+        try:
+            self.take(_without_nulls(item), place)
+        except LineError as error:
+            raise _fault(error.field, error.reason) from None
 
     def add(self, message: dict[str, Any], place: str) -> None:
         self.messages.append(message)

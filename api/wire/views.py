@@ -11,6 +11,7 @@ from typing import Annotated, Any, Generic, Literal, Self, TypeVar
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict
 
+from ft_service.errors import SpecError
 from ft_service.money import amount
 from ft_service.rundir.events import Metrics
 from ft_service.spec import TunedName
@@ -257,6 +258,21 @@ def list_view(items: Sequence[Any], has_more: bool) -> ListView[Any]:
     """Return a page of views that have an id."""
     first, last = (items[0].id, items[-1].id) if items else (None, None)
     return ListView[Any](data=list(items), has_more=has_more, first_id=first, last_id=last)
+
+
+def page_of(
+    views: Sequence[Any], after: str | None, limit: int, *, newest_first: bool
+) -> ListView[Any]:
+    """Return the page behind the view `after` of all of a list, which has the oldest first.
+
+    Raises SpecError if the list has no such view.
+    """
+    ordered = list(reversed(views)) if newest_first else views
+    places = {view.id: number for number, view in enumerate(ordered, 1)}
+    if after is not None and after not in places:
+        raise SpecError(f"after = {after[:80]!r}: this list has no such item.", param="after")
+    begin = 0 if after is None else places[after]
+    return list_view(ordered[begin : begin + limit], len(ordered) > begin + limit)
 
 
 def event_view(event: StoredEvent) -> EventView:

@@ -1,4 +1,6 @@
-"""Chats that their callers asked to keep, of projects: with a lifetime, in limited room."""
+"""Chats and responses that their callers asked to keep, of projects: with a lifetime, in limited
+room.
+"""
 
 from __future__ import annotations
 
@@ -20,13 +22,19 @@ PAGE_BYTES = 16 * 1024**2
 """A page of a list ends before it has more bytes, but for its first chat."""
 LONGEST_SECONDS = 3650 * 86_400.0
 """Longest lifetime."""
+ChatKind = Literal["chat", "response"]
+"""Which of OpenAI's two calls made it. Both have the same room, and each finds its own alone."""
+_NOUNS: Mapping[ChatKind, str] = {
+    "chat": "stored chat completion",
+    "response": "stored response",
+}
 _VISIBLE = ~is_over(stored_chats.c.expires_at, LONGEST_SECONDS)
 
 
 @dataclass(frozen=True, kw_only=True)
 class StoredChat:
-    """A chat completion with what asked for it. Times are seconds since the epoch on the database's
-    clock.
+    """A chat completion, or a response, with what asked for it. Times are seconds since the epoch
+    on the database's clock.
     """
 
     id: str
@@ -34,14 +42,17 @@ class StoredChat:
     model: str
     """As its request named it."""
     messages: list[dict[str, Any]]
-    """Those of the request, as they came."""
+    """Those of the request, as they came; of a response, the input items of its whole
+    conversation.
+    """
     tools: list[dict[str, Any]] | None
     answer: dict[str, Any]
-    """The chat completion."""
+    """The chat completion, or the response."""
     pairs: dict[str, str] | None
     """Metadata; None: it has none."""
     bytes: int
     """Of messages, tools and answer, as JSON."""
+    kind: ChatKind = "chat"
     label: bool | None = None
     """Whether the answer is a good one; None: nobody said."""
     choice: int = 0
@@ -68,7 +79,7 @@ _CHAT = columns_of(StoredChat, stored_chats)
 
 
 class ChatStore(StorePart):
-    """Chats that are kept."""
+    """Chats that are kept. Those of `kind` response are found by their id, and not listed."""
 
     def add_chat(self, chat: StoredChat, *, seconds: float, room: int) -> int:
         """Keep a chat for some time. Chats of its project that leave it no place in `room` bytes
@@ -87,12 +98,12 @@ class ChatStore(StorePart):
             _add_pairs(connection, chat.project_id, position, chat.pairs or {})
         return removed
 
-    def get_chat(self, project_id: str, chat_id: str) -> StoredChat:
+    def get_chat(self, project_id: str, chat_id: str, kind: ChatKind = "chat") -> StoredChat:
         with self._database.reading() as connection:
-            query = select(*_CHAT).where(_mine(project_id, chat_id))
+            query = select(*_CHAT).where(_mine(project_id, chat_id, kind))
             row = connection.execute(query).mappings().one_or_none()
         if row is None:
-            raise _no_chat(chat_id)
+            raise not_found(_NOUNS[kind], chat_id)
         return StoredChat(**row)
 
     def list_chats(
@@ -107,7 +118,7 @@ class ChatStore(StorePart):
         """A project's chats, the oldest first; fewer than `limit` if they would have more than
         PAGE_BYTES.
         """
-        mine = (stored_chats.c.project_id == project_id, _VISIBLE)
+        mine = (stored_chats.c.project_id == project_id, stored_chats.c.kind == "chat", _VISIBLE)
         sized = select(stored_chats.c.position, stored_chats.c.bytes)
         query: Any = sized.where(*mine)
         for condition in _conditions(which or ChatFilter()):
@@ -130,24 +141,24 @@ class ChatStore(StorePart):
         with self._database.writing(makes_room=True) as connection:
             changed = (
                 update(stored_chats)
-                .where(_mine(project_id, chat_id))
+                .where(_mine(project_id, chat_id, "chat"))
                 .values(changes)
                 .returning(stored_chats.c.position, *_CHAT)
             )
             row = connection.execute(changed).mappings().one_or_none()
             if row is None:
-                raise _no_chat(chat_id)
+                raise not_found(_NOUNS["chat"], chat_id)
             if "pairs" in changes:
                 _remove_pairs(connection, [row["position"]])
                 _add_pairs(connection, project_id, row["position"], changes["pairs"] or {})
         return StoredChat(**{column.name: row[column.name] for column in _CHAT})
 
-    def delete_chat(self, project_id: str, chat_id: str) -> None:
+    def delete_chat(self, project_id: str, chat_id: str, kind: ChatKind = "chat") -> None:
         with self._database.writing(makes_room=True) as connection:
-            query = select(stored_chats.c.position).where(_mine(project_id, chat_id))
+            query = select(stored_chats.c.position).where(_mine(project_id, chat_id, kind))
             places = list(connection.scalars(query))
             if not places:
-                raise _no_chat(chat_id)
+                raise not_found(_NOUNS[kind], chat_id)
             _remove(connection, places)
 
     def forget_chats(self) -> bool:
@@ -161,13 +172,9 @@ class ChatStore(StorePart):
         return bool(places)
 
 
-def _mine(project_id: str, chat_id: str) -> Any:
-    of_project = stored_chats.c.project_id == project_id
+def _mine(project_id: str, chat_id: str, kind: ChatKind) -> Any:
+    of_project = and_(stored_chats.c.project_id == project_id, stored_chats.c.kind == kind)
     return and_(of_project, stored_chats.c.id == chat_id, _VISIBLE)
-
-
-def _no_chat(chat_id: str) -> Exception:
-    return not_found("stored chat completion", chat_id)
 
 
 def _conditions(which: ChatFilter) -> list[Any]:

@@ -697,7 +697,8 @@ Index(
     postgresql_where=OF_SWEEPS,
 )
 
-# Chats that their callers asked to keep (`store: true`), as data to learn from.
+# Chats that their callers asked to keep (`store: true`), as data to learn from, and responses, to
+# go on with.
 stored_chats = Table(
     "stored_chats",
     metadata,
@@ -709,15 +710,18 @@ stored_chats = Table(
     # Of messages, tools and answer, as JSON.
     Column("bytes", BigInteger, nullable=False),
     Column("model", StorableText, nullable=False),
+    # chat or response.
+    Column("kind", StorableText, nullable=False, server_default="chat"),
     # What its users say: whether the answer is a good one, which of several it is, and a better
     # one, as a message. NULL: nothing.
     Column("label", Boolean),
     Column("choice", Integer, nullable=False, server_default="0"),
     Column("better", StorableJson),
     Column("pairs", StorableJson),
+    # Of a response: the items of its whole conversation.
     Column("messages", StorableJson, nullable=False),
     Column("tools", StorableJson),
-    # The chat completion.
+    # The chat completion, or the response.
     Column("answer", StorableJson, nullable=False),
     sqlite_autoincrement=True,
 )

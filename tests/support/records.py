@@ -49,6 +49,15 @@ def new_chat(**values: Any) -> StoredChat:
     return StoredChat(**{**given, **values})
 
 
+def new_response(**values: Any) -> StoredChat:
+    """A response that was kept."""
+    response_id = new_id("resp_")
+    message = {"type": "message", "id": "msg_1", "role": "user", "content": []}
+    answer = {"id": response_id, "status": "completed", "model": "m", "output": []}
+    given = {"id": response_id, "messages": [message], "answer": answer, "kind": "response"}
+    return new_chat(**{**given, **values})
+
+
 def new_file(**values: Any) -> File:
     defaults: dict[str, Any] = {
         "id": new_id("file-"),

@@ -255,7 +255,7 @@ def test_what_azure_has_and_this_service_has_not_is_refused_by_name(
         openai.NotFoundError, match="no route POST /openai/deployments/tiny/embeddings"
     ):
         azure.embeddings.create(model="tiny", input="Hi")
-    with pytest.raises(openai.BadRequestError, match="answers are not kept here"):
+    with pytest.raises(openai.BadRequestError, match="responses are not kept here"):
         azure.responses.create(model="tiny", input="Hi", store=True)
     error = check_error(service.http("POST", "/openai/files/import", json={}), 405)
     assert error["message"] == "POST /openai/files/import: this path takes DELETE, GET."

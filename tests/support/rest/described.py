@@ -14,7 +14,7 @@ from ft_service.ids import new_id
 from ft_service.jobs.reasons import Reason
 from ft_service.jobs.states import State
 from ft_service.store.evals import Eval, EvalRun
-from tests.support.records import new_chat
+from tests.support.records import new_chat, new_response
 from tests.support.rest.service import TRAINING, Service, put, run_dir
 
 MAKES = {
@@ -87,11 +87,14 @@ def tenant(
     sweep = service.http("POST", "/v1/fine_tuning/sweeps", key=key, json=body).json()
     chat = new_chat(project_id=project_id, model="secret-name", pairs={"k": "secret-name"})
     service.store.chats.add_chat(chat, seconds=3600, room=1000)
+    response = new_response(project_id=project_id, model="secret-name")
+    service.store.chats.add_chat(response, seconds=3600, room=1000)
     [checkpoint] = client.fine_tuning.jobs.checkpoints.list(job_id).data
     return {
         "job_id": job_id,
         "sweep_id": sweep["id"],
         "chat_id": chat.id,
+        "response_id": response.id,
         "file_id": file_id,
         "upload_id": upload.id,
         "model": job.spec.tuned_name,

@@ -1,4 +1,4 @@
-"""Chats that are kept to learn from."""
+"""Chats that are kept to learn from, and responses to go on with."""
 
 from __future__ import annotations
 
@@ -24,6 +24,7 @@ def upgrade() -> None:
         sa.Column("expires_at", sa.Double(), nullable=False),
         sa.Column("bytes", sa.BigInteger(), nullable=False),
         sa.Column("model", sa.Text(), nullable=False),
+        sa.Column("kind", sa.Text(), server_default="chat", nullable=False),
         sa.Column("label", sa.Boolean(), nullable=True),
         sa.Column("choice", sa.Integer(), server_default="0", nullable=False),
         sa.Column("better", sa.JSON(), nullable=True),

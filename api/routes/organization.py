@@ -38,7 +38,7 @@ from api.wire.organization_views import (
     usage_csv,
     usage_view,
 )
-from api.wire.views import ListView, list_view
+from api.wire.views import ListView, list_view, page_of
 from ft_service.control.admission.budget import refuse_limit_without_prices
 from ft_service.errors import ForbiddenError, SpecError
 from ft_service.spec import Strict, spec_error
@@ -210,13 +210,8 @@ def list_keys(
     """List keys, the oldest first, expired and revoked ones too."""
     known_project(project_id, caller, services)
     now = services.store.now()
-    keys = services.store.keys.list_keys(project_id)
-    if after is not None:
-        place = next((number for number, key in enumerate(keys) if key.id == after), None)
-        if place is None:
-            raise SpecError(f"after = {after[:80]!r}: this list has no such item.", param="after")
-        keys = keys[place + 1 :]
-    return list_view([api_key_view(key, now) for key in keys[:limit]], has_more=len(keys) > limit)
+    views = [api_key_view(key, now) for key in services.store.keys.list_keys(project_id)]
+    return page_of(views, after, limit, newest_first=False)
 
 
 @router.post("/projects/{project_id}/api_keys", openapi_extra=body_schema(ProjectKeyRequest))

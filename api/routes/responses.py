@@ -32,6 +32,7 @@ from api.wire.response_views import (
     response_view,
 )
 from api.wire.views import ListView, page_of
+from ft_service.data.line_errors import LineError, json_of
 from ft_service.errors import FtError, NotFoundError, SpecError
 from ft_service.settings import Settings
 from ft_service.store.records import Principal
@@ -138,10 +139,7 @@ def _read(body: Any, earlier: Items, settings: Settings) -> _Asked:
     if not isinstance(body, dict):
         raise SpecError("The body must be an object with model and input.", param="input")
     asked = parse_response_request(body)
-    metadata = body.get("metadata") or {}
-    if not isinstance(metadata, dict):
-        raise SpecError(f"metadata: must be an object, not {kind(metadata)}.", param="metadata")
-    events = ResponseEvents(asked, metadata)
+    events = ResponseEvents(asked, _metadata(body))
     if not earlier and not asked.store:
         return _Asked(events, asked.chat(), None)
     if asked.store:
@@ -151,6 +149,16 @@ def _read(body: Any, earlier: Items, settings: Settings) -> _Asked:
     if earlier:
         require_sendable(items, EARLIER)
     return _Asked(events, chat, _to_keep(events, items, settings) if asked.store else None)
+
+
+def _metadata(body: Mapping[str, Any]) -> dict[str, Any]:
+    metadata = body.get("metadata") or {}
+    if not isinstance(metadata, dict):
+        raise SpecError(f"metadata: must be an object, not {kind(metadata)}.", param="metadata")
+    try:
+        return json_of(metadata, "metadata")
+    except LineError as error:
+        raise SpecError(f"{error.field}: {error.reason}.", param="metadata") from None
 
 
 def _to_keep(events: ResponseEvents, items: list[dict[str, Any]], settings: Settings) -> ChatToKeep:

@@ -111,6 +111,21 @@ def test_images_are_parts_of_the_users_messages() -> None:
     assert parsed.in_own_places(other) is other
 
 
+def test_what_a_request_goes_on_with_comes_after_its_instructions() -> None:
+    asked = parse_response_request(
+        ASKED | {"instructions": "Be brief.", "previous_response_id": "resp_1"}
+    )
+    earlier = [{"role": "user", "content": "1 + 2?"}, THOUGHT, CALL, RESULT, TOLD]
+    with pytest.raises(SpecError) as caught:
+        asked.chat(earlier[3:])
+    assert caught.value.param == "previous_response_id", "a result without its call"
+    chat = asked.chat(earlier)
+    roles = ["system", "user", "assistant", "tool", "assistant", "user"]
+    assert [message["role"] for message in chat["messages"]] == roles
+    refused = SpecError("messages.5.content: is bad.", param="messages")
+    assert asked.in_own_places(refused, earlier).param == "input"
+
+
 @pytest.mark.parametrize(
     "harmless",
     [
@@ -133,8 +148,9 @@ ENCRYPTED = {"type": "reasoning", "summary": [], "encrypted_content": "gAAAA"}
 @pytest.mark.parametrize(
     ("fields", "param", "place"),
     [
-        ({"store": True}, "store", "store"),
-        ({"previous_response_id": "resp_1"}, "previous_response_id", "previous_response_id"),
+        ({"store": "yes"}, "store", "store"),
+        ({"previous_response_id": ""}, "previous_response_id", "previous_response_id"),
+        ({"conversation": "conv_1"}, "conversation", "conversation"),
         ({"text": {"format": {"type": "json_object"}}}, "text", "text"),
         ({"reasoning": {"effort": "low"}}, "reasoning", "reasoning"),
         ({"tools": [{"type": "web_search"}]}, "tools", "tools.0.type"),

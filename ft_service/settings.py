@@ -310,11 +310,14 @@ class Settings(BaseSettings):
     None: for ever.
     """
     stored_chats_days: float | None = Field(default=None, gt=0, le=3650)
-    """Days for which chat completions with `store: true` are kept, for their project alone, so that
-    data can be made of them. None: none is kept, and such requests are refused.
+    """Days for which chat completions and responses with `store: true` are kept, for their project
+    alone, so that data can be made of chats and conversations go on. None: none is kept, and such
+    requests are refused.
     """
     stored_chats_bytes: int = Field(default=256 * 1024**2, ge=1024**2)
-    """Bytes of the chats that are kept for a project; beyond that, its oldest ones go."""
+    """Bytes of the chats and responses that are kept for a project; beyond that, its oldest ones
+    go.
+    """
     stop_grace_seconds: float = Field(default=60.0, gt=0, allow_inf_nan=False)
     """Seconds for which an attempt may write a checkpoint and exit before it is killed."""
 

@@ -399,7 +399,8 @@ ROWS = {
 }
 """The function that makes a helper's Program, if any, and how its helper is tried."""
 ELSEWHERE = {
-    "workers/output/outcome.py:_check_in_fresh_process": "tests/workers/output/test_outcome.py"
+    "workers/output/outcome.py:_check_in_fresh_process": "tests/workers/output/test_outcome.py",
+    "workers/tasks/export.py:_by_torchao": "tests/workers/tasks/test_round_by_torchao.py",
 }
 """Tried where torch is loaded anyway."""
 NO_HELPERS = {

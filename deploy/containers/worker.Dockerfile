@@ -17,7 +17,7 @@ RUN /opt/ft/bin/pip install ${TORCH_INDEX:+--index-url "$TORCH_INDEX"} "$(grep '
 COPY ft_service ft_service
 COPY api api
 COPY workers workers
-RUN /opt/ft/bin/pip install -c constraints.txt '.[workers,api,s3,gs,wandb,mlflow,trackio,oidc,otel,push,mcp]'
+RUN /opt/ft/bin/pip install -c constraints.txt '.[workers,api,s3,gs,wandb,mlflow,trackio,oidc,otel,push,torchao,mcp,openenv]'
 # What is installed, as CycloneDX, by a tool that is not part of the image.
 RUN python -m venv /opt/sbom && /opt/sbom/bin/pip install 'cyclonedx-bom==7.5.0' \
     && /opt/sbom/bin/cyclonedx-py environment --output-file /opt/ft/sbom.cdx.json /opt/ft/bin/python

@@ -17,6 +17,7 @@ WORKER_PACKAGES = frozenset(
             "greenlet",
             "numpy",
             "nvidia-cudnn-frontend",
+            "nvidia-ml-py",
             "peft",
             "pillow",
             "protobuf",
@@ -27,7 +28,7 @@ WORKER_PACKAGES = frozenset(
     }
 )
 """Packages that the extra `workers` installs, by import name, but for protobuf, which is imported
-as `google`, and cuDNN's, without which jobs go on.
+as `google`, cuDNN's and NVML's, without which jobs go on.
 """
 _FAILED = re.compile(r"\b(?:ModuleNotFoundError|ImportError): |^\S*python\S*: No module named ")
 _MISSING = re.compile(r"No module named '?(\w+)")

@@ -228,7 +228,8 @@ def read_prompts(text: str, name: str) -> list[dict[str, Any]]:
         try:
             found.append(Prompt.model_validate(_as_prompt(row)).model_dump(exclude_none=True))
         except ValidationError as error:
-            fault = error.errors(include_url=False)[0]
+            # Of a content that is neither text nor parts, the deepest says which part is wrong.
+            fault = max(error.errors(include_url=False), key=lambda own: len(own["loc"]))
             place = ".".join(map(str, fault["loc"]))
             said = fault["msg"].removeprefix("Value error, ")
             raise ValueError(

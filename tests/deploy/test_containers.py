@@ -51,7 +51,10 @@ def test_images_say_what_they_are_and_what_is_in_them(path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("image", "left_out"),
-    [("api", {"quickstart", "workers"}), ("worker", {"quickstart", "kubernetes"})],
+    [
+        ("api", {"quickstart", "workers", "torchao"}),
+        ("worker", {"quickstart", "kubernetes"}),
+    ],
 )
 def test_images_hold_what_the_documentation_offers(image: str, left_out: set[str]) -> None:
     """Without a package a setting of the chart, or of compose, would end in a refusal."""

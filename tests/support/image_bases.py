@@ -240,7 +240,14 @@ FAMILIES = {
         processor={"image_seq_length": 70, "processor_class": "Gemma4Processor"},
         image_token="<|image|>",
         specials=("<bos>", "<turn|>", "<|turn>", "<|image>", "<image|>"),
-        named={"boi_token": "<|image>", "eoi_token": "<image|>", "image_token": "<|image|>"},
+        named={
+            "boi_token": "<|image>",
+            "eoi_token": "<image|>",
+            "image_token": "<|image|>",
+            "boa_token": "<|audio>",
+            "eoa_token": "<audio|>",
+            "audio_token": "<|audio|>",
+        },
     ),
 }
 

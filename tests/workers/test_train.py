@@ -578,7 +578,10 @@ def test_a_disk_that_refuses_the_last_events_of_a_client_s_job_ends_it_on_all_ra
         monkeypatch.setattr(f"workers.attempt.attempt.{name}", replacement)
     reporter = SimpleNamespace(message=nothing, warn=nothing, flush=nothing)
     context: Any = SimpleNamespace(
-        runtime=SimpleNamespace(spec=SimpleNamespace(reinforcement=None)), reporter=reporter
+        runtime=SimpleNamespace(
+            spec=SimpleNamespace(reinforcement=None, model=SimpleNamespace(path="base"))
+        ),
+        reporter=reporter,
     )
     embedding = SimpleNamespace(num_embeddings=1)
     model = SimpleNamespace(get_input_embeddings=lambda: embedding)

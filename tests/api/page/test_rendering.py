@@ -82,7 +82,7 @@ def test_a_file_in_numbers_names_the_lines_to_look_at() -> None:
         "lengths": spread,
         "cut": cut,
     }
-    file |= dict.fromkeys(("dropped", "alike", "duplicates", "near_empty"), none)
+    file |= dict.fromkeys(("dropped", "alike", "duplicates", "near_empty", "skipped"), none)
     bars = [{"begin": 3, "end": 9, "samples": 40, "share": 1.0}]
     body = rendered(
         request, "statistics.html", found={"training": file, "warnings": ["<b>"]}, bars=bars

@@ -326,7 +326,10 @@ def test_of_a_deleted_project_nothing_stays_but_its_use_and_who_deleted_it(
         days = connection.execute(
             select(usage).where(usage.c.project_id == PROJECT).order_by(usage.c.day)
         ).all()
-    assert [tuple(day)[1:] for day in days[:2]] == [("", 3, 3.0, 4, 6, 8), ("", 4, 1.5, 2, 3, 4)]
+    assert [tuple(day)[1:] for day in days[:2]] == [
+        ("", 3, 3.0, 4, 6, 8, 0, None, 0.0, 0.0),
+        ("", 4, 1.5, 2, 3, 4, 0, None, 0.0, 0.0),
+    ]
     assert [entry.type for entry in store.audit.list_audit(project_id=PROJECT).data] == [
         "project.deleted"
     ]

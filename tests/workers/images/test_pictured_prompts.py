@@ -125,7 +125,9 @@ def test_samples_are_asked_with_their_images(base: Path, tmp_path: Path) -> None
 
 def test_a_damaged_image_of_a_prompt_is_told(base: Path, tmp_path: Path) -> None:
     cut = image_part(encoded(drawn(200, 200), "JPEG")[:600])
-    with pytest.raises(DataError, match=r"prompt 2: messages.0.content.0.image_url cannot be deco"):
+    with pytest.raises(
+        DataError, match=r"prompt 2: messages.0.content.0.image_url: cannot be deco"
+    ):
         pictured_prompts(job(base, tmp_path, [PROMPTS[0], asking(cut)]))
     assert not len(pictured_prompts(job(base, tmp_path, PROMPTS[1:2])))
 

@@ -49,7 +49,7 @@ def numbers_of(model: type[BaseModel]) -> Iterator[tuple[str, ...]]:
         part = schema["$defs"][name] if name else part
         if part.get("type") in ("integer", "number"):
             yield place
-        for other in (*part.get("anyOf", ()), *part.get("allOf", ())):
+        for other in (*part.get("anyOf", ()), *part.get("allOf", ()), *part.get("oneOf", ())):
             yield from walk(other, place)
         for field, inner in part.get("properties", {}).items():
             yield from walk(inner, (*place, field))

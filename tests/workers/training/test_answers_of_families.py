@@ -182,6 +182,7 @@ def test_what_goes_in_comes_out(base: tuple[str, Any], monkeypatch: pytest.Monke
         training=SimpleNamespace(train_on="all_assistant"),
         data=DataOptions(),
         method="supervised",
+        reinforcement=None,
     )
     evaluation = asked_of(spec, [sample for _, _, sample in proven], tokenizer)
     stored = json.loads(json.dumps(asdict(PromptHeader([], 1, 0, evaluation.answers))))

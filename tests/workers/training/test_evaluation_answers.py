@@ -230,7 +230,7 @@ def test_answers_of_another_model_end_where_their_time_does(
     asked: list[int] = []
 
     def greedy(
-        runtime: Any, model: Any, prompts: Any, decoding: GreedyDecoding, goes_on: Any
+        runtime: Any, model: Any, prompts: Any, decoding: GreedyDecoding, goes_on: Any, **_: Any
     ) -> list[list[int]] | None:
         asked.extend(token for token in range(1, decoding.max_new_tokens + 1) if goes_on(token))
         return None if len(asked) < decoding.max_new_tokens else [[97] for _ in prompts]

@@ -585,7 +585,9 @@ def test_a_disk_that_refuses_the_last_events_of_a_client_s_job_ends_it_on_all_ra
     )
     embedding = SimpleNamespace(num_embeddings=1)
     model = SimpleNamespace(get_input_embeddings=lambda: embedding)
-    prepared: Any = SimpleNamespace(built=SimpleNamespace(peft_model=model), wait=None)
+    prepared: Any = SimpleNamespace(
+        built=SimpleNamespace(peft_model=model), wait=None, resident=None
+    )
     data: Any = ((), ())
     with pytest.raises(FailedElsewhere):
         _carry_out_commands(context, prepared, cast(Any, SimpleNamespace(step=1)), data, Teacher())

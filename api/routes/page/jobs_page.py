@@ -65,7 +65,7 @@ TABS = (
 )
 _PLACES = {place.key: place for place in PLACES}
 Where = Annotated[
-    Literal["laptop", "server", "transformers"] | None,
+    Literal["laptop", "server", "transformers", "phone"] | None,
     BeforeValidator(lambda given: given or None),
 ]
 """A key of `PLACES`; None: not said yet."""

@@ -115,6 +115,7 @@ def test_tokens_are_those_of_the_published_processor(
         images=[decoded(picture) for picture in record.images],
         text=[text],
         add_special_tokens=False,
+        padding=False,
         return_tensors=None,
     )
     ids = list(published["input_ids"][0])
@@ -145,6 +146,7 @@ def test_inputs_are_those_of_the_published_processor(made: dict[str, Any]) -> No
             published = processor._processor(
                 images=[decoded(picture)],
                 text=[processor.image_token],
+                padding=False,
                 return_tensors="np",
             )
             inputs = processor.inputs(picture)

@@ -28,7 +28,7 @@ METHOD_NAMES: Mapping[str, str] = {
     "simpo": "Preferences (SimPO)",
     "orpo": "Preferences (ORPO)",
     "kto": "Thumbs up and down (KTO)",
-    "distillation": "A teacher's probabilities (distillation)",
+    "distillation": "A teacher (distillation)",
     "reinforcement": "Rewards (GRPO)",
     "tinker": "Your own loop (Tinker)",
 }

@@ -168,6 +168,8 @@ def test_what_is_kept_is_found_gone_on_with_and_deleted(
     oldest: Any = client.responses.input_items.list(second.id, order="asc", limit=1).data[0]
     assert (oldest.id, oldest.role, oldest.content[0].text) == (items[-1].id, "user", "Hi")
     assert len({item.id for item in items}) == 4
+    spoken: Any = (found.output[0], items[2])
+    assert [len(item.content[0].logprobs) for item in spoken] == [1, 0], "only where it was asked"
 
     for gone in (first.id, third.id):
         with pytest.raises(openai.NotFoundError):

@@ -461,12 +461,13 @@ async def _forward(url: str, settings: Settings, body: Any) -> Response:
 
     Raises UnavailableError without a whole one.
     """
-    headers = {}
+    headers = {"content-type": "application/json"}
     if settings.inference_api_key:
         headers["authorization"] = f"Bearer {settings.inference_api_key.get_secret_value()}"
     client = httpx2.AsyncClient(timeout=_TIMEOUT, trust_env=False)
     try:
-        request = client.build_request("POST", url, json=body, headers=headers)
+        content = json.dumps(body)  # in ASCII: half a surrogate pair is no UTF-8
+        request = client.build_request("POST", url, content=content, headers=headers)
         answer = await client.send(request, stream=True)
         streams = answer.headers.get("content-type", "").startswith("text/event-stream")
         whole = b"" if streams else await answer.aread()

@@ -66,6 +66,18 @@ def test_an_answer_comes_back_and_the_callers_key_does_not_leave(
     assert service.key not in str(arrived)
 
 
+def test_half_a_surrogate_pair_goes_on_as_the_escape_that_it_came_as(
+    service: Service, receiver: Receiver, tuned: str
+) -> None:
+    told = json.dumps(completion("ok")).encode()
+    receiver.answer = lambda _: (200, {"content-type": "application/json"}, iter([told]))
+    body = json.dumps({"model": tuned, "messages": [{"role": "user", "content": "\ud800"}]})
+    answered = service.http("POST", "/v1/chat/completions", content=body)
+    assert answered.status_code == 200
+    arrived = json.loads(receiver.arrived.get(timeout=60).body)
+    assert arrived["messages"][0]["content"] == "\ud800"
+
+
 def test_images_go_on_unchanged_if_they_lead_the_server_nowhere_private(
     client: openai.OpenAI, receiver: Receiver, tuned: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable, Iterable, Mapping
+from functools import partial
 from typing import Any, TypeVar
 
 from fastapi import Request
@@ -21,6 +22,7 @@ from api.http.gone_clients import refuse_without_client
 from ft_service.errors import ConflictError, NotFoundError, SpecError
 from ft_service.jobs.reasons import Reason
 from ft_service.jobs.states import Job
+from ft_service.store.evals import Eval, EvalRun
 from ft_service.store.records import (
     ApiKey,
     File,
@@ -36,7 +38,17 @@ from ft_service.store.records import (
 from ft_service.store.sql import Store
 
 Created = TypeVar(
-    "Created", Job, Sweep, File, Upload, UploadPart, WebhookEndpoint, Project, tuple[ApiKey, str]
+    "Created",
+    Job,
+    Sweep,
+    File,
+    Upload,
+    UploadPart,
+    WebhookEndpoint,
+    Eval,
+    EvalRun,
+    Project,
+    tuple[ApiKey, str],
 )
 Requested = TypeVar("Requested", Job, Sweep)
 
@@ -44,6 +56,8 @@ WINDOW_SECONDS = 40 * 60
 """The client gives up after three tries of ten minutes each and the waits between them."""
 _NEWEST = 100
 """Newest rows that are compared."""
+_NEWEST_EVALS = 20
+"""The same of evals and their runs, which hold whole bodies."""
 _HEADER = "Idempotency-Key"
 _MAX_KEY = 255
 
@@ -179,6 +193,58 @@ def earlier_webhook(
     return next(
         (found for found in endpoints if found.created_at >= since and is_same(found)), None
     )
+
+
+def earlier_eval(
+    store: Store, new: Eval, key: str | None, headers: Mapping[str, str]
+) -> Eval | None:
+    """Return the eval that an earlier try of this request created.
+
+    Raises SpecError as `earlier_job`.
+    """
+
+    def is_same(found: Eval) -> bool:
+        return (found.data_source_config, found.testing_criteria) == (
+            new.data_source_config,
+            new.testing_criteria,
+        )
+
+    if key is not None:
+        return _of_key("eval", _found(store.evals.get_eval, new.project_id, new.id), is_same)
+    if not is_retry(headers):
+        return None
+    newest = store.evals.list_evals(new.project_id, after=None, limit=_NEWEST_EVALS, order="desc")
+    since = store.now() - WINDOW_SECONDS
+    return next((own for own in newest.data if own.created_at >= since and is_same(own)), None)
+
+
+def earlier_eval_run(
+    store: Store, new: EvalRun, key: str | None, headers: Mapping[str, str]
+) -> EvalRun | None:
+    """Return the run of an eval that an earlier try of this request created, as `earlier_eval`."""
+
+    def is_same(found: EvalRun) -> bool:
+        return (found.data_source, found.name) == (new.data_source, new.name)
+
+    if key is not None:
+        get = partial(_run_of_eval, store, new.eval_id)
+        return _of_key("run", _found(get, new.project_id, new.id), is_same)
+    if not is_retry(headers):
+        return None
+    newest = store.evals.list_runs(
+        new.project_id,
+        new.eval_id,
+        status=None,
+        after=None,
+        limit=_NEWEST_EVALS,
+        order="desc",
+    )
+    since = store.now() - WINDOW_SECONDS
+    return next((own for own in newest.data if own.created_at >= since and is_same(own)), None)
+
+
+def _run_of_eval(store: Store, eval_id: str, project_id: str, run_id: str) -> EvalRun:
+    return store.evals.get_run(project_id, eval_id, run_id)
 
 
 def earlier_project(

@@ -7,8 +7,9 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from fastapi import Query
+from fastapi import Header, Query, Request
 
+from api.http import idempotency
 from api.http.auth import Caller
 from api.http.dependencies import (
     After,
@@ -51,6 +52,9 @@ from ft_service.store.records import Order
 
 router = keyed_router("/v1/evals", "evals")
 
+_PREFIX = "eval_"
+_RUN_PREFIX = "evalrun_"
+
 _NO_MESSAGES = [{"role": "user", "content": ""}]
 """Messages of a chat completion whose options alone are checked."""
 Limit = Annotated[int, Query(ge=1, le=100)]
@@ -61,7 +65,13 @@ _OF_RUN = "/{eval_id}/runs/{run_id}"
 
 @router.post("", openapi_extra=body_schema(EvalRequest))
 @takes_turns("grading")
-def create(body: JsonBody, caller: Caller, services: Svc) -> EvalView:
+def create(
+    request: Request,
+    body: JsonBody,
+    caller: Caller,
+    services: Svc,
+    idempotency_key: Annotated[str | None, Header()] = None,
+) -> EvalView:
     """Create an eval: the schema of its items, and graders that judge answers.
 
     Its items come with each run (`data_source_config` of type `custom`). Graders are those of
@@ -74,15 +84,20 @@ def create(body: JsonBody, caller: Caller, services: Svc) -> EvalView:
         context = grader_context(services, caller.project_id)
         check_outside(criterion, context)  # pyright: ignore[reportArgumentType]
     stored = given.model_dump(mode="json", exclude_none=True)
+    keyed_id = idempotency.keyed_id(_PREFIX, idempotency_key, caller)
     new = Eval(
-        id=new_id("eval_"),
+        id=keyed_id or new_id(_PREFIX),
         project_id=caller.project_id,
         data_source_config=stored["data_source_config"],
         testing_criteria=stored["testing_criteria"],
         name=given.name,
         metadata=given.metadata,
     )
-    return eval_view(services.store.evals.create_eval(new))
+    made, _ = idempotency.once(
+        lambda: idempotency.earlier_eval(services.store, new, keyed_id, request.headers),
+        lambda: services.store.evals.create_eval(new),
+    )
+    return eval_view(made)
 
 
 @router.get("", response_model=ListView[EvalView])
@@ -119,7 +134,14 @@ def delete(eval_id: str, caller: Caller, services: Svc) -> DeletedEvalView:
 
 
 @router.post("/{eval_id}/runs", openapi_extra=body_schema(RunRequest))
-def create_run(eval_id: str, body: ExactJsonBody, caller: Caller, services: Svc) -> EvalRunView:
+def create_run(
+    request: Request,
+    eval_id: str,
+    body: ExactJsonBody,
+    caller: Caller,
+    services: Svc,
+    idempotency_key: Annotated[str | None, Header()] = None,
+) -> EvalRunView:
     """Have a base or a tuned model answer up to 1,000 items, and its answers judged.
 
     `data_source` of type `completions` or `responses` asks a model with `input_messages` (a
@@ -138,8 +160,9 @@ def create_run(eval_id: str, body: ExactJsonBody, caller: Caller, services: Svc)
         params = data.sampling_params.model_dump(exclude_none=True)
         asked = {"model": data.model, "messages": _NO_MESSAGES, **params}
         require_answerable(asked, caller, services)
+    keyed_id = idempotency.keyed_id(_RUN_PREFIX, idempotency_key, caller, eval_id)
     new = EvalRun(
-        id=new_id("evalrun_"),
+        id=keyed_id or new_id(_RUN_PREFIX),
         project_id=caller.project_id,
         eval_id=eval_id,
         key_id=caller.key_id,
@@ -147,7 +170,11 @@ def create_run(eval_id: str, body: ExactJsonBody, caller: Caller, services: Svc)
         name=given.name,
         metadata=given.metadata,
     )
-    return run_view(services.store.evals.create_run(new))
+    made, _ = idempotency.once(
+        lambda: idempotency.earlier_eval_run(services.store, new, keyed_id, request.headers),
+        lambda: services.store.evals.create_run(new),
+    )
+    return run_view(made)
 
 
 @router.get("/{eval_id}/runs", response_model=ListView[EvalRunView])

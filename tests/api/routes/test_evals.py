@@ -442,6 +442,26 @@ def test_without_an_inference_server_the_preview_is_asked_and_names_what_it_lack
         client.evals.runs.create(made.id, data_source=source("one"))
 
 
+def test_a_repeated_create_makes_no_second_one(client: openai.OpenAI) -> None:
+    wanted: dict[str, Any] = {"data_source_config": CONFIG, "testing_criteria": [SAME]}
+    keyed = {"idempotency-key": "k1"}
+    again = {"x-stainless-retry-count": "1"}
+    made = client.evals.create(**wanted, extra_headers=keyed)
+    assert client.evals.create(**wanted, extra_headers=keyed).id == made.id
+    assert client.evals.create(**wanted, extra_headers=again).id == made.id
+    assert client.evals.create(**wanted).id != made.id
+    with pytest.raises(openai.BadRequestError, match="used with another body"):
+        client.evals.create(**{**wanted, "testing_criteria": [NEAR]}, extra_headers=keyed)
+    asked = source("one")
+    run = client.evals.runs.create(made.id, data_source=asked, extra_headers=keyed)
+    for headers in (keyed, again):
+        repeated = client.evals.runs.create(made.id, data_source=asked, extra_headers=headers)
+        assert repeated.id == run.id
+    assert client.evals.runs.create(made.id, data_source=asked).id != run.id
+    with pytest.raises(openai.BadRequestError, match="used with another body"):
+        client.evals.runs.create(made.id, data_source=source("two"), extra_headers=keyed)
+
+
 def test_projects_see_nothing_of_each_other_and_bytes_count(
     service: Service, client: openai.OpenAI, carry_out: Callable[..., Any]
 ) -> None:

@@ -18,7 +18,7 @@ import contextlib
 import math
 import sys
 from collections import OrderedDict
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -84,18 +84,8 @@ def write_torchao(merged: Path, out: Path, form: str, restored: Path | None) -> 
             quantization.quantize_(model, config, filter_fn=_named(chosen, kind))
     _save(model, out, _described(model, layers, embedding))
     again = _loaded(out)
-    written = _rounded(model)
-    read = _rounded(again)
-    values = {f"{name}.weight": read[f"{name}.weight"] for name in chosen}
-    exact = sum(torch.equal(value, written[name]) for name, value in values.items())
-    if restored is not None:
-        _restore(merged, out, restored, values)
-    return {
-        "tensors": len(values),
-        "exact": exact,
-        "relative_error": _error(merged, values),
-        **({"notes": [_INPUTS]} if form == PHONE else {}),
-    }
+    report = _compared(merged, model, again, chosen, restored and RestoredFolder(restored, out))
+    return {**report, **({"notes": [_INPUTS]} if form == PHONE else {})}
 
 
 _INPUTS = (
@@ -205,39 +195,41 @@ def _save(model: PreTrainedModel, out: Path, described: TorchAoConfig) -> None:
     model.save_pretrained(out)
 
 
-def _rounded(model: PreTrainedModel) -> dict[str, Tensor]:
-    """Name → values in bf16 of the tensors that torchao holds."""
-    return {
-        name: parameter.dequantize()
-        for name, parameter in model.named_parameters(remove_duplicate=False)
-        if type(parameter.data) is not Tensor
-    }
+def _compared(
+    merged: Path,
+    written: PreTrainedModel,
+    read: PreTrainedModel,
+    chosen: Iterable[str],
+    target: RestoredFolder | None,
+) -> dict[str, Any]:
+    """How many rounded tensors are read as they were written, and the 2-norm of what rounding
+    changed as a share of the norm of what it was applied to; one tensor at a time.
 
-
-def _error(merged: Path, values: Mapping[str, Tensor]) -> float:
-    """2-norm of what rounding changed, as a share of the norm of what it was applied to."""
+    `target`: gets all tensors as they were read; None: nothing does.
+    """
+    rounded = sorted(f"{name}.weight" for name in chosen)
+    exact = 0
     lost = whole = 0.0
-    for name, before in _before(merged, values):
-        after = values[name].float()
-        lost += float((after - before).square().sum(dtype=torch.float64))
-        whole += float(before.square().sum(dtype=torch.float64))
-    return math.sqrt(lost / whole)
-
-
-def _before(merged: Path, names: Mapping[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
-    """The merged model's tensors of these names, in fp32; a head that it ties has none."""
     with Safetensors(merged) as files:
-        for name in names:
-            if name in files:
-                yield name, files.whole(name).float()
+        for name in rounded:
+            values = _values(read, name)
+            exact += torch.equal(values, _values(written, name))
+            if name in files:  # a head that the merged model ties is not
+                before = files.whole(name).float()
+                lost += float((values.float() - before).square().sum(dtype=torch.float64))
+                whole += float(before.square().sum(dtype=torch.float64))
+            if target is not None:
+                target.put(name, values)
+        if target is not None:
+            for name in set(files.names()) - set(rounded):
+                target.put(name, files.whole(name))
+            target.close()
+    return {"tensors": len(rounded), "exact": exact, "relative_error": math.sqrt(lost / whole)}
 
 
-def _restore(merged: Path, out: Path, folder: Path, values: Mapping[str, Tensor]) -> None:
-    target = RestoredFolder(folder, out)
-    with Safetensors(merged) as files:
-        for name in sorted({*files.names(), *values}):
-            target.put(name, values[name] if name in values else files.whole(name))
-    target.close()
+def _values(model: PreTrainedModel, name: str) -> Tensor:
+    """What a tensor of torchao's stands for, in bf16."""
+    return model.get_parameter(name).dequantize()
 
 
 def main(arguments: list[str]) -> int:

@@ -15,6 +15,8 @@ from ft_service.evals.item_schema import MOST_DEPTH, check_schema, fault_of
         ({"type": ["string", "null"]}, None, 1, "item"),
         ({"type": "number"}, 1.5, True, "item"),
         ({"type": "integer"}, 2.0, 2.5, "item"),
+        ({"type": "integer"}, 10**400, float("inf"), "item"),
+        ({"type": "integer"}, 0, float("nan"), "item"),
         ({"enum": ["a", 1]}, 1, "b", "item"),
         ({"required": ["a"]}, {"a": None}, {"b": 1}, "item.a"),
         (

@@ -9,13 +9,13 @@ from ft_service.agents.open_rollouts import OpenRollout, RolloutBudget, RolloutM
 from ft_service.serving.preview import PreviewModel
 
 
-def new_rollout(**budget: Any) -> OpenRollout:
+def new_rollout(project_id: str = "default", **budget: Any) -> OpenRollout:
     """One that has room for four calls of three tokens, in a minute."""
     given = {"turns": 4, "tokens": 12, "longest_answer": 3, "window": 64, "seconds": 60.0, **budget}
     model = RolloutModel(
         model=PreviewModel("/nowhere", name="tiny"), adapter="/step", temperature=0.5, seed=7
     )
-    rollout = OpenRollout("default", model, RolloutBudget(**given))
+    rollout = OpenRollout(project_id, model, RolloutBudget(**given))
     rollout.start()
     return rollout
 

@@ -13,6 +13,7 @@ from typing import Any
 from ft_service.control.reinforcement.reinforcement_jobs import RolloutLoop
 from ft_service.data.answer_format import AnswerFormat
 from ft_service.data.tool_call_parser import CallFormat
+from ft_service.errors import UnavailableError
 from ft_service.graders.grading import GraderContext
 from ft_service.jobs.states import Job, Phase, State
 from ft_service.reinforcement.prompt_file import PromptHeader
@@ -31,6 +32,7 @@ from ft_service.spec import JobSpec, StoredSpec
 from ft_service.store.records import NewEvent
 from ft_service.tinker.commands import Command, CommandLog, CommandResult
 from ft_service.tinker.saved_weights import PROBES, SamplerProbes, sampler_key
+from tests.support.agents import parts_of
 from tests.support.reconciling import PROJECT
 from tests.support.records import new_job
 
@@ -90,6 +92,29 @@ class EchoSampler:
 
     def cancel(self, ticket: object) -> None:
         pass
+
+
+class PlayedSampler(EchoSampler):
+    """Answers conversations with how many messages they have. A prompt's tokens are those of its
+    messages: 1 and the tokens that were drawn for one of its own, else 2.
+    """
+
+    busy = 0
+    """Calls that it has no place for."""
+
+    def submit(self, model: object, order: dict[str, Any], deliver: Any, **options: Any) -> object:
+        if "messages" not in order:
+            return super().submit(model, order, deliver, **options)
+        if self.busy:
+            self.busy -= 1
+            raise UnavailableError("busy", code="preview_busy")
+        self.orders.append(order)
+        prompt: list[int] = []
+        for message in order["messages"]:
+            prompt += [1, 40, 41] if message["role"] == "assistant" else [2]
+        for part in parts_of((40, 41), [*prompt, 1], str(len(order["messages"]))):
+            deliver(part)
+        return None
 
 
 @dataclass

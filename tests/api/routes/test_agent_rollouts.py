@@ -18,7 +18,6 @@ from ft_service.agents.hosting import hosting
 from ft_service.agents.open_rollouts import OpenRollout, OpenRollouts
 from ft_service.agents.rollout_handler import RolloutFunction
 from ft_service.control.reinforcement.reinforcement_jobs import JobPaused, RolloutLoop
-from ft_service.errors import UnavailableError
 from ft_service.graders.grading import GraderContext
 from ft_service.graders.limits import GraderLimits
 from ft_service.reinforcement.prompt_file import PromptHeader, PromptTokens, write_prompts
@@ -26,41 +25,18 @@ from ft_service.reinforcement.step_commands import commands_of, first_commands
 from ft_service.reinforcement.step_records import SampledAnswer
 from ft_service.storage.locations import Places
 from ft_service.tinker.commands import CommandLog
-from tests.support.agents import new_rollout, parts_of
+from tests.support.agents import new_rollout
 from tests.support.rest.refusals import check_error
 from tests.support.rest.service import Service
 from tests.support.rollout_loops import (
     HEADER,
-    EchoSampler,
     Place,
+    PlayedSampler,
 )
 from tests.support.rollouts import GRADER, rollout_spec, save_prompts
 
 SECRET = "whsec_c2VjcmV0"
 USER = {"role": "user", "content": "2 + 2"}
-
-
-class PlayedSampler(EchoSampler):
-    """Answers conversations with how many messages they have. A prompt's tokens are those of its
-    messages: 1 and the tokens that were drawn for one of its own, else 2.
-    """
-
-    busy = 0
-    """Calls that it has no place for."""
-
-    def submit(self, model: object, order: dict[str, Any], deliver: Any, **options: Any) -> object:
-        if "messages" not in order:
-            return super().submit(model, order, deliver, **options)
-        if self.busy:
-            self.busy -= 1
-            raise UnavailableError("busy", code="preview_busy")
-        self.orders.append(order)
-        prompt: list[int] = []
-        for message in order["messages"]:
-            prompt += [1, 40, 41] if message["role"] == "assistant" else [2]
-        for part in parts_of((40, 41), [*prompt, 1], str(len(order["messages"]))):
-            deliver(part)
-        return None
 
 
 @pytest.fixture

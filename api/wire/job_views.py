@@ -431,6 +431,8 @@ class TrajectoryView(View):
     """
     calls: list[dict[str, Any]]
     """finish_reason, prompt_tokens and completion_tokens of each call of the model."""
+    rewards: list[float]
+    """With environment.supervision = process: the reward of each call; else empty."""
     turns: int
     rows: int
     """Rows that are trained on: 1 unless the agent, or the chat template, has written its history

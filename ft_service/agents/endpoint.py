@@ -15,7 +15,13 @@ from typing import Any
 from ft_service.agents import running
 from ft_service.agents.addresses import Access
 from ft_service.agents.open_rollouts import OpenRollout, OpenRollouts
-from ft_service.agents.running import AgentError, RunOne, checked_reward
+from ft_service.agents.running import (
+    AgentError,
+    Rewards,
+    RunOne,
+    checked_reward,
+    checked_rewards,
+)
 from ft_service.graders.asking import Post, signed_posts
 from ft_service.graders.grades import NO_JSON, GradingError, parsed
 from ft_service.host.webhook_receiver import Receiver
@@ -52,10 +58,10 @@ class AgentEndpoint:
                 receiver, secrets, allow_private=private, agent="ft-service-rollouts"
             ) as post:
 
-                async def run(rollout: OpenRollout, item: Mapping[str, Any]) -> float | None:
+                async def run(rollout: OpenRollout, item: Mapping[str, Any]) -> Rewards:
                     self.opened.open(rollout)
                     try:
-                        return await self._reward(rollout, item, post, receiver)
+                        return await self._rewards(rollout, item, post, receiver)
                     finally:
                         self.opened.close(rollout)
 
@@ -63,9 +69,9 @@ class AgentEndpoint:
         except GradingError as error:  # the name of its host is not found
             raise AgentError("agent_unreachable", error.detail) from None
 
-    async def _reward(
+    async def _rewards(
         self, rollout: OpenRollout, item: Mapping[str, Any], post: Post, receiver: Receiver
-    ) -> float | None:
+    ) -> Rewards:
         """Raises AgentError."""
         asked = asyncio.create_task(self._asked(rollout, item, post, receiver))
         try:
@@ -81,18 +87,21 @@ class AgentEndpoint:
                 await asyncio.wait(
                     [asked], timeout=min(running.LOOK_SECONDS, max(0.0, rollout.seconds_left))
                 )
-            reward = asked.result()
+            answer = asked.result()
         finally:
             asked.cancel()
             await asyncio.gather(asked, return_exceptions=True)
+        rollout.close()  # calls that the agent has not waited for have no reward
         if not rollout.answered:
             raise AgentError("agent_no_calls", "the agent has not called the model")
-        return reward
+        if self.options.supervision == "process":
+            return _read_rewards(answer, len(rollout.answered))
+        return _read_reward(answer)
 
     async def _asked(
         self, rollout: OpenRollout, item: Mapping[str, Any], post: Post, receiver: Receiver
-    ) -> float | None:
-        """The reward that the agent answers, None: it gives none. Raises AgentError."""
+    ) -> dict[str, Any]:
+        """The agent's answer. Raises AgentError."""
         body = json.dumps(self._message(rollout, item), ensure_ascii=False).encode(
             errors="backslashreplace"
         )
@@ -110,7 +119,7 @@ class AgentEndpoint:
                     raise AgentError("agent_unreachable", why) from None
                 continue
             if 200 <= status < 300:
-                return _read_reward(parsed(answer))
+                return _object(parsed(answer))
             if status not in _RETRIED or is_last or rollout.was_called:
                 raise AgentError("agent_failed", f"{receiver.host} answered {status}")
         raise AssertionError("the last try has ended")
@@ -128,14 +137,32 @@ class AgentEndpoint:
         }
 
 
-def _read_reward(answer: Any) -> float | None:
+def _object(answer: Any) -> dict[str, Any]:
     """Raises AgentError."""
     if answer is NO_JSON or not isinstance(answer, dict):
         raise AgentError("agent_reward_invalid", 'the answer is not {"reward": number} or {}')
+    return answer
+
+
+def _read_reward(answer: Mapping[str, Any]) -> float | None:
+    """The reward of a rollout, None: the agent gives none. Raises AgentError."""
     if "rewards" in answer:
-        why = "the answer has rewards of single turns, which are not learned from: add them up"
+        why = "the answer has rewards of single calls: add them up, or give the job "
+        why += "environment.supervision = process"
         raise AgentError("agent_reward_invalid", why)
     given = answer.get("reward")
     if given is None:
         return None
     return checked_reward(given, "agent_reward_invalid")
+
+
+def _read_rewards(answer: Mapping[str, Any], calls: int) -> list[float]:
+    """The rewards of so many answered calls. Raises AgentError."""
+    given = answer.get("rewards")
+    if "reward" in answer or not isinstance(given, list) or len(given) != calls:
+        found = f"{len(given)} rewards" if isinstance(given, list) else f"no {'rewards'!r}"
+        found += " and a reward of all" if "reward" in answer else ""
+        why = f"the answer has {found}, and {calls} calls were answered: environment.supervision "
+        why += '= process needs {"rewards": [number, …]} with one for each, in their order'
+        raise AgentError("agent_reward_invalid", why)
+    return checked_rewards(given, "agent_reward_invalid")

@@ -5,7 +5,8 @@
         return float(item["answer"] in answer.choices[0].message.content)
 
 `client` is an openai.AsyncOpenAI that calls the model of this rollout. The function returns the
-reward, or None to leave it to the job's grader.
+reward, a list with that of each call that was answered (supervision = process), or None to leave it
+to the job's grader.
 """
 
 from __future__ import annotations

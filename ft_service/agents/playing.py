@@ -8,6 +8,7 @@ environment says is only read.
 from __future__ import annotations
 
 import asyncio
+import math
 from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from dataclasses import dataclass, field
@@ -22,7 +23,7 @@ from ft_service.agents.open_rollouts import (
     OpenRollout,
     when_served,
 )
-from ft_service.agents.running import AgentError, RunOne, checked_reward
+from ft_service.agents.running import AgentError, Rewards, RunOne, checked_reward, checked_rewards
 from ft_service.data.chat_line import parse_conversation
 from ft_service.data.line_errors import LineError
 from ft_service.errors import FtError, SpecError
@@ -31,6 +32,7 @@ from ft_service.spec.environments import McpEnvironment, OpenEnvEnvironment
 
 NO_ROOM = "context_length_exceeded"
 """The sampler's code for a conversation that leaves no room for an answer."""
+_INVALID = "environment_reward_invalid"
 _ENDS = (TURNS_USED, TOKENS_USED, NO_ROOM)
 Message = Mapping[str, Any]
 Part = dict[str, Any]
@@ -99,44 +101,43 @@ class Playing:
         """Give what plays one rollout."""
         async with self.connects(self.options, self.access) as opens:
 
-            async def run(rollout: OpenRollout, item: Mapping[str, Any]) -> float | None:
+            async def run(rollout: OpenRollout, item: Mapping[str, Any]) -> Rewards:
                 limit = f"deadline_seconds = {self.options.deadline_seconds:g}"
                 try:
                     async with asyncio.timeout(max(0.0, rollout.seconds_left)):
                         async with opens(rollout) as episode:
-                            return await _played(
-                                rollout, episode, item, self.sampler, has_grader=self.has_grader
-                            )
+                            tally = await _played(rollout, episode, item, self.sampler)
+                            return self._rewards(tally)
                 except TimeoutError:
                     why = f"the rollout has not ended in {limit}"
                     raise AgentError("environment_timeout", why) from None
 
             yield run
 
+    def _rewards(self, tally: Tally) -> Rewards:
+        """Raises AgentError."""
+        if getattr(self.options, "supervision", "outcome") == "process":
+            return tally.of_calls()
+        return tally.reward(has_grader=self.has_grader)
+
 
 async def _played(
-    rollout: OpenRollout,
-    episode: Episode,
-    item: Mapping[str, Any],
-    sampler: Sampler,
-    *,
-    has_grader: bool,
-) -> float | None:
-    """The reward of a rollout; None: the grader gives it. Raises AgentError."""
+    rollout: OpenRollout, episode: Episode, item: Mapping[str, Any], sampler: Sampler
+) -> Tally:
+    """The rewards of a rollout. Raises AgentError."""
     if item.get("tools"):
         why = "the prompt's line offers tools, which nothing carries out: leave them out"
         raise AgentError("environment_failed", why)
     opening = await episode.begin(item)
     messages = list(opening.messages)
-    tally = _Tally()
-    tally.add(opening.reward)
+    tally = Tally(_checked(opening.reward))
     turn = Turn(ends=opening.ends)
     while not turn.ends:
         said = await _asked(rollout, messages, opening.tools, sampler)
         if said is None:
             break
         turn = await episode.answer(said)
-        tally.add(turn.reward)
+        tally.steps.append(_checked(turn.reward))
         tally.refused += turn.is_refused
         messages += [said.message, *turn.messages]
         rollout.ending = turn.messages
@@ -144,28 +145,41 @@ async def _played(
         why = "the prompt leaves no room for an answer within training.max_length, or the "
         why += "environment has ended before one"
         raise AgentError("environment_no_room", why)
-    return tally.reward(has_grader=has_grader)
+    return tally
 
 
 @dataclass
-class _Tally:
-    """The rewards of an episode's steps."""
+class Tally:
+    """The rewards of an episode, None where none is given."""
 
-    rewards: list[float] = field(default_factory=list[float])
+    opening: float | None = None
+    """Before the first answer, so that it is no call's."""
+    steps: list[float | None] = field(default_factory=list[float | None])
+    """Those of the answers to the model's calls, in their order."""
     refused: int = 0
-
-    def add(self, reward: float | None) -> None:
-        """Raises AgentError for one that is none."""
-        if reward is not None:
-            self.rewards.append(checked_reward(reward, "environment_reward_invalid"))
+    """Answers that were no action."""
 
     def reward(self, *, has_grader: bool) -> float | None:
-        """Their sum. Without any it is the grader's, and without a grader 0 where the model has not
-        found an action: that is to be learned.
+        """The sum of all. Without any it is the grader's, and without a grader 0 where the model
+        has not found an action: that is to be learned. Raises AgentError.
         """
-        if not self.rewards:
+        known = [reward for reward in (self.opening, *self.steps) if reward is not None]
+        if not known:
             return None if has_grader or not self.refused else 0.0
-        return checked_reward(sum(self.rewards), "environment_reward_invalid")
+        return checked_reward(math.fsum(known), _INVALID)
+
+    def of_calls(self) -> list[float] | None:
+        """The reward of each call, 0 where its step has none; None: no step has one, though the
+        model has found actions. Raises AgentError.
+        """
+        if all(reward is None for reward in self.steps) and not self.refused:
+            return None
+        return checked_rewards([reward or 0.0 for reward in self.steps], _INVALID)
+
+
+def _checked(reward: Any) -> float | None:
+    """Raises AgentError for one that is none."""
+    return None if reward is None else checked_reward(reward, _INVALID)
 
 
 async def _asked(

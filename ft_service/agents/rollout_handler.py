@@ -7,7 +7,7 @@ import json
 import ssl
 import time
 import traceback
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from http.server import BaseHTTPRequestHandler
 from typing import Any
 
@@ -17,7 +17,9 @@ MOST_BYTES = 64 * 1024**2
 """Longest request: a line of a data file, and what is around it."""
 _NEEDED = ("item", "base_url", "api_key", "deadline")
 
-RolloutFunction = Callable[[Any, Mapping[str, Any]], Awaitable[float | None]]
+Returned = float | Sequence[float] | None
+"""The reward; of each call that was answered, in their order; None: it is left to the grader."""
+RolloutFunction = Callable[[Any, Mapping[str, Any]], Awaitable[Returned]]
 
 
 class Calls:
@@ -30,8 +32,8 @@ class Calls:
         # It takes many times what the other parts of a client do.
         self._trusted = ssl.create_default_context()
 
-    async def reward(self, message: Mapping[str, Any]) -> float | None:
-        """The reward of a rollout. Raises whatever the function does, TimeoutError too late."""
+    async def rewards(self, message: Mapping[str, Any]) -> Returned:
+        """The rewards of a rollout. Raises whatever the function does, TimeoutError too late."""
         async with (
             asyncio.timeout(max(0.0, message["deadline"] - time.time())),
             self._openai.AsyncOpenAI(
@@ -73,14 +75,22 @@ class RolloutHandler(BaseHTTPRequestHandler):
         if message is None:
             return 400, {"error": f"The body is no object with {', '.join(_NEEDED)}."}
         try:
-            reward = asyncio.run(self._calls.reward(message))
+            return 200, _told(asyncio.run(self._calls.rewards(message)))
         except Exception as error:  # whatever a user's function raises
             traceback.print_exc()
             return 500, {"error": f"{type(error).__name__}: {error}"}
-        return 200, {} if reward is None else {"reward": float(reward)}
 
     def log_message(self, format: str, *args: object) -> None:
         pass
+
+
+def _told(returned: Returned) -> dict[str, Any]:
+    """The answer to a request. Raises TypeError, ValueError for what is no reward."""
+    if returned is None:
+        return {}
+    if isinstance(returned, Sequence) and not isinstance(returned, str):
+        return {"rewards": list(map(float, returned))}
+    return {"reward": float(returned)}
 
 
 def _message(body: bytes) -> Mapping[str, Any] | None:

@@ -7,6 +7,7 @@ rollout ends with a reward, without one, or with an error of a kind.
 from __future__ import annotations
 
 import asyncio
+import math
 import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager
@@ -47,8 +48,12 @@ ROLLOUTS = Places(Kind(name="rollouts", places=256, of_project=64))
 
 Wanted = Sequence[tuple[OpenRollout, Mapping[str, Any]]]
 """Rollouts, each with its item."""
-RunOne = Callable[[OpenRollout, Mapping[str, Any]], Awaitable[float | None]]
-"""Run a rollout, and return its reward; None: the grader gives it. Raises AgentError."""
+Rewards = float | Sequence[float] | None
+"""The reward of a rollout; with process supervision, that of each of its answered calls, in their
+order; None: the grader gives it.
+"""
+RunOne = Callable[[OpenRollout, Mapping[str, Any]], Awaitable[Rewards]]
+"""Run a rollout, and return its rewards. Raises AgentError."""
 
 
 class AgentError(Exception):
@@ -67,6 +72,8 @@ class EndedRollout:
     rollout: OpenRollout
     reward: float | None = None
     """None: the grader gives it, or something is at fault."""
+    rewards: Sequence[float] = ()
+    """With process supervision: those of its answered calls, of which `reward` is the sum."""
     error: AgentError | None = None
     unserved: FtError | None = None
     """Why the sampler has not answered its newest call, so that its end says nothing; None: it
@@ -129,17 +136,23 @@ async def _run(
 async def _ended(rollout: OpenRollout, item: Mapping[str, Any], run: RunOne) -> EndedRollout:
     began = time.perf_counter()
     rollout.start()
-    reward = None
+    given: Rewards = None
     error = None
     try:
-        reward = await run(rollout, item)
+        given = await run(rollout, item)
     except AgentError as failed:
         error = failed
     finally:
         rollout.close()
     seconds = time.perf_counter() - began
+    of_calls = given if isinstance(given, Sequence) else ()
     return EndedRollout(
-        rollout, reward, error, rollout.unserved if error is not None else None, seconds
+        rollout,
+        math.fsum(given) if isinstance(given, Sequence) else given,
+        of_calls,
+        error,
+        rollout.unserved if error is not None else None,
+        seconds,
     )
 
 
@@ -150,3 +163,13 @@ def checked_reward(given: Any, kind: AgentErrorKind) -> float:
         limit = f"a finite number from {-MOST_REWARD:g} to {MOST_REWARD:g}"
         raise AgentError(kind, f"the reward is not {limit}")
     return reward
+
+
+def checked_rewards(given: Sequence[Any], kind: AgentErrorKind) -> list[float]:
+    """Numbers as the rewards of calls, of which neither one nor the sum is beyond MOST_REWARD.
+
+    Raises AgentError of the kind.
+    """
+    rewards = [checked_reward(own, kind) for own in given]
+    checked_reward(math.fsum(rewards), kind)
+    return rewards

@@ -2,7 +2,8 @@
 
 The policy gradient of a group of answers to one prompt takes the group's mean reward as its
 baseline (GRPO: Shao et al., DeepSeekMath, 2024, equation 3; without its division by the standard
-deviation: Liu et al., Dr. GRPO, 2025, section 3).
+deviation: Liu et al., Dr. GRPO, 2025, section 3). Where each step of an answer has a reward, the
+baseline is the mean over all steps of the group (process supervision: DeepSeekMath, section 4.1.3).
 """
 
 from __future__ import annotations
@@ -28,17 +29,39 @@ def advantages(rewards: Sequence[float | None], scale: Literal["none", "group"])
 
     All are 0 if fewer than two answers have a reward, or all have the same within rounding.
     """
-    known = [reward for reward in rewards if reward is not None]
-    if len(known) < 2 or math.isclose(min(known), max(known), rel_tol=SAME, abs_tol=SAME):
+    known = iter(_normalised([reward for reward in rewards if reward is not None], scale))
+    return [0.0 if reward is None else next(known) for reward in rewards]
+
+
+def step_advantages(
+    rewards: Sequence[Sequence[float]], scale: Literal["none", "group"]
+) -> list[list[float]]:
+    """The advantage of each step of each answer of a group: the sum of the normalised rewards of
+    this step and of later ones.
+
+    `rewards`: of each answer those of its steps, in their order; an answer that has none counts for
+    nothing. All are 0 if fewer than two answers have any, or all are the same within rounding.
+    """
+    known = [reward for own in rewards for reward in own]
+    if sum(map(bool, rewards)) < 2:
+        return [[0.0] * len(own) for own in rewards]
+    normalised = iter(_normalised(known, scale))
+    parts = [[next(normalised) for _ in own] for own in rewards]
+    return [[math.fsum(own[place:]) for place in range(len(own))] for own in parts]
+
+
+def _normalised(rewards: Sequence[float], scale: Literal["none", "group"]) -> list[float]:
+    """Rewards less their mean, and divided by their deviation if `scale` is group; zeros if they
+    are fewer than two, or the same within rounding.
+    """
+    if len(rewards) < 2 or math.isclose(min(rewards), max(rewards), rel_tol=SAME, abs_tol=SAME):
         return [0.0] * len(rewards)
-    mean = math.fsum(known) / len(known)
+    mean = math.fsum(rewards) / len(rewards)
     divisor = 1.0
     if scale == "group":  # the sample's, with Bessel's correction, as torch's std
-        divisor = (
-            math.sqrt(math.fsum((reward - mean) ** 2 for reward in known) / (len(known) - 1))
-            + LEAST_DEVIATION
-        )
-    return [0.0 if reward is None else (reward - mean) / divisor for reward in rewards]
+        variance = math.fsum((reward - mean) ** 2 for reward in rewards) / (len(rewards) - 1)
+        divisor = math.sqrt(variance) + LEAST_DEVIATION
+    return [(reward - mean) / divisor for reward in rewards]
 
 
 def weights(lengths: Sequence[int], loss_type: ReinforcementLoss, longest: int) -> list[float]:

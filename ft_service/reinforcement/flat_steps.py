@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from ft_service.reinforcement.advantages import advantages
+from ft_service.reinforcement.advantages import advantages, step_advantages
 from ft_service.reinforcement.step_records import AnsweredPrompt, SampledAnswer, StepRecord
 
 TOLD_AFTER = 3
@@ -15,6 +15,9 @@ def is_flat(group: AnsweredPrompt) -> bool:
     """Whether a group's rewards are the same, so that none of its answers is better than
     another.
     """
+    of_calls = group.rewards_of_calls
+    if of_calls is not None:
+        return not any(map(any, step_advantages(of_calls, "none")))
     return not any(advantages(group.rewards, "none"))
 
 

@@ -24,7 +24,7 @@ from typing import Any
 
 import numpy as np
 
-from ft_service.reinforcement.advantages import advantages, weights
+from ft_service.reinforcement.advantages import advantages, step_advantages, weights
 from ft_service.reinforcement.flat_steps import is_flat
 from ft_service.reinforcement.schedule import RolloutSchedule
 from ft_service.reinforcement.step_records import (
@@ -201,11 +201,10 @@ def _data(
         )
     )
     for group in record.groups:
-        own = advantages(group.rewards, options.scale_rewards)
-        for answer, advantage in zip(group.answers, own, strict=True):
+        own = _advantages(group, options)
+        for answer, of_tokens in zip(group.answers, own, strict=True):
             if id(answer) not in weight_of or is_left_out(answer):
                 continue
-            of_tokens = np.full(len(answer.tokens), advantage)
             if options.beta and answer.reference is not None:
                 # An estimate of the divergence, as part of the reward (Ziegler et al., 2019,
                 # equation 2).
@@ -214,6 +213,25 @@ def _data(
                 )
             if of_tokens.any():
                 yield list(_rows(group, answer, of_tokens * weight_of[id(answer)]))
+
+
+def _advantages(group: AnsweredPrompt, options: ReinforcementOptions) -> list[np.ndarray]:
+    """Of each answer of a group the advantages of its tokens, float64, before `beta`. With process
+    supervision those of its calls, each of all tokens of the call's answer.
+    """
+    of_calls = group.rewards_of_calls
+    if of_calls is None:
+        own = advantages(group.rewards, options.scale_rewards)
+        return [np.full(len(a.tokens), value) for a, value in zip(group.answers, own, strict=True)]
+    found: list[np.ndarray] = []
+    steps = step_advantages(of_calls, options.scale_rewards)
+    for answer, own in zip(group.answers, steps, strict=True):
+        parts = [np.zeros(0)]
+        for row in answer.rows(group.ids) if own else ():
+            answers = zip(row.calls, row.sampled, strict=True)
+            parts += [np.full(end - begin, own[call]) for call, (begin, end) in answers]
+        found.append(np.concatenate(parts) if own else np.zeros(len(answer.tokens)))
+    return found
 
 
 def _answered(record: StepRecord) -> Iterator[pb.Datum]:

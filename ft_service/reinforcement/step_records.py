@@ -45,6 +45,9 @@ class TrainedRow(Line):
     tokens: Sequence[int]
     sampled: Sequence[tuple[int, int]]
     """Where its answers begin and end, in their order: [begin, end)."""
+    calls: Sequence[int] = ()
+    """Numbers of its rollout's calls, from 0, whose answers these are. Empty: it is no rollout's.
+    """
     texts: Sequence[tuple[str, bool]] = ()
     """For people: its texts with special tokens, in their order, each with whether it is
     sampled. Empty: they were not kept.
@@ -74,6 +77,8 @@ class Trajectory(Line):
     """Of each call: the `message` that it answered, its `finish_reason`, `prompt_tokens` and
     `completion_tokens`.
     """
+    rewards: Sequence[float] = ()
+    """With process supervision: the reward of each call. Empty: the rollout has one."""
     rewritten: int = 0
     """Calls behind the first whose history was another one, so that each began a row."""
     refused: Mapping[str, int] = {}
@@ -139,6 +144,15 @@ class AnsweredPrompt(Line):
     @property
     def rewards(self) -> list[float | None]:
         return [answer.reward for answer in self.answers]
+
+    @property
+    def rewards_of_calls(self) -> list[Sequence[float]] | None:
+        """With process supervision: of each answer the rewards of its calls; of one without a
+        reward, none. None: answers have one reward each.
+        """
+        ways = [answer.trajectory for answer in self.answers]
+        found = [() if way is None else way.rewards for way in ways]
+        return found if any(found) else None
 
 
 class RecordHead(Line):

@@ -46,6 +46,7 @@ class TrajectoryTexts(Line):
 
     messages: Sequence[Mapping[str, Any]] = ()
     calls: Sequence[Mapping[str, Any]] = ()
+    rewards: Sequence[float] = ()
     rows: int
     """Number of rows that were trained on."""
     row_texts: Sequence[Sequence[tuple[str, bool]]] = ()

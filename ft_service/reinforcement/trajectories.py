@@ -46,7 +46,8 @@ def rows_of(calls: Sequence[RecordedCall]) -> tuple[list[TrainedRow], list[float
     sampled: list[list[tuple[int, int]]] = []
     logprobs: list[list[float]] = []
     texts: list[list[tuple[str, bool]]] = []
-    for call in calls:
+    numbers: list[list[int]] = []
+    for number, call in enumerate(calls):
         place = _continued(tokens, call.prompt)
         if place is None:
             place = len(tokens)
@@ -54,14 +55,18 @@ def rows_of(calls: Sequence[RecordedCall]) -> tuple[list[TrainedRow], list[float
             sampled.append([])
             logprobs.append([])
             texts.append([])
+            numbers.append([])
         row = tokens[place]
         row += call.prompt[len(row) :]
         sampled[place].append((len(row), len(row) + len(call.tokens)))
         row += call.tokens
         logprobs[place] += call.logprobs
+        numbers[place].append(number)
         texts[place] += _texts(texts[place], call)
-    parts = zip(tokens, sampled, texts, strict=True)
-    rows = [TrainedRow(tokens=own, sampled=at, texts=shown) for own, at, shown in parts]
+    parts = zip(tokens, sampled, numbers, texts, strict=True)
+    rows = [
+        TrainedRow(tokens=own, sampled=at, calls=of, texts=shown) for own, at, of, shown in parts
+    ]
     return rows, [value for own in logprobs for value in own]
 
 

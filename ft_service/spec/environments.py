@@ -33,11 +33,23 @@ class _Environment(Strict):
     """Rollouts of the job at once."""
 
 
-class EndpointEnvironment(_Environment):
+class _Rewarding(_Environment):
+    """An environment that gives rewards."""
+
+    supervision: Literal["outcome", "process"] = "outcome"
+    """What is rewarded, in DeepSeekMath's words (arXiv 2402.03300, section 4.1). outcome: a whole
+    rollout. process: each call of the model; the advantage of a call's tokens is the sum of its
+    reward and those of later calls, each less the mean over all calls of the prompt's rollouts
+    (with scale_rewards = group, divided by the standard deviation over them). Without a grader.
+    """
+
+
+class EndpointEnvironment(_Rewarding):
     """An agent of the user's own. For each rollout it gets `{"rollout_id", "item", "base_url",
     "api_key", "model", "max_turns", "max_tokens", "deadline"}` by POST, asks the model by chat
     completions below `base_url` with `api_key`, and answers `{"reward": number}`, or `{}` to leave
-    the reward to the grader. The request is signed as webhooks are.
+    the reward to the grader; with supervision = process `{"rewards": [number, …]}`, one for each
+    call that was answered. The request is signed as webhooks are.
     """
 
     type: Literal["endpoint"] = "endpoint"
@@ -67,12 +79,13 @@ class McpEnvironment(PlayedEnvironment):
     type: Literal["mcp"]
 
 
-class OpenEnvEnvironment(PlayedEnvironment):
+class OpenEnvEnvironment(PlayedEnvironment, _Rewarding):
     """An environment of OpenEnv, by its WebSocket `<url>/ws`, in a session for each rollout.
 
     `reset` gets the keys of the prompt's line and a seed that is the same for all answers to a
     prompt; each answer is a `step`. A rollout ends when the environment is done, and its reward is
-    the sum of those of its steps; if none has one, the grader gives it.
+    the sum of those of its steps; if none has one, the grader gives it. With supervision = process
+    a step's reward is that of the call whose answer it was, and 0 where the step has none.
     """
 
     type: Literal["openenv"]

@@ -390,7 +390,23 @@ class ReinforcementMethod(NullableSections):
             raise ValueError(
                 "grader is required with an environment of type 'mcp': an MCP server gives no rewards"
             )
+        if getattr(self.environment, "supervision", "outcome") == "process":
+            self._require_rewards_of_calls()
         return self
+
+    def _require_rewards_of_calls(self) -> None:
+        """Raises ValueError for what knows rewards of whole rollouts alone."""
+        if self.grader is not None:
+            raise ValueError(
+                "grader is given and environment.supervision = 'process': a grader rewards whole "
+                "rollouts. Leave it out, and have the environment reward each call; or leave "
+                "supervision out"
+            )
+        if self.hyperparameters.loss_type == "gspo":
+            raise ValueError(
+                "hyperparameters.loss_type = 'gspo' with environment.supervision = 'process': gspo "
+                "has one advantage for a whole answer. Use dapo, grpo or dr_grpo"
+            )
 
 
 MethodType = Literal[

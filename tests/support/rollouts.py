@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -139,10 +139,10 @@ def rollout(calls: Sequence[RecordedCall], reward: float | None, **changes: Any)
 
 
 def random_trajectories(
-    count: int, answers: int, vocabulary: int, *, seed: int
+    count: int, answers: int, vocabulary: int, *, seed: int, processes: Collection[int] = ()
 ) -> list[AnsweredPrompt]:
     """Groups of rollouts of three calls, of which the last but one of each group has forgotten what
-    came before.
+    came before. `processes`: numbers of groups in which each call has a reward.
     """
     random = np.random.default_rng(seed)
 
@@ -161,6 +161,8 @@ def random_trajectories(
                 spread = random.normal(scale=0.3, size=len(drawn))
                 calls.append(RecordedCall(prompt, drawn, (spread - np.log(vocabulary)).tolist()))
                 prompt = [*ids, *tokens(1, 5)] if place == 1 else [*prompt, *drawn, *tokens(1, 5)]
-            own.append(rollout(calls, float(random.normal())))
+            rewards = random.normal(size=3).tolist() if number in processes else []
+            reward = sum(rewards) if rewards else float(random.normal())
+            own.append(rollout(calls, reward, rewards=rewards))
         groups.append(group(number, own, ids))
     return groups

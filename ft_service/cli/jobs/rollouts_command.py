@@ -62,6 +62,8 @@ def rollouts(
 def _lines(number: int, answer: Mapping[str, Any]) -> Iterator[str]:
     way = answer["trajectory"]
     turns = "" if way is None else f", {way['turns']} turns in {way['rows']} rows"
+    if way is not None and way["rewards"]:
+        turns += f" (rewarded {', '.join(map(_number, way['rewards']))})"
     why = "".join(f", {kind}: {text[:200]}" for kind, text in answer["errors"].items())
     reward = _number(answer["reward"])
     yield f"  answer {number}: reward {reward}, {answer['tokens']} tokens{turns}{why}"

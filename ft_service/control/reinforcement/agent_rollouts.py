@@ -143,6 +143,7 @@ def answer_of(ended: EndedRollout) -> SampledAnswer:
         rows=rows,
         messages=messages,
         calls=calls,
+        rewards=list(ended.rewards),
         rewritten=max(0, len(rows) - 1),
         refused=dict(rollout.refused),
         seconds=ended.seconds,

@@ -14,6 +14,7 @@ from ft_service.agents.addresses import Access
 from ft_service.agents.endpoint import AgentEndpoint
 from ft_service.agents.open_rollouts import MOST_REFUSED, OpenRollout, OpenRollouts
 from ft_service.agents.running import EndedRollout, run_rollouts
+from ft_service.control.reinforcement.agent_rollouts import answer_of
 from ft_service.errors import UnavailableError
 from ft_service.host.signed_post import is_signed
 from ft_service.spec.environments import EndpointEnvironment
@@ -111,6 +112,54 @@ def test_an_agent_that_lies_or_fails_is_an_error_of_a_kind(
     assert ended.error is not None
     assert ended.error.kind == kind
     assert ended.reward is None
+
+
+def test_with_process_supervision_each_answered_call_has_a_reward(agent: Receiver) -> None:
+    asked = Asked(agent, supervision="process")
+
+    def twice(rollout: OpenRollout) -> None:
+        call(rollout)
+        call(rollout)
+
+    ended = asked.ended(200, b'{"rewards": [0.25, -1]}', twice)
+    assert (ended.rewards, ended.reward, ended.error) == ([0.25, -1.0], -0.75, None)
+    answer = answer_of(ended)
+    assert answer.trajectory is not None
+    assert answer.trajectory.rewards == [0.25, -1.0]
+    assert [row.calls for row in answer.trajectory.rows] == [[0], [1]]
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        b"{}",
+        b'{"reward": 1}',
+        b'{"rewards": [1, 2]}',
+        b'{"rewards": []}',
+        b'{"rewards": 1}',
+        b'{"rewards": [null]}',
+        b'{"rewards": [NaN]}',
+        b'{"rewards": [1e300]}',
+        b'{"rewards": ["1"]}',
+        b'{"rewards": [1], "reward": 1}',
+    ],
+)
+def test_rewards_that_are_not_those_of_the_calls(agent: Receiver, body: bytes) -> None:
+    """One call was answered."""
+    ended = Asked(agent, supervision="process").ended(200, body)
+    assert ended.error is not None
+    assert ended.error.kind == "agent_reward_invalid"
+    assert (ended.reward, ended.rewards) == (None, ())
+
+
+def test_rewards_whose_sum_is_beyond_the_limit(agent: Receiver) -> None:
+    def twice(rollout: OpenRollout) -> None:
+        call(rollout)
+        call(rollout)
+
+    ended = Asked(agent, supervision="process").ended(200, b'{"rewards": [7e11, 7e11]}', twice)
+    assert ended.error is not None
+    assert ended.error.kind == "agent_reward_invalid"
 
 
 @pytest.mark.parametrize("body", [b"{}", b'{"reward": null}'])

@@ -33,10 +33,10 @@ def test_the_example_is_one() -> None:
     assert load_function(EXAMPLE).__name__ == "rollout"
 
 
-async def rollout(client: Any, item: Mapping[str, Any]) -> float | None:
+async def rollout(client: Any, item: Mapping[str, Any]) -> Any:
     if item["kind"] == "fails":
         raise RuntimeError("mine")
-    return {"number": 0.5, "none": None}[item["kind"]]
+    return {"number": 0.5, "none": None, "of calls": (1, 0.5), "text": "1,2"}[item["kind"]]
 
 
 def test_what_a_function_returns_is_the_reward() -> None:
@@ -49,12 +49,14 @@ def test_what_a_function_returns_is_the_reward() -> None:
 
         answers = [
             answer(json.dumps({**message, "item": {"kind": kind}}).encode())
-            for kind in ("number", "none", "fails")
+            for kind in ("number", "none", "of calls", "fails", "text")
         ]
         assert [(own.status_code, own.json()) for own in answers] == [
             (200, {"reward": 0.5}),
             (200, {}),
+            (200, {"rewards": [1.0, 0.5]}),
             (500, {"error": "RuntimeError: mine"}),
+            (500, {"error": "ValueError: could not convert string to float: '1,2'"}),
         ]
         assert answer(b"{}", "whsec_b3RoZXI=").status_code == 401
         assert answer(b"{}").status_code == 400

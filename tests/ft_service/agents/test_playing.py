@@ -296,6 +296,30 @@ def test_a_budget_ends_a_game_with_the_rewards_so_far(game: str) -> None:
     assert (ended.error, ended.reward) == (None, 0.25)
 
 
+def test_with_process_supervision_a_steps_reward_is_its_calls(game: str) -> None:
+    [ended] = in_game(game, lambda _: ("on", []), supervision="process")
+    assert (ended.error, ended.rewards, ended.reward) == (None, [0.25, 0.25], 0.5)
+    none = {"action_field": None, "supervision": "process"}
+    says = turns(("no", []), ("{}", []), ('{"message": "on"}', []), ('{"message": "on"}', []))
+    [told] = in_game(game, says, **none)
+    assert told.rewards == [0.0, 0.0, 0.25, 0.25]
+    [lost] = in_game(game, lambda _: ("no", []), [new_rollout(turns=2)], **none)
+    assert (lost.error, lost.rewards) == (None, [0.0, 0.0])
+
+
+def test_a_game_whose_steps_have_no_rewards_gives_no_call_one() -> None:
+    """Neither does that of its beginning count, which is no call's."""
+
+    def answer(kind: str, data: dict[str, Any]) -> dict[str, Any]:
+        return seen("more", 1.0 if kind == "reset" else None)
+
+    with game_served(lambda: answer) as url:
+        [process] = in_game(url, lambda _: ("on", []), supervision="process")
+        [outcome] = in_game(url, lambda _: ("on", []))
+    assert (process.error, process.reward, process.rewards) == (None, None, ())
+    assert (outcome.error, outcome.reward) == (None, 1.0)
+
+
 def test_an_answer_may_be_the_action_itself(game: str) -> None:
     says = turns(("no", []), ("{}", []), ('{"message": "on"}', []), ('{"message": "on"}', []))
     [ended] = in_game(game, says, action_field=None)

@@ -5,12 +5,22 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
+import pytest
+import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from ft_service.reinforcement.advantages import LEAST_DEVIATION
+from ft_service.reinforcement.flat_steps import is_flat
 from ft_service.reinforcement.step_commands import commands_of, metrics_of
-from ft_service.reinforcement.step_records import StepRecord, read_record, write_record
+from ft_service.reinforcement.step_records import (
+    SampledAnswer,
+    StepRecord,
+    read_record,
+    write_record,
+)
 from ft_service.reinforcement.trajectories import RecordedCall, rows_of
 from ft_service.rundir.directory import RunDir
 from tests.support.rollout_commands import SCHEDULE, data_of, spec_with
@@ -85,9 +95,9 @@ def test_a_history_as_it_was_is_one_row(turns: list[tuple[list[int], list[int]]]
 TURNS = [([5], [6, 7]), ([8], [9]), ([5, 5], [6])]
 
 
-def rollouts_of(kind: str) -> StepRecord:
+def rollouts_of(kind: str, **changes: Any) -> StepRecord:
     """A group whose first answer is a rollout of three calls, and whose second one is another."""
-    first = rollout(calls_of(TURNS, REWRITES[kind]), 1.0)
+    first = rollout(calls_of(TURNS, REWRITES[kind]), 1.0, **changes)
     other = rollout(calls_of([([5], [4, 4])], list), 0.0)
     return record(1, [group(0, [first, other])], first_seq=2)
 
@@ -121,8 +131,11 @@ def test_only_sampled_tokens_have_an_advantage_and_their_log_probability() -> No
     assert not row.inputs["logprobs"][~learned].any()
 
 
-def test_a_record_keeps_rows_and_gives_the_same_commands(tmp_path: Path) -> None:
-    found = rollouts_of("without thoughts")
+@pytest.mark.parametrize("rewards", [[], [0.1 + 0.2, 1e-17, 1 / 3]])
+def test_a_record_keeps_rows_and_gives_the_same_commands(
+    tmp_path: Path, rewards: list[float]
+) -> None:
+    found = rollouts_of("without thoughts", rewards=rewards)
     write_record(RunDir(tmp_path), found)
     again = read_record(RunDir(tmp_path), 1)
     assert again is not None
@@ -130,6 +143,50 @@ def test_a_record_keeps_rows_and_gives_the_same_commands(tmp_path: Path) -> None
     assert [own.trajectory and own.trajectory.rows for own in again.answers] == [
         own.trajectory and own.trajectory.rows for own in found.answers
     ]
+
+
+@often
+@given(
+    st.lists(st.tuples(TOKENS, TOKENS, st.sampled_from([-1.0, 0.0, 0.5])), min_size=1, max_size=5),
+    st.sampled_from(list(REWRITES)),
+    st.sampled_from(["none", "group"]),
+)
+def test_with_rewards_of_calls_each_token_has_those_of_its_call_and_later_ones(
+    turns: list[tuple[list[int], list[int], float]], kind: str, scale: str
+) -> None:
+    """Whatever rows the calls are in: token by token, against the formula of DeepSeekMath."""
+    calls = calls_of([(added, drawn) for added, drawn, _ in turns], REWRITES[kind])
+    rewards = [reward for *_, reward in turns]
+    other = rollout(calls_of([([5], [4, 4])], list), 1.0, rewards=[1.0])
+    own = rollout(calls, sum(rewards), rewards=rewards)
+    found = record(1, [group(0, [own, other, answer([], None)])], first_seq=2)
+    spec = spec_with(scale_rewards=scale)
+    every = torch.tensor([*rewards, 1.0], dtype=torch.float64)
+    divisor = every.std() + LEAST_DEVIATION if scale == "group" else 1.0
+    normalised = (every - every.mean()) / divisor
+    expected = Counter[tuple[int, float]]()
+    for number, call in enumerate(calls):
+        advantage = float(normalised[number : len(calls)].sum())
+        expected.update((token, round(advantage, 4)) for token in call.tokens)
+    expected.update([(4, round(float(normalised[-1]), 4))] * 2)
+    tokens = len(own.tokens) + 2
+    learned = Counter(
+        (target, round(advantage * tokens, 4))
+        for datum in data_of(commands_of(found, spec, SCHEDULE))
+        for target, advantage in zip(
+            datum.targets.tolist(), datum.inputs["advantages"].tolist(), strict=True
+        )
+        if advantage
+    )
+    assert learned == Counter({key: count for key, count in expected.items() if abs(key[1]) > 1e-4})
+
+
+def test_a_group_is_flat_only_if_the_rewards_of_its_calls_are() -> None:
+    def twice(*rewards: float) -> SampledAnswer:
+        return rollout(calls_of([([5], [6]), ([5], [7])], list), sum(rewards), rewards=rewards)
+
+    assert not is_flat(group(0, [twice(1.0, 0.0), twice(0.0, 1.0)]))
+    assert is_flat(group(0, [twice(0.5, 0.5), twice(0.5, 0.5)]))
 
 
 def test_metrics_of_rollouts() -> None:

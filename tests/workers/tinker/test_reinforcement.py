@@ -17,7 +17,12 @@ from ft_service.data.tokens.tokenize import load_tokenizer
 from ft_service.reinforcement.prompt_file import PromptFile
 from ft_service.reinforcement.schedule import RolloutSchedule
 from ft_service.reinforcement.step_commands import commands_of, first_commands
-from ft_service.reinforcement.step_records import StepRecord, TrainedRow
+from ft_service.reinforcement.step_records import (
+    AnsweredPrompt,
+    SampledAnswer,
+    StepRecord,
+    TrainedRow,
+)
 from ft_service.rundir.checkpoints import complete_checkpoints
 from ft_service.rundir.directory import RunDir
 from ft_service.rundir.documents import CheckpointMarker, Outcome, OutcomeKind, Result
@@ -100,14 +105,14 @@ def give(
 
 def two_steps(seed: int = 0, temperature: float = 1.0) -> list[StepRecord]:
     """Records of two steps, each of one forward_backward, and of the end. The second step has
-    rollouts of several calls.
+    rollouts of several calls, of which those to the last prompt have a reward for each.
 
     `temperature`: of the answers.
     """
     first = record(
         1, random_groups(3, 4, VOCABULARY, seed=seed), first_seq=2, temperature=temperature
     )
-    rollouts = random_trajectories(3, 4, VOCABULARY, seed=seed + 1)
+    rollouts = random_trajectories(3, 4, VOCABULARY, seed=seed + 1, processes=[2])
     second = record(2, rollouts, first_seq=5, temperature=temperature)
     return [first, second, record(3, [], first_seq=8, ends=True)]
 
@@ -178,13 +183,29 @@ def grpo_loss(model: nn.Module, own: StepRecord, temperature: float) -> Tensor:
     parts: list[Tensor] = []
     for prompt in own.groups:
         rewards = torch.tensor([answer.reward for answer in prompt.answers])
-        for one, advantage in zip(prompt.answers, rewards - rewards.mean(), strict=True):
+        for one, outcome in zip(prompt.answers, rewards - rewards.mean(), strict=True):
+            advantage = outcome if prompt.rewards_of_calls is None else of_tokens(prompt, one)
             drawn = torch.cat(
                 [logs_of_drawn(model, row, temperature) for row in one.rows(prompt.ids)]
             )
             ratio = (drawn.detach() - torch.tensor(one.logprobs)).exp().clamp(max=2.0)
             parts.append(-(ratio * advantage * drawn))
     return torch.cat(parts).mean()
+
+
+def of_tokens(prompt: AnsweredPrompt, own: SampledAnswer) -> Tensor:
+    """A(t), the sum over the calls that end at t or later of their rewards less the mean over all
+    calls of the group (DeepSeekMath, section 4.1.3), of each sampled token, row by row.
+    """
+    ways = [answer.trajectory for answer in prompt.answers]
+    every = torch.tensor([reward for way in ways if way is not None for reward in way.rewards])
+    assert own.trajectory is not None
+    lengths = [call["completion_tokens"] for call in own.trajectory.calls]
+    ends = torch.tensor(lengths).cumsum(0)
+    normalised = torch.tensor(own.trajectory.rewards) - every.mean()
+    found = [normalised[ends > t].sum() for t in range(sum(lengths))]
+    by_call = torch.stack(found).split(lengths)
+    return torch.cat([by_call[number] for row in own.trajectory.rows for number in row.calls])
 
 
 def logs_of_drawn(model: nn.Module, row: TrainedRow, temperature: float) -> Tensor:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import io
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import partial
+from functools import cached_property, partial
 from typing import Any
 
 import numpy as np
@@ -42,6 +42,9 @@ MOST_TRIED = 16
 """Samples among which one with small pictures is chosen."""
 MOST_BYTES = 4 * 2**20
 """Of a conversation's pictures: probes are read whole by the service."""
+
+_AROUND = ("qbeforeq", "qbehindq")
+"""Texts that templates do not change."""
 
 
 def pictured_probe(context: TrainingContext, samples: Sequence[Tokens]) -> list[Probe]:
@@ -108,7 +111,7 @@ def asked_with_pictures(spec: JobSpec, samples: Sequence[Tokens]) -> AskedChat |
     return None
 
 
-@dataclass(frozen=True)
+@dataclass
 class _Reconstruction:
     """A sample, and what makes tokens of conversations."""
 
@@ -131,7 +134,16 @@ class _Reconstruction:
         answer = self.tokenizer.decode(
             learned, skip_special_tokens=False, clean_up_tokenization_spaces=False
         )
-        turns = [*messages, {"role": "assistant", "content": answer}]
+        for said in dict.fromkeys((answer, answer.strip())):  # some templates add a space
+            asked = self._of([*messages, {"role": "assistant", "content": said}])
+            if asked is not None:
+                return asked
+        return None
+
+    def _of(self, turns: Sequence[dict[str, Any]]) -> AskedChat | None:
+        """These messages, if their tokens begin with the sample; None: they do not, or their
+        pictures are too large.
+        """
         whole = self._tokens(turns)
         if not np.array_equal(whole.ids[: len(self.sample.ids)], self.sample.ids):
             return None
@@ -140,9 +152,21 @@ class _Reconstruction:
             return None
         return AskedChat(_as_client_sends(self._signed(turns), sent), whole)
 
+    @cached_property
+    def _marks(self) -> str:
+        """What the chat template writes for a picture, with what may stand around the sign."""
+        content = IMAGE.join(_AROUND)
+        turns = [{"role": "user", "content": content}]
+        text = self.process.write(turns, None, self.options.day, images=True)
+        return text.partition(_AROUND[0])[2].partition(_AROUND[1])[0]
+
     def _signed(self, turns: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
         """Messages with IMAGE in place of what is written for the sample's pictures."""
-        written = [self.processor.replacement(use.picture) for use in self.sample.images]
+        sign = self.processor.image_token
+        written = [
+            self._marks.replace(sign, self.processor.replacement(use.picture))
+            for use in self.sample.images
+        ]
         made: list[dict[str, Any]] = []
         for turn in turns:
             content = turn["content"]

@@ -28,8 +28,9 @@ from workers.data.token_sets import job_samples
 from workers.images.tower import asked
 
 ENDED = (
-    "{% for message in messages %}{% if message.role == 'user' %}USER: {% for part in "
-    "message.content %}{{ '<image>' if part.type == 'image' else part.text }}{% endfor %}"
+    "{% for message in messages %}{% if message.role == 'user' %}USER: "
+    "{% if message.content is string %}{{ message.content }}{% else %}{% for part in "
+    "message.content %}{{ '<image>' if part.type == 'image' else part.text }}{% endfor %}{% endif %}"
     "{% else %} ASSISTANT: {{ message.content }}</s>{% endif %}{% endfor %}"
     "{% if add_generation_prompt %} ASSISTANT: {% endif %}"
 )

@@ -42,14 +42,14 @@ def here(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def samples_of(
-    family: str, folder: Path, chats: list[list[dict[str, Any]]], **options: Any
+    family: str, folder: Path, chats: list[list[dict[str, Any]]]
 ) -> tuple[JobSpec, list[Tokens]]:
     base = save_image_base(folder / "base", family)
     file = folder / "chats.jsonl"
     file.write_text("".join(json.dumps({"messages": own}) + "\n" for own in chats))
     data = DataFileRef(name=file.name, path=str(file), sha256=sha256_of(file))
     more = {"chat_template": ENDED} if family == "llava 1.5" else {}
-    spec = spec_for(base, data, **more, **options)
+    spec = spec_for(base, data, **more)
     tokenizer = load_tokenizer(str(base), more.get("chat_template"))
     return spec, list(load_dataset(tokenizer, data, spec.training.max_length))
 
@@ -72,8 +72,9 @@ def test_a_sample_becomes_the_chat_of_which_it_was_made(family: str, tmp_path: P
     found = [(use.begin, use.end, use.picture.key) for use in asked.whole.images]
     assert found == [(use.begin, use.end, use.picture.key) for use in samples[1].images]
     behind = load_tokenizer(spec.model.path).decode(asked.behind)
-    assert behind.strip().startswith("say")
+    assert "say" in behind
     assert "a square" in behind
+    assert "what" not in behind
 
 
 def test_earlier_turns_are_part_of_it(tmp_path: Path) -> None:
@@ -112,11 +113,10 @@ def test_samples_that_cannot_be_sent_are_none(
     """Those without pictures; those that the job's bounds make other pictures of than the base's;
     those of which the template makes other tokens; those that are too large.
     """
-    bounded = {"data": {"max_pixels": 64 * 64 * 4}}
-    spec, samples = samples_of("qwen 3 vl", tmp_path / "a", [chat(SMALL), chat()], **bounded)
-    assert asked_with_pictures(spec, samples) is None
-    spec, samples = samples_of("qwen 3 vl", tmp_path / "b", [chat(SMALL), chat()])
+    spec, samples = samples_of("qwen 3 vl", tmp_path, [chat(SMALL), chat()])
     assert asked_with_pictures(spec, samples) is not None
+    bounds = spec.data.model_copy(update={"max_pixels": 64 * 64 * 4})
+    assert asked_with_pictures(spec.model_copy(update={"data": bounds}), samples) is None
     assert asked_with_pictures(spec, samples[1:]) is None
     other = samples[0].ids.copy()
     other[0] = other[-1]

@@ -241,6 +241,10 @@ class Probe(_QualityDocument):
     tokens: list[int]
     tuned: list[float]
     base: list[float]
+    chat: list[dict[str, Any]] | None = None
+    """A conversation with a picture, as OpenAI's chat completions take it, whose rendered tokens
+    end with `tokens`; None: `tokens` are the whole sequence.
+    """
 
 
 class Probes(_QualityDocument):

@@ -29,6 +29,7 @@ from ft_service.errors import FtError, NotFoundError, UnavailableError
 from ft_service.host.loops import every, log_errors
 from ft_service.jobs.states import Job
 from ft_service.meters import Meters
+from ft_service.rundir.evaluations import Probe
 from ft_service.rundir.verified_files import refuse_damaged
 from ft_service.serving.inference_server import InferenceServer
 from ft_service.serving.served_verdict import (
@@ -50,6 +51,11 @@ POLL_SECONDS = 2.0
 _GENERATION = "generation_config.json"
 SERVING = "serving.json"
 """Document with the verdict that the job's user was told (served_verdict.py)."""
+_NOTHING_TOLD = (
+    "served, not verified: all that could be compared has images, and the server tells no "
+    "log-probabilities of such prompts (prompt_logprobs of /chat/completions, as vLLM does), or "
+    "its chat template writes other tokens than the job's"
+)
 
 
 def run(settings: Settings, store: Store, meters: Meters, stop: threading.Event) -> None:
@@ -201,8 +207,11 @@ class Handoff:
             "with",
         )
         try:
-            if probes:
-                verdict = judge(probes, [server.logprobs(name, probe.tokens) for probe in probes])
+            told = [(probe, told) for probe in probes if (told := _asked(server, name, probe))]
+            if told:
+                verdict = judge(*zip(*told, strict=True))
+            elif probes:
+                verdict = Verdict(None, _NOTHING_TOLD)
         except UnavailableError:
             return False
         except FtError as error:
@@ -220,6 +229,13 @@ class Handoff:
 
     def _report(self, job: Job, verdict: Verdict, replica: str | None = None) -> None:
         report(self._places.run(job.id), SERVING, self._store, job, verdict, replica)
+
+
+def _asked(server: InferenceServer, name: str, probe: Probe) -> list[float] | None:
+    """The server's log-probabilities of a probe; None: it tells none."""
+    if probe.chat is None:
+        return server.logprobs(name, probe.tokens)
+    return server.chat_logprobs(name, probe.chat, probe.tokens)
 
 
 def _names_in(folder: Path) -> list[str]:

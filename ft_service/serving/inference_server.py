@@ -88,6 +88,31 @@ class InferenceServer:
             )
         return [float(value) for value in given]
 
+    def chat_logprobs(
+        self, name: str, chat: list[dict[str, Any]], tokens: list[int]
+    ) -> list[float] | None:
+        """Log-probabilities in nats of all these tokens but the first, with which a conversation's
+        text ends as the server renders it. None: it tells none of a conversation, or its chat
+        template writes other tokens.
+
+        `prompt_logprobs` is vLLM's: an object for each token, by the tokens' numbers.
+        """
+        body = {
+            "model": name,
+            "messages": chat,
+            "add_generation_prompt": False,
+            "max_tokens": 1,
+            "temperature": 0,
+            "prompt_logprobs": 0,
+        }
+        answer = self._call("POST", "/chat/completions", body)
+        with self._reading("/chat/completions"):
+            told = (answer.json().get("prompt_logprobs") or [])[-len(tokens) :]
+            if len(told) < len(tokens) or str(tokens[0]) not in (told[0] or {}):
+                return None
+            own = [given.get(str(token)) for given, token in zip(told[1:], tokens[1:], strict=True)]
+            return None if None in own else [float(given["logprob"]) for given in own if given]
+
     def complete(self, body: dict[str, Any]) -> list[dict[str, Any]]:
         """The choices of a completion."""
         answer = self._call("POST", "/completions", body, timeout=_ANSWER_TIMEOUT)

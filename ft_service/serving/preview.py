@@ -54,6 +54,8 @@ from ft_service.host.hardware import (
 from ft_service.host.helper_process import HelperFailed
 from ft_service.jobs.states import Job
 from ft_service.launcher.local_launcher import host_id
+from ft_service.rundir.directory import RunDir
+from ft_service.rundir.evaluations import Probe
 from ft_service.serving.base_turns import BaseTurns, is_over
 from ft_service.serving.preview_process import (
     RETRY_SECONDS,
@@ -604,7 +606,7 @@ class Preview:
         if job.id in self._proved:
             return []
         run_dir = self._places.run(job.id)
-        probes = read_probes(run_dir) if not run_dir.has(PREVIEWED) else []
+        probes = _of_tokens(run_dir) if not run_dir.has(PREVIEWED) else []
         if not probes:
             self._proved.add(job.id)
         return [probe.tokens for probe in probes]
@@ -615,7 +617,7 @@ class Preview:
             if process.slot is None and self._gpu:  # the CPU proves nothing about answers on a GPU
                 continue
             run_dir = self._places.run(job.id)
-            verdict = judge(read_probes(run_dir), logprobs)
+            verdict = judge(_of_tokens(run_dir), logprobs)
             log.info("%s in the preview: %s", job.tuned_name, verdict.text)
             try:
                 report(
@@ -633,6 +635,11 @@ class Preview:
                 )
             else:
                 self._proved.add(job.id)
+
+
+def _of_tokens(run_dir: RunDir) -> list[Probe]:
+    """A job's probes but for those with images, which inference servers are asked."""
+    return [probe for probe in read_probes(run_dir) if probe.chat is None]
 
 
 def ends_it() -> SpecError:

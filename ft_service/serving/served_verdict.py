@@ -49,8 +49,10 @@ def judge(probes: Sequence[Probe], served: Sequence[Sequence[float]]) -> Verdict
     from_tuned = distance([probe.tuned for probe in probes], served)
     from_base = distance([probe.base for probe in probes], served)
     learnt = distance([probe.base for probe in probes], [probe.tuned for probe in probes])
+    pictured = sum(probe.chat is not None for probe in probes)
+    among = f" ({pictured} with an image)" if pictured else ""
     distances = (
-        f"{len(probes)} prompts' log-probabilities lie {from_tuned:.3f} nats a token from the "
+        f"{len(probes)} prompts' log-probabilities{among} lie {from_tuned:.3f} nats a token from the "
         f"trainer's and {from_base:.3f} "
         "from the base's"
     )

@@ -75,6 +75,7 @@ from workers.training.kto import Labelled
 from workers.training.loop import Schedule, Trainer
 from workers.training.objective import Objective, Preference, Supervised, supervised
 from workers.training.packing import limits_of
+from workers.training.pictured_probe import pictured_probe
 from workers.training.reference_logprobs import (
     NeededAnswers,
     Referred,
@@ -201,6 +202,7 @@ def train(runtime: Runtime, reporter: Reporter, stop: StopRequest, prepare: Prep
     )
     by_first(reporter.flush)  # the metrics table is made from the events
     probes = measure(built.peft_model, held_out, runtime.device)
+    probes += pictured_probe(context, held_out)
     # Before the model is merged.
     forgetting = measure_forgetting(context, job.step, seconds_of_job(runtime, began))
     second = partial(_sharded_over_all, runtime, described if pictured else None)

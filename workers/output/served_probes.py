@@ -34,18 +34,22 @@ def measure(model: PeftModel, samples: Sequence[Tokens], device: torch.device) -
     ):  # for a handful of short sequences
         for sample in samples[:MOST_PROBES]:
             ids = torch.as_tensor(sample.ids[:MOST_TOKENS], dtype=torch.int64, device=device)
-            # What serves the adapter sees other tokens in place of a picture.
+            # A picture's tokens are none that a server could be asked about: pictured_probe.py.
             if len(ids) < 2 or any(use.begin < len(ids) for use in sample.images):
                 continue
             tuned = _logprobs(model, ids)
             with without_adapter(model):
                 base = _logprobs(model, ids)
-            if all(
-                map(math.isfinite, (*tuned, *base))
-            ):  # others prove nothing, and JSON has no numbers for them
-                probes.append(Probe(tokens=ids.tolist(), tuned=tuned, base=base))
+            probes.append(Probe(tokens=ids.tolist(), tuned=tuned, base=base))
     reshard(model)
-    return probes
+    return finite(probes)
+
+
+def finite(probes: Sequence[Probe]) -> list[Probe]:
+    """Those whose log-probabilities are numbers: others prove nothing, and JSON has none for
+    them.
+    """
+    return [own for own in probes if all(map(math.isfinite, (*own.tuned, *own.base)))]
 
 
 def _logprobs(model: PeftModel, ids: Tensor) -> list[float]:

@@ -83,7 +83,7 @@ def asked_of(spec: JobSpec, samples: Sequence[Tokens], tokenizer: Any) -> Asked:
     options = TokenOptions.of(spec)
     day = options.day
     folder = Path(spec.model.path)
-    with _rendering(tokenizer) as process:
+    with rendering(tokenizer) as process:
         write = _write(process, day) if process else None
         answers = answer_format(write, tokenizer)
         learned = [_question(sample, tokenizer, answers, write) for sample in samples]
@@ -103,7 +103,7 @@ def questions_of_prompts(
 
     Raises DataError for one that the template rejects.
     """
-    with _rendering(tokenizer) as process:
+    with rendering(tokenizer) as process:
         write = _write(process, options.day) if process else None
         return [
             _question_of(number, prompt, tokenizer, write, options.pixels)
@@ -152,7 +152,7 @@ def _write(process: TemplateProcess, day: date) -> _Render:
     return write
 
 
-def _rendering(tokenizer: Any) -> AbstractContextManager[TemplateProcess | None]:
+def rendering(tokenizer: Any) -> AbstractContextManager[TemplateProcess | None]:
     """Start a process that renders with the tokenizer's chat template; None: the tokenizer has no
     template.
     """
@@ -264,7 +264,7 @@ def _question(
     begin, end = last_stretch(sample.targets)
     before = sample.cut(begin)
     ids = before.ids
-    learned, ends = _without_end(sample.ids[begin:end].tolist(), tokenizer)
+    learned, ends = without_end(sample.ids[begin:end].tolist(), tokenizer)
     shown = _with_names(before, tokenizer)
     messages = turns_of(shown, tokenizer, partial(write, prompt=True)) if write else None
     asked = Question(
@@ -293,7 +293,7 @@ def _with_names(prompt: Tokens, tokenizer: Any) -> list[int]:
     return [*shown, *prompt.ids[end:].tolist()]
 
 
-def _without_end(learned: list[int], tokenizer: Any) -> tuple[list[int], frozenset[int]]:
+def without_end(learned: list[int], tokenizer: Any) -> tuple[list[int], frozenset[int]]:
     """A learned answer without the special token that ends it, and that token, if there is one:
     others may stand within.
     """

@@ -102,6 +102,13 @@ class ImageProcessor:
         return _kept(model_path, tokenizer_state(model_path), bounds)
 
     @property
+    def published(self) -> Any:
+        """The published processor, a transformers.ProcessorMixin; parts of it for films and sound
+        may be missing.
+        """
+        return self._processor
+
+    @property
     def size(self) -> dict[str, int]:
         """The image processor's `size`."""
         return dict(self._processor.image_processor.size)

@@ -175,6 +175,77 @@ def test_an_adapter_that_is_loaded_and_ignored_is_found_out(
     assert told(store, job)[0].startswith("The server answers with the base, not with the adapter")
 
 
+PICTURE = {"type": "image_url", "image_url": {"url": "data:image/png;base64,AAAA"}}
+CHAT = [{"role": "user", "content": [PICTURE]}, {"role": "assistant", "content": "a square"}]
+
+
+def asked_with_an_image(store: Store, home: Path, *, alone: bool = False) -> Job:
+    """A job with a probe that shows an image, beside those of text unless `alone`."""
+    job = succeeded(store, home)
+    probe = Probe(tokens=TOKENS, tuned=TUNED, base=BASE)
+    probes = [*([] if alone else [probe]), probe.model_copy(update={"chat": CHAT})]
+    run = Places(home).run(job.id)
+    run.put(PROBES, Probes(step=1, probes=probes).model_dump_json().encode())
+    return job
+
+
+def test_a_chat_with_an_image_is_compared_by_the_tokens_behind_it(
+    tmp_path: Path, store: Store, settings: Settings, replicas: list[FakeVllm]
+) -> None:
+    for vllm in replicas:
+        vllm.chat_tokens = [7, 7, 7, *TOKENS]
+        vllm.logprobs = lambda name, tokens: TUNED if len(tokens) == 4 else [-9, -9, -9, *TUNED]
+    job = asked_with_an_image(store, tmp_path)
+    Handoff(settings, store, tmp_path / "served").look()
+    [message] = told(store, job)
+    assert message.startswith(
+        "Served, verified: 2 prompts' log-probabilities (1 with an image) lie 0.000 nats"
+    )
+    asked = next(body for body in replicas[0].bodies if "messages" in body)
+    assert asked == {
+        **{"model": job.tuned_name, "messages": CHAT, "add_generation_prompt": False},
+        **{"max_tokens": 1, "temperature": 0, "prompt_logprobs": 0},
+    }
+
+
+def test_a_server_that_sees_another_image_is_found_out(
+    tmp_path: Path, store: Store, settings: Settings, replicas: list[FakeVllm]
+) -> None:
+    for vllm in replicas:
+        vllm.chat_tokens = [7, 7, 7, *TOKENS]
+        vllm.logprobs = lambda name, tokens: [-9.0] * 6
+    job = asked_with_an_image(store, tmp_path, alone=True)
+    Handoff(settings, store, tmp_path / "served").look()
+    assert told(store, job)[0].startswith("The server's answers are not the trained model's")
+
+
+@pytest.mark.parametrize("rendered", [[], [7, 7, 1, 2, 8, 4], [3, 4]])
+def test_what_a_server_does_not_tell_of_chats_is_left_out(
+    rendered: list[int],
+    tmp_path: Path,
+    store: Store,
+    settings: Settings,
+    replicas: list[FakeVllm],
+) -> None:
+    """It tells nothing, as SGLang; its template writes other tokens, or fewer."""
+    for vllm in replicas:
+        vllm.chat_tokens = rendered
+        vllm.logprobs = lambda name, tokens: [*TUNED, *TUNED][-len(tokens) + 1 :]
+    job = asked_with_an_image(store, tmp_path)
+    Handoff(settings, store, tmp_path / "served").look()
+    [message] = told(store, job)
+    assert message.startswith("Served, verified: 1 prompts' log-probabilities lie")
+
+
+def test_a_job_of_images_alone_is_not_verified_by_a_server_that_tells_nothing_of_them(
+    tmp_path: Path, store: Store, settings: Settings, replicas: list[FakeVllm]
+) -> None:
+    job = asked_with_an_image(store, tmp_path, alone=True)
+    Handoff(settings, store, tmp_path / "served").look()
+    [message] = told(store, job)
+    assert message.startswith("Served, not verified: all that could be compared has images")
+
+
 def test_a_refusal_is_told_in_the_servers_words_and_not_repeated(
     tmp_path: Path, store: Store, settings: Settings, replicas: list[FakeVllm]
 ) -> None:

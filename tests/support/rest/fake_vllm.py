@@ -33,6 +33,10 @@ class FakeVllm:
     logprobs: Callable[[str, list[int]], list[float]] = field(
         default=lambda name, tokens: [-1.0] * len(tokens)
     )
+    chat_tokens: list[int] = field(default_factory=lambda: list[int]())
+    """What its chat template and image processor make of every conversation. Empty: it tells no
+    log-probabilities of conversations, as SGLang.
+    """
     key: str | None = None
     status: int | None = None
     """Of every answer to a completion; None: that of its request."""
@@ -60,6 +64,8 @@ class FakeVllm:
                 return 200, f"Success: LoRA adapter '{body['lora_name']}' removed successfully."
             case ("POST", "/v1/completions"):
                 return self._complete(body)
+            case ("POST", "/v1/chat/completions"):
+                return self._chat(body)
         return _refusal(404, "Not Found")
 
     def _load(self, name: str, folder: Path) -> tuple[int, Any]:
@@ -91,6 +97,21 @@ class FakeVllm:
                 {**_choice(body, index, known), "text": self.text} for index in range(body["n"])
             ]
         }
+
+    def _chat(self, body: dict[str, Any]) -> tuple[int, Any]:
+        if body["model"] not in (self.base, *self.loaded):
+            return _refusal(404, f"The model `{body['model']}` does not exist.")
+        self.bodies.append(body)
+        if self.status is not None:
+            return _refusal(self.status, "At most 0 image(s) may be provided in one prompt.")
+        message = {"role": "assistant", "content": self.text}
+        answer: dict[str, Any] = {"choices": [{"index": 0, "message": message}]}
+        if not self.chat_tokens or body.get("prompt_logprobs") is None:
+            return 200, answer
+        known = self.logprobs(body["model"], self.chat_tokens)
+        given = zip(self.chat_tokens[1:], known, strict=False)
+        told = [{str(token): {"logprob": own, "rank": 1}} for token, own in given]
+        return 200, {**answer, "prompt_logprobs": [None, *told]}
 
 
 def _choice(body: dict[str, Any], index: int, known: list[float | None]) -> dict[str, Any]:

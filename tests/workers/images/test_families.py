@@ -12,9 +12,10 @@ import torch
 
 from ft_service.rundir.checkpoints import complete_checkpoints
 from ft_service.rundir.directory import RunDir
+from ft_service.rundir.evaluations import PROBES, Probes
 from tests.support.ranks import often_and_slow
 from tests.support.training.attempts import adapter, losses, run_attempt, trained
-from tests.support.training.pictured_jobs import pictured_job, published_loss
+from tests.support.training.pictured_jobs import pictured_job, published_loss, published_probe
 from tests.support.training.pictures import WHOLE
 
 NOISY = {"qwen 3.5": 2e-5}
@@ -30,6 +31,13 @@ def test_one_rank_and_plain_peft_compute_the_same(family: str, tmp_path: Path) -
     alone = trained(spec, tmp_path / "one", 1)
     theirs = published_loss(alone, spec)
     assert losses(alone, "valid_loss")[2] == pytest.approx(theirs, rel=NOISY.get(family, 2e-6))
+    document = alone.read(PROBES, Probes)
+    assert document is not None
+    (probe,) = (own for own in document.probes if own.chat is not None)
+    tuned, base = published_probe(alone, spec, probe)
+    assert probe.tuned == pytest.approx(tuned, abs=2e-4)
+    assert probe.base == pytest.approx(base, abs=2e-4)
+    assert probe.tuned != pytest.approx(probe.base, abs=2e-4)
 
 
 @pytest.mark.slow

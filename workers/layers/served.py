@@ -4,6 +4,7 @@
 
 With g the gradient of its output: ∂B = scale · gᵀ (x Aᵀ), ∂A = scale · (g B)ᵀ x, and ∂x = g Q(·).
 No gradient is as large as a weight. Backward keeps x, A, B and the storage of W, and rounds again.
+In a form that rounds inputs, x is the rounded one in all three, and ∂x passes its rounding too.
 Under FSDP2 all of these are whole, and so is what is rounded, on every rank alike.
 
 The product and its gradients are opaque operators everywhere: next to rounding a weight, calling
@@ -13,7 +14,7 @@ need them.
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -21,7 +22,7 @@ from torch.nn import functional as F
 
 from ft_service.spec import ServedAs
 from workers.layers.linear import FrozenLinear, LoraLinear, stored_parts
-from workers.quant.served_forms import AdapterFactors, served_weight
+from workers.quant.served_forms import AdapterFactors, served_inputs, served_weight
 
 
 class ServedLinear(LoraLinear):
@@ -62,7 +63,8 @@ def _weight(
 def _operator(
     x: Tensor, a: Tensor, b: Tensor, parts: list[Tensor], stored_as: str, scale: float, form: str
 ) -> Tensor:
-    return F.linear(x, _weight(x, a, b, parts, stored_as, scale, form))
+    weight = _weight(x, a, b, parts, stored_as, scale, form)
+    return F.linear(served_inputs(x, cast(ServedAs, form)), weight)
 
 
 @torch.library.custom_op("ft_service::served_linear_grad", mutates_args=())
@@ -77,7 +79,7 @@ def _grad_operator(
     form: str,
     needs_input: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    rows, flat = x.flatten(0, -2), grad.flatten(0, -2)
+    rows, flat = served_inputs(x, cast(ServedAs, form)).flatten(0, -2), grad.flatten(0, -2)
     down = rows @ a.to(x.dtype).t()
     of_b = flat.new_empty(b.shape).addmm_(flat.t(), down, beta=0, alpha=scale)
     of_down = torch.empty_like(down).addmm_(flat, b.to(x.dtype), beta=0, alpha=scale)

@@ -23,7 +23,7 @@ from workers.exports.compressed_tensors import restore
 from workers.layers.linear import LoraLinear, stored_parts
 from workers.layers.segments import CURRENT
 from workers.layers.served import ServedLinear
-from workers.quant.served_forms import AdapterFactors, rounded_rows
+from workers.quant.served_forms import AdapterFactors, rounded_rows, values_of
 from workers.tasks.fidelity import with_adapter
 from workers.tasks.merge import merge
 
@@ -47,10 +47,18 @@ def codes_of(layer: Any) -> tuple[Tensor, Tensor]:
         layer.scaling["default"],
     )
     rows = list(rounded_rows(*stored_parts(weight), factors, layer.served_as))
-    return torch.cat([own.codes for own in rows]), torch.cat([own.scales for own in rows])
+    found = [own.codes for own in rows]
+    return (
+        torch.cat([own.codes for own in found]),
+        torch.cat([own.scales for own in found]),
+        found[0].whole,
+    )
 
 
-@pytest.mark.parametrize(("form", "to"), [("int4_g32", "int4"), ("fp8", "fp8")])
+@pytest.mark.parametrize(
+    ("form", "to"),
+    [("int4_g32", "int4"), ("fp8", "fp8"), ("nvfp4", "nvfp4"), ("mxfp4", "mxfp4")],
+)
 def test_merging_writes_the_codes_by_which_training_has_multiplied(
     base: Path, tmp_path: Path, form: str, to: str
 ) -> None:
@@ -67,20 +75,28 @@ def test_merging_writes_the_codes_by_which_training_has_multiplied(
     }
     assert len(layers) == 14
     stock = AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32)
+    wholes: dict[str, set[float]] = {}
     for name, layer in layers.items():
         assert isinstance(layer, ServedLinear)
-        codes, scales = codes_of(layer)
-        assert torch.equal(held[f"{name}.weight_scale"], scales)
+        codes, scales, whole = codes_of(layer)
+        if whole is None:
+            assert torch.equal(held[f"{name}.weight_scale"], scales)
+        else:  # of which queries, keys and values have the same
+            shared = held[f"{name}.weight_global_scale"]
+            assert torch.equal(
+                held[f"{name}.weight_scale"].float() / shared, scales.float() * whole
+            )
+            wholes.setdefault(name.rpartition(".")[0], set()).add(float(shared))
         if to == "int4":
             shape = torch.Size(held[f"{name}.weight_shape"].tolist())
             theirs = unpack_from_int32(held[f"{name}.weight_packed"], 4, shape).float()
-        else:
+        elif to == "fp8":
             theirs = held[f"{name}.weight"].float()
-        assert torch.equal(theirs, codes.float())
-        weight = stock.get_submodule(name).weight
-        weight.data = (
-            theirs.unflatten(1, (scales.shape[1], -1)).mul(scales.float()[:, :, None]).flatten(1)
-        )
+        else:
+            theirs = held[f"{name}.weight_packed"]
+        assert torch.equal(theirs, codes.to(theirs.dtype))
+        stock.get_submodule(name).weight.data = values_of(theirs, scales, whole)
+    assert all(len(found) == 1 for found in wholes.values())
     CURRENT.use(None)
     ours = logits(model)
     assert difference(logits(stock), ours) < 1e-6
@@ -90,7 +106,8 @@ def test_merging_writes_the_codes_by_which_training_has_multiplied(
         plain = AutoModelForCausalLM.from_pretrained(tmp_path / "plain", dtype=torch.float32)
         assert difference(logits(plain), ours) < 1e-6
     loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "out", dtype=torch.float32)
-    bound = 5e-3 if to == "int4" else 0.1  # values rounded to bf16; inputs rounded to FP8
+    # Values rounded to bf16; inputs rounded to FP8; numbers of bf16.
+    bound = {"int4": 5e-3, "fp8": 0.1}.get(to, 1e-6)
     assert difference(logits(loaded), ours) < bound
 
 

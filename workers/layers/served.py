@@ -14,13 +14,15 @@ need them.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from ft_service.spec import ServedAs
+from ft_service.spec import PrecisionOptions, ServedAs
 from workers.layers.linear import FrozenLinear, LoraLinear, stored_parts
 from workers.quant.served_forms import AdapterFactors, served_inputs, served_weight
 
@@ -30,9 +32,15 @@ class ServedLinear(LoraLinear):
 
     served_as: ServedAs
     """Set once PEFT has made it."""
+    waits = False
+    """Whether it multiplies by base and adapter as they are, as before
+    precision.served_from_step.
+    """
 
     def forward(self, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         """[.., in_features] → [.., out_features], in the dtype of the input."""
+        if self.waits:
+            return super().forward(x, *args, **kwargs)
         base: Any = self.base_layer
         assert type(base) in (nn.Linear, FrozenLinear), "all-linear has no others"
         name = self._adapter
@@ -47,6 +55,26 @@ class ServedLinear(LoraLinear):
             self.served_as,
         )
         return y if base.bias is None else y + base.bias
+
+
+def first_rounded_step(precision: PrecisionOptions, total_steps: int) -> int:
+    """The first training step, counted from 0, that rounds; 0 of a job that rounds none."""
+    return 0 if precision.served_as is None else int(precision.served_from_step * total_steps)
+
+
+@contextmanager
+def unrounded(model: nn.Module, wanted: bool) -> Iterator[None]:
+    """Let layers multiply by base and adapter as they are meanwhile, forward and backward, if it is
+    `wanted`.
+    """
+    layers = [layer for layer in model.modules() if isinstance(layer, ServedLinear) and wanted]
+    for layer in layers:
+        layer.waits = True
+    try:
+        yield
+    finally:
+        for layer in layers:
+            layer.waits = False
 
 
 def _weight(

@@ -316,8 +316,8 @@ def test_the_whole_s_scale_is_a_power_of_two_also_of_zeros() -> None:
 
 def test_training_rounds_once_where_merging_alone_looks_for_the_best_scale() -> None:
     rows = drawn(8, 64)
-    codes, scales = served_forms.to_int4(rows, 32)
-    once, its_scales = rounded(rows, "int4_g32")
+    codes, scales, _ = served_forms.to_int4(rows, 32)
+    once, its_scales, _ = rounded(rows, "int4_g32")
     searched, plain = (
         float((values_of(*own) - rows).square().sum())
         for own in ((codes, scales), (once, its_scales))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
+from ft_service.host.helper_process import Program, run_once
 from ft_service.spec import JobSpec, PrecisionOptions
 from tests.support.training.adapters import difference, logits, merged_by_peft, save_adapter
 from tests.support.training.models import (
@@ -25,7 +27,7 @@ from workers.layers.segments import CURRENT
 from workers.layers.served import ServedLinear
 from workers.quant.served_forms import AdapterFactors, rounded_rows, values_of
 from workers.tasks.fidelity import with_adapter
-from workers.tasks.merge import merge
+from workers.tasks.merge import merge, restore_codes
 
 
 @pytest.fixture(scope="module")
@@ -108,7 +110,42 @@ def test_merging_writes_the_codes_by_which_training_has_multiplied(
     loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "out", dtype=torch.float32)
     # Values rounded to bf16; inputs rounded to FP8; numbers of bf16.
     bound = {"int4": 5e-3, "fp8": 0.1}.get(to, 1e-6)
-    assert difference(logits(loaded), ours) < bound
+    assert difference(logits(loaded.float()), ours) < bound
+
+
+@pytest.mark.parametrize(
+    "form", ["8da4w", pytest.param("int8", marks=pytest.mark.slow)], ids=lambda form: form
+)
+def test_torchao_computes_what_training_has_computed(base: Path, tmp_path: Path, form: str) -> None:
+    """By its own tensors, in fp32: of 8da4w with inputs in 8 bits."""
+    spec = served(base, form)
+    adapter = save_adapter(base, tmp_path / "adapter")
+    model = with_adapter(spec, adapter, CPU)
+    codes, plain, out = (tmp_path / name for name in ("codes", "plain", "out"))
+    merge(base, adapter, codes, to=f"torchao-{form}", precision=spec.precision)
+    restore_codes(codes, plain)
+    command = (sys.executable, "-m", "workers.tasks.round_by_torchao", str(plain), str(out))
+    report = run_once(Program(command=(*command, "--form", form, "--codes", str(codes))))
+    assert report["exact"] == report["tensors"] == 14
+    CURRENT.use(None)
+    ours = logits(model)
+    stock = AutoModelForCausalLM.from_pretrained(plain, dtype=torch.float32)
+    if form == "int8":
+        assert difference(logits(stock), ours) < 1e-6
+    read = AutoModelForCausalLM.from_pretrained(out, dtype=torch.bfloat16)
+    for name, module in stock.named_modules():
+        theirs: Any = read.get_submodule(name)
+        if not name.endswith("proj"):
+            continue
+        weight = theirs.weight
+        assert torch.equal(
+            weight.qdata, load_file(codes / "model.safetensors")[f"{name}.weight_codes"]
+        )
+        if form == "8da4w":  # bf16 holds its scales exactly
+            module.weight = torch.nn.Parameter(weight.to(torch.float32), requires_grad=False)
+    assert difference(logits(stock), ours) < 1e-6
+    assert difference(logits(read), ours) < 0.05, "in bf16"
+    assert difference(logits(merged_by_peft(base, adapter)), ours) > 0.003
 
 
 def test_in_bf16_merging_takes_the_adapter_as_it_was_multiplied_in_bf16(

@@ -49,6 +49,7 @@ from ft_service.rundir.manifest import (
 )
 from ft_service.spec import SERVED_FORMS, JobSpec, Merged, PrecisionOptions, ServedAs
 from workers.base.frozen_weights import fill
+from workers.base.layouts import MXFP4_CODES, MXFP4_SCALES
 from workers.base.load import Safetensors
 from workers.base.parameter_sources import NamedBase, ParameterPiece, find_pieces
 from workers.base.quantized_rows import PlainBase, StoredBase
@@ -171,13 +172,15 @@ def merge(
     with Safetensors(base) as files_of_base, new_folder(out) as folder:
         tensors = PlainBase(files_of_base, base)
         targets = Targets(base, model, tensors, adapter)
-        quantised = merged_weights(model, tensors, to) if to != "bf16" else set[str]()
+        # In MXFP4 such a base goes back to what it was published as, and to nothing else.
+        stacks = {name for name in tensors.names() if to == "mxfp4" and tensors.mxfp4_stack(name)}
+        quantised = set[str]() if to == "bf16" or stacks else merged_weights(model, tensors, to)
         trained = (
             None
             if precision is None or precision.served_as is None
             else TrainedRows(model, files_of_base, base, precision, precision.served_as)
         )
-        stored = MergedStorage(to, quantised, tensors, targets.changed, trained)
+        stored = MergedStorage(to, quantised, tensors, targets.changed, trained, stacks)
         of_unit = {stored.unit(name): name for name in tensors.names()}
         files = in_files(list(of_unit), max_file_bytes)
         rounding = Rounding()
@@ -468,8 +471,10 @@ class MergedStorage:
         tensors: PlainBase,
         changed: Set[str],
         trained: TrainedRows | None = None,
+        stacks: Set[str] = frozenset(),
     ) -> None:
-        """`quantised`: tensors of the base that are not in bf16.
+        """`quantised`: tensors of the base that are not in bf16; `stacks`: those of experts that
+        are in MXFP4, as they were published.
 
         `changed`: those that the adapter changes; `trained`: what the job has multiplied by; None:
         the sum of base and adapter is rounded here. Raises SpecError where no group of INT4 fits
@@ -479,6 +484,7 @@ class MergedStorage:
         self.to = to
         self.quantised = quantised
         self.tensors = tensors
+        self.stacks = stacks
         self._changed = changed
         widths = (tensors.shape(name)[1] for name in quantised)
         if trained is not None:
@@ -500,6 +506,13 @@ class MergedStorage:
         """
         shape = self.tensors.shape(name)
         dtype = self.tensors.dtype(name)
+        if name in self.stacks:
+            experts, cols, rows = shape
+            blocks = experts, rows, cols // mxfp4.BLOCK
+            return (
+                TensorPlan(name + MXFP4_CODES, (*blocks, mxfp4.BLOCK // 2), "U8"),
+                TensorPlan(name + MXFP4_SCALES, blocks, "U8"),
+            )
         if name not in self.quantised:
             return (
                 TensorPlan(
@@ -639,6 +652,10 @@ def _pieces(
         yield whole.to(DTYPES[plan.dtype])
         return
     update = targets.update(name, shape[0])
+    if name in stored.stacks:
+        assert update is None or isinstance(update, ExpertsUpdate)
+        yield from _stack_in_mxfp4(name, shape[0], update, stored, rounding)
+        return
     if len(unit) > 1:
         yield from _quantised(name, shape, update, stored, wholes, rounding)
         return
@@ -647,6 +664,32 @@ def _pieces(
         if update:
             rounding.add(held.float(), exact, values.float())
         yield values
+
+
+def _stack_in_mxfp4(
+    name: str,
+    experts: int,
+    update: ExpertsUpdate | None,
+    stored: MergedStorage,
+    rounding: Rounding,
+) -> Iterator[Tensor]:
+    """The codes of a stack's matrices, one by one, and then all exponents: as they were published,
+    byte by byte, where nothing changes them.
+    """
+    stack = stored.tensors.mxfp4_stack(name)
+    assert stack is not None
+    rows = stack.shape[1]
+    scales = list[Tensor]()
+    for expert in range(experts):
+        parts = stack.parts_of(expert, 0, rows)
+        if update is not None:
+            held = stored.tensors.rows(name, expert, expert + 1).float()
+            exact = update.rows(held, expert, expert + 1)
+            parts = mxfp4.quantize(exact[0].mT.contiguous())
+            rounding.add(held, exact, values_of(*parts).mT[None])
+        scales.append(parts.scales)
+        yield parts.codes.unflatten(1, (-1, mxfp4.BLOCK // 2))
+    yield torch.stack(scales)
 
 
 def _exact_rows(
@@ -704,7 +747,8 @@ def _write_config(base: Path, model: PreTrainedModel, folder: Path, stored: Merg
     """The base's config, with the dtype and layout of what was written."""
     config = read_config(base)
     for part in (config, config.get("text_config") or {}):
-        part.pop("quantization_config", None)  # what was quantised is written as its values
+        if not stored.stacks:  # what was quantised is written as its values
+            part.pop("quantization_config", None)
     config.pop("torch_dtype", None)
     config["dtype"] = "bfloat16"
     if stored.quantised and stored.to in get_args(Merged):

@@ -328,6 +328,27 @@ def gate_kept(*, fused: bool) -> int:
     return 3 if fused else 4
 
 
+# Moments of AdamW in 8 bits (workers/quant/dynamic8.py) -------------------------------------------
+
+MOMENT_BLOCK = 128
+"""Columns of a row whose codes share a scale."""
+_LEAST_COLUMNS = 8
+"""Of a matrix whose moments are kept in 8 bits: of fewer, a row's scale takes half of what its
+numbers would."""
+
+
+def moments_in_8_bits(cols: int) -> bool:
+    """Whether moments of a matrix of so many columns are kept in 8 bits, if a job wants it."""
+    return cols >= _LEAST_COLUMNS
+
+
+def moments_bytes(rows: int, cols: int, *, in_8_bits: bool) -> int:
+    """Bytes of both moments of a matrix."""
+    if not (in_8_bits and moments_in_8_bits(cols)):
+        return 8 * rows * cols
+    return 2 * rows * (cols + 4 * -(-cols // MOMENT_BLOCK))
+
+
 # Weights that are rounded with their adapter (workers/quant/served_forms.py) ----------------------
 
 SERVED_BLOCK = {"cpu": 2**17, "cuda": 2**22}
@@ -340,7 +361,12 @@ SERVED_MOVED_BYTES = 96
 fp32, those of the sum in fp64."""
 
 
-def served_bytes(numel: int, number_bytes: int, *, gpu: bool) -> int:
-    """Bytes while a weight is made that is multiplied by: itself, and the block that is rounded."""
+def served_bytes(numel: int, number_bytes: int, *, gpu: bool, kept_sums: bool = False) -> int:
+    """Bytes while a weight is made that is multiplied by: itself, and the block that is rounded.
+
+    `kept_sums`: whether all sums in fp32 are there before the first is rounded, as in NVFP4, whose
+    scale of the whole weight depends on all.
+    """
     block = min(numel, SERVED_BLOCK["cuda" if gpu else "cpu"])
-    return number_bytes * numel + SERVED_BLOCK_BYTES * block
+    sums = 4 * numel if kept_sums else 0
+    return number_bytes * numel + sums + SERVED_BLOCK_BYTES * block

@@ -42,6 +42,8 @@ PLACES = (
             "vllm": "the adapter, loaded beside its base; many can share one base",
             "merged-fp8": "one model with linear layers in FP8",
             "merged-int4": "one model with linear layers in INT4: the smallest",
+            "merged-nvfp4": "one model with linear layers in NVFP4",
+            "merged-mxfp4": "one model with linear layers, or experts published so, in MXFP4",
         },
     ),
     ExportPlace(
@@ -91,7 +93,7 @@ def run_commands(form: str, job: Mapping[str, Any], base: str, name: str) -> str
             f"--lora-modules {name}=./vllm"
         ),
         "merged-fp8": serve,
-        "merged-int4": serve,
+        **dict.fromkeys(("merged-int4", "merged-nvfp4", "merged-mxfp4"), serve),
         "merged": python,
         **dict.fromkeys(("torchao-int8", "torchao-fp8", "torchao-nvfp4"), python),
         "torchao-8da4w": (

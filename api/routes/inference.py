@@ -335,8 +335,8 @@ def _refuse_rounded(spec: JobSpec) -> None:
     if form is not None:
         raise SpecError(
             f"The tuned model was trained to be served in {form} (precision.served_as), to which "
-            "the preview does not round base and adapter: merge it (ft merge --to "
-            f"{SERVED_FORMS[form].merged_to}), and serve the merged model.",
+            f"the preview does not round base and adapter: merge it ({SERVED_FORMS[form].how}), "
+            "and serve the merged model.",
             param="model",
             code="model_not_served",
         )

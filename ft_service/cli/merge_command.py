@@ -24,6 +24,8 @@ class MergeFormat(StrEnum):
     BF16 = "bf16"
     FP8 = "fp8"
     INT4 = "int4"
+    NVFP4 = "nvfp4"
+    MXFP4 = "mxfp4"
 
 
 def register(app: typer.Typer) -> None:

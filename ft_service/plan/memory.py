@@ -233,6 +233,7 @@ def rank_bytes(job: ShardedJob, batches: MicroBatches, machine: Machine) -> Rank
     for weight in job.frozen:
         by_format[weight.format] += weight.bytes_on_rank(layout)
     numel = sum(a.numel_on_rank(layout) for a in job.adapters)
+    in_8_bits = job.spec.training.optim == "adamw_8bit"
     fused = _fused_parts(job, machine)
     kept = _kept_by_mode(job, batches.tokens, fused)
     by_token = _product_workspace(job, machine) + _copied_by_lots(job, machine)
@@ -252,7 +253,8 @@ def rank_bytes(job: ShardedJob, batches: MicroBatches, machine: Machine) -> Rank
         base=by_format,
         adapters=numel * FP32_BYTES,
         gradients=numel * FP32_BYTES,
-        optimizer=2 * numel * FP32_BYTES + sum(a.tensors for a in job.adapters) * FP32_BYTES,
+        optimizer=sum(a.moments_on_rank(layout, in_8_bits=in_8_bits) for a in job.adapters)
+        + sum(a.tensors for a in job.adapters) * FP32_BYTES,
         gather=sum(map(_gather, gathered)),
         accumulation=_accumulation(job, batches),
         activations=kept[mode],
@@ -501,7 +503,12 @@ def _dequantised(job: ShardedJob, machine: Machine) -> int:
     """
     if job.spec.precision.served_as is not None:
         return max(
-            served_bytes(weight.numel, job.compute_bytes, gpu=not machine.shared_memory)
+            served_bytes(
+                weight.numel,
+                job.compute_bytes,
+                gpu=not machine.shared_memory,
+                kept_sums=job.spec.precision.served_as == "nvfp4",
+            )
             for weight in job.base.quantizable
         )
 

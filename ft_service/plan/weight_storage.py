@@ -22,6 +22,7 @@ from ft_service.bases.module_rules import (
     values_by_module,
 )
 from ft_service.errors import SpecError
+from ft_service.kernel_limits import moments_bytes
 from ft_service.spec import FORMATS, JobSpec, WeightFormat
 from ft_service.spec.mesh import mesh_shape
 
@@ -135,6 +136,17 @@ class AdapterShape:
         if self.whole:
             return layout.rows(self.rows) * self.cols
         return layout.rows(self.r) * self.cols + layout.rows(self.rows) * (self.r + self.magnitude)
+
+    def moments_on_rank(self, layout: ShardLayout, *, in_8_bits: bool) -> int:
+        """Bytes of AdamW's moments; of vectors in fp32."""
+        rows, r = (
+            (self.rows, self.r) if self.on_every_rank else map(layout.rows, (self.rows, self.r))
+        )
+        if self.whole:
+            return moments_bytes(rows, self.cols, in_8_bits=in_8_bits)
+        matrices = ((r, self.cols), (rows, self.r))
+        vector = moments_bytes(rows, int(self.magnitude), in_8_bits=False)
+        return vector + sum(moments_bytes(*size, in_8_bits=in_8_bits) for size in matrices)
 
 
 @dataclass(frozen=True)

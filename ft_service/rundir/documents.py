@@ -199,6 +199,12 @@ class ExportFormat(StrEnum):
     """As `merged`, with linear layers in FP8 per row (compressed-tensors)."""
     MERGED_INT4 = "merged-int4"
     """As `merged`, with linear layers in INT4 per group (compressed-tensors, pack-quantized)."""
+    MERGED_NVFP4 = "merged-nvfp4"
+    """As `merged`, with linear layers in NVFP4 (compressed-tensors, nvfp4-pack-quantized)."""
+    MERGED_MXFP4 = "merged-mxfp4"
+    """As `merged`, with linear layers in MXFP4 (compressed-tensors, mxfp4-pack-quantized), or what
+    the base was published with in MXFP4.
+    """
     GGUF = "gguf"
     """Merged model for llama.cpp and Ollama, in bf16."""
     GGUF_Q8 = "gguf-q8_0"

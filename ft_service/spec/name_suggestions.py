@@ -155,10 +155,8 @@ VALUES: Mapping[str, str] = {
     **dict.fromkeys(("int8", "8bit", "8-bit", "float8", "q8", "e4m3"), "fp8"),
     **dict.fromkeys(("fp16", "float16", "half", "bfloat16", "16bit", "none"), "bf16"),
     **dict.fromkeys(("float32", "float"), "fp32"),
-    **dict.fromkeys(
-        ("adamw", "adam", "adamw_8bit", "adamw_bnb_8bit", "paged_adamw_8bit", "adamw_torch_fused"),
-        "adamw_torch",
-    ),
+    **dict.fromkeys(("adamw", "adam", "adamw_torch_fused"), "adamw_torch"),
+    **dict.fromkeys(("adamw_bnb_8bit", "paged_adamw_8bit", "adamw_torch_8bit"), "adamw_8bit"),
     **dict.fromkeys(("cosine_with_restarts", "cosine_with_min_lr", "cosine_annealing"), "cosine"),
     **dict.fromkeys(("constant_with_warmup",), "constant"),
     **dict.fromkeys(("all", "all_linear", "linear"), "all-linear"),

@@ -195,13 +195,19 @@ class PrecisionOptions(Strict):
     """
     served_as: ServedAs | None = None
     """The form in which the tuned model will be served merged: int4_g128, int4_g64, int4_g32 (INT4
-    with a scale for every 128, 64 or 32 columns of a row) or fp8 (a scale for each row). Layers
-    then multiply by what base and adapter give together once that is rounded to this form, in
-    training as in validation, and `ft merge` writes exactly these codes. It needs an adapter on
-    every linear layer of the decoder layers, and is not for mixtures of experts, use_dora,
-    lora_dropout, sampling by method reinforcement or Tinker's clients, or engines: such a job is
-    trained alone. The adapter is for that form alone: other exports are refused. None: layers
-    compute with base and adapter as they are.
+    with a scale for every 128, 64 or 32 columns of a row), fp8, int8 (a scale for each row), nvfp4,
+    mxfp4, or 8da4w (INT4 by 32 columns, and inputs of the layers rounded to INT8 token by token, as
+    phones compute). Layers then multiply by what base and adapter give together once that is
+    rounded to this form, in training as in validation, and `ft merge` or `ft export` writes exactly
+    these codes. It needs an adapter on every linear layer of the decoder layers, and is not for
+    mixtures of experts, use_dora, lora_dropout, sampling by method reinforcement or Tinker's
+    clients, or engines: such a job is trained alone. The adapter is for that form alone: other
+    exports are refused. None: layers compute with base and adapter as they are.
+    """
+    served_from_step: Annotated[Number, Field(ge=0, lt=1)] = 0.0
+    """Share of the training steps that train base and adapter as they are, before layers are
+    rounded as `served_as` says; validations and answers are rounded from the first. It is given
+    with `served_as` only.
     """
 
     @property
@@ -343,7 +349,12 @@ class TrainingOptions(Strict):
     """
     max_grad_norm: Annotated[Number, Field(ge=0)] = 1.0
     """Gradients are scaled down to this global 2-norm; 0: never."""
-    optim: Literal["adamw_torch"] = "adamw_torch"
+    optim: Literal["adamw_torch", "adamw_8bit"] = "adamw_torch"
+    """adamw_torch: AdamW with both moments in fp32. adamw_8bit: the same with the moments of
+    matrices kept in 8 bits, by dynamic codes with a scale for every 128 columns of a row: a quarter
+    of the memory, for modules_to_save and large ranks. Blocks lie within rows, so that any number
+    of ranks trains with the same bits. Not with Tinker's clients.
+    """
     eval_steps: Annotated[int, Field(ge=1, le=NEVER)] | None = None
     """Optimizer steps between validations; None: at the end of every epoch.
 

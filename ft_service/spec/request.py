@@ -133,7 +133,14 @@ _NOT_OF_STUDENT = (
 )
 _NOT_OF_METHOD = {
     "reinforcement": _NOT_OF_REINFORCEMENT,
-    "tinker": _NOT_OF_SAMPLED,
+    "tinker": (
+        *_NOT_OF_SAMPLED,
+        (
+            "training",
+            "optim",
+            "its clients load the moments of other jobs, which are kept in fp32. Leave it out",
+        ),
+    ),
     "distillation": _NOT_OF_DISTILLATION,
 }
 """Method → section, option, and what to do instead."""

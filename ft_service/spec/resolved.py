@@ -367,6 +367,12 @@ def resolve(request: JobRequest, context: JobContext) -> JobSpec:
     check_served(request.serve, request.lora, request.precision)
     _check_pixels(request)
     _check_teacher(request.method, context)
+    if request.precision.served_from_step and request.precision.served_as is None:
+        raise SpecError(
+            f"precision.served_from_step = {request.precision.served_from_step} without "
+            "precision.served_as: nothing is rounded that could begin late. Give both or neither.",
+            param="precision.served_from_step",
+        )
     distributed = _resolve_distributed(request.distributed, context.gpus)
     _check_method_shares(distributed, request.method.type)
     name = TunedName.of_job(
@@ -576,7 +582,9 @@ def _inherited_precision(given: PrecisionOptions, parent: PrecisionOptions) -> P
         named = named - {"default"}
     if "default" in named:
         named = named | {"overrides"}
-    return parent.model_copy(update={name: getattr(given, name) for name in named})
+    # What was trained rounded goes on so from its first step, unless it is asked for.
+    given_values = {name: getattr(given, name) for name in named}
+    return parent.model_copy(update={"served_from_step": 0.0, **given_values})
 
 
 def _resolve_distributed(options: DistributedOptions, gpus: int) -> DistributedOptions:

@@ -20,10 +20,13 @@ published plain, or in a layout that no format holds.
 """
 FormatChoice = WeightFormat | Literal["as_published"]
 
-ServedAs = Literal["int4_g128", "int4_g64", "int4_g32", "fp8"]
+ServedAs = Literal["int4_g128", "int4_g64", "int4_g32", "fp8", "nvfp4", "mxfp4", "int8", "8da4w"]
 """A form in which a merged model is served, and for which an adapter can be trained: INT4 with a
-scale for every 128, 64 or 32 columns of a row, or FP8 with one for each row.
+scale for every 128, 64 or 32 columns of a row, FP8 or INT8 with one for each row, NVFP4, MXFP4, or
+8da4w: INT4 by 32 columns whose inputs are rounded to INT8, token by token.
 """
+Merged = Literal["bf16", "fp8", "int4", "nvfp4", "mxfp4"]
+"""What `ft merge` writes: the values of its --to."""
 
 
 @dataclass(frozen=True)
@@ -81,17 +84,33 @@ def keeps(choice: FormatChoice, published: WeightFormat) -> bool:
 
 @dataclass(frozen=True)
 class ServedForm:
-    """What `ft merge` writes for a `ServedAs`."""
+    """How a `ServedAs` is exported."""
 
-    merged_to: Literal["fp8", "int4"]
-    """The value of its --to."""
+    exported_as: str
+    """The value of `ft export --format`."""
     group: int = 0
     """Columns that share a scale; 0: those of the row."""
+    merged_to: Merged | None = None
+    """What `ft merge --to` calls it; None: torchao writes it, as an export alone."""
+    rounds_inputs: bool = False
+    """Whether inputs of layers are rounded too."""
+
+    @property
+    def how(self) -> str:
+        """The commands that write it, for messages."""
+        exported = f"ft export --format {self.exported_as}"
+        return (
+            exported if self.merged_to is None else f"ft merge --to {self.merged_to}, or {exported}"
+        )
 
 
 SERVED_FORMS: dict[ServedAs, ServedForm] = {
-    "int4_g128": ServedForm("int4", 128),
-    "int4_g64": ServedForm("int4", 64),
-    "int4_g32": ServedForm("int4", 32),
-    "fp8": ServedForm("fp8"),
+    "int4_g128": ServedForm("merged-int4", 128, "int4"),
+    "int4_g64": ServedForm("merged-int4", 64, "int4"),
+    "int4_g32": ServedForm("merged-int4", 32, "int4"),
+    "fp8": ServedForm("merged-fp8", merged_to="fp8"),
+    "nvfp4": ServedForm("merged-nvfp4", FORMATS["nvfp4"].block, "nvfp4"),
+    "mxfp4": ServedForm("merged-mxfp4", FORMATS["mxfp4"].block, "mxfp4"),
+    "int8": ServedForm("torchao-int8"),
+    "8da4w": ServedForm("torchao-8da4w", 32, rounds_inputs=True),
 }

@@ -26,6 +26,7 @@ from tests.support.training.attempts import losses, messages, run_attempt, table
 from tests.support.training.models import (
     reference,
     save_chat_base,
+    save_chats,
     save_pairs,
     save_tiny,
     save_tiny_llama,
@@ -33,7 +34,7 @@ from tests.support.training.models import (
 )
 from tests.support.training.parity import CPU, MIXED, assert_parity, reference_steps, train_steps
 from workers.model.build import build
-from workers.quant.served_forms import rounded, values_of
+from workers.quant.served_forms import rounded, served_inputs, values_of
 from workers.tasks.export import export
 from workers.tasks.merge import merge_and_measure
 
@@ -63,6 +64,7 @@ def straight_through(model: Path, spec: JobSpec, dtype: torch.dtype) -> nn.Modul
         )
         sums = sums.float()
         values = values_of(*rounded(sums.detach(), form))
+        x = x + (served_inputs(x, form) - x).detach()
         return F.linear(x, sums + (values - sums).detach(), layer.base_layer.bias)
 
     for module in peft_model.modules():
@@ -79,6 +81,12 @@ def straight_through(model: Path, spec: JobSpec, dtype: torch.dtype) -> nn.Modul
         pytest.param(1, "fp8", {"activation_checkpointing": "selective"}, marks=pytest.mark.slow),
         pytest.param(2, "int4_g64", {"keep_unsharded": True}, marks=pytest.mark.slow),
         pytest.param(3, "fp8", {}, marks=pytest.mark.slow),
+        (3, "nvfp4", {}),
+        pytest.param(1, "nvfp4", {}, marks=pytest.mark.slow),
+        pytest.param(2, "nvfp4", {}, marks=pytest.mark.slow),
+        pytest.param(2, "mxfp4", {}, marks=pytest.mark.slow),
+        pytest.param(3, "8da4w", {}, marks=pytest.mark.slow),
+        pytest.param(2, "int8", {}, marks=pytest.mark.slow),
         pytest.param(2, "int4_g32", {"compile": True}, marks=pytest.mark.slow),
     ],
 )
@@ -96,6 +104,52 @@ def test_loss_and_every_gradient_are_those_of_autograd_straight_through_the_roun
         train_steps, world, served(base, world, form, distributed=distributed)
     ):
         assert_parity(ours, truth)
+
+
+def losses_from_step(folder: Path, world: int, **options: Any) -> RunDir:
+    base = save_chat_base(folder / "base")
+    spec = served(
+        base,
+        world,
+        "nvfp4",
+        data=save_chats(folder / "train.jsonl", 12),
+        training={
+            "max_steps": 4,
+            "batch_size": 4,
+            "learning_rate": 2e-2,
+            "optim": "adamw_8bit",
+        },
+        checkpoint={"save_steps": 1, "save_total_limit": 10},
+        **options,
+    )
+    return trained(spec, folder / "run", world)
+
+
+def test_rounding_begins_at_its_step_and_a_job_resumes_bit_for_bit_across_it(
+    tmp_path: Path,
+) -> None:
+    """With moments in 8 bits, on two ranks."""
+    late = losses_from_step(tmp_path / "late", 2, precision={"served_from_step": 0.5})
+    never = losses_from_step(tmp_path / "never", 2, precision={"served_as": None})
+    always = losses_from_step(tmp_path / "always", 2)
+    found, plain, rounded_ = losses(late), losses(never), losses(always)
+    assert [found[step] for step in (1, 2)] == [plain[step] for step in (1, 2)]
+    assert found[3] != plain[3]
+    assert found[1] != rounded_[1]
+    told = [text for text in messages(late) if "served_from_step" in text]
+    assert len(told) == 1
+    assert told[0].startswith("From step 3 of 4 on")
+    for step in (1, 2):
+        run = RunDir(tmp_path / f"resumed-{step}")
+        shutil.copytree(late.path("attempts"), run.path("attempts"))
+        name = f"step-{step}-a1"
+        shutil.copytree(late.path(f"checkpoints/{name}"), run.path(f"checkpoints/{name}"))
+        for file in ("spec.json", "origins.json"):
+            shutil.copy(late.path(file), run.path(file))
+        assert run_attempt(run, 2, 2, name) == Outcome(kind=OutcomeKind.SUCCEEDED)
+        assert losses(run) == found
+        for key, matrix in trained_adapter(late).items():
+            assert torch.equal(trained_adapter(run)[key], matrix), key
 
 
 @pytest.fixture(scope="module")
@@ -182,7 +236,8 @@ def body(**options: Any) -> dict[str, Any]:
         ({"lora": {"target_parameters": ["mlp.experts.down_proj"]}}, "lora.target_parameters"),
         ({"lora": {"target_modules": ["q_proj"]}}, "lora.target_modules"),
         ({"method": {"type": "reinforcement", **REINFORCEMENT}}, "method.type"),
-        ({"precision": {"served_as": "nvfp4"}}, "nvfp4"),
+        ({"precision": {"served_as": "nf4"}}, "nf4"),
+        ({"precision": {"served_as": "fp8", "served_from_step": 1.0}}, "served_from_step"),
     ],
 )
 def test_what_cannot_be_rounded_together_is_refused_by_name(
@@ -198,6 +253,11 @@ def test_what_cannot_be_rounded_together_is_refused_by_name(
 def test_a_parent_s_form_goes_on_and_is_refused_where_it_does_not_fit(base: Path) -> None:
     parent = served(base, form="fp8")
     assert inherit(parse_request(body()), parent, "ft:parent").precision.served_as == "fp8"
+    late = served(base, form="fp8", precision={"served_from_step": 0.5})
+    assert inherit(parse_request(body()), late, "ft:parent").precision.served_from_step == 0
+    with pytest.raises(SpecError, match=r"without precision\.served_as") as alone:
+        spec_for(base, precision={"served_from_step": 0.5})
+    assert alone.value.param == "precision.served_from_step"
     plain = body(precision={"served_as": None})
     assert inherit(parse_request(plain), parent, "ft:parent").precision.served_as is None
     sampled = parse_request(body(method={"type": "reinforcement", **REINFORCEMENT}))
@@ -216,7 +276,7 @@ def test_a_parent_s_form_goes_on_and_is_refused_where_it_does_not_fit(base: Path
 def test_a_base_that_is_not_merged_to_the_form_is_refused_before_training(
     base: Path, tmp_path: Path
 ) -> None:
-    with pytest.raises(SpecError, match=r"192 columns, .* int4_g64 and int4_g32 and fp8 would fit"):
+    with pytest.raises(SpecError, match=r"192 columns, .* int4_g64 and int4_g32 and fp8 and nvfp4"):
         build(served(base, form="int4_g128"), CPU)
     mixture = save_tiny("mixtral", tmp_path / "mixture")
     with pytest.raises(SpecError, match=r"leave precision\.served_as out") as refused:

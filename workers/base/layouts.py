@@ -109,7 +109,7 @@ SIGNED_CODES = "I8"
 """The same where files call these bytes integers with a sign (DeepSeek V4)."""
 EXPONENTS = "F8_E8M0"
 MXFP4_SCALES = "_scales"
-_MXFP4_CODES = "_blocks"
+MXFP4_CODES = "_blocks"
 _MXFP4_WIDTH = 16
 _COMPANION = re.compile(
     r"\.weight\.|[._](weight|input|output|activation|kv|[qkv])_scale(_inv)?$|experts\.\w+_(scales|scale_inv)$|\.weight_shape$"
@@ -276,7 +276,7 @@ def _logical_name(name: str, dtypes: Mapping[str, str]) -> str:
         own = SCALES[1]
     if own is not None:
         return name if f"{stem}.{own}" in dtypes else f"{stem}.{own}"
-    stem = name.removesuffix(_MXFP4_CODES)
+    stem = name.removesuffix(MXFP4_CODES)
     if (
         stem != name
         and dtypes[name] == dtypes.get(stem + MXFP4_SCALES) == "U8"
@@ -500,7 +500,7 @@ def announced_formats(names: Iterable[str], section: Mapping[str, Any]) -> dict[
     it without the files.
     """
     held = set(names)
-    blocks = {name.removesuffix(_MXFP4_CODES) for name in held if name.endswith(_MXFP4_CODES)}
+    blocks = {name.removesuffix(MXFP4_CODES) for name in held if name.endswith(MXFP4_CODES)}
     found: dict[str, WeightFormat] = {
         stack: "mxfp4" for stack in blocks if stack + MXFP4_SCALES in held
     }

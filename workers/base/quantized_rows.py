@@ -434,6 +434,11 @@ class PlainBase:
             else self._files.dtype(name)
         )
 
+    def mxfp4_stack(self, name: str) -> MXFP4Stack | None:
+        """A stack of experts that is published in MXFP4; None: it is none."""
+        stored = self._base.stored(name) if self.declared else None
+        return stored if isinstance(stored, MXFP4Stack) else None
+
     def rows(self, name: str, start: int, end: int) -> Tensor:
         """Rows [start, end); of a stack, matrices."""
         stored = self._base.stored(name) if self.declared else None

@@ -1,9 +1,13 @@
-"""compressed-tensors' layouts, which vLLM and transformers load: FP8 by rows, and INT4 by groups.
+"""compressed-tensors' layouts, which vLLM and transformers load: FP8 by rows, INT4 by groups, and
+NVFP4 and MXFP4 by blocks.
 
 FP8     `X.weight` e4m3 [out, in], `X.weight_scale` bf16 [out, 1]
 INT4    `X.weight_packed` int32 [out, in / 8], `X.weight_scale` bf16 [out, in / group],
 `X.weight_shape` int64 [2]
         (w4a16, symmetric: value = (code - 8) · scale, code i of an int32 in its bits 4i to 4i + 3)
+NVFP4   `X.weight_packed` u8 [out, in / 2], `X.weight_scale` e4m3 [out, in / 16],
+`X.weight_global_scale` fp32 [1], which divides
+MXFP4   `X.weight_packed` u8 [out, in / 2], `X.weight_scale` u8 [out, in / 32]: exponents of two
 """
 
 from __future__ import annotations
@@ -21,6 +25,7 @@ from ft_service.errors import SpecError
 from workers.base.base_tensors import Safetensors
 from workers.base.layouts import PACKED_DTYPE
 from workers.base.quantized_rows import from_int4
+from workers.quant import mxfp4, nvfp4
 
 _INDEX = "model.safetensors.index.json"
 _CONFIG = "config.json"
@@ -60,6 +65,9 @@ these.
 PACKED = "_packed"
 SCALE = "_scale"
 SHAPE = "_shape"
+WHOLE = "_global_scale"
+CODES = "_codes"
+"""Behind the name of a tensor in a folder that only the export by torchao reads."""
 _PER_WORD = 8
 _ZERO = 8
 
@@ -71,37 +79,57 @@ def packed(codes: Tensor) -> Tensor:
     return (words << shifts).sum(dim=2).to(torch.uint32).view(torch.int32)
 
 
-def group_of(columns: Iterable[int]) -> int:
-    """The group that fits layers of these widths. Raises SpecError if none does."""
+def group_of(to: str, columns: Iterable[int]) -> int:
+    """The group that fits layers of these widths; 0: the form has none. Raises SpecError if none
+    does.
+    """
     widths = set(columns)
-    for group in GROUPS:
+    known = {"int4": GROUPS, "nvfp4": (nvfp4.BLOCK,), "mxfp4": (mxfp4.BLOCK,)}.get(to, ())
+    for group in known:
         if all(width % group == 0 for width in widths):
             return group
-    odd = next(width for width in sorted(widths) if width % GROUPS[-1])
+    if not known:
+        return 0
+    odd = next(width for width in sorted(widths) if width % known[-1])
     raise SpecError(
-        f"INT4 stores groups of {', '.join(map(str, GROUPS))} columns; the model has a layer of "
-        f"{odd}: merge to fp8 or bf16.",
+        f"{to.upper()} stores groups of {', '.join(map(str, known))} columns; the model has a "
+        f"layer of {odd}: merge to fp8 or bf16.",
         param="to",
     )
+
+
+_FORMATS = {
+    "fp8": "float-quantized",
+    "int4": "pack-quantized",
+    "nvfp4": "nvfp4-pack-quantized",
+    "mxfp4": "mxfp4-pack-quantized",
+}
 
 
 def layout(to: str, ignored: list[str], group: int) -> dict[str, Any]:
     """`quantization_config` of a model whose linear layers, but for `ignored`, are stored so.
 
-    Inputs of FP8 layers are scaled by token where they are in FP8; those of INT4 layers stay as
+    Inputs of FP8 layers are scaled by token where they are in FP8; those of the others stay as
     they are.
     """
     scheme: dict[str, Any] = {"targets": ["Linear"]}
+    weights: dict[str, Any] = {"num_bits": 4, "type": "float", "symmetric": True, "dynamic": False}
     if to == "fp8":
         fp8 = {"num_bits": 8, "type": "float", "symmetric": True}
-        scheme["weights"] = {**fp8, "strategy": "channel", "dynamic": False}
+        weights |= {**fp8, "strategy": "channel"}
         scheme["input_activations"] = {**fp8, "strategy": "token", "dynamic": True}
     else:
-        int4 = {"num_bits": 4, "type": "int", "symmetric": True, "dynamic": False}
-        scheme["weights"] = {**int4, "strategy": "group", "group_size": group}
+        weights |= {"strategy": "group", "group_size": group}
+        if to == "int4":
+            weights["type"] = "int"
+        elif to == "nvfp4":
+            weights |= {"strategy": "tensor_group", "scale_dtype": "torch.float8_e4m3fn"}
+        else:
+            weights["scale_dtype"] = "torch.uint8"
+    scheme["weights"] = weights
     return {
         "quant_method": "compressed-tensors",
-        "format": "float-quantized" if to == "fp8" else "pack-quantized",
+        "format": _FORMATS[to],
         "quantization_status": "compressed",
         "config_groups": {"group_0": scheme},
         "ignore": ignored,

@@ -35,6 +35,9 @@ _KINDS = {
     ExportFormat.MERGED_FP8: "A model in FP8 (compressed-tensors), base and LoRA adapter merged,",
     ExportFormat.MERGED_INT4: "A model in INT4 (compressed-tensors, w4a16), base and LoRA adapter "
     "merged,",
+    ExportFormat.MERGED_NVFP4: "A model in NVFP4 (compressed-tensors, w4a16), base and LoRA "
+    "adapter merged,",
+    ExportFormat.MERGED_MXFP4: "A model in MXFP4, base and LoRA adapter merged,",
     ExportFormat.GGUF: "A GGUF file in bf16, base and LoRA adapter merged,",
     ExportFormat.GGUF_Q8: "A GGUF file in Q8_0, base and LoRA adapter merged,",
     ExportFormat.GGUF_ADAPTER: "A LoRA adapter in GGUF",

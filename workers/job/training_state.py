@@ -81,7 +81,10 @@ class JobState:
         self._changed = changed or _nothing
         self.parameters = dict(parameters)
         self.optimizer = AdamW(
-            self.parameters, AdamOptions.of(options), options.loraplus_lr_ratio or 1.0
+            self.parameters,
+            AdamOptions.of(options),
+            options.loraplus_lr_ratio or 1.0,
+            in_8_bits=options.optim == "adamw_8bit",
         )
         self.step = 0
         """Optimizer steps done."""
@@ -103,8 +106,8 @@ class JobState:
         tensors: dict[str, Tensor] = {}
         for name, parameter in self.parameters.items():
             tensors[f"adapter/{name}"] = parameter.detach()
-            tensors[f"exp_avg/{name}"] = self.optimizer.exp_avg[name]
-            tensors[f"exp_avg_sq/{name}"] = self.optimizer.exp_avg_sq[name]
+            for kind, tensor in self.optimizer.state(name).items():
+                tensors[f"{kind}/{name}"] = tensor
         return tensors
 
     def resume_at(

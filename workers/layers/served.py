@@ -4,6 +4,7 @@
 
 With g the gradient of its output: ∂B = scale · gᵀ (x Aᵀ), ∂A = scale · (g B)ᵀ x, and ∂x = g Q(·).
 No gradient is as large as a weight. Backward keeps x, A, B and the storage of W, and rounds again.
+In a form that rounds inputs, x is the rounded one in all three, and ∂x passes its rounding too.
 Under FSDP2 all of these are whole, and so is what is rounded, on every rank alike.
 
 The product and its gradients are opaque operators everywhere: next to rounding a weight, calling
@@ -13,15 +14,17 @@ need them.
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from ft_service.spec import ServedAs
+from ft_service.spec import PrecisionOptions, ServedAs
 from workers.layers.linear import FrozenLinear, LoraLinear, stored_parts
-from workers.quant.served_forms import AdapterFactors, served_weight
+from workers.quant.served_forms import AdapterFactors, served_inputs, served_weight
 
 
 class ServedLinear(LoraLinear):
@@ -29,9 +32,15 @@ class ServedLinear(LoraLinear):
 
     served_as: ServedAs
     """Set once PEFT has made it."""
+    waits = False
+    """Whether it multiplies by base and adapter as they are, as before
+    precision.served_from_step.
+    """
 
     def forward(self, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         """[.., in_features] → [.., out_features], in the dtype of the input."""
+        if self.waits:
+            return super().forward(x, *args, **kwargs)
         base: Any = self.base_layer
         assert type(base) in (nn.Linear, FrozenLinear), "all-linear has no others"
         name = self._adapter
@@ -48,6 +57,26 @@ class ServedLinear(LoraLinear):
         return y if base.bias is None else y + base.bias
 
 
+def first_rounded_step(precision: PrecisionOptions, total_steps: int) -> int:
+    """The first training step, counted from 0, that rounds; 0 of a job that rounds none."""
+    return 0 if precision.served_as is None else int(precision.served_from_step * total_steps)
+
+
+@contextmanager
+def unrounded(model: nn.Module, wanted: bool) -> Iterator[None]:
+    """Let layers multiply by base and adapter as they are meanwhile, forward and backward, if it is
+    `wanted`.
+    """
+    layers = [layer for layer in model.modules() if isinstance(layer, ServedLinear) and wanted]
+    for layer in layers:
+        layer.waits = True
+    try:
+        yield
+    finally:
+        for layer in layers:
+            layer.waits = False
+
+
 def _weight(
     like: Tensor, a: Tensor, b: Tensor, parts: list[Tensor], stored_as: str, scale: float, form: Any
 ) -> Tensor:
@@ -62,7 +91,8 @@ def _weight(
 def _operator(
     x: Tensor, a: Tensor, b: Tensor, parts: list[Tensor], stored_as: str, scale: float, form: str
 ) -> Tensor:
-    return F.linear(x, _weight(x, a, b, parts, stored_as, scale, form))
+    weight = _weight(x, a, b, parts, stored_as, scale, form)
+    return F.linear(served_inputs(x, cast(ServedAs, form)), weight)
 
 
 @torch.library.custom_op("ft_service::served_linear_grad", mutates_args=())
@@ -77,7 +107,7 @@ def _grad_operator(
     form: str,
     needs_input: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    rows, flat = x.flatten(0, -2), grad.flatten(0, -2)
+    rows, flat = served_inputs(x, cast(ServedAs, form)).flatten(0, -2), grad.flatten(0, -2)
     down = rows @ a.to(x.dtype).t()
     of_b = flat.new_empty(b.shape).addmm_(flat.t(), down, beta=0, alpha=scale)
     of_down = torch.empty_like(down).addmm_(flat, b.to(x.dtype), beta=0, alpha=scale)

@@ -157,7 +157,7 @@ def _refuse_served(
     linears = merged_linears(
         model,
         frozenset(names),
-        SERVED_FORMS[form].merged_to,
+        SERVED_FORMS[form].exported_as,
         param="precision.served_as",
         instead="leave precision.served_as out",
     )
@@ -210,8 +210,8 @@ def _served_note(form: ServedAs | None) -> str | None:
         return None
     return (
         f"The adapter is trained to be merged and served in {form} (precision.served_as): base and "
-        f"adapter are rounded together at every step. `ft merge --to {SERVED_FORMS[form].merged_to}"
-        "` writes the same codes; without that rounding the adapter is another model."
+        f"adapter are rounded together at every step. {SERVED_FORMS[form].how} writes the same "
+        "codes; without that rounding the adapter is another model."
     )
 
 

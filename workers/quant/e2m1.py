@@ -37,6 +37,15 @@ def encode(values: Tensor) -> Tensor:
     return codes[:, ::2] | (codes[:, 1::2] << 4)
 
 
+def nearest_(values: Tensor) -> Tensor:
+    """What the codes of fp32 values up to 6 stand for, in place: as `decode` of `encode`, by
+    arithmetic alone.
+    """
+    magnitudes = values.abs()
+    step = 0.5 + 0.5 * (magnitudes >= 2) + (magnitudes >= 4)
+    return values.div_(step).round_().mul_(step)
+
+
 def decode(codes: Tensor, scales: Tensor, block: int, cols: int, dtype: torch.dtype) -> Tensor:
     """The weight [rows, cols] in `dtype` of codes u8 [rows, cols' / 2] and scales fp32 [rows, cols'
     / block]: their product in fp32, rounded once.

@@ -71,9 +71,9 @@ def _encoded(grouped: Tensor, exponent: Tensor) -> tuple[Tensor, Tensor, Tensor]
     squared error of each block.
     """
     scales = (exponent + BIAS).clamp(0, NO_NUMBER - 1).to(torch.uint8)
-    codes = e2m1.encode((grouped / _powers(scales)[..., None]).flatten(1))
+    codes = e2m1.encode((grouped / powers(scales)[..., None]).flatten(1))
     error = (
-        e2m1.decode(codes, _powers(scales), BLOCK, grouped.shape[1] * BLOCK, torch.float32).view_as(
+        e2m1.decode(codes, powers(scales), BLOCK, grouped.shape[1] * BLOCK, torch.float32).view_as(
             grouped
         )
         - grouped
@@ -83,9 +83,9 @@ def _encoded(grouped: Tensor, exponent: Tensor) -> tuple[Tensor, Tensor, Tensor]
 
 def dequantize(parts: MXFP4Parts, cols: int, dtype: torch.dtype) -> Tensor:
     """The weight [rows, cols] in `dtype`."""
-    return e2m1.decode(parts.codes, _powers(parts.scales), BLOCK, cols, dtype)
+    return e2m1.decode(parts.codes, powers(parts.scales), BLOCK, cols, dtype)
 
 
-def _powers(scales: Tensor) -> Tensor:
+def powers(scales: Tensor) -> Tensor:
     """The powers of two, fp32."""
     return scales.view(torch.float8_e8m0fnu).float()

@@ -41,10 +41,14 @@ from workers.tasks.merge import (
     check_base,
     merge_and_measure,
     refuse_other_form,
+    restore_codes,
 )
 from workers.tasks.pad_ranks import pad_ranks
 
-MERGED = {"merged": "bf16", "merged-fp8": "fp8", "merged-int4": "int4"}
+MERGED = {
+    "merged": "bf16",
+    **{f"merged-{form}": form for form in ("fp8", "int4", "nvfp4", "mxfp4")},
+}
 """Format → how `workers.tasks.merge` stores it."""
 GGUF: dict[str, Stored] = {"gguf": "bf16", "gguf-q8_0": "q8_0"}
 TORCHAO = {f"torchao-{form}": form for form in ("int8", "fp8", "nvfp4", "8da4w")}
@@ -170,17 +174,26 @@ def _gguf(
 def _by_torchao(
     spec: JobSpec, adapter: Path, folder: Path, form: str, base: Path | None, samples: int
 ) -> dict[str, Any]:
-    """The merged model, rounded by torchao in a process that may import it.
+    """The merged model, rounded by torchao in a process that may import it; of a job that was
+    trained for this form, with the codes by which it has multiplied.
 
     The losses are those of the weights as they are read again.
     """
     merged = folder / ".merged"
     restored = folder / ".restored"
-    report = merge_and_measure(adapter, merged, "bf16", base, 0)
+    codes = folder / ".codes"
+    if spec.precision.served_as is None:
+        report = merge_and_measure(adapter, merged, "bf16", base, 0)
+        weights = ("--restored", str(restored))
+    else:
+        report = merge_and_measure(adapter, codes, f"torchao-{form}", base, 0)
+        restore_codes(codes, merged)
+        restored = merged
+        weights = ("--codes", str(codes))
     program = Program(
         command=(
             *(sys.executable, "-P", "-m", "workers.tasks.round_by_torchao"),
-            *(str(merged), str(folder), "--form", form, "--restored", str(restored)),
+            *(str(merged), str(folder), "--form", form, *weights),
         ),
         variables={"PYTHONSAFEPATH": "1", "CUDA_VISIBLE_DEVICES": ""},
     )
@@ -190,8 +203,8 @@ def _by_torchao(
         for path in merged.glob(pattern):
             if not (folder / path.name).exists():
                 shutil.copy(path, folder)
-    for scratch in (merged, restored):
-        shutil.rmtree(scratch)
+    for scratch in (merged, restored, codes):
+        shutil.rmtree(scratch, ignore_errors=True)
     return {**report, "reason": None, **measured, **rounded}
 
 

@@ -1,11 +1,11 @@
 """Merges a base and its adapter into one model: `python -m workers.tasks.merge ADAPTER OUT --to
-bf16|fp8|int4`.
+bf16|fp8|int4|nvfp4|mxfp4`.
 
 Row by row: merged = base + scaling · B · A in fp32, then cast, so that memory does not grow with
 the model. Needs neither a GPU nor a process group. What is written has the base's own tensor names,
-config and tokenizer, and loads wherever the base does; `--to fp8` and `--to int4` store the linear
-layers of the decoder layers in compressed-tensors' layouts (`workers.exports.compressed_tensors`),
-which vLLM and transformers load.
+config and tokenizer, and loads wherever the base does; all but `--to bf16` store the linear layers
+of the decoder layers in compressed-tensors' layouts (`workers.exports.compressed_tensors`), which
+vLLM and transformers load.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from dataclasses import dataclass
 from functools import partial
 from itertools import accumulate, chain
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 from ft_service.host.quick_imports import begin_imports, end_imports
 from workers.patches.absent_torchao import keep_torchao_out
@@ -47,15 +47,19 @@ from ft_service.rundir.manifest import (
     base_of,
     spec_beside,
 )
-from ft_service.spec import SERVED_FORMS, JobSpec, PrecisionOptions, ServedAs
+from ft_service.spec import SERVED_FORMS, JobSpec, Merged, PrecisionOptions, ServedAs
 from workers.base.frozen_weights import fill
+from workers.base.layouts import MXFP4_CODES, MXFP4_SCALES
 from workers.base.load import Safetensors
 from workers.base.parameter_sources import NamedBase, ParameterPiece, find_pieces
 from workers.base.quantized_rows import PlainBase, StoredBase
 from workers.exports.compressed_tensors import (
+    CODES,
     PACKED,
     SCALE,
     SHAPE,
+    WHOLE,
+    RestoredFolder,
     group_of,
     layout,
     packed,
@@ -77,13 +81,18 @@ from workers.model.peft_adapter import (
 from workers.model.precision import formats_of_base, precision_map
 from workers.output.model_shards import DTYPES, TensorPlan, in_files, write_file, write_index
 from workers.output.outcome import new_folder
+from workers.quant import mxfp4
 from workers.quant.served_forms import (
     AdapterFactors,
+    Codes,
     RoundedRows,
     rounded_rows,
+    scale_of_whole,
     to_fp8,
     to_int4,
+    to_nvfp4,
     values_of,
+    whole_scale,
 )
 from workers.quant.weights import QUANTIZED
 from workers.ranks.runtime import COMPUTE_DTYPE
@@ -163,17 +172,25 @@ def merge(
     with Safetensors(base) as files_of_base, new_folder(out) as folder:
         tensors = PlainBase(files_of_base, base)
         targets = Targets(base, model, tensors, adapter)
-        quantised = merged_weights(model, tensors, to) if to != "bf16" else set[str]()
+        # In MXFP4 such a base goes back to what it was published as, and to nothing else.
+        stacks = {name for name in tensors.names() if to == "mxfp4" and tensors.mxfp4_stack(name)}
+        quantised = set[str]() if to == "bf16" or stacks else merged_weights(model, tensors, to)
         trained = (
             None
             if precision is None or precision.served_as is None
             else TrainedRows(model, files_of_base, base, precision, precision.served_as)
         )
-        stored = MergedStorage(to, quantised, tensors, targets.changed, trained)
-        files = in_files([stored.unit(name) for name in tensors.names()], max_file_bytes)
+        stored = MergedStorage(to, quantised, tensors, targets.changed, trained, stacks)
+        of_unit = {stored.unit(name): name for name in tensors.names()}
+        files = in_files(list(of_unit), max_file_bytes)
         rounding = Rounding()
+        wholes = WholeScales(stored, targets)
         for file, units in files.items():
-            pieces = (piece for unit in units for piece in _pieces(unit, stored, targets, rounding))
+            pieces = (
+                piece
+                for unit in units
+                for piece in _pieces(of_unit[unit], unit, stored, targets, wholes, rounding)
+            )
             write_file(folder / file, [plan for unit in units for plan in unit], pieces)
         write_index(folder, files)
         _write_config(base, model, folder, stored)
@@ -382,12 +399,13 @@ def refuse_other_form(precision: PrecisionOptions | None, to: str) -> None:
     has.
     """
     form = None if precision is None else precision.served_as
-    if form is not None and SERVED_FORMS[form].merged_to != to:
-        its = SERVED_FORMS[form].merged_to
+    if form is not None and to not in (
+        SERVED_FORMS[form].merged_to,
+        SERVED_FORMS[form].exported_as,
+    ):
         raise SpecError(
             f"The adapter was trained to be served in {form} (precision.served_as), and in {to} it "
-            f"is a model whose loss nobody has seen: use ft merge --to {its}, or ft export "
-            f"--format merged-{its}.",
+            f"is a model whose loss nobody has seen: use {SERVED_FORMS[form].how}.",
             param="to",
         )
 
@@ -417,6 +435,15 @@ class TrainedRows:
         """The rows of a tensor of the base: stored as the job stored them, and rounded as
         `workers.layers.served` rounds them.
         """
+        return rounded_rows(*self._operands(name, shape, update), self.form)
+
+    def whole_scale(self, name: str, shape: tuple[int, ...], update: Update) -> Tensor:
+        """The scale of the whole tensor in NVFP4."""
+        return scale_of_whole(*self._operands(name, shape, update))
+
+    def _operands(
+        self, name: str, shape: tuple[int, ...], update: Update
+    ) -> tuple[Sequence[Tensor], str, AdapterFactors]:
         kind = QUANTIZED.get(self._formats[name.removesuffix(".weight")])
         weight = (
             torch.empty(shape, dtype=STORAGE_DTYPE)
@@ -425,7 +452,7 @@ class TrainedRows:
         )
         fill(weight, self._base, name, 0, shape[0], STORAGE_DTYPE)
         a, b = (matrix.to(self._compute) for matrix in (update.a, update.b))
-        return rounded_rows(*stored_parts(weight), AdapterFactors(a, b, update.scaling), self.form)
+        return *stored_parts(weight), AdapterFactors(a, b, update.scaling)
 
 
 class MergedStorage:
@@ -444,8 +471,10 @@ class MergedStorage:
         tensors: PlainBase,
         changed: Set[str],
         trained: TrainedRows | None = None,
+        stacks: Set[str] = frozenset(),
     ) -> None:
-        """`quantised`: tensors of the base that are not in bf16.
+        """`quantised`: tensors of the base that are not in bf16; `stacks`: those of experts that
+        are in MXFP4, as they were published.
 
         `changed`: those that the adapter changes; `trained`: what the job has multiplied by; None:
         the sum of base and adapter is rounded here. Raises SpecError where no group of INT4 fits
@@ -455,12 +484,16 @@ class MergedStorage:
         self.to = to
         self.quantised = quantised
         self.tensors = tensors
+        self.stacks = stacks
         self._changed = changed
         widths = (tensors.shape(name)[1] for name in quantised)
         if trained is not None:
             self.group = SERVED_FORMS[trained.form].group
         else:
-            self.group = group_of(widths) if to == "int4" else 0
+            self.group = group_of(to, widths)
+        self._beside: dict[str, list[str]] = {}
+        for name in sorted(quantised):
+            self._beside.setdefault(_parent(name), []).append(name)
         values: Counter[str] = Counter()
         for name in tensors.names():
             values[tensors.dtype(name)] += math.prod(tensors.shape(name))
@@ -473,21 +506,40 @@ class MergedStorage:
         """
         shape = self.tensors.shape(name)
         dtype = self.tensors.dtype(name)
+        if name in self.stacks:
+            experts, cols, rows = shape
+            blocks = experts, rows, cols // mxfp4.BLOCK
+            return (
+                TensorPlan(name + MXFP4_CODES, (*blocks, mxfp4.BLOCK // 2), "U8"),
+                TensorPlan(name + MXFP4_SCALES, blocks, "U8"),
+            )
         if name not in self.quantised:
             return (
                 TensorPlan(
                     name, shape, dtype if dtype not in FLOATS or self._stays(name) else "BF16"
                 ),
             )
+        rows, cols = shape
+        scales = rows, cols // (self.group or cols)
         if self.to == "fp8":
-            return TensorPlan(name, shape, "F8_E4M3"), TensorPlan(
-                name + SCALE, (shape[0], 1), "BF16"
+            return TensorPlan(name, shape, "F8_E4M3"), TensorPlan(name + SCALE, scales, "BF16")
+        if self.to == "int4":
+            return (
+                TensorPlan(name + PACKED, (rows, cols // 8), "I32"),
+                TensorPlan(name + SCALE, scales, "BF16"),
+                TensorPlan(name + SHAPE, (2,), "I64"),
             )
-        return (
-            TensorPlan(name + PACKED, (shape[0], shape[1] // 8), "I32"),
-            TensorPlan(name + SCALE, (shape[0], shape[1] // self.group), "BF16"),
-            TensorPlan(name + SHAPE, (2,), "I64"),
-        )
+        if self.to == "nvfp4":
+            return (
+                TensorPlan(name + PACKED, (rows, cols // 2), "U8"),
+                TensorPlan(name + SCALE, scales, "F8_E4M3"),
+                TensorPlan(name + WHOLE, (1,), "F32"),
+            )
+        if self.to == "mxfp4":
+            packed_codes = TensorPlan(name + PACKED, (rows, cols // 2), "U8")
+            return packed_codes, TensorPlan(name + SCALE, scales, "U8")
+        codes = TensorPlan(name + CODES, shape, "I8")
+        return codes, TensorPlan(name + SCALE, scales, "BF16" if self.group else "F32")
 
     def _stays(self, name: str) -> bool:
         """Whether a tensor is stored in its dtype because bf16 would take away what the base holds
@@ -497,24 +549,102 @@ class MergedStorage:
         is_vector = sum(side > 1 for side in self.tensors.shape(name)) < 2
         return dtype in WIDE and name not in self._changed and (is_vector or dtype != self._usual)
 
-    def quantise(self, rows: Tensor) -> tuple[Tensor, Tensor]:
-        """Codes and scales of fp32 rows."""
-        return to_fp8(rows) if self.to == "fp8" else to_int4(rows, self.group)
+    def quantise(self, rows: Tensor, whole: Tensor | None) -> Codes:
+        """fp32 rows in the form, of which merging may look for the best scales.
+
+        `whole`: the scale of the whole tensor in NVFP4.
+        """
+        if self.to == "fp8":
+            return to_fp8(rows)
+        if self.to == "int4":
+            return to_int4(rows, self.group)
+        if whole is not None:
+            return to_nvfp4(rows, whole)
+        return Codes(*mxfp4.quantize(rows))
 
     def written(self, codes: Tensor) -> Tensor:
         """Codes as the file holds them."""
-        return codes if self.to == "fp8" else packed(codes)
+        if self.to == "int4":
+            return packed(codes)
+        return codes.to(torch.int8) if codes.dtype == torch.float32 else codes
+
+    def siblings(self, name: str) -> list[str]:
+        """Quantised tensors of the modules beside a tensor's own.
+
+        What reads NVFP4 fuses some of them, such as those of queries, keys and values, into one
+        weight, and takes one scale of the whole for all: so they get the same.
+        """
+        return self._beside[_parent(name)]
+
+
+def _parent(name: str) -> str:
+    """Of the module that has a tensor."""
+    return name.rpartition(".")[0].rpartition(".")[0]
+
+
+class WholeScales:
+    """The scales of whole tensors in NVFP4, one for all siblings, each found once."""
+
+    def __init__(self, stored: MergedStorage, targets: Targets) -> None:
+        self._stored = stored
+        self._targets = targets
+        self._own: dict[str, Tensor] = {}
+
+    def shared(self, name: str) -> Tensor:
+        """The largest of all siblings: no scale of a block is above 448 by it."""
+        return torch.stack([self._of(other) for other in self._stored.siblings(name)]).amax()
+
+    def _of(self, name: str) -> Tensor:
+        if name not in self._own:
+            self._own[name] = self._found(name)
+        return self._own[name]
+
+    def _found(self, name: str) -> Tensor:
+        shape = self._stored.tensors.shape(name)
+        update = self._targets.update(name, shape[0])
+        trained = self._stored.trained
+        if trained is not None:
+            return trained.whole_scale(name, shape, _of_job(trained, name, update))
+        exact = _exact_rows(self._stored.tensors, name, update)
+        return whole_scale(torch.stack([sums.abs().amax() for _, _, sums in exact]).amax())
+
+
+def _of_job(trained: TrainedRows, name: str, update: Update | ExpertsUpdate | None) -> Update:
+    """The update that a job with `precision.served_as` has for every tensor that is rounded."""
+    if not isinstance(update, Update):
+        raise SpecError(
+            f"The adapter was trained to be served in {trained.form}, and has nothing for {name}: "
+            "it is not the whole adapter of its job.",
+            param="base",
+        )
+    return update
+
+
+def with_scale(own: Codes, whole: Tensor) -> Codes:
+    """The same values with another scale of the whole, a power of two, if scales of blocks hold
+    them; else as they are.
+    """
+    assert own.whole is not None
+    exact = own.scales.float() * (own.whole / whole)
+    scales = exact.to(torch.float8_e4m3fn)
+    zeros = (own.codes.unflatten(1, (scales.shape[1], -1)) & 0x77).amax(2) == 0
+    fits = bool(((scales.float() == exact) | zeros).all())
+    return Codes(own.codes, scales, whole) if fits else own
 
 
 def _pieces(
-    unit: tuple[TensorPlan, ...], stored: MergedStorage, targets: Targets, rounding: Rounding
+    name: str,
+    unit: tuple[TensorPlan, ...],
+    stored: MergedStorage,
+    targets: Targets,
+    wholes: WholeScales,
+    rounding: Rounding,
 ) -> Iterator[Tensor]:
     """A tensor's rows in their stored form, CHUNK_BYTES of fp32 at a time; what belongs to codes
     comes last.
     """
     plan = unit[0]
     tensors = stored.tensors
-    name = plan.name if len(unit) == 1 else unit[1].name.removesuffix(SCALE)
     shape = tensors.shape(name)
     replacement = targets.replaced.get(name)
     if tensors.dtype(name) not in FLOATS or replacement or not shape:
@@ -522,25 +652,57 @@ def _pieces(
         yield whole.to(DTYPES[plan.dtype])
         return
     update = targets.update(name, shape[0])
-    if len(unit) > 1:
-        yield from _quantised(name, shape, update, stored, rounding)
-        if len(unit) == 3:
-            yield torch.tensor(shape)
+    if name in stored.stacks:
+        assert update is None or isinstance(update, ExpertsUpdate)
+        yield from _stack_in_mxfp4(name, shape[0], update, stored, rounding)
         return
-    for start, held in _held_rows(tensors, name):
-        exact = update.rows(held.float(), start, start + len(held)) if update else held
+    if len(unit) > 1:
+        yield from _quantised(name, shape, update, stored, wholes, rounding)
+        return
+    for _, held, exact in _exact_rows(tensors, name, update):
         values = exact.to(DTYPES[plan.dtype])
         if update:
             rounding.add(held.float(), exact, values.float())
         yield values
 
 
-def _held_rows(tensors: PlainBase, name: str) -> Iterator[tuple[int, Tensor]]:
-    """First row and rows of a tensor of the base, CHUNK_BYTES of fp32 at a time."""
+def _stack_in_mxfp4(
+    name: str,
+    experts: int,
+    update: ExpertsUpdate | None,
+    stored: MergedStorage,
+    rounding: Rounding,
+) -> Iterator[Tensor]:
+    """The codes of a stack's matrices, one by one, and then all exponents: as they were published,
+    byte by byte, where nothing changes them.
+    """
+    stack = stored.tensors.mxfp4_stack(name)
+    assert stack is not None
+    rows = stack.shape[1]
+    scales = list[Tensor]()
+    for expert in range(experts):
+        parts = stack.parts_of(expert, 0, rows)
+        if update is not None:
+            held = stored.tensors.rows(name, expert, expert + 1).float()
+            exact = update.rows(held, expert, expert + 1)
+            parts = mxfp4.quantize(exact[0].mT.contiguous())
+            rounding.add(held, exact, values_of(*parts).mT[None])
+        scales.append(parts.scales)
+        yield parts.codes.unflatten(1, (-1, mxfp4.BLOCK // 2))
+    yield torch.stack(scales)
+
+
+def _exact_rows(
+    tensors: PlainBase, name: str, update: Update | ExpertsUpdate | None
+) -> Iterator[tuple[int, Tensor, Tensor]]:
+    """First row, rows of a tensor of the base, and the same with its update in fp32, CHUNK_BYTES of
+    fp32 at a time; without an update, the latter as they are held.
+    """
     shape = tensors.shape(name)
     height = max(1, CHUNK_BYTES // (4 * math.prod(shape[1:])))
     for start in range(0, shape[0], height):
-        yield start, tensors.rows(name, start, min(start + height, shape[0]))
+        held = tensors.rows(name, start, min(start + height, shape[0]))
+        yield start, held, update.rows(held.float(), start, start + len(held)) if update else held
 
 
 def _quantised(
@@ -548,42 +710,48 @@ def _quantised(
     shape: tuple[int, ...],
     update: Update | ExpertsUpdate | None,
     stored: MergedStorage,
+    wholes: WholeScales,
     rounding: Rounding,
 ) -> Iterator[Tensor]:
-    """A tensor's codes, some rows at a time, and then its scales."""
-    scales = []
+    """A tensor's codes, some rows at a time, then its scales, and what else belongs to them."""
+    scales = list[Tensor]()
+    whole = wholes.shared(name) if stored.to == "nvfp4" else None
     if stored.trained is not None:
-        if not isinstance(update, Update):
-            raise SpecError(
-                f"The adapter was trained to be served in {stored.trained.form}, and has nothing "
-                f"for {name}: it is not the whole adapter of its job.",
-                param="base",
-            )
-        for some in stored.trained.rows(name, shape, update):
+        found = list[Codes]()
+        for some in stored.trained.rows(name, shape, _of_job(stored.trained, name, update)):
             held = stored.tensors.rows(name, some.rows.start, some.rows.stop).float()
-            scales.append(some.scales)
-            rounding.add(held, some.sums, values_of(some.codes, some.scales))
-            yield stored.written(some.codes)
+            rounding.add(held, some.sums, values_of(*some.codes))
+            yield stored.written(some.codes.codes)
+            found.append(some.codes)
+        scales = [own.scales for own in found]
+        if whole is not None:
+            codes = torch.cat([own.codes for own in found])
+            shared = with_scale(Codes(codes, torch.cat(scales), found[0].whole), whole)
+            scales = [shared.scales]
+            whole = shared.whole
     else:
-        for start, held in _held_rows(stored.tensors, name):
-            held = held.float()
-            exact = update.rows(held, start, start + len(held)) if update else held
-            codes, scale = stored.quantise(exact)
-            scales.append(scale)
+        for _, held, exact in _exact_rows(stored.tensors, name, update):
+            codes = stored.quantise(exact.float(), whole)
+            scales.append(codes.scales)
             if update:
-                rounding.add(held, exact, values_of(codes, scale))
-            yield stored.written(codes)
+                rounding.add(held.float(), exact, values_of(*codes))
+            yield stored.written(codes.codes)
     yield torch.cat(scales)
+    if stored.to == "int4":
+        yield torch.tensor(shape)
+    elif whole is not None:
+        yield whole.reciprocal().reshape(1)
 
 
 def _write_config(base: Path, model: PreTrainedModel, folder: Path, stored: MergedStorage) -> None:
     """The base's config, with the dtype and layout of what was written."""
     config = read_config(base)
     for part in (config, config.get("text_config") or {}):
-        part.pop("quantization_config", None)  # what was quantised is written as its values
+        if not stored.stacks:  # what was quantised is written as its values
+            part.pop("quantization_config", None)
     config.pop("torch_dtype", None)
     config["dtype"] = "bfloat16"
-    if stored.quantised:
+    if stored.quantised and stored.to in get_args(Merged):
         ignored = _ignored(model, stored)
         config["quantization_config"] = layout(stored.to, ignored, stored.group)
     (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
@@ -610,7 +778,7 @@ def main(arguments: list[str]) -> int:
     parser = argparse.ArgumentParser(prog="python -m workers.tasks.merge", description=__doc__)
     parser.add_argument("adapter", type=Path, help="an adapter's folder with its manifest")
     parser.add_argument("out", type=Path)
-    parser.add_argument("--to", choices=("bf16", "fp8", "int4"), required=True)
+    parser.add_argument("--to", choices=get_args(Merged), required=True)
     parser.add_argument(
         "--base", type=Path, help="the base's folder; default: where the job found it"
     )
@@ -671,6 +839,21 @@ def _readable(merged: Path, to: str) -> Iterator[Path]:
     with tempfile.TemporaryDirectory(prefix=".restored-", dir=merged) as scratch:
         restore(merged, Path(scratch) / "model")
         yield Path(scratch) / "model"
+
+
+def restore_codes(stored: Path, folder: Path) -> None:
+    """Write a model that `merge` has stored as codes for torchao to the new folder `folder` as
+    plain weights, those of the layers in fp32.
+    """
+    target = RestoredFolder(folder, stored)
+    with Safetensors(stored) as files:
+        for name in files.names():
+            if not name.endswith((CODES, SCALE)):
+                target.put(name, files.whole(name))
+            elif name.endswith(CODES):
+                weight = name.removesuffix(CODES)
+                target.put(weight, values_of(files.whole(name), files.whole(weight + SCALE)))
+    target.close()
 
 
 def base_of_job(spec: JobSpec) -> Path:

@@ -1,5 +1,5 @@
 """Rounds a merged model by torchao, and writes it as transformers saves torchao's tensors:
-`python -m workers.tasks.round_by_torchao MERGED OUT --form FORM [--restored DIR]`.
+`python -m workers.tasks.round_by_torchao MERGED OUT --form FORM [--restored DIR] [--codes DIR]`.
 
 int8     weights in INT8 by rows, symmetric                      (vLLM, transformers)
 fp8      weights in e4m3 by rows                                 (vLLM, transformers)
@@ -34,7 +34,7 @@ from ft_service.errors import SpecError
 from ft_service.host.hardware import available_memory
 from ft_service.wording import bytes_text
 from workers.base.base_tensors import Safetensors
-from workers.exports.compressed_tensors import RestoredFolder
+from workers.exports.compressed_tensors import CODES, SCALE, RestoredFolder
 from workers.model.build import base_on_meta
 from workers.model.merged_linears import merged_linears
 from workers.tasks import print_result
@@ -49,11 +49,17 @@ read again beside the first.
 """
 
 
-def write_torchao(merged: Path, out: Path, form: str, restored: Path | None) -> dict[str, Any]:
+def write_torchao(
+    merged: Path, out: Path, form: str, restored: Path | None, codes: Path | None = None
+) -> dict[str, Any]:
     """Write the new folder `out`, and read it again; the report.
 
     `restored`: a new folder that gets the weights as they were read again, in the layout of
     `merged`, those of rounded ones in bf16; None: there is none.
+
+    `codes`: a folder with the codes and scales of the linear layers, which a job was trained with,
+    and which are then written in place of torchao's own. Nothing else is rounded: neither embedding
+    nor head.
 
     Raises SpecError for a model that torchao would round in part, for a layer whose width its
     groups do not divide, and where memory is missing.
@@ -73,25 +79,49 @@ def write_torchao(merged: Path, out: Path, form: str, restored: Path | None) -> 
             param="format",
             instead="export it as merged, or merged-fp8",
         )
-    model = untied(merged) if form == PHONE else _loaded(merged)
+    ends = form == PHONE and codes is None
+    model = untied(merged) if ends else _loaded(merged)
     chosen = {name: model.get_submodule(name) for name in linears}
-    if form == PHONE:
+    if ends:
         chosen |= _ends(model)
     _refuse_widths(chosen, form)
     layers, embedding = _configs(form)
+    embedding = embedding if ends else None
     for config, kind in ((layers, nn.Linear), (embedding, nn.Embedding)):
         if config is not None:
             quantization.quantize_(model, config, filter_fn=_named(chosen, kind))
+    if codes is not None:
+        _put_codes(model, codes, chosen)
     _save(model, out, _described(model, layers, embedding))
     again = _loaded(out)
     report = _compared(merged, model, again, chosen, restored and RestoredFolder(restored, out))
-    return {**report, **({"notes": [_INPUTS]} if form == PHONE else {})}
+    notes = [_INPUTS] if form == PHONE else []
+    if codes is not None:
+        notes.append(_AS_TRAINED)
+    return {**report, **({"notes": notes} if notes else {})}
 
 
 _INPUTS = (
     "What runs it also rounds the inputs of each layer to 8 bits, token by token; the loss here "
     "is that of its weights alone."
 )
+
+
+_AS_TRAINED = (
+    "The linear layers hold the codes that the job was trained with; embedding and head are as in "
+    "training, in bf16."
+)
+
+
+def _put_codes(model: PreTrainedModel, folder: Path, chosen: Iterable[str]) -> None:
+    """Put codes and scales from a folder in place of those that torchao has found."""
+    with Safetensors(folder) as files:
+        for name in chosen:
+            weight: Any = model.get_parameter(f"{name}.weight")
+            for own, theirs in ((weight.qdata, CODES), (weight.scale, SCALE)):
+                values = files.whole(f"{name}.weight{theirs}")
+                assert (own.shape, own.dtype) == (values.shape, values.dtype), name
+                own.copy_(values)
 
 
 def refuse_without_memory(merged: Path) -> None:
@@ -239,13 +269,14 @@ def main(arguments: list[str]) -> int:
     parser.add_argument("out", type=Path)
     parser.add_argument("--form", choices=FORMS, required=True)
     parser.add_argument("--restored", type=Path, help="gets the weights as they are read again")
+    parser.add_argument("--codes", type=Path, help="of the linear layers, as they were trained")
     given = parser.parse_args(arguments)
     transformers_logging.set_verbosity_error()
     transformers_logging.disable_progress_bar()
 
     def task() -> dict[str, Any]:
         with contextlib.redirect_stdout(sys.stderr):
-            return write_torchao(given.merged, given.out, given.form, given.restored)
+            return write_torchao(given.merged, given.out, given.form, given.restored, given.codes)
 
     return print_result(task)
 

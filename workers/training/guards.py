@@ -191,12 +191,11 @@ class AdapterWatch:
         `embedded`: None: no embedding is trained whole, or it is the head too, of which every row
         has a gradient.
         """
-        moments = job.optimizer.exp_avg
         self._adapters = [
             _Watched(name, p) for name, p in job.parameters.items() if ".lora_B." in name
         ]
         self._whole = [
-            _Watched(name, p, moments[name])
+            _Watched(name, p, job.optimizer.first_moment(name))
             for name, p in job.parameters.items()
             if not is_lora(name)
         ]

@@ -20,6 +20,7 @@ from ft_service.spec import JobSpec
 from workers.data.batches import BatchOrder, steps_per_epoch, total_steps
 from workers.job.training_state import JobState, Validations, learning_rate_at
 from workers.layers.dropout import key_of
+from workers.layers.served import first_rounded_step, unrounded
 from workers.output.checkpoint_pruning import keeps_best
 from workers.output.checkpoint_saver import Saver
 from workers.ranks.runtime import Runtime
@@ -210,14 +211,15 @@ class Trainer:
         if distributed.prefetch is not None:
             gather_first(self.context.model)  # while the batch is put together
         mine = self._mine(self.train, batch, self.job.step)
-        sums = forward_backward(
-            self.context.model,
-            mine,
-            self.train.divisor(batch),
-            self.runtime.world,
-            loss_of=loss_of,
-            gradients=self.context.gradients,
-        )
+        with unrounded(self.context.model, self._unrounded()):
+            sums = forward_backward(
+                self.context.model,
+                mine,
+                self.train.divisor(batch),
+                self.runtime.world,
+                loss_of=loss_of,
+                gradients=self.context.gradients,
+            )
         norm = self.job.update(rate, options.max_grad_norm)
         self.job.trained_tokens += tokens
         numbers = _to_host(torch.cat([sums, norm.detach().double().reshape(1)]))
@@ -225,6 +227,19 @@ class Trainer:
         return StepBegun(
             self.job.step, rate, batch, tokens, self.job.trained_tokens, numbers, began, ended
         )
+
+    def _unrounded(self) -> bool:
+        """Whether the step to come is one before precision.served_from_step, the end of which is
+        reported.
+        """
+        precision = self.runtime.spec.precision
+        first = first_rounded_step(precision, self.schedule.total_steps)
+        if first and self.job.step == first:
+            self.context.reporter.message(
+                f"From step {first + 1} of {self.schedule.total_steps} on, layers are rounded to "
+                f"{precision.served_as} with their adapter (precision.served_from_step)."
+            )
+        return self.job.step < first
 
     def _check(self, begun: StepBegun) -> tuple[BatchSums, float]:
         """The step's numbers, once they are there. Raises TrainingError if they are impossible."""

@@ -13,6 +13,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 from ft_service.spec import TrainingOptions
 from tests.support.ranks import run_on_ranks
 from workers.job.training_state import JobState, Validations
+from workers.quant import dynamic8
 
 
 @torch.no_grad()
@@ -205,3 +206,101 @@ def test_a_gradient_that_is_not_finite_changes_nothing(bad: float) -> None:
     assert not norm.isfinite()
     assert all(torch.equal(tensor, before[name]) for name, tensor in job.tensors().items())
     assert job.step == 2
+
+
+def matrices(step: int) -> list[Tensor]:
+    """Gradients: of 300 columns, of 8, and of a vector."""
+    generator = torch.Generator().manual_seed(step)
+    return [torch.randn(shape, generator=generator) for shape in ((5, 300), (7, 8), (6,))]
+
+
+def in_8_bits(rank: int, world: int) -> tuple[list[Tensor], dict[str, Tensor]]:
+    """Parameters and moments after five steps, the second without an end."""
+    mesh = init_device_mesh("cpu", (world,))
+    shard = [Shard(0)]
+    parameters = {
+        str(i): nn.Parameter(distribute_tensor(value, mesh, shard))
+        for i, value in enumerate(matrices(0))
+    }
+    job = JobState(parameters, TrainingOptions(weight_decay=0.1, optim="adamw_8bit"))
+    for step in range(1, 6):
+        gradients = matrices(step)
+        if step == 2:
+            gradients[0][3, 7] = torch.inf
+        for parameter, gradient in zip(parameters.values(), gradients, strict=True):
+            parameter.grad = distribute_tensor(gradient, mesh, shard)
+        before = {name: whole(tensor).clone() for name, tensor in job.tensors().items()}
+        job.update(1e-2, 1.0)
+        changed = [
+            not torch.equal(before[name], whole(tensor)) for name, tensor in job.tensors().items()
+        ]
+        assert any(changed) is (step != 2)
+    return (
+        [whole(parameter.detach()) for parameter in parameters.values()],
+        {name: whole(tensor) for name, tensor in job.tensors().items()},
+    )
+
+
+def whole(tensor: Tensor) -> Tensor:
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+
+
+def test_moments_in_8_bits_are_the_same_on_any_number_of_ranks() -> None:
+    ((_, of_one),) = run_on_ranks(in_8_bits, 1)
+    assert of_one["exp_avg_codes/0"].dtype == torch.uint8
+    assert of_one["exp_avg_sq_scales/0"].shape == (5, 3)
+    assert of_one["exp_avg_scales/1"].shape == (7, 1)
+    assert of_one["exp_avg/2"].dtype == torch.float32
+    for world in (2, 3):
+        for _, found in run_on_ranks(in_8_bits, world):
+            assert found.keys() == of_one.keys()
+            assert all(torch.equal(found[name], tensor) for name, tensor in of_one.items())
+
+
+def test_in_8_bits_it_stays_as_near_to_fp32_as_bitsandbytes_does() -> None:
+    """bitsandbytes has blocks of 256, over all numbers; clipping is off."""
+    from bitsandbytes.optim import AdamW8bit
+
+    start = torch.randn(64, 256, generator=torch.Generator().manual_seed(0))
+    ours, exact, theirs = (nn.Parameter(start.clone()) for _ in range(3))
+    jobs = [
+        JobState({"a": ours}, TrainingOptions(weight_decay=0.1, optim="adamw_8bit")),
+        JobState({"a": exact}, TrainingOptions(weight_decay=0.1)),
+    ]
+    stock = AdamW8bit([theirs], lr=1e-2, weight_decay=0.1, min_8bit_size=1)
+    for step in range(1, 21):
+        gradient = torch.randn(64, 256, generator=torch.Generator().manual_seed(step)) * 0.01
+        for parameter in (ours, exact, theirs):
+            parameter.grad = gradient.clone()
+        for job in jobs:
+            job.update(1e-2, 0.0)
+        stock.step()
+    moved = (exact.detach() - start).norm()
+    apart, of_theirs = (
+        (found.detach() - exact.detach()).norm() / moved for found in (ours, theirs)
+    )
+    assert 0 < float(apart) < 0.03
+    assert apart < 1.1 * of_theirs
+
+
+@pytest.mark.parametrize("signed", [True, False])
+def test_codes_in_8_bits_are_the_nearest_of_bitsandbytes_values(signed: bool) -> None:
+    from bitsandbytes import functional
+
+    theirs = functional.create_dynamic_map(signed=signed)
+    assert torch.equal(dynamic8.table(signed, torch.device("cpu")), theirs)
+    values = torch.randn(16, 384, generator=torch.Generator().manual_seed(0)) * 1e-3
+    values = values if signed else values.square()
+    codes, scales = dynamic8.encode(values, signed=signed)
+    quantised, state = functional.quantize_blockwise(values, code=theirs, blocksize=128)
+    assert torch.equal(state.absmax.view_as(scales), scales)
+    decoded = functional.dequantize_blockwise(quantised, state).view_as(values)
+    quantised = quantised.view_as(codes)
+    assert torch.equal(dynamic8.decode(quantised, scales, signed=signed), decoded)
+    ours = dynamic8.decode(codes, scales, signed=signed)
+    # It divides by approximation: at a border it takes the other neighbour.
+    assert ((ours - values).abs() <= (decoded - values).abs() * (1 + 1e-5) + 1e-12).all()
+    assert float((codes != quantised).float().mean()) < 0.05
+    zeros, none = dynamic8.encode(torch.zeros(2, 130), signed=signed)
+    assert (zeros == dynamic8.zero_code(signed)).all()
+    assert (dynamic8.decode(zeros, none, signed=signed) == 0).all()

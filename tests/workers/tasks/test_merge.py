@@ -36,11 +36,13 @@ from tests.support.training.models import (
 )
 from tests.support.training.parity import CPU
 from tests.support.training.prequantized import bitsandbytes_4bit, fp8_by_blocks, fp8_by_rows
+from tests.support.training.published import mxfp4_experts
 from tests.support.training.rendered_here import RenderedHere
 from workers.base.quantized_rows import from_int4
 from workers.data.token_sets import job_samples
 from workers.exports import own_template
 from workers.exports.compressed_tensors import RestoredFolder, restore
+from workers.quant import mxfp4
 from workers.quant.served_forms import to_fp8
 from workers.tasks import fidelity
 from workers.tasks.end_tokens import end_tokens
@@ -356,6 +358,49 @@ def test_experts_in_stacks_are_refused(tmp_path: Path) -> None:
     assert refused.value.param == "to"
 
 
+def test_a_base_published_in_mxfp4_is_merged_back_to_what_it_was(tmp_path: Path) -> None:
+    """gpt-oss: stacks whose experts change are rounded once, and others keep every byte."""
+    wide = {"hidden_size": 64, "intermediate_size": 64}
+    base = save_tiny("gpt_oss", tmp_path / "base", original_format=True, **wide)
+    mxfp4_experts(base)
+    targets: Any = OF_EXPERTS["gpt_oss"]
+    only_one = ["mlp.experts.down_proj"]
+    adapter = save_adapter(
+        base, tmp_path / "adapter", target_modules=targets, target_parameters=only_one
+    )
+    merge(base, adapter, tmp_path / "out", to="mxfp4")
+    before, after = (load_file(folder / "model.safetensors") for folder in (base, tmp_path / "out"))
+    assert {name: tensor.shape for name, tensor in after.items()} == {
+        name: tensor.shape for name, tensor in before.items()
+    }
+    configs = [
+        json.loads((folder / "config.json").read_text())["quantization_config"]
+        for folder in (base, tmp_path / "out")
+    ]
+    assert configs[0] == configs[1]
+    experts = {name for name in after if name.endswith(("_blocks", "_scales"))}
+    moved = {name for name in experts if not torch.equal(before[name], after[name])}
+    assert moved == {name for name in experts if ".down_proj_" in name}
+    exact = merged_by_peft(base, adapter).state_dict()
+    theirs = AutoModelForCausalLM.from_pretrained(tmp_path / "out", dtype=torch.float32)
+    read = theirs.state_dict()
+    for name in (name for name in exact if name.endswith("experts.down_proj")):
+        wanted = torch.stack(
+            [
+                mxfp4.dequantize(mxfp4.quantize(own.mT.contiguous()), own.shape[0], torch.float32)
+                for own in exact[name].float()
+            ]
+        ).mT
+        assert torch.equal(read[name].float(), wanted)
+        assert 0.01 < difference(wanted, exact[name].float()) < 0.15
+    plain = tmp_path / "again"
+    merge(base, save_adapter(base, tmp_path / "other", target_modules=targets), plain, to="mxfp4")
+    kept = load_file(plain / "model.safetensors")
+    assert all(torch.equal(before[name], kept[name]) for name in experts)
+    ours = merged_model(spec_for(base, precision={"compute": "fp32"}), tmp_path / "out", CPU)
+    assert difference(logits(ours), logits(theirs)) < 0.02
+
+
 def test_a_layer_that_no_group_of_int4_divides_is_refused(tmp_path: Path) -> None:
     narrow = save_tiny_llama(tmp_path / "narrow", hidden_size=48)
     adapter = save_adapter(narrow, tmp_path / "adapter")
@@ -580,7 +625,7 @@ def test_a_base_by_blocks_is_merged_to_fp8_by_rows_from_its_exact_values(tmp_pat
         wanted = value + exact[name] - plain[name].float()
         codes = merged[name]
         scale = merged[f"{name}_scale"]
-        once, its_scale = to_fp8(wanted)
+        once, its_scale, _ = to_fp8(wanted)
         rounding = difference(once.float() * its_scale.float(), wanted)
         assert scale.shape == (len(wanted), 1)
         assert difference(codes.float() * scale.float(), wanted) < 1.01 * rounding < 0.03, name

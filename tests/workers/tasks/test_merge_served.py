@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
+from ft_service.host.helper_process import Program, run_once
 from ft_service.spec import JobSpec, PrecisionOptions
 from tests.support.training.adapters import difference, logits, merged_by_peft, save_adapter
 from tests.support.training.models import (
@@ -23,9 +25,9 @@ from workers.exports.compressed_tensors import restore
 from workers.layers.linear import LoraLinear, stored_parts
 from workers.layers.segments import CURRENT
 from workers.layers.served import ServedLinear
-from workers.quant.served_forms import AdapterFactors, rounded_rows
+from workers.quant.served_forms import AdapterFactors, rounded_rows, values_of
 from workers.tasks.fidelity import with_adapter
-from workers.tasks.merge import merge
+from workers.tasks.merge import merge, restore_codes
 
 
 @pytest.fixture(scope="module")
@@ -47,10 +49,18 @@ def codes_of(layer: Any) -> tuple[Tensor, Tensor]:
         layer.scaling["default"],
     )
     rows = list(rounded_rows(*stored_parts(weight), factors, layer.served_as))
-    return torch.cat([own.codes for own in rows]), torch.cat([own.scales for own in rows])
+    found = [own.codes for own in rows]
+    return (
+        torch.cat([own.codes for own in found]),
+        torch.cat([own.scales for own in found]),
+        found[0].whole,
+    )
 
 
-@pytest.mark.parametrize(("form", "to"), [("int4_g32", "int4"), ("fp8", "fp8")])
+@pytest.mark.parametrize(
+    ("form", "to"),
+    [("int4_g32", "int4"), ("fp8", "fp8"), ("nvfp4", "nvfp4"), ("mxfp4", "mxfp4")],
+)
 def test_merging_writes_the_codes_by_which_training_has_multiplied(
     base: Path, tmp_path: Path, form: str, to: str
 ) -> None:
@@ -67,20 +77,28 @@ def test_merging_writes_the_codes_by_which_training_has_multiplied(
     }
     assert len(layers) == 14
     stock = AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32)
+    wholes: dict[str, set[float]] = {}
     for name, layer in layers.items():
         assert isinstance(layer, ServedLinear)
-        codes, scales = codes_of(layer)
-        assert torch.equal(held[f"{name}.weight_scale"], scales)
+        codes, scales, whole = codes_of(layer)
+        if whole is None:
+            assert torch.equal(held[f"{name}.weight_scale"], scales)
+        else:  # of which queries, keys and values have the same
+            shared = held[f"{name}.weight_global_scale"]
+            assert torch.equal(
+                held[f"{name}.weight_scale"].float() / shared, scales.float() * whole
+            )
+            wholes.setdefault(name.rpartition(".")[0], set()).add(float(shared))
         if to == "int4":
             shape = torch.Size(held[f"{name}.weight_shape"].tolist())
             theirs = unpack_from_int32(held[f"{name}.weight_packed"], 4, shape).float()
-        else:
+        elif to == "fp8":
             theirs = held[f"{name}.weight"].float()
-        assert torch.equal(theirs, codes.float())
-        weight = stock.get_submodule(name).weight
-        weight.data = (
-            theirs.unflatten(1, (scales.shape[1], -1)).mul(scales.float()[:, :, None]).flatten(1)
-        )
+        else:
+            theirs = held[f"{name}.weight_packed"]
+        assert torch.equal(theirs, codes.to(theirs.dtype))
+        stock.get_submodule(name).weight.data = values_of(theirs, scales, whole)
+    assert all(len(found) == 1 for found in wholes.values())
     CURRENT.use(None)
     ours = logits(model)
     assert difference(logits(stock), ours) < 1e-6
@@ -90,8 +108,49 @@ def test_merging_writes_the_codes_by_which_training_has_multiplied(
         plain = AutoModelForCausalLM.from_pretrained(tmp_path / "plain", dtype=torch.float32)
         assert difference(logits(plain), ours) < 1e-6
     loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "out", dtype=torch.float32)
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "out", dtype=torch.float32)
+    if to in ("nvfp4", "mxfp4"):  # whose values are numbers of bf16, as it multiplies them out
+        for name in layers:
+            theirs = loaded.get_submodule(name).weight
+            assert torch.equal(theirs.float(), stock.get_submodule(name).weight)
+        return
     bound = 5e-3 if to == "int4" else 0.1  # values rounded to bf16; inputs rounded to FP8
     assert difference(logits(loaded), ours) < bound
+
+
+@pytest.mark.parametrize(
+    "form", ["8da4w", pytest.param("int8", marks=pytest.mark.slow)], ids=lambda form: form
+)
+def test_torchao_computes_what_training_has_computed(base: Path, tmp_path: Path, form: str) -> None:
+    """By its own tensors, in fp32: of 8da4w with inputs in 8 bits."""
+    spec = served(base, form)
+    adapter = save_adapter(base, tmp_path / "adapter")
+    model = with_adapter(spec, adapter, CPU)
+    codes, plain, out = (tmp_path / name for name in ("codes", "plain", "out"))
+    merge(base, adapter, codes, to=f"torchao-{form}", precision=spec.precision)
+    restore_codes(codes, plain)
+    command = (sys.executable, "-m", "workers.tasks.round_by_torchao", str(plain), str(out))
+    report = run_once(Program(command=(*command, "--form", form, "--codes", str(codes))))
+    assert report["exact"] == report["tensors"] == 14
+    CURRENT.use(None)
+    ours = logits(model)
+    stock = AutoModelForCausalLM.from_pretrained(plain, dtype=torch.float32)
+    if form == "int8":
+        assert difference(logits(stock), ours) < 1e-6
+    read = AutoModelForCausalLM.from_pretrained(out, dtype=torch.bfloat16)
+    for name, module in stock.named_modules():
+        theirs: Any = read.get_submodule(name)
+        if not name.endswith("proj"):
+            continue
+        weight = theirs.weight
+        assert torch.equal(
+            weight.qdata, load_file(codes / "model.safetensors")[f"{name}.weight_codes"]
+        )
+        if form == "8da4w":  # bf16 holds its scales exactly
+            module.weight = torch.nn.Parameter(weight.to(torch.float32), requires_grad=False)
+    assert difference(logits(stock), ours) < 1e-6
+    assert difference(logits(read), ours) < 0.05, "in bf16"
+    assert difference(logits(merged_by_peft(base, adapter)), ours) > 0.003
 
 
 def test_in_bf16_merging_takes_the_adapter_as_it_was_multiplied_in_bf16(

@@ -13,26 +13,21 @@ from ft_service.spec.resolved import not_shared_by_method
 IMAGES = "its samples have images, whose features stand at places in whole rows"
 
 
-def why_whole(
-    base: Description, spec: JobSpec, lengths: SampleLengths | None, ranks: int
-) -> str | None:
-    """Why so many ranks cannot share a sample, as the end of a sentence; None: they can."""
-    heads = base.dimensions.heads
+def why_whole(base: Description, spec: JobSpec, lengths: SampleLengths | None) -> str | None:
+    """Why ranks cannot share a sample, as the end of a sentence; None: they can."""
     if (method := not_shared_by_method(spec.method)) is not None:
         return method
     if base.whole_because is not None:
         return base.whole_because
     if lengths is not None and lengths.with_images:
         return IMAGES
-    if heads % ranks:
-        return f"{heads} attention heads cannot be divided by {ranks}"
     return None
 
 
 def refuse_to_share(base: Description, spec: JobSpec, lengths: SampleLengths | None) -> None:
     """Raise SpecError where distributed.context_parallel is more than the job allows."""
     ranks = spec.distributed.ranks_per_sample
-    if ranks > 1 and (why := why_whole(base, spec, lengths, ranks)) is not None:
+    if ranks > 1 and (why := why_whole(base, spec, lengths)) is not None:
         raise not_shareable(ranks, why)
 
 

@@ -219,12 +219,10 @@ def ranks_per_sample(
     given = spec.distributed.context_parallel
     if not is_open(spec, CONTEXT):
         return [given]
+    if why_whole(base, spec, lengths) is not None:
+        return [1]
     per_host = spec.world_size // spec.distributed.nnodes
-    return [
-        ranks
-        for ranks in range(1, per_host + 1)
-        if per_host % ranks == 0 and (ranks == 1 or why_whole(base, spec, lengths, ranks) is None)
-    ]
+    return [ranks for ranks in range(1, per_host + 1) if per_host % ranks == 0]
 
 
 def _formats(base: Description, spec: JobSpec) -> tuple[FormatChoice, ...]:
@@ -296,7 +294,13 @@ class _Paces:
     def __init__(self, job: ShardedJob, machine: Machine) -> None:
         self._exchanged = partial(exchange_bytes, job)
         self._flops = lru_cache(
-            partial(flops_per_token, job.base, job.adapters, forwards=forwards_only(job.spec))
+            partial(
+                flops_per_token,
+                job.base,
+                job.adapters,
+                forwards=forwards_only(job.spec),
+                ranks=job.spec.distributed.ranks_per_sample,
+            )
         )
         self._wire = lru_cache(partial(wire_bytes, job))
         self._dequantised = dequantised_bytes(job)

@@ -347,6 +347,7 @@ def _cost(job: ShardedJob, machine: Machine, length: int | None) -> Cost:
         checkpointed=checkpointed,
         forwards=forwards_only(job.spec),
         teacher=job.base.teacher,
+        ranks=batches.ranks,
     )
     rank = rank_bytes(job, batches, machine)
     speed = speed_on(machine, job, batches, flops, wire, rank.host)

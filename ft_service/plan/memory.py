@@ -35,11 +35,11 @@ process on a processor takes more than that: `HEAP_FACTOR` in `ft_service.plan.m
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
 from ft_service.bases.description import Description, Dimensions, FusedParts
+from ft_service.head_shares import HeadShares, head_shares
 from ft_service.kernel_limits import (
     attends_by_cudnn,
     copied_by_lots,
@@ -422,7 +422,7 @@ def _any_attention_workspace(job: ShardedJob, batches: MicroBatches, machine: Ma
         return 0
     by_flash = flash_workspace_bytes(
         batches.tokens,
-        shape.heads,
+        shares_of_heads(job).all_heads,
         shape.q // shape.heads,
         job.compute_bytes,
         grouped=shape.kv < shape.q,
@@ -439,7 +439,7 @@ def _attention_workspace(job: ShardedJob, batches: MicroBatches, machine: Machin
     longest = min(batches.length, tokens)
     grouped = shape.kv < shape.q
     return cudnn_workspace_bytes(
-        tokens, longest, shape.heads // batches.ranks, shape.q // shape.heads, grouped=grouped
+        tokens, longest, shares_of_heads(job).heads, shape.q // shape.heads, grouped=grouped
     )
 
 
@@ -458,20 +458,32 @@ def job_attends_by_cudnn(job: ShardedJob, machine: Machine, tokens: int, length:
         and attends_by_cudnn(
             tokens,
             length,
-            shape.heads // spec.distributed.ranks_per_sample,
+            shares_of_heads(job).heads,
             shape.q // shape.heads,
         )
     )
 
 
-def exchanged_width(job: ShardedJob) -> int:
-    """Numbers per token and layer that ranks which share a sample exchange in the forward: queries,
-    keys and values, repeated where several ranks' heads share them, and what attention gives.
-    """
+def shares_of_heads(job: ShardedJob) -> HeadShares:
+    """How the ranks that share a sample divide the base's heads."""
     shape = job.base.dimensions
     groups = max(1, shape.heads * shape.kv // shape.q)
-    copies = math.lcm(groups, job.spec.distributed.ranks_per_sample) // groups
-    return 2 * shape.q + 2 * copies * shape.kv
+    return head_shares(shape.heads, groups, job.spec.distributed.ranks_per_sample)
+
+
+def sent_width(job: ShardedJob) -> int:
+    """Numbers per token and layer that ranks which share a sample give away before attention:
+    queries, with heads of zeros, and keys and values, repeated where several ranks share them.
+    """
+    shape = job.base.dimensions
+    shares = shares_of_heads(job)
+    return shape.q // shape.heads * (shares.all_heads + 2 * shares.all_groups)
+
+
+def exchanged_width(job: ShardedJob) -> int:
+    """The same, and what attention gives, in a forward."""
+    shape = job.base.dimensions
+    return sent_width(job) + shape.q // shape.heads * shares_of_heads(job).all_heads
 
 
 def exchange_buffers(job: ShardedJob, batches: MicroBatches) -> int:
@@ -480,7 +492,7 @@ def exchange_buffers(job: ShardedJob, batches: MicroBatches) -> int:
     """
     if batches.ranks == 1:
         return 0
-    return 3 * job.compute_bytes * (exchanged_width(job) - job.base.dimensions.q) * batches.tokens
+    return 3 * job.compute_bytes * sent_width(job) * batches.tokens
 
 
 def _casts(job: ShardedJob) -> int:

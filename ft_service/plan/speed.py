@@ -9,6 +9,7 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
 from ft_service.bases.description import Description, Weight
+from ft_service.head_shares import head_shares
 from ft_service.kernel_limits import SERVED_MOVED_BYTES, tiles_of
 from ft_service.plan.long_samples import beside_copies, copy_seconds
 from ft_service.plan.machines import EFFICIENCY, EFFICIENCY_BY_CUDNN, LINK_EFFICIENCY, Machine
@@ -157,13 +158,14 @@ def wire_bytes(job: ShardedJob, rounds: int) -> CollectiveBytes:
 
 def exchange_bytes(job: ShardedJob, batches: MicroBatches, mode: str) -> int:
     """Bytes that a rank receives in a step from the ranks that share its samples: in every layer's
-    forward, again as gradients in its backward, and where that computes the layer again once more.
+    forward, again as gradients in its backward, where that computes the layer again once more, and
+    in each forward without gradients.
 
     `mode`: activation checkpointing.
     """
     if batches.ranks == 1:
         return 0
-    times = 2 if mode == "none" else 3
+    times = (2 if mode == "none" else 3) + forwards_only(job.spec)
     layer = job.compute_bytes * exchanged_width(job) * batches.step_tokens
     received = layer * (batches.ranks - 1) // batches.ranks
     return times * job.base.dimensions.layers * received
@@ -189,6 +191,7 @@ def flops_per_token(
     checkpointed: bool,
     forwards: int = 0,
     teacher: Description | None = None,
+    ranks: int = 1,
 ) -> int:
     """FLOP of forward and backward of a token, with a frozen base: only adapters have weight
     gradients.
@@ -198,7 +201,8 @@ def flops_per_token(
     heads × head size, and samples of s tokens with causal attention: 4 (N + H) + 6 A + 6 L s q.
     With full activation checkpointing, whose backward runs the layers' forward again: 6 N + 4 H + 8
     A + 8 L s q. A head that is trained: 2 H more. Each of `forwards` without gradients: 2 (N + H + A) + 2
-    L s q more, with the numbers of `teacher` if another base does it.
+    L s q more, with the numbers of `teacher` if another base does it. `ranks`: that share a sample;
+    q has the heads of zeros by which they have as many each.
     """
     shape = base.dimensions
     n, h = _matrices(base)
@@ -208,7 +212,9 @@ def flops_per_token(
         for each in trained
     )
     of_head = 2 * trained_head(base, adapters)
-    attention = shape.layers * length * shape.q
+    groups = max(1, shape.heads * shape.kv // shape.q)
+    heads = head_shares(shape.heads, groups, ranks).all_heads
+    attention = shape.layers * length * (shape.q // shape.heads) * heads
     forward = n + h + a + attention
     if teacher is not None:
         own = teacher.dimensions

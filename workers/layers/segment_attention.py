@@ -70,7 +70,7 @@ def segment_attention(
     of this rank's part of it.
 
     Raises NotImplementedError for what only a mask could say, and for a part of a row as
-    `exchange.with_fewer_heads`.
+    `exchange.of_own_heads`.
     """
     pattern = attention_pattern(query, options)
     if not is_causal(module, options) or query.shape[2] != key.shape[2]:
@@ -82,9 +82,11 @@ def segment_attention(
         _compare(module, attention_mask, pattern.window, chunk)
     width = value.shape[-1]
     query, key, value = _of_one_width(query, key, value)
+    heads = query.shape[1]
+    groups = key.shape[1]
     if CURRENT.part is not None:
         query, key, value = exchange.with_fewer_heads(query, key, value, CURRENT.part.ranks)
-        pattern = exchange.of_own_heads(pattern, CURRENT.part)
+        pattern = exchange.of_own_heads(pattern, groups, CURRENT.part)
     query = tempered(module, query)
     pattern = replace(pattern, spans=spans_of(module))
     if pattern.spans is not None and (chunk or pattern.chosen is not None):
@@ -117,7 +119,7 @@ def segment_attention(
     if out.shape[-1] != width:
         out = out[..., :width]
     if CURRENT.part is not None:
-        out = exchange.with_all_heads(out, CURRENT.part.ranks)
+        out = exchange.with_all_heads(out, heads, groups, CURRENT.part.ranks)
     return out, None
 
 

@@ -64,8 +64,11 @@ def why_whole(config: PreTrainedConfig, model: type) -> str | None:
     None: it names no such reason. `model`: its class, or one derived from it.
     """
     model = _published(model)
-    if mixes_otherwise(model):
-        return f"layers of {config.model_type} mix tokens by more than attention"
+    if scans := segment_mixers.of_whole_rows(model):
+        return (
+            f"layers of {config.model_type} scan whole samples with the state of a state space "
+            f"({', '.join(scans)})"
+        )
     if indexed_attention.indexers_of(model):
         return f"{config.model_type} chooses keys by an indexer, which looks at whole samples"
     return None

@@ -6,6 +6,8 @@ package where that is installed. Here stand others in their place, for every mod
 
 * A convolution or a scan of a packed row goes segment by segment; a GPU's kernel that knows
   segments gets them instead.
+* Where ranks share rows, a convolution gets the tokens before the part that its taps reach, and a
+  delta rule all tokens of the rank's heads. A scan of a state space is of whole rows.
 * Kernels that fuse the projections around a scan are never taken: they multiply with the weights of
   those layers past the layers themselves, and so past adapters and quantised weights.
 
@@ -26,7 +28,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from workers.layers.segments import CURRENT
+from ft_service.head_shares import head_shares
+from workers.layers import exchange
+from workers.layers.segments import CURRENT, RowPart
 
 FUSED = ("mamba2_split_conv1d_scan_combined", "mamba_inner_fn")
 """Functions that take projections' weights; where they return None, the layer computes with its
@@ -47,12 +51,17 @@ class _Mixer:
     """What that kernel calls the segments: `cu_seqlens` [segments + 1], or `seq_idx` [rows,
     tokens].
     """
+    shared: str = ""
+    """How ranks that share a row compute it: `heads` (queries and keys [rows, tokens, groups, ..],
+    the rest [rows, tokens, heads, ..]), `taps` (channels [rows, channels, tokens], weights
+    [channels, taps]); empty: they cannot.
+    """
 
 
 MIXERS = {
-    "causal_conv1d_fn": _Mixer(2, "causal_conv1d", "seq_idx"),
-    "torch_chunk_gated_delta_rule": _Mixer(1, "fla", "cu_seqlens"),
-    "chunk_kimi_delta_attention": _Mixer(1, "fla", "cu_seqlens"),
+    "causal_conv1d_fn": _Mixer(2, "causal_conv1d", "seq_idx", "taps"),
+    "torch_chunk_gated_delta_rule": _Mixer(1, "fla", "cu_seqlens", "heads"),
+    "chunk_kimi_delta_attention": _Mixer(1, "fla", "cu_seqlens", "heads"),
     "mamba2_chunk_scan": _Mixer(1, "mamba_ssm", "seq_idx"),
     "mamba_selective_scan": _Mixer(2),
 }
@@ -63,6 +72,14 @@ def are_known(model_class: type) -> bool:
     functions known here.
     """
     return any(name in vars(sys.modules[model_class.__module__]) for name in MIXERS)
+
+
+def of_whole_rows(model_class: type) -> list[str]:
+    """The functions known here, of an architecture's modeling module, that ranks which share rows
+    cannot compute.
+    """
+    names = vars(sys.modules[model_class.__module__])
+    return [name for name, mixer in MIXERS.items() if name in names and not mixer.shared]
 
 
 def use_segments(model: nn.Module) -> None:
@@ -95,15 +112,27 @@ class _BySegment:
         functools.update_wrapper(self, stock)
 
     def __call__(self, first: Tensor, *args: Any, **kwargs: Any) -> Any:
-        if (
-            not CURRENT.packed or first.shape[self._mixer.dim] != CURRENT.starts[-1]
-        ):  # of another model in this process
+        length = first.shape[self._mixer.dim]
+        part = CURRENT.part
+        if part is not None and length == part.length:
+            if self._mixer.shared == "taps":
+                return self._with_taps_before(part, first, *args, **kwargs)
+            if self._mixer.shared == "heads":
+                return self._of_own_heads(part, first, *args, **kwargs)
+            raise NotImplementedError(f"{self._stock.__name__} needs whole rows")
+        if not CURRENT.packed or length != CURRENT.starts[-1]:  # of another model in this process
             return self._stock(first, *args, **kwargs)
-        if first.is_cuda and self._mixer.package and _is_installed(self._mixer.package):
-            return self._stock(
-                first, *args, **{**kwargs, self._mixer.argument: self._segments(first)}
-            )
-        lengths = CURRENT.starts.diff().tolist()
+        on_device = CURRENT.on_device if first.is_cuda else None
+        return self._by_segment(CURRENT.starts, on_device, first, *args, **kwargs)
+
+    def _by_segment(
+        self, starts: Tensor, on_device: Tensor | None, first: Tensor, *args: Any, **kwargs: Any
+    ) -> Any:
+        """`starts`, `on_device`: as in `Bounds`, of what is given."""
+        if on_device is not None and self._mixer.package and _is_installed(self._mixer.package):
+            told = {self._mixer.argument: self._told(first, on_device)}
+            return self._stock(first, *args, **{**kwargs, **told})
+        lengths = starts.diff().tolist()
         tensors = [first, *args]
         parts = zip(
             *(self._split(value, first, lengths) for value in (*tensors, *kwargs.values())),
@@ -119,6 +148,53 @@ class _BySegment:
             len(done[0]) - 1
         )
 
+    def _with_taps_before(
+        self, part: RowPart, first: Tensor, *args: Any, **kwargs: Any
+    ) -> Tensor:
+        """A convolution of the part, given the tokens before it that its taps reach."""
+        weight = args[0] if args else kwargs["weight"]
+        before = weight.shape[-1] - 1
+        # Channels stay next to each other in memory, as a GPU's kernel for packed rows wants them.
+        whole = exchange.with_tokens_before(first.transpose(1, 2), before).transpose(1, 2)
+        if not CURRENT.packed:
+            return self._stock(whole, *args, **kwargs)[:, :, before:]
+        begin = part.first - before
+
+        def within(starts: Tensor) -> Tensor:
+            return (starts - begin).clamp(0, whole.shape[2])
+
+        # Tokens before the row belong to no segment, and are the first of what is given.
+        starts = torch.cat([torch.zeros(1, dtype=torch.int32), within(CURRENT.starts)]).unique()
+        on_device = within(CURRENT.on_device) if first.is_cuda else None
+        done = self._by_segment(starts, on_device, whole, *args, **kwargs)
+        return done[:, :, before:]
+
+    def _of_own_heads(
+        self, part: RowPart, query: Tensor, key: Tensor, value: Tensor, **kwargs: Any
+    ) -> tuple[Tensor, None]:
+        """A recurrence of all tokens of the rank's heads; its last state is nobody's."""
+        heads = value.shape[2]
+        groups = query.shape[2]
+        shares = head_shares(heads, groups, part.ranks)
+        names = [
+            name
+            for name, given in kwargs.items()
+            if isinstance(given, Tensor) and given.shape[1:3] == value.shape[1:3]
+        ]
+        repeated = [exchange.repeated_groups(own, shares) for own in (query, key)]
+        others = [
+            exchange.padded_heads(own, groups, shares)
+            for own in (value, *(kwargs[name] for name in names))
+        ]
+        query, key, value, *given = exchange.of_all_tokens([*repeated, *others], part.ranks)
+        kwargs |= dict(zip(names, given, strict=True))
+        if CURRENT.packed:
+            on_device = CURRENT.on_device if query.is_cuda else None
+            out, *_ = self._by_segment(CURRENT.starts, on_device, query, key, value, **kwargs)
+        else:
+            out, *_ = self._stock(query, key, value, **kwargs)
+        return exchange.with_all_heads(out, heads, groups, part.ranks), None
+
     def _split(self, value: Any, first: Tensor, lengths: Sequence[int]) -> Sequence[Any]:
         """An argument's share of each segment."""
         dim = self._mixer.dim
@@ -126,13 +202,11 @@ class _BySegment:
             return value.split(list(lengths), dim=dim)
         return [value] * len(lengths)
 
-    def _segments(self, first: Tensor) -> Tensor:
+    def _told(self, first: Tensor, on_device: Tensor) -> Tensor:
         if self._mixer.argument == "cu_seqlens":
-            return CURRENT.on_device
+            return on_device
         tokens = torch.arange(first.shape[self._mixer.dim], dtype=torch.int32, device=first.device)
-        return torch.bucketize(tokens, CURRENT.on_device[1:], right=True, out_int32=True).unsqueeze(
-            0
-        )
+        return torch.bucketize(tokens, on_device[1:], right=True, out_int32=True).unsqueeze(0)
 
 
 @functools.lru_cache

@@ -88,14 +88,33 @@ def test_what_ranks_keep_and_exchange_is_that_of_their_part(tmp_path: Path) -> N
     assert half.speed.step_seconds > half.speed.compute_seconds
 
 
+def test_heads_that_do_not_come_out_even_are_made_up_by_zeros(tmp_path: Path) -> None:
+    """32 heads in 8 groups on 3 ranks: 11 each, the last of zeros, each with keys and values."""
+    third = planned(tmp_path, 3, 3, mode="full")
+    tokens = third.batches.step_tokens
+    width = 128 * (33 + 2 * 33 + 33)
+    assert third.wire.exchange == 3 * 32 * 2 * tokens * width * 2 // 3
+    alone = planned(tmp_path, 3, 1, mode="full")
+    attention = 8 * 32 * third.batches.length * 128
+    assert third.flops_per_token - alone.flops_per_token == attention
+
+
+def test_forwards_without_gradients_exchange_too(tmp_path: Path) -> None:
+    """Of KTO's mismatched answers: one more, beside a step's three."""
+    kto = {"type": "kto", "kto": {"hyperparameters": {"loss_type": "kto"}}}
+    apo = {"type": "kto", "kto": {"hyperparameters": {"loss_type": "apo_zero_unpaired"}}}
+    more, usual = (planned(tmp_path, 2, 2, mode="full", method=own) for own in (kto, apo))
+    assert more.batches == usual.batches
+    assert 3 * more.wire.exchange == 4 * usual.wire.exchange > 0
+
+
 @pytest.mark.parametrize(
     ("facts", "ranks", "lengths"),
     [
-        ({}, 3, None),
         ({"whole_because": "layers of mamba mix tokens by more than attention"}, 2, None),
         ({}, 2, SampleLengths(10, 1, 10, with_images=True)),
     ],
-    ids=["heads", "mixes otherwise", "images"],
+    ids=["mixes otherwise", "images"],
 )
 def test_what_cannot_be_shared_is_refused_and_never_chosen(
     facts: dict[str, Any], ranks: int, lengths: SampleLengths | None, tmp_path: Path

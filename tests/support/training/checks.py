@@ -202,6 +202,11 @@ def _spec(folder: Path, weights: str | dict[str, str], ranks: int = 1, **options
     )
 
 
+def exact_spec(folder: Path, ranks: int) -> JobSpec:
+    """A job in fp32 on a base in the format in which it loses nothing."""
+    return _spec(folder, _exact(folder), ranks)
+
+
 def _exact(folder: Path) -> str | dict[str, str]:
     """The format in which the base loses nothing in fp32: FP8 keeps published blocks, whose values
     bf16 would round.

@@ -10,13 +10,9 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
-from torch import nn
 
-from ft_service.data.tokens.sample import Tokens
-from ft_service.data.tokens.token_set import TokenSet
 from ft_service.errors import SpecError
 from ft_service.rundir.directory import RunDir
 from ft_service.rundir.documents import Outcome, OutcomeKind
@@ -27,45 +23,29 @@ from tests.support.training.late_copies import on_small_scale
 from tests.support.training.models import (
     FAMILIES,
     OF_EXPERTS,
-    VOCABULARY,
     save_chat_base,
     save_chats,
     save_tiny,
     spec_for,
 )
-from tests.support.training.parity import CPU, constructed, full, relative_error
-from workers.base.load import adapters
+from tests.support.training.parity import CPU, constructed, relative_error
+from tests.support.training.shared_rows import of_lengths, step
 from workers.data.micro_batches import MicroBatchLimits
 from workers.ranks.context_group import ContextGroup
-from workers.ranks.sharding import Gradients
 from workers.training.kto import Labelled
 from workers.training.objective import (
     Objective,
     Preference,
     RankShare,
     Supervised,
-    loss_with_baseline,
 )
 from workers.training.shared_rows_trial import refuse_if_unlike
-from workers.training.step import evaluate, forward_backward
 
 EXACT = {"default": "bf16", "compute": "fp32"}
 BOUND = 1e-6
 """Relative: of each loss, and of all gradients of a model together."""
 ROW = 60
 """Tokens of a row."""
-
-
-def of_lengths(*lengths: int) -> TokenSet:
-    generator = np.random.default_rng(1)
-    return TokenSet.of(
-        Tokens(
-            generator.integers(0, VOCABULARY, length).astype(np.int32),
-            (np.arange(length) > 2) & (generator.random(length) < 0.7) | (np.arange(length) == 3),
-            label=number % 3 > 0,
-        )
-        for number, length in enumerate(lengths)
-    )
 
 
 SAMPLES = of_lengths(21, 1, 13, 2, 17, 30, 5)
@@ -85,31 +65,6 @@ METHODS: dict[str, Callable[[], Objective]] = {
         max_length=64,
     ).with_reference([REFERENCE, REFERENCE - 20]),
 }
-
-
-def step(
-    model: nn.Module, objective: Objective, share: RankShare, *, random: bool
-) -> tuple[torch.Tensor, torch.Tensor, dict[str, torch.Tensor]]:
-    """Sums in training and validation, and all gradients, whole."""
-    items = range(len(objective))
-    key = (lambda sample: 1000 + sample) if random else None
-    loss_of = loss_with_baseline(model, objective, items, share.world, share.batches)
-    sums = forward_backward(
-        model,
-        share.batches(objective, items, key),
-        objective.divisor(items),
-        share.world,
-        loss_of=loss_of,
-        gradients=Gradients(model, share.world),
-    )
-    trained = dict(adapters(model))
-    grads = {name: full(parameter.grad) for name, parameter in trained.items()}
-    for parameter in trained.values():
-        parameter.grad = None
-    model.eval()
-    valid = evaluate(model, share.batches(objective, items), share.world, loss_of)
-    model.train()
-    return sums, valid, grads
 
 
 def errors(

@@ -378,9 +378,7 @@ def python_text(body: Mapping[str, Any], base_url: str) -> str:
     client = f'client = OpenAI(base_url="{base_url}/v1", api_key=os.environ["FT_API_KEY"])'
     if SWEEP in body:
         whole = pprint.pformat(dict(body), width=96, sort_dicts=False).replace("\n", "\n    ")
-        call = (
-            f'sweep = client.post(\n    "/fine_tuning/sweeps", cast_to=object,\n    body={whole},\n)'
-        )
+        call = f'sweep = client.post(\n    "/fine_tuning/sweeps", cast_to=object,\n    body={whole},\n)'
         return f'import os\n\nfrom openai import OpenAI\n\n{client}\n{call}\nprint(sweep["id"])\n'
     extra = {"validation_split", *JobOptions.model_fields}
     theirs = {name: value for name, value in body.items() if name not in extra}

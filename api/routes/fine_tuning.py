@@ -109,7 +109,9 @@ class JobQuery(BaseModel):
     ] = None
     suffix: Annotated[
         str | None,
-        Field(max_length=64, description="Only jobs whose suffix or name contains it, in any case."),
+        Field(
+            max_length=64, description="Only jobs whose suffix or name contains it, in any case."
+        ),
     ] = None
     project: Annotated[
         str | None,

@@ -25,6 +25,7 @@ Name = Literal[
     "kl/reverse",
     "teacher/gap",
     "rewards/margins",
+    "before/valid_loss",
 ]
 """Series that a job may have; the units are those of `Metrics`."""
 NAMES: tuple[Name, ...] = get_args(Name)

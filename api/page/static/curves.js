@@ -11,7 +11,7 @@
   const POINTS = several ? 400 : 500;
   const EVERY = 4000;
   const CHARTS = [
-    { title: "Loss", large: true, log: true, overlay: true, lines: [["train_loss", "Training", true], ["valid_loss", "Validation"]] },
+    { title: "Loss", large: true, log: true, overlay: true, before: "before/valid_loss", lines: [["train_loss", "Training", true], ["valid_loss", "Validation"]] },
     { title: "Mean reward", large: true, overlay: true, lines: [["train_mean_reward", "Training", true], ["valid_mean_reward", "Validation"]] },
     { title: "Accuracy", unit: "share", overlay: true, lines: [["train_mean_token_accuracy", "Training", true], ["valid_mean_token_accuracy", "Validation"]] },
     { title: "Distance from the teacher (nats)", log: true, lines: [["kl/reverse", "KL(student, teacher)", true], ["kl/forward", "KL(teacher, student)", true]] },
@@ -58,9 +58,17 @@
   // One line of a chart: x, y and style. With smoothing, the measured values stay visible as a faint line.
   const linesOf = (chart) => {
     const own = jobs.flatMap((id, nth) => linesOfJob(chart, id, nth));
+    own.push(...levelBefore(chart, own));
     if (!own.length || !parent || !view.parent || !chart.overlay) return own;
     const before = linesOfJob(chart, parent.id, 0).filter((line) => !line.faint);
     return [...own, ...before.map((line) => ({ ...line, paint: "--s8", nth: 8, dash: line.second ? [2, 4] : [6, 4], label: `${parent.title}, ${line.label.toLowerCase()}`, points: false }))];
+  };
+  // The validation loss before training, as a level to compare with: one measured number, drawn over the whole width.
+  const levelBefore = (chart, own) => {
+    const before = several ? undefined : data.get(jobs[0])?.series[chart.before];
+    if (!before || !own.length) return [];
+    const ends = [Math.min(...own.map((line) => line.xs[0])), Math.max(...own.map((line) => line.xs.at(-1)))];
+    return [{ xs: ends[0] < ends[1] ? ends : ends.slice(1), ys: Array(ends[0] < ends[1] ? 2 : 1).fill(before.values[0]), paint: "--s6", nth: 6, dash: [2, 5], width: 1.4, label: "Before training", points: false }];
   };
   const linesOfJob = (chart, id, nth) => {
     const metrics = data.get(id);

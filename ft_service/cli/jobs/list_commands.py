@@ -52,7 +52,8 @@ def list_jobs(
         str | None, typer.Option(help="Only jobs on this base model.", metavar="MODEL")
     ] = None,
     name: Annotated[
-        str | None, typer.Option(help="Only jobs with this in their name or suffix.", metavar="TEXT")
+        str | None,
+        typer.Option(help="Only jobs with this in their name or suffix.", metavar="TEXT"),
     ] = None,
     as_json: Json = False,
 ) -> None:

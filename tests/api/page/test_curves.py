@@ -22,7 +22,7 @@ from tests.support.page.browser import (
 )
 from tests.support.page.hostile import sign_in
 from tests.support.page.place import Place
-from tests.support.page.seeded import NOW, seed_files, seed_job, seed_steps
+from tests.support.page.seeded import NOW, seed_event, seed_files, seed_job, seed_steps
 
 LOSS = ".curve-card.large .plot"
 KEY = ".curve-card.large .key"
@@ -40,6 +40,10 @@ def test_a_jobs_curve_beside_its_parents_is_read_and_saved(
     (place.settings.runs_dir / parent.id / "adapter").mkdir(parents=True)
     job = seed_job(*seeded, asked | {"model": str(parent.spec.tuned_name)}, **over)
     seed_steps(place.store, job, 20, total=20, seed=1)
+    first = {"step": 1, "total_steps": 20, "train_loss": 4.0, "before/valid_loss": 4.25}
+    fresh = seed_job(*seeded, asked, **over)
+    seed_event(place.store, fresh, "Step 1/20", first)
+    seed_event(place.store, fresh, "Step 2/20", first | {"step": 2, "train_loss": 3.0})
     sized(driver, 1400, "light")
     sign_in(driver, place)
     driver.get(f"{place.url}/jobs/{job.id}")
@@ -73,3 +77,9 @@ def test_a_jobs_curve_beside_its_parents_is_read_and_saved(
     click(driver, "[data-overlay]")
     assert "first" not in attribute(driver, LOSS, "aria-label")
     assert "parent=off" in driver.current_url
+
+    # The validation loss before training is a level
+    driver.get(f"{place.url}/jobs/{fresh.id}")
+    level = "Before training: from 4.25 to 4.25."
+    until(lambda: level in attribute(driver, LOSS, "aria-label") + ".")
+    assert "Before training 4.25" in text_of(driver, KEY)

@@ -32,9 +32,9 @@ from api.transfer import event_stream, log_tail, tar_stream
 from api.wire.data_views import SamplesView, StatisticsView, samples_view, statistics_view
 from api.wire.job_views import (
     EvaluationView,
+    JobUpdate,
     JobView,
     LiveProgress,
-    JobUpdate,
     ResumeBody,
     RolloutView,
     SuitesBody,

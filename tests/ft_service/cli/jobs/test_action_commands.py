@@ -39,7 +39,7 @@ def test_a_job_is_renamed_and_noted(ft: Ft, server: StubServer) -> None:
     assert json.loads(ft("rename", "refunds", "", "--json").out)["name"] is None
     assert server.jobs["ftjob-1"]["note"] == "half the data", "what is not given stays"
     refused = ft("rename", "run-7")
-    assert (refused.code, refused.err) == (64, "error name: Give the job a NAME, or --note TEXT.\n")
+    assert (refused.code, refused.err) == (64, "ft: Give the job a NAME, or --note TEXT.\n")
 
 
 def test_a_job_that_still_stops_says_so(

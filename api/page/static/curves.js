@@ -22,6 +22,9 @@
     { title: "Gradient norm", log: true, lines: [["grad_norm", "Before clipping", true]] },
     { title: "Learning rate", lines: [["learning_rate", "Learning rate"]] },
     { title: "Tokens per second", lines: [["tokens_per_second", "All ranks", true]] },
+    { title: "GPU memory", unit: "bytes", lines: [["gpu/memory", "The fullest GPU"]] },
+    { title: "GPU utilisation", unit: "share", lines: [["gpu/busy", "Mean of the GPUs", true]] },
+    { title: "GPU power (W)", lines: [["gpu/watts", "All GPUs", true]] },
   ];
   const query = new URLSearchParams(location.search);
   const view = { time: query.get("axis") === "time", log: query.has("log"), parent: query.get("parent") !== "off", smooth: Math.min(0.98, Number(query.get("smooth")) || 0) };
@@ -40,7 +43,8 @@
     if (size && size < 0.001) return value.toExponential(1).replace("e", " e");
     return String(Number(value.toPrecision(4)));
   };
-  const written = (chart, value) => (chart.unit === "share" && value != null ? `${(100 * value).toFixed(1)} %` : short(value));
+  const gib = (value) => `${Number((value / 2 ** 30).toPrecision(3))} GiB`;
+  const written = (chart, value) => (value == null ? short(value) : chart.unit === "share" ? `${(100 * value).toFixed(1)} %` : chart.unit === "bytes" ? gib(value) : short(value));
   const span = (seconds) => {
     const s = Math.round(seconds);
     if (s < 120) return `${s} s`;
@@ -152,7 +156,7 @@
       scales: { x: { time: false }, y: { distr: log ? 3 : 1, range: log ? undefined : (u, low, high) => { const pad = (high - low || Math.abs(high) || 1) * 0.06; return [low >= 0 ? Math.max(0, low - pad) : low - pad, high + pad]; } } },
       axes: [
         { ...axis, size: 28, space: 70, values: (u, at) => at.map((v) => (view.time ? span(v) : Number.isInteger(v) ? short(v) : "")) },
-        { ...axis, size: 52, values: (u, at) => at.map((v) => (v == null ? "" : card.chart.unit === "share" ? `${Math.round(100 * v)} %` : short(v))) },
+        { ...axis, size: 52, values: (u, at) => at.map((v) => (v == null ? "" : card.chart.unit === "share" ? `${Math.round(100 * v)} %` : card.chart.unit === "bytes" ? gib(v) : short(v))) },
       ],
       series: [{}, ...card.lines.map((line) => ({ stroke: colour(line.paint, line.faint ? 0.28 : 1), width: line.width, dash: line.dash, spanGaps: true, points: { show: line.points && !line.faint, size: 5, fill: colour("--panel") } }))],
       hooks: {

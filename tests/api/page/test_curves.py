@@ -7,8 +7,11 @@ from pathlib import Path
 
 from selenium import webdriver
 from selenium.webdriver.common.action_chains import ActionChains
+from selenium.webdriver.common.by import By
 from selenium.webdriver.common.keys import Keys
 
+from ft_service.rundir.attempt import Attempt
+from ft_service.rundir.documents import Energy, GpuLoad
 from tests.support.page.browser import (
     attribute,
     axe_faults,
@@ -78,8 +81,23 @@ def test_a_jobs_curve_beside_its_parents_is_read_and_saved(
     assert "first" not in attribute(driver, LOSS, "aria-label")
     assert "parent=off" in driver.current_url
 
-    # The validation loss before training is a level
+    # The validation loss before training is a level, and GPUs have curves where they were read
+    loads = [
+        GpuLoad(time=NOW + second, memory=3 * 2**30, busy=0.9, watts=350.0) for second in (0, 60)
+    ]
+    energy = Energy(joules=1.0, source="nvml", loads=loads)
+    Attempt(place.run_of(fresh), 1).node(0, 1).write_energy(energy)
     driver.get(f"{place.url}/jobs/{fresh.id}")
     level = "Before training: from 4.25 to 4.25."
     until(lambda: level in attribute(driver, LOSS, "aria-label") + ".")
     assert "Before training 4.25" in text_of(driver, KEY)
+    shown = [card.text for card in driver.find_elements(By.CSS_SELECTOR, ".curve-card")]
+    assert [text.split("\n")[0] for text in shown if text.startswith("GPU")] == [
+        *("GPU memory", "GPU utilisation", "GPU power (W)"),
+    ]
+    assert "3 GiB" in "".join(shown)
+    assert axe_faults(driver) == []
+    driver.get(f"{place.url}/jobs/{job.id}")
+    until(lambda: attribute(driver, LOSS, "aria-label"))
+    cards = driver.find_elements(By.CSS_SELECTOR, ".curve-card")
+    assert not any(card.text.startswith("GPU") for card in cards), "hidden where none were read"

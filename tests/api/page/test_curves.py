@@ -90,7 +90,7 @@ def test_a_jobs_curve_beside_its_parents_is_read_and_saved(
     driver.get(f"{place.url}/jobs/{fresh.id}")
     level = "Before training: from 4.25 to 4.25."
     until(lambda: level in attribute(driver, LOSS, "aria-label") + ".")
-    assert "Before training 4.25" in text_of(driver, KEY)
+    assert text_of(driver, KEY).split("\n")[-2:] == ["Before training", "4.25"]
     shown = [card.text for card in driver.find_elements(By.CSS_SELECTOR, ".curve-card")]
     assert [text.split("\n")[0] for text in shown if text.startswith("GPU")] == [
         *("GPU memory", "GPU utilisation", "GPU power (W)"),

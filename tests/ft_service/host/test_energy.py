@@ -84,7 +84,8 @@ def test_gpus_count_from_the_first_look() -> None:
 
 
 def test_gpus_say_what_they_do_where_their_driver_does() -> None:
-    assert GpuCounter(["0", "GPU-b"], Nvml()).load() == Load(2 * 2**30, 0.85, 600.001)
+    found = GpuCounter(["0", "GPU-b"], Nvml()).load()
+    assert found == Load(2 * 2**30, pytest.approx(0.85), pytest.approx(600.001))
     untold = GpuCounter(["0"], Nvml(mig=True))
     assert (untold.load(), untold.joules()) == (None, 0.0)
 

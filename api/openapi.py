@@ -41,6 +41,8 @@ _PROPERTIES = {
         "pending_reason",
         "queue",
         "suffix",
+        "name",
+        "note",
         "chosen",
         "engine_id",
         "sweep",

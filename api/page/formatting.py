@@ -238,8 +238,11 @@ def model_title(model: Mapping[str, Any]) -> str:
 
 
 def job_title(job: Mapping[str, Any]) -> str:
-    """Return a job's suffix, by which `ft get` finds it; without one, the name of its base."""
-    return str(job.get("suffix") or str(job["model"]).split("/")[-1])
+    """Return a job's name or suffix, by which `ft get` finds it; without one, the name of its
+    base.
+    """
+    called = job.get("name") or job.get("suffix")
+    return str(called or str(job["model"]).split("/")[-1])
 
 
 def mean_reward(answers: Sequence[Mapping[str, Any]]) -> float | None:

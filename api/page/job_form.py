@@ -15,6 +15,7 @@ from typing import Any
 
 import yaml
 
+from ft_service.data.formats.detect_format import COMPRESSED_ENDINGS, DATA_ENDINGS
 from ft_service.spec import (
     AUTO,
     LEARNING_RATES,
@@ -26,6 +27,8 @@ from ft_service.spec import (
 from ft_service.spec.options import CHOSEN_UNLESS_GIVEN
 from ft_service.spec.yaml_loader import StrictLoader
 
+ACCEPTED = ",".join((*DATA_ENDINGS, *COMPRESSED_ENDINGS))
+"""Endings of the files that a browser offers to upload."""
 SECTIONS = ("training", "lora", "precision", "distributed", "checkpoint", "evaluation")
 FIRST: Mapping[str, str] = {
     "training.n_epochs": "Epochs",
@@ -91,11 +94,13 @@ operation: eq
 """
 DATA = "data"
 """The field for the columns of the files: a mapping, as YAML."""
-_WITH_FIELDS = {*_TOP_LEVEL, DATA, *SECTIONS, "metadata", "hyperparameters"}
+_WITH_FIELDS = {*_TOP_LEVEL, DATA, "sweep", *SECTIONS, "metadata", "hyperparameters"}
 _MOST_YAML = 300_000
 """Most characters of a field, whose YAML takes some four seconds to read: the prompts of an
 evaluation may have nearly as many.
 """
+SWEEP = "sweep"
+"""The field for the values to try: options with their values, as YAML."""
 OTHER = "other"
 """The field for options without a field of their own, such as `method`: as YAML."""
 
@@ -188,6 +193,8 @@ def body_of(form: Mapping[str, str]) -> dict[str, Any]:
         body[DATA] = body[DATA][DATA]
     if metadata := _metadata(form):
         body["metadata"] = metadata
+    if form.get(SWEEP, "").strip():
+        body[SWEEP] = _sweep(form[SWEEP])
     other = other_options(form)
     return body | other | _method(form, other.get("method"))
 
@@ -218,6 +225,22 @@ def _method(form: Mapping[str, str], other: Any) -> dict[str, Any]:
         _refuse_twice("grader", section)
         section["grader"] = _grader(form[GRADER])
     return {"method": {**rest, "type": kind, **({kind: section} if section else {})}}
+
+
+def _sweep(text: str) -> dict[str, Any]:
+    """Return the values to try. Raises ValueError unless the text is YAML of options."""
+    try:
+        values = _load(text)
+    except yaml.YAMLError as error:
+        raise ValueError(f"The values to try must be YAML: {error}.") from None
+    if not isinstance(values, dict) or not all(isinstance(name, str) for name in values):
+        raise ValueError(
+            "The values to try must be options with lists of values, one option a line, such as "
+            "`lora.r: [8, 32]`."
+        )
+    if set(values) == {SWEEP} and isinstance(values[SWEEP], dict):  # pasted from a SPEC file
+        return values[SWEEP]
+    return values
 
 
 def _refuse_twice(name: str, given: Mapping[str, Any]) -> None:
@@ -343,14 +366,20 @@ def yaml_text(body: Mapping[str, Any], files: Mapping[str, str] | None = None) -
 
 def command_text(body: Mapping[str, Any], files: Mapping[str, str]) -> str:
     """Return shell commands that write the SPEC file and submit it."""
+    submit = "ft sweep submit" if SWEEP in body else "ft submit"
     return (
-        f"cat > job.yaml <<'END-OF-SPEC'\n{yaml_text(body, files)}END-OF-SPEC\nft submit "
+        f"cat > job.yaml <<'END-OF-SPEC'\n{yaml_text(body, files)}END-OF-SPEC\n{submit} "
         "--watch job.yaml\n"
     )
 
 
 def python_text(body: Mapping[str, Any], base_url: str) -> str:
-    """Return a program that creates the job with the openai client."""
+    """Return a program that creates the job, or the sweep, with the openai client."""
+    client = f'client = OpenAI(base_url="{base_url}/v1", api_key=os.environ["FT_API_KEY"])'
+    if SWEEP in body:
+        whole = pprint.pformat(dict(body), width=96, sort_dicts=False).replace("\n", "\n    ")
+        call = f'sweep = client.post(\n    "/fine_tuning/sweeps", cast_to=object,\n    body={whole},\n)'
+        return f'import os\n\nfrom openai import OpenAI\n\n{client}\n{call}\nprint(sweep["id"])\n'
     extra = {"validation_split", *JobOptions.model_fields}
     theirs = {name: value for name, value in body.items() if name not in extra}
     ours = {name: value for name, value in body.items() if name not in theirs}
@@ -361,7 +390,6 @@ def python_text(body: Mapping[str, Any], base_url: str) -> str:
         extra_body = pprint.pformat(ours, width=96, sort_dicts=False).replace("\n", "\n    ")
         lines.append(f"    extra_body={extra_body},")
     call = "\n".join(["job = client.fine_tuning.jobs.create(", *lines, ")"])
-    client = f'client = OpenAI(base_url="{base_url}/v1", api_key=os.environ["FT_API_KEY"])'
     return f"import os\n\nfrom openai import OpenAI\n\n{client}\n{call}\nprint(job.id)\n"
 
 

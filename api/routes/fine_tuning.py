@@ -32,6 +32,7 @@ from api.transfer import event_stream, log_tail, tar_stream
 from api.wire.data_views import SamplesView, StatisticsView, samples_view, statistics_view
 from api.wire.job_views import (
     EvaluationView,
+    JobUpdate,
     JobView,
     LiveProgress,
     ResumeBody,
@@ -108,7 +109,9 @@ class JobQuery(BaseModel):
     ] = None
     suffix: Annotated[
         str | None,
-        Field(max_length=64, description="Only jobs whose suffix contains it, in any case."),
+        Field(
+            max_length=64, description="Only jobs whose suffix or name contains it, in any case."
+        ),
     ] = None
     project: Annotated[
         str | None,
@@ -147,9 +150,9 @@ def list_jobs(
 
     `metadata[k]=v`, any number of times: only jobs whose metadata contain all these pairs.
     `metadata=null`: only jobs without metadata. Not in OpenAI's API: `status`, `base` and `suffix`
-    list only jobs in that state, on that base or with that in their suffix; `project` lists another
-    project's jobs, for an admin key of the first project (to read their events, files and models,
-    use a key of that project).
+    list only jobs in that state, on that base or with that in their suffix or name; `project` lists
+    another project's jobs, for an admin key of the first project (to read their events, files and
+    models, use a key of that project).
     """
     project_id = (
         caller.project_id
@@ -171,6 +174,16 @@ def list_jobs(
 @router.get("/{job_id}")
 def retrieve(job_id: str, caller: Caller, services: Svc) -> JobView:
     return _view(services.store.jobs.get_job(caller.project_id, job_id), caller, services)
+
+
+@router.post("/{job_id}", openapi_extra=body_schema(JobUpdate))
+def update(job_id: str, body: JsonBody, caller: Caller, services: Svc) -> JobView:
+    """Not in OpenAI's API. Change what a job is called, or what is noted about it.
+
+    Nothing that it trains or has trained changes, nor the name of its tuned model.
+    """
+    texts = parse_body(body, JobUpdate).model_dump(exclude_unset=True)
+    return _view(services.store.jobs.call(caller.project_id, job_id, texts), caller, services)
 
 
 @router.delete("/{job_id}")

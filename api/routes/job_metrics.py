@@ -10,11 +10,21 @@ from typing import Annotated, Any, Literal
 from fastapi import Header, Query, Response
 
 from api.http.auth import Caller
-from api.http.dependencies import Svc
+from api.http.dependencies import Services, Svc
 from api.http.routing import keyed_router
 from api.wire.views import View
-from ft_service.jobs.curves import NAMES, Curves, Kind, Name
+from ft_service.jobs.curves import (
+    GPU_NAMES,
+    NAMES,
+    Curves,
+    GpuName,
+    Kind,
+    Name,
+    gpu_series,
+)
 from ft_service.jobs.states import Job
+from ft_service.rundir.attempt import Attempt
+from ft_service.rundir.documents import GpuLoad
 from ft_service.store.records import Checkpoint
 from ft_service.store.rows import not_found
 
@@ -27,9 +37,12 @@ Points = Annotated[
     ),
 ]
 Names = Annotated[
-    list[Name] | None, Query(description="Only these series; default: all that were reported.")
+    list[Name | GpuName] | None,
+    Query(description="Only these series; default: all that were reported."),
 ]
 _MARKED_CHECKPOINTS = 200
+_ATTEMPTS_WITH_LOADS = 8
+"""Attempts of which is read what their GPUs did: the newest."""
 
 
 class SeriesView(View):
@@ -84,8 +97,9 @@ def of_job(
 ) -> Any:
     """Not in OpenAI's API. Return a job's metrics by step, over all its attempts (a step that was
     trained again has the metrics of its newest attempt), and marks for attempts, pauses and
-    checkpoints. With the `ETag` of the previous answer as `If-None-Match`, the answer is 304 if
-    nothing is new.
+    checkpoints; of a job on GPUs also what those of its first node did (`gpu/…`).
+
+    With the `ETag` of the previous answer as `If-None-Match`, the answer is 304 if nothing is new.
     """
     job = services.store.jobs.get_job(caller.project_id, job_id)
     names = tuple(series or ())
@@ -93,13 +107,17 @@ def of_job(
         job.project_id, job.id, limit=_MARKED_CHECKPOINTS
     ).data
     newest = checkpoints[0].id if checkpoints else "-"
+    loads = _gpu_loads(services, job) if not names or set(names) & set(GPU_NAMES) else []
+    last = loads[-1].time if loads else 0.0
     body, position = services.curves.derived(
         job,
         ("json", points, names),
-        (job.state, len(checkpoints), newest),
-        lambda curves: _view(job, curves, points, names, checkpoints).model_dump_json().encode(),
+        (job.state, len(checkpoints), newest, last),
+        lambda curves: (
+            _view(job, curves, points, names, checkpoints, loads).model_dump_json().encode()
+        ),
     )
-    tag = f'"{position}-{len(checkpoints)}-{newest}-{job.state}-{points}-{",".join(names)}"'
+    tag = f'"{position}-{len(checkpoints)}-{newest}-{last}-{job.state}-{points}-{",".join(names)}"'
     headers = {"etag": tag, "cache-control": "no-cache"}
     if if_none_match == tag:
         return Response(status_code=304, headers=headers)
@@ -135,15 +153,27 @@ def of_jobs(
     return MetricsListView(data=[view(known[job_id]) for job_id in job])
 
 
+def _gpu_loads(services: Services, job: Job) -> list[GpuLoad]:
+    """What the GPUs of a job's newest attempts did, oldest first; of a job in an engine nothing."""
+    run = services.places.run(job.id)
+    numbers = range(max(1, job.attempt - _ATTEMPTS_WITH_LOADS + 1), job.attempt + 1)
+    return [load for number in numbers for load in Attempt(run, number).gpu_loads(job.nodes)]
+
+
 def _view(
     job: Job,
     curves: Curves,
     points: int,
     names: Sequence[str],
     checkpoints: Sequence[Checkpoint] = (),
+    loads: Sequence[GpuLoad] = (),
 ) -> MetricsView:
-    """Return the metrics of a job. `names`: the series to return; empty: all."""
-    series = {name: curves.series(name, points) for name in names or NAMES}
+    """Return the metrics of a job. `names`: the series to return; empty: all. `loads`: of its
+    GPUs.
+    """
+    series = {name: curves.series(name, points) for name in names or NAMES if name in NAMES}
+    of_gpus = gpu_series(curves, loads, points)
+    series |= {name: found for name, found in of_gpus.items() if not names or name in names}
     marks = [
         MarkView(type=mark.kind, step=mark.step, time=mark.time, label=mark.label)
         for mark in curves.marks

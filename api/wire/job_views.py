@@ -35,6 +35,8 @@ from ft_service.spec.option_types import Number
 _JOB_FIELDS = (
     "id",
     "created_at",
+    "name",
+    "note",
     "finished_at",
     "trained_tokens",
     "attempt",
@@ -57,6 +59,15 @@ class ResumeBody(Strict):
     """A new number of ranks per node; the job trains on the same samples in the same order."""
     max_cost: Annotated[Number, Field(gt=0, le=1_000_000_000)] | None = None
     """A new limit of what the job may cost; also for one that runs."""
+
+
+class JobUpdate(Strict):
+    """What a job is called by its users. What is left out stays as it is. Not in OpenAI's API."""
+
+    name: Annotated[str, Field(min_length=1, max_length=100)] | None = None
+    """Shown in place of the suffix, by which its tuned model stays named; null: none."""
+    note: Annotated[str, Field(min_length=1, max_length=2000)] | None = None
+    """null: none."""
 
 
 class HyperparametersView(View):
@@ -300,6 +311,10 @@ class JobView(View):
     queue: QueueView | None
     """Set while the job is queued."""
     suffix: str | None
+    name: str | None
+    """How its users call it; null: by its suffix."""
+    note: str | None
+    """What its users have noted about it."""
     data: dict[str, str | bool | int]
     """Column of the format → its name in the data files, and what else of `data` is not at its
     default; empty: the files use the format's names.

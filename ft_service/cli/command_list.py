@@ -176,6 +176,7 @@ ENTRIES: Mapping[str, CommandEntry] = {
         "jobs.action_commands", _JOBS, "Resume a paused job from its checkpoint."
     ),
     "cancel": CommandEntry("jobs.action_commands", _JOBS, "Stop a job for good."),
+    "rename": CommandEntry("jobs.action_commands", _JOBS, "Give a job another name, or a note."),
     "rm": CommandEntry(
         "jobs.action_commands", _JOBS, "Remove an uploaded file, or the tuned model of a job."
     ),

@@ -22,6 +22,7 @@ EXAMPLES: Mapping[str, tuple[str, str]] = {
     "pause": ("last", "--all"),
     "resume": ("last", "mine --nproc-per-node 2"),
     "cancel": ("last", "mine"),
+    "rename": ("last refunds-v2", 'mine --note "The first with cleaned data"'),
     "rm": ("file-7T44Ba5A", "mine --job --yes"),
     "download": ("last --out my-adapter", "mine --checkpoint 50 --out step-50"),
     "sweep submit": ("sweep.yaml --watch", "sweep.yaml --set training.n_epochs=1"),

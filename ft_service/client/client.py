@@ -10,7 +10,7 @@ import contextlib
 import json
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from itertools import islice
 from pathlib import Path
 from types import TracebackType
@@ -195,6 +195,10 @@ class Client:
         over.
         """
         return self._call("DELETE", _job(job_id))["deleted_models"]
+
+    def call_job(self, job_id: str, texts: Mapping[str, str | None]) -> RemoteJob:
+        """Change `name` or `note` of a job; None: it has none any more."""
+        return RemoteJob.model_validate(self._call("POST", _job(job_id), json=dict(texts)))
 
     def pause(self, job_id: str) -> RemoteJob:
         return RemoteJob.model_validate(self._call("POST", f"{_job(job_id)}/pause"))

@@ -114,6 +114,9 @@ class RemoteJob(RemoteObject):
     queue: dict[str, Any] | None = None
     """Place in the queue: position, reason, estimated_start, share."""
     suffix: str | None = None
+    name: str | None = None
+    note: str | None = None
+    """How its users call it, and what they have noted about it."""
     seed: int | None = None
     method: dict[str, Any] = {}
     lora: dict[str, Any] = {}

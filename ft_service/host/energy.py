@@ -7,6 +7,7 @@ from __future__ import annotations
 import contextlib
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
 from importlib import import_module
 from pathlib import Path
 from typing import Any, Literal, Protocol
@@ -19,6 +20,18 @@ _TICKS = 100.0
 """Of a second there (USER_HZ, on every Linux of today)."""
 
 
+@dataclass(frozen=True)
+class Load:
+    """What the GPUs of an attempt's node do at a moment."""
+
+    memory: int
+    """Bytes in use on the fullest of them, by whatever process."""
+    busy: float
+    """Mean share of the last moments in which they computed, in [0, 1]."""
+    watts: float
+    """Of all of them."""
+
+
 class Counter(Protocol):
     """Energy of something since a first look at it."""
 
@@ -26,6 +39,10 @@ class Counter(Protocol):
 
     def joules(self) -> float:
         """Joules that the ranks' processors have taken since the counter was made; it never falls."""
+        ...
+
+    def load(self) -> Load | None:
+        """What they do now; None: that is not known of them."""
         ...
 
 
@@ -48,6 +65,16 @@ class GpuCounter:
     def joules(self) -> float:
         now = (self._read(handle) for handle in self._handles)
         return sum(max(0, at - first) for at, first in zip(now, self._first, strict=True)) / 1000
+
+    def load(self) -> Load | None:
+        nvml, handles = self._nvml, self._handles
+        try:
+            memory = max(int(nvml.nvmlDeviceGetMemoryInfo(one).used) for one in handles)
+            shares = [nvml.nvmlDeviceGetUtilizationRates(one).gpu / 100 for one in handles]
+            watts = sum(nvml.nvmlDeviceGetPowerUsage(one) for one in handles) / 1000
+        except nvml.NVMLError:  # a virtual GPU tells not all of it
+            return None
+        return Load(memory, sum(shares) / len(shares), watts)
 
     def _read(self, handle: Any) -> int:
         """Millijoules since the driver was loaded."""
@@ -97,6 +124,9 @@ class ProcessorCounter:
         self._joules += taken / 1e6 * share
         self._energy, self._times = energy, (busy, max(own, self._times[1]))
         return self._joules
+
+    def load(self) -> None:
+        return None
 
     def _read(self) -> list[int]:
         return [_number(zone / "energy_uj") for zone in self._zones]

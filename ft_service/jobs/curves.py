@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import math
 from array import array
-from bisect import bisect_left
+from bisect import bisect_left, bisect_right
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, get_args
+
+from ft_service.rundir.documents import GpuLoad
 
 Name = Literal[
     "train_loss",
@@ -25,9 +27,13 @@ Name = Literal[
     "kl/reverse",
     "teacher/gap",
     "rewards/margins",
+    "before/valid_loss",
 ]
 """Series that a job may have; the units are those of `Metrics`."""
 NAMES: tuple[Name, ...] = get_args(Name)
+GpuName = Literal["gpu/memory", "gpu/busy", "gpu/watts"]
+"""Series of the GPUs of a job's first node: bytes, shares in [0, 1], watts."""
+GPU_NAMES: tuple[GpuName, ...] = get_args(GpuName)
 Kind = Literal["attempt", "pause", "resume", "cancel", "checkpoint"]
 
 
@@ -92,6 +98,11 @@ class Curves:
         """Add a mark at the newest step."""
         self.marks.append(Mark(kind, self.step, time, label))
 
+    def steps_at(self, times: Sequence[float]) -> list[int]:
+        """The newest step at each time; 0 before the first. `times`: seconds since the epoch."""
+        places = [bisect_right(self._times, time) for time in times]
+        return [self._steps[place - 1] if place else 0 for place in places]
+
     def series(self, name: str, points: int) -> Series:
         """One series of at most `points` (at least 4) points: the first, the last, and the lowest
         and highest of each of equal stretches between them, so that no spike is lost.
@@ -103,6 +114,28 @@ class Curves:
             [round(self._times[place], 2) for place in kept],
             [values[place] for place in kept],
         )
+
+
+def gpu_series(curves: Curves, loads: Sequence[GpuLoad], points: int) -> dict[str, Series]:
+    """What a job's GPUs did, oldest first, as series; a moment is at the newest step before it."""
+    if not loads:
+        return {}
+    times = [load.time for load in loads]
+    steps = curves.steps_at(times)
+    columns = {
+        "gpu/memory": [float(load.memory) for load in loads],
+        "gpu/busy": [load.busy for load in loads],
+        "gpu/watts": [load.watts for load in loads],
+    }
+    found = {}
+    for name, values in columns.items():
+        kept = kept_places(array("d", values), points)
+        found[name] = Series(
+            [steps[place] for place in kept],
+            [round(times[place], 2) for place in kept],
+            [values[place] for place in kept],
+        )
+    return found
 
 
 def kept_places(values: array[float], most: int) -> Sequence[int]:

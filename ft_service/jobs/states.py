@@ -182,6 +182,10 @@ class Job:
     """The request that created it, as W3C's Trace Context names it (ft_service/traces.py); None: it
     was not traced.
     """
+    name: str | None = None
+    """How its users call it; None: by its suffix."""
+    note: str | None = None
+    """What its users have noted about it."""
     version: int = 1
     """Raised by every write; a write names the version that was read and changes nothing if another
     came first.

@@ -18,6 +18,7 @@ from ft_service.rundir.documents import (
     ErrorInfo,
     Exit,
     ExitReason,
+    GpuLoad,
     Launched,
     Outcome,
     OutcomeKind,
@@ -208,12 +209,20 @@ class Attempt(_ExitRecord):
 
         None: none has. `nodes`: the attempt's number of nodes.
         """
-        found = [
-            self.run.readable(self.keys.node(index, nodes).energy, Energy, MOST_BYTES)
-            for index in range(nodes)
-        ]
+        found = [self._energy(index, nodes) for index in range(nodes)]
         measured = [one.joules for one in found if one is not None]
         return sum(measured) if measured else None
+
+    def gpu_loads(self, nodes: int) -> list[GpuLoad]:
+        """What the GPUs of the attempt's first node did, oldest first.
+
+        `nodes`: the attempt's number of nodes.
+        """
+        found = self._energy(0, nodes)
+        return [] if found is None else found.loads
+
+    def _energy(self, index: int, nodes: int) -> Energy | None:
+        return self.run.readable(self.keys.node(index, nodes).energy, Energy, MOST_BYTES)
 
     def read_result(self) -> Result | None:
         """Read result.json if this attempt wrote it.

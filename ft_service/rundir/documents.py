@@ -79,12 +79,31 @@ class Launched(_RunDocument):
     """Id of the job in the cluster, which differs between jobs of one name."""
 
 
+MOST_LOADS = 480
+"""Moments that are kept of a node's GPUs. Of more, every second one is."""
+
+
+class GpuLoad(_RunDocument):
+    """What the GPUs of an attempt's node did at a moment."""
+
+    time: Annotated[float, Field(ge=0, le=1e11, allow_inf_nan=False)]
+    """Seconds since the epoch."""
+    memory: Annotated[int, Field(ge=0, le=2**53)]
+    """Bytes in use on the fullest of them."""
+    busy: Annotated[float, Field(ge=0, le=1)]
+    """Mean share of the time in which they computed."""
+    watts: Annotated[float, Field(ge=0, le=1e9, allow_inf_nan=False)]
+    """Of all of them."""
+
+
 class Energy(_RunDocument):
     """What the ranks of a node have taken since the attempt's start, as far as it was measured."""
 
     joules: Annotated[float, Field(ge=0, le=1e15, allow_inf_nan=False)]
     source: Literal["nvml", "rapl"]
     """The boards of its GPUs, or the ranks' part of its processors' energy."""
+    loads: Annotated[list[GpuLoad], Field(max_length=MOST_LOADS)] = []
+    """What its GPUs did, oldest first, at equal distances; empty: it has none, or they do not tell."""
 
 
 class ErrorInfo(_RunDocument):

@@ -28,6 +28,12 @@ Count = Annotated[int, Field(ge=0, lt=2**62)]
 Seconds = Annotated[float, Field(ge=0, lt=1e11)]
 
 
+BEFORE_VALID_LOSS = "before/valid_loss"
+"""Of the first step in Metrics.more: the loss on the validation file before training, which is that
+of the base or of the tuned model that the job continues.
+"""
+
+
 class Metrics(BaseModel):
     """Metrics of one optimizer step.
 
@@ -62,6 +68,7 @@ class Metrics(BaseModel):
     (workers/training/preference.py); KTO: the same without accuracies, means over the good or bad
     answers, and kl (workers/training/kto.py). Distillation: DIVERGENCE_SUMS of
     workers/model/divergence.py, and teacher/gap. Metrics of the job's evaluation begin with `evaluation/`.
+    The first step has BEFORE_VALID_LOSS.
     """
     checkpoint_stall_seconds: float | None = None
     """Seconds for which training stood still for the checkpoint, including the wait for the

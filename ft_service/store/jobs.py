@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any, Literal
 
 from sqlalchemy import (
@@ -178,7 +178,7 @@ class JobStore(StorePart):
 
         `metadata`: only jobs with all these pairs; "none": only jobs without metadata.
         `metadata_key`: only jobs that have this key. `states`: only jobs in one of them; none: in
-        any. `suffix`: only jobs whose suffix contains it, in any case.
+        any. `suffix`: only jobs whose suffix or name contains it, in any case.
         """
         mine = jobs.c.project_id == project_id
         query = select(*JOB).where(mine, _THERE)
@@ -193,9 +193,8 @@ class JobStore(StorePart):
         if base is not None:
             query = query.where(jobs.c.base == base)
         if suffix is not None:
-            query = query.where(
-                jobs.c.request["suffix"].as_string().icontains(suffix, autoescape=True)
-            )
+            given = jobs.c.request["suffix"].as_string(), jobs.c.name
+            query = query.where(or_(*(name.icontains(suffix, autoescape=True) for name in given)))
         with self._database.reading() as connection:
             query = Listing(jobs.c.position, jobs.c.id, [mine]).apply(connection, query, after)
             return page(connection, query, limit, to_job)
@@ -273,6 +272,18 @@ class JobStore(StorePart):
             self._database.changed.set()
             return job
         raise ConflictError(f"Job {job_id} keeps changing; try again.")
+
+    def call(self, project_id: str, job_id: str, texts: Mapping[str, str | None]) -> Job:
+        """Change `name` or `note` of a job, or both; None: it has none any more.
+
+        Raises NotFoundError.
+        """
+        with self._database.writing(makes_room=True) as connection:
+            read_job(connection, project_id, job_id)
+            if texts:
+                connection.execute(update(jobs).where(jobs.c.id == job_id).values(**texts))
+                record(connection, project_id, "job.named", job_id)
+            return read_job(connection, project_id, job_id)
 
     def pause_all(self) -> int:
         """Pause every job of every project that is to run, for maintenance. Return their number.

@@ -34,7 +34,7 @@ EVENT = columns_of(StoredEvent, events)
 CHECKPOINT = columns_of(Checkpoint, checkpoints)
 
 # A job's request never changes after its creation; its spec changes only where "auto" is replaced.
-# Leases, the time of queueing and use are written elsewhere.
+# Leases, the time of queueing and use are written elsewhere, and so is what its users call it.
 _REQUEST = {
     "id",
     "project_id",
@@ -50,7 +50,15 @@ _FIELDS = [field.name for field in fields(Job)]
 _REASONS = {reason.value: reason for reason in Reason}
 """By value, so that a job is not hidden by a reason that a later version has added."""
 _ENUMERATED = ("state", "phase", "desired", "halt", "reason")
-_FIXED = _REQUEST | {"queued_at", "taken_at", "held_seconds", "slot_seconds", "cost"}
+_FIXED = _REQUEST | {
+    "queued_at",
+    "taken_at",
+    "held_seconds",
+    "slot_seconds",
+    "cost",
+    "name",
+    "note",
+}
 
 
 def to_job(row: RowMapping | dict[str, Any]) -> Job:

@@ -233,6 +233,9 @@ jobs = Table(
     Column("engine_id", StorableText),
     Column("fault_group", StorableText),
     Column("traceparent", StorableText),
+    # How its users call it, and what they have noted about it; NULL: nothing.
+    Column("name", StorableText),
+    Column("note", StorableText),
     # Since when it is hidden, until its rows and its run directory are removed.
     Column("deleted_at", Double),
     # When its events were removed by their age.

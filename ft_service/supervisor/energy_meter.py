@@ -1,4 +1,5 @@
-"""Measures the energy of an attempt's ranks on this node while they run (energy.json).
+"""Measures the energy of an attempt's ranks on this node while they run, and what its GPUs do
+(energy.json).
 
 In a thread of its own, since a driver may hang: the attempt goes on, and what was written last
 stays.
@@ -8,11 +9,12 @@ from __future__ import annotations
 
 import logging
 import threading
+import time
 from collections.abc import Callable, Sequence
 
 from ft_service.host.energy import Counter, GpuCounter, ProcessorCounter
 from ft_service.rundir.attempt import AttemptNode
-from ft_service.rundir.documents import Energy
+from ft_service.rundir.documents import MOST_LOADS, Energy, GpuLoad
 
 log = logging.getLogger(__name__)
 
@@ -47,10 +49,17 @@ class EnergyMeter:
         try:
             counter = self._new_counter()
             over = False
+            kept: list[GpuLoad] = []
+            looks = stride = 0
             while not over:
                 over = self._over.wait(self._every_seconds)
-                energy = Energy(joules=counter.joules(), source=counter.source)
-                self._files.write_energy(energy)
+                joules, load = counter.joules(), counter.load()
+                if load is not None and not over and looks % 2**stride == 0:
+                    kept.append(GpuLoad(time=time.time(), **vars(load)))
+                looks += 1
+                if len(kept) == MOST_LOADS:
+                    kept, stride = kept[::2], stride + 1
+                self._files.write_energy(Energy(joules=joules, source=counter.source, loads=kept))
         except Exception as error:  # a driver's own errors, a full disk: the attempt goes on
             log.info("the energy is not measured here: %s", error)
 

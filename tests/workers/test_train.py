@@ -33,7 +33,7 @@ from ft_service.rundir.documents import (
     Result,
     Start,
 )
-from ft_service.rundir.events import SettledOption
+from ft_service.rundir.events import BEFORE_VALID_LOSS, SettledOption
 from ft_service.rundir.manifest import ORIGINS, Manifest, Origins, parent_of, without_paths
 from ft_service.rundir.verify import verify
 from ft_service.spec import AdapterRef, JobSpec, LoraOptions
@@ -104,10 +104,28 @@ def test_a_finished_attempt_leaves_everything(finished: RunDir) -> None:
         "at the end of every epoch of 2 steps, and at the last step"
     )
     assert result.train_loss == losses(finished)[STEPS]
+    before = losses(finished, BEFORE_VALID_LOSS)
+    assert list(before) == [1], "told with the first step"
+    assert before[1] > losses(finished, "valid_loss")[STEPS]
     assert complete_checkpoints(finished) == ["step-2-a1", "step-4-a1", "step-5-a1"]
     for name in complete_checkpoints(finished):
         assert not checkpoint_faults(finished, name)
     assert verify(finished.root).faults == []
+
+
+def test_the_loss_before_training_is_that_of_the_base_alone(
+    spec: JobSpec, finished: RunDir, tmp_path: Path
+) -> None:
+    """Of a job that learns nothing, the first validation is the base's, dropout and all apart."""
+    still = spec.model_copy(
+        update={"training": spec.training.model_copy(update={"learning_rate": 1e-30})}
+    )
+    run = RunDir(tmp_path)
+    run.write("spec.json", still)
+    assert run_attempt(run, 1, 1).kind == "succeeded"
+    unchanged = losses(run, "valid_loss")[2]
+    assert losses(run, BEFORE_VALID_LOSS) == {1: pytest.approx(unchanged, abs=1e-6)}
+    assert losses(finished, BEFORE_VALID_LOSS)[1] == pytest.approx(unchanged, abs=1e-6)
 
 
 def test_the_manifest_describes_the_job(finished: RunDir, spec: JobSpec) -> None:
@@ -298,6 +316,7 @@ def test_a_pause_stops_all_ranks_at_a_checkpoint_and_the_job_goes_on_bitwise_as_
     assert run_attempt(run, 2, 2, "step-1-a1").kind == "succeeded"
     assert losses(run) == losses(finished)
     assert losses(run, "valid_loss") == losses(finished, "valid_loss")
+    assert losses(run, BEFORE_VALID_LOSS) == losses(finished, BEFORE_VALID_LOSS), "not once more"
     whole = adapter(finished)
     assert all(torch.equal(tensor, whole[name]) for name, tensor in adapter(run).items())
 

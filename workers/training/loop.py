@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from ft_service.rundir.evaluations import by_name
-from ft_service.rundir.events import Metrics
+from ft_service.rundir.events import BEFORE_VALID_LOSS, Metrics
 from ft_service.spec import JobSpec
 from workers.data.batches import BatchOrder, steps_per_epoch, total_steps
 from workers.job.training_state import JobState, Validations, learning_rate_at
@@ -161,18 +161,22 @@ class Trainer:
         """
         late = self.runtime.reads_late
         unread: StepBegun | None = None
+        # A job that is resumed has done so in an earlier attempt.
+        before = self._validate() if self.job.step == 0 and len(self.valid) else None
         ended = DeviceEvent(self.runtime.device)
         while not self._done:
             begun = self._begin(ended)
             ended = begun.ended
             if unread is not None:
-                self._report(unread, self._check(unread), None)
+                self._report(unread, self._check(unread), None, before=before)
+                before = None
             unread = begun
             stopping = self.context.stop.agreed()
             if late and not stopping and not self._pauses:
                 continue
             unread = None
-            metrics = self._validated(begun)
+            metrics = self._validated(begun, before)
+            before = None
             if stopping or self._done:
                 name = self.saver.save_last(self.job, metrics)
                 return name if not self._done else None
@@ -250,8 +254,8 @@ class Trainer:
         self.watch.after_step(begun.rate)
         return sums, norm
 
-    def _validated(self, begun: StepBegun) -> Metrics:
-        """Report the newest step, with a validation if one is due."""
+    def _validated(self, begun: StepBegun, before: BatchSums | None) -> Metrics:
+        """Report the newest step, with a validation if one is due. `before`: as of `_report`."""
         numbers = self._check(begun)
         valid = self._validate() if self._validates else None
         if valid is not None:
@@ -260,7 +264,8 @@ class Trainer:
             self.job.validations = self.job.validations.after(
                 self.job.step, valid.mean_loss, threshold, counts=counts
             )
-        return self._report(begun, numbers, valid, self._answered(validated=valid is not None))
+        answered = self._answered(validated=valid is not None)
+        return self._report(begun, numbers, valid, answered, before)
 
     def _answered(self, *, validated: bool) -> dict[str, float]:
         """Metrics of the answers at the newest step, if it is time for them."""
@@ -277,7 +282,9 @@ class Trainer:
         numbers: tuple[BatchSums, float],
         valid: BatchSums | None,
         answered: dict[str, float] | None = None,
+        before: BatchSums | None = None,
     ) -> Metrics:
+        """Report a step. `before`: the validation before the first step, told with that step."""
         sums, norm = numbers
         metrics = Metrics(
             step=begun.step,
@@ -292,7 +299,7 @@ class Trainer:
             trained_tokens=begun.trained_tokens,
             step_seconds=begun.ended.since(begun.began),
             epoch=begun.step / self.schedule.steps_per_epoch,
-            more=_together(sums.more, valid.more if valid else None, answered),
+            more=_together(sums.more, valid.more if valid else None, answered, before),
         )
         self.context.reporter.metrics(metrics)
         return metrics
@@ -334,10 +341,12 @@ def _together(
     train: dict[str, float] | None,
     valid: dict[str, float] | None,
     answered: dict[str, float] | None,
+    before: BatchSums | None,
 ) -> dict[str, float] | None:
-    """Metrics.more of a step, of its validation and of its answers."""
+    """Metrics.more of a step, of its validation, of its answers and of the time before it."""
     of_valid = {f"valid_{name}": value for name, value in (valid or {}).items()}
-    return {**(train or {}), **of_valid, **(answered or {})} or None
+    of_before = {} if before is None else {BEFORE_VALID_LOSS: before.mean_loss}
+    return {**(train or {}), **of_valid, **(answered or {}), **of_before} or None
 
 
 def _to_host(numbers: Tensor) -> Tensor:

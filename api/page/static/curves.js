@@ -11,7 +11,7 @@
   const POINTS = several ? 400 : 500;
   const EVERY = 4000;
   const CHARTS = [
-    { title: "Loss", large: true, log: true, overlay: true, lines: [["train_loss", "Training", true], ["valid_loss", "Validation"]] },
+    { title: "Loss", large: true, log: true, overlay: true, before: "before/valid_loss", lines: [["train_loss", "Training", true], ["valid_loss", "Validation"]] },
     { title: "Mean reward", large: true, overlay: true, lines: [["train_mean_reward", "Training", true], ["valid_mean_reward", "Validation"]] },
     { title: "Accuracy", unit: "share", overlay: true, lines: [["train_mean_token_accuracy", "Training", true], ["valid_mean_token_accuracy", "Validation"]] },
     { title: "Distance from the teacher (nats)", log: true, lines: [["kl/reverse", "KL(student, teacher)", true], ["kl/forward", "KL(teacher, student)", true]] },
@@ -22,6 +22,9 @@
     { title: "Gradient norm", log: true, lines: [["grad_norm", "Before clipping", true]] },
     { title: "Learning rate", lines: [["learning_rate", "Learning rate"]] },
     { title: "Tokens per second", lines: [["tokens_per_second", "All ranks", true]] },
+    { title: "GPU memory", unit: "bytes", lines: [["gpu/memory", "The fullest GPU"]] },
+    { title: "GPU utilisation", unit: "share", lines: [["gpu/busy", "Mean of the GPUs", true]] },
+    { title: "GPU power (W)", lines: [["gpu/watts", "All GPUs", true]] },
   ];
   const query = new URLSearchParams(location.search);
   const view = { time: query.get("axis") === "time", log: query.has("log"), parent: query.get("parent") !== "off", smooth: Math.min(0.98, Number(query.get("smooth")) || 0) };
@@ -40,7 +43,8 @@
     if (size && size < 0.001) return value.toExponential(1).replace("e", " e");
     return String(Number(value.toPrecision(4)));
   };
-  const written = (chart, value) => (chart.unit === "share" && value != null ? `${(100 * value).toFixed(1)} %` : short(value));
+  const gib = (value) => `${Number((value / 2 ** 30).toPrecision(3))} GiB`;
+  const written = (chart, value) => (value == null ? short(value) : chart.unit === "share" ? `${(100 * value).toFixed(1)} %` : chart.unit === "bytes" ? gib(value) : short(value));
   const span = (seconds) => {
     const s = Math.round(seconds);
     if (s < 120) return `${s} s`;
@@ -58,9 +62,17 @@
   // One line of a chart: x, y and style. With smoothing, the measured values stay visible as a faint line.
   const linesOf = (chart) => {
     const own = jobs.flatMap((id, nth) => linesOfJob(chart, id, nth));
+    own.push(...levelBefore(chart, own));
     if (!own.length || !parent || !view.parent || !chart.overlay) return own;
     const before = linesOfJob(chart, parent.id, 0).filter((line) => !line.faint);
     return [...own, ...before.map((line) => ({ ...line, paint: "--s8", nth: 8, dash: line.second ? [2, 4] : [6, 4], label: `${parent.title}, ${line.label.toLowerCase()}`, points: false }))];
+  };
+  // The validation loss before training, as a level to compare with: one measured number, drawn over the whole width.
+  const levelBefore = (chart, own) => {
+    const before = several ? undefined : data.get(jobs[0])?.series[chart.before];
+    if (!before || !own.length) return [];
+    const ends = [Math.min(...own.map((line) => line.xs[0])), Math.max(...own.map((line) => line.xs.at(-1)))];
+    return [{ xs: ends[0] < ends[1] ? ends : ends.slice(1), ys: Array(ends[0] < ends[1] ? 2 : 1).fill(before.values[0]), paint: "--s6", nth: 6, dash: [2, 5], width: 1.4, label: "Before training", points: false }];
   };
   const linesOfJob = (chart, id, nth) => {
     const metrics = data.get(id);
@@ -144,7 +156,7 @@
       scales: { x: { time: false }, y: { distr: log ? 3 : 1, range: log ? undefined : (u, low, high) => { const pad = (high - low || Math.abs(high) || 1) * 0.06; return [low >= 0 ? Math.max(0, low - pad) : low - pad, high + pad]; } } },
       axes: [
         { ...axis, size: 28, space: 70, values: (u, at) => at.map((v) => (view.time ? span(v) : Number.isInteger(v) ? short(v) : "")) },
-        { ...axis, size: 52, values: (u, at) => at.map((v) => (v == null ? "" : card.chart.unit === "share" ? `${Math.round(100 * v)} %` : short(v))) },
+        { ...axis, size: 52, values: (u, at) => at.map((v) => (v == null ? "" : card.chart.unit === "share" ? `${Math.round(100 * v)} %` : card.chart.unit === "bytes" ? gib(v) : short(v))) },
       ],
       series: [{}, ...card.lines.map((line) => ({ stroke: colour(line.paint, line.faint ? 0.28 : 1), width: line.width, dash: line.dash, spanGaps: true, points: { show: line.points && !line.faint, size: 5, fill: colour("--panel") } }))],
       hooks: {

@@ -35,7 +35,14 @@ async def files(request: Request, api: Api, after: str | None = None) -> Respons
     uses = Counter(
         file_id for job in jobs for file_id in {job["training_file"], job["validation_file"]}
     )
-    return page(request, "data.html", files=listed, uses=uses, first_page=after is None)
+    return page(
+        request,
+        "data.html",
+        files=listed,
+        uses=uses,
+        first_page=after is None,
+        accepted=job_form.ACCEPTED,
+    )
 
 
 @router.get("/data/{file_id}")

@@ -263,6 +263,15 @@ async def delete(request: Request, job_id: str, api: Api) -> Response:
     return leave_for(request, "/jobs")
 
 
+@router.post("/jobs/{job_id}/name")
+async def name(request: Request, job_id: str, api: Api) -> Response:
+    """Call the job what the form says, and keep its note. Empty: none."""
+    form = await form_of(request)
+    texts = {part: form.get(part, "").strip() or None for part in ("name", "note")}
+    await api.post(f"{JOBS}/{job_id}", texts)
+    return leave_for(request, f"/jobs/{job_id}")
+
+
 @router.post("/jobs/{job_id}/{verb}")
 async def act(
     request: Request, job_id: str, verb: str, api: Api, viewer: Visitor, services: Svc

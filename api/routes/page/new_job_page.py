@@ -17,10 +17,10 @@ from api.page import job_form
 from api.page.inner_api import Api, ApiError, InnerApi
 from api.page.rendering import leave_for, page
 from api.page.sample_job import sample_files, sample_options
+from api.routes.page.compare_page import SWEEPS
 from api.routes.page.jobs_page import JOBS
 from api.routes.page.sign_in_page import Visitor, form_of, page_router
 from ft_service.bases.describing import NotDescribedError
-from ft_service.data.formats.detect_format import COMPRESSED_ENDINGS, DATA_ENDINGS
 
 router = page_router()
 
@@ -72,7 +72,7 @@ async def form(
             for section in job_form.SECTIONS
         },
         "again": again,
-        "accepted": ",".join((*DATA_ENDINGS, *COMPRESSED_ENDINGS)),
+        "accepted": job_form.ACCEPTED,
     }
     return page(request, "new_job.html", **values)
 
@@ -106,6 +106,9 @@ async def create(request: Request, api: Api) -> Response:
         raise ApiError(400, {"message": str(error), "param": job_form.OTHER}) from None
     if (unusable := _unusable(await _checks(api, body))) is not None:
         raise ApiError(400, {"message": unusable["fault"], "param": unusable["param"]})
+    if job_form.SWEEP in body:
+        sweep = await api.post(SWEEPS, body)
+        return leave_for(request, f"/sweeps/{sweep['id']}")
     job = await api.post(JOBS, body)
     return leave_for(request, f"/jobs/{job['id']}")
 
@@ -148,12 +151,17 @@ async def _plan(
     api: InnerApi, body: Mapping[str, Any], checks: Mapping[str, dict[str, Any] | None]
 ) -> dict[str, Any]:
     """Return the plan of a create body; in its place `fault` and `param`, or `pending` and `retry`
-    while its base has no description.
+    while its base has no description. Of a sweep it is that of the job without the values to try,
+    with `jobs`: how many there would be, once its data is chosen.
     """
     if "model" not in body:
         return {"fault": "Choose a base.", "param": "model"}
+    job = {name: value for name, value in body.items() if name != job_form.SWEEP}
+    jobs = None
     try:
-        planned = await api.post("/v1/fine_tuning/plan", body)
+        if job_form.SWEEP in body and "training_file" in body:
+            jobs = (await api.post("/v1/fine_tuning/check", {"job": dict(body)}))["jobs"]
+        planned = await api.post("/v1/fine_tuning/plan", job)
     except ApiError as error:
         if error.error.get("code") != NotDescribedError.code:
             return {"fault": error.message, "param": error.error.get("param")}
@@ -161,7 +169,7 @@ async def _plan(
             "pending": None if error.retry_after else error.message,
             "retry": error.retry_after,
         }
-    return _unusable(checks) or planned
+    return _unusable(checks) or planned | {"jobs": jobs}
 
 
 def _unusable(checks: Mapping[str, dict[str, Any] | None]) -> dict[str, str] | None:

@@ -1,4 +1,6 @@
-"""`ft pause`, `resume`, `cancel` and `rm`: change or remove a job, a file or a tuned model."""
+"""`ft pause`, `resume`, `cancel`, `rename` and `rm`: change or remove a job, a file or a tuned
+model.
+"""
 
 from __future__ import annotations
 
@@ -26,6 +28,7 @@ def register(app: typer.Typer) -> None:
     app.command()(pause)
     app.command()(resume)
     app.command()(cancel)
+    app.command()(rename)
     app.command("rm")(remove)
 
 
@@ -100,6 +103,32 @@ def _for_all(verb: Literal["pause", "resume"], as_json: bool) -> None:
         return
     print_text(f"{jobs} of all projects: each stops as soon as it has written a checkpoint.")
     print_text("Jobs that are created from now on start. Afterwards: ft resume --all")
+
+
+def rename(
+    job_id: JobId,
+    name: Annotated[
+        str | None,
+        typer.Argument(metavar="NAME", help='What to call it; "": as before, by its suffix.'),
+    ] = None,
+    note: Annotated[
+        str | None, typer.Option(metavar="TEXT", help='A note about it; "": none.')
+    ] = None,
+    as_json: Json = False,
+) -> None:
+    """Give a job another name, or a note. Its tuned model keeps its own name."""
+    given = {"name": name, "note": note}
+    texts = {part: text or None for part, text in given.items() if text is not None}
+    if not texts:
+        raise SpecError("Give the job a NAME, or --note TEXT.", param="name")
+    with connect_to_job(job_id, only_one=True) as (client, job_id):
+        job = client.call_job(job_id, texts)
+    if as_json:
+        print_json(job.model_dump())
+        return
+    print_text(f"{job.id} is called {job.name or job.suffix or job.id}.")
+    if job.note:
+        print_text(f"Note: {job.note}")
 
 
 def remove(

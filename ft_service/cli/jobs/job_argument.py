@@ -30,11 +30,12 @@ def _any(job: RemoteJob) -> bool:
 
 
 def short_name(job: RemoteJob) -> str:
-    """Return a short name for titles: the job's suffix, if it has one, and the beginning of its
-    id.
+    """Return a short name for titles: what the job is called, if anything, and the beginning of
+    its id.
     """
     short = job.id.removeprefix(PREFIX)[:_SHORT]
-    return f"{job.suffix} ({short})" if job.suffix else short
+    called = job.name or job.suffix
+    return f"{called} ({short})" if called else short
 
 
 def complete_job(incomplete: str) -> list[str]:
@@ -43,7 +44,7 @@ def complete_job(incomplete: str) -> list[str]:
         newest = client.jobs(50)
         words = [
             LAST,
-            *dict.fromkeys(job.suffix for job in newest if job.suffix),
+            *dict.fromkeys(called for job in newest if (called := job.name or job.suffix)),
             *(job.id for job in newest),
         ]
         return [word for word in words if word.startswith(incomplete)]
@@ -52,7 +53,8 @@ def complete_job(incomplete: str) -> list[str]:
 
 _ARGUMENT = typer.Argument(
     metavar="ID",
-    help="The job: its id or the beginning of it, its suffix (the newest with that), or `last`.",
+    help="The job: its id or the beginning of it, its name or suffix (the newest with that), or "
+    "`last`.",
     autocompletion=complete_job,
     show_default=False,
 )
@@ -86,7 +88,7 @@ def choose_job(
     if word == LAST and jobs:
         return jobs[0]
     exact = [job for job in jobs if job.id == word]
-    named = [job for job in jobs if job.suffix == word]
+    named = [job for job in jobs if word in (job.name, job.suffix)]
     named = [job for job in named if fit(job)] or named
     by_prefix = [job for job in jobs if word and job.id.startswith((word, PREFIX + word))]
     for matching in (exact, named[:1] if not only_one else named, by_prefix):

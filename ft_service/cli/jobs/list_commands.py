@@ -52,7 +52,8 @@ def list_jobs(
         str | None, typer.Option(help="Only jobs on this base model.", metavar="MODEL")
     ] = None,
     name: Annotated[
-        str | None, typer.Option(help="Only jobs with this in their suffix.", metavar="TEXT")
+        str | None,
+        typer.Option(help="Only jobs with this in their name or suffix.", metavar="TEXT"),
     ] = None,
     as_json: Json = False,
 ) -> None:
@@ -95,6 +96,8 @@ def get(job_id: JobId, as_json: Json = False) -> None:
     print_fields(
         [
             ("id", job.id),
+            ("name", job.name),
+            ("note", job.note),
             ("suffix", job.suffix),
             ("status", job.state_text),
             ("error", job.error_text),

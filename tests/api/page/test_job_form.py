@@ -12,6 +12,7 @@ from openai.resources.fine_tuning.jobs import Jobs
 
 from api.page import job_form
 from ft_service.spec import parse_request
+from ft_service.sweeps.search_space import parse_sweep
 from tests.support.rollouts import method as reinforcement
 
 BODY = {
@@ -31,6 +32,26 @@ def test_a_body_goes_through_the_form_unchanged() -> None:
     fields = job_form.fields_of(BODY)
     assert job_form.body_of(fields) == BODY
     assert (fields["validation_split"], fields["other"]) == ("0.1", "")
+
+
+def test_values_to_try_make_a_sweep() -> None:
+    form = {"model": "tiny", "training_file": "file-a", "validation_split": "0.1"}
+    text = "training.learning_rate: [1e-4, 3e-4]\nlora.r: [8, 16]"
+    values = {"training.learning_rate": ["1e-4", "3e-4"], "lora.r": [8, 16]}
+    body = job_form.body_of(form | {"sweep": text})
+    assert body["sweep"] == values
+    assert len(parse_sweep(body).jobs) == 4, "numbers as YAML reads them, and as it does not"
+    pasted = "sweep:\n" + "\n".join(f"  {line}" for line in text.splitlines())
+    assert job_form.body_of(form | {"sweep": pasted}) == body
+    assert "ft sweep submit --watch job.yaml" in job_form.command_text(body, {})
+    program = job_form.python_text(body, "http://x")
+    compile(program, "program", "exec")
+    assert '"/fine_tuning/sweeps"' in program
+    for wrong in ("[1, 2]", "a: [", "3"):
+        with pytest.raises(ValueError, match="values to try must be"):
+            job_form.body_of(form | {"sweep": wrong})
+    with pytest.raises(ValueError, match="sweep: the form has fields for it"):
+        job_form.body_of(form | {"other": "sweep: {lora.r: [8]}"})
 
 
 def test_what_the_form_has_no_field_for_goes_through_it_unchanged() -> None:

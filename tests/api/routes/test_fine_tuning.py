@@ -331,6 +331,41 @@ def test_jobs_are_listed_by_state_base_and_suffix(
     assert (listed(base="tiny"), listed(base="other")) == ([second, first], [])
 
 
+def test_a_job_is_called_what_its_users_say_and_found_by_it(
+    service: Service, client: openai.OpenAI, training_file: str
+) -> None:
+    job = client.fine_tuning.jobs.create(
+        model="tiny", training_file=training_file, suffix="run-7", metadata={"team": "a"}
+    )
+    address = f"/fine_tuning/jobs/{job.id}"
+
+    def called(body: dict[str, Any]) -> tuple[Any, Any]:
+        view = client.post(address, cast_to=dict[str, Any], body=body)
+        assert (view["suffix"], view["metadata"]) == ("run-7", {"team": "a"})
+        return view["name"], view["note"]
+
+    assert called({"name": "Refunds, cleaned", "note": "half the data"}) == (
+        "Refunds, cleaned",
+        "half the data",
+    )
+    assert called({"note": None}) == ("Refunds, cleaned", None), "what is left out stays"
+    for part in ("CLEANED", "run-"):
+        found = client.fine_tuning.jobs.list(extra_query={"suffix": part})
+        assert [one.id for one in found] == [job.id]
+    kept = client.get(f"{address}/request", cast_to=dict[str, Any])
+    assert "name" not in kept, "the request stays as it came, by which a repeated one is known"
+    stored = service.store.jobs.get_job("default", job.id)
+    assert (stored.name, stored.version) == ("Refunds, cleaned", 1), "no reconciler is in its way"
+    for body, param in (({"name": ""}, "name"), ({"note": "x" * 2001}, "note"), ({"n": 1}, "n")):
+        with pytest.raises(openai.BadRequestError) as refused:
+            client.post(address, cast_to=object, body=body)
+        assert refused.value.param == param
+    with pytest.raises(openai.NotFoundError):
+        client.post("/fine_tuning/jobs/ftjob-other", cast_to=object, body={"name": "x"})
+    entries = service.http("GET", "/v1/organization/audit_logs").json()["data"]
+    assert [entry["type"] for entry in entries].count("job.named") == 2
+
+
 def test_jobs_without_metadata_can_be_asked_for(
     service: Service, client: openai.OpenAI, training_file: str
 ) -> None:

@@ -38,6 +38,7 @@ COMMANDS = {
         "download",
         "cancel",
         "pause",
+        "rename",
         "resume",
         "plan",
         "models",

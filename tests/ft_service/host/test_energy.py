@@ -12,6 +12,7 @@ import pytest
 
 from ft_service.host.energy import (
     GpuCounter,
+    Load,
     ProcessorCounter,
     busy_seconds,
     processor_zones,
@@ -19,7 +20,7 @@ from ft_service.host.energy import (
 )
 from ft_service.rundir.attempt import Attempt
 from ft_service.rundir.directory import RunDir
-from ft_service.rundir.documents import Energy
+from ft_service.rundir.documents import MOST_LOADS, Energy, GpuLoad
 from ft_service.supervisor.energy_meter import EnergyMeter
 
 SPAN = 1_000_000
@@ -60,6 +61,17 @@ class Nvml:
     def nvmlDeviceGetTotalEnergyConsumption(self, handle: int) -> int:
         return self.millijoules[handle]
 
+    def nvmlDeviceGetMemoryInfo(self, handle: int) -> SimpleNamespace:
+        return SimpleNamespace(used=(handle + 1) * 2**30)
+
+    def nvmlDeviceGetUtilizationRates(self, handle: int) -> SimpleNamespace:
+        return SimpleNamespace(gpu=80 + 10 * handle)
+
+    def nvmlDeviceGetPowerUsage(self, handle: int) -> int:
+        if self.mig:
+            raise self.NVMLError("Not Supported")
+        return 300_000 + handle
+
 
 def test_gpus_count_from_the_first_look() -> None:
     nvml = Nvml()
@@ -69,6 +81,32 @@ def test_gpus_count_from_the_first_look() -> None:
     assert counter.joules() == 3.5
     nvml.millijoules[0] = 10  # the driver was loaded again
     assert counter.joules() == 2.5
+
+
+def test_gpus_say_what_they_do_where_their_driver_does() -> None:
+    found = GpuCounter(["0", "GPU-b"], Nvml()).load()
+    assert found == Load(2 * 2**30, pytest.approx(0.85), pytest.approx(600.001))
+    untold = GpuCounter(["0"], Nvml(mig=True))
+    assert (untold.load(), untold.joules()) == (None, 0.0)
+
+
+def test_what_gpus_do_is_kept_at_equal_distances_and_bounded(tmp_path: Path) -> None:
+    looks = threading.Semaphore(0)
+
+    class Counted(GpuCounter):
+        def load(self) -> Load | None:
+            looks.release()
+            return super().load()
+
+    files = Attempt(RunDir(tmp_path), 1)
+    meter = EnergyMeter(files.node(0, 1), lambda: Counted(["0"], Nvml()), every_seconds=0.001)
+    for _ in range(MOST_LOADS + 5):
+        assert looks.acquire(timeout=60)
+    meter.close()
+    loads = files.gpu_loads(1)
+    assert MOST_LOADS / 2 <= len(loads) < MOST_LOADS / 2 + 60, "every second one is left out"
+    assert loads[0] == GpuLoad(time=loads[0].time, memory=2**30, busy=0.8, watts=300.0)
+    assert [load.time for load in loads] == sorted(load.time for load in loads)
 
 
 def test_a_part_of_a_gpu_and_a_missing_one_are_not_counted() -> None:
@@ -138,7 +176,7 @@ def test_the_meter_writes_what_the_counter_says(tmp_path: Path) -> None:
         looked.set()
         return next(readings)
 
-    counter: Any = SimpleNamespace(source="nvml", joules=joules)
+    counter: Any = SimpleNamespace(source="nvml", joules=joules, load=lambda: None)
     meter = EnergyMeter(attempt.node(), lambda: counter, every_seconds=0.01)
     assert looked.wait(30)
     meter.close()

@@ -5,7 +5,8 @@ from __future__ import annotations
 import math
 from array import array
 
-from ft_service.jobs.curves import Curves, kept_places
+from ft_service.jobs.curves import GPU_NAMES, Curves, Series, gpu_series, kept_places
+from ft_service.rundir.documents import GpuLoad
 
 
 def test_a_step_is_its_newest_attempts() -> None:
@@ -23,6 +24,21 @@ def test_a_step_is_its_newest_attempts() -> None:
         *(("attempt", 0, "1"), ("pause", 5, ""), ("attempt", 3, "2")),
     ]
     assert (curves.step, curves.total_steps) == (7, 10)
+
+
+def test_what_gpus_did_is_told_at_the_newest_step_before_it() -> None:
+    curves = Curves()
+    for step in (1, 2):
+        curves.add(1, 10.0 * step, {"step": step, "total_steps": 2, "train_loss": 1.0})
+    loads = [
+        GpuLoad(time=time, memory=2**30, busy=0.5, watts=time) for time in (5.0, 10.0, 19.0, 25.0)
+    ]
+    found = gpu_series(curves, loads, 100)
+    assert set(found) == set(GPU_NAMES)
+    assert found["gpu/watts"] == Series([0, 1, 1, 2], [5.0, 10.0, 19.0, 25.0], [5, 10, 19, 25])
+    assert found["gpu/memory"].values == [float(2**30)] * 4
+    assert gpu_series(curves, [], 100) == {}
+    assert len(gpu_series(curves, loads * 20, 8)["gpu/busy"].values) <= 8
 
 
 def test_what_was_not_measured_is_left_out() -> None:

@@ -58,6 +58,8 @@ def hostile_views(place: Place) -> list[str]:
         "error": error,
         "attempt": 1,
         "finished_at": NOW,
+        "name": HOSTILE[0],
+        "note": HOSTILE[1] + LONG,
     }
     jobs = [
         seed_job(place.settings, place.store, place.holder, asked | {"lora": {"r": r}}, **ended)

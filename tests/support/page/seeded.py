@@ -37,7 +37,7 @@ OUT_OF_REACH: dict[str, Any] = {"looked_at": NOW + 1e9, "version": jobs.c.versio
 
 def new_settings(home: Path, **more: Any) -> Settings:
     """Settings of a service on `home` that knows the sample base."""
-    return Settings(home=home, models=[SAMPLE.parent], slots=8, **more)
+    return Settings(**{"home": home, "models": [SAMPLE.parent], "slots": 8, **more})
 
 
 def seed_files(settings: Settings, store: Store, project: str) -> dict[str, str]:

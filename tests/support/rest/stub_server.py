@@ -200,6 +200,8 @@ class StubServer:
                 "pause": "paused",
                 "resume": "queued",
             }[verb]
+        elif request.method == "POST":
+            self.jobs[job_id] |= json.loads(request.read())
         else:
             self.reads += 1
             self.on_read(self.reads)

@@ -177,6 +177,29 @@ def test_a_base_that_is_being_examined_is_offered_with_a_note_and_a_job_on_it_is
     assert "Peak memory per GPU" in browser.post("/new/plan", data=form, headers=headers).text
 
 
+def test_values_to_try_create_a_sweep_after_a_plan_of_its_jobs(
+    client: openai.OpenAI, browser: httpx2.Client, training_file: str
+) -> None:
+    headers = {TOKEN_HEADER: token_of(*browser.cookies.values()), "hx-request": "true"}
+    form = {
+        "model": "tiny",
+        "training_file": training_file,
+        "validation_file": training_file,
+        "sweep": "lora.r: [4, 8, 16]",
+    }
+    plan = browser.post("/new/plan", data=form, headers=headers).text
+    assert "3 jobs" in plan
+    assert "Peak memory per GPU" in plan
+    refused = browser.post("/new/plan", data=form | {"sweep": "lora.q: [4]"}, headers=headers).text
+    assert "Not ready" in refused
+    assert "lora.q" in refused
+    made = browser.post("/new", data=form, headers=headers)
+    address = made.headers["hx-redirect"]
+    assert address.startswith("/sweeps/ftsweep-")
+    sweep = client.get(f"/fine_tuning{address}", cast_to=dict[str, Any])
+    assert [job["values"] for job in sweep["jobs"]] == [{"lora.r": r} for r in (4, 8, 16)]
+
+
 def test_a_base_that_nothing_here_can_describe_is_shown_with_the_way_out(
     service: Service, browser: httpx2.Client, training_file: str
 ) -> None:

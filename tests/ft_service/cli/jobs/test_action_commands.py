@@ -26,6 +26,22 @@ def test_verbs(ft: Ft, server: StubServer) -> None:
     assert json.loads(ft("cancel", "ftjob-1", "--json").out)["status"] == "cancelled"
 
 
+def test_a_job_is_renamed_and_noted(ft: Ft, server: StubServer) -> None:
+    server.jobs["ftjob-1"] = job_body(status="running", suffix="run-7")
+    renamed = ft("rename", "run-7", "refunds", "--note", "half the data")
+    assert renamed.out == "ftjob-1 is called refunds.\nNote: half the data\n"
+    assert [server.jobs["ftjob-1"][part] for part in ("name", "note")] == [
+        "refunds",
+        "half the data",
+    ]
+    shown = ft("get", "refunds").out
+    assert "half the data" in shown
+    assert json.loads(ft("rename", "refunds", "", "--json").out)["name"] is None
+    assert server.jobs["ftjob-1"]["note"] == "half the data", "what is not given stays"
+    refused = ft("rename", "run-7")
+    assert (refused.code, refused.err) == (64, "ft: Give the job a NAME, or --note TEXT.\n")
+
+
 def test_a_job_that_still_stops_says_so(
     ft: Ft, server: StubServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -431,15 +431,6 @@ class Settings(BaseSettings):
             self._require_slurm()
         if self.launcher != "kubernetes":
             return self
-        if self.storage and (
-            self.keep_runs_days,
-            self.keep_checkpoints_days,
-            self.keep_files_days,
-        ) != (None, None, None):
-            raise ValueError(
-                "FT_KEEP_…_DAYS removes files of FT_HOME only; with FT_STORAGE use the storage's "
-                "own lifecycle rules"
-            )
         if self.pod_profile is None:
             raise ValueError(
                 "FT_LAUNCHER = kubernetes needs FT_POD_PROFILE, the settings of worker pods"

@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import hashlib
 import os
-import shutil
 import tempfile
 from collections.abc import AsyncIterator, Sequence
 from contextlib import suppress
-from pathlib import Path
 from typing import Annotated, Any
 
 from fastapi import Depends, Header, Request
@@ -25,14 +23,13 @@ from api.transfer.multipart import (
     TEMPORARY_PREFIX,
     ReceivedFile,
     clean_filename,
-    keep,
     received,
-    sync_folder,
 )
 from api.wire.views import FileView, UploadPartView, UploadView
 from ft_service.control.cleanup.housekeeping import remove_unrecorded
 from ft_service.errors import NotFoundError, SpecError, UnavailableError
 from ft_service.ids import new_id
+from ft_service.rundir.directory import sync_folder
 from ft_service.spec import Strict
 from ft_service.store.records import UPLOAD_PREFIX, File, Upload, UploadPart
 
@@ -122,7 +119,11 @@ async def _part(
     upload = await in_thread(services.store.uploads.get_upload, caller.project_id, upload_id)
     instead = "Send it in more parts."
     async with received(
-        request, _folder(upload, services), MAX_PART_BYTES, part="data", instead=instead
+        request,
+        services.places.arrival_folder(upload.id),
+        MAX_PART_BYTES,
+        part="data",
+        instead=instead,
     ) as part:
         yield part
 
@@ -158,10 +159,9 @@ def add_part(
     )
 
     def add() -> UploadPart:
-        path = _folder(upload, services) / new.id
         is_repeat = idempotency.is_retry(request.headers)
         try:
-            keep(sent, path)
+            services.places.keep_part(upload.id, new.id, sent.path)
             refuse_without_client(request)
             # Room for one part more than announced, which a user may send again after its answer
             # was lost.
@@ -171,7 +171,7 @@ def add_part(
         except FileNotFoundError:
             raise _folder_gone(upload) from None
         except BaseException:
-            _remove_unrecorded(path, new, services)
+            _remove_unrecorded(new, services)
             raise
 
     part, _ = idempotency.once(
@@ -190,7 +190,7 @@ def complete(upload_id: str, body: JsonBody, caller: Caller, services: Svc) -> U
             upload = _complete(upload, given, services)
         except (FileNotFoundError, SpecError) as error:
             # Another request, perhaps a repeat of this one, has just ended it; or its parts are on
-            # another disk.
+            # another disk, if servers share neither FT_HOME nor object storage.
             upload = services.store.uploads.get_upload(caller.project_id, upload_id)
             if upload.status == "pending":
                 raise (error if isinstance(error, SpecError) else _folder_gone(upload)) from None
@@ -204,7 +204,7 @@ def complete(upload_id: str, body: JsonBody, caller: Caller, services: Svc) -> U
 def cancel(upload_id: str, caller: Caller, services: Svc) -> UploadView:
     """Cancel the upload; its parts are removed."""
     upload = services.store.uploads.cancel_upload(caller.project_id, upload_id)
-    shutil.rmtree(_folder(upload, services), ignore_errors=True)
+    _remove_parts(upload, services)
     return UploadView.of(upload, file=None)
 
 
@@ -222,7 +222,7 @@ def _complete(upload: Upload, request: CompleteRequest, services: Services) -> U
         done.file_id != file.id
     ):  # the same request arrived twice at once, and the other one was faster
         services.places.remove(file.id)
-    shutil.rmtree(_folder(upload, services), ignore_errors=True)
+    _remove_parts(upload, services)
     return done
 
 
@@ -283,7 +283,7 @@ def _copy(
     whole = hashlib.sha256()
     check = hashlib.md5(usedforsecurity=False)
     for part in parts:
-        with (_folder(upload, services) / part.id).open("rb") as source:
+        with services.places.opened_part(upload.id, part.id) as source:
             while chunk := source.read(_COPY_BYTES):
                 whole.update(chunk)
                 check.update(chunk)
@@ -296,7 +296,7 @@ def _copy(
     return whole.hexdigest()
 
 
-def _remove_unrecorded(path: Path, part: UploadPart, services: Services) -> None:
+def _remove_unrecorded(part: UploadPart, services: Services) -> None:
     """Remove the bytes of a part whose record could not be stored.
 
     They stay if it was stored all the same, since the connection was lost behind the commit: a
@@ -306,7 +306,7 @@ def _remove_unrecorded(path: Path, part: UploadPart, services: Services) -> None
         if part.id not in {
             known.id for known in services.store.uploads.list_parts(part.project_id, part.upload_id)
         }:
-            path.unlink(missing_ok=True)
+            services.places.remove_part(part.upload_id, part.id)
 
 
 def _folder_gone(upload: Upload) -> SpecError:
@@ -320,8 +320,10 @@ def _folder_gone(upload: Upload) -> SpecError:
     return SpecError(message, param="upload_id", code="invalid_state")
 
 
-def _folder(upload: Upload, services: Services) -> Path:
-    return services.settings.uploads_dir / upload.id
+def _remove_parts(upload: Upload, services: Services) -> None:
+    """Remove the parts of an ended upload. What cannot be removed now, housekeeping removes."""
+    with suppress(OSError, UnavailableError):
+        services.places.remove_parts(upload.id)
 
 
 def _view(upload: Upload, services: Services) -> UploadView:

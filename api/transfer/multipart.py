@@ -24,6 +24,7 @@ from python_multipart.multipart import parse_options_header
 from api.http.bodies import drain
 from api.http.threads import in_thread
 from ft_service.errors import SpecError
+from ft_service.rundir.directory import sync_folder
 
 if TYPE_CHECKING:
     from python_multipart.multipart import MultipartCallbacks
@@ -96,15 +97,6 @@ def keep(upload: ReceivedFile, path: Path) -> None:
     """
     upload.path.rename(path)
     sync_folder(path.parent)
-
-
-def sync_folder(folder: Path) -> None:
-    """Make the names in a folder durable."""
-    descriptor = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
 
 
 def clean_filename(name: str) -> str:

@@ -19,7 +19,7 @@ from ft_service.cli.output import (
     print_text,
 )
 from ft_service.data import token_folder
-from ft_service.errors import SpecError
+from ft_service.errors import UnavailableError
 from ft_service.plan.plan_text import bytes_text
 
 if TYPE_CHECKING:
@@ -49,7 +49,7 @@ def prune(
     ] = False,
     as_json: Json = False,
 ) -> int:
-    """Remove, from this machine's FT_HOME, adapters of deleted models and what belongs to no job or
+    """Remove, from FT_HOME or object storage, adapters of deleted models and what belongs to no job or
     file; with an age (here or in FT_KEEP_…_DAYS) also what is older. Nothing that an unfinished job
     needs is removed. The server may run meanwhile.
     """
@@ -67,12 +67,6 @@ def prune(
         "cache": cache_days,
     }
     settings = load_settings(**{f"keep_{kind}_days": days for kind, days in given.items()})
-    if settings.storage:
-        raise SpecError(
-            "FT_STORAGE: ft prune removes files of FT_HOME only; use the storage's own lifecycle "
-            "rules.",
-            param="FT_STORAGE",
-        )
     limits = RetentionLimits(**{**vars(RetentionLimits.from_settings(settings)), "leftovers": True})
     cache = cache_folder.folder_of(os.environ, settings.home)
     tokens = token_folder.folder_of(os.environ, settings.home)
@@ -83,8 +77,10 @@ def prune(
         removed = list(planned) if dry_run else []
         for removal in [] if dry_run else planned:
             try:
-                if remove(removal, settings, store):
+                if remove(removal, store):
                     removed.append(removal)
+            except UnavailableError as error:
+                failed[removal.path] = error.message
             except OSError as error:
                 failed[removal.path] = error.strerror or str(error)
     _show(removed, dry_run, as_json)

@@ -157,7 +157,7 @@ class RunDir:
                 os.replace(self.path(key), replaced)
                 os.replace(temporary, self.path(key))
                 shutil.rmtree(replaced, ignore_errors=True)
-        _sync_folder(self.path(key).parent)
+        sync_folder(self.path(key).parent)
 
     def put_if_absent(self, key: str, body: bytes) -> bool:
         """Write a document unless the key exists; True if this call wrote it.
@@ -169,7 +169,7 @@ class RunDir:
                 os.link(temporary, self.path(key))
             except FileExistsError:
                 return False
-        _sync_folder(self.path(key).parent)
+        sync_folder(self.path(key).parent)
         return True
 
     def touch(self, key: str) -> None:
@@ -310,7 +310,8 @@ def _to_json(document: BaseModel) -> bytes:
     return document.model_dump_json(indent=2).encode() + b"\n"
 
 
-def _sync_folder(folder: Path) -> None:
+def sync_folder(folder: Path) -> None:
+    """Make the names in a folder durable."""
     descriptor = os.open(folder, os.O_RDONLY)
     try:
         os.fsync(descriptor)

@@ -8,21 +8,33 @@ valid on every node.
 
 from __future__ import annotations
 
+import contextlib
 import os
+import shutil
+import tempfile
 import threading
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
+from typing import BinaryIO
 
 from ft_service.bases import cache_folder
 from ft_service.bases.describing import DESCRIPTIONS
 from ft_service.data import token_folder
 from ft_service.rundir.attempt import ATTEMPTS
 from ft_service.rundir.checkpoints import CHECKPOINT_ADAPTER, checkpoint_key, marker_key
-from ft_service.rundir.directory import MOST_BYTES, RunDir, UnreadableDocumentError
+from ft_service.rundir.directory import (
+    MOST_BYTES,
+    RunDir,
+    UnreadableDocumentError,
+    sync_folder,
+)
 from ft_service.rundir.engine import ENGINES
 from ft_service.rundir.project_runs import RUNS, move_run, remove_run, run_root
 from ft_service.settings import Settings
 from ft_service.storage.object_store import ObjectStore
+
+UPLOADS = "uploads"
+"""Folder of the parts of uploads that are not completed, in a folder for each upload."""
 
 
 class ObjectRunDir(RunDir):
@@ -100,8 +112,14 @@ class Places:
         self.engines_dir = home / ENGINES
         """Folder of the engines' directories, on this host or the volume."""
         self._cache_dir = cache_folder.folder_of(environment or {}, home) or home / "cache"
+        self._uploads_dir = home / UPLOADS
         self._objects = objects
         self._lock = threading.Lock()
+
+    @property
+    def objects(self) -> ObjectStore | None:
+        """Object storage; None: everything is below FT_HOME."""
+        return self._objects
 
     @classmethod
     def of(cls, settings: Settings) -> Places:
@@ -188,6 +206,60 @@ class Places:
         """Upload a file that was written below `files_dir`. Call it before its record is stored."""
         if self._objects is not None:
             self._objects.upload(self.files_dir / file_id, f"files/{file_id}")
+
+    def arrival_folder(self, upload_id: str) -> Path:
+        """Return the folder for a part of an upload while it arrives. On object storage it is not
+        the upload's own, which the process that ends the upload would not find.
+        """
+        return self._uploads_dir / upload_id if self._objects is None else self.files_dir
+
+    def keep_part(self, upload_id: str, part_id: str, path: Path) -> None:
+        """Keep a received part of an upload, durably, where every process finds it.
+
+        Raises FileNotFoundError if the upload's folder is gone, since it has just ended, and
+        UnavailableError.
+        """
+        if self._objects is not None:
+            self._objects.upload(path, f"{UPLOADS}/{upload_id}/{part_id}")
+            return
+        path.rename(self._uploads_dir / upload_id / part_id)
+        sync_folder(self._uploads_dir / upload_id)
+
+    @contextlib.contextmanager
+    def opened_part(self, upload_id: str, part_id: str) -> Iterator[BinaryIO]:
+        """Open a part for reading. Raises FileNotFoundError if it is gone, and UnavailableError."""
+        if self._objects is None:
+            with (self._uploads_dir / upload_id / part_id).open("rb") as part:
+                yield part
+            return
+        with tempfile.TemporaryDirectory() as folder:
+            copy = Path(folder) / part_id
+            self._objects.download(f"{UPLOADS}/{upload_id}/{part_id}", copy)
+            with copy.open("rb") as part:
+                yield part
+
+    def remove_part(self, upload_id: str, part_id: str) -> None:
+        if self._objects is not None:
+            self._objects.remove(f"{UPLOADS}/{upload_id}/{part_id}")
+        else:
+            (self._uploads_dir / upload_id / part_id).unlink(missing_ok=True)
+
+    def uploads_with_parts(self) -> set[str]:
+        """Return the ids of the uploads of which there are parts, and the names of what else is in
+        their folder, such as the `lost+found` of a volume.
+        """
+        if self._objects is not None:
+            return set(self._objects.names(UPLOADS))
+        return {path.name for path in self._uploads_dir.glob("*")}
+
+    def remove_parts(self, upload_id: str) -> None:
+        """Remove the parts of an upload that has ended. Raises OSError, UnavailableError."""
+        if self._objects is None:
+            with contextlib.suppress(FileNotFoundError):
+                shutil.rmtree(self._uploads_dir / upload_id)
+            return
+        for key in self._objects.list(f"{UPLOADS}/{upload_id}"):
+            self._objects.remove(key)
 
     def share_tokens(self, sha256: str) -> None:
         """Upload the tokens of a data file, if they are kept, for workers."""

@@ -7,7 +7,9 @@ from __future__ import annotations
 import contextlib
 import importlib
 import uuid
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from datetime import datetime
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +17,21 @@ from ft_service.errors import FtError, SpecError, UnavailableError
 
 PACKAGES = {"s3": "s3fs", "gs": "gcsfs"}
 """Scheme of a URL → package that implements it."""
+
+
+@dataclass(frozen=True)
+class StoredObject:
+    """What the storage tells of an object."""
+
+    bytes: int
+    changed_at: float | None
+    """When it was written, in seconds since the epoch by the storage's clock; None: untold."""
+
+    @classmethod
+    def of(cls, info: Mapping[str, Any]) -> StoredObject:
+        """From fsspec's description: s3fs and gcsfs name the time differently."""
+        at = info.get("LastModified", info.get("mtime"))
+        return cls(info["size"], at.timestamp() if isinstance(at, datetime) else None)
 
 
 class ObjectStore:
@@ -80,22 +97,43 @@ class ObjectStore:
 
     def list(self, prefix: str) -> dict[str, int]:
         """Return key → size in bytes of every object below a folder."""
+        return {key: found.bytes for key, found in self.entries(prefix).items()}
+
+    def entries(self, prefix: str) -> dict[str, StoredObject]:
+        """Return key → size and age of every object below a folder."""
         base = self._path(prefix).rstrip("/")
         with self._errors():
             objects = self._fs.find(base, detail=True)
         return {
-            path[len(self._root) + 1 :]: info["size"]
+            path[len(self._root) + 1 :]: StoredObject.of(info)
             for path, info in objects.items()
             if path.startswith(f"{base}/")
         }
 
-    def size(self, key: str) -> int | None:
-        """Return the size of an object in bytes; None: it does not exist."""
+    def entry(self, key: str) -> StoredObject | None:
+        """Return size and age of an object; None: it does not exist."""
         with self._errors():
             try:
-                return self._fs.info(self._path(key))["size"]
+                return StoredObject.of(self._fs.info(self._path(key)))
             except FileNotFoundError:
                 return None
+
+    def names(self, prefix: str) -> list[str]:
+        """Return the names directly below a folder, of objects and of folders."""
+        base = self._path(prefix).rstrip("/")
+        with self._errors():
+            try:
+                paths = self._fs.ls(base, detail=False)
+            except FileNotFoundError:
+                return []
+        return sorted(
+            path[len(base) + 1 :].rstrip("/") for path in paths if path.startswith(f"{base}/")
+        )
+
+    def size(self, key: str) -> int | None:
+        """Return the size of an object in bytes; None: it does not exist."""
+        found = self.entry(key)
+        return None if found is None else found.bytes
 
     def upload(self, path: Path, key: str) -> None:
         with self._errors():

@@ -70,6 +70,20 @@ CASES: dict[str, dict[str, Any]] = {
         },
     },
     "no policies": {"networkPolicies": False},
+    "cloud": {
+        "storage": "gs://b/ft",
+        "api": {"replicas": 2},
+        "config": {"FT_KEEP_RUNS_DAYS": 30, "FT_KEEP_FILES_DAYS": 90},
+        "podProfile": {
+            "queue": "ft-training",
+            "queue_priority_classes": {"0": "normal", "10": "high"},
+            "node_selector": {"cloud.google.com/gke-spot": "true"},
+        },
+        "kueue": {"clusterQueue": "training", "localQueue": "ft-training"},
+    },
+    "infiniband": {
+        "podProfile": yaml.safe_load((KUBERNETES / "profiles/infiniband.yaml").read_text())
+    },
     "own": {
         "imagePullSecrets": [{"name": "registry"}],
         "images": {"postgres": "reg.example/postgres:17"},
@@ -107,10 +121,6 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
         "podFields/volumes",
     ),
     "no such value": ({"apis": {}}, "apis"),
-    "replicas with storage": (
-        {"storage": "s3://b/ft", "api": {"replicas": 2}},
-        "parts of an upload",
-    ),
     "a queue that no job names": (
         {"kueue": {"clusterQueue": "training"}},
         "podProfile.queue must be kueue.localQueue",
@@ -133,10 +143,6 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "engines with storage": (
         {"storage": "s3://b/ft", "config": {"FT_ENGINE_JOBS": 8}},
         "config.FT_ENGINE_JOBS",
-    ),
-    "ages of files with storage": (
-        {"storage": "s3://b/ft", "config": {"FT_KEEP_RUNS_DAYS": 8}},
-        "config.FT_KEEP_RUNS_DAYS",
     ),
     "metrics that nobody may read": (
         {"monitoring": True, "config": {"FT_METRICS_OPEN": False}},
@@ -236,7 +242,9 @@ def test_lint_finds_nothing(charts: dict[str, dict[str, Any]], case: str) -> Non
 
 
 @pytest.mark.parametrize("version", KUBERNETES_VERSIONS[::2])
-@pytest.mark.parametrize("case", ["everything", "openshift", "research", "own"])
+@pytest.mark.parametrize(
+    "case", ["everything", "openshift", "research", "own", "no policies", "cloud", "infiniband"]
+)
 def test_what_no_overlay_has_fits_the_oldest_and_the_newest_version(
     charts: dict[str, dict[str, Any]], case: str, version: str
 ) -> None:
@@ -300,6 +308,19 @@ def test_images_by_digest(charts: dict[str, dict[str, Any]]) -> None:
             f"ft-api@{DIGEST}"
         }
     assert profile_of(objects)["image"] == f"reg.example/w@{DIGEST}"
+
+
+def test_with_object_storage_the_api_has_several_pods_and_data_has_ages(
+    charts: dict[str, dict[str, Any]],
+) -> None:
+    objects = charts["cloud"]["objects"]
+    assert named(objects, "Deployment")["ft-api"]["spec"]["replicas"] == 2
+    assert "ft-api" in named(objects, "PodDisruptionBudget")
+    config = named(objects, "ConfigMap")["ft-config"]["data"]
+    assert (config["FT_STORAGE"], config["FT_KEEP_RUNS_DAYS"]) == ("gs://b/ft", "30")
+    for name in ("ft-api", "ft-reconciler"):
+        home = next(v for v in deployment(objects, name)["volumes"] if v["name"] == "home")
+        assert "emptyDir" in home, "no disk is shared"
 
 
 def test_claims_outlive_the_release(charts: dict[str, dict[str, Any]]) -> None:

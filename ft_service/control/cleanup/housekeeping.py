@@ -30,6 +30,8 @@ log = logging.getLogger("ft_service.housekeeping")
 
 EXPIRE_SECONDS = 60.0
 RETAIN_SECONDS = 900.0
+RETAIN_OBJECTS_SECONDS = 86_400.0
+"""The same with FT_STORAGE, where looking at an old job is a request that is paid for."""
 MOST_ERASURES = 1000
 """Steps of erasure in a row, after which what else expires has its turn."""
 ERASURE_REST_SECONDS = 0.02
@@ -43,7 +45,7 @@ def run(settings: Settings, store: Store, meters: Meters, stop: threading.Event)
 
     What fails is tried again the next time.
     """
-    retention = Interval(RETAIN_SECONDS)
+    retention = Interval(RETAIN_OBJECTS_SECONDS if settings.storage else RETAIN_SECONDS)
 
     def clean_up() -> None:
         remove_expired(settings, store)
@@ -66,7 +68,7 @@ def remove_expired(settings: Settings, store: Store) -> None:
     store.keep_reserve()
     while (file_ids := store.files.freeable_files()) and free(places, store, file_ids):
         pass
-    _remove_parts(settings, store)
+    _remove_parts(places, store)
     remove_ended_engines(store, places)
     store.webhooks.forget_deliveries(KEEP_SECONDS, GIVE_UP_SECONDS)
     while store.chats.forget_chats():
@@ -86,7 +88,7 @@ def retain(settings: Settings, store: Store) -> None:
         settings, store, pruning.RetentionLimits.from_settings(settings), cache=cache, tokens=tokens
     ):
         with log_errors(f"removing {removal.path}"):
-            if pruning.remove(removal, settings, store):
+            if pruning.remove(removal, store):
                 job = {"job_id": removal.job.id} if removal.job else {}
                 log.info(
                     "removed %s: %s",
@@ -140,15 +142,15 @@ def remove_unrecorded(places: Places, store: Store, file_id: str) -> None:
         places.remove(file_id)
 
 
-def _remove_parts(settings: Settings, store: Store) -> None:
+def _remove_parts(places: Places, store: Store) -> None:
     """Remove the parts of uploads that are no longer pending.
 
-    Folders are listed first, so that newer uploads are not touched; nor is anything else that is
+    They are listed first, so that newer uploads are not touched; nor is anything else that is
     there, such as the `lost+found` of a volume.
     """
-    folders = list(settings.uploads_dir.glob(f"{UPLOAD_PREFIX}*"))
-    pending = store.uploads.pending_uploads() if folders else set()
-    for folder in folders:
-        if folder.name not in pending:
-            with log_errors(f"removing {folder}"):
-                shutil.rmtree(folder)
+    uploads = [name for name in places.uploads_with_parts() if name.startswith(UPLOAD_PREFIX)]
+    pending = store.uploads.pending_uploads() if uploads else set()
+    for upload_id in uploads:
+        if upload_id not in pending:
+            with log_errors(f"removing the parts of {upload_id}"):
+                places.remove_parts(upload_id)

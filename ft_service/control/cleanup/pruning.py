@@ -10,23 +10,20 @@ from __future__ import annotations
 
 import contextlib
 import logging
-import os
-import shutil
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from itertools import islice
 from pathlib import Path
 from typing import Literal, TypeVar
 
 from ft_service.bases.cache_folder import Cache
 from ft_service.bases.describing import DESCRIPTIONS
-from ft_service.data import token_folder
-from ft_service.errors import FtError, NotFoundError, SpecError
+from ft_service.control.cleanup.stored_tree import StoredTree, size_of
+from ft_service.errors import NotFoundError
 from ft_service.host.loops import log_errors
 from ft_service.jobs.states import TERMINAL, Job
-from ft_service.rundir.checkpoints import CHECKPOINT_NAME, remove_marker, step_of
-from ft_service.rundir.project_runs import PROJECT_RUNS, run_root
+from ft_service.rundir.checkpoints import CHECKPOINT_NAME, step_of
 from ft_service.settings import Settings
 from ft_service.spec import TunedName
 from ft_service.store.records import File
@@ -86,6 +83,13 @@ class Removal:
     """Tuned models that are deleted with it."""
     last_use: int | None = None
     """Last use of a cache entry, ns since the epoch."""
+    tree: StoredTree | None = field(default=None, repr=False, compare=False)
+    """Where the path is; None: a cache of this host."""
+
+    @property
+    def stored_in(self) -> StoredTree:
+        assert self.tree is not None
+        return self.tree
 
 
 @dataclass(frozen=True)
@@ -96,9 +100,9 @@ class _Needed:
     paths: frozenset[str]
 
     @classmethod
-    def now(cls, store: Store, settings: Settings) -> _Needed:
+    def now(cls, store: Store, tree: StoredTree) -> _Needed:
         parents = store.jobs.adapters_to_continue()
-        paths = frozenset(str(_run_root(Path(path), settings)) for _, path in parents)
+        paths = frozenset(str(tree.root(Path(path))) for _, path in parents)
         return cls(frozenset(job_id for job_id, _ in parents), paths)
 
 
@@ -114,28 +118,20 @@ def plan_pruning(
     and only those of jobs and files that something is to be removed of. `cache`, `tokens`: folders
     of quantised bases and of data files' tokens; None: the folder is left out.
 
-    Raises SpecError for age limits of data on object storage, which the storage's own rules remove.
+    Raises SpecError if FT_STORAGE is not a usable URL, UnavailableError if it does not answer.
     """
-    if settings.storage:
-        if (limits.runs, limits.checkpoints, limits.files) != (None, None, None):
-            raise SpecError(
-                "FT_STORAGE is set: run directories and files are on object storage. Remove old "
-                "ones by its lifecycle rules; "
-                "leave out FT_KEEP_RUNS_DAYS, FT_KEEP_CHECKPOINTS_DAYS and FT_KEEP_FILES_DAYS.",
-                param="FT_STORAGE",
-            )
-    else:
-        yield from _of_jobs(settings, store, limits)
-        yield from _of_files(settings, store, limits)
-        if limits.leftovers:
-            yield from _leftovers(settings, store)
+    tree = StoredTree.of(settings)
+    yield from _of_jobs(settings, store, limits, tree)
+    yield from _of_files(settings, store, limits, tree)
+    if limits.leftovers:
+        yield from _leftovers(settings, store, tree)
     yield from _of_caches(cache, tokens, limits)
 
 
-def remove(removal: Removal, settings: Settings, store: Store) -> bool:
+def remove(removal: Removal, store: Store) -> bool:
     """Remove an item. False, with nothing removed, if it came into use since the plan.
 
-    Raises OSError, and NotFoundError if its job is gone.
+    Raises OSError, UnavailableError, and NotFoundError if its job is gone.
     """
     if removal.file is not None:
         try:
@@ -144,10 +140,7 @@ def remove(removal: Removal, settings: Settings, store: Store) -> bool:
             return False
         if not unused:
             return False
-        removal.path.unlink(missing_ok=True)
-        token_folder.remove_entries(
-            token_folder.folder_of(os.environ, settings.home), removal.file.sha256
-        )
+        removal.stored_in.remove_file(removal.file)
         store.files.mark_freed([removal.file.id])
         return True
     if removal.kind == "cache" and removal.path.parent.name == DESCRIPTIONS:
@@ -157,28 +150,30 @@ def remove(removal: Removal, settings: Settings, store: Store) -> bool:
         return unused
     if removal.kind == "cache":
         return Cache(removal.path.parent).remove(removal.path.name, removal.last_use)
+    tree = removal.stored_in
     if removal.job is not None:
-        if _is_in_use(removal, removal.job, settings, store):
+        if _is_in_use(removal, removal.job, tree, store):
             return False
         for model in removal.hides:
             store.models.delete_model(removal.job.project_id, model)
         # No new job can begin to need it now. One that did in the last moment keeps the data, but
         # the models stay deleted.
-        if removal.hides and _is_in_use(removal, removal.job, settings, store):
+        if removal.hides and _is_in_use(removal, removal.job, tree, store):
             return False
-    _remove_path(removal.path)
-    if removal.path.parents[1] == settings.home / PROJECT_RUNS:
-        (settings.runs_dir / removal.path.name).unlink(missing_ok=True)
+    tree.remove(removal.path)
     return True
 
 
-def _of_jobs(settings: Settings, store: Store, limits: RetentionLimits) -> Iterator[Removal]:
+def _of_jobs(
+    settings: Settings, store: Store, limits: RetentionLimits, tree: StoredTree
+) -> Iterator[Removal]:
     """What goes of run directories by age, and what goes since a model was deleted."""
-    needed = _Needed.now(store, settings)
-    for job, folder, days in _old_jobs(settings, store, limits):
-        yield from _unneeded(folder, _by_age(job, folder, limits, days), needed)
-    for job, folder, names in _jobs_of_deleted_models(settings, store):
-        yield from _unneeded(folder, _of_models(job, folder, names, limits, store.now()), needed)
+    needed = _Needed.now(store, tree)
+    for job, folder, days in _old_jobs(settings, store, limits, tree):
+        yield from _unneeded(folder, _by_age(job, folder, limits, days, tree), needed)
+    for job, folder, names in _jobs_of_deleted_models(settings, store, tree):
+        removals = _of_models(job, folder, names, limits, store.now(), tree)
+        yield from _unneeded(folder, removals, needed)
 
 
 def _unneeded(folder: Path, removals: Iterator[Removal], needed: _Needed) -> list[Removal]:
@@ -190,23 +185,21 @@ def _unneeded(folder: Path, removals: Iterator[Removal], needed: _Needed) -> lis
 
 
 def _old_jobs(
-    settings: Settings, store: Store, limits: RetentionLimits
+    settings: Settings, store: Store, limits: RetentionLimits, tree: StoredTree
 ) -> Iterator[tuple[Job, Path, float]]:
     """Jobs that are older than an age limit and have a run directory, which is theirs, and their
     age in days. Of the others no record is read.
     """
     ages = [days for days in (limits.runs, limits.checkpoints) if days is not None]
-    for names in pages(_names_in(settings.runs_dir), PAGE) if ages else ():
+    for names in pages(tree.names(settings.runs_dir), PAGE) if ages else ():
         now = store.now()
         for job in store.jobs.jobs_by_id(store.jobs.ended_before(names, min(ages) * DAY_SECONDS)):
-            if (folder := _run_root(settings.runs_dir / job.id, settings)) is not None and _is_over(
-                job
-            ):
+            if (folder := tree.root(settings.runs_dir / job.id)) is not None and _is_over(job):
                 yield job, folder, (now - (job.finished_at or now)) / DAY_SECONDS
 
 
 def _jobs_of_deleted_models(
-    settings: Settings, store: Store
+    settings: Settings, store: Store, tree: StoredTree
 ) -> Iterator[tuple[Job, Path, list[TunedName]]]:
     """Jobs, with their run directories and the deleted models of theirs of which there are files.
 
@@ -219,12 +212,12 @@ def _jobs_of_deleted_models(
         for model in models:
             with contextlib.suppress(ValueError), log_errors(f"looking for the files of {model}"):
                 name = TunedName.parse(model)
-                if (folder := _run_root(settings.runs_dir / name.job_id, settings)) and any(
-                    _files_of(name, folder)
+                if (folder := tree.root(settings.runs_dir / name.job_id)) and any(
+                    _files_of(name, folder, tree)
                 ):
                     by_job.setdefault(name.job_id, []).append(name)
         for job in filter(_is_over, store.jobs.jobs_by_id(list(by_job))):
-            folder = _run_root(settings.runs_dir / job.id, settings)
+            folder = tree.root(settings.runs_dir / job.id)
             if folder is not None:
                 yield (
                     job,
@@ -233,62 +226,68 @@ def _jobs_of_deleted_models(
                 )
 
 
-def _by_age(job: Job, folder: Path, limits: RetentionLimits, days: float) -> Iterator[Removal]:
+def _by_age(
+    job: Job, folder: Path, limits: RetentionLimits, days: float, tree: StoredTree
+) -> Iterator[Removal]:
     why = f"the job {_ended(job)} {counted(round(days), 'day')} ago"
     if limits.runs is not None and days >= limits.runs:
-        hidden = [str(job.tuned_name), *(str(job.tuned_name.at(step)) for step in _steps(folder))]
-        yield Removal(
-            kind="run", path=folder, bytes=size_of(folder), why=why, job=job, hides=hidden
-        )
+        steps = _steps(folder, tree)
+        hidden = [str(job.tuned_name), *(str(job.tuned_name.at(step)) for step in steps)]
+        yield replace(_removal("run", folder, why, job, tree), hides=hidden)
     elif limits.checkpoints is not None and days >= limits.checkpoints:
-        for path in sorted(_points(folder / "checkpoints")):
-            yield _removal("checkpoints", path, why, job)
+        for path in sorted(_points(folder / "checkpoints", tree)):
+            yield _removal("checkpoints", path, why, job, tree)
 
 
 def _of_models(
-    job: Job, folder: Path, names: Sequence[TunedName], limits: RetentionLimits, now: float
+    job: Job,
+    folder: Path,
+    names: Sequence[TunedName],
+    limits: RetentionLimits,
+    now: float,
+    tree: StoredTree,
 ) -> Iterator[Removal]:
     """What goes with deleted models, unless it goes by age."""
     days = (now - (job.finished_at or now)) / DAY_SECONDS
     if limits.runs is not None and days >= limits.runs:
         return
-    for path in (path for name in names for path in _files_of(name, folder)):
+    for path in (path for name in names for path in _files_of(name, folder, tree)):
         is_shards = path.parent.name == "checkpoints"
         if not (is_shards and limits.checkpoints is not None and days >= limits.checkpoints):
             yield _removal(
-                "checkpoints" if is_shards else "adapter", path, "the model was deleted", job
+                "checkpoints" if is_shards else "adapter", path, "the model was deleted", job, tree
             )
 
 
-def _files_of(name: TunedName, folder: Path) -> Iterator[Path]:
+def _files_of(name: TunedName, folder: Path, tree: StoredTree) -> Iterator[Path]:
     """The folders of a tuned model in its run directory."""
     if name.step is None:
-        yield from (path for kind in ("adapter", "exports") if (path := folder / kind).is_dir())
+        yield from (path for path in tree.folders(folder) if path.name in ("adapter", "exports"))
         return
     for kind in ("checkpoints", "adapters"):
-        yield from (path for path in _points(folder / kind) if step_of(path.name) == name.step)
+        points = _points(folder / kind, tree)
+        yield from (path for path in points if step_of(path.name) == name.step)
 
 
-def _steps(folder: Path) -> list[int]:
+def _steps(folder: Path, tree: StoredTree) -> list[int]:
     """Steps of the checkpoints that exist, as shards or as adapters."""
     return sorted(
         {
             step_of(path.name)
             for kind in ("checkpoints", "adapters")
-            for path in _points(folder / kind)
+            for path in _points(folder / kind, tree)
         }
     )
 
 
-def _points(folder: Path) -> Iterator[Path]:
-    return (
-        path
-        for path in folder.glob("step-*-a*")
-        if CHECKPOINT_NAME.fullmatch(path.name) and path.is_dir()
-    )
+def _points(folder: Path, tree: StoredTree) -> Iterator[Path]:
+    """The checkpoints in a folder, as shards or as adapters."""
+    return (path for path in tree.folders(folder) if CHECKPOINT_NAME.fullmatch(path.name))
 
 
-def _of_files(settings: Settings, store: Store, limits: RetentionLimits) -> Iterator[Removal]:
+def _of_files(
+    settings: Settings, store: Store, limits: RetentionLimits, tree: StoredTree
+) -> Iterator[Removal]:
     if limits.files is None:
         return
     last: str | None = None
@@ -297,27 +296,28 @@ def _of_files(settings: Settings, store: Store, limits: RetentionLimits) -> Iter
         for file in files:
             path = settings.files_dir / file.id
             why = f"{file.filename} is older than {counted(limits.files, 'day')}"
-            yield Removal(kind="file", path=path, bytes=file.bytes, why=why, file=file)
+            yield Removal(kind="file", path=path, bytes=file.bytes, why=why, file=file, tree=tree)
 
 
-def _leftovers(settings: Settings, store: Store) -> Iterator[Removal]:
+def _leftovers(settings: Settings, store: Store, tree: StoredTree) -> Iterator[Removal]:
     before = time.time() - LEFTOVER_SECONDS
     kinds = (
         (settings.runs_dir, "job", store.jobs.known_jobs),
         (settings.files_dir, "file record", store.files.kept_files),
     )
     for folder, owner, known in kinds:
-        for names in pages(_names_in(folder), PAGE):
+        for names in pages(tree.names(folder), PAGE):
             for path in (folder / name for name in sorted(set(names) - known(names))):
-                root = _run_root(path, settings)
+                root = tree.root(path)
                 # What it leads to is gone already.
-                root = path if root is not None and not root.exists() else root
-                if root is not None and _changed_at(root) <= before:
+                root = path if root is not None and not tree.exists(root) else root
+                if root is not None and tree.changed_at(root) <= before:
                     yield Removal(
                         kind="leftover",
                         path=root,
-                        bytes=size_of(root),
+                        bytes=tree.size(root),
                         why=f"no {owner} belongs to it",
+                        tree=tree,
                     )
 
 
@@ -326,25 +326,6 @@ def pages(items: Iterable[Item], size: int) -> Iterator[list[Item]]:
     left = iter(items)
     while found := list(islice(left, size)):
         yield found
-
-
-def _names_in(folder: Path) -> Iterator[str]:
-    with contextlib.suppress(FileNotFoundError), os.scandir(folder) as entries:
-        yield from (entry.name for entry in entries)
-
-
-def _run_root(path: Path, settings: Settings) -> Path | None:
-    """The run directory that a link in `runs` leads to, so that it is measured and removed itself;
-    None: it was replaced by a link, which is not followed. Another path is returned unchanged.
-    """
-    if not path.is_relative_to(settings.runs_dir):
-        return path
-    job_id, *below = path.relative_to(settings.runs_dir).parts
-    try:
-        return run_root(settings.home, job_id).joinpath(*below)
-    except FtError as error:
-        log.warning("%s", error.message)
-        return None
 
 
 def _of_caches(cache: Path | None, tokens: Path | None, limits: RetentionLimits) -> list[Removal]:
@@ -383,9 +364,9 @@ def _not_used(entries: Mapping[Path, int], days: float) -> list[Removal]:
     ]
 
 
-def _is_in_use(removal: Removal, job: Job, settings: Settings, store: Store) -> bool:
+def _is_in_use(removal: Removal, job: Job, tree: StoredTree, store: Store) -> bool:
     return not _is_over(store.jobs.get_job(job.project_id, job.id)) or _is_needed(
-        removal, _Needed.now(store, settings)
+        removal, _Needed.now(store, tree)
     )
 
 
@@ -408,35 +389,5 @@ def _ended(job: Job) -> str:
     ]
 
 
-def _removal(kind: Kind, path: Path, why: str, job: Job) -> Removal:
-    return Removal(kind=kind, path=path, bytes=size_of(path), why=why, job=job)
-
-
-def _changed_at(path: Path) -> float:
-    return max(
-        (entry.stat().st_mtime for entry in _everything(path) if not entry.is_symlink()),
-        default=0.0,
-    )
-
-
-def size_of(path: Path) -> int:
-    """Bytes of the files at or below a path; files that vanish meanwhile are not counted."""
-    total = 0
-    for entry in _everything(path):
-        with contextlib.suppress(OSError):
-            total += entry.lstat().st_size if not entry.is_dir() else 0
-    return total
-
-
-def _everything(path: Path) -> Iterator[Path]:
-    yield path
-    if path.is_dir() and not path.is_symlink():
-        yield from path.rglob("*")
-
-
-def _remove_path(path: Path) -> None:
-    if path.is_dir() and not path.is_symlink():
-        remove_marker(path)  # first, if it is a checkpoint
-        shutil.rmtree(path)
-    else:
-        path.unlink(missing_ok=True)
+def _removal(kind: Kind, path: Path, why: str, job: Job, tree: StoredTree) -> Removal:
+    return Removal(kind=kind, path=path, bytes=tree.size(path), why=why, job=job, tree=tree)

@@ -85,7 +85,7 @@ def test_a_segment_whose_folder_cannot_be_synchronised_is_written_once(tmp_path:
     run = RunDir(tmp_path)
     with Reporter(run, 1, active=True) as reporter:
         with patch.object(
-            directory, "_sync_folder", side_effect=OSError(errno.ENOSPC, "No space left on device")
+            directory, "sync_folder", side_effect=OSError(errno.ENOSPC, "No space left on device")
         ):
             reporter.message("first")
             reporter.message("second")

@@ -105,7 +105,7 @@ def test_an_item_that_cannot_be_removed_does_not_keep_those_behind_it(
 ) -> None:
     add_files(store, settings, "a", "b", "c")
     real = pruning.remove
-    at_b = fails_at("b", lambda path, removal: real(removal, settings, store), error)
+    at_b = fails_at("b", lambda path, removal: real(removal, store), error)
     monkeypatch.setattr(pruning, "remove", lambda removal, *rest: at_b(removal.path, removal))
     retain(settings, store)
     assert left(settings.files_dir) == ["b"]

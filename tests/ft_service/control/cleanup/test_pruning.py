@@ -83,7 +83,7 @@ def pruned(settings: Settings, store: Store, limits: RetentionLimits = ALL) -> l
     """What went, below FT_HOME."""
     planned = list(plan_pruning(settings, store, limits, cache=settings.home / "cache"))
     for removal in planned:
-        assert remove(removal, settings, store), removal
+        assert remove(removal, store), removal
         assert not removal.path.exists()
     return sorted(removal.path.relative_to(settings.home).as_posix() for removal in planned)
 
@@ -159,7 +159,7 @@ def test_a_job_that_comes_to_need_it_between_plan_and_removal_keeps_it(
     (removal,) = plan_pruning(settings, store, ALL)
     ref = AdapterRef(name="ft:…", job_id="ftjob-a", path=str(run.path("adapter")))
     add(store, settings, "ftjob-child", State.QUEUED, parent=ref)
-    assert remove(removal, settings, store) is False
+    assert remove(removal, store) is False
     assert run.path("adapter/a").exists()
     assert removal.hides
     assert not any(store.models.is_deleted(model) for model in removal.hides)
@@ -323,7 +323,7 @@ def test_a_file_that_a_job_comes_to_need_between_plan_and_removal_keeps_its_byte
     )
     add(store, settings, "ftjob-1", State.QUEUED, training_file="file-old")
     store.files.delete_file(PROJECT, "file-gone")
-    assert [remove(removal, settings, store) for removal in (needed, gone)] == [False, False]
+    assert [remove(removal, store) for removal in (needed, gone)] == [False, False]
     assert (settings.files_dir / "file-old").exists()
     assert store.files.kept_files(["file-old", "file-gone"]) == {"file-old", "file-gone"}
 
@@ -369,10 +369,10 @@ def test_a_checkpoints_marker_goes_first(
         seen.append([path.name for path in folder.iterdir()])
         raise OSError("the disk is gone")
 
-    monkeypatch.setattr("ft_service.control.cleanup.pruning.shutil.rmtree", interrupted)
+    monkeypatch.setattr("ft_service.control.cleanup.stored_tree.shutil.rmtree", interrupted)
     removal, _ = plan_pruning(settings, store, ALL)
     with pytest.raises(OSError, match="the disk is gone"):
-        remove(removal, settings, store)
+        remove(removal, store)
     assert seen == [[]]
 
 
@@ -393,7 +393,7 @@ def test_a_cached_base_that_is_in_use_stays(settings: Settings, store: Store) ->
     with (settings.home / "cache/used/lock").open() as lock:
         fcntl.flock(lock, fcntl.LOCK_SH)
         found = plan_pruning(settings, store, ALL, cache=settings.home / "cache")
-        assert [(removal.path.name, remove(removal, settings, store)) for removal in found] == [
+        assert [(removal.path.name, remove(removal, store)) for removal in found] == [
             ("old", True),
             ("used", False),
         ]
@@ -405,9 +405,9 @@ def test_tokens_go_by_age_too_and_with_their_file(settings: Settings, store: Sto
     new = cache_entry(settings, "12.b", 1, "tokens")
     tokens = settings.home / "tokens"
     planned = plan_pruning(settings, store, ALL, cache=settings.home / "cache", tokens=tokens)
-    assert [
-        (removal.kind, removal.path, remove(removal, settings, store)) for removal in planned
-    ] == [("cache", old, True)]
+    assert [(removal.kind, removal.path, remove(removal, store)) for removal in planned] == [
+        ("cache", old, True)
+    ]
     assert list(tokens.iterdir()) == [new]
     store.files.add_file(
         File(
@@ -428,7 +428,7 @@ def test_a_cached_base_that_was_used_since_the_plan_stays(settings: Settings, st
     entry = cache_entry(settings, "old", 9)
     (found,) = plan_pruning(settings, store, ALL, cache=settings.home / "cache")
     os.utime(entry / "index.json")
-    assert not remove(found, settings, store)
+    assert not remove(found, store)
     assert entry.is_dir()
 
 
@@ -448,7 +448,7 @@ def test_descriptions_that_are_not_used_go(settings: Settings, store: Store) -> 
         ("cache", "used.json", 2),
     ]
     os.utime(folder / "used.json")
-    assert [remove(removal, settings, store) for removal in planned] == [True, False]
+    assert [remove(removal, store) for removal in planned] == [True, False]
     assert sorted(path.name for path in folder.iterdir()) == ["new.json", "used.json"]
 
 
@@ -473,7 +473,7 @@ def test_a_cached_base_that_was_written_anew_meanwhile_stays(
         lock(descriptor, how)
 
     monkeypatch.setattr(fcntl, "flock", late)
-    assert not remove(found, settings, store)
+    assert not remove(found, store)
     assert sorted(path.name for path in entry.iterdir()) == ["index.json", "lock"]
 
 

@@ -116,7 +116,6 @@ def test_without_a_cluster_a_job_has_one_host(tmp_path: Path) -> None:
             {"launcher": "local", "storage": "s3://b/ft"},
             "FT_STORAGE needs FT_LAUNCHER = kubernetes",
         ),
-        ({"storage": "s3://b/ft", "keep_runs_days": 3.0}, "lifecycle rules"),
         ({"storage": "http://b"}, "storage"),
     ],
 )

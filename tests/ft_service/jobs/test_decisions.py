@@ -718,6 +718,8 @@ def test_a_job_of_any_size_waits_with_the_fewest_ranks_and_runs_with_what_it_got
     assert isinstance(ended, Become)
     assert (ended.job.state, ended.job.slots, ended.job.nodes) == (State.QUEUED, 2, 1)
     assert ended.job.left_seconds == 40.0, "a quarter of the ranks takes four times as long"
+    seated = placed(waits, "h", engine_id="engine-1")
+    assert (seated.slots, seated.nodes) == (2, 1), "the engine holds the slots"
     fixed = placed(replace(waits, shapes=()), "h", JobSize(1, 2))
     assert (fixed.slots, fixed.nodes) == (2, 1)
     assert (

@@ -1,6 +1,15 @@
 from __future__ import annotations
 
-from ft_service.jobs.estimates import Effort, MeasuredJob, Paces
+import pytest
+
+from ft_service.jobs.estimates import (
+    ENOUGH,
+    FEW_PACES_SECONDS,
+    PACES_SECONDS,
+    Effort,
+    MeasuredJob,
+    Paces,
+)
 
 
 def effort(
@@ -34,3 +43,10 @@ def test_where_no_plan_knows_the_machine_work_is_compared() -> None:
 
 def test_what_a_job_measured_itself_counts_first() -> None:
     assert Paces([MeasuredJob(effort(), 5.0, 10.0)]).expected_seconds(effort(left=7.0)) == 7.0
+
+
+@pytest.mark.parametrize(
+    ("jobs", "seconds"), [(ENOUGH - 1, FEW_PACES_SECONDS), (ENOUGH, PACES_SECONDS)]
+)
+def test_a_few_jobs_are_read_again_sooner(jobs: int, seconds: float) -> None:
+    assert Paces([MeasuredJob(effort(), 5.0, 10.0)] * jobs).good_seconds == seconds

@@ -55,3 +55,22 @@ def test_losses_of_labelled_answers_are_compared_with_the_same_weights_only() ->
         "apo_zero_unpaired of labelled answers (beta 0.1, desirable_weight 1, "
         "undesirable_weight 1.5)"
     )
+
+
+@pytest.mark.parametrize(
+    ("own", "measure"),
+    [
+        ({}, "forward_kl from a teacher"),
+        (
+            {"hyperparameters": {"loss_type": "jsd", "beta": 0.3}},
+            "jsd from a teacher (beta 0.3)",
+        ),
+        ({"hyperparameters": {"loss_type": "jsd"}}, "jsd from a teacher"),
+        ({"hyperparameters": {"beta": 0.3}, "top_k": 8}, "forward_kl from a teacher, 8 words"),
+        ({"answers": "student"}, "forward_kl from a teacher on the student's answers"),
+    ],
+)
+def test_losses_from_teachers_are_compared_with_the_same_measure_only(
+    own: dict[str, Any], measure: str
+) -> None:
+    assert loss_measure({"type": "distillation", "distillation": own}) == measure

@@ -4,8 +4,8 @@ import json
 
 import pytest
 
-from ft_service.jobs.reasons import Reason, reason_of
-from ft_service.rundir.documents import Exit, ExitReason
+from ft_service.jobs.reasons import Reason, Retry, may_fail, reason_of, retry_of
+from ft_service.rundir.documents import ErrorInfo, Exit, ExitReason
 
 
 @pytest.mark.parametrize(
@@ -35,3 +35,34 @@ def test_every_exit_that_nobody_asked_for_has_a_reason() -> None:
     for word in set(ExitReason) - {ExitReason.STOPPED, ExitReason.CANCELLED}:
         assert reason_of(Exit(code=1, reason=word, message="m")) == word.value
     assert reason_of(None) is Reason.SUPERVISOR_LOST
+
+
+@pytest.mark.parametrize(
+    ("reason", "code", "retry"),
+    [
+        (Reason.WORKER_KILLED, None, Reason.WORKER_KILLED.retry),
+        (Reason.WORKER_KILLED, "node_lost", Reason.WORKER_KILLED.retry),
+        (Reason.WORKER_KILLED, "evicted", Retry.COUNTED),
+        (Reason.SUPERVISOR_LOST, "evicted", Reason.SUPERVISOR_LOST.retry),
+        (Reason.PERMANENT_ERROR, "evicted", Retry.NEVER),
+    ],
+)
+def test_only_a_kill_that_the_job_brought_on_itself_counts(
+    reason: Reason, code: str | None, retry: Retry
+) -> None:
+    assert Reason.WORKER_KILLED.retry is not Retry.COUNTED
+    error = None if code is None else ErrorInfo(code=code, message="m")
+    assert retry_of(reason, error) is retry
+
+
+@pytest.mark.parametrize(
+    ("reason", "may"),
+    [
+        (Reason.WORKER_KILLED, True),
+        (Reason.PERMANENT_ERROR, True),
+        (Reason.WORKER_ERROR, True),
+        (Reason.SUPERVISOR_LOST, False),
+    ],
+)
+def test_which_reasons_a_job_can_fail_for(reason: Reason, may: bool) -> None:
+    assert may_fail(reason) is may

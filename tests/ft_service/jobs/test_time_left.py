@@ -52,3 +52,7 @@ def test_nothing_is_guessed() -> None:
     assert seconds_left((), 3, 20) is None
     assert seconds_left(((2.0, 1),), 3, 0) is None
     assert seconds_left(((2.0, 1),), 20, 20) == 0.0
+
+
+def test_a_step_that_says_no_tokens_had_none() -> None:
+    assert pace_of([Metrics(step=1, total_steps=4, step_seconds=2.0)]) == ((2.0, 0),)

@@ -86,3 +86,14 @@ def test_the_service_pauses_a_job_for_its_own_reason_until_a_request(reason: Rea
     assert (by_user.desired, by_user.reason) == (Desired.PAUSE, None), (
         "from now on its user wants it paused"
     )
+
+
+@pytest.mark.parametrize(("cost", "is_refused"), [(4.99, False), (5.0, True), (5.01, True)])
+def test_a_job_that_has_cost_what_it_may_does_not_go_on(cost: float, is_refused: bool) -> None:
+    job = new_job(state=State.PAUSED, desired=Desired.PAUSE, max_cost=5.0, cost=cost)
+    if not is_refused:
+        assert request(job, Verb.RESUME, NOW).state is State.QUEUED
+        return
+    with pytest.raises(SpecError) as refused:
+        request(job, Verb.RESUME, NOW)
+    assert (refused.value.param, refused.value.code) == ("max_cost", "cost_limit")

@@ -58,6 +58,7 @@ from ft_service.host.running_servers import Server, announced, living_servers
 from ft_service.jobs.states import Phase, State
 from ft_service.meters import Meters
 from ft_service.serving import exporting, handoff
+from ft_service.serving.handoff import teaching_servers
 from ft_service.serving.preview import Preview
 from ft_service.serving.server_samples import ServerSampler
 from ft_service.settings import Settings
@@ -280,12 +281,15 @@ def _background_work(
     preview = services.preview
     sampler = ServerSampler(settings) if settings.inference_urls else preview
     if sampler is not None:
+        teachers = ServerSampler(settings, teaching_servers(settings))
         work["evals"] = partial(eval_runs.run, ask=partial(inference.asked, services=services))
         work["reinforcement"] = partial(
             reinforcement_jobs.run,
             sampler=sampler,
             rollouts=rollouts if sampler is preview else None,
+            teachers=teachers if settings.teacher_urls else None,
         )
+        work["teachers"] = lambda settings, store, meters, stop: teachers.run(stop)
         if settings.tinker == "on":
             work["samples"] = partial(
                 tinker_samples.run, sampler=sampler, descriptions=descriptions

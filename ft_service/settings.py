@@ -33,8 +33,12 @@ _OF_OTHERS = ("FT_BASE_URL", "FT_API_KEY", "FT_TEST_RUN")
 """Variables of clients and tests."""
 _MISSPELT = 0.85
 """Likeness (difflib) from which on a name is taken to be a misspelt one."""
-_KEYS = ("inference_api_key", "wandb_api_key", "mlflow_token", "trackio_token")
+_KEYS = ("inference_api_key", "teacher_api_key", "wandb_api_key", "mlflow_token", "trackio_token")
 """Settings that are sent in headers."""
+
+
+def _separated(urls: str) -> list[str]:
+    return [url.strip().rstrip("/") for url in urls.split(",") if url.strip()]
 
 
 def _address(name: str, url: str) -> SplitResult:
@@ -219,6 +223,13 @@ class Settings(BaseSettings):
     """
     inference_api_key: SecretStr | None = None
     """API key of that server; None: it needs none."""
+    teacher_url: str = Field(default="", pattern=r"^(https?://.+)?$")
+    """Base URL (with /v1) of a vLLM server that serves bases which teach, by their names in
+    FT_MODELS: jobs with method.distillation.teacher_at: server ask it about their students' answers
+    (prompt_logprobs). Several replicas are separated by commas. Empty: such jobs are refused.
+    """
+    teacher_api_key: SecretStr | None = None
+    """API key of that server; None: it needs none."""
     grader_models: Path | None = None
     """YAML file: name of a model that graders of type score_model and label_model may ask →
     base_url (with /v1) of an OpenAI-compatible server, key_file with its API key, model (its name
@@ -401,6 +412,8 @@ class Settings(BaseSettings):
     def _addresses_of_replicas(self) -> Settings:
         for url in self.inference_urls:
             _address("FT_INFERENCE_URL", url)
+        for url in self.teacher_urls:
+            _address("FT_TEACHER_URL", url)
         return self
 
     @model_validator(mode="after")
@@ -457,7 +470,12 @@ class Settings(BaseSettings):
     @property
     def inference_urls(self) -> list[str]:
         """URLs of all replicas, without a slash at the end."""
-        return [url.strip().rstrip("/") for url in self.inference_url.split(",") if url.strip()]
+        return _separated(self.inference_url)
+
+    @property
+    def teacher_urls(self) -> list[str]:
+        """URLs of all servers that teach, without a slash at the end."""
+        return _separated(self.teacher_url)
 
     @property
     def seats(self) -> int:

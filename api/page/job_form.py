@@ -44,14 +44,24 @@ _FILES = ("training_file", "validation_file")
 _NUMBERS = ("validation_split", "seed", "priority", "max_seconds", "max_cost")
 _TOP_LEVEL = ("model", *_FILES, "suffix", *_NUMBERS)
 METHOD = "method"
+PAIRS = "method.pairs"
 BETA = "method.beta"
 GRADER = "method.grader"
 TEACHER = "method.teacher"
 CONTEXT = "method.with_context"
-"""The fields for the method's type, for beta of DPO and KTO, for the grader of reinforcement
-learning: a mapping, as YAML; and for a teacher's name, and what it alone reads, as text.
+"""The fields for the method's card, for which loss a card of pairs takes, for beta of preferences,
+for the grader of reinforcement learning: a mapping, as YAML; and for a teacher's name, and what it
+alone reads, as text.
 """
-_WITH_BETA = ("dpo", "kto")
+PAIR_CARD = "dpo"
+"""The card of all methods whose data are pairs (PAIRS says which)."""
+PAIR_LOSSES: Mapping[str, str] = {
+    "dpo": "DPO: compared with the model that training starts from",
+    "simpo": "SimPO: without comparison; long answers count no more than short ones",
+    "orpo": "ORPO: from a base, good answers and preferences in one job",
+}
+"""Type of a method that learns from pairs → when to take it."""
+_WITH_BETA = (*PAIR_METHODS, "kto")
 _OF_TEACHER = {TEACHER: "teacher", CONTEXT: "with_context"}
 METHODS: Mapping[str, str] = {
     "supervised": "Each sample is a conversation with the answer that the model should give.",
@@ -204,6 +214,8 @@ def _method(form: Mapping[str, str], other: Any) -> dict[str, Any]:
     usual one. Raises ValueError where both say the same thing.
     """
     kind = form.get(METHOD) or "supervised"
+    if kind == PAIR_CARD:
+        kind = form.get(PAIRS) or kind
     if kind == "supervised" or not isinstance(other, dict | None):
         return {}
     rest = other or {}
@@ -321,10 +333,10 @@ def _method_fields(method: Mapping[str, Any], other: dict[str, Any]) -> dict[str
     kind = method.get("type", "supervised")
     if kind == "supervised":  # its hyperparameters have fields of their own
         return {}
-    if kind not in METHODS:  # without a card
+    if kind not in METHODS and kind not in PAIR_METHODS:  # without a card
         other["method"] = dict(method)
         return {}
-    fields = {METHOD: kind}
+    fields = {METHOD: PAIR_CARD, PAIRS: kind} if kind in PAIR_METHODS else {METHOD: kind}
     section = dict(method.get(kind) or {})
     given = section.get("hyperparameters")
     if kind in _WITH_BETA and isinstance(given, dict) and "beta" in given:

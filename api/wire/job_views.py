@@ -148,6 +148,7 @@ class DistillationView(View):
     hyperparameters: DistillationHyperparametersView
     teacher: str
     """A tuned model, or a base; the job's own: the base without adapter."""
+    teacher_at: Literal["ranks", "server"] = "ranks"
     with_context: str | None
     answers: Literal["data", "student"] = "data"
     top_k: int | None = None
@@ -645,6 +646,7 @@ def _method(spec: JobSpec, hyperparameters: HyperparametersView) -> MethodView:
     if isinstance(loss, DistillationOptions):
         section |= {
             "teacher": loss.teacher.name if loss.teacher else spec.model.name,
+            "teacher_at": "ranks" if spec.served_teacher is None else "server",
             "with_context": loss.with_context or None,
             "top_k": loss.top_k,
         }

@@ -32,8 +32,8 @@ def method_options(method: Mapping[str, Any]) -> dict[str, Any]:
         "method.type": kind,
         **{
             f"method.{kind}.{name}": own[name]
-            for name in ("teacher", "with_context", "answers", "top_k")
-            if own.get(name) not in (None, "data")
+            for name in ("teacher", "teacher_at", "with_context", "answers", "top_k")
+            if own.get(name) not in (None, "data", "ranks")
         },
         **(
             {f"method.{kind}.grader": f"{grader.get('name')} ({grader.get('type')})"}

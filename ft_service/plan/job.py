@@ -439,7 +439,9 @@ def _hints(
                 "method.kto.hyperparameters.loss_type: apo_zero_unpaired does without."
             )
         yield text
-    if isinstance(spec.loss, DistillationOptions):
+    if spec.served_teacher is not None:
+        yield "Asking the server about the teacher comes on top too."
+    elif isinstance(spec.loss, DistillationOptions):
         yield (
             "Each step has a forward of the teacher, without gradients, of rows as long as the "
             "context and the sample: times and memory count it."

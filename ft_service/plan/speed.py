@@ -58,11 +58,12 @@ def passes(mode: str, tokens: int) -> int:
 
 
 def forwards_only(spec: JobSpec) -> int:
-    """Forwards without gradients that each micro-batch of a step has besides its own: a teacher's,
-    or that of KTO's mismatched answers.
+    """Forwards without gradients that each micro-batch of a step has besides its own: a teacher's
+    that the ranks compute, or that of KTO's mismatched answers.
     """
     mismatched = isinstance(spec.loss, KtoOptions) and spec.loss.loss_type == "kto"
-    return int(mismatched or isinstance(spec.loss, DistillationOptions))
+    taught = isinstance(spec.loss, DistillationOptions) and spec.served_teacher is None
+    return int(mismatched or taught)
 
 
 @dataclass(frozen=True)

@@ -28,6 +28,7 @@ def described_job(spec: JobSpec, describe: Callable[[Path], Description]) -> Des
     base = describe(Path(spec.model.path))
     teacher = spec.teacher
     if teacher is None or teacher.kind != "base":
+        refuse_other_vocabulary(spec)
         return base
     return _taught(base, _comparable(spec, describe(Path(teacher.path))))
 
@@ -38,11 +39,11 @@ def _comparable(spec: JobSpec, teacher: Description) -> Description:
 
 
 def refuse_other_vocabulary(spec: JobSpec) -> None:
-    """Raise SpecError unless the base that teaches has the tokenizer of the job's base: words are
+    """Raise SpecError unless another base that teaches has the tokenizer of the job's base: words are
     compared by their ids.
     """
     teacher = spec.teacher
-    if teacher is None or teacher.kind != "base":
+    if teacher is None or teacher.kind == "adapter":
         return
     theirs, ours = (vocabulary_digest(Path(path)) for path in (teacher.path, spec.model.path))
     if theirs != ours or not ours:

@@ -12,7 +12,9 @@ lower bound. With loss_type gspo it is the GSPO there, whose ratio is one for al
 answer, clipped to the cap and its inverse. What counts as the mean over a step is in the advantages.
 
 In distillation `distill` stands in place of `forward_backward`: its answers have no rewards, and the
-ranks ask the teacher about each of their tokens.
+ranks ask the teacher about each of their tokens. What a server has said about them goes with them:
+behind each answer the same tokens once more, at whose places the targets are the teacher's likeliest
+words and the answer's own token, with their log-probabilities as weights.
 """
 
 from __future__ import annotations
@@ -32,6 +34,7 @@ from ft_service.reinforcement.step_records import (
     AnsweredPrompt,
     SampledAnswer,
     StepRecord,
+    TaughtTokens,
     TrainedRow,
     mean_reward,
 )
@@ -47,6 +50,8 @@ TOKENS_OF_COMMAND = 2**20
 """Tokens of one command, at most, unless one answer with its prompt has more: a token takes 20
 bytes of the command's file.
 """
+TAUGHT_TOKENS_OF_COMMAND = 2**17
+"""The same where the teacher's words go with them: with 20 of them a token takes 270 bytes more."""
 
 
 def first_commands(job_id: str) -> list[Command]:
@@ -83,10 +88,14 @@ def commands_of(record: StepRecord, spec: JobSpec, schedule: RolloutSchedule) ->
         return commands
     if spec.loss is not None:
         trained = [answer for answer in record.answers if answer.tokens]
-        data = list(_answered(record))
+        answered = list(_answered(record))
+        data = [own[0] for own in answered]
+        whole = {id(own[0]): own for own in answered}
         options = {TARGETS: sum(len(answer.tokens) for answer in trained)}
-        for part in _parts(data):
-            add("distill", options, _answers_message(part).SerializeToString(deterministic=True))
+        is_told = any(answer.taught is not None for answer in trained)
+        for part in _parts(data, TAUGHT_TOKENS_OF_COMMAND if is_told else TOKENS_OF_COMMAND):
+            message = _answers_message([each for datum in part for each in whole[id(datum)]])
+            add("distill", options, message.SerializeToString(deterministic=True))
         more = answer_metrics(record)
     else:
         trained = list(_data(record, spec.reinforcement, spec.longest_rollout))
@@ -234,13 +243,41 @@ def _advantages(group: AnsweredPrompt, options: ReinforcementOptions) -> list[np
     return found
 
 
-def _answered(record: StepRecord) -> Iterator[pb.Datum]:
-    """The rows of each answer, in which its tokens have weight 1."""
+def _answered(record: StepRecord) -> Iterator[list[pb.Datum]]:
+    """The rows of each answer, in which its tokens have weight 1, each with what a server that was
+    asked has said about it.
+    """
     for group in record.groups:
-        for row in (row for answer in group.answers for row in answer.rows(group.ids)):
-            weights = np.ones(len(row.answered))
-            if len(weights):
-                yield _datum(row, {"weights": weights})
+        for answer in group.answers:
+            for row in answer.rows(group.ids):
+                weights = np.ones(len(row.answered))
+                if not len(weights):
+                    continue
+                own = [_datum(row, {"weights": weights})]
+                if answer.taught is not None:  # an answer is one row then
+                    own.append(_taught_datum(row, answer.taught))
+                yield own
+
+
+def _taught_datum(row: TrainedRow, said: TaughtTokens) -> pb.Datum:
+    """A teacher's likeliest words at the places of a row's sampled tokens, and behind them that
+    token; their log-probabilities are the weights.
+    """
+    datum = pb.Datum()
+    datum.model_input.add().encoded_text.tokens = np.asarray(row.tokens[:-1], "<i4").tobytes()
+    shape = len(row.tokens) - 1, len(said.words[0]) + 1
+    words, logprobs = np.zeros(shape, "<i8"), np.zeros(shape, "<f4")
+    places = _places(row)
+    words[places] = np.column_stack([said.words, row.answered])
+    logprobs[places] = np.column_stack([said.logprobs, said.own])
+    for name, dtype, values in (
+        ("target_tokens", pb.DTYPE_INT64, words),
+        ("weights", pb.DTYPE_FLOAT32, logprobs),
+    ):
+        tensor = datum.loss_fn_inputs[name]
+        tensor.dtype, tensor.dense = dtype, values.tobytes()
+        tensor.shape.extend(shape)
+    return datum
 
 
 def _answers_message(data: Sequence[pb.Datum]) -> pb.ForwardBackwardRequest:
@@ -250,13 +287,15 @@ def _answers_message(data: Sequence[pb.Datum]) -> pb.ForwardBackwardRequest:
     return message
 
 
-def _parts(data: Sequence[pb.Datum]) -> Iterator[list[pb.Datum]]:
+def _parts(
+    data: Sequence[pb.Datum], most_tokens: int = TOKENS_OF_COMMAND
+) -> Iterator[list[pb.Datum]]:
     """The data of each command, in their order."""
     part: list[pb.Datum] = []
     tokens = 0
     for datum in data:
         own = len(datum.model_input[0].encoded_text.tokens) // 4  # int32
-        if part and (len(part) == DATA_OF_COMMAND or tokens + own > TOKENS_OF_COMMAND):
+        if part and (len(part) == DATA_OF_COMMAND or tokens + own > most_tokens):
             yield part
             part = []
             tokens = 0
@@ -276,9 +315,14 @@ def _rows(group: AnsweredPrompt, answer: SampledAnswer, own: np.ndarray) -> Iter
         at = there
 
 
+def _places(row: TrainedRow) -> np.ndarray:
+    """int64 [sampled tokens]: the place before each of them."""
+    return np.concatenate([np.arange(begin, end) for begin, end in row.sampled]) - 1
+
+
 def _datum(row: TrainedRow, inputs: Mapping[str, np.ndarray]) -> pb.Datum:
     """`inputs`: of the row's sampled tokens; its other tokens count for nothing."""
-    places = np.concatenate([np.arange(begin, end) for begin, end in row.sampled]) - 1
+    places = _places(row)
     datum = pb.Datum()
     datum.model_input.add().encoded_text.tokens = np.asarray(row.tokens[:-1], "<i4").tobytes()
     arrays: dict[str, tuple[pb.DType, np.ndarray]] = {

@@ -86,6 +86,17 @@ class Trajectory(Line):
     seconds: float = 0.0
 
 
+class TaughtTokens(Line):
+    """What a teacher that a server answers for thinks of an answer's tokens, at temperature 1."""
+
+    own: Sequence[float]
+    """Log-probability of each token, in nats."""
+    words: Sequence[Sequence[int]]
+    """At each token's place the top_k tokens that the teacher finds likeliest, these first."""
+    logprobs: Sequence[Sequence[float]]
+    """Theirs, in nats."""
+
+
 class SampledAnswer(Line):
     """One answer with its grade."""
 
@@ -109,6 +120,8 @@ class SampledAnswer(Line):
     """Log-probabilities of the tokens by the model that training started from; None: not asked
     for.
     """
+    taught: TaughtTokens | None = None
+    """None: no server is asked about a teacher."""
     trajectory: Trajectory | None = None
     """With an environment: the calls that `tokens` are the answers to, and text, reasoning and
     calls those of the last one.

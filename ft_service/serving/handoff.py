@@ -24,6 +24,8 @@ from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 
+from pydantic import SecretStr
+
 from ft_service.bases.base_files import document_or_none
 from ft_service.errors import FtError, NotFoundError, UnavailableError
 from ft_service.host.loops import every, log_errors
@@ -246,11 +248,16 @@ def _names_in(folder: Path) -> list[str]:
 
 def inference_servers(settings: Settings) -> list[InferenceServer]:
     """Clients of all replicas of FT_INFERENCE_URL."""
-    key = settings.inference_api_key
-    return [
-        InferenceServer(url, key.get_secret_value() if key else None)
-        for url in settings.inference_urls
-    ]
+    return _clients(settings.inference_urls, settings.inference_api_key)
+
+
+def teaching_servers(settings: Settings) -> list[InferenceServer]:
+    """Clients of all replicas of FT_TEACHER_URL."""
+    return _clients(settings.teacher_urls, settings.teacher_api_key)
+
+
+def _clients(urls: Sequence[str], key: SecretStr | None) -> list[InferenceServer]:
+    return [InferenceServer(url, key.get_secret_value() if key else None) for url in urls]
 
 
 def ends_of_handed_over(adapters: Path, name: str) -> list[int]:

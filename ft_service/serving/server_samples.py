@@ -52,14 +52,15 @@ Choices = Sequence[Mapping[str, Any]]
 
 
 class ServerSampler:
-    """Requests for samples at all servers.
+    """Requests for samples at all servers: those of FT_INFERENCE_URL, or others that are given,
+    which answer for bases alone.
 
     Any thread may submit; `run` belongs to a thread of its own.
     """
 
-    def __init__(self, settings: Settings) -> None:
-        self._servers = inference_servers(settings)
-        self._adapters = settings.adapters
+    def __init__(self, settings: Settings, others: Sequence[InferenceServer] | None = None) -> None:
+        self._servers = inference_servers(settings) if others is None else others
+        self._adapters = settings.adapters if others is None else None
         self._pool = ThreadPoolExecutor(AT_ONCE, thread_name_prefix="samples")
         self._guard = threading.Lock()
         self._busy, self._used = Counter[InferenceServer](), Counter[str]()
@@ -89,7 +90,8 @@ class ServerSampler:
             now = time.monotonic()
             there = [server for server in self._servers if self._away.get(server, 0.0) <= now]
             if not there:
-                raise UnavailableError("No inference server answers (FT_INFERENCE_URL).")
+                urls = ", ".join(server.url for server in self._servers)
+                raise UnavailableError(f"No inference server answers ({urls}).")
             server = min(there, key=lambda each: self._busy[each])
             self._busy[server] += 1
             self._used[name] += 1

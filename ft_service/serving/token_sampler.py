@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any, Generic, Protocol, TypeVar
 
 from ft_service.bases.description import ImageFacts
-from ft_service.errors import FtError, UnavailableError
+from ft_service.errors import FtError, SpecError, UnavailableError
 from ft_service.rundir.directory import RunDir
 from ft_service.rundir.evaluations import Probe
 from ft_service.serving.inference_server import InferenceServerError
@@ -146,9 +146,9 @@ class TokenSampler:
     """
 
     def sample(
-        self, adapter: str, requests: Sequence[SampleRequest], *, logprobs_at: float = 1.0
+        self, adapter: str | None, requests: Sequence[SampleRequest], *, logprobs_at: float = 1.0
     ) -> list[Sampled]:
-        """The answers to all requests, with their texts.
+        """The answers to all requests, with their texts. `adapter`: None: of the base alone.
 
         `logprobs_at`: the temperature of their log-probabilities.
         """
@@ -225,6 +225,52 @@ class TokenSampler:
             [own.prompt[place][0] for place in range(len(tokens) - last, len(tokens))]
             for (tokens, last), own in found
         ]
+
+    def told(
+        self, answers: Sequence[tuple[Sequence[int], Sequence[int]]], top: int
+    ) -> list[dict[str, Any]]:
+        """What the base thinks of each token of answers, at temperature 1 in nats: `own`, its
+        log-probability, and `words` and `logprobs` of the `top` likeliest ones at its place.
+
+        `answers`: tokens of the prompt and of the answer. Raises SpecError if the sampler tells
+        fewer of them.
+        """
+        requests = [
+            SampleRequest(
+                prompt=ModelInput(chunks=[TextChunk(tokens=[*prompt, *tokens])]),
+                sampling_params=SamplingParams(max_tokens=1, temperature=0.0),
+                prompt_logprobs=True,
+                topk_prompt_logprobs=top,
+                prompt_logprobs_last_n=len(tokens),
+            )
+            for prompt, tokens in answers
+        ]
+        try:
+            sampled = self.sample(None, requests)
+        except SpecError as error:
+            raise self._told_too_few(top, error.message) from None
+        found: list[dict[str, Any]] = []
+        for (prompt, tokens), said in zip(answers, sampled, strict=True):
+            places = [said.prompt[len(prompt) + place] for place in range(len(tokens))]
+            fewest = min(len(likeliest) for _, likeliest in places)
+            if fewest < top:
+                raise self._told_too_few(top, f"It tells {fewest} words of a token.")
+            found.append(
+                {
+                    "own": [own for own, _ in places],
+                    "words": [[word for word, _ in likeliest[:top]] for _, likeliest in places],
+                    "logprobs": [[log for _, log in likeliest[:top]] for _, likeliest in places],
+                }
+            )
+        return found
+
+    def _told_too_few(self, top: int, why: str) -> SpecError:
+        return SpecError(
+            f"method.distillation.top_k = {top}: the server that answers for {self.model.name} does "
+            f"not tell so many words. {why.removesuffix('.')}. Start vLLM with --max-logprobs of at "
+            "least so many, or give another job a smaller top_k.",
+            param="method.distillation.top_k",
+        )
 
     def score_probes(self, adapter: str) -> tuple[list[Probe], list[list[float]]]:
         """The probes that the trainer has left beside its weights, and the sampler's

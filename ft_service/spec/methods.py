@@ -36,6 +36,10 @@ JSD_BETA = 0.5
 """beta "auto" of distillation with jsd: neither side weighs more."""
 MOST_TOP_K = 1024
 """Words of a teacher that are compared one by one, at most."""
+MOST_SERVED_TOP_K = 20
+"""The same of a teacher that a server answers for: vLLM tells no more unless it was started with a
+higher --max-logprobs.
+"""
 _OF_SAMPLING = ("num_generations", "max_completion_length", "temperature")
 """Hyperparameters of distillation that the student's own answers alone read."""
 SMOOTHED: Sequence[DpoLoss] = ("sigmoid", "robust")
@@ -237,9 +241,17 @@ class DistillationMethod(NullableSections):
     """How many of the words that the teacher finds likeliest are compared one by one; all others
     are one word more, with the sum of their probabilities. None: each of the vocabulary is.
     """
+    teacher_at: Literal["ranks", "server"] = "ranks"
+    """Who computes the teacher. ranks: the job's own, which hold it beside the student. server: an
+    inference server of the operator's (FT_TEACHER_URL), which is asked about the student's answers
+    by their token ids; ranks hold no second model. It needs answers: student, another base as
+    teacher, whose tokenizer is in FT_MODELS, and top_k of at most 20.
+    """
 
     @model_validator(mode="after")
     def _is_possible(self) -> DistillationMethod:
+        if self.teacher_at == "server":
+            self._refuse_what_no_server_answers()
         if self.answers == "student":
             if self.with_context is not None:
                 raise ValueError(
@@ -256,6 +268,24 @@ class DistillationMethod(NullableSections):
                     "student's own answers read it. Leave it out, or give answers = 'student'"
                 )
         return self
+
+    def _refuse_what_no_server_answers(self) -> None:
+        if self.answers != "student":
+            raise ValueError(
+                "teacher_at = 'server' with answers = 'data': servers are asked about the student's "
+                "answers alone. Give answers = 'student', or leave teacher_at out"
+            )
+        if self.teacher is None:
+            raise ValueError(
+                "teacher_at = 'server' without teacher: give the name of the base that the server "
+                "answers for, or leave teacher_at out"
+            )
+        if self.top_k is None or self.top_k > MOST_SERVED_TOP_K:
+            raise ValueError(
+                f"top_k = {self.top_k} with teacher_at = 'server': servers tell the likeliest words "
+                f"alone. Give 1 to {MOST_SERVED_TOP_K}, and start vLLM with --max-logprobs of at "
+                "least so many"
+            )
 
     def resolved(self) -> DistillationOptions:
         given = self.hyperparameters

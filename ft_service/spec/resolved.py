@@ -205,8 +205,16 @@ class JobSpec(Resolved):
 
     @property
     def teacher(self) -> TeacherRef | None:
-        """The teacher that its ranks hold beside the base; None: none."""
+        """The teacher that its ranks hold beside the base, or that servers are asked about; None:
+        the base without adapter, or none.
+        """
         return self.loss.teacher if isinstance(self.loss, DistillationOptions) else None
+
+    @property
+    def served_teacher(self) -> TeacherRef | None:
+        """The teacher that servers are asked about; None: there is none, or ranks compute it."""
+        teacher = self.teacher
+        return teacher if teacher is not None and teacher.kind == "server" else None
 
     @property
     def adapters_read(self) -> tuple[AdapterRef, ...]:
@@ -447,6 +455,12 @@ def _check_teacher(method: Method, context: JobContext) -> None:
         return
     given = method.distillation
     base = context.model.name
+    if given.teacher_at == "server" and given.teacher == base:
+        raise refused_teacher(
+            base,
+            "it is the job's base, which the ranks hold: leave method.distillation.teacher_at out, "
+            "or name another base that the server answers for",
+        )
     if given.teacher not in (None, base):
         if context.teacher is None:
             raise refused_teacher(given.teacher, "teachers are models of a server or of FT_HOME")
@@ -492,13 +506,15 @@ def teaching_adapter(
     )
 
 
-def teaching_base(found: BaseModelRef, own: BaseModelRef) -> TeacherRef:
+def teaching_base(
+    found: BaseModelRef, own: BaseModelRef, kind: Literal["base", "server"] = "base"
+) -> TeacherRef:
     """Another base as teacher. Raises SpecError if it is the job's, under another name."""
     if found.path == own.path:
         raise refused_teacher(
             found.name, f"it is the job's base; name it as the job does: {own.name}"
         )
-    return TeacherRef(kind="base", name=found.name, path=found.path)
+    return TeacherRef(kind=kind, name=found.name, path=found.path)
 
 
 def by_samples(

@@ -16,12 +16,16 @@ PLACE = "method.distillation.teacher"
 class TeacherRef(Strict):
     """A teacher beside the job's base: a tuned model on that base, or another base."""
 
-    kind: Literal["adapter", "base"]
-    """adapter: a tuned model, whose adapter lies on the job's base beside the student's."""
+    kind: Literal["adapter", "base", "server"]
+    """adapter: a tuned model, whose adapter lies on the job's base beside the student's. server: a
+    base that inference servers are asked about (FT_TEACHER_URL), of which ranks hold nothing.
+    """
     name: str
     """A TunedName, or the name in `GET /v1/models`."""
     path: str
-    """Absolute folder, as the worker sees it: PEFT's two files with their manifest, or a base."""
+    """Absolute folder, as the worker sees it: PEFT's two files with their manifest, or a base; of
+    one that servers are asked about only the tokenizer is read.
+    """
     job_id: str | None = None
     """The job that trained the adapter."""
     lora: LoraOptions | None = None

@@ -38,7 +38,7 @@ def prepare_teacher(
     Raises SpecError for a teacher that does not fit.
     """
     ref = runtime.spec.teacher
-    if ref is None:
+    if ref is None or ref.kind == "server":
         return Teacher(), prepared.padded_because
     if ref.kind == "adapter":
         model, dtype = prepared.built.peft_model, runtime.compute_dtype

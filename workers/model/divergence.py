@@ -9,6 +9,7 @@ such a word reverse KL has no lower bound.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -41,6 +42,8 @@ nothing, and its exponential would be no number in fp32.
 
 LEAST = torch.finfo(torch.float32).tiny
 """Probability that other words have at least together."""
+LEAST_TOLD = 1e-6
+"""The same where it is what a server's words, whose log-probabilities are fp32, leave of 1."""
 
 
 @dataclass(frozen=True)
@@ -74,6 +77,34 @@ class Likeliest:
         """
         words = logs.topk(min(k, logs.shape[1]), dim=1).indices
         return cls(words, _grouped(logs, words), logs.gather(1, targets[:, None]).squeeze(1))
+
+    @classmethod
+    def of_told(cls, words: Tensor, logs: Tensor, targets: Tensor) -> Likeliest:
+        """What a server has told. `words`: int64 [targets, k]; `logs`: fp32 [targets, k], theirs;
+        `targets`: fp32 [targets], those of the targets. All others' is what is missing to 1, of
+        which log-probabilities in fp32 leave no more digits than LEAST_TOLD.
+        """
+        order = logs.argsort(dim=1, descending=True, stable=True)
+        words, logs = words.gather(1, order), logs.gather(1, order)
+        others = 1 - logs.double().exp().sum(dim=1, keepdim=True)
+        rest = others.clamp(min=LEAST_TOLD).log().float()
+        return cls(words, torch.cat([logs, rest], dim=1), targets)
+
+    @classmethod
+    def together(cls, parts: Sequence[Likeliest], k: int) -> Likeliest:
+        """Those of several samples' targets, one after the other; without samples of none."""
+        if not parts:
+            words = torch.zeros(0, k, dtype=torch.int64)
+            return cls(words, torch.zeros(0, k + 1), torch.zeros(0))
+        return cls(
+            torch.cat([part.words for part in parts]),
+            torch.cat([part.logs for part in parts]),
+            torch.cat([part.targets for part in parts]),
+        )
+
+    def to(self, device: torch.device) -> Likeliest:
+        """The same on a device."""
+        return Likeliest(self.words.to(device), self.logs.to(device), self.targets.to(device))
 
     def rows(self, rows: slice) -> Likeliest:
         """The same of some targets."""

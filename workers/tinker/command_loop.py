@@ -50,7 +50,7 @@ from ft_service.tinker.saved_weights import (
 from workers.base.rank_objects import from_all, from_first
 from workers.job.adamw import AdamOptions
 from workers.job.training_state import JobState, learning_rate_at
-from workers.model.divergence import DIVERGENCE_SUMS
+from workers.model.divergence import DIVERGENCE_SUMS, Likeliest
 from workers.output.checkpoint import read_position, take_weights
 from workers.output.checkpoint_pruning import keeps_best
 from workers.output.checkpoint_saver import Saver
@@ -342,8 +342,12 @@ class CommandLoop:
             raise SpecError(f"Command {command.seq}: the job's method is no distillation.")
         request = LossRequest.parse(command.body)
         call = request.call(vocabulary=self.vocabulary, longest=runtime.spec.training.max_length)
-        self.newest_sequences = [_cut(datum) for datum in call.data[:MOST_PROBES]]
-        objective = Taught(TokenSet.of(map(_answered, call.data)), options, self.teacher)
+        data, told = call.data, None
+        if runtime.spec.served_teacher is not None:  # behind each answer what its server has said
+            data = call.data[::2]
+            told = [*map(_told, data, call.data[1::2])]
+        self.newest_sequences = [_cut(datum) for datum in data[:MOST_PROBES]]
+        objective = Taught(TokenSet.of(map(_answered, data)), options, self.teacher, told)
         items = range(len(objective))
         scale = runtime.world / max(1, int(command.options[TARGETS]))
         loss_of = objective.loss_of(items)
@@ -355,8 +359,8 @@ class CommandLoop:
             context.gradients.backward(loss)
             found += own
         sums = self._sums
-        sums.data += len(call.data)
-        sums.tokens += sum(len(datum.ids) for datum in call.data)
+        sums.data += len(data)
+        sums.tokens += sum(len(datum.ids) for datum in data)
         of_all = np.sum(from_all(found.tolist(), runtime.groups.stop), axis=0)
         read = objective.read(of_all.tolist(), items)
         sums.distilled = read if sums.distilled is None else sums.distilled.plus(read)
@@ -679,6 +683,16 @@ def _answered(datum: Datum) -> Tokens:
     """A row of a student's answer, of which the tokens with a weight are targets."""
     ids = np.concatenate([datum.ids[:1], datum.targets]).astype(np.int32)
     return Tokens(ids, np.concatenate([[False], datum.inputs["weights"] > 0]))
+
+
+def _told(answer: Datum, said: Datum) -> Likeliest:
+    """What a teacher thinks of the tokens of an answer's row: its likeliest words, and last the
+    token itself, with their log-probabilities as weights.
+    """
+    places = answer.inputs["weights"] > 0
+    words = torch.from_numpy(said.targets[places])
+    logs = torch.from_numpy(said.inputs["weights"][places])
+    return Likeliest.of_told(words[:, :-1], logs[:, :-1], logs[:, -1].clone())
 
 
 def _weight(inputs: Mapping[str, np.ndarray]) -> float:

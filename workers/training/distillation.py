@@ -9,6 +9,8 @@ ids.
 
     micro-batch ─▶ teacher's rows ─▶ hidden states ─▶ student's rows ─▶ divergence
 
+A server may have been asked about the teacher instead: its likeliest words come with the answers.
+
 The loss of a global batch is the mean over its answers' tokens.
 """
 
@@ -52,6 +54,8 @@ class TaughtBatch:
 
     student: Batch
     teacher: Batch
+    told: Likeliest | None = None
+    """What a server's teacher thinks of the targets; None: the ranks compute it."""
 
 
 @dataclass(frozen=True)
@@ -108,6 +112,10 @@ class Taught:
     samples: TokenSet
     options: DistillationOptions
     teacher: Teacher
+    told: Sequence[Likeliest] | None = None
+    """Of each item what a server's teacher thinks of its targets, on the CPU; None: the ranks
+    compute it.
+    """
 
     baseline = None
 
@@ -144,10 +152,20 @@ class Taught:
             for side in (0, count - 1)
         ]
         own = None if keys is None else keys[::count]
+        told = None
+        if self.told is not None:
+            told = Likeliest.together([self.told[number] for number in members], self._words)
+            told = told.to(device)
         return TaughtBatch(
             make_batch(both[0], device, own, packed=packed),
             make_batch(both[1], device, None, packed=packed),
+            told,
         )
+
+    @cached_property
+    def _words(self) -> int:
+        """Words that a server has told of each target."""
+        return self.options.top_k or 0
 
     def _sample(self, number: int, targets: int) -> Tokens:
         """A sample up to so many targets."""
@@ -176,8 +194,12 @@ def distillation_loss(divergence: Divergence, teacher: Teacher) -> LossOf[Taught
         targets = own.student.targets
         words = teacher.words(model)
         in_chunks = works_in_chunks(causal)
-        with teacher.speaking(model) as speaker:
-            given = _given(speaker, own.teacher, words, divergence.top_k, in_chunks=in_chunks)
+        given: TeacherHidden | Likeliest | Tensor
+        if own.told is not None:
+            given = own.told
+        else:
+            with teacher.speaking(model) as speaker:
+                given = _given(speaker, own.teacher, words, divergence.top_k, in_chunks=in_chunks)
         if isinstance(given, TeacherHidden) and teacher.base is not None:  # which is sharded again
             head = OtherHead.of(teacher.base, given.hidden.dtype)
             given = TeacherHidden(given.hidden, head)

@@ -65,6 +65,7 @@ async def form(
         "missing": missing,
         "fields": fields,
         "methods": job_form.METHODS,
+        "pair_losses": job_form.PAIR_LOSSES,
         "example_grader": job_form.EXAMPLE_GRADER,
         "first": [options[name] for name in job_form.FIRST],
         "rest": {

@@ -457,6 +457,21 @@ def _find_teacher(
     name = named_teacher(request, base.name)
     if name is None:
         return None
+    at_server = request.method.distillation.teacher_at == "server"
+    if at_server and not context.settings.teacher_urls:
+        raise SpecError(
+            "method.distillation.teacher_at = 'server': this service knows no server that teaches "
+            "(FT_TEACHER_URL, by its operator). Leave it out: the ranks hold the teacher then.",
+            param="method.distillation.teacher_at",
+            code="not_available",
+        )
+    if is_tuned(name) and at_server:
+        raise SpecError(
+            f"{PLACE} = {name[:120]!r} with method.distillation.teacher_at = 'server': servers "
+            "answer for bases alone. Leave teacher_at out: the ranks hold a tuned model's adapter.",
+            param="method.distillation.teacher_at",
+            code="not_available",
+        )
     if is_tuned(name):
         before, adapter = _find_parent(name, context, PLACE)
         return teaching_adapter(before, adapter, request.lora, base.name)
@@ -468,7 +483,7 @@ def _find_teacher(
             param=PLACE,
             code="base_not_allowed",
         )
-    return teaching_base(found, base)
+    return teaching_base(found, base, "server" if at_server else "base")
 
 
 def _find_parent(

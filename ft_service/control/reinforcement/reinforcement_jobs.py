@@ -44,6 +44,7 @@ from ft_service.reinforcement.step_records import (
     RecordHead,
     SampledAnswer,
     StepRecord,
+    TaughtTokens,
     read_record,
     recorded_steps,
     write_record,
@@ -55,9 +56,11 @@ from ft_service.serving.served_verdict import is_of_base, judge
 from ft_service.serving.token_sampler import Sampler, SamplingStopped, TokenSampler
 from ft_service.settings import Settings
 from ft_service.shared_work.losses import TOLD_AFTER, pause_seconds
+from ft_service.spec import DistillationOptions
 from ft_service.spec.environments import Environment, McpEnvironment
 from ft_service.spec.graders import Grader
 from ft_service.spec.methods import ReinforcementOptions
+from ft_service.spec.teachers import PLACE
 from ft_service.storage.locations import Places
 from ft_service.store.records import NewEvent
 from ft_service.store.sql import Store
@@ -97,13 +100,15 @@ def run(
     *,
     sampler: Sampler,
     rollouts: OpenRollouts | None = None,
+    teachers: Sampler | None = None,
 ) -> None:
     """Look after jobs until `stop` is set.
 
-    `rollouts`: where agents call the model; None: not in this process.
+    `rollouts`: where agents call the model; None: not in this process. `teachers`: what answers
+    for the bases of FT_TEACHER_URL; None: nothing does.
     """
     limits = GraderLimits.from_settings(settings)
-    ReinforcementJobs(store, sampler, Places.of(settings), limits, rollouts).run(stop)
+    ReinforcementJobs(store, sampler, Places.of(settings), limits, rollouts, teachers).run(stop)
 
 
 @dataclass
@@ -115,6 +120,7 @@ class ReinforcementJobs:
     places: Places
     limits: GraderLimits
     rollouts: OpenRollouts | None = None
+    teachers: Sampler | None = None
     threads: dict[str, threading.Thread] = field(default_factory=dict[str, threading.Thread])
     running: frozenset[str] = frozenset()
     """Jobs that run and are to run on."""
@@ -167,6 +173,7 @@ class ReinforcementJobs:
             lambda event: self.store.jobs.add_events(job, [event]),
             stopped,
             self.rollouts,
+            self.teachers,
         )
 
     def _drive(self, job: Job, stop: threading.Event) -> None:
@@ -225,6 +232,8 @@ class RolloutLoop:
     stopped: Callable[[], bool]
     rollouts: OpenRollouts | None = None
     """Where agents call the model; None: not in this process."""
+    teachers: Sampler | None = None
+    """What answers for the bases of FT_TEACHER_URL; None: nothing does."""
 
     def __post_init__(self) -> None:
         options = self.job.spec.reinforcement
@@ -239,6 +248,7 @@ class RolloutLoop:
         self._sampler = TokenSampler(
             self.sampler, self.job.project_id, model, self.stopped, self._refused
         )
+        self._teacher = self._served_teacher()
         self.agents = self._agents(options.environment, model)
         self.commands = CommandLog(self.run_dir)
         self._saves: dict[int, int] = {}
@@ -255,6 +265,24 @@ class RolloutLoop:
         """Whether the user is told if nothing is sampled, or if the sampler is far from the
         trainer; once is enough.
         """
+
+    def _served_teacher(self) -> TokenSampler | None:
+        """What is asked about the job's teacher; None: the ranks compute it, or there is none.
+
+        Raises SpecError if this service knows no server that teaches.
+        """
+        ref = self.job.spec.served_teacher
+        if ref is None:
+            return None
+        if self.teachers is None:
+            raise SpecError(
+                f"{PLACE} = {ref.name}: this service knows no server that teaches (FT_TEACHER_URL). "
+                "Its operator sets it; then resume the job.",
+                param=PLACE,
+                code="not_available",
+            )
+        model = PreviewModel(ref.path, {}, name=ref.name)
+        return TokenSampler(self.teachers, self.job.project_id, model, self.stopped, self._refused)
 
     def _agents(self, environment: Environment | None, model: PreviewModel) -> AgentRollouts | None:
         """What runs the job's rollouts; None: it has no environment.
@@ -461,6 +489,8 @@ class RolloutLoop:
             answers = self.agents.answers(self._weights(after), prompts, count, step)
         if self.options.beta and step > 0:
             answers = self._with_reference(prompts, answers, count)
+        if self._teacher is not None:
+            answers = self._taught(self._teacher, prompts, answers, count)
         sampled_at = time.perf_counter()
         items = [prompt.item for _, prompt in prompts for _ in range(count)]
         graded = self._graded(answers, items) if self.is_graded else list(map(self._cut, answers))
@@ -575,6 +605,27 @@ class RolloutLoop:
         for answer, own in zip(answers, rows, strict=True):
             reference = [value for row in own for value in row.of_sampled(next(scored))]
             found.append(answer.model_copy(update={"reference": reference}))
+        return found
+
+    def _taught(
+        self,
+        teacher: TokenSampler,
+        prompts: Sequence[tuple[int, PromptTokens]],
+        answers: Sequence[SampledAnswer],
+        count: int,
+    ) -> list[SampledAnswer]:
+        """The answers with what a server's teacher thinks of their tokens."""
+        loss = self.job.spec.loss
+        assert isinstance(loss, DistillationOptions)
+        assert loss.top_k is not None
+        rows = [
+            (prompts[place // count][1].ids, answer.tokens) for place, answer in enumerate(answers)
+        ]
+        asked = [place for place, (_, tokens) in enumerate(rows) if tokens]
+        said = teacher.told([rows[place] for place in asked], loss.top_k)
+        found = list(answers)
+        for place, own in zip(asked, said, strict=True):
+            found[place] = answers[place].model_copy(update={"taught": TaughtTokens(**own)})
         return found
 
     def _graded(

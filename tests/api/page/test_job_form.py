@@ -106,6 +106,21 @@ def test_the_method_is_that_of_the_card_and_its_fields_with_the_other_options() 
         job_form.body_of(card | {"method": "reinforcement", "other": other})
 
 
+@pytest.mark.parametrize("kind", ["simpo", "orpo"])
+def test_the_card_of_pairs_has_a_choice_of_losses(kind: str) -> None:
+    card = {"model": "tiny", "method": "dpo", "method.pairs": kind, "method.beta": "0.5"}
+    wanted = {"type": kind, kind: {"hyperparameters": {"beta": 0.5}}}
+    body = job_form.body_of(card)
+    assert body["method"] == wanted
+    fields = job_form.fields_of(body)
+    assert {name: fields[name] for name in card} == card
+    assert fields["other"] == ""
+    other_card = job_form.body_of(card | {"method": "kto"})["method"]
+    assert other_card["type"] == "kto", "what a hidden field says does not count"
+    with pytest.raises(ValueError, match="keep one"):
+        job_form.body_of(card | {"other": "method: {type: dpo}"})
+
+
 def test_a_mapping_of_columns_is_taken_wherever_it_is_written() -> None:
     mapping = {"prompt": "Prompt", "completion": "Completion"}
     written = "{prompt: Prompt, completion: Completion}"

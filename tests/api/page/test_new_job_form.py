@@ -65,6 +65,11 @@ def test_the_card_decides_the_method_and_shows_its_own_fields(
     click(driver, "#new [value=dpo]")
     find(driver, "#beta").send_keys("0.3")
     until(lambda: "beta: 0.3" in attribute(driver, "#as-yaml", "textContent"))
+    Select(find(driver, "#pairs")).select_by_value("simpo")
+    until(lambda: "simpo" in attribute(driver, "#as-yaml", "textContent"))
+    click(driver, "#new [value=kto]")
+    assert find(driver, "#beta").is_displayed()
+    assert not find(driver, "#pairs").is_displayed()
     assert "string_check" not in attribute(driver, "#as-yaml", "textContent")
 
 

@@ -275,6 +275,22 @@ def test_a_job_of_distillation_shows_its_teacher_and_context(
     )
     values = section["hyperparameters"]
     assert (values["loss_type"], values["num_generations"]) == ("reverse_kl", 1)
+    at_server: Any = {
+        "type": "distillation",
+        "distillation": {**of_student, "teacher_at": "server", "top_k": 20},
+    }
+    with pytest.raises(openai.BadRequestError, match="FT_TEACHER_URL") as refused:
+        client.fine_tuning.jobs.create(model="tiny", training_file=training_file, method=at_server)
+    assert refused.value.param == "method.distillation.teacher_at"
+    service.use(service.settings.model_copy(update={"teacher_url": "http://127.0.0.1:9/v1"}))
+    job = client.fine_tuning.jobs.create(
+        model="tiny", training_file=training_file, method=at_server
+    )
+    spec = service.store.jobs.get_job("default", job.id).spec
+    assert spec.served_teacher is not None
+    assert spec.bases_read == (spec.model.path,)
+    shown = job.method.model_dump() if job.method is not None else {}
+    assert shown["distillation"]["teacher_at"] == "server"
     method["distillation"]["teacher"] = "other"
     with pytest.raises(openai.BadRequestError) as refused:
         client.fine_tuning.jobs.create(model="tiny", training_file=training_file, method=method)

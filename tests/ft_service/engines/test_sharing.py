@@ -13,7 +13,9 @@ from ft_service.engines.sharing import fault_groups, share_key
 from ft_service.jobs.states import ALONE
 from ft_service.rundir.engine import SeatSize
 from ft_service.spec import AdapterRef, BaseModelRef, JobSpec, LoraOptions, PrecisionOptions
+from ft_service.spec.methods import DistillationMethod, DistillationOptions
 from ft_service.spec.options import DistributedOptions, Prefetch, TrainingOptions, WrapBySize
+from ft_service.spec.teachers import TeacherRef
 from tests.support.engines import SETTLED, sharing_spec
 
 BASE: dict[str, Any] = SETTLED["distributed"].model_dump()
@@ -21,6 +23,17 @@ BASE: dict[str, Any] = SETTLED["distributed"].model_dump()
 
 def with_distributed(**options: Any) -> JobSpec:
     return sharing_spec(distributed=DistributedOptions(**BASE | options))
+
+
+def taught_by(kind: Any, *, samples: bool = False) -> JobSpec:
+    """A student with a teacher beside the base, or one whose answers are sampled."""
+    options = DistillationOptions(loss_type="reverse_kl", beta=0.5, with_context="", top_k=4)
+    teacher = None if kind is None else TeacherRef(kind=kind, name="larger", path="/larger")
+    method = DistillationMethod(teacher="larger", answers="student")
+    return sharing_spec(
+        loss=options.model_copy(update={"teacher": teacher}),
+        reinforcement=method.sampling() if samples else None,
+    )
 
 
 def with_training(**options: Any) -> JobSpec:
@@ -92,6 +105,8 @@ def test_who_shares_gains_and_fits(changes: dict[str, Any], shares: bool) -> Non
     "alone",
     [
         sharing_spec(engine="off"),
+        *(taught_by(kind) for kind in ("adapter", "base", "server")),
+        taught_by(None, samples=True),
         with_training(neftune_noise_alpha=5.0),
         sharing_spec(training=TrainingOptions()),
         with_training(learning_rate="auto"),
@@ -119,6 +134,10 @@ def test_who_shares_gains_and_fits(changes: dict[str, Any], shares: bool) -> Non
 )
 def test_who_runs_alone(alone: JobSpec) -> None:
     assert share_key(alone) is None
+
+
+def test_a_student_whose_teacher_is_the_base_shares_it() -> None:
+    assert share_key(taught_by(None)) == share_key(sharing_spec()) is not None
 
 
 def test_one_rank_holds_one_copy_however_that_is_said() -> None:

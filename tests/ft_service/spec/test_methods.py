@@ -170,6 +170,19 @@ def test_a_student_that_answers_samples_as_in_reinforcement_learning() -> None:
             {},
             "method.distillation.hyperparameters.max_completion_length = 9000",
         ),
+        ({"teacher": "y", "teacher_at": "server"}, {}, "with answers = 'data'"),
+        (
+            {"answers": "student", "teacher_at": "server", "top_k": 3},
+            {},
+            "'server' without teacher",
+        ),
+        *(
+            ({"teacher": "y", "answers": "student", "teacher_at": "server", **top}, {}, says)
+            for top, says in (
+                ({}, "top_k = None with teacher_at = 'server'"),
+                ({"top_k": 21}, "Give 1 to 20, and start vLLM with --max-logprobs"),
+            )
+        ),
         ({"with_context": "x", "hyperparameters": {"beta": 0.5}}, {}, "only jsd reads it"),
         (
             {"with_context": "x"},

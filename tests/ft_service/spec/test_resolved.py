@@ -304,6 +304,21 @@ def test_another_base_teaches_if_it_is_another() -> None:
     spec = resolved(method=method, teacher=teacher)
     assert (spec.method, spec.by_commands) == ("distillation", True)
     assert (spec.bases_read, spec.adapters_read) == ((own.path, "/larger"), ())
+    assert spec.served_teacher is None
+
+
+def test_ranks_read_nothing_of_a_teacher_that_a_server_answers_for() -> None:
+    own = resolved().model
+    larger = own.model_copy(update={"name": "larger", "path": "/larger"})
+    section = {"teacher": "larger", "answers": "student", "teacher_at": "server", "top_k": 20}
+    method: dict[str, Any] = {"type": "distillation", "distillation": section}
+    spec = resolved(method=method, teacher=teaching_base(larger, own, "server"))
+    assert (spec.bases_read, spec.adapters_read) == ((own.path,), ())
+    assert spec.served_teacher == spec.teacher is not None
+    assert JobSpec.model_validate_json(spec.model_dump_json()) == spec
+    section["teacher"] = own.name
+    with pytest.raises(SpecError, match="it is the job's base, which the ranks hold"):
+        resolved(method=method)
 
 
 def test_a_teacher_may_read_the_same_where_the_student_begins_elsewhere() -> None:

@@ -42,6 +42,7 @@ class FakeVllm:
     """Of every answer to a completion; None: that of its request."""
     text: str = ""
     """Of every answer."""
+    max_logprobs: int = 20
     asked: list[str] = field(default_factory=list)
     """Paths of requests, in order."""
     bodies: list[dict[str, Any]] = field(default_factory=list)
@@ -85,6 +86,12 @@ class FakeVllm:
         self.bodies.append(body)
         if self.status is not None:
             return _refusal(self.status, "Not now.")
+        if (asked := body.get("prompt_logprobs") or 0) > self.max_logprobs:
+            most = self.max_logprobs
+            return _refusal(
+                400,
+                f"Requested prompt logprobs of {asked}, which is greater than max allowed: {most}",
+            )
         known = [None, *self.logprobs(body["model"], body["prompt"])[: len(body["prompt"]) - 1]]
         if body.get("echo"):
             return 200, {"choices": [{"text": "", "logprobs": {"token_logprobs": [*known, -0.5]}}]}

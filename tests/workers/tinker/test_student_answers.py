@@ -12,7 +12,7 @@ from torch import Tensor
 from ft_service.plan.teacher import teaching_spec
 from ft_service.reinforcement.schedule import RolloutSchedule
 from ft_service.reinforcement.step_commands import commands_of, first_commands
-from ft_service.reinforcement.step_records import StepRecord
+from ft_service.reinforcement.step_records import StepRecord, TaughtTokens
 from ft_service.rundir.directory import RunDir
 from ft_service.rundir.documents import Outcome, OutcomeKind
 from ft_service.spec import BaseModelRef, JobContext, JobSpec, parse_request, resolve
@@ -35,7 +35,9 @@ def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return save_chat_base(folder / "own")
 
 
-def new_run(folder: Path, base: Path, ranks: int, **method: Any) -> tuple[RunDir, JobSpec]:
+def new_run(
+    folder: Path, base: Path, ranks: int, at: str = "ranks", **method: Any
+) -> tuple[RunDir, JobSpec]:
     folder.mkdir(parents=True, exist_ok=True)
     body: dict[str, Any] = {
         "model": "tiny",
@@ -46,6 +48,7 @@ def new_run(folder: Path, base: Path, ranks: int, **method: Any) -> tuple[RunDir
                 "teacher": "other",
                 "answers": "student",
                 **method,
+                **({} if at == "ranks" else {"teacher_at": at}),
                 "hyperparameters": {"batch_size": 3, "num_generations": 4},
             },
         },
@@ -68,7 +71,11 @@ def new_run(folder: Path, base: Path, ranks: int, **method: Any) -> tuple[RunDir
             model=BaseModelRef(name="tiny", path=str(base)),
             training_data=save_prompts(folder / "prompts.jsonl", 6),
             validation_data=None,
-            teacher=TeacherRef(kind="base", name="other", path=str(base.with_name("other"))),
+            teacher=TeacherRef(
+                kind="base" if at == "ranks" else "server",
+                name="other",
+                path=str(base.with_name("other")),
+            ),
             seed=7,
             gpus=0,
         ),
@@ -149,6 +156,50 @@ def test_a_student_learns_from_its_own_answers_on_ranks(base: Path, tmp_path: Pa
     assert float(first["kl/reverse"]) == pytest.approx(expected, rel=1e-5)
     assert "teacher/gap" in second
     assert "grader/errors" not in second
+
+
+TOP = 6
+
+
+def told(base: Path, spec: JobSpec, own: StepRecord) -> StepRecord:
+    """A record with what the other base thinks of its answers, as a server tells it: six digits."""
+    other = base.with_name("other")
+    teacher: Any = reference(other, teaching_spec(spec, str(other), "other"))
+
+    def asked(ids: Any, answer: Any) -> Any:
+        whole = torch.tensor([[*ids, *answer.tokens]])
+        with torch.no_grad(), teacher.disable_adapter():
+            logs = teacher(input_ids=whole).logits[0, len(ids) - 1 : -1].log_softmax(-1)
+        top = logs.topk(TOP)
+        of_tokens = logs.gather(1, torch.tensor(answer.tokens)[:, None])[:, 0]
+        said = TaughtTokens(
+            own=of_tokens.tolist(), words=top.indices.tolist(), logprobs=top.values.tolist()
+        )
+        return answer.model_copy(update={"taught": said})
+
+    groups = [
+        group.model_copy(update={"answers": [asked(group.ids, one) for one in group.answers]})
+        for group in own.groups
+    ]
+    return own.model_copy(update={"groups": groups})
+
+
+@pytest.mark.slow
+def test_what_a_server_tells_of_a_teacher_is_learned_as_if_ranks_held_it(
+    base: Path, tmp_path: Path
+) -> None:
+    by_ranks, spec = new_run(tmp_path / "held", base, 1, top_k=TOP)
+    give(by_ranks, spec, two_steps())
+    asked, served = new_run(tmp_path / "asked", base, 1, at="server", top_k=TOP)
+    give(asked, served, [told(base, served, one) for one in two_steps()])
+    for run in (by_ranks, asked):
+        assert run_attempt(run, 1, 1).kind is OutcomeKind.SUCCEEDED
+    names = ("train_loss", "kl/forward", "kl/reverse", "teacher/kept", "teacher/gap")
+    for name in (*names, "teacher/agreement", "student/logps"):
+        ours, theirs = ([float(row[name]) for row in table(run)[:2]] for run in (asked, by_ranks))
+        assert ours == pytest.approx(theirs, rel=1e-4), name
+    for name, matrix in adapter(by_ranks).items():
+        torch.testing.assert_close(adapter(asked)[name], matrix, rtol=1e-3, atol=2e-5)
 
 
 @pytest.mark.slow

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -306,6 +307,21 @@ def test_words_that_are_one_together_share_its_gradient(kind: str, beta: float) 
         assert sums[[1, 4, 5, 6]].tolist() == pytest.approx(whole[[1, 4, 5, 6]].tolist())
         most = teacher.exp().topk(min(k, 11)).values.sum().item()
         assert sums[7].item() == pytest.approx(most)
+
+
+def test_what_a_server_tells_of_a_teacher_is_what_ranks_keep_of_it() -> None:
+    teacher = torch.randn(5, 11, generator=torch.Generator().manual_seed(4)).log_softmax(-1)
+    targets = torch.tensor([0, 3, 10, 5, 1])
+    kept = Likeliest.of(teacher, targets, 4)
+    back = torch.tensor([2, 0, 3, 1])  # servers add a token to their likeliest in any order
+    told = Likeliest.of_told(kept.words[:, back], kept.logs[:, :-1][:, back], kept.targets)
+    assert told.words.equal(kept.words)
+    torch.testing.assert_close(told.logs, kept.logs, rtol=1e-5, atol=1e-6)
+    certain = Likeliest.of_told(targets[:, None], torch.zeros(5, 1), torch.zeros(5))
+    assert certain.logs[:, -1].tolist() == [pytest.approx(math.log(1e-6), abs=1e-4)] * 5
+    both = Likeliest.together([told.rows(slice(0, 2)), told.rows(slice(2, 5))], 4)
+    assert both.logs.equal(told.logs)
+    assert Likeliest.together([], 4).logs.shape == (0, 5)
 
 
 def test_only_what_the_cut_leaves_of_both_is_learned() -> None:

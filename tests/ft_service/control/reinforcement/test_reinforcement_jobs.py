@@ -32,10 +32,12 @@ from ft_service.reinforcement.step_records import (
 )
 from ft_service.reinforcement.step_texts import read_texts, texts_key
 from ft_service.serving import server_samples, token_sampler
+from ft_service.serving.handoff import teaching_servers
 from ft_service.serving.server_samples import PREFIX, ServerSampler
 from ft_service.serving.token_sampler import Sampler, SamplingStopped
 from ft_service.settings import Settings
 from ft_service.spec import parse_request
+from ft_service.spec.teachers import TeacherRef
 from ft_service.storage.locations import Places
 from ft_service.store.records import NewEvent
 from ft_service.tinker.commands import TARGETS, Command, CommandLog
@@ -135,6 +137,91 @@ def test_a_students_answers_are_recorded_without_grades_and_given_to_its_teacher
         "completions/truncated",
         "seconds/sampling",
     }
+
+
+def asked_by(server: FakeVllm, place: Place, top_k: int) -> ServerSampler:
+    """The place's job becomes a student whose teacher a server answers for."""
+    section = {"teacher": "larger", "answers": "student", "teacher_at": "server", "top_k": top_k}
+    section["hyperparameters"] = {
+        "batch_size": 2,
+        "num_generations": 2,
+        "max_completion_length": 4,
+    }
+    method = {"type": "distillation", "distillation": section}
+    student = parse_request({"model": "tiny", "training_file": "prompts", "method": method}).method
+    loss = student.loss_options()
+    assert loss is not None
+    larger = TeacherRef(kind="server", name=server.base, path="/larger")
+    changed = {
+        "loss": loss.model_copy(update={"teacher": larger}),
+        "reinforcement": student.reinforcement_options(),
+        "validation_data": None,
+    }
+    place.spec = place.spec.model_copy(update=changed)
+    settings = Settings.model_validate({"home": place.run.root, "teacher_url": server.url})
+    return ServerSampler(settings, teaching_servers(settings))
+
+
+def test_a_server_is_asked_about_a_students_answers_and_what_it_says_is_recorded(
+    tmp_path: Path,
+) -> None:
+    place = new_place(tmp_path, EchoSampler())
+    with fake_vllm() as server, place.ranks():
+        server.base = "larger"
+        teachers = asked_by(server, place, 2)
+        loop = replace(place.loop(), teachers=teachers)
+        loop.run()
+        asked = list(server.bodies)
+        teachers.run(stopped())
+    records = place.records()
+    answers = [answer for record in records for answer in record.answers]
+    assert len(asked) == len(answers) == 12
+    assert {(body["model"], body["prompt_logprobs"]) for body in asked} == {("larger", 2)}
+    prompts = {tuple(body["prompt"]) for body in asked}
+    groups = [group for record in records for group in record.groups]
+    given = {(*group.ids, *own.tokens) for group in groups for own in group.answers}
+    assert prompts == given, "by their tokens"
+    said = answers[0].taught
+    assert said is not None
+    assert (said.own, [len(words) for words in said.words]) == ([-1.0, -1.0], [2, 2])
+    assert said.logprobs == [[-0.1, -1.0]] * 2 or said.logprobs[1] == [-0.1, -1.1]
+    log = CommandLog(place.run)
+    commands = [command for seq in range(log.first_missing()) if (command := log.command(seq))]
+    taught = next(command for command in commands if command.op == "distill")
+    data = LossRequest.parse(taught.body).call(vocabulary=300, longest=32).data
+    assert [datum.targets.ndim for datum in data] == [1, 2] * 4
+    first = place.records()[0].answers[0]
+    assert first.taught is not None
+    assert data[1].targets[1:].tolist() == [
+        [*words, token] for words, token in zip(first.taught.words, first.tokens, strict=True)
+    ]
+    assert data[1].inputs["weights"][1:, -1].tolist() == pytest.approx(first.taught.own)
+    assert taught.options == {TARGETS: 8}
+    place.require_commands_of_records()
+
+
+def test_a_server_that_tells_too_few_words_ends_the_attempt_with_the_setting_named(
+    tmp_path: Path,
+) -> None:
+    place = new_place(tmp_path, EchoSampler())
+    with fake_vllm() as server, place.ranks():
+        server.base, server.max_logprobs = "larger", 5
+        teachers = asked_by(server, place, 6)
+        with pytest.raises(
+            SpecError, match=r"max allowed: 5\. Start vLLM with --max-logprobs"
+        ) as no:
+            replace(place.loop(), teachers=teachers).run()
+        teachers.run(stopped())
+        assert no.value.param == "method.distillation.top_k"
+        with pytest.raises(SpecError, match="FT_TEACHER_URL"):
+            place.loop()
+    assert recorded_steps(place.run) == []
+
+
+def stopped() -> threading.Event:
+    event = threading.Event()
+    event.set()
+    return event
 
 
 @pytest.fixture

@@ -143,7 +143,7 @@ def serve(
         preview = Preview(settings, store) if settings.previews and not api_only else None
         descriptions = service_descriptions(settings, makes=not api_only)
         traces = stack.enter_context(_traced())
-        rollouts = OpenRollouts(settings.public_url or url)
+        rollouts = OpenRollouts("" if api_only else settings.public_url or url)
         app = create_app(settings, store, meters, preview, descriptions, traces, rollouts)
         _warn_of_shown(app.state.services.grader_limits.private)
         key = prepare(settings, store)
@@ -211,7 +211,7 @@ def reconcile_only(
         )
         catalogue = Catalogue.from_settings(settings, descriptions)
         services = Services(settings, store, catalogue, meters, preview)
-        work = _background_work(settings, descriptions, reconcile, services)
+        work = _background_work(settings, descriptions, reconcile, services, OpenRollouts(""))
         stack.enter_context(
             _in_threads(
                 {name: partial(one, settings, store, meters) for name, one in work.items()}, end
@@ -260,10 +260,10 @@ def _background_work(
     descriptions: Descriptions,
     reconcile: Work,
     services: Services,
-    rollouts: OpenRollouts | None = None,
+    rollouts: OpenRollouts,
 ) -> dict[str, Work]:
-    """`services`: by which this process answers chat completions. `rollouts`: those whose agents
-    call the model at this process; None: none can.
+    """`services`: by which this process answers chat completions. `rollouts`: where agents call the
+    model.
     """
     work: dict[str, Work] = {
         "housekeeping": housekeeping.run,

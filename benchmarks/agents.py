@@ -10,6 +10,7 @@ OpenEnv itself with `--openenv PYTHON`, an interpreter that has the package; els
 server of its protocol.
 
     python benchmarks/agents.py [agent] [calculator] [dial] [--seeds 3] [--limit 480] [--no-save]
+                                [--training max_steps=60 lr_scheduler_type=linear]
 """
 
 from __future__ import annotations
@@ -52,6 +53,9 @@ def main() -> None:
     parser.add_argument("tasks", nargs="*", choices=[*SHOWN, []], default=list(SHOWN))
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--limit", type=float, default=480.0, help="seconds of a job")
+    parser.add_argument(
+        "--training", nargs="*", default=[], metavar="NAME=VALUE", help="in place of the example's"
+    )
     parser.add_argument("--openenv", type=Path, metavar="PYTHON")
     parser.add_argument("--no-save", action="store_true")
     options = parser.parse_args()
@@ -84,14 +88,18 @@ def run(client: Any, options: argparse.Namespace) -> dict[str, Any]:
         if spec not in shown:
             shown[spec] = trained(client, spec, seed=1, limit=options.limit)
         with served(client, task, options.openenv) as environment:
-            method = yaml.safe_load((EXAMPLES / f"{task}.yaml").read_text())["method"]
+            example = yaml.safe_load((EXAMPLES / f"{task}.yaml").read_text())
+            method = example["method"]
             method["reinforcement"]["environment"] |= environment
+            changes = yaml.safe_load("\n".join(options.training).replace("=", ": ")) or {}
             given = {"model": shown[spec]["model"], "limit": options.limit, "method": method}
+            given["training"] = {**example["training"], **changes}
             jobs = []
             for seed in range(options.seeds):
                 jobs.append(trained(client, f"{task}.yaml", seed=seed, **given))
                 print(task, {name: jobs[-1][name] for name in ("first", "last", "seconds")})
-        found[task] = {"shown_seconds": shown[spec]["seconds"], "jobs": jobs}
+        of_task = {"shown_seconds": shown[spec]["seconds"], "training": given["training"]}
+        found[task] = {**of_task, "jobs": jobs}
     return found
 
 

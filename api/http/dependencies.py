@@ -23,6 +23,7 @@ from api.http.threads import parsed_in_turn
 from api.wire.chat_request import urls_of
 from ft_service.agents.open_rollouts import OpenRollouts
 from ft_service.bases.catalogue import Catalogue
+from ft_service.control.admission.job_admission import AdmissionContext
 from ft_service.control.checks.file_checks import FileChecks
 from ft_service.control.jobs.forecasts import Forecasts
 from ft_service.control.webhook_delivery import Sender
@@ -34,6 +35,7 @@ from ft_service.serving.preview import Preview
 from ft_service.settings import Settings
 from ft_service.spec import Strict, spec_error
 from ft_service.storage.locations import Places
+from ft_service.store.records import Principal
 from ft_service.store.sql import Store
 from ft_service.wording import kind
 
@@ -74,6 +76,16 @@ class Services:
     """None: chat completions are not answered here."""
     rollouts: OpenRollouts = field(default_factory=lambda: OpenRollouts(""))
     """Rollouts whose agents call the model here."""
+
+    def admission(self, caller: Principal) -> AdmissionContext:
+        """What a caller's jobs are checked by."""
+        return AdmissionContext(
+            caller,
+            self.store,
+            self.settings,
+            self.catalogue,
+            agents_call=bool(self.rollouts.base_url),
+        )
 
     @cached_property
     def provider(self) -> OidcProvider | None:

@@ -56,7 +56,6 @@ from api.wire.views import (
 from ft_service.control.admission import tuned_models
 from ft_service.control.admission.budget import refuse_spent, refuse_without_price
 from ft_service.control.admission.job_admission import (
-    AdmissionContext,
     create_job,
     slots_to_resume_with,
 )
@@ -131,7 +130,7 @@ def create(
     contents of the files are checked by the job itself (`validating_files`).
     """
     job_id = idempotency.keyed_id("ftjob-", idempotency_key, caller)
-    context = AdmissionContext(caller, services.store, services.settings, services.catalogue)
+    context = services.admission(caller)
 
     def earlier() -> Job | None:
         return idempotency.earlier_job(services.store, caller, job_id, request.headers, body)

@@ -21,7 +21,6 @@ from api.http.routing import keyed_router
 from api.routes.tuning.plans import PLAN
 from api.wire.views import ListView, Seconds, View, list_view
 from ft_service.control.admission import planning
-from ft_service.control.admission.job_admission import AdmissionContext
 from ft_service.control.bases.base_pulls import Pull, PullFolder, ShownState
 from ft_service.control.bases.pulling import NO_FOLDER
 from ft_service.errors import NotFoundError, SpecError
@@ -125,7 +124,7 @@ def plan_pull(pull_id: str, caller: Operator, services: Svc) -> Response:
     `POST /v1/fine_tuning/plan` does.
     """
     pull = _existing(services, pull_id).find(pull_id)
-    context = AdmissionContext(caller, services.store, services.settings, services.catalogue)
+    context = services.admission(caller)
     return JSONResponse(planning.plan_body({"model": pull.name}, context, services.places))
 
 

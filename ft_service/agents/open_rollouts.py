@@ -243,7 +243,9 @@ class OpenRollouts:
     """The rollouts that are open in this process."""
 
     base_url: str
-    """Address of this server as agents reach it, without /v1."""
+    """Address of this server as agents reach it, without /v1; empty: none can, since this process
+    has no API, or moves no jobs.
+    """
     _by_key: dict[bytes, OpenRollout] = field(default_factory=dict[bytes, OpenRollout])
     """SHA-256 of the key → rollout."""
     _guard: threading.Lock = field(default_factory=threading.Lock)

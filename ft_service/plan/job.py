@@ -421,9 +421,13 @@ def _hints(
             if seconds is None
             else f", estimated to take one {machine.name} at least {seconds:.2g} s"
         )
+        turns = ""
+        if spec.environment is not None:
+            turns = f", each in up to {spec.environment.max_turns:,} calls of the model,"
+            text += ", without reading what the environment says, and the environment's own time"
         yield (
             f"Times are those of training alone. Sampling comes on top: a step's {answers:,} "
-            f"answers of at most {longest:,} "
+            f"answers{turns} of at most {longest:,} "
             f"tokens, {answers * longest:,} together{text}{graded}."
         )
     if spec.has_reference:

@@ -16,7 +16,6 @@ from api.http.dependencies import JsonBody, Services, Svc
 from api.http.threads import in_thread
 from api.http.tinker_auth import TinkerCaller, tinker_router
 from ft_service.bases.origin import portable_name
-from ft_service.control.admission.job_admission import AdmissionContext
 from ft_service.control.tinker import tinker_models
 from ft_service.control.tinker.tinker_models import NewModel, find_model
 from ft_service.errors import FtError, NotFoundError, SpecError
@@ -71,10 +70,6 @@ def _future(owner: str, seq: int) -> dict[str, Any]:
     return {"request_id": request_id(owner, seq), "model_id": owner}
 
 
-def _context(caller: Principal, services: Services) -> AdmissionContext:
-    return AdmissionContext(caller, services.store, services.settings, services.catalogue)
-
-
 @router.post("/create_model")
 def create_model(body: JsonBody, caller: TinkerCaller, services: Svc) -> dict[str, Any]:
     """Create a job whose client runs the training loop. A repeated request finds the same one."""
@@ -82,7 +77,7 @@ def create_model(body: JsonBody, caller: TinkerCaller, services: Svc) -> dict[st
     session = services.store.tinker.open_session(caller.project_id, given.session_id)
     model = model_id(session.id, given.model_seq_id)
     new = NewModel(model, given.base_model, given.lora_config, _metadata(given.user_metadata))
-    tinker_models.create_model(new, _context(caller, services), services.places)
+    tinker_models.create_model(new, services.admission(caller), services.places)
     return _future(model, 0)
 
 
@@ -269,7 +264,7 @@ def load_weights(body: JsonBody, caller: TinkerCaller, services: Svc) -> dict[st
     model = model_id(session.id, given.model_seq_id)
     base = given.base_model or source.spec.model.name
     new = NewModel(model, base, source.spec.lora, _metadata(given.user_metadata), load)
-    tinker_models.create_model(new, _context(caller, services), services.places)
+    tinker_models.create_model(new, services.admission(caller), services.places)
     return _future(model, 0)
 
 

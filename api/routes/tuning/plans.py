@@ -14,7 +14,6 @@ from api.http.dependencies import JsonBody, Svc, body_schema, parse_body
 from api.http.routing import keyed_router
 from ft_service.control.admission import dry_run, planning
 from ft_service.control.admission.dry_run import CheckRequest
-from ft_service.control.admission.job_admission import AdmissionContext
 from ft_service.spec import JobRequest
 
 router = keyed_router("/v1/fine_tuning", "fine-tuning")
@@ -39,7 +38,7 @@ def of_body(body: JsonBody, caller: Caller, services: Svc) -> Response:
     and time, whether it fits, and changes that would help. `training_file` may be missing. Nothing
     is stored.
     """
-    context = AdmissionContext(caller, services.store, services.settings, services.catalogue)
+    context = services.admission(caller)
     return JSONResponse(planning.plan_body(body, context, services.places))
 
 
@@ -48,7 +47,7 @@ def check(body: JsonBody, caller: Caller, services: Svc) -> CheckView:
     """Not in OpenAI's API. Check whether a job or a sweep with this create body would be accepted,
     before its files are uploaded. A refusal has the words of the creation's. Nothing is stored.
     """
-    context = AdmissionContext(caller, services.store, services.settings, services.catalogue)
+    context = services.admission(caller)
     jobs = dry_run.check(parse_body(body, CheckRequest), context)
     return CheckView(jobs=jobs)
 

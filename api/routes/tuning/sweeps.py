@@ -16,7 +16,6 @@ from api.http.routing import keyed_router
 from api.wire.sweep_views import DeletedSweepView, SweepView, sweep_view
 from api.wire.views import ListView, list_view
 from ft_service.control import sweep_loop
-from ft_service.control.admission.job_admission import AdmissionContext
 from ft_service.control.admission.sweep_admission import PREFIX, create_sweep
 from ft_service.control.jobs import ingest
 from ft_service.control.jobs.costs import costs_of
@@ -39,7 +38,7 @@ def create(
     Every combination of values is checked first, and nothing is stored unless all are valid.
     """
     sweep_id = idempotency.keyed_id(PREFIX, idempotency_key, caller)
-    context = AdmissionContext(caller, services.store, services.settings, services.catalogue)
+    context = services.admission(caller)
 
     def earlier() -> Sweep | None:
         return idempotency.earlier_sweep(services.store, caller, sweep_id, request.headers, body)

@@ -93,6 +93,8 @@ class AdmissionContext:
     store: Store
     settings: Settings
     catalogue: Catalogue
+    agents_call: bool = True
+    """Whether agents reach the model at the process that submits."""
 
 
 @dataclass(frozen=True)
@@ -158,7 +160,13 @@ def read_request(
     if request.evaluation is not None:
         check_metrics(request.evaluation.metrics)
     refuse_unless_possible(request, context.settings)
-    refuse_unless_graded(request, context.principal.project_id, context.settings, context.store)
+    refuse_unless_graded(
+        request,
+        context.principal.project_id,
+        context.settings,
+        context.store,
+        agents_call=context.agents_call,
+    )
     base = request.model
     parent = None
     if is_tuned(base):

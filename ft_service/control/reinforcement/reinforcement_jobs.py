@@ -18,7 +18,11 @@ from typing import Any
 from ft_service.agents.addresses import Access
 from ft_service.agents.counterparts import counterpart_of
 from ft_service.agents.open_rollouts import OpenRollouts
-from ft_service.control.admission.reinforcement_admission import no_calls_here
+from ft_service.control.admission.reinforcement_admission import (
+    BY_SERVERS,
+    no_calls_here,
+    no_preview,
+)
 from ft_service.control.reinforcement import agent_rollouts
 from ft_service.control.reinforcement.agent_rollouts import AgentRollouts
 from ft_service.control.webhook_delivery import secrets_of
@@ -57,7 +61,7 @@ from ft_service.serving.token_sampler import Sampler, SamplingStopped, TokenSamp
 from ft_service.settings import Settings
 from ft_service.shared_work.losses import TOLD_AFTER, pause_seconds
 from ft_service.spec import DistillationOptions
-from ft_service.spec.environments import Environment, McpEnvironment
+from ft_service.spec.environments import EndpointEnvironment, Environment, McpEnvironment
 from ft_service.spec.graders import Grader
 from ft_service.spec.methods import ReinforcementOptions
 from ft_service.spec.teachers import PLACE
@@ -104,8 +108,8 @@ def run(
 ) -> None:
     """Look after jobs until `stop` is set.
 
-    `rollouts`: where agents call the model; None: not in this process. `teachers`: what answers
-    for the bases of FT_TEACHER_URL; None: nothing does.
+    `rollouts`: where agents call the model; None: the sampler is no preview of this process.
+    `teachers`: what answers for the bases of FT_TEACHER_URL; None: nothing does.
     """
     limits = GraderLimits.from_settings(settings)
     ReinforcementJobs(store, sampler, Places.of(settings), limits, rollouts, teachers).run(stop)
@@ -231,7 +235,7 @@ class RolloutLoop:
     tell: Callable[[NewEvent], object]
     stopped: Callable[[], bool]
     rollouts: OpenRollouts | None = None
-    """Where agents call the model; None: not in this process."""
+    """Where agents call the model; None: the sampler is no preview of this process."""
     teachers: Sampler | None = None
     """What answers for the bases of FT_TEACHER_URL; None: nothing does."""
 
@@ -292,6 +296,8 @@ class RolloutLoop:
         if environment is None:
             return None
         if self.rollouts is None:
+            raise no_preview(BY_SERVERS)
+        if isinstance(environment, EndpointEnvironment) and not self.rollouts.base_url:
             raise no_calls_here()
         counterpart = counterpart_of(
             environment,

@@ -4,7 +4,6 @@ and a sampler that only answer.
 
 from __future__ import annotations
 
-import json
 import zlib
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
@@ -18,6 +17,7 @@ from ft_service.agents.hosting import hosting
 from ft_service.agents.open_rollouts import OpenRollout, OpenRollouts
 from ft_service.agents.rollout_handler import RolloutFunction
 from ft_service.control.reinforcement.reinforcement_jobs import JobPaused, RolloutLoop
+from ft_service.errors import SpecError
 from ft_service.graders.grading import GraderContext
 from ft_service.graders.limits import GraderLimits
 from ft_service.reinforcement.prompt_file import PromptHeader, PromptTokens, write_prompts
@@ -271,7 +271,38 @@ def test_too_many_rollouts_without_a_reward_pause_the_job(
 def test_without_the_api_in_its_process_a_job_says_so(
     tmp_path: Path, sampler: PlayedSampler
 ) -> None:
-    place = new_place(tmp_path, sampler, "http://127.0.0.1:9")
-    with pytest.raises(Exception, match="environment") as refused:
-        loop_of(place, None)
-    assert json.dumps(getattr(refused.value, "code", None)) == '"not_available"'
+    """An environment without an agent needs none, but the preview, which None says is not there."""
+    url = "http://127.0.0.1:9"
+    agents = new_place(tmp_path, sampler, url)
+    (tmp_path / "game").mkdir()
+    game = new_place(tmp_path / "game", sampler, url, environment={"type": "openenv"})
+    for place, opened in ((agents, None), (game, None), (agents, OpenRollouts(""))):
+        with pytest.raises(SpecError, match="environment") as refused:
+            loop_of(place, opened)
+        assert refused.value.code == "not_available"
+    loop = loop_of(game, OpenRollouts(""))
+    assert loop.agents is not None
+
+
+async def two_rewards(client: Any, item: Mapping[str, Any]) -> list[float]:
+    """A reward for each of two calls, whose sum is the same for all."""
+    await two_turns(client, item)
+    own = zlib.crc32(client.api_key.encode()) % 97 + 1
+    return [float(own), -float(own)]
+
+
+def test_a_step_with_rewards_of_calls_is_recorded_and_given(
+    tmp_path: Path, sampler: PlayedSampler, opened: OpenRollouts, agent: Any
+) -> None:
+    """What differs are the calls alone: outcomes would teach nothing."""
+    url = agent(two_rewards)
+    place = new_place(tmp_path, sampler, url, environment={"supervision": "process"})
+    with place.ranks():
+        loop_of(place, opened).run()
+    for own in answers_of(place):
+        assert own.trajectory is not None
+        assert (own.reward, sum(own.trajectory.rewards)) == (0.0, 0.0)
+        assert [list(row.calls) for row in own.trajectory.rows] == [[0, 1]]
+    [first, *_] = [commands_of(own, place.spec, place.schedule) for own in place.records()]
+    assert first[0].op == "forward_backward"
+    assert CommandLog(place.run).command(first[0].seq) == first[0]

@@ -4,12 +4,14 @@ rewards.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import httpx2
 import openai
 import pytest
 
+from ft_service.agents.open_rollouts import OpenRollouts
 from ft_service.reinforcement.step_records import write_record
 from ft_service.reinforcement.trajectories import RecordedCall
 from tests.support.rest.refusals import check_error
@@ -143,6 +145,76 @@ def test_a_service_without_a_sampler_says_so(
             created(client, prompts)
     finally:
         service.use(before)
+
+
+ENDPOINT = with_environment()
+GAME = with_environment(type="openenv", url="https://game.example", webhook_endpoint_id=None)
+
+
+@pytest.mark.parametrize("method", [ENDPOINT, GAME], ids=["endpoint", "openenv"])
+@pytest.mark.parametrize(
+    ("given", "why"),
+    [
+        ({"launcher": "slurm"}, "no sampler"),
+        ({"launcher": "kubernetes", "inference_url": "http://vllm", "adapters": "/a"}, "by infer"),
+        ({"inference_url": "http://vllm", "adapters": "/a"}, "by inference servers"),
+    ],
+)
+def test_an_environment_needs_the_preview(
+    service: Service,
+    client: openai.OpenAI,
+    prompts: str,
+    method: dict[str, Any],
+    given: dict[str, Any],
+    why: str,
+) -> None:
+    """Without one it is refused when the job is submitted, with what to do."""
+    before = service.settings
+    service.use(before.model_copy(update=given))
+    try:
+        with pytest.raises(openai.BadRequestError, match=why) as refused:
+            created(client, prompts, method=method)
+    finally:
+        service.use(before)
+    assert refused.value.code == "not_available"
+    assert "FT_LAUNCHER=local" in refused.value.message
+
+
+def test_an_agent_needs_the_process_that_moves_jobs(
+    service: Service, client: openai.OpenAI, prompts: str
+) -> None:
+    """Where another one has the API, an agent is refused; a game calls nothing."""
+    services = service.app.state.services
+    service.app.state.services = replace(services, rollouts=OpenRollouts(""))
+    with pytest.raises(openai.BadRequestError, match="ft serve --api-only") as refused:
+        created(client, prompts, method=ENDPOINT)
+    assert refused.value.param == "method.reinforcement.environment.type"
+    assert created(client, prompts, method=GAME).status == "validating_files"
+
+
+def test_rewards_of_calls_are_asked_for_where_they_can_be(
+    client: openai.OpenAI, prompts: str
+) -> None:
+    def asked(**changes: Any) -> dict[str, Any]:
+        game = {"type": "openenv", "url": "https://game.example", "webhook_endpoint_id": None}
+        method = with_environment(**game, supervision="process")
+        method["reinforcement"] |= changes
+        return method
+
+    job = created(client, prompts, method=asked())
+    assert job.method.reinforcement.environment["supervision"] == "process"
+    for changes, text in (
+        ({"grader": GRADER}, "a grader rewards whole rollouts"),
+        ({"hyperparameters": {"loss_type": "gspo"}}, "gspo has one advantage for a whole answer"),
+    ):
+        with pytest.raises(openai.BadRequestError) as refused:
+            created(client, prompts, method=asked(**changes))
+        assert text in refused.value.message
+    tools = with_environment(type="mcp", url="https://tools.example/mcp", supervision="process")
+    tools["reinforcement"]["grader"] = GRADER
+    with pytest.raises(openai.BadRequestError) as refused:
+        created(client, prompts, method=tools)
+    assert "supervision" in refused.value.message
 
 
 def test_answers_are_listed_with_their_rewards(

@@ -212,7 +212,7 @@ def test_sampling_reads_all_weights_for_every_token_or_computes(tmp_path: Path) 
 
     With many answers at once arithmetic is slower.
     """
-    method = {
+    method: dict[str, Any] = {
         "type": "reinforcement",
         "reinforcement": {"grader": GRADER, "hyperparameters": {"batch_size": 8}},
     }
@@ -220,6 +220,12 @@ def test_sampling_reads_all_weights_for_every_token_or_computes(tmp_path: Path) 
     assert (
         "a step's 64 answers of at most 512 tokens, 32,768 together, estimated to take one H100 "
         "at least 2.5 s" in hint
+    )
+    environment = {"type": "openenv", "url": "https://game.example", "max_turns": 3}
+    method["reinforcement"]["environment"] = environment | {"max_tokens": 600}
+    (of_game,) = plan_8b(tmp_path, training={"max_length": 2048}, method=method).hints
+    assert (
+        "64 answers, each in up to 3 calls of the model, of at most 600 tokens, 38,400" in of_game
     )
     base = describe(str(tmp_path / "8b"))
     few, many, more = (

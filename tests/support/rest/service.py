@@ -20,6 +20,7 @@ from fastapi import FastAPI
 from sqlalchemy import text
 
 from api.app import create_app
+from ft_service.agents.open_rollouts import OpenRollouts
 from ft_service.ids import new_id
 from ft_service.jobs.states import Job, Phase, State
 from ft_service.rundir.directory import RunDir
@@ -97,7 +98,7 @@ def wait_until(condition: Callable[[], object], seconds: float = HANG_SECONDS) -
 def serving_app(settings: Settings, database: Path) -> Iterator[tuple[str, FastAPI]]:
     """The address of a server, and its application."""
     store = open_store(f"sqlite:///{database}")
-    app = create_app(settings, store)
+    app = create_app(settings, store, rollouts=OpenRollouts("http://here.example"))
     with socket.socket() as listener:
         listener.bind(("127.0.0.1", 0))
         listener.listen(16)

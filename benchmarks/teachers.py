@@ -7,10 +7,11 @@ own answers (student.yaml). Its steps are compared with those of the same beginn
 rewards, as reinforcement.py has measured them. Accuracies are those of answers sampled at
 temperature 1 to all sums, as rewards are.
 
-thumbs: a model that has learned the sample task in part goes on from there with thumbs.jsonl, half
-good and half bad answers, by KTO; and beside it from the good ones alone, supervised, at several
-rates, of which the best counts. Accuracies are those of examples/evaluate.py on messages that are
-in no file.
+thumbs: a model that knows the sample task has a bad habit: half of the answers that it was taught
+began with FAULT. It answers other messages at temperature 1, each answer gets a thumb by whether it
+is exactly right, and 80 good and 80 bad ones go into KTO, which goes on from that model; beside it
+the good ones alone, supervised, with as many steps, both at several rates, of which the best counts.
+Accuracies are those of answers sampled at temperature 1 to messages that are in no file.
 
 Everything goes through a real server, as a user's job does. The picture is
 docs/pictures/teachers.png.
@@ -20,11 +21,11 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
-import subprocess
 import sys
 import tempfile
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 import yaml
@@ -34,15 +35,22 @@ from matplotlib.figure import Figure
 if __name__ == "__main__":  # the repository's root, for benchmarks started by path
     sys.path[:0] = [str(Path(__file__).parents[1]), str(Path(__file__).parents[1] / "examples")]
 
-from benchmarks.held_out import write_messages
+from benchmarks.held_out import TRAINING, write_messages
 from benchmarks.machine import RESULTS, machine, save
 from benchmarks.reinforcement import trained
 from tests.support.service import Server, upload
 
 ROOT = Path(__file__).parent.parent
 DATA = ROOT / "examples/data"
-BASE = ROOT / "examples/models/tiny-llama"
 PICTURE = ROOT / "docs/pictures/teachers.png"
+STUDENTS: dict[str, dict[str, Any]] = {
+    "as the example": {},
+    "twice the rate": {"learning_rate_multiplier": 10},
+    "twice the rate, 8 answers": {"learning_rate_multiplier": 10, "num_generations": 8},
+}
+"""Hyperparameters that are tried in place of the example's. Of rewards 16 answers to each prompt
+were learned from.
+"""
 EVERY = 3
 """Steps between two measurements of a student."""
 POINTS = 0.02
@@ -52,7 +60,17 @@ ANSWERS = 8
 """Sampled to each sum."""
 AT_ONCE = 4
 MESSAGES = 200
-BEGINNER_STEPS = 60
+FAULT = "Sure, here it is: "
+TAUGHT = 800
+"""Messages of the sample's training file that the model with the habit is taught; it answers the
+others.
+"""
+OF_EACH = 80
+"""Answers with each thumb."""
+PARENT_STEPS = 320
+RATES = (3e-4, 1e-3)
+UNDESIRABLE = (1.0, 0.2)
+"""Weights of bad answers that are tried."""
 
 
 def main() -> None:
@@ -98,31 +116,38 @@ def students(client: Any, home: Path, seeds: int) -> dict[str, Any]:
     beginner = accuracy_of_sums(client, shown)
     known = accuracy_of_sums(client, teacher["model"])
     print({"beginner": beginner, "teacher": known}, flush=True)
-    runs = []
+    tried: dict[str, list[dict[str, Any]]] = {name: [] for name in STUDENTS}
     for seed in range(seeds):
-        student = trained(
-            client,
-            "student.yaml",
-            seed=seed,
-            model=shown,
-            limit=1800,
-            method=taught_by(teacher["model"]),
-            checkpoint={"save_steps": EVERY, "save_total_limit": 50},
-        )
-        points = {0: beginner, **by_step(client, student["id"])}
-        runs.append({"seed": seed, "accuracy": points, "seconds": student["seconds"]})
-        print(runs[-1], flush=True)
+        for name, options in STUDENTS.items():
+            student = trained(
+                client,
+                "student.yaml",
+                seed=seed,
+                model=shown,
+                limit=1800,
+                method=taught_by(teacher["model"], options),
+                checkpoint={"save_steps": EVERY, "save_total_limit": 50},
+            )
+            points = {0: beginner, **by_step(client, student["id"])}
+            run = {"seed": seed, "accuracy": points, "seconds": student["seconds"]}
+            tried[name].append(run)
+            print(name, run, flush=True)
     rewards = json.loads((RESULTS / "reinforcement.json").read_text())["jobs"]
     by_rewards = [
         {int(step): value for step, value in job["train_mean_reward"].items()} for job in rewards
     ]
     wanted = known - POINTS
+    steps = {name: [first(run["accuracy"], wanted) for run in runs] for name, runs in tried.items()}
+    never = 10**6
+    best = min(steps, key=lambda name: fmean(step or never for step in steps[name]))
     return {
         "beginner": beginner,
         "teacher": known,
         "wanted": wanted,
-        "runs": runs,
-        "steps_of_students": [first(run["accuracy"], wanted) for run in runs],
+        "tried": steps,
+        "options": best,
+        "runs": tried[best],
+        "steps_of_students": steps[best],
         "steps_of_rewards": [first(points, wanted) for points in by_rewards],
     }
 
@@ -142,10 +167,11 @@ def first(points: dict[int, float], wanted: float) -> int | None:
     return next((step for step, value in points.items() if value >= wanted), None)
 
 
-def taught_by(teacher: str) -> dict[str, Any]:
-    """The example's method, with this teacher."""
+def taught_by(teacher: str, options: dict[str, Any]) -> dict[str, Any]:
+    """The example's method, with this teacher and other hyperparameters."""
     method = yaml.safe_load((ROOT / "deploy/examples/student.yaml").read_text())["method"]
     method["distillation"]["teacher"] = teacher
+    method["distillation"]["hyperparameters"] |= options
     return method
 
 
@@ -179,65 +205,138 @@ def accuracy_of_sums(client: Any, model: str) -> float:
 
 
 def thumbs(client: Any, home: Path, seeds: int) -> dict[str, Any]:
-    """Accuracies after thumbs, and after the good ones alone."""
+    """Accuracies after thumbs, and after the good ones alone, by seed: of the data's order and of
+    the adapter's dropout. All seeds share one parent and its thumbs.
+    """
     messages = home / "messages.jsonl"
     write_messages(messages, MESSAGES)
-    good = home / "good.jsonl"
-    lines = [json.loads(line) for line in (DATA / "thumbs.jsonl").read_text().splitlines()]
-    kept = [{"messages": line["messages"]} for line in lines if line["label"]]
-    good.write_text("".join(json.dumps(line) + "\n" for line in kept))
-    plain = {"lr_scheduler_type": "constant", "packing": False, "batch_size": 8}
-    beginner = trained(
+    held_out = [json.loads(line) for line in messages.read_text().splitlines()]
+    lines = [json.loads(line) for line in (DATA / "train.jsonl").read_text().splitlines()]
+    habit = home / "habit.jsonl"
+    write_lines(habit, with_habit(lines[:TAUGHT]))
+    parent = trained(
         client,
         "quickstart.yaml",
         seed=7,
-        limit=1800,
-        training={**plain, "max_steps": BEGINNER_STEPS, "learning_rate": 3e-3},
+        limit=3600,
+        training_file=upload(client, habit),
+        training={**TRAINING, "max_steps": PARENT_STEPS},
     )
+    labelled = with_thumbs(lines[TAUGHT:], answers_of(client, parent["model"], lines[TAUGHT:], 1))
+    files = {"all": home / "thumbs.jsonl", "good": home / "good.jsonl"}
+    write_lines(files["all"], labelled)
+    good = [{"messages": line["messages"]} for line in labelled if line["label"]]
+    write_lines(files["good"], good)
+    ids = {name: upload(client, path) for name, path in files.items()}
     found: dict[str, Any] = {
-        "answers": len(lines),
-        "good": len(kept),
-        "beginner": accuracy(home, beginner["id"], messages),
-        "kto": {},
-        "good_alone": {},
+        "answers": len(labelled),
+        "good": len(good),
+        "parent": exact(held_out, answers_of(client, parent["model"], held_out, 0)),
+        "runs": [],
     }
-    for rate in (1e-4, 3e-4, 1e-3):
-        job = trained(
-            client,
-            "kto.yaml",
-            seed=7,
-            model=beginner["model"],
-            limit=1800,
-            method={"type": "kto"},
-            training={**plain, "n_epochs": 4, "learning_rate": rate, "batch_size": 16},
+    print(found, flush=True)
+    plain = {"lr_scheduler_type": "constant", "packing": False, "n_epochs": 2}
+    ways: list[tuple[str, str, dict[str, Any]]] = [
+        *(("kto", "kto.yaml", {"undesirable_weight": weight}) for weight in UNDESIRABLE),
+        ("good_alone", "quickstart.yaml", {}),
+    ]
+    for seed in range(seeds):
+        for rate in RATES:
+            for name, spec, weights in ways:
+                is_kto = name == "kto"
+                method = {"type": "kto", "kto": {"hyperparameters": weights}}
+                more = {"method": method} if is_kto else {}
+                job = trained(
+                    client,
+                    spec,
+                    seed=seed,
+                    model=parent["model"],
+                    limit=1800,
+                    training_file=ids["all" if is_kto else "good"],
+                    training={**plain, "learning_rate": rate, "batch_size": 16 if is_kto else 8},
+                    **more,
+                )
+                accuracy = exact(held_out, answers_of(client, job["model"], held_out, 0))
+                run = {"way": name, **weights, "rate": rate, "seed": seed, "accuracy": accuracy}
+                found["runs"].append(run)
+                print(run, flush=True)
+    return {**found, "best": best_of(found["runs"])}
+
+
+def with_habit(lines: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Chats of which every other one is answered with FAULT before the answer."""
+    return [
+        {
+            "messages": [
+                *line["messages"][:-1],
+                {
+                    "role": "assistant",
+                    "content": FAULT * (number % 2) + line["messages"][-1]["content"],
+                },
+            ]
+        }
+        for number, line in enumerate(lines)
+    ]
+
+
+def with_thumbs(lines: list[dict[str, Any]], answers: list[str]) -> list[dict[str, Any]]:
+    """OF_EACH good answers and as many bad ones, with their messages and labels, in their order."""
+    labelled = [
+        {
+            "messages": [*line["messages"][:-1], {"role": "assistant", "content": answer}],
+            "label": answer == line["messages"][-1]["content"],
+        }
+        for line, answer in zip(lines, answers, strict=True)
+        if answer
+    ]
+    kept = {
+        id(line)
+        for label in (True, False)
+        for line in [each for each in labelled if each["label"] is label][:OF_EACH]
+    }
+    return [line for line in labelled if id(line) in kept]
+
+
+def answers_of(client: Any, model: str, lines: list[dict[str, Any]], seed: int) -> list[str]:
+    """A sampled answer to each chat, without its last message."""
+
+    def answer(line: dict[str, Any]) -> str:
+        done = client.chat.completions.create(
+            model=model, messages=line["messages"][:-1], temperature=1, max_tokens=64, seed=seed
         )
-        found["kto"][f"{rate:g}"] = accuracy(home, job["id"], messages)
-        job = trained(
-            client,
-            "quickstart.yaml",
-            seed=7,
-            model=beginner["model"],
-            limit=1800,
-            training_file=upload(client, good),
-            training={**plain, "n_epochs": 4, "learning_rate": rate},
-        )
-        found["good_alone"][f"{rate:g}"] = accuracy(home, job["id"], messages)
-        print(found, flush=True)
+        return (done.choices[0].message.content or "").strip()
+
+    with ThreadPoolExecutor(AT_ONCE) as pool:
+        return list(pool.map(answer, lines))
+
+
+def exact(lines: list[dict[str, Any]], answers: list[str]) -> float:
+    """Share of the answers that are the chats' own."""
+    right = [
+        line["messages"][-1]["content"] == answer
+        for line, answer in zip(lines, answers, strict=True)
+    ]
+    return sum(right) / len(right)
+
+
+def best_of(runs: list[dict[str, Any]]) -> dict[str, Any]:
+    """Of each way the mean over seeds at its best options, with these."""
+    found: dict[str, Any] = {}
+    for run in runs:
+        options = {name: run[name] for name in ("rate", "undesirable_weight") if name in run}
+        same = [
+            other["accuracy"]
+            for other in runs
+            if other["way"] == run["way"] and options.items() <= other.items()
+        ]
+        mean = fmean(same)
+        if mean > found.get(run["way"], {"mean": -1.0})["mean"]:
+            found[run["way"]] = {**options, "mean": mean, "accuracies": same}
     return found
 
 
-def accuracy(home: Path, job_id: str, messages: Path) -> float:
-    """Share of messages that are answered exactly."""
-    command = [sys.executable, str(ROOT / "examples/evaluate.py"), "--json", "--model", str(BASE)]
-    command += ["--data", str(messages), "--adapter", str(home / "runs" / job_id / "adapter")]
-    done = subprocess.run(
-        command,
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-        check=True,
-    )
-    return float(json.loads(done.stdout)["accuracy"])
+def write_lines(path: Path, lines: list[dict[str, Any]]) -> None:
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
 
 
 def draw(found: dict[str, Any]) -> None:

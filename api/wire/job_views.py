@@ -619,7 +619,8 @@ def _membership(job: Job) -> MembershipView | None:
 def _method(spec: JobSpec, hyperparameters: HyperparametersView) -> MethodView:
     if spec.training_data is None:
         return MethodView(type="tinker")
-    if (options := spec.reinforcement) is not None and spec.loss is None:
+    options = spec.reinforcement
+    if options is not None and spec.sampled_for == "rewards":
         outside = options.model_dump(
             mode="json", include={"grader", "environment"}, exclude_none=True
         )

@@ -20,7 +20,7 @@ from ft_service.convert.verdicts import (
     as_number,
     as_plain,
 )
-from ft_service.spec.methods import SMOOTHED, DpoLoss, KtoLoss
+from ft_service.spec.methods import PREFERENCE_METHODS, SMOOTHED, DpoLoss, KtoLoss
 from ft_service.spec.templates import TEMPLATES
 
 # Steps and their samples
@@ -492,7 +492,7 @@ def adapter_dropout(value: Any, source: Source) -> Verdict:
 
     None: TRL's default.
     """
-    of_answers = source.method in ("dpo", "kto")
+    of_answers = source.method in PREFERENCE_METHODS
     if of_answers and as_plain(source.get("disable_dropout", True)) is not False:
         return NoEffect(
             f"in {str(source.method).upper()} {source.tool} turns all dropout off, unless disable_dropout says false"
@@ -506,6 +506,8 @@ def dpo_loss(value: Any, source: Source, weights: str) -> Verdict:
     if source.method == "kto":
         known = len(names) == 1 and names[0] in get_args(KtoLoss)
         return Taken({_KTO_LOSS: names[0]}) if known else Lost(f"KTO here has {_KTO_LOSSES}")
+    if source.method in ("simpo", "orpo"):
+        return NoEffect("the method says it")
     if source.method != "dpo":
         plain = names in (["nll"], ["chunked_nll"])
         return (
@@ -534,6 +536,21 @@ def dpo_loss(value: Any, source: Source, weights: str) -> Verdict:
     if first == "robust":  # one is not valid without the other
         taken["method.dpo.hyperparameters.label_smoothing"] = wrong
     return Taken(taken | {"method.dpo.hyperparameters.rpo_alpha": shares[1]} if more else taken)
+
+
+def no_cpo(value: Any, source: Source) -> Verdict:
+    """CPO's weight of the cross entropy of preferred answers, 1 there unless it is given; SimPO has
+    none.
+    """
+    if as_number(value) == 0:
+        return NoEffect("SimPO has no supervised term here")
+    return Lost("SimPO has no supervised term here, which CPO weights by it: orpo has one")
+
+
+def pair_method(value: Any, source: Source, loss: str) -> Verdict:
+    """LLaMA-Factory's stage dpo, which is SimPO or ORPO by the option `loss`."""
+    named = str(source.get(loss))
+    return Taken({"method.type": named if named in ("simpo", "orpo") else "dpo"})
 
 
 def smoothing(value: Any, source: Source, loss: str = "") -> Verdict:

@@ -37,18 +37,20 @@ _HINTS = {
     "training_file": "your data, relative to this file; see `ft data check FILE`",
 }
 _GRADER = "method.reinforcement.grader"
-_METHODS = "supervised, dpo, kto and reinforcement (GRPO) are taken over"
+_METHODS = "supervised, dpo, simpo, orpo, kto and reinforcement (GRPO) are taken over"
 _BY_HAND: Mapping[str, str] = {
     "distillation": "write method.distillation by hand: teacher names the model, answers: student "
     "stands for lmbda 1 and data for 0, loss_type: forward_kl for beta 0, reverse_kl for 1 and jsd "
     "with that beta between, and top_k for loss_top_k with its tail"
 }
 """Beginning of a method that is not converted → what to do instead."""
-_OTHER_METHOD = re.compile(
-    r"(?<![a-z])(orpo|cpo|simpo|ppo|rloo|gkd|reward)(?![a-z])", re.IGNORECASE
-)
+_OTHER_METHOD = re.compile(r"(?<![a-z])(cpo|ppo|rloo|gkd|reward)(?![a-z])", re.IGNORECASE)
 """Methods of TRL whose files may have the same options as a file for DPO or GRPO."""
-_KTO = re.compile(r"(?<![a-z])kto(?![a-z])", re.IGNORECASE)
+_PREFERENCES: Mapping[Method, tuple[str, re.Pattern[str]]] = {
+    method: (shown, re.compile(rf"(?<![a-z]){method}(?![a-z])", re.IGNORECASE))
+    for method, shown in (("kto", "KTO"), ("simpo", "SimPO"), ("orpo", "ORPO"))
+}
+"""Methods whose options are among DPO's too → their name, and what a title has of it."""
 _GRPO = re.compile(r"(?<![a-z])(grpo|gspo|dapo)(?![a-z])", re.IGNORECASE)
 _SECRET = re.compile(r"(hub|hf|ms|om|auth)_token$|api_key$")
 """Options whose values are not shown."""
@@ -396,7 +398,7 @@ def _method(
             if groups
             else (asked, f"for {asked}, {asked_by}")
         )
-    for name in _TITLES:  # ORPO's options are among DPO's, RLOO's among GRPO's
+    for name in _TITLES:  # CPO's options are among DPO's, RLOO's among GRPO's
         if other := _OTHER_METHOD.search(str(source.get(name, ""))):
             raise SpecError(
                 f"{table.title} with {name}: {source[name]} seems to be for {other[0].upper()}, "
@@ -408,11 +410,12 @@ def _method(
     )
     if groups is not None:
         return "reinforcement", f"taken as GRPO's, since it says {groups}"
-    thumbs = marks.get("kto") or next(
-        (name for name in _TITLES if _KTO.search(str(source.get(name, "")))), None
-    )
-    if thumbs is not None:
-        return "kto", f"taken as KTO's, since it says {thumbs}"
+    for own, (shown, titled) in _PREFERENCES.items():
+        said = marks.get(own) or next(
+            (name for name in _TITLES if titled.search(str(source.get(name, "")))), None
+        )
+        if said is not None:
+            return own, f"taken as {shown}'s, since it says {said}"
     if marks["dpo"] is not None:
         return "dpo", f"taken as DPO's, since it says {marks['dpo']} (else: --method supervised)"
     return (

@@ -10,10 +10,9 @@ import json
 from collections.abc import Mapping
 from typing import Any
 
-from ft_service.convert.rules import Table, for_method, load_table, verdict_on
+from ft_service.convert.rules import ONLY, Table, for_method, load_table, verdict_on
 from ft_service.convert.verdicts import (
     ONLY_DPO,
-    ONLY_KTO,
     Lost,
     Named,
     NoEffect,
@@ -163,9 +162,10 @@ def _verdict(table: Table, name: str, usual: Mapping[str, Any]) -> Verdict:
     if verdict == ONLY_DPO or (name == "loss_type" and not isinstance(verdict, Taken)):
         source.method = "dpo"
         verdict = verdict_on(table, source, name)
-    if verdict == ONLY_KTO:
-        source.method = "kto"
-        verdict = verdict_on(table, source, name)
+    for method, said in ONLY.items():
+        if verdict == said and method != "dpo":
+            source.method = method
+            return verdict_on(table, source, name)
     return verdict
 
 

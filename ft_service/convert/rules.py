@@ -15,7 +15,7 @@ A table has one of these rules for each option:
     if_on: RULE, if_off: RULE   for values that are on, and for those that are off (default: no
                                 effect)
     usual: [VALUE, …]           `none` for these values, and the rest of the rule for others
-    dpo: RULE, kto: RULE        only for direct preference optimisation, or KTO
+    dpo: RULE, kto: RULE, …     only for direct preference optimisation, KTO, SimPO or ORPO
 
 A section names its source, the file of the tool that defines the options, and may list options with
 the same verdict by text: `none`, `check`, `todo`, `lost`, or `check_if_on`, `todo_if_on`,
@@ -38,7 +38,10 @@ from ft_service.convert.verdicts import (
     OFF,
     ONLY_DPO,
     ONLY_KTO,
+    ONLY_ORPO,
+    ONLY_SIMPO,
     Lost,
+    Method,
     NoEffect,
     Refused,
     Rule,
@@ -239,6 +242,17 @@ def _auto(rule: Rule, text: str) -> Rule:
     )
 
 
+ONLY: Mapping[Method, NoEffect] = {
+    "dpo": ONLY_DPO,
+    "kto": ONLY_KTO,
+    "simpo": ONLY_SIMPO,
+    "orpo": ONLY_ORPO,
+}
+"""Method with rules of its own → what is said of an option that another method does not read; of
+several the first.
+"""
+
+
 def compile_rule(spec: Mapping[str, Any]) -> Rule:
     """The rule that a mapping of a table describes. Raises ValueError if it is invalid."""
     if "rule" in spec:
@@ -249,8 +263,8 @@ def compile_rule(spec: Mapping[str, Any]) -> Rule:
         rest = {key: value for key, value in spec.items() if key not in ("usual", "none", "else")}
         other = compile_rule(rest | spec.get("else", {}))
         return lambda value, source: here if _is_one_of(value, usual) else other(value, source)
-    if of_methods := {name: compile_rule(spec[name]) for name in ("dpo", "kto") if name in spec}:
-        other = ONLY_DPO if "dpo" in of_methods else ONLY_KTO
+    if of_methods := {name: compile_rule(spec[name]) for name in ONLY if name in spec}:
+        other = next(said for name, said in ONLY.items() if name in of_methods)
         return lambda value, source: (
             of_methods[source.method](value, source) if source.method in of_methods else other
         )

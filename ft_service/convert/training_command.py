@@ -45,6 +45,8 @@ _METHODS: Mapping[str, Method] = {
     "sft": "supervised",
     "dpo": "dpo",
     "kto": "kto",
+    "orpo": "orpo",
+    "simpo": "simpo",
     "grpo": "reinforcement",
 }
 _METHOD_NAME = re.compile(
@@ -171,8 +173,8 @@ def _method(name: str) -> Method | None:
     found = _METHOD_NAME.findall(name.lower())
     if other := next((method for method in found if method not in _METHODS), None):
         raise SpecError(
-            f"{name} is for {other.upper()}, which is not converted: methods are sft, dpo, kto and "
-            "grpo."
+            f"{name} is for {other.upper()}, which is not converted: methods are sft, dpo, simpo, orpo, "
+            "kto and grpo."
         )
     return _METHODS[found[-1]] if found else None
 

@@ -24,10 +24,15 @@ _SETTINGS = (
     "get_peft_model",
     "SFTConfig",
     "DPOConfig",
+    "KTOConfig",
+    "ORPOConfig",
     "GRPOConfig",
     "TrainingArguments",
 )
-_TRAINERS = ("SFTTrainer", "DPOTrainer", "KTOTrainer", "GRPOTrainer", "UnslothTrainer", "Trainer")
+_TRAINERS = (
+    *("SFTTrainer", "DPOTrainer", "KTOTrainer", "ORPOTrainer"),
+    *("GRPOTrainer", "UnslothTrainer", "Trainer"),
+)
 _OF_TRAINER = (
     "packing",
     "max_seq_length",
@@ -41,10 +46,11 @@ _OF_TRAINER = (
 _METHODS: Mapping[str, Method] = {
     "DPO": "dpo",
     "KTO": "kto",
+    "ORPO": "orpo",
     "GRPO": "reinforcement",
     "SFT": "supervised",
 }
-_OTHER_METHODS = ("ORPO", "CPO", "RLOO", "PPO", "Reward")
+_OTHER_METHODS = ("CPO", "RLOO", "PPO", "Reward")
 _OBJECTS = (
     "model",
     "tokenizer",
@@ -112,7 +118,7 @@ def unsloth_program(text: str, name: str) -> Program:
         if called.removesuffix("Config").removesuffix("Trainer") in _OTHER_METHODS:
             raise SpecError(
                 f"{name}, line {call.lineno}: {called} is not converted: methods are SFT, DPO, "
-                "KTO and GRPO."
+                "ORPO, KTO and GRPO."
             )
         methods |= {
             method: call

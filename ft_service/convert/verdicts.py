@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any, Literal
 
-Method = Literal["supervised", "dpo", "kto", "reinforcement"]
+Method = Literal["supervised", "dpo", "simpo", "orpo", "kto", "reinforcement"]
 """Methods of files that can be converted."""
 
 
@@ -110,6 +110,8 @@ NOT_SET = NoEffect("it is not set")
 """The verdict on a value that has the same meaning as leaving the option out."""
 ONLY_DPO = NoEffect("only direct preference optimisation reads it")
 ONLY_KTO = NoEffect("only KTO reads it")
+ONLY_SIMPO = NoEffect("only SimPO reads it")
+ONLY_ORPO = NoEffect("only ORPO reads it")
 
 
 def as_plain(value: Any) -> Any:

@@ -64,7 +64,7 @@ def share_key(
         or spec.lora.modules_to_save
         or spec.precision.served_as is not None
         or spec.teacher is not None
-        or (spec.loss is not None and spec.reinforcement is not None)
+        or spec.sampled_for == "teacher"
     ):
         return None
     if (

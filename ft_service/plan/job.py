@@ -412,7 +412,7 @@ def _hints(
     if spec.reinforcement is not None:
         answers = spec.training.batch * spec.samples_of_item
         longest = spec.longest_rollout
-        graded = "; and so does grading" if spec.loss is None else ""
+        graded = "; and so does grading" if spec.sampled_for == "rewards" else ""
         seconds = sampling_seconds(
             machine, base, sum(module.bytes for module in draft.modules), answers, longest
         )

@@ -86,7 +86,7 @@ def commands_of(record: StepRecord, spec: JobSpec, schedule: RolloutSchedule) ->
             {"report": {"total_steps": schedule.total_steps, "more": _validation_metrics(record)}},
         )
         return commands
-    if spec.loss is not None:
+    if spec.sampled_for == "teacher":
         trained = [answer for answer in record.answers if answer.tokens]
         answered = list(_answered(record))
         data = [own[0] for own in answered]

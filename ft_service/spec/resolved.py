@@ -136,8 +136,8 @@ class JobSpec(Resolved):
     method.
     """
     reinforcement: ReinforcementOptions | None = None
-    """Options of reinforcement learning, and of a distillation whose student answers: of jobs whose
-    data files hold prompts. None: the answers are in the files.
+    """How answers are sampled, of jobs whose data files hold prompts; what for says `sampled_for`.
+    None: the answers are in the files.
     """
     parent: AdapterRef | None = None
     """The tuned model whose adapter training starts from; None: a new one.
@@ -202,6 +202,15 @@ class JobSpec(Resolved):
         if self.loss is not None:
             return self.loss.type
         return "supervised" if self.reinforcement is None else "reinforcement"
+
+    @property
+    def sampled_for(self) -> Literal["rewards", "teacher"] | None:
+        """What comes of its sampled answers: they get rewards, in reinforcement learning, or a
+        teacher says how likely their words are, in distillation. None: none are sampled.
+        """
+        if self.reinforcement is None:
+            return None
+        return "rewards" if self.loss is None else "teacher"
 
     @property
     def teacher(self) -> TeacherRef | None:

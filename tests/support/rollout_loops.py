@@ -149,7 +149,7 @@ class Place:
     def schedule(self) -> RolloutSchedule:
         return RolloutSchedule.of(self.spec, HEADER.training, HEADER.validation)
 
-    def loop(self) -> RolloutLoop:
+    def loop(self, teachers: Sampler | None = None) -> RolloutLoop:
         return RolloutLoop(
             self.job,
             self.run,
@@ -157,6 +157,7 @@ class Place:
             GraderContext(project="p"),
             self.told.append,
             self.stopped.is_set,
+            teachers=teachers,
         )
 
     def records(self) -> list[StepRecord]:

@@ -7,6 +7,7 @@ NAMES = (
         "FT_API_KEY",
         "FT_DATABASE_URL",
         "FT_INFERENCE_API_KEY",
+        "FT_TEACHER_API_KEY",
         "FT_MLFLOW_TOKEN",
         "FT_MLFLOW_TRACKING_URI",
         "FT_TRACKIO_TOKEN",

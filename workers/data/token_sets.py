@@ -87,7 +87,7 @@ def as_trained(
     are the same after the cut, and their jobs go on with them, since steps and order depend on the
     number. Raises DataError if none has anything to learn.
     """
-    split = spec.loss is None and spec.reinforcement is None and are_whole(samples)
+    split = spec.loss is None and spec.sampled_for is None and are_whole(samples)
     windows = in_windows(samples, spec.training.max_length) if split else samples
     usable = trainable(
         windows,

@@ -244,7 +244,7 @@ class RolloutLoop:
         assert options is not None, "the job's answers are sampled"
         self.options: ReinforcementOptions = options
         spec = self.job.spec
-        self.is_graded = spec.loss is None
+        self.is_graded = spec.sampled_for == "rewards"
         """Whether answers get rewards. Those of a student are compared with its teacher's."""
         model = PreviewModel(
             spec.model.path, spec.precision.model_dump(mode="json"), name=spec.model.name
@@ -495,7 +495,7 @@ class RolloutLoop:
             answers = self.agents.answers(self._weights(after), prompts, count, step)
         if self.options.beta and step > 0:
             answers = self._with_reference(prompts, answers, count)
-        if self._teacher is not None:
+        if self._teacher is not None and step > 0:
             answers = self._taught(self._teacher, prompts, answers, count)
         sampled_at = time.perf_counter()
         items = [prompt.item for _, prompt in prompts for _ in range(count)]

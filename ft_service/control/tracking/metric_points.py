@@ -158,7 +158,7 @@ def config(job: Job, spec: JobSpec) -> dict[str, Any]:
         # A grader may have the answers that are right, and both have addresses.
         **(
             {
-                "sampling" if spec.loss else "reinforcement": rl.model_dump(
+                "reinforcement" if spec.sampled_for == "rewards" else "sampling": rl.model_dump(
                     mode="json", exclude={"grader", "environment"}
                 )
             }

@@ -513,7 +513,7 @@ def test_the_exit_code_says_whether_anything_is_lost(ft: Ft, tmp_path: Path) -> 
     path.write_text(yaml.safe_dump(AXOLOTL | {"rl": "gdpo"}))
     refused = ft("convert", path, "--out", tmp_path / "spec.yaml")
     assert (refused.code, refused.out) == (64, "")
-    assert 'rl: "gdpo": supervised, dpo and kto are taken over.' in refused.err
+    assert 'rl: "gdpo": supervised, dpo, simpo, orpo and kto are taken over.' in refused.err
     assert not (tmp_path / "spec.yaml").exists()
     assert ft("convert", tmp_path / "absent.yaml").code == 64
 

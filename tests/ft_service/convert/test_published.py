@@ -12,7 +12,7 @@ import yaml
 from ft_service.convert import Conversion, convert_file
 from ft_service.convert.verdicts import NoEffect, Taken, ToCheck
 from ft_service.errors import SpecError
-from ft_service.spec import KtoOptions, parse_request
+from ft_service.spec import KtoOptions, OrpoOptions, SimpoOptions, parse_request
 
 FACTORY: dict[str, Any] = {
     **{
@@ -574,18 +574,11 @@ def test_a_program_is_told_apart_from_settings(tmp_path: Path) -> None:
     ("body", "says"),
     [
         *((FACTORY | {"stage": stage}, f'stage: "{stage}"') for stage in ("rm", "ppo", "other")),
-        *(
-            (LLAMA_DPO | {"rl": rl}, f'rl: "{rl}"')
-            for rl in ("orpo", "simpo", "grpo", "gdpo", "ebft")
-        ),
+        *((LLAMA_DPO | {"rl": rl}, f'rl: "{rl}"') for rl in ("grpo", "gdpo", "ebft")),
         (GPT_OSS | {"reward_model": True}, "reward_model: true"),
-        *(
-            (FACTORY_DPO | {"pref_loss": loss}, f'pref_loss: "{loss}"')
-            for loss in ("orpo", "simpo")
-        ),
-        (TRL | {"loss_type": "simpo"}, "loss_type=simpo is for ORPO, CPO or SimPO"),
+        (TRL | {"loss_type": "cpo"}, "loss_type=cpo is for CPO"),
         (TRL | {"center_rewards_coefficient": 0.01}, "is for reward modelling"),
-        (ORPO, "hub_model_id: zephyr-orpo-141b-A35b seems to be for ORPO"),
+        (TRL | {"output_dir": "out/qwen-cpo", "beta": 0.1}, "seems to be for CPO"),
         (TRL | {"output_dir": "out/qwen-rloo", "num_generations": 8}, "seems to be for RLOO"),
     ],
 )
@@ -624,6 +617,41 @@ def test_kto_is_taken_over_with_its_weights(
     found = converted(tmp_path, body).body["method"]
     options = parse_request({"model": "a", "training_file": "b", "method": found}).method
     assert options.loss_options() == KtoOptions(beta=beta, loss_type="kto", **WEIGHTS)
+
+
+SWIFT: dict[str, Any] = {"model": "org/base", "train_type": "lora", "dataset": "mine"}
+
+
+@pytest.mark.parametrize(
+    ("body", "options"),
+    [
+        (
+            TRL | {"loss_type": "simpo", "beta": 2.5, "simpo_gamma": 1.4},
+            SimpoOptions(beta=2.5, gamma=1.4),
+        ),
+        (TRL | {"simpo_gamma": 0.3}, SimpoOptions(beta=0.1, gamma=0.3)),
+        (LLAMA_DPO | {"rl": "simpo", "rl_beta": 2.0}, SimpoOptions(beta=2.0, gamma=0.5)),
+        (FACTORY_DPO | {"pref_loss": "simpo", "pref_beta": 2.0}, SimpoOptions(beta=2.0, gamma=0.5)),
+        (SWIFT | {"rlhf_type": "simpo"}, SimpoOptions(beta=2.0, gamma=1.0)),
+        (ORPO, OrpoOptions(beta=0.05)),
+        (TRL | {"orpo_alpha": 0.2}, OrpoOptions(beta=0.2)),
+        (LLAMA_DPO | {"rl": "orpo", "orpo_alpha": 0.3}, OrpoOptions(beta=0.3)),
+        (FACTORY_DPO | {"pref_loss": "orpo", "pref_beta": 0.4}, OrpoOptions(beta=0.4)),
+        (SWIFT | {"rlhf_type": "orpo"}, OrpoOptions(beta=0.1)),
+    ],
+)
+def test_simpo_and_orpo_are_taken_over(
+    body: dict[str, Any], options: SimpoOptions | OrpoOptions, tmp_path: Path
+) -> None:
+    found = converted(tmp_path, body).body["method"]
+    request = parse_request({"model": "a", "training_file": "b", "method": found})
+    assert request.method.loss_options() == options
+
+
+def test_simpo_with_cpos_supervised_term_says_that_it_is_lost(tmp_path: Path) -> None:
+    for weight, lost in ((0.0, False), (1.0, True)):
+        found = converted(tmp_path, LLAMA_DPO | {"rl": "simpo", "cpo_alpha": weight})
+        assert ("cpo_alpha" in found.open()) == lost
 
 
 def test_a_loss_without_z0_and_a_name_say_kto_too(tmp_path: Path) -> None:

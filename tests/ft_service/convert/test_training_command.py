@@ -120,10 +120,12 @@ def test_a_file_of_options_is_named() -> None:
 
 
 @pytest.mark.parametrize(
-    "text", ["trl orpo --beta 1", "python run_orpo.py", "accelerate launch examples/ppo.py"]
+    "text", ["trl cpo --beta 1", "python run_cpo.py", "accelerate launch examples/ppo.py"]
 )
 def test_other_methods_are_refused_by_the_command(text: str) -> None:
-    with pytest.raises(SpecError, match="is not converted: methods are sft, dpo, kto and grpo"):
+    with pytest.raises(
+        SpecError, match="is not converted: methods are sft, dpo, simpo, orpo, kto and"
+    ):
         training_programs(text, "train.sh")
 
 

@@ -98,7 +98,7 @@ def test_a_tuned_model_that_is_loaded_later_is_not_the_base() -> None:
     [
         ("import trl", "is a program, and none of Unsloth's"),
         ("x = (", "train.py, line 1: this is no Python"),
-        (LOAD + "ORPOTrainer()", "line 4: ORPOTrainer is not converted"),
+        (LOAD + "CPOTrainer()", "line 4: CPOTrainer is not converted"),
         (
             LOAD + "SFTTrainer()\nGRPOTrainer()",
             r"trains 2 times \(line 4: SFTTrainer; line 5: GRPOTrainer\)",

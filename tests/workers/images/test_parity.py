@@ -18,10 +18,8 @@ from tests.support.training.pictures import (
     save_pictured,
 )
 
-NOISY = {"qwen3_5": 2e-5}
-"""Types that are compared with their class in fp64, and how near they come in fp32: a recurrence
-over a longer sample rounds more.
-"""
+COMPLEX = ("llama4",)
+"""Types that cannot be computed in fp64: their turns are complex numbers of fp32."""
 SLOW = ("qwen2_vl", "qwen3_vl_moe", "smolvlm", "gemma4", "llama4", "pixtral")
 """Types that are computed as others are, but for what text passes too."""
 
@@ -32,9 +30,14 @@ def test_pictures_train_as_in_the_published_class_with_plain_peft(
 ) -> None:
     made = save_pictured(kind, tmp_path / "base")
     built = our_model(kind, made, tmp_path / "features")
-    truth = published_step(made, built, torch.float64 if kind in NOISY else torch.float32)
+    theirs = published_step(made, built)
+    truth, bound = theirs, BOUND
+    if kind not in COMPLEX:  # the class rounds too, and sums in an order of its own
+        truth = published_step(made, built, torch.float64)
+        bound = 3 * off(theirs, truth)
+        assert 1e-7 < bound < 5 * BOUND
     for packed in (False, True):
         alone = our_step(made, built, [[0], [1], [2], [3]], packed=packed)
         together = our_step(made, built, [[2, 0, 1], [3]], packed=packed)
         for step in (alone, together):
-            assert off(step, truth) < NOISY.get(kind, BOUND), (packed, off(step, truth))
+            assert off(step, truth) < bound, (packed, off(step, truth))

@@ -73,7 +73,7 @@ def test_embeddings_of_every_layer_are_refused(tmp_path: Path) -> None:
     with patch.dict(WHOLE, {"gemma 4": (kind, small)}):
         found = describe(str(save_whole_base("gemma 4", tmp_path)))
     assert found.images is None
-    assert "cannot be run" in str(found.no_images_because)
+    assert "(hidden_size_per_layer_input in config.json)" in str(found.no_images_because)
 
 
 def test_a_text_model_has_no_towers(tmp_path: Path) -> None:

@@ -1,7 +1,7 @@
 """What training for the form in which a model is served is worth: held-out loss of the sample task
 as trained, and merged and rounded, with precision.served_as and without.
 
-    python benchmarks/served_as.py [--seeds 7,8,9] [--rates 5e-4,4e-3] [--forms int4_g32,fp8]
+    python benchmarks/served_as.py [--seeds 7,8,9] [--rates 5e-4,4e-3] [--forms int4_g32,fp8,nvfp4,mxfp4,int8,8da4w]
     [--steps 60] [--anew]
 
 Trained are adapters of rank 16 on all linear layers of the sample base in bf16, computed in fp32,
@@ -18,6 +18,7 @@ import argparse
 import json
 import statistics
 import sys
+import time
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -44,7 +45,8 @@ from workers.base.load import adapters, load
 from workers.layers.linear import LoraLinear
 from workers.layers.segments import CURRENT
 from workers.model.build import build
-from workers.quant.served_forms import to_fp8, to_int4, values_of
+from workers.quant import mxfp4
+from workers.quant.served_forms import Codes, rounded, served_inputs, to_int4, values_of
 
 ROOT = Path(__file__).parent.parent
 DATA = ROOT / "examples/data"
@@ -67,7 +69,9 @@ class Row:
     as_trained: float
     """Held-out loss, nats."""
     merged: dict[str, float]
-    """Form → held-out loss of what `ft merge` writes."""
+    """Form → held-out loss of what `ft merge` or `ft export` writes."""
+    step_seconds: float | None = None
+    """Median over the steps; None: not measured."""
 
 
 def main() -> None:
@@ -75,7 +79,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("--seeds", default="7,8,9")
     parser.add_argument("--rates", default="5e-4,4e-3")
-    parser.add_argument("--forms", default="int4_g32,fp8")
+    parser.add_argument("--forms", default="int4_g32,fp8,nvfp4,mxfp4,int8,8da4w")
     parser.add_argument("--steps", type=int, default=60)
     parser.add_argument("--anew", action="store_true", help="ignore the results in the file")
     given = parser.parse_args()
@@ -115,7 +119,9 @@ def run(
     optimizer = torch.optim.AdamW(trained, lr=rate, weight_decay=0.0)
     generator = torch.Generator().manual_seed(seed)
     order = torch.randperm(len(train), generator=generator).tolist()
+    took = []
     for step in range(steps):
+        began = time.perf_counter()
         share = min((step + 1) / WARMUP, (steps - step) / steps)
         optimizer.param_groups[0]["lr"] = rate * share
         chosen = [train[order[(step * BATCH + i) % len(train)]] for i in range(BATCH)]
@@ -123,9 +129,11 @@ def run(
         nn.utils.clip_grad_norm_(trained, 1.0)
         optimizer.step()
         optimizer.zero_grad()
+        took.append(time.perf_counter() - began)
+    seconds = round(statistics.median(took), 4)
     as_trained = mean_loss(model, held_out)
     if form != "plain":
-        return Row(form, rate, seed, as_trained, {form: as_trained})
+        return Row(form, rate, seed, as_trained, {form: as_trained}, seconds)
     bases = {
         layer: layer.base_layer.weight.detach().clone()  # pyright: ignore
         for layer in model.modules()
@@ -134,21 +142,33 @@ def run(
     merged = {}
     for other in forms:
         merge(bases, other)
+        hooks = [
+            layer.register_forward_pre_hook(
+                lambda _, given, other=other: (served_inputs(given[0], other), *given[1:])
+            )
+            for layer in bases
+        ]
         merged[other] = mean_loss(model, held_out)
-    return Row(form, rate, seed, as_trained, merged)
+        for hook in hooks:
+            hook.remove()
+    return Row(form, rate, seed, as_trained, merged, seconds)
 
 
 @torch.no_grad()
 def merge(bases: dict[LoraLinear, Any], form: str) -> None:
     """Put what `ft merge` writes of a plain adapter in place of each layer's base."""
-    group = SERVED_FORMS[form].group  # pyright: ignore
     for layer, base in bases.items():
         a, b = (getattr(layer, name)["default"].weight for name in ("lora_A", "lora_B"))
         scale = layer.lora_alpha["default"] / layer.r["default"]
         rows = base.float() + scale * (b @ a)
-        codes = to_int4(rows, group) if group else to_fp8(rows)
+        if form.startswith("int4"):
+            codes = to_int4(rows, SERVED_FORMS[form].group)  # pyright: ignore
+        elif form == "mxfp4":
+            codes = Codes(*mxfp4.quantize(rows))
+        else:
+            codes = rounded(rows, form)  # pyright: ignore
         weight: Any = layer.base_layer.weight
-        weight.copy_(values_of(*codes))
+        weight.data = values_of(*codes)
         layer.scaling["default"] = 0.0
 
 
@@ -222,7 +242,9 @@ def means(rows: list[Row]) -> list[dict[str, Any]]:
         plain = {
             row.seed: row
             for row in rows
-            if (row.rate, row.trained_for) == (rate, "plain") and row.seed in own
+            if (row.rate, row.trained_for) == (rate, "plain")
+            and row.seed in own
+            and form in row.merged
         }
         if not plain:
             continue
@@ -242,12 +264,23 @@ def means(rows: list[Row]) -> list[dict[str, Any]]:
                 "plain_as_trained": as_trained,
                 "plain_merged": afterwards,
                 "trained_for_it": served,
+                "step_time": _ratio([own[s] for s in plain], list(plain.values())),
                 "better_on_seeds": sum(
                     own[seed].as_trained < row.merged[form] for seed, row in plain.items()
                 ),
             }
         )
     return found
+
+
+def _ratio(ours: list[Row], plain: list[Row]) -> float | None:
+    """Median seconds of a step next to those without rounding, in the same process."""
+    medians = [
+        [row.step_seconds for row in rows if row.step_seconds is not None] for rows in (ours, plain)
+    ]
+    if not all(medians):
+        return None
+    return round(statistics.median(medians[0]) / statistics.median(medians[1]), 3)
 
 
 if __name__ == "__main__":

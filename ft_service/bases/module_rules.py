@@ -540,7 +540,10 @@ def refuse_served(
     odd = [name for name, width in widths.items() if group and width % group]
     bare = [name for name in widths if name not in adapted]
     if experts:
-        why = "the base is a mixture of experts, which is merged to bf16 only"
+        why = (
+            "the base is a mixture of experts, whose stacks multiply base and adapter apart, in "
+            "kernels that round no sum"
+        )
     elif odd:
         fit = [
             other

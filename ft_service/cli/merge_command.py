@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+from collections.abc import Mapping
 from enum import StrEnum
 from pathlib import Path
 from typing import Annotated, Any
@@ -15,9 +16,11 @@ from ft_service.cli.jobs.adapter_argument import find_adapter
 from ft_service.cli.local_store import settings_with_models
 from ft_service.cli.output import Json, print_fields, print_json, print_note, print_text
 from ft_service.errors import FtError, SpecError
+from ft_service.rundir.evaluations import BOUND
 from ft_service.rundir.manifest import MANIFEST, spec_beside
 from ft_service.rundir.verify import CONFIG, read_manifest, verify
 from ft_service.serving.worker_tasks import run_worker
+from ft_service.spec import SERVED_FORMS
 
 
 class MergeFormat(StrEnum):
@@ -113,6 +116,7 @@ def loss_fields(report: dict[str, Any]) -> list[tuple[str, str | None]]:
             (title, f"{losses[name]:.4f}" if name in losses else None)
             for name, title in names.items()
         ),
+        ("advice", _advice(report["to"], losses)),
         ("losses", f"not measured: {report['reason']}" if report.get("reason") else None),
         (
             "rounding",
@@ -120,6 +124,22 @@ def loss_fields(report: dict[str, Any]) -> list[tuple[str, str | None]]:
             f"{rounding['relative_to_update']:.1%} of the update",
         ),
     ]
+
+
+def _advice(to: str, losses: Mapping[str, float]) -> str | None:
+    """What to do about a loss that rounding has raised by more than the bound; None: nothing."""
+    forms = [
+        name for name, form in SERVED_FORMS.items() if to in (form.merged_to, form.exported_as)
+    ]
+    if not forms or "merged" not in losses:
+        return None
+    lost = losses["merged"] - losses["adapter_on_base_as_trained"]
+    if lost <= BOUND:
+        return None
+    return (
+        f"rounding costs {lost:.4f} nats, more than {BOUND}: train with precision.served_as: "
+        f"{' or '.join(forms)}, which learns with the rounded weights"
+    )
 
 
 def _show(report: dict[str, Any], out: Path) -> None:

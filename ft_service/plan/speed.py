@@ -250,7 +250,8 @@ def launch_seconds(rounds: int, layers: int, mode: str, *, gpu: bool) -> float:
 
 
 def served_seconds(job: ShardedJob, machine: Machine) -> float:
-    """Seconds of one pass of rounding all weights with their adapters; 0: the job rounds none.
+    """Seconds of one pass of rounding all weights with their adapters, the mean over all steps; 0:
+    the job rounds none.
 
     The bytes that it moves, and the products of B and A, which are summed up in fp64.
     """
@@ -261,7 +262,8 @@ def served_seconds(job: ShardedJob, machine: Machine) -> float:
     summed = sum(2 * a.rows * a.cols * a.r for a in job.adapters if not a.whole)
     share = FP64_SHARE_OF_PROCESSOR if machine.shared_memory else FP64_SHARE
     flops = share * (machine.flops_in(job.spec.precision.compute) or math.inf)
-    return SERVED_MOVED_BYTES * numel / machine.memory_bandwidth + summed / flops
+    seconds = SERVED_MOVED_BYTES * numel / machine.memory_bandwidth + summed / flops
+    return (1 - job.spec.precision.served_from_step) * seconds
 
 
 def dequantised_bytes(job: ShardedJob, left_out: Collection[Weight] = ()) -> int:

@@ -113,6 +113,11 @@ SERVED = "served.json"
 AS_TRAINED = "as_trained"
 ADAPTER_ON_BF16 = "adapter_on_bf16_base"
 MERGED = "merged"
+BOUND = 0.02
+"""Nats by which a loss may be higher than as trained: 2 % of perplexity, more than NF4 itself
+usually costs a base. What is beyond is not rounding: the adapter has learned to compensate for the
+format that it was trained on; or, where the sum was rounded, it was not trained for that form.
+"""
 
 
 class ServedQuality(_QualityDocument):

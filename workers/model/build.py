@@ -157,7 +157,7 @@ def _refuse_served(
     linears = merged_linears(
         model,
         frozenset(names),
-        SERVED_FORMS[form].exported_as,
+        SERVED_FORMS[form].merged_to or form,
         param="precision.served_as",
         instead="leave precision.served_as out",
     )

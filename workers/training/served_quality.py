@@ -27,6 +27,7 @@ from ft_service.host.hardware import available_memory
 from ft_service.rundir.evaluations import (
     ADAPTER_ON_BF16,
     AS_TRAINED,
+    BOUND,
     MERGED,
     ServedQuality,
     finite_nats,
@@ -61,11 +62,6 @@ NAMES = {AS_TRAINED: "as trained", ADAPTER_ON_BF16: "on the base in bf16", MERGE
 MOST_SAMPLES = 64
 """Most samples of the validation file that are compared: the same for all three, which then differ
 by the weights alone.
-"""
-BOUND = 0.02
-"""Nats by which a loss may be higher than as trained: 2 % of perplexity, more than NF4 itself
-usually costs a base. What is beyond is not rounding: the adapter has learned to compensate for the
-format that it was trained on.
 """
 GIB = 1024**3
 

@@ -22,6 +22,31 @@ REPORT = {
 }
 
 
+@pytest.mark.parametrize(
+    ("to", "loss", "named"),
+    [
+        ("nvfp4", 1.53, "precision.served_as: nvfp4, which"),
+        ("merged-int4", 1.53, "int4_g128 or int4_g64 or int4_g32, which"),
+        ("torchao-8da4w", 1.53, "precision.served_as: 8da4w"),
+        ("nvfp4", 1.51, None),
+        ("bf16", 1.53, None),
+        ("gguf", 1.53, None),
+    ],
+)
+def test_a_loss_by_rounding_beyond_the_bound_is_met_with_advice(
+    to: str, loss: float, named: str | None
+) -> None:
+    losses = {**REPORT["validation_loss"], "merged": loss}
+    fields = dict(merge_command.loss_fields({**REPORT, "to": to, "validation_loss": losses}))
+    advice = fields["advice"]
+    if named is None:
+        assert advice is None
+    else:
+        assert advice is not None
+        assert advice.startswith("rounding costs 0.0300 nats, more than 0.02: ")
+        assert named in advice
+
+
 @pytest.fixture
 def calls(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     """What the worker was asked; it answers REPORT."""

@@ -81,7 +81,7 @@ def test_what_converting_takes_over_is_what_a_refusal_recommends() -> None:
         ({"training": {"fp16": True}}, "training.fp16: there is no such option; did you mean "
         "precision.compute?"),
         ({"training": {"optim": "paged_adamw_8bit"}}, "training.optim = 'paged_adamw_8bit': must "
-        "be adamw_torch."),
+        "be adamw_torch or adamw_8bit; did you mean adamw_8bit?"),
         ({"qux": 1}, "qux: there is no such option. Check its spelling, or leave it out."),
         ({"precision": {"compute": "float32"}}, "precision.compute = 'float32': must be bf16 or "
         "fp32; did you mean fp32?"),

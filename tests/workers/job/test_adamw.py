@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
+from ft_service.kernel_limits import moments_bytes
 from ft_service.spec import TrainingOptions
 from tests.support.ranks import run_on_ranks
 from workers.job.training_state import JobState, Validations
@@ -251,6 +252,9 @@ def test_moments_in_8_bits_are_the_same_on_any_number_of_ranks() -> None:
     assert of_one["exp_avg_sq_scales/0"].shape == (5, 3)
     assert of_one["exp_avg_scales/1"].shape == (7, 1)
     assert of_one["exp_avg/2"].dtype == torch.float32
+    held = sum(own.nbytes for name, own in of_one.items() if name.startswith("exp_avg"))
+    sizes = [(5, 300), (7, 8), (6, 1)]
+    assert held == sum(moments_bytes(*size, in_8_bits=True) for size in sizes)
     for world in (2, 3):
         for _, found in run_on_ranks(in_8_bits, world):
             assert found.keys() == of_one.keys()

@@ -18,9 +18,9 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.nn import functional as F
 
 from ft_service import kernel_limits
-from ft_service.spec import SERVED_FORMS, ServedAs
+from ft_service.spec import SERVED_FORMS, PrecisionOptions, ServedAs
 from workers.layers.linear import FrozenLinear
-from workers.layers.served import ServedLinear
+from workers.layers.served import ServedLinear, first_rounded_step, unrounded
 from workers.quant import served_forms
 from workers.quant.served_forms import (
     AdapterFactors,
@@ -173,6 +173,24 @@ def test_backward_keeps_no_rounded_weight_and_compute_in_bf16_rounds_the_adapter
     assert torch.equal(found, F.linear(x, values.bfloat16()) + bias)
     found.sum().backward()
     assert (served.lora_B["default"].weight.grad != 0).any()
+
+
+def test_before_its_step_a_layer_multiplies_base_and_adapter_as_they_are() -> None:
+    served, base = layer("nvfp4", None, torch.float32)
+    a, b = (getattr(served, name)["default"].weight for name in ("lora_A", "lora_B"))
+    x = drawn(6, COLS, seed=4)
+    bias = served.base_layer.bias
+    sums = F.linear(x, base + SCALE * (b @ a), bias)
+    rounded_sums = served(x)
+    with unrounded(nn.Sequential(served), True):
+        assert torch.allclose(served(x), sums, atol=1e-5)
+    with unrounded(nn.Sequential(served), False):
+        assert torch.equal(served(x), rounded_sums)
+    assert torch.equal(served(x), rounded_sums)
+    assert not torch.allclose(rounded_sums, sums, atol=1e-2)
+    options = PrecisionOptions(served_as="fp8", served_from_step=0.25)
+    assert [first_rounded_step(options, steps) for steps in (1, 3, 10)] == [0, 0, 2]
+    assert first_rounded_step(PrecisionOptions(), 10) == 0
 
 
 @pytest.mark.parametrize("form", FORMS)

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import json
 import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from compressed_tensors.compressors.mxfp4 import MXFP4PackedCompressor
+from compressed_tensors.compressors.nvfp4 import NVFP4PackedCompressor
 from compressed_tensors.compressors.pack_quantized.helpers import unpack_from_int32
+from compressed_tensors.quantization import QuantizationScheme
 from safetensors.torch import load_file
 from torch import Tensor
 from transformers import AutoModelForCausalLM
@@ -28,6 +32,8 @@ from workers.layers.served import ServedLinear
 from workers.quant.served_forms import AdapterFactors, rounded_rows, values_of
 from workers.tasks.fidelity import with_adapter
 from workers.tasks.merge import merge, restore_codes
+
+FP4 = {"nvfp4": NVFP4PackedCompressor, "mxfp4": MXFP4PackedCompressor}
 
 
 @pytest.fixture(scope="module")
@@ -108,12 +114,21 @@ def test_merging_writes_the_codes_by_which_training_has_multiplied(
         plain = AutoModelForCausalLM.from_pretrained(tmp_path / "plain", dtype=torch.float32)
         assert difference(logits(plain), ours) < 1e-6
     loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "out", dtype=torch.float32)
-    loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "out", dtype=torch.float32)
-    if to in ("nvfp4", "mxfp4"):  # whose values are numbers of bf16, as it multiplies them out
+    if to in FP4:  # whose values are numbers of bf16, in which they are multiplied out
+        config = json.loads((tmp_path / "out/config.json").read_text())["quantization_config"]
+        scheme = QuantizationScheme.model_validate(config["config_groups"]["group_0"])
         for name in layers:
-            theirs = loaded.get_submodule(name).weight
+            own = {
+                key.removeprefix(f"{name}."): tensor
+                for key, tensor in held.items()
+                if key.startswith(f"{name}.")
+            }
+            theirs = FP4[to].decompress(own, scheme)["weight"]
             assert torch.equal(theirs.float(), stock.get_submodule(name).weight)
+        loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "out", dtype=torch.bfloat16)
+        assert difference(logits(loaded), ours) < 0.03
         return
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "out", dtype=torch.float32)
     bound = 5e-3 if to == "int4" else 0.1  # values rounded to bf16; inputs rounded to FP8
     assert difference(logits(loaded), ours) < bound
 

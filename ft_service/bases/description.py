@@ -232,7 +232,7 @@ class Description:
     """Why samples are padded and not packed; None: they are packed."""
     whole_because: str | None = None
     """Why ranks cannot share a sample (distributed.context_parallel), as the end of a sentence;
-    None: they can, if they divide its attention heads.
+    None: they can.
     """
     not_adapted: Mapping[str, str] = field(default_factory=dict[str, str])
     """Full name of a linear layer that cannot have an adapter → reason."""

@@ -479,9 +479,9 @@ class DistributedOptions(Strict):
     context_parallel: Annotated[int, Field(ge=1, le=64)] | Literal["auto"] = "auto"
     """Ranks that share each sample, or packed row: each has a part of its tokens, and for attention
     all tokens of some heads (Ulysses). For samples that do not fit on one rank. Must divide
-    nproc_per_node and the base's attention heads. Results are the same but for rounding. Bases
-    whose layers mix tokens otherwise than by attention, images, reinforcement, distillation and
-    jobs of Tinker's clients need 1; a job with more shares no engine. "auto": 1, or if the longest
+    nproc_per_node. Results are the same but for rounding. Bases whose layers scan a state space or
+    choose keys by an indexer, images, reinforcement, distillation and jobs of Tinker's clients need
+    1; a job with more shares no engine. "auto": 1, or if the longest
     sample does not fit so, the fewest ranks with which it does.
     """
     offload: bool = False

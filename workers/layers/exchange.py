@@ -59,9 +59,9 @@ def with_all_heads(out: Tensor, heads: int, groups: int, ranks: int) -> Tensor:
     shares = head_shares(heads, groups, ranks)
     given = exchange(out.unflatten(1, (ranks, -1)).movedim(1, 0)).movedim(0, 2).flatten(2, 3)
     given = given[:, :, : groups * shares.in_group]
-    if groups * shares.in_group == heads:
-        return given
-    return given.unflatten(2, (groups, -1))[:, :, :, : heads // groups].flatten(2, 3)
+    if groups * shares.in_group > heads:
+        given = given.unflatten(2, (groups, -1))[:, :, :, : heads // groups].flatten(2, 3)
+    return given.contiguous()  # layers look at it as [rows, length, heads · d]
 
 
 def padded_heads(values: Tensor, groups: int, shares: HeadShares) -> Tensor:

@@ -148,9 +148,7 @@ class _BySegment:
             len(done[0]) - 1
         )
 
-    def _with_taps_before(
-        self, part: RowPart, first: Tensor, *args: Any, **kwargs: Any
-    ) -> Tensor:
+    def _with_taps_before(self, part: RowPart, first: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         """A convolution of the part, given the tokens before it that its taps reach."""
         weight = args[0] if args else kwargs["weight"]
         before = weight.shape[-1] - 1

@@ -505,7 +505,7 @@ def main() -> None:
 def _walked(way: str, tasks: Sequence[str]) -> dict[str, Result]:
     """Do the tasks one way, on a server of its own."""
     with ExitStack() as stack:
-        folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
+        folder = Path(stack.enter_context(tempfile.TemporaryDirectory(ignore_cleanup_errors=True)))
         (files := folder / "files").mkdir()
         (models := folder / "models").mkdir()
         shutil.copytree(SAMPLE, models / "tiny-llama")

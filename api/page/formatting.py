@@ -11,7 +11,7 @@ from decimal import Decimal
 from typing import Any
 from urllib.parse import quote
 
-from markupsafe import Markup
+from markupsafe import Markup, escape
 
 from api.page.job_form import SECTIONS
 from ft_service.money import energy_text, grams_text, micros, money_text
@@ -155,6 +155,17 @@ def segment(text: object) -> str:
     return quote(str(text), safe="")
 
 
+def coded(text: str) -> Markup:
+    """Return a sentence with what stands between backticks as code."""
+    parts = str(text).split("`")
+    if len(parts) % 2 == 0:  # one of them has no other end
+        return escape(text)
+    return Markup("").join(
+        Markup("<code>{}</code>").format(part) if place % 2 else escape(part)
+        for place, part in enumerate(parts)
+    )
+
+
 def breakable(name: str) -> Markup:
     """Return a name that breaks lines after underscores only."""
     return Markup("_<wbr>").join(name.split("_"))
@@ -281,7 +292,8 @@ def row_key(
     """
     if job["status"] not in ENDED or job["phase"]:
         return None
-    return (job["id"], job["status"], job["finished_at"], tuple(losses or ()), foreign)
+    seen = job["id"], job["status"], job["finished_at"], job.get("name")
+    return (*seen, tuple(losses or ()), foreign)
 
 
 def option_text(value: Any) -> str:
@@ -344,7 +356,7 @@ FILTERS: Mapping[str, Callable[..., str]] = {
     function.__name__: function
     for function in (
         *(number, percent, money, energy, duration, moment, plain_time, segment),
-        *(breakable, option_text),
+        *(breakable, coded, option_text),
     )
 } | {"bytes": byte_text, "counted": counted, "grams": grams_text}
 GLOBALS: Mapping[str, Any] = {

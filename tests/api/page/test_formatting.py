@@ -7,6 +7,22 @@ import pytest
 from api.page import formatting
 
 
+def test_the_row_of_a_job_that_is_over_is_made_again_once_it_is_called_otherwise() -> None:
+    job = {"id": "ftjob-1", "status": "succeeded", "finished_at": 1, "phase": None, "name": None}
+    before = formatting.row_key(job, [1.0], foreign=False)
+    assert before is not None
+    assert formatting.row_key(dict(job), [1.0], foreign=False) == before
+    assert formatting.row_key(job | {"name": "refunds"}, [1.0], foreign=False) != before
+
+
+def test_what_stands_between_backticks_is_code_and_the_rest_is_text() -> None:
+    told = "No process moves jobs now: `ft serve` or `ft <x>` does."
+    assert formatting.coded(told) == (
+        "No process moves jobs now: <code>ft serve</code> or <code>ft &lt;x&gt;</code> does."
+    )
+    assert formatting.coded("<b> `alone") == "&lt;b&gt; `alone"
+
+
 def test_numbers_and_times_in_few_characters() -> None:
     assert [
         formatting.number(value) for value in (None, 3, 1234567, 0.30001, 2e-4, 0.0, 123456.7)

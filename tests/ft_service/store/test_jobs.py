@@ -60,6 +60,8 @@ def test_every_field_comes_back(store):
         seen_tokens=19,
         max_cost=10**12,
         price=2_500_000,
+        name="refunds, cleaned",
+        note="half the data",
         currency="EUR",
         grams_per_kwh=340.5,
         cost=2**40,

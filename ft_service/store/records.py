@@ -225,7 +225,8 @@ class Claim:
     """The right to act for a job until the lease ends. Every write under it checks `token`."""
 
     job: Job
-    token: str
+    token: str | None
+    """None: nobody has the right; what a job has reported may be stored unless somebody has."""
     now: float
     """Database time of the claim."""
 

@@ -392,8 +392,8 @@ class ServiceStatistics:
     oldest_queued_seconds: float
     """Waiting time of the job that waits longest; 0: no job waits."""
     overdue_seconds: float
-    """Time since the last look at the job that was looked at longest ago, of those that need
-    attention; 0: there is none.
+    """Time since a look was noted at the job for which that is longest ago, of those that need
+    attention: a look that changes nothing is noted every ten seconds. 0: there is none.
     """
     slots_in_use: dict[str, int]
     """Host → slots that jobs hold."""

@@ -5,6 +5,7 @@ command line.
 from __future__ import annotations
 
 import json
+import logging
 from pathlib import Path
 
 from ft_service.errors import ConflictError, SpecError
@@ -12,6 +13,8 @@ from ft_service.host.running_servers import write_private
 from ft_service.settings import Settings
 from ft_service.store.records import Principal
 from ft_service.store.sql import Store
+
+log = logging.getLogger(__name__)
 
 PROJECT = "default"
 
@@ -28,6 +31,13 @@ def prepare(settings: Settings, store: Store) -> str | None:
     """
     store.projects.ensure_project(PROJECT, settings.organization)
     store.projects.name_organization(PROJECT, settings.organization)
+    if ended := store.keys.end_old_keys():
+        log.warning(
+            "%d keys would have lived longer than FT_MAX_KEY_DAYS = %g: they end so long after they "
+            "were made",
+            ended,
+            settings.max_key_days,
+        )
     path = settings.home / "credentials"
     if settings.launcher == "kubernetes":
         for left in (path, *settings.home.glob(f".{path.name}-*")):

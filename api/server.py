@@ -149,7 +149,7 @@ def serve(
         key = prepare(settings, store)
         store.keep_reserve()
         _remove_stale_uploads(settings.files_dir)
-        web = _web_server(app, settings.max_connections)
+        web = _web_server(app, settings.max_connections, settings.trusted_proxies)
         others = living_servers(settings.home)
         stack.enter_context(announced(settings.home, url, settings.model_folders()))
 
@@ -239,6 +239,7 @@ def _opened(settings: Settings) -> Iterator[Store]:
     store = open_store(settings.resolved_database_url(), DatabaseLimits.of(settings))
     try:
         store.check()
+        store.keep_rules(settings)
         yield store
     finally:
         store.close()
@@ -299,7 +300,7 @@ def _background_work(
     return work
 
 
-def _web_server(app: Any, max_connections: int) -> uvicorn.Server:
+def _web_server(app: Any, max_connections: int, trusted_proxies: str = "") -> uvicorn.Server:
     config = uvicorn.Config(
         app,
         http=limited(possible_connections(max_connections)),
@@ -307,8 +308,8 @@ def _web_server(app: Any, max_connections: int) -> uvicorn.Server:
         log_level="warning",
         access_log=False,
         server_header=False,
-        # nothing here depends on the client's address or the name of the server
-        proxy_headers=False,
+        proxy_headers=bool(trusted_proxies),
+        forwarded_allow_ips=trusted_proxies,
         timeout_graceful_shutdown=_STREAM_GRACE_SECONDS,
     )
     return uvicorn.Server(config)

@@ -2,19 +2,26 @@
 seconds and statements.
 
     python benchmarks/reconciler.py [--running 100 1000] [--projects 200] [--waiting 1000] [--rounds
-    5] [--reporting 0 0.1 1]
+    5] [--reporting 0 0.1 1] [--held 60]
 
 Attempts exist in memory only, so what is measured is the reconciler and its database: SQLite, and a
 PostgreSQL of its own. One slot is free, and every waiting job needs two, so that the queue is
 searched and nothing starts. In a round each running job is looked at once; of a share of them there
 is a step to store. The limit is a second of CPU, of both processes together, for the round: by then
 a job of a place with a core for each is looked at about every second.
+
+`--held SECONDS`: then, on PostgreSQL, the reconciler runs for so long with its own intervals while a
+transaction is open that keeps every dead row (a dump, a replica that hangs), a tenth of the running
+jobs report a step each second, and a user lists a project's jobs: how old the oldest look is, what a
+list takes, and by how much the table of jobs and its indexes grow in an hour.
 """
 
 from __future__ import annotations
 
 import argparse
+import itertools
 import os
+import statistics
 import sys
 import tempfile
 import time
@@ -30,7 +37,7 @@ import psutil
 from sqlalchemy import event, insert, text, update
 
 from benchmarks.machine import machine, save
-from ft_service.control.jobs.reconciler import Reconciler
+from ft_service.control.jobs.reconciler import IDLE_SECONDS, POLL_SECONDS, Reconciler
 from ft_service.jobs.states import Job, Phase, Running, State
 from ft_service.rundir.events import Event, Metrics, write_segment
 from ft_service.spec import StoredSpec
@@ -52,6 +59,7 @@ def main() -> None:
     parser.add_argument("--waiting", type=int, default=1000)
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--reporting", type=float, nargs="+", default=[0.0, 0.1, 1.0])
+    parser.add_argument("--held", type=float, default=0.0)
     options = parser.parse_args()
     result: dict[str, Any] = machine() | {
         "projects": options.projects,
@@ -64,6 +72,8 @@ def main() -> None:
         for running in options.running
         for row in rounds_of(kind, running, options)
     ]
+    if options.held:
+        result["held"] = [_print(held_of(running, options)) for running in options.running]
     save("reconciler", result)
 
 
@@ -108,6 +118,7 @@ def one_round(
     """CPU seconds and statements until every running job was looked at."""
     with store.writing() as connection:
         connection.execute(update(jobs).where(jobs.c.phase.is_not(None)).values(looked_at=1.0))
+    reconciler._next_round.restart(0.0)
     asked = []
 
     def note(*given: Any) -> None:
@@ -134,6 +145,85 @@ def one_round(
         "statements": len(asked),
         "steps": steps,
     }
+
+
+def held_of(running: int, options: argparse.Namespace) -> dict[str, Any]:
+    with ExitStack() as stack:
+        folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="ft-reconciler-")))
+        url, server = stack.enter_context(database("postgresql", folder))
+        migrate(url)
+        store = open_store(url)
+        stack.callback(store.close)
+        launcher = FakeLauncher(running + 1, host=HOST)
+        fill(store, launcher, running, options)
+        with store.writing() as connection:
+            connection.execute(
+                update(jobs).where(jobs.c.phase.is_not(None)).values(looked_at=time.time())
+            )
+        reconciler = new_reconciler(folder, store, launcher, idle_seconds=IDLE_SECONDS)
+        stack.callback(reconciler.close)
+        holder = stack.enter_context(store.reading())
+        holder.execute(text("SELECT txid_current()"))  # an id of its own keeps the horizon
+        before = sizes(store)
+        written: dict[int, int] = {}
+        lists: list[float] = []
+        ages: list[float] = []
+        rounds: list[float] = []
+        """When each round began: a job is looked at once in a round."""
+        own = time.process_time() + server_seconds(server)
+        began = next_second = time.monotonic()
+        step = 0
+        while (now := time.monotonic()) < began + options.held:
+            if now >= next_second:
+                next_second += 1.0
+                first = step % 10
+                report(folder, range(first, running, 10), written)
+                step += 1
+                asked = time.perf_counter()
+                store.jobs.list_jobs(f"proj_{step % options.projects}", limit=20)
+                lists.append(1000 * (time.perf_counter() - asked))
+                ages.append(store.statistics().overdue_seconds)
+            begins = reconciler._next_round._next
+            did = reconciler.step()
+            if reconciler._next_round._next != begins:
+                rounds.append(time.monotonic())
+            if not did:
+                time.sleep(min(POLL_SECONDS, max(0.0, next_second - time.monotonic())))
+        seconds = time.monotonic() - began
+        own = time.process_time() + server_seconds(server) - own
+        after = sizes(store)
+        grown = {name: after[name] - before[name] for name in after}
+        return {
+            "held_s": round(seconds),
+            "running": running,
+            "waiting": options.waiting,
+            "cpu_share": round(own / seconds, 2),
+            "between_looks_s": round(
+                statistics.median(b - a for a, b in itertools.pairwise(rounds)), 2
+            ),
+            "oldest_note_s": round(max(ages), 1),
+            "list_p50_ms": round(statistics.median(lists), 1),
+            "updates_s": round(grown["updates"] / seconds),
+            "hot": round(grown["hot"] / max(1, grown["updates"]), 2),
+            "table_mib_hour": round(grown["table"] / 2**20 * 3600 / seconds),
+            "indexes_mib_hour": round(grown["indexes"] / 2**20 * 3600 / seconds),
+        }
+
+
+def sizes(store: Store) -> dict[str, int]:
+    """Updates of the table of jobs, those of them that were HOT, and the bytes of it and its
+    indexes.
+    """
+    query = (
+        "SELECT n_tup_upd, n_tup_hot_upd, pg_table_size('jobs'), pg_indexes_size('jobs') "
+        "FROM pg_stat_user_tables WHERE relname = 'jobs'"
+    )
+    time.sleep(1.5)  # by then processes have told their counts
+    with store.writing() as connection:
+        connection.execute(text("SELECT pg_stat_force_next_flush()"))
+    with store.reading() as connection:
+        row = connection.execute(text(query)).one()
+    return dict(zip(("updates", "hot", "table", "indexes"), row, strict=True))
 
 
 def server_seconds(server: psutil.Process | None) -> float:

@@ -320,6 +320,23 @@ class Settings(BaseSettings):
 
     None: for ever.
     """
+    audit_log: str = ""
+    """Where each entry of the audit log is also written, as a line of JSON, once its change is
+    stored: a file, to which lines are appended, or `stdout` for what reads a container's output.
+    Each process writes its own: the server, the reconciler and, to a file only, commands that
+    change this machine's database. Empty: nowhere.
+    """
+    max_key_days: float | None = Field(default=None, gt=0, le=3650)
+    """Longest life of an API key in days. A key that is made without an end ends then, and one that
+    is to live longer is refused. Keys that are older than that, counted from when they were made,
+    end when the server starts; raising the number later does not bring them back. Keys of scope
+    `metrics` may live longer. Keys are renewed by `ft keys rotate`. None: no limit.
+    """
+    trusted_proxies: str = ""
+    """Addresses or networks of the proxies in front of the server, separated by commas, whose
+    X-Forwarded-For and X-Forwarded-Proto are believed: the audit log then names the client's
+    address, not the proxy's. `*`: whoever connects. Empty: none.
+    """
     stored_chats_days: float | None = Field(default=None, gt=0, le=3650)
     """Days for which chat completions and responses with `store: true` are kept, for their project
     alone, so that data can be made of chats and conversations go on. None: none is kept, and such

@@ -21,7 +21,7 @@ WORKFLOWS = sorted((ROOT / ".github/workflows").glob("*.yml"))
 _USES = re.compile(r"uses: (.*)")
 _PINNED = re.compile(r"[\w.-]+/[\w./-]+@[0-9a-f]{40} # v\d+\.\d+\.\d+")
 _EXPRESSION = re.compile(r"\$\{\{\s*(.*?)\s*\}\}")
-_CONTEXTS = ("github.", "vars.", "secrets.", "matrix.", "env.", "steps.")
+_CONTEXTS = ("github.", "vars.", "secrets.", "matrix.", "env.", "steps.", "runner.arch")
 
 
 def _jobs(path: Path) -> dict[str, dict[str, Any]]:
@@ -137,6 +137,40 @@ def test_nothing_is_published_for_good_before_the_images() -> None:
         assert {"wheel", "images"} <= set(jobs[name]["needs"]), name
     for name in ("publish-wheel", "release", "site"):
         assert "!failure() && !cancelled()" in jobs[name]["if"], name
+
+
+def test_images_are_of_both_architectures_on_a_base_by_digest_and_the_chart_stands_beside_them() -> (
+    None
+):
+    jobs = _jobs(ROOT / ".github/workflows/release.yml")
+    assert jobs["builds"]["strategy"]["matrix"] == {
+        "image": ["api", "worker"],
+        "runner": ["ubuntu-24.04", "ubuntu-24.04-arm"],
+    }
+    (build,) = [
+        step["with"] for step in jobs["builds"]["steps"] if "context" in step.get("with", {})
+    ]
+    assert build["build-args"] == "PYTHON_IMAGE=${{ steps.base.outputs.image }}"
+    assert build["tags"].endswith("-${{ runner.arch }}")
+    joined = next(step["run"] for step in jobs["images"]["steps"] if step.get("id") == "build")
+    assert '--tag "$image" "$image-X64" "$image-ARM64"' in joined
+    bases = [
+        re.findall(r"^ARG PYTHON_IMAGE=(.+)$", path.read_text(), re.MULTILINE)
+        for path in sorted((ROOT / "deploy/containers").glob("*.Dockerfile"))
+    ]
+    assert len(bases) == 2
+    assert bases[0] == bases[1], "the release looks its digest up once"
+    push = jobs["publish-chart"]
+    assert push["needs"] == ["chart", "images"]
+    assert "helm push" in push["steps"][-1]["run"]
+
+
+def test_known_holes_are_looked_for_every_night() -> None:
+    runs = [
+        step.get("run", "")
+        for step in _jobs(ROOT / ".github/workflows/nightly.yml")["known-holes"]["steps"]
+    ]
+    assert "pip-audit --requirement constraints.txt --no-deps --disable-pip" in runs
 
 
 def _changelog(tag: str) -> subprocess.CompletedProcess[str]:

@@ -281,6 +281,8 @@ def earlier_api_key(
     except NotFoundError:
         return None
     lifetime = None if found.expires_at is None else round(found.expires_at - found.created_at)
+    if seconds is None and store.keys.max_days is not None:
+        lifetime = None  # the key has the longest life, as it had at the first try
     if (found.name, found.scope, lifetime) != (name, scope, seconds):
         raise _other_body("API key")
     renewed = store.keys.replace_secret(project_id, key_id)

@@ -243,6 +243,7 @@ def create_key(
             scope=given.scope,
             expires_at=expires_at,
             key_id=keyed_id,
+            param="expires_in_seconds",
         ),
     )
     return new_api_key_view(key, secret, now)

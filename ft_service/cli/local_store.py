@@ -39,6 +39,7 @@ def local_store(settings: Settings) -> Iterator[Store]:
     migrate(url)
     store = open_store(url, DatabaseLimits.of(settings))
     try:
+        store.keep_rules(settings, is_command=True)
         store.projects.ensure_project(PROJECT, settings.organization)
         yield store
     finally:

@@ -16,7 +16,7 @@ import re
 import sqlite3
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
@@ -72,6 +72,8 @@ _PAUSES = (0.05, 1.0)
 for their number.
 """
 
+AUDITED = "audited"
+"""Entries of the audit log that a transaction has written, in the connection's `info`."""
 CHECK_SECONDS = 5.0
 """Age up to which the last write tells whether the database can be written."""
 DAMAGE_SECONDS = 600.0
@@ -211,6 +213,8 @@ class Database:
         self._last_write: _Write | None = None
         self._damage: _Write | None = None
         """The last statement that met a damaged page, which others may not touch."""
+        self.audited: Callable[[dict[str, Any]], None] = lambda entry: None
+        """Called with each entry of the audit log, once it is stored."""
         self._checking = threading.Lock()
         self.changed = threading.Event()
         """Set when this process has written something that the reconciler should look at now; the
@@ -268,7 +272,11 @@ class Database:
             self._our_errors(write=True),
             self._begun("BEGIN IMMEDIATE") as connection,
         ):
+            connection.info.pop(AUDITED, None)  # of a transaction that was rolled back
             yield connection
+            entries = connection.info.pop(AUDITED, [])
+        for entry in entries:
+            self.audited(entry)
 
     def keep_reserve(self) -> None:
         """Reserve a little space on the disk of an SQLite database, so that data can be deleted

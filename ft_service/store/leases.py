@@ -66,6 +66,7 @@ _CLAIMABLE = and_(
 )
 _MINE = and_(NEEDS_ATTENTION, _CLAIMABLE)
 _IDLE = jobs.c.looked_at <= database_time() - bindparam("idle_seconds", type_=Double)
+_UNTENDED = jobs.c.looked_at <= database_time() - bindparam("untended_seconds", type_=Double)
 DUE = and_(
     QUEUED,
     _CLAIMABLE,
@@ -119,19 +120,22 @@ def _claim_active(*kinds: ColumnElement[bool]) -> ReturningUpdate[Any]:
     # `looked_at` in the future: the clock was set back since. Queries of their own, so that an
     # index serves each.
     ahead = select(jobs.c.id).where(_MINE, _LOOKED_AHEAD).order_by(jobs.c.looked_at)
-    due = [select(jobs.c.id).where(_MINE, _IDLE, kind).order_by(jobs.c.looked_at) for kind in kinds]
-    return _claim_first([ahead, *due], _MINE, or_(_IDLE, _LOOKED_AHEAD))
+    due = [select(jobs.c.id).where(_MINE, kind).order_by(jobs.c.looked_at) for kind in kinds]
+    return _claim_first([ahead, *due], _MINE, or_(*kinds, _LOOKED_AHEAD))
 
 
 # Built once: building such a statement takes longer than running it.
 _HAS_PROCESSES = jobs.c.phase.is_not(None)
-_CLAIM = _claim_active(_HAS_PROCESSES, ~_HAS_PROCESSES)
-_CLAIM_NEW_FIRST = _claim_active(~_HAS_PROCESSES, _HAS_PROCESSES)
-_DUE_WITH_PROCESSES = (
-    select(*JOB, database_time().label("now"))
-    .where(_MINE, _IDLE, jobs.c.looked_at > 0.0, _HAS_PROCESSES)
-    .order_by(jobs.c.looked_at)
-    .limit(bindparam("most"))
+_WITH_PROCESSES = and_(_HAS_PROCESSES, _UNTENDED)
+_NEW = and_(~_HAS_PROCESSES, _IDLE)
+_CLAIM = _claim_active(_WITH_PROCESSES, _NEW)
+_CLAIM_NEW_FIRST = _claim_active(_NEW, _WITH_PROCESSES)
+_CLAIM_GIVEN = _claim_first([select(jobs.c.id).where(jobs.c.id == bindparam("job_id"))], _MINE)
+# Those that a user has asked something of are claimed instead; others rest until their time.
+_TO_LOOK_AT = and_(_MINE, _HAS_PROCESSES, jobs.c.looked_at > 0.0, _IDLE)
+_IDS_TO_LOOK_AT = select(jobs.c.id).where(_TO_LOOK_AT).order_by(jobs.c.looked_at)
+_JOBS_TO_LOOK_AT = select(*JOB, jobs.c.looked_at, database_time().label("now")).where(
+    _TO_LOOK_AT, jobs.c.id.in_(bindparam("job_ids", expanding=True))
 )
 _CLAIM_QUEUED = _claim_first([select(jobs.c.id).where(jobs.c.id == bindparam("job_id"))], DUE)
 _CLAIM_TOO_LARGE = _claim_first(
@@ -150,13 +154,15 @@ class LeaseStore(StorePart):
         owner: str,
         lease_seconds: float,
         idle_seconds: float,
+        untended_seconds: float | None = None,
         new_first: bool = False,
     ) -> Claim | None:
         """Claim one job that may need attention: one compare-and-set statement.
 
         Candidates: validating, running, or cancelled and still stopping; whose host is None or
         `host`; whose lease is free or has expired; not looked at for `idle_seconds` (a request or a
-        change of state resets that). One that is running or stopping is taken before one that is
+        change of state resets that), or, if it is running or stopping, for `untended_seconds`
+        (None: the same), since `jobs_to_look_at` finds it before. One that is running or stopping is taken before one that is
         being validated, with `new_first` after it; of several the one looked at longest ago. A time
         further ahead than any that is written was stored before the clock was set back, and counts
         as past. None may also mean that another process claimed the job in the same moment.
@@ -168,7 +174,18 @@ class LeaseStore(StorePart):
             owner=owner,
             lease_seconds=lease_seconds,
             idle_seconds=idle_seconds,
+            untended_seconds=idle_seconds if untended_seconds is None else untended_seconds,
         )
+
+    def claim_given(
+        self, job_id: str, *, host: str, owner: str, lease_seconds: float
+    ) -> Claim | None:
+        """Claim a job that `claim` would give too, however recently it was looked at.
+
+        None if it needs no attention any more, or another process has claimed it.
+        """
+        values = {"for_host": host, "owner": owner, "lease_seconds": lease_seconds}
+        return self._claim(_CLAIM_GIVEN, **values, job_id=job_id)
 
     def claim_queued(
         self, job_id: str, *, host: str, owner: str, lease_seconds: float, host_slots: int
@@ -204,19 +221,31 @@ class LeaseStore(StorePart):
         now = found.pop("looked_at")
         return Claim(job=to_job(found), token=token, now=now)
 
-    def due_jobs(self, *, host: str, idle_seconds: float, most: int) -> tuple[list[Job], float]:
-        """Return jobs with processes that `claim` would give too, those looked at longest ago
-        first, and the time. Nobody has claimed them: whoever finds nothing to do for one says so by
-        `looked_at`, and claims the others.
+    def ids_to_look_at(self, *, host: str, idle_seconds: float) -> list[str]:
+        """Return the ids of running and stopping jobs that `claim` would give too, those noted
+        longest ago first. Nobody has claimed them, and no user has asked something of them since.
         """
-        values = {"for_host": host, "idle_seconds": idle_seconds, "most": most}
+        values = {"for_host": host, "idle_seconds": idle_seconds}
         with self._database.reading() as connection:
-            rows = [dict(row) for row in connection.execute(_DUE_WITH_PROCESSES, values).mappings()]
+            return list(connection.scalars(_IDS_TO_LOOK_AT, values))
+
+    def jobs_to_look_at(
+        self, job_ids: Sequence[str], *, host: str, idle_seconds: float
+    ) -> tuple[list[tuple[Job, float]], float]:
+        """Return those of `ids_to_look_at` that still are, each with the time at which a look at it
+        was noted, and the time, both of the database. Whoever finds nothing to do for one notes
+        that now and then by `looked_at`; a report is stored by `apply` without a claim; the others
+        are claimed.
+        """
+        values = {"for_host": host, "idle_seconds": idle_seconds, "job_ids": list(job_ids)}
+        with self._database.reading() as connection:
+            rows = [dict(row) for row in connection.execute(_JOBS_TO_LOOK_AT, values).mappings()]
         now = max((row.pop("now") for row in rows), default=0.0)
-        return [to_job(row) for row in rows], now
+        noted = {row["id"]: row.pop("looked_at") for row in rows}
+        return [(to_job(row), noted[row["id"]]) for row in rows], now
 
     def looked_at(self, job_ids: Sequence[str]) -> None:
-        """Note that nothing is to be done now for jobs of `due_jobs`, unless a user has asked
+        """Note that nothing is to be done now for jobs of `jobs_to_look_at`, unless a user has asked
         something of them since.
         """
         mine = (jobs.c.id.in_(job_ids), jobs.c.looked_at > 0.0)
@@ -234,7 +263,8 @@ class LeaseStore(StorePart):
         False, with nothing stored: the lease was lost, the job changed, a slot or the last seat was
         taken, or the project would run too many ranks.
 
-        The lease ends either way, so that the job can be claimed again at once. Events with a
+        Without a token, of a job that nobody has claimed, a lease or a change since `claim.now`
+        counts as lost. The lease ends either way, so that the job can be claimed again at once. Events with a
         `source` belong to the attempt of `claim.job`. Columns of `change.job` that never change,
         such as id and request, are not written.
         """
@@ -246,6 +276,8 @@ class LeaseStore(StorePart):
                     return True
         except (_NoSlot, NoSeatError):
             pass
+        if claim.token is None:
+            return False
         with self._database.writing() as connection:
             mine = (jobs.c.id == claim.job.id, jobs.c.lease_token == claim.token)
             connection.execute(update(jobs).where(*mine).values(**_FREE))
@@ -306,7 +338,9 @@ def _write_job(connection: Connection, claim: Claim, job: Job, rest_seconds: flo
         values["looked_at"] = claim.now + min(rest_seconds, LONGEST_REST_SECONDS)
     guard = (
         jobs.c.id == claim.job.id,
-        jobs.c.lease_token == claim.token,
+        is_over(jobs.c.lease_expires_at, LONGEST_LEASE_SECONDS)
+        if claim.token is None
+        else jobs.c.lease_token == claim.token,
         jobs.c.version == claim.job.version,
     )
     return connection.execute(update(jobs).where(*guard).values(values)).rowcount == 1

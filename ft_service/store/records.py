@@ -225,7 +225,8 @@ class Claim:
     """The right to act for a job until the lease ends. Every write under it checks `token`."""
 
     job: Job
-    token: str
+    token: str | None
+    """None: nobody has the right; what a job has reported may be stored unless somebody has."""
     now: float
     """Database time of the claim."""
 
@@ -391,8 +392,8 @@ class ServiceStatistics:
     oldest_queued_seconds: float
     """Waiting time of the job that waits longest; 0: no job waits."""
     overdue_seconds: float
-    """Time since the last look at the job that was looked at longest ago, of those that need
-    attention; 0: there is none.
+    """Time since a look was noted at the job for which that is longest ago, of those that need
+    attention: a look that changes nothing is noted every ten seconds. 0: there is none.
     """
     slots_in_use: dict[str, int]
     """Host → slots that jobs hold."""

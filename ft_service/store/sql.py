@@ -16,6 +16,7 @@ from alembic.script import ScriptDirectory
 from sqlalchemy import Connection, case, func, select, text
 
 from ft_service.errors import UnavailableError
+from ft_service.settings import Settings
 from ft_service.store.chats import ChatStore
 from ft_service.store.database import Database, DatabaseLimits, database_time
 from ft_service.store.engines import EngineStore
@@ -43,6 +44,7 @@ from ft_service.store.tables import (
     webhook_deliveries,
 )
 from ft_service.store.tenants.audit import AuditStore
+from ft_service.store.tenants.audit_stream import STDOUT, AuditStream
 from ft_service.store.tenants.keys import KeyStore, SessionStore
 from ft_service.store.tenants.people import PeopleStore
 from ft_service.store.tenants.projects import ProjectStore
@@ -103,6 +105,16 @@ class Store(Database):
     def close(self) -> None:
         self.keys.close()
         super().close()
+
+    def keep_rules(self, settings: Settings, *, is_command: bool = False) -> None:
+        """Hold new keys to FT_MAX_KEY_DAYS, and write the audit log to FT_AUDIT_LOG too.
+
+        `is_command`: of the command line, whose standard output is its answer. Raises SpecError if
+        FT_AUDIT_LOG cannot be written.
+        """
+        self.keys.max_days = settings.max_key_days
+        if settings.audit_log and not (is_command and settings.audit_log == STDOUT):
+            self.audited = AuditStream(settings.audit_log)
 
     def statistics(self) -> ServiceStatistics:
         """Numbers over all projects, each from one statement that an index answers."""

@@ -10,11 +10,12 @@ import socket
 import sysconfig
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from api.app import create_app
-from api.server import _bound, _warn_of_shown, serve
+from api.server import _bound, _warn_of_shown, _web_server, serve
 from ft_service.client.connection import find_connection
 from ft_service.errors import FtError, SpecError
 from ft_service.jobs.states import State
@@ -332,3 +333,27 @@ def test_a_server_whose_database_has_fallen_silent_ends_by_a_signal(
         _, err = serving.printed()
     assert serving.process.returncode == 0, err
     assert "hangs in a thread" not in err
+
+
+@pytest.mark.parametrize(
+    ("trusted", "address"),
+    [
+        ("", "127.0.0.1"),
+        ("127.0.0.1", "203.0.113.9"),
+        ("127.0.0.0/8, 10.0.0.0/8", "203.0.113.9"),
+        ("10.0.0.0/8", "127.0.0.1"),
+    ],
+)
+def test_the_clients_address_is_what_a_trusted_proxy_says(trusted: str, address: str) -> None:
+    """And not what the client says of itself: the last address that no proxy of ours has."""
+    seen: list[str] = []
+
+    async def app(scope: Any, receive: Any, send: Any) -> None:
+        seen.append(scope["client"][0])
+
+    config = _web_server(app, 100, trusted).config
+    config.load()
+    headers = [(b"x-forwarded-for", b"198.51.100.1, 203.0.113.9")]
+    scope = {"type": "http", "client": ("127.0.0.1", 1), "headers": headers, "scheme": "http"}
+    asyncio.run(config.loaded_app(scope, None, None))
+    assert seen == [address]

@@ -82,6 +82,12 @@ CANCELLED_UNOBSERVED = (
 )
 LOOKS = 64
 """Most jobs that are looked at without a claim before others get their turn."""
+NOTE_SECONDS = 10.0
+"""How often it is noted that a job was looked at, if that changed nothing: each note writes the
+job's row, and an entry in every index of it.
+"""
+UNTENDED_SECONDS = 30.0
+"""Age of the newest note from which a running job gets a turn of its own."""
 SLOT_USER_SECONDS = 0.05
 """Interval at which a slot user is asked whether it has left a job's slots."""
 
@@ -192,10 +198,13 @@ class Reconciler:
             engines=options.engines,
         )
         self._queue_first = self._new_first = False
-        self._looked = self._busy = 0
-        """Jobs that the last look without a claim was at, and those of them that are still to be
-        claimed.
-        """
+        self._looked = 0
+        """Number of jobs that the last look without a claim was at."""
+        self._busy: list[str] = []
+        """Those of them that are still to be claimed, since there is something to do."""
+        self._round: list[str] = []
+        """Running jobs that are still to be looked at in this round."""
+        self._next_round = Interval(options.idle_seconds)
         self._orphan_count = Interval(COUNT_SECONDS)
         self._failed_turns: dict[str, int] = {}
         """Job → number of its turns that failed in a row."""
@@ -333,48 +342,74 @@ class Reconciler:
     def _claim_active(self) -> tuple[Claim, None] | None:
         self._new_first = not self._new_first
         if not self._busy:
-            self._busy = self._pass_over_idle()
-        claim = self._store.leases.claim(
+            self._busy = self._look()
+        claim = None if self._new_first else self._claim_busy()
+        claim = claim or self._store.leases.claim(
             host=self._launcher.host,
             owner=self._owner,
             lease_seconds=self._lease_seconds,
             idle_seconds=self._options.idle_seconds,
+            untended_seconds=max(self._options.idle_seconds, UNTENDED_SECONDS),
             new_first=self._new_first,
         )
-        self._busy = self._busy - 1 if claim and self._busy else 0
+        claim = claim or self._claim_busy()
         return (claim, None) if claim else None
 
-    def _pass_over_idle(self) -> int:
-        """Look at due jobs without a claim, which would write each twice.
+    def _claim_busy(self) -> Claim | None:
+        while self._busy:
+            if claim := self._store.leases.claim_given(
+                self._busy.pop(0),
+                host=self._launcher.host,
+                owner=self._owner,
+                lease_seconds=self._lease_seconds,
+            ):
+                return claim
+        return None
 
-        Return how many of them have something to do.
+    def _look(self) -> list[str]:
+        """Look at the next running jobs without a claim, which would write each twice: what has
+        changed nothing is noted now and then, and what a job has reported is stored in one write.
+
+        Return those for which there is something else to do.
         """
-        found, now = self._store.leases.due_jobs(
-            host=self._launcher.host, idle_seconds=self._options.idle_seconds, most=LOOKS
-        )
-        idle = [job.id for job in found if self._is_idle(job, now)]
-        if idle:
-            self._store.leases.looked_at(idle)
+        leases = self._store.leases
+        due = {"host": self._launcher.host, "idle_seconds": self._options.idle_seconds}
+        if not self._round and self._next_round.is_due:
+            self._next_round.restart()
+            self._round = leases.ids_to_look_at(**due)
+        ids, self._round = self._round[:LOOKS], self._round[LOOKS:]
+        if not ids:
+            return []
+        found, now = leases.jobs_to_look_at(ids, **due)
         self._looked = len(found)
-        return len(found) - len(idle)
+        busy = [job.id for job, _ in found if not self._is_done_by_a_look(job, now)]
+        before = now - NOTE_SECONDS
+        late = [job.id for job, noted in found if noted <= before and job.id not in busy]
+        if late:
+            leases.looked_at(late)
+        return busy
 
-    def _is_idle(self, job: Job, now: float) -> bool:
-        """Whether a turn of a job would change nothing.
+    def _is_done_by_a_look(self, job: Job, now: float) -> bool:
+        """Whether a turn of a job would change nothing but what it has reported, which is stored.
 
         What fails here fails again in its turn, which tells it.
         """
         try:
             with about(job_id=job.id, attempt=job.attempt):
-                _, seen, report = self._observe(job, now)
-                reported = report.job != job or report.events or report.checkpoints or report.more
-                idle = not (reported or self._sign_is_due(job, seen)) and isinstance(
-                    decisions.decide(job, seen, now, self._budgets.spent(job, now)), Wait
-                )
+                run, seen, report = self._observe(job, now)
+                if self._sign_is_due(job, seen) or not isinstance(
+                    decisions.decide(report.job, seen, now, self._budgets.spent(report.job, now)),
+                    Wait,
+                ):
+                    return False
+                if report.job != job or report.events or report.checkpoints or report.more:
+                    turn = _Turn(Claim(job=job, token=None, now=now), report, run, seen)
+                    with self._meters.turns.time():
+                        self._apply(turn, JobChange(job=report.job))
         except Exception:
             return False
-        if idle:
-            self._failed_turns.pop(job.id, None)
-        return idle
+        self._failed_turns.pop(job.id, None)
+        return True
 
     def _observe(self, job: Job, now: float) -> tuple[RunDir, Observation, Intake]:
         run = self._places.run(job.id)

@@ -6,6 +6,7 @@ Entries are written in the transaction of the change.
 from __future__ import annotations
 
 import contextlib
+import time
 from collections.abc import Iterator
 from contextvars import ContextVar
 from dataclasses import dataclass
@@ -14,7 +15,7 @@ from typing import Any
 from sqlalchemy import Connection, delete, insert, select
 
 from ft_service.ids import new_id
-from ft_service.store.database import StorePart, database_time
+from ft_service.store.database import AUDITED, StorePart, database_time
 from ft_service.store.records import AuditEntry, Page
 from ft_service.store.rows import Listing, columns_of, page
 from ft_service.store.tables import audit, projects
@@ -76,6 +77,8 @@ def record(connection: Connection, project_id: str, what: str, target: str, **de
         "created_at": database_time(),
     }
     connection.execute(insert(audit).values(values))
+    entry = values | {"created_at": time.time()}
+    connection.info.setdefault(AUDITED, []).append(entry)
 
 
 class AuditStore(StorePart):

@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable, Collection
 from typing import Any, Literal
 
-from sqlalchemy import Connection, delete, exists, func, insert, or_, select, update
+from sqlalchemy import Connection, and_, delete, exists, func, insert, or_, select, update
 
 from ft_service.errors import NotFoundError, SpecError
 from ft_service.ids import new_id
@@ -52,6 +52,8 @@ class KeyStore(StorePart):
     def __init__(self, database: Database) -> None:
         super().__init__(database)
         self._used_keys = _UsedKeys(self._mark_used)
+        self.max_days: float | None = None
+        """Longest life of a key that is made from now on (FT_MAX_KEY_DAYS); None: no limit."""
 
     def close(self) -> None:
         """Store the last uses of keys that are not stored yet."""
@@ -71,12 +73,15 @@ class KeyStore(StorePart):
         expires_at: float | None = None,
         secret: str | None = None,
         key_id: str | None = None,
+        param: str = "expires_days",
     ) -> tuple[ApiKey, str]:
         """Create a key. Returns it with its secret, which is not stored.
 
-        `secret`, `key_id`: None: random ones.
+        `expires_at`: None: after the longest life of a key, if there is one. `secret`, `key_id`:
+        None: random ones. `param`: the field that gave `expires_at`.
 
-        Raises NotFoundError for an unknown project, SpecError for a short secret, ConflictError for
+        Raises NotFoundError for an unknown project, SpecError for a short secret or a longer life
+        than FT_MAX_KEY_DAYS allows, ConflictError for
         a secret or an id that is in use.
         """
         if secret is None:
@@ -94,6 +99,7 @@ class KeyStore(StorePart):
                 is None
             ):
                 raise NotFoundError(f"There is no project {project_id!r}.")
+            expires_at = self._end_of(connection, scope, expires_at, param)
             key = _insert(connection, project_id, name, scope, secret, expires_at, key_id)
             record(connection, project_id, "key.created", key.id, name=name, scope=scope)
         return key, secret
@@ -136,10 +142,62 @@ class KeyStore(StorePart):
                 else min(old.expires_at, now + keep_seconds)
             )
             expires_at = _created_to_expire(connection, old)
+            longest = self._longest_end(now, old.scope)
+            if longest is not None and (
+                expires_at is None or expires_at - old.created_at > self._longest_seconds - 1.0
+            ):
+                expires_at = longest  # of a life as long as any may be, which begins anew
             connection.execute(update(keys).where(*mine).values(expires_at=ends))
             key = _insert(connection, project_id, old.name, old.scope, secret, expires_at)
             record(connection, project_id, _ROTATED, key_id, replaced_by=key.id)
         return key, secret
+
+    def end_old_keys(self) -> int:
+        """Let keys that were made earlier end too once they are as old as any may become, and
+        return how many would have lived longer. Keys for metrics and people's rows are left.
+        """
+        if self.max_days is None:
+            return 0
+        end = keys.c.created_at + self._longest_seconds
+        longer = and_(
+            keys.c.identity.is_(None),
+            keys.c.revoked_at.is_(None),
+            keys.c.scope != "metrics",
+            or_(keys.c.expires_at.is_(None), keys.c.expires_at > end + 1.0),
+        )
+        statement = update(keys).where(longer).values(expires_at=end)
+        with self._database.writing() as connection:
+            ended = connection.execute(statement.returning(keys.c.project_id, keys.c.id)).all()
+            for row in ended:
+                record(connection, row.project_id, "key.end_set", row.id, max_days=self.max_days)
+        return len(ended)
+
+    @property
+    def _longest_seconds(self) -> float:
+        return (self.max_days or 0.0) * 86_400.0
+
+    def _longest_end(self, now: float, scope: str) -> float | None:
+        """When a key that is made now has to end; None: never."""
+        if self.max_days is None or scope == "metrics":
+            return None
+        return now + self._longest_seconds
+
+    def _end_of(
+        self, connection: Connection, scope: Scope, asked: float | None, param: str
+    ) -> float | None:
+        """When a new key ends. Raises SpecError if it is to live longer than any may."""
+        now = connection.scalars(select(database_time())).one()
+        longest = self._longest_end(now, scope)
+        if longest is None or asked is None:
+            return longest if asked is None else asked
+        if asked > longest + 1.0:
+            raise SpecError(
+                f"{param}: the key would live {(asked - now) / 86_400.0:g} days, and the operator "
+                f"allows {self.max_days:g} (FT_MAX_KEY_DAYS). Give at most that, and rotate the key "
+                "before it ends.",
+                param=param,
+            )
+        return asked
 
     def replace_secret(self, project_id: str, key_id: str) -> tuple[ApiKey, str] | None:
         """Give a key that was never used another secret, since nobody has seen the first.

@@ -10,7 +10,7 @@ from sqlalchemy import Connection, create_engine, event, func, select, text
 
 from ft_service.jobs.decisions import Become, decide, placed, too_large, validated
 from ft_service.jobs.estimates import Paces
-from ft_service.jobs.states import Ended, Phase, State
+from ft_service.jobs.states import Ended, Job, Phase, State
 from ft_service.jobs.user_actions import Verb
 from ft_service.rundir.documents import Desired, Exit, ExitReason
 from ft_service.store import jobs as jobs_of_users
@@ -379,6 +379,9 @@ def test_back_off_and_foreign_hosts_are_passed_over(store):
     assert claim_next(store, host="h2") is not None
 
 
+AGES = {"idle_seconds": 0.5, "untended_seconds": 30.0}
+
+
 @pytest.mark.parametrize(
     ("statement", "index", "values"),
     [
@@ -388,9 +391,9 @@ def test_back_off_and_foreign_hosts_are_passed_over(store):
             {"host_slots": 8, "unlimited": ["p1"]},
         ),
         (queue._MEASURED, "ix_jobs_measured", {}),
-        (leases._CLAIM, "ix_jobs_attention", {"idle_seconds": 0.5}),
-        (leases._CLAIM_NEW_FIRST, "ix_jobs_attention", {"idle_seconds": 0.5}),
-        (leases._DUE_WITH_PROCESSES, "ix_jobs_attention", {"idle_seconds": 0.5, "most": 64}),
+        (leases._CLAIM, "ix_jobs_attention", AGES),
+        (leases._CLAIM_NEW_FIRST, "ix_jobs_attention", AGES),
+        (leases._IDS_TO_LOOK_AT, "ix_jobs_attention", AGES),
         (leases._CLAIM_TOO_LARGE, "ix_jobs_queue", {"host_slots": 8}),
         (jobs_of_users._running_on(jobs_of_users._has_key("k")), "ix_jobs_attention", {}),
     ],
@@ -451,6 +454,32 @@ def _fill_with_ended_and_waiting(connection: Connection) -> None:
         text(f"INSERT INTO job_metadata (job_position, key, value, project_id) {pairs}")
     )
     connection.execute(text("ANALYZE jobs, job_metadata"))
+
+
+def test_a_report_is_stored_without_a_claim_unless_somebody_has_one(store):
+    running = create_job(store, new_job(state=State.RUNNING, phase=Phase.TRAINING, host="h1"))
+    with store.writing() as connection:
+        connection.execute(jobs.update().values(looked_at=1.0))
+    here = {"host": "h1", "idle_seconds": 0.5}
+    assert store.leases.ids_to_look_at(**here) == [running.id]
+    assert store.leases.ids_to_look_at(**here | {"host": "h2"}) == []
+    ((job, noted),), now = store.leases.jobs_to_look_at([running.id], **here)
+    assert (noted, job) == (1.0, store.jobs.get_job(PROJECT, running.id))
+
+    def stores(seen: Job, tokens: int) -> bool:
+        change = JobChange(job=replace(seen, seen_tokens=tokens))
+        return store.leases.apply(Claim(job=seen, token=None, now=now), change)
+
+    assert stores(job, 5)
+    assert not stores(job, 6), "it has changed since it was read"
+    job = store.jobs.get_job(PROJECT, running.id)
+    claim = store.leases.claim_given(job.id, host="h1", owner="test", lease_seconds=60.0)
+    assert claim is not None
+    assert store.leases.claim_given(job.id, host="h1", owner="b", lease_seconds=60.0) is None
+    assert store.leases.ids_to_look_at(**here) == []
+    assert not stores(job, 7), "another has the right"
+    assert store.leases.apply(claim, JobChange(job=replace(claim.job, seen_tokens=8)))
+    assert store.jobs.get_job(PROJECT, job.id).seen_tokens == 8
 
 
 def test_a_job_larger_than_the_host_is_passed_by_and_told_once(store):

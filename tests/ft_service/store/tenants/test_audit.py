@@ -2,10 +2,16 @@
 
 from __future__ import annotations
 
+import json
+from contextlib import suppress
+from pathlib import Path
+
 import pytest
 from sqlalchemy import text
 
+from ft_service.errors import SpecError
 from ft_service.jobs.user_actions import Verb
+from ft_service.settings import Settings
 from ft_service.store.records import NewJob, NewSweep
 from ft_service.store.sql import Store
 from ft_service.store.tenants import audit
@@ -59,3 +65,59 @@ def test_old_entries_are_removed_however_many_they_are(
     assert len(types(store)) == 6
     store.audit.forget_audit(500.0)
     assert types(store) == ["file.created"]
+
+
+def test_each_entry_is_a_line_once_its_change_is_stored(
+    store: Store, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "audit.jsonl"
+    store.keep_rules(Settings(home=tmp_path, audit_log=str(path)))
+    with acting(Actor("key_u", "10.0.0.1")):
+        file = store.files.add_file(new_file(bytes=12))
+    with suppress(RuntimeError), store.writing() as connection:
+        audit.record(connection, PROJECT, "never.stored", "x")
+        raise RuntimeError
+    path.rename(tmp_path / "rotated")
+    job = create_job(store, new_job())
+    (first,) = map(json.loads, (tmp_path / "rotated").read_text().splitlines())
+    (second,) = map(json.loads, path.read_text().splitlines())
+    (kept,) = [one for one in store.audit.list_audit().data if one.target == file.id]
+    assert first.pop("created_at") == pytest.approx(kept.created_at, abs=5.0)
+    assert first == {
+        "object": "organization.audit_log",
+        "id": kept.id,
+        "project_id": PROJECT,
+        "type": "file.created",
+        "target": file.id,
+        "detail": {"filename": file.filename, "bytes": 12},
+        "key_id": "key_u",
+        "address": "10.0.0.1",
+    }
+    assert (second["type"], second["target"]) == ("job.created", job.id)
+    assert path.stat().st_mode & 0o777 == 0o600
+
+    store.keep_rules(Settings(home=tmp_path, audit_log="stdout"))
+    store.files.delete_file(PROJECT, file.id)
+    assert json.loads(capsys.readouterr().out)["type"] == "file.deleted"
+
+
+def test_a_stream_that_cannot_be_written_costs_no_change(
+    store: Store, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    missing = tmp_path / "no" / "audit.jsonl"
+    with pytest.raises(SpecError, match=r"FT_AUDIT_LOG = .*: No such file or directory") as wrong:
+        store.keep_rules(Settings(home=tmp_path, audit_log=str(missing)))
+    assert wrong.value.param == "FT_AUDIT_LOG"
+    missing.parent.mkdir()
+    store.keep_rules(Settings(home=tmp_path, audit_log=str(missing)))
+    missing.unlink()
+    missing.parent.rmdir()
+    job = create_job(store, new_job())
+    assert store.jobs.get_job(PROJECT, job.id).id == job.id
+    assert "was not written to FT_AUDIT_LOG" in caplog.text
+
+
+def test_commands_keep_their_standard_output(store: Store, tmp_path: Path, capsys) -> None:
+    store.keep_rules(Settings(home=tmp_path, audit_log="stdout"), is_command=True)
+    store.files.add_file(new_file())
+    assert capsys.readouterr().out == ""

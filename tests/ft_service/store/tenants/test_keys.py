@@ -133,3 +133,56 @@ def test_a_project_takes_the_organizations_new_name(store):
     store.projects.ensure_project(PROJECT, "ignored")  # it exists
     store.projects.name_organization(PROJECT, "renamed")
     assert store.keys.authenticate(secret).organization == "renamed"
+
+
+DAY = 86_400.0
+
+
+def test_no_key_lives_longer_than_the_operator_allows(store):
+    long, long_secret = store.keys.create_key(project_id=PROJECT, name="old", scope="user")
+    short, _ = store.keys.create_key(
+        project_id=PROJECT, name="short", scope="user", expires_at=store.now() + DAY
+    )
+    scraper, _ = store.keys.create_key(project_id=PROJECT, name="scraper", scope="metrics")
+    assert store.keys.end_old_keys() == 0, "no limit is set"
+    store.keys.max_days = 30.0
+    made, _ = store.keys.create_key(project_id=PROJECT, name="new", scope="user")
+    assert made.expires_at == pytest.approx(made.created_at + 30 * DAY, abs=1.0)
+    with pytest.raises(
+        SpecError, match=r"would live 31 days, .* allows 30 \(FT_MAX_KEY_DAYS\)"
+    ) as no:
+        store.keys.create_key(
+            project_id=PROJECT, name="x", scope="user", expires_at=store.now() + 31 * DAY, param="p"
+        )
+    assert no.value.param == "p"
+
+    assert store.keys.end_old_keys() == 1
+    assert store.keys.end_old_keys() == 0, "it has its end"
+    ends = {key.id: key.expires_at for key in store.keys.list_keys(PROJECT)}
+    assert ends[long.id] == pytest.approx(long.created_at + 30 * DAY)
+    assert (ends[short.id], ends[scraper.id]) == (short.expires_at, None)
+    entry = store.audit.list_audit(project_id=PROJECT).data[0]
+    assert (entry.type, entry.target, entry.detail) == ("key.end_set", long.id, {"max_days": 30.0})
+    with store.writing() as connection:
+        connection.execute(keys.update().values(created_at=keys.c.created_at - 40 * DAY))
+    store.keys.max_days = 20.0
+    store.keys.end_old_keys()
+    assert store.keys.authenticate(long_secret) is None
+
+
+def test_a_key_with_the_longest_life_begins_a_new_one_when_it_is_rotated(store):
+    store.keys.max_days = 30.0
+    key, _ = store.keys.create_key(project_id=PROJECT, name="mine", scope="user")
+    short, _ = store.keys.create_key(
+        project_id=PROJECT, name="short", scope="user", expires_at=store.now() + DAY
+    )
+    with store.writing() as connection:
+        aged = {
+            "created_at": keys.c.created_at - 10 * DAY,
+            "expires_at": keys.c.expires_at - 10 * DAY,
+        }
+        connection.execute(keys.update().where(keys.c.id == key.id).values(aged))
+    renewed, _ = store.keys.rotate_key(PROJECT, key.id, keep_seconds=60)
+    assert renewed.expires_at == pytest.approx(renewed.created_at + 30 * DAY, abs=1.0)
+    again, _ = store.keys.rotate_key(PROJECT, short.id, keep_seconds=60)
+    assert again.expires_at == short.expires_at, "what was asked for stays"

@@ -19,7 +19,14 @@ from typing import Any
 import pytest
 
 from ft_service.host.quick_imports import begin_imports, end_imports
-from tests.support.cpu_budgets import budget_of, over_budget, slowness
+from tests.support.cpu_budgets import (
+    HELD,
+    budget_of,
+    can_hold,
+    crowding,
+    over_budget,
+    slowness,
+)
 from tests.support.cpu_seconds import CpuSeconds
 from tests.support.environment import forget_settings
 from tests.support.ports import listening_sockets
@@ -53,6 +60,7 @@ _TREE = pytest.StashKey[set[str]]()
 _LEFT = pytest.StashKey[list[str]]()
 _CPU = pytest.StashKey[CpuSeconds]()
 _SLOWNESS = pytest.StashKey[list[float]]()
+_CROWDING = pytest.StashKey[list[float]]()
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -62,7 +70,8 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
         "--hold-budgets",
         action="store_true",
-        help="a file far above its CPU seconds (tests/support/cpu_budgets.py) fails the run",
+        help="a file far above its CPU seconds (tests/support/cpu_budgets.py) fails the run, "
+        "unless the machine has too much else to do",
     )
 
 
@@ -71,7 +80,7 @@ def pytest_configure(config: pytest.Config) -> None:
     forget_settings()
     os.environ[MARK] = uuid.uuid4().hex
     config.stash[_LEFT], config.stash[_CPU] = [], CpuSeconds()
-    config.stash[_SLOWNESS] = [slowness()]
+    config.stash[_SLOWNESS], config.stash[_CROWDING] = [slowness()], [crowding()]
     config.stash[_TREE] = working_tree()
     if processes := config.getoption("--processes"):
         # As many threads of torch as test processes, and not their product.
@@ -97,18 +106,22 @@ def _begin_process(threads: str) -> None:
         torch.set_num_threads(int(threads))
 
 
-def _end_process(config: pytest.Config) -> tuple[list[str], dict[str, float], float]:
+_Told = tuple[list[str], dict[str, float], float, float]
+
+
+def _end_process(config: pytest.Config) -> _Told:
     """Return what this process's tests left behind, their CPU seconds by file, and how slow the
-    processor is while others may still run.
+    processor and how crowded the machine is while others may still run.
     """
-    return left_by_this_process(), dict(config.stash[_CPU].of_file), slowness()
+    return left_by_this_process(), dict(config.stash[_CPU].of_file), slowness(), crowding()
 
 
-def _take(config: pytest.Config, told: tuple[list[str], dict[str, float], float]) -> None:
-    left, seconds, slower = told
+def _take(config: pytest.Config, told: _Told) -> None:
+    left, seconds, slower, crowded = told
     config.stash[_LEFT] += left
     config.stash[_CPU].of_file.update(seconds)
     config.stash[_SLOWNESS].append(slower)
+    config.stash[_CROWDING].append(crowded)
 
 
 @pytest.fixture(autouse=True, scope="session")
@@ -144,6 +157,11 @@ def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> Non
     if len(cpu.of_file) > SHOWN_FILES or config.getoption("--hold-budgets"):
         for line in _dear(config):
             terminalreporter.write_line(line)
+    crowded = max(config.stash[_CROWDING])
+    if config.getoption("--hold-budgets") and not can_hold(crowded):
+        terminalreporter.write_line(
+            f"Budgets are not held: the load average was {crowded:.1f} for each processor."
+        )
 
 
 def _dear(config: pytest.Config) -> list[str]:
@@ -160,6 +178,14 @@ def _dear(config: pytest.Config) -> list[str]:
     ]
 
 
+def _breaks_budgets(config: pytest.Config) -> bool:
+    """Return whether the run fails by its CPU seconds."""
+    if not config.getoption("--hold-budgets") or not can_hold(max(config.stash[_CROWDING])):
+        return False
+    slowest = max(config.stash[_SLOWNESS])
+    return bool(over_budget(config.stash[_CPU].of_file, slowest, HELD))
+
+
 def pytest_collection_finish() -> None:
     end_imports()
 
@@ -168,8 +194,7 @@ def pytest_collection_finish() -> None:
 def pytest_sessionfinish(session: pytest.Session) -> None:
     left = session.config.stash[_LEFT] + left_by_this_process()
     left += [f"file {line[3:]}" for line in sorted(working_tree() - session.config.stash[_TREE])]
-    held = session.config.getoption("--hold-budgets")
-    if left or (held and _dear(session.config)):
+    if left or _breaks_budgets(session.config):
         session.exitstatus = pytest.ExitCode.TESTS_FAILED
         if session.config.pluginmanager.hasplugin("cacheprovider"):
             # `make test-failed` finds nothing then, and fails: no test alone is to blame.

@@ -17,7 +17,15 @@ from pathlib import Path
 import pytest
 
 from tests.support.attempts import HANG_SECONDS, wait_for
-from tests.support.cpu_budgets import ABOVE, ALLOWED, BUDGET, over_budget
+from tests.support.cpu_budgets import (
+    ABOVE,
+    ALLOWED,
+    BUDGET,
+    HELD,
+    MOST_LOAD,
+    can_hold,
+    over_budget,
+)
 
 TESTS = Path(__file__).parent
 PYTEST = (sys.executable, "-m", "pytest", "-q")
@@ -132,20 +140,36 @@ def test_tests_whose_process_died_have_failed_and_others_are_run(project: Path) 
 
 
 @pytest.mark.parametrize(
-    ("options", "code"), [(PARALLEL, 0), ((*PARALLEL, "--hold-budgets"), 1)], ids=["shown", "held"]
+    ("options", "most_load", "code"),
+    [
+        (PARALLEL, 1e9, 0),
+        ((*PARALLEL, "--hold-budgets"), 1e9, 1),
+        ((*PARALLEL, "--hold-budgets"), -1.0, 0),
+    ],
+    ids=["shown", "held", "crowded"],
 )
 def test_a_run_with_a_file_above_its_budget_has_failed_if_budgets_are_held(
-    project: Path, options: tuple[str, ...], code: int
+    project: Path, options: tuple[str, ...], most_load: float, code: int
 ) -> None:
+    """`most_load`: below it budgets are held, whatever this machine does now."""
     with (project / "tests/support/cpu_budgets.py").open("a") as budgets:
-        budgets.write('\nABOVE["tests/test_dear.py"] = 0.001\n')
+        budgets.write(f'\nABOVE["tests/test_dear.py"] = 0.001\nMOST_LOAD = {most_load}\n')
     ended = run(project, {"dear": DEAR, "other": TIDY}, options)
     named = re.findall(r"^(tests/\S+) took .* times its budget", ended.stdout, re.MULTILINE)
-    assert (ended.returncode, named) == (code, ["tests/test_dear.py"] * code), ended.stderr
+    held = "--hold-budgets" in options
+    assert (ended.returncode, named) == (code, ["tests/test_dear.py"] * held), ended.stderr
+    assert ("Budgets are not held" in ended.stdout) == (most_load < 0)
     assert "2 passed" in ended.stdout
     assert "left behind" not in ended.stdout
     again = run(project, {}, ("--last-failed", "--last-failed-no-failures", "none"))
     assert again.returncode == 5, "`make test-failed` has nothing that could pass instead"
+
+
+def test_a_run_that_is_held_fails_by_what_is_far_above_alone() -> None:
+    just = HELD * BUDGET
+    assert over_budget({"tests/one.py": just}, 1.0, HELD) == {}
+    assert list(over_budget({"tests/one.py": just + 0.1}, 1.0, HELD)) == ["tests/one.py"]
+    assert (can_hold(MOST_LOAD), can_hold(MOST_LOAD + 0.1)) == (True, False)
 
 
 def test_files_above_the_budget_are_there_and_no_row_is_for_nothing() -> None:

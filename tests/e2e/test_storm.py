@@ -226,7 +226,7 @@ MIXED = ("supervised", "dpo", "supervised", "reinforcement", "dpo") * 7
 @pytest.mark.parametrize(
     ("storm", "jobs", "loops", "blows"),
     [
-        pytest.param("sqlite", ("supervised", "dpo"), 0, 3, id="short"),
+        pytest.param("sqlite", ("supervised", "dpo"), 0, 2, id="short"),
         pytest.param("sqlite", MIXED, VARIANTS, 200, id="long-sqlite", marks=LONG),
         pytest.param("postgresql", MIXED, VARIANTS, 200, id="long-postgresql", marks=LONG),
     ],

@@ -185,12 +185,14 @@ SLOW = {
     "gpt-oss",
     "gpt-oss on three",
     "kept over two of four",
+    "two copies of two",
     "fp8 by blocks on three, columns that do not divide",
     "nvfp4",
 }
 """Of which others have more: another type on one rank, all formats on three, what is tied trained
 whole, blocks across rows, blocks in NF4, experts on three, blocks published on two, both formats of
-four bits on three.
+four bits on three. Two copies of one rank are of the short list, and two of two in
+tests/workers/ranks/test_hsdp.py.
 """
 
 

@@ -861,6 +861,13 @@ def test_answers_alone_are_learned_if_either_option_says_so(
         ),
         ("axolotl", "bf16", "full", Taken({"precision.compute": "bf16"})),
         ("transformers", "bf16", False, Taken({"precision.compute": "fp32"})),
+        ("trl", "num_train_epochs", 2.0, Taken({"training.n_epochs": 2})),
+        (
+            "trl",
+            "num_train_epochs",
+            2.5,
+            ToDo("epochs are whole: set training.n_epochs, or training.max_steps"),
+        ),
         ("trl", "eos_token", "<|im_end|>", ToDo("the base's tokenizer is used as it is")),
         ("axolotl", "special_tokens", {"pad_token": "<pad>"}, None),
         (

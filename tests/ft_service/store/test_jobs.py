@@ -16,6 +16,7 @@ from ft_service.jobs.user_actions import Verb
 from ft_service.rundir.documents import Desired
 from ft_service.rundir.engine import SeatSize
 from ft_service.rundir.events import Metrics
+from ft_service.store import jobs as jobs_of_users
 from ft_service.store.records import JobChange, NewEvent, NewJob
 from ft_service.store.sql import open_store
 from ft_service.store.tables import jobs
@@ -248,6 +249,44 @@ def test_a_verb_is_written_with_its_event(store):
 
     messages = [event.message for event in store.jobs.list_events(PROJECT, job.id).data]
     assert messages[:-1] == ["Cancel requested.", "Resume requested.", "Pause requested."]
+
+
+def test_a_verb_that_another_change_has_overtaken_is_tried_again(store, monkeypatch):
+    job = create_job(store, new_job(state=State.QUEUED))
+    write = jobs_of_users.write_job
+    tries = []
+
+    def overtaken_once(connection, old, new):
+        tries.append(new.state)
+        return len(tries) > 1 and write(connection, old, new)
+
+    monkeypatch.setattr(jobs_of_users, "write_job", overtaken_once)
+    assert store.jobs.request(PROJECT, job.id, Verb.PAUSE).state is State.PAUSED
+    assert tries == [State.PAUSED] * 2
+    assert len(store.jobs.list_events(PROJECT, job.id).data) == 2, "its event is there once"
+    monkeypatch.setattr(jobs_of_users, "write_job", lambda connection, old, new: False)
+    with pytest.raises(ConflictError):
+        store.jobs.request(PROJECT, job.id, Verb.RESUME)
+    assert store.jobs.get_job(PROJECT, job.id).state is State.PAUSED
+
+
+def test_a_verb_announces_a_job_whose_state_it_changes_alone(store, monkeypatch):
+    announced = []
+    monkeypatch.setattr(
+        jobs_of_users, "announce", lambda connection, job: announced.append((job.id, job.state))
+    )
+    runs = place(store, create_job(store, new_job(state=State.QUEUED)), [0])
+    waits = create_job(store, new_job(state=State.QUEUED))
+    for job in (waits, runs):
+        store.jobs.request(PROJECT, job.id, Verb.PAUSE)
+    assert announced == [(waits.id, State.PAUSED)], "the other runs until its checkpoint"
+
+
+def test_any_number_of_ids_is_asked_about_in_pieces(store, monkeypatch):
+    monkeypatch.setattr(jobs_of_users, "_AT_ONCE", 2)
+    ids = [create_job(store, new_job()).id for _ in range(5)]
+    assert store.jobs.known_jobs([*ids, "ftjob-none"]) == set(ids)
+    assert store.jobs.known_jobs([]) == set()
 
 
 def test_verbs_at_the_same_moment_are_all_counted(store):

@@ -9,8 +9,9 @@ from sqlalchemy import event, text
 from ft_service.jobs.decisions import placed
 from ft_service.jobs.estimates import Paces
 from ft_service.jobs.queue import next_start
-from ft_service.jobs.queue_snapshot import HALF_LIFE_SECONDS, Host
+from ft_service.jobs.queue_snapshot import HALF_LIFE_SECONDS, Host, RunningJob, Share
 from ft_service.jobs.states import State
+from ft_service.store import queue
 from ft_service.store.leases import HOST_SECONDS
 from ft_service.store.queue import OF_EACH_PROJECT
 from ft_service.store.records import JobChange
@@ -202,3 +203,50 @@ def test_a_turn_makes_as_many_statements_with_sixty_waiting_projects_as_with_thr
     waiting = store.queue.snapshot_for("h1", H1, Paces()).waiting
     assert len(waiting) == 2 * 60 + 2 * 3
     assert len({job.id for job in waiting}) == len(waiting)
+
+
+def test_a_host_is_silent_once_it_was_not_heard_of_for_so_long_or_from_before_the_clock_went_back(
+    store,
+):
+    for host, ago in (
+        ("now", 0.0),
+        ("lately", HOST_SECONDS / 2),
+        ("a little ahead", -HOST_SECONDS / 2),
+        ("long ago", 2 * HOST_SECONDS),
+        ("far ahead", -2 * HOST_SECONDS),
+    ):
+        store.queue.announce_host(host, 8)
+        sql(
+            store,
+            "UPDATE hosts SET seen_at = seen_at - :ago WHERE host = :host",
+            ago=ago,
+            host=host,
+        )
+    assert store.queue.silent_hosts() == ["far ahead", "long ago"]
+    assert list(store.queue.snapshot(Paces()).hosts) == ["a little ahead", "lately", "now"]
+
+
+def test_company_is_looked_for_only_where_engines_may_begin_and_a_job_may_share_one(
+    store, monkeypatch
+):
+    asked = []
+    monkeypatch.setattr(
+        queue, "_with_company", lambda connection, waiting: asked.append(len(waiting)) or waiting
+    )
+    create_job(store, new_job(state=State.QUEUED))
+    store.queue.snapshot_for("h1", H1, Paces(), new_engines=True)
+    assert asked == [], "no job may share an engine"
+
+
+def test_a_project_at_its_limit_is_within_it_and_one_above_is_not():
+    """A limit may have been lowered since: its jobs that need no slots wait too."""
+    running = [
+        RunningJob(id=project, project=project, host="h1", slots=slots, taken_at=0.0, ends_at=None)
+        for project, slots in (("at", 2), ("above", 3), ("without", 9))
+    ]
+    shares = {
+        "at": Share(used=0.0, max_slots=2),
+        "above": Share(used=0.0, max_slots=2),
+        "without": Share(used=0.0),
+    }
+    assert queue._within_limits({*shares, "gone"}, running, shares) == ["at", "without"]

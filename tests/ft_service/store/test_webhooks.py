@@ -4,12 +4,14 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 
 import pytest
+from sqlalchemy import func, select
 
 from ft_service.errors import NotFoundError
 from ft_service.ids import new_id
 from ft_service.jobs.states import Phase, State
 from ft_service.jobs.user_actions import Verb
 from ft_service.store.records import JobChange, WebhookEndpoint
+from ft_service.store.tables import webhook_deliveries
 from ft_service.store.webhooks import EVENT_TYPES
 from tests.support.creating import create_job
 from tests.support.records import OTHER, PROJECT, claim, new_job, place
@@ -26,6 +28,11 @@ def add(store, *event_types: str, project: str = PROJECT) -> WebhookEndpoint:
             event_types=types,
         )
     )
+
+
+def kept(store) -> int:
+    with store.reading() as connection:
+        return connection.scalar(select(func.count()).select_from(webhook_deliveries))
 
 
 def cancel(store) -> str:
@@ -94,7 +101,9 @@ def test_a_delivery_is_claimed_again_when_its_lease_or_its_wait_is_over(store):
     store.webhooks.settle_delivery(third, error=None, retry_seconds=None)
     assert store.webhooks.claim_deliveries(limit=1, lease_seconds=0) == []
     store.webhooks.forget_deliveries(older_than_seconds=60, give_up_seconds=60)
+    assert kept(store) == 1
     store.webhooks.forget_deliveries(older_than_seconds=0, give_up_seconds=60)
+    assert kept(store) == 0
 
 
 def test_an_endpoint_goes_with_its_deliveries(store):

@@ -352,8 +352,8 @@ class TrainingOptions(Strict):
     optim: Literal["adamw_torch", "adamw_8bit"] = "adamw_torch"
     """adamw_torch: AdamW with both moments in fp32. adamw_8bit: the same with the moments of
     matrices kept in 8 bits, by dynamic codes with a scale for every 128 columns of a row: a quarter
-    of the memory, for modules_to_save and large ranks. Blocks lie within rows, so that any number
-    of ranks trains with the same bits. Not with Tinker's clients.
+    of the memory, for modules_to_save and large ranks. Blocks lie within rows, so that the same
+    gradients give the same bits on any number of ranks. Not with Tinker's clients.
     """
     eval_steps: Annotated[int, Field(ge=1, le=NEVER)] | None = None
     """Optimizer steps between validations; None: at the end of every epoch.

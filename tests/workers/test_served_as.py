@@ -238,7 +238,6 @@ def body(**options: Any) -> dict[str, Any]:
         ({"lora": {"target_modules": ["q_proj"]}}, "lora.target_modules"),
         ({"method": {"type": "reinforcement", **REINFORCEMENT}}, "method.type"),
         ({"precision": {"served_as": "nf4"}}, "nf4"),
-        ({"precision": {"served_as": "fp8", "served_from_step": 1.0}}, "served_from_step"),
     ],
 )
 def test_what_cannot_be_rounded_together_is_refused_by_name(
@@ -254,6 +253,9 @@ def test_what_cannot_be_rounded_together_is_refused_by_name(
 def test_a_parent_s_form_goes_on_and_is_refused_where_it_does_not_fit(base: Path) -> None:
     parent = served(base, form="fp8")
     assert inherit(parse_request(body()), parent, "ft:parent").precision.served_as == "fp8"
+    never = body(precision={"served_as": "fp8", "served_from_step": 1.0})
+    with pytest.raises(SpecError, match=r"served_from_step = 1\.0: must be less than 1"):
+        parse_request(never)
     late = served(base, form="fp8", precision={"served_from_step": 0.5})
     assert inherit(parse_request(body()), late, "ft:parent").precision.served_from_step == 0
     with pytest.raises(SpecError, match=r"without precision\.served_as") as alone:

@@ -39,6 +39,7 @@ def test_names_and_values_of_other_tools_stand_for_options_that_there_are() -> N
         "nf4",
         "fp32",
         "adamw_torch",
+        "adamw_8bit",
         "cosine",
         "constant",
         "all-linear",

@@ -133,9 +133,8 @@ def test_merging_writes_the_codes_by_which_training_has_multiplied(
     assert difference(logits(loaded), ours) < bound
 
 
-@pytest.mark.parametrize(
-    "form", ["8da4w", pytest.param("int8", marks=pytest.mark.slow)], ids=lambda form: form
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("form", ["8da4w", "int8"])
 def test_torchao_computes_what_training_has_computed(base: Path, tmp_path: Path, form: str) -> None:
     """By its own tensors, in fp32: of 8da4w with inputs in 8 bits."""
     spec = served(base, form)

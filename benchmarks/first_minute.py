@@ -225,6 +225,7 @@ class Terminal:
 
     def _until_prompt(self) -> tuple[str, int]:
         ends = time.monotonic() + WAIT_SECONDS
+        shown = ""
         while time.monotonic() < ends:
             shown = self._tmux("capture-pane", "-p", "-J", "-S", "-300").rstrip()
             if found := re.search(rf"\[{self._prompts}:(\d+)\]$", shown):

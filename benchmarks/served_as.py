@@ -144,7 +144,7 @@ def run(
         merge(bases, other)
         hooks = [
             layer.register_forward_pre_hook(
-                lambda _, given, other=other: (served_inputs(given[0], other), *given[1:])
+                lambda _, given, other=other: (served_inputs(given[0], other), *given[1:])  # pyright: ignore
             )
             for layer in bases
         ]

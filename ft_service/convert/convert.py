@@ -46,9 +46,10 @@ _BY_HAND: Mapping[str, str] = {
 """Beginning of a method that is not converted → what to do instead."""
 _OTHER_METHOD = re.compile(r"(?<![a-z])(cpo|ppo|rloo|gkd|reward)(?![a-z])", re.IGNORECASE)
 """Methods of TRL whose files may have the same options as a file for DPO or GRPO."""
+_NAMES: tuple[tuple[Method, str], ...] = (("kto", "KTO"), ("simpo", "SimPO"), ("orpo", "ORPO"))
 _PREFERENCES: Mapping[Method, tuple[str, re.Pattern[str]]] = {
     method: (shown, re.compile(rf"(?<![a-z]){method}(?![a-z])", re.IGNORECASE))
-    for method, shown in (("kto", "KTO"), ("simpo", "SimPO"), ("orpo", "ORPO"))
+    for method, shown in _NAMES
 }
 """Methods whose options are among DPO's too → their name, and what a title has of it."""
 _GRPO = re.compile(r"(?<![a-z])(grpo|gspo|dapo)(?![a-z])", re.IGNORECASE)

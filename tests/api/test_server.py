@@ -354,6 +354,7 @@ def test_the_clients_address_is_what_a_trusted_proxy_says(trusted: str, address:
     config = _web_server(app, 100, trusted).config
     config.load()
     headers = [(b"x-forwarded-for", b"198.51.100.1, 203.0.113.9")]
-    scope = {"type": "http", "client": ("127.0.0.1", 1), "headers": headers, "scheme": "http"}
-    asyncio.run(config.loaded_app(scope, None, None))
+    scope: Any = {"type": "http", "client": ("127.0.0.1", 1), "headers": headers, "scheme": "http"}
+    served: Any = config.loaded_app
+    asyncio.run(served(scope, None, None))
     assert seen == [address]

@@ -213,7 +213,9 @@ def _sent(picture: Picture) -> Picture:
     """
     seen = decoded(picture)
     with Image.open(io.BytesIO(picture.data)) as plain:
-        alike = plain.mode in ("RGB", "L") and np.array_equal(plain.convert("RGB"), seen)
+        alike = plain.mode in ("RGB", "L") and np.array_equal(
+            np.asarray(plain.convert("RGB")), np.asarray(seen)
+        )
     if alike:
         return Picture.of(picture.data)
     file = io.BytesIO()

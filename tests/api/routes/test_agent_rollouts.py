@@ -15,7 +15,7 @@ import pytest
 
 from ft_service.agents.hosting import hosting
 from ft_service.agents.open_rollouts import OpenRollout, OpenRollouts
-from ft_service.agents.rollout_handler import RolloutFunction
+from ft_service.agents.rollout_handler import Returned, RolloutFunction
 from ft_service.control.reinforcement.reinforcement_jobs import JobPaused, RolloutLoop
 from ft_service.errors import SpecError
 from ft_service.graders.grading import GraderContext
@@ -193,7 +193,7 @@ def agent() -> Iterator[Callable[[RolloutFunction], str]]:
     """The address of a function as an agent."""
     function: list[RolloutFunction] = []
 
-    async def rollout(client: Any, item: Mapping[str, Any]) -> float | None:
+    async def rollout(client: Any, item: Mapping[str, Any]) -> Returned:
         return await function[0](client, item)
 
     with hosting(rollout, secret=SECRET) as url:

@@ -168,7 +168,8 @@ def test_the_tools_are_offered_as_templates_take_them(tools: str) -> None:
 
 
 def test_a_rollout_ends_at_its_budgets_without_an_error(tools: str) -> None:
-    for budget, count in (({"turns": 2}, 2), ({"tokens": 5}, 3)):
+    budgets: list[tuple[dict[str, Any], int]] = [({"turns": 2}, 2), ({"tokens": 5}, 3)]
+    for budget, count in budgets:
         [ended] = with_tools(
             tools, lambda _: ("", called("add", a=2, b=2)), [new_rollout(**budget)]
         )

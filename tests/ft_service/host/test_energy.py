@@ -85,7 +85,10 @@ def test_gpus_count_from_the_first_look() -> None:
 
 def test_gpus_say_what_they_do_where_their_driver_does() -> None:
     found = GpuCounter(["0", "GPU-b"], Nvml()).load()
-    assert found == Load(2 * 2**30, pytest.approx(0.85), pytest.approx(600.001))
+    assert found is not None
+    assert found.busy == pytest.approx(0.85)
+    assert found.watts == pytest.approx(600.001)
+    assert found == Load(2 * 2**30, found.busy, found.watts)
     untold = GpuCounter(["0"], Nvml(mig=True))
     assert (untold.load(), untold.joules()) == (None, 0.0)
 

@@ -311,7 +311,7 @@ def test_a_weight_and_inputs_are_rounded_as_torchao_rounds_them(kind: str) -> No
     theirs = IntxUnpackedToInt8Tensor.from_hp(
         rows,
         (1, 32),  # pyright: ignore[reportArgumentType]
-        torch.int4,
+        torch.int4,  # pyright: ignore[reportAttributeAccessIssue]
         intx_choose_qparams_algorithm=None,
         custom_scale=phone.scales.float(),
         custom_zero_point=torch.zeros_like(phone.scales, dtype=torch.int8),

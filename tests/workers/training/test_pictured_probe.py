@@ -102,7 +102,7 @@ def test_a_server_gets_the_pixels_that_training_has_seen(
     assert url["url"].startswith("data:image/png;base64,")
     sent = Image.open(io.BytesIO(base64.b64decode(url["url"].partition(",")[2])))
     assert sent.size == size
-    assert np.array_equal(sent, decoded(samples[0].images[0].picture))
+    assert np.array_equal(np.asarray(sent), np.asarray(decoded(samples[0].images[0].picture)))
 
 
 def test_samples_that_cannot_be_sent_are_none(

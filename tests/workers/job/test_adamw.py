@@ -263,7 +263,7 @@ def test_moments_in_8_bits_are_the_same_on_any_number_of_ranks() -> None:
 
 def test_in_8_bits_it_stays_as_near_to_fp32_as_bitsandbytes_does() -> None:
     """bitsandbytes has blocks of 256, over all numbers; clipping is off."""
-    from bitsandbytes.optim import AdamW8bit
+    from bitsandbytes.optim.adamw import AdamW8bit
 
     start = torch.randn(64, 256, generator=torch.Generator().manual_seed(0))
     ours, exact, theirs = (nn.Parameter(start.clone()) for _ in range(3))

@@ -46,7 +46,7 @@ def served(base: Path, form: str, compute: str = "fp32") -> JobSpec:
     return spec_for(base, lora={"r": 4, "lora_alpha": 8}, precision=precision)
 
 
-def codes_of(layer: Any) -> tuple[Tensor, Tensor]:
+def codes_of(layer: Any) -> tuple[Tensor, Tensor, Tensor | None]:
     """What a layer multiplies by."""
     weight: Any = layer.base_layer.weight
     factors = AdapterFactors(
@@ -124,7 +124,7 @@ def test_merging_writes_the_codes_by_which_training_has_multiplied(
                 if key.startswith(f"{name}.")
             }
             theirs = FP4[to].decompress(own, scheme)["weight"]
-            assert torch.equal(theirs.float(), stock.get_submodule(name).weight)
+            assert torch.equal(theirs.float(), stock.get_parameter(f"{name}.weight"))
         loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "out", dtype=torch.bfloat16)
         assert difference(logits(loaded), ours) < 0.03
         return

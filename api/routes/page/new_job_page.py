@@ -209,7 +209,7 @@ async def _checks(api: InnerApi, body: Mapping[str, Any]) -> dict[str, dict[str,
 def _method_of(body: Mapping[str, Any]) -> str:
     method = body.get("method")
     kind = method.get("type") if isinstance(method, dict) else None
-    return kind if isinstance(kind, str) and kind in job_form.METHODS else "supervised"
+    return kind if isinstance(kind, str) and kind in job_form.COLUMN_ROLES else "supervised"
 
 
 def _mapping_of(body: Mapping[str, Any]) -> dict[str, Any]:

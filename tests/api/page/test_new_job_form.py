@@ -91,6 +91,21 @@ def test_settings_are_found_and_create_stays_in_view(
     assert not find(driver, "[name='training.warmup_steps']").is_displayed()
 
 
+def test_a_sample_job_is_one_click_where_there_is_none(
+    driver: webdriver.Chrome, place: Place
+) -> None:
+    sized(driver, 1440, "light")
+    sign_in(driver, place)
+    driver.get(f"{place.url}/jobs")
+    click(driver, "[hx-post='/new/sample']")
+    until(lambda: "/jobs/ftjob-" in driver.current_url)
+    job = place.begun(driver.current_url.rpartition("/")[2], 1)
+    assert (job.request["model"], job.request["suffix"]) == (sample_base(), "quickstart")
+    assert job.request["training_file"] != job.request["validation_file"]
+    driver.get(f"{place.url}/jobs")
+    assert not driver.find_elements(By.CSS_SELECTOR, "[hx-post='/new/sample']")
+
+
 def test_a_sweep_and_a_file_without_a_job_and_a_name_for_what_came_of_it(
     driver: webdriver.Chrome, place: Place
 ) -> None:
@@ -100,13 +115,13 @@ def test_a_sweep_and_a_file_without_a_job_and_a_name_for_what_came_of_it(
     drop(driver, "[data-drop]", {"pairs.csv": "prompt,completion\n" + "Hi,Hello\n" * 20})
     until(lambda: "/data/file-" in driver.current_url)
     assert text_of(driver, "h1") == "pairs.csv"
+    uploaded = driver.current_url.rpartition("/")[2]
 
     driver.get(f"{place.url}/sweeps")
     click(driver, "main a[href='/new#sweep']")
     until(lambda: find(driver, "#sweep").is_displayed())
     find(driver, "#sweep").send_keys("lora.r: [4, 8]")
-    until(lambda: len(Select(find(driver, "#training_file")).options) == 2)
-    Select(find(driver, "#training_file")).select_by_index(1)
+    Select(find(driver, "#training_file")).select_by_value(uploaded)
     find(driver, "#validation_split").send_keys("0.2")
     until(lambda: "each · 2 jobs" in text_of(driver, "#verdict"))
     assert axe_faults(driver) == []
@@ -122,18 +137,3 @@ def test_a_sweep_and_a_file_without_a_job_and_a_name_for_what_came_of_it(
     assert text_of(driver, "h1") == "small"
     driver.get(f"{place.url}/jobs?suffix=SMALL")
     until(lambda: len(driver.find_elements(By.CSS_SELECTOR, "#jobs td.name a")) == 1)
-
-
-def test_a_sample_job_is_one_click_where_there_is_none(
-    driver: webdriver.Chrome, place: Place
-) -> None:
-    sized(driver, 1440, "light")
-    sign_in(driver, place)
-    driver.get(f"{place.url}/jobs")
-    click(driver, "[hx-post='/new/sample']")
-    until(lambda: "/jobs/ftjob-" in driver.current_url)
-    job = place.begun(driver.current_url.rpartition("/")[2], 1)
-    assert (job.request["model"], job.request["suffix"]) == (sample_base(), "quickstart")
-    assert job.request["training_file"] != job.request["validation_file"]
-    driver.get(f"{place.url}/jobs")
-    assert not driver.find_elements(By.CSS_SELECTOR, "[hx-post='/new/sample']")

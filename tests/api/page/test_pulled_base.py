@@ -56,7 +56,7 @@ def test_a_base_is_looked_up_fetched_stopped_and_gone_on_with(
             find(driver, "#hub-name").send_keys("org/tiny")
             click(driver, "form[hx-post='/models/pulls'] button")
             until(lambda: "licence: apache-2.0" in text_of(driver, "#pulls"))
-            assert "can be tuned" in text_of(driver, "#pulls")
+            until(lambda: "can be tuned" in text_of(driver, "#pulls"))
             assert LARGE not in {name for name, _ in hub.asked}, "nothing large comes unasked"
             assert axe_faults(driver) == []
 

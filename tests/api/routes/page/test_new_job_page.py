@@ -212,3 +212,20 @@ def test_a_base_that_nothing_here_can_describe_is_shown_with_the_way_out(
     ).text
     assert "Install the &lt;workers&gt;." in plan
     assert "hx-post" not in plan, "to ask again does not help"
+
+
+@pytest.mark.parametrize("loss", ["dpo", "simpo", "orpo"])
+def test_the_card_of_pairs_has_a_choice_of_losses(
+    browser: httpx2.Client, client: openai.OpenAI, loss: str
+) -> None:
+    line = {"prompt": "1 + 1 =", "chosen": "2", "rejected": "3"}
+    pairs = client.files.create(
+        file=("pairs.jsonl", (json.dumps(line) + "\n").encode() * 4), purpose="fine-tune"
+    )
+    headers = {TOKEN_HEADER: token_of(*browser.cookies.values())}
+    form = {"model": "tiny", "training_file": pairs.id, "method": "dpo", "method.pairs": loss}
+    shown = browser.post("/new/plan", data={**form, "method.beta": "0.3"}, headers=headers)
+    assert shown.status_code == 200
+    assert f"type: {loss}" in shown.text
+    assert "beta: 0.3" in shown.text
+    assert "cannot be trained on" not in shown.text

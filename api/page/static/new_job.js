@@ -10,6 +10,7 @@
     waiting = setTimeout(() => htmx.trigger("#plan", "plan"), 350);
   };
   form.addEventListener("input", (event) => { event.target.removeAttribute("aria-invalid"); planSoon(); });
+  form.addEventListener("change", planSoon); // a choice from a list that says nothing while it is made
 
   // A button applies a change that the plan suggests.
   const written = (value) => (typeof value === "object" && value !== null ? JSON.stringify(value) : String(value));

@@ -101,7 +101,7 @@ def commands_of(record: StepRecord, spec: JobSpec, schedule: RolloutSchedule) ->
         trained = list(_data(record, spec.reinforcement, spec.longest_rollout))
         data = [datum for answer in trained for datum in answer]
         at = {} if head.temperature == 1 else {TEMPERATURE: head.temperature}
-        for part in _parts(data):
+        for part in _parts(data, TOKENS_OF_COMMAND):
             body = _message(part, spec.reinforcement).SerializeToString(deterministic=True)
             add("forward_backward", at, body)
         more = {**metrics_of(record, len(trained)), **_validation_metrics(record)}
@@ -287,9 +287,7 @@ def _answers_message(data: Sequence[pb.Datum]) -> pb.ForwardBackwardRequest:
     return message
 
 
-def _parts(
-    data: Sequence[pb.Datum], most_tokens: int = TOKENS_OF_COMMAND
-) -> Iterator[list[pb.Datum]]:
+def _parts(data: Sequence[pb.Datum], most_tokens: int) -> Iterator[list[pb.Datum]]:
     """The data of each command, in their order."""
     part: list[pb.Datum] = []
     tokens = 0

@@ -21,7 +21,7 @@ import httpx2
 import openai
 import pytest
 
-from api.routes import files, fine_tuning, uploads
+from api.routes import files, fine_tuning
 from api.routes.tuning import sweeps
 from ft_service.storage.locations import Places
 from tests.support.attempts import HANG_SECONDS

@@ -16,18 +16,15 @@ from sqlalchemy import insert, select
 from ft_service.control.cleanup import pruning
 from ft_service.control.cleanup.housekeeping import free, retain
 from ft_service.control.cleanup.pruning import DAY_SECONDS, RetentionLimits, plan_pruning, remove
-from ft_service.jobs.reasons import Reason
-from ft_service.jobs.states import Job, Phase, State
-from ft_service.rundir.directory import RunDir
+from ft_service.jobs.states import Phase, State
 from ft_service.settings import Settings
-from ft_service.spec import AdapterRef, StoredSpec, TunedName
+from ft_service.spec import AdapterRef
 from ft_service.storage.locations import Places
 from ft_service.store.records import File
 from ft_service.store.sql import Store
 from ft_service.store.tables import jobs
-from tests.support.creating import create_job
 from tests.support.prunable import add_with_files, model_of
-from tests.support.reconciling import PROJECT, new_store, spec_of
+from tests.support.reconciling import PROJECT, new_store
 
 ALL = RetentionLimits(runs=30, checkpoints=7, files=7, cache=7, leftovers=True)
 

@@ -39,6 +39,10 @@ CATEGORIES = (
 """Of a layer's operators: what they are for."""
 
 
+SERVED = ("int4_g32", "fp8", "nvfp4", "mxfp4", "int8", "8da4w")
+"""Forms of precision.served_as."""
+
+
 @dataclass(frozen=True)
 class Moved:
     """Launches of one kind in one layer."""
@@ -68,13 +72,17 @@ def main() -> None:
             f"| {name} | {' | '.join(cells)} | "
             f"{sum(kind.forward + kind.backward for kind in kinds.values())} |"
         )
+    rounding = {form: rounded(form) for form in SERVED}
+    print("\n| precision.served_as | rounding one layer once | launches |")
+    print("| --- | ---: | ---: |")
+    for form, moved in rounding.items():
+        print(f"| {form} | {moved.bytes / 1e9:.1f} GB | {moved.forward} |")
     cases = {
         name: {kind: vars(moved) for kind, moved in kinds.items()} for name, kinds in found.items()
     }
-    save(
-        "step_bytes",
-        {"measured": False, "tokens": TOKENS, "length": LENGTH, "rank": RANK, "layer": cases},
-    )
+    served = {form: vars(moved) for form, moved in rounding.items()}
+    shape = {"tokens": TOKENS, "length": LENGTH, "rank": RANK}
+    save("step_bytes", {"measured": False, **shape, "layer": cases, "rounding": served})
 
 
 def layer(weight_format: str) -> dict[str, Moved]:
@@ -91,6 +99,31 @@ def layer(weight_format: str) -> dict[str, Moved]:
         )
         for kind in CATEGORIES
     }
+
+
+def rounded(form: Any) -> Moved:
+    """What rounds the seven matrices of one layer with their adapters, once: with
+    precision.served_as it is done in the forward, and again in the backward.
+    """
+    import torch
+
+    from tests.support.bases import LLAMA_8B
+    from tests.support.fake_cuda import fake_cuda, recording
+    from workers.quant.served_forms import AdapterFactors, served_weight
+
+    hidden = LLAMA_8B["hidden_size"]
+    wide = LLAMA_8B["intermediate_size"]
+    heads = LLAMA_8B["num_key_value_heads"] * hidden // LLAMA_8B["num_attention_heads"]
+    matrices = [(hidden, hidden)] * 2 + [(heads, hidden)] * 2 + [(wide, hidden)] * 2
+    with fake_cuda() as device, recording() as record:
+        for rows, cols in (*matrices, (hidden, wide)):
+            weight = torch.empty(rows, cols, dtype=torch.bfloat16, device=device)
+            a = torch.empty(RANK, cols, dtype=torch.bfloat16, device=device)
+            b = torch.empty(rows, RANK, dtype=torch.bfloat16, device=device)
+            served_weight([weight], "", AdapterFactors(a, b, 2.0), form, torch.bfloat16)
+    found = [operation for operation in record.operations if operation.moved]
+    moved = sum(operation.moved for operation in found)
+    return Moved(len(found), 0, moved, sum(operation.flops for operation in found))
 
 
 def _counted(found: Iterable[Any]) -> dict[str, Moved]:

@@ -356,9 +356,14 @@ SERVED_BLOCK = {"cpu": 2**17, "cuda": 2**22}
 GPU enough to keep it busy."""
 SERVED_BLOCK_BYTES = 36
 """Bytes for each of them meanwhile: the sum in fp64 and fp32, magnitudes, codes and values."""
-SERVED_MOVED_BYTES = 96
-"""Bytes that rounding moves for each number of a weight: its dozen operations read and write it in
-fp32, those of the sum in fp64."""
+SERVED_MOVED_BYTES = {
+    **dict.fromkeys(("int4_g128", "int4_g64", "int4_g32", "fp8", "int8", "8da4w"), 98),
+    "nvfp4": 177,
+    "mxfp4": 164,
+}
+"""Form → bytes that rounding moves for each number of a weight in bf16: its 19 to 35 operations
+read and write it in fp32, those of the sum in fp64. Counted (tests/workers/test_on_fake_cuda.py).
+"""
 
 
 def served_bytes(numel: int, number_bytes: int, *, gpu: bool, kept_sums: bool = False) -> int:

@@ -126,9 +126,10 @@ def steps_alone() -> Iterator[None]:
     """Jobs inside end with their last step: what follows, such as another process that reads the
     adapter, is not measured.
     """
-    names = ("measure", "measure_forgetting", "publish")
     with ExitStack() as stack:
-        for name in names:
+        for name in ("measure", "pictured_probe"):
+            stack.enter_context(patch.object(attempts, name, lambda *_: []))
+        for name in ("measure_forgetting", "publish"):
             stack.enter_context(patch.object(attempts, name, lambda *_: None))
         yield
 

@@ -21,6 +21,7 @@ NAMES = (
         "bitsandbytes",
         "google-re2",
         "nvidia-cudnn-frontend",
+        "pillow",
         "protobuf",
         "pydantic",
         "pydantic_core",

@@ -8,7 +8,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 from pydantic import TypeAdapter
 
@@ -18,7 +18,6 @@ from ft_service.data.formats.detect_format import Container, Format
 from ft_service.data.formats.reading import FileFormat, open_data
 from ft_service.data.label_balance import balance_messages
 from ft_service.data.line_errors import Fault
-from ft_service.data.record_comparison import RecordComparison
 from ft_service.data.sample_kinds import Pair, Record, images_of, is_unanswered, label_of
 from ft_service.data.sample_request import RecordRange, SamplePage
 from ft_service.data.sensitive_text import sensitive_kinds
@@ -37,6 +36,9 @@ from ft_service.rundir.documents import ErrorInfo
 from ft_service.spec import LossOptions
 from ft_service.spec.options import Applied
 from ft_service.wording import counted
+
+if TYPE_CHECKING:  # the planner counts samples, and needs no library that compares them
+    from ft_service.data.record_comparison import RecordComparison
 
 SHOWN_FAULTS = 20
 """Faults that a report keeps, and reasons that its message lists; the rest is counted."""

@@ -255,14 +255,15 @@ def served_seconds(job: ShardedJob, machine: Machine) -> float:
 
     The bytes that it moves, and the products of B and A, which are summed up in fp64.
     """
-    if job.spec.precision.served_as is None:
+    form = job.spec.precision.served_as
+    if form is None:
         return 0.0
     assert machine.memory_bandwidth is not None
     numel = sum(weight.numel for weight in job.base.quantizable)
     summed = sum(2 * a.rows * a.cols * a.r for a in job.adapters if not a.whole)
     share = FP64_SHARE_OF_PROCESSOR if machine.shared_memory else FP64_SHARE
     flops = share * (machine.flops_in(job.spec.precision.compute) or math.inf)
-    seconds = SERVED_MOVED_BYTES * numel / machine.memory_bandwidth + summed / flops
+    seconds = SERVED_MOVED_BYTES[form] * numel / machine.memory_bandwidth + summed / flops
     return (1 - job.spec.precision.served_from_step) * seconds
 
 

@@ -200,6 +200,8 @@ class _Recorder(TorchDispatchMode):
             )
             if name.endswith(".copy_"):
                 taken = taken[-1:]
+            if name.startswith("aten.addmm") and kwargs.get("beta") == 0:
+                taken = taken[1:]  # what is overwritten is not read
             if name in WRITES_ONLY:
                 taken = []
             self._record.add(

@@ -15,11 +15,14 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from ft_service.data.tokens.sample import Tokens
+from ft_service.kernel_limits import SERVED_MOVED_BYTES
+from ft_service.spec import SERVED_FORMS, ServedAs
 from tests.support.fake_cuda import Record, backward, build_on, compiling, fake_cuda, recording
 from tests.support.training.models import ATTENTION, COMMON, save_tiny, save_tiny_llama, spec_for
 from workers.data.batches import make_batch
 from workers.model.compiling import compile_layers
 from workers.model.multimodal import decoder_layers
+from workers.quant.served_forms import AdapterFactors, served_weight
 from workers.quant.weights import QUANTIZED
 from workers.training.step import cross_entropies
 
@@ -175,3 +178,17 @@ def test_sinks_are_added_to_what_the_fused_kernel_gives(tmp_path: Path) -> None:
     assert "aten._softmax" not in {
         op.name for op in record.operations if op.where == "layers.scored_attention"
     }
+
+
+@pytest.mark.parametrize("form", SERVED_FORMS)
+def test_rounding_for_a_served_form_moves_the_bytes_that_the_plan_counts(form: ServedAs) -> None:
+    rows = 1024
+    cols = 4096
+    with fake_cuda() as device:
+        weight = torch.empty(rows, cols, dtype=torch.bfloat16, device=device)
+        a = torch.empty(16, cols, dtype=torch.bfloat16, device=device)
+        b = torch.empty(rows, 16, dtype=torch.bfloat16, device=device)
+        with recording() as record:
+            served_weight([weight], "", AdapterFactors(a, b, 2.0), form, torch.bfloat16)
+    moved = sum(operation.moved for operation in record.operations)
+    assert moved / weight.numel() == pytest.approx(SERVED_MOVED_BYTES[form], rel=0.02)

@@ -2,14 +2,14 @@
 as trained, and merged and rounded, with precision.served_as and without.
 
     python benchmarks/served_as.py [--seeds 7,8,9] [--rates 5e-4,4e-3] [--forms int4_g32,fp8,nvfp4,mxfp4,int8,8da4w]
-    [--steps 60] [--anew]
+    [--steps 60] [--batches 8,64] [--anew]
 
 Trained are adapters of rank 16 on all linear layers of the sample base in bf16, computed in fp32,
 by batches of 8 chats, with the layers of a job and a loop of its own, so that all runs share one
 process. `merged` is the base with the adapter as `ft merge` writes it: of a plain adapter by the
 best of thirteen scales a group, of one that was trained for the form by the scale that it was
-trained with. A run takes about ten seconds on an idle core. Each result is written as it comes; a
-second start continues after the last. Losses do not depend on what else the machine does.
+trained with. A run takes about ten seconds on an idle core; at last steps of both kinds are timed
+in turn. Each result is written as it comes; a second start continues after the last. Losses do not depend on what else the machine does.
 """
 
 from __future__ import annotations
@@ -53,6 +53,8 @@ DATA = ROOT / "examples/data"
 BASE = ROOT / "examples/models/tiny-llama"
 BATCH = 8
 WARMUP = 4
+PAIRS = 7
+"""Of steps that are timed."""
 CPU = torch.device("cpu")
 Sample = tuple[list[int], list[int]]
 """Ids, and targets with -100 where nothing is learned."""
@@ -70,8 +72,6 @@ class Row:
     """Held-out loss, nats."""
     merged: dict[str, float]
     """Form → held-out loss of what `ft merge` or `ft export` writes."""
-    step_seconds: float | None = None
-    """Median over the steps; None: not measured."""
 
 
 def main() -> None:
@@ -81,6 +81,7 @@ def main() -> None:
     parser.add_argument("--rates", default="5e-4,4e-3")
     parser.add_argument("--forms", default="int4_g32,fp8,nvfp4,mxfp4,int8,8da4w")
     parser.add_argument("--steps", type=int, default=60)
+    parser.add_argument("--batches", default="8,64", help="chats of the steps that are timed")
     parser.add_argument("--anew", action="store_true", help="ignore the results in the file")
     given = parser.parse_args()
     torch.set_num_threads(1)
@@ -88,6 +89,7 @@ def main() -> None:
     before = json.loads(path.read_text()) if path.exists() and not given.anew else {}
     same = before.get("steps") == given.steps
     rows = [Row(**row) for row in before.get("runs", [])] if same else []
+    costs = before.get("step_costs", []) if same else []
     where = before["machine"] if same else machine()
     train, held_out = (samples(DATA / f"{name}.jsonl") for name in ("train", "heldout"))
     forms = given.forms.split(",")
@@ -99,8 +101,16 @@ def main() -> None:
                 row = run(form, rate, seed, given.steps, forms, train, held_out)
                 print(row, flush=True)
                 rows.append(row)
-                document = {"machine": where, "steps": given.steps, "means": means(rows)}
-                save("served_as", {**document, "runs": [asdict(row) for row in rows]})
+                store(where, given.steps, rows, costs)
+    if given.batches:
+        costs = step_costs(forms, list(map(int, given.batches.split(","))), train)
+        store(where, given.steps, rows, costs)
+
+
+def store(where: Any, steps: int, rows: list[Row], costs: list[dict[str, Any]]) -> None:
+    """Write what is known so far."""
+    about = {"machine": where, "steps": steps, "means": means(rows), "step_costs": costs}
+    save("served_as", {**about, "runs": [asdict(row) for row in rows]})
 
 
 def run(
@@ -113,15 +123,12 @@ def run(
     held_out: list[Sample],
 ) -> Row:
     """Train an adapter, and measure it."""
-    model = build(spec_of(form, seed), CPU).peft_model
-    load(model, str(BASE), seed=seed, compute_dtype=torch.float32, device=CPU)
+    model = _loaded(form, seed)
     trained = [parameter for _, parameter in adapters(model)]
     optimizer = torch.optim.AdamW(trained, lr=rate, weight_decay=0.0)
     generator = torch.Generator().manual_seed(seed)
     order = torch.randperm(len(train), generator=generator).tolist()
-    took = []
     for step in range(steps):
-        began = time.perf_counter()
         share = min((step + 1) / WARMUP, (steps - step) / steps)
         optimizer.param_groups[0]["lr"] = rate * share
         chosen = [train[order[(step * BATCH + i) % len(train)]] for i in range(BATCH)]
@@ -129,11 +136,9 @@ def run(
         nn.utils.clip_grad_norm_(trained, 1.0)
         optimizer.step()
         optimizer.zero_grad()
-        took.append(time.perf_counter() - began)
-    seconds = round(statistics.median(took), 4)
     as_trained = mean_loss(model, held_out)
     if form != "plain":
-        return Row(form, rate, seed, as_trained, {form: as_trained}, seconds)
+        return Row(form, rate, seed, as_trained, {form: as_trained})
     bases = {
         layer: layer.base_layer.weight.detach().clone()  # pyright: ignore
         for layer in model.modules()
@@ -151,7 +156,7 @@ def run(
         merged[other] = mean_loss(model, held_out)
         for hook in hooks:
             hook.remove()
-    return Row(form, rate, seed, as_trained, merged, seconds)
+    return Row(form, rate, seed, as_trained, merged)
 
 
 @torch.no_grad()
@@ -264,7 +269,6 @@ def means(rows: list[Row]) -> list[dict[str, Any]]:
                 "plain_as_trained": as_trained,
                 "plain_merged": afterwards,
                 "trained_for_it": served,
-                "step_time": _ratio([own[s] for s in plain], list(plain.values())),
                 "better_on_seeds": sum(
                     own[seed].as_trained < row.merged[form] for seed, row in plain.items()
                 ),
@@ -273,14 +277,38 @@ def means(rows: list[Row]) -> list[dict[str, Any]]:
     return found
 
 
-def _ratio(ours: list[Row], plain: list[Row]) -> float | None:
-    """Median seconds of a step next to those without rounding, in the same process."""
-    medians = [
-        [row.step_seconds for row in rows if row.step_seconds is not None] for rows in (ours, plain)
-    ]
-    if not all(medians):
-        return None
-    return round(statistics.median(medians[0]) / statistics.median(medians[1]), 3)
+def step_costs(forms: list[str], batches: list[int], train: list[Sample]) -> list[dict[str, Any]]:
+    """Seconds of a step with rounding next to those without, by how many chats a step has: the
+    median of pairs of steps, one of each in turn.
+    """
+    models = {form: _loaded(form, seed=7) for form in ("plain", *forms)}
+    found = []
+    for batch in batches:
+        chosen = train[:batch]
+        tokens = sum(len(ids) for ids, _ in chosen)
+        for form in forms:
+            pairs = [
+                [_step_seconds(models[name], chosen) for name in ("plain", form)]
+                for _ in range(PAIRS + 1)
+            ]
+            ratio = statistics.median(served / plain for plain, served in pairs[1:])
+            found.append({"form": form, "tokens": tokens, "step_time": round(ratio, 3)})
+            print(found[-1], flush=True)
+    return found
+
+
+def _loaded(form: str, seed: int) -> nn.Module:
+    model = build(spec_of(form, seed), CPU).peft_model
+    load(model, str(BASE), seed=seed, compute_dtype=torch.float32, device=CPU)
+    return model
+
+
+def _step_seconds(model: nn.Module, chosen: list[Sample]) -> float:
+    began = time.perf_counter()
+    loss_of(model, chosen).backward()
+    seconds = time.perf_counter() - began
+    model.zero_grad()
+    return seconds
 
 
 if __name__ == "__main__":

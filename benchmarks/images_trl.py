@@ -146,6 +146,16 @@ def run(settings: Settings, turns: list[Turn]) -> Measured:
         ),
         callbacks=[Clock()],
     )
+    collate = trainer.data_collator
+    [newline] = processor.tokenizer.encode("\n", add_special_tokens=False)
+
+    def with_our_targets(examples: list[dict[str, Any]]) -> dict[str, Any]:
+        """Templates write a line's end behind a turn's, which ours does not learn."""
+        batch = collate(examples)
+        batch["labels"][batch["labels"] == newline] = -100
+        return batch
+
+    trainer.data_collator = with_our_targets
     begin_as_we_do(trainer.model, settings.seed)
     trainer.train()
     return measured

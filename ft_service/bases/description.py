@@ -150,6 +150,11 @@ class ImageFacts:
     as its config names them (`layer_types`).
     """
 
+    @property
+    def tower_bytes(self) -> int:
+        """Bytes of the towers' weights on a rank, in fp32."""
+        return 4 * self.tower_weights
+
 
 @dataclass(frozen=True)
 class Versions:

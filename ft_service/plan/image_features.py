@@ -13,8 +13,6 @@ from ft_service.wording import bytes_text, counted
 
 _BYTES = {"fp32": 4, "bf16": 2}
 """Compute dtype → bytes of a number, as features are kept in it."""
-TOWER_BYTES = 4
-"""Bytes of a tower's number: towers compute in fp32."""
 
 
 def features_bytes(base: Description, tokens: int, compute: str) -> int:
@@ -35,7 +33,7 @@ def note_on_images(base: Description, spec: JobSpec, images: int, tokens: int) -
     if spec.distributed.ranks_per_sample > 1 and "distributed.context_parallel" not in spec.chosen:
         raise not_shareable(spec.distributed.ranks_per_sample, IMAGES)
     facts = facts_of_images(base)
-    tower = facts.tower_weights * TOWER_BYTES
+    tower = facts.tower_bytes
     kept = features_bytes(base, tokens, spec.precision.compute)
     linears = [weight.module for weight in base.linears]
     trained = choose_tower_targets(base.tower_linears, spec.lora.target_modules, linears)

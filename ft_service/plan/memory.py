@@ -153,6 +153,10 @@ class RankBytes:
     """Memory that the process takes, as a multiple of live tensors."""
     teacher: int = 0
     """Weights of a teacher beside the base: another base, or the adapter of a tuned model."""
+    tower: int = 0
+    """Weights of the base's tower in fp32, whole on the computing device of every
+    rank, if the job trains adapters on it.
+    """
 
     @property
     def stored(self) -> int:
@@ -163,7 +167,7 @@ class RankBytes:
     @property
     def resident(self) -> int:
         """The stored and gathered bytes on the computing device: needed whatever the data."""
-        return (0 if self.offloaded else self.stored) + self.gather
+        return (0 if self.offloaded else self.stored) + self.tower + self.gather
 
     @property
     def live(self) -> int:
@@ -268,7 +272,14 @@ def rank_bytes(job: ShardedJob, batches: MicroBatches, machine: Machine) -> Rank
         offloaded=job.spec.distributed.offload,
         heap_factor=machine.heap_factor,
         teacher=taught_by + teaching_adapter_bytes(job),
+        tower=_tower(job),
     )
+
+
+def _tower(job: ShardedJob) -> int:
+    images = job.base.images
+    trained = any(adapter.on_every_rank for adapter in job.adapters)
+    return images.tower_bytes if trained and images is not None else 0
 
 
 def _logits(job: ShardedJob, batches: MicroBatches) -> int:

@@ -51,6 +51,7 @@ def memory_table(plan: Plan) -> list[tuple[str, str]]:
     rows = [(f"base in {name}{where}", count) for name, count in rank.base.items()]
     rows += [
         (f"teacher{where}", rank.teacher),
+        ("image tower (fp32)", rank.tower),
         (f"adapters (fp32){where}", rank.adapters),
         (f"gradients{where}", rank.gradients),
         (f"optimizer (AdamW){where}", rank.optimizer),

@@ -18,7 +18,6 @@ from ft_service.bases.cache_folder import Cache
 from ft_service.bases.description import ImageFacts
 from ft_service.errors import SpecError
 from ft_service.host.hardware import available_memory
-from ft_service.plan.image_features import TOWER_BYTES
 from ft_service.spec import PrecisionOptions
 from ft_service.wording import bytes_text
 from workers.base.load import load
@@ -218,7 +217,7 @@ class ServedModel:
         if self._tower is None:
             if facts.two_way and self.by_state:
                 raise _answers_otherwise(text_decoder(self._model).config.model_type)
-            needed = TOWER_BYTES * facts.tower_weights
+            needed = facts.tower_bytes
             if self.device.type == "cpu" and needed > (most := available_memory() // 2):
                 raise SpecError(
                     f"The base's towers for images take {bytes_text(needed)} of memory beside it, "

@@ -12,6 +12,8 @@ from ft_service.bases.description import ImageFacts
 from ft_service.errors import SpecError
 from ft_service.kernel_limits import span_bytes, spans_at_once
 from ft_service.plan.image_features import features_bytes, note_on_images
+from ft_service.plan.job import plan_job
+from ft_service.plan.machines import MACHINES
 from ft_service.plan.weight_storage import ShardLayout, adapters_of
 from tests.support.bases import describe
 from tests.support.training.models import save_chat_base, spec_for
@@ -49,6 +51,10 @@ def test_adapters_of_a_tower_are_planned_whole_on_every_rank(tmp_path: Path) -> 
     assert [(own.module, own.numel) for own in of_tower] == [("visual.qkv", 4 * 40)]
     assert of_tower[0].numel_on_rank(ShardLayout(1, 8)) == 4 * 40
     assert "1 layer of the base's tower" in note_on_images(base, named, 4, 1024)
+    of_text = spec_for(folder, lora={"r": 4, "target_modules": ["q_proj"]})
+    plans = [plan_job(base, spec, MACHINES["H100"]).rank for spec in (of_text, named)]
+    assert [rank.tower for rank in plans] == [0, 4 * 100]
+    assert plans[1].resident - plans[0].resident == 4 * 100 + 16 * 4 * 40 + 2 * 4
     by_pattern = spec_for(folder, lora={"r": 4, "target_modules": r".*(q_proj|qkv)"})
     assert not any(own.on_every_rank for own in adapters_of(base, by_pattern))
     assert "1 layer of the base's tower" in note_on_images(base, by_pattern, 4, 1024)

@@ -97,7 +97,7 @@ def run(client: Any, options: argparse.Namespace) -> dict[str, Any]:
             jobs = []
             for seed in range(options.seeds):
                 jobs.append(trained(client, f"{task}.yaml", seed=seed, **given))
-                print(task, {name: jobs[-1][name] for name in ("first", "last", "seconds")})
+                print(task, json.dumps(jobs[-1]), flush=True)
         of_task = {"shown_seconds": shown[spec]["seconds"], "training": given["training"]}
         found[task] = {**of_task, "jobs": jobs}
     return found

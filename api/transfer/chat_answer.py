@@ -26,6 +26,9 @@ from ft_service.settings import Settings
 GONE_POLL_SECONDS = 1.0
 """Interval of the check whether the caller of an answer that has not begun is still connected."""
 
+DONE = "data: [DONE]\n\n"
+"""Event that ends a stream."""
+
 Submit = Callable[[Deliver], Ticket]
 Part = dict[str, Any]
 
@@ -74,7 +77,12 @@ def whole(completion: ChatCompletion, parts: Sequence[Part]) -> Response:
         return JSONResponse(shape.whole())
     begins = [shape.chunk(0, {"role": "assistant", "content": ""})]
     chunks = [chunk for part in parts for chunk in _counted(shape, part)]
-    events = "".join(map(_event, [*begins, *chunks])) + "data: [DONE]\n\n"
+    return all_events([*begins, *chunks])
+
+
+def all_events(bodies: Sequence[dict[str, Any]]) -> Response:
+    """Return a stream whose events are all there."""
+    events = "".join(map(event_of, bodies)) + DONE
     return Response(events, media_type="text/event-stream")
 
 
@@ -139,20 +147,21 @@ async def _events(
     An error is an event of its own, after which the stream ends without `[DONE]`.
     """
     for index in range(shape.request.n):
-        yield _event(shape.chunk(index, {"role": "assistant", "content": ""}))
+        yield event_of(shape.chunk(index, {"role": "assistant", "content": ""}))
     while True:
         part = await parts.get()
         if part["kind"] == "error":
-            yield _event(error_body(settings, part["error"]))
+            yield event_of(error_body(settings, part["error"]))
             return
         for chunk in shape.chunks(part):
-            yield _event(chunk)
+            yield event_of(chunk)
         if part["kind"] == "done":
-            yield "data: [DONE]\n\n"
+            yield DONE
             return
 
 
-def _event(body: dict[str, Any]) -> str:
+def event_of(body: dict[str, Any]) -> str:
+    """Return a server-sent event."""
     return f"data: {json.dumps(body, ensure_ascii=False)}\n\n"
 
 
@@ -234,7 +243,7 @@ class _Shape:
                 ]
                 called = [self.chunk(part["index"], {"tool_calls": calls})] if calls else []
                 return [*called, self.chunk(part["index"], {}, finish_reason=part["reason"])]
-            case "done" if self._with_usage:
+            case "done" if self.request.counts_usage:
                 self.completion_tokens = part["completion_tokens"]
                 return [
                     {**self._head("chat.completion.chunk"), "choices": [], "usage": self._usage()}
@@ -255,12 +264,8 @@ class _Shape:
             "logprobs": logprobs,
             "finish_reason": finish_reason,
         }
-        usage = {"usage": None} if self._with_usage else {}
+        usage = {"usage": None} if self.request.counts_usage else {}
         return {**self._head("chat.completion.chunk"), "choices": [choice], **usage}
-
-    @property
-    def _with_usage(self) -> bool:
-        return self.request.stream_options is not None and self.request.stream_options.include_usage
 
     def _head(self, kind: str) -> dict[str, Any]:
         return {"id": self.id, "object": kind, "created": self.created, "model": self.request.model}

@@ -100,7 +100,7 @@ def test_without_echo_only_the_continuation_is_answered(base: ServedModel, chats
         ({"prompt": ""}, "prompt"),
         ({"prompt": [-1]}, "prompt"),
         ({"prompt": ["a"] * 33}, "prompt"),
-        ({"stream": True}, "stream"),
+        ({"stream_options": {"include_usage": True}}, "stream_options"),
         ({"suffix": "end"}, "suffix"),
         ({"max_tokens": 0}, "max_tokens"),
         ({"logprobs": 21}, "logprobs"),

@@ -80,26 +80,27 @@ def main() -> None:
 
 
 def run(client: Any, options: argparse.Namespace) -> dict[str, Any]:
-    """Task → its jobs, and the seconds in which its model was shown it."""
+    """Task → its jobs, and the seconds in which its model was shown it. One seed of every task comes
+    before the next one.
+    """
     shown: dict[str, dict[str, Any]] = {}
     found: dict[str, Any] = {}
-    for task in options.tasks:
-        spec = SHOWN[task]
-        if spec not in shown:
-            shown[spec] = trained(client, spec, seed=1, limit=options.limit)
-        with served(client, task, options.openenv) as environment:
+    for seed in range(options.seeds):
+        for task in options.tasks:
+            spec = SHOWN[task]
+            if spec not in shown:
+                shown[spec] = trained(client, spec, seed=1, limit=options.limit)
             example = yaml.safe_load((EXAMPLES / f"{task}.yaml").read_text())
-            method = example["method"]
-            method["reinforcement"]["environment"] |= environment
             changes = yaml.safe_load("\n".join(options.training).replace("=", ": ")) or {}
-            given = {"model": shown[spec]["model"], "limit": options.limit, "method": method}
-            given["training"] = {**example["training"], **changes}
-            jobs = []
-            for seed in range(options.seeds):
-                jobs.append(trained(client, f"{task}.yaml", seed=seed, **given))
-                print(task, json.dumps(jobs[-1]), flush=True)
-        of_task = {"shown_seconds": shown[spec]["seconds"], "training": given["training"]}
-        found[task] = {**of_task, "jobs": jobs}
+            training = {**example["training"], **changes}
+            method = example["method"]
+            with served(client, task, options.openenv) as environment:
+                method["reinforcement"]["environment"] |= environment
+                given = {"model": shown[spec]["model"], "limit": options.limit, "method": method}
+                job = trained(client, f"{task}.yaml", seed=seed, training=training, **given)
+            print(task, json.dumps(job), flush=True)
+            of_task = {"shown_seconds": shown[spec]["seconds"], "training": training, "jobs": []}
+            found.setdefault(task, of_task)["jobs"].append(job)
     return found
 
 

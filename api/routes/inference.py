@@ -132,7 +132,7 @@ def _facts_of_images(folder: Path, services: Services) -> ImageFacts:
     )
 
 
-@router.post("/completions", openapi_extra=BODY)
+@router.post("/completions", openapi_extra=BODY, response_class=StreamingResponse, responses=ANSWER)
 async def create_completion(
     request: Request, body: JsonBody, caller: Caller, services: Svc
 ) -> Response:

@@ -82,7 +82,7 @@ def whole(completion: ChatCompletion, parts: Sequence[Part]) -> Response:
 
 def all_events(bodies: Sequence[dict[str, Any]]) -> Response:
     """Return a stream whose events are all there."""
-    events = "".join(map(event_of, bodies)) + DONE
+    events = "".join(map(_event, bodies)) + DONE
     return Response(events, media_type="text/event-stream")
 
 
@@ -147,21 +147,20 @@ async def _events(
     An error is an event of its own, after which the stream ends without `[DONE]`.
     """
     for index in range(shape.request.n):
-        yield event_of(shape.chunk(index, {"role": "assistant", "content": ""}))
+        yield _event(shape.chunk(index, {"role": "assistant", "content": ""}))
     while True:
         part = await parts.get()
         if part["kind"] == "error":
-            yield event_of(error_body(settings, part["error"]))
+            yield _event(error_body(settings, part["error"]))
             return
         for chunk in shape.chunks(part):
-            yield event_of(chunk)
+            yield _event(chunk)
         if part["kind"] == "done":
             yield DONE
             return
 
 
-def event_of(body: dict[str, Any]) -> str:
-    """Return a server-sent event."""
+def _event(body: dict[str, Any]) -> str:
     return f"data: {json.dumps(body, ensure_ascii=False)}\n\n"
 
 

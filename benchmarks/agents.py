@@ -11,6 +11,7 @@ server of its protocol.
 
     python benchmarks/agents.py [agent] [calculator] [dial] [--seeds 3] [--limit 480] [--no-save]
                                 [--training max_steps=60 lr_scheduler_type=linear]
+                                [--hyperparameters learning_rate_multiplier=8]
 """
 
 from __future__ import annotations
@@ -53,9 +54,10 @@ def main() -> None:
     parser.add_argument("tasks", nargs="*", choices=[*SHOWN, []], default=list(SHOWN))
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--limit", type=float, default=480.0, help="seconds of a job")
-    parser.add_argument(
-        "--training", nargs="*", default=[], metavar="NAME=VALUE", help="in place of the example's"
-    )
+    for part in ("--training", "--hyperparameters"):
+        parser.add_argument(
+            part, nargs="*", default=[], metavar="NAME=VALUE", help="in place of the example's"
+        )
     parser.add_argument("--openenv", type=Path, metavar="PYTHON")
     parser.add_argument("--no-save", action="store_true")
     options = parser.parse_args()
@@ -80,27 +82,38 @@ def main() -> None:
 
 
 def run(client: Any, options: argparse.Namespace) -> dict[str, Any]:
-    """Task → its jobs, and the seconds in which its model was shown it."""
+    """Task → its jobs, and the seconds in which its model was shown it. One seed of every task comes
+    before the next one.
+    """
     shown: dict[str, dict[str, Any]] = {}
     found: dict[str, Any] = {}
-    for task in options.tasks:
-        spec = SHOWN[task]
-        if spec not in shown:
-            shown[spec] = trained(client, spec, seed=1, limit=options.limit)
-        with served(client, task, options.openenv) as environment:
+    for seed in range(options.seeds):
+        for task in options.tasks:
+            spec = SHOWN[task]
+            if spec not in shown:
+                shown[spec] = trained(client, spec, seed=1, limit=options.limit)
             example = yaml.safe_load((EXAMPLES / f"{task}.yaml").read_text())
+            training = {**example["training"], **values(options.training)}
             method = example["method"]
-            method["reinforcement"]["environment"] |= environment
-            changes = yaml.safe_load("\n".join(options.training).replace("=", ": ")) or {}
-            given = {"model": shown[spec]["model"], "limit": options.limit, "method": method}
-            given["training"] = {**example["training"], **changes}
-            jobs = []
-            for seed in range(options.seeds):
-                jobs.append(trained(client, f"{task}.yaml", seed=seed, **given))
-                print(task, {name: jobs[-1][name] for name in ("first", "last", "seconds")})
-        of_task = {"shown_seconds": shown[spec]["seconds"], "training": given["training"]}
-        found[task] = {**of_task, "jobs": jobs}
+            method["reinforcement"]["hyperparameters"] |= values(options.hyperparameters)
+            with served(client, task, options.openenv) as environment:
+                method["reinforcement"]["environment"] |= environment
+                given = {"model": shown[spec]["model"], "limit": options.limit, "method": method}
+                job = trained(client, f"{task}.yaml", seed=seed, training=training, **given)
+            print(task, json.dumps(job), flush=True)
+            of_task = {
+                "shown_seconds": shown[spec]["seconds"],
+                "training": training,
+                "hyperparameters": method["reinforcement"]["hyperparameters"],
+                "jobs": [],
+            }
+            found.setdefault(task, of_task)["jobs"].append(job)
     return found
+
+
+def values(given: list[str]) -> dict[str, Any]:
+    """`NAME=VALUE` as YAML has them."""
+    return yaml.safe_load("\n".join(given).replace("=", ": ")) or {}
 
 
 @contextlib.contextmanager

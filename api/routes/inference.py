@@ -132,13 +132,14 @@ def _facts_of_images(folder: Path, services: Services) -> ImageFacts:
     )
 
 
-@router.post("/completions", openapi_extra=BODY)
+@router.post("/completions", openapi_extra=BODY, response_class=StreamingResponse, responses=ANSWER)
 async def create_completion(
     request: Request, body: JsonBody, caller: Caller, services: Svc
 ) -> Response:
-    """Continue a text, or its tokens, without a chat template, as one object; `echo` and `logprobs`
-    give the log-probabilities of a prompt, by which evaluation harnesses compare answers. Models
-    and servers as for chat completions; a stream only by FT_INFERENCE_URL.
+    """Continue a text, or its tokens, without a chat template; `echo` and `logprobs` give the
+    log-probabilities of a prompt, by which evaluation harnesses compare answers. Models and servers
+    as for chat completions. The preview sends a stream when it is whole, and knows vLLM's
+    `add_special_tokens` and `return_token_ids`.
     """
     tuned = await _model_of(request, body, caller, services, "/completions")
     if isinstance(tuned, Response):

@@ -26,6 +26,9 @@ from ft_service.settings import Settings
 GONE_POLL_SECONDS = 1.0
 """Interval of the check whether the caller of an answer that has not begun is still connected."""
 
+DONE = "data: [DONE]\n\n"
+"""Event that ends a stream."""
+
 Submit = Callable[[Deliver], Ticket]
 Part = dict[str, Any]
 
@@ -74,7 +77,12 @@ def whole(completion: ChatCompletion, parts: Sequence[Part]) -> Response:
         return JSONResponse(shape.whole())
     begins = [shape.chunk(0, {"role": "assistant", "content": ""})]
     chunks = [chunk for part in parts for chunk in _counted(shape, part)]
-    events = "".join(map(_event, [*begins, *chunks])) + "data: [DONE]\n\n"
+    return all_events([*begins, *chunks])
+
+
+def all_events(bodies: Sequence[dict[str, Any]]) -> Response:
+    """Return a stream whose events are all there."""
+    events = "".join(map(_event, bodies)) + DONE
     return Response(events, media_type="text/event-stream")
 
 
@@ -148,7 +156,7 @@ async def _events(
         for chunk in shape.chunks(part):
             yield _event(chunk)
         if part["kind"] == "done":
-            yield "data: [DONE]\n\n"
+            yield DONE
             return
 
 
@@ -234,7 +242,7 @@ class _Shape:
                 ]
                 called = [self.chunk(part["index"], {"tool_calls": calls})] if calls else []
                 return [*called, self.chunk(part["index"], {}, finish_reason=part["reason"])]
-            case "done" if self._with_usage:
+            case "done" if self.request.counts_usage:
                 self.completion_tokens = part["completion_tokens"]
                 return [
                     {**self._head("chat.completion.chunk"), "choices": [], "usage": self._usage()}
@@ -255,12 +263,8 @@ class _Shape:
             "logprobs": logprobs,
             "finish_reason": finish_reason,
         }
-        usage = {"usage": None} if self._with_usage else {}
+        usage = {"usage": None} if self.request.counts_usage else {}
         return {**self._head("chat.completion.chunk"), "choices": [choice], **usage}
-
-    @property
-    def _with_usage(self) -> bool:
-        return self.request.stream_options is not None and self.request.stream_options.include_usage
 
     def _head(self, kind: str) -> dict[str, Any]:
         return {"id": self.id, "object": kind, "created": self.created, "model": self.request.model}

@@ -1,5 +1,5 @@
-"""The preview's continuations of texts in the shape of OpenAI's older completions, as one
-object.
+"""The preview's continuations of texts in the shape of OpenAI's older completions: one object, or
+server-sent events, when they are whole.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from fastapi import Request
 from fastapi.responses import JSONResponse, Response
 
 from api.http.gone_clients import DISCONNECTED
-from api.transfer.chat_answer import Part, Submit, parts_of
+from api.transfer.chat_answer import Part, Submit, all_events, parts_of
 from api.wire.completion_request import Completion
 from ft_service.ids import new_id
 from ft_service.serving.preview import Preview
@@ -31,18 +31,28 @@ async def answer(
 
     Raises the FtError that one ends with.
     """
-    choices: list[dict[str, Any]] = []
-    read = written = 0
+    answered: list[Sequence[Part]] = []
     for prompt in completion.prompts:
         parts = await parts_of(request, preview, submit(prompt))
         if parts is None:
             return Response(status_code=DISCONNECTED)
-        choices += [
-            choice_of(completion, parts, index, len(choices) + index)
-            for index in range(completion.n)
-        ]
-        read += next(part["prompt_tokens"] for part in parts if part["kind"] == "begun")
-        written += parts[-1]["completion_tokens"] if completion.max_tokens else 0
+        answered.append(parts)
+    return whole(completion, answered)
+
+
+def whole(completion: Completion, answered: Sequence[Sequence[Part]]) -> Response:
+    """Return the answer to a request whose parts have all come: one object, or server-sent events
+    at once.
+
+    `answered`: all parts of each prompt.
+    """
+    choices = [
+        choice_of(completion, parts, index, number * completion.n + index)
+        for number, parts in enumerate(answered)
+        for index in range(completion.n)
+    ]
+    read = sum(part["prompt_tokens"] for own in answered for part in own if _begins(part))
+    written = sum(own[-1]["completion_tokens"] for own in answered) if completion.max_tokens else 0
     body = {
         "id": new_id("cmpl-"),
         "object": "text_completion",
@@ -50,7 +60,16 @@ async def answer(
         "model": completion.model,
     }
     usage = {"prompt_tokens": read, "completion_tokens": written, "total_tokens": read + written}
-    return JSONResponse({**body, "choices": choices, "usage": usage})
+    if not completion.stream:
+        return JSONResponse({**body, "choices": choices, "usage": usage})
+    if not completion.counts_usage:
+        return all_events([{**body, "choices": [choice]} for choice in choices])
+    chunks = [{**body, "choices": [choice], "usage": None} for choice in choices]
+    return all_events([*chunks, {**body, "choices": [], "usage": usage}])
+
+
+def _begins(part: Part) -> bool:
+    return part["kind"] == "begun"
 
 
 def choice_of(
@@ -70,12 +89,21 @@ def choice_of(
         (prompt,) = (part for part in parts if part["kind"] == "prompt")
         text = prompt["text"] + text
         named = [*_of_prompt(prompt["tokens"], parts), *named]
+    (end,) = (part for part in own if part["kind"] == "end")
+    ids = _ids(parts, end if completion.max_tokens else {}) if completion.return_token_ids else {}
     return {
         "index": number,
         "text": text,
         "logprobs": _logprobs(named) if completion.logprobs is not None else None,
-        "finish_reason": next(part["reason"] for part in own if part["kind"] == "end"),
+        "finish_reason": end["reason"],
+        **ids,
     }
+
+
+def _ids(parts: Sequence[Part], end: Mapping[str, Any]) -> dict[str, Any]:
+    """The tokens of a prompt and its continuation, with vLLM's names."""
+    (begun,) = filter(_begins, parts)
+    return {"prompt_token_ids": begun["prompt"], "token_ids": end.get("tokens", [])}
 
 
 def _of_prompt(tokens: Sequence[str], parts: Sequence[Part]) -> list[Named]:

@@ -68,7 +68,19 @@ class StreamOptions(Strict):
     """Ignored: only the caller sees the lengths of chunks."""
 
 
-class ChatCompletion(Strict):
+class Streamed(Strict):
+    """Fields of a body whose answer may be sent as events."""
+
+    stream: bool = False
+    stream_options: StreamOptions | None = None
+
+    @property
+    def counts_usage(self) -> bool:
+        """Whether the last event of a stream says how many tokens there are."""
+        return self.stream_options is not None and self.stream_options.include_usage
+
+
+class ChatCompletion(Streamed):
     """Body of a chat completion for the preview."""
 
     model: str
@@ -95,8 +107,6 @@ class ChatCompletion(Strict):
     logprobs: bool = False
     top_logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
     """Needs logprobs."""
-    stream: bool = False
-    stream_options: StreamOptions | None = None
     processor: bool = False
     """Not in OpenAI's API. Answer on the CPU, at low priority, while training has every slot."""
 
@@ -204,5 +214,10 @@ def _refuse_together(parsed: ChatCompletion) -> None:
         )
     if parsed.top_logprobs is not None and not parsed.logprobs:
         raise SpecError("top_logprobs needs logprobs: true.", param="top_logprobs")
+    refuse_stream_options(parsed)
+
+
+def refuse_stream_options(parsed: Streamed) -> None:
+    """Raise SpecError for options of a stream where none is asked for."""
     if parsed.stream_options is not None and not parsed.stream:
         raise SpecError("stream_options needs stream: true.", param="stream_options")

@@ -9,17 +9,19 @@ from typing import Annotated, Any
 
 from pydantic import Field
 
-from api.wire.chat_request import PREVIEW_LACKS, Refused, StopText, parse_fields
+from api.wire.chat_request import (
+    PREVIEW_LACKS,
+    Refused,
+    StopText,
+    Streamed,
+    parse_fields,
+    refuse_stream_options,
+)
 from ft_service.errors import SpecError
-from ft_service.spec import Number, Strict
+from ft_service.spec import Number
 
 MOST_PROMPTS = 32
 _REFUSED: Refused = {
-    "stream": (
-        (False,),
-        "these answers are sent whole; chat completions are streamed. Leave it out",
-    ),
-    "stream_options": ((), "these answers are sent whole. Leave it out"),
     "best_of": ((1,), PREVIEW_LACKS),
     "suffix": (("",), PREVIEW_LACKS),
     "logit_bias": (({},), PREVIEW_LACKS),
@@ -37,8 +39,8 @@ TokenIds = Annotated[
 Several = Field(min_length=1, max_length=MOST_PROMPTS)
 
 
-class Completion(Strict):
-    """Body of a completion for the preview."""
+class Completion(Streamed):
+    """Body of a completion for the preview. A stream of it is sent when it is whole."""
 
     model: str
     prompt: Text | TokenIds | Annotated[list[Text], Several] | Annotated[list[TokenIds], Several]
@@ -56,6 +58,14 @@ class Completion(Strict):
     """
     logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
     """Likeliest tokens to name at each place. None: no log-probabilities."""
+    add_special_tokens: bool = True
+    """Not in OpenAI's API; vLLM's. Whether a text begins with the tokens with which the base's
+    tokenizer begins texts; false for one that has them, as chat templates write them.
+    """
+    return_token_ids: bool = False
+    """Not in OpenAI's API; vLLM's. Whether a choice has `prompt_token_ids` and `token_ids`, the
+    token that ends it included.
+    """
     processor: bool = False
     """Not in OpenAI's API. Answer on the CPU, at low priority, while training has every slot."""
 
@@ -77,6 +87,7 @@ class Completion(Strict):
             "adapter": adapter,
             "n": self.n,
             "max_tokens": max(1, self.max_tokens),
+            "add_special_tokens": self.add_special_tokens,
             "temperature": self.temperature,
             "top_p": self.top_p,
             "stop": [
@@ -85,6 +96,7 @@ class Completion(Strict):
             "seed": None if self.seed is None else self.seed % 2**63,
             "top_logprobs": self.logprobs,
             "echo": self.echo,
+            "recorded": self.return_token_ids,
         }
 
 
@@ -94,6 +106,7 @@ def parse_completion(body: Mapping[str, Any]) -> Completion:
     Raises SpecError naming the field, its value and the limit.
     """
     parsed = parse_fields(body, Completion, _REFUSED)
+    refuse_stream_options(parsed)
     if parsed.max_tokens == 0 and not parsed.echo:
         raise SpecError(
             "max_tokens = 0 without echo: there would be no answer. Ask for at least 1.",

@@ -80,9 +80,9 @@ class CallUnderWay:
     """A call whose answer is not there yet."""
 
     order: dict[str, Any]
-    """For the preview's process (workers/serving/requests.py, ChatRequest)."""
-    messages: Sequence[Any]
-    """As the agent has sent them."""
+    """For the preview's process (workers/serving/requests.py, ChatRequest or TextRequest)."""
+    messages: Sequence[Any] | None
+    """As the agent has sent them; None: it has sent a text."""
     tokens: int
     """Reserved of the budget."""
 
@@ -125,7 +125,7 @@ class OpenRollout:
         self.answered: list[AnsweredCall] = []
         """In the order in which they ended."""
         self.messages: Sequence[Any] = ()
-        """The conversation of the last answered call, without its answer."""
+        """The conversation of the last answered call, without its answer; a text is one message."""
         self.ending: Sequence[Any] = ()
         """What an environment has said to the last answer."""
         self.refused: Counter[str] = Counter()
@@ -156,14 +156,14 @@ class OpenRollout:
         return self.ends_at - time.monotonic()
 
     def begin(
-        self, order: Mapping[str, Any], messages: Sequence[Any], sampling: Mapping[str, Any]
+        self, order: Mapping[str, Any], messages: Sequence[Any] | None, sampling: Mapping[str, Any]
     ) -> CallUnderWay:
         """Begin a call, if the budget has room for it.
 
-        `order`: of the conversation for the preview's process; how the answer is drawn is the
-        job's. `sampling`: parameters of it that the agent has given. Raises SpecError for a budget
-        that is used up, LimitError for too many calls at once, NotFoundError for a rollout that is
-        over.
+        `order`: of the conversation or text (`messages` = None) for the preview's process; how the
+        answer is drawn is the job's. `sampling`: parameters of it that the agent has given.
+        Raises SpecError for a budget that is used up, LimitError for too many calls at once,
+        NotFoundError for a rollout that is over.
         """
         budget = self.budget
         with self._guard:
@@ -217,7 +217,11 @@ class OpenRollout:
             self.unserved = None
             if not self._closed:
                 self.answered.append(answered)
-                self.messages = call.messages
+                self.messages = (
+                    [{"role": "user", "content": answered.recorded.prompt_text}]
+                    if call.messages is None
+                    else call.messages
+                )
                 self.ending = ()
         return answered
 

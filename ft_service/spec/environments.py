@@ -47,9 +47,9 @@ class _Rewarding(_Environment):
 class EndpointEnvironment(_Rewarding):
     """An agent of the user's own. For each rollout it gets `{"rollout_id", "item", "base_url",
     "api_key", "model", "max_turns", "max_tokens", "deadline"}` by POST, asks the model by chat
-    completions below `base_url` with `api_key`, and answers `{"reward": number}`, or `{}` to leave
-    the reward to the grader; with supervision = process `{"rewards": [number, …]}`, one for each
-    call that was answered. The request is signed as webhooks are.
+    completions, or completions, below `base_url` with `api_key`, and answers `{"reward": number}`,
+    or `{}` to leave the reward to the grader; with supervision = process `{"rewards": [number,
+    …]}`, one for each call that was answered. The request is signed as webhooks are.
     """
 
     type: Literal["endpoint"] = "endpoint"

@@ -21,7 +21,10 @@ from tests.support.rest.service import Service
 from tests.support.rollout_loops import PlayedSampler
 
 METHODS = ("GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS")
-BODIES = {"chat/completions": {"messages": [{"role": "user", "content": "2 + 2"}]}}
+BODIES = {
+    "chat/completions": {"messages": [{"role": "user", "content": "2 + 2"}]},
+    "completions": {"prompt": "2 + 2"},
+}
 """End of a path → what is answered there."""
 MISSING = "rollout_none"
 
@@ -54,7 +57,7 @@ def begun(opened: OpenRollouts, project_id: str) -> OpenRollout:
 def routes_of_rollouts(service: Service) -> list[str]:
     """Paths below /v1/rollouts."""
     found = sorted({path for _, path in operations(service) if path.startswith("/v1/rollouts/")})
-    assert "/v1/rollouts/{rollout_id}/chat/completions" in found
+    assert found == [f"/v1/rollouts/{{rollout_id}}/{end}" for end in sorted(BODIES)]
     return found
 
 

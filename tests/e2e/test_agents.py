@@ -13,6 +13,7 @@ import pytest
 from openai.types.fine_tuning import FineTuningJob
 
 from ft_service.agents.hosting import hosting
+from ft_service.agents.rollout_handler import RolloutFunction
 from ft_service.reinforcement.step_records import StepRecord, read_record, recorded_steps
 from tests.support.rollout_servers import records_are_whole, serving
 from tests.support.rollouts import save_prompts
@@ -42,6 +43,18 @@ async def rollout(client: Any, item: Mapping[str, Any]) -> float:
     return len(messages[-2]["content"]) / 10
 
 
+async def rollout_by_tokens(client: Any, item: Mapping[str, Any]) -> float:
+    """An agent that renders its own prompts: the second one is made of the tokens of the first."""
+    prompt: Any = item["messages"][0]["content"]
+    for more in (5, 6):
+        answer = await client.completions.create(
+            model="any", prompt=prompt, max_tokens=6, extra_body={"return_token_ids": True}
+        )
+        choice = answer.choices[0]
+        prompt = [*choice.prompt_token_ids, *choice.token_ids, more]
+    return len(choice.text) / 10
+
+
 def submit(server: Server, folder: Path, url: str, secret_of: str) -> FineTuningJob:
     client = server.client()
     save_prompts(folder / "prompts.jsonl", 8)
@@ -67,7 +80,10 @@ def submit(server: Server, folder: Path, url: str, secret_of: str) -> FineTuning
     )
 
 
-def test_an_agent_is_trained_on_what_was_sampled_for_it(server: Server, tmp_path: Path) -> None:
+@pytest.mark.parametrize("agent", [rollout, rollout_by_tokens])
+def test_an_agent_is_trained_on_what_was_sampled_for_it(
+    server: Server, tmp_path: Path, agent: RolloutFunction
+) -> None:
     client = server.client()
     created: Any = client.post(
         "/webhook_endpoints",
@@ -78,7 +94,7 @@ def test_an_agent_is_trained_on_what_was_sampled_for_it(server: Server, tmp_path
         },
         cast_to=object,
     )
-    with hosting(rollout, secret=created["signing_secret"]) as url:
+    with hosting(agent, secret=created["signing_secret"]) as url:
         job = submit(server, tmp_path, url, created["id"])
         wait_until(client, job.id, "succeeded")
     run = server.run(job.id)
@@ -87,6 +103,8 @@ def test_an_agent_is_trained_on_what_was_sampled_for_it(server: Server, tmp_path
     assert [len(record.answers) for record in records] == [4, 4, 0]
     for record in records[:-1]:
         require_sampled(record)
+        if agent is rollout_by_tokens:
+            require_one_row(record)
     events: list[Any] = list(client.fine_tuning.jobs.list_events(job.id, limit=100))
     measured = {event.data["step"]: event.data for event in events if event.type == "metrics"}
     assert {step: data["environment/turns"] for step, data in measured.items()} == {1: 2.0, 2: 2.0}
@@ -103,3 +121,12 @@ def require_sampled(record: StepRecord) -> None:
         assert [token for row in way.rows for token in row.answered] == list(answer.tokens)
         assert len(answer.logprobs) == len(answer.tokens)
         assert json.loads(json.dumps(way.messages))[-1]["role"] == "assistant"
+
+
+def require_one_row(record: StepRecord) -> None:
+    """What the agent adds to each answer is one token."""
+    for answer in record.answers:
+        assert answer.trajectory is not None
+        [row] = answer.trajectory.rows
+        (_, first_end), (second, _) = row.sampled
+        assert (second - first_end, row.tokens[first_end]) == (1, 5)

@@ -96,23 +96,31 @@ class EchoSampler:
 
 class PlayedSampler(EchoSampler):
     """Answers conversations with how many messages they have. A prompt's tokens are those of its
-    messages: 1 and the tokens that were drawn for one of its own, else 2.
+    messages: 1 and the tokens that were drawn for one of its own, else 2. A text is answered with
+    itself, and is 2.
     """
 
     busy = 0
     """Calls that it has no place for."""
 
     def submit(self, model: object, order: dict[str, Any], deliver: Any, **options: Any) -> object:
-        if "messages" not in order:
+        is_text = order.get("op") == "text"
+        if "messages" not in order and not is_text:
             return super().submit(model, order, deliver, **options)
         if self.busy:
             self.busy -= 1
             raise UnavailableError("busy", code="preview_busy")
         self.orders.append(order)
-        prompt: list[int] = []
-        for message in order["messages"]:
-            prompt += [1, 40, 41] if message["role"] == "assistant" else [2]
-        for part in parts_of((40, 41), [*prompt, 1], str(len(order["messages"]))):
+        if is_text:
+            given = order["prompt"]
+            prompt = [2] if isinstance(given, str) else given
+            said = parts_of((40, 41), prompt, str(given), prompt_text=f"read {given}")
+        else:
+            read: list[int] = []
+            for message in order["messages"]:
+                read += [1, 40, 41] if message["role"] == "assistant" else [2]
+            said = parts_of((40, 41), [*read, 1], str(len(order["messages"])))
+        for part in said:
             deliver(part)
         return None
 

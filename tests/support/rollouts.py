@@ -161,8 +161,8 @@ def random_trajectories(
                 spread = random.normal(scale=0.3, size=len(drawn))
                 calls.append(RecordedCall(prompt, drawn, (spread - np.log(vocabulary)).tolist()))
                 prompt = [*ids, *tokens(1, 5)] if place == 1 else [*prompt, *drawn, *tokens(1, 5)]
-            reward = float(random.normal())
-            rewards = [2 * reward, -0.5, 0.5 - reward] if number in processes else []
-            own.append(rollout(calls, reward, rewards=rewards))
+            rewards = random.normal(size=3).tolist()
+            by_call = rewards if number in processes else ()
+            own.append(rollout(calls, sum(rewards), rewards=by_call))
         groups.append(group(number, own, ids))
     return groups

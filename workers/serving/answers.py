@@ -51,7 +51,7 @@ class ChatAnswer:
     drawn: list[Choice] = field(default_factory=list)
     """All tokens, where they are recorded."""
     prompt: str = ""
-    """The conversation's text, of a recorded answer."""
+    """The text that a recorded answer follows."""
 
     @classmethod
     def of(
@@ -66,14 +66,16 @@ class ChatAnswer:
 
     @classmethod
     def of_text(
-        cls, request: TextRequest, index: int, plain: PlainTokenizer, say: Say
+        cls, request: TextRequest, index: int, plain: PlainTokenizer, prompt: str, say: Say
     ) -> ChatAnswer:
-        """The continuation of a text."""
-        return cls(request, index, plain, AnswerText(plain.tokenizer, request.stop), say)
+        """The continuation of a text. `prompt`: that text, with special tokens."""
+        answer = cls(request, index, plain, AnswerText(plain.tokenizer, request.stop), say)
+        answer.prompt = prompt
+        return answer
 
     def push(self, choice: Choice) -> bool:
         ends = choice.token in self.chat.ends
-        if self.is_recorded:
+        if self.request.recorded:
             self.drawn.append(choice)
         if self.request.top_logprobs is not None and (
             not ends or isinstance(self.request, TextRequest)
@@ -113,15 +115,11 @@ class ChatAnswer:
             }
         )
 
-    @property
-    def is_recorded(self) -> bool:
-        return isinstance(self.request, ChatRequest) and self.request.recorded
-
     def _record(self, reason: str) -> dict[str, Any]:
         """All tokens that were drawn, the one that ends the answer included, if they are asked for,
         and the texts of what they were drawn behind and of themselves, with special tokens.
         """
-        if not self.is_recorded:
+        if not self.request.recorded:
             return {}
         tokens = [choice.token for choice in self.drawn]
         return {

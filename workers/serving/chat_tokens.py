@@ -129,9 +129,19 @@ class PlainTokenizer:
         self.ends = ends
         self.token = lru_cache(maxsize=65536)(partial(_token, tokenizer))
 
-    def tokens(self, text: str) -> list[int]:
-        """The tokens of a text, with those that the tokenizer begins texts with."""
-        return self.tokenizer(text)["input_ids"]
+    def tokens(
+        self, text: str, seen: Sequence[Sequence[int]] = (), *, special: bool = True
+    ) -> list[int]:
+        """The tokens of a text, with `special` those that the tokenizer begins texts with.
+
+        `seen`: as of `ChatTokenizer.tokens`.
+        """
+        begin: list[int] = self.tokenizer("")["input_ids"] if special else []
+        behind = [own[len(begin) :] for own in seen if list(own[: len(begin)]) == begin]
+        known = _begun_with(self.tokenizer, text, behind)
+        if known is None:
+            return self.tokenizer(text, add_special_tokens=special)["input_ids"]
+        return [*begin, *known]
 
     def text(self, token: int) -> str:
         return self.token(token)["token"]
@@ -192,16 +202,8 @@ class ChatTokenizer:
         `seen`: tokens of earlier prompts with their answers; the longest with whose text the prompt
         begins is its beginning, however its text is tokenised else.
         """
-        decode = self.tokenizer.decode
-        for earlier in sorted(seen, key=len, reverse=True):
-            text = decode(earlier)
-            if not prompt.startswith(text):
-                continue
-            whole = [*earlier, *self.tokens(prompt.removeprefix(text))]
-            # Some tokenizers begin every text with a space, which this one would have within.
-            if decode(whole) == prompt:
-                return whole
-        return self.tokenizer(prompt, add_special_tokens=False)["input_ids"]
+        known = _begun_with(self.tokenizer, prompt, seen)
+        return _plain_tokens(self.tokenizer, prompt) if known is None else known
 
     def pictured_tokens(self, text: str, seen: SeenPictures, token_id: int) -> PromptPictures:
         """The tokens of a rendered prompt with pictures. `token_id`: of placeholders.
@@ -254,6 +256,25 @@ class ChatTokenizer:
         """Raises LineError."""
         day = TokenOptions().day
         return self._process.write(messages, tools, day, prompt=prompt, images=images)
+
+
+def _begun_with(tokenizer: Any, text: str, seen: Sequence[Sequence[int]]) -> list[int] | None:
+    """The tokens of a text that begins with the text of earlier tokens, the longest of which are
+    its beginning; None: it begins with none.
+    """
+    for earlier in sorted(seen, key=len, reverse=True):
+        known = tokenizer.decode(earlier)
+        if not text.startswith(known):
+            continue
+        whole = [*earlier, *_plain_tokens(tokenizer, text.removeprefix(known))]
+        # Some tokenizers begin every text with a space, which this one would have within.
+        if tokenizer.decode(whole) == text:
+            return whole
+    return None
+
+
+def _plain_tokens(tokenizer: Any, text: str) -> list[int]:
+    return tokenizer(text, add_special_tokens=False)["input_ids"]
 
 
 def _at_fault(error: LineError) -> SpecError:

@@ -237,16 +237,24 @@ class Engine:
         top = request.top_logprobs
         with self._at(request), self._answering(request.id):
             prompt = (
-                plain.tokens(request.prompt) if isinstance(request.prompt, str) else request.prompt
+                plain.tokens(request.prompt, request.seen, special=request.add_special_tokens)
+                if isinstance(request.prompt, str)
+                else request.prompt
             )
             if not prompt:
                 raise SpecError("prompt: has no token.", param="prompt")
             self._require_known("prompt", prompt)
-            self._room(prompt, request.max_tokens, "prompt", "the prompt")
+            limit = request.max_tokens
+            if request.window is None:
+                self._room(prompt, limit, "prompt", "the prompt")
+            else:
+                limit = self._within(request.window, prompt, limit, "prompt", "the prompt")
+            read = plain.tokenizer.decode(prompt) if request.recorded else ""
             answers = [
-                ChatAnswer.of_text(request, index, plain, self._say) for index in range(request.n)
+                ChatAnswer.of_text(request, index, plain, read, self._say)
+                for index in range(request.n)
             ]
-            sequences = self._sequences(request, prompt, request.max_tokens, answers)
+            sequences = self._sequences(request, prompt, limit, answers)
             if request.echo and top is not None:
                 sequences[0].scored = len(prompt) - 1
                 sequences[0].top = top
@@ -343,7 +351,7 @@ class Engine:
         """Queue the answers of a request: the first of them reads the prompt for all."""
         first, *others = sequences
         first.others = others
-        recorded = isinstance(request, ChatRequest) and request.recorded
+        recorded = not isinstance(request, TokenRequest) and request.recorded
         prompt = {"prompt": list(first.ids)} if recorded else {}
         self._say({"id": request.id, "kind": "begun", "prompt_tokens": first.prompt, **prompt})
         self._tokens[request.id] = 0
@@ -609,7 +617,9 @@ class Engine:
             room = self._room(prompt, request.max_tokens, "messages", "the messages")
             limit = request.max_tokens or min(room, DEFAULT_MAX_TOKENS)
         else:
-            limit = self._within(request.window, prompt, request.max_tokens)
+            limit = self._within(
+                request.window, prompt, request.max_tokens, "messages", "the messages"
+            )
         answers = [
             ChatAnswer.of(request, index, chat, text, self._say) for index in range(request.n)
         ]
@@ -638,17 +648,19 @@ class Engine:
                     f"{name}[{place}] = {token}: {known}. Use the base's own tokenizer.", param=name
                 )
 
-    def _within(self, window: int, prompt: Sequence[int], wanted: int | None) -> int:
+    def _within(
+        self, window: int, prompt: Sequence[int], wanted: int | None, param: str, which: str
+    ) -> int:
         """Tokens of an answer that may have `window` tokens with its prompt.
 
         Raises SpecError if there is room for none.
         """
-        room = min(window - len(prompt), self._room(prompt, None, "messages", "the messages"))
+        room = min(window - len(prompt), self._room(prompt, None, param, which))
         if room < 1:
             raise SpecError(
-                f"messages: they have {len(prompt)} tokens, and with their answer they may have "
-                f"{window} (training.max_length). Shorten them.",
-                param="messages",
+                f"{param}: {len(prompt)} tokens, and with the answer there may be {window} "
+                f"(training.max_length). Shorten {which}.",
+                param=param,
                 code="context_length_exceeded",
             )
         return min(room, wanted or room)

@@ -52,10 +52,7 @@ class ChatRequest:
 
     @property
     def sampling(self) -> Sampling:
-        top = 0 if self.recorded and self.top_logprobs is None else self.top_logprobs
-        return Sampling(
-            self.temperature, self.top_p, top_logprobs=top, logprobs_at=self.logprobs_at
-        )
+        return _sampling(self)
 
 
 @dataclass(frozen=True)
@@ -66,6 +63,8 @@ class TextRequest:
     prompt: str | list[int]
     """Text, or its tokens."""
     max_tokens: int
+    add_special_tokens: bool = True
+    """Whether a text begins with the tokens with which the tokenizer begins texts."""
     adapter: str | None = None
     n: int = 1
     temperature: float = 1.0
@@ -78,6 +77,11 @@ class TextRequest:
     log-probabilities of all but the first.
     """
     probes: list[list[int]] = field(default_factory=list)
+    recorded: bool = False
+    logprobs_at: float = 1.0
+    window: int | None = None
+    seen: list[list[int]] = field(default_factory=list)
+    """These four as those of a conversation."""
     project: str = ""
     apart: bool = False
     tools: ClassVar[tuple[()]] = ()
@@ -85,7 +89,7 @@ class TextRequest:
 
     @property
     def sampling(self) -> Sampling:
-        return Sampling(self.temperature, self.top_p, top_logprobs=self.top_logprobs)
+        return _sampling(self)
 
 
 @dataclass(frozen=True)
@@ -124,3 +128,11 @@ class TokenRequest:
         return Sampling(
             self.temperature, self.top_p, self.top_k, self.top_logprobs, self.logprobs_at
         )
+
+
+def _sampling(request: ChatRequest | TextRequest) -> Sampling:
+    """How answers are drawn whose tokens may be recorded, which needs their log-probabilities."""
+    top = 0 if request.recorded and request.top_logprobs is None else request.top_logprobs
+    return Sampling(
+        request.temperature, request.top_p, top_logprobs=top, logprobs_at=request.logprobs_at
+    )

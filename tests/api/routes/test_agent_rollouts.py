@@ -16,6 +16,8 @@ import pytest
 from ft_service.agents.hosting import hosting
 from ft_service.agents.open_rollouts import OpenRollout, OpenRollouts
 from ft_service.agents.rollout_handler import Returned, RolloutFunction
+from ft_service.agents.running import EndedRollout
+from ft_service.control.reinforcement.agent_rollouts import answer_of
 from ft_service.control.reinforcement.reinforcement_jobs import JobPaused, RolloutLoop
 from ft_service.errors import SpecError
 from ft_service.graders.grading import GraderContext
@@ -92,6 +94,71 @@ def test_a_call_is_answered_and_recorded(client_of: Client, sampler: PlayedSampl
     assert rollout.messages == [USER]
     assert rollout.sampling == {"temperature": 0.1}
     assert sampler.orders[0]["temperature"] == 0.5
+
+
+def test_texts_and_tokens_are_continued_and_recorded(
+    client_of: Client, sampler: PlayedSampler
+) -> None:
+    rollout = new_rollout()
+    client = client_of(rollout)
+    ids: Any = {"return_token_ids": True, "add_special_tokens": False}
+    answer: Any = client.completions.create(
+        model="any", prompt="2 + 2 =", temperature=0.0, seed=3, extra_body=ids
+    )
+    [choice] = answer.choices
+    assert (choice.text, choice.finish_reason, choice.logprobs) == ("2 + 2 =", "stop", None)
+    assert (choice.prompt_token_ids, choice.token_ids) == ([2], [40, 41])
+    assert (answer.object, answer.usage.total_tokens) == ("text_completion", 3)
+    chunks: Any = list(
+        client.completions.create(
+            model="any",
+            prompt=[2, 40, 41, 5],
+            max_tokens=2,
+            stream=True,
+            stream_options={"include_usage": True},
+        )
+    )
+    assert [own.text for chunk in chunks for own in chunk.choices] == ["[2, 40, 41, 5]"]
+    assert (chunks[0].choices[0].finish_reason, chunks[0].usage) == ("stop", None)
+    assert (chunks[-1].choices, chunks[-1].usage.prompt_tokens) == ([], 4)
+    assert [list(own.recorded.prompt) for own in rollout.answered] == [[2], [2, 40, 41, 5]]
+    assert [list(own.recorded.tokens) for own in rollout.answered] == [[40, 41]] * 2
+    text, tokens = sampler.orders
+    assert (text["op"], text["temperature"], text["add_special_tokens"]) == ("text", 0.5, False)
+    assert (tokens["max_tokens"], tokens["seen"]) == (2, [[2, 40, 41]])
+    assert rollout.sampling == {"temperature": 0.0, "seed": 3}
+    record = answer_of(EndedRollout(rollout)).trajectory
+    assert record is not None
+    assert [(list(row.tokens), list(row.sampled)) for row in record.rows] == [
+        ([2, 40, 41, 5, 40, 41], [(1, 3), (4, 6)])
+    ]
+    said = [(own["role"], own["content"]) for own in record.messages]
+    assert said == [("user", "read [2, 40, 41, 5]"), ("assistant", "[2, 40, 41, 5]")]
+
+
+def test_texts_have_the_budget_of_chats(client_of: Client) -> None:
+    rollout = new_rollout(turns=2)
+    client = client_of(rollout)
+    refused: tuple[dict[str, Any], ...] = (
+        {"n": 2},
+        {"echo": True},
+        {"prompt": ["a", "b"]},
+        {"prompt": [[1], [2]]},
+        {"prompt": ""},
+        {"suffix": "b"},
+    )
+    for body in refused:
+        with pytest.raises(openai.BadRequestError) as wrong:
+            client.completions.create(**{"model": "any", "prompt": "a", **body})
+        assert wrong.value.param == next(iter(body))
+    ask(client)
+    client.completions.create(model="any", prompt=["a"])
+    with pytest.raises(openai.BadRequestError) as used:
+        client.completions.create(model="any", prompt="a")
+    assert used.value.code == "rollout_turns_used"
+    assert rollout.refused == {
+        **{"invalid_value": 4, "unsupported_parameter": 2, "rollout_turns_used": 1}
+    }
 
 
 def test_a_sampler_without_a_place_is_waited_for(client_of: Client, sampler: PlayedSampler) -> None:

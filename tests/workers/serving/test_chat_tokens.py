@@ -5,13 +5,15 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+from tokenizers.processors import TemplateProcessing
 
+from ft_service.data.tokens.tokenize import load_tokenizer
 from ft_service.errors import SpecError
 from ft_service.host import processes
 from ft_service.spec.templates import TEMPLATES
 from tests.support.bases import SAMPLE
 from workers.serving import chat_tokens as chat_module
-from workers.serving.chat_tokens import Chats, ChatTokenizer
+from workers.serving.chat_tokens import Chats, ChatTokenizer, PlainTokenizer
 
 
 @pytest.fixture(scope="module")
@@ -61,3 +63,22 @@ def test_a_tuned_model_is_talked_to_by_the_template_of_its_job(tmp_path: Path) -
     for without in (None, str(plain)):
         with pytest.raises(SpecError, match="has no chat template"):
             chats.of(without)
+
+
+def test_a_text_goes_on_with_what_was_drawn_behind_the_token_that_begins_texts() -> None:
+    tokenizer = load_tokenizer(str(SAMPLE))
+    begin = tokenizer.eos_token_id
+    tokenizer._tokenizer.post_processor = TemplateProcessing(
+        single=f"{tokenizer.eos_token} $A", special_tokens=[(tokenizer.eos_token, begin)]
+    )
+    plain = PlainTokenizer(tokenizer, frozenset())
+    # "4" and "2" are other tokens than "42" would be, and the text begins with the former.
+    drawn = [own for piece in ("4", "2") for own in tokenizer.encode(piece)[1:]]
+    seen = [*plain.tokens("6 * 7 = "), *drawn]
+    assert seen[0] == begin
+    text = "6 * 7 = 42, and"
+    assert plain.tokens(text, [seen]) == [*seen, *tokenizer.encode(", and")[1:]]
+    written = tokenizer.decode(seen) + ", and"
+    assert written == f"{tokenizer.eos_token}{text}"
+    assert plain.tokens(written, [seen], special=False) == plain.tokens(text, [seen])
+    assert plain.tokens(text, [[*seen[1:]]]) == tokenizer.encode(text), "it begins otherwise"

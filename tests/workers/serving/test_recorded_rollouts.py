@@ -19,11 +19,13 @@ import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 
-from ft_service.agents.open_rollouts import AnsweredCall, OpenRollout
+from api.wire.completion_request import parse_completion
+from ft_service.agents.open_rollouts import AnsweredCall, CallUnderWay, OpenRollout
 from ft_service.agents.running import EndedRollout
 from ft_service.control.reinforcement.agent_rollouts import answer_of
 from ft_service.data.chat_line import parse_conversation
 from ft_service.data.tokens.tokenize import load_tokenizer
+from ft_service.reinforcement.step_records import TrainedRow
 from ft_service.spec import PrecisionOptions
 from tests.support.agents import new_rollout
 from tests.support.bases import SAMPLE
@@ -32,7 +34,7 @@ from workers.serving import engine as engine_module
 from workers.serving.chat_tokens import Chats
 from workers.serving.engine import Engine
 from workers.serving.model import ServedModel
-from workers.serving.requests import ChatRequest
+from workers.serving.requests import ChatRequest, TextRequest
 from workers.serving.sampling import Choice, Sampling
 
 FILES = Path(__file__).parents[2] / "support/chat_templates_by_family"
@@ -93,6 +95,18 @@ class Base:
         self.engine.add(ChatRequest("a", **{**call.order, "adapter": None}))
         while not any(part["kind"] in ("begun", "error") for part in self.said):
             self.engine.take_rendered(1.0)
+        return self.answered(rollout, call)
+
+    def continued(self, rollout: OpenRollout, prompt: str | list[int]) -> AnsweredCall:
+        """The call of an agent that renders its own prompts."""
+        body = {"model": "", "prompt": prompt, "max_tokens": 512}
+        call = rollout.begin(parse_completion(body).order(prompt, None), None, {})
+        self.said.clear()
+        order = {name: value for name, value in call.order.items() if name != "op"}
+        self.engine.add_text(TextRequest("a", **{**order, "adapter": None}))
+        return self.answered(rollout, call)
+
+    def answered(self, rollout: OpenRollout, call: CallUnderWay) -> AnsweredCall:
         while self.engine.busy:
             self.engine.step()
         assert [part["message"] for part in self.said if part["kind"] == "error"] == []
@@ -173,6 +187,29 @@ def scripts(monkeypatch: pytest.MonkeyPatch) -> Scripts:
     return scripts
 
 
+def checked_rows(
+    base: Base, rollout: OpenRollout, drawn: Sequence[Sequence[int]]
+) -> Sequence[TrainedRow]:
+    """The rows of a rollout, of which exactly what was drawn is learned, with the log-probabilities
+    that a trainer has for it.
+    """
+    record = answer_of(EndedRollout(rollout))
+    assert record.trajectory is not None
+    rows = record.trajectory.rows
+    learned = [list(row.tokens[begin:end]) for row in rows for begin, end in row.sampled]
+    assert sorted(learned) == sorted(map(list, drawn))
+    at = 0
+    for row in rows:
+        own = record.logprobs[at : at + len(row.answered)]
+        at += len(own)
+        first = row.sampled[0][0]
+        by_trainer = row.of_sampled(base.logprobs(row.tokens)[first - 1 :])
+        assert own == pytest.approx(by_trainer, abs=2e-4)
+    assert at == len(record.tokens)
+    assert record.trajectory.rewritten == len(rows) - 1
+    return rows
+
+
 def test_learned_tokens_are_those_that_were_drawn(base: Base, scripts: Scripts) -> None:
     rewritten = continued = 0
     for seed in range(2):
@@ -186,21 +223,39 @@ def test_learned_tokens_are_those_that_were_drawn(base: Base, scripts: Scripts) 
             answer = base.call(rollout, messages)
             assert list(answer.recorded.tokens) == drawn[-1]
             messages = told(messages, answer, rng)
-        answer_record = answer_of(EndedRollout(rollout))
-        assert answer_record.trajectory is not None
-        rows = answer_record.trajectory.rows
-        learned = [list(row.tokens[begin:end]) for row in rows for begin, end in row.sampled]
-        assert sorted(learned) == sorted(drawn)
-        at = 0
-        for row in rows:
-            own = answer_record.logprobs[at : at + len(row.answered)]
-            at += len(own)
-            first = row.sampled[0][0]
-            by_trainer = row.of_sampled(base.logprobs(row.tokens)[first - 1 :])
-            assert own == pytest.approx(by_trainer, abs=2e-4)
-        assert at == len(answer_record.tokens)
-        rewritten += answer_record.trajectory.rewritten
+        rows = checked_rows(base, rollout, drawn)
+        rewritten += len(rows) - 1
         continued += TURNS - len(rows)
     assert rewritten > 0
     # R1's prompt opens a thought that its history never has.
     assert (continued > 0) == (base.family != "deepseek r1")
+
+
+@pytest.mark.parametrize("by", ["text", "tokens"])
+def test_prompts_that_an_agent_renders_go_on_with_what_was_drawn(
+    base: Base, scripts: Scripts, by: str
+) -> None:
+    """As long as the agent keeps to it: with another history, a row of its own begins. Text is
+    tokenised again, and becomes other tokens than were drawn.
+    """
+    rng = random.Random(f"{base.family}/{by}")
+    rollout = new_rollout(turns=TURNS + 1, tokens=4096, longest_answer=512, window=2048)
+    text = "user: 2 and 2?\n"
+    ids = base.ids(text)
+    drawn: list[list[int]] = []
+    again = 0
+    for turn in range(TURNS + 1):
+        if turn == TURNS:
+            text = text.replace("2 and 2", "2 and 3")
+            ids = [*base.ids("Anew: "), *ids]
+        drawn.append(base.drawn(rng))
+        scripts.tokens = list(drawn[-1])
+        recorded = base.continued(rollout, ids if by == "tokens" else text).recorded
+        assert list(recorded.tokens) == drawn[-1]
+        text += recorded.drawn_text + "\nuser: And?\n"
+        ids = [*ids, *drawn[-1], *base.ids("\nuser: And?\n")]
+        again += base.ids(recorded.drawn_text) != drawn[-1]
+    rows = checked_rows(base, rollout, drawn)
+    assert [len(row.sampled) for row in rows] == [TURNS, 1]
+    assert "".join(own for own, _ in rows[0].texts) == base.tokenizer.decode(rows[0].tokens)
+    assert again > 0

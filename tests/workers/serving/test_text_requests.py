@@ -93,6 +93,46 @@ def test_without_echo_only_the_continuation_is_answered(base: ServedModel, chats
     assert TEXT not in answer["text"]
 
 
+def test_the_tokens_of_a_choice_are_told(base: ServedModel, chats: Chats) -> None:
+    ids = chats.tokenizer(TEXT)["input_ids"]
+    parts = parts_of(base, chats, TEXT, return_token_ids=True, max_tokens=16, logprobs=0)
+    found = choice_of(*parts, 0, 0)
+    assert found["prompt_token_ids"] == ids
+    assert found["token_ids"][-1] in chats.ends, "also the one that ends it"
+    assert found["text"] == chats.tokenizer.decode(found["token_ids"][:-1])
+    (end,) = (part for part in parts[1] if part["kind"] == "end")
+    assert end["logprobs"] == found["logprobs"]["token_logprobs"]
+    scored = parts_of(base, chats, TEXT, return_token_ids=True, max_tokens=0, echo=True)
+    assert choice_of(*scored, 0, 0)["token_ids"] == []
+
+
+def test_a_recorded_text_and_its_continuation_stay_within_their_window(
+    base: ServedModel, chats: Chats
+) -> None:
+    length = len(chats.tokenizer(TEXT)["input_ids"])
+    said: list[dict[str, Any]] = []
+    engine = Engine(base, chats, said.append)
+    order: dict[str, Any] = {"temperature": 0.0, "recorded": True, "logprobs_at": 0.5}
+    for more in (0, 1):
+        engine.add_text(TextRequest(f"{more}", TEXT, 9, window=length + more, **order))
+    while engine.busy:
+        engine.step()
+    (refused,) = (own for own in said if own["kind"] == "error")
+    assert (refused["id"], refused["param"]) == ("0", "prompt")
+    assert (refused["code"], f"may be {length} " in refused["message"]) == (
+        "context_length_exceeded",
+        True,
+    )
+    (end,) = (own for own in said if own["kind"] == "end")
+    assert (end["id"], len(end["tokens"]), end["truncated"]) == ("1", 1, True)
+    assert (end["prompt_text"], end["drawn_text"]) == (TEXT, chats.tokenizer.decode(end["tokens"]))
+    ids = torch.tensor([chats.tokenizer(TEXT)["input_ids"]])
+    model: Any = AutoModelForCausalLM.from_pretrained(SAMPLE, dtype=torch.float32)
+    with torch.no_grad():
+        logs = (model(ids).logits[0, -1] / 0.5).log_softmax(-1)
+    assert end["logprobs"] == pytest.approx([float(logs[end["tokens"][0]])], abs=1e-4)
+
+
 @pytest.mark.parametrize(
     ("change", "param"),
     [
@@ -100,7 +140,7 @@ def test_without_echo_only_the_continuation_is_answered(base: ServedModel, chats
         ({"prompt": ""}, "prompt"),
         ({"prompt": [-1]}, "prompt"),
         ({"prompt": ["a"] * 33}, "prompt"),
-        ({"stream": True}, "stream"),
+        ({"stream_options": {"include_usage": True}}, "stream_options"),
         ({"suffix": "end"}, "suffix"),
         ({"max_tokens": 0}, "max_tokens"),
         ({"logprobs": 21}, "logprobs"),

@@ -31,5 +31,7 @@ async def live_engines(request: Request, api: Api) -> Response:
 async def _values(api: Api) -> dict[str, Any]:
     found = (await api.get(ENGINES))["data"]
     jobs = [job["id"] for engine in found for job in engine["jobs"]]
-    views = [await api.get(f"/v1/fine_tuning/jobs/{job_id}") for job_id in jobs]
-    return {"engines": found, "titles": {view["id"]: job_title(view) for view in views}}
+    views = [await api.find(f"/v1/fine_tuning/jobs/{job_id}") for job_id in jobs]
+    # A job may be deleted meanwhile.
+    titles = {view["id"]: job_title(view) for view in views if view is not None}
+    return {"engines": found, "titles": titles}

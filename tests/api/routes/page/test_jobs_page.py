@@ -8,11 +8,13 @@ from collections.abc import Iterator
 import httpx2
 import openai
 import pytest
+from sqlalchemy import update
 
 from api.http.sessions import token_of
 from api.routes.page import data_page
 from ft_service.jobs.states import Phase, State
 from ft_service.store.records import NewEvent, Scope
+from ft_service.store.tables import jobs
 from tests.support.page.sessions import secret_of
 from tests.support.rest.service import METRICS, TRAINING, Service, put
 
@@ -76,6 +78,8 @@ def test_the_list_is_ordered_by_the_loss_that_it_shows(
         event = NewEvent(level="info", message="Step 5/20", metrics=metrics)
         service.store.jobs.add_events(service.store.jobs.get_job("default", job_id), [event])
     client.fine_tuning.jobs.cancel(made[2])
+    with service.store.writing() as connection:
+        connection.execute(update(jobs).values(attempt=1))
     browser = opened["default submit"]
     by_loss = browser.get("/page/live/jobs?sort=loss").text
     assert LINKED.findall(by_loss) == [made[1], made[0], made[3], made[2]]

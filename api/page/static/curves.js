@@ -14,11 +14,11 @@
     { title: "Loss", large: true, log: true, overlay: true, before: "before/valid_loss", lines: [["train_loss", "Training", true], ["valid_loss", "Validation"]] },
     { title: "Mean reward", large: true, overlay: true, lines: [["train_mean_reward", "Training", true], ["valid_mean_reward", "Validation"]] },
     { title: "Accuracy", unit: "share", overlay: true, lines: [["train_mean_token_accuracy", "Training", true], ["valid_mean_token_accuracy", "Validation"]] },
-    { title: "Distance from the teacher (nats)", log: true, lines: [["kl/reverse", "KL(student, teacher)", true], ["kl/forward", "KL(teacher, student)", true]] },
-    { title: "Gap to the teacher (nats)", lines: [["teacher/gap", "Mean of a token", true]] },
-    { title: "Reward margin", lines: [["rewards/margins", "Better less worse answer", true]] },
-    { title: "Tokens of an answer", lines: [["completions/mean_length", "Mean", true]] },
-    { title: "Distance of sampler and trainer (nats)", log: true, lines: [["sampler/logprob_gap", "Mean of a token", true]] },
+    { title: "Distance from the teacher (nats)", about: "How differently student and teacher continue the same text; 0: alike.", log: true, lines: [["kl/reverse", "KL(student, teacher)", true], ["kl/forward", "KL(teacher, student)", true]] },
+    { title: "Gap to the teacher (nats)", about: "How much likelier the teacher finds the answers than the student does.", lines: [["teacher/gap", "Mean of a token", true]] },
+    { title: "Reward margin", about: "How far better answers lie above worse ones; it grows as the model tells them apart.", lines: [["rewards/margins", "Better less worse answer", true]] },
+    { title: "Tokens of an answer", about: "Answers that grow without better rewards are often padded.", lines: [["completions/mean_length", "Mean", true]] },
+    { title: "Distance of sampler and trainer (nats)", about: "Difference between a token's log-probability when it was sampled and when it is learned; small is healthy.", log: true, lines: [["sampler/logprob_gap", "Mean of a token", true]] },
     { title: "Gradient norm", log: true, lines: [["grad_norm", "Before clipping", true]] },
     { title: "Learning rate", lines: [["learning_rate", "Learning rate"]] },
     { title: "Tokens per second", lines: [["tokens_per_second", "All ranks", true]] },
@@ -216,6 +216,13 @@
     canvas.toBlob((blob) => save(fileName(card, "png"), blob));
   };
 
+  const about = (text) => {
+    const sentence = document.createElement("p");
+    sentence.className = "hint";
+    sentence.textContent = text;
+    return sentence;
+  };
+
   const newCard = (chart) => {
     const root = document.createElement("section");
     root.className = `curve-card${chart.large ? " large" : ""}`;
@@ -238,7 +245,7 @@
     plot.className = "plot";
     plot.tabIndex = 0;
     plot.setAttribute("role", "img");
-    root.append(title, saves, key, plot);
+    root.append(title, saves, ...(chart.about ? [about(chart.about)] : []), key, plot);
     box.append(root);
     const card = { chart, root, key, plot, lines: [], u: null, zoomed: false, shape: "" };
     plot.addEventListener("keydown", (event) => {
@@ -253,9 +260,13 @@
     return card;
   };
 
+  // Small curves that are the same for all compared jobs, such as one schedule of the rate, say nothing.
+  const allAlike = ({ chart, lines: [first, ...others] }) => several && !chart.large && others.length > 0
+    && others.every((line) => line.ys.length === first.ys.length && line.ys.every((value, at) => value === first.ys[at]));
+
   const draw = (card, rebuild) => {
     card.lines = linesOf(card.chart);
-    card.root.hidden = card.lines.length === 0;
+    card.root.hidden = card.lines.length === 0 || allAlike(card);
     if (card.root.hidden) return;
     const table = uPlot.join(card.lines.map((line) => [line.xs, line.ys]));
     const shape = JSON.stringify(card.lines.map(({ paint, label, faint, points }) => [paint, label, faint, points]));

@@ -112,7 +112,22 @@
     if (status === 401) return;
     try { say(JSON.parse(responseText).error.message); } catch { say(`The server answered ${status}.`); }
   });
-  document.addEventListener("htmx:afterSettle", (event) => { showTimes(event.target); showChoice(); restoreScroll(event.target); });
+  document.addEventListener("htmx:afterSettle", (event) => { showTimes(event.target); showChoice(); restoreScroll(event.target); restoreFocus(); });
+
+  // htmx gives the focus back to what has an id. What has none is known by where it leads or what it says.
+  let focused = "";
+  const marks = ["href", "hx-post", "hx-get", "data-column", "data-copy", "aria-label", "name"];
+  const known = (node) => [node.tagName, ...marks.map((mark) => node.getAttribute(mark) ?? ""), node.matches("select") ? "" : node.textContent.trim()].join("\n");
+  document.addEventListener("htmx:beforeSwap", () => {
+    const node = document.activeElement;
+    focused = !node || node === document.body || node.id ? "" : known(node);
+  });
+  const restoreFocus = () => {
+    if (!focused || document.activeElement !== document.body) return;
+    const again = $$("a[href], button, select, input, summary, [tabindex]").find((node) => known(node) === focused);
+    focused = "";
+    again?.focus({ preventScroll: true });
+  };
   document.addEventListener("visibilitychange", () => { if (!document.hidden) showTimes(); });
   showTimes();
   showChoice();

@@ -7,6 +7,7 @@ from typing import Any
 from fastapi import Request
 from fastapi.responses import Response
 
+from api.page.formatting import job_title
 from api.page.inner_api import Api
 from api.page.rendering import fragment, page
 from api.routes.page.sign_in_page import page_router
@@ -28,4 +29,9 @@ async def live_engines(request: Request, api: Api) -> Response:
 
 
 async def _values(api: Api) -> dict[str, Any]:
-    return {"engines": (await api.get(ENGINES))["data"]}
+    found = (await api.get(ENGINES))["data"]
+    jobs = [job["id"] for engine in found for job in engine["jobs"]]
+    views = [await api.find(f"/v1/fine_tuning/jobs/{job_id}") for job_id in jobs]
+    # A job may be deleted meanwhile.
+    titles = {view["id"]: job_title(view) for view in views if view is not None}
+    return {"engines": found, "titles": titles}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 import time
 from collections.abc import Awaitable, Callable
 from typing import Annotated, Any, Literal
@@ -45,6 +46,8 @@ _RECENT_SECONDS = 2.0
 _MOST_RECENT = 100
 _LATEST_EVENTS = 12
 _FILTERS = ("status", "suffix", "base", "metadata", "project")
+_ORDERS = {"": "Newest first", "loss": "Lowest loss first"}
+"""Orders of the jobs of one page of the list, within what is unfinished and what is not."""
 _ROLLOUTS = 20
 _PROMPTS_OF_ROLLOUT = 12
 """Steps of reinforcement learning whose answers are shown, and prompts of each."""
@@ -372,9 +375,14 @@ async def _rows(
     """
     given = request.query_params
     filters = {name: given.get(name) or None for name in _FILTERS}
+    sort = given.get("sort") if given.get("sort") in _ORDERS else None
     after = given.get("after")
     unfinished, others, listed = await _listed(api, filters, after, first=first)
-    kept = {name: value for name, value in filters.items() if value}
+    if sort == "loss":
+        unfinished.sort(key=_loss)
+        others.sort(key=_loss)
+    filtered = {name: value for name, value in filters.items() if value}
+    kept = filtered | ({"sort": sort} if sort else {})
     foreign = filters["project"] not in (None, viewer.project_id)
     here = kept if after is None else kept | {"after": after}
     jobs = [*unfinished, *others]
@@ -385,14 +393,22 @@ async def _rows(
         "curves": {} if first or foreign else await _losses(api, jobs),
         "foreign": foreign,
         "filters": filters,
-        "filtered": bool(kept),
-        "sample": None if jobs or kept else await _sample_base(api),
+        "orders": _ORDERS,
+        "sort": sort,
+        "filtered": bool(filtered),
+        "sample": None if jobs or filtered else await _sample_base(api),
         "live": f"/page/live/jobs?{urlencode(here)}",
         "more": listed["has_more"],
         "first_page": after is None,
         "newest": f"/jobs?{urlencode(kept)}",
         "older": f"/jobs?{urlencode(kept | {'after': listed['last_id'] or ''})}",
     }
+
+
+def _loss(job: dict[str, Any]) -> float:
+    """The training loss that the list shows of a job; infinite for one without."""
+    loss = (job["progress"] or {}).get("train_loss")
+    return math.inf if loss is None else loss
 
 
 async def _listed(

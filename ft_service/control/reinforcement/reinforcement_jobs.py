@@ -338,12 +338,25 @@ class RolloutLoop:
         step = done[-1] if done else 0
         while step <= self.schedule.total_steps:
             step += 1
-            record = self._record(step)
+            self._require_newest(step)
+            try:
+                record = self._record(step)
+            except (FtError, JobPaused):
+                # Ranks that follow another service remove the weights that this one samples by.
+                self._require_newest(step)
+                raise
             if write_record(self.run_dir, record) and (text := flat_text(record)) is not None:
                 self.tell(NewEvent(level="warn", message=text))
             # Another service may have been first.
             self._follow(read_record(self.run_dir, step) or record)
             remove_records(self.run_dir, self.options.keep_rollouts)
+
+    def _require_newest(self, step: int) -> None:
+        """Raise SamplingStopped if another service has recorded this step, or a later one: the job
+        is begun again behind its newest record.
+        """
+        if recorded_steps(self.run_dir)[-1:] >= [step]:
+            raise SamplingStopped
 
     def _require_calls(self, header: PromptHeader) -> None:
         """Raise SpecError if tools are offered, and nobody knows how the base calls them."""

@@ -519,12 +519,16 @@ def test_all_of_it_by_keyboard(driver: webdriver.Chrome, place: Place) -> None:
     place.train(job, 1, range(8, 10))
     until(lambda: text_of(driver, "#job-head .figures dd").startswith("9"))
     assert driver.execute_script("return document.activeElement.id") == "verb-pause"
+    tab_to(driver, "#job-head a[href*='/new?again']")
+    place.train(job, 1, range(10, 12))
+    until(lambda: text_of(driver, "#job-head .figures dd").startswith("11"))
+    assert driver.execute_script("return document.activeElement.textContent") == "Run again"
     tab_to(driver, "[data-log]")
     press(driver, Keys.SPACE)
     assert "log=1" in driver.current_url
     tab_to(driver, LOSS)
     press(driver, Keys.ARROW_LEFT)
-    until(lambda: "step 8" in text_of(driver, ".curve-card.large .key"))
+    until(lambda: "step 10" in text_of(driver, ".curve-card.large .key"))
     driver.get(driver.current_url)
     assert attribute(driver, "[data-log]", "aria-pressed") == "true", "the address remembers"
     tab_to(driver, "[hx-post='/sign-out']")

@@ -21,6 +21,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from urllib.parse import quote
 
+import numpy as np
 import yaml
 from PIL import Image
 from selenium import webdriver
@@ -36,8 +37,14 @@ from tests.support.page.teams import seed_host, seed_sweep, seed_teams
 ROOT = Path(__file__).parents[3]
 WIDTHS = {"wide": 1600, "narrow": 360}
 THEMES = ("light", "dark")
-COLOURS = 200
+COLOURS = 256
 """Of a picture: a page has few, and a small file loads fast."""
+FREQUENT = 176
+"""The most frequent ones come first; then those that none of the others is near to, such as a red
+button's.
+"""
+NEAR = 60
+"""Sum of the differences of red, green and blue, of 255 each."""
 READING = ("Reading the file", "Counting", "The plan appears here")
 """What stands where samples, statistics and the plan are still to come."""
 _SETTLED_SECONDS = 1.5
@@ -183,16 +190,17 @@ def _take(driver: webdriver.Chrome, folder: Path, name: str) -> None:
 
 
 def _of_few_colours(picture: Image.Image) -> Image.Image:
-    """Its most frequent colours as they are, and the nearest of them for every other one."""
+    """Its most frequent colours as they are, and the nearest of them for every other one; rare ones
+    that are near to none are kept too.
+    """
     counted = picture.getcolors(picture.width * picture.height) or []
+    colours = np.array([colour for _, colour in sorted(counted, reverse=True)], dtype=np.int32)
+    kept = colours[:FREQUENT]
+    for colour in colours[FREQUENT:]:
+        if len(kept) < COLOURS and np.abs(kept - colour).sum(axis=1).min() > NEAR:
+            kept = np.vstack([kept, colour])
     palette = Image.new("P", (1, 1))
-    palette.putpalette(
-        [
-            part
-            for _, colour in sorted(counted, reverse=True)[:COLOURS]
-            for part in colour  # type: ignore[union-attr]
-        ]
-    )
+    palette.putpalette(kept.flatten().tolist())
     return picture.quantize(palette=palette, dither=Image.Dither.NONE)
 
 

@@ -1,8 +1,11 @@
 from __future__ import annotations
 
+import re
+
 import httpx2
 import openai
 
+from api.page.formatting import job_title
 from tests.support.rest.engines import seated_job
 from tests.support.rest.service import Service
 
@@ -17,7 +20,9 @@ def test_the_page_says_who_shares_an_engine(
     second = seated_job(service, "engine-0", slots=[], stored_spec=stored_spec)
     listed = browser.get("/engines").text
     assert "2 of at most 8" in listed
-    assert all(f'<a href="/jobs/{job_id}"' in listed for job_id in (first, second))
+    for job_id in (first, second):
+        called = job_title(browser.get(f"/v1/fine_tuning/jobs/{job_id}").json())
+        assert re.findall(f'<a href="/jobs/{job_id}"[^>]*>([^<]+)<', listed) == [called]
     head = browser.get(f"/jobs/{first}").text
     assert "engine-0" in head
     assert f'beside <a href="/jobs/{second}"' in head

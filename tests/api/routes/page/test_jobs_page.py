@@ -8,11 +8,13 @@ from collections.abc import Iterator
 import httpx2
 import openai
 import pytest
+from sqlalchemy import update
 
 from api.http.sessions import token_of
 from api.routes.page import data_page
 from ft_service.jobs.states import Phase, State
 from ft_service.store.records import NewEvent, Scope
+from ft_service.store.tables import jobs
 from tests.support.page.sessions import secret_of
 from tests.support.rest.service import METRICS, TRAINING, Service, put
 
@@ -62,6 +64,29 @@ def test_what_a_screen_holds_is_painted_first_and_then_all_of_it(
     assert LINKED.findall(painted) == made[:1:-1]
     assert 'hx-get="/page/live/jobs?&seen=" hx-trigger="load delay' in painted
     assert LINKED.findall(opened["default submit"].get("/page/live/jobs?").text) == made[::-1]
+
+
+def test_the_list_is_ordered_by_the_loss_that_it_shows(
+    service: Service, client: openai.OpenAI, training_file: str, opened: dict[str, httpx2.Client]
+) -> None:
+    made = [
+        client.fine_tuning.jobs.create(model="tiny", training_file=training_file).id
+        for _ in range(4)
+    ]
+    for job_id, loss in zip(made, (0.9, 0.3, 0.6), strict=False):
+        metrics = METRICS.model_copy(update={"train_loss": loss})
+        event = NewEvent(level="info", message="Step 5/20", metrics=metrics)
+        service.store.jobs.add_events(service.store.jobs.get_job("default", job_id), [event])
+    client.fine_tuning.jobs.cancel(made[2])
+    with service.store.writing() as connection:
+        connection.execute(update(jobs).values(attempt=1))
+    browser = opened["default submit"]
+    by_loss = browser.get("/page/live/jobs?sort=loss").text
+    assert LINKED.findall(by_loss) == [made[1], made[0], made[3], made[2]]
+    assert "sort=loss&seen=" in by_loss.replace("&amp;", "&"), "it stays when it refreshes itself"
+    assert LINKED.findall(browser.get("/page/live/jobs?sort=size").text)[0] == made[3]
+    form = browser.get("/jobs?sort=loss").text
+    assert '<option value="loss" selected>Lowest loss first</option>' in form
 
 
 def test_what_is_unfinished_stands_above_all_others_and_nothing_is_left_out(

@@ -301,6 +301,39 @@ def test_a_service_that_is_killed_before_any_command_goes_on_with_the_recorded_a
     assert len(drawn) == 2 * STEPS, "no step is sampled twice"
 
 
+class OvertakenSampler(EchoSampler):
+    """Of a service that another one overtakes once it samples by the first step's weights, which
+    the ranks then remove.
+    """
+
+    overtake: Callable[[], None] | None = None
+
+    def submit(
+        self,
+        model: object,
+        order: dict[str, Any],
+        deliver: Callable[[dict[str, Any]], None],
+        **options: Any,
+    ) -> object:
+        if self.overtake is not None and Path(order["adapter"]).name == "step-000001":
+            overtake = self.overtake
+            self.overtake = None
+            overtake()
+            raise SpecError("The adapter's folder is not there.", param="model")
+        return super().submit(model, order, deliver, **options)
+
+
+def test_a_service_that_another_one_overtakes_leaves_the_job_running(tmp_path: Path) -> None:
+    place = new_place(tmp_path, sampler := OvertakenSampler())
+    sampler.overtake = lambda: place.loop().run()
+    with place.ranks():
+        with pytest.raises(SamplingStopped):
+            place.loop().run()
+        place.loop().run()
+    place.require_commands_of_records()
+    assert samplers_of(place.run) == ["step-000003"]
+
+
 def test_texts_that_were_not_written_before_a_kill_are_written_when_the_job_goes_on(
     place: Place,
 ) -> None:

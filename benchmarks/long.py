@@ -1,7 +1,7 @@
 """Bytes and seconds of steps by the length of their one sample: ours against TRL's SFTTrainer with
 PEFT, both with what they have for long samples.
 
-    python benchmarks/long.py [--lengths 1024,4096,8192] [--steps 3] [--trl FOLDER] [--no-save]
+    python benchmarks/long.py [--lengths 512,2048,8192] [--steps 3] [--trl FOLDER] [--no-save]
 
 The same random Llama of Llama-3.1-8B's proportions in fp32, the same tokens, every one a target,
 LoRA of rank 16 on every linear layer, the same initial adapters, AdamW. Ours with every layer
@@ -11,8 +11,8 @@ on top. Every run has a process of its own, and every step's loss must be the sa
 
 Bytes are those of tensors, block by block from PyTorch's allocator, in a forward and backward
 besides those that were there before. This processor stands for the device, and copies of the host
-lie where that allocator does not see them, on both sides. Tiles are of 1,024 tokens here instead of
-8,192, since lengths are. `--trl`: a folder with TRL and its packages, where they are not installed
+lie where that allocator does not see them, on both sides. Tiles are of 256 tokens here instead of
+8,192, as lengths are shorter. `--trl`: a folder with TRL and its packages, where they are not installed
 (`pip install --no-deps --target FOLDER trl datasets dill multiprocess xxhash pandas`).
 """
 
@@ -41,7 +41,7 @@ from benchmarks.machine import machine, save
 
 ROOT = Path(__file__).parent.parent
 LLAMA = Llama(hidden=128, intermediate=448, layers=6, heads=4, groups=1, vocabulary=4096)
-TILE_ROWS = 1024
+TILE_ROWS = 256
 BLOCK_BYTES = 2**18
 SEED = 7
 LEARNING_RATE = 1e-3
@@ -61,7 +61,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--lengths", default="1024,4096,8192", help="tokens of a sample")
+    parser.add_argument("--lengths", default="512,2048,8192", help="tokens of a sample")
     parser.add_argument("--steps", type=int, default=3, help="of every run")
     parser.add_argument("--only", default="", help="contenders whose name contains this")
     parser.add_argument("--trl", metavar="FOLDER", help="with TRL, where it is not installed")
@@ -79,6 +79,7 @@ def main() -> None:
         "llama": vars(LLAMA),
         "tile_rows": TILE_ROWS,
         "steps": options.steps,
+        "threads": os.environ.get("OMP_NUM_THREADS"),
         "lengths": {},
     }
     with tempfile.TemporaryDirectory(prefix="ft-bench-") as folder:
@@ -137,7 +138,7 @@ def settings_of(base: Path, out: Path, length: int, steps: int, mode: str) -> Se
         learning_rate=LEARNING_RATE,
         max_grad_norm=1.0,
         seed=SEED,
-        threads=len(os.sched_getaffinity(0)),
+        threads=int(os.environ.get("OMP_NUM_THREADS") or len(os.sched_getaffinity(0))),
     )
 
 

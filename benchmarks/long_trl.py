@@ -246,12 +246,7 @@ def run(settings: Settings) -> Measured:
     return measured
 
 
-def main() -> None:
-    document = json.loads(Path(sys.argv[1]).read_text(encoding="utf-8"))
-    settings = Settings(**document)
-    text = json.dumps(asdict(run(settings)))
-    Path(settings.out, "measured.json").write_text(text, encoding="utf-8")
-
-
 if __name__ == "__main__":
-    main()
+    given = Settings(**json.loads(Path(sys.argv[1]).read_text(encoding="utf-8")))
+    text = json.dumps(asdict(run(given)))
+    Path(given.out, "measured.json").write_text(text, encoding="utf-8")

@@ -101,8 +101,8 @@ def masks_of(rank: int, world: int, specs: Mapping[str, JobSpec]) -> dict[str, l
 
 
 def test_types_whose_samples_are_padded_make_no_mask(tmp_path: Path) -> None:
-    specs = {kind: exact_spec(tmp_path / kind, 1) for kind in PADDED}
     assert all(save_type(kind, tmp_path / kind, ROWS) for kind in PADDED)
+    specs = {kind: exact_spec(tmp_path / kind, 1) for kind in PADDED}
     found = run_on_ranks(masks_of, 1, specs)[0]
     assert found.keys() == PADDED
     for kind, seen in found.items():

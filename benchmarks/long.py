@@ -3,17 +3,18 @@ PEFT, both with what they have for long samples.
 
     python benchmarks/long.py [--lengths 512,2048,8192] [--steps 3] [--trl FOLDER] [--no-save]
 
-The same random Llama, with layers of Llama-3.1-8B's proportions, in fp32, the same tokens, every one a target,
-LoRA of rank 16 on every linear layer, the same initial adapters, AdamW. Ours with every layer
-computed again (`full`), with feed-forwards by tiles (`tiled`) and with layers' inputs in the host's
-memory (`offload`); TRL with gradient checkpointing, its default, and with `activation_offloading`
-on top. Every run has a process of its own, and every step's loss must be the same.
+The same random Llama, with layers of Llama-3.1-8B's proportions, in fp32, the same tokens, every
+one a target, LoRA of rank 16 on every linear layer, the same initial adapters, AdamW. Ours with
+every layer computed again (`full`), with feed-forwards by tiles (`tiled`) and with layers' inputs
+in the host's memory (`offload`); TRL with gradient checkpointing, its default, and with
+`activation_offloading` on top. Every run has a process of its own, and every step's loss must be
+the same.
 
 Bytes are those of tensors, block by block from PyTorch's allocator, in a forward and backward
 besides those that were there before. This processor stands for the device, and copies of the host
 lie where that allocator does not see them, on both sides. Tiles are of 256 tokens here instead of
-8,192, as lengths are shorter. `--trl`: a folder with TRL and its packages, where they are not installed
-(`pip install --no-deps --target FOLDER trl datasets dill multiprocess xxhash pandas`).
+8,192, as lengths are shorter. `--trl`: a folder with TRL and its packages, where they are not
+installed (`pip install --no-deps --target FOLDER trl datasets dill multiprocess xxhash pandas`).
 """
 
 from __future__ import annotations

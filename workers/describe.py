@@ -417,10 +417,16 @@ def _fused_parts(model: PreTrainedModel, layers: list[nn.Module], hidden: int) -
     )
 
 
+_SCALED_TO_CONTEXT = ("yarn", "longrope")
+"""Kinds of rotary positions whose factor is the ratio of the scaled context to the first."""
+
+
 def _max_positions(config: Any) -> int | None:
     """The context that a config says, or to which it scales rotary positions, if that is longer: of
-    bases that are published for a scaling which their users add (YaRN), the config has only the
-    context without it.
+    bases that are published for a scaling which their users add (YaRN, LongRoPE), the config has
+    only the context without it. The factor of another kind is no ratio of contexts: llama3's
+    divides frequencies, 32 in Llama 3.2 for 16 times its first context, and of "linear" and
+    "dynamic" some bases are published with the scaled context and some without.
     """
     named = _size(config, "max_position_embeddings", "n_positions")
     given = getattr(config, "rope_parameters", None) or {}
@@ -429,7 +435,9 @@ def _max_positions(config: Any) -> int | None:
     scaled = [
         int(own["factor"] * own["original_max_position_embeddings"])
         for own in kinds
-        if own.get("factor") and own.get("original_max_position_embeddings")
+        if own.get("rope_type") in _SCALED_TO_CONTEXT
+        and own.get("factor")
+        and own.get("original_max_position_embeddings")
     ]
     return named if named is None else max(named, *scaled, 0)
 

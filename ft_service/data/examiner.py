@@ -298,11 +298,14 @@ class Examiner:
         return report
 
     def measure_job(
-        self, spec: JobSpec, paths: Mapping[str, Path] | None = None
+        self,
+        spec: JobSpec,
+        paths: Mapping[str, Path] | None = None,
+        one_rank: int | None = None,
     ) -> DataStatistics | ErrorInfo:
         """The statistics of a job's files, which were examined before; or the error that prevents
         training on them. `paths`: path in the spec → path on this host; None: they are the same.
-        Raises ExaminerLost.
+        `one_rank`: as of `Measure`. Raises ExaminerLost.
         """
         here = paths or {}
         training, validation = (
@@ -316,7 +319,8 @@ class Examiner:
         request = self.request(
             training, path, spec.model.path, max_length, options, pairs=spec.in_pairs
         )
-        measure = replace(Measure.of(spec), training_file=training, validation_file=validation)
+        asked = Measure.of(spec, one_rank)
+        measure = replace(asked, training_file=training, validation_file=validation)
         if validation is not None:
             seconds = request.cpu_seconds + check_seconds(Path(validation.path), validation)
             request = replace(request, cpu_seconds=seconds)

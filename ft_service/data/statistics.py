@@ -140,6 +140,8 @@ class FileStatistics:
     """Samples whose answer is nearly empty (NEAR_EMPTY)."""
     skipped: Lines = Lines()
     """Records of the whole file that are left out for an image that cannot be used."""
+    beyond_one_rank: Lines = Lines()
+    """Samples that are longer than one rank has room for (`Measure.one_rank`)."""
 
 
 @dataclass(frozen=True)
@@ -185,6 +187,8 @@ class Measure:
     """training.max_length is the base's context, to which it was limited."""
     prompts: tuple[str, ...] = ()
     """Texts of the prompts of `evaluation` that the job itself gives."""
+    one_rank: int | None = None
+    """Tokens of the longest sample that a rank has room for by itself; None: it has for all."""
 
     @property
     def is_of_one_file(self) -> bool:
@@ -195,7 +199,7 @@ class Measure:
         )
 
     @classmethod
-    def of(cls, spec: JobSpec) -> Measure:
+    def of(cls, spec: JobSpec, one_rank: int | None = None) -> Measure:
         assert spec.training_data is not None, "the job has a training file"
         limited = "training.max_length" in spec.chosen
         given = spec.evaluation.given if spec.evaluation is not None else ()
@@ -207,6 +211,7 @@ class Measure:
             spec.seed,
             limited,
             tuple(prompt.text for prompt in given),
+            one_rank,
         )
 
 

@@ -330,6 +330,8 @@ def _compile(
         return False, "only GPUs gain from it"
     if setting.spec.distributed.activation_checkpointing in FOR_LONG_SAMPLES:
         return False, "it works on whole decoder layers, and feed-forwards go by tiles"
+    if setting.spec.distributed.ranks_per_sample > 1:
+        return False, "ranks share samples, and their exchange cannot be compiled"
     if isinstance(spec.distributed.wrap, WrapBySize):
         return False, "it works on whole decoder layers, and distributed.wrap groups by size"
     if spec.precision.fused_kernels != "off" and spec.precision.compute == "bf16":

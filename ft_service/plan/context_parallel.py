@@ -10,6 +10,7 @@ from ft_service.plan.sample_lengths import SampleLengths
 from ft_service.spec import JobSpec
 from ft_service.spec.resolved import not_shared_by_method
 
+COMPILED = "distributed.compile: true compiles its layers, and the exchange between ranks cannot be compiled"
 IMAGES = "its samples have images, whose features stand at places in whole rows"
 
 
@@ -19,6 +20,8 @@ def why_whole(base: Description, spec: JobSpec, lengths: SampleLengths | None) -
         return method
     if base.whole_because is not None:
         return base.whole_because
+    if spec.distributed.compile is True:
+        return COMPILED
     if lengths is not None and lengths.with_images:
         return IMAGES
     return None

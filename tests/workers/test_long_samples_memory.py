@@ -55,7 +55,7 @@ SLOW = CASES.keys() - {"offload, 8,192 tokens"}
 def spec_of(base: Path, length: int) -> JobSpec:
     return spec_for(
         base,
-        precision={"default": "nf4"},
+        precision={"default": "nf4", "compute": "bf16"},
         training={"batch_size": 1, "max_length": length, "tokens_per_micro_batch": length},
         lora={"r": 4},
         distributed={"activation_checkpointing": "full"},

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, replace
+from dataclasses import asdict, dataclass, replace
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Annotated, Any
@@ -38,7 +38,8 @@ from ft_service.data.statistics import DataStatistics, FileStatistics, Measure, 
 from ft_service.ids import new_id
 from ft_service.plan.auto_options import within_context
 from ft_service.plan.job import plan_job
-from ft_service.plan.machines import Machine, find_machine, measured, this_host
+from ft_service.plan.machines import CPU, Machine, find_machine, measured, this_host
+from ft_service.plan.one_rank import one_rank_tokens, ranks_for
 from ft_service.plan.plan_text import about
 from ft_service.plan.speed import whole_training
 from ft_service.spec import BaseModelRef, JobContext, JobSpec, parse_request, resolve
@@ -98,12 +99,14 @@ def stats(
         **({"chat_template": template_text(chat_template)} if chat_template else {}),
     }
     spec = _resolved(body, file, validation, split)
-    statistics = _with_plan(spec, machine)
+    statistics, shared = _with_plan(spec, machine)
     measure = Measure.of(spec)
     if as_json:
-        print_json({**asdict(statistics), "warnings": list(advice(statistics, measure))})
+        several = {"one_rank": shared and asdict(shared)}
+        warned = {"warnings": list(advice(statistics, measure))}
+        print_json({**asdict(statistics), **several, **warned})
     else:
-        _show(statistics, measure, machine)
+        _show(statistics, measure, machine, shared)
 
 
 def _resolved(body: dict[str, Any], file: Path, validation: Path | None, split: str) -> JobSpec:
@@ -137,21 +140,47 @@ def _resolved(body: dict[str, Any], file: Path, validation: Path | None, split: 
     return within_context(base, spec)
 
 
-def _with_plan(spec: JobSpec, machine: Machine) -> DataStatistics:
+@dataclass(frozen=True)
+class _OneRank:
+    """What has no room on one rank."""
+
+    tokens: int
+    """Tokens of the longest sample that it has room for."""
+    ranks: int | None
+    """Ranks of a host that the longest sample of the data takes; None: no number has room, or they
+    cannot share it.
+    """
+
+
+def _with_plan(spec: JobSpec, machine: Machine) -> tuple[DataStatistics, _OneRank | None]:
+    """The statistics, and what one rank has room for; None: it has for every sample, or the
+    machine's memory is not known.
+    """
     settings = settings_with_models()
     base = describe_base(Path(spec.model.path), spec.model.name, settings, print_note)
-    data = examine_data(spec, settings, print_note, base)
+    machine = measured(machine, base.products)
+    room = one_rank_tokens(base, spec, machine)
+    data = examine_data(spec, settings, print_note, base, one_rank=room)
     statistics = data.statistics
     lengths = data.lengths(spec)
     assert statistics is not None, "tokens are counted"
     assert lengths is not None
-    plan = plan_job(base, spec, measured(machine, base.products), lengths)
+    plan = plan_job(base, spec, machine, lengths)
     likely = plan.likely or plan
     work = whole_training(lengths.of_training(spec), likely.flops_per_token, likely.speed)
-    return replace(statistics, seconds=work.seconds, flops=work.flops)
+    files = (statistics.training, statistics.validation)
+    longest = max(
+        (file.lengths.most for file in files if file and file.beyond_one_rank.count), default=0
+    )
+    shared = None
+    if room is not None and longest:
+        shared = _OneRank(room, ranks_for(base, spec, machine, longest))
+    return replace(statistics, seconds=work.seconds, flops=work.flops), shared
 
 
-def _show(statistics: DataStatistics, measure: Measure, machine: Machine) -> None:
+def _show(
+    statistics: DataStatistics, measure: Measure, machine: Machine, shared: _OneRank | None
+) -> None:
     files = [
         ("training", statistics.training),
         *([("validation", statistics.validation)] if statistics.validation else []),
@@ -176,8 +205,24 @@ def _show(statistics: DataStatistics, measure: Measure, machine: Machine) -> Non
             ),
         ]
     )
+    if shared is not None:
+        print_text(_shared_text(shared, machine))
     for sentence in advice(statistics, measure):
         print_text(f"Warning: {sentence}")
+
+
+def _shared_text(shared: _OneRank, machine: Machine) -> str:
+    where = "this host" if machine.name == CPU else machine.name
+    text = f"One rank of {where} has room for samples of up to {shared.tokens:,} tokens. "
+    if shared.ranks is None:
+        return (
+            f"{text}No number of ranks that is planned has for the longest: lower "
+            "training.max_length, or see `ft plan`."
+        )
+    return (
+        f"{text}The longest takes {shared.ranks} that share it: distributed.nproc_per_node: "
+        f"{shared.ranks}, or a multiple."
+    )
 
 
 def _fields(file: FileStatistics) -> list[tuple[str, str | None]]:
@@ -207,6 +252,7 @@ def _traits(file: FileStatistics) -> list[tuple[str, Any]]:
     named = {
         "cut": file.cut,
         "left out": file.dropped,
+        "need several ranks": file.beyond_one_rank,
         "answers alike": file.alike,
         "the same as others": file.duplicates,
     }

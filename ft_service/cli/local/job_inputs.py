@@ -93,12 +93,13 @@ def examine_data(
     base: Description | None = None,
     *,
     need_counts: bool = True,
+    one_rank: int | None = None,
 ) -> JobData:
     """Examine every data file, count its tokens and keep them for the ranks (FT_TOKENS).
 
     `tell`: called with the progress if that takes long. `base`: the job's; None: whoever trains it
     says whether it learns from images. `need_counts`: False: tokens are counted
-    only if transformers is installed and the base has a tokenizer.
+    only if transformers is installed and the base has a tokenizer. `one_rank`: as of `Measure`.
 
     Raises DataError for data that cannot be trained on, SpecError for a base with an unusable
     tokenizer, or one that cannot learn from the samples' images, ExaminerLost.
@@ -115,7 +116,7 @@ def examine_data(
                     examiner.examine_file(param, data, Path(data.path), spec, tell)
                 )
             if spec.reinforcement is None:
-                statistics = refuse_faults(examiner.measure_job(spec))
+                statistics = refuse_faults(examiner.measure_job(spec, one_rank=one_rank))
     else:
         for param, data in data_files(spec):
             columns = TokenOptions.of(spec).columns

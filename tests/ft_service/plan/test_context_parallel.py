@@ -108,6 +108,32 @@ def test_forwards_without_gradients_exchange_too(tmp_path: Path) -> None:
     assert 3 * more.wire.exchange == 4 * usual.wire.exchange > 0
 
 
+def test_compiled_layers_and_shared_samples_exclude_each_other(tmp_path: Path) -> None:
+    """What would be compiled where every rank has whole samples is not where they share them."""
+    in_fp32 = {"precision": {"default": "nf4", "compute": "fp32"}}
+    machine = replace(MACHINES["H100"], host_memory=2**30)
+    long = SampleLengths(10_000 * LONG, 10_000, LONG)
+
+    def settled(context: int | str, **distributed: Any) -> JobSpec:
+        auto = {"replicate": "auto", "activation_checkpointing": "full", "compile": "auto"}
+        given = spec_on(
+            save_base(tmp_path / "8b", LLAMA_8B),
+            4,
+            distributed={**auto, "context_parallel": context, **distributed},
+            training={"max_length": LONG, "batch_size": 4},
+            **in_fp32,
+        )
+        return settle_for(given, machine, long).spec
+
+    whole, shared = settled(1), settled(4)
+    assert (whole.distributed.compile, shared.distributed.compile) == (True, False)
+    assert "ranks share samples" in shared.chosen["distributed.compile"]
+    assert settled("auto", compile=True).distributed.context_parallel == 1
+    with pytest.raises(SpecError, match="cannot be compiled") as refused:
+        plan_of(settled(4, compile=True), machine, long)
+    assert refused.value.param == PARAM
+
+
 @pytest.mark.parametrize(
     ("facts", "ranks", "lengths"),
     [

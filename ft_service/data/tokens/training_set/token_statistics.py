@@ -44,8 +44,10 @@ class RecordGroup:
         self.is_whole = not pairs and are_whole(samples)
         """Samples are split into windows instead of cut."""
 
-    def measured(self, chosen: np.ndarray, max_length: int) -> FileStatistics:
-        """The statistics of some records. `chosen`: bool [records]."""
+    def measured(
+        self, chosen: np.ndarray, max_length: int, one_rank: int | None = None
+    ) -> FileStatistics:
+        """The statistics of some records. `chosen`: bool [records]; `one_rank`: as of `Measure`."""
         max_length = sys.maxsize if self.is_whole else max_length
         skipped = self.samples.skipped.lines
         numbers = line_numbers(np.flatnonzero(chosen), skipped)
@@ -85,6 +87,9 @@ class RecordGroup:
             duplicates=_lines(numbers, again),
             near_empty=of_any(samples.target_counts <= NEAR_EMPTY + self.ending),
             skipped=Lines.of(skipped),
+            beyond_one_rank=Lines()
+            if one_rank is None
+            else of_any((lengths > one_rank) & of_samples),
         )
 
 
@@ -101,16 +106,16 @@ def measure(
     overlap = Lines()
     if validation is not None:
         everything = np.ones(len(validation.contents), np.bool_)
-        held_out = validation.measured(everything, options.max_length)
+        held_out = validation.measured(everything, options.max_length, asked.one_rank)
         numbers = line_numbers(np.arange(len(everything)), validation.samples.skipped.lines)
         overlap = _lines(numbers, np.isin(validation.contents, training.contents))
     elif asked.validation_split is not None:
         aside = set_aside(
             training.contents, Split(asked.validation_split, asked.seed), training.name
         )
-        held_out = training.measured(aside, options.max_length)
+        held_out = training.measured(aside, options.max_length, asked.one_rank)
         used = ~aside
-    trained = training.measured(used, options.max_length)
+    trained = training.measured(used, options.max_length, asked.one_rank)
     samples = training.samples.some(used[training.samples.records])
     if training.is_whole:
         samples = in_windows(samples, options.max_length)

@@ -5,6 +5,7 @@ for.
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,7 @@ from ft_service.cli.root_command import app
 from ft_service.data.sample_request import SamplePage
 from ft_service.errors import DataError, SpecError
 from ft_service.installation import SAMPLE_MODELS
+from ft_service.plan.machines import MACHINES
 from tests.support.image_bases import drawn, encoded, image_part
 
 TEXTS = ("four in all", "four in all", " ", "it is five")
@@ -243,3 +245,38 @@ def test_a_check_names_copies_and_overlaps_and_drops_them(tmp_path: Path) -> Non
     said = checked("--drop", str(tmp_path / "more.jsonl")).output
     assert "4 lines in" in said
     assert "without 3 records" in said
+
+
+def test_stats_say_which_samples_need_several_ranks(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By the plan of a GPU on which the sample base has room for some 200 tokens."""
+    monkeypatch.setenv("FT_HOME", str(tmp_path / "home"))
+    monkeypatch.setenv("FT_MODELS", str(SAMPLE_MODELS))
+    monkeypatch.setitem(MACHINES, "T4", replace(MACHINES["T4"], memory=8 * 2**20))
+    data = tmp_path / "in.jsonl"
+    turn = {"role": "user", "content": "hello"}
+    lines = [
+        {"messages": [turn, {"role": "assistant", "content": answer}]}
+        for answer in ("yes", " ".join(map(str, range(80))), " ".join(map(str, range(120))))
+    ]
+    data.write_text("".join(json.dumps(line) + "\n" for line in lines))
+
+    def said(*options: str) -> str:
+        given = ["data", "stats", str(data), "--model", "tiny-llama", "--hardware", "T4"]
+        done = CliRunner().invoke(app, [*given, *options])
+        assert done.exit_code == 0, done.output
+        return done.output
+
+    found = json.loads(said("--json"))
+    lengths, one_rank = found["training"]["lengths"], found["one_rank"]
+    assert lengths["least"] < one_rank["tokens"] < lengths["median"] < lengths["most"]
+    assert one_rank["ranks"] == 2
+    assert found["training"]["beyond_one_rank"] == {"count": 2, "first": [2, 3]}
+    text = " ".join(said().split())
+    assert "need several ranks 2 samples (lines 2, 3)" in text
+    assert f"One rank of T4 has room for samples of up to {one_rank['tokens']} tokens." in text
+    assert "distributed.nproc_per_node: 2" in text
+    short = json.loads(said("--json", "--max-length", "64"))
+    assert short["one_rank"] is None
+    assert short["training"]["beyond_one_rank"]["count"] == 0

@@ -66,6 +66,19 @@ def test_the_numbers_of_a_file() -> None:
     assert sum(bucket.samples for bucket in found.histogram) == 6
 
 
+def test_samples_that_one_rank_has_no_room_for() -> None:
+    """Not those that are left out; of a pair, once."""
+    request = replace(asked(max_length=8), one_rank=5)
+    found = measure(request, part(FEW), None).training
+    assert found.beyond_one_rank == Lines(3, (1, 2, 3))
+    pairs = part([FEW[0], FEW[1], FEW[5], FEW[0]], pairs=True)
+    assert measure(request, pairs, part(FEW[:2])).training.beyond_one_rank == Lines(2, (1, 2))
+    validated = measure(request, pairs, part(FEW[:2], "b.jsonl")).validation
+    assert validated is not None
+    assert validated.beyond_one_rank == Lines(2, (1, 2))
+    assert measure(asked(max_length=8), part(FEW), None).training.beyond_one_rank == Lines()
+
+
 def test_pairs_whose_answers_are_alike_after_the_cut() -> None:
     late = [chat([1], [2] * 7 + [3]), chat([1], [2] * 7 + [4, 5])]
     pairs = part([*late, chat([1], [2]), chat([1], [3]), *late], pairs=True)

@@ -3,9 +3,10 @@
     python benchmarks/teachers.py [--parts student,thumbs] [--seeds 3] [--no-save]
 
 student: a model that was shown some sums (sums-shown.yaml) learns from one that knows them, by its
-own answers (student.yaml). Its steps are compared with those of the same beginner that learned from
-rewards, as reinforcement.py has measured them. Accuracies are those of answers sampled at
-temperature 1 to all sums, as rewards are.
+own answers (student.yaml). Several settings are tried with the first seed, and the best of them with
+all seeds. Its steps are compared with those of the same beginner that learned from rewards, as
+reinforcement.py has measured them. Accuracies are those of answers sampled at temperature 1 to all
+sums, as rewards are.
 
 thumbs: a model that knows the sample task has a bad habit: half of the answers that it was taught
 began with FAULT. It answers other messages at temperature 1, each answer gets a thumb by whether it
@@ -53,12 +54,15 @@ were learned from.
 """
 EVERY = 3
 """Steps between two measurements of a student."""
+NEVER = 10**6
 POINTS = 0.02
 """So much less than its teacher's is a student's accuracy, at most."""
 TEACHER_EPOCHS = 12
+STUDENT_STEPS = 12
+"""A third of what rewards needed, and one step more or less."""
 ANSWERS = 8
 """Sampled to each sum."""
-AT_ONCE = 4
+AT_ONCE = 32
 MESSAGES = 200
 FAULT = "Sure, here it is: "
 TAUGHT = 800
@@ -116,40 +120,48 @@ def students(client: Any, home: Path, seeds: int) -> dict[str, Any]:
     beginner = accuracy_of_sums(client, shown)
     known = accuracy_of_sums(client, teacher["model"])
     print({"beginner": beginner, "teacher": known}, flush=True)
-    tried: dict[str, list[dict[str, Any]]] = {name: [] for name in STUDENTS}
-    for seed in range(seeds):
-        for name, options in STUDENTS.items():
-            student = trained(
-                client,
-                "student.yaml",
-                seed=seed,
-                model=shown,
-                limit=1800,
-                method=taught_by(teacher["model"], options),
-                checkpoint={"save_steps": EVERY, "save_total_limit": 50},
-            )
-            points = {0: beginner, **by_step(client, student["id"])}
-            run = {"seed": seed, "accuracy": points, "seconds": student["seconds"]}
-            tried[name].append(run)
-            print(name, run, flush=True)
+    wanted = known - POINTS
+    tried: dict[str, dict[str, Any]] = {}
+    for name in STUDENTS:
+        tried[name] = student(client, shown, teacher["model"], name, 0, beginner)
+    best = min(tried, key=lambda name: first(tried[name]["accuracy"], wanted) or NEVER)
+    runs = [tried[best]]
+    for seed in range(1, seeds):
+        runs.append(student(client, shown, teacher["model"], best, seed, beginner))
     rewards = json.loads((RESULTS / "reinforcement.json").read_text())["jobs"]
     by_rewards = [
         {int(step): value for step, value in job["train_mean_reward"].items()} for job in rewards
     ]
-    wanted = known - POINTS
-    steps = {name: [first(run["accuracy"], wanted) for run in runs] for name, runs in tried.items()}
-    never = 10**6
-    best = min(steps, key=lambda name: fmean(step or never for step in steps[name]))
     return {
         "beginner": beginner,
         "teacher": known,
         "wanted": wanted,
-        "tried": steps,
+        "tried": {name: first(run["accuracy"], wanted) for name, run in tried.items()},
         "options": best,
-        "runs": tried[best],
-        "steps_of_students": steps[best],
+        "runs": runs,
+        "steps_of_students": [first(run["accuracy"], wanted) for run in runs],
         "steps_of_rewards": [first(points, wanted) for points in by_rewards],
     }
+
+
+def student(
+    client: Any, shown: str, teacher: str, name: str, seed: int, beginner: float
+) -> dict[str, Any]:
+    """A job of a student with options of STUDENTS: its accuracies by step, from `beginner` on."""
+    job = trained(
+        client,
+        "student.yaml",
+        seed=seed,
+        model=shown,
+        limit=1800,
+        method=taught_by(teacher, STUDENTS[name]),
+        training={"max_steps": STUDENT_STEPS, "max_length": 64, "lr_scheduler_type": "constant"},
+        checkpoint={"save_steps": EVERY, "save_total_limit": 50},
+    )
+    points = {0: beginner, **by_step(client, job["id"])}
+    run = {"seed": seed, "accuracy": points, "seconds": job["seconds"]}
+    print(name, run, flush=True)
+    return run
 
 
 def write_right_answers(path: Path) -> None:
@@ -187,21 +199,21 @@ def by_step(client: Any, job_id: str) -> dict[int, float]:
 def accuracy_of_sums(client: Any, model: str) -> float:
     """Share of sampled answers that are right."""
     lines = [json.loads(line) for line in (DATA / "sums.jsonl").read_text().splitlines()]
-    right = asked = 0
-    for line in lines:
-        for seed in range(ANSWERS // AT_ONCE):
-            answers = client.chat.completions.create(
-                model=model,
-                messages=line["messages"],
-                n=AT_ONCE,
-                temperature=1,
-                max_tokens=4,
-                seed=seed,
-            )
-            texts = [(choice.message.content or "").strip() for choice in answers.choices]
-            right += texts.count(line["answer"])
-            asked += len(texts)
-    return right / asked
+
+    def right(line: dict[str, Any]) -> int:
+        answers = client.chat.completions.create(
+            model=model,
+            messages=line["messages"],
+            n=ANSWERS,
+            temperature=1,
+            max_tokens=4,
+            seed=0,
+        )
+        texts = [(choice.message.content or "").strip() for choice in answers.choices]
+        return texts.count(line["answer"])
+
+    with ThreadPoolExecutor(AT_ONCE) as pool:
+        return sum(pool.map(right, lines)) / (ANSWERS * len(lines))
 
 
 def thumbs(client: Any, home: Path, seeds: int) -> dict[str, Any]:

@@ -24,7 +24,9 @@ import argparse
 import json
 import sys
 import tempfile
+from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from pathlib import Path
 from statistics import fmean
 from typing import Any
@@ -73,8 +75,17 @@ OF_EACH = 80
 """Answers with each thumb."""
 PARENT_STEPS = 320
 RATES = (3e-4, 1e-3)
-UNDESIRABLE = (1.0, 0.2)
-"""Weights of bad answers that are tried."""
+WAYS: dict[str, dict[str, Any] | None] = {
+    "good alone": None,
+    "thumbs": {"undesirable_weight": 1.0},
+    "thumbs, bad a fifth": {"undesirable_weight": 0.2},
+}
+"""KTO's hyperparameters; None: the good answers, supervised."""
+ON_ONE_RANK: dict[str, Any] = {
+    "distributed": {"nproc_per_node": 1},
+    "validation_file": None,
+    "checkpoint": {},
+}
 
 
 def main() -> None:
@@ -125,9 +136,11 @@ def students(client: Any, home: Path, seeds: int) -> dict[str, Any]:
     for name in STUDENTS:
         tried[name] = student(client, shown, teacher["model"], name, 0, beginner)
     best = min(tried, key=lambda name: first(tried[name]["accuracy"], wanted) or NEVER)
-    runs = [tried[best]]
-    for seed in range(1, seeds):
-        runs.append(student(client, shown, teacher["model"], best, seed, beginner))
+    others = range(1, seeds)
+    runs = [
+        tried[best],
+        *(student(client, shown, teacher["model"], best, seed, beginner) for seed in others),
+    ]
     rewards = json.loads((RESULTS / "reinforcement.json").read_text())["jobs"]
     by_rewards = [
         {int(step): value for step, value in job["train_mean_reward"].items()} for job in rewards
@@ -216,63 +229,90 @@ def accuracy_of_sums(client: Any, model: str) -> float:
         return sum(pool.map(right, lines)) / (ANSWERS * len(lines))
 
 
+@dataclass(frozen=True)
+class Judged:
+    """A model with the habit, and thumbs on its own answers."""
+
+    model: str
+    held_out: list[dict[str, Any]]
+    files: Mapping[str, str]
+    """`all` answers with labels, and the `good` ones as chats: names → ids."""
+    counts: Mapping[str, int]
+    accuracy: float
+
+
 def thumbs(client: Any, home: Path, seeds: int) -> dict[str, Any]:
     """Accuracies after thumbs, and after the good ones alone, by seed: of the data's order and of
     the adapter's dropout. All seeds share one parent and its thumbs.
     """
+    parent = judged(client, home)
+    print({**parent.counts, "parent": parent.accuracy}, flush=True)
+    runs = [
+        learned(client, parent, way, rate, seed)
+        for seed in range(seeds)
+        for rate in RATES
+        for way in WAYS
+    ]
+    return {**parent.counts, "parent": parent.accuracy, "runs": runs, "best": best_of(runs)}
+
+
+def judged(client: Any, home: Path) -> Judged:
+    """Train the model with the habit, and give thumbs to its answers to other messages."""
     messages = home / "messages.jsonl"
     write_messages(messages, MESSAGES)
     held_out = [json.loads(line) for line in messages.read_text().splitlines()]
     lines = [json.loads(line) for line in (DATA / "train.jsonl").read_text().splitlines()]
     habit = home / "habit.jsonl"
     write_lines(habit, with_habit(lines[:TAUGHT]))
-    parent = trained(
+    model = trained(
         client,
         "quickstart.yaml",
         seed=7,
         limit=3600,
         training_file=upload(client, habit),
         training={**TRAINING, "max_steps": PARENT_STEPS},
-    )
-    labelled = with_thumbs(lines[TAUGHT:], answers_of(client, parent["model"], lines[TAUGHT:], 1))
+        **ON_ONE_RANK,
+    )["model"]
+    labelled = with_thumbs(lines[TAUGHT:], answers_of(client, model, lines[TAUGHT:], 1))
+    good = [{"messages": line["messages"]} for line in labelled if line["label"]]
     files = {"all": home / "thumbs.jsonl", "good": home / "good.jsonl"}
     write_lines(files["all"], labelled)
-    good = [{"messages": line["messages"]} for line in labelled if line["label"]]
     write_lines(files["good"], good)
-    ids = {name: upload(client, path) for name, path in files.items()}
-    found: dict[str, Any] = {
-        "answers": len(labelled),
-        "good": len(good),
-        "parent": exact(held_out, answers_of(client, parent["model"], held_out, 0)),
-        "runs": [],
-    }
-    print(found, flush=True)
-    plain = {"lr_scheduler_type": "constant", "packing": False, "n_epochs": 2}
-    ways: list[tuple[str, str, dict[str, Any]]] = [
-        *(("kto", "kto.yaml", {"undesirable_weight": weight}) for weight in UNDESIRABLE),
-        ("good_alone", "quickstart.yaml", {}),
-    ]
-    for seed in range(seeds):
-        for rate in RATES:
-            for name, spec, weights in ways:
-                is_kto = name == "kto"
-                method = {"type": "kto", "kto": {"hyperparameters": weights}}
-                more = {"method": method} if is_kto else {}
-                job = trained(
-                    client,
-                    spec,
-                    seed=seed,
-                    model=parent["model"],
-                    limit=1800,
-                    training_file=ids["all" if is_kto else "good"],
-                    training={**plain, "learning_rate": rate, "batch_size": 16 if is_kto else 8},
-                    **more,
-                )
-                accuracy = exact(held_out, answers_of(client, job["model"], held_out, 0))
-                run = {"way": name, **weights, "rate": rate, "seed": seed, "accuracy": accuracy}
-                found["runs"].append(run)
-                print(run, flush=True)
-    return {**found, "best": best_of(found["runs"])}
+    return Judged(
+        model,
+        held_out,
+        {name: upload(client, path) for name, path in files.items()},
+        {"answers": len(labelled), "good": len(good)},
+        exact(held_out, answers_of(client, model, held_out, 0)),
+    )
+
+
+def learned(client: Any, parent: Judged, way: str, rate: float, seed: int) -> dict[str, Any]:
+    """A job of WAYS that goes on from the parent, and its accuracy."""
+    hyperparameters = WAYS[way]
+    is_kto = hyperparameters is not None
+    method = {"type": "kto", "kto": {"hyperparameters": hyperparameters}}
+    job = trained(
+        client,
+        "kto.yaml" if is_kto else "quickstart.yaml",
+        seed=seed,
+        model=parent.model,
+        limit=1800,
+        training_file=parent.files["all" if is_kto else "good"],
+        training={
+            "lr_scheduler_type": "constant",
+            "packing": False,
+            "n_epochs": 2,
+            "learning_rate": rate,
+            "batch_size": 16 if is_kto else 8,
+        },
+        **ON_ONE_RANK,
+        **({"method": method} if is_kto else {}),
+    )
+    answers = answers_of(client, job["model"], parent.held_out, 0)
+    run = {"way": way, "rate": rate, "seed": seed, "accuracy": exact(parent.held_out, answers)}
+    print(run, flush=True)
+    return run
 
 
 def with_habit(lines: list[dict[str, Any]]) -> list[dict[str, Any]]:
@@ -332,18 +372,17 @@ def exact(lines: list[dict[str, Any]], answers: list[str]) -> float:
 
 
 def best_of(runs: list[dict[str, Any]]) -> dict[str, Any]:
-    """Of each way the mean over seeds at its best options, with these."""
+    """Of each way the mean over seeds at its best rate, with this."""
     found: dict[str, Any] = {}
     for run in runs:
-        options = {name: run[name] for name in ("rate", "undesirable_weight") if name in run}
         same = [
             other["accuracy"]
             for other in runs
-            if other["way"] == run["way"] and options.items() <= other.items()
+            if (other["way"], other["rate"]) == (run["way"], run["rate"])
         ]
         mean = fmean(same)
         if mean > found.get(run["way"], {"mean": -1.0})["mean"]:
-            found[run["way"]] = {**options, "mean": mean, "accuracies": same}
+            found[run["way"]] = {"rate": run["rate"], "mean": mean, "accuracies": same}
     return found
 
 

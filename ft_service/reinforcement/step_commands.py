@@ -291,9 +291,7 @@ def _answers_message(data: Sequence[pb.Datum]) -> pb.ForwardBackwardRequest:
     return message
 
 
-def _parts(
-    data: Sequence[Sequence[pb.Datum]], most_tokens: int
-) -> Iterator[list[pb.Datum]]:
+def _parts(data: Sequence[Sequence[pb.Datum]], most_tokens: int) -> Iterator[list[pb.Datum]]:
     """The data of each command, in their order. `data`: what stays together."""
     part: list[pb.Datum] = []
     together = tokens = 0

@@ -10,7 +10,13 @@ from typing import Any
 
 from api.page.job_form import SECTIONS
 from ft_service.jobs.method_options import method_options
-from ft_service.rundir.evaluations import prompt_turns
+from ft_service.rundir.evaluations import (
+    ADAPTER_ON_BF16,
+    AS_TRAINED,
+    BOUND,
+    MERGED,
+    prompt_turns,
+)
 
 _TOP_LEVEL = ("model", "training_file", "validation_file", "seed", "priority")
 _RESULT_FIELDS = {
@@ -92,6 +98,47 @@ def answers_of(evaluations: Sequence[Mapping[str, Any]], step: int | None) -> An
         {name: tuple(column.get(name) for column in columns) for name in names},
         tuple(prompts),
     )
+
+
+@dataclass(frozen=True)
+class ServedLoss:
+    """Validation loss of the tuned model in one way of serving it."""
+
+    way: str
+    as_trained: float
+    """Over the same samples, in nats."""
+    served: float
+    is_beyond: bool
+    """Whether the loss increased by more than rounding explains."""
+
+
+_WAYS = {ADAPTER_ON_BF16: "the adapter on the base in bf16", MERGED: "merged, in bf16"}
+
+
+def served_losses(
+    evaluations: Sequence[Mapping[str, Any]], exports: Mapping[str, Mapping[str, Any]]
+) -> list[ServedLoss]:
+    """Return what each way of serving costs: those that the job has compared after training, and
+    the merged forms that were made.
+
+    `evaluations`, `exports`: as the API lists them, exports by their form.
+    """
+    losses = []
+    compared = next((one["served"] for one in evaluations if one["served"]), None)
+    if compared is not None:
+        measured = compared["loss"]
+        losses += [
+            ServedLoss(title, measured[AS_TRAINED], measured[way], way in compared["beyond"])
+            for way, title in _WAYS.items()
+            if way in measured
+        ]
+    for form, export in exports.items():
+        measured = (export["report"] or {}).get("validation_loss")
+        if measured:
+            before = measured["adapter_on_base_as_trained"]
+            merged = measured["merged"]
+            losses.append(ServedLoss(form, before, merged, merged > before + BOUND))
+    return losses
 
 
 @dataclass(frozen=True)

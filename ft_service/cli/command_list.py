@@ -281,9 +281,8 @@ ENTRIES: Mapping[str, CommandEntry] = {
     "prune": CommandEntry(
         "prune_command",
         _SERVICE,
-        "Remove, from this machine's FT_HOME, adapters of deleted models and what belongs to no "
-        "job or file; with an age "
-        "(here or in FT_KEEP_…_DAYS) also what is older.",
+        "Remove, from FT_HOME or object storage, adapters of deleted models and what belongs to "
+        "no job or file; with an age (here or in FT_KEEP_…_DAYS) also what is older.",
     ),
     "doctor": CommandEntry(
         "doctor_command",

@@ -21,7 +21,7 @@ from api.page.inner_api import Api, ApiError, InnerApi
 from api.page.job_form import given_options, yaml_text
 from api.page.rendering import DocumentPart, fragment, leave_for, page, rendered, sent
 from api.page.sample_job import sample_base
-from api.page.summaries import answers_of, graded_over_time
+from api.page.summaries import answers_of, graded_over_time, served_losses
 from api.routes.page.engines_page import ENGINES
 from api.routes.page.models_page import inference_of
 from api.routes.page.organization_page import PROJECTS, every
@@ -346,10 +346,13 @@ async def _exports(api: InnerApi, job_id: str, where: str | None) -> dict[str, A
     """
     listed = await api.get(f"{JOBS}/{job_id}/exports")
     made = {view["format"]: view for view in listed["data"]}
+    evaluated = await api.find(f"{JOBS}/{job_id}/evaluation", limit=100)
+    served = served_losses(evaluated["data"] if evaluated else (), made)
     place = _PLACES.get(where or "")
     every = {form: text for one in PLACES for form, text in one.forms.items()}
     forms = place.forms if place else {form: every[form] for form in every if form in made}
-    return {"exports": made, "forms": forms.items(), "places": PLACES, "where": place}
+    shown = {"forms": forms.items(), "places": PLACES, "where": place}
+    return {"exports": made, "served": served, **shown}
 
 
 async def _projects(api: InnerApi, viewer: Principal) -> dict[str, str]:

@@ -62,7 +62,7 @@ def rollouts(
 def _lines(number: int, answer: Mapping[str, Any]) -> Iterator[str]:
     way = answer["trajectory"]
     turns = "" if way is None else f", {way['turns']} turns in {way['rows']} rows"
-    if way is not None and way["rewards"]:
+    if way is not None and way.get("rewards"):  # servers of before have none
         turns += f" (rewarded {', '.join(map(_number, way['rewards']))})"
     why = "".join(f", {kind}: {text[:200]}" for kind, text in answer["errors"].items())
     reward = _number(answer["reward"])

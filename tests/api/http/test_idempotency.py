@@ -21,8 +21,9 @@ import httpx2
 import openai
 import pytest
 
-from api.routes import files, fine_tuning, uploads
+from api.routes import files, fine_tuning
 from api.routes.tuning import sweeps
+from ft_service.storage.locations import Places
 from tests.support.attempts import HANG_SECONDS
 from tests.support.rest.refusals import check_error
 from tests.support.rest.service import TRAINING, Service, stored, wait_until
@@ -258,7 +259,7 @@ class Sender:
 
     def __init__(self, service: Service, client: openai.OpenAI, what: str) -> None:
         self.service = service
-        self.module = files if what == "file" else uploads
+        self.keeps = (files, "keep") if what == "file" else (Places, "keep_part")
         self.upload_id = "" if what == "file" else client.uploads.create(**UPLOAD).id
         self._path = f"/v1/uploads/{self.upload_id}/parts" if self.upload_id else "/v1/files"
         self._field = "data" if self.upload_id else "file"
@@ -420,9 +421,9 @@ def test_a_key_stands_for_one_upload(service: Service, client: openai.OpenAI) ->
 
 
 class Paused:
-    """Requests that pause in one function of a module, until they are let go on."""
+    """Requests that pause in one function of a module or class, until they are let go on."""
 
-    def __init__(self, monkeypatch: pytest.MonkeyPatch, module: ModuleType, name: str) -> None:
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, module: object, name: str) -> None:
         self._arrived: queue.Queue[threading.Event] = queue.Queue()
         function = getattr(module, name)
 
@@ -443,7 +444,7 @@ def test_a_repeat_finds_what_a_try_stores_meanwhile(
     sender: Sender, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Neither has a key, and the first had stored nothing when the second was there whole."""
-    paused = Paused(monkeypatch, sender.module, "keep")
+    paused = Paused(monkeypatch, *sender.keeps)
     with ThreadPoolExecutor(2) as pool:
         first = pool.submit(sender.send)
         first_goes_on = paused.next()
@@ -461,7 +462,7 @@ def test_a_try_whose_client_has_gone_stores_nothing(
 ) -> None:
     """The client tries again, so there would be two."""
     with monkeypatch.context() as patch:
-        paused = Paused(patch, sender.module, "keep")
+        paused = Paused(patch, *sender.keeps)
         rest = sender.begin({})
         with ThreadPoolExecutor(1) as pool:
             first = pool.submit(rest)

@@ -162,3 +162,22 @@ def test_rewards_are_shown_over_time() -> None:
     [(text, cells)] = found.rows
     assert text == "1 + 1 ="
     assert [cell and cell["text"] for cell in cells] == ["3", "5", "7", "9"]
+
+
+def test_what_each_way_of_serving_costs() -> None:
+    loss = {"as_trained": 1.5, "adapter_on_bf16_base": 1.53, "merged": 1.51}
+    compared = {"loss": loss, "beyond": ["adapter_on_bf16_base"]}
+    measured = {"adapter_on_base_as_trained": 1.25, "adapter_on_bf16_base": 9.0, "merged": 1.3}
+    exports = {
+        "merged-int4": {"report": {"validation_loss": measured}},
+        "merged-fp8": {"report": {"validation_loss": {**measured, "merged": 1.26}}},
+        "gguf": {"report": {"validation_loss": None}},
+        "vllm": {"report": {}},
+    }
+    assert summaries.served_losses([{"served": None}, {"served": compared}], exports) == [
+        summaries.ServedLoss("the adapter on the base in bf16", 1.5, 1.53, True),
+        summaries.ServedLoss("merged, in bf16", 1.5, 1.51, False),
+        summaries.ServedLoss("merged-int4", 1.25, 1.3, True),
+        summaries.ServedLoss("merged-fp8", 1.25, 1.26, False),
+    ]
+    assert summaries.served_losses([], {}) == []

@@ -33,10 +33,13 @@ def job_id(service: Service, client: openai.OpenAI, training_file: str) -> str:
     return job_id
 
 
+LOSSES = {"adapter_on_base_as_trained": 1.25, "adapter_on_bf16_base": 1.25, "merged": 1.375}
+
+
 def made(adapter: Path, out: Path, to: ExportFormat, stop: Callable[[], bool]) -> dict[str, Any]:
     out.mkdir(parents=True)
     (out / "model.gguf").write_bytes(b"12345")
-    return {"exact": 3}
+    return {"validation_loss": LOSSES}
 
 
 def test_an_export_is_asked_for_made_and_fetched(service: Service, job_id: str) -> None:
@@ -52,7 +55,11 @@ def test_an_export_is_asked_for_made_and_fetched(service: Service, job_id: str) 
     exporting.make_all(service.settings, service.store, threading.Event(), made)
     [listed] = service.http("GET", address).json()["data"]
     assert listed == service.http("GET", f"{address}/gguf").json()
-    assert (listed["status"], listed["bytes"], listed["report"]) == ("succeeded", 5, {"exact": 3})
+    assert (listed["status"], listed["bytes"], listed["report"]) == (
+        "succeeded",
+        5,
+        {"validation_loss": LOSSES},
+    )
     fetched = service.http("GET", f"{address}/gguf/content")
     assert fetched.headers["content-disposition"] == f'attachment; filename="{job_id}-gguf.tar"'
     with tarfile.open(fileobj=io.BytesIO(fetched.content)) as archive:
@@ -122,7 +129,7 @@ def test_the_page_has_them_made_shown_and_removed(service: Service, job_id: str)
             for where in re.findall(r'href="\?where=(\w+)"', asking)
         }
         counts = {where: text.count(">Make</button>") for where, text in offered.items()}
-        assert counts == {"laptop": 3, "server": 3, "transformers": 4, "phone": 1}
+        assert counts == {"laptop": 3, "server": 5, "transformers": 4, "phone": 1}
         assert f"tar xf {job_id}-gguf-q8_0.tar\nollama create" in offered["laptop"]
         assert "vllm serve tiny --enable-lora" in offered["server"]
         assert browser.get(f"/jobs/{job_id}/exports?where=moon").status_code == 400
@@ -135,6 +142,7 @@ def test_the_page_has_them_made_shown_and_removed(service: Service, job_id: str)
         shown = browser.get(f"/page/live/jobs/{job_id}/exports").text
         assert f'href="/v1/fine_tuning/jobs/{job_id}/exports/gguf/content" download' in shown
         assert "every 3s" not in shown
+        assert re.findall(r'<td class="num">([^<]+)</td>', shown) == ["1.25", "1.375", "+0.1250"]
         assert browser.get(f"/v1/fine_tuning/jobs/{job_id}/exports/gguf/content").status_code == 200
         assert (
             "queued" not in browser.post(f"/jobs/{job_id}/exports/gguf/delete", headers=token).text

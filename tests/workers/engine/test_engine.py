@@ -152,7 +152,7 @@ def poisoned_on_rank(rank: int, world: int, root: str) -> None:
     seat_thread.build = built
     engine_on_rank(rank, world, root)
     # An engine that ends at once has not collected what it let go, or its last thread still has it.
-    wait_for(lambda: gc.collect() >= 0 and not modules, 20)
+    wait_for(lambda: gc.collect() >= 0 and not modules, every=0.5)
     assert not modules, "an engine without jobs holds no adapter"
     assert len(destroyed) == 3, (
         "of those that failed or were cancelled: an engine would come to have too many open files"

@@ -19,8 +19,8 @@ from ft_service.spec import AdapterRef
 from ft_service.storage.object_store import ObjectStore
 from ft_service.store.records import File
 from ft_service.store.sql import Store
-from tests.ft_service.control.cleanup.test_pruning import add
 from tests.support.cluster_settings import cluster_settings
+from tests.support.prunable import add_with_files
 from tests.support.reconciling import PROJECT, new_store
 from tests.support.storage import local_s3, new_bucket
 
@@ -52,7 +52,7 @@ def stored(
     objects: ObjectStore, store: Store, settings: Settings, job_id: str, days: float, **more: Any
 ) -> None:
     """A job that ended some days ago, whose files are objects, with a copy on this host."""
-    run = add(store, settings, job_id, more.pop("state", State.SUCCEEDED), days, **more)
+    run = add_with_files(store, settings, job_id, more.pop("state", State.SUCCEEDED), days, **more)
     for key in run.list(""):
         objects.upload(run.path(key), f"runs/{job_id}/{key}")
 

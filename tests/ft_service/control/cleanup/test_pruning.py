@@ -16,17 +16,15 @@ from sqlalchemy import insert, select
 from ft_service.control.cleanup import pruning
 from ft_service.control.cleanup.housekeeping import free, retain
 from ft_service.control.cleanup.pruning import DAY_SECONDS, RetentionLimits, plan_pruning, remove
-from ft_service.jobs.reasons import Reason
-from ft_service.jobs.states import Job, Phase, State
-from ft_service.rundir.directory import RunDir
+from ft_service.jobs.states import Phase, State
 from ft_service.settings import Settings
-from ft_service.spec import AdapterRef, StoredSpec, TunedName
+from ft_service.spec import AdapterRef
 from ft_service.storage.locations import Places
 from ft_service.store.records import File
 from ft_service.store.sql import Store
 from ft_service.store.tables import jobs
-from tests.support.creating import create_job
-from tests.support.reconciling import PROJECT, new_store, spec_of
+from tests.support.prunable import add_with_files, model_of
+from tests.support.reconciling import PROJECT, new_store
 
 ALL = RetentionLimits(runs=30, checkpoints=7, files=7, cache=7, leftovers=True)
 
@@ -43,42 +41,6 @@ def settings(tmp_path: Path) -> Settings:
     return Settings(home=tmp_path)
 
 
-def model_of(job_id: str, step: int | None = None) -> str:
-    return str(TunedName("tiny", "local", "", job_id.removeprefix("ftjob-"), step))
-
-
-def add(
-    store: Store, settings: Settings, job_id: str, state: State, days: float = 0.0, **changes: Any
-) -> RunDir:
-    """A job that ended some days ago, its outcome, and two checkpoints of which one was asked for
-    as an adapter.
-    """
-    ended = state in (State.SUCCEEDED, State.FAILED, State.CANCELLED)
-    job = Job(
-        id=job_id,
-        project_id=PROJECT,
-        created_at=0.0,
-        request={"training_file": changes.pop("training_file", "file-x")},
-        stored_spec=StoredSpec.of(
-            spec_of(job_id, parent=changes.pop("parent", None), tuned_name=model_of(job_id))
-        ),
-        state=state,
-        reason=Reason.SUCCEEDED if ended else None,
-        finished_at=store.now() - days * DAY_SECONDS if ended else None,
-        **changes,
-    )
-    create_job(store, job)
-    run = RunDir(settings.runs_dir / job_id)
-    for key in (
-        "adapter/a",
-        "checkpoints/step-3-a1/COMPLETE",
-        "checkpoints/step-6-a1/COMPLETE",
-        "adapters/step-3-a1/a",
-    ):
-        run.put(key, b"12345")
-    return run
-
-
 def pruned(settings: Settings, store: Store, limits: RetentionLimits = ALL) -> list[str]:
     """What went, below FT_HOME."""
     planned = list(plan_pruning(settings, store, limits, cache=settings.home / "cache"))
@@ -89,9 +51,9 @@ def pruned(settings: Settings, store: Store, limits: RetentionLimits = ALL) -> l
 
 
 def test_only_what_is_old_goes(settings: Settings, store: Store) -> None:
-    add(store, settings, "ftjob-new", State.SUCCEEDED, 1)
-    add(store, settings, "ftjob-week", State.FAILED, 8)
-    add(store, settings, "ftjob-month", State.SUCCEEDED, 31)
+    add_with_files(store, settings, "ftjob-new", State.SUCCEEDED, 1)
+    add_with_files(store, settings, "ftjob-week", State.FAILED, 8)
+    add_with_files(store, settings, "ftjob-month", State.SUCCEEDED, 31)
     assert pruned(settings, store, RetentionLimits()) == []
     found = plan_pruning(settings, store, ALL)
     assert [(r.kind, r.bytes, r.job and r.job.id) for r in found if r.kind == "run"] == [
@@ -122,15 +84,15 @@ def test_only_what_is_old_goes(settings: Settings, store: Store) -> None:
 def test_what_is_not_over_is_never_touched(
     settings: Settings, store: Store, state: State, phase: Phase | None
 ) -> None:
-    run = add(store, settings, "ftjob-1", state, 365, phase=phase)
+    run = add_with_files(store, settings, "ftjob-1", state, 365, phase=phase)
     store.models.delete_model(PROJECT, model_of("ftjob-1"))
     os.utime(run.root, (0, 0))
     assert pruned(settings, store) == []
 
 
 def test_what_an_unfinished_job_goes_on_from_stays(settings: Settings, store: Store) -> None:
-    of_outcome = add(store, settings, "ftjob-a", State.SUCCEEDED, 99)
-    of_checkpoint = add(store, settings, "ftjob-b", State.SUCCEEDED, 99)
+    of_outcome = add_with_files(store, settings, "ftjob-a", State.SUCCEEDED, 99)
+    of_checkpoint = add_with_files(store, settings, "ftjob-b", State.SUCCEEDED, 99)
     for model in (model_of("ftjob-a"), model_of("ftjob-b", 6)):
         store.models.delete_model(PROJECT, model)
     for child, path in (
@@ -142,7 +104,7 @@ def test_what_an_unfinished_job_goes_on_from_stays(settings: Settings, store: St
             job_id=path.parents[0 if path.name == "adapter" else 1].name,
             path=str(path),
         )
-        add(store, settings, f"ftjob-{child}", State.PAUSED, parent=ref)
+        add_with_files(store, settings, f"ftjob-{child}", State.PAUSED, parent=ref)
     assert pruned(settings, store, RetentionLimits(runs=30)) == []
     gone = pruned(settings, store, RetentionLimits(checkpoints=7))
     assert gone == [
@@ -155,10 +117,10 @@ def test_what_an_unfinished_job_goes_on_from_stays(settings: Settings, store: St
 def test_a_job_that_comes_to_need_it_between_plan_and_removal_keeps_it(
     settings: Settings, store: Store
 ) -> None:
-    run = add(store, settings, "ftjob-a", State.SUCCEEDED, 99)
+    run = add_with_files(store, settings, "ftjob-a", State.SUCCEEDED, 99)
     (removal,) = plan_pruning(settings, store, ALL)
     ref = AdapterRef(name="ft:…", job_id="ftjob-a", path=str(run.path("adapter")))
-    add(store, settings, "ftjob-child", State.QUEUED, parent=ref)
+    add_with_files(store, settings, "ftjob-child", State.QUEUED, parent=ref)
     assert remove(removal, store) is False
     assert run.path("adapter/a").exists()
     assert removal.hides
@@ -173,7 +135,7 @@ def test_a_run_that_cannot_be_read_keeps_no_other(
 ) -> None:
     """Workers may write there: a job can close its own folder to the service."""
     for name in ("ftjob-a", "ftjob-b", "ftjob-c"):
-        add(store, settings, name, State.SUCCEEDED, 99)
+        add_with_files(store, settings, name, State.SUCCEEDED, 99)
     real = Path.is_dir
 
     def is_dir(path: Path) -> bool:
@@ -187,7 +149,7 @@ def test_a_run_that_cannot_be_read_keeps_no_other(
 
 
 def test_a_deleted_models_adapter_goes_and_the_rest_stays(settings: Settings, store: Store) -> None:
-    add(store, settings, "ftjob-a", State.SUCCEEDED)
+    add_with_files(store, settings, "ftjob-a", State.SUCCEEDED)
     store.models.delete_model(PROJECT, model_of("ftjob-a"))
     assert pruned(settings, store, RetentionLimits()) == ["runs/ftjob-a/adapter"]
     store.models.delete_model(PROJECT, model_of("ftjob-a", 3))
@@ -230,8 +192,8 @@ def loaded(store: Store, monkeypatch: pytest.MonkeyPatch) -> list[int]:
 def test_records_are_loaded_only_of_what_goes_and_a_page_at_a_time(
     settings: Settings, store: Store, loaded: list[int]
 ) -> None:
-    add(store, settings, "ftjob-old", State.SUCCEEDED, 31)
-    add(store, settings, "ftjob-new", State.SUCCEEDED, 1)
+    add_with_files(store, settings, "ftjob-old", State.SUCCEEDED, 31)
+    add_with_files(store, settings, "ftjob-new", State.SUCCEEDED, 1)
     repeat(store, settings, "ftjob-old", 400)
     repeat(store, settings, "ftjob-new", 2600)
     assert (list(plan_pruning(settings, store, RetentionLimits(leftovers=True))), sum(loaded)) == (
@@ -299,7 +261,7 @@ def test_files_go_by_age_unless_a_job_needs_them(settings: Settings, store: Stor
             created_at=0.0,
         )
     )
-    add(store, settings, "ftjob-1", State.PAUSED, training_file="file-needed")
+    add_with_files(store, settings, "ftjob-1", State.PAUSED, training_file="file-needed")
     assert pruned(settings, store) == ["files/file-old"]
     assert [file.id for file in store.files.list_files(PROJECT, order="asc").data] == [
         "file-needed",
@@ -321,7 +283,7 @@ def test_a_file_that_a_job_comes_to_need_between_plan_and_removal_keeps_its_byte
     needed, gone = sorted(
         plan_pruning(settings, store, ALL), key=lambda removal: removal.path.name, reverse=True
     )
-    add(store, settings, "ftjob-1", State.QUEUED, training_file="file-old")
+    add_with_files(store, settings, "ftjob-1", State.QUEUED, training_file="file-old")
     store.files.delete_file(PROJECT, "file-gone")
     assert [remove(removal, store) for removal in (needed, gone)] == [False, False]
     assert (settings.files_dir / "file-old").exists()
@@ -329,7 +291,7 @@ def test_a_file_that_a_job_comes_to_need_between_plan_and_removal_keeps_its_byte
 
 
 def test_leftovers_are_a_day_old_and_belong_to_nothing(settings: Settings, store: Store) -> None:
-    add(store, settings, "ftjob-1", State.PAUSED)
+    add_with_files(store, settings, "ftjob-1", State.PAUSED)
     add_files(settings, store, "file-known")
     for name in ("runs/ftjob-unknown/spec.json", "files/file-unknown", "files/.upload-x"):
         path = settings.home / name
@@ -362,7 +324,7 @@ def test_of_a_link_only_the_link_goes(settings: Settings, store: Store, tmp_path
 def test_a_checkpoints_marker_goes_first(
     settings: Settings, store: Store, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    add(store, settings, "ftjob-week", State.FAILED, 8)
+    add_with_files(store, settings, "ftjob-week", State.FAILED, 8)
     seen: list[list[str]] = []
 
     def interrupted(folder: Path) -> None:
@@ -480,9 +442,9 @@ def test_a_cached_base_that_was_written_anew_meanwhile_stays(
 def test_a_run_in_its_projects_folder_goes_with_its_link(
     settings: Settings, store: Store, tmp_path: Path
 ) -> None:
-    add(store, settings, "ftjob-old", State.SUCCEEDED, 40)
-    add(store, settings, "ftjob-kept", State.SUCCEEDED, 8)
-    add(store, settings, "ftjob-tampered", State.SUCCEEDED, 40)
+    add_with_files(store, settings, "ftjob-old", State.SUCCEEDED, 40)
+    add_with_files(store, settings, "ftjob-kept", State.SUCCEEDED, 8)
+    add_with_files(store, settings, "ftjob-tampered", State.SUCCEEDED, 40)
     places = Places(tmp_path)
     for job_id in ("ftjob-old", "ftjob-kept", "ftjob-tampered", "ftjob-strange"):
         root = places.run_of_project(PROJECT, job_id).root
@@ -494,7 +456,7 @@ def test_a_run_in_its_projects_folder_goes_with_its_link(
         job_id="ftjob-kept",
         path=str(tmp_path / "runs/ftjob-kept/adapters/step-6-a1"),
     )
-    add(store, settings, "ftjob-child", State.QUEUED, parent=parent)
+    add_with_files(store, settings, "ftjob-child", State.QUEUED, parent=parent)
     os.utime(root, (0, 0))
     shutil.rmtree(places.run_of_project(PROJECT, "ftjob-gone").root)
     base = f"project-runs/{PROJECT}"

@@ -45,7 +45,7 @@ def offer_prompts(run: RunDir, spec: JobSpec, training: TokenSet, validation: To
         ends = answer_ends(write, tokenizer, Path(spec.model.path))
         answers = answer_format(write, tokenizer)
     together = 2 if spec.in_pairs else 1
-    counts = (len(samples) // together for samples in (training, validation))
+    counts = len(training) // together, len(validation) // together
     header = PromptHeader(sorted(ends), *counts, answers)
     write_prompts(run, header, _prompts(spec, options, tokenizer, training, validation))
 

@@ -206,7 +206,7 @@ def test_a_student_learns_what_its_base_says_behind_a_context(base: Path, tmp_pa
     assert prompts.header.training == 6, "each is one, with what its teacher reads"
     one = prompts.training(0)
     tokenizer = load_tokenizer(spec.model.path, spec.chat_template)
-    asked, behind = (tokenizer.decode(ids) for ids in (one.ids, one.teacher_ids))
+    asked, behind = (str(tokenizer.decode([*ids])) for ids in (one.ids, one.teacher_ids))
     assert "0 + 1 =" in asked
     assert "Be brief." not in asked
     assert behind.index("Be brief.") < behind.index("0 + 1 =")

@@ -307,7 +307,7 @@ def test_prompts_of_a_student_stand_behind_its_teachers_context_too(
         options,
         pairs=True,
     )
-    own, behind, system_own, system_behind = (tokenizer.decode(sample.ids) for sample in found)
+    own, behind, system_own, system_behind = (str(tokenizer.decode(one.ids)) for one in found)
     assert "Be brief." not in own + system_own
     assert behind.index("Be brief.") < behind.index("a" * 20)
     assert "Be brief.\n\nb" in system_behind

@@ -11,7 +11,8 @@ sums, as rewards are.
 thumbs: a model that knows the sample task has a bad habit: half of the answers that it was taught
 began with FAULT. It answers other messages at temperature 1, each answer gets a thumb by whether it
 is exactly right, and 80 good and 80 bad ones go into KTO, which goes on from that model; beside it
-the good ones alone, supervised, with as many steps, both at several rates, of which the best counts.
+the good ones alone, supervised, with as many steps, both at several rates: the first seed tries all,
+and the other seeds the best of each way.
 Accuracies are those of answers sampled at temperature 1 to messages that are in no file.
 
 Everything goes through a real server, as a user's job does. The picture is
@@ -72,14 +73,18 @@ others.
 """
 OF_EACH = 80
 """Answers with each thumb."""
-PARENT_STEPS = 320
+PARENT_STEPS = 480
+"""After which few of its answers are wrong but for the habit."""
 RATES = (3e-4, 1e-3)
 WAYS: dict[str, dict[str, Any] | None] = {
     "good alone": None,
-    "thumbs": {"undesirable_weight": 1.0},
-    "thumbs, bad a fifth": {"undesirable_weight": 0.2},
+    "thumbs": {"beta": 1.0},
+    "thumbs, bad a fifth": {"beta": 0.1, "undesirable_weight": 0.2},
 }
-"""KTO's hyperparameters; None: the good answers, supervised."""
+"""KTO's hyperparameters; None: the good answers, supervised. With a large beta the push of bad
+answers ends soon, before it has unlearned their right words; with KTO's usual 0.1 only a small
+weight keeps it low.
+"""
 ON_ONE_RANK: dict[str, Any] = {
     "distributed": {"nproc_per_node": 1},
     "validation_file": None,
@@ -246,13 +251,16 @@ def thumbs(client: Any, home: Path, seeds: int) -> dict[str, Any]:
     """
     parent = judged(client, home)
     print({**parent.counts, "parent": parent.accuracy}, flush=True)
-    runs = [
-        learned(client, parent, way, rate, seed)
-        for seed in range(seeds)
-        for rate in RATES
+    runs = [learned(client, parent, way, rate, 0) for rate in RATES for way in WAYS]
+    tried = best_of(runs)
+    runs += [
+        learned(client, parent, way, tried[way]["rate"], seed)
+        for seed in range(1, seeds)
         for way in WAYS
     ]
-    return {**parent.counts, "parent": parent.accuracy, "runs": runs, "best": best_of(runs)}
+    runs = [run for run in runs if run["rate"] == tried[run["way"]]["rate"]]
+    of_all = {"parent": parent.accuracy, "tried": tried, "runs": runs, "best": best_of(runs)}
+    return {**parent.counts, **of_all}
 
 
 def judged(client: Any, home: Path) -> Judged:

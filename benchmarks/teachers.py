@@ -3,14 +3,16 @@
     python benchmarks/teachers.py [--parts student,thumbs] [--seeds 3] [--no-save]
 
 student: a model that was shown some sums (sums-shown.yaml) learns from one that knows them, by its
-own answers (student.yaml). Its steps are compared with those of the same beginner that learned from
-rewards, as reinforcement.py has measured them. Accuracies are those of answers sampled at
-temperature 1 to all sums, as rewards are.
+own answers (student.yaml). Several settings are tried with the first seed, and the best of them with
+all seeds. Its steps are compared with those of the same beginner that learned from rewards, as
+reinforcement.py has measured them. Accuracies are those of answers sampled at temperature 1 to all
+sums, as rewards are.
 
 thumbs: a model that knows the sample task has a bad habit: half of the answers that it was taught
 began with FAULT. It answers other messages at temperature 1, each answer gets a thumb by whether it
 is exactly right, and 80 good and 80 bad ones go into KTO, which goes on from that model; beside it
-the good ones alone, supervised, with as many steps, both at several rates, of which the best counts.
+the good ones alone, supervised, with as many steps, both at several rates: the first seed tries all,
+and the other seeds the best of each way.
 Accuracies are those of answers sampled at temperature 1 to messages that are in no file.
 
 Everything goes through a real server, as a user's job does. The picture is
@@ -23,7 +25,9 @@ import argparse
 import json
 import sys
 import tempfile
+from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from pathlib import Path
 from statistics import fmean
 from typing import Any
@@ -44,21 +48,23 @@ ROOT = Path(__file__).parent.parent
 DATA = ROOT / "examples/data"
 PICTURE = ROOT / "docs/pictures/teachers.png"
 STUDENTS: dict[str, dict[str, Any]] = {
-    "as the example": {},
     "twice the rate": {"learning_rate_multiplier": 10},
     "twice the rate, 8 answers": {"learning_rate_multiplier": 10, "num_generations": 8},
 }
-"""Hyperparameters that are tried in place of the example's. Of rewards 16 answers to each prompt
-were learned from.
+"""Hyperparameters that are tried in place of the example's, with which a student needed 15 steps. Of
+rewards 16 answers to each prompt were learned from.
 """
 EVERY = 3
 """Steps between two measurements of a student."""
+NEVER = 10**6
 POINTS = 0.02
 """So much less than its teacher's is a student's accuracy, at most."""
 TEACHER_EPOCHS = 12
+STUDENT_STEPS = 12
+"""A third of what rewards needed, and one step more or less."""
 ANSWERS = 8
 """Sampled to each sum."""
-AT_ONCE = 4
+AT_ONCE = 32
 MESSAGES = 200
 FAULT = "Sure, here it is: "
 TAUGHT = 800
@@ -67,10 +73,23 @@ others.
 """
 OF_EACH = 80
 """Answers with each thumb."""
-PARENT_STEPS = 320
+PARENT_STEPS = 480
+"""After which few of its answers are wrong but for the habit."""
 RATES = (3e-4, 1e-3)
-UNDESIRABLE = (1.0, 0.2)
-"""Weights of bad answers that are tried."""
+WAYS: dict[str, dict[str, Any] | None] = {
+    "good alone": None,
+    "thumbs": {"beta": 1.0},
+    "thumbs, bad a fifth": {"beta": 0.1, "undesirable_weight": 0.2},
+}
+"""KTO's hyperparameters; None: the good answers, supervised. With a large beta the push of bad
+answers ends soon, before it has unlearned their right words; with KTO's usual 0.1 only a small
+weight keeps it low.
+"""
+ON_ONE_RANK: dict[str, Any] = {
+    "distributed": {"nproc_per_node": 1},
+    "validation_file": None,
+    "checkpoint": {},
+}
 
 
 def main() -> None:
@@ -116,40 +135,50 @@ def students(client: Any, home: Path, seeds: int) -> dict[str, Any]:
     beginner = accuracy_of_sums(client, shown)
     known = accuracy_of_sums(client, teacher["model"])
     print({"beginner": beginner, "teacher": known}, flush=True)
-    tried: dict[str, list[dict[str, Any]]] = {name: [] for name in STUDENTS}
-    for seed in range(seeds):
-        for name, options in STUDENTS.items():
-            student = trained(
-                client,
-                "student.yaml",
-                seed=seed,
-                model=shown,
-                limit=1800,
-                method=taught_by(teacher["model"], options),
-                checkpoint={"save_steps": EVERY, "save_total_limit": 50},
-            )
-            points = {0: beginner, **by_step(client, student["id"])}
-            run = {"seed": seed, "accuracy": points, "seconds": student["seconds"]}
-            tried[name].append(run)
-            print(name, run, flush=True)
+    wanted = known - POINTS
+    tried: dict[str, dict[str, Any]] = {}
+    for name in STUDENTS:
+        tried[name] = student(client, shown, teacher["model"], name, 0, beginner)
+    best = min(tried, key=lambda name: first(tried[name]["accuracy"], wanted) or NEVER)
+    others = range(1, seeds)
+    runs = [
+        tried[best],
+        *(student(client, shown, teacher["model"], best, seed, beginner) for seed in others),
+    ]
     rewards = json.loads((RESULTS / "reinforcement.json").read_text())["jobs"]
     by_rewards = [
         {int(step): value for step, value in job["train_mean_reward"].items()} for job in rewards
     ]
-    wanted = known - POINTS
-    steps = {name: [first(run["accuracy"], wanted) for run in runs] for name, runs in tried.items()}
-    never = 10**6
-    best = min(steps, key=lambda name: fmean(step or never for step in steps[name]))
     return {
         "beginner": beginner,
         "teacher": known,
         "wanted": wanted,
-        "tried": steps,
+        "tried": {name: first(run["accuracy"], wanted) for name, run in tried.items()},
         "options": best,
-        "runs": tried[best],
-        "steps_of_students": steps[best],
+        "runs": runs,
+        "steps_of_students": [first(run["accuracy"], wanted) for run in runs],
         "steps_of_rewards": [first(points, wanted) for points in by_rewards],
     }
+
+
+def student(
+    client: Any, shown: str, teacher: str, name: str, seed: int, beginner: float
+) -> dict[str, Any]:
+    """A job of a student with options of STUDENTS: its accuracies by step, from `beginner` on."""
+    job = trained(
+        client,
+        "student.yaml",
+        seed=seed,
+        model=shown,
+        limit=1800,
+        method=taught_by(teacher, STUDENTS[name]),
+        training={"max_steps": STUDENT_STEPS, "max_length": 64, "lr_scheduler_type": "constant"},
+        checkpoint={"save_steps": EVERY, "save_total_limit": 50},
+    )
+    points = {0: beginner, **by_step(client, job["id"])}
+    run = {"seed": seed, "accuracy": points, "seconds": job["seconds"]}
+    print(name, run, flush=True)
+    return run
 
 
 def write_right_answers(path: Path) -> None:
@@ -187,80 +216,110 @@ def by_step(client: Any, job_id: str) -> dict[int, float]:
 def accuracy_of_sums(client: Any, model: str) -> float:
     """Share of sampled answers that are right."""
     lines = [json.loads(line) for line in (DATA / "sums.jsonl").read_text().splitlines()]
-    right = asked = 0
-    for line in lines:
-        for seed in range(ANSWERS // AT_ONCE):
-            answers = client.chat.completions.create(
-                model=model,
-                messages=line["messages"],
-                n=AT_ONCE,
-                temperature=1,
-                max_tokens=4,
-                seed=seed,
-            )
-            texts = [(choice.message.content or "").strip() for choice in answers.choices]
-            right += texts.count(line["answer"])
-            asked += len(texts)
-    return right / asked
+
+    def right(line: dict[str, Any]) -> int:
+        answers = client.chat.completions.create(
+            model=model,
+            messages=line["messages"],
+            n=ANSWERS,
+            temperature=1,
+            max_tokens=4,
+            seed=0,
+        )
+        texts = [(choice.message.content or "").strip() for choice in answers.choices]
+        return texts.count(line["answer"])
+
+    with ThreadPoolExecutor(AT_ONCE) as pool:
+        return sum(pool.map(right, lines)) / (ANSWERS * len(lines))
+
+
+@dataclass(frozen=True)
+class Judged:
+    """A model with the habit, and thumbs on its own answers."""
+
+    model: str
+    held_out: list[dict[str, Any]]
+    files: Mapping[str, str]
+    """`all` answers with labels, and the `good` ones as chats: names → ids."""
+    counts: Mapping[str, int]
+    accuracy: float
 
 
 def thumbs(client: Any, home: Path, seeds: int) -> dict[str, Any]:
     """Accuracies after thumbs, and after the good ones alone, by seed: of the data's order and of
     the adapter's dropout. All seeds share one parent and its thumbs.
     """
+    parent = judged(client, home)
+    print({**parent.counts, "parent": parent.accuracy}, flush=True)
+    runs = [learned(client, parent, way, rate, 0) for rate in RATES for way in WAYS]
+    tried = best_of(runs)
+    runs += [
+        learned(client, parent, way, tried[way]["rate"], seed)
+        for seed in range(1, seeds)
+        for way in WAYS
+    ]
+    runs = [run for run in runs if run["rate"] == tried[run["way"]]["rate"]]
+    of_all = {"parent": parent.accuracy, "tried": tried, "runs": runs, "best": best_of(runs)}
+    return {**parent.counts, **of_all}
+
+
+def judged(client: Any, home: Path) -> Judged:
+    """Train the model with the habit, and give thumbs to its answers to other messages."""
     messages = home / "messages.jsonl"
     write_messages(messages, MESSAGES)
     held_out = [json.loads(line) for line in messages.read_text().splitlines()]
     lines = [json.loads(line) for line in (DATA / "train.jsonl").read_text().splitlines()]
     habit = home / "habit.jsonl"
     write_lines(habit, with_habit(lines[:TAUGHT]))
-    parent = trained(
+    model = trained(
         client,
         "quickstart.yaml",
         seed=7,
         limit=3600,
         training_file=upload(client, habit),
         training={**TRAINING, "max_steps": PARENT_STEPS},
-    )
-    labelled = with_thumbs(lines[TAUGHT:], answers_of(client, parent["model"], lines[TAUGHT:], 1))
+        **ON_ONE_RANK,
+    )["model"]
+    labelled = with_thumbs(lines[TAUGHT:], answers_of(client, model, lines[TAUGHT:], 1))
+    good = [{"messages": line["messages"]} for line in labelled if line["label"]]
     files = {"all": home / "thumbs.jsonl", "good": home / "good.jsonl"}
     write_lines(files["all"], labelled)
-    good = [{"messages": line["messages"]} for line in labelled if line["label"]]
     write_lines(files["good"], good)
-    ids = {name: upload(client, path) for name, path in files.items()}
-    found: dict[str, Any] = {
-        "answers": len(labelled),
-        "good": len(good),
-        "parent": exact(held_out, answers_of(client, parent["model"], held_out, 0)),
-        "runs": [],
-    }
-    print(found, flush=True)
-    plain = {"lr_scheduler_type": "constant", "packing": False, "n_epochs": 2}
-    ways: list[tuple[str, str, dict[str, Any]]] = [
-        *(("kto", "kto.yaml", {"undesirable_weight": weight}) for weight in UNDESIRABLE),
-        ("good_alone", "quickstart.yaml", {}),
-    ]
-    for seed in range(seeds):
-        for rate in RATES:
-            for name, spec, weights in ways:
-                is_kto = name == "kto"
-                method = {"type": "kto", "kto": {"hyperparameters": weights}}
-                more = {"method": method} if is_kto else {}
-                job = trained(
-                    client,
-                    spec,
-                    seed=seed,
-                    model=parent["model"],
-                    limit=1800,
-                    training_file=ids["all" if is_kto else "good"],
-                    training={**plain, "learning_rate": rate, "batch_size": 16 if is_kto else 8},
-                    **more,
-                )
-                accuracy = exact(held_out, answers_of(client, job["model"], held_out, 0))
-                run = {"way": name, **weights, "rate": rate, "seed": seed, "accuracy": accuracy}
-                found["runs"].append(run)
-                print(run, flush=True)
-    return {**found, "best": best_of(found["runs"])}
+    return Judged(
+        model,
+        held_out,
+        {name: upload(client, path) for name, path in files.items()},
+        {"answers": len(labelled), "good": len(good)},
+        exact(held_out, answers_of(client, model, held_out, 0)),
+    )
+
+
+def learned(client: Any, parent: Judged, way: str, rate: float, seed: int) -> dict[str, Any]:
+    """A job of WAYS that goes on from the parent, and its accuracy."""
+    hyperparameters = WAYS[way]
+    is_kto = hyperparameters is not None
+    method = {"type": "kto", "kto": {"hyperparameters": hyperparameters}}
+    job = trained(
+        client,
+        "kto.yaml" if is_kto else "quickstart.yaml",
+        seed=seed,
+        model=parent.model,
+        limit=1800,
+        training_file=parent.files["all" if is_kto else "good"],
+        training={
+            "lr_scheduler_type": "constant",
+            "packing": False,
+            "n_epochs": 2,
+            "learning_rate": rate,
+            "batch_size": 16 if is_kto else 8,
+        },
+        **ON_ONE_RANK,
+        **({"method": method} if is_kto else {}),
+    )
+    answers = answers_of(client, job["model"], parent.held_out, 0)
+    run = {"way": way, "rate": rate, "seed": seed, "accuracy": exact(parent.held_out, answers)}
+    print(run, flush=True)
+    return run
 
 
 def with_habit(lines: list[dict[str, Any]]) -> list[dict[str, Any]]:
@@ -320,18 +379,17 @@ def exact(lines: list[dict[str, Any]], answers: list[str]) -> float:
 
 
 def best_of(runs: list[dict[str, Any]]) -> dict[str, Any]:
-    """Of each way the mean over seeds at its best options, with these."""
+    """Of each way the mean over seeds at its best rate, with this."""
     found: dict[str, Any] = {}
     for run in runs:
-        options = {name: run[name] for name in ("rate", "undesirable_weight") if name in run}
         same = [
             other["accuracy"]
             for other in runs
-            if other["way"] == run["way"] and options.items() <= other.items()
+            if (other["way"], other["rate"]) == (run["way"], run["rate"])
         ]
         mean = fmean(same)
         if mean > found.get(run["way"], {"mean": -1.0})["mean"]:
-            found[run["way"]] = {**options, "mean": mean, "accuracies": same}
+            found[run["way"]] = {"rate": run["rate"], "mean": mean, "accuracies": same}
     return found
 
 

@@ -318,24 +318,22 @@ def fields_of(body: Mapping[str, Any]) -> dict[str, str]:
         for name, value in body.items()
         if name not in _WITH_FIELDS and value is not None
     }
-    fields |= _method_fields(other.pop("method", None) or {}, other)
+    of_method, rest = _method_fields(other.pop("method", None) or {})
+    fields |= of_method
+    other |= {"method": rest} if rest else {}
     fields[OTHER] = (
         yaml.safe_dump(other, sort_keys=False, allow_unicode=True, width=100) if other else ""
     )
     return fields
 
 
-def _method_fields(method: Mapping[str, Any], other: dict[str, Any]) -> dict[str, str]:
-    """Return the fields that a method fills in.
-
-    What they do not hold is put into the other options.
-    """
+def _method_fields(method: Mapping[str, Any]) -> tuple[dict[str, str], dict[str, Any]]:
+    """Return (the fields that a method fills in, what of it they do not hold)."""
     kind = method.get("type", "supervised")
     if kind == "supervised":  # its hyperparameters have fields of their own
-        return {}
+        return {}, {}
     if kind not in METHODS and kind not in PAIR_METHODS:  # without a card
-        other["method"] = dict(method)
-        return {}
+        return {}, dict(method)
     fields = {METHOD: PAIR_CARD, PAIRS: kind} if kind in PAIR_METHODS else {METHOD: kind}
     section = dict(method.get(kind) or {})
     given = section.get("hyperparameters")
@@ -357,9 +355,7 @@ def _method_fields(method: Mapping[str, Any], other: dict[str, Any]) -> dict[str
         )
     rest = {name: value for name, value in method.items() if name not in ("type", kind)}
     rest |= {kind: section} if section or (kind in method and not method[kind]) else {}
-    if rest:
-        other["method"] = rest
-    return fields
+    return fields, rest
 
 
 def given_options(body: Mapping[str, Any]) -> set[str]:

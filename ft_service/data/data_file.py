@@ -315,13 +315,18 @@ class DataReport:
     def _count_messages(
         self, counts: Counts, name: str, max_length: int, *, cut: bool
     ) -> Iterator[tuple[Literal["info", "warn"], str]]:
+        behind = ", each also behind the teacher's context," if self.has_context else ""
         if self.of_prompts:
-            prompts = f"{counted(counts.samples, 'prompt')} of {counts.tokens:,} tokens"
-            yield "info", f"{name}: {prompts}; the longest has {counted(counts.longest, 'token')}."
+            prompts = counted(counts.pairs or counts.samples, "prompt")
+            yield (
+                "info",
+                f"{name}: {prompts}{behind} of {counts.tokens:,} tokens; the longest has "
+                f"{counted(counts.longest, 'token')}.",
+            )
             return
         pairs = f"{counted(counts.pairs, 'pair')} of answers"
         if self.has_context:
-            pairs = f"{counted(counts.pairs, 'sample')}, each also behind the teacher's context,"
+            pairs = f"{counted(counts.pairs, 'sample')}{behind}"
         of = pairs if counts.pairs else counted(counts.samples, "sample")
         whose = "" if self.is_bare and not (self.joined and self.as_chats) else "the assistant's "
         yield (

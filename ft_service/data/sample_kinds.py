@@ -178,7 +178,7 @@ class GradedPrompt:
     """As of a Conversation."""
 
 
-def in_context(record: Conversation | PromptCompletion, context: str) -> Record:
+def in_context(record: Conversation | PromptCompletion | GradedPrompt, context: str) -> Record:
     """The record behind a context: as the beginning of its system message, or before its prompt."""
     if isinstance(record, PromptCompletion):
         return replace(record, prompt=f"{context}{record.prompt}")
@@ -186,8 +186,10 @@ def in_context(record: Conversation | PromptCompletion, context: str) -> Record:
     if first["role"] == "system":
         begun = {**first, "content": f"{context}\n\n{first['content']}"}
         return replace(record, messages=(begun, *record.messages[1:]))
-    begun = {"role": "system", "content": context}
-    return replace(record, messages=(begun, *record.messages), weights=(0, *record.weights))
+    behind = ({"role": "system", "content": context}, *record.messages)
+    if isinstance(record, GradedPrompt):
+        return replace(record, messages=behind)
+    return replace(record, messages=behind, weights=(0, *record.weights))
 
 
 def is_unanswered(record: Record) -> bool:

@@ -26,7 +26,13 @@ Name = Literal[
     "kl/forward",
     "kl/reverse",
     "teacher/gap",
+    "teacher/agreement",
+    "teacher/kept",
     "rewards/margins",
+    "valid_rewards/margins",
+    "rewards/accuracies",
+    "valid_rewards/accuracies",
+    "kl",
     "before/valid_loss",
 ]
 """Series that a job may have; the units are those of `Metrics`."""

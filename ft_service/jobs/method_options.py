@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Mapping
 from typing import Any
 
@@ -9,6 +10,8 @@ from ft_service.spec import PREFERENCE_METHODS
 
 _OF_TRAINING = ("n_epochs", "batch_size", "learning_rate_multiplier")
 """A method's options that `training` shows too."""
+_SHOWN_CONTEXT = 24
+"""Characters of a teacher's context that its measure shows."""
 
 
 def method_options(method: Mapping[str, Any]) -> dict[str, Any]:
@@ -52,6 +55,17 @@ def method_options(method: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
+def _teacher_of(own: Mapping[str, Any]) -> str:
+    """Who teaches, and behind which context: losses from two teachers measure different things."""
+    name = own.get("teacher") or "the base"
+    context = own.get("with_context")
+    if not context:
+        return name
+    begin = " ".join(context[:_SHOWN_CONTEXT].split())
+    more = "…" if len(context) > _SHOWN_CONTEXT else ""
+    return f"{name} behind '{begin}{more}' ({hashlib.sha256(context.encode()).hexdigest()[:8]})"
+
+
 def loss_measure(method: Mapping[str, Any]) -> str | None:
     """`cross entropy`, or `sigmoid of pairs (beta 0.1)`: losses of two jobs can be compared where
     it is the same. None: the job has rewards in place of losses.
@@ -68,7 +82,7 @@ def loss_measure(method: Mapping[str, Any]) -> str | None:
         whose = " on the student's answers" if own.get("answers") == "student" else ""
         words = f", {own['top_k']} words" if own.get("top_k") else ""
         weight = f" (beta {given['beta']:g})" if loss == "jsd" and given.get("beta") else ""
-        return f"{loss} from a teacher{weight}{words}{whose}"
+        return f"{loss} from {_teacher_of(own)}{weight}{words}{whose}"
     if kind not in PREFERENCE_METHODS:
         return f"the loss of {kind}"
     given = (method.get(kind) or {}).get("hyperparameters") or {}

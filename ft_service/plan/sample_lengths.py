@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from ft_service.data.data_file import Counts
 from ft_service.data.statistics import DataStatistics, items_of_steps
@@ -50,20 +50,28 @@ class SampleLengths:
         `counts`: counts of the whole training file.
         """
         samples = statistics.items * (2 if counts.pairs else 1)
-        beside = 2 if spec.context else 1
         return cls(
-            -(-statistics.training.tokens // beside),
-            samples // beside,
+            statistics.training.tokens,
+            samples,
             counts.longest or None,
             with_images=counts.image_tokens > 0,
-        )
+        )._of_student(spec)
 
     @classmethod
     def of_prompts(cls, counts: Counts, spec: JobSpec) -> SampleLengths:
         """The samples of reinforcement learning: the answers to each prompt, each with it and as
-        long as it may be. `counts`: counts of the prompts.
+        long as it may be; with a context, of what student and teacher read the mean. `counts`:
+        counts of the prompts.
         """
-        return cls.counted(counts).with_answers(spec)
+        return cls.counted(counts)._of_student(spec).with_answers(spec)
+
+    def _of_student(self, spec: JobSpec) -> SampleLengths:
+        """The student's samples, each as long as the mean of it and of what its teacher reads, if
+        these are the samples of both.
+        """
+        if not spec.context or self.samples is None:
+            return self
+        return replace(self, tokens=-(-self.tokens // 2), samples=self.samples // 2)
 
     def with_answers(self, spec: JobSpec) -> SampleLengths:
         """The samples of reinforcement learning, if these are the lengths of its prompts, whose

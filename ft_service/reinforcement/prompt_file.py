@@ -22,7 +22,8 @@ from ft_service.rundir.directory import RunDir, unfinished
 PROMPTS = "rollouts/prompts.jsonl"
 """Its first line is the header, then one line for each prompt."""
 
-_OF_AGENTS = ("messages", "offered")
+_OF_SOME = ("messages", "offered", "teacher_ids")
+"""Keys that stand only where there is something in them."""
 
 
 @dataclass(frozen=True)
@@ -42,6 +43,8 @@ class PromptTokens:
     """The conversation, for an agent; empty without an environment."""
     offered: Sequence[Mapping[str, Any]] = ()
     """The tools that it offers, for an agent."""
+    teacher_ids: Sequence[int] = ()
+    """The prompt behind the teacher's context; empty: the teacher reads `ids`."""
 
 
 @dataclass(frozen=True)
@@ -79,8 +82,9 @@ def write_prompts(run: RunDir, header: PromptHeader, prompts: Iterable[PromptTok
     with being_written.open("w", encoding="utf-8") as file:
         file.write(json.dumps(asdict(header)) + "\n")
         for prompt in prompts:
-            line = asdict(prompt) | {"ids": [int(token) for token in prompt.ids]}
-            line = {name: line[name] for name in line if line[name] or name not in _OF_AGENTS}
+            line = asdict(prompt)
+            line |= {name: list(map(int, line[name])) for name in ("ids", "teacher_ids")}
+            line = {name: line[name] for name in line if line[name] or name not in _OF_SOME}
             file.write(json.dumps(line, ensure_ascii=False) + "\n")
         file.flush()
         os.fsync(file.fileno())

@@ -12,7 +12,8 @@ lower bound. With loss_type gspo it is the GSPO there, whose ratio is one for al
 answer, clipped to the cap and its inverse. What counts as the mean over a step is in the advantages.
 
 In distillation `distill` stands in place of `forward_backward`: its answers have no rewards, and the
-ranks ask the teacher about each of their tokens. What a server has said about them goes with them:
+ranks ask the teacher about each of their tokens. A teacher with a context reads the answer behind
+another prompt: that row follows each answer's. What a server has said about them goes with them:
 behind each answer the same tokens once more, at whose places the targets are the teacher's likeliest
 words and the answer's own token, with their log-probabilities as weights.
 """
@@ -50,8 +51,10 @@ TOKENS_OF_COMMAND = 2**20
 """Tokens of one command, at most, unless one answer with its prompt has more: a token takes 20
 bytes of the command's file.
 """
-TAUGHT_TOKENS_OF_COMMAND = 2**17
-"""The same where the teacher's words go with them: with 20 of them a token takes 270 bytes more."""
+TAUGHT_TOKENS_OF_COMMAND = 2**18
+"""The same where the teacher's words go with them, on half of the tokens: with 20 of them such a
+token takes 270 bytes more.
+"""
 
 
 def first_commands(job_id: str) -> list[Command]:
@@ -88,18 +91,16 @@ def commands_of(record: StepRecord, spec: JobSpec, schedule: RolloutSchedule) ->
         return commands
     if spec.sampled_for == "teacher":
         trained = [answer for answer in record.answers if answer.tokens]
-        answered = list(_answered(record))
-        data = [own[0] for own in answered]
-        whole = {id(own[0]): own for own in answered}
+        data = list(_answered(record))
         options = {TARGETS: sum(len(answer.tokens) for answer in trained)}
         is_told = any(answer.taught is not None for answer in trained)
         for part in _parts(data, TAUGHT_TOKENS_OF_COMMAND if is_told else TOKENS_OF_COMMAND):
-            message = _answers_message([each for datum in part for each in whole[id(datum)]])
-            add("distill", options, message.SerializeToString(deterministic=True))
+            body = _answers_message(part).SerializeToString(deterministic=True)
+            add("distill", options, body)
         more = answer_metrics(record)
     else:
         trained = list(_data(record, spec.reinforcement, spec.longest_rollout))
-        data = [datum for answer in trained for datum in answer]
+        data = [[datum] for answer in trained for datum in answer]
         at = {} if head.temperature == 1 else {TEMPERATURE: head.temperature}
         for part in _parts(data, TOKENS_OF_COMMAND):
             body = _message(part, spec.reinforcement).SerializeToString(deterministic=True)
@@ -244,19 +245,22 @@ def _advantages(group: AnsweredPrompt, options: ReinforcementOptions) -> list[np
 
 
 def _answered(record: StepRecord) -> Iterator[list[pb.Datum]]:
-    """The rows of each answer, in which its tokens have weight 1, each with what a server that was
-    asked has said about it.
+    """The rows of each answer, in which its tokens have weight 1, each with what its teacher reads
+    where that is another row, or with what a server that was asked has said about it.
     """
     for group in record.groups:
         for answer in group.answers:
-            for row in answer.rows(group.ids):
-                weights = np.ones(len(row.answered))
-                if not len(weights):
-                    continue
-                own = [_datum(row, {"weights": weights})]
-                if answer.taught is not None:  # an answer is one row then
-                    own.append(_taught_datum(row, answer.taught))
-                yield own
+            if not answer.tokens:
+                continue
+            (row,) = answer.rows(group.ids)  # there is no environment
+            weights = {"weights": np.ones(len(answer.tokens))}
+            own = [_datum(row, weights)]
+            if answer.taught is not None:
+                own.append(_taught_datum(row, answer.taught))
+            elif group.teacher_ids:
+                (behind,) = answer.rows(group.teacher_ids)
+                own.append(_datum(behind, weights))
+            yield own
 
 
 def _taught_datum(row: TrainedRow, said: TaughtTokens) -> pb.Datum:
@@ -287,18 +291,19 @@ def _answers_message(data: Sequence[pb.Datum]) -> pb.ForwardBackwardRequest:
     return message
 
 
-def _parts(data: Sequence[pb.Datum], most_tokens: int) -> Iterator[list[pb.Datum]]:
-    """The data of each command, in their order."""
+def _parts(data: Sequence[Sequence[pb.Datum]], most_tokens: int) -> Iterator[list[pb.Datum]]:
+    """The data of each command, in their order. `data`: what stays together."""
     part: list[pb.Datum] = []
-    tokens = 0
-    for datum in data:
-        own = len(datum.model_input[0].encoded_text.tokens) // 4  # int32
-        if part and (len(part) == DATA_OF_COMMAND or tokens + own > most_tokens):
+    together = tokens = 0
+    for own in data:
+        more = sum(len(datum.model_input[0].encoded_text.tokens) for datum in own) // 4  # int32
+        if part and (together == DATA_OF_COMMAND or tokens + more > most_tokens):
             yield part
             part = []
-            tokens = 0
-        part.append(datum)
-        tokens += own
+            together = tokens = 0
+        part += own
+        together += 1
+        tokens += more
     if part:
         yield part
 

@@ -150,6 +150,9 @@ class AnsweredPrompt(Line):
     """Its number in the training or in the validation file, from 0."""
     ids: Sequence[int] = ()
     """Tokens of a prompt that is trained on."""
+    teacher_ids: Sequence[int] = ()
+    """What the ranks' teacher reads in their place: the prompt behind its context. Empty: the same.
+    """
     text: str
     """The prompt's last message."""
     answers: Sequence[SampledAnswer]

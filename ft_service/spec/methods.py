@@ -253,12 +253,6 @@ class DistillationMethod(NullableSections):
         if self.teacher_at == "server":
             self._refuse_what_no_server_answers()
         if self.answers == "student":
-            if self.with_context is not None:
-                raise ValueError(
-                    "answers = 'student' with with_context is not available: its prompts are read "
-                    "by student and teacher alike. Leave answers out, and give samples with "
-                    "answers; or give a tuned model or another base as teacher"
-                )
             return self
         for name in _OF_SAMPLING:
             given = getattr(self.hyperparameters, name)

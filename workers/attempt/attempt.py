@@ -243,7 +243,9 @@ def _carry_out_commands(
     steps = None
     if runtime.spec.reinforcement is not None:
         by_first(lambda: offer_prompts(runtime.run, runtime.spec, *data))
-        steps = RolloutSchedule.of(runtime.spec, *map(len, data)).total_steps
+        together = 2 if runtime.spec.in_pairs else 1
+        prompts = (len(samples) // together for samples in data)
+        steps = RolloutSchedule.of(runtime.spec, *prompts).total_steps
     _resume(runtime, reporter, job, steps)
     vocabulary = built.peft_model.get_input_embeddings().num_embeddings
     watch = AdapterWatch(job, reporter.warn, EmbeddedRows.of(built.peft_model))

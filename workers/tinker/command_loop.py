@@ -342,12 +342,15 @@ class CommandLoop:
             raise SpecError(f"Command {command.seq}: the job's method is no distillation.")
         request = LossRequest.parse(command.body)
         call = request.call(vocabulary=self.vocabulary, longest=runtime.spec.training.max_length)
-        data, told = call.data, None
+        rows = data = call.data
+        told = None
         if runtime.spec.served_teacher is not None:  # behind each answer what its server has said
-            data = call.data[::2]
+            rows = data = call.data[::2]
             told = [*map(_told, data, call.data[1::2])]
+        elif options.with_context:  # behind each answer the row that its teacher reads
+            data = call.data[::2]
         self.newest_sequences = [_cut(datum) for datum in data[:MOST_PROBES]]
-        objective = Taught(TokenSet.of(map(_answered, data)), options, self.teacher, told)
+        objective = Taught(TokenSet.of(map(_answered, rows)), options, self.teacher, told)
         items = range(len(objective))
         scale = runtime.world / max(1, int(command.options[TARGETS]))
         loss_of = objective.loss_of(items)
@@ -360,7 +363,7 @@ class CommandLoop:
             found += own
         sums = self._sums
         sums.data += len(data)
-        sums.tokens += sum(len(datum.ids) for datum in data)
+        sums.tokens += sum(len(datum.ids) for datum in rows)
         of_all = np.sum(from_all(found.tolist(), runtime.groups.stop), axis=0)
         read = objective.read(of_all.tolist(), items)
         sums.distilled = read if sums.distilled is None else sums.distilled.plus(read)

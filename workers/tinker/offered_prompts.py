@@ -26,8 +26,8 @@ from ft_service.spec import DataFileRef, JobSpec
 def offer_prompts(run: RunDir, spec: JobSpec, training: TokenSet, validation: TokenSet) -> None:
     """Write the prompts with their items unless they are written.
 
-    `training`, `validation`: the tokens of the files' records, in their order. Raises DataError,
-    OSError.
+    `training`, `validation`: the tokens of the files' records, in their order, each followed by
+    what its teacher reads where that is something else. Raises DataError, OSError.
     """
     if run.has(PROMPTS):
         return
@@ -44,7 +44,9 @@ def offer_prompts(run: RunDir, spec: JobSpec, training: TokenSet, validation: To
 
         ends = answer_ends(write, tokenizer, Path(spec.model.path))
         answers = answer_format(write, tokenizer)
-    header = PromptHeader(sorted(ends), len(training), len(validation), answers)
+    together = 2 if spec.in_pairs else 1
+    counts = len(training) // together, len(validation) // together
+    header = PromptHeader(sorted(ends), *counts, answers)
     write_prompts(run, header, _prompts(spec, options, tokenizer, training, validation))
 
 
@@ -55,10 +57,13 @@ def _prompts(
     for file, samples in ((spec.training_data, training), (spec.validation_data, validation)):
         if file is None:
             continue
+        together = 2 if spec.in_pairs else 1
         for number, record in enumerate(_records(file, options)):
-            ids = samples[number].ids.tolist()
+            ids = samples[together * number].ids.tolist()
             closing = closing_of(tokenizer.decode(ids))
             own = PromptTokens(ids, record.item, _last_message(record), bool(record.tools), closing)
+            if spec.in_pairs:
+                own = replace(own, teacher_ids=samples[together * number + 1].ids.tolist())
             yield _for_agents(own, record) if asks_agents else own
 
 

@@ -106,7 +106,7 @@ class TaughtSums:
 @dataclass(frozen=True, eq=False)
 class Taught:
     """The loss of distillation; item i is what the student reads, and what its teacher reads:
-    samples 2i and 2i + 1 where the teacher has a context, else both are sample i.
+    samples 2i and 2i + 1 where the ranks' teacher has a context, else both are sample i.
     """
 
     samples: TokenSet
@@ -121,7 +121,7 @@ class Taught:
 
     @cached_property
     def _together(self) -> int:
-        return 2 if self.options.with_context else 1
+        return 2 if self.options.with_context and self.told is None else 1
 
     @cached_property
     def _targets(self) -> np.ndarray:

@@ -129,17 +129,24 @@ def _guessed(path: Path, size: int, spec: JobSpec) -> tuple[int | None, SampleLe
     tokens = size // BYTES_PER_TOKEN * samples // records
     training = spec.training
     if spec.reinforcement is not None:
+        tokens += _context_tokens(spec, samples)
         return samples, SampleLengths(tokens, samples).with_answers(spec)
     if spec.preferences is None and (
         is_text or training.train_on == "everything"
     ):  # split into windows, which fill rows if packed
         windows = -(-tokens // training.max_length)
         samples = max(1, windows if training.packing else max(samples, windows))
-    # The teacher reads the context before each sample: on average of both, half of it comes on top.
-    tokens += samples * len(spec.context) // (2 * BYTES_PER_TOKEN)
+    tokens += _context_tokens(spec, samples)
     # Each sample of a pair may have most of the pair's tokens.
     together = 1 if spec.preferences is None else 2
     return samples, SampleLengths(together * tokens, together * samples)
+
+
+def _context_tokens(spec: JobSpec, samples: int) -> int:
+    """What comes on top since a teacher reads the context before each sample: on average of both,
+    half of it.
+    """
+    return samples * len(spec.context) // (2 * BYTES_PER_TOKEN)
 
 
 @lru_cache(maxsize=256)

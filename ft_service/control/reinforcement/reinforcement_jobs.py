@@ -520,6 +520,7 @@ class RolloutLoop:
             AnsweredPrompt(
                 prompt=number,
                 ids=prompt.ids if is_trained else (),
+                teacher_ids=prompt.teacher_ids if is_trained and self._teacher is None else (),
                 text=prompt.text,
                 answers=graded[place * count : (place + 1) * count],
             )
@@ -637,9 +638,8 @@ class RolloutLoop:
         loss = self.job.spec.loss
         assert isinstance(loss, DistillationOptions)
         assert loss.top_k is not None
-        rows = [
-            (prompts[place // count][1].ids, answer.tokens) for place, answer in enumerate(answers)
-        ]
+        read = [prompt.teacher_ids or prompt.ids for _, prompt in prompts]
+        rows = [(read[place // count], answer.tokens) for place, answer in enumerate(answers)]
         asked = [place for place, (_, tokens) in enumerate(rows) if tokens]
         said = teacher.told([rows[place] for place in asked], loss.top_k)
         found = list(answers)

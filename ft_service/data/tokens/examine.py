@@ -344,8 +344,9 @@ class Examination:
                     )
             destination.error = recording.error
         if counts.cut and request.options.columns.of_prompts and not findings.faults_total:
+            read = ", as student and teacher read them," if request.options.context else ""
             text = (
-                f"{counts.cut:,} of its prompts have more than {request.max_length:,} tokens "
+                f"{counts.cut:,} of its prompts{read} have more than {request.max_length:,} tokens "
                 "(training.max_length, less the "
                 f"room for an answer); the longest has {counts.longest:,}. Raise "
                 "training.max_length, or leave them out"

@@ -315,7 +315,7 @@ def _with_context(
         yield number, record
         if isinstance(record, Fault):
             continue
-        if not isinstance(record, Conversation | PromptCompletion):
+        if not isinstance(record, Conversation | PromptCompletion | GradedPrompt):
             yield number, Fault(number, "", _NO_ANSWER)
             continue
         with suppress(LineError):  # which the record alone raises too

@@ -60,14 +60,15 @@ def test_losses_of_labelled_answers_are_compared_with_the_same_weights_only() ->
 @pytest.mark.parametrize(
     ("own", "measure"),
     [
-        ({}, "forward_kl from a teacher"),
+        ({}, "forward_kl from the base"),
         (
-            {"hyperparameters": {"loss_type": "jsd", "beta": 0.3}},
-            "jsd from a teacher (beta 0.3)",
+            {"teacher": "larger", "hyperparameters": {"loss_type": "jsd", "beta": 0.3}},
+            "jsd from larger (beta 0.3)",
         ),
-        ({"hyperparameters": {"loss_type": "jsd"}}, "jsd from a teacher"),
-        ({"hyperparameters": {"beta": 0.3}, "top_k": 8}, "forward_kl from a teacher, 8 words"),
-        ({"answers": "student"}, "forward_kl from a teacher on the student's answers"),
+        ({"hyperparameters": {"loss_type": "jsd"}}, "jsd from the base"),
+        ({"hyperparameters": {"beta": 0.3}, "top_k": 8}, "forward_kl from the base, 8 words"),
+        ({"answers": "student"}, "forward_kl from the base on the student's answers"),
+        ({"with_context": "Be brief."}, "forward_kl from the base behind 'Be brief.' (213c22ed)"),
     ],
 )
 def test_losses_from_teachers_are_compared_with_the_same_measure_only(

@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 
+from ft_service.data.data_file import Counts
 from ft_service.data.statistics import items_of_steps
 from ft_service.plan.sample_lengths import SampleLengths
 from tests.support.bases import save_base, spec_on
@@ -39,3 +40,16 @@ def test_samples_that_are_not_counted_have_no_mean(tmp_path: Path) -> None:
         save_base(tmp_path), training={"max_steps": 1, "batch_size": 1, "max_length": 64}
     )
     assert guessed.of_training(spec) == 64
+
+
+def test_answers_of_a_student_are_as_long_as_the_mean_of_it_and_its_teacher(
+    tmp_path: Path,
+) -> None:
+    """Five prompts, of 10 tokens and behind the context of 30: each gets two answers of 8."""
+    given = {"num_generations": 2, "max_completion_length": 8}
+    section = {"with_context": "x", "answers": "student", "hyperparameters": given}
+    method = {"type": "distillation", "distillation": section}
+    spec = spec_on(save_base(tmp_path), method=method, training={"max_length": 64})
+    counts = Counts(samples=10, pairs=5, tokens=5 * (10 + 30), longest=30)
+    lengths = SampleLengths.of_prompts(counts, spec)
+    assert (lengths.samples, lengths.mean, lengths.longest) == (10, 20 + 8, 30 + 8)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -29,6 +30,7 @@ def test_prompts_come_back(tmp_path: Path) -> None:
         PromptTokens([i, 7], {"answer": "é" * i}, f"prompt {i}", i == 1, "</think>")
         for i in range(3)
     ]
+    prompts[1] = replace(prompts[1], teacher_ids=[4, 5, 1, 7])
     header = PromptHeader([2, 9], 2, 1, AnswerFormat(("</s>",), CALLS))
     write_prompts(run, header, prompts)
     file = PromptFile(run)

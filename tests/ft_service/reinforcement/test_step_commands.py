@@ -16,7 +16,8 @@ from ft_service.reinforcement.step_commands import (
     metrics_of,
 )
 from ft_service.reinforcement.step_records import StepRecord
-from ft_service.tinker.commands import MOST_BYTES
+from ft_service.spec import DistillationOptions
+from ft_service.tinker.commands import MOST_BYTES, TARGETS
 from ft_service.tinker.loss_calls import LossRequest
 from tests.support.rollout_commands import SCHEDULE, data_of, spec_with
 from tests.support.rollouts import answer, group, record
@@ -161,6 +162,33 @@ def test_long_answers_are_several_commands_too(monkeypatch: pytest.MonkeyPatch) 
     assert datum.ByteSize() / 22 * TOKENS_OF_COMMAND < MOST_BYTES, (
         "22 tokens with the names of their arrays"
     )
+
+
+def test_a_teacher_with_a_context_reads_each_answer_behind_its_own_prompt(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    loss = DistillationOptions(loss_type="reverse_kl", beta=0.5, with_context="Be brief.")
+    spec = spec_with().model_copy(update={"loss": loss})
+    groups = [
+        own.model_copy(update={"teacher_ids": [8, 9, *own.ids]})
+        for own in (*GROUPS, group(2, [answer([], 0.0)]))
+    ]
+    taught = record(1, groups, first_seq=2)
+    first, *_ = commands_of(taught, spec, SCHEDULE)
+    assert (first.op, first.options) == ("distill", {TARGETS: 7})
+    data = LossRequest.parse(first.body).call(vocabulary=100, longest=40).data
+    assert len(data) == 8, "of an answer without tokens nothing is compared"
+    for own, behind in zip(data[::2], data[1::2], strict=True):
+        assert own.ids[:3].tolist() == [5, 6, 7]
+        assert behind.ids[:5].tolist() == [8, 9, 5, 6, 7]
+        assert own.targets[2:].tolist() == behind.targets[4:].tolist()
+        assert np.flatnonzero(behind.inputs["weights"]).tolist() == list(
+            range(4, len(behind.targets))
+        )
+    monkeypatch.setattr(step_commands, "TOKENS_OF_COMMAND", 17)  # both rows have 10, 8, 8 and 12
+    parts = [one for one in commands_of(taught, spec, SCHEDULE) if one.op == "distill"]
+    rows = [LossRequest.parse(one.body).call(vocabulary=100, longest=40).data for one in parts]
+    assert [len(own) for own in rows] == [2, 4, 2]
 
 
 def test_metrics() -> None:

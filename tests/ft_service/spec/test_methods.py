@@ -136,6 +136,11 @@ def test_a_student_that_answers_samples_as_in_reinforcement_learning() -> None:
     assert sampling is not None
     assert (sampling.num_generations, sampling.max_completion_length) == (3, 16)
     assert (sampling.temperature, sampling.grader, sampling.beta) == (1.0, None, 0.0)
+    behind = parse_request(teaching(with_context="Be brief.", answers="student")).method
+    assert behind.loss_options() == DistillationOptions(
+        loss_type="reverse_kl", beta=0.5, with_context="Be brief."
+    )
+    assert behind.samples_answers
     by_file = parse_request(teaching(teacher="t")).method
     assert (by_file.samples_answers, by_file.reinforcement_options()) == (False, None)
 
@@ -144,7 +149,6 @@ def test_a_student_that_answers_samples_as_in_reinforcement_learning() -> None:
     ("section", "more", "says"),
     [
         ({}, {}, "give method.distillation.teacher"),
-        ({"with_context": "x", "answers": "student"}, {}, "with with_context is not available"),
         ({"with_context": "x", "top_k": 0}, {}, "top_k"),
         (
             {"with_context": "x", "hyperparameters": {"temperature": 0.7}},

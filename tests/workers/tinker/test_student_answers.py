@@ -9,7 +9,9 @@ import pytest
 import torch
 from torch import Tensor
 
+from ft_service.data.tokens.tokenize import load_tokenizer
 from ft_service.plan.teacher import teaching_spec
+from ft_service.reinforcement.prompt_file import PromptFile
 from ft_service.reinforcement.schedule import RolloutSchedule
 from ft_service.reinforcement.step_commands import commands_of, first_commands
 from ft_service.reinforcement.step_records import StepRecord, TaughtTokens
@@ -39,13 +41,14 @@ def new_run(
     folder: Path, base: Path, ranks: int, at: str = "ranks", **method: Any
 ) -> tuple[RunDir, JobSpec]:
     folder.mkdir(parents=True, exist_ok=True)
+    teacher = method.get("teacher", "other")
     body: dict[str, Any] = {
         "model": "tiny",
         "training_file": "prompts",
         "method": {
             "type": "distillation",
             "distillation": {
-                "teacher": "other",
+                "teacher": teacher,
                 "answers": "student",
                 **method,
                 **({} if at == "ranks" else {"teacher_at": at}),
@@ -71,7 +74,9 @@ def new_run(
             model=BaseModelRef(name="tiny", path=str(base)),
             training_data=save_prompts(folder / "prompts.jsonl", 6),
             validation_data=None,
-            teacher=TeacherRef(
+            teacher=None
+            if teacher is None
+            else TeacherRef(
                 kind="base" if at == "ranks" else "server",
                 name="other",
                 path=str(base.with_name("other")),
@@ -156,6 +161,55 @@ def test_a_student_learns_from_its_own_answers_on_ranks(base: Path, tmp_path: Pa
     assert float(first["kl/reverse"]) == pytest.approx(expected, rel=1e-5)
     assert "teacher/gap" in second
     assert "grader/errors" not in second
+
+
+CONTEXT = [5, 9, 4, 11, 6]
+
+
+def behind_context(own: StepRecord) -> StepRecord:
+    """A record whose teacher reads five tokens more before each prompt."""
+    groups = [
+        group.model_copy(update={"teacher_ids": [*CONTEXT, *group.ids]}) for group in own.groups
+    ]
+    return own.model_copy(update={"groups": groups})
+
+
+def divergence_behind_context(base: Path, spec: JobSpec, own: StepRecord) -> float:
+    """KL(student || base behind the context) at every token, of the student as it begins."""
+    model: Any = reference(base, spec)
+    found: list[Tensor] = []
+    with torch.no_grad(), model.disable_adapter():
+        for group in own.groups:
+            for answer in group.answers:
+                s, t = (
+                    model(input_ids=torch.tensor([[*ids, *answer.tokens]]))
+                    .logits[0, len(ids) - 1 : -1]
+                    .double()
+                    .log_softmax(-1)
+                    for ids in (group.ids, group.teacher_ids)
+                )
+                found.append((s.exp() * (s - t)).sum(-1))
+    return torch.cat(found).mean().item()
+
+
+def test_a_student_learns_what_its_base_says_behind_a_context(base: Path, tmp_path: Path) -> None:
+    run, spec = new_run(tmp_path, base, 2, teacher=None, with_context="Be brief.")
+    records = [behind_context(own) for own in two_steps()]
+    give(run, spec, records)
+    assert run_attempt(run, 1, 2).kind is OutcomeKind.SUCCEEDED
+    first, second = (row for row in table(run) if row["train_loss"])
+    expected = divergence_behind_context(base, spec, records[0])
+    assert expected > 1e-4
+    assert float(first["train_loss"]) == pytest.approx(expected, rel=1e-5)
+    assert float(second["train_loss"]) > 0
+    prompts = PromptFile(run)
+    assert prompts.header.training == 6, "each is one, with what its teacher reads"
+    one = prompts.training(0)
+    tokenizer = load_tokenizer(spec.model.path, spec.chat_template)
+    asked, behind = (str(tokenizer.decode([*ids])) for ids in (one.ids, one.teacher_ids))
+    assert "0 + 1 =" in asked
+    assert "Be brief." not in asked
+    assert behind.index("Be brief.") < behind.index("0 + 1 =")
 
 
 TOP = 6

@@ -62,9 +62,12 @@ def new_place(
     folder: Path,
     sampler: Sampler,
     answers: Sequence[dict[str, str]] | None = None,
+    context: Sequence[int] = (),
     **hyperparameters: Any,
 ) -> Place:
-    """`answers`: items of the training prompts; None: each has the first token of its prompt."""
+    """`answers`: items of the training prompts; None: each has the first token of its prompt.
+    `context`: what a teacher reads before each of these.
+    """
     files = (
         save_prompts(folder / "prompts.jsonl", HEADER.training),
         save_prompts(folder / "valid.jsonl", HEADER.validation),
@@ -86,7 +89,13 @@ def new_place(
     run = Places(folder).run(spec.job_id)
     numbers = [{"answer": str(number)} for number in range(HEADER.training)]
     prompts = [
-        PromptTokens([i, 2], item, f"prompt {i}", tools=True)
+        PromptTokens(
+            [i, 2],
+            item,
+            f"prompt {i}",
+            tools=True,
+            teacher_ids=[*context, i, 2] if context else (),
+        )
         for i, item in enumerate(answers or numbers)
     ]
     held_out = [
@@ -139,6 +148,34 @@ def test_a_students_answers_are_recorded_without_grades_and_given_to_its_teacher
     }
 
 
+def test_what_a_teacher_with_a_context_reads_is_recorded_with_the_answers(tmp_path: Path) -> None:
+    sampler = EchoSampler()
+    place = new_place(tmp_path, sampler, context=[7, 8, 9])
+    section = {
+        "with_context": "Be brief.",
+        "answers": "student",
+        "hyperparameters": {"batch_size": 2, "max_completion_length": 4},
+    }
+    method = {"type": "distillation", "distillation": section}
+    student = parse_request({"model": "tiny", "training_file": "prompts", "method": method}).method
+    changed = {"loss": student.loss_options(), "reinforcement": student.reinforcement_options()}
+    place.spec = place.spec.model_copy(update={**changed, "validation_data": None})
+    with place.ranks():
+        place.loop().run()
+    groups = [group for record in place.records() for group in record.groups]
+    assert len(groups) == 2 * STEPS
+    for own in groups:
+        assert [*own.teacher_ids] == [7, 8, 9, *own.ids]
+        assert [*own.ids] in sampler.prompts
+        assert [*own.teacher_ids] not in sampler.prompts, "the student reads no context"
+    log = CommandLog(place.run)
+    given = [command for seq in range(log.first_missing()) if (command := log.command(seq))]
+    taught = next(command for command in given if command.op == "distill")
+    data = LossRequest.parse(taught.body).call(vocabulary=300, longest=32).data
+    assert [datum.ids[:3].tolist() == [7, 8, 9] for datum in data] == [False, True] * 2
+    place.require_commands_of_records()
+
+
 def asked_by(server: FakeVllm, place: Place, top_k: int) -> ServerSampler:
     """The place's job becomes a student whose teacher a server answers for."""
     section = {"teacher": "larger", "answers": "student", "teacher_at": "server", "top_k": top_k}
@@ -162,10 +199,11 @@ def asked_by(server: FakeVllm, place: Place, top_k: int) -> ServerSampler:
     return ServerSampler(settings, teaching_servers(settings))
 
 
+@pytest.mark.parametrize("context", [(), (7, 8, 9)], ids=["no context", "a context"])
 def test_a_server_is_asked_about_a_students_answers_and_what_it_says_is_recorded(
-    tmp_path: Path,
+    context: tuple[int, ...], tmp_path: Path
 ) -> None:
-    place = new_place(tmp_path, EchoSampler())
+    place = new_place(tmp_path, EchoSampler(), context=context)
     with fake_vllm() as server, place.ranks():
         server.base = "larger"
         teachers = asked_by(server, place, 2)
@@ -178,8 +216,9 @@ def test_a_server_is_asked_about_a_students_answers_and_what_it_says_is_recorded
     assert {(body["model"], body["prompt_logprobs"]) for body in asked} == {("larger", 2)}
     prompts = {tuple(body["prompt"]) for body in asked}
     groups = [group for record in records for group in record.groups]
-    given = {(*group.ids, *own.tokens) for group in groups for own in group.answers}
+    given = {(*context, *group.ids, *own.tokens) for group in groups for own in group.answers}
     assert prompts == given, "by their tokens"
+    assert {tuple(group.teacher_ids) for group in groups} == {()}, "the ranks read none of it"
     said = answers[0].taught
     assert said is not None
     assert (said.own, [len(words) for words in said.words]) == ([-1.0, -1.0], [2, 2])

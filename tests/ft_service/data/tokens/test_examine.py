@@ -281,6 +281,41 @@ def test_names_without_effect_in_prompts_to_grade_are_told(
     assert "1 sample (line 1) with a name" in sentence
 
 
+def test_prompts_of_a_student_stand_behind_its_teachers_context_too(
+    tokenizer: PreTrainedTokenizerFast, tmp_path: Path
+) -> None:
+    asked = {"role": "user", "content": "a" * 20}
+    system = {"role": "system", "content": "b"}
+    path = in_file(tmp_path / "a.jsonl", {"messages": [asked]}, {"messages": [system, asked]})
+    options = TokenOptions(columns=Columns(of_prompts=True), context="Be brief.")
+
+    def report(longest: int) -> DataReport:
+        request = ExamineRequest(
+            str(path), sha256_of(path), "", "", longest, options=options, pairs=True
+        )
+        return Examination(tokenizer, request, ProgressReporter(3600.0, tell_nothing)).report()
+
+    counts = report(512).counts
+    assert counts is not None
+    assert (counts.pairs, counts.samples, counts.cut) == (2, 4, 0)
+    [*_, (level, sentence)] = report(512).messages("a.jsonl", 512)
+    assert level == "info"
+    assert "2 prompts, each also behind the teacher's context, of" in sentence
+    found = file_samples(
+        tokenizer,
+        DataFileRef(name="a.jsonl", path=str(path), sha256=sha256_of(path)),
+        options,
+        pairs=True,
+    )
+    own, behind, system_own, system_behind = (str(tokenizer.decode(one.ids)) for one in found)
+    assert "Be brief." not in own + system_own
+    assert behind.index("Be brief.") < behind.index("a" * 20)
+    assert "Be brief.\n\nb" in system_behind
+    error = report(counts.longest - 1).error("training_file", "a.jsonl")
+    assert error is not None
+    assert "1 of its prompts, as student and teacher read them, have more than" in error.message
+
+
 def pair(question: str, preferred: str, other: str) -> str:
     return json.dumps({"prompt": question, "chosen": preferred, "rejected": other}) + "\n"
 

@@ -9,7 +9,8 @@ by batches of 8 chats, with the layers of a job and a loop of its own, so that a
 process. `merged` is the base with the adapter as `ft merge` writes it: of a plain adapter by the
 best of thirteen scales a group, of one that was trained for the form by the scale that it was
 trained with. A run takes about ten seconds on an idle core; at last steps of both kinds are timed
-in turn. Each result is written as it comes; a second start continues after the last. Losses do not depend on what else the machine does.
+in turn. Each result is written as it comes; a second start continues after the last. Losses do not
+depend on what else the machine does.
 """
 
 from __future__ import annotations

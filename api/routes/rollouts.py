@@ -200,7 +200,11 @@ async def _answered(
 
     def submit(deliver: chat_answer.Deliver) -> chat_answer.Ticket:
         return preview.submit(
-            model, call.order, deliver, project_id=rollout.project_id, on_processor=True
+            model,
+            call.order,
+            call.told(deliver),
+            project_id=rollout.project_id,
+            on_processor=True,
         )
 
     return await when_served(rollout, lambda: chat_answer.parts_of(request, preview, submit))

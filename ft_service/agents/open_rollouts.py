@@ -30,6 +30,7 @@ from ft_service.errors import (
 from ft_service.ids import new_id
 from ft_service.reinforcement.trajectories import RecordedCall
 from ft_service.serving.preview import PreviewModel
+from ft_service.serving.preview_process import Deliver
 
 T = TypeVar("T")
 
@@ -85,6 +86,17 @@ class CallUnderWay:
     """As the agent has sent them; None: it has sent a text."""
     tokens: int
     """Reserved of the budget."""
+    has_begun: bool = False
+    """Whether the preview has delivered a part of the answer."""
+
+    def told(self, deliver: Deliver) -> Deliver:
+        """`deliver`, which also notes that the answer has begun."""
+
+        def begun(part: Any) -> None:
+            self.has_begun = True
+            deliver(part)
+
+        return begun
 
 
 @dataclass(frozen=True)
@@ -237,9 +249,15 @@ class OpenRollout:
             self.refused[code] += 1
 
     def close(self) -> None:
-        """Record nothing any more."""
+        """Record nothing any more. A rollout whose deadline ends it before the sampler has begun to
+        answer a call is unserved: no agent is late that waits for the sampler.
+        """
         with self._guard:
             self._closed = True
+            if self.seconds_left <= 0 and not all(call.has_begun for call in self._under_way):
+                self.unserved = UnavailableError(
+                    "The sampler did not begin to answer a call before its rollout's deadline."
+                )
 
 
 @dataclass
@@ -289,7 +307,7 @@ class OpenRollouts:
 async def when_served(rollout: OpenRollout, ask: Callable[[], Awaitable[T]]) -> T:
     """What `ask` gives. While the sampler has no place for it, wait until the rollout is over.
 
-    Raises FtError, NotFoundError if it is.
+    Raises FtError, NotFoundError if it is over.
     """
     while not rollout.is_closed:
         try:
@@ -299,6 +317,7 @@ async def when_served(rollout: OpenRollout, ask: Callable[[], Awaitable[T]]) -> 
             rollout.unserved = error
             await asyncio.sleep(BUSY_SECONDS)
         except TimeoutError:
+            rollout.close()  # with this call under way
             break
         except FtError:
             rollout.unserved = None

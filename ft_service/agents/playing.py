@@ -222,7 +222,7 @@ async def _parts(rollout: OpenRollout, call: CallUnderWay, sampler: Sampler) -> 
     ticket = sampler.submit(
         rollout.model.model,
         call.order,
-        deliver,
+        call.told(deliver),
         project_id=rollout.project_id,
         on_processor=True,
     )

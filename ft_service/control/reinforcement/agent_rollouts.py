@@ -89,8 +89,9 @@ class AgentRollouts:
         def look() -> None:
             self.look()
             waits = [own.unserved for own in opened if own.unserved is not None]
-            if not waits:
+            if any(own.answered for own in opened):
                 self._unserved_since = None
+            if not waits:
                 return
             now = time.monotonic()
             since = self._unserved_since

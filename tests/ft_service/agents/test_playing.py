@@ -219,6 +219,24 @@ def test_a_sampler_without_a_place_is_waited_for(
     assert late.unserved is not None
 
 
+@pytest.mark.parametrize("parts", [0, 1])
+def test_a_sampler_that_has_not_begun_at_the_deadline_is_not_the_agents_fault(
+    tools: str, parts: int
+) -> None:
+    class Slow(Model):
+        def submit(self, model: object, order: dict[str, Any], deliver: Any, **_: Any) -> object:
+            for part in parts_of((40, 41), [2, 1], "4")[:parts]:
+                deliver(part)
+            return None
+
+    environment = McpEnvironment(type="mcp", url=tools)
+    sampler = Slow(lambda _: ("4", []))
+    playing = Playing(options=environment, access=ACCESS, sampler=sampler, connects=mcp_servers)
+    [ended] = run_rollouts(playing, [(new_rollout(seconds=0.5), {"messages": [USER]})], int)
+    assert kind_of(ended) == "environment_timeout"
+    assert (ended.unserved is None) == (parts > 0)
+
+
 def kind_of(ended: EndedRollout) -> str:
     assert ended.error is not None
     return ended.error.kind

@@ -242,6 +242,7 @@ class OpenRollout:
         with self._guard:
             if call in self._under_way:
                 self._under_way.remove(call)
+                self._note_unserved(call)
 
     def refuse(self, code: str) -> None:
         """Count a call that was refused, or whose client has gone before its answer."""
@@ -249,15 +250,20 @@ class OpenRollout:
             self.refused[code] += 1
 
     def close(self) -> None:
-        """Record nothing any more. A rollout whose deadline ends it before the sampler has begun to
-        answer a call is unserved: no agent is late that waits for the sampler.
-        """
+        """Record nothing any more."""
         with self._guard:
             self._closed = True
-            if self.seconds_left <= 0 and not all(call.has_begun for call in self._under_way):
-                self.unserved = UnavailableError(
-                    "The sampler did not begin to answer a call before its rollout's deadline."
-                )
+            for call in self._under_way:
+                self._note_unserved(call)
+
+    def _note_unserved(self, call: CallUnderWay) -> None:
+        """No agent is late that waits for the sampler: a rollout whose deadline ends before the
+        sampler has begun to answer a call is unserved.
+        """
+        if self.seconds_left <= 0 and not call.has_begun:
+            self.unserved = UnavailableError(
+                "The sampler did not begin to answer a call before its rollout's deadline."
+            )
 
 
 @dataclass
@@ -317,7 +323,6 @@ async def when_served(rollout: OpenRollout, ask: Callable[[], Awaitable[T]]) -> 
             rollout.unserved = error
             await asyncio.sleep(BUSY_SECONDS)
         except TimeoutError:
-            rollout.close()  # with this call under way
             break
         except FtError:
             rollout.unserved = None

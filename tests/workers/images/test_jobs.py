@@ -72,11 +72,21 @@ def test_pictures_are_looked_at_once_and_their_features_removed(on_two: RunDir) 
     assert not on_two.path(FOLDER).exists()
 
 
-@pytest.mark.parametrize("world", [1, pytest.param(3, marks=pytest.mark.slow)])
-def test_the_number_of_ranks_changes_rounding_alone(
-    world: int, uncompared: JobSpec, on_two: RunDir, tmp_path: Path
+@pytest.mark.parametrize(
+    ("world", "copies"),
+    [
+        (1, 1),
+        pytest.param(3, 1, marks=pytest.mark.slow),
+        pytest.param(4, 2, marks=pytest.mark.slow),
+    ],
+)
+def test_the_number_of_ranks_and_of_copies_changes_rounding_alone(
+    world: int, copies: int, uncompared: JobSpec, on_two: RunDir, tmp_path: Path
 ) -> None:
-    other = trained(uncompared, tmp_path, world)
+    distributed = uncompared.distributed.model_copy(
+        update={"nproc_per_node": world, "replicate": copies}
+    )
+    other = trained(uncompared.model_copy(update={"distributed": distributed}), tmp_path, world)
     assert losses(other) == pytest.approx(losses(on_two), rel=1e-5)
     assert losses(other, "valid_loss") == pytest.approx(losses(on_two, "valid_loss"), rel=1e-5)
     for name, expected in adapter(on_two).items():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 from tokenizers.processors import TemplateProcessing
@@ -66,7 +67,7 @@ def test_a_tuned_model_is_talked_to_by_the_template_of_its_job(tmp_path: Path) -
 
 
 def test_a_text_goes_on_with_what_was_drawn_behind_the_token_that_begins_texts() -> None:
-    tokenizer = load_tokenizer(str(SAMPLE))
+    tokenizer: Any = load_tokenizer(str(SAMPLE))
     begin = tokenizer.eos_token_id
     tokenizer._tokenizer.post_processor = TemplateProcessing(
         single=f"{tokenizer.eos_token} $A", special_tokens=[(tokenizer.eos_token, begin)]

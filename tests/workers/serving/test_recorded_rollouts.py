@@ -257,5 +257,5 @@ def test_prompts_that_an_agent_renders_go_on_with_what_was_drawn(
         again += base.ids(recorded.drawn_text) != drawn[-1]
     rows = checked_rows(base, rollout, drawn)
     assert [len(row.sampled) for row in rows] == [TURNS, 1]
-    assert "".join(own for own, _ in rows[0].texts) == base.tokenizer.decode(rows[0].tokens)
+    assert "".join(own for own, _ in rows[0].texts) == base.tokenizer.decode([*rows[0].tokens])
     assert again > 0

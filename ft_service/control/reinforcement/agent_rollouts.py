@@ -89,9 +89,10 @@ class AgentRollouts:
         def look() -> None:
             self.look()
             waits = [own.unserved for own in opened if own.unserved is not None]
-            if any(own.answered for own in opened):
-                self._unserved_since = None
             if not waits:
+                # Not where all were just opened again since none was served.
+                if any(own.answered for own in opened):
+                    self._unserved_since = None
                 return
             now = time.monotonic()
             since = self._unserved_since

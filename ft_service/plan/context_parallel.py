@@ -10,7 +10,10 @@ from ft_service.plan.sample_lengths import SampleLengths
 from ft_service.spec import JobSpec
 from ft_service.spec.resolved import not_shared_by_method
 
-COMPILED = "distributed.compile: true compiles its layers, and the exchange between ranks cannot be compiled"
+COMPILED = (
+    "distributed.compile: true compiles its layers, and the exchange between ranks cannot be "
+    "compiled"
+)
 IMAGES = "its samples have images, whose features stand at places in whole rows"
 
 

@@ -112,33 +112,44 @@ class ServedLoss:
     """Whether the loss increased by more than rounding explains."""
 
 
+_BASE_AS_TRAINED = "adapter_on_base_as_trained"
+"""In an export's report."""
 _WAYS = {ADAPTER_ON_BF16: "the adapter on the base in bf16", MERGED: "merged, in bf16"}
 
 
 def served_losses(
     evaluations: Sequence[Mapping[str, Any]], exports: Mapping[str, Mapping[str, Any]]
 ) -> list[ServedLoss]:
-    """Return what each way of serving costs: those that the job has compared after training, and
-    the merged forms that were made.
+    """Return what each way of serving costs: those that the job has compared after training, or
+    the adapter on the base in bf16 as the first export has measured it; and the merged forms that
+    were made.
 
     `evaluations`, `exports`: as the API lists them, exports by their form.
     """
-    losses = []
-    compared = next((one["served"] for one in evaluations if one["served"]), None)
+    compared = next((one["served"]["loss"] for one in evaluations if one["served"]), None)
+    reports = {form: (export["report"] or {}) for form, export in exports.items()}
+    measured = {
+        form: report["validation_loss"]
+        for form, report in reports.items()
+        if report.get("validation_loss")
+    }
     if compared is not None:
-        measured = compared["loss"]
-        losses += [
-            ServedLoss(title, measured[AS_TRAINED], measured[way], way in compared["beyond"])
-            for way, title in _WAYS.items()
-            if way in measured
+        before = compared[AS_TRAINED]
+        losses = [
+            _served(title, before, compared[way]) for way, title in _WAYS.items() if way in compared
         ]
-    for form, export in exports.items():
-        measured = (export["report"] or {}).get("validation_loss")
-        if measured:
-            before = measured["adapter_on_base_as_trained"]
-            merged = measured["merged"]
-            losses.append(ServedLoss(form, before, merged, merged > before + BOUND))
-    return losses
+    else:
+        losses = [
+            _served(_WAYS[ADAPTER_ON_BF16], own[_BASE_AS_TRAINED], own[ADAPTER_ON_BF16])
+            for own in list(measured.values())[:1]
+        ]
+    return losses + [
+        _served(form, own[_BASE_AS_TRAINED], own[MERGED]) for form, own in measured.items()
+    ]
+
+
+def _served(way: str, before: float, served: float) -> ServedLoss:
+    return ServedLoss(way, before, served, served > before + BOUND)
 
 
 @dataclass(frozen=True)

@@ -166,7 +166,7 @@ def test_rewards_are_shown_over_time() -> None:
 
 def test_what_each_way_of_serving_costs() -> None:
     loss = {"as_trained": 1.5, "adapter_on_bf16_base": 1.53, "merged": 1.51}
-    compared = {"loss": loss, "beyond": ["adapter_on_bf16_base"]}
+    compared = {"loss": loss}
     measured = {"adapter_on_base_as_trained": 1.25, "adapter_on_bf16_base": 9.0, "merged": 1.3}
     exports = {
         "merged-int4": {"report": {"validation_loss": measured}},
@@ -179,5 +179,10 @@ def test_what_each_way_of_serving_costs() -> None:
         summaries.ServedLoss("merged, in bf16", 1.5, 1.51, False),
         summaries.ServedLoss("merged-int4", 1.25, 1.3, True),
         summaries.ServedLoss("merged-fp8", 1.25, 1.26, False),
+    ]
+    # A job without prompts has no evaluation.
+    assert summaries.served_losses([], exports)[:2] == [
+        summaries.ServedLoss("the adapter on the base in bf16", 1.25, 9.0, True),
+        summaries.ServedLoss("merged-int4", 1.25, 1.3, True),
     ]
     assert summaries.served_losses([], {}) == []

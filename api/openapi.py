@@ -57,7 +57,7 @@ _PROPERTIES = {
     "ModelView": ("root", "parent", "job_id", "base", "description"),
     "ErrorsView": ("endpoint_grader_server_error", "endpoint_grader_parse_error", "details"),
     "ProjectView": ("limits", "share"),
-    "ApiKeyView": ("scope", "revoked_at", "single_sign_on"),
+    "ApiKeyView": ("scope", "revoked_at", "single_sign_on", "ends_with"),
     "ProjectRequest": ("limits",),
     "ProjectUpdate": ("limits",),
 }

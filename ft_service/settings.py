@@ -282,6 +282,10 @@ class Settings(BaseSettings):
     """Minutes after which the provider is asked again, without a question to a person who is still
     signed in there: a group that was taken away holds for so long at most.
     """
+    oidc_key_days: float = Field(default=30.0, gt=0, le=366)
+    """Days after a person's last sign-in for which API keys that the person has made work; the next
+    sign-in lets them work again, unless it finds the groups gone.
+    """
     log_level: Literal["debug", "info", "warning", "error"] = "info"
     """Least severe level that is logged. debug includes health checks, scrapes of /metrics, and the
     polling of clients that watch a job.

@@ -280,7 +280,8 @@ def earlier_api_key(
         found = store.keys.get_key(project_id, key_id)
     except NotFoundError:
         return None
-    lifetime = None if found.expires_at is None else round(found.expires_at - found.created_at)
+    end = found.own_end
+    lifetime = None if end is None else round(end - found.created_at)
     if seconds is None and store.keys.max_days is not None:
         lifetime = None  # the key has the longest life, as it had at the first try
     if (found.name, found.scope, lifetime) != (name, scope, seconds):

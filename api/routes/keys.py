@@ -45,6 +45,10 @@ class KeyView(View):
     last_used_at: Seconds | None
     """The last use, to the minute."""
     revoked_at: Seconds | None
+    ends_with: str | None
+    """Id of the key that stands for the person who made it by single sign-on, with whose access it
+    ends; null: it ends by itself.
+    """
 
 
 class NewKeyView(KeyView):
@@ -77,7 +81,11 @@ def create(body: JsonBody, caller: Admin, services: Svc) -> NewKeyView:
         else services.store.now() + given.expires_days * _DAY_SECONDS
     )
     key, secret = services.store.keys.create_key(
-        project_id=caller.project_id, name=given.name, scope=given.scope, expires_at=expires_at
+        project_id=caller.project_id,
+        name=given.name,
+        scope=given.scope,
+        expires_at=expires_at,
+        made_by=caller,
     )
     return NewKeyView.of(key, key=secret)
 

@@ -244,6 +244,7 @@ def create_key(
             expires_at=expires_at,
             key_id=keyed_id,
             param="expires_in_seconds",
+            made_by=caller,
         ),
     )
     return new_api_key_view(key, secret, now)
@@ -257,7 +258,9 @@ def retrieve_key(project_id: str, api_key_id: str, caller: Admin, services: Svc)
 
 @router.delete("/projects/{project_id}/api_keys/{api_key_id}")
 def revoke_key(project_id: str, api_key_id: str, caller: Admin, services: Svc) -> DeletedApiKeyView:
-    """Revoke a key. It stays in the list, and becomes invalid after a second."""
+    """Revoke a key, and with a person's those that they made. It stays in the list, and becomes
+    invalid after a second.
+    """
     known_project(project_id, caller, services)
     return DeletedApiKeyView(id=services.store.keys.revoke_key(project_id, api_key_id).id)
 

@@ -96,6 +96,10 @@ class ApiKeyView(View):
     """It stands for a person who signs in by single sign-on: no secret opens it, and it ends with
     the person's groups.
     """
+    ends_with: str | None
+    """Id of the key that stands for the person who made it by single sign-on, with whose access it
+    ends; null: it ends by itself.
+    """
 
 
 class NewApiKeyView(ApiKeyView):

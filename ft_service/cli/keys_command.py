@@ -143,9 +143,28 @@ def rotate(
 
 
 @keys.command()
-def revoke(key_id: KeyId, project: InProject = PROJECT, as_json: Json = False) -> None:
-    """Revoke a key, which is refused from now on."""
+def revoke(
+    key_id: Annotated[
+        str | None, typer.Argument(metavar="ID", help="The key, as `ft keys list` shows it.")
+    ] = None,
+    person: Annotated[
+        str | None,
+        typer.Option(
+            metavar="NAME",
+            help="Instead of a key: all that a person who signs in by single sign-on has, in every "
+            "project.",
+        ),
+    ] = None,
+    project: InProject = PROJECT,
+    as_json: Json = False,
+) -> None:
+    """Revoke a key, which is refused from now on; a person's with the keys that the person made."""
+    if (key_id is None) == (person is None):
+        raise SpecError("Give either the ID of a key, or --person NAME.", param="key_id")
     settings = settings_of_server()
+    if key_id is None:
+        _end_person(person or "", settings, as_json)
+        return
     with local_store(settings) as store:
         was_ours = _own_key(settings, store) == key_id
         key = store.keys.revoke_key(find_project(store, project), key_id)
@@ -159,6 +178,21 @@ def revoke(key_id: KeyId, project: InProject = PROJECT, as_json: Json = False) -
         print_json(_as_dict(key, now))
     else:
         print(f"{key.id} ({key.name}) is revoked.")
+
+
+def _end_person(person: str, settings: Settings, as_json: bool) -> None:
+    with local_store(settings) as store:
+        ended = store.people.end(person)
+        now = store.now()
+    if as_json:
+        print_json([_as_dict(key, now) for key in ended])
+        return
+    for key in ended:
+        print(f"{key.id} ({key.name}) in {key.project_id} is revoked.")
+    print_note(
+        f"{person} comes in again as long as the groups at the provider open a project: take "
+        "those away too."
+    )
 
 
 def _own_key(settings: Settings, store: Store) -> str | None:
@@ -213,6 +247,7 @@ def _as_dict(key: ApiKey, now: float) -> dict[str, object]:
         "created_at": key.created_at,
         "expires_at": key.expires_at,
         "last_used_at": key.last_used_at,
+        "ends_with": key.ends_with,
         "state": _state(key, now),
     }
 

@@ -39,6 +39,19 @@ class ApiKey:
     """Issuer and subject of a person who signs in by single sign-on, whom no secret stands for;
     None: an ordinary key.
     """
+    ends_with: str | None = None
+    """Id of the key that stands for the person who made it, with whose access it ends; None: it
+    ends by itself.
+    """
+    latest_end: float | None = None
+    """When a key that ends with a person's access ends however often the person signs in; None:
+    never. `expires_at` is its end without another sign-in.
+    """
+
+    @property
+    def own_end(self) -> float | None:
+        """When it ends by itself, whoever signs in; None: never."""
+        return self.expires_at if self.ends_with is None else self.latest_end
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -131,6 +144,15 @@ class Principal:
     """Limits of the project."""
     identity: str | None = None
     """As that of the key."""
+    ends_with: str | None = None
+    """As that of the key."""
+
+    @property
+    def person(self) -> str | None:
+        """Id of the key that stands for the person who is the client, or has made its key; None: no
+        person by single sign-on.
+        """
+        return self.ends_with if self.identity is None else self.key_id
 
 
 @dataclass(frozen=True, kw_only=True)

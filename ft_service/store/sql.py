@@ -107,12 +107,14 @@ class Store(Database):
         super().close()
 
     def keep_rules(self, settings: Settings, *, is_command: bool = False) -> None:
-        """Hold new keys to FT_MAX_KEY_DAYS, and write the audit log to FT_AUDIT_LOG too.
+        """Hold keys to FT_MAX_KEY_DAYS and FT_OIDC_KEY_DAYS, and write the audit log to
+        FT_AUDIT_LOG too.
 
         `is_command`: of the command line, whose standard output is its answer. Raises SpecError if
         FT_AUDIT_LOG cannot be written.
         """
         self.keys.max_days = settings.max_key_days
+        self.keys.person_days = self.people.key_days = settings.oidc_key_days
         if settings.audit_log and not (is_command and settings.audit_log == STDOUT):
             self.audited = AuditStream(settings.audit_log)
 

@@ -106,8 +106,15 @@ keys = Table(
     # Of a person who signs in by single sign-on: issuer and subject. No secret opens such a key,
     # only a session. NULL: a key.
     Column("identity", StorableText),
+    # Of such a person: the last sign-in.
+    Column("signed_in_at", Double),
+    # Row of the person whose access this key ends with; NULL: it ends by itself.
+    Column("ends_with", StorableText),
+    # Of such a key: its end, however often the person signs in; NULL: never.
+    Column("latest_end", Double),
 )
 Index(None, keys.c.project_id)
+Index(None, keys.c.ends_with)
 Index(
     "ix_keys_person",
     keys.c.identity,

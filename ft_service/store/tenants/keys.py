@@ -9,11 +9,12 @@ import secrets
 import threading
 import time
 from collections.abc import Callable, Collection
+from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
-from sqlalchemy import Connection, and_, delete, exists, func, insert, or_, select, update
+from sqlalchemy import Connection, and_, case, delete, exists, func, insert, or_, select, update
 
-from ft_service.errors import NotFoundError, SpecError
+from ft_service.errors import AuthError, NotFoundError, SpecError
 from ft_service.ids import new_id
 from ft_service.store.database import Database, StorePart, database_time
 from ft_service.store.records import ApiKey, Principal, Scope
@@ -34,6 +35,11 @@ SESSION_SECONDS = 24 * 3600.0
 """Lifetime of a session from sign-in on; use does not extend it."""
 LINK_SECONDS = 15 * 60.0
 """Lifetime of an unused link."""
+PERSON_DAYS = 30.0
+"""Days after a person's last sign-in for which keys that they made work, unless the settings say
+otherwise.
+"""
+_DAY_SECONDS = 86_400.0
 
 Kind = Literal["session", "link", "state"]
 """state: of a sign-in through the provider that was carried out, so that it is not carried out
@@ -41,9 +47,18 @@ twice.
 """
 _ROTATED = "key.rotated"
 _PRINCIPAL = (
-    *(keys.c.id, keys.c.project_id, keys.c.scope, keys.c.identity),
+    *(keys.c.id, keys.c.project_id, keys.c.scope, keys.c.identity, keys.c.ends_with),
     *(projects.c.organization, projects.c.max_slots, projects.c.limits),
 )
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Life:
+    """When a key ends; as the fields of ApiKey."""
+
+    expires_at: float | None
+    ends_with: str | None = None
+    latest_end: float | None = None
 
 
 class KeyStore(StorePart):
@@ -54,6 +69,10 @@ class KeyStore(StorePart):
         self._used_keys = _UsedKeys(self._mark_used)
         self.max_days: float | None = None
         """Longest life of a key that is made from now on (FT_MAX_KEY_DAYS); None: no limit."""
+        self.person_days = PERSON_DAYS
+        """Days after a person's last sign-in for which keys that they made work
+        (FT_OIDC_KEY_DAYS).
+        """
 
     def close(self) -> None:
         """Store the last uses of keys that are not stored yet."""
@@ -74,15 +93,17 @@ class KeyStore(StorePart):
         secret: str | None = None,
         key_id: str | None = None,
         param: str = "expires_days",
+        made_by: Principal | None = None,
     ) -> tuple[ApiKey, str]:
         """Create a key. Returns it with its secret, which is not stored.
 
         `expires_at`: None: after the longest life of a key, if there is one. `secret`, `key_id`:
-        None: random ones. `param`: the field that gave `expires_at`.
+        None: random ones. `param`: the field that gave `expires_at`. `made_by`: None: the operator;
+        a key that a person makes by single sign-on ends with the person's access.
 
         Raises NotFoundError for an unknown project, SpecError for a short secret or a longer life
         than FT_MAX_KEY_DAYS allows, ConflictError for
-        a secret or an id that is in use.
+        a secret or an id that is in use, and AuthError if the person's access has ended meanwhile.
         """
         if secret is None:
             secret = _new_secret()
@@ -99,8 +120,10 @@ class KeyStore(StorePart):
                 is None
             ):
                 raise NotFoundError(f"There is no project {project_id!r}.")
-            expires_at = self._end_of(connection, scope, expires_at, param)
-            key = _insert(connection, project_id, name, scope, secret, expires_at, key_id)
+            end = self._end_of(connection, scope, expires_at, param)
+            person = None if made_by is None else _living_person(connection, made_by)
+            life = self._life(connection, end, person)
+            key = _insert(connection, project_id, name, scope, secret, life, key_id)
             record(connection, project_id, "key.created", key.id, name=name, scope=scope)
         return key, secret
 
@@ -131,24 +154,25 @@ class KeyStore(StorePart):
                 )
                 raise SpecError(message, param="key_id", code="invalid_state")
             if old.revoked_at is not None or (old.expires_at is not None and old.expires_at <= now):
-                raise SpecError(
-                    f"Key {key_id} opens nothing any more: create a new one.",
-                    param="key_id",
-                    code="invalid_state",
-                )
+                raise _over(key_id)
             ends = (
                 now + keep_seconds
                 if old.expires_at is None
                 else min(old.expires_at, now + keep_seconds)
             )
-            expires_at = _created_to_expire(connection, old)
+            end = _created_to_expire(connection, old)
             longest = self._longest_end(now, old.scope)
             if longest is not None and (
-                expires_at is None or expires_at - old.created_at > self._longest_seconds - 1.0
+                end is None or end - old.created_at > self._longest_seconds - 1.0
             ):
-                expires_at = longest  # of a life as long as any may be, which begins anew
-            connection.execute(update(keys).where(*mine).values(expires_at=ends))
-            key = _insert(connection, project_id, old.name, old.scope, secret, expires_at)
+                end = longest  # of a life as long as any may be, which begins anew
+            if old.ends_with is not None:
+                _lock_person(connection, old.ends_with)
+            statement = update(keys).where(*mine, keys.c.revoked_at.is_(None))
+            if not connection.execute(statement.values(expires_at=ends, latest_end=ends)).rowcount:
+                raise _over(key_id)
+            life = self._life(connection, end, old.ends_with)
+            key = _insert(connection, project_id, old.name, old.scope, secret, life)
             record(connection, project_id, _ROTATED, key_id, replaced_by=key.id)
         return key, secret
 
@@ -159,13 +183,15 @@ class KeyStore(StorePart):
         if self.max_days is None:
             return 0
         end = keys.c.created_at + self._longest_seconds
+        own_end = case((keys.c.ends_with.is_(None), keys.c.expires_at), else_=keys.c.latest_end)
         longer = and_(
             keys.c.identity.is_(None),
             keys.c.revoked_at.is_(None),
             keys.c.scope != "metrics",
-            or_(keys.c.expires_at.is_(None), keys.c.expires_at > end + 1.0),
+            or_(own_end.is_(None), own_end > end + 1.0),
         )
-        statement = update(keys).where(longer).values(expires_at=end)
+        earlier = case((keys.c.expires_at < end, keys.c.expires_at), else_=end)
+        statement = update(keys).where(longer).values(expires_at=earlier, latest_end=end)
         with self._database.writing() as connection:
             ended = connection.execute(statement.returning(keys.c.project_id, keys.c.id)).all()
             for row in ended:
@@ -174,7 +200,20 @@ class KeyStore(StorePart):
 
     @property
     def _longest_seconds(self) -> float:
-        return (self.max_days or 0.0) * 86_400.0
+        return (self.max_days or 0.0) * _DAY_SECONDS
+
+    def _life(self, connection: Connection, end: float | None, person: str | None) -> _Life:
+        """Return the life of a new key that ends by itself at `end`, None: never, or with a
+        person's access.
+        """
+        if person is None:
+            return _Life(expires_at=end)
+        signed_in = func.coalesce(keys.c.signed_in_at, keys.c.expires_at)
+        row = connection.execute(select(signed_in.label("at")).where(keys.c.id == person)).one()
+        until = row.at + self.person_days * _DAY_SECONDS
+        return _Life(
+            expires_at=until if end is None else min(end, until), ends_with=person, latest_end=end
+        )
 
     def _longest_end(self, now: float, scope: str) -> float | None:
         """When a key that is made now has to end; None: never."""
@@ -192,7 +231,7 @@ class KeyStore(StorePart):
             return longest if asked is None else asked
         if asked > longest + 1.0:
             raise SpecError(
-                f"{param}: the key would live {(asked - now) / 86_400.0:g} days, and the operator "
+                f"{param}: the key would live {(asked - now) / _DAY_SECONDS:g} days, and the operator "
                 f"allows {self.max_days:g} (FT_MAX_KEY_DAYS). Give at most that, and rotate the key "
                 "before it ends.",
                 param=param,
@@ -242,7 +281,9 @@ class KeyStore(StorePart):
             return [ApiKey(**row) for row in connection.execute(query).mappings()]
 
     def revoke_key(self, project_id: str, key_id: str) -> ApiKey:
-        """Revoke a key. Repeating it changes nothing."""
+        """Revoke a key, and with a person's key those that the person made. Repeating it changes
+        nothing.
+        """
         statement = (
             update(keys)
             .where(keys.c.id == key_id, keys.c.project_id == project_id)
@@ -254,6 +295,7 @@ class KeyStore(StorePart):
             if row is None:
                 raise not_found("key", key_id)
             record(connection, project_id, "key.revoked", key_id)
+            revoke_with(connection, keys.c.ends_with == key_id)
         return ApiKey(**row)
 
     def authenticate(self, secret: str) -> Principal | None:
@@ -431,6 +473,53 @@ def holder_of(connection: Connection, digest: str, kind: Kind) -> Principal | No
     return _principal(row)
 
 
+def revoke_with(connection: Connection, which: Any) -> list[ApiKey]:
+    """Revoke those of the keys that end with a person's access for which `which` holds, and return
+    them.
+    """
+    statement = (
+        update(keys)
+        .where(keys.c.ends_with.is_not(None), keys.c.revoked_at.is_(None), which)
+        .values(revoked_at=database_time())
+    )
+    found = connection.execute(statement.returning(*KEY)).mappings()
+    revoked = [ApiKey(**row) for row in found.all()]
+    for key in revoked:
+        record(connection, key.project_id, "key.revoked", key.id, ended_with=key.ends_with)
+    return revoked
+
+
+def _living_person(connection: Connection, caller: Principal) -> str | None:
+    """Return the id of the key that stands for the person who the caller is, or whose key it has;
+    None: no person. Until the transaction's end, that person's access cannot end.
+
+    Raises AuthError if it has ended.
+    """
+    if caller.person is None:
+        return None
+    _lock_person(connection, caller.person)
+    still = select(keys.c.id).where(
+        keys.c.id == caller.key_id,
+        keys.c.revoked_at.is_(None),
+        or_(keys.c.expires_at.is_(None), keys.c.expires_at > database_time()),
+    )
+    if connection.scalars(still).one_or_none() is None:
+        raise AuthError("Your access has ended. Sign in again.", code="session_over")
+    return caller.person
+
+
+def _lock_person(connection: Connection, person: str) -> None:
+    connection.execute(select(keys.c.id).where(keys.c.id == person).with_for_update())
+
+
+def _over(key_id: str) -> SpecError:
+    return SpecError(
+        f"Key {key_id} opens nothing any more: create a new one.",
+        param="key_id",
+        code="invalid_state",
+    )
+
+
 def _principal(row: Any) -> Principal:
     return Principal(
         key_id=row.id,
@@ -439,6 +528,7 @@ def _principal(row: Any) -> Principal:
         scope=row.scope,
         limits=limits_of(row.max_slots, row.limits),
         identity=row.identity,
+        ends_with=row.ends_with,
     )
 
 
@@ -452,7 +542,7 @@ def _insert(
     name: str,
     scope: Scope,
     secret: str,
-    expires_at: float | None,
+    life: _Life,
     key_id: str | None = None,
 ) -> ApiKey:
     row = {
@@ -463,18 +553,18 @@ def _insert(
         "prefix": secret[:SHOWN_CHARACTERS],
         "digest": digest_of(secret),
         "created_at": database_time(),
-        "expires_at": expires_at,
+        **asdict(life),
     }
     return ApiKey(**connection.execute(insert(keys).values(row).returning(*KEY)).mappings().one())
 
 
 def _created_to_expire(connection: Connection, key: ApiKey) -> float | None:
-    """When a key was to expire before it was rotated: as the one that replaced it, of which the
-    audit log knows. A key that is rotated again, as when the first answer was lost, must not have a
-    successor that ends with it.
+    """When a key was to end by itself before it was rotated: as the one that replaced it, of which
+    the audit log knows. A key that is rotated again, as when the first answer was lost, must not
+    have a successor that ends with it.
     """
     key_id = key.id
-    expires_at = key.expires_at
+    end = key.own_end
     replacing = select(audit.c.detail).where(
         audit.c.project_id == key.project_id, audit.c.type == _ROTATED
     )
@@ -483,8 +573,9 @@ def _created_to_expire(connection: Connection, key: ApiKey) -> float | None:
         detail := connection.scalars(replacing.where(audit.c.target == key_id)).one_or_none()
     ) is not None:
         key_id = detail["replaced_by"]
-        expires_at = connection.scalars(select(keys.c.expires_at).where(keys.c.id == key_id)).one()
-    return expires_at
+        row = connection.execute(select(*KEY).where(keys.c.id == key_id)).mappings().one()
+        end = ApiKey(**row).own_end
+    return end
 
 
 def digest_of(secret: str) -> str:

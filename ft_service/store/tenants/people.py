@@ -4,6 +4,10 @@ A person has a row among the keys of each project that the groups open.
 
 No secret opens such a key; sessions do. It is valid until the provider has to be asked again, so
 that a person whose groups were taken away is out by then, in every browser.
+
+Keys that a person makes end with the person's access: at once by a sign-in that finds the groups
+gone or worth less than the key's scope, and when the row is revoked; else so many days after the
+last sign-in, until the next one.
 """
 
 from __future__ import annotations
@@ -13,22 +17,36 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from sqlalchemy import Connection, and_, select, update
+from sqlalchemy import Connection, and_, case, or_, select, update
 from sqlalchemy.exc import IntegrityError
 
-from ft_service.errors import AuthError
+from ft_service.errors import AuthError, NotFoundError, SpecError
 from ft_service.ids import new_id
 from ft_service.store.database import StorePart, database_time, upsert
-from ft_service.store.records import Scope
+from ft_service.store.records import ApiKey, Scope
+from ft_service.store.rows import KEY
 from ft_service.store.tables import LIVING_PERSON, keys, projects, sessions
 from ft_service.store.tenants.audit import record
-from ft_service.store.tenants.keys import SECRET_BYTES, add_session, digest_of
+from ft_service.store.tenants.keys import (
+    PERSON_DAYS,
+    SECRET_BYTES,
+    add_session,
+    digest_of,
+    revoke_with,
+)
 
 SIGN_ON_MARK = "sso."
 """The beginning of a session's secret that single sign-on has opened."""
 STATE_SECONDS = 600.0
 """Time that a person has at the provider."""
 _PREFIX = "sign-on"
+_DAY_SECONDS = 86_400.0
+_WITHIN: dict[Scope, tuple[Scope, ...]] = {
+    "submit": ("submit", "user", "read"),
+    "user": ("submit", "user", "read"),
+    "read": ("read",),
+}
+"""Scopes of keys that a person of a scope may have. Admins may have all, in other projects too."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -46,6 +64,9 @@ class SignOn:
 
 class PeopleStore(StorePart):
     """Sign-ins of people, and the projects that they may work in."""
+
+    key_days = PERSON_DAYS
+    """Days after a person's last sign-in for which keys that they made work (FT_OIDC_KEY_DAYS)."""
 
     def is_done(self, state: str) -> bool:
         """Return whether a sign-in was carried out already."""
@@ -70,6 +91,8 @@ class PeopleStore(StorePart):
             opened = [project_id for project_id in person.grants if project_id in existing]
             _withdraw(connection, person.identity, opened)
             rows = [_let_in(connection, person, project_id, seconds) for project_id in opened]
+            for row in rows:
+                _keep_keys(connection, row, self.key_days)
             if not rows:
                 return None
             last = max(rows, key=lambda row: row.last_used_at or 0.0)
@@ -85,6 +108,35 @@ class PeopleStore(StorePart):
                 ) from None
             add_session(connection, "session", secret, *place, database_time() + seconds)
         return secret
+
+    def end(self, person: str) -> list[ApiKey]:
+        """End what a person has here at once: sessions, and the keys that they made. Return the
+        keys that were revoked, the person's own among them.
+
+        `person`: the name, the identity or the id of a key that stands for them. Raises
+        NotFoundError, or SpecError if several people have that name.
+        """
+        named = or_(keys.c.name == person, keys.c.identity == person, keys.c.id == person)
+        identities = select(keys.c.identity).where(keys.c.identity.is_not(None), named).distinct()
+        with self._database.writing() as connection:
+            found = connection.scalars(identities.order_by(keys.c.identity)).all()
+            if not found:
+                raise NotFoundError(
+                    f"Nobody called {person[:80]!r} has signed in here.", param="person"
+                )
+            if len(found) > 1:
+                raise SpecError(
+                    f"{len(found)} people are called {person!r}: give one's issuer and subject: "
+                    f"{', '.join(map(repr, found))}.",
+                    param="person",
+                )
+            mine = and_(keys.c.identity == found[0], keys.c.revoked_at.is_(None))
+            ended = update(keys).where(mine).values(revoked_at=database_time()).returning(*KEY)
+            rows = [ApiKey(**row) for row in connection.execute(ended).mappings().all()]
+            for row in rows:
+                record(connection, row.project_id, "key.revoked", row.id)
+            all_rows = select(keys.c.id).where(keys.c.identity == found[0])
+            return rows + revoke_with(connection, keys.c.ends_with.in_(all_rows))
 
     def projects_of(self, identity: str) -> dict[str, str]:
         """Return the projects that a person may work in now: id → name."""
@@ -129,7 +181,9 @@ def _may_work(identity: str) -> Any:
 
 
 def _withdraw(connection: Connection, identity: str, remaining: list[str]) -> None:
-    """End all that a person has in other projects."""
+    """End all that a person has in other projects, and the keys that they made as one who worked
+    there.
+    """
     lost = and_(
         keys.c.identity == identity,
         keys.c.project_id.not_in(remaining),
@@ -143,6 +197,24 @@ def _withdraw(connection: Connection, identity: str, remaining: list[str]) -> No
     )
     for row in connection.execute(statement).all():
         record(connection, row.project_id, "person.withdrawn", row.id)
+    elsewhere = select(keys.c.id).where(
+        keys.c.identity == identity, keys.c.project_id.not_in(remaining)
+    )
+    revoke_with(connection, keys.c.ends_with.in_(elsewhere))
+
+
+def _keep_keys(connection: Connection, person: Any, days: float) -> None:
+    """Let the keys that a person made work on after a sign-in, but for those that the person could
+    not make any more.
+    """
+    mine = keys.c.ends_with == person.id
+    if (within := _WITHIN.get(person.scope)) is not None:
+        more = or_(keys.c.scope.not_in(within), keys.c.project_id != person.project_id)
+        revoke_with(connection, and_(mine, more))
+    until = database_time() + days * _DAY_SECONDS
+    end = case((keys.c.latest_end < until, keys.c.latest_end), else_=until)
+    living = update(keys).where(mine, keys.c.revoked_at.is_(None))
+    connection.execute(living.values(expires_at=end))
 
 
 def _note_use(connection: Connection, key_id: str) -> None:
@@ -152,7 +224,12 @@ def _note_use(connection: Connection, key_id: str) -> None:
 def _let_in(connection: Connection, person: SignOn, project_id: str, seconds: float) -> Any:
     """Return a person's key in a project, which has the scope and time of this sign-in."""
     scope = person.grants[project_id]
-    until = {"name": person.name, "scope": scope, "expires_at": database_time() + seconds}
+    until = {
+        "name": person.name,
+        "scope": scope,
+        "expires_at": database_time() + seconds,
+        "signed_in_at": database_time(),
+    }
     row = {
         "id": new_id("key_"),
         "project_id": project_id,
@@ -166,7 +243,7 @@ def _let_in(connection: Connection, person: SignOn, project_id: str, seconds: fl
         .on_conflict_do_update(
             index_elements=["identity", "project_id"], index_where=LIVING_PERSON, set_=until
         )
-        .returning(keys.c.id, keys.c.project_id, keys.c.last_used_at)
+        .returning(keys.c.id, keys.c.project_id, keys.c.scope, keys.c.last_used_at)
     )
     key = connection.execute(statement).one()
     record(connection, project_id, "person.signed_in", key.id, name=person.name, scope=scope)

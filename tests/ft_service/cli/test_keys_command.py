@@ -9,7 +9,9 @@ from pathlib import Path
 import pytest
 
 from ft_service.host.running_servers import announced
+from ft_service.store.records import Scope
 from ft_service.store.sql import open_store
+from ft_service.store.tenants.people import SignOn
 from tests.support.command_line import Ft
 
 
@@ -24,6 +26,24 @@ def test_a_new_key_opens_the_service_until_it_is_revoked(ft: Ft, home: Path) -> 
         assert store.keys.authenticate(created["key"]) is None
     finally:
         store.close()
+
+
+def test_what_a_person_has_is_revoked_in_every_project(ft: Ft, home: Path) -> None:
+    ft("keys", "list")
+    with closing(open_store(f"sqlite:///{home / 'ft.db'}")) as store:
+        grants: dict[str, Scope] = {"default": "admin"}
+        ada = SignOn(identity="https://login.example 7", name="ada", grants=grants, state="one")
+        holder = store.sessions.session_holder(store.people.sign_in(ada, 60) or "")
+        key, _ = store.keys.create_key(
+            project_id="default", name="laptop", scope="read", made_by=holder
+        )
+    ended = ft("keys", "revoke", "--person", "ada")
+    assert [line.split()[1] for line in ended.out.splitlines()] == ["(ada)", "(laptop)"]
+    assert "take those away too" in ended.err
+    listed = {one["id"]: one for one in json.loads(ft("keys", "list", "--json").out)}
+    assert {one["state"] for one in listed.values()} == {"revoked"}
+    assert holder is not None
+    assert listed[key.id]["ends_with"] == holder.key_id
 
 
 def test_a_key_is_for_a_user_unless_said_otherwise_and_is_shown_once(ft: Ft) -> None:
@@ -78,6 +98,9 @@ def test_no_keys(ft: Ft) -> None:
     [
         (["create", "--scope", "root"], 64, "'root' is not one of"),
         (["revoke", "key_x"], 1, "key_x"),
+        (["revoke"], 64, "either the ID of a key, or --person"),
+        (["revoke", "key_x", "--person", "ada"], 64, "either the ID of a key, or --person"),
+        (["revoke", "--person", "ada"], 1, "Nobody called 'ada'"),
         ([], 64, "Missing command"),
         *(
             (["create", "--expires-days", value], 64, f"at most 3650, not {value}")

@@ -5,13 +5,15 @@ from __future__ import annotations
 import html
 import re
 from collections.abc import Iterator
+from urllib.parse import urlsplit
 
 import httpx2
 import openai
 import pytest
 
 from api.http.sessions import token_of
-from ft_service.store.tenants.people import SIGN_ON_MARK
+from ft_service.store.records import Scope
+from ft_service.store.tenants.people import SIGN_ON_MARK, SignOn
 from tests.support.page.sessions import new_browser, secret_of
 from tests.support.rest.refusals import check_error
 from tests.support.rest.service import Service
@@ -303,3 +305,34 @@ def test_a_form_with_a_validation_file_and_a_share_is_refused_in_the_apis_words(
     refused = browser.post("/new", data=form, headers=token)
     assert refused.status_code == 400
     assert told in refused.json()["error"]["message"]
+
+
+def test_a_key_that_a_person_makes_is_the_persons(service: Service) -> None:
+    grants: dict[str, Scope] = {"default": "admin"}
+    ada = SignOn(identity="https://login.example 7", name="ada", grants=grants, state="made")
+    secret = service.store.people.sign_in(ada, 600)
+    assert secret is not None
+    with new_browser(service) as browser:
+        browser.cookies.set(f"ft_session_{urlsplit(service.url).port}", secret)
+        headers = {"x-csrf-token": token_of(secret), "hx-request": "true"}
+        shown = browser.post(
+            "/projects/default/keys", data={"name": "laptop", "scope": "admin"}, headers=headers
+        ).text
+        (value,) = re.findall(r'id="secret">(ft-[^<]+)<', shown)
+        assert "It ends with your access" in shown
+        assert "· of ada</span>" in shown
+        assert service.store.keys.list_keys("default")[-1].ends_with is not None
+        made = browser.post(
+            "/v1/keys", json={"name": "by rest"}, headers={"authorization": f"Bearer {value}"}
+        ).json()
+        (person,) = [key for key in service.store.keys.list_keys("default") if key.identity]
+        assert made["ends_with"] == person.id, "a key by a person's key"
+        ours = service.http("POST", "/v1/keys", json={"name": "of no person"}).json()
+        assert ours["ends_with"] is None
+        browser.delete(f"/v1/keys/{person.id}", headers={"authorization": f"Bearer {service.key}"})
+        left = {
+            key.id
+            for key in service.store.keys.list_keys("default")
+            if key.ends_with and key.revoked_at is None
+        }
+        assert left == set()

@@ -14,6 +14,7 @@ from api.page.rendering import SignInNeeded, refusal, to_sign_in
 from api.routes import (
     artefacts,
     chats,
+    device_sign_ins,
     engines,
     evals,
     files,
@@ -71,7 +72,7 @@ _REST = (
     *(fine_tuning, job_metrics, plans, sweeps, engines),
     *(files, uploads, artefacts, graders, evals, models, pulls, webhooks, organization),
 )
-_SERVICE = (inference, chats, responses, rollouts, keys, health)
+_SERVICE = (inference, chats, responses, rollouts, keys, device_sign_ins, health)
 _TINKER = (training_routes, sampling_routes, run_routes, session_routes)
 _PAGE = (
     sign_in_page,

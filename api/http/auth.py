@@ -15,6 +15,7 @@ from api.http.threads import with_key, work_for
 from ft_service.errors import AuthError, ForbiddenError, LimitError, NotFoundError
 from ft_service.store.records import Principal, Project
 from ft_service.store.tenants.audit import Actor, act_as
+from ft_service.store.tenants.keys import LOGIN_MARK
 from ft_service.store.tenants.projects import MANAGING_PROJECT
 from ft_service.wording import counted
 
@@ -103,6 +104,8 @@ async def _holder(
             "makes one."
         )
     principal = await with_key(credentials.credentials, services.store.keys.authenticate)
+    if principal is None and credentials.credentials.startswith(LOGIN_MARK):
+        raise AuthError("This sign-in is over: `ft login` begins another.", code="session_over")
     if principal is None:
         raise AuthError("This API key is not known here, has expired or was revoked.")
     return principal

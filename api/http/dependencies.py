@@ -98,6 +98,11 @@ class Services:
         return ReadStatistics(self.store)
 
     @cached_property
+    def keyless_rates(self) -> Rates:
+        """Requests without a key that make this server ask another one, by address."""
+        return Rates()
+
+    @cached_property
     def rates(self) -> Rates:
         """Request limits of projects."""
         return Rates.of(self.store)
@@ -186,6 +191,11 @@ async def json_body(request: Request) -> Any:
     Raises SpecError if it is too large or not JSON; ft_service checks its contents.
     """
     return await _parsed(request)
+
+
+async def short_json_body(request: Request) -> Any:
+    """Return the body as `json_body`, of a few bytes: nobody's, where no key is needed."""
+    return await _parsed(request, most=SHORT_BYTES)
 
 
 async def exact_json_body(request: Request) -> Any:
@@ -418,6 +428,7 @@ Cursor = Annotated[
 After = Annotated[Cursor, Query()]
 """The cursor of a list, as a parameter of a route."""
 JsonBody = Annotated[Any, Depends(json_body)]
+ShortJsonBody = Annotated[Any, Depends(short_json_body)]
 ChatBody = Annotated[Any, Depends(chat_body)]
 ExactJsonBody = Annotated[Any, Depends(exact_json_body)]
 OptionalJsonBody = Annotated[Any, Depends(optional_json_body)]

@@ -1,9 +1,9 @@
 """The OpenID Connect provider that people sign in through: the authorization code flow with PKCE,
-state and nonce.
+state and nonce for browsers, device authorization for the command line.
 
-Written to OpenID Connect Core 1.0, Discovery 1.0 and RP-Initiated Logout 1.0, RFC 7636 (PKCE) and
-RFC 9207 (`iss` beside the code). PyJWT checks the ID token's signature and times. The rest is a few
-requests by the HTTP client that the service has.
+Written to OpenID Connect Core 1.0, Discovery 1.0 and RP-Initiated Logout 1.0, RFC 7636 (PKCE),
+RFC 9207 (`iss` beside the code) and RFC 8628 (device authorization). PyJWT checks the ID token's
+signature and times. The rest is a few requests by the HTTP client that the service has.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ import httpx2
 
 from api.http.person_grants import Groups, GroupsFile, grants_of, values_of
 from api.http.threads import in_thread
-from ft_service.errors import AuthError, SpecError, UnavailableError
+from ft_service.errors import AuthError, LimitError, NotFoundError, SpecError, UnavailableError
 from ft_service.settings import Settings
 from ft_service.store.tenants.people import STATE_SECONDS, SignOn
 
@@ -62,6 +62,12 @@ told so at once.
 _LEEWAY_SECONDS = 60.0
 """Difference between the provider's clock and this host's that is tolerated."""
 _NAME_CHARACTERS = 100
+_DEVICE_GRANT = "urn:ietf:params:oauth:grant-type:device_code"
+_INTERVAL_SECONDS = 5
+"""Between two questions for a device's sign-in, if the provider does not say (RFC 8628, 3.2)."""
+_LONGEST_INTERVAL = 60
+_LONGEST_DEVICE_SECONDS = 3600
+"""Longest time that a device's sign-in may take, whatever the provider says."""
 
 
 @dataclass(frozen=True)
@@ -125,6 +131,23 @@ class SignedIn:
     id_token: str
 
 
+@dataclass(frozen=True)
+class DeviceSignIn:
+    """A sign-in that a program has begun, for a person to confirm in a browser."""
+
+    device_code: str
+    """Secret of the program."""
+    user_code: str
+    """What the person types at `address`."""
+    address: str
+    complete_address: str | None
+    """An address with the code in it, if the provider has one."""
+    seconds: int
+    """Time that the person has."""
+    interval: int
+    """Seconds between two questions whether the person has done so."""
+
+
 class OidcProvider:
     """The provider by the settings."""
 
@@ -183,6 +206,72 @@ class OidcProvider:
             query["id_token_hint"] = id_token
         return _with_query(ends, query) if isinstance(ends, str) else None
 
+    async def begin_device(self) -> DeviceSignIn:
+        """Begin a sign-in of a program without a browser.
+
+        Raises NotFoundError if the provider has no such sign-ins, AuthError if it refuses this
+        service's client, UnavailableError.
+        """
+        if "device_authorization_endpoint" not in await self._discovered():
+            raise NotFoundError(
+                f"{self.name} offers no sign-in for the command line: its discovery document has no "
+                "device_authorization_endpoint. Sign in on the page and make a key there, or have "
+                "its administrator allow this service's client the OAuth 2.0 device authorization "
+                "grant.",
+                code="no_device_sign_in",
+            )
+        endpoint = await self._endpoint("device_authorization_endpoint")
+        status, told = await self._as_client(endpoint, {"scope": self._settings.oidc_scopes})
+        if status != 200:
+            raise AuthError(
+                f"{self.name} begins no sign-in for the command line: {self._refusal(status, told)}. "
+                "Its administrator can allow this service's client the OAuth 2.0 device "
+                "authorization grant.",
+                code="sign_in_refused",
+            )
+        return self._begun(told)
+
+    def _begun(self, told: Mapping[str, Any]) -> DeviceSignIn:
+        """Return what the provider's answer says. Raises UnavailableError if that is not usable."""
+        address = told.get("verification_uri", told.get("verification_url"))  # Google's name
+        complete = told.get("verification_uri_complete")
+        texts = (told.get("device_code"), told.get("user_code"), address)
+        usable = all(isinstance(text, str) and text.isprintable() and text for text in texts)
+        if not usable or not str(address).startswith(("https://", "http://")):
+            message = f"{self.name} has answered no device_code, user_code and verification_uri."
+            raise UnavailableError(message, retry_after=10)
+        if not isinstance(complete, str) or not complete.isprintable():
+            complete = None
+        return DeviceSignIn(
+            *map(str, texts),
+            complete_address=complete,
+            seconds=_whole(told.get("expires_in"), 600, _LONGEST_DEVICE_SECONDS),
+            interval=_whole(told.get("interval"), _INTERVAL_SECONDS, _LONGEST_INTERVAL),
+        )
+
+    async def device_signed_in(self, device_code: str) -> SignOn | None:
+        """Return the person who has confirmed a program's sign-in; None: nobody has yet.
+
+        Raises AuthError if it was refused or is over, LimitError if the program asks too often,
+        UnavailableError.
+        """
+        form = {"grant_type": _DEVICE_GRANT, "device_code": device_code}
+        status, tokens = await self._as_client(await self._endpoint("token_endpoint"), form)
+        error = tokens.get("error")
+        if error == "authorization_pending":
+            return None
+        if error == "slow_down":
+            message = (
+                f"{self.name} is asked too often about this sign-in: wait 5 s longer each time."
+            )
+            raise LimitError(message, code="slow_down", retry_after=2 * _INTERVAL_SECONDS)
+        if error in ("expired_token", "access_denied"):
+            why = "was not confirmed in time" if error == "expired_token" else "was refused"
+            raise AuthError(f"This sign-in {why} at {self.name}.", code="sign_in_refused")
+        if status != 200:
+            raise self._unconfirmed(status, tokens)
+        return (await self._person_of(tokens, None, f"device {device_code}")).person
+
     async def signed_in(
         self, sign_in: BrowserSignIn, answer: Mapping[str, str], back: str
     ) -> SignedIn:
@@ -209,15 +298,25 @@ class OidcProvider:
                 code="sign_in_refused",
             )
         tokens = await self._exchange(answer["code"], sign_in.verifier, back)
+        return await self._person_of(tokens, sign_in.nonce, sign_in.state)
+
+    async def _person_of(
+        self, tokens: Mapping[str, Any], nonce: str | None, state: str
+    ) -> SignedIn:
+        """Return the person whom the provider's tokens are about.
+
+        `nonce`: None: the sign-in had none. `state`: secret of the sign-in. Raises AuthError,
+        UnavailableError.
+        """
         id_token = tokens.get("id_token")
         if not isinstance(id_token, str):
             raise AuthError(f"{self.name} has sent no ID token.", code="sign_in_refused")
-        claims = await self._checked(id_token, sign_in.nonce)
+        claims = await self._checked(id_token, nonce)
         if not values_of(claims, self._settings.oidc_groups_claim):
             claims = await self._user_info(claims, tokens.get("access_token"))
         self._refuse_left_out(claims)
         groups = None if self._groups is None else await in_thread(self._groups.current)
-        return SignedIn(self._person(claims, sign_in.state, groups), id_token)
+        return SignedIn(self._person(claims, state, groups), id_token)
 
     def _refuse_left_out(self, claims: Mapping[str, Any]) -> None:
         """Raise AuthError for a person of so many groups that the provider only says where they
@@ -244,13 +343,32 @@ class OidcProvider:
 
     async def _exchange(self, code: str, verifier: str, back: str) -> dict[str, Any]:
         """Return the tokens for a code. Raises AuthError if the provider refuses it."""
-        client_id = self._settings.oidc_client_id
         form = {
             "grant_type": "authorization_code",
             "code": code,
             "redirect_uri": back,
             "code_verifier": verifier,
         }
+        status, tokens = await self._as_client(await self._endpoint("token_endpoint"), form)
+        if status != 200:
+            raise self._unconfirmed(status, tokens)
+        return tokens
+
+    def _unconfirmed(self, status: int, tokens: Mapping[str, Any]) -> AuthError:
+        why = self._refusal(status, tokens)
+        return AuthError(
+            f"{self.name} does not confirm this sign-in: {why}.", code="sign_in_refused"
+        )
+
+    def _refusal(self, status: int, told: Mapping[str, Any]) -> str:
+        """Log the provider's refusal, and return what it says of the reason."""
+        why = f"{told.get('error', status)} {told.get('error_description', '')}"[:200].strip()
+        log.warning("%s refuses a sign-in: %s", self._settings.oidc_issuer, why)
+        return why
+
+    async def _as_client(self, url: str, form: dict[str, str]) -> tuple[int, dict[str, Any]]:
+        """Return status and answer of a request that says which client asks, and proves it."""
+        client_id = self._settings.oidc_client_id
         known = (await self._discovered()).get(
             "token_endpoint_auth_methods_supported", ["client_secret_basic"]
         )
@@ -261,21 +379,12 @@ class OidcProvider:
             form |= {"client_id": client_id} | (
                 {} if self._secret is None else {"client_secret": self._secret}
             )
-        status, tokens = await self._asked(
-            "POST", await self._endpoint("token_endpoint"), data=form, auth=basic
-        )
-        if status != 200:
-            why = f"{tokens.get('error', status)} {tokens.get('error_description', '')}"[
-                :200
-            ].strip()
-            log.warning("%s refuses a code: %s", self._settings.oidc_issuer, why)
-            raise AuthError(
-                f"{self.name} does not confirm this sign-in: {why}.", code="sign_in_refused"
-            )
-        return tokens
+        return await self._asked("POST", url, data=form, auth=basic)
 
-    async def _checked(self, id_token: str, nonce: str) -> dict[str, Any]:
+    async def _checked(self, id_token: str, nonce: str | None) -> dict[str, Any]:
         """Return the claims of an ID token (OpenID Connect Core 1.0, 3.1.3.7).
+
+        `nonce`: None: the request for it had none.
 
         Raises AuthError if one of them is wrong.
         """
@@ -299,7 +408,8 @@ class OidcProvider:
                 "which of several (azp).",
                 code="sign_in_refused",
             )
-        if not hmac.compare_digest(str(claims.get("nonce", "")).encode(), nonce.encode()):
+        named = str(claims.get("nonce", "")).encode()
+        if nonce is not None and not hmac.compare_digest(named, nonce.encode()):
             raise AuthError(
                 f"The ID token of {self.name} belongs to another sign-in.", code="sign_in_refused"
             )
@@ -452,6 +562,12 @@ def _fits(key: Mapping[str, Any], header: Mapping[str, Any]) -> bool:
     return (
         named and key.get("use", "sig") == "sig" and key.get("alg", header["alg"]) == header["alg"]
     )
+
+
+def _whole(value: Any, usual: int, most: int) -> int:
+    """Return a number of seconds that the provider has named, within bounds."""
+    number = value if isinstance(value, int | float) and value > 0 else usual
+    return max(1, int(min(number, most)))
 
 
 def _with_query(url: str, query: Mapping[str, str]) -> str:

@@ -24,8 +24,10 @@ from ft_service.store.tenants.keys import SESSION_SECONDS
 from ft_service.store.tenants.people import SIGN_ON_MARK
 
 TOKEN_HEADER = "x-csrf-token"
-OF_THE_SESSION = frozenset({"/sign-out", "/project", "/v1/sign_in_links"})
-"""Paths whose POST changes nothing but a session of the same key, which every scope may."""
+OF_THE_SESSION = frozenset(
+    {"/sign-out", "/project", "/v1/sign_in_links", "/v1/device_sign_ins/key"}
+)
+"""Paths whose POST or DELETE changes nothing but a session of the same key, which every scope may."""
 _SAFE = frozenset({"GET", "HEAD", "OPTIONS"})
 
 

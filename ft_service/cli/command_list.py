@@ -263,6 +263,14 @@ ENTRIES: Mapping[str, CommandEntry] = {
         _SERVICE,
         "Let a coding agent use the server's tools (Model Context Protocol).",
     ),
+    "login": CommandEntry(
+        "login_command",
+        _SERVICE,
+        "Sign in at a server by your organisation's single sign-on, in a browser on any device.",
+    ),
+    "logout": CommandEntry(
+        "login_command", _SERVICE, "End a sign-in by `ft login`, here and at the server."
+    ),
     "keys": CommandEntry(
         "keys_command",
         _SERVICE,

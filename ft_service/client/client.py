@@ -19,7 +19,7 @@ from urllib.parse import quote, urlencode
 
 import httpx2
 
-from ft_service.client.connection import Connection, error_of, not_ours, reaching
+from ft_service.client.connection import Connection, error_of, is_loopback, not_ours, reaching
 from ft_service.client.responses import (
     LogLine,
     RemoteChat,
@@ -70,9 +70,7 @@ class Client:
             headers={"Authorization": f"Bearer {connection.api_key}"},
             timeout=httpx2.Timeout(60.0, connect=5.0),
             transport=transport,
-            trust_env=not _is_loopback(
-                connection.base_url
-            ),  # a proxy from the environment cannot reach this host's own server
+            trust_env=not is_loopback(connection.base_url),
         )
 
     def __enter__(self) -> Self:
@@ -518,10 +516,6 @@ def _lines(answer: httpx2.Response) -> Iterator[str]:
         yield from (line.removesuffix("\r") for line in whole)
     if left:
         yield left
-
-
-def _is_loopback(base_url: str) -> bool:
-    return httpx2.URL(base_url).host in ("127.0.0.1", "localhost", "::1")
 
 
 def _job(job_id: str) -> str:

@@ -10,6 +10,7 @@ import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import httpx2
 
@@ -30,6 +31,8 @@ START_HINT = (
 )
 
 
+LOGINS = "logins"
+"""File in FT_HOME with the keys of `ft login`."""
 _KEY = re.compile(r"[!-~]+")
 """Characters that a header can send, of which every key consists."""
 
@@ -50,32 +53,79 @@ def find_connection(
     api_key: str | None = None,
 ) -> Connection:
     """Return the server and key from the arguments, then FT_BASE_URL/FT_API_KEY, then
-    OPENAI_BASE_URL/OPENAI_API_KEY, then `home`: the newest running server of its `server.json`, and
-    the key in its `credentials`.
+    OPENAI_BASE_URL/OPENAI_API_KEY, then `home`: the newest running server of its `server.json`, or
+    the one of the newest `ft login`, and the key of a login there or in its `credentials`.
 
-    A key is sent only to the address that it belongs to: the credentials file's key to the home's
-    servers, and OPENAI_API_KEY (usually that of OpenAI's cloud) only to an address that was given.
+    A key is sent only to the address that it belongs to: a login's to its server, the credentials
+    file's key to the home's servers, and OPENAI_API_KEY (usually that of OpenAI's cloud) only to an
+    address that was given and at which nobody has logged in.
     Raises FtError if no server is known, AuthError if there is no key or one that no server can
     know, and SpecError if an address or the credentials file is invalid.
     """
     given = base_url or environ.get("FT_BASE_URL") or environ.get("OPENAI_BASE_URL")
-    key = api_key or environ.get("FT_API_KEY") or (environ.get("OPENAI_API_KEY") if given else None)
+    logins = kept_logins(home)
+    key = api_key or environ.get("FT_API_KEY")
+    if not key and given:
+        login = logins.get(address_of(given))
+        key = login["key"] if login else environ.get("OPENAI_API_KEY")
     if key and not _KEY.fullmatch(key):
         raise AuthError(
             "The API key (FT_API_KEY) has white space or characters beyond ASCII, which no key "
             "has: copy it whole."
         )
     if given and key:
-        return Connection(_address(given), key)
+        return Connection(address_of(given), key)
     ours = _local_key(home / "credentials")
-    known = [_address(server.url) for server in living_servers(home)]
-    address = _address(given) if given else next(iter(known), None)
+    known = [address_of(server.url) for server in living_servers(home)]
+    address = address_of(given) if given else next(iter([*known, *reversed(logins)]), None)
     if address is None:
         raise FtError(_no_server(home, ours), code="no_server")
+    if not key and address in logins:
+        key = logins[address]["key"]
     key = key or (ours if address in known else None)
     if key is None:
-        raise AuthError(f"There is no API key for {given or address}: set FT_API_KEY.")
+        raise AuthError(
+            f"There is no API key for {given or address}: set FT_API_KEY, or `ft login`."
+        )
     return Connection(address, key)
+
+
+def find_address(environ: Mapping[str, str], home: Path, given: str | None) -> str:
+    """Return the server to log in at: the given one, then FT_BASE_URL and OPENAI_BASE_URL, then a
+    running server of `home`, then that of the newest login.
+
+    Raises FtError if none is known, SpecError for what is no address.
+    """
+    named = given or environ.get("FT_BASE_URL") or environ.get("OPENAI_BASE_URL")
+    if named:
+        return address_of(named)
+    known = [server.url for server in living_servers(home)]
+    address = next(iter([*known, *reversed(kept_logins(home))]), None)
+    if address is None:
+        raise FtError(
+            "No server is known: give its address, such as ft login https://ft.example.com, or set "
+            "FT_BASE_URL.",
+            code="no_server",
+        )
+    return address_of(address)
+
+
+def kept_logins(home: Path) -> dict[str, dict[str, Any]]:
+    """Return the logins of `home` by address, the newest last. Raises SpecError for a file of
+    another kind.
+    """
+    path = home / LOGINS
+    try:
+        logins = json.loads(path.read_text(encoding="utf-8"))
+        if not all(isinstance(login["key"], str) for login in logins.values()):
+            raise TypeError
+        return logins
+    except FileNotFoundError:
+        return {}
+    except OSError as error:
+        raise SpecError(f"{path} cannot be read: {error.strerror}.") from None
+    except (ValueError, KeyError, TypeError, AttributeError):
+        raise SpecError(f"{path} is not a file of logins: remove it, and `ft login`.") from None
 
 
 def _no_server(home: Path, key: str | None) -> str:
@@ -104,7 +154,8 @@ def _local_key(path: Path) -> str | None:
         ) from None
 
 
-def _address(text: str) -> str:
+def address_of(text: str) -> str:
+    """Return a server's address with its version (`/v1`). Raises SpecError."""
     try:
         url = httpx2.URL(text)
     except (httpx2.InvalidURL, ValueError):
@@ -115,6 +166,13 @@ def _address(text: str) -> str:
             param="base_url",
         )
     return str(url.copy_with(path=url.path.rstrip("/") or "/v1"))
+
+
+def is_loopback(base_url: str) -> bool:
+    """Return whether a server is this host's own, which a proxy from the environment cannot
+    reach.
+    """
+    return httpx2.URL(base_url).host in ("127.0.0.1", "localhost", "::1")
 
 
 BY_STATUS: dict[int, type[FtError]] = {

@@ -39,6 +39,7 @@ PRIVATE = (
         ENGINES,
         FILES,
         "ft.db",
+        "logins",
         PROJECT_RUNS,
         RUNS,
         "server.json",

@@ -41,9 +41,12 @@ otherwise.
 """
 _DAY_SECONDS = 86_400.0
 
-Kind = Literal["session", "link", "state"]
-"""state: of a sign-in through the provider that was carried out, so that it is not carried out
-twice.
+LOGIN_MARK = "ft-login-"
+"""The beginning of the secret of a person's sign-in on the command line."""
+
+Kind = Literal["session", "login", "link", "state"]
+"""login: a person's, on the command line (`ft login`). state: of a sign-in through the provider that
+was carried out, so that it is not carried out twice.
 """
 _ROTATED = "key.rotated"
 _PRINCIPAL = (
@@ -299,10 +302,13 @@ class KeyStore(StorePart):
         return ApiKey(**row)
 
     def authenticate(self, secret: str) -> Principal | None:
-        """The holder of a secret; None if it is unknown, revoked or expired.  It only reads: a
-        thread stores that the key was used, unless the database cannot be written.
+        """The holder of a key's secret, or of a login's; None if it is unknown, revoked or expired.
+        It only reads: a thread stores that the key was used, unless the database cannot be written.
         """
         digest = digest_of(secret)
+        if secret.startswith(LOGIN_MARK):
+            with self._database.reading() as connection:
+                return holder_of(connection, digest, "login")
         query = (
             select(
                 keys,

@@ -20,7 +20,7 @@ from typing import Any
 from sqlalchemy import Connection, and_, case, or_, select, update
 from sqlalchemy.exc import IntegrityError
 
-from ft_service.errors import AuthError, NotFoundError, SpecError
+from ft_service.errors import AuthError, ForbiddenError, NotFoundError, SpecError
 from ft_service.ids import new_id
 from ft_service.store.database import StorePart, database_time, upsert
 from ft_service.store.records import ApiKey, Scope
@@ -28,8 +28,10 @@ from ft_service.store.rows import KEY
 from ft_service.store.tables import LIVING_PERSON, keys, projects, sessions
 from ft_service.store.tenants.audit import record
 from ft_service.store.tenants.keys import (
+    LOGIN_MARK,
     PERSON_DAYS,
     SECRET_BYTES,
+    Kind,
     add_session,
     digest_of,
     revoke_with,
@@ -62,6 +64,16 @@ class SignOn:
     """Secret of this one sign-in, which is carried out once."""
 
 
+@dataclass(frozen=True)
+class Login:
+    """A person's sign-in on the command line."""
+
+    secret: str
+    project_id: str
+    scope: Scope
+    expires_at: float
+
+
 class PeopleStore(StorePart):
     """Sign-ins of people, and the projects that they may work in."""
 
@@ -79,10 +91,28 @@ class PeopleStore(StorePart):
     def sign_in(self, person: SignOn, seconds: float) -> str | None:
         """Let a person work in the projects of the grants, and in no other, for `seconds`.
 
-        Return the secret of a session in the one where the person was last, at first the first one;
-        None if none of them exists. Raises AuthError if the sign-in was carried out before.
+        Return the secret of a browser's session in the one where the person was last, at first the
+        first one; None if none of them exists. Raises AuthError if the sign-in was carried out
+        before.
         """
         secret = SIGN_ON_MARK + secrets.token_urlsafe(SECRET_BYTES)
+        return secret if self._carry_out(person, seconds, "session", secret, None) else None
+
+    def log_in(self, person: SignOn, seconds: float, project_id: str | None) -> Login | None:
+        """Do as `sign_in`, for the command line, in one project; None: where the person was last.
+
+        Raises AuthError as `sign_in`, ForbiddenError if the grants do not open that project.
+        """
+        secret = LOGIN_MARK + secrets.token_urlsafe(SECRET_BYTES)
+        place = self._carry_out(person, seconds, "login", secret, project_id)
+        if place is None:
+            return None
+        return Login(secret, place.project_id, place.scope, place.now + seconds)
+
+    def _carry_out(
+        self, person: SignOn, seconds: float, kind: Kind, secret: str, project_id: str | None
+    ) -> Any:
+        """Carry out a sign-in, and return the person's row of the project that it leads to."""
         with self._database.writing() as connection:
             living = select(projects.c.id).where(
                 projects.c.id.in_(list(person.grants)), projects.c.archived_at.is_(None)
@@ -95,7 +125,14 @@ class PeopleStore(StorePart):
                 _keep_keys(connection, row, self.key_days)
             if not rows:
                 return None
-            last = max(rows, key=lambda row: row.last_used_at or 0.0)
+            last = max(
+                rows, key=lambda row: (row.project_id == project_id, row.last_used_at or 0.0)
+            )
+            if project_id not in (None, last.project_id):
+                raise ForbiddenError(
+                    f"project: your groups do not open {str(project_id)[:80]!r}, but "
+                    f"{', '.join(opened[:10])}.",
+                )
             _note_use(connection, last.id)
             place = (last.project_id, last.id)
             try:
@@ -106,8 +143,8 @@ class PeopleStore(StorePart):
                 raise AuthError(
                     "This sign-in was carried out before.", code="sign_in_repeated"
                 ) from None
-            add_session(connection, "session", secret, *place, database_time() + seconds)
-        return secret
+            add_session(connection, kind, secret, *place, database_time() + seconds)
+        return last
 
     def end(self, person: str) -> list[ApiKey]:
         """End what a person has here at once: sessions, and the keys that they made. Return the
@@ -243,7 +280,10 @@ def _let_in(connection: Connection, person: SignOn, project_id: str, seconds: fl
         .on_conflict_do_update(
             index_elements=["identity", "project_id"], index_where=LIVING_PERSON, set_=until
         )
-        .returning(keys.c.id, keys.c.project_id, keys.c.scope, keys.c.last_used_at)
+        .returning(
+            *(keys.c.id, keys.c.project_id, keys.c.scope, keys.c.last_used_at),
+            database_time().label("now"),
+        )
     )
     key = connection.execute(statement).one()
     record(connection, project_id, "person.signed_in", key.id, name=person.name, scope=scope)

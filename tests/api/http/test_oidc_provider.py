@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import jwt
 import pytest
@@ -21,7 +22,7 @@ from pydantic import SecretStr, ValidationError
 
 from api.http import oidc_provider
 from api.http.oidc_provider import BrowserSignIn, OidcProvider
-from ft_service.errors import AuthError, UnavailableError
+from ft_service.errors import AuthError, LimitError, UnavailableError
 from ft_service.settings import Settings
 
 
@@ -226,3 +227,72 @@ def test_a_person_whose_groups_the_provider_left_out_is_told(server: Any) -> Non
     assert caught.value.code == "sign_in_refused"
     provider._refuse_left_out(left_out | {"groups": ["a"]})
     provider._refuse_left_out({})
+
+
+@pytest.fixture
+def devices(server: Any) -> Iterator[tuple[OidcProvider, list[Any]]]:
+    """A provider with device authorization, and what it answers to a POST: status and JSON."""
+    provider, issuer = provider_at(server)
+    server.answer = {
+        "issuer": issuer,
+        "token_endpoint": f"{issuer}/token",
+        "device_authorization_endpoint": f"{issuer}/device",
+    }
+    answer: list[Any] = []
+
+    def do_post(handler: Any) -> None:
+        status, told = answer
+        handler.rfile.read(int(handler.headers["content-length"]))
+        handler.send_response(status)
+        handler.end_headers()
+        handler.wfile.write(json.dumps(told).encode())
+
+    with patch.object(_Served, "do_POST", do_post, create=True):
+        yield provider, answer
+
+
+BEGUN = {"device_code": "d", "user_code": "u", "verification_uri": "https://login.example/device"}
+
+
+def test_a_devices_sign_in_is_taken_within_bounds(devices: tuple[OidcProvider, list[Any]]) -> None:
+    provider, answer = devices
+    answer[:] = [200, BEGUN]
+    begun = asyncio.run(provider.begin_device())
+    assert (begun.seconds, begun.interval, begun.complete_address) == (600, 5, None)
+    answer[:] = [200, BEGUN | {"expires_in": 1e9, "interval": "x", "verification_uri_complete": 1}]
+    begun = asyncio.run(provider.begin_device())
+    assert (begun.seconds, begun.interval, begun.complete_address) == (3600, 5, None)
+    google = {name: value for name, value in BEGUN.items() if name != "verification_uri"}
+    answer[:] = [200, google | {"verification_url": "https://google.example/device"}]
+    assert asyncio.run(provider.begin_device()).address == "https://google.example/device"
+    for wrong in (
+        {"user_code": "\x1b[2J"},
+        {"verification_uri": "javascript:x"},
+        {"device_code": 1},
+    ):
+        answer[:] = [200, BEGUN | wrong]
+        with pytest.raises(UnavailableError, match="no device_code, user_code and"):
+            asyncio.run(provider.begin_device())
+    answer[:] = [400, {"error": "unauthorized_client"}]
+    with pytest.raises(AuthError, match=r"unauthorized_client\. Its administrator can allow"):
+        asyncio.run(provider.begin_device())
+
+
+@pytest.mark.parametrize(
+    ("error", "kind", "why"),
+    [
+        ("expired_token", AuthError, "was not confirmed in time"),
+        ("access_denied", AuthError, "was refused"),
+        ("slow_down", LimitError, "asked too often"),
+        ("invalid_grant", AuthError, "does not confirm this sign-in: invalid_grant"),
+    ],
+)
+def test_a_devices_sign_in_that_failed_is_told(
+    devices: tuple[OidcProvider, list[Any]], error: str, kind: type[Exception], why: str
+) -> None:
+    provider, answer = devices
+    answer[:] = [400, {"error": "authorization_pending"}]
+    assert asyncio.run(provider.device_signed_in("d")) is None
+    answer[:] = [400, {"error": error}]
+    with pytest.raises(kind, match=why):
+        asyncio.run(provider.device_signed_in("d"))

@@ -8,6 +8,7 @@ from typing import Any
 import openai
 import pytest
 
+from api.routes import device_sign_ins
 from ft_service.control.cleanup.erasing import erase
 from ft_service.control.cleanup.housekeeping import remove_expired
 from ft_service.jobs.states import State
@@ -442,3 +443,17 @@ def test_use_is_shown_by_day_project_and_key(service: Service, client: openai.Op
         "GET", f"/v1/organization/usage/fine_tuning?limit=3&page={first['next_page']}"
     ).json()
     assert second["data"][0]["start_time"] == first["data"][-1]["end_time"]
+
+
+def test_without_a_key_few_sign_ins_are_begun(
+    service: Service, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(device_sign_ins, "OF_ADDRESS", 2)
+    path = f"{service.url}/v1/device_sign_ins"
+    answers = [service.connections.post(path) for _ in range(3)]
+    assert [answer.status_code for answer in answers] == [404, 404, 429]
+    assert "2 requests a minute without a key" in answers[-1].text
+    assert float(answers[-1].headers["retry-after"]) >= 1
+    assert "FT_OIDC_ISSUER is not set" in answers[0].text
+    ended = service.http("DELETE", "/v1/device_sign_ins/key")
+    assert (ended.status_code, "`ft keys revoke`" in ended.text) == (400, True)

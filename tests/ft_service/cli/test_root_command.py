@@ -13,9 +13,9 @@ import pytest
 import typer
 import typer.core
 
-from ft_service import __version__
 from ft_service.cli.command_list import ENTRIES, NEEDED, load
 from ft_service.cli.root_command import app
+from ft_service import __version__
 from tests.support.command_line import Ft
 from tests.support.rest.stub_server import StubServer, job_body
 
@@ -43,6 +43,8 @@ COMMANDS = {
         "plan",
         "models",
         "keys",
+        "login",
+        "logout",
         "mcp",
         "rollout",
         "rollouts",

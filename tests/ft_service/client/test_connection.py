@@ -9,7 +9,7 @@ import httpx2
 import pytest
 
 from ft_service.client.client import Client
-from ft_service.client.connection import Connection, find_connection
+from ft_service.client.connection import Connection, find_address, find_connection
 from ft_service.errors import (
     AuthError,
     ConflictError,
@@ -60,6 +60,22 @@ def test_the_local_key_is_not_sent_to_another_server(home: Path) -> None:
 
 def test_the_local_servers_address_given_by_hand_finds_its_key(home: Path) -> None:
     assert find_connection({"FT_BASE_URL": "http://127.0.0.1:8000/v1/"}, home).api_key == "ft-local"
+
+
+def test_a_login_is_used_at_its_server_alone(home: Path, tmp_path: Path) -> None:
+    keys = {"https://a.example/v1": "ft-login-a", "http://box:9/v1": "ft-login-box"}
+    (tmp_path / "logins").write_text(json.dumps({url: {"key": key} for url, key in keys.items()}))
+    assert find_connection({"FT_BASE_URL": "http://box:9"}, home).api_key == "ft-login-box"
+    assert find_connection(OURS, home).api_key == "ft-env", "a key that is given goes first"
+    cloud = {"FT_BASE_URL": "https://a.example", "OPENAI_API_KEY": "sk-cloud"}
+    assert find_connection(cloud, home).api_key == "ft-login-a"
+    assert find_connection({}, home).api_key == "ft-local", "a server that runs here"
+    (tmp_path / "server.json").unlink()
+    assert find_connection({}, home) == Connection("http://box:9/v1", "ft-login-box"), "the newest"
+    assert find_address({}, home, None) == "http://box:9/v1"
+    (tmp_path / "logins").write_text('{"a": 1}')
+    with pytest.raises(SpecError, match="is not a file of logins: remove it"):
+        find_connection({}, home)
 
 
 def test_our_key_alone_goes_to_the_local_server(home: Path) -> None:

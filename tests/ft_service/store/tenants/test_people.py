@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from ft_service.errors import AuthError, NotFoundError, SpecError
+from ft_service.errors import AuthError, ForbiddenError, NotFoundError, SpecError
 from ft_service.store.tables import keys
 from ft_service.store.tenants.people import SignOn
 from tests.support.records import OTHER, PROJECT
@@ -206,3 +206,23 @@ def test_all_that_a_person_has_can_be_ended_at_once(store):
     store.people.sign_in(SignOn(**namesake, grants={PROJECT: "read"}, state="two"), 60)
     with pytest.raises(SpecError, match=r"2 people are called 'ada@example\.com'"):
         store.people.end("ada@example.com")
+
+
+def test_a_login_is_the_persons_and_ends_with_the_persons_access(store):
+    grants = {PROJECT: "admin", OTHER: "read"}
+    login = store.people.log_in(ada("one", **grants), 60, None)
+    there = store.people.log_in(ada("two", **grants), 60, OTHER)
+    assert (login.project_id, there.project_id, there.scope) == (PROJECT, OTHER, "read")
+    holder = store.keys.authenticate(login.secret)
+    assert (holder.scope, holder.identity) == ("admin", "https://login.example ada")
+    assert store.sessions.session_holder(login.secret) is None, "no browser's"
+    assert key_by(store, holder)[0].ends_with == holder.key_id
+    with pytest.raises(AuthError, match="carried out before"):
+        store.people.log_in(ada("two", **grants), 60, None)
+    with pytest.raises(ForbiddenError, match="do not open 'nowhere', but"):
+        store.people.log_in(ada("three", **grants), 60, "nowhere")
+    store.sessions.end_session(there.secret)
+    assert store.keys.authenticate(there.secret) is None
+    assert store.keys.authenticate(login.secret)
+    assert store.people.log_in(ada("four"), 60, None) is None
+    assert store.keys.authenticate(login.secret) is None

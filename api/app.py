@@ -47,7 +47,6 @@ from api.routes.page import (
 from api.routes.tinker import run_routes, sampling_routes, session_routes, training_routes
 from api.routes.tuning import plans, sweeps
 from api.wire import error_views
-from ft_service import __version__
 from ft_service.agents.open_rollouts import OpenRollouts
 from ft_service.bases.catalogue import Catalogue
 from ft_service.bases.describing import Descriptions
@@ -60,6 +59,7 @@ from ft_service.serving.preview import Preview
 from ft_service.settings import Settings
 from ft_service.store.sql import Store
 from ft_service.traces import Traces
+from ft_service.version import this_version
 
 _DESCRIPTION = """
 Fine-tuning in OpenAI's wire format: `openai.OpenAI(base_url="…/v1", api_key="…")` works unchanged. Options that OpenAI has no
@@ -112,7 +112,7 @@ def create_app(
     meters = meters or Meters()
     app = FastAPIOffline(
         title="ft-service",
-        version=__version__,
+        version=this_version(),
         description=_DESCRIPTION,
         docs_url=None,  # openapi.py has one that runs no scripts of other origins
         redoc_url=None,

@@ -13,8 +13,8 @@ from pathlib import Path
 
 import pytest
 
-from ft_service import __version__
 from ft_service.installation import BUNDLED, PYTHONPATH, ROOT, python_path, root_of
+from ft_service.version import this_version
 from tests.support.wheels import build_wheel
 
 pytestmark = pytest.mark.docs
@@ -68,16 +68,19 @@ def test_the_wheel_has_everything_of_the_packages(names: set[str]) -> None:
 
 
 def test_the_only_top_level_package_is_ours(names: set[str]) -> None:
-    assert {name.partition("/")[0] for name in names} == {CORE, f"{CORE}-{__version__}.dist-info"}
+    assert {name.partition("/")[0] for name in names} == {
+        CORE,
+        f"{CORE}-{this_version()}.dist-info",
+    }
     assert not [name for name in names if "__pycache__" in name or "/tests/" in name]
 
 
 def test_the_wheels_metadata_say_what_the_project_says(wheel: Path) -> None:
-    information = f"{CORE}-{__version__}.dist-info"
+    information = f"{CORE}-{this_version()}.dist-info"
     with zipfile.ZipFile(wheel) as file:
         metadata = Parser().parsestr(file.read(f"{information}/METADATA").decode())
         scripts = file.read(f"{information}/entry_points.txt").decode()
-    assert metadata["Version"] == __version__
+    assert metadata["Version"] == this_version()
     assert set(re.findall(r"^([\w-]+) = ft_service\.cli:main$", scripts, re.MULTILINE)) == {
         "ft",
         "ft-service",

@@ -20,9 +20,9 @@ from api.http.origins import other_origin
 from api.http.routing import keyed_router
 from api.mcp.tools import MOST_BYTES, TOOLS, Tool
 from api.page.inner_api import OF_KEY, ApiError, InnerApi
-from ft_service import __version__
 from ft_service.errors import ForbiddenError, SpecError
 from ft_service.spec import spec_error
+from ft_service.version import this_version
 
 _INSTRUCTIONS = (
     "Fine-tuning on the user's own machines. The way to a tuned model: models, upload_data, "
@@ -49,7 +49,7 @@ def install(app: FastAPI) -> None:
     """Give an application the route and what runs beside it."""
     server = Server(
         "ft-service",
-        version=__version__,
+        version=this_version(),
         instructions=_INSTRUCTIONS,
         on_list_tools=_listed,
         on_call_tool=_called,

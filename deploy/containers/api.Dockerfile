@@ -1,5 +1,5 @@
 # API, reconciler and migration: the core, the web framework and tokenizers, no torch.
-#   docker build -f deploy/containers/api.Dockerfile -t ft-api:0.2.0 .
+#   docker build -f deploy/containers/api.Dockerfile -t ft-api:0.2.0 --build-arg SOURCE_COMMIT=$(git rev-parse HEAD) .
 # Pin the base by digest for a release: --build-arg PYTHON_IMAGE=python:3.12-slim-bookworm@sha256:…
 ARG PYTHON_IMAGE=python:3.12-slim-bookworm
 
@@ -9,6 +9,7 @@ ENV PIP_DISABLE_PIP_VERSION_CHECK=1 PIP_NO_CACHE_DIR=1
 RUN python -m venv /opt/ft
 WORKDIR /src
 COPY pyproject.toml constraints.txt README.md LICENSE ./
+ARG SOURCE_COMMIT
 COPY ft_service ft_service
 COPY api api
 COPY workers workers
@@ -18,9 +19,11 @@ RUN python -m venv /opt/sbom && /opt/sbom/bin/pip install 'cyclonedx-bom==7.5.0'
     && /opt/sbom/bin/cyclonedx-py environment --output-file /opt/ft/sbom.cdx.json /opt/ft/bin/python
 
 FROM ${PYTHON_IMAGE}
+ARG SOURCE_COMMIT
 LABEL org.opencontainers.image.title="ft-api" \
     org.opencontainers.image.description="API and reconciler of ft-service, a self-hosted fine-tuning service" \
-    org.opencontainers.image.version="0.2.0" \
+    org.opencontainers.image.version="0.3.0.dev0" \
+    org.opencontainers.image.revision="${SOURCE_COMMIT}" \
     org.opencontainers.image.licenses="Apache-2.0"
 RUN useradd --uid 10001 --no-create-home --home-dir /var/lib/ft ft && install -d -m 0700 -o ft -g ft /var/lib/ft
 COPY --from=build /opt/ft /opt/ft

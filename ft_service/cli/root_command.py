@@ -12,7 +12,6 @@ from typing import Annotated
 
 import typer
 
-from ft_service import __version__
 from ft_service.cli.command_list import HELP, Commands, first_screen, simplify_help, usage_text
 from ft_service.cli.output import (
     Json,
@@ -40,10 +39,12 @@ def register(typer_app: typer.Typer) -> None:
 
 def version(as_json: Json = False) -> None:
     """Print the version."""
+    from ft_service.version import this_version  # which asks git
+
     if as_json:
-        print_json({"version": __version__})
+        print_json({"version": this_version()})
     else:
-        typer.echo(f"ft-service {__version__}")
+        typer.echo(f"ft-service {this_version()}")
 
 
 def _version_wanted(wanted: bool) -> None:

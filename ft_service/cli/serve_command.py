@@ -13,7 +13,6 @@ from urllib.parse import quote
 
 import typer
 
-from ft_service import __version__
 from ft_service.cli.jobs.job_argument import complete_job, find_job
 from ft_service.cli.local_store import with_sample_base
 from ft_service.cli.output import Json, connect, load_settings, print_json_line, print_note
@@ -21,6 +20,7 @@ from ft_service.errors import FtError
 from ft_service.host.lifetime import die_with_parent
 from ft_service.host.quick_imports import quick_imports
 from ft_service.settings import refuse_misspelt
+from ft_service.version import this_version
 
 WEB_PACKAGES = frozenset(
     {"api", "fastapi", "fastapi_offline", "starlette", "uvicorn", "python_multipart"}
@@ -75,7 +75,7 @@ def migrate(as_json: Json = False) -> None:
     store = importlib.import_module("ft_service.store.sql")
     store.migrate(load_settings().resolved_database_url())
     if as_json:
-        print_json_line({"event": "migrated", "version": __version__})
+        print_json_line({"event": "migrated", "version": this_version()})
     else:
         print("The database has this version's schema.")
 

@@ -10,6 +10,7 @@ import pytest
 import yaml
 
 from ft_service import __version__
+from ft_service.version import base_version
 
 ROOT = Path(__file__).parents[2]
 FILES = sorted((ROOT / "deploy/containers").glob("*.Dockerfile"))
@@ -38,7 +39,9 @@ def test_what_is_copied_and_installed_exists(path: Path) -> None:
 @pytest.mark.parametrize("path", FILES, ids=lambda path: path.stem)
 def test_images_say_what_they_are_and_what_is_in_them(path: Path) -> None:
     text = path.read_text()
-    assert f'org.opencontainers.image.version="{__version__}"' in text
+    assert f'org.opencontainers.image.version="{base_version()}"' in text
+    assert 'org.opencontainers.image.revision="${SOURCE_COMMIT}"' in text
+    assert "ARG SOURCE_COMMIT\nCOPY ft_service" in text, "the wheel is called by it"
     assert f'org.opencontainers.image.title="ft-{path.stem}"' in text
     build, final = text.split("\nFROM ${PYTHON_IMAGE}\n")
     assert re.search(r"pip install 'cyclonedx-bom==[\d.]+'", build), (
@@ -80,7 +83,7 @@ def test_every_image_tag_is_the_version() -> None:
     )
     tags = re.findall(
         r"(?:\bft-(?:api|worker):|newTag: |kubernetes\.io/version: |appVersion: "
-        r"|image\.version=\")([\w.]+)",
+        r")([\w.]+)",
         text,
     )
     assert len(tags) > 5

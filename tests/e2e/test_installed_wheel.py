@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from ft_service import __version__
+from ft_service.version import this_version
 from tests.support.attempts import kill_leftovers, wait_for
 from tests.support.wheels import WheelEnvironment, build_wheel
 
@@ -46,7 +46,7 @@ def test_the_wheel_alone_plans_serves_and_trains_beside_foreign_packages(
     installed: WheelEnvironment,
 ) -> None:
     installed.share(hidden=lambda name: HEAVY.match(name) is not None)
-    assert installed.output("ft", "--version") == f"ft-service {__version__}\n"
+    assert installed.output("ft", "--version") == f"ft-service {this_version()}\n"
     copied = installed.output("ft", "quickstart", "--copy", "mine")
     assert "quickstart.yaml" in copied
     assert "150 steps over 1,200 samples" in installed.output(

@@ -15,7 +15,7 @@ import typer.core
 
 from ft_service.cli.command_list import ENTRIES, NEEDED, load
 from ft_service.cli.root_command import app
-from ft_service import __version__
+from ft_service.version import this_version
 from tests.support.command_line import Ft
 from tests.support.rest.stub_server import StubServer, job_body
 
@@ -78,9 +78,9 @@ def test_the_commands_are_exactly_these(ft: Ft) -> None:
 
 
 def test_version(ft: Ft) -> None:
-    assert ft("version").out == f"ft-service {__version__}\n"
+    assert ft("version").out == f"ft-service {this_version()}\n"
     assert ft("--version") == ft("version")
-    assert json.loads(ft("version", "--json").out) == {"version": __version__}
+    assert json.loads(ft("version", "--json").out) == {"version": this_version()}
 
 
 def test_every_command_prints_json_if_asked_to() -> None:

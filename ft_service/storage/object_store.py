@@ -19,6 +19,20 @@ PACKAGES = {"s3": "s3fs", "gs": "gcsfs"}
 """Scheme of a URL → package that implements it."""
 
 
+CONNECT_SECONDS = 5
+SILENT_SECONDS = 15
+"""Longest silence within an answer of S3. With the tries, an operation fails within two minutes."""
+_TRIES = 3
+"""Tries by s3fs, in each of which botocore asks twice."""
+_RIGHTS = {
+    "reading": "s3:GetObject (storage.objects.get)",
+    "writing": "s3:PutObject (storage.objects.create)",
+    "listing": "s3:ListBucket (storage.objects.list)",
+    "removing": "s3:DeleteObject (storage.objects.delete)",
+}
+"""What is done → the right to it on S3 and on Google's storage."""
+
+
 @dataclass(frozen=True)
 class StoredObject:
     """What the storage tells of an object."""
@@ -61,14 +75,20 @@ class ObjectStore:
         self.url = url.rstrip("/")
         self._root = rest.strip("/")
         fsspec = importlib.import_module("fsspec")
+        if scheme == "s3":
+            bounds = {"connect_timeout": CONNECT_SECONDS, "read_timeout": SILENT_SECONDS}
+            tries = {"retries": {"max_attempts": 1}}
+            options["config_kwargs"] = bounds | tries | options.get("config_kwargs", {})
         # A cached listing would hide what other processes write.
         self._fs: Any = fsspec.filesystem(
             scheme, use_listings_cache=False, skip_instance_cache=True, **options
         )
+        if scheme == "s3":
+            self._fs.retries = _TRIES
 
     def get(self, key: str, most: int | None = None) -> bytes | None:
         """Return the first `most` bytes of an object (None: all); None: it does not exist."""
-        with self._errors():
+        with self._errors("reading", key):
             try:
                 if most is None:
                     return self._fs.cat_file(self._path(key))
@@ -83,12 +103,12 @@ class ObjectStore:
                 return b""
 
     def put(self, key: str, body: bytes) -> None:
-        with self._errors():
+        with self._errors("writing", key):
             self._fs.pipe_file(self._path(key), body)
 
     def put_if_absent(self, key: str, body: bytes) -> bool:
         """Write an object unless the key exists. True if this call wrote it."""
-        with self._errors():
+        with self._errors("writing", key):
             try:
                 self._fs.pipe_file(self._path(key), body, mode="create")
             except FileExistsError:
@@ -102,7 +122,7 @@ class ObjectStore:
     def entries(self, prefix: str) -> dict[str, StoredObject]:
         """Return key → size and age of every object below a folder."""
         base = self._path(prefix).rstrip("/")
-        with self._errors():
+        with self._errors("listing", prefix):
             objects = self._fs.find(base, detail=True)
         return {
             path[len(self._root) + 1 :]: StoredObject.of(info)
@@ -112,7 +132,7 @@ class ObjectStore:
 
     def entry(self, key: str) -> StoredObject | None:
         """Return size and age of an object; None: it does not exist."""
-        with self._errors():
+        with self._errors("reading", key):
             try:
                 return StoredObject.of(self._fs.info(self._path(key)))
             except FileNotFoundError:
@@ -121,7 +141,7 @@ class ObjectStore:
     def names(self, prefix: str) -> list[str]:
         """Return the names directly below a folder, of objects and of folders."""
         base = self._path(prefix).rstrip("/")
-        with self._errors():
+        with self._errors("listing", prefix):
             try:
                 paths = self._fs.ls(base, detail=False)
             except FileNotFoundError:
@@ -136,12 +156,12 @@ class ObjectStore:
         return None if found is None else found.bytes
 
     def upload(self, path: Path, key: str) -> None:
-        with self._errors():
+        with self._errors("writing", key):
             self._fs.put_file(str(path), self._path(key))
 
     def upload_if_absent(self, path: Path, key: str) -> bool:
         """Upload a file unless the key exists. True if this call uploaded it."""
-        with self._errors():
+        with self._errors("writing", key):
             try:
                 self._fs.put_file(str(path), self._path(key), mode="create")
             except FileExistsError:
@@ -157,27 +177,33 @@ class ObjectStore:
         # Two requests may download one object at once.
         partial = path.with_name(f".tmp-{uuid.uuid4().hex}")
         try:
-            with self._errors():
+            with self._errors("reading", key):
                 self._fs.get_file(self._path(key), str(partial))
             partial.replace(path)
         finally:
             partial.unlink(missing_ok=True)
 
     def remove(self, key: str) -> None:
-        with self._errors(), contextlib.suppress(FileNotFoundError):
+        with self._errors("removing", key), contextlib.suppress(FileNotFoundError):
             self._fs.rm_file(self._path(key))
 
     def _path(self, key: str) -> str:
         return f"{self._root}/{key}"
 
     @contextlib.contextmanager
-    def _errors(self) -> Iterator[None]:
+    def _errors(self, doing: str, key: str) -> Iterator[None]:
         """Convert the errors of fsspec's clients to UnavailableError."""
         try:
             yield
         except (FileNotFoundError, FileExistsError, FtError):
             raise
         except Exception as error:
+            if isinstance(error, PermissionError) or str(error).startswith("Forbidden"):
+                raise UnavailableError(
+                    f"{self.url} denies {doing} {key}: {str(error)[:500]} Its credentials are wrong "
+                    f"or have expired, or lack {_RIGHTS[doing]} there.",
+                    code="storage_denied",
+                ) from error
             raise UnavailableError(
-                f"{self.url} cannot be used: {type(error).__name__}: {error}"
+                f"{self.url} cannot be used: {doing} {key}: {type(error).__name__}: {error}"
             ) from error

@@ -51,6 +51,8 @@ from ft_service.storage.object_store import ObjectStore
 log = logging.getLogger(__name__)
 
 FOLLOW_SECONDS = 0.5
+MOST_FOLLOW_SECONDS = 8.0
+"""Longest pause while storage fails."""
 LOOK_SECONDS = 3.0
 """Pause between looks for requests of the service, and for the seal where nothing is at risk: each
 request costs money.
@@ -421,9 +423,13 @@ def main(arguments: Sequence[str]) -> int:
 
 
 def _follow(url: str, run_dir: str, attempt: int, node: int) -> None:
-    """Copy changes until this process is ended. An outage of the storage only delays them."""
+    """Copy changes until this process is ended. An outage of the storage only delays them, and so
+    does one that denies something until its rights are given.
+    """
     sync: Sync | None = None
     look_at = 0.0
+    failures = 0
+    told = ""
     while True:
         try:
             sync = sync or Sync(ObjectStore(url), RunDir(run_dir), attempt, node)
@@ -431,12 +437,19 @@ def _follow(url: str, run_dir: str, attempt: int, node: int) -> None:
                 sync.listen()
                 look_at = time.monotonic() + LOOK_SECONDS
             sync.push()
+            if told:
+                log.info("object storage takes what has waited for it")
+            failures, told = 0, ""
         except UnavailableError as error:
-            log.warning("%s", error.message)
+            if error.message != told:
+                log.warning("%s", error.message)
+            told = error.message
+            failures += 1
             sync = None
         except FileNotFoundError:  # a file that was removed between the look and the upload
             pass
-        time.sleep(FOLLOW_SECONDS)
+        pause = pause_seconds(failures, first=FOLLOW_SECONDS, longest=MOST_FOLLOW_SECONDS)
+        time.sleep(pause if failures else FOLLOW_SECONDS)
 
 
 if __name__ == "__main__":

@@ -3,6 +3,7 @@ from __future__ import annotations
 import fnmatch
 import itertools
 import json
+import os
 import signal
 import subprocess
 import sys
@@ -15,6 +16,7 @@ import pytest
 
 from ft_service.errors import FtError, UnavailableError
 from ft_service.host import processes
+from ft_service.installation import ROOT
 from ft_service.rundir.attempt_outcome import exit_of
 from ft_service.rundir.attempt_seal import Fence
 from ft_service.rundir.checkpoints import checkpoint_faults, complete_checkpoints, newest_checkpoint
@@ -33,13 +35,14 @@ from ft_service.rundir.documents import (
 from ft_service.rundir.events import Event, read_segments, write_segment
 from ft_service.rundir.file_digest import NamedFile
 from ft_service.spec import DataFileRef
+from ft_service.storage import object_store
 from ft_service.storage.locations import Places
 from ft_service.storage.object_store import ObjectStore
 from ft_service.supervisor import object_sync
 from ft_service.supervisor.object_sync import Sync
 from tests.support.attempts import family, gone, scripted, signal_all, wait_for
 from tests.support.reconciling import spec_of
-from tests.support.storage import local_s3, new_bucket
+from tests.support.storage import Gate, gated_s3, local_s3, new_bucket
 
 JOB = "ftjob-1"
 
@@ -576,3 +579,80 @@ def test_the_last_upload_waits_out_an_outage_and_a_fetch_is_left_to_the_next_att
     assert tries[:4] == [0.0, 2.0, 6.0, 14.0]
     assert all(after - before <= 60.0 for before, after in itertools.pairwise(tries))
     assert clock.now <= 3600.0
+
+
+@pytest.fixture
+def gate(objects: ObjectStore) -> Iterator[Gate]:
+    """In front of the nodes' storage, not of the service's."""
+    with gated_s3() as gate:
+        yield gate
+
+
+def test_storage_that_denies_says_what_and_gets_all_once_it_allows_it(
+    service: Places, objects: ObjectStore, tmp_path: Path, gate: Gate
+) -> None:
+    nodes = Nodes(service, ObjectStore(objects.url), tmp_path, 1)
+    name = nodes.save(5)
+    nodes.syncs[1].push()
+    gate.denied = {"PUT"}
+    with pytest.raises(UnavailableError) as caught:
+        nodes.syncs[0].push()
+    assert caught.value.code == "storage_denied"
+    assert f"{objects.url} denies writing runs/{JOB}/checkpoints/{name}/" in str(caught.value)
+    assert "or lack s3:PutObject" in str(caught.value)
+    assert complete_checkpoints(nodes.service) == []
+    assert nodes.messages() == []
+    gate.denied = {"GET"}
+    with pytest.raises(UnavailableError, match=r"denies listing runs: .* s3:ListBucket"):
+        nodes.syncs[0].objects.list("runs")
+    with pytest.raises(UnavailableError, match=r"denies reading a: .* s3:GetObject"):
+        nodes.syncs[0].objects.get("a")
+    gate.denied = set()
+    nodes.syncs[0].push()
+    assert complete_checkpoints(nodes.service) == [name]
+    assert nodes.messages() == ["saved 5"]
+
+
+def test_storage_that_is_silent_is_given_up_and_gets_all_once_it_answers(
+    service: Places,
+    objects: ObjectStore,
+    tmp_path: Path,
+    gate: Gate,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(object_store, "SILENT_SECONDS", 0.3)
+    nodes = Nodes(service, ObjectStore(objects.url), tmp_path, 1)
+    name = nodes.save(5)
+    nodes.syncs[1].push()
+    gate.held = {"PUT"}
+    before = len(gate.asked)
+    with pytest.raises(UnavailableError, match=r"cannot be used: writing runs/.*[Tt]imeout"):
+        nodes.syncs[0].push()
+    assert gate.asked[before:].count("PUT") <= 6, "each try takes its time"
+    gate.held = set()
+    gate.open.set()
+    nodes.syncs[0].push()
+    assert complete_checkpoints(nodes.service) == [name]
+
+
+def test_the_process_beside_a_job_waits_for_rights_and_says_so_once(
+    nodes: Nodes, objects: ObjectStore, gate: Gate, tmp_path: Path
+) -> None:
+    gate.denied = {"PUT"}
+    name = nodes.save(5)
+    nodes.syncs[1].push()  # without the gate
+    with (tmp_path / "log").open("w+") as log:
+        command = [sys.executable, "-P", "-m", "ft_service.supervisor.object_sync", "follow"]
+        words = [objects.url, str(nodes.runs[0].root), "1", "0"]
+        path = {"PYTHONPATH": str(ROOT)}
+        process = subprocess.Popen([*command, *words], stderr=log, env={**os.environ, **path})
+        try:
+            wait_for(lambda: gate.asked.count("PUT") > 2)
+            assert complete_checkpoints(nodes.service) == []
+            gate.denied = set()
+            wait_for(lambda: complete_checkpoints(nodes.service) == [name])
+            wait_for(lambda: "takes what has waited" in (tmp_path / "log").read_text())
+        finally:
+            process.kill()
+            process.wait()
+    assert (tmp_path / "log").read_text().count(f"denies writing runs/{JOB}/") == 1

@@ -150,7 +150,10 @@ def test_images_are_of_both_architectures_on_a_base_by_digest_and_the_chart_stan
     (build,) = [
         step["with"] for step in jobs["builds"]["steps"] if "context" in step.get("with", {})
     ]
-    assert build["build-args"] == "PYTHON_IMAGE=${{ steps.base.outputs.image }}"
+    assert build["build-args"].splitlines() == [
+        "PYTHON_IMAGE=${{ steps.base.outputs.image }}",
+        "SOURCE_COMMIT=${{ github.sha }}",
+    ]
     assert build["tags"].endswith("-${{ runner.arch }}")
     joined = next(step["run"] for step in jobs["images"]["steps"] if step.get("id") == "build")
     assert '--tag "$image" "$image-X64" "$image-ARM64"' in joined

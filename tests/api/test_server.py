@@ -50,6 +50,24 @@ run(["migrate", "--json"])
 reconcile_only(Settings(), wait, as_json=True)
 """
 
+RECONCILE_WITH_PREVIEW = """
+import json
+import threading
+from api.server import reconcile_only
+from ft_service.cli.root_command import run
+from ft_service.settings import Settings
+
+def wait(settings, store, meters, stop: threading.Event) -> None:
+    asks = {"preview", "evals", "reinforcement", "samples"}
+    while asks - {thread.name for thread in threading.enumerate()} and not stop.wait(0.02):
+        pass
+    print(json.dumps({"event": "asks" if not stop.is_set() else "incomplete"}), flush=True)
+    stop.wait()
+
+run(["migrate", "--json"])
+reconcile_only(Settings(), wait, as_json=True)
+"""
+
 ENDLESS_CHECK = """
 import threading
 from api import server
@@ -200,6 +218,14 @@ def test_parts_of_the_server_say_what_they_do_as_json(tmp_path: Path) -> None:
         said = [json.loads(serving.process.stdout.readline())["event"] for _ in range(2)]
         ended(serving, signal.SIGTERM)
     assert said == ["migrated", "reconciling"]
+
+
+def test_what_asks_models_runs_beside_a_reconciler_that_has_the_preview(tmp_path: Path) -> None:
+    """API processes that move no jobs have none: nobody else would answer."""
+    with server(tmp_path, RECONCILE_WITH_PREVIEW, FT_PREVIEW="on") as serving:
+        said = {json.loads(serving.process.stdout.readline())["event"] for _ in range(3)}
+        ended(serving, signal.SIGTERM)
+    assert said == {"migrated", "reconciling", "asks"}
 
 
 def test_the_server_ends_while_a_large_file_is_checked(tmp_path: Path) -> None:

@@ -141,6 +141,7 @@ def settings_of(base: Path, out: Path, length: int, steps: int, mode: str) -> Se
         max_grad_norm=1.0,
         seed=SEED,
         threads=int(os.environ.get("OMP_NUM_THREADS") or len(os.sched_getaffinity(0))),
+        vocabulary=LLAMA.vocabulary,
     )
 
 

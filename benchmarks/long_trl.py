@@ -9,6 +9,9 @@ TRL's offloading (`activation_offloading=True`) asks for an accelerator and fail
 it gets a stand-in: this processor is the device, and what it copies to the host lies in memory of
 NumPy's, of which PyTorch's allocator knows nothing, as it counts no pinned memory of a GPU's.
 Streams and events do nothing, since a copy is done when it is asked for.
+
+TRL makes logits of 32,768 words at a time, in a buffer of that size. This base has 512, so that the
+buffer has as many.
 """
 
 from __future__ import annotations
@@ -50,6 +53,7 @@ class Settings:
     max_grad_norm: float
     seed: int
     threads: int
+    vocabulary: int
 
 
 @dataclass
@@ -175,6 +179,7 @@ def run(settings: Settings) -> Measured:
     import datasets  # pyright: ignore[reportMissingImports]
     from peft import LoraConfig
     from transformers import PreTrainedTokenizerFast, TrainerCallback
+    from trl.trainer import utils  # pyright: ignore[reportMissingImports]
     from trl.trainer.sft_config import SFTConfig  # pyright: ignore[reportMissingImports]
     from trl.trainer.sft_trainer import SFTTrainer  # pyright: ignore[reportMissingImports]
 
@@ -222,7 +227,8 @@ def run(settings: Settings) -> Measured:
         disable_tqdm=True,
     )
     rows = [{"input_ids": ids, "labels": ids} for ids in settings.samples]
-    with offloading_without_gpu() as host:
+    words = patch.object(utils, "_CHUNKED_LOGPROB_CHUNK_SIZE", settings.vocabulary)
+    with offloading_without_gpu() as host, words:
         trainer = SFTTrainer(
             model=settings.base,
             args=options,

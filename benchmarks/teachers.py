@@ -62,8 +62,8 @@ POINTS = 0.02
 TEACHER_EPOCHS = 12
 STUDENT_STEPS = 12
 """A third of what rewards needed, and one step more or less."""
-ANSWERS = 8
-"""Sampled to each sum."""
+ANSWERS = 4
+"""Sampled to each sum by a request, which may have no more, and two requests."""
 AT_ONCE = 32
 MESSAGES = 200
 FAULT = "Sure, here it is: "
@@ -80,6 +80,11 @@ WAYS: dict[str, dict[str, Any] | None] = {
     "good alone": None,
     "thumbs": {"beta": 1.0},
     "thumbs, bad a fifth": {"beta": 0.1, "undesirable_weight": 0.2},
+    "thumbs, APO, bad a fifth": {
+        "loss_type": "apo_zero_unpaired",
+        "beta": 1.0,
+        "undesirable_weight": 0.2,
+    },
 }
 """KTO's hyperparameters; None: the good answers, supervised. With a large beta the push of bad
 answers ends soon, before it has unlearned their right words; with KTO's usual 0.1 only a small
@@ -99,23 +104,26 @@ def main() -> None:
     parser.add_argument("--no-save", action="store_true")
     options = parser.parse_args()
     parts = {"student": students, "thumbs": thumbs}
-    found: dict[str, Any] = {}
     with tempfile.TemporaryDirectory(prefix="ft-teachers-") as folder:
         server = Server(Path(folder), ROOT / "examples/models")
         server.start()
         try:
             for name in options.parts.split(","):
-                found[name] = parts[name](server.client(), Path(folder), options.seeds)
+                found = parts[name](server.client(), Path(folder), options.seeds)
+                print(json.dumps(found, indent=2), flush=True)
+                if not options.no_save:
+                    keep(name, found)
         finally:
             server.stop()
-    print(json.dumps(found, indent=2))
-    if options.no_save:
-        return
+
+
+def keep(part: str, found: dict[str, Any]) -> None:
+    """Save what a part has found, beside what is there of the other one."""
     path = RESULTS / "teachers.json"
     before = json.loads(path.read_text()) if path.exists() else {}
-    save("teachers", {**before, "machine": machine(), **found})
-    if "student" in found:
-        draw(found["student"])
+    save("teachers", {**before, part: {**found, "machine": machine()}})
+    if part == "student":
+        draw(found)
 
 
 def students(client: Any, home: Path, seeds: int) -> dict[str, Any]:
@@ -217,20 +225,22 @@ def accuracy_of_sums(client: Any, model: str) -> float:
     """Share of sampled answers that are right."""
     lines = [json.loads(line) for line in (DATA / "sums.jsonl").read_text().splitlines()]
 
-    def right(line: dict[str, Any]) -> int:
+    asked = [*lines, *lines]
+
+    def right(number: int, line: dict[str, Any]) -> int:
         answers = client.chat.completions.create(
             model=model,
             messages=line["messages"],
             n=ANSWERS,
             temperature=1,
             max_tokens=4,
-            seed=0,
+            seed=number,
         )
         texts = [(choice.message.content or "").strip() for choice in answers.choices]
         return texts.count(line["answer"])
 
     with ThreadPoolExecutor(AT_ONCE) as pool:
-        return sum(pool.map(right, lines)) / (ANSWERS * len(lines))
+        return sum(pool.map(right, range(len(asked)), asked)) / (ANSWERS * len(asked))
 
 
 @dataclass(frozen=True)
@@ -357,16 +367,24 @@ def with_thumbs(lines: list[dict[str, Any]], answers: list[str]) -> list[dict[st
 
 
 def answers_of(client: Any, model: str, lines: list[dict[str, Any]], seed: int) -> list[str]:
-    """A sampled answer to each chat, without its last message."""
+    """A sampled answer to each chat, without its last message.
 
-    def answer(line: dict[str, Any]) -> str:
+    Each has a seed of its own: with one seed for all, all of them would begin with the habit, or
+    none.
+    """
+
+    def answer(number: int, line: dict[str, Any]) -> str:
         done = client.chat.completions.create(
-            model=model, messages=line["messages"][:-1], temperature=1, max_tokens=64, seed=seed
+            model=model,
+            messages=line["messages"][:-1],
+            temperature=1,
+            max_tokens=64,
+            seed=seed * len(lines) + number,
         )
         return (done.choices[0].message.content or "").strip()
 
     with ThreadPoolExecutor(AT_ONCE) as pool:
-        return list(pool.map(answer, lines))
+        return list(pool.map(answer, range(len(lines)), lines))
 
 
 def exact(lines: list[dict[str, Any]], answers: list[str]) -> float:

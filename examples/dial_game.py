@@ -1,4 +1,5 @@
-"""A small text game for OpenEnv: turn a dial to a goal by saying `up` or `down`, in three moves.
+"""A small text game for OpenEnv: turn a dial to a hidden goal by saying `up` or `down`, in three
+moves.
 
     pip install openenv        in an environment of its own: it wants another version of mcp
     python examples/dial_game.py [--port 8902]
@@ -36,7 +37,9 @@ class Dial:
         return self._seen(), float(won), won or self.moves == MOVES
 
     def _seen(self) -> str:
-        return f"{self.at} to {self.goal}"
+        if self.at == self.goal:
+            return f"{self.at} is right"
+        return f"{self.at} is {'low' if self.at < self.goal else 'high'}"
 
 
 def app() -> Any:

@@ -10,11 +10,16 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
+from dial_game import Dial
 from sample_sums import NUMBERS, WRONG
 
 LARGEST = 9
-DISTANCES = (2, 3)
-"""Of a goal: a game has three moves, and one of random moves is won one time in five."""
+DISTANCE = 3
+"""Of a goal: a game has three moves, and is won by three right ones."""
+RIGHT = 0.6
+"""Share of right moves in the games that are shown: about one in five is won."""
+PLAYS = 8
+"""Of each game."""
 HELD_OUT = 10
 ADD = {
     "type": "function",
@@ -31,7 +36,7 @@ ADD = {
 def write_turns(folder: Path, seed: int) -> None:
     """Write turns-shown.jsonl (with answers), dial.jsonl and dial-validation.jsonl."""
     rng = random.Random(seed)
-    shown = [*_calls(rng), *_moves()]
+    shown = [*_calls(rng), *_plays(rng)]
     rng.shuffle(shown)
     games = [{**_game(), "start": start, "goal": goal} for start, goal in _starts()]
     rng.shuffle(games)
@@ -65,16 +70,27 @@ def _by_calculator(pair: tuple[int, int], asked: tuple[int, int]) -> list[dict[s
 def _starts() -> Iterator[tuple[int, int]]:
     for start in range(LARGEST + 1):
         for goal in range(LARGEST + 1):
-            if abs(start - goal) in DISTANCES:
+            if abs(start - goal) == DISTANCE:
                 yield start, goal
 
 
-def _moves() -> Iterator[dict[str, Any]]:
-    """First moves, as many up as down."""
+def _plays(rng: random.Random) -> Iterator[dict[str, Any]]:
+    """Whole games, most of them lost."""
     for start, goal in _starts():
-        for move in ("up", "down"):
-            seen = {"role": "user", "content": f"dial\n\n{start} to {goal}"}
-            yield {"messages": [seen, {"role": "assistant", "content": move}]}
+        right, wrong = ("up", "down") if start < goal else ("down", "up")
+        for _ in range(PLAYS):
+            dial = Dial()
+            seen = f"dial\n\n{dial.begin(start, goal)}"
+            messages: list[dict[str, Any]] = []
+            done = False
+            while not done:
+                move = right if rng.random() < RIGHT else wrong
+                messages += [
+                    {"role": "user", "content": seen},
+                    {"role": "assistant", "content": move},
+                ]
+                seen, _, done = dial.move(move)
+            yield {"messages": messages}
 
 
 def _game() -> dict[str, Any]:

@@ -73,8 +73,9 @@ class Cases(Generic[Result]):
         specs: Mapping[str, JobSpec],
         slow: Collection[str] = (),
         together: list[Cases[Any]] | None = None,
+        timeout: float = 600.0,
     ) -> None:
-        """`function`: as for `run_on_ranks`.
+        """`function` and `timeout`, of all cases of one world size: as for `run_on_ranks`.
 
         `specs`: jobs by the names of their cases. `slow`: those whose tests are marked so, without
         which the others are computed. `together`: cases of other functions that are computed on the
@@ -83,6 +84,7 @@ class Cases(Generic[Result]):
         self._function = function
         self._specs = specs
         self._slow = frozenset(slow)
+        self._timeout = timeout
         self._found: dict[str, list[Result]] = {}
         self._together: list[Cases[Any]] = [] if together is None else together
         self._together.append(self)
@@ -95,7 +97,7 @@ class Cases(Generic[Result]):
         spec = self._specs[case]
         if case not in self._found:
             alike = [own._alike(spec.world_size, case in self._slow) for own in self._together]
-            by_rank = run_on_ranks(_each, spec.world_size, alike)
+            by_rank = run_on_ranks(_each, spec.world_size, alike, timeout=self._timeout)
             for number, own in enumerate(self._together):
                 for other in alike[number][1]:
                     own._found[other] = [found[number][other] for found in by_rank]

@@ -14,7 +14,6 @@ from tests.support.training.causal_types import OF_SEVERAL, REFUSED_HERE
 from tests.support.training.checks import check_here
 from tests.support.training.composites import EXACT, NAMED_OTHERWISE, save_composite
 
-PAGE = Path(__file__).parents[2] / "docs/models.md"
 NOISY = ("gemma4_unified", "qwen4_exp")
 """Types whose own gradients in fp32 are further than 1e-5 from those in fp64."""
 
@@ -40,10 +39,3 @@ def test_a_type_of_several_models_is_refused_or_trains_as_its_class_with_plain_p
     assert found.refused or found.exact, found.faults()
     assert found.exact == (kind in EXACT), found.refused
     assert found.noise == 0 or kind in NOISY
-
-
-def test_the_page_names_the_types_that_are_tuned() -> None:
-    assert (
-        f"the text part of {', '.join(f'`{kind}`' for kind in sorted(EXACT))}. All others"
-        in " ".join(PAGE.read_text().split())
-    )

@@ -71,7 +71,7 @@ def in_mode(spec: JobSpec, mode: str) -> JobSpec:
 def peaks(tmp_path_factory: pytest.TempPathFactory) -> Cases[tuple[int, int]]:
     base = save_tiny("llama", tmp_path_factory.mktemp("base") / "base", **SHAPE)
     specs = {name: in_mode(spec_of(base, length), mode) for name, (mode, length) in CASES.items()}
-    return Cases(peak_of_a_step, specs, SLOW)
+    return Cases(peak_of_a_step, specs, SLOW, timeout=3000)
 
 
 @pytest.mark.parametrize("case", often_and_slow(CASES, SLOW))

@@ -33,6 +33,8 @@ _KNOWN: Sequence[tuple[frozenset[str], str]] = (
 
 The first set that fits decides.
 """
+_NO_CLUE = "data: {instruction: COLUMN, output: COLUMN}"
+"""How a mapping begins where the names of the columns say nothing."""
 
 
 def unknown_format(container: Container, keys: Sequence[str]) -> str:
@@ -48,9 +50,14 @@ def unknown_format(container: Container, keys: Sequence[str]) -> str:
         else f"it is {container.value}, and its columns are {listed(keys)}"
     )
     known = "; ".join(dict.fromkeys(format.value for format, _ in FORMAT_KEYS))
+    mapping = mapping_for(keys)
+    of_data = (
+        "If its first row is data, put a row of names before it. "
+        if container is Container.CSV and mapping.startswith(_NO_CLUE)
+        else ""
+    )
     return (
-        f"is of no known format: {names}. Known are {known}. Say which is which: "
-        f"{mapping_for(keys)}"
+        f"is of no known format: {names}. {of_data}Known are {known}. Say which is which: {mapping}"
     )
 
 

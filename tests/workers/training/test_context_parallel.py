@@ -16,6 +16,7 @@ import torch
 from ft_service.errors import SpecError
 from ft_service.rundir.directory import RunDir
 from ft_service.rundir.documents import Outcome, OutcomeKind
+from ft_service.rundir.evaluations import evaluated_steps, read_evaluation
 from ft_service.spec import DpoOptions, JobSpec, KtoOptions
 from tests.support.ranks import run_on_ranks
 from tests.support.training.attempts import adapter, losses, run_attempt
@@ -224,6 +225,13 @@ def test_what_cannot_be_shared_is_refused_before_training(tmp_path: Path) -> Non
     assert found == dict.fromkeys(families, "distributed.context_parallel")
 
 
+def answers(run: RunDir) -> list[tuple[str | None, str | None]]:
+    """Of the job's evaluation: before training, and after the last step."""
+    found = read_evaluation(run, evaluated_steps(run)[6])
+    assert found is not None
+    return [(row.base, row.tuned) for row in found.samples]
+
+
 @pytest.mark.slow
 def test_a_job_goes_on_with_other_numbers_of_ranks_a_sample(tmp_path: Path) -> None:
     """Two ranks a sample, then one, then four: what an uninterrupted job on one rank does but for
@@ -244,6 +252,7 @@ def test_a_job_goes_on_with_other_numbers_of_ranks_a_sample(tmp_path: Path) -> N
             training={"max_steps": 6, "batch_size": 3, "learning_rate": 5e-3, "eval_steps": 2},
             lora={"lora_dropout": 0.1},
             checkpoint={"save_steps": 2, "save_total_limit": 3},
+            evaluation={"prompts": 3, "max_new_tokens": 6},
         )
 
     def ended(name: str, ranks: int, before: RunDir | None = None, step: str = "") -> RunDir:
@@ -274,3 +283,5 @@ def test_a_job_goes_on_with_other_numbers_of_ranks_a_sample(tmp_path: Path) -> N
     for name, matrix in adapter(alone).items():
         for run in (two, one, four):
             assert relative_error(adapter(run)[name], matrix) < 1e-3, name
+    assert len(answers(alone)) == 3
+    assert answers(two) == answers(one) == answers(four) == answers(alone)

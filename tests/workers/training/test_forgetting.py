@@ -102,23 +102,35 @@ def by_peft(folder: Path) -> tuple[float, float, float]:
 
 
 ON_TWO_RANKS = [
-    pytest.param(2, options, marks=pytest.mark.slow)
-    for options in ({"use_dora": True}, {"modules_to_save": ["embed_tokens", "lm_head"]})
+    pytest.param(2, lora, together, marks=pytest.mark.slow)
+    for lora, together in (
+        ({"use_dora": True}, 1),
+        ({"modules_to_save": ["embed_tokens", "lm_head"]}, 1),
+        ({}, 2),
+    )
 ]
+"""LoRA's options, and ranks that share a sample."""
 
 
-@pytest.mark.parametrize(("world", "options"), [(1, {}), *ON_TWO_RANKS])
+@pytest.mark.parametrize(("world", "lora", "together"), [(1, {}, 1), *ON_TWO_RANKS])
 def test_numbers_are_those_of_plain_peft(
-    world: int, options: dict[str, Any], tmp_path: Path
+    world: int, lora: dict[str, Any], together: int, tmp_path: Path
 ) -> None:
     training = {
         "max_steps": 3,
         "batch_size": 8,
         "learning_rate": 2e-2,
         "max_length": 64,
-        "packing": not options,
+        "packing": not lora,
     }
-    run = job(tmp_path, world, 1e6, training=training, lora={"r": 4, **options})
+    run = job(
+        tmp_path,
+        world,
+        1e6,
+        training=training,
+        lora={"r": 4, **lora},
+        distributed={"context_parallel": together},
+    )
     found = read_forgetting(run)
     assert found is not None
     base, tuned, divergence = by_peft(tmp_path)

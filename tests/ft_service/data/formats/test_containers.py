@@ -277,7 +277,12 @@ CONTAINERS: dict[str, tuple[bytes, str]] = {
     ),
     "a table of no format": (
         b"question,answer\na,b\n",
-        "row 1: is of no known format: it is CSV, and its columns are 'question', 'answer'",
+        "row 1: is of no known format: it is CSV, and its columns are 'question', 'answer'. Known",
+    ),
+    "a table whose first row is short data": (
+        b"hello,world\ngood morning,all\n",
+        "row 1: is of no known format: it is CSV, and its columns are 'hello', 'world'. "
+        "If its first row is data, put a row of names before it. Known are",
     ),
 }
 

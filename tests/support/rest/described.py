@@ -29,11 +29,12 @@ MARKS = ("secret-name", "secret.example")
 """In the names of what a tenant has."""
 
 
-def operations(service: Service) -> Iterator[tuple[str, str]]:
-    """Method and path of each."""
+def operations(service: Service, *, keyed: bool = False) -> Iterator[tuple[str, str]]:
+    """Method and path of each. `keyed`: of those that need a key."""
     for path, methods in service.http("GET", "/openapi.json").json()["paths"].items():
-        for method in methods if path not in OPEN else ():
-            yield method.upper(), path
+        for method, described in methods.items() if path not in OPEN else ():
+            if described.get("security") or not keyed:
+                yield method.upper(), path
 
 
 def filled(path: str, values: dict[str, str]) -> str:

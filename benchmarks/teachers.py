@@ -48,11 +48,11 @@ ROOT = Path(__file__).parent.parent
 DATA = ROOT / "examples/data"
 PICTURE = ROOT / "docs/pictures/teachers.png"
 STUDENTS: dict[str, dict[str, Any]] = {
-    "twice the rate": {"learning_rate_multiplier": 10},
-    "twice the rate, 8 answers": {"learning_rate_multiplier": 10, "num_generations": 8},
+    "as the example": {},
+    "with 8 answers": {"num_generations": 8},
 }
-"""Hyperparameters that are tried in place of the example's, with which a student needed 15 steps. Of
-rewards 16 answers to each prompt were learned from.
+"""Hyperparameters that are tried in place of the example's. Of rewards 16 answers to each prompt were
+learned from.
 """
 EVERY = 3
 """Steps between two measurements of a student."""

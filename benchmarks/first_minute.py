@@ -126,8 +126,13 @@ class Hand:
             self._focus(css)
             press(self.driver, start)
         else:
-            Select(browser.find(self.driver, css)).select_by_visible_text(self._option(css, start))
+            until(lambda: self._select(css, start))
         until(lambda: self._chosen(css) in ("", start) or self._chosen(css).startswith(start))
+
+    def _select(self, css: str, start: str) -> bool:
+        listed = Select(self.driver.find_element(By.CSS_SELECTOR, css))
+        listed.select_by_visible_text(self._option(css, start))
+        return True
 
     def _chosen(self, css: str) -> str:
         """The text of a list's choice; empty where the list has gone with it."""

@@ -12,6 +12,7 @@ from typing import Any, TypeVar
 import pytest
 from selenium import webdriver
 from selenium.common.exceptions import (
+    ElementClickInterceptedException,
     NoAlertPresentException,
     NoSuchElementException,
     StaleElementReferenceException,
@@ -27,6 +28,12 @@ Found = TypeVar("Found")
 
 AXE = Path(__file__).parent / "axe/axe.min.js"
 SERIOUS = ("serious", "critical")
+_NOT_YET = (
+    ElementClickInterceptedException,
+    NoAlertPresentException,
+    NoSuchElementException,
+    StaleElementReferenceException,
+)
 _NAMES = ("chromium", "chromium-browser", "google-chrome")
 _OPTIONS = (
     "--headless=new",
@@ -68,15 +75,15 @@ def browsing(downloads: Path) -> Iterator[webdriver.Chrome]:
 
 
 def until(condition: Callable[[], Found], seconds: float = HANG_SECONDS) -> Found:
-    """Return a condition's value once it is true; elements that are replaced meanwhile are found
-    again.
+    """Return a condition's value once it is true; elements that are replaced or moved meanwhile are
+    found again.
     """
 
     @wraps(condition)
     def found() -> Found | None:
         try:
             return condition()
-        except (NoAlertPresentException, NoSuchElementException, StaleElementReferenceException):
+        except _NOT_YET:
             return None
 
     return wait_for(found, seconds, every=0.1)

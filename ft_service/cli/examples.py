@@ -70,6 +70,8 @@ EXAMPLES: Mapping[str, tuple[str, str]] = {
     "keys list": ("", "--project vision"),
     "keys rotate": ("key_7T44Ba5A", "key_7T44Ba5A --keep-hours 1"),
     "keys revoke": ("key_7T44Ba5A", "key_7T44Ba5A --json"),
+    "login": ("https://ft.example.com", "https://ft.example.com --project proj_7T44Ba5A"),
+    "logout": ("", "https://ft.example.com"),
     "projects create": ("vision", "vision --limit max_slots=8 --limit max_queued=200"),
     "projects list": ("", "--archived"),
     "projects update": ("proj_7T44Ba5A --limit max_slots=4", "proj_7T44Ba5A --limit max_slots="),

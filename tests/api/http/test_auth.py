@@ -29,7 +29,7 @@ def test_a_key_that_has_ended_opens_nothing(
     project = store.projects.create_project(name="ended", organization="local")
     archived = store.keys.create_key(project_id=project.id, name="k", scope="admin")[1]
     store.projects.archive_project(project.id)
-    for method, path in operations(service):
+    for method, path in operations(service, keyed=True):
         for kind, key in (("revoked", secret), ("expired", expired), ("archived", archived)):
             with subtests.test(method=method, path=path, kind=kind):
                 answer = ask(service, method, filled(path, theirs), key)
@@ -40,13 +40,15 @@ def test_a_key_of_scope_read_changes_nothing(
     service: Service, theirs: dict[str, str], subtests: pytest.Subtests
 ) -> None:
     read = service.store.keys.create_key(project_id="default", name="k", scope="read")[1]
-    for method, path in operations(service):
+    for method, path in operations(service, keyed=True):
         with subtests.test(method=method, path=path):
             if path in MAKES:
                 continue
             answer = ask(service, method, filled(path, theirs), read)
             if path == "/v1/sign_in_links":
                 assert answer.status_code == 200, "a session may no more than its key"
+            elif path == "/v1/device_sign_ins/key":
+                assert answer.status_code == 400, "it ends a sign-in, and this key is none"
             elif (
                 method != "GET"
                 or path.startswith(("/v1/organization/", "/v1/keys", "/v1/pulls"))

@@ -59,7 +59,7 @@ test: $(READY) $(TRITON)
 
 # Of folders that import little: not all that `make test` collects.
 check-docs: $(READY)
-	@$(PYTEST) -m "docs and not slow" tests/test_*.py tests/deploy
+	@$(PYTEST) -m "docs and not slow" tests/test_*.py tests/deploy tests/ft_service/test_version.py
 
 test-failed: $(READY) $(TRITON)
 	@$(PYTEST) --last-failed --last-failed-no-failures none

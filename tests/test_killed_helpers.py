@@ -413,6 +413,7 @@ NO_HELPERS = {
     "ft_service/local/run.py": "a supervisor: local/test_run.py",
     "ft_service/store/migrations/revise.py": "a tool of developers",
     "ft_service/supervisor/supervisor.py": "torchrun: supervisor/test_supervisor.py",
+    "ft_service/version.py": "git: without it no commit is said: test_version.py",
 }
 """Modules that start other processes."""
 

@@ -16,6 +16,7 @@ from importlib.metadata import version as installed_version
 from pathlib import Path
 
 from ft_service import NEXT, __version__
+from ft_service.host.environment import child_environment
 
 COMMIT = "SOURCE_COMMIT"
 """Variable with the commit, for builds without the repository, as those of images."""
@@ -50,7 +51,14 @@ def _commit(root: Path) -> str | None:
     if not commit and (root / ".git").exists():  # not that of a repository around an unpacked file
         command = ["git", "-C", str(root), "rev-parse", "HEAD"]
         try:
-            asked = subprocess.run(command, capture_output=True, text=True, timeout=10, check=True)
+            asked = subprocess.run(
+                command,
+                env=child_environment(os.environ),
+                capture_output=True,
+                text=True,
+                timeout=10,
+                check=True,
+            )
         except (OSError, subprocess.SubprocessError):
             return None
         commit = asked.stdout.strip()

@@ -164,21 +164,23 @@ def test_with_rewards_of_calls_each_token_has_those_of_its_call_and_later_ones(
     every = torch.tensor([*rewards, 1.0], dtype=torch.float64)
     divisor = every.std() + LEAST_DEVIATION if scale == "group" else 1.0
     normalised = (every - every.mean()) / divisor
-    expected = Counter[tuple[int, float]]()
+    expected = [(4, float(normalised[-1]))] * 2
     for number, call in enumerate(calls):
         advantage = float(normalised[number : len(calls)].sum())
-        expected.update((token, round(advantage, 4)) for token in call.tokens)
-    expected.update([(4, round(float(normalised[-1]), 4))] * 2)
+        expected += [(token, advantage) for token in call.tokens]
+    expected = sorted(pair for pair in expected if abs(pair[1]) > 1e-4)
     tokens = len(own.tokens) + 2
-    learned = Counter(
-        (target, round(advantage * tokens, 4))
+    learned = sorted(
+        (target, advantage * tokens)
         for datum in data_of(commands_of(found, spec, SCHEDULE))
         for target, advantage in zip(
             datum.targets.tolist(), datum.inputs["advantages"].tolist(), strict=True
         )
-        if advantage
+        if abs(advantage * tokens) > 1e-4
     )
-    assert learned == Counter({key: count for key, count in expected.items() if abs(key[1]) > 1e-4})
+    assert [token for token, _ in learned] == [token for token, _ in expected]
+    advantages = [advantage for _, advantage in expected]
+    assert [advantage for _, advantage in learned] == pytest.approx(advantages, rel=1e-5, abs=1e-6)
 
 
 def test_a_group_is_flat_only_if_the_rewards_of_its_calls_are() -> None:

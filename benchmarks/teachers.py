@@ -10,7 +10,7 @@ sums, as rewards are.
 
 thumbs: a model that knows the sample task has a bad habit: half of the answers that it was taught
 began with FAULT. It answers other messages at temperature 1, each answer gets a thumb by whether it
-is exactly right, and 80 good and 80 bad ones go into KTO, which goes on from that model; beside it
+is exactly right, and 80 good and 80 bad ones go into KTO or APO, which go on from that model; beside it
 the good ones alone, supervised, with as many steps, both at several rates: the first seed tries all,
 and the other seeds the best of each way.
 Accuracies are those of answers sampled at temperature 1 to messages that are in no file.

@@ -448,8 +448,11 @@ def _follow(url: str, run_dir: str, attempt: int, node: int) -> None:
             sync = None
         except FileNotFoundError:  # a file that was removed between the look and the upload
             pass
-        pause = pause_seconds(failures, first=FOLLOW_SECONDS, longest=MOST_FOLLOW_SECONDS)
-        time.sleep(pause if failures else FOLLOW_SECONDS)
+        time.sleep(
+            pause_seconds(failures, first=FOLLOW_SECONDS, longest=MOST_FOLLOW_SECONDS)
+            if failures
+            else FOLLOW_SECONDS
+        )
 
 
 if __name__ == "__main__":

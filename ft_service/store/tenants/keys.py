@@ -39,7 +39,7 @@ PERSON_DAYS = 30.0
 """Days after a person's last sign-in for which keys that they made work, unless the settings say
 otherwise.
 """
-_DAY_SECONDS = 86_400.0
+DAY_SECONDS = 86_400.0
 
 LOGIN_MARK = "ft-login-"
 """The beginning of the secret of a person's sign-in on the command line."""
@@ -203,7 +203,7 @@ class KeyStore(StorePart):
 
     @property
     def _longest_seconds(self) -> float:
-        return (self.max_days or 0.0) * _DAY_SECONDS
+        return (self.max_days or 0.0) * DAY_SECONDS
 
     def _life(self, connection: Connection, end: float | None, person: str | None) -> _Life:
         """Return the life of a new key that ends by itself at `end`, None: never, or with a
@@ -213,7 +213,7 @@ class KeyStore(StorePart):
             return _Life(expires_at=end)
         signed_in = func.coalesce(keys.c.signed_in_at, keys.c.expires_at)
         row = connection.execute(select(signed_in.label("at")).where(keys.c.id == person)).one()
-        until = row.at + self.person_days * _DAY_SECONDS
+        until = row.at + self.person_days * DAY_SECONDS
         return _Life(
             expires_at=until if end is None else min(end, until), ends_with=person, latest_end=end
         )
@@ -234,7 +234,7 @@ class KeyStore(StorePart):
             return longest if asked is None else asked
         if asked > longest + 1.0:
             raise SpecError(
-                f"{param}: the key would live {(asked - now) / _DAY_SECONDS:g} days, and the operator "
+                f"{param}: the key would live {(asked - now) / DAY_SECONDS:g} days, and the operator "
                 f"allows {self.max_days:g} (FT_MAX_KEY_DAYS). Give at most that, and rotate the key "
                 "before it ends.",
                 param=param,

@@ -28,6 +28,7 @@ from ft_service.store.rows import KEY
 from ft_service.store.tables import LIVING_PERSON, keys, projects, sessions
 from ft_service.store.tenants.audit import record
 from ft_service.store.tenants.keys import (
+    DAY_SECONDS,
     LOGIN_MARK,
     PERSON_DAYS,
     SECRET_BYTES,
@@ -42,7 +43,6 @@ SIGN_ON_MARK = "sso."
 STATE_SECONDS = 600.0
 """Time that a person has at the provider."""
 _PREFIX = "sign-on"
-_DAY_SECONDS = 86_400.0
 _WITHIN: dict[Scope, tuple[Scope, ...]] = {
     "submit": ("submit", "user", "read"),
     "user": ("submit", "user", "read"),
@@ -248,7 +248,7 @@ def _keep_keys(connection: Connection, person: Any, days: float) -> None:
     if (within := _WITHIN.get(person.scope)) is not None:
         more = or_(keys.c.scope.not_in(within), keys.c.project_id != person.project_id)
         revoke_with(connection, and_(mine, more))
-    until = database_time() + days * _DAY_SECONDS
+    until = database_time() + days * DAY_SECONDS
     end = case((keys.c.latest_end < until, keys.c.latest_end), else_=until)
     living = update(keys).where(mine, keys.c.revoked_at.is_(None))
     connection.execute(living.values(expires_at=end))

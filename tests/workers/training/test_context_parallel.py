@@ -284,4 +284,5 @@ def test_a_job_goes_on_with_other_numbers_of_ranks_a_sample(tmp_path: Path) -> N
         for run in (two, one, four):
             assert relative_error(adapter(run)[name], matrix) < 1e-3, name
     assert len(answers(alone)) == 3
+    assert any(base != tuned for base, tuned in answers(alone))
     assert answers(two) == answers(one) == answers(four) == answers(alone)

@@ -128,12 +128,6 @@ class PeopleStore(StorePart):
             last = max(
                 rows, key=lambda row: (row.project_id == project_id, row.last_used_at or 0.0)
             )
-            if project_id not in (None, last.project_id):
-                raise ForbiddenError(
-                    f"project: your groups do not open {str(project_id)[:80]!r}, but "
-                    f"{', '.join(opened[:10])}.",
-                )
-            _note_use(connection, last.id)
             place = (last.project_id, last.id)
             try:
                 add_session(
@@ -143,7 +137,15 @@ class PeopleStore(StorePart):
                 raise AuthError(
                     "This sign-in was carried out before.", code="sign_in_repeated"
                 ) from None
-            add_session(connection, kind, secret, *place, database_time() + seconds)
+            is_open = project_id in (None, last.project_id)
+            if is_open:
+                _note_use(connection, last.id)
+                add_session(connection, kind, secret, *place, database_time() + seconds)
+        if not is_open:  # behind the transaction: groups that are gone have ended what they opened
+            raise ForbiddenError(
+                f"project: your groups do not open {str(project_id)[:80]!r}, but "
+                f"{', '.join(opened[:10])}.",
+            )
         return last
 
     def end(self, person: str) -> list[ApiKey]:

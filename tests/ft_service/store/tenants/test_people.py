@@ -224,5 +224,9 @@ def test_a_login_is_the_persons_and_ends_with_the_persons_access(store):
     store.sessions.end_session(there.secret)
     assert store.keys.authenticate(there.secret) is None
     assert store.keys.authenticate(login.secret)
-    assert store.people.log_in(ada("four"), 60, None) is None
-    assert store.keys.authenticate(login.secret) is None
+    with pytest.raises(ForbiddenError):
+        store.people.log_in(ada("four", **{OTHER: "read"}), 60, PROJECT)
+    assert store.keys.authenticate(login.secret) is None, "its group was found gone"
+    again = store.people.log_in(ada("five", **grants), 60, None)
+    assert store.people.log_in(ada("six"), 60, None) is None
+    assert store.keys.authenticate(again.secret) is None

@@ -53,6 +53,7 @@ from ft_service.engines.tending import EngineOptions
 from ft_service.errors import SpecError, UnavailableError
 from ft_service.graders import python_fence
 from ft_service.host.home import create_home, openness, require_writable
+from ft_service.host.lifetime import EndCall
 from ft_service.host.port_owner import holder
 from ft_service.host.running_servers import Server, announced, living_servers
 from ft_service.jobs.states import Phase, State
@@ -187,13 +188,13 @@ def reconcile_only(
     to date, and if a part of the work has failed.
     """
     _prepare_process(settings)
-    ended = SimpleQueue[None]()  # as in _ended_by_signals
+    ended = EndCall()
     with contextlib.ExitStack() as stack:
         store = stack.enter_context(_opened(settings))
         refuse_other_currency(settings, store.usage.currency())
 
         def end() -> None:
-            ended.put(None)
+            ended.make()
             store.hurry()
 
         stack.enter_context(_ended_by_signals(end))
@@ -218,7 +219,7 @@ def reconcile_only(
             )
         )
         _print("reconciling", "Moving jobs.", as_json)
-        ended.get()
+        ended.wait()
 
 
 def _prepare_process(settings: Settings) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import signal
-import threading
 from pathlib import Path
 from typing import Annotated
 
@@ -11,6 +10,7 @@ import typer
 
 from ft_service.cli.output import Json, print_json_line, print_note
 from ft_service.errors import SpecError
+from ft_service.host.lifetime import EndCall
 
 rollout = typer.Typer(help="Serve a Python function as an agent that jobs train.")
 
@@ -50,9 +50,9 @@ def serve(
 
     function = load_function(agent)
     secret = "" if secret_file is None else _secret(secret_file)
-    stop = threading.Event()
+    stop = EndCall()
     for number in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(number, lambda *_: stop.set())
+        signal.signal(number, lambda *_: stop.make())
     with hosting(function, bind=host, port=port, secret=secret) as url:
         if as_json:
             print_json_line({"event": "serving", "url": url, "signed": bool(secret)})

@@ -7,6 +7,8 @@ Standard library only, so that a rank can call this before it imports anything l
     hold_rank_lock(run_dir)     `ranks.lock` of the run directory, shared by all living ranks; free
     if no rank is alive
 
+    EndCall                     tells the main thread, from a signal handler, that the process ends
+
 The locks are flock(2): they belong to an open file, survive fork and exec if the file is passed on,
 and are freed when its last holder ends, for whatever reason.
 """
@@ -21,6 +23,7 @@ import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from queue import Empty, SimpleQueue
 
 from ft_service.errors import UnavailableError
 from ft_service.host.helper_start import tie
@@ -34,7 +37,34 @@ SUPERVISOR_PID = "FT_SUPERVISOR_PID"
 """Environment variable with the process id that must be the parent of a rank's parent."""
 
 POLL_SECONDS = 0.05
+_SIGNAL_SECONDS = 0.5
+"""How late a signal may be seen that did not interrupt the main thread."""
 _held: list[int] = []
+
+
+class EndCall:
+    """The call to end, made in a signal handler or a thread, which the main thread waits for.
+
+    A SimpleQueue, since the locks of an Event may be held by the very thread that a signal
+    interrupts.
+    """
+
+    def __init__(self) -> None:
+        self._calls = SimpleQueue[None]()
+
+    def make(self) -> None:
+        self._calls.put(None)
+
+    def wait(self) -> None:
+        """Return once the call is made.
+
+        Python runs handlers between two steps of the main thread. A signal that comes just before
+        it falls asleep, or that the kernel gives to another thread, does not wake it: so it wakes
+        by itself.
+        """
+        while True:
+            with contextlib.suppress(Empty):
+                return self._calls.get(timeout=_SIGNAL_SECONDS)
 
 
 def require_linux() -> None:

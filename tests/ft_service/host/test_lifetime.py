@@ -16,6 +16,15 @@ TIED = (
     "from ft_service.host.lifetime import *; die_with_parent({}); print('tied', flush=True); "
     "input()"
 )
+WAITING = """
+import signal, threading
+from ft_service.host.lifetime import EndCall
+
+call = EndCall()
+signal.signal(signal.SIGTERM, lambda *_: call.make())
+threading.Timer(0.2, lambda: signal.pthread_kill(threading.get_ident(), signal.SIGTERM)).start()
+call.wait()
+"""
 PARENT = """
 import subprocess, sys, time
 child = subprocess.Popen([sys.executable, *sys.argv[1:]], stdin=subprocess.PIPE, stdout=subprocess.PIPE)
@@ -32,6 +41,14 @@ def python(code: str, *arguments: str, **environment: str) -> subprocess.Popen[b
         stdout=subprocess.PIPE,
         env={**os.environ, **environment},
     )
+
+
+def test_a_call_to_end_is_heard_though_its_signal_does_not_wake_the_main_thread() -> None:
+    with python(WAITING) as waiting:
+        try:
+            assert waiting.wait(20) == 0
+        finally:
+            waiting.kill()
 
 
 def test_a_tied_process_dies_with_its_parent() -> None:

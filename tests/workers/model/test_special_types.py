@@ -32,8 +32,11 @@ OTHER_TOOLS = {
     "ft_service/spec/templates.py": "names of chat templates that a spec may ask for",
 }
 """Files that hold data about another tool's formats, or about a paper → which data."""
-LAYERS = {"workers/model/attention.py": {"mamba"}}
-"""Values of `layer_types` that are called like a model type."""
+OTHER_WORDS = {
+    "workers/model/attention.py": {"mamba"},  # a value of `layer_types`
+    "ft_service/version.py": {"git"},  # a program
+}
+"""Strings that are called like a model type, and are none."""
 
 
 def strings(path: Path) -> Iterator[tuple[int, str]]:
@@ -67,7 +70,9 @@ def test_no_other_module_names_a_model_type() -> None:
         if path == Path(special_types.__file__) or place in OTHER_TOOLS:
             continue
         names = [
-            name for name in named(path) if name.partition(": ")[2] not in LAYERS.get(place, set())
+            name
+            for name in named(path)
+            if name.partition(": ")[2] not in OTHER_WORDS.get(place, set())
         ]
         found.update({place: names} if names else {})
     assert not found
@@ -83,7 +88,7 @@ def test_a_name_is_found_wherever_it_stands(tmp_path: Path) -> None:
 
 
 def test_the_files_that_may_name_them_do() -> None:
-    for place in (*OTHER_TOOLS, *LAYERS):
+    for place in (*OTHER_TOOLS, *OTHER_WORDS):
         assert named(ROOT / place), place
 
 

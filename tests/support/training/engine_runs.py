@@ -89,18 +89,20 @@ def engine_on_rank(rank: int, world: int, root: str) -> None:
         TrainingEngine(spec, runtime, base, StopRequest(runtime)).run()
 
 
+def has_reported(run: RunDir, step: int) -> bool:
+    """Whether the first attempt of a job has reported this step or a later one."""
+    with contextlib.suppress(OSError):
+        events = [event for segment in read_segments(run, 1) for event in segment.events]
+        return any(event.metrics is not None and event.metrics.step >= step for event in events)
+    return False
+
+
 def follow(run: RunDir, step: int, act: Callable[[], None]) -> threading.Thread:
     """Act once an attempt has reported a step."""
 
     def wait() -> None:
-        reached = False
-        while not reached:
+        while not has_reported(run, step):
             time.sleep(0.01)
-            with contextlib.suppress(OSError):
-                events = [event for segment in read_segments(run, 1) for event in segment.events]
-                reached = any(
-                    event.metrics is not None and event.metrics.step >= step for event in events
-                )
         act()
 
     thread = threading.Thread(target=wait, daemon=True)

@@ -23,6 +23,7 @@ from ft_service.rundir.checkpoints import newest_checkpoint
 from ft_service.rundir.directory import RunDir
 from ft_service.rundir.documents import Control, Desired, ExitReason, Start
 from ft_service.rundir.evaluations import read_forgetting
+from ft_service.rundir.events import Metrics
 from ft_service.rundir.file_digest import FileDigest
 from ft_service.spec import JobSpec
 from tests.support.attempts import wait_for
@@ -34,6 +35,7 @@ from tests.support.training.engine_runs import (
     engine_on_rank,
     exit_of,
     follow,
+    has_reported,
     new_engine,
     prepare,
     ran_alone,
@@ -50,11 +52,14 @@ from tests.support.training.models import (
 from workers.base.frozen_weights import initial_adapter
 from workers.engine import seat_thread
 from workers.engine.engine import TrainingEngine
+from workers.output.report import Reporter
 from workers.ranks.runtime import Groups
 from workers.training import forgetting
+from workers.training.context import StopRequest
 
 STEPS = 6
 NAN_SEED = 1_000
+PAUSED = "ftjob-3"
 ADAM = {"adam_beta1": 0.5, "adam_beta2": 0.9, "adam_epsilon": 0.01}
 DPO: dict[str, Any] = {"type": "dpo", "dpo": {"hyperparameters": {"beta": 0.5}}}
 
@@ -150,6 +155,23 @@ def poisoned_on_rank(rank: int, world: int, root: str) -> None:
         return made
 
     seat_thread.build = built
+    requested_by_file = StopRequest._requested_by_file
+    report = Reporter.metrics
+
+    def at_once(self: Reporter, metrics: Metrics) -> None:
+        report(self, metrics)
+        self.flush()
+
+    def waited_for(self: StopRequest) -> bool:
+        """Else the job would be over before it is asked to pause."""
+        run = self._runtime.run
+        if run.root.name == PAUSED and has_reported(run, 1):
+            wait_for(lambda: Attempt(run, 1).read_control() is not None)
+            self._read_at = float("-inf")
+        return requested_by_file(self)
+
+    Reporter.metrics = at_once
+    StopRequest._requested_by_file = waited_for
     engine_on_rank(rank, world, root)
     # An engine that ends at once has not collected what it let go, or its last thread still has it.
     wait_for(lambda: gc.collect() >= 0 and not modules, every=0.5)
@@ -263,7 +285,7 @@ def test_a_job_that_ends_otherwise_changes_nothing_of_the_others(
         3,
         lambda: Attempt(stopped, 1).write_control(Control(generation=2, desired=Desired.CANCEL)),
     )
-    paused = runs[specs[3].job_id]
+    paused = runs[PAUSED]
     late = runs[specs[2].job_id]
     follow(
         paused,
@@ -278,7 +300,7 @@ def test_a_job_that_ends_otherwise_changes_nothing_of_the_others(
         diverges.job_id: ExitReason.PERMANENT_ERROR,
         cancelled.job_id: ExitReason.CANCELLED,
         unreadable.job_id: ExitReason.PERMANENT_ERROR,
-        specs[3].job_id: ExitReason.STOPPED,
+        PAUSED: ExitReason.STOPPED,
         late.root.name: ExitReason.SUCCEEDED,
     }
     assert_same(runs[specs[0].job_id], alone(0))

@@ -27,9 +27,11 @@ from api.wire.organization_views import (
     CostsView,
     DeletedApiKeyView,
     DeletedProjectView,
+    DeletedUserView,
     NewApiKeyView,
     ProjectView,
     UsageView,
+    UserView,
     api_key_view,
     audit_view,
     costs_view,
@@ -37,14 +39,16 @@ from api.wire.organization_views import (
     project_view,
     usage_csv,
     usage_view,
+    user_view,
 )
 from api.wire.views import ListView, list_view, page_of
 from ft_service.control.admission.budget import refuse_limit_without_prices
-from ft_service.errors import ForbiddenError, SpecError
+from ft_service.errors import ForbiddenError, NotFoundError, SpecError
 from ft_service.spec import Strict, spec_error
 from ft_service.spec.option_types import Number
 from ft_service.store.records import Principal, Project, TenantLimits, Usage
 from ft_service.store.tenants.keys import PREFIX as KEY_PREFIX
+from ft_service.store.tenants.people import Person
 from ft_service.store.tenants.projects import MANAGING_PROJECT
 from ft_service.store.tenants.projects import PREFIX as PROJECT_PREFIX
 from ft_service.store.tenants.usage import UsageQuery
@@ -281,6 +285,40 @@ def rotate_key(
     return new_api_key_view(key, secret, services.store.now())
 
 
+@router.get("/users", response_model=ListView[UserView])
+def list_users(caller: Admin, services: Svc, after: After = None, limit: Limit = 20) -> Any:
+    """List the people who have signed in by single sign-on, the first ones first: to the caller's
+    project, or to all projects that it manages.
+    """
+    people = services.store.people.list_people(**_scope(caller))
+    return page_of([user_view(person) for person in people], after, limit, newest_first=False)
+
+
+@router.get("/users/{user_id}")
+def retrieve_user(user_id: str, caller: Admin, services: Svc) -> UserView:
+    return user_view(_known_person(user_id, caller, services))
+
+
+@router.delete("/users/{user_id}")
+def delete_user(user_id: str, caller: Admin, services: Svc) -> DeletedUserView:
+    """End what a person has here, in every project: sessions in browsers and on command lines, and
+    the keys that they made. They come in again as long as their groups at the provider open a
+    project: take those away first.
+    """
+    person = _known_person(user_id, caller, services)
+    _refuse_unless_managing(caller)
+    revoked = [key.id for key in services.store.people.end(person.id)]
+    return DeletedUserView(id=person.id, revoked=revoked)
+
+
+def _known_person(user_id: str, caller: Principal, services: Services) -> Person:
+    """Raises NotFoundError for one who has not signed in to a project of the caller."""
+    for person in services.store.people.list_people(**_scope(caller)):
+        if person.id == user_id:
+            return person
+    raise NotFoundError(f"There is no user {user_id[:80]!r}.", param="user_id")
+
+
 @router.get("/audit_logs", response_model=ListView[AuditView])
 def list_audit(caller: Admin, services: Svc, after: After = None, limit: Limit = 20) -> Any:
     """List changes, the newest first: those of the caller's project, or of all projects that it
@@ -417,7 +455,7 @@ def _view(project: Project, services: Services) -> ProjectView:
 def _refuse_unless_managing(caller: Principal) -> None:
     if not manages(caller):
         raise ForbiddenError(
-            "Projects and their limits are managed with an admin key of the project "
+            "Projects, their limits and users are managed with an admin key of the project "
             f"{MANAGING_PROJECT}."
         )
 

@@ -12,6 +12,8 @@ from typing import Any, Literal
 from api.wire.views import Deleted, MoneyView, Seconds, View, money_view
 from ft_service.money import MICROS, amount
 from ft_service.store.records import ApiKey, AuditEntry, Project, Usage
+from ft_service.store.tenants.people import Person
+from ft_service.store.tenants.projects import MANAGING_PROJECT
 
 DAY_SECONDS = 86_400
 _USAGE_COLUMNS = (
@@ -113,6 +115,41 @@ class DeletedProjectView(Deleted):
 
 class DeletedApiKeyView(Deleted):
     object: Literal["organization.project.api_key.deleted"] = "organization.project.api_key.deleted"
+
+
+class ProjectOfUserView(View):
+    id: str
+    role: Literal["owner", "member"]
+
+
+class ProjectsOfUserView(View):
+    object: Literal["list"] = "list"
+    data: list[ProjectOfUserView]
+
+
+class UserView(View):
+    """A person who has signed in by single sign-on."""
+
+    id: str
+    object: Literal["organization.user"] = "organization.user"
+    name: str
+    email: str | None
+    """The name, if it is an address."""
+    role: Literal["owner", "reader"]
+    """owner: an admin of the project that manages the others."""
+    added_at: Seconds
+    projects: ProjectsOfUserView
+
+    signed_in_at: Seconds
+    """The last sign-in."""
+
+
+class DeletedUserView(Deleted):
+    object: Literal["organization.user.deleted"] = "organization.user.deleted"
+    revoked: list[str]
+    """Ids of the keys that were revoked: those that stood for the person, and those that they had
+    made.
+    """
 
 
 class AuditProjectView(View):
@@ -218,6 +255,20 @@ def project_view(project: Project, share: float) -> ProjectView:
     status = "active" if project.archived_at is None else "archived"
     return ProjectView.of(
         project, status=status, limits=LimitsView.of(project.limits), share=round(share, 4)
+    )
+
+
+def user_view(person: Person) -> UserView:
+    roles: dict[str, Literal["owner", "member"]] = {
+        project_id: "owner" if scope == "admin" else "member"
+        for project_id, scope in person.scopes.items()
+    }
+    opened = [ProjectOfUserView(id=one, role=role) for one, role in roles.items()]
+    return UserView.of(
+        person,
+        email=person.name if "@" in person.name else None,
+        role="owner" if roles.get(MANAGING_PROJECT) == "owner" else "reader",
+        projects=ProjectsOfUserView(data=opened),
     )
 
 

@@ -12,12 +12,13 @@ last sign-in, until the next one.
 
 from __future__ import annotations
 
+import hashlib
 import secrets
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from sqlalchemy import Connection, and_, case, or_, select, update
+from sqlalchemy import Connection, RowMapping, and_, case, or_, select, update
 from sqlalchemy.exc import IntegrityError
 
 from ft_service.errors import AuthError, ForbiddenError, NotFoundError, SpecError
@@ -37,12 +38,14 @@ from ft_service.store.tenants.keys import (
     digest_of,
     revoke_with,
 )
+from ft_service.store.tenants.projects import THERE
 
 SIGN_ON_MARK = "sso."
 """The beginning of a session's secret that single sign-on has opened."""
 STATE_SECONDS = 600.0
 """Time that a person has at the provider."""
 _PREFIX = "sign-on"
+_LIVING = and_(keys.c.identity.is_not(None), keys.c.revoked_at.is_(None))
 _WITHIN: dict[Scope, tuple[Scope, ...]] = {
     "submit": ("submit", "user", "read"),
     "user": ("submit", "user", "read"),
@@ -72,6 +75,20 @@ class Login:
     project_id: str
     scope: Scope
     expires_at: float
+
+
+@dataclass(frozen=True)
+class Person:
+    """Someone who has signed in and whose access nobody has revoked."""
+
+    id: str
+    name: str
+    added_at: float
+    """The first sign-in that opened something, in seconds since 1970."""
+    signed_in_at: float
+    """The last sign-in."""
+    scopes: Mapping[str, Scope]
+    """Project → scope, by the last sign-in."""
 
 
 class PeopleStore(StorePart):
@@ -148,17 +165,49 @@ class PeopleStore(StorePart):
             )
         return last
 
+    def list_people(
+        self, *, organization: str | None = None, project_id: str | None = None
+    ) -> list[Person]:
+        """Return those who have signed in to projects of an organisation, or to one project, the
+        first ones first.
+        """
+        whose = (
+            projects.c.organization == organization
+            if project_id is None
+            else projects.c.id == project_id
+        )
+        query = (
+            select(keys)
+            .join(projects, projects.c.id == keys.c.project_id)
+            .where(_LIVING, THERE, whose)
+            .order_by(keys.c.created_at, keys.c.id)
+        )
+        found: dict[str, list[RowMapping]] = {}
+        with self._database.reading() as connection:
+            for row in connection.execute(query).mappings():
+                found.setdefault(row["identity"], []).append(row)
+        return [_person(identity, rows) for identity, rows in found.items()]
+
     def end(self, person: str) -> list[ApiKey]:
         """End what a person has here at once: sessions, and the keys that they made. Return the
         keys that were revoked, the person's own among them.
 
-        `person`: the name, the identity or the id of a key that stands for them. Raises
-        NotFoundError, or SpecError if several people have that name.
+        `person`: the name, the identity, the id of the person or of a key that stands for them.
+        Raises NotFoundError, or SpecError if several people have that name.
         """
-        named = or_(keys.c.name == person, keys.c.identity == person, keys.c.id == person)
-        identities = select(keys.c.identity).where(keys.c.identity.is_not(None), named).distinct()
+        rows_of_people = (
+            select(keys.c.identity, keys.c.name, keys.c.id)
+            .where(keys.c.identity.is_not(None))
+            .order_by(keys.c.identity)
+        )
         with self._database.writing() as connection:
-            found = connection.scalars(identities.order_by(keys.c.identity)).all()
+            found = list(
+                dict.fromkeys(
+                    row.identity
+                    for row in connection.execute(rows_of_people)
+                    if person in (row.name, row.identity, row.id, _person_id(row.identity))
+                )
+            )
             if not found:
                 raise NotFoundError(
                     f"Nobody called {person[:80]!r} has signed in here.", param="person"
@@ -208,6 +257,23 @@ class PeopleStore(StorePart):
             return (
                 connection.execute(mine.values(project_id=project_id, key_id=there)).rowcount == 1
             )
+
+
+def _person_id(identity: str) -> str:
+    """Return the id by which paths name a person: an issuer is an address."""
+    return f"user-{hashlib.sha256(identity.encode()).hexdigest()[:24]}"
+
+
+def _person(identity: str, rows: Sequence[RowMapping]) -> Person:
+    """`rows`: of the person's projects, the oldest first."""
+    newest = max(rows, key=lambda row: row["signed_in_at"] or 0.0)
+    return Person(
+        id=_person_id(identity),
+        name=newest["name"],
+        added_at=rows[0]["created_at"],
+        signed_in_at=newest["signed_in_at"] or 0.0,
+        scopes={row["project_id"]: row["scope"] for row in rows},
+    )
 
 
 def _may_work(identity: str) -> Any:

@@ -13,7 +13,8 @@ from ft_service.control.cleanup.erasing import erase
 from ft_service.control.cleanup.housekeeping import remove_expired
 from ft_service.jobs.states import State
 from ft_service.storage.locations import Places
-from ft_service.store.records import TenantLimits
+from ft_service.store.records import Scope, TenantLimits
+from ft_service.store.tenants.people import SignOn
 from tests.support.creating import create_job
 from tests.support.records import move_project, new_job
 from tests.support.rest.described import MAKES, MARKS, OPEN, ask, filled, operations, tenant
@@ -310,6 +311,63 @@ def test_an_organisation_is_managed_by_the_client_of_openai(
     assert check_error(
         service.http("POST", "/v1/organization/projects/default/archive", json={}), 400
     )
+
+
+def test_people_are_listed_and_ended_in_every_project_by_the_client_of_openai(
+    service: Service,
+) -> None:
+    store = service.store
+    store.projects.ensure_project("proj_b", "local")
+    store.projects.ensure_project("proj_elsewhere", "others")
+    grants: dict[str, Scope] = {"default": "read", "proj_b": "admin"}
+    ada = SignOn(identity="https://login.example 7", name="ada@x", grants=grants, state="1")
+    holder = store.sessions.session_holder(store.people.sign_in(ada, 600) or "")
+    made, secret = store.keys.create_key(
+        project_id="default", name="laptop", scope="read", made_by=holder
+    )
+    eve = SignOn(identity="8", name="eve", grants={"proj_elsewhere": "admin"}, state="2")
+    store.people.sign_in(eve, 600)
+
+    users = openai.OpenAI(
+        base_url=f"{service.url}/v1",
+        admin_api_key=service.key,
+        api_key=service.key,
+        max_retries=0,
+        http_client=service.connections,
+    ).admin.organization.users
+    [person] = users.list()
+    assert users.retrieve(person.id) == person
+    assert (person.email, person.role, person.id.isascii()) == ("ada@x", "reader", True)
+    assert person.projects is not None
+    assert {one.id: one.role for one in person.projects.data} == {
+        "default": "member",
+        "proj_b": "owner",
+    }
+    ended = users.delete(person.id)
+    assert ended.deleted
+    assert len((ended.model_extra or {})["revoked"]) == 3
+    assert made.id in (ended.model_extra or {})["revoked"]
+    assert store.keys.authenticate(secret) is None
+    assert list(users.list()) == []
+    path = f"/v1/organization/users/{person.id}"
+    assert check_error(service.http("DELETE", path), 404)
+
+
+def test_a_projects_admin_sees_its_own_people_and_ends_none(service: Service) -> None:
+    """What ends is all that they have, in other projects too."""
+    store = service.store
+    store.projects.ensure_project("proj_b", "local")
+    grants: dict[str, Scope] = {"default": "read", "proj_b": "admin"}
+    for name, opened in (("ada", grants), ("eve", {"default": "read"})):
+        store.people.sign_in(SignOn(identity=name, name=name, grants=opened, state=name), 600)
+    own = store.keys.create_key(project_id="proj_b", name="k", scope="admin")[1]
+    path = "/v1/organization/users"
+    [ada] = service.http("GET", path, key=own).json()["data"]
+    assert (ada["name"], ada["email"]) == ("ada", None)
+    assert ada["projects"]["data"] == [{"id": "proj_b", "role": "owner"}]
+    everyone = {one["name"]: one["id"] for one in service.http("GET", path).json()["data"]}
+    assert check_error(service.http("DELETE", f"{path}/{ada['id']}", key=own), 403)
+    assert check_error(service.http("GET", f"{path}/{everyone['eve']}", key=own), 404)
 
 
 def test_a_deleted_project_is_not_there_and_housekeeping_removes_what_it_has(

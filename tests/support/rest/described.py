@@ -14,6 +14,7 @@ from ft_service.ids import new_id
 from ft_service.jobs.reasons import Reason
 from ft_service.jobs.states import State
 from ft_service.store.evals import Eval, EvalRun
+from ft_service.store.tenants.people import SignOn
 from tests.support.records import new_chat, new_response
 from tests.support.rest.service import TRAINING, Service, put, run_dir
 
@@ -92,6 +93,7 @@ def tenant(
     service.store.chats.add_chat(response, seconds=3600, room=1000)
     [checkpoint] = client.fine_tuning.jobs.checkpoints.list(job_id).data
     return {
+        "user_id": a_person(service, project_id),
         "job_id": job_id,
         "sweep_id": sweep["id"],
         "chat_id": chat.id,
@@ -112,6 +114,17 @@ def tenant(
         "rollout_id": "rollout_none",
         **an_eval(service, project_id),
     }
+
+
+def a_person(service: Service, project_id: str) -> str:
+    """Id of someone who has signed in to a project."""
+    identity = f"https://login.example {project_id}"
+    known = SignOn(
+        identity=identity, name="secret-name", grants={project_id: "read"}, state=new_id("state_")
+    )
+    service.store.people.sign_in(known, 3600)
+    [person] = service.store.people.list_people(project_id=project_id)
+    return person.id
 
 
 def an_eval(service: Service, project_id: str) -> dict[str, str]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import secrets
+import time
 from collections.abc import Sequence
 from typing import Any
 
@@ -58,8 +59,15 @@ LONGEST_REST_SECONDS = 15.0
 """Upper bound of how far `looked_at` lies ahead, since a job may be left alone for a moment."""
 HOST_SECONDS = 60.0
 """Time after its last announcement for which a host counts."""
+OLDEST_NOTE_SECONDS = 30.0
+"""How long the oldest note that was found bounds the search for jobs to look at."""
+_WRITE_SECONDS = 10.0
+"""Longest time from the reading of the clock for a note until others see it."""
 
 _LOOKED_AHEAD = jobs.c.looked_at > database_time() + LONGEST_REST_SECONDS
+_ASKED = jobs.c.looked_at <= 0.0
+_SINCE = jobs.c.looked_at >= bindparam("since", type_=Double)
+_OLDEST_NOTE = select(func.min(jobs.c.looked_at)).where(NEEDS_ATTENTION, ~_ASKED)
 _CLAIMABLE = and_(
     is_over(jobs.c.lease_expires_at, LONGEST_LEASE_SECONDS),
     or_(jobs.c.host.is_(None), jobs.c.host == bindparam("for_host")),
@@ -120,7 +128,11 @@ def _claim_active(*kinds: ColumnElement[bool]) -> ReturningUpdate[Any]:
     # `looked_at` in the future: the clock was set back since. Queries of their own, so that an
     # index serves each.
     ahead = select(jobs.c.id).where(_MINE, _LOOKED_AHEAD).order_by(jobs.c.looked_at)
-    due = [select(jobs.c.id).where(_MINE, kind).order_by(jobs.c.looked_at) for kind in kinds]
+    due = [
+        select(jobs.c.id).where(_MINE, kind, noted).order_by(jobs.c.looked_at)
+        for kind in kinds
+        for noted in (_ASKED, _SINCE)
+    ]
     return _claim_first([ahead, *due], _MINE, or_(*kinds, _LOOKED_AHEAD))
 
 
@@ -132,8 +144,8 @@ _CLAIM = _claim_active(_WITH_PROCESSES, _NEW)
 _CLAIM_NEW_FIRST = _claim_active(_NEW, _WITH_PROCESSES)
 _CLAIM_GIVEN = _claim_first([select(jobs.c.id).where(jobs.c.id == bindparam("job_id"))], _MINE)
 # Those that a user has asked something of are claimed instead; others rest until their time.
-_TO_LOOK_AT = and_(_MINE, _HAS_PROCESSES, jobs.c.looked_at > 0.0, _IDLE)
-_IDS_TO_LOOK_AT = select(jobs.c.id).where(_TO_LOOK_AT).order_by(jobs.c.looked_at)
+_TO_LOOK_AT = and_(_MINE, _HAS_PROCESSES, ~_ASKED, _IDLE)
+_IDS_TO_LOOK_AT = select(jobs.c.id).where(_TO_LOOK_AT, _SINCE).order_by(jobs.c.looked_at)
 _JOBS_TO_LOOK_AT = select(*JOB, jobs.c.looked_at, database_time().label("now")).where(
     _TO_LOOK_AT, jobs.c.id.in_(bindparam("job_ids", expanding=True))
 )
@@ -146,6 +158,10 @@ _CLAIM_TOO_LARGE = _claim_first(
 
 class LeaseStore(StorePart):
     """Claims of jobs, changes under them, and slots."""
+
+    _since = 0.0
+    _since_until = float("-inf")
+    """When the oldest note is looked up again, by the process's own clock."""
 
     def claim(
         self,
@@ -175,6 +191,7 @@ class LeaseStore(StorePart):
             lease_seconds=lease_seconds,
             idle_seconds=idle_seconds,
             untended_seconds=idle_seconds if untended_seconds is None else untended_seconds,
+            since=self._oldest_note(),
         )
 
     def claim_given(
@@ -225,9 +242,24 @@ class LeaseStore(StorePart):
         """Return the ids of running and stopping jobs that `claim` would give too, those noted
         longest ago first. Nobody has claimed them, and no user has asked something of them since.
         """
-        values = {"for_host": host, "idle_seconds": idle_seconds}
+        values = {"for_host": host, "idle_seconds": idle_seconds, "since": self._oldest_note()}
         with self._database.reading() as connection:
             return list(connection.scalars(_IDS_TO_LOOK_AT, values))
+
+    def _oldest_note(self) -> float:
+        """Return a time before which no job that needs attention was noted; 0: not known.
+
+        While a transaction is open, PostgreSQL removes no old version of a row that it might see,
+        and every search in the order of the notes walks through all of them that lie before the
+        oldest job: within an hour, hundreds of thousands. Notes only rise, but for those of a
+        clock that is set back and those of users' requests, which are searched for themselves.
+        """
+        if self._database.is_shared and time.monotonic() >= self._since_until:
+            with self._database.reading() as connection:
+                oldest = connection.scalars(_OLDEST_NOTE).one() or 0.0
+            self._since = max(0.0, oldest - _WRITE_SECONDS)
+            self._since_until = time.monotonic() + OLDEST_NOTE_SECONDS
+        return self._since
 
     def jobs_to_look_at(
         self, job_ids: Sequence[str], *, host: str, idle_seconds: float

@@ -82,11 +82,11 @@ CANCELLED_UNOBSERVED = (
 )
 LOOKS = 64
 """Most jobs that are looked at without a claim before others get their turn."""
-NOTE_SECONDS = 10.0
+NOTE_SECONDS = 30.0
 """How often it is noted that a job was looked at, if that changed nothing: each note writes the
 job's row, and an entry in every index of it.
 """
-UNTENDED_SECONDS = 30.0
+UNTENDED_SECONDS = 90.0
 """Age of the newest note from which a running job gets a turn of its own."""
 SLOT_USER_SECONDS = 0.05
 """Interval at which a slot user is asked whether it has left a job's slots."""

@@ -1,12 +1,13 @@
 from __future__ import annotations
 
+import secrets
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import replace
 
 import pytest
-from sqlalchemy import Connection, create_engine, event, func, select, text
+from sqlalchemy import Connection, create_engine, event, func, select, text, update
 
 from ft_service.jobs.decisions import Become, decide, placed, too_large, validated
 from ft_service.jobs.estimates import Paces
@@ -136,6 +137,37 @@ def test_the_job_looked_at_longest_ago_comes_first(store):
         assert store.leases.apply(claimed, JobChange(job=claimed.job))
     assert sorted(seen[:3]) == sorted(ids)
     assert seen[3:] == seen[:3]
+
+
+def test_the_search_on_postgresql_begins_at_the_oldest_note(store):
+    """So it passes by what a long transaction keeps of rows that were written since."""
+    old, asked = (create_job(store, new_job()).id for _ in range(2))
+    for _ in range(2):
+        claimed = claim(store)
+        assert store.leases.apply(claimed, JobChange(job=claimed.job))
+    store.leases._since_until = float("-inf")
+    assert try_claim(store, idle_seconds=60.0) is None
+    with store.writing() as connection:
+        connection.execute(update(jobs).where(jobs.c.id == old).values(looked_at=1.0))
+    found = try_claim(store, idle_seconds=60.0)
+    assert (found is None) == store.is_shared, "no note is that old"
+    store.leases.look_again(asked)
+    found = try_claim(store, idle_seconds=60.0)
+    assert found is not None
+    assert found.job.id == asked
+    store.leases._since_until = float("-inf")
+    found = try_claim(store, idle_seconds=60.0)
+    assert (found is not None) == store.is_shared, "SQLite's was found before"
+
+
+def test_what_never_changes_of_a_job_is_not_written_again_by_postgresql(store):
+    """Of a job as large as they are; else each of its reports writes all of that again."""
+    create_job(store, new_job(request={"training_file": secrets.token_hex(1500)}))
+    if not store.is_shared:
+        return
+    beside = text("SELECT pg_relation_size(reltoastrelid) FROM pg_class WHERE relname = 'jobs'")
+    with store.reading() as connection:
+        assert connection.scalars(beside).one() > 0
 
 
 def test_new_jobs_and_running_ones_do_not_keep_each_other_waiting(store):
@@ -379,7 +411,7 @@ def test_back_off_and_foreign_hosts_are_passed_over(store):
     assert claim_next(store, host="h2") is not None
 
 
-AGES = {"idle_seconds": 0.5, "untended_seconds": 30.0}
+AGES = {"idle_seconds": 0.5, "untended_seconds": 90.0, "since": 1.0}
 
 
 @pytest.mark.parametrize(

@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import openai
 import pytest
 import yaml
 
@@ -544,6 +545,40 @@ def test_a_job_waits_while_its_partition_is_drained(tmp_path: Path, cluster: Slu
     store.close()
 
 
+@pytest.mark.slow
+def test_a_job_waits_while_slurm_has_as_many_jobs_as_it_takes(
+    tmp_path: Path, cluster: SlurmCluster
+) -> None:
+    """MaxJobCount; sbatch would sleep for half a minute."""
+    text = cluster.conf.read_text()
+    store = new_store(tmp_path)
+    launcher = SlurmLauncher(
+        SlurmProfile.model_validate(profile_for(tmp_path, "succeed")), SlurmSite(tmp_path)
+    )
+    reconciler = new_reconciler(tmp_path, store, launcher)
+    try:
+        with_limit(cluster, f"{text}MaxJobCount=1\n")
+        add_job(store)
+        wait_for(
+            lambda: reconciler.step() and (get(store).pending or "").startswith("Slurm refuses"),
+            SECONDS,
+            every=0.1,
+        )
+        assert get(store).phase is Phase.WAITING
+    finally:
+        with_limit(cluster, text)
+    wait_for(lambda: reconciler.step() and get(store).state is State.SUCCEEDED, SECONDS, every=0.1)
+    assert (get(store).attempt, get(store).failures) == (1, 0)
+    reconciler.close()
+    store.close()
+
+
+def with_limit(cluster: SlurmCluster, text: str) -> None:
+    cluster.stop_controller()
+    cluster.conf.write_text(text)
+    cluster.start_controller()
+
+
 @pytest.fixture(scope="module")
 def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
     from tests.support.training.models import save_chat_base  # torch takes time to import
@@ -560,9 +595,17 @@ def data(tmp_path: Path) -> Path:
     return path
 
 
-def slurm_server(folder: Path, models: Path, engine_jobs: int = 0) -> Server:
+def slurm_server(
+    folder: Path,
+    models: Path,
+    engine_jobs: int = 0,
+    profiles: dict[str, dict[str, Any]] | None = None,
+) -> Server:
+    """`profiles`: by name, with what differs; None: there is one."""
     profile = folder / "slurm-profile.yaml"
-    profile.write_text(yaml.safe_dump(profile_for(folder)))
+    given = {name: profile_for(folder, **values) for name, values in (profiles or {}).items()}
+    written = {"profiles": given} if given else profile_for(folder)
+    profile.write_text(yaml.safe_dump(written, sort_keys=False))
     database = f"sqlite:///{folder / 'service.db'}"
     return Server(
         folder,
@@ -619,6 +662,35 @@ def test_two_jobs_share_an_engine_that_is_one_batch_job(
             return listed["data"]
 
         wait_for(lambda: not engines(), SECONDS, every=0.3)
+    finally:
+        assert server.stop() == 0
+
+
+@pytest.mark.slow
+def test_each_profile_is_a_partition(
+    tmp_path: Path, data: Path, models: Path, cluster: SlurmCluster
+) -> None:
+    server = slurm_server(
+        tmp_path, models, profiles={"small": {"partition": "all"}, "fast": {"partition": "urgent"}}
+    )
+    server.start()
+    try:
+        client = server.client()
+        asked = {"small": None, "fast": {"distributed": {"profile": "fast", "nproc_per_node": 2}}}
+        ids = {
+            name: submit(client, data, steps=2, extra=extra or {}).id
+            for name, extra in asked.items()
+        }
+        for job_id in ids.values():
+            assert wait_until(client, job_id, "succeeded").fine_tuned_model
+        listed = cluster.run("squeue", "-h", "-t", "all", "-o", "%j|%P").stdout.splitlines()
+        partition = dict(line.split("|") for line in listed)
+        assert {name: partition[job_name(job_id, 1)] for name, job_id in ids.items()} == {
+            "small": "all",
+            "fast": "urgent",
+        }
+        with pytest.raises(openai.BadRequestError, match=r"profile.*'none'.*small.*fast"):
+            submit(client, data, steps=2, extra={"distributed": {"profile": "none"}})
     finally:
         assert server.stop() == 0
 

@@ -55,7 +55,7 @@ wheel: $(READY)
 	@ls dist/ft_service-*.whl
 
 test: $(READY) $(TRITON)
-	@$(PYTEST) $(SIDE_BY_SIDE) -m "not slow and not docs$(if $(GPU),, and not gpu)"
+	@$(PYTEST) $(SIDE_BY_SIDE) $(if $(HOLD_BUDGETS),--hold-budgets) -m "not slow and not docs$(if $(GPU),, and not gpu)"
 
 # Of folders that import little: not all that `make test` collects.
 check-docs: $(READY)

@@ -61,7 +61,6 @@ from workers.model.build import base_on_meta
 from workers.model.lora import adapted_modules
 from workers.model.multimodal import (
     decoder_layers,
-    is_of_several,
     linears_of_towers,
     text_decoder,
 )
@@ -128,7 +127,7 @@ def describe(folder: str) -> Description:
     probed = probe(base)
     if probed.refused is not None:
         raise SpecError(probed.refused, param="model")
-    images = try_images(base, folder) if is_of_several(base.config) else None
+    images = None if text_decoder(base) is base else try_images(base, folder)
     swap(base.requires_grad_(False), layers, dict.fromkeys(formats, "bf16"))
     described = describe_model(base, layers, folder, held, probed, downloaded=downloaded)
     if isinstance(images, str):

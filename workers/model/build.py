@@ -38,10 +38,9 @@ from workers.model.joint_linears import join
 from workers.model.lora import adapted_modules, add_adapters
 from workers.model.merged_linears import merged_linears
 from workers.model.multimodal import (
-    causal_class,
+    BaseKind,
     decoder_layers,
     has_cross_attention,
-    is_of_several,
     text_decoder,
     text_only,
     without_text,
@@ -248,13 +247,14 @@ def towers_on_meta(path: str, decoder: Callable[[Any], nn.Module]) -> PreTrained
     and as `base_on_meta`.
     """
     config = _config(path)
-    if not is_of_several(config):
+    kind = BaseKind.of(config)
+    if not kind.of_several:
         raise SpecError("The base is a text model: it reads no images.", param="model")
     if getattr(config, "quantization_config", None) is not None:
         delattr(config, "quantization_config")
     for part in (config, *_parts(config)):
         _without_noise(part)
-    return without_text(config, torch.float32, decoder)
+    return without_text(kind, torch.float32, decoder)
 
 
 def _parts(config: PreTrainedConfig) -> list[PreTrainedConfig]:
@@ -266,12 +266,12 @@ def _on_meta(config: PreTrainedConfig) -> PreTrainedModel:
     if getattr(config, "quantization_config", None) is not None:
         # The modules are those of a plain base; see `formats_of_base`
         delattr(config, "quantization_config")
-    text = config.get_text_config(decoder=True)
-    refuse_untunable(config)
-    for part in (config, text):
+    kind = BaseKind.of(config)
+    refuse_untunable(kind)
+    for part in (config, kind.text):
         part.use_cache = False
         _without_noise(part)
-    built = _from_several(config) if is_of_several(config) else _from_one(config)
+    built = _from_several(kind) if kind.of_several else _from_one(kind)
     make_linears_plain(built)
     _keep_in_fp32(built)
     for module in built.modules():
@@ -284,9 +284,10 @@ def _on_meta(config: PreTrainedConfig) -> PreTrainedModel:
     return built
 
 
-def _from_one(config: PreTrainedConfig) -> PreTrainedModel:
-    """The model of a config of one model, with the attention that suits it."""
-    model = causal_class(config)
+def _from_one(kind: BaseKind) -> PreTrainedModel:
+    """The base of one model, with the attention that suits it."""
+    config = kind.config
+    model = kind.model_class
     assert model is not None, "refuse_untunable asks for it"
     attention = SEGMENTS if takes_segments(config, model) else stock_attention(config)
     with torch.device("meta"):
@@ -296,9 +297,9 @@ def _from_one(config: PreTrainedConfig) -> PreTrainedModel:
     return built
 
 
-def _from_several(config: PreTrainedConfig) -> PreTrainedModel:
-    """The text part of a config of several models, with the attention that suits that part."""
-    model = text_only(config, STORAGE_DTYPE)
+def _from_several(kind: BaseKind) -> PreTrainedModel:
+    """The text part of a base of several models, with the attention that suits that part."""
+    model = text_only(kind, STORAGE_DTYPE)
     decoder = text_decoder(model)
     attention = (
         SEGMENTS

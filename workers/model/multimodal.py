@@ -9,6 +9,7 @@ the model as it is downloaded.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -36,32 +37,38 @@ several.
 """
 
 
-def is_of_several(config: PreTrainedConfig) -> bool:
-    """True if a config describes several models: its text part is one section, or its values stand
-    next to other sections.
+@dataclass(frozen=True)
+class BaseKind:
+    """What transformers says of a base's config, asked once."""
+
+    config: PreTrainedConfig
+    text: PreTrainedConfig
+    """The part of it that describes the text decoder; of a base of one model the whole."""
+    of_several: bool
+    """Whether it describes several models: its text part is one section, or its values stand next
+    to other sections.
     """
-    if config.get_text_config(decoder=True) is not config:
-        return True
-    return bool(config.sub_configs) and any(
-        _class_in(name, config) is not None for name in _OF_SEVERAL
-    )
-
-
-def published_class(config: PreTrainedConfig) -> type[PreTrainedModel] | None:
-    """The class that a base of several models is published as.
-
-    None: transformers has no such class that generates text.
+    model_class: type[PreTrainedModel] | None
+    """The class that the base is published as. None: transformers has no such class that generates
+    text.
     """
+
+    @classmethod
+    def of(cls, config: PreTrainedConfig) -> BaseKind:
+        text = config.get_text_config(decoder=True)
+        of_several = text is not config or (
+            bool(config.sub_configs)
+            and any(_class_in(name, config) is not None for name in _OF_SEVERAL)
+        )
+        # transformers lists some classes of one model among those of several alone.
+        of_one = None if of_several else _class_in(_OF_ONE, config)
+        return cls(config, text, of_several, of_one or _writing_class(config))
+
+
+def _writing_class(config: PreTrainedConfig) -> type[PreTrainedModel] | None:
+    """The first class of a config that generates text."""
     found = (_class_in(name, config) for name in (*_OF_SEVERAL, _OF_ONE))
     return next((one for one in found if one is not None and one.can_generate()), None)
-
-
-def causal_class(config: PreTrainedConfig) -> type[PreTrainedModel] | None:
-    """The class of a base of one model that generates text. None: transformers has no such class.
-
-    transformers lists some of them among those of several models alone.
-    """
-    return _class_in(_OF_ONE, config) or published_class(config)
 
 
 def _class_in(mapping: str, config: PreTrainedConfig) -> type[PreTrainedModel] | None:
@@ -79,18 +86,16 @@ def not_tunable(kind: str, why: str) -> SpecError:
     )
 
 
-def text_only(config: PreTrainedConfig, dtype: torch.dtype) -> PreTrainedModel:
-    """The published class of a wrapped config on meta, with nothing in it but its text decoder and
-    head.
+def text_only(kind: BaseKind, dtype: torch.dtype) -> PreTrainedModel:
+    """The published class of a base of several models on meta, with nothing in it but its text
+    decoder and head.
 
     Raises SpecError for one whose text part is not a causal decoder that can be separated from the
     rest.
     """
-    published = published_class(config)
-    if published is None:
-        raise not_tunable(config.model_type, NO_DECODER)
+    config = kind.config
     try:
-        model: Any = _on_meta(published, config, dtype)
+        model: Any = _on_meta(kind, dtype)
     except (
         ImportError,
         ValueError,
@@ -107,7 +112,7 @@ def text_only(config: PreTrainedConfig, dtype: torch.dtype) -> PreTrainedModel:
         if type(own) is nn.Linear
     }
     unseen = any(isinstance(module, MissingTower) for module in model.modules())
-    decoder, head = _decoder_and_head(model, config.get_text_config(decoder=True))
+    decoder, head = _decoder_and_head(model, kind.text)
     _take_out(model, {id(decoder), id(head)})
     called = _called_by_text(decoder)
     if decoder.config is config:
@@ -128,33 +133,33 @@ def text_only(config: PreTrainedConfig, dtype: torch.dtype) -> PreTrainedModel:
     return model
 
 
-def _on_meta(published: Any, config: PreTrainedConfig, dtype: torch.dtype) -> Any:
-    """A model of a class, every tensor on meta; if need be with `MissingTower` in place of
-    towers.
+def _on_meta(kind: BaseKind, dtype: torch.dtype) -> Any:
+    """The published class, every tensor on meta; if need be with `MissingTower` in place of towers.
+
+    Raises SpecError if there is no such class.
     """
+    if kind.model_class is None:
+        raise not_tunable(kind.config.model_type, NO_DECODER)
     with torch.device("meta"):
         try:
-            return published._from_config(config, dtype=dtype)
+            return kind.model_class._from_config(kind.config, dtype=dtype)
         except ImportError:
-            with allow_missing_towers(type(config.get_text_config(decoder=True))):
-                return published._from_config(config, dtype=dtype)
+            with allow_missing_towers(type(kind.text)):
+                return kind.model_class._from_config(kind.config, dtype=dtype)
 
 
 def without_text(
-    config: PreTrainedConfig, dtype: torch.dtype, decoder: Callable[[Any], nn.Module]
+    kind: BaseKind, dtype: torch.dtype, decoder: Callable[[Any], nn.Module]
 ) -> PreTrainedModel:
     """The published class of a base of several models on meta, without its text decoder and head.
 
     `decoder`: makes what stands in the decoder's place, of the decoder on meta. Raises SpecError as
     `text_only`, and for a class whose towers are not known here.
     """
-    published = published_class(config)
-    if published is None:
-        raise not_tunable(config.model_type, NO_DECODER)
-    model: Any = _on_meta(published, config, dtype)
+    model: Any = _on_meta(kind, dtype)
     if any(isinstance(module, MissingTower) for module in model.modules()):
-        raise not_tunable(config.model_type, "has a tower that is not known here")
-    text, head = _decoder_and_head(model, config.get_text_config(decoder=True))
+        raise not_tunable(kind.config.model_type, "has a tower that is not known here")
+    text, head = _decoder_and_head(model, kind.text)
     put_in_place(model, {text: decoder(text), head: MissingHead()})
     return model
 

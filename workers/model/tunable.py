@@ -17,13 +17,7 @@ from transformers.activations import ACT2FN
 from transformers.models.auto import modeling_auto
 
 from ft_service.errors import SpecError
-from workers.model.multimodal import (
-    NO_DECODER,
-    causal_class,
-    is_of_several,
-    not_tunable,
-    published_class,
-)
+from workers.model.multimodal import NO_DECODER, BaseKind, not_tunable
 from workers.model.special_types import NOT_TUNED
 
 MAX_LAYERS = 10_000
@@ -63,21 +57,21 @@ def refuse_numbers(config: Mapping[str, Any]) -> None:
             raise no_model(name, value, "it must be a token id, a whole number, or null")
 
 
-def refuse_untunable(config: PreTrainedConfig) -> None:
+def refuse_untunable(base: BaseKind) -> None:
     """Raise SpecError for a base that is not a causal language model, by what transformers says of
     it and by exceptions.
     """
-    text = config.get_text_config(decoder=True)
+    config = base.config
+    text = base.text
     kind = config.model_type
     if config.is_encoder_decoder or text.is_encoder_decoder:
         raise not_causal(kind, READS_ENCODER)
     why = NOT_TUNED.get(kind) or NOT_TUNED.get(text.model_type)
     if why is not None:
         raise not_causal(kind, f"and cannot be tuned here: {why}")
-    several = is_of_several(config)
-    if several and published_class(config) is None:
+    if base.model_class is None and base.of_several:
         raise not_tunable(kind, NO_DECODER)
-    if not several and causal_class(config) is None:
+    if base.model_class is None:
         raise not_causal(
             kind,
             "which is no causal language model: transformers has no class of it that writes text",

@@ -7,6 +7,7 @@ import math
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from functools import cached_property
+from pathlib import Path
 from typing import Annotated, Any, TypeVar
 
 from fastapi import Depends, Query, Request
@@ -19,7 +20,7 @@ from api.http.prometheus import ReadStatistics
 from api.http.request_limits import Rates
 from api.http.sample_answers import SampleAnswers
 from api.http.shared_polling import Watches
-from api.http.threads import parsed_in_turn
+from api.http.threads import SharedWork, parsed_in_turn
 from api.wire.chat_request import urls_of
 from ft_service.agents.open_rollouts import OpenRollouts
 from ft_service.bases.catalogue import Catalogue
@@ -111,6 +112,11 @@ class Services:
     def recent_parts(self) -> dict[Any, Any]:
         """Parts of the page that were rendered within the last seconds."""
         return {}
+
+    @cached_property
+    def checkpoint_adapters(self) -> SharedWork[Path]:
+        """Adapters of checkpoints that are looked for, or made, to answer with."""
+        return SharedWork()
 
     @cached_property
     def watches(self) -> Watches:

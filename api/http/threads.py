@@ -10,13 +10,14 @@ places of each kind; a project has one at a time. So no route can block another 
 
 from __future__ import annotations
 
+import asyncio
 import hashlib
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Hashable
 from contextlib import asynccontextmanager
 from contextvars import ContextVar
 from functools import partial
-from typing import Literal, ParamSpec, TypeVar
+from typing import Generic, Literal, ParamSpec, TypeVar
 
 from anyio import CapacityLimiter, to_thread
 from anyio.lowlevel import RunVar
@@ -116,6 +117,29 @@ async def parsed_in_turn(work: Callable[P, T], *args: P.args, **kwargs: P.kwargs
     """`in_thread`, for work that keeps the interpreter busy, such as parsing a large body."""
     async with turn("parsing"):
         return await in_thread(work, *args, **kwargs)
+
+
+class SharedWork(Generic[T]):
+    """Work that several requests want at the same moment and that is done once for all of them, in
+    the turn of the first. For one event loop.
+    """
+
+    def __init__(self) -> None:
+        self._under_way: dict[Hashable, asyncio.Future[T]] = {}
+
+    async def result(self, key: Hashable, work: Callable[[], Awaitable[T]]) -> T:
+        """Return the result of `work`, or raise what it raises; if it is under way for this key,
+        that one's. It goes on if the request that has begun it is given up.
+        """
+        if (future := self._under_way.get(key)) is None:
+            future = self._under_way[key] = asyncio.ensure_future(work())
+            future.add_done_callback(partial(self._forget, key))
+        return await asyncio.shield(future)
+
+    def _forget(self, key: Hashable, future: asyncio.Future[T]) -> None:
+        del self._under_way[key]
+        if not future.cancelled():
+            future.exception()  # asked for, since all who waited may be gone
 
 
 def takes_turns(kind: KindName) -> Callable[[Callable[P, T]], Callable[P, T]]:

@@ -10,7 +10,7 @@ import asyncio
 import json
 import logging
 from collections.abc import AsyncIterator, Mapping
-from contextlib import nullcontext, suppress
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from itertools import count
@@ -311,13 +311,22 @@ async def _previewed(name: str, tuned: tuned_models.Tuned | None, services: Serv
         base = await in_thread(_base_named, name, services)
         return Previewed(PreviewModel(str(base.path)), None)
     _refuse_rounded(tuned.job.spec)
-    async with turn("making") if tuned.checkpoint is not None else nullcontext():
+    if tuned.checkpoint is None:
         adapter = await in_thread(adapter_folder, tuned, services.places)
+    else:
+        adapter = await services.checkpoint_adapters.result(
+            (tuned.job.id, tuned.checkpoint.name), partial(_made_in_turn, tuned, services)
+        )
     spec = tuned.job.spec
     job = tuned.job if tuned.checkpoint is None else None
     return Previewed(
         PreviewModel(spec.model.path, spec.precision.model_dump(mode="json"), job), str(adapter)
     )
+
+
+async def _made_in_turn(tuned: tuned_models.Tuned, services: Services) -> Path:
+    async with turn("making"):
+        return await in_thread(adapter_folder, tuned, services.places)
 
 
 def _base_named(name: str, services: Services) -> Base:

@@ -17,6 +17,7 @@ from api.http.threads import (
     THREADS,
     TURNS,
     WAITING,
+    SharedWork,
     in_thread,
     turn,
     with_key,
@@ -107,6 +108,41 @@ def test_only_so_many_wait_for_a_turn_and_only_so_long(monkeypatch: pytest.Monke
         monkeypatch.undo()
         async with turn("making"):
             pass
+
+    asyncio.run(asyncio.wait_for(run(), 60))
+
+
+def test_what_many_requests_want_at_once_is_done_once_in_one_turn() -> None:
+    """Such as the adapter of a fresh checkpoint, for whoever sends it a burst of chats."""
+    made = 0
+    released = asyncio.Event()
+    fails = False
+
+    async def make() -> int:
+        nonlocal made
+        made += 1
+        async with turn("making"):
+            await released.wait()
+            if fails:
+                raise UnavailableError("later")
+            return made
+
+    async def run() -> None:
+        nonlocal fails
+        work_for("default")
+        shared = SharedWork[int]()
+        many = [asyncio.create_task(shared.result("a", make)) for _ in range(4 * WAITING)]
+        await asyncio.sleep(0)
+        many.pop(0).cancel()
+        released.set()
+        assert set(await asyncio.gather(*many)) == {1}, "whoever has begun it may be gone"
+        assert await shared.result("a", make) == 2, "nothing is kept"
+        fails = True
+        outcomes = await asyncio.gather(
+            *(shared.result("a", make) for _ in range(2)), return_exceptions=True
+        )
+        assert [type(one) for one in outcomes] == [UnavailableError] * 2
+        assert made == 3
 
     asyncio.run(asyncio.wait_for(run(), 60))
 

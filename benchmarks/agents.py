@@ -5,9 +5,9 @@
     dial         a text game of OpenEnv: dial.yaml, examples/dial_game.py
 
 Each runs with several seeds, from the same model that was shown the task (sums-shown.yaml,
-turns-shown.yaml). Everything goes through a real server, as a user's job does. The game is served by
-OpenEnv itself with `--openenv PYTHON`, an interpreter that has the package; else by the tests' own
-server of its protocol.
+turns-shown.yaml). Everything goes through a real server, as a user's job does. The game is served
+by OpenEnv itself with `--openenv PYTHON`, an interpreter that has the package; else by the tests'
+own server of its protocol.
 
     python benchmarks/agents.py [agent] [calculator] [dial] [--seeds 3] [--limit 480] [--no-save]
                                 [--training max_steps=60 lr_scheduler_type=linear]
@@ -82,8 +82,8 @@ def main() -> None:
 
 
 def run(client: Any, options: argparse.Namespace) -> dict[str, Any]:
-    """Task → its jobs, and the seconds in which its model was shown it. One seed of every task comes
-    before the next one.
+    """Task → its jobs, and the seconds in which its model was shown it. One seed of every task
+    comes before the next one.
     """
     shown: dict[str, dict[str, Any]] = {}
     found: dict[str, Any] = {}

@@ -71,7 +71,9 @@ class Measured:
 
 
 def measured_step(measured: Measured, steps: int, work: Any) -> Any:
-    """Do the forward and backward of a step, and measure it: the last one's bytes, and all times."""
+    """Do the forward and backward of a step, and measure it: the last one's bytes, and all
+    times.
+    """
     from tests.support.training.live_bytes import peak_bytes
 
     result: list[Any] = []

@@ -10,12 +10,12 @@ searched and nothing starts. In a round each running job is looked at once; of a
 is a step to store. The limit is a second of CPU, of both processes together, for the round: by then
 a job of a place with a core for each is looked at about every second.
 
-`--held SECONDS`: then, on PostgreSQL, the reconciler runs for so long with its own intervals while a
-transaction is open that keeps every dead row (a dump, a replica that hangs), a tenth of the running
-jobs report a step each second, and a user lists a project's jobs: how old the oldest look is, what a
-list takes, and by how much the table of jobs and its indexes grow in an hour. `--aged MINUTES`: the
-transaction has been open for so long already: the rows that those minutes would have left are
-written before the clock starts.
+`--held SECONDS`: then, on PostgreSQL, the reconciler runs for so long with its own intervals while
+a transaction is open that keeps every dead row (a dump, a replica that hangs), a tenth of the
+running jobs report a step each second, and a user lists a project's jobs: how old the oldest look
+is, what a list takes, and by how much the table of jobs and its indexes grow in an hour. `--aged
+MINUTES`: the transaction has been open for so long already: the rows that those minutes would have
+left are written before the clock starts.
 """
 
 from __future__ import annotations

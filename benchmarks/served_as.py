@@ -1,8 +1,8 @@
 """What training for the form in which a model is served is worth: held-out loss of the sample task
 as trained, and merged and rounded, with precision.served_as and without.
 
-    python benchmarks/served_as.py [--seeds 7,8,9] [--rates 5e-4,4e-3] [--forms int4_g32,fp8,nvfp4,mxfp4,int8,8da4w]
-    [--steps 60] [--batches 8,64] [--anew]
+    python benchmarks/served_as.py [--seeds 7,8,9] [--rates 5e-4,4e-3] [--forms
+    int4_g32,fp8,nvfp4,mxfp4,int8,8da4w] [--steps 60] [--batches 8,64] [--anew]
 
 Trained are adapters of rank 16 on all linear layers of the sample base in bf16, computed in fp32,
 by batches of 8 chats, with the layers of a job and a loop of its own, so that all runs share one

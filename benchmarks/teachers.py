@@ -3,17 +3,17 @@
     python benchmarks/teachers.py [--parts student,thumbs] [--seeds 3] [--no-save]
 
 student: a model that was shown some sums (sums-shown.yaml) learns from one that knows them, by its
-own answers (student.yaml). Several settings are tried with the first seed, and the best of them with
-all seeds. Its steps are compared with those of the same beginner that learned from rewards, as
+own answers (student.yaml). Several settings are tried with the first seed, and the best of them
+with all seeds. Its steps are compared with those of the same beginner that learned from rewards, as
 reinforcement.py has measured them. Accuracies are those of answers sampled at temperature 1 to all
 sums, as rewards are.
 
 thumbs: a model that knows the sample task has a bad habit: half of the answers that it was taught
 began with FAULT. It answers other messages at temperature 1, each answer gets a thumb by whether it
-is exactly right, and 80 good and 80 bad ones go into KTO or APO, which go on from that model; beside it
-the good ones alone, supervised, with as many steps, both at several rates: the first seed tries all,
-and the other seeds the best of each way.
-Accuracies are those of answers sampled at temperature 1 to messages that are in no file.
+is exactly right, and 80 good and 80 bad ones go into KTO or APO, which go on from that model;
+beside it the good ones alone, supervised, with as many steps, both at several rates: the first seed
+tries all, and the other seeds the best of each way. Accuracies are those of answers sampled at
+temperature 1 to messages that are in no file.
 
 Everything goes through a real server, as a user's job does. The picture is
 docs/pictures/teachers.png.
@@ -51,8 +51,8 @@ STUDENTS: dict[str, dict[str, Any]] = {
     "as the example": {},
     "with 8 answers": {"num_generations": 8},
 }
-"""Hyperparameters that are tried in place of the example's. Of rewards 16 answers to each prompt were
-learned from.
+"""Hyperparameters that are tried in place of the example's. Of rewards 16 answers to each prompt
+were learned from.
 """
 EVERY = 3
 """Steps between two measurements of a student."""

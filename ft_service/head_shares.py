@@ -1,5 +1,5 @@
-"""How ranks that share rows divide the heads of attention (distributed.context_parallel), for what they
-compute (workers/layers/exchange.py) and for the plan.
+"""How ranks that share rows divide the heads of attention (distributed.context_parallel), for what
+they compute (workers/layers/exchange.py) and for the plan.
 
 Every rank has as many heads, one rank's behind the other's, and kernels take as many heads of each
 group. Where heads do not come out even, heads of zeros make them up, which no one reads:

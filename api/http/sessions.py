@@ -27,7 +27,9 @@ TOKEN_HEADER = "x-csrf-token"
 OF_THE_SESSION = frozenset(
     {"/sign-out", "/project", "/v1/sign_in_links", "/v1/device_sign_ins/key"}
 )
-"""Paths whose POST or DELETE changes nothing but a session of the same key, which every scope may."""
+"""Paths whose POST or DELETE changes nothing but a session of the same key, which every scope
+may.
+"""
 _SAFE = frozenset({"GET", "HEAD", "OPTIONS"})
 
 

@@ -18,7 +18,7 @@ from starlette.types import Receive, Scope, Send
 from api.http.auth import Caller
 from api.http.origins import other_origin
 from api.http.routing import keyed_router
-from api.mcp.tools import MOST_BYTES, TOOLS, Tool
+from api.mcp.tools import MOST_CHARACTERS, TOOLS, Tool
 from api.page.inner_api import OF_KEY, ApiError, InnerApi
 from ft_service.errors import ForbiddenError, SpecError
 from ft_service.spec import spec_error
@@ -30,7 +30,7 @@ _INSTRUCTIONS = (
     "evaluation or chat, export. A refusal names the field, its value, the limit and what to "
     "change: change that, and do not repeat the call as it was."
 )
-_MOST_BODY = 2 * MOST_BYTES
+_MOST_BODY = 2 * MOST_CHARACTERS
 """Bytes of a request: a file's text with JSON's escapes."""
 
 

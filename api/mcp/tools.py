@@ -23,8 +23,8 @@ from ft_service.spec import Strict
 from ft_service.spec.methods import OfferedMethod
 from ft_service.wording import counted
 
-MOST_BYTES = 2 * 1024**2
-"""Largest data file that a tool takes."""
+MOST_CHARACTERS = 2 * 1024**2
+"""Longest data file that a tool takes."""
 LONGEST_WAIT = 50
 """Seconds: clients give a call up after a minute."""
 _LOOK_SECONDS = 2.0
@@ -45,7 +45,7 @@ class Data(Strict):
 
     name: Annotated[str, Field(min_length=1, max_length=200)]
     """Its name, which ends as its kind does: train.jsonl, train.csv."""
-    content: Annotated[str, Field(min_length=1, max_length=MOST_BYTES)]
+    content: Annotated[str, Field(min_length=1, max_length=MOST_CHARACTERS)]
     """Its text."""
 
 
@@ -286,7 +286,7 @@ TOOLS = {
         ),
         Tool(
             "upload_data",
-            "Upload a data file of at most 2 MiB. Larger ones: POST /v1/files, or `ft submit`.",
+            "Upload a data file of at most 2 million characters. Longer ones: POST /v1/files, or `ft submit`.",
             Data,
             _upload,
             changes=True,

@@ -1,5 +1,5 @@
-"""`/v1/device_sign_ins`: sign-ins of people on the command line (`ft login`), by the OAuth 2.0 device
-authorization grant: the program shows a code, the person confirms it at the provider.
+"""`/v1/device_sign_ins`: sign-ins of people on the command line (`ft login`), by the OAuth 2.0
+device authorization grant: the program shows a code, the person confirms it at the provider.
 
 Only this service is the provider's client, so the program asks here, without a key. How often it
 may is bounded by address and for all together, since the provider is asked each time.

@@ -129,7 +129,7 @@ def run(body: ExactJsonBody, caller: Caller, services: Svc) -> GraderRunView:
     """
     if isinstance(
         body, dict
-    ):  # the item is what a line of a data file has, where 1.0 is filled in as 1.0
+    ):  # the item stays as in a data file, where 1.0 fills a template as 1.0
         body = {
             name: value if name == "item" else with_whole_numbers(value)
             for name, value in body.items()
@@ -146,7 +146,7 @@ def run(body: ExactJsonBody, caller: Caller, services: Svc) -> GraderRunView:
 
 
 def grader_context(services: Services, project_id: str) -> GraderContext:
-    """Return what graders that a request tries work with."""
+    """Return the context of graders that a request tries."""
 
     def secrets(endpoint_id: str) -> list[str]:
         return secrets_of(services.store.webhooks.get_webhook(project_id, endpoint_id))

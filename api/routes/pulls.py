@@ -130,8 +130,8 @@ def plan_pull(pull_id: str, caller: Operator, services: Svc) -> Response:
 
 @router.post("/{pull_id}/resume", openapi_extra=body_schema(PullResumption, required=False))
 def resume_pull(pull_id: str, body: OptionalJsonBody, caller: Operator, services: Svc) -> PullView:
-    """Not in OpenAI's API. Fetch the weights of a base that was looked up, or go on with a pull that
-    was stopped or has failed, where it was.
+    """Not in OpenAI's API. Fetch the weights of a base that was looked up, or go on with a pull
+    that was stopped or has failed, where it was.
     """
     given = parse_body({} if body is None else body, PullResumption)
     folder = _existing(services, pull_id)

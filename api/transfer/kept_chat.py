@@ -1,5 +1,5 @@
-"""Chat completions and responses that their callers asked to keep (`store: true`): what is kept of a
-request, and a chat's answer on the way to the client.
+"""Chat completions and responses that their callers asked to keep (`store: true`): what is kept of
+a request, and a chat's answer on the way to the client.
 """
 
 from __future__ import annotations

@@ -547,7 +547,9 @@ class LiveProgress:
     suites: Suites | None = None
     """What lm-eval has measured since."""
     cost: int | None = None
-    """What it has cost until now (ft_service/control/jobs/costs.py); None: no attempt of it runs."""
+    """What it has cost until now (ft_service/control/jobs/costs.py); None: no attempt of it
+    runs.
+    """
 
 
 def job_view(job: Job, organization: str, known: LiveProgress = LiveProgress()) -> JobView:

@@ -49,9 +49,9 @@ def prune(
     ] = False,
     as_json: Json = False,
 ) -> int:
-    """Remove, from FT_HOME or object storage, adapters of deleted models and what belongs to no job or
-    file; with an age (here or in FT_KEEP_…_DAYS) also what is older. Nothing that an unfinished job
-    needs is removed. The server may run meanwhile.
+    """Remove, from FT_HOME or object storage, adapters of deleted models and what belongs to no job
+    or file; with an age (here or in FT_KEEP_…_DAYS) also what is older. Nothing that an unfinished
+    job needs is removed. The server may run meanwhile.
     """
     # The database takes time to import.
     from ft_service.control.cleanup.pruning import (

@@ -501,7 +501,9 @@ def adapter_dropout(value: Any, source: Source) -> Verdict:
 
 
 def dpo_loss(value: Any, source: Source, weights: str) -> Verdict:
-    """TRL's loss_type: one loss, or one loss and "sft", whose weight is rpo_alpha here; or KTO's."""
+    """TRL's loss_type: one loss, or one loss and "sft", whose weight is rpo_alpha here; or
+    KTO's.
+    """
     names = [str(name) for name in value] if isinstance(value, list) else [str(value)]
     if source.method == "kto":
         known = len(names) == 1 and names[0] in get_args(KtoLoss)

@@ -37,8 +37,9 @@ from ft_service.spec.template_variables import Variables
 from ft_service.wording import kind, shown_value
 
 MAX_LINE_BYTES = 16 * 1024**2
-"""Longest line that is accepted, without its line break: room for a picture of image_part.MOST_BYTES
-in base64."""
+"""Longest line that is accepted, without its line break: room for a picture of
+image_part.MOST_BYTES in base64.
+"""
 
 WeightedMessage = tuple[dict[str, Any], int]
 """A message as a chat template takes it, and its weight: 1 if its tokens are trained on, else 0."""

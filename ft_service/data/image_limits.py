@@ -15,8 +15,9 @@ USUAL_IMAGES = 10
 """Pictures of a line, at most, as at OpenAI."""
 MOST_BYTES = 64 * 1024**2
 MOST_IMAGES = 64
-"""Most that an operator may set: a line's pictures are in memory together. At Azure, 64 pictures are
-the limit."""
+"""Most that an operator may set: a line's pictures are in memory together. At Azure, 64 pictures
+are the limit.
+"""
 
 
 def most_bytes() -> int:

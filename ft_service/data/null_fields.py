@@ -24,8 +24,8 @@ Schemas = Mapping[str, Any]
 
 
 def without_null_fields(value: Any, schemas: Schemas) -> Any:
-    """A record, or a part of it, without fields that are null, but for content, which is told what
-    it is, and for arguments that stay. Definitions of tools are left as they are. `schemas`: those
+    """A record, or a part of it, without null fields, except `content`, for which an error says
+    what it is, and arguments that stay. Definitions of tools are left as they are. `schemas`: those
     of the record's tools.
     """
     if isinstance(value, list):
@@ -78,7 +78,7 @@ def _arguments(arguments: dict[str, Any], schema: Any) -> dict[str, Any]:
 def _admits_null(schema: Any) -> bool:
     """Return whether a JSON schema lets a value be null.
 
-    It says nothing of fields that it does not have.
+    None (a field without a schema): it does not.
     """
     if not isinstance(schema, dict):
         return False

@@ -38,7 +38,9 @@ class Counter(Protocol):
     source: Literal["nvml", "rapl"]
 
     def joules(self) -> float:
-        """Joules that the ranks' processors have taken since the counter was made; it never falls."""
+        """Joules that the ranks' processors have taken since the counter was made; it never
+        falls.
+        """
         ...
 
     def load(self) -> Load | None:

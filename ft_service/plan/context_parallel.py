@@ -1,5 +1,5 @@
-"""Whether several ranks can share a job's samples (distributed.context_parallel), and the refusal where
-they cannot.
+"""Whether several ranks can share a job's samples (distributed.context_parallel), and the refusal
+where they cannot.
 """
 
 from __future__ import annotations

@@ -23,11 +23,13 @@ from ft_service.kernel_limits import tile_rows
 from ft_service.plan.machines import LINK_EFFICIENCY, Machine
 
 FORWARD_SHARE = 1 / 4
-"""Share of a step's arithmetic that its forward is, at least: a fourth of that of attention, a third
-of that of products."""
+"""Share of a step's arithmetic that its forward is, at least: a fourth of that of attention, a
+third of that of products.
+"""
 DEVICE_INPUTS = 2
-"""Inputs of layers that the device holds at once: of the layer that computes, and of the one before,
-which is fetched meanwhile."""
+"""Inputs of layers that the device holds at once: of the layer that computes, and of the one
+before, which is fetched meanwhile.
+"""
 
 
 @dataclass(frozen=True)

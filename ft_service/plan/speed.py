@@ -44,9 +44,8 @@ workstations. Others have a tenth.
 """
 FP64_SHARE_OF_PROCESSOR = 1 / 2
 PASSES = {"none": 2, "selective": 2, "full": 3, "tiled": 3, "offload": 3}
-"""Activation checkpointing → how often a micro-batch dequantises every weight, or rounds it with its
-adapter: forward, backward,
-forward again. By tiles, so often for each tile.
+"""Activation checkpointing → how often a micro-batch dequantises every weight, or rounds it with
+its adapter: forward, backward, forward again. By tiles, so often for each tile.
 """
 WHOLE_LAYERS = ("full", *FOR_LONG_SAMPLES)
 """Activation checkpointing whose backward computes whole layers again."""
@@ -201,9 +200,9 @@ def flops_per_token(
     experts and of adapters on them, those of the chosen experts), H of the head, L layers, q =
     heads × head size, and samples of s tokens with causal attention: 4 (N + H) + 6 A + 6 L s q.
     With full activation checkpointing, whose backward runs the layers' forward again: 6 N + 4 H + 8
-    A + 8 L s q. A head that is trained: 2 H more. Each of `forwards` without gradients: 2 (N + H + A) + 2
-    L s q more, with the numbers of `teacher` if another base does it. `ranks`: that share a sample;
-    q has the heads of zeros by which they have as many each.
+    A + 8 L s q. A head that is trained: 2 H more. Each of `forwards` without gradients: 2 (N + H +
+    A) + 2 L s q more, with the numbers of `teacher` if another base does it. `ranks`: that share a
+    sample; q has the heads of zeros by which they have as many each.
     """
     shape = base.dimensions
     n, h = _matrices(base)

@@ -39,8 +39,8 @@ def _comparable(spec: JobSpec, teacher: Description) -> Description:
 
 
 def refuse_other_vocabulary(spec: JobSpec) -> None:
-    """Raise SpecError unless another base that teaches has the tokenizer of the job's base: words are
-    compared by their ids.
+    """Raise SpecError unless another base that teaches has the tokenizer of the job's base: words
+    are compared by their ids.
     """
     teacher = spec.teacher
     if teacher is None or teacher.kind == "adapter":

@@ -7,15 +7,15 @@ with. Pure.
 The loss of a token with advantage A is -sg(min(r, cap)) lp A, where r = exp(lp - q), lp is its
 log-probability by the trainer and q by the sampler, both at the temperature of sampling, since what
 is drawn from is the policy whose reward is to rise: the policy gradient with truncated importance
-sampling. It is the CISPO of ft_service/tinker without a
-lower bound. With loss_type gspo it is the GSPO there, whose ratio is one for all tokens of an
-answer, clipped to the cap and its inverse. What counts as the mean over a step is in the advantages.
+sampling. It is the CISPO of ft_service/tinker without a lower bound. With loss_type gspo it is the
+GSPO there, whose ratio is one for all tokens of an answer, clipped to the cap and its inverse. What
+counts as the mean over a step is in the advantages.
 
-In distillation `distill` stands in place of `forward_backward`: its answers have no rewards, and the
-ranks ask the teacher about each of their tokens. A teacher with a context reads the answer behind
-another prompt: that row follows each answer's. What a server has said about them goes with them:
-behind each answer the same tokens once more, at whose places the targets are the teacher's likeliest
-words and the answer's own token, with their log-probabilities as weights.
+In distillation `distill` stands in place of `forward_backward`: its answers have no rewards, and
+the ranks ask the teacher about each of their tokens. A teacher with a context reads the answer
+behind another prompt: that row follows each answer's. What a server has said about them goes with
+them: behind each answer the same tokens once more, at whose places the targets are the teacher's
+likeliest words and the answer's own token, with their log-probabilities as weights.
 """
 
 from __future__ import annotations

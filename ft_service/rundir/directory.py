@@ -10,11 +10,13 @@ attempt.py, of checkpoints: checkpoints.py.)
                                           workers/training/reference_logprobs.py)
     evaluations/step-<s>-a<n>.json        Evaluation, by rank 0: answers to a few prompts at a step
                                           (see evaluations.py)
-    attempts/<n>/start.json               Start, by the launcher, before anything runs; it may name
-                                          an engine, which then does what ranks and supervisor do
-                                          (an engine's own directory: see engine.py)
+    attempts/<n>/start.json               Start, by the reconciler or `ft run`, before anything
+                                          runs; it may name an engine, which then does what ranks
+                                          and supervisor do (an engine's own directory: see
+                                          engine.py)
     attempts/<n>/control.json             Control, by the reconciler, rewritten as the user changes
-                                          their mind
+                                          their mind; by a cluster's launcher, which gives a place
+                                          back
     attempts/<n>/presence.json            Presence, by the reconciler, rewritten now and then while
                                           ranks live by commands
     attempts/<n>/supervisor.lock          held by the supervisor while it is alive
@@ -23,7 +25,8 @@ attempt.py, of checkpoints: checkpoints.py.)
     attempts/<n>/supervisor.json          ProcessIdentity, by the supervisor, once it holds the
                                           attempt
     attempts/<n>/energy.json              Energy, by the supervisor, rewritten while its ranks run
-    attempts/<n>/stop.json                Stop, by a supervisor that was asked to stop (SIGTERM)
+    attempts/<n>/stop.json                Stop, by a supervisor that was asked to stop (SIGTERM), or
+                                          by Slurm's batch script
     attempts/<n>/events/<seq>.jsonl       immutable event segments, by rank 0 (see events.py)
     attempts/<n>/logs/                    output of supervisor, torchrun and ranks
     attempts/<n>/outcome.json             Outcome, by the first rank that knows it

@@ -19,7 +19,7 @@ class _RunDocument(BaseModel):
 
 
 class Start(_RunDocument):
-    """Decisions of the launcher for one attempt."""
+    """What was decided of an attempt before anything of it runs: by the reconciler, or `ft run`."""
 
     job_id: str
     attempt: int
@@ -103,7 +103,9 @@ class Energy(_RunDocument):
     source: Literal["nvml", "rapl"]
     """The boards of its GPUs, or the ranks' part of its processors' energy."""
     loads: Annotated[list[GpuLoad], Field(max_length=MOST_LOADS)] = []
-    """What its GPUs did, oldest first, at equal distances; empty: it has none, or they do not tell."""
+    """What its GPUs did, oldest first, at equal distances; empty: it has none, or they do not
+    tell.
+    """
 
 
 class ErrorInfo(_RunDocument):

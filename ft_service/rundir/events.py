@@ -67,8 +67,8 @@ class Metrics(BaseModel):
     rewards/accuracies, logps/chosen and logps/rejected, means over the pairs
     (workers/training/preference.py); KTO: the same without accuracies, means over the good or bad
     answers, and kl (workers/training/kto.py). Distillation: DIVERGENCE_SUMS of
-    workers/model/divergence.py, and teacher/gap. Metrics of the job's evaluation begin with `evaluation/`.
-    The first step has BEFORE_VALID_LOSS.
+    workers/model/divergence.py, and teacher/gap. Metrics of the job's evaluation begin with
+    `evaluation/`. The first step has BEFORE_VALID_LOSS.
     """
     checkpoint_stall_seconds: float | None = None
     """Seconds for which training stood still for the checkpoint, including the wait for the

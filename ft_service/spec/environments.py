@@ -71,9 +71,10 @@ class PlayedEnvironment(_Environment):
 
 
 class McpEnvironment(PlayedEnvironment):
-    """The tools of an MCP server, by streamable HTTP, in a session for each rollout. A prompt offers
-    them as the chat template writes tools; what the model calls is carried out, and its answer is a
-    message of the role `tool`. An answer without a call ends the rollout, and the grader rewards it.
+    """The tools of an MCP server, by streamable HTTP, in a session for each rollout. A prompt
+    offers them as the chat template writes tools; what the model calls is carried out, and its
+    answer is a message of the role `tool`. An answer without a call ends the rollout, and the
+    grader rewards it.
     """
 
     type: Literal["mcp"]

@@ -439,9 +439,9 @@ class DistributedOptions(Strict):
     Kueue an attempt has nproc_per_node; `ft run` takes as many as the host has.
     """
     profile: Annotated[str, Field(max_length=40)] | None = None
-    """Kind of pods, or of Slurm's batch jobs, that the operator of a cluster offers under this name:
-    a type of GPU, a pool, spot nodes, an account. None: the first one that the project may use. On
-    one host there is none; ignored by `ft run`.
+    """Kind of pods, or of Slurm's batch jobs, that the operator of a cluster offers under this
+    name: a type of GPU, a pool, spot nodes, an account. None: the first one that the project may
+    use. On one host there is none; ignored by `ft run`.
     """
     replicate: Annotated[int, Field(ge=1, le=4096)] | Literal[-1, "auto"] = "auto"
     """Copies of the model (HSDP), each sharded over ranks / replicate ranks; gradients are averaged

@@ -552,7 +552,8 @@ def inherit(request: JobRequest, parent: JobSpec, name: str) -> JobRequest:
     """A request that continues the adapter `name`, which `parent` trained.
 
     It keeps the adapter's shape, and the options of precision, the chat template and the bounds of
-    images' pixels that it does not set. Raises SpecError naming an option of lora that changes the shape.
+    images' pixels that it does not set. Raises SpecError naming an option of lora that changes the
+    shape.
     """
     for field in sorted(request.lora.model_fields_set - {"lora_dropout"}):
         wanted = getattr(request.lora, field)

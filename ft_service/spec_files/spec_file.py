@@ -394,7 +394,9 @@ def _model(
 def _teacher(
     request: JobRequest, base: BaseModelRef, settings: Settings, to_train: bool
 ) -> TeacherRef | None:
-    """Return what method.distillation.teacher names here; None: the job's base. Raises SpecError."""
+    """Return what method.distillation.teacher names here; None: the job's base. Raises
+    SpecError.
+    """
     name = named_teacher(request, base.name)
     if name is None:
         return None

@@ -178,10 +178,11 @@ class LeaseStore(StorePart):
         Candidates: validating, running, or cancelled and still stopping; whose host is None or
         `host`; whose lease is free or has expired; not looked at for `idle_seconds` (a request or a
         change of state resets that), or, if it is running or stopping, for `untended_seconds`
-        (None: the same), since `jobs_to_look_at` finds it before. One that is running or stopping is taken before one that is
-        being validated, with `new_first` after it; of several the one looked at longest ago. A time
-        further ahead than any that is written was stored before the clock was set back, and counts
-        as past. None may also mean that another process claimed the job in the same moment.
+        (None: the same), since `jobs_to_look_at` finds it before. One that is running or stopping
+        is taken before one that is being validated, with `new_first` after it; of several the one
+        looked at longest ago. A time further ahead than any that is written was stored before the
+        clock was set back, and counts as past. None may also mean that another process claimed the
+        job in the same moment.
         """
         statement = _CLAIM_NEW_FIRST if new_first else _CLAIM
         return self._claim(
@@ -277,8 +278,8 @@ class LeaseStore(StorePart):
         return [(to_job(row), noted[row["id"]]) for row in rows], now
 
     def looked_at(self, job_ids: Sequence[str]) -> None:
-        """Note that nothing is to be done now for jobs of `jobs_to_look_at`, unless a user has asked
-        something of them since.
+        """Note that nothing is to be done now for jobs of `jobs_to_look_at`, unless a user has
+        asked something of them since.
         """
         mine = (jobs.c.id.in_(job_ids), jobs.c.looked_at > 0.0)
         with self._database.writing() as connection:
@@ -296,9 +297,9 @@ class LeaseStore(StorePart):
         taken, or the project would run too many ranks.
 
         Without a token, of a job that nobody has claimed, a lease or a change since `claim.now`
-        counts as lost. The lease ends either way, so that the job can be claimed again at once. Events with a
-        `source` belong to the attempt of `claim.job`. Columns of `change.job` that never change,
-        such as id and request, are not written.
+        counts as lost. The lease ends either way, so that the job can be claimed again at once.
+        Events with a `source` belong to the attempt of `claim.job`. Columns of `change.job` that
+        never change, such as id and request, are not written.
         """
         assert change.job.id == claim.job.id, "a change is of the job that was claimed"
         try:

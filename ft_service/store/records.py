@@ -14,7 +14,7 @@ from ft_service.rundir.events import Metrics
 
 Scope = Literal["admin", "submit", "user", "read", "metrics"]
 """admin: everything in its project, and in the first project also all projects of its organisation;
-submit (user, in earlier versions): all but who else may use its models; read: nothing but looking;
+submit (formerly user): all but sharing models and managing keys; read: only looking;
 metrics: only GET /metrics, of all projects.
 """
 Order = Literal["asc", "desc"]
@@ -44,8 +44,8 @@ class ApiKey:
     ends by itself.
     """
     latest_end: float | None = None
-    """When a key that ends with a person's access ends however often the person signs in; None:
-    never. `expires_at` is its end without another sign-in.
+    """Latest end of a key that ends with a person's access, whatever sign-ins follow; None:
+    none. `expires_at` is its end without another sign-in.
     """
 
     @property
@@ -63,8 +63,8 @@ class TenantLimits:
     max_queued: int | None = None
     """Number of waiting jobs."""
     max_bytes: int | None = None
-    """Bytes of all files. Weights are saved by name (Tinker's clients) while these with the files
-    are fewer.
+    """Bytes of all files. Tinker's clients save weights by name while these and the files
+    take less.
     """
     max_requests_per_minute: int | None = None
     """Requests with any of its keys, to all API processes that share a PostgreSQL."""
@@ -129,7 +129,7 @@ class Usage:
     joules: float = 0.0
     """Energy, as far as it was measured."""
     co2_grams: float = 0.0
-    """What that weighs, as far as it is known."""
+    """CO2 of that energy, as far as known."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -248,7 +248,7 @@ class Claim:
 
     job: Job
     token: str | None
-    """None: nobody has the right; what a job has reported may be stored unless somebody has."""
+    """None: no claim was made; a job's reports may be stored unless somebody has claimed it."""
     now: float
     """Database time of the claim."""
 
@@ -414,8 +414,8 @@ class ServiceStatistics:
     oldest_queued_seconds: float
     """Waiting time of the job that waits longest; 0: no job waits."""
     overdue_seconds: float
-    """Time since a look was noted at the job for which that is longest ago, of those that need
-    attention: a look that changes nothing is noted every ten seconds. 0: there is none.
+    """Longest time since the last noted look at a job, over the jobs that need attention: a
+    look that changes nothing is noted every 30 seconds. 0: there is none.
     """
     slots_in_use: dict[str, int]
     """Host → slots that jobs hold."""

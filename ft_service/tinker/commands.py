@@ -48,8 +48,8 @@ class Command:
     seq: int
     """Its number: 0 creates the model, the client counts from 1."""
     op: str
-    """create_model, forward_backward, distill, optim_step, save_weights,
-    save_weights_for_sampler, load_weights, finish, or refused: one that the service could not accept, which has a number all
+    """create_model, forward_backward, distill, optim_step, save_weights, save_weights_for_sampler,
+    load_weights, finish, or refused: one that the service could not accept, which has a number all
     the same.
     """
     options: Mapping[str, Any] = field(default_factory=dict[str, Any])

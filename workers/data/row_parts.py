@@ -105,7 +105,7 @@ class _OfAllTargets(torch.autograd.Function):
 
 
 def taken_once(sums: Tensor, shared: SharedRows | None) -> Tensor:
-    """Sums that all ranks of the group have made of the whole micro-batch: on the rank that reports,
-    and zeros on the others.
+    """Sums that all ranks of the group have made of the whole micro-batch: on the rank that
+    reports, and zeros on the others.
     """
     return sums if shared is None or shared.reports else torch.zeros_like(sums)

@@ -1,8 +1,8 @@
 """Layout of an architecture of transformers in GGUF: metadata, names, and the order of rows. Pure.
 
-llama.cpp knows of an architecture what its own code computes, whatever a file says: what it would
-ignore is refused here by name. Where it knows no sliding window the context is cut to it, within
-which both compute the same.
+llama.cpp computes an architecture as its own code says, whatever a file says: what it would
+ignore is refused here by name. Where it has no sliding window, the context is cut to one window,
+within which both agree.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ class GgufLayout:
     heads: dict[str, int] = field(default_factory=dict)
     """End of a module's name → heads whose rows are put into pairs."""
     shifted: bool = False
-    """Whether one is added to norms."""
+    """Whether 1 is added to norms."""
     divided: tuple[float, ...] = ()
     """What each rotary frequency is divided by; empty: nothing."""
     notes: tuple[str, ...] = ()
@@ -251,7 +251,7 @@ def _require_scale(config: Mapping[str, Any], architecture: str) -> None:
 
 
 def _require_order_of_layers(config: Mapping[str, Any], architecture: str) -> None:
-    """Every second or sixth layer looks at everything, in llama.cpp's code and in no file."""
+    """llama.cpp's code, not the file, gives every second or sixth layer full attention."""
     period = 2 if architecture == "gemma2" else 6
     expected = [
         "full_attention" if (i + 1) % period == 0 else "sliding_attention"

@@ -117,8 +117,8 @@ def _facts_if_equal(
 
 
 def _two_way(decoder: Any, published: Tensor, ours: Callable[[], Tensor]) -> tuple[str, ...] | None:
-    """The kinds of layers in which the tokens of a picture see each other in both directions, so
-    that logits are the published class's. None: no kinds make them so.
+    """The kinds of layers in which tokens of a picture must see each other in both directions to
+    give the published class's logits. None: no choice does.
     """
     kinds = kinds_in(decoder.config)
     for tried in dict.fromkeys([(), tuple(kinds), *((kind,) for kind in kinds)]):
@@ -226,7 +226,7 @@ def _drawn(seed: int) -> bytes:
 def _logits(
     model: Any, samples: Sequence[Tokens], images: SampleImages, *, packed: bool
 ) -> list[Tensor]:
-    """Those of each sample, [length, words]: as one packed row, or of one padded row."""
+    """Logits of each sample, [length, words], from a packed row or a padded one."""
     lengths = [len(own.ids) for own in samples]
     begins = [0, *accumulate(lengths)]
     ids = torch.from_numpy(np.concatenate([own.ids for own in samples]).astype(np.int64))[None]

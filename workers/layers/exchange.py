@@ -34,8 +34,8 @@ from workers.layers.segments import CURRENT, RowPart
 def with_fewer_heads(
     query: Tensor, key: Tensor, value: Tensor, ranks: int
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """query [rows, heads, length, d], key and value [rows, groups, length, ..] of this rank's part →
-    [rows, own heads, ranks · length, d] and [rows, own groups, ranks · length, ..]: all tokens of
+    """query [rows, heads, length, d], key and value [rows, groups, length, ..] of this rank's part
+    → [rows, own heads, ranks · length, d] and [rows, own groups, ranks · length, ..]: all tokens of
     its heads, and the keys and values that these share.
     """
     shares = head_shares(query.shape[1], key.shape[1], ranks)

@@ -66,7 +66,7 @@ from workers.ranks.runtime import COMPUTE_DTYPE
 
 @dataclass(frozen=True)
 class Arithmetic:
-    """How the layers of a base compute what they are, in words."""
+    """How the layers of a base compute, in words."""
 
     products: str | None = None
     """How layers stored in FP8 multiply; None: there are none."""
@@ -135,7 +135,7 @@ def build(spec: JobSpec, device: torch.device, probed: Probed | None = None) -> 
     )
     if not isinstance(
         spec.distributed.wrap, WrapBySize
-    ):  # by which layers of a module are gathered apart
+    ):  # which may gather layers of a module apart
         join(base.model)
     compute_in(base.model, COMPUTE_DTYPE[spec.precision.compute])
     if spec.training.neftune_noise_alpha is not None:
@@ -331,7 +331,7 @@ def _shares_weights(layers: list[nn.Module]) -> bool:
 
 
 def token_rows(path: str) -> int | None:
-    """The number of rows of the embedding by `path`/config.json, to which loading holds the
+    """The embedding's number of rows by `path`/config.json, which loading requires of the
     weights. None: config.json does not say.
 
     Raises SpecError for a config that transformers does not know.
@@ -347,7 +347,7 @@ def _config(path: str) -> PreTrainedConfig:
     kind = given.get("model_type")
     if (
         isinstance(kind, str) and kind not in CONFIG_MAPPING
-    ):  # its own words say to install what may be too new for us
+    ):  # transformers' message advises what may be too new here
         raise SpecError(
             f"The base is a {kind[:80]} model, a type that transformers {__version__}, installed "
             "where the workers run, does "
@@ -367,7 +367,7 @@ def _config(path: str) -> PreTrainedConfig:
 
 
 def _wrong_type(given: Mapping[str, Any], error: Exception) -> SpecError | None:
-    """The refusal of a value of the wrong type, if transformers refused one of these for that."""
+    """The refusal, if transformers refused a value in `given` for its type; None: it did not."""
     words = str(error)
     field = words.partition("'")[2].partition("'")[0]
     types = " or ".join(dict.fromkeys(re.findall(r"expected (\w+), got", words)))
@@ -416,6 +416,6 @@ def _without_noise(config: PreTrainedConfig) -> None:
             setattr(config, name, 0.0)
     if (
         getattr(config, "altup_coef_clip", None) is not None
-    ):  # in training alone, and past the layers: none is frozen so
+    ):  # in training it clamps weights, which are to stay frozen
         # The config checks what it is set to, and its class knows None.
         set_unchecked(config, "altup_coef_clip", None)

@@ -126,7 +126,8 @@ def divergence_sums(
     """DIVERGENCE_SUMS, fp64 [8].
 
     `student`, `teacher`: log-probabilities of all words, fp32 [targets, words], or of the teacher
-    its likeliest ones; `targets`: int64 [targets]. With s and t the probabilities and m = beta t + (1 - beta) s:
+    its likeliest ones; `targets`: int64 [targets]. With s and t the probabilities and m = beta t +
+    (1 - beta) s:
 
         forward_kl  sum t log(t / s)
         reverse_kl  sum s log(s / t)

@@ -1,5 +1,5 @@
-"""The ranks that share the rows of their micro-batches (distributed.context_parallel): neighbours, on
-one host.
+"""The ranks that share the rows of their micro-batches (distributed.context_parallel): neighbours,
+on one host.
 """
 
 from __future__ import annotations

@@ -1,5 +1,5 @@
-"""The pictures of a job whose client sends its data: read on every rank, and looked at by the base's
-tower before the first forward that shows them.
+"""The pictures of a job whose client sends its data: read on every rank, and looked at by the
+base's tower before the first forward that shows them.
 
 What the tower makes of them is kept in the run directory, as that of a job with files is
 (workers/images/computing.py): a client usually sends a picture in many calls.

@@ -52,8 +52,8 @@ def dro(lp: Tensor, inputs: Inputs, config: Config) -> Tensor:
 
 
 def gspo(lp: Tensor, inputs: Inputs, config: Config) -> Tensor:
-    """-min(s A, clip(s) A), with s = sg(exp(mean(lp - q)) / p) p, where p = exp(lp), and the mean is
-    over the tokens of the datum whose A is not 0, those of its answer: GSPO (Zheng et al., 2025,
+    """-min(s A, clip(s) A), with s = sg(exp(mean(lp - q)) / p) p, where p = exp(lp), and the mean
+    is over the tokens of the datum whose A is not 0, those of its answer: GSPO (Zheng et al., 2025,
     arXiv 2507.18071) in its form for tokens. Where A is an answer's, divided by its tokens, the sum
     over these is the loss of the answer with one ratio for all of it.
     """

@@ -255,7 +255,9 @@ def batch_order(data: Objective, spec: JobSpec) -> BatchOrder:
 
 @dataclass(frozen=True)
 class RankShare:
-    """What decides which micro-batches of a global batch a rank computes, and which part of them."""
+    """What decides which micro-batches of a global batch a rank computes, and which part of
+    them.
+    """
 
     rank: int
     world: int

@@ -1,5 +1,5 @@
-"""Trial of a model on a row that ranks share, with the weights that it has: what each rank computes of
-its part is what it computes of it in the whole row.
+"""Trial of a model on a row that ranks share, with the weights that it has: what each rank computes
+of its part is what it computes of it in the whole row.
 
 What an architecture says of itself is not enough, as for packed rows (workers/model/packed_trial):
 a layer may look at its neighbours, or count tokens by itself.

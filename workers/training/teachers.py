@@ -82,8 +82,8 @@ def adapter_as_teacher(
 ) -> Teacher:
     """A tuned model's adapter as teacher on the job's model, loaded.
 
-    `digest`: of the job's base; `dtype`: in which layers compute. Raises SpecError if the adapter is
-    gone, damaged, of another base, or on layers that the job does not adapt.
+    `digest`: of the job's base; `dtype`: in which layers compute. Raises SpecError if the adapter
+    is gone, damaged, of another base, or on layers that the job does not adapt.
     """
     assert ref.job_id is not None
     manifest = intact_manifest(AdapterRef(name=ref.name, job_id=ref.job_id, path=ref.path), PLACE)

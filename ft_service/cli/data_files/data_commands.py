@@ -308,8 +308,8 @@ def write_lines(
     without: Collection[int] = (),
 ) -> int:
     """Write every record as a line of JSON, or with `each_answer` each learned answer of a
-    conversation, and return the number of lines. `reads_paths`: as of DataReader. `without`: numbers
-    of records that are left out. Raises DataError for invalid records.
+    conversation, and return the number of lines. `reads_paths`: as of DataReader. `without`:
+    numbers of records that are left out. Raises DataError for invalid records.
     """
     findings = Findings()
     written = 0

@@ -1,5 +1,5 @@
-"""Bases that are not here, for plans: looked up at the hub, and all but their weights fetched into a
-temporary folder.
+"""Bases that are not here, for plans: looked up at the hub, and all but their weights fetched into
+a temporary folder.
 """
 
 from __future__ import annotations

@@ -1,4 +1,5 @@
-"""The process that talks to the hub for a server: `python -m ft_service.control.bases.pull_process`.
+"""The process that talks to the hub for a server: `python -m
+ft_service.control.bases.pull_process`.
 
 It reads one request, a line of JSON, and prints one answer. A process of its own, since the hub's
 library and what the hub sends are none of the server's: it can be killed at any moment, and the

@@ -187,8 +187,8 @@ def _unneeded(folder: Path, removals: Iterator[Removal], needed: _Needed) -> lis
 def _old_jobs(
     settings: Settings, store: Store, limits: RetentionLimits, tree: StoredTree
 ) -> Iterator[tuple[Job, Path, float]]:
-    """Jobs that are older than an age limit and have a run directory, which is theirs, and their
-    age in days. Of the others no record is read.
+    """Jobs that are older than an age limit and have a run directory, with that directory and
+    their age in days. Other records are not read.
     """
     ages = [days for days in (limits.runs, limits.checkpoints) if days is not None]
     for names in pages(tree.names(settings.runs_dir), PAGE) if ages else ():
@@ -201,9 +201,9 @@ def _old_jobs(
 def _jobs_of_deleted_models(
     settings: Settings, store: Store, tree: StoredTree
 ) -> Iterator[tuple[Job, Path, list[TunedName]]]:
-    """Jobs, with their run directories and the deleted models of theirs of which there are files.
+    """Jobs, with their run directories and those of their deleted models that still have files.
 
-    Of the others no record is read.
+    Other records are not read.
     """
     last = ""
     while models := store.models.deleted_after(last, PAGE):

@@ -1,5 +1,5 @@
-"""What is stored below FT_HOME, as pruning sees it: names, sizes, ages and removal. It is on the disk,
-or with FT_STORAGE on object storage, under keys that are the paths below FT_HOME.
+"""What is stored below FT_HOME, as pruning sees it: names, sizes, ages and removal. It is on the
+disk, or with FT_STORAGE on object storage, under keys that are the paths below FT_HOME.
 """
 
 from __future__ import annotations

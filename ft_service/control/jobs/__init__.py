@@ -1,1 +1,3 @@
-"""The reconciler and its turns: a job is validated, placed, observed, and its results are taken in."""
+"""The reconciler and its turns: a job is validated, placed, observed, and its results are taken
+in.
+"""

@@ -68,7 +68,7 @@ MAX_POLL_SECONDS = 10.0
 IDLE_SECONDS = 0.5
 """Interval at which a running job is looked at."""
 LEASE_SECONDS = 30.0
-"""How long a job is left alone after its turn ended in an error."""
+"""Length of a lease: so long a job is left alone after its turn has failed."""
 FAILED_TURNS = 3
 """Number of failed turns in a row from which a job reports them."""
 TOLD_LOSSES = 3

@@ -356,7 +356,9 @@ def account_of(kind: str, settings: Settings, folder: Path) -> dict[str, Any]:
 
 
 def _was_killed(error: Exception) -> bool:
-    """Whether the host ended the process. One that took too long may have waited for the tracker."""
+    """Whether the host ended the process. One that took too long may have waited for the
+    tracker.
+    """
     return isinstance(error, HelperFailed) and error.is_lost and error.failure is not Failure.TIME
 
 

@@ -1,5 +1,5 @@
 """Time limits of attempts for which only some pods have a node, and delays before the next attempt
-of a job whose attempts the cluster ends before they bring it on.
+of a job whose attempts the cluster ends without progress.
 
 Kept in memory: after a restart of the service the times begin again.
 """
@@ -28,13 +28,13 @@ SILENT = PodWait(
 def was_in_vain(
     number: int, reason: ExitReason | None, asked: Control | None, checkpoints: Iterable[str]
 ) -> bool:
-    """Return whether the cluster ended attempt `number` before it brought its job on: it got no
+    """Return whether the cluster ended attempt `number` without progress of its job: it got no
     place, or lost it before it wrote a checkpoint. The next one may end alike, such as on nodes
     that are short of memory. Pure.
 
     `reason`: None: there is no exit record. `asked`: the last request to the attempt; None: none.
-    What a user or the service itself asked to stop, or to go on after all, is not the cluster's
-    doing; the launcher cancels what it gives back. `checkpoints`: names of the job's complete ones.
+    If a user or the service asked it to stop, or to go on after all, the cluster is not the
+    cause. The launcher cancels what it gives back. `checkpoints`: names of the job's complete ones.
     """
     if reason is not ExitReason.STOPPED or (
         asked is not None and asked.desired is not Desired.CANCEL
@@ -89,8 +89,8 @@ class Placements:
         self._partial_since.pop(name, None)
 
     def put_off(self, job_id: str, attempt: int) -> float:
-        """Return the seconds until the next attempt of a job, after one that was in vain; the same
-        when repeated for it.
+        """Return the seconds until a job's next attempt after one in vain; for the same attempt,
+        always the same.
         """
         before, delay = self._put_off.get(job_id, (0, RETRY_SECONDS / 2))
         if before != attempt:

@@ -45,8 +45,8 @@ LOGIN_MARK = "ft-login-"
 """The beginning of the secret of a person's sign-in on the command line."""
 
 Kind = Literal["session", "login", "link", "state"]
-"""login: a person's, on the command line (`ft login`). state: of a sign-in through the provider that
-was carried out, so that it is not carried out twice.
+"""login: a person's, on the command line (`ft login`). state: of a sign-in through the provider
+that was carried out, so that it is not carried out twice.
 """
 _ROTATED = "key.rotated"
 _PRINCIPAL = (

@@ -27,6 +27,8 @@ log = logging.getLogger(__name__)
 
 TEND_SECONDS = 0.5
 """Interval at which engines are looked at."""
+TEND_OBJECTS_SECONDS = 3.0
+"""The same with FT_STORAGE, where each look is some requests that are paid for."""
 IDLE_SECONDS = 60.0
 """How long an engine stays without a job."""
 
@@ -40,7 +42,7 @@ class EngineOptions:
     idle_seconds: float = IDLE_SECONDS
     """How long an engine stays without a job."""
     mounts: bool = False
-    """Whether ranks see only what is mounted for them (Kubernetes).
+    """Whether ranks see only what is mounted for them (Kubernetes without FT_STORAGE).
 
     Then the run directories of jobs with a seat are in the folder of their project, and jobs that
     continue an adapter run alone.
@@ -73,7 +75,8 @@ class EngineTending:
                 raise
             except Exception:  # one engine must not keep the jobs of others waiting
                 log.exception("an engine cannot be looked after", extra=fields(engine=engine.id))
-        self._next = time.monotonic() + TEND_SECONDS
+        pause = TEND_SECONDS if self._places.objects is None else TEND_OBJECTS_SECONDS
+        self._next = time.monotonic() + pause
 
     def look_at(self, engine_id: str) -> None:
         """Look at one engine now, since one of its jobs has ended: it may have ended too."""
@@ -170,4 +173,4 @@ class EngineTending:
             self._launcher.signal(engine.attempt, Control(generation=2, desired=Desired.PAUSE))
 
     def _directory(self, engine_id: str) -> EngineDirectory:
-        return EngineDirectory(self._places.engines_dir, engine_id)
+        return EngineDirectory(self._places, engine_id)

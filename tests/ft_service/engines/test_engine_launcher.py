@@ -27,6 +27,7 @@ from ft_service.rundir.documents import (
 from ft_service.rundir.engine import SeatOrder, seat_key
 from ft_service.rundir.events import Event, write_segment
 from ft_service.spec import DataFileRef
+from ft_service.storage.locations import Places
 from tests.support.engines import sharing_spec
 from tests.support.fake_launcher import FakeLauncher
 
@@ -40,12 +41,12 @@ def inner() -> FakeLauncher:
 
 @pytest.fixture
 def launcher(tmp_path: Path, inner: FakeLauncher) -> EngineLauncher:
-    return EngineLauncher(inner, tmp_path / "engines")
+    return EngineLauncher(inner, Places(tmp_path))
 
 
 @pytest.fixture
 def engine(tmp_path: Path) -> EngineDirectory:
-    return EngineDirectory(tmp_path / "engines", ENGINE)
+    return EngineDirectory(Places(tmp_path), ENGINE)
 
 
 def seat(tmp_path: Path, number: int, engine: str | None = ENGINE) -> Attempt:
@@ -327,7 +328,7 @@ def test_the_ranks_of_an_engine_see_a_jobs_data_before_its_order(tmp_path, inner
     one = seat(tmp_path, 1)
     launcher = EngineLauncher(
         inner,
-        tmp_path / "engines",
+        Places(tmp_path),
         lambda to, spec: shown.append((to.engine_id, to.has_order(one))),
     )
     launcher.start(one, sharing_spec())

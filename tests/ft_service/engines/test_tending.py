@@ -65,7 +65,7 @@ def engine(tmp_path: Path, store: Store, tends: EngineTending) -> EngineDirector
     job = placed(claim.job, "fake", engine_id=NAME)
     assert store.leases.apply(claim, JobChange(job=job, take_slots=[0, 1], new_engine=NewEngine(8)))
     assert tends.prepare(job, sharing_spec()) == tmp_path / "engines" / NAME
-    return EngineDirectory(tmp_path / "engines", NAME)
+    return EngineDirectory(Places(tmp_path), NAME)
 
 
 def leave(store: Store) -> None:

@@ -104,8 +104,6 @@ def test_engines_are_for_several_jobs_whose_files_all_ranks_see(tmp_path) -> Non
         Settings(home=tmp_path, engine_jobs=1)
     assert slurm_settings(tmp_path).seats == 0, "in a cluster the operator asks for them"
     assert slurm_settings(tmp_path, engine_jobs=4).seats == 4
-    with pytest.raises(ValueError, match="FT_ENGINE_JOBS = 4 and FT_STORAGE are both set"):
-        Settings(home=tmp_path, engine_jobs=4, launcher="kubernetes", storage="s3://b/ft")
 
 
 class ClosedCluster:

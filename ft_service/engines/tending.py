@@ -71,9 +71,8 @@ class EngineTending:
         for engine in self._store.engines.live_engines(host=self._launcher.host):
             try:
                 self._tend(engine)
-            except UnavailableError:
-                raise
-            except Exception:  # one engine must not keep the jobs of others waiting
+            except Exception as error:  # one engine must not keep the jobs of others waiting
+                self._raise_if_database(error)
                 log.exception("an engine cannot be looked after", extra=fields(engine=engine.id))
         pause = TEND_SECONDS if self._places.objects is None else TEND_OBJECTS_SECONDS
         self._next = time.monotonic() + pause
@@ -94,9 +93,8 @@ class EngineTending:
             log.info("an engine is asked to end", extra=fields(engine=engine_id))
             try:
                 self._ask_to_end(self._directory(engine_id))
-            except UnavailableError:
-                raise
-            except Exception:  # its place does not answer; `attend` asks again
+            except Exception as error:  # its place does not answer; `attend` asks again
+                self._raise_if_database(error)
                 log.exception("an engine could not be asked to end", extra=fields(engine=engine_id))
         return closes
 
@@ -171,6 +169,13 @@ class EngineTending:
             again or not engine.run.has(engine.attempt.keys.control)
         ):
             self._launcher.signal(engine.attempt, Control(generation=2, desired=Desired.PAUSE))
+
+    def _raise_if_database(self, error: Exception) -> None:
+        """Raise what may be the database's error. With FT_STORAGE it may be the storage's, and then
+        the next request shows whether the database answers.
+        """
+        if isinstance(error, UnavailableError) and self._places.objects is None:
+            raise error
 
     def _directory(self, engine_id: str) -> EngineDirectory:
         return EngineDirectory(self._places, engine_id)

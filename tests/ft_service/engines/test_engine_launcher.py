@@ -28,8 +28,10 @@ from ft_service.rundir.engine import SeatOrder, seat_key
 from ft_service.rundir.events import Event, write_segment
 from ft_service.spec import DataFileRef
 from ft_service.storage.locations import Places
+from ft_service.storage.object_store import ObjectStore
 from tests.support.engines import sharing_spec
 from tests.support.fake_launcher import FakeLauncher
+from tests.support.storage import local_s3, new_bucket
 
 ENGINE = "engine-1"
 
@@ -258,6 +260,35 @@ def test_other_orders_in_an_engines_folder_change_nothing(
     assert ended(launcher.observe(one)) == (ExitReason.WORKER_KILLED, ALONE)
     assert not victim.has_exit()
     assert not (tmp_path / "runs/ftjob-4").exists()
+
+
+def test_with_object_storage_seats_are_settled_there(tmp_path, inner) -> None:
+    with local_s3():
+        places = Places(tmp_path / "service", ObjectStore(new_bucket()))
+        launcher = EngineLauncher(inner, places)
+        seats = [Attempt(places.run(f"ftjob-{n}"), 1, job_id=f"ftjob-{n}") for n in (1, 2)]
+        for one in seats:
+            path = str(places.engines_dir / ENGINE)
+            start = Start(
+                job_id=one.job_id,
+                attempt=1,
+                world_size=2,
+                generation=1,
+                checkpoint=None,
+                engine=path,
+            )
+            one.write_start(start)
+        start_all(launcher, *seats)
+        order = places.engine(ENGINE).read(seat_key("ftjob-1", 1), SeatOrder)
+        assert order is not None
+        assert order.run_dir == str(tmp_path / "service/runs/ftjob-1"), "as its pods see it"
+        launcher.kill(seats[0], Reason.USER_CANCELLED)
+        inner.end(ENGINE, 1, KILLED)
+        assert [ended(launcher.observe(one)) for one in seats] == [
+            (ExitReason.CANCELLED, None),
+            (ExitReason.WORKER_KILLED, ALONE),
+        ]
+        assert all(places.run(one.job_id).has(one.keys.exit) for one in seats)
 
 
 def test_an_engine_that_cannot_be_started_is_told(tmp_path, launcher, inner) -> None:

@@ -190,7 +190,7 @@ def test_pods_that_share_nothing_but_object_storage_share_a_base(
         alone: dict[str, Any] = {"volumes": [], "volume_mounts": []}
         env = [{"name": name, "value": value} for name, value in environment.items()]
         reconciler = pod_reconciler(
-            cluster, store, folder, f"{sees}*:event", url, env=env, idle_seconds=20.0, **alone
+            cluster, store, folder, f"{sees}*:event", url, env=env, idle_seconds=3.0, **alone
         )
         for job_id in JOBS:
             add_pod_job(store, folder, job_id)

@@ -67,7 +67,7 @@ class EngineSync(Sync):
         spec = self.run.read(ENGINE, EngineSpec)
         if spec is None or not Attempt(self.run, self.attempt).has_start():
             raise UnavailableError(
-                f"{self.objects.url} holds no {ENGINE} and start.json of {self.run.root.name}"
+                f"{self.objects.url} holds no {ENGINE} and start.json of {self._prefix}"
             )
         self._take_orders()
 

@@ -174,7 +174,7 @@ class Seats:
             why = f"The job's files could not be fetched to its engine: {error}"
             named = ErrorInfo(code=ExitReason.LAUNCH_FAILED.value, message=why)
             ended = exit_of(ExitReason.LAUNCH_FAILED, why, named)
-            patiently("fetch", lambda: self._sync(order).end(ended))
+            self._sync(order).end(ended)  # if storage is away altogether, all is tried again
         self._engine.put(left_key(key), b"")
         arriving.unlink()
         self._give_back(key, order)

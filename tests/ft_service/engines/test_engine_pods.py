@@ -202,6 +202,11 @@ def test_pods_that_share_nothing_but_object_storage_share_a_base(
         assert {seat.id for seat in first.seats} == set(JOBS)
         pod = wait_for(lambda: cluster.pod(object_name(first.id, 1), 0))
         disk = cluster.kubelet.disk(pod)
+        job = cluster.get("jobs", object_name(first.id, 1))
+        mounts = job["spec"]["template"]["spec"]["containers"][0]["volumeMounts"]
+        assert {m["mountPath"] for m in mounts} == {"/tmp", "/dev/shm", str(folder)}
+        assert not (folder / "project-runs").exists()
+        assert not (folder / "engines").exists()
         ends, *two = JOBS
         go(disk, ends)
         turn_until(reconciler, lambda: have_succeeded(store, ends))

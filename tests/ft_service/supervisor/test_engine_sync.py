@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from ft_service.errors import UnavailableError
 from ft_service.installation import ROOT
 from ft_service.rundir.attempt import Attempt
 from ft_service.rundir.attempt_outcome import exit_of, killed_exit
@@ -264,6 +265,33 @@ def test_what_cannot_be_fetched_ends_its_seat_alone(node: Node) -> None:
     wait_for(lambda: node.files() == {"files/file-1", "tokens/file-1.how", f"runs/{ONE}"})
     assert not node.is_ordered(TWO)
     assert not node.run.list("arriving"), "the engine may be idle again"
+
+
+def test_an_outage_delays_a_seat_and_ends_none(node: Node, monkeypatch: pytest.MonkeyPatch) -> None:
+    away = threading.Event()
+    away.set()
+    tried: list[str] = []
+
+    def denied(name: str, real: Any) -> Any:
+        def call(sync: Sync, *given: Any) -> Any:
+            if not away.is_set():
+                return real(sync, *given)
+            tried.append(name)
+            raise UnavailableError("503 Slow Down")
+
+        return call
+
+    for name in ("fetch_files", "end"):
+        monkeypatch.setattr(Sync, name, denied(name, getattr(Sync, name)))
+    node.order(ONE)
+    node.follow()
+    wait_for(lambda: {"fetch_files", "end"} <= set(tried))
+    assert node.run.list("arriving"), "its engine waits for it"
+    away.clear()
+    wait_for(lambda: node.is_ordered(ONE))
+    assert not node.there(ONE).has_exit()
+    name = save(node.seat(ONE), 5)
+    wait_for(lambda: complete_checkpoints(node.there(ONE).run) == [name])
 
 
 def test_requests_and_the_end_of_a_seat_by_the_service_reach_its_ranks(node: Node) -> None:

@@ -146,6 +146,18 @@ def test_each_pod_profile_has_a_launcher_and_the_first_takes_over_what_ran_befor
     store.close()
 
 
+def test_engines_of_a_cluster_work_on_object_storage(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(cluster_module, "Cluster", ClosedCluster)
+    asked = {"engine_jobs": 4, "storage": "s3://bucket/ft"}
+    given = cluster_settings(tmp_path, namespace="ft").model_dump()
+    settings = Settings.model_validate({**given, **asked})
+    assert settings.seats == 4
+    (launcher,) = new_launchers(settings)
+    assert isinstance(launcher, ClusterEngineLauncher)
+
+
 def test_every_profile_must_have_the_run_directories(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
